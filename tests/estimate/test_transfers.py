@@ -5,17 +5,21 @@ from dataclasses import replace
 import pytest
 
 from fitune.estimate.overhead import PROCESS_BYTES, checkpoint_bytes
-from fitune.estimate.predict import predict, predict_step_time
-from fitune.estimate.time import COLLECTIVE_SHARE, MODULE_HOOK_SECONDS
+from fitune.estimate.predict import largest_batch, predict, predict_step_time
+from fitune.estimate.rates import rates_of
+from fitune.estimate.step import describe_step
+from fitune.estimate.time import COLLECTIVE_SHARE, MODULE_HOOK_SECONDS, backward_work, forward_work
 from fitune.estimate.transfers import (
     COLLECTIVE_SECONDS,
     HOP_SECONDS,
+    HOST_LINK_EFFICIENCY,
     LINK_EFFICIENCY,
     STAGED_BANDWIDTH,
     Exchange,
     communication_of,
     cpu_adam_seconds,
     exchange_seconds,
+    transfers_of,
 )
 from fitune.spec.deepspeed import SUB_GROUP_ELEMENTS
 from fitune.spec.machines.gpus import find_gpu, hardware_for
@@ -28,12 +32,14 @@ from fitune.spec.plan import (
     Lora,
     Nf4,
     Offload,
+    Precision,
     Sgd,
     Single,
     Zero,
 )
 from fitune.spec.predictions import Estimate, Phase
 from fitune.spec.serial import from_data, to_data
+from fitune.units import MIB
 from plans import gpu, known, plan_for
 
 P = 8_030_261_248
@@ -86,14 +92,90 @@ def test_lora_sends_its_adapters_alone_unless_weights_are_divided():
     ddp = communication_of(eight_b(sharding=Ddp(), **choice))
     zero = communication_of(eight_b(sharding=Zero(stage=3, backend="deepspeed"), **choice))
     assert ddp.total_bytes == 2 * 2 * adapters * 7 / 8
-    assert zero.total_bytes == pytest.approx(2 * (2 * (P + adapters) + adapters) * 7 / 8)
+    blocks = P - 2 * EMBEDDING - 4096 + adapters
+    assert zero.total_bytes == pytest.approx(2 * (2 * (P + adapters) + blocks + adapters) * 7 / 8)
+
+
+@pytest.mark.parametrize(("tuning", "thirds"), [("full", 0), ("lora", 1)])
+def test_deepspeed_gathers_frozen_weights_once_more_where_blocks_run_again(tuning, thirds):
+    choice = {"tuning": tuning, "rank": 16, "sharding": Zero(stage=3, backend="deepspeed")}
+    sent = [communication_of(eight_b(**choice, recompute=blocks)).backward.bytes for blocks in (0, 16, 32)]
+    half = 2 * (P - 2 * EMBEDDING - 4096 + 41_943_040) / 2 * 7 / 8
+    assert [more - sent[0] for more in sent] == pytest.approx([0, thirds * half, thirds * 2 * half])
+
+
+@pytest.mark.parametrize(
+    ("sharding", "forward", "backward"),
+    [
+        (Zero(stage=1, backend="fsdp"), 1, 1),
+        (Zero(stage=3, backend="fsdp"), 3, 3),
+        (Zero(stage=3, backend="deepspeed"), 3, 3),
+        (Ddp(), 0, 1),
+    ],
+    ids=str,
+)
+def test_the_first_collective_of_a_pass_is_waited_for_in_every_pass_that_has_one(sharding, forward, backward):
+    step = describe_step(plan := eight_b(sharding=sharding, accumulation=3), largest_batch(plan))
+    found, exchanged = transfers_of(step), communication_of(plan)
+    for phase, exchange, times in (
+        (Phase.FORWARD, exchanged.forward, forward),
+        (Phase.BACKWARD, exchanged.backward, backward),
+    ):
+        one = exchange_seconds(cluster(), exchange) / max(1, exchange.calls)
+        assert found[phase].waited["communication"] == pytest.approx(times * one)
+
+
+def test_weights_that_wait_on_the_host_are_stepped_there_and_do_not_come_back():
+    """Of one device embedding, head and final norm stay, and adapters; with ZeRO-3 nothing does."""
+    rate = gpu("h100").gpu.host_bandwidth * HOST_LINK_EFFICIENCY
+    away, zero = Offload(parameters="cpu", optimizer="cpu"), Zero(stage=3, backend="fsdp")
+
+    def back(**choice):
+        plan = eight_b(**{"hardware": gpu("h100"), **choice})
+        return transfers_of(describe_step(plan, largest_batch(plan)))[Phase.UPDATE].waited["host link"] * rate
+
+    assert back(offload=Offload(optimizer="cpu")) == pytest.approx(2 * P)
+    assert back(offload=away) == pytest.approx(2 * (2 * EMBEDDING + 4096))
+    assert back(offload=away, tuning="lora", rank=16) == pytest.approx(2 * 41_943_040)
+    assert back(offload=away, hardware=cluster(), sharding=zero) == 0
+
+
+def test_every_weight_is_read_once_in_each_pass_the_head_in_the_loss():
+    """By a recomputed block twice in backward; FSDP2 gathers its weights once for both, read and written."""
+    blocks, rates = 2 * (P - 2 * EMBEDDING - 4096), rates_of(cluster(), Precision.BF16)
+
+    def read(**choice):
+        step = describe_step(plan := eight_b(**choice), largest_batch(plan))
+        there = forward_work(step, rates)
+        return [each.bytes_in_place for each in (there, backward_work(step, there, rates))]
+
+    gradients = 2 * 2 * P
+    assert read(sharding=Ddp(), recompute=0) == [blocks, blocks + gradients]
+    assert read(sharding=Ddp()) == [blocks, 2 * blocks + gradients]
+    assert read(sharding=Zero(stage=3, backend="fsdp")) == [3 * blocks, 4 * blocks + gradients]
+
+
+def test_nccl_has_buffers_beside_torch_wherever_ranks_talk():
+    alone, two = (eight_b(hardware=gpu("h100")), eight_b(sharding=Ddp()))
+    assert "NCCL" not in predict(alone).memory.outside
+    assert predict(two).memory.outside["NCCL"] == 300 * MIB
+    assert predict(plan_for(known("gpt2"), sharding=Ddp())).memory.outside == {}
 
 
 def test_hybrid_sharding_sends_shares_between_the_nodes():
     plan = eight_b(hardware=cluster(nodes=4), sharding=Zero(stage=3, backend="fsdp", hybrid=True))
     found = communication_of(plan)
-    assert not found.forward.crosses_nodes
+    assert (found.forward.between_nodes, found.between_nodes.between_nodes) == (0, 8)
     assert found.between_nodes.bytes == 2 * (2 * P / 8) * 3 / 4
+
+
+def test_all_ranks_of_a_node_share_its_network():
+    """8B in full on 2 × 8 A100, 16 bit: each rank sends 2 · (P / 8) · 1/2 elements, eight of them at once."""
+    a100 = hardware_for(gpu=find_gpu("a100-80gb"), gpus=8, nodes=2, internode_bandwidth=25e9)
+    plan = eight_b(hardware=a100, sharding=Zero(stage=3, backend="fsdp", hybrid=True))
+    between = communication_of(plan).between_nodes
+    latency = between.calls * (COLLECTIVE_SECONDS + HOP_SECONDS)
+    assert exchange_seconds(a100, between) == pytest.approx(2 * P / (25e9 * LINK_EFFICIENCY) + latency)
 
 
 def test_a_ring_is_as_fast_as_its_slowest_link():
@@ -101,8 +183,10 @@ def test_a_ring_is_as_fast_as_its_slowest_link():
     latency = 10 * (COLLECTIVE_SECONDS + 7 * HOP_SECONDS)
     assert exchange_seconds(cluster(), exchange) == pytest.approx(45e9 / (450e9 * LINK_EFFICIENCY) + latency)
     slow = cluster(nodes=2, internode_bandwidth=50e9)
-    across = exchange_seconds(slow, replace(exchange, crosses_nodes=True))
+    across = exchange_seconds(slow, replace(exchange, between_nodes=1))
     assert across == pytest.approx(45e9 / (50e9 * LINK_EFFICIENCY) + latency)
+    shared = exchange_seconds(slow, replace(exchange, between_nodes=8))
+    assert shared == pytest.approx(8 * 45e9 / (50e9 * LINK_EFFICIENCY) + latency)
 
 
 def test_geforce_cards_reach_one_another_through_the_host():
@@ -259,6 +343,18 @@ def test_nothing_is_on_the_host_of_a_cpu_and_little_on_that_of_a_gpu():
 )
 def test_a_checkpoint_holds_trained_weights_masters_and_states(choice, per_parameter):
     assert checkpoint_bytes(eight_b(**choice)) == pytest.approx(per_parameter * P, rel=1e-5)
+
+
+@pytest.mark.parametrize("sharding", [Ddp(), Zero(stage=3, backend="fsdp")], ids=str)
+@pytest.mark.parametrize(
+    "choice",
+    [{"optimizer": AdamW8bit()}, {"tuning": Lomo(adaptive=True, clip=ClipByValue(value=1.0))}],
+    ids=["8 bit", "AdaLomo"],
+)
+def test_a_checkpoint_is_as_large_however_it_is_divided(sharding, choice):
+    alone = replace(eight_b(hardware=gpu("h100")), **choice)
+    divided = replace(alone, hardware=cluster(), sharding=sharding)
+    assert checkpoint_bytes(divided) == checkpoint_bytes(alone)
 
 
 def test_a_checkpoint_of_adapters_is_small():

@@ -96,13 +96,13 @@ def test_every_plan_is_a_job_that_kuberay_takes_and_trains_what_was_planned(name
 
 
 def test_requests_are_what_the_plan_needs() -> None:
-    """Memory by hand: the plan's host bytes · 16/15, and 1 GiB + 2 × 0.5 GiB of /dev/shm."""
+    """Memory by hand: the plan's host bytes · 10/9, and 1 GiB + 2 × 0.5 GiB of /dev/shm."""
     recipe = recipe_of(**RECIPES["offloaded"])
     estimate = plan_for(recipe, purposes=("plan", "train")).chosen.estimate
     _, job = documents(recipe)
     _, pod = worker_of(job)
     limits = pod["containers"][0]["resources"]["limits"]
-    assert limits["memory"] == f"{-(-(estimate.host_bytes * 16 // 15 + 2 * GIB) // GIB)}Gi"
+    assert limits["memory"] == f"{-(-(estimate.host_bytes * 10 // 9 + 2 * GIB) // GIB)}Gi"
     assert int(limits["memory"][:-2]) > 100  # masters and moments of 8 B parameters wait there
     assert (
         pod["containers"][0]["resources"]["requests"]["cpu"] == "16"

@@ -6,13 +6,14 @@ from itertools import pairwise, product
 import pytest
 
 from fitune.estimate.buffers import (
+    block_gradients,
     block_weight_bytes,
     buffers_of,
     deepspeed_default_buffers,
-    group_gradient_bytes,
     root_weight_bytes,
 )
 from fitune.estimate.predict import predict_memory
+from fitune.estimate.transfers import communication_of
 from fitune.spec.counts import count_parameters
 from fitune.spec.deepspeed import BUCKET_ELEMENTS
 from fitune.spec.machines.gpus import find_gpu, hardware_for
@@ -106,7 +107,7 @@ def test_fsdp_gathers_three_blocks_in_forward_and_two_in_backward():
     buffers = buffers_of(plan)
     assert (buffers.gathering, buffers.forward) == (root + 3 * block, root + 2 * block)
     assert buffers.backward == root + 2 * block
-    assert buffers.reduce == 4 * (BLOCK_LINEARS + 2 * 4096) == group_gradient_bytes(plan, width=4)
+    assert buffers.reduce == 4 * (BLOCK_LINEARS + 2 * 4096) == max(block_gradients(plan, width=4))
     assert buffers.root_end == 4 * (2 * 128256 * 4096 + 4096)
 
 
@@ -116,6 +117,19 @@ def test_fsdp_below_stage_3_holds_all_weights_from_forward_to_backward():
     gathered = [memory.phases[Phase.LOSS]["gathered weights"] for memory in stages]
     assert gathered[0] == whole > gathered[1]
     assert [memory.phases[Phase.IDLE]["weights"] for memory in stages] == [whole // 8, whole // 8]
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen/qwen3-next-80b-a3b-instruct", "ibm-granite/granite-4.0-h-350m", "google/gemma-3n-e2b-it"]
+)
+def test_no_more_is_gathered_than_there_is_where_blocks_are_unlike(name):
+    """Below stage 3 all blocks stay, and each lets its own weights go as it goes back."""
+    model = known(name)
+    plan = plan_for(model, hardware=cluster(), precision="bf16", sharding=Zero(stage=2, backend="fsdp"))
+    whole, buffers = 2 * count_parameters(model).total, buffers_of(plan)
+    assert buffers.loss == buffers.root + sum(buffers.backward_blocks) == whole
+    assert communication_of(plan).forward.bytes == whole * 7 / 8
+    assert len(set(buffers.backward_blocks)) > 1
 
 
 def test_deepspeed_buffers_are_those_of_the_configuration():

@@ -18,6 +18,12 @@ def test_a_change_is_read_like_a_recipe():
         assert (changed.zero, changed.backend, changed.seq_len) == (3, "fsdp", 512)
 
 
+def test_an_equals_sign_in_a_value_stays_there():
+    for change in ("chat_template: x=y.jinja, zero=3", "chat_template=x=y.jinja, zero: 3"):
+        changed = changed_recipe(parse_recipe({"model": "gpt2"}), change)
+        assert (changed.chat_template, changed.zero) == ("x=y.jinja", 3)
+
+
 @pytest.mark.parametrize("change", ["", "zero", "zroe: 3", "zero: 9", "[1, 2]", "zero: 3, zero: 2"])
 def test_a_change_that_is_none_is_refused(change):
     with pytest.raises(RecipeError):

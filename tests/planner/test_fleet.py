@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from fitune.errors import FituneError, HardwareError, NothingFits, RecipeError
+from fitune.estimate.overhead import checkpoint_bytes
 from fitune.estimate.predict import largest_batch, predict_step_time
 from fitune.planner.clusters.fleet import Ranking, node_counts, offers_on, rank_fleet
 from fitune.planner.clusters.fleet import ranked as rank_offers
@@ -16,7 +17,7 @@ from fitune.planner.clusters.whole_job import TOKENS_PER_SECOND, Offer
 from fitune.planner.clusters.wishes import Wanted
 from fitune.spec.counts import count_parameters
 from fitune.spec.model.model_config import load_model_spec
-from fitune.spec.plan import Plan
+from fitune.spec.plan import Ddp, Plan
 from fitune.spec.predictions import Epoch
 from fitune.spec.recipe.fleet import Fleet, read_fleet
 from fitune.spec.recipe.recipe import Recipe, parse_recipe
@@ -272,3 +273,20 @@ def test_checkpoints_cost_time_where_they_are_not_written_beside_the_steps(
         job_seconds(replace(offer.priced, plan=plan), offer.run, offer.cluster)["checkpoints"]
         < parts["checkpoints"]
     )
+
+
+def test_with_ddp_the_first_rank_copies_all_that_is_saved(ranked: Callable[..., Ranking]) -> None:
+    from fitune.planner.clusters.whole_job import job_seconds
+
+    offer = ranked().best
+    run = replace(offer.priced.plan.run, save_every=offer.run.steps, saves_per_epoch=0, async_save=True)
+    plan = replace(
+        offer.priced.plan,
+        run=run,
+        sharding=Ddp(),
+        hardware=replace(offer.priced.plan.hardware, gpus_per_node=4),
+    )
+    size = offer.priced.estimate.checkpoint_bytes
+    parts = job_seconds(replace(offer.priced, plan=plan), offer.run, offer.cluster)
+    copied = checkpoint_bytes(plan) / plan.hardware.gpu.host_bandwidth
+    assert parts["checkpoints"] - size / offer.cluster.storage == pytest.approx(copied)

@@ -1,8 +1,10 @@
 """Errors, percentiles and verdicts by hand, what the command prints, and that the score is the estimate's own."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -90,6 +92,48 @@ def test_the_score_is_that_of_the_estimate_and_of_nothing_else(monkeypatch: pyte
     monkeypatch.setattr(memory, "_loss_moments", lambda step, gradients: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         compare_rows(rows)
+
+
+@pytest.mark.parametrize(
+    ("different", "why"),
+    [
+        ({"model": "Qwen/Qwen3-Next-80B-A3B-Instruct"}, "Liger's kernels are fitted"),
+        ({"model": "acme/no-such-model-3b"}, "layers, hidden, heads, intermediate, vocab not stated"),
+        (
+            {"model": "Qwen/Qwen3-0.6B", "lora_targets": "q_proj,router"},
+            "'router' is no linear of this model",
+        ),
+        ({"model": "Qwen/Qwen3-0.6B", "gpu": "Quantum 9000"}, "none of the .* known cards"),
+        ({"model": "Qwen/Qwen3-0.6B", "optimizer": "Muon"}, "optimizer 'muon' is none a plan has"),
+    ],
+)
+def test_a_row_that_cannot_be_represented_is_listed_and_the_others_are_compared(
+    different: dict[str, str], why: str
+) -> None:
+    rows = read_records(RUNS)
+    odd = replace(rows[0], id="odd", facts=_without_shapes(**different))
+    before, skipped = compare_rows(rows)
+    compared, listed = compare_rows([odd, *rows])
+    assert compared == before
+    [(row, reason), *others] = listed
+    assert (row, others) == (odd, skipped)
+    assert re.search(why, reason)
+    assert "\n" not in reason
+
+
+def test_a_traced_model_of_a_row_keeps_the_hyphens_of_its_name() -> None:
+    name = "Qwen/Qwen3-Next-80B-A3B-Instruct"
+    facts = _without_shapes(model=name, lora_targets="q_proj", must_assume="", notes="")
+    row = Row(id="next", line=1, source="", facts=facts)
+    assert plan_of(row).model_path == name
+    assert compare_row(row, left_out=False).predicted_bytes
+
+
+def _without_shapes(**different: str) -> dict[str, Any]:
+    """A row of QLoRA whose model is known by its name alone."""
+    facts = next(row.facts for row in read_records(RUNS) if row.id == "qlora-fsdp-frozen")
+    shapes = ("params_b", "layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab")
+    return {**facts, **dict.fromkeys(shapes), **different}
 
 
 def test_json_has_the_promised_keys() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from fitune.errors import FituneError
 from fitune.records.plans import Unrepresented, plan_of
 from fitune.records.row import Row
 from fitune.records.score import profile_of, profiles, trainer_of
@@ -41,7 +42,7 @@ def plan(name: str, **changed: Any) -> Plan:
 
 
 def why_not(name: str, **changed: Any) -> str:
-    with pytest.raises(Unrepresented) as reason:
+    with pytest.raises((Unrepresented, FituneError)) as reason:
         plan(name, **changed)
     return str(reason.value)
 
@@ -67,6 +68,11 @@ def test_lora_on_a_packed_base() -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("words", ["LoRA SFT", "SFT with QLoRA", "DoRA (not full)"])
+def test_adapters_are_no_full_training_whatever_they_are_trained_for(words: str) -> None:
+    assert isinstance(plan("qlora-fsdp-frozen", method=words).tuning, Lora)
+
+
 @pytest.mark.parametrize(
     ("words", "sharding"),
     [
@@ -75,6 +81,9 @@ def test_lora_on_a_packed_base() -> None:
         ("FSDP SHARD_GRAD_OP", Zero(stage=2, backend="fsdp")),
         ("FSDP NO_SHARD (ddp)", Ddp()),
         ("DDP", Ddp()),
+        ("distributed data parallel", Ddp()),
+        ("Fully Sharded Data Parallel", Zero(stage=3, backend="fsdp")),
+        ("ZeRO-3 data parallel", Zero(stage=3, backend="deepspeed")),
         ("HSDP", Zero(stage=3, backend="fsdp", hybrid=True)),
         ("DeepSpeed ZeRO-2", Zero(stage=2, backend="deepspeed")),
         ("deepspeed zero3", Zero(stage=3, backend="deepspeed")),

@@ -93,7 +93,11 @@ NEWER_CHOICES = [
     {"optimizer": AdamW8bit(weight_decay=0.1)},
     {"added_tokens": ("<think>", "</think>")},
     {"sharding": Ddp()},
-    {"sharding": Zero(stage=2, backend="deepspeed")},
+    {
+        "sharding": Zero(
+            stage=2, backend="deepspeed", settings=(("overlap_comm", True), ("sub_group_size", 7))
+        )
+    },
     {"sharding": Zero(stage=3, backend="fsdp", hybrid=True), "offload": Offload(optimizer="nvme")},
 ]
 
@@ -191,7 +195,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
         ("data.sources.0.columns", [["prompt"]], "columns\\[0\\]: missing key 1"),
         ("data.sources.0.columns", [["prompt", "a", "b"]], "columns\\[0\\]: expected fewer items"),
         ("tuning.rank", True, "Plan.tuning.rank: expected int, found True"),
-        ("tuning.base", "Nf4", "Plan.tuning.base: kind None is not one of Dense, Nf4, Hqq"),
+        ("tuning.base", "Nf4", "Plan.tuning.base: kind 'str' is not one of Dense, Nf4, Hqq"),
         ("schedule.learning_rate", "1e-4", "Plan.schedule.learning_rate: expected float, found '1e-4'"),
         ("schedule.learning_rate", True, "Plan.schedule.learning_rate: expected float, found True"),
         ("schedule.learning_rate", 10**400, "Plan.schedule.learning_rate: expected a number below 1e308"),

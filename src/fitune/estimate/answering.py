@@ -18,7 +18,13 @@ from fitune.estimate.blocks.key_values import (
     states_of_row,
     windowed_tokens,
 )
-from fitune.estimate.overhead import cublas_workspace_bytes, cuda_context_bytes, outside_terms, usable_bytes
+from fitune.estimate.overhead import (
+    COLLECTIVES_BYTES,
+    cublas_workspace_bytes,
+    cuda_context_bytes,
+    outside_terms,
+    usable_bytes,
+)
 from fitune.spec.answering import CACHE_ROOM, Answering, Questions
 from fitune.spec.counts import count_parameters
 from fitune.spec.machines.hardware import Gpu
@@ -269,7 +275,7 @@ def _of_vllm(answering: Answering, questions: Questions) -> AnsweringMemory:
     wide = max(3 * model.intermediate_size * max(1, model.experts_per_token), model.q_dim + 2 * model.kv_dim)
     activations = BATCHED_TOKENS * e * (4 * model.hidden_size + -(-wide // devices))
     logits = sequences * model.vocab_size * (e + 2 * FP32)
-    outside = {} if gpu.is_cpu else _outside_of_vllm(gpu)
+    outside = {} if gpu.is_cpu else _outside_of_vllm(gpu, devices)
     taken = sum(weights.values()) + activations + logits + sum(outside.values())
     room = usable_bytes(answering.hardware) if gpu.is_cpu else round(VLLM_SHARE * gpu.memory_bytes)
     needed = pooled_bytes(answering, questions.longest_prompt + questions.new_tokens)
@@ -281,8 +287,9 @@ def _of_vllm(answering: Answering, questions: Questions) -> AnsweringMemory:
     )
 
 
-def _outside_of_vllm(gpu: Gpu) -> dict[str, int]:
+def _outside_of_vllm(gpu: Gpu, devices: int) -> dict[str, int]:
     return {
+        **({"NCCL": COLLECTIVES_BYTES} if devices > 1 else {}),
         "CUDA context": cuda_context_bytes(gpu),
         "cuBLAS workspace": cublas_workspace_bytes(gpu),
         "CUDA graphs": GRAPHS_BYTES,

@@ -82,7 +82,7 @@ def _block_moment(step: StepStages, index: int) -> Terms:
         "gathered weights": step.gathered_in_backward(index),
         "reduce buffers": step.buffers.buckets
         + (step.buffers.reduce if later else 0)
-        + later * step.buffers.summed_per_block,
+        + sum(step.buffers.summed_blocks[index + 1 :]),
     }
 
 
@@ -190,7 +190,7 @@ def _last_of_root(step: StepStages) -> int:
 
 def _summed_by_nodes(step: StepStages) -> int:
     """Shares of all blocks that FSDP2 still holds when only the root is left."""
-    return step.num_layers * step.buffers.summed_per_block
+    return sum(step.buffers.summed_blocks)
 
 
 def _kept_for_a_second_pass(step: StepStages) -> Terms:

@@ -1,6 +1,6 @@
 """Bytes that dividing the states costs in return: weights gathered for a moment, and buffers that sums pass through."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from fitune.estimate.division import accumulates_whole, num_shares, reduce_width, zero_stage
@@ -10,6 +10,7 @@ from fitune.estimate.parameters import (
     gathered_bytes,
     head_parameters,
     trained_parameters,
+    trains_in,
     weights_bytes,
 )
 from fitune.estimate.states import gradients_go_to_the_host, resting_gradient_bytes
@@ -55,7 +56,7 @@ class Buffers:
     backward: int = 0
     backward_ahead: int = 0
     """More while a block is left to go back after the one at work."""
-    backward_per_block: int = 0
+    backward_blocks: tuple[int, ...] = ()
     """More for each block that has not gone back yet."""
     root: int = 0
     """Gathered weights when only the embedding is left."""
@@ -67,7 +68,7 @@ class Buffers:
     """Gradients of the block behind, being summed or carried off."""
     last_sum: int = 0
     """The last bucket when backward ends: its rest laid out for the ranks once more, and this rank's share of it."""
-    summed_per_block: int = 0
+    summed_blocks: tuple[int, ...] = ()
     """More for each block that has gone back: the share that nodes summed, held to the end of backward."""
     root_end: int = 0
     """The copy that the root's gradients are summed from, made once its weights are let go."""
@@ -78,7 +79,7 @@ def buffers_of(plan: Plan) -> Buffers:
     streamed = plan.offload.parameters != "device"
     if isinstance(plan.sharding, Zero):
         return _divided(plan, plan.sharding.backend)
-    carried = group_gradient_bytes(plan) if gradients_go_to_the_host(plan) else 0
+    carried = max(block_gradients(plan)) if gradients_go_to_the_host(plan) else 0
     return replace(_streamed(plan) if streamed else Buffers(), reduce=carried)
 
 
@@ -90,15 +91,22 @@ def _divided(plan: Plan, backend: Backend) -> Buffers:
             return _deepspeed(plan)
 
 
-@remembered_by("model", "tuning", "precision")
 def block_weight_bytes(plan: Plan) -> int:
-    """The largest decoder block as it is gathered: packed where quantised; adapters included."""
+    """The largest decoder block as it is gathered."""
+    return max(block_weights(plan))
+
+
+@remembered_by("model", "tuning", "precision")
+def block_weights(plan: Plan) -> tuple[int, ...]:
+    """Bytes of every decoder block as it is gathered: packed where quantised; adapters included."""
     if plan.model.is_traced:
-        return max(_kind_weight_bytes(plan, kind) for kind in range(len(plan.model.kinds)))
+        kinds = [_kind_weight_bytes(plan, kind) for kind in range(len(plan.model.kinds))]
+        return tuple(kinds[kind] for kind in plan.model.kind_of)
     e, layers = plan.precision.compute_bytes, plan.model.num_layers
     base = gathered_bytes([t for t in base_tensors(plan.model) if t.in_block], plan)
     adapters = e * sum(t.elements * t.count for t in adapter_tensors(plan))
-    return base // layers + adapters // blocks_trained(plan)
+    own = adapters // blocks_trained(plan)
+    return tuple(base // layers + own * trains_in(plan, index) for index in range(layers))
 
 
 def _kind_weight_bytes(plan: Plan, kind: int) -> int:
@@ -118,16 +126,25 @@ def root_weight_bytes(plan: Plan) -> int:
     return base_bytes([t for t in base_tensors(plan.model) if not t.in_block], plan)
 
 
-def group_gradient_bytes(plan: Plan, *, root: bool = False, width: int = 0) -> int:
-    """Gradients of one block (or of the root), rows padded to the shares, ``width`` bytes each (0: their own type)."""
+def block_gradients(plan: Plan, *, width: int = 0) -> tuple[int, ...]:
+    """Bytes of every block's gradients, rows padded to the shares, ``width`` bytes each (0: their own type)."""
+    if plan.model.is_traced:
+        kinds = [_padded_bytes(plan, tensors, width) for tensors in _trained_by_kind(plan)]
+        return tuple(kinds[kind] for kind in plan.model.kind_of)
+    every = _padded_bytes(plan, (t for t in trained_tensors(plan) if t.in_block), width)
+    own = every // blocks_trained(plan)
+    return tuple(own * trains_in(plan, index) for index in range(plan.model.num_layers))
+
+
+def root_gradient_bytes(plan: Plan, *, width: int = 0) -> int:
+    """The same of what is trained outside the blocks."""
+    return _padded_bytes(plan, (t for t in trained_tensors(plan) if not t.in_block), width)
+
+
+def _padded_bytes(plan: Plan, tensors: Iterable[ParameterTensor], width: int) -> int:
     parts = num_shares(plan)
-    if plan.model.is_traced and not root:
-        return max(
-            sum(t.share(parts) * parts * t.count for t in tensors) for tensors in _trained_by_kind(plan)
-        ) * (width or plan.precision.compute_bytes)
-    tensors = [t for t in trained_tensors(plan) if t.in_block is not root]
     elements = sum(t.share(parts) * parts * t.count for t in tensors)
-    return elements * (width or plan.precision.compute_bytes) // (1 if root else blocks_trained(plan))
+    return elements * (width or plan.precision.compute_bytes)
 
 
 def _trained_by_kind(plan: Plan) -> Iterator[tuple[ParameterTensor, ...]]:
@@ -155,8 +172,8 @@ def _fsdp(plan: Plan) -> Buffers:
     whole_gradients, width = accumulates_whole(plan), reduce_width(plan)
     stage = zero_stage(plan) if whole_gradients else max(2, zero_stage(plan))
     passing = 2 * -(-block // num_shares(plan)) if plan.offload.parameters != "device" else 0
-    whole = root + layers * block
-    summed = group_gradient_bytes(plan, width=width)
+    blocks, summed = block_weights(plan), block_gradients(plan, width=width)
+    whole = root + sum(blocks)
     if whole_gradients:
         # gathered once, by the first micro-batch, when there are no gradients yet
         above = resting_gradient_bytes(plan)
@@ -173,22 +190,22 @@ def _fsdp(plan: Plan) -> Buffers:
         loss=root if stage == 3 else whole,
         final_norm=root if stage == 3 else whole,
         backward=(root + min(2, layers) * block if stage == 3 else root) + passing,
-        backward_per_block=block if stage == 2 else 0,
+        backward_blocks=blocks if stage == 2 else (),
         root=root,
-        reduce=summed,
-        summed_per_block=_held_sums(plan, summed),
-        root_end=group_gradient_bytes(plan, root=True, width=width),
+        reduce=max(summed),
+        summed_blocks=_held_sums(plan, summed),
+        root_end=root_gradient_bytes(plan, width=width),
     )
 
 
-def _held_sums(plan: Plan, summed: int) -> int:
-    """A block's share as the nodes sum it: held beside the gradient where that is another tensor.
+def _held_sums(plan: Plan, summed: tuple[int, ...]) -> tuple[int, ...]:
+    """Every block's share as the nodes sum it: held beside the gradient where that is another tensor.
 
     So where the sum is cast, and where it is added to an earlier one. _fsdp_param_group.py, AllReduceState.
     """
     hybrid = isinstance(plan.sharding, Zero) and plan.sharding.hybrid
     is_gradient = reduce_width(plan) == plan.precision.compute_bytes and plan.batch.accumulation == 1
-    return summed // num_shares(plan) if hybrid and not is_gradient else 0
+    return tuple(each // num_shares(plan) for each in summed) if hybrid and not is_gradient else ()
 
 
 def _deepspeed(plan: Plan) -> Buffers:

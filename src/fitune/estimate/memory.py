@@ -7,7 +7,7 @@ are those of a step after the first, when optimizer states exist, and of its las
 from fitune.estimate import overhead
 from fitune.estimate.backward_moments import backward_moments
 from fitune.estimate.blocks import activations, transient
-from fitune.estimate.division import uses_fsdp
+from fitune.estimate.division import num_ranks, uses_fsdp
 from fitune.estimate.states import gradients_always_exist
 from fitune.estimate.step import StepStages, Terms
 from fitune.spec.plan import PlainLoss, trains_embeddings
@@ -34,7 +34,7 @@ def memory_of(step: StepStages) -> MemoryBreakdown:
     streams = uses_fsdp(step.plan) and not gpu.is_cpu
     return MemoryBreakdown(
         phases=kept,
-        outside=overhead.outside_terms(gpu, moving_bytes=moving),
+        outside=overhead.outside_terms(gpu, moving_bytes=moving, ranks=num_ranks(step.plan)),
         reclaimable=overhead.stream_cache_bytes(kept, gradients=step.gradients) if streams else 0,
     )
 

@@ -11,6 +11,7 @@ from fitune.estimate.blocks.block import (
     traced_block,
     untouched_block,
 )
+from fitune.estimate.parameters import trains_in
 from fitune.spec.counts import untouched_blocks
 from fitune.spec.model.block_profile import Attention, BatchShape, BlockProfile, Pass, Stage, in_all
 from fitune.spec.plan import Lora, Plan, trains_embeddings
@@ -38,7 +39,7 @@ def model_profile(plan: Plan, shape: BatchShape) -> ModelProfile:
     blocks = []
     for index in range(layers):
         enters = trains_embeddings(plan.tuning) or index > untouched
-        kind = (_trains_in(plan, index), enters, plan.model.has_window(index))
+        kind = (trains_in(plan, index), enters, plan.model.has_window(index))
         if kind not in kinds:
             kinds[kind] = block_profile(
                 plan, shape, has_adapters=kind[0], gradient_enters=kind[1], has_window=kind[2]
@@ -63,10 +64,6 @@ def _traced_profile(plan: Plan, shape: BatchShape, untouched: int) -> ModelProfi
             step.around_forward.at(extent),
         ),
     )
-
-
-def _trains_in(plan: Plan, index: int) -> bool:
-    return plan.tuning.adapts(index) if isinstance(plan.tuning, Lora) else True
 
 
 @remembered

@@ -4,20 +4,20 @@ None of these figures was measured by us yet; each says where it comes from.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from fitune.estimate.division import num_ranks, num_shares, trained_share
 from fitune.estimate.parameters import trained_parameters, weights_away_bytes
 from fitune.estimate.states import (
-    adalomo_state_bytes,
-    eight_bit_state_bytes,
     has_masters,
+    optimizer_bytes,
     states_per_parameter,
     sub_group_elements,
 )
 from fitune.estimate.step import StepStages, Terms
 from fitune.spec.deepspeed import NVME_BUFFERS, largest_share_elements
 from fitune.spec.machines.hardware import Gpu, Hardware
-from fitune.spec.plan import AdamW8bit, Lomo, Offload, Plan
+from fitune.spec.plan import AdamW8bit, Lomo, Offload, Plan, Single
 from fitune.spec.predictions import Phase
 from fitune.units import GIB, MIB
 
@@ -26,7 +26,7 @@ COLLECTIVES_BYTES = 300 * MIB
 up to 32 channels and both directions. Not measured by us."""
 
 
-def outside_terms(gpu: Gpu, *, moving_bytes: int) -> dict[str, int]:
+def outside_terms(gpu: Gpu, *, moving_bytes: int, ranks: int = 1) -> dict[str, int]:
     """Bytes beside the tensors: nothing on a CPU, where live tensors are what is compared.
 
     ``moving_bytes``: what comes and goes within a step at its peak.
@@ -37,6 +37,7 @@ def outside_terms(gpu: Gpu, *, moving_bytes: int) -> dict[str, int]:
         "CUDA context": cuda_context_bytes(gpu),
         "cuBLAS workspace": cublas_workspace_bytes(gpu),
         "allocator slack": allocator_slack_bytes(moving_bytes),
+        **({"NCCL": COLLECTIVES_BYTES} if ranks > 1 else {}),
     }
 
 
@@ -223,15 +224,9 @@ def checkpoint_bytes(plan: Plan) -> int:
 
     Frozen weights are not in it, and nothing is written twice however it is divided.
     """
-    trained = trained_parameters(plan)
-    weights = trained * (plan.precision.compute_bytes + (4 if has_masters(plan) else 0))
-    return weights + _state_bytes(plan, trained)
-
-
-def _state_bytes(plan: Plan, trained: int) -> int:
-    if isinstance(plan.tuning, Lomo):
-        return adalomo_state_bytes(plan) if plan.tuning.adaptive else 0
-    if isinstance(plan.optimizer, AdamW8bit) and plan.offload.optimizer == "device":
-        return eight_bit_state_bytes(plan)
-    width = 4 if has_masters(plan) else plan.precision.compute_bytes
-    return states_per_parameter(plan.optimizer) * trained * width
+    trained, e = trained_parameters(plan), plan.precision.compute_bytes
+    weights = trained * (e + (4 if has_masters(plan) else 0))
+    on_device = plan.offload.optimizer == "device"
+    if isinstance(plan.tuning, Lomo) or (isinstance(plan.optimizer, AdamW8bit) and on_device):
+        return weights + optimizer_bytes(replace(plan, sharding=Single()))
+    return weights + states_per_parameter(plan.optimizer) * trained * (4 if has_masters(plan) else e)

@@ -110,6 +110,11 @@ def blocks_trained(plan: Plan) -> int:
     return len(adapted_blocks(plan.model, plan.tuning))
 
 
+def trains_in(plan: Plan, block: int) -> bool:
+    """True if something of that block trains."""
+    return plan.tuning.adapts(block) if isinstance(plan.tuning, Lora) else True
+
+
 @remembered_by("model", "tuning", "precision")
 def weights_bytes(plan: Plan) -> int:
     """P · e: the model in the compute type; e = 4 for fp32, 2 for bf16 and fp16. Rotary tables are not in it.
@@ -168,9 +173,11 @@ def _adapter_share_bytes(plan: Plan) -> int:
     return parameters * plan.precision.compute_bytes
 
 
-def weights_read_bytes(plan: Plan) -> int:
-    """Stored bytes once; FSDP2 also reads and writes them when it copies them out of its all-gather buffer."""
-    return weights_bytes(plan) * (3 if uses_fsdp(plan) else 1)
+@remembered_by("model", "tuning", "precision")
+def block_weights_bytes(plan: Plan) -> int:
+    """All blocks as they are stored, without adapters: what a pass through them reads. The embedding is looked up, and
+    the head is read in the loss."""
+    return base_bytes([t for t in base_tensors(plan.model) if t.in_block], plan)
 
 
 @remembered_by("model", "tuning", "precision")

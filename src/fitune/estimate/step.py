@@ -6,7 +6,7 @@ from itertools import accumulate
 from fitune.estimate.blocks import activations
 from fitune.estimate.blocks.block import Block
 from fitune.estimate.buffers import Buffers, buffers_of
-from fitune.estimate.division import trained_share, uses_deepspeed
+from fitune.estimate.division import trained_share, uses_deepspeed, uses_fsdp
 from fitune.estimate.model_profile import (
     ModelProfile,
     attentions_of,
@@ -16,11 +16,11 @@ from fitune.estimate.model_profile import (
 )
 from fitune.estimate.parameters import (
     adapters_bytes,
+    block_weights_bytes,
     gradients_bytes,
     head_parameters,
     unpacking_bytes,
     weights_on_device_bytes,
-    weights_read_bytes,
 )
 from fitune.estimate.states import (
     gradients_always_exist,
@@ -85,7 +85,9 @@ class StepStages:
     """All of them, whole."""
     buffers: Buffers
     weights_read: int
-    """Bytes of device memory that one pass over the weights moves."""
+    """Bytes of the blocks' weights, as one pass over them reads."""
+    copied_out: int
+    """More of them moved where a pass copies them out of a buffer that they were gathered in."""
     unpacked: int
     """More of them where packed weights are made whole first."""
     stepped: int
@@ -140,7 +142,7 @@ class StepStages:
     def gathered_in_backward(self, index: int) -> int:
         """Whole weights while block ``index`` goes back."""
         ahead = self.buffers.backward_ahead if index > 0 else 0
-        return self.buffers.backward + ahead + (index + 1) * self.buffers.backward_per_block
+        return self.buffers.backward + ahead + sum(self.buffers.backward_blocks[: index + 1])
 
     def block(self, index: int) -> Block:
         return self.blocks[index]
@@ -238,7 +240,8 @@ def describe_step(plan: Plan, shape: BatchShape, profile: ModelProfile | None = 
         whole_gradients=gradients_bytes(plan),
         buffers=buffers_of(plan),
         update={"gradients": update_gradient_bytes(plan), "temporaries": update_temporaries_bytes(plan)},
-        weights_read=weights_read_bytes(plan),
+        weights_read=block_weights_bytes(plan),
+        copied_out=2 * block_weights_bytes(plan) if uses_fsdp(plan) else 0,  # read and written
         unpacked=unpacking_bytes(plan),
         stepped=trained_share(plan) if plan.offload.optimizer == "device" else 0,
         element_bytes=e,

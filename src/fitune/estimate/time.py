@@ -114,7 +114,7 @@ def _with_transfers(own: float, limit: str, transfers: Transfers | None) -> tupl
 
 
 def forward_work(step: StepStages, rates: Rates) -> Work:
-    """Per token the products of every block, per pair a third of attention's; weights are read once."""
+    """Per token the products of every block, per pair a third of attention's; the blocks' weights are read once."""
     plan, layers, tokens = step.plan, step.num_layers, step.shape.tokens
     return Work(
         product_flops=tokens * step.forward.flops,
@@ -124,7 +124,7 @@ def forward_work(step: StepStages, rates: Rates) -> Work:
         ),
         bytes=tokens * (step.forward.bytes + step.casts[0]),
         tensor_bytes=step.hidden,
-        bytes_in_place=step.weights_read + step.unpacked,
+        bytes_in_place=step.weights_read + step.copied_out + step.unpacked,
         forward_operations=step.forward.products + step.forward.operations + layers * step.shape.rows,
         python_seconds=_hook_seconds(plan) + rates.forward_start_seconds,
     )
@@ -168,7 +168,7 @@ def loss_work(step: StepStages) -> Work:
 def backward_work(step: StepStages, forward: Work, rates: Rates) -> Work:
     """Work of training beside forward, + the forward of the recomputed blocks; gradients written and read.
 
-    Packed weights are made whole for every pass.
+    Weights are read by both, packed ones made whole for both; FSDP2 gathers them once for the two.
     """
     tokens, again = step.shape.tokens, max(0, step.recomputed - step.untouched) / step.num_layers
     back = step.num_layers - step.untouched
@@ -185,8 +185,8 @@ def backward_work(step: StepStages, forward: Work, rates: Rates) -> Work:
         ),
         bytes=tokens * (step.backward.bytes + step.casts[1]) + again * forward.bytes,
         tensor_bytes=step.hidden,
-        bytes_in_place=step.weights_read * back / step.num_layers
-        + (back / step.num_layers + again) * step.unpacked
+        bytes_in_place=back / step.num_layers * step.copied_out
+        + (back / step.num_layers + again) * (step.weights_read + step.unpacked)
         + 2 * step.whole_gradients,
         forward_operations=again * forward.forward_operations,
         python_seconds=(1 + again) * _hook_seconds(step.plan),

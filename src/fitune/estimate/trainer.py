@@ -10,6 +10,7 @@ from fitune.estimate.buffers import (
     REDUCE_BUCKET,
     Buffers,
     block_weight_bytes,
+    block_weights,
     deepspeed_default_buffers,
     root_weight_bytes,
 )
@@ -185,7 +186,7 @@ def _buffers(step: StepStages, trainer: Trainer) -> Buffers:
         return buffers
     root, block = root_weight_bytes(plan), block_weight_bytes(plan)
     if zero_stage(plan) < 3:
-        whole = root + step.num_layers * block
+        whole = root + sum(block_weights(plan))
         return Buffers(
             start=whole, forward=whole, gathering=whole, end=whole, loss=whole, final_norm=whole, backward=whole,
             root=whole,

@@ -6,11 +6,12 @@ The rates are assumed where the device was not calibrated.
 
 from dataclasses import dataclass, field
 
-from fitune.estimate.buffers import block_weight_bytes, root_weight_bytes
+from fitune.estimate.buffers import block_weights, root_weight_bytes
 from fitune.estimate.division import (
     num_ranks,
     num_shares,
     reduce_width,
+    share_elements,
     trained_share,
     uses_deepspeed,
     zero_stage,
@@ -19,10 +20,11 @@ from fitune.estimate.overhead import host_optimizer_bytes, offloaded_activation_
 from fitune.estimate.parameters import trained_parameters, weights_away_bytes
 from fitune.estimate.states import gradients_go_to_the_host
 from fitune.estimate.step import StepStages
+from fitune.estimate.tensors import trained_tensors
 from fitune.spec.choices import DDP_BUCKET_BYTES
 from fitune.spec.deepspeed import fetches_ahead, reduce_bucket_elements
 from fitune.spec.machines.hardware import Hardware
-from fitune.spec.plan import Ddp, Lomo, Offload, Plan, Single, Zero
+from fitune.spec.plan import Ddp, Lomo, Lora, Offload, Plan, Single, Zero
 from fitune.spec.predictions import Phase
 from fitune.spec.remembered import remembered_by
 
@@ -34,7 +36,10 @@ class Exchange:
     bytes: float = 0.0
     calls: int = 0
     ranks: int = 1
-    crosses_nodes: bool = False
+    between_nodes: int = 0
+    """Rings that share the network of a node; 0 inside a node."""
+    passes: int = 1
+    """Passes that it is a part of: each waits for one collective."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +67,7 @@ def backward_passes(plan: Plan) -> int:
     return plan.batch.accumulation * (2 if plan.goes_back_twice else 1)
 
 
-@remembered_by("model", "tuning", "precision", "sharding", "hardware", "batch")
+@remembered_by("model", "tuning", "precision", "sharding", "recompute", "hardware", "batch")
 def communication_of(plan: Plan) -> Communication:
     """A ring sends (n−1)/n of a buffer to gather or reduce-scatter it, twice that to all-reduce it.
 
@@ -93,13 +98,13 @@ def _fsdp(plan: Plan, zero: Zero) -> Communication:
     """
     groups = plan.model.num_layers + 1
     there, back = (1, 1) if zero.stage == 1 else (forward_passes(plan), backward_passes(plan))
-    blocks = plan.model.num_layers * block_weight_bytes(plan)
+    blocks = sum(block_weights(plan))
     summed = trained_parameters(plan) * reduce_width(plan)
     again = blocks if zero.stage == 3 else 0
     calls = groups * (2 if zero.stage == 3 else 1)
     return Communication(
-        forward=_ring(plan, there * (blocks + root_weight_bytes(plan)), calls=there * groups),
-        backward=_ring(plan, back * (again + summed), calls=back * calls),
+        forward=_ring(plan, there * (blocks + root_weight_bytes(plan)), calls=there * groups, passes=there),
+        backward=_ring(plan, back * (again + summed), calls=back * calls, passes=back),
         between_nodes=_between_nodes(plan, zero, back * summed),
     )
 
@@ -107,7 +112,9 @@ def _fsdp(plan: Plan, zero: Zero) -> Communication:
 def _deepspeed(plan: Plan, zero: Zero) -> Communication:
     """Stages 1 and 2 sum gradients by buckets (stage 1 once a step) and gather the new weights in the update.
 
-    Stage 3 gathers all weights in forward and again in backward, frozen ones too.
+    Stage 3 gathers all weights in forward and again in backward, frozen ones too. What was gathered to run a block
+    again serves its backward, but for frozen weights, which are let go and gathered a third time: counted on two
+    processes (DeepSpeed 0.19.8) as 1.00 and 1.57 times the bytes of a step without recompute.
     """
     e, trained = plan.precision.compute_bytes, trained_parameters(plan)
     there, back = (1, 1) if zero.stage == 1 else (forward_passes(plan), backward_passes(plan))
@@ -115,34 +122,42 @@ def _deepspeed(plan: Plan, zero: Zero) -> Communication:
     between = _between_nodes(plan, zero, back * trained * e)
     if zero.stage < 3:
         return Communication(
-            backward=_ring(plan, back * trained * e, calls=back * buckets),
+            backward=_ring(plan, back * trained * e, calls=back * buckets, passes=back),
             between_nodes=between,
             update=_ring(plan, trained * e, calls=buckets),
         )
     linears = sum(count for _, count in plan.model.counted_linears()) + 2
-    whole = plan.model.num_layers * block_weight_bytes(plan) + root_weight_bytes(plan)
+    blocks = block_weights(plan)
+    whole = sum(blocks) + root_weight_bytes(plan)
+    again = sum(blocks[: plan.recompute.blocks]) if isinstance(plan.tuning, Lora) else 0
+    calls = linears + buckets + round(linears * again / whole)
     return Communication(
-        forward=_ring(plan, there * whole, calls=there * linears),
-        backward=_ring(plan, back * (whole + trained * e), calls=back * (linears + buckets)),
+        forward=_ring(plan, there * whole, calls=there * linears, passes=there),
+        backward=_ring(plan, back * (whole + again + trained * e), calls=back * calls, passes=back),
         between_nodes=between,
     )
 
 
-def _ring(plan: Plan, size: float, *, calls: int) -> Exchange:
+def _ring(plan: Plan, size: float, *, calls: int, passes: int = 1) -> Exchange:
     hybrid = isinstance(plan.sharding, Zero) and plan.sharding.hybrid
     n = num_shares(plan) if hybrid else num_ranks(plan)
-    crosses = plan.hardware.nodes > 1 and not hybrid
-    return Exchange(bytes=size * (n - 1) / n, calls=calls if n > 1 else 0, ranks=n, crosses_nodes=crosses)
+    between = int(plan.hardware.nodes > 1 and not hybrid)
+    return Exchange(
+        bytes=size * (n - 1) / n, calls=calls if n > 1 else 0, ranks=n, between_nodes=between, passes=passes
+    )
 
 
 def _between_nodes(plan: Plan, zero: Zero, summed: float) -> Exchange:
-    """Hybrid: each rank all-reduces its share with its like on the other nodes, 2 · (m−1)/m of it."""
+    """Hybrid: each rank all-reduces its share with its like on the other nodes, 2 · (m−1)/m of it, all ranks of a node
+    at the same time."""
     nodes = plan.hardware.nodes
     if not zero.hybrid or nodes == 1:
         return Exchange()
     share = summed / num_shares(plan)
     calls = backward_passes(plan) * (plan.model.num_layers + 1)
-    return Exchange(bytes=2 * share * (nodes - 1) / nodes, calls=calls, ranks=nodes, crosses_nodes=True)
+    return Exchange(
+        bytes=2 * share * (nodes - 1) / nodes, calls=calls, ranks=nodes, between_nodes=num_shares(plan)
+    )
 
 
 LINK_EFFICIENCY = 0.75
@@ -189,7 +204,7 @@ def transfers_of(step: StepStages) -> dict[Phase, Transfers]:
     passes = {
         Phase.FORWARD: Transfers(
             beside={"communication": forward, **links},
-            waited={"communication": _first(forward, exchanged.forward) * forward_passes(plan)},
+            waited={"communication": _first(forward, exchanged.forward)},
         ),
         Phase.BACKWARD: Transfers(
             beside={**({} if sums_are_waited_for else back), **links_back},
@@ -215,19 +230,20 @@ def transfers_of(step: StepStages) -> dict[Phase, Transfers]:
 def exchange_seconds(hardware: Hardware, exchange: Exchange) -> float:
     """bytes / (slowest link · efficiency) + calls · (start + hops): a ring is as fast as its slowest link.
 
-    Inside a node as measured, if as many ranks were.
+    Inside a node as measured, if as many ranks were. Rings between nodes share the network of a node.
     """
     if exchange.calls == 0:
         return 0.0
     measured = hardware.calibration.collectives if hardware.calibration is not None else None
-    if measured is not None and measured.ranks == exchange.ranks and not exchange.crosses_nodes:
+    if measured is not None and measured.ranks == exchange.ranks and not exchange.between_nodes:
         return exchange.bytes / measured.bandwidth + exchange.calls * measured.start_seconds
     gpu = hardware.gpu
     bandwidth = gpu.link_bandwidth * LINK_EFFICIENCY
     if gpu.is_geforce:
         bandwidth = min(bandwidth, STAGED_BANDWIDTH)
-    if exchange.crosses_nodes:
-        bandwidth = min(bandwidth, LINK_EFFICIENCY * (hardware.internode_bandwidth or ETHERNET))
+    if exchange.between_nodes:
+        network = hardware.internode_bandwidth or ETHERNET
+        bandwidth = min(bandwidth, LINK_EFFICIENCY * network / exchange.between_nodes)
     latency = COLLECTIVE_SECONDS + HOP_SECONDS * (exchange.ranks - 1)
     return exchange.bytes / bandwidth + exchange.calls * latency
 
@@ -244,8 +260,8 @@ def cpu_adam_seconds(plan: Plan) -> float:
 
 
 def _first(seconds: float, exchange: Exchange) -> float:
-    """Seconds of one collective: nothing runs yet beside the first of a pass (in backward: after the last)."""
-    return seconds / exchange.calls if exchange.calls else 0.0
+    """Seconds of one collective a pass: nothing runs yet beside the first (in backward: after the last)."""
+    return exchange.passes * seconds / exchange.calls if exchange.calls else 0.0
 
 
 def _host_links(step: StepStages, *, backward: bool) -> dict[str, float]:
@@ -268,15 +284,30 @@ def _host_links(step: StepStages, *, backward: bool) -> dict[str, float]:
 
 
 def _host_update(plan: Plan) -> dict[str, float]:
-    """The host's Adam, or reading and writing its states on NVMe where that takes longer; then weights come back."""
+    """The host's Adam, or reading and writing its states on NVMe where that takes longer; then weights come back, those
+    that wait on NVMe go there."""
     adam = cpu_adam_seconds(plan)
     if not adam:
         return {}
-    moved = trained_share(plan) * plan.precision.compute_bytes
+    e, away = plan.precision.compute_bytes, _stepped_where_they_wait(plan)
     states = host_optimizer_bytes(plan) if plan.offload.optimizer == "nvme" else 0
-    stored = _nvme_seconds(plan, 2 * states)
+    stored = _nvme_seconds(plan, 2 * states + (e * away if plan.offload.parameters == "nvme" else 0))
     slower = {"NVMe": stored} if stored > adam else {"CPU optimizer": adam}
-    return {**slower, "host link": _host_seconds(plan, moved)}
+    return {**slower, "host link": _host_seconds(plan, e * (trained_share(plan) - away))}
+
+
+def _stepped_where_they_wait(plan: Plan) -> int:
+    """Trained elements of this rank that are not on the device between two steps: blocks on one, all on several. On one
+    device adapters stay (models/host.py)."""
+    if plan.offload.parameters == "device":
+        return 0
+    if not isinstance(plan.sharding, Single):
+        return trained_share(plan)
+    return (
+        0
+        if isinstance(plan.tuning, Lora)
+        else share_elements([t for t in trained_tensors(plan) if t.in_block], plan)
+    )
 
 
 def _host_seconds(plan: Plan, size: float) -> float:

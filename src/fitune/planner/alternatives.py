@@ -1,5 +1,6 @@
 """Alternatives to a plan: the one with some settings pinned, and the largest that fits with each method."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -35,6 +36,9 @@ class Alternative:
     pinned: Priced
 
 
+_KEY_EQUALS = re.compile(r"((?:^|,)\s*[\w.-]+)\s*=")
+
+
 def changed_recipe(recipe: Recipe, change: str) -> Recipe:
     """The recipe with the settings of ``zero: 3, backend: fsdp`` on top. Raises RecipeError as a recipe would."""
     if not any(mark in change for mark in ":="):
@@ -42,7 +46,7 @@ def changed_recipe(recipe: Recipe, change: str) -> Recipe:
             f"--why {change!r} sets nothing",
             hint='settings as in a recipe: "zero: 3, backend: fsdp"',
         )
-    text = change if change.lstrip().startswith("{") else "{" + change.replace("=", ": ") + "}"
+    text = change if change.lstrip().startswith("{") else "{" + _KEY_EQUALS.sub(r"\1: ", change) + "}"
     wanted = parse_value(text, where="--why")
     if not isinstance(wanted, dict) or not wanted or None in wanted.values():
         raise RecipeError("--why sets nothing", hint='--why "zero: 3"')

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from fitune.errors import FituneError, HardwareError
+from fitune.errors import HardwareError
 from fitune.records.row import Row
 from fitune.spec.counts import count_parameters
 from fitune.spec.machines.gpus import find_gpu, hardware_for
@@ -68,12 +68,13 @@ _OPTIMIZERS: dict[str, Optimizer | None] = {
 _SHARDINGS: dict[str, Sharding | None] = {
     "device map|model parallel|naive|pipeline|tensor": None,
     "hsdp|hybrid": Zero(stage=3, backend="fsdp", hybrid=True),
-    "^$|^none|no shard|ddp|data parallel": Ddp(),
+    "^$|^none|no shard": Ddp(),
     "grad op": Zero(stage=2, backend="fsdp"),
     "zero ?1|stage ?1": Zero(stage=1, backend="deepspeed"),
     "zero ?2|stage ?2": Zero(stage=2, backend="deepspeed"),
     "zero ?3|stage ?3|infinity": Zero(stage=3, backend="deepspeed"),
     "fsdp|full shard|fully": Zero(stage=3, backend="fsdp"),
+    "ddp|data parallel": Ddp(),
 }
 T = TypeVar("T")
 
@@ -83,14 +84,7 @@ class Unrepresented(Exception):
 
 
 def plan_of(row: Row, *, dropout: float = 0.0) -> Plan:
-    """Raises Unrepresented. ``dropout``: of the adapters, where the row does not say."""
-    try:
-        return _plan_of(row, dropout)
-    except FituneError as error:
-        raise Unrepresented(str(error).replace("\n ", ";")) from None
-
-
-def _plan_of(row: Row, dropout: float) -> Plan:
+    """Raises Unrepresented, or FituneError for what no plan may say. ``dropout``: of adapters, if not stated."""
     for key, name in (("tp", "tensor"), ("pp", "pipeline"), ("cp", "context")):
         if (row.size(key) or 1) > 1:
             raise Unrepresented(f"{key} = {row.size(key)}: no plan has {name} parallelism")
@@ -105,7 +99,8 @@ def _plan_of(row: Row, dropout: float) -> Plan:
     leaves = row.flag("act_offload") or row.says("act_ckpt", "unsloth", "offload")
     fused = any(word in row.remarks for word in ("foak", "liger")) or row.flag("compile")
     return Plan(
-        model=model, model_path=row.words("model"), hardware=hardware, tuning=_tuning(row, model, dropout),
+        model=model, model_path=str(row.facts.get("model") or ""), hardware=hardware,
+        tuning=_tuning(row, model, dropout),
         precision=_precision(row, hardware.gpu), optimizer=_optimizer(row), sharding=_sharding(row),
         offload=Offload(
             parameters="cpu" if row.flag("offload_params") else "device",
@@ -223,7 +218,7 @@ def _hardware(row: Row) -> Hardware:
 
 
 def trains_all(row: Row) -> bool:
-    return row.says("method", "full", "pretrain", "sft")
+    return row.says("method", "full", "pretrain", "sft") and not row.says("method", "lora", "dora")
 
 
 def steps_fp32(row: Row) -> bool:

@@ -9,13 +9,12 @@ from typing import Any
 
 import yaml
 
-from fitune.estimate.overhead import COLLECTIVES_BYTES
+from fitune.errors import FituneError
 from fitune.estimate.predict import predict_memory, predict_step_time
 from fitune.estimate.trainer import FITUNE, Trainer
 from fitune.records.plans import Unrepresented, device_bytes, device_is_named, plan_of, steps_fp32, trains_all
 from fitune.records.row import Row
 from fitune.spec.model.block_profile import BatchShape
-from fitune.spec.plan import Single
 from fitune.spec.predictions import MemoryBreakdown
 from fitune.units import GIB
 
@@ -66,8 +65,8 @@ def compare_rows(
     for row in rows:
         try:
             compared.append(_recorded(row) or compare_row(row, left_out=leave_one_out))
-        except Unrepresented as reason:
-            skipped.append((row, str(reason)))
+        except (Unrepresented, FituneError) as reason:
+            skipped.append((row, str(reason).replace("\n ", ";")))
     if leave_one_out:
         compared = [_by_other_sources(one, compared) for one in compared]
     return compared, skipped
@@ -149,7 +148,7 @@ def trainer_of(row: Row, profile: Profile) -> Trainer:
     switches = dict(profile.switches)
     adapters, weights = switches.pop("fp32_adapters", False), switches.pop("fp32_weights", False)
     autocast = row.says("precision_mode", "autocast", "amp")
-    fsdp = row.says("sharding", "fsdp")
+    fsdp = row.says("sharding", "fsdp", "fully")
     if trains_all(row):
         wide = steps_fp32(row) and (fsdp or row.says("sharding", "hsdp") or weights or autocast)
     else:
@@ -168,7 +167,7 @@ def trainer_of(row: Row, profile: Profile) -> Trainer:
 
 
 def compare_row(row: Row, *, left_out: bool) -> Comparison:
-    """Raises Unrepresented."""
+    """Raises Unrepresented, or FituneError for a plan that cannot be priced."""
     profile = profile_of(row, left_out=left_out)
     plan = plan_of(row, dropout=profile.dropout)
     trainer = trainer_of(row, profile)
@@ -180,29 +179,28 @@ def compare_row(row: Row, *, left_out: bool) -> Comparison:
     seconds = predict_step_time(plan, shape, trainer=trainer).step_seconds
     named, measured = device_is_named(row), row.amount("peak_mem_gib")
     measured = None if row.says("mem_kind", "component") else measured  # parts of several moments are no peak
-    outside = 0 if isinstance(plan.sharding, Single) else COLLECTIVES_BYTES
     return Comparison(
         row=row,
         trainer=profile.name,
         device=plan.hardware.gpu.capability,
-        predicted_bytes=_counted(row, profile, memory, outside),
+        predicted_bytes=_counted(row, profile, memory),
         measured_bytes=None if measured is None else measured * GIB,
         predicted_speed=tokens * plan.batch.accumulation / seconds if named else None,
         measured_speed=row.amount("tok_s_per_gpu") if named else None,
-        fits=memory.peak_bytes + outside <= device_bytes(row) if named else None,
+        fits=memory.peak_bytes <= device_bytes(row) if named else None,
     )
 
 
-def _counted(row: Row, profile: Profile, memory: MemoryBreakdown, outside: int) -> float:
+def _counted(row: Row, profile: Profile, memory: MemoryBreakdown) -> float:
     """Bytes that the row's instrument would have shown: allocated or reserved bytes, or all of the device."""
     kind = row.words("mem_kind")
     counter = "allocated" if "alloc" in kind or "active" in kind else "reserved" if "reserved" in kind else ""
     counter = counter or ("device" if "nv" in kind else profile.counter)
-    context = memory.outside.get("CUDA context", 0) + outside
+    context = sum(memory.outside.get(name, 0) for name in ("CUDA context", "NCCL"))
     if counter == "allocated":
         return memory.tensor_peak_bytes + memory.outside.get("cuBLAS workspace", 0)
-    roomy = memory.reserved_bytes + outside  # a full device has torch give its cache back
-    whole = max(memory.peak_bytes + outside, min(roomy, device_bytes(row))) if device_is_named(row) else roomy
+    roomy = memory.reserved_bytes  # a full device has torch give its cache back
+    whole = max(memory.peak_bytes, min(roomy, device_bytes(row))) if device_is_named(row) else roomy
     return whole - (context if counter == "reserved" else 0)
 
 

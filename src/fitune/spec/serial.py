@@ -211,7 +211,7 @@ def _union_schema(choices: list[Any]) -> CoreSchema:
 
 
 def _kind(data: Any) -> Any:
-    return data.get("kind") if isinstance(data, dict) else None
+    return data.get("kind") if isinstance(data, dict) else type(data).__name__
 
 
 def _tag(kind: Any) -> str:

@@ -3,6 +3,7 @@
 from pathlib import PurePosixPath
 
 from fitune.errors import HardwareError, RecipeError
+from fitune.estimate.overhead import checkpoint_copy_bytes, enough_host_bytes
 from fitune.spec.counts import count_parameters
 from fitune.spec.machines.job import Compute, JobSpec, Limits, Queue, Storage, job_name
 from fitune.spec.plan import Plan
@@ -97,17 +98,17 @@ def shm_bytes_of(ranks: int) -> int:
 
 
 def memory_bytes(plan: Plan, estimate: Estimate, *, shm_bytes: int) -> int:
-    """Host memory of a node, in whole GiB: (what the plan needs) · 16/15 + /dev/shm, whose pages count as memory.
+    """Host memory of a node, in whole GiB: what the plan fits into (``enough_host_bytes``) + /dev/shm, whose pages
+    count as memory: a process sees the limit of its container as the node's memory.
 
-    The planner fills 15/16 of a node's memory (``usable_host_bytes``), and the process sees the limit of its container
-    as the node's memory: so the plan fits into the container exactly as it was planned. The first term holds the
-    processes, what is offloaded into pinned memory and the copy of a checkpoint. On a processor the device's bytes are
-    the host's: (peak + 1 GiB) · 8/7 for each process (``usable_bytes``).
+    The first term holds the processes, what is offloaded into pinned memory and the copy of a checkpoint. On a
+    processor the device's bytes are the host's: (peak + copy + 1 GiB) · 8/7 for each process (``usable_bytes``).
     """
     if plan.hardware.gpu.is_cpu:
-        needed = plan.hardware.gpus_per_node * (estimate.peak_bytes + GIB) * 8 // 7
+        each = estimate.peak_bytes + checkpoint_copy_bytes(plan) + GIB
+        needed = plan.hardware.gpus_per_node * each * 8 // 7
     else:
-        needed = estimate.host_bytes * 16 // 15
+        needed = enough_host_bytes(estimate.host_bytes)
     return -(-(needed + shm_bytes) // GIB) * GIB
 
 

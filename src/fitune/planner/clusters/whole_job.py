@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from fitune.estimate.overhead import checkpoint_copy_bytes
 from fitune.estimate.parameters import trained_parameters
 from fitune.planner.clusters.job import STORAGE_BANDWIDTH
 from fitune.spec.counts import count_parameters
@@ -45,7 +46,7 @@ def _checkpoint_seconds(priced: Priced, run: WholeRun, storage: float) -> float:
     writing = size / storage
     if not plan.run.async_save:
         return count * writing
-    copying = size / plan.hardware.num_gpus / plan.hardware.gpu.host_bandwidth
+    copying = checkpoint_copy_bytes(plan) / plan.hardware.gpu.host_bandwidth
     return count * copying + writing
 
 
