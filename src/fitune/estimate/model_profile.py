@@ -14,7 +14,7 @@ from fitune.estimate.blocks.block import (
 from fitune.estimate.parameters import trains_in
 from fitune.spec.counts import untouched_blocks
 from fitune.spec.model.block_profile import Attention, BatchShape, BlockProfile, Pass, Stage, in_all
-from fitune.spec.plan import Lora, Plan, trains_embeddings
+from fitune.spec.plan import Plan, trains_embeddings
 from fitune.spec.remembered import remembered
 
 
