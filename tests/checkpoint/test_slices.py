@@ -82,6 +82,8 @@ def test_only_the_files_with_the_wanted_rows_are_read(tmp_path: Path) -> None:
     for rank in (1, 2, 3):
         (path / f"model-rank{rank}.safetensors").unlink()
     assert isinstance(model, SavedTensors)
+    assert "even" in model
+    assert "uneven" not in model
     assert torch.equal(model.part("even", 0, 0, 2), WEIGHTS["even"][:2])
     with pytest.raises(CheckpointError, match=r"model-rank1\.safetensors: cannot be read"):
         model.part("even", 0, 1, 3)

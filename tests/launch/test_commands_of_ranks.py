@@ -4,12 +4,14 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from conftest import plan_of
-from fitune.engine.joining import first_host, launched_ranks, meeting_point
+from fitune.engine import joining
+from fitune.engine.joining import first_host, joined_ranks, launched_ranks, meeting_point
 from fitune.engine.ranks import ALONE, Ranks
 from fitune.errors import HardwareError, PeerGone, RecipeError
 from fitune.launch.command import machine_commands
@@ -18,7 +20,10 @@ from fitune.session.clusters.ray_losses import cause_of_loss, write_losses
 from fitune.spec.plan import Plan
 from fitune.spec.rank_status import RankError, RankStatus, read_statuses, write_status
 from fitune.spec.run_directory import LOGS, rank_log
+from fitune.train import peers
+from fitune.train.failure import Whereabouts
 from fitune.train.peers import name_the_cause, stall_seconds, stalled_error
+from several import kept_port
 
 SLURM = {
     "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "40123",
@@ -61,6 +66,24 @@ def test_ranks_meet_on_the_first_machine() -> None:
     assert meeting_point({**SLURM, "MASTER_ADDR": "a", "MASTER_PORT": "1"}) == {}
     with pytest.raises(HardwareError, match="MASTER_ADDR"):
         meeting_point({**MPI, "OMPI_COMM_WORLD_SIZE": "4"})
+
+
+def test_a_rank_that_never_comes_is_missed_after_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collectives may wait for hours; a launcher starts all its ranks at once."""
+    monkeypatch.setattr(joining, "MEETING", timedelta(milliseconds=200))
+    with kept_port() as port:
+        for name, value in {
+            **SLURM,
+            "SLURM_PROCID": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }.items():
+            monkeypatch.setenv(name, value)
+        with (
+            pytest.raises(HardwareError, match="rank 0 of 8 did not meet the others .* 1/8 clients"),
+            joined_ranks(),
+        ):
+            pass
 
 
 @pytest.mark.parametrize(
@@ -218,3 +241,15 @@ def test_a_limit_that_is_no_time_is_refused(monkeypatch: pytest.MonkeyPatch, tex
     monkeypatch.setenv("FITUNE_STALL_SECONDS", text)
     with pytest.raises(RecipeError, match="FITUNE_STALL_SECONDS"):
         stall_seconds()
+
+
+def test_without_a_limit_a_status_is_written_no_more_often(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    looks = []
+    for seconds in ("0", "1800"):
+        monkeypatch.setenv("FITUNE_STALL_SECONDS", seconds)
+        watch = peers._Watch(RankStatus(rank=0), tmp_path, Whereabouts(), world=2, on_stall=print)
+        watch.end(None)
+        looks.append(watch.every)
+    assert looks == [10.0, 10.0]

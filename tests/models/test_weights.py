@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fitune.errors import ModelError
+from fitune.models.low_bit.quantised import count_weights, elements
 from fitune.models.tokens import load_tokenizer
 from fitune.models.weights import load_model
 from models.tiny_models import tiny_model
@@ -132,3 +133,11 @@ def test_a_sampling_that_only_transformers_refuses_names_its_file(folder: Path) 
     (folder / "generation_config.json").write_text('{"cache_implementation": "foo"}')
     with pytest.raises(ModelError, match=r"generation_config\.json: cannot be read: Invalid `cache_impl"):
         load_model(str(folder), dtype=torch.float32, device=CPU)
+
+
+def test_weights_that_deepspeed_divides_count_whole() -> None:
+    """It leaves an empty parameter, with the number of elements beside it."""
+    model = torch.nn.Linear(4, 3, bias=False)
+    model.weight = torch.nn.Parameter(torch.empty(0))
+    model.weight.ds_numel = 12  # type: ignore[assignment]
+    assert count_weights(model) == elements(model.weight) == 12

@@ -176,3 +176,13 @@ def test_the_ranks_that_follow_an_export_end_when_the_first_one_fails() -> None:
         ThreadRanks(0, group).from_first(export)
     thread.join(240)
     assert [str(error) for error in ended] == ["rank 0 stopped: the disk is full"]
+
+
+def test_asking_whether_a_gathered_weight_is_there_sends_nothing() -> None:
+    """The other ranks wait for word of each tensor once, in their order."""
+    speechless = cast(Ranks, None)
+    gathered = Gathered(speechless, {"a": torch.ones(2)})
+    assert "a" in gathered
+    assert "b" not in gathered
+    assert gathered.keys() == {"a"}
+    assert gathered.get("b") is None

@@ -145,6 +145,11 @@ def evaluations(folder: Path) -> list[float]:
     return [s.eval_loss for s in read_metrics(folder / "metrics.jsonl") if s.eval_loss is not None]
 
 
+def counts(folder: Path) -> tuple[int, int]:
+    report = from_json(RunReport, (folder / "report.json").read_text())
+    return report.trainable_parameters, report.total_parameters
+
+
 def largest_difference(one: Path, other: Path) -> float:
     """Of all exported weights, adapter or model."""
     [file] = [*one.glob("adapter/*.safetensors"), *one.glob("model/*.safetensors")]
@@ -239,6 +244,7 @@ def test_two_processes_train_the_model_of_one(results: Path, name: str) -> None:
     assert gradient_norms(results / name) == pytest.approx(gradient_norms(alone), rel=1e-4)
     assert evaluations(results / name) == pytest.approx(evaluations(alone), abs=LOSS)
     assert largest_difference(results / name, alone) < WEIGHT
+    assert counts(results / name) == counts(alone)
 
 
 def test_all_ranks_say_the_same(results: Path) -> None:

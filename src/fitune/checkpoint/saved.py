@@ -37,6 +37,9 @@ class SavedTensors(Mapping[str, Tensor]):
             raise KeyError(name)
         return self._read(None, name)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._divided or name in self._whole
+
     def __iter__(self) -> Iterator[str]:
         return iter([*self._whole, *self._divided])
 

@@ -5,12 +5,16 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from fitune.engine.ranks import ALONE, WAIT, Ranks
 from fitune.errors import HardwareError
+
+MEETING = timedelta(minutes=10)
+"""Longest wait for all ranks to be there, as long as that of several nodes for each other (launch/nodes.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +124,9 @@ def _join(ranks: Ranks, backend: str) -> None:
     os.environ.update(meeting_point(os.environ))
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
-        dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world, timeout=WAIT)
+        store, *_ = next(iter(dist.rendezvous("env://", ranks.rank, ranks.world, timeout=MEETING)))
+        store.set_timeout(WAIT)
+        dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world, timeout=WAIT)
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
             raise HardwareError(

@@ -101,6 +101,9 @@ class _Own(Mapping[str, Tensor]):
     def __getitem__(self, key: str) -> Tensor:
         return self._cut(key, self._tensors)
 
+    def __contains__(self, key: object) -> bool:
+        return key in self._tensors
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
 

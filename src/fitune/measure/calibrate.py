@@ -186,7 +186,7 @@ def _subsets(count: int, *, most: int) -> Iterator[list[int]]:
             yield [0, *others]
 
 
-_SUMMED_BYTES = {"gloo": 32 * MIB, "nccl": 256 * MIB}
+_SUMMED_BYTES = {"cpu": 32 * MIB, "cuda": 256 * MIB}
 _ALL_REDUCES = 5
 
 
@@ -199,7 +199,7 @@ def collective_rates(device: torch.device) -> Collectives | None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     ranks = dist.get_world_size()
-    size = _SUMMED_BYTES[dist.get_backend()]
+    size = _SUMMED_BYTES[device.type]  # ranks with GPUs have gloo for their processors, too
     small, large = (_all_reduce_seconds(device, elements) for elements in (1, size // 4))
     sent = 2 * (ranks - 1) / ranks * size
     return Collectives(ranks=ranks, start_seconds=small, bandwidth=sent / max(large - small, large / 10))

@@ -15,7 +15,7 @@ from fitune.errors import FituneError
 from fitune.files import write_atomically
 from fitune.measure.memory import process_bytes
 from fitune.models.language_model import LanguageModel
-from fitune.models.low_bit.quantised import count_weights
+from fitune.models.low_bit.quantised import count_weights, elements
 from fitune.spec.predictions import Phase
 from fitune.spec.reports import (
     MeasuredMemory,
@@ -185,7 +185,7 @@ def summarise(
         ),
         train_data=data.train_ledger,
         eval_data=data.eval_ledger,
-        trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
+        trainable_parameters=sum(elements(p) for p in parameters if p.requires_grad),
         total_parameters=0 if model is None else count_weights(model.whole),
         retries=(*(retry for step in steps for retry in step.retries), *untold),
         restarts=tuple(restart for step in steps for restart in step.restarts),

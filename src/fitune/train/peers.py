@@ -105,7 +105,7 @@ class _Watch:
         self, status: RankStatus, logs: Path, where: Whereabouts, *, world: int, on_stall: GiveUp
     ) -> None:
         self.limit = stall_seconds()
-        self.every = min(max(self.limit / 20, 0.05), 10.0)
+        self.every = min(max((self.limit or _STALL_SECONDS) / 20, 0.05), 10.0)
         self.status, self.logs, self.where, self.world, self.on_stall = status, logs, where, world, on_stall
         self.main_thread = threading.get_ident()
         self.ended = threading.Event()

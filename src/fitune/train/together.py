@@ -111,8 +111,12 @@ class Gathered(Mapping[str, Tensor]):
         self._ranks, self._trained = ranks, trained
 
     def __getitem__(self, name: str) -> Tensor:
+        tensor = self._trained[name]
         self._ranks.from_first(_go_on)
-        return whole_tensor(self._trained[name]).to("cpu")
+        return whole_tensor(tensor).to("cpu")
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._trained
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._trained)

@@ -207,5 +207,10 @@ def count_weights(model: nn.Module) -> int:
     in_their_place = {
         id(p) for m in packed for name, p in m.named_parameters(recurse=False) if name != "bias"
     }
-    others = sum(p.numel() for p in model.parameters() if id(p) not in in_their_place)
+    others = sum(elements(p) for p in model.parameters() if id(p) not in in_their_place)
     return others + sum(m.shape.numel() for m in packed)
+
+
+def elements(parameter: nn.Parameter) -> int:
+    """Elements of a parameter, also of one of which DeepSpeed left this rank a share."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
