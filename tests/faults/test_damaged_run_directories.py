@@ -61,12 +61,15 @@ def test_going_on_from_a_file_of_another_shape_is_refused(train: Call, run: Path
     assert name in err
 
 
-def test_a_log_of_another_shape_is_put_back(train: Call, run: Path) -> None:
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_log_of_another_shape_is_put_back(train: Call, run: Path, killed: bool) -> None:
+    if killed:
+        (run / "report.json").unlink()
     before = (run / "metrics.jsonl").read_text()
     (run / "metrics.jsonl").write_text("[1, 2]\n{}\n")
     code, out, _ = train("--resume", output_dir=run, save_steps=1, max_steps=3)
     assert code == 0
-    assert "metrics.jsonl" in out
+    assert "lines that cannot be read: 2; the lines up to step 2 are put back" in out
     assert (run / "metrics.jsonl").read_text().startswith(before)
 
 

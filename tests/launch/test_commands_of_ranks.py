@@ -249,7 +249,7 @@ def test_without_a_limit_a_status_is_written_no_more_often(
     looks = []
     for seconds in ("0", "1800"):
         monkeypatch.setenv("FITUNE_STALL_SECONDS", seconds)
-        watch = peers._Watch(RankStatus(rank=0), tmp_path, Whereabouts(), world=2, on_stall=print)
+        watch = peers._Watch(RankStatus(rank=0), tmp_path / LOGS, Whereabouts(), world=2, on_stall=print)
         watch.end(None)
         looks.append(watch.every)
     assert looks == [10.0, 10.0]

@@ -142,10 +142,10 @@ def to_line(report: StepReport) -> bytes:
 
 def _difference(found: bytes, saved: bytes, step: int) -> str:
     """Difference, in words, between the lines of ``found`` up to ``step`` and those that were saved."""
-    steps, unreadable = _steps_in(found)
-    expected, _ = _steps_in(saved)
-    earlier = Counter(number for number in steps if number <= step)
-    lost = set(expected) - set(earlier)
+    steps, unreadable = _readable(found)
+    expected, _ = _readable(saved)
+    earlier = Counter(report.step for report in steps if report.step <= step)
+    lost = {report.step for report in expected} - set(earlier)
     doubled = [number for number, count in earlier.items() if count > 1]
     causes = []
     if lost:
@@ -159,12 +159,17 @@ def _difference(found: bytes, saved: bytes, step: int) -> str:
     return "; ".join(causes)
 
 
-def _steps_in(content: bytes) -> tuple[list[int], int]:
-    """The steps of all lines that can be read, and the number of those that cannot."""
+def readable_steps(path: Path) -> list[StepReport]:
+    """The reports of a file that is to be put back from a checkpoint: lines that cannot be read are passed over."""
+    return _readable(_content(path))[0]
+
+
+def _readable(content: bytes) -> tuple[list[StepReport], int]:
+    """The reports of all lines that can be read, and the number of lines that cannot."""
     steps, unreadable = [], 0
     for raw in content.splitlines():
         try:
-            steps.append(from_data(StepReport, parse_json(raw)).step)
+            steps.append(from_data(StepReport, parse_json(raw)))
         except ValueError:
             unreadable += 1
     return steps, unreadable

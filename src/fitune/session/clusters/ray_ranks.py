@@ -27,7 +27,7 @@ from fitune.spec.recipe.recipe import Recipe
 from fitune.spec.reports import Restart, RunReport, StepReport
 from fitune.spec.run_directory import LOGS
 from fitune.spec.serial import to_data, to_json
-from fitune.track.metrics import read_metrics
+from fitune.track.metrics import readable_steps
 
 _REPORT_SECONDS = 2.0
 """Ray takes one report at each look at its workers."""
@@ -167,7 +167,7 @@ def _restarts(
 ) -> tuple[Restart, ...]:
     """Restarts that only lost steps tell of, and the present one."""
     log = directory / "metrics.jsonl"
-    lost = [step for step in read_metrics(log) if step.step > after_step] if log.is_file() else []
+    lost = [step for step in readable_steps(log) if step.step > after_step]
     statuses = read_statuses(directory / LOGS)
     change = change or Change(
         cause=cause_of_loss(statuses), workers_before=max(statuses, default=workers - 1) + 1

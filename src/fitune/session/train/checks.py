@@ -21,7 +21,7 @@ from fitune.spec.plan import Plan, trains_embeddings
 from fitune.spec.reports import RunReport
 from fitune.spec.run_directory import FOLDERS
 from fitune.spec.serial import from_data, parse_json
-from fitune.track.metrics import read_metrics
+from fitune.track.metrics import readable_steps
 from fitune.train.again import find_source
 from fitune.units import MIB
 
@@ -81,7 +81,7 @@ def _ended(directory: Path) -> RunReport | None:
 
 def _refuse_trained(directory: Path, plan: Plan) -> None:
     """Raises RunDirectoryError for a run that was killed in its export and kept no checkpoint: it would train again."""
-    steps = read_metrics(directory / "metrics.jsonl")
+    steps = readable_steps(directory / "metrics.jsonl")
     if not steps or steps[-1].step < steps[-1].total_steps or last_saved(directory) is not None:
         return
     try:
