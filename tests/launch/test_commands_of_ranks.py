@@ -20,9 +20,11 @@ from fitune.session.clusters.ray_losses import cause_of_loss, write_losses
 from fitune.spec.plan import Plan
 from fitune.spec.rank_status import RankError, RankStatus, read_statuses, write_status
 from fitune.spec.run_directory import LOGS, rank_log
+from fitune.track.metrics import to_line
 from fitune.train import peers
 from fitune.train.failure import Whereabouts
 from fitune.train.peers import name_the_cause, stall_seconds, stalled_error
+from report.conftest import make_steps
 from several import kept_port
 
 SLURM = {
@@ -197,11 +199,13 @@ def test_a_peer_that_was_killed_is_known_by_its_process(tmp_path: Path, tell: Ca
 def test_a_peer_that_another_process_found_ended_is_known_on_every_machine(
     tmp_path: Path, tell: Callable[..., None]
 ) -> None:
-    tell(1, host="elsewhere", step=3, doing="backward")
+    tell(1, host="elsewhere", doing="starting")
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(map(to_line, make_steps(5))))
     write_losses(tmp_path / LOGS, [1])
     error = PeerGone("another rank is gone")
     name_the_cause(error, tmp_path / LOGS)
-    assert "on elsewhere) ended without a word (last seen: backward, step 3)" in error.message
+    last = "(last seen: starting, step 0; metrics.jsonl ends at step 5)"
+    assert f"on elsewhere) ended without a word {last}" in error.message
     assert cause_of_loss(read_statuses(tmp_path / LOGS)) == error.message
 
 

@@ -81,7 +81,7 @@ def sign_rows(signs: Sequence[Sign]) -> list[tuple[str, ...]]:
 
 def _doing(status: RankStatus) -> str:
     if status.error is not None:
-        return status.loss if status.error.is_by_another else f"failed: {status.error.message}"
+        return status.loss() if status.error.is_by_another else f"failed: {status.error.message}"
     if status.is_gone:
         return f"{status.doing}; its process is gone"
     return f"{status.doing}; stands still" if status.stalled else status.doing

@@ -61,11 +61,12 @@ class RankStatus:
         """True if it has said why it ends, or its process is known to be gone."""
         return self.error is not None or self.is_gone
 
-    @property
-    def loss(self) -> str:
-        """The sentence of a rank that ended without a word. It wrote its status up to ten seconds before."""
+    def loss(self, logged: int = 0) -> str:
+        """The sentence of a rank that ended without a word. It wrote its status up to ten seconds before: ``logged``,
+        the last step in metrics.jsonl, may be later."""
         where = f"process {self.pid} on {self.host}"
-        return f"rank {self.rank} ({where}) ended without a word (last seen: {self.doing}, step {self.step})"
+        log = f"; metrics.jsonl ends at step {logged}" * (logged > self.step)
+        return f"rank {self.rank} ({where}) ended without a word (last seen: {self.doing}, step {self.step}{log})"
 
 
 def status_of(rank: int) -> str:

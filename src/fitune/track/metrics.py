@@ -164,6 +164,11 @@ def readable_steps(path: Path) -> list[StepReport]:
     return _readable(_content(path))[0]
 
 
+def last_step(directory: Path) -> int:
+    """The last step that metrics.jsonl in ``directory`` tells of, 0 without any."""
+    return max((report.step for report in readable_steps(directory / "metrics.jsonl")), default=0)
+
+
 def _readable(content: bytes) -> tuple[list[StepReport], int]:
     """The reports of all lines that can be read, and the number of lines that cannot."""
     steps, unreadable = [], 0

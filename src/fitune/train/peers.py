@@ -21,6 +21,7 @@ from fitune.errors import FituneError, PeerGone, RecipeError, TrainingFailed, ex
 from fitune.spec.predictions import Phase
 from fitune.spec.rank_status import RankStatus, error_of, is_left_to_launcher, read_statuses, write_status
 from fitune.spec.run_directory import LOGS, rank_log, rank_stacks
+from fitune.track.metrics import last_step
 from fitune.train.failure import Whereabouts
 
 STALL = "FITUNE_STALL_SECONDS"
@@ -94,7 +95,8 @@ def name_the_cause(error: PeerGone, logs: Path) -> None:
         error.message = f"rank {first.rank} failed: {first.error.message}"
         error.hint = first.error.hint or f"what it said is in {logs.parent / rank_log(first.rank)}"
     elif gone:
-        error.message = gone[0].loss
+        lost = gone[0]
+        error.message = lost.error.message if lost.error else lost.loss(last_step(logs.parent))
         error.hint = "it was killed, or it crashed: `dmesg` tells of processes killed for want of memory"
 
 

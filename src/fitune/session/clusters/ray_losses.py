@@ -6,6 +6,7 @@ from pathlib import Path
 
 from fitune.errors import PeerGone
 from fitune.spec.rank_status import RankStatus, error_of, read_statuses, write_status
+from fitune.track.metrics import last_step
 
 WORD_SECONDS = 15.0
 """Ranks have so long to say why they end, once one of them is gone: rank 0 writes the report in that time."""
@@ -26,7 +27,7 @@ def write_losses(logs: Path, ranks: list[int]) -> None:
     statuses = read_statuses(logs)
     for status in (statuses[rank] for rank in ranks if rank in statuses):
         if status.error is None:
-            error = error_of(PeerGone(status.loss), exit_code=PeerGone.exit_code)
+            error = error_of(PeerGone(status.loss(last_step(logs.parent))), exit_code=PeerGone.exit_code)
             write_status(logs, replace(status, error=replace(error, is_by_another=True)))
 
 
@@ -60,5 +61,5 @@ def cause_of_loss(statuses: dict[int, RankStatus]) -> str:
         return named[0]
     silent = [s for s in statuses.values() if s.error is None]
     if 0 < len(silent) < len(statuses):
-        return silent[0].loss
+        return silent[0].loss()
     return "the workers were lost"
