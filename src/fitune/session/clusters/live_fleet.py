@@ -8,7 +8,7 @@ import logging
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -107,24 +107,25 @@ def free_by_kueue(cluster: Cluster) -> int:
         raise HardwareError(f"cluster {cluster.name}: live: kueue needs job.queue", hint="job: {queue: NAME}")
     local = _kubectl(cluster, "get", "localqueues.kueue.x-k8s.io", settings.queue, *_namespace(cluster))
     queue = _kubectl(cluster, "get", "clusterqueues.kueue.x-k8s.io", local["spec"]["clusterQueue"])
+    free: Counter[str] = Counter()
+    for group in queue["spec"].get("resourceGroups", []):
+        for flavor in group["flavors"]:
+            free[flavor["name"]] += _gpus(flavor, "nominalQuota")
+    for flavor in queue.get("status", {}).get("flavorsReservation", []):
+        free[flavor["name"]] -= _gpus(flavor, "total")
     labels = {
         flavor["metadata"]["name"]: flavor.get("spec", {}).get("nodeLabels", {})
         for flavor in _kubectl(cluster, "get", "resourceflavors.kueue.x-k8s.io")["items"]
     }
+    return sum(
+        max(0, count) // cluster.gpus
+        for name, count in free.items()
+        if _is_of(cluster, labels.get(name, {}), complete=False)
+    )
 
-    def gpus(flavors: Iterable[dict[str, Any]], amount: str) -> int:
-        return sum(
-            int(resource[amount])
-            for flavor in flavors
-            if _is_of(cluster, labels.get(flavor["name"], {}), complete=False)
-            for resource in flavor["resources"]
-            if resource["name"] == GPU_RESOURCE
-        )
 
-    groups = queue["spec"].get("resourceGroups", [])
-    quota = gpus((flavor for group in groups for flavor in group["flavors"]), "nominalQuota")
-    reserved = gpus(queue.get("status", {}).get("flavorsReservation", []), "total")
-    return max(0, quota - reserved) // cluster.gpus
+def _gpus(flavor: dict[str, Any], count: str) -> int:
+    return sum(int(each[count]) for each in flavor["resources"] if each["name"] == GPU_RESOURCE)
 
 
 def free_by_slurm(cluster: Cluster) -> int:
