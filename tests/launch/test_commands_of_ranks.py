@@ -104,6 +104,9 @@ def test_one_command_for_each_machine(model_folder: Path, data_file: Path, tmp_p
     assert str(alone) == (
         "OMP_NUM_THREADS=4 torchrun --standalone --nproc-per-node 4 -m fitune train 'my recipe.yaml'"
     )
+    for address in ("h:abc", ":1", "a\nb:1"):
+        with pytest.raises(RecipeError, match="is not HOST:PORT"):
+            machine_commands(two, ["my recipe.yaml"], rendezvous=address)
     assert [str(each) for each in machine_commands(two, ["my recipe.yaml"], rendezvous="a:29400")] == [
         f"fitune train 'my recipe.yaml' --node-rank {node} --rendezvous a:29400" for node in (0, 1)
     ]

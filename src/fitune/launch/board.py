@@ -3,6 +3,7 @@
 One thread speaks to the store, since a call to a machine that is off does not return.
 """
 
+import re
 import socket
 import threading
 import time
@@ -94,6 +95,12 @@ class Board:
             count = self._store.add(f"sign/{node}", int(node == self._node))
             if count != last:
                 self._signs[node] = (count, time.monotonic())
+
+
+def host_and_port(address: str) -> tuple[str, int] | None:
+    """The two parts of ``HOST:PORT``; None for anything else."""
+    found = re.fullmatch(r"([^\s/]+):(\d{1,5})", address, re.ASCII)
+    return (found[1], int(found[2])) if found and 0 < int(found[2]) < 2**16 else None
 
 
 def served_store(host: str, port: int) -> Any:

@@ -5,7 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fitune.errors import HardwareError
+from fitune.launch.nodes import meeting_address
 from fitune.spec.plan import Plan
+
+MEETING_EXAMPLE = "HOST:PORT"
+"""What ``fitune launch`` writes for --rendezvous, where nobody says it: to be filled in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +40,8 @@ def machine_commands(plan: Plan, words: Sequence[str], *, rendezvous: str) -> li
     Several start their ranks themselves and meet at ``rendezvous``: an address of the first and a free port there. One
     is started by torchrun, as ``fitune train`` alone does.
     """
+    if rendezvous != MEETING_EXAMPLE:
+        meeting_address(rendezvous)
     hardware, environment = plan.hardware, command_of(plan, ()).environment
     if hardware.nodes == 1:
         start = (

@@ -13,7 +13,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from fitune.errors import FituneError, HardwareError, NodeFailed, RecipeError
-from fitune.launch.board import LOOK_SECONDS, Board, is_own_address, reached_store, served_store
+from fitune.launch.board import (
+    LOOK_SECONDS,
+    Board,
+    host_and_port,
+    is_own_address,
+    reached_store,
+    served_store,
+)
 
 TIMEOUT_SECONDS = 600.0
 """Longest wait of a node for the others to come: machines of one job may start minutes apart."""
@@ -56,12 +63,18 @@ def place_of(*, node: int | None, nodes: int, rendezvous: str, timeout_s: float 
             f"--node-rank {node} has no --rendezvous",
             hint="--rendezvous HOST:PORT, the same on every node: an address of node 0 and a free port there",
         )
-    host, _, port = rendezvous.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65_536:
-        raise RecipeError(f"--rendezvous {rendezvous!r} is not HOST:PORT", hint="--rendezvous 10.0.0.1:29400")
+    host, port = meeting_address(rendezvous)
     if not 0 < timeout_s < float("inf"):
         raise RecipeError(f"--rendezvous-timeout {timeout_s:g} is no number of seconds", hint="e.g. 600")
-    return Place(node=node, nodes=nodes, host=host.strip("[]"), port=int(port), timeout_s=timeout_s)
+    return Place(node=node, nodes=nodes, host=host.strip("[]"), port=port, timeout_s=timeout_s)
+
+
+def meeting_address(rendezvous: str) -> tuple[str, int]:
+    """Host and port of --rendezvous. Raises RecipeError."""
+    found = host_and_port(rendezvous)
+    if found is None:
+        raise RecipeError(f"--rendezvous {rendezvous!r} is not HOST:PORT", hint="--rendezvous 10.0.0.1:29400")
+    return found
 
 
 class Nodes(Protocol):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fitune.errors import HardwareError, MissingExtra, RecipeError
+from fitune.launch.board import host_and_port
 
 _REACHING_SECONDS = 5.0
 _ASKING_SECONDS = 60.0
@@ -73,9 +74,7 @@ def _require_address(address: str, setting: str) -> None:
             hint="run fitune on a machine of the cluster with --ray-address auto, or submit it: ray job submit -- "
             "fitune train … --on ray",
         )
-    host, _, port = address.rpartition(":")
-    is_port = re.fullmatch(r"\d{1,5}", port, re.ASCII) is not None and 0 < int(port) < 2**16
-    if address not in ("", "auto", "local") and not (is_port and re.fullmatch(r"[^\s/]+", host)):
+    if address not in ("", "auto", "local") and host_and_port(address) is None:
         raise RecipeError(
             f"{setting} {address!r} is no address of a Ray cluster",
             hint="HOST:PORT of its head, e.g. 10.0.0.1:6379; auto on a machine of it",
