@@ -8,6 +8,7 @@ from fitune.errors import RecipeError
 from fitune.planner.defaults import data_of
 from fitune.session.planning import plan_on_data
 from fitune.session.recipes.typed_words import recipe_from, split_words
+from fitune.spec.recipe.job_settings import read_job_settings
 
 
 def test_a_path_and_options_in_any_order() -> None:
@@ -22,6 +23,43 @@ def test_names_are_kept_as_typed() -> None:
     """YAML would read 4090 as a number and `off` as False."""
     _, options = split_words(["--gpu", "4090", "--model", "off", "--output-dir", "1e3"])
     assert options == {"gpu": "4090", "model": "off", "output_dir": "1e3"}
+
+
+TEXTS = ["run #3", "007", "no", "2026-11-24", "a: b", "[a", "1_0", "true", "~"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("key", ["model", "gpu", "run_name", "track_id", "cache_dir", "nvme_path", "output_dir"])
+def test_a_key_that_takes_a_text_has_the_text_that_was_typed(key: str, text: str) -> None:
+    """YAML ends a text at ` #`, and reads numbers, dates and switches."""
+    for words, settings in (([f"--{key}", text], []), ([f"--{key}={text}"], []), ([], [f"{key}={text}"])):
+        assert getattr(recipe_from(["--model=m", *words] if key != "model" else words, settings).recipe, key) == text
+
+
+def test_texts_inside_lists_and_mappings_are_as_typed_too() -> None:
+    words = ["--model", "m", "--data", "a #1.jsonl", "--added-tokens", "#no,007", "--report-to", "[wandb, mlflow]"]
+    recipe = recipe_from(words, ["columns.prompt=no", "data.split=007", "data.sample=5"]).recipe
+    assert (recipe.data[0].path, recipe.data[0].split, recipe.data[0].sample) == ("a #1.jsonl", "007", 5)
+    assert (recipe.added_tokens, recipe.report_to) == (["#no", "007"], ["wandb", "mlflow"])
+    assert recipe.columns == {"prompt": "no"}
+    assert [recipe_from(["--model=m", f"--resume={text}"], []).recipe.resume for text in ("no", "1", "a #1")] == [
+        False, True, "a #1",
+    ]  # fmt: skip
+    given = recipe_from(["--model=m"], ["data=[a.jsonl, {path: b.csv}]", "data.1.path=c #2.csv", "gpu=null"]).recipe
+    assert ([source.path for source in given.data], given.gpu) == (["a.jsonl", "c #2.csv"], None)
+
+
+def test_a_jobs_texts_are_as_typed_too() -> None:
+    typed = ["ray_version=2.50", "name=007", "image=a/b:1.10", "node_selector.zone=010", "extra_resources.rdma/hca=1"]
+    job = read_job_settings(None, settings=typed)
+    assert (job.ray_version, job.name, job.image) == ("2.50", "007", "a/b:1.10")
+    assert (job.node_selector, job.extra_resources) == ({"zone": "010"}, {"rdma/hca": 1})
+
+
+@pytest.mark.parametrize("key", ["--seq-len", "--run-name", "--tuning"])
+def test_a_key_without_its_value_is_named(key: str) -> None:
+    with pytest.raises(RecipeError, match=f"{key} has no value"):
+        split_words(["--model", "m", key])
 
 
 def test_options_win_over_settings_and_settings_over_the_file(tmp_path: Path) -> None:

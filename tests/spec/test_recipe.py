@@ -279,7 +279,7 @@ def test_set_in_a_list_of_one(tmp_path: Path, settings: list[str], expected: Sou
         ("data.path=x", "'path' is no position in a list of 2"),
         ("lora_r.x=3", "there is nothing inside 4 to set"),
         ("data.0.nmae=x", "unknown key data.0.nmae"),
-        ("model=!!python/name:os.system", "tags ("),
+        ("seq_len=!!python/name:os.system", "tags ("),
         ("seq_len=-1", "at least 2"),
     ],
 )

@@ -2,17 +2,14 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from fitune.errors import RecipeError
 from fitune.session.recipes.foreign_recipes import ReadRecipe, read_any_recipe
-from fitune.spec.recipe.aliases import ALIASES, SWITCHES
+from fitune.spec.recipe.aliases import ALIASES, SWITCHES, VALUE_ALIASES
 from fitune.spec.recipe.recipe import Recipe, canonical_keys
-from fitune.spec.recipe.strict_yaml import parse_value
+from fitune.spec.recipe.typed import kinds_of, typed_value
 from fitune.spec.recipe.values import as_sources
-
-_TEXT_KEYS = {"model", "gpu", "data", "eval_data", "output_dir", "upload_to", "chat_template", "columns"}
-"""Kept as typed: ``--gpu 4090`` is a name, not a number."""
 
 _REPEATABLE = {"data", "eval_data", "columns"}
 """``--data a.jsonl --data b.jsonl`` are two sources."""
@@ -45,35 +42,39 @@ def split_words(words: Sequence[str]) -> tuple[Path | None, dict[str, Any]]:
             continue
         key, equals, value = word.lstrip("-").partition("=")
         name = key.replace("-", "_")
-        if not equals:
-            value = rest.pop(0) if rest and _is_value_of(name, rest[0]) else "true"
+        if not equals and not (rest and _is_value_of(name, rest[0])):
+            if not _may_be_a_switch(name):
+                raise RecipeError(f"--{key} has no value", hint=f"--{key} VALUE")
+            value = "true"
+        elif not equals:
+            value = rest.pop(0)
         if name in options and ALIASES.get(name, name) not in _REPEATABLE:
             raise RecipeError(f"--{key} is given twice", hint="keep one of them")
-        if not equals and value == "true" and ALIASES.get(name, name) in _TEXT_KEYS:
-            raise RecipeError(f"--{key} has no value", hint=f"--{key} VALUE")
-        if name in options:
-            options[name] = [*as_sources(options[name]), value]
-            continue
-        options[name] = value if ALIASES.get(name, name) in _TEXT_KEYS else parse_value(value, where=word)
+        typed = typed_value(_type_of(name), value, where=word)
+        options[name] = [*as_sources(options[name]), *as_sources(typed)] if name in options else typed
     return path, options
+
+
+def _type_of(name: str) -> Any:
+    """Type of the key that is typed as ``--name``; a switch of another trainer, or a key that nobody knows, is any."""
+    field = Recipe.model_fields.get(ALIASES.get(name, name))
+    return Any if field is None or name in SWITCHES else field.annotation
+
+
+def _may_be_a_switch(name: str) -> bool:
+    """True for a key that is on when no value stands behind it: ``--packing``, ``--flash-attn``."""
+    kinds = kinds_of(_type_of(name))
+    return Any in kinds or bool in kinds or "true" in VALUE_ALIASES.get(ALIASES.get(name, name), {})
 
 
 def _is_value_of(name: str, word: str) -> bool:
     """True if ``word`` is the value of ``--name`` before it: a switch needs none, so a recipe after it is a recipe."""
     if word.startswith("--"):
         return False
-    name = ALIASES.get(name, name)
-    field = Recipe.model_fields.get(name)
-    kinds = (bool, str) if name in SWITCHES else () if field is None else _kinds(field.annotation)
+    kinds = (bool, str) if name in SWITCHES else kinds_of(_type_of(name))
     if set(kinds) == {bool}:
         return word.lower() in _YES_AND_NO
     return bool not in kinds or not word.lower().endswith((".yaml", ".yml"))
-
-
-def _kinds(annotation: Any) -> tuple[Any, ...]:
-    """``bool`` -> (bool,); ``bool | str`` -> (bool, str)."""
-    parts = get_args(annotation)
-    return tuple(kind for part in parts for kind in _kinds(part)) if parts else (annotation,)
 
 
 def matrix_recipe(words: list[str], settings: list[str], *, model: str) -> Recipe:

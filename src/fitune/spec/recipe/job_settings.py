@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping
+from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -17,7 +18,8 @@ from pydantic import (
 
 from fitune.errors import RecipeError, did_you_mean
 from fitune.spec.machines.job import GPU_RESOURCE, TESTED_RAY, System
-from fitune.spec.recipe.strict_yaml import load_yaml, parse_value
+from fitune.spec.recipe.strict_yaml import load_yaml
+from fitune.spec.recipe.typed import type_inside, typed_value
 from fitune.spec.recipe.values import Names, PositiveInt, Size, require_plain_text, whole_number
 from fitune.units import parse_seconds
 
@@ -203,7 +205,9 @@ def read_job_settings(
                 f"--set job.{setting} is not of the form key=value", hint="--set job.image=NAME:TAG"
             )
         head, _, inner = key.strip().partition(".")
-        value = parse_value(text, where=f"--set job.{setting}")
+        field = JobSettings.model_fields.get(head)
+        kind = Any if field is None else reduce(type_inside, filter(None, [inner]), field.annotation)
+        value = typed_value(kind, text, where=f"--set job.{setting}")
         inside = wanted.get(head)
         wanted[head] = {**(inside if isinstance(inside, dict) else {}), inner: value} if inner else value
     return checked_job({key: value for key, value in wanted.items() if value is not None}, where=where)

@@ -6,6 +6,7 @@ keys are refused with a did-you-mean.
 
 import re
 from collections.abc import Iterable, Mapping
+from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -31,7 +32,8 @@ from fitune.spec.recipe.aliases import (
     refuse_foreign_value,
 )
 from fitune.spec.recipe.deepspeed_file import with_deepspeed_file
-from fitune.spec.recipe.strict_yaml import load_yaml, parse_value
+from fitune.spec.recipe.strict_yaml import load_yaml
+from fitune.spec.recipe.typed import type_inside, typed_value
 from fitune.spec.recipe.values import (
     Bandwidth,
     CountFloat,
@@ -328,9 +330,11 @@ def _apply_setting(wanted: dict[str, Any], setting: str) -> None:
     if not equals or not key.strip():
         raise RecipeError(f"--set {setting!r} is not of the form key=value", hint="--set lora_r=32")
     head, *rest = key.strip().split(".")
-    value = parse_value(text, where=f"--set {setting}")
+    name = ALIASES.get(head, head)
+    field = Recipe.model_fields.get(name)
+    kind = Any if field is None or head in SWITCHES else reduce(type_inside, rest, field.annotation)
+    value = typed_value(kind, text, where=f"--set {setting}")
     if rest:
-        name = ALIASES.get(head, head)
         inside = as_sources(wanted.get(name)) if name in ("data", "eval_data") else wanted.get(name)
         value = _set_inside(inside, rest, value, setting)
     wanted.update(canonical_keys({head: value}, where=f"--set {setting}"))
@@ -385,6 +389,8 @@ def _in_words(item: Any) -> str:
         case "literal_error":
             near = did_you_mean(str(item["input"]), re.findall(r"'([^']*)'", context["expected"]))
             return f"must be {context['expected']}" + (f"; {near}" if near else "")
+        case "string_type":
+            return "must be a text: write it in quotes"
         case "bool_parsing" | "bool_type":
             return "must be true or false"
         case "string_unicode":
