@@ -1,5 +1,6 @@
 """``fitune doctor`` shows what was measured, ``fitune plan`` says what it counted with."""
 
+import importlib.metadata
 import json
 
 import pytest
@@ -10,7 +11,7 @@ from fitune.errors import HardwareError
 from fitune.measure import calibrate as measuring
 from fitune.measure.calibrations import calibrations_folder, device_key, store_calibration, stored_calibration
 from fitune.measure.hardware import detect_hardware
-from fitune.session.doctor import calibrate_device
+from fitune.session.doctor import _EXTRAS, calibrate_device
 from fitune.spec.machines.hardware import AttentionRate, Calibration, Rate, Traffic
 
 
@@ -31,6 +32,11 @@ def calibration(device: str) -> Calibration:
 def this_device() -> str:
     hardware = detect_hardware()
     return device_key(hardware.gpu, cores=hardware.cpu_cores)
+
+
+def test_every_extra_is_known_to_the_doctor() -> None:
+    extras = set(importlib.metadata.metadata("fitune").get_all("Provides-Extra"))
+    assert {extra for extra, _ in _EXTRAS.values()} == extras - {"dev", "bench", "track"}
 
 
 def doctor(*words: str) -> str:

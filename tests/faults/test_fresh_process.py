@@ -14,9 +14,14 @@ from fitune.session.fresh_process import hand_over, take_over
 from fitune.session.planning import plan_for
 from fitune.session.train.attempts import Attempt
 from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
+from fitune.spec.reports import Restart
 from fitune.spec.run_directory import RETRY
 
 Call = Callable[..., tuple[int, str, str]]
+RESTART = Restart(
+    cause="a worker is gone", workers_before=2, workers=1, after_step=2, lost_steps=1, lost_at=100.0,
+    repeated_seconds=1.0,
+)  # fmt: skip
 
 
 def _settings(model_folder: Path, data_file: Path, directory: Path) -> dict[str, object]:
@@ -62,7 +67,7 @@ def test_an_attempt_is_handed_over_whole_and_once(
     settings = _settings(model_folder, data_file, tmp_path)
     recipe = parse_recipe(canonical_keys({**settings, "lora_target_modules": "q_proj, v_proj"}, where="test"))
     for resume in (True, "some/step-8"):
-        attempt = Attempt(report=plan_for(recipe), resume=resume, overwrite=False)
+        attempt = Attempt(report=plan_for(recipe), resume=resume, overwrite=False, restarts=(RESTART,))
         found, same = take_over(hand_over(attempt, recipe))
         assert (found, same) == (attempt, recipe)
         with pytest.raises(RunDirectoryError, match=RETRY):

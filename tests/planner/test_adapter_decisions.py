@@ -71,6 +71,15 @@ def test_blocks_that_nothing_goes_back_through_cost_no_backward():
     assert flops == 8 * (4 * base + 6 * adapters + 12 * model.q_dim) + 8 * (2 * base + 4 * model.q_dim)
 
 
+def test_blocks_that_are_chosen_ask_for_adapters():
+    """Full fine-tuning would train every block."""
+    report = found(tuning=None, lora_layers="12-15")
+    assert isinstance(report.chosen.plan.tuning, Lora)
+    assert "because of lora_layers: [12, 13, 14, 15]" in "\n".join(report.decisions)
+    with pytest.raises(RecipeError, match="lora_layers is for adapters, and tuning: full trains none"):
+        found(tuning="full", lora_layers="12-15")
+
+
 def test_tables_are_trained_whole_and_what_that_is_said():
     """Llama-3.2-1B's embedding is its head: asked for one, both are trained, 128,256 × 2,048 numbers once."""
     report = found(lora_modules_to_save="lm_head", lora_layers="8-15")

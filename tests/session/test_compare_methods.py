@@ -9,7 +9,7 @@ import pytest
 from fitune.cli import main
 from fitune.errors import RecipeError, TrainingFailed
 from fitune.session import comparing
-from fitune.session.comparing import method_recipe
+from fitune.session.comparing import METHODS, compare_methods, method_recipe
 from fitune.session.fresh_process import train_program
 from fitune.spec.recipe.recipe import Recipe, parse_recipe
 
@@ -71,6 +71,27 @@ def test_each_method_keeps_the_global_batch_and_scales_the_learning_rate(model_f
     assert method_recipe(recipe, "hqq", Path("runs")).quantization == "hqq"
     with pytest.raises(RecipeError):
         method_recipe(recipe.model_copy(update={"optimizer": "sgd", "momentum": 2}), "full", Path("runs"))
+
+
+def test_bits_of_a_packed_base_are_for_methods_that_pack_it(model_folder):
+    recipe = parse_recipe({"model": str(model_folder), "quantization_bits": 8, "lora_layers": [0]})
+    packed = {name: method_recipe(recipe, name, Path("runs")).quantization_is_asked_for for name in METHODS}
+    assert packed == {name: name in ("qlora", "hqq") for name in METHODS}
+
+
+def test_a_retry_that_fails_leaves_the_other_methods(model_folder, tmp_path, monkeypatch):
+    """Exit codes of errors, 1 to 4 or a signal's that killed it, come from an attempt in a process of its own."""
+    for code in (1, 3, -9):
+        monkeypatch.setattr(comparing, "train_program", lambda recipe, _code=code, **how: _code)
+        with pytest.raises(RecipeError, match="no method could be trained"):
+            compare_methods(
+                parse_recipe({"model": str(model_folder), "output_dir": str(tmp_path)}), ["lora", "full"],
+                score_data="", overwrite=False, tell=(told := []).append,
+            )  # fmt: skip
+        assert [f"{name} failed" in str(told) for name in ("lora", "full")] == [True, True]
+    monkeypatch.setattr(comparing, "train_program", lambda recipe, **how: 130)
+    recipe = parse_recipe({"model": str(model_folder), "output_dir": str(tmp_path)})
+    assert compare_methods(recipe, ["lora", "full"], score_data="", overwrite=False, tell=print) == 130
 
 
 @pytest.mark.parametrize("name", ["full", "lomo", "adalomo"])

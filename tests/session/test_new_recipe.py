@@ -25,6 +25,11 @@ def test_nobody_is_asked_when_all_is_given() -> None:
     assert keys == {**GIVEN, "seq_len": 512}
 
 
+def test_names_of_other_trainers_answer_the_questions_too() -> None:
+    given = {"base_model": "a", "dataset": "b", "finetuning_type": "lora", "gpu": "auto"}
+    assert asked_keys(given, ask=None, say=print) == {"model": "a", "data": "b", "tuning": "lora"}
+
+
 def test_without_a_terminal_what_has_no_usual_answer_is_needed() -> None:
     with pytest.raises(RecipeError) as caught:
         asked_keys({"tuning": "lora"}, ask=None, say=print)

@@ -76,6 +76,7 @@ def test_a_users_file_becomes_settings_of_the_recipe(tmp_path: Path) -> None:
     assert (read.zero, read.backend, read.offload_optimizer) == (2, "deepspeed", "cpu")
     assert (read.precision, read.max_grad_norm) == ("bf16-master", 0.5)
     assert read.deepspeed == {"reduce_bucket_size": 200_000_000, "overlap_comm": True}
+    assert recipe(str(file), max_grad_norm="5e-1").max_grad_norm == 0.5  # YAML reads it as a text
     assert recipe(read.deepspeed).deepspeed == read.deepspeed  # a recipe that was read once is read again
 
 

@@ -123,6 +123,12 @@ def test_the_limit_itself_is_allowed(name: str) -> None:
     dump_recipe(parse_recipe({"model": "gpt2", **where}))
 
 
+@pytest.mark.parametrize("size", [24, 24.0, "24", "24.0"])
+def test_a_size_without_its_unit_is_refused(size: object) -> None:
+    with pytest.raises(RecipeError, match="24 bytes are less than 1 MiB; write the unit, e.g. 24GiB"):
+        parse_recipe({"model": "m", "gpu_memory": size})
+
+
 @pytest.mark.parametrize("setting", ["gpu", "added_tokens", "lora_target_modules", "report_to"])
 def test_a_text_with_an_unpaired_surrogate_is_refused(setting: str) -> None:
     with pytest.raises(RecipeError, match=f"{setting}.* = .*unpaired surrogate") as caught:

@@ -4,13 +4,15 @@ import json
 import math
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fitune.errors import RunDirectoryError
-from fitune.spec.reports import StepReport
+from fitune.spec.reports import Restart, StepReport
 from fitune.track.metrics import MetricsLog, read_metrics, to_line
+from fitune.train.beginning import untold
 
 MakeStep = Callable[..., StepReport]
 
@@ -216,3 +218,15 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunDirectoryError, match=r"file/metrics\.jsonl: cannot be used"):
         MetricsLog(tmp_path / "file" / "metrics.jsonl")
+
+
+def test_a_restart_is_told_until_a_step_told_it(path: Path, make_step: MakeStep) -> None:
+    """By the first step after it, whichever attempt does that step: an attempt that ran out of memory did none."""
+    lost = Restart(
+        cause="a worker is gone", workers_before=2, workers=1, after_step=0, lost_steps=0, lost_at=100.0,
+        repeated_seconds=0.0,
+    )  # fmt: skip
+    with MetricsLog(path) as log:
+        assert untold((), (lost,), log) == ((), (lost,))
+        log.append(make_step(1, restarts=(replace(lost, again_at=130.0),)))
+        assert untold((), (lost,), log) == ((), ())

@@ -20,7 +20,7 @@ from fitune.spec.machines.hardware import Hardware
 from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.plan import Plan
 from fitune.spec.predictions import Priced
-from fitune.spec.recipe.recipe import Recipe, canonical_keys, parse_recipe
+from fitune.spec.recipe.recipe import Recipe, canonical_keys, given_keys, parse_recipe
 from fitune.spec.recipe.strict_yaml import parse_value
 from fitune.spec.rules import keeps_rules
 from fitune.spec.words import describe_base_of, describe_plan, method_name
@@ -50,8 +50,7 @@ def changed_recipe(recipe: Recipe, change: str) -> Recipe:
     wanted = parse_value(text, where="--why")
     if not isinstance(wanted, dict) or not wanted or None in wanted.values():
         raise RecipeError("--why sets nothing", hint='--why "zero: 3"')
-    given = recipe.model_dump(include=recipe.model_fields_set)
-    return parse_recipe({**given, **canonical_keys(wanted, where="--why")}, where="--why")
+    return parse_recipe({**given_keys(recipe), **canonical_keys(wanted, where="--why")}, where="--why")
 
 
 def compare(

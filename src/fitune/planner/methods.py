@@ -108,12 +108,7 @@ def _tunings(recipe: Recipe, model: ModelSpec) -> tuple[Tuning, ...]:
     if recipe.optimizer_in_backward:  # only where every weight is trained is there anything to gain
         return (full_of(recipe),)
     loras = tuple(lora_of(recipe, model, base) for base in bases(recipe))
-    if (
-        recipe.export in ("adapter", "merged")
-        or recipe.quantization_is_asked_for
-        or recipe.dora
-        or recipe.rslora
-    ):
+    if recipe.adapters_asked_by:
         return loras
     updating: tuple[Tuning, ...] = ()
     is_free = "optimizer" not in recipe.model_fields_set or recipe.optimizer == "sgd"

@@ -16,9 +16,11 @@ from fitune.score.shards import remove_scores
 from fitune.session.events import Event, Note, Planned, Tell
 from fitune.session.fresh_process import run_child, train_program
 from fitune.session.score.scoring import model_and_adapter, score_dataset
+from fitune.session.signals import EXIT_CODES
 from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.plan import Full, Sgd, Tuning
-from fitune.spec.recipe.recipe import Recipe, parse_recipe
+from fitune.spec.recipe.contradictions import ADAPTERS_ONLY
+from fitune.spec.recipe.recipe import Recipe, given_keys, parse_recipe
 from fitune.spec.rules import adds_gradients_up
 from fitune.spec.words import describe_plan
 from fitune.stores.opening import is_url
@@ -105,7 +107,9 @@ def method_recipe(recipe: Recipe, name: str, directory: Path) -> Recipe:
         if recipe.micro_batch_size is not None:
             settings["micro_batch_size"] = recipe.micro_batch_size * (recipe.gradient_accumulation_steps or 1)
     if name in ("full", "lomo", "adalomo"):
-        settings |= {"rslora": None, "lora_modules_to_save": None}  # what is said of adapters
+        settings |= dict.fromkeys(ADAPTERS_ONLY)
+    if METHODS[name]["tuning"] != "qlora":
+        settings["quantization_bits"] = None
     if name in ("lomo", "adalomo"):
         settings["optimizer"] = None
     if name != "full":
@@ -114,8 +118,9 @@ def method_recipe(recipe: Recipe, name: str, directory: Path) -> Recipe:
         settings["learning_rate"] = (
             recipe.learning_rate * _usual_rate(recipe, name) / _usual_rate(recipe, recipe.tuning or "lora")
         )
-    given = recipe.model_dump(include=recipe.model_fields_set)
-    return parse_recipe({**given, "quantization": None, "dora": None, **settings}, where=f"compare {name}")
+    return parse_recipe(
+        {**given_keys(recipe), "quantization": None, "dora": None, **settings}, where=f"compare {name}"
+    )
 
 
 def _usual_rate(recipe: Recipe, name: str) -> float:
@@ -147,8 +152,11 @@ def _train(
         failed = error.exit_code != FituneError.exit_code
         tell(Note(f"{name} {'failed' if failed else 'is left out'}: {error}"))
         return MethodRun(name=name, run=None, why_not=str(error)), int(failed)
-    if status:
+    if status in EXIT_CODES.values():
         return MethodRun(name=name, run=None, why_not="interrupted"), status
+    if status:  # of an attempt in a process of its own, which said why
+        tell(Note(f"{name} failed: its last attempt ended with exit code {status}"))
+        return MethodRun(name=name, run=None, why_not="failed, as its last attempt says above"), 1
     return MethodRun(name=name, run=read_run(directory / name)), 0
 
 

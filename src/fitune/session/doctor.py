@@ -17,11 +17,23 @@ from fitune.units import format_seconds
 _NEEDED = ("torch", "transformers", "peft", "safetensors", "datasets")
 _EXTRAS = {
     "matplotlib": ("plots", "pictures in report.html"),
-    "tensorboard": ("track", "TensorBoard logs"),
+    "tensorboard": ("tensorboard", "TensorBoard logs"),
+    "wandb": ("wandb", "logs at Weights & Biases"),
+    "mlflow": ("mlflow", "logs in MLflow"),
+    "comet_ml": ("comet", "logs at Comet"),
     "rouge_score": ("metrics", "the ROUGE grader"),
     "sacrebleu": ("metrics", "the BLEU and chrF graders"),
     "jsonschema": ("metrics", "the grader of JSON by a schema"),
+    "lm_eval": ("lm-eval", "fitune score --lm-eval"),
+    "bitsandbytes": ("quant", "bases in NF4, 8-bit AdamW"),
+    "hqq": ("quant", "bases in 2, 3, 4 or 8 bits by HQQ"),
+    "liger_kernel": ("liger", "kernels: liger"),
+    "deepspeed": ("deepspeed", "backend: deepspeed"),
+    "ray": ("ray", "fitune train and score --on ray"),
+    "s3fs": ("remote", "data, runs and models at s3://"),
+    "vllm": ("vllm", "fitune score --engine vllm, fitune serve"),
 }
+"""Module -> its extra, and what it adds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from fitune.files import remove_stale_siblings, write_atomically
 from fitune.models.tokens import planned_tokenizer, require_rows
 from fitune.spec.plan import Plan
 from fitune.spec.rank_status import forget_statuses
-from fitune.spec.reports import Retry
+from fitune.spec.reports import Restart, Retry
 from fitune.spec.run_directory import LOGS
 from fitune.spec.run_lock import Ownership, lock_directory
 from fitune.spec.serial import to_json
@@ -94,7 +94,13 @@ def restart_log(log: MetricsLog, start: Start, on_note: Callable[[str], None]) -
         )
 
 
-def untold(retries: Sequence[Retry], log: MetricsLog) -> tuple[Retry, ...]:
-    """The retries that no step of the log tells of yet."""
-    told = {retry for step in read_metrics(log.path) for retry in step.retries}
-    return tuple(retry for retry in retries if retry not in told)
+def untold(
+    retries: Sequence[Retry], restarts: Sequence[Restart], log: MetricsLog
+) -> tuple[tuple[Retry, ...], tuple[Restart, ...]]:
+    """The retries and restarts that no step of the log tells of yet."""
+    steps = list(read_metrics(log.path))
+    told = {retry for step in steps for retry in step.retries}
+    known = {replace(restart, again_at=0.0) for step in steps for restart in step.restarts}
+    return tuple(one for one in retries if one not in told), tuple(
+        one for one in restarts if replace(one, again_at=0.0) not in known
+    )

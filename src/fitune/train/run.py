@@ -116,8 +116,7 @@ def run(
         if ranks.is_first:
             current.log = owned.enter_context(MetricsLog(directory / "metrics.jsonl"))
             restart_log(current.log, start, callbacks.on_note)
-            current.retries = untold(retries, current.log)
-            current.restarts = tuple(restarts)
+            current.retries, current.restarts = untold(retries, restarts, current.log)
         return _train_and_report(current, start)
 
 

@@ -81,8 +81,7 @@ def _tuning(recipe: Recipe, plan: Plan) -> Iterator[str]:
     name = method_name(plan.tuning)
     if recipe.tuning is not None:
         yield f"quantization: {describe_base_of(plan.tuning)}, fitune's default for {recipe.tuning}"
-    elif recipe.export is not None or recipe.quantization_is_asked_for or recipe.dora or recipe.rslora:
-        asked = next(key for key in _NARROWING if getattr(recipe, key))
+    elif asked := "export" if recipe.export else recipe.adapters_asked_by:
         yield f"tuning: {name}, because of {asked}: {getattr(recipe, asked)} (order: {ORDER})"
     elif recipe.optimizer_in_backward:
         yield "tuning: full, because of optimizer_in_backward, which gains nothing with adapters"
@@ -90,9 +89,6 @@ def _tuning(recipe: Recipe, plan: Plan) -> Iterator[str]:
         yield f"tuning: full, every weight is trained; it fits (order: {ORDER})"
     else:
         yield f"tuning: {name}, the first that fits (order: {ORDER})"
-
-
-_NARROWING = ("export", "quantization", "quantization_bits", "dora", "rslora")
 
 
 def _saving(recipe: Recipe, plan: Plan) -> Iterator[str]:

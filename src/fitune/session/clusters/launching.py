@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
-import yaml
-
 from fitune.errors import RecipeError
 from fitune.launch.command import MachineCommand, machine_commands
 from fitune.launch.kuberay import ray_job
@@ -23,7 +21,7 @@ from fitune.spec.plan import Zero
 from fitune.spec.predictions import Priced
 from fitune.spec.recipe.job_settings import JobSettings, read_job_settings, require_meaningful
 from fitune.spec.recipe.pins import pinned
-from fitune.spec.recipe.recipe import Recipe
+from fitune.spec.recipe.recipe import Recipe, dump_recipe
 from fitune.spec.words import describe_sharding
 
 JOB = "job."
@@ -76,7 +74,7 @@ def render(
         names = ", ".join(on_hub)
         note = f"read from the Hub, for it is not on this machine: {names}; a folder is written ./{on_hub[0]}"
         job = replace(job, notes={**job.notes, "data": note})
-    text = recipe_text(written)
+    text = dump_recipe(written)
     match on:
         case "kuberay":
             return job, manifest_text(ray_job(job, text))
@@ -84,13 +82,6 @@ def render(
             return job, manifest_text(one_node_job(job, text))
         case "slurm":
             return job, batch_script(job, text)
-
-
-def recipe_text(recipe: Recipe) -> str:
-    """YAML of what the recipe says, its defaults included where they were said."""
-    said = recipe.model_dump(mode="json", include=recipe.model_fields_set)
-    text: str = yaml.safe_dump(said, sort_keys=False, allow_unicode=True, width=120)
-    return text
 
 
 def recipe_below(recipe: Recipe, mount: str, *, anywhere: bool) -> Recipe:

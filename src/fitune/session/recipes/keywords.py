@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias, TypedDict
 from fitune.errors import RecipeError
 from fitune.session.recipes.foreign_recipes import recipe_of_keys
 from fitune.spec.plan import Attention, Backend, Kernels, Place
-from fitune.spec.recipe.recipe import Recipe, canonical_keys, parse_recipe
+from fitune.spec.recipe.recipe import Recipe, canonical_keys, given_keys, parse_recipe
 from fitune.spec.recipe.strict_yaml import load_yaml
 
 logger = logging.getLogger(__name__)
@@ -144,8 +144,7 @@ def recipe_of(recipe: RecipeLike | None, settings: Mapping[str, Any]) -> Recipe:
     """
     asked = canonical_keys({key: _plain(value) for key, value in settings.items()}, where="the keywords")
     if isinstance(recipe, Recipe):
-        given = recipe.model_dump(include=recipe.model_fields_set)
-        return parse_recipe({**given, **asked}, where="the recipe")
+        return parse_recipe({**given_keys(recipe), **asked}, where="the recipe")
     if recipe is None:
         if not asked.get("model"):
             raise RecipeError("the keywords: no model is named", hint='model="meta-llama/Llama-3.1-8B"')

@@ -92,7 +92,7 @@ def asked_keys(
     ``ask`` shows a text and returns a line; None where nobody can be asked: then the plan decides what has a usual
     answer, and RecipeError names what has none.
     """
-    keys = {name: str(value) if name in ("model", "gpu") else value for name, value in given.items()}
+    keys = canonical_keys({name: None if value == AUTO else value for name, value in given.items()}, where="init")
     missing = [question for question in QUESTIONS if question.key not in keys]
     if ask is None:
         flags = [f"--{each.key}" for each in missing if not each.usual]
@@ -123,7 +123,7 @@ def _answer(question: Question, ask: Callable[[str], str], say: Callable[[str], 
 
 def _without_auto(keys: Mapping[str, Any]) -> dict[str, Any]:
     """The keys in our words, the answer about hardware as gpu and gpus."""
-    hardware = _hardware(str(keys["gpu"]))
+    hardware = _hardware(keys["gpu"] or AUTO)
     named = {**{name: value for name, value in keys.items() if name != "gpu"}, **hardware}
     read = canonical_keys(
         {name: None if value == AUTO else value for name, value in named.items()}, where="init"

@@ -11,7 +11,7 @@ from fitune.session.train.attempts import Attempt
 from fitune.spec.predictions import PlanReport
 from fitune.spec.recipe.recipe import Recipe, canonical_keys, dump_recipe, parse_recipe
 from fitune.spec.recipe.strict_yaml import parse_value
-from fitune.spec.reports import Retry
+from fitune.spec.reports import Restart, Retry
 from fitune.spec.run_directory import RETRY, require_real_files
 from fitune.spec.serial import from_data, from_json, read_json, to_json
 
@@ -28,6 +28,7 @@ class _Handover:
     """Empty for the newest."""
     overwrite: bool
     retries: tuple[Retry, ...]
+    restarts: tuple[Restart, ...]
 
 
 def hand_over(attempt: Attempt, recipe: Recipe) -> Path:
@@ -47,6 +48,7 @@ def packed(attempt: Attempt, recipe: Recipe) -> str:
         checkpoint=attempt.resume if isinstance(attempt.resume, str) else "",
         overwrite=attempt.overwrite,
         retries=attempt.retries,
+        restarts=attempt.restarts,
     )
     text: str = to_json(handover)
     return text
@@ -76,6 +78,7 @@ def _read(found: _Handover, *, where: str) -> tuple[Attempt, Recipe]:
         resume=found.checkpoint or found.resume,
         overwrite=found.overwrite,
         retries=found.retries,
+        restarts=found.restarts,
     )
     return attempt, recipe
 

@@ -13,6 +13,8 @@ from fitune.spec.recipe.recipe import Recipe
 
 _IN_BACKWARD = ("lomo", "adalomo")
 _EVERY_WEIGHT = ("full", *_IN_BACKWARD)
+ADAPTERS_ONLY = ("dora", "rslora", "lora_modules_to_save", "lora_layers")
+"""Keys that choose what is trained, among adapters."""
 
 
 def require_consistent(recipe: Recipe, *, devices: int) -> None:
@@ -63,13 +65,13 @@ def _method(r: Recipe) -> Iterator[tuple[str, str]]:
         has = f"{' or '.join(map(str, widths))} bits"
         why = f"quantization: {r.quantization} has {has}, not quantization_bits = {r.quantization_bits}"
         yield why, "leave quantization out: the first quantiser with these bits is taken"
-    only_adapters = [name for name in ("dora", "rslora", "lora_modules_to_save") if getattr(r, name)]
+    only_adapters = [name for name in ADAPTERS_ONLY if getattr(r, name)]
     if r.tuning in _EVERY_WEIGHT and only_adapters:
         why = (
             f"{only_adapters[0]} is for adapters, and tuning: {r.tuning} trains none: it trains every weight"
         )
         yield why, "tuning: lora, or leave it out"
-    if r.optimizer_in_backward and _asks_for_adapters(r):
+    if r.optimizer_in_backward and (r.tuning in ("lora", "qlora") or r.adapters_asked_by):
         yield (
             "optimizer_in_backward spares the gradients of all weights, and adapters are hundreds of times fewer: "
             "there is next to nothing to gain",
@@ -82,11 +84,6 @@ def _method(r: Recipe) -> Iterator[tuple[str, str]]:
             f"{r.tuning} clips by the norm",
             "no max_grad_value; max_grad_norm: 1.0 clips by the norm",
         )
-
-
-def _asks_for_adapters(recipe: Recipe) -> bool:
-    narrowing = recipe.quantization_is_asked_for or recipe.dora or recipe.rslora
-    return recipe.tuning in ("lora", "qlora") or narrowing or recipe.export in ("adapter", "merged")
 
 
 def _others(r: Recipe) -> Iterator[tuple[str, str]]:

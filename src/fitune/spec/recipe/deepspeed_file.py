@@ -5,11 +5,13 @@ but DeepSpeed's own log lines and what fitune does anyway.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from fitune.errors import RecipeError
 from fitune.files import read_text
+from fitune.spec.recipe.values import number
 from fitune.spec.serial import parse_object
 from fitune.units import MIB
 
@@ -68,7 +70,7 @@ def with_deepspeed_file(wanted: Mapping[str, Any], *, where: str) -> Settings:
 
 def _require_same(wanted: Mapping[str, Any], key: str, value: Any, words: str, where: str) -> None:
     ours = wanted.get(key)
-    if ours is not None and ours != value:
+    if ours is not None and _number(ours) != _number(value):
         raise RecipeError(
             f"{where}: {key} = {ours!r}, and {words}", hint=f"leave {key} out, or write \"auto\" into the file"
         )  # fmt: skip
@@ -191,7 +193,9 @@ def _all_auto(value: Any) -> bool:
 
 
 def _number(value: Any) -> Any:
-    """5e8 as an int."""
+    """5e8 as an int, and a number that YAML or JSON has as a text (1e-4) as one; anything else as it is."""
+    with suppress(ValueError):
+        value = number(value)
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

@@ -222,6 +222,16 @@ class Recipe(_Strict):
     def quantization_is_asked_for(self) -> bool:
         return self.quantization not in (None, "none") or self.quantization_bits is not None
 
+    @property
+    def adapters_asked_by(self) -> str:
+        """The first key that only adapters can honour; empty when there is none."""
+        named = {
+            "export": self.export in ("adapter", "merged"), "quantization": self.quantization not in (None, "none"),
+            "quantization_bits": self.quantization_bits, "dora": self.dora, "rslora": self.rslora,
+            "lora_layers": self.lora_layers,
+        }  # fmt: skip
+        return next((name for name, is_asked in named.items() if is_asked), "")
+
 
 def read_recipe(
     path: Path | None, *, settings: Iterable[str] = (), options: Mapping[str, Any] | None = None
@@ -400,7 +410,12 @@ def _in_words(item: Any) -> str:
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """YAML of the settings that differ from the defaults, in the order of the Recipe."""
-    data = recipe.model_dump(exclude_defaults=True)
-    text: str = yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
+    """YAML of the settings that were given, in the order of the Recipe."""
+    text: str = yaml.safe_dump(given_keys(recipe), sort_keys=False, allow_unicode=True, width=120)
     return text
+
+
+def given_keys(recipe: Recipe) -> dict[str, Any]:
+    """What was said, defaults included where they were said, and nothing that was not, in sources neither: some
+    defaults mean another thing once they are given (max_grad_norm, weight)."""
+    return recipe.model_dump(mode="json", exclude_unset=True)

@@ -81,8 +81,8 @@ def quantiser_word(value: Any) -> str:
 def as_size(value: Any) -> Any:
     """Bytes. Raises ValueError for a size that lacks its unit: no machine has less than a MiB."""
     size = parse_bytes(value) if isinstance(value, str) else value
-    if isinstance(size, int) and 0 < size < MIB:
-        raise ValueError(f"{size:,} bytes are less than 1 MiB; write the unit, e.g. {int(size)}GiB")
+    if isinstance(size, int | float) and 0 < size < MIB:
+        raise ValueError(f"{size:,.0f} bytes are less than 1 MiB; write the unit, e.g. {int(size)}GiB")
     return size
 
 
