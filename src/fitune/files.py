@@ -6,6 +6,7 @@ before and have another file written over.
 """
 
 import errno
+import glob
 import io
 import os
 import re
@@ -255,6 +256,13 @@ def path_fault(path: str) -> str | None:
     if size > _LONGEST_PATH_BYTES:
         return f"the path {path[:40]}… has {size} bytes, at most {_LONGEST_PATH_BYTES} are allowed"
     return None
+
+
+def is_there(path: str) -> bool:
+    """True for a file or a folder, for the file of ``FILE#500``, and for a pattern that names files."""
+    if os.path.exists(path) or os.path.exists(path.rpartition("#")[0]):
+        return True
+    return bool(re.search(r"[*?\[]", path)) and any(glob.iglob(path, recursive=True))
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:

@@ -29,15 +29,29 @@ TEXTS = ["run #3", "007", "no", "2026-11-24", "a: b", "[a", "1_0", "true", "~"]
 
 
 @pytest.mark.parametrize("text", TEXTS)
-@pytest.mark.parametrize("key", ["model", "gpu", "run_name", "track_id", "cache_dir", "nvme_path", "output_dir"])
+@pytest.mark.parametrize(
+    "key", ["model", "gpu", "run_name", "track_id", "cache_dir", "nvme_path", "output_dir"]
+)
 def test_a_key_that_takes_a_text_has_the_text_that_was_typed(key: str, text: str) -> None:
     """YAML ends a text at ` #`, and reads numbers, dates and switches."""
     for words, settings in (([f"--{key}", text], []), ([f"--{key}={text}"], []), ([], [f"{key}={text}"])):
-        assert getattr(recipe_from(["--model=m", *words] if key != "model" else words, settings).recipe, key) == text
+        assert (
+            getattr(recipe_from(["--model=m", *words] if key != "model" else words, settings).recipe, key)
+            == text
+        )
 
 
 def test_texts_inside_lists_and_mappings_are_as_typed_too() -> None:
-    words = ["--model", "m", "--data", "a #1.jsonl", "--added-tokens", "#no,007", "--report-to", "[wandb, mlflow]"]
+    words = [
+        "--model",
+        "m",
+        "--data",
+        "a #1.jsonl",
+        "--added-tokens",
+        "#no,007",
+        "--report-to",
+        "[wandb, mlflow]",
+    ]
     recipe = recipe_from(words, ["columns.prompt=no", "data.split=007", "data.sample=5"]).recipe
     assert (recipe.data[0].path, recipe.data[0].split, recipe.data[0].sample) == ("a #1.jsonl", "007", 5)
     assert (recipe.added_tokens, recipe.report_to) == (["#no", "007"], ["wandb", "mlflow"])
@@ -45,12 +59,20 @@ def test_texts_inside_lists_and_mappings_are_as_typed_too() -> None:
     assert [recipe_from(["--model=m", f"--resume={text}"], []).recipe.resume for text in ("no", "1", "a #1")] == [
         False, True, "a #1",
     ]  # fmt: skip
-    given = recipe_from(["--model=m"], ["data=[a.jsonl, {path: b.csv}]", "data.1.path=c #2.csv", "gpu=null"]).recipe
+    given = recipe_from(
+        ["--model=m"], ["data=[a.jsonl, {path: b.csv}]", "data.1.path=c #2.csv", "gpu=null"]
+    ).recipe
     assert ([source.path for source in given.data], given.gpu) == (["a.jsonl", "c #2.csv"], None)
 
 
 def test_a_jobs_texts_are_as_typed_too() -> None:
-    typed = ["ray_version=2.50", "name=007", "image=a/b:1.10", "node_selector.zone=010", "extra_resources.rdma/hca=1"]
+    typed = [
+        "ray_version=2.50",
+        "name=007",
+        "image=a/b:1.10",
+        "node_selector.zone=010",
+        "extra_resources.rdma/hca=1",
+    ]
     job = read_job_settings(None, settings=typed)
     assert (job.ray_version, job.name, job.image) == ("2.50", "007", "a/b:1.10")
     assert (job.node_selector, job.extra_resources) == ({"zone": "010"}, {"rdma/hca": 1})

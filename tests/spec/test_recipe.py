@@ -8,7 +8,15 @@ import pytest
 
 from fitune.errors import RecipeError
 from fitune.spec.recipe.contradictions import source_weights
-from fitune.spec.recipe.recipe import Recipe, SourceRecipe, canonical_keys, dump_recipe, given_keys, parse_recipe, read_recipe
+from fitune.spec.recipe.recipe import (
+    Recipe,
+    SourceRecipe,
+    canonical_keys,
+    dump_recipe,
+    given_keys,
+    parse_recipe,
+    read_recipe,
+)
 
 ALIASES = {
     # canonical name -> (value, what is read, every name other frameworks use)
@@ -310,7 +318,9 @@ def test_a_dumped_recipe_reads_back_the_same(tmp_path: Path) -> None:
 def test_what_was_given_is_read_back_and_nothing_else(tmp_path: Path) -> None:
     """A weight of 1 that nobody gave contradicts data_weights; a max_grad_norm of 1 that was given has LOMO clip by the
     norm, one that was not by the value."""
-    recipe = recipe_of(tmp_path, "model: m\ndata: [a, {path: b}]\ndata_weights: [2, 1]\nmax_grad_norm: 1.0\nseed: 42")
+    recipe = recipe_of(
+        tmp_path, "model: m\ndata: [a, {path: b}]\ndata_weights: [2, 1]\nmax_grad_norm: 1.0\nseed: 42"
+    )
     again = recipe_of(tmp_path, dump_recipe(recipe))
     assert given_keys(again) == given_keys(recipe)
     assert again.model_fields_set == {"model", "data", "data_weights", "max_grad_norm", "seed"}

@@ -1,11 +1,12 @@
 """May a run go on under another plan? Every setting that differs, and why it may or may not."""
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
 from fitune.errors import CheckpointError
 from fitune.spec.model.model_spec import ModelSpec
+from fitune.spec.places import placed
 from fitune.spec.plan import ClipByNorm, ClipByValue, Epochs, Full, Plan, Steps, clip_in_backward
 from fitune.spec.serial import to_data
 
@@ -22,7 +23,10 @@ class Difference:
 
 
 def compare_plans(saved: Plan, wanted: Plan) -> list[Difference]:
-    """Every setting that differs, in the order of the Plan."""
+    """Every setting that differs, in the order of the Plan; the same file is the same by any path to it."""
+    saved, wanted = placed(saved), placed(wanted)
+    if saved.model_path == wanted.model_path:  # the name may be a relative path to it
+        saved = replace(saved, model=replace(saved.model, name=wanted.model.name))
     before, after = _flat(to_data(saved), ""), _flat(to_data(wanted), "")
     differences = []
     for setting in dict.fromkeys([*before, *after]):

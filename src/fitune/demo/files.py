@@ -132,7 +132,7 @@ def _write_recipes(files: DemoFiles) -> None:
     base_run = files.base.parent
     pretrain = recipe_text(
         PRETRAIN, purpose="A base model: every parameter trained on plain text, from random weights",
-        path=str(files.pretrain_recipe), model=str(files.start), data=str(files.pretrain_text),
+        path=str(files.pretrain_recipe), model=files.start.name, data=files.pretrain_text.name,
         output_dir=str(base_run),
     )  # fmt: skip
     files.pretrain_recipe.write_text(pretrain, encoding="utf-8")
@@ -142,8 +142,8 @@ def _write_recipes(files: DemoFiles) -> None:
         (files.divided_recipe, DIVIDED, "The same by two processes, each with a share of every tensor"),
     ):
         text = recipe_text(
-            training, purpose=purpose, path=str(path), model=str(files.base), data=str(files.train),
-            eval_data=str(files.test), output_dir=str(path.with_suffix("")),
+            training, purpose=purpose, path=str(path), model=str(files.base.relative_to(path.parent)),
+            data=files.train.name, eval_data=files.test.name, output_dir=str(path.with_suffix("")),
         )  # fmt: skip
         path.write_text(text, encoding="utf-8")
 

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from fitune.errors import RunDirectoryError
 from fitune.files import path_fault, read_text
+from fitune.spec.places import moved
 from fitune.spec.plan import Plan
 from fitune.spec.predictions import Estimate, Rejection, WholeRun
 from fitune.spec.reports import RunReport, StepReport
@@ -86,7 +87,7 @@ def read_run(directory: Path, *, steps: Sequence[StepReport] | None = None) -> R
         )
     return RunFiles(
         directory=directory,
-        plan=plan,
+        plan=moved(plan, directory),
         prediction=_read(Prediction, directory / "estimate.json"),
         steps=tuple(read_metrics(directory / "metrics.jsonl") if steps is None else steps),
         run=_read(RunReport, directory / "report.json"),

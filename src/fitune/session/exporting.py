@@ -111,7 +111,7 @@ def _exported(
     run: Path, files: RunFiles, wanted: Kind, out: Path | None, *, tell: Tell
 ) -> tuple[Exported, RunReport]:
     """Write it; returns where it is, and the report of a run that is complete with it."""
-    plan, last = _moved(files.plan, run), files.steps[-1]
+    plan, last = files.plan, files.steps[-1]
     source = find_source(run, plan, files.run, step=last.step)
     tell(Note(f"the trained weights are read from {source.path}"))
     weights = stored_weights(plan, source)
@@ -147,8 +147,3 @@ def _exported(
         path = handover.trained(out, secure=False)
     exported = Exported(title=TITLES[wanted], path=path, merged_loss=loss)
     return exported, replace(report, exported=str(path), merged_loss=loss)
-
-
-def _moved(plan: Plan, run: Path) -> Plan:
-    """The plan with the run where it lies now."""
-    return replace(plan, run=replace(plan.run, output_dir=str(run)))

@@ -16,6 +16,7 @@ from fitune.data.preparing import Contents, prepare_data
 from fitune.engine.ranks import Ranks
 from fitune.files import remove_stale_siblings, write_atomically
 from fitune.models.tokens import planned_tokenizer, require_rows
+from fitune.spec.places import placed
 from fitune.spec.plan import Plan
 from fitune.spec.rank_status import forget_statuses
 from fitune.spec.reports import Restart, Retry
@@ -70,7 +71,7 @@ def begin_attempt(
     directory = Path(plan.run.output_dir)
     for name in ("report.json", "report.html", TRACEBACK):
         (directory / name).unlink(missing_ok=True)
-    for name, text in {"plan.json": to_json(plan), **files}.items():
+    for name, text in {"plan.json": to_json(placed(plan)), **files}.items():
         write_atomically(directory / name, text)
     if plan.run.upload_to:
         (directory / CHECKPOINTS).mkdir(exist_ok=True)  # the line is written there, also before a save

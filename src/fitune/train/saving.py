@@ -22,6 +22,7 @@ from fitune.checkpoint.save import (
 from fitune.checkpoint.slices import Share, share_of
 from fitune.engine.ranks import Ranks
 from fitune.errors import CheckpointError, FituneError, PeerGone
+from fitune.spec.places import placed
 from fitune.spec.reports import StepReport
 from fitune.threads import give_way
 from fitune.track.metrics import read_metrics
@@ -162,7 +163,7 @@ def _folder_of_trained(current: Run) -> str:
 def _captured(current: Run, report: StepReport) -> Share:
     """The share that this rank writes."""
     facts = Facts(
-        plan=current.plan,
+        plan=placed(current.plan),
         rows=current.data.train.fingerprint,
         base=current.base,
         engine={},

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fitune.errors import RecipeError
+from fitune.spec.recipe.paths import with_own_paths
 from fitune.spec.recipe.recipe import Recipe, canonical_keys, given_options, layered_recipe
 from fitune.spec.recipe.strict_yaml import load_yaml
 from fitune.units import wrapped
@@ -48,18 +49,19 @@ def recipe_of_keys(
 
     reading = read_foreign(raw, where=where, folder=folder)
     if reading is None:
-        own = canonical_keys(raw, where=where)
+        own = with_own_paths(canonical_keys(raw, where=where), folder, where=where)
         return ReadRecipe(recipe=layered_recipe(own, where=where, settings=settings, options=options))
     from fitune.foreign.reading import SHARDING, require_readable
     from fitune.foreign.words import explain_reading, without_data
 
     require_readable(reading)
     settings = tuple(settings)
-    recipe = layered_recipe(reading.settings, where=where, settings=settings, options=options)
+    keys = with_own_paths(reading.settings, folder, where=where)
+    recipe = layered_recipe(keys, where=where, settings=settings, options=options)
     notes = explain_reading(reading)
     divided = [name for name in SHARDING if name in reading.settings]
     if recipe.gpus * recipe.nodes == 1 and divided:
-        kept = {name: value for name, value in reading.settings.items() if name not in divided}
+        kept = {name: value for name, value in keys.items() if name not in divided}
         recipe = layered_recipe(kept, where=where, settings=settings, options=options)
         notes.append(f"  left to the plan on one device: {', '.join(divided)} (gpus: N divides the model)")
     if not recipe.data and (said := without_data(reading)):

@@ -92,7 +92,9 @@ def asked_keys(
     ``ask`` shows a text and returns a line; None where nobody can be asked: then the plan decides what has a usual
     answer, and RecipeError names what has none.
     """
-    keys = canonical_keys({name: None if value == AUTO else value for name, value in given.items()}, where="init")
+    keys = canonical_keys(
+        {name: None if value == AUTO else value for name, value in given.items()}, where="init"
+    )
     missing = [question for question in QUESTIONS if question.key not in keys]
     if ask is None:
         flags = [f"--{each.key}" for each in missing if not each.usual]

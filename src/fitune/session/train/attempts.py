@@ -111,9 +111,7 @@ def _next(
         chosen=Priced(plan=plan, estimate=predict(plan)),
         decisions=(*attempt.report.decisions, words),
     )
-    return replace(
-        attempt, report=report, resume=resume, overwrite=False, retries=(*attempt.retries, retry)
-    )
+    return replace(attempt, report=report, resume=resume, overwrite=False, retries=(*attempt.retries, retry))
 
 
 def _nothing_smaller(error: OutOfMemory, shortage: Shortage, plan: Plan, recipe: Recipe) -> OutOfMemory:

@@ -229,7 +229,7 @@ def run_once(
         sinks=[*told, *sinks],
         resume=attempt.resume,
         overwrite=attempt.overwrite,
-        files={"recipe.yaml": dump_recipe(recipe)},
+        files={"recipe.yaml": dump_recipe(recipe, anywhere=True)},
         retries=attempt.retries,
         restarts=attempt.restarts,
         ranks=ranks,

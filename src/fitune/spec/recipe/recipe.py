@@ -32,6 +32,7 @@ from fitune.spec.recipe.aliases import (
     refuse_foreign_value,
 )
 from fitune.spec.recipe.deepspeed_file import with_deepspeed_file
+from fitune.spec.recipe.paths import with_absolute_paths, with_own_paths
 from fitune.spec.recipe.strict_yaml import load_yaml
 from fitune.spec.recipe.typed import type_inside, typed_value
 from fitune.spec.recipe.values import (
@@ -242,9 +243,8 @@ def read_recipe(
     """
     raw = load_yaml(path) if path is not None else {}
     where = str(path) if path is not None else "the command line"
-    return layered_recipe(
-        canonical_keys(raw, where=where), where=where, settings=settings, options=given_options(options)
-    )
+    keys = with_own_paths(canonical_keys(raw, where=where), path.parent if path else Path("."), where=where)
+    return layered_recipe(keys, where=where, settings=settings, options=given_options(options))
 
 
 def given_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -409,9 +409,10 @@ def _in_words(item: Any) -> str:
             return str(item["msg"]).removeprefix("Value error, ")
 
 
-def dump_recipe(recipe: Recipe) -> str:
-    """YAML of the settings that were given, in the order of the Recipe."""
-    text: str = yaml.safe_dump(given_keys(recipe), sort_keys=False, allow_unicode=True, width=120)
+def dump_recipe(recipe: Recipe, *, anywhere: bool = False) -> str:
+    """YAML of the settings that were given, in the order of the Recipe; ``anywhere``: for a reader in any folder."""
+    keys = with_absolute_paths(given_keys(recipe)) if anywhere else given_keys(recipe)
+    text: str = yaml.safe_dump(keys, sort_keys=False, allow_unicode=True, width=120)
     return text
 
 

@@ -11,7 +11,9 @@ from fitune.spec.recipe.strict_yaml import parse_value
 
 def typed_value(annotation: Any, text: str, *, where: str) -> Any:
     """``text`` as it is for a key that takes a text: YAML would end ``run #3`` at the #, and read 007, dates and ``no``
-    as other things. Where a list, a mapping or a switch may stand as well, those are read; else YAML. Raises RecipeError.
+    as other things. Where a list, a mapping or a switch may stand as well, those are read. Other keys are YAML.
+
+    Raises RecipeError.
     """
     kinds = set(kinds_of(annotation))
     if not any(isinstance(kind, type) and issubclass(kind, str | BaseModel) for kind in kinds):

@@ -1,0 +1,68 @@
+"""Relative paths of a recipe: those of its own folder where something is there, else of the folder the shell is in."""
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fitune.errors import RecipeError
+from fitune.files import is_there
+
+Change = Callable[[str, str], str]
+"""A key and its path -> the path to take."""
+
+
+def with_own_paths(keys: Mapping[str, Any], folder: Path, *, where: str) -> dict[str, Any]:
+    """Canonical keys of a recipe in ``folder``, its paths as the shell's folder sees them.
+
+    Raises RecipeError with both folders for a model or a ds_config.json that is in neither.
+    """
+    if folder.resolve() == Path.cwd():
+        return dict(keys)
+
+    def own(name: str, path: str) -> str:
+        if "://" in path or path.startswith(("/", "~")):
+            return path
+        if _is_at(name, folder / path):
+            return str(folder / path)
+        is_a_path = name == "deepspeed" or (name == "model" and (path.startswith(".") or path.count("/") > 1))
+        if is_a_path and not is_there(path):
+            raise RecipeError(
+                f"{where}: {name} = {path!r} is neither in the recipe's folder, {folder.resolve()}, nor in the present "
+                f"one, {Path.cwd()}",
+                hint=f"{name}: a path from the recipe's folder, or an absolute one",
+            )
+        return path
+
+    return _with_paths(keys, own)
+
+
+def with_absolute_paths(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of a recipe that says the same in any folder."""
+
+    def absolute(name: str, path: str) -> str:
+        is_here = "://" not in path and not path.startswith("~") and _is_at(name, Path(path))
+        return os.path.abspath(path) if is_here else path
+
+    return _with_paths(keys, absolute)
+
+
+def _is_at(name: str, path: Path) -> bool:
+    """True if something is there; a model's name may also be that of a folder which is none."""
+    return is_there(str(path)) and (name != "model" or path.is_file() or (path / "config.json").is_file())
+
+
+def _with_paths(keys: Mapping[str, Any], change: Change) -> dict[str, Any]:
+    def source(name: str, value: Any) -> Any:
+        if isinstance(value, str):
+            return change(name, value)
+        if isinstance(value, Mapping) and isinstance(value.get("path"), str):
+            return {**value, "path": change(name, value["path"])}
+        return value
+
+    changed = dict(keys)
+    for name in ("model", "data", "eval_data", "chat_template", "deepspeed", "resume"):
+        if value := keys.get(name):
+            several = isinstance(value, list)
+            changed[name] = [source(name, one) for one in value] if several else source(name, value)
+    return changed

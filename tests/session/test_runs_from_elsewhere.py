@@ -1,0 +1,46 @@
+"""A run is used from any folder, and after it moved together with its base."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+import fitune
+from fitune.session.named_models import find_model
+
+KEYS = """\
+model: base/model
+data: rows.jsonl
+tuning: lora
+precision: fp32
+gpu: cpu
+seq_len: 64
+micro_batch_size: 2
+gradient_accumulation_steps: 1
+max_steps: 1
+save_steps: 1
+samples: 0
+output_dir: run
+"""
+
+
+def test_a_run_is_used_from_any_folder_and_moves_with_its_base(
+    model_folder: Path, data_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    shutil.copytree(model_folder, here / "base" / "model")
+    shutil.copy(data_file, here / "rows.jsonl")
+    (here / "r.yaml").write_text(KEYS)
+    elsewhere.mkdir()
+    monkeypatch.chdir(here)
+    fitune.train("r.yaml")
+    monkeypatch.chdir(elsewhere)
+    assert find_model(str(here / "run")).model == str(here / "base" / "model")
+    assert fitune.report(here / "run").run is not None
+    again = {"resume": True, "max_steps": 2, "output_dir": here / "run"}
+    assert fitune.train(here / "r.yaml", **again).steps == 2
+    assert fitune.train(here / "run" / "recipe.yaml", output_dir=here / "run").steps == 2
+    here.rename(tmp_path / "moved")
+    run = tmp_path / "moved" / "run"
+    assert find_model(str(run)).model == str(tmp_path / "moved" / "base" / "model")
+    assert fitune.export(run).path == run / "merged"

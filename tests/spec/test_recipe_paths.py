@@ -1,0 +1,98 @@
+"""Relative paths of a recipe are those of its folder, of the shell's where nothing is there; a run's hold anywhere."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fitune.checkpoint.differences import compare_plans
+from fitune.errors import RecipeError
+from fitune.planner.defaults import data_of
+from fitune.session.recipes.typed_words import recipe_from
+from fitune.spec.places import moved, placed
+from fitune.spec.plan import RunPlan
+from fitune.spec.recipe.recipe import Recipe, dump_recipe, parse_recipe, read_recipe
+from plans import known, plan_for
+
+KEYS = {"model": "m/base", "data": ["rows.jsonl#5", {"path": "more/*.jsonl"}], "chat_template": "t.jinja"}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """A recipe and what it names, in a folder of their own, and the shell in another."""
+    for name in ("m/base/config.json", "rows.jsonl", "more/a.jsonl", "t.jinja", "ds.json"):
+        (tmp_path / "own" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "own" / name).write_text("{}")
+    (tmp_path / "own" / "r.yaml").write_text(yaml.safe_dump(KEYS))
+    (tmp_path / "shell").mkdir()
+    return tmp_path
+
+
+def paths(recipe: Recipe) -> list[str]:
+    return [recipe.model, *(source.path for source in recipe.data), recipe.chat_template]
+
+
+def test_a_recipe_is_read_from_any_folder(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = [str(files / "own" / name) for name in ("m/base", "rows.jsonl#5", "more/*.jsonl", "t.jinja")]
+    monkeypatch.chdir(files / "shell")
+    for path in (files / "own" / "r.yaml", Path("../own/r.yaml")):
+        for recipe in (read_recipe(path), recipe_from([str(path)], []).recipe):
+            assert [str(Path(each).resolve()) for each in paths(recipe)] == wanted
+    monkeypatch.chdir(files / "own")
+    assert paths(read_recipe(Path("r.yaml"))) == ["m/base", "rows.jsonl#5", "more/*.jsonl", "t.jinja"]
+    dumped = parse_recipe(yaml.safe_load(dump_recipe(read_recipe(Path("r.yaml")), anywhere=True)))
+    assert paths(dumped) == wanted
+
+
+def test_what_is_in_the_shells_folder_alone_is_found_there(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(files / "own")
+    other = files / "shell" / "r.yaml"
+    other.write_text("model: m/base\ndata: rows.jsonl\n")
+    assert [read_recipe(other).model, read_recipe(other).data[0].path] == ["m/base", "rows.jsonl"]
+    (files / "shell" / "rows.jsonl").write_text("{}")
+    assert read_recipe(other).data[0].path == str(files / "shell" / "rows.jsonl")
+    assert recipe_from([str(other), "--data", "rows.jsonl"], []).recipe.data[0].path == "rows.jsonl"
+
+
+def test_a_name_on_the_hub_is_no_folder_without_a_model_in_it(files: Path) -> None:
+    (files / "own" / "gpt2").mkdir()
+    file = files / "own" / "r.yaml"
+    file.write_text("model: gpt2\ndata: owner/rows")
+    assert (read_recipe(file).model, read_recipe(file).data[0].path) == ("gpt2", "owner/rows")
+
+
+@pytest.mark.parametrize("keys", ["model: a/b/c", "model: ./b", "{model: gpt2, deepspeed: ds_config.json}"])
+def test_a_file_that_is_nowhere_is_refused_with_both_folders(
+    files: Path, monkeypatch: pytest.MonkeyPatch, keys: str
+) -> None:
+    monkeypatch.chdir(files / "shell")
+    (files / "own" / "r.yaml").write_text(keys)
+    with pytest.raises(RecipeError) as caught:
+        read_recipe(files / "own" / "r.yaml")
+    assert (
+        f"neither in the recipe's folder, {files / 'own'}, nor in the present one, {files / 'shell'}"
+        in str(caught.value)
+    )
+
+
+def test_the_plan_in_a_run_holds_anywhere_and_moves_with_what_it_needs(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(files / "own")
+    plan = plan_for(
+        known("llama-3.1-8b"), model_path="m/base", data=data_of(parse_recipe({**KEYS})),
+        run=RunPlan(output_dir="runs/a"),
+    )  # fmt: skip
+    stored = placed(plan)
+    assert not [one for one in compare_plans(stored, plan) if not one.allowed]
+    monkeypatch.chdir(files / "shell")
+    assert stored.model_path == str(files / "own" / "m/base")
+    assert moved(stored, files / "own" / "runs" / "a") == stored
+    (files / "own").rename(files / "elsewhere")
+    there = moved(stored, files / "elsewhere" / "runs" / "a")
+    assert there.model_path == str(files / "elsewhere" / "m/base")
+    assert [source.path for source in there.data.sources] == [
+        str(files / "elsewhere" / name) for name in ("rows.jsonl#5", "more/*.jsonl")
+    ]
