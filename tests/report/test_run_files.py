@@ -8,6 +8,7 @@ import pytest
 
 from fitune.errors import RunDirectoryError
 from fitune.report.run_files import Prediction, read_run
+from fitune.spec.places import moved
 from fitune.spec.plan import Plan
 from fitune.spec.reports import RunReport, StepReport
 from fitune.spec.serial import to_json
@@ -17,7 +18,8 @@ def test_everything_is_read_back(
     run_directory: Path, plan: Plan, prediction: Prediction, steps: list[StepReport], run_report: RunReport
 ) -> None:
     run = read_run(run_directory)
-    assert (run.plan, run.prediction, run.steps, run.run) == (plan, prediction, tuple(steps), run_report)
+    assert run.plan == moved(plan, run_directory)
+    assert (run.prediction, run.steps, run.run) == (prediction, tuple(steps), run_report)
     assert run.estimate == prediction.estimate
     assert "lora_r: 16" in run.recipe
 
