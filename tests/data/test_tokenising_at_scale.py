@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -69,28 +70,62 @@ def test_any_number_of_processes_gives_the_same_rows(tmp_path, prepare, in_proce
         assert many.eval_examples == alone.eval_examples
 
 
+FUNCTION = {"name": "weather", "arguments": {"city": "Łódź"}}
+THOUGHT = {"role": "assistant", "content": "<think>\nhm, é\n</think>\n\nsunny"}
 KINDS_OF_ROWS = {
     "tools": {"messages": [ASKED, CALLED, FOUND, SAID], "tools": TOOLS},
     "a call last": {"messages": [ASKED, CALLED], "tools": TOOLS},
     "two calls in a row": {"messages": [ASKED, CALLED, FOUND, CALLED, FOUND, SAID], "tools": TOOLS},
+    "tools as text": {"messages": [ASKED, CALLED, FOUND, SAID], "tools": json.dumps(TOOLS)},
+    "functions": {
+        "messages": [ASKED, {"role": "assistant", "content": "", "function_call": FUNCTION}], "functions": TOOLS,
+    },
+    "ShareGPT with calls": {
+        "conversations": [
+            {"from": "human", "value": "weather?"}, {"from": "function_call", "value": json.dumps(FUNCTION)},
+            {"from": "observation", "value": "18 C"}, {"from": "gpt", "value": "mild"},
+        ],
+        "tools": TOOLS,
+    },
     "messages": {"messages": [ASKED, SAID]},
     "system": {"messages": [{"role": "system", "content": "Be kind."}, ASKED, SAID]},
+    "thinking": {"messages": [ASKED, THOUGHT, ASKED, THOUGHT]},
+    "special tokens in the text": {"messages": [{"role": "user", "content": "<|end|></s>"}, SAID]},
     "prompt and completion": row(3),
     "ShareGPT": {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
     "Alpaca": {"instruction": "Add.", "input": "1 2", "output": "3"},
+    "question and answer": {"question": "Where?", "answer": "Here."},
     "text": {"text": "some text, é and 中"},
-}
+    "the chosen of pairs": {"prompt": "Where?", "chosen": "Here.", "rejected": "There."},
+    "refused by the template": {"messages": [ASKED, CALLED, FOUND, SAID]} | {"tools": [{"name": "<|end|>"}]},
+    "not readable": {"messages": [ASKED, {"role": "assistant", "content": "", "tool_calls": [{"id": 1}]}]},
+}  # fmt: skip
+COLUMNS = {"the chosen of pairs": (("prompt", "prompt"), ("completion", "chosen"))}
 
 
 @pytest.mark.parametrize("kind", KINDS_OF_ROWS)
 def test_rows_of_every_kind_are_the_same_by_other_processes(tmp_path, prepare, in_processes, kind):
     """The large part of a dataset is tokenised by other processes: calls and tools must go there with the text."""
-    source = write(tmp_path / "rows.jsonl", [KINDS_OF_ROWS[kind]] * 40)
-    alone = prepare(source, cache="alone", template=AS_OBJECT, seq_len=1024)
+    usual = [{"messages": [ASKED, SAID]}] if "messages" in KINDS_OF_ROWS[kind] else []
+    written = write(tmp_path / "rows.jsonl", [KINDS_OF_ROWS[kind]] * 20 + usual)
+    source = replace(written, columns=COLUMNS.get(kind, ()))
+    settings = {"template": AS_OBJECT, "seq_len": 1024, "on_bad_row": "skip"}
+    alone = prepare(source, cache="alone", **settings)
     in_processes(1)
-    others = prepare(source, cache="others", template=AS_OBJECT, seq_len=1024)
+    others = prepare(source, cache="others", **settings)
     assert others.train.fingerprint == alone.train.fingerprint
     assert others.train_ledger == alone.train_ledger
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_pairs_without_columns_are_refused_by_every_number_of_processes(
+    tmp_path, prepare, in_processes, count
+):
+    if count:
+        in_processes(count)
+    rows = [row(0) | KINDS_OF_ROWS["the chosen of pairs"]] * 20
+    with pytest.raises(DataError, match="rows.jsonl:1: the row has chosen and rejected"):
+        prepare(write(tmp_path / "rows.jsonl", rows))
 
 
 @pytest.mark.parametrize("count", [0, 2])
