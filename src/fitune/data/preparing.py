@@ -102,15 +102,24 @@ def prepare_data(
 
 def _settings(data: DataPlan, contents: Contents, *, seq_len: int, seed: int) -> dict[str, Any]:
     """All that the tokens depend on beside tokenizer and template. Where the data lies and by which way it comes is no
-    part of it: only ``contents`` and what is read out of them."""
-    read = [
-        (key, sample_size(source)[1], source.weight, source.format, sorted(source.columns))
-        for key, source in zip(contents.keys, (*data.sources, *data.eval_sources), strict=True)
-    ]
+    part of it; a setting that is not named here is."""
+
+    def read_alike(sources: tuple[DataSource, ...]) -> tuple[DataSource, ...]:
+        return tuple(
+            replace(
+                each, path="", split="", sample=sample_size(each)[1], columns=tuple(sorted(each.columns)),
+                allow_https=False, allow_private_addresses=False, streaming=False,
+            )
+            for each in sources
+        )  # fmt: skip
+
+    alike = replace(
+        data, sources=read_alike(data.sources), eval_sources=read_alike(data.eval_sources), cache_dir="",
+        chat_template="",
+    )  # fmt: skip
     return {
-        "train": read[: len(data.sources)], "eval": read[len(data.sources) :], "seq_len": seq_len,
-        "held out": data.val_fraction and (data.val_fraction, seed), "train_on_prompt": data.train_on_prompt,
-        "on_bad_row": data.on_bad_row, "on_long_row": data.on_long_row,
+        "data": to_data(alike), "contents": contents.keys, "seq_len": seq_len,
+        "seed": seed if data.val_fraction else None,
     }  # fmt: skip
 
 
