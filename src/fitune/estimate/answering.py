@@ -12,7 +12,6 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from fitune.estimate.blocks.key_values import (
-    caches_latent,
     elements_of_blocks,
     elements_per_token,
     states_of_row,
@@ -28,6 +27,7 @@ from fitune.estimate.overhead import (
 from fitune.spec.answering import CACHE_ROOM, Answering, Questions
 from fitune.spec.counts import count_parameters
 from fitune.spec.machines.hardware import Gpu
+from fitune.spec.model.architectures import caches_latent
 from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.model.traits import ACTIVATIONS
 from fitune.units import GIB

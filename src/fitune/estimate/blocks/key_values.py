@@ -21,12 +21,6 @@ def elements_of_blocks(model: ModelSpec, *, latent: bool = False) -> list[int]:
     return [by_kind[kind] for kind in model.kind_of]
 
 
-def caches_latent(model: ModelSpec) -> bool:
-    """True if vLLM caches one latent vector for all heads: MLA, but of MiniCPM3 keys and values."""
-    has_latent = any(linear.short_name == "kv_a_proj_with_mqa" for linear in model.linears)
-    return has_latent and model.model_type != "minicpm3"
-
-
 def states_of_row(model: ModelSpec) -> int:
     """Elements of one row's recurrent states in all blocks, however long the row is (gated delta rule, Qwen3-Next).
 

@@ -119,3 +119,13 @@ def takes_adapters_on(model: ModelSpec, targets: Iterable[str]) -> bool:
     """True if PEFT reads adapters on all of ``targets`` back where they were trained."""
     last = {target.rpartition(".")[2] for target in targets}
     return model.model_type not in ADAPTED_IN_ATTENTION or last.isdisjoint(SHARED_LINEARS)
+
+
+_CACHES_EVERY_HEAD = frozenset(("minicpm3",))
+"""MLA of which vLLM keeps keys and values, too."""
+
+
+def caches_latent(model: ModelSpec) -> bool:
+    """True if vLLM caches the one vector that keys and values of all heads are made of (MLA)."""
+    has_latent = any(linear.short_name == "kv_a_proj_with_mqa" for linear in model.linears)
+    return has_latent and model.model_type not in _CACHES_EVERY_HEAD
