@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from fitune.data.conversations.messages import Conversation
-from fitune.errors import RunDirectoryError, TrainingFailed
+from fitune.errors import RunDirectoryError, StoreError, TrainingFailed
 from fitune.models.language_model import LanguageModel
 from fitune.spec.plan import Epochs, Plan, Steps
 from fitune.spec.predictions import Phase
@@ -222,3 +223,17 @@ def test_plan_json_is_the_plan_that_ran(make_plan: MakePlan) -> None:
     assert from_json(Plan, (directory / "plan.json").read_text()) == plan
     assert (directory / "recipe.yaml").read_text() == "model: x\n"
     assert json.loads((directory / "plan.json").read_text())["kind"] == "Plan"
+
+
+def test_a_run_that_its_store_refuses_leaves_nothing(
+    make_plan: MakePlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bucket may take the probe of a few bytes and nothing larger."""
+
+    def refuse(*words: object, **named: object) -> None:
+        raise StoreError("s3://bucket/run: too large")
+
+    monkeypatch.setattr(import_module("fitune.train.run"), "begin_in_store", refuse)
+    with pytest.raises(StoreError):
+        run(make_plan(output_dir=str(tmp_path / "new")), callbacks=callbacks())
+    assert not (tmp_path / "new").exists()

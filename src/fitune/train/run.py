@@ -16,7 +16,7 @@ import torch
 from fitune.checkpoint.commit import Descent
 from fitune.data.preparing import contents_of
 from fitune.engine.ranks import ALONE, Ranks
-from fitune.errors import OutOfMemory, PeerGone, TrainingFailed
+from fitune.errors import FituneError, OutOfMemory, PeerGone, TrainingFailed
 from fitune.measure.communication import waits_measured
 from fitune.measure.memory import memory_meter
 from fitune.spec.plan import Plan
@@ -97,10 +97,16 @@ def run(
             nonlocal uploads
             if overwrite:  # only now: what was there is untouched until the data is known
                 remove_run(directory)
+            was_there = (directory / "plan.json").exists()
             descent = begin_attempt(
                 plan, start, files or {}, attempt=owner.attempt, on_note=callbacks.on_note
             )
-            uploads = begin_in_store(plan.run, descent.line, callbacks.on_note, overwrite=overwrite)
+            try:
+                uploads = begin_in_store(plan.run, descent.line, callbacks.on_note, overwrite=overwrite)
+            except FituneError:
+                if not was_there:  # nothing was trained: a run that never began leaves nothing
+                    remove_run(directory)
+                raise
             return descent
 
         descent = ranks.from_first(begin)
