@@ -63,6 +63,8 @@ def test_blocks_of_a_pattern_and_of_lora_layers_must_both_hold():
         ([], "lora_target_modules is empty"),
         (["q_prj"], "(?s)'q_prj' is no linear of this model; .*did you mean 'q_proj'"),
         ([" "], "a name is empty"),
+        (["q_proj", "embed_tokens"], r"(?s)only those get adapters.*lora_modules_to_save: \[embed_tokens\]"),
+        ([r".*\.embed_tokens"], r"(?s)matches no linear.*lora_modules_to_save: \[embed_tokens\]"),
         (["lm_head"], r"(?s)'lm_head' is no linear of a block.*lora_modules_to_save: \[lm_head\]"),
         (["(q|v_proj"], "is no regular expression: "),
         (

@@ -181,7 +181,10 @@ def _unknown(model: ModelSpec, name: str) -> RecipeError:
     if not name.strip():
         return RecipeError(f"lora_target_modules: a name is empty; {known}", hint="all-linear")
     if name.rsplit(".", 1)[-1] in _TABLES:
-        why, hint = "is no linear of a block", f"lora_modules_to_save: [{name}] trains it whole"
+        why, hint = (
+            "is no linear of a block, and only those get adapters",
+            f"lora_modules_to_save: [{name}] trains it whole",
+        )
     elif name in {linear.short_name for linear in model.linears}:
         stacked = any(m.stacked for m in model.linears if m.short_name == name)
         why = "is a fused parameter in transformers, no linear"
@@ -194,9 +197,12 @@ def _unknown(model: ModelSpec, name: str) -> RecipeError:
 
 def _unmatched(model: ModelSpec, pattern: str) -> RecipeError:
     names = ", ".join(m.name for m in model.linears if m.adaptable)
+    table = next((table for name, table in _TABLES.items() if name in pattern), None)
     return RecipeError(
         f"lora_target_modules: the pattern {pattern!r} matches no linear of {model.name}, whose blocks have {names}",
-        hint="a pattern has to match a whole name: .*q_proj",
+        hint=f"lora_modules_to_save: [{table}] trains it whole"
+        if table
+        else "a pattern has to match a whole name: .*q_proj",
     )
 
 
