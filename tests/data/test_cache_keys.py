@@ -76,6 +76,7 @@ OTHER = {
     "a weight": lambda folder: {"source": {"weight": 2.0}},
     "seq_len": lambda folder: {"seq_len": 65},
     "prompts are learned": lambda folder: {"train_on_prompt": True},
+    "empty thinking is learned": lambda folder: {"train_on_empty_thinking": True},
     "long rows": lambda folder: {"on_long_row": "split"},
     "bad rows": lambda folder: {"on_bad_row": "skip"},
     "rows held out": lambda folder: {"val_fraction": 0.5},

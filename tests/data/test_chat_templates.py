@@ -59,7 +59,7 @@ def test_training_ids_begin_with_scoring_ids_and_every_answer_is_learned(make, s
         (None, "four</s>"),
         (HEADER_STYLE, "four<|end|>"),
         (MARKED_STYLE, "four<|end|>"),
-        (THINKING_STYLE, "<think>\n\n</think>\n\nfour<|end|>"),
+        (THINKING_STYLE, "four<|end|>"),
         (BRACKET_STYLE, " four </s>"),
         (NO_END_STYLE, "four</s>"),
     ],

@@ -92,6 +92,14 @@ def test_columns_may_hold_lists_of_messages():
     assert example(fields, columns) == Conversation((SYSTEM, USER, ANSWER), "f:1")
 
 
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_in_a_field_of_its_own_is_the_thought_of_the_answer(field):
+    answered = turn("assistant", "yo") | {field: "hm"}
+    made = example({"messages": [turn("user", "hi"), answered]})
+    assert made == Conversation((USER, Message("assistant", "yo", thought="hm")), "f:1")
+    assert "hm" in made.text
+
+
 def test_fields_of_other_tools_that_say_nothing_are_left_alone():
     asked = turn("user", "hi") | {"tool_calls": None, "weight": None, "name": "kim"}
     answered = turn("assistant", "yo") | {

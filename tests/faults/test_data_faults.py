@@ -193,8 +193,23 @@ BAD_ROWS = {
     ),
     "thought": (
         "messages",
-        {"messages": [{"role": "assistant", "content": "b", "reasoning_content": "hm"}]},
+        {"messages": [{"role": "user", "content": "b", "reasoning_content": "hm"}]},
         r"'messages\[0\].reasoning_content' is not supported: 'hm'",
+    ),
+    "thought that is no text": (
+        "messages",
+        {
+            "messages": [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": "b", "thinking": ["hm"]},
+            ]
+        },
+        r"'messages\[1\].thinking' is not supported: \['hm'\]",
+    ),
+    "two thoughts": (
+        "messages",
+        {"messages": [{"role": "assistant", "content": "b", "reasoning": "hm", "thinking": "so"}]},
+        r"'messages\[0\]' has reasoning and thinking, which differ",
     ),
     "weight": (
         "messages",

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from data.tiny_tokenizers import THINKING_STYLE
 from fitune.session.data_view import ShownData, explain_data, view_data, write_data_page
 from fitune.session.events import Event, Note
 from fitune.spec.recipe.recipe import parse_recipe
@@ -50,6 +51,34 @@ def test_cut_and_dropped_rows_are_shown_with_the_reason(model_folder: Path, tmp_
     assert no_answer.why_not == "no answer left after truncation"
     assert empty.where.endswith("rows.jsonl:3")
     assert "dropped" in explain_data(shown, colours=False)
+
+
+@pytest.mark.parametrize("learn", [False, True])
+def test_reasoning_that_the_template_leaves_out_and_empty_blocks_are_told(
+    model_folder: Path, tmp_path: Path, learn: bool
+) -> None:
+    (tmp_path / "thinking.jinja").write_text(THINKING_STYLE)
+    turns = [("user", "What is 2 plus 3?"), ("assistant", "<think>two and three</think>5")]
+    rows = [[*turns, ("user", "So?"), ("assistant", "5")], turns]
+    talks = [[{"role": role, "content": text} for role, text in row] for row in rows]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    shown = view(
+        model_folder,
+        file,
+        chat_template=str(tmp_path / "thinking.jinja"),
+        seq_len=512,
+        train_on_empty_thinking=learn,
+    )
+    left_out, empty = shown.notes
+    assert left_out.startswith("1 answers in the first 2 rows have reasoning that this template leaves out")
+    assert empty.startswith(
+        "1 answers in the first 2 rows have no reasoning, and this template puts an empty"
+    )
+    assert ("it is learned" in empty) == learn
+    assert ("<think>" in "".join(part.text for part in shown.rows[0].parts if part.is_learned)) == learn
+    assert left_out in explain_data(shown, colours=False)
+    assert left_out in write_data_page(shown, tmp_path / "data.html").read_text()
 
 
 def test_the_page_escapes_what_rows_say(model_folder: Path, tmp_path: Path) -> None:

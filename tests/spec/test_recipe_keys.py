@@ -1,7 +1,12 @@
 """Every key of a recipe has its line for people."""
 
+import datetime
+
+import pytest
+
+from fitune.errors import RecipeError
 from fitune.spec.recipe.keys import GROUPS, all_keys, keys_of
-from fitune.spec.recipe.recipe import Recipe
+from fitune.spec.recipe.recipe import Recipe, parse_recipe
 
 
 def test_every_key_of_a_recipe_is_listed_once() -> None:
@@ -27,3 +32,13 @@ def test_values_and_defaults_are_those_of_the_recipe() -> None:
         "1e-08",
     )
     assert keys["tuning"].default == keys["data"].default == ""
+
+
+def test_a_date_is_a_day_however_it_is_written() -> None:
+    keys = {"model": "gpt2"}
+    for written in ("2026-01-31", datetime.date(2026, 1, 31)):
+        assert parse_recipe({**keys, "chat_template_date": written}).chat_template_date == "2026-01-31"
+    assert parse_recipe(keys).chat_template_date == ""
+    for written in ("31 Jan 2026", "2026-02-31", "today", 2026):
+        with pytest.raises(RecipeError, match=r"chat_template_date = .*: must be a day: 2026-01-31"):
+            parse_recipe({**keys, "chat_template_date": written})

@@ -65,7 +65,7 @@ def prepare_data(
         )
     if not data.sources:
         raise DataError("data: no source is named", hint="data: path/to/train.jsonl")
-    template = load_template(tokenizer, data.chat_template)
+    template = load_template(tokenizer, data.chat_template, date=data.chat_template_date)
     _refuse_weights(data.eval_sources)
     contents = contents or contents_of(data, watch=watch)
     progress = Progress(watch, found=contents.size)

@@ -73,7 +73,8 @@ class RowTokeniser:
     def _encode(self, waiting: Sequence[tuple[Example, list[Piece]] | BadRow], rows: "_Rows") -> None:
         try:
             encoded = self._template.encode_rows(
-                [each[1] for each in waiting if not isinstance(each, BadRow)]
+                [each[1] for each in waiting if not isinstance(each, BadRow)],
+                empty_thoughts=self._data.train_on_empty_thinking,
             )
         except TokenizerFailed as failed:
             for each in waiting:  # finds the row
@@ -178,4 +179,6 @@ def text_size(example: Example) -> int:
     """Characters of its content."""
     if isinstance(example, Text):
         return len(example.text)
-    return len(example.tools) + sum(len(m.text if m.calls else m.content) for m in example.messages)
+    return len(example.tools) + sum(
+        len(m.text if m.calls or m.thought else m.content) for m in example.messages
+    )

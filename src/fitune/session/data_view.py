@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from fitune.data.conversations.answers import thought_of
 from fitune.data.conversations.detection import detect_format
 from fitune.data.conversations.formats import to_example
-from fitune.data.conversations.messages import Example
-from fitune.data.conversations.templates import load_template
+from fitune.data.conversations.messages import Conversation, Example
+from fitune.data.conversations.templates import ChatTemplate, load_template
 from fitune.data.dataset import TokenDataset
 from fitune.data.ledger import describe_ledger
 from fitune.data.making import PreparedData
@@ -29,6 +30,7 @@ from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.plan import DataPlan
 from fitune.spec.recipe.recipe import Recipe
 from fitune.spec.reports import Ledger
+from fitune.units import counted
 
 LOOKED_AT = 2_000
 """Rows among which those that are cut or dropped are looked for."""
@@ -59,6 +61,10 @@ class ShownRow:
     learned: int
     why_not: str = ""
     """Why nothing is kept."""
+    thoughts_left_out: int = 0
+    """Answers whose reasoning the template does not write."""
+    empty_thoughts: int = 0
+    """Answers in front of which it writes an empty thinking block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +91,8 @@ class ShownData:
     lengths: tuple[Bar, ...]
     packs: int
     """0 without packing."""
+    notes: tuple[str, ...] = ()
+    """Sentences on what the template does to the reasoning of answers."""
 
 
 def view_data(recipe: Recipe, *, rows: int, tell: Tell) -> ShownData:
@@ -98,7 +106,7 @@ def view_data(recipe: Recipe, *, rows: int, tell: Tell) -> ShownData:
     recipe, spec = with_usual_row(recipe, model), with_added_rows(recipe, model)
     data = data_of(recipe)
     tokenizer = tokenizer_with(recipe.model, tuple(recipe.added_tokens), rows=spec.vocab_size)
-    template = load_template(tokenizer, data.chat_template)
+    template = load_template(tokenizer, data.chat_template, date=data.chat_template_date)
 
     def prepared_by(data: DataPlan) -> PreparedData:
         return prepare_data(
@@ -120,7 +128,7 @@ def view_data(recipe: Recipe, *, rows: int, tell: Tell) -> ShownData:
         prepared = prepared_by(lenient)
         tell(Note(f"training would stop: {error}\n"))
     tokenise = RowTokeniser(lenient, template, seq_len=recipe.seq_len)
-    looked_at = list(islice(_looked_at(data, tokenise, tokenizer), LOOKED_AT))
+    looked_at = list(islice(_looked_at(data, tokenise, template, tokenizer), LOOKED_AT))
     odd = [row for row in looked_at if row.why_not or row.kept < row.tokens]
     return ShownData(
         sources=tuple(source.path for source in data.sources),
@@ -133,7 +141,22 @@ def view_data(recipe: Recipe, *, rows: int, tell: Tell) -> ShownData:
         held_out=prepared.eval_ledger,
         lengths=_histogram(prepared.train),
         packs=len(pack_rows(prepared.train.lengths, recipe.seq_len)) if recipe.packing else 0,
+        notes=tuple(_notes_on_thinking(looked_at, data)),
     )
+
+
+def _notes_on_thinking(rows: Sequence[ShownRow], data: DataPlan) -> Iterator[str]:
+    among = f"of the first {counted(len(rows), 'row')}"
+    if left_out := sum(row.thoughts_left_out for row in rows):
+        yield (
+            f"{counted(left_out, 'answer')} {among}: the template leaves out the reasoning, as many do in all turns but "
+            "the last; it is neither seen nor learned"
+        )
+    if empty := sum(row.empty_thoughts for row in rows):
+        learned = "not learned; train_on_empty_thinking: true teaches the model to answer without thinking"
+        if data.train_on_empty_thinking:
+            learned = "learned, as train_on_empty_thinking says"
+        yield f"{counted(empty, 'answer')} {among}: the template puts an empty thinking block there; it is {learned}"
 
 
 def _lenient(data: DataPlan) -> DataPlan:
@@ -142,7 +165,9 @@ def _lenient(data: DataPlan) -> DataPlan:
     return replace(data, on_bad_row="skip", on_long_row=long_row)
 
 
-def _looked_at(data: DataPlan, tokenise: RowTokeniser, tokenizer: Any) -> Iterator[ShownRow]:
+def _looked_at(
+    data: DataPlan, tokenise: RowTokeniser, template: ChatTemplate, tokenizer: Any
+) -> Iterator[ShownRow]:
     """The rows of all sources in turn; those that a reader cannot take apart are only counted, in the account."""
     for source in data.sources:
         format = source.format
@@ -153,16 +178,18 @@ def _looked_at(data: DataPlan, tokenise: RowTokeniser, tokenizer: Any) -> Iterat
             try:
                 waiting.append(to_example(row, format=format, columns=source.columns))
             except BadRow as bad:
-                yield from _shown(waiting, tokenise, tokenizer)
+                yield from _shown(waiting, tokenise, template, tokenizer)
                 waiting = []
                 yield _left_out(row.where, str(row.fields), bad.message.removeprefix(f"{row.where}: "))
             if len(waiting) == _AT_ONCE:
-                yield from _shown(waiting, tokenise, tokenizer)
+                yield from _shown(waiting, tokenise, template, tokenizer)
                 waiting = []
-        yield from _shown(waiting, tokenise, tokenizer)
+        yield from _shown(waiting, tokenise, template, tokenizer)
 
 
-def _shown(examples: Sequence[Example], tokenise: RowTokeniser, tokenizer: Any) -> Iterator[ShownRow]:
+def _shown(
+    examples: Sequence[Example], tokenise: RowTokeniser, template: ChatTemplate, tokenizer: Any
+) -> Iterator[ShownRow]:
     if not examples:
         return
     made = tokenise(examples)
@@ -170,19 +197,23 @@ def _shown(examples: Sequence[Example], tokenise: RowTokeniser, tokenizer: Any) 
         raise made.error
     ends = np.cumsum(made.lengths)
     place = 0
-    for example, fate in zip(examples, made.fates, strict=True):
-        if not fate.rows:
+    for example, fate, laid_out in zip(examples, made.fates, template.lay_out_rows(examples), strict=True):
+        if not fate.rows or isinstance(laid_out, BadRow):
             yield replace(_left_out(example.where, example.text, fate.reason), tokens=fate.tokens)
             continue
         begin = int(ends[place] - made.lengths[place])
         end = int(ends[place + fate.rows - 1])
         place += fate.rows
+        whole = "".join(piece.text for piece in laid_out)
+        messages = example.messages if isinstance(example, Conversation) else ()
         yield ShownRow(
             where=example.where,
             parts=_parts(tokenizer, made.ids[begin:end], made.supervised[begin:end]),
             tokens=fate.tokens,
             kept=fate.kept,
             learned=fate.supervised,
+            thoughts_left_out=sum(m.role == "assistant" and thought_of(m) not in whole for m in messages),
+            empty_thoughts=sum(piece.empty_thought for piece in laid_out),
         )
 
 
@@ -224,6 +255,7 @@ def explain_data(shown: ShownData, *, colours: bool | None = None) -> str:
         lines += [f"Cut or dropped, of the first {shown.looked_at:,} rows", ""]
         for row in shown.cut_or_dropped:
             lines += [_headline(row), *(_body(row, colours) if row.why_not else []), ""]
+    lines += [line for note in shown.notes for line in (note, "")]
     lines += ["Tokens of a row", *_bars(shown), ""]
     lines += [describe_ledger(shown.train)]
     if shown.packs:

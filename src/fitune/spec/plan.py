@@ -195,7 +195,10 @@ class DataPlan:
     val_fraction: float = 0.0
     chat_template: str = ""
     """Path of a Jinja file; empty: the tokenizer's own, or fitune's plain one when it has none."""
+    chat_template_date: str = ""
+    """Date that the template writes, as 2026-01-31; empty: 26 July 2024, whatever day it is."""
     train_on_prompt: bool = False
+    train_on_empty_thinking: bool = False
     on_bad_row: Literal["error", "skip"] = "error"
     on_long_row: Literal["truncate", "drop", "split", "error"] = "truncate"
     cache_dir: str = ""

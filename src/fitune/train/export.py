@@ -86,7 +86,9 @@ class Handover:
     def _words(self, kind: Kind, target: Path | None) -> dict[str, Any]:
         return {
             "target": target or Path(self.plan.run.output_dir) / EXPORT_FOLDERS[kind],
-            "chat_template": load_template(self.tokenizer, self.plan.data.chat_template).source,
+            "chat_template": load_template(
+                self.tokenizer, self.plan.data.chat_template, date=self.plan.data.chat_template_date
+            ).source,
             "card": model_card(self.plan, self.report, kind=kind),
             "replace": target is None,  # a folder of the run's own; any other may hold what somebody needs
         }

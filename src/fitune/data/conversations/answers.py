@@ -1,13 +1,14 @@
 """Positions of the answers in a rendered conversation.
 
 A template that marks with ``{% generation %}`` what the model writes is believed. Most templates on the Hub mark
-nothing; there the conversation is rendered once more with stand-ins for the answers, and what is between the
-stand-ins is the frame into which the real answers fit. Either way what was found must show the answer, in
-every row, or the row is refused. An answer that is not ended by a token of its own is learned together with the
-end token behind it, or with EOS when nothing follows: a model must learn to stop.
+nothing; there an answer begins behind the words that ask for it, and ends with the last end token before the next
+message, which is found by rendering the conversation with stand-ins for the questions. Either way what was found must
+show the answer, in every row, or the row is refused. An answer that is not ended by a token of its own is learned
+together with the end token behind it, or with EOS when nothing follows: a model must learn to stop.
 """
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,8 +16,19 @@ from fitune.data.conversations.messages import Message
 from fitune.data.conversations.rendering import Piece, Rendered, Renderer
 from fitune.data.reading.rows import BadRow
 
-_END_OF_THOUGHT = "</think>"
-"""Templates of reasoning models treat what stands before this apart."""
+_THOUGHTS = {
+    "<think>": "</think>",
+    "<seed:think>": "</seed:think>",
+    "[THINK]": "[/THINK]",
+    "<|START_THINKING|>": "<|END_THINKING|>",
+}
+"""Tags around the reasoning, in which templates of reasoning models treat it apart."""
+_OPEN, _CLOSE = ("|".join(map(re.escape, tags)) for tags in (_THOUGHTS, _THOUGHTS.values()))
+_OPENED = re.compile(rf"({_OPEN})(\s*)$")
+_TAGS_AT_END = re.compile(rf"(?:(?:{_OPEN}|{_CLOSE})\s*)+$")
+_EMPTY_THOUGHT = re.compile(rf"\s*(?:(?:{_OPEN})\s*)?(?:{_CLOSE})\n*")
+_THOUGHT = re.compile(rf"\s*(?:{_OPEN})?(.*)(?:{_CLOSE})\n*", re.DOTALL)
+_WRITTEN_THOUGHT = re.compile(rf"(?:\s*(?:{_OPEN})(?s:.*?)(?:{_CLOSE}))?\n*")
 
 Messages = Sequence[Message]
 Span = tuple[int, int]
@@ -28,18 +40,25 @@ def conversation_pieces(renderer: Renderer, messages: Messages, *, where: str) -
     Raises BadRow when the template refuses it, leaves a message out, or asks for an answer in words that it does
     not write in front of a given one.
     """
-    prompt, pieces = _prompt(renderer, messages[:-1], where)
-    whole = renderer.render(messages, ask=False, where=where)
+    *before, answer = messages
+    prompt, pieces = _prompt(renderer, before, where)
     begin = len(prompt.text)
-    if not whole.text.startswith(prompt.text):
-        raise _other_prompt(prompt.text, whole.text, where)
-    first, end = _answer_spans(renderer, messages, whole, ask=False, where=where)[-1]
-    if renderer.has_marks and first == _opening(renderer, prompt) < begin:
-        pieces[-1] = replace(pieces[-1], supervised=True)
-    learned = max(first, begin) if renderer.has_marks else begin
-    pieces += renderer.pieces(whole, begin, learned, supervised=False)
-    pieces += renderer.pieces(whole, learned, end, supervised=True)
-    return pieces if renderer.is_ended(whole, learned, end) else [*pieces, renderer.eos_piece]
+    whole = _continued(renderer, messages, prompt, where)
+    if renderer.has_marks:
+        first, end = _marked_spans(renderer, messages, whole, where)[-1]
+        if first == _opening(renderer, prompt) < begin:
+            pieces[-1] = replace(pieces[-1], supervised=True)
+        learned = max(first, begin)
+        pieces += renderer.pieces(whole, begin, learned, supervised=False)
+        is_ended = renderer.is_ended(whole, learned, end)
+    else:
+        learned = begin
+        end, is_ended = _end_of_answer(renderer, whole, begin, len(whole.text), where)
+    _require_answer(answer, whole.text[learned:end], where)
+    if answer.thought.strip() not in whole.text[learned:end]:
+        raise _thought_left_out(answer.thought, where)
+    pieces += _answer_pieces(renderer, whole, (learned, end), answer)
+    return pieces if is_ended else [*pieces, renderer.closing(answer)]
 
 
 def prompt_pieces(renderer: Renderer, messages: Messages, *, where: str) -> list[Piece]:
@@ -47,15 +66,25 @@ def prompt_pieces(renderer: Renderer, messages: Messages, *, where: str) -> list
     return _prompt(renderer, messages, where)[1]
 
 
+def thought_of(message: Message) -> str:
+    """The reasoning before an answer, from its own field or between tags in the content; "" for none."""
+    found = _THOUGHT.match(message.content)
+    return (message.thought or (found[1] if found else "")).strip()
+
+
 def _prompt(renderer: Renderer, messages: Messages, where: str) -> tuple[Rendered, list[Piece]]:
     prompt = renderer.render(messages, ask=True, where=where)
     _require_shown(messages, prompt.text, where)
     pieces: list[Piece] = []
     at = 0
-    for begin, end in _earlier_answers(renderer, messages, prompt, where):
-        pieces += renderer.pieces(prompt, at, begin, supervised=False)
-        pieces += renderer.pieces(prompt, begin, end, supervised=True)
-        at = end
+    answers = [message for message in messages if message.role == "assistant"]
+    if answers:
+        spans_of = _marked_spans if renderer.has_marks else _earlier_spans
+        for answer, (begin, end) in zip(answers, spans_of(renderer, messages, prompt, where), strict=True):
+            _require_answer(answer, prompt.text[begin:end], where)
+            pieces += renderer.pieces(prompt, at, begin, supervised=False)
+            pieces += _answer_pieces(renderer, prompt, (begin, end), answer)
+            at = end
     opening = _opening(renderer, prompt)
     pieces += renderer.pieces(prompt, at, opening, supervised=False)
     return prompt, pieces + renderer.pieces(prompt, opening, len(prompt.text), supervised=False)
@@ -67,97 +96,167 @@ def _opening(renderer: Renderer, prompt: Rendered) -> int:
     return len(prompt.text) - len(written)
 
 
-def _earlier_answers(renderer: Renderer, messages: Messages, prompt: Rendered, where: str) -> list[Span]:
-    """Spans of the answers inside a prompt, from where the model would have begun to write."""
-    spans = _answer_spans(renderer, messages, prompt, ask=True, where=where)
-    if renderer.has_marks or _has_calls(messages):
-        return spans
-    turns = [number for number, message in enumerate(messages) if message.role == "assistant"]
-    begun = []
-    for (begin, end), turn in zip(spans, turns, strict=True):
-        asked = renderer.render(messages[:turn], ask=True, where=where).text
-        fits = prompt.text.startswith(asked) and len(asked) <= begin
-        begun.append((len(asked) if fits else begin, end))
-    return begun
+def _answer_pieces(renderer: Renderer, rendered: Rendered, span: Span, answer: Message) -> list[Piece]:
+    """The answer is learned, but not an empty thinking block that the template put in front of it."""
+    begin, end = span
+    is_own = renderer.has_marks or (_THOUGHT.match(answer.content) and not thought_of(answer))
+    found = None if is_own else _EMPTY_THOUGHT.match(rendered.text, begin, end)
+    learned = found.end() if found else begin
+    empty = renderer.pieces(rendered, begin, learned, supervised=False)
+    pieces = renderer.pieces(rendered, learned, end, supervised=True)
+    return [*(replace(piece, empty_thought=True) for piece in empty), *pieces]
 
 
-def _answer_spans(
-    renderer: Renderer, messages: Messages, rendered: Rendered, *, ask: bool, where: str
-) -> list[Span]:
-    """The span of every assistant message: its text and the special token that ends it, if one follows."""
-    turns = [message for message in messages if message.role == "assistant"]
-    answers = [message.content for message in turns]
-    if not answers:
-        return []
-    if renderer.has_marks:
-        spans = list(rendered.generated)
-    elif _has_calls(messages):
-        spans = _spans_of_calls(renderer, messages, rendered, where)
-    else:
-        spans = _framed(_frame(renderer, messages, ask=ask, where=where), answers, rendered.text, where)
-    if len(spans) != len(answers):
-        raise _not_found(f"{len(answers)} answers are marked as {len(spans)}", where)
-    for (begin, end), turn in zip(spans, turns, strict=True):
-        shown = rendered.text[begin:end]
-        missing = [part for part in (_visible(turn.content).strip(), *_names(turn)) if part not in shown]
-        if missing and not (turn.calls and missing[0] == _visible(turn.content).strip()):
-            raise _not_found(f"{missing[0]!r:.60} is not what it writes as the answer", where)
-        if missing:
-            raise _text_beside_calls(missing[0], where)
+def _continued(renderer: Renderer, messages: Messages, prompt: Rendered, where: str) -> Rendered:
+    """The conversation, which begins with its prompt.
+
+    Where the template writes earlier turns in another way once the answer is given (gpt-oss leaves out the reasoning
+    of calls), the answer is put behind the prompt that the model sees. A prompt may also open a thought that
+    conversations leave out (DeepSeek-R1's ends with <think>): the thought, or none, is put behind it and closed, as the
+    model has to do.
+    """
+    whole = renderer.render(messages, ask=False, where=where)
+    if whole.text.startswith(prompt.text):
+        return whole
+    last = len(messages) - 1
+    try:
+        begin, _ = _between_questions(renderer, messages, whole, ask=False, where=where)[last]
+        asking = _asking(renderer, messages, last, where)
+    except (BadRow, KeyError):
+        raise _other_prompt(prompt.text, whole.text, where) from None
+    if whole.text.startswith(asking, begin):
+        return renderer.joined(prompt, "", "", whole, begin + len(asking))
+    opened, words = _OPENED.search(asking), _TAGS_AT_END.sub("", asking)
+    if opened is None or not whole.text.startswith(words, begin):
+        raise _other_prompt(prompt.text, whole.text, where)
+    tag, space = opened.groups()
+    left_out = _WRITTEN_THOUGHT.match(whole.text, begin + len(words))
+    assert left_out is not None, "it matches nothing, too"
+    closing = f"{space}{_THOUGHTS[tag]}{space * 2}"
+    return renderer.joined(prompt, thought_of(messages[-1]), closing, whole, left_out.end())
+
+
+def _asking(renderer: Renderer, messages: Messages, number: int, where: str) -> str:
+    """The text between the message before that of ``number`` and what the model writes."""
+    return renderer.frame(messages[:number], {number - 1}, ask=True, where=where)[-1]
+
+
+def _marked_spans(renderer: Renderer, messages: Messages, rendered: Rendered, where: str) -> list[Span]:
+    """The spans of all answers as the template marks them, with the end tokens behind them."""
+    answers = sum(message.role == "assistant" for message in messages)
+    if len(rendered.generated) != answers:
+        raise _not_found(f"{answers} answers are marked as {len(rendered.generated)}", where)
     return [
         (
             begin,
-            end
-            if renderer.is_ended(rendered, begin, end)
-            else renderer.through_end_token(rendered.text, end),
+            end if renderer.is_ended(rendered, begin, end) else renderer.through_end_tokens(rendered, end),
         )
-        for begin, end in spans
+        for begin, end in rendered.generated
     ]
 
 
-def _has_calls(messages: Messages) -> bool:
-    return any(message.calls for message in messages)
-
-
-def _names(message: Message) -> list[str]:
-    return [call.name for call in message.calls]
-
-
-def _spans_of_calls(renderer: Renderer, messages: Messages, rendered: Rendered, where: str) -> list[Span]:
-    """The spans of all answers in a conversation with calls: each from the end of its prompt to its end token.
-
-    Stand-ins do not find them: templates write calls instead of the content, or other words around it.
-    """
-    spans: list[Span] = []
+def _earlier_spans(renderer: Renderer, messages: Messages, prompt: Rendered, where: str) -> list[Span]:
+    """The spans of the answers inside a prompt: each from behind the words that ask for it to its end tokens."""
+    stretches = _between_questions(renderer, messages, prompt, ask=True, where=where)
+    spans = []
     for number, message in enumerate(messages):
         if message.role != "assistant":
             continue
-        begin = _after_prompt(
-            renderer, messages[:number], rendered, at=spans[-1][1] if spans else 0, where=where
+        if number not in stretches:
+            raise _not_found(f"message {number + 1} does not follow a question", where)
+        begin, stop = stretches[number]
+        asking = _asking(renderer, messages, number, where)
+        words = next(
+            (w for w in (asking, _TAGS_AT_END.sub("", asking)) if prompt.text.startswith(w, begin)), None
         )
-        end = renderer.end_of_call(rendered, begin)
-        if begin < 0 or end < 0:
-            raise _not_found(f"message {number + 1} does not follow its prompt, or has no end token", where)
-        spans.append((begin, end))
+        if words is None:
+            raise _other_prompt(asking, prompt.text[begin:stop], where)
+        begin += len(words)
+        spans.append((begin, _end_of_answer(renderer, prompt, begin, stop, where)[0]))
     return spans
 
 
-def _after_prompt(renderer: Renderer, messages: Messages, rendered: Rendered, *, at: int, where: str) -> int:
-    """Position at which the prompt of ``messages`` ends; -1 where it does not stand in the text.
+def _end_of_answer(
+    renderer: Renderer, rendered: Rendered, begin: int, stop: int, where: str
+) -> tuple[int, bool]:
+    """End of the answer that begins at ``begin``, and True if an end token is there."""
+    if (end := renderer.end_token_between(rendered, begin, stop)) >= 0:
+        return end, True
+    if (behind := renderer.behind_answer(rendered, begin, stop)) is None:
+        raise _not_found(f"{rendered.text[begin:stop]!r:.60} has no end token", where)
+    return stop - len(behind), False
 
-    Templates of reasoning models write earlier turns shorter than when they were last: there the words that ask for an
-    answer are looked for, or the first line of them, from ``at``.
+
+def _between_questions(
+    renderer: Renderer, messages: Messages, rendered: Rendered, *, ask: bool, where: str
+) -> dict[int, Span]:
+    """For each message that follows a question or a tool's answer, the text from there to the next of them.
+
+    Found from the end: templates may quote questions before the conversation itself.
     """
-    asked = renderer.render(messages, ask=True, where=where).text
-    if rendered.text.startswith(asked):
-        return len(asked)
-    said = renderer.render(messages, ask=False, where=where).text
-    asking = asked.removeprefix(said) if asked.startswith(said) else ""
-    first = asking.splitlines(keepends=True)[0] if asking.strip() else ""
-    found = rendered.text.find(first, at) if first else -1
-    if found < 0 or found in rendered.shielded:
-        return -1
-    return found + len(asking if rendered.text.startswith(asking, found) else first)
+    numbers = [number for number, message in enumerate(messages) if message.role in ("user", "tool")]
+    behind = renderer.frame(messages, numbers, ask=ask, where=where)[1:][-len(numbers) :]
+    stretches, stop = {}, len(rendered.text)
+    for place in reversed(range(len(behind))):
+        begin = stop - len(behind[place])
+        if begin < 0 or not rendered.text.endswith(behind[place], 0, stop):
+            raise _not_found("the answers cannot be told from the rest", where)
+        stretches[numbers[place] + 1] = (begin, stop)
+        before = behind[place - 1] if place else ""
+        stop = _begin_of(messages[numbers[place]], before, rendered.text, begin)
+    return stretches
+
+
+def _begin_of(question: Message, before: str, text: str, end: int) -> int:
+    """Start of the question that ends at ``end``; -1 where ``before`` is not in front of it."""
+    for form in _forms(question):
+        if text.endswith(before + form, 0, end):
+            return end - len(form)
+    found = text.rfind(before, 0, end)
+    return found + len(before) if found >= 0 else -1
+
+
+def _forms(message: Message) -> list[str]:
+    """Ways in which templates write a content: with or without the space around it, a tool's answer as JSON, too."""
+    content = message.content
+    forms = [content, content.strip(), content.lstrip(), content.rstrip()]
+    if message.role == "tool":
+        forms += [
+            json.dumps(form, ensure_ascii=escaped)[1:-1] for form in forms[:2] for escaped in (False, True)
+        ]
+    return forms
+
+
+def _require_answer(answer: Message, shown: str, where: str) -> None:
+    text = answer.content[found.end() :] if (found := _THOUGHT.match(answer.content)) else answer.content
+    text = text.strip()
+    missing = next(
+        (part for part in (text, *(call.name for call in answer.calls)) if part not in shown), None
+    )
+    if missing is not None:
+        raise (
+            _text_beside_calls(text, where)
+            if answer.calls and missing == text
+            else _not_found(f"{missing!r:.60} is not what it writes as the answer", where)
+        )
+
+
+def _require_shown(messages: Messages, text: str, where: str) -> None:
+    for message in messages:
+        if message.role != "assistant" and not any(form in text for form in _forms(message)):
+            raise BadRow(
+                f"{where}: this template leaves out the {message.role} message {message.content!r:.60}",
+                reason=f"{message.role} message left out by the template",
+                hint="leave that message out, or give a chat_template that has a place for it",
+            )
+
+
+def _thought_left_out(thought: str, where: str) -> BadRow:
+    return BadRow(
+        f"{where}: this template leaves out the reasoning {thought!r:.60}",
+        reason="reasoning left out by the template",
+        hint="leave the field out of the rows, or give a chat_template that shows reasoning_content or thinking",
+    )
 
 
 def _text_beside_calls(text: str, where: str) -> BadRow:
@@ -166,67 +265,6 @@ def _text_beside_calls(text: str, where: str) -> BadRow:
         reason="text beside calls left out by the template",
         hint="leave the text out of answers with calls, or give a chat_template that shows both",
     )
-
-
-def _frame(renderer: Renderer, messages: Messages, *, ask: bool, where: str) -> list[str]:
-    """The text around the answers: one part before each, one after the last."""
-    thoughts = {
-        number: _thought(message.content)
-        for number, message in enumerate(messages)
-        if message.role == "assistant"
-    }
-    return renderer.frame(messages, thoughts, ask=ask, where=where)
-
-
-def _framed(frame: list[str], answers: list[str], text: str, where: str) -> list[Span]:
-    """Fit the answers between the parts of the frame; the last one ends where the last part begins."""
-    if len(frame) != len(answers) + 1 or not text.startswith(frame[0]) or not text.endswith(frame[-1]):
-        raise _not_found("the answers cannot be told from the rest", where)
-    spans = []
-    at = len(frame[0])
-    for answer, after in zip(answers[:-1], frame[1:-1], strict=True):
-        end = _end_of(_visible(answer), after, text, at)
-        if end < 0:
-            raise _not_found(f"{answer!r:.60} is not where it should be", where)
-        spans.append((at, end))
-        at = end + len(after)
-    return [*spans, (at, len(text) - len(frame[-1]))]
-
-
-def _end_of(answer: str, after: str, text: str, at: int) -> int:
-    """End of the answer that begins at ``at``: templates write it whole or without the space around it."""
-    for form in (answer, answer.strip(), answer.lstrip(), answer.rstrip()):
-        if text.startswith(form + after, at):
-            return at + len(form)
-    return text.find(after, at)
-
-
-def _thought(answer: str) -> str:
-    head, mark, _ = answer.rpartition(_END_OF_THOUGHT)
-    return head + mark
-
-
-def _visible(answer: str) -> str:
-    return answer.rpartition(_END_OF_THOUGHT)[2]
-
-
-def _require_shown(messages: Messages, text: str, where: str) -> None:
-    for message in messages:
-        if message.role != "assistant" and not _is_shown(message, text):
-            raise BadRow(
-                f"{where}: this template leaves out the {message.role} message {message.content!r:.60}",
-                reason=f"{message.role} message left out by the template",
-                hint="leave that message out, or give a chat_template that has a place for it",
-            )
-
-
-def _is_shown(message: Message, text: str) -> bool:
-    """Templates write a tool's answer as it is, or as JSON text."""
-    content = message.content.strip()
-    forms = [content]
-    if message.role == "tool":
-        forms += [json.dumps(content, ensure_ascii=escaped)[1:-1] for escaped in (False, True)]
-    return any(form in text for form in forms)
 
 
 def _other_prompt(prompt: str, whole: str, where: str) -> BadRow:

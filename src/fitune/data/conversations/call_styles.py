@@ -17,7 +17,12 @@ CALL_STYLES: tuple[dict[str, bool], ...] = (
 of an answer that says nothing else as "" or as none."""
 
 PROBE_TOOLS = json.dumps(
-    [{"type": "function", "function": {"name": "ping", "description": "", "parameters": {"type": "object"}}}]
+    [
+        {
+            "type": "function",
+            "function": {"name": "look_up", "description": "", "parameters": {"type": "object"}},
+        }
+    ]
 )
 _ID_LENGTH = 9
 """Mistral's templates take no other length."""

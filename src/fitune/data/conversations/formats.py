@@ -33,6 +33,9 @@ from fitune.data.reading.rows import (
 )
 from fitune.errors import DataError, did_you_mean
 
+_THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")
+"""Names of the field for the reasoning before an answer."""
+
 
 def to_example(row: Row, *, format: str, columns: Columns = ()) -> Example:
     """Check a row and turn it into a conversation or a text.
@@ -147,13 +150,26 @@ def _turns(row: Row, field: str) -> list[Message]:
         name = f"{field}[{number}]"
         if not isinstance(turn, dict):
             raise _bad(row, name, "is not a message", "wrong type", turn)
-        refuse_unsupported_message(row, name, turn)
         role_key, text_key = ("from", "value") if "from" in turn else ("role", "content")
         role = _role(row, f"{name}.{role_key}", turn.get(role_key))
+        thought = _thought(row, name, turn) if role == "assistant" else ""
+        taken = _THOUGHT_FIELDS if thought else ()
+        refuse_unsupported_message(row, name, {key: turn[key] for key in turn if key not in taken})
         if role == "system" and turn.get(text_key) == "":
             continue
-        messages.append(_message(row, name, role, turn, said_by=turn[role_key], text_key=text_key))
+        message = _message(row, name, role, turn, said_by=turn[role_key], text_key=text_key)
+        messages.append(replace(message, thought=thought) if thought else message)
     return messages
+
+
+def _thought(row: Row, name: str, turn: Mapping[str, Any]) -> str:
+    """The reasoning before an answer; "" for none. Raises BadRow where two fields differ."""
+    found = {
+        key: turn[key] for key in _THOUGHT_FIELDS if isinstance(turn.get(key), str) and turn[key].strip()
+    }
+    if len(set(found.values())) > 1:
+        raise _bad(row, name, f"has {' and '.join(found)}, which differ", "two thoughts in a message")
+    return _checked_text(row, f"{name}.{next(iter(found))}", next(iter(found.values()))) if found else ""
 
 
 def _message(

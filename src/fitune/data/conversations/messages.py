@@ -17,17 +17,22 @@ ROLES: dict[str, Role] = {
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn. An answer may be calls of tools, with or without text; ``call_id`` says which call a tool answers."""
+    """One turn. An answer may be calls of tools, with or without text; ``call_id`` says which call a tool answers.
+
+    ``thought`` is the reasoning before an answer, where the data has it in a field of its own.
+    """
 
     role: Role
     content: str
     calls: tuple[ToolCall, ...] = ()
     call_id: str = ""
+    thought: str = ""
 
     @property
     def text(self) -> str:
-        """All that it says, calls included, for people."""
-        return "\n".join(part for part in (self.content, *(call.text for call in self.calls)) if part)
+        """All that it says, reasoning and calls included, for people."""
+        parts = (self.thought, self.content, *(call.text for call in self.calls))
+        return "\n".join(part for part in parts if part)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 import copy
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -27,7 +27,8 @@ class Piece:
     """A stretch of rendered text that is encoded by itself.
 
     ``plain`` text is content whose special-token text must not turn into special ids. ``first`` says that nothing
-    stands before it, ``after_special`` that a special token does.
+    stands before it, ``after_special`` that a special token does. ``empty_thought``: it is a thinking block without
+    content, which the template put before an answer of its own accord.
     """
 
     text: str
@@ -35,6 +36,7 @@ class Piece:
     plain: bool
     first: bool
     after_special: bool = False
+    empty_thought: bool = False
 
 
 _SHIELD = "\ufdd2"
@@ -43,7 +45,11 @@ _ESCAPED_SHIELD = "\\ufdd2"
 """As a template writes it that escapes all that is not ASCII."""
 _MARKS = re.compile(f"[{MARK_OPEN}{MARK_CLOSE}{_SHIELD}]")
 _STANDIN = "\ufdd3"
+_THOUGHT_FIELDS = ("reasoning_content", "thinking")
+"""Names that templates read: Qwen's, GLM's and Nemotron's the first, gpt-oss's and LFM's the second."""
 _STANDINS = re.compile(f"{_STANDIN}\\d+{_STANDIN}")
+_PING, _PONG = Message("user", "ping"), Message("assistant", "pong")
+_CALL = Message("assistant", "", (ToolCall("look_up", "{}"),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +59,17 @@ class Rendered:
     text: str
     generated: tuple[tuple[int, int], ...]
     shielded: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Endings:
+    """``tokens`` that end answers; in a template without any, the tokens that open a turn of the ``user`` and of a
+    ``tool``; text behind the last answer, and between an answer and a question."""
+
+    tokens: frozenset[str]
+    openings: dict[str, str]
+    behind_last: str
+    between: str
 
 
 class Renderer:
@@ -88,7 +105,7 @@ class Renderer:
         """A renderer that shows the model ``tools``, the JSON text of a list; "" for none."""
         if not tools:
             return self
-        _ = self.opening, self._end_tokens  # found once, without tools
+        _ = self.opening, self._endings, self._reads_thoughts  # found once, without tools
         other = copy.copy(self)
         other._tools = tools
         return other
@@ -102,7 +119,12 @@ class Renderer:
             raise _refusal(turns, error, where) from None
 
     def _turn(self, message: Message, **how: bool) -> dict[str, Any]:
-        turn: dict[str, Any] = {"role": message.role, "content": self._shield(message.content)}
+        content, thought = message.content, {}
+        if message.thought and self._reads_thoughts:
+            thought = dict.fromkeys(_THOUGHT_FIELDS, self._shield(message.thought))
+        elif message.thought:
+            content = f"<think>\n{message.thought.strip()}\n</think>\n\n{content}"
+        turn: dict[str, Any] = {"role": message.role, "content": self._shield(content), **thought}
         if message.calls:
             turn |= calls_for_template(message, self._shield, **how)
         if message.call_id:
@@ -133,25 +155,43 @@ class Renderer:
     def _shield(self, content: str) -> str:
         return self._special_pattern.sub(lambda found: found[0][0] + _SHIELD + found[0][1:], content)
 
-    def frame(
-        self, messages: Sequence[Message], replaced: dict[int, str], *, ask: bool, where: str
-    ) -> list[str]:
-        """The text around the messages numbered in ``replaced``: one part before each, one after the last.
+    @cached_property
+    def _reads_thoughts(self) -> bool:
+        """True if the template shows a thought in a field of its own; else it is written into the content."""
+        answer = {"role": "assistant", "content": "pong", **dict.fromkeys(_THOUGHT_FIELDS, _STANDIN)}
+        try:
+            return _STANDIN in self._marked([self._turn(_PING), answer], None, ask=False, where="a try")
+        except BadRow:
+            return False
 
-        The template sees a stand-in there, behind the text that is given for it.
-        """
+    def joined(self, prompt: Rendered, thought: str, closing: str, whole: Rendered, begin: int) -> Rendered:
+        """``prompt``, a thought and the template's words that close it, and what is in ``whole`` from ``begin`` on."""
+        put = _without_marks(self._shield(thought) + closing)
+        assert put is not None, "content holds no marks"
+        at = len(prompt.text) + len(put.text) - begin
+        return Rendered(
+            prompt.text + put.text + whole.text[begin:],
+            (*prompt.generated, *((max(a, begin) + at, b + at) for a, b in whole.generated if b > begin)),
+            prompt.shielded
+            | {len(prompt.text) + place for place in put.shielded}
+            | {place + at for place in whole.shielded if place >= begin},
+        )
+
+    def frame(
+        self, messages: Sequence[Message], numbers: Collection[int], *, ask: bool, where: str
+    ) -> list[str]:
+        """The text around the messages of these ``numbers``, where the template sees stand-ins: one part before each,
+        one after the last."""
         standins = [
-            replace(message, content=f"{replaced[number]}{_STANDIN}{number}{_STANDIN}")
-            if number in replaced
-            else message
+            replace(message, content=f"{_STANDIN}{number}{_STANDIN}") if number in numbers else message
             for number, message in enumerate(messages)
         ]
         return _STANDINS.split(self.render(standins, ask=ask, where=where).text)
 
-    @property
-    def eos_piece(self) -> Piece:
+    def closing(self, answer: Message) -> Piece:
         """Token that ends an answer behind which the template writes none."""
-        return Piece(self._eos, supervised=True, plain=False, first=False)
+        text = self._endings.openings.get("tool" if answer.calls else "user", self._eos)
+        return Piece(text, supervised=True, plain=False, first=False)
 
     def is_ended(self, rendered: Rendered, begin: int, end: int) -> bool:
         """True if a special token of the template's own ends that stretch, white space behind it allowed."""
@@ -165,56 +205,97 @@ class Renderer:
         found = next(text for text in self._special_texts if rendered.text.endswith(text, begin, place))
         return place - len(found) not in rendered.shielded
 
-    def through_end_token(self, text: str, end: int) -> int:
-        """End of the token that follows at ``end`` and ends an answer, perhaps behind white space; else ``end``."""
-        found = self._next_special.match(text, end)
-        return found.end() if found and found[1] in self._end_tokens else end
+    def through_end_tokens(self, rendered: Rendered, end: int) -> int:
+        """End of the tokens that follow at ``end`` and end an answer, perhaps behind white space; else ``end``."""
+        while (found := self._next_special.match(rendered.text, end)) and found[1] in self._endings.tokens:
+            end = found.end()
+        return end
 
-    @cached_property
-    def _end_tokens(self) -> frozenset[str]:
-        """EOS, what follows the last answer, and what follows questions and earlier answers alike (gpt-oss ends the
-        last answer with another token than those before). Anything else behind an answer opens the next turn."""
-        last = self._special_token_after(1, turns=1)
-        question, earlier = (self._special_token_after(number, turns=2) for number in (0, 1))
-        alike = {earlier} if last and earlier == question else set()
-        return (frozenset({self._eos, last}) | alike) - {""}
-
-    @cached_property
-    def _call_ends(self) -> frozenset[str]:
-        """The token that ends an answer with calls, where it is another one than usual: Llama's <|eom_id|>."""
-        asked = [Message("user", "ping"), Message("assistant", "", (ToolCall("ping", "{}"),))]
-        try:
-            text = self.with_tools(PROBE_TOOLS).render(asked, ask=False, where="a try").text
-        except BadRow:
-            return frozenset()
-        found = self._special_pattern.findall(text)
-        return frozenset(found[-1:])
-
-    def end_of_call(self, rendered: Rendered, begin: int) -> int:
-        """End of the answer with calls that begins at ``begin``, its end token included; -1 without an end token."""
-        ends = self._end_tokens | self._call_ends
-        for found in self._special_pattern.finditer(rendered.text, begin):
-            if found[0] in ends and found.start() not in rendered.shielded:
+    def end_token_between(self, rendered: Rendered, begin: int, stop: int) -> int:
+        """End of the last end token from ``begin`` to ``stop``; -1 for none."""
+        for found in reversed(list(self._special_pattern.finditer(rendered.text, begin, stop))):
+            if found[0] in self._endings.tokens and found.start() not in rendered.shielded:
                 return found.end()
         return -1
 
-    def _special_token_after(self, number: int, *, turns: int) -> str:
-        """Text behind that message in a conversation of so many questions and answers; "" for none."""
-        messages = [Message("user", "ping"), Message("assistant", "pong")] * turns
+    def behind_answer(self, rendered: Rendered, begin: int, stop: int) -> str | None:
+        """Text that the template writes behind an answer without an end token, up to the next question's at ``stop``;
+        None if something else stands there."""
+        behind = self._endings.behind_last if stop == len(rendered.text) else self._endings.between
+        return behind if rendered.text.endswith(behind, begin, stop) else None
+
+    @cached_property
+    def _endings(self) -> _Endings:
+        """How this template ends answers, as it ends those of small conversations.
+
+        End tokens are those that follow earlier answers as well as the last one (Cohere2 writes two; Phi-3's EOS is
+        behind the last alone, and <|end|> behind all), else the first behind the last; and the one that follows
+        questions and earlier answers alike (gpt-oss ends the last answer with another token than those before).
+        Anything else behind an answer opens the next turn. In a template without end tokens the model has to write that
+        one, where it is the next role's own (GLM-4.5's <|user|> and <|observation|>) and opens no answer as well.
+        """
+        behind_last, question, between = self._behind(1, 1), self._behind(0, 2), self._behind(1, 2)
+        last, asked, earlier = map(self._specials_at_start, (behind_last, question, between))
+        called = self._text([_PING, _CALL]).rstrip()
+        if not last:
+            openings = self._openings(earlier, called)
+            tokens = {self._eos, *openings.values()} - {""}
+            return _Endings(frozenset(tokens), openings, behind_last, between)
+        opens_always = self._text([_PING, _PONG]) == self._text([_PING, _PONG], ask=True)
+        shared = [] if opens_always else [a for a, b in zip(last, earlier, strict=False) if a == b]
+        tokens = {
+            *(shared or last[:1]),
+            *self._special_pattern.findall(called)[-1:],
+        }  # the call's: Llama's <|eom_id|>
+        tokens |= {self._eos} & {*earlier}
+        if earlier[:1] == asked[:1]:
+            tokens |= {*earlier[:1]}
+        return _Endings(frozenset(tokens), {}, behind_last, between)
+
+    def _openings(self, earlier: list[str], called: str) -> dict[str, str]:
+        """The token that opens the turn of the user and of a tool, where it opens no answer too; none in other
+        templates. ``earlier`` tokens follow an answer, ``called`` is a conversation that ends in a call."""
+        answered = self._text([_PING, _CALL, Message("tool", "pong")])
+        observed = (
+            self._specials_at_start(answered[len(called) :]) if called and answered.startswith(called) else []
+        )
+        asking = self._text([_PING], ask=True).removeprefix(self._text([_PING]))
+        firsts = {"user": earlier[:1], "tool": observed[:1] or earlier[:1]}
+        return {role: first[0] for role, first in firsts.items() if first and first[0] not in asking}
+
+    def _behind(self, number: int, turns: int) -> str:
+        """Text between that message and the next in a conversation of so many questions and answers; "" where the
+        template refuses it."""
         try:
-            *_, after = self.frame(messages, {number: ""}, ask=False, where="a try")
+            parts = self.frame([_PING, _PONG] * turns, {number, number + 1}, ask=False, where="a try")
         except BadRow:
             return ""
-        found = self._next_special.match(after)
-        return found[1] if found else ""
+        return parts[-2] if number + 1 < 2 * turns and len(parts) > 2 else parts[-1]
+
+    def _text(self, messages: Sequence[Message], *, ask: bool = False) -> str:
+        """Those messages as the template writes them, with a tool if one is called; "" where it refuses them."""
+        renderer = self
+        if any(message.calls for message in messages):
+            renderer = copy.copy(self)
+            renderer._tools = PROBE_TOOLS
+        try:
+            return renderer.render(messages, ask=ask, where="a try").text
+        except BadRow:
+            return ""
+
+    def _specials_at_start(self, text: str) -> list[str]:
+        found, at = [], 0
+        while token := self._next_special.match(text, at):
+            found.append(token[1])
+            at = token.end()
+        return found
 
     @cached_property
     def opening(self) -> str:
         """Text that a generation block writes although the prompt ends with it: a header, in SmolLM3's template."""
-        question = [Message("user", "ping")]
         try:
-            prompt = self.render(question, ask=True, where="a try").text
-            spans = self.render([*question, Message("assistant", "pong")], ask=False, where="a try").generated
+            prompt = self.render([_PING], ask=True, where="a try").text
+            spans = self.render([_PING, _PONG], ask=False, where="a try").generated
         except BadRow:
             return ""
         return prompt[spans[-1][0] :] if spans else ""

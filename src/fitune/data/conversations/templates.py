@@ -4,12 +4,13 @@ Three things hold, whatever the template:
 
 * Training ids begin with exactly the ids that scoring feeds the model: the prompt is rendered and encoded by
   itself in both, and the answer is encoded behind it.
-* Every answer is learned together with the token that ends it, and nothing else is.
+* Every answer is learned together with the tokens that end it, and nothing else is.
 * Content is text: what looks like a special token inside it is encoded as plain text.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from datetime import date
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,11 @@ from typing import Any
 import numpy as np
 
 from fitune.data.conversations.answers import conversation_pieces, prompt_pieces
+from fitune.data.conversations.call_styles import PROBE_TOOLS
 from fitune.data.conversations.messages import Conversation, Example, Message
 from fitune.data.conversations.rendering import Piece, Renderer
 from fitune.data.conversations.sandbox import SafeTemplate
+from fitune.data.conversations.tool_calls import ToolCall
 from fitune.data.reading.rows import BadRow
 from fitune.errors import DataError, is_failure
 from fitune.files import read_text
@@ -42,6 +45,9 @@ PLAIN_TEMPLATE = """\
 """For tokenizers that bring no template: headings in plain words, answers that end with EOS."""
 
 _PROBE = Conversation((Message("user", "ping"), Message("assistant", "pong")), "a first try of the template")
+_CALL_PROBE = Conversation(
+    (Message("user", "ping"), Message("assistant", "", (ToolCall("look_up", "{}"),))), "a call", PROBE_TOOLS
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +67,9 @@ class EncodedRows:
     ends: np.ndarray
 
 
-def load_template(tokenizer: Any, path: str = "") -> "ChatTemplate":
-    """The Jinja file at ``path``, else the tokenizer's own template, else ``PLAIN_TEMPLATE``.
+def load_template(tokenizer: Any, path: str = "", *, date: str = "") -> "ChatTemplate":
+    """The Jinja file at ``path``, else the tokenizer's own template, else ``PLAIN_TEMPLATE``; ``date`` is the day that
+    it writes, as 2026-01-31, else that of sandbox.py.
 
     The template is tried on a small conversation at once: raises DataError when it is missing, is no Jinja, fails,
     or does not show the answer.
@@ -70,10 +77,12 @@ def load_template(tokenizer: Any, path: str = "") -> "ChatTemplate":
     if tokenizer.eos_token_id is None:
         raise DataError("the tokenizer has no EOS token: a model trained with it could never stop")
     if path:
-        return _tried(ChatTemplate(tokenizer, _read_template(path), name=path))
-    if tokenizer.chat_template:
-        return _tried(ChatTemplate(tokenizer, _own_template(tokenizer), name="the tokenizer's chat template"))
-    return _tried(ChatTemplate(tokenizer, PLAIN_TEMPLATE, name="fitune's plain template"))
+        source, name = _read_template(path), path
+    elif tokenizer.chat_template:
+        source, name = _own_template(tokenizer), "the tokenizer's chat template"
+    else:
+        source, name = PLAIN_TEMPLATE, "fitune's plain template"
+    return _tried(ChatTemplate(tokenizer, _dated(source, date, name) if date else source, name=name))
 
 
 class TokenizerFailed(DataError):
@@ -178,11 +187,12 @@ class ChatTemplate:
         except BadRow as bad:
             return bad
 
-    def encode_rows(self, rows: Sequence[list[Piece]]) -> EncodedRows:
-        """Many rows in one call of the tokenizer, which is several times faster than one by one."""
+    def encode_rows(self, rows: Sequence[list[Piece]], *, empty_thoughts: bool = False) -> EncodedRows:
+        """Many rows in one call of the tokenizer, which is several times faster than one by one. ``empty_thoughts``
+        that the template put before an answer are learned, too."""
         pieces = [piece for row in rows for piece in row]
         encoded = self._encoder.encode(pieces)
-        learned = [piece.supervised for piece in pieces]
+        learned = [piece.supervised or (empty_thoughts and piece.empty_thought) for piece in pieces]
         past_P = np.cumsum([len(row) for row in rows], dtype=np.int64)
         for place in [past - 1 for past, row in zip(past_P.tolist(), rows, strict=True) if len(row) == 1]:
             encoded[place], learned[place] = self._as_text(encoded[place]), True
@@ -193,9 +203,12 @@ class ChatTemplate:
 
     @property
     def stop_ids(self) -> frozenset[int]:
-        """Ids at which generation has to stop: EOS, and the token that ends an answer in this template."""
-        specials = [token for token in self.encode(_PROBE).ids if token in self._encoder.special_ids]
-        return frozenset({self._tokenizer.eos_token_id, *specials[-1:]})
+        """Ids at which generation has to stop: EOS, and the tokens that end an answer and a call in this template."""
+        ends = {self._tokenizer.eos_token_id}
+        for row in self.lay_out_rows([_PROBE, _CALL_PROBE]):
+            ids = [] if isinstance(row, BadRow) else self.encode_rows([row]).ids.tolist()
+            ends.update([token for token in ids if token in self._encoder.special_ids][-1:])
+        return frozenset(ends)
 
     def _as_text(self, ids: list[int]) -> list[int]:
         """Pieces of a plain text, with BOS and EOS unless its author wrote them."""
@@ -353,6 +366,20 @@ def _own_template(tokenizer: Any) -> str:
             f"the tokenizer's chat template cannot be used: {error}",
             hint="chat_template: path/to/template.jinja",
         ) from None
+
+
+def _dated(source: str, day: str, name: str) -> str:
+    """The template, to write that day. It says so in Jinja: exported, it writes the same day everywhere."""
+    if "strftime_now" not in source and "date_string" not in source:
+        raise DataError(
+            f"chat_template_date = {day}: {name} writes no date", hint="leave chat_template_date out"
+        )
+    that_day = date.fromisoformat(day)
+    parts = (f"replace('%{letter}', '{that_day:%{letter}}')" for letter in ("-d", *"dmyYbBaAjHMS"))
+    return (
+        f"{{%- macro strftime_now(format) -%}}{{{{- format | {' | '.join(parts)} -}}}}{{%- endmacro -%}}"
+        f"{{%- set date_string = '{that_day:%d %b %Y}' %}}\n{source}"
+    )
 
 
 def _tried(template: ChatTemplate) -> ChatTemplate:

@@ -68,7 +68,9 @@ class RecipeKeys(TypedDict, total=False):
     eval_data: Sources
     val_fraction: float
     chat_template: PathLike
+    chat_template_date: str
     train_on_prompt: bool
+    train_on_empty_thinking: bool
     packing: bool
     on_bad_row: Literal["error", "skip"]
     on_long_row: Literal["truncate", "drop", "split", "error"]

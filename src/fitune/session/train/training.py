@@ -276,7 +276,7 @@ def predict_run(report: PlanReport, loader: Loader, *, after: int) -> Prediction
 def answers_with(plan: Plan) -> Callable[[LanguageModel, Sequence[Conversation]], list[str]]:
     """Greedy answers to held-out prompts, in the plan's own template."""
     tokenizer = planned_tokenizer(plan)
-    template = load_template(tokenizer, plan.data.chat_template)
+    template = load_template(tokenizer, plan.data.chat_template, date=plan.data.chat_template_date)
     sampling = Sampling(max_new_tokens=_SAMPLE_TOKENS)
 
     def answer(model: LanguageModel, conversations: Sequence[Conversation]) -> list[str]:

@@ -51,6 +51,7 @@ from fitune.spec.recipe.values import (
     Size,
     Targets,
     as_columns,
+    as_date,
     as_name,
     as_numbers,
     as_source,
@@ -144,7 +145,9 @@ class Recipe(_Strict):
     eval_data: Sources = []
     val_fraction: Share = 0.0
     chat_template: PathText = ""
+    chat_template_date: Annotated[str, BeforeValidator(as_date)] = ""
     train_on_prompt: bool = False
+    train_on_empty_thinking: bool = False
     packing: bool = False
     on_bad_row: Literal["error", "skip"] = "error"
     on_long_row: Literal["truncate", "drop", "split", "error"] = "truncate"

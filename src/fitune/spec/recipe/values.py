@@ -2,6 +2,7 @@
 
 import math
 import re
+from datetime import date
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -121,6 +122,14 @@ def require_plain_text(value: Any) -> None:
 def as_name(value: Any) -> Any:
     """YAML reads ``4090`` as a number; people mean a name."""
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def as_date(value: Any) -> Any:
+    """A day as ``2026-01-31``, which YAML reads as a date."""
+    try:
+        return value and date.fromisoformat(str(value)).isoformat()
+    except ValueError:
+        raise ValueError("must be a day: 2026-01-31") from None
 
 
 def as_names(value: Any) -> Any:
