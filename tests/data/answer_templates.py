@@ -62,7 +62,8 @@ COHERE2 = Kind(
     ),
     eos="<|END_OF_TURN_TOKEN|>",
     said=lambda m, is_last, is_current: (
-        (f"<think>\n{m.thought}\n</think>\n\n" if m.thought else "") + f"{m.content}<|END_RESPONSE|><|END_OF_TURN_TOKEN|>"
+        (f"<think>\n{m.thought}\n</think>\n\n" if m.thought else "")
+        + f"{m.content}<|END_RESPONSE|><|END_OF_TURN_TOKEN|>"
     ),
     calls=False,
 )  # fmt: skip
@@ -79,7 +80,9 @@ GLM = Kind(
 {{- '[gMASK]<sop>' -}}
 {%- if tools -%}{{- '<|system|>\\nTools: ' ~ (tools | tojson) -}}{%- endif -%}
 {%- set last = namespace(user=-1) -%}
-{%- for message in messages -%}{%- if message.role == 'user' -%}{%- set last.user = loop.index0 -%}{%- endif -%}{%- endfor -%}
+{%- for message in messages -%}
+    {%- if message.role == 'user' -%}{%- set last.user = loop.index0 -%}{%- endif -%}
+{%- endfor -%}
 {%- for message in messages -%}
 {%- if message.role == 'assistant' -%}
     {%- set content = message.content or '' -%}{%- set thought = message.reasoning_content or '' -%}
@@ -126,7 +129,8 @@ def _gpt_oss(m: Message, is_last: bool, is_current: bool) -> str:
     shown = bool(m.thought) and (is_last if not m.calls else is_current)
     text = f"{_ANALYSIS}{m.thought}<|end|><|start|>assistant" if shown else ""
     if m.calls:
-        return f"{text} to=functions.{m.calls[0].name}<|channel|>commentary json<|message|>{m.calls[0].arguments}<|call|>"
+        call = m.calls[0]
+        return f"{text} to=functions.{call.name}<|channel|>commentary json<|message|>{call.arguments}<|call|>"
     return f"{text}<|channel|>final<|message|>{m.content}<|{'return' if is_last else 'end'}|>"
 
 
@@ -169,7 +173,9 @@ GPT_OSS = Kind(
 _QWEN = """\
 {%- if tools -%}{{- '<|im_start|>system\\n' ~ (tools | tojson) ~ '<|im_end|>\\n' -}}{%- endif -%}
 {%- set last = namespace(user=-1) -%}
-{%- for message in messages -%}{%- if message.role == 'user' -%}{%- set last.user = loop.index0 -%}{%- endif -%}{%- endfor -%}
+{%- for message in messages -%}
+    {%- if message.role == 'user' -%}{%- set last.user = loop.index0 -%}{%- endif -%}
+{%- endfor -%}
 {%- for message in messages -%}
 {%- if message.role == 'assistant' -%}
     {%- set content = message.content or '' -%}{%- set thought = message.reasoning_content or '' -%}
@@ -253,7 +259,9 @@ LLAMA = Kind(
 {%- if message.tool_calls -%}
 {{- '{"name": "' ~ message.tool_calls[0].function.name ~ '", "parameters": ' -}}
 {{- (message.tool_calls[0].function.arguments | tojson) ~ '}<|eom_id|>' -}}
-{%- else -%}{{- (message.content | tojson if role == 'ipython' else message.content | trim) ~ '<|eot_id|>' -}}{%- endif -%}
+{%- else -%}
+{{- (message.content | tojson if role == 'ipython' else message.content | trim) ~ '<|eot_id|>' -}}
+{%- endif -%}
 {%- endfor -%}
 """
     + _ASK.replace("PROMPT", "'<|start_header_id|>assistant<|end_header_id|>\\n\\n'"),

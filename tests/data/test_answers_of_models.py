@@ -1,5 +1,5 @@
 """The law of masks: what is learned is what a model has to write after the words that ask for an answer, its end tokens
-included, and nothing that the template or somebody else wrote; in every turn, with calls of tools and with reasoning."""
+included, and nothing that the template or somebody else wrote; in every turn, with calls of tools and reasoning."""
 
 from itertools import groupby
 

@@ -71,10 +71,8 @@ def test_reasoning_that_the_template_leaves_out_and_empty_blocks_are_told(
         train_on_empty_thinking=learn,
     )
     left_out, empty = shown.notes
-    assert left_out.startswith("1 answers in the first 2 rows have reasoning that this template leaves out")
-    assert empty.startswith(
-        "1 answers in the first 2 rows have no reasoning, and this template puts an empty"
-    )
+    assert left_out.startswith("1 answer of the first 2 rows: the template leaves out the reasoning")
+    assert empty.startswith("1 answer of the first 2 rows: the template puts an empty thinking block there")
     assert ("it is learned" in empty) == learn
     assert ("<think>" in "".join(part.text for part in shown.rows[0].parts if part.is_learned)) == learn
     assert left_out in explain_data(shown, colours=False)

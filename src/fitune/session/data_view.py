@@ -149,8 +149,8 @@ def _notes_on_thinking(rows: Sequence[ShownRow], data: DataPlan) -> Iterator[str
     among = f"of the first {counted(len(rows), 'row')}"
     if left_out := sum(row.thoughts_left_out for row in rows):
         yield (
-            f"{counted(left_out, 'answer')} {among}: the template leaves out the reasoning, as many do in all turns but "
-            "the last; it is neither seen nor learned"
+            f"{counted(left_out, 'answer')} {among}: the template leaves out the reasoning, as many do in all turns "
+            "but the last; it is neither seen nor learned"
         )
     if empty := sum(row.empty_thoughts for row in rows):
         learned = "not learned; train_on_empty_thinking: true teaches the model to answer without thinking"
