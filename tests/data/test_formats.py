@@ -97,7 +97,7 @@ def test_reasoning_in_a_field_of_its_own_is_the_thought_of_the_answer(field):
     answered = turn("assistant", "yo") | {field: "hm"}
     made = example({"messages": [turn("user", "hi"), answered]})
     assert made == Conversation((USER, Message("assistant", "yo", thought="hm")), "f:1")
-    assert "hm" in made.text
+    assert made.messages[-1].text == "yo", "what graders compare"
 
 
 def test_fields_of_other_tools_that_say_nothing_are_left_alone():

@@ -209,7 +209,7 @@ BAD_ROWS = {
     "two thoughts": (
         "messages",
         {"messages": [{"role": "assistant", "content": "b", "reasoning": "hm", "thinking": "so"}]},
-        r"'messages\[0\]' has reasoning and thinking, which differ",
+        r"'messages\[0\].thinking' is not supported: 'so'",
     ),
     "weight": (
         "messages",

@@ -176,7 +176,7 @@ def _length(example: Example, *, train_on_prompt: bool) -> _Length:
     if isinstance(example, Text):
         size = len(example.text.encode())
         return _Length(size, size, 1)
-    sizes = [(_learns(m, train_on_prompt), len(m.text.encode())) for m in example.messages]
+    sizes = [(_learns(m, train_on_prompt), len(f"{m.thought}{m.text}".encode())) for m in example.messages]
     text = len(example.tools.encode()) + sum(size for _, size in sizes)
     learned = sum(size for is_learned, size in sizes if is_learned)
     return _Length(text, learned, 1 + TOKENS_PER_MESSAGE * len(sizes))

@@ -180,5 +180,5 @@ def text_size(example: Example) -> int:
     if isinstance(example, Text):
         return len(example.text)
     return len(example.tools) + sum(
-        len(m.text if m.calls or m.thought else m.content) for m in example.messages
+        len(m.thought) + len(m.text if m.calls else m.content) for m in example.messages
     )

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fitune.data.conversations.messages import Message
-from fitune.data.conversations.rendering import Piece, Rendered, Renderer
+from fitune.data.conversations.rendered import Rendered, joined
+from fitune.data.conversations.rendering import Piece, Renderer
 from fitune.data.reading.rows import BadRow
 
 _THOUGHTS = {
@@ -55,7 +56,7 @@ def conversation_pieces(renderer: Renderer, messages: Messages, *, where: str) -
         learned = begin
         end, is_ended = _end_of_answer(renderer, whole, begin, len(whole.text), where)
     _require_answer(answer, whole.text[learned:end], where)
-    if answer.thought.strip() not in whole.text[learned:end]:
+    if answer.thought.strip() not in whole.text[begin:end]:
         raise _thought_left_out(answer.thought, where)
     pieces += _answer_pieces(renderer, whole, (learned, end), answer)
     return pieces if is_ended else [*pieces, renderer.closing(answer)]
@@ -125,15 +126,15 @@ def _continued(renderer: Renderer, messages: Messages, prompt: Rendered, where: 
     except (BadRow, KeyError):
         raise _other_prompt(prompt.text, whole.text, where) from None
     if whole.text.startswith(asking, begin):
-        return renderer.joined(prompt, "", "", whole, begin + len(asking))
+        return joined(prompt, Rendered("", (), frozenset()), whole, begin + len(asking))
     opened, words = _OPENED.search(asking), _TAGS_AT_END.sub("", asking)
     if opened is None or not whole.text.startswith(words, begin):
         raise _other_prompt(prompt.text, whole.text, where)
     tag, space = opened.groups()
     left_out = _WRITTEN_THOUGHT.match(whole.text, begin + len(words))
     assert left_out is not None, "it matches nothing, too"
-    closing = f"{space}{_THOUGHTS[tag]}{space * 2}"
-    return renderer.joined(prompt, thought_of(messages[-1]), closing, whole, left_out.end())
+    thought = renderer.as_content(thought_of(messages[-1]), ending=f"{space}{_THOUGHTS[tag]}{space * 2}")
+    return joined(prompt, thought, whole, left_out.end())
 
 
 def _asking(renderer: Renderer, messages: Messages, number: int, where: str) -> str:

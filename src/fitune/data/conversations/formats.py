@@ -152,24 +152,26 @@ def _turns(row: Row, field: str) -> list[Message]:
             raise _bad(row, name, "is not a message", "wrong type", turn)
         role_key, text_key = ("from", "value") if "from" in turn else ("role", "content")
         role = _role(row, f"{name}.{role_key}", turn.get(role_key))
-        thought = _thought(row, name, turn) if role == "assistant" else ""
-        taken = _THOUGHT_FIELDS if thought else ()
-        refuse_unsupported_message(row, name, {key: turn[key] for key in turn if key not in taken})
+        thought = _thought(turn) if role == "assistant" else ""
+        rest = {
+            key: turn[key]
+            for key in turn
+            if not thought or turn[key] != thought or key not in _THOUGHT_FIELDS
+        }
+        refuse_unsupported_message(row, name, rest)
         if role == "system" and turn.get(text_key) == "":
             continue
         message = _message(row, name, role, turn, said_by=turn[role_key], text_key=text_key)
-        messages.append(replace(message, thought=thought) if thought else message)
+        if thought:
+            message = replace(message, thought=_checked_text(row, f"{name}: reasoning", thought))
+        messages.append(message)
     return messages
 
 
-def _thought(row: Row, name: str, turn: Mapping[str, Any]) -> str:
-    """The reasoning before an answer; "" for none. Raises BadRow where two fields differ."""
-    found = {
-        key: turn[key] for key in _THOUGHT_FIELDS if isinstance(turn.get(key), str) and turn[key].strip()
-    }
-    if len(set(found.values())) > 1:
-        raise _bad(row, name, f"has {' and '.join(found)}, which differ", "two thoughts in a message")
-    return _checked_text(row, f"{name}.{next(iter(found))}", next(iter(found.values()))) if found else ""
+def _thought(turn: Mapping[str, Any]) -> str:
+    """The reasoning before an answer, from the first field that has one; "" for none."""
+    texts = (turn.get(field) for field in _THOUGHT_FIELDS)
+    return next((text for text in texts if isinstance(text, str) and text.strip()), "")
 
 
 def _message(

@@ -30,9 +30,8 @@ class Message:
 
     @property
     def text(self) -> str:
-        """All that it says, reasoning and calls included, for people."""
-        parts = (self.thought, self.content, *(call.text for call in self.calls))
-        return "\n".join(part for part in parts if part)
+        """All that it says to others, calls included, for people."""
+        return "\n".join(part for part in (self.content, *(call.text for call in self.calls)) if part)
 
 
 @dataclass(frozen=True, slots=True)

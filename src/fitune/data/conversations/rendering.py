@@ -17,7 +17,8 @@ from fitune.data.conversations.call_styles import (
     with_ids,
 )
 from fitune.data.conversations.messages import Message
-from fitune.data.conversations.sandbox import MARK_CLOSE, MARK_OPEN, SafeTemplate, TemplateFailed
+from fitune.data.conversations.rendered import MARKS, SHIELD, Rendered, without_marks
+from fitune.data.conversations.sandbox import SafeTemplate, TemplateFailed
 from fitune.data.conversations.tool_calls import ToolCall
 from fitune.data.reading.rows import BadRow
 
@@ -39,26 +40,14 @@ class Piece:
     empty_thought: bool = False
 
 
-_SHIELD = "\ufdd2"
-"""Put inside special-token text of the content, so that the template's own special tokens can be told from it."""
 _ESCAPED_SHIELD = "\\ufdd2"
 """As a template writes it that escapes all that is not ASCII."""
-_MARKS = re.compile(f"[{MARK_OPEN}{MARK_CLOSE}{_SHIELD}]")
 _STANDIN = "\ufdd3"
 _THOUGHT_FIELDS = ("reasoning_content", "thinking")
 """Names that templates read: Qwen's, GLM's and Nemotron's the first, gpt-oss's and LFM's the second."""
 _STANDINS = re.compile(f"{_STANDIN}\\d+{_STANDIN}")
 _PING, _PONG = Message("user", "ping"), Message("assistant", "pong")
 _CALL = Message("assistant", "", (ToolCall("look_up", "{}"),))
-
-
-@dataclass(frozen=True, slots=True)
-class Rendered:
-    """Text without marks. Places count its characters; ``shielded`` are starts of special-token text in content."""
-
-    text: str
-    generated: tuple[tuple[int, int], ...]
-    shielded: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +82,7 @@ class Renderer:
             marked = self._with_calls(messages, ask=ask, where=where)
         else:
             marked = self._marked([self._turn(message) for message in messages], None, ask=ask, where=where)
-        if (rendered := _without_marks(marked)) is None:
+        if (rendered := without_marks(marked)) is None:
             raise BadRow(
                 f"{where}: the template moves or cuts the text of its generation blocks",
                 reason="generation blocks not found in the template's text",
@@ -144,7 +133,7 @@ class Renderer:
             except BadRow as bad:
                 fault = fault or bad
                 continue
-            plain = _MARKS.sub("", marked)
+            plain = MARKS.sub("", marked)
             missing = next((name for name in needed if name not in plain), None)
             if missing is None and _ESCAPED_SHIELD not in marked:
                 return marked
@@ -153,7 +142,7 @@ class Renderer:
         raise fault
 
     def _shield(self, content: str) -> str:
-        return self._special_pattern.sub(lambda found: found[0][0] + _SHIELD + found[0][1:], content)
+        return self._special_pattern.sub(lambda found: found[0][0] + SHIELD + found[0][1:], content)
 
     @cached_property
     def _reads_thoughts(self) -> bool:
@@ -164,18 +153,11 @@ class Renderer:
         except BadRow:
             return False
 
-    def joined(self, prompt: Rendered, thought: str, closing: str, whole: Rendered, begin: int) -> Rendered:
-        """``prompt``, a thought and the template's words that close it, and what is in ``whole`` from ``begin`` on."""
-        put = _without_marks(self._shield(thought) + closing)
-        assert put is not None, "content holds no marks"
-        at = len(prompt.text) + len(put.text) - begin
-        return Rendered(
-            prompt.text + put.text + whole.text[begin:],
-            (*prompt.generated, *((max(a, begin) + at, b + at) for a, b in whole.generated if b > begin)),
-            prompt.shielded
-            | {len(prompt.text) + place for place in put.shielded}
-            | {place + at for place in whole.shielded if place >= begin},
-        )
+    def as_content(self, text: str, *, ending: str) -> Rendered:
+        """``text`` of the data, then the template's own ``ending``."""
+        rendered = without_marks(self._shield(text) + ending)
+        assert rendered is not None, "the data has no marks"
+        return rendered
 
     def frame(
         self, messages: Sequence[Message], numbers: Collection[int], *, ask: bool, where: str
@@ -243,22 +225,17 @@ class Renderer:
             return _Endings(frozenset(tokens), openings, behind_last, between)
         opens_always = self._text([_PING, _PONG]) == self._text([_PING, _PONG], ask=True)
         shared = [] if opens_always else [a for a, b in zip(last, earlier, strict=False) if a == b]
-        tokens = {
-            *(shared or last[:1]),
-            *self._special_pattern.findall(called)[-1:],
-        }  # the call's: Llama's <|eom_id|>
-        tokens |= {self._eos} & {*earlier}
-        if earlier[:1] == asked[:1]:
-            tokens |= {*earlier[:1]}
+        alike = earlier[:1] if earlier[:1] == asked[:1] else []
+        of_calls = self._special_pattern.findall(called)[-1:]  # Llama's <|eom_id|>
+        tokens = {*(shared or last[:1]), *alike, *of_calls, *({self._eos} & {*earlier})}
         return _Endings(frozenset(tokens), {}, behind_last, between)
 
     def _openings(self, earlier: list[str], called: str) -> dict[str, str]:
         """The token that opens the turn of the user and of a tool, where it opens no answer too; none in other
         templates. ``earlier`` tokens follow an answer, ``called`` is a conversation that ends in a call."""
         answered = self._text([_PING, _CALL, Message("tool", "pong")])
-        observed = (
-            self._specials_at_start(answered[len(called) :]) if called and answered.startswith(called) else []
-        )
+        is_continued = called and answered.startswith(called)
+        observed = self._specials_at_start(answered[len(called) :]) if is_continued else []
         asking = self._text([_PING], ask=True).removeprefix(self._text([_PING]))
         firsts = {"user": earlier[:1], "tool": observed[:1] or earlier[:1]}
         return {role: first[0] for role, first in firsts.items() if first and first[0] not in asking}
@@ -325,32 +302,6 @@ class Renderer:
                 cuts += [(at, found.start(), True), (found.start(), found.end(), False)]
                 at = found.end()
         return [*cuts, (at, end, True)]
-
-
-def _without_marks(marked: str) -> Rendered | None:
-    """Take the marks out and say where they stood. None when they do not come in pairs."""
-    if marked.isascii():
-        return Rendered(marked, (), frozenset())
-    opened: list[int] = []
-    generated: list[tuple[int, int]] = []
-    shielded: set[int] = set()
-    parts: list[str] = []
-    length = at = 0
-    for mark in _MARKS.finditer(marked):
-        parts.append(marked[at : mark.start()])
-        length += mark.start() - at
-        at = mark.end()
-        if mark[0] == MARK_OPEN:
-            opened.append(length)
-        elif mark[0] == MARK_CLOSE:
-            if not opened:
-                return None
-            generated.append((opened.pop(), length))
-        else:
-            shielded.add(length - 1)
-    if opened:
-        return None
-    return Rendered("".join([*parts, marked[at:]]), tuple(generated), frozenset(shielded))
 
 
 def _calls_left_out(name: str | None, where: str) -> BadRow:
