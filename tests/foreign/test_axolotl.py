@@ -216,3 +216,48 @@ def test_the_trackers_of_a_recipe_track_here() -> None:
 )
 def test_a_tracker_that_is_off_there_is_off_here(changes: dict[str, Any]) -> None:
     assert recipe(**changes).report_to == []
+
+
+@pytest.mark.parametrize(
+    ("source", "named"),
+    [
+        ({"shards": 10, "shards_idx": 0}, r"datasets\[0\].shards: 10 would change the result: a part of the rows"),
+        ({"max_rows": 100}, r"unknown key 'datasets\[0\].max_rows'"),
+        ({"splitt": "test"}, r"unknown key 'datasets\[0\].splitt' \(did you mean 'split'\?\)"),
+        ({"train_on_eos": "all"}, "train_on_eos: all; here it is turn"),
+        ({"message_property_mappings": {"role": "speaker", "content": "said"}}, "messages of speaker and said"),
+        ({"message_property_mappings": {"name": "n"}}, r"unknown key 'datasets\[0\].message_property_mappings.name'"),
+        ({"message_field_role": "speaker"}, "messages of speaker and content"),
+        ({"roles": {"assistant": ["gpt", "bot"]}}, "roles: .* for assistant; fitune knows assistant, gpt"),
+        ({"type": {"field_instruction": "q", "field_output": "a", "format": "Q: {instruction}"}},
+         "prompt format of its own"),
+        ({"type": {"field_instruction": "q", "field_output": "a", "system_prompt": "Be kind."}},
+         r"datasets\[0\].type.system_prompt: Be kind. would change the result"),
+    ],
+)  # fmt: skip
+def test_a_key_inside_a_dataset_is_never_left_out_in_silence(source: dict[str, Any], named: str) -> None:
+    with pytest.raises(RecipeError, match=named):
+        recipe(datasets=[{"path": "d", "type": "chat_template", **source}])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"train_on_eos": "turn", "preprocess_shards": 4, "trust_remote_code": False, "shards": None},
+        {
+            "message_property_mappings": {"role": "from", "content": "value"},
+            "field_messages": "conversations",
+        },
+        {"roles": {"assistant": ["gpt"], "user": ["human"]}, "ds_type": "json"},
+        {"type": {"field_instruction": "q", "field_output": "a", "format": "{instruction}"}},
+    ],
+)
+def test_keys_of_a_dataset_that_say_what_fitune_does_are_read(source: dict[str, Any]) -> None:
+    assert recipe(datasets=[{"path": "d", "type": "chat_template", **source}]).data[0].path == "d"
+
+
+def test_evaluations_without_rows_held_out_are_passed_over() -> None:
+    """axolotl's own examples write val_set_size: 0 beside eval_steps."""
+    assert recipe(val_set_size=0, eval_steps=50).eval_steps == 0
+    assert recipe(val_set_size=0.1, eval_steps=50).eval_steps == 50
+    assert "no rows are held out" in {line.said for line in reading(val_set_size=0, eval_steps=50).lines}

@@ -10,6 +10,7 @@ import fitune
 from fitune.errors import RecipeError
 from fitune.foreign.door import trainer_of
 from fitune.foreign.reading import Reading
+from fitune.foreign.words import recipe_with_comments
 from fitune.session.recipes.foreign_recipes import convert_recipe, read_any_recipe
 from foreign.examples import published_examples
 
@@ -85,3 +86,14 @@ def test_a_push_to_the_hub_is_not_called_bookkeeping(tmp_path: Path) -> None:
     keys = {"model_name_or_path": "gpt2", "dataset_name": "org/d", "use_peft": True, "push_to_hub": True}
     path.write_text(yaml.safe_dump(keys))
     assert "push_to_hub: fitune pushes nothing to the Hub" in convert_recipe(path)
+
+
+@pytest.mark.parametrize("text", ["two\nlines", "x " * 6_000, "tail\n", "# no comment\n\n  at all"])
+def test_a_comment_is_never_a_part_of_a_value(tmp_path: Path, text: str) -> None:
+    keys = {"model_name_or_path": "gpt2", "dataset_name": "org/d", "use_peft": True, "run_name": text,
+            "output_dir": text}  # fmt: skip
+    reading = Reading(trainer="TRL", where="theirs\nyaml", raw=keys, folder=Path("."))
+    reading.put("output_dir", text, key="output_dir", said="said in\ntwo lines")
+    written = recipe_with_comments(reading, {"output_dir": text, "seed": 3})
+    assert yaml.safe_load(written) == {"output_dir": text, "seed": 3}
+    assert "as in TRL: said in two lines" in written

@@ -120,3 +120,45 @@ def test_version_1_says_the_same_in_groups(tmp_path: Path) -> None:
     (tmp_path / "sets.yaml").write_text(yaml.safe_dump({"a": {"path": "org/a", "size": 50}}))
     source = recipe(SECOND, folder=tmp_path, train_dataset="sets.yaml").data[0]
     assert (source.path, source.sample) == ("org/a", 50)
+
+
+def test_every_key_of_a_group_is_read_or_named(tmp_path: Path) -> None:
+    adapter = SECOND["peft_config"] | {"use_dora": True, "use_rslora": True, "modules_to_save": ["lm_head"]}
+    read = recipe(SECOND, peft_config=adapter)
+    assert (read.dora, read.rslora, read.lora_modules_to_save) == (True, True, ["lm_head"])
+    on_host = recipe(SECOND, gpus=2, dist_config={"name": "fsdp2", "offload_params": True})
+    assert (on_host.offload_parameters, on_host.offload_optimizer) == ("cpu", "cpu")
+    (tmp_path / "sets.yaml").write_text(
+        yaml.safe_dump({"a": {"path": "org/a", "weight": 2.0, "source": "hf_hub"}, "b": {"path": "org/b"}})
+    )
+    sources = recipe(SECOND, folder=tmp_path, train_dataset="sets.yaml").data
+    assert [(each.path, each.weight) for each in sources] == [("org/a", 2.0), ("org/b", 1.0)]
+    (tmp_path / "typo.yaml").write_text(yaml.safe_dump({"a": {"path": "org/a", "wieght": 2.0}}))
+    with pytest.raises(
+        RecipeError, match=r"unknown key 'train_dataset\[a\].wieght' \(did you mean 'weight'\?\)"
+    ):
+        recipe(SECOND, folder=tmp_path, train_dataset="typo.yaml")
+    with pytest.raises(RecipeError, match="unknown key 'peft_config.layers_to_transform'"):
+        recipe(SECOND, peft_config=adapter | {"layers_to_transform": [0]})
+
+
+def test_every_key_of_a_dataset_info_is_read_or_named(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+
+    def data(**more: Any) -> Any:
+        info = {"a": {"file_name": "a.json", **more}}
+        (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(info))
+        return recipe(PLAIN, folder=tmp_path, dataset="a").data[0]
+
+    assert data(num_samples=7).sample == 7
+    assert data(formatting="sharegpt", tags={"role_tag": "role", "content_tag": "content"}).path.endswith(
+        "a.json"
+    )
+    for more, named in (
+        ({"tags": {"role_tag": "speaker"}}, "role_tag: speaker"),
+        ({"columns": {"images": "pictures"}}, "images or sounds"),
+        ({"columns": {"history": "before"}}, "history: before"),
+        ({"split_": "x"}, r"unknown key 'dataset\[a\].split_' \(did you mean 'split'\?\)"),
+    ):
+        with pytest.raises(RecipeError, match=named):
+            data(**more)

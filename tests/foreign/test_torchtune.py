@@ -88,3 +88,39 @@ def test_a_key_becomes_the_setting_that_means_it(changes: dict[str, Any], settin
 def test_what_would_change_the_result_is_refused(changes: dict[str, Any], key: str) -> None:
     with pytest.raises(RecipeError, match=f"{key}: .* would change the result"):
         recipe(**changes)
+
+
+@pytest.mark.parametrize(
+    ("key", "more", "named"),
+    [
+        (
+            "dataset",
+            {"new_system_prompt": "Be kind."},
+            "dataset.new_system_prompt: Be kind. would change the result",
+        ),
+        ("optimizer", {"amsgrad": True}, r"optimizer.amsgrad: True would change the result: another update"),
+        (
+            "optimizer",
+            {"weight_decy": 0.1},
+            r"unknown key 'optimizer.weight_decy' \(did you mean 'weight_decay'\?\)",
+        ),
+        ("checkpointer", {"adapter_checkpoint": "a.pt"}, "an adapter to go on from"),
+        ("model", {"attn_dropout": 0.1}, "unknown key 'model.attn_dropout'"),
+    ],
+)
+def test_a_component_has_no_argument_that_is_left_out_in_silence(key: str, more: Any, named: str) -> None:
+    with pytest.raises(RecipeError, match=named):
+        recipe(**{key: PLAIN[key] | more})
+    assert recipe(**{key: PLAIN[key] | dict.fromkeys(more, False)})
+
+
+def test_datasets_that_differ_in_what_is_learned_are_refused() -> None:
+    one = {"_component_": "torchtune.datasets.alpaca_dataset", "train_on_input": False}
+    assert [each.path for each in recipe(dataset=[one, one | {"source": "org/b"}]).data] == [
+        "tatsu-lab/alpaca", "org/b",
+    ]  # fmt: skip
+    with pytest.raises(RecipeError, match="packed and train_on_input differ"):
+        recipe(dataset=[one, one | {"train_on_input": True}])
+    with pytest.raises(RecipeError, match="several data_files"):
+        recipe(dataset={"_component_": "torchtune.datasets.text_completion_dataset", "source": "json",
+                        "data_files": ["a", "b"]})  # fmt: skip

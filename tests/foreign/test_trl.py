@@ -128,3 +128,18 @@ def test_a_converted_notebook_has_a_line_for_its_data(tmp_path: Path) -> None:
 
 def read_notes(keys: dict[str, Any]) -> tuple[str, ...]:
     return recipe_of_keys(keys, where="t", folder=Path("nowhere")).notes
+
+
+def test_files_of_a_dataset_are_its_sources_and_its_columns_are_no_secret() -> None:
+    files = {"path": "json", "data_files": ["a.jsonl", "b.jsonl"]}
+    keys = {
+        "model_name_or_path": "org/m",
+        "datasets": [files, {"path": "org/rows", "name": "en", "split": "test"}],
+    }
+    assert [(each.path, each.split) for each in recipe(keys).data] == [
+        ("a.jsonl", "train"), ("b.jsonl", "train"), ("org/rows:en", "test"),
+    ]  # fmt: skip
+    with pytest.raises(RecipeError, match=r"datasets\[0\].columns: .* would change the result"):
+        recipe(keys | {"datasets": [{"path": "d", "columns": ["messages"]}]})
+    with pytest.raises(RecipeError, match=r"unknown key 'datasets\[0\].data_dir'"):
+        recipe(keys | {"datasets": [{"path": "d", "data_dir": "sub"}]})

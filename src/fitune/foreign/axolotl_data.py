@@ -3,11 +3,37 @@
 from collections.abc import Mapping
 from typing import Any
 
-from fitune.foreign.reading import Reading
+from fitune.foreign.reading import Reading, paths_of, words
+
+_RENDERED = (
+    "the tokenizer's own, or fitune's plain headings where it has none; a file is named as chat_template"
+)
+_PASSED = {
+    "ds_type preprocess_shards trust_remote_code input_format": "",
+    "chat_template conversation": _RENDERED,
+    "field_thinking template_thinking_key": "a row with thoughts in a field of their own is named when it is read",
+}
+_REFUSED = {
+    "shards shards_idx": "a part of the rows; sample: N says how many",
+    "revision": "a revision of the dataset; download that revision and name its folder as path",
+    "drop_system_message message_field_training message_field_training_detail step_separator input_transform":
+        "rows changed while they are read",
+    "system_prompt": "a system message added to every row",
+    "system_format": "a prompt format of its own; write prompt and completion into the rows",
+}  # fmt: skip
+_ONLY = {"train_on_eos": "turn", "train_on_eot": "turn", "field_tools": "tools"}
+"""Key of a dataset -> the one value that is what fitune does."""
+_ROLES = {
+    "user": words("user human"), "assistant": words("assistant gpt"), "system": words("system"),
+    "tool": words("tool observation function ipython tool_response"),
+}  # fmt: skip
+"""Names of roles in rows, as fitune knows them."""
 
 
 def read_datasets(r: Reading) -> None:
     """Puts the datasets, the evaluation sets and the held-out share of an Axolotl config."""
+    r.inside("passed", _PASSED)
+    r.inside("refused", _REFUSED)
     for key, name in (("datasets", "data"), ("test_datasets", "eval_data")):
         sources = r.take(key)
         if not isinstance(sources, list):
@@ -30,8 +56,7 @@ def read_datasets(r: Reading) -> None:
     elif share and "eval_data" not in r.settings:
         r.put("val_fraction", share, key="val_set_size")
     if (template := r.take("chat_template")) is not None:
-        said = "the tokenizer's own, or fitune's plain headings where it has none; a file is named as chat_template"
-        r.passed("chat_template", said)
+        r.passed("chat_template", _RENDERED)
         r.passed("chat_template_kwargs", f"of {template}")
     r.passed("eot_tokens", "an answer is learnt with the token that ends it in the template")
     longer = str(r.take("excess_length_strategy") or "drop")
@@ -60,18 +85,7 @@ def _sources(r: Reading, source: Any, where: str) -> list[dict[str, Any]]:
         wanted["format"] = format
     if columns:
         wanted["columns"] = columns
-    return [{"path": path, **wanted} for path in _paths(source)]
-
-
-def _paths(source: Mapping[str, Any]) -> list[str]:
-    """``data_files`` are files by themselves beside a layout (``path: json``), and inside the path else."""
-    path, files = str(source["path"]), source.get("data_files")
-    if source.get("name"):
-        return [f"{path}:{source['name']}"]
-    if not files:
-        return [path]
-    names = [str(file) for file in files] if isinstance(files, list) else [str(files)]
-    return names if path in ("json", "csv", "parquet", "text") else [f"{path}/{name}" for name in names]
+    return [{"path": path, **wanted} for path in paths_of(source)]
 
 
 _MAPPED = {"field_system": "system", "field_instruction": "prompt", "field_output": "completion"}
@@ -80,19 +94,27 @@ _MAPPED = {"field_system": "system", "field_instruction": "prompt", "field_outpu
 def _format(source: Mapping[str, Any]) -> tuple[str, dict[str, str], str]:
     """(format, columns, why it is refused) of a dataset's type and fields."""
     kind = source.get("type")
-    for key in (
-        "drop_system_message",
-        "message_field_training",
-        "message_field_training_detail",
-        "step_separator",
-    ):
-        if source.get(key):
-            return "", {}, f"{key}: rows changed while they are read"
+    for key, only in _ONLY.items():
+        if source.get(key) not in (None, only):
+            return "", {}, f"{key}: {source[key]}; here it is {only}"
+    mapped = source.get("message_property_mappings") or {}
+    role = mapped.get("role") or source.get("message_field_role") or "role"
+    content = mapped.get("content") or source.get("message_field_content") or "content"
+    if (role, content) not in (("role", "content"), ("from", "value")):
+        return "", {}, f"messages of {role} and {content}; fitune reads role and content, or from and value"
+    for name, others in (source.get("roles") or {}).items():
+        if not _ROLES.get(name, frozenset()).issuperset(others if isinstance(others, list) else [others]):
+            return (
+                "",
+                {},
+                f"roles: {others} for {name}; fitune knows {', '.join(sorted(_ROLES.get(name, ())))}",
+            )
     if source.get("roles_to_train") not in (None, ["assistant"], ["gpt"], ["gpt", "assistant"]):
         return "", {}, f"roles_to_train: {source['roles_to_train']}; fitune learns the assistant's turns"
     if isinstance(kind, Mapping):
         columns = {ours: str(kind[key]) for key, ours in _MAPPED.items() if kind.get(key)}
-        if kind.get("field_input") or {"prompt", "completion"} - set(columns):
+        own = any(kind.get(key) not in (None, "{instruction}") for key in ("format", "no_input_format"))
+        if own or kind.get("field_input") or {"prompt", "completion"} - set(columns):
             return "", {}, "a prompt format of its own; write prompt and completion into the rows"
         return "columns", columns, ""
     name = str(kind or "chat_template").split(":")[0].split(".")[0]

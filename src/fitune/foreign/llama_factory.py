@@ -6,7 +6,7 @@ from typing import Any
 
 from fitune.errors import RecipeError
 from fitune.files import read_text
-from fitune.foreign.reading import Reading, is_on
+from fitune.foreign.reading import Reading, is_on, words
 from fitune.foreign.sharding_files import find_file, read_deepspeed, read_fsdp
 from fitune.foreign.trainer_keys import SPEED_SAID, read_precision, read_trainer_keys
 from fitune.spec.recipe.strict_yaml import MOST_RECIPE_BYTES
@@ -85,6 +85,10 @@ _OTHER_SUPPORT = (
 )
 """Settings of what ``_REFUSED`` refuses; alone they do nothing."""
 
+_KT = (
+    "kt_backend kt_num_threads kt_tp_enabled kt_threadpool_count kt_max_cache_depth kt_share_backward_bb "
+    "kt_weight_lifecycle kt_model_max_length kt_weight_path kt_non_expert_weight_path kt_num_gpu_experts"
+)
 _MEGATRON = (
     "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size context_parallel_size "
     "sequence_parallel bias_activation_fusion apply_rope_fusion use_distributed_optimizer overlap_param_gather "
@@ -100,6 +104,14 @@ def read_llama_factory(r: Reading) -> None:
         r.refuse("stage", "fitune does supervised fine-tuning: stage: sft")
     r.passed("stage")
     r.same(_SAME)
+    r.inside("passed", {_KT: "how the host computes", "ms_hub_url om_hub_url file_name cloud_file_name": ""})
+    r.inside(
+        "refused",
+        {
+            "images videos audios": "images or sounds; fitune trains on text",
+            "script_url": "code of a dataset",
+        },
+    )
     _method(r)
     _data(r)
     read_deepspeed(r)
@@ -236,25 +248,48 @@ def _registry(r: Reading) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise RecipeError(f"{file}: cannot be read as JSON: {error}") from None
     entries = value if isinstance(value, dict) else {}
-    return {name: {**each, "folder": file.parent} for name, each in entries.items() if isinstance(each, dict)}
+    return {
+        name: {**each, "file_name": str(file.parent / str(each.get("file_name", name)))}
+        for name, each in entries.items()
+        if isinstance(each, dict)
+    }
 
 
+_TAGS = {
+    "role_tag": words("role from"), "content_tag": words("content value"), "user_tag": words("user human"),
+    "assistant_tag": words("assistant gpt"), "system_tag": words("system"),
+    "observation_tag": words("observation tool"), "function_tag": words("function_call tool_call"),
+}  # fmt: skip
+"""Tags of a dataset's messages -> their values that fitune reads."""
 _COLUMNS = {"prompt": "prompt", "response": "completion", "system": "system"}
 
 
 def _source(r: Reading, name: str, registry: Mapping[str, Any], key: str) -> dict[str, Any] | None:
-    entry = registry.get(name)
-    if entry is None:
+    if name not in registry:
         return {"path": str(find_file(r, name) or name)}
+    entry = r.watch(f"{key}[{name}]", registry[name])
     if entry.get("ranking") or (entry.get("columns") or {}).get("kto_tag"):
         r.refuse(f"{key}[{name}]", "rows of good and bad answers; fitune learns from answers alone")
         return None
     hub = entry.get("hf_hub_url") or entry.get("ms_hub_url")
-    path = str(hub) if hub else str(entry["folder"] / str(entry.get("file_name", name)))
+    path = str(hub) if hub else entry["file_name"]
     source: dict[str, Any] = {"path": f"{path}:{entry['subset']}" if hub and entry.get("subset") else path}
     if entry.get("split"):
         source["split"] = entry["split"]
+    if entry.get("num_samples"):
+        source["sample"] = entry["num_samples"]
     columns = entry.get("columns") or {}
+    named = {name: columns[name] for name in ("messages", "system", "tools") if columns.get(name)}
+    own = [
+        f"{tag}: {said}" for tag, said in (entry.get("tags") or {}).items() if said not in _TAGS.get(tag, ())
+    ]
+    own += [] if columns.get("history") in (None, "history") else [f"history: {columns['history']}"]
+    if own:
+        r.refuse(
+            f"{key}[{name}]",
+            f"{own[0]}; fitune reads role and content of user and assistant, from and value of human and gpt",
+        )
+        return None
     if entry.get("formatting", "alpaca") == "alpaca":
         mapped = {ours: columns[theirs] for theirs, ours in _COLUMNS.items() if columns.get(theirs)}
         usual = columns.get("query") in (None, "input") and mapped.get("prompt") in (None, "instruction")
@@ -263,7 +298,6 @@ def _source(r: Reading, name: str, registry: Mapping[str, Any], key: str) -> dic
         elif not columns.get("query") and {"prompt", "completion"} <= set(mapped):
             source |= {"format": "columns", "columns": mapped}
     elif columns.get("messages") not in (None, "conversations", "messages"):
-        named = {name: columns[name] for name in ("messages", "system", "tools") if columns.get(name)}
         source |= {"format": "columns", "columns": named}
     return source
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from fitune.foreign.reading import Reading
-from fitune.foreign.sharding_files import find_file, read_deepspeed
+from fitune.foreign.reading import Reading, is_on
+from fitune.foreign.sharding_files import find_file, put_fsdp, read_deepspeed
 from fitune.foreign.trainer_keys import SPEED_SAID, read_precision, read_trainer_keys
 from fitune.spec.recipe.strict_yaml import load_yaml
 
@@ -22,10 +22,18 @@ _PASSED = (
     "mp_replicate_size mp_shard_size trust_remote_code resume_from_checkpoint template"
 )
 
+_PASSED_INSIDE = {
+    "source converter streaming": "rows are read by what they hold",
+    "reshard_after_forward offload_params mixed_precision param_dtype reduce_dtype cp_size cp_mode dp_size ep_size "
+    "ep_dispatcher mp_replicate_size mp_shard_size activation_checkpointing":
+        "how the work is divided, which the plan decides",
+}  # fmt: skip
+
 
 def read_llama_factory_v1(r: Reading) -> None:
     """Reads a config of LLaMA-Factory's v1 layout: every key is put as ours, passed over or refused."""
     r.same(_SAME)
+    r.inside("passed", _PASSED_INSIDE)
     _method(r, r.take("peft_config") or {}, r.take("quant_config") or {})
     _data(r)
     optimizer = r.take("optim_config") or {}
@@ -63,7 +71,8 @@ def _method(r: Reading, adapter: Mapping[str, Any], quantised: Mapping[str, Any]
         return
     r.put("tuning", "qlora" if quantised else "lora", key="peft_config")
     for theirs, ours in (("r", "lora_r"), ("lora_alpha", "lora_alpha"), ("lora_dropout", "lora_dropout"),
-                         ("target_modules", "lora_target_modules")):  # fmt: skip
+                         ("target_modules", "lora_target_modules"), ("modules_to_save", "lora_modules_to_save"),
+                         ("use_dora", "dora"), ("use_rslora", "rslora")):  # fmt: skip
         if adapter.get(theirs) is not None:
             r.put(ours, adapter[theirs], key="peft_config")
     if quantised:
@@ -75,7 +84,9 @@ def _quantised(r: Reading, quantised: Mapping[str, Any]) -> None:
     if name not in ("bnb", "auto") or bits != 4:
         r.refuse("quant_config", "fitune quantises by NF4 (4 bit) and HQQ")
         return
-    r.put("quantization", "nf4", key="quant_config")
+    r.put("quantization", str(quantised.get("quantization_type") or "nf4"), key="quant_config")
+    if (twice := quantised.get("double_quantization")) is not None:
+        r.put("double_quantization", is_on(twice), key="quant_config")
 
 
 def _data(r: Reading) -> None:
@@ -91,8 +102,9 @@ def _data(r: Reading) -> None:
         if file is None:
             r.put(name, [_source(r, {"path": value})], key=key)
             continue
-        entries = [each for each in load_yaml(file).values() if isinstance(each, Mapping) and "path" in each]
-        r.put(name, [_source(r, each) for each in entries], key=key)
+        entries = {each: r.watch(f"{key}[{each}]", entry) for each, entry in load_yaml(file).items()}
+        r.put(name, [_source(r, each) for each in entries.values() if isinstance(each, Mapping) and "path" in each],
+              key=key)  # fmt: skip
 
 
 def _source(r: Reading, entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,13 +114,15 @@ def _source(r: Reading, entry: Mapping[str, Any]) -> dict[str, Any]:
         source["sample"] = entry["size"]
     if entry.get("split"):
         source["split"] = entry["split"]
+    if entry.get("weight") is not None:
+        source["weight"] = entry["weight"]
     return source
 
 
 def _sharding(r: Reading, how: Mapping[str, Any]) -> None:
     name = str(how.get("name", ""))
     if name.startswith("fsdp"):
-        r.put("zero", 3, key="dist_config", said="divided the same way, by FSDP2")
+        put_fsdp(r, how, words=["full_shard"], key="dist_config")
     elif name == "deepspeed":
         inner = Reading(
             trainer=r.trainer, where=r.where, raw={"deepspeed": how.get("config_file")}, folder=r.folder

@@ -1,5 +1,7 @@
 """One recipe of another trainer while it is read: every key ends in exactly one line that says what became of it.
 
+So do the keys of mappings inside it of which anything is read; where nothing is, the line of the whole says it.
+
 translated | its key and value are a setting here, perhaps with a difference that is said
 assumed    | the recipe leaves it open, and the trainer's default is not the one here
 passed     | it does not touch the result: bookkeeping, or speed that the plan decides
@@ -7,7 +9,7 @@ refused    | it would change the result, and nothing here does the same
 unknown    | no table knows it
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +30,43 @@ def is_on(value: Any) -> bool:
 
 def words(text: str) -> frozenset[str]:
     return frozenset(text.split())
+
+
+class Inside(dict[str, Any]):
+    """A mapping inside a recipe, which knows the keys that it was asked for."""
+
+    def __init__(self, mapping: Mapping[str, Any]) -> None:
+        super().__init__({str(key): _watched(value) for key, value in mapping.items()})
+        self.asked: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        self.asked.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self.asked.add(str(key))
+        return super().__contains__(key)
+
+
+def _watched(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return Inside(value)
+    return [_watched(each) for each in value] if isinstance(value, list) else value
+
+
+def _mappings(value: Any, where: str) -> Iterator[tuple[str, Inside]]:
+    """Each mapping in ``value`` of which something was read, and its place in the recipe."""
+    if isinstance(value, list):
+        for number, each in enumerate(value):
+            yield from _mappings(each, f"{where}[{number}]")
+    elif isinstance(value, Inside) and value.asked:
+        yield where, value
+        for key, each in value.items():
+            yield from _mappings(each, f"{where}.{key}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +93,10 @@ class Reading:
     lines: list[Line] = field(default_factory=list)
     known: set[str] = field(default_factory=set)
     """Keys that were asked for, for a did-you-mean."""
+    watched: dict[str, Any] = field(default_factory=dict)
+    """Values that hold mappings, by their keys: what is not read of them is accounted for, too."""
+    known_inside: dict[str, tuple[Fate, str]] = field(default_factory=dict)
+    """Keys of mappings inside the recipe that are passed over or refused wherever they stand, and why."""
     latest: str = ""
     """The key that was asked for last, for an error about its value."""
 
@@ -63,7 +106,15 @@ class Reading:
         value = self.raw.get(key)
         if key in self.raw:
             self.latest = key
-        return None if _is_empty(value) else value
+        return None if _is_empty(value) else self.watch(key, value)
+
+    def watch(self, where: str, value: Any) -> Any:
+        """``value``, which stands at ``where``; of its mappings the keys that are asked for are counted."""
+        return self.watched.setdefault(where, _watched(value)) if isinstance(value, Mapping | list) else value
+
+    def inside(self, fate: Fate, reasons: Mapping[str, str]) -> None:
+        """What becomes of these keys of mappings inside the recipe where nothing reads them, and why."""
+        self.known_inside |= {name: (fate, said) for key, said in reasons.items() for name in key.split()}
 
     def put(self, name: str, value: Any, *, key: str = "", said: str = "") -> None:
         """Set ``name`` here to ``value``, because of their ``key`` or, without one, their default."""
@@ -136,12 +187,33 @@ class Reading:
             else:
                 close = did_you_mean(str(key), sorted(self.known - {""})) or ""
                 self.lines.append(self._line(key, "unknown", said=close))
+        refused = {line.key.split("[")[0] for line in self.of("refused")}
+        for where, inside in [each for key, value in self.watched.items() for each in _mappings(value, key)]:
+            for key, value in inside.items() if where.split("[")[0].split(".")[0] not in refused else ():
+                if key in inside.asked or _is_empty(value) or value is False:
+                    continue
+                known = sorted(inside.asked | self.known_inside.keys())
+                fate, said = self.known_inside.get(key) or ("unknown", did_you_mean(key, known) or "")
+                self.lines.append(Line(key=f"{where}.{key}", value=value, fate=fate, said=said))
 
     def of(self, *fates: Fate) -> list[Line]:
         return [line for line in self.lines if line.fate in fates]
 
     def _line(self, key: str, fate: Fate, *names: str, said: str = "") -> Line:
         return Line(key=key, value=self.raw.get(key), fate=fate, settings=names, said=said)
+
+
+def paths_of(source: Mapping[str, Any]) -> list[str]:
+    """``data_files`` are files by themselves beside a layout (``path: json``), and inside the path else."""
+    path, files = str(source["path"]), source.get("data_files")
+    if source.get("name"):
+        return [f"{path}:{source['name']}"]
+    if isinstance(files, Mapping):
+        files = files.get(str(source.get("split") or "train"))
+    if not files:
+        return [path]
+    names = [str(file) for file in files] if isinstance(files, list) else [str(files)]
+    return names if path in ("json", "csv", "parquet", "text") else [f"{path}/{name}" for name in names]
 
 
 def require_readable(reading: Reading) -> None:

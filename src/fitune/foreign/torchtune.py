@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fitune.foreign.reading import Reading, is_on
+from fitune.foreign.reading import Reading, is_on, paths_of
 from fitune.foreign.tracker_keys import read_metric_logger
 from fitune.foreign.trainer_keys import SPEED_SAID
 
@@ -39,6 +39,22 @@ _REFUSED = {
     "layer_dropout": "blocks left out at random",
 }
 
+_PASSED_INSIDE = {
+    "_component_ checkpoint_files recipe_checkpoint output_dir model_type should_load_recipe_state path vocab_path "
+    "merges_file special_tokens_path keep_last_n_checkpoints safe_serialization log_dir filename group": "",
+    "fused foreach num_output_chunks packing_strategy split_across_pack": SPEED_SAID,
+    "prompt_template": "rows are rendered by the model's chat template",
+    "truncation_type": "rows are cut at their end",
+    "max_seq_len": "room for positions; seq_len bounds the rows",
+}
+_REFUSED_INSIDE = {
+    "new_system_prompt": "a system message added to every row",
+    "amsgrad": "another update (AMSGrad)",
+    "maximize": "steps up the loss",
+    "filter_fn filter_kwargs": "rows chosen by a function",
+    "adapter_checkpoint": "an adapter to go on from",
+}
+
 _PROMPTS = "rendered by the chat template, without Alpaca's headings around question and answer"
 _DATASETS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "alpaca_dataset": ("tatsu-lab/alpaca", {"format": "alpaca"}, True),
@@ -67,6 +83,8 @@ _ADAMW_DECAY = 0.01
 def read_torchtune(r: Reading) -> None:
     """Reads a torchtune config: every key is put as ours, passed over or refused."""
     r.same(_SAME)
+    r.inside("passed", _PASSED_INSIDE)
+    r.inside("refused", _REFUSED_INSIDE)
     _model(r)
     _data(r, "dataset", "data")
     _data(r, "dataset_val", "eval_data")
@@ -154,7 +172,10 @@ def _data(r: Reading, key: str, name: str) -> None:
     sources = [source for source in read if source is not None]
     said = _PROMPTS if any(source.get("format") == "alpaca" for source in sources) else ""
     r.put(name, sources, key=key, said=said)
-    first = value[0] if isinstance(value, list) else value
+    builders = [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, Mapping)]
+    if len({(is_on(each.get("packed")), each.get("train_on_input")) for each in builders}) > 1:
+        r.refuse(key, "packed and train_on_input differ; here they are one for all data")
+    first = builders[0] if builders else None
     if name != "data" or not isinstance(first, Mapping):
         return
     builder = _component(first).rsplit(".", 1)[-1]
@@ -181,11 +202,13 @@ def _source(r: Reading, value: Any, key: str) -> dict[str, Any] | None:
         r.refuse(key, f"{builder or value}: name its rows as a source of data with its columns")
         return None
     usual, how, _ = _DATASETS[builder]
-    path = str(value.get("source") or usual)
-    files = value.get("data_files")
-    source = {"path": str(files) if files and path in ("json", "csv", "parquet", "text") else path, **how}
-    if value.get("subset") or value.get("name"):
-        source["path"] = f"{path}:{value.get('subset') or value.get('name')}"
+    subset = value.get("subset") or value.get("name")
+    named = {"path": value.get("source") or usual, "name": subset, "data_files": value.get("data_files")}
+    path, *others = paths_of(named)
+    if others:
+        r.refuse(key, "several data_files; name each as a source of data")
+        return None
+    source = {"path": path, **how}
     if value.get("split"):
         source["split"] = str(value["split"])
     columns = value.get("column_map")

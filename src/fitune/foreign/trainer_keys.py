@@ -215,9 +215,13 @@ def _how_often(r: Reading) -> None:
         r.put(
             "evals_per_epoch", 1, key="eval_strategy" if "eval_strategy" in r.raw else "evaluation_strategy"
         )
-    elif steps is not None and float(steps) >= 1 and is_on(strategy or "steps"):
+    elif steps is not None and float(steps) >= 1 and is_on(strategy or "steps") and _holds_out(r):
         r.put("eval_steps", steps, key="eval_steps")
-    said = "evaluated at the end, and every N steps with eval_steps: N"
+    said = (
+        "evaluated at the end, and every N steps with eval_steps: N"
+        if _holds_out(r)
+        else "no rows are held out"
+    )
     r.pass_over(
         ("eval_steps", "eval_strategy", "evaluation_strategy"), "" if "eval_steps" in r.settings else said
     )

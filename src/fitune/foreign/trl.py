@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from fitune.foreign.reading import Reading, is_on
+from fitune.foreign.reading import Reading, is_on, paths_of
 from fitune.foreign.sharding_files import read_accelerate, read_deepspeed, read_fsdp
 from fitune.foreign.trainer_keys import SPEED_SAID, read_expert_targets, read_precision, read_trainer_keys
 
@@ -120,7 +120,8 @@ def _data(r: Reading) -> None:
     named = r.take("dataset_name")
     config = r.take("dataset_config")
     if isinstance(sources, list):
-        r.put("data", [_source(each) for each in sources], key="datasets")
+        r.inside("refused", {"columns": "some columns alone; map them by columns of a source of data"})
+        r.put("data", [source for each in sources for source in _sources(each)], key="datasets")
     elif named is not None:
         source: dict[str, Any] = {"path": f"{named}:{config}" if config else str(named)}
         if (split := r.take("dataset_train_split")) is not None:
@@ -141,11 +142,11 @@ def _data(r: Reading) -> None:
         r.put("chat_template", template, key="chat_template_path")
 
 
-def _source(entry: Any) -> dict[str, Any]:
+def _sources(entry: Any) -> list[dict[str, Any]]:
     if not isinstance(entry, Mapping):
-        return {"path": str(entry)}
-    path = f"{entry.get('path')}:{entry['name']}" if entry.get("name") else str(entry.get("path"))
-    return {"path": path, **({"split": str(entry["split"])} if entry.get("split") else {})}
+        return [{"path": str(entry)}]
+    split = {"split": str(entry["split"])} if entry.get("split") else {}
+    return [{"path": path, **split} for path in paths_of(entry)]
 
 
 def _loss(r: Reading) -> None:

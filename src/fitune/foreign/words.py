@@ -45,7 +45,7 @@ def without_data(reading: Reading) -> str:
 
 def recipe_with_comments(reading: Reading, values: dict[str, Any]) -> str:
     """YAML of ``values``, fitune's settings, each with a comment that says where it comes from."""
-    lines = [f"# {reading.where}, a recipe of {reading.trainer}, in fitune's words", ""]
+    lines = [f"# {' '.join(reading.where.split())}, a recipe of {reading.trainer}, in fitune's words", ""]
     if without_data(reading):
         lines.append(f"# data: train.jsonl  # {_IN_PYTHON.get(reading.trainer, 'none is named')}")
     for name, value in values.items():
@@ -53,8 +53,13 @@ def recipe_with_comments(reading: Reading, values: dict[str, Any]) -> str:
             {name: value}, sort_keys=False, allow_unicode=True, width=10_000
         ).splitlines()
         origins = [_origin(line, name, reading) for line in reading.lines if name in line.settings]
-        comment = "; ".join(dict.fromkeys(origins))
-        lines += [f"{written[0]}  # {comment}" if comment else written[0], *written[1:]]
+        comment = " ".join("; ".join(dict.fromkeys(origins)).split())
+        if (
+            isinstance(value, str) and len(written) > 1
+        ):  # a comment behind its first line would be of the text
+            lines += [f"# {name}: {comment}", *written]
+        else:
+            lines += [f"{written[0]}  # {comment}" if comment else written[0], *written[1:]]
     passed = reading.of("passed")
     groups = dict.fromkeys(line.said for line in passed)
     if passed:
