@@ -90,7 +90,8 @@ OTHER = json.dumps({"arguments": {"y": [1, {"z": None}]}, "name": "g"})
         (f"{CALL}{OTHER}{CALL}", 0, 1),
         (CALL, 0, 0),
         (CALL.replace("1", "true") + OTHER, 0, 0),
-        ("[" * 5_000 + CALL, 0, 0),
+        ("[" * 50_000 + CALL, 0, 0),
+        ("[" * 5_000 + "]" * 5_000 + CALL, 0, 0),
         ("", 0, 0),
     ],
 )

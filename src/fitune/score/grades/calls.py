@@ -12,6 +12,7 @@ from typing import Any
 
 from fitune.data.conversations.tool_calls import calls_in_text
 from fitune.data.reading.rows import BadRow, Row
+from fitune.spec.serial import require_shallow
 
 _DECODER = json.JSONDecoder()
 
@@ -34,7 +35,10 @@ def _parts(text: str) -> list[Any]:
         if text[at] in "{[":
             try:
                 value, end = _DECODER.raw_decode(text, at)
-            except (ValueError, RecursionError):
+                require_shallow(value)
+            except RecursionError:
+                break  # brackets without end
+            except ValueError:
                 pass
             else:
                 parts += [*text[begin:at].split(), value]
