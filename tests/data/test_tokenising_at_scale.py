@@ -90,6 +90,7 @@ KINDS_OF_ROWS = {
     "messages": {"messages": [ASKED, SAID]},
     "system": {"messages": [{"role": "system", "content": "Be kind."}, ASKED, SAID]},
     "thinking": {"messages": [ASKED, THOUGHT, ASKED, THOUGHT]},
+    "thinking in a field": {"messages": [ASKED, {**SAID, "thinking": "hm, é"}]},
     "special tokens in the text": {"messages": [{"role": "user", "content": "<|end|></s>"}, SAID]},
     "prompt and completion": row(3),
     "ShareGPT": {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
@@ -100,6 +101,10 @@ KINDS_OF_ROWS = {
     "refused by the template": {"messages": [ASKED, CALLED, FOUND, SAID]} | {"tools": [{"name": "<|end|>"}]},
     "not readable": {"messages": [ASKED, {"role": "assistant", "content": "", "tool_calls": [{"id": 1}]}]},
 }  # fmt: skip
+WITH_THOUGHTS = AS_OBJECT.replace(
+    "(message.content or '')",
+    "('<think>' ~ message.thinking ~ '</think>' if message.thinking else '') ~ (message.content or '')",
+)
 COLUMNS = {"the chosen of pairs": (("prompt", "prompt"), ("completion", "chosen"))}
 
 
@@ -109,7 +114,7 @@ def test_rows_of_every_kind_are_the_same_by_other_processes(tmp_path, prepare, i
     usual = [{"messages": [ASKED, SAID]}] if "messages" in KINDS_OF_ROWS[kind] else []
     written = write(tmp_path / "rows.jsonl", [KINDS_OF_ROWS[kind]] * 20 + usual)
     source = replace(written, columns=COLUMNS.get(kind, ()))
-    settings = {"template": AS_OBJECT, "seq_len": 1024, "on_bad_row": "skip"}
+    settings = {"template": WITH_THOUGHTS, "seq_len": 1024, "on_bad_row": "skip"}
     alone = prepare(source, cache="alone", **settings)
     in_processes(1)
     others = prepare(source, cache="others", **settings)
