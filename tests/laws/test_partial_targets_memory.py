@@ -16,7 +16,7 @@ from fitune.models.door import model_config
 from fitune.rehearse.profile import TransformersTracer
 from fitune.rehearse.step import trace_plan
 from fitune.rehearse.trace import peaks_by_kind
-from fitune.spec.counts import untouched_blocks
+from fitune.spec.counts import adapted_blocks, untouched_blocks
 from fitune.spec.model.block_profile import BatchShape
 from fitune.spec.model.known_models import configs_to_trace
 from fitune.spec.model.model_config import load_model_spec
@@ -76,10 +76,11 @@ def test_adapters_on_attention_alone(folder: Path, model_type: str, recompute: i
     """Before the first adapted block no gradient goes, and through all behind it products of backward do."""
     spec = small(folder, model_type)
     plan = with_adapters(spec, ATTENTION, tokens=400, recompute=recompute, chunk=64)
+    kinds = SMALL[model_type]["layer_types"]
+    attending = tuple(n for n, kind in enumerate(kinds) if kind in ("attention", "full_attention"))
+    assert adapted_blocks(spec, plan.tuning) == attending
     first = untouched_blocks(spec, plan.tuning)
-    assert [
-        kind.endswith("attention") and "linear" not in kind for kind in SMALL[model_type]["layer_types"]
-    ].index(True) == first
+    assert first == attending[0]
     check(plan, model_config(spec.name))
     shape = BatchShape(tokens=400, supervised_tokens=399, rows=1)
     for block in model_profile(plan, shape).blocks[first + 1 :]:
