@@ -71,7 +71,10 @@ def check(plan: Plan, config: PretrainedConfig) -> None:
 
 
 @pytest.mark.parametrize("recompute", [0, pytest.param(5, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("model_type", SMALL)
+@pytest.mark.parametrize(
+    "model_type",
+    [pytest.param(name, marks=pytest.mark.slow if "qwen" in name else ()) for name in SMALL],
+)
 def test_adapters_on_attention_alone(folder: Path, model_type: str, recompute: int) -> None:
     """Before the first adapted block no gradient goes, and through all behind it products of backward do."""
     spec = small(folder, model_type)

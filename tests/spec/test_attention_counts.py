@@ -18,14 +18,19 @@ from plans import gpu, known, plan_for
 def test_pairs_are_counted_one_by_one(window: int) -> None:
     seen = [min(position + 1, window or position + 1) for position in range(8)]
     assert BlockAttention(width=1, window=window).pairs(8) == sum(seen)
+    chunked = [position % (window or 8) + 1 for position in range(8)]
+    assert BlockAttention(width=1, window=window, in_chunks=True).pairs(8) == sum(chunked)
 
 
 def test_half_of_the_square_is_what_kernels_compute_less_what_lies_before_a_window() -> None:
     rows = BatchShape.of_rows((100, 40, 7), supervised_tokens=147)
-    assert rows.seen_pairs() == (100**2 + 40**2 + 7**2) / 2
-    assert rows.seen_pairs(window=40) == 100 * 40 - 40**2 / 2 + 40**2 / 2 + 7**2 / 2
+    assert rows.seen_pairs(BlockAttention(width=1)) == (100**2 + 40**2 + 7**2) / 2
+    windowed = (100 * 40 - 40**2 / 2 - (100 - 40) / 2) + 40**2 / 2 + 7**2 / 2
+    assert rows.seen_pairs(BlockAttention(width=1, window=40)) == windowed
+    chunked = BlockAttention(width=1, window=40, in_chunks=True)
+    assert rows.seen_pairs(chunked) == (40**2 + 40**2 + 20**2) / 2 + 40**2 / 2 + 7**2 / 2
     full = BatchShape(tokens=64, supervised_tokens=62, rows=2)
-    assert full.seen_pairs(window=16) == 2 * (32 * 16 - 16**2 / 2)
+    assert full.seen_pairs(BlockAttention(width=1, window=16)) == 2 * (32 * 16 - 16**2 / 2 - (32 - 16) / 2)
 
 
 @pytest.mark.parametrize("name", [name for name in configs_to_trace() if name not in NOT_SHIPPED])
@@ -79,6 +84,7 @@ def test_flops_are_those_of_products_and_of_the_pairs_of_each_block(name: str) -
         ("mistralai/Mistral-7B-v0.1", 32, {4096: 32}),
         ("google/gemma-3-12b-pt", 48, {1024: 40, 0: 8}),
         ("openai/gpt-oss-20b", 24, {128: 12, 0: 12}),
+        ("meta-llama/Llama-4-Scout-17B-16E", 48, {8192: 36, 0: 12}),
         ("Qwen/Qwen3-Next-80B-A3B-Instruct", 12, {0: 12}),
         ("nvidia/NVIDIA-Nemotron-Nano-9B-v2", 4, {0: 4}),
         ("state-spaces/mamba-130m-hf", 0, {}),

@@ -290,6 +290,6 @@ def attention_flops(attention: Attention, shape: BatchShape, rates: Rates) -> fl
     pairs = {
         "written stream": shape.tokens**2,
         "written rows": shape.pairs(),
-        "rows": shape.seen_pairs(attention.window) + shape.tokens * rates.attention_row_tokens / 2,
+        "rows": shape.seen_pairs(attention.sees) + shape.tokens * rates.attention_row_tokens / 2,
     }[attention.over]
     return pairs * attention.flops_per_pair

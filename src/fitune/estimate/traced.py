@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from fitune.estimate.blocks.site import attends_in_one_call
+from fitune.estimate.blocks.site import seen_by_kernel
 from fitune.estimate.states import stepping_bytes
 from fitune.estimate.tensors import kind_tensors
 from fitune.spec.model.block_profile import (
@@ -87,7 +87,7 @@ def _profile(
             heads=block.heads,
             head_size=block.head_size,
             flops_per_pair=block.flops_per_pair,
-            window=plan.model.attention_of(kind.example).window if attends_in_one_call(plan) else 0,
+            sees=seen_by_kernel(plan, plan.model.attention_of(kind.example)),
             over="written stream" if step.squares_stream else "rows",
         ),
         traced=TracedMemory(

@@ -119,6 +119,8 @@ def _attention(block: nn.Module, config: PretrainedConfig, index: int) -> BlockA
         uneven = (1 + queries / values) / 2 if values and queries else 1
         width += round(sum(outputs) * uneven)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * (index + 1)
+    if width and kinds[index] == "chunked_attention":
+        return BlockAttention(width=width, window=config.attention_chunk_size, in_chunks=True)
     sees_window = width > 0 and kinds[index] == "sliding_attention"
     return BlockAttention(width=width, window=_window(config) if sees_window else 0)
 

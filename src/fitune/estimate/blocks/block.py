@@ -7,7 +7,7 @@ from typing import Literal
 from fitune.estimate.blocks import activations, transient
 from fitune.estimate.blocks.eager import block_passes
 from fitune.estimate.blocks.experts import expert_stages
-from fitune.estimate.blocks.site import Site, attends_in_one_call
+from fitune.estimate.blocks.site import Site, seen_by_kernel
 from fitune.estimate.blocks.stages import attention_stages, mlp_stages
 from fitune.spec.counts import attention_flops_per_pair
 from fitune.spec.model.block_profile import (
@@ -18,7 +18,7 @@ from fitune.spec.model.block_profile import (
     Stage,
     TracedMemory,
 )
-from fitune.spec.model.model_spec import Linear
+from fitune.spec.model.model_spec import BlockAttention, Linear
 from fitune.spec.model.traits import has_scores
 from fitune.spec.plan import Plan
 
@@ -140,7 +140,9 @@ def _attention(plan: Plan, *, has_window: bool) -> Attention:
         heads=model.num_heads,
         head_size=model.head_dim,
         flops_per_pair=attention_flops_per_pair(model.attention_of(0)),
-        window=model.sliding_window if has_window and attends_in_one_call(plan) else 0,
+        sees=seen_by_kernel(
+            plan, BlockAttention(width=model.q_dim, window=has_window * model.sliding_window)
+        ),
         over="written stream" if model.is_multi_query else by_row,
     )
 

@@ -51,7 +51,7 @@ def elements_per_token(model: ModelSpec) -> int:
 def windowed_tokens(model: ModelSpec, tokens: int) -> Iterator[int]:
     """Tokens that each block still needs of a row of ``tokens``: at most its window."""
     for layer in range(model.num_layers):
-        yield min(tokens, model.sliding_window) if model.has_window(layer) else tokens
+        yield min(tokens, model.attention_of(layer).window or tokens)
 
 
 def _of_linears(linears: Sequence[Linear], model: ModelSpec, *, latent: bool) -> int:

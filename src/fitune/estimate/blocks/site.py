@@ -1,14 +1,14 @@
 """The site of a formula: where in the model it is applied, what trains there, which attention a plan really runs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from fitune.estimate.blocks import activations, transient
 from fitune.estimate.parameters import dequantisation_workspace_bytes
 from fitune.estimate.states import stepping_bytes
 from fitune.spec.model.block_profile import BatchShape, Stage
-from fitune.spec.model.model_spec import Linear, ModelSpec
+from fitune.spec.model.model_spec import BlockAttention, Linear, ModelSpec
 from fitune.spec.model.traits import falls_back_to_scores, flash_refused, has_scores
 from fitune.spec.plan import Full, Lomo, Lora, Plan, Precision, base_of, trains_every_weight
 from fitune.spec.quantisers import is_packed
@@ -18,6 +18,12 @@ def attends_in_one_call(plan: Plan) -> bool:
     """True if FlashAttention takes the whole stream with its rows and windows (models/attention.py, ``one_call``)."""
     refused = flash_refused(plan.model, plan.hardware.gpu, plan.precision)
     return plan.attention == "flash" and refused is None
+
+
+def seen_by_kernel(plan: Plan, attention: BlockAttention) -> BlockAttention:
+    """``attention`` without its window where that is a mask over a whole row, all of which is computed."""
+    skips = attention.in_chunks or attends_in_one_call(plan)
+    return attention if skips else replace(attention, window=0)
 
 
 def masking_window(plan: Plan) -> int:

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from fitune.spec.model.model_spec import BlockAttention
+
 IGNORED = -100
 """The label of a position at which nothing is learned; torch's cross-entropy skips it."""
 
@@ -60,11 +62,10 @@ class BatchShape:
             return sum(n * n for n in self.row_lengths if n > in_rows_over)
         return self.tokens * self.row_tokens if self.row_tokens > in_rows_over else 0
 
-    def seen_pairs(self, window: int = 0) -> float:
-        """Σ n²/2 over the rows of n tokens; n·w − w²/2 of those that are longer than a ``window`` of w."""
+    def seen_pairs(self, sees: BlockAttention) -> float:
+        """Pairs of all rows, each token with half of itself: Σ n²/2 of rows of n tokens without a window."""
         rows = [(n, 1.0) for n in self.row_lengths] or [(self.row_tokens, self.tokens / self.row_tokens)]
-        seen = ((n, times, min(n, window or n)) for n, times in rows)
-        return sum(times * (n - w / 2) * w for n, times, w in seen)
+        return sum(times * (sees.pairs(n) - n / 2) for n, times in rows)
 
     def tokens_in_rows_over(self, length: int) -> int:
         """Tokens of the rows that are longer than ``length``."""
@@ -124,8 +125,8 @@ class Attention:
     head_size: int
     flops_per_pair: float
     """FLOPs of all heads, forward and backward, for each pair of a query and a key."""
-    window: int = 0
-    """Tokens that the kernel looks back at; 0 where it goes through whole rows, masked or not."""
+    sees: BlockAttention
+    """Without a window where the kernel goes through whole rows, under a mask."""
     over: Literal["rows", "written rows", "written stream"]
     """Fused kernels compute half of each row's square; written scores are the whole, of each row or of the stream."""
 

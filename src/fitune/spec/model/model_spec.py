@@ -88,10 +88,15 @@ class BlockAttention:
     """Elements of all query heads; where heads of values differ in size, the mean of both. 0 without attention."""
     window: int = 0
     """Tokens that a token sees at most; 0: all before it."""
+    in_chunks: bool = False
+    """The window does not slide: a row is cut into chunks of it (Llama 4)."""
 
     def pairs(self, row: int) -> int:
         """Pairs of a token and one that it sees in a ``row`` of n: n(n+1)/2, or w(w+1)/2 + (n − w)·w."""
         seen = min(row, self.window or row)
+        if self.in_chunks:
+            whole, rest = divmod(row, max(1, seen))
+            return whole * seen * (seen + 1) // 2 + rest * (rest + 1) // 2
         return seen * (seen + 1) // 2 + (row - seen) * seen
 
 
