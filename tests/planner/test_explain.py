@@ -146,9 +146,9 @@ def test_what_is_spare_is_the_difference_of_what_is_printed():
 
 
 def test_an_offload_is_only_recommended_where_it_can_be_trained():
-    """The faster one of two on V100s is planned, and not trained yet."""
+    """The faster one of two on A100s is planned, and not trained yet."""
     report = report_of(
-        "meta-llama/Llama-2-70b-hf", with_host_memory(gpu("v100-32gb", gpus=8)), gpu="v100-32gb", gpus=8, tuning="lora"
+        "meta-llama/Llama-3.1-70B", with_host_memory(gpu("a100-40gb", gpus=8)), gpu="a100-40gb", gpus=8, tuning="lora"
     )  # fmt: skip
     speed = report.chosen.estimate.tokens_per_second
     gains = {
