@@ -1,6 +1,7 @@
 """What is asked of adapters reaches the plan, is said in words, and contradictions are refused."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,7 @@ from fitune.planner.search import find_plan
 from fitune.spec.counts import lora_parameters, model_flops
 from fitune.spec.machines.gpus import find_gpu, hardware_for
 from fitune.spec.model.model_config import load_model_spec
+from fitune.spec.model.model_spec import Dropout
 from fitune.spec.plan import Lora
 from fitune.spec.predictions import Phase
 from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
@@ -121,3 +123,14 @@ def test_what_the_dropout_of_the_config_costs_is_said():
         lines,
     )
     assert "from the model's config" not in "\n".join(found().decisions)
+
+
+def test_dropout_of_a_traced_model_is_in_its_figures() -> None:
+    """It was told as 0 B more than without, because nothing was traced without."""
+    model = replace(load_model_spec("openai/gpt-oss-20b", offline=True), dropout=Dropout(attention=0.1))
+    recipe = parse_recipe(
+        canonical_keys({"model": model.name, "tuning": "lora", "seq_len": 512}, where="test")
+    )
+    report = find_plan(recipe, model=model, hardware=hardware_for(gpu=find_gpu("h100")))
+    line = "dropout 0.1 on attention, from the model's config, is in these figures"
+    assert any(said.startswith(line) for said in report.decisions)

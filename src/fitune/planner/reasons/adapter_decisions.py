@@ -139,6 +139,14 @@ def _model_dropout(plan: Plan) -> Iterator[str]:
     """The config stays as it is: its cost is said, and where it could be changed."""
     if plan.model.dropout == NO_DROPOUT:
         return
+    if (
+        plan.model.is_traced
+    ):  # its blocks are traced with the rates of its config: there is no figure without them
+        yield (
+            f"{describe_dropout(plan.model.dropout)}, from the model's config, is in these figures. "
+            "Rates of 0 in its config.json switch it off"
+        )
+        return
     without = replace(plan, model=replace(plan.model, dropout=NO_DROPOUT))
     scores = (
         "no CPU kernel has attention dropout, so the scores are kept in memory; "
