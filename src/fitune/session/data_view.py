@@ -152,7 +152,8 @@ def _notes_on_thinking(rows: Sequence[ShownRow], data: DataPlan) -> Iterator[str
             f"{counted(left_out, 'answer')} {among}: the template leaves out the reasoning, as many do in all turns "
             "but the last; it is neither seen nor learned"
         )
-    if empty := sum(row.empty_thoughts for row in rows):
+    empty = sum(row.empty_thoughts for row in rows)
+    if empty and not data.train_on_prompt:  # which learns all there is
         learned = "not learned; train_on_empty_thinking: true teaches the model to answer without thinking"
         if data.train_on_empty_thinking:
             learned = "learned, as train_on_empty_thinking says"
