@@ -173,9 +173,9 @@ def test_a_refusal_is_an_error_object_and_exit_code_2(call) -> None:
         (["train", "--model", "nowhere"], "no data is named"),
         (
             ["score", "--model", "a", "--data", "b", "--gpu", "h100"],
-            "--gpu h100 describes a machine to plan for",
+            "--gpu has no effect without --plan",
         ),
-        (["score", "--model", "a", "--data", "b", "--gpus", "2"], "--gpus 2 describes a machine to plan for"),
+        (["score", "--model", "a", "--data", "b", "--gpus", "2"], "--gpus has no effect without --plan"),
         (["report", "nowhere"], "no such run directory"),
         (["export", "nowhere"], "no such run directory"),
     ],

@@ -67,7 +67,7 @@ def test_wishes_without_a_fleet_and_two_kinds_of_place_are_refused(
         launch_on_fleet(recipe_of(), request_of(tmp_path), [], on="slurm")
     for command in ("plan", "launch"):
         assert run_command(command, "--model", "llama-3.2-1b", "--deadline", "3h") == 2
-        assert "choose among clusters, and none are listed" in capsys.readouterr().err
+        assert "--deadline has no effect without --fleet" in capsys.readouterr().err
     request_of(tmp_path)
     words = ["--model", "llama-3.2-1b", "--micro-batch-size", "1", "--tuning", "lora", "--rows", "1000"]
     assert run_command("plan", *words, "--fleet", str(tmp_path / "fleet.yaml"), "--json") == 0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer import Argument, Option
 
-from fitune.cli.keys import RecipeCommand, complete_value
+from fitune.cli.keys import CheckedCommand, RecipeCommand, complete_value
 from fitune.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -18,14 +18,10 @@ if TYPE_CHECKING:
     from fitune.session.results import Result
     from fitune.spec.recipe.recipe import Recipe
 
-app = typer.Typer(
-    name="fitune",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(name="fitune", no_args_is_help=True, pretty_exceptions_enable=False)
 
 records = typer.Typer(
-    help="Compare measured runs, ours and published ones, with the estimate.", no_args_is_help=True
+    help="Compare measured runs, ours and others', with the estimate.", no_args_is_help=True
 )
 app.add_typer(records, name="records")
 
@@ -57,13 +53,9 @@ Temperature = Annotated[float, Option(help="0 is greedy.")]
 TopP = Annotated[float, Option(help="Draw from the likeliest tokens of this share.")]
 Seed = Annotated[int, Option(help="Seed of the draws; no effect at temperature 0.")]
 Template = Annotated[str, Option(help="Jinja file; default: the tokenizer's own.")]
-OnRay = Annotated[
-    Literal["here", "ray"], Option("--on", help="Where it runs; ray: on workers of a Ray cluster.")
-]
+OnRay = Annotated[Literal["here", "ray"], Option("--on", help="Where it runs; ray: on a Ray cluster.")]
 RayAddress = Annotated[str, Option(help="HOST:PORT. Default: RAY_ADDRESS or this machine.")]
-Rendezvous = Annotated[
-    str, Option(metavar="HOST:PORT", help="With --nodes N: address and free port of node 0.")
-]
+Rendezvous = Annotated[str, Option(metavar="HOST:PORT", help="With --nodes N: node 0's address and port.")]
 Workers = Annotated[str, Option(metavar="N|N..M", help="With --on ray: workers, or fewest..most.")]
 
 
@@ -121,7 +113,7 @@ def plan(
     """Predict memory and time of every way to train; print the fastest that fits, and why not the others."""
     from fitune.session.planning import plan_on_data
 
-    request = _fleet(fleet, objective, deadline, budget, rows, live, picture=picture)
+    request = _fleet(fleet, objective, deadline, budget, rows, live)
     if request is not None:
         from fitune.session.clusters.fleet import draw_ranking, plan_on_fleet
         from fitune.session.results import Ranked
@@ -131,7 +123,7 @@ def plan(
         if picture is not None:
             draw_ranking(ranking, picture)
         return
-    recipe = _recipe([*(words or []), *(("--objective", objective) if objective else ())], settings)
+    recipe = _recipe(words, [*(settings or []), *([f"objective={objective}"] if objective else [])])
     if why or largest:
         from fitune.session.alternatives import largest_for, plan_with
 
@@ -215,9 +207,8 @@ def train(
     on_ray = place_on_ray(recipe, on, address=ray_address, workers=workers, restarts=ray_restarts)
     place = place_in(recipe, node=node_rank, rendezvous=rendezvous, timeout_s=rendezvous_timeout)
     with _terminal() as terminal:
-        raise typer.Exit(
-            train_program(recipe, overwrite=overwrite, tell=terminal, place=place, on_ray=on_ray)
-        )
+        code = train_program(recipe, overwrite=overwrite, tell=terminal, place=place, on_ray=on_ray)
+    raise typer.Exit(code)
 
 
 @app.command(**_RECIPE)
@@ -263,10 +254,13 @@ def launch(
     live: Live = False,
 ) -> None:
     """Print what starts a plan: commands for each machine, a manifest for Kubernetes, a script for SLURM."""
+    from fitune.session.clusters.launching import deepspeed_configuration, launch_lines, split_settings
+
     request = _fleet(fleet, objective, deadline, budget, rows, live)
+    if objective and request is None:
+        settings = [*(settings or []), f"objective={objective}"]
     if request is not None or on is not None:
         from fitune.session.clusters.fleet import launch_text
-        from fitune.session.clusters.launching import split_settings
 
         of_recipe, of_job = split_settings(settings or [])
         text, place = launch_text(_recipe(words, of_recipe), request, of_job, on=on, job_file=job)
@@ -274,8 +268,6 @@ def launch(
             print(place, file=sys.stderr)
         print(text, end="")
         return
-    from fitune.session.clusters.launching import deepspeed_configuration, launch_lines
-
     if configuration:
         print(deepspeed_configuration(_recipe(words, settings)))
     elif show:
@@ -300,12 +292,11 @@ def compare(
     names = [name.strip() for name in tunings.split(",") if name.strip()]
     recipe = _recipe(words, settings)
     with _terminal() as terminal:
-        raise typer.Exit(
-            compare_methods(recipe, names, score_data=score_data, overwrite=overwrite, tell=terminal)
-        )
+        code = compare_methods(recipe, names, score_data=score_data, overwrite=overwrite, tell=terminal)
+    raise typer.Exit(code)
 
 
-@app.command()
+@app.command(cls=CheckedCommand)
 def score(
     context: typer.Context,
     model: Annotated[str, Option(help=_NAMED)],
@@ -360,7 +351,7 @@ def score(
         with _terminal(lines=sys.stderr, quiet=json) as terminal:
             scores = score_typed(context, tell=terminal)
         return _show(scores, json=json)
-    from fitune.session.score.score_words import columns_of, require_planned, score_words
+    from fitune.session.score.score_words import columns_of, score_words
 
     request = _fleet(fleet, objective, deadline, budget, None, live)
     if plan or request is not None:
@@ -375,7 +366,6 @@ def score(
     from fitune.session.clusters.score_on_ray import place_of_scoring
     from fitune.session.score.scoring import compare_scores, score_dataset, why_not_all
 
-    require_planned(gpu=gpu, gpus=gpus)
     place = place_of_scoring(on, address=ray_address, workers=workers)
     with _terminal(lines=sys.stderr, quiet=json) as terminal:  # standard output is the report's alone
         report = score_dataset(
@@ -410,10 +400,8 @@ def chat(
     from fitune.session.score.chat import open_chat
 
     sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
-    with _terminal(lines=sys.stderr) as terminal:
-        opened = open_chat(
-            models, system=system, sampling=sampling, chat_template=chat_template, tell=terminal
-        )
+    with _terminal(lines=sys.stderr) as tell:
+        opened = open_chat(models, system=system, sampling=sampling, chat_template=chat_template, tell=tell)
     from fitune.cli.chat import talk
 
     talk(opened, as_json=json)
@@ -439,8 +427,7 @@ def serve(
 
 @app.command(name="go-on", hidden=True)
 def go_on(run: Run) -> None:
-    """Go on with the attempt that waits in a run's directory: after one that ran out of memory, or as one of several
-    ranks."""
+    """Go on with the attempt that waits in a run's directory, after a shortage of memory or as one of several ranks."""
     from fitune.session import fresh_process
 
     with _terminal() as terminal:
@@ -533,13 +520,13 @@ def check(
     _print(check_text(found, rows=rows), check_data(found), json=json)
 
 
-def _fleet(file: Path | None, *wishes: Any, picture: Path | None = None) -> "FleetRequest | None":
-    """The question to a fleet; None without one. Raises RecipeError for wishes that only a fleet can keep."""
-    if file is None and not any((*wishes[1:], picture)):  # an objective is any plan's
+def _fleet(file: Path | None, *wishes: Any) -> "FleetRequest | None":
+    """The question to a fleet; None without one."""
+    if file is None:
         return None
-    from fitune.session.clusters.fleet import fleet_request
+    from fitune.session.clusters.fleet import FleetRequest
 
-    return fleet_request(file, *wishes)
+    return FleetRequest(file, *wishes)
 
 
 def _terminal(**settings: Any) -> "Terminal":

@@ -6,8 +6,18 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
+from fitune.session.idle_options import refuse_idle_options
 
-class RecipeCommand(TyperCommand):
+
+class CheckedCommand(TyperCommand):
+    """A command that refuses options which would do nothing."""
+
+    def invoke(self, ctx: Any) -> Any:
+        refuse_idle_options(ctx)
+        return super().invoke(ctx)
+
+
+class RecipeCommand(CheckedCommand):
     """A command that takes every key of a recipe as an option."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from fitune.errors import HardwareError, RecipeError
 from fitune.estimate.predict import largest_batch
@@ -35,14 +34,6 @@ class FleetRequest:
     """Rows of an epoch, each of seq_len tokens, where the data is not on this machine."""
     live: bool = False
     """Ask the clusters which nodes are free."""
-
-
-def fleet_request(file: Path | None, *wishes: Any) -> FleetRequest:
-    """The question to the fleet of ``file``. Raises RecipeError without one."""
-    if file is None:
-        options = "--deadline, --budget, --rows, --live and --picture"
-        raise RecipeError(f"{options} choose among clusters, and none are listed", hint="--fleet FILE.yaml")
-    return FleetRequest(file, *wishes)
 
 
 def plan_on_fleet(recipe: Recipe, request: FleetRequest) -> Ranking:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fitune.errors import RecipeError
+from fitune.session.idle_options import typed_options
 from fitune.units import format_seconds
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def score_typed(context: Any, *, tell: "Tell") -> TaskScores:
 
     Raises RecipeError without --lm-eval, which stands in place of --data, and for an option that is idle beside it.
     """
-    typed = {name for name in context.params if context.get_parameter_source(name).name == "COMMANDLINE"}
+    typed = typed_options(context)
     if "lm_eval" not in typed:
         raise RecipeError("fitune score: --data is missing", hint="--data FILE, or --lm-eval TASKS")
     for name in sorted(typed - _TAKEN - {"json"}):

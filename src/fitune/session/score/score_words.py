@@ -90,16 +90,6 @@ def said_rows(batch_size: int | None) -> dict[str, int]:
     return {} if batch_size is None else {"batch_size": batch_size}
 
 
-def require_planned(*, gpu: str, gpus: int) -> None:
-    """Raises RecipeError for devices of a machine that is elsewhere: a scoring runs on those that are here."""
-    if gpu or gpus:
-        said = f"--gpu {gpu}" if gpu else f"--gpus {gpus}"
-        raise RecipeError(
-            f"{said} describes a machine to plan for, and a scoring runs on the devices of this one",
-            hint="add --plan, or leave it out; --on ray --workers N takes the devices of a cluster",
-        )
-
-
 def _require_written(graders: Sequence[str]) -> None:
     if not graders:
         return

@@ -1,0 +1,69 @@
+"""An option that would do nothing beside others, or without them, is refused by one table; none is swallowed."""
+
+import json
+import sys
+
+import pytest
+from typer.main import get_command
+
+from fitune.cli import main
+from fitune.cli.app import app
+from fitune.cli.keys import CheckedCommand
+from fitune.session.idle_options import BESIDE, WITHOUT
+
+SCORE = ["score", "--model", "m", "--data", "d"]
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    def run(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["fitune", *words])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return int(ended.value.code or 0), *capsys.readouterr()
+
+    return run
+
+
+RECIPE = ["--model", "llama-3.2-1b", "--gpu", "h100"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["plan", "--fleet", "f.yaml", "--why", "zero: 3"], "--why has no effect with --fleet"),
+        (["plan", "--why", "zero: 3", "--largest", "seq_len"], "--why has no effect with --largest"),
+        (["launch", "--print-deepspeed-config", "--on", "slurm"], "--print-deepspeed-config has no effect with --on"),
+        (["launch", "--print", "--on", "slurm"], "--print has no effect with --on"),
+        (["launch", "--print", "--job", "j.yaml"], "--job has no effect without --on"),
+        ([*SCORE, "--plan", "--against", "o"], "--against has no effect with --plan"),
+        ([*SCORE, "--shots", "5"], "--shots has no effect without --lm-eval"),
+        ([*SCORE, "--objective", "cheapest"], "--objective has no effect without --fleet"),
+        (["train", "--ray-restarts", "5"], "--ray-restarts has no effect without --on"),
+    ],
+)  # fmt: skip
+def test_an_option_without_effect_is_refused(call, words: list[str], said: str) -> None:
+    code, _, err = call(*words)
+    assert code == 2
+    assert said in err
+
+
+def test_the_table_names_commands_and_options_that_are_there() -> None:
+    commands = get_command(app).commands
+    for table in (BESIDE, WITHOUT):
+        for name, rows in table.items():
+            assert isinstance(commands[name], CheckedCommand)
+            named = {*rows, *(other for others in rows.values() for other in others)}
+            assert named <= {param.name for param in commands[name].params}
+
+
+def test_launch_keeps_the_objective_that_plan_was_given(call) -> None:
+    words = [*RECIPE, "--gpus", "2", "--tuning", "lora", "--objective", "least-memory"]
+    code, out, _ = call("plan", *words, "--json")
+    assert code == 0
+    stage = json.loads(out)["plan"]["sharding"]["stage"]
+    code, out, _ = call("launch", *words, "--on", "slurm")
+    assert code == 0
+    assert (f"zero: {stage}" in out, "objective: least-memory" in out) == (True, True)
+    code, out, _ = call("launch", *words, "--print")
+    assert "--set objective=least-memory" in out
