@@ -152,7 +152,15 @@ def text_config(values: Mapping[str, Any]) -> PretrainedConfig:
         )
     with _named(f"model_type = {model_type!r}: its config cannot be used"):
         config = CONFIG_MAPPING[model_type].from_dict(_with_floats(dict(values)))
-        return _of_plain_weights(config).get_text_config()
+        text = _of_plain_weights(config).get_text_config()
+    if values.get("vision_config") is not None and type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        like = text_model_like(text.to_dict())
+        raise ModelError(
+            f"model_type = {model_type!r} is a vision model, and its text part cannot be trained alone: transformers "
+            "has no language model of its own for it",
+            hint=f"a text model of its size{f': {like}' if like else ''}",
+        )
+    return text
 
 
 def _with_floats(value: Any) -> Any:
@@ -187,14 +195,6 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype | None = None) -> P
     Raises ModelError for a config that no model can be built from.
     """
     typed = {} if dtype is None else {"dtype": dtype}
-    text = config.get_text_config()
-    if text.base_config_key == "text_config" and type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        like = text_model_like(text.to_dict())
-        raise ModelError(
-            f"{text.model_type} is the text part of a model of pictures and text, which transformers does not build by "
-            "itself, so it cannot be trained here",
-            hint=f"a text model of its size{f': {like}' if like else ''}",
-        )
     with _named(f"{config.name_or_path or config.model_type}: no model can be built from its config"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config.get_text_config(), trust_remote_code=False, **typed
