@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fitune.errors import RecipeError
-from fitune.spec.recipe.paths import with_own_paths
+from fitune.spec.recipe.paths import require_model, with_own_paths
 from fitune.spec.recipe.recipe import Recipe, canonical_keys, given_options, layered_recipe
 from fitune.spec.recipe.strict_yaml import load_yaml
 from fitune.units import wrapped
@@ -49,14 +49,16 @@ def recipe_of_keys(
 
     reading = read_foreign(raw, where=where, folder=folder)
     if reading is None:
-        own = with_own_paths(canonical_keys(raw, where=where), folder, where=where)
-        return ReadRecipe(recipe=layered_recipe(own, where=where, settings=settings, options=options))
+        own = with_own_paths(canonical_keys(raw, where=where), folder)
+        recipe = layered_recipe(own, where=where, settings=settings, options=options)
+        require_model(recipe.model, folder, where=where)
+        return ReadRecipe(recipe=recipe)
     from fitune.foreign.reading import SHARDING, require_readable
     from fitune.foreign.words import explain_reading, without_data
 
     require_readable(reading)
     settings = tuple(settings)
-    keys = with_own_paths(reading.settings, folder, where=where)
+    keys = with_own_paths(reading.settings, folder)
     recipe = layered_recipe(keys, where=where, settings=settings, options=options)
     notes = explain_reading(reading)
     divided = [name for name in SHARDING if name in reading.settings]

@@ -12,29 +12,29 @@ Change = Callable[[str, str], str]
 """A key and its path -> the path to take."""
 
 
-def with_own_paths(keys: Mapping[str, Any], folder: Path, *, where: str) -> dict[str, Any]:
-    """Canonical keys of a recipe in ``folder``, its paths as the shell's folder sees them.
-
-    Raises RecipeError with both folders for a model or a ds_config.json that is in neither.
-    """
-    if folder.resolve() == Path.cwd():
-        return dict(keys)
+def with_own_paths(keys: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Canonical keys of a recipe in ``folder``, its paths as the shell's folder sees them."""
 
     def own(name: str, path: str) -> str:
-        if "://" in path or path.startswith(("/", "~")):
-            return path
-        if _is_at(name, folder / path):
-            return str(folder / path)
-        is_a_path = name == "deepspeed" or (name == "model" and (path.startswith(".") or path.count("/") > 1))
-        if is_a_path and not is_there(path):
-            raise RecipeError(
-                f"{where}: {name} = {path!r} is neither in the recipe's folder, {folder.resolve()}, nor in the present "
-                f"one, {Path.cwd()}",
-                hint=f"{name}: a path from the recipe's folder, or an absolute one",
-            )
-        return path
+        is_relative = "://" not in path and not path.startswith(("/", "~"))
+        return str(folder / path) if is_relative and _is_at(name, folder / path) else path
 
-    return _with_paths(keys, own)
+    return dict(keys) if folder.resolve() == Path.cwd() else _with_paths(keys, own)
+
+
+def require_model(model: str, folder: Path, *, where: str) -> None:
+    """Raises RecipeError for the path of a model that is neither in the recipe's folder nor in the present one."""
+    is_relative_path = (
+        model.startswith("./")
+        or model.startswith("../")
+        or (model.count("/") > 1 and not model.startswith(("/", "~")) and "://" not in model)
+    )
+    if is_relative_path and not is_there(model) and folder.resolve() != Path.cwd():
+        raise RecipeError(
+            f"{where}: model = {model!r} is neither in the recipe's folder, {folder.resolve()}, nor in the present "
+            f"one, {Path.cwd()}",
+            hint="model: a path from the recipe's folder, or an absolute one",
+        )
 
 
 def with_absolute_paths(keys: Mapping[str, Any]) -> dict[str, Any]:

@@ -246,7 +246,7 @@ def read_recipe(
     """
     raw = load_yaml(path) if path is not None else {}
     where = str(path) if path is not None else "the command line"
-    keys = with_own_paths(canonical_keys(raw, where=where), path.parent if path else Path("."), where=where)
+    keys = with_own_paths(canonical_keys(raw, where=where), path.parent if path else Path("."))
     return layered_recipe(keys, where=where, settings=settings, options=given_options(options))
 
 
