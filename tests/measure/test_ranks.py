@@ -21,6 +21,8 @@ with joined_ranks() as ranks:
     measured._all_reduce_seconds = lambda device, elements: 2e-3 if elements == 1 else 1e-3
     held_up = measured.collective_rates(torch.device("cpu"))
     print(ranks.rank, found.ranks, found.start_seconds, found.bandwidth, held_up.bandwidth)
+    torch.distributed.barrier()
+torch.distributed.destroy_process_group()  # a group that is left at exit may abort
 """
 
 

@@ -1,0 +1,50 @@
+"""No number of a plan moves unseen: 200 accounts are as they were when accounts.jsonl was written."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from fitune.spec.model import tracer
+from golden.accounts import FILE, account, recipes
+
+GOLDEN = [json.loads(line) for line in FILE.read_text().splitlines()]
+
+
+@pytest.fixture(autouse=True)
+def _tracer_comes_back() -> Iterator[None]:
+    before = tracer.current_tracer()
+    yield
+    tracer.trace_with(before)
+
+
+def differences(was: Any, now: Any, where: str = "") -> Iterator[str]:
+    """Places where two accounts differ: bytes by more than 0.2 %, seconds by more than 1 %, anything else at all."""
+    if isinstance(was, dict) and isinstance(now, dict):
+        for key in sorted(was.keys() | now.keys()):
+            yield from differences(was.get(key), now.get(key), f"{where}/{key}")
+    elif isinstance(was, list) and isinstance(now, list) and len(was) == len(now):
+        for index, (before, after) in enumerate(zip(was, now, strict=True)):
+            yield from differences(before, after, f"{where}/{index}")
+    elif isinstance(was, int | float) and isinstance(now, int | float) and not where.startswith("/plan"):
+        if abs(now - was) > (0.01 if where.startswith("/seconds") else 0.002) * abs(was):
+            yield f"{where}: {was} -> {now}"
+    elif was != now:
+        yield f"{where}: {was} -> {now}"
+
+
+def test_the_file_is_of_these_recipes() -> None:
+    assert [each["recipe"] for each in GOLDEN] == list(recipes())
+
+
+@pytest.mark.parametrize(
+    "golden",
+    [
+        pytest.param(each, id=str(number), marks=[pytest.mark.slow] if number % 4 else [])
+        for number, each in enumerate(GOLDEN)
+    ],
+)
+def test_the_account_is_as_it_was(golden: dict[str, Any]) -> None:
+    now = json.loads(json.dumps(account(golden["recipe"])))
+    assert not list(differences(golden, now))
