@@ -55,7 +55,7 @@ def recipes() -> Iterator[dict[str, Any]]:
 
 
 def account(recipe: dict[str, Any]) -> dict[str, Any]:
-    """What fitune says of one recipe; the kind of refusal where it refuses. Nothing is traced: it is shipped or refused."""
+    """What fitune says of one recipe; the kind of refusal where it refuses. Nothing is traced."""
     trace_with(None)
     try:
         report = plan_for(parse_recipe(recipe))
