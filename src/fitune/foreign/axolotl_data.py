@@ -11,7 +11,7 @@ _RENDERED = (
 _PASSED = {
     "ds_type preprocess_shards trust_remote_code input_format": "",
     "chat_template conversation": _RENDERED,
-    "field_thinking template_thinking_key": "a row with thoughts in a field of their own is named when it is read",
+    "field_thinking template_thinking_key": "reasoning is read from reasoning_content, reasoning or thinking",
 }
 _REFUSED = {
     "shards shards_idx": "a part of the rows; sample: N says how many",

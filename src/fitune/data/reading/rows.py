@@ -1,6 +1,6 @@
 """A row as it was read, the error that names one row, and what fitune refuses to learn from.
 
-Refused by name are fields that change what should be learned (images, thoughts, weights of messages): to pass over
+Refused by name are fields that change what should be learned (images, weights of messages): to pass over
 them in silence would train something else than the data says. And preference data: fitune learns every answer it
 reads, so it would learn the bad ones too:
 

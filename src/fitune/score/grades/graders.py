@@ -179,7 +179,7 @@ def contains(answer: str, expected: str) -> float:
 
 
 def number(answer: str, expected: str) -> float:
-    """1 when the last number of the answer is the last number of the reference.
+    """1 when the number of the answer (``last_number``) is that of the reference.
 
     GSM8K writes its result after ``####``: where a line ends in that mark and a number, the number counts. Signs,
     decimals, exponents and thousands separators are read (``$1,234.50`` is 1234.5), words for numbers are not.
@@ -233,7 +233,7 @@ def json_schema(answer: str, schema: str) -> float:
 GRADERS: dict[str, Kind] = {
     "exact_match": Kind("answers that are the reference, white space aside", exact_match, of_calls=operator.eq),
     "contains": Kind("answers that hold the reference", contains, of_calls=operator.ge),
-    "number": Kind("answers whose last number is that of the reference", number, rules="2"),
+    "number": Kind("answers whose number is that of the reference", number, rules="2"),
     "f1": Kind("mean F1 of the words", f1, rules="2"),
     "rouge": Kind("mean ROUGE-L F-measure", rouge, rules="2"),
     "bleu": Kind("mean BLEU of single answers", bleu),
@@ -278,7 +278,7 @@ _RESULT = re.compile(rf"####[ \t]*[$€£]?({_NUMBER.pattern})[ \t.%€£]*$", r
 
 
 def last_number(text: str) -> Decimal | None:
-    """The number of the last line that ends in ``####`` and one, else the last number of the text, or None."""
+    """The number behind the last ``####`` that ends a line, else the last number of the text; None without one."""
     found = _RESULT.findall(text) or _NUMBER.findall(text)
     if not found:
         return None
