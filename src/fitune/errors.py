@@ -219,8 +219,8 @@ def system_failures() -> Iterator[None]:
 
 
 def is_failure(error: BaseException) -> bool:
-    """True if a library failed on what it was given: for lack of memory, by Ctrl-C or an exit it did not. A panic of
-    Rust is not even an Exception, and its type cannot be imported."""
+    """True if a library failed on its input; False for lack of memory, Ctrl-C and exits. A panic of Rust is no
+    Exception, and its type cannot be imported."""
     is_raised = isinstance(error, Exception) or type(error).__name__ == "PanicException"
     return is_raised and not is_out_of_memory(error)
 

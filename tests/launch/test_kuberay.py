@@ -265,7 +265,7 @@ def test_what_pods_cannot_see_is_refused() -> None:
 
 def test_a_dataset_that_is_taken_for_one_of_the_hub_is_said() -> None:
     _, job = documents(recipe_of(**{**RECIPES["one device"], "data": ["org/set", "a.jsonl"]}))
-    assert "read from the Hub, for it is not on this machine: org/set;" in str(job["metadata"]["annotations"])
+    assert "not on this machine, so read from the Hub: org/set;" in str(job["metadata"]["annotations"])
     assert "Hub" not in str(documents(recipe_of(**RECIPES["one device"]))[1]["metadata"])
 
 

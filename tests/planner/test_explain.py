@@ -186,5 +186,6 @@ def test_a_model_that_is_stored_in_few_bits_says_so_and_names_the_one_in_sixteen
     copy = parse_recipe({"model": "unsloth/llama-3-8b-bnb-4bit", "gpu": "rtx-4090"})
     decisions = find_plan(copy, model=known(copy.model), hardware=gpu("rtx-4090")).decisions
     assert any(
-        "(bitsandbytes)" in each and "meta-llama/Meta-Llama-3-8B holds these" in each for each in decisions
+        "(bitsandbytes)" in each and "meta-llama/Meta-Llama-3-8B is the original" in each
+        for each in decisions
     )

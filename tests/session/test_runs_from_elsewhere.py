@@ -44,3 +44,5 @@ def test_a_run_is_used_from_any_folder_and_moves_with_its_base(
     run = tmp_path / "moved" / "run"
     assert find_model(str(run)).model == str(tmp_path / "moved" / "base" / "model")
     assert fitune.export(run).path == run / "merged"
+    once_more = {"resume": True, "max_steps": 3, "output_dir": run}
+    assert fitune.train(tmp_path / "moved" / "r.yaml", **once_more).steps == 3

@@ -458,3 +458,8 @@ def test_text_models_of_a_vision_models_size() -> None:
     widths = {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28}
     assert text_model_like({**widths, "num_hidden_layers": 28}) == "Qwen/Qwen2.5-7B"
     assert text_model_like({**widths, "hidden_size": 7}) is None
+
+
+def test_only_rates_of_dropout_are_held_to_be_rates() -> None:
+    """Other fields have "drop" in their names: policies and switches."""
+    spec_from_config({**LLAMA, "token_drop_policy": "probs", "drop_tokens": True}, name="a/b")

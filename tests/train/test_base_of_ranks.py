@@ -1,8 +1,6 @@
 """The frozen base is hashed once on each machine, whatever number of processes trains there."""
 
-import socket
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -15,18 +13,9 @@ from fitune.train.resume import base_identity
 def test_one_rank_of_a_machine_reads_the_base(
     make_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan, hosts, read = make_plan(tuning="lora"), ("one", "two", "one", "two"), []
-    monkeypatch.setattr(resume, "weights_identity", lambda path: read.append(Path(path)) or f"of {rank}")
-    told: list[object] = []
-    monkeypatch.setattr(Ranks, "gathered", lambda self, value: told.append(value) or everyone or [value])
-    everyone: list[tuple[str, str]] = []
-    for rank, host in enumerate(hosts):
-        monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
-        base_identity(plan, Ranks(rank=rank, world=4, local=rank // 2))
-    assert told[:2] == [("one", "of 0"), ("two", "of 1")]
-    everyone, read[:] = [("one", "of 0"), ("two", "of 1"), ("one", ""), ("two", "")], []
-    for rank, host in enumerate(hosts):
-        monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
-        assert base_identity(plan, Ranks(rank=rank, world=4, local=rank // 2)) == f"of {rank % 2}"
-    assert len(read) == 2
-    assert base_identity(make_plan(tuning="full"), Ranks(rank=0, world=4)) == ""
+    """By ``once_a_node``, of which tests/data/test_cache_keys.py says what it does."""
+    monkeypatch.setattr(resume, "weights_identity", lambda path: f"the hash of {path}")
+    monkeypatch.setattr(Ranks, "once_a_node", lambda self, make: f"told: {make()}")
+    plan = make_plan(tuning="lora")
+    assert base_identity(plan, Ranks(rank=1, world=2, local=1)) == f"told: the hash of {plan.model_path}"
+    assert base_identity(make_plan(tuning="full"), Ranks(rank=0, world=2)) == ""

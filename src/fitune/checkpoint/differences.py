@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 from fitune.errors import CheckpointError
 from fitune.spec.model.model_spec import ModelSpec
-from fitune.spec.places import placed
+from fitune.spec.places import moved, placed
 from fitune.spec.plan import ClipByNorm, ClipByValue, Epochs, Full, Plan, Steps, clip_in_backward
 from fitune.spec.serial import to_data
 
@@ -23,8 +24,11 @@ class Difference:
 
 
 def compare_plans(saved: Plan, wanted: Plan) -> list[Difference]:
-    """Every setting that differs, in the order of the Plan; the same file is the same by any path to it."""
-    saved, wanted = placed(saved), placed(wanted)
+    """Every setting that differs, in the order of the Plan; the same file is the same by any path to it, also where the
+    run was moved together with it."""
+    wanted = placed(wanted)
+    before = saved.run
+    saved = placed(replace(moved(saved, Path(wanted.run.output_dir)), run=before))
     if saved.model_path == wanted.model_path:  # the name may be a relative path to it
         saved = replace(saved, model=replace(saved.model, name=wanted.model.name))
     before, after = _flat(to_data(saved), ""), _flat(to_data(wanted), "")

@@ -101,8 +101,7 @@ def prepare_data(
 
 
 def _settings(data: DataPlan, contents: Contents, *, seq_len: int, seed: int) -> dict[str, Any]:
-    """All that the tokens depend on beside tokenizer and template. Where the data lies and by which way it comes is no
-    part of it; a setting that is not named here is."""
+    """All that tokens depend on beside tokenizer and template: every setting but paths and ways of download."""
 
     def read_alike(sources: tuple[DataSource, ...]) -> tuple[DataSource, ...]:
         return tuple(

@@ -131,7 +131,8 @@ class MasterOptimizer(_OnParameters):
 
 
 def takes_decay(name: str, weight: Tensor) -> bool:
-    """True for matrices that are no biases: of these transformers' Trainer takes the same, by their names.
+    """True for tensors of two or more axes that are no biases. For these transformers' Trainer, which goes by names,
+    decides the same.
 
     The biases of gpt-oss's experts have two axes (``gate_up_proj_bias``). Trainer decays some vectors, too: attention
     sinks, Mamba's A_log and D, and norms that its patterns miss (``norm_f``).

@@ -40,7 +40,7 @@ def memory_of(step: StepStages) -> MemoryBreakdown:
 
 
 def larger(one: MemoryBreakdown, other: MemoryBreakdown) -> MemoryBreakdown:
-    """Each phase as the step has it that needs more then."""
+    """For each phase, the terms of the step with the larger sum."""
     return MemoryBreakdown(
         phases={phase: _largest([terms, other.phases[phase]]) for phase, terms in one.phases.items()},
         outside=_largest([one.outside, other.outside]),

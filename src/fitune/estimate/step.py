@@ -257,8 +257,8 @@ def describe_step(plan: Plan, shape: BatchShape, profile: ModelProfile | None = 
 
 
 def before_states(step: StepStages) -> StepStages:
-    """The first step of a run: its update makes the optimizer's states. DeepSpeed has them before, and in backward they
-    come with each update: there the step is as any other."""
+    """The first step of a run, whose update makes the optimizer's states. DeepSpeed makes them before it, and updates
+    in backward make them there: for these the step is as any other."""
     if uses_deepspeed(step.plan) or updates_in_backward(step.plan.tuning):
         return step
     states = step.resident["optimizer"]

@@ -22,6 +22,7 @@ from fitune.estimate.states import gradients_go_to_the_host
 from fitune.estimate.step import StepStages
 from fitune.estimate.tensors import trained_tensors
 from fitune.spec.choices import DDP_BUCKET_BYTES
+from fitune.spec.counts import untouched_blocks
 from fitune.spec.deepspeed import fetches_ahead, reduce_bucket_elements
 from fitune.spec.machines.hardware import Hardware
 from fitune.spec.plan import Ddp, Lomo, Lora, Offload, Plan, Single, Zero
@@ -129,7 +130,8 @@ def _deepspeed(plan: Plan, zero: Zero) -> Communication:
     linears = sum(count for _, count in plan.model.counted_linears()) + 2
     blocks = block_weights(plan)
     whole = sum(blocks) + root_weight_bytes(plan)
-    again = sum(blocks[: plan.recompute.blocks]) if isinstance(plan.tuning, Lora) else 0
+    recomputed = blocks[untouched_blocks(plan.model, plan.tuning) : plan.recompute.blocks]
+    again = sum(recomputed) if isinstance(plan.tuning, Lora) else 0
     calls = linears + buckets + round(linears * again / whole)
     return Communication(
         forward=_ring(plan, there * whole, calls=there * linears, passes=there),
@@ -284,8 +286,8 @@ def _host_links(step: StepStages, *, backward: bool) -> dict[str, float]:
 
 
 def _host_update(plan: Plan) -> dict[str, float]:
-    """The host's Adam, or reading and writing its states on NVMe where that takes longer; then weights come back, those
-    that wait on NVMe go there."""
+    """The host's Adam, or reading and writing its states on NVMe where that takes longer; then updated weights
+    are copied to the device, or written to NVMe if they are kept there."""
     adam = cpu_adam_seconds(plan)
     if not adam:
         return {}
@@ -297,8 +299,8 @@ def _host_update(plan: Plan) -> dict[str, float]:
 
 
 def _stepped_where_they_wait(plan: Plan) -> int:
-    """Trained elements of this rank that are not on the device between two steps: blocks on one, all on several. On one
-    device adapters stay (models/host.py)."""
+    """Trained elements of this rank that are kept off the device between steps. On one device: those of the blocks, but
+    no adapters (models/host.py). On several: all of its share."""
     if plan.offload.parameters == "device":
         return 0
     if not isinstance(plan.sharding, Single):

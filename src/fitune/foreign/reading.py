@@ -1,6 +1,6 @@
 """One recipe of another trainer while it is read: every key ends in exactly one line that says what became of it.
 
-So do the keys of mappings inside it of which anything is read; where nothing is, the line of the whole says it.
+Keys of a mapping inside it have lines of their own if any of them is read; else the mapping's one line covers them.
 
 translated | its key and value are a setting here, perhaps with a difference that is said
 assumed    | the recipe leaves it open, and the trainer's default is not the one here

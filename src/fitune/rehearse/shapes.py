@@ -105,7 +105,7 @@ def _window(config: PretrainedConfig) -> int:
 
 
 def _attention(block: nn.Module, config: PretrainedConfig, index: int) -> BlockAttention:
-    """Width by what the output projection reads: of heads of values, beside which those of queries may be larger."""
+    """Its width: the input size of the output projection (heads of values), or more where queries' are larger."""
     width = 0
     for module in block.modules():
         if not type(module).__name__.lower().endswith("attention"):

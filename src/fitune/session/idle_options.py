@@ -21,7 +21,7 @@ WITHOUT: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "train": {"ray_restarts": ("on",), "rendezvous_timeout": ("node_rank", "rendezvous")},
     "score": {
         **dict.fromkeys(("shots", "limit", "lm_eval_tasks"), ("lm_eval",)), "gpu": ("plan", "fleet"), "gpus": ("plan",),
-        **dict.fromkeys(("objective", "deadline", "budget", "live"), ("fleet",)),
+        **dict.fromkeys(("objective", "deadline", "budget", "live"), ("fleet",)), "served_model": ("url",),
     },
 }  # fmt: skip
 """Command -> option -> options of which it needs one to have an effect."""

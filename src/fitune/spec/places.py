@@ -10,7 +10,7 @@ from fitune.spec.plan import DataSource, Plan
 
 
 def placed(plan: Plan) -> Plan:
-    """The plan with the paths that are read from the present folder absolute, and that of its run."""
+    """The plan with absolute paths: that of the run, and those of model and data that exist in the current folder."""
 
     def absolute(path: str) -> str:
         file = (

@@ -1,7 +1,6 @@
 """The start of a run: from its first step, or from a checkpoint as if it had never stopped."""
 
 import math
-import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -210,12 +209,7 @@ def base_identity(plan: Plan, ranks: Ranks) -> str:
     """
     if not isinstance(plan.tuning, Lora):
         return ""
-    host = socket.gethostname()
-    own = weights_identity(plan.model_path) if ranks.local == 0 else ""
-    found = ranks.gathered((host, own))
-    return next((base for where, base in found if where == host and base), "") or weights_identity(
-        plan.model_path
-    )
+    return ranks.once_a_node(lambda: weights_identity(plan.model_path))
 
 
 def require_same_base(start: Start, plan: Plan, *, base: str) -> None:

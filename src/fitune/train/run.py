@@ -97,7 +97,7 @@ def run(
             nonlocal uploads
             if overwrite:  # only now: what was there is untouched until the data is known
                 remove_run(directory)
-            was_there = (directory / "plan.json").exists()
+            was_there = any((directory / name).exists() for name in ("plan.json", "recipe.yaml"))
             descent = begin_attempt(
                 plan, start, files or {}, attempt=owner.attempt, on_note=callbacks.on_note
             )

@@ -146,8 +146,9 @@ def keep_trained(current: Run, error: Exception) -> None:
             with saving(current) as saver:
                 saver.save(last)
             current.kept = _folder_of_trained(current)
-    except FituneError as problem:
-        current.callbacks.on_note(f"what was trained could not be saved as a checkpoint: {problem.message}")
+    except Exception as problem:  # the error of the export is what the run ends with
+        why = getattr(problem, "message", "") or f"{type(problem).__name__}: {problem}"
+        current.callbacks.on_note(f"what was trained could not be saved as a checkpoint: {why}")
     finally:
         current.where.doing = doing
 

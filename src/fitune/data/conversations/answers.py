@@ -1,9 +1,9 @@
 """Positions of the answers in a rendered conversation.
 
 A template that marks with ``{% generation %}`` what the model writes is believed. Most templates on the Hub mark
-nothing; there an answer begins behind the words that ask for it, and ends with the last end token before the next
-message, which is found by rendering the conversation with stand-ins for the questions. Either way what was found must
-show the answer, in every row, or the row is refused. An answer that is not ended by a token of its own is learned
+nothing: there an answer starts after the generation prompt and ends at the last end token before the next message.
+Rendering the conversation with stand-ins for the questions shows where that message starts. Either way what was found
+must show the answer, in every row, or the row is refused. An answer that is not ended by a token of its own is learned
 together with the end token behind it, or with EOS when nothing follows: a model must learn to stop.
 """
 
@@ -111,10 +111,9 @@ def _answer_pieces(renderer: Renderer, rendered: Rendered, span: Span, answer: M
 def _continued(renderer: Renderer, messages: Messages, prompt: Rendered, where: str) -> Rendered:
     """The conversation, which begins with its prompt.
 
-    Where the template writes earlier turns in another way once the answer is given (gpt-oss leaves out the reasoning
-    of calls), the answer is put behind the prompt that the model sees. A prompt may also open a thought that
-    conversations leave out (DeepSeek-R1's ends with <think>): the thought, or none, is put behind it and closed, as the
-    model has to do.
+    Some templates change earlier turns once an answer follows (gpt-oss drops the reasoning of calls): then the answer
+    is put behind the prompt that the model sees. Some prompts end with an open <think> (DeepSeek-R1's): then the
+    thought, which may be empty, and its closing tag are put behind it, as the model has to write them.
     """
     whole = renderer.render(messages, ask=False, where=where)
     if whole.text.startswith(prompt.text):

@@ -52,8 +52,8 @@ _CALL = Message("assistant", "", (ToolCall("look_up", "{}"),))
 
 @dataclass(frozen=True, slots=True)
 class _Endings:
-    """``tokens`` that end answers; in a template without any, the tokens that open a turn of the ``user`` and of a
-    ``tool``; text behind the last answer, and between an answer and a question."""
+    """``tokens`` end an answer. ``openings``: role -> token that opens its turn, where a template has no end tokens.
+    ``behind_last``: text after the last answer. ``between``: text from an answer to the next question."""
 
     tokens: frozenset[str]
     openings: dict[str, str]
@@ -210,11 +210,11 @@ class Renderer:
     def _endings(self) -> _Endings:
         """How this template ends answers, as it ends those of small conversations.
 
-        End tokens are those that follow earlier answers as well as the last one (Cohere2 writes two; Phi-3's EOS is
-        behind the last alone, and <|end|> behind all), else the first behind the last; and the one that follows
-        questions and earlier answers alike (gpt-oss ends the last answer with another token than those before).
-        Anything else behind an answer opens the next turn. In a template without end tokens the model has to write that
-        one, where it is the next role's own (GLM-4.5's <|user|> and <|observation|>) and opens no answer as well.
+        End tokens are the tokens after both earlier and last answers (Cohere2 writes two; Phi-3's EOS is behind the
+        last alone, <|end|> behind all), or, if there are none, the first one after the last answer; and the token
+        after both questions and earlier answers (gpt-oss ends the last answer with another token than those before).
+        Anything else behind an answer opens the next turn. In a template without end tokens the next role's token
+        ends the answer (GLM-4.5's <|user|> and <|observation|>), unless that token opens answers, too.
         """
         behind_last, question, between = self._behind(1, 1), self._behind(0, 2), self._behind(1, 2)
         last, asked, earlier = map(self._specials_at_start, (behind_last, question, between))

@@ -1,7 +1,7 @@
 """Chat templates in a sandbox. They are programs from strangers: transformers' own environment keeps them from Python's
 internals, and what it is given here is plain text, lists and dicts.
 
-It bounds neither time nor memory: Ctrl-C ends a template that never does.
+Time and memory have no limit: Ctrl-C ends an endless template.
 """
 
 import time

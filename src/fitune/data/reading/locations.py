@@ -136,8 +136,7 @@ def _of_folder(folder: str, names: Iterable[str], *, split: str) -> tuple[str, .
         shown = ", ".join(others[:3]) + (", …" if len(others) > 3 else "")
         raise DataError(
             f"{folder}: some files are named for a split, and {len(others)} are not: {shown}",
-            hint=f"name the file that is meant, {next(iter(named))} say, or several by a pattern; or name all of "
-            "them for their splits",
+            hint=f"give one file ({next(iter(named))}, for example) or a pattern, or rename every file after its split",
         )
     chosen = [name for name in files if named.get(name) == _canonical_split(split)] if named else files
     if not chosen:

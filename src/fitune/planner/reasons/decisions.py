@@ -312,10 +312,10 @@ def _mixers(plan: Plan) -> Iterator[str]:
 def _stored_weights(plan: Plan) -> Iterator[str]:
     if stored := plan.model.stored_as:
         known = find_known_model(plan.model.name)
-        source = f"{known.copy_of} holds these; " if known and known.copy_of else ""
+        source = f" ({known.copy_of} is the original)" if known and known.copy_of else ""
         yield (
-            f"note on model: {plan.model.name} stores its weights in few bits ({stored}), and they are read as the "
-            f"16-bit ones that they stand for; {source}tuning: qlora keeps a base of 4 bits"
+            f"note on model: {plan.model.name} is stored in few bits ({stored}), and its weights become 16 bit when "
+            f"they are read{source}; tuning: qlora keeps the base in 4 bits"
         )
 
 

@@ -72,7 +72,7 @@ def render(
     ]
     if on_hub:
         names = ", ".join(on_hub)
-        note = f"read from the Hub, for it is not on this machine: {names}; a folder is written ./{on_hub[0]}"
+        note = f"not on this machine, so read from the Hub: {names}; for a folder write ./{on_hub[0]}"
         job = replace(job, notes={**job.notes, "data": note})
     text = dump_recipe(written)
     match on:

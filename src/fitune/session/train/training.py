@@ -245,7 +245,7 @@ def predict_run(report: PlanReport, loader: Loader, *, after: int) -> Prediction
     plan = report.chosen.plan
     total = total_steps(plan.schedule, steps_per_epoch=loader.steps_per_epoch)
     epoch = loader.epoch()
-    step, heaviest = loader.heaviest_of_all(range(after or min(1, total - 1), total))
+    step, heaviest = loader.heaviest_of_all(range(min(after or 1, total - 1), total))
     estimate = predict(plan, largest=heaviest, usual=epoch.usual)
     if after == 0:  # the optimizer has no states yet, and another micro-batch may be the heaviest
         _, opening = loader.heaviest_of_all(range(1))

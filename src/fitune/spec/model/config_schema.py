@@ -25,7 +25,7 @@ def check_config(fields: ConfigFields, *, traced: bool) -> None:
     """
     _check(fields, CONFIG_FIELDS if not traced else _FIELDS_OF_TRACED)
     for name, value in fields.values.items():
-        if is_random_rate(name) and "jitter" not in name:
+        if "dropout" in name or name.endswith("_pdrop"):
             _number(low=0, below=1)(fields, name, value)
     text = fields.values.get("text_config")
     if isinstance(text, Mapping):
@@ -42,7 +42,7 @@ def is_random_rate(name: str) -> bool:
 
 def dropout_of(config: Mapping[str, Any]) -> Dropout:
     """Where a model drops elements out, by the names of its rates; what is of no known place is of both outputs."""
-    rates = {n: v for n, v in config.items() if is_random_rate(n) and isinstance(v, int | float)}
+    rates = {n: v for n, v in config.items() if is_random_rate(n) and type(v) in (int, float)}
     elsewhere = ("jitter", "layerdrop", "classifier", "summary")
     rates = {n: float(v) for n, v in rates.items() if not any(word in n for word in elsewhere)}
     attention = {n: v for n, v in rates.items() if n.startswith("att")}

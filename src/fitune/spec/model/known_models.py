@@ -43,7 +43,7 @@ class KnownModel:
     """Fields of the text part, where the checkpoint has one for images too."""
     has_vision_part: bool = False
     copy_of: str = ""
-    """The name in 16 bits, where this is a copy's in fewer that can be read."""
+    """Name of the model that a mirror or a copy in few bits holds; empty for the model itself."""
 
 
 _MIRRORS = ("unsloth", "nousresearch")

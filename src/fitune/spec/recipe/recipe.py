@@ -420,6 +420,6 @@ def dump_recipe(recipe: Recipe, *, anywhere: bool = False) -> str:
 
 
 def given_keys(recipe: Recipe) -> dict[str, Any]:
-    """What was said, defaults included where they were said, and nothing that was not, in sources neither: some
-    defaults mean another thing once they are given (max_grad_norm, weight)."""
+    """The keys that were given, inside sources too, and among them those that were given their default: max_grad_norm
+    and weight mean another thing when they are given."""
     return recipe.model_dump(mode="json", exclude_unset=True)

@@ -40,8 +40,8 @@ def kinds_of(annotation: Any) -> tuple[Any, ...]:
 
 
 def type_inside(annotation: Any, key: str) -> Any:
-    """Type of what is at ``key`` in a value: a field, an entry of a mapping, or a place in a list, which may be left
-    out where there is one."""
+    """Type of what is at ``key`` in a value: a field, an entry of a mapping, or an index of a list, which may be left
+    out where the list has one element."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return type_inside(parts[0], key)
