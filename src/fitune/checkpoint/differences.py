@@ -27,8 +27,7 @@ def compare_plans(saved: Plan, wanted: Plan) -> list[Difference]:
     """Every setting that differs, in the order of the Plan; the same file is the same by any path to it, also where the
     run was moved together with it."""
     wanted = placed(wanted)
-    before = saved.run
-    saved = placed(replace(moved(saved, Path(wanted.run.output_dir)), run=before))
+    saved = placed(replace(moved(saved, Path(wanted.run.output_dir)), run=saved.run))
     if saved.model_path == wanted.model_path:  # the name may be a relative path to it
         saved = replace(saved, model=replace(saved.model, name=wanted.model.name))
     before, after = _flat(to_data(saved), ""), _flat(to_data(wanted), "")
