@@ -139,5 +139,5 @@ def test_weights_that_deepspeed_divides_count_whole() -> None:
     """It leaves an empty parameter, with the number of elements beside it."""
     model = torch.nn.Linear(4, 3, bias=False)
     model.weight = torch.nn.Parameter(torch.empty(0))
-    model.weight.ds_numel = 12  # type: ignore[assignment]
+    model.weight.ds_numel = 12
     assert count_weights(model) == elements(model.weight) == 12

@@ -113,7 +113,7 @@ class Ranks:
         return made[0] if made else make()
 
     def once_a_node(self, make: Callable[[], T]) -> T:
-        """What ``make`` returns on the first rank of this machine, the only one there that calls it.
+        """Call ``make`` on the first rank of this machine alone, and return its result on every rank there.
 
         An error on any machine is raised on every rank.
         """

@@ -137,7 +137,7 @@ def block_gradients(plan: Plan, *, width: int = 0) -> tuple[int, ...]:
 
 
 def root_gradient_bytes(plan: Plan, *, width: int = 0) -> int:
-    """The same of what is trained outside the blocks."""
+    """Bytes of what is trained outside the blocks, counted as for the blocks."""
     return _padded_bytes(plan, (t for t in trained_tensors(plan) if not t.in_block), width)
 
 

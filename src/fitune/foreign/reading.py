@@ -113,7 +113,7 @@ class Reading:
         return self.watched.setdefault(where, _watched(value)) if isinstance(value, Mapping | list) else value
 
     def inside(self, fate: Fate, reasons: Mapping[str, str]) -> None:
-        """What becomes of these keys of mappings inside the recipe where nothing reads them, and why."""
+        """Say what becomes of these keys of nested mappings if nothing reads them, and why."""
         self.known_inside |= {name: (fate, said) for key, said in reasons.items() for name in key.split()}
 
     def put(self, name: str, value: Any, *, key: str = "", said: str = "") -> None:

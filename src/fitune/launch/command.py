@@ -9,7 +9,7 @@ from fitune.launch.nodes import meeting_address
 from fitune.spec.plan import Plan
 
 MEETING_EXAMPLE = "HOST:PORT"
-"""What ``fitune launch`` writes for --rendezvous, where nobody says it: to be filled in."""
+"""Placeholder that ``fitune launch`` prints for --rendezvous when none is given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

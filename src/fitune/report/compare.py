@@ -135,7 +135,7 @@ def _rank_rows(estimate: Estimate | None, ranks: Sequence[RankReport]) -> list[R
 
 
 def _process_rows(estimate: Estimate | None, measured: Measured) -> list[Row]:
-    """What torch has reserved is predicted only where the estimate says what lies outside the tensors."""
+    """The row of the process, without a prediction where the estimate does not say what lies outside the tensors."""
     if not measured.process_bytes:
         return []
     known = estimate is not None and any(estimate.memory.outside.values())

@@ -17,7 +17,7 @@ Asked = TypeVar("Asked", bound=_Named)
 Found = TypeVar("Found", bound=_Named)
 
 _FAULTS = (RuntimeError, ValueError, IndexError, KeyError)
-"""What an engine raises at a row that it cannot answer."""
+"""Errors that an engine raises for a row that it cannot answer."""
 ENGINE_FAILED = "engine_failed"
 """Code of the error of such a row."""
 

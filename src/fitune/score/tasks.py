@@ -65,7 +65,7 @@ class Question:
         return self.reference.calls if self.reference else ()
 
     def conversation(self, answer: Message | None = None) -> Conversation:
-        """What is asked, with ``answer`` behind it."""
+        """Return the conversation of the question, with ``answer`` as its last message."""
         messages = self.messages if answer is None else (*self.messages, answer)
         return Conversation(messages, self.where, self.tools)
 

@@ -146,7 +146,7 @@ def keep_trained(current: Run, error: Exception) -> None:
             with saving(current) as saver:
                 saver.save(last)
             current.kept = _folder_of_trained(current)
-    except Exception as problem:  # the error of the export is what the run ends with
+    except Exception as problem:  # any error here would take the place of the export's and leave no report
         why = getattr(problem, "message", "") or f"{type(problem).__name__}: {problem}"
         current.callbacks.on_note(f"what was trained could not be saved as a checkpoint: {why}")
     finally:

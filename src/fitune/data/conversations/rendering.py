@@ -43,8 +43,8 @@ class Piece:
 _ESCAPED_SHIELD = "\\ufdd2"
 """As a template writes it that escapes all that is not ASCII."""
 _STANDIN = "\ufdd3"
-_THOUGHT_FIELDS = ("reasoning_content", "thinking")
-"""Names that templates read: Qwen's, GLM's and Nemotron's the first, gpt-oss's and LFM's the second."""
+_TEMPLATE_FIELDS = ("reasoning_content", "thinking")
+"""Names under which templates read a thought: Qwen, GLM and Nemotron the first, gpt-oss and LFM the second."""
 _STANDINS = re.compile(f"{_STANDIN}\\d+{_STANDIN}")
 _PING, _PONG = Message("user", "ping"), Message("assistant", "pong")
 _CALL = Message("assistant", "", (ToolCall("look_up", "{}"),))
@@ -110,7 +110,7 @@ class Renderer:
     def _turn(self, message: Message, **how: bool) -> dict[str, Any]:
         content, thought = message.content, {}
         if message.thought and self._reads_thoughts:
-            thought = dict.fromkeys(_THOUGHT_FIELDS, self._shield(message.thought))
+            thought = dict.fromkeys(_TEMPLATE_FIELDS, self._shield(message.thought))
         elif message.thought:
             content = f"<think>\n{message.thought.strip()}\n</think>\n\n{content}"
         turn: dict[str, Any] = {"role": message.role, "content": self._shield(content), **thought}
@@ -147,7 +147,7 @@ class Renderer:
     @cached_property
     def _reads_thoughts(self) -> bool:
         """True if the template shows a thought in a field of its own; else it is written into the content."""
-        answer = {"role": "assistant", "content": "pong", **dict.fromkeys(_THOUGHT_FIELDS, _STANDIN)}
+        answer = {"role": "assistant", "content": "pong", **dict.fromkeys(_TEMPLATE_FIELDS, _STANDIN)}
         try:
             return _STANDIN in self._marked([self._turn(_PING), answer], None, ask=False, where="a try")
         except BadRow:
@@ -250,7 +250,7 @@ class Renderer:
         return parts[-2] if number + 1 < 2 * turns and len(parts) > 2 else parts[-1]
 
     def _text(self, messages: Sequence[Message], *, ask: bool = False) -> str:
-        """Those messages as the template writes them, with a tool if one is called; "" where it refuses them."""
+        """Render the messages to text, offering a tool if one is called; return "" where the template refuses them."""
         renderer = self
         if any(message.calls for message in messages):
             renderer = copy.copy(self)

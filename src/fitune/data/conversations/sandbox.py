@@ -33,7 +33,9 @@ class SafeTemplate:
             raise DataError(f"{name}, line {error.lineno}: {error.message}") from None
         except RecursionError:
             raise DataError(f"{name}: nested too deeply") from None
-        except Exception as error:  # constants are computed when it is compiled: whatever that raises
+        except (
+            Exception
+        ) as error:  # compiling runs the template's constant expressions, which may raise anything
             raise DataError(f"{name}: {str(error) or type(error).__name__}") from None
         # as Jinja has them, copying them takes half the time of a rendering
         self._template.globals = dict(self._template.globals)
@@ -47,7 +49,7 @@ class SafeTemplate:
         """The text, with MARK_OPEN and MARK_CLOSE around generation blocks. Raises TemplateFailed."""
         try:
             text: str = self._template.render(**variables)
-        except Exception as error:  # somebody else's program: whatever it raises is its failure
+        except Exception as error:  # a template may raise anything, and is to be named with it
             raise TemplateFailed(f"{self._name}: {str(error) or type(error).__name__}") from None
         if not text.isascii() and (found := _unpaired_surrogate(text)):
             raise TemplateFailed(f"{self._name}: writes an unpaired surrogate (U+{ord(found):04X})")

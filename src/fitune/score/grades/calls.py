@@ -18,8 +18,8 @@ _DECODER = json.JSONDecoder()
 
 
 def compared_calls(answer: str, expected: str, wanted: Sequence[str]) -> tuple[Counter[str], Counter[str]]:
-    """What ``answer`` and ``expected`` call, each call as canonical JSON. ``wanted``: the calls of ``expected`` as the
-    data has them."""
+    """Count the calls of ``answer`` and of ``expected``, each as canonical JSON. ``wanted``: those of ``expected``
+    as the data has them."""
     calls = Counter(_canonical(json.loads(call)) for call in wanted)
     said, meant = _parts(answer), _parts(expected)
     if _calls(meant) == calls:
