@@ -9,10 +9,13 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 # vLLM pins its own torch and transformers, so it has an environment of its own.
 VLLM := $(VENV)-vllm
 VLLM_STAMP := $(VLLM)/.installed
+# The null GPU needs torch's CUDA build, 3 GB.
+NULL := $(VENV)-null
+NULL_STAMP := $(NULL)/.installed
 # How long `make fuzz` looks: minute (the same examples every time) or hour (new ones every time).
 PROFILE ?= minute
 
-.PHONY: demo test slow ray vllm vllm-env fuzz lint types clean
+.PHONY: demo test slow ray vllm vllm-env null-gpu null-env fuzz lint types clean
 
 demo: $(STAMP)
 	$(BIN)/fitune demo
@@ -33,6 +36,12 @@ vllm: $(STAMP) $(VLLM_STAMP)
 	FITUNE_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python VLLM_CPU_KVCACHE_SPACE=1 $(BIN)/python -m pytest tests/score -m vllm
 
 vllm-env: $(VLLM_STAMP)
+
+# The CUDA paths on a GPU that is not there: tests/null_gpu/README.md says what is real and what is not.
+null-gpu: $(NULL_STAMP)
+	$(NULL)/bin/python -m pytest tests/null_gpu -m null_gpu
+
+null-env: $(NULL_STAMP)
 
 # Random damage to recipes, model folders, adapters, rows, templates and runs: each ends well or in an error for people.
 fuzz: $(STAMP)
@@ -62,5 +71,14 @@ $(VLLM_STAMP):
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
+# uv takes the build of the index, where pip prefers one for the CPU if it is at hand.
+$(NULL_STAMP): pyproject.toml constraints.txt
+	test -x $(NULL)/bin/python || $(PYTHON) -m venv $(NULL)
+	$(NULL)/bin/python -m pip install --quiet --disable-pip-version-check uv
+	grep -E '^(torch|transformers|peft|datasets|bitsandbytes|hqq)==' constraints.txt > $(NULL)/pins.txt
+	$(NULL)/bin/uv pip install --quiet --python $(NULL)/bin/python -c $(NULL)/pins.txt torch nvidia-cuda-crt
+	$(NULL)/bin/uv pip install --quiet --python $(NULL)/bin/python -c $(NULL)/pins.txt -e '.[quant,liger,bench]' pytest pytest-xdist
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VLLM)
+	rm -rf $(VENV) $(VLLM) $(NULL)

@@ -1,0 +1,51 @@
+"""What was asked of the null GPU: counts, names of kernels, the most physical memory."""
+
+import ctypes
+import os
+
+NAMES = (
+    "launches",
+    "syncs",
+    "copies",
+    "mallocs",
+    "events",
+    "waits",
+    "to_device",
+    "to_host",
+    "within",
+    "frees",
+    "maps",
+    "unmaps",
+    "host_allocs",
+    "host_bytes",
+)
+_lib = ctypes.CDLL(os.environ["NULLCUDA_LIB"])
+_lib.nullcuda_most.restype = ctypes.c_size_t
+
+
+def counts() -> dict[str, int]:
+    numbers = (ctypes.c_long * len(NAMES))()
+    _lib.nullcuda_counts(numbers, len(NAMES))
+    return dict(zip(NAMES, numbers, strict=True))
+
+
+def since(before: dict[str, int]) -> dict[str, int]:
+    return {name: n - before[name] for name, n in counts().items()}
+
+
+def most_bytes(device: int = 0, *, reset: bool = False) -> int:
+    """The most physical memory of a card that was held at once (what torch calls reserved)."""
+    return int(_lib.nullcuda_most(device, int(reset)))
+
+
+def kernels(*, reset: bool = False) -> dict[str, int]:
+    """Launches by the kernel's (mangled) name."""
+    found: dict[str, int] = {}
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_long)
+    def tell(name: bytes, n: int) -> None:
+        word = name.decode()
+        found[word] = found.get(word, 0) + n
+
+    _lib.nullcuda_kernels(tell, int(reset))
+    return found
