@@ -11,7 +11,7 @@ import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from fitune.credentials import without_credentials
 
@@ -48,7 +48,15 @@ class HardwareError(FituneError):
 
 
 class NothingFits(FituneError):
-    """No plan that keeps the user's choices fits in memory."""
+    """No plan that keeps the user's choices fits in memory.
+
+    ``facts``: the numbers behind the message, where they are known: what; needed_bytes and usable_bytes of a device;
+    changes that were planned and fit, each with change, peak_bytes and tokens_per_second.
+    """
+
+    def __init__(self, message: str, *, hint: str | None = None, facts: dict[str, Any] | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.facts = facts or {}
 
 
 class DataError(FituneError):

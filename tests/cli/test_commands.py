@@ -45,7 +45,7 @@ def test_planning_imports_no_torch() -> None:
     )
     finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
-    assert "LoRA" in finished.stdout
+    assert "--tuning qlora" in finished.stdout
 
 
 WITHOUT_TRAINING = """
@@ -71,7 +71,7 @@ main()
 @pytest.mark.parametrize(
     ("model", "code", "printed"),
     [
-        ("openai/gpt-oss-20b", 0, "LoRA"),
+        ("openai/gpt-oss-20b", 0, "✔ FITS openai/gpt-oss-20b"),
         ("nobody/unknown", 2, "huggingface_hub, which fetches its config.json, is not installed"),
         ("private", 2, "is traced once, which needs transformers, and that is not installed"),
     ],

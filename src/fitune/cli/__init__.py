@@ -54,7 +54,8 @@ def _run_command() -> None:
 
 def _print_error(error: FituneError) -> None:
     if "--json" in sys.argv:
-        content = {"kind": error.kind, "message": error.message, "hint": error.hint}
+        facts = getattr(error, "facts", {})
+        content = {"kind": error.kind, "message": error.message, "hint": error.hint, **facts}
         print(json.dumps({"error": content}, indent=2, ensure_ascii=False))
     else:
         lines = f"error: {error}".splitlines()

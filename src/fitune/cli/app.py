@@ -2,6 +2,7 @@
 
 import json as json_text
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -108,9 +109,13 @@ def plan(
     rows: Rows = None,
     live: Live = False,
     picture: Picture = None,
+    details: Annotated[
+        bool,
+        Option("--details", help="Memory by phase, what else fits, what does not, and what was decided."),
+    ] = False,
     json: Json = False,
 ) -> None:
-    """Predict memory and time of every way to train; print the fastest that fits, and why not the others."""
+    """Predict memory and time of every way to train: does it fit, how fast, what does it cost, and what else would."""
     from fitune.session.planning import plan_on_data
 
     request = _fleet(fleet, objective, deadline, budget, rows, live)
@@ -128,8 +133,10 @@ def plan(
         from fitune.session.alternatives import largest_for, plan_with
 
         _show(plan_with(recipe, why) if why else largest_for(recipe, largest), json=json)
-    else:
+    elif details or json:
         _show(plan_on_data(recipe), json=json)
+    else:
+        _print_screen(recipe, [*(words or []), *(part for one in settings or [] for part in ("--set", one))])
 
 
 @app.command(**_RECIPE)
@@ -552,6 +559,38 @@ def _show(result: "Result", *, json: bool) -> None:
         _print("", result_data(result), json=True)
     else:
         print(text_of(result))
+
+
+def _print_screen(recipe: "Recipe", words: list[str]) -> None:
+    """The verdict; where nothing fits, that is the screen, and the command still fails."""
+    from fitune.errors import NothingFits
+    from fitune.session.planning import first_screen_of, plan_on_data, screen_of_nothing
+
+    try:
+        report = plan_on_data(recipe)
+    except NothingFits as error:
+        screen = screen_of_nothing(error)
+        if screen is None:
+            raise
+        print_coloured(screen)
+        raise typer.Exit(error.exit_code) from None
+    data = [] if recipe.data else ["--data", "YOUR.jsonl"]
+    print_coloured(first_screen_of(recipe, report, train=shlex.join(["fitune", "train", *words, *data])))
+
+
+def print_coloured(screen: str) -> None:
+    """The screen; on a terminal with its verdict and its bar in colour."""
+    if not sys.stdout.isatty():
+        print(screen)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    text = Text(screen)
+    text.highlight_regex(r"✔ FITS|[█▏▎▍▌▋▊▉]+(?=[█▏▎▍▌▋▊▉·]*.* to spare)", "bold green")
+    text.highlight_regex(r"✘ DOES NOT FIT|█+(?=.* short)|tight: [^\n]*", "bold red")
+    text.highlight_regex(r"^  [A-Z][a-z ]+(?=  )", "bold")
+    Console(highlight=False, soft_wrap=True).print(text)
 
 
 def _print(text: str, data: dict[str, Any], *, json: bool) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from fitune.errors import NothingFits
 from fitune.estimate.memory import memory_of
@@ -14,6 +15,7 @@ from fitune.planner.fit import fits, host_fits, last_true, shortage
 from fitune.planner.method_search import MethodSearch
 from fitune.planner.methods import methods_for, to_adapters
 from fitune.planner.reasons.explain import host_sum
+from fitune.planner.search import first_choice
 from fitune.spec.counts import count_parameters
 from fitune.spec.machines.cards import known_cards
 from fitune.spec.model.known_models import names_with_formulas
@@ -21,7 +23,7 @@ from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.plan import Plan, Precision
 from fitune.spec.predictions import Rejection
 from fitune.spec.rules import adds_gradients_up, keeps_rules
-from fitune.spec.words import describe_offload, describe_plan
+from fitune.spec.words import describe_method, describe_offload, describe_plan, devices_with_memory
 from fitune.units import GIB, format_bytes, wrapped
 
 
@@ -41,7 +43,13 @@ def nothing_fits(
         *([] if _is_short_of_host_only(best) else _missing_on_devices(best, usable)),
         *changes.about_the_host(),
     ]
-    return NothingFits("\n".join(lines), hint=changes.advice())
+    facts = {
+        "what": f"{model.name} · {describe_method(best.plan)} · {devices_with_memory(hardware)}",
+        "needed_bytes": predict(best.plan).peak_bytes,
+        "usable_bytes": usable,
+        "changes": list(changes.planned()),
+    }
+    return NothingFits("\n".join(lines), hint=changes.advice(), facts=facts)
 
 
 def _is_short_of_host_only(best: StepStages) -> bool:
@@ -77,7 +85,7 @@ def _device_that_holds(plan: Plan) -> str:
     return f"no known GPU holds it (the largest, {largest.name}, has {format_bytes(largest.memory_bytes)})"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _Changes:
     """Changes of a request for which nothing fits; each is searched like the request itself."""
 
@@ -86,11 +94,7 @@ class _Changes:
 
     def advice(self) -> str:
         """Changes that were computed to fit; failing that, what the largest single change leaves short."""
-        tried = [
-            (words, step)
-            for words, settings in (*self._settings(), *self._more_devices())
-            if (step := self._smallest(settings)) is not None
-        ]
+        tried = [(words, step) for words, step, _ in self._tried]
         helpful = [words for words, step in tried if fits(step)]
         shorter = self._longest_row()
         helpful += [f"seq_len: {shorter}"] if shorter else []
@@ -100,6 +104,27 @@ class _Changes:
         model = largest_known_model(self.request, self._is_enough)
         notes += [f"the largest known model that fits this way is {model}"] if model is not None else []
         return "a smaller model or more memory; " + "; ".join(notes)
+
+    @cached_property
+    def _tried(self) -> list[tuple[str, StepStages, dict[str, object]]]:
+        """Changes with their smallest plans."""
+        return [
+            (words, step, settings)
+            for words, settings in (*self._settings(), *self._more_devices())
+            if (step := self._smallest(settings)) is not None
+        ]
+
+    def planned(self) -> Iterator[dict[str, object]]:
+        """The changes that fit, as they would be planned."""
+        for words, step, settings in self._tried:
+            found = first_choice(self._changed(settings)) if fits(step) else None
+            if found is not None and found.estimate.fits:
+                estimate = found.estimate
+                yield {
+                    "change": words,
+                    "peak_bytes": estimate.peak_bytes,
+                    "tokens_per_second": estimate.tokens_per_second,
+                }
 
     def about_the_host(self) -> Iterator[str]:
         """Says how much host memory is missing where it fits the devices with offload."""
@@ -178,13 +203,16 @@ class _Changes:
 
     def _smallest(self, settings: dict[str, object]) -> StepStages | None:
         """The smallest plan with ``settings``; None when there is no plan with them."""
-        changed = self.request.with_pins(**settings)
+        changed = self._changed(settings)
         methods = methods_for(changed)
-        if "gpus" in settings:
-            devices = replace(changed.hardware, gpus_per_node=changed.recipe.gpus)
-            changed = replace(changed, hardware=devices)
         found = [step for method in methods if (step := MethodSearch(changed, method).smallest()) is not None]
         return min(found, key=shortage, default=None)
+
+    def _changed(self, settings: dict[str, object]) -> Request:
+        changed = self.request.with_pins(**settings)
+        if "gpus" not in settings:
+            return changed
+        return replace(changed, hardware=replace(changed.hardware, gpus_per_node=changed.recipe.gpus))
 
     def _longest_row(self) -> int:
         """The longest seq_len, a multiple of 64, at which the smallest plan's method fits; 0 when none is."""

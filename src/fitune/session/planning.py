@@ -4,7 +4,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from fitune.errors import DataError
+from fitune.errors import DataError, NothingFits
 from fitune.measure.hardware import resolve_hardware
 from fitune.planner.defaults import with_host_memory
 from fitune.planner.search import find_plan
@@ -42,6 +42,20 @@ def plan_on_data(recipe: Recipe) -> PlanReport:
         "is fetched for a plan; fitune train prints steps, time and cost before its first step"
     )
     return replace(report, decisions=(*report.decisions, note))
+
+
+def first_screen_of(recipe: Recipe, report: PlanReport, *, train: str) -> str:
+    """What a person sees first: the verdict on the plan of ``recipe``, other ways, and ``train``, the next command."""
+    from fitune.planner.first_screen import first_screen, other_ways
+
+    return first_screen(report, other_ways(recipe, report.taken, machine=wanted_hardware), train=train)
+
+
+def screen_of_nothing(error: NothingFits) -> str | None:
+    """The first screen where nothing fits; None for an error without numbers."""
+    from fitune.planner.first_screen import screen_of_nothing
+
+    return screen_of_nothing(error) if error.facts else None
 
 
 def saving_in_time(recipe: Recipe, report: PlanReport) -> PlanReport:

@@ -1,0 +1,258 @@
+"""What a person sees first of a plan: whether it fits, how fast, what it costs, and the other ways to choose from."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from fitune.errors import FituneError, NothingFits
+from fitune.planner.candidates import Request
+from fitune.planner.method_search import MethodSearch
+from fitune.planner.methods import methods_for
+from fitune.planner.reasons.explain import moment
+from fitune.planner.search import first_choice
+from fitune.spec.counts import count_parameters
+from fitune.spec.machines.hardware import Hardware
+from fitune.spec.model.model_config import load_model_spec
+from fitune.spec.plan import Lomo, Plan
+from fitune.spec.predictions import Estimate, PlanReport, Priced
+from fitune.spec.recipe.recipe import Recipe, given_keys, parse_recipe
+from fitune.spec.rules import broken_rules
+from fitune.spec.words import describe_devices, describe_placement, method_name
+from fitune.units import (
+    GIB,
+    format_bytes,
+    format_count,
+    format_dollars,
+    format_rate,
+    format_seconds,
+    wrapped,
+)
+
+BAR = 30
+TIGHT = 0.03
+"""Share of the usable memory below which what is spare is called tight."""
+_GROUPS = {
+    "weights": ("weights",),
+    "gathered": ("gathered weights",),
+    "adapters, optimizer": ("adapters", "masters", "optimizer", "gradients"),
+    "activations": ("activations", "recompute inputs", "hidden states", "temporaries"),
+    "loss": ("loss",),
+}
+"""Terms of the memory table that a person weighs together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """Another way to train the same model: what to type for it, and its plan, which may not fit."""
+
+    change: str
+    priced: Priced
+
+
+Settings = dict[str, str | int]
+Machine = Callable[[Recipe], Hardware]
+"""The hardware that a recipe names."""
+
+
+def other_ways(recipe: Recipe, taken: Priced, *, machine: Machine) -> tuple[Way, ...]:
+    """Other methods, and fewer or more cards where that is cheaper or much faster: each is what typing it would give.
+
+    A method that does not fit stands with the first larger machine that holds it, where there is one.
+    """
+    return (*_other_methods(recipe, taken, machine), *_other_counts(recipe, taken, machine))
+
+
+def _other_methods(recipe: Recipe, taken: Priced, machine: Machine) -> Iterator[Way]:
+    own = method_name(taken.plan.tuning)
+    for tuning in ("full", "lora", "qlora"):
+        if tuning == own or (tuning == "full" and isinstance(taken.plan.tuning, Lomo)):
+            continue
+        settings: Settings = {"tuning": tuning}
+        found = _planned(recipe, settings, machine)
+        if found is not None and not found.estimate.fits:
+            settings, found = _where_it_fits(recipe, settings, machine)
+        if found is not None:
+            yield Way(change=_options(settings), priced=found)
+
+
+def _where_it_fits(recipe: Recipe, settings: Settings, machine: Machine) -> tuple[Settings, Priced | None]:
+    """The first larger machine that holds the method on its devices: more of the same card, then 80 GB cards."""
+    here = machine(recipe)
+    if here.gpu.is_cpu or here.nodes > 1:
+        return settings, None
+    larger: list[Settings] = [
+        {"gpus": gpus} for gpus in (2, 4, 8) if gpus > here.gpus_per_node and recipe.gpu
+    ]
+    larger += [{"gpu": "a100-80gb", "gpus": gpus} for gpus in (1, 2, 4, 8)]
+    for there in larger:
+        changed = _changed(recipe, settings | there)
+        request = Request.of(changed, load_model_spec(changed.model), machine(changed))
+        if any(
+            MethodSearch(request, replace(method, tier="device")).fits() for method in methods_for(request)
+        ):
+            return settings | there, first_choice(request)
+    return settings, None
+
+
+FEWER, MORE = 0.5, 1.5
+"""Fewer cards are named where they keep this share of the speed, twice as many where they give so much more."""
+
+
+def _other_counts(recipe: Recipe, taken: Priced, machine: Machine) -> Iterator[Way]:
+    """Half and twice the cards of one node; more only of a card that was named, not of those that are here."""
+    hardware, speed = taken.plan.hardware, taken.estimate.tokens_per_second
+    if hardware.gpu.is_cpu or hardware.nodes > 1 or recipe.global_batch_size is not None:
+        return
+    here, own = hardware.gpus_per_node, method_name(taken.plan.tuning)
+    counts = [(here // 2, FEWER)] if here > 1 else []
+    counts += [(2 * here, MORE)] if here <= 4 and recipe.gpu is not None else []
+    for gpus, share in counts:
+        settings: Settings = {"gpus": gpus}
+        found = _planned(recipe, settings, machine)
+        if found is not None and method_name(found.plan.tuning) != own:
+            settings = {"tuning": own, "gpus": gpus}
+            found = _planned(recipe, settings, machine)
+        if found is not None and found.estimate.fits and found.estimate.tokens_per_second > share * speed:
+            yield Way(change=_options(settings), priced=found)
+
+
+def _planned(recipe: Recipe, settings: Settings, machine: Machine) -> Priced | None:
+    """The plan of the recipe with the settings, which may not fit; None where they contradict others."""
+    with suppress(FituneError):
+        changed = _changed(recipe, settings)
+        return first_choice(Request.of(changed, load_model_spec(changed.model), machine(changed)))
+    return None
+
+
+def _changed(recipe: Recipe, settings: Settings) -> Recipe:
+    return parse_recipe({**given_keys(recipe), **settings}, where="another way")
+
+
+def _options(settings: Settings) -> str:
+    return " ".join(f"--{key} {value}" for key, value in settings.items())
+
+
+def first_screen(report: PlanReport, ways: tuple[Way, ...], *, train: str) -> str:
+    """At most 20 lines: the verdict, memory, speed, the job, other ways, what to type next.
+
+    ``train``: the command that trains it.
+    """
+    taken = report.taken
+    lines = [
+        *_verdict(taken.plan),
+        *_memory(taken),
+        *_host(taken),
+        _speed(taken),
+        *_job(report),
+        *_ways(taken, ways),
+        *_notes(report),
+        f"  Train it   {train}",
+        '  More       --details   --why "zero: 3"   --largest seq_len   --json',
+    ]
+    return "\n".join(lines)
+
+
+def _verdict(plan: Plan) -> Iterator[str]:
+    hardware, total = plan.hardware, count_parameters(plan.model).total
+    cards = f"{describe_devices(hardware)} ({hardware.gpu.memory_bytes / GIB:.0f} GiB)"
+    yield f"✔ FITS   {plan.model.name} · {format_count(total)} · {method_name(plan.tuning)} · {cards}"
+    broken = broken_rules(plan, "train")
+    if broken:
+        yield f"  but      this version only plans it: {broken[0].why(plan)}"
+    recomputed = (
+        f"{plan.recompute.blocks} of {plan.model.num_layers} blocks recomputed"
+        if plan.recompute.blocks
+        else ""
+    )
+    batch = f"micro-batch {plan.batch.micro_batch_size} × {plan.batch.seq_len} tokens"
+    how = (plan.precision.value, describe_placement(plan), recomputed, batch)
+    yield wrapped(f"how      {', '.join(filter(None, how))}", hanging=9)
+
+
+def _memory(taken: Priced) -> Iterator[str]:
+    estimate = taken.estimate
+    yield memory_bar(estimate.peak_bytes, estimate.usable_bytes)
+    yield f"           {_terms(estimate)} GiB {moment(estimate.memory.peak_phase)}"
+
+
+def memory_bar(needed: int, usable: int) -> str:
+    """``memory   ██████···   14.2 GiB of 22.5 GiB a device   8.3 GiB to spare``."""
+    eighths = round(min(1.0, needed / usable) * BAR * 8)
+    bar = ("█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()).ljust(BAR, "·")
+    spare = usable - needed
+    tight = "tight: " if 0 <= spare < TIGHT * usable else ""
+    left = f"{tight}{format_bytes(abs(spare))} {'to spare' if spare >= 0 else 'short'}"
+    return f"  memory   {bar}   {format_bytes(needed)} of {format_bytes(usable)} a device   {left}"
+
+
+def _terms(estimate: Estimate) -> str:
+    """``weights 13.8 · gathered 6.8 · rest 0.8``: the peak's terms, those that belong together as one."""
+    left = {**estimate.memory.phases[estimate.memory.peak_phase], **estimate.memory.outside}
+    sizes = {name: sum(left.pop(term, 0) for term in terms) for name, terms in _GROUPS.items()}
+    sizes["rest"] = sum(left.values())
+    return " · ".join(f"{name} {size / GIB:.1f}" for name, size in sizes.items() if size >= GIB / 20)
+
+
+def _host(taken: Priced) -> Iterator[str]:
+    """Host memory where something of the training waits there."""
+    estimate, hardware = taken.estimate, taken.plan.hardware
+    if not set(estimate.host) - {"processes", "checkpoint copy"}:
+        return
+    of = f" of {format_bytes(estimate.usable_host_bytes)}" if estimate.usable_host_bytes else ""
+    assumed = " (assumed; --host-memory)" if hardware.host_memory_bytes is None or not of else ""
+    yield f"  RAM      {format_bytes(estimate.host_bytes)}{of} a node{assumed}"
+
+
+def _speed(taken: Priced) -> str:
+    return f"  speed    {format_rate(taken.estimate.tokens_per_second)} · {taken.plan.hardware.rates}"
+
+
+def _job(report: PlanReport) -> Iterator[str]:
+    """The whole run on the data; without data, what a million tokens take and cost."""
+    taken, run = report.taken, report.run
+    if run is not None:
+        cost = f", {format_dollars(run.cost)}" if run.cost else ""
+        rows = f"{run.epoch.rows:,} rows, {format_count(run.epoch.tokens * run.epochs)} tokens"
+        yield f"  your job {rows}: {format_seconds(run.seconds)}{cost}"
+        return
+    seconds = 1e6 / taken.estimate.tokens_per_second
+    price = report.price_per_gpu_hour
+    cost = f", {format_dollars(seconds / 3600 * price * taken.plan.hardware.num_gpus)}" if price else ""
+    yield f"  a job    a million tokens take {format_seconds(seconds)}{cost}"
+
+
+def _ways(taken: Priced, ways: tuple[Way, ...]) -> Iterator[str]:
+    if not ways:
+        return
+    rows = [(way.change, way.priced.estimate) for way in ways]
+    yield from change_table("Other ways", [(c, e.peak_bytes, _times(e, taken.estimate)) for c, e in rows])
+
+
+def _times(estimate: Estimate, taken: Estimate) -> str:
+    ratio = estimate.tokens_per_second / taken.tokens_per_second
+    return "as fast" if abs(ratio - 1) < 0.005 else f"{ratio:.{1 if ratio >= 2 else 2}f} × as fast"
+
+
+def change_table(title: str, rows: Sequence[tuple[str, int, str]]) -> Iterator[str]:
+    """Changes with the bytes of a device and the speed in words, in columns."""
+    width = max(len(change) for change, _, _ in rows) + 2
+    yield f"  {title:<{width}}{'memory':>13}   speed"
+    for change, peak, speed in rows:
+        yield f"    {change:<{width - 2}}{format_bytes(peak):>13}   {speed}"
+
+
+def screen_of_nothing(error: NothingFits) -> str:
+    """What is needed, what is there, and the changes that were planned and fit."""
+    facts = error.facts
+    lines = [f"✘ DOES NOT FIT   {facts['what']}", memory_bar(facts["needed_bytes"], facts["usable_bytes"])]
+    rows = [
+        (one["change"], one["peak_bytes"], format_rate(one["tokens_per_second"])) for one in facts["changes"]
+    ]
+    lines += change_table("What fits", rows) if rows else [f"  try      {error.hint}"]
+    return "\n".join([*lines, "  More     --details   --json"])
+
+
+def _notes(report: PlanReport) -> Iterator[str]:
+    for line in report.decisions:
+        if line.startswith(("note on data", "note on speed", "note on nodes")):
+            yield wrapped(line, hanging=2)

@@ -1,0 +1,111 @@
+"""The first screen: a verdict in at most 20 lines, and other ways that are what they say."""
+
+import json
+import shlex
+
+import pytest
+
+from fitune.cli.app import print_coloured
+from fitune.errors import NothingFits
+from fitune.planner.first_screen import Way, first_screen, other_ways, screen_of_nothing
+from fitune.session.planning import first_screen_of, plan_on_data, wanted_hardware
+from fitune.session.recipes.typed_words import recipe_from
+from fitune.spec.predictions import PlanReport
+
+SITUATIONS = (
+    "--model meta-llama/Llama-3.1-8B --gpu 4090",
+    "--model meta-llama/Llama-3.1-8B --gpu t4",
+    "--model Qwen/Qwen2.5-14B --tuning lora --gpu 4090 --gpus 2",
+    "--model meta-llama/Llama-2-70b-hf --gpu 3090 --gpus 2",
+    "--model Qwen/Qwen2.5-32B --gpu 4090",
+    "--model Qwen/Qwen3-30B-A3B --gpu 4090",
+    "--model openai/gpt-oss-20b --gpu 4090",
+    "--model google/gemma-3-27b-it --gpu 4090",
+    "--model meta-llama/Llama-3.1-405B --gpu h100 --gpus 8 --nodes 2",
+    "--model meta-llama/Llama-3.1-8B --gpu h100 --seq-len 131072",
+    "--model demo --gpu cpu",
+)
+
+
+def planned(words: str) -> tuple[PlanReport, tuple[Way, ...]]:
+    recipe = recipe_from(shlex.split(words), []).recipe
+    report = plan_on_data(recipe)
+    return report, other_ways(recipe, report.taken, machine=wanted_hardware)
+
+
+@pytest.fixture(scope="module", params=SITUATIONS)
+def situation(request: pytest.FixtureRequest, demo_config: str) -> tuple[str, PlanReport, tuple[Way, ...]]:
+    words = request.param.replace("demo", demo_config)
+    return words, *planned(words)
+
+
+@pytest.fixture(scope="module")
+def demo_config(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("small")
+    config = {
+        "model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "vocab_size": 300, "max_position_embeddings": 128,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def test_the_verdict_comes_first_and_all_is_one_screen(
+    situation: tuple[str, PlanReport, tuple[Way, ...]],
+) -> None:
+    _, report, ways = situation
+    lines = first_screen(report, ways, train="fitune train recipe.yaml").splitlines()
+    assert lines[0].startswith("✔ FITS   ")
+    assert len(lines) <= 20
+    assert max(map(len, lines)) <= 120
+    assert lines[-2] == "  Train it   fitune train recipe.yaml"
+
+
+def test_a_way_typed_is_the_plan_that_was_shown(situation: tuple[str, PlanReport, tuple[Way, ...]]) -> None:
+    """Its bytes and its speed, where the words of the command say no other number of cards, card or method."""
+    words, _, ways = situation
+    for way in ways:
+        changed = dict(zip(*[iter(way.change.split())] * 2, strict=True))
+        typed = dict(zip(*[iter(shlex.split(words))] * 2, strict=True))
+        again = plan_on_data(
+            recipe_from([word for pair in (typed | changed).items() for word in pair], []).recipe
+        )
+        assert again.chosen.estimate.peak_bytes == way.priced.estimate.peak_bytes, way.change
+        assert again.chosen.estimate.tokens_per_second == way.priced.estimate.tokens_per_second, way.change
+
+
+def test_no_way_is_named_twice_or_is_the_plan_itself(
+    situation: tuple[str, PlanReport, tuple[Way, ...]],
+) -> None:
+    _, report, ways = situation
+    assert len({way.change for way in ways}) == len(ways)
+    assert all(way.priced.plan != report.taken.plan for way in ways)
+
+
+def test_where_nothing_fits_the_changes_named_do() -> None:
+    words = "--model meta-llama/Llama-3.1-8B --tuning full --gpu 3060"
+    with pytest.raises(NothingFits) as raised:
+        planned(words)
+    error = raised.value
+    lines = screen_of_nothing(error).splitlines()
+    assert lines[0].startswith("✘ DOES NOT FIT   meta-llama/Llama-3.1-8B · full")
+    assert "short" in lines[1]
+    assert error.facts["needed_bytes"] > error.facts["usable_bytes"] > 0
+    assert [one["change"] for one in error.facts["changes"]] == ["tuning: lora", "tuning: qlora"]
+    for one in error.facts["changes"]:
+        tuning = one["change"].removeprefix("tuning: ")
+        again = plan_on_data(recipe_from(shlex.split(words.replace("full", tuning)), []).recipe)
+        assert again.chosen.estimate.peak_bytes == one["peak_bytes"] <= error.facts["usable_bytes"]
+
+
+def test_the_peak_adds_up_in_the_line_below_the_bar() -> None:
+    recipe = recipe_from(shlex.split(SITUATIONS[0]), []).recipe
+    report = plan_on_data(recipe)
+    line = first_screen_of(recipe, report, train="t").splitlines()[3]
+    sizes = [float(part.split(" GiB")[0].rsplit(" ", 1)[1]) for part in line.split(" · ")]
+    assert sum(sizes) == pytest.approx(report.chosen.estimate.peak_bytes / 2**30, abs=0.05 * len(sizes))
+
+
+def test_a_pipe_gets_plain_text(capsys: pytest.CaptureFixture[str]) -> None:
+    print_coloured("✔ FITS   [bold] a model")
+    assert capsys.readouterr().out == "✔ FITS   [bold] a model\n"
