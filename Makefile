@@ -15,7 +15,7 @@ NULL_STAMP := $(NULL)/.installed
 # How long `make fuzz` looks: minute (the same examples every time) or hour (new ones every time).
 PROFILE ?= minute
 
-.PHONY: demo test slow ray vllm vllm-env null-gpu null-env fuzz lint types clean
+.PHONY: demo test base slow ray vllm vllm-env null-gpu null-env fuzz lint types clean
 
 demo: $(STAMP)
 	$(BIN)/fitune demo
@@ -47,6 +47,13 @@ null-env: $(NULL_STAMP)
 fuzz: $(STAMP)
 	$(PYTEST) tests/fuzz -m fuzz --hypothesis-profile=$(PROFILE)
 
+# What works where nothing but fitune's own requirements is installed: half a minute, a hundred megabytes.
+base:
+	rm -rf $(VENV)-base
+	$(PYTHON) -m venv $(VENV)-base
+	$(VENV)-base/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	$(VENV)-base/bin/python tests/base_install.py
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -77,8 +84,8 @@ $(NULL_STAMP): pyproject.toml constraints.txt
 	$(NULL)/bin/python -m pip install --quiet --disable-pip-version-check uv
 	grep -E '^(torch|transformers|peft|datasets|bitsandbytes|hqq)==' constraints.txt > $(NULL)/pins.txt
 	$(NULL)/bin/uv pip install --quiet --python $(NULL)/bin/python -c $(NULL)/pins.txt torch nvidia-cuda-crt
-	$(NULL)/bin/uv pip install --quiet --python $(NULL)/bin/python -c $(NULL)/pins.txt -e '.[quant,liger,bench]' pytest pytest-xdist
+	$(NULL)/bin/uv pip install --quiet --python $(NULL)/bin/python -c $(NULL)/pins.txt -e '.[train,quant,liger,bench]' pytest pytest-xdist
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(NULL)
+	rm -rf $(VENV) $(VENV)-base $(VLLM) $(NULL)

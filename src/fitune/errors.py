@@ -112,6 +112,25 @@ def require_library(module: str, *, needed_by: str, extra: str) -> None:
         raise MissingExtra(needed_by, extra=extra) from error
 
 
+TRAINING = ("torch", "transformers", "peft", "safetensors", "datasets", "numpy", "pyarrow", "tokenizers")
+"""Libraries of the extra ``train``: plans, recipes, manifests and fleets do without."""
+
+
+@contextmanager
+def training_libraries() -> Iterator[None]:
+    """Inside, a library of training that is not installed is raised as an error with the pip command."""
+    try:
+        yield
+    except ModuleNotFoundError as error:  # importlib.metadata's for a package, too
+        library = (error.name or "").partition(".")[0]
+        if library not in TRAINING:
+            raise
+        raise FituneError(
+            f"{library} is not installed: training, scoring and what reads their data need it",
+            hint="pip install 'fitune[train]'; planning, converting, manifests and fleets work without",
+        ) from None
+
+
 class TrainingFailed(FituneError):
     """Training had to stop: a loss that is not finite, memory that ran out."""
 

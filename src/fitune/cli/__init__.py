@@ -11,7 +11,7 @@ from typing import Any
 import typer
 
 from fitune.cli.app import app
-from fitune.errors import FituneError, exit_code_of, system_failures
+from fitune.errors import FituneError, exit_code_of, system_failures, training_libraries
 from fitune.session.signals import exits_on_signals
 from fitune.units import wrapped
 
@@ -24,7 +24,7 @@ def main() -> None:
     # pydantic would look through all installed packages for plugins, which takes a tenth of a plan.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     try:
-        with exits_on_signals(), system_failures():
+        with exits_on_signals(), system_failures(), training_libraries():
             _run_command()
     except FituneError as error:
         _print_error(error)

@@ -30,7 +30,7 @@ def _tracer() -> Tracer:
             raise
         raise ModelError(
             f"its architecture is traced once, which needs {error.name}, and that is not installed",
-            hint="pip install torch transformers peft",
+            hint="pip install 'fitune[train]'",
         ) from None
     return TransformersTracer()
 

@@ -6,8 +6,6 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Literal
 
-import numpy as np
-
 from fitune.data.reading.downloads import SCHEMES
 from fitune.data.reading.files import Rows, read_file
 from fitune.data.reading.kinds import kind_of
@@ -161,6 +159,8 @@ def with_skip_hint(bad: BadRow) -> BadRow:
 
 def _sample(rows: Iterator[Row], count: int) -> list[int]:
     """Numbers of ``count`` rows, each equally likely (reservoir sampling, Vitter 1985)."""
+    import numpy as np  # whoever plans on the first rows has none
+
     rng = np.random.default_rng(_SAMPLE_SEED)
     kept: list[int] = []
     for number, _ in enumerate(rows):
