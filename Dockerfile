@@ -16,7 +16,7 @@ COPY pyproject.toml constraints.txt README.md LICENSE ./
 # what takes jobs.
 RUN python -m pip install --no-cache-dir -c constraints.txt torch \
  && mkdir -p src/fitune && touch src/fitune/__init__.py \
- && python -m pip install --no-cache-dir -c constraints.txt '.[plots,track,metrics,quant,deepspeed,remote,ray]' 'ray[default]'
+ && python -m pip install --no-cache-dir -c constraints.txt '.[train,plots,track,metrics,quant,deepspeed,remote,ray]' 'ray[default]'
 
 COPY src src
 RUN python -m pip install --no-cache-dir --no-deps --force-reinstall .
