@@ -1,4 +1,4 @@
-"""The architecture as a test: who may import whom. The table is the one in the README's map."""
+"""The architecture as a test: who may import whom. docs/architecture.md draws it."""
 
 import ast
 from collections import Counter
