@@ -109,6 +109,15 @@ def test_columns_are_parted_by_what_the_header_says(tmp_path: Path, mark: str, n
 def test_a_semicolon_inside_a_column_name_parts_nothing(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("prompt; long,completion\na;b,c\n")
     assert read(tmp_path / "rows.csv") == [{"prompt; long": "a;b", "completion": "c"}]
+    (tmp_path / "rows.csv").write_text('"long\nprompt";completion\na;b\n')
+    (row,) = read_rows(DataSource(path=str(tmp_path / "rows.csv")))
+    assert (row.where[-2:], row.fields) == (":3", {"long\nprompt": "a", "completion": "b"})
+
+
+def test_a_quoted_header_is_parted_by_semicolons_too(tmp_path: Path) -> None:
+    """It was refused: behind a closing quote stood no comma."""
+    (tmp_path / "rows.csv").write_text('"prompt";"completion"\n"a";"b"\n')
+    assert read(tmp_path / "rows.csv") == [{"prompt": "a", "completion": "b"}]
 
 
 @pytest.mark.parametrize("name", ["rows.csv", "rows.jsonl"])

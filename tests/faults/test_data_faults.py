@@ -10,7 +10,6 @@ from fitune.data.conversations.formats import to_example
 from fitune.data.conversations.messages import Conversation, Message
 from fitune.data.conversations.templates import load_template
 from fitune.data.preparing import prepare_data
-from fitune.data.reading import lines
 from fitune.data.reading.rows import BadRow, Row
 from fitune.data.reading.sources import read_rows
 from fitune.errors import DataError
@@ -91,23 +90,6 @@ def test_a_broken_line_is_named_or_counted(tmp_path, case):
     rows, counted = read(file, on_bad_row="skip")
     assert counted == [reason]
     assert len(rows) == (GOOD + GOOD + line).count(GOOD)
-
-
-def test_a_line_of_20_mb_is_named_or_counted(tmp_path):
-    file = tmp_path / "rows.jsonl"
-    file.write_bytes(GOOD + b'{"prompt": "' + b"a" * 20_000_000 + b'"}\n' + GOOD)
-    with pytest.raises(DataError, match=r"rows.jsonl:2: the line is longer than 16.0 MiB"):
-        read(file)
-    rows, counted = read(file, on_bad_row="skip")
-    assert [row.where for row in rows] == [f"{file}:1", f"{file}:3"]
-    assert counted == ["line longer than 16.0 MiB"]
-
-
-def test_a_long_last_line_without_an_end_is_counted_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(lines, "MOST_LINE_BYTES", 100)
-    file = tmp_path / "rows.jsonl"
-    file.write_bytes(GOOD + b"a" * 1000)
-    assert read(file, on_bad_row="skip")[1] == ["line longer than 100 B"]
 
 
 def test_broken_csv_rows_are_named_or_counted(tmp_path):

@@ -221,10 +221,11 @@ def test_what_has_no_text_is_refused_by_name(other: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("allowed", "why"), [(False, "only when that is allowed"), (True, "private address")]
+    ("allowed", "why"), [(False, "only when that is allowed"), (True, "cannot be downloaded")]
 )
 def test_score_opens_addresses_that_are_allowed_alone(
-    model_folder: Path, tmp_path: Path, allowed: bool, why: str
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: bool, why: str
 ) -> None:
+    monkeypatch.setattr("fitune.stores.opening.WAITS_S", ())
     with pytest.raises(DataError, match=why):
         fitune.score(model_folder, "https://127.0.0.1:1/rows.jsonl", tmp_path / "out", allow_https=allowed)

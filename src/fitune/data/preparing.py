@@ -11,7 +11,7 @@ from fitune.data.conversations.templates import load_template
 from fitune.data.dataset import Facts, TokenDataset
 from fitune.data.ledger import Progress, Watch, ignore_reading
 from fitune.data.making import Making, PreparedData
-from fitune.data.reading.locations import sample_size
+from fitune.data.reading.files import sample_size
 from fitune.data.reading.sources import content_key
 from fitune.data.shared_cache import shared_cache
 from fitune.data.tokenising import RowTokeniser

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fitune.data.conversations.formats import to_example
 from fitune.data.conversations.messages import Example, Message, Text
-from fitune.data.reading.locations import HubDataset, locate, sample_size
+from fitune.data.reading.files import HubDataset, locate, sample_size
 from fitune.data.reading.rows import BadRow
 from fitune.data.reading.sources import read_rows
 from fitune.errors import DataError, is_failure

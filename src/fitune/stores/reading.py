@@ -18,7 +18,16 @@ from fitune.units import MIB, format_bytes
 _BLOCK_BYTES = 8 * MIB
 """Asked of a store at once, so memory per open file is some of these."""
 _HASHES = ("etag", "md5hash", "content_md5", "sha256", "crc32c", "checksum")
-_TIMES = ("lastmodified", "last_modified", "mtime", "updated", "modified", "modificationtime", "created")
+_TIMES = (
+    "lastmodified",
+    "last-modified",
+    "last_modified",
+    "mtime",
+    "updated",
+    "modified",
+    "modificationtime",
+    "created",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,191 +1,262 @@
-"""Readers of single files. Each yields rows, and BadRow values in the place of rows that cannot be read.
+"""Paths to files: on disk, behind https:// or in a store; or to a dataset on the Hub."""
 
-A bad row is yielded, not raised, so that reading can go on when the user asked to skip such rows.
-Damage to the file as a whole is raised as DataError.
-"""
-
-import io
-import json
-from collections.abc import Callable, Iterator
+import glob
+import hashlib
+import os
+import re
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
+from urllib.parse import unquote, urlsplit
 
-from fitune.data.reading.arrow import read_arrow
-from fitune.data.reading.kinds import require_readable
-from fitune.data.reading.lines import BOM, MOST_LINE_BYTES, BadLine, decode, numbered_lines, opened
-from fitune.data.reading.rows import BadRow, Row, first_doubled
-from fitune.data.reading.separated import read_separated
+from fitune.credentials import CREDENTIALS_ELSEWHERE, credential_in
 from fitune.errors import DataError
-from fitune.spec.serial import require_shallow
-from fitune.units import MIB, format_bytes
+from fitune.files import PICKLE_SUFFIXES, cache_folder, open_regular, temporary_sibling
+from fitune.spec.plan import DataSource
+from fitune.stores import opening, reading
 
-_MOST_JSON_BYTES = 256 * MIB
-"""Largest file that is one JSON value: it is parsed whole, which takes some ten times its size."""
-Rows = Iterator[Row | BadRow]
-
-
-def read_file(path: str, on_bytes: Callable[[int], None]) -> Rows:
-    """The rows of one file, read as its name says. Raises DataError when the file cannot be opened or parsed.
-
-    ``on_bytes`` is told what was read, and may raise to stop.
-    """
-    kind = require_readable(path)
-    if kind.layout in ("parquet", "arrow"):
-        yield from read_arrow(path, on_bytes)
-        return
-    with opened(path, kind.codec, on_bytes) as file:
-        yield from _READERS[kind.layout](file, path)
-
-
-def _read_jsonl(file: BinaryIO, path: str) -> Rows:
-    objects = _Objects()
-    for number, raw in numbered_lines(file):
-        where = f"{path}:{number}"
-        line = raw if isinstance(raw, BadLine) else raw.strip()
-        if not line:
-            continue
-        try:
-            text = decode(line, where)
-            yield Row(where, _parse_object(objects, text, where, torn=not raw.endswith(b"\n")))
-        except BadRow as bad:
-            yield bad
-
-
-def _parse_object(objects: "_Objects", text: str, where: str, *, torn: bool) -> dict[str, Any]:
-    try:
-        value = objects.parse(text)
-    except (ValueError, RecursionError) as error:
-        if torn:
-            raise BadRow(
-                f"{where}: the file ends in the middle of a row: {_tail(text)}", reason="torn last line"
-            ) from None
-        raise BadRow(f"{where}: not JSON: {_cause(error)}", reason="not JSON") from None
-    _require_flat(value, where)
-    if objects.doubled:
-        raise _key_twice(where, objects.doubled[0][1])
-    return _require_object(value, where)
-
-
-def _require_flat(value: Any, where: str) -> None:
-    """Refuse values nested so deeply that a message about them could not be printed."""
-    try:
-        require_shallow(value)
-    except ValueError as error:
-        raise BadRow(f"{where}: {error}", reason="nested too deeply") from None
-
-
-class _Objects:
-    """Parses JSON and notes the objects that have a key twice: json keeps the last one and says nothing."""
-
-    def __init__(self) -> None:
-        self.doubled: list[tuple[dict[str, Any], str]] = []
-        self._decoder = json.JSONDecoder(object_pairs_hook=self._build)
-
-    def parse(self, text: str) -> Any:
-        self.doubled = []
-        return self._decoder.decode(text)
-
-    def _build(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        fields = dict(pairs)
-        if len(fields) < len(pairs):
-            self.doubled.append((fields, first_doubled(name for name, _ in pairs) or ""))
-        return fields
-
-    def key_twice_in(self, value: Any) -> str | None:
-        """The key that stands twice in ``value`` or in anything it holds."""
-        for fields, key in self.doubled:
-            if fields is value:
-                return key
-        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        return next((twice for item in inner if (twice := self.key_twice_in(item)) is not None), None)
-
-
-def _key_twice(where: str, key: str) -> BadRow:
-    return BadRow(f"{where}: the key {key!r} is there twice in one object", reason="key twice")
-
-
-def _require_object(value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        found = type(value).__name__
-        raise BadRow(f"{where}: a row is an object with named fields, found {found}", reason="not an object")
-    return value
-
-
-def _cause(error: ValueError | RecursionError) -> str:
-    if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg} at column {error.colno}"
-    return "nested too deeply" if isinstance(error, RecursionError) else str(error)
-
-
-def _tail(text: str) -> str:
-    return f"…{text[-40:]!r}" if len(text) > 40 else repr(text)
-
-
-def _read_json(file: BinaryIO, path: str) -> Rows:
-    """A list of rows, or ``{"data": [...]}``. JSON lines under this suffix are read as what they are."""
-    text, objects = _whole_text(file, path), _Objects()
-    try:
-        value = objects.parse(text)
-    except json.JSONDecodeError as error:
-        if error.msg == "Extra data" and text.lstrip().startswith("{"):
-            yield from _read_jsonl(io.BytesIO(text.encode()), path)
-            return
-        raise DataError(f"{path}:{error.lineno}: not JSON: {_cause(error)}") from None
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: not JSON: {_cause(error)}") from None
-    if isinstance(value, dict) and isinstance(value.get("data"), list):
-        value = value["data"]
-    if not isinstance(value, list):
-        raise DataError(f'{path}: expected a list of rows or {{"data": [...]}}, found {type(value).__name__}')
-    for row in _numbered_objects(value, path):
-        twice = objects.key_twice_in(row.fields) if objects.doubled and isinstance(row, Row) else None
-        yield _key_twice(row.where, twice) if twice is not None and isinstance(row, Row) else row
-
-
-def _whole_text(file: BinaryIO, path: str) -> str:
-    raw = file.read(_MOST_JSON_BYTES + 1)
-    if len(raw) > _MOST_JSON_BYTES:
-        raise DataError(
-            f"{path}: larger than {format_bytes(_MOST_JSON_BYTES)}, and a .json file is parsed whole",
-            hint=f"jq -c '.[]' {path} > {path}l; a .jsonl file is read row by row, however long it is",
-        )
-    raw = raw.removeprefix(BOM)
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = raw.count(b"\n", 0, error.start) + 1
-        raise DataError(f"{path}:{line}: not UTF-8: byte 0x{raw[error.start]:02x}") from None
-
-
-def _numbered_objects(values: list[Any], path: str) -> Rows:
-    for number, value in enumerate(values, start=1):
-        where = f"{path} row {number}"
-        try:
-            _require_flat(value, where)
-            yield Row(where, _require_object(value, where))
-        except BadRow as bad:
-            yield bad
-
-
-def _read_text(file: BinaryIO, path: str) -> Rows:
-    """A text file is one document, and one row."""
-    raw = file.read(MOST_LINE_BYTES + 1)
-    limit = format_bytes(MOST_LINE_BYTES)
-    if len(raw) > MOST_LINE_BYTES:
-        yield BadRow(
-            f"{path}: a text file is one row, and this one is longer than {limit}",
-            reason=f"text longer than {limit}",
-            hint="divide it into files of one document each, or write the documents as JSON lines {text}",
-        )
-        return
-    try:
-        yield Row(path, {"text": decode(raw.removeprefix(BOM), path)})
-    except BadRow as bad:
-        yield bad
-
-
-_READERS: dict[str, Callable[[BinaryIO, str], Rows]] = {
-    "jsonl": _read_jsonl,
-    "json": _read_json,
-    "csv": read_separated,
-    "text": _read_text,
+_LAYOUTS = {
+    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "csv",
+    ".parquet": "parquet", ".arrow": "arrow", ".txt": "text",
+}  # fmt: skip
+CODECS = {".gz": "gzip", ".zst": "zstd"}
+ACCEPTED_FILES = f"{', '.join(_LAYOUTS)}; text files also as .gz and .zst"
+_DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+"""Files beside the data that say something about it."""
+_SPLIT_NAMES = {
+    "train": ("train",),
+    "test": ("test",),
+    "validation": ("validation", "valid", "val", "dev", "eval"),
 }
+_HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?")
+_PATTERN = re.compile(r"[*?\[]")
+_WEB = ("https", "http")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubDataset:
+    """``owner/name`` or ``owner/name:configuration`` on the Hugging Face Hub."""
+
+    name: str
+    config: str | None
+    split: str
+
+
+def layout_of(path: str) -> tuple[str, str]:
+    """Layout of the rows and codec of the bytes, by the name alone: ("jsonl", "gzip"). No layout: not a data file."""
+    name = PurePosixPath(_name(path))
+    if codec := CODECS.get(name.suffix, ""):
+        name = name.with_suffix("")
+    layout = _LAYOUTS.get(name.suffix, "")
+    return ("", "") if codec and layout in ("parquet", "arrow") else (layout, codec)
+
+
+def sample_size(source: DataSource) -> tuple[str, int]:
+    """The path without ``#n`` and the number of rows to take (0: all). A file whose name holds a # keeps it."""
+    path, mark, count = source.path.rpartition("#")
+    if not mark or os.path.exists(source.path):
+        return source.path, source.sample
+    if not count.isdigit() or int(count) == 0:
+        raise DataError(f"{source.path}: #{count} is not a number of rows", hint=f"{path}#500 takes 500 rows")
+    if source.sample not in (0, int(count)):
+        raise DataError(f"{source.path}: the path asks for {count} rows and sample for {source.sample}")
+    return path, int(count)
+
+
+def locate(source: DataSource) -> tuple[str, ...] | HubDataset:
+    """The data files that the source's path names, in reading order, or the dataset on the Hub.
+
+    Raises DataError when nothing is there, when it is pickled, when a folder holds files of several kinds, or when it
+    is a URL that may not be opened.
+    """
+    path, _ = sample_size(source)
+    if found := credential_in(path):
+        raise DataError(
+            f"{path}: contains {found}, and paths are saved and shown", hint=CREDENTIALS_ELSEWHERE
+        )
+    scheme, _, rest = path.partition("://") if "://" in path else ("", "", "")
+    if scheme.lower() in _WEB:
+        _require_readable(path)
+        if not source.allow_https:
+            raise DataError(
+                f"{path}: addresses on the web are opened only when that is allowed",
+                hint="allow_https: true (--allow-https), or download the file and give its path",
+            )
+        if scheme.lower() == "http" and not source.allow_private_addresses:
+            raise DataError(
+                f"{path}: http:// is not encrypted",
+                hint=f"https://{rest}, or allow_private_addresses: true for a server of your own",
+            )
+        _fetched(path)
+        return (path,)
+    if scheme.lower() not in ("", "file"):
+        there = reading.look_up(path, is_pattern=bool(_PATTERN.search(path)))
+        if there.kind == "folder":
+            return _of_folder(path, there.files, source.split)
+        return _of_pattern(path, there.files) if there.kind == "pattern" else (_require_readable(path),)
+    path = unquote(urlsplit(path).path) if scheme else path
+    local = Path(path).expanduser()
+    if local.is_dir():
+        return _of_folder(path, (str(file) for file in local.rglob("*") if file.is_file()), source.split)
+    if local.exists():
+        return (_require_readable(str(local)),)
+    if _PATTERN.search(path):
+        return _of_pattern(path, filter(os.path.isfile, glob.glob(str(local), recursive=True)))
+    hub_id = _HUB_ID.fullmatch(path)
+    if hub_id and not path.startswith(".") and not path.endswith(tuple(_LAYOUTS)):
+        return HubDataset(name=hub_id[1], config=hub_id[2], split=source.split)
+    raise DataError(
+        f"{path}: no such file or folder", hint=f"a path to {ACCEPTED_FILES}, or owner/name on the Hub"
+    )
+
+
+def open_binary(path: str) -> BinaryIO:
+    """Open a local file, one behind https:// or one in a store for reading bytes. Raises DataError or OSError."""
+    if path.partition("://")[0].lower() in _WEB:
+        return open_regular(_fetched(path))
+    return reading.open_stream(path) if "://" in path else open_regular(path)
+
+
+def key_in_store(path: str) -> str | None:
+    """A store's own words for a file's content; None where the bytes have to be hashed."""
+    is_stored = "://" in path and path.partition("://")[0].lower() not in _WEB
+    return reading.identity(path) if is_stored else None
+
+
+@cache
+def _fetched(url: str) -> Path:
+    """The file behind ``url`` in the cache, named by its address and what the server says of its content.
+
+    A process asks once: a file does not change between its hash and its rows. Raises DataError.
+    """
+    import aiohttp
+    import fsspec
+
+    # fsspec's own clients end each download after 5 minutes and pass proxies over
+    limits = aiohttp.ClientTimeout(total=None, connect=30, sock_read=60)
+    web: Any = fsspec.filesystem("https", client_kwargs={"trust_env": True, "timeout": limits})
+    problem: Exception | None = None
+    for wait_s in (0.0, *opening.WAITS_S):
+        time.sleep(wait_s)
+        part = None
+        try:
+            said = reading.identity_of(web.info(url))
+            name = hashlib.blake2b(f"{url} {said}".encode(), digest_size=16).hexdigest()
+            path = cache_folder() / "downloads" / name
+            if said is None or not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                part = temporary_sibling(path)
+                web.get_file(url, str(part))
+                os.replace(part, path)
+            return path
+        except Exception as error:  # aiohttp's, fsspec's and the disk's errors have no class in common
+            problem = error.__cause__ if isinstance(error.__cause__, Exception) else error
+            if getattr(problem, "status", 500) < 500 or getattr(error, "errno", None):
+                break
+        finally:
+            if part:
+                part.unlink(missing_ok=True)
+    assert problem is not None
+    raise DataError(
+        f"{url}: cannot be downloaded: {opening.cause_of(problem)}",
+        hint="look at the address and at the disk of the cache (FITUNE_CACHE); run it again when the server answers",
+    )
+
+
+def _require_readable(path: str) -> str:
+    """``path``. Raises DataError for a name that says it cannot be read."""
+    suffix = PurePosixPath(_name(path)).suffix
+    if suffix in PICKLE_SUFFIXES:
+        raise DataError(
+            f"{path}: {suffix} files are pickles, and opening a pickle runs the code inside it",
+            hint="convert it to .jsonl or .parquet",
+        )
+    if not layout_of(path)[0]:
+        raise DataError(
+            f"{path}: not a data file this version reads",
+            hint=f"one of {ACCEPTED_FILES} (rows.jsonl.gz); decompress others",
+        )
+    return path
+
+
+def _of_pattern(pattern: str, names: Iterable[str]) -> tuple[str, ...]:
+    """The data files that a pattern names; splits are not looked at."""
+    names = list(names)
+    files = _data_files(names)
+    if not files:
+        what = f"none of the {len(names)} files it names is data" if names else "the pattern names no file"
+        raise DataError(f"{pattern}: {what}", hint=f"it should name {ACCEPTED_FILES}")
+    return _of_one_kind(pattern, files)
+
+
+def _of_folder(folder: str, names: Iterable[str], split: str) -> tuple[str, ...]:
+    """The data files of a folder; only those of ``split`` where files or subfolders are named for splits."""
+    start = str(Path(folder).expanduser()) if "://" not in folder else folder.rstrip("/")
+    inside = {name: name[len(start) :].lstrip("/") for name in names}
+    files = _data_files(name for name, rest in inside.items() if "/." not in f"/{rest}")
+    if not files:
+        raise DataError(f"{folder}: no data files in this folder", hint=f"it should hold {ACCEPTED_FILES}")
+    named = {name: found for name in files if (found := _split_of(inside[name]))}
+    others = [inside[name] for name in files if name not in named]
+    if named and others:
+        shown = ", ".join(others[:3]) + (", …" if len(others) > 3 else "")
+        raise DataError(
+            f"{folder}: some files are named for a split, and {len(others)} are not: {shown}",
+            hint=f"give one file ({next(iter(named))}, for example) or a pattern, or rename every file after its split",
+        )
+    wanted = next((name for name, words in _SPLIT_NAMES.items() if split in words), split)
+    chosen = [name for name in files if named.get(name) == wanted] if named else files
+    if not chosen:
+        raise DataError(
+            f"{folder}: no files of split {split!r}; there are files of {', '.join(sorted(set(named.values())))}",
+            hint="set split: to one of them, or name the files",
+        )
+    return _of_one_kind(folder, chosen)
+
+
+def _split_of(relative_path: str) -> str | None:
+    """The split that a file or one of its folders is named for: ``train-00000.parquet``, ``test/data.arrow``."""
+    for part in PurePosixPath(relative_path.lower()).parts:
+        words = re.split(r"[^a-z]+", part)
+        for split, names in _SPLIT_NAMES.items():
+            if any(word in names for word in words):
+                return split
+    return None
+
+
+def _data_files(names: Iterable[str]) -> list[str]:
+    """The names of data files, sorted. Text counts only where there is nothing else: else it is a README, a licence."""
+    files = sorted(name for name in names if layout_of(name)[0] and _name(name) not in _DESCRIPTIONS)
+    return [name for name in files if layout_of(name)[0] != "text"] or files
+
+
+def _of_one_kind(where: str, files: list[str]) -> tuple[str, ...]:
+    """``files``. Raises DataError where they have several layouts, or are there packed and plain: learned twice."""
+    by_layout: dict[str, list[str]] = {}
+    for name in files:
+        by_layout.setdefault(layout_of(name)[0], []).append(name)
+    if len(by_layout) > 1:
+        counts = ", ".join(f"{len(group)} {layout}" for layout, group in sorted(by_layout.items()))
+        suffixes = "".join(PurePosixPath(_name(max(by_layout.values(), key=len)[0])).suffixes)
+        raise DataError(
+            f"{where}: holds files of several kinds: {counts}; they may be the same rows twice",
+            hint=f"name those that are meant, alone or by a pattern: {where.rstrip('/')}/*{suffixes}",
+        )
+    for name in files:
+        unpacked, _, suffix = name.rpartition(".")
+        if f".{suffix}" in CODECS and unpacked in files:
+            raise DataError(
+                f"{name}: {unpacked} is there, too: the same rows, compressed and uncompressed",
+                hint="remove one of them, or name the one that is meant",
+            )
+    return tuple(files)
+
+
+def _name(path: str) -> str:
+    """Last part of a path or of a URL's path, in small letters."""
+    if path.startswith(("http://", "https://")):
+        path = urlsplit(path).path
+    return path.rpartition("/")[2].lower()

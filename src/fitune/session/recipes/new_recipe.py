@@ -37,7 +37,7 @@ class Question:
 
 
 def _refuse_missing_file(path: str) -> None:
-    from fitune.data.reading.locations import (
+    from fitune.data.reading.files import (
         locate,  # imports datasets' helpers for those who answer questions alone
     )
 

@@ -58,7 +58,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "on_long_row": "When a row is longer than seq_len",
         "cache_dir": "Where tokenised rows are kept",
         "allow_https": "Fetch data from https:// addresses",
-        "allow_private_addresses": "Open addresses of this machine and network, too, and http://",
+        "allow_private_addresses": "Also without encryption: http://",
     },
     "Batches": {
         "seq_len": "Longest row in tokens",
