@@ -162,7 +162,7 @@ def test_a_store_that_cannot_be_written_to_is_refused_before_anything(
     code, _, err = train(upload_to=f"s3://{bucket}/x")
     assert (code, "does not let you write it" in err) == (2, True)
     code, _, err = train(upload_to="ftp://127.0.0.1:1/x")
-    assert (code, "private address" in err) == (2, True)
+    assert (code, "ftp://127.0.0.1:1/x: cannot be written" in err) == (2, True), err
     code, _, err = train(upload_to="runs/x")
     assert (code, "is no URL" in err) == (2, True)
     code, _, err = train(upload_to=f"s3://{bucket}/x", output_dir="s3://other/y")

@@ -2,14 +2,12 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 
 USER, PASSWORD = "me", "a-password-of-the-tests"
 
 
 @contextlib.contextmanager
-def running_ftp_server(folder: Path) -> Iterator[int]:
+def running_ftp_server(folder):
     """Its port."""
     from pyftpdlib.authorizers import DummyAuthorizer
     from pyftpdlib.handlers import FTPHandler

@@ -1,8 +1,5 @@
 """A store of another kind, without hashes and with folders: an FTP server."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from checkpoint.killed_saves import save, state_of
@@ -28,14 +25,14 @@ LINE = (Attempt(id="only", after=0),)
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, int]]:
+def served(tmp_path_factory):
     folder = tmp_path_factory.mktemp("served")
     with running_ftp_server(folder) as port:
         yield folder, port
 
 
 @pytest.fixture
-def login(monkeypatch: pytest.MonkeyPatch) -> None:
+def login(monkeypatch):
     """As FSSPEC_FTP_USERNAME and FSSPEC_FTP_PASSWORD in the environment, which fsspec reads when it is imported."""
     from fsspec.config import conf
 
@@ -43,15 +40,13 @@ def login(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opening, "WAITS_S", (0.01,))
 
 
-def files(folder: Path) -> dict[str, bytes]:
+def files(folder):
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
-def test_checkpoints_are_sent_counted_pruned_and_fetched(
-    login: None, served: tuple[Path, int], tmp_path: Path
-) -> None:
+def test_checkpoints_are_sent_counted_pruned_and_fetched(login, served, tmp_path):
     folder, port = served
-    store = Store(f"ftp://127.0.0.1:{port}/runs/x", allow_private=True)
+    store = Store(f"ftp://127.0.0.1:{port}/runs/x")
     store.require_writable()
     take_line(store, LINE)
     require_line(store, LINE)
@@ -71,15 +66,13 @@ def test_checkpoints_are_sent_counted_pruned_and_fetched(
     assert files(folder / "runs/x/checkpoints/step-3") == files(paths[2])
 
 
-def test_a_folder_that_is_read_only_and_a_login_that_is_wrong_are_refused(
-    login: None, served: tuple[Path, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_is_read_only_and_a_login_that_is_wrong_are_refused(login, served, monkeypatch):
     from fsspec.config import conf
 
     _, port = served
     with pytest.raises(StoreError, match="does not let you write it: 550"):
-        Store(f"ftp://127.0.0.1:{port}/read-only", allow_private=True).require_writable()
+        Store(f"ftp://127.0.0.1:{port}/read-only").require_writable()
     monkeypatch.setitem(conf, "ftp", {"username": USER, "password": "wrong-and-never-shown"})
     with pytest.raises(StoreError, match="530") as caught:
-        Store(f"ftp://127.0.0.1:{port}/runs/y", allow_private=True).require_writable()
+        Store(f"ftp://127.0.0.1:{port}/runs/y").require_writable()
     assert "wrong-and-never-shown" not in str(caught.value)

@@ -4,12 +4,10 @@ import contextlib
 import re
 import socket
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from data.s3_server import DENIED, SECRET, Wire, behind_tls, objects, use_server
+from data.s3_server import DENIED, SECRET, behind_tls, objects, use_server
 from fitune.errors import DataError, StoreError
 from fitune.stores import digests, patience, reading, writing
 from fitune.stores.writing import Store
@@ -21,23 +19,23 @@ FILES = {"one.bin": b"1" * 200_000, "two.bin": b"2" * 100_000, "state.json": b"{
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     for name, content in FILES.items():
         (tmp_path / name).write_bytes(content)
     return tmp_path
 
 
-def put(store: Store, folder: Path) -> int:
+def put(store, folder):
     return store.put_folder(folder, "step-1", FILES, last="COMMIT")
 
 
-def sent(wire: Wire) -> list[str]:
+def sent(wire):
     """Names of the files that were sent, in their order."""
     lines = [line.decode().split() for line in wire.requests if line.startswith((b"PUT", b"POST"))]
     return [line[1].partition("?")[0].rpartition("/")[2] for line in lines]
 
 
-def test_a_folder_is_sent_once_and_its_last_file_last(wire: Wire, bucket: str, folder: Path) -> None:
+def test_a_folder_is_sent_once_and_its_last_file_last(wire, bucket, folder):
     store = Store(f"s3://{bucket}/runs/x")
     assert put(store, folder) == sum(map(len, FILES.values()))
     assert objects(bucket) == {f"runs/x/step-1/{name}": content for name, content in FILES.items()}
@@ -48,9 +46,7 @@ def test_a_folder_is_sent_once_and_its_last_file_last(wire: Wire, bucket: str, f
     assert sent(wire) == []
 
 
-def test_what_is_sent_is_the_file_alone_as_every_store_of_this_kind_takes_it(
-    wire: Wire, bucket: str, folder: Path
-) -> None:
+def test_what_is_sent_is_the_file_alone_as_every_store_of_this_kind_takes_it(wire, bucket, folder):
     wire.headers.clear()
     put(Store(f"s3://{bucket}/runs/x"), folder)
     assert len(wire.headers) > len(FILES)
@@ -58,8 +54,8 @@ def test_what_is_sent_is_the_file_alone_as_every_store_of_this_kind_takes_it(
 
 
 def test_over_https_what_is_sent_is_not_hashed_again_for_its_signature(
-    wire: Wire, bucket: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    wire, bucket, folder, tmp_path, monkeypatch
+):
     """Over http it is: there nothing else says that it was not changed on the way."""
     store, unsigned = f"s3://{bucket}/runs", b"x-amz-content-sha256: unsigned-payload"
     wire.headers.clear()
@@ -74,9 +70,7 @@ def test_over_https_what_is_sent_is_not_hashed_again_for_its_signature(
     assert {name: objects(bucket)[f"runs/y/step-1/{name}"] for name in FILES} == FILES
 
 
-def test_a_changed_folder_loses_its_last_file_first_and_only_the_change_is_sent(
-    wire: Wire, bucket: str, folder: Path
-) -> None:
+def test_a_changed_folder_loses_its_last_file_first_and_only_the_change_is_sent(wire, bucket, folder):
     store = Store(f"s3://{bucket}/runs/x")
     put(store, folder)
     (folder / "two.bin").write_bytes(b"3" * 100_000)
@@ -90,25 +84,21 @@ def test_a_changed_folder_loses_its_last_file_first_and_only_the_change_is_sent(
     assert set(objects(bucket)) == {f"runs/x/step-1/{name}" for name in FILES}
 
 
-def test_a_store_that_is_busy_twice_gets_the_file_at_the_third_try(
-    wire: Wire, bucket: str, folder: Path
-) -> None:
+def test_a_store_that_is_busy_twice_gets_the_file_at_the_third_try(wire, bucket, folder):
     wire.refused = 2
     put(Store(f"s3://{bucket}/x"), folder)
     assert wire.refused == 0
     assert objects(bucket) == {f"x/step-1/{name}": content for name, content in FILES.items()}
 
 
-def test_a_cut_in_the_middle_of_a_file_is_mended(wire: Wire, bucket: str, folder: Path) -> None:
+def test_a_cut_in_the_middle_of_a_file_is_mended(wire, bucket, folder):
     wire.cut_sent_after = 120_000
     put(Store(f"s3://{bucket}/x"), folder)
     assert wire.cut_sent_after is None, "the wire was cut"
     assert objects(bucket) == {f"x/step-1/{name}": content for name, content in FILES.items()}
 
 
-def test_a_store_that_stays_away_gets_no_last_file_and_the_rest_later(
-    wire: Wire, bucket: str, folder: Path
-) -> None:
+def test_a_store_that_stays_away_gets_no_last_file_and_the_rest_later(wire, bucket, folder):
     store = Store(f"s3://{bucket}/x")
     wire.cut_sent_after, wire.is_down = 1, True
     with pytest.raises(StoreError, match="cannot be") as caught:
@@ -120,7 +110,7 @@ def test_a_store_that_stays_away_gets_no_last_file_and_the_rest_later(
     assert objects(bucket) == {f"x/step-1/{name}": content for name, content in FILES.items()}
 
 
-def test_files_that_killed_uploads_left_are_not_sent_again(wire: Wire, bucket: str, folder: Path) -> None:
+def test_files_that_killed_uploads_left_are_not_sent_again(wire, bucket, folder):
     store = Store(f"s3://{bucket}/x")
     store.put_file(folder / "one.bin", "step-1/one.bin")
     wire.requests.clear()
@@ -129,8 +119,8 @@ def test_files_that_killed_uploads_left_are_not_sent_again(wire: Wire, bucket: s
 
 
 def test_a_large_file_is_sent_in_parts_and_known_by_the_hash_of_its_parts(
-    wire: Wire, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    wire, bucket, tmp_path, monkeypatch
+):
     monkeypatch.setattr(digests, "_PART_BYTES", 5 * 2**20)
     file = tmp_path / "large.bin"
     file.write_bytes(bytes(range(256)) * 2**12 * 11)  # 11 MiB: parts of 5, 5 and 1
@@ -142,9 +132,7 @@ def test_a_large_file_is_sent_in_parts_and_known_by_the_hash_of_its_parts(
     assert objects(bucket)["x/big/large.bin"] == file.read_bytes()
 
 
-def test_where_the_store_gives_no_hash_the_file_is_read_back(
-    bucket: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_the_store_gives_no_hash_the_file_is_read_back(bucket, folder, monkeypatch):
     monkeypatch.setattr(writing, "is_same", lambda file, said: None)
     store = Store(f"s3://{bucket}/x")
     put(store, folder)
@@ -153,13 +141,13 @@ def test_where_the_store_gives_no_hash_the_file_is_read_back(
     assert put(store, folder) == 100_000 + len(FILES["COMMIT"])
 
 
-def test_a_slow_link_only_takes_longer(wire: Wire, bucket: str, folder: Path) -> None:
+def test_a_slow_link_only_takes_longer(wire, bucket, folder):
     wire.slow_s = 0.005
     put(Store(f"s3://{bucket}/x"), folder)
     assert objects(bucket) == {f"x/step-1/{name}": content for name, content in FILES.items()}
 
 
-def test_what_a_run_needs_is_asked_for_by_a_small_file(wire: Wire, bucket: str) -> None:
+def test_what_a_run_needs_is_asked_for_by_a_small_file(wire, bucket):
     Store(f"s3://{bucket}/x").require_writable()
     assert objects(bucket) == {}
     with pytest.raises(StoreError, match="nothing there: no such file, folder or bucket"):
@@ -170,9 +158,7 @@ def test_what_a_run_needs_is_asked_for_by_a_small_file(wire: Wire, bucket: str) 
     assert SECRET not in str(caught.value)
 
 
-def test_credentials_that_are_absent_are_named_and_schemes_that_are_unknown(
-    bucket: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_credentials_that_are_absent_are_named_and_schemes_that_are_unknown(bucket, monkeypatch):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     with pytest.raises(StoreError, match="no credentials for s3://") as caught:
@@ -196,14 +182,14 @@ def test_credentials_that_are_absent_are_named_and_schemes_that_are_unknown(
         ("s3://bucket/x?versionId=3", "'?' may not stand in a folder's URL", "s3://bucket/x"),
     ],
 )  # fmt: skip
-def test_urls_that_name_no_store_are_refused_before_they_are_asked(url: str, words: str, hint: str) -> None:
+def test_urls_that_name_no_store_are_refused_before_they_are_asked(url, words, hint):
     with pytest.raises(StoreError) as refused:
-        Store(url, allow_private=True)
+        Store(url)
     assert words in refused.value.message
     assert hint in str(refused.value.hint)
 
 
-def test_names_with_spaces_and_other_scripts_are_kept(bucket: str, folder: Path) -> None:
+def test_names_with_spaces_and_other_scripts_are_kept(bucket, folder):
     store = Store(f"s3://{bucket}/my runs/größe 模型/")
     put(store, folder)
     assert objects(bucket) == {
@@ -212,12 +198,12 @@ def test_names_with_spaces_and_other_scripts_are_kept(bucket: str, folder: Path)
     assert put(store, folder) == 0
 
 
-def listening(answer: bytes) -> Iterator[str]:
+def listening(answer):
     """The address of a server that gives every connection this answer; with an empty one it says nothing."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         kept: list[socket.socket] = []
 
-        def serve() -> None:
+        def serve():
             with contextlib.suppress(OSError):
                 while True:
                     connection, _ = server.accept()
@@ -231,14 +217,14 @@ def listening(answer: bytes) -> Iterator[str]:
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
-def ask_at(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def ask_at(address, monkeypatch):
     import s3fs
 
     monkeypatch.setenv("AWS_ENDPOINT_URL", address)
     s3fs.S3FileSystem.clear_instance_cache()
 
 
-def test_a_server_that_never_answers_is_not_waited_for(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_never_answers_is_not_waited_for(bucket, monkeypatch):
     monkeypatch.setattr(patience, "ANSWER_S", 0.3)
     for address in listening(b""):
         ask_at(address, monkeypatch)
@@ -252,8 +238,8 @@ def test_a_server_that_never_answers_is_not_waited_for(bucket: str, monkeypatch:
 
 
 def test_a_store_that_falls_silent_is_given_up_with_what_was_sent_and_asked_again_later(
-    wire: Wire, bucket: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    wire, bucket, folder, monkeypatch
+):
     store, more = Store(f"s3://{bucket}/x"), [f"{number}.bin" for number in range(40)]
     store.put_file(folder / "one.bin", "one.bin")
     monkeypatch.setattr(patience, "SILENT_S", 0.2)
@@ -276,9 +262,7 @@ def test_a_store_that_falls_silent_is_given_up_with_what_was_sent_and_asked_agai
     assert {f"x/step-1/{name}" for name in FILES} <= objects(bucket).keys()
 
 
-def test_a_folder_is_fetched_no_further_from_a_store_that_fell_silent(
-    wire: Wire, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_is_fetched_no_further_from_a_store_that_fell_silent(wire, bucket, tmp_path, monkeypatch):
     store, many = Store(f"s3://{bucket}/x"), [f"{number}.bin" for number in range(40)]
     for name in many:
         store.write(f"many/{name}", b"6" * 3_000)
@@ -297,14 +281,12 @@ def test_a_folder_is_fetched_no_further_from_a_store_that_fell_silent(
     assert len(opened) < len(many)  # each would be waited for
 
 
-def test_a_slow_part_is_waited_for_while_the_store_answers_at_all(
-    wire: Wire, bucket: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_part_is_waited_for_while_the_store_answers_at_all(wire, bucket, folder, monkeypatch):
     store, asked = Store(f"s3://{bucket}/x"), []
     store.require_writable()
     is_alive = store._patience._is_alive
 
-    def answers_and_is_quick_again() -> bool:
+    def answers_and_is_quick_again():
         asked.append(is_alive())
         wire.slow_s = 0.0
         return asked[-1]
@@ -321,9 +303,7 @@ def test_a_slow_part_is_waited_for_while_the_store_answers_at_all(
         store.put_file(folder / "one.bin", "again.bin")
 
 
-def test_a_page_in_place_of_a_store_is_named_with_the_address(
-    bucket: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_in_place_of_a_store_is_named_with_the_address(bucket, monkeypatch):
     page = b"<html>Welcome</html>"
     head = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nConnection: close\r\nContent-Length: "
     for address in listening(head + str(len(page)).encode() + b"\r\n\r\n" + page):
@@ -332,11 +312,3 @@ def test_a_page_in_place_of_a_store_is_named_with_the_address(
             Store(f"s3://{bucket}/x").require_writable()
         assert f"AWS_ENDPOINT_URL = {address}" in str(refused.value.hint)
         assert SECRET not in f"{refused.value.message} {refused.value.hint}"
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "10.1.2.3", "[::1]"])
-def test_a_host_of_this_machine_or_network_is_opened_only_where_that_is_allowed(host: str) -> None:
-    with pytest.raises(StoreError, match="private address|this machine") as caught:
-        Store(f"ftp://{host}/runs/x")
-    assert "allow_private_addresses" in str(caught.value.hint)
-    Store(f"ftp://{host}/runs/x", allow_private=True)

@@ -335,7 +335,7 @@ def score(
     served_model: Annotated[str, Option(help="The model's name there; default: --model.")] = "",
     allow_https: Annotated[bool, Option("--allow-https", help="Fetch --data from https://.")] = False,
     allow_private_addresses: Annotated[
-        bool, Option("--allow-private-addresses", help="Also from private addresses and http://.")
+        bool, Option("--allow-private-addresses", help="Also from http:// addresses.")
     ] = False,
     against: Annotated[str, Option(metavar="OUT", help="Compare with an earlier score.")] = "",
     on: OnRay = "here",

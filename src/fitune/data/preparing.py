@@ -80,10 +80,7 @@ def prepare_data(
     job = Job(
         data=data, tokenizer=tokenizer, template=template.source, template_name=template.name, seq_len=seq_len
     )
-    allow_private = any(source.allow_private_addresses for source in data.sources)
-    with shared_cache(
-        data.cache_dir, allow_private=allow_private, beat=progress.beat, on_note=on_note
-    ) as shared:
+    with shared_cache(data.cache_dir, beat=progress.beat, on_note=on_note) as shared:
         if shared is not None and sends:
             shared.require_ready(entry)
         prepared = _from_cache(entry, progress, on_note)

@@ -104,13 +104,13 @@ class SharedCache:
 
 @contextmanager
 def shared_cache(
-    cache_dir: str, *, allow_private: bool, beat: Callable[[], None], on_note: Callable[[str], None]
+    cache_dir: str, *, beat: Callable[[], None], on_note: Callable[[str], None]
 ) -> Iterator[SharedCache | None]:
     """The cache at the URL ``cache_dir``; None where it is a folder. Raises StoreError for a URL that is not opened."""
     if not is_url(cache_dir):
         yield None
         return
-    store = Store(cache_dir, allow_private=allow_private)
+    store = Store(cache_dir)
     try:
         yield SharedCache(store, beat=beat, on_note=on_note)
     finally:

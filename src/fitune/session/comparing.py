@@ -70,7 +70,7 @@ def compare_methods(
         raise RecipeError("no method could be trained", hint="the reasons are above")
     tell(Note(f"\n{text_table(comparison_rows(methods, base))}\ncomparison: {page}"))
     if recipe.upload_to:
-        with closing(Store(recipe.upload_to, allow_private=recipe.allow_private_addresses)) as store:
+        with closing(Store(recipe.upload_to)) as store:
             store.put_file(page, page.name)
             tell(Note(f"sent: {store.below(page.name)}"))
     return int(failed)

@@ -8,11 +8,9 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 from fitune.credentials import without_credentials
 from fitune.errors import DataError, FituneError, did_you_mean
-from fitune.stores.addresses import PrivateAddress, require_public
 
 CLIENTS = {
     "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "hdfs": "pyarrow",
@@ -92,23 +90,6 @@ def _options(client: str) -> dict[str, Any]:
     if client != "s3fs" or is_plain:
         return options
     return options | {"config_kwargs": {**options["config_kwargs"], "s3": {"payload_signing_enabled": False}}}
-
-
-def require_allowed(url: str, *, allow_private: bool, error: type[FituneError]) -> None:
-    """Raises ``error`` for a URL that names a host of this machine or network, unless that is allowed."""
-    if allow_private or scheme_of(url) not in HOSTS:
-        return
-    try:
-        require_public(urlsplit(url).hostname or "", resolve=True)
-    except PrivateAddress as refused:
-        raise error(
-            f"{url}: {refused}",
-            hint="allow_private_addresses: true opens addresses of this machine and network",
-        ) from None
-    except OSError as problem:
-        raise error(
-            f"{url}: {problem.strerror or problem}", hint="look at the spelling of the host"
-        ) from None
 
 
 _DONE = {"read": "read", "write": "written"}

@@ -24,7 +24,6 @@ from fitune.stores.opening import (
     lacks_credentials,
     open_store,
     require_address,
-    require_allowed,
     scheme_of,
 )
 from fitune.stores.patience import Patience
@@ -49,14 +48,13 @@ def nobody_stops() -> bool:
 class Store:
     """A folder behind a URL. Names below it have ``/`` between their parts. All methods raise StoreError."""
 
-    def __init__(self, url: str, *, allow_private: bool = False) -> None:
+    def __init__(self, url: str) -> None:
         require_address(url, WRITTEN, error=StoreError)
         if "?" in url:  # s3fs takes what follows for a version, and writes to the name before it
             raise StoreError(f"{url}: '?' may not stand in a folder's URL", hint=url.partition("?")[0])
         self.url = url.rstrip("/")
         self._patience = Patience(url, probe=self._probe, error=StoreError)
         self._sent_bytes = 0
-        require_allowed(url, allow_private=allow_private, error=StoreError)
         self._shared: tuple[Any, str] | None = None
         self._making = threading.Lock()
         self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="sending", initializer=give_way)
@@ -317,7 +315,7 @@ def _tries(action: Callable[[], T], waits: Iterable[float]) -> T:
 @contextmanager
 def opened_store(url: str) -> Iterator[Store]:
     """The store behind ``url``, which was typed here and is in nobody's recipe. Raises StoreError."""
-    store = Store(url, allow_private=True)
+    store = Store(url)
     try:
         yield store
     finally:

@@ -143,7 +143,7 @@ def _newest_of_both(directory: Path, store: Store, on_note: OnNote) -> Found:
 
 def _fetched(url: str, plan: Plan, directory: Path, on_note: OnNote) -> Path:
     """The checkpoint behind ``url``, brought into ``directory``. Raises CheckpointError when there is none."""
-    store = Store(url, allow_private=plan.run.allow_private_addresses)
+    store = Store(url)
     try:
         if store.read(COMMIT) is None and (there := complete_checkpoints(store)):
             raise CheckpointError(

@@ -43,7 +43,7 @@ CONFIGS = ("adapter_config.json", "config.json")
 
 def store_of(run: RunPlan) -> Store | None:
     """The store that the run is sent to; None for a run that stays here. Raises StoreError."""
-    return Store(run.upload_to, allow_private=run.allow_private_addresses) if run.upload_to else None
+    return Store(run.upload_to) if run.upload_to else None
 
 
 class Uploads:
