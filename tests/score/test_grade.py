@@ -1,37 +1,34 @@
 """Laws of the graders: what counts as the same answer."""
 
 import hashlib
-import subprocess
 import sys
 from decimal import Decimal
-from pathlib import Path
 
 import pytest
 
 from fitune.errors import MissingExtra, RecipeError
-from fitune.score.grades.grader_process import GradeFailed, GuardedGrader
 from fitune.score.grades.graders import References, grade, last_number, open_graders
-from fitune.score.grades.grading import try_graders
+from fitune.score.grades.grading import grade_line, try_graders
 
 
 @pytest.mark.parametrize("name", ["exact_match", "contains", "number", "rouge"])
 @pytest.mark.parametrize("text", ["18", "it costs 1,250.50 dollars", "She has 3 left.\n#### 3"])
-def test_every_answer_agrees_with_itself(name: str, text: str) -> None:
+def test_every_answer_agrees_with_itself(name, text):
     assert grade(name, text, text) == 1.0
 
 
 @pytest.mark.parametrize("name", ["exact_match", "contains", "number", "rouge"])
-def test_an_empty_answer_earns_nothing(name: str) -> None:
+def test_an_empty_answer_earns_nothing(name):
     assert grade(name, "", "the answer is 18") == 0.0
 
 
-def test_exact_match_counts_white_space_as_one_space_and_nothing_else() -> None:
+def test_exact_match_counts_white_space_as_one_space_and_nothing_else():
     assert grade("exact_match", "  item: lamp |\n city: Oslo ", "item: lamp | city: Oslo") == 1.0
     assert grade("exact_match", "item: Lamp | city: Oslo", "item: lamp | city: Oslo") == 0.0
     assert grade("exact_match", "itemlamp", "item lamp") == 0.0
 
 
-def test_contains_finds_the_reference_anywhere_but_not_the_other_way_round() -> None:
+def test_contains_finds_the_reference_anywhere_but_not_the_other_way_round():
     assert grade("contains", "I think it is\nOslo, Norway", "is Oslo") == 1.0
     assert grade("contains", "Oslo", "Oslo, Norway") == 0.0
 
@@ -67,18 +64,18 @@ def test_contains_finds_the_reference_anywhere_but_not_the_other_way_round() -> 
         ("no number here", None),
     ],
 )
-def test_the_last_number_is_read_as_people_write_it(text: str, wanted: str | None) -> None:
+def test_the_last_number_is_read_as_people_write_it(text, wanted):
     assert last_number(text) == (None if wanted is None else Decimal(wanted))
 
 
-def test_number_compares_values_and_not_spelling() -> None:
+def test_number_compares_values_and_not_spelling():
     reference = "He pays 500 + 580 = <<500+580=1080>>1080.\n#### 1,080"
     assert grade("number", "so the answer is $1080.00", reference) == 1.0
     assert grade("number", "so the answer is 1081", reference) == 0.0
     assert grade("number", "I do not know", "#### 3") == 0.0
 
 
-def test_rouge_is_the_f1_of_the_longest_common_subsequence() -> None:
+def test_rouge_is_the_f1_of_the_longest_common_subsequence():
     # LCS "the cat sat" = 3 words; precision 3/4, recall 3/6, F1 = 2 · 0.75 · 0.5 / 1.25
     assert grade("rouge", "the cat happily sat", "the cat sat on the mat") == pytest.approx(0.6)
 
@@ -88,7 +85,7 @@ def test_rouge_is_the_f1_of_the_longest_common_subsequence() -> None:
     ["Кошка сидела на коврике", "Η γάτα κάθισε στο χαλί", "고양이가 매트 위에 앉았다", "جلست القطة على السجادة",
      "बिल्ली चटाई पर बैठी", "猫坐在垫子上", "แมวนั่งบนเสื่อ", "猫がマットの上に座った"],
 )  # fmt: skip
-def test_rouge_reads_words_of_every_script(text: str) -> None:
+def test_rouge_reads_words_of_every_script(text):
     words = text.split() if " " in text else list(text)
     assert grade("rouge", text, text) == 1.0
     assert grade("rouge", "the cat", text) == 0.0
@@ -105,7 +102,7 @@ def test_rouge_reads_words_of_every_script(text: str) -> None:
         ("Việt Nam 10,5 %", "Viet Nam 10.5"),
     ],
 )
-def test_rouge_of_latin_text_is_rouge_scores(answer: str, expected: str) -> None:
+def test_rouge_of_latin_text_is_rouge_scores(answer, expected):
     from rouge_score.rouge_scorer import RougeScorer
 
     theirs = RougeScorer(["rougeL"])
@@ -113,7 +110,7 @@ def test_rouge_of_latin_text_is_rouge_scores(answer: str, expected: str) -> None
         assert grade("rouge", one, other) == theirs.score(other, one)["rougeL"].fmeasure
 
 
-def test_rouge_without_its_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rouge_without_its_library_names_the_extra(monkeypatch):
     from fitune.score.grades.graders import _rouge_scorer
 
     _rouge_scorer.cache_clear()
@@ -123,7 +120,7 @@ def test_rouge_without_its_library_names_the_extra(monkeypatch: pytest.MonkeyPat
     assert caught.value.hint == "pip install 'fitune[metrics]'"
 
 
-def test_an_unknown_grader_is_refused_with_the_nearest_name() -> None:
+def test_an_unknown_grader_is_refused_with_the_nearest_name():
     with pytest.raises(RecipeError, match="exct_match") as caught:
         grade("exct_match", "a", "a")
     assert "exact_match" in str(caught.value)
@@ -142,7 +139,7 @@ def test_an_unknown_grader_is_refused_with_the_nearest_name() -> None:
         (["#### no idea"], ("exact_match", "contains")),
     ],
 )
-def test_graders_follow_from_the_references(references: list[str], names: tuple[str, ...]) -> None:
+def test_graders_follow_from_the_references(references, names):
     seen = References()
     for reference in references:
         seen.add(reference)
@@ -151,7 +148,7 @@ def test_graders_follow_from_the_references(references: list[str], names: tuple[
     assert why
 
 
-def test_f1_counts_shared_words_without_case_punctuation_and_articles() -> None:
+def test_f1_counts_shared_words_without_case_punctuation_and_articles():
     # 2 shared of 3 and 2 words: 2 · 2 / 5
     assert grade("f1", "The capital: Oslo, Norway", "Oslo, a Norway.") == pytest.approx(0.8)
     assert grade("f1", "", "") == 1.0
@@ -169,11 +166,11 @@ def test_f1_counts_shared_words_without_case_punctuation_and_articles() -> None:
         ("The theatre", "theatre", 1.0),
     ],
 )
-def test_f1_takes_punctuation_out_as_squad_does(answer: str, expected: str, wanted: float) -> None:
+def test_f1_takes_punctuation_out_as_squad_does(answer, expected, wanted):
     assert grade("f1", answer, expected) == wanted
 
 
-def test_other_rules_of_a_grader_are_another_key() -> None:
+def test_other_rules_of_a_grader_are_another_key():
     """Grades that an earlier version wrote are not taken for today's."""
     for name in ("rouge", "number", "f1"):
         (grader,) = open_graders((name,))
@@ -182,7 +179,7 @@ def test_other_rules_of_a_grader_are_another_key() -> None:
     assert same.key == hashlib.sha256(b"contains ").hexdigest()[:12]
 
 
-def test_bleu_and_chrf_are_sacrebleus_own() -> None:
+def test_bleu_and_chrf_are_sacrebleus_own():
     sacrebleu = pytest.importorskip("sacrebleu")
     answer, expected = "the cat sat on the mat", "the cat is on the mat"
     assert grade("bleu", answer, expected) == sacrebleu.sentence_bleu(answer, [expected]).score / 100
@@ -195,12 +192,12 @@ def test_bleu_and_chrf_are_sacrebleus_own() -> None:
     [("regex", "needs PATTERN"), ("f1:x", "takes nothing"), ("python:rules.py", "needs FILE.py:FUNCTION"),
      ("json_schema:/no/such.json", "cannot be read")],
 )  # fmt: skip
-def test_a_grader_that_is_not_told_enough_is_refused(name: str, said: str) -> None:
+def test_a_grader_that_is_not_told_enough_is_refused(name, said):
     with pytest.raises(RecipeError, match=said):
         open_graders((name,))
 
 
-def test_a_key_follows_from_the_name_and_the_files(tmp_path: Path) -> None:
+def test_a_key_follows_from_the_name_and_the_files(tmp_path):
     rules = tmp_path / "rules.py"
     rules.write_text("def f(**_): return 1")
     (first,) = open_graders((f"python:{rules}:f",))
@@ -210,67 +207,41 @@ def test_a_key_follows_from_the_name_and_the_files(tmp_path: Path) -> None:
 
 
 RULES = """
-import time
-
 def shout(*, answer, expected, prompt):
-    if answer == "hang":
-        time.sleep(600)
-    if answer == "die":
-        import os
-        os._exit(3)
-    return answer.isupper() / int(expected)
+    return answer.isupper() / int(expected) if prompt != "none" else None
 """
 
 
-def test_a_function_that_raises_hangs_or_dies_is_an_error_of_its_row(tmp_path: Path) -> None:
+def graded(name, answer, expected="1", prompt=""):
+    (grader,) = open_graders((name,))
+    body = {"object": "chat.completion", "choices": [{"message": {"content": answer}}]}
+    return grade_line(grader, {"response": {"body": body}}, {"expected": expected, "prompt": prompt})
+
+
+def test_a_function_that_raises_is_an_error_of_its_row(tmp_path):
     (tmp_path / "rules.py").write_text(RULES)
-    place = f"{tmp_path / 'rules.py'}:shout"
-    patient, hurried = (
-        GuardedGrader("python", place, limit_s=60.0),
-        GuardedGrader("python", place, limit_s=0.5),
-    )
-
-    def graded(answer: str, expected: str = "1", *, grader: GuardedGrader = patient) -> float | str:
-        try:
-            return grader.grade(answer=answer, expected=expected, prompt="")
-        except GradeFailed as failed:
-            return str(failed)
-
-    try:
-        assert graded("LOUD") == 1.0
-        assert graded("LOUD", "0") == "ZeroDivisionError: division by zero"
-        assert graded("die") == "the grader's process ended: exit code 3"
-        assert graded("hang", grader=hurried) == "the grader took longer than 0.5 s"
-        hurried._limit_s = 60.0
-        assert graded("quiet", grader=hurried) == 0.0
-    finally:
-        patient.close()
-        hurried.close()
+    shout = f"python:{tmp_path / 'rules.py'}:shout"
+    assert graded(shout, "LOUD") == {"grade": 1.0}
+    assert graded(shout, "quiet") == {"grade": 0.0}
+    assert graded(shout, "LOUD", "0") == {"grade": 0.0, "error": "ZeroDivisionError: division by zero"}
+    assert "not a finite number" in graded(shout, "LOUD", prompt="none")["error"]
+    (tmp_path / "rules.py").write_text("def shout(**_): return 3")
+    assert graded(shout, "LOUD") == {"grade": 3.0}, "the new file counts"
 
 
-@pytest.mark.parametrize(
-    ("kind", "argument", "right", "wrong"),
-    [("regex", "^[0-9]+$", "42", "forty"),
-     ("json_schema", '{"type": "object", "required": ["city"]}', '```json\n{"city": "Oslo"}\n```', '{"town": 1}')],
-)  # fmt: skip
-def test_patterns_and_schemas_grade_the_answer_alone(
-    kind: str, argument: str, right: str, wrong: str
-) -> None:
-    grader = GuardedGrader(kind, argument)
-    try:
-        assert grader.grade(answer=right, expected=None, prompt="") == 1.0
-        assert grader.grade(answer=wrong, expected=None, prompt="") == 0.0
-        assert grader.grade(answer="no", expected=None, prompt="") == 0.0
-    finally:
-        grader.close()
+def test_patterns_and_schemas_grade_the_answer_alone(tmp_path):
+    (tmp_path / "city.json").write_text('{"type": "object", "required": ["city"]}')
+    schema = f"json_schema:{tmp_path / 'city.json'}"
+    for name, answer, wanted in (
+        ("regex:^[0-9]+$", "42", 1.0),
+        ("regex:^[0-9]+$", "forty", 0.0),
+        (schema, '```json\n{"city": "Oslo"}\n```', 1.0),
+        (schema, '{"town": 1}', 0.0),
+        (schema, "no", 0.0),
+    ):
+        assert graded(name, answer, None) == {"grade": wanted}
 
 
-def test_a_pattern_that_is_none_is_refused_before_any_row() -> None:
+def test_a_pattern_that_is_none_is_refused_before_any_row():
     with pytest.raises(RecipeError, match=r"'regex:\(': .*unterminated subpattern"):
         try_graders(open_graders(("regex:(",)))
-
-
-def test_a_process_of_a_grader_imports_no_torch() -> None:
-    """It starts in a tenth of a second, and anew after every function that hangs."""
-    program = "import sys; import fitune.score.grades.graders; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -1,8 +1,6 @@
 """References that are calls of tools: weighed and compared as training renders them."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -11,13 +9,13 @@ from data.test_tool_calls import STYLES as OTHER_STYLES
 from data.tiny_tokenizers import byte_tokenizer
 from fitune.data.conversations.formats import to_example
 from fitune.data.conversations.messages import Conversation
-from fitune.data.conversations.templates import ChatTemplate, load_template
+from fitune.data.conversations.templates import load_template
 from fitune.data.reading.rows import Row
 from fitune.score.engines.engine import Sampling
 from fitune.score.grades.calls import compared_calls
-from fitune.score.grades.graders import GRADERS, References
-from fitune.score.grades.grading import _grade
-from fitune.score.tasks import Question, read_questions, to_tasks
+from fitune.score.grades.graders import References, open_graders
+from fitune.score.grades.grading import grade_line
+from fitune.score.tasks import read_questions, to_tasks
 from fitune.score.weighing import to_given_tasks
 from fitune.spec.plan import DataSource
 
@@ -30,25 +28,25 @@ STYLES = OTHER_STYLES | {"text": AS_TEXT}
 CALLING = {"messages": ROW["messages"][:2], "tools": ROW["tools"]}
 
 
-def asked(tmp_path: Path) -> list[Question]:
+def asked(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(CALLING) + "\n" + json.dumps(ROW) + "\n")
     return list(read_questions([DataSource(path=str(path))], id_column="", weighed=False))
 
 
-def trained(template: ChatTemplate, fields: dict[str, Any]) -> list[int]:
+def trained(template, fields):
     example = to_example(Row("f:1", fields), format="messages")
     assert isinstance(example, Conversation)
     return template.encode(example).ids
 
 
-def graded(name: str, answer: str, task: dict[str, Any]) -> float:
+def graded(name, answer, task):
     body = {"object": "chat.completion", "choices": [{"message": {"content": answer}}]}
-    return _grade(GRADERS[name], {"response": {"body": body}}, task)["grade"]
+    return grade_line(open_graders((name,))[0], {"response": {"body": body}}, task)["grade"]
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_references_with_calls_are_weighed_with_trainings_own_ids(style: str, tmp_path: Path) -> None:
+def test_references_with_calls_are_weighed_with_trainings_own_ids(style, tmp_path):
     template = load_template(byte_tokenizer(template=STYLES[style]))
     calling, said = to_given_tasks(asked(tmp_path), template=template)
     for task, fields in ((calling, CALLING), (said, ROW)):
@@ -60,9 +58,7 @@ def test_references_with_calls_are_weighed_with_trainings_own_ids(style: str, tm
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_an_answer_with_the_references_calls_is_right_however_its_json_is_written(
-    style: str, tmp_path: Path
-) -> None:
+def test_an_answer_with_the_references_calls_is_right_however_its_json_is_written(style, tmp_path):
     template = load_template(byte_tokenizer(template=STYLES[style]))
     task, _ = to_tasks(asked(tmp_path), template=template, sampling=Sampling())
     assert task.expected == template.decode(trained(template, CALLING)[len(task.prompt_ids) :])
@@ -95,12 +91,12 @@ OTHER = json.dumps({"arguments": {"y": [1, {"z": None}]}, "name": "g"})
         ("", 0, 0),
     ],
 )
-def test_calls_are_compared_by_name_and_arguments_in_any_order(answer: str, exact: int, holds: int) -> None:
+def test_calls_are_compared_by_name_and_arguments_in_any_order(answer, exact, holds):
     found, wanted = compared_calls(answer, f"<call>{CALL}</call><call>{OTHER}</call>", [CALL, OTHER])
     assert (found == wanted, found >= wanted) == (bool(exact), bool(holds))
 
 
-def test_a_reference_that_the_template_cannot_show_is_a_problem_of_its_row(tmp_path: Path) -> None:
+def test_a_reference_that_the_template_cannot_show_is_a_problem_of_its_row(tmp_path):
     template = load_template(
         byte_tokenizer(template="{% for m in messages %}{{ m.role ~ (m.content or '') }}{% endfor %}")
     )
@@ -108,7 +104,7 @@ def test_a_reference_that_the_template_cannot_show_is_a_problem_of_its_row(tmp_p
     assert "leaves out the tool" in calling.problem
 
 
-def test_calls_are_graded_by_exact_match_where_no_grader_is_named() -> None:
+def test_calls_are_graded_by_exact_match_where_no_grader_is_named():
     seen = References()
     seen.add(CALLED["tool_calls"][0]["function"]["name"] + " word" * 50, has_calls=True)
     assert seen.graders() == (("exact_match", "contains"), "references are calls")

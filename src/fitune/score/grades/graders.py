@@ -35,7 +35,7 @@ class Kind:
     grade: Callable[[str, str], float] | None = None
     """The grade of an answer, beside its reference."""
     weigh: Callable[[Weighed], Graded] | None = None
-    """The grade of a row whose given answers were weighed. Without both: in a process of its own."""
+    """The grade of a row whose given answers were weighed. Without both: what the argument names."""
     argument: str = ""
     of_calls: Callable[[Counter[str], Counter[str]], bool] | None = None
     """Right for the calls of tools in answer and reference, where there are such; else ``grade`` compares texts."""
