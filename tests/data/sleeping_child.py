@@ -3,7 +3,7 @@
 import sys
 import time
 
-from fitune.data.children import requests
+from fitune.child import requests
 
 if __name__ == "__main__":
     connection, _ = next(requests(sys.argv))

@@ -218,7 +218,7 @@ def test_a_process_that_dies_is_an_error_that_names_the_rows(tmp_path, prepare, 
 def test_processes_end_with_their_parent():
     """Even when it is killed, and whatever they do: here one sleeps for a minute."""
     code = (
-        "from fitune.data.children import Child; import time\n"
+        "from fitune.child import Child; import time\n"
         "child = Child('data.sleeping_child'); print(child._process.pid, flush=True)\n"
         "child.send(b'sleep'); child.receive(); print('sleeping', flush=True); time.sleep(60)"
     )

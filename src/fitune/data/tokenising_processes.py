@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from fitune.data.children import Beat, Child, ChildEnded, requests
+from fitune.child import Beat, Child, ChildEnded, requests
 from fitune.data.conversations.messages import Example
 from fitune.data.conversations.templates import ChatTemplate
 from fitune.data.reading.rows import from_message, to_message

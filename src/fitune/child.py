@@ -7,10 +7,12 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import IO
 
 import fitune
 
@@ -36,21 +38,29 @@ class ChildEnded(Exception):
 
 
 class Child:
-    """``python -m module`` with a pipe of messages, whose number is its first argument.
+    """``python -m module`` with a pipe of messages, whose number is its first argument; ``arguments`` follow.
 
     A new program, not a fork: torch and tokenizers have threads, which a fork would leave behind in the middle of
     what they did. It sees no signal of the terminal. It ends when the pipe closes, so also when this process
-    is killed.
+    is killed. ``environment`` counts where this process has no such variable. What it prints goes to ``log``.
     """
 
-    def __init__(self, module: str, *, beat: Beat = nothing) -> None:
+    def __init__(
+        self, module: str, *arguments: str, beat: Beat = nothing, environment: Mapping[str, str] | None = None,
+        log: IO[bytes] | None = None,
+    ) -> None:  # fmt: skip
         self._beat = beat
         self._connection, theirs = Pipe()
+        paths = [str(Path(fitune.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, start_new_session=True,
-                env=_own_environment(),
+                [sys.executable, "-P", "-m", module, str(theirs.fileno()), *arguments],
+                pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                env={
+                    **(environment or {}), **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+                    "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1",
+                    "ARROW_DEFAULT_MEMORY_POOL": "system",
+                },
             )  # fmt: skip
 
     def send(self, message: bytes) -> None:
@@ -76,36 +86,36 @@ class Child:
         self._process.kill()
         return ChildEnded(self._process.wait())
 
+    def kill(self) -> None:
+        """End the process and all that it started at once, also from another thread than the one that waits."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
     def close(self) -> None:
-        """End the process at once, whatever it does."""
+        """``kill``, and wait until it is gone."""
         self._connection.close()
-        self._process.kill()
+        self.kill()
         self._process.wait()
 
 
-def _own_environment() -> dict[str, str]:
-    paths = [str(Path(fitune.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)), "TOKENIZERS_PARALLELISM": "false",
-        "OMP_NUM_THREADS": "1", "ARROW_DEFAULT_MEMORY_POOL": "system",
-    }  # fmt: skip
-
-
-def requests(arguments: Sequence[str]) -> Iterator[tuple[Connection, bytes]]:
+def requests(arguments: Sequence[str], *, lonely_s: float = 0.0) -> Iterator[tuple[Connection, bytes]]:
     """Yields, in the child, the pipe and each message of its parent.
 
-    A thread takes them from the pipe, so that the parent never waits for that; when the parent is gone, the process
-    ends in the middle of what it does.
+    A thread takes them from the pipe, so that the parent never waits for that. When the parent is gone, the process
+    ends in the middle of what it does; with ``lonely_s`` the messages end first, and the process so many seconds later.
     """
     connection = Connection(int(arguments[1]))
-    received: queue.Queue[bytes] = queue.Queue()
+    received: queue.Queue[bytes | None] = queue.Queue()
 
     def read() -> None:
         with contextlib.suppress(EOFError, OSError):
             while True:
                 received.put(connection.recv_bytes())
+        if lonely_s:
+            received.put(None)
+            time.sleep(lonely_s)
         os._exit(0)
 
     threading.Thread(target=read, daemon=True).start()
-    while True:
-        yield connection, received.get()
+    while (message := received.get()) is not None:
+        yield connection, message
