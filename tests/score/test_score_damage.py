@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from fitune.errors import RunDirectoryError
-from fitune.score.plan import ScorePlan
 from score.scorings import everything, quietly
 
 
-def test_a_damaged_shard_is_an_error_with_its_file(finished: ScorePlan) -> None:
+def test_a_damaged_shard_is_an_error_with_its_file(finished):
     shard = Path(finished.output_dir) / "shards" / "00001.answers.jsonl"
     shard.write_bytes(shard.read_bytes().replace(b"assistant", b"assisted!"))
     with pytest.raises(RunDirectoryError, match=r"00001.answers.jsonl: the shard is damaged: its bytes"):
@@ -21,8 +20,8 @@ def test_a_damaged_shard_is_an_error_with_its_file(finished: ScorePlan) -> None:
 
 @pytest.mark.parametrize("damage", ["{\n" * 8, "", "null\n" * 8, '{"other": 1}\n' * 8, "[" * 100_000 + "\n"])
 def test_grades_that_were_damaged_are_an_error_with_their_file_and_without_it_they_are_made_again(
-    finished: ScorePlan, damage: str
-) -> None:
+    finished, damage
+):
     """Grades have no hash of their own."""
     before = everything(finished)
     (path, *_) = (Path(finished.output_dir) / "shards").glob("00001.grades-*.jsonl")
@@ -39,17 +38,15 @@ def test_grades_that_were_damaged_are_an_error_with_their_file_and_without_it_th
     ("change", "why"),
     [
         ({"ids": ["train-0001"]}, "differ in number"),
-        ({"states": ["x"] * 8}, "0, 1 or 2"),
-        ({"contents": [1] * 8}, "ids and contents are texts"),
-        ({"states": [[]] * 8}, "0, 1 or 2"),
-        ({"ids": 8}, "ids is not a list"),
-        ({"sha256": "abc"}, "sha256 is not an object"),
+        ({"states": ["x"] * 8}, "states.0: "),
+        ({"contents": [1] * 8}, "contents.0: "),
+        ({"states": [[]] * 8}, "states.0: "),
+        ({"ids": 8}, "ids: "),
+        ({"sha256": "abc"}, "sha256: "),
         ({"sha256": {}}, "sha256 says nothing of its answers"),
     ],
 )
-def test_a_manifest_that_does_not_hold_together_is_an_error_with_its_file(
-    finished: ScorePlan, change: dict, why: str
-) -> None:
+def test_a_manifest_that_does_not_hold_together_is_an_error_with_its_file(finished, change, why):
     path = shard_manifest(finished)
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(RunDirectoryError, match=f"00000.json: the shard is damaged: .*{why}") as refused:
@@ -60,16 +57,14 @@ def test_a_manifest_that_does_not_hold_together_is_an_error_with_its_file(
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (b"", "not JSON: line 1"),
-        (b"[1, 2]", "it is not an object"),
-        (b"{}", "it has no ids"),
-        (b'{"ids": [], "contents": [], "states": []}', "it has no sha256"),
-        (b"\x00\xff\xfe", "not UTF-8 at byte 1"),
+        (b"", "Invalid JSON"),
+        (b"[1, 2]", "Input should be an object"),
+        (b"{}", "ids: Field required"),
+        (b'{"ids": [], "contents": [], "states": []}', "sha256: Field required"),
+        (b"\x00\xff\xfe", "Invalid JSON"),
     ],
 )
-def test_a_manifest_that_is_none_is_an_error_with_its_file(
-    finished: ScorePlan, content: bytes, why: str
-) -> None:
+def test_a_manifest_that_is_none_is_an_error_with_its_file(finished, content, why):
     shard_manifest(finished).write_bytes(content)
     with pytest.raises(RunDirectoryError, match=f"00000.json: the shard is damaged: {why}"):
         quietly(finished)
@@ -77,9 +72,7 @@ def test_a_manifest_that_is_none_is_an_error_with_its_file(
 
 @pytest.mark.parametrize("kind", ["answers", "tasks"])
 @pytest.mark.parametrize("lines", [5, 9])
-def test_a_manifest_of_fewer_or_more_lines_than_its_files_is_an_error(
-    finished: ScorePlan, kind: str, lines: int
-) -> None:
+def test_a_manifest_of_fewer_or_more_lines_than_its_files_is_an_error(finished, kind, lines):
     """Also where the hash was forged to be right."""
     path = shard_manifest(finished)
     file = path.with_suffix(f".{kind}.jsonl")
@@ -93,9 +86,7 @@ def test_a_manifest_of_fewer_or_more_lines_than_its_files_is_an_error(
 
 
 @pytest.mark.parametrize("part", ["ids", "contents", "states", "sha256"])
-def test_a_flipped_bit_in_a_manifest_is_damage_and_without_it_the_folder_is_as_before(
-    finished: ScorePlan, part: str
-) -> None:
+def test_a_flipped_bit_in_a_manifest_is_damage_and_without_it_the_folder_is_as_before(finished, part):
     """A changed id is no changed data; a state of 2 that became 0 would ask its row again."""
     before = everything(finished)
     path = shard_manifest(finished)
@@ -112,7 +103,7 @@ def test_a_flipped_bit_in_a_manifest_is_damage_and_without_it_the_folder_is_as_b
     assert everything(finished) == before
 
 
-def test_a_manifest_of_an_earlier_version_has_no_hash_of_its_rows(finished: ScorePlan) -> None:
+def test_a_manifest_of_an_earlier_version_has_no_hash_of_its_rows(finished):
     path = shard_manifest(finished)
     found = json.loads(path.read_text())
     del found["sha256"]["rows"]
@@ -120,7 +111,7 @@ def test_a_manifest_of_an_earlier_version_has_no_hash_of_its_rows(finished: Scor
     assert quietly(finished).rows_asked == 0
 
 
-def test_a_manifest_that_names_other_rows_than_its_answers_is_an_error(finished: ScorePlan) -> None:
+def test_a_manifest_that_names_other_rows_than_its_answers_is_an_error(finished):
     path = shard_manifest(finished)
     found = json.loads(path.read_text())
     for name in ("ids", "contents"):
@@ -135,7 +126,7 @@ def test_a_manifest_that_names_other_rows_than_its_answers_is_an_error(finished:
 
 
 @pytest.mark.parametrize("line", [b"{}", b"[]", b'{"custom_id": "train-0001"}', b"\xff", b'{"custom_id": 7'])
-def test_an_answer_that_is_none_is_an_error_with_its_file(finished: ScorePlan, line: bytes) -> None:
+def test_an_answer_that_is_none_is_an_error_with_its_file(finished, line):
     path = shard_manifest(finished)
     file = path.with_suffix(".answers.jsonl")
     file.write_bytes(b"\n".join([line, *file.read_bytes().splitlines()[1:]]) + b"\n")
@@ -146,12 +137,12 @@ def test_an_answer_that_is_none_is_an_error_with_its_file(finished: ScorePlan, l
         quietly(finished)
 
 
-def test_a_shard_of_another_run_is_an_error_with_its_file(finished: ScorePlan, finished_once: Path) -> None:
+def test_a_shard_of_another_run_is_an_error_with_its_file(finished, finished_once):
     path = shard_manifest(finished)
     shutil.copy(path.with_name("00001.json"), path)
     with pytest.raises(RunDirectoryError, match=r"00000.answers.jsonl: .* its bytes are not those"):
         quietly(finished)
 
 
-def shard_manifest(plan: ScorePlan) -> Path:
+def shard_manifest(plan):
     return Path(plan.output_dir) / "shards" / "00000.json"

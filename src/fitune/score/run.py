@@ -3,7 +3,6 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,19 +37,6 @@ from fitune.spec.run_lock import lock_directory
 from fitune.spec.serial import to_json
 from fitune.units import counted
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ears:
-    """Who is told: notes in words; rows done and in all; tokens of each shard; bytes of weights read and in all; and
-    who watches some passes of the first batch."""
-
-    say: Callable[[str], None]
-    progress: Callable[[int, int], None]
-    on_tokens: Callable[[int], None]
-    on_bytes: OnBytes
-    watch: Watch
-
-
 Elsewhere = Callable[[str, Iterator[list[Task]], Callable[[int], None]], Iterator[list[Answer]]]
 """Answers groups of tasks in other processes, in the order of the groups. It is told which graders weigh given answers,
 empty where answers are written, and may tell how many rows are done of those that it works at."""
@@ -76,31 +62,47 @@ def score(
     CheckpointError for an adapter that does not fit, ModelError for weights that are no numbers, ScoringFailed when the
     engine fails for every row.
     """
-    graders = open_graders(plan.graders or _choice_graders(plan, say))
+    names = plan.graders
+    if not names and first_row_has_choices(plan.sources):
+        names = CHOICE_GRADERS
+        say(f"graders: {', '.join(names)} (the first row has choices)")
+    graders = open_graders(names)
     require_one_way(graders)
     try_graders(graders)
     weighed = any(grader.row.weigh for grader in graders)
     for note in notes_on(plan.model):
         say(f"note: {note}")
     check_engine(plan)
-    _check_adapter(plan, say)
+    if plan.adapter:  # before the model is loaded: its config says enough to refuse most of what does not fit
+        for warning in check_adapter(Path(plan.adapter), base=load_model_spec(plan.model)):
+            say(f"warning: {warning}")
     started = time.perf_counter()
     tokenizer = load_tokenizer(tokenizer_folder(plan))
     template = load_template(tokenizer, plan.chat_template)
-    ears = Ears(say=say, progress=progress, on_tokens=on_tokens, on_bytes=on_bytes, watch=watch)
+
+    def tasks_of(questions: Sequence[Question]) -> list[Task]:
+        if weighed:
+            return to_given_tasks(questions, template=template)
+        return to_tasks(questions, template=template, sampling=plan.sampling)
+
     with open_index(cache_folder() / "scoring") as index:
         references = index_input(plan.sources, index, id_column=plan.id_column, weighed=weighed)
-        graders = graders or _chosen_graders(references, say)
+        if not graders:
+            names, why = references.graders()
+            say(f"graders: {', '.join(names) or 'none'} ({why})")
+            graders = open_graders(names)
         _require_references(graders, references, names_of(plan.sources))
         with lock_directory(directory := Path(plan.output_dir)):
             shards = _shards_in(directory, plan, template, index, weighed=weighed)
             if pending := index.count_pending():
                 weighed_by = ", ".join(grader.name for grader in graders) if weighed else ""
-                asked = partial(
-                    elsewhere or partial(_asked_here, plan, tokenizer, template, ears), weighed_by
-                )
-                asking = (_weighing if weighed else _writing)(plan, template)
-                _answer_pending(plan, index, shards, asking, asked, ears)
+                asked = elsewhere or partial(_asked_here, plan, tokenizer, template, on_bytes, watch)
+                rows = read_numbered(plan.sources, index.pending(), id_column=plan.id_column, weighed=weighed)
+                tasks = map(tasks_of, groups(rows, plan.shard_rows or rows_of_a_shard(plan)))
+                for tokens in _answer_pending(
+                    plan, index, shards, partial(asked, weighed_by, tasks), progress
+                ):
+                    on_tokens(tokens)
             else:
                 progress(index.count_rows(), index.count_rows())
             grade_shards(shards, graders)
@@ -110,27 +112,6 @@ def score(
             report = tally.report(plan, seconds=time.perf_counter() - started, rows_asked=pending)
             write_atomically(directory / "report.json", to_json(report))
             return report
-
-
-def _check_adapter(plan: ScorePlan, say: Callable[[str], None]) -> None:
-    """Before the model is loaded: its config says enough to refuse most of what does not fit."""
-    if plan.adapter:
-        for warning in check_adapter(Path(plan.adapter), base=load_model_spec(plan.model)):
-            say(f"warning: {warning}")
-
-
-def _chosen_graders(references: References, say: Callable[[str], None]) -> tuple[Grader, ...]:
-    names, why = references.graders()
-    say(f"graders: {', '.join(names) or 'none'} ({why})")
-    return open_graders(names)
-
-
-def _choice_graders(plan: ScorePlan, say: Callable[[str], None]) -> tuple[str, ...]:
-    """Graders for rows with choices, where the first row has some and no grader is named; else none."""
-    if not first_row_has_choices(plan.sources):
-        return ()
-    say(f"graders: {', '.join(CHOICE_GRADERS)} (the first row has choices)")
-    return CHOICE_GRADERS
 
 
 def _require_references(graders: Sequence[Grader], references: References, path: str) -> None:
@@ -176,69 +157,44 @@ def _shards_in(
     return shards
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asking:
-    """Makes tasks of pending rows: of answers to be written, or of given ones to be weighed."""
-
-    questions: Callable[[Iterator[int]], Iterator[Question]]
-    """The rows of these numbers."""
-    to_tasks: Callable[[Sequence[Question]], list[Task]]
-
-
-def _writing(plan: ScorePlan, template: ChatTemplate) -> Asking:
-    return Asking(
-        questions=lambda numbers: read_numbered(plan.sources, numbers, id_column=plan.id_column),
-        to_tasks=lambda group: to_tasks(group, template=template, sampling=plan.sampling),
-    )
-
-
-def _weighing(plan: ScorePlan, template: ChatTemplate) -> Asking:
-    return Asking(
-        questions=lambda numbers: read_numbered(
-            plan.sources, numbers, id_column=plan.id_column, weighed=True
-        ),
-        to_tasks=lambda group: to_given_tasks(group, template=template),
-    )
-
-
-Asked = Callable[[Iterator[list[Task]], Callable[[int], None]], Iterator[list[Answer]]]
-
-
 def _answer_pending(
-    plan: ScorePlan, index: Index, shards: Shards, asking: Asking, asked: Asked, ears: Ears
-) -> None:
-    """Answer the pending rows in stretches of the input's order, each a shard on the disk before the next one's.
+    plan: ScorePlan,
+    index: Index,
+    shards: Shards,
+    asked: Callable[[Callable[[int], None]], Iterator[list[Answer]]],
+    progress: Callable[[int, int], None],
+) -> Iterator[int]:
+    """Answer the pending rows in stretches of the input's order, each a shard on the disk before the next one's; yields
+    the tokens of each.
 
     Raises ScoringFailed, and writes nothing, when the engine fails for all rows of the first.
     """
     total = index.count_rows()
     written = told = total - index.count_pending()
-    ears.progress(written, total)
+    progress(written, total)
 
     def look(rows: int) -> None:
         nonlocal told
         told = written + rows
-        ears.progress(told, total)
+        progress(told, total)
 
-    size = plan.shard_rows or rows_of_a_shard(plan)
-    tasks = map(asking.to_tasks, groups(asking.questions(index.pending()), size))
-    for number, answers in zip(shards.free_numbers(), asked(tasks, look), strict=False):
+    for number, answers in zip(shards.free_numbers(), asked(look), strict=False):
         if not written and len(answers) > 1 and all(answer.code == ENGINE_FAILED for answer in answers):
             raise ScoringFailed(f"the engine fails for every row: {answers[0].error}")
         shards.write(number, answers, model=plan.model)
         written += len(answers)
-        ears.on_tokens(sum(answer.tokens for answer in answers))
+        yield sum(answer.tokens for answer in answers)
         if told != written:
             look(0)
     shards.add_to(index)
 
 
 def _asked_here(
-    plan: ScorePlan, tokenizer: Any, template: ChatTemplate, ears: Ears, weighed_by: str,
+    plan: ScorePlan, tokenizer: Any, template: ChatTemplate, on_bytes: OnBytes, watch: Watch, weighed_by: str,
     tasks: Iterator[list[Task]], look: Callable[[int], None],
 ) -> Iterator[list[Answer]]:  # fmt: skip
     """The answers of each group by an engine of this process."""
-    asker = open_asker(plan, tokenizer, template, ears.on_bytes, weighed_by=weighed_by, watch=ears.watch)
+    asker = open_asker(plan, tokenizer, template, on_bytes, weighed_by=weighed_by, watch=watch)
     done = 0
 
     def count() -> None:

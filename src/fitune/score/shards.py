@@ -14,8 +14,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Literal, TypeVar
 
+from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json, to_json
 
 from fitune.errors import RunDirectoryError
@@ -23,7 +24,6 @@ from fitune.files import open_regular, write_atomically
 from fitune.score.answers import MANIFEST, OURS, Line, answer_line
 from fitune.score.index import ANSWERED, REFUSED, RETRY, Index
 from fitune.score.tasks import Answer, Task
-from fitune.spec.serial import parse_json
 from fitune.units import MIB
 
 T = TypeVar("T")
@@ -43,13 +43,15 @@ OF_THE_ROW = ("prompt_too_long", "empty_prompt", "bad_row")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """Entry of one shard in the manifest."""
+    """The manifest of one shard."""
 
-    number: int
     ids: tuple[str, ...]
     contents: tuple[str, ...]
-    states: tuple[int, ...]
-    hashes: dict[str, str]
+    states: tuple[Literal[0, 1, 2], ...]
+    sha256: dict[str, str]
+
+
+_SHARD = TypeAdapter(Shard)
 
 
 class Shards:
@@ -79,7 +81,7 @@ class Shards:
             self._told.add(number)
             shard = self.read(number)
             for kind in _KINDS:
-                self._check(shard, kind)
+                self._check(number, shard, kind)
             index.add_lines(
                 (id_, content, state, number, place)
                 for place, (id_, content, state) in enumerate(
@@ -93,47 +95,43 @@ class Shards:
         path = self._path(number, ".json")
         try:
             with open_regular(path, follow_links=False) as file:
-                found = parse_json(file.read())
-            _require_parts(found)
-            shard = Shard(
-                number=number, ids=tuple(found["ids"]), contents=tuple(found["contents"]),
-                states=tuple(found["states"]), hashes=found["sha256"],
-            )  # fmt: skip
+                shard = _SHARD.validate_json(file.read())
             if not len(shard.ids) == len(shard.contents) == len(shard.states):
                 raise ValueError("ids, contents and states differ in number")
-            texts = all(isinstance(text, str) for text in (*shard.ids, *shard.contents))
-            if not texts or any(state not in (RETRY, REFUSED, ANSWERED) for state in shard.states):
-                raise ValueError("ids and contents are texts, states 0, 1 or 2")
-            rows = shard.ids, shard.contents, shard.states
-            if _hash_of_rows(*rows) != shard.hashes.get(
-                "rows", _hash_of_rows(*rows)
-            ):  # earlier versions wrote none
+            if missing := [kind for kind in _KINDS if kind not in shard.sha256]:
+                raise ValueError(f"sha256 says nothing of its {missing[0]}")
+            written = _hash_of_rows(shard.ids, shard.contents, shard.states)
+            if shard.sha256.get("rows", written) != written:  # earlier versions wrote none
                 raise ValueError("its ids, contents and states are not those that were written")
             return shard
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"]))
+            raise _damaged(path, ": ".join(filter(None, (place, first["msg"])))) from None
         except (OSError, ValueError) as error:
             raise _damaged(path, str(error)) from None
 
-    def write(self, number: int, answers: Sequence[Answer], *, model: str) -> Shard:
+    def write(self, number: int, answers: Sequence[Answer], *, model: str) -> None:
         """Write a shard whole. Raises OSError, and leaves no shard then."""
         self._folder.mkdir(exist_ok=True)
         lines = {
             "answers": _text(answer_line(answer, model=model) for answer in answers),
             "tasks": _text(_task_line(answer.task) for answer in answers),
         }
+        ids = [answer.task.id for answer in answers]
+        contents = [answer.task.content for answer in answers]
+        states = [
+            REFUSED if answer.code in OF_THE_ROW else RETRY if answer.error else ANSWERED
+            for answer in answers
+        ]
         hashes = {kind: hashlib.sha256(content).hexdigest() for kind, content in lines.items()}
-        ids = tuple(answer.task.id for answer in answers)
-        contents = tuple(answer.task.content for answer in answers)
-        states = tuple(_state(answer) for answer in answers)
         hashes["rows"] = _hash_of_rows(ids, contents, states)
-        shard = Shard(number=number, ids=ids, contents=contents, states=states, hashes=hashes)
         for kind, content in lines.items():
             write_atomically(self._path(number, f".{kind}.jsonl"), content)
         manifest = {
-            "rows": len(answers), "sha256": shard.hashes, "ids": shard.ids, "contents": shard.contents,
-            "states": shard.states,
+            "rows": len(answers), "sha256": hashes, "ids": ids, "contents": contents, "states": states,
         }  # fmt: skip
         write_atomically(self._path(number, ".json"), to_json(manifest) + b"\n")
-        return shard
 
     def line(self, number: int, place: int) -> bytes:
         """The answer's line, its end included."""
@@ -193,7 +191,7 @@ class Shards:
     def _grades(self, number: int, key: str) -> str:
         """The name of the file, tied to the answers by their hash."""
         if (number, key) not in self._names:
-            tied = hashlib.sha256(f"{key} {sorted(self.read(number).hashes.items())}".encode())
+            tied = hashlib.sha256(f"{key} {sorted(self.read(number).sha256.items())}".encode())
             self._names[number, key] = f"grades-{tied.hexdigest()[:12]}"
         return self._names[number, key]
 
@@ -209,9 +207,9 @@ class Shards:
             raise _damaged(self._path(number, f".{kind}.jsonl"), str(error)) from None
         return found
 
-    def _check(self, shard: Shard, kind: str) -> None:
+    def _check(self, number: int, shard: Shard, kind: str) -> None:
         """The file's bytes are those that were written, and its lines those of the manifest."""
-        path = self._path(shard.number, f".{kind}.jsonl")
+        path = self._path(number, f".{kind}.jsonl")
         sha256, lines = hashlib.sha256(), 0
         try:
             with open_regular(path, follow_links=False) as file:
@@ -220,7 +218,7 @@ class Shards:
                     lines += part.count(b"\n")
         except OSError as error:
             raise _damaged(path, error.strerror or str(error)) from None
-        if sha256.hexdigest() != shard.hashes[kind]:
+        if sha256.hexdigest() != shard.sha256[kind]:
             raise _damaged(path, "its bytes are not those that were written")
         if lines != len(shard.ids):
             raise _damaged(path, f"it has {lines:,} lines, its manifest {len(shard.ids):,}")
@@ -256,33 +254,8 @@ def groups(items: Iterator[T], size: int) -> Iterator[list[T]]:
         yield group
 
 
-_PARTS = {
-    "ids": (list, "a list"), "contents": (list, "a list"), "states": (list, "a list"), "sha256": (dict, "an object"),
-}  # fmt: skip
-
-
-def _require_parts(found: Any) -> None:
-    """Raises ValueError where a manifest lacks what this program writes into each."""
-    if not isinstance(found, dict):
-        raise ValueError("it is not an object")
-    for name, (kind, called) in _PARTS.items():
-        if name not in found:
-            raise ValueError(f"it has no {name}")
-        if not isinstance(found[name], kind):
-            raise ValueError(f"{name} is not {called}")
-    for name in _KINDS:
-        if not isinstance(found["sha256"].get(name), str):
-            raise ValueError(f"sha256 says nothing of its {name}")
-
-
 def _hash_of_rows(ids: Sequence[str], contents: Sequence[str], states: Sequence[int]) -> str:
     return hashlib.sha256(to_json([ids, contents, states])).hexdigest()
-
-
-def _state(answer: Answer) -> int:
-    if not answer.error:
-        return ANSWERED
-    return REFUSED if answer.code in OF_THE_ROW else RETRY
 
 
 def _task_line(task: Task) -> Line:

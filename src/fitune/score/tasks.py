@@ -18,15 +18,12 @@ from fitune.data.reading.rows import BadRow, Row
 from fitune.data.reading.sources import read_rows
 from fitune.errors import DataError
 from fitune.score.choices import has_choices, read_choices
-from fitune.score.engines.engine import Completion, Likelihood, Sampling
+from fitune.score.engines.engine import LIMITS, Completion, Likelihood, Sampling
 from fitune.spec.plan import DataSource
 
 ID_COLUMNS = ("custom_id", "id")
 """Taken as the id when the first row has it; otherwise rows are numbered from 1."""
 
-_LIMITS: dict[str, tuple[float, float]] = {
-    "max_new_tokens": (1, 1_000_000), "temperature": (0.0, 1_000.0), "top_p": (0.0, 1.0), "seed": (0, 2**63 - 1),
-}  # fmt: skip
 _OF_BODIES = {
     "max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "temperature": "temperature",
     "top_p": "top_p", "seed": "seed",
@@ -306,7 +303,7 @@ def _of_batch_line(row: Row, id_: str) -> Question:
     messages = example.messages[:-1] if isinstance(example, Conversation) else ()
     own = {_OF_BODIES[name]: body[name] for name in _OF_BODIES if body.get(name) is not None}
     for name, value in own.items():
-        least, most = _LIMITS[name]
+        least, most = LIMITS[name]
         is_whole = isinstance(least, int)
         kinds = int if is_whole else int | float
         if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:

@@ -16,7 +16,7 @@ from typing import Literal, get_args
 
 from fitune.errors import RecipeError, did_you_mean
 from fitune.files import open_regular, read_text
-from fitune.score.engines.engine import ENGINES
+from fitune.score.engines.engine import ENGINES, LIMITS
 from fitune.spec.answering import ROWS_AT_ONCE
 from fitune.spec.recipe.strict_yaml import load_yaml
 from fitune.spec.reports import Scale
@@ -70,10 +70,6 @@ _WORDS: dict[Verdict, dict[str, float]] = {
     "yes_no": {"yes": 1.0, "no": 0.0},
     "prefer": {"a": 1.0, "b": 0.0, "tie": 0.5},
 }
-_LIMITS: dict[str, tuple[float, float]] = {
-    "max_new_tokens": (1, 1_000_000), "temperature": (0.0, 1_000.0), "top_p": (0.0, 1.0), "seed": (0, 2**63 - 1),
-    "batch_size": (1, 65_536),
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,8 +141,8 @@ def _check(path: str, name: str, value: object, default: object) -> None:
         raise RecipeError(
             f"{path}: {name} = {value!r:.60}: must be {'a text' if kinds == (str,) else 'a number'}"
         )
-    least, most = _LIMITS.get(name, (0, 0))
-    if name in _LIMITS and not least <= float(str(value)) <= most:
+    least, most = LIMITS.get(name, (0, 0))
+    if name in LIMITS and not least <= float(str(value)) <= most:
         raise RecipeError(f"{path}: {name} = {value!r}: must be from {least:,} to {most:,}")
 
 
@@ -184,7 +180,7 @@ def fill(question: str, texts: Mapping[str, str]) -> str:
 
 def judge_content(judge: Judge) -> str:
     """All that its grades depend on: template, files of model and adapter, and the answers it compares with."""
-    # Not above: it imports PEFT, which takes seconds, and a grader's process needs none of it.
+    # Not above: it imports PEFT, which takes seconds.
     from fitune.models.weight_files import identity
 
     parts = [question_of(judge), identity(judge.model), identity(judge.adapter)]

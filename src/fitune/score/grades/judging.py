@@ -13,12 +13,14 @@ from fitune.models.tokens import load_tokenizer
 from fitune.models.weight_files import nobody
 from fitune.score.answers import Line, answer_text
 from fitune.score.asking import Asker
-from fitune.score.engines.engine import Sampling, engine_named, listed_stop_ids
-from fitune.score.engines.opening import check_engine, open_engine, tokenizer_folder
-from fitune.score.grades.judge_settings import Judge, fill, question_of, read_judge, read_verdict
+from fitune.score.engines.engine import Sampling, engine_named
+from fitune.score.engines.opening import check_engine, tokenizer_folder
+from fitune.score.grades.judge_settings import fill, question_of, read_judge, read_verdict
 from fitune.score.plan import ScorePlan
 from fitune.score.shards import OF_THE_ROW
-from fitune.score.tasks import Answer, Question, Task, to_tasks
+from fitune.score.tasks import Answer, Question, to_tasks
+from fitune.score.weighing import Weigher
+from fitune.score.worker import open_asker
 from fitune.spec.model.model_config import load_model_spec
 
 _NO_REFERENCE = "(none is known)"
@@ -30,8 +32,15 @@ class Judging:
     def __init__(self, path: str) -> None:
         self._judge = read_judge(path)
         self._question = question_of(self._judge)
-        self._plan = _plan_of(self._judge)
-        self._opened: tuple[Asker, ChatTemplate] | None = None
+        judge = self._judge
+        self._plan = ScorePlan(
+            model=judge.model, adapter=judge.adapter, output_dir="", engine=engine_named(judge.engine), url=judge.url,
+            served_model=judge.served_model, chat_template=judge.chat_template, batch_size=judge.batch_size,
+            sampling=Sampling(
+                temperature=judge.temperature, top_p=judge.top_p, max_new_tokens=judge.max_new_tokens, seed=judge.seed
+            ),
+        )  # fmt: skip
+        self._opened: tuple[Asker | Weigher, ChatTemplate] | None = None
         self._others = _Others(Path(self._judge.against)) if self._judge.against else None
 
     def try_out(self) -> None:
@@ -94,42 +103,24 @@ class Judging:
             cut = any(answer.finish_reason == "length" for answer in answers)
             why = f", cut off at {self._judge.max_new_tokens} tokens" if cut else ""
             return {"grade": None, "error": f"the judge's verdict cannot be read{why}", **words}
-        first, *second = [verdict for verdict in verdicts if verdict is not None]
-        return {"grade": _both_ways(first, second[0]) if second else first, **words}
+        if len(verdicts) == 1:
+            return {"grade": verdicts[0], **words}
+        # A is this scoring's answer first, the other's then: preferred in both orders, or in neither
+        grade = 1.0 if verdicts == [1.0, 0.0] else 0.0 if verdicts == [0.0, 1.0] else 0.5
+        return {"grade": grade, **words}
 
     def _ask(self, questions: Sequence[Question]) -> list[Answer]:
         if not questions:
             return []
         if self._opened is None:
-            self._opened = _open(self._plan)
+            plan = self._plan
+            tokenizer = load_tokenizer(tokenizer_folder(plan))
+            template = load_template(tokenizer, plan.chat_template)
+            asker = open_asker(plan, tokenizer, template, nobody, weighed_by="")
+            self._opened = asker, template
         asker, template = self._opened
-        tasks: list[Task] = to_tasks(questions, template=template, sampling=self._plan.sampling)
+        tasks = to_tasks(questions, template=template, sampling=self._plan.sampling)
         return asker.ask(tasks, on_answer=lambda: None)
-
-
-def _both_ways(first: float, second: float) -> float:
-    """1 where both orders prefer this scoring's answer (A first, then B), 0 where both prefer the other's, else 0.5."""
-    return {(1.0, 0.0): 1.0, (0.0, 1.0): 0.0}.get((first, second), 0.5)
-
-
-def _plan_of(judge: Judge) -> ScorePlan:
-    return ScorePlan(
-        model=judge.model, adapter=judge.adapter, output_dir="", engine=engine_named(judge.engine), url=judge.url,
-        served_model=judge.served_model, chat_template=judge.chat_template, batch_size=judge.batch_size,
-        sampling=Sampling(
-            temperature=judge.temperature, top_p=judge.top_p, max_new_tokens=judge.max_new_tokens, seed=judge.seed
-        ),
-    )  # fmt: skip
-
-
-def _open(plan: ScorePlan) -> tuple[Asker, ChatTemplate]:
-    tokenizer = load_tokenizer(tokenizer_folder(plan))
-    template = load_template(tokenizer, plan.chat_template)
-    asker = Asker(
-        lambda: open_engine(plan, tokenizer, template, nobody), tokenizer, sampling=plan.sampling,
-        stop_ids=template.stop_ids | listed_stop_ids(plan.model),
-    )  # fmt: skip
-    return asker, template
 
 
 class _Others:
