@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fitune.spec.predictions import Estimate, Phase
-from fitune.spec.reports import RankReport, RunReport, StepReport, settled_steps
+from fitune.spec.reports import RunReport, StepReport, settled_steps
 from fitune.units import format_bytes, format_percent, format_rate, format_seconds
 
 Unit = Literal["bytes", "seconds", "tokens/s"]
@@ -62,13 +62,32 @@ def compare(
     Tensor bytes are held against tensor bytes: what lies outside of them is only in the row of the process.
     """
     measured = measure(run_report, steps)
-    return [
-        *_phase_rows(estimate, measured),
-        _peak_row(estimate, measured),
-        *_rank_rows(estimate, () if run_report is None else run_report.ranks),
-        *_process_rows(estimate, measured),
-        *_speed_rows(estimate, measured),
+    phases: dict[Phase, int] = {}
+    peak = whole = seconds = rate = None
+    if estimate is not None:
+        phases = {phase: sum(terms.values()) for phase, terms in estimate.memory.phases.items()}
+        peak = estimate.memory.tensor_peak_bytes
+        # of the whole process nothing is predicted where the estimate does not say what lies outside the tensors
+        whole = estimate.reserved_bytes if any(estimate.memory.outside.values()) else None
+        seconds, rate = estimate.step_seconds, estimate.tokens_per_second
+    rows = [
+        Row(what=name, predicted=phases.get(phase), measured=measured.phases.get(phase), unit="bytes")
+        for phase, name in PHASE_NAMES.items()
+        if phase in phases or phase in measured.phases
     ]
+    rows.append(Row(what=PEAK, predicted=peak, measured=measured.peak_bytes, unit="bytes"))
+    # each of several processes is held against the one prediction for the largest
+    rows += [
+        Row(what=f"  rank {rank.rank}", predicted=peak, measured=rank.peak_bytes, unit="bytes")
+        for rank in (() if run_report is None else run_report.ranks)
+        if rank.memory
+    ]
+    if measured.process_bytes:
+        what = f"Process ({measured.process_kind})"
+        rows.append(Row(what=what, predicted=whole, measured=measured.process_bytes, unit="bytes"))
+    rows.append(Row(what="Time of a step", predicted=seconds, measured=measured.step_seconds, unit="seconds"))
+    rows.append(Row(what="Throughput", predicted=rate, measured=measured.tokens_per_second, unit="tokens/s"))
+    return rows
 
 
 def measure(run_report: RunReport | None, steps: Sequence[StepReport]) -> Measured:
@@ -106,51 +125,6 @@ def value_text(value: float | None, unit: Unit) -> str:
     if value is None:
         return "–"
     return {"bytes": format_bytes, "seconds": format_seconds, "tokens/s": format_rate}[unit](value)
-
-
-def _phase_rows(estimate: Estimate | None, measured: Measured) -> list[Row]:
-    predicted = (
-        {} if estimate is None else {p: sum(terms.values()) for p, terms in estimate.memory.phases.items()}
-    )
-    return [
-        Row(what=name, predicted=predicted.get(phase), measured=measured.phases.get(phase), unit="bytes")
-        for phase, name in PHASE_NAMES.items()
-        if phase in predicted or phase in measured.phases
-    ]
-
-
-def _peak_row(estimate: Estimate | None, measured: Measured) -> Row:
-    predicted = None if estimate is None else estimate.memory.tensor_peak_bytes
-    return Row(what=PEAK, predicted=predicted, measured=measured.peak_bytes, unit="bytes")
-
-
-def _rank_rows(estimate: Estimate | None, ranks: Sequence[RankReport]) -> list[Row]:
-    """The peak of each of several processes, held against the one prediction for the largest."""
-    predicted = None if estimate is None else estimate.memory.tensor_peak_bytes
-    return [
-        Row(what=f"  rank {rank.rank}", predicted=predicted, measured=rank.peak_bytes, unit="bytes")
-        for rank in ranks
-        if rank.memory
-    ]
-
-
-def _process_rows(estimate: Estimate | None, measured: Measured) -> list[Row]:
-    """The row of the process, without a prediction where the estimate does not say what lies outside the tensors."""
-    if not measured.process_bytes:
-        return []
-    known = estimate is not None and any(estimate.memory.outside.values())
-    whole = estimate.reserved_bytes if estimate is not None and known else None
-    what = f"Process ({measured.process_kind})"
-    return [Row(what=what, predicted=whole, measured=measured.process_bytes, unit="bytes")]
-
-
-def _speed_rows(estimate: Estimate | None, measured: Measured) -> list[Row]:
-    seconds = None if estimate is None else estimate.step_seconds
-    rate = None if estimate is None else estimate.tokens_per_second
-    return [
-        Row(what="Time of a step", predicted=seconds, measured=measured.step_seconds, unit="seconds"),
-        Row(what="Throughput", predicted=rate, measured=measured.tokens_per_second, unit="tokens/s"),
-    ]
 
 
 def _phase_peaks(steps: Sequence[StepReport]) -> dict[Phase, int]:

@@ -5,9 +5,20 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fitune.errors import MissingExtra
 from fitune.report.compare import Row
-from fitune.report.plots import SERIES, Axes, axis_unit, colour, draw_bar, draw_line, draw_svg, legend_above
+from fitune.report.plots import (
+    SERIES,
+    Axes,
+    axis_unit,
+    bars_to_the_right,
+    colour,
+    draw_bar,
+    draw_bar_label,
+    draw_line,
+    draw_svg,
+    legend_above,
+    svg_file,
+)
 from fitune.report.run_plots import running_mean
 from fitune.spec.plan import Plan, trains_every_weight
 from fitune.spec.reports import StepReport
@@ -58,23 +69,11 @@ def _bars(
             for side, value, offset, fill in sides:
                 if value:
                     draw_bar(axes, place + offset, 0, value / unit, colour(fill), side)
-                    _label(axes, place + offset, value / unit, text(value))
-        axes.set_yticks(range(len(rows)), list(rows))
-        axes.set_xlim(0, (_largest(rows) or 1) / unit * 1.3)  # room for the labels at the ends of the bars
-        axes.set_xlabel(axis)
+                    draw_bar_label(axes, place + offset, value / unit, text(value))
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-        axes.invert_yaxis()
-        axes.tick_params(axis="y", labelcolor=colour("ink"))
-        legend_above(axes)
+        bars_to_the_right(axes, list(rows), most=(_largest(rows) or 1) / unit * 1.3, axis=axis)
 
     return draw_svg(draw, name=name, label=label, grid="x", height_in=0.9 + 0.5 * len(rows))
-
-
-def _label(axes: Axes, place: float, length: float, text: str) -> None:
-    axes.annotate(
-        text, (length, place), xytext=(4, 0), textcoords="offset points", va="center", color=colour("ink"),
-        fontsize=8.5,
-    )  # fmt: skip
 
 
 def _largest(rows: Mapping[str, Row]) -> float:
@@ -95,23 +94,15 @@ def _curves(curves: Mapping[str, Points], plans: Mapping[str, Plan], *, name: st
             series = f"series-{1 + place % SERIES}"
             draw_line(axes, points, series, method, width=1.6, marker=marker, style=style)
         if losses and min(losses) > 0 and max(losses) > _MANY_TIMES * min(losses):
-            _logarithmic(axes)
+            from matplotlib.ticker import LogLocator
+
+            axes.set_yscale("log", subs=[])
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=12))
+            axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.set_ylabel("nats per token")
         legend_above(axes)
 
     return draw_svg(draw, name=name, label=label, height_in=3.4)
-
-
-def _logarithmic(axes: Axes) -> None:
-    axes.set_yscale("log", subs=[])
-    axes.yaxis.set_major_locator(_one_two_five())
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-
-
-def _one_two_five() -> object:
-    from matplotlib.ticker import LogLocator
-
-    return LogLocator(subs=(1, 2, 5), numticks=12)
 
 
 _COLOURS = {
@@ -142,15 +133,9 @@ def draw_matrix(
     legend: str,
 ) -> None:
     """Write the picture as SVG; ``rows`` and ``columns`` head the cards. Raises MissingExtra without matplotlib."""
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingExtra("the picture of a matrix", extra="plots") from None
     lines = max(len(card.lines) for row in cards for card in row) + 3
-    height = 0.19 * lines
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "matrix", "font.size": 8.5}):
-        figure = Figure(figsize=(1.5 + 2.2 * len(columns), 1 + height * len(rows)), layout="constrained")
+    size = 1.5 + 2.2 * len(columns), 1 + 0.19 * lines * len(rows)
+    with svg_file(path, name="matrix", what="the picture of a matrix", size=size, font_size=8.5) as figure:
         axes = figure.add_subplot(xlim=(-0.7, len(columns)), ylim=(len(rows) + 0.25, -0.35))
         axes.set_axis_off()
         axes.set_title(title, loc="left", fontweight="bold", fontsize=12)
@@ -161,8 +146,6 @@ def draw_matrix(
             for place, card in enumerate(cards[number]):
                 _draw_card(axes, card, x=place + 0.03, y=number + 0.03, line=0.94 / lines)
         axes.text(0, len(rows) + 0.15, legend, wrap=True)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, format="svg", metadata={"Date": None})
 
 
 def _draw_card(axes: Any, card: Card, *, x: float, y: float, line: float) -> None:

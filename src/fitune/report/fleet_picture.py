@@ -5,7 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fitune.errors import MissingExtra
+from fitune.report.plots import svg_file
 
 _INK, _MUTED, _LINE = "#22272b", "#8a939b", "#0072b2"
 _TAKEN, _OTHER = "#d55e00", "#b9c0c6"
@@ -31,14 +31,9 @@ class Point(NamedTuple):
 
 def draw_frontier(path: Path, points: Sequence[Point], *, title: str) -> None:
     """Write the picture as SVG. Raises MissingExtra without matplotlib."""
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
+    with svg_file(path, name="fleet", what="the picture of a fleet", size=(7.4, 4.4), font_size=9) as figure:
         from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
-    except ImportError:
-        raise MissingExtra("the picture of a fleet", extra="plots") from None
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fleet", "font.size": 9}):
-        figure = Figure(figsize=(7.4, 4.4), layout="constrained")
+
         axes = figure.add_subplot(xscale="log", yscale="log")
         axes.set_title(title, loc="left", fontweight="bold", fontsize=11)
         axes.set_xlabel("the whole job, from free nodes to the end", color=_MUTED)
@@ -59,8 +54,6 @@ def draw_frontier(path: Path, points: Sequence[Point], *, title: str) -> None:
         axes.grid(color="#e6e9ec", linewidth=0.7)
         axes.set_axisbelow(True)
         _draw(axes, points)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, format="svg", metadata={"Date": None})
 
 
 def _draw(axes: Any, points: Sequence[Point]) -> None:

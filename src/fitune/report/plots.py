@@ -8,11 +8,13 @@ page's font.
 import io
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from fitune.errors import MissingExtra
-from fitune.units import GIB, KIB, MIB, format_bytes
+from fitune.units import GIB, KIB, MIB
 
 SERIES = 8
 """Colours for the terms of the memory bars: Okabe and Ito's set, then grey."""
@@ -27,6 +29,24 @@ Axes = Any  # matplotlib is optional and untyped here
 def colour(name: str) -> str:
     """The stand-in for a variable of the page."""
     return _STAND_INS[name]
+
+
+@contextmanager
+def svg_file(
+    path: Path, *, name: str, what: str, size: tuple[float, float], font_size: float
+) -> Iterator[Any]:
+    """An empty figure of ``size`` in inches that is written to ``path`` at the end. Raises MissingExtra, naming
+    ``what`` is drawn, without matplotlib."""
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MissingExtra(what, extra="plots") from None
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.size": font_size}):
+        figure = Figure(figsize=size, layout="constrained")
+        yield figure
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, format="svg", metadata={"Date": None})
 
 
 def draw_svg(
@@ -114,23 +134,28 @@ def thin(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 def draw_bar(axes: Axes, place: float, start: float, length: float, fill: str, label: str) -> None:
+    """A horizontal bar in the colour ``fill``, on the line ``place``."""
     axes.barh(
-        place,
-        length,
-        left=start,
-        height=0.34,
-        color=fill,
-        label=label,
-        edgecolor=colour("surface"),
-        linewidth=0.6,
-    )
-
-
-def draw_bar_label(axes: Axes, place: float, value: int, unit: int) -> None:
-    axes.annotate(
-        format_bytes(value), (value / unit, place), xytext=(4, 0), textcoords="offset points", va="center",
-        color=colour("ink"), fontsize=8.5,
+        place, length, left=start, height=0.34, color=fill, label=label, edgecolor=colour("surface"), linewidth=0.6
     )  # fmt: skip
+
+
+def draw_bar_label(axes: Axes, place: float, length: float, text: str) -> None:
+    """``text`` at the end of a bar of that length."""
+    axes.annotate(
+        text, (length, place), xytext=(4, 0), textcoords="offset points", va="center", color=colour("ink"),
+        fontsize=8.5,
+    )  # fmt: skip
+
+
+def bars_to_the_right(axes: Axes, names: Sequence[str], *, most: float, axis: str) -> None:
+    """Axes of horizontal bars: their names from the top down, and ``axis`` with room for the labels at their ends."""
+    axes.set_yticks(range(len(names)), list(names))
+    axes.set_xlim(0, most)
+    axes.set_xlabel(axis)
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", labelcolor=colour("ink"))
+    legend_above(axes)
 
 
 def axis_unit(largest: int) -> tuple[int, str]:

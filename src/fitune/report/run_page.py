@@ -14,7 +14,7 @@ from fitune.report.ranks import RANK_HEADINGS, long_steps, rank_rows
 from fitune.report.run_files import RunFiles, read_run
 from fitune.report.under_way import SIGN_HEADINGS, UnderWay, clock, restart_summary, sign_rows, state_line
 from fitune.report.under_way import tiles as under_way_tiles
-from fitune.spec.reports import Restart, RunReport
+from fitune.spec.reports import Restart
 from fitune.track.record import Tracked
 from fitune.units import (
     format_bytes,
@@ -123,17 +123,13 @@ def _verdict(run: RunFiles, measured: Measured) -> str:
     if not peak:
         return f"Predicted {format_bytes(predicted)} at the peak; nothing was measured."
     error = format_percent(predicted / peak - 1, signed=True)
-    return f"Predicted {format_bytes(predicted)}, measured {format_bytes(peak)} ({error}){_where(run)}"
-
-
-def _where(run: RunFiles) -> str:
-    """At which step the peak was expected, and what the plan was fitted by; empty when the data was not known."""
-    prediction = run.prediction
-    if prediction is None or not prediction.heaviest_step:
-        return ""
+    verdict = f"Predicted {format_bytes(predicted)}, measured {format_bytes(peak)} ({error})"
+    said = run.prediction
+    if said is None or not said.heaviest_step:  # the data was not known
+        return verdict
     return (
-        f", expected in step {prediction.heaviest_step:,} with {prediction.heaviest_tokens:,} tokens in a "
-        f"micro-batch; the plan allows {format_bytes(prediction.allowed_bytes)}"
+        f"{verdict}, expected in step {said.heaviest_step:,} with {said.heaviest_tokens:,} tokens in a "
+        f"micro-batch; the plan allows {format_bytes(said.allowed_bytes)}"
     )
 
 
@@ -157,18 +153,16 @@ def _tiles(run: RunFiles, measured: Measured) -> Iterator[Tile]:
         mfu = run.run.mfu if run.run else run.steps[-1].mfu
         yield Tile("Throughput", rate, unit + (f", MFU {format_percent(mfu)}" if mfu else ""))
     if run.run:
-        yield from _report_tiles(run.run)
+        report = run.run
+        done = f"{report.steps:,} of {report.total_steps:,} steps"
+        supervised = _share(report.supervised_tokens, report.tokens, "supervised")
+        trained = _share(report.trainable_parameters, report.total_parameters, "of parameters")
+        yield Tile("Time", format_seconds(report.seconds), done)
+        yield Tile("Tokens", format_count(report.tokens), supervised)
+        yield Tile("Trained", format_count(report.trainable_parameters), trained)
     elif run.steps:
         last = run.steps[-1]
         yield Tile("Progress", f"{last.step:,}", f"of {last.total_steps:,} steps")
-
-
-def _report_tiles(report: RunReport) -> Iterator[Tile]:
-    supervised = _share(report.supervised_tokens, report.tokens, "supervised")
-    trained = _share(report.trainable_parameters, report.total_parameters, "of parameters")
-    yield Tile("Time", format_seconds(report.seconds), f"{report.steps:,} of {report.total_steps:,} steps")
-    yield Tile("Tokens", format_count(report.tokens), supervised)
-    yield Tile("Trained", format_count(report.trainable_parameters), trained)
 
 
 def _share(part: int, whole: int, what: str) -> str:

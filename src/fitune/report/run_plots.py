@@ -9,6 +9,7 @@ from fitune.report.plots import (
     SERIES,
     Axes,
     axis_unit,
+    bars_to_the_right,
     colour,
     draw_bar,
     draw_bar_label,
@@ -19,6 +20,7 @@ from fitune.report.plots import (
 )
 from fitune.spec.predictions import Estimate, Phase
 from fitune.spec.reports import StepReport
+from fitune.units import format_bytes
 
 
 def memory_bars(estimate: Estimate | None, measured: dict[Phase, int]) -> str:
@@ -28,18 +30,24 @@ def memory_bars(estimate: Estimate | None, measured: dict[Phase, int]) -> str:
     largest = max([*(sum(predicted[p].values()) for p in predicted), *measured.values()], default=0) or 1
     unit, unit_name = axis_unit(largest)
 
+    names = list(dict.fromkeys(name for terms in predicted.values() for name in terms))
+    colours = {name: colour(f"series-{number}") for number, name in enumerate(names, start=1)}
+
     def draw(axes: Axes) -> None:
         for place, phase in enumerate(phases):
-            _stacked_bar(axes, place - 0.19, predicted.get(phase, {}), _term_colours(predicted), unit)
+            start, terms = 0.0, predicted.get(phase, {})
+            for name, value in terms.items():
+                draw_bar(axes, place - 0.19, start, value / unit, colours[name], name.replace("_", " "))
+                start += value / unit
+            if terms:
+                whole = sum(terms.values())
+                draw_bar_label(axes, place - 0.19, whole / unit, format_bytes(whole))
             if phase in measured:
-                draw_bar(axes, place + 0.19, 0, measured[phase] / unit, colour("ink"), "measured")
-                draw_bar_label(axes, place + 0.19, measured[phase], unit)
-        axes.set_yticks(range(len(phases)), [PHASE_NAMES[phase] for phase in phases])
-        axes.set_xlim(0, largest / unit * 1.22)  # room for the labels at the ends of the bars
-        axes.set_xlabel(unit_name)
-        axes.invert_yaxis()
-        axes.tick_params(axis="y", labelcolor=colour("ink"))
-        legend_above(axes)
+                length = measured[phase] / unit
+                draw_bar(axes, place + 0.19, 0, length, colour("ink"), "measured")
+                draw_bar_label(axes, place + 0.19, length, format_bytes(measured[phase]))
+        names = [PHASE_NAMES[phase] for phase in phases]
+        bars_to_the_right(axes, names, most=largest / unit * 1.22, axis=unit_name)
 
     return draw_svg(
         draw,
@@ -143,17 +151,3 @@ def running_mean(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]
         total = sums[place + around + 1] - sums[place - around]
         smooth.append((step, total / (2 * around + 1)))
     return smooth
-
-
-def _stacked_bar(axes: Axes, place: float, terms: dict[str, int], colours: dict[str, str], unit: int) -> None:
-    start = 0.0
-    for name, value in terms.items():
-        draw_bar(axes, place, start, value / unit, colours[name], name.replace("_", " "))
-        start += value / unit
-    if terms:
-        draw_bar_label(axes, place, sum(terms.values()), unit)
-
-
-def _term_colours(phases: dict[Phase, dict[str, int]]) -> dict[str, str]:
-    names = list(dict.fromkeys(name for terms in phases.values() for name in terms))
-    return {name: colour(f"series-{number}") for number, name in enumerate(names, start=1)}
