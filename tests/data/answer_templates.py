@@ -26,7 +26,7 @@ class Kind:
     calls: bool = True
 
 
-def tokenizer_of(kind: Kind):
+def tokenizer_of(kind):
     tokenizer = byte_tokenizer(template=kind.template, eos_token=kind.eos)
     tokenizer.add_tokens([AddedToken(text, special=True) for text in kind.specials], special_tokens=True)
     tags = ("<think>", "</think>", "<tool_call>", "</tool_call>")
@@ -37,7 +37,7 @@ def tokenizer_of(kind: Kind):
 _ASK = "{%- if add_generation_prompt -%}{{- PROMPT -}}{%- endif -%}"
 
 
-def _json_calls(message: Message, between: str = "\n") -> str:
+def _json_calls(message, between="\n"):
     return between.join(f"<tool_call>\n{call.text}\n</tool_call>" for call in message.calls)
 
 
@@ -71,7 +71,7 @@ COHERE2 = Kind(
 # -- GLM-4.5: an answer ends where the next role begins; every answer has a thinking block
 
 
-def _glm_calls(message: Message) -> str:
+def _glm_calls(message):
     return "".join(f"\n<tool_call>{call.name}\n{call.arguments}\n</tool_call>" for call in message.calls)
 
 
@@ -125,7 +125,7 @@ GLM = Kind(
 _ANALYSIS = "<|channel|>analysis<|message|>"
 
 
-def _gpt_oss(m: Message, is_last: bool, is_current: bool) -> str:
+def _gpt_oss(m, is_last, is_current):
     shown = bool(m.thought) and (is_last if not m.calls else is_current)
     text = f"{_ANALYSIS}{m.thought}<|end|><|start|>assistant" if shown else ""
     if m.calls:

@@ -8,17 +8,13 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
-
-import pytest
 
 from fitune.stores import opening
 
 _VERBS = (b"GET", b"HEAD", b"PUT", b"POST", b"DELETE")
 
 
-def refusal(status: str, code: str) -> bytes:
+def refusal(status, code):
     body = f"<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode()
     head = f"HTTP/1.1 {status}\r\nContent-Type: application/xml\r\nContent-Length: {len(body)}"
     return head.encode() + b"\r\nConnection: close\r\n\r\n" + body
@@ -33,7 +29,7 @@ class Wire:
     what is sent, refuses while down, forwards nothing while silent, waits ``slow_s`` before each block that is sent,
     and answers the next ``refused`` requests that write by ``refusal``."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host, port):
         self._server = (host, port)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
@@ -49,10 +45,10 @@ class Wire:
         self.headers: list[bytes] = []
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def close(self) -> None:
+    def close(self):
         self._listener.close()
 
-    def _accept(self) -> None:
+    def _accept(self):
         with contextlib.suppress(OSError):
             while True:
                 connection, _ = self._listener.accept()
@@ -70,12 +66,12 @@ class Wire:
 
     def _pump(
         self,
-        source: socket.socket,
-        sink: socket.socket,
-        answers: bool,
-        requests: list[bytes],
-        headers: list[bytes],
-    ) -> None:
+        source,
+        sink,
+        answers,
+        requests,
+        headers,
+    ):
         with contextlib.suppress(OSError):
             while data := source.recv(16_384):
                 while self.is_silent:
@@ -109,7 +105,7 @@ class Wire:
 
 
 @contextlib.contextmanager
-def running_server() -> Iterator[Wire]:
+def running_server():
     from moto.server import ThreadedMotoServer
 
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
@@ -123,20 +119,20 @@ def running_server() -> Iterator[Wire]:
 
 
 @contextlib.contextmanager
-def behind_tls(wire: Wire, certificate: Path) -> Iterator[str]:
+def behind_tls(wire, certificate):
     """The https address of the server behind ``wire``, whose certificate is written to a file."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     certificate.write_bytes(_certificate())
     context.load_cert_chain(certificate)
 
-    async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+    async def pump(source, sink):
         with contextlib.suppress(OSError):
             while data := await source.read(65_536):
                 sink.write(data)
                 await sink.drain()
             sink.close()
 
-    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def forward(reader, writer):
         inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", wire.port)
         await asyncio.gather(pump(reader, inner_writer), pump(inner_reader, writer))
 
@@ -152,7 +148,7 @@ def behind_tls(wire: Wire, certificate: Path) -> Iterator[str]:
         server.close()
 
 
-def _certificate() -> bytes:
+def _certificate():
     """A key and a certificate of 127.0.0.1, signed by itself."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
@@ -176,7 +172,7 @@ def _certificate() -> bytes:
 SECRET = "a-secret-of-the-tests"
 
 
-def environment_of(wire: Wire) -> dict[str, str]:
+def environment_of(wire):
     """What a client of the server behind ``wire`` finds in its environment."""
     return {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{wire.port}", "AWS_ACCESS_KEY_ID": "tests",
@@ -185,7 +181,7 @@ def environment_of(wire: Wire) -> dict[str, str]:
     }  # fmt: skip
 
 
-def use_server(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+def use_server(wire, monkeypatch):
     """Let this process use the server, whose wire is whole, and try again at once."""
     import s3fs
 
@@ -200,20 +196,20 @@ def use_server(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     wire.requests, wire.headers = [], []
 
 
-def make_bucket(name: str) -> None:
+def make_bucket(name):
     import boto3
 
     boto3.client("s3").create_bucket(Bucket=name)
 
 
-def names(bucket: str) -> set[str]:
+def names(bucket):
     """The names in a bucket."""
     import boto3
 
     return {one["Key"] for one in boto3.client("s3").list_objects_v2(Bucket=bucket).get("Contents", [])}
 
 
-def objects(bucket: str) -> dict[str, bytes]:
+def objects(bucket):
     """Everything in a bucket, as the server itself has it."""
     import boto3
 

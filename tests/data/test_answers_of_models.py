@@ -8,7 +8,7 @@ import pytest
 from data.answer_templates import KINDS, tokenizer_of
 from fitune.data.conversations.call_styles import PROBE_TOOLS
 from fitune.data.conversations.messages import Conversation, Message
-from fitune.data.conversations.templates import ChatTemplate, load_template
+from fitune.data.conversations.templates import load_template
 from fitune.data.conversations.tool_calls import ToolCall
 from fitune.data.reading.rows import BadRow
 from fitune.errors import DataError
@@ -17,11 +17,11 @@ CALL = (ToolCall("look_up", '{"city": "Orléans"}'),)
 FOUND = Message("tool", '{"degrees": 21}')
 
 
-def asked(text: str) -> Message:
+def asked(text):
     return Message("user", text)
 
 
-def said(text: str, thought: str = "", calls: tuple[ToolCall, ...] = ()) -> Message:
+def said(text, thought="", calls=()):
     return Message("assistant", text, calls, thought=thought)
 
 
@@ -52,19 +52,19 @@ CASES = [
 ]
 
 
-def conversation(messages: list[Message]) -> Conversation:
+def conversation(messages):
     has_calls = any(message.calls for message in messages)
     return Conversation(tuple(messages), "row 1", PROBE_TOOLS if has_calls else "")
 
 
-def learned(template: ChatTemplate, tokenizer, talk: Conversation, *, empty: bool = False) -> list[str]:
+def learned(template, tokenizer, talk, *, empty=False):
     """The stretches that are learned, as text."""
     row = template.encode_rows([template.lay_out(talk)], empty_thoughts=empty)
     runs = groupby(zip(row.ids.tolist(), row.supervised.tolist(), strict=True), key=lambda pair: pair[1])
     return [tokenizer.decode([token for token, _ in run]) for wanted, run in runs if wanted]
 
 
-def wanted(kind: str, messages: list[Message], *, empty: bool) -> list[str]:
+def wanted(kind, messages, *, empty):
     """What the model has to write at each turn, from the kind's own words."""
     last_question = max(number for number, message in enumerate(messages) if message.role == "user")
     texts = []
@@ -79,14 +79,14 @@ def wanted(kind: str, messages: list[Message], *, empty: bool) -> list[str]:
 
 @pytest.mark.parametrize("empty", [False, True], ids=["", "with empty blocks"])
 @pytest.mark.parametrize(("kind", "talk"), CASES)
-def test_what_is_learned_is_what_the_model_has_to_write(kind: str, talk: str, empty: bool) -> None:
+def test_what_is_learned_is_what_the_model_has_to_write(kind, talk, empty):
     tokenizer, messages = tokenizer_of(KINDS[kind]), TALKS[talk]
     found = learned(load_template(tokenizer), tokenizer, conversation(messages), empty=empty)
     assert found == wanted(kind, messages, empty=empty)
 
 
 @pytest.mark.parametrize(("kind", "talk"), CASES)
-def test_a_row_is_its_prompt_and_what_the_model_writes_until_it_stops(kind: str, talk: str) -> None:
+def test_a_row_is_its_prompt_and_what_the_model_writes_until_it_stops(kind, talk):
     """At each answer in turn: the prompt that scoring feeds the model, then what it has to write, nothing else."""
     tokenizer, messages = tokenizer_of(KINDS[kind]), TALKS[talk]
     template = load_template(tokenizer)
@@ -104,19 +104,19 @@ def test_a_row_is_its_prompt_and_what_the_model_writes_until_it_stops(kind: str,
         assert len(stops) == 1
 
 
-def test_cohere_learns_both_tokens_that_end_an_answer() -> None:
+def test_cohere_learns_both_tokens_that_end_an_answer():
     tokenizer = tokenizer_of(KINDS["Cohere2"])
     row = load_template(tokenizer).encode(conversation(TALKS["one turn"]))
     assert row.ids[-1] == tokenizer.eos_token_id
 
 
-def test_a_block_that_the_data_itself_has_empty_is_learned() -> None:
+def test_a_block_that_the_data_itself_has_empty_is_learned():
     tokenizer = tokenizer_of(KINDS["Qwen3"])
     talk = conversation([asked("hello"), said("<think>\n\n</think>\n\nworld")])
     assert learned(load_template(tokenizer), tokenizer, talk) == ["<think>\n\n</think>\n\nworld<|im_end|>"]
 
 
-def test_a_thought_in_the_content_is_learned_like_one_in_its_field() -> None:
+def test_a_thought_in_the_content_is_learned_like_one_in_its_field():
     for kind in ("Qwen3", "Qwen3.5", "GLM-4.5", "DeepSeek-R1"):
         tokenizer = tokenizer_of(KINDS[kind])
         template = load_template(tokenizer)
@@ -124,14 +124,14 @@ def test_a_thought_in_the_content_is_learned_like_one_in_its_field() -> None:
         assert template.encode(tagged).ids == template.encode(conversation(TALKS["thought"])).ids
 
 
-def test_reasoning_that_the_template_has_no_place_for_is_refused() -> None:
+def test_reasoning_that_the_template_has_no_place_for_is_refused():
     template = load_template(tokenizer_of(KINDS["Llama-3.1"]))
     with pytest.raises(BadRow, match="row 1: this template leaves out the reasoning 'search first'"):
         template.encode(conversation([asked("Weather?"), said("", "search first", CALL)]))
 
 
 @pytest.mark.parametrize(("kind", "written"), [("Llama-3.1", "31 Jan 2026"), ("gpt-oss", "2026-01-31")])
-def test_the_date_is_the_one_asked_for_in_fitune_and_in_transformers(kind: str, written: str) -> None:
+def test_the_date_is_the_one_asked_for_in_fitune_and_in_transformers(kind, written):
     tokenizer = tokenizer_of(KINDS[kind])
     talk = conversation(TALKS["one turn"])
     frozen = tokenizer.decode(load_template(tokenizer).encode(talk).ids)
@@ -144,6 +144,6 @@ def test_the_date_is_the_one_asked_for_in_fitune_and_in_transformers(kind: str, 
     assert tokenizer.apply_chat_template(messages, tokenize=False) == dated
 
 
-def test_a_date_is_refused_where_the_template_writes_none() -> None:
+def test_a_date_is_refused_where_the_template_writes_none():
     with pytest.raises(DataError, match="chat_template_date = 2026-01-31: .* writes no date"):
         load_template(tokenizer_of(KINDS["Qwen3"]), date="2026-01-31")

@@ -3,7 +3,6 @@
 import json
 import threading
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,12 +18,12 @@ from fitune.spec.plan import DataPlan, DataSource
 ROWS = [{"text": f"what is {i}?", "other": f"the answer is {i}"} for i in range(24)]
 
 
-def write(file: Path, rows: list[dict[str, str]] = ROWS) -> None:
+def write(file, rows=ROWS):
     file.parent.mkdir(exist_ok=True)
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def ctrl(folder: Path, *merges: str) -> CTRLTokenizer:
+def ctrl(folder, *merges):
     """A tokenizer without a backend; its vocabulary does not say which letters it joins first."""
     folder.mkdir()
     words = ["a@@", "b@@", "c", "ab@@", "bc", "abc", "p@@", "o@@", "n@@", "g", "<unk>", "end"]
@@ -35,7 +34,7 @@ def ctrl(folder: Path, *merges: str) -> CTRLTokenizer:
     )
 
 
-def mistaken(how: str) -> Any:
+def mistaken(how):
     """A tokenizer as others leave it, or as its file was saved: rows are encoded without these settings."""
     tokenizer = byte_tokenizer()
     if how == "truncation":
@@ -45,22 +44,22 @@ def mistaken(how: str) -> Any:
     return tokenizer
 
 
-def renamed(folder: Path, old: str, new: str) -> dict[str, Any]:
+def renamed(folder, old, new):
     (folder / old).rename(folder / new)
     return {}
 
 
-def moved(folder: Path) -> dict[str, Any]:
+def moved(folder):
     new = folder.rename(folder.parent / "moved")
     return {"source": {"path": str(new)}}
 
 
-def template(folder: Path, text: str, name: str = "a.jinja") -> dict[str, Any]:
+def template(folder, text, name="a.jinja"):
     (folder.parent / name).write_text(text)
     return {"chat_template": str(folder.parent / name)}
 
 
-def rewritten(folder: Path, rows: list[dict[str, str]]) -> dict[str, Any]:
+def rewritten(folder, rows):
     write(folder / "rows.jsonl", rows)
     return {}
 
@@ -103,7 +102,7 @@ SAME = {
 def entries(tmp_path):
     """The entries of the cache after data in tmp_path/data was prepared so."""
 
-    def of(*, source: dict[str, Any] | None = None, tokenizer=None, seq_len=64, seed=1, **settings) -> int:
+    def of(*, source=None, tokenizer=None, seq_len=64, seed=1, **settings):
         place = DataSource(**({"path": str(tmp_path / "data")} | (source or {})))
         data = DataPlan(sources=(place,), cache_dir=str(tmp_path / "cache"), **settings)
         tokenizer = tokenizer or byte_tokenizer()
@@ -165,12 +164,12 @@ class ThreadRanks(Ranks):
         return list(self.values)
 
 
-def on_two_machines(monkeypatch, make) -> list[Any]:
+def on_two_machines(monkeypatch, make):
     """What ``make`` of a rank gives, or its error, on ranks 0 and 2 of one machine and 1 and 3 of another."""
     values, barrier, found = [None] * 4, threading.Barrier(4), [None] * 4
     monkeypatch.setattr("socket.gethostname", lambda: f"host{threading.current_thread().name}")
 
-    def run(rank: int) -> None:
+    def run(rank):
         ranks = ThreadRanks(rank=rank, world=4, local=rank // 2, values=values, barrier=barrier)
         try:
             found[rank] = ranks.once_a_node(lambda: make(rank))

@@ -18,13 +18,13 @@ from fitune.data.conversations.rendering import Piece
 from fitune.data.conversations.templates import PLAIN_TEMPLATE, PieceEncoder, load_template
 
 
-def conversation(*turns: str, system: str = "") -> Conversation:
+def conversation(*turns, system=""):
     messages = [Message("system", system)] if system else []
     messages += [Message("assistant" if i % 2 else "user", text) for i, text in enumerate(turns)]
     return Conversation(tuple(messages), "row 1")
 
 
-def learned(tokenizer, encoded) -> str:
+def learned(tokenizer, encoded):
     return tokenizer.decode([i for i, wanted in zip(encoded.ids, encoded.supervised, strict=True) if wanted])
 
 

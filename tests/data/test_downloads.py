@@ -1,7 +1,6 @@
 """Files behind https addresses: opened when that is allowed, fetched once."""
 
 import threading
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -19,7 +18,7 @@ LINES = b"".join(b'{"text": "row %d"}\n' % number for number in range(20_000))
 class _Server(ThreadingHTTPServer):
     """Gives LINES, or what ``answers`` says."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.content, self.tag = LINES, '"1"'
         self.cuts: list[int] = []
@@ -29,23 +28,23 @@ class _Server(ThreadingHTTPServer):
         self.asked: list[str] = []
 
     @property
-    def url(self) -> str:
+    def url(self):
         return f"http://127.0.0.1:{self.server_port}/rows.jsonl?download=true"
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
-    def log_message(self, *_: object) -> None:
+    def log_message(self, *_):
         pass
 
-    def do_HEAD(self) -> None:
+    def do_HEAD(self):
         server = self.server
         server.asked.append(self.path)
         length = {"Content-Length": str(len(server.content))}
         self._head(server.status, **({"ETag": server.tag} | length if server.status == 200 else {}))
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         self.do_HEAD()
         if (server := self.server).status == 200:
             body = server.content[: server.cuts.pop(0)] if server.cuts else server.content
@@ -53,7 +52,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
             self.close_connection = True
 
-    def _head(self, status: int, **headers: str) -> None:
+    def _head(self, status, **headers):
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
@@ -61,7 +60,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Server]:
+def server(monkeypatch):
     for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(opening, "WAITS_S", (0.0, 0.0))
@@ -73,11 +72,11 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Server]:
     server.server_close()
 
 
-def source(url: str, **allowed: bool) -> DataSource:
+def source(url, **allowed):
     return DataSource(path=url, **({"allow_https": True, "allow_private_addresses": True} | allowed))
 
 
-def test_a_file_is_fetched_once_and_its_rows_are_named_by_the_address(server: _Server) -> None:
+def test_a_file_is_fetched_once_and_its_rows_are_named_by_the_address(server):
     rows = list(read_rows(source(server.url)))
     assert (len(rows), rows[7].where) == (20_000, f"{server.url}:8")
     asked = len(server.asked)
@@ -92,7 +91,7 @@ def test_a_file_is_fetched_once_and_its_rows_are_named_by_the_address(server: _S
     assert content_key(source(server.url)) != key
 
 
-def test_a_server_without_words_for_its_content_is_asked_for_it_by_every_process(server: _Server) -> None:
+def test_a_server_without_words_for_its_content_is_asked_for_it_by_every_process(server):
     server.tag = ""
     for text in ("one", "two"):
         files._fetched.cache_clear()
@@ -100,7 +99,7 @@ def test_a_server_without_words_for_its_content_is_asked_for_it_by_every_process
         assert [row.fields["text"] for row in read_rows(source(server.url))] == [text]
 
 
-def test_a_cut_download_is_tried_again_and_leaves_nothing_behind(server: _Server) -> None:
+def test_a_cut_download_is_tried_again_and_leaves_nothing_behind(server):
     server.cuts = [100_000, 50_000]
     assert len(list(read_rows(source(server.url)))) == 20_000
     files._fetched.cache_clear()
@@ -112,14 +111,14 @@ def test_a_cut_download_is_tried_again_and_leaves_nothing_behind(server: _Server
 
 
 @pytest.mark.parametrize(("status", "tries"), [(404, 1), (403, 1), (503, 3)])
-def test_a_server_that_refuses_is_named(server: _Server, status: int, tries: int) -> None:
+def test_a_server_that_refuses_is_named(server, status, tries):
     server.status = status
     with pytest.raises(DataError, match=f"cannot be downloaded: .*{status}"):
         list(read_rows(source(server.url)))
     assert len(server.asked) == 2 * tries, "HEAD, and GET where HEAD is refused"
 
 
-def test_nothing_is_opened_that_was_not_allowed(server: _Server) -> None:
+def test_nothing_is_opened_that_was_not_allowed(server):
     with pytest.raises(DataError, match="opened only when that is allowed") as caught:
         list(read_rows(source("https://example.org/rows.jsonl", allow_https=False)))
     assert "allow_https: true" in caught.value.hint

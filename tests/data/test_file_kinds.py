@@ -3,7 +3,6 @@
 import gzip
 import json
 import time
-from pathlib import Path
 
 import pyarrow
 import pytest
@@ -22,13 +21,13 @@ PACKED = {
 }
 
 
-def read(path: object, **settings: object) -> list[dict]:
+def read(path, **settings):
     return [row.fields for row in read_rows(DataSource(path=str(path), **settings))]
 
 
 @pytest.mark.parametrize("suffix", PACKED)
 @pytest.mark.parametrize("layout", ["jsonl", "json", "csv", "txt"])
-def test_a_packed_file_gives_the_rows_of_the_plain_one(tmp_path: Path, suffix: str, layout: str) -> None:
+def test_a_packed_file_gives_the_rows_of_the_plain_one(tmp_path, suffix, layout):
     plain = {
         "jsonl": LINES,
         "json": json.dumps(ROWS).encode(),
@@ -49,7 +48,7 @@ def test_a_packed_file_gives_the_rows_of_the_plain_one(tmp_path: Path, suffix: s
         assert rows[3].where == f"{packed_file}:4"
 
 
-def test_several_frames_one_after_another_are_one_file(tmp_path: Path) -> None:
+def test_several_frames_one_after_another_are_one_file(tmp_path):
     """`cat a.gz b.gz`, pigz and zstd -T0 write such files."""
     for suffix, packed in PACKED.items():
         (tmp_path / f"rows.jsonl{suffix}").write_bytes(packed + packed)
@@ -66,7 +65,7 @@ def test_several_frames_one_after_another_are_one_file(tmp_path: Path) -> None:
         (lambda packed: LINES, "the name says (gzip|zstd), but the file begins with"),
     ],
 )
-def test_a_packed_file_that_is_not_whole_is_named(tmp_path: Path, suffix: str, damage, said: str) -> None:
+def test_a_packed_file_that_is_not_whole_is_named(tmp_path, suffix, damage, said):
     file = tmp_path / f"rows.jsonl{suffix}"
     file.write_bytes(damage(PACKED[suffix]))
     with pytest.raises(DataError, match=f"rows.jsonl{suffix}: .*({said})") as caught:
@@ -74,7 +73,7 @@ def test_a_packed_file_that_is_not_whole_is_named(tmp_path: Path, suffix: str, d
     assert caught.value.hint
 
 
-def test_a_file_of_the_other_codec_is_named_with_the_name_it_should_have(tmp_path: Path) -> None:
+def test_a_file_of_the_other_codec_is_named_with_the_name_it_should_have(tmp_path):
     (tmp_path / "rows.jsonl.gz").write_bytes(PACKED[".zst"])
     with pytest.raises(DataError, match="the name says gzip, but the file is compressed with zstd") as caught:
         read(tmp_path / "rows.jsonl.gz")
@@ -85,7 +84,7 @@ def test_a_file_of_the_other_codec_is_named_with_the_name_it_should_have(tmp_pat
 
 
 @pytest.mark.parametrize("name", ["rows.parquet.gz", "rows.jsonl.bz2", "rows.gz", "rows.docx"])
-def test_names_that_are_not_read_say_what_is(tmp_path: Path, name: str) -> None:
+def test_names_that_are_not_read_say_what_is(tmp_path, name):
     (tmp_path / name).write_bytes(b"x")
     with pytest.raises(DataError, match=rf"{name}: ") as caught:
         read(tmp_path / name)
@@ -95,7 +94,7 @@ def test_names_that_are_not_read_say_what_is(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("mark", "name"), [(";", "rows.csv"), ("\t", "rows.csv"), ("\t", "rows.tsv"), (",", "rows.csv")]
 )
-def test_columns_are_parted_by_what_the_header_says(tmp_path: Path, mark: str, name: str) -> None:
+def test_columns_are_parted_by_what_the_header_says(tmp_path, mark, name):
     (tmp_path / name).write_text(f'prompt{mark}"completion"\n"one{mark} two\nthree"{mark}yes\nfour{mark}no\n')
     rows = read(tmp_path / name)
     assert rows == [
@@ -106,7 +105,7 @@ def test_columns_are_parted_by_what_the_header_says(tmp_path: Path, mark: str, n
     assert numbers == ["2", "4"]
 
 
-def test_a_semicolon_inside_a_column_name_parts_nothing(tmp_path: Path) -> None:
+def test_a_semicolon_inside_a_column_name_parts_nothing(tmp_path):
     (tmp_path / "rows.csv").write_text("prompt; long,completion\na;b,c\n")
     assert read(tmp_path / "rows.csv") == [{"prompt; long": "a;b", "completion": "c"}]
     (tmp_path / "rows.csv").write_text('"long\nprompt";completion\na;b\n')
@@ -114,14 +113,14 @@ def test_a_semicolon_inside_a_column_name_parts_nothing(tmp_path: Path) -> None:
     assert (row.where[-2:], row.fields) == (":3", {"long\nprompt": "a", "completion": "b"})
 
 
-def test_a_quoted_header_is_parted_by_semicolons_too(tmp_path: Path) -> None:
+def test_a_quoted_header_is_parted_by_semicolons_too(tmp_path):
     """It was refused: behind a closing quote stood no comma."""
     (tmp_path / "rows.csv").write_text('"prompt";"completion"\n"a";"b"\n')
     assert read(tmp_path / "rows.csv") == [{"prompt": "a", "completion": "b"}]
 
 
 @pytest.mark.parametrize("name", ["rows.csv", "rows.jsonl"])
-def test_a_row_of_very_many_columns_is_read_in_linear_time(tmp_path: Path, name: str) -> None:
+def test_a_row_of_very_many_columns_is_read_in_linear_time(tmp_path, name):
     """The last one stands there twice. Each name was compared with all the others: 13 s for 20,000 of them."""
     names = [f"c{number}" for number in range(60_000)] + ["c59999"]
     text = ",".join(names) if name == "rows.csv" else "{" + ",".join(f'"{each}":1' for each in names) + "}"
@@ -132,7 +131,7 @@ def test_a_row_of_very_many_columns_is_read_in_linear_time(tmp_path: Path, name:
     assert time.process_time() - began < 5
 
 
-def test_a_folder_of_text_is_a_document_each(tmp_path: Path) -> None:
+def test_a_folder_of_text_is_a_document_each(tmp_path):
     (tmp_path / "deep").mkdir()
     (tmp_path / "b.txt").write_text("second\n\nstill second")
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbffirst")
@@ -142,7 +141,7 @@ def test_a_folder_of_text_is_a_document_each(tmp_path: Path) -> None:
     assert read(tmp_path) == ROWS, "text beside data is a README or a licence"
 
 
-def test_shards_and_patterns_are_read_in_order(tmp_path: Path) -> None:
+def test_shards_and_patterns_are_read_in_order(tmp_path):
     for number in (2, 0, 1):
         (tmp_path / f"part-{number}.jsonl.gz").write_bytes(gzip.compress(b'{"text": "%d"}\n' % number))
     (tmp_path / "notes.md").write_text("no data")
@@ -156,7 +155,7 @@ def test_shards_and_patterns_are_read_in_order(tmp_path: Path) -> None:
         read(tmp_path / "*.md")
 
 
-def test_a_folder_of_several_kinds_is_refused_with_the_counts(tmp_path: Path) -> None:
+def test_a_folder_of_several_kinds_is_refused_with_the_counts(tmp_path):
     for name in ("a.jsonl", "b.jsonl", "a.csv"):
         (tmp_path / name).write_bytes(LINES)
     with pytest.raises(DataError, match="files of several kinds: 1 csv, 2 jsonl") as caught:
@@ -168,17 +167,17 @@ def test_a_folder_of_several_kinds_is_refused_with_the_counts(tmp_path: Path) ->
         read(tmp_path)
 
 
-def test_an_empty_folder_says_what_it_should_hold(tmp_path: Path) -> None:
+def test_an_empty_folder_says_what_it_should_hold(tmp_path):
     with pytest.raises(DataError, match="no data files in this folder") as caught:
         read(tmp_path)
     assert ".jsonl" in caught.value.hint
 
 
-def recipe(**settings: object):
+def recipe(**settings):
     return parse_recipe(canonical_keys({"model": "m", **settings}, where="test"))
 
 
-def test_weights_beside_the_sources_are_theirs() -> None:
+def test_weights_beside_the_sources_are_theirs():
     wanted = recipe(data=["a.jsonl", "b.jsonl"], data_weights="2, 0.5")
     assert [source.weight for source in data_of(wanted).sources] == [2.0, 0.5]
 
@@ -197,7 +196,7 @@ def test_weights_beside_the_sources_are_theirs() -> None:
         ),
     ],
 )
-def test_weights_that_do_not_match_are_refused(settings: dict, said: str) -> None:
+def test_weights_that_do_not_match_are_refused(settings, said):
     with pytest.raises(RecipeError, match=said) as caught:
         data_of(recipe(**settings))
     assert caught.value.hint

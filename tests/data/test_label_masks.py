@@ -26,7 +26,7 @@ _HEADERS = """\
 """
 
 
-def written(answer: str, *, other: str = "message.content ~ '<|end|>\\n'", opening: str = "") -> str:
+def written(answer, *, other="message.content ~ '<|end|>\\n'", opening=""):
     opening = opening or "'<|turn|>' ~ message.role ~ '\\n'"
     return (
         _HEADERS.replace("OPEN", opening).replace("ANSWER", answer).replace("OTHER", "{{- " + other + " -}}")
@@ -104,14 +104,14 @@ TALKS = {
 TOKENIZERS = {"bytes": byte_tokenizer, "sentencepiece": prefixing_tokenizer, "wordpiece": word_tokenizer}
 
 
-def talk(*turns: str) -> Conversation:
+def talk(*turns):
     system = [Message("system", turns[0])] if turns[0].startswith("SYSTEM") else []
     spoken = turns[len(system) :]
     messages = [Message("assistant" if i % 2 else "user", text) for i, text in enumerate(spoken)]
     return Conversation((*system, *messages), "row 1")
 
 
-def transformers_mask(tokenizer, conversation: Conversation) -> tuple[list[int], list[bool]]:
+def transformers_mask(tokenizer, conversation):
     messages = [{"role": message.role, "content": message.content} for message in conversation.messages]
     encoded = tokenizer.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
     return encoded["input_ids"], [bool(mark) for mark in encoded["assistant_masks"]]
@@ -136,7 +136,7 @@ def test_the_mask_equals_that_of_transformers(tokenizer, case):
         assert not any(mask[len(encoded.ids) :])
 
 
-def both(name: str, template: str):
+def both(name, template):
     """Ours, and the ids and the mask of transformers, for every talk that it can mark."""
     tokenizer = TOKENIZERS[name](template=template)
     ours = load_template(tokenizer)
@@ -161,7 +161,7 @@ def test_where_the_block_leaves_out_the_end_it_is_learned_too_and_nothing_else(t
         assert all(a or not b for a, b in zip(encoded.supervised, mask, strict=False))
 
 
-def tokens_of(name: str, ids: list[int]) -> list[str]:
+def tokens_of(name, ids):
     return TOKENIZERS[name]().convert_ids_to_tokens(ids)
 
 

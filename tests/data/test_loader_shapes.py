@@ -1,7 +1,5 @@
 """What a run's heaviest and usual micro-batches hold is known before its first step."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -10,13 +8,13 @@ from fitune.data.loader import Loader, LoaderState
 from fitune.spec.plan import Batch
 
 
-def dataset(lengths: list[int]) -> TokenDataset:
+def dataset(lengths):
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     ids = np.arange(offsets[-1], dtype=np.int32)
     return TokenDataset(ids=ids, supervised=ids % 3 == 0, offsets=offsets)
 
 
-def batch(**changes: object) -> Batch:
+def batch(**changes):
     return Batch(**{"micro_batch_size": 2, "accumulation": 2, "seq_len": 50, "packing": False, **changes})
 
 
@@ -26,7 +24,7 @@ LENGTHS = [int(n) for n in np.random.default_rng(0).integers(2, 50, size=27)]
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("steps", [range(0, 1), range(1, 5), range(0, 16), range(3, 17)])
 @pytest.mark.parametrize(("rank", "world_size"), [(0, 1), (1, 2)])
-def test_the_heaviest_is_found_among_all(packing: bool, steps: range, rank: int, world_size: int) -> None:
+def test_the_heaviest_is_found_among_all(packing, steps, rank, world_size):
     loader = Loader(dataset(LENGTHS), batch(packing=packing), seed=5, rank=rank, world_size=world_size)
     state, found = LoaderState(), []
     for step in range(steps.stop):
@@ -42,13 +40,13 @@ def test_the_heaviest_is_found_among_all(packing: bool, steps: range, rank: int,
     assert shape.supervised_tokens == int((micro.labels_T >= 0).sum())
 
 
-def test_the_usual_one_is_the_average() -> None:
+def test_the_usual_one_is_the_average():
     loader = Loader(dataset([10] * 8), batch(), seed=0)
     usual = loader.epoch().usual
     assert (usual.tokens, usual.rows, usual.longest_row) == (20, 2, 10)
 
 
-def test_a_dataset_smaller_than_a_micro_batch(tmp_path: Path) -> None:
+def test_a_dataset_smaller_than_a_micro_batch(tmp_path):
     loader = Loader(dataset([7]), batch(micro_batch_size=4), seed=0)
     assert loader.heaviest(range(0, 3))[1].tokens == 7
     assert loader.epoch().usual.tokens == 7

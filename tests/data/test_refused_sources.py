@@ -1,7 +1,6 @@
 """What a source says twice, or says for nothing, is refused by name; files are hashed once."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -22,13 +21,13 @@ TWICE = [
 ]
 
 
-def prepare(tmp_path: Path, **settings):
+def prepare(tmp_path, **settings):
     data = DataPlan(cache_dir=str(tmp_path / "cache"), **settings)
     return prepare_data(data, tokenizer=byte_tokenizer(), tokenizer_path="tiny", seq_len=64, seed=1)
 
 
 @pytest.fixture
-def rows(tmp_path: Path) -> Path:
+def rows(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"{n}?", "completion": f"{n}"}) + "\n" for n in range(20)))
     return file
@@ -36,9 +35,7 @@ def rows(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(("text", "key"), TWICE)
 @pytest.mark.parametrize("kind", ["jsonl", "json"])
-def test_a_key_that_stands_twice_is_refused_with_its_row(
-    tmp_path: Path, text: str, key: str, kind: str
-) -> None:
+def test_a_key_that_stands_twice_is_refused_with_its_row(tmp_path, text, key, kind):
     """json keeps the last one silently: a row would be trained that nobody wrote."""
     good = '{"prompt": "a", "completion": "b"}'
     file = tmp_path / f"rows.{kind}"
@@ -52,13 +49,13 @@ def test_a_key_that_stands_twice_is_refused_with_its_row(
     assert counted == ["key twice"]
 
 
-def test_the_same_key_in_two_objects_is_no_key_twice(tmp_path: Path) -> None:
+def test_the_same_key_in_two_objects_is_no_key_twice(tmp_path):
     file = tmp_path / "rows.json"
     file.write_text('[{"a": {"x": 1}, "b": [{"x": 1}, {"x": 2}]}, {"a": 1, "b": 2}]')
     assert len(list(read_rows(DataSource(path=str(file))))) == 2
 
 
-def test_a_weight_on_held_out_rows_is_refused(tmp_path: Path, rows: Path) -> None:
+def test_a_weight_on_held_out_rows_is_refused(tmp_path, rows):
     source = DataSource(path=str(rows))
     with pytest.raises(DataError, match=r"eval_data .*rows.jsonl: weight 2 is not used"):
         prepare(tmp_path, sources=(source,), eval_sources=(DataSource(path=str(rows), weight=2.0),))
@@ -71,7 +68,7 @@ def test_a_weight_on_held_out_rows_is_refused(tmp_path: Path, rows: Path) -> Non
         ("dialogue_summary", {"dialogue": "a", "summary": "b"}),
     ],
 )
-def test_every_format_can_be_named(tmp_path: Path, format: str, row: dict[str, str]) -> None:
+def test_every_format_can_be_named(tmp_path, format, row):
     from typing import get_args
 
     from fitune.data.conversations.formats import _READERS
@@ -84,12 +81,12 @@ def test_every_format_can_be_named(tmp_path: Path, format: str, row: dict[str, s
     assert set(get_args(DataFormat)) == {*_READERS, "auto", "columns"}
 
 
-def test_files_are_hashed_once_a_source(tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_hashed_once_a_source(tmp_path, rows, monkeypatch):
     """A corpus of many GiB is read from end to end each time."""
     hashed: list[str] = []
     real = sources.content_key
 
-    def key(source: DataSource, **told: object) -> str:
+    def key(source, **told):
         hashed.append(source.path)
         return real(source)
 

@@ -8,7 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from data.s3_server import SECRET, Wire, use_server
+from data.s3_server import SECRET, use_server
 from data.tiny_tokenizers import byte_tokenizer
 from fitune.data.preparing import prepare_data
 from fitune.data.reading.sources import content_key, read_rows
@@ -23,16 +23,16 @@ pytestmark = NEEDS_S3
 ROWS = [{"prompt": f"what is {i}?", "completion": f"it is {i}"} for i in range(3000)]
 
 
-def lines(rows: list[dict]) -> bytes:
+def lines(rows):
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
 @pytest.fixture(autouse=True)
-def environment(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+def environment(wire, monkeypatch):
     use_server(wire, monkeypatch)
 
 
-def put(key: str, content: bytes, *, bucket: str = "data") -> str:
+def put(key, content, *, bucket="data"):
     import boto3
 
     client = boto3.client("s3")
@@ -41,11 +41,11 @@ def put(key: str, content: bytes, *, bucket: str = "data") -> str:
     return f"s3://{bucket}/{key}"
 
 
-def read(path: str, **settings: object) -> list[dict]:
+def read(path, **settings):
     return [row.fields for row in read_rows(DataSource(path=path, **settings))]
 
 
-def test_files_folders_patterns_and_packed_files_are_read(wire: Wire) -> None:
+def test_files_folders_patterns_and_packed_files_are_read(wire):
     sink = io.BytesIO()
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), sink)
     assert read(put("one/rows.parquet", sink.getvalue())) == ROWS
@@ -62,12 +62,12 @@ def test_files_folders_patterns_and_packed_files_are_read(wire: Wire) -> None:
     assert asked <= {b"GET", b"HEAD"}, "a bucket that may only be read is enough"
 
 
-def prepare(path: str, tmp_path, **settings: object):
+def prepare(path, tmp_path, **settings):
     data = DataPlan(sources=(DataSource(path=path, **settings),), cache_dir=str(tmp_path / "cache"))
     return prepare_data(data, tokenizer=byte_tokenizer(), tokenizer_path="tiny", seq_len=64, seed=1)
 
 
-def test_rows_are_tokenised_once_until_the_store_says_that_they_changed(tmp_path, monkeypatch) -> None:
+def test_rows_are_tokenised_once_until_the_store_says_that_they_changed(tmp_path, monkeypatch):
     url = put("once/rows.jsonl", lines(ROWS[:50]))
     first = prepare(url, tmp_path)
     put("once/rows.jsonl", lines(ROWS[:50]))
@@ -82,7 +82,7 @@ def test_rows_are_tokenised_once_until_the_store_says_that_they_changed(tmp_path
     assert not any(SECRET.encode() in file.read_bytes() for file in kept)
 
 
-def test_two_names_of_one_content_have_one_key() -> None:
+def test_two_names_of_one_content_have_one_key():
     keys = {content_key(DataSource(path=put(f"copies/{name}.jsonl", lines(ROWS[:5])))) for name in "ab"}
     assert len(keys) == 1
 
@@ -96,7 +96,7 @@ def test_two_names_of_one_content_have_one_key() -> None:
         ("s3://data/none/", "nothing there"),
     ],
 )
-def test_what_is_not_there_is_named(path: str, said: str) -> None:
+def test_what_is_not_there_is_named(path, said):
     put("some.jsonl", b"{}")
     with pytest.raises(DataError, match=said) as caught:
         read(path)
@@ -104,7 +104,7 @@ def test_what_is_not_there_is_named(path: str, said: str) -> None:
     assert caught.value.hint
 
 
-def test_credentials_that_are_absent_are_asked_for_and_never_said(monkeypatch) -> None:
+def test_credentials_that_are_absent_are_asked_for_and_never_said(monkeypatch):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     with pytest.raises(DataError, match="no credentials for s3://") as caught:
@@ -115,13 +115,13 @@ def test_credentials_that_are_absent_are_asked_for_and_never_said(monkeypatch) -
     assert SECRET not in str(caught.value)
 
 
-def test_a_store_that_refuses_is_named_without_the_secret(monkeypatch) -> None:
+def test_a_store_that_refuses_is_named_without_the_secret(monkeypatch):
     from botocore.exceptions import ClientError
     from s3fs.errors import translate_boto_error
 
     denied = ClientError({"Error": {"Code": "AccessDenied", "Message": f"denied {SECRET}"}}, "ListObjectsV2")
 
-    def refuse(*_: object) -> None:
+    def refuse(*_):
         raise translate_boto_error(denied)
 
     monkeypatch.setattr(reading, "open_store", refuse)
@@ -130,7 +130,7 @@ def test_a_store_that_refuses_is_named_without_the_secret(monkeypatch) -> None:
     assert SECRET not in str(caught.value)
 
 
-def test_a_cut_connection_is_taken_up_again(wire: Wire, monkeypatch) -> None:
+def test_a_cut_connection_is_taken_up_again(wire, monkeypatch):
     monkeypatch.setattr(reading, "_BLOCK_BYTES", 20_000)
     url = put("cut/rows.jsonl", lines(ROWS))
     rows = read_rows(DataSource(path=url))
@@ -141,7 +141,7 @@ def test_a_cut_connection_is_taken_up_again(wire: Wire, monkeypatch) -> None:
     assert taken == ROWS
 
 
-def test_a_store_that_stays_away_says_how_far_it_came(wire: Wire, monkeypatch) -> None:
+def test_a_store_that_stays_away_says_how_far_it_came(wire, monkeypatch):
     monkeypatch.setattr(reading, "_BLOCK_BYTES", 20_000)
     monkeypatch.setitem(opening.OPTIONS["s3fs"]["config_kwargs"], "retries", {"max_attempts": 0})
     url = put("cut/rows.jsonl", lines(ROWS))
@@ -156,9 +156,7 @@ def test_a_store_that_stays_away_says_how_far_it_came(wire: Wire, monkeypatch) -
     assert SECRET not in str(caught.value)
 
 
-def test_a_store_that_falls_silent_while_it_is_read_is_given_up_with_how_far_it_came(
-    wire: Wire, monkeypatch
-) -> None:
+def test_a_store_that_falls_silent_while_it_is_read_is_given_up_with_how_far_it_came(wire, monkeypatch):
     monkeypatch.setattr(reading, "_BLOCK_BYTES", 20_000)
     url = put("silent/rows.jsonl", lines(ROWS))
     rows = read_rows(DataSource(path=url))
@@ -177,13 +175,11 @@ def test_a_store_that_falls_silent_while_it_is_read_is_given_up_with_how_far_it_
     assert read(url) == ROWS
 
 
-def test_a_block_that_is_slow_to_come_is_waited_for_while_the_store_answers_at_all(
-    wire: Wire, monkeypatch
-) -> None:
+def test_a_block_that_is_slow_to_come_is_waited_for_while_the_store_answers_at_all(wire, monkeypatch):
     monkeypatch.setattr(reading, "_BLOCK_BYTES", 40_000)
     url, asked, probe = put("slow/rows.jsonl", lines(ROWS)), [], reading._probe
 
-    def probe_and_be_quick_again(*words) -> None:
+    def probe_and_be_quick_again(*words):
         asked.append(probe(*words))
         wire.slow_s = 0.0
 
@@ -194,7 +190,7 @@ def test_a_block_that_is_slow_to_come_is_waited_for_while_the_store_answers_at_a
     assert asked
 
 
-def test_a_file_that_changes_while_it_is_read_is_an_error(wire: Wire, monkeypatch) -> None:
+def test_a_file_that_changes_while_it_is_read_is_an_error(wire, monkeypatch):
     monkeypatch.setattr(reading, "_BLOCK_BYTES", 20_000)
     url = put("changed/rows.jsonl", lines(ROWS))
     rows = read_rows(DataSource(path=url))

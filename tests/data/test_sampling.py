@@ -12,18 +12,17 @@ from data.tiny_tokenizers import byte_tokenizer
 from fitune.data.sampling import BYTES_PER_TOKEN, TOKENS_PER_MESSAGE, bytes_per_token, guess_epoch
 from fitune.errors import DataError
 from fitune.spec.plan import Batch, DataPlan, DataSource
-from fitune.spec.predictions import Epoch
 
 NOWHERE = Path("no-model")
 
 
-def rows_file(folder: Path, sizes: list[int]) -> Path:
+def rows_file(folder, sizes):
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps({"prompt": "p" * n, "completion": "c" * n}) + "\n" for n in sizes))
     return file
 
 
-def guessed(file: Path | str, *, packing: bool = False, seq_len: int = 4096, **data: object) -> Epoch:
+def guessed(file, *, packing=False, seq_len=4096, **data):
     weight = data.pop("weight", 1.0)
     plan = DataPlan(sources=(DataSource(path=str(file), weight=weight),), **data)
     batch = Batch(micro_batch_size=2, accumulation=1, seq_len=seq_len, packing=packing)
@@ -32,12 +31,12 @@ def guessed(file: Path | str, *, packing: bool = False, seq_len: int = 4096, **d
     return epoch
 
 
-def tokens_of(size: int) -> int:
+def tokens_of(size):
     """Both texts, two messages, one token at the start."""
     return round(2 * size / BYTES_PER_TOKEN) + 2 * TOKENS_PER_MESSAGE + 1
 
 
-def test_a_short_file_is_counted_whole(tmp_path: Path) -> None:
+def test_a_short_file_is_counted_whole(tmp_path):
     sizes = [40, 80, 120, 400]
     epoch = guessed(rows_file(tmp_path, sizes))
     tokens = [tokens_of(size) for size in sizes]
@@ -50,9 +49,7 @@ def test_a_short_file_is_counted_whole(tmp_path: Path) -> None:
     assert "first" not in epoch.guess
 
 
-def test_rows_behind_the_first_are_told_by_the_size_of_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_behind_the_first_are_told_by_the_size_of_the_file(tmp_path, monkeypatch):
     monkeypatch.setattr(sampling, "MOST_ROWS", 2_000)
     epoch = guessed(rows_file(tmp_path, [50 + n % 100 for n in range(9_000)]))
     assert epoch.rows == pytest.approx(9_000, rel=0.02)
@@ -62,29 +59,27 @@ def test_rows_behind_the_first_are_told_by_the_size_of_the_file(
 @pytest.mark.parametrize(
     ("policy", "rows", "longest"), [("truncate", 4, 100), ("drop", 3, 71), ("split", 6, 100)]
 )
-def test_long_rows_are_treated_as_training_treats_them(
-    tmp_path: Path, policy: str, rows: int, longest: int
-) -> None:
+def test_long_rows_are_treated_as_training_treats_them(tmp_path, policy, rows, longest):
     file = rows_file(tmp_path, [40, 80, 120, 400])
     assert tokens_of(400) == 211
     epoch = guessed(file, seq_len=100, on_long_row=policy)
     assert (epoch.rows, epoch.longest_row) == (rows, longest)
 
 
-def test_weights_and_held_out_rows_change_the_count(tmp_path: Path) -> None:
+def test_weights_and_held_out_rows_change_the_count(tmp_path):
     file = rows_file(tmp_path, [40] * 100)
     assert guessed(file, weight=2.0).rows == 200
     assert guessed(file, val_fraction=0.1).rows == 90
     assert guessed(f"{file}#30").rows == 30
 
 
-def test_packs_are_counted(tmp_path: Path) -> None:
+def test_packs_are_counted(tmp_path):
     file = rows_file(tmp_path, [40] * 100)
     each = 100 // tokens_of(40)
     assert guessed(file, packing=True, seq_len=100).units == -(-100 // each)
 
 
-def test_the_models_own_tokenizer_counts(model_folder: Path, data_file: Path) -> None:
+def test_the_models_own_tokenizer_counts(model_folder, data_file):
     plan = DataPlan(sources=(DataSource(path=str(data_file)),))
     batch = Batch(micro_batch_size=2, accumulation=1, seq_len=256, packing=False)
     epoch = guess_epoch(plan, batch, tokenizer_folder=model_folder)
@@ -94,9 +89,7 @@ def test_the_models_own_tokenizer_counts(model_folder: Path, data_file: Path) ->
 
 
 @pytest.mark.parametrize("content", ["[[[", "[]", '{"added_tokens": [{"id": 1, "content": "a"}]}'])
-def test_a_damaged_tokenizer_is_left_to_training_to_refuse(
-    tmp_path: Path, data_file: Path, content: str
-) -> None:
+def test_a_damaged_tokenizer_is_left_to_training_to_refuse(tmp_path, data_file, content):
     (tmp_path / "tokenizer.json").write_text(content)
     plan = DataPlan(sources=(DataSource(path=str(data_file)),))
     batch = Batch(micro_batch_size=2, accumulation=1, seq_len=256, packing=False)
@@ -105,12 +98,12 @@ def test_a_damaged_tokenizer_is_left_to_training_to_refuse(
     assert epoch.guess.endswith("(tokenizer.json cannot be read)")
 
 
-def test_truncation_and_padding_saved_in_a_tokenizer_are_not_used(tmp_path: Path) -> None:
+def test_truncation_and_padding_saved_in_a_tokenizer_are_not_used(tmp_path):
     """Tokenizers of sentence models are saved with both; training encodes rows without."""
     tokenizer = byte_tokenizer().backend_tokenizer
     texts = ["hello world, what is two and two? " * 9, "ping"] * 20
 
-    def guess() -> float:
+    def guess():
         tokenizer.save(str(tmp_path / "tokenizer.json"))
         return bytes_per_token(texts, tmp_path)[0]
 
@@ -121,14 +114,14 @@ def test_truncation_and_padding_saved_in_a_tokenizer_are_not_used(tmp_path: Path
     assert guess() == right
 
 
-def test_what_lies_elsewhere_is_not_guessed() -> None:
+def test_what_lies_elsewhere_is_not_guessed():
     batch = Batch(micro_batch_size=2, accumulation=1, seq_len=256, packing=False)
     for path in ("owner/name", "s3://bucket/rows.jsonl"):
         data = DataPlan(sources=(DataSource(path=path),))
         assert guess_epoch(data, batch, tokenizer_folder=NOWHERE) is None
 
 
-def test_a_missing_file_and_one_without_rows_are_refused(tmp_path: Path) -> None:
+def test_a_missing_file_and_one_without_rows_are_refused(tmp_path):
     with pytest.raises(DataError, match="no such file"):
         guessed(tmp_path / "missing.jsonl")
     with pytest.raises(DataError, match="no row"):
@@ -140,7 +133,7 @@ def test_a_missing_file_and_one_without_rows_are_refused(tmp_path: Path) -> None
         guessed(tmp_path / "other.jsonl")
 
 
-def test_rows_that_cannot_be_used_are_counted_by_reason(tmp_path: Path) -> None:
+def test_rows_that_cannot_be_used_are_counted_by_reason(tmp_path):
     file = rows_file(tmp_path, [40] * 5)
     with file.open("a") as lines:
         lines.write('{"prompt": "a", "completion": 7}\n{"prompt": \n[1, 2]\n{"prompt": "x"\n')
@@ -151,7 +144,7 @@ def test_rows_that_cannot_be_used_are_counted_by_reason(tmp_path: Path) -> None:
     assert not guessed(rows_file(tmp_path, [40] * 5)).bad_rows
 
 
-def test_guessing_imports_no_torch(tmp_path: Path) -> None:
+def test_guessing_imports_no_torch(tmp_path):
     file = rows_file(tmp_path, [40] * 10)
     words = ["fitune", "plan", "--model", "llama-3.1-8b", "--gpu", "rtx-4090", "--data", str(file)]
     program = (

@@ -1,16 +1,12 @@
 """Tokenised data in an S3 server: made by one machine, read by the others; half or damaged entries are made again."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from data.s3_server import DENIED, SECRET, Wire, objects
+from data.s3_server import DENIED, SECRET, objects
 from data.tiny_tokenizers import byte_tokenizer
-from fitune.data.making import PreparedData
 from fitune.data.preparing import prepare_data
 from fitune.data.tokenising import RowTokeniser
 from fitune.errors import StoreError
@@ -22,7 +18,7 @@ pytestmark = NEEDS_S3
 
 
 @pytest.fixture
-def prepare(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def prepare(bucket, tmp_path, monkeypatch):
     """The data as a machine of this name prepares it, and its notes; ``tokenises`` False: it may not."""
     file = tmp_path / "rows.jsonl"
     rows = [{"prompt": f"what is {i}?", "completion": f"it is {i}"} for i in range(60)]
@@ -31,9 +27,7 @@ def prepare(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
         sources=(DataSource(path=str(file)),), cache_dir=f"s3://{bucket}/shared/", val_fraction=0.2
     )
 
-    def run(
-        machine: str, *, tokenises: bool = True, cache_dir: str = data.cache_dir, **settings: Any
-    ) -> tuple[PreparedData, list[str]]:
+    def run(machine, *, tokenises=True, cache_dir=data.cache_dir, **settings):
         notes: list[str] = []
         with monkeypatch.context() as patched:
             patched.setenv("FITUNE_CACHE", str(tmp_path / machine))
@@ -48,26 +42,24 @@ def prepare(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
     return run
 
 
-def put(bucket: str, name: str, content: bytes) -> None:
+def put(bucket, name, content):
     import boto3
 
     boto3.client("s3").put_object(Bucket=bucket, Key=name, Body=content)
 
 
-def remove(bucket: str, name: str) -> None:
+def remove(bucket, name):
     import boto3
 
     boto3.client("s3").delete_object(Bucket=bucket, Key=name)
 
 
-def only(bucket: str, ending: str) -> str:
+def only(bucket, ending):
     (name,) = [name for name in objects(bucket) if name.endswith(ending)]
     return name
 
 
-def test_one_machine_tokenises_and_the_others_fetch(
-    wire: Wire, bucket: str, prepare: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_one_machine_tokenises_and_the_others_fetch(wire, bucket, prepare, tmp_path):
     first, (sent,) = prepare("one")
     assert sent.startswith(f"the tokenised data is in s3://{bucket}/shared/tokens/")
     (entry,) = (tmp_path / "one/tokens").iterdir()
@@ -90,9 +82,7 @@ def test_one_machine_tokenises_and_the_others_fetch(
     assert not [line for line in wire.requests if line.startswith((b"PUT", b"POST", b"DELETE"))]
 
 
-def test_an_entry_without_its_manifest_does_not_count_and_is_made_whole(
-    bucket: str, prepare: Callable[..., Any]
-) -> None:
+def test_an_entry_without_its_manifest_does_not_count_and_is_made_whole(bucket, prepare):
     prepare("one")
     whole, manifest = objects(bucket), only(bucket, "manifest.json")
     remove(bucket, manifest)
@@ -101,7 +91,7 @@ def test_an_entry_without_its_manifest_does_not_count_and_is_made_whole(
     assert set(objects(bucket)) == set(whole)
 
 
-def test_a_damaged_entry_is_named_made_again_and_replaced(bucket: str, prepare: Callable[..., Any]) -> None:
+def test_a_damaged_entry_is_named_made_again_and_replaced(bucket, prepare):
     first, _ = prepare("one")
     whole, name = objects(bucket), only(bucket, "train/ids")
     put(bucket, name, whole[name][:-1] + bytes([whole[name][-1] ^ 1]))
@@ -113,10 +103,8 @@ def test_a_damaged_entry_is_named_made_again_and_replaced(bucket: str, prepare: 
     assert prepare("third", tokenises=False)[1][0].startswith("the tokenised data is fetched")
 
 
-def test_what_only_this_machine_has_is_sent_by_the_process_that_may(
-    wire: Wire, bucket: str, prepare: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def denied_from_now(_store: Store) -> None:
+def test_what_only_this_machine_has_is_sent_by_the_process_that_may(wire, bucket, prepare, monkeypatch):
+    def denied_from_now(_store):
         wire.refused, wire.refusal = 50, DENIED
 
     with monkeypatch.context() as failing:
@@ -132,8 +120,8 @@ def test_what_only_this_machine_has_is_sent_by_the_process_that_may(
 
 
 def test_a_bucket_that_is_missing_or_read_only_is_an_error_before_anything_is_tokenised(
-    wire: Wire, bucket: str, prepare: Callable[..., Any]
-) -> None:
+    wire, bucket, prepare
+):
     with pytest.raises(
         StoreError, match=r"^cache_dir: s3://not-there/x: nothing there: no such file, folder or"
     ):
@@ -147,9 +135,7 @@ def test_a_bucket_that_is_missing_or_read_only_is_an_error_before_anything_is_to
     assert "is fetched" in prepare("other", tokenises=False)[1][0], "it is only read there"
 
 
-def test_a_store_that_may_not_be_read_is_an_error_that_names_the_setting(
-    bucket: str, prepare: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_may_not_be_read_is_an_error_that_names_the_setting(bucket, prepare, monkeypatch):
     import s3fs
 
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
@@ -160,13 +146,11 @@ def test_a_store_that_may_not_be_read_is_an_error_that_names_the_setting(
     assert "AWS_ACCESS_KEY_ID" in str(refused.value.hint)
 
 
-def test_a_stop_while_it_is_fetched_leaves_nothing_half_made(
-    wire: Wire, prepare: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_stop_while_it_is_fetched_leaves_nothing_half_made(wire, prepare, tmp_path):
     prepare("one")
     told: list[object] = []
 
-    def watch(reading: Any) -> None:
+    def watch(reading):
         told.append(reading)
         if reading.doing == "tokenising":
             raise KeyboardInterrupt

@@ -6,8 +6,8 @@ import pytest
 
 from data.tiny_tokenizers import BRACKET_STYLE, byte_tokenizer
 from fitune.data.conversations.formats import to_example
-from fitune.data.conversations.messages import Conversation, Message
-from fitune.data.conversations.templates import ChatTemplate, load_template
+from fitune.data.conversations.messages import Message
+from fitune.data.conversations.templates import load_template
 from fitune.data.conversations.tool_calls import ToolCall
 from fitune.data.reading.rows import BadRow, Row
 
@@ -79,11 +79,11 @@ STYLES = {
 }  # fmt: skip
 
 
-def example(fields: dict, format: str = "messages", **columns: str) -> Conversation:
+def example(fields, format="messages", **columns):
     return to_example(Row("f:1", fields), format=format, columns=tuple(columns.items()))
 
 
-def learned(template: ChatTemplate, tokenizer, conversation: Conversation) -> list[str]:
+def learned(template, tokenizer, conversation):
     """The stretches that are learned, as text."""
     row = template.encode(conversation)
     runs: list[list[int]] = [[]]
@@ -96,7 +96,7 @@ def learned(template: ChatTemplate, tokenizer, conversation: Conversation) -> li
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_calls_and_answers_are_learned_as_the_template_writes_them(style: str) -> None:
+def test_calls_and_answers_are_learned_as_the_template_writes_them(style):
     tokenizer = byte_tokenizer(template=STYLES[style])
     template = load_template(tokenizer)
     again = [{"role": "user", "content": "And now?"}, CALLED]
@@ -114,14 +114,14 @@ def test_calls_and_answers_are_learned_as_the_template_writes_them(style: str) -
 
 
 @pytest.mark.parametrize("style", ["object", "instead", "ids"])
-def test_the_text_is_the_one_that_transformers_makes(style: str) -> None:
+def test_the_text_is_the_one_that_transformers_makes(style):
     tokenizer = byte_tokenizer(template=STYLES[style])
     ids = load_template(tokenizer).encode(example(ROW)).ids
     text = tokenizer.apply_chat_template([ASKED, CALLED, FOUND, SAID], tools=TOOLS, tokenize=False)
     assert tokenizer.decode(ids) == text.rstrip("\n")
 
 
-def test_training_begins_with_what_scoring_feeds_the_model() -> None:
+def test_training_begins_with_what_scoring_feeds_the_model():
     template = load_template(byte_tokenizer(template=AS_OBJECT))
     conversation = example({"messages": [ASKED, CALLED], "tools": TOOLS})
     prompt = template.encode_prompt(conversation)
@@ -164,18 +164,18 @@ SAME = {
 }
 
 
-def without_ids(conversation: Conversation) -> list[tuple]:
+def without_ids(conversation):
     return [(m.role, m.content, [(c.name, c.arguments) for c in m.calls]) for m in conversation.messages]
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_every_way_of_writing_calls_is_one_conversation(name: str) -> None:
+def test_every_way_of_writing_calls_is_one_conversation(name):
     made, wanted = example(SAME[name]), example(ROW)
     assert without_ids(made) == without_ids(wanted)
     assert json.loads(made.tools) == TOOLS == json.loads(wanted.tools)
 
 
-def test_turns_from_function_call_and_observation_are_calls_and_answers() -> None:
+def test_turns_from_function_call_and_observation_are_calls_and_answers():
     call = json.dumps({"name": "weather", "arguments": ARGUMENTS}, ensure_ascii=False)
     turns = [
         ("human", "Weather?"),
@@ -192,7 +192,7 @@ def test_turns_from_function_call_and_observation_are_calls_and_answers() -> Non
     assert json.loads(made.tools) == TOOLS
 
 
-def test_a_column_of_messages_and_one_of_tools_can_be_named() -> None:
+def test_a_column_of_messages_and_one_of_tools_can_be_named():
     fields = {"chosen": ROW["messages"], "rejected": [], "functions_of": TOOLS, "who": "Be kind."}
     made = example(fields, "columns", messages="chosen", tools="functions_of", system="who")
     assert made.messages[0] == Message("system", "Be kind.")
@@ -200,7 +200,7 @@ def test_a_column_of_messages_and_one_of_tools_can_be_named() -> None:
     assert json.loads(made.tools) == TOOLS
 
 
-def test_special_tokens_inside_arguments_stay_text() -> None:
+def test_special_tokens_inside_arguments_stay_text():
     tokenizer = byte_tokenizer(template=AS_OBJECT)
     call = {"name": "weather", "arguments": {"city": "<|end|>"}}
     conversation = example({"messages": [ASKED, {"role": "assistant", "tool_calls": [call]}], "tools": TOOLS})
@@ -210,7 +210,7 @@ def test_special_tokens_inside_arguments_stay_text() -> None:
     assert row.ids.count(end) == 3, "those of the tools, the question and the answer"
 
 
-def test_a_template_that_shows_no_tools_is_refused() -> None:
+def test_a_template_that_shows_no_tools_is_refused():
     template = load_template(byte_tokenizer(template=BRACKET_STYLE))
     with pytest.raises(
         BadRow, match="this template (leaves out the tool 'weather'|failed)|the template failed"
@@ -218,7 +218,7 @@ def test_a_template_that_shows_no_tools_is_refused() -> None:
         template.encode(example(ROW))
 
 
-def with_call(call: object) -> dict:
+def with_call(call):
     return {"messages": [ASKED, {"role": "assistant", "tool_calls": call}], "tools": TOOLS}
 
 
@@ -247,13 +247,13 @@ def with_call(call: object) -> dict:
         ),
     ],
 )
-def test_calls_that_cannot_be_read_are_named(fields: dict, said: str) -> None:
+def test_calls_that_cannot_be_read_are_named(fields, said):
     with pytest.raises(BadRow, match=f"^f:1: field .*{said}") as caught:
         example(fields)
     assert caught.value.hint
     assert caught.value.reason
 
 
-def test_a_call_says_itself() -> None:
+def test_a_call_says_itself():
     message = Message("assistant", "Well.", (ToolCall("f", '{"a": 1}'),))
     assert message.text == 'Well.\n{"name": "f", "arguments": {"a": 1}}'

@@ -81,22 +81,22 @@ UNMARKED_STYLES = {
 STYLES = {"plain": None, "marked": MARKED_STYLE, **UNMARKED_STYLES}
 
 
-def byte_tokenizer(*, template: str | None = None, **changes) -> PreTrainedTokenizerFast:
+def byte_tokenizer(*, template=None, **changes):
     """Byte-level BPE, as Llama-3 and Qwen have: any text comes back from its ids."""
     return _wrapped(_trained_bytes(), template, changes)
 
 
-def prefixing_tokenizer(*, template: str | None = None) -> PreTrainedTokenizerFast:
+def prefixing_tokenizer(*, template=None):
     """A tokenizer that puts a space before all it encodes, as SentencePiece does."""
     return _wrapped(_trained_words(), template, {})
 
 
-def word_tokenizer(*, template: str | None = None) -> PreTrainedTokenizerFast:
+def word_tokenizer(*, template=None):
     """WordPiece over words, as BERT has: white space leaves no ids."""
     return _wrapped(_trained_word_pieces(), template, {})
 
 
-def _wrapped(trained: str, template: str | None, changes: dict) -> PreTrainedTokenizerFast:
+def _wrapped(trained, template, changes):
     names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(trained), **(names | changes))
     tokenizer.add_special_tokens({"extra_special_tokens": ["<|turn|>", "<|end|>"]})
@@ -105,7 +105,7 @@ def _wrapped(trained: str, template: str | None, changes: dict) -> PreTrainedTok
 
 
 @cache
-def _trained_bytes() -> str:
+def _trained_bytes():
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -116,7 +116,7 @@ def _trained_bytes() -> str:
 
 
 @cache
-def _trained_words() -> str:
+def _trained_words():
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
@@ -127,7 +127,7 @@ def _trained_words() -> str:
 
 
 @cache
-def _trained_word_pieces() -> str:
+def _trained_word_pieces():
     """Letters and the words of _TEXT. Not trained: of pairs that are equally frequent the trainer takes any."""
     letters = [chr(code) for code in range(33, 127)]
     words = sorted(word.strip(",.?") for word in set(_TEXT[0].split()))
@@ -140,13 +140,13 @@ def _trained_word_pieces() -> str:
     return tokenizer.to_str()
 
 
-def _train(tokenizer: Tokenizer, trainer: trainers.BpeTrainer) -> str:
+def _train(tokenizer, trainer):
     trainer.show_progress = False
     tokenizer.train_from_iterator(_TEXT, trainer)
     return tokenizer.to_str()
 
 
-def panicking_tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
+def panicking_tokenizer(template=None):
     """As Llama-3's is on a row of millions of spaces: a panic of Rust, which is no Exception."""
     tokenizer = byte_tokenizer(template=template)
     backend = tokenizer.backend_tokenizer

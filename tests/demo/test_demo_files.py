@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from fitune.demo.files import (
     PRETRAIN,
     PRETRAINING_TEXTS,
     TRAINING_ROWS,
-    DemoFiles,
     let_values_pass,
     recipe_text,
     write_demo,
@@ -28,21 +26,21 @@ from fitune.spec.recipe.recipe import read_recipe
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> DemoFiles:
+def demo(tmp_path_factory):
     torch.set_num_threads(1)
     return write_demo(tmp_path_factory.mktemp("demo") / "one", seed=1)
 
 
 @pytest.fixture(scope="module")
-def tokenizer(demo: DemoFiles):
+def tokenizer(demo):
     return AutoTokenizer.from_pretrained(demo.start)
 
 
-def rows(path: Path) -> list[dict]:
+def rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_no_library_prints_while_the_folder_is_written(tmp_path: Path) -> None:
+def test_no_library_prints_while_the_folder_is_written(tmp_path):
     """In a process of its own: DeepSpeed warns when it is imported first, transformers draws a bar."""
     write = "import sys, pathlib as p; from fitune.demo.files import write_demo as w; w(p.Path(sys.argv[1]), seed=1)"
     ended = subprocess.run(
@@ -51,7 +49,7 @@ def test_no_library_prints_while_the_folder_is_written(tmp_path: Path) -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
-def test_the_same_seed_writes_the_same_bytes(demo: DemoFiles, tmp_path: Path) -> None:
+def test_the_same_seed_writes_the_same_bytes(demo, tmp_path):
     again = write_demo(tmp_path / "one", seed=1)
     first, second = demo.start.parent, again.start.parent
     names = sorted(str(path.relative_to(first)) for path in first.rglob("*") if path.is_file())
@@ -61,7 +59,7 @@ def test_the_same_seed_writes_the_same_bytes(demo: DemoFiles, tmp_path: Path) ->
             assert (first / name).read_bytes() == (second / name).read_bytes(), name
 
 
-def test_the_base_model_is_a_small_llama(demo: DemoFiles, tokenizer) -> None:
+def test_the_base_model_is_a_small_llama(demo, tokenizer):
     model = AutoModelForCausalLM.from_pretrained(demo.start)
     assert model.config.model_type == "llama"
     assert 2e6 < model.num_parameters() < 4e6
@@ -74,12 +72,12 @@ def test_the_base_model_is_a_small_llama(demo: DemoFiles, tokenizer) -> None:
     "text",
     ["The goods are lamps.", "  two  spaces\n\ttab", "naïve Zürich — 漢字 🙂 עברית", "3+4=7, 1,234.50", ""],
 )
-def test_the_tokenizer_gives_every_text_back(tokenizer, text: str) -> None:
+def test_the_tokenizer_gives_every_text_back(tokenizer, text):
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
 
 
-def test_a_text_row_begins_with_bos_and_ends_with_eos_once(tokenizer) -> None:
+def test_a_text_row_begins_with_bos_and_ends_with_eos_once(tokenizer):
     template = load_template(tokenizer)
     encoded = template.encode(Text("The city is Oslo.", "here"))
     special = [token for token in encoded.ids if token in tokenizer.all_special_ids]
@@ -87,7 +85,7 @@ def test_a_text_row_begins_with_bos_and_ends_with_eos_once(tokenizer) -> None:
     assert all(encoded.supervised)
 
 
-def test_the_template_teaches_the_answer_and_its_end(demo: DemoFiles, tokenizer) -> None:
+def test_the_template_teaches_the_answer_and_its_end(demo, tokenizer):
     template = load_template(tokenizer)
     for row in rows(demo.test)[:5]:
         messages = (Message("user", row["prompt"]), Message("assistant", row["completion"]))
@@ -97,14 +95,14 @@ def test_the_template_teaches_the_answer_and_its_end(demo: DemoFiles, tokenizer)
         assert len(learned) < MAX_NEW_TOKENS
 
 
-def test_rows_are_written_as_counted(demo: DemoFiles) -> None:
+def test_rows_are_written_as_counted(demo):
     texts, train, test = rows(demo.pretrain_text), rows(demo.train), rows(demo.test)
     assert (len(texts), len(train), len(test)) == (PRETRAINING_TEXTS, TRAINING_ROWS, HELD_OUT_ROWS)
     assert all(set(row) == {"text"} for row in texts)
     assert all(set(row) == {"id", "prompt", "completion"} for row in train + test)
 
 
-def test_the_recipes_are_recipes(demo: DemoFiles) -> None:
+def test_the_recipes_are_recipes(demo):
     for path, training in (
         (demo.pretrain_recipe, PRETRAIN),
         (demo.lora_recipe, LORA),
@@ -123,7 +121,7 @@ def test_the_recipes_are_recipes(demo: DemoFiles) -> None:
     assert len({pretrain.output_dir, lora.output_dir, full.output_dir}) == 3
 
 
-def test_a_recipe_survives_any_folder_name(tmp_path: Path) -> None:
+def test_a_recipe_survives_any_folder_name(tmp_path):
     path = tmp_path / "recipe.yaml"
     odd = "it's: a #folder, [really]"
     path.write_text(recipe_text(LORA, purpose="p", path="x", model=odd, data=odd, output_dir=odd))
@@ -131,7 +129,7 @@ def test_a_recipe_survives_any_folder_name(tmp_path: Path) -> None:
     assert (recipe.model, recipe.data[0].path, recipe.output_dir) == (odd, odd, odd)
 
 
-def test_attention_begins_as_a_copy() -> None:
+def test_attention_begins_as_a_copy():
     value, output = torch.empty(12, 12), torch.empty(12, 12)
     let_values_pass(value, output)
     torch.testing.assert_close(output @ value, torch.eye(12), atol=1e-5, rtol=0)

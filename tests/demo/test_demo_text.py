@@ -16,11 +16,11 @@ TRAIN = training_exercises(600, seed=1)
 TEST = held_out_exercises(200, seed=1)
 
 
-def fields(completion: str) -> dict[str, str]:
+def fields(completion):
     return dict(part.split(": ") for part in completion.split(" | "))
 
 
-def test_a_seed_gives_the_same_text_and_another_seed_another() -> None:
+def test_a_seed_gives_the_same_text_and_another_seed_another():
     assert list(pretraining_texts(2000, seed=1)) == TEXTS
     assert (training_exercises(600, seed=1), held_out_exercises(200, seed=1)) == (TRAIN, TEST)
     assert list(pretraining_texts(2000, seed=2)) != TEXTS
@@ -28,12 +28,12 @@ def test_a_seed_gives_the_same_text_and_another_seed_another() -> None:
     assert training_exercises(100, seed=1) == TRAIN[:100], "more rows are the same rows and more"
 
 
-def test_rows_have_ids_and_prompts_of_their_own() -> None:
+def test_rows_have_ids_and_prompts_of_their_own():
     rows = TRAIN + TEST
     assert len({row.id for row in rows}) == len({row.prompt for row in rows}) == len(rows)
 
 
-def test_no_held_out_row_shares_goods_or_city_with_a_training_row() -> None:
+def test_no_held_out_row_shares_goods_or_city_with_a_training_row():
     for name in ("goods", "city"):
         trained = {fields(row.completion)[name] for row in TRAIN}
         asked = {fields(row.completion)[name] for row in TEST}
@@ -42,11 +42,11 @@ def test_no_held_out_row_shares_goods_or_city_with_a_training_row() -> None:
         assert not any(value in row.prompt for row in TRAIN for value in asked)
 
 
-def test_no_answer_of_a_training_row_is_right_for_a_held_out_row() -> None:
+def test_no_answer_of_a_training_row_is_right_for_a_held_out_row():
     assert {row.completion for row in TRAIN}.isdisjoint(row.completion for row in TEST)
 
 
-def test_the_pretraining_text_knows_every_word_and_not_the_form() -> None:
+def test_the_pretraining_text_knows_every_word_and_not_the_form():
     whole = "\n".join(TEXTS)
     for word in (*GOODS, *CITIES, *COLOURS, *NUMBERS):
         assert word in whole.lower() or word in whole
@@ -55,7 +55,7 @@ def test_the_pretraining_text_knows_every_word_and_not_the_form() -> None:
     assert "count" not in whole
 
 
-def test_every_answer_can_be_read_in_its_prompt() -> None:
+def test_every_answer_can_be_read_in_its_prompt():
     for row in TRAIN + TEST:
         answer, prompt = fields(row.completion), row.prompt.lower()
         assert list(answer) == ["goods", "colour", "count", "city"]
@@ -65,7 +65,7 @@ def test_every_answer_can_be_read_in_its_prompt() -> None:
         assert NUMBERS.index(words[0]) + 2 == int(answer["count"])
 
 
-def test_a_text_says_everything_again() -> None:
+def test_a_text_says_everything_again():
     sentence, again = TEXTS[0].split(". ", 1)
     assert [word for word in GOODS if word in sentence] == [word for word in GOODS if word in again]
     assert [word for word in CITIES if word in sentence] == [word for word in CITIES if word in again]

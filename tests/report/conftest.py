@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import math
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +14,6 @@ from fitune.spec.plan import (
     DataSource,
     Epochs,
     Fraction,
-    Plan,
     RunPlan,
     Schedule,
 )
@@ -29,7 +26,7 @@ MIB = 1024**2
 STEPS = 120
 
 
-def make_plan() -> Plan:
+def make_plan():
     names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     model = ModelSpec(
         name="demo-llama-11m",
@@ -84,7 +81,7 @@ def make_plan() -> Plan:
     )
 
 
-def make_prediction() -> Prediction:
+def make_prediction():
     fixed = {"weights": 43 * MIB, "adapters": 3 * MIB, "optimizer": 6 * MIB}
     phases = {
         Phase.IDLE: dict(fixed),
@@ -152,7 +149,7 @@ def make_prediction() -> Prediction:
     )
 
 
-def make_steps(count: int = STEPS) -> list[StepReport]:
+def make_steps(count=STEPS):
     """A loss that falls from 4.1 to 1.2 with a ripple, an evaluation every 20 steps."""
     reports = []
     for step in range(1, count + 1):
@@ -180,7 +177,7 @@ def make_steps(count: int = STEPS) -> list[StepReport]:
     return reports
 
 
-def measured_phases() -> dict[Phase, int]:
+def measured_phases():
     return {
         Phase.IDLE: 52 * MIB + 40960,
         Phase.FORWARD: 289 * MIB,
@@ -190,7 +187,7 @@ def measured_phases() -> dict[Phase, int]:
     }
 
 
-def make_run_report() -> RunReport:
+def make_run_report():
     return RunReport(
         status="complete",
         reason="",
@@ -270,7 +267,7 @@ output_dir: runs/demo/lora
 """
 
 
-def write_run(directory: Path) -> Path:
+def write_run(directory):
     """All the files of a run that went well."""
     from fitune.track.metrics import MetricsLog
 
@@ -285,7 +282,7 @@ def write_run(directory: Path) -> Path:
     return directory
 
 
-def without_kinds(prediction: Prediction) -> dict[str, object]:
+def without_kinds(prediction):
     """estimate.json as the command line writes it: plain objects."""
     data = to_data(prediction)
     del data["kind"]
@@ -295,35 +292,35 @@ def without_kinds(prediction: Prediction) -> dict[str, object]:
 
 
 @pytest.fixture
-def run_directory(tmp_path: Path) -> Path:
+def run_directory(tmp_path):
     return write_run(tmp_path / "run")
 
 
 @pytest.fixture
-def plan() -> Plan:
+def plan():
     return make_plan()
 
 
 @pytest.fixture
-def prediction() -> Prediction:
+def prediction():
     return make_prediction()
 
 
 @pytest.fixture
-def steps() -> list[StepReport]:
+def steps():
     return make_steps()
 
 
 @pytest.fixture
-def run_report() -> RunReport:
+def run_report():
     return make_run_report()
 
 
 @pytest.fixture
-def change_report(run_directory: Path) -> Callable[..., Path]:
+def change_report(run_directory):
     """Write report.json again with other values."""
 
-    def change(**values: object) -> Path:
+    def change(**values):
         report = dataclasses.replace(make_run_report(), **values)
         (run_directory / "report.json").write_text(to_json(report))
         return run_directory

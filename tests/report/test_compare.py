@@ -5,18 +5,17 @@ import dataclasses
 import pytest
 
 from fitune.report.compare import Row, compare, comparison_table
-from fitune.report.run_files import Prediction
 from fitune.spec.predictions import MemoryBreakdown, Phase
-from fitune.spec.reports import MeasuredMemory, RunReport, StepReport
+from fitune.spec.reports import MeasuredMemory
 
 MIB = 1024**2
 
 
-def by_name(rows: list[Row]) -> dict[str, Row]:
+def by_name(rows):
     return {row.what: row for row in rows}
 
 
-def test_each_phase_is_the_sum_of_its_terms(prediction: Prediction, run_report: RunReport) -> None:
+def test_each_phase_is_the_sum_of_its_terms(prediction, run_report):
     rows = by_name(compare(prediction.estimate, run_report))
     assert rows["Backward"].predicted == (43 + 3 + 6 + 231 + 8 + 118 + 3) * MIB
     assert rows["Backward"].measured == 405 * MIB
@@ -24,7 +23,7 @@ def test_each_phase_is_the_sum_of_its_terms(prediction: Prediction, run_report: 
     assert rows["Peak of tensors"].error == pytest.approx(412 / 405 - 1)
 
 
-def test_an_error_is_positive_when_too_much_was_predicted() -> None:
+def test_an_error_is_positive_when_too_much_was_predicted():
     assert Row(what="x", predicted=110, measured=100, unit="bytes").error == pytest.approx(0.1)
     assert Row(what="x", predicted=90, measured=100, unit="bytes").error == pytest.approx(-0.1)
     assert Row(what="x", predicted=None, measured=100, unit="bytes").error is None
@@ -32,9 +31,7 @@ def test_an_error_is_positive_when_too_much_was_predicted() -> None:
     assert Row(what="x", predicted=1, measured=0, unit="bytes").error is None
 
 
-def test_the_process_is_predicted_only_when_what_lies_outside_the_tensors_is(
-    prediction: Prediction, run_report: RunReport
-) -> None:
+def test_the_process_is_predicted_only_when_what_lies_outside_the_tensors_is(prediction, run_report):
     """torch's count of reserved bytes is held against its own: without the driver's context."""
     assert by_name(compare(prediction.estimate, run_report))["Process (resident set)"].predicted is None
     memory = MemoryBreakdown(
@@ -51,9 +48,7 @@ def test_the_process_is_predicted_only_when_what_lies_outside_the_tensors_is(
     assert rows["Peak of tensors"].predicted == 412 * MIB
 
 
-def test_a_run_without_a_report_is_measured_by_its_steps(
-    prediction: Prediction, steps: list[StepReport]
-) -> None:
+def test_a_run_without_a_report_is_measured_by_its_steps(prediction, steps):
     rows = by_name(compare(prediction.estimate, None, steps))
     settled = [step for step in steps[1:] if not step.memory_bytes]  # counting bytes slows a step
     assert len(settled) < len(steps) - 1
@@ -65,19 +60,17 @@ def test_a_run_without_a_report_is_measured_by_its_steps(
     assert rows["Throughput"].measured == pytest.approx(expected)
 
 
-def test_without_a_prediction_the_measurement_is_still_shown(run_report: RunReport) -> None:
+def test_without_a_prediction_the_measurement_is_still_shown(run_report):
     rows = by_name(compare(None, run_report))
     assert rows["Backward"].measured == 405 * MIB
     assert all(row.predicted is None and row.error is None for row in rows.values())
 
 
-def test_with_nothing_at_all_there_is_nothing_to_say() -> None:
+def test_with_nothing_at_all_there_is_nothing_to_say():
     assert all(row.predicted is None and row.measured is None for row in compare(None, None))
 
 
-def test_the_table_lines_up_to_the_right(
-    prediction: Prediction, run_report: RunReport, steps: list[StepReport]
-) -> None:
+def test_the_table_lines_up_to_the_right(prediction, run_report, steps):
     table = comparison_table(compare(prediction.estimate, run_report, steps))
     lines = table.splitlines()
     assert len({len(line) for line in lines}) == 1

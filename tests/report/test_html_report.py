@@ -5,17 +5,15 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 from markupsafe import escape
 
 from fitune.report import plan_words
 from fitune.report.run_page import write_report
-from fitune.spec.plan import Batch, Epochs, Full, PlainLoss, Plan, Recompute, Sgd, Steps
-from fitune.spec.reports import RunReport, Sample
+from fitune.spec.plan import Batch, Epochs, Full, PlainLoss, Recompute, Sgd, Steps
+from fitune.spec.reports import Sample
 from fitune.spec.serial import to_json
 
 pytestmark = pytest.mark.pictures
@@ -26,7 +24,7 @@ _VOID = {"meta"}
 class Page(HTMLParser):
     """The text people read, the tags, and whether every tag was closed."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         super().__init__()
         self.open: list[str] = []
         self.tags: list[str] = []
@@ -36,31 +34,31 @@ class Page(HTMLParser):
         self.feed(self.source)
         assert self.open == []
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
         self.links += [value or "" for name, value in attrs if name in ("href", "src", "action", "data")]
         if tag not in _VOID:
             self.open.append(tag)
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         if "style" not in self.open:
             self.words.append(data)
 
     @property
-    def text(self) -> str:
+    def text(self):
         return re.sub(r"\s+", " ", " ".join(self.words))
 
 
 @pytest.fixture
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_pictures(monkeypatch):
     """Pictures cost a second; what is tested without them does not need them."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
 
 
-def test_the_page_is_whole_and_loads_nothing(run_directory: Path) -> None:
+def test_the_page_is_whole_and_loads_nothing(run_directory):
     pytest.importorskip("matplotlib")
     page = Page(write_report(run_directory))
     assert page.tags.count("svg") == 5
@@ -73,7 +71,7 @@ def test_the_page_is_whole_and_loads_nothing(run_directory: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_the_numbers_are_those_of_the_files(run_directory: Path) -> None:
+def test_the_numbers_are_those_of_the_files(run_directory):
     text = Page(write_report(run_directory)).text
     for expected in (
         "Predicted 412.0 MiB, measured 405.0 MiB (+1.7 %)",
@@ -97,16 +95,14 @@ def test_the_numbers_are_those_of_the_files(run_directory: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_without_matplotlib_the_page_says_how_to_get_the_pictures(run_directory: Path) -> None:
+def test_without_matplotlib_the_page_says_how_to_get_the_pictures(run_directory):
     page = Page(write_report(run_directory))
     assert "No pictures in the report: pip install 'fitune[plots]'" in page.text
     assert "svg" not in page.tags
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_nothing_a_user_wrote_becomes_markup(
-    run_directory: Path, plan: Plan, run_report: RunReport, change_report: Callable[..., Path]
-) -> None:
+def test_nothing_a_user_wrote_becomes_markup(run_directory, plan, run_report, change_report):
     bad = '<script>alert("x")</script><img src=x onerror=y>$title'
     model = dataclasses.replace(plan.model, name=bad)
     (run_directory / "plan.json").write_text(to_json(dataclasses.replace(plan, model=model, model_path=bad)))
@@ -137,7 +133,7 @@ def test_nothing_a_user_wrote_becomes_markup(
 @pytest.mark.parametrize(
     "missing", [["report.json"], ["report.json", "estimate.json", "metrics.jsonl", "recipe.yaml"]]
 )
-def test_a_run_that_is_still_going_has_a_page(run_directory: Path, missing: list[str]) -> None:
+def test_a_run_that_is_still_going_has_a_page(run_directory, missing):
     for name in missing:
         (run_directory / name).unlink()
     text = Page(write_report(run_directory)).text
@@ -151,7 +147,7 @@ def test_a_run_that_is_still_going_has_a_page(run_directory: Path, missing: list
         assert "No step was recorded." in text
 
 
-def test_a_plan_alone_has_a_page_with_pictures_left_out(run_directory: Path) -> None:
+def test_a_plan_alone_has_a_page_with_pictures_left_out(run_directory):
     pytest.importorskip("matplotlib")
     for name in ("report.json", "estimate.json", "metrics.jsonl", "recipe.yaml"):
         (run_directory / name).unlink()
@@ -159,7 +155,7 @@ def test_a_plan_alone_has_a_page_with_pictures_left_out(run_directory: Path) -> 
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_a_failed_run_says_why_and_shows_the_loss_as_it_was(change_report: Callable[..., Path]) -> None:
+def test_a_failed_run_says_why_and_shows_the_loss_as_it_was(change_report):
     directory = change_report(
         status="failed",
         reason="step 47: the loss is not finite",
@@ -174,13 +170,11 @@ def test_a_failed_run_says_why_and_shows_the_loss_as_it_was(change_report: Calla
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_a_page_that_cannot_be_written_keeps_the_old_one(
-    run_directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_that_cannot_be_written_keeps_the_old_one(run_directory, monkeypatch):
     path = write_report(run_directory)
     before = path.read_text()
 
-    def full(*_: object) -> None:
+    def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
@@ -189,7 +183,7 @@ def test_a_page_that_cannot_be_written_keeps_the_old_one(
     assert path.read_text() == before
 
 
-def test_the_plan_in_words_has_its_numbers(plan: Plan) -> None:
+def test_the_plan_in_words_has_its_numbers(plan):
     text = " ".join(plan_words.sentences(plan))
     assert "4 × 512 × 2 = 4,096 tokens" in text
     assert "The first 4 of 8 blocks keep only their input" in text
@@ -197,7 +191,7 @@ def test_the_plan_in_words_has_its_numbers(plan: Plan) -> None:
     assert plan_words.headline(plan) == "LoRA r16 on 7 linears · fp32 · AdamW · 1 × cpu"
 
 
-def test_the_other_choices_have_words_too(plan: Plan) -> None:
+def test_the_other_choices_have_words_too(plan):
     schedule = dataclasses.replace(
         plan.schedule, kind="constant", warmup=Steps(count=7), duration=Steps(count=1500), max_grad_norm=0.0
     )
@@ -218,7 +212,7 @@ def test_the_other_choices_have_words_too(plan: Plan) -> None:
     assert plan_words.headline(other).endswith("2 nodes of 8 × cpu")
 
 
-def test_every_setting_of_the_plan_is_listed(plan: Plan) -> None:
+def test_every_setting_of_the_plan_is_listed(plan):
     settings = dict(plan_words.settings(plan))
     assert settings["tuning"] == "Lora"
     assert settings["tuning.rank"] == "16"

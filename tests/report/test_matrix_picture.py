@@ -1,7 +1,6 @@
 """The picture of a matrix is one well-formed file with every word of its cards."""
 
 import xml.etree.ElementTree as xml
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,7 @@ SHORT = Card(title="nothing fits", lines=("40 of 30 GiB",), method="", filled=4 
 LONGER = Card(title="no such rows", lines=("the model was made for",), method="", filled=0)
 
 
-def draw(path: Path, *cards: Card) -> xml.Element:
+def draw(path, *cards):
     draw_matrix(
         path, [cards], title="What fits on <2> & more", rows=["tiny"],
         columns=[f"{number} tokens" for number, _ in enumerate(cards)], legend="● fits",
@@ -21,7 +20,7 @@ def draw(path: Path, *cards: Card) -> xml.Element:
     return xml.parse(path).getroot()
 
 
-def test_every_word_is_drawn_and_a_full_device_is_red(tmp_path: Path):
+def test_every_word_is_drawn_and_a_full_device_is_red(tmp_path):
     pytest.importorskip("matplotlib")
     root = draw(tmp_path / "deep" / "matrix.svg", CARD, SHORT, LONGER)
     text = "".join(root.itertext()).replace("\N{NO-BREAK SPACE}", " ")
@@ -40,7 +39,7 @@ def test_every_word_is_drawn_and_a_full_device_is_red(tmp_path: Path):
     assert "#b23c00" in styles
 
 
-def test_without_matplotlib_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     with pytest.raises(MissingExtra, match="picture"):
         draw(tmp_path / "matrix.svg", CARD)

@@ -1,21 +1,20 @@
 """What a comparison says of its runs is computed from them, and left unsaid where they do not bear it."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from fitune.report.methods_page import final_loss, findings
-from fitune.report.run_files import RunFiles, read_run
-from fitune.spec.plan import ClipByNorm, Full, Lomo, Lora, Nf4, Tuning
+from fitune.report.run_files import read_run
+from fitune.spec.plan import ClipByNorm, Full, Lomo, Lora, Nf4
 
 
 @pytest.fixture
-def adapters(run_directory: Path) -> RunFiles:
+def adapters(run_directory):
     return read_run(run_directory)
 
 
-def by(run: RunFiles, tuning: Tuning, *, loss: float = 0.0, seconds: float = 1.0) -> RunFiles:
+def by(run, tuning, *, loss=0.0, seconds=1.0):
     """The same run by another method: ``loss`` higher from its second step on, every other step so much longer."""
     steps = tuple(
         replace(
@@ -28,7 +27,7 @@ def by(run: RunFiles, tuning: Tuning, *, loss: float = 0.0, seconds: float = 1.0
     return replace(run, plan=replace(run.plan, tuning=tuning), steps=steps)
 
 
-def test_methods_are_ranked_by_the_mean_of_their_last_steps(adapters: RunFiles) -> None:
+def test_methods_are_ranked_by_the_mean_of_their_last_steps(adapters):
     said = list(findings({"lora": adapters, "full": by(adapters, Full(), loss=-0.2)}))
     best = final_loss(adapters) - 0.2
     assert said[0] == f"Training loss at the end: full {best:.2f} < lora {final_loss(adapters):.2f}."
@@ -36,24 +35,24 @@ def test_methods_are_ranked_by_the_mean_of_their_last_steps(adapters: RunFiles) 
     assert any(sentence.startswith("Fastest here: ") for sentence in said)
 
 
-def test_a_curve_that_is_not_as_expected_is_explained(adapters: RunFiles) -> None:
+def test_a_curve_that_is_not_as_expected_is_explained(adapters):
     lomo = by(adapters, Lomo(adaptive=False, clip=ClipByNorm(max_norm=1.0)), loss=0.3)
     said = list(findings({"lora": adapters, "lomo": lomo}))
     assert any(s.startswith("lomo ends above the adapters at equal steps: it is SGD") for s in said)
 
 
-def test_a_packed_base_is_said_to_begin_elsewhere(adapters: RunFiles) -> None:
+def test_a_packed_base_is_said_to_begin_elsewhere(adapters):
     assert isinstance(adapters.plan.tuning, Lora)
     packed = by(adapters, replace(adapters.plan.tuning, base=Nf4()))
     said = list(findings({"lora": adapters, "qlora": packed}))
     assert any(s.startswith("A packed base is another model from the first step on: qlora 4.") for s in said)
 
 
-def test_on_a_busy_machine_nobody_is_called_the_fastest(adapters: RunFiles) -> None:
+def test_on_a_busy_machine_nobody_is_called_the_fastest(adapters):
     said = list(findings({"lora": adapters, "full": by(adapters, Full(), seconds=5.0)}))
     assert any(s.startswith("Speeds cannot be compared: the steps of full alone went from ") for s in said)
     assert not any("Fastest" in sentence for sentence in said)
 
 
-def test_of_one_method_nothing_is_compared(adapters: RunFiles) -> None:
+def test_of_one_method_nothing_is_compared(adapters):
     assert list(findings({"lora": adapters})) == []

@@ -5,31 +5,29 @@ from dataclasses import replace
 import pytest
 
 from fitune.report.ranks import long_steps, rank_rows
-from fitune.spec.reports import RankReport, RunReport, StepReport
+from fitune.spec.reports import RankReport
 
 
-def rank(number: int, waiting: float, **more: object) -> RankReport:
+def rank(number, waiting, **more):
     return RankReport(rank=number, memory={}, step_seconds=2.0, waiting_seconds=waiting, **more)
 
 
-def test_a_rank_is_busy_when_it_is_in_no_collective() -> None:
+def test_a_rank_is_busy_when_it_is_in_no_collective():
     [row] = rank_rows([rank(1, 0.5, busiest_step=3, busiest_seconds=1.75)])
     assert row[0] == "rank 1"
     assert row[3:] == ("1.50 s (75.0 %)", "500 ms", "1.75 s in step 3")
 
 
-def test_times_that_nobody_measured_are_not_shown() -> None:
+def test_times_that_nobody_measured_are_not_shown():
     assert rank_rows([RankReport(rank=0, memory={}, step_seconds=1.0)]) == []
 
 
 @pytest.fixture
-def usual(steps: list[StepReport]) -> list[StepReport]:
+def usual(steps):
     return [replace(step, step_seconds=0.1, tokens=100, memory_bytes={}) for step in steps[:9]]
 
 
-def test_a_long_step_is_told_with_the_throughput_of_the_others(
-    usual: list[StepReport], run_report: RunReport
-) -> None:
+def test_a_long_step_is_told_with_the_throughput_of_the_others(usual, run_report):
     assert long_steps(usual, run_report) == []
     usual[4] = replace(usual[4], step_seconds=10.0)
     slow, quick = (

@@ -2,9 +2,7 @@
 
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -23,9 +21,7 @@ HOSTILE = "</p></style><script>alert(1)</script>"
 GRADER = "regex:<b>$x^2$"
 
 
-def write_folder(
-    folder: Path, grades: Sequence[float | None], *, scale: Any = "share", tokens: int = 7
-) -> Path:
+def write_folder(folder, grades, *, scale="share", tokens=7):
     """A finished scoring as score() leaves it, with one row for each grade; the last row has no answer."""
     folder.mkdir()
     rows, lines = [], []
@@ -61,13 +57,13 @@ def write_folder(
     return folder
 
 
-def text_of(page: Path) -> str:
+def text_of(page):
     """What a reader sees, on one line."""
     body = page.read_text().partition("<main>")[2]
     return " ".join(re.sub(r"<svg.*?</svg>|<[^>]*>", " ", body, flags=re.DOTALL).split())
 
 
-def require_harmless(page: Path) -> None:
+def require_harmless(page):
     """Nothing is loaded or executed, and strangers' texts are text."""
     text = page.read_text()
     assert "<script" not in text
@@ -78,7 +74,7 @@ def require_harmless(page: Path) -> None:
     assert "default-src 'none'" in text
 
 
-def test_the_page_says_what_was_measured_and_shows_the_worst_rows(tmp_path: Path) -> None:
+def test_the_page_says_what_was_measured_and_shows_the_worst_rows(tmp_path):
     page = write_score_page(write_folder(tmp_path / "one", [1.0, 0.0, None, 1.0, 0.0]))
     require_harmless(page)
     text = text_of(page)
@@ -94,13 +90,13 @@ def test_the_page_says_what_was_measured_and_shows_the_worst_rows(tmp_path: Path
     assert page.read_text().count("<svg") == 2
 
 
-def test_the_worst_perplexities_are_the_highest(tmp_path: Path) -> None:
+def test_the_worst_perplexities_are_the_highest(tmp_path):
     page = write_score_page(write_folder(tmp_path / "one", [3.0, 900.0, 5.0, 0.0], scale="perplexity"))
     worst = text_of(page).partition("Worst rows")[2]
     assert worst.index("row 1:") < worst.index("row 2:") < worst.index("row 0:")
 
 
-def test_two_scorings_are_shown_with_the_rows_that_changed_both_ways(tmp_path: Path) -> None:
+def test_two_scorings_are_shown_with_the_rows_that_changed_both_ways(tmp_path):
     mine = write_folder(tmp_path / "mine", [1.0, 1.0, 0.0, 1.0, 0.0, None, 0.0])
     other = write_folder(tmp_path / "other", [0.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0])
     changed: list[dict[str, Any]] = []
@@ -121,7 +117,7 @@ def test_two_scorings_are_shown_with_the_rows_that_changed_both_ways(tmp_path: P
     assert "regex:&lt;b&gt;$x^2$</text>" in page.read_text()  # beside its interval, not read as a formula
 
 
-def test_the_rows_shown_are_those_of_a_grader_by_which_some_changed(tmp_path: Path) -> None:
+def test_the_rows_shown_are_those_of_a_grader_by_which_some_changed(tmp_path):
     mine = write_folder(tmp_path / "mine", [1.0, 1.0, 0.0])
     other = write_folder(tmp_path / "other", [0.0, 1.0, 0.0])
     changed: list[dict[str, Any]] = []
@@ -134,15 +130,13 @@ def test_the_rows_shown_are_those_of_a_grader_by_which_some_changed(tmp_path: Pa
     assert "2 rows have the same grade by regex" in text
 
 
-def test_without_matplotlib_the_page_says_how_to_get_the_pictures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_matplotlib_the_page_says_how_to_get_the_pictures(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     text = text_of(write_score_page(write_folder(tmp_path / "one", [1.0, 0.0])))
     assert "pip install &#39;fitune[plots]&#39;" in text
 
 
-def test_a_folder_that_is_no_scoring_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_scoring_is_refused(tmp_path):
     with pytest.raises(RunDirectoryError, match=r"report\.json: cannot be read"):
         write_score_page(tmp_path)
     folder = write_folder(tmp_path / "one", [1.0, 0.0])

@@ -13,7 +13,6 @@ from fitune.demo.files import Shape, write_base_model
 from fitune.demo.text import training_exercises
 from fitune.models.tokens import load_tokenizer
 from fitune.models.weights import load_model
-from fitune.score.plan import ScorePlan
 from fitune.spec.plan import DataSource
 from score.scorings import plan_for, quietly, write_data
 
@@ -36,7 +35,7 @@ class Tiny:
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+def tiny(tmp_path_factory):
     torch.set_num_threads(1)  # the model is too small to share
     folder = tmp_path_factory.mktemp("model") / "tiny"
     write_base_model(folder, [row.prompt for row in training_exercises(200, seed=0)], shape=TINY, seed=0)
@@ -46,13 +45,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 
 @pytest.fixture
-def plan(tiny, tmp_path: Path) -> ScorePlan:
+def plan(tiny, tmp_path):
     data = DataSource(path=str(write_data(tmp_path / "rows.jsonl")))
     return plan_for(tiny.folder, data, tmp_path / "out")
 
 
 @pytest.fixture(scope="module")
-def finished_once(tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished_once(tiny, tmp_path_factory):
     """The directory of a run of the plan below."""
     folder = tmp_path_factory.mktemp("finished")
     data = DataSource(path=str(write_data(folder / "rows.jsonl")))
@@ -61,7 +60,7 @@ def finished_once(tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def finished(plan: ScorePlan, finished_once: Path) -> ScorePlan:
+def finished(plan, finished_once):
     """The plan, with its directory as a run left it."""
     shutil.copytree(finished_once, plan.output_dir)
     return plan

@@ -1,20 +1,17 @@
 """A scoring of twenty rows by the tiny model, and what it leaves."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 from fitune.demo.text import training_exercises
 from fitune.score.engines.engine import Sampling
 from fitune.score.plan import ScorePlan
 from fitune.score.run import score
-from fitune.spec.plan import DataSource
-from fitune.spec.reports import ScoreReport
 
 ROWS = 20
 
 
-def write_data(path: Path, *, count: int = ROWS, changed: str = "") -> Path:
+def write_data(path, *, count=ROWS, changed=""):
     rows = [
         {"id": r.id, "prompt": r.prompt, "completion": r.completion}
         for r in training_exercises(count, seed=2)
@@ -25,7 +22,7 @@ def write_data(path: Path, *, count: int = ROWS, changed: str = "") -> Path:
     return path
 
 
-def plan_for(model: Path, data: DataSource, out: Path) -> ScorePlan:
+def plan_for(model, data, out):
     """Answers are written eight rows at a time."""
     sampling = Sampling(max_new_tokens=8)
     return ScorePlan(
@@ -33,19 +30,19 @@ def plan_for(model: Path, data: DataSource, out: Path) -> ScorePlan:
     )
 
 
-def quietly(plan: ScorePlan, progress: Callable[[int, int], None] = lambda done, total: None) -> ScoreReport:
+def quietly(plan, progress=lambda done, total: None):
     return score(plan, say=lambda line: None, progress=progress)
 
 
-def answers(plan: ScorePlan) -> Path:
+def answers(plan):
     return Path(plan.output_dir) / "answers.jsonl"
 
 
-def lines(path: Path) -> list[dict]:
+def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def everything(plan: ScorePlan) -> dict[str, bytes]:
+def everything(plan):
     """All that a run leaves but its report, which tells the time it took."""
     folder = Path(plan.output_dir)
     return {

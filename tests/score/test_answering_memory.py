@@ -1,7 +1,6 @@
 """Predicted bytes of answering against live tensors: within 5 %, engine and estimate meeting nowhere but here."""
 
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,18 +19,17 @@ from fitune.session.results import text_of
 from fitune.session.score import score_memory
 from fitune.session.score.score_memory import ScoreMemory
 from fitune.session.score.scoring import score_dataset
-from fitune.spec.answering import NO_ADAPTER, Adapter, Answering, Questions
+from fitune.spec.answering import NO_ADAPTER, Answering, Questions
 from fitune.spec.model.model_config import spec_from_config
 from fitune.spec.plan import Precision
 from models.tiny_models import tiny_model
 from plans import CPU
-from score.conftest import Tiny
 
 WIDE = {"hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 500, "max_position_embeddings": 2048}
 """Tiny, but wide enough that weights, keys and values and activations all count."""
 
 
-def test_a_scoring_reports_both(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_scoring_reports_both(tiny, tmp_path):
     """On the disk and on the page; the batch of 8 is the first of three."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text(
@@ -50,7 +48,7 @@ def test_a_scoring_reports_both(tiny: Tiny, tmp_path: Path) -> None:
     assert "of tensors predicted" in text_of(report)
 
 
-def test_a_pass_is_measured_only_where_it_may_be_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_is_measured_only_where_it_may_be_the_largest(monkeypatch):
     meter = SimpleNamespace(measuring=lambda alive: nullcontext(), take_peaks=lambda: {"answering": 1})
     opened: list[Moment] = []
     memory = ScoreMemory(ScorePlan(model="m", output_dir="out"))
@@ -67,9 +65,7 @@ def test_a_pass_is_measured_only_where_it_may_be_the_largest(monkeypatch: pytest
     assert opened == [passes[0], passes[1], passes[4], passes[5]]
 
 
-def measured_and_predicted(
-    model, spec, *, batch: int, prompt: int, new: int, adapter: Adapter
-) -> tuple[int, int]:
+def measured_and_predicted(model, spec, *, batch, prompt, new, adapter):
     requests = [
         Request(
             id=str(row), prompt_ids=(5,) * max(3, prompt - row % 7), sampling=Sampling(max_new_tokens=new)
@@ -96,7 +92,7 @@ OTHERS = [pytest.param(f, marks=pytest.mark.slow) for f in ("qwen3", "gemma3_tex
 
 @pytest.mark.parametrize(("batch", "prompt", "new"), [(1, 30, 8), (8, 60, 6), (8, 8, 40)])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "falcon", "qwen3_moe", *OTHERS])
-def test_live_tensors_are_predicted(family: str, batch: int, prompt: int, new: int) -> None:
+def test_live_tensors_are_predicted(family, batch, prompt, new):
     model = tiny_model(family, **WIDE).eval()
     use_cached_attention(model)
     spec = spec_from_config(model.config.to_dict(), name="tiny")
@@ -108,9 +104,7 @@ def test_live_tensors_are_predicted(family: str, batch: int, prompt: int, new: i
 
 @pytest.mark.parametrize("family", ["gemma2", "falcon"])
 @pytest.mark.parametrize(("batch", "prompt", "new"), [(16, 30, 60), (4, 300, 2), (8, 60, 6)])
-def test_scores_that_a_block_returns_count_beside_its_mlp_and_norms(
-    family: str, batch: int, prompt: int, new: int
-) -> None:
+def test_scores_that_a_block_returns_count_beside_its_mlp_and_norms(family, batch, prompt, new):
     """Attention that is written out, in a model wide enough that its scores are not all that counts."""
     model = tiny_model(family, **{**WIDE, "hidden_size": 128, "num_hidden_layers": 6}).eval()
     use_cached_attention(model)
@@ -122,7 +116,7 @@ def test_scores_that_a_block_returns_count_beside_its_mlp_and_norms(
 
 
 @pytest.mark.parametrize("batch", [1, 8])
-def test_live_tensors_with_an_adapter_are_predicted(tmp_path: Path, batch: int) -> None:
+def test_live_tensors_with_an_adapter_are_predicted(tmp_path, batch):
     base = tiny_model("llama", **WIDE).eval()
     use_cached_attention(base)
     spec = spec_from_config(base.config.to_dict(), name="tiny")
@@ -135,7 +129,7 @@ def test_live_tensors_with_an_adapter_are_predicted(tmp_path: Path, batch: int) 
     assert predicted == pytest.approx(measured, rel=0.05)
 
 
-def test_large_vocabularies_are_logits() -> None:
+def test_large_vocabularies_are_logits():
     model = tiny_model("llama", **{**WIDE, "vocab_size": 20_000}).eval()
     use_cached_attention(model)
     spec = spec_from_config(model.config.to_dict(), name="tiny")

@@ -3,8 +3,6 @@
 import json
 import threading
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,14 +16,14 @@ from fitune.spec.plan import DataSource
 from servers import Reply, said, serving
 
 
-def engine_at(url: str, **more: Any) -> ServerEngine:
+def engine_at(url, **more):
     return ServerEngine(
         url=url, model="m", to_text=lambda ids: " ".join(map(str, ids)), stop_ids=frozenset({2}),
         **{"pause_s": 0.01, "timeout_s": 60.0, **more},
     )  # fmt: skip
 
 
-def ask(engine: ServerEngine, *prompts: tuple[int, ...], **sampling: Any) -> dict[str, Completion]:
+def ask(engine, *prompts, **sampling):
     requests = [
         Request(id=str(place), prompt_ids=prompt, sampling=Sampling(max_new_tokens=4, **sampling))
         for place, prompt in enumerate(prompts)
@@ -35,7 +33,7 @@ def ask(engine: ServerEngine, *prompts: tuple[int, ...], **sampling: Any) -> dic
     return {completion.id: completion for completion in found}
 
 
-def test_prompts_go_as_ids_and_tokens_come_back_with_their_logprobs() -> None:
+def test_prompts_go_as_ids_and_tokens_come_back_with_their_logprobs():
     tokens = {"token_ids": [7, 8, 2], "logprobs": {"token_logprobs": [-0.5, -0.25, -1.0]}}
     with serving(lambda body, before: said("hello", **tokens)) as (url, bodies):
         found = ask(engine_at(url), (5, 6), (9,), temperature=0.5)
@@ -48,8 +46,8 @@ def test_prompts_go_as_ids_and_tokens_come_back_with_their_logprobs() -> None:
     assert len({body["seed"] for body in bodies}) == 2, "each row has a seed of its own"
 
 
-def test_a_server_without_ids_gets_the_text_and_nothing_it_refuses() -> None:
-    def reply(body: dict[str, Any], before: int) -> Reply:
+def test_a_server_without_ids_gets_the_text_and_nothing_it_refuses():
+    def reply(body, before):
         if "stop_token_ids" in body:
             return 400, b'{"error": "Unknown field stop_token_ids"}', {}
         if not isinstance(body["prompt"], str):
@@ -62,10 +60,10 @@ def test_a_server_without_ids_gets_the_text_and_nothing_it_refuses() -> None:
     assert len(bodies) == 4, "what was refused once is not sent again"
 
 
-def test_requests_that_are_refused_together_are_all_sent_again_as_text() -> None:
+def test_requests_that_are_refused_together_are_all_sent_again_as_text():
     all_are_there = threading.Barrier(3)
 
-    def reply(body: dict[str, Any], before: int) -> Reply:
+    def reply(body, before):
         if isinstance(body["prompt"], str):
             return said(body["prompt"])
         all_are_there.wait(60)
@@ -84,8 +82,8 @@ def test_requests_that_are_refused_together_are_all_sent_again_as_text() -> None
      (200, b'{"choices": [{"text": 5, "finish_reason": "stop"}]}', {})],
     ids=["429", "500", "garbage", "nested", "no choices", "no text"],
 )  # fmt: skip
-def test_what_is_spoilt_is_tried_again_and_a_row_that_always_fails_fails_alone(spoilt: Reply) -> None:
-    def reply(body: dict[str, Any], before: int) -> Reply:
+def test_what_is_spoilt_is_tried_again_and_a_row_that_always_fails_fails_alone(spoilt):
+    def reply(body, before):
         return spoilt if body["prompt"] == [6] or before < 2 else said("well")
 
     with serving(reply) as (url, bodies):
@@ -104,7 +102,7 @@ def test_what_is_spoilt_is_tried_again_and_a_row_that_always_fails_fails_alone(s
         {"logprobs": {"token_logprobs": [1e29]}},
     ],
 )  # fmt: skip
-def test_what_stands_beside_a_text_and_is_of_another_shape_is_left_out(beside: dict[str, Any]) -> None:
+def test_what_stands_beside_a_text_and_is_of_another_shape_is_left_out(beside):
     """Too many ids or ids of no token, too: decoded, they would replace the text that the server answered."""
     with serving(lambda body, before: said("well", **beside)) as (url, _):
         found = ask(engine_at(url, vocabulary=100), (5,))["0"]
@@ -113,10 +111,10 @@ def test_what_stands_beside_a_text_and_is_of_another_shape_is_left_out(beside: d
     assert weighed.error == "the server does not tell log-probabilities of the prompt"
 
 
-def test_a_server_that_never_answers_is_not_waited_for() -> None:
+def test_a_server_that_never_answers_is_not_waited_for():
     is_given_up = threading.Event()
 
-    def reply(body: dict[str, Any], before: int) -> Reply:
+    def reply(body, before):
         is_given_up.wait(60)
         return said("late")
 
@@ -126,7 +124,7 @@ def test_a_server_that_never_answers_is_not_waited_for() -> None:
     assert (found["0"].code, "timed out" in found["0"].error) == ("server_failed", True)
 
 
-def test_nobody_listening_is_an_error_of_each_row_and_a_wrong_key_of_all() -> None:
+def test_nobody_listening_is_an_error_of_each_row_and_a_wrong_key_of_all():
     with serving(lambda body, before: said("")) as (url, _):
         pass
     found = ask(engine_at(url, tries=2), (5,))
@@ -138,7 +136,7 @@ def test_nobody_listening_is_an_error_of_each_row_and_a_wrong_key_of_all() -> No
         ask(engine_at(url), (5,), (6,))
 
 
-def test_a_server_that_never_answered_is_not_asked_for_every_row() -> None:
+def test_a_server_that_never_answered_is_not_asked_for_every_row():
     with (
         serving(lambda body, before: (500, b"oops", {})) as (url, bodies),
         pytest.raises(EngineDied, match="answered 500 Internal Server Error: oops, 1 times") as died,
@@ -148,7 +146,7 @@ def test_a_server_that_never_answered_is_not_asked_for_every_row() -> None:
     assert len(bodies) <= 4  # two that fail, and what each thread had begun meanwhile
 
 
-def test_a_redirection_is_not_followed_and_the_key_stays_here() -> None:
+def test_a_redirection_is_not_followed_and_the_key_stays_here():
     with serving(lambda body, before: said("elsewhere")) as (other, bodies):
         moved = {"Location": f"{other}/completions"}
         with (
@@ -159,7 +157,7 @@ def test_a_redirection_is_not_followed_and_the_key_stays_here() -> None:
     assert not bodies
 
 
-def test_a_prompt_that_the_server_finds_too_long_is_an_error_of_its_row() -> None:
+def test_a_prompt_that_the_server_finds_too_long_is_an_error_of_its_row():
     words = b"This model's maximum context length is 8 tokens"
     with serving(lambda body, before: (400, words, {}) if len(body["prompt"]) > 3 else said("ok")) as (
         url,
@@ -169,8 +167,8 @@ def test_a_prompt_that_the_server_finds_too_long_is_an_error_of_its_row() -> Non
     assert [found[key].code for key in "012"] == ["prompt_too_long", "", "empty_prompt"]
 
 
-def test_likelihoods_are_those_the_server_tells_of_the_prompt() -> None:
-    def reply(body: dict[str, Any], before: int) -> Reply:
+def test_likelihoods_are_those_the_server_tells_of_the_prompt():
+    def reply(body, before):
         told = {
             "token_logprobs": [None, -3.0, -0.5, -0.75, -9.0],
             "top_logprobs": [None, {"a": -1}, {"b": -0.5}, {"c": -0.75}],
@@ -182,13 +180,11 @@ def test_likelihoods_are_those_the_server_tells_of_the_prompt() -> None:
     assert (found.logprobs, found.is_greedy, found.error) == ((-0.5, -0.75), True, "")
 
 
-def test_a_pause_that_the_server_asks_for_is_said_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_pause_that_the_server_asks_for_is_said_once(monkeypatch, caplog):
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)
 
-    def reply(body: dict[str, Any], before: int) -> Reply:
+    def reply(body, before):
         return said("well") if before else (429, b"slow down", {"Retry-After": "300"})
 
     with serving(reply) as (url, _):
@@ -203,7 +199,7 @@ def test_a_pause_that_the_server_asks_for_is_said_once(
     "spelt", ["\\u002b", "\\u002B", "+", "%2b"], ids=["json", "json in capitals", "as it is", "address"]
 )
 @pytest.mark.parametrize("status", [200, 400])
-def test_a_key_is_found_however_the_server_writes_it(spelt: str, status: int) -> None:
+def test_a_key_is_found_however_the_server_writes_it(spelt, status):
     key = "ab/cd+ef==0123456789"
     sent_back = key.replace("+", spelt).replace("/", "\\/")
     content = f'{{"choices": [{{"text": "Bearer {sent_back}", "finish_reason": "stop"}}]}}'.encode()
@@ -212,7 +208,7 @@ def test_a_key_is_found_however_the_server_writes_it(spelt: str, status: int) ->
     assert "Bearer [hidden]" in (found.text if status == 200 else found.error)
 
 
-def test_an_answer_of_which_no_tokens_are_known_has_no_likelihood(tiny) -> None:
+def test_an_answer_of_which_no_tokens_are_known_has_no_likelihood(tiny):
     task = Task(id="a", prompt_ids=(5,), prompt_text="", expected=None, where="")
     known = to_answer(
         task, Completion(id="a", token_ids=(5,), logprobs=(-0.5,), tokens=1), tiny.tokenizer, frozenset()
@@ -222,7 +218,7 @@ def test_an_answer_of_which_no_tokens_are_known_has_no_likelihood(tiny) -> None:
 
 
 @pytest.mark.parametrize("status", [200, 400, 401, 500])
-def test_a_key_that_the_server_sends_back_is_in_no_answer_and_no_error(status: int) -> None:
+def test_a_key_that_the_server_sends_back_is_in_no_answer_and_no_error(status):
     key = "my-own-secret-key-of-the-server"
     reply: Reply = (status, f'{{"error": "Authorization: Bearer {key}"}}'.encode(), {})
     if status == 200:
@@ -246,7 +242,7 @@ def test_a_key_that_the_server_sends_back_is_in_no_answer_and_no_error(status: i
         "http://hf_" + "a" * 34 + "@host/v1",
     ],
 )
-def test_an_address_with_credentials_is_refused_without_them(url: str) -> None:
+def test_an_address_with_credentials_is_refused_without_them(url):
     with pytest.raises(RecipeError, match="url holds .*saved with the answers") as caught:
         require_url(url)
     assert url not in str(caught.value)
@@ -255,12 +251,12 @@ def test_an_address_with_credentials_is_refused_without_them(url: str) -> None:
 @pytest.mark.parametrize(
     "url", ["", "localhost:8000", "file:///etc/passwd", "http://", "http://[::1", "http://host:port/v1"]
 )
-def test_what_is_no_address_of_a_server_is_refused(url: str) -> None:
+def test_what_is_no_address_of_a_server_is_refused(url):
     with pytest.raises(RecipeError, match="no address of a server"):
         require_url(url)
 
 
-def test_a_scoring_through_a_server_asks_again_for_the_rows_it_refused(tiny, tmp_path: Path) -> None:
+def test_a_scoring_through_a_server_asks_again_for_the_rows_it_refused(tiny, tmp_path):
     """Prompts are training's ids; the second run asks for the failed row alone."""
     rows = [{"id": f"r{n}", "prompt": f"question {n}", "completion": f"{n}"} for n in range(4)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -275,7 +271,7 @@ def test_a_scoring_through_a_server_asks_again_for_the_rows_it_refused(tiny, tmp
     ]
     is_healthy = False
 
-    def reply(body: dict[str, Any], before: int) -> Reply:
+    def reply(body, before):
         if body["prompt"] == prompts[2] and not is_healthy:
             return 400, b"not this one", {}
         return said(str(prompts.index(body["prompt"])))
@@ -293,7 +289,7 @@ def test_a_scoring_through_a_server_asks_again_for_the_rows_it_refused(tiny, tmp
     assert (asked, len(bodies), bodies[-1]["prompt"]) == (4, 5, prompts[2])
 
 
-def test_a_wrong_key_ends_the_scoring_at_once_with_what_to_check(tiny, tmp_path: Path) -> None:
+def test_a_wrong_key_ends_the_scoring_at_once_with_what_to_check(tiny, tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"question": "q", "answer": "5"}\n' * 9)
     with serving(lambda body, before: (401, b"no such key", {})) as (url, bodies):
@@ -307,9 +303,7 @@ def test_a_wrong_key_ends_the_scoring_at_once_with_what_to_check(tiny, tmp_path:
     assert len(bodies) <= 2
 
 
-def test_a_server_that_tells_nothing_of_a_prompt_is_refused_before_the_first_row(
-    tiny, tmp_path: Path
-) -> None:
+def test_a_server_that_tells_nothing_of_a_prompt_is_refused_before_the_first_row(tiny, tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"question": "q", "choices": ["x", "y"], "answer": 1}\n' * 3)
     with serving(lambda body, before: said("x")) as (url, bodies):

@@ -12,7 +12,7 @@ from fitune.models.attention import use_attention
 from fitune.score.engines.continuous import can_join
 from fitune.score.engines.engine import Continuation, Request, Sampling
 from fitune.score.engines.engine_transformers import TransformersEngine, answer_all
-from fitune.score.tasks import Answer, Task, to_task
+from fitune.score.tasks import to_task
 from models.streams import make_rows
 from models.tiny_models import tiny_model
 
@@ -21,7 +21,7 @@ WARM = Sampling(max_new_tokens=12, temperature=0.8, top_p=0.9, seed=3)
 
 
 @pytest.fixture(scope="module")
-def tasks(tiny) -> list[Task]:
+def tasks(tiny):
     """17 prompts of very different length."""
     rows = training_exercises(17, seed=1)
     texts = [row.prompt[: 3 + 5 * place] for place, row in enumerate(rows)]
@@ -34,12 +34,12 @@ def tasks(tiny) -> list[Task]:
     ]
 
 
-def ask(tiny, tasks: list[Task], sampling: Sampling, **more: int) -> list[Answer]:
+def ask(tiny, tasks, sampling, **more):
     return answer_all(tiny.model, tiny.tokenizer, tiny.template, tasks, sampling, **more)
 
 
 @torch.no_grad()
-def most_likely(model, prompt: tuple[int, ...], count: int, stop: set[int]) -> list[int]:
+def most_likely(model, prompt, count, stop):
     """Greedy decoding written out: the whole text again for every token, no cache, no padding."""
     ids = list(prompt)
     while len(ids) - len(prompt) < count:
@@ -49,7 +49,7 @@ def most_likely(model, prompt: tuple[int, ...], count: int, stop: set[int]) -> l
     return ids[len(prompt) :]
 
 
-def test_answers_are_the_most_likely_tokens(tiny, tasks: list[Task]) -> None:
+def test_answers_are_the_most_likely_tokens(tiny, tasks):
     answers = ask(tiny, tasks, GREEDY, batch_size=5)
     for task, answer in zip(tasks, answers, strict=True):
         expected = most_likely(tiny.model, task.prompt_ids, 12, set(tiny.template.stop_ids))
@@ -58,7 +58,7 @@ def test_answers_are_the_most_likely_tokens(tiny, tasks: list[Task]) -> None:
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "sampled"])
-def test_the_batch_changes_no_answer(tiny, tasks: list[Task], sampling: Sampling) -> None:
+def test_the_batch_changes_no_answer(tiny, tasks, sampling):
     alone = ask(tiny, tasks, sampling, batch_size=1)
     together = ask(tiny, tasks, sampling, batch_size=7)
     assert alone == together
@@ -69,14 +69,14 @@ def test_the_batch_changes_no_answer(tiny, tasks: list[Task], sampling: Sampling
     )
 
 
-def test_sampled_answers_follow_the_seed(tiny, tasks: list[Task]) -> None:
+def test_sampled_answers_follow_the_seed(tiny, tasks):
     texts = [answer.text for answer in ask(tiny, tasks, WARM)]
     assert texts == [answer.text for answer in ask(tiny, tasks, WARM)]
     assert texts != [answer.text for answer in ask(tiny, tasks, replace(WARM, seed=4))]
     assert texts != [answer.text for answer in ask(tiny, tasks, GREEDY)]
 
 
-def test_sampling_draws_from_the_softmax(tiny, tasks: list[Task]) -> None:
+def test_sampling_draws_from_the_softmax(tiny, tasks):
     """First tokens of 3000 rows with one prompt: the likeliest as often as its probability says, within 5 sigma."""
     draws = 3000
     one = [replace(tasks[0], id=str(number)) for number in range(draws)]
@@ -91,7 +91,7 @@ def test_sampling_draws_from_the_softmax(tiny, tasks: list[Task]) -> None:
     assert abs(seen - chance * draws) < 5 * (draws * chance * (1 - chance)) ** 0.5
 
 
-def test_an_answer_ends_at_every_end_of_turn_id(tiny, tasks: list[Task]) -> None:
+def test_an_answer_ends_at_every_end_of_turn_id(tiny, tasks):
     whole = most_likely(tiny.model, tasks[16].prompt_ids, 12, set(tiny.template.stop_ids))
     turn_end = whole[3]
     before = tiny.model.generation_config
@@ -105,7 +105,7 @@ def test_an_answer_ends_at_every_end_of_turn_id(tiny, tasks: list[Task]) -> None
     assert answer.text == tiny.tokenizer.decode(whole[: length - 1], skip_special_tokens=True)
 
 
-def test_the_models_own_generation_settings_are_set_aside_and_put_back(tiny, tasks: list[Task]) -> None:
+def test_the_models_own_generation_settings_are_set_aside_and_put_back(tiny, tasks):
     plain = ask(tiny, tasks, GREEDY)
     before = tiny.model.generation_config
     tiny.model.generation_config = own = GenerationConfig(
@@ -122,7 +122,7 @@ def test_the_models_own_generation_settings_are_set_aside_and_put_back(tiny, tas
         tiny.model.generation_config = before
 
 
-def test_a_model_in_training_answers_and_goes_on_training(tiny, tasks: list[Task]) -> None:
+def test_a_model_in_training_answers_and_goes_on_training(tiny, tasks):
     plain = ask(tiny, tasks, GREEDY)
     before = tiny.model.config._attn_implementation
     try:
@@ -138,7 +138,7 @@ def test_a_model_in_training_answers_and_goes_on_training(tiny, tasks: list[Task
         tiny.model.set_attn_implementation(before)
 
 
-def test_a_prompt_without_room_for_an_answer_carries_the_arithmetic(tiny, tasks: list[Task]) -> None:
+def test_a_prompt_without_room_for_an_answer_carries_the_arithmetic(tiny, tasks):
     room = 192  # max_position_embeddings of the tiny model
     ids = (tasks[0].prompt_ids * room)[: room - 12 + 1]
     long, fits = replace(tasks[0], prompt_ids=ids), replace(tasks[0], id="fits", prompt_ids=ids[1:])
@@ -149,7 +149,7 @@ def test_a_prompt_without_room_for_an_answer_carries_the_arithmetic(tiny, tasks:
     assert third == ask(tiny, [tasks[1]], GREEDY)[0]
 
 
-def test_progress_adds_up(tiny, tasks: list[Task]) -> None:
+def test_progress_adds_up(tiny, tasks):
     counts: list[int] = []
     answer_all(
         tiny.model, tiny.tokenizer, tiny.template, tasks, GREEDY, batch_size=4, on_answers=counts.append
@@ -158,7 +158,7 @@ def test_progress_adds_up(tiny, tasks: list[Task]) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2", "qwen3_moe", "phi3", "falcon"])
-def test_rows_that_enter_and_leave_write_what_they_write_alone(tiny, family: str) -> None:
+def test_rows_that_enter_and_leave_write_what_they_write_alone(tiny, family):
     """Sliding windows, learned positions, experts, fused and shared heads: 14 rows through 4 places, each with a limit
     of its own, one of them beyond two growths of the cache."""
     model = tiny_model(family).eval()
@@ -180,7 +180,7 @@ def test_rows_that_enter_and_leave_write_what_they_write_alone(tiny, family: str
         assert found[request.id] == most_likely(model, request.prompt_ids, most, stop)
 
 
-def test_prompts_that_enter_together_need_little_padding(tiny) -> None:
+def test_prompts_that_enter_together_need_little_padding(tiny):
     """In order of length, so the padding of all groups together is less than one batch of the longest prompt."""
     lengths = [3 + 37 * place % 150 for place in range(60)]
     requests = [
@@ -200,7 +200,7 @@ def test_prompts_that_enter_together_need_little_padding(tiny) -> None:
     assert sum(lengths) < sum(read) < sum(lengths) + 8 * max(lengths)
 
 
-def test_a_row_ends_at_its_stop_text(tiny) -> None:
+def test_a_row_ends_at_its_stop_text(tiny):
     """The tokens are those of the row that goes on, up to the first that completes the text."""
     engine = TransformersEngine(
         model=tiny.model, tokenizer=tiny.tokenizer, template=tiny.template, batch_size=2
@@ -220,7 +220,7 @@ def test_a_row_ends_at_its_stop_text(tiny) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_likelihoods_are_those_of_the_whole_softmax(tiny, family: str) -> None:
+def test_likelihoods_are_those_of_the_whole_softmax(tiny, family):
     """Gemma-2 caps its logits; rows of different length share a batch; logits are made for one chunk at a time."""
     model = tiny_model(family).eval()
     engine = TransformersEngine(model=model, tokenizer=tiny.tokenizer, template=tiny.template, batch_size=3)
@@ -244,7 +244,7 @@ def test_likelihoods_are_those_of_the_whole_softmax(tiny, family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_texts_behind_one_prompt_share_it_and_weigh_what_they_weigh_alone(tiny, family: str) -> None:
+def test_texts_behind_one_prompt_share_it_and_weigh_what_they_weigh_alone(tiny, family):
     """Four prompts of other lengths with 2 to 4 texts of 1 to 20 tokens; alone, the same texts share nothing."""
     model = tiny_model(family).eval()
     engine = TransformersEngine(model=model, tokenizer=tiny.tokenizer, template=tiny.template, batch_size=5)

@@ -2,7 +2,6 @@
 
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -18,10 +17,10 @@ from fitune.score.tasks import Task
 
 
 @pytest.fixture
-def run_as_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def run_as_worker(tmp_path, monkeypatch):
     """Makes engines start a real process that runs the given lines in the place of the worker."""
 
-    def use(lines: str) -> None:
+    def use(lines):
         worker = tmp_path / "worker.py"
         worker.write_text(lines)
         monkeypatch.setattr(engine_vllm, "python_of_vllm", lambda: sys.executable)
@@ -40,11 +39,11 @@ print('{"context": 64, "vocabulary": 100}', flush=True)
 @pytest.mark.parametrize(
     ("rank", "taken"), [(1, 1), (2, 8), (8, 8), (9, 16), (200, 256), (300, 320), (513, 0)]
 )
-def test_ranks_are_rounded_up_to_what_vllm_takes(rank: int, taken: int) -> None:
+def test_ranks_are_rounded_up_to_what_vllm_takes(rank, taken):
     assert rounded_rank(rank) == taken
 
 
-def test_without_vllm_the_error_names_the_python_and_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_vllm_the_error_names_the_python_and_the_extra(monkeypatch):
     monkeypatch.setenv("FITUNE_VLLM_PYTHON", "/no/such/python")
     with pytest.raises(MissingExtra, match="no vLLM in /no/such/python") as caught:
         python_of_vllm()
@@ -66,16 +65,16 @@ def test_without_vllm_the_error_names_the_python_and_the_extra(monkeypatch: pyte
         ({"r": 600}, "rank 600, at most 512"),
     ],
 )
-def test_adapters_that_vllm_would_answer_wrongly_with_are_refused(settings: dict, why: str) -> None:
+def test_adapters_that_vllm_would_answer_wrongly_with_are_refused(settings, why):
     config = AdapterConfig(**{"peft_type": "LORA", "r": 8, "target_modules": ["q_proj"], **settings})
     assert why_merged_first(config).startswith(why) if why else not why_merged_first(config)
 
 
-def request(id: str, tokens: int, token: int = 1) -> Request:
+def request(id, tokens, token=1):
     return Request(id=id, prompt_ids=(token,) * tokens, sampling=Sampling(max_new_tokens=4))
 
 
-def test_a_process_that_dies_says_its_last_words(run_as_worker) -> None:
+def test_a_process_that_dies_says_its_last_words(run_as_worker):
     run_as_worker(OPEN + "sys.stdin.readline()\nsys.exit('out of blocks')\n")
     engine = VllmEngine(model="m", tokenizer="m", stop_ids=frozenset())
     try:
@@ -87,7 +86,7 @@ def test_a_process_that_dies_says_its_last_words(run_as_worker) -> None:
         engine.close()
 
 
-def test_a_start_that_fails_says_the_error_without_its_traceback(run_as_worker) -> None:
+def test_a_start_that_fails_says_the_error_without_its_traceback(run_as_worker):
     run_as_worker("def load():\n    raise ValueError('less memory than desired')\nload()\n")
     with pytest.raises(
         ScoringFailed, match=r"vLLM did not start: .* ended with 1: ValueError: less memory than desired\n"
@@ -95,7 +94,7 @@ def test_a_start_that_fails_says_the_error_without_its_traceback(run_as_worker) 
         VllmEngine(model="m", tokenizer="m", stop_ids=frozenset())
 
 
-def test_tokens_that_the_model_does_not_have_are_refused(run_as_worker) -> None:
+def test_tokens_that_the_model_does_not_have_are_refused(run_as_worker):
     run_as_worker(OPEN + "sys.stdin.readline()\n")
     engine = VllmEngine(model="m", tokenizer="the folder", stop_ids=frozenset())
     try:
@@ -158,7 +157,7 @@ FAKE_MODULES = {
 
 
 @pytest.fixture
-def fake_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def fake_vllm(tmp_path, monkeypatch):
     """A package in the place of vLLM, for the worker itself; a file with the rows of each of its steps."""
     for name, lines in FAKE_MODULES.items():
         file = tmp_path / "vllm" / f"{name}.py"
@@ -172,9 +171,7 @@ def fake_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "full"
 
 
-def test_vllm_is_full_between_two_shards_and_each_row_is_answered_once(
-    fake_vllm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vllm_is_full_between_two_shards_and_each_row_is_answered_once(fake_vllm, monkeypatch):
     """Rows of the next shard enter where those of this one end; only behind the last shard it runs dry."""
     shards = [
         [request(f"{shard} {row}", 2, token=1 + (shard + row) * 3 % 5) for row in range(6)]
@@ -201,15 +198,13 @@ def test_vllm_is_full_between_two_shards_and_each_row_is_answered_once(
     assert sum(running) == sum(one.prompt_ids[0] for shard in shards for one in shard)
 
 
-def test_rows_that_were_sent_ahead_are_asked_again_of_a_new_process(
-    fake_vllm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_that_were_sent_ahead_are_asked_again_of_a_new_process(fake_vllm, monkeypatch):
     """What a dead process knew is lost with it, and no row twice."""
     first, second = [request("a", 2, token=3)], [request("b", 2, token=4), request("long", 62)]
     opened: list[VllmEngine] = []
     monkeypatch.setenv("STUCK", "4")
 
-    def open_engine() -> VllmEngine:
+    def open_engine():
         opened.append(VllmEngine(model="m", tokenizer="m", stop_ids=frozenset()))
         return opened[-1]
 
@@ -227,11 +222,11 @@ def test_rows_that_were_sent_ahead_are_asked_again_of_a_new_process(
 
 
 class _Tokens:
-    def decode(self, ids: tuple[int, ...], **_: object) -> str:
+    def decode(self, ids, **_):
         return " ".join(map(str, ids))
 
 
-def _tasks(requests: list[Request]) -> list[Task]:
+def _tasks(requests):
     return [
         Task(id=one.id, prompt_ids=one.prompt_ids, prompt_text="", expected=None, where="")
         for one in requests
@@ -239,7 +234,7 @@ def _tasks(requests: list[Request]) -> list[Task]:
 
 
 @pytest.mark.parametrize("last", ["sys.stdin.readline()", "sys.stdin.readline()\nsys.stdin.readline()"])
-def test_children_of_the_process_end_with_it(run_as_worker, tmp_path: Path, last: str) -> None:
+def test_children_of_the_process_end_with_it(run_as_worker, tmp_path, last):
     """One that is idle, and one that is asked something when it is closed."""
     run_as_worker(
         f"{OPEN}import subprocess\n"
@@ -259,7 +254,7 @@ def test_children_of_the_process_end_with_it(run_as_worker, tmp_path: Path, last
     assert not _runs(pid)
 
 
-def _runs(pid: int) -> bool:
+def _runs(pid):
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

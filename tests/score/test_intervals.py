@@ -2,8 +2,6 @@
 
 import json
 import math
-from collections.abc import Iterable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,14 +11,14 @@ from fitune.score.grades.intervals import WeightedMean
 from fitune.score.grades.paired import compare, mcnemar
 
 
-def mean_interval(values: Iterable[float]) -> tuple[float, float, float]:
+def mean_interval(values):
     found = WeightedMean()
     for value in values:
         found.add(value)
     return found.interval()
 
 
-def test_an_interval_holds_the_truth_as_often_as_it_says() -> None:
+def test_an_interval_holds_the_truth_as_often_as_it_says():
     """300 samples of 200 answers of which 30 % are right: 95 % of the intervals hold 0.3, within 4 sigma."""
     draw = np.random.default_rng(0)
     held = 0
@@ -30,7 +28,7 @@ def test_an_interval_holds_the_truth_as_often_as_it_says() -> None:
     assert abs(held - 0.95 * 300) < 4 * math.sqrt(300 * 0.95 * 0.05)
 
 
-def test_the_interval_of_equal_values_is_a_point_and_of_many_values_is_normal() -> None:
+def test_the_interval_of_equal_values_is_a_point_and_of_many_values_is_normal():
     assert mean_interval([0.5] * 7) == (0.5, 0.5, 0.5)
     assert mean_interval([]) == (0.0, 0.0, 0.0)
     values = np.random.default_rng(1).random(20_000).tolist()
@@ -42,24 +40,24 @@ def test_the_interval_of_equal_values_is_a_point_and_of_many_values_is_normal() 
 @pytest.mark.parametrize(
     ("better", "worse", "p"), [(0, 0, 1.0), (5, 5, 1.0), (8, 1, 0.0390625), (0, 5, 0.0625)]
 )
-def test_mcnemar_is_the_two_sided_binomial(better: int, worse: int, p: float) -> None:
+def test_mcnemar_is_the_two_sided_binomial(better, worse, p):
     assert mcnemar(better, worse) == mcnemar(worse, better) == pytest.approx(p)
 
 
-def test_mcnemar_is_finite_for_many_rows() -> None:
+def test_mcnemar_is_finite_for_many_rows():
     exact, approximate = mcnemar(5100, 4900), mcnemar(5101, 4900)
     assert exact == pytest.approx(approximate, rel=0.05)
     assert 0 < mcnemar(3000, 2000) < 1e-30
 
 
-def write_grades(folder: Path, grades: dict[str, float]) -> Path:
+def write_grades(folder, grades):
     folder.mkdir()
     rows = [{"id": id_, "expected": "", "grades": {"exact_match": grade}} for id_, grade in grades.items()]
     (folder / "grades.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 
-def test_two_scorings_are_compared_on_the_rows_of_both(tmp_path: Path) -> None:
+def test_two_scorings_are_compared_on_the_rows_of_both(tmp_path):
     mine = write_grades(tmp_path / "a", {"1": 1.0, "2": 1.0, "3": 0.0, "4": 1.0, "new": 1.0})
     other = write_grades(tmp_path / "b", {"4": 1.0, "3": 1.0, "2": 0.0, "1": 0.0, "old": 0.0})
     changed: list[dict] = []

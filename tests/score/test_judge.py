@@ -1,10 +1,8 @@
 """A judge's verdicts are read strictly, its words are kept, and each answer is judged exactly once."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +16,7 @@ from fitune.score.run import score
 from fitune.score.shards import Shards
 from fitune.session.results import text_of
 from fitune.spec.plan import DataSource
-from servers import Reply, said, serving
+from servers import said, serving
 
 ROWS = 6
 
@@ -40,17 +38,17 @@ ROWS = 6
         ("prefer", "", None),
     ],
 )
-def test_a_verdict_is_read_or_it_is_none(verdict: Any, words: str, grade: float | None) -> None:
+def test_a_verdict_is_read_or_it_is_none(verdict, words, grade):
     assert read_verdict(words, verdict) == grade
 
 
-def test_an_answer_that_names_a_place_of_the_template_stays_as_it_is() -> None:
+def test_an_answer_that_names_a_place_of_the_template_stays_as_it_is():
     texts = {"answer": "say {expected}", "expected": "4", "prompt": "{answer}"}
     assert fill("{prompt}|{answer}|{expected}", texts) == "{answer}|say {expected}|4"
 
 
 @pytest.fixture
-def plan(tiny, tmp_path: Path) -> ScorePlan:
+def plan(tiny, tmp_path):
     data = tmp_path / "rows.jsonl"
     rows = [{"id": f"r{n}", "prompt": f"item {n}", "completion": f"lamp {n}"} for n in range(ROWS)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -60,27 +58,27 @@ def plan(tiny, tmp_path: Path) -> ScorePlan:
     )  # fmt: skip
 
 
-def judge_file(plan: ScorePlan, **keys: Any) -> str:
+def judge_file(plan, **keys):
     path = Path(plan.output_dir).parent / "judge.yaml"
     path.write_text("".join(f"{key}: {value}\n" for key, value in {"model": plan.model, **keys}.items()))
     return f"judge:{path}"
 
 
-def quietly(plan: ScorePlan) -> Any:
+def quietly(plan):
     return score(plan, say=lambda line: None)
 
 
-def graded(plan: ScorePlan) -> list[dict]:
+def graded(plan):
     return [json.loads(line) for line in (Path(plan.output_dir) / "grades.jsonl").read_text().splitlines()]
 
 
-def reads(tiny, answer: Callable[[str], str]) -> Callable[[dict[str, Any], int], Reply]:
+def reads(tiny, answer):
     """A judge that is shown its prompt as text, and says what ``answer`` says of it."""
     return lambda body, before: said(answer(tiny.tokenizer.decode(body["prompt"])))
 
 
-def test_points_are_read_words_are_kept_and_what_cannot_be_read_is_counted(tiny, plan: ScorePlan) -> None:
-    def verdict(prompt: str) -> str:
+def test_points_are_read_words_are_kept_and_what_cannot_be_read_is_counted(tiny, plan):
+    def verdict(prompt):
         if "item 4" in prompt:
             return "I cannot say."
         return "Fine.\nVerdict: 9" if "item 0" in prompt else "Poor.\nVerdict: 2"
@@ -101,7 +99,7 @@ def test_points_are_read_words_are_kept_and_what_cannot_be_read_is_counted(tiny,
     assert rows[4]["errors"] == {name: "the judge's verdict cannot be read"}
 
 
-def test_two_scorings_are_judged_in_both_orders(tiny, plan: ScorePlan, tmp_path: Path) -> None:
+def test_two_scorings_are_judged_in_both_orders(tiny, plan, tmp_path):
     """The judge likes the longer answer; of row 1 it always takes the first; row 2 the other scoring does not have."""
     quietly(plan)
     other = tmp_path / "other"
@@ -112,7 +110,7 @@ def test_two_scorings_are_judged_in_both_orders(tiny, plan: ScorePlan, tmp_path:
     del lines[2]
     (other / "answers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
-    def verdict(prompt: str) -> str:
+    def verdict(prompt):
         if "item 1" in prompt or "Answer A:" not in prompt:
             return "Verdict: A"
         first = prompt.split("Answer A:")[1].split("Answer B:")[0]
@@ -133,11 +131,11 @@ class Killed(BaseException):
 
 
 def test_killed_between_shards_and_asked_again_where_it_failed_each_answer_is_judged_once(
-    tiny, plan: ScorePlan, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tiny, plan, monkeypatch
+):
     write, written = Shards.write_grades, []
 
-    def write_one(shards: Shards, number: int, key: str, grades: Any) -> None:
+    def write_one(shards, number, key, grades):
         write(shards, number, key, grades)
         written.append(number)
         if len(written) == 2:
@@ -145,7 +143,7 @@ def test_killed_between_shards_and_asked_again_where_it_failed_each_answer_is_ju
 
     broken = {"item 5"}
 
-    def reply(body: dict[str, Any], before: int) -> Reply:
+    def reply(body, before):
         prompt = tiny.tokenizer.decode(body["prompt"])
         if any(name in prompt for name in broken):
             return 400, b"no", {}
@@ -172,7 +170,7 @@ def test_killed_between_shards_and_asked_again_where_it_failed_each_answer_is_ju
     assert (paired.difference, changed) == (0.0, [])
 
 
-def test_a_model_in_this_process_judges_too(plan: ScorePlan, tmp_path: Path) -> None:
+def test_a_model_in_this_process_judges_too(plan, tmp_path):
     template = tmp_path / "ask.txt"
     template.write_text("{answer}?")
     name = judge_file(plan, max_new_tokens=4, template=template)
@@ -193,14 +191,12 @@ def test_a_model_in_this_process_judges_too(plan: ScorePlan, tmp_path: Path) -> 
         ({"model": "''"}, "model is missing"),
     ],
 )
-def test_a_judge_that_is_not_described_well_is_refused(
-    plan: ScorePlan, keys: dict[str, Any], named: str
-) -> None:
+def test_a_judge_that_is_not_described_well_is_refused(plan, keys, named):
     with pytest.raises(RecipeError, match=named):
         open_graders((judge_file(plan, **keys),))
 
 
-def test_the_key_of_a_judge_follows_from_template_sampling_and_model(plan: ScorePlan, tmp_path: Path) -> None:
+def test_the_key_of_a_judge_follows_from_template_sampling_and_model(plan, tmp_path):
     template = tmp_path / "ask.txt"
     template.write_text("Is {answer} right?")
     keys = {}

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import yaml
 from transformers import AutoTokenizer
 
-from fitune.errors import DataError, FituneError, MissingExtra, RecipeError, RunDirectoryError, ScoringFailed
+from fitune.errors import DataError, MissingExtra, RecipeError, RunDirectoryError, ScoringFailed
 from fitune.session.score.lm_eval import RESULTS, score_tasks
 from optional_libraries import NEEDS_LM_EVAL
 
@@ -20,7 +19,7 @@ LONG = " ".join(f"{a} plus {a} is {2 * a}." for a in range(90))
 """More tokens than the model has positions for."""
 
 
-def _rows() -> list[dict[str, Any]]:
+def _rows():
     rows = [
         {
             "question": f"What is {a} plus {b}?",
@@ -36,7 +35,7 @@ def _rows() -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """Three tasks over one local file: choices with solved examples, written answers, texts of several windows."""
     folder = tmp_path_factory.mktemp("tasks")
     data = folder / "sums.jsonl"
@@ -97,7 +96,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def scored(folder: Path, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def scored(folder, model_folder, tmp_path_factory):
     """The directory of the three tasks on our engine."""
     out = tmp_path_factory.mktemp("scored") / "out"
     scores = score_tasks(model=str(model_folder), tasks=NAMES, out=out, tasks_folder=folder, tell=_nobody)
@@ -106,7 +105,7 @@ def scored(folder: Path, model_folder: Path, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.fixture(scope="module")
-def theirs(folder: Path, model_folder: Path) -> dict[str, Any]:
+def theirs(folder, model_folder):
     """Results of the three tasks on lm-eval's own model."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
@@ -118,11 +117,11 @@ def theirs(folder: Path, model_folder: Path) -> dict[str, Any]:
     return found
 
 
-def _nobody(event: object) -> None:
+def _nobody(event):
     return None
 
 
-def _numbers(results: dict[str, Any], task: str) -> dict[str, float]:
+def _numbers(results, task):
     return {
         name: value
         for name, value in results["results"][task].items()
@@ -130,14 +129,12 @@ def _numbers(results: dict[str, Any], task: str) -> dict[str, float]:
     }
 
 
-def _samples(out: Path, task: str) -> list[dict[str, Any]]:
+def _samples(out, task):
     return [json.loads(line) for line in (out / f"samples_{task}.jsonl").read_text().splitlines()]
 
 
 @NEEDS_LM_EVAL
-def test_figures_are_those_of_lm_evals_own_model(
-    scored: Path, theirs: dict[str, Any], model_folder: Path
-) -> None:
+def test_figures_are_those_of_lm_evals_own_model(scored, theirs, model_folder):
     ours = json.loads((scored / RESULTS).read_text())
     for task in NAMES:
         wanted = _numbers(theirs, task)
@@ -151,7 +148,7 @@ def test_figures_are_those_of_lm_evals_own_model(
     _require_hard_cases(scored, AutoTokenizer.from_pretrained(model_folder).encode)
 
 
-def _require_hard_cases(scored: Path, encode: Callable[[str], list[int]]) -> None:
+def _require_hard_cases(scored, encode):
     """Prompts longer than the context, texts of several windows, answers that end at a stop text or with their room."""
     assert max(len(encode(each["arguments"][0][0])) for each in _samples(scored, "sums_choice")) > 256
     assert max(len(encode(each["arguments"][0][0])) for each in _samples(scored, "sums_text")) > 2 * 256
@@ -159,7 +156,7 @@ def _require_hard_cases(scored: Path, encode: Callable[[str], list[int]]) -> Non
     assert len({len(encode(answer)) for answer in answers}) > 1
 
 
-def _require_equal(found: Any, known: Any) -> None:
+def _require_equal(found, known):
     """A text; nats; or nats, and if the text is the likeliest."""
     if isinstance(known, str):
         assert found == known
@@ -189,9 +186,9 @@ def _require_equal(found: Any, known: Any) -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_be_evaluated_is_refused(
-    tasks: list[str], settings: dict[str, Any], error: type[FituneError], words: str, folder: Path,
-    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    tasks, settings, error, words, folder,
+    model_folder, tmp_path, monkeypatch,
+):  # fmt: skip
     ours = import_module("fitune.score.lm_eval_tasks")
     index = ours.TaskManager(include_path=str(folder), include_defaults=False)
     # lm-eval's own 14,000 files, where an unknown name is looked for, take ten seconds to read
@@ -206,7 +203,7 @@ def test_what_cannot_be_evaluated_is_refused(
 
 
 @NEEDS_LM_EVAL
-def test_results_of_other_settings_are_kept(scored: Path, folder: Path, model_folder: Path) -> None:
+def test_results_of_other_settings_are_kept(scored, folder, model_folder):
     before = (scored / RESULTS).read_bytes()
     with pytest.raises(RunDirectoryError, match="limit: None there, 2 now"):
         score_tasks(
@@ -215,9 +212,7 @@ def test_results_of_other_settings_are_kept(scored: Path, folder: Path, model_fo
     assert (scored / RESULTS).read_bytes() == before
 
 
-def test_without_lm_eval_the_error_names_the_pip_command(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_lm_eval_the_error_names_the_pip_command(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(MissingExtra, match=r"pip install 'fitune\[lm-eval\]'"):
         score_tasks(model="no model", tasks=["gsm8k"], out=tmp_path / "out", tell=_nobody)

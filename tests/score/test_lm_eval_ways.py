@@ -27,7 +27,7 @@ NO_SYSTEM = (
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """Choices with a solved example and a description, written answers, and answers that are drawn."""
     folder = tmp_path_factory.mktemp("tasks")
     data = folder / "sums.jsonl"
@@ -63,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def adapter_and_merged(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def adapter_and_merged(model_folder, tmp_path_factory):
     """A LoRA adapter that PEFT made and saved, large enough to change answers; and the model that it merged.
 
     lm-eval's own model given the adapter would first cut the embeddings to the words of the tokenizer: other figures.
@@ -85,7 +85,7 @@ def adapter_and_merged(model_folder: Path, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="module")
-def chatting(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def chatting(model_folder, tmp_path_factory):
     """The model with a chat template of its own."""
     folder = Path(shutil.copytree(model_folder, tmp_path_factory.mktemp("chatting") / "model"))
     settings = json.loads((folder / "tokenizer_config.json").read_text())
@@ -93,12 +93,10 @@ def chatting(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return folder
 
 
-def ours(
-    folder: Path, out: Path, *tasks: str, model: Path, said: list[str] | None = None, **more: Any
-) -> dict:
+def ours(folder, out, *tasks, model, said=None, **more):
     """Samples of each task."""
 
-    def tell(event: Any) -> None:
+    def tell(event):
         if said is not None:
             said.append(getattr(event, "text", ""))
 
@@ -109,7 +107,7 @@ def ours(
     }
 
 
-def theirs(folder: Path, *, chat: bool = False, **model: Any) -> dict[str, Any]:
+def theirs(folder, *, chat=False, **model):
     """Samples of each task on lm-eval's own model."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
@@ -122,7 +120,7 @@ def theirs(folder: Path, *, chat: bool = False, **model: Any) -> dict[str, Any]:
     return found["samples"]
 
 
-def require_same(found: dict[str, Any], known: dict[str, Any]) -> None:
+def require_same(found, known):
     for task in NAMES:
         for mine, other in zip(found[task], known[task], strict=True):
             assert mine["prompt_hash"] == other["prompt_hash"]
@@ -134,13 +132,13 @@ def require_same(found: dict[str, Any], known: dict[str, Any]) -> None:
                     assert one[1] == two[1]
 
 
-def answers(samples: list[dict[str, Any]]) -> list[Any]:
+def answers(samples):
     return [sample["resps"] for sample in samples]
 
 
 def test_with_an_adapter_the_figures_are_those_of_lm_evals_own_model_that_has_it_merged(
-    folder: Path, model_folder: Path, adapter_and_merged: tuple[Path, Path], tmp_path: Path
-) -> None:
+    folder, model_folder, adapter_and_merged, tmp_path
+):
     adapter, merged = adapter_and_merged
     found = ours(folder, tmp_path / "adapted", *NAMES, model=model_folder, adapter=str(adapter))
     require_same(found, theirs(folder, pretrained=str(merged)))
@@ -148,9 +146,7 @@ def test_with_an_adapter_the_figures_are_those_of_lm_evals_own_model_that_has_it
     assert all(answers(found[task]) != answers(base[task]) for task in NAMES)
 
 
-def test_as_chats_prompts_and_figures_are_those_of_lm_evals_own_model(
-    folder: Path, chatting: Path, tmp_path: Path
-) -> None:
+def test_as_chats_prompts_and_figures_are_those_of_lm_evals_own_model(folder, chatting, tmp_path):
     said: list[str] = []
     found = ours(folder, tmp_path / "out", *NAMES, model=chatting, chat_template="own", said=said)
     require_same(found, theirs(folder, pretrained=str(chatting), chat=True))
@@ -161,8 +157,8 @@ def test_as_chats_prompts_and_figures_are_those_of_lm_evals_own_model(
     ]
 
 
-def test_drawn_answers_follow_from_the_seed_alone(folder: Path, model_folder: Path, tmp_path: Path) -> None:
-    def drawn(name: str, **more: Any) -> list[Any]:
+def test_drawn_answers_follow_from_the_seed_alone(folder, model_folder, tmp_path):
+    def drawn(name, **more):
         return answers(ours(folder, tmp_path / name, "sums_drawn", model=model_folder, **more)["sums_drawn"])
 
     first = drawn("first", seed=7)
@@ -171,8 +167,6 @@ def test_drawn_answers_follow_from_the_seed_alone(folder: Path, model_folder: Pa
     assert all(one != two for ((one, two),) in first), "each repeat is drawn anew"
 
 
-def test_a_setting_of_the_draws_that_no_engine_honours_is_refused(
-    folder: Path, model_folder: Path, tmp_path: Path
-) -> None:
+def test_a_setting_of_the_draws_that_no_engine_honours_is_refused(folder, model_folder, tmp_path):
     with pytest.raises(ScoringFailed, match="task sums_top_k, row 0: generation_kwargs has top_k = 5"):
         ours(folder, tmp_path / "out", "sums_top_k", model=model_folder)

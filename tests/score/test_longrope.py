@@ -1,13 +1,10 @@
 """With longrope an answer is the same alone and beside prompts on the other side of the boundary."""
 
-from typing import Any
-
 import pytest
-from transformers import PreTrainedModel
 
 from fitune.score.engines.engine import Sampling
 from fitune.score.engines.engine_transformers import answer_all
-from fitune.score.tasks import Answer, Task
+from fitune.score.tasks import Task
 from models.streams import make_rows
 from models.tiny_models import tiny_model
 
@@ -17,7 +14,7 @@ LENGTHS = (4, 9, 15, 17, 19, 24, 16, 25, 31, 60)
 
 
 @pytest.fixture(scope="module", params=["phi3", "llama"])
-def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+def model(request):
     rope = {
         "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": BOUNDARY,
         "short_factor": [1.0, 1.1, 1.3, 2.0], "long_factor": [1.5, 4.0, 9.0, 30.0],
@@ -25,8 +22,8 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     return tiny_model(request.param, rope_parameters=rope, original_max_position_embeddings=BOUNDARY).eval()
 
 
-def test_longrope_answers_are_equal_alone_and_in_a_batch(model: PreTrainedModel, tiny: Any) -> None:
-    def answers(tasks: list[Task], batch_size: int) -> list[Answer]:
+def test_longrope_answers_are_equal_alone_and_in_a_batch(model, tiny):
+    def answers(tasks, batch_size):
         return answer_all(model, tiny.tokenizer, tiny.template, tasks, sampling, batch_size=batch_size)
 
     sampling = Sampling(max_new_tokens=NEW)

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,9 +30,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("model_type", MODELS)
-def test_they_are_scored_with_the_answers_of_one_row_at_a_time(
-    model_type: str, fitune: Callable[..., tuple[int, str]], model_folder: Path, tmp_path: Path
-) -> None:
+def test_they_are_scored_with_the_answers_of_one_row_at_a_time(model_type, fitune, model_folder, tmp_path):
     folder = tmp_path / "base"
     shutil.copytree(model_folder, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
     torch.manual_seed(0)
@@ -55,12 +51,12 @@ def test_they_are_scored_with_the_answers_of_one_row_at_a_time(
     assert answers[0] == answers[1]
 
 
-def test_a_state_that_is_not_known_to_grow_is_asked_by_32_rows() -> None:
+def test_a_state_that_is_not_known_to_grow_is_asked_by_32_rows():
     long = Questions(rows=1_000, prompt_tokens=3_000_000, longest_prompt=3_000, new_tokens=256)
     assert room_for(ScorePlan(model="state-spaces/mamba-2.8b-hf", output_dir=""))(long) == 32
 
 
-def test_keys_that_are_values_count_twice_and_shared_ones_once() -> None:
+def test_keys_that_are_values_count_twice_and_shared_ones_once():
     """Gemma 4 31B: 16 heads of 256 in a window, 4 of 512 in whole rows; E2B's last 20 blocks have none of their own."""
     assert elements_of_blocks(load_model_spec("google/gemma-4-31B"))[4:6] == [2 * 16 * 256, 2 * 4 * 512]
     small = elements_of_blocks(load_model_spec("google/gemma-4-E2B"))

@@ -12,7 +12,7 @@ WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidde
 class Products(TorchDispatchMode):
     """Counts the calls of oneDNN."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.count = 0
 
@@ -21,7 +21,7 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_large_products_are_onednns_and_small_ones_torchs() -> None:
+def test_large_products_are_onednns_and_small_ones_torchs():
     """Seven products of each of two blocks; the head of one row and a step of one row are small."""
     model = tiny_model("llama", **WIDE).eval()
     ids = torch.arange(96)[None]
@@ -39,7 +39,7 @@ def test_large_products_are_onednns_and_small_ones_torchs() -> None:
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_biases_are_added_and_gradients_flow() -> None:
+def test_biases_are_added_and_gradients_flow():
     linear = torch.nn.Sequential(torch.nn.Linear(300, 200))
     hidden = torch.randn(2, 70, 300)
     with fast_products(linear):
@@ -51,7 +51,7 @@ def test_biases_are_added_and_gradients_flow() -> None:
     assert linear[0].weight.grad is not None
 
 
-def test_a_forward_that_somebody_replaced_and_other_types_stay() -> None:
+def test_a_forward_that_somebody_replaced_and_other_types_stay():
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8, dtype=torch.bfloat16))
     own = model[0].forward = lambda hidden: hidden
     with fast_products(model):

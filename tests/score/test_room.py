@@ -1,19 +1,16 @@
 """Rows answered together: what is said, else as many as fit, at most 32."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from fitune.estimate.answering import memory_of_answering
 from fitune.score.engines import room as room_module
-from fitune.score.engines.continuous import Moment
 from fitune.score.engines.engine import Continuation, Request, Sampling
 from fitune.score.engines.engine_transformers import TransformersEngine
 from fitune.score.engines.room import room_for
 from fitune.score.plan import ScorePlan
 from fitune.spec.answering import Answering, Questions, answering_precision
-from fitune.spec.machines.hardware import Hardware
 from fitune.spec.model.model_config import load_model_spec
 from plans import gpu
 
@@ -21,17 +18,17 @@ LONG = Questions(rows=1_000, prompt_tokens=3_000_000, longest_prompt=3_000, new_
 
 
 @pytest.fixture
-def small_card(monkeypatch: pytest.MonkeyPatch) -> Hardware:
+def small_card(monkeypatch):
     hardware = gpu("rtx-4090")
     monkeypatch.setattr(room_module, "resolve_hardware", lambda: hardware)
     return hardware
 
 
-def plan(batch_size: int = 0) -> ScorePlan:
+def plan(batch_size=0):
     return ScorePlan(model="llama-3.1-8b", output_dir="", batch_size=batch_size)
 
 
-def test_as_many_rows_as_fit_and_not_one_more(small_card: Hardware) -> None:
+def test_as_many_rows_as_fit_and_not_one_more(small_card):
     rows = room_for(plan())(LONG)
     asked = Answering(
         engine="transformers", model=load_model_spec("llama-3.1-8b"), hardware=small_card,
@@ -42,37 +39,37 @@ def test_as_many_rows_as_fit_and_not_one_more(small_card: Hardware) -> None:
     assert not memory_of_answering(replace(asked, batch_size=rows + 1), LONG).fits
 
 
-def test_at_most_32_and_at_least_one(small_card: Hardware) -> None:
+def test_at_most_32_and_at_least_one(small_card):
     assert room_for(plan())(replace(LONG, longest_prompt=100)) == 32
     assert room_for(plan())(replace(LONG, longest_prompt=10**6)) == 1
 
 
-def test_a_number_that_is_said_is_taken(small_card: Hardware) -> None:
+def test_a_number_that_is_said_is_taken(small_card):
     assert plan(400).rows_at_once == 400
     assert room_for(plan(400))(replace(LONG, longest_prompt=10**6)) >= 400
 
 
-def test_a_model_that_no_plan_knows_is_asked_by_32(tmp_path: Path) -> None:
+def test_a_model_that_no_plan_knows_is_asked_by_32(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "unheard"}')
     assert room_for(ScorePlan(model=str(tmp_path), output_dir=""))(LONG) == 32
 
 
-def test_the_engine_takes_no_more_than_fit_together(tiny) -> None:
+def test_the_engine_takes_no_more_than_fit_together(tiny):
     """It asks by rows and lengths: of prompts with the tokens of an answer, of texts to weigh without."""
     asked: list[Questions] = []
     rows: list[int] = []
 
-    def room(questions: Questions) -> int:
+    def room(questions):
         asked.append(questions)
         return 3
 
     class Watched:
-        def __init__(self, moment: Moment, alive: object) -> None:
+        def __init__(self, moment, alive):
             rows.append(moment.rows)
 
-        def __enter__(self) -> None: ...
+        def __enter__(self): ...
 
-        def __exit__(self, *error: object) -> None: ...
+        def __exit__(self, *error): ...
 
     engine = TransformersEngine(
         model=tiny.model, tokenizer=tiny.tokenizer, template=tiny.template, room=room, watch=Watched

@@ -5,18 +5,17 @@ import random
 import weakref
 
 import torch
-from torch import Tensor
 
 from fitune.score.engines.roomy_cache import RoomyCache
 
 HEADS, SIZE = 2, 3
 
 
-def states(rows: int, columns: int) -> Tensor:
+def states(rows, columns):
     return torch.randn(rows, HEADS, columns, SIZE)
 
 
-def test_rows_that_come_and_go_keep_their_keys_and_values() -> None:
+def test_rows_that_come_and_go_keep_their_keys_and_values():
     """Beside lists of what each row was given, through 200 random passes."""
     draw = random.Random(0)
     torch.manual_seed(0)
@@ -54,7 +53,7 @@ def test_rows_that_come_and_go_keep_their_keys_and_values() -> None:
         assert keys.isfinite().all()  # padding that is no number would spoil the sum that it is left out of
 
 
-def test_what_is_there_is_copied_once_for_every_growth() -> None:
+def test_what_is_there_is_copied_once_for_every_growth():
     """Sixty-four tokens behind a prompt, 32 columns at a time: two buffers after the prompt's own."""
     cache = RoomyCache()
     cache.growth.room = 32
@@ -69,7 +68,7 @@ def test_what_is_there_is_copied_once_for_every_growth() -> None:
     assert cache.columns == 10 + 64
 
 
-def test_a_cache_that_nobody_holds_is_gone_at_once() -> None:
+def test_a_cache_that_nobody_holds_is_gone_at_once():
     """Not when garbage is searched: the next batch needs its memory."""
     cache = RoomyCache()
     cache.update(states(2, 5), states(2, 5), 0)

@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,16 +12,15 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from fitune.errors import FituneError, RunDirectoryError, ScoringFailed
-from fitune.score.engines.engine import Completion, Request, Sampling
+from fitune.score.engines.engine import Sampling
 from fitune.score.engines.engine_transformers import TransformersEngine
-from fitune.score.plan import ScorePlan
 from fitune.score.shards import Shards
 from fitune.spec.plan import DataSource
 from score.scorings import ROWS, answers, everything, lines, quietly, write_data
 
 
 @pytest.mark.parametrize("lost", [("00002.json",), ("00001.json", "00002.json"), ("00000.json",)])
-def test_a_shard_without_its_manifest_is_answered_again(finished: ScorePlan, lost: tuple[str, ...]) -> None:
+def test_a_shard_without_its_manifest_is_answered_again(finished, lost):
     whole = answers(finished).read_bytes()
     for name in lost:
         (Path(finished.output_dir) / "shards" / name).unlink()
@@ -39,8 +37,8 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("after", [1, 8, 9, 19])
-def test_a_run_killed_between_batches_loses_nothing_written(plan: ScorePlan, after: int) -> None:
-    def kill(done: int, total: int) -> None:
+def test_a_run_killed_between_batches_loses_nothing_written(plan, after):
+    def kill(done, total):
         if done == after:
             raise Killed
 
@@ -53,13 +51,13 @@ def test_a_run_killed_between_batches_loses_nothing_written(plan: ScorePlan, aft
     assert ids == [f"train-{number:04d}" for number in range(1, ROWS + 1)]
 
 
-def killed_at_sync(plan: ScorePlan, count: int) -> bool:
+def killed_at_sync(plan, count):
     """Score in a child process that SIGKILLs itself when it syncs for the ``count``-th time; False: it finished."""
     child = os.fork()
     if not child:
         left, sync = count, os.fsync
 
-        def fsync(handle: int) -> None:
+        def fsync(handle):
             nonlocal left
             left -= 1
             if left <= 0:
@@ -78,9 +76,7 @@ def killed_at_sync(plan: ScorePlan, count: int) -> bool:
 
 
 @pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.slow)])
-def test_killed_wherever_it_writes_the_bytes_are_those_of_an_undisturbed_run(
-    plan: ScorePlan, finished_once: Path, step: int
-) -> None:
+def test_killed_wherever_it_writes_the_bytes_are_those_of_an_undisturbed_run(plan, finished_once, step):
     """SIGKILL at every ``step``-th sync, in a new start in the same directory each time, until one comes through."""
     expected = everything(replace(plan, output_dir=str(finished_once)))
     kills, count = 0, 1
@@ -91,14 +87,12 @@ def test_killed_wherever_it_writes_the_bytes_are_those_of_an_undisturbed_run(
     assert everything(plan) == expected
 
 
-def test_a_disk_that_fills_up_wherever_it_is_written_loses_nothing(
-    plan: ScorePlan, finished_once: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_fills_up_wherever_it_is_written_loses_nothing(plan, finished_once, monkeypatch):
     """Full at one sync of each start, four later every time, until no start gets that far."""
     expected = everything(replace(plan, output_dir=str(finished_once)))
     sync, left, count = os.fsync, 0, 0
 
-    def fsync(handle: int) -> None:
+    def fsync(handle):
         nonlocal left
         left -= os.readlink(f"/proc/self/fd/{handle}").startswith(plan.output_dir)  # not of a cache
         if not left:
@@ -116,7 +110,7 @@ def test_a_disk_that_fills_up_wherever_it_is_written_loses_nothing(
     assert everything(plan) == expected
 
 
-def named_by_a_full_disk(plan: ScorePlan) -> str:
+def named_by_a_full_disk(plan):
     """The file that the error names beside the free bytes; empty where the scoring came through."""
     try:
         quietly(plan)
@@ -128,7 +122,7 @@ def named_by_a_full_disk(plan: ScorePlan) -> str:
     return Path(str(told.filename)).name
 
 
-def test_a_finished_run_changes_nothing_when_started_again(plan: ScorePlan) -> None:
+def test_a_finished_run_changes_nothing_when_started_again(plan):
     first = quietly(plan)
     before = answers(plan).read_bytes()
     seen: list[int] = []
@@ -139,7 +133,7 @@ def test_a_finished_run_changes_nothing_when_started_again(plan: ScorePlan) -> N
     assert replace(again, seconds=first.seconds, rows_asked=ROWS) == first
 
 
-def test_data_that_grew_is_answered_where_it_grew(finished: ScorePlan) -> None:
+def test_data_that_grew_is_answered_where_it_grew(finished):
     before = answers(finished).read_bytes()
     write_data(Path(finished.sources[0].path), count=ROWS + 3)
     seen: list[int] = []
@@ -156,9 +150,7 @@ def test_data_that_grew_is_answered_where_it_grew(finished: ScorePlan) -> None:
         ({"data": "other.jsonl"}, "data"),
     ],
 )
-def test_other_settings_are_refused_in_the_same_directory(
-    finished: ScorePlan, tmp_path: Path, change: dict, named: str
-) -> None:
+def test_other_settings_are_refused_in_the_same_directory(finished, tmp_path, change, named):
     before = answers(finished).read_bytes()
     if "data" in change:
         change = {"sources": (DataSource(path=str(write_data(tmp_path / change["data"]))),)}
@@ -168,7 +160,7 @@ def test_other_settings_are_refused_in_the_same_directory(
     assert answers(finished).read_bytes() == before
 
 
-def test_another_model_of_the_same_name_is_refused(finished: ScorePlan, tiny, tmp_path: Path) -> None:
+def test_another_model_of_the_same_name_is_refused(finished, tiny, tmp_path):
     other = Path(shutil.copytree(tiny.folder, tmp_path / "elsewhere" / tiny.folder.name))
     assert quietly(replace(finished, model=str(other))).answered == ROWS, (
         "the same files in another place are the same"
@@ -180,7 +172,7 @@ def test_another_model_of_the_same_name_is_refused(finished: ScorePlan, tiny, tm
         quietly(replace(finished, model=str(other)))
 
 
-def test_a_changed_or_missing_row_is_refused_by_its_id(finished: ScorePlan) -> None:
+def test_a_changed_or_missing_row_is_refused_by_its_id(finished):
     write_data(Path(finished.sources[0].path), changed="Tell me something else.")
     with pytest.raises(
         RunDirectoryError, match=r"that have another prompt or reference now: 1 \(train-0004\)"
@@ -192,11 +184,11 @@ def test_a_changed_or_missing_row_is_refused_by_its_id(finished: ScorePlan) -> N
 
 
 def test_an_engine_that_fails_on_a_row_fails_for_it_alone_and_the_next_run_asks_it_again(
-    plan: ScorePlan, finished_once: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    plan, finished_once, monkeypatch
+):
     answer = TransformersEngine.answer
 
-    def broken(engine: TransformersEngine, requests: list[Request]) -> Iterator[Completion]:
+    def broken(engine, requests):
         if any(request.id == "train-0004" for request in requests):
             raise RuntimeError("this row breaks it")
         return answer(engine, requests)
@@ -213,13 +205,11 @@ def test_an_engine_that_fails_on_a_row_fails_for_it_alone_and_the_next_run_asks_
     assert answers(plan).read_bytes() == (finished_once / "answers.jsonl").read_bytes()
 
 
-def test_rows_that_fail_at_the_end_of_a_shard_cost_no_other_row_its_answer(
-    plan: ScorePlan, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_that_fail_at_the_end_of_a_shard_cost_no_other_row_its_answer(plan, monkeypatch):
     """Nor does the next start end at them, where nothing else is left to ask."""
     answer, faulty = TransformersEngine.answer, {"train-0007", "train-0008"}
 
-    def broken(engine: TransformersEngine, requests: list[Request]) -> Iterator[Completion]:
+    def broken(engine, requests):
         yield from answer(engine, [request for request in requests if request.id not in faulty])
         if any(request.id in faulty for request in requests):
             raise RuntimeError("these rows break it")
@@ -230,12 +220,10 @@ def test_rows_that_fail_at_the_end_of_a_shard_cost_no_other_row_its_answer(
         assert (report.answered, report.failed, report.rows_asked) == (ROWS - 2, 2, asked)
 
 
-def test_an_engine_that_fails_for_a_whole_shard_and_never_answered_is_given_up(
-    plan: ScorePlan, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_fails_for_a_whole_shard_and_never_answered_is_given_up(plan, monkeypatch):
     asked: list[str] = []
 
-    def broken(engine: TransformersEngine, requests: list[Request]) -> Iterator[Completion]:
+    def broken(engine, requests):
         asked.extend(request.id for request in requests if len(requests) == 1)
         raise RuntimeError("no kernel image")
 
@@ -247,7 +235,7 @@ def test_an_engine_that_fails_for_a_whole_shard_and_never_answered_is_given_up(
 
 
 @pytest.mark.parametrize("kind", ["file", "foreign", "answers without a manifest"])
-def test_a_directory_that_is_not_ours_is_left_alone(plan: ScorePlan, kind: str) -> None:
+def test_a_directory_that_is_not_ours_is_left_alone(plan, kind):
     out = Path(plan.output_dir)
     if kind == "file":
         out.write_text("mine")
@@ -261,10 +249,10 @@ def test_a_directory_that_is_not_ours_is_left_alone(plan: ScorePlan, kind: str) 
     ]
 
 
-def test_two_scorings_do_not_write_into_one_directory(plan: ScorePlan) -> None:
+def test_two_scorings_do_not_write_into_one_directory(plan):
     refusals: list[FituneError] = []
 
-    def start_a_second(done: int, total: int) -> None:
+    def start_a_second(done, total):
         if done == 0:
             with pytest.raises(RunDirectoryError, match="another run of this process") as caught:
                 quietly(plan)
@@ -275,12 +263,12 @@ def test_two_scorings_do_not_write_into_one_directory(plan: ScorePlan) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(8, 3), (3, 8), (8, 2048)])
-def test_a_scoring_goes_on_with_shards_of_another_size(plan: ScorePlan, sizes: tuple[int, int]) -> None:
+def test_a_scoring_goes_on_with_shards_of_another_size(plan, sizes):
     """Stopped after eleven rows, ended in other shards: the answers are those of one size, each row asked once more at
     most."""
     seen: list[int] = []
 
-    def kill(done: int, total: int) -> None:
+    def kill(done, total):
         if done == 11:
             raise Killed
 

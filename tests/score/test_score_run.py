@@ -2,18 +2,14 @@
 
 import gc
 import json
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from fitune.errors import DataError, FituneError, RecipeError, RunDirectoryError
-from fitune.score.engines.engine import Completion, Request
 from fitune.score.engines.engine_transformers import TransformersEngine
 from fitune.score.engines.opening import rows_of_a_shard
-from fitune.score.plan import ScorePlan
 from fitune.score.run import score
 from fitune.score.shards import Shards
 from fitune.session.results import text_of
@@ -25,7 +21,7 @@ from fitune.units import counted
 from score.scorings import ROWS, answers, lines, quietly, write_data
 
 
-def test_answers_are_openai_batch_lines_in_the_order_of_the_data(plan: ScorePlan) -> None:
+def test_answers_are_openai_batch_lines_in_the_order_of_the_data(plan):
     quietly(replace(plan, batch_size=3))
     written = lines(answers(plan))
     assert [line["custom_id"] for line in written] == [f"train-{number:04d}" for number in range(1, ROWS + 1)]
@@ -44,7 +40,7 @@ def test_answers_are_openai_batch_lines_in_the_order_of_the_data(plan: ScorePlan
         assert 1 <= usage["completion_tokens"] <= 8
 
 
-def test_the_report_is_the_mean_of_the_grades(plan: ScorePlan) -> None:
+def test_the_report_is_the_mean_of_the_grades(plan):
     said: list[str] = []
     report = score(plan, say=said.append)
     assert said == ["graders: exact_match, contains (no reference is longer than 11 words)"]
@@ -61,7 +57,7 @@ def test_the_report_is_the_mean_of_the_grades(plan: ScorePlan) -> None:
     assert from_json(ScoreReport, (Path(plan.output_dir) / "report.json").read_text()) == report
 
 
-def test_right_answers_score_one_and_wrong_ones_nothing(finished: ScorePlan, tmp_path: Path) -> None:
+def test_right_answers_score_one_and_wrong_ones_nothing(finished, tmp_path):
     said = [line["response"]["body"]["choices"][0]["message"]["content"] for line in lines(answers(finished))]
     rows = [json.loads(line) for line in Path(finished.sources[0].path).read_text().splitlines()]
     right = [
@@ -78,13 +74,13 @@ def test_right_answers_score_one_and_wrong_ones_nothing(finished: ScorePlan, tmp
     assert 0.3 < share < 1
 
 
-def test_a_mistake_before_the_first_answer_does_not_claim_the_directory(plan: ScorePlan) -> None:
+def test_a_mistake_before_the_first_answer_does_not_claim_the_directory(plan):
     with pytest.raises(FituneError):
         quietly(replace(plan, adapter="not/there"))
     assert quietly(plan).answered == ROWS
 
 
-def test_rows_that_cannot_be_asked_carry_an_error_and_the_others_an_answer(plan: ScorePlan) -> None:
+def test_rows_that_cannot_be_asked_carry_an_error_and_the_others_an_answer(plan):
     good = {"prompt": "Where?", "completion": "Oslo"}
     rows = [good, good | {"prompt": ""}, good | {"prompt": "half \ud800"}, good]
     Path(plan.sources[0].path).write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -96,8 +92,8 @@ def test_rows_that_cannot_be_asked_carry_an_error_and_the_others_an_answer(plan:
     assert "unpaired surrogate (U+D800" in written[2]
 
 
-def test_lines_of_openais_batch_input_are_answered_with_their_own_sampling(plan: ScorePlan) -> None:
-    def line(number: int, **body: object) -> dict:
+def test_lines_of_openais_batch_input_are_answered_with_their_own_sampling(plan):
+    def line(number, **body):
         messages = [{"role": "user", "content": "Where?"}]
         return {
             "custom_id": f"r-{number}", "method": "POST", "url": "/v1/chat/completions",
@@ -119,7 +115,7 @@ def test_lines_of_openais_batch_input_are_answered_with_their_own_sampling(plan:
     assert "body.logit_bias is not supported" in found[3]["error"]["message"]
 
 
-def test_the_parquet_file_holds_what_the_lines_say(finished: ScorePlan) -> None:
+def test_the_parquet_file_holds_what_the_lines_say(finished):
     import pyarrow.parquet as pq
 
     rows = pq.read_table(Path(finished.output_dir) / "answers.parquet").to_pylist()
@@ -131,7 +127,7 @@ def test_the_parquet_file_holds_what_the_lines_say(finished: ScorePlan) -> None:
     assert [{name: row[f"grade_{name}"] for name in ("exact_match", "contains")} for row in rows] == given
 
 
-def test_a_prompt_that_is_too_long_fails_alone(plan: ScorePlan) -> None:
+def test_a_prompt_that_is_too_long_fails_alone(plan):
     write_data(Path(plan.sources[0].path), changed="very " * 300 + "long")
     report = quietly(plan)
     assert (report.answered, report.failed) == (ROWS - 1, 1)
@@ -146,9 +142,7 @@ def test_a_prompt_that_is_too_long_fails_alone(plan: ScorePlan) -> None:
     assert answers(plan).read_bytes() == before
 
 
-def test_a_grader_that_fails_for_every_row_is_an_error_of_the_scoring(
-    finished: ScorePlan, tmp_path: Path
-) -> None:
+def test_a_grader_that_fails_for_every_row_is_an_error_of_the_scoring(finished, tmp_path):
     rules = tmp_path / "rules.py"
     rules.write_text("def half(*, answer, expected, prompt): return 1 / 0")
     report = quietly(replace(finished, graders=(f"python:{rules}:half",)))
@@ -166,7 +160,7 @@ def test_a_grader_that_fails_for_every_row_is_an_error_of_the_scoring(
     assert why_not_all(report, Path(finished.output_dir)) is None
 
 
-def test_bad_ids_and_bad_graders_stop_everything_before_the_weights_are_read(plan: ScorePlan, tiny) -> None:
+def test_bad_ids_and_bad_graders_stop_everything_before_the_weights_are_read(plan, tiny):
     rows = [{"id": "a", "prompt": "p", "completion": "c"}] * 2
     Path(plan.sources[0].path).write_text("".join(json.dumps(row) + "\n" for row in rows))
     weights = tiny.folder / "model.safetensors"
@@ -181,14 +175,12 @@ def test_bad_ids_and_bad_graders_stop_everything_before_the_weights_are_read(pla
     assert not Path(plan.output_dir).exists()
 
 
-def test_libraries_are_not_searched_for_garbage_while_rows_are_answered(
-    plan: ScorePlan, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_libraries_are_not_searched_for_garbage_while_rows_are_answered(plan, monkeypatch):
     """What was there before the first row, then the model, too, and after the last row nothing."""
     frozen: list[int] = []
     answer = TransformersEngine.answer
 
-    def counted(engine: TransformersEngine, requests: Sequence[Request]) -> Iterator[Completion]:
+    def counted(engine, requests):
         frozen.append(gc.get_freeze_count())
         yield from answer(engine, requests)
 
@@ -206,13 +198,11 @@ def test_libraries_are_not_searched_for_garbage_while_rows_are_answered(
         gc.freeze()  # as the tests' own start leaves it
 
 
-def test_a_line_is_read_once_for_all_graders_that_compare_texts(
-    finished: ScorePlan, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_is_read_once_for_all_graders_that_compare_texts(finished, monkeypatch):
     read: list[str] = []
     rows = Shards.rows
 
-    def counted(shards: Shards, number: int, kind: str = "answers") -> list[dict]:
+    def counted(shards, number, kind="answers"):
         read.append(f"{number} {kind}")
         return rows(shards, number, kind)
 
@@ -221,19 +211,17 @@ def test_a_line_is_read_once_for_all_graders_that_compare_texts(
     assert sorted(read) == sorted(f"{number} {kind}" for number in range(3) for kind in ("answers", "tasks"))
 
 
-def test_an_engine_is_told_the_rows_of_the_next_shard_before_this_one_is_answered(
-    plan: ScorePlan, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_is_told_the_rows_of_the_next_shard_before_this_one_is_answered(plan, monkeypatch):
     """Not those that cannot be asked; and data that grew goes on in shards of its own."""
     told: list[str] = []
     answer = TransformersEngine.answer
 
-    def answered(engine: TransformersEngine, requests: Sequence[Request]) -> Iterator[Completion]:
+    def answered(engine, requests):
         for completion in answer(engine, requests):
             told.append(completion.id)
             yield completion
 
-    def prepare(_engine: TransformersEngine, requests: Sequence[Request]) -> None:
+    def prepare(_engine, requests):
         told.extend(f"next {request.id}" for request in requests)
 
     monkeypatch.setattr(TransformersEngine, "answer", answered)
@@ -261,12 +249,12 @@ def test_an_engine_is_told_the_rows_of_the_next_shard_before_this_one_is_answere
         ("vllm", "torch.bfloat16", 2048),
     ],
 )
-def test_shards_are_as_large_as_suits_the_engine(plan: ScorePlan, engine: Any, dtype: str, rows: int) -> None:
+def test_shards_are_as_large_as_suits_the_engine(plan, engine, dtype, rows):
     assert rows_of_a_shard(replace(plan, engine=engine, dtype=dtype, batch_size=4)) == rows
 
 
 @pytest.mark.parametrize("own", [{"max_tokens": 2.5}, {"seed": 0.5, "temperature": 1}])
-def test_parts_of_a_token_are_an_error_of_their_row(plan: ScorePlan, own: dict) -> None:
+def test_parts_of_a_token_are_an_error_of_their_row(plan, own):
     body = {"messages": [{"role": "user", "content": "Where?"}]}
     rows = [{"custom_id": "part", "body": body | own}, {"custom_id": "whole", "body": body}]
     Path(plan.sources[0].path).write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -276,7 +264,7 @@ def test_parts_of_a_token_are_an_error_of_their_row(plan: ScorePlan, own: dict) 
     assert "must be a whole number from" in lines(answers(plan))[0]["error"]["message"]
 
 
-def test_a_score_to_compare_with_is_looked_at_before_the_first_row(plan: ScorePlan, tmp_path: Path) -> None:
+def test_a_score_to_compare_with_is_looked_at_before_the_first_row(plan, tmp_path):
     with pytest.raises(RunDirectoryError, match="nope: has no grades that can be read"):
         score_dataset(
             model=plan.model, data=plan.sources[0].path, out=Path(plan.output_dir), tell=lambda event: None,

@@ -2,8 +2,6 @@
 
 import json
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,23 +10,22 @@ from fitune.cli import main
 from fitune.errors import DataError, RecipeError, RunDirectoryError
 from fitune.session.score.score_plan import read_lengths
 from fitune.session.score.score_words import score_words
-from fitune.spec.reports import ScoreReport
 
 CHOICE = {"question": "Which?", "choices": ["a", "b"], "answer": 0}
 BATCH_LINE = {"custom_id": "x", "body": {"messages": [{"role": "user", "content": "Where?"}]}}
 
 
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+def write_rows(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-def asked(*names: object) -> list[dict[str, Any]]:
+def asked(*names):
     return [{"id": name, "prompt": f"Where is {name}?", "completion": "Oslo"} for name in names]
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> list[Path]:
+def files(tmp_path):
     """B is first in the alphabet's order of names, and second on the command line."""
     return [
         write_rows(tmp_path / "b.jsonl", asked("one", "two")),
@@ -36,17 +33,15 @@ def files(tmp_path: Path) -> list[Path]:
     ]
 
 
-def scored(tiny: Any, files: list[Path], out: Path, **more: Any) -> ScoreReport:
+def scored(tiny, files, out, **more):
     return fitune.score(tiny.folder, files, out, max_new_tokens=2, batch_size=2, **more)
 
 
-def ids(out: Path) -> list[str]:
+def ids(out):
     return [json.loads(line)["custom_id"] for line in (out / "answers.jsonl").read_text().splitlines()]
 
 
-def test_every_data_option_of_the_command_is_scored(
-    tiny: Any, files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_data_option_of_the_command_is_scored(tiny, files, tmp_path, monkeypatch):
     out = tmp_path / "out"
     words = ["--max-new-tokens", "2", "--model", str(tiny.folder), "--out", str(out)]
     monkeypatch.setattr(sys, "argv", ["fitune", "score", *words, *(f"--data={file}" for file in files)])
@@ -56,9 +51,7 @@ def test_every_data_option_of_the_command_is_scored(
     assert ids(out) == ["one", "two", "three"]
 
 
-def test_rows_are_answered_in_the_order_of_the_files_and_not_again(
-    tiny: Any, files: list[Path], tmp_path: Path
-) -> None:
+def test_rows_are_answered_in_the_order_of_the_files_and_not_again(tiny, files, tmp_path):
     out = tmp_path / "out"
     report = scored(tiny, files, out)
     assert (report.rows, report.answered, report.rows_asked) == (3, 3, 3)
@@ -70,13 +63,13 @@ def test_rows_are_answered_in_the_order_of_the_files_and_not_again(
     assert ids(out) == ["one", "two", "four", "three"]
 
 
-def test_one_of_the_files_alone_is_another_scoring(tiny: Any, files: list[Path], tmp_path: Path) -> None:
+def test_one_of_the_files_alone_is_another_scoring(tiny, files, tmp_path):
     scored(tiny, files, tmp_path / "out")
     with pytest.raises(RunDirectoryError, match=r"data: 'b\.jsonl, split train.*; a\.jsonl, split"):
         scored(tiny, files[:1], tmp_path / "out")
 
 
-def test_rows_without_ids_are_numbered_over_all_files(tiny: Any, tmp_path: Path) -> None:
+def test_rows_without_ids_are_numbered_over_all_files(tiny, tmp_path):
     nameless = [{"prompt": "Where?", "completion": "Oslo"}]
     files = [write_rows(tmp_path / name, nameless * 2) for name in ("b.jsonl", "a.jsonl")]
     scored(tiny, files, tmp_path / "out")
@@ -95,16 +88,14 @@ def test_rows_without_ids_are_numbered_over_all_files(tiny: Any, tmp_path: Path)
         (asked("one"), [], r"a\.jsonl"),
     ],
 )  # fmt: skip
-def test_files_that_are_no_one_list_of_rows_are_refused_by_name(
-    tiny: Any, tmp_path: Path, first: list[Any], second: list[Any], words: str
-) -> None:
+def test_files_that_are_no_one_list_of_rows_are_refused_by_name(tiny, tmp_path, first, second, words):
     files = [write_rows(tmp_path / "b.jsonl", first), write_rows(tmp_path / "a.jsonl", second)]
     with pytest.raises(DataError, match=words):
         scored(tiny, files, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_one_id_column_may_be_named_for_files_that_differ(tiny: Any, tmp_path: Path) -> None:
+def test_one_id_column_may_be_named_for_files_that_differ(tiny, tmp_path):
     rows = [
         {"id": "x", "key": "one", "prompt": "p", "completion": "c"},
         {"key": "two", "prompt": "p", "completion": "c"},
@@ -114,16 +105,14 @@ def test_one_id_column_may_be_named_for_files_that_differ(tiny: Any, tmp_path: P
     assert ids(tmp_path / "out") == ["one", "two"]
 
 
-def test_a_file_that_is_named_twice_and_none_at_all_are_refused(
-    tiny: Any, files: list[Path], tmp_path: Path
-) -> None:
+def test_a_file_that_is_named_twice_and_none_at_all_are_refused(tiny, files, tmp_path):
     with pytest.raises(RecipeError, match=r"a\.jsonl is given twice"):
         scored(tiny, [*files, files[1]], tmp_path / "out")
     with pytest.raises(RecipeError, match="--data is missing"):
         scored(tiny, [], tmp_path / "out")
 
 
-def test_a_plan_counts_the_rows_of_all_files(tiny: Any, files: list[Path]) -> None:
+def test_a_plan_counts_the_rows_of_all_files(tiny, files):
     words = score_words(
         str(tiny.folder),
         files,

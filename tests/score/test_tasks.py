@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -10,26 +9,26 @@ from fitune.data.conversations.messages import Conversation, Message
 from fitune.errors import DataError
 from fitune.score.index import open_index
 from fitune.score.reading import index_input
-from fitune.score.tasks import Question, read_questions, to_task
+from fitune.score.tasks import read_questions, to_task
 from fitune.spec.plan import DataSource
 
 
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> DataSource:
+def write_rows(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return DataSource(path=str(path))
 
 
-def checked(*sources: DataSource, id_column: str = "") -> list[Question]:
+def checked(*sources, id_column=""):
     with open_index(Path(sources[0].path).parent) as index:
         index_input(sources, index, id_column=id_column)
     return list(read_questions(sources, id_column=id_column, weighed=False))
 
 
-def row(number: int, **more: Any) -> dict[str, Any]:
+def row(number, **more):
     return {"prompt": f"question {number}", "completion": f"answer {number}", **more}
 
 
-def test_prompt_ids_are_the_beginning_of_the_training_ids(tiny, tmp_path: Path) -> None:
+def test_prompt_ids_are_the_beginning_of_the_training_ids(tiny, tmp_path):
     messages = (Message("system", "Be brief."), Message("user", "Where to?"), Message("assistant", "Oslo"))
     conversation = Conversation(messages, "here:1")
     task = to_task(conversation, id="a", template=tiny.template)
@@ -41,7 +40,7 @@ def test_prompt_ids_are_the_beginning_of_the_training_ids(tiny, tmp_path: Path) 
     assert (task.expected, task.prompt_text, task.where) == ("Oslo", "Be brief.\nWhere to?", "here:1")
 
 
-def test_a_column_named_body_is_a_column_where_it_holds_no_request(tmp_path: Path) -> None:
+def test_a_column_named_body_is_a_column_where_it_holds_no_request(tmp_path):
     (question,) = checked(write_rows(tmp_path / "mail.jsonl", [row(1, body="Dear Sir")]))
     assert (question.problem, question.expected) == ("", "answer 1")
     request = {"custom_id": "a", "body": {"messages": [{"role": "user", "content": "Where?"}]}}
@@ -50,7 +49,7 @@ def test_a_column_named_body_is_a_column_where_it_holds_no_request(tmp_path: Pat
 
 
 @pytest.mark.parametrize("column", ["id", "custom_id", "key"])
-def test_ids_come_from_a_column(tiny, tmp_path: Path, column: str) -> None:
+def test_ids_come_from_a_column(tiny, tmp_path, column):
     source = write_rows(tmp_path / "rows.jsonl", [row(1, **{column: "b"}), row(2, **{column: 7})])
     wanted = "key" if column == "key" else ""
     tasks = checked(source, id_column=wanted)
@@ -58,12 +57,12 @@ def test_ids_come_from_a_column(tiny, tmp_path: Path, column: str) -> None:
     assert [task.expected for task in tasks] == ["answer 1", "answer 2"]
 
 
-def test_rows_without_an_id_column_are_numbered(tiny, tmp_path: Path) -> None:
+def test_rows_without_an_id_column_are_numbered(tiny, tmp_path):
     tasks = checked(write_rows(tmp_path / "rows.jsonl", [row(1), row(2)]))
     assert [task.id for task in tasks] == ["1", "2"]
 
 
-def test_repeated_ids_are_listed_with_both_places(tiny, tmp_path: Path) -> None:
+def test_repeated_ids_are_listed_with_both_places(tiny, tmp_path):
     rows = [row(number, id=str(number % 10)) for number in range(30)]
     with pytest.raises(DataError, match=r"20 of 30 rows repeat an id of column 'id'") as caught:
         checked(write_rows(tmp_path / "rows.jsonl", rows))
@@ -72,27 +71,27 @@ def test_repeated_ids_are_listed_with_both_places(tiny, tmp_path: Path) -> None:
     assert "and 15 more" in caught.value.message
 
 
-def test_a_number_and_its_text_are_the_same_id(tiny, tmp_path: Path) -> None:
+def test_a_number_and_its_text_are_the_same_id(tiny, tmp_path):
     with pytest.raises(DataError, match="repeat an id"):
         checked(write_rows(tmp_path / "r.jsonl", [row(1, id=1), row(2, id="1")]))
 
 
 @pytest.mark.parametrize("bad", [None, "", "  ", 1.5, True, ["x"]])
-def test_a_missing_id_is_refused_with_its_row(tiny, tmp_path: Path, bad: Any) -> None:
+def test_a_missing_id_is_refused_with_its_row(tiny, tmp_path, bad):
     rows = [row(1, id="a"), row(2, id=bad), row(3)]
     with pytest.raises(DataError, match=r"2 of 3 rows have no id in column 'id'.*rows.jsonl:2.*rows.jsonl:3"):
         checked(write_rows(tmp_path / "rows.jsonl", rows))
 
 
-def test_no_rows_and_plain_text_are_refused(tiny, tmp_path: Path) -> None:
+def test_no_rows_and_plain_text_are_refused(tiny, tmp_path):
     with pytest.raises(DataError):
         checked(write_rows(tmp_path / "none.jsonl", []))
     with pytest.raises(DataError, match="no answer to compare with"):
         checked(write_rows(tmp_path / "text.jsonl", [{"text": "once upon a time"}]))
 
 
-def test_another_prompt_has_another_fingerprint(tiny) -> None:
-    def fingerprint(text: str) -> str:
+def test_another_prompt_has_another_fingerprint(tiny):
+    def fingerprint(text):
         conversation = Conversation((Message("user", text), Message("assistant", "x")), "here")
         return to_task(conversation, id="a", template=tiny.template).fingerprint
 
@@ -101,8 +100,8 @@ def test_another_prompt_has_another_fingerprint(tiny) -> None:
 
 @pytest.mark.parametrize(("name", "value"), [("n", 5), ("n", True), ("stream", True)])
 def test_a_batch_line_that_asks_for_several_answers_or_parts_of_one_is_an_error_of_its_row(
-    tmp_path: Path, name: str, value: Any
-) -> None:
+    tmp_path, name, value
+):
     body = {"messages": [{"role": "user", "content": "Where?"}]}
     rows = [
         {"custom_id": "a", "body": body | {name: value}},

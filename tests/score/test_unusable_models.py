@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,19 +18,19 @@ from models.tiny_models import with_ids_moved_up
 
 
 @pytest.fixture
-def data(tmp_path: Path) -> DataSource:
+def data(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     return DataSource(path=str(tmp_path / "rows.jsonl"))
 
 
-def plan_for(model: Path, data: DataSource, out: Path, adapter: Path | None = None) -> ScorePlan:
+def plan_for(model, data, out, adapter=None):
     return ScorePlan(
         model=str(model), sources=(data,), output_dir=str(out), adapter=str(adapter or ""),
         sampling=Sampling(max_new_tokens=2),
     )  # fmt: skip
 
 
-def changed(folder: Path, to: Path, name_part: str, value: float) -> Path:
+def changed(folder, to, name_part, value):
     shutil.copytree(folder, to)
     file = next(to.glob("*.safetensors"))
     weights = load_file(file)
@@ -42,16 +41,14 @@ def changed(folder: Path, to: Path, name_part: str, value: float) -> Path:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_base_whose_weights_are_no_numbers_is_refused(
-    tiny, data: DataSource, tmp_path: Path, value: float
-) -> None:
+def test_a_base_whose_weights_are_no_numbers_is_refused(tiny, data, tmp_path, value):
     broken = changed(tiny.folder, tmp_path / "broken", "0.mlp.up_proj", value)
     with pytest.raises(ModelError, match=r"NaN or infinite: model.layers.0.mlp.up_proj.weight"):
         score(plan_for(broken, data, tmp_path / "out"), say=lambda line: None)
 
 
 @pytest.fixture
-def adapter(tiny, tmp_path: Path) -> Path:
+def adapter(tiny, tmp_path):
     from peft import LoraConfig, get_peft_model
 
     from fitune.models.weights import load_model
@@ -62,9 +59,7 @@ def adapter(tiny, tmp_path: Path) -> Path:
     return tmp_path / "adapter"
 
 
-def test_an_adapter_that_does_not_fit_is_refused_from_python_too(
-    tiny, data: DataSource, tmp_path: Path, adapter: Path
-) -> None:
+def test_an_adapter_that_does_not_fit_is_refused_from_python_too(tiny, data, tmp_path, adapter):
     config = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps({**config, "r": 8}))
     with pytest.raises(CheckpointError, match="does not fit"):
@@ -72,9 +67,7 @@ def test_an_adapter_that_does_not_fit_is_refused_from_python_too(
     assert not (tmp_path / "out").exists()
 
 
-def test_an_adapter_under_other_names_is_not_silently_left_out(
-    tiny, data: DataSource, tmp_path: Path, adapter: Path
-) -> None:
+def test_an_adapter_under_other_names_is_not_silently_left_out(tiny, data, tmp_path, adapter):
     """A config cannot know what stands before the block number; the model can."""
     file = adapter / "adapter_model.safetensors"
     weights = {
@@ -85,7 +78,7 @@ def test_an_adapter_under_other_names_is_not_silently_left_out(
         score(plan_for(tiny.folder, data, tmp_path / "out", adapter), say=lambda line: None)
 
 
-def test_a_warning_about_an_adapter_is_said(tiny, data: DataSource, tmp_path: Path, adapter: Path) -> None:
+def test_a_warning_about_an_adapter_is_said(tiny, data, tmp_path, adapter):
     config = json.loads((adapter / "adapter_config.json").read_text())
     changed = {**config, "base_model_name_or_path": "someone/else"}
     (adapter / "adapter_config.json").write_text(json.dumps(changed))
@@ -95,32 +88,26 @@ def test_a_warning_about_an_adapter_is_said(tiny, data: DataSource, tmp_path: Pa
 
 
 @pytest.mark.parametrize(("capability", "dtype"), [((7, 0), torch.float16), ((8, 0), torch.bfloat16)])
-def test_a_gpu_without_bf16_scores_in_fp16(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: torch.dtype
-) -> None:
+def test_a_gpu_without_bf16_scores_in_fp16(monkeypatch, capability, dtype):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert choose_dtype(torch.device("cuda")) is dtype
     assert choose_dtype(torch.device("cpu")) is torch.float32
 
 
-def test_fields_of_no_format_name_their_row(tiny, tmp_path: Path) -> None:
+def test_fields_of_no_format_name_their_row(tiny, tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a", "completion": "b"}\n{"left": "a", "right": "b"}\n')
     with pytest.raises(DataError, match=r"rows.jsonl:2: format auto"):
         list(read_questions([DataSource(path=str(rows))], id_column="", weighed=False))
 
 
-def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows(
-    model_folder: Path, tmp_path: Path, data: DataSource
-) -> None:
+def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows(model_folder, tmp_path, data):
     mixed = with_ids_moved_up(model_folder, tmp_path / "mixed", by=384)
     with pytest.raises(ModelError, match="the embedding has 384 rows"):
         score(plan_for(mixed, data, tmp_path / "out"))
 
 
-def test_an_adapter_without_effect_is_refused_although_its_b_is_not_zero(
-    tiny, data: DataSource, tmp_path: Path, adapter: Path
-) -> None:
+def test_an_adapter_without_effect_is_refused_although_its_b_is_not_zero(tiny, data, tmp_path, adapter):
     file = adapter / "adapter_model.safetensors"
     weights = {name: w.zero_() if "lora_A" in name else w for name, w in load_file(file).items()}
     save_file(weights, file, metadata={"format": "pt"})

@@ -6,9 +6,6 @@
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +19,7 @@ from fitune.errors import CheckpointError
 from fitune.models.adapters import load_adapter
 from fitune.models.tokens import load_tokenizer
 from fitune.models.weights import load_model
-from fitune.score.engines.engine import Continuation, Engine, Request, Sampling, listed_stop_ids
+from fitune.score.engines.engine import Continuation, Request, Sampling, listed_stop_ids
 from fitune.score.engines.engine_transformers import TransformersEngine
 from fitune.score.engines.engine_vllm import VllmEngine
 from fitune.session.events import tell_nobody
@@ -50,7 +47,7 @@ WARM = Sampling(max_new_tokens=12, temperature=0.8, top_p=0.9, seed=3)
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+def small(tmp_path_factory):
     """A random model of which one of its frequent tokens ends an answer."""
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("vllm") / "model"
@@ -66,13 +63,13 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 
 @pytest.fixture(scope="module")
-def plain(small: Tiny) -> Iterator[VllmEngine]:
+def plain(small):
     engine = theirs(small)
     yield engine
     engine.close()
 
 
-def asked(small: Tiny, sampling: Sampling) -> list[Request]:
+def asked(small, sampling):
     rows = training_exercises(200, seed=1)
     prompts = [small.tokenizer(row.prompt)["input_ids"] for row in rows]
     return [
@@ -81,11 +78,11 @@ def asked(small: Tiny, sampling: Sampling) -> list[Request]:
     ]
 
 
-def ours(small: Tiny, model: Any = None) -> TransformersEngine:
+def ours(small, model=None):
     return TransformersEngine(model=model or small.model, tokenizer=small.tokenizer, template=small.template)
 
 
-def theirs(small: Tiny, **more: Any) -> VllmEngine:
+def theirs(small, **more):
     return VllmEngine(
         model=str(small.folder), tokenizer=str(small.folder),
         stop_ids=small.template.stop_ids | listed_stop_ids(str(small.folder)),
@@ -93,7 +90,7 @@ def theirs(small: Tiny, **more: Any) -> VllmEngine:
     )  # fmt: skip
 
 
-def save_adapter(small: Tiny, folder: Path, *, b: float = 0.3, **settings: Any) -> str:
+def save_adapter(small, folder, *, b=0.3, **settings):
     """A LoRA adapter of PEFT's whose A and B are random."""
     torch.manual_seed(1)
     model = load_model(str(small.folder), dtype=torch.float32, device=CPU)
@@ -107,7 +104,7 @@ def save_adapter(small: Tiny, folder: Path, *, b: float = 0.3, **settings: Any) 
     return str(folder)
 
 
-def require_equal(one: Engine, other: Engine, requests: list[Request]) -> None:
+def require_equal(one, other, requests):
     expected = {completion.id: completion for completion in one.answer(requests)}
     found = {completion.id: completion for completion in other.answer(requests)}
     assert found.keys() == expected.keys()
@@ -119,18 +116,18 @@ def require_equal(one: Engine, other: Engine, requests: list[Request]) -> None:
     assert {found[key].finish_reason for key in same} == {"stop", "length"}
 
 
-def test_greedy_answers_are_those_of_transformers(small: Tiny, plain: VllmEngine) -> None:
+def test_greedy_answers_are_those_of_transformers(small, plain):
     require_equal(ours(small), plain, asked(small, Sampling(max_new_tokens=12)))
 
 
-def test_a_row_is_told_when_it_ends_not_when_all_have_ended(plain: VllmEngine) -> None:
+def test_a_row_is_told_when_it_ends_not_when_all_have_ended(plain):
     long, short = (
         Request(id=str(new), prompt_ids=(5, 6, 7), sampling=Sampling(max_new_tokens=new)) for new in (40, 1)
     )
     assert [completion.id for completion in plain.answer([long, short])] == ["1", "40"]
 
 
-def test_a_prompt_beyond_the_context_is_an_error_of_its_row(plain: VllmEngine) -> None:
+def test_a_prompt_beyond_the_context_is_an_error_of_its_row(plain):
     long, fits = (
         Request(id=str(n), prompt_ids=(5,) * n, sampling=Sampling(max_new_tokens=12)) for n in (181, 180)
     )
@@ -140,7 +137,7 @@ def test_a_prompt_beyond_the_context_is_an_error_of_its_row(plain: VllmEngine) -
     assert found["180"].tokens
 
 
-def test_drawn_answers_depend_on_prompt_and_seed_alone(small: Tiny, plain: VllmEngine) -> None:
+def test_drawn_answers_depend_on_prompt_and_seed_alone(small, plain):
     requests = asked(small, WARM)[:40]
     once = {c.id: c.token_ids for c in plain.answer(requests)}
     assert {c.id: c.token_ids for c in plain.answer(requests[::-1])} == once
@@ -150,7 +147,7 @@ def test_drawn_answers_depend_on_prompt_and_seed_alone(small: Tiny, plain: VllmE
     assert {c.id: c.token_ids for c in plain.answer(other)} != once
 
 
-def test_likelihoods_are_those_of_transformers(small: Tiny, plain: VllmEngine) -> None:
+def test_likelihoods_are_those_of_transformers(small, plain):
     requests = asked(small, Sampling(max_new_tokens=12))[:20]
     greedy = [(c.id, c.token_ids) for c in plain.answer(requests)]
     prompts = {request.id: request.prompt_ids for request in requests}
@@ -166,7 +163,7 @@ def test_likelihoods_are_those_of_transformers(small: Tiny, plain: VllmEngine) -
     assert long.error == "prompt 180 + continuation 12 + 1 written = 193 tokens, the model has room for 192"
 
 
-def test_answers_with_an_adapter_are_those_of_transformers(small: Tiny, tmp_path: Path) -> None:
+def test_answers_with_an_adapter_are_those_of_transformers(small, tmp_path):
     adapter = save_adapter(small, tmp_path, use_rslora=True)
     adapted = load_adapter(load_model(str(small.folder), dtype=torch.float32, device=CPU), adapter)
     requests = asked(small, Sampling(max_new_tokens=12))
@@ -180,7 +177,7 @@ def test_answers_with_an_adapter_are_those_of_transformers(small: Tiny, tmp_path
         engine.close()
 
 
-def test_an_adapter_that_vllm_does_not_apply_is_refused(small: Tiny, tmp_path: Path) -> None:
+def test_an_adapter_that_vllm_does_not_apply_is_refused(small, tmp_path):
     """vLLM looks at the last part of a module's name; a block that the model does not have is left out in silence."""
     adapter = save_adapter(small, tmp_path)
     file = tmp_path / "adapter_model.safetensors"
@@ -193,7 +190,7 @@ def test_an_adapter_that_vllm_does_not_apply_is_refused(small: Tiny, tmp_path: P
         engine.close()
 
 
-def test_an_adapter_whose_b_is_zero_answers_as_the_base(small: Tiny, tmp_path: Path) -> None:
+def test_an_adapter_whose_b_is_zero_answers_as_the_base(small, tmp_path):
     engine = theirs(small, adapter=save_adapter(small, tmp_path, b=0.0), rank=5)
     try:
         require_equal(ours(small), engine, asked(small, Sampling(max_new_tokens=12)))
@@ -201,14 +198,12 @@ def test_an_adapter_whose_b_is_zero_answers_as_the_base(small: Tiny, tmp_path: P
         engine.close()
 
 
-def test_what_vllm_says_of_an_adapter_it_refuses_is_shown(small: Tiny, tmp_path: Path) -> None:
+def test_what_vllm_says_of_an_adapter_it_refuses_is_shown(small, tmp_path):
     with pytest.raises(CheckpointError, match=r"vLLM refuses the adapter: .*DoRA"):
         theirs(small, adapter=save_adapter(small, tmp_path, use_dora=True), rank=5)
 
 
-def test_an_adapter_that_has_to_be_merged_is_scored_as_by_transformers(
-    small: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_adapter_that_has_to_be_merged_is_scored_as_by_transformers(small, tmp_path, monkeypatch):
     monkeypatch.setenv("FITUNE_CACHE", str(tmp_path / "cache"))
     adapter = save_adapter(small, tmp_path / "adapter", use_dora=True)
     data = tmp_path / "rows.jsonl"

@@ -4,7 +4,6 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -48,7 +47,7 @@ RIGHT = (1, 0, 3)
         ({"goal": "q", "sol1": "x", "sol2": "y", "label": 1}, 1),
     ],
 )  # fmt: skip
-def test_choices_are_read_as_people_write_them(fields: dict[str, Any], right: int) -> None:
+def test_choices_are_read_as_people_write_them(fields, right):
     found = read_choices(Row("f:1", fields), columns=())
     assert (found.question, found.right) == ("q", right)
     assert len(found.choices) >= 2
@@ -65,25 +64,25 @@ def test_choices_are_read_as_people_write_them(fields: dict[str, Any], right: in
         (0, ["x", ""], "is not a list of texts"),
     ],
 )
-def test_a_row_that_does_not_say_which_is_right_is_refused(answer: object, choices: list, named: str) -> None:
+def test_a_row_that_does_not_say_which_is_right_is_refused(answer, choices, named):
     with pytest.raises(BadRow, match=named):
         read_choices(Row("f:1", {"question": "q", "choices": choices, "answer": answer}), columns=())
 
 
-def test_a_column_mapping_names_the_choices_and_other_rows_have_none() -> None:
+def test_a_column_mapping_names_the_choices_and_other_rows_have_none():
     columns = (("prompt", "frage"), ("choices", "wahl"), ("completion", "nummer"))
     found = read_choices(Row("f:1", {"frage": "q", "wahl": ["x", "y"], "nummer": 1}), columns)
     assert (found.question, found.choices, found.right) == ("q", ("x", "y"), 1)
     assert not has_choices(Row("f:1", {"question": "q", "answer": "#### 3"}), columns=())
 
 
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> DataSource:
+def write_rows(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return DataSource(path=str(path))
 
 
 @pytest.fixture
-def plan(tiny, tmp_path: Path) -> ScorePlan:
+def plan(tiny, tmp_path):
     rows = [
         {"question": q, "choices": c, "answer": a}
         for q, c, a in zip(QUESTIONS * 4, CHOICES * 4, RIGHT * 4, strict=True)
@@ -95,16 +94,16 @@ def plan(tiny, tmp_path: Path) -> ScorePlan:
     )  # fmt: skip
 
 
-def quietly(plan: ScorePlan, **more: Any) -> Any:
+def quietly(plan, **more):
     return score(plan, say=lambda line: None, **more)
 
 
-def lines(plan: ScorePlan, name: str = "answers.jsonl") -> list[dict]:
+def lines(plan, name="answers.jsonl"):
     return [json.loads(line) for line in (Path(plan.output_dir) / name).read_text().splitlines()]
 
 
 @torch.no_grad()
-def by_hand(tiny, question: str, answer: str) -> tuple[list[float], int]:
+def by_hand(tiny, question, answer):
     """Log-probabilities of the answer's tokens in training's own ids, and how many of them end it."""
     row = tiny.template.encode(
         Conversation((Message("user", question), Message("assistant", answer)), "here")
@@ -115,7 +114,7 @@ def by_hand(tiny, question: str, answer: str) -> tuple[list[float], int]:
     return [float(logits[at - 1, row.ids[at]]) for at in range(start, len(row.ids))], end
 
 
-def test_grades_follow_from_the_softmax_of_trainings_own_ids(tiny, plan: ScorePlan) -> None:
+def test_grades_follow_from_the_softmax_of_trainings_own_ids(tiny, plan):
     report = quietly(plan)
     grades = lines(plan, "grades.jsonl")
     nats = tokens = size = 0.0
@@ -147,7 +146,7 @@ def test_grades_follow_from_the_softmax_of_trainings_own_ids(tiny, plan: ScorePl
     assert "tokens of given answers weighed, none written" in told
 
 
-def test_the_normalised_choices_differ_where_lengths_do() -> None:
+def test_the_normalised_choices_differ_where_lengths_do():
     """-4 over 2 characters and 1 token; -6 over 12 characters and 2 tokens; -5 over 4 characters and 4 tokens."""
     choices = [
         {"text": "ab", "logprob": -4.0, "end_logprob": -1.0, "tokens": 1, "end_tokens": 1},
@@ -165,12 +164,12 @@ class Killed(BaseException):
     pass
 
 
-def test_killed_anywhere_the_bytes_are_those_of_an_undisturbed_run(plan: ScorePlan) -> None:
+def test_killed_anywhere_the_bytes_are_those_of_an_undisturbed_run(plan):
     quietly(plan)
     undisturbed = replace(plan, output_dir=f"{plan.output_dir}-killed")
     for after in (3, 6, 11):
 
-        def kill(done: int, total: int, after: int = after) -> None:
+        def kill(done, total, after=after):
             if done >= after:
                 raise Killed
 
@@ -183,9 +182,7 @@ def test_killed_anywhere_the_bytes_are_those_of_an_undisturbed_run(plan: ScorePl
         ).read_bytes()
 
 
-def test_graders_follow_from_rows_with_choices_and_references_alone_have_a_perplexity(
-    plan: ScorePlan, tmp_path: Path
-) -> None:
+def test_graders_follow_from_rows_with_choices_and_references_alone_have_a_perplexity(plan, tmp_path):
     told: list[str] = []
     report = score(replace(plan, graders=()), say=told.append)
     assert list(report.grades) == ["choice", "choice_norm"]
@@ -202,9 +199,7 @@ def test_graders_follow_from_rows_with_choices_and_references_alone_have_a_perpl
     assert paired.mean == pytest.approx(report.grades["perplexity"])
 
 
-def test_what_does_not_go_together_is_refused_before_anything_is_weighed(
-    plan: ScorePlan, tmp_path: Path
-) -> None:
+def test_what_does_not_go_together_is_refused_before_anything_is_weighed(plan, tmp_path):
     with pytest.raises(
         RecipeError, match="choice grade given answers by log-likelihood, number need answers"
     ):
@@ -215,7 +210,7 @@ def test_what_does_not_go_together_is_refused_before_anything_is_weighed(
 
 
 @pytest.mark.parametrize(("rows", "tokens", "prompts"), [(2, 1_000, 1), (2, 1_000, 2), (120, 20, 120)])
-def test_logits_exist_for_some_tokens_at_a_time(tiny, rows: int, tokens: int, prompts: int) -> None:
+def test_logits_exist_for_some_tokens_at_a_time(tiny, rows, tokens, prompts):
     """2,000 or 2,400 tokens, 30,000 words: whole logits would take 229 MiB, a chunk of 256 tokens takes 29 MiB."""
     from transformers import LlamaConfig, LlamaForCausalLM
 

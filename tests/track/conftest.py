@@ -1,15 +1,13 @@
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from fitune.spec.plan import Plan
 from fitune.spec.predictions import Phase
 from fitune.spec.reports import StepReport
 from plans import plan_for, small_llama
 
 
-def _step(step: int, **values: Any) -> StepReport:
+def _step(step, **values):
     defaults: dict[str, Any] = {
         "total_steps": 200, "epoch": step / 30, "loss": 2.314, "learning_rate": 1.9e-4, "grad_norm": 0.8204,
         "tokens": 1234, "supervised_tokens": 400, "step_seconds": 1.0, "data_seconds": 0.01,
@@ -19,12 +17,12 @@ def _step(step: int, **values: Any) -> StepReport:
 
 
 @pytest.fixture
-def make_step() -> Callable[..., StepReport]:
+def make_step():
     """A step report by its number; any field can be given."""
     return _step
 
 
 @pytest.fixture
-def plan() -> Plan:
+def plan():
     """A plan of the smallest kind; trackers only write it down."""
     return plan_for(small_llama())

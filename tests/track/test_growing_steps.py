@@ -1,7 +1,5 @@
 """A metrics.jsonl that grows is read once, line by line."""
 
-from pathlib import Path
-
 import pytest
 
 from fitune.errors import RunDirectoryError
@@ -10,7 +8,7 @@ from fitune.track.metrics import MetricsLog, to_line
 from report.conftest import make_steps
 
 
-def test_only_what_is_new_is_read(tmp_path: Path) -> None:
+def test_only_what_is_new_is_read(tmp_path):
     path, lines = tmp_path / "metrics.jsonl", [to_line(step) for step in make_steps(6)]
     growing = GrowingSteps(path)
     growing.look()
@@ -25,7 +23,7 @@ def test_only_what_is_new_is_read(tmp_path: Path) -> None:
     assert growing.steps[0] is first
 
 
-def test_a_resume_replaces_the_lines(tmp_path: Path) -> None:
+def test_a_resume_replaces_the_lines(tmp_path):
     path, steps = tmp_path / "metrics.jsonl", make_steps(6)
     growing = GrowingSteps(path)
     with MetricsLog(path) as log:
@@ -38,7 +36,7 @@ def test_a_resume_replaces_the_lines(tmp_path: Path) -> None:
     assert growing.steps == steps[:3]
 
 
-def test_a_damaged_line_is_named_and_a_link_is_not_followed(tmp_path: Path) -> None:
+def test_a_damaged_line_is_named_and_a_link_is_not_followed(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(to_line(make_steps(1)[0]) + b"{}\n")
     with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl:2: not a line of metrics"):

@@ -18,23 +18,23 @@ MakeStep = Callable[..., StepReport]
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     return tmp_path / "run" / "metrics.jsonl"
 
 
 @pytest.fixture
-def log_of_five(path: Path, make_step: MakeStep) -> Path:
+def log_of_five(path, make_step):
     with MetricsLog(path) as log:
         for step in range(1, 6):
             log.append(make_step(step, eval_loss=2.5 if step == 5 else None))
     return path
 
 
-def test_what_is_written_is_read_back(log_of_five: Path, make_step: MakeStep) -> None:
+def test_what_is_written_is_read_back(log_of_five, make_step):
     assert read_metrics(log_of_five) == [make_step(n, eval_loss=2.5 if n == 5 else None) for n in range(1, 6)]
 
 
-def test_a_line_is_there_before_the_log_is_closed(path: Path, make_step: MakeStep) -> None:
+def test_a_line_is_there_before_the_log_is_closed(path, make_step):
     log = MetricsLog(path)
     log.append(make_step(1))
     assert read_metrics(path) == [make_step(1)]
@@ -42,10 +42,10 @@ def test_a_line_is_there_before_the_log_is_closed(path: Path, make_step: MakeSte
     log.close()
 
 
-def test_a_loss_that_is_not_finite_is_visible_and_valid_json(path: Path, make_step: MakeStep) -> None:
+def test_a_loss_that_is_not_finite_is_visible_and_valid_json(path, make_step):
     line = to_line(make_step(3, loss=math.nan, grad_norm=math.inf, eval_loss=-math.inf))
 
-    def refuse(name: str) -> None:
+    def refuse(name):
         raise AssertionError(f"{name} is not JSON")
 
     data = json.loads(line, parse_constant=refuse)
@@ -57,12 +57,12 @@ def test_a_loss_that_is_not_finite_is_visible_and_valid_json(path: Path, make_st
     assert (again.grad_norm, again.eval_loss) == (math.inf, -math.inf)
 
 
-def test_no_file_is_no_steps(path: Path) -> None:
+def test_no_file_is_no_steps(path):
     assert read_metrics(path) == []
 
 
 @pytest.mark.parametrize("cut", [1, 5, 100, -2, -1])
-def test_a_line_torn_anywhere_costs_only_itself(log_of_five: Path, cut: int) -> None:
+def test_a_line_torn_anywhere_costs_only_itself(log_of_five, cut):
     content = log_of_five.read_bytes()
     start = content.rindex(b"\n", 0, -1) + 1
     end = start + cut if cut > 0 else len(content) + cut
@@ -74,7 +74,7 @@ def test_a_line_torn_anywhere_costs_only_itself(log_of_five: Path, cut: int) -> 
 @pytest.mark.parametrize(
     "tail", [b'{"step": 6, "lo', b"\x00\x00\x00\x00", b'{"text": "\xff\xfe', b'{"step": 6\n']
 )
-def test_the_log_goes_on_after_a_torn_line(log_of_five: Path, make_step: MakeStep, tail: bytes) -> None:
+def test_the_log_goes_on_after_a_torn_line(log_of_five, make_step, tail):
     with log_of_five.open("ab") as file:
         file.write(tail)
     assert len(read_metrics(log_of_five)) == 5
@@ -83,16 +83,14 @@ def test_the_log_goes_on_after_a_torn_line(log_of_five: Path, make_step: MakeSte
     assert [report.step for report in read_metrics(log_of_five)] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_last_line_that_lacks_only_its_newline_is_kept_on_reopening(
-    log_of_five: Path, make_step: MakeStep
-) -> None:
+def test_a_last_line_that_lacks_only_its_newline_is_kept_on_reopening(log_of_five, make_step):
     log_of_five.write_bytes(log_of_five.read_bytes()[:-1])
     with MetricsLog(log_of_five) as log:
         log.append(make_step(6))
     assert [report.step for report in read_metrics(log_of_five)] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_bad_line_in_the_middle_is_an_error_with_its_number(log_of_five: Path) -> None:
+def test_a_bad_line_in_the_middle_is_an_error_with_its_number(log_of_five):
     lines = log_of_five.read_bytes().splitlines(keepends=True)
     log_of_five.write_bytes(b"".join([lines[0], b'{"step": \n', *lines[2:]]))
     with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl:2: not a line of metrics"):
@@ -107,20 +105,18 @@ def test_a_bad_line_in_the_middle_is_an_error_with_its_number(log_of_five: Path)
         ({"step": 1.5}, "expected int"),
     ],
 )
-def test_a_whole_line_with_wrong_values_is_an_error_even_at_the_end(
-    log_of_five: Path, change: dict[str, object], cause: str
-) -> None:
+def test_a_whole_line_with_wrong_values_is_an_error_even_at_the_end(log_of_five, change, cause):
     *lines, last = log_of_five.read_text().splitlines()
     log_of_five.write_text("\n".join([*lines, json.dumps(json.loads(last) | change)]) + "\n")
     with pytest.raises(RunDirectoryError, match=cause):
         read_metrics(log_of_five)
 
 
-def first(path: Path, count: int) -> bytes:
+def first(path, count):
     return b"".join(path.read_bytes().splitlines(keepends=True)[:count])
 
 
-def test_resuming_drops_the_later_steps_and_writes_them_again(log_of_five: Path, make_step: MakeStep) -> None:
+def test_resuming_drops_the_later_steps_and_writes_them_again(log_of_five, make_step):
     saved = first(log_of_five, 3)
     with MetricsLog(log_of_five) as log:
         assert log.restart(saved, step=3) == ""
@@ -136,7 +132,7 @@ def test_resuming_drops_the_later_steps_and_writes_them_again(log_of_five: Path,
     assert [file.name for file in log_of_five.parent.iterdir()] == ["metrics.jsonl"]
 
 
-def lines(*numbers: int) -> Callable[[list[bytes]], bytes]:
+def lines(*numbers):
     return lambda five: b"".join(five[number - 1] for number in numbers)
 
 
@@ -157,9 +153,7 @@ def lines(*numbers: int) -> Callable[[list[bytes]], bytes]:
         (lambda five: five[0].replace(b"2.314", b"1.314") + five[1] + five[2], "lines were changed"),
     ],
 )
-def test_whatever_became_of_the_log_it_is_put_back_and_said(
-    log_of_five: Path, damaged: Callable[[list[bytes]], bytes | None], said: str
-) -> None:
+def test_whatever_became_of_the_log_it_is_put_back_and_said(log_of_five, damaged, said):
     saved = first(log_of_five, 3)
     content = damaged(log_of_five.read_bytes().splitlines(keepends=True))
     log_of_five.unlink() if content is None else log_of_five.write_bytes(content)
@@ -169,22 +163,18 @@ def test_whatever_became_of_the_log_it_is_put_back_and_said(
 
 
 @pytest.mark.parametrize("tail", [lines(4, 5), lambda five: five[3] + five[4][:50], lines()])
-def test_what_a_kill_leaves_behind_is_not_worth_a_word(
-    log_of_five: Path, tail: Callable[[list[bytes]], bytes]
-) -> None:
+def test_what_a_kill_leaves_behind_is_not_worth_a_word(log_of_five, tail):
     saved = first(log_of_five, 3)
     log_of_five.write_bytes(saved + tail(log_of_five.read_bytes().splitlines(keepends=True)))
     with MetricsLog(log_of_five) as log:
         assert log.restart(saved, step=3) == ""
 
 
-def test_a_kill_while_restarting_leaves_the_old_lines(
-    log_of_five: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_while_restarting_leaves_the_old_lines(log_of_five, monkeypatch):
     before = log_of_five.read_bytes()
     log = MetricsLog(log_of_five)
 
-    def killed(source: Path, target: Path) -> None:
+    def killed(source, target):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(os, "replace", killed)
@@ -193,7 +183,7 @@ def test_a_kill_while_restarting_leaves_the_old_lines(
     assert log_of_five.read_bytes() == before
 
 
-def test_starting_anew_leaves_an_empty_log(log_of_five: Path) -> None:
+def test_starting_anew_leaves_an_empty_log(log_of_five):
     with MetricsLog(log_of_five) as log:
         assert log.restart(b"", step=0) == ""
     assert log_of_five.read_bytes() == b""
@@ -202,9 +192,7 @@ def test_starting_anew_leaves_an_empty_log(log_of_five: Path) -> None:
 @pytest.mark.parametrize(
     "damage", [Path.unlink, lambda path: os.truncate(path, 99), lambda path: path.write_bytes(b"")]
 )
-def test_a_log_that_is_damaged_while_it_is_written_is_put_back(
-    log_of_five: Path, make_step: MakeStep, damage: Callable[[Path], object]
-) -> None:
+def test_a_log_that_is_damaged_while_it_is_written_is_put_back(log_of_five, make_step, damage):
     with MetricsLog(log_of_five) as log:
         assert log.put_back() == ""
         damage(log_of_five)
@@ -214,13 +202,13 @@ def test_a_log_that_is_damaged_while_it_is_written_is_put_back(
     assert [report.step for report in read_metrics(log_of_five)] == list(range(1, 8))
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RunDirectoryError, match=r"file/metrics\.jsonl: cannot be used"):
         MetricsLog(tmp_path / "file" / "metrics.jsonl")
 
 
-def test_a_restart_is_told_until_a_step_told_it(path: Path, make_step: MakeStep) -> None:
+def test_a_restart_is_told_until_a_step_told_it(path, make_step):
     """By the first step after it, whichever attempt does that step: an attempt that ran out of memory did none."""
     lost = Restart(
         cause="a worker is gone", workers_before=2, workers=1, after_step=0, lost_steps=0, lost_at=100.0,

@@ -8,7 +8,6 @@ import math
 import os
 import struct
 import zipfile
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,9 @@ from typing import Any
 import pytest
 
 from fitune.spec.plan import Plan, Tracking
-from fitune.spec.reports import StepReport
 from fitune.track.feed import Trackers
 from fitune.track.protocol import End
-from fitune.track.record import Tracked, read_tracked
+from fitune.track.record import read_tracked
 from fitune.track.trackers import wanted_trackers
 from report.conftest import make_run_report
 
@@ -36,7 +34,7 @@ NAMES = ("report.html", "report.json", "plan.json", "recipe.yaml")
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def run(tmp_path_factory):
     """The directory of a run in two attempts, told to every tracker that is installed."""
     from track.conftest import _step
 
@@ -52,7 +50,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder / "run"
 
 
-def _attempts(directory: Path, store: Path, make_step: Callable[..., StepReport]) -> None:
+def _attempts(directory, store, make_step):
     from plans import plan_for, small_llama
 
     directory.mkdir()
@@ -71,7 +69,7 @@ def _attempts(directory: Path, store: Path, make_step: Callable[..., StepReport]
         assert not [one for one in trackers.tracked if one.failure]
 
 
-def tracked_by(run: Path, tracker: str) -> Tracked:
+def tracked_by(run, tracker):
     found = [one for one in read_tracked(run) if one.tracker == tracker]
     if not found:
         pytest.skip(f"{tracker} is not installed: pip install 'fitune[{tracker}]'")
@@ -79,13 +77,13 @@ def tracked_by(run: Path, tracker: str) -> Tracked:
     return found[0]
 
 
-def require_same_losses(found: dict[int, float]) -> None:
+def require_same_losses(found):
     assert found.keys() == LOSSES.keys()
     for step, loss in LOSSES.items():
         assert found[step] == loss or (math.isnan(found[step]) and math.isnan(loss))
 
 
-def test_wandb(run: Path) -> None:
+def test_wandb(run):
     """Two offline files of one run, by wandb's own messages; the client's ``wandb sync`` would send both."""
     tracked = tracked_by(run, "wandb")
     losses: dict[int, float] = {}
@@ -124,7 +122,7 @@ def test_wandb(run: Path) -> None:
     assert sorted(pattern.parent.glob(pattern.name)) == folders
 
 
-def wandb_records(log: Path) -> Iterator[Any]:
+def wandb_records(log):
     """Messages of a .wandb file: pieces of at most 32 KiB blocks, each after a checksum, its length and its kind."""
     from wandb.proto import wandb_internal_pb2
 
@@ -144,7 +142,7 @@ def wandb_records(log: Path) -> Iterator[Any]:
             message = b""
 
 
-def test_mlflow(run: Path) -> None:
+def test_mlflow(run):
     tracked = tracked_by(run, "mlflow")
     from mlflow import MlflowClient
 
@@ -168,7 +166,7 @@ def test_mlflow(run: Path) -> None:
     assert not {name for name in found.data.tags if name in ("mlflow.user", "mlflow.source.name")}
 
 
-def test_comet(run: Path) -> None:
+def test_comet(run):
     tracked = tracked_by(run, "comet")
     archives = sorted((run / "comet").glob("*.zip"), key=lambda path: path.stat().st_mtime_ns)
     assert len(archives) == 2
@@ -195,7 +193,7 @@ def test_comet(run: Path) -> None:
     assert set(pattern.parent.glob(pattern.name)) == set(archives)
 
 
-def test_tensorboard(run: Path) -> None:
+def test_tensorboard(run):
     """A resumed run is shown once: the steps that were done again are purged."""
     tracked_by(run, "tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -8,13 +8,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from fitune.errors import MissingExtra, RecipeError
 from fitune.files import process_lives
-from fitune.spec.plan import Plan
 from fitune.spec.recipe.keys import GROUPS
 from fitune.spec.reports import StepReport
 from fitune.track.feed import Trackers
@@ -28,22 +26,22 @@ TESTS = Path(__file__).parents[1]
 COMPLETE = End(status="complete", figures={"predicted/peak": 3.0})
 
 
-def row(name: str) -> Row:
+def row(name):
     return Row(tracker=f"track.toy_trackers:{name}", library="json", extra="toy")
 
 
 @pytest.fixture(autouse=True)
-def toys_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def toys_are_found(monkeypatch):
     monkeypatch.setenv(
         "PYTHONPATH", os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
     )
 
 
 @pytest.fixture
-def open_toy(tmp_path: Path, plan: Plan) -> Callable[..., Any]:
+def open_toy(tmp_path, plan):
     """A started toy tracker by its class, and the lines it says to people."""
 
-    def opened(name: str, **settings: Any) -> tuple[Trackers, list[str]]:
+    def opened(name, **settings):
         said: list[str] = []
         trackers = Trackers({"toy": row(name)}, tmp_path, say=said.append, **{"end_s": 60.0, **settings})
         trackers.start(plan, "a run")
@@ -52,20 +50,18 @@ def open_toy(tmp_path: Path, plan: Plan) -> Callable[..., Any]:
     return opened
 
 
-def told(directory: Path) -> list[dict[str, Any]]:
+def told(directory):
     return [json.loads(line) for line in (directory / "toy.jsonl").read_text().splitlines()]
 
 
-def until(condition: Callable[[], object]) -> None:
+def until(condition):
     end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.02)
 
 
-def test_every_step_arrives_in_order_and_a_resumed_run_has_the_same_id(
-    open_toy: Callable[..., Any], tmp_path: Path, make_step: MakeStep
-) -> None:
+def test_every_step_arrives_in_order_and_a_resumed_run_has_the_same_id(open_toy, tmp_path, make_step):
     report = tmp_path / "report.html"
     report.write_text("from s3://me:hunter2@host/rows")
     for steps in (range(1, 41), range(31, 51)):
@@ -90,9 +86,7 @@ def test_every_step_arrives_in_order_and_a_resumed_run_has_the_same_id(
     assert "words of a library" in log_of(tmp_path, "toy").read_text()
 
 
-def test_a_tracker_that_hangs_holds_nothing_up_and_is_ended(
-    open_toy: Callable[..., Any], tmp_path: Path, make_step: MakeStep
-) -> None:
+def test_a_tracker_that_hangs_holds_nothing_up_and_is_ended(open_toy, tmp_path, make_step):
     trackers, said = open_toy("Hangs", end_s=0.5, most_waiting=10)
     until((tmp_path / "toy.jsonl").is_file)
     for step in range(1, 101):
@@ -106,9 +100,7 @@ def test_a_tracker_that_hangs_holds_nothing_up_and_is_ended(
     until(lambda: not process_lives(told(tmp_path)[0]["pid"]))
 
 
-def test_a_tracker_that_hangs_at_the_end_has_the_steps(
-    open_toy: Callable[..., Any], tmp_path: Path, make_step: MakeStep
-) -> None:
+def test_a_tracker_that_hangs_at_the_end_has_the_steps(open_toy, tmp_path, make_step):
     trackers, _ = open_toy("HangsAtTheEnd", end_s=0.5)
     trackers.step(make_step(1))
     until(lambda: trackers.tracked[0].sent == 1)
@@ -119,9 +111,7 @@ def test_a_tracker_that_hangs_at_the_end_has_the_steps(
     assert "no answer" in tracked.failure
 
 
-def test_a_tracker_that_fails_begins_again_and_misses_nothing(
-    open_toy: Callable[..., Any], tmp_path: Path, make_step: MakeStep
-) -> None:
+def test_a_tracker_that_fails_begins_again_and_misses_nothing(open_toy, tmp_path, make_step):
     trackers, said = open_toy("FailsOnce", pauses_s=(0.0,))
     for step in range(1, 6):
         trackers.step(make_step(step))
@@ -137,9 +127,7 @@ def test_a_tracker_that_fails_begins_again_and_misses_nothing(
     ("name", "cause"),
     [("Refuses", "PermissionError: no such project"), ("Dies", "its process ended (signal SIGKILL)")],
 )
-def test_a_tracker_that_keeps_failing_is_left_out_and_says_why(
-    name: str, cause: str, open_toy: Callable[..., Any], tmp_path: Path, make_step: MakeStep
-) -> None:
+def test_a_tracker_that_keeps_failing_is_left_out_and_says_why(name, cause, open_toy, tmp_path, make_step):
     trackers, said = open_toy(name, pauses_s=(0.0,))
     trackers.step(make_step(1))
     until(lambda: trackers.tracked[0].lost == 1)
@@ -152,7 +140,7 @@ def test_a_tracker_that_keeps_failing_is_left_out_and_says_why(
     assert sum("begun" in line for line in told(tmp_path)) == 2
 
 
-def test_the_tracker_of_a_killed_run_is_ended(tmp_path: Path) -> None:
+def test_the_tracker_of_a_killed_run_is_ended(tmp_path):
     program = (
         "import sys, time; from pathlib import Path; from plans import plan_for, small_llama;"
         "from fitune.track.feed import Trackers; from fitune.track.trackers import Row;"
@@ -166,42 +154,42 @@ def test_the_tracker_of_a_killed_run_is_ended(tmp_path: Path) -> None:
     until(lambda: not process_lives(told(tmp_path)[0]["pid"]))
 
 
-def test_a_tracker_is_one_class_and_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_is_one_class_and_one_row(monkeypatch):
     monkeypatch.setitem(TRACKERS, "toy", row("Toy"))
     assert wanted_trackers(["Toy"]) == {"toy": TRACKERS["toy"]}
 
 
-def test_none_and_nothing_are_no_tracker() -> None:
+def test_none_and_nothing_are_no_tracker():
     assert wanted_trackers([]) == wanted_trackers(["none"]) == {}
     with pytest.raises(RecipeError, match="none goes with no other"):
         wanted_trackers(["none", "wandb"])
 
 
-def test_an_unknown_tracker_is_refused_with_the_nearest_name() -> None:
+def test_an_unknown_tracker_is_refused_with_the_nearest_name():
     with pytest.raises(RecipeError, match="unknown tracker 'tensorbord'") as caught:
         wanted_trackers(["tensorbord"])
     assert caught.value.hint == "did you mean 'tensorboard'?"
 
 
-def test_a_tracker_without_its_library_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_without_its_library_names_the_command(monkeypatch):
     monkeypatch.setitem(TRACKERS, "away", Row(tracker="a:B", library="no_such_library", extra="away"))
     with pytest.raises(MissingExtra, match="fitune\\[away\\]"):
         wanted_trackers(["away"])
     assert "away" not in wanted_trackers(["all"])
 
 
-def test_the_table_names_extras_that_pyproject_has() -> None:
+def test_the_table_names_extras_that_pyproject_has():
     import tomllib
 
     project = tomllib.loads((TESTS.parent / "pyproject.toml").read_text())["project"]
     assert {row.extra for row in TRACKERS.values()} <= set(project["optional-dependencies"])
 
 
-def test_the_help_of_report_to_names_every_tracker() -> None:
+def test_the_help_of_report_to_names_every_tracker():
     assert all(name in GROUPS["Trackers"]["report_to"] for name in TRACKERS)
 
 
-def test_keys_and_passwords_of_trackers_stay_on_this_machine() -> None:
+def test_keys_and_passwords_of_trackers_stay_on_this_machine():
     environment = {
         "WANDB_PROJECT": "p", "WANDB_API_KEY": "k" * 40, "MLFLOW_TRACKING_URI": "https://me:hunter2@host",
         "MLFLOW_TRACKING_TOKEN": "t", "COMET_WORKSPACE": "w", "HOME": "/root",
@@ -209,7 +197,7 @@ def test_keys_and_passwords_of_trackers_stay_on_this_machine() -> None:
     assert dict(settings_of_environment(environment)) == {"WANDB_PROJECT": "p", "COMET_WORKSPACE": "w"}
 
 
-def test_every_number_of_a_step_is_a_curve(make_step: MakeStep) -> None:
+def test_every_number_of_a_step_is_a_curve(make_step):
     report = make_step(7, eval_loss=2.5)
     curves = dict(scalars(report))
     assert curves["train/loss"] == report.loss
@@ -219,5 +207,5 @@ def test_every_number_of_a_step_is_a_curve(make_step: MakeStep) -> None:
     assert dict(scalars(make_step(9, mfu=0.4)))["speed/mfu"] == 0.4
 
 
-def test_a_table_in_markdown() -> None:
+def test_a_table_in_markdown():
     assert markdown((("", "predicted"), ("peak", "3"))) == "|  | predicted |\n| --- | --- |\n| peak | 3 |"
