@@ -3,7 +3,6 @@
 The rows are the same, and in the same order, whatever the number of processes.
 """
 
-import json
 import os
 import pickle
 import sys
@@ -13,13 +12,10 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
-import numpy as np
-
 from fitune.child import Beat, Child, ChildEnded, requests
 from fitune.data.conversations.messages import Example
 from fitune.data.conversations.templates import ChatTemplate
-from fitune.data.reading.rows import from_message, to_message
-from fitune.data.tokenising import MOST_TEXT_AT_ONCE, Fate, RowTokeniser, TokenRows, text_size
+from fitune.data.tokenising import MOST_TEXT_AT_ONCE, RowTokeniser, TokenRows, text_size
 from fitune.errors import DataError
 from fitune.spec.plan import DataPlan
 
@@ -103,39 +99,16 @@ def _by_processes(
 
 def _answer(child: Child, batch: list[Example]) -> TokenRows:
     try:
-        head, ids, supervised, lengths = (child.receive() for _ in range(4))
+        rows: TokenRows = pickle.loads(child.receive())
+        return rows
     except ChildEnded as ended:
         raise _lost(batch, ended) from None
-    return _from_bytes(head, ids, supervised, lengths)
 
 
 def _lost(batch: Sequence[Example], ended: ChildEnded) -> DataError:
     return DataError(
         f"a process that tokenises ended with {ended.how} at {batch[0].where} or in the {len(batch) - 1} rows after it",
         hint="was memory short? leave out rows of many megabytes, or start anew with more memory",
-    )
-
-
-def _to_bytes(rows: TokenRows) -> list[bytes]:
-    """``rows`` as messages for another process."""
-    fates = [(f.tokens, f.rows, f.kept, f.supervised, f.reason) for f in rows.fates]
-    head = json.dumps({"fates": fates, "error": rows.error and to_message(rows.error)}).encode()
-    return [head, rows.ids.tobytes(), rows.supervised.tobytes(), rows.lengths.tobytes()]
-
-
-def _from_bytes(head: bytes, ids: bytes, supervised: bytes, lengths: bytes) -> TokenRows:
-    """The other way. Plain numbers and text: nothing that another process sends is run here."""
-    content = json.loads(head)
-    fates = [
-        Fate(tokens=tokens, rows=rows, kept=kept, supervised=learned, reason=reason)
-        for tokens, rows, kept, learned, reason in content["fates"]
-    ]
-    return TokenRows(
-        ids=np.frombuffer(ids, np.int32),
-        supervised=np.frombuffer(supervised, np.bool_),
-        lengths=np.frombuffer(lengths, np.int64),
-        fates=fates,
-        error=from_message(**content["error"]) if content["error"] else None,
     )
 
 
@@ -147,8 +120,7 @@ def main() -> None:
     template = ChatTemplate(job.tokenizer, job.template, name=job.template_name)
     tokenise = RowTokeniser(job.data, template, seq_len=job.seq_len)
     for connection, message in messages:
-        for part in _to_bytes(tokenise(pickle.loads(message))):
-            connection.send_bytes(part)
+        connection.send_bytes(pickle.dumps(tokenise(pickle.loads(message))))
 
 
 if __name__ == "__main__":

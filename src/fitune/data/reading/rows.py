@@ -15,6 +15,7 @@ A ``label`` that is a class of plain text, or any other value, says nothing abou
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fitune.errors import DataError
@@ -35,15 +36,8 @@ class BadRow(DataError):
         super().__init__(message, hint=hint)
         self.reason = reason
 
-
-def to_message(error: DataError) -> dict[str, str | None]:
-    """``error`` as plain text for another process."""
-    return {"message": error.message, "hint": error.hint, "reason": getattr(error, "reason", None)}
-
-
-def from_message(message: str, hint: str | None, reason: str | None = None) -> DataError:
-    """The error that ``to_message`` was given; a BadRow where it has a reason."""
-    return DataError(message, hint=hint) if reason is None else BadRow(message, reason=reason, hint=hint)
+    def __reduce__(self) -> Any:  # it comes back from the processes that tokenise
+        return partial(BadRow, reason=self.reason, hint=self.hint), (self.message,)
 
 
 def first_doubled(names: Iterable[str]) -> str | None:
