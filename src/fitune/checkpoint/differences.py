@@ -83,7 +83,10 @@ def difference_table(differences: list[Difference]) -> str:
 _WORD = {True: "allowed", False: "refused"}
 _ABSENT = object()
 
-_OF_THE_MOMENT = ("hardware.nvme_bytes", "hardware.host_memory_bytes", "hardware.calibration")
+_OF_THE_MOMENT = (
+    "hardware.nvme_bytes", "hardware.host_memory_bytes", "hardware.calibration", "hardware.taken_bytes",
+    "hardware.left_out",
+)  # fmt: skip
 """Measured when the plan is made and different every time: no setting of anybody's."""
 
 _FREE = {

@@ -92,13 +92,18 @@ def allocator_slack_bytes(moving_bytes: int) -> int:
 def usable_bytes(hardware: Hardware) -> int:
     """Total memory less a reserve for the driver, the display, other processes and what the estimate misses.
 
-    GPU: 1/16 of it, at most 2 GiB (24 GiB -> 22.5 GiB). CPU: the interpreter and the libraries take 1 GiB, and
+    GPU: 1/16 of it, at most 2 GiB (24 GiB -> 22.5 GiB), and what other programs were seen to hold. CPU: the interpreter and the libraries take 1 GiB, and
     1/8 stays for the rest of the machine.
     """
     total = hardware.gpu.memory_bytes
     if hardware.gpu.is_cpu:
         return max(0, total - total // 8 - GIB)
-    return total - min(total // 16, 2 * GIB)
+    return max(0, total - reserve_bytes(hardware.gpu) - hardware.taken_bytes)
+
+
+def reserve_bytes(gpu: Gpu) -> int:
+    """Bytes of a GPU that no plan fills: 1/16, at most 2 GiB."""
+    return min(gpu.memory_bytes // 16, 2 * GIB)
 
 
 PROCESS_BYTES = 3 * GIB

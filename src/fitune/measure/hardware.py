@@ -4,11 +4,13 @@ import dataclasses
 import math
 import os
 import shutil
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from fitune.errors import HardwareError
 from fitune.measure.calibrations import device_key, quick_key, stored_calibration
-from fitune.measure.nvml import FoundGpu, query_gpus, visible_gpus
+from fitune.measure.nvml import FoundGpu, gpus_here
 from fitune.spec.machines.gpus import (
     NODE_NETWORK,
     GpuFigures,
@@ -21,7 +23,7 @@ from fitune.spec.machines.gpus import (
     with_figures,
 )
 from fitune.spec.machines.hardware import Gpu, Hardware
-from fitune.units import format_bytes
+from fitune.units import MIB, format_bytes
 
 NO_FIGURES = GpuFigures()
 
@@ -29,7 +31,7 @@ NO_FIGURES = GpuFigures()
 def resolve_hardware(
     *,
     gpu: str | None = None,
-    gpus: int = 1,
+    gpus: int | None = None,
     nodes: int = 1,
     host_memory_bytes: int | None = None,
     figures: GpuFigures = NO_FIGURES,
@@ -38,29 +40,30 @@ def resolve_hardware(
     """The hardware a user names, or this machine when no GPU is named.
 
     ``cpu`` is this machine's processor. Host memory given by the user always wins; for a processor it is
-    the device memory too. On this machine ``gpus`` may not exceed what was found; on its processor they are
-    processes. A device that was calibrated here counts as measured, also when it is named. ``figures`` replace
+    the device memory too. ``gpus``: None takes all GPUs of one kind that were found here, and one of a named one. On this
+    machine they may not exceed what was found; on its processor they are processes. A device that was calibrated here counts as measured, also when it is named. ``figures`` replace
     those of a named GPU, or describe one without a name.
     """
     network = internode_bandwidth or NODE_NETWORK
     if gpu is None and figures.describe_a_gpu:
         unnamed = gpu_of_figures(figures)
         return hardware_for(
-            gpu=unnamed, gpus=gpus, nodes=nodes, host_memory_bytes=host_memory_bytes or 0,
+            gpu=unnamed, gpus=gpus or 1, nodes=nodes, host_memory_bytes=host_memory_bytes or 0,
             internode_bandwidth=network,
         )  # fmt: skip
     if gpu is not None and gpu.lower() != "cpu":
         named = with_figures(find_gpu(gpu), figures)
         host = host_memory_bytes or shared_host_bytes(gpu)
         wanted = hardware_for(
-            gpu=named, gpus=gpus, nodes=nodes, host_memory_bytes=host, internode_bandwidth=network
+            gpu=named, gpus=gpus or 1, nodes=nodes, host_memory_bytes=host, internode_bandwidth=network
         )
         return wanted if figures.describe_a_gpu else calibrated(wanted)
     if figures.describe_a_gpu:
         raise HardwareError(
             "gpu_memory, gpu_flops and gpu_bandwidth describe a CUDA GPU, and gpu is cpu", hint="host_memory"
         )
-    here = detect_hardware(use_gpus=gpu is None)
+    here = detect_hardware(use_gpus=gpu is None, most=gpus)
+    gpus = gpus or here.gpus_per_node
     if here.gpu.is_cpu and gpus > 1:
         return calibrated(_shared_processor(here, gpus, nodes, host_memory_bytes or here.host_memory_bytes))
     if gpus > here.gpus_per_node:
@@ -74,7 +77,7 @@ def resolve_hardware(
         gpu=with_figures(device, figures), gpus=gpus, nodes=nodes, host_memory_bytes=host,
         cpu_cores=here.cpu_cores, nvme_bytes=here.nvme_bytes, internode_bandwidth=network,
     )  # fmt: skip
-    return calibrated(wanted)
+    return calibrated(dataclasses.replace(wanted, taken_bytes=here.taken_bytes, left_out=here.left_out))
 
 
 def _shared_processor(here: Hardware, processes: int, nodes: int, memory_bytes: int) -> Hardware:
@@ -98,21 +101,73 @@ def calibrated(hardware: Hardware) -> Hardware:
     return hardware if found is None else dataclasses.replace(hardware, calibration=found)
 
 
-def detect_hardware(*, path: Path = Path("."), use_gpus: bool = True) -> Hardware:
+def detect_hardware(*, path: Path = Path("."), use_gpus: bool = True, most: int | None = None) -> Hardware:
     """GPUs that CUDA_VISIBLE_DEVICES leaves, else the processor; host memory, cores and free disk at ``path``.
 
-    Raises HardwareError when the visible GPUs differ: a plan is for devices that are all alike.
+    A plan is for devices that are all alike: of several kinds, those with most memory, at most ``most`` of them.
     """
     memory, cores = host_memory_bytes(), cpu_cores()
     processor = cpu_gpu(memory_bytes=memory, cores=cores, has_bf16_products=has_bf16_products())
-    found = visible_gpus(query_gpus(), os.environ) if use_gpus else ()
-    return hardware_for(
-        gpu=_one_kind(found) if found else processor,
-        gpus=max(1, len(found)),
+    found = gpus_here(os.environ) if use_gpus else ()
+    taken = of_one_kind(found)[:most]
+    wanted = hardware_for(
+        gpu=describe_found(taken[0]) if taken else processor,
+        gpus=max(1, len(taken)),
         host_memory_bytes=memory,
         cpu_cores=cores,
         nvme_bytes=free_disk_bytes(path),
     )
+    left_out = Counter(gpu.name for gpu in found if gpu not in taken)
+    return dataclasses.replace(
+        wanted,
+        taken_bytes=taken_by_others(taken),
+        left_out=", ".join(f"{count} × {name}" for name, count in left_out.items()),
+    )
+
+
+def of_one_kind(found: Sequence[FoundGpu]) -> tuple[FoundGpu, ...]:
+    """The GPUs of the kind with most memory that fitune trains on; of two such kinds, of the newer one."""
+    best = max(
+        found, key=lambda gpu: (gpu.capability >= _OLDEST, gpu.memory_bytes, gpu.capability), default=None
+    )
+    return tuple(
+        gpu
+        for gpu in found
+        if best is not None and (gpu.name, gpu.memory_bytes) == (best.name, best.memory_bytes)
+    )
+
+
+def taken_by_others(found: Sequence[FoundGpu]) -> int:
+    """Bytes that other programs hold on the fullest of these GPUs, in whole 128 MiB: a plan is not to change with every
+    window of a desktop. Less than that the reserve has room for."""
+    taken = max((gpu.taken_bytes for gpu in found), default=0)
+    return 0 if taken < _TAKEN_STEP else -(-taken // _TAKEN_STEP) * _TAKEN_STEP
+
+
+_TAKEN_STEP = 128 * MIB
+_OLDEST = (7, 0)
+
+
+def keep_to(hardware: Hardware) -> None:
+    """Let this process, and those that it starts, see only this machine's GPUs of ``hardware``'s kind. To be called
+    before torch first uses a GPU; where all are of that kind nothing changes."""
+    found = () if hardware.gpu.is_cpu else gpus_here(os.environ)
+    taken = of_one_kind(found)
+    if len(taken) < len(found) and describe_found(taken[0]).name == hardware.gpu.name:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in taken)
+
+
+def require_free(hardware: Hardware, needed_bytes: int) -> None:
+    """Raises HardwareError where other programs leave less than ``needed_bytes`` of this machine's GPUs free."""
+    for gpu in of_one_kind(() if hardware.gpu.is_cpu else gpus_here(os.environ))[: hardware.gpus_per_node]:
+        free = gpu.memory_bytes - gpu.taken_bytes
+        if needed_bytes > free:
+            raise HardwareError(
+                f"the plan takes {format_bytes(needed_bytes)} of GPU {gpu.index} ({gpu.name}), and "
+                f"{format_bytes(free)} of its {format_bytes(gpu.memory_bytes)} are free: other programs hold "
+                f"{format_bytes(gpu.taken_bytes)}",
+                hint="leave gpu out, then fitune plans with what is free; or end those programs (nvidia-smi lists them)",
+            )
 
 
 def describe_hardware(hardware: Hardware) -> str:
@@ -123,9 +178,11 @@ def describe_hardware(hardware: Hardware) -> str:
     parts = (
         device if hardware.nodes == 1 else f"{hardware.nodes} nodes of {device}",
         f"{format_bytes(gpu.memory_bytes)}{each}",
+        *([f"{format_bytes(hardware.taken_bytes)} of it taken"] if hardware.taken_bytes else []),
         f"{rate / 1e12:,.3g} TFLOP/s {number}",
         f"{gpu.bandwidth / 1e9:,.0f} GB/s",
         *_lacking(gpu),
+        *([f"not used: {hardware.left_out}"] if hardware.left_out else []),
     )
     return "\n".join(line for line in (", ".join(parts), _describe_host(hardware)) if line)
 
@@ -144,16 +201,6 @@ def _describe_host(hardware: Hardware) -> str:
         f"{format_bytes(hardware.nvme_bytes)} free on disk" if hardware.nvme_bytes else "",
     )
     return "host: " + ", ".join(part for part in parts if part) if any(parts) else ""
-
-
-def _one_kind(found: tuple[FoundGpu, ...]) -> Gpu:
-    kinds = {(gpu.name, gpu.memory_bytes) for gpu in found}
-    if len(kinds) > 1:
-        raise HardwareError(
-            "the GPUs here differ: " + ", ".join(f"{gpu.index}: {gpu.name}" for gpu in found),
-            hint=f"choose with CUDA_VISIBLE_DEVICES, for example {found[0].index}",
-        )
-    return describe_found(found[0])
 
 
 def describe_found(found: FoundGpu) -> Gpu:

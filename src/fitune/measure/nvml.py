@@ -1,6 +1,8 @@
-"""The GPUs of this machine, as NVIDIA's driver describes them and CUDA_VISIBLE_DEVICES shows them."""
+"""The GPUs of this machine, as NVML or else torch describes them and CUDA_VISIBLE_DEVICES shows them."""
 
+import ctypes
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
@@ -18,10 +20,61 @@ class FoundGpu:
     name: str
     memory_bytes: int
     capability: tuple[int, int]
+    taken_bytes: int = 0
+    """Held by other programs; 0 where that is not known."""
 
 
-def query_gpus() -> tuple[FoundGpu, ...]:
-    """Every GPU that the driver lets this process use; nothing when there is no driver.
+def gpus_here(environment: Mapping[str, str]) -> tuple[FoundGpu, ...]:
+    """GPUs that this process may use, those of ``environment``'s CUDA_VISIBLE_DEVICES; nothing without a driver.
+
+    Where NVML is missing (a container without the driver's "utility" part), torch is asked. Raises HardwareError for
+    GPUs that neither can describe: a machine with GPUs is never taken for a processor.
+    """
+    found, why = query_gpus()
+    if found is not None:
+        return visible_gpus(found, environment)
+    return _gpus_of_torch(why) if count_of_driver() else ()
+
+
+def count_of_driver() -> int:
+    """Visible GPUs by CUDA's own driver, which names none; 0 where there is no driver."""
+    count = ctypes.c_int(0)
+    try:
+        cuda = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+        return 0 if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)) else count.value
+    except (OSError, AttributeError):
+        return 0
+
+
+def _gpus_of_torch(why: str) -> tuple[FoundGpu, ...]:
+    """GPUs that torch sees, which are the visible ones; ``why``: what is wrong with NVML."""
+    try:
+        import torch  # seconds: only for those whose GPUs nothing else names
+
+        missing = "" if torch.cuda.is_available() else f"torch {torch.__version__} sees no CUDA device"
+    except ImportError:
+        missing = "torch is not installed"
+    if missing:
+        raise HardwareError(
+            f"this machine has GPUs that cannot be listed: {why}, and {missing}",
+            hint="name the GPU to plan for: gpu: rtx-4090; for the processor: gpu: cpu",
+        )
+    return tuple(gpu_of_torch(index) for index in range(torch.cuda.device_count()))
+
+
+def gpu_of_torch(index: int) -> FoundGpu:
+    """``cuda:index`` as torch describes it."""
+    import torch
+
+    found = torch.cuda.get_device_properties(index)
+    return FoundGpu(
+        index=index, uuid=f"GPU-{found.uuid}", name=found.name, memory_bytes=found.total_memory,
+        capability=(found.major, found.minor),
+    )  # fmt: skip
+
+
+def query_gpus() -> tuple[tuple[FoundGpu, ...] | None, str]:
+    """Every GPU that NVML lists; None, and why, where it cannot be asked.
 
     Raises HardwareError for a GPU that the driver cannot describe.
     """
@@ -29,17 +82,17 @@ def query_gpus() -> tuple[FoundGpu, ...]:
         import pynvml  # about 10 ms: not for those who name a GPU
     except ImportError:
         if shutil.which("nvidia-smi") is None:
-            return ()
+            return None, "nvidia-ml-py is not installed"
         raise HardwareError(
             "the GPUs of this machine cannot be listed: nvidia-ml-py is not installed",
             hint="pip install nvidia-ml-py",
         ) from None
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return ()
+    except pynvml.NVMLError as error:
+        return None, f"NVML cannot be used ({error})"
     try:
-        return tuple(_found_gpus(pynvml))
+        return tuple(_found_gpus(pynvml)), ""
     finally:
         pynvml.nvmlShutdown()
 
@@ -60,13 +113,24 @@ def _found_gpus(nvml: ModuleType) -> Iterator[FoundGpu]:
 
 def _found_gpu(nvml: ModuleType, index: int, handle: Any) -> FoundGpu:
     major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+    memory = _memory(nvml, handle)
     return FoundGpu(
         index=index,
         uuid=nvml.nvmlDeviceGetUUID(handle),
         name=nvml.nvmlDeviceGetName(handle),
-        memory_bytes=nvml.nvmlDeviceGetMemoryInfo(handle).total,
+        memory_bytes=memory.total,
         capability=(major, minor),
+        taken_bytes=memory.used,
     )
+
+
+def _memory(nvml: ModuleType, handle: Any) -> Any:
+    """Total and used bytes. The second version counts what the driver keeps for itself apart, as nvidia-smi does; before
+    driver 510 there is only the first, where it counts as used."""
+    try:
+        return nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
+    except nvml.NVMLError:
+        return nvml.nvmlDeviceGetMemoryInfo(handle)
 
 
 def _indescribable(index: int, error: Exception) -> HardwareError:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from fitune.errors import ModelError
+from fitune.errors import ModelError, OutOfMemory
 from fitune.models.door import (
     empty_model,
     filled_model,
@@ -26,6 +26,7 @@ from fitune.models.low_bit.pack_on_arrival import Keep, PackOnArrival
 from fitune.models.low_bit.quantised import PackedWeight, require_quantiser
 from fitune.models.weight_files import OnBytes, Unread, nobody, stored_tensors, unread_tensors
 from fitune.spec.plan import Dense, Precision, Quantiser
+from fitune.units import format_bytes
 
 _DENSE = Dense()
 
@@ -103,11 +104,23 @@ def _filled(
     except RuntimeError as error:  # transformers collects what packing raises and raises something of its own
         if packing is not None and packing.failure is not None:
             raise packing.failure from error
+        if device.type == "cuda" and "negative dimension" in str(error):
+            raise _too_small_to_load(device) from error
         raise
     if packing is not None:
         found = {(name, *shapes) for name, shapes in packing.misshapen.items()}
         report["mismatched_keys"] = found | set(report["mismatched_keys"])
     return model, report
+
+
+def _too_small_to_load(device: torch.device) -> OutOfMemory:
+    """transformers first asks for one tensor of the device's memory less 1.2 GiB (caching_allocator_warmup)."""
+    free, total = torch.cuda.mem_get_info(device)
+    return OutOfMemory(
+        f"out of memory (loading the model): {device} has {format_bytes(total)}, {format_bytes(free)} of it free, and "
+        "transformers loads a model only where there are more than 1.20 GiB",
+        hint="end other programs on the GPU (nvidia-smi lists them), or gpu: cpu",
+    )
 
 
 def _check_complete(path: str, report: dict[str, Any], stored: Mapping[str, StoredTensor]) -> None:

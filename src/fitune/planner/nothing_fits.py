@@ -212,7 +212,7 @@ class _Changes:
         changed = self.request.with_pins(**settings)
         if "gpus" not in settings:
             return changed
-        return replace(changed, hardware=replace(changed.hardware, gpus_per_node=changed.recipe.gpus))
+        return replace(changed, hardware=replace(changed.hardware, gpus_per_node=changed.recipe.gpus or 1))
 
     def _longest_row(self) -> int:
         """The longest seq_len, a multiple of 64, at which the smallest plan's method fits; 0 when none is."""

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import os
 import platform
 import time
 from collections.abc import Callable
@@ -9,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fitune.measure.calibrations import store_calibration
-from fitune.measure.hardware import calibrated, describe_hardware, detect_hardware
+from fitune.measure.hardware import calibrated, describe_hardware, detect_hardware, keep_to, of_one_kind
+from fitune.measure.nvml import gpus_here
 from fitune.spec.machines.hardware import Calibration, Hardware
 from fitune.spec.serial import to_data
 from fitune.units import format_seconds
@@ -44,14 +46,22 @@ class Examined:
     versions: dict[str, str]
     missing: tuple[tuple[str, str], ...]
     """Extra and what it would add."""
+    problem: str = ""
+    """Why the installed torch cannot train on the GPU that is here, and what to do."""
 
 
 def examine() -> Examined:
-    """Look at this machine."""
+    """Look at this machine; torch is asked where there is a GPU."""
     versions = {"python": platform.python_version()}
     versions |= {name: importlib.metadata.version(name) for name in ("fitune", *_NEEDED)}
     missing = tuple(extra for name, extra in _EXTRAS.items() if importlib.util.find_spec(name) is None)
-    return Examined(hardware=calibrated(detect_hardware()), versions=versions, missing=missing)
+    problem = ""
+    if gpus := of_one_kind(gpus_here(os.environ)):
+        from fitune.measure.cuda_cards import torch_problem  # torch: seconds
+
+        problem = torch_problem(gpus[0])
+    hardware = calibrated(detect_hardware())
+    return Examined(hardware=hardware, versions=versions, missing=missing, problem=problem)
 
 
 def examined_data(examined: Examined) -> dict[str, Any]:
@@ -59,6 +69,7 @@ def examined_data(examined: Examined) -> dict[str, Any]:
     return {
         "hardware": to_data(examined.hardware),
         "versions": examined.versions,
+        "problem": examined.problem,
         "missing_extras": sorted(extra for extra, _ in examined.missing),
     }
 
@@ -69,6 +80,7 @@ def describe_examined(examined: Examined) -> str:
         [
             describe_hardware(examined.hardware),
             describe_calibration(examined.hardware.calibration),
+            *([f"problem: {examined.problem}"] if examined.problem else []),
             "  ".join(f"{name} {version}" for name, version in examined.versions.items()),
             *(f"missing: {what}; pip install 'fitune[{extra}]'" for extra, what in examined.missing),
         ]
@@ -83,6 +95,7 @@ def calibrate_device(*, tell: Callable[[str], None]) -> bool:
     start = time.perf_counter()
     with joined_ranks() as ranks:
         hardware = detect_hardware()
+        keep_to(hardware)
         if ranks.is_first:
             tell(f"measuring {hardware.gpu.name}: this takes one to two minutes")
         found = calibrate(hardware)

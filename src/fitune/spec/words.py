@@ -203,5 +203,8 @@ def describe_devices(hardware: Hardware) -> str:
 
 
 def devices_with_memory(hardware: Hardware) -> str:
-    """``2 nodes of 8 × v100-32gb of 32.00 GiB``."""
-    return f"{describe_devices(hardware)} of {format_bytes(hardware.gpu.memory_bytes)}"
+    """``2 × rtx-4090 of 23.99 GiB, 1.50 GiB of it taken by other programs; not used: 1 × rtx-3060``."""
+    words = f"{describe_devices(hardware)} of {format_bytes(hardware.gpu.memory_bytes)}"
+    if hardware.taken_bytes:
+        words += f", {format_bytes(hardware.taken_bytes)} of it taken by other programs"
+    return f"{words}; not used: {hardware.left_out}" if hardware.left_out else words

@@ -18,7 +18,7 @@ from fitune.checkpoint.commit import last_saved
 from fitune.credentials import without_credentials
 from fitune.engine.ranks import Ranks, is_peer_gone, local_part
 from fitune.errors import FituneError, OutOfMemory, PeerGone, Shortage, TrainingFailed, is_out_of_memory
-from fitune.measure.memory import MemoryMeter, process_bytes
+from fitune.measure.memory import CudaMeter, MemoryMeter, process_bytes
 from fitune.models.weights import first_of, not_finite
 from fitune.spec.plan import ChunkedLoss, Dense, Lora, PlainLoss, Plan, trains_every_weight
 from fitune.spec.reports import Failure
@@ -137,8 +137,8 @@ def _first_line(error: BaseException) -> str:
 def shortage_of(error: BaseException, where: Whereabouts, *, meter: MemoryMeter) -> Shortage:
     """Facts of the shortage, taken while the tensors of the step that failed are still there."""
     asked = asked_bytes(str(error))
-    if meter.kind == "cuda allocated" and isinstance(error, torch.OutOfMemoryError):
-        device = torch.device("cuda", 0)
+    if isinstance(meter, CudaMeter) and isinstance(error, torch.OutOfMemoryError):
+        device = meter.device
         return Shortage(
             doing=where.doing, step=where.step, kind="cuda allocated", asked_bytes=asked,
             in_use_bytes=torch.cuda.max_memory_allocated(device), capacity_bytes=_capacity(device),

@@ -12,6 +12,7 @@ from fitune.engine.plain import PlainEngine
 from fitune.engine.protocol import Engine
 from fitune.engine.ranks import ALONE, Ranks, local_part
 from fitune.errors import HardwareError
+from fitune.measure.cuda_cards import require_planned_card
 from fitune.models.adapters import add_adapters
 from fitune.models.attention import turn_by_rows, use_attention
 from fitune.models.host import HostMemory, stay_on
@@ -61,6 +62,7 @@ class Prepared:
 def prepare(plan: Plan, *, ranks: Ranks = ALONE, on_bytes: OnBytes = nobody) -> Prepared:
     """Load the plan's model and change it into what the plan says. ``on_bytes`` is told how far the reading is."""
     require_rules(plan, "train")
+    require_planned_cards(plan, ranks)
     dtype = compute_dtype(plan.precision)
     device = training_device(plan, ranks)
     mesh = _mesh(plan, device)
@@ -167,6 +169,16 @@ def training_device(plan: Plan, ranks: Ranks = ALONE) -> torch.device:
             hint="plan without --gpu to use what is here, or check `nvidia-smi` and your torch build",
         )
     return torch.device("cuda", ranks.local)
+
+
+def require_planned_cards(plan: Plan, ranks: Ranks = ALONE) -> None:
+    """Raises HardwareError where a GPU is less than the plan is for: this rank's, or before there are ranks any of
+    them."""
+    if plan.hardware.gpu.is_cpu:
+        return
+    training_device(plan, ranks)
+    for index in range(plan.hardware.gpus_per_node) if ranks.is_alone else (ranks.local,):
+        require_planned_card(plan.hardware.gpu, index)
 
 
 def tuned(model: PreTrainedModel, plan: Plan) -> torch.nn.Module:

@@ -8,7 +8,7 @@ from fitune.planner.candidates import Request
 from fitune.planner.defaults import GLOBAL_BATCH_SIZE
 from fitune.planner.methods import ORDER, why_on_cpu
 from fitune.planner.reasons.adapter_decisions import adapter_decisions
-from fitune.planner.reasons.placement_decisions import devices_left_idle, placement_decisions
+from fitune.planner.reasons.placement_decisions import devices_here, devices_left_idle, placement_decisions
 from fitune.spec.model.known_models import find_known_model
 from fitune.spec.model.traits import attends, flash_refused
 from fitune.spec.plan import (
@@ -41,6 +41,7 @@ def decisions_of(
     """Lines about the chosen plan; ``asked`` is the recipe as the user wrote it."""
     recipe, plan = request.recipe, chosen.plan
     lines: list[Iterator[str]] = [
+        devices_here(asked, request.hardware),
         devices_left_idle(request, plan),
         _usual_row(asked, plan),
         _tuning(recipe, plan),

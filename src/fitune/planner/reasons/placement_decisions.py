@@ -3,9 +3,11 @@ decisions.py."""
 
 from collections.abc import Iterator, Sequence
 
+from fitune.estimate.overhead import reserve_bytes, usable_bytes
 from fitune.planner.candidates import Request
 from fitune.planner.defaults import HOST_PER_DEVICE_MEMORY
 from fitune.planner.fit import SIMPLER_IS_WORTH, STAYING_IS_WORTH
+from fitune.spec.machines.hardware import Hardware
 from fitune.spec.plan import Ddp, Plan, Zero
 from fitune.spec.predictions import Priced
 from fitune.spec.recipe.recipe import Recipe
@@ -20,6 +22,21 @@ def devices_left_idle(request: Request, plan: Plan) -> Iterator[str]:
     if used < there:
         objective = request.recipe.objective
         yield f"devices: {used} of {there}, because a token costs least on them (objective: {objective})"
+
+
+def devices_here(recipe: Recipe, hardware: Hardware) -> Iterator[str]:
+    """Lines about the GPUs of this machine, where the recipe names none: how many, and what others hold of them."""
+    if recipe.gpu is not None or hardware.gpu.is_cpu:
+        return
+    if recipe.gpus is None and hardware.gpus_per_node > 1:
+        yield f"gpus: {hardware.gpus_per_node}, all of this kind that CUDA_VISIBLE_DEVICES leaves; gpus: 1 keeps one"
+    if taken := hardware.taken_bytes:
+        total, reserve = hardware.gpu.memory_bytes, reserve_bytes(hardware.gpu)
+        yield (
+            f"note on memory: other programs hold {format_bytes(taken)} of a GPU (nvidia-smi lists them): usable are "
+            f"{format_bytes(total)} - {format_bytes(taken)} - {format_bytes(reserve)} of reserve = "
+            f"{format_bytes(usable_bytes(hardware))}"
+        )
 
 
 def placement_decisions(recipe: Recipe, chosen: Priced, others: Sequence[Priced]) -> Iterator[str]:

@@ -38,7 +38,7 @@ def answering_of(plan: ScorePlan) -> Answering | None:
     """The embedded engine on this machine as the estimate takes it, of as many rows as are asked together at most; None
     where nothing can be predicted: for a model whose state is more than keys and values, on GPUs of two kinds."""
     try:
-        hardware, model = resolve_hardware(), load_model_spec(plan.model)
+        hardware, model = resolve_hardware(gpus=1), load_model_spec(plan.model)
         elements_of_blocks(model)
         return Answering(
             engine="transformers", model=model, hardware=hardware, precision=answering_precision(hardware),

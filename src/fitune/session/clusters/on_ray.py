@@ -54,7 +54,7 @@ _STORAGE = f"{LOGS}/ray"
 def place_on_ray(recipe: Recipe, on: str, *, address: str, workers: str, restarts: int) -> RayPlace | None:
     """The place that the command line says, None for this machine; as many workers as the recipe has GPUs unless
     ``workers`` says another number."""
-    default = str(recipe.gpus * recipe.nodes)
+    default = str((recipe.gpus or 1) * recipe.nodes)
     return asked_place(on, address=address, workers=workers, default=default, restarts=restarts)
 
 

@@ -62,7 +62,7 @@ def recipe_of_keys(
     recipe = layered_recipe(keys, where=where, settings=settings, options=options)
     notes = explain_reading(reading)
     divided = [name for name in SHARDING if name in reading.settings]
-    if recipe.gpus * recipe.nodes == 1 and divided:
+    if (recipe.gpus or 1) * recipe.nodes == 1 and divided:
         kept = {name: value for name, value in keys.items() if name not in divided}
         recipe = layered_recipe(kept, where=where, settings=settings, options=options)
         notes.append(f"  left to the plan on one device: {', '.join(divided)} (gpus: N divides the model)")

@@ -54,7 +54,7 @@ class RecipeKeys(TypedDict, total=False):
     gpu_bandwidth: Bandwidth | None
     interconnect: Bandwidth | None
     node_network: Bandwidth | None
-    gpus: int
+    gpus: int | None
     nodes: int
     host_memory: Size | None
     nvme_path: PathLike

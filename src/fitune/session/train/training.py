@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from fitune.checkpoint.commit import last_saved
@@ -13,6 +14,8 @@ from fitune.engine.ranks import ALONE, Ranks
 from fitune.errors import CheckpointError, FituneError, OutOfMemory, RecipeError, StoreError, work_under_way
 from fitune.estimate.predict import predict
 from fitune.files import write_atomically
+from fitune.measure.cuda_cards import other_card
+from fitune.measure.hardware import keep_to, require_free
 from fitune.models.language_model import LanguageModel
 from fitune.models.tokens import planned_tokenizer
 from fitune.planner.whole_run import whole_run
@@ -53,7 +56,7 @@ from fitune.train.current import Callbacks
 from fitune.train.directory import require_own_directory
 from fitune.train.export import EXPORT_FOLDERS, TITLES
 from fitune.train.failure import release
-from fitune.train.prepare import training_device
+from fitune.train.prepare import require_planned_cards
 from fitune.train.run import run
 from fitune.train.uploading import examined_store, send_run
 
@@ -61,7 +64,10 @@ _SAMPLE_TOKENS = 128
 
 
 def train_recipe(recipe: Recipe, *, overwrite: bool, tell: Tell, stop_asked: Callable[[], bool]) -> RunReport:
-    """Plan and train in this process, attempt after attempt. ``stop_asked`` is asked after every step."""
+    """Plan and train in this process, attempt after attempt: on one GPU, where the recipe says no number of them.
+    ``stop_asked`` is asked after every step."""
+    if recipe.gpus is None:
+        recipe = recipe.model_copy(update={"gpus": 1})
     ended: RunReport | Attempt = first_attempt(recipe, overwrite=overwrite, tell=tell)
     while isinstance(ended, Attempt):
         ended = run_attempt(ended, recipe, tell=tell, stop_asked=stop_asked)
@@ -78,13 +84,21 @@ def first_attempt(
     """
     if not recipe.data:
         raise RecipeError("no data is named", hint="data: train.jsonl, or --data on the command line")
-    if ranks.is_alone and hardware is None:  # else every rank has to make the same plan
-        measure_on_first_use(wanted_hardware(recipe), tell=tell)
+    here = hardware
+    if hardware is None:
+        hardware = wanted_hardware(recipe)
+        keep_to(hardware)
+        if ranks.is_alone and measure_on_first_use(hardware, tell=tell):
+            hardware = wanted_hardware(recipe)
+        if (
+            not ranks.is_alone
+        ):  # every rank has to make the same plan, and the ranks themselves hold memory already
+            hardware = replace(hardware, taken_bytes=0)
     report = saving_in_time(recipe, plan_for(recipe, purposes=("plan", "train"), hardware=hardware))
     plan = report.chosen.plan
     tell(Planned(report=report))
-    if hardware is None:  # else the ranks are started where the devices are
-        training_device(plan, ranks)
+    if here is None:  # else the ranks are started where the devices are
+        _require_planned_cards(report, ranks, tell=tell)
     directory = Path(plan.run.output_dir)
     require_own_directory(plan)
     require_trackers(plan)
@@ -100,6 +114,16 @@ def first_attempt(
         return complete
     require_room_on_disk(plan)
     return Attempt(report=report, resume=recipe.resume, overwrite=overwrite)
+
+
+def _require_planned_cards(report: PlanReport, ranks: Ranks, *, tell: Tell) -> None:
+    """Raises HardwareError where this machine's GPUs are less than the plan is for, or others hold what it takes."""
+    hardware = report.chosen.plan.hardware
+    require_planned_cards(report.chosen.plan, ranks)
+    if not hardware.gpu.is_cpu and (note := other_card(hardware.gpu, ranks.local)):
+        tell(Note(note))
+    if ranks.is_alone:
+        require_free(hardware, report.chosen.estimate.peak_bytes)
 
 
 def run_attempt(

@@ -208,6 +208,10 @@ class Hardware:
     internode_bandwidth: float = 0.0
     calibration: Calibration | None = None
     """Measured rates of the device; without them, its datasheet counts."""
+    taken_bytes: int = 0
+    """Held by other programs on each GPU when the plan was made: a desktop, another training."""
+    left_out: str = ""
+    """Visible GPUs of the machine that are not planned with, in words: ``1 × rtx-3060``."""
 
     @property
     def rates(self) -> str:

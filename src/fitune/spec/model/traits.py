@@ -135,11 +135,13 @@ def flash_refused_by_model(model: ModelSpec, gpu: Gpu, precision: Precision) -> 
     if model.head_dim % 8:
         return f"heads of {model.head_dim} are no multiple of the 8 the kernel takes"
     # torch refuses to train these: check_requires_grad_and_head_dim_gt192_constraints in its sdp_utils.cpp
-    if gpu.capability in ((8, 6), (8, 9)) and 192 < model.head_dim <= 224:
-        return (
-            f"its backward takes no heads of 193 to 224 on compute capability {capability_words(gpu)}, and "
-            f"{model.name} has {model.head_dim}"
-        )
+    if not ((8, 6) <= gpu.capability <= (8, 9) or (12, 0) <= gpu.capability <= (12, 1)):
+        return None
+    where = f"on compute capability {capability_words(gpu)}, and {model.name} has {model.head_dim}"
+    if 192 < model.head_dim <= 224:
+        return f"its backward takes no heads of 193 to 224 {where}"
+    if model.head_dim > 224 and model.dropout.attention > 0:
+        return f"its backward takes no heads of more than 224 with dropout {where}"
     return None
 
 

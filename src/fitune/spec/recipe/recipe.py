@@ -130,7 +130,7 @@ class Recipe(_Strict):
     gpu_bandwidth: Bandwidth | None = None
     interconnect: Bandwidth | None = None
     node_network: Bandwidth | None = None
-    gpus: PositiveInt = 1
+    gpus: PositiveInt | None = None
     nodes: PositiveInt = 1
     host_memory: Size | None = None
     nvme_path: PathText = ""
