@@ -38,8 +38,8 @@ vllm: $(STAMP) $(VLLM_STAMP)
 vllm-env: $(VLLM_STAMP)
 
 # The CUDA paths on a GPU that is not there: tests/null_gpu/README.md says what is real and what is not.
-null-gpu: $(NULL_STAMP)
-	$(NULL)/bin/python -m pytest tests/null_gpu -m null_gpu
+null-gpu: $(STAMP) $(NULL_STAMP)
+	$(PYTEST) tests/null_gpu -m null_gpu
 
 null-env: $(NULL_STAMP)
 
@@ -84,7 +84,7 @@ $(NULL_STAMP): pyproject.toml constraints.txt
 	$(NULL)/bin/python -m pip install --quiet --disable-pip-version-check uv
 	grep -E '^(torch|transformers|peft|datasets|bitsandbytes|hqq)==' constraints.txt > $(NULL)/pins.txt
 	$(NULL)/bin/uv pip install --quiet --python $(NULL)/bin/python -c $(NULL)/pins.txt torch nvidia-cuda-crt
-	$(NULL)/bin/uv pip install --quiet --python $(NULL)/bin/python -c $(NULL)/pins.txt -e '.[train,quant,liger,bench]' pytest pytest-xdist
+	$(NULL)/bin/uv pip install --quiet --python $(NULL)/bin/python -c $(NULL)/pins.txt -e '.[train,quant,liger,bench]'
 	touch $@
 
 clean:

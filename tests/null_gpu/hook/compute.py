@@ -1,8 +1,8 @@
 """Operations of the null GPU whose tensors are small are computed by the CPU, on the same memory.
 
-The CUDA operation runs first, with all that it allocates and launches; then the CPU's works on views of the same bytes and writes the results. So a
-tiny model has right losses, and in a large one ids, labels, masks and scalars are right while products stay what they were. A dispatch mode of every
-thread that imports torch; autograd's threads inherit it.
+The CUDA operation runs first, with all that it allocates and launches; then the CPU's works on views of the same bytes
+and writes the results. So a tiny model has right losses, and in a large one ids, labels, masks and scalars are right
+while products stay what they were. A dispatch mode of every thread that imports torch; autograd's threads inherit it.
 NULLCUDA_COMPUTE: bytes of an operation's arguments and results up to which it is computed, or "all".
 """
 
@@ -12,6 +12,7 @@ import ctypes
 import math
 import os
 import sys
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -191,7 +192,7 @@ def _rows(query, key, cum_q, cum_k):
     if cum_q is None:  # [B, T, H, D]
         return [(b, b) for b in range(len(query))]
     q, k = cum_q.tolist(), cum_k.tolist()
-    return [(slice(*a), slice(*c)) for a, c in zip(zip(q, q[1:]), zip(k, k[1:]), strict=True)]
+    return [(slice(*a), slice(*c)) for a, c in zip(pairwise(q), pairwise(k), strict=True)]
 
 
 def _flash_forward(

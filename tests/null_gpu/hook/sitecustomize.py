@@ -1,4 +1,4 @@
-"""On the path of every Python that nullrun.sh starts: operations on small tensors are really computed (compute.py) where NULLCUDA_COMPUTE says so."""
+"""On the path of every Python that run.sh starts: NULLCUDA_COMPUTE has operations computed (compute.py)."""
 
 import importlib.abc
 import importlib.machinery
