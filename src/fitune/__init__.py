@@ -85,7 +85,8 @@ def train(
 
     A run that is complete already is not trained again: its report is returned. ``should_stop`` is asked after every
     step; True saves a checkpoint and ends the run as interrupted. When memory runs out in a step, the run goes on in
-    smaller micro-batches, in this process. Without ``gpus`` one GPU is used. Raises FituneError; what was done until then is in output_dir.
+    smaller micro-batches, in this process. Without ``gpus`` one GPU is used. Raises FituneError; what was done until
+    then is in output_dir.
     """
     from fitune.session.recipes.keywords import recipe_of
     from fitune.session.train.training import train_recipe

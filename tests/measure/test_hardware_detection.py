@@ -1,14 +1,19 @@
-"""What a machine has, from what its driver and kernel say; torch is never asked."""
+"""What a machine has, from what its driver and kernel say; torch is asked only where NVML cannot be."""
 
+import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 
 from fitune.errors import HardwareError
+from fitune.estimate.overhead import usable_bytes
 from fitune.measure import hardware as detection
+from fitune.measure import nvml
 from fitune.measure.hardware import (
     cpu_cores,
     describe_found,
@@ -17,11 +22,14 @@ from fitune.measure.hardware import (
     free_disk_bytes,
     has_bf16_products,
     host_memory_bytes,
+    keep_to,
     memory_limits,
+    require_free,
     resolve_hardware,
 )
-from fitune.measure.nvml import FoundGpu, query_gpus, visible_gpus
+from fitune.measure.nvml import FoundGpu, gpus_here, query_gpus, visible_gpus
 from fitune.spec.machines.gpus import GpuFigures, find_gpu, hardware_for
+from fitune.spec.words import devices_with_memory
 from fitune.units import GIB, MIB
 
 
@@ -32,9 +40,11 @@ class FakeNvml(ModuleType):
 
     class NVMLError_NoPermission(NVMLError): ...
 
+    nvmlMemory_v2 = 2
+
     def __init__(self, *gpus: FoundGpu | Exception, driver: bool = True) -> None:
         super().__init__("pynvml")
-        self.gpus, self.driver, self.running = gpus, driver, False
+        self.gpus, self.driver, self.running, self.versions = gpus, driver, False, 2
 
     def nvmlInit(self) -> None:
         if not self.driver:
@@ -63,18 +73,37 @@ class FakeNvml(ModuleType):
     def nvmlDeviceGetCudaComputeCapability(self, handle: FoundGpu) -> tuple[int, int]:
         return handle.capability
 
-    def nvmlDeviceGetMemoryInfo(self, handle: FoundGpu) -> SimpleNamespace:
+    def nvmlDeviceGetMemoryInfo(self, handle: FoundGpu, version: int = 1) -> SimpleNamespace:
+        if version > self.versions:
+            raise self.NVMLError("Function Not Found")
         if handle.name == "NVIDIA GB10":  # its memory is the host's
             raise self.NVMLError("Not Supported")
         if handle.name == "sliced":
             raise self.NVMLError_NoPermission("Insufficient Permissions")
-        return SimpleNamespace(total=handle.memory_bytes)
+        kept = 300 * MIB if version == 1 else 0  # by the driver for itself
+        return SimpleNamespace(total=handle.memory_bytes, used=handle.taken_bytes + kept)
 
 
 def gpu(name: str, mib: int, *capability: int, index: int = 0, uuid: str = "GPU-1") -> FoundGpu:
     return FoundGpu(
         index=index, uuid=uuid, name=name, memory_bytes=mib * MIB, capability=(capability[0], capability[1])
     )
+
+
+def sees(monkeypatch: pytest.MonkeyPatch, *gpus: FoundGpu) -> None:
+    """Let torch see these CUDA devices."""
+
+    def properties(index: int) -> SimpleNamespace:
+        each = gpus[index]
+        major, minor = each.capability
+        uuid = each.uuid.removeprefix("GPU-")
+        return SimpleNamespace(
+            name=each.name, total_memory=each.memory_bytes, major=major, minor=minor, uuid=uuid
+        )
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpus))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
 
 
 TWO_A100 = (
@@ -89,23 +118,28 @@ MIXED = (
 
 def machine_with(monkeypatch: pytest.MonkeyPatch, *gpus: FoundGpu, visible: str | None = None) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(*gpus))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # what a test sets goes with it
     if visible is None:
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
 
 
 def test_the_driver_lists_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    nvml = FakeNvml(*MIXED)
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    assert query_gpus() == MIXED
-    assert not nvml.running
+    fake = FakeNvml(*MIXED)
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    assert query_gpus() == (MIXED, "")
+    assert not fake.running
+    fake.versions = 1  # a driver older than 510
+    older, _ = query_gpus()
+    assert older is not None
+    assert [gpu.taken_bytes for gpu in older] == [300 * MIB] * 2
 
 
 def test_a_gpu_of_another_container_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     others = FakeNvml.NVMLError_NoPermission("Insufficient Permissions")
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(others, MIXED[1]))
-    assert query_gpus() == (MIXED[1],)
+    assert query_gpus() == ((MIXED[1],), "")
 
 
 @pytest.mark.parametrize(
@@ -120,16 +154,45 @@ def test_a_gpu_of_another_container_is_passed_over(monkeypatch: pytest.MonkeyPat
 def test_a_gpu_that_the_driver_cannot_describe_is_refused(
     monkeypatch: pytest.MonkeyPatch, broken: FoundGpu | Exception, words: str
 ) -> None:
-    nvml = FakeNvml(TWO_A100[0], broken)
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    fake = FakeNvml(TWO_A100[0], broken)
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
     with pytest.raises(HardwareError, match=f"GPU 1, but cannot describe it: {words}"):
         query_gpus()
-    assert not nvml.running
+    assert not fake.running
 
 
 def test_a_machine_without_a_driver_has_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(driver=False))
-    assert query_gpus() == ()
+    monkeypatch.setattr(nvml, "count_of_driver", lambda: 0)
+    monkeypatch.setitem(sys.modules, "torch", None)  # it is not asked
+    assert gpus_here({}) == ()
+
+
+def test_without_nvml_torch_describes_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container without the driver's "utility" part: torch sees what CUDA_VISIBLE_DEVICES leaves, numbered from 0."""
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(driver=False))
+    monkeypatch.setattr(nvml, "count_of_driver", lambda: 1)
+    sees(monkeypatch, MIXED[1])
+    assert gpus_here({"CUDA_VISIBLE_DEVICES": "1"}) == (replace(MIXED[1], index=0),)
+    assert detect_hardware().gpu.name == "rtx-3060"
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_gpus_that_neither_nvml_nor_torch_can_describe_are_not_taken_for_a_processor(
+    monkeypatch: pytest.MonkeyPatch, installed: bool
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(driver=False))
+    monkeypatch.setattr(nvml, "count_of_driver", lambda: 2)
+    if installed:
+        sees(monkeypatch)
+    else:
+        monkeypatch.setitem(sys.modules, "torch", None)
+    why = "sees no CUDA device" if installed else "torch is not installed"
+    with pytest.raises(
+        HardwareError, match=rf"NVML Shared Library Not Found\), and torch .*{why.partition(' ')[2]}"
+    ):
+        detect_hardware()
+    assert detect_hardware(use_gpus=False).gpu.is_cpu
 
 
 @pytest.mark.parametrize("driver", [False, True])
@@ -139,7 +202,7 @@ def test_without_the_library_only_a_machine_with_a_driver_is_refused(
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setenv("PATH", str(tmp_path))
     if not driver:
-        assert query_gpus() == ()
+        assert query_gpus() == (None, "nvidia-ml-py is not installed")
         return
     (tmp_path / "nvidia-smi").touch(mode=0o755)
     with pytest.raises(HardwareError, match="nvidia-ml-py") as caught:
@@ -204,12 +267,70 @@ def test_a_machine_with_two_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     )
 
 
-def test_gpus_that_differ_must_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine_with(monkeypatch, *MIXED)
-    with pytest.raises(HardwareError, match=r"0: NVIDIA GeForce RTX 4090, 1: NVIDIA GeForce RTX 3060"):
-        detect_hardware()
-    machine_with(monkeypatch, *MIXED, visible="0")
-    assert detect_hardware().gpu.name == "rtx-4090"
+def test_of_gpus_that_differ_those_with_most_memory_are_taken_and_the_others_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine_with(monkeypatch, *reversed(MIXED))
+    hardware = resolve_hardware()
+    assert (hardware.gpu.name, hardware.num_gpus) == ("rtx-4090", 1)
+    assert hardware.left_out == "1 × NVIDIA GeForce RTX 3060"
+    assert devices_with_memory(hardware) == "1 × rtx-4090 of 23.99 GiB; not used: 1 × NVIDIA GeForce RTX 3060"
+    assert ", not used: 1 × NVIDIA GeForce RTX 3060\n" in describe_hardware(hardware)
+    keep_to(hardware)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == MIXED[0].uuid
+    machine_with(monkeypatch, *MIXED, visible="1")
+    chosen = resolve_hardware()
+    assert (chosen.gpu.name, chosen.left_out) == ("rtx-3060", "")
+
+
+def test_a_card_that_fitune_cannot_use_is_left_out_whatever_its_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine_with(monkeypatch, gpu("Tesla P40", 24576, 6, 1), MIXED[1])
+    assert resolve_hardware().gpu.name == "rtx-3060"
+
+
+def test_a_named_card_is_the_one_that_is_seen_though_a_larger_one_is_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine_with(monkeypatch, gpu("Tesla P40", 24576, 6, 1), *MIXED)
+    keep_to(hardware_for(gpu=find_gpu("rtx-3060")))
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == MIXED[1].uuid
+
+
+def test_nothing_is_hidden_where_all_gpus_are_planned_or_of_their_kind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine_with(monkeypatch, *TWO_A100)
+    one = resolve_hardware(gpus=1)
+    assert one.left_out == "1 × NVIDIA A100-SXM4-80GB"
+    for hardware in (one, resolve_hardware(), resolve_hardware(gpu="h100"), resolve_hardware(gpu="cpu")):
+        keep_to(hardware)
+        assert "CUDA_VISIBLE_DEVICES" not in os.environ
+    assert resolve_hardware(gpu="h100").left_out == resolve_hardware(gpu="cpu").left_out == ""
+
+
+def test_what_other_programs_hold_is_not_planned_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fullest GPU counts, in whole 128 MiB; less than that is what the reserve is for."""
+    desktop = replace(TWO_A100[1], taken_bytes=1_500 * MIB)
+    machine_with(monkeypatch, TWO_A100[0], desktop)
+    both, first = resolve_hardware(), resolve_hardware(gpus=1)
+    assert (both.taken_bytes, first.taken_bytes) == (1_536 * MIB, 0)
+    assert usable_bytes(first) - usable_bytes(both) == 1_536 * MIB
+    assert ", 80.00 GiB each, 1.50 GiB of it taken, " in describe_hardware(both)
+    assert devices_with_memory(both).endswith(" of 80.00 GiB, 1.50 GiB of it taken by other programs")
+    machine_with(monkeypatch, replace(TWO_A100[0], taken_bytes=100 * MIB))
+    assert resolve_hardware().taken_bytes == 0
+
+
+def test_a_named_gpu_must_have_free_what_the_plan_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine_with(monkeypatch, replace(TWO_A100[0], taken_bytes=70 * GIB), TWO_A100[1])
+    wanted = hardware_for(gpu=find_gpu("a100-80gb"))
+    require_free(wanted, 10 * GIB)
+    with pytest.raises(
+        HardwareError, match=r"takes 10\.50 GiB of GPU 0 .*10\.00 GiB of its 80\.00 GiB.* hold 70\.00"
+    ):
+        require_free(wanted, 10 * GIB + 512 * MIB)
 
 
 def test_a_machine_without_gpus_is_its_processor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +342,7 @@ def test_a_machine_without_gpus_is_its_processor(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_named_gpu_needs_no_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(detection, "query_gpus", lambda: pytest.fail("the driver was asked"))
+    monkeypatch.setattr(detection, "gpus_here", lambda environment: pytest.fail("the driver was asked"))
     hardware = resolve_hardware(gpu="V100 32GB", gpus=8, nodes=2, host_memory_bytes=128 * GIB)
     assert (hardware.gpu.name, hardware.num_gpus, hardware.host_memory_bytes) == ("v100-32gb", 16, 128 * GIB)
     assert describe_hardware(hardware) == (
@@ -234,6 +355,7 @@ def test_a_named_gpu_needs_no_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_this_machine_has_only_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     machine_with(monkeypatch, *TWO_A100)
     assert resolve_hardware(gpus=1).num_gpus == 1
+    assert resolve_hardware().num_gpus == 2
     assert resolve_hardware(gpus=2).num_gpus == 2
     with pytest.raises(HardwareError, match="gpus = 3, but this machine has 2 × a100-80gb"):
         resolve_hardware(gpus=3)

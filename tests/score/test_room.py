@@ -20,7 +20,7 @@ LONG = Questions(rows=1_000, prompt_tokens=3_000_000, longest_prompt=3_000, new_
 @pytest.fixture
 def small_card(monkeypatch):
     hardware = gpu("rtx-4090")
-    monkeypatch.setattr(room_module, "resolve_hardware", lambda: hardware)
+    monkeypatch.setattr(room_module, "resolve_hardware", lambda *, gpus: hardware)
     return hardware
 
 

@@ -92,8 +92,8 @@ def allocator_slack_bytes(moving_bytes: int) -> int:
 def usable_bytes(hardware: Hardware) -> int:
     """Total memory less a reserve for the driver, the display, other processes and what the estimate misses.
 
-    GPU: 1/16 of it, at most 2 GiB (24 GiB -> 22.5 GiB), and what other programs were seen to hold. CPU: the interpreter and the libraries take 1 GiB, and
-    1/8 stays for the rest of the machine.
+    GPU: 1/16 of it, at most 2 GiB (24 GiB -> 22.5 GiB), and what other programs were seen to hold. CPU: the interpreter
+    and the libraries take 1 GiB, and 1/8 stays for the rest of the machine.
     """
     total = hardware.gpu.memory_bytes
     if hardware.gpu.is_cpu:

@@ -13,8 +13,8 @@ _LESS_MEMORY = 0.95
 
 
 def require_planned_card(gpu: Gpu, index: int) -> None:
-    """Raises HardwareError where torch's GPU ``index`` has less memory or a lower compute capability than ``gpu``, which
-    the plan is for, and where torch has no kernels for it."""
+    """Raises HardwareError where torch's GPU ``index`` has less memory or a lower compute capability than the plan's
+    ``gpu``, and where torch has no kernels for it."""
     if index >= torch.cuda.device_count():
         raise HardwareError(
             f"the plan needs cuda:{index}, and torch sees {torch.cuda.device_count()} CUDA devices",
@@ -39,8 +39,8 @@ def other_card(gpu: Gpu, index: int) -> str:
     if gpu.name in (there.name, there.slower_board) or gpu.slower_board == there.name:
         return ""
     return (
-        f"note on gpu: the plan is for {gpu.name}, and cuda:{index} is {found.name}: speed and memory that is free are not "
-        "those of the plan; without gpu fitune plans for what is here"
+        f"note on gpu: the plan is for {gpu.name}, and cuda:{index} is {found.name}: its speed and memory are others; "
+        "without gpu, fitune plans for what is here"
     )
 
 
@@ -51,8 +51,8 @@ def missing_kernels(found: FoundGpu) -> str:
         return ""
     major, minor = found.capability
     return (
-        f"torch {torch.__version__} has no kernels for {found.name}: its compute capability is {major}.{minor} (sm_{major}"
-        f"{minor}), and torch was compiled for {', '.join(architectures)}"
+        f"torch {torch.__version__} has no kernels for {found.name}: its compute capability is {major}.{minor} "
+        f"(sm_{major}{minor}), and torch was compiled for {', '.join(architectures)}"
     )
 
 
@@ -81,11 +81,14 @@ def _runs(architecture: str, capability: tuple[int, int]) -> bool:
 
 
 def _wheel(capability: tuple[int, int]) -> str:
-    """Which wheel of torch has kernels for the capability. CUDA 13 has none below 7.5, and 12.8 is the first with 10.0."""
+    """Which wheel of torch has kernels for the capability: CUDA 13 has none below 7.5, and 12.8 is the first with 10.0.
+
+    That of 12.8 has left out Volta since torch 2.8.
+    """
     if capability < (7, 5):
-        return "install torch's wheel for CUDA 12.6 (cu126 at pytorch.org/get-started), the last one with kernels for Volta"
+        return "install torch's wheel for CUDA 12.6 (cu126 at pytorch.org/get-started), which has kernels for Volta"
     if capability >= (10, 0):
-        return "install torch's wheel for CUDA 12.8 or newer (cu128, cu130 at pytorch.org/get-started), or a newer torch"
+        return "install torch's wheel for CUDA 12.8 or newer (cu128, cu130 at pytorch.org/get-started)"
     return "install another of torch's wheels (pytorch.org/get-started)"
 
 

@@ -40,9 +40,9 @@ def resolve_hardware(
     """The hardware a user names, or this machine when no GPU is named.
 
     ``cpu`` is this machine's processor. Host memory given by the user always wins; for a processor it is
-    the device memory too. ``gpus``: None takes all GPUs of one kind that were found here, and one of a named one. On this
-    machine they may not exceed what was found; on its processor they are processes. A device that was calibrated here counts as measured, also when it is named. ``figures`` replace
-    those of a named GPU, or describe one without a name.
+    the device memory too. ``gpus``: None takes one of a named GPU, and all of one kind that are found here. On this
+    machine they may not exceed what was found; on its processor they are processes. A device that was calibrated here
+    counts as measured, also when it is named. ``figures`` replace those of a named GPU, or describe one without a name.
     """
     network = internode_bandwidth or NODE_NETWORK
     if gpu is None and figures.describe_a_gpu:
@@ -150,24 +150,31 @@ _OLDEST = (7, 0)
 
 def keep_to(hardware: Hardware) -> None:
     """Let this process, and those that it starts, see only this machine's GPUs of ``hardware``'s kind. To be called
-    before torch first uses a GPU; where all are of that kind nothing changes."""
-    found = () if hardware.gpu.is_cpu else gpus_here(os.environ)
-    taken = of_one_kind(found)
-    if len(taken) < len(found) and describe_found(taken[0]).name == hardware.gpu.name:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in taken)
+    before torch first uses a GPU; where all are of that kind, or none is, nothing changes."""
+    found, planned = _planned_cards(hardware)
+    if 0 < len(planned) < len(found):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in planned)
 
 
 def require_free(hardware: Hardware, needed_bytes: int) -> None:
-    """Raises HardwareError where other programs leave less than ``needed_bytes`` of this machine's GPUs free."""
-    for gpu in of_one_kind(() if hardware.gpu.is_cpu else gpus_here(os.environ))[: hardware.gpus_per_node]:
+    """Raises HardwareError where other programs leave less than ``needed_bytes`` of a GPU that is planned with."""
+    _, planned = _planned_cards(hardware)
+    for gpu in planned[: hardware.gpus_per_node]:
         free = gpu.memory_bytes - gpu.taken_bytes
         if needed_bytes > free:
             raise HardwareError(
                 f"the plan takes {format_bytes(needed_bytes)} of GPU {gpu.index} ({gpu.name}), and "
                 f"{format_bytes(free)} of its {format_bytes(gpu.memory_bytes)} are free: other programs hold "
                 f"{format_bytes(gpu.taken_bytes)}",
-                hint="leave gpu out, then fitune plans with what is free; or end those programs (nvidia-smi lists them)",
+                hint="leave gpu out to plan with what is free; or end those programs (nvidia-smi lists them)",
             )
+
+
+def _planned_cards(hardware: Hardware) -> tuple[tuple[FoundGpu, ...], tuple[FoundGpu, ...]]:
+    """The GPUs that are visible here, and those of them that are of ``hardware``'s kind."""
+    found = () if hardware.gpu.is_cpu else gpus_here(os.environ)
+    usable = (gpu for gpu in found if gpu.capability >= _OLDEST)
+    return found, tuple(gpu for gpu in usable if describe_found(gpu).name == hardware.gpu.name)
 
 
 def describe_hardware(hardware: Hardware) -> str:

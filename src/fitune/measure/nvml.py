@@ -125,8 +125,8 @@ def _found_gpu(nvml: ModuleType, index: int, handle: Any) -> FoundGpu:
 
 
 def _memory(nvml: ModuleType, handle: Any) -> Any:
-    """Total and used bytes. The second version counts what the driver keeps for itself apart, as nvidia-smi does; before
-    driver 510 there is only the first, where it counts as used."""
+    """Total and used bytes. The second version counts what the driver keeps for itself apart, as nvidia-smi does;
+    drivers before 510 have only the first, where it counts as used."""
     try:
         return nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
     except nvml.NVMLError:

@@ -139,7 +139,7 @@ def _outcome(files: DemoFiles, name: str, reported: Reported) -> Outcome:
 
 
 def _train(path: Path, tell: Tell, *, explain: bool) -> None:
-    recipe = read_recipe(path, settings=_SETTINGS)
+    recipe = read_recipe(path, settings=(*_SETTINGS, "gpus=1"))
     report = plan_for(recipe)
     if explain:
         tell(Planned(report=report))

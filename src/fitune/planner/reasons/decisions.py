@@ -41,8 +41,8 @@ def decisions_of(
     """Lines about the chosen plan; ``asked`` is the recipe as the user wrote it."""
     recipe, plan = request.recipe, chosen.plan
     lines: list[Iterator[str]] = [
-        devices_here(asked, request.hardware),
         devices_left_idle(request, plan),
+        devices_here(asked, request, plan),
         _usual_row(asked, plan),
         _tuning(recipe, plan),
         placement_decisions(recipe, chosen, runners_up),

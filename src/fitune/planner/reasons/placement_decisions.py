@@ -7,7 +7,6 @@ from fitune.estimate.overhead import reserve_bytes, usable_bytes
 from fitune.planner.candidates import Request
 from fitune.planner.defaults import HOST_PER_DEVICE_MEMORY
 from fitune.planner.fit import SIMPLER_IS_WORTH, STAYING_IS_WORTH
-from fitune.spec.machines.hardware import Hardware
 from fitune.spec.plan import Ddp, Plan, Zero
 from fitune.spec.predictions import Priced
 from fitune.spec.recipe.recipe import Recipe
@@ -24,12 +23,13 @@ def devices_left_idle(request: Request, plan: Plan) -> Iterator[str]:
         yield f"devices: {used} of {there}, because a token costs least on them (objective: {objective})"
 
 
-def devices_here(recipe: Recipe, hardware: Hardware) -> Iterator[str]:
+def devices_here(recipe: Recipe, request: Request, plan: Plan) -> Iterator[str]:
     """Lines about the GPUs of this machine, where the recipe names none: how many, and what others hold of them."""
+    hardware = request.hardware
     if recipe.gpu is not None or hardware.gpu.is_cpu:
         return
-    if recipe.gpus is None and hardware.gpus_per_node > 1:
-        yield f"gpus: {hardware.gpus_per_node}, all of this kind that CUDA_VISIBLE_DEVICES leaves; gpus: 1 keeps one"
+    if recipe.gpus is None and plan.hardware.gpus_per_node == hardware.gpus_per_node > 1:
+        yield f"gpus: {hardware.gpus_per_node}, all that are here and of this kind; gpus: 1 keeps one"
     if taken := hardware.taken_bytes:
         total, reserve = hardware.gpu.memory_bytes, reserve_bytes(hardware.gpu)
         yield (

@@ -127,10 +127,11 @@ def open_engine(
         case "transformers":
             from fitune.score.engines.engine_transformers import TransformersEngine, require_effect
 
+            room = room_for(plan)  # before the model: then what is taken of a GPU is taken by others
             engine = TransformersEngine(
                 model=load_adapted(plan.model, plan.adapter, on_bytes=on_bytes), tokenizer=tokenizer,
                 template=template, tokenizer_folder=tokenizer_folder(plan), batch_size=plan.rows_at_once,
-                room=room_for(plan), watch=watch,
+                room=room, watch=watch,
             )  # fmt: skip
             if plan.adapter:
                 require_effect(engine, plan.adapter)
