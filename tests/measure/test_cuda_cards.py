@@ -1,4 +1,4 @@
-"""torch's GPUs against the plan, and against what the installed torch was compiled for. torch's functions are replaced."""
+"""torch's GPUs against the plan, and against what the installed torch was compiled for."""
 
 from types import SimpleNamespace
 

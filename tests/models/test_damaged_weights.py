@@ -153,3 +153,18 @@ def test_no_memory_while_packing_is_not_taken_for_damaged_files(
         load_model(str(folder), dtype=torch.float32, device=CPU, base=base)
     assert is_out_of_memory(caught.value)
     assert not isinstance(caught.value, OutOfMemory | ModelError)
+
+
+def test_a_gpu_too_small_for_the_warm_up_is_no_broken_model(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers asks for what the device has less 1.2 GiB at once: on one with less, for a negative number."""
+
+    def warmed_up(*_: object, **__: object) -> None:
+        torch.empty(-5)
+
+    monkeypatch.setattr("fitune.models.weights.filled_model", warmed_up)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**29, 2**30))
+    with pytest.raises(OutOfMemory, match=r"cuda:0 has 1\.00 GiB, 512\.0 MiB of it free.* 1\.20 GiB") as caught:
+        load_model(str(folder), dtype=torch.float32, device=torch.device("cuda", 0))
+    assert "nvidia-smi" in (caught.value.hint or "")

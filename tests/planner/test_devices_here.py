@@ -1,0 +1,121 @@
+"""Plans on the GPUs of this machine: how many, of which kind, with what others leave; and what each kind cannot do."""
+
+from dataclasses import replace
+
+import pytest
+
+from fitune.measure.nvml import FoundGpu
+from fitune.planner.reasons.explain import explain_plan
+from fitune.planner.search import find_plan
+from fitune.session.planning import wanted_hardware
+from fitune.spec.machines.gpus import find_gpu
+from fitune.spec.model.model_spec import Dropout
+from fitune.spec.model.traits import flash_refused
+from fitune.spec.plan import Precision
+from fitune.spec.recipe.recipe import Recipe
+from fitune.units import GIB, MIB
+from plans import known
+
+SETTINGS = {"model": "llama-3.2-1b", "tuning": "lora", "seq_len": 512}
+
+
+def here(
+    monkeypatch: pytest.MonkeyPatch, *cards: tuple[str, int, tuple[int, int]], taken_mib: int = 0
+) -> None:
+    found = tuple(
+        FoundGpu(
+            index=i, uuid=f"GPU-{i}", name=name, memory_bytes=mib * MIB, capability=capability,
+            taken_bytes=taken_mib * MIB,
+        )
+        for i, (name, mib, capability) in enumerate(cards)
+    )  # fmt: skip
+    monkeypatch.setattr("fitune.measure.hardware.gpus_here", lambda environment: found)
+
+
+RTX_3060 = ("NVIDIA GeForce RTX 3060", 12288, (8, 6))
+RTX_4090 = ("NVIDIA GeForce RTX 4090", 24564, (8, 9))
+
+
+def told(**settings: object) -> tuple[str, list[str]]:
+    """Words of the plan up to what it is for, and lines on what was decided about the GPUs."""
+    recipe = Recipe.model_validate({**SETTINGS, **settings})
+    report = find_plan(recipe, model=known("llama-3.2-1b"), hardware=wanted_hardware(recipe))
+    title = " ".join(explain_plan(report).split("\n  LoRA")[0].split())
+    decisions = [line for line in report.decisions if line.startswith(("gpus", "note on memory"))]
+    return title.partition(" · on ")[2], decisions
+
+
+def test_all_cards_of_the_kind_with_most_memory_are_planned_with_and_the_others_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here(monkeypatch, RTX_3060, RTX_4090, RTX_4090)
+    where, decisions = told()
+    assert where == "2 × rtx-4090 of 23.99 GiB; not used: 1 × NVIDIA GeForce RTX 3060"
+    assert decisions == ["gpus: 2, all that are here and of this kind; gpus: 1 keeps one"]
+
+
+def test_a_number_of_cards_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    here(monkeypatch, RTX_4090, RTX_4090)
+    assert told(gpus=1) == ("1 × rtx-4090 of 23.99 GiB; not used: 1 × NVIDIA GeForce RTX 4090", [])
+    assert told(gpu="rtx-4090") == ("1 × rtx-4090 of 23.99 GiB", [])
+    assert told(gpu="rtx-4090", gpus=2)[0] == "2 × rtx-4090 of 23.99 GiB"
+
+
+def test_what_a_desktop_holds_is_said_and_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    here(monkeypatch, RTX_4090, taken_mib=1_500)
+    where, decisions = told()
+    assert where == "1 × rtx-4090 of 23.99 GiB, 1.50 GiB of it taken by other programs"
+    assert decisions == [
+        "note on memory: other programs hold 1.50 GiB of a GPU (nvidia-smi lists them): usable are 23.99 GiB - "
+        "1.50 GiB - 1.50 GiB of reserve = 20.99 GiB"
+    ]
+
+
+def test_a_card_that_is_nearly_full_has_other_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan that took all of the card takes what is left of it."""
+    recipe = Recipe.model_validate({"model": "llama-3.1-8b", "tuning": "lora"})
+    peaks = []
+    for taken_mib in (0, 5_000):
+        here(monkeypatch, RTX_4090, taken_mib=taken_mib)
+        report = find_plan(recipe, model=known("llama-3.1-8b"), hardware=wanted_hardware(recipe))
+        peaks.append(report.chosen.estimate.peak_bytes)
+        assert report.chosen.estimate.fits
+    assert peaks[0] > 24_564 * MIB * 15 // 16 - 5_000 * MIB >= peaks[1]
+
+
+@pytest.mark.parametrize(
+    ("card", "head_dim", "dropout", "refused"),
+    [
+        ("rtx-3090", 192, 0.0, False),
+        ("rtx-3090", 200, 0.0, True),
+        ("jetson-agx-orin-64gb", 224, 0.0, True),  # 8.7
+        ("rtx-4090", 224, 0.0, True),
+        ("rtx-5090", 200, 0.0, True),
+        ("rtx-5090", 224, 0.0, True),
+        ("rtx-5090", 256, 0.0, False),
+        ("rtx-5090", 256, 0.1, True),
+        ("dgx-spark", 200, 0.0, True),  # 12.1
+        ("h100", 224, 0.1, False),
+        ("a100-40gb", 224, 0.1, False),
+        ("b200", 224, 0.1, False),
+    ],
+)
+def test_heads_whose_backward_flash_attention_refuses(
+    card: str, head_dim: int, dropout: float, refused: bool
+) -> None:
+    """As check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120 in torch's sdp_utils.cpp."""
+    model = replace(known("llama-3.2-1b"), head_dim=head_dim, dropout=Dropout(attention=dropout))
+    why = flash_refused(model, find_gpu(card), Precision.BF16)
+    assert (why is not None) is refused
+    assert why is None or str(head_dim) in why
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_v100_has_fp16_and_no_flash_attention_whatever_its_heads(head_dim: int) -> None:
+    v100, model = find_gpu("v100-16gb"), replace(known("llama-3.2-1b"), head_dim=head_dim)
+    recipe = Recipe.model_validate({**SETTINGS, "gpu": "v100-16gb"})
+    plan = find_plan(recipe, model=known("llama-3.2-1b"), hardware=wanted_hardware(recipe)).chosen.plan
+    assert (plan.precision, plan.attention) == (Precision.FP16, "sdpa")
+    assert not v100.has_bf16
+    assert v100.memory_bytes == 16 * GIB
+    assert "8.0 or newer (Ampere), and v100-16gb has 7.0" in str(flash_refused(model, v100, Precision.FP16))
