@@ -88,6 +88,9 @@ def train(
     smaller micro-batches, in this process. Without ``gpus`` one GPU is used. Raises FituneError; what was done until
     then is in output_dir.
     """
+    from fitune.session.planning import see_planned_gpus
+
+    see_planned_gpus()
     from fitune.session.recipes.keywords import recipe_of
     from fitune.session.train.training import train_recipe
 
@@ -112,6 +115,9 @@ def score(
     ``columns`` maps system, prompt and completion to columns. ``batch_size``: rows answered together; None: as many as
     fit, at most 32. Rows without an answer are graded 0 and count as failed.
     """
+    from fitune.session.planning import see_planned_gpus
+
+    see_planned_gpus()
     from fitune.session.score.scoring import score_dataset
 
     sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}

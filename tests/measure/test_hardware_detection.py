@@ -22,10 +22,10 @@ from fitune.measure.hardware import (
     free_disk_bytes,
     has_bf16_products,
     host_memory_bytes,
-    keep_to,
     memory_limits,
     require_free,
     resolve_hardware,
+    see_one_kind,
 )
 from fitune.measure.nvml import FoundGpu, gpus_here, query_gpus, visible_gpus
 from fitune.spec.machines.gpus import GpuFigures, find_gpu, hardware_for
@@ -118,6 +118,7 @@ MIXED = (
 
 def machine_with(monkeypatch: pytest.MonkeyPatch, *gpus: FoundGpu, visible: str | None = None) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(*gpus))
+    monkeypatch.setattr(detection, "HIDDEN", [])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # what a test sets goes with it
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
@@ -276,8 +277,9 @@ def test_of_gpus_that_differ_those_with_most_memory_are_taken_and_the_others_nam
     assert hardware.left_out == "1 × NVIDIA GeForce RTX 3060"
     assert devices_with_memory(hardware) == "1 × rtx-4090 of 23.99 GiB; not used: 1 × NVIDIA GeForce RTX 3060"
     assert ", not used: 1 × NVIDIA GeForce RTX 3060\n" in describe_hardware(hardware)
-    keep_to(hardware)
+    see_one_kind()
     assert os.environ["CUDA_VISIBLE_DEVICES"] == MIXED[0].uuid
+    assert resolve_hardware() == hardware  # what is hidden is still named
     machine_with(monkeypatch, *MIXED, visible="1")
     chosen = resolve_hardware()
     assert (chosen.gpu.name, chosen.left_out) == ("rtx-3060", "")
@@ -290,23 +292,14 @@ def test_a_card_that_fitune_cannot_use_is_left_out_whatever_its_memory(
     assert resolve_hardware().gpu.name == "rtx-3060"
 
 
-def test_a_named_card_is_the_one_that_is_seen_though_a_larger_one_is_here(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    machine_with(monkeypatch, gpu("Tesla P40", 24576, 6, 1), *MIXED)
-    keep_to(hardware_for(gpu=find_gpu("rtx-3060")))
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == MIXED[1].uuid
-
-
-def test_nothing_is_hidden_where_all_gpus_are_planned_or_of_their_kind(
+def test_nothing_is_hidden_where_all_gpus_are_of_one_kind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     machine_with(monkeypatch, *TWO_A100)
     one = resolve_hardware(gpus=1)
     assert one.left_out == "1 × NVIDIA A100-SXM4-80GB"
-    for hardware in (one, resolve_hardware(), resolve_hardware(gpu="h100"), resolve_hardware(gpu="cpu")):
-        keep_to(hardware)
-        assert "CUDA_VISIBLE_DEVICES" not in os.environ
+    see_one_kind()
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
     assert resolve_hardware(gpu="h100").left_out == resolve_hardware(gpu="cpu").left_out == ""
 
 

@@ -33,6 +33,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Here:
             FoundGpu(index=index, uuid=f"GPU-{index}", name=name, memory_bytes=80 * GIB, capability=(8, 0))
             for index, name in enumerate(names)
         )
+        monkeypatch.setattr("fitune.measure.hardware.HIDDEN", [])
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # what a scoring sets goes with it
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
         monkeypatch.setattr("fitune.measure.hardware.gpus_here", lambda environment: found)

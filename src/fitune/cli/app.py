@@ -206,6 +206,9 @@ def train(
     ray_restarts: Annotated[int, Option(help="How often lost workers are replaced.")] = 3,
 ) -> None:
     """Plan, train exactly that, and show measured figures next to predicted ones."""
+    from fitune.session.planning import see_planned_gpus
+
+    see_planned_gpus()
     from fitune.session.clusters.on_ray import place_on_ray
     from fitune.session.fresh_process import speaks_to_people, train_program
     from fitune.session.train.ranks_of_nodes import place_in
@@ -370,6 +373,9 @@ def score(
         )  # fmt: skip
         with _terminal(lines=sys.stderr, quiet=json) as terminal:
             return _show(predict_scoring(words, request, gpu=gpu, gpus=gpus, tell=terminal), json=json)
+    from fitune.session.planning import see_planned_gpus
+
+    see_planned_gpus()
     from fitune.session.clusters.score_on_ray import place_of_scoring
     from fitune.session.score.scoring import compare_scores, score_dataset, why_not_all
 

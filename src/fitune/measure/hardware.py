@@ -117,7 +117,7 @@ def detect_hardware(*, path: Path = Path("."), use_gpus: bool = True, most: int 
         cpu_cores=cores,
         nvme_bytes=free_disk_bytes(path),
     )
-    left_out = Counter(gpu.name for gpu in found if gpu not in taken)
+    left_out = Counter(gpu.name for gpu in (*HIDDEN, *found) if gpu not in taken)
     return dataclasses.replace(
         wanted,
         taken_bytes=taken_by_others(taken),
@@ -148,18 +148,27 @@ _TAKEN_STEP = 128 * MIB
 _OLDEST = (7, 0)
 
 
-def keep_to(hardware: Hardware) -> None:
-    """Let this process, and those that it starts, see only this machine's GPUs of ``hardware``'s kind. To be called
-    before torch first uses a GPU; where all are of that kind, or none is, nothing changes."""
-    found, planned = _planned_cards(hardware)
-    if 0 < len(planned) < len(found):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in planned)
+def see_one_kind() -> None:
+    """Let this process, and those that it starts, see only the GPUs that ``detect_hardware`` takes.
+
+    To be called before torch is imported: bitsandbytes starts CUDA when it is, and from then on CUDA_VISIBLE_DEVICES
+    changes nothing. Where all GPUs are of one kind nothing changes.
+    """
+    found = gpus_here(os.environ)
+    taken = of_one_kind(found)
+    if len(taken) < len(found):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in taken)
+        HIDDEN.extend(gpu for gpu in found if gpu not in taken)
+
+
+HIDDEN: list[FoundGpu] = []
+"""GPUs that ``see_one_kind`` has hidden from this process: they are still to be named."""
 
 
 def require_free(hardware: Hardware, needed_bytes: int) -> None:
     """Raises HardwareError where other programs leave less than ``needed_bytes`` of a GPU that is planned with."""
-    _, planned = _planned_cards(hardware)
-    for gpu in planned[: hardware.gpus_per_node]:
+    found = () if hardware.gpu.is_cpu else of_one_kind(gpus_here(os.environ))
+    for gpu in found[: hardware.gpus_per_node]:
         free = gpu.memory_bytes - gpu.taken_bytes
         if needed_bytes > free:
             raise HardwareError(
@@ -168,13 +177,6 @@ def require_free(hardware: Hardware, needed_bytes: int) -> None:
                 f"{format_bytes(gpu.taken_bytes)}",
                 hint="leave gpu out to plan with what is free; or end those programs (nvidia-smi lists them)",
             )
-
-
-def _planned_cards(hardware: Hardware) -> tuple[tuple[FoundGpu, ...], tuple[FoundGpu, ...]]:
-    """The GPUs that are visible here, and those of them that are of ``hardware``'s kind."""
-    found = () if hardware.gpu.is_cpu else gpus_here(os.environ)
-    usable = (gpu for gpu in found if gpu.capability >= _OLDEST)
-    return found, tuple(gpu for gpu in usable if describe_found(gpu).name == hardware.gpu.name)
 
 
 def describe_hardware(hardware: Hardware) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fitune.measure.calibrations import store_calibration
-from fitune.measure.hardware import calibrated, describe_hardware, detect_hardware, keep_to, of_one_kind
+from fitune.measure.hardware import calibrated, describe_hardware, detect_hardware, of_one_kind, see_one_kind
 from fitune.measure.nvml import gpus_here
 from fitune.spec.machines.hardware import Calibration, Hardware
 from fitune.spec.serial import to_data
@@ -89,13 +89,13 @@ def describe_examined(examined: Examined) -> str:
 
 def calibrate_device(*, tell: Callable[[str], None]) -> bool:
     """Measure this machine's device and store it; False on every rank but the first, which has nothing to show."""
+    see_one_kind()
     from fitune.engine.joining import joined_ranks
     from fitune.measure.calibrate import calibrate
 
     start = time.perf_counter()
     with joined_ranks() as ranks:
         hardware = detect_hardware()
-        keep_to(hardware)
         if ranks.is_first:
             tell(f"measuring {hardware.gpu.name}: this takes one to two minutes")
         found = calibrate(hardware)

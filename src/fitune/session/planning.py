@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fitune.errors import DataError, NothingFits
-from fitune.measure.hardware import resolve_hardware
+from fitune.measure.hardware import resolve_hardware, see_one_kind
 from fitune.planner.defaults import with_host_memory
 from fitune.planner.search import find_plan
 from fitune.planner.whole_run import whole_run, with_timely_saves
@@ -16,6 +16,11 @@ from fitune.spec.model.tracer import by_installed_libraries
 from fitune.spec.predictions import PlanReport
 from fitune.spec.recipe.recipe import Recipe
 from fitune.spec.rules import Purpose
+
+
+def see_planned_gpus() -> None:
+    """Hide the GPUs of this machine that no plan takes. For commands that compute, before they import torch."""
+    see_one_kind()
 
 
 def plan_for(

@@ -12,7 +12,6 @@ from typing import Any
 from fitune.errors import ScoringFailed
 from fitune.files import written_whole
 from fitune.launch.ray_cluster import RayPlace
-from fitune.measure.hardware import detect_hardware, keep_to
 from fitune.models.adapter_config import CONFIG
 from fitune.report.score_comparison import write_score_comparison
 from fitune.report.score_page import write_score_page
@@ -137,7 +136,6 @@ def _decided(plan: ScorePlan, engine: str, tell: Tell) -> ScorePlan:
     """The plan with the engine that is the fastest here, and devices for vLLM, where there are GPUs to choose for."""
     from fitune.session.score.score_plan import engine_and_devices
 
-    keep_to(detect_hardware())
     chosen = engine_and_devices(plan, engine)
     if chosen is None:
         return plan

@@ -15,7 +15,7 @@ from fitune.errors import CheckpointError, FituneError, OutOfMemory, RecipeError
 from fitune.estimate.predict import predict
 from fitune.files import write_atomically
 from fitune.measure.cuda_cards import other_card
-from fitune.measure.hardware import keep_to, require_free
+from fitune.measure.hardware import require_free
 from fitune.models.language_model import LanguageModel
 from fitune.models.tokens import planned_tokenizer
 from fitune.planner.whole_run import whole_run
@@ -87,7 +87,6 @@ def first_attempt(
     here = hardware
     if hardware is None:
         hardware = wanted_hardware(recipe)
-        keep_to(hardware)
         if ranks.is_alone and measure_on_first_use(hardware, tell=tell):
             hardware = wanted_hardware(recipe)
         if (
