@@ -35,7 +35,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "gpu_bandwidth": "Its memory bandwidth: 1008GB/s",
         "interconnect": "Bandwidth between the GPUs of a node, one direction: 64GB/s",
         "node_network": "Bandwidth between nodes: 400Gbit/s",
-        "gpus": "GPUs of a node",
+        "gpus": "GPUs of a node; without gpu all of one kind that are here",
         "nodes": "Machines",
         "host_memory": "Memory of a node: 128GiB",
         "nvme_path": "A folder on NVMe for what is offloaded there",
