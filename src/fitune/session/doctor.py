@@ -56,7 +56,8 @@ def examine() -> Examined:
     versions |= {name: importlib.metadata.version(name) for name in ("fitune", *_NEEDED)}
     missing = tuple(extra for name, extra in _EXTRAS.items() if importlib.util.find_spec(name) is None)
     problem = ""
-    if gpus := of_one_kind(gpus_here(os.environ)):
+    gpus = of_one_kind(gpus_here(os.environ))
+    if gpus and importlib.util.find_spec("torch") is not None:
         from fitune.measure.cuda_cards import torch_problem  # torch: seconds
 
         problem = torch_problem(gpus[0])
