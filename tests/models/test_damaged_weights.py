@@ -165,6 +165,8 @@ def test_a_gpu_too_small_for_the_warm_up_is_no_broken_model(
 
     monkeypatch.setattr("fitune.models.weights.filled_model", warmed_up)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**29, 2**30))
-    with pytest.raises(OutOfMemory, match=r"cuda:0 has 1\.00 GiB, 512\.0 MiB of it free.* 1\.20 GiB") as caught:
+    with pytest.raises(
+        OutOfMemory, match=r"cuda:0 has 1\.00 GiB, 512\.0 MiB of it free.* 1\.20 GiB"
+    ) as caught:
         load_model(str(folder), dtype=torch.float32, device=torch.device("cuda", 0))
     assert "nvidia-smi" in (caught.value.hint or "")
