@@ -66,7 +66,7 @@ _SAMPLE_TOKENS = 128
 def train_recipe(recipe: Recipe, *, overwrite: bool, tell: Tell, stop_asked: Callable[[], bool]) -> RunReport:
     """Plan and train in this process, attempt after attempt: on one GPU, where the recipe says no number of them.
     ``stop_asked`` is asked after every step."""
-    if recipe.gpus is None:
+    if recipe.gpu is None and recipe.gpus is None:
         recipe = recipe.model_copy(update={"gpus": 1})
     ended: RunReport | Attempt = first_attempt(recipe, overwrite=overwrite, tell=tell)
     while isinstance(ended, Attempt):
