@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from fitune.measure.nvml import FoundGpu
+from fitune.planner.first_screen import first_screen
 from fitune.planner.reasons.explain import explain_plan
 from fitune.planner.search import find_plan
 from fitune.session.planning import wanted_hardware
@@ -43,6 +44,14 @@ def told(**settings: object) -> tuple[str, list[str]]:
     title = " ".join(explain_plan(report).split("\n  LoRA")[0].split())
     decisions = [line for line in report.decisions if line.startswith(("gpus", "note on memory"))]
     return title.partition(" · on ")[2], decisions
+
+
+def test_the_first_screen_begins_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    here(monkeypatch, RTX_3060, RTX_4090, RTX_4090, taken_mib=1_500)
+    recipe = Recipe.model_validate(SETTINGS)
+    report = find_plan(recipe, model=known("llama-3.2-1b"), hardware=wanted_hardware(recipe))
+    first = first_screen(report, (), train="").splitlines()[0]
+    assert first.endswith("2 × rtx-4090 (24 GiB, 1.5 taken by others); not used: 1 × NVIDIA GeForce RTX 3060")
 
 
 def test_all_cards_of_the_kind_with_most_memory_are_planned_with_and_the_others_named(

@@ -154,7 +154,9 @@ def first_screen(report: PlanReport, ways: tuple[Way, ...], *, train: str) -> st
 
 def _verdict(plan: Plan) -> Iterator[str]:
     hardware, total = plan.hardware, count_parameters(plan.model).total
-    cards = f"{describe_devices(hardware)} ({hardware.gpu.memory_bytes / GIB:.0f} GiB)"
+    taken = f", {hardware.taken_bytes / GIB:.1f} taken by others" if hardware.taken_bytes else ""
+    cards = f"{describe_devices(hardware)} ({hardware.gpu.memory_bytes / GIB:.0f} GiB{taken})"
+    cards += f"; not used: {hardware.left_out}" if hardware.left_out else ""
     yield f"✔ FITS   {plan.model.name} · {format_count(total)} · {method_name(plan.tuning)} · {cards}"
     broken = broken_rules(plan, "train")
     if broken:
