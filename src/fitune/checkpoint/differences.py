@@ -84,8 +84,8 @@ _WORD = {True: "allowed", False: "refused"}
 _ABSENT = object()
 
 _OF_THE_MOMENT = (
-    "hardware.nvme_bytes", "hardware.host_memory_bytes", "hardware.calibration", "hardware.taken_bytes",
-    "hardware.left_out",
+    "hardware.nvme_bytes", "hardware.host_memory_bytes", "hardware.calibration", "hardware.measured",
+    "hardware.taken_bytes", "hardware.left_out",
 )  # fmt: skip
 """Measured when the plan is made and different every time: no setting of anybody's."""
 

@@ -32,7 +32,7 @@ from fitune.spec.words import (
     describe_loss,
     method_name,
 )
-from fitune.units import format_bytes, format_percent
+from fitune.units import counted, format_bytes, format_percent
 
 
 def decisions_of(
@@ -62,6 +62,7 @@ def decisions_of(
         _faster_method(recipe, chosen, runners_up),
         _long_update(chosen),
         _guessed_rates(plan),
+        _measured_kind(plan),
         _traced_by_others(plan),
         _text_part(plan),
         _stored_weights(plan),
@@ -288,6 +289,16 @@ def _guessed_rates(plan: Plan) -> Iterator[str]:
         f"note on times: this processor was never measured{shared}, so they are a guess; {command} measures it in "
         "one to two minutes"
     )
+
+
+def _measured_kind(plan: Plan) -> Iterator[str]:
+    """What plans on such cards turned out to be (docs/step-time.md)."""
+    if found := plan.hardware.measured:
+        what = "processor" if plan.hardware.gpu.is_cpu else "card"
+        yield (
+            f"measured on {counted(found.cards, what)} of this kind: memory ±{format_percent(found.memory_error)}, "
+            f"speed {format_percent(found.speed_error, signed=True, digits=0)}"
+        )
 
 
 def _traced_by_others(plan: Plan) -> Iterator[str]:

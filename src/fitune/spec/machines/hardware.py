@@ -148,6 +148,17 @@ class Calibration:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What was measured of plans on cards of one kind, by ``fitune doctor --prove``."""
+
+    cards: int
+    memory_error: float
+    """Largest |measured / predicted − 1| of a plan's peak."""
+    speed_error: float
+    """Median of measured / predicted tokens/s − 1: below zero, plans were slower than predicted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
     """One kind of device.
 
@@ -212,6 +223,8 @@ class Hardware:
     """Held by other programs on each GPU when the plan was made: a desktop, another training."""
     left_out: str = ""
     """Visible GPUs of the machine that are not planned with, in words: ``1 × rtx-3060``."""
+    measured: Measured | None = None
+    """Of plans on cards of this kind; None: no card of this kind was ever measured."""
 
     @property
     def rates(self) -> str:
