@@ -11,7 +11,6 @@ import argparse
 import itertools
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +20,7 @@ from fitune.engine.protocol import EnterPhase
 from fitune.estimate.predict import predict_memory
 from fitune.measure.memory import LiveTensors
 from fitune.models.weights import compute_dtype
+from fitune.session.proving.cases import Rows, random_rows
 from fitune.spec.machines.gpus import cpu_gpu, hardware_for
 from fitune.spec.model.block_profile import BatchShape
 from fitune.spec.model.model_config import spec_from_config
@@ -55,29 +55,6 @@ CONFIG = {
     "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 2000, "max_position_embeddings": 512,
     "tie_word_embeddings": False,
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Rows:
-    """One micro-batch of random tokens; the first token of each row is its prompt."""
-
-    input_ids_T: torch.Tensor
-    labels_T: torch.Tensor
-    position_ids_T: torch.Tensor
-    sequence_lengths: tuple[int, ...]
-
-    @property
-    def supervised_tokens(self) -> int:
-        return int((self.labels_T >= 0).sum())
-
-
-def random_rows(lengths: tuple[int, ...], *, vocab_size: int) -> Rows:
-    ids = torch.randint(0, vocab_size, (sum(lengths),))
-    labels = ids.roll(-1)
-    ends = list(itertools.accumulate(lengths))
-    labels[[end - 1 for end in ends]] = -100
-    positions = torch.cat([torch.arange(n) for n in lengths])
-    return Rows(ids, labels, positions, lengths)
 
 
 def plan_of(

@@ -491,11 +491,32 @@ def doctor(
     calibrate: Annotated[
         bool, Option("--calibrate", help="Measure this device in 1 to 2 minutes; plans use it from then on.")
     ] = False,
+    prove: Annotated[
+        bool,
+        Option(
+            "--prove", help="Hold kernels against eager code and plans against measured steps: 10 minutes."
+        ),
+    ] = False,
+    out: Annotated[
+        Path | None, Option(help="With --prove: a file for the record, to give to others.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Show what is here: devices, memory, measured rates, libraries, and what each missing part would add."""
-    from fitune.session.doctor import calibrate_device, describe_examined, examine, examined_data
+    from fitune.session.doctor import (
+        calibrate_device,
+        describe_examined,
+        examine,
+        examined_data,
+        prove_device,
+    )
 
+    if prove or out:
+        text, data, failed = prove_device(
+            out, tell=lambda line: print(line, file=sys.stderr if json else None)
+        )
+        _print(text, data, json=json)
+        raise typer.Exit(int(failed))
     if calibrate and not calibrate_device(tell=lambda line: None if json else print(line)):
         return
     examined = examine()

@@ -158,3 +158,19 @@ def visible_gpus(found: tuple[FoundGpu, ...], environment: Mapping[str, str]) ->
 
 def _is_named(word: str, gpu: FoundGpu) -> bool:
     return word == str(gpu.index) or (word.startswith("GPU-") and gpu.uuid.startswith(word))
+
+
+def driver_version() -> str:
+    """Version of NVIDIA's driver; "none" where there is none."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except (ImportError, pynvml.NVMLError):
+        return "none"
+    try:
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    except pynvml.NVMLError:
+        return "unknown"
+    finally:
+        pynvml.nvmlShutdown()

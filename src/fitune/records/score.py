@@ -73,15 +73,20 @@ def compare_rows(
 
 
 def _recorded(row: Row) -> Comparison | None:
-    """A row of results/, which has the prediction that was made when it ran: bytes, or seconds of a step."""
-    said = {key: value for key, value in row.facts.items() if type(value) in (int, float) and value > 0}
-    if {"predicted", "measured"} <= said.keys():
-        size, measured = float(said["predicted"]), float(said["measured"])
-        return Comparison(row=row, trainer="fitune", predicted_bytes=size, measured_bytes=measured)
-    if {"predicted_s", "measured_s"} <= said.keys():
-        speed, measured = 1 / said["predicted_s"], 1 / said["measured_s"]
-        return Comparison(row=row, trainer="fitune", predicted_speed=speed, measured_speed=measured)
-    return None
+    """A row of results/, which has the prediction that was made when it ran: bytes, seconds of a step, or both."""
+    said = {key: float(v) for key, v in row.facts.items() if type(v) in (int, float) and v > 0}
+    has_bytes, has_seconds = ({f"predicted{unit}", f"measured{unit}"} <= said.keys() for unit in ("", "_s"))
+    if not has_bytes and not has_seconds:
+        return None
+    tokens = said.get("tokens", 1.0)
+    return Comparison(
+        row=row,
+        trainer="fitune",
+        predicted_bytes=said["predicted"] if has_bytes else None,
+        measured_bytes=said["measured"] if has_bytes else None,
+        predicted_speed=tokens / said["predicted_s"] if has_seconds else None,
+        measured_speed=tokens / said["measured_s"] if has_seconds else None,
+    )
 
 
 def _by_other_sources(one: Comparison, compared: Sequence[Comparison]) -> Comparison:

@@ -7,6 +7,7 @@ import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fitune.measure.calibrations import store_calibration
@@ -105,6 +106,14 @@ def calibrate_device(*, tell: Callable[[str], None]) -> bool:
     path = store_calibration(found)
     tell(f"measured {found.device} in {format_seconds(time.perf_counter() - start)}: {path}")
     return True
+
+
+def prove_device(out: Path | None, *, tell: Callable[[str], None]) -> tuple[str, dict[str, Any], bool]:
+    """Run every check of ``--prove``: the summary, the record that was written, and whether a check failed."""
+    from fitune.session.proving.prove import describe_proof, prove
+
+    proof = prove(tell=tell, out=out)
+    return describe_proof(proof), to_data(proof), bool(proof.failed)
 
 
 def describe_calibration(calibration: Calibration | None) -> str:

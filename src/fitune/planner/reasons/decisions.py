@@ -295,10 +295,7 @@ def _measured_kind(plan: Plan) -> Iterator[str]:
     """What plans on such cards turned out to be (docs/step-time.md)."""
     if found := plan.hardware.measured:
         what = "processor" if plan.hardware.gpu.is_cpu else "card"
-        yield (
-            f"measured on {counted(found.cards, what)} of this kind: memory ±{format_percent(found.memory_error)}, "
-            f"speed {format_percent(found.speed_error, signed=True, digits=0)}"
-        )
+        yield f"measured on {counted(found.cards, what)} of this kind: {found}"
 
 
 def _traced_by_others(plan: Plan) -> Iterator[str]:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from fitune.units import format_percent
+
 Numbers = Literal["fp32", "bf16", "fp16"]
 
 
@@ -156,6 +158,10 @@ class Measured:
     """Largest |measured / predicted − 1| of a plan's peak."""
     speed_error: float
     """Median of measured / predicted tokens/s − 1: below zero, plans were slower than predicted."""
+
+    def __str__(self) -> str:
+        speed = format_percent(self.speed_error, signed=True, digits=0)
+        return f"memory ±{format_percent(self.memory_error)}, speed {speed}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,9 @@ from statistics import median
 
 from fitune.spec.machines.hardware import Measured
 
+MOST_MEMORY_ERROR = 0.03
+"""Share of its prediction by which a measured peak may differ."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProofCheck:
@@ -37,6 +40,11 @@ class ProvedPlan:
     tokens: int
     """Tokens of a step."""
 
+    @property
+    def passed(self) -> bool:
+        """True if memory is as predicted; speed is told and not judged."""
+        return abs(self.measured / self.predicted - 1) <= MOST_MEMORY_ERROR
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
@@ -57,8 +65,9 @@ class Proof:
     rows: tuple[ProvedPlan, ...]
 
     @property
-    def failed(self) -> tuple[ProofCheck, ...]:
-        return tuple(check for check in self.checks if check.passed is False)
+    def failed(self) -> tuple[ProofCheck | ProvedPlan, ...]:
+        everything: tuple[ProofCheck | ProvedPlan, ...] = (*self.checks, *self.rows)
+        return tuple(one for one in everything if one.passed is False)
 
 
 def measured_by(proofs: Sequence[Proof]) -> Measured | None:

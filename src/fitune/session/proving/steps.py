@@ -1,0 +1,199 @@
+"""Steps of a plan's own model and engine: peaks by phase and seconds, and losses on one device beside another's."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from fitune.errors import HardwareError
+from fitune.estimate.predict import predict
+from fitune.measure.memory import memory_meter
+from fitune.rehearse.trace import BLOCK
+from fitune.session.proving.cases import (
+    CASES,
+    SHAPES,
+    Case,
+    Shape,
+    config_of,
+    full_rows,
+    plan_of,
+    random_model,
+    random_rows,
+    synchronise,
+)
+from fitune.session.proving.kernels import TOLERANCES, judged
+from fitune.spec.machines.gpus import cpu_gpu, hardware_for
+from fitune.spec.machines.hardware import Hardware, Numbers
+from fitune.spec.machines.proof import ProofCheck, ProvedPlan
+from fitune.spec.plan import Offload, Plan, Precision
+from fitune.spec.predictions import Estimate, Phase
+from fitune.spec.rules import require_rules
+from fitune.train.prepare import Prepared, prepare_loaded, training_device
+from fitune.units import GIB
+
+PLANS = tuple(name for name in CASES if name not in ("full-8bit", "adalomo"))
+"""The ten that a proof measures."""
+_OF_CARDS = (
+    *(
+        Shape(model="llama-3.1-8b", layers=layers, seq_len=4096, chunk_tokens=1024)
+        for layers in (16, 8, 4, 2)
+    ),
+    *(Shape(model="llama-3.2-1b", layers=layers, seq_len=2048, chunk_tokens=1024) for layers in (16, 4)),
+    SHAPES["tiny"],
+)
+"""The largest first: sixteen blocks of an 8B model are drawn in seconds, and more are alike."""
+_FILLED, _LONGEST_S = 0.8, 20.0
+"""Share of the usable memory and seconds of all its steps that a plan may take by its own prediction."""
+_WARM_UP, _TIMED = 2, 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """Peaks by phase, without the libraries' workspace, of the last step; what lies outside of them; seconds of one."""
+
+    phases: dict[Phase, int]
+    outside: dict[str, int]
+    seconds: float
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.phases.values())
+
+
+def sized_plan(case: Case, hardware: Hardware) -> tuple[Plan, Shape, Estimate]:
+    """The case on the largest model that leaves this card room, half of its blocks recomputed.
+
+    Raises FituneError for a case that this card does not train.
+    """
+    if not hardware.gpu.is_cpu and not hardware.gpu.has_bf16:
+        case = replace(case, precision=Precision.FP16)
+    for shape in _OF_CARDS[-1:] if hardware.gpu.is_cpu else _OF_CARDS:
+        plan = plan_of(case, shape, hardware=hardware, rows=1, recompute=shape.layers // 2)
+        require_rules(plan, "train")
+        estimate = predict(plan)
+        short = estimate.step_seconds * (_WARM_UP + _TIMED + 1) <= _LONGEST_S or hardware.gpu.is_cpu
+        if estimate.fits and estimate.peak_bytes <= _FILLED * estimate.usable_bytes and short:
+            return plan, shape, estimate
+    raise HardwareError(f"not even a model of width 128 fits {_FILLED:.0%} of this device")
+
+
+def proved_plan(name: str, hardware: Hardware) -> ProvedPlan:
+    """One of PLANS, predicted and run."""
+    plan, shape, estimate = sized_plan(CASES[name], hardware)
+    steps = run_steps(plan, config_of(shape))
+    return ProvedPlan(
+        id=f"{name} {shape.model or 'width 128'} × {shape.layers}",
+        predicted=estimate.memory.tensor_peak_bytes,
+        measured=steps.peak_bytes,
+        reserved_predicted=estimate.peak_bytes,
+        reserved=steps.outside.get("reserved", 0) + steps.outside.get("context", 0),
+        predicted_s=estimate.step_seconds,
+        measured_s=steps.seconds,
+        tokens=plan.tokens_per_step,
+    )
+
+
+def run_steps(plan: Plan, config: PretrainedConfig) -> Steps:
+    """A random model of ``config`` trained as ``plan`` says: steps to warm up, timed steps, one measured by phase."""
+    device = training_device(plan)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    prepared = prepare_loaded(random_model(plan, config, device), plan, device=device)
+    rows, meter = full_rows(plan), memory_meter(device)
+    for _ in range(_WARM_UP):  # states, workspaces and the allocator's segments appear
+        _step(prepared, rows)
+    synchronise(device)
+    began = time.perf_counter()
+    for _ in range(_TIMED):
+        _step(prepared, rows)
+    synchronise(device)
+    seconds = (time.perf_counter() - began) / _TIMED
+    with meter.measuring(prepared.resident_tensors, prepared.host):
+        _step(prepared, rows, meter.enter)
+        synchronise(device)
+    peaks = meter.take_peaks()
+    outside = _outside(prepared, device) if device.type == "cuda" else {}
+    workspace = outside.get("workspace", 0)
+    return Steps(
+        phases={phase: peak - workspace for phase, peak in peaks.items()}, outside=outside, seconds=seconds
+    )
+
+
+def _step(
+    prepared: Prepared,
+    rows: Any,
+    enter: Callable[[Phase], None] = lambda phase: None,
+    *,
+    learning_rate: float = 1e-6,
+) -> tuple[float, float]:
+    """Loss of a token and the gradients' norm."""
+    tokens = rows.supervised_tokens
+    loss = prepared.engine.forward_backward(rows, supervised_tokens=tokens, enter_phase=enter)
+    update = prepared.engine.update(learning_rate=learning_rate, enter_phase=enter)
+    return loss.item() / tokens, update.grad_norm
+
+
+def _outside(prepared: Prepared, device: torch.device) -> dict[str, int]:
+    """Bytes that are in no tensor of the program, and what torch's allocator reserved."""
+    storages = {t.untyped_storage()._cdata: t for t in prepared.resident_tensors() if t.device == device}
+    tensors = sum(-(-t.untyped_storage().nbytes() // BLOCK) * BLOCK for t in storages.values())
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.max_memory_reserved(device)
+    return {
+        "workspace": max(0, torch.cuda.memory_allocated(device) - tensors),
+        "slack": reserved - torch.cuda.max_memory_allocated(device),
+        "context": total - free - torch.cuda.memory_reserved(device),
+        "reserved": reserved,
+    }
+
+
+_TINY = SHAPES["tiny"]
+_STEPS, _LEARNING_RATE = 20, 1e-3
+_PRECISIONS: dict[Numbers, Precision] = {
+    "fp32": Precision.FP32,
+    "bf16": Precision.BF16,
+    "fp16": Precision.FP16,
+}
+
+
+def offloaded(name: str, numbers: Numbers, hardware: Hardware) -> ProofCheck:
+    """Three steps of one of CASES that offloads, beside the same steps with everything on the device."""
+    case = replace(CASES[name], precision=_PRECISIONS[numbers])
+    plan = plan_of(case, _TINY, hardware=hardware, rows=1)
+    require_rules(plan, "train")
+    away, here = (losses(one, steps=3) for one in (plan, replace(plan, offload=Offload())))
+    return judged(f"{name} {numbers}", [away], [here], tolerance=TOLERANCES[numbers])
+
+
+def same_losses(tuning: str, numbers: Numbers, hardware: Hardware) -> ProofCheck:
+    """Losses of twenty steps on this device beside those of eager attention in fp32 on the processor."""
+    case = Case(tuning=tuning, precision=_PRECISIONS[numbers])
+    processor = hardware_for(gpu=cpu_gpu(memory_bytes=8 * GIB, cores=1))
+    here = plan_of(case, _TINY, hardware=hardware, rows=2)
+    require_rules(here, "train")
+    there = plan_of(replace(case, precision=Precision.FP32), _TINY, hardware=processor, rows=2)
+    found, expected = losses(here, steps=_STEPS), losses(replace(there, attention="eager"), steps=_STEPS)
+    return judged(
+        f"20 steps {tuning} {numbers}", [found[:, 0]], [expected[:, 0]], tolerance=TOLERANCES[numbers],
+        first_loss=float(found[0, 0]), last_loss=float(found[-1, 0]),
+    )  # fmt: skip
+
+
+def losses(plan: Plan, *, steps: int) -> Tensor:
+    """Loss of a token and the gradients' norm, [steps, 2]: the same weights and rows on every device."""
+    device = training_device(plan)
+    torch.manual_seed(0)
+    model = random_model(plan, config_of(_TINY), torch.device("cpu"))
+    prepared = prepare_loaded(
+        model if plan.offload.parameters == "cpu" else model.to(device), plan, device=device
+    )
+    found = []
+    for step in range(steps):
+        torch.manual_seed(step % 2)  # the same two batches, so that losses fall and an error would grow
+        rows = random_rows((96, _TINY.seq_len), vocab_size=plan.model.vocab_size)
+        found.append(_step(prepared, rows, learning_rate=_LEARNING_RATE))
+    return torch.tensor(found)
