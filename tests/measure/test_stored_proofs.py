@@ -60,7 +60,7 @@ def test_a_kind_was_measured_here_or_by_a_contributor(tmp_path: Path, monkeypatc
 
 
 def test_a_plan_cites_what_was_measured():
-    words = ["plan", "--model", "qwen3-0.6b", "--gpu", "rtx-4090"]
+    words = ["plan", "--model", "qwen3-0.6b", "--gpu", "rtx-4090", "--details"]
     said = "measured on 1 card of this kind: memory ±0.4 %, speed -6 %"
     assert said not in CliRunner().invoke(app, words, catch_exceptions=False).output
     store_proof(proof(row(measured=1004, seconds=1 / 0.94)))

@@ -103,7 +103,9 @@ def test_the_record_holds_plans_that_records_and_plans_read(tmp_path: Path, monk
     assert compared[0].memory_error == pytest.approx(0, abs=0.03)
     assert compared[0].measured_speed == pytest.approx(128 / proof.rows[0].measured_s)
     assert measured_on(proof.device).cards == 1
-    plan = CliRunner().invoke(app, ["plan", "--model", "qwen3-0.6b", "--gpu", "cpu"], catch_exceptions=False)
+    plan = CliRunner().invoke(
+        app, ["plan", "--model", "qwen3-0.6b", "--gpu", "cpu", "--details"], catch_exceptions=False
+    )
     assert "measured on 1 processor of this kind: memory ±0" in " ".join(plan.output.split())
 
 
