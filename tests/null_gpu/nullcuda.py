@@ -21,6 +21,7 @@ NAMES = (
 )
 _lib = ctypes.CDLL(os.environ["NULLCUDA_LIB"])
 _lib.nullcuda_most.restype = ctypes.c_size_t
+_lib.nullcuda_overwritten.restype = ctypes.c_long
 
 
 def counts() -> dict[str, int]:
@@ -36,6 +37,11 @@ def since(before: dict[str, int]) -> dict[str, int]:
 def most_bytes(device: int = 0, *, reset: bool = False) -> int:
     """The most physical memory of a card that was held at once (what torch calls reserved)."""
     return int(_lib.nullcuda_most(device, int(reset)))
+
+
+def overwritten() -> int:
+    """How often pinned memory was changed before a copy out of it was waited for (NULLCUDA_LATE_COPIES)."""
+    return int(_lib.nullcuda_overwritten())
 
 
 def kernels(*, reset: bool = False) -> dict[str, int]:

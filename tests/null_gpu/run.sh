@@ -8,8 +8,9 @@ out=$here/build
 build() {
   include=$(dirname "$(find "$venv" -path '*nvidia/cu*/include/cuda_runtime_api.h' -print -quit)")
   g++ -std=c++17 -O1 -fPIC -c -I"$include" "$here/native/nullcuda.cpp" -o "$out/nullcuda.o"
+  g++ -std=c++17 -O1 -fPIC -c "$here/native/late.cpp" -o "$out/late.o"
   gcc -O1 -fPIC -w -c "$here/native/blas.c" -o "$out/blas.o"
-  g++ -shared -o "$out/libnullcuda.so" "$out/nullcuda.o" "$out/blas.o" -ldl
+  g++ -shared -o "$out/libnullcuda.so" "$out/nullcuda.o" "$out/late.o" "$out/blas.o" -ldl
   g++ -std=c++17 -O1 -fPIC -c -I"$include" "$here/native/driver.cpp" -o "$out/driver.o"
   gcc -O1 -fPIC -w -c "$here/native/driver_rest.c" -o "$out/driver_rest.o"
   g++ -shared -Wl,-soname,libcuda.so.1 -o "$out/libcuda.so.1" "$out/driver.o" "$out/driver_rest.o"
