@@ -1,0 +1,205 @@
+"""Steps of tiny plans that offload, on the card of this process and on its CPU: their losses, as JSON.
+
+    python offload_steps.py [--mutants] [--sanitizer] [--only WORD]
+
+A mutant is a fault that is put into the program's source before it is loaded: a wait left out, memory freed early.
+With --sanitizer torch's CUDA sanitizer watches, and the result is its first complaint or null. Every case is a process
+of its own, forked when the libraries are loaded.
+"""
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+
+HOST, OFFLOAD, OPTIMIZER = "fitune.models.host", "fitune.models.offload", "fitune.engine.host_optimizer"
+COPIES = "fitune.checkpoint.copies"
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    case: str
+    """The case of CASES that shows it."""
+    module: str
+    old: str
+    new: str
+
+
+MUTANTS = {
+    "weights are used before they are there": Mutant(
+        "full weights away", HOST, "flat = self._copy.wait()", "flat = self._copy.tensor"
+    ),
+    "room of weights that were fetched in vain is free at once": Mutant(
+        "late adapters, weights away", HOST, "self._copy.wait()  # its memory", "pass  # its memory"
+    ),
+    "activations are freed before they left": Mutant(
+        "full activations away", OFFLOAD, "            self._to_host.wait()\n", ""
+    ),
+    "activations are used before they are back": Mutant(
+        "full activations away",
+        OFFLOAD,
+        "self._flat = self._to_device.wait()",
+        "self._flat = self._to_device.tensor",
+    ),
+    "gradients are freed before they left": Mutant(
+        "full optimizer away",
+        OPTIMIZER,
+        "self._leaving.append((name, parameter.grad, self",
+        "self._leaving.append((name, None, self",
+    ),
+    "gradients are added up before they are there": Mutant(
+        "full optimizer away", OPTIMIZER, "gradient = copy.arrived()", "gradient = copy.wait()"
+    ),
+    "new weights are used before they are there": Mutant(
+        "full optimizer away", OPTIMIZER, "            copy.wait()\n", "            pass\n"
+    ),
+    "a checkpoint is written before it is copied": Mutant(
+        "checkpoint", COPIES, "arrived=done.synchronize", "arrived=lambda: None"
+    ),
+    "copies begin before what they copy is computed": Mutant(
+        "full optimizer away", HOST, "self._stream.wait_stream(", "str("
+    ),
+}
+
+
+def put_in(mutant: Mutant) -> None:
+    assert mutant.module not in sys.modules, "others may hold what it defines"
+    module = importlib.import_module(mutant.module)
+    source = Path(module.__file__).read_text()
+    if source.count(mutant.old) != 1:
+        sys.exit(
+            f"{mutant.module} has {source.count(mutant.old)} times {mutant.old!r}: write the mutant anew"
+        )
+    exec(compile(source.replace(mutant.old, mutant.new), module.__file__, "exec"), module.__dict__)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--mutants", action="store_true")
+    parser.add_argument("--sanitizer", action="store_true")
+    parser.add_argument("--only", default="")
+    asked = parser.parse_args()
+    names = [name for name in (MUTANTS if asked.mutants else CASES) if asked.only in name]
+    import peft  # noqa: F401  with torch and transformers, once for all
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    with get_context("fork").Pool(1, maxtasksperchild=1) as pool:
+        found = pool.starmap(_run, [(name, asked.sanitizer) for name in names], chunksize=1)
+    print(json.dumps(dict(zip(names, found, strict=True))))
+
+
+def _run(name: str, watched: bool) -> dict:
+    import nullcuda
+    import torch
+
+    torch.cuda._is_in_bad_fork = lambda: False  # this card forks as memory does
+    if name in MUTANTS:
+        put_in(MUTANTS[name])
+    case = CASES[MUTANTS[name].case if name in MUTANTS else name]
+    try:
+        return case(watched) | {"overwritten": nullcuda.overwritten()}
+    except Exception as error:
+        if not watched:
+            raise
+        return {"complaint": f"{type(error).__name__}: {error}"[:300]}
+
+
+def stepped(
+    case: str, *, away: str, precision: str = "fp32", layers: tuple[int, ...] = (), watched: bool
+) -> dict:
+    """Losses of three steps on the CPU without offload and on the card with it; complaints of the sanitizer."""
+    import gpu_cases
+    import torch
+
+    from fitune.spec.machines.gpus import cpu_gpu, find_gpu, hardware_for
+    from fitune.spec.plan import Lora, Offload, Precision
+    from fitune.units import GIB
+
+    on_cpu = hardware_for(gpu=cpu_gpu(memory_bytes=4 * GIB, cores=2), gpus=1)
+    on_card = hardware_for(gpu=find_gpu("h100"), gpus=1, host_memory_bytes=16 * GIB)
+    settings = replace(gpu_cases.CASES[case], precision=Precision(precision))
+    losses = {}
+    for device, hardware, offload in (
+        ("cpu", on_cpu, Offload()),
+        ("cuda", on_card, Offload(**dict.fromkeys(away.split(), "cpu"))),
+    ):
+        plan = gpu_cases.plan_of(
+            replace(settings, offload=offload), shape_of_all(), hardware=hardware, rows=2
+        )
+        if layers and isinstance(plan.tuning, Lora):
+            plan = replace(plan, tuning=replace(plan.tuning, layers=layers))
+        if device == "cuda" and watched:
+            return _watched(lambda plan=plan: _losses(plan, torch.device("cuda")))
+        losses[device] = _losses(plan, torch.device(device))
+    return losses
+
+
+def shape_of_all():
+    import gpu_cases
+
+    return replace(gpu_cases.SHAPES["tiny"], seq_len=32, chunk_tokens=32)
+
+
+def _losses(plan, device) -> list[float]:
+    import gpu_cases
+    import torch
+
+    from fitune.train.prepare import prepare_loaded
+
+    config = gpu_cases.config_of(shape_of_all())
+    model = gpu_cases.random_model(plan, config, torch.device("cpu"))
+    if plan.offload.parameters != "cpu":
+        model = model.to(device)
+    engine = prepare_loaded(model, plan, device=device).engine
+    found = []
+    for _ in range(3):
+        rows = gpu_cases.full_rows(plan)
+        loss = engine.forward_backward(
+            rows, supervised_tokens=rows.supervised_tokens, enter_phase=lambda phase: None
+        )
+        engine.update(learning_rate=1e-2, enter_phase=lambda phase: None)
+        found.append(loss.item() / rows.supervised_tokens)
+    return found
+
+
+def _watched(run: Callable[[], object]) -> dict:
+    from torch.cuda._sanitizer import CUDASanitizer
+
+    watch = CUDASanitizer()
+    watch.enable()
+    run()
+    watch.disable()
+    return {"complaint": None}
+
+
+def checkpoint_copied(watched: bool) -> dict:
+    """A tensor that is copied for a checkpoint, as it is written, after the next step changed it."""
+    import torch
+
+    from fitune.checkpoint.copies import HostCopies
+    from fitune.checkpoint.slices import Share
+
+    weight = torch.full((4096,), 1.0, device="cuda")
+    torch.cuda.synchronize()
+    share = Share(step=1, whole={"weights": {"w": weight}}, parts={}, slices={}, facts={}, log=b"")
+    copied = HostCopies().take(share)
+    weight.add_(1.0)
+    copied.arrived()
+    return {"cpu": [1.0], "cuda": [copied.share.whole["weights"]["w"].mean().item()]}
+
+
+CASES = {
+    "full weights away": lambda w: stepped("full", away="parameters optimizer", watched=w),
+    "late adapters, weights away": lambda w: stepped("lora", away="parameters", layers=(2, 3), watched=w),
+    "full activations away": lambda w: stepped("full", away="activations", watched=w),
+    "full optimizer away": lambda w: stepped("full", away="optimizer", watched=w),
+    "bf16 optimizer away": lambda w: stepped("full", away="optimizer", precision="bf16-master", watched=w),
+    "checkpoint": checkpoint_copied,
+}
+
+if __name__ == "__main__":
+    main()
