@@ -32,13 +32,15 @@ class Job:
     stop_after: int = 0
 
 
-def train_on(world: int, jobs: Sequence[Job], folder: Path) -> list[list[dict[str, Any]]]:
+def train_on(
+    world: int, jobs: Sequence[Job], folder: Path, *, python: Sequence[str] = (sys.executable,)
+) -> list[list[dict[str, Any]]]:
     """For every rank, what it says of every job: the report's ``status`` and ``final_loss``, or its ``error``."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, job in enumerate(jobs):
         words = {"resume": job.resume, "overwrite": job.overwrite, "stop_after": job.stop_after}
         (folder / f"job{number}.json").write_text(json.dumps({"plan": to_json(job.plan), **words}))
-    ended = start(world, [sys.executable, __file__, str(folder), str(len(jobs))])
+    ended = start(world, [*python, __file__, str(folder), str(len(jobs))])
     for process in ended:
         assert process.returncode == 0, process.stderr[-3000:]
     return [

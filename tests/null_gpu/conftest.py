@@ -50,6 +50,24 @@ def missing() -> str | None:
     return None if shutil.which("g++") else "no g++ to build the libraries"
 
 
+def surroundings(*, cards: Sequence[str], compute: str | int | None) -> dict[str, str]:
+    """Environment variables of a process on ``cards``. The test is skipped where there is no null GPU."""
+    reason = missing()
+    if reason is not None:
+        pytest.skip(reason)
+    paths = [ROOT / "src", ROOT / "tests", ROOT / "bench", os.environ.get("PYTHONPATH", "")]
+    given = {
+        "NULLCUDA_CARDS": ", ".join(CARDS.get(card, card) for card in cards),
+        "PYTHONPATH": ":".join(map(str, paths)),
+        "HF_HUB_OFFLINE": "1",
+    }
+    if compute is not None:
+        given |= {"NULLCUDA_COMPUTE": str(compute)}
+    if compute == "all":
+        given |= {"NULLCUDA_COPY_MIB": "100000"}
+    return given
+
+
 def run(
     command: Sequence[object],
     *,
@@ -64,16 +82,7 @@ def run(
     ``cards``: names of CARDS, or descriptions like theirs. ``compute``: bytes of an operation's tensors up to which
     it is computed, or "all" (copies of any size are then made too). ``check``: the test fails if the command does.
     """
-    reason = missing()
-    if reason is not None:
-        pytest.skip(reason)
-    given = {"NULLCUDA_CARDS": ", ".join(CARDS.get(card, card) for card in cards)}
-    if compute is not None:
-        given |= {"NULLCUDA_COMPUTE": str(compute)}
-    if compute == "all":
-        given |= {"NULLCUDA_COPY_MIB": "100000"}
-    paths = [ROOT / "src", ROOT / "tests", ROOT / "bench", os.environ.get("PYTHONPATH", "")]
-    given |= {"PYTHONPATH": ":".join(map(str, paths)), "HF_HUB_OFFLINE": "1"}
+    given = surroundings(cards=cards, compute=compute)
     given |= {name: str(value) for name, value in (environment or {}).items()}
     with subprocess.Popen(
         [str(HERE / "run.sh"), *map(str, command)],
