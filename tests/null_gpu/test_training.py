@@ -27,6 +27,7 @@ LORA = {"tuning": "lora", "max_steps": 4, "save_steps": 2, "val_fraction": 0.1, 
 FULL = {"tuning": "full", "learning_rate": 1e-3, "max_steps": 3}
 AWAY = Offload(parameters="cpu", optimizer="cpu")
 ALL_AWAY = Offload(parameters="cpu", optimizer="cpu", activations="cpu")
+FSDP_2, FSDP_3 = Zero(stage=2, backend="fsdp"), Zero(stage=3, backend="fsdp")
 ALONE = {
     "lora": (LORA, Offload()),
     "qlora": ({**LORA, "tuning": "qlora"}, Offload()),
@@ -34,12 +35,12 @@ ALONE = {
 }
 TOGETHER = {
     "lora, DDP": (LORA, Ddp(), Offload()),
-    "full, stage 2": (FULL, Zero(stage=2), Offload()),
-    "full, stage 3": (FULL, Zero(stage=3), Offload()),
-    "full on the host, stage 3": ({**FULL, "gradient_checkpointing": 1}, Zero(stage=3), AWAY),
+    "full, stage 2": (FULL, FSDP_2, Offload()),
+    "full, stage 3": (FULL, FSDP_3, Offload()),
+    "full on the host, stage 3": ({**FULL, "gradient_checkpointing": 1}, FSDP_3, AWAY),
     "qlora on the host, stage 3": (
         {**LORA, "tuning": "qlora", "gradient_checkpointing": True},
-        Zero(stage=3),
+        FSDP_3,
         AWAY,
     ),
 }
