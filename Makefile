@@ -39,7 +39,7 @@ vllm-env: $(VLLM_STAMP)
 
 # The CUDA paths on a GPU that is not there: tests/null_gpu/README.md says what is real and what is not.
 null-gpu: $(STAMP) $(NULL_STAMP)
-	$(PYTEST) tests/null_gpu -m null_gpu
+	$(PYTEST) tests/null_gpu -m "null_gpu and not slow"
 
 null-env: $(NULL_STAMP)
 

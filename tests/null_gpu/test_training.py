@@ -22,7 +22,8 @@ from train.test_run import callbacks
 
 pytestmark = pytest.mark.null_gpu
 
-LOSS = 1e-5
+LOSS, NF4_LOSS = 1e-5, 3e-3
+"""Relative. On the CPU bitsandbytes multiplies NF4 weights by another path than on a card."""
 LORA = {"tuning": "lora", "max_steps": 4, "save_steps": 2, "val_fraction": 0.1, "eval_steps": 2}
 FULL = {"tuning": "full", "learning_rate": 1e-3, "max_steps": 3}
 AWAY = Offload(parameters="cpu", optimizer="cpu")
@@ -104,7 +105,7 @@ def test_a_run_on_a_card_has_the_losses_of_the_cpu_and_resumes_exactly(
     jobs += [Job(plan=broken, stop_after=3), Job(plan=broken, resume=True)]
     trained(1, jobs, tmp_path / "jobs", monkeypatch)
     for name, (_, cpu) in expected.items():
-        assert losses(tmp_path / name) == pytest.approx(cpu, rel=LOSS), name
+        assert losses(tmp_path / name) == pytest.approx(cpu, rel=NF4_LOSS if "qlora" in name else LOSS), name
     assert losses(tmp_path / "broken") == losses(tmp_path / "lora")
     exported = [tmp_path / name / "adapter/adapter_model.safetensors" for name in ("lora", "broken")]
     assert exported[0].read_bytes() == exported[1].read_bytes()
@@ -121,7 +122,7 @@ def test_several_cards_have_the_losses_of_one_process(
     ]
     trained(world, jobs, tmp_path / "jobs", monkeypatch)
     for name, (_, cpu) in expected.items():
-        assert losses(tmp_path / name) == pytest.approx(cpu, rel=LOSS), name
+        assert losses(tmp_path / name) == pytest.approx(cpu, rel=NF4_LOSS if "qlora" in name else LOSS), name
 
 
 def recipe(folder: Path, model: Path, **settings: Any) -> Path:
