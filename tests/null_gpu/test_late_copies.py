@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+
 from null_gpu.conftest import HERE
 
 pytestmark = pytest.mark.null_gpu
