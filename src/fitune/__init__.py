@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from warnings import filterwarnings
 
 from fitune.errors import FituneError, system_failures
+from fitune.spec.cuda_environment import set_cuda_environment
 from fitune.spec.hub import keep_out_hub_kernels
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["FituneError", "explain", "export", "plan", "rehearse", "report", "score", "score_tasks", "train"]
 
+set_cuda_environment()  # before torch first uses a GPU: in commands, ranks, workers of Ray and in Python alike
 keep_out_hub_kernels()  # before any room imports a library that would fetch them
 # PEFT asks transformers for a property by its old name; that warning is not for our users.
 filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")

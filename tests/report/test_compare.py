@@ -45,6 +45,12 @@ def test_the_process_is_predicted_only_when_what_lies_outside_the_tensors_is(pre
     for usable, reserved in ((2000, 412 + 8 + 30), (920 + 10, 412 + 8 + 10), (100, 412 + 8)):
         rows = by_name(compare(dataclasses.replace(estimate, usable_bytes=usable * MIB), on_cuda_report))
         assert rows["Process (reserved on the device)"].predicted == reserved * MIB
+    fixed = dataclasses.replace(
+        on_cuda_report, memory=dataclasses.replace(on_cuda, expandable_segments=False)
+    )
+    assert "Process (reserved on the device, without expandable segments)" in by_name(
+        compare(estimate, fixed)
+    )
     assert rows["Peak of tensors"].predicted == 412 * MIB
 
 

@@ -12,6 +12,7 @@ from typer import Argument, Option
 
 from fitune.cli.keys import CheckedCommand, RecipeCommand, complete_value
 from fitune.errors import RecipeError
+from fitune.spec.cuda_environment import without_expandable_segments
 
 if TYPE_CHECKING:
     from fitune.cli.terminal import Terminal
@@ -435,7 +436,8 @@ def serve(
     served = serve_command(model, server=server, host=host, port=port, context=context, only_print=show)
     print(served.words, flush=True)
     if not show:
-        os.execv(served.argv[0], served.argv)  # the server is this process from now on, and gets its signals
+        # the server is this process from now on, and gets its signals
+        os.execve(served.argv[0], served.argv, without_expandable_segments())
 
 
 @app.command(name="go-on", hidden=True)

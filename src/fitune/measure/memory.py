@@ -207,6 +207,14 @@ def memory_meter(device: torch.device) -> MemoryMeter:
     return CudaMeter(device) if device.type == "cuda" else CpuMeter()
 
 
+def has_expandable_segments(device: torch.device) -> bool | None:
+    """True if the segments that torch's allocator holds can grow; None on a CPU. The environment would not tell: it is
+    read once, when a process first uses a GPU."""
+    if device.type != "cuda":
+        return None
+    return any(segment.get("is_expandable") for segment in torch.cuda.memory_snapshot())
+
+
 def process_bytes(device: torch.device) -> int:
     """Bytes that the process holds beyond its tensors too: reserved bytes on CUDA, resident memory on a CPU."""
     if device.type == "cuda":

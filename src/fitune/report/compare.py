@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fitune.spec.predictions import Estimate, Phase
-from fitune.spec.reports import RunReport, StepReport, settled_steps
+from fitune.spec.reports import MeasuredMemory, RunReport, StepReport, settled_steps
 from fitune.units import format_bytes, format_percent, format_rate, format_seconds
 
 Unit = Literal["bytes", "seconds", "tokens/s"]
@@ -102,12 +102,17 @@ def measure(run_report: RunReport | None, steps: Sequence[StepReport]) -> Measur
     return Measured(
         phases=dict(memory.phases) if memory is not None else _phase_peaks(steps),
         process_bytes=0 if memory is None else memory.process_bytes,
-        process_kind="reserved on the device"
-        if memory and memory.kind == "cuda allocated"
-        else "resident set",
+        process_kind=_process_kind(memory),
         tokens_per_second=rate or None,
         step_seconds=statistics.fmean(seconds) if seconds else None,
     )
+
+
+def _process_kind(memory: MeasuredMemory | None) -> str:
+    if memory is None or memory.kind != "cuda allocated":
+        return "resident set"
+    without = ", without expandable segments" if memory.expandable_segments is False else ""
+    return f"reserved on the device{without}"
 
 
 def comparison_table(rows: Sequence[Row]) -> str:

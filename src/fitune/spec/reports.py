@@ -111,6 +111,9 @@ class MeasuredMemory:
     phases: dict[Phase, int]
     process_bytes: int
     """Largest resident set of the process (CPU) or reserved bytes (CUDA)."""
+    expandable_segments: bool | None = None
+    """CUDA: False where torch used a GPU before fitune could set it, or the user's own setting is without them. Then
+    more is reserved than plans count on. None on a CPU."""
 
     @property
     def peak_bytes(self) -> int:

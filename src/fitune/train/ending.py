@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fitune.data.making import PreparedData
 from fitune.errors import FituneError
 from fitune.files import write_atomically
-from fitune.measure.memory import process_bytes
+from fitune.measure.memory import has_expandable_segments, process_bytes
 from fitune.models.language_model import LanguageModel
 from fitune.models.low_bit.quantised import count_weights, elements
 from fitune.spec.predictions import Phase
@@ -180,9 +181,7 @@ def summarise(
         tokens_per_second=tokens / busy if busy else 0.0,
         tokens_per_second_with_data=tokens / (busy + waited) if busy else 0.0,
         mfu=sum(s.mfu * s.step_seconds for s in steady) / busy if busy else 0.0,
-        memory=_measured_memory(
-            of_this_plan, ranks, meter_kind, 0 if model is None else process_bytes(model.device)
-        ),
+        memory=_measured_memory(of_this_plan, ranks, meter_kind, None if model is None else model.device),
         train_data=data.train_ledger,
         eval_data=data.eval_ledger,
         trainable_parameters=sum(elements(p) for p in parameters if p.requires_grad),
@@ -203,14 +202,21 @@ def _gap(steps: Sequence[StepReport]) -> str:
 
 
 def _measured_memory(
-    steps: Sequence[StepReport], ranks: Sequence[RankReport], kind: MeterKind, process: int
+    steps: Sequence[StepReport], ranks: Sequence[RankReport], kind: MeterKind, device: torch.device | None
 ) -> MeasuredMemory | None:
     """The largest peaks of all measured steps, those of the other ranks too."""
     peaks: dict[Phase, int] = {}
     for measured in (*(step.memory_bytes for step in steps), *(rank.memory for rank in ranks)):
         for phase, size in measured.items():
             peaks[phase] = max(peaks.get(phase, 0), size)
-    return MeasuredMemory(kind=kind, phases=peaks, process_bytes=process) if peaks else None
+    if not peaks:
+        return None
+    return MeasuredMemory(
+        kind=kind,
+        phases=peaks,
+        process_bytes=0 if device is None else process_bytes(device),
+        expandable_segments=None if device is None else has_expandable_segments(device),
+    )
 
 
 def _versions() -> dict[str, str]:

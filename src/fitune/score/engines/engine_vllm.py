@@ -32,6 +32,7 @@ from fitune.score.engines.engine import (
     no_effect,
     refusal,
 )
+from fitune.spec.cuda_environment import without_expandable_segments
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks for which vLLM sets buffers aside (MaxLoRARanks in its vllm/config/lora.py)."""
@@ -83,6 +84,7 @@ class VllmEngine:
         self._process = subprocess.Popen(
             [self._python, str(Path(vllm_worker.__file__))], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=self._errors, text=True, encoding="utf-8", start_new_session=True,
+            env=without_expandable_segments(),
         )  # fmt: skip
         asked = {
             "model": model, "tokenizer": tokenizer, "adapter": adapter, "max_lora_rank": rounded_rank(rank),
