@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fitune.credentials import without_credentials
+from fitune.units import format_bytes
 
 
 class FituneError(Exception):
@@ -161,6 +162,25 @@ class OutOfMemory(TrainingFailed):
     def __init__(self, message: str, *, hint: str | None = None, shortage: Shortage | None = None) -> None:
         super().__init__(message, hint=hint)
         self.shortage = shortage
+
+
+class NoPinnedMemory(TrainingFailed):
+    """The host could not lock the memory that a plan keeps there. Smaller micro-batches would not help, so this is no
+    OutOfMemory."""
+
+    exit_code = OutOfMemory.exit_code
+
+    def __init__(self, asked_bytes: int, *, pinned_bytes: int = 0) -> None:
+        """``pinned_bytes``: what this process holds already."""
+        import psutil
+
+        free = format_bytes(psutil.virtual_memory().available)
+        super().__init__(
+            f"the host would not pin {format_bytes(asked_bytes)} of memory for copies to and from the GPU: this "
+            f"process has pinned {format_bytes(pinned_bytes)}, and {free} are free",
+            hint="end other programs, give the container or job more memory (WSL pins at most half of the host's), or "
+            "keep more on the GPU (offload_activations, offload_optimizer, offload_parameters; async_save: false)",
+        )
 
 
 _FAILING = frozenset(

@@ -204,9 +204,9 @@ def taken_from(ready: Prepared) -> list[tuple[int, int]]:
     taken: list[tuple[int, int]] = []
     take = ready.host.take
 
-    def noted(tensor):
-        taken.append((tensor.untyped_storage()._cdata, tensor.numel()))
-        return take(tensor)
+    def noted(tensors, *rooms):
+        taken.extend((tensor.untyped_storage()._cdata, tensor.numel()) for tensor in tensors)
+        return take(tensors, *rooms)
 
     ready.host.take = noted
     return taken

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fitune.checkpoint.slices import Share
+from fitune.models.pinned import PinnedMemory
 
 Tables = dict[str, dict[str, Tensor]]
 
@@ -29,6 +30,7 @@ class HostCopies:
 
     def __init__(self) -> None:
         self._rooms: dict[tuple[str, str], Tensor] = {}
+        self._pinned = PinnedMemory()
 
     @property
     def bytes(self) -> int:
@@ -54,6 +56,7 @@ class HostCopies:
     def _copy(self, kind: str, name: str, tensor: Tensor) -> Tensor:
         room = self._rooms.get((kind, name))
         if room is None or room.shape != tensor.shape or room.dtype != tensor.dtype:
-            room = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            empty = self._pinned.empty if tensor.is_cuda else torch.empty
+            room = empty(tensor.shape, dtype=tensor.dtype)
             self._rooms[kind, name] = room
         return room.copy_(tensor.detach(), non_blocking=True)

@@ -4,8 +4,9 @@ Ren et al. 2021, arXiv 2101.06840 (ZeRO-Offload). On the device are the weights 
 of the one going back, and of the one behind it, which are leaving.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -21,12 +22,12 @@ from fitune.engine.optimizers import (
 from fitune.spec.plan import Optimizer
 
 
-class MovingCopy(Protocol):
-    """A copy that may still be on its way."""
+class Arrival(Protocol):
+    """End of copies that were begun together."""
 
-    def wait(self) -> Tensor: ...
+    def wait(self) -> None: ...
 
-    def arrived(self) -> Tensor: ...
+    def block(self) -> None: ...
 
 
 class Host(Protocol):
@@ -40,16 +41,20 @@ class Host(Protocol):
 
     def empty_like(self, tensor: Tensor, *, dtype: torch.dtype | None = None) -> Tensor: ...
 
-    def take(self, tensor: Tensor) -> MovingCopy: ...
+    def take(
+        self, tensors: Sequence[Tensor], rooms: Sequence[Tensor | None] = ()
+    ) -> tuple[Sequence[Tensor], Arrival]: ...
 
-    def put(self, tensor: Tensor, target: Tensor) -> MovingCopy: ...
+    def put(self, tensors: Sequence[Tensor], targets: Sequence[Tensor]) -> Arrival: ...
+
+    def beside(self, work: Callable[[], None]) -> Callable[[], None]: ...
 
 
 class HostOptimizer:
     """torch's fused CPU optimizer over fp32 masters, fed block by block.
 
     In fp32 it does what DirectOptimizer does, else what MasterOptimizer does; gradients of several micro-batches are
-    added up in fp32.
+    added up in fp32, in the host's own thread while backward goes on. The step waits for the norm of all.
     """
 
     def __init__(
@@ -69,8 +74,12 @@ class HostOptimizer:
         with torch.no_grad(), host.working():
             self.masters = {name: self._master(p) for name, p in self.parameters.items()}
         self.torch_optimizer = build_torch_optimizer(self.masters, optimizer)
-        self._sums: dict[str, Tensor] = {}
-        self._leaving: list[tuple[str, Tensor, MovingCopy]] = []
+        self._rooms = {name: host.empty_like(master) for name, master in self.masters.items()}
+        """Sums of gradients, kept from step to step."""
+        self._summed: dict[str, Tensor] = {}
+        """Those that have gradients of this step."""
+        self._leaving: tuple[Sequence[Tensor], Arrival] | None = None
+        self._under_way: list[Callable[[], None]] = []
 
     def goes_back(self, block: int) -> None:
         """Backward reaches ``block``: the gradients of the one behind it are complete and begin to leave."""
@@ -80,27 +89,40 @@ class HostOptimizer:
         """The loss is through, or backward is: whatever there is begins to leave."""
         self._carry(self.parameters)
         if wait:
-            self._settle()
+            self._let_go()
 
     def gradients(self) -> list[Tensor]:
         """Sums over the micro-batches, in fp32, on the host."""
         self.take_gradients(wait=True)
-        return [self._sums[name] for name in self.parameters if name in self._sums]
+        self._settle()
+        return [self._summed[name] for name in self.parameters if name in self._summed]
 
     def drop_gradients(self) -> None:
+        self._let_go()
         self._settle()
-        self._sums.clear()
+        self._summed.clear()
 
     def step(self, *, learning_rate: float, gradient_factor: float) -> None:
+        """Block by block: while one is stepped, the new weights of the one before it go to the device."""
+        self._settle()
         set_learning_rate(self.torch_optimizer, learning_rate)
-        with self.host.working():
-            for name, gradient in self._sums.items():
-                self.masters[name].grad = gradient.mul_(gradient_factor)
-            self._sums.clear()
-            self.torch_optimizer.step()
-            self.torch_optimizer.zero_grad(set_to_none=True)
+        sent: tuple[Sequence[Tensor], Arrival] | None = None
+        for names in (*self.blocks, self.around):
+            with self.host.working():
+                for name in names:
+                    if name in self._summed:
+                        self.masters[name].grad = self._summed[name].mul_(gradient_factor)
+                self.torch_optimizer.step()  # passes over what has no gradient
+                for name in names:
+                    self.masters[name].grad = None
+                following = self._send_weights(names)
+            if sent is not None:
+                sent[1].block()  # its rooms are free again
+            sent = following
+        if sent is not None:
+            sent[1].block()
+        self._summed.clear()
         self._adopt_states()
-        self._give_back_weights()
 
     def tensors(self) -> dict[str, Tensor]:
         masters = {f"master/{name}": master.data for name, master in self.masters.items()}
@@ -118,38 +140,60 @@ class HostOptimizer:
         return Parameter(self.host.empty_like(parameter, dtype=torch.float32).copy_(parameter))
 
     def _carry(self, names: Iterable[str]) -> None:
-        """Add up the gradients copied before, and begin to copy those of ``names`` to the host."""
-        self._settle()
+        """Let go of the gradients copied before, and begin to copy those of ``names`` to the host and add them up."""
+        self._let_go()
+        names = [name for name in names if self.parameters[name].grad is not None]
+        gradients = [gradient for name in names if (gradient := self.parameters[name].grad) is not None]
+        rooms = [
+            self._rooms[name] if name not in self._summed and gradient.dtype == torch.float32 else None
+            for name, gradient in zip(names, gradients, strict=True)
+        ]  # fp32 gradients of a first micro-batch are their sum
+        copies, arrival = self.host.take(gradients, rooms)
+        parts = [
+            (self._rooms[name], copy, name in self._summed) for name, copy in zip(names, copies, strict=True)
+        ]
         for name in names:
-            parameter = self.parameters[name]
-            if parameter.grad is not None:
-                self._leaving.append((name, parameter.grad, self.host.take(parameter.grad)))
-                parameter.grad = None
+            self.parameters[name].grad = None
+            self._summed[name] = self._rooms[name]
+        self._leaving = gradients, arrival
+        self._under_way.append(self.host.beside(partial(_add, parts, arrival)))
+
+    def _send_weights(self, names: Iterable[str]) -> tuple[Sequence[Tensor], Arrival]:
+        """New weights in their own type; what waits on the host itself is written there."""
+        sources, targets = [], []
+        for name in names:
+            weight, master = self.parameters[name].data, self.masters[name].data
+            if self.host.owns(weight):
+                weight.copy_(master)
+                continue
+            if weight.dtype != master.dtype:
+                master = self.host.empty_like(master, dtype=weight.dtype).copy_(master)
+            sources.append(master)
+            targets.append(weight)
+        return sources, self.host.put(sources, targets)
 
     def _settle(self) -> None:
-        leaving, self._leaving = self._leaving, []
-        with self.host.working():
-            for name, _on_device, copy in leaving:
-                gradient = copy.arrived()
-                if name in self._sums:
-                    self._sums[name].add_(gradient)
-                else:
-                    self._sums[name] = gradient.float()
+        """Wait until all that was copied is added up."""
+        under_way, self._under_way = self._under_way, []
+        for wait in under_way:
+            wait()
 
-    def _give_back_weights(self) -> None:
-        """New weights in their own type; what waits on the host itself is written there."""
-        under_way = []
-        for name, parameter in self.parameters.items():
-            master = self.masters[name].data
-            if self.host.owns(parameter.data):
-                parameter.data.copy_(master)
-                continue
-            if parameter.dtype != master.dtype:
-                master = self.host.empty_like(master, dtype=parameter.dtype).copy_(master)
-            under_way.append(self.host.put(master, parameter.data))
-        for copy in under_way:
-            copy.wait()
+    def _let_go(self) -> None:
+        """Free the gradients on the device as soon as their copies are through, which the device waits for."""
+        if self._leaving is not None:
+            self._leaving[1].wait()
+            self._leaving = None
 
     def _adopt_states(self) -> None:
         for tensor in self.tensors().values():
             self.host.adopt(tensor)
+
+
+def _add(parts: Sequence[tuple[Tensor, Tensor, bool]], arrival: Arrival) -> None:
+    """Parts are sum, copied gradient, and True where the sum has something already."""
+    arrival.block()
+    for total, gradient, is_more in parts:
+        if is_more:
+            total.add_(gradient)
+        elif gradient is not total:
+            total.copy_(gradient)

@@ -183,9 +183,11 @@ class CudaMeter:
     ) -> Iterator[None]:
         self._phase = Phase.IDLE
         torch.cuda.reset_peak_memory_stats(self.device)
-        yield
-        self._note_peak()
-        self._phase = None
+        try:
+            yield
+        finally:  # a step that runs out of memory was measured, too
+            self._note_peak()
+            self._phase = None
 
     def enter(self, phase: Phase) -> None:
         if self._phase is not None:

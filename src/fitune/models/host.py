@@ -7,7 +7,8 @@ adapters stay on the device.
 """
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -16,29 +17,33 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from fitune.models.pinned import PinnedMemory
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Copy:
-    """A copy that may not be complete yet."""
 
-    tensor: Tensor
-    done: torch.cuda.Event | None
+@dataclass(slots=True)
+class Arrival:
+    """End of copies that were begun together."""
 
-    def wait(self) -> Tensor:
-        """Let the device's stream wait for the copy."""
-        if self.done is not None:
+    done: torch.cuda.Event | None = None
+    is_waited_for: bool = False
+
+    def wait(self) -> None:
+        """Let the device's stream wait for them, once."""
+        if self.done is not None and not self.is_waited_for:
             torch.cuda.current_stream().wait_event(self.done)
-        return self.tensor
+            self.is_waited_for = True
 
-    def arrived(self) -> Tensor:
-        """Block the host until the copy is complete."""
+    def block(self) -> None:
+        """Block this thread until they are through."""
         if self.done is not None:
             self.done.synchronize()
-        return self.tensor
 
 
 class HostMemory:
-    """Pinned memory beside a CUDA device, with a stream of its own for both directions.
+    """Pinned memory beside a CUDA device, a stream for each direction, and a thread for what the host computes.
+
+    Rooms that only copies use are apart from those that the host writes: the streams order copies, and the host waits
+    for none of them when it takes a room.
 
     Where the device is a CPU there is no second memory, but there are books: every storage that begins while the host
     is ``working`` is the host's, and a meter of the device (measure/memory.py) leaves it out. So what a plan offloads
@@ -48,7 +53,12 @@ class HostMemory:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.bytes = 0
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
+        """To the host, and to the device."""
+        if device.type == "cuda":
+            self._streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
+            self._kept, self._passing = PinnedMemory(), PinnedMemory()
+            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="host")
         self._owned: set[int] = set()
         self._is_working = False
 
@@ -75,38 +85,61 @@ class HostMemory:
         return self.empty_like(torch.empty(size, dtype=torch.uint8, device="meta"))
 
     def empty_like(self, tensor: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-        """Room for a copy, contiguous."""
+        """Room for a copy, contiguous, that the host may write. Raises NoPinnedMemory."""
+        return self._empty(tensor.shape, dtype or tensor.dtype, passing=False)
+
+    def take(
+        self, tensors: Sequence[Tensor], rooms: Sequence[Tensor | None] = ()
+    ) -> tuple[Sequence[Tensor], Arrival]:
+        """``tensors`` of the device begin to move to ``rooms`` here, new ones where none are named. They must be left
+        alone, and new rooms not be written, until the copies are waited for."""
+        into = [
+            self._empty(tensor.shape, tensor.dtype, passing=True) if room is None else room
+            for tensor, room in zip(tensors, rooms or [None] * len(tensors), strict=True)
+        ]
+        return into, self._copied(tensors, into, to_device=False)
+
+    def give(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Arrival]:
+        """``tensors`` of the host begin to move to the device."""
+        targets = [torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device) for tensor in tensors]
+        return targets, self.put(tensors, targets)
+
+    def put(self, tensors: Sequence[Tensor], targets: Sequence[Tensor]) -> Arrival:
+        """``tensors`` of the host begin to be written into ``targets`` on the device."""
+        return self._copied(tensors, targets, to_device=True)
+
+    def beside(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Begin ``work`` in the host's own thread, one after the other; call what is returned to wait for its end.
+
+        On a CPU, whose cores are at work, it is done at once.
+        """
+        if self._streams is None:
+            with self.working():
+                work()
+            return lambda: None
+        return self._thread.submit(work).result
+
+    def _empty(self, shape: torch.Size, dtype: torch.dtype, *, passing: bool) -> Tensor:
+        if self._streams is not None:
+            return (self._passing if passing else self._kept).empty(shape, dtype)
         with self.working():
-            room = torch.empty(
-                tensor.shape, dtype=dtype or tensor.dtype, device="cpu", pin_memory=self._stream is not None
-            )
+            room = torch.empty(shape, dtype=dtype)
             self.adopt(room)
         return room
 
-    def take(self, tensor: Tensor) -> Copy:
-        """``tensor`` of the device begins to move here; it must be left alone until the copy is waited for."""
-        return self._copied(tensor, self.empty_like(tensor))
-
-    def give(self, tensor: Tensor) -> Copy:
-        """``tensor`` of the host begins to move to the device."""
-        return self._copied(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device))
-
-    def put(self, tensor: Tensor, target: Tensor) -> Copy:
-        """``tensor`` of the host begins to be written into ``target`` on the device."""
-        return self._copied(tensor, target)
-
-    def _copied(self, source: Tensor, target: Tensor) -> Copy:
-        if self._stream is None:
-            target.copy_(source)
-            return Copy(tensor=target, done=None)
-        self._stream.wait_stream(
-            torch.cuda.current_stream(self.device)
-        )  # what is copied, or whose room it takes
-        with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
+    def _copied(self, sources: Sequence[Tensor], targets: Sequence[Tensor], *, to_device: bool) -> Arrival:
+        if self._streams is None or not sources:
+            for source, target in zip(sources, targets, strict=True):
+                target.copy_(source)
+            return Arrival()
+        stream = self._streams[to_device]
+        stream.wait_stream(torch.cuda.current_stream(self.device))  # what is copied, or whose room it takes
+        with torch.cuda.stream(stream):
+            for source, target in zip(sources, targets, strict=True):
+                target.copy_(source, non_blocking=True)
             done = torch.cuda.Event()
             done.record()
-        return Copy(tensor=target, done=done)
+        return Arrival(done)
 
     def adopt(self, tensor: Tensor) -> None:
         """Counts the tensor's storage as the host's from now on."""
@@ -149,28 +182,25 @@ class _StreamedBlock:
             old = slot.tensor.data
             slot.point_into(self.home)
             _as_bytes(slot.tensor.data).copy_(_as_bytes(old.contiguous()))
-        self._copy: Copy | None = None
-
-    @property
-    def on_device(self) -> Tensor | None:
-        """The flat memory there, or None."""
-        return None if self._copy is None else self._copy.tensor
+        self.on_device: Tensor | None = None
+        """The flat memory there."""
+        self._arrival = Arrival()
 
     def begin_to_come(self) -> None:
-        if self._copy is None:
-            self._copy = self._host.give(self.home)
+        if self.on_device is None:
+            [self.on_device], self._arrival = self._host.give([self.home])
 
     def come(self) -> None:
         self.begin_to_come()
-        assert self._copy is not None
-        flat = self._copy.wait()
+        assert self.on_device is not None
+        self._arrival.wait()
         for slot in self._slots:
-            slot.point_into(flat)
+            slot.point_into(self.on_device)
 
     def go(self) -> None:
-        if self._copy is not None:
-            self._copy.wait()  # its memory is another's from now on
-            self._copy = None
+        if self.on_device is not None:
+            self._arrival.wait()  # its memory is another's from now on
+            self.on_device = None
             for slot in self._slots:
                 slot.point_into(self.home)
 

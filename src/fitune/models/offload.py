@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from fitune.models.host import Copy, HostMemory, StreamedWeights
+from fitune.models.host import Arrival, HostMemory, StreamedWeights
 from fitune.spec.plan import Offload
 
 
@@ -114,33 +114,41 @@ class _Storage:
     """One storage that autograd keeps, whole, wherever it is; it ends with the last node that keeps it."""
 
     def __init__(self, flat: Tensor, host: HostMemory) -> None:
-        self._flat: Tensor | None = flat
+        self.flat: Tensor | None = flat
+        self.room: Tensor | None = None
+        """The host's copy."""
+        self.coming: Tensor | None = None
+        """The device's new memory, while a copy to it is under way."""
+        self.arrival = Arrival()
         self._host = host
-        self._to_host: Copy | None = None
-        self._to_device: Copy | None = None
-
-    def copy_to_host(self) -> None:
-        assert self._flat is not None
-        self._to_host = self._host.take(self._flat)
 
     def free(self) -> None:
         """Free the device's copy."""
-        if self._to_host is not None:
-            self._to_host.wait()
-            self._flat = None
-
-    def copy_back(self) -> None:
-        if self._flat is None and self._to_device is None:
-            assert self._to_host is not None
-            self._to_device = self._host.give(self._to_host.tensor)
+        if self.room is not None:
+            self.arrival.wait()
+            self.flat = None
 
     def on_device(self) -> Tensor:
-        self.copy_back()
-        if self._flat is None:
-            assert self._to_device is not None
-            self._flat = self._to_device.wait()
-            self._to_device = self._to_host = None
-        return self._flat
+        if self.flat is None:
+            _copy_back([self], self._host)
+            self.arrival.wait()
+            self.flat, self.coming, self.room = self.coming, None, None
+        assert self.flat is not None
+        return self.flat
+
+
+def _copy_to_host(storages: Sequence[_Storage], host: HostMemory) -> None:
+    rooms, arrival = host.take([storage.flat for storage in storages if storage.flat is not None])
+    for storage, room in zip(storages, rooms, strict=True):
+        storage.room, storage.arrival = room, arrival
+
+
+def _copy_back(storages: Sequence[_Storage], host: HostMemory) -> None:
+    """Those that are not here already, and not on their way."""
+    away = [storage for storage in storages if storage.flat is None and storage.coming is None]
+    targets, arrival = host.give([storage.room for storage in away if storage.room is not None])
+    for storage, target in zip(away, targets, strict=True):
+        storage.coming, storage.arrival = target, arrival
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,15 +205,13 @@ class OffloadedActivations:
         self._kept[block] = [weakref.ref(storage) for storage in self._at_work.values()]
         self._at_work = {}
         if block < len(self._blocks) - 1:
-            for storage in self._alive(block):
-                storage.copy_to_host()
+            _copy_to_host(self._alive(block), self._host)
 
     def goes_back(self, block: int) -> None:
         """Wait for what this block kept; begin to copy back what the block before kept."""
         for storage in self._alive(block):
             storage.on_device()
-        for storage in self._alive(block - 1):
-            storage.copy_back()
+        _copy_back(self._alive(block - 1), self._host)
 
     def _alive(self, block: int) -> list[_Storage]:
         found = [reference() for reference in self._kept.get(block, ())]

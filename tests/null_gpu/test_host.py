@@ -1,0 +1,142 @@
+"""What is on the host beside the device: how torch's allocators are set, how much is pinned, who waits for whom."""
+
+import pytest
+
+MIB = 1 << 20
+SEGMENTS = """
+import json
+{before}
+import fitune, torch
+from fitune.measure.memory import has_expandable_segments
+room = torch.empty(300 << 20, dtype=torch.uint8, device="cuda")
+print(json.dumps(has_expandable_segments(torch.device("cuda", 0))))
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "own", "grow"),
+    [
+        ("import torch", {}, True),
+        ("import torch; torch.empty(1, device='cuda')", {}, False),
+        ("", {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}, False),
+    ],
+)
+def test_segments_grow_unless_a_gpu_was_used_before_or_the_user_says_otherwise(
+    on_null_gpu, monkeypatch, before, own, grow
+):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):  # these tests import fitune, too
+        monkeypatch.delenv(name, raising=False)
+    assert on_null_gpu(SEGMENTS.format(before=before), environment=own).value is grow
+
+
+PINNED = """
+import json, nullcuda, torch
+from fitune.errors import NoPinnedMemory, OutOfMemory, is_out_of_memory
+from fitune.models.host import HostMemory
+host = HostMemory(torch.device("cuda", 0))
+def pinned(): return nullcuda.counts()["host_bytes"] >> 20
+before = pinned()
+rooms = [host.room(104 << 20) for _ in range(2)]
+rooms += [host.room(3 << 20) for _ in range(5)]
+taken = pinned() - before
+asked = nullcuda.counts()["host_allocs"]
+rooms[0].fill_(7)
+moved, arrival = host.give([rooms[0]])
+arrival.wait()
+there = [moved[0].is_cuda, bool(rooms[0].is_pinned()), int(moved[0][-1].cpu())]
+del rooms[:2]
+rooms.append(host.room(100 << 20))
+again = nullcuda.counts()["host_allocs"] - asked
+try:
+    host.room(500 << 20)
+except NoPinnedMemory as error:
+    refused = [str(error), isinstance(error, OutOfMemory), is_out_of_memory(error), error.exit_code]
+print(json.dumps({"taken": taken, "there": there, "again": again, "refused": refused}))
+"""
+
+
+def test_what_is_pinned_is_what_is_held(on_null_gpu):
+    """torch's pinned allocator would take 2 × 128 + 5 × 4 MiB."""
+    found = on_null_gpu(PINNED, compute="all", environment={"NULLCUDA_PINNED_MIB": 600}).value
+    assert 2 * 104 + 5 * 3 <= found["taken"] <= 2 * 104 + 16
+    assert found["there"] == [True, True, 7]
+    assert found["again"] == 0  # a room that was given back is cut again
+    words, is_retried, is_memory, status = found["refused"]
+    assert "would not pin 500.0 MiB" in words
+    assert "has pinned 120.0 MiB" in words  # an idle room went to make room
+    assert (is_retried, is_memory, status) == (False, False, 3)
+
+
+METER = """
+import json, torch
+from fitune.measure.memory import CudaMeter
+from fitune.spec.predictions import Phase
+torch.cuda.init()
+meter = CudaMeter(torch.device("cuda", 0))
+try:
+    with meter.measuring(lambda: []):
+        meter.enter(Phase.FORWARD)
+        kept = torch.empty(30 << 20, dtype=torch.uint8, device="cuda")
+        torch.empty(1 << 40, dtype=torch.uint8, device="cuda")
+except torch.OutOfMemoryError:
+    pass
+print(json.dumps({phase.value: size >> 20 for phase, size in meter.take_peaks().items()}))
+"""
+
+
+def test_the_peak_of_the_phase_that_ran_out_of_memory_is_kept(on_null_gpu):
+    assert on_null_gpu(METER).value == {"idle": 0, "forward": 30}
+
+
+STEPS = """
+import json
+from dataclasses import replace
+import nullcuda, torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from cpu_memory import CONFIG, plan_of, random_rows, small_model
+from fitune.models.weights import compute_dtype
+from fitune.spec.plan import Offload, PlainLoss
+from fitune.train.prepare import prepare_loaded
+
+def trained(offload, tuning, precision):
+    plan = plan_of(small_model(), tuning=tuning, precision=precision, recompute=0, chunked=False, accumulation=2)
+    plan = replace(plan, offload=Offload(**offload))
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**{k: v for k, v in CONFIG.items() if k != "model_type"}))
+    model = model.to(compute_dtype(plan.precision))
+    if plan.offload.parameters == "device":
+        model = model.to("cuda")
+    ready = prepare_loaded(model, plan, device=torch.device("cuda", 0))
+    torch.manual_seed(1)
+    rows = [random_rows((40, 24), vocab_size=plan.model.vocab_size) for _ in range(2)]
+    losses, spent = [], []
+    for _ in range(3):
+        before = nullcuda.counts()
+        for micro in rows:
+            loss = ready.engine.forward_backward(micro, supervised_tokens=60, enter_phase=lambda phase: None)
+            losses.append(loss.item())
+        between = nullcuda.counts()
+        ready.engine.update(learning_rate=1e-3, enter_phase=lambda phase: None)
+        spent.append((nullcuda.since(between), {name: n - before[name] for name, n in between.items()}))
+    update, backward = spent[-1]
+    return losses, {"update": update, "backward": backward}
+
+print(json.dumps([trained(*case) for case in CASES]))
+"""
+AWAY = {"parameters": "cpu", "optimizer": "cpu", "activations": "cpu"}
+BLOCKS = 6
+
+
+def test_with_everything_on_the_host_losses_are_the_same_and_events_go_by_blocks(on_null_gpu):
+    """Before there was an event for each tensor: 656 a micro-batch, where it is 60 now."""
+    cases = [({}, "full", "fp32"), (AWAY, "full", "fp32"), ({"optimizer": "cpu"}, "full", "fp32")]
+    (here, _), (away, spent), (stepped, optimizer) = on_null_gpu(
+        f"CASES = {cases}\n{STEPS}", compute="all"
+    ).value
+    assert here == away == stepped
+    assert spent["backward"]["events"] <= 2 * 10 * BLOCKS  # both micro-batches; two for each set of copies
+    assert spent["backward"]["waits"] <= 2 * 10 * BLOCKS
+    assert optimizer["backward"]["events"] <= 2 * 3 * (BLOCKS + 1)
+    assert optimizer["update"]["events"] <= 2 * (BLOCKS + 1)
+    for counts in (*spent.values(), *optimizer.values()):
+        assert counts["host_allocs"] == counts["mallocs"] == 0  # nothing is pinned in a step
