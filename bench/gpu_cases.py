@@ -63,9 +63,13 @@ def where_and_when(hardware: Hardware) -> dict[str, Any]:
         "date": date.today().isoformat(),
         "device": hardware.gpu.name,
         "device_memory_bytes": hardware.gpu.memory_bytes,
-        "versions": {name: _version(name) for name in LIBRARIES},
+        "versions": versions(),
         "is_gpu": not hardware.gpu.is_cpu,
     }
+
+
+def versions() -> dict[str, str]:
+    return {name: _version(name) for name in LIBRARIES}
 
 
 def _version(name: str) -> str:

@@ -35,6 +35,7 @@ from gpu_cases import (
     synchronise,
     where_and_when,
 )
+from transformers import PreTrainedModel
 
 from fitune.estimate.overhead import outside_terms
 from fitune.estimate.predict import predict_memory
@@ -114,10 +115,13 @@ def compared(plan: Plan, shape: Shape, case: Case) -> dict[str, Any]:
     }
 
 
-def measure(plan: Plan, shape: Shape) -> tuple[Phases, dict[str, int]]:
+def measure(
+    plan: Plan, shape: Shape, *, model: PreTrainedModel | None = None
+) -> tuple[Phases, dict[str, int]]:
     """Peaks by phase of the third step without the workspace, and what lies outside of them."""
     device = training_device(plan)
-    prepared = prepare_loaded(random_model(plan, config_of(shape), device), plan, device=device)
+    model = model or random_model(plan, config_of(shape), device)
+    prepared = prepare_loaded(model, plan, device=device)
     rows, meter = full_rows(plan), memory_meter(device)
     for _ in range(2):  # states, workspaces and the allocator's segments appear
         _step(prepared, rows, lambda phase: None)

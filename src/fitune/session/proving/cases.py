@@ -58,6 +58,8 @@ SHAPES = {
     "8b-4": Shape(model="llama-3.1-8b", layers=4, seq_len=2048, chunk_tokens=1024),
     "1b": Shape(model="llama-3.2-1b", layers=16, seq_len=2048, chunk_tokens=1024),
     "8b": Shape(model="llama-3.1-8b", layers=32, seq_len=4096, chunk_tokens=1024),
+    "moe": Shape(model="qwen3-30b-a3b", layers=48, seq_len=2048, chunk_tokens=1024),
+    "gemma": Shape(model="gemma-2-9b", layers=42, seq_len=2048, chunk_tokens=512),
 }
 _TINY = {
     "hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 8, "num_key_value_heads": 2,

@@ -1,0 +1,256 @@
+"""Predicted, rehearsed, allocated and reserved bytes of plans' real steps on the null GPU (tests/null_gpu/README.md).
+
+    python bench/null_gpu_memory.py --out results                 every method, model and card
+    python bench/null_gpu_memory.py --slack --out results         60 micro-batches of equal and of mixed lengths
+    tests/null_gpu/run.sh python bench/null_gpu_memory.py --here --cards 90 --shapes 8b --cases lora --out seen
+
+The models stand whole, at their real widths and depths: device memory is address space, kernels do nothing. Every card
+is given 1 TiB, so that each method runs on each; what fits where is for a plan to say. Kernels that do nothing leave
+what they should have counted as it was: the number of supervised tokens is put in the place of ``nonzero``.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import random
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from cpu_memory import random_rows
+from gpu_cases import CASES, SHAPES, Case, Shape, config_of, plan_of, versions
+from gpu_memory import measure
+
+from fitune.estimate.predict import predict_memory
+from fitune.models.door import empty_model
+from fitune.models.weights import compute_dtype
+from fitune.rehearse.step import trace_plan
+from fitune.rehearse.trace import peaks_by_kind, reserved_peak
+from fitune.spec.machines.gpus import find_gpu, hardware_for
+from fitune.spec.machines.hardware import Gpu
+from fitune.spec.plan import Plan, Precision
+from fitune.spec.predictions import Phase
+from fitune.train.prepare import prepare_loaded
+from fitune.units import GIB
+
+CARDS = {"75": "t4", "80": "a100-80gb", "89": "rtx-4090", "90": "h100", "120": "rtx-5090"}
+"""Compute capability -> a card that has it."""
+MODELS = ("8b", "moe", "gemma")
+MICRO_BATCHES = 60
+SPARES = (0.5, 1, 2, 3, 5, 10, 15, 20, 30, 50)
+DIALOGSUM = (
+    185, 151, 165, 234, 153, 154, 84, 246, 147, 390, 86, 416, 345, 190, 272, 180, 217, 305, 103, 80, 131, 200, 159, 189,
+    117, 72, 261, 150, 202, 180, 271, 129, 112, 141, 440, 196, 132, 74, 338, 76, 224, 173, 165, 225, 215, 285, 253, 168,
+)  # fmt: skip
+"""Tokens of the first rows of dialogsum, at four characters each."""
+LENGTHS: dict[str, Callable[[random.Random], int]] = {
+    "equal": lambda draw: 1 << 30,
+    "lognormal": lambda draw: max(16, int(draw.lognormvariate(math.log(800), 0.8))),
+    "dialogsum": lambda draw: draw.choice(DIALOGSUM),
+}
+"""Tokens of a row before it is cut to the plan's seq_len."""
+RUN = Path(__file__).parents[1] / "tests" / "null_gpu" / "run.sh"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cards", nargs="+", default=[*CARDS], choices=[*CARDS])
+    parser.add_argument("--shapes", nargs="+", default=[*MODELS], choices=[*SHAPES])
+    parser.add_argument("--cases", nargs="+", default=[*CASES], choices=[*CASES])
+    parser.add_argument("--layers", type=int, default=0, help="blocks, where fewer than the model has are enough")
+    parser.add_argument("--rows", type=int, default=1, help="rows of a micro-batch")
+    parser.add_argument("--slack", action="store_true", help="what the allocator loses, and what spare is enough")
+    parser.add_argument("--lengths", nargs="+", default=[*LENGTHS], choices=[*LENGTHS])
+    parser.add_argument("--spares", type=float, nargs="+", default=SPARES, help="percent of what moves")
+    parser.add_argument("--here", action="store_true", help="this process runs on the null GPU: one card")
+    parser.add_argument("--out", type=Path, required=True, help="the folder for null_gpu.json")
+    options = parser.parse_args()
+    found = run_cases(options) if options.here else on_every_card(options)
+    options.out.mkdir(parents=True, exist_ok=True)
+    file = options.out / "null_gpu.json"
+    content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    content |= {"benchmark": "bench/null_gpu_memory.py", "date": date.today().isoformat(), "versions": versions()}
+    content["slack" if options.slack else "peaks"] = found
+    file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def card(capability: str) -> Gpu:
+    return replace(find_gpu(CARDS[capability]), memory_bytes=1024 * GIB)
+
+
+def on_every_card(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A process sees the cards and the allocator that it began with, so each has its own."""
+    found = []
+    mine = [word for word in sys.argv[1:] if word != "--here"]
+    for number in options.cards:
+        for growing in (True, False) if options.slack else (True,):
+            with TemporaryDirectory() as folder:
+                conf = f"expandable_segments:{growing}"
+                given = {"NULLCUDA_CARDS": f"{find_gpu(CARDS[number]).name}|{number}|1024",
+                         "PYTORCH_ALLOC_CONF": conf, "PYTORCH_CUDA_ALLOC_CONF": conf,
+                         "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # fmt: skip  # counting cards forbids forks otherwise
+                command = [RUN, "python", __file__, *mine, "--here", "--cards", number, "--out", folder]
+                subprocess.run(command, check=True, env={**os.environ, **given})
+                content = json.loads((Path(folder) / "null_gpu.json").read_text())
+                found += content["slack" if options.slack else "peaks"]
+    return found
+
+
+def run_cases(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Each case in a process of its own, that begins with nothing on the card."""
+    warnings.filterwarnings("ignore")
+    (number,), found = options.cards, []
+    for name, case, lengths in itertools.product(
+        options.shapes, options.cases, options.lengths if options.slack else [""]
+    ):
+        shape = replace(SHAPES[name], layers=options.layers) if options.layers else SHAPES[name]
+        for recompute in (0, shape.layers):
+            words = {"capability": number, "shape": name, "case": case, "recompute": recompute}
+            plan = plan_on(number, CASES[case], shape, rows=options.rows, recompute=recompute)
+            began = time.perf_counter()
+            if options.slack:
+                words |= {"lengths": lengths, "growing": "True" in os.environ.get("PYTORCH_ALLOC_CONF", "")}
+                result = slack_of(plan, shape, lengths, options.spares)
+            else:
+                result = in_its_own_process(compared, plan, shape)
+            found.append({**words, **result})
+            print(line_of(found[-1]), f"{time.perf_counter() - began:.1f} s", flush=True)
+    return found
+
+
+def in_its_own_process(work: Callable[..., Any], *given: Any) -> Any:
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        return pool.apply(work, given)
+
+
+def plan_on(number: str, case: Case, shape: Shape, *, rows: int, recompute: int) -> Plan:
+    """The case's plan in the 16 bit that the card computes with."""
+    gpu = card(number)
+    if not gpu.has_bf16:
+        case = replace(case, precision=Precision.FP16)
+    return plan_of(case, shape, hardware=hardware_for(gpu=gpu, gpus=1), rows=rows, recompute=recompute)
+
+
+def compared(plan: Plan, shape: Shape) -> dict[str, Any]:
+    memory = predict_memory(plan)
+    trace, _ = trace_plan(plan, config_of(shape), exact=False)
+    rehearsed = {phase: sum(kinds.values()) for phase, kinds in peaks_by_kind(trace, on_cuda=True).items()}
+    tokens = plan.batch.micro_batch_tokens - plan.batch.micro_batch_size
+    with supervised(tokens):
+        measured, outside = measure(plan, shape, model=unfilled_model(plan, shape))
+    return {
+        "phases": {
+            phase.value: {"predicted": sum(terms.values()), "rehearsed": rehearsed[phase],
+                          "allocated": measured[phase]}
+            for phase, terms in memory.phases.items()
+        },
+        "workspace": {"predicted": memory.outside["cuBLAS workspace"], "allocated": outside["workspace"]},
+        "reserved": {"predicted": memory.tensor_peak_bytes + memory.outside["allocator slack"],
+                     "rehearsed": reserved_peak(trace), "reserved": max(measured.values()) + outside["slack"]},
+    }  # fmt: skip
+
+
+def slack_of(plan: Plan, shape: Shape, lengths: str, spares: Sequence[float]) -> dict[str, Any]:
+    """Bytes that 60 micro-batches lose with room for all, and the smallest of ``spares`` with which they run."""
+    free = in_its_own_process(many, plan, shape, lengths, 0)
+    memory = predict_memory(plan)
+    moves = memory.tensor_peak_bytes - sum(memory.phases[Phase.IDLE].values())
+    whole = memory.tensor_peak_bytes + memory.outside["cuBLAS workspace"]
+    enough = (
+        spare
+        for spare in spares
+        if in_its_own_process(many, plan, shape, lengths, whole + int(moves * spare / 100))
+    )
+    planned = whole + memory.outside["allocator slack"]
+    return {**free, "predicted": whole, "moves": moves, "planned": memory.outside["allocator slack"],
+            "planned_runs": bool(in_its_own_process(many, plan, shape, lengths, planned)),
+            "enough_percent": next(enough, None)}  # fmt: skip
+
+
+def many(plan: Plan, shape: Shape, lengths: str, room: int) -> dict[str, int]:
+    """Allocated and reserved peak of 60 micro-batches, four a step; empty if ``room`` bytes are not enough."""
+    device, draw = torch.device("cuda", 0), random.Random(3)
+    prepared = prepare_loaded(unfilled_model(plan, shape), plan, device=device)
+    torch.cuda.empty_cache()  # dense weights that were quantised: training packs them as they arrive
+    torch.cuda.reset_peak_memory_stats()
+    if room:
+        torch.cuda.set_per_process_memory_fraction(room / torch.cuda.get_device_properties(0).total_memory)
+    length = LENGTHS[lengths]
+    batch = plan.batch
+    try:
+        for number in range(MICRO_BATCHES):
+            full = number == MICRO_BATCHES * 2 // 3  # the one that the plan is made for
+            rows = tuple(batch.seq_len if full else min(batch.seq_len, length(draw)) for _ in range(batch.micro_batch_size))
+            stream, tokens = random_rows(rows, vocab_size=plan.model.vocab_size), sum(rows) - len(rows)
+            with supervised(tokens):
+                prepared.engine.forward_backward(
+                    stream, supervised_tokens=tokens, enter_phase=lambda phase: None, last=number % 4 == 3
+                )
+            if number % 4 == 3:
+                prepared.engine.update(learning_rate=1e-6, enter_phase=lambda phase: None)
+    except torch.OutOfMemoryError:
+        return {}
+    stats = torch.cuda.memory_stats()
+    return {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved(),
+            "retries": stats["num_alloc_retries"]}  # fmt: skip
+
+
+def unfilled_model(plan: Plan, shape: Shape) -> Any:
+    """The model where it is trained; its weights are what was there."""
+    with torch.device("meta"):
+        model = empty_model(config_of(shape), compute_dtype(plan.precision))
+    return model.to_empty(device="cpu" if plan.offload.parameters == "cpu" else "cuda")
+
+
+@contextmanager
+def supervised(tokens: int) -> Iterator[None]:
+    """In the place of a device's nonzero(), which would have to count: so many."""
+    nonzero = torch.nonzero
+    torch.nonzero = lambda x, *args, **kwargs: (
+        torch.empty((tokens, 1), dtype=torch.int64, device=x.device) if x.is_cuda else nonzero(x, *args, **kwargs)
+    )
+    try:
+        yield
+    finally:
+        torch.nonzero = nonzero
+
+
+def line_of(found: dict[str, Any]) -> str:
+    if "moves" in found:
+        moves, lost = found["moves"], found["reserved"] - found["allocated"]
+        return (
+            f"{found['capability']:3} {found['shape']:6} {found['case']:22} {found['recompute']:2} {found['lengths']:9} "
+            f"{'growing' if found['growing'] else 'fixed':8} moves {moves / GIB:6.2f} GiB, lost {lost / moves:6.1%}, "
+            f"enough {found['enough_percent']} %, planned {found['planned'] / moves:.1%} runs {found['planned_runs']}, "
+            f"predicted {found['predicted'] / found['allocated'] - 1:+.2%}"
+        )
+    errors = {
+        side: max((sizes[side] / sizes["allocated"] - 1 for sizes in found["phases"].values()), key=abs)
+        for side in ("predicted", "rehearsed")
+    }
+    peak = max(sizes["allocated"] for sizes in found["phases"].values())
+    return (
+        f"{found['capability']:3} {found['shape']:6} {found['case']:22} {found['recompute']:2} {peak / GIB:7.2f} GiB  "
+        + "  ".join(f"{side} {error:+.3%}" for side, error in errors.items())
+        + f"  workspace {found['workspace']['allocated'] / 2**20:.2f} of {found['workspace']['predicted'] / 2**20:.2f} MiB"
+        + f"  reserved {found['reserved']['reserved'] / GIB:.2f} of {found['reserved']['predicted'] / GIB:.2f}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
