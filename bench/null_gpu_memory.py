@@ -10,10 +10,10 @@ what they should have counted as it was: the number of supervised tokens is put 
 """
 
 import argparse
+import gc
 import itertools
 import json
 import math
-import multiprocessing
 import os
 import random
 import subprocess
@@ -102,8 +102,7 @@ def on_every_card(options: argparse.Namespace) -> list[dict[str, Any]]:
             with TemporaryDirectory() as folder:
                 conf = f"expandable_segments:{growing}"
                 given = {"NULLCUDA_CARDS": f"{find_gpu(CARDS[number]).name}|{number}|1024",
-                         "PYTORCH_ALLOC_CONF": conf, "PYTORCH_CUDA_ALLOC_CONF": conf,
-                         "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # fmt: skip  # counting cards forbids forks otherwise
+                         "PYTORCH_ALLOC_CONF": conf, "PYTORCH_CUDA_ALLOC_CONF": conf}  # fmt: skip
                 command = [RUN, "python", __file__, *mine, "--here", "--cards", number, "--out", folder]
                 subprocess.run(command, check=True, env={**os.environ, **given})
                 content = json.loads((Path(folder) / "null_gpu.json").read_text())
@@ -112,7 +111,6 @@ def on_every_card(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def run_cases(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Each case in a process of its own, that begins with nothing on the card."""
     warnings.filterwarnings("ignore")
     (number,), found = options.cards, []
     for name, case, lengths in itertools.product(
@@ -127,15 +125,25 @@ def run_cases(options: argparse.Namespace) -> list[dict[str, Any]]:
                 words |= {"lengths": lengths, "growing": "True" in os.environ.get("PYTORCH_ALLOC_CONF", "")}
                 result = slack_of(plan, shape, lengths, options.spares)
             else:
-                result = in_its_own_process(compared, plan, shape)
+                result = compared(plan, shape)
             found.append({**words, **result})
             print(line_of(found[-1]), f"{time.perf_counter() - began:.1f} s", flush=True)
     return found
 
 
-def in_its_own_process(work: Callable[..., Any], *given: Any) -> Any:
-    with multiprocessing.get_context("fork").Pool(1) as pool:
-        return pool.apply(work, given)
+@contextmanager
+def bare_card() -> Iterator[None]:
+    """Take all that a case left on the card, whoever still refers to it, so that the next begins with nothing."""
+    try:
+        yield
+    finally:
+        for tensor in [each for each in gc.get_objects() if isinstance(each, torch.Tensor) and each.is_cuda]:
+            tensor.untyped_storage().resize_(0)
+        gc.collect()
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        torch.cuda.reset_peak_memory_stats()
 
 
 def plan_on(number: str, case: Case, shape: Shape, *, rows: int, recompute: int) -> Plan:
@@ -151,7 +159,7 @@ def compared(plan: Plan, shape: Shape) -> dict[str, Any]:
     trace, _ = trace_plan(plan, config_of(shape), exact=False)
     rehearsed = {phase: sum(kinds.values()) for phase, kinds in peaks_by_kind(trace, on_cuda=True).items()}
     tokens = plan.batch.micro_batch_tokens - plan.batch.micro_batch_size
-    with supervised(tokens):
+    with bare_card(), supervised(tokens):
         measured, outside = measure(plan, shape, model=unfilled_model(plan, shape))
     return {
         "phases": {
@@ -167,23 +175,27 @@ def compared(plan: Plan, shape: Shape) -> dict[str, Any]:
 
 def slack_of(plan: Plan, shape: Shape, lengths: str, spares: Sequence[float]) -> dict[str, Any]:
     """Bytes that 60 micro-batches lose with room for all, and the smallest of ``spares`` with which they run."""
-    free = in_its_own_process(many, plan, shape, lengths, 0)
+    free = many(plan, shape, lengths, 0)
     memory = predict_memory(plan)
     moves = memory.tensor_peak_bytes - sum(memory.phases[Phase.IDLE].values())
     whole = memory.tensor_peak_bytes + memory.outside["cuBLAS workspace"]
     enough = (
         spare
         for spare in spares
-        if in_its_own_process(many, plan, shape, lengths, whole + int(moves * spare / 100))
+        if many(plan, shape, lengths, whole + int(moves * spare / 100))
     )
     planned = whole + memory.outside["allocator slack"]
     return {**free, "predicted": whole, "moves": moves, "planned": memory.outside["allocator slack"],
-            "planned_runs": bool(in_its_own_process(many, plan, shape, lengths, planned)),
+            "planned_runs": bool(many(plan, shape, lengths, planned)),
             "enough_percent": next(enough, None)}  # fmt: skip
 
 
+@bare_card()
 def many(plan: Plan, shape: Shape, lengths: str, room: int) -> dict[str, int]:
-    """Allocated and reserved peak of 60 micro-batches, four a step; empty if ``room`` bytes are not enough."""
+    """Allocated and reserved peak of 60 micro-batches, four a step; empty if ``room`` bytes are not enough.
+
+    ``room`` 0: as much as there is.
+    """
     device, draw = torch.device("cuda", 0), random.Random(3)
     prepared = prepare_loaded(unfilled_model(plan, shape), plan, device=device)
     torch.cuda.empty_cache()  # dense weights that were quantised: training packs them as they arrive
@@ -205,9 +217,8 @@ def many(plan: Plan, shape: Shape, lengths: str, room: int) -> dict[str, int]:
                 prepared.engine.update(learning_rate=1e-6, enter_phase=lambda phase: None)
     except torch.OutOfMemoryError:
         return {}
-    stats = torch.cuda.memory_stats()
     return {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved(),
-            "retries": stats["num_alloc_retries"]}  # fmt: skip
+            "retries": torch.cuda.memory_stats()["num_alloc_retries"]}  # fmt: skip
 
 
 def unfilled_model(plan: Plan, shape: Shape) -> Any:
