@@ -35,9 +35,7 @@ from gpu_cases import (
     synchronise,
     where_and_when,
 )
-from transformers import PreTrainedModel
 
-from fitune.estimate.overhead import outside_terms
 from fitune.estimate.predict import predict_memory
 from fitune.measure.memory import memory_meter
 from fitune.rehearse.step import trace_plan
@@ -100,28 +98,27 @@ def look_at(words: dict[str, Any], rows: int, hardware: Hardware) -> dict[str, A
 
 def compared(plan: Plan, shape: Shape, case: Case) -> dict[str, Any]:
     config = config_of(shape)
-    predicted = {phase: sum(terms.values()) for phase, terms in predict_memory(plan).phases.items()}
+    memory = predict_memory(plan)
+    predicted = {phase: sum(terms.values()) for phase, terms in memory.phases.items()}
     trace, _ = trace_plan(plan, config, exact=False)
     by_kind = peaks_by_kind(trace, on_cuda=not plan.hardware.gpu.is_cpu)
     rehearsed = {phase: sum(kinds.values()) for phase, kinds in by_kind.items()}
-    measured, outside = measure(plan, shape)
+    device = training_device(plan)
+    prepared = prepare_loaded(random_model(plan, config, device), plan, device=device)
+    measured, outside = measure(plan, prepared)
     largest = {"predicted": predicted, "rehearsed": rehearsed, "measured": measured}
     return {
         "offload": asdict(case.offload),
         "peak": {side: max(phases.values()) for side, phases in largest.items()},
         "phases": {side: _named(phases) for side, phases in largest.items()},
-        "outside_predicted": outside_terms(plan.hardware.gpu, moving_bytes=_moving(predicted)),
+        "outside_predicted": memory.outside,
         "outside_measured": outside,
     }
 
 
-def measure(
-    plan: Plan, shape: Shape, *, model: PreTrainedModel | None = None
-) -> tuple[Phases, dict[str, int]]:
+def measure(plan: Plan, prepared: Prepared) -> tuple[Phases, dict[str, int]]:
     """Peaks by phase of the third step without the workspace, and what lies outside of them."""
     device = training_device(plan)
-    model = model or random_model(plan, config_of(shape), device)
-    prepared = prepare_loaded(model, plan, device=device)
     rows, meter = full_rows(plan), memory_meter(device)
     for _ in range(2):  # states, workspaces and the allocator's segments appear
         _step(prepared, rows, lambda phase: None)
@@ -151,10 +148,6 @@ def _outside(prepared: Prepared, device: torch.device) -> dict[str, int]:
         "slack": torch.cuda.max_memory_reserved(device) - torch.cuda.max_memory_allocated(device),
         "context": total - free - torch.cuda.memory_reserved(device),
     }
-
-
-def _moving(phases: Phases) -> int:
-    return max(phases.values()) - phases[Phase.IDLE]
 
 
 def _named(phases: Phases) -> dict[str, int]:

@@ -29,10 +29,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from cpu_memory import random_rows
 from gpu_cases import CASES, SHAPES, Case, Shape, config_of, plan_of, versions
 from gpu_memory import measure
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from fitune.engine.fsdp import mesh_of
 from fitune.estimate.predict import predict_memory
 from fitune.models.door import empty_model
 from fitune.models.weights import compute_dtype
@@ -40,9 +43,9 @@ from fitune.rehearse.step import trace_plan
 from fitune.rehearse.trace import peaks_by_kind, reserved_peak
 from fitune.spec.machines.gpus import find_gpu, hardware_for
 from fitune.spec.machines.hardware import Gpu
-from fitune.spec.plan import Plan, Precision
+from fitune.spec.plan import Plan, Precision, Zero
 from fitune.spec.predictions import Phase
-from fitune.train.prepare import prepare_loaded
+from fitune.train.prepare import Prepared, prepare_loaded
 from fitune.units import GIB
 
 CARDS = {"75": "t4", "80": "a100-80gb", "89": "rtx-4090", "90": "h100", "120": "rtx-5090"}
@@ -73,6 +76,7 @@ def main() -> int:
     parser.add_argument("--cases", nargs="+", default=[*CASES], choices=[*CASES])
     parser.add_argument("--layers", type=int, default=0, help="blocks, where fewer than the model has are enough")
     parser.add_argument("--rows", type=int, default=1, help="rows of a micro-batch")
+    parser.add_argument("--ranks", type=int, default=1, help="more than one: rank 0 of FSDP2, whose peers send nothing")
     parser.add_argument("--slack", action="store_true", help="what the allocator loses, and what spare is enough")
     parser.add_argument("--lengths", nargs="+", default=[*LENGTHS], choices=[*LENGTHS])
     parser.add_argument("--spares", type=float, nargs="+", default=SPARES, help="percent of what moves")
@@ -120,6 +124,7 @@ def run_cases(options: argparse.Namespace) -> list[dict[str, Any]]:
         for recompute in (0, shape.layers):
             words = {"capability": number, "shape": name, "case": case, "recompute": recompute}
             plan = plan_on(number, CASES[case], shape, rows=options.rows, recompute=recompute)
+            plan = over_ranks(plan, options.ranks)
             began = time.perf_counter()
             if options.slack:
                 words |= {"lengths": lengths, "growing": "True" in os.environ.get("PYTORCH_ALLOC_CONF", "")}
@@ -137,6 +142,8 @@ def bare_card() -> Iterator[None]:
     try:
         yield
     finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
         for tensor in [each for each in gc.get_objects() if isinstance(each, torch.Tensor) and each.is_cuda]:
             tensor.untyped_storage().resize_(0)
         gc.collect()
@@ -154,13 +161,38 @@ def plan_on(number: str, case: Case, shape: Shape, *, rows: int, recompute: int)
     return plan_of(case, shape, hardware=hardware_for(gpu=gpu, gpus=1), rows=rows, recompute=recompute)
 
 
+def over_ranks(plan: Plan, ranks: int) -> Plan:
+    """The plan divided by FSDP2."""
+    if ranks == 1:
+        return plan
+    return replace(
+        plan, sharding=Zero(stage=3, backend="fsdp"), hardware=replace(plan.hardware, gpus_per_node=ranks)
+    )
+
+
+def prepared_of(plan: Plan, shape: Shape) -> Prepared:
+    """The plan's model and engine on the card; weights are what was there, and collectives between ranks do nothing."""
+    device, mesh = torch.device("cuda", 0), None
+    if isinstance(plan.sharding, Zero):
+        store = FakeStore()
+        dist.init_process_group("fake", rank=0, world_size=plan.hardware.num_gpus, store=store)
+        mesh = mesh_of(plan.sharding, plan.hardware, device="cuda")
+    with torch.device("meta"):
+        model = empty_model(config_of(shape), compute_dtype(plan.precision))
+    on = "cpu" if plan.offload.parameters == "cpu" else device
+    prepared = prepare_loaded(model.to_empty(device=on), plan, device=device, mesh=mesh)
+    torch.cuda.empty_cache()  # dense weights that were quantised or divided: training packs them as they arrive
+    torch.cuda.reset_peak_memory_stats()
+    return prepared
+
+
 def compared(plan: Plan, shape: Shape) -> dict[str, Any]:
     memory = predict_memory(plan)
     trace, _ = trace_plan(plan, config_of(shape), exact=False)
     rehearsed = {phase: sum(kinds.values()) for phase, kinds in peaks_by_kind(trace, on_cuda=True).items()}
     tokens = plan.batch.micro_batch_tokens - plan.batch.micro_batch_size
     with bare_card(), supervised(tokens):
-        measured, outside = measure(plan, shape, model=unfilled_model(plan, shape))
+        measured, outside = measure(plan, prepared_of(plan, shape))
     return {
         "phases": {
             phase.value: {"predicted": sum(terms.values()), "rehearsed": rehearsed[phase],
@@ -196,10 +228,7 @@ def many(plan: Plan, shape: Shape, lengths: str, room: int) -> dict[str, int]:
 
     ``room`` 0: as much as there is.
     """
-    device, draw = torch.device("cuda", 0), random.Random(3)
-    prepared = prepare_loaded(unfilled_model(plan, shape), plan, device=device)
-    torch.cuda.empty_cache()  # dense weights that were quantised: training packs them as they arrive
-    torch.cuda.reset_peak_memory_stats()
+    draw, prepared = random.Random(3), prepared_of(plan, shape)
     if room:
         torch.cuda.set_per_process_memory_fraction(room / torch.cuda.get_device_properties(0).total_memory)
     length = LENGTHS[lengths]
@@ -219,13 +248,6 @@ def many(plan: Plan, shape: Shape, lengths: str, room: int) -> dict[str, int]:
         return {}
     return {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved(),
             "retries": torch.cuda.memory_stats()["num_alloc_retries"]}  # fmt: skip
-
-
-def unfilled_model(plan: Plan, shape: Shape) -> Any:
-    """The model where it is trained; its weights are what was there."""
-    with torch.device("meta"):
-        model = empty_model(config_of(shape), compute_dtype(plan.precision))
-    return model.to_empty(device="cpu" if plan.offload.parameters == "cpu" else "cuda")
 
 
 @contextmanager

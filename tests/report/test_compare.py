@@ -51,7 +51,21 @@ def test_the_process_is_predicted_only_when_what_lies_outside_the_tensors_is(pre
     assert "Process (reserved on the device, without expandable segments)" in by_name(
         compare(estimate, fixed)
     )
-    assert rows["Peak of tensors"].predicted == 412 * MIB
+    assert rows["Peak of tensors"].predicted == (412 + 8) * MIB
+
+
+def test_cudas_count_of_tensors_has_cublas_workspace_among_them(
+    prediction: Prediction, run_report: RunReport
+) -> None:
+    """Seen on the null GPU: allocated peaks are the tensors and 32 MiB on compute capability 9, 8.1 MiB before."""
+    memory = dataclasses.replace(prediction.estimate.memory, outside={"cuBLAS workspace": 8 * MIB})
+    estimate = dataclasses.replace(prediction.estimate, memory=memory)
+    on_cuda = MeasuredMemory(kind="cuda allocated", phases={Phase.BACKWARD: 420 * MIB}, process_bytes=0)
+    for report, beside in ((run_report, 0), (dataclasses.replace(run_report, memory=on_cuda), 8)):
+        rows = by_name(compare(estimate, report))
+        assert rows["Peak of tensors"].predicted == (412 + beside) * MIB
+        assert rows["Backward"].predicted == (412 + beside) * MIB
+    assert rows["Peak of tensors"].error == 0
 
 
 def test_a_run_without_a_report_is_measured_by_its_steps(prediction, steps):

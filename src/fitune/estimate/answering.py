@@ -18,6 +18,7 @@ from fitune.estimate.blocks.key_values import (
     windowed_tokens,
 )
 from fitune.estimate.overhead import (
+    ANSWERING_SLACK,
     COLLECTIVES_BYTES,
     cublas_workspace_bytes,
     cuda_context_bytes,
@@ -126,7 +127,9 @@ def _of_transformers(answering: Answering, questions: Questions) -> AnsweringMem
     return AnsweringMemory(
         reading={name: size for name, size in reading.items() if size},
         writing={name: size for name, size in writing.items() if size},
-        outside=outside_terms(answering.hardware.gpu, moving_bytes=peak_moves + writing["keys and values"]),
+        outside=outside_terms(
+            answering.hardware, moving_bytes=peak_moves + writing["keys and values"], slack=ANSWERING_SLACK
+        ),
         entering=_entering(answering, questions, rows=rows, width=width),
         usable_bytes=usable_bytes(answering.hardware),
     )

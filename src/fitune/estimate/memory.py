@@ -30,11 +30,14 @@ def memory_of(step: StepStages) -> MemoryBreakdown:
     }
     kept = {phase: {name: size for name, size in terms.items() if size} for phase, terms in phases.items()}
     moving = max(sum(terms.values()) for terms in kept.values()) - sum(resident.values())
-    gpu = step.plan.hardware.gpu
-    streams = uses_fsdp(step.plan) and not gpu.is_cpu
+    hardware = step.plan.hardware
+    streams = uses_fsdp(step.plan) and not hardware.gpu.is_cpu
+    slack = overhead.allocator_slack(hardware, recomputes=step.recomputed > 0)
     return MemoryBreakdown(
         phases=kept,
-        outside=overhead.outside_terms(gpu, moving_bytes=moving, ranks=num_ranks(step.plan)),
+        outside=overhead.outside_terms(
+            hardware, moving_bytes=moving, slack=slack, ranks=num_ranks(step.plan)
+        ),
         reclaimable=overhead.stream_cache_bytes(kept, gradients=step.gradients) if streams else 0,
     )
 

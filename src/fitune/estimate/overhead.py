@@ -3,6 +3,7 @@
 None of these figures was measured by us yet; each says where it comes from.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -26,17 +27,17 @@ COLLECTIVES_BYTES = 300 * MIB
 up to 32 channels and both directions. Not measured by us."""
 
 
-def outside_terms(gpu: Gpu, *, moving_bytes: int, ranks: int = 1) -> dict[str, int]:
+def outside_terms(hardware: Hardware, *, moving_bytes: int, slack: float, ranks: int = 1) -> dict[str, int]:
     """Bytes beside the tensors: nothing on a CPU, where live tensors are what is compared.
 
-    ``moving_bytes``: what comes and goes within a step at its peak.
+    ``moving_bytes``: what comes and goes within a step at its peak; torch's allocator loses the ``slack`` of it.
     """
-    if gpu.is_cpu:
+    if hardware.gpu.is_cpu:
         return {}
     return {
-        "CUDA context": cuda_context_bytes(gpu),
-        "cuBLAS workspace": cublas_workspace_bytes(gpu),
-        "allocator slack": allocator_slack_bytes(moving_bytes),
+        "CUDA context": cuda_context_bytes(hardware.gpu),
+        "cuBLAS workspace": cublas_workspace_bytes(hardware.gpu),
+        "allocator slack": math.ceil(slack * moving_bytes),
         **({"NCCL": COLLECTIVES_BYTES} if ranks > 1 else {}),
     }
 
@@ -80,30 +81,58 @@ def cublas_workspace_bytes(gpu: Gpu) -> int:
     return 32 * MIB if gpu.capability >= (9, 0) else 8 * MIB + 128 * 1024
 
 
-def allocator_slack_bytes(moving_bytes: int) -> int:
-    """5 % of what comes and goes: blocks round to 512 B, segments to 2 MiB, and freed ones do not always fit again.
+FIXED_SEGMENTS_SLACK = 0.20
+"""Part of what comes and goes that an allocator with segments of fixed sizes needs beside it."""
+ANSWERING_SLACK = 0.05
+"""For keys and values that grow. Not measured by us."""
 
-    What stays (weights, states) is packed once. Holds with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True;
-    fragmentation can be more without. Not measured by us.
+
+def allocator_slack(hardware: Hardware, *, recomputes: bool) -> float:
+    """Part of what comes and goes that torch's allocator needs beside it: freed blocks do not always fit again.
+
+    What stays (weights, states) is packed once. 60 micro-batches of equal and of mixed rows, every method, ran on the
+    null GPU with it (results/null_gpu.json): 2 % with expandable segments, TODO % where blocks are recomputed, 20 %
+    without them.
     """
-    return moving_bytes // 20
+    if not hardware.growing_segments:
+        return FIXED_SEGMENTS_SLACK
+    return 0.05 if recomputes else 0.02
+
+
+UNMEASURED = 0.03
+"""Part of what could be filled that stays free on a card of a kind that was never measured."""
+
+
+def is_measured_kind(hardware: Hardware) -> bool:
+    """True if a record of ``fitune doctor --prove`` says what plans on this kind of device turned out to be, and for a
+    processor, whose memory is not the processes' own anyway."""
+    return hardware.gpu.is_cpu or hardware.measured is not None
 
 
 def usable_bytes(hardware: Hardware) -> int:
     """Total memory less a reserve for the driver, the display, other processes and what the estimate misses.
 
-    GPU: 1/16 of it, at most 2 GiB (24 GiB -> 22.5 GiB), and what other programs were seen to hold. CPU: the interpreter
-    and the libraries take 1 GiB, and 1/8 stays for the rest of the machine.
+    GPU: 1/16 of it, at most 2 GiB, what other programs were seen to hold, and of the rest 3 % until a card of its kind
+    was measured (24 GiB -> 21.8 GiB). CPU: the interpreter and the libraries take 1 GiB, and 1/8 stays for the rest of
+    the machine.
     """
     total = hardware.gpu.memory_bytes
     if hardware.gpu.is_cpu:
         return max(0, total - total // 8 - GIB)
-    return max(0, total - reserve_bytes(hardware.gpu) - hardware.taken_bytes)
+    return max(0, total - reserve_bytes(hardware.gpu) - hardware.taken_bytes - unmeasured_bytes(hardware))
 
 
 def reserve_bytes(gpu: Gpu) -> int:
     """Bytes of a GPU that no plan fills: 1/16, at most 2 GiB."""
     return min(gpu.memory_bytes // 16, 2 * GIB)
+
+
+def unmeasured_bytes(hardware: Hardware) -> int:
+    """Bytes of a GPU that stay free because no card of its kind was measured; 0 once one was."""
+    if is_measured_kind(hardware):
+        return 0
+    gpu = hardware.gpu
+    return int(UNMEASURED * (gpu.memory_bytes - reserve_bytes(gpu)))
 
 
 PROCESS_BYTES = 3 * GIB

@@ -12,6 +12,7 @@ from fitune.errors import HardwareError
 from fitune.measure.calibrations import device_key, quick_key, stored_calibration
 from fitune.measure.nvml import FoundGpu, gpus_here
 from fitune.measure.proofs import measured_on
+from fitune.spec.cuda_environment import has_growing_segments
 from fitune.spec.machines.gpus import (
     NODE_NETWORK,
     GpuFigures,
@@ -94,15 +95,15 @@ def _shared_processor(here: Hardware, processes: int, nodes: int, memory_bytes: 
 
 
 def calibrated(hardware: Hardware) -> Hardware:
-    """``hardware`` with the rates that were measured of its device on this machine, and what plans did on its kind."""
+    """``hardware`` with the rates that were measured of its device on this machine, what plans did on its kind, and how
+    torch's allocator is set here."""
     key = device_key(hardware.gpu, cores=hardware.threads_per_process, processes=hardware.gpus_per_node)
     found = stored_calibration(key)
     if found is None and hardware.gpu.is_cpu:
         found = stored_calibration(quick_key(key))
     measured = measured_on(key)
-    if found is None and measured is None:
-        return hardware
-    return dataclasses.replace(hardware, calibration=found, measured=measured)
+    grows = hardware.gpu.is_cpu or has_growing_segments()
+    return dataclasses.replace(hardware, calibration=found, measured=measured, growing_segments=grows)
 
 
 def detect_hardware(*, path: Path = Path("."), use_gpus: bool = True, most: int | None = None) -> Hardware:

@@ -29,7 +29,7 @@ from fitune.spec.plan import (
     Single,
     trains_every_weight,
 )
-from fitune.spec.predictions import MemoryBreakdown, Phase
+from fitune.spec.predictions import WORKSPACE, MemoryBreakdown, Phase
 from fitune.spec.recipe.recipe import Recipe
 from fitune.spec.rules import adds_gradients_up, keeps_rules
 from fitune.spec.words import describe_loss
@@ -109,6 +109,8 @@ class Known:
         room = memory.tensor_peak_bytes - 1
         if shortage.kind in MEASURED and shortage.capacity_bytes:
             thought = memory.tensor_peak_bytes if phase is None else sum(memory.phases[phase].values())
+            if shortage.kind == "cuda allocated":
+                thought += memory.outside.get(WORKSPACE, 0)
             needed = shortage.in_use_bytes + shortage.asked_bytes
             room = min(room, int(shortage.capacity_bytes / max(1.0, needed / thought)))
         return cls(failed=memory, phase=phase, room=room)

@@ -15,7 +15,7 @@ from fitune.estimate.trainer import FITUNE, Trainer
 from fitune.records.plans import Unrepresented, device_bytes, device_is_named, plan_of, steps_fp32, trains_all
 from fitune.records.row import Row
 from fitune.spec.model.block_profile import BatchShape
-from fitune.spec.predictions import TORCHS_OWN, MemoryBreakdown
+from fitune.spec.predictions import TORCHS_OWN, WORKSPACE, MemoryBreakdown
 from fitune.units import GIB
 
 GROUPS = ("fitune", "others", "defaults")
@@ -203,7 +203,7 @@ def _counted(row: Row, profile: Profile, memory: MemoryBreakdown) -> float:
     counter = counter or ("device" if "nv" in kind else profile.counter)
     context = sum(size for name, size in memory.outside.items() if name not in TORCHS_OWN)
     if counter == "allocated":
-        return memory.tensor_peak_bytes + memory.outside.get("cuBLAS workspace", 0)
+        return memory.tensor_peak_bytes + memory.outside.get(WORKSPACE, 0)
     roomy = memory.reserved_bytes  # a full device has torch give its cache back
     whole = max(memory.peak_bytes, min(roomy, device_bytes(row))) if device_is_named(row) else roomy
     return whole - (context if counter == "reserved" else 0)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fitune.spec.predictions import Estimate, Phase
+from fitune.spec.predictions import WORKSPACE, Estimate, Phase
 from fitune.spec.reports import MeasuredMemory, RunReport, StepReport, settled_steps
 from fitune.units import format_bytes, format_percent, format_rate, format_seconds
 
@@ -43,6 +43,7 @@ class Measured:
     """Measured figures of a run, from its report or its steps."""
 
     phases: dict[Phase, int]
+    on_cuda: bool
     process_bytes: int
     process_kind: str
     tokens_per_second: float | None
@@ -59,14 +60,16 @@ def compare(
     """Rows for each phase of memory, the peak, the whole process, step time and throughput.
 
     ``steps`` stand in for what a run without a report has not said, and give the step time.
-    Tensor bytes are held against tensor bytes: what lies outside of them is only in the row of the process.
+    Tensor bytes are held against tensor bytes; CUDA's counter has cuBLAS' workspace among them, so there the prediction
+    has it too. What else lies outside of tensors is only in the row of the process.
     """
     measured = measure(run_report, steps)
     phases: dict[Phase, int] = {}
     peak = whole = seconds = rate = None
     if estimate is not None:
-        phases = {phase: sum(terms.values()) for phase, terms in estimate.memory.phases.items()}
-        peak = estimate.memory.tensor_peak_bytes
+        beside = estimate.memory.outside.get(WORKSPACE, 0) if measured.on_cuda else 0
+        phases = {phase: sum(terms.values()) + beside for phase, terms in estimate.memory.phases.items()}
+        peak = estimate.memory.tensor_peak_bytes + beside
         # of the whole process nothing is predicted where the estimate does not say what lies outside the tensors
         whole = estimate.reserved_bytes if any(estimate.memory.outside.values()) else None
         seconds, rate = estimate.step_seconds, estimate.tokens_per_second
@@ -101,6 +104,7 @@ def measure(run_report: RunReport | None, steps: Sequence[StepReport]) -> Measur
     rate = run_report.tokens_per_second if run_report is not None else _tokens_per_second(steps)
     return Measured(
         phases=dict(memory.phases) if memory is not None else _phase_peaks(steps),
+        on_cuda=memory is not None and memory.kind == "cuda allocated",
         process_bytes=0 if memory is None else memory.process_bytes,
         process_kind=_process_kind(memory),
         tokens_per_second=rate or None,

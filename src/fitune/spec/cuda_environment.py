@@ -6,6 +6,7 @@ from collections.abc import Mapping, MutableMapping
 
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """For CUDA torch 2.9.1 reads the second alone, and warns of it where the first is not set; 2.13 reads both."""
+_HIP_ALLOCATOR = "PYTORCH_HIP_ALLOC_CONF"
 _EXPANDABLE = "expandable_segments:True"
 
 
@@ -19,8 +20,16 @@ def set_cuda_environment(
     Linux alone, and torch warns elsewhere.
     """
     environment.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    if system == "linux" and not any(name in environment for name in (*_ALLOCATOR, "PYTORCH_HIP_ALLOC_CONF")):
+    if system == "linux" and not any(name in environment for name in (*_ALLOCATOR, _HIP_ALLOCATOR)):
         environment.update(dict.fromkeys(_ALLOCATOR, _EXPANDABLE))
+
+
+def has_growing_segments(environment: Mapping[str, str] = os.environ, *, system: str = sys.platform) -> bool:
+    """False if a training that is started here would have segments of fixed sizes: on Windows, or where the user's own
+    setting of the allocator does not ask for those that grow. A plan made on a Mac is for a machine with Linux."""
+    words = [environment[name] for name in (*_ALLOCATOR, _HIP_ALLOCATOR) if environment.get(name)]
+    asked = not words or any(_EXPANDABLE.lower() in each.replace(" ", "").lower() for each in words)
+    return asked and system != "win32"
 
 
 def without_expandable_segments(environment: Mapping[str, str] = os.environ) -> dict[str, str]:

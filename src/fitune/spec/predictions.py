@@ -53,7 +53,9 @@ class MemoryBreakdown:
         return self.tensor_peak_bytes + sum(self.outside.values())
 
 
-TORCHS_OWN = ("cuBLAS workspace", "allocator slack")
+WORKSPACE = "cuBLAS workspace"
+"""The term of ``outside`` that CUDA's count of allocated bytes has among the tensors."""
+TORCHS_OWN = (WORKSPACE, "allocator slack")
 """Terms of ``outside`` that torch's allocator holds; the driver's context and NCCL's buffers it does not see."""
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from fitune.estimate.division import num_ranks
-from fitune.estimate.overhead import checkpoint_bytes
+from fitune.estimate.overhead import FIXED_SEGMENTS_SLACK, checkpoint_bytes, unmeasured_bytes
 from fitune.planner.candidates import Request
 from fitune.planner.defaults import GLOBAL_BATCH_SIZE
 from fitune.planner.methods import ORDER, why_on_cpu
@@ -63,6 +63,7 @@ def decisions_of(
         _long_update(chosen),
         _guessed_rates(plan),
         _measured_kind(plan),
+        _fixed_segments(plan),
         _traced_by_others(plan),
         _text_part(plan),
         _stored_weights(plan),
@@ -292,10 +293,23 @@ def _guessed_rates(plan: Plan) -> Iterator[str]:
 
 
 def _measured_kind(plan: Plan) -> Iterator[str]:
-    """What plans on such cards turned out to be (docs/step-time.md)."""
+    """What plans on such cards turned out to be (docs/step-time.md), or what is kept free until that is known."""
     if found := plan.hardware.measured:
         what = "processor" if plan.hardware.gpu.is_cpu else "card"
         yield f"measured on {counted(found.cards, what)} of this kind: {found}"
+    if spare := unmeasured_bytes(plan.hardware):
+        yield (
+            f"no card of this kind was measured: {format_bytes(spare)} of each stay free until "
+            "fitune doctor --prove has run on one"
+        )
+
+
+def _fixed_segments(plan: Plan) -> Iterator[str]:
+    if not plan.hardware.growing_segments:
+        yield (
+            f"torch's allocator has no expandable segments here (Windows, or PYTORCH_ALLOC_CONF): "
+            f"{format_percent(FIXED_SEGMENTS_SLACK, digits=0)} of what comes and goes is planned as allocator slack"
+        )
 
 
 def _traced_by_others(plan: Plan) -> Iterator[str]:

@@ -231,6 +231,8 @@ class Hardware:
     """Visible GPUs of the machine that are not planned with, in words: ``1 × rtx-3060``."""
     measured: Measured | None = None
     """Of plans on cards of this kind; None: no card of this kind was ever measured."""
+    growing_segments: bool = True
+    """True if torch's allocator has expandable segments; else rows of mixed lengths lose much more of its memory."""
 
     @property
     def rates(self) -> str:
