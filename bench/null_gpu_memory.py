@@ -21,7 +21,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -46,7 +46,8 @@ from fitune.spec.machines.hardware import Gpu
 from fitune.spec.plan import Plan, Precision, Zero
 from fitune.spec.predictions import Phase
 from fitune.train.prepare import Prepared, prepare_loaded
-from fitune.units import GIB
+from fitune.spec.rules import adds_gradients_up
+from fitune.units import GIB, MIB
 
 CARDS = {"75": "t4", "80": "a100-80gb", "89": "rtx-4090", "90": "h100", "120": "rtx-5090"}
 """Compute capability -> a card that has it."""
@@ -74,10 +75,16 @@ def main() -> int:
     parser.add_argument("--cards", nargs="+", default=[*CARDS], choices=[*CARDS])
     parser.add_argument("--shapes", nargs="+", default=[*MODELS], choices=[*SHAPES])
     parser.add_argument("--cases", nargs="+", default=[*CASES], choices=[*CASES])
-    parser.add_argument("--layers", type=int, default=0, help="blocks, where fewer than the model has are enough")
+    parser.add_argument(
+        "--layers", type=int, default=0, help="blocks, where fewer than the model has are enough"
+    )
     parser.add_argument("--rows", type=int, default=1, help="rows of a micro-batch")
-    parser.add_argument("--ranks", type=int, default=1, help="more than one: rank 0 of FSDP2, whose peers send nothing")
-    parser.add_argument("--slack", action="store_true", help="what the allocator loses, and what spare is enough")
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="more than one: rank 0 of FSDP2, whose peers send nothing"
+    )
+    parser.add_argument(
+        "--slack", action="store_true", help="what the allocator loses, and what spare is enough"
+    )
     parser.add_argument("--lengths", nargs="+", default=[*LENGTHS], choices=[*LENGTHS])
     parser.add_argument("--spares", type=float, nargs="+", default=SPARES, help="percent of what moves")
     parser.add_argument("--here", action="store_true", help="this process runs on the null GPU: one card")
@@ -87,7 +94,11 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / "null_gpu.json"
     content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    content |= {"benchmark": "bench/null_gpu_memory.py", "date": date.today().isoformat(), "versions": versions()}
+    content |= {
+        "benchmark": "bench/null_gpu_memory.py",
+        "date": date.today().isoformat(),
+        "versions": versions(),
+    }
     content["slack" if options.slack else "peaks"] = found
     file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return 0
@@ -127,6 +138,8 @@ def run_cases(options: argparse.Namespace) -> list[dict[str, Any]]:
             plan = over_ranks(plan, options.ranks)
             began = time.perf_counter()
             if options.slack:
+                together = 4 if adds_gradients_up(plan.tuning) else 1
+                plan = replace(plan, batch=replace(plan.batch, accumulation=together))
                 words |= {"lengths": lengths, "growing": "True" in os.environ.get("PYTORCH_ALLOC_CONF", "")}
                 result = slack_of(plan, shape, lengths, options.spares)
             else:
@@ -145,7 +158,8 @@ def bare_card() -> Iterator[None]:
         if dist.is_initialized():
             dist.destroy_process_group()
         for tensor in [each for each in gc.get_objects() if isinstance(each, torch.Tensor) and each.is_cuda]:
-            tensor.untyped_storage().resize_(0)
+            with suppress(RuntimeError):  # a DTensor has no storage of its own
+                tensor.untyped_storage().resize_(0)
         gc.collect()
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
@@ -211,11 +225,7 @@ def slack_of(plan: Plan, shape: Shape, lengths: str, spares: Sequence[float]) ->
     memory = predict_memory(plan)
     moves = memory.tensor_peak_bytes - sum(memory.phases[Phase.IDLE].values())
     whole = memory.tensor_peak_bytes + memory.outside["cuBLAS workspace"]
-    enough = (
-        spare
-        for spare in spares
-        if many(plan, shape, lengths, whole + int(moves * spare / 100))
-    )
+    enough = (spare for spare in spares if many(plan, shape, lengths, whole + int(moves * spare / 100)))
     planned = whole + memory.outside["allocator slack"]
     return {**free, "predicted": whole, "moves": moves, "planned": memory.outside["allocator slack"],
             "planned_runs": bool(many(plan, shape, lengths, planned)),
@@ -224,7 +234,7 @@ def slack_of(plan: Plan, shape: Shape, lengths: str, spares: Sequence[float]) ->
 
 @bare_card()
 def many(plan: Plan, shape: Shape, lengths: str, room: int) -> dict[str, int]:
-    """Allocated and reserved peak of 60 micro-batches, four a step; empty if ``room`` bytes are not enough.
+    """Allocated and reserved peak of 60 micro-batches; empty if ``room`` bytes are not enough.
 
     ``room`` 0: as much as there is.
     """
@@ -236,13 +246,17 @@ def many(plan: Plan, shape: Shape, lengths: str, room: int) -> dict[str, int]:
     try:
         for number in range(MICRO_BATCHES):
             full = number == MICRO_BATCHES * 2 // 3  # the one that the plan is made for
-            rows = tuple(batch.seq_len if full else min(batch.seq_len, length(draw)) for _ in range(batch.micro_batch_size))
+            last = (number + 1) % batch.accumulation == 0
+            rows = tuple(
+                batch.seq_len if full else min(batch.seq_len, length(draw))
+                for _ in range(batch.micro_batch_size)
+            )
             stream, tokens = random_rows(rows, vocab_size=plan.model.vocab_size), sum(rows) - len(rows)
             with supervised(tokens):
                 prepared.engine.forward_backward(
-                    stream, supervised_tokens=tokens, enter_phase=lambda phase: None, last=number % 4 == 3
+                    stream, supervised_tokens=tokens, enter_phase=lambda phase: None, last=last
                 )
-            if number % 4 == 3:
+            if last:
                 prepared.engine.update(learning_rate=1e-6, enter_phase=lambda phase: None)
     except torch.OutOfMemoryError:
         return {}
@@ -255,7 +269,9 @@ def supervised(tokens: int) -> Iterator[None]:
     """In the place of a device's nonzero(), which would have to count: so many."""
     nonzero = torch.nonzero
     torch.nonzero = lambda x, *args, **kwargs: (
-        torch.empty((tokens, 1), dtype=torch.int64, device=x.device) if x.is_cuda else nonzero(x, *args, **kwargs)
+        torch.empty((tokens, 1), dtype=torch.int64, device=x.device)
+        if x.is_cuda
+        else nonzero(x, *args, **kwargs)
     )
     try:
         yield
@@ -264,24 +280,25 @@ def supervised(tokens: int) -> Iterator[None]:
 
 
 def line_of(found: dict[str, Any]) -> str:
+    name = f"{found['capability']:3} {found['shape']:6} {found['case']:22} {found['recompute']:2}"
     if "moves" in found:
         moves, lost = found["moves"], found["reserved"] - found["allocated"]
         return (
-            f"{found['capability']:3} {found['shape']:6} {found['case']:22} {found['recompute']:2} {found['lengths']:9} "
-            f"{'growing' if found['growing'] else 'fixed':8} moves {moves / GIB:6.2f} GiB, lost {lost / moves:6.1%}, "
-            f"enough {found['enough_percent']} %, planned {found['planned'] / moves:.1%} runs {found['planned_runs']}, "
-            f"predicted {found['predicted'] / found['allocated'] - 1:+.2%}"
+            f"{name} {found['lengths']:9} {'growing' if found['growing'] else 'fixed':8} moves {moves / GIB:.2f} GiB, "
+            f"lost {lost / moves:.1%}, enough {found['enough_percent']} %, planned {found['planned'] / moves:.1%} "
+            f"runs {found['planned_runs']}, predicted {found['predicted'] / found['allocated'] - 1:+.2%}"
         )
     errors = {
         side: max((sizes[side] / sizes["allocated"] - 1 for sizes in found["phases"].values()), key=abs)
         for side in ("predicted", "rehearsed")
     }
     peak = max(sizes["allocated"] for sizes in found["phases"].values())
+    workspace, reserved = found["workspace"], found["reserved"]
     return (
-        f"{found['capability']:3} {found['shape']:6} {found['case']:22} {found['recompute']:2} {peak / GIB:7.2f} GiB  "
+        f"{name} {peak / GIB:7.2f} GiB  "
         + "  ".join(f"{side} {error:+.3%}" for side, error in errors.items())
-        + f"  workspace {found['workspace']['allocated'] / 2**20:.2f} of {found['workspace']['predicted'] / 2**20:.2f} MiB"
-        + f"  reserved {found['reserved']['reserved'] / GIB:.2f} of {found['reserved']['predicted'] / GIB:.2f}"
+        + f"  workspace {workspace['allocated'] / MIB:.2f} of {workspace['predicted'] / MIB:.2f} MiB"
+        + f"  reserved {reserved['reserved'] / GIB:.2f} of {reserved['predicted'] / GIB:.2f}"
     )
 
 

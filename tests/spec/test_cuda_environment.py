@@ -6,7 +6,11 @@ import sys
 
 import pytest
 
-from fitune.spec.cuda_environment import set_cuda_environment, without_expandable_segments
+from fitune.spec.cuda_environment import (
+    has_growing_segments,
+    set_cuda_environment,
+    without_expandable_segments,
+)
 
 BOTH = {
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
@@ -39,6 +43,21 @@ def test_only_linux_has_segments_that_grow() -> None:
     environment: dict[str, str] = {}
     set_cuda_environment(environment, system="win32")
     assert environment == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "system", "grows"),
+    [
+        ({}, "linux", True), ({}, "darwin", True), ({}, "win32", False), (BOTH, "win32", False), (BOTH, "linux", True),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:512"}, "linux", False),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, "linux", False),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512, expandable_segments: true"}, "linux", True),
+    ],
+)  # fmt: skip
+def test_a_plan_knows_which_allocator_a_training_here_would_have(
+    environment, system: str, grows: bool
+) -> None:
+    assert has_growing_segments(environment, system=system) is grows
 
 
 def test_vllm_gets_none_of_ours() -> None:
