@@ -45,8 +45,8 @@ from fitune.spec.machines.gpus import find_gpu, hardware_for
 from fitune.spec.machines.hardware import Gpu
 from fitune.spec.plan import Plan, Precision, Zero
 from fitune.spec.predictions import Phase
-from fitune.train.prepare import Prepared, prepare_loaded
 from fitune.spec.rules import adds_gradients_up
+from fitune.train.prepare import Prepared, prepare_loaded
 from fitune.units import GIB, MIB
 
 CARDS = {"75": "t4", "80": "a100-80gb", "89": "rtx-4090", "90": "h100", "120": "rtx-5090"}
