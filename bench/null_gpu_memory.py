@@ -41,6 +41,7 @@ from fitune.models.door import empty_model
 from fitune.models.weights import compute_dtype
 from fitune.rehearse.step import trace_plan
 from fitune.rehearse.trace import peaks_by_kind, reserved_peak
+from fitune.spec.cuda_environment import has_growing_segments
 from fitune.spec.machines.gpus import find_gpu, hardware_for
 from fitune.spec.machines.hardware import Gpu
 from fitune.spec.plan import Plan, Precision, Zero
@@ -140,7 +141,7 @@ def run_cases(options: argparse.Namespace) -> list[dict[str, Any]]:
             if options.slack:
                 together = 4 if adds_gradients_up(plan.tuning) else 1
                 plan = replace(plan, batch=replace(plan.batch, accumulation=together))
-                words |= {"lengths": lengths, "growing": "True" in os.environ.get("PYTORCH_ALLOC_CONF", "")}
+                words |= {"lengths": lengths, "growing": plan.hardware.growing_segments}
                 result = slack_of(plan, shape, lengths, options.spares)
             else:
                 result = compared(plan, shape)
@@ -172,7 +173,8 @@ def plan_on(number: str, case: Case, shape: Shape, *, rows: int, recompute: int)
     gpu = card(number)
     if not gpu.has_bf16:
         case = replace(case, precision=Precision.FP16)
-    return plan_of(case, shape, hardware=hardware_for(gpu=gpu, gpus=1), rows=rows, recompute=recompute)
+    hardware = replace(hardware_for(gpu=gpu, gpus=1), growing_segments=has_growing_segments())
+    return plan_of(case, shape, hardware=hardware, rows=rows, recompute=recompute)
 
 
 def over_ranks(plan: Plan, ranks: int) -> Plan:
@@ -245,7 +247,7 @@ def many(plan: Plan, shape: Shape, lengths: str, room: int) -> dict[str, int]:
     batch = plan.batch
     try:
         for number in range(MICRO_BATCHES):
-            full = number == MICRO_BATCHES * 2 // 3  # the one that the plan is made for
+            full = number == MICRO_BATCHES * 7 // 10  # the one that the plan is made for, beside gradients of others
             last = (number + 1) % batch.accumulation == 0
             rows = tuple(
                 batch.seq_len if full else min(batch.seq_len, length(draw))
