@@ -11,7 +11,10 @@ pytestmark = pytest.mark.null_gpu
 BENCH = Path(__file__).parents[2] / "bench" / "null_gpu_memory.py"
 ROOM = {"4090": "NVIDIA GeForce RTX 4090|89|1024", "h100": "NVIDIA H100 80GB HBM3|90|1024"}
 """Memory for every method; the plan says what fits where."""
-GROWING = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+GROWING = {
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+}
 
 
 @pytest.fixture
@@ -26,7 +29,9 @@ def looked_at(on_null_gpu, tmp_path: Path) -> Callable[..., list[dict[str, Any]]
 
 
 @pytest.mark.parametrize(("card", "capability"), [("4090", "89"), ("h100", "90")])
-def test_peaks_of_8b_are_those_of_the_rehearsal_and_of_the_estimate(looked_at, card: str, capability: str) -> None:
+def test_peaks_of_8b_are_those_of_the_rehearsal_and_of_the_estimate(
+    looked_at, card: str, capability: str
+) -> None:
     """Less cuBLAS' workspace, which is the one that is planned."""
     cases = looked_at("--cards", capability, "--shapes", "8b", "--cases", "qlora", "lomo", card=card)
     assert len(cases) == 4

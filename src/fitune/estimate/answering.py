@@ -18,8 +18,8 @@ from fitune.estimate.blocks.key_values import (
     windowed_tokens,
 )
 from fitune.estimate.overhead import (
-    ANSWERING_SLACK,
     COLLECTIVES_BYTES,
+    allocator_slack_bytes,
     cublas_workspace_bytes,
     cuda_context_bytes,
     outside_terms,
@@ -124,12 +124,13 @@ def _of_transformers(answering: Answering, questions: Questions) -> AnsweringMem
     writing = {**weights, "keys and values": kv_bytes(answering, rows=rows, width=width)}
     writing |= {"activations": grown - step["logits"], "logits": step["logits"]}
     peak_moves = max(sum(moving.values()), grown)
+    slack = allocator_slack_bytes(
+        answering.hardware, moving_bytes=peak_moves + writing["keys and values"], inputs_bytes=0
+    )
     return AnsweringMemory(
         reading={name: size for name, size in reading.items() if size},
         writing={name: size for name, size in writing.items() if size},
-        outside=outside_terms(
-            answering.hardware, moving_bytes=peak_moves + writing["keys and values"], slack=ANSWERING_SLACK
-        ),
+        outside=outside_terms(answering.hardware, slack_bytes=slack),
         entering=_entering(answering, questions, rows=rows, width=width),
         usable_bytes=usable_bytes(answering.hardware),
     )

@@ -29,15 +29,17 @@ def memory_of(step: StepStages) -> MemoryBreakdown:
         Phase.UPDATE: {**resident, **step.update, "reduce buffers": step.buffers.update},
     }
     kept = {phase: {name: size for name, size in terms.items() if size} for phase, terms in phases.items()}
-    moving = max(sum(terms.values()) for terms in kept.values()) - sum(resident.values())
+    peak = _largest(list(kept.values()))
     hardware = step.plan.hardware
     streams = uses_fsdp(step.plan) and not hardware.gpu.is_cpu
-    slack = overhead.allocator_slack(hardware, recomputes=step.recomputed > 0)
+    slack = overhead.allocator_slack_bytes(
+        hardware,
+        moving_bytes=sum(peak.values()) - sum(resident.values()),
+        inputs_bytes=peak.get("recompute inputs", 0),
+    )
     return MemoryBreakdown(
         phases=kept,
-        outside=overhead.outside_terms(
-            hardware, moving_bytes=moving, slack=slack, ranks=num_ranks(step.plan)
-        ),
+        outside=overhead.outside_terms(hardware, slack_bytes=slack, ranks=num_ranks(step.plan)),
         reclaimable=overhead.stream_cache_bytes(kept, gradients=step.gradients) if streams else 0,
     )
 
