@@ -247,7 +247,9 @@ def many(plan: Plan, shape: Shape, lengths: str, room: int) -> dict[str, int]:
     batch = plan.batch
     try:
         for number in range(MICRO_BATCHES):
-            full = number == MICRO_BATCHES * 7 // 10  # the one that the plan is made for, beside gradients of others
+            full = (
+                number == MICRO_BATCHES * 7 // 10
+            )  # the one that the plan is made for, beside gradients of others
             last = (number + 1) % batch.accumulation == 0
             rows = tuple(
                 batch.seq_len if full else min(batch.seq_len, length(draw))
