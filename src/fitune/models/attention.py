@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fitune.models.row_attention import Kernel, attend_by, rows_eager, rows_flash, rows_sdpa
@@ -35,15 +35,11 @@ _REGISTERED_NAMES: dict[Attention, str] = {
 _KERNELS: dict[Attention, Kernel] = {"flash": rows_flash, "sdpa": rows_sdpa, "eager": rows_eager}
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    """The row functions know what may be seen: transformers need not build a mask for them."""
-    return None
-
-
+# The row functions know what may be seen. transformers builds no mask for a name without a mask function, and then
+# does not ask the device whether positions begin again, which would wait for all kernels.
 # torch.compile stops here and goes on behind: rows change with every stream, and their loop with them.
 for _attention, _kernel in _KERNELS.items():
     AttentionInterface.register(_REGISTERED_NAMES[_attention], torch.compiler.disable(attend_by(_kernel)))
-    AttentionMaskInterface.register(_REGISTERED_NAMES[_attention], _no_mask)
 
 
 def use_attention(model: PreTrainedModel, attention: Attention) -> None:

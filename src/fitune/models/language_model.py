@@ -17,13 +17,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from fitune.errors import ModelError
 from fitune.models.attention import attends_by_rows, row_mask, rows_of_lengths, takes_mask
-from fitune.models.row_attention import Rows
+from fitune.models.row_attention import Rows, sent
 from fitune.spec.model.block_profile import IGNORED
 from fitune.spec.plan import ChunkedLoss, Loss, Recompute
 
 
 class Stream(Protocol):
-    """One micro-batch: a flat stream of T tokens made of rows that do not see one another."""
+    """One micro-batch: a flat stream of T tokens made of rows that do not see one another. It is on the host, where
+    what is counted makes no kernel wait."""
 
     input_ids_T: Tensor
     labels_T: Tensor
@@ -63,8 +64,8 @@ class LanguageModel:
             separation["attention_mask"] = row_mask(lengths, dtype=self.dtype, device=self.device)
         with rows_of_lengths(lengths):
             output = self.body(
-                input_ids=batch.input_ids_T.to(self.device)[None],
-                position_ids=batch.position_ids_T.to(self.device)[None],
+                input_ids=sent(batch.input_ids_T, self.device)[None],
+                position_ids=sent(batch.position_ids_T, self.device)[None],
                 use_cache=False,
                 return_dict=True,  # whatever config.json says
                 **separation,
@@ -74,9 +75,8 @@ class LanguageModel:
 
     def loss_and_gradient(self, hidden_TD: Tensor, batch: Stream, *, scale: float) -> tuple[Tensor, Tensor]:
         """Summed loss and its scaled gradient for the hidden states (models/language_model.py)."""
-        labels_T = batch.labels_T.to(self.device)
         return loss_and_gradient(
-            hidden_TD, labels_T, self.head, scale=scale, chunk_tokens=self.chunk_tokens, softcap=self.softcap,
+            hidden_TD, batch.labels_T, self.head, scale=scale, chunk_tokens=self.chunk_tokens, softcap=self.softcap,
             logit_scale=self.logit_scale,
         )  # fmt: skip
 
@@ -84,9 +84,8 @@ class LanguageModel:
     def loss(self, batch: Stream) -> Tensor:
         """Summed loss of one stream, for evaluation."""
         hidden_TD = self.hidden_states(batch)
-        labels_T = batch.labels_T.to(self.device)
         return loss_sum(
-            hidden_TD, labels_T, self.head, chunk_tokens=self.chunk_tokens, softcap=self.softcap,
+            hidden_TD, batch.labels_T, self.head, chunk_tokens=self.chunk_tokens, softcap=self.softcap,
             logit_scale=self.logit_scale,
         )  # fmt: skip
 
@@ -157,10 +156,9 @@ def loss_and_gradient(
     Only supervised rows go through the head. ``chunk_tokens`` None: all of them at once. A stream without any still
     leaves gradients of zeros: ranks that sum their gradients must have the same ones.
     """
-    chosen = torch.nonzero(labels_T != IGNORED).squeeze(1)
+    chosen, targets_S = _supervised(labels_T, hidden_TD.device)
     everything = len(chosen) == len(labels_T)
     inputs_SD = hidden_TD if everything else hidden_TD[chosen]
-    targets_S = labels_T if everything else labels_T[chosen]
     gradient_SD = torch.empty_like(inputs_SD)
     total = torch.zeros((), dtype=torch.float32, device=hidden_TD.device)
     size = max(1, chunk_tokens or len(chosen))
@@ -184,13 +182,21 @@ def loss_sum(
     logit_scale: float,
 ) -> Tensor:
     """Summed negative log-likelihood without gradients, for evaluation."""
-    chosen = torch.nonzero(labels_T != IGNORED).squeeze(1)
+    chosen, targets_S = _supervised(labels_T, hidden_TD.device)
     total = torch.zeros((), dtype=torch.float32, device=hidden_TD.device)
+    size = max(1, chunk_tokens or len(chosen))
     with torch.no_grad():
-        for part in chosen.split(max(1, chunk_tokens or len(chosen) or 1)):
+        for part, targets in zip(chosen.split(size), targets_S.split(size), strict=True):
             logits = _logits(hidden_TD[part], head, softcap, logit_scale).float()
-            total += torch.nn.functional.cross_entropy(logits, labels_T[part], reduction="sum")
+            total += torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
     return total
+
+
+def _supervised(labels_T: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The S positions that have a label, and their labels, on ``device``. They are counted where the labels are."""
+    chosen = torch.nonzero(labels_T != IGNORED).squeeze(1)
+    targets_S = labels_T if len(chosen) == len(labels_T) else labels_T[chosen]
+    return sent(chosen, device), sent(targets_S, device)
 
 
 def _chunk(

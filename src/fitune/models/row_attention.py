@@ -18,6 +18,13 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """``tensor`` on ``device``. Pinned on its way to a GPU: from pageable memory the copy would wait for all kernels."""
+    if device.type != "cuda" or tensor.is_cuda:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 class Rows:
     """Lengths of the rows in a stream; one object goes through all blocks.
 
@@ -37,7 +44,7 @@ class Rows:
         """int32 [rows + 1]: 0, and where each row ends. Brought to the device once for all blocks."""
         if device not in self._bounds:
             ends = list(itertools.accumulate(self.lengths, initial=0))
-            self._bounds[device] = torch.tensor(ends, dtype=torch.int32, device=device)
+            self._bounds[device] = sent(torch.tensor(ends, dtype=torch.int32), device)
         return self._bounds[device]
 
     def cut(self, chunk: int) -> "Rows":
