@@ -12,9 +12,32 @@ from fitune.errors import TrainingFailed
 
 
 def global_norm(gradients: Iterable[Tensor]) -> Tensor:
-    """L2 norm over all gradients as one fp32 scalar (Pascanu et al. 2013, arXiv 1211.5063)."""
-    norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]
+    """L2 norm over all gradients as one fp32 scalar (Pascanu et al. 2013, arXiv 1211.5063).
+
+    Small ones go in one launch. A large one is longer at work than its launch, and there its partial sums would be
+    kept for every other too.
+    """
+    gradients = list(gradients)
+    small = [g for g in gradients if g.numel() <= _SMALL]
+    together = iter(torch._foreach_norm(small, dtype=torch.float32) if small else ())
+    norms = [
+        next(together) if g.numel() <= _SMALL else torch.linalg.vector_norm(g, dtype=torch.float32)
+        for g in gradients
+    ]
     return torch.linalg.vector_norm(torch.stack(norms))
+
+
+_SMALL = 2**22
+"""Elements: 64 partial sums each on CUDA."""
+
+
+def clip_on_device(norm: Tensor, *, max_norm: float, scale: float) -> Tensor:
+    """``clip_factor`` of ``norm`` / ``scale``, over ``scale``, as an fp32 scalar that nobody waits for.
+
+    NaN where the norm is not finite. In fp64 until the end, as on the host: both round alike.
+    """
+    factor = (max_norm * scale / norm.double()).clamp(max=1.0) if max_norm > 0 else torch.ones_like(norm)
+    return torch.where(norm.isfinite(), factor / scale, torch.nan).float()
 
 
 def clip_factor(norm: float, *, max_norm: float) -> float:

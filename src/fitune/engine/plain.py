@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
-from fitune.engine.gradient_scale import LossScale, clip_factor, global_norm
+from fitune.engine.gradient_scale import LossScale, clip_factor, clip_on_device, global_norm
 from fitune.engine.host_optimizer import Host, HostOptimizer
 from fitune.engine.optimizers import DirectOptimizer, MasterOptimizer, WeightOptimizer
 from fitune.engine.protocol import EngineState, EnterPhase, LossModel, Update, WholeWeights
@@ -62,17 +62,22 @@ class PlainEngine(WholeWeights):
     def update(self, *, learning_rate: float, enter_phase: EnterPhase) -> Update:
         """Steps the optimizer with clipped gradients and drops them; fp16 gradients that overflowed are skipped."""
         enter_phase(Phase.UPDATE)
-        scale = self._scale()
-        norm = self.gradient_norm().item() / scale
+        scale, measured = self._scale(), self.gradient_norm()
+        optimizer = self.optimizer
+        unread = isinstance(optimizer, MasterOptimizer) and optimizer.skips_on_device
+        if unread:  # so the device has work until the norm is known here
+            on_device = clip_on_device(measured, max_norm=self.max_grad_norm, scale=scale)
+            optimizer.step(learning_rate=learning_rate, gradient_factor=on_device)
+        norm = measured.item() / scale
         finite = math.isfinite(norm)
+        if finite and not unread:
+            factor = clip_factor(norm, max_norm=self.max_grad_norm) / scale
+            optimizer.step(learning_rate=learning_rate, gradient_factor=factor)
+        self.optimizer.drop_gradients()
         if not finite and self.loss_scale is None:
             raise TrainingFailed(
                 f"the gradients are not finite (norm {norm}); nothing was updated", hint=NOT_FINITE_HINT
             )
-        if finite:
-            factor = clip_factor(norm, max_norm=self.max_grad_norm) / scale
-            self.optimizer.step(learning_rate=learning_rate, gradient_factor=factor)
-        self.optimizer.drop_gradients()
         if self.loss_scale is not None:
             self.loss_scale.update(overflowed=not finite)
         return Update(grad_norm=norm, loss_scale=scale, skipped=not finite)
