@@ -6,11 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 from conftest import QUESTIONS
+from fitune.models.language_model import LanguageModel, Stream
 from fitune.spec.plan import Plan
 from fitune.train.run import run
-from fitune.train.spikes import LossWatch, row_words
+from fitune.train.spikes import LossWatch, ZeroWatch, row_words
 from train.test_run import callbacks, steps_of
 
 ODD = 30
@@ -29,6 +32,46 @@ ODD = 30
 def test_a_jump_is_far_above_what_is_usual(losses: list[float], jumped: list[int]) -> None:
     watch = LossWatch()
     assert [step for step, loss in enumerate(losses) if watch.jumps(loss)] == jumped
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ([0.0] * 5, [2]),
+        ([1.0, 0.0, 0.0, 1.0, 0.0, 0.0], []),
+        ([0.0, 0.0, 1.0, 0.0, 0.0, 0.0], [5]),
+        ([1e-30] * 4, []),
+    ],
+)
+@pytest.mark.parametrize("name", ["loss", "grad_norm"])
+def test_three_zeros_in_a_row_are_told_once(name: str, values: list[float], told: list[int]) -> None:
+    watch = ZeroWatch()
+    words = [
+        watch.words(**{"step": at, "loss": 1.0, "grad_norm": 1.0, name: value})
+        for at, value in enumerate(values)
+    ]
+    assert [at for at, text in enumerate(words) if text] == told
+    assert all(name.replace("grad", "gradient").replace("_", " ") in words[at] for at in told)
+
+
+def test_a_run_whose_gradients_vanish_says_so_before_it_ends(
+    make_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where kernels of a new device write nothing: every gradient is 0, and the loss stays as it is."""
+    monkeypatch.setattr(LanguageModel, "loss_and_gradient", _without_gradient)
+    plan = make_plan(tuning="full", gradient_accumulation_steps=1, max_steps=5)
+    notes: list[str] = []
+    run(plan, callbacks=replace(callbacks(), on_note=notes.append))
+    told = [note for note in notes if "exactly 0" in note]
+    assert len(told) == 1
+    assert told[0].startswith("step 3: the gradient norm was exactly 0 in the last 3 steps")
+
+
+def _without_gradient(model: LanguageModel, hidden_TD: Tensor, batch: Stream, *, scale: float):
+    loss = model.loss(batch)
+    for parameter in model.head.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return loss, torch.zeros_like(hidden_TD)
 
 
 def test_many_rows_are_counted() -> None:

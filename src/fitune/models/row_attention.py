@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor`` on ``device``. It is pinned on its way to a GPU: a copy of pageable memory would wait for all kernels."""
+    """``tensor`` on ``device``; to a GPU by way of pinned memory: a pageable copy would wait for all kernels."""
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

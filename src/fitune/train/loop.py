@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 
+import torch
 from torch import Tensor
 
 from fitune.data.loader import GlobalBatch, Loader, LoaderState
@@ -66,6 +67,7 @@ def train(
             loss, update = _one_step(
                 prepared, batch, rate, enter_phase, ranks, loaded_from=plan.model_path if step == 0 else None
             )
+        _wait_for(prepared.model.device)
         seconds = time.perf_counter() - started
         state = loader.after(state)
         yield StepReport(
@@ -87,6 +89,12 @@ def train(
             jumped_rows=_rows_of_all(batch, ranks) if losses.jumps(loss) else (),
             memory_bytes=meter.take_peaks(),
         )
+
+
+def _wait_for(device: torch.device) -> None:
+    """Until the step's last kernels, the optimizer's, are done: once a step, for its seconds to be true."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _telling(where: Whereabouts, enter: EnterPhase) -> EnterPhase:

@@ -35,7 +35,7 @@ from fitune.train.peers import known_to_peers, name_the_cause
 from fitune.train.prepare import prepare
 from fitune.train.resume import Start, base_identity, require_same_base, restore, where_all_start
 from fitune.train.saving import Saver, keep_trained, saving
-from fitune.train.spikes import jump_words
+from fitune.train.spikes import ZeroWatch, jump_words
 from fitune.train.together import (
     gathered_weights,
     require_same_on_all,
@@ -193,6 +193,7 @@ def _train(current: Run, start: Start) -> bool:
 
 def _do_steps(current: Run, saver: Saver, start_step: int) -> bool:
     """Do all steps from ``start_step`` on; True when the caller asked to stop before the end."""
+    zeros = ZeroWatch()
     for report in _steps(current, start_step):
         began_at = time.time() - report.step_seconds
         restarts = tuple(replace(one, again_at=one.again_at or began_at) for one in current.restarts)
@@ -202,6 +203,8 @@ def _do_steps(current: Run, saver: Saver, start_step: int) -> bool:
         current.retries, current.restarts = (), ()
         if report.jumped_rows:
             current.callbacks.on_note(jump_words(report.step, report.loss, report.jumped_rows))
+        if warning := zeros.words(step=report.step, loss=report.loss, grad_norm=report.grad_norm):
+            current.callbacks.on_note(warning)
         for sink in current.sinks:
             sink.step(report)
         asked, failed = current.ranks.summed([current.callbacks.stop_asked(), saver.has_failed])

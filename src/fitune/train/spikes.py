@@ -1,4 +1,4 @@
-"""Steps whose loss jumps: they are told with their rows, and nothing is rewound or left out."""
+"""Steps whose loss jumps, told with their rows, and steps of nothing but zeros; nothing is rewound or left out."""
 
 import statistics
 from collections import deque
@@ -31,6 +31,35 @@ class LossWatch:
             has_jumped = loss - usual > max(_SPREADS * spread, _LEAST_NATS)
         self._losses.append(loss)
         return has_jumped
+
+
+_ZEROS = 3
+
+
+class ZeroWatch:
+    """Counts the steps in a row whose loss, or whose gradients' norm, is exactly 0."""
+
+    def __init__(self) -> None:
+        self._counts = {"loss": 0, "gradient norm": 0}
+
+    def words(self, *, step: int, loss: float, grad_norm: float) -> str:
+        """A warning with the third one in a row, else empty."""
+        warning = ""
+        for name, value in (("loss", loss), ("gradient norm", grad_norm)):
+            self._counts[name] = self._counts[name] + 1 if value == 0 else 0
+            if self._counts[name] == _ZEROS:
+                warning = (
+                    f"step {step}: the {name} was exactly 0 in the last {_ZEROS} steps: {_ZERO_MEANS[name]}"
+                )
+        return warning
+
+
+_ZERO_MEANS = {
+    "loss": "no token is learned, or the kernels of this device do not work; look at the labels "
+    "(train_on_prompt), and compare with a few steps on the CPU (--gpu cpu)",
+    "gradient norm": "no weight changes; look at what is trained (lora_target_modules), and compare with a few steps "
+    "on the CPU (--gpu cpu)",
+}
 
 
 def jump_words(step: int, loss: float, rows: Sequence[int]) -> str:
