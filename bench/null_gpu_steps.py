@@ -44,7 +44,9 @@ def prepared_for(plan: Plan, shape: gpu_cases.Shape) -> Prepared:
     return prepare_loaded(model.to_empty(device=on), plan, device=device)
 
 
-def counted_steps(plan: Plan, prepared: Prepared, *, micro_batches: int, strict: bool) -> list[dict[str, Any]]:
+def counted_steps(
+    plan: Plan, prepared: Prepared, *, micro_batches: int, strict: bool
+) -> list[dict[str, Any]]:
     """Counts of each step after the second; ``strict``: torch refuses to synchronise in a micro-batch."""
     rows = gpu_cases.full_rows(replace(plan, batch=replace(plan.batch, accumulation=micro_batches)))
     supervised, enter = rows.supervised_tokens * micro_batches, memory_meter(torch.device("cuda", 0)).enter
@@ -79,15 +81,17 @@ def main() -> None:
     parser.add_argument("case", choices=gpu_cases.CASES)
     parser.add_argument("--shape", choices=gpu_cases.SHAPES, default="8b")
     parser.add_argument("--micro-batches", type=int, default=2)
-    parser.add_argument("--lenient", action="store_true", help="count synchronisations instead of refusing them")
+    parser.add_argument(
+        "--lenient", action="store_true", help="count synchronisations instead of refusing them"
+    )
     options = parser.parse_args()
     plan = plan_of(options)
     prepared = prepared_for(plan, gpu_cases.SHAPES[options.shape])
-    steps = counted_steps(
-        plan, prepared, micro_batches=options.micro_batches, strict=not options.lenient
-    )
+    steps = counted_steps(plan, prepared, micro_batches=options.micro_batches, strict=not options.lenient)
     most = {name: max(step[name] for step in steps) for name in steps[0] if not name.startswith("host_ms")}
-    least = {name: round(min(step[name] for step in steps), 1) for name in steps[0] if name.startswith("host_ms")}
+    least = {
+        name: round(min(step[name] for step in steps), 1) for name in steps[0] if name.startswith("host_ms")
+    }
     trained = len(prepared.model.trained)
     settings = {name: getattr(options, name) for name in ("case", "shape", "micro_batches")}
     print(json.dumps({**settings, "trained_tensors": trained, **most, **least, "torch": torch.__version__}))

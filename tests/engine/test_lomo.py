@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fitune.engine.fused_rules import rule_for
+from fitune.engine.fused_rules import Division, rule_for
 from fitune.engine.in_backward import InBackwardEngine
 from fitune.engine.plain import PlainEngine
 from fitune.engine.protocol import Engine
@@ -238,3 +238,15 @@ def test_state_continues_where_it_was_taken(adaptive: bool) -> None:
     again = lomo(other, adaptive=adaptive)
     again.restore(type(state)(tensors=tensors, facts=state.facts))
     assert steps(again, 3) == expected
+
+
+@pytest.mark.parametrize("shape", [(513, 4), (1300, 3), (2, 1024, 5)])
+def test_column_norms_in_parts_are_those_of_the_whole(shape: tuple[int, ...]) -> None:
+    """Rounded otherwise: within 1e-6. Up to 512 rows they are the same to the bit."""
+    share = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    whole = Division(shape=share.shape)
+    expected = share.double().square().mean(dim=-2) + 1e-30
+    torch.testing.assert_close(whole.mean_square(share, -2).double(), expected, rtol=1e-6, atol=0)
+    few = share[..., :512, :]
+    plain = torch.linalg.vector_norm(few, dim=-2).square_().div_(512).add_(1e-30)
+    assert torch.equal(Division(shape=few.shape).mean_square(few, -2), plain)

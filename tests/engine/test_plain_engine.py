@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Trainer
 
 from fitune.engine.fused_rules import rule_for
-from fitune.engine.optimizers import DirectOptimizer, set_learning_rate, takes_decay
+from fitune.engine.gradient_scale import clip_factor, clip_on_device, global_norm
+from fitune.engine.optimizers import DirectOptimizer, MasterOptimizer, set_learning_rate, takes_decay
 from fitune.engine.plain import PlainEngine
 from fitune.errors import TrainingFailed
 from fitune.spec.plan import AdamW, ClipByValue, Full, Lomo, Optimizer, Precision, Sgd
@@ -223,3 +224,72 @@ def test_decay_in_fp16_does_not_overflow_beside_a_scaled_gradient() -> None:
     )  # fmt: skip
     rule.use("w", torch.full((2, 2), 65536.0 / 4).half(), learning_rate=0.1, factor=1 / 65536)
     torch.testing.assert_close(weight.data, torch.full((2, 2), 200 * 0.999 - 0.025).half())
+
+
+def one_by_one(
+    model: Regression, masters: dict[str, Tensor], optimizer: torch.optim.Optimizer, limit: float
+) -> None:
+    """The update of fp32 masters as it is written down: every tensor by itself, and the norm is read first."""
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    norm = torch.linalg.vector_norm(
+        torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients.values()])
+    ).item()
+    factor = 1.0 if norm <= limit else limit / norm
+    for name, gradient in gradients.items():
+        masters[name].grad = gradient.float().mul_(factor)
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(masters[name].data)
+        parameter.grad = None
+
+
+@pytest.mark.parametrize("limit", [0.05, 1e6])
+@pytest.mark.parametrize("tensors", [1, 7])
+def test_masters_stepped_together_are_bit_for_bit_those_stepped_one_by_one(
+    limit: float, tensors: int
+) -> None:
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(5, 5, dtype=torch.bfloat16) for _ in range(tensors)))
+
+    ours, theirs = made(), made()
+    together = MasterOptimizer(dict(ours.named_parameters()), AdamW())
+    masters = {name: nn.Parameter(p.detach().float()) for name, p in theirs.named_parameters()}
+    reference = torch.optim.AdamW(masters.values(), lr=0.1, weight_decay=0.0, fused=True)
+    for seed in range(4):
+        for model in (ours, theirs):
+            torch.manual_seed(seed)
+            for parameter in model.parameters():
+                parameter.grad = torch.randn_like(parameter)
+        factor = clip_on_device(global_norm(together.gradients()), max_norm=limit, scale=1.0)
+        together.step(learning_rate=0.1, gradient_factor=factor)
+        one_by_one(theirs, masters, reference, limit)
+    for name, parameter in ours.named_parameters():
+        assert torch.equal(parameter, dict(theirs.named_parameters())[name])
+        assert torch.equal(together.masters[name], masters[name])
+        assert parameter.grad is None
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing_though_nobody_has_read_it() -> None:
+    model = Regression(torch.bfloat16)
+    engine = engine_for(model, AdamW(), precision=Precision.BF16_MASTER)
+    run(engine, batches())
+    before = {name: tensor.clone() for name, tensor in engine.optimizer.tensors().items()}
+    weights = copy.deepcopy(model.state_dict())
+    engine.forward_backward(batches()[0] * math.inf, supervised_tokens=5, enter_phase=lambda phase: None)
+    with pytest.raises(TrainingFailed, match="nothing was updated"):
+        engine.update(learning_rate=0.1, enter_phase=lambda phase: None)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.optimizer.tensors().items())
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("norm", [0.0, 0.3, 1.0, 7.3, 2.0**40, math.inf, math.nan])
+@pytest.mark.parametrize("limit", [0.0, 1.0])
+@pytest.mark.parametrize("scale", [1.0, 2.0**16])
+def test_a_clip_factor_on_the_device_is_the_one_of_the_host(norm: float, limit: float, scale: float) -> None:
+    found = clip_on_device(torch.tensor(norm), max_norm=limit, scale=scale)
+    if not math.isfinite(norm):
+        assert found.isnan()
+        return
+    on_host = clip_factor(torch.tensor(norm).item() / scale, max_norm=limit) / scale
+    assert found.item() == torch.tensor(on_host, dtype=torch.float32).item()

@@ -1,6 +1,7 @@
 """A whole run in one process: it learns, it stops and goes on as if it had not, it never lies about a bad end."""
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import import_module
@@ -145,6 +146,23 @@ def test_the_second_step_is_measured_by_phase(make_plan: MakePlan) -> None:
     assert report.memory is not None
     assert set(report.memory.phases) == set(Phase)
     assert report.memory.phases[Phase.IDLE] < report.memory.peak_bytes
+
+
+def test_a_steps_seconds_end_when_the_device_is_through(
+    make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The optimizer's kernels are launched, and done later; none of its time is the next step's."""
+    waited: list[str] = []
+
+    def wait_for(device: torch.device) -> None:
+        waited.append(device.type)
+        time.sleep(0.3)
+
+    monkeypatch.setattr("fitune.train.loop.wait_for", wait_for)
+    plan = make_plan(max_steps=2)
+    run(plan, callbacks=callbacks())
+    assert waited == ["cpu"] * 2
+    assert all(step.step_seconds >= 0.3 for step in steps_of(plan))
 
 
 def test_every_figure_of_the_report_comes_from_the_log(make_plan: MakePlan) -> None:

@@ -67,7 +67,7 @@ def train(
             loss, update = _one_step(
                 prepared, batch, rate, enter_phase, ranks, loaded_from=plan.model_path if step == 0 else None
             )
-        _wait_for(prepared.model.device)
+        wait_for(prepared.model.device)
         seconds = time.perf_counter() - started
         state = loader.after(state)
         yield StepReport(
@@ -91,7 +91,7 @@ def train(
         )
 
 
-def _wait_for(device: torch.device) -> None:
+def wait_for(device: torch.device) -> None:
     """Until the step's last kernels, the optimizer's, are done: once a step, for its seconds to be true."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
