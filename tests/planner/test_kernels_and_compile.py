@@ -25,7 +25,11 @@ def test_neither_is_taken_unless_asked_for():
 
 def test_a_plan_from_before_they_were_can_be_read():
     plan = report_of("llama-3.2-1b", "rtx-4090").chosen.plan
-    old = {name: value for name, value in to_data(plan).items() if name not in ("kernels", "compile_blocks")}
+    old = {
+        name: value
+        for name, value in to_data(plan).items()
+        if name not in ("kernels", "compile_blocks", "tf32")
+    }
     assert from_data(Plan, old) == plan
 
 
@@ -129,3 +133,24 @@ def test_liger_is_not_proposed_where_it_cannot_be_trained():
             report_of("llama-3.1-8b", "a100-40gb", tuning="lomo", **clip, **settings)
         hints.append("kernels: liger" in str(caught.value.hint))
     assert hints == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("card", "precision", "planned", "said"),
+    [
+        ("a100-80gb", "fp32", True, "seconds are estimated for fp32 products"),
+        ("a100-80gb", "bf16", False, "precision bf16 has no fp32 products"),
+        ("t4", "fp32", False, "t4 has none; Ampere"),
+        ("cpu", "fp32", False, "has none; Ampere"),
+    ],
+)
+def test_tf32_is_planned_where_it_has_an_effect_and_said_where_not(
+    card: str, precision: str, planned: bool, said: str
+) -> None:
+    plain, report = (report_of("llama-3.2-1b", card, precision=precision, tf32=on) for on in (False, True))
+    assert not plain.chosen.plan.tf32
+    assert report.chosen.plan.tf32 is planned
+    assert ("TF32" in describe_plan(report.chosen.plan)) is planned
+    [note] = [line for line in report.decisions if line.startswith("note on tf32")]
+    assert said in note
+    assert not any("tf32" in line for line in plain.decisions)

@@ -41,7 +41,9 @@ SPEED = (
     "low_cpu_mem_usage gradient_checkpointing_kwargs padding_free pad_to_multiple_of include_for_metrics "
     "auto_find_batch_size"
 )
-SPEED_SAID = "speed, not the result: the plan decides it (kernels: liger or torch_compile ask for it here)"
+SPEED_SAID = (
+    "speed, not the result: the plan decides it (kernels: liger, torch_compile or tf32 ask for it here)"
+)
 
 REFUSED = {
     "neftune_noise_alpha": "noise on the embeddings while training (NEFTune)",

@@ -16,6 +16,7 @@ from fitune.planner.defaults import (
     with_added_rows,
     with_usual_row,
 )
+from fitune.spec.counts import has_tf32
 from fitune.spec.machines.hardware import Gpu, Hardware
 from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.model.traits import flash_refused
@@ -127,6 +128,7 @@ def draft(request: Request, method: Method, placement: Placement) -> Plan:
         attention=attention_of(recipe, model=model, gpu=hardware.gpu, precision=method.precision),
         kernels=recipe.kernels,
         compile_blocks=recipe.torch_compile,
+        tf32=recipe.tf32 and has_tf32(hardware.gpu, method.precision),
         loss=losses(recipe)[-1],
         batch=Batch(micro_batch_size=1, accumulation=1, seq_len=recipe.seq_len, packing=recipe.packing),
         schedule=schedule_of(recipe, learning_rate=rate),

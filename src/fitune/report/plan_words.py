@@ -163,6 +163,8 @@ def _kernel_sentences(plan: Plan) -> Iterator[str]:
         yield "Norms, gated MLPs and rotary positions are Liger's fused kernels."
     if plan.compile_blocks:
         yield "Each block is compiled by torch; what was predicted is for uncompiled blocks."
+    if plan.tf32:
+        yield "Products of fp32 numbers are TF32: 10 bits of each mantissa instead of 23."
 
 
 def _loss_sentence(loss: Loss) -> str:

@@ -171,6 +171,11 @@ def peak_flops(gpu: Gpu, precision: Precision) -> float:
             return gpu.bf16_flops
 
 
+def has_tf32(gpu: Gpu, precision: Precision) -> bool:
+    """True if there are products that TF32 changes: of fp32 numbers, on Ampere or newer."""
+    return precision is Precision.FP32 and gpu.capability >= (8, 0)
+
+
 def achieved_mfu(plan: Plan, row_lengths: Sequence[int], supervised_tokens: int, *, seconds: float) -> float:
     """Model FLOPs utilisation: the FLOPs the mathematics needs (recompute is not counted)
     over what the device could have done in the same time (Chowdhery et al. 2022, arXiv 2204.02311, appendix B).

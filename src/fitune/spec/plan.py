@@ -273,6 +273,8 @@ class Plan:
     kernels: Kernels = "torch"
     compile_blocks: bool = False
     """True if torch compiles each decoder block."""
+    tf32: bool = False
+    """True if products of fp32 numbers take 10 bits of their mantissas (TensorFloat-32)."""
     loss: Loss
     batch: Batch
     schedule: Schedule

@@ -48,6 +48,7 @@ def describe_plan(plan: Plan) -> str:
             *([f"{plan.attention} attention"] if attends(plan.model) else []),
             *(["Liger's kernels"] if plan.kernels == "liger" else []),
             *(["compiled blocks"] if plan.compile_blocks else []),
+            *(["TF32 products"] if plan.tf32 else []),
             f"micro-batch {batch.micro_batch_size} × {batch.seq_len} tokens × {batch.accumulation} accumulated",
         )
     )

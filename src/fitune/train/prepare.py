@@ -63,6 +63,7 @@ def prepare(plan: Plan, *, ranks: Ranks = ALONE, on_bytes: OnBytes = nobody) -> 
     """Load the plan's model and change it into what the plan says. ``on_bytes`` is told how far the reading is."""
     require_rules(plan, "train")
     require_planned_cards(plan, ranks)
+    torch.set_float32_matmul_precision("high" if plan.tf32 else "highest")
     dtype = compute_dtype(plan.precision)
     device = training_device(plan, ranks)
     mesh = _mesh(plan, device)

@@ -53,6 +53,7 @@ def decisions_of(
         _loss(recipe, plan),
         _attention(recipe, plan),
         _compiled(plan),
+        _tf32(recipe, plan),
         _learning_rate(recipe, plan),
         _saving(recipe, plan),
         _overruled(recipe),
@@ -212,6 +213,18 @@ def _compiled(plan: Plan) -> Iterator[str]:
             "note on torch_compile: what it gains and how it changes memory is not estimated, and a rehearsal traces "
             "the blocks uncompiled; all figures are of uncompiled blocks. Evaluation runs uncompiled"
         )
+
+
+def _tf32(recipe: Recipe, plan: Plan) -> Iterator[str]:
+    if plan.tf32:
+        yield "note on tf32: seconds are estimated for fp32 products; TF32's are up to eight times as fast"
+    elif recipe.tf32:
+        why = (
+            f"precision {plan.precision.value} has no fp32 products"
+            if plan.precision is not Precision.FP32
+            else f"{plan.hardware.gpu.name} has none; Ampere and newer GPUs do"
+        )
+        yield f"note on tf32: it has no effect here: {why}"
 
 
 def _learning_rate(recipe: Recipe, plan: Plan) -> Iterator[str]:

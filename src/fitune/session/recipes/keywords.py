@@ -116,6 +116,7 @@ class RecipeKeys(TypedDict, total=False):
 
     kernels: Kernels
     torch_compile: bool
+    tf32: bool
 
     output_dir: PathLike | None
     upload_to: PathLike

@@ -103,6 +103,7 @@ GROUPS: dict[str, dict[str, str]] = {
     "Speed on request": {
         "kernels": "liger: fused norms, MLPs and rotary positions",
         "torch_compile": "Compile the blocks",
+        "tf32": "With precision fp32: products of 10 bits, on Ampere and newer",
     },
     "Output": {
         "output_dir": "Folder of the run, or a URL; chosen: runs/MODEL-TUNING",

@@ -198,6 +198,7 @@ class Recipe(_Strict):
     # to save time, when asked for
     kernels: Kernels = "torch"
     torch_compile: bool = False
+    tf32: bool = False
 
     # where to
     output_dir: PathText | None = None
