@@ -205,7 +205,6 @@ class Watch:
 
         return Operations()
 
-
     @contextmanager
     def _triton_kernels(self) -> Iterator[None]:
         import torch
