@@ -16,8 +16,8 @@ states for a full bf16 model. ``qlora-master`` is what fitune plans for QLoRA by
 bf16.
 
 What differs: the loss goes in chunks of 1,024 tokens on both sides, TRL's by a Triton kernel of its own, which also
-gives the entropy and the accuracy that SFTTrainer logs. Recomputing on fitune's side is of all blocks, as on TRL's. Liger is
-RMSNorm, gated MLP and rotary positions on both sides.
+gives the entropy and the accuracy that SFTTrainer logs. All blocks are recomputed, or none. Liger is RMSNorm, gated MLP
+and rotary positions on both sides.
 
 Step 3 is counted. In step 4 every operation of torch and every Triton kernel is seen: "touched" is the sum of their
 arguments and results, views apart, so what fits a cache counts like memory.
@@ -242,8 +242,8 @@ def run_fitune(setting: Setting, options: argparse.Namespace, watch: Watch) -> N
     import torch
     from gpu_cases import CASES, SHAPES, plan_of
 
-    from fitune.data.loader import Loader
     from fitune.data.dataset import TokenDataset
+    from fitune.data.loader import Loader
     from fitune.measure.memory import memory_meter
     from fitune.spec.machines.gpus import find_gpu, hardware_for
     from fitune.spec.plan import ChunkedLoss, Precision, Steps
