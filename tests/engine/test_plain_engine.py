@@ -2,6 +2,7 @@
 
 import copy
 import math
+import weakref
 
 import pytest
 import torch
@@ -53,6 +54,32 @@ def run(engine: PlainEngine, data: list[Tensor], *, rate: float = 0.1) -> None:
     for batch in data:
         engine.forward_backward(batch, supervised_tokens=5, enter_phase=lambda phase: None)
         engine.update(learning_rate=rate, enter_phase=lambda phase: None)
+
+
+class Lookout(Regression):
+    """Looks, while its first operation goes back, which of the last hidden states and their gradient are alive."""
+
+    def hidden_states(self, batch: Tensor) -> Tensor:
+        first = super().hidden_states(batch)
+        first.register_hook(self._look)
+        hidden_TD = first * 2
+        self.seen = [weakref.ref(hidden_TD)]
+        return hidden_TD
+
+    def loss_and_gradient(self, hidden_TD: Tensor, batch: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
+        loss, gradient_TD = super().loss_and_gradient(hidden_TD, batch, scale=scale)
+        self.seen.append(weakref.ref(gradient_TD))
+        return loss, gradient_TD
+
+    def _look(self, _: Tensor) -> None:
+        self.alive = [tensor() is not None for tensor in self.seen]
+
+
+def test_backward_holds_neither_hidden_states_nor_their_gradient():
+    """Each is tokens × hidden size; the blocks need neither."""
+    model = Lookout()
+    run(engine_for(model, Sgd()), batches(1))
+    assert model.alive == [False, False]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from fitune.engine.deepspeed_shares import FlatShares, TensorShares
 from fitune.engine.gradient_scale import LossScale
 from fitune.engine.optimizers import build_torch_optimizer, set_learning_rate
-from fitune.engine.plain import NOT_FINITE_HINT
+from fitune.engine.plain import NOT_FINITE_HINT, Seed
 from fitune.engine.protocol import EngineState, EnterPhase, LossModel, Update
 from fitune.errors import HardwareError, TrainingFailed, require_library
 from fitune.spec.deepspeed import tell_deepspeed_where
@@ -148,20 +148,6 @@ def _linear(function: Callable[..., Tensor], module: nn.Linear, hidden: Tensor) 
     return function(hidden, module.weight, module.bias)
 
 
-class _Seed(torch.autograd.Function):
-    """A loss whose gradients are known: backward hands them on."""
-
-    @staticmethod
-    def forward(ctx: Any, gradients: list[Tensor], *inputs: Tensor) -> Tensor:
-        ctx.gradients = gradients
-        return inputs[0].new_zeros((), dtype=torch.float32)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Any:
-        gradients, ctx.gradients = ctx.gradients, []
-        return None, *gradients
-
-
 class DeepSpeedEngine:
     """The engine protocol around DeepSpeed's runtime."""
 
@@ -212,7 +198,7 @@ class DeepSpeedEngine:
                 gradients = [gradient_TD, *map(_taken, standing_in.values())]
                 if not standing_in:
                     until_backward_ends.close()
-                return cast(Tensor, _Seed.apply(gradients, hidden_TD, *standing_in))
+                return cast(Tensor, Seed.apply(gradients, hidden_TD, *standing_in).sum())
 
             enter_phase(Phase.FORWARD)
             seed = self.runtime(work)

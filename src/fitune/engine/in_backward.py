@@ -19,6 +19,7 @@ from torch.nn import Parameter
 
 from fitune.engine.fused_rules import Rule
 from fitune.engine.gradient_scale import LossScale, clip_factor
+from fitune.engine.plain import Seed
 from fitune.engine.protocol import EngineState, EnterPhase, LossModel, Update, WholeWeights
 from fitune.errors import TrainingFailed
 from fitune.spec.plan import ClipByNorm, ClipByValue, Precision
@@ -150,9 +151,11 @@ class InBackwardEngine(WholeWeights):
             for name, parameter in self.parameters.items():
                 if name not in self.used_twice:
                     self._complete(name, parameter)
+            seed = Seed.apply([waiting.gradient_TD], waiting.hidden_TD)
             if not keep:
                 self._waiting = None
-            waiting.hidden_TD.backward(waiting.gradient_TD, retain_graph=keep)
+            del waiting  # as in engine/plain.py
+            seed.backward(seed.detach(), retain_graph=keep)
         for name, parameter in self.parameters.items():  # what the body did not use after all
             self._complete(name, parameter)
         self._visit = None

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -14,6 +15,20 @@ from fitune.engine.protocol import EngineState, EnterPhase, LossModel, Update, W
 from fitune.errors import TrainingFailed
 from fitune.spec.plan import Optimizer, Precision
 from fitune.spec.predictions import Phase
+
+
+class Seed(torch.autograd.Function):
+    """A loss without elements whose gradients for its inputs are known: backward hands them on, and keeps none."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor], *inputs: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return inputs[0].new_empty(0, dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        gradients, ctx.gradients = ctx.gradients, []
+        return None, *gradients
 
 
 class PlainEngine(WholeWeights):
@@ -53,9 +68,11 @@ class PlainEngine(WholeWeights):
         loss, gradient_TD = self.model.loss_and_gradient(
             hidden_TD.detach(), batch, scale=self._scale() / supervised_tokens
         )
+        seed = Seed.apply([gradient_TD], hidden_TD)
+        del hidden_TD, gradient_TD  # backward lets go of both before it reaches the blocks
         self.optimizer.take_gradients(wait=False)
         enter_phase(Phase.BACKWARD)
-        hidden_TD.backward(gradient_TD)
+        seed.backward(seed.detach())
         self.optimizer.take_gradients(wait=True)
         return loss
 

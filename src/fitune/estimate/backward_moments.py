@@ -40,6 +40,7 @@ def _head_used_moment(step: StepStages) -> Terms:
         "gradients": step.head_gradient,
         "activations": step.kept_before(step.num_layers) + step.final_norm.kept,
         "recompute inputs": step.inputs_before(step.num_layers),
+        "hidden states": 0 if step.goes_back_twice else 2 * step.hidden,  # and their gradient, on its way
         "temporaries": stepping_bytes(step.plan, head_parameters(step.plan.model)),
     }
 

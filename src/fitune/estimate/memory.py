@@ -188,7 +188,8 @@ def _chunk_sizes(step: StepStages, tokens: int) -> tuple[int, int]:
 
 def _backward_terms(step: StepStages) -> Terms:
     held: Terms = {
-        "hidden states": 2 * step.hidden,  # the trainer holds them and their gradient
+        # the engine lets go of them and of their gradient, unless the loss runs on them again
+        "hidden states": 2 * step.hidden if step.goes_back_twice else 0,
         "16-bit copies": step.weight_copies * (step.num_layers - step.recomputed) // step.num_layers,
     }
     return {**held, **_largest(backward_moments(step))}

@@ -70,7 +70,7 @@ class LanguageModel:
                 return_dict=True,  # whatever config.json says
                 **separation,
             )
-        hidden_TD: Tensor = output.last_hidden_state[0]
+        hidden_TD: Tensor = output.last_hidden_state.squeeze(0)  # backward of [0] fills zeros and copies
         return hidden_TD
 
     def loss_and_gradient(self, hidden_TD: Tensor, batch: Stream, *, scale: float) -> tuple[Tensor, Tensor]:

@@ -136,7 +136,7 @@ def _note_backward(
     account: Account, sample: Sample, alive: Counter[Any], total: int, turn: int, place: Any
 ) -> None:
     gradients = sum(size for (kind, _), size in alive.items() if kind == "gradient")
-    others = total - gradients - account.around - 2 * account.hidden
+    others = total - gradients - account.around
     if place == EMBEDDING:
         return
     if place is None:  # before the last block: the final norm goes back
