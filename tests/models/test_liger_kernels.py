@@ -1,11 +1,14 @@
 """Liger's kernels are put where they belong, and say what transformers' own modules say.
 
 Triton compiles for GPUs. Written-out operations show that every family is wired rightly; Liger's own run in Triton's
-interpreter where triton and liger-kernel are installed.
+interpreter where triton and liger-kernel are installed: three families always, all with TRITON_INTERPRET=1.
 """
 
+import os
+import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -103,6 +106,22 @@ def test_every_family_is_wired_rightly(family):
 def test_ligers_own_kernels_in_tritons_interpreter(family):
     with interpreted_liger() as operations:
         assert_same(hidden_and_gradients(family, operations), hidden_and_gradients(family, None))
+
+
+def test_the_kernels_of_three_families_in_a_process_that_interprets_triton():
+    """Triton decides when it is imported, and other libraries of this process import it. All kernels are in these
+    three: norms and products of two kinds, halves, rotation. Eight seconds, most of them imports."""
+    pytest.importorskip("triton")
+    pytest.importorskip("liger_kernel")
+    chosen = [
+        f"{__file__}::test_ligers_own_kernels_in_tritons_interpreter[{family}]"
+        for family in ("llama", "gemma2", "phi3")
+    ]
+    finished = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *chosen],
+        env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=Path(__file__).parents[2], capture_output=True, text=True,
+    )  # fmt: skip
+    assert "3 passed" in finished.stdout, finished.stdout[-4000:]
 
 
 def test_other_models_of_the_family_stay_as_they_are():
