@@ -51,9 +51,10 @@ MACHINES = (
 )
 INTRODUCTION = """# What fits, and how fast
 
-Made by `bench/hardware_page.py` from the planner: rows of 2,048 tokens, every other choice open, the fastest plan that fits. A cell is tokens/s of
-all cards together and US dollars for a million tokens, at the prices that `fitune plan` assumes; speeds come from datasheets and were never measured
-by fitune on a GPU. `↓` keeps weights or optimizer in the host's memory, which is taken to be twice that of the cards; `–` does not fit.
+Made by `bench/hardware_page.py` from the planner: rows of 2,048 tokens, every other choice open, the fastest plan that
+fits and trains. A cell is tokens/s of all cards together and US dollars for a million tokens, at the prices that
+`fitune plan` assumes; speeds come from datasheets and were never measured by fitune on a GPU. `↓` keeps weights or
+optimizer in the host's memory, which is taken to be twice that of the cards; `–` does not fit.
 """
 
 
@@ -90,10 +91,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["FITUNE_CACHE"] = folder  # without what was measured on this machine
         for machine in MACHINES:
-            rows = [
-                f"| {model.partition('/')[2]} | {' | '.join(cell(planned(model, tuning, machine)) for tuning in TUNINGS)} |"
-                for model in MODELS
-            ]
+            cells = {model: [cell(planned(model, tuning, machine)) for tuning in TUNINGS] for model in MODELS}
+            rows = [f"| {model.partition('/')[2]} | {' | '.join(row)} |" for model, row in cells.items()]
             parts.append(
                 "\n".join(
                     [f"## {machine.title}", f"| | {' | '.join(TUNINGS)} |", "|---|---:|---:|---:|", *rows, ""]

@@ -54,9 +54,7 @@ def test_the_process_is_predicted_only_when_what_lies_outside_the_tensors_is(pre
     assert rows["Peak of tensors"].predicted == (412 + 8) * MIB
 
 
-def test_cudas_count_of_tensors_has_cublas_workspace_among_them(
-    prediction: Prediction, run_report: RunReport
-) -> None:
+def test_cudas_count_of_tensors_has_cublas_workspace_among_them(prediction, run_report):
     """Seen on the null GPU: allocated peaks are the tensors and 32 MiB on compute capability 9, 8.1 MiB before."""
     memory = dataclasses.replace(prediction.estimate.memory, outside={"cuBLAS workspace": 8 * MIB})
     estimate = dataclasses.replace(prediction.estimate, memory=memory)
