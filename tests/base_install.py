@@ -29,6 +29,7 @@ PLANNING = (
     f"launch {RECIPE} --on kuberay --set job.image=fitune:1 --set job.claim=data",
     f"init new.yaml {MODEL} --data rows.jsonl --tuning lora --output-dir out",
     "convert axolotl.yaml",
+    "doctor",
     "train --help",
 )
 TRAINING = (

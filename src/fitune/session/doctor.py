@@ -6,6 +6,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from fitune.units import format_seconds
 
 _NEEDED = ("torch", "transformers", "peft", "safetensors", "datasets")
 _EXTRAS = {
+    "torch": ("train", "training, rehearsing, scoring and exporting"),
     "matplotlib": ("plots", "pictures in report.html"),
     "tensorboard": ("tensorboard", "TensorBoard logs"),
     "wandb": ("wandb", "logs at Weights & Biases"),
@@ -54,7 +56,9 @@ class Examined:
 def examine() -> Examined:
     """Look at this machine; torch is asked where there is a GPU."""
     versions = {"python": platform.python_version()}
-    versions |= {name: importlib.metadata.version(name) for name in ("fitune", *_NEEDED)}
+    for name in ("fitune", *_NEEDED):
+        with suppress(importlib.metadata.PackageNotFoundError):  # fitune alone plans
+            versions[name] = importlib.metadata.version(name)
     missing = tuple(extra for name, extra in _EXTRAS.items() if importlib.util.find_spec(name) is None)
     problem = ""
     gpus = of_one_kind(gpus_here(os.environ))

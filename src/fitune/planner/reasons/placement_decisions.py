@@ -3,7 +3,7 @@ decisions.py."""
 
 from collections.abc import Iterator, Sequence
 
-from fitune.estimate.overhead import reserve_bytes, usable_bytes
+from fitune.estimate.overhead import reserve_bytes, unmeasured_bytes, usable_bytes
 from fitune.planner.candidates import Request
 from fitune.planner.defaults import HOST_PER_DEVICE_MEMORY
 from fitune.planner.fit import SIMPLER_IS_WORTH, STAYING_IS_WORTH
@@ -31,10 +31,10 @@ def devices_here(recipe: Recipe, request: Request, plan: Plan) -> Iterator[str]:
     if recipe.gpus is None and plan.hardware.gpus_per_node == hardware.gpus_per_node > 1:
         yield f"gpus: {hardware.gpus_per_node}, all that are here and of this kind; gpus: 1 keeps one"
     if taken := hardware.taken_bytes:
-        total, reserve = hardware.gpu.memory_bytes, reserve_bytes(hardware.gpu)
+        total, reserve = hardware.gpu.memory_bytes, reserve_bytes(hardware.gpu) + unmeasured_bytes(hardware)
         yield (
             f"note on memory: other programs hold {format_bytes(taken)} of a GPU (nvidia-smi lists them): usable are "
-            f"{format_bytes(total)} - {format_bytes(taken)} - {format_bytes(reserve)} of reserve = "
+            f"{format_bytes(total)} - {format_bytes(taken)} - {format_bytes(reserve)} kept free = "
             f"{format_bytes(usable_bytes(hardware))}"
         )
 
