@@ -31,37 +31,31 @@ class Mutant:
 
 MUTANTS = {
     "weights are used before they are there": Mutant(
-        "full weights away", HOST, "flat = self._copy.wait()", "flat = self._copy.tensor"
+        "full weights away", HOST, "self._arrival.wait()\n        for slot", "for slot"
     ),
     "room of weights that were fetched in vain is free at once": Mutant(
-        "late adapters, weights away", HOST, "self._copy.wait()  # its memory", "pass  # its memory"
+        "late adapters, weights away", HOST, "self._arrival.wait()  # its memory", "pass  # its memory"
     ),
     "activations are freed before they left": Mutant(
-        "full activations away", OFFLOAD, "            self._to_host.wait()\n", ""
+        "full activations away", OFFLOAD, "self.arrival.wait()\n            self.flat = None", "self.flat = None"
     ),
     "activations are used before they are back": Mutant(
-        "full activations away",
-        OFFLOAD,
-        "self._flat = self._to_device.wait()",
-        "self._flat = self._to_device.tensor",
+        "full activations away", OFFLOAD, "self.arrival.wait()\n            self.flat, self", "self.flat, self"
     ),
     "gradients are freed before they left": Mutant(
-        "full optimizer away",
-        OPTIMIZER,
-        "self._leaving.append((name, parameter.grad, self",
-        "self._leaving.append((name, None, self",
+        "full optimizer away", OPTIMIZER, "self._leaving = gradients, arrival", "self._leaving = (), arrival"
     ),
     "gradients are added up before they are there": Mutant(
-        "full optimizer away", OPTIMIZER, "gradient = copy.arrived()", "gradient = copy.wait()"
+        "full optimizer away", OPTIMIZER, "arrival.block()\n    for total", "for total"
     ),
     "new weights are used before they are there": Mutant(
-        "full optimizer away", OPTIMIZER, "            copy.wait()\n", "            pass\n"
+        "full optimizer away", OPTIMIZER, "sent[1].block()\n        self._summed", "pass\n        self._summed"
     ),
     "a checkpoint is written before it is copied": Mutant(
         "checkpoint", COPIES, "arrived=done.synchronize", "arrived=lambda: None"
     ),
     "copies begin before what they copy is computed": Mutant(
-        "full optimizer away", HOST, "self._stream.wait_stream(", "str("
+        "full optimizer away", HOST, "stream.wait_stream(", "str("
     ),
 }
 

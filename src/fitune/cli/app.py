@@ -617,7 +617,7 @@ def print_coloured(screen: str) -> None:
 
     text = Text(screen)
     text.highlight_regex(r"✔ FITS|[█▏▎▍▌▋▊▉]+(?=[█▏▎▍▌▋▊▉·]*.* to spare)", "bold green")
-    text.highlight_regex(r"✘ DOES NOT FIT|█+(?=.* short)|tight: [^\n]*", "bold red")
+    text.highlight_regex(r"✘ DOES NOT FIT|█+(?=.* short)", "bold red")
     text.highlight_regex(r"^  [A-Z][a-z ]+(?=  )", "bold")
     Console(highlight=False, soft_wrap=True).print(text)
 

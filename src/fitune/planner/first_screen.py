@@ -29,8 +29,6 @@ from fitune.units import (
 )
 
 BAR = 30
-TIGHT = 0.03
-"""Share of the usable memory below which what is spare is called tight."""
 _GROUPS = {
     "weights": ("weights",),
     "gathered": ("gathered weights",),
@@ -173,7 +171,8 @@ def _verdict(plan: Plan) -> Iterator[str]:
 
 def _memory(taken: Priced) -> Iterator[str]:
     estimate = taken.estimate
-    yield memory_bar(estimate.peak_bytes, estimate.usable_bytes)
+    kept = taken.plan.hardware.gpu.memory_bytes - estimate.usable_bytes
+    yield f"{memory_bar(estimate.peak_bytes, estimate.usable_bytes)}, {format_bytes(kept)} kept free"
     yield f"           {_terms(estimate)} GiB {moment(estimate.memory.peak_phase)}"
 
 
@@ -182,8 +181,7 @@ def memory_bar(needed: int, usable: int) -> str:
     eighths = round(min(1.0, needed / usable) * BAR * 8)
     bar = ("█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()).ljust(BAR, "·")
     spare = usable - needed
-    tight = "tight: " if 0 <= spare < TIGHT * usable else ""
-    left = f"{tight}{format_bytes(abs(spare))} {'to spare' if spare >= 0 else 'short'}"
+    left = f"{format_bytes(abs(spare))} {'to spare' if spare >= 0 else 'short'}"
     return f"  memory   {bar}   {format_bytes(needed)} of {format_bytes(usable)} a device   {left}"
 
 
