@@ -25,7 +25,11 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("command", ["plan", "train"])
 def test_nothing_fits(call: Call, tmp_path: Path, data_file: Path, command: str) -> None:
-    more = ("--data", data_file, "--output-dir", tmp_path / "run") if command == "train" else ()
+    more = (
+        ("--data", data_file, "--output-dir", tmp_path / "run")
+        if command == "train"
+        else ("--details",) * (command == "plan")
+    )
     code, _, err = call(
         command, *GPU, "--gpu", "t4", "--tuning", "full", "--offload-optimizer", "device", *more
     )

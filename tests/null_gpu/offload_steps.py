@@ -37,10 +37,16 @@ MUTANTS = {
         "late adapters, weights away", HOST, "self._arrival.wait()  # its memory", "pass  # its memory"
     ),
     "activations are freed before they left": Mutant(
-        "full activations away", OFFLOAD, "self.arrival.wait()\n            self.flat = None", "self.flat = None"
+        "full activations away",
+        OFFLOAD,
+        "self.arrival.wait()\n            self.flat = None",
+        "self.flat = None",
     ),
     "activations are used before they are back": Mutant(
-        "full activations away", OFFLOAD, "self.arrival.wait()\n            self.flat, self", "self.flat, self"
+        "full activations away",
+        OFFLOAD,
+        "self.arrival.wait()\n            self.flat, self",
+        "self.flat, self",
     ),
     "gradients are freed before they left": Mutant(
         "full optimizer away", OPTIMIZER, "self._leaving = gradients, arrival", "self._leaving = (), arrival"
@@ -49,7 +55,10 @@ MUTANTS = {
         "full optimizer away", OPTIMIZER, "arrival.block()\n    for total", "for total"
     ),
     "new weights are used before they are there": Mutant(
-        "full optimizer away", OPTIMIZER, "sent[1].block()\n        self._summed", "pass\n        self._summed"
+        "full optimizer away",
+        OPTIMIZER,
+        "sent[1].block()\n        self._summed",
+        "pass\n        self._summed",
     ),
     "a checkpoint is written before it is copied": Mutant(
         "checkpoint", COPIES, "arrived=done.synchronize", "arrived=lambda: None"

@@ -1,6 +1,7 @@
 """A whole run in one process: it learns, it stops and goes on as if it had not, it never lies about a bad end."""
 
 import json
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -158,7 +159,7 @@ def test_a_steps_seconds_end_when_the_device_is_through(
         waited.append(device.type)
         time.sleep(0.3)
 
-    monkeypatch.setattr("fitune.train.loop.wait_for", wait_for)
+    monkeypatch.setattr(sys.modules["fitune.train.loop"], "wait_for", wait_for)
     plan = make_plan(max_steps=2)
     run(plan, callbacks=callbacks())
     assert waited == ["cpu"] * 2

@@ -29,6 +29,7 @@ from fitune.units import (
 )
 
 BAR = 30
+MOST_NOTES = 3
 _GROUPS = {
     "weights": ("weights",),
     "gathered": ("gathered weights",),
@@ -253,6 +254,13 @@ def screen_of_nothing(error: NothingFits) -> str:
 
 
 def _notes(report: PlanReport) -> Iterator[str]:
-    for line in report.decisions:
-        if line.startswith(("note on data", "note on speed", "note on nodes")):
-            yield wrapped(line, hanging=2)
+    """What a person did not expect, the first three; the assumed host has its line above."""
+    notes = [
+        line
+        for line in report.decisions
+        if line.startswith("note on ") and not line.startswith(("note on the host", "note on times"))
+    ]
+    for line in notes[:MOST_NOTES]:
+        yield wrapped(line, hanging=2)
+    if len(notes) > MOST_NOTES:
+        yield f"  {len(notes) - MOST_NOTES} more in --details"

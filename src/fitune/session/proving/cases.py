@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
-from fitune.models.door import empty_model, model_config, with_layers
+from fitune.models.door import config_from, empty_model, model_config, with_layers
 from fitune.models.weights import compute_dtype
 from fitune.spec.machines.hardware import Hardware
 from fitune.spec.model.model_config import spec_from_config
@@ -103,7 +103,7 @@ CASES = {
 def config_of(shape: Shape) -> PretrainedConfig:
     if shape.model:
         return with_layers(model_config(shape.model), shape.layers)
-    return AutoConfig.for_model("llama", num_hidden_layers=shape.layers, **_TINY)
+    return config_from({"model_type": "llama", "num_hidden_layers": shape.layers, **_TINY})
 
 
 def plan_of(

@@ -17,9 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AutoConfig
 
-from fitune.models.door import empty_model
+from fitune.models.door import config_from, empty_model
 from fitune.models.experts import Pair, is_experts, run_by
 from fitune.models.language_model import loss_and_gradient
 from fitune.models.liger import liger_operations
@@ -245,11 +244,11 @@ class _Adapter(Pair):
 
 def expert_adapters(numbers: Numbers, device: torch.device) -> ProofCheck:
     """Experts with adapters in grouped products, beside one expert after the other with its matrices merged."""
-    config = AutoConfig.for_model(
-        "qwen3_moe", num_hidden_layers=1, hidden_size=64, moe_intermediate_size=32, intermediate_size=32,
-        num_experts=4, num_experts_per_tok=2, num_attention_heads=2, num_key_value_heads=2, vocab_size=16,
-        decoder_sparse_step=1, mlp_only_layers=[],
-    )  # fmt: skip
+    config = config_from({
+        "model_type": "qwen3_moe", "num_hidden_layers": 1, "hidden_size": 64, "moe_intermediate_size": 32,
+        "intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "vocab_size": 16, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    })  # fmt: skip
     torch.manual_seed(0)
     model = empty_model(config, DTYPES[numbers]).to(device)
     experts: Any = next(module for module in model.modules() if is_experts(module)).requires_grad_(False)
