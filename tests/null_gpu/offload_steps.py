@@ -103,7 +103,7 @@ def _forked(name: str, watched: bool) -> dict:
     try:
         return here.recv()
     except EOFError:
-        sys.exit(f"{name}: the process died")
+        return {"complaint": "the process died"}
     finally:
         process.join()
 

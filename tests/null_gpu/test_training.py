@@ -157,5 +157,5 @@ def test_a_recipe_alone_is_detected_planned_trained_and_retried_where_memory_is_
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "roomy"), rel=LOSS)
 
 
-GIVEN_MIB = 70
+GIVEN_MIB = 35
 """Enough for micro-batches of 8 rows of 256 tokens, not for those of 16."""
