@@ -140,3 +140,46 @@ def test_with_everything_on_the_host_losses_are_the_same_and_events_go_by_blocks
     assert optimizer["update"]["events"] <= 2 * (BLOCKS + 1)
     for counts in (*spent.values(), *optimizer.values()):
         assert counts["host_allocs"] == counts["mallocs"] == 0  # nothing is pinned in a step
+
+
+SHARED = """
+import json
+from dataclasses import replace
+import nullcuda, torch, torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import LlamaConfig, LlamaForCausalLM
+from cpu_memory import CONFIG, plan_of, random_rows, small_model
+from fitune.spec.machines.gpus import find_gpu, hardware_for
+from fitune.spec.plan import Offload, Zero
+from fitune.train.prepare import prepare_loaded, _mesh
+
+dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+plan = plan_of(small_model(), tuning="lora", precision="fp32", recompute=0, chunked=True, accumulation=3)
+hardware = hardware_for(gpu=find_gpu("h100"), gpus=2, host_memory_bytes=100 << 30, cpu_cores=2)
+plan = replace(
+    plan, hardware=hardware, sharding=Zero(stage=3, backend="fsdp"), offload=Offload(parameters="cpu", optimizer="cpu")
+)
+model = LlamaForCausalLM(LlamaConfig(**{k: v for k, v in CONFIG.items() if k != "model_type"}))
+device = torch.device("cuda", 0)
+ready = prepare_loaded(model, plan, device=device, mesh=_mesh(plan, device))
+rows = random_rows((40, 24), vocab_size=plan.model.vocab_size)
+spent = []
+for _ in range(2):
+    for _ in range(3):
+        before = nullcuda.counts()
+        ready.engine.forward_backward(rows, supervised_tokens=60, enter_phase=lambda phase: None)
+        spent.append(nullcuda.since(before))
+    ready.engine.optimizer.drop_gradients()
+left = [p for p in ready.model.whole.parameters() if p.grad is not None]
+print(json.dumps({"spent": spent, "left": len(left), "trained": len(ready.model.trained)}))
+"""
+
+
+def test_fsdp_copies_the_gradients_of_every_micro_batch_alike(on_null_gpu):
+    """A gradient that waits on a share makes FSDP2 copy the next one blocking: a synchronisation for each."""
+    found = on_null_gpu(SHARED, compute=400_000).value
+    _, second, third = found["spent"][3:]
+    first = found["spent"][3]
+    assert found["left"] == 0
+    assert second["syncs"] == third["syncs"] == first["syncs"], [s["syncs"] for s in found["spent"]]
+    assert second["copies"] == first["copies"]

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import (
 from torch.nn import Parameter
 
 from fitune.engine.gradient_scale import global_norm
-from fitune.engine.host_optimizer import Host
+from fitune.engine.host_optimizer import Host, HostOptimizer
 from fitune.engine.kept_rows import KeptRows, divided_dimension
 from fitune.engine.plain import PlainEngine
 from fitune.engine.protocol import EngineState, EnterPhase, LossModel, Update
@@ -138,7 +138,12 @@ class ShardedEngine(PlainEngine):
         if self.stage == 1 and isinstance(self.trunk, FSDPModule):
             self.trunk.set_requires_gradient_sync(last)
             self.trunk.set_reshard_after_backward(last)
-        return super().forward_backward(batch, supervised_tokens=supervised_tokens, enter_phase=enter_phase)
+        loss = super().forward_backward(batch, supervised_tokens=supervised_tokens, enter_phase=enter_phase)
+        if isinstance(self.optimizer, HostOptimizer):
+            # a gradient that stays would make FSDP2 copy the next micro-batch's to the host one by one, and wait
+            self._take_from_shards()
+            self.optimizer.take_gradients(wait=True)
+        return loss
 
     def rest(self) -> None:
         let_go(self.trunk)
@@ -158,11 +163,14 @@ class ShardedEngine(PlainEngine):
         super().restore(replace(state, tensors=self.shares.own(state.tensors)))
 
     def update(self, *, learning_rate: float, enter_phase: EnterPhase) -> Update:
+        self._take_from_shards()
+        return super().update(learning_rate=learning_rate, enter_phase=enter_phase)
+
+    def _take_from_shards(self) -> None:
         for name, parameter in self.shares.sharded.items():
             local = self.shares.follow(name)
             if parameter.grad is not None:
                 local.grad, parameter.grad = local_shard(parameter.grad), None
-        return super().update(learning_rate=learning_rate, enter_phase=enter_phase)
 
     def gradient_norm(self) -> Tensor:
         squared = global_norm(self.gradients()).square()

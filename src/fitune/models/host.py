@@ -92,7 +92,9 @@ class HostMemory:
         self, tensors: Sequence[Tensor], rooms: Sequence[Tensor | None] = ()
     ) -> tuple[Sequence[Tensor], Arrival]:
         """``tensors`` of the device begin to move to ``rooms`` here, new ones where none are named. They must be left
-        alone, and new rooms not be written, until the copies are waited for."""
+        alone, and new rooms not be written, until the copies are waited for. What is here already is its own copy."""
+        if self._streams is not None and not any(tensor.is_cuda for tensor in tensors):
+            return tensors, Arrival()
         into = [
             self._empty(tensor.shape, tensor.dtype, passing=True) if room is None else room
             for tensor, room in zip(tensors, rooms or [None] * len(tensors), strict=True)
