@@ -129,7 +129,7 @@ def measure(plan: Plan, prepared: Prepared) -> tuple[Phases, dict[str, int]]:
     peaks = meter.take_peaks()
     if device.type != "cuda":
         return peaks, {}
-    outside = _outside(prepared, device)
+    outside = _outside(prepared, device, peak=max(peaks.values()))
     workspace = outside["workspace"]
     return {phase: peak - workspace for phase, peak in peaks.items()}, outside
 
@@ -139,13 +139,13 @@ def _step(prepared: Prepared, rows: Any, enter: Any) -> None:
     prepared.engine.update(learning_rate=1e-6, enter_phase=enter)
 
 
-def _outside(prepared: Prepared, device: torch.device) -> dict[str, int]:
+def _outside(prepared: Prepared, device: torch.device, *, peak: int) -> dict[str, int]:
     storages = {t.untyped_storage()._cdata: t for t in prepared.resident_tensors() if t.device == device}
     tensors = sum(-(-t.untyped_storage().nbytes() // BLOCK) * BLOCK for t in storages.values())
     free, total = torch.cuda.mem_get_info(device)
     return {
         "workspace": max(0, torch.cuda.memory_allocated(device) - tensors),
-        "slack": torch.cuda.max_memory_reserved(device) - torch.cuda.max_memory_allocated(device),
+        "slack": torch.cuda.max_memory_reserved(device) - peak,  # the meter forgets torch's own count of it
         "context": total - free - torch.cuda.memory_reserved(device),
     }
 

@@ -217,7 +217,8 @@ def compared(plan: Plan, shape: Shape) -> dict[str, Any]:
         },
         "workspace": {"predicted": memory.outside["cuBLAS workspace"], "allocated": outside["workspace"]},
         "reserved": {"predicted": memory.tensor_peak_bytes + memory.outside["allocator slack"],
-                     "rehearsed": reserved_peak(trace), "reserved": max(measured.values()) + outside["slack"]},
+                     "rehearsed": reserved_peak(trace),
+                     "reserved": max(measured.values()) + outside["workspace"] + outside["slack"]},
     }  # fmt: skip
 
 

@@ -116,7 +116,7 @@ def run_steps(plan: Plan, config: PretrainedConfig) -> Steps:
         _step(prepared, rows, meter.enter)
         synchronise(device)
     peaks = meter.take_peaks()
-    outside = _outside(prepared, device) if device.type == "cuda" else {}
+    outside = _outside(prepared, device, peak=max(peaks.values())) if device.type == "cuda" else {}
     workspace = outside.get("workspace", 0)
     return Steps(
         phases={phase: peak - workspace for phase, peak in peaks.items()}, outside=outside, seconds=seconds
@@ -137,7 +137,7 @@ def _step(
     return loss.item() / tokens, update.grad_norm
 
 
-def _outside(prepared: Prepared, device: torch.device) -> dict[str, int]:
+def _outside(prepared: Prepared, device: torch.device, *, peak: int) -> dict[str, int]:
     """Bytes that are in no tensor of the program, and what torch's allocator reserved."""
     storages = {t.untyped_storage()._cdata: t for t in prepared.resident_tensors() if t.device == device}
     tensors = sum(-(-t.untyped_storage().nbytes() // BLOCK) * BLOCK for t in storages.values())
@@ -145,7 +145,7 @@ def _outside(prepared: Prepared, device: torch.device) -> dict[str, int]:
     reserved = torch.cuda.max_memory_reserved(device)
     return {
         "workspace": max(0, torch.cuda.memory_allocated(device) - tensors),
-        "slack": reserved - torch.cuda.max_memory_allocated(device),
+        "slack": reserved - peak,  # the meter resets torch's own count of it
         "context": total - free - torch.cuda.memory_reserved(device),
         "reserved": reserved,
     }
