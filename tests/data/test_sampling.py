@@ -153,4 +153,4 @@ def test_guessing_imports_no_torch(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "your job 10 rows" in done.stdout
+    assert "your job about 10 rows" in done.stdout

@@ -213,7 +213,8 @@ def _job(report: PlanReport) -> Iterator[str]:
     taken, run = report.taken, report.run
     if run is not None:
         cost = f", {format_dollars(run.cost)}" if run.cost else ""
-        rows = f"{run.epoch.rows:,} rows, {format_count(run.epoch.tokens * run.epochs)} tokens"
+        about = "about " if run.epoch.guess else ""
+        rows = f"{about}{run.epoch.rows:,} rows, {format_count(run.epoch.tokens * run.epochs)} tokens"
         yield f"  your job {rows}: {format_seconds(run.seconds)}{cost}"
         return
     seconds = 1e6 / taken.estimate.tokens_per_second
