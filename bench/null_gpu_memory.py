@@ -98,7 +98,7 @@ def main() -> int:
     content |= {
         "benchmark": "bench/null_gpu_memory.py",
         "date": date.today().isoformat(),
-        "versions": versions(),
+        "versions": versions() if options.here else found.pop(),
     }
     content["slack" if options.slack else "peaks"] = found
     file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -110,8 +110,9 @@ def card(capability: str) -> Gpu:
 
 
 def on_every_card(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A process sees the cards and the allocator that it began with, so each has its own."""
-    found = []
+    """A process sees the cards and the allocator that it began with, so each has its own. The last entry is their
+    versions: they run in an environment of their own."""
+    found, their = [], {}
     mine = [word for word in sys.argv[1:] if word != "--here"]
     for number in options.cards:
         for growing in (True, False) if options.slack else (True,):
@@ -123,7 +124,8 @@ def on_every_card(options: argparse.Namespace) -> list[dict[str, Any]]:
                 subprocess.run(command, check=True, env={**os.environ, **given})
                 content = json.loads((Path(folder) / "null_gpu.json").read_text())
                 found += content["slack" if options.slack else "peaks"]
-    return found
+                their = content["versions"]
+    return [*found, their]
 
 
 def run_cases(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -196,7 +198,9 @@ def prepared_of(plan: Plan, shape: Shape) -> Prepared:
     with torch.device("meta"):
         model = empty_model(config_of(shape), compute_dtype(plan.precision))
     on = "cpu" if plan.offload.parameters == "cpu" else device
-    prepared = prepare_loaded(model.to_empty(device=on), plan, device=device, mesh=mesh)
+    model = model.to_empty(device=on)
+    model.tie_weights()  # to_empty gives what was shared a memory each
+    prepared = prepare_loaded(model, plan, device=device, mesh=mesh)
     torch.cuda.empty_cache()  # dense weights that were quantised or divided: training packs them as they arrive
     torch.cuda.reset_peak_memory_stats()
     return prepared
