@@ -37,9 +37,9 @@ from gpu_cases import (
 )
 
 from fitune.estimate.predict import predict_memory
-from fitune.measure.memory import memory_meter
 from fitune.rehearse.step import trace_plan
-from fitune.rehearse.trace import BLOCK, peaks_by_kind
+from fitune.rehearse.trace import peaks_by_kind
+from fitune.session.proving.steps import WARM_UP, measured_step, train_step
 from fitune.spec.machines.hardware import Hardware
 from fitune.spec.plan import Plan
 from fitune.spec.predictions import Phase
@@ -118,36 +118,11 @@ def compared(plan: Plan, shape: Shape, case: Case) -> dict[str, Any]:
 
 def measure(plan: Plan, prepared: Prepared) -> tuple[Phases, dict[str, int]]:
     """Peaks by phase of the third step without the workspace, and what lies outside of them."""
-    device = training_device(plan)
-    rows, meter = full_rows(plan), memory_meter(device)
-    for _ in range(2):  # states, workspaces and the allocator's segments appear
-        _step(prepared, rows, lambda phase: None)
+    device, rows = training_device(plan), full_rows(plan)
+    for _ in range(WARM_UP):
+        train_step(prepared, rows)
     synchronise(device)
-    with meter.measuring(prepared.resident_tensors, prepared.host):
-        _step(prepared, rows, meter.enter)
-        synchronise(device)
-    peaks = meter.take_peaks()
-    if device.type != "cuda":
-        return peaks, {}
-    outside = _outside(prepared, device, peak=max(peaks.values()))
-    workspace = outside["workspace"]
-    return {phase: peak - workspace for phase, peak in peaks.items()}, outside
-
-
-def _step(prepared: Prepared, rows: Any, enter: Any) -> None:
-    prepared.engine.forward_backward(rows, supervised_tokens=rows.supervised_tokens, enter_phase=enter)
-    prepared.engine.update(learning_rate=1e-6, enter_phase=enter)
-
-
-def _outside(prepared: Prepared, device: torch.device, *, peak: int) -> dict[str, int]:
-    storages = {t.untyped_storage()._cdata: t for t in prepared.resident_tensors() if t.device == device}
-    tensors = sum(-(-t.untyped_storage().nbytes() // BLOCK) * BLOCK for t in storages.values())
-    free, total = torch.cuda.mem_get_info(device)
-    return {
-        "workspace": max(0, torch.cuda.memory_allocated(device) - tensors),
-        "slack": torch.cuda.max_memory_reserved(device) - peak,  # the meter forgets torch's own count of it
-        "context": total - free - torch.cuda.memory_reserved(device),
-    }
+    return measured_step(prepared, rows, device)
 
 
 def _named(phases: Phases) -> dict[str, int]:

@@ -87,8 +87,8 @@ def main() -> None:
     parser.add_argument("--only", default="")
     asked = parser.parse_args()
     names = [name for name in (MUTANTS if asked.mutants else CASES) if asked.only in name]
-    import peft  # noqa: F401  with torch and transformers, once for all
-    import transformers.models.llama.modeling_llama  # noqa: F401
+    for library in ("peft", "transformers.models.llama.modeling_llama"):
+        importlib.import_module(library)  # once, for all processes that are forked
 
     print(json.dumps({name: _forked(name, asked.sanitizer) for name in names}))
 
@@ -120,7 +120,7 @@ def _run(name: str, watched: bool) -> dict:
     case = CASES[MUTANTS[name].case if name in MUTANTS else name]
     try:
         return case(watched) | {"overwritten": nullcuda.overwritten()}
-    except Exception as error:
+    except Exception as error:  # whatever a mutant breaks is its complaint; a case without one fails by it
         return {"complaint": f"{type(error).__name__}: {error}"[:300]}
 
 

@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 
-from fitune.cli.app import print_coloured
+from fitune.cli.terminal import print_coloured
 from fitune.errors import NothingFits
 from fitune.planner.first_screen import Way, first_screen, other_ways, screen_of_nothing
 from fitune.session.planning import first_screen_of, plan_on_data, wanted_hardware

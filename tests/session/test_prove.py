@@ -8,6 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 from fitune.cli.app import app
+from fitune.errors import HardwareError
 from fitune.measure.proofs import measured_on, proofs_folder
 from fitune.records.row import read_records
 from fitune.records.score import compare_rows
@@ -144,6 +145,18 @@ def test_no_check_begins_when_time_is_up_and_an_error_is_a_result(monkeypatch):
         (False, "RuntimeError: CUDA error: an illegal memory access"),
         (None, "no time left"),
     ]
+
+
+@pytest.mark.parametrize("place", ["a file/proof.json", "new/proof.json"])
+def test_a_record_that_cannot_be_written_is_said_before_anything_runs(
+    monkeypatch, tmp_path: Path, place: str
+):
+    (tmp_path / "a file").touch()
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    told: list[str] = []
+    with pytest.raises(HardwareError, match="--out "):
+        prove.prove(tell=told.append, out=tmp_path / place, parts=chosen("copies"))
+    assert not told
 
 
 @pytest.mark.parametrize(("card", "model", "layers"), [

@@ -592,6 +592,7 @@ def _show(result: "Result", *, json: bool) -> None:
 
 def _print_screen(recipe: "Recipe", words: list[str]) -> None:
     """The verdict; where nothing fits, that is the screen, and the command still fails."""
+    from fitune.cli.terminal import print_coloured
     from fitune.errors import NothingFits
     from fitune.session.planning import first_screen_of, plan_on_data, screen_of_nothing
 
@@ -605,21 +606,6 @@ def _print_screen(recipe: "Recipe", words: list[str]) -> None:
         raise typer.Exit(error.exit_code) from None
     data = [] if recipe.data else ["--data", "YOUR.jsonl"]
     print_coloured(first_screen_of(recipe, report, train=shlex.join(["fitune", "train", *words, *data])))
-
-
-def print_coloured(screen: str) -> None:
-    """The screen; on a terminal with its verdict and its bar in colour."""
-    if not sys.stdout.isatty():
-        print(screen)
-        return
-    from rich.console import Console
-    from rich.text import Text
-
-    text = Text(screen)
-    text.highlight_regex(r"✔ FITS|[█▏▎▍▌▋▊▉]+(?=[█▏▎▍▌▋▊▉·]*.* to spare)", "bold green")
-    text.highlight_regex(r"✘ DOES NOT FIT|█+(?=.* short)", "bold red")
-    text.highlight_regex(r"^  [A-Z][a-z ]+(?=  )", "bold")
-    Console(highlight=False, soft_wrap=True).print(text)
 
 
 def _print(text: str, data: dict[str, Any], *, json: bool) -> None:

@@ -145,6 +145,21 @@ class _LiveBar:
         self._live.stop()
 
 
+def print_coloured(screen: str) -> None:
+    """The screen; on a terminal with its verdict and its bar in colour."""
+    if not sys.stdout.isatty():
+        print(screen)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    text = Text(screen)
+    text.highlight_regex(r"✔ FITS|[█▏▎▍▌▋▊▉]+(?=[█▏▎▍▌▋▊▉·]*.* to spare)", "bold green")
+    text.highlight_regex(r"✘ DOES NOT FIT|█+(?=.* short)", "bold red")
+    text.highlight_regex(r"^  [A-Z][a-z ]+(?=  )", "bold")
+    Console(highlight=False, soft_wrap=True).print(text)
+
+
 _BAR_EVERY_S, _LINE_EVERY_S = 0.2, 30.0
 
 

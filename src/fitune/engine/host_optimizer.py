@@ -77,7 +77,7 @@ class HostOptimizer:
         self._rooms = {name: host.empty_like(master) for name, master in self.masters.items()}
         """Sums of gradients, kept from step to step."""
         self._summed: dict[str, Tensor] = {}
-        """Those that have gradients of this step."""
+        """The sums that this step has added gradients to, by the parameter's name."""
         self._leaving: tuple[Sequence[Tensor], Arrival] | None = None
         self._under_way: list[Callable[[], None]] = []
 

@@ -9,7 +9,8 @@ from fitune.spec.machines.hardware import Gpu
 from fitune.units import format_bytes
 
 _LESS_MEMORY = 0.95
-"""Of what NVML reports torch sees 97.5 to 99 % (L4: 22,560 of 23,034 MiB); two kinds of cards differ by more."""
+"""Share of the planned memory from which on a card is taken for the planned one: torch sees 97.5 to 99 % of what NVML
+reports (L4: 22,560 of 23,034 MiB), and two kinds of cards differ by more."""
 
 
 def require_planned_card(gpu: Gpu, index: int) -> None:
@@ -57,7 +58,7 @@ def missing_kernels(found: FoundGpu) -> str:
 
 
 def torch_problem(found: FoundGpu) -> str:
-    """What keeps the installed torch from training on this GPU, with what to do; empty where nothing does."""
+    """Returns why the installed torch cannot train on this GPU, with what to do; an empty text where it can."""
     if not torch.cuda.is_available():
         return (
             f"torch {torch.__version__} sees no CUDA device, though NVML lists {found.name}: the wheel is one for "

@@ -20,9 +20,10 @@ def proofs_folder(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def measured_on(device: str) -> Measured | None:
-    """What was measured of plans on cards of this kind: on this machine, and in the proofs that results/ has of others.
+    """Returns how far plans on cards of this kind were off, None where none was measured: here, and in the proofs that
+    results/ has of others.
 
-    ``device`` is a calibration's key (``device_key``). None for a kind that was never measured. Raises HardwareError
+    ``device`` is a calibration's key (``device_key``). Raises HardwareError
     for a file that cannot be read: silence would quietly change every plan.
     """
     files = [

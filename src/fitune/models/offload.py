@@ -144,7 +144,7 @@ def _copy_to_host(storages: Sequence[_Storage], host: HostMemory) -> None:
 
 
 def _copy_back(storages: Sequence[_Storage], host: HostMemory) -> None:
-    """Those that are not here already, and not on their way."""
+    """Begins to copy storages back to the device, but for those that are there already or on their way."""
     away = [storage for storage in storages if storage.flat is None and storage.coming is None]
     targets, arrival = host.give([storage.room for storage in away if storage.room is not None])
     for storage, target in zip(away, targets, strict=True):

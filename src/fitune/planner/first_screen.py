@@ -1,10 +1,11 @@
-"""What a person sees first of a plan: whether it fits, how fast, what it costs, and the other ways to choose from."""
+"""The first screen of a plan: whether it fits, how fast it is, what it costs, and other ways to train the model."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from fitune.errors import FituneError, NothingFits
+from fitune.planner.alternatives import changed_recipe
 from fitune.planner.candidates import Request
 from fitune.planner.method_search import MethodSearch
 from fitune.planner.methods import methods_for
@@ -15,7 +16,7 @@ from fitune.spec.machines.hardware import Hardware
 from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.plan import Lomo, Plan
 from fitune.spec.predictions import Estimate, PlanReport, Priced
-from fitune.spec.recipe.recipe import Recipe, given_keys, parse_recipe
+from fitune.spec.recipe.recipe import Recipe
 from fitune.spec.rules import broken_rules
 from fitune.spec.words import describe_devices, describe_placement, method_name
 from fitune.units import (
@@ -124,7 +125,7 @@ def _planned(recipe: Recipe, settings: Settings, machine: Machine) -> Priced | N
 
 
 def _changed(recipe: Recipe, settings: Settings) -> Recipe:
-    return parse_recipe({**given_keys(recipe), **settings}, where="another way")
+    return changed_recipe(recipe, ", ".join(f"{key}: {value}" for key, value in settings.items()))
 
 
 def _options(settings: Settings) -> str:
@@ -244,7 +245,7 @@ def change_table(title: str, rows: Sequence[tuple[str, int, str]]) -> Iterator[s
 
 
 def screen_of_nothing(error: NothingFits) -> str:
-    """What is needed, what is there, and the changes that were planned and fit."""
+    """Returns the first screen for an error: memory that is needed and there, and a table of the changes that fit."""
     facts = error.facts
     lines = [f"✘ DOES NOT FIT   {facts['what']}", memory_bar(facts["needed_bytes"], facts["usable_bytes"])]
     rows = [
@@ -255,7 +256,7 @@ def screen_of_nothing(error: NothingFits) -> str:
 
 
 def _notes(report: PlanReport) -> Iterator[str]:
-    """What a person did not expect, the first three; the assumed host has its line above."""
+    """Yields the first MOST_NOTES notes of the decisions, without those on the host, which has a line of its own."""
     notes = [
         line
         for line in report.decisions

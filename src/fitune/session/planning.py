@@ -50,7 +50,7 @@ def plan_on_data(recipe: Recipe) -> PlanReport:
 
 
 def first_screen_of(recipe: Recipe, report: PlanReport, *, train: str) -> str:
-    """What a person sees first: the verdict on the plan of ``recipe``, other ways, and ``train``, the next command."""
+    """Returns the first screen of ``report``, the plan of ``recipe``; ``train`` is the command that it names next."""
     from fitune.planner.first_screen import first_screen, other_ways
 
     return first_screen(report, other_ways(recipe, report.taken, machine=wanted_hardware), train=train)

@@ -142,7 +142,7 @@ class Computed(TorchDispatchMode):
             return result
         try:
             right = (SPECIAL.get(name) or func)(*tree_map(_on_cpu, args), **tree_map(_on_cpu, kwargs))
-        except (NotImplementedError, RuntimeError, TypeError) as error:
+        except (NotImplementedError, RuntimeError, TypeError) as error:  # the CPU has no such operation
             left_out[f"{func}: {str(error).splitlines()[0][:120]}"] += 1
             return result
         if not made:

@@ -152,7 +152,7 @@ def _fetched(url: str) -> Path:
                 web.get_file(url, str(part))
                 os.replace(part, path)
             return path
-        except Exception as error:  # aiohttp's, fsspec's and the disk's errors have no class in common
+        except (OSError, aiohttp.ClientError) as error:  # the disk's and fsspec's, and the connection's
             problem = error.__cause__ if isinstance(error.__cause__, Exception) else error
             if getattr(problem, "status", 500) < 500 or getattr(error, "errno", None):
                 break

@@ -306,7 +306,7 @@ def _guessed_rates(plan: Plan) -> Iterator[str]:
 
 
 def _measured_kind(plan: Plan) -> Iterator[str]:
-    """What plans on such cards turned out to be (docs/step-time.md), or what is kept free until that is known."""
+    """Yields how far plans on such cards were off (docs/step-time.md), or what is kept free until that is measured."""
     if found := plan.hardware.measured:
         what = "processor" if plan.hardware.gpu.is_cpu else "card"
         yield f"measured on {counted(found.cards, what)} of this kind: {found}"

@@ -4,6 +4,7 @@ import datetime
 import gc
 import hashlib
 import importlib.metadata
+import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from fitune.errors import FituneError, TrainingFailed
+from fitune.errors import FituneError, HardwareError, TrainingFailed
 from fitune.measure.calibrations import device_key
 from fitune.measure.hardware import calibrated, detect_hardware
 from fitune.measure.nvml import driver_version
@@ -58,6 +59,8 @@ def prove(*, tell: Callable[[str], None], out: Path | None = None, parts: Parts 
 
     What was measured is written also when a signal ends it. Raises HardwareError when the record cannot be written.
     """
+    if out is not None:
+        _require_folder(out)
     hardware, device = this_device()
     parts = parts_of(hardware, device) if parts is None else parts
     began, found = time.perf_counter(), dict[str, ProofCheck | ProvedPlan]()
@@ -70,15 +73,27 @@ def prove(*, tell: Callable[[str], None], out: Path | None = None, parts: Parts 
     finally:
         results = [found.get(name) or _not_run(name, "interrupted") for name in parts]
         proof = _record(hardware, device, results)
-        for path in {out, None} if found else ():
+        for path in dict.fromkeys((None, out)) if found else ():  # where plans read it first
             tell(f"written to {store_proof(proof, path)}")
     return proof
+
+
+def _require_folder(out: Path) -> None:
+    """Raises HardwareError before ten minutes are spent on a record that has no place."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise HardwareError(f"--out {out}: {error.strerror}", hint="a file in a folder of yours") from None
+    if not os.access(out.parent, os.W_OK):
+        raise HardwareError(
+            f"--out {out}: its folder cannot be written to", hint="a file in a folder of yours"
+        )
 
 
 def _result(
     name: str, run: Callable[[], ProofCheck | ProvedPlan], device: torch.device
 ) -> ProofCheck | ProvedPlan:
-    """What a part found; its error is a result too, and the next part begins with a device that is empty."""
+    """Runs a part and returns its result, a failed one for an error; then empties the device for the next part."""
     try:
         return run()
     except CannotRun as reason:
@@ -87,7 +102,9 @@ def _result(
         return ProofCheck(name=name, passed=False, why=error.message)
     except FituneError as reason:
         return _not_run(name, reason.message)
-    except Exception as error:
+    except (
+        Exception
+    ) as error:  # a kernel may raise anything, and the parts behind it are still to be measured
         why = (str(error).strip().splitlines() or [""])[0]
         return ProofCheck(name=name, passed=False, why=f"{type(error).__name__}: {why}")
     finally:

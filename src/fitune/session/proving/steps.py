@@ -48,7 +48,8 @@ _OF_CARDS = (
 """The largest first: sixteen blocks of an 8B model are drawn in seconds, and more are alike."""
 _FILLED, _LONGEST_S = 0.8, 20.0
 """Share of the usable memory and seconds of all its steps that a plan may take by its own prediction."""
-_WARM_UP, _TIMED = 2, 3
+WARM_UP, _TIMED = 2, 3
+"""Steps in which states, workspaces and the allocator's segments appear; steps that are timed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +76,7 @@ def sized_plan(case: Case, hardware: Hardware) -> tuple[Plan, Shape, Estimate]:
         plan = plan_of(case, shape, hardware=hardware, rows=1, recompute=shape.layers // 2)
         require_rules(plan, "train")
         estimate = predict(plan)
-        short = estimate.step_seconds * (_WARM_UP + _TIMED + 1) <= _LONGEST_S or hardware.gpu.is_cpu
+        short = estimate.step_seconds * (WARM_UP + _TIMED + 1) <= _LONGEST_S or hardware.gpu.is_cpu
         if estimate.fits and estimate.peak_bytes <= _FILLED * estimate.usable_bytes and short:
             return plan, shape, estimate
     raise HardwareError(f"not even a model of width 128 fits {_FILLED:.0%} of this device")
@@ -103,27 +104,35 @@ def run_steps(plan: Plan, config: PretrainedConfig) -> Steps:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     prepared = prepare_loaded(random_model(plan, config, device), plan, device=device)
-    rows, meter = full_rows(plan), memory_meter(device)
-    for _ in range(_WARM_UP):  # states, workspaces and the allocator's segments appear
-        _step(prepared, rows)
+    rows = full_rows(plan)
+    for _ in range(WARM_UP):
+        train_step(prepared, rows)
     synchronise(device)
     began = time.perf_counter()
     for _ in range(_TIMED):
-        _step(prepared, rows)
+        train_step(prepared, rows)
     synchronise(device)
     seconds = (time.perf_counter() - began) / _TIMED
+    phases, outside = measured_step(prepared, rows, device)
+    return Steps(phases=phases, outside=outside, seconds=seconds)
+
+
+def measured_step(
+    prepared: Prepared, rows: Any, device: torch.device
+) -> tuple[dict[Phase, int], dict[str, int]]:
+    """Peaks by phase of one step without cuBLAS' workspace, and what lies outside of them; nothing outside on a CPU."""
+    meter = memory_meter(device)
     with meter.measuring(prepared.resident_tensors, prepared.host):
-        _step(prepared, rows, meter.enter)
+        train_step(prepared, rows, meter.enter)
         synchronise(device)
     peaks = meter.take_peaks()
-    outside = _outside(prepared, device, peak=max(peaks.values())) if device.type == "cuda" else {}
-    workspace = outside.get("workspace", 0)
-    return Steps(
-        phases={phase: peak - workspace for phase, peak in peaks.items()}, outside=outside, seconds=seconds
-    )
+    if device.type != "cuda":
+        return peaks, {}
+    outside = _outside(prepared, device, peak=max(peaks.values()))
+    return {phase: peak - outside["workspace"] for phase, peak in peaks.items()}, outside
 
 
-def _step(
+def train_step(
     prepared: Prepared,
     rows: Any,
     enter: Callable[[Phase], None] = lambda phase: None,
@@ -195,5 +204,5 @@ def losses(plan: Plan, *, steps: int) -> Tensor:
     for step in range(steps):
         torch.manual_seed(step % 2)  # the same two batches, so that losses fall and an error would grow
         rows = random_rows((96, _TINY.seq_len), vocab_size=plan.model.vocab_size)
-        found.append(_step(prepared, rows, learning_rate=_LEARNING_RATE))
+        found.append(train_step(prepared, rows, learning_rate=_LEARNING_RATE))
     return torch.tensor(found)

@@ -7,17 +7,9 @@ from pathlib import Path
 from typing import TypeAlias
 
 from fitune.errors import RecipeError
+from fitune.score.engines.engine import LIMITS
 from fitune.spec.plan import DataSource
 from fitune.spec.recipe.values import as_columns
-
-_LIMITS: dict[str, tuple[float, float]] = {
-    "max_new_tokens": (1, 1_000_000),
-    "batch_size": (1, 65_536),
-    "temperature": (0.0, 1_000.0),
-    "top_p": (0.0, 1.0),
-    "seed": (0, 2**63 - 1),
-}
-"""The smallest and the largest value of every number."""
 
 Paths: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """One or several of files, folders, URLs and Hub datasets."""
@@ -76,7 +68,7 @@ def columns_of(words: Sequence[str]) -> dict[str, str]:
 
 def require_within_limits(numbers: Mapping[str, float], columns: Mapping[str, str]) -> None:
     for name, value in numbers.items():
-        least, most = _LIMITS[name]
+        least, most = LIMITS[name]
         if not least <= value <= most:
             raise RecipeError(f"{name} = {value!r}: must be from {least:,} to {most:,}")
     for role, column in columns.items():

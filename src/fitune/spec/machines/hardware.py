@@ -151,7 +151,7 @@ class Calibration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What was measured of plans on cards of one kind, by ``fitune doctor --prove``."""
+    """How far plans on cards of one kind were off, as ``fitune doctor --prove`` measured it."""
 
     cards: int
     memory_error: float
