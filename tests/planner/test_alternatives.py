@@ -31,7 +31,7 @@ def test_a_change_that_is_none_is_refused(change):
 
 
 def test_why_not_zero_3_is_answered_in_bytes_and_seconds():
-    recipe = parse_recipe({"model": "llama-3.1-8b", "gpu": "a100-80gb", "gpus": 4, "tuning": "full"})
+    recipe = parse_recipe({"model": "llama-3.1-8b", "gpu": "a100-80gb", "gpus": 4, "tuning": "lora"})
     text = text_of(plan_with(recipe, "zero: 3"))
     assert "with zero: 3" in text
     assert "a device at its peak" in text

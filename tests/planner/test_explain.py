@@ -14,7 +14,7 @@ from fitune.spec.recipe.recipe import parse_recipe
 from fitune.spec.rules import keeps_rules
 from fitune.spec.serial import from_data
 from fitune.spec.words import describe_plan
-from fitune.units import GIB, format_percent
+from fitune.units import GIB
 from plans import CPU, gpu, known
 
 
@@ -24,7 +24,7 @@ def report_of(model: str, hardware, **settings):
 
 @pytest.fixture(scope="module")
 def report():
-    return report_of("llama-3.1-8b", gpu("rtx-4090"))
+    return report_of("llama-3.1-8b", with_host_memory(gpu("rtx-4090")))
 
 
 def test_the_text_has_every_part_and_fits_100_columns(report):
@@ -156,9 +156,9 @@ def test_an_offload_is_only_recommended_where_it_can_be_trained():
         for other in reversed(report.runners_up)
         if other.plan.offload.activations == "cpu"
     }
-    assert gains[False] > gains[True] > 0.05
-    (line,) = [line for line in report.decisions if line.startswith("offload: none")]
-    assert f"up to {format_percent(gains[True], digits=0)} faster" in line
+    assert gains.keys() == {False}
+    assert gains[False] > 0.05
+    assert not [line for line in report.decisions if line.startswith("offload: none")]
 
 
 def test_small_models_are_told_in_mib():

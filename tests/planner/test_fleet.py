@@ -151,7 +151,7 @@ def test_a_better_method_is_not_given_up_for_speed(tmp_path: Path) -> None:
     """Full fine-tuning of 1 B parameters fits one card and not the other: the slow one comes first."""
     text = """
 clusters:
-  - {name: small, gpu: rtx-3080, gpus: 1, host_memory: 32GiB, price: 0.1}
+  - {name: small, gpu: rtx-3080, gpus: 1, host_memory: 12GiB, price: 0.1}
   - {name: large, gpu: v100-32gb, gpus: 1, host_memory: 64GiB, price: 9}
 """
     recipe = parse_recipe({"model": "llama-3.2-1b"})

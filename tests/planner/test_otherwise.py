@@ -20,14 +20,14 @@ def notes_of(report: PlanReport, about: str) -> list[str]:
     return [line for line in report.decisions if line.startswith(f"note on {about}:")]
 
 
-def test_pure_bf16_is_offered_with_its_factor_and_price_where_states_wait_on_the_host() -> None:
+def test_lesser_quality_is_offered_with_its_factor_and_price_where_states_wait_on_the_host() -> None:
     report = plan_of(gpu("h100"))
     assert report.chosen.plan.offload.optimizer == "cpu"
     [note] = notes_of(report, "speed")
-    other = plan_of(gpu("h100"), precision="bf16").chosen
+    other = plan_of(gpu("h100"), precision="bf16", optimizer="adamw-8bit").chosen
     assert other.plan.offload.optimizer == "device"
     ratio = other.estimate.tokens_per_second / report.chosen.estimate.tokens_per_second
-    assert f"precision: bf16 is {ratio:.1f} × as fast ($" in note
+    assert f"precision: bf16 with optimizer: adamw-8bit is {ratio:.1f} × as fast ($" in note
     assert "rounds away updates under 1/256 of a weight" in note
 
 

@@ -30,7 +30,8 @@ def report_of(model: str, card: str, **settings):
 
 
 def test_an_8b_model_on_a_24_gib_card_gets_lora_and_says_why():
-    report = report_of("llama-3.1-8b", "rtx-4090")
+    hardware = with_host_memory(gpu("rtx-4090"))
+    report = find_plan(recipe_of("llama-3.1-8b"), model=known("llama-3.1-8b"), hardware=hardware)
     assert isinstance(report.chosen.plan.tuning, Lora)
     assert report.chosen.plan.precision is Precision.BF16_MASTER
     assert report.chosen.plan.attention == "flash"

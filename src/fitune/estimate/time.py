@@ -197,8 +197,10 @@ def backward_work(step: StepStages, forward: Work, rates: Rates) -> Work:
 def update_work(step: StepStages) -> Work:
     """Weight and states are read and written; the gradient is read for its norm, scaled in place and read again.
 
-    Of the rank's share. With masters the gradient has an fp32 copy (three operations on each tensor beside its norm);
-    8-bit states are one byte. It may be a part of backward (step_time_of); an optimizer on the host leaves nothing.
+    Of the rank's share. With masters the gradient has an fp32 copy: on a processor three operations on each tensor
+    beside its norm; a GPU takes all tensors in a few launches, and Python prepares each for about as long as a launch
+    takes (results/null_gpu_steps.json: 12 ms for 448). 8-bit states are one byte. The update may be a part of backward
+    (step_time_of); an optimizer on the host leaves nothing.
     """
     plan, e = step.plan, step.element_bytes
     if not step.stepped:
@@ -214,7 +216,7 @@ def update_work(step: StepStages) -> Work:
     return Work(
         bytes_in_place=float(step.stepped * per_parameter),
         copied=tuple(_copies_for_masters(step)) if masters else (),
-        forward_operations=tensors * (4 if masters else 1),
+        forward_operations=tensors * (4 if masters and plan.hardware.gpu.is_cpu else 1),
         python_seconds=(matrices if one_by_one else 1) * STEP_SECONDS,
     )
 

@@ -10,7 +10,7 @@ from fitune.estimate.division import num_ranks
 from fitune.estimate.predict import predict
 from fitune.planner.candidates import Method, Request
 from fitune.planner.defaults import ROW_STEP
-from fitune.planner.fit import last_true, shortage
+from fitune.planner.fit import TIE, last_true, shortage
 from fitune.planner.method_search import MethodSearch
 from fitune.planner.methods import methods_for
 from fitune.planner.nothing_fits import largest_known_model
@@ -105,14 +105,11 @@ def _verdict(pinned: Priced, taken: Priced) -> str:
     if not pinned.estimate.fits:
         return f"does not fit: {memory_sum(pinned.estimate)}"
     ratio = taken.estimate.tokens_per_second / pinned.estimate.tokens_per_second
-    if pinned.plan.tuning == taken.plan.tuning and 0.95 < ratio < 1.05:
-        return "fits and is as fast within 5 %; of such plans the simplest is taken"
+    if pinned.plan.tuning == taken.plan.tuning and TIE < ratio < 1 / TIE:
+        return "fits and is as fast within 3 %; of such plans the simplest is taken"
     same = pinned.plan.tuning == taken.plan.tuning and pinned.plan.hardware == taken.plan.hardware
     if ratio < 1 and same and pinned.plan.model == taken.plan.model:
-        return (
-            f"fits and takes {ratio:.2f} × the time: offload is taken only for a quarter more speed, anything else "
-            "that is less simple only for 5 %"
-        )
+        return f"fits and takes {ratio:.2f} × the time: offload is taken only for a quarter more speed"
     return f"fits and takes {ratio:.2f} × the time per token"
 
 
@@ -185,9 +182,9 @@ def largest(recipe: Recipe, quantity: str, *, model: ModelSpec, hardware: Hardwa
     offloads = {"cpu", "nvme"} & {recipe.offload_parameters, recipe.offload_optimizer}
     found: dict[tuple[str, str, str], Largest] = {}
     for method in methods_for(request):
-        method = replace(method, tier="any" if offloads else "device")
-        if _label(method) not in found and MethodSearch(request, method).placements:
-            value = _value(quantity, request, method)
+        one = MethodSearch(request, method, on_device=not offloads)
+        if _label(method) not in found and one.placements:
+            value = _value(quantity, one)
             found[_label(method)] = Largest(method=method, value=value)
     return tuple(found.values())
 
@@ -206,13 +203,15 @@ def _label(method: Method) -> tuple[str, str, str]:
     return method_name(method.tuning), describe_base_of(method.tuning), method.precision.value
 
 
-def _value(quantity: str, request: Request, method: Method) -> int | str | None:
+def _value(quantity: str, one: MethodSearch) -> int | str | None:
+    request = one.request
+
     def fits(**pins: int) -> bool:
-        return MethodSearch(request.with_pins(**pins), method).fits()
+        return replace(one, request=request.with_pins(**pins)).fits()
 
     def model_fits(other: Request) -> bool:
-        alike = next((one for one in methods_for(other) if _label(one) == _label(method)), None)
-        return alike is not None and MethodSearch(other, replace(alike, tier=method.tier)).fits()
+        alike = next((each for each in methods_for(other) if _label(each) == _label(one.method)), None)
+        return alike is not None and replace(one, request=other, method=alike).fits()
 
     match quantity:
         case "seq_len":

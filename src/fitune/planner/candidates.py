@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, get_args
+from typing import get_args
 
 from fitune.planner.defaults import (
     CHUNK_TOKENS,
@@ -66,21 +66,13 @@ class Request:
         return replace(self, recipe=self.recipe.model_copy(update=pins))
 
 
-Tier = Literal["device", "host", "any"]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """Everything that decides quality. Between methods the better is taken, inside one the faster.
-
-    ``tier`` says where weights and optimizer may wait: what is fetched from the host makes every step several times
-    slower, so a method left open is first searched on the devices alone.
-    """
+    """Everything that decides quality. Inside a method the fastest plan that fits is taken."""
 
     tuning: Tuning
     precision: Precision
     optimizer: Optimizer
-    tier: Tier = "any"
     last_resort: bool = False
     """Taken when nothing else fits, never shown beside what does."""
 

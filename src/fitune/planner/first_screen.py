@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fitune.errors import FituneError, NothingFits
 from fitune.planner.alternatives import changed_recipe
@@ -87,9 +87,7 @@ def _where_it_fits(recipe: Recipe, settings: Settings, machine: Machine) -> tupl
     for there in larger:
         changed = _changed(recipe, settings | there)
         request = Request.of(changed, load_model_spec(changed.model), machine(changed))
-        if any(
-            MethodSearch(request, replace(method, tier="device")).fits() for method in methods_for(request)
-        ):
+        if any(MethodSearch(request, method, on_device=True).fits() for method in methods_for(request)):
             return settings | there, first_choice(request)
     return settings, None
 

@@ -5,7 +5,7 @@ are this planner's own search.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from fitune.errors import RecipeError
@@ -167,7 +167,7 @@ def compared(request: Request) -> tuple[Method, ...]:
     found: dict[str, Method] = {}
     for method in methods_for(request):
         if not method.last_resort:
-            found.setdefault(method_name(method.tuning), replace(method, tier="any"))
+            found.setdefault(method_name(method.tuning), method)
     return tuple(found.values())
 
 

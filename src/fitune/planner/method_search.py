@@ -29,8 +29,6 @@ from fitune.planner.candidates import (
 )
 from fitune.planner.fit import (
     INDISTINGUISHABLE,
-    SIMPLER_IS_WORTH,
-    STAYING_IS_WORTH,
     Found,
     cheapest_blocks,
     counts_for_host,
@@ -46,26 +44,29 @@ from fitune.planner.fit import (
 from fitune.spec.plan import Batch, Loss, Plan, Sharding
 from fitune.spec.rules import keeps_rules
 
+SHOWN = 0.75
+"""Share of the best speed down to which other placements and batches are looked for: they are shown beside it."""
+
 
 @dataclass(frozen=True)
 class MethodSearch:
-    """One method for one request."""
+    """One method for one request; ``on_device``: weights and optimizer states do not leave the device."""
 
     request: Request
     method: Method
+    on_device: bool = False
 
     @cached_property
     def placements(self) -> tuple[Placement, ...]:
-        """Ways that keep the rules and are in the method's tier, the simplest first."""
+        """Ways that keep the rules, the simplest first."""
         found = [
             placement
             for placement in every_placement(self.request)
-            if self._is_in_tier(placement) and self.batches and self._keeps_rules(placement, self.batches[0])
+            if (placement.states_stay or not self.on_device)
+            and self.batches
+            and self._keeps_rules(placement, self.batches[0])
         ]
         return tuple(sorted(found, key=lambda placement: placement.complexity))
-
-    def _is_in_tier(self, placement: Placement) -> bool:
-        return self.method.tier == "any" or (self.method.tier == "device") == placement.states_stay
 
     def _keeps_rules(self, placement: Placement, batch: Batch) -> bool:
         return keeps_rules(replace(self.draft(placement), batch=batch), *self.request.purposes)
@@ -74,11 +75,10 @@ class MethodSearch:
         """The plan to take, then the best of every other placement and batch looked at; empty when none fits."""
         found: list[Found] = []
         best = 0.0
-        for bound, placement, step in self._by_bound():
-            if bound < STAYING_IS_WORTH * best:
+        for bound, _, step in self._by_bound():
+            if bound < SHOWN * best:
                 break
-            worth = STAYING_IS_WORTH if placement.is_plain else SIMPLER_IS_WORTH
-            plan = self._fastest_that_fits(step, at_least=worth * best)
+            plan = self._fastest_that_fits(step, at_least=SHOWN * best)
             if plan is not None:
                 found.append(Found(plan, tokens_per_second(plan)))
                 best = max(best, found[-1].tokens_per_second)

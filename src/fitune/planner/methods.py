@@ -32,11 +32,11 @@ from fitune.spec.recipe.recipe import Recipe
 from fitune.spec.recipe.targets import resolve_adapted, resolve_modules_to_save
 from fitune.units import format_seconds
 
-ORDER = (
-    "full with fp32 masters, LoRA, QLoRA; then the same with weights or optimizer on the host, LoRA and QLoRA "
-    "first; then full in pure bf16, AdaLomo, LOMO"
+CHOICE = (
+    "the first of full, LoRA and QLoRA that fits and has half the speed of the next; where none fits, full in pure "
+    "bf16, AdaLomo, LOMO"
 )
-"""Printed wherever the planner chose the method."""
+"""Which method is taken where the recipe leaves it open; printed then."""
 
 BF16_IS_WORTH = 1.25
 """In fp32 nothing is rounded to 8 bits: on a processor bf16 has to be as many times as fast to be taken."""
@@ -61,7 +61,7 @@ def methods_for(request: Request) -> tuple[Method, ...]:
 
 
 def methods(request: Request, *, on_cpu: tuple[Precision, ...] = (Precision.FP32,)) -> tuple[Method, ...]:
-    """All methods the recipe and the device allow, the preferred first (ORDER).
+    """All methods the recipe and the device allow, the preferred first (CHOICE).
 
     ``on_cpu``: the precisions of a processor, the preferred first; ``methods_for`` knows them.
 
@@ -77,18 +77,13 @@ def methods(request: Request, *, on_cpu: tuple[Precision, ...] = (Precision.FP32
     ]
     if recipe.tuning is not None:
         return tuple(found)
-    return tuple(_by_tier(found, precision_is_open=recipe.precision is None))
+    return tuple(_last_resorts_last(found, precision_is_open=recipe.precision is None))
 
 
-def _by_tier(found: list[Method], *, precision_is_open: bool) -> Iterator[Method]:
-    good = [method for method in found if not _comes_last(method, precision_is_open=precision_is_open)]
-    for method in good:
-        yield replace(method, tier="device")
-    for method in sorted(good, key=lambda method: isinstance(method.tuning, Full)):
-        yield replace(method, tier="host")
-    for method in found:
-        if method not in good:
-            yield replace(method, last_resort=True)
+def _last_resorts_last(found: list[Method], *, precision_is_open: bool) -> Iterator[Method]:
+    last = [method for method in found if _comes_last(method, precision_is_open=precision_is_open)]
+    yield from (method for method in found if method not in last)
+    yield from (replace(method, last_resort=True) for method in last)
 
 
 def _comes_last(method: Method, *, precision_is_open: bool) -> bool:

@@ -32,7 +32,7 @@ def notes_on_quality(
         return
     best = MUCH_FASTER * chosen.estimate.tokens_per_second
     for words, loses, other in _lesser(request, method) if is_open else ():
-        found = MethodSearch(request, other).fastest()
+        found = MethodSearch(request, other, on_device=True).fastest()
         if found and found[0].tokens_per_second >= best:
             best = FURTHER_GAIN * found[0].tokens_per_second
             ratio = found[0].tokens_per_second / chosen.estimate.tokens_per_second
@@ -50,7 +50,7 @@ def _lesser(request: Request, method: Method) -> Iterator[tuple[str, str, Method
         eps=recipe.adam_epsilon,
         weight_decay=recipe.weight_decay,
     )
-    bf16 = replace(method, precision=Precision.BF16, tier="device")
+    bf16 = replace(method, precision=Precision.BF16)
     yield "precision: bf16", rounded, bf16
     yield (
         "precision: bf16 with optimizer: adamw-8bit",

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from fitune.errors import FituneError, RecipeError
 from fitune.estimate.predict import largest_batch, predict
@@ -45,9 +46,13 @@ def find_plan(
 
         smallest = [answer.smallest for answer in answers if answer.smallest is not None]
         raise nothing_fits(request, smallest, rejected)
-    chosen = _priced(saving_beside_steps(recipe, fitting[0].found[0].plan))
-    runners_up = tuple(_priced(found.plan) for found in _runners_up(fitting))
-    price, method = recipe.price_per_gpu_hour or price_of(hardware.gpu), fitting[0].method
+    taken = next(
+        (better for better, following in pairwise(fitting) if _is_taken(recipe, better, following)),
+        fitting[-1],
+    )
+    chosen = _priced(saving_beside_steps(recipe, taken.found[0].plan))
+    runners_up = tuple(_priced(found.plan) for found in _runners_up(taken, fitting))
+    price, method = recipe.price_per_gpu_hour or price_of(hardware.gpu), taken.method
     return PlanReport(
         chosen=chosen,
         runners_up=runners_up,
@@ -127,11 +132,26 @@ def search(request: Request, *, wanted: Callable[[Method], bool] = lambda method
 def first_choice(request: Request) -> Priced | None:
     """The plan that ``find_plan`` takes, without the others; the smallest where none fits, None without any."""
     smallest: list[StepStages] = []
+    better: Answer | None = None
     for answer in search(request):
         if answer.found:
-            return _priced(saving_beside_steps(request.recipe, answer.found[0].plan))
+            if better is not None and _is_taken(request.recipe, better, answer):
+                break
+            better = answer
         smallest += [answer.smallest] if answer.smallest is not None else []
+    if better is not None:
+        return _priced(saving_beside_steps(request.recipe, better.found[0].plan))
     return _priced(min(smallest, key=shortage).plan) if smallest else None
+
+
+FAST_ENOUGH = 0.5
+"""Of methods that the recipe leaves open the better is taken where it has this share of the speed of the next."""
+
+
+def _is_taken(recipe: Recipe, better: Answer, following: Answer) -> bool:
+    """True if of two methods that fit the better is taken. Where memory counts alone it is, however slow."""
+    slow = _cost(better.found[0]) * FAST_ENOUGH > _cost(following.found[0])
+    return recipe.objective == "least-memory" or not slow
 
 
 def _trained_instead(request: Request, plan: Plan) -> Priced | None:
@@ -143,9 +163,9 @@ def _trained_instead(request: Request, plan: Plan) -> Priced | None:
 
 
 def _is_settled(method: Method, fitting: Sequence[Method]) -> bool:
-    """After a method that fits the next are looked at only for comparison: other methods, on the devices alone."""
+    """After a method that fits only other kinds are looked at, and none that is a last resort."""
     known = {_kind(other) for other in fitting}
-    return bool(known) and (method.tier == "host" or method.last_resort or _kind(method) in known)
+    return bool(known) and (method.last_resort or _kind(method) in known)
 
 
 def _kind(method: Method) -> tuple[str, str]:
@@ -175,7 +195,7 @@ def _best_first(found: Sequence[tuple[Found, ...]]) -> list[Found]:
 
 def _cost(found: Found) -> float:
     """GPU-seconds per token: what is paid is proportional to it."""
-    return found.plan.hardware.num_gpus / found.tokens_per_second
+    return found.plan.hardware.num_gpus / found.counted
 
 
 def _devices(recipe: Recipe, hardware: Hardware) -> Iterator[Hardware]:
@@ -203,16 +223,16 @@ def _rejections(answers: Sequence[Answer]) -> tuple[Rejection, ...]:
     return tuple(told.values())
 
 
-def _runners_up(fitting: Sequence[Answer]) -> list[Found]:
+def _runners_up(taken: Answer, fitting: Sequence[Answer]) -> list[Found]:
     """The best of every other method, then the chosen method in other placements, then with other batches."""
-    chosen, *rest = fitting[0].found
+    chosen, *rest = taken.found
     placements = {chosen.placement}
     otherwise: list[Found] = []
     batches: list[Found] = []
     for found in rest:
         (batches if found.placement in placements else otherwise).append(found)
         placements.add(found.placement)
-    others = [answer.found[0] for answer in fitting[1:]]
+    others = [answer.found[0] for answer in fitting if answer is not taken]
     return [*others, *otherwise, *batches][:RUNNERS_UP]
 
 

@@ -6,7 +6,7 @@ from fitune.estimate.division import num_ranks
 from fitune.estimate.overhead import checkpoint_bytes, unmeasured_bytes
 from fitune.planner.candidates import Request
 from fitune.planner.defaults import GLOBAL_BATCH_SIZE
-from fitune.planner.methods import ORDER, why_on_cpu
+from fitune.planner.methods import CHOICE, why_on_cpu
 from fitune.planner.reasons.adapter_decisions import adapter_decisions
 from fitune.planner.reasons.placement_decisions import devices_here, devices_left_idle, placement_decisions
 from fitune.spec.model.known_models import find_known_model
@@ -86,13 +86,13 @@ def _tuning(recipe: Recipe, plan: Plan) -> Iterator[str]:
     if recipe.tuning is not None:
         yield f"quantization: {describe_base_of(plan.tuning)}, fitune's default for {recipe.tuning}"
     elif asked := "export" if recipe.export else recipe.adapters_asked_by:
-        yield f"tuning: {name}, because of {asked}: {getattr(recipe, asked)} (order: {ORDER})"
+        yield f"tuning: {name}, because of {asked}: {getattr(recipe, asked)} (taken is {CHOICE})"
     elif recipe.optimizer_in_backward:
         yield "tuning: full, because of optimizer_in_backward, which gains nothing with adapters"
     elif isinstance(plan.tuning, Full):
-        yield f"tuning: full, every weight is trained; it fits (order: {ORDER})"
+        yield f"tuning: full, every weight is trained ({CHOICE})"
     else:
-        yield f"tuning: {name}, the first that fits (order: {ORDER})"
+        yield f"tuning: {name} ({CHOICE})"
 
 
 def _saving(recipe: Recipe, plan: Plan) -> Iterator[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from fitune.estimate.overhead import reserve_bytes, unmeasured_bytes, usable_bytes
 from fitune.planner.candidates import Request
 from fitune.planner.defaults import HOST_PER_DEVICE_MEMORY
-from fitune.planner.fit import SIMPLER_IS_WORTH, STAYING_IS_WORTH
+from fitune.planner.fit import OFFLOADED, TIE
 from fitune.spec.plan import Ddp, Plan, Zero
 from fitune.spec.predictions import Priced
 from fitune.spec.recipe.recipe import Recipe
@@ -59,7 +59,7 @@ def _sharding(recipe: Recipe, plan: Plan) -> Iterator[str]:
             }
             yield (
                 f"sharding: {describe_sharding(plan.sharding)}, {ways[stage]} over {plan.hardware.num_gpus} devices; "
-                "the simplest within 5 % of the fastest that fits (DDP, then FSDP2, then DeepSpeed; lower stages first)"
+                "the simplest within 3 % of the fastest that fits (DDP, then FSDP2, then DeepSpeed; lower stages first)"
             )
 
 
@@ -98,14 +98,14 @@ def _staying(recipe: Recipe, chosen: Priced, others: Sequence[Priced]) -> Iterat
     )
     best = max(offloading, key=lambda other: other.estimate.tokens_per_second, default=chosen)
     gain = best.estimate.tokens_per_second / speed - 1
-    if gain > 1 / SIMPLER_IS_WORTH - 1:
+    if gain > 1 / TIE - 1:
         places = {
             part: getattr(best.plan.offload, part) for part in ("parameters", "optimizer", "activations")
         }
         settings = ", ".join(
             f"offload_{part}: {where}" for part, where in places.items() if where != "device"
         )
-        enough = format_percent(1 / STAYING_IS_WORTH - 1, digits=0)
+        enough = format_percent(1 / OFFLOADED - 1, digits=0)
         yield (
             f"offload: none; {describe_offload(best.plan.offload)} would be up to {format_percent(gain, digits=0)} "
             f"faster if nothing else uses the links to the host, and is chosen where it gains {enough}; to choose it: "

@@ -1,0 +1,60 @@
+"""The promise of the first page, held over 300 plans: of the ways of a method that fit, none listed is more than 3 %
+faster than the one taken, and a method left open is the first that fits and has half the speed of the next."""
+
+from collections.abc import Iterator
+from itertools import cycle, islice
+
+import pytest
+
+from fitune.errors import FituneError
+from fitune.session.planning import plan_for
+from fitune.spec.model import tracer
+from fitune.spec.predictions import Priced
+from fitune.spec.recipe.recipe import parse_recipe
+from fitune.spec.words import method_name
+from golden.accounts import MACHINES, MODELS, WAYS
+
+COUNT = 300
+METHODS = ("full", "lora", "qlora")
+
+
+def recipes() -> Iterator[dict]:
+    for model, machine, way in islice(zip(cycle(MODELS), cycle(MACHINES), cycle(WAYS), strict=False), COUNT):
+        yield {"model": model, **machine, **way, "data": ["rows.jsonl"]}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_traced() -> Iterator[None]:
+    before = tracer.current_tracer()
+    tracer.trace_with(None)
+    yield
+    tracer.trace_with(before)
+
+
+def counted(priced: Priced) -> float:
+    """Tokens per second; of an offload's four fifths: it has to gain a quarter."""
+    offload = priced.plan.offload
+    stays = (offload.parameters, offload.optimizer, offload.activations) == ("device",) * 3
+    return priced.estimate.tokens_per_second * (1 if stays else 0.8)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(each, id=str(number), marks=[pytest.mark.slow] if number % 6 else [])
+        for number, each in enumerate(recipes())
+    ],
+)
+def test_nothing_listed_is_faster(settings: dict) -> None:
+    try:
+        report = plan_for(parse_recipe(settings))
+    except FituneError:
+        return
+    own = method_name(report.chosen.plan.tuning)
+    for other in report.runners_up:
+        name = method_name(other.plan.tuning)
+        if name == own:
+            assert counted(other) <= counted(report.chosen) / 0.97 * 1.000001
+        elif {name, own} <= set(METHODS) and "tuning" not in settings:
+            is_next = METHODS.index(name) == METHODS.index(own) + 1
+            assert not is_next or counted(report.chosen) >= counted(other) / 2
