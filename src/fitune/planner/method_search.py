@@ -44,7 +44,7 @@ from fitune.planner.fit import (
 from fitune.spec.plan import Batch, Loss, Plan, Sharding
 from fitune.spec.rules import keeps_rules
 
-SHOWN = 0.75
+SHOWN = 0.8
 """Share of the best speed down to which other placements and batches are looked for: they are shown beside it."""
 
 
