@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import fitune
-from fitune.launch.kuberay import _before_it_stops
+from fitune.launch.manifests import _before_it_stops
 from fitune.spec.recipe.job_settings import JobSettings
 
 ROOT = Path(fitune.__file__).parents[2]

@@ -16,7 +16,7 @@ import yaml
 
 from fitune.errors import FituneError, HardwareError, RecipeError, RunDirectoryError
 from fitune.launch.draining import drain, has_ranks
-from fitune.launch.pods import _PRODUCTS
+from fitune.launch.manifests import _PRODUCTS
 from fitune.planner.search import find_plan
 from fitune.session.clusters.launching import launch_file, recipe_below, split_settings
 from fitune.session.planning import plan_for, wanted_hardware

@@ -9,10 +9,7 @@ from pathlib import Path, PurePosixPath
 
 from fitune.errors import RecipeError
 from fitune.launch.command import MachineCommand, machine_commands
-from fitune.launch.kuberay import ray_job
-from fitune.launch.kubernetes import one_node_job
-from fitune.launch.pods import manifest_text
-from fitune.launch.slurm import batch_script
+from fitune.launch.manifests import job_text
 from fitune.planner.clusters.job import inside, job_of
 from fitune.session.planning import plan_for
 from fitune.spec.deepspeed import deepspeed_config
@@ -74,14 +71,7 @@ def render(
         names = ", ".join(on_hub)
         note = f"not on this machine, so read from the Hub: {names}; for a folder write ./{on_hub[0]}"
         job = replace(job, notes={**job.notes, "data": note})
-    text = dump_recipe(written)
-    match on:
-        case "kuberay":
-            return job, manifest_text(ray_job(job, text))
-        case "kubernetes":
-            return job, manifest_text(one_node_job(job, text))
-        case "slurm":
-            return job, batch_script(job, text)
+    return job, job_text(job, dump_recipe(written), on)
 
 
 def recipe_below(recipe: Recipe, mount: str, *, anywhere: bool) -> Recipe:

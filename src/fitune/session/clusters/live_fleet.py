@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from fitune.errors import HardwareError, MissingExtra, RecipeError
-from fitune.launch.pods import PRODUCT_LABEL, node_selector, products
+from fitune.launch.manifests import PRODUCT_LABEL, node_selector, products
 from fitune.spec.machines.cards import known_cards
 from fitune.spec.machines.gpus import find_gpu
 from fitune.spec.machines.job import GPU_RESOURCE
