@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from fitune.errors import DataError, ScoringFailed
+from fitune.launch.ends import Ended
 from fitune.score.worker import ScoringWorker
-from fitune.session.clusters.ray_ranks import RankEnd, train_as_rank
+from fitune.session.clusters.ray_ranks import train_as_rank
 from fitune.session.events import Event
 from fitune.session.train.training import train_recipe
 from fitune.spec.rank_status import RankStatus, read_statuses
@@ -135,7 +136,7 @@ class Faulty:
     marker: str = ""
     stop_at: int = 0
 
-    def __call__(self, config: dict[str, Any]) -> RankEnd:
+    def __call__(self, config: dict[str, Any]) -> Ended:
         from fitune.models.language_model import LanguageModel
         from fitune.session.clusters import ray_ranks
         from fitune.train import run as training

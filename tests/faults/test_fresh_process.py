@@ -13,7 +13,7 @@ from fitune.errors import RunDirectoryError, is_out_of_memory
 from fitune.session.fresh_process import hand_over, take_over
 from fitune.session.planning import plan_for
 from fitune.session.train.attempts import Attempt
-from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
+from fitune.spec.recipe.recipe import canonical_keys, dump_recipe, parse_recipe
 from fitune.spec.reports import Restart
 from fitune.spec.run_directory import RETRY
 
@@ -67,9 +67,15 @@ def test_an_attempt_is_handed_over_whole_and_once(
     settings = _settings(model_folder, data_file, tmp_path)
     recipe = parse_recipe(canonical_keys({**settings, "lora_target_modules": "q_proj, v_proj"}, where="test"))
     for resume in (True, "some/step-8"):
-        attempt = Attempt(report=plan_for(recipe), resume=resume, overwrite=False, restarts=(RESTART,))
-        found, same = take_over(hand_over(attempt, recipe))
-        assert (found, same) == (attempt, recipe)
+        attempt = Attempt(
+            recipe=dump_recipe(recipe),
+            report=plan_for(recipe),
+            resume=resume,
+            overwrite=False,
+            restarts=(RESTART,),
+        )
+        found = take_over(hand_over(attempt))
+        assert (found, found.wanted) == (attempt, recipe)
         with pytest.raises(RunDirectoryError, match=RETRY):
             take_over(tmp_path)
 

@@ -14,8 +14,8 @@ from fitune.engine import joining
 from fitune.engine.joining import first_host, joined_ranks, launched_ranks, meeting_point
 from fitune.engine.ranks import ALONE, Ranks
 from fitune.errors import HardwareError, PeerGone, RecipeError
-from fitune.launch.command import machine_commands
 from fitune.launch.ends import Ended, Exit, ended
+from fitune.session.clusters.launching import machine_commands
 from fitune.session.clusters.ray_losses import cause_of_loss, write_losses
 from fitune.spec.plan import Plan
 from fitune.spec.rank_status import RankError, RankStatus, read_statuses, write_status
@@ -101,13 +101,13 @@ def test_one_command_for_each_machine(model_folder: Path, data_file: Path, tmp_p
     one = replace(plan, hardware=replace(plan.hardware, gpus_per_node=4, cpu_cores=16))
     two = replace(one, hardware=replace(one.hardware, nodes=2))
     [alone] = machine_commands(one, ["my recipe.yaml"], rendezvous="HOST:PORT")
-    assert str(alone) == (
+    assert alone == (
         "OMP_NUM_THREADS=4 torchrun --standalone --nproc-per-node 4 -m fitune train 'my recipe.yaml'"
     )
     for address in ("h:abc", ":1", "a\nb:1"):
         with pytest.raises(RecipeError, match="is not HOST:PORT"):
             machine_commands(two, ["my recipe.yaml"], rendezvous=address)
-    assert [str(each) for each in machine_commands(two, ["my recipe.yaml"], rendezvous="a:29400")] == [
+    assert machine_commands(two, ["my recipe.yaml"], rendezvous="a:29400") == [
         f"fitune train 'my recipe.yaml' --node-rank {node} --rendezvous a:29400" for node in (0, 1)
     ]
 

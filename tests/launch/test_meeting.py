@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from fitune.errors import FituneError, HardwareError, NodeFailed, RecipeError
-from fitune.launch.board import interface_towards
 from fitune.launch.ends import Ended
-from fitune.launch.nodes import Meeting, OneNode, Place, meeting, place_of
+from fitune.launch.nodes import Meeting, OneNode, Place, interface_towards, meeting, place_of
 from fitune.session.train.ranks_of_nodes import job_end
 from several import kept_port
 

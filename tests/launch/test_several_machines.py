@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from fitune.errors import HardwareError
-from fitune.launch.command import require_one_machine
 from fitune.launch.nodes import OneNode, Place
 from fitune.session.train import ranks_of_nodes
+from fitune.session.train.ranks_of_nodes import require_one_machine
 from fitune.spec.machines.hardware import Hardware
 from fitune.spec.plan import Plan
 from fitune.spec.recipe.recipe import parse_recipe

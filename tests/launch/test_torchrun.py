@@ -12,13 +12,12 @@ import pytest
 LAUNCH = """
 import signal, sys
 from pathlib import Path
-from fitune.launch.command import RankCommand
 from fitune.launch.nodes import ONE_NODE
 from fitune.launch.torchrun import run_ranks
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background programs ignore it
-command = RankCommand(words=(sys.executable, "-c", sys.argv[2]), processes=2, environment={"OMP_NUM_THREADS": "1"})
-ended = run_ranks(command, directory=Path(sys.argv[1]), nodes=ONE_NODE, run_id="")
+words = [sys.executable, "-c", sys.argv[2]]
+ended = run_ranks(words, processes=2, threads=1, directory=Path(sys.argv[1]), nodes=ONE_NODE, run_id="")
 print(ended.cause)
 sys.exit(ended.exit_code)
 """

@@ -14,8 +14,7 @@ import pytest
 from fitune.errors import HardwareError, RecipeError, TrainingFailed
 from fitune.files import process_lives
 from fitune.launch.ray_cluster import RayPlace, ask_nodes, connected, ray_place
-from fitune.launch.ray_desk import open_desk
-from fitune.launch.ray_workers import run_workers
+from fitune.launch.ray_workers import open_desk, run_workers
 from fitune.session.clusters import on_ray
 from fitune.session.clusters.on_ray import train_on_ray
 from fitune.session.clusters.ray_nodes import facts_of_node, require_same_versions, versions_here

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fitune.errors import PeerGone, RankFailed, TrainingFailed
-from fitune.spec.rank_status import RankStatus, read_statuses
+from fitune.spec.rank_status import read_statuses
 from fitune.spec.run_directory import LOGS, rank_log
 
 _STOPPED = {-signal.SIGTERM, -signal.SIGHUP, 128 + signal.SIGTERM, 128 + signal.SIGHUP}
@@ -22,6 +22,18 @@ class Ended:
     hint: str = ""
     is_said: bool = False
     """Rank 0 has said it on its terminal, which other ranks do not have."""
+    left_nodes: tuple[str, ...] = ()
+    """Ids of nodes of a Ray cluster that will be taken away, for which the ranks were stopped."""
+
+    @property
+    def is_stop(self) -> bool:
+        """True if a signal ended it: the step was finished and saved."""
+        return self.exit_code in (128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP)
+
+    @property
+    def is_well(self) -> bool:
+        """True if it is complete, or was asked to stop."""
+        return not self.exit_code or self.is_stop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,18 +52,26 @@ def ended(exits: dict[int, Exit], directory: Path, *, received: list[int], ranks
     they fail.
     """
     statuses = read_statuses(directory / LOGS)
+    errors = {rank: status.error for rank, status in statuses.items() if status.error is not None}
+    told = {
+        rank: Exit(code=errors[rank].exit_code, at=int(errors[rank].at)) for rank in ranks if rank in errors
+    }
     own = {
         rank: end
-        for rank, end in (_told(statuses, ranks) | exits).items()
-        if end.code and end.code not in _STOPPED and not _waited_for_another(end.code, statuses.get(rank))
+        for rank, end in (told | exits).items()
+        if end.code
+        and end.code not in _STOPPED
+        and not (
+            end.code == RankFailed.exit_code
+            and (rank not in errors or errors[rank].kind == PeerGone.__name__)
+        )
     }
     if not own and received:
         return Ended(exit_code=128 + received[0])
     if not own:
         return Ended(exit_code=TrainingFailed.exit_code if exits else 0)
-    rank = min(
-        own, key=lambda rank: (own[rank].at, own[rank].code >= 0, _failed_at(statuses.get(rank)), rank)
-    )
+    failed_at = {rank: errors[rank].at if rank in errors else 0.0 for rank in own}
+    rank = min(own, key=lambda rank: (own[rank].at, own[rank].code >= 0, failed_at[rank], rank))
     log, code = directory / rank_log(rank), own[rank].code
     if code < 0:
         name = signal.Signals(-code).name
@@ -60,45 +80,15 @@ def ended(exits: dict[int, Exit], directory: Path, *, received: list[int], ranks
         return Ended(
             exit_code=TrainingFailed.exit_code, cause=f"rank {rank} was killed by {name}{hint}", hint=going_on
         )
-    status = statuses.get(rank)
     more = f"what it said is in {log}" if rank else ""
-    if status is None or status.error is None:
-        return Ended(
-            exit_code=code, cause=f"rank {rank} failed: {_last_line(log)}", hint=more, is_said=rank == 0
-        )
-    said = status.error.message
-    is_of_all = _message(statuses.get(0)) == said
+    if rank not in errors:
+        lines = log.read_text(errors="replace").strip().splitlines() if log.is_file() else []
+        cause = f"rank {rank} failed: {lines[-1] if lines else 'it said nothing'}"
+        return Ended(exit_code=code, cause=cause, hint=more, is_said=rank == 0)
+    error = errors[rank]
+    is_of_all = 0 in errors and errors[0].message == error.message
     return Ended(
         exit_code=code,
-        cause=said if is_of_all else f"rank {rank} failed: {said}",
-        hint="; ".join(part for part in (status.error.hint, more) if part),
+        cause=error.message if is_of_all else f"rank {rank} failed: {error.message}",
+        hint="; ".join(part for part in (error.hint, more) if part),
     )
-
-
-def _told(statuses: dict[int, RankStatus], ranks: range) -> dict[int, Exit]:
-    """The ends that these ``ranks`` have written down."""
-    errors = {rank: statuses[rank].error for rank in ranks if rank in statuses}
-    return {
-        rank: Exit(code=error.exit_code, at=int(error.at))
-        for rank, error in errors.items()
-        if error is not None
-    }
-
-
-def _waited_for_another(code: int, status: RankStatus | None) -> bool:
-    if code != RankFailed.exit_code:
-        return False
-    return status is None or status.error is None or status.error.kind == PeerGone.__name__
-
-
-def _failed_at(status: RankStatus | None) -> float:
-    return status.error.at if status is not None and status.error is not None else 0.0
-
-
-def _message(status: RankStatus | None) -> str:
-    return status.error.message if status is not None and status.error is not None else ""
-
-
-def _last_line(log: Path) -> str:
-    lines = log.read_text(errors="replace").strip().splitlines() if log.is_file() else []
-    return lines[-1] if lines else "it said nothing"

@@ -52,7 +52,13 @@ _PRODUCTS: dict[str, tuple[str, ...]] = {
 }
 """Canonical name -> values of the product label: what nvidia-smi prints, with '-' for spaces."""
 
-_HEAD = {"memory_bytes": 8 * GIB, "cpus": 2, "shm_bytes": 2 * GIB, "disk_bytes": 10 * GIB, "gpus": 0}
+_HEAD: dict[str, Any] = {
+    "memory_bytes": 8 * GIB,
+    "cpus": 2,
+    "shm_bytes": 2 * GIB,
+    "disk_bytes": 10 * GIB,
+    "gpus": 0,
+}
 """Ray's control store and dashboard, and the driver, which plans and prepares the data."""
 _END_SECONDS = 15
 """Seconds of the grace period that Ray's own end takes."""
@@ -87,7 +93,7 @@ def job_text(job: JobSpec, recipe: str, on: System) -> str:
         "retries": limits.retries, "deadline": limits.deadline_seconds or None, "start": limits.start_seconds or None,
         "ray": job.ray_version, "nodes": compute.nodes, "cpus": str(compute.cpus),
     }  # fmt: skip
-    of_plan = {name: getattr(compute, name) for name in _HEAD}
+    of_plan: dict[str, Any] = {name: getattr(compute, name) for name in _HEAD}
     if on == "kubernetes":
         values["pod"] = _pod(job, **of_plan, command=["fitune", "train", RECIPE])
     else:

@@ -1,26 +1,25 @@
 """The launchers of several nodes meet at one address: they compare what they run and tell one another how it ends.
 
-Their ranks meet in the same store later, so one port of node 0 has to be open.
+They write short texts into a store of torch that node 0 serves; their ranks meet in the same store later, so one port
+of node 0 has to be open. One thread speaks to the store: a call to a machine that is off does not return, and torch's
+own timeouts do not end it (``TCPStore.check`` on a stopped server hung for 40 s with timeout=5 s).
 """
 
 import json
 import os
+import re
 import socket
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from datetime import timedelta
+from typing import Any
+
+import psutil
 
 from fitune.errors import FituneError, HardwareError, NodeFailed, RecipeError
-from fitune.launch.board import (
-    LOOK_SECONDS,
-    Board,
-    host_and_port,
-    is_own_address,
-    reached_store,
-    served_store,
-)
 
 TIMEOUT_SECONDS = 600.0
 """Longest wait of a node for the others to come: machines of one job may start minutes apart."""
@@ -29,6 +28,9 @@ SILENCE_SECONDS = 60.0
 """A launcher that gives no sign for so long is lost: its machine is off, or the network between them is."""
 
 _GOODBYE_SECONDS = 30.0
+_BEAT_SECONDS = 2.0
+_LOOK_SECONDS = 0.1
+_ASKING_SECONDS = 2.0
 _FAILED = "failed"
 
 
@@ -69,6 +71,12 @@ def place_of(*, node: int | None, nodes: int, rendezvous: str, timeout_s: float 
     return Place(node=node, nodes=nodes, host=host.strip("[]"), port=port, timeout_s=timeout_s)
 
 
+def host_and_port(address: str) -> tuple[str, int] | None:
+    """The two parts of ``HOST:PORT``; None for anything else."""
+    found = re.fullmatch(r"([^\s/]+):(\d{1,5})", address, re.ASCII)
+    return (found[1], int(found[2])) if found and 0 < int(found[2]) < 2**16 else None
+
+
 def meeting_address(rendezvous: str) -> tuple[str, int]:
     """Host and port of --rendezvous. Raises RecipeError."""
     found = host_and_port(rendezvous)
@@ -77,163 +85,195 @@ def meeting_address(rendezvous: str) -> tuple[str, int]:
     return found
 
 
-class Nodes(Protocol):
-    """The launchers of a job. Every one of them calls ``gathered`` and ``from_first`` in the same order."""
+class OneNode:
+    """The launchers of a job: here that of this machine alone. Every one of them calls ``gathered`` and ``from_first``
+    in the same order."""
+
+    place: Place | None = None
+    """This node's place among several; None where there is one node."""
 
     @property
-    def place(self) -> Place | None:
-        """This node's place among several; None where there is one node."""
+    def number(self) -> int:
+        """This node's number."""
+        return 0 if self.place is None else self.place.node
 
     @property
     def trouble(self) -> str:
         """Reason why this node's ranks cannot go on: another node has ended or is silent. Empty while all is well."""
+        return ""
 
     def name(self, node: int) -> str:
         """``node 1 (its host)``."""
+        return f"node {node}"
 
     def gathered(self, text: str) -> list[str]:
         """The ``text`` of every node, in their order. Raises NodeFailed where one of them fails instead."""
+        return [text]
 
     def from_first(self, make: Callable[[], str]) -> str:
         """Returns what ``make`` returns on node 0, the only one that calls it."""
+        return make()
 
     def call_off(self, cause: str) -> None:
         """Let the other nodes stop their ranks, before the next ``gathered``."""
 
 
-class OneNode:
-    """The launcher of a job on this machine alone."""
-
-    place: Place | None = None
-    trouble = ""
-
-    def name(self, node: int) -> str:
-        return f"node {node}"
-
-    def gathered(self, text: str) -> list[str]:
-        return [text]
-
-    def from_first(self, make: Callable[[], str]) -> str:
-        return make()
-
-    def call_off(self, cause: str) -> None:
-        return
-
-
 ONE_NODE = OneNode()
 
 
-class Meeting:
-    """This launcher among those of the other nodes."""
+class Meeting(OneNode):
+    """This launcher among those of the other nodes. Every node gives a sign of life in the store every other second."""
 
-    def __init__(self, place: Place, board: Board) -> None:
-        self._place, self._board = place, board
+    place: Place
+
+    def __init__(self, place: Place, store: Any) -> None:
+        self.place, self._store = place, store
         self._hosts: list[str] = []
         self._calls = 0
-        board.want([_FAILED])
-
-    @property
-    def place(self) -> Place | None:
-        return self._place
+        self._lock = threading.Lock()
+        self._to_tell: list[tuple[str, str, bool]] = []
+        self._wanted, self._known = {_FAILED}, dict[str, str]()
+        self._error = ""  # why the store cannot be reached any more
+        self._signs = {each: (0, time.monotonic()) for each in range(place.nodes)}
+        self._answered = time.monotonic()
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._talk, name="nodes", daemon=True)
+        self._thread.start()
 
     def name(self, node: int) -> str:
         return f"node {node} ({self._hosts[node]})" if self._hosts else f"node {node}"
 
     @property
     def trouble(self) -> str:
-        return self._board.known.get(self._stop_key, "") or self._fatal_trouble
-
-    @property
-    def _stop_key(self) -> str:
-        return f"{self._calls}/stop"
+        return self._known.get(f"{self._calls}/stop", "") or self._fatal_trouble
 
     @property
     def _fatal_trouble(self) -> str:
         """Reason why this node will hear nothing more from another one."""
-        board, place = self._board, self._place
-        if _FAILED in board.known:
-            return str(json.loads(board.known[_FAILED])["message"])
-        if board.error or board.silence_s(0) > SILENCE_SECONDS:
-            return f"{self.name(0)} no longer answers at {place.address}" + f": {board.error}" * bool(
-                board.error
-            )
-        silent = [node for node in range(1, place.nodes) if board.silence_s(node) > SILENCE_SECONDS]
+        if _FAILED in self._known:
+            return str(json.loads(self._known[_FAILED])["message"])
+        if self._error or self._silence_s(0) > SILENCE_SECONDS:
+            why = f": {self._error}" if self._error else ""
+            return f"{self.name(0)} no longer answers at {self.place.address}{why}"
+        silent = [node for node in range(1, self.place.nodes) if self._silence_s(node) > SILENCE_SECONDS]
         if silent and self._hosts:
             return f"{self.name(silent[0])} has given no sign of life for {SILENCE_SECONDS:g} s"
         return ""
 
     def meet(self) -> None:
         """Wait until every node is there. Raises HardwareError when one does not come in time, or comes twice."""
-        place, board = self._place, self._board
-        until = time.monotonic() + place.timeout_s
+        place, until = self.place, time.monotonic() + self.place.timeout_s
         mine = {"host": socket.gethostname(), "nodes": place.nodes, "pid": os.getpid()}
         keys = self._said(json.dumps(mine), once=True)
-        while missing := [node for node, key in enumerate(keys) if key not in board.known]:
-            self._require_well()
-            for node, key in enumerate(keys):
-                _require_fitting(place, node, json.loads(board.known.get(key, "{}")), mine)
+        while True:
+            missing = [node for node, key in enumerate(keys) if key not in self._known]
+            found = [json.loads(self._known.get(key, "{}")) for key in keys]
+            if missing:
+                self._require_well()
+            for node, theirs in enumerate(found):
+                _require_fitting(place, node, theirs, mine)
+            if not missing:
+                self._hosts = [theirs["host"] for theirs in found]
+                return
             others = [
                 node for node in missing if node != place.node
-            ]  # this one is known once its thread has spoken
+            ]  # this one's own thread may not have spoken
             if others and time.monotonic() > until:
                 raise _never_came(place, others)
-            time.sleep(LOOK_SECONDS)
-        there = [json.loads(board.known[key]) for key in keys]
-        for node, found in enumerate(there):
-            _require_fitting(place, node, found, mine)
-        self._hosts = [found["host"] for found in there]
+            time.sleep(_LOOK_SECONDS)
 
     def gathered(self, text: str) -> list[str]:
-        keys = self._said(text)
-        return [self._told(key) for key in keys]
+        return [self._told(key) for key in self._said(text)]
 
     def from_first(self, make: Callable[[], str]) -> str:
-        return self._told(self._said(make() if self._place.node == 0 else "")[0])
+        return self._told(self._said(make() if self.place.node == 0 else "")[0])
 
     def call_off(self, cause: str) -> None:
-        self._board.tell(self._stop_key, f"{self.name(self._place.node)}: {cause}", unless_told=True)
+        self._tell(f"{self._calls}/stop", f"{self.name(self.place.node)}: {cause}", unless_told=True)
 
     def fail(self, message: str, exit_code: int) -> None:
         """Tell the others that this node cannot go on; the first to say so is the cause."""
-        said = {"message": f"{self.name(self._place.node)}: {message}", "exit_code": exit_code}
-        self._board.tell(_FAILED, json.dumps(said), unless_told=True)
+        said = {"message": f"{self.name(self.place.node)}: {message}", "exit_code": exit_code}
+        self._tell(_FAILED, json.dumps(said), unless_told=True)
 
     def close(self) -> None:
         """Say goodbye. Node 0 serves the store until the others have, too."""
-        board, left = self._board, [f"left/{node}" for node in range(self._place.nodes)]
-        expected = set(left[1:]) if self._place.node == 0 else set()
+        nodes = range(self.place.nodes)
+        left = [f"left/{node}" for node in nodes]
+        expected = set(left[1:]) if self.place.node == 0 else set()
         if self._hosts:
-            board.want(expected)
-            board.tell(left[self._place.node], "")
+            self._want(expected)
+            self._tell(left[self.place.node], "")
         until = time.monotonic() + (_GOODBYE_SECONDS if self._hosts else 1.0)
-        while not (board.error or time.monotonic() > until):
-            silent = {
-                left[node] for node in range(self._place.nodes) if board.silence_s(node) > SILENCE_SECONDS
-            }
-            if self._hosts and board.has_told_all and board.known.keys() >= expected - silent:
+        while not (self._error or time.monotonic() > until):
+            silent = {left[node] for node in nodes if self._silence_s(node) > SILENCE_SECONDS}
+            if self._hosts and not self._to_tell and self._known.keys() >= expected - silent:
                 break
-            time.sleep(LOOK_SECONDS)
-        board.close()
+            time.sleep(_LOOK_SECONDS)
+        self._is_over.set()
+        self._thread.join(timeout=1.0)
 
     def _said(self, text: str, *, once: bool = False) -> list[str]:
         """Say ``text`` under the number of this call, which is the same on every node; the keys of all nodes."""
-        keys = [f"{self._calls}/{node}" for node in range(self._place.nodes)]
+        keys = [f"{self._calls}/{node}" for node in range(self.place.nodes)]
         self._calls += 1
-        self._board.want([*keys, self._stop_key])
-        self._board.tell(keys[self._place.node], text, unless_told=once)
+        self._want([*keys, f"{self._calls}/stop"])
+        self._tell(keys[self.place.node], text, unless_told=once)
         return keys
 
     def _told(self, key: str) -> str:
-        while key not in self._board.known:
+        while key not in self._known:
             self._require_well()
-            time.sleep(LOOK_SECONDS)
-        return self._board.known[key]
+            time.sleep(_LOOK_SECONDS)
+        return self._known[key]
 
     def _require_well(self) -> None:
-        trouble = self._fatal_trouble
-        if trouble:
-            failed = json.loads(self._board.known.get(_FAILED, "{}"))
+        if trouble := self._fatal_trouble:
+            failed = json.loads(self._known.get(_FAILED, "{}"))
             raise NodeFailed(trouble, exit_code=failed.get("exit_code"))
+
+    def _silence_s(self, node: int) -> float:
+        """Seconds since ``node`` gave a sign of life; of node 0, since its store answered."""
+        now = time.monotonic()
+        since_answer = now - self._answered
+        return since_answer if node == 0 else now - self._signs[node][1] - since_answer
+
+    def _tell(self, key: str, text: str, *, unless_told: bool = False) -> None:
+        with self._lock:
+            self._to_tell.append((key, text, unless_told))
+
+    def _want(self, keys: Iterable[str]) -> None:
+        with self._lock:
+            self._wanted.update(key for key in keys if key not in self._known)
+
+    def _talk(self) -> None:
+        """The thread: sends what is to be told, looks for what is wanted, and counts every node's signs of life."""
+        beaten = 0.0
+        try:
+            while not self._is_over.wait(_LOOK_SECONDS):
+                while self._to_tell:
+                    key, text, unless_told = self._to_tell[0]
+                    if unless_told:
+                        self._store.compare_set(key, "", text)
+                    else:
+                        self._store.set(key, text)
+                    with self._lock:
+                        self._to_tell.pop(0)
+                with self._lock:
+                    wanted = list(self._wanted)
+                found = {key: self._store.get(key).decode() for key in wanted if self._store.check([key])}
+                with self._lock:
+                    self._wanted.difference_update(found)
+                    self._known |= found
+                if time.monotonic() - beaten > _BEAT_SECONDS:
+                    beaten = time.monotonic()
+                    for node, (last, _) in self._signs.items():
+                        count = self._store.add(f"sign/{node}", int(node == self.place.node))
+                        if count != last:
+                            self._signs[node] = (count, time.monotonic())
+                self._answered = time.monotonic()
+        except RuntimeError as error:  # DistNetworkError and its kind
+            self._error = str(error).splitlines()[0]
 
 
 @contextmanager
@@ -242,11 +282,8 @@ def meeting(place: Place) -> Iterator[Meeting]:
 
     Raises HardwareError when they cannot meet.
     """
-    if place.node == 0:
-        store = served_store(place.host, place.port)
-    else:
-        store = reached_store(place.host, place.port, timeout_s=place.timeout_s)
-    nodes = Meeting(place, Board(store, node=place.node, nodes=place.nodes))
+    store = _served_store(place) if place.node == 0 else _reached_store(place)
+    nodes = Meeting(place, store)
     try:
         nodes.meet()
         yield nodes
@@ -278,10 +315,62 @@ def _require_fitting(place: Place, node: int, found: dict[str, Any], mine: dict[
         )
 
 
+def _served_store(place: Place) -> Any:
+    """The store that this machine serves. Raises HardwareError when the port is taken."""
+    from torch.distributed import DistNetworkError, TCPStore
+
+    host, port = place.host, place.port
+    try:
+        return TCPStore(
+            "localhost", port, is_master=True, wait_for_workers=False, multi_tenant=True,
+            timeout=timedelta(seconds=60),
+        )  # fmt: skip
+    except (DistNetworkError, OSError) as error:
+        if "EADDRINUSE" not in str(error) and "in use" not in str(error):
+            raise HardwareError(
+                f"node 0 cannot serve port {port}: {str(error).splitlines()[0]}",
+                hint="another port in --rendezvous",
+            ) from error
+        raise HardwareError(
+            f"port {port} of --rendezvous {host}:{port} is taken on this machine, node 0",
+            hint=f"another port on every node, e.g. --rendezvous {host}:{port + 1}; or end what has it",
+        ) from error
+
+
+def _reached_store(place: Place) -> Any:
+    """The store that node 0 serves. Raises HardwareError when nobody answers there in time.
+
+    Asked by short tries, so that a signal ends the waiting.
+    """
+    from torch.distributed import DistError, TCPStore
+
+    host, port, timeout_s = place.host, place.port, place.timeout_s
+    until = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=_ASKING_SECONDS).close()
+            break
+        except OSError as error:
+            if time.monotonic() >= until:
+                raise HardwareError(
+                    f"waited {timeout_s:g} s for node 0 at {host}:{port}: {error.strerror or error}",
+                    hint=f"start fitune train … --node-rank 0 --rendezvous {host}:{port} there; can this machine reach "
+                    f"that address and port? Longer: --rendezvous-timeout {2 * timeout_s:g}",
+                ) from None
+        time.sleep(min(_ASKING_SECONDS, timeout_s))
+    try:
+        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=20))
+    except DistError as error:
+        raise HardwareError(
+            f"{host}:{port} answers, and it is not node 0 of a job: {str(error).splitlines()[0]}",
+            hint="the address that node 0 was started with, and a port that nothing else has",
+        ) from error
+
+
 def _never_came(place: Place, missing: list[int]) -> HardwareError:
     names = ", ".join(map(str, missing))
     there = (
-        "" if is_own_address(place.host) or place.node else f" ({place.host} is no address of this machine)"
+        "" if place.node or _is_own_address(place.host) else f" ({place.host} is no address of this machine)"
     )
     return HardwareError(
         f"waited {place.timeout_s:g} s at {place.address}{there} for {place.nodes} nodes: "
@@ -289,3 +378,29 @@ def _never_came(place: Place, missing: list[int]) -> HardwareError:
         hint=f"fitune train … --node-rank {missing[0]} --rendezvous {place.address} there; longer: "
         f"--rendezvous-timeout {2 * place.timeout_s:g}",
     )
+
+
+def interface_towards(host: str, port: int) -> str:
+    """The name of this machine's network interface on the way to ``host``; empty when it is not found."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as asking:
+            asking.connect(address)  # of datagrams: nothing is sent
+            return next(_interfaces_at(asking.getsockname()[0]), "")
+    except OSError:
+        return ""
+
+
+def _interfaces_at(address: str) -> Iterator[str]:
+    for name, all_of in psutil.net_if_addrs().items():
+        if address in (each.address for each in all_of):
+            yield name
+
+
+def _is_own_address(host: str) -> bool:
+    """True if ``host`` names this machine."""
+    try:
+        found = {str(each[4][0]) for each in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    return any(address.startswith("127.") or any(_interfaces_at(address)) for address in found)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fitune.errors import HardwareError, MissingExtra, RecipeError
-from fitune.launch.board import host_and_port
+from fitune.launch.nodes import host_and_port
 
 _REACHING_SECONDS = 5.0
 _ASKING_SECONDS = 60.0

@@ -6,7 +6,6 @@ Restarts of lost workers are Ray's (FailureConfig, Train V2); which checkpoint c
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,65 @@ _NEVER_SECONDS = 1e9
 """Ray would end the workers without a save to start more of them; the driver does it with one."""
 
 
-@dataclass(slots=True)
-class WorkersEnd:
-    """End of ``fit``: the value that rank 0 returned, or the errors of the workers of the last group, by rank."""
+class Desk:
+    """An actor beside the driver: ranks lay down there what is to be told, and learn that they are to stop."""
 
-    returned: Any = None
-    failures: dict[int, str] = field(default_factory=dict)
-    error: str = ""
+    def __init__(self) -> None:
+        import asyncio
+
+        self._events: list[Any] = []
+        self._is_stopping = asyncio.Event()
+        self._begun: dict[int, int] = {}
+        self._failed = ""
+        self._controller: Any = None
+        self._has_controller = asyncio.Event()
+
+    async def tell(self, event: Any) -> None:
+        self._events.append(event)
+
+    async def take(self) -> tuple[list[Any], str]:
+        """The events since the last call, and the end of the rank that failed first by itself, as JSON; empty while
+        none has."""
+        events, self._events = self._events, []
+        return events, self._failed
+
+    async def fail(self, end: str) -> None:
+        """A rank fails by an error of its own, which would come again."""
+        self._failed = self._failed or end
+
+    async def begin(self, rank: int) -> int:
+        """Count a group of workers that begins; returns how many times this rank began before."""
+        self._begun[rank] = self._begun.get(rank, -1) + 1
+        return self._begun[rank]
+
+    async def control(self, controller: Any) -> None:
+        """``controller``, an actor of Ray Train's, starts and watches the workers."""
+        self._controller = controller
+        self._has_controller.set()
+
+    async def controller(self) -> Any:
+        """Returns it once it is known."""
+        await self._has_controller.wait()
+        return self._controller
+
+    async def stop(self) -> None:
+        self._is_stopping.set()
+
+    async def stop_asked(self) -> None:
+        """Returns when the ranks are to stop."""
+        await self._is_stopping.wait()
+
+
+def open_desk() -> Any:
+    ray = loaded_ray()
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = ray.get_runtime_context().get_node_id()
+    return (
+        ray.remote(Desk)
+        .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False))
+        .remote()
+    )
 
 
 def ray_parts() -> Any:
@@ -60,11 +111,14 @@ def run_workers(
     watch: Callable[[], bool],
     lost: Callable[[list[int]], None],
     timeout_s: float,
-) -> WorkersEnd:
-    """Run ``function(config)`` in every worker of a TorchTrainer. ``watch`` is called several times a second, until it
-    says that Ray's end is not worth waiting for; ``lost`` in a process of Ray on this node, with ranks that ended.
-    ``desk`` is that of open_desk. Whatever ends the call ends the workers, and no thread asks Ray any more, also where
-    it still waited for room: Ray ends a process that asks it from behind ray.shutdown()."""
+) -> tuple[Any, str]:
+    """Run ``function(config)`` in every worker of a TorchTrainer; what rank 0 returned, or None and the error.
+
+    ``watch`` is called several times a second, until it says that Ray's end is not worth waiting for; ``lost`` in a
+    process of Ray on this node, with ranks that ended. ``desk`` is that of open_desk. Whatever ends the call ends the
+    workers, and no thread asks Ray any more, also where it still waited for room: Ray ends a process that asks it from
+    behind ray.shutdown().
+    """
     parts = ray_parts()
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
@@ -94,8 +148,22 @@ def run_workers(
             callbacks=[parts.LossesTold(lost), parts.ControllerTold(desk)],
         ),
     )
-    end = WorkersEnd()
-    thread = threading.Thread(target=_fit, args=(trainer, end), name="fit", daemon=True)
+    from ray.exceptions import RayError
+    from ray.train import TrainingFailedError
+
+    end: list[Any] = [None, ""]
+
+    def fit() -> None:  # in a thread: Ray's own handler of SIGINT would take the place of ours
+        try:
+            end[0] = trainer.fit().return_value
+        except TrainingFailedError as error:
+            failures: Mapping[int, Exception] = getattr(error, "worker_failures", {})
+            of_ranks = (f"rank {rank}: {last_words(failure)}" for rank, failure in failures.items())
+            end[1] = "; ".join(of_ranks) or last_words(getattr(error, "controller_failure", error))
+        except RayError as error:  # the cluster is gone, or the controller was ended
+            end[1] = last_words(error)
+
+    thread = threading.Thread(target=fit, name="fit", daemon=True)
     thread.start()
     try:
         while not watch() and thread.is_alive():
@@ -103,7 +171,7 @@ def run_workers(
     finally:
         _leave(thread, desk)
     watch()
-    return end
+    return end[0], end[1]
 
 
 def _leave(thread: threading.Thread, desk: Any) -> None:
@@ -121,20 +189,3 @@ def _leave(thread: threading.Thread, desk: Any) -> None:
         thread.join(_LEAVE_SECONDS)
         ray_parts().remove_groups_of(controller)
     thread.join(_LEAVE_SECONDS)
-
-
-def _fit(trainer: Any, end: WorkersEnd) -> None:
-    """Runs ``fit`` in a thread: Ray's own handler of SIGINT would take the place of ours."""
-    from ray.exceptions import RayError
-    from ray.train import TrainingFailedError
-
-    try:
-        end.returned = trainer.fit().return_value
-    except TrainingFailedError as error:
-        failures: Mapping[int, Exception] = getattr(error, "worker_failures", {})
-        end.failures = {rank: last_words(failure) for rank, failure in failures.items()}
-        end.error = "; ".join(f"rank {rank}: {words}" for rank, words in end.failures.items()) or last_words(
-            getattr(error, "controller_failure", error)
-        )
-    except RayError as error:  # the cluster is gone, or the controller was ended
-        end.error = last_words(error)

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,10 +20,8 @@ import psutil
 
 from fitune.errors import TrainingFailed
 from fitune.files import remove
-from fitune.launch.board import interface_towards
-from fitune.launch.command import RankCommand
 from fitune.launch.ends import Ended, Exit, ended
-from fitune.launch.nodes import TIMEOUT_SECONDS, Nodes, Place
+from fitune.launch.nodes import TIMEOUT_SECONDS, OneNode, interface_towards
 from fitune.spec.rank_status import LAUNCHER, RankStatus, read_statuses
 from fitune.spec.run_directory import LOGS, rank_log
 
@@ -45,10 +43,13 @@ def fresh_logs(directory: Path) -> None:
     (directory / LOGS).mkdir(parents=True)
 
 
-def run_ranks(command: RankCommand, *, directory: Path, nodes: Nodes, run_id: str) -> Ended:
-    """Run every rank of this node to its end. The first signal to this process asks them to finish their step and
-    save; the next stops them at once. Where another of the ``nodes`` cannot go on, they are stopped.
+def run_ranks(
+    words: Sequence[str], *, processes: int, threads: int, directory: Path, nodes: OneNode, run_id: str
+) -> Ended:
+    """Run the ``processes`` of this node, each by ``words``, to their end.
 
+    The first signal to this process asks them to finish their step and save; the next stops them at once. Where another
+    of the ``nodes`` cannot go on, they are stopped.
     ``run_id``: the same on every node, and new for every call.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -57,24 +58,30 @@ def run_ranks(command: RankCommand, *, directory: Path, nodes: Nodes, run_id: st
     (directory / LOGS).mkdir(parents=True, exist_ok=True)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # it prints what is said below
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _STOPPING_SECONDS)
-    os.environ.update(command.environment)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
     fields = {field.name for field in dataclasses.fields(LaunchConfig)}
     own_signals = {"signals_to_handle": ""} if "signals_to_handle" in fields else {}
+    place = nodes.place
+    if place is None:  # a port of this machine
+        meeting: dict[str, Any] = {"max_nodes": 1, "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
+    else:  # the store of node 0, as torch's static rendezvous does, which numbers the nodes as they were told
+        if interface := interface_towards(place.host, place.port):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # gloo would often take lo
+        host = "localhost" if place.node == 0 else place.host
+        meeting = {
+            "max_nodes": place.nodes, "rdzv_backend": "static", "rdzv_endpoint": replace(place, host=host).address,
+            "rdzv_configs": {"rank": place.node, "timeout": int(TIMEOUT_SECONDS)},
+        }  # fmt: skip
     config = LaunchConfig(
-        nproc_per_node=command.processes,
-        run_id=run_id or uuid.uuid4().hex,
-        max_restarts=0,
-        logs_specs=_one_file_a_rank(directory),
-        **_meeting_place(nodes.place),
-        **own_signals,
-    )
-    first = command.processes * (0 if nodes.place is None else nodes.place.node)
-    ranks = range(first, first + command.processes)
-    program, *words = command.words
+        nproc_per_node=processes, min_nodes=meeting["max_nodes"], run_id=run_id or uuid.uuid4().hex, max_restarts=0,
+        logs_specs=_one_file_a_rank(directory), **meeting, **own_signals,
+    )  # fmt: skip
+    first = processes * nodes.number
+    ranks = range(first, first + processes)
     exits: dict[int, Exit] = {}
     with _passed_on() as received, _stopped_by(nodes) as stopped:
         try:
-            elastic_launch(config, program)(*words)
+            elastic_launch(config, words[0])(*words[1:])
         except ChildFailedError as failed:
             exits = {
                 rank: Exit(code=failure.exitcode, at=failure.timestamp)
@@ -87,26 +94,8 @@ def run_ranks(command: RankCommand, *, directory: Path, nodes: Nodes, run_id: st
     return ended(exits, directory, received=received, ranks=ranks)
 
 
-def _meeting_place(place: Place | None) -> dict[str, Any]:
-    """Meeting place of torch's agents of all nodes: on one machine a port of its own; else the store of node 0, as
-    its static rendezvous does, which numbers the nodes as they were told."""
-    if place is None:
-        return {"min_nodes": 1, "max_nodes": 1, "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
-    host = "localhost" if place.node == 0 else place.host
-    interface = interface_towards(place.host, place.port)
-    if interface:  # gloo would take the one that this machine's name leads to, which often is lo
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    return {
-        "min_nodes": place.nodes,
-        "max_nodes": place.nodes,
-        "rdzv_backend": "static",
-        "rdzv_endpoint": replace(place, host=host).address,
-        "rdzv_configs": {"rank": place.node, "timeout": int(TIMEOUT_SECONDS)},
-    }
-
-
 @contextmanager
-def _stopped_by(nodes: Nodes) -> Iterator[list[str]]:
+def _stopped_by(nodes: OneNode) -> Iterator[list[str]]:
     """Inside, the ranks of this node are stopped when another one has ended badly or is silent; gives why.
 
     They have time to see it themselves, by closed connections, and to say so in the report.
@@ -123,15 +112,16 @@ def _stopped_by(nodes: Nodes) -> Iterator[list[str]]:
                 _stop(_ranks())
             return
 
+    if nodes.place is None:
+        yield stopped
+        return
     thread = threading.Thread(target=watch, name="other nodes", daemon=True)
-    if nodes.place is not None:
-        thread.start()
+    thread.start()
     try:
         yield stopped
     finally:
         is_over.set()
-        if nodes.place is not None:
-            thread.join()
+        thread.join()
 
 
 @contextmanager
@@ -147,7 +137,8 @@ def _passed_on() -> Iterator[list[int]]:
         ranks = _ranks()
         if len(received) > 1 or not ranks:
             raise SystemExit(128 + number)
-        _say("stopping after this step; once more stops at once")
+        with suppress(OSError):  # of a terminal that was closed
+            os.write(2, b"\nstopping after this step; once more stops at once\n")
         for process in ranks:
             _signal(process, _SENT[signal.Signals(number)])
 
@@ -160,21 +151,14 @@ def _passed_on() -> Iterator[list[int]]:
             signal.signal(number, former)
 
 
-def _say(text: str) -> None:
-    with suppress(OSError):  # of a terminal that was closed
-        os.write(2, f"\n{text}\n".encode())
-
-
 def _ranks() -> list[psutil.Process]:
     """Children that lead a session: the agent starts each rank in one of its own."""
-    return [child for child in psutil.Process().children() if _leads_session(child.pid)]
-
-
-def _leads_session(pid: int) -> bool:
-    try:
-        return os.getsid(pid) == pid
-    except ProcessLookupError:
-        return False
+    found = []
+    for child in psutil.Process().children():
+        with suppress(ProcessLookupError):
+            if os.getsid(child.pid) == child.pid:
+                found.append(child)
+    return found
 
 
 def _one_file_a_rank(directory: Path) -> Any:
@@ -206,13 +190,11 @@ def _one_file_a_rank(directory: Path) -> Any:
 def _stop_all(statuses: dict[int, RankStatus], ranks: range) -> None:
     """End every one of ``ranks`` that still runs, and all that it started."""
     _stop(psutil.Process().children(recursive=True))
-    for status in (
-        statuses[rank] for rank in ranks if rank in statuses
+    for rank in statuses.keys() & set(
+        ranks
     ):  # a rank that was killed leaves its own children in its process group
-        try:
-            os.killpg(status.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            continue
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(statuses[rank].pid, signal.SIGKILL)
 
 
 def _stop(processes: list[psutil.Process]) -> None:
@@ -224,7 +206,5 @@ def _stop(processes: list[psutil.Process]) -> None:
 
 
 def _signal(process: psutil.Process, number: signal.Signals) -> None:
-    try:
+    with suppress(psutil.NoSuchProcess):
         process.send_signal(number)
-    except psutil.NoSuchProcess:
-        return

@@ -16,7 +16,7 @@ from fitune.session.reported import Reported, report_run
 from fitune.session.score.scoring import model_and_adapter, score_dataset
 from fitune.session.train.attempts import Attempt
 from fitune.session.train.training import run_once
-from fitune.spec.recipe.recipe import read_recipe
+from fitune.spec.recipe.recipe import dump_recipe, read_recipe
 from fitune.spec.reports import RunReport
 from fitune.spec.run_directory import LOGS
 from fitune.track.metrics import read_metrics
@@ -143,8 +143,8 @@ def _train(path: Path, tell: Tell, *, explain: bool) -> None:
     report = plan_for(recipe)
     if explain:
         tell(Planned(report=report))
-    attempt = Attempt(report=report, resume=False, overwrite=True)
-    run_once(attempt, recipe, tell=tell, stop_asked=lambda: False)
+    attempt = Attempt(recipe=dump_recipe(recipe), report=report, resume=False, overwrite=True)
+    run_once(attempt, tell=tell, stop_asked=lambda: False)
 
 
 def _accuracy(files: DemoFiles, exported: Path) -> float:

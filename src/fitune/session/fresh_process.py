@@ -6,20 +6,24 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from fitune.engine.joining import joined_ranks, launched_ranks
 from fitune.engine.ranks import ALONE, Ranks
 from fitune.errors import FituneError, RecipeError, exit_code_of
-from fitune.launch.command import require_one_machine
 from fitune.launch.nodes import ONE_NODE, Place
 from fitune.launch.ray_cluster import RayPlace
 from fitune.session.clusters.on_ray import train_on_ray
 from fitune.session.events import Note, Tell, tell_nobody
 from fitune.session.signals import EXIT_CODES, INTERRUPTED, end_with_launcher, ended_by_signals, stop_requests
-from fitune.session.train.attempts import Attempt
-from fitune.session.train.handover import hand_over, program_again, take_over
-from fitune.session.train.ranks_of_nodes import require_no_launcher, train_by_ranks, train_on_nodes
+from fitune.session.train.attempts import Attempt, hand_over, program_again, take_over
+from fitune.session.train.ranks_of_nodes import (
+    require_no_launcher,
+    require_one_machine,
+    train_by_ranks,
+    train_on_nodes,
+)
 from fitune.session.train.training import first_attempt, run_attempt
 from fitune.spec.rank_status import is_left_to_launcher
 from fitune.spec.recipe.recipe import Recipe
@@ -70,7 +74,7 @@ def train_program(
         if ranks.is_alone and attempt.plan.hardware.num_gpus > 1:
             require_one_machine(attempt.plan)
             return train_by_ranks(attempt, recipe, ONE_NODE, tell=tell)
-        return attempt_program(attempt, recipe, tell=tell, start_again=start_again, ranks=ranks)
+        return attempt_program(attempt, tell=tell, start_again=start_again, ranks=ranks)
 
 
 def go_on(directory: Path, *, tell: Tell) -> int:
@@ -82,12 +86,12 @@ def go_on(directory: Path, *, tell: Tell) -> int:
         joined.close()
         if not ranks.is_first:
             os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # one log a rank
-        attempt, recipe = ranks.from_first(lambda: take_over(directory))
+        attempt = ranks.from_first(lambda: take_over(directory))
         tell = tell if ranks.is_first else tell_nobody
         if ranks.is_alone:
-            return attempt_program(attempt, recipe, tell=tell)
+            return attempt_program(attempt, tell=tell)
         try:
-            code = attempt_program(attempt, recipe, tell=tell, ranks=ranks)
+            code = attempt_program(attempt, tell=tell, ranks=ranks)
         except FituneError as error:
             if not is_left_to_launcher(directory / LOGS):
                 raise
@@ -97,21 +101,13 @@ def go_on(directory: Path, *, tell: Tell) -> int:
 
 
 def attempt_program(
-    attempt: Attempt,
-    recipe: Recipe,
-    *,
-    tell: Tell,
-    start_again: StartAgain | None = None,
-    ranks: Ranks = ALONE,
+    attempt: Attempt, *, tell: Tell, start_again: StartAgain | None = None, ranks: Ranks = ALONE
 ) -> int:
     """Run the attempt, and begin anew when memory runs out in a step; returns the exit code."""
-    together_seconds = 0.0 if ranks.is_alone else _ONE_REQUEST_SECONDS
-    with stop_requests(together_seconds=together_seconds) as request:
-        ended = run_attempt(
-            attempt, recipe, tell=tell, stop_asked=request.asked, sinks=[request], ranks=ranks
-        )
+    with stop_requests(together_seconds=0.0 if ranks.is_alone else _ONE_REQUEST_SECONDS) as request:
+        ended = run_attempt(attempt, tell=tell, stop_asked=request.asked, sinks=[request], ranks=ranks)
     if isinstance(ended, Attempt):
-        return (start_again or replace_process)(hand_over(ended, recipe))
+        return (start_again or replace_process)(hand_over(ended))
     if ended.status == "interrupted":
         tell(Note("interrupted: the step was finished and saved; add --resume to go on"))
         ranks.summed([0.0])  # an outer launcher stops all when the first of them ends
@@ -124,10 +120,9 @@ def replace_process(directory: Path) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
-        if int(name) > 2:
-            _close_on_exec(
-                int(name)
-            )  # what a library left open, a GPU's device among it, would be held on to
+        if int(name) > 2:  # what a library left open, a GPU's device among it, would be held on to
+            with suppress(OSError):  # closed since it was listed
+                os.set_inheritable(int(name), False)
     os.execv(sys.executable, program_again(directory))
 
 
@@ -141,10 +136,3 @@ def run_child(directory: Path) -> int:
             child.terminate()
             child.wait()
             raise
-
-
-def _close_on_exec(handle: int) -> None:
-    try:
-        os.set_inheritable(handle, False)
-    except OSError:
-        return  # closed since it was listed

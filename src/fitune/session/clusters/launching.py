@@ -3,18 +3,19 @@ SLURM."""
 
 import json
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from fitune.errors import RecipeError
-from fitune.launch.command import MachineCommand, machine_commands
 from fitune.launch.manifests import job_text
+from fitune.launch.nodes import meeting_address
 from fitune.planner.clusters.job import inside, job_of
 from fitune.session.planning import plan_for
 from fitune.spec.deepspeed import deepspeed_config
 from fitune.spec.machines.job import JobSpec, System
-from fitune.spec.plan import Zero
+from fitune.spec.plan import Plan, Zero
 from fitune.spec.predictions import Priced
 from fitune.spec.recipe.job_settings import JobSettings, read_job_settings, require_meaningful
 from fitune.spec.recipe.pins import pinned
@@ -125,17 +126,30 @@ def _require_named_hardware(recipe: Recipe) -> None:
         )
 
 
-def launch_commands(recipe: Recipe, words: Sequence[str], *, rendezvous: str) -> list[MachineCommand]:
-    """The command for each machine of the recipe's plan; ``words`` are those that name the recipe."""
-    report = plan_for(recipe, purposes=("plan", "train"))
-    return machine_commands(report.chosen.plan, words, rendezvous=rendezvous)
-
-
 def launch_lines(recipe: Recipe, words: Sequence[str], settings: Sequence[str], *, rendezvous: str) -> str:
-    """The commands as text, each below the number of its machine; the recipe is named as it was typed."""
+    """The command for each machine of the recipe's plan, each below its number; the recipe is named as it was typed."""
     typed = [*words, *(part for setting in settings for part in ("--set", setting))]
-    commands = launch_commands(recipe, typed, rendezvous=rendezvous)
-    return "\n".join(f"# machine {command.machine}\n{command}" for command in commands)
+    plan = plan_for(recipe, purposes=("plan", "train")).chosen.plan
+    commands = machine_commands(plan, typed, rendezvous=rendezvous)
+    return "\n".join(f"# machine {number}\n{command}" for number, command in enumerate(commands))
+
+
+def machine_commands(plan: Plan, words: Sequence[str], *, rendezvous: str) -> list[str]:
+    """The command line for each machine of a plan; ``words`` follow ``fitune train``.
+
+    Several start their ranks themselves and meet at ``rendezvous``: an address of the first and a free port there. One
+    is started by torchrun, as ``fitune train`` alone does.
+    """
+    if rendezvous != "HOST:PORT":  # what ``fitune launch`` prints when none is given
+        meeting_address(rendezvous)
+    hardware = plan.hardware
+    if hardware.nodes == 1:
+        torchrun = f"torchrun --standalone --nproc-per-node {hardware.gpus_per_node} -m fitune train"
+        return [f"OMP_NUM_THREADS={hardware.threads_per_process} {torchrun} {shlex.join(words)}"]
+    return [
+        shlex.join(["fitune", "train", *words, "--node-rank", str(node), "--rendezvous", rendezvous])
+        for node in range(hardware.nodes)
+    ]
 
 
 def deepspeed_configuration(recipe: Recipe) -> str:

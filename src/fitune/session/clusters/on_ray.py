@@ -12,7 +12,6 @@ from pathlib import Path
 from fitune.checkpoint.commit import Commit, last_saved
 from fitune.engine.ranks import WAIT
 from fitune.errors import FituneError, OutOfMemory, RecipeError, TrainingFailed
-from fitune.launch.command import command_of
 from fitune.launch.ends import Ended, ended
 from fitune.launch.ray_cluster import (
     RayCluster,
@@ -24,27 +23,24 @@ from fitune.launch.ray_cluster import (
     spread,
     with_room,
 )
-from fitune.launch.ray_desk import open_desk
-from fitune.launch.ray_workers import WorkersEnd, ray_parts, run_workers
+from fitune.launch.ray_workers import open_desk, ray_parts, run_workers
 from fitune.launch.torchrun import fresh_logs
 from fitune.report.run_page import write_report
 from fitune.session.clusters.ray_growth import Growth
 from fitune.session.clusters.ray_losses import WORD_SECONDS, cause_of_loss, has_first_ended, take_down_losses
 from fitune.session.clusters.ray_nodes import hardware_of_workers, require_shared
-from fitune.session.clusters.ray_ranks import Change, Orders, RankEnd, train_as_rank
+from fitune.session.clusters.ray_ranks import Change, Orders, train_as_rank
 from fitune.session.events import Note, StepsBegin, Tell
 from fitune.session.planning import plan_for
 from fitune.session.signals import INTERRUPTED, StopRequest, stop_requests
 from fitune.session.train.attempts import Attempt, next_attempt, shortage_of_ranks
-from fitune.session.train.handover import packed
-from fitune.session.train.ranks_of_nodes import LOST, owned_directory
+from fitune.session.train.ranks_of_nodes import LOST, failure, owned_directory
 from fitune.session.train.training import first_attempt
 from fitune.spec.machines.hardware import Hardware
-from fitune.spec.plan import Plan
 from fitune.spec.rank_status import read_statuses
-from fitune.spec.recipe.recipe import Recipe
+from fitune.spec.recipe.recipe import Recipe, dump_recipe
 from fitune.spec.run_directory import LOGS
-from fitune.spec.serial import from_json
+from fitune.spec.serial import from_json, to_json
 from fitune.track.trackers import settings_of_environment
 
 _STORAGE = f"{LOGS}/ray"
@@ -77,7 +73,7 @@ def train_on_ray(recipe: Recipe, place: RayPlace, *, overwrite: bool, tell: Tell
         if not isinstance(attempt, Attempt):
             return 0
         _require_shared(attempt)
-        attempts = {place.most: (attempt, largest)}
+        attempts = {place.most: attempt}
         for world in worlds[:-1]:
             attempts[world] = _of_number(world, attempt, shapes[world], found[world])
         with owned_directory(attempt):
@@ -92,26 +88,25 @@ def each_worker(recipe: Recipe, cluster: RayCluster) -> dict[str, float]:
     return {"CPU": 1.0, "GPU": 1.0} if wants_gpu else {"CPU": 1.0}
 
 
-def shaped(recipe: Recipe, shape: tuple[int, int]) -> Recipe:
-    """The recipe for so many nodes with so many workers each."""
-    nodes, each = shape
-    return recipe.model_copy(update={"nodes": nodes, "gpus": each})
-
-
 def _shapes(
     recipe: Recipe, worlds: Iterable[int], slots: Sequence[int]
 ) -> tuple[dict[int, Recipe], dict[int, Hardware]]:
-    """The recipe and the hardware of each number of workers. Raises HardwareError."""
-    shapes = {world: shaped(recipe, spread(world, slots)) for world in worlds}
+    """The recipe and the hardware of each number of workers, on so many nodes with so many each. Raises
+    HardwareError."""
+    sizes = {world: spread(world, slots) for world in worlds}
+    shapes = {
+        world: recipe.model_copy(update={"nodes": nodes, "gpus": each})
+        for world, (nodes, each) in sizes.items()
+    }
     return shapes, hardware_of_workers(shapes)
 
 
 def _require_shared(attempt: Attempt) -> None:
     sources = [source.path for source in attempt.plan.data.sources]
-    require_shared(Path(attempt.plan.run.output_dir), [attempt.plan.model_path, *sources])
+    require_shared(attempt.directory, [attempt.plan.model_path, *sources])
 
 
-def _of_number(world: int, most: Attempt, recipe: Recipe, hardware: Hardware) -> tuple[Attempt, Recipe]:
+def _of_number(world: int, most: Attempt, recipe: Recipe, hardware: Hardware) -> Attempt:
     """The attempt of another number of workers at the same global batch."""
     batch = most.plan.batch
     rows = batch.micro_batch_size * batch.accumulation * most.plan.hardware.num_gpus
@@ -125,7 +120,7 @@ def _of_number(world: int, most: Attempt, recipe: Recipe, hardware: Hardware) ->
             hint="a global_batch_size that every number of workers divides, or a narrower range of --workers",
         ) from error
     chosen = replace(report.chosen, plan=replace(report.chosen.plan, run=most.plan.run))
-    return replace(most, report=replace(report, chosen=chosen)), recipe
+    return replace(most, recipe=dump_recipe(recipe), report=replace(report, chosen=chosen))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -135,7 +130,7 @@ class _Job:
 
     recipe: Recipe
     place: RayPlace
-    attempts: dict[int, tuple[Attempt, Recipe]]
+    attempts: dict[int, Attempt]
     growth: Growth
     tell: Tell
     change: Change | None = None
@@ -144,43 +139,51 @@ class _Job:
     """The last checkpoint before the present attempt."""
     larger: int = 0
     """Workers that have room, for which the present attempt is left; 0 while there are no more."""
-    failed: RankEnd | None = None
+    failed: Ended | None = None
     """End of the rank that failed first by itself."""
 
     @property
-    def plan(self) -> Plan:
-        return self.attempts[self.place.most][0].plan
+    def largest(self) -> Attempt:
+        """The attempt of the most workers."""
+        return self.attempts[self.place.most]
 
     @property
     def directory(self) -> Path:
-        return Path(self.plan.run.output_dir).absolute()
+        """The run's."""
+        return self.largest.directory.absolute()
 
     def run(self) -> int:
         """Returns the exit code."""
         while True:
             with stop_requests() as request:
-                end = self._trained(request)
-            told = end.returned
-            if not isinstance(told, RankEnd) or told.status == "failed":
-                self._after_failure(end)
-            elif told.status == "complete":
+                end, why = self._trained(request)
+            if end is None or not end.is_well:
+                self._after_failure(end, why)
+            elif end.exit_code == 0:
                 return 0
-            elif request.received or not (told.left_nodes or self.larger):
+            elif request.received or not (end.left_nodes or self.larger):
                 self.tell(Note("interrupted: the step was finished and saved; add --resume to go on"))
                 return request.exit_code if request.received else INTERRUPTED
-            elif told.left_nodes:
-                self._leave(told.left_nodes)
+            elif end.left_nodes:
+                self.tell(Note("a node will be taken away: saved, going on without it"))
+                self._resume("a node was to be taken away")
+                self.growth.left.update(end.left_nodes)
+                room = sum(cluster_now().without(self.growth.left).slots(self.growth.each))
+                self.place = replace(self.place, most=max(self.place.fewest, min(self.place.most, room)))
             else:
-                self._grow()
+                self.tell(Note(f"room for {self.larger} workers: saved, going on with them"))
+                self._resume("there was room for more workers")
+                self.place = replace(self.place, most=self.larger)
+                self.growth.wanted = self.larger
 
-    def _trained(self, request: StopRequest) -> WorkersEnd:
+    def _trained(self, request: StopRequest) -> tuple[Ended | None, str]:
+        """The end that rank 0 tells, else None and Ray's error."""
         fresh_logs(self.directory)
         self.growth.workers, self.larger = 0, 0
         ray, desk = loaded_ray(), open_desk()
         self.had, self.failed = last_saved(self.directory), None
-        command = command_of(self.plan, ())
         orders = Orders(
-            attempts={world: packed(*each) for world, each in self.attempts.items()},
+            attempts={world: to_json(attempt) for world, attempt in self.attempts.items()},
             had=self.had,
             change=self.change,
             folder=os.getcwd(),
@@ -188,7 +191,7 @@ class _Job:
                 **{name: value for name, value in os.environ.items() if name.startswith("FITUNE_")},
                 **dict(settings_of_environment()),
             },
-            threads=int(command.environment["OMP_NUM_THREADS"]),
+            threads=self.largest.plan.hardware.threads_per_process,
             desk=desk,
         )
         sent: list[bool] = []
@@ -206,7 +209,7 @@ class _Job:
                 desk.stop.remote()
             if failed and not failed_at:
                 failed_at.append(time.monotonic())
-                self.failed = from_json(RankEnd, failed)
+                self.failed = from_json(Ended, failed)
             if not failed_at or shortage_of_ranks(self.directory) is not None:
                 return False
             waited = time.monotonic() - failed_at[0]
@@ -226,7 +229,7 @@ class _Job:
         new = range(max(self.attempts) + 1, room + 1)
         try:
             if new:
-                attempt = self.attempts[self.place.most][0]
+                attempt = self.largest
                 shapes, found = _shapes(self.recipe, new, cluster_now().slots(self.growth.each))
                 _require_shared(attempt)
                 for world in new:
@@ -240,41 +243,27 @@ class _Job:
         self.larger = room if room > self.growth.workers else 0
         return self.larger > 0
 
-    def _grow(self) -> None:
-        self.tell(Note(f"room for {self.larger} workers: saved, going on with them"))
-        self._resume("there was room for more workers")
-        self.place = replace(self.place, most=self.larger)
-        self.growth.wanted = self.larger
-
-    def _leave(self, nodes: Iterable[str]) -> None:
-        self.tell(Note("a node will be taken away: saved, going on without it"))
-        self._resume("a node was to be taken away")
-        self.growth.left.update(nodes)
-        room = sum(cluster_now().without(self.growth.left).slots(self.growth.each))
-        self.place = replace(self.place, most=max(self.place.fewest, min(self.place.most, room)))
-
     def _resume(self, cause: str) -> None:
         self.change = Change(cause=cause, workers_before=self.growth.workers)
         self.attempts = {
-            world: (replace(attempt, resume=True, overwrite=False), recipe)
-            for world, (attempt, recipe) in self.attempts.items()
+            world: replace(attempt, resume=True, overwrite=False) for world, attempt in self.attempts.items()
         }
 
-    def _after_failure(self, end: WorkersEnd) -> None:
+    def _after_failure(self, end: Ended | None, why: str) -> None:
         """Prepare the next attempt when memory ran out. Raises the cause of any other end."""
         self.change = None
         shortage = shortage_of_ranks(self.directory)
-        if shortage is not None and not self.place.is_elastic:
-            attempt, recipe = self.attempts[self.place.most]
-            following = next_attempt(attempt, recipe, shortage, had=self.had, tell=self.tell)
-            self.attempts[self.place.most] = (following, recipe)
-            return
-        if shortage is not None:
+        if shortage is not None and self.place.is_elastic:
             raise OutOfMemory(
                 shortage.message, hint="--workers with one number: the plan is then made smaller"
             )
+        if shortage is not None:
+            self.attempts[self.place.most] = next_attempt(
+                self.largest, shortage, had=self.had, tell=self.tell
+            )
+            return
         write_page(self.directory)
-        raise cause_of(end, self.failed, self.directory, restarts=self.place.restarts)
+        raise cause_of(self.failed or end, why, self.directory, restarts=self.place.restarts)
 
 
 def write_page(directory: Path) -> None:
@@ -284,27 +273,14 @@ def write_page(directory: Path) -> None:
             write_report(directory)
 
 
-def cause_of(end: WorkersEnd, failed: RankEnd | None, directory: Path, *, restarts: int) -> FituneError:
-    """The error that the job ended with: of the rank that failed first by itself."""
+def cause_of(end: Ended | None, why: str, directory: Path, *, restarts: int) -> FituneError:
+    """The error that the job ended with: of the rank that failed first by itself; ``why``: Ray's words."""
     statuses = read_statuses(directory / LOGS)
     told = ended({}, directory, received=[], ranks=range(max(statuses, default=0) + 1))
     if told.cause:
-        return _error(told)
-    own = failed or end.returned
-    if isinstance(own, RankEnd) and own.message:
-        return _error(Ended(exit_code=own.exit_code, cause=own.message, hint=own.hint))
+        return failure(told)
+    if end is not None and end.cause:
+        return failure(end)
     after = f", after {restarts} restart{'s' * (restarts != 1)}" if restarts else ""
-    cause = cause_of_loss(statuses) if statuses else (end.error or LOST)
-    return _error(
-        Ended(
-            exit_code=TrainingFailed.exit_code,
-            cause=f"{cause}{after}",
-            hint="fitune train … --resume goes on",
-        )
-    )
-
-
-def _error(told: Ended) -> TrainingFailed:
-    error = TrainingFailed(told.cause or LOST, hint=told.hint or "fitune train … --resume goes on")
-    error.exit_code = told.exit_code or TrainingFailed.exit_code
-    return error
+    cause = cause_of_loss(statuses) if statuses else (why or LOST)
+    return failure(Ended(exit_code=TrainingFailed.exit_code, cause=f"{cause}{after}"))

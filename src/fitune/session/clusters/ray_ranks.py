@@ -15,37 +15,24 @@ from typing import Any
 
 from fitune.checkpoint.commit import Commit, last_saved
 from fitune.errors import FituneError, PeerGone, RankFailed, RunDirectoryError, exit_code_of
+from fitune.launch.ends import Ended
 from fitune.launch.ray_cluster import loaded_ray
 from fitune.session.clusters.ray_losses import cause_of_loss, has_said_why
-from fitune.session.events import Event, Note, Tell, tell_nobody
-from fitune.session.train.attempts import Attempt
-from fitune.session.train.handover import unpacked
-from fitune.session.train.training import run_attempt
+from fitune.session.events import Note, Tell, tell_nobody
+from fitune.session.signals import INTERRUPTED
+from fitune.session.train.attempts import Attempt, resumed_from
+from fitune.session.train.training import run_to_end
 from fitune.spec.plan import Plan
 from fitune.spec.rank_status import LAUNCHER, read_statuses
-from fitune.spec.recipe.recipe import Recipe
 from fitune.spec.reports import Restart, RunReport, StepReport
 from fitune.spec.run_directory import LOGS
-from fitune.spec.serial import to_data, to_json
+from fitune.spec.serial import from_json, to_data, to_json
 from fitune.track.metrics import readable_steps
 
 _REPORT_SECONDS = 2.0
 """Ray takes one report at each look at its workers."""
 _OWNER_SECONDS = 30.0
 """Ranks that were lost may live so long after their connections closed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankEnd:
-    """End of this rank's part of the run."""
-
-    status: str
-    """``complete``, ``interrupted`` or ``failed``."""
-    left_nodes: tuple[str, ...] = ()
-    """Ids of nodes that will be taken away, for which it was interrupted."""
-    message: str = ""
-    hint: str = ""
-    exit_code: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +59,7 @@ class Orders:
     desk: Any
 
 
-def train_as_rank(config: dict[str, Any]) -> RankEnd:
+def train_as_rank(config: dict[str, Any]) -> Ended:
     """Train as the rank that Ray made this process; every worker calls this."""
     orders: Orders = config["orders"]
     os.environ.update({**orders.environment, LAUNCHER: str(os.getppid())})
@@ -88,123 +75,86 @@ def train_as_rank(config: dict[str, Any]) -> RankEnd:
         try:
             mine = int(ray.get(orders.desk.begin.remote(ranks.rank)))
         except ray.exceptions.RayError:
-            return RankEnd(status="failed")  # the driver waits no longer
+            return Ended(exit_code=1)  # the driver waits no longer
         before = ranks.from_first(lambda: mine)  # a group that grew has ranks that never began
-        attempt, recipe = unpacked(orders.attempts[ranks.world])
-        tell = _desk_teller(orders.desk) if ranks.is_first else tell_nobody
+        attempt = from_json(Attempt, orders.attempts[ranks.world])
+        tell: Tell = (lambda event: orders.desk.tell.remote(event)) if ranks.is_first else tell_nobody
         talker = Talker(orders.desk, is_first=ranks.is_first)
         try:
-            if before and ranks.from_first(lambda: has_said_why(Path(attempt.plan.run.output_dir) / LOGS)):
-                return RankEnd(status="failed")  # the statuses say why: it would fail again
+            if before and ranks.from_first(lambda: has_said_why(attempt.directory / LOGS)):
+                return Ended(exit_code=1)  # the statuses say why: it would fail again
             change = None if before else orders.change
             if before or change:
                 attempt = ranks.from_first(lambda: going_on(attempt, orders.had, ranks.world, change=change))
                 if ranks.is_first:
-                    _await_owner_gone(attempt.plan)
+                    _await_owner_gone(attempt.directory)
                 if ranks.is_first and not change:
                     tell(Note("; ".join(one.cause for one in attempt.restarts[-1:]) + ": starting again"))
-            report = _train(attempt, recipe, tell=tell, talker=talker, ranks=ranks)
+            report = run_to_end(attempt, tell=tell, stop_asked=talker.stop_asked, sinks=[talker], ranks=ranks)
             talker.close(ranks.gathered)
-            return RankEnd(status=report.status, left_nodes=talker.left_nodes)
+            code = INTERRUPTED if report.status == "interrupted" else 0
+            return Ended(exit_code=code, left_nodes=talker.left_nodes)
         except FituneError as error:
             talker.abandon()
-            if isinstance(error, PeerGone) and not has_said_why(Path(attempt.plan.run.output_dir) / LOGS):
+            if isinstance(error, PeerGone) and not has_said_why(attempt.directory / LOGS):
                 raise RankFailed(error.message) from error
-            end = RankEnd(
-                status="failed", message=error.message, hint=error.hint or "", exit_code=exit_code_of(error)
-            )
+            end = Ended(exit_code=exit_code_of(error), cause=error.message, hint=error.hint or "")
             if not ranks.is_alone and not isinstance(error, PeerGone):
-                _end_at_once(orders.desk, end)
+                # It is written down. The others see the end of this process' connections, which nothing else closes
+                # while they wait in a collective.
+                with suppress(ray.exceptions.RayError):
+                    ray.get(orders.desk.fail.remote(to_json(end)))
+                os._exit(end.exit_code)
             return end
-
-
-def _end_at_once(desk: Any, end: RankEnd) -> None:
-    """End this process, whose error is written down: the others see the end of its connections, which nothing else
-    closes while they wait in a collective."""
-    ray = loaded_ray()
-    with suppress(ray.exceptions.RayError):
-        ray.get(desk.fail.remote(to_json(end)))
-    os._exit(end.exit_code)
-
-
-def _train(attempt: Attempt, recipe: Recipe, *, tell: Tell, talker: "Talker", ranks: Any) -> RunReport:
-    """The attempt to its end; of a process alone, those after it that take less memory, too."""
-    ended: RunReport | Attempt = attempt
-    while isinstance(ended, Attempt):
-        ended = run_attempt(
-            ended, recipe, tell=tell, stop_asked=talker.stop_asked, sinks=[talker], ranks=ranks
-        )
-    return ended
 
 
 def going_on(attempt: Attempt, had: Commit | None, workers: int, *, change: Change | None = None) -> Attempt:
     """The attempt from the last checkpoint that this job saved, else from where the job began; ``had`` is the one
     before the job. ``change``: why, where no rank was lost."""
-    directory = Path(attempt.plan.run.output_dir)
+    directory = attempt.directory
     saved = last_saved(directory)
-    if saved is None or saved == had:
+    if saved == had:
         saved = None
-    elsewhere = isinstance(attempt.resume, str) and not attempt.overwrite
-    return replace(
-        attempt,
-        resume=attempt.resume if elsewhere and saved is None else True,
-        overwrite=attempt.overwrite and saved is None,
-        restarts=_restarts(
-            directory, after_step=_first_step(directory, saved, attempt), workers=workers, change=change
-        ),
-    )
-
-
-def _first_step(directory: Path, saved: Commit | None, attempt: Attempt) -> int:
-    if saved is not None:
-        return saved.step
-    earlier = None if attempt.overwrite or not attempt.resume else last_saved(directory)
-    return 0 if earlier is None else earlier.step
-
-
-def _restarts(
-    directory: Path, *, after_step: int, workers: int, change: Change | None
-) -> tuple[Restart, ...]:
-    """Restarts that only lost steps tell of, and the present one."""
-    log = directory / "metrics.jsonl"
+    earlier = saved
+    if saved is None and attempt.resume and not attempt.overwrite:
+        earlier = last_saved(directory)
+    after_step = 0 if earlier is None else earlier.step
+    log, logs = directory / "metrics.jsonl", directory / LOGS
     lost = [step for step in readable_steps(log) if step.step > after_step]
-    statuses = read_statuses(directory / LOGS)
+    statuses = read_statuses(logs)
     change = change or Change(
         cause=cause_of_loss(statuses), workers_before=max(statuses, default=workers - 1) + 1
     )
-    signs = [file.stat().st_mtime for file in (*(directory / LOGS).glob("rank*.json"), log) if file.is_file()]
+    signs = [file.stat().st_mtime for file in (*logs.glob("rank*.json"), log) if file.is_file()]
     present = Restart(
-        cause=change.cause,
-        workers_before=change.workers_before,
-        workers=workers,
-        after_step=after_step,
-        lost_steps=len(lost),
-        lost_at=max(signs, default=time.time()),
+        cause=change.cause, workers_before=change.workers_before, workers=workers, after_step=after_step,
+        lost_steps=len(lost), lost_at=max(signs, default=time.time()),
         repeated_seconds=sum(step.step_seconds + step.data_seconds for step in lost),
+    )  # fmt: skip
+    return replace(
+        attempt,
+        resume=resumed_from(attempt, has_saved=saved is not None),
+        overwrite=attempt.overwrite and saved is None,
+        restarts=(
+            *(one for step in lost for one in step.restarts),
+            present,
+        ),  # lost steps alone tell of earlier ones
     )
-    return (*(one for step in lost for one in step.restarts), present)
 
 
-def _await_owner_gone(plan: Plan) -> None:
+def _await_owner_gone(directory: Path) -> None:
     """Wait until the former first rank, whose connections are closed, is gone. Raises RunDirectoryError."""
     from fitune.spec.run_lock import lock_directory
 
     until = time.monotonic() + _OWNER_SECONDS
     while True:
         try:
-            with lock_directory(Path(plan.run.output_dir)):
+            with lock_directory(directory):
                 return
         except RunDirectoryError:
             if time.monotonic() > until:
                 raise
             time.sleep(0.5)
-
-
-def _desk_teller(desk: Any) -> Tell:
-    def tell(event: Event) -> None:
-        desk.tell.remote(event)
-
-    return tell
 
 
 class Talker:
@@ -218,7 +168,7 @@ class Talker:
 
     def __init__(self, desk: Any, *, is_first: bool) -> None:
         self._is_first = is_first
-        self._stop, self._over, self._step = threading.Event(), threading.Event(), StepFigures()
+        self._stop, self._over, self._step = threading.Event(), threading.Event(), dict[str, float](step=0)
         self._lock, self._rounds = threading.Lock(), 0
         self._thread = threading.Thread(target=self._talk, name="ray", daemon=True)
         self._listener = threading.Thread(target=self._listen, args=(desk,), name="desk", daemon=True)
@@ -232,7 +182,9 @@ class Talker:
             self._thread.start()
 
     def step(self, report: StepReport) -> None:
-        self._step = StepFigures(report)
+        """Keep the numbers of the step's line in metrics.jsonl for Ray."""
+        data = to_data(report)
+        self._step = {name: value for name, value in data.items() if isinstance(value, int | float)}
 
     def finish(self, report: RunReport | None) -> None:
         return
@@ -269,20 +221,7 @@ class Talker:
 
     def _round(self) -> None:
         ray = loaded_ray()
-        ray.train.report(self._step.figures())
+        ray.train.report(self._step)
         if (notice := ray.train.get_preemption_info()) is not None:
             self.left_nodes = tuple(notice.preempted_node_ids)
             self._stop.set()
-
-
-@dataclass(frozen=True, slots=True)
-class StepFigures:
-    """Figures of a step for Ray: the numbers of its line in metrics.jsonl."""
-
-    report: StepReport | None = None
-
-    def figures(self) -> dict[str, float]:
-        if self.report is None:
-            return {"step": 0}
-        data = to_data(self.report)
-        return {name: value for name, value in data.items() if isinstance(value, int | float)}

@@ -1,11 +1,17 @@
-"""Attempts at a run: one that ran out of memory in a step is followed by one that takes less."""
+"""Attempts at a run: one that ran out of memory in a step is followed by one that takes less.
 
+An attempt is handed over as JSON: in the run directory to the ranks of a plan for several processes and to the program
+begun anew, and to the workers of a Ray cluster.
+"""
+
+import json
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fitune.checkpoint.commit import Commit, last_saved
 from fitune.engine.ranks import Ranks
-from fitune.errors import OutOfMemory, Shortage
+from fitune.errors import OutOfMemory, RunDirectoryError, Shortage
 from fitune.estimate.predict import predict
 from fitune.files import write_atomically
 from fitune.planner.retry import describe_size, next_to_try, smaller_plan, why_no_smaller
@@ -13,10 +19,11 @@ from fitune.report.attempts import shortage_words
 from fitune.session.events import RanOutOfMemory, Tell
 from fitune.spec.plan import Plan
 from fitune.spec.predictions import Phase, PlanReport, Priced
-from fitune.spec.recipe.recipe import Recipe
+from fitune.spec.recipe.recipe import Recipe, canonical_keys, parse_recipe
+from fitune.spec.recipe.strict_yaml import parse_value
 from fitune.spec.reports import Restart, Retry
-from fitune.spec.run_directory import SHORTAGE
-from fitune.spec.serial import from_data, read_json, to_json
+from fitune.spec.run_directory import RETRY, SHORTAGE, require_real_files
+from fitune.spec.serial import from_data, read_json, to_data, to_json
 from fitune.units import format_bytes
 
 IN_A_STEP = (*(phase.value for phase in Phase), "evaluating")
@@ -27,6 +34,8 @@ IN_A_STEP = (*(phase.value for phase in Phase), "evaluating")
 class Attempt:
     """One try at a run."""
 
+    recipe: str
+    """YAML, as ``dump_recipe`` writes it."""
     report: PlanReport
     resume: bool | str
     overwrite: bool
@@ -37,41 +46,99 @@ class Attempt:
 
     @property
     def plan(self) -> Plan:
+        """The plan that is executed."""
         return self.report.chosen.plan
 
+    @property
+    def directory(self) -> Path:
+        """The run's."""
+        return Path(self.plan.run.output_dir)
 
-def next_attempt(
-    failed: Attempt, recipe: Recipe, error: OutOfMemory, *, had: Commit | None, tell: Tell
-) -> Attempt:
-    """Tells of one that takes less, and returns it. It begins at the last checkpoint; ``had`` is the last one before
-    the attempt that failed.
+    @property
+    def wanted(self) -> Recipe:
+        """The recipe that was planned."""
+        return parse_recipe(
+            canonical_keys(parse_value(self.recipe, where="the attempt"), where="the attempt")
+        )
+
+
+def hand_over(attempt: Attempt) -> Path:
+    """Write the attempt into its run directory and return that."""
+    attempt.directory.mkdir(parents=True, exist_ok=True)
+    write_atomically(attempt.directory / RETRY, to_json(attempt))
+    return attempt.directory
+
+
+def take_over(directory: Path) -> Attempt:
+    """The attempt that was handed over; it can be taken once. Raises RunDirectoryError."""
+    require_real_files(directory)
+    file = directory / RETRY
+    try:
+        found = from_data(Attempt, read_json(file))
+        file.unlink()
+    except (OSError, ValueError) as error:
+        raise RunDirectoryError(f"{file} cannot be used: {error}", hint="fitune train … --resume") from None
+    return found
+
+
+def program_again(directory: Path) -> list[str]:
+    """The words that start this program again, its script or with -m, to go on with the attempt in ``directory``."""
+    begun = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]
+    return [sys.executable, *begun, "go-on", str(directory)]
+
+
+def next_attempt(failed: Attempt, error: OutOfMemory, *, had: Commit | None, tell: Tell) -> Attempt:
+    """Tells of one that takes less, and returns it. It begins at the last checkpoint of this run, else where the failed
+    one began; ``had`` is the last one before the attempt that failed.
 
     Raises OutOfMemory with what was predicted, what was measured and what to try when there is no such attempt.
     """
-    shortage = error.shortage
+    shortage, recipe = error.shortage, failed.wanted
     if shortage is None or shortage.doing not in IN_A_STEP:
         raise error
-    plan = smaller_plan(failed.plan, recipe, shortage)
+    plan, saved = smaller_plan(failed.plan, recipe, shortage), last_saved(failed.directory)
+    step = 0 if saved is None else saved.step
+    predicted = predict(failed.plan).memory.tensor_peak_bytes
     if plan is None:
-        raise _nothing_smaller(error, shortage, failed.plan, recipe)
-    saved = last_saved(Path(plan.run.output_dir))
-    following = _next(failed, plan, error, shortage, has_saved=saved is not None and saved != had)
-    tell(RanOutOfMemory(retry=following.retries[-1]))
-    return following
+        changes = next_to_try(failed.plan, recipe, shortage)
+        hints = [f"{change.words} ({format_bytes(change.peak_bytes)} predicted)" for change in changes]
+        lines = [
+            error.message,
+            f"  {shortage_words(shortage, predicted_bytes=predicted)}",
+            f"  no smaller micro-batch: {why_no_smaller(failed.plan, shortage)}",
+        ]
+        going_on = f"; --resume goes on from step-{step}" if step else ""
+        hint = ("; or ".join(hints) or "a device with more memory, or a smaller model") + going_on
+        raise OutOfMemory("\n".join(lines), hint=hint, shortage=shortage)
+    estimate = predict(plan)
+    retry = Retry(
+        attempt=len(failed.retries) + 1, reason=error.message.partition("\n")[0], shortage=shortage,
+        before=describe_size(failed.plan), after=describe_size(plan), predicted_bytes=predicted,
+        predicted_after_bytes=estimate.memory.tensor_peak_bytes, after_step=step,
+    )  # fmt: skip
+    words = f"{retry.after} instead of {retry.before}: attempt {retry.attempt} ran out of memory"
+    report = replace(
+        failed.report,
+        chosen=Priced(plan=plan, estimate=estimate),
+        decisions=(*failed.report.decisions, words),
+    )
+    tell(RanOutOfMemory(retry=retry))
+    resume = resumed_from(failed, has_saved=saved is not None and saved != had)
+    return replace(failed, report=report, resume=resume, overwrite=False, retries=(*failed.retries, retry))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _RankShortage:
-    """One rank of several ran out of memory: the others wait in vain, so the job ends and its launcher decides."""
-
-    message: str
-    shortage: Shortage | None
+def resumed_from(attempt: Attempt, *, has_saved: bool) -> bool | str:
+    """Where the run goes on after ``attempt``: at its own last checkpoint, unless it began at another run's and has
+    saved none."""
+    elsewhere = isinstance(attempt.resume, str) and not attempt.overwrite
+    return attempt.resume if elsewhere and not has_saved else True
 
 
 def leave_shortage(plan: Plan, error: OutOfMemory, ranks: Ranks) -> None:
-    """Write down for the launcher that memory ran out on this rank, and what was known then."""
-    left = _RankShortage(message=f"rank {ranks.rank}: {error.message}", shortage=error.shortage)
-    write_atomically(Path(plan.run.output_dir) / SHORTAGE, to_json(left))
+    """Write down for the launcher that memory ran out on this rank, and what was known then: the others wait in vain,
+    so the job ends and its launcher decides."""
+    left = {"message": f"rank {ranks.rank}: {error.message}", "shortage": to_data(error.shortage)}
+    write_atomically(Path(plan.run.output_dir) / SHORTAGE, json.dumps(left))
 
 
 def shortage_of_ranks(directory: Path) -> OutOfMemory | None:
@@ -79,52 +146,6 @@ def shortage_of_ranks(directory: Path) -> OutOfMemory | None:
     file = directory / SHORTAGE
     if not file.is_file():
         return None
-    left = from_data(_RankShortage, read_json(file))
-    return OutOfMemory(left.message, shortage=left.shortage)
-
-
-def _newest_step(plan: Plan) -> int:
-    """Step of the last checkpoint in the run's directory, 0 without any."""
-    saved = last_saved(Path(plan.run.output_dir))
-    return 0 if saved is None else saved.step
-
-
-def _next(
-    attempt: Attempt, plan: Plan, error: OutOfMemory, shortage: Shortage, *, has_saved: bool
-) -> Attempt:
-    """The next attempt, from the last checkpoint of this run, else from where the failed attempt began."""
-    elsewhere = isinstance(attempt.resume, str) and not attempt.overwrite
-    resume = attempt.resume if elsewhere and not has_saved else True
-    retry = Retry(
-        attempt=len(attempt.retries) + 1,
-        reason=error.message.partition("\n")[0],
-        shortage=shortage,
-        before=describe_size(attempt.plan),
-        after=describe_size(plan),
-        predicted_bytes=predict(attempt.plan).memory.tensor_peak_bytes,
-        predicted_after_bytes=predict(plan).memory.tensor_peak_bytes,
-        after_step=_newest_step(plan),
-    )
-    words = f"{retry.after} instead of {retry.before}: attempt {retry.attempt} ran out of memory"
-    report = replace(
-        attempt.report,
-        chosen=Priced(plan=plan, estimate=predict(plan)),
-        decisions=(*attempt.report.decisions, words),
-    )
-    return replace(attempt, report=report, resume=resume, overwrite=False, retries=(*attempt.retries, retry))
-
-
-def _nothing_smaller(error: OutOfMemory, shortage: Shortage, plan: Plan, recipe: Recipe) -> OutOfMemory:
-    """The error with predicted and measured bytes side by side, and the changes that are left to try."""
-    predicted = predict(plan).memory.tensor_peak_bytes
-    changes = next_to_try(plan, recipe, shortage)
-    hints = [f"{change.words} ({format_bytes(change.peak_bytes)} predicted)" for change in changes]
-    lines = [
-        error.message,
-        f"  {shortage_words(shortage, predicted_bytes=predicted)}",
-        f"  no smaller micro-batch: {why_no_smaller(plan, shortage)}",
-    ]
-    saved = _newest_step(plan)
-    going_on = f"; --resume goes on from step-{saved}" if saved else ""
-    hint = ("; or ".join(hints) or "a device with more memory, or a smaller model") + going_on
-    return OutOfMemory("\n".join(lines), hint=hint, shortage=shortage)
+    left = read_json(file)
+    shortage = left["shortage"] and from_data(Shortage, left["shortage"])
+    return OutOfMemory(left["message"], shortage=shortage)

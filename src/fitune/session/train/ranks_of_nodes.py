@@ -9,19 +9,16 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
-from fitune.checkpoint.commit import Commit, last_saved
+from fitune.checkpoint.commit import last_saved
 from fitune.engine.ranks import Ranks
 from fitune.errors import HardwareError, TrainingFailed
 from fitune.estimate.predict import predict
-from fitune.launch.command import command_of
 from fitune.launch.ends import Ended
-from fitune.launch.nodes import Nodes, Place, meeting, place_of
+from fitune.launch.nodes import OneNode, Place, meeting, place_of
 from fitune.launch.torchrun import fresh_logs, run_ranks
 from fitune.session.events import Note, Tell
 from fitune.session.planning import wanted_hardware
-from fitune.session.signals import EXIT_CODES
-from fitune.session.train.attempts import Attempt, next_attempt, shortage_of_ranks
-from fitune.session.train.handover import hand_over, program_again
+from fitune.session.train.attempts import Attempt, hand_over, next_attempt, program_again, shortage_of_ranks
 from fitune.session.train.training import first_attempt
 from fitune.spec.plan import Plan
 from fitune.spec.recipe.recipe import Recipe
@@ -51,6 +48,18 @@ def require_no_launcher(ranks: Ranks) -> None:
         )
 
 
+def require_one_machine(plan: Plan) -> None:
+    """Raises HardwareError for a plan of several machines that says neither which this one is nor where they meet."""
+    hardware = plan.hardware
+    if hardware.nodes > 1:
+        raise HardwareError(
+            f"the plan is for {hardware.nodes} machines, and this one was not told which of them it is",
+            hint="on each of them: fitune train … --node-rank 0 (then 1, …) --rendezvous HOST:PORT, where HOST is the "
+            f"first, with output_dir on a disk that all share; or torchrun --nnodes {hardware.nodes} --nproc-per-node "
+            f"{hardware.gpus_per_node} --rdzv-backend c10d --rdzv-endpoint HOST:PORT -m fitune train …",
+        )
+
+
 def train_on_nodes(recipe: Recipe, place: Place, *, overwrite: bool, tell: Tell) -> int:
     """Train with the other nodes of ``place``; returns the exit code, which is the same on every node.
 
@@ -58,13 +67,11 @@ def train_on_nodes(recipe: Recipe, place: Place, *, overwrite: bool, tell: Tell)
     """
     with meeting(place) as nodes:
         _require_same_request(nodes, recipe, overwrite=overwrite)
-        if place.node == 0:
-            attempt = first_attempt(recipe, overwrite=overwrite, tell=tell)
-            return train_by_ranks(attempt if isinstance(attempt, Attempt) else None, recipe, nodes, tell=tell)
-        return train_by_ranks(None, recipe, nodes, tell=tell)
+        attempt = None if place.node else first_attempt(recipe, overwrite=overwrite, tell=tell)
+        return train_by_ranks(attempt if isinstance(attempt, Attempt) else None, recipe, nodes, tell=tell)
 
 
-def train_by_ranks(attempt: Attempt | None, recipe: Recipe, nodes: Nodes, *, tell: Tell) -> int:
+def train_by_ranks(attempt: Attempt | None, recipe: Recipe, nodes: OneNode, *, tell: Tell) -> int:
     """Train by the ranks of the attempt's plan, and by those of the next one when the memory of any of them ran out in
     a step; returns the exit code.
 
@@ -78,15 +85,21 @@ def train_by_ranks(attempt: Attempt | None, recipe: Recipe, nodes: Nodes, *, tel
                 _require_room_here(plan, recipe)
                 tell(Note(_part_of(plan, nodes)))
             else:
-                fresh_logs(hand_over(attempt, recipe))
+                fresh_logs(hand_over(attempt))
             ended = _run(plan, nodes)
             if attempt is not None:
-                attempt = _after(attempt, ended, recipe, had=had, tell=tell)
-    if ended.exit_code not in (0, *EXIT_CODES.values()) and not ended.is_said:
-        error = TrainingFailed(ended.cause or LOST, hint=ended.hint or "fitune train … --resume goes on")
-        error.exit_code = ended.exit_code
-        raise error
+                shortage = None if ended.is_stop else shortage_of_ranks(attempt.directory)
+                attempt = None if shortage is None else next_attempt(attempt, shortage, had=had, tell=tell)
+    if not (ended.is_well or ended.is_said):
+        raise failure(ended)
     return ended.exit_code
+
+
+def failure(ended: Ended) -> TrainingFailed:
+    """The error that a job ended with."""
+    error = TrainingFailed(ended.cause or LOST, hint=ended.hint or "fitune train … --resume goes on")
+    error.exit_code = ended.exit_code or TrainingFailed.exit_code
+    return error
 
 
 @contextmanager
@@ -96,14 +109,13 @@ def owned_directory(attempt: Attempt | None) -> Iterator[None]:
     if attempt is None:
         yield
         return
-    directory = Path(attempt.plan.run.output_dir)
-    with lock_directory(directory, lock=LAUNCH_LOCK):
-        with lock_directory(directory):
+    with lock_directory(attempt.directory, lock=LAUNCH_LOCK):
+        with lock_directory(attempt.directory):
             pass
         yield
 
 
-def _plan_of_all(attempt: Attempt | None, nodes: Nodes) -> Plan | None:
+def _plan_of_all(attempt: Attempt | None, nodes: OneNode) -> Plan | None:
     """The plan that node 0 has next; None when it has no more."""
     text = nodes.from_first(lambda: "" if attempt is None else to_json(attempt.plan))
     if not text:
@@ -118,51 +130,38 @@ def _plan_of_all(attempt: Attempt | None, nodes: Nodes) -> Plan | None:
     return plan
 
 
-def _run(plan: Plan, nodes: Nodes) -> Ended:
+def _run(plan: Plan, nodes: OneNode) -> Ended:
     """The ranks of this node, and how those of all nodes ended: one exit code, and the cause."""
     directory = Path(plan.run.output_dir)
     run_id = nodes.from_first(lambda: uuid.uuid4().hex)
     nodes.gathered("ready")
+    hardware = plan.hardware
     ended = run_ranks(
-        command_of(plan, program_again(directory)), directory=directory, nodes=nodes, run_id=run_id
-    )
-    if ended.exit_code not in (0, *EXIT_CODES.values()):
+        program_again(directory), processes=hardware.gpus_per_node, threads=hardware.threads_per_process,
+        directory=directory, nodes=nodes, run_id=run_id,
+    )  # fmt: skip
+    if not ended.is_well:
         nodes.call_off(ended.cause or "its ranks ended")
     everyone = [from_json(Ended, text) for text in nodes.gathered(to_json(ended))]
     return job_end(everyone, nodes)
 
 
-def job_end(everyone: Sequence[Ended], nodes: Nodes) -> Ended:
+def job_end(everyone: Sequence[Ended], nodes: OneNode) -> Ended:
     """The end of the node that has the cause; else of one that was stopped by a signal; else the worst."""
     number, end = min(
-        enumerate(everyone),
-        key=lambda each: (
-            not each[1].cause,
-            each[1].exit_code not in EXIT_CODES.values(),
-            -each[1].exit_code,
-        ),
+        enumerate(everyone), key=lambda each: (not each[1].cause, not each[1].is_stop, -each[1].exit_code)
     )
-    node = 0 if nodes.place is None else nodes.place.node
-    cause = f"{nodes.name(number)}: {end.cause}" if end.cause and node != number else end.cause
-    return replace(end, cause=cause, is_said=end.is_said and node == 0)  # rank 0 speaks on node 0 alone
+    is_own = nodes.number == number
+    cause = end.cause if is_own or not end.cause else f"{nodes.name(number)}: {end.cause}"
+    return replace(
+        end, cause=cause, is_said=end.is_said and nodes.number == 0
+    )  # rank 0 speaks on node 0 alone
 
 
-def _after(
-    attempt: Attempt, ended: Ended, recipe: Recipe, *, had: Commit | None, tell: Tell
-) -> Attempt | None:
-    """The next attempt, when the memory of a rank ran out."""
-    shortage = shortage_of_ranks(Path(attempt.plan.run.output_dir))
-    if shortage is None or ended.exit_code in EXIT_CODES.values():
-        return None
-    return next_attempt(attempt, recipe, shortage, had=had, tell=tell)
-
-
-def _require_same_request(nodes: Nodes, recipe: Recipe, *, overwrite: bool) -> None:
+def _require_same_request(nodes: OneNode, recipe: Recipe, *, overwrite: bool) -> None:
     """Raises HardwareError, on every node, naming what differs between their recipes and versions."""
-    facts = {
-        f"{key} in the recipe": value
-        for key, value in recipe.model_dump(mode="json", exclude_defaults=True).items()
-    }
+    given = recipe.model_dump(mode="json", exclude_defaults=True)
+    facts = {f"{key} in the recipe": value for key, value in given.items()}
     facts |= {"--overwrite": overwrite, "python": platform.python_version()}
     facts |= {name: version(name) for name in ("fitune", "torch", "transformers")}
     found = [json.loads(text) for text in nodes.gathered(json.dumps(facts))]
@@ -196,9 +195,9 @@ def _require_room_here(plan: Plan, recipe: Recipe) -> None:
         )
 
 
-def _part_of(plan: Plan, nodes: Nodes) -> str:
+def _part_of(plan: Plan, nodes: OneNode) -> str:
     each = plan.hardware.gpus_per_node
-    first = each * (0 if nodes.place is None else nodes.place.node)
+    first = each * nodes.number
     ranks = f"rank {first}" if each == 1 else f"ranks {first}–{first + each - 1}"
     return (
         f"{ranks} of {plan.hardware.num_gpus} train here; {nodes.name(0)} tells how it goes, and what they say is in "

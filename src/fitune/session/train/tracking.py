@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fitune.engine.ranks import Ranks
 from fitune.errors import FituneError
-from fitune.report.compare import Row, compare, row_texts
+from fitune.report.compare import compare, row_texts
 from fitune.report.run_files import read_run
 from fitune.report.run_page import write_report
 from fitune.session.events import Note, Tell
@@ -18,11 +18,6 @@ from fitune.track.protocol import End
 from fitune.track.trackers import wanted_trackers
 
 _ATTACHED = ("report.html", "report.json", "plan.json", "recipe.yaml")
-
-
-def require_trackers(plan: Plan) -> None:
-    """Raises RecipeError for a tracker that is unknown, MissingExtra for one that is not installed."""
-    wanted_trackers(plan.run.report_to)
 
 
 @contextmanager
@@ -38,9 +33,8 @@ def tracked(plan: Plan, *, tell: Tell, ranks: Ranks) -> Iterator[Sequence[Sink]]
         yield (trackers,)
     finally:
         if trackers.tracked and trackers.close(end_of(directory)):
-            with suppress(
-                FituneError, OSError
-            ):  # the page said nothing of a tracker that failed at the very end
+            # the page said nothing of a tracker that failed at the very end
+            with suppress(FituneError, OSError):
                 write_report(directory)
 
 
@@ -51,19 +45,15 @@ def end_of(directory: Path) -> End:
     except FituneError:
         return End(status="failed", figures={})
     rows = compare(files.estimate, files.run, files.steps)
-    return End(
-        status="failed" if files.run is None else files.run.status,
-        figures=_figures(rows),
-        table=(("", "predicted", "measured", "error"), *(row_texts(row) for row in rows)),
-        files=tuple(str(directory / name) for name in _ATTACHED if (directory / name).is_file()),
-    )
-
-
-def _figures(rows: Sequence[Row]) -> dict[str, float]:
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
     for row in rows:
         name = re.sub(r"\W+", "_", row.what.strip().lower()).strip("_")
         for kind, value in (("predicted", row.predicted), ("measured", row.measured), ("error", row.error)):
             if value is not None:
-                found[f"{kind}/{name}"] = float(value)
-    return found
+                figures[f"{kind}/{name}"] = float(value)
+    return End(
+        status="failed" if files.run is None else files.run.status,
+        figures=figures,
+        table=(("", "predicted", "measured", "error"), *(row_texts(row) for row in rows)),
+        files=tuple(str(directory / name) for name in _ATTACHED if (directory / name).is_file()),
+    )

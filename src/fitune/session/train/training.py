@@ -41,7 +41,7 @@ from fitune.session.reported import report_run
 from fitune.session.train.attempts import Attempt, leave_shortage, next_attempt
 from fitune.session.train.checks import complete_run, require_room_on_disk
 from fitune.session.train.first_use import measure_on_first_use
-from fitune.session.train.tracking import require_trackers, tracked
+from fitune.session.train.tracking import tracked
 from fitune.spec.machines.hardware import Hardware
 from fitune.spec.plan import Plan
 from fitune.spec.predictions import PlanReport
@@ -51,6 +51,7 @@ from fitune.spec.schedule import total_steps
 from fitune.spec.serial import to_json
 from fitune.spec.words import describe_plan
 from fitune.track.metrics import Sink
+from fitune.track.trackers import wanted_trackers
 from fitune.train.beginning import put_metrics_back
 from fitune.train.current import Callbacks
 from fitune.train.directory import require_own_directory
@@ -68,10 +69,17 @@ def train_recipe(recipe: Recipe, *, overwrite: bool, tell: Tell, stop_asked: Cal
     ``stop_asked`` is asked after every step."""
     if recipe.gpu is None and recipe.gpus is None:
         recipe = recipe.model_copy(update={"gpus": 1})
-    ended: RunReport | Attempt = first_attempt(recipe, overwrite=overwrite, tell=tell)
-    while isinstance(ended, Attempt):
-        ended = run_attempt(ended, recipe, tell=tell, stop_asked=stop_asked)
-    return ended
+    return run_to_end(first_attempt(recipe, overwrite=overwrite, tell=tell), tell=tell, stop_asked=stop_asked)
+
+
+def run_to_end(
+    attempt: Attempt | RunReport, *, tell: Tell, stop_asked: Callable[[], bool], sinks: Sequence[Sink] = (),
+    ranks: Ranks = ALONE,
+) -> RunReport:  # fmt: skip
+    """The report of the attempt, or of one after it that took less memory, in this process."""
+    while isinstance(attempt, Attempt):
+        attempt = run_attempt(attempt, tell=tell, stop_asked=stop_asked, sinks=sinks, ranks=ranks)
+    return attempt
 
 
 def first_attempt(
@@ -97,10 +105,14 @@ def first_attempt(
     plan = report.chosen.plan
     tell(Planned(report=report))
     if here is None:  # else the ranks are started where the devices are
-        _require_planned_cards(report, ranks, tell=tell)
+        require_planned_cards(plan, ranks)
+        if not hardware.gpu.is_cpu and (note := other_card(plan.hardware.gpu, ranks.local)):
+            tell(Note(note))
+        if ranks.is_alone:
+            require_free(plan.hardware, report.chosen.estimate.peak_bytes)
     directory = Path(plan.run.output_dir)
     require_own_directory(plan)
-    require_trackers(plan)
+    wanted_trackers(plan.run.report_to)  # refuses those that are unknown or not installed
     is_fetched = ranks.from_first(lambda: examined_store(plan.run, overwrite=overwrite))
     complete = (
         None if overwrite else complete_run(directory, plan, resume=recipe.resume, saved_elsewhere=is_fetched)
@@ -112,37 +124,38 @@ def first_attempt(
         tell(Note(f"{directory}: already complete; --overwrite starts anew"))
         return complete
     require_room_on_disk(plan)
-    return Attempt(report=report, resume=recipe.resume, overwrite=overwrite)
-
-
-def _require_planned_cards(report: PlanReport, ranks: Ranks, *, tell: Tell) -> None:
-    """Raises HardwareError where this machine's GPUs are less than the plan is for, or others hold what it takes."""
-    hardware = report.chosen.plan.hardware
-    require_planned_cards(report.chosen.plan, ranks)
-    if not hardware.gpu.is_cpu and (note := other_card(hardware.gpu, ranks.local)):
-        tell(Note(note))
-    if ranks.is_alone:
-        require_free(hardware, report.chosen.estimate.peak_bytes)
+    return Attempt(recipe=dump_recipe(recipe), report=report, resume=recipe.resume, overwrite=overwrite)
 
 
 def run_attempt(
-    attempt: Attempt,
-    recipe: Recipe,
-    *,
-    tell: Tell,
-    stop_asked: Callable[[], bool],
-    sinks: Sequence[Sink] = (),
-    ranks: Ranks = ALONE,
-) -> RunReport | Attempt:
-    """Run the attempt and compare it with its prediction. Returns the next attempt when memory ran out in a step."""
-    plan = attempt.plan
+    attempt: Attempt, *, tell: Tell, stop_asked: Callable[[], bool], sinks: Sequence[Sink] = (), ranks: Ranks = ALONE
+) -> RunReport | Attempt:  # fmt: skip
+    """Run the attempt and compare it with its prediction. Returns the next attempt when memory ran out in a step; a run
+    that fails has its page, too."""
+    plan, had = attempt.plan, last_saved(attempt.directory)
     with tracked(plan, tell=tell, ranks=ranks) as trackers:
-        sinks = [*sinks, *trackers]
-        ended = _run_or_report(attempt, recipe, tell=tell, stop_asked=stop_asked, sinks=sinks, ranks=ranks)
-        if isinstance(ended, Attempt) or not ranks.is_first:
+        try:
+            try:
+                ended = run_once(
+                    attempt, tell=tell, stop_asked=stop_asked, sinks=[*sinks, *trackers], ranks=ranks
+                )
+            except OutOfMemory as error:
+                release(error)
+                if not ranks.is_alone:
+                    leave_shortage(plan, error, ranks)
+                if stop_asked() or not ranks.is_alone:
+                    raise
+                return next_attempt(attempt, error, had=had, tell=tell)
+        except FituneError as error:
+            if error.exit_code != FituneError.exit_code and ranks.is_first:
+                with suppress(FituneError, OSError):  # the cause is worth more than the page
+                    tell(Note(f"report: {write_report(attempt.directory)}"))
+                    send_end(plan, tell=tell, has_other_end=True)
+            raise
+        if not ranks.is_first:
             return ended
         with work_under_way():
-            tell(Compared(reported=report_run(Path(plan.run.output_dir))))
+            tell(Compared(reported=report_run(attempt.directory)))
     if ended.exported:
         tell(
             Exported(title=TITLES[plan.run.export], path=Path(ended.exported), merged_loss=ended.merged_loss)
@@ -154,10 +167,8 @@ def run_attempt(
 def make_up_for_missing(directory: Path, plan: Plan, report: RunReport, *, tell: Tell) -> None:
     """Write the export or the page of a complete run that is not there: a run may be killed after its report.json."""
     kind = plan.run.export
-    owes_export, owes_page = (
-        not (directory / EXPORT_FOLDERS[kind]).is_dir(),
-        not (directory / "report.html").is_file(),
-    )
+    owes_export = not (directory / EXPORT_FOLDERS[kind]).is_dir()
+    owes_page = not (directory / "report.html").is_file()
     if owes_export or owes_page:
         try:
             put_metrics_back(directory, plan, steps=report.steps, on_note=lambda note: tell(Note(note)))
@@ -184,59 +195,20 @@ def send_end(plan: Plan, *, tell: Tell, has_other_end: bool = False) -> None:
         tell(Note(f"warning: {error.message}"))
 
 
-def _run_or_report(
-    attempt: Attempt,
-    recipe: Recipe,
-    *,
-    tell: Tell,
-    stop_asked: Callable[[], bool],
-    sinks: Sequence[Sink],
-    ranks: Ranks,
-) -> RunReport | Attempt:
-    """The report of the attempt, or the attempt to try after it; a run that fails has its page, too."""
-    had = last_saved(Path(attempt.plan.run.output_dir))
-    try:
-        try:
-            return run_once(attempt, recipe, tell=tell, stop_asked=stop_asked, sinks=sinks, ranks=ranks)
-        except OutOfMemory as error:
-            release(error)
-            if not ranks.is_alone:
-                leave_shortage(attempt.plan, error, ranks)
-            if stop_asked() or not ranks.is_alone:
-                raise
-            return next_attempt(attempt, recipe, error, had=had, tell=tell)
-    except FituneError as error:
-        if error.exit_code != FituneError.exit_code and ranks.is_first:
-            with suppress(FituneError, OSError):  # the cause is worth more than the page
-                tell(Note(f"report: {write_report(Path(attempt.plan.run.output_dir))}"))
-                send_end(attempt.plan, tell=tell, has_other_end=True)
-        raise
-
-
 def run_once(
-    attempt: Attempt,
-    recipe: Recipe,
-    *,
-    tell: Tell,
-    stop_asked: Callable[[], bool],
-    sinks: Sequence[Sink] = (),
-    ranks: Ranks = ALONE,
-) -> RunReport:
+    attempt: Attempt, *, tell: Tell, stop_asked: Callable[[], bool], sinks: Sequence[Sink] = (), ranks: Ranks = ALONE
+) -> RunReport:  # fmt: skip
     """Execute the attempt's plan with the estimate written beside it, for the report to compare."""
-    report, plan = attempt.report, attempt.plan
-    directory = Path(plan.run.output_dir)
+    plan = attempt.plan
 
     def on_data(data: PreparedData, loader: Loader, steps_of_other_plan: int) -> None:
-        tell(
-            DataRead(
-                train=data.train_ledger, held_out=data.eval_ledger, also_trained=tuple(data.also_trained)
-            )
-        )
+        also = tuple(data.also_trained)
+        tell(DataRead(train=data.train_ledger, held_out=data.eval_ledger, also_trained=also))
         if not ranks.is_first:
             return
-        prediction = predict_run(report, loader, after=steps_of_other_plan)
+        prediction = predict_run(attempt.report, loader, after=steps_of_other_plan)
         tell(Predicted(prediction=prediction, plan=plan))
-        write_atomically(directory / "estimate.json", to_json(prediction))
+        write_atomically(attempt.directory / "estimate.json", to_json(prediction))
 
     told = (StepTeller(tell),) if ranks.is_first else ()
     return run(
@@ -252,7 +224,7 @@ def run_once(
         sinks=[*told, *sinks],
         resume=attempt.resume,
         overwrite=attempt.overwrite,
-        files={"recipe.yaml": dump_recipe(recipe, anywhere=True)},
+        files={"recipe.yaml": dump_recipe(attempt.wanted, anywhere=True)},
         retries=attempt.retries,
         restarts=attempt.restarts,
         ranks=ranks,
