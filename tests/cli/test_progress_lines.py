@@ -7,8 +7,7 @@ from contextlib import closing
 
 import pytest
 
-from fitune.cli.terminal import Progress
-from fitune.session.train.step_words import StepPace, step_line
+from fitune.cli.terminal import Progress, step_line
 from fitune.spec.reports import StepReport
 
 MakeStep = Callable[..., StepReport]
@@ -72,13 +71,10 @@ def test_the_highest_peak_stays_when_a_step_was_not_measured(make_step: MakeStep
 
 
 def test_the_time_left_leaves_the_first_step_out(make_step: MakeStep) -> None:
-    pace = StepPace()
-    pace.add(make_step(1, step_seconds=60.0))
-    assert pace.remaining_seconds(make_step(1)) == pytest.approx(199 * 60.01)
-    for step in range(2, 6):
-        pace.add(make_step(step, step_seconds=2.0, data_seconds=0.5))
-    assert pace.remaining_seconds(make_step(5)) == pytest.approx(195 * 2.5)
-    assert pace.remaining_seconds(make_step(200)) == 0
+    steps = [make_step(step, total_steps=205, step_seconds=2.0, data_seconds=0.5) for step in range(2, 6)]
+    lines = lines_of([make_step(1, total_steps=205, step_seconds=60.0, data_seconds=0.0), *steps])
+    assert lines[0].endswith("3 h 24 min left")
+    assert lines[-1].endswith("8 min 20 s left")
 
 
 def test_the_last_line_has_no_time_left(make_step: MakeStep) -> None:

@@ -5,14 +5,14 @@ Live bars for a person at a terminal, a plain line now and then in a log.
 
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TextIO
 
 from fitune.session.events import Event, Reading, RowsAnswered, StepsBegin, StepsEnd, WeightsRead
-from fitune.session.train.reading_words import ReadingPace, Show, at_most_every
-from fitune.session.train.step_words import StepPace, is_worth_a_line
 from fitune.spec.reports import StepReport
+from fitune.units import format_bytes, format_count, format_learning_rate, format_number, format_seconds
 
 
 class Terminal:
@@ -32,18 +32,27 @@ class Terminal:
     def __call__(self, event: Event) -> None:
         match event:
             case Reading():
-                self._read(event)
+                if self._show_reading is None:
+                    self._show_reading = self._bars.enter_context(reading_bar())
+                self._show_reading(event)
             case WeightsRead():
-                self._load(event)
+                if self._show_weights is None:
+                    self._show_weights = self._bars.enter_context(loading_bar(quiet=self._quiet))
+                self._show_weights(event.done_bytes, event.total_bytes)
             case StepsBegin():
-                self._begin(event)
+                self._progress = Progress(log_every=event.plan.run.log_every, name=event.run_name)
+                self._bars.callback(self._progress.close)
             case StepReport():
                 if self._progress is not None:
                     self._progress.step(event)
             case StepsEnd():
-                self._close()
+                self.__exit__()
             case RowsAnswered():
-                _count_rows(event)
+                if sys.stderr.isatty():
+                    end = "\n" if event.done == event.total else ""
+                    print(f"\r{event!s:<72}", end=end, file=sys.stderr, flush=True)
+                elif event.is_due:
+                    print(event, file=sys.stderr, flush=True)
             case _:
                 print(event, file=self._lines)
 
@@ -51,98 +60,89 @@ class Terminal:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        self._close()
-
-    def _read(self, reading: Reading) -> None:
-        if self._show_reading is None:
-            self._show_reading = self._bars.enter_context(reading_bar())
-        self._show_reading(reading)
-
-    def _load(self, read: WeightsRead) -> None:
-        if self._show_weights is None:
-            self._show_weights = self._bars.enter_context(loading_bar(quiet=self._quiet))
-        self._show_weights(read.done_bytes, read.total_bytes)
-
-    def _begin(self, event: StepsBegin) -> None:
-        self._progress = Progress(log_every=event.plan.run.log_every)
-        self._bars.callback(self._progress.close)
-        self._progress.start(event.run_name)
-
-    def _close(self) -> None:
         self._bars.close()
         self._show_reading = self._show_weights = self._progress = None
-
-
-def _count_rows(rows: RowsAnswered) -> None:
-    """Rows done on one line of a terminal; a line now and then in a log."""
-    if sys.stderr.isatty():
-        end = "\n" if rows.done == rows.total else ""
-        print(f"\r{rows!s:<72}", end=end, file=sys.stderr, flush=True)
-    elif rows.is_due:
-        print(rows, file=sys.stderr, flush=True)
 
 
 class Progress:
     """Shows steps on ``stream`` (standard output): live in a terminal, else every ``log_every`` steps.
 
-    The first, the last, a skipped and an evaluated step are always printed. ``close`` gives the terminal back.
+    The first, the last, a skipped and an evaluated step always have a line. ``close`` gives the terminal back.
     """
 
-    def __init__(self, *, log_every: int = 1, stream: TextIO | None = None) -> None:
+    def __init__(self, *, log_every: int = 1, name: str = "train", stream: TextIO | None = None) -> None:
         self._stream = sys.stdout if stream is None else stream
         self._log_every = max(log_every, 1)
-        self._pace = StepPace()
-        self._first = True
-        self._bar = _LiveBar(self._stream) if self._stream.isatty() else None
+        self._seconds: deque[float] = deque(maxlen=50)
+        self._steps = self._memory_bytes = 0
+        self._live: Any = None
+        if self._stream.isatty():
+            from rich.console import Console, Group
+            from rich.live import Live
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+            from rich.progress import Progress as Bar
+            from rich.text import Text
 
-    def start(self, run_name: str) -> None:
-        if self._bar is not None:
-            self._bar.start(run_name)
+            self._bar = Bar(TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
+            self._task = self._bar.add_task(name, total=None)
+            self._note = Text("", no_wrap=True, overflow="ellipsis")
+            console = Console(file=self._stream, highlight=False)
+            self._live = Live(Group(self._bar, self._note), console=console, refresh_per_second=4)
+            self._live.start()
 
     def step(self, report: StepReport) -> None:
-        self._pace.add(report)
-        if self._bar is not None:
-            self._bar.update(report, note=self._pace.details(report), line=self._pace.line(report))
-        elif self._first or is_worth_a_line(report, log_every=self._log_every):
-            print(self._pace.line(report), file=self._stream, flush=True)
-        self._first = False
+        """Show the step, with the time left by the mean of the last steps; the first of them only warms up."""
+        if self._steps == 1:
+            self._seconds.clear()
+        self._steps += 1
+        self._seconds.append(report.step_seconds + report.data_seconds)
+        self._memory_bytes = max(self._memory_bytes, *report.memory_bytes.values(), 0)
+        left = max(report.total_steps - report.step, 0) * sum(self._seconds) / len(self._seconds)
+        line = step_line(report, memory_bytes=self._memory_bytes, remaining=left)
+        is_odd = report.skipped or report.eval_loss is not None
+        if self._live is not None:
+            self._bar.update(self._task, completed=report.step, total=report.total_steps)
+            self._note.plain = step_line(
+                report, memory_bytes=self._memory_bytes, remaining=left, number=False
+            )
+            if is_odd:
+                self._live.console.print(line, markup=False, no_wrap=True, overflow="ellipsis")
+        elif (
+            is_odd
+            or self._steps == 1
+            or not report.step % self._log_every
+            or report.step == report.total_steps
+        ):
+            print(line, file=self._stream, flush=True)
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        """Give the terminal back."""
+        if self._live is not None:
+            self._live.stop()
 
 
-class _LiveBar:
-    """A bar with a line of numbers below it, drawn by rich; evaluated steps stay on the screen above it."""
+def step_line(report: StepReport, *, memory_bytes: int, remaining: float, number: bool = True) -> str:
+    """``step 12/200  loss 2.314  lr 1.9e-04  grad 0.820  1,234 tok/s  412.0 MiB  42.0 s left``, at most 80 columns.
 
-    def __init__(self, stream: TextIO) -> None:
-        from rich.console import Console, Group
-        from rich.live import Live
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-        from rich.text import Text
-
-        self._console = Console(file=stream, highlight=False)
-        self._bar = Progress(
-            TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()
-        )
-        self._note = Text("", no_wrap=True, overflow="ellipsis")
-        self._live = Live(Group(self._bar, self._note), console=self._console, refresh_per_second=4)
-        self._task: Any = None
-
-    def start(self, run_name: str) -> None:
-        self._task = self._bar.add_task(run_name, total=None)
-        self._live.start()
-
-    def update(self, report: StepReport, *, note: str, line: str) -> None:
-        if self._task is None:
-            self.start("train")
-        self._bar.update(self._task, completed=report.step, total=report.total_steps)
-        self._note.plain = note
-        if report.eval_loss is not None or report.skipped:
-            self._console.print(line, markup=False, no_wrap=True, overflow="ellipsis")
-
-    def stop(self) -> None:
-        self._live.stop()
+    What tells least is left out; metrics.jsonl has everything. ``memory_bytes`` is the highest peak so far, 0 for none.
+    """
+    step = f"step {report.step:>{len(str(report.total_steps))}}/{report.total_steps}" if number else ""
+    parts = [  # each with its turn to be left out; 0 stays
+        (step, 0),
+        (f"loss {format_number(report.loss)}", 0),
+        (f"eval {format_number(report.eval_loss)}" if report.eval_loss is not None else "", 0),
+        (f"skipped, loss scale {report.loss_scale:g}" if report.skipped else "", 0),
+        (f"lr {format_learning_rate(report.learning_rate)}", 2),
+        (f"grad {format_number(report.grad_norm, digits=3)}", 3),
+        (f"{report.tokens_per_second:,.0f} tok/s", 5),
+        (format_bytes(memory_bytes) if memory_bytes else "", 4),
+        (f"{format_seconds(remaining)} left" if remaining else "", 6),
+        (f"epoch {report.epoch:.2f}", 1),
+    ]
+    kept = [part for part in parts if part[0]]
+    while len(line := "  ".join(text for text, _ in kept)) > 80 and any(turn for _, turn in kept):
+        kept.remove(min((part for part in kept if part[1]), key=lambda part: part[1]))
+    return line
 
 
 def print_coloured(screen: str) -> None:
@@ -158,9 +158,6 @@ def print_coloured(screen: str) -> None:
     text.highlight_regex(r"✘ DOES NOT FIT|█+(?=.* short)", "bold red")
     text.highlight_regex(r"^  [A-Z][a-z ]+(?=  )", "bold")
     Console(highlight=False, soft_wrap=True).print(text)
-
-
-_BAR_EVERY_S, _LINE_EVERY_S = 0.2, 30.0
 
 
 @contextmanager
@@ -185,31 +182,56 @@ def loading_bar(*, quiet: bool, stream: TextIO | None = None) -> Iterator[Callab
 
 
 @contextmanager
-def reading_bar() -> Iterator[Show]:
-    """Yields what is told how far it is. The bar is on standard error, and gone when the data is read."""
-    stream, pace = sys.stderr, ReadingPace(time.monotonic)
+def reading_bar() -> Iterator[Callable[[Reading], None]]:
+    """Yields what is told how far it is. The bar is on standard error, and gone when the data is read.
 
-    def print_line(reading: Reading) -> None:
-        print(pace.line(reading), file=stream, flush=True)
+    Small data is read before there is anything to see: a bar comes after a second, a line of a log after half a minute.
+    """
+    stream, began = sys.stderr, time.monotonic()
+    every_s = 0.2 if stream.isatty() else 30.0
+    due, is_shown = began + max(every_s, 1.0), False
+
+    def show_at_most_every(show: Callable[[Reading, float, str], None]) -> Callable[[Reading], None]:
+        def told(reading: Reading) -> None:
+            nonlocal due, is_shown
+            now = time.monotonic()
+            if now < due and not (reading.doing == "done" and is_shown):
+                return
+            due, is_shown = now + every_s, True
+            # the share of all bytes that was read, whose rows may wait to be tokenised
+            share = min(1.0, reading.bytes_read / reading.bytes_in_all) if reading.bytes_in_all else 0.0
+            words = format_bytes(reading.bytes_read)
+            if reading.rows:
+                passed = max(now - began, 1e-9)
+                left = f", {format_seconds(passed / share - passed)} left" if 0 < share < 1 else ""
+                count = f"{reading.rows:,} rows, {format_count(reading.tokens)} tokens"
+                words = f"{count}, {reading.rows / passed:,.0f} rows/s{left}"
+            show(reading, share, words)
+
+        return told
+
+    def print_line(reading: Reading, share: float, words: str) -> None:
+        doing = "tokenised" if reading.doing == "done" else reading.doing
+        print(f"{doing}: {words}", file=stream, flush=True)
 
     if not stream.isatty():
-        yield at_most_every(_LINE_EVERY_S, print_line, time.monotonic)
+        yield show_at_most_every(print_line)
         return
     from rich.progress import BarColumn, TextColumn
 
     doing, note = (TextColumn(text, markup=False) for text in ("{task.description}", "{task.fields[note]}"))
     with _transient_bar(stream, doing, BarColumn(10), note) as (bar, task):
 
-        def show(reading: Reading) -> None:
+        def draw(reading: Reading, share: float, words: str) -> None:
             if reading.doing == "done":
                 bar.stop()
                 return
             bar.start()
-            share, words = pace.share(reading), pace.words(reading)
-            total = 1.0 if share else None
-            bar.update(task, description=reading.doing, completed=share, total=total, note=words)
+            bar.update(
+                task, description=reading.doing, completed=share, total=1.0 if share else None, note=words
+            )
 
-        yield at_most_every(_BAR_EVERY_S, show, time.monotonic)
+        yield show_at_most_every(draw)
 
 
 @contextmanager

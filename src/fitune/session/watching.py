@@ -12,7 +12,6 @@ from fitune.report.run_files import RunFiles, read_run
 from fitune.report.run_page import page_of
 from fitune.report.under_way import Sign, UnderWay, state_line
 from fitune.session.signals import quiet_stop
-from fitune.session.train.step_words import StepPace
 from fitune.spec.rank_status import read_statuses, status_of
 from fitune.spec.run_directory import LOCK, LOGS
 from fitune.spec.run_lock import owners_of
@@ -23,7 +22,6 @@ Tell = Callable[[str], None]
 _LOOK_SECONDS = 1.0
 _SHARE = 0.05
 """Share of one core that watching may take: the page of a long run is written less often."""
-_PACE_STEPS = 51
 _SIGNS = ("metrics.jsonl", "estimate.json", "plan.json", LOCK)
 
 
@@ -53,9 +51,8 @@ class RunView:
     def _under_way(self, files: RunFiles) -> UnderWay:
         now = time.time()
         last = files.steps[-1] if files.steps else None
-        pace = StepPace()
-        for step in files.steps[-_PACE_STEPS:]:
-            pace.add(step)
+        # the first step warms up
+        recent = [one.step_seconds + one.data_seconds for one in files.steps[1:][-50:] or files.steps]
         saved = last_saved(self.directory)
         logs = self.directory / LOGS
         signs = tuple(
@@ -69,7 +66,7 @@ class RunView:
             last_sign_s=min([*ages, *(sign.seconds for sign in signs)]),
             step=last.step if last else 0,
             total_steps=last.total_steps if last else 0,
-            remaining_s=pace.remaining_seconds(last) if last else 0.0,
+            remaining_s=max(last.total_steps - last.step, 0) * sum(recent) / len(recent) if last else 0.0,
             saved_step=saved.step if saved else None,
             signs=signs,
         )

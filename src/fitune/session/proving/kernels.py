@@ -172,18 +172,9 @@ def fused_loss(numbers: Numbers, device: torch.device) -> ProofCheck:
     )  # fmt: skip
 
 
-def _normed(x: Tensor, weight: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * weight
-
-
 def _turned(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     return x * cosine + torch.cat((-second, first), dim=-1) * sine
-
-
-def _halves(x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
 
 
 def liger(operation: str, numbers: Numbers, device: torch.device) -> ProofCheck:
@@ -195,11 +186,13 @@ def liger(operation: str, numbers: Numbers, device: torch.device) -> ProofCheck:
     on_device, exact = [x.to(device) for x in turns], [x.float() for x in turns]
     known: dict[str, tuple[Callable[..., Any], Callable[..., Any], list[tuple[int, ...]]]] = {
         "norm": (
-            lambda x, w: kernels.rms_norm(x, w, eps=1e-6, offset=0.0, in_fp32=False), _normed, [wide, (96,)],
+            lambda x, w: kernels.rms_norm(x, w, eps=1e-6, offset=0.0, in_fp32=False),
+            lambda x, w: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * w,
+            [wide, (96,)],
         ),
         "silu": (kernels.silu_product, lambda gate, up: F.silu(gate) * up, [wide] * 2),
         "gelu": (kernels.gelu_product, lambda gate, up: F.gelu(gate, approximate="tanh") * up, [wide] * 2),
-        "halves": (kernels.silu_halves, _halves, [wide]),
+        "halves": (kernels.silu_halves, lambda x: F.silu(x[..., :48]) * x[..., 48:], [wide]),
         "rotate": (
             lambda q, k: kernels.rotate(q, k, *on_device),
             lambda q, k: (_turned(q, *exact), _turned(k, *exact)),

@@ -27,16 +27,17 @@ from fitune.spec.machines.hardware import Hardware, Numbers
 from fitune.spec.machines.proof import MOST_MEMORY_ERROR, Proof, ProofCheck, ProvedPlan, measured_by
 from fitune.units import format_bytes, format_percent, format_rate, format_seconds
 
-Parts = Mapping[str, Callable[[], ProofCheck | ProvedPlan]]
+Result = ProofCheck | ProvedPlan
+Parts = Mapping[str, Callable[[], Result]]
 """Name -> what is to be run."""
 _NO_MORE_AFTER_S = 540.0
 _LIBRARIES = ("fitune", "torch", "transformers", "peft", "bitsandbytes", "hqq", "liger_kernel", "triton")
 
 
-def parts_of(hardware: Hardware, device: torch.device) -> dict[str, Callable[[], ProofCheck | ProvedPlan]]:
+def parts_of(hardware: Hardware, device: torch.device) -> dict[str, Callable[[], Result]]:
     """Everything that is proved on ``device``: kernels, losses, offload, copies, plans."""
     half: Numbers = "bf16" if hardware.gpu.is_cpu or hardware.gpu.has_bf16 else "fp16"
-    parts: dict[str, Callable[[], ProofCheck | ProvedPlan]] = {}
+    parts: dict[str, Callable[[], Result]] = {}
     for numbers in ("fp32", half):
         parts |= kernel_checks(numbers, device)
     for numbers in ("fp32", half):
@@ -59,11 +60,17 @@ def prove(*, tell: Callable[[str], None], out: Path | None = None, parts: Parts 
 
     What was measured is written also when a signal ends it. Raises HardwareError when the record cannot be written.
     """
-    if out is not None:
-        _require_folder(out)
+    if out is not None:  # a record that has no place is refused before ten minutes are spent on it
+        hint = "a file in a folder of yours"
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise HardwareError(f"--out {out}: {error.strerror}", hint=hint) from None
+        if not os.access(out.parent, os.W_OK):
+            raise HardwareError(f"--out {out}: its folder cannot be written to", hint=hint)
     hardware, device = this_device()
     parts = parts_of(hardware, device) if parts is None else parts
-    began, found = time.perf_counter(), dict[str, ProofCheck | ProvedPlan]()
+    began, found = time.perf_counter(), dict[str, Result]()
     tell(f"proving {hardware.gpu.name}: {len(parts)} checks, at most {format_seconds(_NO_MORE_AFTER_S)}")
     try:
         for name, run in parts.items():
@@ -78,21 +85,7 @@ def prove(*, tell: Callable[[str], None], out: Path | None = None, parts: Parts 
     return proof
 
 
-def _require_folder(out: Path) -> None:
-    """Raises HardwareError before ten minutes are spent on a record that has no place."""
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise HardwareError(f"--out {out}: {error.strerror}", hint="a file in a folder of yours") from None
-    if not os.access(out.parent, os.W_OK):
-        raise HardwareError(
-            f"--out {out}: its folder cannot be written to", hint="a file in a folder of yours"
-        )
-
-
-def _result(
-    name: str, run: Callable[[], ProofCheck | ProvedPlan], device: torch.device
-) -> ProofCheck | ProvedPlan:
+def _result(name: str, run: Callable[[], Result], device: torch.device) -> Result:
     """Runs a part and returns its result, a failed one for an error; then empties the device for the next part."""
     try:
         return run()
@@ -117,7 +110,7 @@ def _not_run(name: str, why: str) -> ProofCheck:
     return ProofCheck(name=name, passed=None, why=why)
 
 
-def _record(hardware: Hardware, device: torch.device, results: Sequence[ProofCheck | ProvedPlan]) -> Proof:
+def _record(hardware: Hardware, device: torch.device, results: Sequence[Result]) -> Proof:
     gpu, on_gpu = hardware.gpu, device.type == "cuda"
     number = str(torch.cuda.get_device_properties(device).uuid) if on_gpu else platform.node()
     installed = {name: importlib.metadata.version(name) for name in _LIBRARIES if find_spec(name)}
@@ -139,7 +132,7 @@ def _record(hardware: Hardware, device: torch.device, results: Sequence[ProofChe
     )
 
 
-def line_of(found: ProofCheck | ProvedPlan) -> str:
+def line_of(found: Result) -> str:
     """Name, verdict and figures of one result."""
     if isinstance(found, ProvedPlan):
         memory, speed = found.measured / found.predicted - 1, found.predicted_s / found.measured_s - 1

@@ -2,12 +2,11 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
 
 from fitune.errors import HardwareError
 from fitune.estimate.predict import predict
@@ -52,19 +51,6 @@ WARM_UP, _TIMED = 2, 3
 """Steps in which states, workspaces and the allocator's segments appear; steps that are timed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Steps:
-    """Peaks by phase, without the libraries' workspace, of the last step; what lies outside of them; seconds of one."""
-
-    phases: dict[Phase, int]
-    outside: dict[str, int]
-    seconds: float
-
-    @property
-    def peak_bytes(self) -> int:
-        return max(self.phases.values())
-
-
 def sized_plan(case: Case, hardware: Hardware) -> tuple[Plan, Shape, Estimate]:
     """The case on the largest model that leaves this card room, half of its blocks recomputed.
 
@@ -83,38 +69,27 @@ def sized_plan(case: Case, hardware: Hardware) -> tuple[Plan, Shape, Estimate]:
 
 
 def proved_plan(name: str, hardware: Hardware) -> ProvedPlan:
-    """One of PLANS, predicted and run."""
+    """One of PLANS, predicted and run: steps to warm up, timed steps, one measured by phase."""
     plan, shape, estimate = sized_plan(CASES[name], hardware)
-    steps = run_steps(plan, config_of(shape))
-    return ProvedPlan(
-        id=f"{name} {shape.model or 'width 128'} × {shape.layers}",
-        predicted=estimate.memory.tensor_peak_bytes,
-        measured=steps.peak_bytes,
-        reserved_predicted=estimate.peak_bytes,
-        reserved=steps.outside.get("reserved", 0) + steps.outside.get("context", 0),
-        predicted_s=estimate.step_seconds,
-        measured_s=steps.seconds,
-        tokens=plan.tokens_per_step,
-    )
-
-
-def run_steps(plan: Plan, config: PretrainedConfig) -> Steps:
-    """A random model of ``config`` trained as ``plan`` says: steps to warm up, timed steps, one measured by phase."""
     device = training_device(plan)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    prepared = prepare_loaded(random_model(plan, config, device), plan, device=device)
+    prepared = prepare_loaded(random_model(plan, config_of(shape), device), plan, device=device)
     rows = full_rows(plan)
-    for _ in range(WARM_UP):
-        train_step(prepared, rows)
-    synchronise(device)
-    began = time.perf_counter()
-    for _ in range(_TIMED):
+    for step in range(WARM_UP + _TIMED):
+        if step == WARM_UP:
+            synchronise(device)
+            began = time.perf_counter()
         train_step(prepared, rows)
     synchronise(device)
     seconds = (time.perf_counter() - began) / _TIMED
     phases, outside = measured_step(prepared, rows, device)
-    return Steps(phases=phases, outside=outside, seconds=seconds)
+    return ProvedPlan(
+        id=f"{name} {shape.model or 'width 128'} × {shape.layers}", predicted=estimate.memory.tensor_peak_bytes,
+        measured=max(phases.values()), reserved_predicted=estimate.peak_bytes,
+        reserved=outside.get("reserved", 0) + outside.get("context", 0), predicted_s=estimate.step_seconds,
+        measured_s=seconds, tokens=plan.tokens_per_step,
+    )  # fmt: skip
 
 
 def measured_step(
@@ -128,8 +103,18 @@ def measured_step(
     peaks = meter.take_peaks()
     if device.type != "cuda":
         return peaks, {}
-    outside = _outside(prepared, device, peak=max(peaks.values()))
-    return {phase: peak - outside["workspace"] for phase, peak in peaks.items()}, outside
+    storages = {t.untyped_storage()._cdata: t for t in prepared.resident_tensors() if t.device == device}
+    tensors = sum(-(-t.untyped_storage().nbytes() // BLOCK) * BLOCK for t in storages.values())
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.max_memory_reserved(device)
+    workspace = max(0, torch.cuda.memory_allocated(device) - tensors)
+    outside = {
+        "workspace": workspace,
+        "slack": reserved - max(peaks.values()),  # the meter resets torch's own count of it
+        "context": total - free - torch.cuda.memory_reserved(device),
+        "reserved": reserved,
+    }
+    return {phase: peak - workspace for phase, peak in peaks.items()}, outside
 
 
 def train_step(
@@ -146,32 +131,13 @@ def train_step(
     return loss.item() / tokens, update.grad_norm
 
 
-def _outside(prepared: Prepared, device: torch.device, *, peak: int) -> dict[str, int]:
-    """Bytes that are in no tensor of the program, and what torch's allocator reserved."""
-    storages = {t.untyped_storage()._cdata: t for t in prepared.resident_tensors() if t.device == device}
-    tensors = sum(-(-t.untyped_storage().nbytes() // BLOCK) * BLOCK for t in storages.values())
-    free, total = torch.cuda.mem_get_info(device)
-    reserved = torch.cuda.max_memory_reserved(device)
-    return {
-        "workspace": max(0, torch.cuda.memory_allocated(device) - tensors),
-        "slack": reserved - peak,  # the meter resets torch's own count of it
-        "context": total - free - torch.cuda.memory_reserved(device),
-        "reserved": reserved,
-    }
-
-
 _TINY = SHAPES["tiny"]
 _STEPS, _LEARNING_RATE = 20, 1e-3
-_PRECISIONS: dict[Numbers, Precision] = {
-    "fp32": Precision.FP32,
-    "bf16": Precision.BF16,
-    "fp16": Precision.FP16,
-}
 
 
 def offloaded(name: str, numbers: Numbers, hardware: Hardware) -> ProofCheck:
     """Three steps of one of CASES that offloads, beside the same steps with everything on the device."""
-    case = replace(CASES[name], precision=_PRECISIONS[numbers])
+    case = replace(CASES[name], precision=Precision(numbers))
     plan = plan_of(case, _TINY, hardware=hardware, rows=1)
     require_rules(plan, "train")
     away, here = (losses(one, steps=3) for one in (plan, replace(plan, offload=Offload())))
@@ -180,7 +146,7 @@ def offloaded(name: str, numbers: Numbers, hardware: Hardware) -> ProofCheck:
 
 def same_losses(tuning: str, numbers: Numbers, hardware: Hardware) -> ProofCheck:
     """Losses of twenty steps on this device beside those of eager attention in fp32 on the processor."""
-    case = Case(tuning=tuning, precision=_PRECISIONS[numbers])
+    case = Case(tuning=tuning, precision=Precision(numbers))
     processor = hardware_for(gpu=cpu_gpu(memory_bytes=8 * GIB, cores=1))
     here = plan_of(case, _TINY, hardware=hardware, rows=2)
     require_rules(here, "train")

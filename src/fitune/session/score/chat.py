@@ -26,7 +26,7 @@ from fitune.score.engines.engine import Request, Sampling
 from fitune.score.engines.engine_transformers import TransformersEngine, require_effect
 from fitune.score.engines.opening import changes_the_base, load_adapted
 from fitune.session.events import Tell, WeightsRead, tell_nobody
-from fitune.session.named_models import NamedModel, find_model
+from fitune.session.named_models import find_model
 from fitune.session.score.score_words import require_within_limits
 from fitune.spec.model.model_config import load_model_spec
 
@@ -120,10 +120,23 @@ class Chat:
         return replies
 
     def _answer(self, side: Side, question: Message, place: int, screen: Screen) -> Reply:
-        began, written = time.perf_counter(), _Written(side.engine)
+        began, tokenizer, stop_ids = time.perf_counter(), side.engine.tokenizer, side.engine.stop_ids
+        text, shown, tokens = "", 0, 0
+
+        def rest() -> None:
+            nonlocal shown
+            begin, shown = shown, len(text)
+            screen.piece(place, text[begin:])
 
         def show(row: Row) -> None:
-            screen.piece(place, written.add(row.token_ids))
+            nonlocal text, tokens
+            ids, tokens = row.token_ids, len(row.token_ids)
+            written = ids[:-1] if ids[-1] in stop_ids else ids
+            text = tokenizer.decode(written, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            if text.endswith(_HALF):  # a piece is held back until its last character is whole
+                screen.piece(place, "")
+            else:
+                rest()
 
         reply = Reply(model=side.title)
         try:
@@ -137,11 +150,11 @@ class Chat:
             ended: Any = done.finish_reason
         except KeyboardInterrupt:
             ended = "interrupted"
-        screen.piece(place, written.rest())
-        if written.text:
-            side.history += [question, Message("assistant", written.text)]
+        rest()
+        if text:
+            side.history += [question, Message("assistant", text)]
         seconds = time.perf_counter() - began
-        return replace(reply, text=written.text, ended=ended, tokens=written.tokens, seconds=seconds)
+        return replace(reply, text=text, ended=ended, tokens=tokens, seconds=seconds)
 
     def _request(self, side: Side, question: Message, screen: Screen) -> Request | str:
         """The prompt that fits, or why none does. The oldest turns are dropped for it; the answer may get less room."""
@@ -184,8 +197,21 @@ def open_chat(
         raise RecipeError(f"{len(names)} models are named", hint="fitune chat MODEL_OR_RUN [SECOND]")
     require_within_limits(sampling, {})
     found = [find_model(name) for name in names]
-    notes = [note for named in found for note in _notes(named)]
-    shared = _adapter_for_both(found)
+    notes = [named.warning for named in found if named.warning]
+    for named in found:
+        if named.adapter:
+            notes += check_adapter(Path(named.adapter), base=load_model_spec(named.model))
+    # An adapter is loaded once for itself and for its base, where it is switched off, unless each model needs its own
+    # weights: tables that trained with an adapter replace those of the base.
+    adapters = [named.adapter for named in found if named.adapter]
+    shared = adapters[0] if len(found) == 2 and len(adapters) == 1 and found[0].base == found[1].base else ""
+    if shared and (saved_rows(Path(shared)) or changes_the_base(read_adapter_config(Path(shared)))):
+        shared = ""
+    titles = [named.title for named in found]
+    if len(set(titles)) < len(titles):  # as they were typed, with numbers where those are the same, too
+        titles = list(names)
+    if len(set(titles)) < len(titles):
+        titles = [f"{title} ({place})" for place, title in enumerate(titles, 1)]
 
     @cache
     def load(base: str, adapter: str) -> Any:
@@ -195,7 +221,7 @@ def open_chat(
         return load_adapted(base, adapter, on_bytes=told)
 
     sides = []
-    for named, title in zip(found, _titles(found, names), strict=True):
+    for named, title in zip(found, titles, strict=True):
         tokenizer = load_tokenizer(named.texts)
         template = load_template(tokenizer, chat_template)
         if not (tokenizer.chat_template or chat_template):
@@ -212,8 +238,15 @@ def open_chat(
             require_effect(engine, named.adapter)
         elif shared:
             side.switch = model.disable_adapter
-        _try_system(side, system)
-        notes.append(_introduction(side, named))
+        try:  # the template may have no place for a system prompt
+            side.prompt_ids([*([Message("system", system)] if system else []), Message("user", "ping")])
+        except BadRow as bad:
+            raise DataError(
+                f"{title}: {bad.message}", hint="leave --system out" if system else bad.hint
+            ) from None
+        what = f"adapter {named.adapter} on {named.model}" if named.adapter else named.model
+        context = f", context of {engine.context_tokens:,} tokens" if engine.context_tokens else ""
+        notes.append(f"{title}: {what}{context}")
         sides.append(side)
     return Chat(sides=sides, system=system, sampling=Sampling(**sampling), notes=tuple(notes))
 
@@ -248,71 +281,3 @@ def converse(chat: Chat, *, read: Callable[[], str | None], screen: Screen) -> i
         except KeyboardInterrupt:
             begun = ""
             screen.note("\n(/exit or Ctrl-D ends)")
-
-
-class _Written:
-    """Tokens of an answer as text. A piece is held back until its last character is whole."""
-
-    def __init__(self, engine: TransformersEngine) -> None:
-        self._tokenizer = engine.tokenizer
-        self._stop_ids = engine.stop_ids
-        self._shown = 0
-        self.tokens = 0
-        self.text = ""
-
-    def add(self, ids: Sequence[int]) -> str:
-        """The piece that the last of ``ids`` adds."""
-        self.tokens = len(ids)
-        written = ids[:-1] if ids[-1] in self._stop_ids else ids
-        self.text = self._tokenizer.decode(
-            written, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return "" if self.text.endswith(_HALF) else self.rest()
-
-    def rest(self) -> str:
-        """The text that was held back."""
-        begin, self._shown = self._shown, len(self.text)
-        return self.text[begin:]
-
-
-def _adapter_for_both(found: Sequence[NamedModel]) -> str:
-    """The adapter that is loaded once for itself and for its base, where it is switched off; empty where each model
-    needs its own weights: tables that trained with an adapter replace those of the base."""
-    adapters = [named.adapter for named in found if named.adapter]
-    if len(found) != 2 or len(adapters) != 1 or found[0].base != found[1].base:
-        return ""
-    folder = Path(adapters[0])
-    return "" if saved_rows(folder) or changes_the_base(read_adapter_config(folder)) else adapters[0]
-
-
-def _titles(found: Sequence[NamedModel], names: Sequence[str]) -> list[str]:
-    """Short names; as they were typed where the short ones are the same, with numbers where those are, too."""
-    titles = [named.title for named in found]
-    if len(set(titles)) < len(titles):
-        titles = list(names)
-    if len(set(titles)) < len(titles):
-        titles = [f"{title} ({place})" for place, title in enumerate(titles, 1)]
-    return titles
-
-
-def _notes(named: NamedModel) -> list[str]:
-    notes = [named.warning] if named.warning else []
-    if named.adapter:
-        notes += check_adapter(Path(named.adapter), base=load_model_spec(named.model))
-    return notes
-
-
-def _try_system(side: Side, system: str) -> None:
-    """Raises DataError where the template has no place for a system prompt."""
-    try:
-        side.prompt_ids([*([Message("system", system)] if system else []), Message("user", "ping")])
-    except BadRow as bad:
-        raise DataError(
-            f"{side.title}: {bad.message}", hint="leave --system out" if system else bad.hint
-        ) from None
-
-
-def _introduction(side: Side, named: NamedModel) -> str:
-    what = f"adapter {named.adapter} on {named.model}" if named.adapter else named.model
-    context = f", context of {side.engine.context_tokens:,} tokens" if side.engine.context_tokens else ""
-    return f"{side.title}: {what}{context}"
