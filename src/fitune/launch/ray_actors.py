@@ -103,7 +103,9 @@ class ActorPool(Generic[Piece, Result]):
             while following in finished:
                 yield finished.pop(following)
                 following += 1
-            self._show(look)
+            if time.monotonic() - self._looked >= _SHOWN_SECONDS:
+                look(self._parts_done())
+                self._looked = time.monotonic()
 
     def _member(self) -> _Member[Piece]:
         actor = self._start()
@@ -113,8 +115,12 @@ class ActorPool(Generic[Piece, Result]):
         """A piece for each member that is free, and the one that comes next, as far as there are pieces."""
         free = [member for member in self._members if member.promise is None]
         for member in free:
-            member.task = member.ahead or self._next(source, finished) or self._of_another(member)
+            member.task = member.ahead or self._next(source, finished)
             member.ahead = None
+            waiting = [each for each in self._members if each.ahead is not None]
+            if member.task is None and waiting:  # the oldest piece that waits for a member which is busy
+                oldest = min(waiting, key=lambda each: each.ahead[0] if each.ahead else 0)
+                member.task, oldest.ahead = oldest.ahead, None
         for member in [member for member in free if member.task is not None]:
             member.ahead = self._next(source, finished)
         for member in free:
@@ -131,15 +137,6 @@ class ActorPool(Generic[Piece, Result]):
             return None
         task = next(source, None)
         self._is_over = task is None
-        return task
-
-    def _of_another(self, free: _Member[Piece]) -> tuple[int, Piece] | None:
-        """The oldest piece that waits for a member which is busy with another one."""
-        waiting = [each for each in self._members if each.ahead is not None and each is not free]
-        if not waiting:
-            return None
-        oldest = min(waiting, key=lambda each: each.ahead[0] if each.ahead else 0)
-        task, oldest.ahead = oldest.ahead, None
         return task
 
     def _begun(self, finished: Mapping[int, Result]) -> int:
@@ -171,7 +168,12 @@ class ActorPool(Generic[Piece, Result]):
             else:
                 found[member.task[0]] = value
             member.promise = member.task = None
-        self._require_place()
+        if any(member.where for member in self._members):
+            self._had_place = time.monotonic()
+        elif time.monotonic() - self._had_place > _ROOM_SECONDS:
+            raise HardwareError(
+                f"no worker has found a place for {_ROOM_SECONDS:g} s", hint="ray status says what is free"
+            )
         return found
 
     def _replace(self, member: _Member[Piece], why: str) -> None:
@@ -189,19 +191,6 @@ class ActorPool(Generic[Piece, Result]):
         self._restarts -= 1
         self._told(f"{lost} ended ({why}); another one takes over")
         self._members.append(self._member())
-
-    def _require_place(self) -> None:
-        if any(member.where for member in self._members):
-            self._had_place = time.monotonic()
-        elif time.monotonic() - self._had_place > _ROOM_SECONDS:
-            raise HardwareError(
-                f"no worker has found a place for {_ROOM_SECONDS:g} s", hint="ray status says what is free"
-            )
-
-    def _show(self, look: Callable[[int], None]) -> None:
-        if time.monotonic() - self._looked >= _SHOWN_SECONDS:
-            look(self._parts_done())
-            self._looked = time.monotonic()
 
     def _parts_done(self) -> int:
         """Parts that the actors have done, of those actors that answer at once: the number is for people to see."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from fitune.errors import HardwareError, MissingExtra, RecipeError
 from fitune.launch.nodes import host_and_port
+from fitune.units import counted
 
 _REACHING_SECONDS = 5.0
 _ASKING_SECONDS = 60.0
@@ -92,6 +93,8 @@ def asked_place(on: str, *, address: str, workers: str, default: str, restarts: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
+    """A living node of a cluster."""
+
     id: str
     host: str
     resources: Mapping[str, float]
@@ -110,19 +113,11 @@ class RayCluster:
 
     def nodes_for(self, each: Mapping[str, float]) -> tuple["Node", ...]:
         """Nodes that have room for a worker that needs ``each`` when they are idle; a head may be without work."""
-        return tuple(
-            node
-            for node in self.nodes
-            if all(node.resources.get(name, 0.0) >= amount for name, amount in each.items())
-        )
+        return tuple(node for node in self.nodes if _times(node.resources, each))
 
     def slots(self, each: Mapping[str, float]) -> list[int]:
         """How many workers that need ``each`` every node has room for when it is idle, the largest first."""
-        found = (
-            int(min(node.resources.get(name, 0.0) // amount for name, amount in each.items()))
-            for node in self.nodes
-        )
-        return sorted(found, reverse=True)
+        return sorted((_times(node.resources, each) for node in self.nodes), reverse=True)
 
     def without(self, ids: Collection[str]) -> "RayCluster":
         """The cluster without the nodes of these ids, which nobody uses any more."""
@@ -134,8 +129,12 @@ class RayCluster:
         return RayCluster(nodes=tuple(node for node in self.nodes if node not in gone), free=free)
 
     def free_slots(self, each: Mapping[str, float]) -> int:
-        idle = sum(self.slots(each))
-        return min([idle, *(int(self.free.get(name, 0.0) // amount) for name, amount in each.items())])
+        """How many workers have room now."""
+        return min(sum(self.slots(each)), _times(self.free, each))
+
+
+def _times(resources: Mapping[str, float], each: Mapping[str, float]) -> int:
+    return int(min(resources.get(name, 0.0) // amount for name, amount in each.items()))
 
 
 def loaded_ray() -> Any:
@@ -163,7 +162,13 @@ def connected(address: str) -> Iterator[RayCluster]:
     _require_address(named, "--ray-address" if address else "RAY_ADDRESS")
     host, _, port = named.rpartition(":")
     if port.isdecimal():
-        _require_answer(host, int(port))
+        try:  # ray.init asks an address that does not answer for half a minute
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_REACHING_SECONDS).close()
+        except OSError as error:
+            raise HardwareError(
+                f"no Ray cluster at {host}:{port}: {error.strerror or error}",
+                hint="ray status on its head says the address; the port is the head's (6379 unless set)",
+            ) from error
     if ray.is_initialized():  # a caller's cluster, which the caller ends
         yield cluster_now()
         return
@@ -196,17 +201,6 @@ def _reach(ray: Any, named: str) -> None:
         ) from error
 
 
-def _require_answer(host: str, port: int) -> None:
-    """ray.init asks an address that does not answer for half a minute."""
-    try:
-        socket.create_connection((host.strip("[]"), port), timeout=_REACHING_SECONDS).close()
-    except OSError as error:
-        raise HardwareError(
-            f"no Ray cluster at {host}:{port}: {error.strerror or error}",
-            hint="ray status on its head says the address; the port is the head's (6379 unless set)",
-        ) from error
-
-
 def cluster_now() -> RayCluster:
     ray = loaded_ray()
     nodes = tuple(
@@ -227,30 +221,22 @@ def with_room(cluster: RayCluster, place: RayPlace, each: Mapping[str, float]) -
     while cluster.free_slots(each) < place.fewest <= sum(cluster.slots(each)) and time.monotonic() < until:
         time.sleep(_LOOK_SECONDS)
         cluster = cluster_now()
-    _require_room(cluster, place, each)
-    return cluster
-
-
-def _require_room(cluster: RayCluster, place: RayPlace, each: Mapping[str, float]) -> None:
     idle, free = sum(cluster.slots(each)), cluster.free_slots(each)
     if free >= place.fewest:
-        return
+        return cluster
     asked = ", ".join(f"{place.fewest * amount:g} {name}" for name, amount in each.items())
     there = ", ".join(
         f"{cluster.free.get(name, 0.0):g} of {sum(n.resources.get(name, 0.0) for n in cluster.nodes):g} {name}"
         for name in each
     )
-    largest = f"at most {free} worker{'s' * (free != 1)} now"
     later = f"; {idle} when nothing else runs" if idle > free else ""
-    if free:
-        hint = f"{largest}{later}: --workers {free}"
-    elif "GPU" in each and not cluster.has_gpus:
+    hint = f"at most {counted(free, 'worker')} now{later}"
+    if not free and "GPU" in each and not cluster.has_gpus:
         hint = "no node of this cluster has a GPU; gpu: cpu trains on cores"
     else:
-        hint = f"{largest}{later}; ray status says who has them"
+        hint += f": --workers {free}" if free else "; ray status says who has them"
     raise HardwareError(
-        f"{place.fewest} workers ask for {asked}; free on {len(cluster.nodes)} "
-        f"node{'s' * (len(cluster.nodes) != 1)}: {there}",
+        f"{place.fewest} workers ask for {asked}; free on {counted(len(cluster.nodes), 'node')}: {there}",
         hint=hint,
     )
 
@@ -277,19 +263,11 @@ def ask_nodes(question: Callable[..., Any], *words: Any) -> dict[str, Any]:
     ray = loaded_ray()
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    asked = [
-        (
-            node,
-            ray.remote(question)
-            .options(
-                num_cpus=0,
-                max_retries=0,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
-            )
-            .remote(*words),
-        )
-        for node in cluster_now().nodes
-    ]
+    asked = []
+    for node in cluster_now().nodes:
+        there = NodeAffinitySchedulingStrategy(node.id, soft=False)
+        task = ray.remote(question).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+        asked.append((node, task.remote(*words)))
     answers: dict[str, Any] = {}
     until = time.monotonic() + _ASKING_SECONDS
     for node, answer in asked:

@@ -47,7 +47,12 @@ def compare_methods(
     out: the page, written anew after every method, has the others. The code is 1 when one failed on its way.
     With ``upload_to``, or an output_dir behind a URL, every run and the page are sent there; grades stay here.
     """
-    _refuse_unknown(names)
+    for name in names:
+        if name not in METHODS:
+            hint = did_you_mean(name, list(METHODS)) or f"known are {', '.join(METHODS)}"
+            raise RecipeError(f"--tunings names {name!r}, which is not a method", hint=hint)
+    if not names or len(set(names)) < len(names):
+        raise RecipeError("--tunings names no method, or one of them twice", hint="--tunings full,lora,qlora")
     recipe = staged(recipe)
     directory = Path(recipe.output_dir or "")
     base = (
@@ -84,15 +89,6 @@ def staged(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"output_dir": staging_of(directory), "upload_to": directory})
 
 
-def _refuse_unknown(names: Sequence[str]) -> None:
-    for name in names:
-        if name not in METHODS:
-            hint = did_you_mean(name, list(METHODS)) or f"known are {', '.join(METHODS)}"
-            raise RecipeError(f"--tunings names {name!r}, which is not a method", hint=hint)
-    if not names or len(set(names)) < len(names):
-        raise RecipeError("--tunings names no method, or one of them twice", hint="--tunings full,lora,qlora")
-
-
 def method_recipe(recipe: Recipe, name: str, directory: Path) -> Recipe:
     """The recipe by another method, with the same global batch.
 
@@ -115,17 +111,16 @@ def method_recipe(recipe: Recipe, name: str, directory: Path) -> Recipe:
     if name != "full":
         settings["optimizer_in_backward"] = None
     if recipe.learning_rate is not None:
-        settings["learning_rate"] = (
-            recipe.learning_rate * _usual_rate(recipe, name) / _usual_rate(recipe, recipe.tuning or "lora")
+        usual, other = (
+            default_learning_rate(
+                _tuning(recipe, each), Sgd() if each in ("lomo", "adalomo") else optimizer_of(recipe)
+            )
+            for each in (name, recipe.tuning or "lora")
         )
+        settings["learning_rate"] = recipe.learning_rate * usual / other
     return parse_recipe(
         {**given_keys(recipe), "quantization": None, "dora": None, **settings}, where=f"compare {name}"
     )
-
-
-def _usual_rate(recipe: Recipe, name: str) -> float:
-    optimizer = Sgd() if name in ("lomo", "adalomo") else optimizer_of(recipe)
-    return default_learning_rate(_tuning(recipe, name), optimizer)
 
 
 def _tuning(recipe: Recipe, name: str) -> Tuning:

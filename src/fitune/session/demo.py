@@ -65,8 +65,19 @@ def run_demo(directory: Path, *, gpus: int, tell: Tell) -> tuple[Outcome, ...]:
     outcomes = [base, lora, _tuned(files, files.full_recipe, "full", tell)]
     if gpus > 1:
         say(f"\n   And once more by {gpus} processes that each hold a share of every tensor (ZeRO-3)\n")
-        outcomes.append(_divided(files, tell))
-        say(_same_losses(files))
+        divided = files.divided_recipe.with_suffix("")
+        recipe = read_recipe(files.divided_recipe, settings=_SETTINGS)
+        if code := train_program(recipe, overwrite=True, tell=tell):
+            raise TrainingFailed(
+                f"the processes ended with exit code {code}", hint=f"what they said is in {divided / LOGS}"
+            )
+        outcomes.append(_outcome(files, "full, ZeRO-3 on 2", report_run(divided)))
+        one, two = (
+            [step.loss for step in read_metrics(folder / "metrics.jsonl")]
+            for folder in (files.full_recipe.with_suffix(""), divided)
+        )
+        largest = max(abs(ours - theirs) for ours, theirs in zip(one, two, strict=True))
+        say(f"\n   losses of one process and of two differ by at most {largest:.1g} over {len(one)} steps")
     say(f"\n5. {HELD_OUT_ROWS} held-out orders, about goods and cities that no training row names\n")
     say(
         outcome_table(outcomes),
@@ -97,27 +108,6 @@ def _cells(outcome: Outcome) -> tuple[str, ...]:
         format_rate(run.tokens_per_second),
         format_seconds(run.seconds),
     )
-
-
-def _divided(files: DemoFiles, tell: Tell) -> Outcome:
-    """Train by several processes, which this one starts, and score what they export."""
-    directory = files.divided_recipe.with_suffix("")
-    code = train_program(read_recipe(files.divided_recipe, settings=_SETTINGS), overwrite=True, tell=tell)
-    if code:
-        raise TrainingFailed(
-            f"the processes ended with exit code {code}", hint=f"what they said is in {directory / LOGS}"
-        )
-    return _outcome(files, "full, ZeRO-3 on 2", report_run(directory))
-
-
-def _same_losses(files: DemoFiles) -> str:
-    """The largest difference between the losses of one process and of two, in words."""
-    one, two = (
-        [step.loss for step in read_metrics(recipe.with_suffix("") / "metrics.jsonl")]
-        for recipe in (files.full_recipe, files.divided_recipe)
-    )
-    largest = max(abs(ours - theirs) for ours, theirs in zip(one, two, strict=True))
-    return f"\n   losses of one process and of two differ by at most {largest:.1g} over {len(one)} steps"
 
 
 def _tuned(files: DemoFiles, recipe: Path, name: str, tell: Tell) -> Outcome:

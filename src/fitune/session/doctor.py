@@ -127,26 +127,20 @@ def describe_calibration(calibration: Calibration | None) -> str:
     small, large = calibration.traffic[0], calibration.traffic[-1]
     products = [f"{rate.flops / 1e12:,.3g} TFLOP/s {rate.numbers}" for rate in calibration.products]
     attention = [f"{rate.flops / 1e12:,.3g} TFLOP/s {rate.numbers}" for rate in calibration.attention]
-    lines = [
-        f"calibrated on {calibration.date} as {calibration.device}",
-        f"products {', '.join(products)}",
-        f"attention {', '.join(attention)}",
-    ]
-    lines.append(
-        f"memory {small.bandwidth / 1e9:,.3g} GB/s on small tensors, {large.bandwidth / 1e9:,.3g} GB/s on large; "
-        f"an operation every {calibration.forward_launch_seconds * 1e6:,.0f} µs in forward, "
-        f"{calibration.backward_launch_seconds * 1e6:,.0f} µs in backward"
-    )
-    return "\n  ".join([*lines, _describe_links(calibration)])
-
-
-def _describe_links(calibration: Calibration) -> str:
-    parts = [f"CPU Adam {calibration.cpu_adam / 1e6:,.0f} M parameters/s"]
+    links = [f"CPU Adam {calibration.cpu_adam / 1e6:,.0f} M parameters/s"]
     if calibration.host_bandwidth:
-        parts.append(f"host link {calibration.host_bandwidth / 1e9:,.3g} GB/s")
-    if calibration.collectives is not None:
-        found = calibration.collectives
-        parts.append(
-            f"{found.ranks} ranks: {found.start_seconds * 1e6:,.0f} µs a collective, {found.bandwidth / 1e9:,.3g} GB/s"
-        )
-    return ", ".join(parts)
+        links.append(f"host link {calibration.host_bandwidth / 1e9:,.3g} GB/s")
+    if (found := calibration.collectives) is not None:
+        start = f"{found.start_seconds * 1e6:,.0f} µs a collective"
+        links.append(f"{found.ranks} ranks: {start}, {found.bandwidth / 1e9:,.3g} GB/s")
+    return "\n  ".join(
+        [
+            f"calibrated on {calibration.date} as {calibration.device}",
+            f"products {', '.join(products)}",
+            f"attention {', '.join(attention)}",
+            f"memory {small.bandwidth / 1e9:,.3g} GB/s on small tensors, {large.bandwidth / 1e9:,.3g} GB/s on large; "
+            f"an operation every {calibration.forward_launch_seconds * 1e6:,.0f} µs in forward, "
+            f"{calibration.backward_launch_seconds * 1e6:,.0f} µs in backward",
+            ", ".join(links),
+        ]
+    )

@@ -20,7 +20,7 @@ from fitune.spec.reports import RunReport
 from fitune.spec.run_lock import Ownership, lock_directory
 from fitune.spec.serial import to_json
 from fitune.stores.opening import is_url
-from fitune.stores.writing import Store, opened_store
+from fitune.stores.writing import opened_store
 from fitune.train.again import find_source, load_trained, require_trained
 from fitune.train.ending import summarise
 from fitune.train.export import EXPORT_FOLDERS, TITLES, Handover, Kind
@@ -40,12 +40,13 @@ def export_anywhere(run: str, out: str, kind: Kind | None, *, tell: Tell) -> Exp
     with ExitStack() as stack:
         source = stack.enter_context(opened_store(run)) if is_url(run) else None
         target = stack.enter_context(opened_store(out)) if is_url(out) else None
-        local = (
-            cache_folder() / "exports" / staging_of(out) if target is not None else Path(out) if out else None
-        )
+        local = Path(out) if out else None
         if target is not None:
-            _require_free(target)
-            remove(cache_folder() / "exports" / staging_of(out))
+            target.require_writable()
+            if any(name in CONFIGS for name in target.infos()):
+                raise RunDirectoryError(f"{target.url} holds a model already", hint="choose another URL")
+            local = cache_folder() / "exports" / staging_of(out)
+            remove(local)
         if source is not None:
             fetch_run(source, directory, lambda line: tell(Note(line)))
         exported = export_run(directory, local, kind, tell=tell)
@@ -57,13 +58,6 @@ def export_anywhere(run: str, out: str, kind: Kind | None, *, tell: Tell) -> Exp
                 send_export(source, exported.path, exported.path.name)
                 tell(Note(f"sent: {source.below(exported.path.name)}"))
     return exported
-
-
-def _require_free(store: Store) -> None:
-    """Raises RunDirectoryError where a model is there already, StoreError where nothing can be written."""
-    store.require_writable()
-    if any(name in CONFIGS for name in store.infos()):
-        raise RunDirectoryError(f"{store.url} holds a model already", hint="choose another URL")
 
 
 def export_run(run: Path, out: Path | None, kind: Kind | None, *, tell: Tell = tell_nobody) -> Exported:

@@ -1,6 +1,6 @@
 """The estimate held against measured runs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,13 @@ def check_data(check: Check) -> dict[str, Any]:
         "rows": check.rows,
         "represented": len(check.compared),
         "leave_one_out": check.leave_one_out,
-        **{group: _group_data(check.scores, group) for group in GROUPS},
+        **{
+            group: {
+                "all": asdict(group_score(check.scores, group)),
+                "sources": {score.source: asdict(score) for score in check.scores if score.group == group},
+            }
+            for group in GROUPS
+        },
         "skipped": [{"id": row.id, "why": why} for row, why in check.skipped],
     }
 
@@ -79,14 +85,6 @@ def check_text(check: Check, *, rows: bool) -> str:
     if check.skipped:
         lines += ["", "no plan:", *(f"  {row.id}: {why}" for row, why in check.skipped)]
     return "\n".join(lines)
-
-
-def _group_data(scores: Sequence[Score], group: str) -> dict[str, Any]:
-    own = [score for score in scores if score.group == group]
-    return {
-        "all": asdict(group_score(scores, group)),
-        "sources": {score.source: asdict(score) for score in own},
-    }
 
 
 _NAME = 40
@@ -116,29 +114,26 @@ def _errors(errors: Errors) -> str:
 
 
 def _rows_table(compared: Sequence[Comparison]) -> list[str]:
+    def shown(value: Any, write: Callable[[Any], str]) -> str:
+        return "–" if value is None else write(value)
+
+    def size(value: float) -> str:
+        return format_bytes(round(value))
+
+    def error(value: float) -> str:
+        return format_percent(value, signed=True)
+
     wide = max([2, *(len(one.row.id) for one in compared)])
-    header = f"{'id':<{wide}} {'predicted':>12} {'measured':>12} {'error':>8}"
-    header += f"  {'predicted':>16} {'measured':>16} {'error':>10}  trainer"
-    return [header, *(_row_line(one, wide) for one in compared), ""]
-
-
-def _row_line(one: Comparison, wide: int) -> str:
-    verdict = "" if one.fits is None else ", fits" if one.fits else ", does not fit"
-    return (
-        f"{one.row.id:<{wide}} {_or_dash(one.predicted_bytes, _bytes):>12} {_or_dash(one.measured_bytes, _bytes):>12}"
-        f" {_or_dash(one.memory_error, _signed):>8}  {_or_dash(one.predicted_speed, format_rate):>16}"
-        f" {_or_dash(one.measured_speed, format_rate):>16} {_or_dash(one.speed_error, _signed):>10}"
-        f"  {one.trainer}, {'oom' if one.row.oom else 'ok'}{verdict}"
-    )
-
-
-def _or_dash(value: Any, write: Any) -> str:
-    return "–" if value is None else str(write(value))
-
-
-def _bytes(value: float) -> str:
-    return format_bytes(round(value))
-
-
-def _signed(value: float) -> str:
-    return format_percent(value, signed=True)
+    lines = [
+        f"{'id':<{wide}} {'predicted':>12} {'measured':>12} {'error':>8}"
+        f"  {'predicted':>16} {'measured':>16} {'error':>10}  trainer"
+    ]
+    for one in compared:
+        verdict = "" if one.fits is None else ", fits" if one.fits else ", does not fit"
+        lines.append(
+            f"{one.row.id:<{wide}} {shown(one.predicted_bytes, size):>12} {shown(one.measured_bytes, size):>12}"
+            f" {shown(one.memory_error, error):>8}  {shown(one.predicted_speed, format_rate):>16}"
+            f" {shown(one.measured_speed, format_rate):>16} {shown(one.speed_error, error):>10}"
+            f"  {one.trainer}, {'oom' if one.row.oom else 'ok'}{verdict}"
+        )
+    return [*lines, ""]

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import cast
 
 from fitune.errors import HardwareError, RecipeError
 from fitune.estimate.predict import largest_batch
@@ -39,7 +40,10 @@ class FleetRequest:
 def plan_on_fleet(recipe: Recipe, request: FleetRequest) -> Ranking:
     """The ranking of the fleet's clusters. Raises RecipeError, HardwareError or NothingFits."""
     fleet = fleet_of(request)
-    _require_open_hardware(recipe, request)
+    for name in ("gpu_memory", "gpu_flops", "gpu_bandwidth", "nvme_path"):
+        if getattr(recipe, name):
+            why = f"{name} is of one machine, and {request.file} lists several"
+            raise RecipeError(why, hint=f"leave {name} out")
     wanted = wanted_of(request, recipe.objective)
     return rank_fleet(
         recipe, fleet, wanted, model=load_model_spec(recipe.model), epoch_of=_epochs(recipe, request.rows),
@@ -64,11 +68,18 @@ def wanted_of(request: FleetRequest, objective: str = "fastest") -> Wanted:
             f"--budget {request.budget:g} is no amount to spend",
             hint="--budget 50: US dollars for the whole job",
         )
-    return Wanted(
-        objective=_objective(request.objective or objective),
-        deadline_seconds=_seconds(request.deadline),
-        budget=request.budget,
-    )
+    asked = request.objective or objective
+    if asked not in ("fastest", "cheapest", "soonest"):
+        raise RecipeError(f"--objective {asked} is not for clusters", hint="fastest, cheapest or soonest")
+    seconds = None
+    if request.deadline:
+        try:
+            seconds = parse_seconds(request.deadline)
+        except ValueError as error:
+            raise RecipeError(f"--deadline: {error}") from None
+        if seconds <= 0:
+            raise RecipeError(f"--deadline {request.deadline} is over already", hint="--deadline 12h")
+    return Wanted(objective=cast(Objective, asked), deadline_seconds=seconds, budget=request.budget)
 
 
 def launch_text(
@@ -134,35 +145,6 @@ def recipe_on(recipe: Recipe, offer: Offer) -> Recipe:
             **({"node_network": cluster.node_network} if cluster.node_network and hardware.nodes > 1 else {}),
         }
     )  # fmt: skip
-
-
-def _require_open_hardware(recipe: Recipe, request: FleetRequest) -> None:
-    """Raises RecipeError for hardware in the recipe: the fleet names it."""
-    named = [
-        name for name in ("gpu_memory", "gpu_flops", "gpu_bandwidth", "nvme_path") if getattr(recipe, name)
-    ]
-    if named:
-        why = f"{named[0]} is of one machine, and {request.file} lists several"
-        raise RecipeError(why, hint=f"leave {named[0]} out")
-
-
-def _objective(asked: str) -> Objective:
-    for known in ("fastest", "cheapest", "soonest"):
-        if asked == known:
-            return known
-    raise RecipeError(f"--objective {asked} is not for clusters", hint="fastest, cheapest or soonest")
-
-
-def _seconds(text: str) -> float | None:
-    if not text:
-        return None
-    try:
-        seconds = parse_seconds(text)
-    except ValueError as error:
-        raise RecipeError(f"--deadline: {error}") from None
-    if seconds <= 0:
-        raise RecipeError(f"--deadline {text} is over already", hint="--deadline 12h")
-    return seconds
 
 
 def _epochs(recipe: Recipe, rows: int | None) -> EpochOf:

@@ -45,17 +45,8 @@ def with_free_nodes(fleet: Fleet) -> Fleet:
 
 def free_nodes(cluster: Cluster) -> int:
     """Nodes that are free now, at most all of the cluster."""
-    match cluster.live:
-        case "nodes":
-            count = free_by_nodes(cluster)
-        case "kueue":
-            count = free_by_kueue(cluster)
-        case "slurm":
-            count = free_by_slurm(cluster)
-        case "ray":
-            count = free_by_ray(cluster)
-        case None:
-            count = cluster.free_nodes
+    asked = {"nodes": free_by_nodes, "kueue": free_by_kueue, "slurm": free_by_slurm, "ray": free_by_ray}
+    count = cluster.free_nodes if cluster.live is None else asked[cluster.live](cluster)
     return min(cluster.nodes, count)
 
 
@@ -68,35 +59,26 @@ def free_by_nodes(cluster: Cluster) -> int:
         for container in pod["spec"].get("containers", []):
             requests = container.get("resources", {}).get("requests", {})
             taken[pod["spec"].get("nodeName", "")] += int(requests.get(GPU_RESOURCE, 0))
-    free = (
-        int(node["status"].get("allocatable", {}).get(GPU_RESOURCE, 0)) - taken[node["metadata"]["name"]]
-        for node in nodes
-        if _is_usable(node) and _is_of(cluster, node["metadata"].get("labels", {}))
-    )
-    return sum(count >= cluster.gpus for count in free)
-
-
-def _is_usable(node: dict[str, Any]) -> bool:
-    ready = any(
-        condition["type"] == "Ready" and condition["status"] == "True"
-        for condition in node["status"].get("conditions", [])
-    )
-    return ready and not node["spec"].get("unschedulable", False)
-
-
-def _wanted_labels(cluster: Cluster) -> dict[str, tuple[str, ...]]:
-    """Label -> its values on nodes that take the job's pods: as the manifest asks for them."""
-    named = node_selector(cluster.settings)
-    if cluster.gpu == "cpu" or named:
-        return {label: (value,) for label, value in named.items()}
-    return {PRODUCT_LABEL: products(cluster.gpu)}
+    count = 0
+    for node in nodes:
+        status, metadata = node["status"], node["metadata"]
+        is_ready = any(
+            one["type"] == "Ready" and one["status"] == "True" for one in status.get("conditions", [])
+        )
+        usable = is_ready and not node["spec"].get("unschedulable", False)
+        free = int(status.get("allocatable", {}).get(GPU_RESOURCE, 0)) - taken[metadata["name"]]
+        count += usable and _is_of(cluster, metadata.get("labels", {})) and free >= cluster.gpus
+    return count
 
 
 def _is_of(cluster: Cluster, labels: Mapping[str, str], *, complete: bool = True) -> bool:
     """True for nodes that the job's pods may run on; a list that is not ``complete`` may leave labels out."""
+    named = node_selector(cluster.settings)  # as the manifest asks for them
+    wanted: dict[str, tuple[str, ...]] = {label: (value,) for label, value in named.items()}
+    if not named and cluster.gpu != "cpu":
+        wanted = {PRODUCT_LABEL: products(cluster.gpu)}
     return all(
-        labels[label] in values if label in labels else not complete
-        for label, values in _wanted_labels(cluster).items()
+        labels[label] in values if label in labels else not complete for label, values in wanted.items()
     )
 
 
@@ -105,7 +87,8 @@ def free_by_kueue(cluster: Cluster) -> int:
     settings = cluster.settings
     if not settings.queue:
         raise HardwareError(f"cluster {cluster.name}: live: kueue needs job.queue", hint="job: {queue: NAME}")
-    local = _kubectl(cluster, "get", "localqueues.kueue.x-k8s.io", settings.queue, *_namespace(cluster))
+    namespace = ["--namespace", settings.namespace] if settings.namespace else []
+    local = _kubectl(cluster, "get", "localqueues.kueue.x-k8s.io", settings.queue, *namespace)
     queue = _kubectl(cluster, "get", "clusterqueues.kueue.x-k8s.io", local["spec"]["clusterQueue"])
     free: Counter[str] = Counter()
     for group in queue["spec"].get("resourceGroups", []):
@@ -133,17 +116,12 @@ def free_by_slurm(cluster: Cluster) -> int:
     partition = ["--partition", cluster.settings.queue] if cluster.settings.queue else []
     said = _answer(cluster, ["sinfo", "--noheader", "--Node", "--states=idle", "--format=%N %G", *partition])
     nodes = dict(line.split(maxsplit=1) for line in said.splitlines() if " " in line.strip())
-    return sum(_has_gpus(cluster, generic) for generic in nodes.values())
-
-
-def _has_gpus(cluster: Cluster, generic: str) -> bool:
-    """True for a node whose generic resources, such as ``gpu:h100:8(S:0-1),shard:4``, are enough."""
-    counts = [
-        int(count)
-        for kind, count in re.findall(r"(?:^|,)gpu:(?:([^,:(]+):)?(\d+)", generic)
-        if not _is_another_card(kind, cluster.gpu)
-    ]
-    return cluster.gpu == "cpu" or sum(counts) >= cluster.gpus
+    free = 0
+    for generic in nodes.values():  # such as gpu:h100:8(S:0-1),shard:4
+        found = re.findall(r"(?:^|,)gpu:(?:([^,:(]+):)?(\d+)", generic)
+        count = sum(int(count) for kind, count in found if not _is_another_card(kind, cluster.gpu))
+        free += cluster.gpu == "cpu" or count >= cluster.gpus
+    return free
 
 
 def _is_another_card(kind: str, gpu: str) -> bool:
@@ -158,6 +136,8 @@ def _is_another_card(kind: str, gpu: str) -> bool:
 def free_by_ray(cluster: Cluster) -> int:
     """Nodes with enough free GPUs in the Ray cluster of RAY_ADDRESS or of this machine."""
     try:
+        from ray.util import placement_group, remove_placement_group
+
         import ray
     except ImportError:
         raise MissingExtra("asking a Ray cluster", extra="ray") from None
@@ -169,52 +149,32 @@ def free_by_ray(cluster: Cluster) -> int:
             f"cluster {cluster.name}: no Ray cluster answers: {str(error).splitlines()[0]}",
             hint="RAY_ADDRESS=HOST:PORT, or leave --live out",
         ) from None
-    try:
-        return _free_groups(cluster)
-    finally:
-        if not was_connected:
-            ray.shutdown()
-
-
-def _free_groups(cluster: Cluster) -> int:
-    """How often Ray can set aside all GPUs of a node at once; they are given back at once.
-
-    Its public API tells what is free in the whole cluster alone: eight nodes with one GPU would be a node of eight.
-    """
-    from ray.util import placement_group, remove_placement_group
-
-    import ray
-
     prefix = "accelerator_type:"
     kinds = [name for name in ray.cluster_resources() if name.startswith(prefix)]
     wanted = [kind for kind in kinds if not _is_another_card(kind.removeprefix(prefix), cluster.gpu)]
-    if kinds and not wanted:
-        return 0
     amount = {"CPU": 1.0} if cluster.gpu == "cpu" else {"GPU": float(cluster.gpus)}
+    # All GPUs of a node are set aside at once, and given back: Ray's public API tells what is free in the whole cluster
+    # alone, where eight nodes with one GPU would be a node of eight.
     groups = [
         placement_group([{**amount, **({kind: 0.001} if kind else {})}])
-        for kind in wanted or [""]
+        for kind in wanted or ([] if kinds else [""])
         for _ in range(cluster.nodes)
     ]
     try:
         seconds = [_PLACING_SECONDS, *[0.1] * (len(groups) - 1)]
-        return sum(group.wait(limit) for group, limit in zip(groups, seconds, strict=True))
+        return sum(group.wait(limit) for group, limit in zip(groups, seconds, strict=False))
     finally:
         for group in groups:
             remove_placement_group(group)
-
-
-def _namespace(cluster: Cluster) -> list[str]:
-    namespace = cluster.settings.namespace
-    return ["--namespace", namespace] if namespace else []
+        if not was_connected:
+            ray.shutdown()
 
 
 def _kubectl(cluster: Cluster, *words: str) -> dict[str, Any]:
     context = cluster.settings.context
     command = ["kubectl", *(["--context", context] if context else []), *words, "--output=json"]
-    said = _answer(cluster, command)
     try:
-        found: dict[str, Any] = json.loads(said)
+        found: dict[str, Any] = json.loads(_answer(cluster, command))
     except ValueError:
         raise _silent(cluster, command, "it did not answer in JSON") from None
     return found

@@ -4,7 +4,7 @@ import os
 import platform
 import socket
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -37,10 +37,6 @@ def facts_of_node(shapes: Mapping[int, Recipe]) -> NodeFacts:
         except HardwareError as error:
             hardware[world] = error.message
     return NodeFacts(host=socket.gethostname(), versions=versions_here(), hardware=hardware)
-
-
-def versions_of_node() -> NodeFacts:
-    return facts_of_node({})
 
 
 def versions_here() -> dict[str, str]:
@@ -104,7 +100,7 @@ def require_paths(paths: Iterable[str]) -> None:
     _require_none(_missing_on_nodes(paths))
 
 
-def _require_none(missing: Sequence[tuple[str, str]]) -> None:
+def _require_none(missing: list[tuple[str, str]]) -> None:
     for host, path in missing:
         raise RunDirectoryError(
             f"node {host} has no {path}", hint="put model and data into a folder that all nodes share"

@@ -22,12 +22,13 @@ from fitune.score.run import Elsewhere
 from fitune.score.tasks import Answer, Task
 from fitune.score.worker import ScoringWorker
 from fitune.session.clusters.ray_nodes import (
+    facts_of_node,
     require_paths,
     require_same_versions,
     versions_here,
-    versions_of_node,
 )
 from fitune.session.events import Note, Tell
+from fitune.units import counted
 
 _AS_MANY_AS_HAVE_ROOM = "1..1000000"
 
@@ -48,22 +49,28 @@ def scoring_on_ray(plan: ScorePlan, place: RayPlace, *, tell: Tell) -> Iterator[
     with connected(place.address) as cluster:
         each = {"CPU": 1.0, "GPU": 1.0} if cluster.has_gpus else {"CPU": 1.0}
         cluster = with_room(cluster, place, each)
-        require_same_versions(versions_here(), ask_nodes(versions_of_node).values())
+        require_same_versions(versions_here(), ask_nodes(facts_of_node, {}).values())
         require_paths([plan.model, plan.adapter, plan.chat_template])
         workers = min(place.most, cluster.free_slots(each))
         threads = threads_of(cluster, workers, each)
-        plan = replace(plan, dtype=_common_dtype(cluster, each))
-        tell(
-            Note(
-                f"{workers} worker{'s' * (workers != 1)} on Ray, {threads} thread{'s' * (threads != 1)} each"
+        found = ask_nodes(dtype_of_node)
+        kinds = sorted({found[node.id] for node in cluster.nodes_for(each) if node.id in found})
+        if len(kinds) > 1:
+            raise HardwareError(
+                f"the nodes would answer in {' and '.join(kinds)}, and the answers would depend on where a row went",
+                hint="a cluster whose nodes all have GPUs of one kind, or none",
             )
-        )
+        plan = replace(plan, dtype=kinds[0])
+        tell(Note(f"{counted(workers, 'worker')} on Ray, {counted(threads, 'thread')} each"))
+
+        # settings of fitune; keys and tokens are the nodes' own
+        environment = {name: value for name, value in os.environ.items() if name.startswith("FITUNE_")}
 
         def answers(
             weighed_by: str, groups: Iterator[list[Task]], look: Callable[[int], None]
         ) -> Iterator[list[Answer]]:
             pool: ActorPool[list[Task], list[Answer]] = ActorPool(
-                ScoringWorker, (plan, os.getcwd(), _environment(), threads, weighed_by),
+                ScoringWorker, (plan, os.getcwd(), environment, threads, weighed_by),
                 workers=workers, each=each, restarts=place.restarts, told=lambda line: tell(Note(line)),
             )  # fmt: skip
             with pool:
@@ -82,23 +89,7 @@ def threads_of(cluster: RayCluster, workers: int, each: Mapping[str, float]) -> 
     return max(1, int(cores) // beside)
 
 
-def _environment() -> dict[str, str]:
-    """Settings of fitune; keys and tokens are the nodes' own."""
-    return {name: value for name, value in os.environ.items() if name.startswith("FITUNE_")}
-
-
 def dtype_of_node() -> str:
     """The data type of answers on this node."""
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides the GPUs from what asks for none
     return str(choose_dtype(choose_device()))
-
-
-def _common_dtype(cluster: RayCluster, each: Mapping[str, float]) -> str:
-    found: Mapping[str, str] = ask_nodes(dtype_of_node)
-    kinds = sorted({found[node.id] for node in cluster.nodes_for(each) if node.id in found})
-    if len(kinds) > 1:
-        raise HardwareError(
-            f"the nodes would answer in {' and '.join(kinds)}, and the answers would depend on where a row went",
-            hint="a cluster whose nodes all have GPUs of one kind, or none",
-        )
-    return kinds[0]

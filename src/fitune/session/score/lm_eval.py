@@ -60,7 +60,12 @@ def score_tasks(
         chat_template="" if chat_template == OWN_TEMPLATE else chat_template, batch_size=batch_size or 0,
         engine=engine_named(engine or "transformers"), url=url, served_model=served_model,
     )  # fmt: skip
-    _check(plan, tell)
+    check_engine(plan)  # faults of engine, model or adapter before the tasks are loaded
+    for note in notes_on(plan.model):
+        tell(Note(f"note: {note}"))
+    if plan.adapter:
+        for warning in check_adapter(Path(plan.adapter), base=load_model_spec(plan.model)):
+            tell(Note(f"warning: {warning}"))
     from fitune.score.lm_eval_tasks import load_tasks, run_tasks
 
     def say(line: str) -> None:
@@ -77,7 +82,11 @@ def score_tasks(
         "dtype": str(choose_dtype(choose_device())),
     }  # fmt: skip
     with lock_directory(out):
-        _claim(out, settings)
+        if (out / FOLDER).exists():
+            raise RunDirectoryError(f"{out} holds the answers of a dataset", hint="name a new folder: --out")
+        # samples alone are of a run that ended between them and the results
+        is_begun = (out / RESULTS).exists() or any(out.glob("samples_*.jsonl"))
+        claim(out, dict(settings), has_shards=is_begun)
         with closing(_model(plan, tokenizer, template, tell, chats=bool(chat_template))) as asked:
             results = run_tasks(asked, loaded, limit=limit, chat=bool(chat_template), say=say)
         _write(out, results, settings)
@@ -85,16 +94,6 @@ def score_tasks(
         model=model, adapter=adapter, results=str(out / RESULTS), seconds=time.perf_counter() - started,
         scores=tuple(scores_of(results)),
     )  # fmt: skip
-
-
-def _check(plan: ScorePlan, tell: Tell) -> None:
-    """Raises FituneError for faults of engine, model or adapter, before the tasks are loaded."""
-    check_engine(plan)
-    for note in notes_on(plan.model):
-        tell(Note(f"note: {note}"))
-    if plan.adapter:
-        for warning in check_adapter(Path(plan.adapter), base=load_model_spec(plan.model)):
-            tell(Note(f"warning: {warning}"))
 
 
 def _model(plan: ScorePlan, tokenizer: Any, template: ChatTemplate, tell: Tell, *, chats: bool) -> Any:
@@ -111,14 +110,6 @@ def _model(plan: ScorePlan, tokenizer: Any, template: ChatTemplate, tell: Tell, 
         tokenizer, engine=plan.engine, context=context,
         template=template.source if chats else "", seed=plan.sampling.seed, on_rows=pace.rows, on_tokens=pace.add,
     )  # fmt: skip
-
-
-def _claim(out: Path, settings: Mapping[str, Any]) -> None:
-    if (out / FOLDER).exists():
-        raise RunDirectoryError(f"{out} holds the answers of a dataset", hint="name a new folder: --out")
-    # samples alone are of a run that ended between them and the results
-    is_begun = (out / RESULTS).exists() or any(out.glob("samples_*.jsonl"))
-    claim(out, dict(settings), has_shards=is_begun)
 
 
 def _write(out: Path, results: Mapping[str, Any], settings: Mapping[str, Any]) -> None:

@@ -41,7 +41,8 @@ def complete_run(
     Raises RunDirectoryError when it holds a complete run of other settings that nobody asked to continue, or one
     that is trained and lacks its export only.
     """
-    ended = _ended(directory)
+    file = directory / "report.json"
+    ended = _read_or_refuse(RunReport, file) if file.is_file() else None
     if ended is None and resume is True:
         _refuse_trained(directory, plan)
     if isinstance(resume, str) or ended is None or not (ended.status == "complete" or ended.lacks_export):
@@ -73,12 +74,6 @@ def complete_run(
     )
 
 
-def _ended(directory: Path) -> RunReport | None:
-    if not (directory / "report.json").is_file():
-        return None
-    return _read_or_refuse(RunReport, directory / "report.json")
-
-
 def _refuse_trained(directory: Path, plan: Plan) -> None:
     """Raises RunDirectoryError for a run that was killed in its export and kept no checkpoint: it would train again."""
     steps = readable_steps(directory / "metrics.jsonl")
@@ -107,11 +102,19 @@ def require_room_on_disk(plan: Plan) -> None:
     """Raises CheckpointError with the arithmetic when the disk of output_dir cannot hold checkpoints and export."""
     directory = Path(plan.run.output_dir).expanduser().absolute()
     existing = next(path for path in (directory, *directory.parents) if path.is_dir())
-    kept = _checkpoints_at_once(plan)
+    kept = 1  # written when the run is interrupted
+    if plan.run.saves:  # the newest, the best one, the one being sent and the one being written
+        has_evaluation = bool(plan.data.eval_sources or plan.data.val_fraction)
+        kept = plan.run.keep_checkpoints + has_evaluation + 1 + bool(plan.run.upload_to)
     needed = kept * checkpoint_bytes(plan) + export_bytes(plan) + _SMALL_FILES_BYTES
+    # An earlier attempt's files are replaced, not added to. What was moved aside stays.
+    folders = [directory / name for name in FOLDERS if name != CHECKPOINTS]
+    folders += step_folders(directory / CHECKPOINTS)
+    files = (file for folder in folders for file in folder.rglob("*"))
+    written = sum(file.stat().st_size for file in files if file.is_file() and not file.is_symlink())
     require_space(
         existing,
-        max(_SMALL_FILES_BYTES, needed - _already_written(directory)),
+        max(_SMALL_FILES_BYTES, needed - written),
         what=f"this run, with {kept} checkpoints at once and its {plan.run.export} model,",
     )
 
@@ -121,34 +124,13 @@ def export_bytes(plan: Plan) -> int:
 
     In an adapter a table that is embedding and head is written under both names.
     """
-    all_weights = count_parameters(plan.model).total * _stored_bytes(plan)
+    # as in the base, where the base is here to be read
+    dtype = stored_dtype(plan.model_path) if Path(plan.model_path).is_dir() else None
+    weight_bytes = plan.precision.compute_bytes if dtype is None else dtype.itemsize
+    all_weights = count_parameters(plan.model).total * weight_bytes
     if plan.run.export == "full":
         return all_weights
     merged = all_weights if plan.run.export == "merged" else 0
     twice = plan.model.tied_embeddings and trains_embeddings(plan.tuning)
     count = trained_parameters(plan) + (embedding_parameters(plan.model) if twice else 0)
     return merged + count * plan.precision.compute_bytes
-
-
-def _stored_bytes(plan: Plan) -> int:
-    """Bytes of one weight of an export: as in the base, where the base is here to be read."""
-    is_here = Path(plan.model_path).is_dir()
-    dtype = stored_dtype(plan.model_path) if is_here else None
-    return plan.precision.compute_bytes if dtype is None else dtype.itemsize
-
-
-def _checkpoints_at_once(plan: Plan) -> int:
-    """The newest k, the best one, the one being sent and the one being written; one is written when the run is
-    interrupted."""
-    if not plan.run.saves:
-        return 1
-    has_evaluation = bool(plan.data.eval_sources or plan.data.val_fraction)
-    return plan.run.keep_checkpoints + has_evaluation + 1 + bool(plan.run.upload_to)
-
-
-def _already_written(directory: Path) -> int:
-    """Bytes that an earlier attempt of this run takes: they are replaced, not added to. What was moved aside stays."""
-    folders = [directory / name for name in FOLDERS if name != CHECKPOINTS]
-    folders += step_folders(directory / CHECKPOINTS)
-    files = (file for folder in folders for file in folder.rglob("*"))
-    return sum(file.stat().st_size for file in files if file.is_file() and not file.is_symlink())
