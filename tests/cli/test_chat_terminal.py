@@ -21,7 +21,7 @@ CHAT = [sys.executable, "-m", "fitune", "chat"]
 
 
 @pytest.fixture
-def endless(model_folder: Path, tmp_path: Path) -> Path:
+def endless(model_folder, tmp_path):
     """The tiny model with positions for an answer of several minutes."""
     folder = Path(shutil.copytree(model_folder, tmp_path / "endless"))
     config = json.loads((folder / "config.json").read_text())
@@ -29,7 +29,7 @@ def endless(model_folder: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def _sit_at_terminal() -> None:
+def _sit_at_terminal():
     """Let Ctrl-C be a signal, also where the tests run as a shell's background job, which ignores it."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -38,7 +38,7 @@ def _sit_at_terminal() -> None:
 class Keyboard:
     """A person at a terminal of 80 columns."""
 
-    def __init__(self, *words: object) -> None:
+    def __init__(self, *words):
         self._terminal, theirs = pty.openpty()
         self._process = subprocess.Popen(
             [*CHAT, *map(str, words)], stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
@@ -48,7 +48,7 @@ class Keyboard:
         os.close(theirs)
         self.seen, self._waited = b"", 0
 
-    def wait_for(self, text: bytes, *, seconds: float = 120) -> None:
+    def wait_for(self, text, *, seconds=120):
         """Read until ``text`` has come behind what was waited for before."""
         until = time.monotonic() + seconds
         while (place := self.seen.find(text, self._waited)) < 0:
@@ -60,10 +60,10 @@ class Keyboard:
                     pytest.fail(f"it ended: {self.seen.decode()}")
         self._waited = place + len(text)
 
-    def press(self, keys: bytes) -> None:
+    def press(self, keys):
         os.write(self._terminal, keys)
 
-    def ended(self) -> int:
+    def ended(self):
         while True:
             try:
                 self.seen += os.read(self._terminal, 65_536)
@@ -72,7 +72,7 @@ class Keyboard:
                 return self._process.wait()
 
 
-def test_ctrl_c_stops_an_answer_and_ctrl_d_ends(endless: Path) -> None:
+def test_ctrl_c_stops_an_answer_and_ctrl_d_ends(endless):
     person = Keyboard(endless, "--max-new-tokens", "100000")
     person.wait_for(b"> ")
     person.press(b"What is 2 plus 3?\n")
@@ -97,7 +97,7 @@ def test_ctrl_c_stops_an_answer_and_ctrl_d_ends(endless: Path) -> None:
     assert b"Traceback" not in person.seen
 
 
-def test_lines_of_a_pipe_are_answered(model_folder: Path) -> None:
+def test_lines_of_a_pipe_are_answered(model_folder):
     words = [*CHAT, str(model_folder), str(model_folder), "--max-new-tokens", "8", "--json"]
     lines = f"What is 2 plus 3?\n\n{'plus ' * 400}\n"
     done = subprocess.run(words, input=lines, capture_output=True, text=True, timeout=300, check=False)

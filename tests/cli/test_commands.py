@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,9 +14,7 @@ from train.test_run import callbacks
 LLAMA_8B = ["--model", "meta-llama/Llama-3.1-8B", "--gpu", "rtx-4090"]
 
 
-def fitune(
-    *words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> tuple[int, str, str]:
+def fitune(*words, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["fitune", *words])
     code = 0
     try:
@@ -29,11 +26,11 @@ def fitune(
 
 
 @pytest.fixture
-def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def call(capsys, monkeypatch):
     return lambda *words: fitune(*words, capsys=capsys, monkeypatch=monkeypatch)
 
 
-def test_planning_imports_no_torch() -> None:
+def test_planning_imports_no_torch():
     """In a fresh process, as a user starts it."""
     program = (
         f"import sys; sys.argv = ['fitune', 'plan', *{LLAMA_8B!r}, '--tuning', 'lora']\n"
@@ -76,7 +73,7 @@ main()
         ("private", 2, "is traced once, which needs transformers, and that is not installed"),
     ],
 )
-def test_plans_need_no_library_of_training(tmp_path: Path, model: str, code: int, printed: str) -> None:
+def test_plans_need_no_library_of_training(tmp_path, model, code, printed):
     """A name with a shipped profile, one that nobody knows, and a folder whose architecture has no formula."""
     (tmp_path / "private").mkdir()
     config = {
@@ -93,7 +90,7 @@ def test_plans_need_no_library_of_training(tmp_path: Path, model: str, code: int
     assert printed in " ".join((finished.stdout + finished.stderr).split())
 
 
-def test_planning_a_score_imports_no_torch_and_writes_nothing(tmp_path: Path) -> None:
+def test_planning_a_score_imports_no_torch_and_writes_nothing(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"question": "What is 2 plus 3?", "answer": "5"}\n' * 40)
     words = ["--model", "Qwen/Qwen3-8B", "--data", str(rows), "--out", str(tmp_path / "out"), "--gpu", "h100"]
@@ -112,7 +109,7 @@ def test_planning_a_score_imports_no_torch_and_writes_nothing(tmp_path: Path) ->
     assert not (tmp_path / "out").exists()
 
 
-def test_a_score_that_cannot_fit_is_refused_with_the_arithmetic(call, tmp_path: Path) -> None:
+def test_a_score_that_cannot_fit_is_refused_with_the_arithmetic(call, tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"question": "What is 2 plus 3?", "answer": "5"}\n')
     words = ("score", "--data", str(rows), "--plan", "--gpu", "rtx-4090")
@@ -137,7 +134,7 @@ def test_a_score_that_cannot_fit_is_refused_with_the_arithmetic(call, tmp_path: 
     assert "leave --plan out" in err
 
 
-def test_plan_json_is_one_object(call) -> None:
+def test_plan_json_is_one_object(call):
     code, out, _ = call("plan", *LLAMA_8B, "--tuning", "lora", "--json")
     content = json.loads(out)
     assert code == 0
@@ -152,7 +149,7 @@ def test_plan_json_is_one_object(call) -> None:
     assert all({"what", "why"} <= set(entry) for entry in content["rejected"])
 
 
-def test_a_refusal_is_an_error_object_and_exit_code_2(call) -> None:
+def test_a_refusal_is_an_error_object_and_exit_code_2(call):
     code, out, _ = call(
         "plan", "--model", "meta-llama/Llama-2-70b-hf", "--gpu", "v100-32gb", "--tuning", "full", "--json"
     )
@@ -180,7 +177,7 @@ def test_a_refusal_is_an_error_object_and_exit_code_2(call) -> None:
         (["export", "nowhere"], "no such run directory"),
     ],
 )
-def test_mistakes_are_one_readable_error(call, words: list[str], said: str) -> None:
+def test_mistakes_are_one_readable_error(call, words, said):
     code, out, err = call(*words)
     assert code == 2
     assert said in err
@@ -188,7 +185,7 @@ def test_mistakes_are_one_readable_error(call, words: list[str], said: str) -> N
 
 
 @pytest.mark.pictures
-def test_train_report_export_score(call, model_folder: Path, data_file: Path, tmp_path: Path) -> None:
+def test_train_report_export_score(call, model_folder, data_file, tmp_path):
     """The commands of the README, one after another."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
@@ -231,13 +228,13 @@ def test_train_report_export_score(call, model_folder: Path, data_file: Path, tm
     assert messages(first) == messages(second)
 
 
-def messages(lines: list[str]) -> list[dict[str, str]]:
+def messages(lines):
     return [json.loads(line)["response"]["body"]["choices"][0]["message"] for line in lines]
 
 
 def test_an_adapter_of_another_rank_is_refused_before_the_model_is_loaded(
-    call, make_plan, model_folder: Path, data_file: Path, tmp_path: Path
-) -> None:
+    call, make_plan, model_folder, data_file, tmp_path
+):
     """Fault 21, as a user meets it."""
     plan = make_plan(max_steps=1)
     run(plan, callbacks=callbacks())
@@ -254,7 +251,7 @@ def test_an_adapter_of_another_rank_is_refused_before_the_model_is_loaded(
     assert not (tmp_path / "scores").exists()
 
 
-def test_the_version_is_told(call) -> None:
+def test_the_version_is_told(call):
     from importlib.metadata import version
 
     assert call("--version") == (0, f"fitune {version('fitune')}\n", "")
@@ -272,7 +269,7 @@ def test_the_version_is_told(call) -> None:
         (["plam", "--json"], "plam"),
     ],
 )
-def test_words_that_are_no_options_are_an_error_object_too(call, words: list[str], said: str) -> None:
+def test_words_that_are_no_options_are_an_error_object_too(call, words, said):
     code, out, err = call(*words)
     error = json.loads(out)["error"]
     assert (code, err) == (2, "")
@@ -280,14 +277,12 @@ def test_words_that_are_no_options_are_an_error_object_too(call, words: list[str
     assert "--help" in error["hint"] or "did you mean" in error["hint"]
 
 
-def test_a_command_under_json_keeps_its_exit_code(call, tmp_path: Path) -> None:
+def test_a_command_under_json_keeps_its_exit_code(call, tmp_path):
     assert call("plan", *LLAMA_8B, "--tuning", "lora", "--json")[0] == 0
     assert call("report", str(tmp_path / "nowhere"), "--json")[0] == 2
 
 
-def test_score_takes_sampling_template_and_ids(
-    call, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_score_takes_sampling_template_and_ids(call, model_folder, tmp_path, monkeypatch):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"question": "a", "answer": "b", "name": "first"}\n')
     template = tmp_path / "template.jinja"
@@ -304,7 +299,7 @@ def test_score_takes_sampling_template_and_ids(
     assert line["custom_id"] == "first"
 
 
-def test_another_trainers_recipe_is_planned_and_converted(call, tmp_path: Path) -> None:
+def test_another_trainers_recipe_is_planned_and_converted(call, tmp_path):
     """How it was read stands on standard error, so that standard output is the answer alone."""
     theirs = tmp_path / "theirs.yaml"
     theirs.write_text(
@@ -325,7 +320,7 @@ def test_another_trainers_recipe_is_planned_and_converted(call, tmp_path: Path) 
     assert json.loads(out)["plan"]["batch"]["seq_len"] == 256
 
 
-def test_help_lists_every_key_of_a_recipe_by_group(call) -> None:
+def test_help_lists_every_key_of_a_recipe_by_group(call):
     from fitune.spec.recipe.keys import GROUPS, all_keys
 
     code, out, _ = call("train", "--help")
@@ -347,9 +342,7 @@ def test_help_lists_every_key_of_a_recipe_by_group(call) -> None:
         ("fitune plan rec", []),
     ],
 )
-def test_the_shell_completes_commands_keys_and_values(
-    line: str, offered: list[str], call, monkeypatch
-) -> None:
+def test_the_shell_completes_commands_keys_and_values(line, offered, call, monkeypatch):
     monkeypatch.setenv("_FITUNE_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", line)
     monkeypatch.setenv("COMP_CWORD", str(len(line.split()) - 1))
@@ -357,7 +350,7 @@ def test_the_shell_completes_commands_keys_and_values(
     assert (code, out.split()) == (0, offered)
 
 
-def test_init_writes_a_recipe_that_trains(call, model_folder: Path, data_file: Path, tmp_path: Path) -> None:
+def test_init_writes_a_recipe_that_trains(call, model_folder, data_file, tmp_path):
     path, run_folder = tmp_path / "recipe.yaml", tmp_path / "run"
     flags = ["--model", model_folder, "--data", data_file, "--tuning", "lora", "--gpu", "cpu"]
     flags += ["--output-dir", run_folder, "--seq-len", 64, "--max-steps", 1, "--samples", 0]
@@ -373,8 +366,8 @@ def test_init_writes_a_recipe_that_trains(call, model_folder: Path, data_file: P
 
 @pytest.mark.parametrize(("given", "taken"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
 def test_threads_that_wait_give_their_core_away_unless_somebody_said_otherwise(
-    given: str | None, taken: str, call, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    given, taken, call, monkeypatch
+):
     monkeypatch.setenv("OMP_WAIT_POLICY", given or "")  # what is there now comes back after the test
     if given is None:
         monkeypatch.delenv("OMP_WAIT_POLICY")

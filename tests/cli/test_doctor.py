@@ -15,7 +15,7 @@ from fitune.session.doctor import _EXTRAS, calibrate_device
 from fitune.spec.machines.hardware import AttentionRate, Calibration, Rate, Traffic
 
 
-def calibration(device: str) -> Calibration:
+def calibration(device):
     return Calibration(
         device=device,
         date="2026-11-21",
@@ -29,23 +29,23 @@ def calibration(device: str) -> Calibration:
     )
 
 
-def this_device() -> str:
+def this_device():
     hardware = detect_hardware()
     return device_key(hardware.gpu, cores=hardware.cpu_cores)
 
 
-def test_every_extra_is_known_to_the_doctor() -> None:
+def test_every_extra_is_known_to_the_doctor():
     extras = set(importlib.metadata.metadata("fitune").get_all("Provides-Extra"))
     assert {extra for extra, _ in _EXTRAS.values()} == extras - {"dev", "bench", "track"}
 
 
-def doctor(*words: str) -> str:
+def doctor(*words):
     answer = CliRunner().invoke(app, ["doctor", *words], catch_exceptions=False)
     assert answer.exit_code == 0
     return answer.output
 
 
-def test_what_was_measured_is_shown() -> None:
+def test_what_was_measured_is_shown():
     assert "fitune doctor --calibrate" in doctor()
     assert json.loads(doctor("--json"))["hardware"]["calibration"] is None
     store_calibration(calibration(this_device()))
@@ -56,7 +56,7 @@ def test_what_was_measured_is_shown() -> None:
     assert json.loads(doctor("--json"))["hardware"]["calibration"]["cpu_adam"] == 5e8
 
 
-def test_what_is_measured_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_measured_is_stored(monkeypatch):
     monkeypatch.setattr(measuring, "calibrate", lambda hardware: calibration(this_device()))
     said: list[str] = []
     assert calibrate_device(tell=said.append)
@@ -64,7 +64,7 @@ def test_what_is_measured_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stored_calibration(this_device()) == calibration(this_device())
 
 
-def test_a_damaged_calibration_stops_the_doctor_and_the_plan_with_what_to_do() -> None:
+def test_a_damaged_calibration_stops_the_doctor_and_the_plan_with_what_to_do():
     path = store_calibration(calibration(this_device()))
     path.write_text("{")
     for words in (["doctor"], ["plan", "--model", "qwen3-0.6b", "--gpu", "cpu"]):
@@ -73,14 +73,14 @@ def test_a_damaged_calibration_stops_the_doctor_and_the_plan_with_what_to_do() -
         assert "--calibrate" in (refused.value.hint or "")
 
 
-def test_measuring_again_replaces_a_damaged_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measuring_again_replaces_a_damaged_file(monkeypatch):
     calibrations_folder().mkdir(parents=True)
     (calibrations_folder() / f"{this_device()}.json").write_text("{")
     monkeypatch.setattr(measuring, "calibrate", lambda hardware: calibration(this_device()))
     assert "calibrated on" in doctor("--calibrate")
 
 
-def test_a_plan_says_what_its_seconds_come_from() -> None:
+def test_a_plan_says_what_its_seconds_come_from():
     words = ["plan", "--model", "qwen3-0.6b", "--gpu", "cpu", "--host-memory", "64GiB"]
     before = CliRunner().invoke(app, words, catch_exceptions=False).output
     assert "assumed rates" in " ".join(before.split())

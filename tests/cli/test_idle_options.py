@@ -15,8 +15,8 @@ SCORE = ["score", "--model", "m", "--data", "d"]
 
 
 @pytest.fixture
-def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    def run(*words: str) -> tuple[int, str, str]:
+def call(capsys, monkeypatch):
+    def run(*words):
         monkeypatch.setattr(sys, "argv", ["fitune", *words])
         with pytest.raises(SystemExit) as ended:
             main()
@@ -42,13 +42,13 @@ RECIPE = ["--model", "llama-3.2-1b", "--gpu", "h100"]
         (["train", "--ray-restarts", "5"], "--ray-restarts has no effect without --on"),
     ],
 )  # fmt: skip
-def test_an_option_without_effect_is_refused(call, words: list[str], said: str) -> None:
+def test_an_option_without_effect_is_refused(call, words, said):
     code, _, err = call(*words)
     assert code == 2
     assert said in err
 
 
-def test_the_table_names_commands_and_options_that_are_there() -> None:
+def test_the_table_names_commands_and_options_that_are_there():
     commands = get_command(app).commands
     for table in (BESIDE, WITHOUT):
         for name, rows in table.items():
@@ -57,7 +57,7 @@ def test_the_table_names_commands_and_options_that_are_there() -> None:
             assert named <= {param.name for param in commands[name].params}
 
 
-def test_launch_keeps_the_objective_that_plan_was_given(call) -> None:
+def test_launch_keeps_the_objective_that_plan_was_given(call):
     words = [*RECIPE, "--gpus", "2", "--tuning", "lora", "--objective", "least-memory"]
     code, out, _ = call("plan", *words, "--json")
     assert code == 0

@@ -8,32 +8,32 @@ from fitune.cli.terminal import loading_bar
 
 
 class Terminal(io.StringIO):
-    def isatty(self) -> bool:
+    def isatty(self):
         return True
 
 
-def shown(stream: io.StringIO, *, quiet: bool = False) -> str:
+def shown(stream, *, quiet=False):
     with loading_bar(quiet=quiet, stream=stream) as on_bytes:
         for done in range(0, 4097, 1024):
             on_bytes(done * 1024, 4096 * 1024)
     return stream.getvalue()
 
 
-def test_a_terminal_sees_bytes() -> None:
+def test_a_terminal_sees_bytes():
     text = shown(Terminal())
     assert "reading weights" in text
     assert "MiB" in text
 
 
-def test_a_log_sees_nothing() -> None:
+def test_a_log_sees_nothing():
     assert shown(io.StringIO()) == ""
     assert shown(Terminal(), quiet=True) == ""
 
 
-def test_the_terminal_is_given_back_when_loading_fails() -> None:
+def test_the_terminal_is_given_back_when_loading_fails():
     stream = Terminal()
 
-    def load() -> None:
+    def load():
         with loading_bar(stream=stream, quiet=False) as on_bytes:
             on_bytes(1, 2)
             raise OSError("gone")

@@ -3,7 +3,6 @@
 import json
 import sys
 import xml.etree.ElementTree as xml
-from pathlib import Path
 
 import pytest
 
@@ -15,8 +14,8 @@ ON_V100 = ("--gpu", "v100-32gb", "--gpus", "8")
 
 
 @pytest.fixture
-def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    def run(*words: str) -> tuple[int, str, str]:
+def call(capsys, monkeypatch):
+    def run(*words):
         monkeypatch.setattr(sys, "argv", ["fitune", "matrix", *words])
         code = 0
         try:
@@ -50,7 +49,7 @@ def test_lengths_that_are_no_numbers_of_tokens_are_refused(words):
         row_lengths(words)
 
 
-def test_table_json_and_picture(call, tmp_path: Path):
+def test_table_json_and_picture(call, tmp_path):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "deep" / "matrix.svg"
     words = (*ON_V100, "--models", "llama-2-7b,13b", "--context", "512,1024")
@@ -90,7 +89,7 @@ def test_what_cannot_be_meant_is_refused(call, words, message):
     assert message in err
 
 
-def test_a_recipe_file_gives_the_pins_and_not_the_model(call, tmp_path: Path):
+def test_a_recipe_file_gives_the_pins_and_not_the_model(call, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("model: llama-2-70b\ntuning: lora\nseq_len: 64\ngpu: v100-32gb\ngpus: 8\n")
     code, out, _ = call(str(recipe), "--models", "llama-2-7b", "--context", "512", "--json")

@@ -11,7 +11,7 @@ from fitune.session.recipes.typed_words import recipe_from, split_words
 from fitune.spec.recipe.job_settings import read_job_settings
 
 
-def test_a_path_and_options_in_any_order() -> None:
+def test_a_path_and_options_in_any_order():
     words = ["--seq-len", "4096", "recipe.yaml", "--learning_rate=1e-4", "--packing"]
     assert split_words(words) == (
         Path("recipe.yaml"),
@@ -19,7 +19,7 @@ def test_a_path_and_options_in_any_order() -> None:
     )
 
 
-def test_names_are_kept_as_typed() -> None:
+def test_names_are_kept_as_typed():
     """YAML would read 4090 as a number and `off` as False."""
     _, options = split_words(["--gpu", "4090", "--model", "off", "--output-dir", "1e3"])
     assert options == {"gpu": "4090", "model": "off", "output_dir": "1e3"}
@@ -32,7 +32,7 @@ TEXTS = ["run #3", "007", "no", "2026-11-24", "a: b", "[a", "1_0", "true", "~"]
 @pytest.mark.parametrize(
     "key", ["model", "gpu", "run_name", "track_id", "cache_dir", "nvme_path", "output_dir"]
 )
-def test_a_key_that_takes_a_text_has_the_text_that_was_typed(key: str, text: str) -> None:
+def test_a_key_that_takes_a_text_has_the_text_that_was_typed(key, text):
     """YAML ends a text at ` #`, and reads numbers, dates and switches."""
     for words, settings in (([f"--{key}", text], []), ([f"--{key}={text}"], []), ([], [f"{key}={text}"])):
         assert (
@@ -41,7 +41,7 @@ def test_a_key_that_takes_a_text_has_the_text_that_was_typed(key: str, text: str
         )
 
 
-def test_texts_inside_lists_and_mappings_are_as_typed_too() -> None:
+def test_texts_inside_lists_and_mappings_are_as_typed_too():
     words = [
         "--model",
         "m",
@@ -65,7 +65,7 @@ def test_texts_inside_lists_and_mappings_are_as_typed_too() -> None:
     assert ([source.path for source in given.data], given.gpu) == (["a.jsonl", "c #2.csv"], None)
 
 
-def test_a_jobs_texts_are_as_typed_too() -> None:
+def test_a_jobs_texts_are_as_typed_too():
     typed = [
         "ray_version=2.50",
         "name=007",
@@ -79,19 +79,19 @@ def test_a_jobs_texts_are_as_typed_too() -> None:
 
 
 @pytest.mark.parametrize("key", ["--seq-len", "--run-name", "--tuning"])
-def test_a_key_without_its_value_is_named(key: str) -> None:
+def test_a_key_without_its_value_is_named(key):
     with pytest.raises(RecipeError, match=f"{key} has no value"):
         split_words(["--model", "m", key])
 
 
-def test_options_win_over_settings_and_settings_over_the_file(tmp_path: Path) -> None:
+def test_options_win_over_settings_and_settings_over_the_file(tmp_path):
     file = tmp_path / "recipe.yaml"
     file.write_text("model: a\nlora_r: 4\nseq_len: 128\nseed: 1\n")
     recipe = recipe_from([str(file), "--seq-len", "512"], ["seq_len=256", "lora_r=8"]).recipe
     assert (recipe.model, recipe.lora_r, recipe.seq_len, recipe.seed) == ("a", 8, 512, 1)
 
 
-def test_several_sources_are_named_one_after_another() -> None:
+def test_several_sources_are_named_one_after_another():
     recipe = recipe_from(
         ["--model", "m", "--data", "a.jsonl", "--data", "b.csv#5", "--data-weights", "2,1"], []
     ).recipe
@@ -101,7 +101,7 @@ def test_several_sources_are_named_one_after_another() -> None:
         split_words(["--data", "a.jsonl", "--data"])
 
 
-def test_names_of_other_frameworks_are_options_too() -> None:
+def test_names_of_other_frameworks_are_options_too():
     recipe = recipe_from(["--base-model", "a", "--cutoff_len", "77", "--finetuning-type", "lora"], []).recipe
     assert (recipe.model, recipe.seq_len, recipe.tuning) == ("a", 77, "lora")
 
@@ -117,7 +117,7 @@ def test_names_of_other_frameworks_are_options_too() -> None:
         (["--vram", "24GiB"], "gpu_memory", 24 * 2**30),
     ],
 )
-def test_words_that_people_try_first_are_understood(typed: list[str], setting: str, value: object) -> None:
+def test_words_that_people_try_first_are_understood(typed, setting, value):
     assert getattr(recipe_from(["--model", "a", *typed], []).recipe, setting) == value
 
 
@@ -130,7 +130,7 @@ def test_words_that_people_try_first_are_understood(typed: list[str], setting: s
         (["--verbose"], "fitune plan --help lists every key"),
     ],
 )
-def test_a_key_of_others_is_refused_with_what_says_the_same(typed: list[str], hint: str) -> None:
+def test_a_key_of_others_is_refused_with_what_says_the_same(typed, hint):
     with pytest.raises(RecipeError) as caught:
         recipe_from(["--model", "a", *typed], [])
     assert hint in caught.value.hint
@@ -147,7 +147,7 @@ def test_a_key_of_others_is_refused_with_what_says_the_same(typed: list[str], hi
         (["missing.yaml"], "no such recipe"),
     ],
 )
-def test_mistakes_are_named(words: list[str], said: str) -> None:
+def test_mistakes_are_named(words, said):
     with pytest.raises(RecipeError, match=said):
         recipe_from(words, [])
 
@@ -168,11 +168,11 @@ def test_mistakes_are_named(words: list[str], said: str) -> None:
         (["--output-dir", "odd.yaml"], None, {"output_dir": "odd.yaml"}),
     ],
 )  # fmt: skip
-def test_a_switch_does_not_swallow_the_recipe(words: list[str], path: str | None, options: dict) -> None:
+def test_a_switch_does_not_swallow_the_recipe(words, path, options):
     assert split_words(words) == (Path(path) if path else None, options)
 
 
-def test_columns_of_other_names_are_an_option() -> None:
+def test_columns_of_other_names_are_an_option():
     """As ``fitune score`` takes them; a source that names its own keeps them."""
     words = ["--model", "m", "--data", "a.csv", "--columns"]
     wanted = {"prompt": "question, in full", "completion": "reply"}
@@ -188,12 +188,12 @@ def test_columns_of_other_names_are_an_option() -> None:
         recipe_from([*words, "question"], [])
 
 
-def test_a_setting_inside_a_source_reaches_the_source_that_an_option_names() -> None:
+def test_a_setting_inside_a_source_reaches_the_source_that_an_option_names():
     recipe = recipe_from(["--model", "m", "--data", "a.jsonl"], ["data.sample=5", "lora_r=8"]).recipe
     assert (recipe.data[0].path, recipe.data[0].sample, recipe.lora_r) == ("a.jsonl", 5, 8)
 
 
-def test_data_that_is_elsewhere_is_said_in_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_that_is_elsewhere_is_said_in_the_plan(monkeypatch):
     words = ["--model", "gpt2", "--gpu", "h100", "--tuning", "lora", "--data", "owner/rows"]
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     report = plan_on_data(recipe_from(words, []).recipe)

@@ -14,11 +14,11 @@ MakeStep = Callable[..., StepReport]
 
 
 class Terminal(io.StringIO):
-    def isatty(self) -> bool:
+    def isatty(self):
         return True
 
 
-def lines_of(reports: list[StepReport], *, log_every: int = 1) -> list[str]:
+def lines_of(reports, *, log_every=1):
     stream = io.StringIO()
     progress = Progress(log_every=log_every, stream=stream)
     for report in reports:
@@ -27,8 +27,8 @@ def lines_of(reports: list[StepReport], *, log_every: int = 1) -> list[str]:
     return stream.getvalue().splitlines()
 
 
-def test_a_line_says_what_tells_most_in_80_columns(make_step: MakeStep) -> None:
-    def line(step: StepReport, *, memory_bytes: int = 412 * 1024**2) -> str:
+def test_a_line_says_what_tells_most_in_80_columns(make_step):
+    def line(step, *, memory_bytes=412 * 1024**2):
         return step_line(step, memory_bytes=memory_bytes, remaining=190)
 
     assert line(make_step(12), memory_bytes=0) == (
@@ -42,12 +42,12 @@ def test_a_line_says_what_tells_most_in_80_columns(make_step: MakeStep) -> None:
     assert len(line(long)) <= 80
 
 
-def test_every_log_every_th_step_has_a_line_and_the_first_and_the_last(make_step: MakeStep) -> None:
+def test_every_log_every_th_step_has_a_line_and_the_first_and_the_last(make_step):
     lines = lines_of([make_step(step, total_steps=11) for step in range(1, 12)], log_every=4)
     assert [line.split("/")[0].split()[1] for line in lines] == ["1", "4", "8", "11"]
 
 
-def test_an_evaluated_and_a_skipped_step_are_never_left_out(make_step: MakeStep) -> None:
+def test_an_evaluated_and_a_skipped_step_are_never_left_out(make_step):
     reports = [
         make_step(1),
         make_step(2, eval_loss=2.5),
@@ -60,35 +60,35 @@ def test_an_evaluated_and_a_skipped_step_are_never_left_out(make_step: MakeStep)
     assert "skipped, loss scale 32768" in lines[2]
 
 
-def test_a_loss_that_is_not_finite_is_shown(make_step: MakeStep) -> None:
+def test_a_loss_that_is_not_finite_is_shown(make_step):
     assert "loss nan  " in lines_of([make_step(1, loss=math.nan, grad_norm=math.inf)])[0]
 
 
-def test_the_highest_peak_stays_when_a_step_was_not_measured(make_step: MakeStep) -> None:
+def test_the_highest_peak_stays_when_a_step_was_not_measured(make_step):
     lines = lines_of([make_step(1), make_step(2, memory_bytes={})])
     assert "412.0 MiB" in lines[1]
     assert "MiB" not in lines_of([make_step(1, memory_bytes={})])[0]
 
 
-def test_the_time_left_leaves_the_first_step_out(make_step: MakeStep) -> None:
+def test_the_time_left_leaves_the_first_step_out(make_step):
     steps = [make_step(step, total_steps=205, step_seconds=2.0, data_seconds=0.5) for step in range(2, 6)]
     lines = lines_of([make_step(1, total_steps=205, step_seconds=60.0, data_seconds=0.0), *steps])
     assert lines[0].endswith("3 h 24 min left")
     assert lines[-1].endswith("8 min 20 s left")
 
 
-def test_the_last_line_has_no_time_left(make_step: MakeStep) -> None:
+def test_the_last_line_has_no_time_left(make_step):
     assert " left" not in lines_of([make_step(1, total_steps=1)])[0]
 
 
-def fail_on_the_way(progress: Progress, reports: list[StepReport]) -> None:
+def fail_on_the_way(progress, reports):
     with closing(progress):
         for report in reports:
             progress.step(report)
         raise RuntimeError("on the way")
 
 
-def test_a_terminal_gets_a_bar_and_is_given_back_when_training_fails(make_step: MakeStep) -> None:
+def test_a_terminal_gets_a_bar_and_is_given_back_when_training_fails(make_step):
     stream = Terminal()
     with pytest.raises(RuntimeError, match="on the way"):
         fail_on_the_way(Progress(stream=stream), [make_step(1), make_step(2, eval_loss=2.25)])

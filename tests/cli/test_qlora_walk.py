@@ -32,14 +32,14 @@ print(json.dumps({"ids": ids[0].tolist(), "logits": model(ids).logits[0].tolist(
 """
 
 
-def fitune(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
+def fitune(monkeypatch, *words):
     monkeypatch.setattr(sys, "argv", ["fitune", *map(str, words)])
     with pytest.raises(SystemExit) as ended:
         main()
     return int(ended.value.code or 0)
 
 
-def alone(folder: Path) -> dict:
+def alone(folder):
     """What plain transformers makes of a folder, in a process that knows of nothing else."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     answered = subprocess.run(
@@ -50,7 +50,7 @@ def alone(folder: Path) -> dict:
 
 
 @pytest.fixture
-def recipe(model_folder: Path, data_file: Path, tmp_path: Path) -> Path:
+def recipe(model_folder, data_file, tmp_path):
     """The ready recipe, on the tests' model and rows."""
     ready = Path(__file__).parents[2] / "recipes" / "demo_qlora_tiny.yaml"
     words = yaml.safe_load(ready.read_text(encoding="utf-8"))
@@ -62,9 +62,9 @@ def recipe(model_folder: Path, data_file: Path, tmp_path: Path) -> Path:
 
 
 def test_a_merged_model_is_the_base_and_its_adapter_without_fitune(
-    recipe: Path, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    recipe, model_folder, tmp_path, monkeypatch,
+    capsys,
+):  # fmt: skip
     """Trained on NF4, merged into the base as it is on disk: logits of base + adapter to 1e-5."""
     assert fitune(monkeypatch, "train", recipe, "--export", "adapter") == 0
     assert f"adapter: {tmp_path / 'run' / 'adapter'}" in capsys.readouterr().out
@@ -80,9 +80,7 @@ def test_a_merged_model_is_the_base_and_its_adapter_without_fitune(
     assert found["written"].startswith("What is 4 plus 5?")
 
 
-def test_the_recipe_merges_by_itself_and_says_where(
-    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_recipe_merges_by_itself_and_says_where(recipe, tmp_path, monkeypatch, capsys):
     merged = tmp_path / "run" / "merged"
     assert fitune(monkeypatch, "train", recipe) == 0
     assert f"merged model: {merged} (verified)" in capsys.readouterr().out
@@ -93,9 +91,7 @@ def test_the_recipe_merges_by_itself_and_says_where(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_experts_on_hqq_are_trained_saved_merged_and_read_again(
-    recipe: Path, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_experts_on_hqq_are_trained_saved_merged_and_read_again(recipe, model_folder, tmp_path, monkeypatch):
     """Qwen3-30B-A3B's small twin: merged it is the 16-bit base and the adapter, for transformers and PEFT alone."""
     pytest.importorskip("hqq.core.quantize")
     twin = tmp_path / "twin"

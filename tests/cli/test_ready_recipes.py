@@ -13,7 +13,7 @@ RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_ready_recipe_is_valid_and_fits_what_it_is_named_after(path: Path) -> None:
+def test_a_ready_recipe_is_valid_and_fits_what_it_is_named_after(path):
     recipe = read_recipe(path)
     if recipe.gpu is not None:
         estimate = plan_for(recipe).chosen.estimate
@@ -29,11 +29,11 @@ def test_a_ready_recipe_is_valid_and_fits_what_it_is_named_after(path: Path) -> 
             assert said_bytes == pytest.approx(estimate.host_bytes, rel=0.005)
 
 
-def header(path: Path) -> str:
+def header(path):
     """The comment that opens a recipe, as one line."""
     lines = [line.removeprefix("#").strip() for line in path.read_text().splitlines() if line.startswith("#")]
     return " ".join(lines)
 
 
-def test_there_are_recipes() -> None:
+def test_there_are_recipes():
     assert RECIPES

@@ -1,7 +1,6 @@
 """`fitune train` ends well for each thing a run can hand over."""
 
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -17,9 +16,9 @@ from fitune.cli import main
     ],
 )
 def test_the_export_is_there(
-    settings: list[str], written: str, model_folder: Path, data_file: Path, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    settings, written, model_folder, data_file, tmp_path,
+    monkeypatch,
+):  # fmt: skip
     words = ["--model", str(model_folder), "--data", str(data_file), "--output-dir", str(tmp_path / "run")]
     words += ["--gpu", "cpu", "--seq-len", "64", "--max-steps", "2", "--samples", "0", *settings]
     monkeypatch.setattr(sys, "argv", ["fitune", "train", *words])

@@ -1,8 +1,6 @@
 """What a RayJob may say, as far as fitune's manifests go: fields of its schema and rules of KubeRay's controller."""
 
 import re
-from collections.abc import Iterator
-from typing import Any
 
 JOB_FIELDS = {
     "entrypoint": str, "submissionMode": str, "shutdownAfterJobFinishes": bool, "ttlSecondsAfterFinished": int,
@@ -26,7 +24,7 @@ _QUANTITY = re.compile(r"[0-9]+(Ki|Mi|Gi|Ti|m)?")
 _DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
 
-def unknown(body: dict[str, Any], fields: dict[str, type], where: str) -> Iterator[str]:
+def unknown(body, fields, where):
     for key, value in body.items():
         if key not in fields:
             yield f"{where}.{key} is no field"
@@ -34,7 +32,7 @@ def unknown(body: dict[str, Any], fields: dict[str, type], where: str) -> Iterat
             yield f"{where}.{key} is {value!r}, no {fields[key].__name__}"
 
 
-def wrong_with_pod(pod: dict[str, Any], where: str) -> Iterator[str]:
+def wrong_with_pod(pod, where):
     """Fields of a pod, and rules of the API server: requests of GPUs equal limits, every mount has its volume."""
     yield from unknown(pod, POD_FIELDS, where)
     volumes = {volume["name"] for volume in pod.get("volumes", [])}
@@ -60,12 +58,12 @@ def wrong_with_pod(pod: dict[str, Any], where: str) -> Iterator[str]:
                 yield f"{where}: {name}: requests and limits of a device differ"
 
 
-def wrong_with(job: dict[str, Any]) -> list[str]:
+def wrong_with(job):
     """All that the API server's schema or KubeRay's controller would refuse in a RayJob."""
     return list(_wrong_with(job))
 
 
-def _wrong_with(job: dict[str, Any]) -> Iterator[str]:
+def _wrong_with(job):
     if (job.get("apiVersion"), job.get("kind")) != ("ray.io/v1", "RayJob"):
         yield "no RayJob"
     metadata, spec = job["metadata"], job["spec"]
@@ -98,7 +96,7 @@ def _wrong_with(job: dict[str, Any]) -> Iterator[str]:
             yield f"replicas {low} ≤ {group['replicas']} ≤ {high}"
 
 
-def _wrong_with_group(group: dict[str, Any], fields: dict[str, type], where: str) -> Iterator[str]:
+def _wrong_with_group(group, fields, where):
     yield from unknown(group, fields, where)
     for key, value in group["rayStartParams"].items():
         if not isinstance(value, str):

@@ -3,7 +3,6 @@
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -19,15 +18,15 @@ class Cable:
 
     addresses: tuple[str, str] = ("10.77.1.1", "10.77.1.2")
 
-    def on(self, machine: int) -> list[str]:
+    def on(self, machine):
         return ["ip", "netns", "exec", NAMES[machine]]
 
-    def pull(self) -> None:
+    def pull(self):
         _ip("-n", NAMES[1], "link", "set", "cable", "down")
 
 
 @contextmanager
-def two_machines() -> Iterator[Cable]:
+def two_machines():
     """Skips the test where the system has no ``ip`` or does not allow namespaces."""
     if shutil.which("ip") is None:
         pytest.skip("no program ip (iproute2), which makes network namespaces")
@@ -63,5 +62,5 @@ def two_machines() -> Iterator[Cable]:
                 _ip("netns", "del", name)
 
 
-def _ip(*words: str) -> None:
+def _ip(*words):
     subprocess.run(["ip", *words], check=True, capture_output=True, text=True)

@@ -2,10 +2,8 @@
 
 import os
 import signal
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 
@@ -51,17 +49,17 @@ MPI = {
         ({"PMI_RANK": "1", "PMI_SIZE": "3"}, Ranks(rank=1, world=3)),
     ],
 )
-def test_a_process_knows_who_it_is(environment: dict[str, str], expected: Ranks) -> None:
+def test_a_process_knows_who_it_is(environment, expected):
     assert launched_ranks(environment) == expected
 
 
 @pytest.mark.parametrize("rank", ["", "two", "-1", "2"])
-def test_a_rank_that_cannot_be_is_refused(rank: str) -> None:
+def test_a_rank_that_cannot_be_is_refused(rank):
     with pytest.raises(HardwareError, match="RANK"):
         launched_ranks({"RANK": rank, "WORLD_SIZE": "2"})
 
 
-def test_ranks_meet_on_the_first_machine() -> None:
+def test_ranks_meet_on_the_first_machine():
     assert meeting_point(SLURM) == {"MASTER_ADDR": "gpu07", "MASTER_PORT": str(20_000 + 40_125 % 20_000)}
     of_all_ranks = str(20_000 + os.getppid() % 20_000)
     assert meeting_point(MPI) == {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": of_all_ranks}
@@ -70,7 +68,7 @@ def test_ranks_meet_on_the_first_machine() -> None:
         meeting_point({**MPI, "OMPI_COMM_WORLD_SIZE": "4"})
 
 
-def test_a_rank_that_never_comes_is_missed_after_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_never_comes_is_missed_after_minutes(monkeypatch):
     """Collectives may wait for hours; a launcher starts all its ranks at once."""
     monkeypatch.setattr(joining, "MEETING", timedelta(milliseconds=200))
     with kept_port() as port:
@@ -92,11 +90,11 @@ def test_a_rank_that_never_comes_is_missed_after_minutes(monkeypatch: pytest.Mon
     ("nodes", "host"),
     [("gpu3", "gpu3"), ("a,b", "a"), ("n[1,5]", "n1"), ("gpu[007-010],x", "gpu007"), ("a-b[2]", "a-b2")],
 )
-def test_the_first_of_a_node_list(nodes: str, host: str) -> None:
+def test_the_first_of_a_node_list(nodes, host):
     assert first_host(nodes) == host
 
 
-def test_one_command_for_each_machine(model_folder: Path, data_file: Path, tmp_path: Path) -> None:
+def test_one_command_for_each_machine(model_folder, data_file, tmp_path):
     plan: Plan = plan_of(model_folder, data_file, tmp_path)
     one = replace(plan, hardware=replace(plan.hardware, gpus_per_node=4, cpu_cores=16))
     two = replace(one, hardware=replace(one.hardware, nodes=2))
@@ -113,18 +111,18 @@ def test_one_command_for_each_machine(model_folder: Path, data_file: Path, tmp_p
 
 
 @pytest.fixture
-def tell(tmp_path: Path) -> Callable[..., None]:
+def tell(tmp_path):
     """Write the status of a rank, with an error where it has a ``kind``."""
     (tmp_path / LOGS).mkdir()
 
-    def write(rank: int, kind: str = "", at: float = 0.0, pid: int = 1, **what: object) -> None:
+    def write(rank, kind="", at=0.0, pid=1, **what):
         error = RankError(kind=kind, message=f"{kind} of {rank}", exit_code=1, at=at) if kind else None
         write_status(tmp_path / LOGS, RankStatus(rank=rank, pid=pid, error=error, **what))
 
     return write
 
 
-def test_the_first_rank_that_failed_by_itself_is_the_cause(tmp_path: Path, tell: Callable[..., None]) -> None:
+def test_the_first_rank_that_failed_by_itself_is_the_cause(tmp_path, tell):
     tell(0, "PeerGone", at=3)
     tell(1, "DataError", at=2)
     tell(2, "DataError", at=1)
@@ -134,7 +132,7 @@ def test_the_first_rank_that_failed_by_itself_is_the_cause(tmp_path: Path, tell:
     assert str(tmp_path / rank_log(2)) in found.hint
 
 
-def test_an_error_of_all_ranks_is_said_once_and_of_nobody(tmp_path: Path) -> None:
+def test_an_error_of_all_ranks_is_said_once_and_of_nobody(tmp_path):
     (tmp_path / LOGS).mkdir()
     for rank, at in ((0, 2.0), (1, 1.0)):
         error = RankError(kind="TrainingFailed", message="no progress", exit_code=1, at=at)
@@ -144,16 +142,14 @@ def test_an_error_of_all_ranks_is_said_once_and_of_nobody(tmp_path: Path) -> Non
         assert (found.exit_code, found.cause, found.is_said) == (1, "no progress", False)
 
 
-def test_a_rank_that_the_agent_stops_while_it_fails_is_the_cause(
-    tmp_path: Path, tell: Callable[..., None]
-) -> None:
+def test_a_rank_that_the_agent_stops_while_it_fails_is_the_cause(tmp_path, tell):
     tell(0, "CheckpointError", at=1.5)
     tell(1, "RankFailed", at=1.6)
     found = ended({1: Exit(code=4, at=2)}, tmp_path, received=[], ranks=range(2))
     assert (found.cause, found.is_said) == ("CheckpointError of 0", False)
 
 
-def test_a_rank_that_the_agent_kills_afterwards_is_no_cause(tmp_path: Path) -> None:
+def test_a_rank_that_the_agent_kills_afterwards_is_no_cause(tmp_path):
     (tmp_path / LOGS).mkdir()
     (tmp_path / rank_log(1)).write_text("Traceback\nImportError: no such thing\n")
     exits = {1: Exit(code=1, at=100), 0: Exit(code=-signal.SIGKILL, at=130)}
@@ -177,21 +173,19 @@ SAID = Ended(exit_code=1, cause="rank 0 failed: it said nothing", is_said=True)
         ({0: 4, 1: 4}, [], Ended(exit_code=1)),
     ],
 )
-def test_the_exit_code_of_a_job(
-    tmp_path: Path, codes: dict[int, int], received: list[int], expected: Ended
-) -> None:
+def test_the_exit_code_of_a_job(tmp_path, codes, received, expected):
     exits = {rank: Exit(code=code) for rank, code in codes.items()}
     assert ended(exits, tmp_path, received=received, ranks=range(2)) == expected
 
 
-def test_a_peer_that_is_gone_is_named_with_its_cause(tmp_path: Path, tell: Callable[..., None]) -> None:
+def test_a_peer_that_is_gone_is_named_with_its_cause(tmp_path, tell):
     tell(1, "DataError", step=3)
     error = PeerGone("another rank is gone")
     name_the_cause(error, tmp_path / LOGS)
     assert error.message == "rank 1 failed: DataError of 1"
 
 
-def test_a_peer_that_was_killed_is_known_by_its_process(tmp_path: Path, tell: Callable[..., None]) -> None:
+def test_a_peer_that_was_killed_is_known_by_its_process(tmp_path, tell):
     tell(1, pid=2**22 + 1, step=3, doing="backward")  # above the largest number of a process
     error = PeerGone("another rank is gone")
     name_the_cause(error, tmp_path / LOGS)
@@ -199,9 +193,7 @@ def test_a_peer_that_was_killed_is_known_by_its_process(tmp_path: Path, tell: Ca
     assert error.message.startswith("rank 1 (process 4194305 on ")
 
 
-def test_a_peer_that_another_process_found_ended_is_known_on_every_machine(
-    tmp_path: Path, tell: Callable[..., None]
-) -> None:
+def test_a_peer_that_another_process_found_ended_is_known_on_every_machine(tmp_path, tell):
     tell(1, host="elsewhere", doing="starting")
     (tmp_path / "metrics.jsonl").write_bytes(b"".join(map(to_line, make_steps(5))))
     write_losses(tmp_path / LOGS, [1])
@@ -212,9 +204,7 @@ def test_a_peer_that_another_process_found_ended_is_known_on_every_machine(
     assert cause_of_loss(read_statuses(tmp_path / LOGS)) == error.message
 
 
-def test_a_rank_that_said_why_it_ended_is_not_said_to_be_silent(
-    tmp_path: Path, tell: Callable[..., None]
-) -> None:
+def test_a_rank_that_said_why_it_ended_is_not_said_to_be_silent(tmp_path, tell):
     tell(1, "DataError", step=3)
     write_losses(tmp_path / LOGS, [0, 1])
     assert cause_of_loss(read_statuses(tmp_path / LOGS)) == "rank 1 failed: DataError of 1"
@@ -230,9 +220,7 @@ def test_a_rank_that_said_why_it_ended_is_not_said_to_be_silent(
         ({1: {"step": 3, "signs": 5, "stalled": True, "is_waiting": True}}, "ranks 0, 1 are behind"),
     ],
 )
-def test_the_rank_that_is_behind_is_named(
-    tmp_path: Path, tell: Callable[..., None], others: dict[int, dict[str, object]], behind: str
-) -> None:
+def test_the_rank_that_is_behind_is_named(tmp_path, tell, others, behind):
     tell(0, step=3, signs=5, doing="forward", is_waiting=True, stalled=True)
     for rank, what in others.items():
         tell(rank, doing="forward", **what)
@@ -244,15 +232,13 @@ def test_the_rank_that_is_behind_is_named(
 
 
 @pytest.mark.parametrize("text", ["soon", "-1", "inf", "nan"])
-def test_a_limit_that_is_no_time_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_a_limit_that_is_no_time_is_refused(monkeypatch, text):
     monkeypatch.setenv("FITUNE_STALL_SECONDS", text)
     with pytest.raises(RecipeError, match="FITUNE_STALL_SECONDS"):
         stall_seconds()
 
 
-def test_without_a_limit_a_status_is_written_no_more_often(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_a_limit_a_status_is_written_no_more_often(monkeypatch, tmp_path):
     looks = []
     for seconds in ("0", "1800"):
         monkeypatch.setenv("FITUNE_STALL_SECONDS", seconds)

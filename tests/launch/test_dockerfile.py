@@ -20,14 +20,14 @@ NOT_HERE = ("apt-get", "useradd")
 """They change the machine that runs the tests."""
 
 
-def instructions() -> list[tuple[str, str]]:
+def instructions():
     """Name and words of each instruction, in one line."""
     text = re.sub(r"^#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE).replace("\\\n", "")
     found = (line.split(maxsplit=1) for line in text.splitlines() if line.strip())
     return [(name, words.strip()) for name, words in found]
 
 
-def test_every_file_that_is_copied_passes_the_ignore_file() -> None:
+def test_every_file_that_is_copied_passes_the_ignore_file():
     ignored = (ROOT / ".dockerignore").read_text().split()
     assert ignored[0] == "*"
     admitted = {line[1:] for line in ignored if line.startswith("!")}
@@ -36,7 +36,7 @@ def test_every_file_that_is_copied_passes_the_ignore_file() -> None:
     assert all((ROOT / name).exists() for name in copied)
 
 
-def test_the_image_fits_what_the_manifests_say_of_it() -> None:
+def test_the_image_fits_what_the_manifests_say_of_it():
     """The Ray of a manifest is the one that is installed, and pods find programs and files where they look."""
     pinned = dict(
         line.split("==") for line in (ROOT / "constraints.txt").read_text().split("\n") if "==" in line
@@ -49,7 +49,7 @@ def test_the_image_fits_what_the_manifests_say_of_it() -> None:
 
 
 @pytest.mark.slow
-def test_the_layers_install_a_fitune_that_runs(tmp_path: Path) -> None:
+def test_the_layers_install_a_fitune_that_runs(tmp_path):
     """Minutes: torch and all libraries go into an empty environment, which takes the place of the image."""
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "image"], check=True)
     environment = {

@@ -4,15 +4,13 @@ import os
 import stat
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from fitune.errors import FituneError, OutOfMemory, RecipeError
 from fitune.session.clusters.launching import launch_file
-from fitune.spec.recipe.recipe import Recipe, canonical_keys, parse_recipe
+from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
 from launch.manifests import wrong_with_pod
 
 ONE = {
@@ -24,11 +22,11 @@ ONE = {
 }
 
 
-def recipe_of(**settings: Any) -> Recipe:
+def recipe_of(**settings):
     return parse_recipe(canonical_keys({**ONE, **settings}, where="test"))
 
 
-def test_a_job_for_one_node() -> None:
+def test_a_job_for_one_node():
     _, text = launch_file(
         recipe_of(gpus=2), "kubernetes", settings=["image=i:1", "claim=c", "queue=q", "deadline=1h"]
     )
@@ -50,7 +48,7 @@ def test_a_job_for_one_node() -> None:
     assert ignores == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]}
 
 
-def test_a_job_is_for_one_node_and_settings_are_for_their_system() -> None:
+def test_a_job_is_for_one_node_and_settings_are_for_their_system():
     with pytest.raises(RecipeError, match="the plan is for 2 nodes"):
         launch_file(recipe_of(nodes=2), "kubernetes", settings=["image=i:1", "claim=c"])
     for on, setting in (
@@ -62,7 +60,7 @@ def test_a_job_is_for_one_node_and_settings_are_for_their_system() -> None:
             launch_file(recipe_of(), on, settings=[setting])
 
 
-def run_script(text: str, folder: Path, *, srun: str, restarts: int = 0) -> subprocess.CompletedProcess[str]:
+def run_script(text, folder, *, srun, restarts=0):
     """The script's end, where ``srun`` and ``scontrol`` are lines of shell."""
     for name, line in (("srun", srun), ("scontrol", 'echo "scontrol $*"')):
         program = folder / name
@@ -78,9 +76,7 @@ def run_script(text: str, folder: Path, *, srun: str, restarts: int = 0) -> subp
     )
 
 
-def test_a_script_starts_one_task_a_gpu_and_goes_on_after_its_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_script_starts_one_task_a_gpu_and_goes_on_after_its_time(tmp_path, monkeypatch):
     folder = tmp_path / "a b'c"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -130,9 +126,7 @@ wait -n && wait -n
 
 
 @pytest.mark.slow
-def test_a_script_trains_by_the_tasks_of_srun(
-    tmp_path: Path, model_folder: Path, data_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_script_trains_by_the_tasks_of_srun(tmp_path, model_folder, data_file, monkeypatch):
     """``srun`` here starts two processes with SLURM's variables: script, recipe and joining are real."""
     monkeypatch.chdir(tmp_path)
     settings = {

@@ -6,7 +6,6 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +24,7 @@ from fitune.spec.machines.gpus import find_gpu
 from fitune.spec.machines.job import job_name
 from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.recipe.pins import pinned
-from fitune.spec.recipe.recipe import Recipe, canonical_keys, parse_recipe, read_recipe
+from fitune.spec.recipe.recipe import canonical_keys, parse_recipe, read_recipe
 from fitune.spec.run_directory import LOCK
 from fitune.spec.run_lock import WAIT_VARIABLE, lock_directory
 from fitune.units import GIB
@@ -47,27 +46,25 @@ RECIPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def recipe_of(**settings: Any) -> Recipe:
+def recipe_of(**settings):
     return parse_recipe(
         canonical_keys({"data": "train.jsonl", "output_dir": "runs/a", **settings}, where="test")
     )
 
 
-def documents(
-    recipe: Recipe, *settings: str, needed: list[str] = NEEDED
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def documents(recipe, *settings, needed=NEEDED):
     _, text = launch_file(recipe, "kuberay", settings=[*needed, *settings])
     config, job = yaml.safe_load_all(text)
     return config, job
 
 
-def worker_of(job: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def worker_of(job):
     [group] = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     return group, group["template"]["spec"]
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_plan_is_a_job_that_kuberay_takes_and_trains_what_was_planned(name: str) -> None:
+def test_every_plan_is_a_job_that_kuberay_takes_and_trains_what_was_planned(name):
     recipe = recipe_of(**RECIPES[name])
     planned = plan_for(recipe, purposes=("plan", "train")).chosen
     config, job = documents(recipe, "queue=gpus", "priority=high", "deadline=2d", "start_within=2h")
@@ -95,7 +92,7 @@ def test_every_plan_is_a_job_that_kuberay_takes_and_trains_what_was_planned(name
     )
 
 
-def test_requests_are_what_the_plan_needs() -> None:
+def test_requests_are_what_the_plan_needs():
     """Memory by hand: the plan's host bytes · 10/9, and 1 GiB + 2 × 0.5 GiB of /dev/shm."""
     recipe = recipe_of(**RECIPES["offloaded"])
     estimate = plan_for(recipe, purposes=("plan", "train")).chosen.estimate
@@ -113,7 +110,7 @@ def test_requests_are_what_the_plan_needs() -> None:
     assert pod["terminationGracePeriodSeconds"] > estimate.step_seconds + estimate.checkpoint_bytes / 500e6
 
 
-def test_the_head_does_no_work_and_pods_hold_references_to_secrets() -> None:
+def test_the_head_does_no_work_and_pods_hold_references_to_secrets():
     _, job = documents(
         recipe_of(**RECIPES["one device"]), "secrets=[hf-token, aws]", "extra_resources={rdma/hca: 1}"
     )
@@ -128,9 +125,7 @@ def test_the_head_does_no_work_and_pods_hold_references_to_secrets() -> None:
     assert pod["containers"][0]["resources"]["limits"]["rdma/hca"] == "1"
 
 
-def test_a_pod_that_is_stopped_gives_notice_and_waits_for_its_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pod_that_is_stopped_gives_notice_and_waits_for_its_ranks(tmp_path, monkeypatch):
     """``ray`` here writes down what it was asked; the rank is a process with the name that Ray gives to one."""
     _, pod = worker_of(documents(recipe_of(**RECIPES["one device"]))[1])
     command = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
@@ -143,7 +138,7 @@ def test_a_pod_that_is_stopped_gives_notice_and_waits_for_its_ranks(
     assert not (tmp_path / "said").exists()  # after the run no rank is here, and nothing is waited for
     with subprocess.Popen(["ray::RayTrainWorker", "600"], executable="/bin/sleep") as rank:
 
-        def trains() -> bool:
+        def trains():
             was_alive = rank.poll() is None
             if (tmp_path / "said").exists():  # a rank saves and ends once it is given notice
                 rank.terminate()
@@ -156,7 +151,7 @@ def test_a_pod_that_is_stopped_gives_notice_and_waits_for_its_ranks(
     assert (tmp_path / "said").read_text().startswith("drain-node --reason DRAIN_NODE_REASON_PREEMPTION")
 
 
-def test_nodes_are_chosen_by_their_labels() -> None:
+def test_nodes_are_chosen_by_their_labels():
     recipe = recipe_of(**RECIPES["one device"])
     _, pod = worker_of(documents(recipe)[1])
     terms = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"][
@@ -174,7 +169,7 @@ def test_nodes_are_chosen_by_their_labels() -> None:
         documents(recipe_of(model="llama-3.2-1b", gpu="titan-rtx"))
 
 
-def test_labels_of_products_are_names_of_those_cards() -> None:
+def test_labels_of_products_are_names_of_those_cards():
     """The driver's name, which the label is made of, is one spelling of the card's own."""
     for name, products in _PRODUCTS.items():
         for product in products:
@@ -198,7 +193,7 @@ def test_labels_of_products_are_names_of_those_cards() -> None:
         "é",
     ],
 )
-def test_hostile_names_make_valid_manifests(output_dir: str) -> None:
+def test_hostile_names_make_valid_manifests(output_dir):
     config, job = documents(
         recipe_of(model="llama-3.2-1b", tuning="lora", gpu="rtx-4090", output_dir=output_dir)
     )
@@ -208,7 +203,7 @@ def test_hostile_names_make_valid_manifests(output_dir: str) -> None:
     assert "rm" not in shlex.split(job["spec"]["entrypoint"])
 
 
-def test_one_run_has_one_name() -> None:
+def test_one_run_has_one_name():
     assert job_name("/a/runs/x") == job_name("/a/runs/x") != job_name("/b/runs/x")
     assert re.fullmatch(r"x-[0-9a-f]{6}", job_name("/a/runs/x"))
     assert len(job_name("/a/" + "long-" * 40)) <= 47
@@ -234,13 +229,13 @@ def test_one_run_has_one_name() -> None:
         (["image"], "--set job.image is not of the form key=value"),
     ],
 )  # fmt: skip
-def test_bad_settings_are_refused_in_words(settings: list[str], words: str) -> None:
+def test_bad_settings_are_refused_in_words(settings, words):
     recipe = recipe_of(model="meta-llama/Llama-3.1-8B", tuning="full", gpu="h100", gpus=8)
     with pytest.raises(FituneError, match=words):
         documents(recipe, *settings)
 
 
-def test_what_pods_cannot_see_is_refused() -> None:
+def test_what_pods_cannot_see_is_refused():
     recipe = recipe_of(**RECIPES["one device"])
     for needed, words in (([], "no image"), (NEEDED[:1], "no volume claim")):
         with pytest.raises(RecipeError, match=words):
@@ -263,25 +258,25 @@ def test_what_pods_cannot_see_is_refused() -> None:
     assert resumed.resume == "/mnt/fitune/runs/a/checkpoints/step-4"
 
 
-def test_a_dataset_that_is_taken_for_one_of_the_hub_is_said() -> None:
+def test_a_dataset_that_is_taken_for_one_of_the_hub_is_said():
     _, job = documents(recipe_of(**{**RECIPES["one device"], "data": ["org/set", "a.jsonl"]}))
     assert "not on this machine, so read from the Hub: org/set;" in str(job["metadata"]["annotations"])
     assert "Hub" not in str(documents(recipe_of(**RECIPES["one device"]))[1]["metadata"])
 
 
-def test_a_run_that_goes_to_a_bucket_is_staged_on_the_shared_folder() -> None:
+def test_a_run_that_goes_to_a_bucket_is_staged_on_the_shared_folder():
     text = str(documents(recipe_of(**{**RECIPES["one device"], "output_dir": "s3://bucket/run"})))
     assert "output_dir: /mnt/fitune/runs/run-" in text
     assert "upload_to: s3://bucket/run" in text
 
 
-def test_settings_of_job_and_recipe_are_told_apart() -> None:
+def test_settings_of_job_and_recipe_are_told_apart():
     assert split_settings(["job.image=a", "lora_r=8", "data.format=alpaca"]) == (
         ["lora_r=8", "data.format=alpaca"], ["image=a"],
     )  # fmt: skip
 
 
-def test_a_pinned_recipe_has_the_same_plan() -> None:
+def test_a_pinned_recipe_has_the_same_plan():
     recipe = recipe_of(model="meta-llama/Llama-3.1-8B", gpu="rtx-4090", gpus=4)
     model, hardware = load_model_spec(recipe.model), wanted_hardware(recipe)
     plan = find_plan(recipe, model=model, hardware=hardware).chosen.plan
@@ -308,7 +303,7 @@ _JOB = documents(recipe_of(**RECIPES["one device"]))[1]
         ),
     ],
 )
-def test_the_rules_of_this_test_refuse_what_breaks_them(spoil: Callable[[dict[str, Any]], None]) -> None:
+def test_the_rules_of_this_test_refuse_what_breaks_them(spoil):
     spoiled = copy.deepcopy(_JOB)
     spoil(spoiled)
     assert wrong_with(_JOB) == []
@@ -324,9 +319,7 @@ sys.stdin.read()
 """
 
 
-def test_an_attempt_waits_until_the_one_before_has_let_go(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_attempt_waits_until_the_one_before_has_let_go(tmp_path, monkeypatch):
     command = [sys.executable, "-c", _HOLDS, str(tmp_path / LOCK)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as earlier:
         assert earlier.stdout is not None
@@ -344,9 +337,7 @@ def test_an_attempt_waits_until_the_one_before_has_let_go(
 
 
 @pytest.mark.parametrize("text", ["soon", "-1", "inf", "nan"])
-def test_a_wait_that_is_no_time_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
-) -> None:
+def test_a_wait_that_is_no_time_is_refused(tmp_path, monkeypatch, text):
     monkeypatch.setenv(WAIT_VARIABLE, text)
     with pytest.raises(RunDirectoryError, match=WAIT_VARIABLE), lock_directory(tmp_path):
         pass
@@ -359,7 +350,7 @@ def test_a_wait_that_is_no_time_is_refused(
         ("falcon-180b_qlora_16x32gb", "rayjob_falcon-180b"),
     ],
 )
-def test_the_manifests_that_are_shown_are_those_that_are_written(recipe: str, example: str) -> None:
+def test_the_manifests_that_are_shown_are_those_that_are_written(recipe, example):
     """Their first line is the command. Predicted figures in words may change with the estimate."""
     read = read_recipe(ROOT / f"recipes/{recipe}.yaml", options={"data": "train.jsonl"})
     _, text = launch_file(read, "kuberay", job_file=ROOT / "examples/job.yaml", settings=())

@@ -3,8 +3,7 @@
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
@@ -18,19 +17,19 @@ Part = Callable[[Meeting], object]
 
 
 @pytest.fixture
-def port() -> Iterator[int]:
+def port():
     with kept_port() as port:
         yield port
 
 
 @pytest.fixture
-def together(port: int) -> Callable[..., list[object]]:
+def together(port):
     """What each part returns or raises, one for each node."""
 
-    def run(*parts: Part, nodes: tuple[int, ...] = (), numbers: tuple[int, ...] = ()) -> list[object]:
+    def run(*parts, nodes=(), numbers=()):
         ends: list[object] = [None] * len(parts)
 
-        def node(thread: int) -> None:
+        def node(thread):
             number = numbers[thread] if numbers else thread
             count = nodes[thread] if nodes else len(parts)
             place = Place(node=number, nodes=count, host="127.0.0.1", port=port, timeout_s=120)
@@ -50,8 +49,8 @@ def together(port: int) -> Callable[..., list[object]]:
     return run
 
 
-def test_all_hear_all_and_the_first_decides(together: Callable[..., list[object]]) -> None:
-    def part(nodes: Meeting) -> object:
+def test_all_hear_all_and_the_first_decides(together):
+    def part(nodes):
         assert nodes.place is not None
         return (
             nodes.gathered(f"of {nodes.place.node}"),
@@ -63,8 +62,8 @@ def test_all_hear_all_and_the_first_decides(together: Callable[..., list[object]
     assert together(part, part, part) == [heard, heard, heard]
 
 
-def test_an_error_on_one_node_is_raised_on_all(together: Callable[..., list[object]]) -> None:
-    def fails(nodes: Meeting) -> None:
+def test_an_error_on_one_node_is_raised_on_all(together):
+    def fails(nodes):
         raise RecipeError("a fault of the test")
 
     own, other = together(fails, lambda nodes: nodes.gathered("ready"))
@@ -73,12 +72,12 @@ def test_an_error_on_one_node_is_raised_on_all(together: Callable[..., list[obje
     assert (other.message, other.exit_code) == (f"node 0 ({socket.gethostname()}): a fault of the test", 2)
 
 
-def test_ranks_are_called_off_until_the_next_word(together: Callable[..., list[object]]) -> None:
-    def ends_badly(nodes: Meeting) -> object:
+def test_ranks_are_called_off_until_the_next_word(together):
+    def ends_badly(nodes):
         nodes.call_off("rank 1 failed")
         return nodes.gathered("bad")
 
-    def watches(nodes: Meeting) -> object:
+    def watches(nodes):
         while not (seen := nodes.trouble):
             time.sleep(0.02)
         return seen, nodes.gathered("good"), nodes.trouble
@@ -87,13 +86,13 @@ def test_ranks_are_called_off_until_the_next_word(together: Callable[..., list[o
     assert watched == (f"node 0 ({socket.gethostname()}): rank 1 failed", ["bad", "good"], "")
 
 
-def test_nodes_that_were_told_different_numbers_are_refused(together: Callable[..., list[object]]) -> None:
+def test_nodes_that_were_told_different_numbers_are_refused(together):
     ends = together(lambda nodes: None, lambda nodes: None, nodes=(2, 3))
     assert all(isinstance(end, FituneError) for end in ends)
     assert any("for 3 nodes" in str(end) and "for 2" in str(end) for end in ends)
 
 
-def test_a_node_that_never_comes_ends_the_waiting(port: int) -> None:
+def test_a_node_that_never_comes_ends_the_waiting(port):
     place = Place(node=0, nodes=2, host="127.0.0.1", port=port, timeout_s=0.3)
     with (
         pytest.raises(HardwareError, match=rf"waited 0.3 s at 127.0.0.1:{port} for 2 nodes: node 1 did not"),
@@ -102,7 +101,7 @@ def test_a_node_that_never_comes_ends_the_waiting(port: int) -> None:
         pass
 
 
-def test_node_0_that_never_comes_ends_the_waiting(port: int) -> None:
+def test_node_0_that_never_comes_ends_the_waiting(port):
     place = Place(node=1, nodes=2, host="127.0.0.1", port=port, timeout_s=0.3)
     with (
         pytest.raises(
@@ -114,7 +113,7 @@ def test_node_0_that_never_comes_ends_the_waiting(port: int) -> None:
 
 
 @pytest.fixture
-def taken(port: int) -> Iterator[int]:
+def taken(port):
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         other.bind(("127.0.0.1", port))
@@ -122,7 +121,7 @@ def taken(port: int) -> Iterator[int]:
         yield port
 
 
-def test_a_port_that_is_taken_is_named_with_another(taken: int) -> None:
+def test_a_port_that_is_taken_is_named_with_another(taken):
     with (
         pytest.raises(HardwareError, match=f"port {taken} of --rendezvous .* is taken") as caught,
         meeting(Place(node=0, nodes=2, host="127.0.0.1", port=taken)),
@@ -146,17 +145,17 @@ def test_a_port_that_is_taken_is_named_with_another(taken: int) -> None:
         ({"timeout_s": 0.0}, "timeout 0"),
     ],
 )
-def test_a_place_that_cannot_be_is_refused(words: dict[str, Any], said: str) -> None:
+def test_a_place_that_cannot_be_is_refused(words, said):
     with pytest.raises(RecipeError, match=said):
         place_of(**{"node": 0, "nodes": 2, "rendezvous": "a:29400", **words})
 
 
-def test_an_address_of_the_sixth_version_is_read() -> None:
+def test_an_address_of_the_sixth_version_is_read():
     place = place_of(node=1, nodes=2, rendezvous="[fe80::1]:29400")
     assert (place.host, place.port, place.address) == ("fe80::1", 29400, "[fe80::1]:29400")
 
 
-def test_gloo_takes_the_interface_on_the_way() -> None:
+def test_gloo_takes_the_interface_on_the_way():
     assert interface_towards("127.0.0.1", 1) == "lo"
 
 
@@ -174,6 +173,6 @@ class _Second(OneNode):
         ([Ended(exit_code=0), Ended(exit_code=1)], 1, ""),
     ],
 )  # fmt: skip
-def test_the_job_ends_as_the_node_with_the_cause(ends: list[Ended], code: int, cause: str) -> None:
+def test_the_job_ends_as_the_node_with_the_cause(ends, code, cause):
     end = job_end(ends, _Second())
     assert (end.exit_code, end.cause, end.is_said) == (code, cause, False)

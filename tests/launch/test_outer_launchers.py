@@ -4,7 +4,6 @@ import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def words(tmp_path: Path, model_folder: Path, data_file: Path) -> list[str]:
+def words(tmp_path, model_folder, data_file):
     settings = {
         "model": model_folder, "data": data_file, "tuning": "lora", "precision": "fp32", "gpus": 2, "zero": 3,
         "backend": "fsdp", "seq_len": 64, "micro_batch_size": 2, "gradient_accumulation_steps": 1, "max_steps": 2,
@@ -26,11 +25,11 @@ def words(tmp_path: Path, model_folder: Path, data_file: Path) -> list[str]:
     return ["-m", "fitune", "train", *(part for k, v in settings.items() for part in ("--set", f"{k}={v}"))]
 
 
-def report_of(folder: Path) -> RunReport:
+def report_of(folder):
     return from_json(RunReport, (folder / "run/report.json").read_text())
 
 
-def test_torchrun_starts_a_run(words: list[str], tmp_path: Path) -> None:
+def test_torchrun_starts_a_run(words, tmp_path):
     outer = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     ended = subprocess.run([*outer, *words], capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
@@ -42,7 +41,7 @@ def test_torchrun_starts_a_run(words: list[str], tmp_path: Path) -> None:
     assert len(list((tmp_path / "run/tensorboard").iterdir())) == 1
 
 
-def started(environments: list[dict[str, str]], words: list[str]) -> list[tuple[int, str]]:
+def started(environments, words):
     """Exit code and standard error of a process for each environment."""
     ranks = [
         subprocess.Popen(
@@ -55,19 +54,19 @@ def started(environments: list[dict[str, str]], words: list[str]) -> list[tuple[
     return [(rank.returncode, error) for rank, error in zip(ranks, errors, strict=True)]
 
 
-def mpi(rank: int, **more: str) -> dict[str, str]:
+def mpi(rank, **more):
     names = {"RANK": str(rank), "SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_SIZE": "2"}
     return {**{f"OMPI_COMM_WORLD_{name}": value for name, value in names.items()}, **more}
 
 
-def test_the_variables_of_mpirun_start_a_run(words: list[str], tmp_path: Path) -> None:
+def test_the_variables_of_mpirun_start_a_run(words, tmp_path):
     with kept_port() as port:
         environments = [mpi(rank, MASTER_PORT=str(port)) for rank in range(2)]
         assert [code for code, _ in started(environments, words)] == [0, 0]
     assert report_of(tmp_path).status == "complete"
 
 
-def test_a_port_that_is_taken_is_named(words: list[str]) -> None:
+def test_a_port_that_is_taken_is_named(words):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

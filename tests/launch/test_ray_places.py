@@ -12,11 +12,11 @@ from fitune.launch.ray_workers import ray_parts
 TWO = RayPlace(fewest=2, most=2)
 
 
-def cluster_of(**resources: float) -> RayCluster:
+def cluster_of(**resources):
     return RayCluster(nodes=(Node(id="a", host="a", resources=resources),), free=resources)
 
 
-def test_without_ray_the_command_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray_the_command_that_installs_it_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray.train", None)
     with pytest.raises(MissingExtra) as refused, connected("127.0.0.1:6379"):
         pass
@@ -24,8 +24,8 @@ def test_without_ray_the_command_that_installs_it_is_named(monkeypatch: pytest.M
 
 
 def test_a_ray_whose_internals_have_moved_is_refused_with_the_version_that_is_tested(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     pytest.importorskip("ray", reason="needs ray: fitune[ray]")
     loaded_ray()
     monkeypatch.delitem(sys.modules, "fitune.launch.ray_backend", raising=False)
@@ -41,9 +41,7 @@ def test_a_ray_whose_internals_have_moved_is_refused_with_the_version_that_is_te
 @pytest.mark.parametrize(
     "address", ["nowhere", "10.0.0.1", "host:-1", "host:0", "host:99999", ":6379", "http://h:1"]
 )
-def test_what_is_no_address_is_refused_before_ray_is_asked(
-    monkeypatch: pytest.MonkeyPatch, address: str
-) -> None:
+def test_what_is_no_address_is_refused_before_ray_is_asked(monkeypatch, address):
     with pytest.raises(RecipeError, match=f"--ray-address '{address}' is no address of a Ray cluster"):
         ray_place(address=address, workers="2")
     monkeypatch.setenv("RAY_ADDRESS", address)
@@ -52,13 +50,13 @@ def test_what_is_no_address_is_refused_before_ray_is_asked(
     assert "HOST:PORT" in str(refused.value.hint)
 
 
-def test_a_cluster_without_gpus_says_so() -> None:
+def test_a_cluster_without_gpus_says_so():
     with pytest.raises(HardwareError, match="2 workers ask for 2 CPU, 2 GPU; .* 0 of 0 GPU") as refused:
         with_room(cluster_of(CPU=8), TWO, {"CPU": 1.0, "GPU": 1.0})
     assert refused.value.hint == "no node of this cluster has a GPU; gpu: cpu trains on cores"
 
 
-def test_a_cluster_with_too_few_gpus_says_how_many_workers_have_room() -> None:
+def test_a_cluster_with_too_few_gpus_says_how_many_workers_have_room():
     with pytest.raises(HardwareError, match="1 of 1 GPU") as refused:
         with_room(cluster_of(CPU=8, GPU=1), TWO, {"CPU": 1.0, "GPU": 1.0})
     assert refused.value.hint == "at most 1 worker now: --workers 1"

@@ -8,8 +8,6 @@ from fitune.errors import HardwareError
 from fitune.launch.nodes import OneNode, Place
 from fitune.session.train import ranks_of_nodes
 from fitune.session.train.ranks_of_nodes import require_one_machine
-from fitune.spec.machines.hardware import Hardware
-from fitune.spec.plan import Plan
 from fitune.spec.recipe.recipe import parse_recipe
 from fitune.spec.serial import to_json
 from fitune.units import GIB
@@ -33,10 +31,10 @@ class _Second(OneNode):
 
     place = Place(node=1, nodes=2, host="a", port=1)
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan):
         self.plan = plan
 
-    def from_first(self, make: object) -> str:
+    def from_first(self, make):
         return to_json(self.plan)
 
 
@@ -47,12 +45,10 @@ class _Second(OneNode):
         ({"memory": GIB // 2}, "does not fit on this node: .* of .* a device"),
     ],
 )
-def test_a_node_that_is_smaller_than_the_first_says_so_before_its_ranks_start(
-    monkeypatch: pytest.MonkeyPatch, other: dict[str, int], said: str
-) -> None:
+def test_a_node_that_is_smaller_than_the_first_says_so_before_its_ranks_start(monkeypatch, other, said):
     plan = plan_for(small_llama(), hardware=replace(gpu("h100", gpus=4), nodes=2))
 
-    def here(recipe: object) -> Hardware:
+    def here(recipe):
         found = plan.hardware
         if "memory" in other:
             return replace(found, gpu=replace(found.gpu, memory_bytes=other["memory"]))

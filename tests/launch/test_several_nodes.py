@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from fitune.spec.rank_status import read_statuses
 from fitune.spec.reports import RunReport
 from fitune.spec.serial import from_json
 from fitune.track.metrics import read_metrics
-from launch.namespaces import Cable, two_machines
+from launch.namespaces import two_machines
 
 pytestmark = pytest.mark.slow
 
@@ -25,13 +25,13 @@ PORT = 29_417
 
 
 @pytest.fixture(scope="module")
-def cable() -> Iterator[Cable]:
+def cable():
     with two_machines() as cable:
         yield cable
 
 
 @pytest.fixture
-def settings(tmp_path: Path, model_folder: Path, data_file: Path) -> dict[str, object]:
+def settings(tmp_path, model_folder, data_file):
     return {
         "model": model_folder, "data": data_file, "tuning": "full", "precision": "fp32", "seq_len": 64,
         "max_steps": 4, "samples": 0, "save_steps": 2, "learning_rate": 1e-3,
@@ -40,20 +40,20 @@ def settings(tmp_path: Path, model_folder: Path, data_file: Path) -> dict[str, o
 
 
 @pytest.fixture
-def start(cable: Cable, settings: dict[str, object], tmp_path: Path) -> Start:
+def start(cable, settings, tmp_path):
     """``fitune train`` on one of the nodes; ``fault`` happens in the third backward pass of ``rank``."""
     divided = {
         **settings, "nodes": 2, "zero": 3, "backend": "fsdp", "micro_batch_size": 2, "gradient_accumulation_steps": 1,
     }  # fmt: skip
 
     def begin(
-        node: int,
-        *words: str,
-        fault: str = "wait",
-        rank: int = 9,
-        before: tuple[str, ...] = (),
-        **changed: object,
-    ) -> "subprocess.Popen[str]":
+        node,
+        *words,
+        fault="wait",
+        rank=9,
+        before=(),
+        **changed,
+    ):
         given = [part for k, v in {**divided, **changed}.items() for part in ("--set", f"{k}={v}")]
         meet = ["--node-rank", str(node), "--rendezvous", f"{cable.addresses[0]}:{PORT}"]
         program = [
@@ -76,15 +76,13 @@ def start(cable: Cable, settings: dict[str, object], tmp_path: Path) -> Start:
     return begin
 
 
-def ends(*started: "subprocess.Popen[str]") -> list[tuple[int, str]]:
+def ends(*started):
     """Exit code and standard error of each."""
     said = [each.communicate(timeout=600) for each in started]
     return [(each.returncode, err) for each, (_, err) in zip(started, said, strict=True)]
 
 
-def test_two_nodes_train_the_model_of_one_process(
-    start: Start, settings: dict[str, object], tmp_path: Path
-) -> None:
+def test_two_nodes_train_the_model_of_one_process(start, settings, tmp_path):
     second, first = start(1), start(0)
     assert [code for code, _ in ends(first, second)] == [0, 0]
     alone = {
@@ -104,7 +102,7 @@ def test_two_nodes_train_the_model_of_one_process(
     assert (tmp_path / "run/rank-logs/rank1.log").is_file()
 
 
-def test_a_rank_that_is_killed_is_named_on_both_nodes(start: Start) -> None:
+def test_a_rank_that_is_killed_is_named_on_both_nodes(start):
     first, second = ends(start(0, fault="kill", rank=1), start(1, fault="kill", rank=1))
     assert (first[0], second[0]) == (1, 1)
     assert "rank 1 was killed by SIGKILL" in second[1]
@@ -112,7 +110,7 @@ def test_a_rank_that_is_killed_is_named_on_both_nodes(start: Start) -> None:
     assert "): rank 1 was killed by SIGKILL" in first[1]
 
 
-def test_an_error_of_rank_0_is_named_on_both_nodes(start: Start) -> None:
+def test_an_error_of_rank_0_is_named_on_both_nodes(start):
     words = {"fault": "raise_value_error", "rank": 0}
     first, second = ends(start(0, **words), start(1, **words))
     assert (first[0], second[0]) == (1, 1)
@@ -122,7 +120,7 @@ def test_an_error_of_rank_0_is_named_on_both_nodes(start: Start) -> None:
     assert "): ValueError (loss, step 3): a fault of the test" in second[1]
 
 
-def test_a_folder_that_is_not_shared_is_refused_on_both(start: Start, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_shared_is_refused_on_both(start, tmp_path):
     (tmp_path / "run").mkdir()
     own_disk = ("unshare", "-m", "sh", "-c", f'mount -t tmpfs none "{tmp_path}/run" && exec "$@"', "sh")
     first, second = ends(start(0), start(1, before=own_disk))
@@ -132,14 +130,14 @@ def test_a_folder_that_is_not_shared_is_refused_on_both(start: Start, tmp_path: 
         assert "a disk that all machines share" in err
 
 
-def test_other_settings_are_named_before_anything_runs(start: Start) -> None:
+def test_other_settings_are_named_before_anything_runs(start):
     first, second = ends(start(0), start(1, learning_rate=2e-3))
     assert (first[0], second[0]) == (2, 2)
     for _, err in (first, second):
         assert "learning_rate in the recipe differs: 0.001 on node 0" in err
 
 
-def test_a_signal_to_one_node_lets_both_save(start: Start, tmp_path: Path) -> None:
+def test_a_signal_to_one_node_lets_both_save(start, tmp_path):
     first, second = start(0, fault="wait", rank=0), start(1, fault="wait", rank=0)
     assert first.stdout is not None
     while "READY" not in (line := first.stdout.readline()):
@@ -151,9 +149,7 @@ def test_a_signal_to_one_node_lets_both_save(start: Start, tmp_path: Path) -> No
     assert (tmp_path / "run/checkpoints/step-3/COMMIT").is_file()
 
 
-def test_a_cable_that_is_pulled_ends_both(
-    start: Start, cable: Cable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cable_that_is_pulled_ends_both(start, cable, tmp_path, monkeypatch):
     """Nothing closes the connections, so it is found by silence: a minute of it, here ten seconds."""
     monkeypatch.setenv("SILENCE", "10")
     first, second = start(0, fault="wait", rank=0), start(1, fault="wait", rank=0)

@@ -46,7 +46,7 @@ sys.exit(4 if os.environ["FAULT"] else 0)
 """
 
 
-def launched(folder: Path, fault: str) -> "subprocess.Popen[str]":
+def launched(folder, fault):
     return subprocess.Popen(
         [sys.executable, "-c", LAUNCH, str(folder / "run"), RANKS], text=True, stdout=subprocess.PIPE,
         env={**os.environ, "FAULT": fault, "FOLDER": str(folder)},
@@ -60,7 +60,7 @@ def launched(folder: Path, fault: str) -> "subprocess.Popen[str]":
         pytest.param("killed", "rank 1 was killed by SIGKILL", marks=pytest.mark.slow),
     ],
 )
-def test_the_rank_that_failed_is_named(tmp_path: Path, fault: str, cause: str) -> None:
+def test_the_rank_that_failed_is_named(tmp_path, fault, cause):
     started = launched(tmp_path, fault)
     said, _ = started.communicate(timeout=300)
     assert started.returncode == 1
@@ -69,7 +69,7 @@ def test_the_rank_that_failed_is_named(tmp_path: Path, fault: str, cause: str) -
     assert not any(lives(int((tmp_path / f"pid{rank}").read_text())) for rank in range(2))
 
 
-def test_a_signal_is_passed_on_to_every_rank(tmp_path: Path) -> None:
+def test_a_signal_is_passed_on_to_every_rank(tmp_path):
     started = launched(tmp_path, "")
     assert started.stdout is not None
     assert started.stdout.readline() == "READY\n"
@@ -79,5 +79,5 @@ def test_a_signal_is_passed_on_to_every_rank(tmp_path: Path) -> None:
     assert (tmp_path / "stopped0").exists()
 
 
-def lives(pid: int) -> bool:
+def lives(pid):
     return Path(f"/proc/{pid}").exists()

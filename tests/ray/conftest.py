@@ -1,18 +1,14 @@
 """One Ray cluster for the whole folder: starting one takes longer than most tests."""
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 import ray_runs
-from fitune.spec.recipe.recipe import Recipe, canonical_keys, parse_recipe
+from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
 from ray_runs import CORES, node_args, wait_until_idle
 
 
 @pytest.fixture(scope="session")
-def started_cluster() -> Iterator[Any]:
+def started_cluster():
     """A head node, which this process is a driver of; tests may add others."""
     ray = pytest.importorskip("ray", reason="needs ray: fitune[ray]")
     from fitune.launch.ray_cluster import loaded_ray
@@ -34,17 +30,17 @@ def started_cluster() -> Iterator[Any]:
 
 
 @pytest.fixture
-def cluster(started_cluster: Any) -> Any:
+def cluster(started_cluster):
     """The cluster, once what the last test started has ended."""
     wait_until_idle()
     return started_cluster
 
 
 @pytest.fixture
-def recipe(model_folder: Path, data_file: Path, tmp_path: Path) -> Callable[..., Recipe]:
+def recipe(model_folder, data_file, tmp_path):
     """A recipe of 8 rows a step, by however many workers."""
 
-    def make(output: str = "run", **settings: object) -> Recipe:
+    def make(output="run", **settings):
         wanted = {
             "model": str(model_folder), "data": [str(data_file)], "tuning": "lora", "lora_r": 4, "precision": "fp32",
             "gpu": "cpu", "seq_len": 64, "micro_batch_size": 2, "global_batch_size": 8, "learning_rate": 1e-2,

@@ -1,9 +1,5 @@
 """A pool of actors does every piece once and gives results in order, whoever dies."""
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from fitune.errors import HardwareError, ScoringFailed
@@ -14,20 +10,18 @@ pytestmark = pytest.mark.ray
 CORE = {"CPU": 1.0}
 
 
-def pool_of(
-    workers: int, folder: Path, *, restarts: int = 3, told: list[str] | None = None
-) -> ActorPool[int, int]:
+def pool_of(workers, folder, *, restarts=3, told=None):
     return ActorPool(
         Squarer, (str(folder),), workers=workers, each=CORE, restarts=restarts,
         told=lambda line: None if told is None else told.append(line),
     )  # fmt: skip
 
 
-def nobody_looks(parts: int) -> None:
+def nobody_looks(parts):
     return
 
 
-def test_a_piece_whose_actor_died_is_done_by_another_one(cluster: Any, tmp_path: Path) -> None:
+def test_a_piece_whose_actor_died_is_done_by_another_one(cluster, tmp_path):
     told: list[str] = []
     (tmp_path / "die-3").touch()
     with pool_of(2, tmp_path, told=told) as pool:
@@ -39,13 +33,11 @@ def test_a_piece_whose_actor_died_is_done_by_another_one(cluster: Any, tmp_path:
     assert done == list(range(12))
 
 
-def test_an_actor_knows_its_next_piece_and_another_one_does_it_if_it_is_free_before(
-    cluster: Any, tmp_path: Path
-) -> None:
+def test_an_actor_knows_its_next_piece_and_another_one_does_it_if_it_is_free_before(cluster, tmp_path):
     """Both are begun with a piece and know another; the one of the actor that is held is done all the same."""
     (tmp_path / "hold-0").touch()
 
-    def look(parts: int) -> None:
+    def look(parts):
         if {path.name for path in tmp_path.glob("did-*")} == {"did-1", "did-2", "did-3"}:
             (tmp_path / "hold-0").unlink(missing_ok=True)
 
@@ -54,13 +46,13 @@ def test_an_actor_knows_its_next_piece_and_another_one_does_it_if_it_is_free_bef
     assert len(list(tmp_path.glob("next-*"))) == 2
 
 
-def test_what_a_dead_actor_had_before_it_is_done_by_another_one(cluster: Any, tmp_path: Path) -> None:
+def test_what_a_dead_actor_had_before_it_is_done_by_another_one(cluster, tmp_path):
     (tmp_path / "die-0").touch()
     with pool_of(1, tmp_path) as pool:
         assert list(pool.results(iter(range(3)), look=nobody_looks)) == [0, 1, 4]
 
 
-def test_actors_that_die_beyond_the_limit_are_an_error(cluster: Any, tmp_path: Path) -> None:
+def test_actors_that_die_beyond_the_limit_are_an_error(cluster, tmp_path):
     (tmp_path / "always-3").touch()
     with (
         pool_of(2, tmp_path, restarts=1) as pool,
@@ -69,7 +61,7 @@ def test_actors_that_die_beyond_the_limit_are_an_error(cluster: Any, tmp_path: P
         list(pool.results(iter(range(12)), look=nobody_looks))
 
 
-def test_an_error_of_the_work_ends_it_in_its_own_words(cluster: Any, tmp_path: Path) -> None:
+def test_an_error_of_the_work_ends_it_in_its_own_words(cluster, tmp_path):
     (tmp_path / "refuse-3").touch()
     with pool_of(1, tmp_path) as pool, pytest.raises(ScoringFailed, match="piece 3 cannot be done") as failed:
         list(pool.results(iter(range(12)), look=nobody_looks))
@@ -77,16 +69,16 @@ def test_an_error_of_the_work_ends_it_in_its_own_words(cluster: Any, tmp_path: P
     assert failed.value.exit_code == 1
 
 
-def test_nobody_runs_far_ahead_of_the_oldest_piece(cluster: Any, tmp_path: Path) -> None:
+def test_nobody_runs_far_ahead_of_the_oldest_piece(cluster, tmp_path):
     """While piece 0 is held, the other worker begins only what fits between it and the limit."""
     taken: list[int] = []
 
-    def pieces() -> Iterator[int]:
+    def pieces():
         for number in range(30):
             taken.append(number)
             yield number
 
-    def look(parts: int) -> None:
+    def look(parts):
         if len(list(tmp_path.glob("did-*"))) >= 7:
             (tmp_path / "hold-0").unlink(missing_ok=True)
 
@@ -98,7 +90,7 @@ def test_nobody_runs_far_ahead_of_the_oldest_piece(cluster: Any, tmp_path: Path)
         assert list(results) == [number**2 for number in range(1, 30)]
 
 
-def test_a_lost_node_gives_its_piece_back(cluster: Any, tmp_path: Path) -> None:
+def test_a_lost_node_gives_its_piece_back(cluster, tmp_path):
     node = cluster.add_node(**node_args(num_cpus=1))
     cluster.wait_for_nodes()
     for number in range(3):
@@ -106,7 +98,7 @@ def test_a_lost_node_gives_its_piece_back(cluster: Any, tmp_path: Path) -> None:
 
     told: list[str] = []
 
-    def look(parts: int) -> None:
+    def look(parts):
         if len(list(tmp_path.glob("held-*"))) == 3 and node in cluster.list_all_nodes():
             cluster.remove_node(node, allow_graceful=False)
         if told:

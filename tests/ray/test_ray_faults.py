@@ -5,9 +5,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +16,7 @@ from fitune.launch.ray_workers import open_desk, run_workers
 from fitune.session.clusters import on_ray
 from fitune.session.clusters.on_ray import train_on_ray
 from fitune.session.clusters.ray_nodes import facts_of_node, require_same_versions, versions_here
-from fitune.spec.recipe.recipe import Recipe, dump_recipe
+from fitune.spec.recipe.recipe import dump_recipe
 from ray_runs import (
     Faulty,
     Heard,
@@ -36,9 +34,7 @@ pytestmark = pytest.mark.ray
 TWO = RayPlace(fewest=2, most=2, restarts=0)
 
 
-def test_a_worker_killed_beyond_the_limit_is_the_cause(
-    cluster: Any, recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_worker_killed_beyond_the_limit_is_the_cause(cluster, recipe, monkeypatch, tmp_path):
     """Twice: rank 0 does not see it by itself, until Ray ends it, and then it does."""
     once = RayPlace(fewest=2, most=2, restarts=1)
     monkeypatch.setattr(on_ray, "train_as_rank", Faulty("kill", call=5, deaf=str(tmp_path / "deaf")))
@@ -53,17 +49,17 @@ def test_a_worker_killed_beyond_the_limit_is_the_cause(
 
 @pytest.mark.parametrize("is_controlled", [False, True])
 def test_a_run_that_is_stopped_while_it_waits_for_room_asks_ray_no_more_and_waits_for_none(
-    cluster: Any, tmp_path: Path, is_controlled: bool
-) -> None:
+    cluster, tmp_path, is_controlled
+):
     """At once, when Ray's controller does not live yet, and later, when it does."""
     import ray
 
     desk = open_desk()
 
-    def is_waiting() -> bool:
+    def is_waiting():
         return any(group["state"] == "PENDING" for group in ray.util.placement_group_table().values())
 
-    def watch() -> bool:
+    def watch():
         if not is_controlled or is_waiting():
             raise SystemExit(130)
         return False
@@ -77,9 +73,7 @@ def test_a_run_that_is_stopped_while_it_waits_for_room_asks_ray_no_more_and_wait
     wait_for(lambda: not is_waiting(), what="room was reserved for nobody", seconds=10)
 
 
-def test_a_driver_killed_and_started_again_ends_with_the_losses_of_one_process(
-    cluster: Any, recipe: Callable[..., Recipe], tmp_path: Path
-) -> None:
+def test_a_driver_killed_and_started_again_ends_with_the_losses_of_one_process(cluster, recipe, tmp_path):
     one = by_one_process(recipe("one"))
     settings = {"zero": 2, "backend": "deepspeed"}
     file, held, folder = tmp_path / "recipe.yaml", tmp_path / "held", tmp_path / "two"
@@ -107,9 +101,7 @@ def test_a_driver_killed_and_started_again_ends_with_the_losses_of_one_process(
     assert losses(folder) == pytest.approx(losses(one), abs=1e-5)
 
 
-def test_only_our_commits_count_whatever_ray_has_lost(
-    cluster: Any, recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_only_our_commits_count_whatever_ray_has_lost(cluster, recipe, monkeypatch, tmp_path):
     """A worker dies behind a COMMIT of which Ray was told nothing, and its snapshot is torn: the next workers go on
     from there. So does the next driver, to which two more steps are given."""
     longer = {"resume": True, "max_steps": 8}
@@ -130,8 +122,8 @@ def test_only_our_commits_count_whatever_ray_has_lost(
 
 
 def test_a_rank_without_memory_lets_the_next_attempt_take_less_and_train_the_model_of_one_process(
-    cluster: Any, recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+    cluster, recipe, monkeypatch, tmp_path
+):
     one, heard = by_one_process(recipe("one")), Heard()
     monkeypatch.setattr(on_ray, "train_as_rank", Faulty("memory", call=5, marker=str(tmp_path / "happened")))
     two = recipe("two", zero=0)
@@ -151,16 +143,14 @@ def test_a_rank_without_memory_lets_the_next_attempt_take_less_and_train_the_mod
     assert "already complete" in again.text
 
 
-def test_an_address_where_nobody_answers_is_an_error_before_ray_is_asked(
-    cluster: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_address_where_nobody_answers_is_an_error_before_ray_is_asked(cluster, monkeypatch):
     """Ray itself would try for half a minute."""
     monkeypatch.setattr("ray.init", lambda **_: pytest.fail("Ray was asked"))
     with pytest.raises(HardwareError, match=r"no Ray cluster at 127\.0\.0\.1:9"), connected("127.0.0.1:9"):
         pass
 
 
-def test_other_versions_on_a_node_are_named(cluster: Any) -> None:
+def test_other_versions_on_a_node_are_named(cluster):
     answers = ask_nodes(facts_of_node, {}).values()
     require_same_versions(versions_here(), answers)
     here = {**versions_here(), "transformers": "4.57.0"}
@@ -169,6 +159,6 @@ def test_other_versions_on_a_node_are_named(cluster: Any) -> None:
 
 
 @pytest.mark.parametrize("workers", ["two", "3..2", "0", "2..", "-1"])
-def test_numbers_of_workers_that_cannot_be_are_refused(workers: str) -> None:
+def test_numbers_of_workers_that_cannot_be_are_refused(workers):
     with pytest.raises(RecipeError, match="--workers"):
         ray_place(address="", workers=workers)

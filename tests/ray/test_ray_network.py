@@ -3,14 +3,13 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from fitune.spec.recipe.recipe import Recipe, dump_recipe
-from launch.namespaces import Cable, two_machines
+from fitune.spec.recipe.recipe import dump_recipe
+from launch.namespaces import two_machines
 from ray_runs import by_one_process, losses, rank_of, report_of
 
 pytestmark = pytest.mark.ray
@@ -18,7 +17,7 @@ PORT = 26_379
 ENVIRONMENT = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
-def end_all(of: str) -> None:
+def end_all(of):
     """End the processes that ``of`` stands in the command line of: Ray's own stop would end every cluster here."""
     found = [each for each in psutil.process_iter(["cmdline"]) if of in " ".join(each.info["cmdline"] or [])]
     for process in found:
@@ -27,7 +26,7 @@ def end_all(of: str) -> None:
 
 
 @pytest.fixture
-def machines() -> Iterator[Cable]:
+def machines():
     """Two machines, the first with the head of a cluster, each with room for one worker."""
     pytest.importorskip("ray", reason="needs ray: fitune[ray]")
     ray = str(Path(sys.executable).parent / "ray")
@@ -45,9 +44,7 @@ def machines() -> Iterator[Cable]:
             end_all(of=head)
 
 
-def test_workers_of_two_machines_train_the_model_of_one_process(
-    machines: Cable, recipe: Callable[..., Recipe], tmp_path: Path
-) -> None:
+def test_workers_of_two_machines_train_the_model_of_one_process(machines, recipe, tmp_path):
     one, folder, file = by_one_process(recipe("one")), tmp_path / "two", tmp_path / "recipe.yaml"
     file.write_text(dump_recipe(recipe("two", zero=3, backend="fsdp")))
     address = f"{machines.addresses[0]}:{PORT}"

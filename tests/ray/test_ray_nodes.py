@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from fitune.session.clusters.live_fleet import free_by_ray
 from fitune.session.clusters.on_ray import train_on_ray
 from fitune.spec.rank_status import read_statuses
 from fitune.spec.recipe.fleet import Cluster
-from fitune.spec.recipe.recipe import Recipe
 from fitune.spec.run_directory import LOGS
 from ray_runs import (
     Faulty,
@@ -35,7 +33,7 @@ pytestmark = pytest.mark.ray
 
 
 @pytest.fixture
-def second_node(started_cluster: Any) -> Iterator[Any]:
+def second_node(started_cluster):
     """A node with room for one worker more."""
     node = started_cluster.add_node(**node_args(num_cpus=1))
     started_cluster.wait_for_nodes()
@@ -46,9 +44,7 @@ def second_node(started_cluster: Any) -> Iterator[Any]:
         started_cluster.remove_node(node, allow_graceful=False)
 
 
-def test_a_global_batch_that_some_number_of_workers_does_not_divide_is_refused(
-    cluster: Any, second_node: Any, recipe: Callable[..., Recipe]
-) -> None:
+def test_a_global_batch_that_some_number_of_workers_does_not_divide_is_refused(cluster, second_node, recipe):
     wanted = recipe(micro_batch_size=1, global_batch_size=9)
     with pytest.raises(
         RecipeError, match=r"with 2 workers in place of 3, at the same global batch of 9 rows"
@@ -57,12 +53,12 @@ def test_a_global_batch_that_some_number_of_workers_does_not_divide_is_refused(
 
 
 def test_a_node_that_will_be_taken_away_is_left_after_a_save(
-    cluster: Any,
-    second_node: Any,
-    recipe: Callable[..., Recipe],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
+    cluster,
+    second_node,
+    recipe,
+    monkeypatch,
+    tmp_path,
+):
     """Ray gives notice, as a pod does before it is stopped; the run goes on without the node, which then goes."""
     longer = {"global_batch_size": 12, "max_steps": 20, "save_steps": 50}
     one = by_one_process(recipe("one", **longer))
@@ -74,7 +70,7 @@ def test_a_node_that_will_be_taken_away_is_left_after_a_save(
     ]  # fmt: skip
     program = str(Path(sys.executable).parent / "ray")
 
-    def give_notice() -> None:
+    def give_notice():
         wait_for(begun.exists, what="waited for the run")
         subprocess.run([program, *notice], check=True, capture_output=True)
 
@@ -90,12 +86,12 @@ def test_a_node_that_will_be_taken_away_is_left_after_a_save(
 
 
 def test_a_removed_node_leaves_fewer_workers_and_one_that_joins_is_taken_after_a_save_with_equal_losses(
-    cluster: Any,
-    second_node: Any,
-    recipe: Callable[..., Recipe],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
+    cluster,
+    second_node,
+    recipe,
+    monkeypatch,
+    tmp_path,
+):
     """The node is lost in step 4, and two workers do steps 3 and 4 again; another node joins behind step 4, and nothing
     is done twice when the run goes on with three."""
     one = by_one_process(recipe("one", global_batch_size=12))
@@ -107,14 +103,14 @@ def test_a_removed_node_leaves_fewer_workers_and_one_that_joins_is_taken_after_a
     monkeypatch.setattr(ray_growth, "LASTS_SECONDS", 1.0)
     nodes: list[Any] = []
 
-    def remove() -> None:
+    def remove():
         wait_for(lambda: held.exists() and is_committed(folder, 2), what="waited for the checkpoint")
         workers.extend(sorted(read_statuses(folder / LOGS)))
         cluster.remove_node(second_node, allow_graceful=False)
         wait_for(lambda: len(cluster_now().nodes) == 1, what="Ray listed the node that is gone")
         count_room()
 
-    def join() -> None:
+    def join():
         nodes.append(
             cluster.add_node(**node_args(num_cpus=1))
         )  # Ray's handlers of signals ask for the main thread
@@ -140,7 +136,7 @@ def test_a_removed_node_leaves_fewer_workers_and_one_that_joins_is_taken_after_a
     assert "there was room for more workers; 3 workers instead of 2" in (folder / "report.html").read_text()
 
 
-def test_free_nodes_are_nodes_of_the_kind_with_all_their_gpus(cluster: Any) -> None:
+def test_free_nodes_are_nodes_of_the_kind_with_all_their_gpus(cluster):
     """Two nodes with one GPU are no node of two, and a T4 is no H100."""
     kinds = [(1, "H100"), (1, "H100"), (2, "H100"), (2, "T4")]
     nodes = [

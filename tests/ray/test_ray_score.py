@@ -1,8 +1,6 @@
 """Scoring on Ray's workers writes the bytes of a scoring in one process."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +9,6 @@ from fitune.demo.text import training_exercises
 from fitune.launch.ray_cluster import RayPlace
 from fitune.session.clusters import score_on_ray
 from fitune.session.score.scoring import score_dataset
-from fitune.spec.reports import ScoreReport
 from ray_runs import Heard, KilledOnce
 
 pytestmark = pytest.mark.ray
@@ -19,7 +16,7 @@ ROWS = 40
 """Three shards of 16."""
 
 
-def rows_in(path: Path) -> Path:
+def rows_in(path):
     rows = [{"prompt": r.prompt, "completion": r.completion} for r in training_exercises(ROWS, seed=2)]
     rows[3] = {"prompt": "1 + " * 400, "completion": "1"}  # longer than the context
     path.write_text(
@@ -29,15 +26,15 @@ def rows_in(path: Path) -> Path:
 
 
 def test_a_killed_worker_leaves_every_id_once_and_the_bytes_of_one_process(
-    cluster: Any, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    cluster, model_folder, tmp_path, monkeypatch
+):
     torch.set_num_threads(1)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("FITUNE_TEST_KILLED", str(tmp_path / "killed"))
     monkeypatch.setattr(score_on_ray, "ScoringWorker", KilledOnce)
     data, heard = rows_in(tmp_path / "rows.jsonl"), Heard()
 
-    def scored(out: str, place: RayPlace | None) -> ScoreReport:
+    def scored(out, place):
         return score_dataset(
             model=str(model_folder), data=str(data), out=tmp_path / out, tell=heard, graders=["contains"],
             sampling={"max_new_tokens": 6}, batch_size=1, place=place,

@@ -3,9 +3,7 @@
 import os
 import signal
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,7 +11,6 @@ from fitune.errors import HardwareError, TrainingFailed
 from fitune.launch.ray_cluster import RayPlace
 from fitune.session.clusters import on_ray
 from fitune.session.clusters.on_ray import train_on_ray
-from fitune.spec.recipe.recipe import Recipe
 from fitune.track.record import read_tracked
 from ray_runs import Faulty, Heard, by_one_process, losses, report_of, wait_until_idle
 
@@ -26,8 +23,8 @@ LONG = {"max_steps": 20, "save_steps": 4}
 
 
 def test_a_rank_that_fails_by_itself_is_named_not_restarted_and_leaves_room_for_the_next_run(
-    cluster: Any, recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    cluster, recipe, monkeypatch
+):
     """Rank 0 needs longer to write the report than Ray to see that rank 1 is gone. No thread may ask Ray from behind
     the end: Ray ends a process that asks it after ray.shutdown(), whatever it still had to say."""
     monkeypatch.setattr(on_ray, "train_as_rank", Faulty("error", call=5, is_slow=True))
@@ -45,8 +42,8 @@ def test_a_rank_that_fails_by_itself_is_named_not_restarted_and_leaves_room_for_
 
 
 def test_a_killed_worker_is_replaced_a_signal_lets_all_save_and_one_process_goes_on_with_equal_losses(
-    cluster: Any, recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+    cluster, recipe, monkeypatch, tmp_path
+):
     """Rank 1 is killed in step 13; its successor waits in step 15 until the signal, sent at step 13, has come."""
     tracked_by = {"report_to": "tensorboard", **LONG}
     one = by_one_process(recipe("one", **LONG))
@@ -74,9 +71,7 @@ def test_a_killed_worker_is_replaced_a_signal_lets_all_save_and_one_process_goes
     assert len(losses(one)) == 20
 
 
-def test_more_workers_than_the_cluster_has_room_for_are_refused(
-    cluster: Any, recipe: Callable[..., Recipe]
-) -> None:
+def test_more_workers_than_the_cluster_has_room_for_are_refused(cluster, recipe):
     with pytest.raises(
         HardwareError, match=r"9 workers ask for 9 CPU; free on 1 node: 2 of 2 CPU"
     ) as refused:

@@ -1,6 +1,5 @@
 """A conversation: the ids of training, answers of the scoring engine, one load for a base and its adapter."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -12,9 +11,8 @@ from fitune.data.conversations.templates import PLAIN_TEMPLATE, load_template
 from fitune.errors import ModelError, RecipeError, RunDirectoryError
 from fitune.models.tokens import load_tokenizer
 from fitune.score.engines import engine_transformers
-from fitune.score.engines.engine import Request
 from fitune.session.named_models import find_model
-from fitune.session.score.chat import Chat, Reply, converse, open_chat
+from fitune.session.score.chat import Reply, converse, open_chat
 from fitune.session.score.chat_columns import side_by_side
 from fitune.session.score.score_words import weights_and_adapter
 
@@ -31,25 +29,25 @@ class Heard:
     pieces: dict[int, list[str]] = field(default_factory=dict)
     turns: list[list[Reply]] = field(default_factory=list)
 
-    def note(self, text: str) -> None:
+    def note(self, text):
         self.notes.append(text)
 
-    def piece(self, place: int, text: str) -> None:
+    def piece(self, place, text):
         self.pieces.setdefault(place, []).append(text)
         self.stop_after -= 1
         if self.stop_after == 0:
             raise KeyboardInterrupt
 
-    def answered(self, place: int, reply: Reply) -> None:
+    def answered(self, place, reply):
         if not reply.error:
             assert "".join(self.pieces.pop(place)) == reply.text
 
-    def turn(self, question: str, replies: Sequence[Reply]) -> None:
+    def turn(self, question, replies):
         self.turns.append(list(replies))
 
 
 @pytest.fixture(scope="module")
-def run(model_folder: Path, data_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(model_folder, data_file, tmp_path_factory):
     """A LoRA run whose template is its own, and whose adapter changes what is answered."""
     folder = tmp_path_factory.mktemp("chat")
     (folder / "shop.jinja").write_text(TEMPLATE)
@@ -62,20 +60,20 @@ def run(model_folder: Path, data_file: Path, tmp_path_factory: pytest.TempPathFa
     return folder / "run"
 
 
-def opened(*names: object, system: str = "", **changed: object) -> Chat:
+def opened(*names, system="", **changed):
     return open_chat(
         [str(name) for name in names], system=system, sampling={**SAMPLING, **changed}, chat_template=""
     )
 
 
-def answers(chat: Chat, *questions: str) -> list[list[Reply]]:
+def answers(chat, *questions):
     heard = Heard()
     for question in questions:
         chat.ask(question, heard)
     return [[replace(reply, seconds=0.0) for reply in turn] for turn in heard.turns]
 
 
-def test_the_ids_of_a_chat_are_those_of_training(run: Path, model_folder: Path) -> None:
+def test_the_ids_of_a_chat_are_those_of_training(run, model_folder):
     tokenizer = load_tokenizer(str(model_folder))
     training = load_template(tokenizer)
     training = type(training)(tokenizer, TEMPLATE, name="the run's")
@@ -95,9 +93,9 @@ def test_the_ids_of_a_chat_are_those_of_training(run: Path, model_folder: Path) 
         assert encoded.supervised[len(ids)], "the answer begins there"
 
 
-def _noting(engine, asked: list[tuple[int, ...]]):
+def _noting(engine, asked):
     class Noting(type(engine)):
-        def answer(self, requests: Sequence[Request]):
+        def answer(self, requests):
             asked.extend(request.prompt_ids for request in requests)
             return engine_transformers.TransformersEngine.answer(self, requests)
 
@@ -105,9 +103,7 @@ def _noting(engine, asked: list[tuple[int, ...]]):
     return Noting(**words)
 
 
-def test_a_base_and_its_adapter_are_loaded_once_and_answer_as_each_alone(
-    run: Path, model_folder: Path
-) -> None:
+def test_a_base_and_its_adapter_are_loaded_once_and_answer_as_each_alone(run, model_folder):
     questions = ("What is 2 plus 3?", "What is 7 plus 8?")
     both = opened(model_folder, run)
     assert both.sides[0].engine.model is both.sides[1].engine.model
@@ -120,21 +116,19 @@ def test_a_base_and_its_adapter_are_loaded_once_and_answer_as_each_alone(
     assert answers(opened(run, model_folder), *questions) == [turn[::-1] for turn in together]
 
 
-def test_an_adapter_with_tables_of_its_own_does_not_share_its_base(
-    run: Path, tmp_path: Path, monkeypatch
-) -> None:
+def test_an_adapter_with_tables_of_its_own_does_not_share_its_base(run, tmp_path, monkeypatch):
     monkeypatch.setattr("fitune.session.score.chat.saved_rows", lambda folder: 384)
     chat = opened(run / "adapter", find_model(str(run)).model)
     assert chat.sides[0].engine.model is not chat.sides[1].engine.model
 
 
-def test_models_that_cannot_be_entered_one_by_one_are_streamed_too(run: Path, monkeypatch) -> None:
+def test_models_that_cannot_be_entered_one_by_one_are_streamed_too(run, monkeypatch):
     expected = answers(opened(run), "What is 2 plus 3?")
     monkeypatch.setattr(engine_transformers, "can_join", lambda model: False)
     assert answers(opened(run), "What is 2 plus 3?") == expected
 
 
-def test_a_full_context_drops_the_oldest_turns_and_a_question_beyond_it_is_not_asked(run: Path) -> None:
+def test_a_full_context_drops_the_oldest_turns_and_a_question_beyond_it_is_not_asked(run):
     chat, heard = opened(run, max_new_tokens=60, temperature=0.0), Heard()
     for number in range(6):
         chat.ask(f"What is {number} plus 3?", heard)
@@ -155,7 +149,7 @@ def test_a_full_context_drops_the_oldest_turns_and_a_question_beyond_it_is_not_a
     assert "leaves room for" in heard.notes[-1]
 
 
-def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on(run: Path, model_folder: Path) -> None:
+def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on(run, model_folder):
     chat, heard = opened(run, model_folder, temperature=0.0), Heard(stop_after=3)
     (only,) = chat.ask("What is 2 plus 3?", heard)
     assert (only.ended, only.tokens) == ("interrupted", 3)
@@ -163,7 +157,7 @@ def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on(run: Path, model_f
     assert [reply.ended == "interrupted" for reply in chat.ask("And 4 plus 5?", Heard())] == [False, False]
 
 
-def test_lines_are_questions_and_commands(run: Path) -> None:
+def test_lines_are_questions_and_commands(run):
     chat, heard = opened(run), Heard()
     lines = ["", "What is\\", "2 plus 3?", "/rest", "/reset", "What is\n", "/exit", "never asked"]
     assert converse(chat, read=iter(lines).__next__, screen=heard) == 0
@@ -172,11 +166,11 @@ def test_lines_are_questions_and_commands(run: Path) -> None:
     assert heard.notes == ["/rest is unknown; /reset begins anew, /exit ends", "the conversation begins anew"]
 
 
-def test_ctrl_c_between_two_answers_gives_up_what_was_typed(run: Path) -> None:
+def test_ctrl_c_between_two_answers_gives_up_what_was_typed(run):
     chat, heard = opened(run), Heard()
     lines = iter(["given up\\", KeyboardInterrupt(), "What is", None])
 
-    def read() -> str | None:
+    def read():
         line = next(lines)
         if isinstance(line, KeyboardInterrupt):
             raise line
@@ -187,7 +181,7 @@ def test_ctrl_c_between_two_answers_gives_up_what_was_typed(run: Path) -> None:
     assert heard.notes == ["\n(/exit or Ctrl-D ends)"]
 
 
-def test_names_of_models(run: Path, model_folder: Path, tmp_path: Path) -> None:
+def test_names_of_models(run, model_folder, tmp_path):
     named = find_model(str(run))
     assert (named.model, named.adapter, named.title) == (str(model_folder), str(run / "adapter"), "run")
     assert find_model(str(run / "adapter")).base == named.base == str(model_folder.resolve())
@@ -201,7 +195,7 @@ def test_names_of_models(run: Path, model_folder: Path, tmp_path: Path) -> None:
         find_model(str(tmp_path))
 
 
-def test_a_model_without_a_template_is_said(model_folder: Path, run: Path) -> None:
+def test_a_model_without_a_template_is_said(model_folder, run):
     assert (
         "the tokenizer has no chat template, so fitune's plain template is used"
         in opened(model_folder).notes[0]
@@ -209,7 +203,7 @@ def test_a_model_without_a_template_is_said(model_folder: Path, run: Path) -> No
     assert not any("chat template" in note for note in opened(run).notes)
 
 
-def test_columns_keep_within_their_width() -> None:
+def test_columns_keep_within_their_width():
     text = side_by_side(
         ["a", "b"], ["word " * 30, "漢" * 70 + "\n\nend"], ["[1]", "[2]"], width=83, most_lines=4
     )
@@ -223,9 +217,7 @@ def test_columns_keep_within_their_width() -> None:
     assert max(map(cell_len, lines)) <= 83
 
 
-def test_a_scoring_takes_a_run_or_its_adapter_by_name_too(
-    run: Path, model_folder: Path, tmp_path: Path
-) -> None:
+def test_a_scoring_takes_a_run_or_its_adapter_by_name_too(run, model_folder, tmp_path):
     base, adapter = str(model_folder), str(run / "adapter")
     for named in ((str(run), ""), (adapter, ""), (base, str(run)), (base, adapter)):
         found = weights_and_adapter(*named)

@@ -2,7 +2,6 @@
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -11,25 +10,25 @@ from fitune.errors import RecipeError, TrainingFailed
 from fitune.session import comparing
 from fitune.session.comparing import METHODS, compare_methods, method_recipe
 from fitune.session.fresh_process import train_program
-from fitune.spec.recipe.recipe import Recipe, parse_recipe
+from fitune.spec.recipe.recipe import parse_recipe
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+def run(monkeypatch, *words):
     monkeypatch.setattr(sys, "argv", ["fitune", "compare", *words])
     with pytest.raises(SystemExit) as ended:
         main()
     return int(ended.value.code or 0)
 
 
-def words_for(model: Path, data: Path, out: Path) -> list[str]:
+def words_for(model, data, out):
     words = ["--model", str(model), "--data", str(data), "--output-dir", str(out), "--gpu", "cpu"]
     return [*words, "--seq-len", "64", "--max-steps", "2", "--samples", "0", "--val-fraction", "0.2"]
 
 
 def test_full_and_lora_are_laid_side_by_side(
-    model_folder: Path, data_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    model_folder, data_file, tmp_path, monkeypatch,
+    capsys,
+):  # fmt: skip
     words = [*words_for(model_folder, data_file, tmp_path / "both"), "--tunings", "full,lora"]
     assert run(monkeypatch, *words) == 0
     page = (tmp_path / "both" / "compare.html").read_text(encoding="utf-8")
@@ -103,9 +102,7 @@ def test_what_is_said_of_adapters_does_not_keep_other_methods_out(model_folder, 
     assert (adapters.rslora, adapters.lora_modules_to_save) == (True, said["lora_modules_to_save"])
 
 
-def test_overwriting_a_comparison_scores_the_new_models(
-    model_folder: Path, data_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_overwriting_a_comparison_scores_the_new_models(model_folder, data_file, tmp_path, monkeypatch):
     """Answers of the earlier model are no answers of the new one: scoring would refuse to go on from them."""
     words = [*words_for(model_folder, data_file, tmp_path / "both"), "--tunings", "lora"]
     words += ["--score-data", f"{data_file}#2"]
@@ -114,10 +111,10 @@ def test_overwriting_a_comparison_scores_the_new_models(
 
 
 def test_a_method_that_fails_does_not_lose_the_others(
-    model_folder: Path, data_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    def failing(recipe: Recipe, **how: Any) -> int:
+    model_folder, data_file, tmp_path, monkeypatch,
+    capsys,
+):  # fmt: skip
+    def failing(recipe, **how):
         if recipe.tuning == "lomo":
             raise TrainingFailed("the loss is inf; nothing was updated")
         return train_program(recipe, **how)

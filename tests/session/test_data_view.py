@@ -1,24 +1,21 @@
 """`fitune data` shows rows as training reads them: the same tokens, the same account."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 from data.tiny_tokenizers import THINKING_STYLE
-from fitune.session.data_view import ShownData, explain_data, view_data, write_data_page
+from fitune.session.data_view import explain_data, view_data, write_data_page
 from fitune.session.events import Event, Note
 from fitune.spec.recipe.recipe import parse_recipe
 
 
-def view(
-    model: Path, data: Path, *, told: list[Event] | None = None, rows: int = 2, **settings: object
-) -> ShownData:
+def view(model, data, *, told=None, rows=2, **settings):
     recipe = parse_recipe({"model": str(model), "data": [str(data)], "seq_len": 64, **settings})
     return view_data(recipe, rows=rows, tell=(told if told is not None else []).append)
 
 
-def test_what_is_learned_is_marked(model_folder: Path, data_file: Path) -> None:
+def test_what_is_learned_is_marked(model_folder, data_file):
     shown = view(model_folder, data_file)
     first = shown.rows[0]
     assert [part.is_learned for part in first.parts] == [False, True]
@@ -32,7 +29,7 @@ def test_what_is_learned_is_marked(model_folder: Path, data_file: Path) -> None:
     assert "\033[32m2 plus 3" in explain_data(shown, colours=True)
 
 
-def test_cut_and_dropped_rows_are_shown_with_the_reason(model_folder: Path, tmp_path: Path) -> None:
+def test_cut_and_dropped_rows_are_shown_with_the_reason(model_folder, tmp_path):
     file = tmp_path / "rows.jsonl"
     rows = [
         {"question": "What is 2 plus 3?", "answer": "2 plus 3 is 5, and that is all. " * 9},
@@ -54,9 +51,7 @@ def test_cut_and_dropped_rows_are_shown_with_the_reason(model_folder: Path, tmp_
 
 
 @pytest.mark.parametrize("learn", [False, True])
-def test_reasoning_that_the_template_leaves_out_and_empty_blocks_are_told(
-    model_folder: Path, tmp_path: Path, learn: bool
-) -> None:
+def test_reasoning_that_the_template_leaves_out_and_empty_blocks_are_told(model_folder, tmp_path, learn):
     (tmp_path / "thinking.jinja").write_text(THINKING_STYLE)
     turns = [("user", "What is 2 plus 3?"), ("assistant", "<think>two and three</think>5")]
     rows = [[*turns, ("user", "So?"), ("assistant", "5")], turns]
@@ -79,7 +74,7 @@ def test_reasoning_that_the_template_leaves_out_and_empty_blocks_are_told(
     assert left_out in write_data_page(shown, tmp_path / "data.html").read_text()
 
 
-def test_the_page_escapes_what_rows_say(model_folder: Path, tmp_path: Path) -> None:
+def test_the_page_escapes_what_rows_say(model_folder, tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"question": "<script>alert(1)</script>", "answer": "\x1b[2J<b>5</b>"}) + "\n")
     shown = view(model_folder, file, seq_len=256)
@@ -90,9 +85,7 @@ def test_the_page_escapes_what_rows_say(model_folder: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_packs_are_counted_as_training_counts_them(
-    model_folder: Path, data_file: Path, packing: bool
-) -> None:
+def test_packs_are_counted_as_training_counts_them(model_folder, data_file, packing):
     shown = view(model_folder, data_file, packing=packing, seq_len=128)
     each = 128 // shown.train.longest_row
     assert shown.packs == (-(-56 // each) if packing else 0)

@@ -1,7 +1,6 @@
 """A demo folder that is there already: what the user put there stays, the demo can be run again."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,7 @@ from fitune.session.events import tell_nobody
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(monkeypatch):
     """The whole demo with hardly any work: a few texts and rows, two steps a run."""
     for name in ("PRETRAINING_TEXTS", "TRAINING_ROWS"):
         monkeypatch.setattr(demo_files, name, 60)
@@ -23,9 +22,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_the_demo_runs_again_over_an_earlier_one_and_keeps_what_is_not_its_own(
-    quick: None, tmp_path: Path
-) -> None:
+def test_the_demo_runs_again_over_an_earlier_one_and_keeps_what_is_not_its_own(quick, tmp_path):
     folder = tmp_path / "demo"
     demo.run_demo(folder, tell=tell_nobody, gpus=1)
     theirs = [folder / "notes.txt", folder / "lora" / "notes.txt", folder / "mine" / "notes.txt"]
@@ -39,7 +36,7 @@ def test_the_demo_runs_again_over_an_earlier_one_and_keeps_what_is_not_its_own(
     assert (folder / "lora" / "scores" / "grades.jsonl").is_file()
 
 
-def test_a_folder_that_is_no_demo_is_refused_untouched(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_demo_is_refused_untouched(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(RunDirectoryError, match="no earlier demo"):
         demo.run_demo(tmp_path, tell=tell_nobody, gpus=1)

@@ -3,8 +3,6 @@
 import json
 import os
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,10 +23,10 @@ Here = Callable[..., None]
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> Here:
+def here(monkeypatch):
     """Lets this machine have some GPUs of 80 GB, and vLLM."""
 
-    def has(*names: str, vllm: bool = True) -> None:
+    def has(*names, vllm=True):
         found = tuple(
             FoundGpu(index=index, uuid=f"GPU-{index}", name=name, memory_bytes=80 * GIB, capability=(8, 0))
             for index, name in enumerate(names)
@@ -42,9 +40,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Here:
     return has
 
 
-def plan_for(
-    folder: Path, row: dict[str, Any], *, rows: int, model: str, graders: tuple[str, ...] = ()
-) -> ScorePlan:
+def plan_for(folder, row, *, rows, model, graders=()):
     data = folder / "rows.jsonl"
     data.write_text(f"{json.dumps(row)}\n" * rows)
     return ScorePlan(
@@ -70,9 +66,7 @@ def plan_for(
         (2, True, "", "llama-3.1-70b", 9, ("vllm", 2)),
     ],
 )  # fmt: skip
-def test_the_fastest_engine_that_fits_here_is_chosen(
-    here: Here, tmp_path: Path, gpus: int, vllm: bool, engine: str, model: str, rows: int, chosen: Any
-) -> None:
+def test_the_fastest_engine_that_fits_here_is_chosen(here, tmp_path, gpus, vllm, engine, model, rows, chosen):
     here(*["NVIDIA A100-SXM4-80GB"] * gpus, vllm=vllm)
     found = engine_and_devices(plan_for(tmp_path, ANSWERED, rows=rows, model=model), engine)
     assert (found and (found.engine, found.devices)) == chosen
@@ -90,25 +84,23 @@ def test_the_fastest_engine_that_fits_here_is_chosen(
     ],
 )
 def test_what_is_weighed_is_weighed_by_transformers_or_by_as_many_devices_as_hold_the_model(
-    here: Here, tmp_path: Path, row: dict[str, Any], graders: tuple[str, ...], engine: str, chosen: Any
-) -> None:
+    here, tmp_path, row, graders, engine, chosen
+):
     here(*["NVIDIA A100-SXM4-80GB"] * 2)
     plan = plan_for(tmp_path, row, rows=9, model="llama-3.1-70b", graders=graders)
     found = engine_and_devices(plan, engine)
     assert (found and (found.engine, found.devices)) == chosen
 
 
-def test_a_model_that_does_not_fit_the_node_is_refused_with_the_sums(here: Here, tmp_path: Path) -> None:
+def test_a_model_that_does_not_fit_the_node_is_refused_with_the_sums(here, tmp_path):
     here("NVIDIA A100-SXM4-80GB")
     plan = plan_for(tmp_path, ANSWERED, rows=9, model="llama-3.1-70b")
     with pytest.raises(NothingFits, match=r"transformers: weights 131\.42(.|\n)*vllm: weights 131\.42"):
         engine_and_devices(plan, "")
 
 
-def test_a_model_that_no_plan_knows_is_scored_without_a_choice(
-    here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def unknown(*_: object, **__: object) -> None:
+def test_a_model_that_no_plan_knows_is_scored_without_a_choice(here, tmp_path, monkeypatch):
+    def unknown(*_, **__):
         raise ModelError("its state is not known")
 
     here(*["NVIDIA A100-SXM4-80GB"] * 2)
@@ -116,7 +108,7 @@ def test_a_model_that_no_plan_knows_is_scored_without_a_choice(
     assert engine_and_devices(plan_for(tmp_path, ANSWERED, rows=9, model="llama-3.1-8b"), "vllm") is None
 
 
-def test_a_plan_for_this_machine_is_for_all_of_its_gpus(here: Here, tmp_path: Path) -> None:
+def test_a_plan_for_this_machine_is_for_all_of_its_gpus(here, tmp_path):
     here(*["NVIDIA A100-SXM4-80GB"] * 4)
     plan = plan_for(tmp_path, ANSWERED, rows=9, model="llama-3.1-70b")
     words = ScoreWords(plan.model, plan.sources)
@@ -127,7 +119,7 @@ def test_a_plan_for_this_machine_is_for_all_of_its_gpus(here: Here, tmp_path: Pa
         plan_scoring(words, gpus=5, gpu="", tell=tell_nobody)
 
 
-def test_of_gpus_of_two_kinds_a_scoring_sees_one(here: Here, tmp_path: Path, model_folder: Path) -> None:
+def test_of_gpus_of_two_kinds_a_scoring_sees_one(here, tmp_path, model_folder):
     here("NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090", vllm=False)
     plan = plan_for(tmp_path, ANSWERED, rows=2, model=str(model_folder))
     report = fitune.score(plan.model, plan.sources[0].path, plan.output_dir, max_new_tokens=2)

@@ -14,7 +14,7 @@ import fitune
 ROOT = Path(__file__).parents[2]
 
 
-def run_all(parts: list[str], where: str) -> dict[str, Any]:
+def run_all(parts, where):
     """Execute pieces of Python one after another in one namespace, as a notebook does; returns the namespace."""
     names: dict[str, Any] = {"__name__": "__main__"}
     for number, part in enumerate(parts, 1):
@@ -23,14 +23,12 @@ def run_all(parts: list[str], where: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def test_the_page_about_python(
-    folder: Path, model_folder: Path, data_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_about_python(folder, model_folder, data_file, capsys):
     shutil.copytree(model_folder, folder / "model")
     shutil.copy(data_file, folder / "train.jsonl")
     page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
@@ -53,7 +51,7 @@ def test_the_page_about_python(
         assert "sums  exact_match" in fitune.explain(names["found"])
 
 
-def write_task(folder: Path) -> None:
+def write_task(folder):
     folder.mkdir()
     task = {
         "task": "sums", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "train.jsonl"}},
@@ -65,7 +63,7 @@ def write_task(folder: Path) -> None:
     (folder / "sums.yaml").write_text(json.dumps(task))
 
 
-def test_the_notebook(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_notebook(folder, capsys):
     notebook = json.loads((ROOT / "examples" / "notebook.ipynb").read_text(encoding="utf-8"))
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert not any(cell["outputs"] or cell["execution_count"] for cell in cells), "outputs are not committed"

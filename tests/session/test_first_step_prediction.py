@@ -1,7 +1,5 @@
 """Memory of a run whose heaviest micro-batch is in its first step, before the optimizer has states."""
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
@@ -11,7 +9,6 @@ from fitune.data.loader import Loader
 from fitune.estimate.predict import predict
 from fitune.measure.memory import CpuMeter
 from fitune.session.train.training import predict_run
-from fitune.spec.plan import Plan
 from fitune.spec.predictions import PlanReport, Priced
 from fitune.train.loop import steps_to_measure, train
 from fitune.train.prepare import prepare
@@ -19,10 +16,10 @@ from fitune.train.prepare import prepare
 ROWS = 12
 
 
-def loader_of(plan: Plan, *, heaviest: int) -> Loader:
+def loader_of(plan, *, heaviest):
     """One row a step, all of 8 tokens but that of step ``heaviest`` (0-based), which has 64."""
 
-    def made(lengths: list[int]) -> Loader:
+    def made(lengths):
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         ids = np.arange(offsets[-1], dtype=np.int32) % 300
         return Loader(TokenDataset(ids, np.ones(len(ids), np.bool_), offsets), plan.batch, seed=plan.run.seed)
@@ -35,8 +32,8 @@ def loader_of(plan: Plan, *, heaviest: int) -> Loader:
 @pytest.mark.parametrize("tuning", ["full", "lora"])
 @pytest.mark.parametrize("heaviest", [0, 3])
 def test_the_heaviest_step_is_predicted_and_measured_also_when_it_is_the_first(
-    make_plan: Callable[..., Plan], tuning: str, precision: str, heaviest: int
-) -> None:
+    make_plan, tuning, precision, heaviest
+):
     plan = make_plan(
         tuning=tuning, precision=precision, micro_batch_size=1, gradient_accumulation_steps=1, packing=False,
         seq_len=64, max_steps=5, gradient_checkpointing=False, learning_rate=1e-3,
@@ -62,15 +59,15 @@ def test_the_heaviest_step_is_predicted_and_measured_also_when_it_is_the_first(
     (0, 0, {0, 1}), (3, 0, {1, 3}), (1, 0, {1}), (2, 2, {2, 3}), (0, 2, {3}), (4, 4, {4}), (0, 5, set()),
 ])  # fmt: skip
 def test_the_first_step_of_a_process_is_measured_where_it_is_the_heaviest(
-    make_plan: Callable[..., Plan], heaviest: int, start: int, measured: set[int]
-) -> None:
+    make_plan, heaviest, start, measured
+):
     plan = make_plan(
         micro_batch_size=1, gradient_accumulation_steps=1, packing=False, seq_len=64, max_steps=5
     )
     assert steps_to_measure(loader_of(plan, heaviest=heaviest), start_step=start, total=5) == measured
 
 
-def test_a_run_that_has_no_steps_left_is_predicted_by_its_last(make_plan: Callable[..., Plan]) -> None:
+def test_a_run_that_has_no_steps_left_is_predicted_by_its_last(make_plan):
     plan = make_plan(micro_batch_size=1, gradient_accumulation_steps=1, packing=False, max_steps=5)
     report = PlanReport(
         chosen=Priced(plan=plan, estimate=predict(plan)), runners_up=(), rejected=(), decisions=()

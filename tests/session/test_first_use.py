@@ -1,7 +1,6 @@
 """A processor is measured before its first training, once, and only where nobody forbids it."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ import torch
 from fitune.measure import device_rates
 from fitune.measure.calibrations import calibrations_folder, device_key, quick_key
 from fitune.measure.hardware import calibrated, detect_hardware
-from fitune.planner.answering import AnsweringReport
 from fitune.session.score.score_plan import plan_scoring
 from fitune.session.score.score_words import ScoreWords
 from fitune.session.train.first_use import measure_on_first_use
@@ -17,7 +15,7 @@ from fitune.spec.plan import DataSource
 
 
 @pytest.fixture
-def little(monkeypatch: pytest.MonkeyPatch) -> None:
+def little(monkeypatch):
     """Less is measured than of use, in less time."""
     monkeypatch.setattr(device_rates, "NEW_BYTES", 2**20)
     monkeypatch.setattr(device_rates, "ADAM_PARAMETERS", 2**16)
@@ -28,7 +26,7 @@ def little(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("little")
-def test_the_first_training_measures_and_the_second_does_not() -> None:
+def test_the_first_training_measures_and_the_second_does_not():
     here = detect_hardware(use_gpus=False)
     said: list[str] = []
     before = torch.get_rng_state()
@@ -43,9 +41,7 @@ def test_the_first_training_measures_and_the_second_does_not() -> None:
 
 
 @pytest.mark.usefixtures("little")
-def test_the_first_plan_of_a_scoring_measures_and_the_second_uses_it(
-    monkeypatch: pytest.MonkeyPatch, model_folder: Path, tmp_path: Path
-) -> None:
+def test_the_first_plan_of_a_scoring_measures_and_the_second_uses_it(monkeypatch, model_folder, tmp_path):
     monkeypatch.delenv("FITUNE_CALIBRATE")
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "How many?", "completion": "Two."}\n')
@@ -53,7 +49,7 @@ def test_the_first_plan_of_a_scoring_measures_and_the_second_uses_it(
     words = ScoreWords(str(model_folder), (source,), max_new_tokens=8, engine="transformers")
     said: list[str] = []
 
-    def plan(gpu: str = "") -> AnsweringReport:
+    def plan(gpu=""):
         return plan_scoring(words, gpu=gpu, gpus=0, tell=lambda event: said.append(str(event)))
 
     plans = [plan() for _ in range(2)]
@@ -67,7 +63,7 @@ def test_the_first_plan_of_a_scoring_measures_and_the_second_uses_it(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("little")
-def test_two_processes_are_measured_while_both_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_are_measured_while_both_work(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     alone = replace(detect_hardware(use_gpus=False), cpu_cores=2)
     two = replace(alone, gpus_per_node=2)
@@ -84,7 +80,7 @@ def test_two_processes_are_measured_while_both_work(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
-def test_processes_that_cannot_measure_are_said_and_stop_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_cannot_measure_are_said_and_stop_nothing(monkeypatch):
     monkeypatch.setattr(device_rates, "HURRIED", replace(device_rates.HURRIED, rounds=0))
     two = replace(detect_hardware(use_gpus=False), gpus_per_node=2)
     said: list[str] = []
@@ -93,7 +89,7 @@ def test_processes_that_cannot_measure_are_said_and_stop_nothing(monkeypatch: py
     assert not calibrations_folder().exists()
 
 
-def test_it_can_be_switched_off_and_is_for_the_processors_of_one_machine() -> None:
+def test_it_can_be_switched_off_and_is_for_the_processors_of_one_machine():
     here = detect_hardware(use_gpus=False)
     for hardware, environment in (
         (here, {"FITUNE_CALIBRATE": "0"}),
@@ -104,7 +100,7 @@ def test_it_can_be_switched_off_and_is_for_the_processors_of_one_machine() -> No
     assert not calibrations_folder().exists()
 
 
-def test_another_processor_has_another_name(tmp_path: Path) -> None:
+def test_another_processor_has_another_name(tmp_path):
     names = []
     for kind in ("EPYC 9354", "Xeon 8480"):
         file = tmp_path / kind

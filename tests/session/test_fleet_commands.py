@@ -2,8 +2,6 @@
 
 import json
 import stat
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -14,7 +12,7 @@ from fitune.session.clusters import live_fleet
 from fitune.session.clusters.fleet import FleetRequest, draw_ranking, launch_on_fleet, plan_on_fleet
 from fitune.session.clusters.live_fleet import free_nodes
 from fitune.spec.recipe.fleet import Cluster, read_fleet
-from fitune.spec.recipe.recipe import Recipe, canonical_keys, parse_recipe
+from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
 from launch.manifests import wrong_with
 
 JOB = "{image: 'i:1', claim: c, queue: q, context: east, namespace: team}"
@@ -25,7 +23,7 @@ clusters:
 """
 
 
-def recipe_of(**settings: Any) -> Recipe:
+def recipe_of(**settings):
     wanted = {
         "model": "llama-3.2-1b",
         "tuning": "lora",
@@ -36,12 +34,12 @@ def recipe_of(**settings: Any) -> Recipe:
     return parse_recipe(canonical_keys({**wanted, **settings}, where="test"))
 
 
-def request_of(folder: Path, text: str = FLEET, **options: Any) -> FleetRequest:
+def request_of(folder, text=FLEET, **options):
     (folder / "fleet.yaml").write_text(text)
     return FleetRequest(folder / "fleet.yaml", **{"rows": 1000, **options})
 
 
-def test_the_winner_is_launched_and_the_next_one_when_it_is_full(tmp_path: Path) -> None:
+def test_the_winner_is_launched_and_the_next_one_when_it_is_full(tmp_path):
     text, place = launch_on_fleet(recipe_of(), request_of(tmp_path), ["deadline=1h"], on=None)
     assert place == "fast, 1 node"
     config, job = yaml.safe_load_all(text)
@@ -60,9 +58,7 @@ def test_the_winner_is_launched_and_the_next_one_when_it_is_full(tmp_path: Path)
         launch_on_fleet(recipe_of(), request_of(tmp_path, all_full), [], on=None)
 
 
-def test_wishes_without_a_fleet_and_two_kinds_of_place_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wishes_without_a_fleet_and_two_kinds_of_place_are_refused(tmp_path, capsys):
     with pytest.raises(RecipeError, match="takes the kind of the cluster that it chooses"):
         launch_on_fleet(recipe_of(), request_of(tmp_path), [], on="slurm")
     for command in ("plan", "launch"):
@@ -78,7 +74,7 @@ def test_wishes_without_a_fleet_and_two_kinds_of_place_are_refused(
     assert "kind: RayJob" in capsys.readouterr().out
 
 
-def run_command(*words: str) -> int:
+def run_command(*words):
     """The exit code of the program with these words."""
     from fitune.cli import main
 
@@ -91,7 +87,7 @@ def run_command(*words: str) -> int:
     return 0
 
 
-def test_rows_come_from_the_data_or_are_said(tmp_path: Path, data_file: Path) -> None:
+def test_rows_come_from_the_data_or_are_said(tmp_path, data_file):
     counted = plan_on_fleet(recipe_of(data=str(data_file)), request_of(tmp_path, rows=None))
     assert counted.best.run.epoch.rows == 56
     assert plan_on_fleet(recipe_of(), request_of(tmp_path)).best.run.epoch.tokens == 1000 * 2048
@@ -113,12 +109,12 @@ def test_rows_come_from_the_data_or_are_said(tmp_path: Path, data_file: Path) ->
         ({"budget": float("inf")}, "--budget inf is no amount to spend"),
     ],
 )
-def test_wishes_that_cannot_be_kept_are_refused(tmp_path: Path, options: dict[str, Any], words: str) -> None:
+def test_wishes_that_cannot_be_kept_are_refused(tmp_path, options, words):
     with pytest.raises(RecipeError, match=words):
         plan_on_fleet(recipe_of(), request_of(tmp_path, **options))
 
 
-def test_the_picture_has_a_point_for_every_offer(tmp_path: Path) -> None:
+def test_the_picture_has_a_point_for_every_offer(tmp_path):
     ranking = plan_on_fleet(recipe_of(), request_of(tmp_path))
     draw_ranking(ranking, tmp_path / "fleet.svg")
     drawn = (tmp_path / "fleet.svg").read_text()
@@ -134,9 +130,7 @@ def test_the_picture_has_a_point_for_every_offer(tmp_path: Path) -> None:
 H100 = "NVIDIA-H100-80GB-HBM3"
 
 
-def node(
-    name: str, gpus: int, *, ready: str = "True", cordoned: bool = False, product: str = H100
-) -> dict[str, Any]:
+def node(name, gpus, *, ready="True", cordoned=False, product=H100):
     return {
         "metadata": {"name": name, "labels": {"nvidia.com/gpu.product": product}}, "spec": {"unschedulable": cordoned},
         "status": {"allocatable": {"nvidia.com/gpu": str(gpus)}, "conditions": [{"type": "Ready", "status": ready}]},
@@ -181,7 +175,7 @@ n5 (null)
 
 
 @pytest.fixture
-def cluster_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cluster_programs(tmp_path, monkeypatch):
     """``kubectl`` and ``sinfo`` on the path, which answer as a cluster would, and write down what they were asked."""
     folder = tmp_path / "bin"
     folder.mkdir()
@@ -200,7 +194,7 @@ def cluster_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(("live", "free"), [("nodes", 1), ("kueue", 2), ("slurm", 2)])
-def test_clusters_are_asked_for_free_nodes(cluster_programs: Path, live: str, free: int) -> None:
+def test_clusters_are_asked_for_free_nodes(cluster_programs, live, free):
     """8 H100 of b are free; 32 - 12 of their quota are two nodes of 8; n1, in two partitions, and n2 are idle."""
     job = {"queue": "q"} if live == "slurm" else {"queue": "q", "context": "east", "namespace": "team"}
     kind = "slurm" if live == "slurm" else "kuberay"
@@ -213,7 +207,7 @@ def test_clusters_are_asked_for_free_nodes(cluster_programs: Path, live: str, fr
         )
 
 
-def test_live_without_a_cluster_that_can_be_asked_is_refused(tmp_path: Path) -> None:
+def test_live_without_a_cluster_that_can_be_asked_is_refused(tmp_path):
     with pytest.raises(
         RecipeError, match="--live asks clusters what is free, and none in .*fleet.yaml"
     ) as refused:
@@ -222,8 +216,8 @@ def test_live_without_a_cluster_that_can_be_asked_is_refused(tmp_path: Path) -> 
 
 
 def test_free_nodes_that_nobody_told_and_nobody_was_asked_for_are_said_to_be_assumed(
-    cluster_programs: Path, tmp_path: Path
-) -> None:
+    cluster_programs, tmp_path
+):
     text = FLEET.replace("gpu: l40s", "live: nodes, gpu: l40s")
     unasked = explain_ranking(plan_on_fleet(recipe_of(), request_of(tmp_path, text)))
     assert "all nodes are free: fast, slow" in unasked
@@ -231,7 +225,7 @@ def test_free_nodes_that_nobody_told_and_nobody_was_asked_for_are_said_to_be_ass
     assert "all nodes are free: slow" in asked
 
 
-def test_a_cluster_that_does_not_answer_is_an_error(cluster_programs: Path, tmp_path: Path) -> None:
+def test_a_cluster_that_does_not_answer_is_an_error(cluster_programs, tmp_path):
     text = FLEET.replace("gpu: l40s", "live: nodes, gpu: l40s")
     assert plan_on_fleet(recipe_of(), request_of(tmp_path, text)).best.is_free  # nobody asked
     (cluster_programs / "pods.json").unlink()
@@ -256,5 +250,5 @@ def test_a_cluster_that_does_not_answer_is_an_error(cluster_programs: Path, tmp_
         ("l4", "l40s", True), ("rtx_4090", "rtx-4090", False),
     ],
 )  # fmt: skip
-def test_a_word_for_a_card_may_be_another_card(kind: str, gpu: str, another: bool) -> None:
+def test_a_word_for_a_card_may_be_another_card(kind, gpu, another):
     assert live_fleet._is_another_card(kind, gpu) == another

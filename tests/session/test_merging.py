@@ -1,8 +1,5 @@
 """Adapters that vLLM cannot take: merged, they answer as they do on their base."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -21,11 +18,11 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("FITUNE_CACHE", str(tmp_path / "cache"))
 
 
-def save_adapter(model_folder: Path, folder: Path, **settings: Any) -> str:
+def save_adapter(model_folder, folder, **settings):
     """A and B random, tables that train moved a little."""
     torch.manual_seed(1)
     model = load_model(str(model_folder), dtype=torch.float32, device=CPU)
@@ -39,7 +36,7 @@ def save_adapter(model_folder: Path, folder: Path, **settings: Any) -> str:
     return str(folder)
 
 
-def answers(model: Any, model_folder: Path) -> dict[str, tuple[int, ...]]:
+def answers(model, model_folder):
     tokenizer = load_tokenizer(str(model_folder))
     engine = TransformersEngine(model=model, tokenizer=tokenizer, template=load_template(tokenizer))
     asked = [
@@ -54,9 +51,7 @@ def answers(model: Any, model_folder: Path) -> dict[str, tuple[int, ...]]:
     [{"use_dora": True}, {"modules_to_save": ["embed_tokens", "lm_head"]}, {"rank_pattern": {"q_proj": 2}}],
     ids=["DoRA", "tables", "ranks"],
 )
-def test_a_merged_model_answers_as_the_adapter_does(
-    settings: dict[str, Any], model_folder: Path, tmp_path: Path
-) -> None:
+def test_a_merged_model_answers_as_the_adapter_does(settings, model_folder, tmp_path):
     adapter = save_adapter(model_folder, tmp_path / "adapter", **settings)
     merged = merged_where_needed(str(model_folder), adapter, tell=tell_nobody)
     base = load_model(str(model_folder), dtype=torch.float32, device=CPU)
@@ -66,9 +61,7 @@ def test_a_merged_model_answers_as_the_adapter_does(
     assert found == expected != plain
 
 
-def test_it_is_merged_once_for_each_content(
-    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_is_merged_once_for_each_content(model_folder, tmp_path, monkeypatch):
     adapter = save_adapter(model_folder, tmp_path / "adapter", use_dora=True)
     said: list[Event] = []
     merged = merged_where_needed(str(model_folder), adapter, tell=said.append)
@@ -80,7 +73,7 @@ def test_it_is_merged_once_for_each_content(
     assert merged_where_needed(str(model_folder), other, tell=tell_nobody) != merged
 
 
-def test_what_vllm_takes_is_not_merged(model_folder: Path, tmp_path: Path) -> None:
+def test_what_vllm_takes_is_not_merged(model_folder, tmp_path):
     adapter = save_adapter(model_folder, tmp_path / "adapter", use_rslora=True)
     assert merged_where_needed(str(model_folder), adapter, tell=tell_nobody) == ""
     assert not (tmp_path / "cache" / "merged").exists()

@@ -20,17 +20,17 @@ from fitune.spec.words import describe_plan
 GIVEN = {"model": "meta-llama/Llama-3.1-8B", "data": "rows.jsonl", "tuning": "lora", "gpu": "rtx-4090"}
 
 
-def test_nobody_is_asked_when_all_is_given() -> None:
+def test_nobody_is_asked_when_all_is_given():
     keys = asked_keys({**GIVEN, "output_dir": "auto", "cutoff_len": 512}, ask=None, say=print)
     assert keys == {**GIVEN, "seq_len": 512}
 
 
-def test_names_of_other_trainers_answer_the_questions_too() -> None:
+def test_names_of_other_trainers_answer_the_questions_too():
     given = {"base_model": "a", "dataset": "b", "finetuning_type": "lora", "gpu": "auto"}
     assert asked_keys(given, ask=None, say=print) == {"model": "a", "data": "b", "tuning": "lora"}
 
 
-def test_without_a_terminal_what_has_no_usual_answer_is_needed() -> None:
+def test_without_a_terminal_what_has_no_usual_answer_is_needed():
     with pytest.raises(RecipeError) as caught:
         asked_keys({"tuning": "lora"}, ask=None, say=print)
     assert "it needs --model and --data" in str(caught.value)
@@ -38,7 +38,7 @@ def test_without_a_terminal_what_has_no_usual_answer_is_needed() -> None:
     assert asked_keys({"model": "a", "data": "b"}, ask=None, say=print).keys() == {"model", "data"}
 
 
-def test_an_answer_that_no_recipe_can_have_is_asked_for_again(tmp_path: Path) -> None:
+def test_an_answer_that_no_recipe_can_have_is_asked_for_again(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"text": "a"}\n')
     answers = iter(
@@ -65,7 +65,7 @@ def test_an_answer_that_no_recipe_can_have_is_asked_for_again(tmp_path: Path) ->
     assert not list(answers)
 
 
-def test_the_file_says_what_was_asked_for_and_no_more(tmp_path: Path) -> None:
+def test_the_file_says_what_was_asked_for_and_no_more(tmp_path):
     rows = tmp_path / "a row's file.jsonl"
     rows.write_text('{"prompt": "a", "completion": "b"}\n')
     path = tmp_path / "new" / "recipe.yaml"
@@ -81,19 +81,19 @@ def test_the_file_says_what_was_asked_for_and_no_more(tmp_path: Path) -> None:
         write_recipe(path, keys, overwrite=False)
 
 
-def test_a_line_that_is_switched_on_changes_nothing() -> None:
+def test_a_line_that_is_switched_on_changes_nothing():
     lines = recipe_text(Path("r.yaml"), {"model": "a"}).splitlines()[3:]
     switched = [line.removeprefix("# ") for line in lines if ":" in line]
     keys = canonical_keys(parse_value("\n".join(switched), where="r.yaml"), where="r.yaml")
     assert parse_recipe(keys) == parse_recipe({"model": "a"})
 
 
-def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error(tmp_path):
     with pytest.raises(DataError):
         write_recipe(tmp_path / "r.yaml", {**GIVEN, "data": str(tmp_path / "none.jsonl")}, overwrite=False)
 
 
-def test_the_plan_that_is_told_is_one_that_trains(tmp_path: Path) -> None:
+def test_the_plan_that_is_told_is_one_that_trains(tmp_path):
     """The fastest plan of these settings is only planned (docs/planning.md)."""
     report = plan_for(
         parse_recipe({"model": "qwen3-8b", "gpu": "rtx-3090", "gpus": 2, "tuning": "lora"}),

@@ -1,7 +1,6 @@
 """``fitune doctor --prove``: a check fails when its kernel is wrong, and what was measured is kept and cited."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch):
+def one_thread(monkeypatch):
     """Threads that wait for one another make small products ten times as slow where others use the cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -32,7 +31,7 @@ def one_thread(monkeypatch: pytest.MonkeyPatch):
     torch.set_num_threads(threads)
 
 
-def chosen(*names: str) -> prove.Parts:
+def chosen(*names):
     parts = prove.parts_of(*prove.this_device())
     return {name: parts[name] for name in names}
 
@@ -89,7 +88,7 @@ def test_losses_are_those_of_the_processor(monkeypatch):
     assert steps.same_losses("full", "fp32", hardware).passed is False
 
 
-def test_the_record_holds_plans_that_records_and_plans_read(tmp_path: Path, monkeypatch):
+def test_the_record_holds_plans_that_records_and_plans_read(tmp_path, monkeypatch):
     only = chosen("fused loss fp32", "copies", "full")
     monkeypatch.setattr(prove, "parts_of", lambda *_: only)
     out = tmp_path / "mine.json"
@@ -148,9 +147,7 @@ def test_no_check_begins_when_time_is_up_and_an_error_is_a_result(monkeypatch):
 
 
 @pytest.mark.parametrize("place", ["a file/proof.json", "new/proof.json"])
-def test_a_record_that_cannot_be_written_is_said_before_anything_runs(
-    monkeypatch, tmp_path: Path, place: str
-):
+def test_a_record_that_cannot_be_written_is_said_before_anything_runs(monkeypatch, tmp_path, place):
     (tmp_path / "a file").touch()
     monkeypatch.setattr("os.access", lambda path, mode: False)
     told: list[str] = []

@@ -11,7 +11,7 @@ import pytest
 
 import fitune
 from fitune.cli import main
-from fitune.errors import DataError, FituneError, NothingFits, RecipeError, SystemFailed
+from fitune.errors import DataError, NothingFits, RecipeError, SystemFailed
 from fitune.models.language_model import LanguageModel
 from fitune.session.events import Compared, DataRead, Event, Exported, Planned, Predicted, RanOutOfMemory
 from fitune.session.recipes.keywords import RecipeKeys, recipe_of
@@ -23,7 +23,7 @@ FUNCTIONS = ("plan", "rehearse", "train", "score", "score_tasks", "export", "rep
 
 
 @pytest.fixture
-def settings(model_folder: Path, data_file: Path, tmp_path: Path) -> dict[str, Any]:
+def settings(model_folder, data_file, tmp_path):
     return {
         "model": model_folder, "data": data_file, "tuning": "lora", "precision": "fp32", "gpu": "cpu", "seq_len": 64,
         "micro_batch_size": 4, "gradient_accumulation_steps": 1, "max_steps": 2, "samples": 0,
@@ -31,7 +31,7 @@ def settings(model_folder: Path, data_file: Path, tmp_path: Path) -> dict[str, A
     }  # fmt: skip
 
 
-def test_planning_imports_no_torch() -> None:
+def test_planning_imports_no_torch():
     """In a fresh process, as a user starts it."""
     program = (
         "import sys, fitune\n"
@@ -46,7 +46,7 @@ def test_planning_imports_no_torch() -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
-def test_the_keywords_are_the_keys_of_a_recipe() -> None:
+def test_the_keywords_are_the_keys_of_a_recipe():
     hints = typing.get_type_hints(RecipeKeys)
     assert list(hints) == list(Recipe.model_fields)
     for name, field in Recipe.model_fields.items():
@@ -56,7 +56,7 @@ def test_the_keywords_are_the_keys_of_a_recipe() -> None:
         assert literals <= wanted, name
 
 
-def _leaves(annotation: Any) -> set[Any]:
+def _leaves(annotation):
     """The types and the literal values that an annotation is made of."""
     if typing.get_origin(annotation) is typing.Annotated:
         return _leaves(typing.get_args(annotation)[0])
@@ -66,7 +66,7 @@ def _leaves(annotation: Any) -> set[Any]:
     return set(parts) if parts else {annotation}
 
 
-def test_a_mapping_is_a_recipe_too_and_nothing_else_is() -> None:
+def test_a_mapping_is_a_recipe_too_and_nothing_else_is():
     report = fitune.plan({"base_model": "gpt2", "gpu": "h100", "tuning": "full"}, tuning="lora")
     same = fitune.plan(model="gpt2", gpu="h100", tuning="lora")
     assert report.chosen.plan.tuning == same.chosen.plan.tuning
@@ -76,7 +76,7 @@ def test_a_mapping_is_a_recipe_too_and_nothing_else_is() -> None:
         fitune.plan(nothing)
 
 
-def test_keywords_win_over_the_file_and_none_leaves_a_setting_open(tmp_path: Path) -> None:
+def test_keywords_win_over_the_file_and_none_leaves_a_setting_open(tmp_path):
     file = tmp_path / "recipe.yaml"
     file.write_text("model: gpt2\nmicro_batch_size: 4\nseq_len: 128\n")
     recipe = recipe_of(file, {"seq_len": 256, "micro_batch_size": None, "data": (Path("a.jsonl"), "b.jsonl")})
@@ -99,12 +99,12 @@ def test_keywords_win_over_the_file_and_none_leaves_a_setting_open(tmp_path: Pat
         ),
     ],
 )
-def test_what_cannot_be_is_an_error_to_catch(wrong: Any, error: type[FituneError], said: str) -> None:
+def test_what_cannot_be_is_an_error_to_catch(wrong, error, said):
     with pytest.raises(error, match=said):
         fitune.plan(**wrong)
 
 
-def test_what_is_planned_is_rehearsed(settings: dict[str, Any]) -> None:
+def test_what_is_planned_is_rehearsed(settings):
     report, rehearsed = fitune.plan(**settings), fitune.rehearse(**settings)
     assert isinstance(report, PlanReport)
     assert rehearsed.report.chosen.estimate == report.chosen.estimate
@@ -114,11 +114,11 @@ def test_what_is_planned_is_rehearsed(settings: dict[str, Any]) -> None:
 
 
 def test_a_run_by_functions_is_the_run_by_commands(
-    settings: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    settings,
+    tmp_path,
+    monkeypatch,
+    capsys,
+):
     events: list[Event] = []
     by_functions = fitune.train(**settings, progress=events.append)
     exported = fitune.export(tmp_path / "run")
@@ -149,21 +149,21 @@ def test_a_run_by_functions_is_the_run_by_commands(
     assert fitune.train(**settings) == by_functions  # complete already
 
 
-def command(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+def command(monkeypatch, *words):
     monkeypatch.setattr(sys, "argv", ["fitune", *words])
     with pytest.raises(SystemExit) as ended:
         main()
     return int(ended.value.code or 0)
 
 
-def what_was_done(run: Path) -> list[Any]:
+def what_was_done(run):
     """All but times and paths: the recipe, the plan, every step, the report and the prediction."""
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     files = [json.loads((run / name).read_text()) for name in ("plan.json", "estimate.json", "report.json")]
     return [_timeless(value, run) for value in [*steps, *files, (run / "recipe.yaml").read_text()]]
 
 
-def _timeless(value: Any, run: Path) -> Any:
+def _timeless(value, run):
     if isinstance(value, dict):
         return {key: _timeless(part, run) for key, part in value.items() if not _is_of_the_moment(key)}
     if isinstance(value, list):
@@ -171,17 +171,15 @@ def _timeless(value: Any, run: Path) -> Any:
     return value.replace(str(run), "RUN") if isinstance(value, str) else value
 
 
-def _is_of_the_moment(key: str) -> bool:
+def _is_of_the_moment(key):
     measured = ("mfu", "process_bytes", "nvme_bytes")  # the last is what the disk has free
     return "seconds" in key or "per_second" in key or key in measured
 
 
-def test_out_of_memory_the_run_goes_on_in_this_process(
-    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_out_of_memory_the_run_goes_on_in_this_process(settings, monkeypatch):
     real, calls = LanguageModel.loss_and_gradient, [0]
 
-    def failing_once(*words: Any, **named: Any) -> Any:
+    def failing_once(*words, **named):
         calls[0] += 1
         if calls[0] == 1:
             raise MemoryError
@@ -195,10 +193,8 @@ def test_out_of_memory_the_run_goes_on_in_this_process(
     assert "micro_batch_size 2 × 2 accumulated" in report.retries[0].after
 
 
-def test_what_the_system_refuses_is_an_error_to_catch(
-    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object, **__: object) -> None:
+def test_what_the_system_refuses_is_an_error_to_catch(settings, monkeypatch):
+    def full(*_, **__):
         raise OSError(28, "No space left on device", "/somewhere")
 
     monkeypatch.setattr("fitune.session.reported.report_run", full)
@@ -208,14 +204,14 @@ def test_what_the_system_refuses_is_an_error_to_catch(
 
 
 @pytest.mark.parametrize("wrong", [{"batch_size": 0}, {"top_p": 1.5}, {"columns": {"question": "prompt"}}])
-def test_what_scoring_cannot_take_is_refused_before_it_begins(wrong: Any, tmp_path: Path) -> None:
+def test_what_scoring_cannot_take_is_refused_before_it_begins(wrong, tmp_path):
     with pytest.raises(RecipeError, match=next(iter(wrong))):
         fitune.score("model", "rows.jsonl", tmp_path / "scores", **wrong)
     assert not (tmp_path / "scores").exists()
 
 
 @pytest.mark.parametrize("other", [3, None, "runs/first"])
-def test_what_has_no_text_is_refused_by_name(other: Any) -> None:
+def test_what_has_no_text_is_refused_by_name(other):
     with pytest.raises(RecipeError, match=type(other).__name__):
         fitune.explain(other)
 
@@ -223,9 +219,7 @@ def test_what_has_no_text_is_refused_by_name(other: Any) -> None:
 @pytest.mark.parametrize(
     ("allowed", "why"), [(False, "only when that is allowed"), (True, "cannot be downloaded")]
 )
-def test_score_opens_addresses_that_are_allowed_alone(
-    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: bool, why: str
-) -> None:
+def test_score_opens_addresses_that_are_allowed_alone(model_folder, tmp_path, monkeypatch, allowed, why):
     monkeypatch.setattr("fitune.stores.opening.WAITS_S", ())
     with pytest.raises(DataError, match=why):
         fitune.score(model_folder, "https://127.0.0.1:1/rows.jsonl", tmp_path / "out", allow_https=allowed)

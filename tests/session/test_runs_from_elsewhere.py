@@ -1,9 +1,6 @@
 """A run is used from any folder, and after it moved together with its base."""
 
 import shutil
-from pathlib import Path
-
-import pytest
 
 import fitune
 from fitune.session.named_models import find_model
@@ -25,8 +22,8 @@ output_dir: run
 
 
 def test_a_run_is_used_from_any_folder_and_moves_with_its_base(
-    model_folder: Path, data_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    model_folder, data_file, tmp_path, monkeypatch
+):
     here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
     shutil.copytree(model_folder, here / "base" / "model")
     shutil.copy(data_file, here / "rows.jsonl")

@@ -8,11 +8,11 @@ import pytest
 import fitune
 from fitune.errors import CheckpointError, RecipeError
 from fitune.session.score import serving
-from fitune.session.score.serving import Served, serve_command
+from fitune.session.score.serving import serve_command
 
 
 @pytest.fixture(scope="module")
-def run(model_folder: Path, data_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(model_folder, data_file, tmp_path_factory):
     folder = tmp_path_factory.mktemp("served") / "shop"
     fitune.train(
         model=str(model_folder), data=str(data_file), tuning="lora", lora_r=5, max_steps=1, seq_len=64,
@@ -21,16 +21,16 @@ def run(model_folder: Path, data_file: Path, tmp_path_factory: pytest.TempPathFa
     return folder
 
 
-def command(word: object, server: serving.Server | None = None, **changed: object) -> Served:
+def command(word, server=None, **changed):
     words = {"host": "localhost", "port": 8000, "context": 0, "only_print": True, **changed}
     return serve_command(str(word), server=server, **words)  # type: ignore[arg-type]
 
 
-def value_of(served: Served, option: str) -> str:
+def value_of(served, option):
     return served.argv[served.argv.index(option) + 1]
 
 
-def test_vllm_gets_base_adapter_rank_template_type_and_length(run: Path, model_folder: Path) -> None:
+def test_vllm_gets_base_adapter_rank_template_type_and_length(run, model_folder):
     served = command(run, "vllm")
     assert value_of(served, "--model") == str(model_folder)
     assert value_of(served, "--lora-modules") == f"shop={run / 'adapter'}"
@@ -42,13 +42,13 @@ def test_vllm_gets_base_adapter_rank_template_type_and_length(run: Path, model_f
     assert (served.name, served.url) == ("shop", "http://localhost:8000/v1")
 
 
-def test_a_whole_model_is_served_under_its_own_name(model_folder: Path) -> None:
+def test_a_whole_model_is_served_under_its_own_name(model_folder):
     served = command(model_folder, "vllm")
     assert "--enable-lora" not in served.argv
     assert value_of(served, "--served-model-name") == model_folder.name
 
 
-def test_what_a_server_cannot_take_names_the_export(run: Path, tmp_path: Path) -> None:
+def test_what_a_server_cannot_take_names_the_export(run, tmp_path):
     copy = Path(shutil.copytree(run, tmp_path / "copy"))
     with pytest.raises(CheckpointError, match="transformers' server takes whole models") as caught:
         command(copy, "transformers")
@@ -64,9 +64,7 @@ def test_what_a_server_cannot_take_names_the_export(run: Path, tmp_path: Path) -
     assert command(copy, "transformers").name == str((copy / "merged").resolve())
 
 
-def test_without_a_server_both_ways_to_one_are_named(
-    model_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_server_both_ways_to_one_are_named(model_folder, monkeypatch):
     monkeypatch.setenv("FITUNE_VLLM_PYTHON", "/no/such/python")
     monkeypatch.setattr(serving, "_NEEDED", ("no_such_library",))
     with pytest.raises(RecipeError, match="transformers' own needs no_such_library"):

@@ -4,7 +4,6 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,7 +11,7 @@ import fitune
 from faults.budgets import Budget
 from fitune.engine.ranks import ALONE
 from fitune.errors import MissingExtra, RecipeError
-from fitune.session.events import Event, Note
+from fitune.session.events import Note
 from fitune.session.train.tracking import tracked
 from fitune.track.metrics import read_metrics
 from fitune.track.record import read_tracked
@@ -23,9 +22,7 @@ TESTS = Path(__file__).parents[1]
 
 
 @pytest.fixture
-def settings(
-    model_folder: Path, data_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> dict[str, Any]:
+def settings(model_folder, data_file, tmp_path, monkeypatch):
     monkeypatch.setenv(
         "PYTHONPATH", os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
     )
@@ -37,14 +34,14 @@ def settings(
     }  # fmt: skip
 
 
-def told(directory: Path) -> list[dict[str, Any]]:
+def told(directory):
     return [json.loads(line) for line in (directory / "toy.jsonl").read_text().splitlines()]
 
 
-def test_a_tracked_run_is_one_run_over_resumes_and_attempts(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_a_tracked_run_is_one_run_over_resumes_and_attempts(settings, tmp_path):
     directory, notes = tmp_path / "run", list[str]()
 
-    def tell(event: Event) -> None:
+    def tell(event):
         if isinstance(event, Note):
             notes.append(event.text)
 
@@ -78,7 +75,7 @@ def test_a_tracked_run_is_one_run_over_resumes_and_attempts(settings: dict[str, 
     assert read_tracked(directory) == ()
 
 
-def test_only_the_first_rank_tracks(settings: dict[str, Any]) -> None:
+def test_only_the_first_rank_tracks(settings):
     plan = fitune.plan(**settings).chosen.plan
 
     class Second:
@@ -92,9 +89,7 @@ def test_only_the_first_rank_tracks(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("name", "error"), [("tensorbord", RecipeError), ("away", MissingExtra)])
-def test_a_tracker_that_cannot_be_is_refused_before_the_data_is_read(
-    name: str, error: type[Exception], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tracker_that_cannot_be_is_refused_before_the_data_is_read(name, error, settings, monkeypatch):
     monkeypatch.setitem(TRACKERS, "away", Row(tracker="a:B", library="no_such_library", extra="away"))
     with pytest.raises(error):
         fitune.train(**settings | {"report_to": name, "data": "nowhere.jsonl"})

@@ -4,8 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -35,7 +33,7 @@ with lock_directory(Path(sys.argv[1])):
 class _Trainer:
     """Another process that owns a run directory until it is told to end, or is killed."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory):
         self.process = subprocess.Popen(
             [sys.executable, "-c", _HOLD, str(directory)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -43,16 +41,16 @@ class _Trainer:
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == "held\n"
 
-    def end(self) -> None:
+    def end(self):
         self.process.communicate()
 
-    def kill(self) -> None:
+    def kill(self):
         self.process.kill()
         self.process.communicate()
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run(tmp_path, monkeypatch):
     """A run that has no report yet: 120 steps of it are done."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # pictures cost a second
     directory = write_run(tmp_path / "run")
@@ -61,20 +59,20 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def trainer(run: Path) -> Iterator[_Trainer]:
+def trainer(run):
     found = _Trainer(run)
     yield found
     found.kill()
 
 
-def _page(run: Path) -> str:
+def _page(run):
     return (run / "report.html").read_text()
 
 
-def test_the_watch_ends_with_the_run(run: Path, trainer: _Trainer) -> None:
+def test_the_watch_ends_with_the_run(run, trainer):
     told: list[str] = []
 
-    def tell(line: str) -> None:  # after the first page
+    def tell(line):  # after the first page
         told.append(line)
         assert 'http-equiv="refresh" content="1"' in _page(run)
         assert "running" in _page(run)
@@ -89,7 +87,7 @@ def test_the_watch_ends_with_the_run(run: Path, trainer: _Trainer) -> None:
     assert "refresh" not in _page(run)
 
 
-def test_a_killed_run_is_said_to_be_gone(run: Path, trainer: _Trainer) -> None:
+def test_a_killed_run_is_said_to_be_gone(run, trainer):
     assert "running since" in text_of(report_run(run))
     assert watch_run(run, tell=lambda line: trainer.kill(), every_s=0.1, sure_s=0.3)
     pid = trainer.process.pid
@@ -97,9 +95,7 @@ def test_a_killed_run_is_said_to_be_gone(run: Path, trainer: _Trainer) -> None:
     assert f"process {pid}" in _page(run)
 
 
-def test_a_signal_ends_the_watch_quietly(
-    run: Path, trainer: _Trainer, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_signal_ends_the_watch_quietly(run, trainer, capfd):
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process ignores it
     with pytest.raises(SystemExit) as exit_info:
         watched_run(run, tell=lambda line: os.kill(os.getpid(), signal.SIGINT), every_s=60.0)
@@ -109,11 +105,11 @@ def test_a_signal_ends_the_watch_quietly(
     assert trainer.process.poll() is None
 
 
-def test_a_run_that_still_reads_its_data_is_waited_for(run: Path, trainer: _Trainer) -> None:
+def test_a_run_that_still_reads_its_data_is_waited_for(run, trainer):
     (run / "plan.json").rename(run.parent / "plan.json")
     looks: list[int] = []
 
-    def is_alive(view: RunView) -> bool:
+    def is_alive(view):
         looks.append(1)
         if len(looks) == 5:
             (run.parent / "plan.json").rename(run / "plan.json")
@@ -125,12 +121,12 @@ def test_a_run_that_still_reads_its_data_is_waited_for(run: Path, trainer: _Trai
     assert len(looks) >= 5
 
 
-def test_where_no_run_is_there_is_nothing_to_watch(tmp_path: Path) -> None:
+def test_where_no_run_is_there_is_nothing_to_watch(tmp_path):
     with pytest.raises(RunDirectoryError, match="no such run directory"):
         watch_run(tmp_path / "nowhere", tell=print, every_s=5.0)
 
 
-def test_looking_at_a_lock_does_not_give_it_up(run: Path) -> None:
+def test_looking_at_a_lock_does_not_give_it_up(run):
     with lock_directory(run):
         (owner,) = owners_of(run)
         assert owner.pid == os.getpid()
@@ -142,7 +138,7 @@ def test_looking_at_a_lock_does_not_give_it_up(run: Path) -> None:
     assert owners_of(run) == ()
 
 
-def test_ranks_and_restarts_are_on_the_page(run: Path) -> None:
+def test_ranks_and_restarts_are_on_the_page(run):
     logs = run / LOGS
     logs.mkdir()
     killed = RankError(kind="RankFailed", message="ended", exit_code=1, at=0.0, is_by_another=True)
@@ -158,7 +154,7 @@ def test_ranks_and_restarts_are_on_the_page(run: Path) -> None:
         assert words in page
 
 
-def test_time_lost_and_elastic_changes_are_summed_up() -> None:
+def test_time_lost_and_elastic_changes_are_summed_up():
     first = Restart(
         cause="a", workers_before=4, workers=3, after_step=10, lost_steps=2, lost_at=100.0, repeated_seconds=4.0,
         again_at=130.0,
@@ -173,7 +169,7 @@ def test_time_lost_and_elastic_changes_are_summed_up() -> None:
     )
 
 
-def test_the_state_names_what_is_left() -> None:
+def test_the_state_names_what_is_left():
     owner = Owner(pid=4711, host="alpha", since=1000.0, is_alive=True)
     going = UnderWay(
         at=1720.0, owners=(owner,), last_sign_s=3.2, step=120, total_steps=600, remaining_s=2880.0, saved_step=100
