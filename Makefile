@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+DEMO := $(VENV)/.installed-for-demo
 STAMP := $(VENV)/.installed
 # One process a core; a free one takes tests from one that is behind.
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
@@ -17,7 +18,7 @@ PROFILE ?= minute
 
 .PHONY: demo test base slow ray vllm vllm-env null-gpu null-env fuzz lint types clean
 
-demo: $(STAMP)
+demo: $(DEMO)
 	$(BIN)/fitune demo
 
 test: $(STAMP)
@@ -61,10 +62,14 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-$(STAMP): pyproject.toml constraints.txt
+$(DEMO): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	# torch alone and first, pinned: a range would let the installer take another, larger build.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,plots,metrics]'
+	touch $@
+
+$(STAMP): $(DEMO)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	# Without scikit-learn, scipy and 15 others (300 MB), which it loads for metrics that no test uses.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps lm_eval
