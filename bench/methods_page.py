@@ -9,18 +9,17 @@ from fitune.units import format_bytes
 _HEAD = """\
 # Memory of every method: predicted | rehearsed | measured
 
-Peak of tensors of one training step of a small Llama (6 blocks of width 128, four rows of 64 to 128 tokens) on a CPU,
-where every tensor storage alive can be counted. None of it is a figure of a GPU. Written on {date} by
+Peak of tensors in one training step of a small Llama (6 blocks of width 128, four rows of 64 to 128 tokens) on a CPU, where every
+live tensor can be counted. None of it is a figure of a GPU. Written on {date} by
 
     python bench/cpu_methods.py --json results/cpu_methods.json --page docs/measured-memory.md
 
 with {versions}.
 
 **{plans} plans. Worst error of the prediction {predicted:.2%}, of the rehearsal {rehearsed:.2%}** of what was measured.
-"""
-_TABLE = """\
-| setting | predicted | rehearsed | measured | prediction off | rehearsal off |
-|---|---:|---:|---:|---:|---:|
+
+A cell has the measured MiB, then how far off the prediction and the rehearsal are, in percent. The columns are the precision, how many
+of the 6 blocks are recomputed, and the loss.
 """
 
 
@@ -30,8 +29,7 @@ def page(figures: Mapping[str, Any]) -> str:
         date=figures["date"], versions=versions, plans=figures["plans"],
         predicted=figures["worst_abs_error_predicted"], rehearsed=figures["worst_abs_error_rehearsed"],
     )  # fmt: skip
-    tables = groupby(figures["rows"], key=lambda row: str(row["method"]))
-    parts = [head, _worst(figures["rows"]), *(_method(name, list(rows)) for name, rows in tables)]
+    parts = [head, _methods(figures["rows"]), _worst(figures["rows"])]
     return "\n".join([*parts, _gradients(figures["lomo_gradients"]), _streamed(figures["streamed"])])
 
 
@@ -42,13 +40,20 @@ def _worst(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(["The three largest misses, of prediction and rehearsal:\n", *named, ""])
 
 
-def _method(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    lines = (
-        f"| {row['setting']} | {_sizes(row['predicted'], row['rehearsed'], row['measured'])} "
-        f"| {_errors(row)[0]:+.2%} | {_errors(row)[1]:+.2%} |\n"
-        for row in rows
-    )
-    return f"## {name}\n\n{_TABLE}{''.join(lines)}"
+def _methods(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A line for each method, a column for each setting."""
+    settings = list(dict.fromkeys(str(row["setting"]) for row in rows))
+    titles = [setting.replace(" recomputed", "").replace(" loss", "") for setting in settings]
+    lines = [f"| method | {' | '.join(titles)} |", f"|---|{'---:|' * len(settings)}"]
+    for method, its_rows in groupby(rows, key=lambda row: str(row["method"])):
+        cells = {row["setting"]: _cell(row) for row in its_rows}
+        lines.append(f"| {method} | {' | '.join(cells.get(setting, '–') for setting in settings)} |")
+    return "\n".join([*lines, ""])
+
+
+def _cell(row: Mapping[str, Any]) -> str:
+    predicted, rehearsed = _errors(row)
+    return f"{row['measured'] / 2**20:.1f}: {predicted * 100:+.2f}, {rehearsed * 100:+.2f}"
 
 
 def _errors(row: Mapping[str, Any]) -> tuple[float, float]:
