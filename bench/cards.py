@@ -9,7 +9,9 @@ from fitune.units import format_bytes
 
 def main() -> None:
     cards = sorted(known_cards(), key=lambda card: (card.gpu.capability, card.gpu.memory_bytes))
-    sources = list(dict.fromkeys(source for device in (*cards, *devices_elsewhere()) for source in [source_of(device)]))
+    sources = list(
+        dict.fromkeys(source for device in (*cards, *devices_elsewhere()) for source in [source_of(device)])
+    )
     names = f"card ({len(cards)}) | memory | dense 16 bit, TFLOP/s | fp32 | GB/s | capability"
     print(f"| {names} | link, host GB/s | source |")
     print("|---|---:|---:|---:|---:|---|---:|---:|")
@@ -20,7 +22,9 @@ def main() -> None:
     for device in devices_elsewhere():
         memory, rate = device.advertised_gb or "–", f"{device.flops / 1e12:,.4g}" if device.flops else "–"
         source = sources.index(source_of(device)) + 1
-        print(f"| `{device.name}` | {memory} | {rate} | {device.bandwidth / 1e9:,.0f} | {device.kind} | {source} |")
+        print(
+            f"| `{device.name}` | {memory} | {rate} | {device.bandwidth / 1e9:,.0f} | {device.kind} | {source} |"
+        )
     print("\nSources:\n")
     for number, source in enumerate(sources, 1):
         print(f"{number}. {source}")
