@@ -3,15 +3,13 @@
 python bench/cards.py
 """
 
-from fitune.spec.machines.cards import Card, devices_elsewhere, known_cards
+from fitune.spec.machines.cards import Card, Elsewhere, devices_elsewhere, known_cards
 from fitune.units import format_bytes
 
 
 def main() -> None:
     cards = sorted(known_cards(), key=lambda card: (card.gpu.capability, card.gpu.memory_bytes))
-    sources = list(
-        dict.fromkeys(source for device in (*cards, *devices_elsewhere()) for source in [source_of(device)])
-    )
+    sources = list(dict.fromkeys(source_of(device) for device in (*cards, *devices_elsewhere())))
     names = f"card ({len(cards)}) | memory | dense 16 bit, TFLOP/s | fp32 | GB/s | capability"
     print(f"| {names} | link, host GB/s | source |")
     print("|---|---:|---:|---:|---:|---|---:|---:|")
