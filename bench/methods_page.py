@@ -9,8 +9,8 @@ from fitune.units import format_bytes
 _HEAD = """\
 # Memory of every method: predicted | rehearsed | measured
 
-Peak of tensors in one training step of a small Llama (6 blocks of width 128, four rows of 64 to 128 tokens) on a CPU, where every
-live tensor can be counted. None of it is a figure of a GPU. Written on {date} by
+Peak of tensors in one training step of a small Llama (6 blocks of width 128, four rows of 64 to 128 tokens) on a CPU,
+where every live tensor can be counted. None of it is a figure of a GPU. Written on {date} by
 
     python bench/cpu_methods.py --json results/cpu_methods.json --page docs/measured-memory.md
 
@@ -18,8 +18,8 @@ with {versions}.
 
 **{plans} plans. Worst error of the prediction {predicted:.2%}, of the rehearsal {rehearsed:.2%}** of what was measured.
 
-A cell has the measured MiB, then how far off the prediction and the rehearsal are, in percent. The columns are the precision, how many
-of the 6 blocks are recomputed, and the loss.
+A cell has the measured MiB, then how far off the prediction and the rehearsal are, in percent.
+The columns are the precision, how many of the 6 blocks are recomputed, and the loss.
 """
 
 
