@@ -1,12 +1,19 @@
 """Recipes of axolotl. Its defaults and the meaning of its keys are those of its configuration schema (0.12–0.16)."""
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
-from fitune.foreign.axolotl_data import read_datasets
-from fitune.foreign.reading import Reading, is_on
+from fitune.foreign.reading import Reading, is_on, paths_of, words
 from fitune.foreign.sharding_files import read_deepspeed, read_fsdp
-from fitune.foreign.trainer_keys import SPEED_SAID, read_expert_targets, read_precision, read_trainer_keys
+from fitune.foreign.trainer_keys import (
+    RENDERED,
+    SPEED_SAID,
+    WITHOUT_HEADINGS,
+    read_expert_targets,
+    read_precision,
+    read_trainer_keys,
+)
 
 _SAME = {
     "base_model": "model",
@@ -131,7 +138,7 @@ def read_axolotl(r: Reading) -> None:
     _method(r)
     _model(r)
     _trained_weights(r)
-    read_datasets(r)
+    _datasets(r)
     _tokens(r)
     _plugins(r)
     _sharding(r)
@@ -142,12 +149,12 @@ def read_axolotl(r: Reading) -> None:
     r.pass_over(_BOOKKEEPING)
     r.pass_over(_COMPANIONS, "a setting of something that is off or refused")
     r.pass_over(_SPEED, SPEED_SAID)
-    _how_often(r)
-    _least_rate(r)
-
-
-def _least_rate(r: Reading) -> None:
-    """The share of the learning rate that a cosine ends at; other schedules do not read it there."""
+    r.same({"saves_per_epoch": "saves_per_epoch"})
+    if r.settings.get("val_fraction") or r.settings.get("eval_data"):
+        r.same({"evals_per_epoch": "evals_per_epoch"})
+    else:
+        r.passed("evals_per_epoch", "no rows are held out")
+    # the share of the learning rate that a cosine ends at; other schedules do not read it there
     ratio = r.take("cosine_min_lr_ratio")
     if ratio is None or r.settings.get("lr_scheduler", "cosine") != "cosine":
         r.passed("cosine_min_lr_ratio", "the schedule is no cosine")
@@ -157,26 +164,15 @@ def _least_rate(r: Reading) -> None:
         r.put("min_lr_ratio", ratio, key="cosine_min_lr_ratio")
 
 
-def _how_often(r: Reading) -> None:
-    if (count := r.take("saves_per_epoch")) is not None:
-        r.put("saves_per_epoch", count, key="saves_per_epoch")
-    if r.settings.get("val_fraction") or r.settings.get("eval_data"):
-        if (count := r.take("evals_per_epoch")) is not None:
-            r.put("evals_per_epoch", count, key="evals_per_epoch")
-    else:
-        r.pass_over(["evals_per_epoch"], "no rows are held out")
-
-
 def _method(r: Reading) -> None:
     adapter, four, eight = r.take("adapter"), is_on(r.take("load_in_4bit")), is_on(r.take("load_in_8bit"))
     if adapter is None:
         if "adapter" in r.raw:
             r.put("tuning", "full", key="adapter", said="without adapters every weight is trained")
         else:
-            r.assume("tuning", "full", "axolotl trains every weight where no adapter is named")
+            r.assume("axolotl trains every weight where no adapter is named", tuning="full")
         targets = ("lora_target_linear", "lora_target_modules", "lora_target_parameters")
-        for key in (*_LORA, *targets, "load_in_4bit", "load_in_8bit"):
-            r.passed(key, "no adapter is named")
+        r.pass_over((*_LORA, *targets, "load_in_4bit", "load_in_8bit"), "no adapter is named")
         return
     if adapter not in ("lora", "qlora"):
         r.refuse("adapter", "fitune trains adapters by lora and qlora")
@@ -197,10 +193,9 @@ def _targets(r: Reading) -> None:
     if is_on(r.take("lora_target_linear")):
         r.put("lora_target_modules", ["all-linear"], key="lora_target_linear")
         r.passed("lora_target_modules", "lora_target_linear names all of them")
-    elif (names := r.take("lora_target_modules")) is not None:
-        r.put("lora_target_modules", names, key="lora_target_modules")
     else:
-        r.assume("lora_target_modules", ["q_proj", "v_proj"], "PEFT's own choice for models like Llama")
+        r.same({"lora_target_modules": "lora_target_modules"})
+        r.assume("PEFT's own choice for models like Llama", lora_target_modules=["q_proj", "v_proj"])
 
 
 def _model(r: Reading) -> None:
@@ -212,13 +207,10 @@ def _model(r: Reading) -> None:
     if attention == "eager":
         r.put("attn_implementation", "eager", key="attn_implementation")
     r.passed("attn_implementation", SPEED_SAID.split(":")[0] + ": the plan takes the fastest the device has")
-    for key in (
-        "model_config",
-        "model_quantization_config",
-        "model_quantization_config_kwargs",
-        "cls_model_config",
-    ):
-        r.passed(key, "read from config.json; weights stored in 4 bit become the precision of the recipe")
+    r.pass_over(
+        "model_config model_quantization_config model_quantization_config_kwargs cls_model_config",
+        "read from config.json; weights stored in 4 bit become the precision of the recipe",
+    )
     if is_on(r.take("quantize_moe_experts")):
         r.passed("quantize_moe_experts", "experts are quantised with the base wherever fitune can pack them")
 
@@ -242,15 +234,12 @@ def _trained_weights(r: Reading) -> None:
 def _tokens(r: Reading) -> None:
     said = "the tokenizer's own; padding is never learnt"
     r.passed("special_tokens", said)
-    added = [token for key in ("tokens", "added_tokens") for token in _listed(r.take(key))]
+    listed = [r.take(key) for key in ("tokens", "added_tokens")]
+    # ``tokens`` was a mapping of special tokens once; those are in the tokenizer
+    added = [str(token) for value in listed if isinstance(value, list) for token in value]
     if added:
         r.put("added_tokens", added, key="tokens" if r.take("tokens") else "added_tokens")
     r.passed("tokens", said)
-
-
-def _listed(value: Any) -> list[str]:
-    """``tokens`` was a mapping of special tokens once; those are in the tokenizer."""
-    return [str(token) for token in value] if isinstance(value, list) else []
 
 
 def _plugins(r: Reading) -> None:
@@ -284,13 +273,125 @@ def _sharding(r: Reading) -> None:
 
 
 def _defaults(r: Reading) -> None:
-    r.assume("seq_len", 512)
-    r.assume("micro_batch_size", 1)
-    r.assume("gradient_accumulation_steps", 1)
-    if "warmup_steps" not in r.settings:
-        r.assume("warmup_ratio", 0.03)
-    r.assume("num_epochs", 1.0)
+    r.assume(
+        seq_len=512, micro_batch_size=1, gradient_accumulation_steps=1, warmup_ratio=0.03, num_epochs=1.0,
+    )  # fmt: skip
     if r.settings.get("tuning") in ("lora", "qlora") and r.settings.get("quantization") == "nf4":
-        r.assume("double_quantization", True)
+        r.assume(double_quantization=True)
     r.settings.setdefault("optimizer", "adamw")
     r.settings.setdefault("lr_scheduler", "cosine")
+
+
+_PASSED_OF_DATA = {
+    "ds_type preprocess_shards trust_remote_code input_format": "",
+    "chat_template conversation": RENDERED,
+    "field_thinking template_thinking_key": "reasoning is read from reasoning_content, reasoning or thinking",
+}
+_REFUSED_OF_DATA = {
+    "shards shards_idx": "a part of the rows; sample: N says how many",
+    "revision": "a revision of the dataset; download that revision and name its folder as path",
+    "drop_system_message message_field_training message_field_training_detail step_separator input_transform":
+        "rows changed while they are read",
+    "system_prompt": "a system message added to every row",
+    "system_format": "a prompt format of its own; write prompt and completion into the rows",
+}  # fmt: skip
+_ONLY = {"train_on_eos": "turn", "train_on_eot": "turn", "field_tools": "tools"}
+"""Key of a dataset -> the one value that is what fitune does."""
+_ROLES = {
+    "user": words("user human"), "assistant": words("assistant gpt"), "system": words("system"),
+    "tool": words("tool observation function ipython tool_response"),
+}  # fmt: skip
+"""Names of roles in rows, as fitune knows them."""
+
+
+def _datasets(r: Reading) -> None:
+    """Puts the datasets, the evaluation sets and the held-out share of an Axolotl config."""
+    r.inside("passed", _PASSED_OF_DATA)
+    r.inside("refused", _REFUSED_OF_DATA)
+    for key, name in (("datasets", "data"), ("test_datasets", "eval_data")):
+        sources = r.take(key)
+        if not isinstance(sources, list):
+            continue
+        read = [
+            each for number, source in enumerate(sources) for each in _sources(r, source, f"{key}[{number}]")
+        ]
+        prompts = any(
+            str(source.get("type")).startswith("alpaca") for source in sources if isinstance(source, dict)
+        )
+        r.put(name, read, key=key, said=WITHOUT_HEADINGS if prompts else "")
+    share = r.take("val_set_size")
+    if share is not None and float(share) >= 1:
+        r.refuse("val_set_size", "a number of rows to evaluate on; here it is a share: 0.05")
+    elif share and "eval_data" not in r.settings:
+        r.put("val_fraction", share, key="val_set_size")
+    if (template := r.take("chat_template")) is not None:
+        r.passed("chat_template", RENDERED)
+        r.passed("chat_template_kwargs", f"of {template}")
+    r.passed("eot_tokens", "an answer is learnt with the token that ends it in the template")
+    longer = str(r.take("excess_length_strategy") or "drop")
+    on_long = {"drop": "drop", "truncate": "truncate", "raise": "error"}.get(longer, "drop")
+    if "excess_length_strategy" in r.raw:
+        r.put("on_long_row", on_long, key="excess_length_strategy")
+    else:
+        r.assume("axolotl leaves out rows longer than sequence_len", on_long_row=on_long)
+
+
+def _sources(r: Reading, source: Any, where: str) -> list[dict[str, Any]]:
+    """One dataset in fitune's words, a source for each of its files; none where it is refused."""
+    if isinstance(source, str):
+        return [{"path": source}]
+    if not isinstance(source, Mapping) or not source.get("path"):
+        r.refuse(where, "no path is named")
+        return []
+    format, columns, why = _format(source)
+    if why:
+        r.refuse(where, why)
+        return []
+    wanted = {"split": str(source.get("split") or ""), "format": format, "columns": columns}
+    given = {name: value for name, value in wanted.items() if value}
+    return [{"path": path, **given} for path in paths_of(source)]
+
+
+_MAPPED = {"field_system": "system", "field_instruction": "prompt", "field_output": "completion"}
+
+
+def _format(source: Mapping[str, Any]) -> tuple[str, dict[str, str], str]:
+    """(format, columns, why it is refused) of a dataset's type and fields."""
+    kind = source.get("type")
+    for key, only in _ONLY.items():
+        if source.get(key) not in (None, only):
+            return "", {}, f"{key}: {source[key]}; here it is {only}"
+    mapped = source.get("message_property_mappings") or {}
+    role = mapped.get("role") or source.get("message_field_role") or "role"
+    content = mapped.get("content") or source.get("message_field_content") or "content"
+    if (role, content) not in (("role", "content"), ("from", "value")):
+        return "", {}, f"messages of {role} and {content}; fitune reads role and content, or from and value"
+    for name, others in (source.get("roles") or {}).items():
+        if not _ROLES.get(name, frozenset()).issuperset(others if isinstance(others, list) else [others]):
+            known = ", ".join(sorted(_ROLES.get(name, ())))
+            return "", {}, f"roles: {others} for {name}; fitune knows {known}"
+    if source.get("roles_to_train") not in (None, ["assistant"], ["gpt"], ["gpt", "assistant"]):
+        return "", {}, f"roles_to_train: {source['roles_to_train']}; fitune learns the assistant's turns"
+    if isinstance(kind, Mapping):
+        columns = {ours: str(kind[key]) for key, ours in _MAPPED.items() if kind.get(key)}
+        own = any(kind.get(key) not in (None, "{instruction}") for key in ("format", "no_input_format"))
+        if own or kind.get("field_input") or {"prompt", "completion"} - set(columns):
+            return "", {}, "a prompt format of its own; write prompt and completion into the rows"
+        return "columns", columns, ""
+    name = str(kind or "chat_template").split(":")[0].split(".")[0]
+    field = str(source.get("field_messages") or "messages")
+    match name:
+        case "chat_template" | "sharegpt":
+            layouts = {"messages": "messages", "conversations": "sharegpt"}
+            if source.get("field_messages") and field not in layouts:
+                return "columns", {"messages": field}, ""
+            return ("auto" if kind is None else "sharegpt" if name == "sharegpt" else layouts[field]), {}, ""
+        case "alpaca":
+            return "alpaca", {}, ""
+        case "completion":
+            text = str(source.get("field") or "text")
+            return ("text", {}, "") if text == "text" else ("columns", {"text": text}, "")
+        case "jeopardy":
+            return "question_answer", {}, ""
+        case _:
+            return "", {}, f"type: {kind} is a prompt format of its own"

@@ -7,7 +7,6 @@ from typing import Any
 from fitune.errors import RecipeError
 from fitune.foreign.axolotl import read_axolotl
 from fitune.foreign.llama_factory import read_llama_factory
-from fitune.foreign.llama_factory_v1 import read_llama_factory_v1
 from fitune.foreign.reading import Reading, words
 from fitune.foreign.torchtune import read_torchtune
 from fitune.foreign.trl import read_trl
@@ -58,17 +57,12 @@ def trainer_of(raw: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _read_either_version(r: Reading) -> None:
-    first = "stage" in r.raw or "finetuning_type" in r.raw
-    (read_llama_factory if first else read_llama_factory_v1)(r)
-
-
 _READERS: dict[str, Callable[[Reading], None]] = {
     "axolotl": read_axolotl,
     "TRL": read_trl,
     "Unsloth": read_trl,
     "torchtune": read_torchtune,
-    "LLaMA-Factory": _read_either_version,
+    "LLaMA-Factory": read_llama_factory,
 }
 
 
@@ -82,16 +76,11 @@ def read_foreign(raw: Mapping[str, Any], *, where: str, folder: Path) -> Reading
     try:
         _READERS[trainer](reading)
     except (TypeError, ValueError, AttributeError, KeyError, IndexError, OverflowError) as error:
-        raise _misshapen(reading, error) from None
+        # the readers take values as the trainers' own recipes have them: a text where a mapping belongs fails there
+        key = reading.latest
+        raise RecipeError(
+            f"{where}: {key} = {str(raw.get(key))[:60]!r} is not what {trainer} takes there: {str(error)[:100]}",
+            hint=f"mend {key}, or leave it out",
+        ) from None
     reading.finish()
     return reading
-
-
-def _misshapen(reading: Reading, error: Exception) -> RecipeError:
-    """The readers take values as the trainers' own recipes have them; a text where a mapping belongs fails there."""
-    key = reading.latest
-    value = str(reading.raw.get(key))[:60]
-    return RecipeError(
-        f"{reading.where}: {key} = {value!r} is not what {reading.trainer} takes there: {str(error)[:100]}",
-        hint=f"mend {key}, or leave it out",
-    )

@@ -1,15 +1,13 @@
-"""Recipes of LLaMA-Factory 0.9, known by ``stage``, ``finetuning_type`` and ``template``."""
+"""Recipes of LLaMA-Factory: of 0.9, known by ``stage``, ``finetuning_type`` and ``template``, and of its version 1, known
+by ``model_class``, ``peft_config`` and ``dist_config``."""
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
-from fitune.errors import RecipeError
-from fitune.files import read_text
 from fitune.foreign.reading import Reading, is_on, words
-from fitune.foreign.sharding_files import find_file, read_deepspeed, read_fsdp
-from fitune.foreign.trainer_keys import SPEED_SAID, read_precision, read_trainer_keys
-from fitune.spec.recipe.strict_yaml import MOST_RECIPE_BYTES
+from fitune.foreign.sharding_files import find_file, json_object, put_fsdp, read_deepspeed, read_fsdp
+from fitune.foreign.trainer_keys import RENDERED, SPEED_SAID, read_precision, read_trainer_keys
+from fitune.spec.recipe.strict_yaml import load_yaml
 
 _SAME = {
     "model_name_or_path": "model",
@@ -99,6 +97,9 @@ _MEGATRON = (
 
 def read_llama_factory(r: Reading) -> None:
     """Reads a LLaMA-Factory config: every key is put as ours, passed over or refused."""
+    if not {"stage", "finetuning_type"} & r.raw.keys():
+        _read_v1(r)
+        return
     stage = str(r.take("stage") or "sft")
     if stage != "sft":
         r.refuse("stage", "fitune does supervised fine-tuning: stage: sft")
@@ -198,26 +199,25 @@ def _data(r: Reading) -> None:
         found = [source for source in sources if source is not None]
         if not found:
             continue
-        missing = [each for each in names if each not in registry and not _names_a_file(r, each)]
+        # ``owner/name`` is on the Hub; a file lies beside the recipe or above it
+        missing = [
+            each for each in names if each not in registry and "/" not in each and not find_file(r, each)
+        ]
         if missing:
-            r.passed(
-                key,
-                f"{', '.join(missing)}: names in a dataset_info.json that is not here; name files as {name}",
+            said = (
+                f"{', '.join(missing)}: names in a dataset_info.json that is not here; name files as {name}"
             )
+            r.passed(key, said)
             continue
         rows = r.take("max_samples")
-        if rows is not None:
-            found = [{**source, "sample": rows} for source in found]
-        r.put(name, found, key=key)
+        limit = {} if rows is None else {"sample": rows}
+        r.put(name, [source | limit for source in found], key=key)
     share = r.take("val_size")
     if share is not None and float(share) >= 1:
         r.refuse("val_size", "a number of rows to evaluate on; here it is a share: 0.05")
     elif share:
         r.put("val_fraction", share, key="val_size")
-    own = (
-        "the tokenizer's own, or fitune's plain headings where it has none; a file is named as chat_template"
-    )
-    r.passed("template", own)
+    r.passed("template", RENDERED)
     if is_on(r.take("neat_packing")):
         r.put("packing", True, key="neat_packing")
         r.passed("packing", "neat_packing says more")
@@ -228,26 +228,16 @@ def _data(r: Reading) -> None:
     r.pass_over(
         ("streaming", "buffer_size", "mix_strategy", "eval_on_each_dataset", "ignore_pad_token_for_loss")
     )
-    if (tokens := r.take("add_tokens")) is not None:
-        r.put("added_tokens", tokens, key="add_tokens")
-
-
-def _names_a_file(r: Reading, name: str) -> bool:
-    """``owner/name`` is on the Hub; a file lies beside the recipe or above it."""
-    return "/" in name or find_file(r, name) is not None
+    r.same({"add_tokens": "added_tokens"})
 
 
 def _registry(r: Reading) -> dict[str, Any]:
     """LLaMA-Factory's dataset_info.json, where it is beside the recipe or above it; its files are beside it."""
     folder = str(r.take("dataset_dir") or "data")
     file = None if ":" in folder else find_file(r, f"{folder}/dataset_info.json")
-    if file is None:
+    entries = json_object(file)
+    if file is None or entries is None:
         return {}
-    try:
-        value = json.loads(read_text(file, limit=16 * MOST_RECIPE_BYTES, encoding="utf-8-sig"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise RecipeError(f"{file}: cannot be read as JSON: {error}") from None
-    entries = value if isinstance(value, dict) else {}
     return {
         name: {**each, "file_name": str(file.parent / str(each.get("file_name", name)))}
         for name, each in entries.items()
@@ -267,28 +257,26 @@ _COLUMNS = {"prompt": "prompt", "response": "completion", "system": "system"}
 def _source(r: Reading, name: str, registry: Mapping[str, Any], key: str) -> dict[str, Any] | None:
     if name not in registry:
         return {"path": str(find_file(r, name) or name)}
-    entry = r.watch(f"{key}[{name}]", registry[name])
-    if entry.get("ranking") or (entry.get("columns") or {}).get("kto_tag"):
-        r.refuse(f"{key}[{name}]", "rows of good and bad answers; fitune learns from answers alone")
+    where = f"{key}[{name}]"
+    entry = r.watch(where, registry[name])
+    columns = entry.get("columns") or {}
+    if entry.get("ranking") or columns.get("kto_tag"):
+        r.refuse(where, "rows of good and bad answers; fitune learns from answers alone")
         return None
     hub = entry.get("hf_hub_url") or entry.get("ms_hub_url")
     path = str(hub) if hub else entry["file_name"]
     source: dict[str, Any] = {"path": f"{path}:{entry['subset']}" if hub and entry.get("subset") else path}
-    if entry.get("split"):
-        source["split"] = entry["split"]
-    if entry.get("num_samples"):
-        source["sample"] = entry["num_samples"]
-    columns = entry.get("columns") or {}
+    source |= {
+        ours: entry[key] for key, ours in (("split", "split"), ("num_samples", "sample")) if entry.get(key)
+    }
     named = {name: columns[name] for name in ("messages", "system", "tools") if columns.get(name)}
     own = [
         f"{tag}: {said}" for tag, said in (entry.get("tags") or {}).items() if said not in _TAGS.get(tag, ())
     ]
     own += [] if columns.get("history") in (None, "history") else [f"history: {columns['history']}"]
     if own:
-        r.refuse(
-            f"{key}[{name}]",
-            f"{own[0]}; fitune reads role and content of user and assistant, from and value of human and gpt",
-        )
+        known = "role and content of user and assistant, from and value of human and gpt"
+        r.refuse(where, f"{own[0]}; fitune reads {known}")
         return None
     if entry.get("formatting", "alpaca") == "alpaca":
         mapped = {ours: columns[theirs] for theirs, ours in _COLUMNS.items() if columns.get(theirs)}
@@ -303,17 +291,130 @@ def _source(r: Reading, name: str, registry: Mapping[str, Any], key: str) -> dic
 
 
 def _defaults(r: Reading) -> None:
-    lora = r.settings.get("tuning") in ("lora", "qlora")
-    r.assume("seq_len", 2048)
-    r.assume("micro_batch_size", 8)
-    r.assume("gradient_accumulation_steps", 1)
-    r.assume("learning_rate", 5e-5)
-    r.assume("lr_scheduler", "linear")
-    if "warmup_steps" not in r.settings:
-        r.assume("warmup_ratio", 0.0)
-    r.assume("num_epochs", 3.0)
+    r.assume(
+        seq_len=2048, micro_batch_size=8, gradient_accumulation_steps=1, learning_rate=5e-5, lr_scheduler="linear",
+        warmup_ratio=0.0, num_epochs=3.0,
+    )  # fmt: skip
     r.settings.setdefault("on_long_row", "truncate")
-    if lora:
-        r.assume("lora_r", 8)
-        r.assume("lora_alpha", 2 * int(r.settings["lora_r"]), "LLaMA-Factory's default, twice the rank")
+    if r.settings.get("tuning") in ("lora", "qlora"):
+        r.assume(lora_r=8)
+        r.assume("LLaMA-Factory's default, twice the rank", lora_alpha=2 * int(r.settings["lora_r"]))
         r.settings.setdefault("lora_target_modules", ["all-linear"])
+
+
+_SAME_IN_V1 = {
+    "model": "model",
+    "cutoff_len": "seq_len",
+    "micro_batch_size": "micro_batch_size",
+    "global_batch_size": "global_batch_size",
+    "enable_activation_checkpointing": "gradient_checkpointing",
+    "custom_chat_template": "chat_template",
+}
+_PASSED_IN_V1 = (
+    "model_class sample_backend max_new_tokens temperature top_p flash_attn kernel_config init_config batching_workers "
+    "batching_strategy dist_timeout save_ckpt_as_hf save_epochs full_determinism cp_size cp_mode dp_size "
+    "mp_replicate_size mp_shard_size trust_remote_code resume_from_checkpoint template"
+)
+
+_PASSED_INSIDE = {
+    "source converter streaming": "rows are read by what they hold",
+    "reshard_after_forward offload_params mixed_precision param_dtype reduce_dtype cp_size cp_mode dp_size ep_size "
+    "ep_dispatcher mp_replicate_size mp_shard_size activation_checkpointing":
+        "how the work is divided, which the plan decides",
+}  # fmt: skip
+
+
+def _read_v1(r: Reading) -> None:
+    """Reads a config of LLaMA-Factory's v1 layout: every key is put as ours, passed over or refused."""
+    r.same(_SAME_IN_V1)
+    r.inside("passed", _PASSED_INSIDE)
+    _method_of_v1(r, r.take("peft_config") or {}, r.take("quant_config") or {})
+    _data_of_v1(r)
+    optimizer = r.take("optim_config") or {}
+    if str(optimizer.get("name", "adamw")).lower() not in ("adamw", "adamw_torch"):
+        r.refuse("optim_config", f"the optimizer {optimizer.get('name')}")
+    if r.take("lr_scheduler_config") is not None:
+        r.refuse("lr_scheduler_config", "a learning rate of its own: lr_scheduler says it here")
+    _sharding_of_v1(r, r.take("dist_config") or {})
+    read_trainer_keys(
+        r, optimizer="optim", scheduler="lr_scheduler_type", refused={"pref_loss": "preferences"}
+    )
+    read_precision(r, whole="bf16-master", default="bf16-master")
+    r.assume(
+        seq_len=2048, micro_batch_size=1, learning_rate=1e-4, num_epochs=3.0, lr_scheduler="linear", warmup_ratio=0.0,
+    )  # fmt: skip
+    if "global_batch_size" not in r.settings:
+        r.assume(gradient_accumulation_steps=1)
+    r.pass_over(_PASSED_IN_V1, SPEED_SAID)
+
+
+def _method_of_v1(r: Reading, adapter: Mapping[str, Any], quantised: Mapping[str, Any]) -> None:
+    name = str(adapter.get("name", "full"))
+    if name not in ("lora", "full") or adapter.get("adapter_name_or_path"):
+        r.refuse("peft_config", f"{name}: fitune trains by full or lora, from the start")
+        return
+    if name == "full":
+        r.assume("without peft_config every weight is trained", tuning="full")
+        return
+    r.put("tuning", "qlora" if quantised else "lora", key="peft_config")
+    for theirs, ours in (("r", "lora_r"), ("lora_alpha", "lora_alpha"), ("lora_dropout", "lora_dropout"),
+                         ("target_modules", "lora_target_modules"), ("modules_to_save", "lora_modules_to_save"),
+                         ("use_dora", "dora"), ("use_rslora", "rslora")):  # fmt: skip
+        if adapter.get(theirs) is not None:
+            r.put(ours, adapter[theirs], key="peft_config")
+    if quantised:
+        _quantised_of_v1(r, quantised)
+
+
+def _quantised_of_v1(r: Reading, quantised: Mapping[str, Any]) -> None:
+    bits, name = quantised.get("quantization_bit", 4), str(quantised.get("name", "bnb"))
+    if name not in ("bnb", "auto") or bits != 4:
+        r.refuse("quant_config", "fitune quantises by NF4 (4 bit) and HQQ")
+        return
+    r.put("quantization", str(quantised.get("quantization_type") or "nf4"), key="quant_config")
+    if (twice := quantised.get("double_quantization")) is not None:
+        r.put("double_quantization", is_on(twice), key="quant_config")
+
+
+def _data_of_v1(r: Reading) -> None:
+    """A dataset is a file of data, a Hub id, or a YAML that names several."""
+    for key, name in (("train_dataset", "data"), ("eval_dataset", "eval_data")):
+        value = r.take(key)
+        if value is None:
+            continue
+        if not str(value).endswith((".yaml", ".yml")):
+            r.put(name, [_source_of_v1(r, {"path": value})], key=key)
+            continue
+        file = find_file(r, str(value))
+        if file is None:
+            r.passed(key, f"{value} is not here; name files as {name}")
+            continue
+        entries = {each: r.watch(f"{key}[{each}]", entry) for each, entry in load_yaml(file).items()}
+        named = [each for each in entries.values() if isinstance(each, Mapping) and "path" in each]
+        r.put(name, [_source_of_v1(r, each) for each in named], key=key)
+
+
+def _source_of_v1(r: Reading, entry: Mapping[str, Any]) -> dict[str, Any]:
+    found = {
+        "sample": entry.get("size") or None,
+        "split": entry.get("split") or None,
+        "weight": entry.get("weight"),
+    }
+    path = str(find_file(r, str(entry["path"])) or entry["path"])
+    return {"path": path, **{name: value for name, value in found.items() if value is not None}}
+
+
+def _sharding_of_v1(r: Reading, how: Mapping[str, Any]) -> None:
+    name = str(how.get("name", ""))
+    if name.startswith("fsdp"):
+        put_fsdp(r, how, words=["full_shard"], key="dist_config")
+    elif name == "deepspeed":
+        inner = Reading(
+            trainer=r.trainer, where=r.where, raw={"deepspeed": how.get("config_file")}, folder=r.folder
+        )
+        read_deepspeed(inner)
+        for setting in ("zero", "offload_parameters", "offload_optimizer"):
+            if setting in inner.settings:
+                r.put(setting, inner.settings[setting], key="dist_config")
+    elif name and name != "ddp":
+        r.refuse("dist_config", f"{name} divides experts over devices")

@@ -9,13 +9,20 @@ refused    | it would change the result, and nothing here does the same
 unknown    | no table knows it
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
+
 from fitune.errors import RecipeError, did_you_mean
 from fitune.spec.recipe.aliases import canonical_value
+from fitune.spec.recipe.recipe import Recipe
+from fitune.units import wrapped
+
+_WIDTH = 100
 
 Fate = Literal["translated", "assumed", "passed", "refused", "unknown"]
 
@@ -29,6 +36,7 @@ def is_on(value: Any) -> bool:
 
 
 def words(text: str) -> frozenset[str]:
+    """The words of ``text``, which has blanks between them."""
     return frozenset(text.split())
 
 
@@ -125,25 +133,20 @@ class Reading:
         self.settings[name] = value
         self.known.add(key)
         if key.split("[")[0] in self.raw:
-            self.lines.append(self._line(key, "translated", name, said=said))
+            self._add(key, "translated", said, name)
         else:
-            self.lines.append(
-                Line(key="", value=None, fate="assumed", settings=(name,), said=said or self._default)
-            )
+            self._add("", "assumed", said or f"{self.trainer}'s default", name)
 
     def also(self, name: str, value: Any, *, key: str) -> None:
         """Set ``name`` here, which another of their keys set before, to ``value``, because of their ``key`` too."""
         self.settings.pop(name, None)
         self.put(name, value, key=key)
 
-    def assume(self, name: str, value: Any, said: str = "") -> None:
-        """Sets the other trainer's default where its recipe leaves ``name`` open."""
-        if name not in self.settings:
-            self.put(name, value, said=said)
-
-    @property
-    def _default(self) -> str:
-        return f"{self.trainer}'s default"
+    def assume(self, said: str = "", **defaults: Any) -> None:
+        """Set the other trainer's defaults where its recipe leaves them open; steps of warm-up leave no share open."""
+        for name, value in defaults.items():
+            if name not in self.settings and (name != "warmup_ratio" or "warmup_steps" not in self.settings):
+                self.put(name, value, said=said)
 
     def same(self, names: Mapping[str, str]) -> None:
         """Keys that mean the same here: their name -> ours."""
@@ -152,19 +155,21 @@ class Reading:
                 self.put(name, value, key=key)
 
     def passed(self, key: str, said: str = "") -> None:
+        """Say why ``key`` changes nothing here, unless it has a line already."""
         self.known.add(key)
         if key in self.raw and not any(line.key == key for line in self.lines):
             is_off = _is_empty(self.raw[key]) or self.raw[key] is False
-            self.lines.append(self._line(key, "passed", said="" if is_off else said))
+            self._add(key, "passed", "" if is_off else said)
 
     def pass_over(self, names: str | Iterable[str], said: str = "") -> None:
-        """``names``: keys, or a text with blanks between them."""
+        """Pass several keys; ``names`` may be a text with blanks between them."""
         for key in names.split() if isinstance(names, str) else names:
             self.passed(key, said)
 
     def refuse(self, key: str, why: str) -> None:
+        """Say why ``key`` would change the result."""
         self.known.add(key)
-        self.lines.append(self._line(key, "refused", said=why))
+        self._add(key, "refused", why)
 
     def refuse_if_on(self, reasons: Mapping[str, str]) -> None:
         """Refuse each key that is there and not null, false, 0 or empty."""
@@ -181,12 +186,11 @@ class Reading:
             if key in done:
                 continue
             if _is_empty(value) or value is False:
-                self.lines.append(self._line(key, "passed"))
+                self._add(key, "passed")
             elif key in self.known:
-                self.lines.append(self._line(key, "passed", said="read together with other keys"))
+                self._add(key, "passed", "read together with other keys")
             else:
-                close = did_you_mean(str(key), sorted(self.known - {""})) or ""
-                self.lines.append(self._line(key, "unknown", said=close))
+                self._add(key, "unknown", did_you_mean(str(key), sorted(self.known - {""})) or "")
         refused = {line.key.split("[")[0] for line in self.of("refused")}
         for where, inside in [each for key, value in self.watched.items() for each in _mappings(value, key)]:
             for key, value in inside.items() if where.split("[")[0].split(".")[0] not in refused else ():
@@ -196,11 +200,12 @@ class Reading:
                 fate, said = self.known_inside.get(key) or ("unknown", did_you_mean(key, known) or "")
                 self.lines.append(Line(key=f"{where}.{key}", value=value, fate=fate, said=said))
 
-    def of(self, *fates: Fate) -> list[Line]:
-        return [line for line in self.lines if line.fate in fates]
+    def of(self, fate: Fate) -> list[Line]:
+        """The lines of one fate."""
+        return [line for line in self.lines if line.fate == fate]
 
-    def _line(self, key: str, fate: Fate, *names: str, said: str = "") -> Line:
-        return Line(key=key, value=self.raw.get(key), fate=fate, settings=names, said=said)
+    def _add(self, key: str, fate: Fate, said: str = "", *names: str) -> None:
+        self.lines.append(Line(key=key, value=self.raw.get(key), fate=fate, settings=names, said=said))
 
 
 def paths_of(source: Mapping[str, Any]) -> list[str]:
@@ -222,7 +227,9 @@ def require_readable(reading: Reading) -> None:
     if not refused and not unknown:
         return
     lines = [f"{reading.where}: read as a recipe of {reading.trainer}"]
-    lines += [f"  {_named(line)} would change the result: {line.said}" for line in refused]
+    for line in refused:
+        value = "" if line.value is None else f": {_short(line.value)}"
+        lines.append(f"  {line.key}{value} would change the result: {line.said}")
     lines += [f"  unknown key {line.key!r}" + (f" ({line.said})" if line.said else "") for line in unknown]
     several = len(refused) + len(unknown) > 1
     is_other_task = any(line.key in ("rl", "stage") for line in refused)
@@ -234,10 +241,6 @@ def require_readable(reading: Reading) -> None:
     )
 
 
-def _named(line: Line) -> str:
-    return line.key if line.value is None else f"{line.key}: {_short(line.value)}"
-
-
 def _is_empty(value: Any) -> bool:
     return value is None or (isinstance(value, str | list | dict) and not value)
 
@@ -245,3 +248,103 @@ def _is_empty(value: Any) -> bool:
 def _short(value: Any) -> str:
     text = str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def explain_reading(reading: Reading) -> list[str]:
+    """Lines for people: what was renamed, what differs and how, the trainer's defaults, what was passed over."""
+    renamed = [line for line in reading.of("translated") if not line.said]
+    different = [line for line in reading.of("translated") if line.said]
+    noted = [line for line in reading.of("passed") if line.said]
+    empty = [line.key for line in reading.of("passed") if not line.said]
+    lines = [f"{reading.where} is a recipe of {reading.trainer}; fitune convert writes it as one of fitune's"]
+    lines += _paragraph("means the same", [_renamed(line, reading) for line in renamed])
+    lines += [text for line in different for text in _paragraph(_renamed(line, reading), [line.said])]
+    assumed = [line.settings[0] for line in reading.of("assumed")]
+    defaults = [_setting(name, reading) for name in assumed if not _is_usual(name, reading)]
+    lines += _paragraph(f"defaults of {reading.trainer} that differ", defaults)
+    for said in dict.fromkeys(line.said for line in noted):
+        lines += _paragraph(", ".join(line.key for line in noted if line.said == said), [said])
+    lines += _paragraph("passed over, being empty, off or bookkeeping", empty)
+    return lines
+
+
+_IN_PYTHON = {"Unsloth": "a notebook loads its rows in Python"}
+"""Trainers whose settings name no data, and why."""
+
+
+def without_data(reading: Reading) -> str:
+    """Says that the recipe names no data, and how to; empty where keys of its own were about data."""
+    if {"data", "datasets", "dataset"} & {*reading.settings, *reading.raw}:
+        return ""
+    why = f": {_IN_PYTHON[reading.trainer]}" if reading.trainer in _IN_PYTHON else ""
+    return f"no data is named{why}; data: FILE in the recipe, or --data FILE, gives steps, time and cost"
+
+
+def recipe_with_comments(reading: Reading, values: dict[str, Any]) -> str:
+    """YAML of ``values``, fitune's settings, each with a comment that says where it comes from."""
+    lines = [f"# {' '.join(reading.where.split())}, a recipe of {reading.trainer}, in fitune's words", ""]
+    if without_data(reading):
+        lines.append(f"# data: train.jsonl  # {_IN_PYTHON.get(reading.trainer, 'none is named')}")
+    for name, value in values.items():
+        written = yaml.safe_dump(
+            {name: value}, sort_keys=False, allow_unicode=True, width=10_000
+        ).splitlines()
+        origins = [_origin(line, name, reading) for line in reading.lines if name in line.settings]
+        comment = " ".join("; ".join(dict.fromkeys(origins)).split())
+        if (
+            isinstance(value, str) and len(written) > 1
+        ):  # a comment behind its first line would be of the text
+            lines += [f"# {name}: {comment}", *written]
+        else:
+            lines += [f"{written[0]}  # {comment}" if comment else written[0], *written[1:]]
+    passed = reading.of("passed")
+    groups = dict.fromkeys(line.said for line in passed)
+    if passed:
+        lines += ["", f"# Not taken over from {reading.trainer}:"]
+    for said in groups:
+        keys = ", ".join(line.key for line in passed if line.said == said)
+        text = f"{keys}: {said or 'empty, off or bookkeeping'}"
+        lines += textwrap.wrap(
+            text, _WIDTH, initial_indent="#   ", subsequent_indent="#     ",
+            break_long_words=False, break_on_hyphens=False,
+        )  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def _origin(line: Line, name: str, reading: Reading) -> str:
+    if not line.key:
+        return line.said
+    key = f"as in {reading.trainer}" if line.key == name else f"from {line.key}"
+    return f"{key}: {line.said}" if line.said else key
+
+
+def _renamed(line: Line, reading: Reading) -> str:
+    values = ", ".join(_setting(name, reading) for name in line.settings)
+    return values if line.key in line.settings else f"{line.key} → {values}"
+
+
+def _setting(name: str, reading: Reading) -> str:
+    value = reading.settings.get(name)
+    if name in ("data", "eval_data") and isinstance(value, list):
+        return f"{name} {', '.join(_source(each) for each in value)}"
+    if isinstance(value, list):
+        return f"{name} {', '.join(map(str, value))}"
+    return f"{name} {str(value).lower() if isinstance(value, bool) else value}"
+
+
+def _is_usual(name: str, reading: Reading) -> bool:
+    """True if fitune would have taken the same value by itself."""
+    return bool(Recipe.model_fields[name].default == reading.settings.get(name))
+
+
+def _source(source: Any) -> str:
+    if not isinstance(source, dict):
+        return str(source)
+    others = [f"{key} {value}" for key, value in source.items() if key != "path"]
+    return f"{source['path']} ({', '.join(others)})" if others else str(source["path"])
+
+
+def _paragraph(title: str, parts: Sequence[str]) -> list[str]:
+    if not parts:
+        return []
+    return wrapped(f"{title}: {', '.join(parts)}", hanging=2).splitlines()

@@ -24,7 +24,6 @@ _FSDP_STAGES = {
     "HYBRID_SHARD": 3,
     "HYBRID_SHARD_ZERO2": 2,
 }
-_PLACES = {"cpu": "cpu", "nvme": "nvme"}
 
 
 def find_file(r: Reading, name: str) -> Path | None:
@@ -40,12 +39,9 @@ def read_deepspeed(r: Reading) -> None:
     value = r.take(key)
     if value is None:
         return
-    if isinstance(value, Mapping):
-        put_deepspeed(r, value, key=key)
-        return
-    file = find_file(r, str(value))
-    if file is not None:
-        put_deepspeed(r, _json_object(file), key=key)
+    content = value if isinstance(value, Mapping) else json_object(find_file(r, str(value)))
+    if content is not None:
+        _put_deepspeed(r, content, key=key)
         return
     name = Path(str(value)).name
     stage = _STAGE_IN_NAME.search(name)
@@ -60,16 +56,20 @@ def read_deepspeed(r: Reading) -> None:
         r.put("offload_optimizer", "cpu", key=key, said="by its name")
 
 
-def put_deepspeed(r: Reading, config: Mapping[str, Any], *, key: str) -> None:
+def _put_deepspeed(r: Reading, config: Mapping[str, Any], *, key: str) -> None:
     zero = config.get("zero_optimization") or {}
-    r.put("zero", int(zero.get("stage", 0)), key=key, said=_DIVIDED)
-    for part, name in (("offload_param", "offload_parameters"), ("offload_optimizer", "offload_optimizer")):
-        place = _PLACES.get(str((zero.get(part) or {}).get("device", "none")))
-        if place is not None:
-            r.put(name, place, key=key)
+    parts = ((zero.get(part) or {}).get("device") for part in ("offload_param", "offload_optimizer"))
+    _put_zero(r, zero.get("stage", 0), *parts, key=key)
     optimizer = (config.get("optimizer") or {}).get("type")
     if optimizer is not None and str(optimizer).lower() not in ("adam", "adamw"):
         r.refuse(key, f"its optimizer {optimizer}; name one in the recipe: optimizer: adamw")
+
+
+def _put_zero(r: Reading, stage: Any, parameters: Any, optimizer: Any, *, key: str) -> None:
+    r.put("zero", int(stage), key=key, said=_DIVIDED)
+    for name, place in (("offload_parameters", parameters), ("offload_optimizer", optimizer)):
+        if str(place) in ("cpu", "nvme"):
+            r.put(name, str(place), key=key)
 
 
 def read_fsdp(r: Reading) -> None:
@@ -109,7 +109,7 @@ def read_accelerate(r: Reading) -> None:
         return
     file = find_file(r, str(value))
     if file is not None:
-        put_accelerate(r, load_yaml(file), key=key)
+        _put_accelerate(r, load_yaml(file), key=key)
         return
     stage = _STAGE_IN_NAME.search(str(value))
     if stage is not None or "fsdp" in str(value):
@@ -118,11 +118,17 @@ def read_accelerate(r: Reading) -> None:
         r.passed(key, "gpus: N says how many devices there are")
 
 
-def put_accelerate(r: Reading, config: Mapping[str, Any], *, key: str) -> None:
+def _put_accelerate(r: Reading, config: Mapping[str, Any], *, key: str) -> None:
     """Puts devices, nodes and sharding as an accelerate ``config`` says."""
     kind = str(config.get("distributed_type", "NO")).upper()
     if kind == "DEEPSPEED":
-        _put_deepspeed_of_accelerate(r, config.get("deepspeed_config") or {}, key=key)
+        own = config.get("deepspeed_config") or {}
+        content = json_object(find_file(r, str(own.get("deepspeed_config_file", ""))))
+        if content is not None:
+            _put_deepspeed(r, content, key=key)
+        else:
+            places = own.get("offload_param_device"), own.get("offload_optimizer_device")
+            _put_zero(r, own.get("zero_stage", 2), *places, key=key)
     elif kind == "FSDP":
         put_fsdp(r, config.get("fsdp_config") or {}, words=[], key=key)
     machines = int(config.get("num_machines") or 1)
@@ -135,23 +141,12 @@ def put_accelerate(r: Reading, config: Mapping[str, Any], *, key: str) -> None:
         r.passed(key, "one device")
 
 
-def _put_deepspeed_of_accelerate(r: Reading, inside: Mapping[str, Any], *, key: str) -> None:
-    """The file that it names, or its own keys."""
-    if "deepspeed_config_file" in inside:
-        file = find_file(r, str(inside["deepspeed_config_file"]))
-        if file is not None:
-            put_deepspeed(r, _json_object(file), key=key)
-            return
-    r.put("zero", int(inside.get("zero_stage", 2)), key=key, said=_DIVIDED)
-    for theirs, name in (("offload_param_device", "offload_parameters"),
-                         ("offload_optimizer_device", "offload_optimizer")):  # fmt: skip
-        if (place := _PLACES.get(str(inside.get(theirs, "none")))) is not None:
-            r.put(name, place, key=key)
-
-
-def _json_object(file: Path) -> dict[str, Any]:
+def json_object(file: Path | None) -> dict[str, Any] | None:
+    """The object in a JSON file; None without a file. Raises RecipeError."""
+    if file is None:
+        return None
     try:
-        value = json.loads(read_text(file, limit=MOST_RECIPE_BYTES, encoding="utf-8-sig"))
+        value = json.loads(read_text(file, limit=16 * MOST_RECIPE_BYTES, encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         raise RecipeError(f"{file}: cannot be read as JSON: {error}") from None
     if not isinstance(value, dict):

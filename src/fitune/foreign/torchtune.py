@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from fitune.foreign.reading import Reading, is_on, paths_of
-from fitune.foreign.tracker_keys import read_metric_logger
-from fitune.foreign.trainer_keys import SPEED_SAID
+from fitune.foreign.trainer_keys import SPEED_SAID, WITHOUT_HEADINGS, read_metric_logger
 
 _SAME = {
     "output_dir": "output_dir",
@@ -55,7 +54,6 @@ _REFUSED_INSIDE = {
     "adapter_checkpoint": "an adapter to go on from",
 }
 
-_PROMPTS = "rendered by the chat template, without Alpaca's headings around question and answer"
 _DATASETS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "alpaca_dataset": ("tatsu-lab/alpaca", {"format": "alpaca"}, True),
     "alpaca_cleaned_dataset": ("yahma/alpaca-cleaned", {"format": "alpaca"}, True),
@@ -91,9 +89,17 @@ def read_torchtune(r: Reading) -> None:
     _optimizer(r)
     _rate(r)
     _precision(r)
-    _length(r)
+    if (steps := r.take("max_steps_per_epoch")) is not None:
+        epochs = float(r.settings.get("num_epochs", 1))
+        said = f"in each of {epochs:g} epochs" if epochs > 1 else ""
+        r.put("max_steps", round(int(steps) * epochs), key="max_steps_per_epoch", said=said)
     read_metric_logger(r)
-    _sharding(r)
+    fsdp = r.take("fsdp")
+    if is_on(r.take("fsdp_cpu_offload")) or (isinstance(fsdp, Mapping) and is_on(fsdp.get("cpu_offload"))):
+        key = "fsdp_cpu_offload" if "fsdp_cpu_offload" in r.raw else "fsdp"
+        for name, place in (("zero", 3), ("offload_parameters", "cpu"), ("offload_optimizer", "cpu")):
+            r.put(name, place, key=key)
+    r.pass_over(("fsdp", "fsdp_cpu_offload"))
     r.refuse_if_on(_REFUSED)
     if is_on(r.take("enable_activation_offloading")):
         r.passed("enable_activation_offloading", "the plan moves them to the host where that helps")
@@ -121,10 +127,14 @@ def _model(r: Reading) -> None:
         r.refuse("checkpointer", "no checkpoint_dir to start from")
         return
     path = Path(str(folder)).expanduser()
-    called = path.parent.name if path.name == "original" else path.name
-    here = (path / "config.json").is_file()
-    said = "" if here else "the folder is not here: the model that it is named after"
-    r.put("model", str(path) if here else _on_the_hub(called), key="checkpointer", said=said)
+    if (path / "config.json").is_file():
+        r.put("model", str(path), key="checkpointer")
+    else:
+        called = path.parent.name if path.name == "original" else path.name
+        owner = next((each for start, each in _OWNERS.items() if called.lower().startswith(start)), "")
+        on_the_hub = f"{owner}/{called}" if owner else called
+        said = "the folder is not here: the model that it is named after"
+        r.put("model", on_the_hub, key="checkpointer", said=said)
     _method(r, model, name)
 
 
@@ -132,13 +142,7 @@ _OWNERS = {
     "meta-llama": "meta-llama", "llama": "meta-llama", "codellama": "codellama", "tinyllama": "TinyLlama",
     "qwen": "Qwen", "gemma": "google", "mistral": "mistralai", "phi": "microsoft",
 }  # fmt: skip
-"""First letters of a model's name -> whose it is on the Hub."""
-
-
-def _on_the_hub(name: str) -> str:
-    """``owner/name`` for the models that torchtune downloads; another name as it is."""
-    owner = next((each for start, each in _OWNERS.items() if name.lower().startswith(start)), "")
-    return f"{owner}/{name}" if owner else name
+"""First letters of the name of a model that torchtune downloads -> whose it is on the Hub."""
 
 
 def _method(r: Reading, model: Mapping[str, Any], name: str) -> None:
@@ -168,32 +172,28 @@ def _data(r: Reading, key: str, name: str) -> None:
     value = r.take(key)
     if value is None:
         return
-    read = [_source(r, each, key) for each in (value if isinstance(value, list) else [value])]
-    sources = [source for source in read if source is not None]
-    said = _PROMPTS if any(source.get("format") == "alpaca" for source in sources) else ""
+    listed = value if isinstance(value, list) else [value]
+    sources = [source for each in listed if (source := _source(r, each, key)) is not None]
+    said = WITHOUT_HEADINGS if any(source.get("format") == "alpaca" for source in sources) else ""
     r.put(name, sources, key=key, said=said)
-    builders = [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, Mapping)]
+    builders = [each for each in listed if isinstance(each, Mapping)]
     if len({(is_on(each.get("packed")), each.get("train_on_input")) for each in builders}) > 1:
         r.refuse(key, "packed and train_on_input differ; here they are one for all data")
-    first = builders[0] if builders else None
-    if name != "data" or not isinstance(first, Mapping):
+    if name != "data" or not builders:
         return
+    first = builders[0]
     builder = _component(first).rsplit(".", 1)[-1]
     learnt = first.get("train_on_input", _DATASETS.get(builder, ("", {}, False))[2])
-    r.put(
-        "train_on_prompt", is_on(learnt), key=key, said="prompts are learnt too, as there" if learnt else ""
-    )
+    said = "prompts are learnt too, as there" if learnt else ""
+    r.put("train_on_prompt", is_on(learnt), key=key, said=said)
     r.put("packing", is_on(first.get("packed")), key=key)
     longest = (r.take("tokenizer") or {}).get("max_seq_len")
     if longest is not None:
         r.put("seq_len", longest, key="tokenizer")
         r.settings.setdefault("on_long_row", "truncate")
     else:
-        r.put(
-            "on_long_row",
-            "error",
-            said="torchtune takes rows of any length without max_seq_len; seq_len bounds them",
-        )
+        said = "torchtune takes rows of any length without max_seq_len; seq_len bounds them"
+        r.put("on_long_row", "error", said=said)
 
 
 def _source(r: Reading, value: Any, key: str) -> dict[str, Any] | None:
@@ -208,25 +208,19 @@ def _source(r: Reading, value: Any, key: str) -> dict[str, Any] | None:
     if others:
         r.refuse(key, "several data_files; name each as a source of data")
         return None
-    source = {"path": path, **how}
-    if value.get("split"):
-        source["split"] = str(value["split"])
+    source = {"path": path, **how, **({"split": str(value["split"])} if value.get("split") else {})}
     columns = value.get("column_map")
     if builder == "instruct_dataset" and isinstance(columns, Mapping) and {"input", "output"} <= set(columns):
-        source |= {
-            "format": "columns",
-            "columns": {"prompt": columns["input"], "completion": columns["output"]},
-        }
+        mapped = {"prompt": columns["input"], "completion": columns["output"]}
+        source |= {"format": "columns", "columns": mapped}
     elif builder == "text_completion_dataset" and value.get("column", "text") != "text":
         source |= {"format": "columns", "columns": {"text": value["column"]}}
     elif builder == "chat_dataset":
         style = {"sharegpt": "sharegpt", "openai": "messages"}.get(str(value.get("conversation_style")))
         usual_column = {"sharegpt": "conversations", "messages": "messages"}.get(style or "")
         if style is None or value.get("conversation_column", usual_column) != usual_column:
-            r.refuse(
-                key,
-                "conversations in a column or style of their own; fitune reads messages and conversations",
-            )
+            own = "conversations in a column or style of their own"
+            r.refuse(key, f"{own}; fitune reads messages and conversations")
             return None
         source["format"] = style
     elif columns:
@@ -287,26 +281,3 @@ def _precision(r: Reading) -> None:
     else:
         r.passed("clip_grad_norm")
         r.put("max_grad_norm", 0.0, said="torchtune clips only where clip_grad_norm says so")
-
-
-def _length(r: Reading) -> None:
-    """Steps of one epoch; of several, the same in each."""
-    steps = r.take("max_steps_per_epoch")
-    if steps is None:
-        return
-    epochs = float(r.settings.get("num_epochs", 1))
-    said = f"in each of {epochs:g} epochs" if epochs > 1 else ""
-    r.put("max_steps", round(int(steps) * epochs), key="max_steps_per_epoch", said=said)
-
-
-def _sharding(r: Reading) -> None:
-    fsdp = r.take("fsdp")
-    to_host = is_on(r.take("fsdp_cpu_offload")) or (
-        isinstance(fsdp, Mapping) and is_on(fsdp.get("cpu_offload"))
-    )
-    if to_host:
-        key = "fsdp_cpu_offload" if "fsdp_cpu_offload" in r.raw else "fsdp"
-        r.put("zero", 3, key=key)
-        r.put("offload_parameters", "cpu", key=key)
-        r.put("offload_optimizer", "cpu", key=key)
-    r.pass_over(("fsdp", "fsdp_cpu_offload"))

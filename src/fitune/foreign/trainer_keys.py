@@ -1,9 +1,9 @@
-"""Keys of transformers' Trainer, which axolotl, LLaMA-Factory and TRL all pass on: optimizers, rates, bookkeeping."""
+"""Keys of transformers' Trainer, which axolotl, LLaMA-Factory and TRL all pass on: optimizers, rates, trackers,
+bookkeeping."""
 
 import json
 
 from fitune.foreign.reading import Reading, is_on
-from fitune.foreign.tracker_keys import read_trackers
 
 SAME = {
     "output_dir": "output_dir",
@@ -45,6 +45,11 @@ SPEED_SAID = (
     "speed, not the result: the plan decides it (kernels: liger, torch_compile or tf32 ask for it here)"
 )
 
+RENDERED = (
+    "the tokenizer's own, or fitune's plain headings where it has none; a file is named as chat_template"
+)
+WITHOUT_HEADINGS = "rendered by the chat template, without Alpaca's headings around question and answer"
+
 REFUSED = {
     "neftune_noise_alpha": "noise on the embeddings while training (NEFTune)",
     "label_smoothing_factor": "a smoothed loss",
@@ -82,10 +87,13 @@ def read_trainer_keys(r: Reading, *, optimizer: str, scheduler: str, refused: di
     _optimizer(r, optimizer)
     _scheduler(r, scheduler)
     _warmup(r)
-    _length(r)
-    read_checkpointing(r)
+    r.same({"num_train_epochs": "num_epochs", "num_epochs": "num_epochs"})
+    if float(r.take("max_steps") or 0) > 0:
+        r.same({"max_steps": "max_steps"})
+    r.passed("max_steps")
+    _checkpointing(r)
     _how_often(r)
-    read_trackers(r)
+    _trackers(r)
     r.refuse_if_on({**REFUSED, **refused})
     r.passed("push_to_hub", "fitune pushes nothing to the Hub; the export stands in output_dir")
     r.pass_over(BOOKKEEPING)
@@ -158,17 +166,6 @@ def _warmup(r: Reading) -> None:
         r.put("warmup_steps", 0, key="warmup_steps")
 
 
-def _length(r: Reading) -> None:
-    for key in ("num_train_epochs", "num_epochs"):
-        if (epochs := r.take(key)) is not None:
-            r.put("num_epochs", epochs, key=key)
-    steps = r.take("max_steps")
-    if steps is not None and float(steps) > 0:
-        r.put("max_steps", steps, key="max_steps")
-    else:
-        r.passed("max_steps")
-
-
 def read_expert_targets(r: Reading) -> None:
     """PEFT's names of stacked experts go beside the linears in ``lora_target_modules``, where fitune has both."""
     key = "lora_target_parameters"
@@ -189,7 +186,7 @@ def read_expert_targets(r: Reading) -> None:
     r.also("lora_target_modules", [*linears, *names], key=key)
 
 
-def read_checkpointing(r: Reading) -> None:
+def _checkpointing(r: Reading) -> None:
     """``unsloth`` and ``offload`` also move what the blocks keep to the host."""
     key = "gradient_checkpointing"
     value = r.take(key)
@@ -204,33 +201,26 @@ def read_checkpointing(r: Reading) -> None:
 
 def _how_often(r: Reading) -> None:
     """Checkpoints and evaluations: every N steps, once an epoch, or at the end alone."""
-    strategy, steps = r.take("save_strategy"), r.take("save_steps")
+    strategy = r.take("save_strategy")
     if strategy == "epoch":
         r.put("saves_per_epoch", 1, key="save_strategy")
     elif strategy is not None and not is_on(strategy):
         r.put("save_steps", 0, key="save_strategy")
-    elif steps is not None and float(steps) >= 1:
-        r.put("save_steps", steps, key="save_steps")
+    elif float(r.take("save_steps") or 0) >= 1:
+        r.same({"save_steps": "save_steps"})
     r.pass_over(("save_strategy", "save_steps"), "a checkpoint is saved once an epoch")
-    strategy, steps = r.take("eval_strategy") or r.take("evaluation_strategy"), r.take("eval_steps")
-    if strategy == "epoch" and _holds_out(r):
-        r.put(
-            "evals_per_epoch", 1, key="eval_strategy" if "eval_strategy" in r.raw else "evaluation_strategy"
-        )
-    elif steps is not None and float(steps) >= 1 and is_on(strategy or "steps") and _holds_out(r):
-        r.put("eval_steps", steps, key="eval_steps")
+    holds_out = bool(r.settings.get("val_fraction") or r.settings.get("eval_data"))
+    key = "eval_strategy" if r.take("eval_strategy") else "evaluation_strategy"
+    strategy, steps = r.take(key), r.take("eval_steps")
+    if strategy == "epoch" and holds_out:
+        r.put("evals_per_epoch", 1, key="eval_strategy" if "eval_strategy" in r.raw else key)
+    elif float(steps or 0) >= 1 and is_on(strategy or "steps") and holds_out:
+        r.same({"eval_steps": "eval_steps"})
     said = (
-        "evaluated at the end, and every N steps with eval_steps: N"
-        if _holds_out(r)
-        else "no rows are held out"
+        "evaluated at the end, and every N steps with eval_steps: N" if holds_out else "no rows are held out"
     )
-    r.pass_over(
-        ("eval_steps", "eval_strategy", "evaluation_strategy"), "" if "eval_steps" in r.settings else said
-    )
-
-
-def _holds_out(r: Reading) -> bool:
-    return bool(r.settings.get("val_fraction") or r.settings.get("eval_data"))
+    others = ("eval_steps", "eval_strategy", "evaluation_strategy")
+    r.pass_over(others, "" if "eval_steps" in r.settings else said)
 
 
 def read_precision(r: Reading, *, whole: str, default: str) -> None:
@@ -246,3 +236,97 @@ def read_precision(r: Reading, *, whole: str, default: str) -> None:
     if "precision" not in r.settings:
         off = any(key in r.raw and not is_on(r.raw[key]) for key in ("bf16", "bfloat16"))
         r.put("precision", "fp32" if off else default, said=f"{r.trainer} without bf16 and fp16")
+
+
+_HERE = {
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "comet": "comet",
+    "comet_ml": "comet",
+    "tensorboard": "tensorboard",
+    "all": "all",
+}
+"""Their name -> ours."""
+_SWITCHES = {
+    "use_wandb": "wandb", "wandb_project": "wandb", "use_mlflow": "mlflow", "use_comet": "comet",
+    "use_tensorboard": "tensorboard",
+}  # fmt: skip
+"""axolotl's keys that call for a tracker."""
+_SETTINGS = {
+    "wandb": {
+        "wandb_project": "track_project", "wandb_entity": "track_team", "wandb_name": "run_name",
+        "wandb_run_id": "track_id",
+    },
+    "mlflow": {
+        "mlflow_experiment_name": "track_project", "mlflow_tracking_uri": "track_server",
+        "mlflow_run_name": "run_name",
+    },
+    "comet": {
+        "comet_project_name": "track_project", "comet_workspace": "track_team", "comet_experiment_key": "track_id",
+    },
+    "tensorboard": {},
+    "all": {},
+}  # fmt: skip
+
+
+def _trackers(r: Reading) -> None:
+    """``report_to``, and the settings of the trackers that it names or that axolotl's own keys call for."""
+    value = r.take("report_to")
+    listed = value if isinstance(value, list) else str(value or "").split(",")
+    named = [str(name).strip().lower() for name in listed]
+    ours = [_HERE[name] for name in named if name in _HERE]
+    called = {
+        name: key
+        for key, name in reversed(_SWITCHES.items())
+        if is_on(r.take(key)) and str(r.take(f"{name}_mode")).lower() != "disabled"
+    }
+    trackers = list(dict.fromkeys([*ours, *reversed(called)]))
+    if trackers:
+        r.put("report_to", trackers, key="report_to" if ours else called[trackers[0]])
+    others = [name for name in named if name not in _HERE and name not in ("none", "")]
+    r.passed(
+        "report_to", f"fitune has no {', '.join(others)}; metrics.jsonl has every step" if others else ""
+    )
+    for key, name in (pair for tracker in trackers for pair in _SETTINGS[tracker].items()):
+        if (value := r.take(key)) is None:
+            continue
+        if r.settings.get(name, str(value)) != str(value):  # the first of two that mean the same here
+            r.passed(key, f"{name} is {r.settings[name]} already: it is one for all trackers")
+        else:
+            r.put(name, str(value), key=key)
+    if trackers and "run_name" not in r.settings:
+        r.same({"run_name": "run_name"})
+    for mode in ("wandb_mode", "comet_mode"):
+        if str(r.take(mode)).lower() == "offline" and mode.partition("_")[0] in trackers:
+            r.put("track_offline", True, key=mode)
+    for key in ("use_wandb", "use_mlflow", "use_comet", "use_tensorboard"):
+        r.passed(key, "report_to says it" if trackers else "")
+    if is_on(r.take("wandb_log_model")):
+        r.passed("wandb_log_model", "what was trained stays on this disk")
+    if r.take("comet_api_key"):
+        r.passed("comet_api_key", "a key is read from the environment alone: COMET_API_KEY")
+
+
+_LOGGERS = {
+    "WandBLogger": "wandb",
+    "MLFlowLogger": "mlflow",
+    "CometLogger": "comet",
+    "TensorBoardLogger": "tensorboard",
+}
+_LOGGER_SETTINGS = {
+    "project": "track_project", "experiment_name": "track_project", "entity": "track_team",
+    "workspace": "track_team", "tracking_uri": "track_server", "experiment_key": "track_id", "run_name": "run_name",
+}  # fmt: skip
+
+
+def read_metric_logger(r: Reading) -> None:
+    """torchtune's ``metric_logger``, a class and its arguments."""
+    logger = r.take("metric_logger") or {}
+    tracker = _LOGGERS.get(str(logger.get("_component_", "")).rpartition(".")[2])
+    if tracker is None:
+        r.passed("metric_logger")
+        return
+    r.put("report_to", [tracker], key="metric_logger")
+    for key, name in _LOGGER_SETTINGS.items():
+        if logger.get(key) is not None:
+            r.put(name, str(logger[key]), key=f"metric_logger[{key}]")

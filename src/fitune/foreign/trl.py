@@ -51,9 +51,6 @@ _REFUSED = {
     "alpha_pattern": "a scale for each module",
     "embedding_learning_rate": "a learning rate of its own for embeddings",
 }
-_LOSSES = ("nll", "chunked_nll")
-_DEFAULTS = {"TRL": (1024, 8, 2e-5, 3.0), "Unsloth": (2048, 8, 5e-5, 3.0)}
-"""seq_len, micro_batch_size, learning_rate and num_epochs where nobody says."""
 
 
 def read_trl(r: Reading) -> None:
@@ -74,7 +71,12 @@ def read_trl(r: Reading) -> None:
     read_trainer_keys(r, optimizer="optim", scheduler="lr_scheduler_type", refused=_REFUSED)
     _precision(r)
     _checkpointing(r)
-    _defaults(r)
+    unsloth = r.trainer == "Unsloth"
+    r.assume(
+        seq_len=2048 if unsloth else 1024, micro_batch_size=8, gradient_accumulation_steps=1,
+        learning_rate=5e-5 if unsloth else 2e-5, num_epochs=3.0, lr_scheduler="linear", warmup_ratio=0.0,
+    )  # fmt: skip
+    r.settings.setdefault("on_long_row", "truncate")
     r.passed("eos_token", "the tokenizer's own, or what its chat template ends a turn with")
     r.pass_over(_BOOKKEEPING)
     r.pass_over(_SPEED, SPEED_SAID)
@@ -96,22 +98,19 @@ def _method(r: Reading) -> None:
     r.put("tuning", "qlora" if four or eight else "lora", key=key)
     if four:
         r.put("quantization", str(r.take("bnb_4bit_quant_type") or "nf4"), key="load_in_4bit")
-        nested = r.take("use_bnb_nested_quant")
-        if nested is not None:
+        if (nested := r.take("use_bnb_nested_quant")) is not None:
             r.put("double_quantization", is_on(nested), key="use_bnb_nested_quant")
         else:
-            r.assume("double_quantization", unsloth)
+            r.assume(double_quantization=unsloth)
     elif eight:
         r.put("quantization", "hqq", key="load_in_8bit", said="8-bit weights by HQQ instead of LLM.int8")
         r.put("quantization_bits", 8, key="load_in_8bit")
     r.same(_LORA)
-    r.assume("lora_r", 16)
-    r.assume("lora_alpha", 16 if unsloth else 32)
-    r.assume("lora_dropout", 0.0 if unsloth else 0.05)
     if unsloth:
-        r.assume("lora_target_modules", ["all-linear"])
+        r.assume(lora_r=16, lora_alpha=16, lora_dropout=0.0, lora_target_modules=["all-linear"])
     else:
-        r.assume("lora_target_modules", ["q_proj", "v_proj"], "PEFT's own choice for models like Llama")
+        r.assume(lora_r=16, lora_alpha=32, lora_dropout=0.05)
+        r.assume("PEFT's own choice for models like Llama", lora_target_modules=["q_proj", "v_proj"])
     read_expert_targets(r)
 
 
@@ -134,12 +133,8 @@ def _data(r: Reading) -> None:
         r.put("data", [{"path": str(rows)}], key="train_dataset")
     if r.trainer == "Unsloth":
         r.pass_over(("train_dataset", "eval_dataset"), "a variable of the notebook; a file is named as data")
-    if (share := r.take("test_split_size")) is not None:
-        r.put("val_fraction", share, key="test_split_size")
+    r.same({"test_split_size": "val_fraction", "chat_template_path": "chat_template"})
     r.pass_over(("dataset_config", "dataset_train_split", "dataset_test_split"), "read with dataset_name")
-    template = r.take("chat_template_path")
-    if template is not None:
-        r.put("chat_template", template, key="chat_template_path")
 
 
 def _sources(entry: Any) -> list[dict[str, Any]]:
@@ -152,7 +147,7 @@ def _sources(entry: Any) -> list[dict[str, Any]]:
 def _loss(r: Reading) -> None:
     """TRL learns every token of a conversation and of a text, and of prompt and completion the completion."""
     kind = r.take("loss_type")
-    if kind is not None and str(kind) not in _LOSSES:
+    if kind is not None and str(kind) not in ("nll", "chunked_nll"):
         r.refuse("loss_type", "another loss; fitune learns by cross entropy")
     r.passed("loss_type")
     for key in ("assistant_only_loss", "completion_only_loss", "train_on_responses_only"):
@@ -181,19 +176,6 @@ def _checkpointing(r: Reading) -> None:
         r.put("gradient_checkpointing", is_on(value), key="use_gradient_checkpointing")
     r.passed("use_gradient_checkpointing", "gradient_checkpointing says it")
     r.passed("activation_offloading", "the plan moves them to the host where that helps")
-    if (seed := r.take("random_state")) is not None and "seed" not in r.settings:
-        r.put("seed", seed, key="random_state")
+    if "seed" not in r.settings:
+        r.same({"random_state": "seed"})
     r.passed("random_state", "of the adapters' start; seed is one here")
-
-
-def _defaults(r: Reading) -> None:
-    seq_len, batch, rate, epochs = _DEFAULTS[r.trainer]
-    r.assume("seq_len", seq_len)
-    r.assume("micro_batch_size", batch)
-    r.assume("gradient_accumulation_steps", 1)
-    r.assume("learning_rate", rate)
-    r.assume("num_epochs", epochs)
-    r.assume("lr_scheduler", "linear")
-    if "warmup_steps" not in r.settings:
-        r.assume("warmup_ratio", 0.0)
-    r.settings.setdefault("on_long_row", "truncate")

@@ -53,8 +53,7 @@ def recipe_of_keys(
         recipe = layered_recipe(own, where=where, settings=settings, options=options)
         require_model(recipe.model, folder, where=where)
         return ReadRecipe(recipe=recipe)
-    from fitune.foreign.reading import SHARDING, require_readable
-    from fitune.foreign.words import explain_reading, without_data
+    from fitune.foreign.reading import SHARDING, explain_reading, require_readable, without_data
 
     require_readable(reading)
     settings = tuple(settings)
@@ -74,8 +73,7 @@ def recipe_of_keys(
 def convert_recipe(path: Path) -> str:
     """Another trainer's recipe as one of fitune's, with a comment on each line. Raises RecipeError for one of ours."""
     from fitune.foreign.door import read_foreign
-    from fitune.foreign.reading import require_readable
-    from fitune.foreign.words import recipe_with_comments
+    from fitune.foreign.reading import recipe_with_comments, require_readable
 
     reading = read_foreign(load_yaml(path), where=str(path), folder=path.parent)
     if reading is None:
