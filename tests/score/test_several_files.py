@@ -9,7 +9,7 @@ import fitune
 from fitune.cli import main
 from fitune.errors import DataError, RecipeError, RunDirectoryError
 from fitune.session.score.score_plan import read_lengths
-from fitune.session.score.score_words import score_words
+from fitune.session.score.score_words import plan_of
 
 CHOICE = {"question": "Which?", "choices": ["a", "b"], "answer": 0}
 BATCH_LINE = {"custom_id": "x", "body": {"messages": [{"role": "user", "content": "Where?"}]}}
@@ -113,17 +113,5 @@ def test_a_file_that_is_named_twice_and_none_at_all_are_refused(tiny, files, tmp
 
 
 def test_a_plan_counts_the_rows_of_all_files(tiny, files):
-    words = score_words(
-        str(tiny.folder),
-        files,
-        "",
-        None,
-        2,
-        16,
-        "",
-        "",
-        graders=(),
-        allow_https=False,
-        allow_private_addresses=False,
-    )
-    assert read_lengths(words).rows == 3
+    plan = plan_of(model=str(tiny.folder), data=files, sampling={"max_new_tokens": 2})
+    assert read_lengths(plan).rows == 3

@@ -11,8 +11,7 @@ from fitune.errors import HardwareError, ModelError, NothingFits
 from fitune.measure.nvml import FoundGpu
 from fitune.score.plan import ScorePlan
 from fitune.session.events import tell_nobody
-from fitune.session.score.score_plan import engine_and_devices, plan_scoring
-from fitune.session.score.score_words import ScoreWords
+from fitune.session.score.score_plan import plan_scoring, with_fastest_engine
 from fitune.spec.plan import DataSource
 from fitune.units import GIB
 
@@ -48,6 +47,14 @@ def plan_for(folder, row, *, rows, model, graders=()):
     )
 
 
+def choice(plan: ScorePlan, engine: str = "") -> tuple[str, int] | None:
+    """Engine and devices; None where nothing is chosen, and nothing is said."""
+    said: list[Any] = []
+    found = with_fastest_engine(plan, engine, tell=said.append)
+    assert said or found is plan
+    return (found.engine, found.devices) if said else None
+
+
 @pytest.mark.parametrize(
     ("gpus", "vllm", "engine", "model", "rows", "chosen"),
     [
@@ -68,8 +75,7 @@ def plan_for(folder, row, *, rows, model, graders=()):
 )  # fmt: skip
 def test_the_fastest_engine_that_fits_here_is_chosen(here, tmp_path, gpus, vllm, engine, model, rows, chosen):
     here(*["NVIDIA A100-SXM4-80GB"] * gpus, vllm=vllm)
-    found = engine_and_devices(plan_for(tmp_path, ANSWERED, rows=rows, model=model), engine)
-    assert (found and (found.engine, found.devices)) == chosen
+    assert choice(plan_for(tmp_path, ANSWERED, rows=rows, model=model), engine) == chosen
 
 
 @pytest.mark.parametrize(
@@ -88,15 +94,14 @@ def test_what_is_weighed_is_weighed_by_transformers_or_by_as_many_devices_as_hol
 ):
     here(*["NVIDIA A100-SXM4-80GB"] * 2)
     plan = plan_for(tmp_path, row, rows=9, model="llama-3.1-70b", graders=graders)
-    found = engine_and_devices(plan, engine)
-    assert (found and (found.engine, found.devices)) == chosen
+    assert choice(plan, engine) == chosen
 
 
 def test_a_model_that_does_not_fit_the_node_is_refused_with_the_sums(here, tmp_path):
     here("NVIDIA A100-SXM4-80GB")
     plan = plan_for(tmp_path, ANSWERED, rows=9, model="llama-3.1-70b")
     with pytest.raises(NothingFits, match=r"transformers: weights 131\.42(.|\n)*vllm: weights 131\.42"):
-        engine_and_devices(plan, "")
+        choice(plan)
 
 
 def test_a_model_that_no_plan_knows_is_scored_without_a_choice(here, tmp_path, monkeypatch):
@@ -105,18 +110,17 @@ def test_a_model_that_no_plan_knows_is_scored_without_a_choice(here, tmp_path, m
 
     here(*["NVIDIA A100-SXM4-80GB"] * 2)
     monkeypatch.setattr("fitune.session.score.score_plan.plan_answering", unknown)
-    assert engine_and_devices(plan_for(tmp_path, ANSWERED, rows=9, model="llama-3.1-8b"), "vllm") is None
+    assert choice(plan_for(tmp_path, ANSWERED, rows=9, model="llama-3.1-8b"), "vllm") is None
 
 
 def test_a_plan_for_this_machine_is_for_all_of_its_gpus(here, tmp_path):
     here(*["NVIDIA A100-SXM4-80GB"] * 4)
     plan = plan_for(tmp_path, ANSWERED, rows=9, model="llama-3.1-70b")
-    words = ScoreWords(plan.model, plan.sources)
-    report = plan_scoring(words, gpu="", gpus=0, tell=tell_nobody)
+    report = plan_scoring(plan, tell=tell_nobody)
     assert {each.answering.devices for each in (report.chosen, *report.others)} == {2, 4}
-    assert plan_scoring(words, gpus=2, gpu="", tell=tell_nobody).chosen.answering.devices == 2
+    assert plan_scoring(plan, gpus=2, tell=tell_nobody).chosen.answering.devices == 2
     with pytest.raises(HardwareError, match="gpus = 5, but this machine has 4"):
-        plan_scoring(words, gpus=5, gpu="", tell=tell_nobody)
+        plan_scoring(plan, gpus=5, tell=tell_nobody)
 
 
 def test_of_gpus_of_two_kinds_a_scoring_sees_one(here, tmp_path, model_folder):

@@ -8,8 +8,9 @@ import torch
 from fitune.measure import device_rates
 from fitune.measure.calibrations import calibrations_folder, device_key, quick_key
 from fitune.measure.hardware import calibrated, detect_hardware
+from fitune.score.engines.engine import Sampling
+from fitune.score.plan import ScorePlan
 from fitune.session.score.score_plan import plan_scoring
-from fitune.session.score.score_words import ScoreWords
 from fitune.session.train.first_use import measure_on_first_use
 from fitune.spec.plan import DataSource
 
@@ -46,11 +47,13 @@ def test_the_first_plan_of_a_scoring_measures_and_the_second_uses_it(monkeypatch
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "How many?", "completion": "Two."}\n')
     source = DataSource(path=str(rows))
-    words = ScoreWords(str(model_folder), (source,), max_new_tokens=8, engine="transformers")
+    asked = ScorePlan(
+        model=str(model_folder), sources=(source,), output_dir="", sampling=Sampling(max_new_tokens=8)
+    )
     said: list[str] = []
 
     def plan(gpu=""):
-        return plan_scoring(words, gpu=gpu, gpus=0, tell=lambda event: said.append(str(event)))
+        return plan_scoring(asked, engine="transformers", gpu=gpu, tell=lambda event: said.append(str(event)))
 
     plans = [plan() for _ in range(2)]
     assert "measured this processor in" in said[0]

@@ -362,18 +362,23 @@ def score(
         with _terminal(lines=sys.stderr, quiet=json) as terminal:
             scores = score_typed(context, tell=terminal)
         return _show(scores, json=json)
-    from fitune.session.score.score_words import columns_of, score_words
+    from fitune.session.score.score_words import columns_of, plan_of
 
+    settings: dict[str, Any] = {
+        "model": model, "adapter": adapter, "data": data, "out": out, "columns": columns_of(columns or []),
+        "sampling": {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed},
+        "graders": grader or (), "batch_size": batch_size, "chat_template": chat_template, "id_column": id_column,
+        "engine": engine, "url": url, "served_model": served_model, "allow_https": allow_https,
+        "allow_private_addresses": allow_private_addresses,
+    }  # fmt: skip
     request = _fleet(fleet, objective, deadline, budget, None, live)
     if plan or request is not None:
         from fitune.session.score.score_plan import predict_scoring
 
-        words = score_words(
-            model, data, adapter, columns, max_new_tokens, batch_size, engine, id_column, graders=grader or (),
-            allow_https=allow_https, allow_private_addresses=allow_private_addresses,
-        )  # fmt: skip
+        wanted = plan_of(**settings)
         with _terminal(lines=sys.stderr, quiet=json) as terminal:
-            return _show(predict_scoring(words, request, gpu=gpu, gpus=gpus, tell=terminal), json=json)
+            predicted = predict_scoring(wanted, request, engine=engine, gpu=gpu, gpus=gpus, tell=terminal)
+            return _show(predicted, json=json)
     from fitune.session.planning import see_planned_gpus
 
     see_planned_gpus()
@@ -382,13 +387,7 @@ def score(
 
     place = place_of_scoring(on, address=ray_address, workers=workers)
     with _terminal(lines=sys.stderr, quiet=json) as terminal:  # standard output is the report's alone
-        report = score_dataset(
-            model=model, adapter=adapter, data=data, out=out, columns=columns_of(columns or []), graders=grader or [],
-            sampling={"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed},
-            batch_size=batch_size, chat_template=chat_template, id_column=id_column, tell=terminal,
-            engine=engine, url=url, served_model=served_model, allow_https=allow_https,
-            allow_private_addresses=allow_private_addresses, place=place, against=against,
-        )  # fmt: skip
+        report = score_dataset(**settings, tell=terminal, place=place, against=against)
     _show(report, json=json)
     if not json:
         print(f"answers: {out / 'answers.jsonl'}")

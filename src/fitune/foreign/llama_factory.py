@@ -1,5 +1,5 @@
-"""Recipes of LLaMA-Factory: of 0.9, known by ``stage``, ``finetuning_type`` and ``template``, and of its version 1, known
-by ``model_class``, ``peft_config`` and ``dist_config``."""
+"""Recipes of LLaMA-Factory: 0.9, known by ``stage``, ``finetuning_type`` and ``template``, and version 1, known by
+``model_class``, ``peft_config`` and ``dist_config``."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -16,7 +16,6 @@ from fitune.models.door import notes_on, read_config
 from fitune.models.tokens import load_tokenizer
 from fitune.models.weight_files import identity
 from fitune.score.answers import claim
-from fitune.score.engines.engine import Sampling, engine_named
 from fitune.score.engines.opening import (
     check_engine,
     choose_device,
@@ -28,7 +27,7 @@ from fitune.score.plan import ScorePlan
 from fitune.score.shards import FOLDER
 from fitune.session.events import Note, Tell, WeightsRead
 from fitune.session.score.lm_eval_words import TaskScores, require_task_numbers, scores_of, task_names
-from fitune.session.score.score_words import require_within_limits, said_rows, weights_and_adapter
+from fitune.session.score.score_words import plan_of
 from fitune.session.score.scoring import Pace
 from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.run_lock import lock_directory
@@ -40,26 +39,21 @@ OWN_TEMPLATE = "own"
 
 
 def score_tasks(
-    *, model: str, tasks: str | Sequence[str], out: Path, tell: Tell, tasks_folder: Path | None = None,
-    shots: int | None = None, limit: int | None = None, adapter: str = "", batch_size: int | None = None, seed: int = 0,
-    chat_template: str = "", engine: str = "", url: str = "", served_model: str = "",
+    *, tasks: str | Sequence[str], out: Path, tell: Tell, tasks_folder: Path | None = None, shots: int | None = None,
+    limit: int | None = None, seed: int = 0, chat_template: str = "", **settings: Any,
 ) -> TaskScores:  # fmt: skip
     """Run tasks of lm-evaluation-harness on a model; its results and the samples of each task are written into ``out``.
 
     ``tasks``: a list, or a text with commas. ``shots``: solved examples in each prompt, None: as many as the task says.
     ``limit``: the first rows of each task.
     ``chat_template``: empty: prompts are plain texts; "own": chats, by the tokenizer's template; else a Jinja file.
+    ``settings``: the others of ``plan_of``.
     """
     require_library("lm_eval", needed_by="--lm-eval", extra="lm-eval")
-    require_within_limits({**said_rows(batch_size), "seed": seed}, {})
-    model, adapter = weights_and_adapter(model, adapter)
+    template_file = "" if chat_template == OWN_TEMPLATE else chat_template
+    plan = plan_of(out=out, sampling={"seed": seed}, chat_template=template_file, **settings)
     names = task_names(tasks)
     require_task_numbers(shots=shots, limit=limit)
-    plan = ScorePlan(
-        model=model, adapter=adapter, output_dir=str(out), sampling=Sampling(seed=seed),
-        chat_template="" if chat_template == OWN_TEMPLATE else chat_template, batch_size=batch_size or 0,
-        engine=engine_named(engine or "transformers"), url=url, served_model=served_model,
-    )  # fmt: skip
     check_engine(plan)  # faults of engine, model or adapter before the tasks are loaded
     for note in notes_on(plan.model):
         tell(Note(f"note: {note}"))
@@ -75,9 +69,9 @@ def score_tasks(
     started = time.perf_counter()
     tokenizer = load_tokenizer(tokenizer_folder(plan))
     template = load_template(tokenizer, plan.chat_template)
-    settings = {
+    said = {
         "tasks": names, "tasks_folder": str(tasks_folder or ""), "shots": shots, "limit": limit,
-        "engine": f"{plan.engine} {url}".strip(), "model": identity(model), "adapter": identity(adapter),
+        "engine": f"{plan.engine} {plan.url}".strip(), "model": identity(plan.model), "adapter": identity(plan.adapter),
         "chat_template": template.source if chat_template else "", "seed": seed,
         "dtype": str(choose_dtype(choose_device())),
     }  # fmt: skip
@@ -86,12 +80,12 @@ def score_tasks(
             raise RunDirectoryError(f"{out} holds the answers of a dataset", hint="name a new folder: --out")
         # samples alone are of a run that ended between them and the results
         is_begun = (out / RESULTS).exists() or any(out.glob("samples_*.jsonl"))
-        claim(out, dict(settings), has_shards=is_begun)
+        claim(out, said, has_shards=is_begun)
         with closing(_model(plan, tokenizer, template, tell, chats=bool(chat_template))) as asked:
             results = run_tasks(asked, loaded, limit=limit, chat=bool(chat_template), say=say)
-        _write(out, results, settings)
+        _write(out, results, said)
     return TaskScores(
-        model=model, adapter=adapter, results=str(out / RESULTS), seconds=time.perf_counter() - started,
+        model=plan.model, adapter=plan.adapter, results=str(out / RESULTS), seconds=time.perf_counter() - started,
         scores=tuple(scores_of(results)),
     )  # fmt: skip
 

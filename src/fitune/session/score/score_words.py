@@ -1,13 +1,13 @@
-"""The options of ``fitune score`` as they are typed. No torch here."""
+"""The settings of a scoring, from options and from Python. No torch here."""
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from fitune.errors import RecipeError
-from fitune.score.engines.engine import LIMITS
+from fitune.score.engines.engine import LIMITS, Sampling, engine_named
+from fitune.score.plan import ScorePlan
 from fitune.spec.plan import DataSource
 from fitune.spec.recipe.values import as_columns
 
@@ -18,27 +18,31 @@ _ADAPTER = "adapter_config.json"
 _ROLES = ("system", "prompt", "completion", "choices")
 
 
-@dataclass(frozen=True, slots=True)
-class ScoreWords:
-    """The options of ``fitune score`` on which bytes and seconds depend."""
+def plan_of(
+    *, model: str, out: str | os.PathLike[str] = "", data: Paths | None = None, adapter: str = "",
+    columns: Mapping[str, str] | None = None, graders: Sequence[str] = (), sampling: Mapping[str, Any] | None = None,
+    batch_size: int | None = None, engine: str = "", allow_https: bool = False,
+    allow_private_addresses: bool = False, **others: str,
+) -> ScorePlan:  # fmt: skip
+    """The settings of a scoring, checked; ``data`` None where the rows are not read here.
 
-    model: str
-    sources: tuple[DataSource, ...]
-    adapter: str = ""
-    max_new_tokens: int = 256
-    batch_size: int = 0
-    """0: as many rows at once as fit, at most ``ROWS_AT_ONCE``."""
-    engine: str = ""
-    """Empty: the fastest that fits."""
-    id_column: str = ""
+    ``columns`` maps system, prompt and completion to columns; ``sampling`` are fields of ``Sampling``; ``batch_size``:
+    rows answered together, None: as many as fit; ``others`` are fields of ``ScorePlan``.
+    Raises RecipeError for a number out of its limits, a role that is none, and data that is missing or named twice.
+    """
+    rows = {} if batch_size is None else {"batch_size": batch_size}
+    require_within_limits({**rows, **(sampling or {})}, columns or {})
+    model, adapter = weights_and_adapter(model, adapter)
+    access = {"allow_https": allow_https, "allow_private_addresses": allow_private_addresses}
+    return ScorePlan(
+        model=model, adapter=adapter, sources=() if data is None else _sources_of(data, columns or {}, access),
+        output_dir=str(out), graders=tuple(graders), sampling=Sampling(**(sampling or {})),
+        batch_size=batch_size or 0, engine=engine_named(engine or "transformers"), **others,
+    )  # fmt: skip
 
 
-def sources_of(
-    data: Paths,
-    columns: Mapping[str, str],
-    *,
-    allow_https: bool,
-    allow_private_addresses: bool,
+def _sources_of(
+    data: Paths, columns: Mapping[str, str], access: Mapping[str, bool]
 ) -> tuple[DataSource, ...]:
     """A source for each path, in their order. Raises RecipeError for one that is named twice, and where none is."""
     paths = [str(path) for path in ([data] if isinstance(data, str | os.PathLike) else data)]
@@ -48,13 +52,7 @@ def sources_of(
         raise RecipeError(
             f"--data {twice} is given twice", hint="each row is answered once: keep one of them"
         )
-    return tuple(
-        DataSource(
-            path=path, columns=tuple(columns.items()), allow_https=allow_https,
-            allow_private_addresses=allow_private_addresses,
-        )
-        for path in paths
-    )  # fmt: skip
+    return tuple(DataSource(path=path, columns=tuple(columns.items()), **access) for path in paths)
 
 
 def columns_of(words: Sequence[str]) -> dict[str, str]:
@@ -67,6 +65,7 @@ def columns_of(words: Sequence[str]) -> dict[str, str]:
 
 
 def require_within_limits(numbers: Mapping[str, float], columns: Mapping[str, str]) -> None:
+    """Raises RecipeError for a number out of its limits and a role that is none."""
     for name, value in numbers.items():
         least, most = LIMITS[name]
         if not least <= value <= most:
@@ -75,24 +74,6 @@ def require_within_limits(numbers: Mapping[str, float], columns: Mapping[str, st
         if role not in _ROLES or not column:
             fault = f"{role!r} is not a role" if role not in _ROLES else f"{role} names no column"
             raise RecipeError(f"columns: {fault}", hint=f"roles are {', '.join(_ROLES)}")
-
-
-def said_rows(batch_size: int | None) -> dict[str, int]:
-    """The number of rows at once among those that have limits, if it is said."""
-    return {} if batch_size is None else {"batch_size": batch_size}
-
-
-def _require_written(graders: Sequence[str]) -> None:
-    if not graders:
-        return
-    from fitune.score.grades.graders import open_graders  # its libraries are not for every plan
-
-    weighing = [grader.name for grader in open_graders(graders) if grader.row.weigh]
-    if weighing:
-        raise RecipeError(
-            f"--plan and --fleet predict written answers, and --grader {weighing[0]} weighs references",
-            hint="leave --plan and --fleet out",
-        )
 
 
 def weights_and_adapter(model: str, adapter: str) -> tuple[str, str]:
@@ -122,21 +103,3 @@ def weights_and_adapter(model: str, adapter: str) -> tuple[str, str]:
 
 def _is_run(folder: Path) -> bool:
     return folder != Path() and (folder / "plan.json").is_file()
-
-
-def score_words(
-    model: str, data: Paths, adapter: str, columns: Sequence[str] | None, max_new_tokens: int,
-    batch_size: int | None,
-    engine: str, id_column: str, *, graders: Sequence[str], allow_https: bool,
-    allow_private_addresses: bool,
-) -> ScoreWords:  # fmt: skip
-    """The words, checked. Raises RecipeError for a number out of its limits, a role that is none, and graders for which
-    nothing is written."""
-    roles = columns_of(columns or [])
-    model, adapter = weights_and_adapter(model, adapter)
-    _require_written(graders)
-    require_within_limits({**said_rows(batch_size), "max_new_tokens": max_new_tokens}, roles)
-    sources = sources_of(
-        data, roles, allow_https=allow_https, allow_private_addresses=allow_private_addresses
-    )
-    return ScoreWords(model, sources, adapter, max_new_tokens, batch_size or 0, engine, id_column)

@@ -3,7 +3,7 @@
 import gc
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,19 +17,11 @@ from fitune.report.score_comparison import write_score_comparison
 from fitune.report.score_page import write_score_page
 from fitune.report.score_rows import first_failed, first_grader_error, read_changed
 from fitune.score.answers import CHANGED
-from fitune.score.engines.engine import Sampling, engine_named
 from fitune.score.grades.paired import Changed, compare, grades_of
-from fitune.score.plan import ScorePlan
 from fitune.score.run import score
 from fitune.session.events import Note, RowsAnswered, Tell, WeightsRead
 from fitune.session.score.score_memory import ScoreMemory
-from fitune.session.score.score_words import (
-    Paths,
-    require_within_limits,
-    said_rows,
-    sources_of,
-    weights_and_adapter,
-)
+from fitune.session.score.score_words import plan_of
 from fitune.spec.reports import ScoreReport
 from fitune.units import counted
 
@@ -37,50 +29,28 @@ _LINE_SECONDS = 30.0
 
 
 def score_dataset(
-    *, model: str, data: Paths, out: Path, tell: Tell, adapter: str = "", columns: Mapping[str, str] | None = None,
-    graders: Sequence[str] = (), sampling: Mapping[str, Any] | None = None, batch_size: int | None = None,
-    chat_template: str = "", id_column: str = "", engine: str = "", url: str = "",
-    served_model: str = "", allow_https: bool = False, allow_private_addresses: bool = False,
-    place: RayPlace | None = None, against: str = "",
-) -> ScoreReport:  # fmt: skip
-    """Answer every row, grade, and write answers.jsonl, grades.jsonl and report.json into ``out``.
+    *, tell: Tell, engine: str = "", place: RayPlace | None = None, against: str = "", **settings: Any
+) -> ScoreReport:
+    """Answer every row, grade, and write answers.jsonl, grades.jsonl and report.json into the folder ``out``.
 
-    ``data`` may be several: their rows are answered in their order, as if they were one.
-    ``columns`` maps system, prompt and completion to columns; ``sampling`` are fields of ``Sampling``.
-    ``batch_size``: rows answered together, None: as many as fit, at most 32. ``place``: on a Ray cluster.
-    ``against``: the folder of a score to be compared with, which must have grades before the first row is asked.
-    Raises RecipeError for a number out of its limits and a role that is none.
+    ``settings`` are those of ``plan_of``. ``place``: on a Ray cluster. ``against``: the folder of a score to be
+    compared with, which must have grades before the first row is asked. Raises what ``plan_of`` and ``score`` raise.
     """
     if against:
         next(grades_of(Path(against)), None)
-    require_within_limits({**said_rows(batch_size), **(sampling or {})}, columns or {})
-    model, adapter = weights_and_adapter(model, adapter)
-    plan = ScorePlan(
-        model=model,
-        adapter=adapter,
-        sources=sources_of(
-            data, columns or {}, allow_https=allow_https, allow_private_addresses=allow_private_addresses
-        ),
-        output_dir=str(out),
-        graders=tuple(graders),
-        sampling=Sampling(**(sampling or {})),
-        chat_template=chat_template,
-        id_column=id_column,
-        batch_size=batch_size or 0,
-        engine=engine_named(engine or "transformers"),
-        url=url,
-        served_model=served_model,
-    )
+    plan = plan_of(engine=engine, **settings)
+    out = Path(plan.output_dir)
     if place is None and plan.engine != "server":
-        plan = _decided(plan, engine, tell)
-    if (
-        plan.engine == "vllm" and adapter and place is None
-    ):  # workers of a cluster do not see this machine's cache
+        from fitune.session.score.score_plan import with_fastest_engine
+
+        plan = with_fastest_engine(plan, engine, tell=tell)
+    # workers of a cluster do not see this machine's cache
+    if plan.engine == "vllm" and plan.adapter and place is None:
         from fitune.score.engines.engine_vllm import python_of_vllm
         from fitune.session.score.merging import merged_where_needed
 
         python_of_vllm()  # refuses before anything is merged
-        plan = replace(plan, merged=merged_where_needed(model, adapter, tell=tell))
+        plan = replace(plan, merged=merged_where_needed(plan.model, plan.adapter, tell=tell))
     with ExitStack() as stack:
         settle = stack.enter_context(_settling())
         elsewhere = None
@@ -130,17 +100,6 @@ def _settling() -> Iterator[Callable[[], None]]:
     finally:
         if is_free:
             gc.unfreeze()
-
-
-def _decided(plan: ScorePlan, engine: str, tell: Tell) -> ScorePlan:
-    """The plan with the engine that is the fastest here, and devices for vLLM, where there are GPUs to choose for."""
-    from fitune.session.score.score_plan import engine_and_devices
-
-    chosen = engine_and_devices(plan, engine)
-    if chosen is None:
-        return plan
-    tell(Note(f"engine: {chosen.why}"))
-    return replace(plan, engine=chosen.engine, devices=chosen.devices)
 
 
 class Pace:
