@@ -7,8 +7,7 @@ import pytest
 
 from fitune.data.conversations.messages import Conversation, Message
 from fitune.errors import DataError
-from fitune.score.index import open_index
-from fitune.score.reading import index_input
+from fitune.score.index import index_input, open_index
 from fitune.score.tasks import read_questions, to_task
 from fitune.spec.plan import DataSource
 

@@ -12,9 +12,8 @@ from fitune.data.conversations.messages import Conversation
 from fitune.data.conversations.templates import load_template
 from fitune.data.reading.rows import Row
 from fitune.score.engines.engine import Sampling
-from fitune.score.grades.calls import compared_calls
 from fitune.score.grades.graders import References, open_graders
-from fitune.score.grades.grading import grade_line
+from fitune.score.grades.grading import compared_calls, grade_line
 from fitune.score.tasks import read_questions, to_tasks
 from fitune.score.weighing import to_given_tasks
 from fitune.spec.plan import DataSource

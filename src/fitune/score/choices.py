@@ -15,7 +15,6 @@ A number counts from 0, a letter from A; labels that the row brings itself go be
 
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from fitune.data.conversations.detection import Columns
@@ -33,26 +32,6 @@ _KEYS = ("answerKey", "answer_idx", "answer", "label", "gold")
 _MOST = len(string.ascii_uppercase)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chosen:
-    """One row: ``right`` is the place of the right one among ``choices``, from 0."""
-
-    question: str
-    system: str
-    choices: tuple[str, ...]
-    right: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Fields:
-    """Names of the row's fields."""
-
-    question: str
-    choices: tuple[str, ...]
-    key: str
-    system: str = ""
-
-
 def has_choices(row: Row, columns: Columns) -> bool:
     """True for a row in one of the layouts above."""
     return _fields(row, columns) is not None
@@ -64,29 +43,27 @@ def first_row_has_choices(sources: Sequence[DataSource]) -> bool:
     return first is not None and has_choices(first, sources[0].columns)
 
 
-def read_choices(row: Row, columns: Columns) -> Chosen:
-    """The row's question and choices. Raises BadRow naming field and value where it is unclear which is right."""
+def read_choices(row: Row, columns: Columns) -> tuple[str, str, tuple[str, ...], int]:
+    """The row's question, its system message (empty without one), its choices, and the place of the right one, from 0.
+
+    Raises BadRow naming field and value where it is unclear which is right.
+    """
     fields = _fields(row, columns)
     if fields is None:
         raise BadRow(f"{row.where}: the row has no choices", reason="no choices")
-    labels, choices = _choices(row, fields.choices)
-    return Chosen(
-        question=_text(row, fields.question),
-        system=_text(row, fields.system) if fields.system else "",
-        choices=choices,
-        right=_right(row, fields.key, labels, choices),
-    )
+    question, listed, key, system = fields
+    labels, choices = _choices(row, listed)
+    asked, told = _text(row, question), _text(row, system) if system else ""
+    return asked, told, choices, _right(row, key, labels, choices)
 
 
-def _fields(row: Row, columns: Columns) -> _Fields | None:
+def _fields(row: Row, columns: Columns) -> tuple[str, tuple[str, ...], str, str] | None:
+    """Names of the row's fields: of the question, the choices, the right one, and the system message or none."""
     mapping = dict(columns)
     if mapping:
         if CHOICES_ROLE not in mapping or not {"prompt", "completion"} <= mapping.keys():
             return None
-        return _Fields(
-            question=mapping["prompt"], choices=(mapping[CHOICES_ROLE],), key=mapping["completion"],
-            system=mapping.get("system", ""),
-        )  # fmt: skip
+        return mapping["prompt"], (mapping[CHOICES_ROLE],), mapping["completion"], mapping.get("system", "")
     names = row.fields
     question = next((name for name in _QUESTIONS if name in names), "")
     key = next((name for name in _KEYS if names.get(name) is not None), "")
@@ -94,7 +71,7 @@ def _fields(row: Row, columns: Columns) -> _Fields | None:
     pair = next((pair for pair in _PAIRS if all(name in names for name in pair)), ())
     if not question or not key or not (listed or pair):
         return None
-    return _Fields(question=question, choices=(listed,) if listed else pair, key=key)
+    return question, (listed,) if listed else pair, key, ""
 
 
 def _choices(row: Row, fields: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -127,8 +104,17 @@ def _choices(row: Row, fields: Sequence[str]) -> tuple[tuple[str, ...], tuple[st
 def _right(row: Row, field: str, labels: Sequence[str], choices: Sequence[str]) -> int:
     """The place that ``field`` means. A text that is a choice and a number of another one is refused."""
     value = row.fields.get(field)
+
+    def unclear(fault: str) -> BadRow:
+        last = len(choices) - 1
+        known = ", ".join(labels) or f"0 to {last}, A to {string.ascii_uppercase[last]}"
+        return BadRow(
+            f"{row.where}: {field} = {value!r:.40} {fault}; known are {known} and the texts of the choices",
+            reason="right choice unclear",
+        )
+
     if isinstance(value, bool) or not isinstance(value, int | str):
-        raise _unclear(row, field, value, labels, choices, "names no choice")
+        raise unclear("names no choice")
     said = str(value).strip()
     if said in labels:
         return list(labels).index(said)
@@ -141,20 +127,8 @@ def _right(row: Row, field: str, labels: Sequence[str], choices: Sequence[str]) 
             meant.add(letter)
         meant |= {place for place, text in enumerate(choices) if text.strip() == said}
     if len(meant) != 1:
-        raise _unclear(
-            row, field, value, labels, choices, "may be one choice or another" if meant else "names no choice"
-        )
+        raise unclear("may be one choice or another" if meant else "names no choice")
     return meant.pop()
-
-
-def _unclear(
-    row: Row, field: str, value: object, labels: Sequence[str], choices: Sequence[str], fault: str
-) -> BadRow:
-    known = ", ".join(labels) or f"0 to {len(choices) - 1}, A to {string.ascii_uppercase[len(choices) - 1]}"
-    return BadRow(
-        f"{row.where}: {field} = {value!r:.40} {fault}; known are {known} and the texts of the choices",
-        reason="right choice unclear",
-    )
 
 
 def _text(row: Row, field: str) -> str:

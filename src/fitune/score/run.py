@@ -3,18 +3,30 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+from pydantic_core import to_json as json_bytes
 
 from fitune.data.conversations.templates import ChatTemplate, load_template
 from fitune.errors import RecipeError, RunDirectoryError, ScoringFailed
-from fitune.files import cache_folder, remove_stale_siblings, write_atomically
+from fitune.files import cache_folder, remove_stale_siblings, write_atomically, written_whole
 from fitune.models.adapter_check import check_adapter
 from fitune.models.door import notes_on
 from fitune.models.tokens import load_tokenizer
 from fitune.models.weight_files import OnBytes, nobody
-from fitune.score.answers import OURS, Line, claim, is_cut_off, manifest, tokens_of
+from fitune.score.answers import (
+    OURS,
+    Line,
+    answer_logprob,
+    answer_text,
+    claim,
+    is_cut_off,
+    manifest,
+    tokens_of,
+)
 from fitune.score.asking import ENGINE_FAILED
 from fitune.score.choices import first_row_has_choices
 from fitune.score.engines.continuous import Watch, unwatched
@@ -22,10 +34,8 @@ from fitune.score.engines.opening import check_engine, dtype_of, rows_of_a_shard
 from fitune.score.grades.graders import CHOICE_GRADERS, Grader, References, open_graders, require_one_way
 from fitune.score.grades.grading import grade_shards, try_graders
 from fitune.score.grades.intervals import WeightedMean
-from fitune.score.index import Index, open_index
-from fitune.score.output import write_outputs
+from fitune.score.index import Index, index_input, open_index, read_numbered
 from fitune.score.plan import ScorePlan, names_of
-from fitune.score.reading import index_input, read_numbered
 from fitune.score.shards import FOLDER, Shards, groups
 from fitune.score.tasks import Answer, Question, Task, to_tasks
 from fitune.score.weighing import to_given_tasks
@@ -36,6 +46,9 @@ from fitune.spec.run_directory import require_real_files
 from fitune.spec.run_lock import lock_directory
 from fitune.spec.serial import to_json
 from fitune.units import counted
+
+_ROW_GROUP = 1024
+"""Rows that a group of the parquet file holds, and this process at a time."""
 
 Elsewhere = Callable[[str, Iterator[list[Task]], Callable[[int], None]], Iterator[list[Answer]]]
 """Answers groups of tasks in other processes, in the order of the groups. It is told which graders weigh given answers,
@@ -108,7 +121,7 @@ def score(
             grade_shards(shards, graders)
             keys = {grader.name: grader.key for grader in graders}
             tally = _Tally(graders)
-            write_outputs(directory, index, shards, keys, on_row=tally.add)
+            _write_outputs(directory, index, shards, keys, on_row=tally.add)
             report = tally.report(plan, seconds=time.perf_counter() - started, rows_asked=pending)
             write_atomically(directory / "report.json", to_json(report))
             return report
@@ -258,3 +271,89 @@ class _Tally:
             prompt_tokens=counts["prompt_tokens"],
             rows_asked=rows_asked,
         )
+
+
+def _write_outputs(
+    directory: Path,
+    index: Index,
+    shards: Shards,
+    keys: Mapping[str, str],
+    *,
+    on_row: Callable[[Line, Mapping[str, Line]], None],
+) -> None:
+    """Write answers.jsonl, grades.jsonl and answers.parquet, each whole, in one walk over the rows.
+
+    ``keys``: grader -> key of its grades. ``on_row`` is given each row's answer and grades. Raises OSError.
+    """
+    with ExitStack() as stack:
+        answers, graded, table = (
+            stack.enter_context(written_whole(directory / name))
+            for name in ("answers.jsonl", "grades.jsonl", "answers.parquet")
+        )
+        add_record = stack.enter_context(_parquet(table, graders=tuple(keys)))
+        for id_, number, place in index.places():
+            line, task = shards.answer(number, place, id_), shards.row(number, place, "tasks")
+            grades = {name: shards.grade(number, key, place) for name, key in keys.items()}
+            answers.write(shards.line(number, place))
+            graded.write(_grade_line(line, task, grades))
+            add_record(_record(line, task, grades))
+            on_row(line, grades)
+
+
+def _grade_line(line: Line, task: Line, grades: Mapping[str, Line]) -> bytes:
+    row = {
+        "id": line["custom_id"],
+        "expected": task["expected"],
+        "grades": {name: found["grade"] for name, found in grades.items()},
+    }
+    for field, named in (("errors", "error"), ("weights", "weight"), ("said", "said")):
+        if told := {name: found[named] for name, found in grades.items() if found.get(named)}:
+            row[field] = told
+    return json_bytes(row) + b"\n"
+
+
+def _record(line: Line, task: Line, grades: Mapping[str, Line]) -> dict[str, Any]:
+    body = line["response"]["body"] if line["response"] else None
+    return {
+        "custom_id": line["custom_id"],
+        "prompt": task["prompt"],
+        "expected": task["expected"],
+        "answer": answer_text(line),
+        "finish_reason": body["choices"][0].get("finish_reason") if body else None,
+        "prompt_tokens": body["usage"]["prompt_tokens"] if body else None,
+        "completion_tokens": body["usage"]["completion_tokens"] if body else None,
+        "logprob": answer_logprob(line),
+        "error": line["error"]["message"] if line["error"] else None,
+        **{f"grade_{name}": found["grade"] for name, found in grades.items()},
+    }
+
+
+@contextmanager
+def _parquet(file: BinaryIO, *, graders: Sequence[str]) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Takes records, and writes them in groups."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    text, count = pa.string(), pa.int64()
+    schema = pa.schema(
+        [
+            ("custom_id", text), ("prompt", text), ("expected", text), ("answer", text), ("finish_reason", text),
+            ("prompt_tokens", count), ("completion_tokens", count), ("logprob", pa.float64()), ("error", text),
+            *((f"grade_{name}", pa.float64()) for name in graders),
+        ]
+    )  # fmt: skip
+    group: list[dict[str, Any]] = []
+    with pq.ParquetWriter(file, schema) as writer:
+
+        def write() -> None:
+            writer.write_table(pa.Table.from_pylist(group, schema=schema))
+            group.clear()
+
+        def add(record: dict[str, Any]) -> None:
+            group.append(record)
+            if len(group) == _ROW_GROUP:
+                write()
+
+        yield add
+        if group:
+            write()

@@ -144,38 +144,27 @@ def read_questions(sources: Sequence[DataSource], *, id_column: str, weighed: bo
     A row that is read but cannot be asked is a Question with a problem. Raises DataError when a line is no row, when a
     source has none, and when the first rows of two sources have different layouts.
     """
-    number, first = 0, None
+    number, column, first = 0, "", None
     for source in sources:
         before = number
         for row in read_rows(source):
             if number == before:
-                layout = _layout(row, source, id_column)
-                first = first or (source.path, layout)
-                _require_same(first, (source.path, layout))
+                kind, column = _layout(row, source, id_column)
+                first = first or (source.path, kind, column)
+                _require_same(first, (source.path, kind, column))
             number += 1
-            id_ = _id_text(row.fields.get(layout.id_column)) if layout.id_column else str(number)
+            id_ = _id_text(row.fields.get(column)) if column else str(number)
             yield _question(row, id_, source, weighed)
         if number == before:
             raise DataError(f"{source.path}: no rows to answer")
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """The way to ask and name the rows of a source, by its first row. ``id_column`` empty: they are numbered."""
-
-    kind: str
-    id_column: str
-
-    @property
-    def names(self) -> str:
-        return f"named by column {self.id_column!r}" if self.id_column else "without ids"
-
-
-def _layout(row: Row, source: DataSource, id_column: str) -> _Layout:
+def _layout(row: Row, source: DataSource, id_column: str) -> tuple[str, str]:
+    """The kind of a source's rows, and the column of their ids, empty where they are numbered, by its first row."""
     kind = "lines of OpenAI's batch input" if _is_batch_line(row, source) else "rows with references"
     kind = "rows with choices" if has_choices(row, source.columns) else kind
     found = id_column or next((name for name in ID_COLUMNS if name in row.fields), "")
-    return _Layout(kind, found)
+    return kind, found
 
 
 def _is_batch_line(row: Row, source: DataSource) -> bool:
@@ -183,17 +172,18 @@ def _is_batch_line(row: Row, source: DataSource) -> bool:
     return isinstance(row.fields.get("body"), dict) and not source.columns
 
 
-def _require_same(first: tuple[str, _Layout], other: tuple[str, _Layout]) -> None:
-    """Raises DataError where two sources cannot be one list of rows."""
-    (path, ours), (other_path, theirs) = first, other
-    if ours.kind != theirs.kind:
+def _require_same(first: tuple[str, str, str], other: tuple[str, str, str]) -> None:
+    """Raises DataError where two sources (path, kind of rows, id column) cannot be one list of rows."""
+    (path, kind, column), (other_path, other_kind, other_column) = first, other
+    if kind != other_kind:
         raise DataError(
-            f"{path} has {ours.kind}, {other_path} {theirs.kind}: they are answered and graded in different ways",
+            f"{path} has {kind}, {other_path} {other_kind}: they are answered and graded in different ways",
             hint="score them one at a time, each into its own --out",
         )
+    ours, theirs = (f"named by column {name!r}" if name else "without ids" for name in (column, other_column))
     if ours != theirs:
         raise DataError(
-            f"the rows of {path} are {ours.names}, those of {other_path} {theirs.names}",
+            f"the rows of {path} are {ours}, those of {other_path} {theirs}",
             hint="name a column that all have: --id-column; or score them one at a time",
         )
 
@@ -201,7 +191,7 @@ def _require_same(first: tuple[str, _Layout], other: tuple[str, _Layout]) -> Non
 def id_column_of(sources: Sequence[DataSource], id_column: str) -> str:
     """The column that ``read_questions`` takes the ids from; empty where rows are numbered."""
     first = next(iter(read_rows(sources[0])), None)
-    return _layout(first, sources[0], id_column).id_column if first else id_column
+    return _layout(first, sources[0], id_column)[1] if first else id_column
 
 
 def to_tasks(questions: Sequence[Question], *, template: ChatTemplate, sampling: Sampling) -> list[Task]:
@@ -255,7 +245,12 @@ def to_answer(task: Task, completion: Completion, tokenizer: Any, stop_ids: froz
 def _question(row: Row, id_: str, source: DataSource, weighed: bool) -> Question:
     try:
         if weighed and has_choices(row, source.columns):
-            return _of_choices(row, id_, source)
+            question, system, choices, right = read_choices(row, source.columns)
+            told = (Message("system", system),) if system else ()
+            return Question(
+                id=id_, where=row.where, messages=(*told, Message("user", question)),
+                reference=Message("assistant", choices[right]), choices=choices, right=right,
+            )  # fmt: skip
         if _is_batch_line(row, source):
             return _of_batch_line(row, id_)
         example = to_example(row, format=source.format, columns=source.columns)
@@ -270,15 +265,6 @@ def _question(row: Row, id_: str, source: DataSource, weighed: bool) -> Question
         )
     *prompt, answer = example.messages
     return Question(id=id_, where=row.where, messages=tuple(prompt), tools=example.tools, reference=answer)
-
-
-def _of_choices(row: Row, id_: str, source: DataSource) -> Question:
-    found = read_choices(row, source.columns)
-    system = (Message("system", found.system),) if found.system else ()
-    return Question(
-        id=id_, where=row.where, messages=(*system, Message("user", found.question)),
-        reference=Message("assistant", found.choices[found.right]), choices=found.choices, right=found.right,
-    )  # fmt: skip
 
 
 def _of_batch_line(row: Row, id_: str) -> Question:

@@ -5,19 +5,26 @@ called here, without a limit of time: whoever names one that never ends, ends it
 """
 
 import importlib.util
+import json
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from fitune.data.conversations.tool_calls import calls_in_text
+from fitune.data.reading.rows import BadRow, Row
 from fitune.errors import FituneError, RecipeError
 from fitune.score.answers import Line, answer_text
-from fitune.score.grades.calls import compared_calls
 from fitune.score.grades.graders import Grader, json_schema, regex
 from fitune.score.grades.judging import Judging
 from fitune.score.shards import Shards
+from fitune.spec.serial import require_shallow
+
+_DECODER = json.JSONDecoder()
+_canonical = partial(json.dumps, sort_keys=True)
 
 
 def try_graders(graders: Sequence[Grader]) -> None:
@@ -99,8 +106,52 @@ def _loaded(grader: Grader) -> Callable[..., Any]:
         return function
     compare = regex if grader.kind == "regex" else json_schema
     compare("", grader.argument)  # a pattern that is none, a schema that is none, a library that is missing
-    return partial(_of_answer, compare, grader.argument)
+    return lambda answer, **_: compare(answer, grader.argument)
 
 
-def _of_answer(compare: Callable[[str, str], float], argument: str, *, answer: str, **_: Any) -> float:
-    return compare(answer, argument)
+def compared_calls(answer: str, expected: str, wanted: Sequence[str]) -> tuple[Counter[str], Counter[str]]:
+    """Count the calls of ``answer`` and of ``expected``, each as canonical JSON. ``wanted``: those of ``expected``
+    as the data has them."""
+    # Most templates write a call as JSON with the tool's name and its arguments, between tokens of their own: these are
+    # compared in any order, whatever else is said. Where a template writes them in another way (a name in front of the
+    # arguments, tags) the words are compared, and the JSON among them by value.
+    calls = Counter(_canonical(json.loads(call)) for call in wanted)
+    said, meant = _parts(answer), _parts(expected)
+    if _calls(meant) == calls:
+        return _calls(said), calls
+    return Counter([_canonical(said)]), Counter([_canonical(meant)])
+
+
+def _parts(text: str) -> list[Any]:
+    """Words, and JSON's objects and lists, in their order."""
+    parts: list[Any] = []
+    at = begin = 0
+    while at < len(text):
+        if text[at] in "{[":
+            try:
+                value, end = _DECODER.raw_decode(text, at)
+                require_shallow(value)
+            except RecursionError:
+                break  # brackets without end
+            except ValueError:
+                pass
+            else:
+                parts += [*text[begin:at].split(), value]
+                at = begin = end
+                continue
+        at += 1
+    return parts + text[begin:].split()
+
+
+def _calls(parts: Sequence[Any]) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for part in parts:
+        if not isinstance(part, str):
+            try:
+                calls = calls_in_text(Row("", {}), "", part)
+            except BadRow:
+                continue
+            found.update(
+                _canonical({"name": call.name, "arguments": json.loads(call.arguments)}) for call in calls
+            )
+    return found

@@ -124,8 +124,13 @@ def read_judge(path: str) -> Judge:
             hint="model: FOLDER; a judge behind a url needs its folder too, for tokenizer and chat template",
         )
     judge = Judge(**({"engine": "server"} if found.get("url") else {}) | found)
-    _require_choice(path, "verdict", judge.verdict, get_args(Verdict))
-    _require_choice(path, "engine", judge.engine, ENGINES)
+    choices: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+        ("verdict", judge.verdict, get_args(Verdict)), ("engine", judge.engine, ENGINES)
+    )  # fmt: skip
+    for name, value, allowed in choices:
+        if value not in allowed:
+            hint = did_you_mean(value, allowed) or f"known: {', '.join(allowed)}"
+            raise RecipeError(f"{path}: {name} = {value!r} is not known", hint=hint)
     if (judge.verdict == "prefer") != bool(judge.against):
         raise RecipeError(
             f"{path}: verdict {judge.verdict} with against {judge.against!r}",
@@ -144,12 +149,6 @@ def _check(path: str, name: str, value: object, default: object) -> None:
     least, most = LIMITS.get(name, (0, 0))
     if name in LIMITS and not least <= float(str(value)) <= most:
         raise RecipeError(f"{path}: {name} = {value!r}: must be from {least:,} to {most:,}")
-
-
-def _require_choice(path: str, name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        hint = did_you_mean(value, known) or f"known: {', '.join(known)}"
-        raise RecipeError(f"{path}: {name} = {value!r} is not known", hint=hint)
 
 
 def question_of(judge: Judge) -> str:

@@ -2,13 +2,13 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from fitune.data.conversations.messages import Message
 from fitune.data.conversations.templates import ChatTemplate, load_template
 from fitune.errors import RecipeError
-from fitune.files import open_regular
+from fitune.files import cache_folder, open_regular
 from fitune.models.tokens import load_tokenizer
 from fitune.models.weight_files import nobody
 from fitune.score.answers import Line, answer_text
@@ -16,6 +16,7 @@ from fitune.score.asking import Asker
 from fitune.score.engines.engine import Sampling, engine_named
 from fitune.score.engines.opening import check_engine, tokenizer_folder
 from fitune.score.grades.judge_settings import fill, question_of, read_judge, read_verdict
+from fitune.score.index import Pairing, open_pairing
 from fitune.score.plan import ScorePlan
 from fitune.score.shards import OF_THE_ROW
 from fitune.score.tasks import Answer, Question, to_tasks
@@ -41,7 +42,8 @@ class Judging:
             ),
         )  # fmt: skip
         self._opened: tuple[Asker | Weigher, ChatTemplate] | None = None
-        self._others = _Others(Path(self._judge.against)) if self._judge.against else None
+        self._others: Pairing | None = None
+        self._closing = ExitStack()
 
     def try_out(self) -> None:
         """Raises FituneError for what would stop the judge: settings, a folder without a model, a silent server."""
@@ -72,22 +74,29 @@ class Judging:
                 yield self._graded([next(said) for _ in asked[place]])
 
     def close(self) -> None:
-        if self._opened is not None:
-            self._opened[0].close()
-            self._opened = None
-        if self._others is not None:
-            self._others.close()
+        """Free the judge's model and the other scoring's answers; a later row opens them again."""
+        self._closing.close()
+        self._opened = self._others = None
 
     def _questions(self, answered: Line, task: Line) -> Iterator[Question]:
         """One question, or two that differ in the order of the answers; none where there is no other answer."""
         id_, mine = answered["custom_id"], str(answer_text(answered))
         expected = task["expected"] if task["expected"] is not None else _NO_REFERENCE
         texts = {"prompt": task["prompt"], "expected": expected, "answer": mine}
-        if self._others is None:
+        if not self._judge.against:
             yield self._asked(id_, texts)
-        elif (other := self._others.text(id_)) is not None:
+        elif (other := self._other_answer(id_)) is not None:
             yield self._asked(f"{id_} first", texts | {"answer_a": mine, "answer_b": other})
             yield self._asked(f"{id_} second", texts | {"answer_a": other, "answer_b": mine})
+
+    def _other_answer(self, id_: str) -> str | None:
+        """The other scoring's answer to a row; None where it has no such row, or no answer to it."""
+        if self._others is None:
+            self._others = self._closing.enter_context(open_pairing(cache_folder() / "scoring"))
+            with open_regular(Path(self._judge.against) / "answers.jsonl", follow_links=False) as file:
+                self._others.add((json.loads(line)["custom_id"], line) for line in file)
+        line = self._others.line(id_)
+        return None if line is None else answer_text(json.loads(line))
 
     def _asked(self, id_: str, texts: dict[str, str]) -> Question:
         return Question(id=id_, where=id_, messages=(Message("user", fill(self._question, texts)),))
@@ -117,35 +126,8 @@ class Judging:
             tokenizer = load_tokenizer(tokenizer_folder(plan))
             template = load_template(tokenizer, plan.chat_template)
             asker = open_asker(plan, tokenizer, template, nobody, weighed_by="")
+            self._closing.callback(asker.close)
             self._opened = asker, template
         asker, template = self._opened
         tasks = to_tasks(questions, template=template, sampling=self._plan.sampling)
         return asker.ask(tasks, on_answer=lambda: None)
-
-
-class _Others:
-    """Answers of another scoring by id: in memory only where each line begins."""
-
-    def __init__(self, directory: Path) -> None:
-        self._path = directory / "answers.jsonl"
-        self._starts: dict[str, int] | None = None
-        self._file: Any = None
-
-    def text(self, id_: str) -> str | None:
-        """The other scoring's answer to a row; None where it has no such row, or no answer to it."""
-        if self._starts is None:
-            self._file = open_regular(self._path, follow_links=False)
-            self._starts = {}
-            start = 0
-            for line in self._file:
-                self._starts[json.loads(line)["custom_id"]] = start
-                start += len(line)
-        if id_ not in self._starts:
-            return None
-        self._file.seek(self._starts[id_])
-        return answer_text(json.loads(self._file.readline()))
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        self._file = self._starts = None

@@ -22,7 +22,7 @@ def plan_of(
     *, model: str, out: str | os.PathLike[str] = "", data: Paths | None = None, adapter: str = "",
     columns: Mapping[str, str] | None = None, graders: Sequence[str] = (), sampling: Mapping[str, Any] | None = None,
     batch_size: int | None = None, engine: str = "", allow_https: bool = False,
-    allow_private_addresses: bool = False, **others: str,
+    allow_private_addresses: bool = False, **others: Any,
 ) -> ScorePlan:  # fmt: skip
     """The settings of a scoring, checked; ``data`` None where the rows are not read here.
 
@@ -33,7 +33,7 @@ def plan_of(
     rows = {} if batch_size is None else {"batch_size": batch_size}
     require_within_limits({**rows, **(sampling or {})}, columns or {})
     model, adapter = weights_and_adapter(model, adapter)
-    access = {"allow_https": allow_https, "allow_private_addresses": allow_private_addresses}
+    access: dict[str, Any] = {"allow_https": allow_https, "allow_private_addresses": allow_private_addresses}
     return ScorePlan(
         model=model, adapter=adapter, sources=() if data is None else _sources_of(data, columns or {}, access),
         output_dir=str(out), graders=tuple(graders), sampling=Sampling(**(sampling or {})),
@@ -42,7 +42,7 @@ def plan_of(
 
 
 def _sources_of(
-    data: Paths, columns: Mapping[str, str], access: Mapping[str, bool]
+    data: Paths, columns: Mapping[str, str], access: Mapping[str, Any]
 ) -> tuple[DataSource, ...]:
     """A source for each path, in their order. Raises RecipeError for one that is named twice, and where none is."""
     paths = [str(path) for path in ([data] if isinstance(data, str | os.PathLike) else data)]
