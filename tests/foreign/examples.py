@@ -5,7 +5,6 @@ long texts are shortened. ``other_methods``: what is neither full fine-tuning no
 """
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ class Example:
     other_method: str
 
 
-def published_examples() -> Iterator[Example]:
+def published_examples():
     data = json.loads((Path(__file__).parent / "examples.json").read_text(encoding="utf-8"))
     for trainer, content in data.items():
         for name, numbers in content["examples"].items():

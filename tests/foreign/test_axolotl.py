@@ -7,9 +7,7 @@ import pytest
 
 from fitune.errors import RecipeError
 from fitune.foreign.door import read_foreign
-from fitune.foreign.reading import Reading
 from fitune.session.recipes.foreign_recipes import recipe_of_keys
-from fitune.spec.recipe.recipe import Recipe
 
 PLAIN: dict[str, Any] = {
     "base_model": "org/llama", "datasets": [{"path": "org/chat", "type": "chat_template"}], "sequence_len": 1024,
@@ -18,18 +16,18 @@ PLAIN: dict[str, Any] = {
 }  # fmt: skip
 
 
-def recipe(**changes: Any) -> Recipe:
+def recipe(**changes):
     keys = {key: value for key, value in {**PLAIN, **changes}.items() if value != "absent"}
     return recipe_of_keys(keys, where="theirs.yaml", folder=Path("nowhere")).recipe
 
 
-def reading(**changes: Any) -> Reading:
+def reading(**changes):
     found = read_foreign({**PLAIN, **changes}, where="theirs.yaml", folder=Path("nowhere"))
     assert found is not None
     return found
 
 
-def test_a_qlora_recipe_says_the_same_here() -> None:
+def test_a_qlora_recipe_says_the_same_here():
     read = recipe()
     assert (read.model, read.tuning, read.quantization) == ("org/llama", "qlora", "nf4")
     assert (read.seq_len, read.micro_batch_size, read.gradient_accumulation_steps) == (1024, 2, 1)
@@ -80,7 +78,7 @@ def test_a_qlora_recipe_says_the_same_here() -> None:
         ({"gpu": "4090"}, "gpu", "4090"),
     ],
 )
-def test_a_key_becomes_the_setting_that_means_it(changes: dict[str, Any], setting: str, value: Any) -> None:
+def test_a_key_becomes_the_setting_that_means_it(changes, setting, value):
     assert getattr(recipe(**changes), setting) == value
 
 
@@ -99,7 +97,7 @@ def test_a_key_becomes_the_setting_that_means_it(changes: dict[str, Any], settin
         ),
     ],
 )
-def test_the_type_of_a_dataset_is_its_format(source: dict[str, Any], format: str, columns: Any) -> None:
+def test_the_type_of_a_dataset_is_its_format(source, format, columns):
     read = recipe(datasets=[{"path": "d", "split": "train[:5%]", **source}]).data[0]
     assert (read.format, read.columns, read.split) == (format, columns, "train[:5%]")
 
@@ -113,7 +111,7 @@ def test_the_type_of_a_dataset_is_its_format(source: dict[str, Any], format: str
         ({"path": "owner/name", "name": "en"}, ["owner/name:en"]),
     ],
 )
-def test_every_file_of_a_dataset_is_a_source(source: dict[str, Any], paths: list[str]) -> None:
+def test_every_file_of_a_dataset_is_a_source(source, paths):
     """None may be left out in silence."""
     assert [each.path for each in recipe(datasets=[{"type": "alpaca", **source}]).data] == paths
 
@@ -139,13 +137,13 @@ def test_every_file_of_a_dataset_is_a_source(source: dict[str, Any], paths: list
         ({"lora_target_parameters": {"experts": 1}}, "lora_target_parameters"),
     ],
 )
-def test_what_would_change_the_result_is_refused_by_its_key(changes: dict[str, Any], key: str) -> None:
+def test_what_would_change_the_result_is_refused_by_its_key(changes, key):
     assert [line.key for line in reading(**changes).of("refused")] == [key]
     with pytest.raises(RecipeError, match="would change the result"):
         recipe(**changes)
 
 
-def test_all_unknown_keys_are_listed_with_what_they_may_mean() -> None:
+def test_all_unknown_keys_are_listed_with_what_they_may_mean():
     with pytest.raises(RecipeError) as refused:
         recipe(lora_aplha=3, sample_pakcing=True, wandb_project="x")
     text = str(refused.value)
@@ -154,7 +152,7 @@ def test_all_unknown_keys_are_listed_with_what_they_may_mean() -> None:
     assert "wandb" not in text
 
 
-def test_off_empty_and_bookkeeping_keys_take_one_line() -> None:
+def test_off_empty_and_bookkeeping_keys_take_one_line():
     found = recipe_of_keys(
         {
             **PLAIN, "strict": False, "hub_model_id": "me/x", "load_best_model_at_end": True, "never_seen": None,
@@ -168,7 +166,7 @@ def test_off_empty_and_bookkeeping_keys_take_one_line() -> None:
     assert any("load_best_model_at_end: the weights of the last step" in note for note in found.notes)
 
 
-def test_sharding_is_left_to_the_plan_on_one_device() -> None:
+def test_sharding_is_left_to_the_plan_on_one_device():
     keys = {**PLAIN, "fsdp_config": {"fsdp_offload_params": True, "reshard_after_forward": True}}
     one = recipe_of_keys(keys, where="t", folder=Path("nowhere"))
     two = recipe_of_keys(keys, where="t", folder=Path("nowhere"), options={"gpus": 2})
@@ -179,13 +177,13 @@ def test_sharding_is_left_to_the_plan_on_one_device() -> None:
     assert [line.fate for line in found.lines if line.key == "fsdp_config"] == ["translated"] * 3
 
 
-def test_every_weight_over_sharded_devices_keeps_fp32_masters() -> None:
+def test_every_weight_over_sharded_devices_keeps_fp32_masters():
     full = {**PLAIN, "adapter": None, "load_in_4bit": False, "deepspeed": "configs/zero3_bf16.json"}
     read = recipe_of_keys(full, where="t", folder=Path("nowhere"), options={"gpus": 8}).recipe
     assert (read.precision, read.zero) == ("bf16-master", 3)
 
 
-def test_the_trackers_of_a_recipe_track_here() -> None:
+def test_the_trackers_of_a_recipe_track_here():
     read = recipe(
         wandb_project="mine", wandb_entity="team", wandb_name="first", wandb_run_id="abc", wandb_mode="offline",
         wandb_watch="gradients", wandb_log_model="checkpoint",
@@ -214,7 +212,7 @@ def test_the_trackers_of_a_recipe_track_here() -> None:
         {"use_wandb": False, "mlflow_experiment_name": "mine"},
     ],
 )
-def test_a_tracker_that_is_off_there_is_off_here(changes: dict[str, Any]) -> None:
+def test_a_tracker_that_is_off_there_is_off_here(changes):
     assert recipe(**changes).report_to == []
 
 
@@ -235,7 +233,7 @@ def test_a_tracker_that_is_off_there_is_off_here(changes: dict[str, Any]) -> Non
          r"datasets\[0\].type.system_prompt: Be kind. would change the result"),
     ],
 )  # fmt: skip
-def test_a_key_inside_a_dataset_is_never_left_out_in_silence(source: dict[str, Any], named: str) -> None:
+def test_a_key_inside_a_dataset_is_never_left_out_in_silence(source, named):
     with pytest.raises(RecipeError, match=named):
         recipe(datasets=[{"path": "d", "type": "chat_template", **source}])
 
@@ -252,11 +250,11 @@ def test_a_key_inside_a_dataset_is_never_left_out_in_silence(source: dict[str, A
         {"type": {"field_instruction": "q", "field_output": "a", "format": "{instruction}"}},
     ],
 )
-def test_keys_of_a_dataset_that_say_what_fitune_does_are_read(source: dict[str, Any]) -> None:
+def test_keys_of_a_dataset_that_say_what_fitune_does_are_read(source):
     assert recipe(datasets=[{"path": "d", "type": "chat_template", **source}]).data[0].path == "d"
 
 
-def test_evaluations_without_rows_held_out_are_passed_over() -> None:
+def test_evaluations_without_rows_held_out_are_passed_over():
     """axolotl's own examples write val_set_size: 0 beside eval_steps."""
     assert recipe(val_set_size=0, eval_steps=50).eval_steps == 0
     assert recipe(val_set_size=0.1, eval_steps=50).eval_steps == 50

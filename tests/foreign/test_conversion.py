@@ -14,7 +14,7 @@ from fitune.session.recipes.foreign_recipes import convert_recipe, read_any_reci
 from foreign.examples import published_examples
 
 
-def test_a_converted_recipe_is_the_same_recipe(tmp_path: Path) -> None:
+def test_a_converted_recipe_is_the_same_recipe(tmp_path):
     theirs, ours = tmp_path / "theirs.yaml", tmp_path / "ours.yaml"
     converted = 0
     for number, example in enumerate(published_examples()):
@@ -37,7 +37,7 @@ def test_a_converted_recipe_is_the_same_recipe(tmp_path: Path) -> None:
     assert converted > 20
 
 
-def test_fitunes_own_recipes_are_not_taken_for_others(tmp_path: Path) -> None:
+def test_fitunes_own_recipes_are_not_taken_for_others(tmp_path):
     own = Path(__file__).parents[2] / "recipes"
     assert len(list(own.glob("*.yaml"))) > 5
     for path in own.glob("*.yaml"):
@@ -48,7 +48,7 @@ def test_fitunes_own_recipes_are_not_taken_for_others(tmp_path: Path) -> None:
         convert_recipe(path)
 
 
-def test_python_and_files_read_the_same(tmp_path: Path) -> None:
+def test_python_and_files_read_the_same(tmp_path):
     theirs: dict[str, Any] = {
         "base_model": "gpt2", "datasets": [{"path": "org/d", "type": "alpaca"}], "sequence_len": 512, "adapter": "lora",
         "lora_r": 8, "lora_alpha": 16, "micro_batch_size": 1, "lora_target_linear": True, "learning_rate": 1e-4,
@@ -61,13 +61,13 @@ def test_python_and_files_read_the_same(tmp_path: Path) -> None:
     assert plan.batch.seq_len == 512
 
 
-def test_one_key_may_not_be_set_twice() -> None:
+def test_one_key_may_not_be_set_twice():
     reading = Reading(trainer="t", where="t", raw={"a": 1, "b": 2}, folder=Path("."))
     reading.same({"a": "seq_len", "b": "seq_len"})
     assert [line.key for line in reading.of("refused")] == ["b"]
 
 
-def test_another_task_is_not_told_to_leave_a_key_out(tmp_path: Path) -> None:
+def test_another_task_is_not_told_to_leave_a_key_out(tmp_path):
     path = tmp_path / "theirs.yaml"
     keys: dict[str, Any] = {
         "base_model": "gpt2", "rl": "dpo", "datasets": [{"path": "org/d", "type": "chatml.intel"}],
@@ -80,7 +80,7 @@ def test_another_task_is_not_told_to_leave_a_key_out(tmp_path: Path) -> None:
     assert caught.value.hint == "a recipe of supervised fine-tuning with data for it"
 
 
-def test_a_push_to_the_hub_is_not_called_bookkeeping(tmp_path: Path) -> None:
+def test_a_push_to_the_hub_is_not_called_bookkeeping(tmp_path):
     path = tmp_path / "theirs.yaml"
     keys = {"model_name_or_path": "gpt2", "dataset_name": "org/d", "use_peft": True, "push_to_hub": True}
     path.write_text(yaml.safe_dump(keys))
@@ -88,7 +88,7 @@ def test_a_push_to_the_hub_is_not_called_bookkeeping(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["two\nlines", "x " * 6_000, "tail\n", "# no comment\n\n  at all"])
-def test_a_comment_is_never_a_part_of_a_value(tmp_path: Path, text: str) -> None:
+def test_a_comment_is_never_a_part_of_a_value(tmp_path, text):
     keys = {"model_name_or_path": "gpt2", "dataset_name": "org/d", "use_peft": True, "run_name": text,
             "output_dir": text}  # fmt: skip
     reading = Reading(trainer="TRL", where="theirs\nyaml", raw=keys, folder=Path("."))

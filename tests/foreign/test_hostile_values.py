@@ -27,7 +27,7 @@ HOSTILE: list[Any] = [
 
 
 @pytest.mark.parametrize("trainer", ["axolotl", "LLaMA-Factory", "torchtune", "TRL"])
-def test_no_value_leads_to_a_traceback(trainer: str) -> None:
+def test_no_value_leads_to_a_traceback(trainer):
     seen: set[str] = set()
     for example in published_examples():
         new = [key for key in example.keys if key not in seen]
@@ -41,7 +41,7 @@ def test_no_value_leads_to_a_traceback(trainer: str) -> None:
     assert len(seen) > 15
 
 
-def test_the_error_names_the_key_and_its_value() -> None:
+def test_the_error_names_the_key_and_its_value():
     keys = {"base_model": "m", "sequence_len": 8, "micro_batch_size": 1, "warmup_steps": "many"}
     with pytest.raises(FituneError, match="warmup_steps = 'many' is not what axolotl takes there"):
         recipe_of_keys(keys, where="t", folder=Path("nowhere"))

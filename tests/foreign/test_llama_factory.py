@@ -9,7 +9,6 @@ import yaml
 
 from fitune.errors import RecipeError
 from fitune.session.recipes.foreign_recipes import recipe_of_keys
-from fitune.spec.recipe.recipe import Recipe
 
 PLAIN: dict[str, Any] = {
     "model_name_or_path": "org/llama", "stage": "sft", "do_train": True, "finetuning_type": "lora",
@@ -22,18 +21,18 @@ SECOND: dict[str, Any] = {
 }  # fmt: skip
 
 
-def recipe(keys: dict[str, Any], *, folder: Path = Path("nowhere"), gpus: int = 1, **changes: Any) -> Recipe:
+def recipe(keys, *, folder=Path("nowhere"), gpus=1, **changes):
     return recipe_of_keys({**keys, **changes}, where="t", folder=folder, options={"gpus": gpus}).recipe
 
 
-def test_its_defaults_hold_where_they_differ() -> None:
+def test_its_defaults_hold_where_they_differ():
     read = recipe(PLAIN)
     assert (read.lora_r, read.lora_alpha, read.lora_target_modules) == (8, 16, ["all-linear"])
     assert (read.learning_rate, read.num_epochs, read.lr_scheduler) == (5e-5, 3.0, "linear")
     assert (read.warmup_ratio, read.micro_batch_size, read.precision) == (0.0, 8, "fp32")
 
 
-def test_names_of_a_registry_that_is_not_here_are_said_and_the_plan_goes_on() -> None:
+def test_names_of_a_registry_that_is_not_here_are_said_and_the_plan_goes_on():
     found = recipe_of_keys(PLAIN, where="t", folder=Path("nowhere"))
     assert found.recipe.data == []
     said = " ".join(line.strip() for line in found.notes)
@@ -57,7 +56,7 @@ def test_names_of_a_registry_that_is_not_here_are_said_and_the_plan_goes_on() ->
         ({"use_kt": True, "kt_config": {"kt_expert_weight_format": "bf16"}}, "tuning", "lora"),
     ],
 )
-def test_a_key_becomes_the_setting_that_means_it(changes: dict[str, Any], setting: str, value: Any) -> None:
+def test_a_key_becomes_the_setting_that_means_it(changes, setting, value):
     assert getattr(recipe(PLAIN, **changes), setting) == value
 
 
@@ -72,12 +71,12 @@ def test_a_key_becomes_the_setting_that_means_it(changes: dict[str, Any], settin
         {"val_size": 50},
     ],
 )
-def test_what_would_change_the_result_is_refused(changes: dict[str, Any]) -> None:
+def test_what_would_change_the_result_is_refused(changes):
     with pytest.raises(RecipeError, match=f"{next(iter(changes))}: .* would change the result"):
         recipe(PLAIN, **changes)
 
 
-def test_dataset_info_says_where_rows_are_and_how_they_are_called(tmp_path: Path) -> None:
+def test_dataset_info_says_where_rows_are_and_how_they_are_called(tmp_path):
     (tmp_path / "data").mkdir()
     info = {
         "identity": {"file_name": "identity.json"},
@@ -101,7 +100,7 @@ def test_dataset_info_says_where_rows_are_and_how_they_are_called(tmp_path: Path
         recipe(PLAIN, folder=tmp_path, dataset="pairs")
 
 
-def test_deepspeed_is_read_from_its_file_or_else_from_its_name(tmp_path: Path) -> None:
+def test_deepspeed_is_read_from_its_file_or_else_from_its_name(tmp_path):
     config = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     (tmp_path / "mine.json").write_text(json.dumps(config))
     read = recipe(PLAIN, folder=tmp_path, gpus=2, deepspeed="mine.json")
@@ -111,7 +110,7 @@ def test_deepspeed_is_read_from_its_file_or_else_from_its_name(tmp_path: Path) -
         recipe(PLAIN, gpus=2, deepspeed="ds/other.json")
 
 
-def test_version_1_says_the_same_in_groups(tmp_path: Path) -> None:
+def test_version_1_says_the_same_in_groups(tmp_path):
     read = recipe(SECOND, gpus=2)
     assert (read.tuning, read.lora_r, read.lora_alpha, read.zero, read.seq_len) == ("lora", 16, 32, 3, 512)
     assert (read.learning_rate, read.precision) == (1e-4, "bf16-master")
@@ -122,7 +121,7 @@ def test_version_1_says_the_same_in_groups(tmp_path: Path) -> None:
     assert (source.path, source.sample) == ("org/a", 50)
 
 
-def test_every_key_of_a_group_is_read_or_named(tmp_path: Path) -> None:
+def test_every_key_of_a_group_is_read_or_named(tmp_path):
     adapter = SECOND["peft_config"] | {"use_dora": True, "use_rslora": True, "modules_to_save": ["lm_head"]}
     read = recipe(SECOND, peft_config=adapter)
     assert (read.dora, read.rslora, read.lora_modules_to_save) == (True, True, ["lm_head"])
@@ -142,10 +141,10 @@ def test_every_key_of_a_group_is_read_or_named(tmp_path: Path) -> None:
         recipe(SECOND, peft_config=adapter | {"layers_to_transform": [0]})
 
 
-def test_every_key_of_a_dataset_info_is_read_or_named(tmp_path: Path) -> None:
+def test_every_key_of_a_dataset_info_is_read_or_named(tmp_path):
     (tmp_path / "data").mkdir()
 
-    def data(**more: Any) -> Any:
+    def data(**more):
         info = {"a": {"file_name": "a.json", **more}}
         (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(info))
         return recipe(PLAIN, folder=tmp_path, dataset="a").data[0]

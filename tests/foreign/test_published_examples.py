@@ -6,21 +6,21 @@ from pathlib import Path
 import pytest
 
 from fitune.errors import RecipeError
-from fitune.session.recipes.foreign_recipes import ReadRecipe, recipe_of_keys
+from fitune.session.recipes.foreign_recipes import recipe_of_keys
 from fitune.spec.recipe.contradictions import require_consistent
-from foreign.examples import Example, published_examples
+from foreign.examples import published_examples
 
 EXAMPLES = list(published_examples())
 LEAST_SHARE = {"axolotl": 0.9, "LLaMA-Factory": 0.95, "torchtune": 0.95, "TRL": 1.0}
 
 
-def read(example: Example) -> ReadRecipe:
+def read(example):
     found = recipe_of_keys(example.keys, where=example.name, folder=Path("nowhere"), options={"gpus": 8})
     require_consistent(found.recipe, devices=8)
     return found
 
 
-def accepted(example: Example) -> bool:
+def accepted(example):
     try:
         read(example)
     except RecipeError:
@@ -28,7 +28,7 @@ def accepted(example: Example) -> bool:
     return True
 
 
-def test_nine_of_ten_examples_by_full_lora_and_qlora_are_read() -> None:
+def test_nine_of_ten_examples_by_full_lora_and_qlora_are_read():
     usual = [example for example in EXAMPLES if not example.other_method]
     counts = Counter(example.trainer for example in usual)
     good = Counter(example.trainer for example in usual if accepted(example))
@@ -40,7 +40,7 @@ def test_nine_of_ten_examples_by_full_lora_and_qlora_are_read() -> None:
 OVERALL = 0.95
 
 
-def test_every_other_method_is_refused_by_the_key_that_asks_for_it() -> None:
+def test_every_other_method_is_refused_by_the_key_that_asks_for_it():
     for example in EXAMPLES:
         if not example.other_method:
             continue
@@ -51,7 +51,7 @@ def test_every_other_method_is_refused_by_the_key_that_asks_for_it() -> None:
         assert asked, (example.name, example.other_method, str(refused.value))
 
 
-def test_every_key_of_a_read_example_has_a_line() -> None:
+def test_every_key_of_a_read_example_has_a_line():
     from fitune.foreign.door import read_foreign
 
     for example in EXAMPLES:

@@ -7,7 +7,6 @@ import pytest
 
 from fitune.errors import RecipeError
 from fitune.session.recipes.foreign_recipes import recipe_of_keys
-from fitune.spec.recipe.recipe import Recipe
 
 PLAIN: dict[str, Any] = {
     "output_dir": "out",
@@ -27,12 +26,12 @@ PLAIN: dict[str, Any] = {
 }  # fmt: skip
 
 
-def recipe(**changes: Any) -> Recipe:
+def recipe(**changes):
     keys = {key: value for key, value in {**PLAIN, **changes}.items() if value != "absent"}
     return recipe_of_keys(keys, where="t", folder=Path("nowhere"), options={"gpus": 2}).recipe
 
 
-def test_components_become_settings() -> None:
+def test_components_become_settings():
     read = recipe()
     assert (read.model, read.tuning, read.lora_r, read.lora_alpha) == (
         "meta-llama/Llama-3-8B",
@@ -46,7 +45,7 @@ def test_components_become_settings() -> None:
     assert (read.data[0].path, read.data[0].format) == ("yahma/alpaca-cleaned", "alpaca")
 
 
-def test_its_defaults_are_not_fitunes() -> None:
+def test_its_defaults_are_not_fitunes():
     read = recipe(lr_scheduler="absent")
     assert (read.lr_scheduler, read.warmup_steps) == ("constant", 0)
     assert (read.weight_decay, read.max_grad_norm) == (0.01, 0.0)
@@ -71,7 +70,7 @@ def test_its_defaults_are_not_fitunes() -> None:
         ({"optimizer": {"_component_": "bitsandbytes.optim.PagedAdamW8bit", "lr": 1e-5}}, "optimizer", "adamw-8bit"),
     ],
 )  # fmt: skip
-def test_a_key_becomes_the_setting_that_means_it(changes: dict[str, Any], setting: str, value: Any) -> None:
+def test_a_key_becomes_the_setting_that_means_it(changes, setting, value):
     assert getattr(recipe(**changes), setting) == value
 
 
@@ -85,7 +84,7 @@ def test_a_key_becomes_the_setting_that_means_it(changes: dict[str, Any], settin
         ({"optimizer": {"_component_": "torch.optim.Adagrad"}}, "optimizer"),
     ],
 )  # fmt: skip
-def test_what_would_change_the_result_is_refused(changes: dict[str, Any], key: str) -> None:
+def test_what_would_change_the_result_is_refused(changes, key):
     with pytest.raises(RecipeError, match=f"{key}: .* would change the result"):
         recipe(**changes)
 
@@ -108,13 +107,13 @@ def test_what_would_change_the_result_is_refused(changes: dict[str, Any], key: s
         ("model", {"attn_dropout": 0.1}, "unknown key 'model.attn_dropout'"),
     ],
 )
-def test_a_component_has_no_argument_that_is_left_out_in_silence(key: str, more: Any, named: str) -> None:
+def test_a_component_has_no_argument_that_is_left_out_in_silence(key, more, named):
     with pytest.raises(RecipeError, match=named):
         recipe(**{key: PLAIN[key] | more})
     assert recipe(**{key: PLAIN[key] | dict.fromkeys(more, False)})
 
 
-def test_datasets_that_differ_in_what_is_learned_are_refused() -> None:
+def test_datasets_that_differ_in_what_is_learned_are_refused():
     one = {"_component_": "torchtune.datasets.alpaca_dataset", "train_on_input": False}
     assert [each.path for each in recipe(dataset=[one, one | {"source": "org/b"}]).data] == [
         "tatsu-lab/alpaca", "org/b",

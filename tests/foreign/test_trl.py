@@ -9,7 +9,6 @@ import yaml
 from fitune.errors import RecipeError
 from fitune.foreign.door import trainer_of
 from fitune.session.recipes.foreign_recipes import convert_recipe, recipe_of_keys
-from fitune.spec.recipe.recipe import Recipe
 
 PLAIN: dict[str, Any] = {"model_name_or_path": "org/m", "dataset_name": "org/rows"}
 UNSLOTH: dict[str, Any] = {
@@ -22,11 +21,11 @@ UNSLOTH: dict[str, Any] = {
 }  # fmt: skip
 
 
-def recipe(keys: dict[str, Any], *, folder: Path = Path("nowhere"), gpus: int = 2, **changes: Any) -> Recipe:
+def recipe(keys, *, folder=Path("nowhere"), gpus=2, **changes):
     return recipe_of_keys({**keys, **changes}, where="t", folder=folder, options={"gpus": gpus}).recipe
 
 
-def test_trls_defaults_hold() -> None:
+def test_trls_defaults_hold():
     read = recipe(PLAIN)
     assert (read.tuning, read.precision, read.seq_len, read.micro_batch_size) == (
         "full",
@@ -58,7 +57,7 @@ def test_trls_defaults_hold() -> None:
         ({"use_peft": True, "use_dora": True}, "dora", True),
     ],
 )
-def test_a_key_becomes_the_setting_that_means_it(changes: dict[str, Any], setting: str, value: Any) -> None:
+def test_a_key_becomes_the_setting_that_means_it(changes, setting, value):
     assert getattr(recipe(PLAIN, **changes), setting) == value
 
 
@@ -66,12 +65,12 @@ def test_a_key_becomes_the_setting_that_means_it(changes: dict[str, Any], settin
     "changes",
     [{"loss_type": "dft"}, {"reward_funcs": ["a"]}, {"beta": 0.1}, {"neftune_noise_alpha": 5}, {"optim": "lion_32bit"}],
 )  # fmt: skip
-def test_what_would_change_the_result_is_refused(changes: dict[str, Any]) -> None:
+def test_what_would_change_the_result_is_refused(changes):
     with pytest.raises(RecipeError, match=f"{next(iter(changes))}: .* would change the result"):
         recipe(PLAIN, **changes)
 
 
-def test_accelerates_file_says_stage_devices_and_what_lies_on_the_host(tmp_path: Path) -> None:
+def test_accelerates_file_says_stage_devices_and_what_lies_on_the_host(tmp_path):
     fsdp = {
         "distributed_type": "FSDP", "num_machines": 2, "num_processes": 16, "mixed_precision": "bf16",
         "fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD", "fsdp_offload_params": True},
@@ -83,7 +82,7 @@ def test_accelerates_file_says_stage_devices_and_what_lies_on_the_host(tmp_path:
     assert read.offload_parameters == "cpu"
 
 
-def test_the_arguments_of_an_unsloth_notebook() -> None:
+def test_the_arguments_of_an_unsloth_notebook():
     assert trainer_of(UNSLOTH) == "Unsloth"
     read = recipe(UNSLOTH)
     assert (read.model, read.tuning, read.lora_r, read.quantization) == ("unsloth/m", "qlora", 16, "nf4")
@@ -102,13 +101,13 @@ def test_the_arguments_of_an_unsloth_notebook() -> None:
         ("trackio", []),
     ],
 )
-def test_the_trackers_are_the_same(named: object, here: list[str]) -> None:
+def test_the_trackers_are_the_same(named, here):
     read = recipe(PLAIN, report_to=named, run_name="first")
     assert read.report_to == here
     assert read.run_name == ("first" if here else "")
 
 
-def test_a_notebook_without_rows_is_told_where_to_name_them(tmp_path: Path) -> None:
+def test_a_notebook_without_rows_is_told_where_to_name_them(tmp_path):
     said = " ".join(" ".join(read_notes(UNSLOTH)).split())
     assert "no data is named: a notebook loads its rows in Python" in said
     assert "data: FILE in the recipe, or --data FILE" in said
@@ -120,17 +119,17 @@ def test_a_notebook_without_rows_is_told_where_to_name_them(tmp_path: Path) -> N
     assert "no data" not in "\n".join(named.notes)
 
 
-def test_a_converted_notebook_has_a_line_for_its_data(tmp_path: Path) -> None:
+def test_a_converted_notebook_has_a_line_for_its_data(tmp_path):
     theirs = tmp_path / "notebook.yaml"
     theirs.write_text(yaml.safe_dump(UNSLOTH))
     assert "# data: train.jsonl  # a notebook loads its rows in Python" in convert_recipe(theirs)
 
 
-def read_notes(keys: dict[str, Any]) -> tuple[str, ...]:
+def read_notes(keys):
     return recipe_of_keys(keys, where="t", folder=Path("nowhere")).notes
 
 
-def test_files_of_a_dataset_are_its_sources_and_its_columns_are_no_secret() -> None:
+def test_files_of_a_dataset_are_its_sources_and_its_columns_are_no_secret():
     files = {"path": "json", "data_files": ["a.jsonl", "b.jsonl"]}
     keys = {
         "model_name_or_path": "org/m",

@@ -47,9 +47,9 @@ def plan_for(folder, row, *, rows, model, graders=()):
     )
 
 
-def choice(plan: ScorePlan, engine: str = "") -> tuple[str, int] | None:
+def choice(plan, engine=""):
     """Engine and devices; None where nothing is chosen, and nothing is said."""
-    said: list[Any] = []
+    said = []
     found = with_fastest_engine(plan, engine, tell=said.append)
     assert said or found is plan
     return (found.engine, found.devices) if said else None

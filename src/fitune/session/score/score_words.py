@@ -41,9 +41,7 @@ def plan_of(
     )  # fmt: skip
 
 
-def _sources_of(
-    data: Paths, columns: Mapping[str, str], access: Mapping[str, Any]
-) -> tuple[DataSource, ...]:
+def _sources_of(data: Paths, columns: Mapping[str, str], access: Mapping[str, Any]) -> tuple[DataSource, ...]:
     """A source for each path, in their order. Raises RecipeError for one that is named twice, and where none is."""
     paths = [str(path) for path in ([data] if isinstance(data, str | os.PathLike) else data)]
     if not all(paths) or not paths:
