@@ -21,7 +21,7 @@ _REGION_BYTES = 16 * MIB
 _ALIGNMENT = 64
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class _Region:
     memory: mmap.mmap
     bytes: int
@@ -95,6 +95,8 @@ class PinnedMemory:
         page = mmap.PAGESIZE
         length = _REGION_BYTES if size < _REGION_BYTES // 4 else -(-size // page) * page
         region = _Region(memory=self._pinned(length), bytes=length, free=[(0, length)])
+        # a memory map is gone before what it calls at its end, so the region calls, and every room holds the region
+        weakref.finalize(region, _unpin, region.memory).atexit = False
         self.bytes += length
         self._regions.append(region)
         return region, region.cut(size) or 0  # at its start
@@ -104,13 +106,15 @@ class PinnedMemory:
             memory = mmap.mmap(-1, length)
         except OSError as error:
             raise NoPinnedMemory(length, pinned_bytes=self.bytes) from error
-        address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-        if int(torch.cuda.cudart().cudaHostRegister(address, length, 0)):
+        if int(torch.cuda.cudart().cudaHostRegister(_address(memory), length, 0)):
             raise NoPinnedMemory(length, pinned_bytes=self.bytes)
-        weakref.finalize(memory, _unpin, address).atexit = False
         return memory
 
 
-def _unpin(address: int) -> None:
+def _unpin(memory: mmap.mmap) -> None:
     torch.cuda.synchronize()  # a copy may be under way
-    torch.cuda.cudart().cudaHostUnregister(address)
+    torch.cuda.cudart().cudaHostUnregister(_address(memory))
+
+
+def _address(memory: mmap.mmap) -> int:
+    return torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
