@@ -23,9 +23,9 @@ from train.test_run import callbacks
 pytestmark = pytest.mark.null_gpu
 
 LOSS, NF4_LOSS = 1e-5, 3e-3
-"""Relative. NF4: the first losses differ already, by 5e-4. It is not the packing, which gives the same bytes here
-as on the CPU for a weight by itself, nor a model that is packed in place, whose losses are equal. The runs that
-differ load a folder, and their CPU's side is of the other environment: which of these it is, is not known."""
+"""Relative. NF4: the first losses differ already, by 5e-4. A folder that is loaded has the same packed bytes and
+the same loss here, on the CPU beside and on the CPU of the other environment; what differs in a whole run is not
+known."""
 LORA = {"tuning": "lora", "max_steps": 4, "save_steps": 2, "val_fraction": 0.1, "eval_steps": 2}
 FULL = {"tuning": "full", "learning_rate": 1e-3, "max_steps": 3}
 AWAY = Offload(parameters="cpu", optimizer="cpu")
