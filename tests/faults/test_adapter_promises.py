@@ -250,45 +250,30 @@ def test_json_of_strangers(base: Path, written: Callable[..., Path], content: by
             read()
 
 
-# Finding 10: expressions that go back forever
-
-SLOW = r"(\w|\w\w|\w.|\w\w\w)+!"
-
-
 @pytest.mark.parametrize(
     "changes",
     [
-        {"target_modules": SLOW},
-        {"exclude_modules": SLOW},
-        {"layers_pattern": SLOW, "layers_to_transform": [0]},
-        {"layers_pattern": ["layers", SLOW], "layers_to_transform": [7]},
-        {"rank_pattern": {SLOW: 4}},
-        {"target_modules": "(?:x{2147483647})"},
         {"target_modules": "("},
+        {"target_modules": "(?R)"},
+        {"exclude_modules": "*"},
+        {"layers_pattern": ["(", "layers"], "layers_to_transform": [7]},
         {"rank_pattern": {"a": 4, "(": 4}},
-        {"rank_pattern": {f"a{i}": 4 for i in range(60_000)}},
     ],
-    ids=lambda changes: " ".join(changes),
+    ids=str,
 )
-def test_a_slow_expression_is_an_error(
+def test_what_is_no_regular_expression_is_an_error(
     base: Path, written: Callable[..., Path], changes: dict[str, object]
 ) -> None:
     adapter = written()
     edit_config(adapter, **changes)
-    long = "base_model.model.model.layers.0." + "a" * 200 + ".lora_A.weight"
-    edit_weights(adapter, lambda weights: {**weights, long: torch.zeros(4, 32)})
-    names = {
-        **linear_shapes(AutoModelForCausalLM.from_pretrained(base)),
-        "model.layers.0." + "a" * 200: (32, 32),
-    }
-    with pytest.raises(CheckpointError):
-        check_adapter(adapter, base=names)
+    with pytest.raises(CheckpointError, match="is no regular expression"):
+        check_adapter(adapter, **shapes(base))
 
 
-def test_the_alpha_of_a_slow_expression_is_an_error_too(base: Path, written: Callable[..., Path]) -> None:
+def test_the_alpha_of_no_regular_expression_is_an_error_too(base: Path, written: Callable[..., Path]) -> None:
     adapter = written()
-    edit_config(adapter, alpha_pattern={"(?:x{2147483647})": 4})
-    with pytest.raises(CheckpointError, match="repeats too much"):
+    edit_config(adapter, alpha_pattern={"(": 4})
+    with pytest.raises(CheckpointError, match="is no regular expression"):
         load_adapter(AutoModelForCausalLM.from_pretrained(base), adapter)
 
 

@@ -67,6 +67,7 @@ def test_blocks_of_a_pattern_and_of_lora_layers_must_both_hold():
         ([r".*\.embed_tokens"], r"(?s)matches no linear.*lora_modules_to_save: \[embed_tokens\]"),
         (["lm_head"], r"(?s)'lm_head' is no linear of a block.*lora_modules_to_save: \[lm_head\]"),
         (["(q|v_proj"], "is no regular expression: "),
+        (["(?R)"], "is no regular expression: "),
         (
             [".*qkv"],
             r"the pattern '\.\*qkv' matches no linear of tiny/llama, whose blocks have self_attn\.q_proj, ",

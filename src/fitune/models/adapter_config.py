@@ -1,12 +1,11 @@
 """adapter_config.json of strangers, checked field by field before PEFT sees any of it, and the linears it chooses.
 
-PEFT hands the expressions of a config to ``re``, without a time limit. Here they are matched against the clock
-(spec/recipe/targets.py), by PEFT's rules, and PEFT is given the full names that they chose.
+Its expressions are matched here, by PEFT's rules, and PEFT is given the full names that they chose.
 """
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -15,7 +14,6 @@ from peft import LoraConfig
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from fitune.errors import CheckpointError
-from fitune.spec.recipe.patterns import Clock
 from fitune.spec.serial import read_object
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -157,9 +155,6 @@ def _short(value: object) -> str:
 
 HEAD = "lm_head"
 
-MOST_QUESTIONS = 2_000_000
-"""Linears times patterns."""
-
 T = TypeVar("T")
 
 
@@ -168,9 +163,7 @@ class Targets:
     """The choices of one config. Every method raises ValueError for an expression that cannot be used."""
 
     config: AdapterConfig
-    clock: Clock = field(default_factory=Clock)
     _sets: dict[int, frozenset[str]] = field(default_factory=dict)
-    _asked: int = 0
 
     @property
     def are_plain(self) -> bool:
@@ -201,7 +194,7 @@ class Targets:
 
     def _is_among(self, wanted: str | list[str], module: str) -> bool:
         if isinstance(wanted, str):
-            return self.clock.fullmatch(wanted, module) is not None
+            return _match(re.fullmatch, wanted, module) is not None
         names = self._sets.setdefault(id(wanted), frozenset(wanted))
         return any(
             module[begin:] in names for begin in (0, *(dot.end() for dot in re.finditer(r"\.", module)))
@@ -217,7 +210,7 @@ class Targets:
             anchored = (
                 rf"(?:^|.*?\.){pattern}\.(?P<idx>\d+)\." if self.config.layers_pattern else _FIRST_NUMBER
             )
-            found = self.clock.match(anchored, module)
+            found = _match(re.match, anchored, module)
             if found is not None:
                 number = found["idx"].lstrip("0") or "0"
                 return number in map(str, [layers] if isinstance(layers, int) else layers)
@@ -225,19 +218,24 @@ class Targets:
 
     def _by_pattern(self, patterns: Mapping[str, T] | None, module: str) -> T | None:
         """PEFT's rule: the first pattern that ends the name wins."""
-        self._asked += len(patterns or {})
-        if self._asked > MOST_QUESTIONS:
-            raise ValueError(
-                f"rank_pattern or alpha_pattern is too long: over {MOST_QUESTIONS:,} comparisons"
-            )
         for pattern, value in (patterns or {}).items():
             if _PLAIN.fullmatch(pattern):
                 is_end = _ends_with(module, pattern)
             else:
-                is_end = self.clock.match(rf"(.*\.)?({pattern})$", module) is not None
+                is_end = _match(re.match, rf"(.*\.)?({pattern})$", module) is not None
             if is_end:
                 return value
         return None
+
+
+def _match(
+    match: Callable[[str, str], re.Match[str] | None], expression: str, module: str
+) -> re.Match[str] | None:
+    """What ``re.match`` or ``re.fullmatch`` finds. Raises ValueError for what is no regular expression."""
+    try:
+        return match(expression, module)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"{_short(expression)} is no regular expression: {error}") from None
 
 
 _PLAIN = re.compile(r"[\w\-.]+")

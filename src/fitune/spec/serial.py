@@ -36,8 +36,6 @@ TABLE_BYTES = 64 * MIB
 
 MOST_NESTING = 64
 """Levels of lists and objects: what copies, compares or prints a value goes one call deeper for each of them."""
-_MOST_CONTAINERS = 4_000_000
-"""Lists and objects of one file: an empty one takes 60 bytes for the three that it has in the file."""
 
 
 def read_object(
@@ -63,8 +61,6 @@ def parse_object(data: bytes | str) -> dict[str, Any]:
 def parse_json(data: bytes | str) -> Any:
     """The value that ``data`` spells. Raises ValueError with the line, the key or the place that is wrong."""
     text = data if isinstance(data, str) else _decoded(data)
-    if text.count("[") + text.count("{") > _MOST_CONTAINERS:
-        raise ValueError(f"more than {_MOST_CONTAINERS:,} lists and objects")
     try:
         value = json.loads(text, object_pairs_hook=_without_doubles)
     except json.JSONDecodeError as error:

@@ -9,10 +9,9 @@ from fitune.errors import RecipeError
 from fitune.files import read_text
 from fitune.units import KIB
 
+_MOST_NESTING = 32
 MOST_RECIPE_BYTES = 256 * KIB
 """Two seconds of reading. The longest recipes here have two KiB."""
-
-_MOST_NESTING = 32
 
 
 class StrictLoader(yaml.SafeLoader):
@@ -101,7 +100,9 @@ def parse_value(text: str, *, where: str) -> Any:
     try:
         return yaml.load(text, Loader=StrictLoader)  # StrictLoader is a SafeLoader
     except yaml.YAMLError as error:
-        cause, hint = _cause(error), None
+        cause, hint = getattr(error, "problem", None) or str(error), None
+        if isinstance(error, yaml.reader.ReaderError):
+            cause = f"the character U+{error.character:04X} is not allowed"
         if "'\\t'" in cause:
             cause, hint = "a tab, where YAML takes spaces alone", "replace each tab by two spaces"
         raise RecipeError(f"{where}{_place(error, text)}: {cause}", hint=hint) from None
@@ -114,9 +115,3 @@ def _place(error: yaml.YAMLError, text: str) -> str:
         return f":{before.count(chr(10)) + 1}:{len(before) - before.rfind(chr(10))}"
     mark = getattr(error, "problem_mark", None)
     return "" if mark is None else f":{mark.line + 1}:{mark.column + 1}"
-
-
-def _cause(error: yaml.YAMLError) -> str:
-    if isinstance(error, yaml.reader.ReaderError):
-        return f"the character U+{error.character:04X} is not allowed"
-    return getattr(error, "problem", None) or str(error)

@@ -7,7 +7,6 @@ from typing import Literal
 
 from fitune.errors import RecipeError, did_you_mean
 from fitune.spec.model.model_spec import Linear, ModelSpec
-from fitune.spec.recipe.patterns import Clock
 from fitune.units import as_ranges
 
 Table = Literal["embed_tokens", "lm_head"]
@@ -46,9 +45,8 @@ def resolve_adapted(model: ModelSpec, *, targets: Sequence[str], layers: Sequenc
             "lora_target_modules is empty", hint=f"all-linear, or some of {', '.join(model.adaptable_names)}"
         )
     blocks: dict[str, set[int]] = {}
-    clock = Clock()
     for wanted in targets:
-        for name, numbers in _matches(model, wanted, clock):
+        for name, numbers in _matches(model, wanted):
             blocks.setdefault(name, set()).update(numbers)
     both = _common_blocks(blocks) & set(resolve_layers(model, layers))
     if not both:
@@ -103,7 +101,7 @@ def resolve_modules_to_save(model: ModelSpec, wanted: Sequence[str]) -> tuple[Ta
     return tuple(sorted(found))
 
 
-def _matches(model: ModelSpec, wanted: str, clock: Clock) -> Sequence[tuple[str, Sequence[int]]]:
+def _matches(model: ModelSpec, wanted: str) -> Sequence[tuple[str, Sequence[int]]]:
     """Names in a block with the numbers of the blocks."""
     everywhere = range(model.num_layers)
     stacks = [m for m in model.linears if m.stacked]
@@ -117,10 +115,10 @@ def _matches(model: ModelSpec, wanted: str, clock: Clock) -> Sequence[tuple[str,
     if is_name:
         named = [m.name for m in linears if wanted == m.short_name or _ends(m, wanted)]
     else:
-        named = [m.name for m in linears if any(_is(wanted, it, clock) for it in (m.short_name, m.name))]
+        named = [m.name for m in linears if _is(wanted, m.short_name) or _is(wanted, m.name)]
     if named:
         return [(name, everywhere) for name in named]
-    by_block = [(m.name, list(_blocks_matched(model, m, wanted, clock))) for m in linears]
+    by_block = [(m.name, list(_blocks_matched(model, m, wanted))) for m in linears]
     found = [(name, numbers) for name, numbers in by_block if numbers]
     if not found:
         raise _unknown(model, wanted) if is_name else _unmatched(model, wanted)
@@ -131,20 +129,23 @@ def _ends(linear: Linear, wanted: str) -> bool:
     return linear.name == wanted or linear.name.endswith(f".{wanted}")
 
 
-def _is(wanted: str, name: str, clock: Clock) -> bool:
+def _is(wanted: str, name: str) -> bool:
     """True if a name, or a regular expression as a whole, is ``name``."""
     if _NAME.fullmatch(wanted):
         return wanted == name
     try:
-        return clock.fullmatch(wanted, name) is not None
-    except ValueError as error:
-        raise RecipeError(f"lora_target_modules: {error}", hint="all-linear, or names") from None
+        return re.fullmatch(wanted, name) is not None
+    except (re.error, RecursionError, OverflowError) as error:
+        raise RecipeError(
+            f"lora_target_modules: {wanted!r:.60} is no regular expression: {error}",
+            hint="all-linear, or names",
+        ) from None
 
 
-def _blocks_matched(model: ModelSpec, linear: Linear, wanted: str, clock: Clock) -> Iterator[int]:
+def _blocks_matched(model: ModelSpec, linear: Linear, wanted: str) -> Iterator[int]:
     roots = _ROOTS if model.blocks_name == _ROOTS[0] else (model.blocks_name,)
     for number in range(model.num_layers):
-        if any(_is(wanted, f"{root}.{number}.{linear.name}", clock) for root in roots):
+        if any(_is(wanted, f"{root}.{number}.{linear.name}") for root in roots):
             yield number
 
 
