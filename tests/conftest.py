@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from fitune.report import run_page
 from fitune.spec.plan import Plan
 from fitune.stores import opening
 
+_NUMBERS = count()
 torch.set_num_threads(1)  # tiny models: threads that wait for one another cost ten times what they bring
 
 QUESTIONS = [
@@ -128,30 +130,45 @@ def fitune(
     return run
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FITUNE_CACHE", str(tmp_path / "cache"))
+def _no_pictures(run: object) -> None:
+    raise MissingExtra("pictures", extra="plots")
 
 
 @pytest.fixture(autouse=True)
-def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages without pictures, which take longer than the runs that they show, but for tests marked ``pictures``."""
+def own_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache of the test's own, and pages without pictures, which take longer than the runs that they show, but for
+    tests marked ``pictures``. One fixture, no folder: an empty test takes half the time."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("FITUNE_CACHE", str(tmp_path_factory.getbasetemp() / f"cache-{next(_NUMBERS)}"))
+        if not request.node.get_closest_marker("pictures"):
+            patched.setattr(run_page, "draw_pictures", _no_pictures)
+        yield
 
-    def draw(run: object) -> None:
-        raise MissingExtra("pictures", extra="plots")
 
-    if not request.node.get_closest_marker("pictures"):
-        monkeypatch.setattr(run_page, "draw_pictures", draw)
+@pytest.fixture
+def traces(
+    own_cache: None, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    """Blocks without formulas are traced, as by ``fitune plan``. A trace takes seconds, so it is kept for all tests."""
+    from fitune.rehearse.profile import TransformersTracer
+    from fitune.spec.model import tracer
+
+    before = tracer.current_tracer()
+    monkeypatch.setenv("FITUNE_CACHE", str(tmp_path_factory.getbasetemp() / "traces"))
+    tracer.trace_with(TransformersTracer())
+    yield
+    tracer.trace_with(before)
 
 
-@pytest.fixture(autouse=True)
-def no_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="session")
+def no_new_process() -> Iterator[None]:
     """Where the program would begin anew in the place of this process, it does so inside it: tests go on."""
 
     def begin(executable: str, command: list[str]) -> None:
-        from fitune.cli import main
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(sys, "argv", ["fitune", *command[-2:]])
+            main()
 
-        monkeypatch.setattr(sys, "argv", ["fitune", *command[-2:]])
-        main()
-
-    monkeypatch.setattr(os, "execv", begin)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "execv", begin)
+        yield

@@ -1,8 +1,9 @@
 """The program with one rank that fails: ``faulty_ranks.py RANK CALL FAULT train …``.
 
 In the CALL-th backward pass of that rank FAULT happens, or at its start where CALL is 0. The launcher, which has no
-RANK of its own, starts its ranks by the same words. In the environment: GO, a file that lets a rank go on which
-waits; SILENCE, seconds after which a node that says nothing is lost; TOGETHER, seconds in which two signals are one.
+RANK of its own, starts its ranks by the same words; torch and transformers, five seconds that it does not need, are
+imported by ranks alone. In the environment: GO, a file that lets a rank go on which waits; SILENCE, seconds after which
+a node that says nothing is lost; TOGETHER, seconds in which two signals are one.
 """
 
 import errno
@@ -16,14 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from fitune.checkpoint import save
 from fitune.cli import main
 from fitune.errors import DataError
 from fitune.launch import nodes
-from fitune.models.language_model import LanguageModel
 from fitune.session import fresh_process
 
 
@@ -42,6 +38,8 @@ def fill_disk() -> None:
 def fill_disk_of_save() -> None:
     """From now on no file of a checkpoint can be written, and this rank is slow to leave its group: the agent stops
     it before it ends."""
+    import torch.distributed as dist
+
     in_next_save(fill_disk)
     leave = dist.destroy_process_group
 
@@ -57,6 +55,8 @@ def kill_in_save() -> None:
 
 
 def in_next_save(fault: Callable[[], None]) -> None:
+    from fitune.checkpoint import save
+
     def failing(path: Any, chunks: Any) -> Any:
         fault()
 
@@ -129,6 +129,8 @@ FAULTS: dict[str, Callable[[], None]] = {
 
 
 def fail_in(call: int, fault: Callable[[], None]) -> None:
+    from fitune.models.language_model import LanguageModel
+
     real, calls = LanguageModel.loss_and_gradient, [0]
 
     def failing(*words: Any, **named: Any) -> Any:
@@ -143,7 +145,7 @@ def fail_in(call: int, fault: Callable[[], None]) -> None:
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background programs ignore it
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup's ignore this one
-    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # torch's threads
     nodes.SILENCE_SECONDS = float(os.environ.get("SILENCE", nodes.SILENCE_SECONDS))
     fresh_process._ONE_REQUEST_SECONDS = float(os.environ.get("TOGETHER", fresh_process._ONE_REQUEST_SECONDS))
     rank, call, name, *words = sys.argv[1:]

@@ -13,7 +13,6 @@ from transformers import AutoConfig, PretrainedConfig
 from fitune.estimate.model_profile import model_profile
 from fitune.estimate.predict import predict_memory
 from fitune.models.door import model_config
-from fitune.rehearse.profile import TransformersTracer
 from fitune.rehearse.step import trace_plan
 from fitune.rehearse.trace import peaks_by_kind
 from fitune.spec.counts import adapted_blocks, untouched_blocks
@@ -22,7 +21,6 @@ from fitune.spec.model.known_models import configs_to_trace
 from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.model.shipped import NOT_SHIPPED
-from fitune.spec.model.tracer import trace_with
 from fitune.spec.plan import Batch, Plan
 from plans import gpu, plan_for
 
@@ -47,9 +45,7 @@ ATTENTION = ("q_proj", "k_proj", "v_proj")
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("FITUNE_CACHE", str(tmp_path / "cache"))
-    trace_with(TransformersTracer())
+def folder(tmp_path: Path, traces: None) -> Path:
     return tmp_path / "model"
 
 
@@ -65,7 +61,7 @@ def with_adapters(spec: ModelSpec, targets: tuple[str, ...], *, tokens: int, **c
 
 
 def check(plan: Plan, config: PretrainedConfig) -> None:
-    trace, _ = trace_plan(plan, config, exact=True)
+    trace, _ = trace_plan(plan, config, exact=False)  # whole where blocks differ
     rehearsed = max(sum(kinds.values()) for kinds in peaks_by_kind(trace, on_cuda=False).values())
     assert predict_memory(plan).tensor_peak_bytes == pytest.approx(rehearsed, rel=0.01)
 
@@ -91,12 +87,11 @@ def test_adapters_on_attention_alone(folder: Path, model_type: str, recompute: i
 
 
 def sets_of_targets(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
-    """All linears; those of attention; those that the first block lacks, or the last one."""
+    """Those of attention; those that the first block lacks, or the last one."""
     names = spec.adaptable_names
     attention = tuple(n for n in names if n in ("q_proj", "k_proj", "v_proj", "o_proj", "query_key_value"))
     of_first = {m.short_name for m in spec.linears_of(0)}
     return {
-        "all": ("all-linear",),
         "attention": attention or names[:1],
         "late": tuple(n for n in names if n not in of_first) or names[-1:],
     }
@@ -109,8 +104,8 @@ def cases() -> list[tuple[str, str]]:
     specs = {name: load_model_spec(name, offline=True) for name in names}
     deepest_first = sorted(names, key=lambda name: -specs[name].num_layers)
     chosen = sorted({specs[name].model_type: name for name in deepest_first}.values())
-    every = ("all", "attention", "late")
-    return [(name, each) for name in chosen for each in (every if len(specs[name].kinds) > 1 else every[1:2])]
+    sets = ("attention", "late")
+    return [(name, each) for name in chosen for each in sets[: len(specs[name].kinds)]]
 
 
 @pytest.mark.slow

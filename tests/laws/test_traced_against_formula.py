@@ -5,16 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from fitune.rehearse.profile import TransformersTracer
-from fitune.spec.model.tracer import trace_with
-
 BENCH = runpy.run_path(str(Path(__file__).parents[2] / "bench" / "traced_vs_formula.py"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BENCH["MODELS"])
-def test_trace_and_formula_agree(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FITUNE_CACHE", str(tmp_path / "cache"))
-    trace_with(TransformersTracer())
+def test_trace_and_formula_agree(name: str, tmp_path: Path, traces: None) -> None:
     for row in BENCH["compared"](name, tmp_path / "model"):
         assert abs(row["error"]) < BENCH["TOLERANCES"].get(name, 0.005), row

@@ -8,12 +8,10 @@ import torch
 from transformers import ApertusConfig, ApertusForCausalLM
 
 from fitune.models.weights import load_model
-from fitune.rehearse.profile import TransformersTracer
 from fitune.spec.counts import count_parameters
 from fitune.spec.model.architectures import trains_like_transformers
 from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.model.model_spec import ModelSpec
-from fitune.spec.model.tracer import trace_with
 from fitune.train.prepare import prepare_loaded
 from models.streams import make_rows, stream_of
 from plans import plan_for
@@ -26,9 +24,7 @@ ROWS = make_rows((9, 14))
 
 
 @pytest.fixture
-def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelSpec:
-    monkeypatch.setenv("FITUNE_CACHE", str(tmp_path / "cache"))
-    trace_with(TransformersTracer())
+def spec(tmp_path: Path, traces: None) -> ModelSpec:
     torch.manual_seed(0)
     ApertusForCausalLM(ApertusConfig(**SMALL)).save_pretrained(tmp_path / "apertus")
     return load_model_spec(str(tmp_path / "apertus"))

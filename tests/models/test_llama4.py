@@ -14,9 +14,7 @@ from fitune.models.language_model import language_model, recompute_blocks
 from fitune.models.low_bit.quantised import is_dense_linear
 from fitune.models.row_attention import Rows
 from fitune.models.weights import load_model
-from fitune.rehearse.profile import TransformersTracer
 from fitune.spec.model.model_config import load_model_spec
-from fitune.spec.model.tracer import trace_with
 from fitune.spec.plan import PlainLoss, Recompute
 from fitune.spec.rules import require_rules
 from models.streams import make_rows, stream_of
@@ -42,10 +40,8 @@ def tiny() -> Llama4ForCausalLM:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, traces: None) -> Path:
     """A config.json as it is published, with the vision part beside the text part."""
-    monkeypatch.setenv("FITUNE_CACHE", str(tmp_path / "cache"))
-    trace_with(TransformersTracer())
     text = {**TEXT, "attention_chunk_size": 8192}  # a row that is traced would be cut into hundreds
     Llama4Config(text_config=text).save_pretrained(tmp_path / "llama4")
     return tmp_path / "llama4"

@@ -31,9 +31,7 @@ from fitune.models.adapter_check import check_adapter
 from fitune.models.adapters import load_adapter
 from fitune.models.door import text_config
 from fitune.models.weights import load_model
-from fitune.rehearse.profile import TransformersTracer
 from fitune.spec.model.model_config import load_model_spec
-from fitune.spec.model.tracer import trace_with
 from fitune.spec.plan import Plan
 from fitune.train.prepare import prepare
 from fitune.train.run import run
@@ -94,10 +92,8 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def folder(kind: str, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(kind: str, model_folder: Path, tmp_path: Path, traces: None) -> Path:
     """A checkpoint with a vision tower and the tokenizer of the usual model."""
-    monkeypatch.setenv("FITUNE_CACHE", str(tmp_path / "cache"))
-    trace_with(TransformersTracer())
     target = tmp_path / "seeing"
     shutil.copytree(model_folder, target, ignore=shutil.ignore_patterns("*.safetensors*", "*config.json"))
     shutil.copy(model_folder / "tokenizer_config.json", target)

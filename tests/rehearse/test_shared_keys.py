@@ -10,12 +10,10 @@ from transformers import AutoConfig
 from fitune.errors import ModelError
 from fitune.estimate.predict import predict_memory
 from fitune.models.door import model_config
-from fitune.rehearse.profile import TransformersTracer
 from fitune.rehearse.step import trace_plan
 from fitune.rehearse.trace import peaks_by_kind
 from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.model.model_spec import ModelSpec
-from fitune.spec.model.tracer import trace_with
 from fitune.spec.plan import Plan, Zero
 from plans import CPU, gpu, plan_for
 
@@ -49,7 +47,7 @@ CASES = [
     ("4-small", {**LORA, "recompute": 9}),
     ("3n", {**LORA, **EIGHT, "recompute": 0}),
     ("4-dense", {**LORA, "recompute": 4}),
-    ("3n", {**FULL, "recompute": 4}),
+    ("3n", {**FULL, "recompute": 4, "seq_len": 64}),
     ("3n", {**FULL, "recompute": 9, "accumulation": 2, "seq_len": 64}),
     ("3n", {**FULL, **EIGHT, "recompute": 9, "seq_len": 64}),
     ("4-dense", {**FULL, "recompute": 0}),
@@ -59,9 +57,7 @@ QUICK = 2
 
 
 @pytest.fixture
-def spec_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("FITUNE_CACHE", str(tmp_path / "cache"))
-    trace_with(TransformersTracer())
+def spec_of(tmp_path: Path, traces: None) -> Any:
 
     def read(model_type: str, values: dict[str, Any]) -> ModelSpec:
         AutoConfig.for_model(model_type, **values).save_pretrained(tmp_path / "model")

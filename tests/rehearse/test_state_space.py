@@ -14,7 +14,6 @@ from fitune.models.door import model_config
 from fitune.models.language_model import language_model, recompute_blocks
 from fitune.models.low_bit.packing import places_in
 from fitune.rehearse.block_recording import work_of
-from fitune.rehearse.profile import TransformersTracer
 from fitune.rehearse.step import trace_plan
 from fitune.rehearse.trace import peaks_by_kind
 from fitune.spec.model import tracing
@@ -22,7 +21,6 @@ from fitune.spec.model.block_profile import BatchShape
 from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.model.traced_profile import Extent, Size
-from fitune.spec.model.tracer import trace_with
 from fitune.spec.plan import Batch, Nf4, PlainLoss, Plan, Precision, Recompute
 from fitune.spec.predictions import Phase
 from models.streams import make_rows, stream_of
@@ -52,9 +50,7 @@ CHUNKS = {"mamba": 1, "qwen3_5_text": 64}
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("FITUNE_CACHE", str(tmp_path / "cache"))
-    trace_with(TransformersTracer())
+def folder(tmp_path: Path, traces: None) -> Path:
     return tmp_path / "model"
 
 

@@ -56,7 +56,7 @@ def model_of(tmp_path: Path, model_type: str, config: dict[str, Any]) -> ModelSp
     return load_model_spec(str(tmp_path / model_type))
 
 
-def test_shapes_are_counted_by_hand(tmp_path: Path, cache: Path) -> None:
+def test_shapes_are_counted_by_hand(tmp_path: Path, traces: None) -> None:
     spec = model_of(tmp_path, "gpt_neox", NEOX)
     h, f = 96, 224
     block = 3 * h * h + 3 * h + h * h + h + 2 * h * f + f + h + 4 * h
@@ -71,7 +71,7 @@ def test_shapes_are_counted_by_hand(tmp_path: Path, cache: Path) -> None:
     ]
 
 
-def test_blocks_that_differ_are_counted_apart(tmp_path: Path, cache: Path) -> None:
+def test_blocks_that_differ_are_counted_apart(tmp_path: Path, traces: None) -> None:
     spec = model_of(tmp_path, "deepseek_v3", DEEPSEEK)
     assert spec.kind_of == (0, 0, 1, 1, 1)
     with torch.device("meta"):
@@ -95,7 +95,9 @@ def test_blocks_that_differ_are_counted_apart(tmp_path: Path, cache: Path) -> No
         ),
     ],
 )
-def test_the_estimate_is_the_rehearsed_step(tmp_path: Path, cache: Path, hardware: str, choice: dict) -> None:
+def test_the_estimate_is_the_rehearsed_step(
+    tmp_path: Path, traces: None, hardware: str, choice: dict
+) -> None:
     """At 320 tokens, which were not traced; to 0.5 % of the peak."""
     spec = model_of(tmp_path, "gpt_neox", NEOX)
     device = CPU if hardware == "cpu" else gpu(hardware)
@@ -110,7 +112,7 @@ def test_the_estimate_is_the_rehearsed_step(tmp_path: Path, cache: Path, hardwar
 @pytest.mark.parametrize("adaptive", [True, False])
 @pytest.mark.parametrize(("model_type", "config"), [("gpt_neox", NEOX), ("gpt_neo", NEO)])
 def test_weights_updated_in_backward_are_planned_from_the_profile_of_full(
-    tmp_path: Path, cache: Path, model_type: str, config: dict[str, Any], adaptive: bool, recompute: int
+    tmp_path: Path, traces: None, model_type: str, config: dict[str, Any], adaptive: bool, recompute: int
 ) -> None:
     """One gradient at a time, and its step beside what its block keeps."""
     spec = model_of(tmp_path, model_type, config)
@@ -126,7 +128,7 @@ def test_weights_updated_in_backward_are_planned_from_the_profile_of_full(
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_no_row_is_traced_beyond_a_mask_that_blocks_keep(
-    tmp_path: Path, cache: Path, rows: int, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, traces: None, rows: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """GPT-Neo's blocks take 256 tokens in all; the estimate at other lengths is the rehearsed step, to 0.5 %."""
     spec = model_of(tmp_path, "gpt_neo", NEO)
@@ -140,7 +142,7 @@ def test_no_row_is_traced_beyond_a_mask_that_blocks_keep(
     assert capfd.readouterr().err == ""
 
 
-def test_micro_batches_longer_than_the_mask_are_refused(tmp_path: Path, cache: Path) -> None:
+def test_micro_batches_longer_than_the_mask_are_refused(tmp_path: Path, traces: None) -> None:
     spec = model_of(tmp_path, "gpt_neo", NEO)
     recipe = parse_recipe({"model": spec.name, "seq_len": 200, "micro_batch_size": 2})
     with pytest.raises(FituneError, match="256 tokens in one micro-batch, and 2 × 200 are more"):
@@ -148,7 +150,7 @@ def test_micro_batches_longer_than_the_mask_are_refused(tmp_path: Path, cache: P
 
 
 def test_blocks_that_cannot_run_are_refused_in_one_line(
-    tmp_path: Path, cache: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, traces: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """torch logs a traceback of its own before the error."""
     spec = model_of(tmp_path, "gpt_neo", NEO)
@@ -172,7 +174,7 @@ def test_a_later_plan_traces_nothing(tmp_path: Path, cache: Path, monkeypatch: p
         load_model_spec(spec.name)
 
 
-def test_a_profile_survives_json(tmp_path: Path, cache: Path) -> None:
+def test_a_profile_survives_json(tmp_path: Path, traces: None) -> None:
     spec = model_of(tmp_path, "gpt_neox", NEOX)
     plan = replace(plan_for(spec, seq_len=64, accumulation=2), model_path=spec.name)
     step = trace_profile(plan, model_config(spec.name), first=64, rows=1)

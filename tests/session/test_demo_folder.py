@@ -40,4 +40,4 @@ def test_a_folder_that_is_no_demo_is_refused_untouched(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(RunDirectoryError, match="no earlier demo"):
         demo.run_demo(tmp_path, tell=tell_nobody, gpus=1)
-    assert [path.name for path in tmp_path.iterdir() if path.name != "cache"] == ["notes.txt"]
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
