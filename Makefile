@@ -5,8 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEMO := $(VENV)/.installed-for-demo
 STAMP := $(VENV)/.installed
-# One process a core; a free one takes tests from one that is behind.
-PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
+# One process a core; a free one takes tests from one that is behind. The slowest are named: keep the list short.
+PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal --durations 20
 # vLLM pins its own torch and transformers, so it has an environment of its own.
 VLLM := $(VENV)-vllm
 VLLM_STAMP := $(VLLM)/.installed

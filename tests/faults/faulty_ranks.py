@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from fitune.cli import main
-from fitune.errors import DataError
+from fitune.errors import DataError, MissingExtra
 from fitune.launch import nodes
+from fitune.report import run_page
 from fitune.session import fresh_process
 
 
@@ -100,6 +101,10 @@ def wait() -> None:
             break
 
 
+def draw_nothing(run: object) -> None:
+    raise MissingExtra("pictures", extra="plots")
+
+
 def write_down_signals() -> None:
     """Let a file beside GO have a byte for every signal, also while this rank waits in torch for the others."""
     heard = _heard(Path(os.environ["GO"]), os.environ["RANK"])
@@ -146,6 +151,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background programs ignore it
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup's ignore this one
     os.environ["OMP_NUM_THREADS"] = "1"  # torch's threads
+    run_page.draw_pictures = draw_nothing  # longer than the run that they show
     nodes.SILENCE_SECONDS = float(os.environ.get("SILENCE", nodes.SILENCE_SECONDS))
     fresh_process._ONE_REQUEST_SECONDS = float(os.environ.get("TOGETHER", fresh_process._ONE_REQUEST_SECONDS))
     rank, call, name, *words = sys.argv[1:]
