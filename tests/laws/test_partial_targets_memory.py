@@ -87,25 +87,28 @@ def test_adapters_on_attention_alone(folder: Path, model_type: str, recompute: i
 
 
 def sets_of_targets(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
-    """Those of attention; those that the first block lacks, or the last one."""
+    """Linears of attention; those that the first block lacks, or the last one."""
     names = spec.adaptable_names
     attention = tuple(n for n in names if n in ("q_proj", "k_proj", "v_proj", "o_proj", "query_key_value"))
     of_first = {m.short_name for m in spec.linears_of(0)}
-    return {
-        "attention": attention or names[:1],
-        "late": tuple(n for n in names if n not in of_first) or names[-1:],
-    }
+    late = tuple(n for n in names if n not in of_first) or names[-1:]
+    return {"attention": attention or names[:1], "late": late}
 
 
 def cases() -> list[tuple[str, str]]:
-    """Name and set of targets for the shipped model of each type with the fewest blocks: all 87 configs would take an
-    hour of a core. Where blocks are alike, one set of targets."""
+    """Name and set of targets for the shipped model of each type with the fewest blocks: both sets where they are in
+    different blocks, one of them by turns where not."""
     names = [name for name in configs_to_trace() if name not in NOT_SHIPPED]
     specs = {name: load_model_spec(name, offline=True) for name in names}
     deepest_first = sorted(names, key=lambda name: -specs[name].num_layers)
     chosen = sorted({specs[name].model_type: name for name in deepest_first}.values())
-    sets = ("attention", "late")
-    return [(name, each) for name in chosen for each in sets[: len(specs[name].kinds)]]
+    found = []
+    for turn, name in enumerate(chosen):
+        sets = list(sets_of_targets(specs[name]).items())[:: 1 if turn % 2 else -1]
+        plans = {each: with_adapters(specs[name], targets, tokens=8) for each, targets in sets}
+        differing = {adapted_blocks(specs[name], plan.tuning): each for each, plan in plans.items()}
+        found += [(name, each) for each in differing.values()]
+    return found
 
 
 @pytest.mark.slow
