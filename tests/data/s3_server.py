@@ -33,16 +33,16 @@ class Wire:
         self._server = (host, port)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
-        self.cut_after: int | None = None
-        self.cut_sent_after: int | None = None
+        self.cut_after = None
+        self.cut_sent_after = None
         self.slow_s = 0.0
         self.refused = 0
         self.refusal = UNAVAILABLE
         self.stays_down = False
         self.is_down = False
         self.is_silent = False
-        self.requests: list[bytes] = []
-        self.headers: list[bytes] = []
+        self.requests = []
+        self.headers = []
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self):

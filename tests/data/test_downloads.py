@@ -21,11 +21,11 @@ class _Server(ThreadingHTTPServer):
     def __init__(self):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.content, self.tag = LINES, '"1"'
-        self.cuts: list[int] = []
+        self.cuts = []
         """After so many bytes each of the next answers is cut."""
         self.sent = 0
         self.status = 200
-        self.asked: list[str] = []
+        self.asked = []
 
     @property
     def url(self):

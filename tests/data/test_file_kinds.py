@@ -39,7 +39,7 @@ def test_a_packed_file_gives_the_rows_of_the_plain_one(tmp_path, suffix, layout)
     packed = gzip.compress(plain) if suffix == ".gz" else pyarrow.compress(plain, codec="zstd", asbytes=True)
     for name, content in ((f"rows.{layout}", plain), (f"packed.{layout}{suffix}", packed)):
         (tmp_path / name).write_bytes(content)
-    told: list[int] = []
+    told = []
     packed_file = tmp_path / f"packed.{layout}{suffix}"
     rows = list(read_rows(DataSource(path=str(packed_file)), on_bytes=told.append))
     assert [row.fields for row in rows] == read(tmp_path / f"rows.{layout}")

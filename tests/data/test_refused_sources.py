@@ -43,7 +43,7 @@ def test_a_key_that_stands_twice_is_refused_with_its_row(tmp_path, text, key, ki
     where = "row 2" if kind == "json" else "rows.jsonl:2"
     with pytest.raises(DataError, match=rf"{where}: the key '{key}' is there twice"):
         list(read_rows(DataSource(path=str(file))))
-    counted: list[str] = []
+    counted = []
     kept = list(read_rows(DataSource(path=str(file)), on_bad_row="skip", count_bad=counted.append))
     assert len(kept) == 1
     assert counted == ["key twice"]
@@ -83,7 +83,7 @@ def test_every_format_can_be_named(tmp_path, format, row):
 
 def test_files_are_hashed_once_a_source(tmp_path, rows, monkeypatch):
     """A corpus of many GiB is read from end to end each time."""
-    hashed: list[str] = []
+    hashed = []
     real = sources.content_key
 
     def key(source, **told):

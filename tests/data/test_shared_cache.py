@@ -28,7 +28,7 @@ def prepare(bucket, tmp_path, monkeypatch):
     )
 
     def run(machine, *, tokenises=True, cache_dir=data.cache_dir, **settings):
-        notes: list[str] = []
+        notes = []
         with monkeypatch.context() as patched:
             patched.setenv("FITUNE_CACHE", str(tmp_path / machine))
             if not tokenises:
@@ -148,7 +148,7 @@ def test_a_store_that_may_not_be_read_is_an_error_that_names_the_setting(bucket,
 
 def test_a_stop_while_it_is_fetched_leaves_nothing_half_made(wire, prepare, tmp_path):
     prepare("one")
-    told: list[object] = []
+    told = []
 
     def watch(reading):
         told.append(reading)

@@ -86,7 +86,7 @@ def example(fields, format="messages", **columns):
 def learned(template, tokenizer, conversation):
     """The stretches that are learned, as text."""
     row = template.encode(conversation)
-    runs: list[list[int]] = [[]]
+    runs = [[]]
     for token, wanted in zip(row.ids, row.supervised, strict=True):
         if wanted:
             runs[-1].append(token)

@@ -14,7 +14,6 @@ from fitune.measure.device_rates import computes
 from fitune.models.weights import compute_dtype
 from fitune.rehearse.step import full_stream
 from fitune.spec.model.model_config import spec_from_config
-from fitune.spec.plan import Plan
 from fitune.spec.predictions import Phase
 from fitune.train.prepare import prepare_loaded
 from plans import known, plan_for
@@ -46,14 +45,14 @@ PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"}
 class Traffic(TorchDispatchMode):
     """Bytes that elementwise operations read and write, and how many operations there are, by phase."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.phase = Phase.FORWARD
-        self.bytes: Counter[Phase] = Counter()
-        self.operations: Counter[Phase] = Counter()
-        self.products: Counter[Phase] = Counter()
+        self.bytes = Counter()
+        self.operations = Counter()
+        self.products = Counter()
 
-    def enter(self, phase: Phase) -> None:
+    def enter(self, phase):
         self.phase = phase
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -71,7 +70,7 @@ class Traffic(TorchDispatchMode):
         return out
 
 
-def counted(family: str, layers: int, **choice) -> tuple[Plan, Traffic]:
+def counted(family, layers, **choice):
     config = {**SIZES, **FAMILIES[family], "model_type": family, "num_hidden_layers": layers}
     if family == "gpt2":
         config["n_layer"] = layers
@@ -94,7 +93,7 @@ def counted(family: str, layers: int, **choice) -> tuple[Plan, Traffic]:
 @pytest.mark.parametrize("tuning", ["full", "lora"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_block_moves_what_the_formulas_say(family: str, precision: str, tuning: str) -> None:
+def test_a_block_moves_what_the_formulas_say(family, precision, tuning):
     """One block is what a model of three has more than one of two. Adapters' products are in the formulas' bytes."""
     (_, two), (plan, three) = (
         counted(family, layers, precision=precision, tuning=tuning) for layers in (2, 3)
@@ -116,7 +115,7 @@ def test_a_block_moves_what_the_formulas_say(family: str, precision: str, tuning
             assert expected.products == three.products[phase] - two.products[phase]
 
 
-def test_adapters_add_bytes_and_products_but_hardly_flops() -> None:
+def test_adapters_add_bytes_and_products_but_hardly_flops():
     full, lora = (
         block_passes(plan_for(known("llama-3.1-8b"), precision="bf16", tuning=tuning, rank=32))
         for tuning in ("full", "lora")

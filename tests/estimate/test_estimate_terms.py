@@ -25,7 +25,7 @@ from fitune.units import MIB
 from plans import CPU, gpu, known, plan_for, small_llama
 
 
-def kept_per_token(plan, *, rows: int = 1) -> float:
+def kept_per_token(plan, *, rows=1):
     shape = BatchShape(tokens=1024, supervised_tokens=1024, rows=rows)
     return sum(stage.kept for stage in block_stages(plan, shape)) / 1024
 

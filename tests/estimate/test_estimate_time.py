@@ -20,13 +20,12 @@ from fitune.spec.machines.hardware import (
     Rate,
     Traffic,
 )
-from fitune.spec.model.model_spec import ModelSpec
-from fitune.spec.plan import Offload, Plan, Precision, Zero
+from fitune.spec.plan import Offload, Precision, Zero
 from fitune.spec.predictions import Phase
 from plans import CPU, gpu, known, plan_for, small_llama
 
 
-def flops_per_token(plan: Plan) -> float:
+def flops_per_token(plan):
     """FLOPs that the mathematics needs per token of full rows."""
     shape = largest_batch(plan)
     lengths = [shape.row_tokens] * (shape.tokens // shape.row_tokens)
@@ -59,11 +58,11 @@ def test_lora_takes_four_flops_per_frozen_weight_and_six_per_adapter():
 
 
 @pytest.mark.parametrize("name", ["mistralai/Mistral-7B-v0.1", "google/gemma-3-12b-pt"])
-def test_flash_attention_takes_no_time_before_a_window(name: str) -> None:
+def test_flash_attention_takes_no_time_before_a_window(name):
     """Seconds of attention are those of the pairs in the window; a kernel with a mask goes through all of a row."""
     model = known(name)
 
-    def seconds(model: ModelSpec, row: int, attention: str) -> tuple[float, ...]:
+    def seconds(model, row, attention):
         plan = plan_for(
             model, hardware=gpu("h100"), precision="bf16", attention=attention, rows=1, seq_len=row
         )
@@ -109,7 +108,7 @@ def test_a_tiny_model_is_bound_by_launches():
     assert time.limits[Phase.FORWARD] == "launch"
 
 
-def measured(**different) -> Calibration:
+def measured(**different):
     made = Calibration(
         device="h100",
         date="2026-11-21",

@@ -1,8 +1,6 @@
 """What is remembered of a plan by some of its fields does not depend on the others."""
 
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -16,7 +14,6 @@ from fitune.spec.plan import (
     Lora,
     Nf4,
     Offload,
-    Plan,
     Precision,
     Single,
     Zero,
@@ -33,7 +30,7 @@ REMEMBERED = [
 ]
 
 
-def variants() -> Iterator[Plan]:
+def variants():
     """Plans that share all objects but those of one field."""
     model, large = small_llama(), known("meta-llama/Llama-3.1-8B")
     eight = gpu("a100-80gb", gpus=8)
@@ -66,18 +63,18 @@ def variants() -> Iterator[Plan]:
 
 
 @pytest.mark.parametrize("function", REMEMBERED, ids=lambda function: function.__name__)
-def test_a_remembered_answer_is_the_answer(function: Any) -> None:
+def test_a_remembered_answer_is_the_answer(function):
     assert callable(function)
     plans = list(variants())
     for plan in [*plans, *reversed(plans)]:
         assert function(plan) == function.__wrapped__(plan), plan
 
 
-def test_an_object_keeps_its_identity_as_long_as_its_answer() -> None:
+def test_an_object_keeps_its_identity_as_long_as_its_answer():
     asked = []
 
     @remembered
-    def length(value: list[int]) -> int:
+    def length(value):
         asked.append(value)
         return len(value)
 

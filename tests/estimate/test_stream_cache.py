@@ -10,7 +10,7 @@ from fitune.spec.predictions import Phase
 from plans import gpu, known, plan_for
 
 
-def test_every_stream_keeps_its_own_most() -> None:
+def test_every_stream_keeps_its_own_most():
     """Compute's most is 70 in the loss, where 10 are gathered; backward gathers 30 and sums 5, 20 of gradients stay."""
     phases = {
         Phase.LOSS: {"weights": 20, "loss": 50, "gathered weights": 10},
@@ -25,7 +25,7 @@ def test_every_stream_keeps_its_own_most() -> None:
     assert stream_cache_bytes(phases, gradients=20) == 70 + 20 + 30 + 5 - 90
 
 
-def test_only_sharding_by_fsdp_on_gpus_has_other_streams() -> None:
+def test_only_sharding_by_fsdp_on_gpus_has_other_streams():
     plan = plan_for(
         known("llama-3.1-8b"), hardware=gpu("a100-80gb", gpus=8), precision="bf16-master", recompute=32
     )
@@ -36,7 +36,7 @@ def test_only_sharding_by_fsdp_on_gpus_has_other_streams() -> None:
     assert memory.reserved_bytes == memory.peak_bytes + memory.reclaimable
 
 
-def test_a_plan_that_only_its_cache_would_not_fit_says_so() -> None:
+def test_a_plan_that_only_its_cache_would_not_fit_says_so():
     plan = plan_for(
         known("llama-3.1-8b"), hardware=gpu("a100-80gb", gpus=8), precision="bf16-master", recompute=32
     )

@@ -47,7 +47,7 @@ EMBEDDING = 128256 * 4096
 GB = 10**9
 
 
-def cluster(nodes: int = 1, gpus: int = 8, **different):
+def cluster(nodes=1, gpus=8, **different):
     return replace(hardware_for(gpu=find_gpu("h100"), gpus=gpus, nodes=nodes), **different)
 
 

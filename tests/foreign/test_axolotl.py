@@ -1,7 +1,6 @@
 """Laws of axolotl's recipes: what a key means there is what the setting says here."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -9,7 +8,7 @@ from fitune.errors import RecipeError
 from fitune.foreign.door import read_foreign
 from fitune.session.recipes.foreign_recipes import recipe_of_keys
 
-PLAIN: dict[str, Any] = {
+PLAIN = {
     "base_model": "org/llama", "datasets": [{"path": "org/chat", "type": "chat_template"}], "sequence_len": 1024,
     "micro_batch_size": 2, "learning_rate": "2e-4", "adapter": "qlora", "load_in_4bit": True, "lora_r": 8,
     "lora_alpha": 16, "bf16": "auto", "optimizer": "adamw_bnb_8bit",

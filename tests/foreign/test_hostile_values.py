@@ -2,7 +2,6 @@
 
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -10,7 +9,7 @@ from fitune.errors import FituneError
 from fitune.session.recipes.foreign_recipes import recipe_of_keys
 from foreign.examples import published_examples
 
-HOSTILE: list[Any] = [
+HOSTILE = [
     "x",
     -1,
     0,
@@ -28,7 +27,7 @@ HOSTILE: list[Any] = [
 
 @pytest.mark.parametrize("trainer", ["axolotl", "LLaMA-Factory", "torchtune", "TRL"])
 def test_no_value_leads_to_a_traceback(trainer):
-    seen: set[str] = set()
+    seen = set()
     for example in published_examples():
         new = [key for key in example.keys if key not in seen]
         if example.trainer != trainer or not new:

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -10,11 +9,11 @@ import yaml
 from fitune.errors import RecipeError
 from fitune.session.recipes.foreign_recipes import recipe_of_keys
 
-PLAIN: dict[str, Any] = {
+PLAIN = {
     "model_name_or_path": "org/llama", "stage": "sft", "do_train": True, "finetuning_type": "lora",
     "lora_target": "all", "dataset": "identity, alpaca_en", "template": "llama3",
 }  # fmt: skip
-SECOND: dict[str, Any] = {
+SECOND = {
     "model": "org/llama", "model_class": "llm", "train_dataset": "org/rows", "cutoff_len": 512,
     "peft_config": {"name": "lora", "r": 16, "lora_alpha": 32, "target_modules": "all"},
     "dist_config": {"name": "fsdp2"},

@@ -1,14 +1,13 @@
 """Laws of torchtune's recipes: components become settings, and its defaults hold."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from fitune.errors import RecipeError
 from fitune.session.recipes.foreign_recipes import recipe_of_keys
 
-PLAIN: dict[str, Any] = {
+PLAIN = {
     "output_dir": "out",
     "model": {
         "_component_": "torchtune.models.llama3.lora_llama3_8b", "lora_attn_modules": ["q_proj", "output_proj"],

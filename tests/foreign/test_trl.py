@@ -1,7 +1,6 @@
 """Laws of TRL's recipes, accelerate's files and the arguments of Unsloth's notebooks."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -10,8 +9,8 @@ from fitune.errors import RecipeError
 from fitune.foreign.door import trainer_of
 from fitune.session.recipes.foreign_recipes import convert_recipe, recipe_of_keys
 
-PLAIN: dict[str, Any] = {"model_name_or_path": "org/m", "dataset_name": "org/rows"}
-UNSLOTH: dict[str, Any] = {
+PLAIN = {"model_name_or_path": "org/m", "dataset_name": "org/rows"}
+UNSLOTH = {
     "model_name": "unsloth/m", "max_seq_length": 2048, "load_in_4bit": True, "r": 16, "lora_alpha": 16,
     "lora_dropout": 0, "bias": "none", "use_gradient_checkpointing": "unsloth", "random_state": 3407,
     "use_rslora": False, "loftq_config": None, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4,

@@ -13,11 +13,8 @@ import resource
 import sys
 import time
 import traceback
-from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
 
 from fitune.units import GIB, format_bytes
 
@@ -41,7 +38,7 @@ class Outcome:
     cpu_s: float
     grown_bytes: int
 
-    def require_orderly(self) -> None:
+    def require_orderly(self):
         """Success, or an error for people, within the limits."""
         assert not self.crash, self.crash
         assert "Traceback (most recent call last)" not in self.out + self.err, self.err
@@ -56,26 +53,24 @@ class Bounded:
     """``run(words)`` is ``fitune words`` in the child. A child that hangs or dies fails the example; the next one
     gets a new child."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self._folder = folder
-        self._child: multiprocessing.process.BaseProcess | None = None
-        self._pipe: Connection | None = None
+        self._child = None
+        self._pipe = None
 
-    def __enter__(self) -> "Bounded":
+    def __enter__(self):
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind, error, trace):
         self._end()
 
-    def run(self, words: Sequence[str]) -> Outcome:
+    def run(self, words):
         pipe = self._pipe or self._start()
         pipe.send(list(words))
         try:
             if not pipe.poll(CLOCK_LIMIT_S):
                 raise AssertionError(f"still running after {CLOCK_LIMIT_S:g} s: fitune {' '.join(words)}")
-            outcome: Outcome = pipe.recv()
+            outcome = pipe.recv()
         except EOFError:
             code = self._end()
             raise AssertionError(f"the process died with code {code}: fitune {' '.join(words)}") from None
@@ -84,7 +79,7 @@ class Bounded:
             raise
         return outcome
 
-    def _start(self) -> Connection:
+    def _start(self):
         spawn = multiprocessing.get_context("spawn")  # a fork of a process that has run torch may hang
         self._pipe, far_end = spawn.Pipe()
         self._child = spawn.Process(target=_serve, args=(far_end, str(self._folder)), daemon=True)
@@ -92,7 +87,7 @@ class Bounded:
         far_end.close()
         return self._pipe
 
-    def _end(self) -> int | None:
+    def _end(self):
         child, pipe, self._child, self._pipe = self._child, self._pipe, None, None
         if child is None or pipe is None:
             return None
@@ -102,7 +97,7 @@ class Bounded:
         return child.exitcode
 
 
-def _serve(pipe: Connection, folder: str) -> None:
+def _serve(pipe, folder):
     os.chdir(folder)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # nobody is there to answer
     import torch
@@ -123,7 +118,7 @@ def _serve(pipe: Connection, folder: str) -> None:
         pipe.send(_watched(words))
 
 
-def _watched(words: list[str]) -> Outcome:
+def _watched(words):
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
     before, began = _resident("VmRSS"), time.process_time()
     out, err = io.StringIO(), io.StringIO()
@@ -139,7 +134,7 @@ def _watched(words: list[str]) -> Outcome:
     )  # fmt: skip
 
 
-def _command(words: list[str]) -> int:
+def _command(words):
     from fitune.cli import main
 
     sys.argv = ["fitune", *words]
@@ -150,7 +145,7 @@ def _command(words: list[str]) -> int:
     return 0
 
 
-def _resident(field: str) -> int:
+def _resident(field):
     """Bytes, of this process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))

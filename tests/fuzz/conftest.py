@@ -1,8 +1,6 @@
 """What the examples of one process share: the watched child, a tiny model, its data, a finished run."""
 
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -19,15 +17,13 @@ settings.register_profile("hour", max_examples=3000, **_ALWAYS)
 
 
 @pytest.fixture(scope="session")
-def bounded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bounded]:
+def bounded(tmp_path_factory):
     with Bounded(tmp_path_factory.mktemp("fuzz")) as child:
         yield child
 
 
 @pytest.fixture(scope="session")
-def finished_run(
-    bounded: Bounded, model_folder: Path, data_file: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def finished_run(bounded, model_folder, data_file, tmp_path_factory):
     """Two steps, each saved."""
     run = tmp_path_factory.mktemp("finished") / "run"
     outcome = bounded.run(["train", *settings_of(model_folder, data_file, run)])
@@ -35,7 +31,7 @@ def finished_run(
     return run
 
 
-def settings_of(model: Path, data: Path, run: Path, **more: object) -> list[str]:
+def settings_of(model, data, run, **more):
     """Two quick steps on the CPU as words of ``fitune train``."""
     wanted = {
         "model": model, "data": data, "tuning": "lora", "lora_r": 2, "precision": "fp32", "gpu": "cpu", "seq_len": 48,
@@ -45,7 +41,7 @@ def settings_of(model: Path, data: Path, run: Path, **more: object) -> list[str]
     return [word for key, value in wanted.items() for word in ("--set", f"{key}={value}")]
 
 
-def copied(folder: Path, to: Path) -> Path:
+def copied(folder, to):
     """A fresh copy: each example damages its own."""
     shutil.rmtree(to, ignore_errors=True)
     shutil.copytree(folder, to, symlinks=True)

@@ -2,7 +2,6 @@
 
 import copy
 import json
-from typing import Any
 
 from hypothesis import strategies as st
 
@@ -30,12 +29,12 @@ VALUES = st.one_of(
 )
 
 
-def nested_json(depth: int) -> str:
+def nested_json(depth):
     return "[" * depth + "]" * depth
 
 
 @st.composite
-def changed(draw: st.DrawFn, right: Any, *, most: int = 3) -> Any:
+def changed(draw, right, *, most=3):
     """``right`` with up to ``most`` values replaced, removed or added, anywhere inside."""
     value = copy.deepcopy(right)
     for _ in range(draw(st.integers(1, most))):
@@ -57,14 +56,14 @@ def changed(draw: st.DrawFn, right: Any, *, most: int = 3) -> Any:
     return value
 
 
-def _containers(value: Any) -> list[Any]:
+def _containers(value):
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     own = [value] if isinstance(value, dict | list) else []
     return own + [found for part in inner for found in _containers(part)]
 
 
 @st.composite
-def damaged(draw: st.DrawFn, right: bytes) -> bytes:
+def damaged(draw, right):
     """``right`` cut, flipped, filled, doubled or gone."""
     at = draw(st.integers(0, max(len(right) - 1, 0)))
     match draw(st.sampled_from(["cut", "flip", "zero", "insert", "double", "empty"])):
@@ -82,6 +81,6 @@ def damaged(draw: st.DrawFn, right: bytes) -> bytes:
             return b""
 
 
-def as_json(value: Any) -> str:
+def as_json(value):
     """JSON as a careless program writes it: NaN, Infinity and unpaired surrogates included."""
     return json.dumps(value, ensure_ascii=True)

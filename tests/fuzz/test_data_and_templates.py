@@ -1,20 +1,17 @@
 """Rows in every shape, files with bytes damaged, chat templates of any pieces."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuzz.bounded import Bounded
 from fuzz.conftest import settings_of
 from fuzz.hostile import TEXTS, VALUES, as_json, changed, damaged, nested_json
 
 pytestmark = pytest.mark.fuzz
 
-ROWS: tuple[dict[str, Any], ...] = (
+ROWS = (
     {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello there"}]},
     {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello there"}]},
     {"instruction": "say", "input": "hi", "output": "hello there"},
@@ -26,24 +23,24 @@ ROWS: tuple[dict[str, Any], ...] = (
 
 @given(st.sampled_from(ROWS).flatmap(changed), st.sampled_from(ROWS))
 def test_odd_rows(
-    bounded: Bounded,
-    model_folder: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-    odd: Any,
-    right: dict[str, Any],
-) -> None:
+    bounded,
+    model_folder,
+    tmp_path_factory,
+    odd,
+    right,
+):
     lines = [as_json(row).encode() for row in (right, odd, right)]
     _train(bounded, model_folder, tmp_path_factory, "rows.jsonl", b"\n".join(lines))
 
 
 @given(st.sampled_from(ROWS), st.data())
 def test_damaged_rows(
-    bounded: Bounded,
-    model_folder: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-    row: dict[str, Any],
-    data: st.DataObject,
-) -> None:
+    bounded,
+    model_folder,
+    tmp_path_factory,
+    row,
+    data,
+):
     suffix = data.draw(st.sampled_from(["jsonl", "json", "csv"]))
     whole = {
         "jsonl": b"\n".join([json.dumps(row).encode()] * 4),
@@ -72,12 +69,12 @@ PIECES = st.sampled_from(
 
 @given(st.lists(st.one_of(PIECES, TEXTS), min_size=1, max_size=8).map("".join))
 def test_odd_templates(
-    bounded: Bounded,
-    model_folder: Path,
-    data_file: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-    template: str,
-) -> None:
+    bounded,
+    model_folder,
+    data_file,
+    tmp_path_factory,
+    template,
+):
     base = tmp_path_factory.getbasetemp()
     file = base / "template.jinja"
     file.write_bytes(template.encode("utf-8", "surrogatepass"))
@@ -86,15 +83,11 @@ def test_odd_templates(
 
 
 @given(st.dictionaries(TEXTS, VALUES, min_size=1, max_size=4))
-def test_rows_of_no_format(
-    bounded: Bounded, model_folder: Path, tmp_path_factory: pytest.TempPathFactory, row: dict[str, Any]
-) -> None:
+def test_rows_of_no_format(bounded, model_folder, tmp_path_factory, row):
     _train(bounded, model_folder, tmp_path_factory, "rows.jsonl", as_json(row).encode())
 
 
-def _train(
-    bounded: Bounded, model: Path, tmp_path_factory: pytest.TempPathFactory, name: str, content: bytes
-) -> None:
+def _train(bounded, model, tmp_path_factory, name, content):
     base = tmp_path_factory.getbasetemp()
     (base / name).write_bytes(content)
     words = settings_of(model, base / name, base / "data-run", max_steps=1)

@@ -2,20 +2,17 @@
 
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuzz.bounded import Bounded
 from fuzz.conftest import copied, settings_of
 from fuzz.hostile import as_json, changed, damaged, nested_json
 
 pytestmark = pytest.mark.fuzz
 
-SHAPES: dict[str, dict[str, Any]] = {
+SHAPES = {
     "llama": {"num_key_value_heads": 2, "rope_theta": 1e4, "rope_scaling": None, "attention_dropout": 0.0},
     "gemma2": {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 16, "attn_logit_softcapping": 50.0},
     "mixtral": {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
@@ -32,14 +29,12 @@ COMMON = {
 }  # fmt: skip
 
 
-def config_of(family: str) -> dict[str, Any]:
+def config_of(family):
     return {"model_type": family, **COMMON, **SHAPES[family]}
 
 
 @given(st.sampled_from(sorted(SHAPES)).flatmap(lambda family: changed(config_of(family))))
-def test_configs_are_planned_or_refused(
-    bounded: Bounded, tmp_path_factory: pytest.TempPathFactory, config: Any
-) -> None:
+def test_configs_are_planned_or_refused(bounded, tmp_path_factory, config):
     folder = tmp_path_factory.getbasetemp() / "planned"
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(as_json(config))
@@ -51,12 +46,12 @@ JSON_FILES = ("config.json", "generation_config.json", "tokenizer_config.json", 
 
 @given(st.data())
 def test_folders_are_trained_or_refused(
-    bounded: Bounded,
-    model_folder: Path,
-    data_file: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-    data: st.DataObject,
-) -> None:
+    bounded,
+    model_folder,
+    data_file,
+    tmp_path_factory,
+    data,
+):
     base = tmp_path_factory.getbasetemp()
     folder = copied(model_folder, base / "odd-model")
     name = data.draw(st.sampled_from(JSON_FILES))
@@ -69,12 +64,12 @@ def test_folders_are_trained_or_refused(
 
 @given(st.data())
 def test_damaged_files_are_trained_or_refused(
-    bounded: Bounded,
-    model_folder: Path,
-    data_file: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-    data: st.DataObject,
-) -> None:
+    bounded,
+    model_folder,
+    data_file,
+    tmp_path_factory,
+    data,
+):
     base = tmp_path_factory.getbasetemp()
     folder = copied(model_folder, base / "damaged-model")
     file = data.draw(st.sampled_from(sorted(path for path in folder.iterdir() if path.suffix != ".txt")))
@@ -82,14 +77,12 @@ def test_damaged_files_are_trained_or_refused(
     _train(bounded, folder, data_file, base / "damaged-model-run")
 
 
-def _train(bounded: Bounded, model: Path, data: Path, run: Path) -> None:
+def _train(bounded, model, data, run):
     bounded.run(["train", "--overwrite", *settings_of(model, data, run, max_steps=1)]).require_orderly()
 
 
 @given(st.data())
-def test_adapters_are_scored_or_refused(
-    bounded: Bounded, model_folder: Path, finished_run: Path, data: st.DataObject
-) -> None:
+def test_adapters_are_scored_or_refused(bounded, model_folder, finished_run, data):
     base = finished_run.parent
     adapter = copied(finished_run / "adapter", base / "odd-adapter")
     file = data.draw(
@@ -106,6 +99,6 @@ def test_adapters_are_scored_or_refused(
     bounded.run([*words, "--out", out, "--max-new-tokens", "2"]).require_orderly()
 
 
-def _fresh(folder: Path) -> Path:
+def _fresh(folder):
     shutil.rmtree(folder, ignore_errors=True)
     return folder

@@ -1,15 +1,11 @@
 """Recipes that people, generators and accidents write."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fitune.spec.recipe.recipe import ALIASES, Recipe
-from fuzz.bounded import Bounded
 from fuzz.hostile import TEXTS, VALUES, damaged
 
 pytestmark = pytest.mark.fuzz
@@ -33,9 +29,7 @@ output_dir: runs/x
 
 
 @given(st.dictionaries(st.one_of(KEYS, TEXTS), VALUES, max_size=4))
-def test_random_settings(
-    bounded: Bounded, tmp_path_factory: pytest.TempPathFactory, odd: dict[str, Any]
-) -> None:
+def test_random_settings(bounded, tmp_path_factory, odd):
     recipe = {**yaml.safe_load(RIGHT), **odd}
     _plan(
         bounded, tmp_path_factory, yaml.safe_dump(recipe, allow_unicode=True).encode("utf-8", "surrogatepass")
@@ -43,7 +37,7 @@ def test_random_settings(
 
 
 @given(damaged(RIGHT.encode()))
-def test_damaged_text(bounded: Bounded, tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+def test_damaged_text(bounded, tmp_path_factory, content):
     _plan(bounded, tmp_path_factory, content)
 
 
@@ -67,25 +61,23 @@ TAGS = (
 @given(
     KEYS, st.sampled_from(TAGS), st.sampled_from(["[1, 2]", "x", '"maybe"', "{a: b}", "", "? [1]", "&a [*a]"])
 )
-def test_tagged_values(
-    bounded: Bounded, tmp_path_factory: pytest.TempPathFactory, key: str, tag: str, value: str
-) -> None:
+def test_tagged_values(bounded, tmp_path_factory, key, tag, value):
     _plan(bounded, tmp_path_factory, f"model: org/model\n{key}: !!{tag} {value}\n".encode())
 
 
 @given(KEYS, VALUES)
-def test_settings_as_options(bounded: Bounded, key: str, value: Any) -> None:
+def test_settings_as_options(bounded, key, value):
     text = str(value).encode("utf-8", "replace").decode().replace("\0", "")  # no command line carries these
     bounded.run(
         ["plan", "--model", "meta-llama/Llama-3.1-8B", "--gpu", "rtx-4090", f"--{key}={text}"]
     ).require_orderly()
 
 
-def _plan(bounded: Bounded, tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+def _plan(bounded, tmp_path_factory, content):
     file = _file(tmp_path_factory)
     file.write_bytes(content)
     bounded.run(["plan", str(file)]).require_orderly()
 
 
-def _file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def _file(tmp_path_factory):
     return tmp_path_factory.getbasetemp() / "recipe.yaml"

@@ -3,13 +3,11 @@
 import json
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuzz.bounded import Bounded
 from fuzz.conftest import copied, settings_of
 from fuzz.hostile import as_json, changed, damaged, nested_json
 
@@ -20,13 +18,13 @@ COMMANDS = ("resume", "report", "export")
 
 @given(st.data(), st.sampled_from(COMMANDS))
 def test_damaged_runs(
-    bounded: Bounded,
-    finished_run: Path,
-    model_folder: Path,
-    data_file: Path,
-    data: st.DataObject,
-    command: str,
-) -> None:
+    bounded,
+    finished_run,
+    model_folder,
+    data_file,
+    data,
+    command,
+):
     run = copied(finished_run, finished_run.parent / "damaged")
     for _ in range(data.draw(st.integers(1, 2))):
         _damage(run, data)
@@ -41,7 +39,7 @@ def test_damaged_runs(
     assert victim.read_text() == "mine"
 
 
-def _damage(run: Path, data: st.DataObject) -> None:
+def _damage(run, data):
     """One file or folder: bytes changed, JSON changed, replaced by another kind of thing, or gone."""
     files = sorted(path for path in run.rglob("*") if path.is_file() and path.name != "run.lock")
     if not files:
@@ -71,7 +69,7 @@ def _damage(run: Path, data: st.DataObject) -> None:
             file.write_bytes(data.draw(st.sampled_from(files)).read_bytes())
 
 
-def _json(file: Path) -> object:
+def _json(file):
     try:
         return json.loads(file.read_bytes())
     except ValueError:

@@ -7,18 +7,15 @@ A change that moves a number on purpose writes the file again, and its commit sa
 
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
 
 from fitune.errors import FituneError
 from fitune.estimate.model_profile import memory_of_blocks, model_profile
 from fitune.estimate.predict import largest_batch
 from fitune.session.planning import plan_for
 from fitune.spec.model.tracer import trace_with
-from fitune.spec.predictions import Priced
 from fitune.spec.recipe.recipe import parse_recipe
 from fitune.spec.serial import to_data
 
@@ -48,13 +45,13 @@ WAYS = (
 )  # fmt: skip
 
 
-def recipes() -> Iterator[dict[str, Any]]:
+def recipes():
     """Every model meets every machine and every way: their numbers have no common factor."""
     for model, machine, way in islice(zip(cycle(MODELS), cycle(MACHINES), cycle(WAYS), strict=False), COUNT):
         yield {"model": model, **machine, **way, "data": ["rows.jsonl"]}
 
 
-def account(recipe: dict[str, Any]) -> dict[str, Any]:
+def account(recipe):
     """What fitune says of one recipe; the kind of refusal where it refuses. Nothing is traced."""
     trace_with(None)
     try:
@@ -64,7 +61,7 @@ def account(recipe: dict[str, Any]) -> dict[str, Any]:
     return {"recipe": recipe, **_priced(report.chosen), "trained": report.trained is None}
 
 
-def _priced(priced: Priced) -> dict[str, Any]:
+def _priced(priced):
     plan, estimate = priced.plan, priced.estimate
     choices = to_data(plan)
     for given in ("model", "model_path", "hardware", "data", "run", "schedule"):

@@ -1,8 +1,6 @@
 """No number of a plan moves unseen: 200 accounts are as they were when accounts.jsonl was written."""
 
 import json
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -13,13 +11,13 @@ GOLDEN = [json.loads(line) for line in FILE.read_text().splitlines()]
 
 
 @pytest.fixture(autouse=True)
-def _tracer_comes_back() -> Iterator[None]:
+def _tracer_comes_back():
     before = tracer.current_tracer()
     yield
     tracer.trace_with(before)
 
 
-def differences(was: Any, now: Any, where: str = "") -> Iterator[str]:
+def differences(was, now, where=""):
     """Places where two accounts differ: bytes by more than 0.2 %, seconds by more than 1 %, anything else at all."""
     if isinstance(was, dict) and isinstance(now, dict):
         for key in sorted(was.keys() | now.keys()):
@@ -34,7 +32,7 @@ def differences(was: Any, now: Any, where: str = "") -> Iterator[str]:
         yield f"{where}: {was} -> {now}"
 
 
-def test_the_file_is_of_these_recipes() -> None:
+def test_the_file_is_of_these_recipes():
     assert [each["recipe"] for each in GOLDEN] == list(recipes())
 
 
@@ -45,6 +43,6 @@ def test_the_file_is_of_these_recipes() -> None:
         for number, each in enumerate(GOLDEN)
     ],
 )
-def test_the_account_is_as_it_was(golden: dict[str, Any]) -> None:
+def test_the_account_is_as_it_was(golden):
     now = json.loads(json.dumps(account(golden["recipe"])))
     assert not list(differences(golden, now))

@@ -12,7 +12,7 @@ ADAM_K = 12
 """fp32 master, momentum and variance, 4 bytes each, per parameter. Plain SGD: 4, with momentum: 8."""
 
 
-def mixed_precision_state_bytes(*, parameters: float, ranks: int, stage: Stage, k: int = ADAM_K) -> float:
+def mixed_precision_state_bytes(*, parameters, ranks, stage, k=ADAM_K):
     """(2 + 2 + K)·P, of which ZeRO-1 divides K, ZeRO-2 also the gradient's 2, ZeRO-3 all by the ranks.
 
     2 is a 16-bit weight, 2 its gradient, K the optimizer's. Rajbhandari et al. 2020, arXiv 1910.02054, figure 1.
@@ -24,7 +24,7 @@ def mixed_precision_state_bytes(*, parameters: float, ranks: int, stage: Stage, 
     return weights + gradients + states
 
 
-def communicated_elements(*, parameters: float, stage: Stage) -> float:
+def communicated_elements(*, parameters, stage):
     """Elements each rank sends per step of one micro-batch: 2P, and 3P at stage 3.
 
     All-reduce is reduce-scatter + all-gather, P each; ZeRO-1 and 2 reduce-scatter gradients and all-gather weights.
@@ -33,7 +33,7 @@ def communicated_elements(*, parameters: float, stage: Stage) -> float:
     return (3 if stage == 3 else 2) * parameters
 
 
-def classic_layer_activation_bytes(*, sequence: int, micro_batch: int, hidden: int, heads: int) -> float:
+def classic_layer_activation_bytes(*, sequence, micro_batch, hidden, heads):
     """s·b·h·(34 + 5·a·s/h) per layer: a GPT block with plain MLP of width 4h, dropout and materialised attention.
 
     34 = attention 11 + MLP 19 + two LayerNorms 4, in 16 bit with 1-byte masks; 5·a·s/h are scores, softmax and its

@@ -6,9 +6,9 @@ import pytest
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` decides what is left out
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """``@pytest.mark.thinned(n)``: every n-th case of a grid runs always, the others are marked slow."""
-    seen: Counter[str] = Counter()
+    seen = Counter()
     for item in items:
         thinned = item.get_closest_marker("thinned")
         if thinned is None or item.get_closest_marker("slow"):

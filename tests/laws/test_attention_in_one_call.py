@@ -11,7 +11,7 @@ from plans import gpu, plan_for
 from rehearse.tiny_configs import tiny
 
 
-def rehearsed_peak(plan, config) -> int:
+def rehearsed_peak(plan, config):
     trace, _ = trace_plan(plan, config, exact=True)
     return max(sum(kinds.values()) for kinds in peaks_by_kind(trace, on_cuda=False).values())
 

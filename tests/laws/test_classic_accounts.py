@@ -24,12 +24,12 @@ from plans import gpu, known, plan_for, small_llama
 BILLION = 1e9
 
 
-def state_bytes(plan) -> int:
+def state_bytes(plan):
     """Weights, gradients, masters and optimizer states that one rank holds between backward and update."""
     return sum(resident_terms(plan).values()) + resting_gradient_bytes(plan)
 
 
-def cluster(nodes: int, gpus: int, card: str = "a100-80gb"):
+def cluster(nodes, gpus, card="a100-80gb"):
     return hardware_for(gpu=find_gpu(card), gpus=gpus, nodes=nodes)
 
 
@@ -157,7 +157,7 @@ def test_the_list_of_tensors_is_the_whole_model(name):
 def test_a_higher_stage_and_more_ranks_never_need_more_state_bytes(backend, tuning):
     model = known("llama-3.1-8b")
 
-    def size(stage: int, nodes: int) -> int:
+    def size(stage, nodes):
         sharding = Zero(stage=stage, backend=backend)
         hardware = cluster(nodes, 8)
         return state_bytes(

@@ -13,11 +13,11 @@ from plans import gpu, known, plan_for, small_llama
 MODELS = ("llama-3.1-8b", "qwen3-4b", "gemma-3-4b", "phi-3-mini", "mixtral-8x7b", "falcon-7b", "gpt2")
 
 
-def peaks(plans) -> list[int]:
+def peaks(plans):
     return [predict_memory(plan).peak_bytes for plan in plans]
 
 
-def increasing(values: list[int]) -> bool:
+def increasing(values):
     return all(a < b for a, b in pairwise(values))
 
 
@@ -112,7 +112,7 @@ def test_memory_is_affine_in_depth():
 def test_recompute_and_smaller_devices_take_longer():
     model = known("llama-3.1-8b")
 
-    def seconds(name: str = "h100", **choice) -> float:
+    def seconds(name="h100", **choice):
         plan = plan_for(model, hardware=gpu(name), tuning="lora", precision="bf16", seq_len=2048, **choice)
         return predict(plan).step_seconds
 

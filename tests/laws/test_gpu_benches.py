@@ -24,12 +24,12 @@ runpy.run_path({bench!r} + "/gpu_memory.py", run_name="__main__")
 
 
 @pytest.fixture
-def benches(monkeypatch: pytest.MonkeyPatch) -> Path:
+def benches(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCH))
     return BENCH
 
 
-def test_memory_is_compared_by_phase_without_what_reads_data(tmp_path: Path) -> None:
+def test_memory_is_compared_by_phase_without_what_reads_data(tmp_path):
     """datasets and trl are not at hand on every machine with a GPU."""
     script = WITHOUT.format(bench=str(BENCH), out=str(tmp_path))
     done = subprocess.run(
@@ -45,7 +45,7 @@ def test_memory_is_compared_by_phase_without_what_reads_data(tmp_path: Path) -> 
                 assert case["phases"][side][phase] == pytest.approx(measured, rel=0.02), (case["case"], phase)
 
 
-def test_both_sides_begin_with_the_same_loss(benches: Path) -> None:
+def test_both_sides_begin_with_the_same_loss(benches):
     """The same random weights, rows and trained linears; NF4 packed by fitune and by bitsandbytes."""
     pytest.importorskip("bitsandbytes")
     cases, peers = importlib.import_module("gpu_cases"), importlib.import_module("gpu_peer")

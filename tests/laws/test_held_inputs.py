@@ -1,8 +1,6 @@
 """Why FSDP1 over frozen blocks needs twice the kept inputs: its hook, alone, on a CPU."""
 
 import weakref
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -18,13 +16,13 @@ TOKENS, WIDTH, BLOCKS = 64, 32, 16
 class FrozenWithAdapter(nn.Module):
     """``hooked``: reshards as FullyShardedDataParallel does it where no parameter of the unit itself is trained."""
 
-    def __init__(self, *, hooked: bool) -> None:
+    def __init__(self, *, hooked):
         super().__init__()
         self.base = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
         self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
         self.hooked = hooked
 
-    def forward(self, hidden_TH: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_TH):
         if self.hooked and hidden_TH.requires_grad:
             register_multi_grad_hook((hidden_TH,), lambda gradients: None)
         return hidden_TH + self.base(torch.nn.functional.silu(self.up(self.down(hidden_TH))))
@@ -33,12 +31,12 @@ class FrozenWithAdapter(nn.Module):
 class LiveStreams(TorchDispatchMode):
     """Counts the living storages of the residual stream's size."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.live: set[int] = set()
+        self.live = set()
         self.most = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for tensor in self._streams(out):
             storage = tensor.untyped_storage()
@@ -49,13 +47,13 @@ class LiveStreams(TorchDispatchMode):
         self.most = max(self.most, len(self.live))
         return out
 
-    def _streams(self, out: Any) -> Iterator[torch.Tensor]:
+    def _streams(self, out):
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().nbytes() == TOKENS * WIDTH * 4:
                 yield leaf
 
 
-def most_alive(*, hooked: bool, reentrant: bool) -> int:
+def most_alive(*, hooked, reentrant):
     blocks = [FrozenWithAdapter(hooked=hooked) for _ in range(BLOCKS)]
     hidden_TH = torch.randn(TOKENS, WIDTH, requires_grad=True)
     with LiveStreams() as streams:
@@ -65,12 +63,12 @@ def most_alive(*, hooked: bool, reentrant: bool) -> int:
     return streams.most
 
 
-def test_a_reentrant_checkpoint_around_the_hook_holds_inputs_and_their_gradients() -> None:
+def test_a_reentrant_checkpoint_around_the_hook_holds_inputs_and_their_gradients():
     plain = most_alive(hooked=False, reentrant=True)
     held = most_alive(hooked=True, reentrant=True)
     assert held - plain == pytest.approx(BLOCKS, abs=3)
     assert held >= 2 * BLOCKS
 
 
-def test_without_reentrance_nothing_more_is_held() -> None:
+def test_without_reentrance_nothing_more_is_held():
     assert most_alive(hooked=True, reentrant=False) <= most_alive(hooked=False, reentrant=False) + 1

@@ -29,12 +29,12 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def measured_peak(config, plan, rows) -> int:
+def measured_peak(config, plan, rows):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).to(compute_dtype(plan.precision))
     prepared = prepare_loaded(model, plan)
 
-    def step(enter) -> None:
+    def step(enter):
         prepared.engine.forward_backward(rows, supervised_tokens=rows.supervised_tokens, enter_phase=enter)
         prepared.engine.update(learning_rate=1e-4, enter_phase=enter)
 

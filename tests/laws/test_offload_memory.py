@@ -35,7 +35,7 @@ def plan_of(model, offload, *, tuning, precision, recompute, accumulation=1):
     return replace(plan, offload=offload)
 
 
-def measured_peak(plan) -> int:
+def measured_peak(plan):
     return max(bench.measured_peaks(plan, bench.random_rows(ROWS, vocab_size=plan.model.vocab_size)).values())
 
 
@@ -96,7 +96,7 @@ class Budget(LiveTensors):
 
     budget_bytes = 0
 
-    def _note_peak(self) -> None:
+    def _note_peak(self):
         super()._note_peak()
         if self.current_bytes > self.budget_bytes:
             raise MemoryError(f"{self.current_bytes} bytes on a device that has {self.budget_bytes}")

@@ -1,19 +1,16 @@
 """The counts are exact: against hand arithmetic, against published totals, against transformers and PEFT."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from fitune.estimate.tensors import adapters_of
 from fitune.rehearse.profile import TransformersTracer
 from fitune.spec.counts import count_parameters, lora_parameters
 from fitune.spec.model.known_models import find_known_model, names_with_formulas
 from fitune.spec.model.model_config import load_model_spec, spec_from_config
-from fitune.spec.model.model_spec import Linear, ModelSpec
+from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.model.tracer import trace_with
 from fitune.spec.plan import Lora
 from fitune.spec.recipe.targets import resolve_targets
@@ -163,7 +160,7 @@ SMALL = {
     "max_position_embeddings": 64,
     "pad_token_id": 0,
 }
-SMALL_OF_FAMILY: dict[str, dict[str, Any]] = {
+SMALL_OF_FAMILY = {
     "llama": {**SMALL, "attention_bias": True, "mlp_bias": True},
     "mistral": SMALL,
     "mixtral": {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -304,38 +301,36 @@ PUBLISHED_BILLIONS = {
 """Of traced models whose published count is a rounded one."""
 
 
-def build(config: dict[str, Any], *, device: str = "meta") -> PreTrainedModel:
+def build(config, *, device="meta"):
     with torch.device(device):
         return AutoModelForCausalLM.from_config(CONFIG_MAPPING[config["model_type"]](**config))
 
 
-def number_of_parameters(model: PreTrainedModel) -> int:
+def number_of_parameters(model):
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def blocks(model: PreTrainedModel) -> torch.nn.ModuleList:
+def blocks(model):
     return model.transformer.h if hasattr(model, "transformer") else model.model.layers
 
 
-def distinct_shapes() -> list[Any]:
+def distinct_shapes():
     configs = {id(find_known_model(name).config): name for name in reversed(names_with_formulas())}
     return [pytest.param(name, id=name) for name in reversed(configs.values())]
 
 
 @pytest.mark.parametrize("name", HAND_COUNTS)
-def test_the_hand_count(name: str) -> None:
+def test_the_hand_count(name):
     assert count_parameters(load_model_spec(name)).total == HAND_COUNTS[name]
 
 
 @pytest.mark.parametrize("name", PUBLISHED_TOTALS)
-def test_the_published_total(name: str) -> None:
+def test_the_published_total(name):
     assert count_parameters(load_model_spec(name)).total == PUBLISHED_TOTALS[name]
 
 
 @pytest.mark.parametrize("name", PUBLISHED_TOTALS_OF_TRACED)
-def test_the_published_total_of_a_traced_model(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_published_total_of_a_traced_model(name, tmp_path, monkeypatch):
     """By transformers' modules, and by what is planned with: shipped shapes where there are any."""
     monkeypatch.setenv("FITUNE_CACHE", str(tmp_path))
     trace_with(TransformersTracer())
@@ -346,13 +341,13 @@ def test_the_published_total_of_a_traced_model(
 
 
 @pytest.mark.parametrize("name", PUBLISHED_BILLIONS)
-def test_the_published_total_of_a_traced_model_to_its_last_digit(name: str) -> None:
+def test_the_published_total_of_a_traced_model_to_its_last_digit(name):
     published = PUBLISHED_BILLIONS[name]
     total = count_parameters(load_model_spec(name, offline=True)).total
     assert f"{total / 1e9:.{len(published.partition('.')[2])}f}" == published
 
 
-def test_components_of_qwen3_8b() -> None:
+def test_components_of_qwen3_8b():
     counts = count_parameters(load_model_spec("Qwen/Qwen3-8B"))
     assert counts.attention == 36 * (2 * 4096 * 4096 + 2 * 4096 * 1024)
     assert counts.mlp == 36 * 3 * 4096 * 12288
@@ -362,7 +357,7 @@ def test_components_of_qwen3_8b() -> None:
     assert counts.active == counts.total
 
 
-def test_a_token_of_mixtral_goes_through_two_of_eight_experts() -> None:
+def test_a_token_of_mixtral_goes_through_two_of_eight_experts():
     counts = count_parameters(load_model_spec("mixtral-8x7b"))
     assert counts.experts == 32 * 8 * 3 * 4096 * 14336
     assert counts.total - counts.active == 32 * 6 * 3 * 4096 * 14336
@@ -370,7 +365,7 @@ def test_a_token_of_mixtral_goes_through_two_of_eight_experts() -> None:
 
 
 @pytest.mark.parametrize("name", distinct_shapes())
-def test_table_entry_is_the_transformers_model(name: str) -> None:
+def test_table_entry_is_the_transformers_model(name):
     """Two blocks are built, the rest is arithmetic: what a block adds is the same for every block."""
     known = find_known_model(name)
     layers = "n_layer" if "n_layer" in known.config else "num_hidden_layers"
@@ -384,7 +379,7 @@ def test_table_entry_is_the_transformers_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("config", SMALL_CONFIGS)
-def test_the_linears_are_those_of_the_first_block(config: dict[str, Any]) -> None:
+def test_the_linears_are_those_of_the_first_block(config):
     spec, model = spec_from_config(config, name="small"), build(config)
     assert count_parameters(spec).total == number_of_parameters(model)
     block = blocks(model)[0]
@@ -398,7 +393,7 @@ def test_the_linears_are_those_of_the_first_block(config: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("config", SMALL_CONFIGS)
-def test_lora_trains_exactly_what_is_counted(config: dict[str, Any]) -> None:
+def test_lora_trains_exactly_what_is_counted(config):
     spec = spec_from_config(config, name="small")
     for targets in (
         resolve_targets(spec, ["all-linear"]),
@@ -413,7 +408,7 @@ def test_lora_trains_exactly_what_is_counted(config: dict[str, Any]) -> None:
         assert trained == sum(tensor.elements * tensor.count for tensor in adapters_of(spec, ours))
 
 
-def test_lora_on_llama_3_1_8b_by_hand() -> None:
+def test_lora_on_llama_3_1_8b_by_hand():
     """q, k, v, o, gate, up, down of 32 blocks at rank 16: 41.9 million, the figure PEFT prints."""
     spec = load_model_spec("meta-llama/Llama-3.1-8B")
     by_hand = 32 * 16 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336))
@@ -421,12 +416,12 @@ def test_lora_on_llama_3_1_8b_by_hand() -> None:
     assert lora_parameters(spec, lora) == by_hand == 41_943_040
 
 
-def shape_of(linear: Linear) -> tuple[int, ...]:
+def shape_of(linear):
     matrix = (linear.out_features, linear.in_features)
     return (linear.copies, *matrix) if linear.copies > 1 else matrix
 
 
-def shape_in(block: torch.nn.Module, linear: Linear) -> tuple[int, ...]:
+def shape_in(block, linear):
     """The shape transformers has under that name, turned where Conv1D keeps it transposed."""
     found = block
     for part in linear.name.split("."):
@@ -438,7 +433,7 @@ def shape_in(block: torch.nn.Module, linear: Linear) -> tuple[int, ...]:
     return shape[::-1] if type(found).__name__ == "Conv1D" else shape
 
 
-def test_spec_is_a_value() -> None:
+def test_spec_is_a_value():
     first, again = load_model_spec("qwen3-8b"), load_model_spec("Qwen/Qwen3-8B")
     assert isinstance(first, ModelSpec)
     assert first == again

@@ -4,11 +4,9 @@ Blocks before the first adapted one keep nothing; those behind it hand a gradien
 """
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig
 
 from fitune.estimate.model_profile import model_profile
 from fitune.estimate.predict import predict_memory
@@ -19,16 +17,15 @@ from fitune.spec.counts import adapted_blocks, untouched_blocks
 from fitune.spec.model.block_profile import BatchShape
 from fitune.spec.model.known_models import configs_to_trace
 from fitune.spec.model.model_config import load_model_spec
-from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.model.shipped import NOT_SHIPPED
-from fitune.spec.plan import Batch, Plan
+from fitune.spec.plan import Batch
 from plans import gpu, plan_for
 
 COMMON = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 5, "vocab_size": 200, "num_attention_heads": 4,
     "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-SMALL: dict[str, dict[str, Any]] = {
+SMALL = {
     "granitemoehybrid": {
         "layer_types": ["mamba", "mamba", "attention", "mamba", "mamba"], "shared_intermediate_size": 48,
         "num_local_experts": 0, "num_experts_per_tok": 0, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8,
@@ -45,22 +42,22 @@ ATTENTION = ("q_proj", "k_proj", "v_proj")
 
 
 @pytest.fixture
-def folder(tmp_path: Path, traces: None) -> Path:
+def folder(tmp_path, traces):
     return tmp_path / "model"
 
 
-def small(folder: Path, model_type: str) -> ModelSpec:
+def small(folder, model_type):
     AutoConfig.for_model(model_type, **{**COMMON, **SMALL[model_type]}).save_pretrained(folder)
     return load_model_spec(str(folder))
 
 
-def with_adapters(spec: ModelSpec, targets: tuple[str, ...], *, tokens: int, **choice: Any) -> Plan:
+def with_adapters(spec, targets, *, tokens, **choice):
     batch = Batch(micro_batch_size=1, accumulation=1, seq_len=tokens, packing=False)
     plan = plan_for(spec, tuning="lora", targets=targets, **choice)
     return replace(plan, model_path=spec.name, batch=batch)
 
 
-def check(plan: Plan, config: PretrainedConfig) -> None:
+def check(plan, config):
     trace, _ = trace_plan(plan, config, exact=False)  # whole where blocks differ
     rehearsed = max(sum(kinds.values()) for kinds in peaks_by_kind(trace, on_cuda=False).values())
     assert predict_memory(plan).tensor_peak_bytes == pytest.approx(rehearsed, rel=0.01)
@@ -71,7 +68,7 @@ def check(plan: Plan, config: PretrainedConfig) -> None:
     "model_type",
     [pytest.param(name, marks=pytest.mark.slow if "qwen" in name else ()) for name in SMALL],
 )
-def test_adapters_on_attention_alone(folder: Path, model_type: str, recompute: int) -> None:
+def test_adapters_on_attention_alone(folder, model_type, recompute):
     """Before the first adapted block no gradient goes, and through all behind it products of backward do."""
     spec = small(folder, model_type)
     plan = with_adapters(spec, ATTENTION, tokens=400, recompute=recompute, chunk=64)
@@ -86,7 +83,7 @@ def test_adapters_on_attention_alone(folder: Path, model_type: str, recompute: i
         assert block.backward.flops > 0.95 * block.forward.flops
 
 
-def sets_of_targets(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
+def sets_of_targets(spec):
     """Linears of attention; those that the first block lacks, or the last one."""
     names = spec.adaptable_names
     attention = tuple(n for n in names if n in ("q_proj", "k_proj", "v_proj", "o_proj", "query_key_value"))
@@ -95,7 +92,7 @@ def sets_of_targets(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
     return {"attention": attention or names[:1], "late": late}
 
 
-def cases() -> list[tuple[str, str]]:
+def cases():
     """Name and set of targets for the shipped model of each type with the fewest blocks: both sets where they are in
     different blocks, one of them by turns where not."""
     names = [name for name in configs_to_trace() if name not in NOT_SHIPPED]
@@ -113,7 +110,7 @@ def cases() -> list[tuple[str, str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "targets"), cases())
-def test_every_shipped_architecture(folder: Path, name: str, targets: str) -> None:
+def test_every_shipped_architecture(folder, name, targets):
     """Whole models at 700 tokens, nothing recomputed."""
     spec = load_model_spec(name, offline=True)
     plan = with_adapters(

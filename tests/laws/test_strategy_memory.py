@@ -47,7 +47,7 @@ BLOCK_LINEARS = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
 """Of Llama-3.1-8B."""
 
 
-def cluster(nodes: int = 1, gpus: int = 8):
+def cluster(nodes=1, gpus=8):
     return hardware_for(gpu=find_gpu("h100"), gpus=gpus, nodes=nodes)
 
 
@@ -56,11 +56,11 @@ def eight_b(**choice):
     return plan_for(known("llama-3.1-8b"), **{**base, **choice})
 
 
-def peak(plan) -> int:
+def peak(plan):
     return predict_memory(plan).tensor_peak_bytes
 
 
-def total(plan, phase: Phase) -> int:
+def total(plan, phase):
     return sum(predict_memory(plan).phases[phase].values())
 
 

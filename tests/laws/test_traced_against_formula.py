@@ -10,6 +10,6 @@ BENCH = runpy.run_path(str(Path(__file__).parents[2] / "bench" / "traced_vs_form
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BENCH["MODELS"])
-def test_trace_and_formula_agree(name: str, tmp_path: Path, traces: None) -> None:
+def test_trace_and_formula_agree(name, tmp_path, traces):
     for row in BENCH["compared"](name, tmp_path / "model"):
         assert abs(row["error"]) < BENCH["TOLERANCES"].get(name, 0.005), row

@@ -23,7 +23,7 @@ from rehearse.tiny_configs import tiny
 TOKENS, SIZES = (2, 64), {"hidden_size": 256, "intermediate_size": 640}
 
 
-def test_transformers_loss_keeps_14_bytes_for_each_logit() -> None:
+def test_transformers_loss_keeps_14_bytes_for_each_logit():
     """transformers 4.45, ForCausalLMLoss: the caller holds 16-bit logits, the loss casts, shifts and normalises."""
     logits_BTV = torch.randn(2, 129, 1000, dtype=torch.bfloat16, requires_grad=True)
     labels_T = torch.randint(0, 1000, (2 * 128,))
@@ -34,7 +34,7 @@ def test_transformers_loss_keeps_14_bytes_for_each_logit() -> None:
     assert max(live.peaks.values()) == pytest.approx(14 * 2 * 129 * 1000, rel=0.01)
 
 
-def test_adamw_of_many_tensors_holds_one_more_set() -> None:
+def test_adamw_of_many_tensors_holds_one_more_set():
     weights = [torch.randn(64, 1000, requires_grad=True) for _ in range(8)]
     optimizer = torch.optim.AdamW(weights, foreach=True)
     for step in range(2):
@@ -52,7 +52,7 @@ def test_adamw_of_many_tensors_holds_one_more_set() -> None:
     assert extra == predict_memory(plan).phases[Phase.UPDATE]["weights"]
 
 
-def test_switches_by_hand() -> None:
+def test_switches_by_hand():
     """small_llama: h 64, V 600; 4 rows of 64 tokens."""
     plan = plan_for(small_llama(), tuning="lora", precision="bf16", recompute=4)
     loss = predict_memory(plan, trainer=Trainer(bytes_per_logit=14)).phases[Phase.LOSS]
@@ -65,7 +65,7 @@ def test_switches_by_hand() -> None:
     assert wide["recompute inputs"] == 2 * narrow["recompute inputs"]
 
 
-def test_fsdp1_over_frozen_blocks_by_hand() -> None:
+def test_fsdp1_over_frozen_blocks_by_hand():
     """At block 1: two inputs, and input and gradient of each block behind it; root and one block gathered."""
     plan = plan_for(small_llama(), tuning="lora", precision="bf16", recompute=4)
     plan = replace(plan, hardware=gpu("a100-80gb", gpus=2), sharding=Zero(stage=3, backend="fsdp"))
@@ -76,23 +76,23 @@ def test_fsdp1_over_frozen_blocks_by_hand() -> None:
     assert backward["gathered weights"] == root_weight_bytes(plan) + block_weight_bytes(plan)
 
 
-def test_deepspeeds_bucket_stands_however_little_is_trained() -> None:
+def test_deepspeeds_bucket_stands_however_little_is_trained():
     plan = plan_for(small_llama(), tuning="lora", precision="bf16")
     plan = replace(plan, hardware=gpu("a100-80gb", gpus=2), sharding=Zero(stage=2, backend="deepspeed"))
     loss = predict_memory(plan, trainer=Trainer(default_buckets=True)).phases[Phase.LOSS]
     assert loss["reduce buffers"] == 2 * 500_000_000
 
 
-def _update_bytes(plan, trainer: Trainer) -> int:
+def _update_bytes(plan, trainer):
     return sum(predict_memory(plan, trainer=trainer).phases[Phase.UPDATE].values())
 
 
-def kept_by_a_block(*, fp32_adapters: bool, autocast: bool, fp32_model: bool = False) -> int:
+def kept_by_a_block(*, fp32_adapters, autocast, fp32_model=False):
     """Bytes that one more block keeps from forward to backward."""
     return _kept(4, fp32_adapters, autocast, fp32_model) - _kept(3, fp32_adapters, autocast, fp32_model)
 
 
-def _kept(layers: int, fp32_adapters: bool, autocast: bool, fp32_model: bool) -> int:
+def _kept(layers, fp32_adapters, autocast, fp32_model):
     config = LlamaConfig(
         **SIZES, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2, vocab_size=100,
         attn_implementation="sdpa",
@@ -114,7 +114,7 @@ def _kept(layers: int, fp32_adapters: bool, autocast: bool, fp32_model: bool) ->
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_fp32_adapters_keep_a_cast_input_for_every_linear(autocast: bool) -> None:
+def test_fp32_adapters_keep_a_cast_input_for_every_linear(autocast):
     measured = kept_by_a_block(fp32_adapters=True, autocast=autocast)
     plan = plan_for(
         small_llama(**SIZES), tuning="lora", precision="bf16", rank=4, rows=TOKENS[0], seq_len=TOKENS[1]
@@ -124,7 +124,7 @@ def test_fp32_adapters_keep_a_cast_input_for_every_linear(autocast: bool) -> Non
     assert step.blocks[-1].kept == pytest.approx(measured, rel=0.03)
 
 
-def test_fp32_weights_under_autocast_leave_16_bit_copies() -> None:
+def test_fp32_weights_under_autocast_leave_16_bit_copies():
     """A tenth is missing: norms multiply by an fp32 weight, and queries and keys are turned in fp32."""
     measured = kept_by_a_block(fp32_adapters=False, autocast=True, fp32_model=True)
     plan = plan_for(small_llama(**SIZES), precision="bf16", rows=TOKENS[0], seq_len=TOKENS[1])
@@ -136,7 +136,7 @@ def test_fp32_weights_under_autocast_leave_16_bit_copies() -> None:
 
 
 @pytest.mark.parametrize("tuning", ["full", "lora"])
-def test_fused_norms_beside_an_mlp_of_small_operations(monkeypatch: pytest.MonkeyPatch, tuning: str) -> None:
+def test_fused_norms_beside_an_mlp_of_small_operations(monkeypatch, tuning):
     """The rehearsal of Liger's norms and rotary positions with the MLP left as transformers has it."""
     monkeypatch.setattr(liger, "_gated_mlp", lambda module, *_: module.forward)
     config, spec = tiny("llama")

@@ -15,7 +15,7 @@ CU130 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
 CU126 = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")
 
 
-def card(name: str, mib: int, *capability: int) -> FoundGpu:
+def card(name, mib, *capability):
     major, minor = capability
     return FoundGpu(index=0, uuid="GPU-1", name=name, memory_bytes=mib * MIB, capability=(major, minor))
 
@@ -27,10 +27,10 @@ RTX_3060 = card("NVIDIA GeForce RTX 3060", 11909, 8, 6)
 
 
 @pytest.fixture
-def torch_sees(monkeypatch: pytest.MonkeyPatch):
+def torch_sees(monkeypatch):
     """Lets torch see these GPUs, with kernels for ``architectures``."""
 
-    def sees(*cards: FoundGpu, architectures: tuple[str, ...] = CU130) -> None:
+    def sees(*cards, architectures=CU130):
         found = [
             SimpleNamespace(
                 name=each.name, total_memory=each.memory_bytes, uuid="1", major=each.capability[0],
@@ -46,7 +46,7 @@ def torch_sees(monkeypatch: pytest.MonkeyPatch):
     return sees
 
 
-def test_the_planned_card_and_a_larger_one_are_taken(torch_sees) -> None:
+def test_the_planned_card_and_a_larger_one_are_taken(torch_sees):
     torch_sees(RTX_3060, RTX_4090, L4)
     require_planned_card(find_gpu("rtx-4090"), 1)
     require_planned_card(find_gpu("l4"), 2)
@@ -57,7 +57,7 @@ def test_the_planned_card_and_a_larger_one_are_taken(torch_sees) -> None:
     )
 
 
-def test_figures_of_a_board_are_no_other_card(torch_sees) -> None:
+def test_figures_of_a_board_are_no_other_card(torch_sees):
     h100 = find_gpu("h100")
     assert h100.slower_board
     torch_sees(card("NVIDIA H100 PCIe", 81007, 9, 0))
@@ -80,15 +80,13 @@ def test_figures_of_a_board_are_no_other_card(torch_sees) -> None:
         ("rtx-4090", 2, "the plan needs cuda:2, and torch sees 2 CUDA devices"),
     ],
 )
-def test_a_lesser_card_is_refused_before_anything_is_loaded(
-    torch_sees, planned: str, index: int, words: str
-) -> None:
+def test_a_lesser_card_is_refused_before_anything_is_loaded(torch_sees, planned, index, words):
     torch_sees(RTX_3060, RTX_4090)
     with pytest.raises(HardwareError, match=words):
         require_planned_card(find_gpu(planned), index)
 
 
-def test_a_card_by_its_figures_is_compared_by_them(torch_sees) -> None:
+def test_a_card_by_its_figures_is_compared_by_them(torch_sees):
     torch_sees(RTX_4090)
     for gib, fits in ((24, True), (48, False)):
         wanted = gpu_of_figures(GpuFigures(memory_bytes=gib * GIB, flops=165e12, bandwidth=1e12))
@@ -116,12 +114,12 @@ def test_a_card_by_its_figures_is_compared_by_them(torch_sees) -> None:
         (("gfx942",), (9, 4), False),
     ],
 )
-def test_which_cards_a_wheel_has_kernels_for(torch_sees, architectures, capability, runs) -> None:
+def test_which_cards_a_wheel_has_kernels_for(torch_sees, architectures, capability, runs):
     torch_sees(architectures=architectures)
     assert (missing_kernels(card("a card", 16000, *capability)) == "") is runs
 
 
-def test_a_v100_and_the_newest_wheel(torch_sees) -> None:
+def test_a_v100_and_the_newest_wheel(torch_sees):
     torch_sees(V100)
     with pytest.raises(
         HardwareError, match=r"no kernels for Tesla V100.*7\.0 \(sm_70\).* sm_75, sm_80"
@@ -135,6 +133,6 @@ def test_a_v100_and_the_newest_wheel(torch_sees) -> None:
     assert "cu128" in torch_problem(card("NVIDIA GeForce RTX 5090", 32607, 12, 0))
 
 
-def test_a_wheel_for_processors_on_a_machine_with_a_gpu(torch_sees) -> None:
+def test_a_wheel_for_processors_on_a_machine_with_a_gpu(torch_sees):
     torch_sees()
     assert "sees no CUDA device, though NVML lists NVIDIA GeForce RTX 4090" in torch_problem(RTX_4090)

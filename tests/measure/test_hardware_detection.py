@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -42,38 +41,38 @@ class FakeNvml(ModuleType):
 
     nvmlMemory_v2 = 2
 
-    def __init__(self, *gpus: FoundGpu | Exception, driver: bool = True) -> None:
+    def __init__(self, *gpus, driver=True):
         super().__init__("pynvml")
         self.gpus, self.driver, self.running, self.versions = gpus, driver, False, 2
 
-    def nvmlInit(self) -> None:
+    def nvmlInit(self):
         if not self.driver:
             raise self.NVMLError("NVML Shared Library Not Found")
         self.running = True
 
-    def nvmlShutdown(self) -> None:
+    def nvmlShutdown(self):
         self.running = False
 
-    def nvmlDeviceGetCount(self) -> int:
+    def nvmlDeviceGetCount(self):
         return len(self.gpus)
 
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> FoundGpu:
+    def nvmlDeviceGetHandleByIndex(self, index):
         assert self.running
         gpu = self.gpus[index]
         if isinstance(gpu, Exception):
             raise gpu
         return gpu
 
-    def nvmlDeviceGetUUID(self, handle: FoundGpu) -> str:
+    def nvmlDeviceGetUUID(self, handle):
         return handle.uuid
 
-    def nvmlDeviceGetName(self, handle: FoundGpu) -> str:
+    def nvmlDeviceGetName(self, handle):
         return handle.name
 
-    def nvmlDeviceGetCudaComputeCapability(self, handle: FoundGpu) -> tuple[int, int]:
+    def nvmlDeviceGetCudaComputeCapability(self, handle):
         return handle.capability
 
-    def nvmlDeviceGetMemoryInfo(self, handle: FoundGpu, version: int = 1) -> SimpleNamespace:
+    def nvmlDeviceGetMemoryInfo(self, handle, version=1):
         if version > self.versions:
             raise self.NVMLError("Function Not Found")
         if handle.name == "NVIDIA GB10":  # its memory is the host's
@@ -84,16 +83,16 @@ class FakeNvml(ModuleType):
         return SimpleNamespace(total=handle.memory_bytes, used=handle.taken_bytes + kept)
 
 
-def gpu(name: str, mib: int, *capability: int, index: int = 0, uuid: str = "GPU-1") -> FoundGpu:
+def gpu(name, mib, *capability, index=0, uuid="GPU-1"):
     return FoundGpu(
         index=index, uuid=uuid, name=name, memory_bytes=mib * MIB, capability=(capability[0], capability[1])
     )
 
 
-def sees(monkeypatch: pytest.MonkeyPatch, *gpus: FoundGpu) -> None:
+def sees(monkeypatch, *gpus):
     """Let torch see these CUDA devices."""
 
-    def properties(index: int) -> SimpleNamespace:
+    def properties(index):
         each = gpus[index]
         major, minor = each.capability
         uuid = each.uuid.removeprefix("GPU-")
@@ -116,7 +115,7 @@ MIXED = (
 )
 
 
-def machine_with(monkeypatch: pytest.MonkeyPatch, *gpus: FoundGpu, visible: str | None = None) -> None:
+def machine_with(monkeypatch, *gpus, visible=None):
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(*gpus))
     monkeypatch.setattr(detection, "HIDDEN", [])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # what a test sets goes with it
@@ -126,7 +125,7 @@ def machine_with(monkeypatch: pytest.MonkeyPatch, *gpus: FoundGpu, visible: str 
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
 
 
-def test_the_driver_lists_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_driver_lists_what_there_is(monkeypatch):
     fake = FakeNvml(*MIXED)
     monkeypatch.setitem(sys.modules, "pynvml", fake)
     assert query_gpus() == (MIXED, "")
@@ -137,7 +136,7 @@ def test_the_driver_lists_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None
     assert [gpu.taken_bytes for gpu in older] == [300 * MIB] * 2
 
 
-def test_a_gpu_of_another_container_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_of_another_container_is_passed_over(monkeypatch):
     others = FakeNvml.NVMLError_NoPermission("Insufficient Permissions")
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(others, MIXED[1]))
     assert query_gpus() == ((MIXED[1],), "")
@@ -152,9 +151,7 @@ def test_a_gpu_of_another_container_is_passed_over(monkeypatch: pytest.MonkeyPat
     ],
     ids=["memory of the host", "sliced", "lost"],
 )
-def test_a_gpu_that_the_driver_cannot_describe_is_refused(
-    monkeypatch: pytest.MonkeyPatch, broken: FoundGpu | Exception, words: str
-) -> None:
+def test_a_gpu_that_the_driver_cannot_describe_is_refused(monkeypatch, broken, words):
     fake = FakeNvml(TWO_A100[0], broken)
     monkeypatch.setitem(sys.modules, "pynvml", fake)
     with pytest.raises(HardwareError, match=f"GPU 1, but cannot describe it: {words}"):
@@ -162,14 +159,14 @@ def test_a_gpu_that_the_driver_cannot_describe_is_refused(
     assert not fake.running
 
 
-def test_a_machine_without_a_driver_has_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_a_driver_has_no_gpus(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(driver=False))
     monkeypatch.setattr(nvml, "count_of_driver", lambda: 0)
     monkeypatch.setitem(sys.modules, "torch", None)  # it is not asked
     assert gpus_here({}) == ()
 
 
-def test_without_nvml_torch_describes_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_nvml_torch_describes_the_gpus(monkeypatch):
     """A container without the driver's "utility" part: torch sees what CUDA_VISIBLE_DEVICES leaves, numbered from 0."""
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(driver=False))
     monkeypatch.setattr(nvml, "count_of_driver", lambda: 1)
@@ -179,9 +176,7 @@ def test_without_nvml_torch_describes_the_gpus(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("installed", [True, False])
-def test_gpus_that_neither_nvml_nor_torch_can_describe_are_not_taken_for_a_processor(
-    monkeypatch: pytest.MonkeyPatch, installed: bool
-) -> None:
+def test_gpus_that_neither_nvml_nor_torch_can_describe_are_not_taken_for_a_processor(monkeypatch, installed):
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(driver=False))
     monkeypatch.setattr(nvml, "count_of_driver", lambda: 2)
     if installed:
@@ -197,9 +192,7 @@ def test_gpus_that_neither_nvml_nor_torch_can_describe_are_not_taken_for_a_proce
 
 
 @pytest.mark.parametrize("driver", [False, True])
-def test_without_the_library_only_a_machine_with_a_driver_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, driver: bool
-) -> None:
+def test_without_the_library_only_a_machine_with_a_driver_is_refused(monkeypatch, tmp_path, driver):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setenv("PATH", str(tmp_path))
     if not driver:
@@ -225,28 +218,28 @@ def test_without_the_library_only_a_machine_with_a_driver_is_refused(
         (" 1 , 0 ", [1, 0]),
     ],
 )
-def test_cuda_visible_devices(visible: str | None, indices: list[int]) -> None:
+def test_cuda_visible_devices(visible, indices):
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     assert [gpu.index for gpu in visible_gpus(TWO_A100, environment)] == indices
 
 
-def test_a_slice_of_a_gpu_is_refused() -> None:
+def test_a_slice_of_a_gpu_is_refused():
     with pytest.raises(HardwareError, match="MIG"):
         visible_gpus(TWO_A100, {"CUDA_VISIBLE_DEVICES": "MIG-1234"})
 
 
-def test_a_known_device_has_the_tables_rates_and_its_own_memory() -> None:
+def test_a_known_device_has_the_tables_rates_and_its_own_memory():
     device = describe_found(gpu("NVIDIA GeForce RTX 4090", 24217, 8, 9))
     assert (device.name, device.memory_bytes) == ("rtx-4090", 24217 * MIB)
     assert device.fp16_flops == find_gpu("rtx-4090").fp16_flops
 
 
-def test_a_name_without_its_size_is_settled_by_the_memory() -> None:
+def test_a_name_without_its_size_is_settled_by_the_memory():
     assert describe_found(gpu("Tesla V100-SXM2", 32510, 7, 0)).name == "v100-32gb"
     assert describe_found(gpu("NVIDIA A100", 40536, 8, 0)).name == "a100-40gb"
 
 
-def test_an_unknown_device_still_works() -> None:
+def test_an_unknown_device_still_works():
     device = describe_found(gpu("NVIDIA GeForce RTX 3055", 8192, 8, 6))
     assert (device.name, device.memory_bytes, device.has_bf16) == (
         "NVIDIA GeForce RTX 3055",
@@ -256,7 +249,7 @@ def test_an_unknown_device_still_works() -> None:
     assert device.is_geforce
 
 
-def test_a_machine_with_two_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_machine_with_two_gpus(monkeypatch, tmp_path):
     machine_with(monkeypatch, *TWO_A100)
     hardware = detect_hardware(path=tmp_path)
     assert (hardware.gpu.name, hardware.gpus_per_node, hardware.nodes) == ("a100-80gb", 2, 1)
@@ -269,8 +262,8 @@ def test_a_machine_with_two_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 
 def test_of_gpus_that_differ_those_with_most_memory_are_taken_and_the_others_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     machine_with(monkeypatch, *reversed(MIXED))
     hardware = resolve_hardware()
     assert (hardware.gpu.name, hardware.num_gpus) == ("rtx-4090", 1)
@@ -286,15 +279,15 @@ def test_of_gpus_that_differ_those_with_most_memory_are_taken_and_the_others_nam
 
 
 def test_a_card_that_fitune_cannot_use_is_left_out_whatever_its_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     machine_with(monkeypatch, gpu("Tesla P40", 24576, 6, 1), MIXED[1])
     assert resolve_hardware().gpu.name == "rtx-3060"
 
 
 def test_nothing_is_hidden_where_all_gpus_are_of_one_kind(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     machine_with(monkeypatch, *TWO_A100)
     one = resolve_hardware(gpus=1)
     assert one.left_out == "1 × NVIDIA A100-SXM4-80GB"
@@ -303,7 +296,7 @@ def test_nothing_is_hidden_where_all_gpus_are_of_one_kind(
     assert resolve_hardware(gpu="h100").left_out == resolve_hardware(gpu="cpu").left_out == ""
 
 
-def test_what_other_programs_hold_is_not_planned_with(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_other_programs_hold_is_not_planned_with(monkeypatch):
     """The fullest GPU counts, in whole 128 MiB; less than that is what the reserve is for."""
     desktop = replace(TWO_A100[1], taken_bytes=1_500 * MIB)
     machine_with(monkeypatch, TWO_A100[0], desktop)
@@ -316,7 +309,7 @@ def test_what_other_programs_hold_is_not_planned_with(monkeypatch: pytest.Monkey
     assert resolve_hardware().taken_bytes == 0
 
 
-def test_a_named_gpu_must_have_free_what_the_plan_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_named_gpu_must_have_free_what_the_plan_takes(monkeypatch):
     machine_with(monkeypatch, replace(TWO_A100[0], taken_bytes=70 * GIB), TWO_A100[1])
     wanted = hardware_for(gpu=find_gpu("a100-80gb"))
     require_free(wanted, 10 * GIB)
@@ -326,7 +319,7 @@ def test_a_named_gpu_must_have_free_what_the_plan_takes(monkeypatch: pytest.Monk
         require_free(wanted, 10 * GIB + 512 * MIB)
 
 
-def test_a_machine_without_gpus_is_its_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_gpus_is_its_processor(monkeypatch):
     machine_with(monkeypatch)
     hardware = detect_hardware()
     assert hardware.gpu.is_cpu
@@ -334,7 +327,7 @@ def test_a_machine_without_gpus_is_its_processor(monkeypatch: pytest.MonkeyPatch
     assert describe_hardware(hardware).startswith(f"{hardware.cpu_cores} cores of cpu, ")
 
 
-def test_a_named_gpu_needs_no_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_named_gpu_needs_no_machine(monkeypatch):
     monkeypatch.setattr(detection, "gpus_here", lambda environment: pytest.fail("the driver was asked"))
     hardware = resolve_hardware(gpu="V100 32GB", gpus=8, nodes=2, host_memory_bytes=128 * GIB)
     assert (hardware.gpu.name, hardware.num_gpus, hardware.host_memory_bytes) == ("v100-32gb", 16, 128 * GIB)
@@ -345,7 +338,7 @@ def test_a_named_gpu_needs_no_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_hardware(gpu="cpu", host_memory_bytes=4 * GIB).gpu.memory_bytes == 4 * GIB
 
 
-def test_this_machine_has_only_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_machine_has_only_what_it_has(monkeypatch):
     machine_with(monkeypatch, *TWO_A100)
     assert resolve_hardware(gpus=1).num_gpus == 1
     assert resolve_hardware().num_gpus == 2
@@ -354,13 +347,13 @@ def test_this_machine_has_only_what_it_has(monkeypatch: pytest.MonkeyPatch) -> N
         resolve_hardware(gpus=3)
 
 
-def test_one_line_when_the_host_is_unknown() -> None:
+def test_one_line_when_the_host_is_unknown():
     assert describe_hardware(hardware_for(gpu=find_gpu("t4"))) == (
         "1 × t4, 15.00 GiB, 65 TFLOP/s fp16, 300 GB/s, no bf16, no FlashAttention-2"
     )
 
 
-def test_limits_of_a_container(tmp_path: Path) -> None:
+def test_limits_of_a_container(tmp_path):
     """Version 2: the process's own group and every group above it; version 1: the memory controller's."""
     (tmp_path / "pod" / "job").mkdir(parents=True)
     (tmp_path / "pod" / "job" / "memory.max").write_text("max\n")
@@ -373,7 +366,7 @@ def test_limits_of_a_container(tmp_path: Path) -> None:
     assert memory_limits(tmp_path, "") == []
 
 
-def test_cores_of_a_container(tmp_path: Path) -> None:
+def test_cores_of_a_container(tmp_path):
     unlimited = cpu_cores(cgroup=tmp_path)
     assert unlimited >= 1
     (tmp_path / "cpu.max").write_text("50000 100000\n")
@@ -392,17 +385,17 @@ def test_cores_of_a_container(tmp_path: Path) -> None:
         ("model name\t: a bf16-less one", False),
     ],
 )
-def test_bf16_instructions_are_read_from_the_flags(tmp_path: Path, line: str, there: bool) -> None:
+def test_bf16_instructions_are_read_from_the_flags(tmp_path, line, there):
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{line}\n")
     assert has_bf16_products(cpuinfo=tmp_path / "cpuinfo") is there
     assert not has_bf16_products(cpuinfo=tmp_path / "missing")
 
 
-def test_free_disk_of_a_folder_to_be(tmp_path: Path) -> None:
+def test_free_disk_of_a_folder_to_be(tmp_path):
     assert free_disk_bytes(tmp_path / "not" / "yet") > 0
 
 
-def test_detection_does_not_import_torch() -> None:
+def test_detection_does_not_import_torch():
     program = (
         "import sys; from fitune.measure.hardware import detect_hardware, describe_hardware;"
         "detect_hardware(use_gpus=False); sys.exit('torch' in sys.modules)"
@@ -410,7 +403,7 @@ def test_detection_does_not_import_torch() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
-def test_figures_replace_a_name_or_its_figures() -> None:
+def test_figures_replace_a_name_or_its_figures():
     figures = GpuFigures(memory_bytes=24 * GIB, flops=165e12, bandwidth=1e12)
     unnamed = resolve_hardware(gpus=2, nodes=2, figures=figures, internode_bandwidth=50e9)
     assert (unnamed.gpu.memory_bytes, unnamed.num_gpus, unnamed.internode_bandwidth) == (24 * GIB, 4, 50e9)
@@ -420,6 +413,6 @@ def test_figures_replace_a_name_or_its_figures() -> None:
         resolve_hardware(gpu="cpu", figures=figures)
 
 
-def test_a_device_that_shares_its_memory_leaves_the_rest_to_the_host() -> None:
+def test_a_device_that_shares_its_memory_leaves_the_rest_to_the_host():
     orin = resolve_hardware(gpu="jetson-agx-orin-64gb")
     assert orin.gpu.memory_bytes + orin.host_memory_bytes == 64 * GIB

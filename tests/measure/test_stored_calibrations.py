@@ -19,7 +19,7 @@ from fitune.spec.machines.gpus import cpu_gpu, find_gpu
 from fitune.spec.machines.hardware import AttentionRate, Calibration, Collectives, Rate, Traffic
 
 
-def calibration(**different) -> Calibration:
+def calibration(**different):
     made = Calibration(
         device="rtx-4090",
         date="2026-11-21",

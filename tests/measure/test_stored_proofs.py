@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -16,14 +15,14 @@ from fitune.spec.machines.hardware import Measured
 from fitune.spec.machines.proof import Proof, ProofCheck, ProvedPlan, measured_by
 
 
-def row(name: str = "lora", *, measured: int = 1000, seconds: float = 1.0) -> ProvedPlan:
+def row(name="lora", *, measured=1000, seconds=1.0):
     return ProvedPlan(
         id=name, predicted=1000, measured=measured, reserved_predicted=1200, reserved=1210, predicted_s=1.0,
         measured_s=seconds, tokens=4096,
     )  # fmt: skip
 
 
-def proof(*rows: ProvedPlan, **different) -> Proof:
+def proof(*rows, **different):
     made = Proof(
         device="rtx-4090", card="0123", date="2026-11-25T10:00:00", gpu="NVIDIA GeForce RTX 4090", capability=(8, 9),
         memory_bytes=24 * 2**30, versions={"torch": "2.13.0"}, rows=rows,
@@ -48,7 +47,7 @@ def test_the_newest_proof_of_each_card_counts():
     assert measured_by([empty]) is None
 
 
-def test_a_kind_was_measured_here_or_by_a_contributor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_kind_was_measured_here_or_by_a_contributor(tmp_path, monkeypatch):
     monkeypatch.setattr(proofs, "CONTRIBUTED", tmp_path)
     assert measured_on("rtx-4090") is None
     store_proof(proof(row()))

@@ -125,7 +125,7 @@ def test_what_the_dropout_of_the_config_costs_is_said():
     assert "from the model's config" not in "\n".join(found().decisions)
 
 
-def test_dropout_of_a_traced_model_is_in_its_figures() -> None:
+def test_dropout_of_a_traced_model_is_in_its_figures():
     """It was told as 0 B more than without, because nothing was traced without."""
     model = replace(load_model_spec("openai/gpt-oss-20b", offline=True), dropout=Dropout(attention=0.1))
     recipe = parse_recipe(

@@ -7,7 +7,7 @@ import pytest
 from fitune.errors import NothingFits
 from fitune.estimate.answering import kv_bytes, memory_of_answering, pooled_bytes
 from fitune.estimate.blocks.key_values import elements_per_token, windowed_tokens
-from fitune.planner.answering import AnsweringReport, plan_answering
+from fitune.planner.answering import plan_answering
 from fitune.planner.answering_words import answering_data, explain_answering
 from fitune.spec.answering import NO_ADAPTER, Adapter, Answering, Questions
 from fitune.spec.plan import Precision
@@ -16,9 +16,7 @@ from plans import CPU, gpu, known, small_llama
 QUESTIONS = Questions(rows=1_000, prompt_tokens=200_000, longest_prompt=600, new_tokens=256)
 
 
-def plan(
-    model: str, hardware, *, engines=("transformers", "vllm"), batch_size: int = 16, **more
-) -> AnsweringReport:
+def plan(model, hardware, *, engines=("transformers", "vllm"), batch_size=16, **more):
     questions = replace(QUESTIONS, **more)
     return plan_answering(
         known(model),
@@ -31,7 +29,7 @@ def plan(
     )
 
 
-def test_keys_and_values_of_one_token() -> None:
+def test_keys_and_values_of_one_token():
     """Llama-3.1-8B: 32 blocks · 8 heads · 128 · (key, value). DeepSeek-V3: 61 · 128 heads · (128 + 64 + 128)."""
     assert elements_per_token(known("llama-3.1-8b")) == 32 * 8 * 128 * 2
     assert elements_per_token(known("deepseek-ai/DeepSeek-V3")) == 61 * 128 * (128 + 64 + 128)
@@ -56,7 +54,7 @@ def test_keys_and_values_of_one_token() -> None:
         ("llama-3.1-8b", 8, 32 * 2 * 128 * 10_000),
     ],
 )
-def test_vllm_keeps_windows_and_latent_vectors(name: str, devices: int, elements: int) -> None:
+def test_vllm_keeps_windows_and_latent_vectors(name, devices, elements):
     """Of one row of 10,000 tokens: heads are divided over devices; the latent vector of all heads (MLA) is not."""
     answering = Answering(
         engine="vllm", model=known(name), hardware=gpu("h100", gpus=8), precision=Precision.BF16, batch_size=1,
@@ -65,14 +63,14 @@ def test_vllm_keeps_windows_and_latent_vectors(name: str, devices: int, elements
     assert pooled_bytes(answering, 10_000) == 2 * elements
 
 
-def test_pages_of_a_window_hold_the_window() -> None:
+def test_pages_of_a_window_hold_the_window():
     gemma = known("gemma-3-1b")
     kept = list(windowed_tokens(gemma, 10_000))
     assert set(kept) == {gemma.sliding_window, 10_000}
     assert kept.count(10_000) == len(gemma.full_attention_layers)
 
 
-def test_the_largest_batch_fits_and_one_row_more_does_not() -> None:
+def test_the_largest_batch_fits_and_one_row_more_does_not():
     report = plan("llama-3.1-8b", gpu("rtx-4090"), engines=("transformers",))
     rows = report.largest_batch
     many = replace(QUESTIONS, rows=100_000)
@@ -85,7 +83,7 @@ def test_the_largest_batch_fits_and_one_row_more_does_not() -> None:
 
 
 @pytest.mark.parametrize(("longest", "rows"), [(600, 32), (3_000, None), (9_000, None), (20_000, 1)])
-def test_a_batch_that_nobody_said_is_32_or_what_fits(longest: int, rows: int | None) -> None:
+def test_a_batch_that_nobody_said_is_32_or_what_fits(longest, rows):
     report = plan(
         "llama-3.1-8b", gpu("rtx-4090"), engines=("transformers",), batch_size=0, longest_prompt=longest
     )
@@ -93,7 +91,7 @@ def test_a_batch_that_nobody_said_is_32_or_what_fits(longest: int, rows: int | N
     assert report.chosen.answering.batch_size == min(32, report.largest_batch)
 
 
-def test_a_batch_that_does_not_fit_is_refused_with_one_that_does() -> None:
+def test_a_batch_that_does_not_fit_is_refused_with_one_that_does():
     with pytest.raises(
         NothingFits, match=r"weights 14\.96 \+ keys and values .* 21\.81 usable, .* short"
     ) as caught:
@@ -105,7 +103,7 @@ def test_a_batch_that_does_not_fit_is_refused_with_one_that_does() -> None:
     )
 
 
-def test_weights_that_no_device_holds_are_divided_over_the_node() -> None:
+def test_weights_that_no_device_holds_are_divided_over_the_node():
     """Llama-3.1-70B in bf16 is 131 GiB: two devices of 80 GB at least, and eight write fastest."""
     report = plan("llama-3.1-70b", gpu("a100-80gb", gpus=8))
     assert report.chosen.answering.engine == "vllm"
@@ -115,13 +113,13 @@ def test_weights_that_no_device_holds_are_divided_over_the_node() -> None:
     assert "vllm over 8 devices" in explain_answering(report)
 
 
-def test_heads_divide_evenly() -> None:
+def test_heads_divide_evenly():
     """Qwen2.5-0.5B has 14 heads and 2 of keys: two devices share it, four and eight cannot."""
     report = plan("qwen2.5-0.5b", gpu("h100", gpus=8), engines=("vllm",))
     assert {each.answering.devices for each in (report.chosen, *report.others)} == {1, 2}
 
 
-def test_writing_is_bound_by_memory_and_reading_by_products() -> None:
+def test_writing_is_bound_by_memory_and_reading_by_products():
     """vLLM on one H100: a step of 1 row reads the weights once, 16.06 GB at 80 % of 3.35 TB/s,
     starts 225 products of 4 µs, and takes 2 ms of its own."""
     report = plan(
@@ -133,7 +131,7 @@ def test_writing_is_bound_by_memory_and_reading_by_products() -> None:
     assert (time.reading_limit, time.writing_limit) == ("compute", "memory bandwidth")
 
 
-def test_more_of_anything_takes_more() -> None:
+def test_more_of_anything_takes_more():
     answering = plan("llama-3.1-8b", gpu("h100"), engines=("transformers",)).chosen.answering
     peak = memory_of_answering(answering, QUESTIONS).peak_bytes
     for larger in (
@@ -145,7 +143,7 @@ def test_more_of_anything_takes_more() -> None:
         assert larger.peak_bytes > peak
 
 
-def test_a_processor_answers_in_fp32_and_every_number_is_in_the_data() -> None:
+def test_a_processor_answers_in_fp32_and_every_number_is_in_the_data():
     report = plan_answering(
         small_llama(), QUESTIONS, CPU, engines=("transformers",), batch_size=4, adapter=NO_ADAPTER, price=0.0
     )

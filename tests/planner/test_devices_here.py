@@ -20,9 +20,7 @@ from plans import known
 SETTINGS = {"model": "llama-3.2-1b", "tuning": "lora", "seq_len": 512}
 
 
-def here(
-    monkeypatch: pytest.MonkeyPatch, *cards: tuple[str, int, tuple[int, int]], taken_mib: int = 0
-) -> None:
+def here(monkeypatch, *cards, taken_mib=0):
     found = tuple(
         FoundGpu(
             index=i, uuid=f"GPU-{i}", name=name, memory_bytes=mib * MIB, capability=capability,
@@ -37,7 +35,7 @@ RTX_3060 = ("NVIDIA GeForce RTX 3060", 12288, (8, 6))
 RTX_4090 = ("NVIDIA GeForce RTX 4090", 24564, (8, 9))
 
 
-def told(**settings: object) -> tuple[str, list[str]]:
+def told(**settings):
     """Words of the plan up to what it is for, and lines on what was decided about the GPUs."""
     recipe = Recipe.model_validate({**SETTINGS, **settings})
     report = find_plan(recipe, model=known("llama-3.2-1b"), hardware=wanted_hardware(recipe))
@@ -46,7 +44,7 @@ def told(**settings: object) -> tuple[str, list[str]]:
     return title.partition(" · on ")[2], decisions
 
 
-def test_the_first_screen_begins_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_screen_begins_with_them(monkeypatch):
     here(monkeypatch, RTX_3060, RTX_4090, RTX_4090, taken_mib=1_500)
     recipe = Recipe.model_validate(SETTINGS)
     report = find_plan(recipe, model=known("llama-3.2-1b"), hardware=wanted_hardware(recipe))
@@ -55,22 +53,22 @@ def test_the_first_screen_begins_with_them(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_all_cards_of_the_kind_with_most_memory_are_planned_with_and_the_others_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     here(monkeypatch, RTX_3060, RTX_4090, RTX_4090)
     where, decisions = told()
     assert where == "2 × rtx-4090 of 23.99 GiB; not used: 1 × NVIDIA GeForce RTX 3060"
     assert decisions == ["gpus: 2, all that are here and of this kind; gpus: 1 keeps one"]
 
 
-def test_a_number_of_cards_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_number_of_cards_is_kept(monkeypatch):
     here(monkeypatch, RTX_4090, RTX_4090)
     assert told(gpus=1) == ("1 × rtx-4090 of 23.99 GiB; not used: 1 × NVIDIA GeForce RTX 4090", [])
     assert told(gpu="rtx-4090") == ("1 × rtx-4090 of 23.99 GiB", [])
     assert told(gpu="rtx-4090", gpus=2)[0] == "2 × rtx-4090 of 23.99 GiB"
 
 
-def test_what_a_desktop_holds_is_said_and_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_desktop_holds_is_said_and_left_to_it(monkeypatch):
     here(monkeypatch, RTX_4090, taken_mib=1_500)
     where, decisions = told()
     assert where == "1 × rtx-4090 of 23.99 GiB, 1.50 GiB of it taken by other programs"
@@ -80,7 +78,7 @@ def test_what_a_desktop_holds_is_said_and_left_to_it(monkeypatch: pytest.MonkeyP
     ]
 
 
-def test_a_card_that_is_nearly_full_has_other_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_card_that_is_nearly_full_has_other_plans(monkeypatch):
     """A plan that took all of the card takes what is left of it."""
     recipe = Recipe.model_validate({"model": "llama-3.1-8b", "tuning": "lora"})
     peaks = []
@@ -109,9 +107,7 @@ def test_a_card_that_is_nearly_full_has_other_plans(monkeypatch: pytest.MonkeyPa
         ("b200", 224, 0.1, False),
     ],
 )
-def test_heads_whose_backward_flash_attention_refuses(
-    card: str, head_dim: int, dropout: float, refused: bool
-) -> None:
+def test_heads_whose_backward_flash_attention_refuses(card, head_dim, dropout, refused):
     """As check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120 in torch's sdp_utils.cpp."""
     model = replace(known("llama-3.2-1b"), head_dim=head_dim, dropout=Dropout(attention=dropout))
     why = flash_refused(model, find_gpu(card), Precision.BF16)
@@ -120,7 +116,7 @@ def test_heads_whose_backward_flash_attention_refuses(
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_a_v100_has_fp16_and_no_flash_attention_whatever_its_heads(head_dim: int) -> None:
+def test_a_v100_has_fp16_and_no_flash_attention_whatever_its_heads(head_dim):
     v100, model = find_gpu("v100-16gb"), replace(known("llama-3.2-1b"), head_dim=head_dim)
     recipe = Recipe.model_validate({**SETTINGS, "gpu": "v100-16gb"})
     plan = find_plan(recipe, model=known("llama-3.2-1b"), hardware=wanted_hardware(recipe)).chosen.plan

@@ -1,7 +1,5 @@
 """Every built-in name is planned by every method, or refused in a sentence of the planner's own; nothing is traced."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from fitune.errors import FituneError
@@ -17,13 +15,13 @@ METHODS = (None, "full", "lora", "qlora", "adalomo")
 
 
 @pytest.fixture(autouse=True)
-def _untraced() -> Iterator[None]:
+def _untraced():
     trace_with(None)
     yield
     trace_with(None)
 
 
-def outcome(name: str, tuning: str | None) -> str:
+def outcome(name, tuning):
     """ "" for a plan, else the refusal."""
     recipe = parse_recipe({"model": name, "data": ["rows.jsonl"], **({"tuning": tuning} if tuning else {})})
     try:
@@ -42,7 +40,7 @@ def outcome(name: str, tuning: str | None) -> str:
         for tuning in METHODS
     ],
 )
-def test_every_name_is_planned_or_refused_in_a_sentence(tuning: str | None) -> None:
+def test_every_name_is_planned_or_refused_in_a_sentence(tuning):
     names = known_model_names()
     traced = sorted(set(names) - set(names_with_formulas()))
     for name in [*traced, *names_with_formulas()[::8]]:

@@ -10,7 +10,6 @@ from fitune.planner.candidates import Request, block_counts, draft, losses
 from fitune.planner.fit import INDISTINGUISHABLE, TIE
 from fitune.planner.method_search import MethodSearch
 from fitune.planner.methods import methods
-from fitune.spec.machines.hardware import Hardware
 from fitune.spec.plan import Recompute, Zero
 from fitune.spec.recipe.recipe import parse_recipe
 from fitune.units import GIB
@@ -44,7 +43,7 @@ def every_plan(request, method):
 )
 def test_no_plan_is_better_than_the_one_taken(card, gpus, host, settings):
     model = SHALLOW
-    hardware: Hardware = replace(gpu(card, gpus=gpus), host_memory_bytes=host * GIB)
+    hardware = replace(gpu(card, gpus=gpus), host_memory_bytes=host * GIB)
     recipe = parse_recipe({"model": "qwen3-0.6b", "seq_len": 2048, **settings})
     request = Request(recipe=recipe, model=model, hardware=hardware)
     method = methods(request)[0]

@@ -18,7 +18,7 @@ from fitune.units import GIB
 from plans import CPU, gpu, known
 
 
-def report_of(model: str, hardware, **settings):
+def report_of(model, hardware, **settings):
     return find_plan(parse_recipe({"model": model, **settings}), model=known(model), hardware=hardware)
 
 

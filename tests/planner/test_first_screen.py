@@ -7,10 +7,9 @@ import pytest
 
 from fitune.cli.terminal import print_coloured
 from fitune.errors import NothingFits
-from fitune.planner.first_screen import Way, first_screen, other_ways, screen_of_nothing
+from fitune.planner.first_screen import first_screen, other_ways, screen_of_nothing
 from fitune.session.planning import first_screen_of, plan_on_data, wanted_hardware
 from fitune.session.recipes.typed_words import recipe_from
-from fitune.spec.predictions import PlanReport
 
 SITUATIONS = (
     "--model meta-llama/Llama-3.1-8B --gpu 4090",
@@ -27,20 +26,20 @@ SITUATIONS = (
 )
 
 
-def planned(words: str) -> tuple[PlanReport, tuple[Way, ...]]:
+def planned(words):
     recipe = recipe_from(shlex.split(words), []).recipe
     report = plan_on_data(recipe)
     return report, other_ways(recipe, report.taken, machine=wanted_hardware)
 
 
 @pytest.fixture(scope="module", params=SITUATIONS)
-def situation(request: pytest.FixtureRequest, demo_config: str) -> tuple[str, PlanReport, tuple[Way, ...]]:
+def situation(request, demo_config):
     words = request.param.replace("demo", demo_config)
     return words, *planned(words)
 
 
 @pytest.fixture(scope="module")
-def demo_config(tmp_path_factory: pytest.TempPathFactory) -> str:
+def demo_config(tmp_path_factory):
     folder = tmp_path_factory.mktemp("small")
     config = {
         "model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
@@ -51,8 +50,8 @@ def demo_config(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_the_verdict_comes_first_and_all_is_one_screen(
-    situation: tuple[str, PlanReport, tuple[Way, ...]],
-) -> None:
+    situation,
+):
     _, report, ways = situation
     lines = first_screen(report, ways, train="fitune train recipe.yaml").splitlines()
     assert lines[0].startswith("✔ FITS   ")
@@ -61,7 +60,7 @@ def test_the_verdict_comes_first_and_all_is_one_screen(
     assert lines[-2] == "  Train it   fitune train recipe.yaml"
 
 
-def test_a_way_typed_is_the_plan_that_was_shown(situation: tuple[str, PlanReport, tuple[Way, ...]]) -> None:
+def test_a_way_typed_is_the_plan_that_was_shown(situation):
     """Its bytes and its speed, where the words of the command say no other number of cards, card or method."""
     words, _, ways = situation
     for way in ways:
@@ -75,14 +74,14 @@ def test_a_way_typed_is_the_plan_that_was_shown(situation: tuple[str, PlanReport
 
 
 def test_no_way_is_named_twice_or_is_the_plan_itself(
-    situation: tuple[str, PlanReport, tuple[Way, ...]],
-) -> None:
+    situation,
+):
     _, report, ways = situation
     assert len({way.change for way in ways}) == len(ways)
     assert all(way.priced.plan != report.taken.plan for way in ways)
 
 
-def test_where_nothing_fits_the_changes_named_do() -> None:
+def test_where_nothing_fits_the_changes_named_do():
     words = "--model meta-llama/Llama-3.1-8B --tuning full --gpu 3060"
     with pytest.raises(NothingFits) as raised:
         planned(words)
@@ -98,7 +97,7 @@ def test_where_nothing_fits_the_changes_named_do() -> None:
         assert again.chosen.estimate.peak_bytes == one["peak_bytes"] <= error.facts["usable_bytes"]
 
 
-def test_the_peak_adds_up_in_the_line_below_the_bar() -> None:
+def test_the_peak_adds_up_in_the_line_below_the_bar():
     recipe = recipe_from(shlex.split(SITUATIONS[0]), []).recipe
     report = plan_on_data(recipe)
     line = first_screen_of(recipe, report, train="t").splitlines()[3]
@@ -106,6 +105,6 @@ def test_the_peak_adds_up_in_the_line_below_the_bar() -> None:
     assert sum(sizes) == pytest.approx(report.chosen.estimate.peak_bytes / 2**30, abs=0.05 * len(sizes))
 
 
-def test_a_pipe_gets_plain_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pipe_gets_plain_text(capsys):
     print_coloured("✔ FITS   [bold] a model")
     assert capsys.readouterr().out == "✔ FITS   [bold] a model\n"

@@ -8,12 +8,12 @@ from fitune.planner.fit import cheapest_blocks, fewest_blocks, peak_of
 from plans import gpu, known, plan_for, small_llama
 
 
-def all_peaks(plan) -> list[int]:
+def all_peaks(plan):
     step = describe_step(plan, largest_batch(plan))
     return [peak_of(step, blocks=n, loss=plan.loss) for n in range(plan.model.num_layers + 1)]
 
 
-def first_fit(peaks: list[int], usable: int) -> int | None:
+def first_fit(peaks, usable):
     return next((n for n, peak in enumerate(peaks) if peak <= usable), None)
 
 

@@ -1,26 +1,23 @@
 """Choosing a cluster: the order, its reasons, what is wanted of it, and fleet files that cannot be used."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from fitune.errors import FituneError, HardwareError, NothingFits, RecipeError
+from fitune.errors import HardwareError, NothingFits, RecipeError
 from fitune.estimate.overhead import checkpoint_bytes
 from fitune.estimate.predict import largest_batch, predict_step_time
-from fitune.planner.clusters.fleet import Ranking, node_counts, offers_on, rank_fleet
+from fitune.planner.clusters.fleet import node_counts, offers_on, rank_fleet
 from fitune.planner.clusters.fleet import ranked as rank_offers
 from fitune.planner.clusters.fleet_words import explain_ranking, ranking_data
-from fitune.planner.clusters.whole_job import TOKENS_PER_SECOND, Offer
+from fitune.planner.clusters.whole_job import TOKENS_PER_SECOND
 from fitune.planner.clusters.wishes import Wanted
 from fitune.spec.counts import count_parameters
 from fitune.spec.model.model_config import load_model_spec
-from fitune.spec.plan import Ddp, Plan
+from fitune.spec.plan import Ddp
 from fitune.spec.predictions import Epoch
-from fitune.spec.recipe.fleet import Fleet, read_fleet
-from fitune.spec.recipe.recipe import Recipe, parse_recipe
+from fitune.spec.recipe.fleet import read_fleet
+from fitune.spec.recipe.recipe import parse_recipe
 
 CLUSTERS = """
 clusters:
@@ -31,23 +28,23 @@ clusters:
 ROWS = 20_000
 
 
-def fleet_of(folder: Path, text: str = CLUSTERS) -> Fleet:
+def fleet_of(folder, text=CLUSTERS):
     (folder / "fleet.yaml").write_text(text)
     return read_fleet(folder / "fleet.yaml")
 
 
-def epoch_of(plan: Plan) -> Epoch:
+def epoch_of(plan):
     length = plan.batch.seq_len
     usual = largest_batch(plan)
     return Epoch(rows=ROWS, tokens=ROWS * length, longest_row=length, units=ROWS, usual=usual)
 
 
-def recipe_of(**settings: Any) -> Recipe:
+def recipe_of(**settings):
     return parse_recipe({"model": "meta-llama/Llama-3.1-8B", "tuning": "lora", "packing": True, **settings})
 
 
 @pytest.fixture(scope="module")
-def ranked(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ranking]:
+def ranked(tmp_path_factory):
     fleet = fleet_of(tmp_path_factory.mktemp("fleet"))
     recipe = recipe_of()
 
@@ -57,11 +54,11 @@ def ranked(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ranking]:
     return lambda **wanted: rank_offers(offers, Wanted(**wanted))
 
 
-def names(offers: tuple[Offer, ...]) -> list[tuple[str, int]]:
+def names(offers):
     return [(offer.cluster.name, offer.nodes) for offer in offers]
 
 
-def test_the_fastest_comes_first_and_its_time_adds_up(ranked: Callable[..., Ranking]) -> None:
+def test_the_fastest_comes_first_and_its_time_adds_up(ranked):
     """By hand: steps · seconds of a step, 16 GB of weights at 2 GB/s, tokens by one core, 24 $ an hour and node."""
     ranking = ranked()
     assert names(ranking.offers) == [("hopper", 2), ("hopper", 1), ("volta", 1), ("desk", 1)]
@@ -78,7 +75,7 @@ def test_the_fastest_comes_first_and_its_time_adds_up(ranked: Callable[..., Rank
     assert best.cost == pytest.approx(sum(best.parts.values()) / 3600 * 16 * 3.0)
 
 
-def test_objectives_order_by_what_they_name(ranked: Callable[..., Ranking]) -> None:
+def test_objectives_order_by_what_they_name(ranked):
     cheapest, soonest = ranked(objective="cheapest"), ranked(objective="soonest")
     costs = [offer.cost for offer in cheapest.offers]
     assert costs == sorted(costs)
@@ -89,7 +86,7 @@ def test_objectives_order_by_what_they_name(ranked: Callable[..., Ranking]) -> N
     assert next(offer for offer in soonest.offers if offer.nodes == 2).wait_seconds == 3600
 
 
-def test_nothing_beats_the_frontier_in_both(ranked: Callable[..., Ranking]) -> None:
+def test_nothing_beats_the_frontier_in_both(ranked):
     ranking = ranked()
     for offer in ranking.offers:
         assert offer.cost is not None
@@ -101,7 +98,7 @@ def test_nothing_beats_the_frontier_in_both(ranked: Callable[..., Ranking]) -> N
         assert (offer in ranking.frontier) is not beaten
 
 
-def test_deadline_and_budget_leave_offers_out_and_say_why(ranked: Callable[..., Ranking]) -> None:
+def test_deadline_and_budget_leave_offers_out_and_say_why(ranked):
     all_of_them = ranked()
     volta = all_of_them.offers[2]
     in_time = ranked(objective="cheapest", deadline_seconds=volta.seconds - 1)
@@ -112,11 +109,11 @@ def test_deadline_and_budget_leave_offers_out_and_say_why(ranked: Callable[..., 
     assert "costs $" in dict((offer.nodes, why) for offer, why in cheap.refused)[2]
 
 
-def test_what_nothing_keeps_is_said_of_the_nearest(ranked: Callable[..., Ranking]) -> None:
+def test_what_nothing_keeps_is_said_of_the_nearest(ranked):
     """A deadline names the fastest, a budget the cheapest, both together the nearest to each."""
     fast, cheap = ranked().best, ranked(objective="cheapest").best
 
-    def said(**wanted: Any) -> str:
+    def said(**wanted):
         with pytest.raises(NothingFits) as caught:
             ranked(**wanted)
         return caught.value.message
@@ -135,7 +132,7 @@ def test_what_nothing_keeps_is_said_of_the_nearest(ranked: Callable[..., Ranking
     assert f"the fastest within the budget is {cheap.cluster.name}, 1 node: ends in" in both
 
 
-def test_the_text_says_what_is_taken_and_why_not_the_others(ranked: Callable[..., Ranking]) -> None:
+def test_the_text_says_what_is_taken_and_why_not_the_others(ranked):
     text = " ".join(explain_ranking(ranked()).split())
     assert "volta, 1 node: the whole job takes" in text
     assert "8 devices instead of 16, each with" in text
@@ -147,7 +144,7 @@ def test_the_text_says_what_is_taken_and_why_not_the_others(ranked: Callable[...
     assert data["offers"][0]["parts"]["start"] == 180
 
 
-def test_a_better_method_is_not_given_up_for_speed(tmp_path: Path) -> None:
+def test_a_better_method_is_not_given_up_for_speed(tmp_path):
     """Full fine-tuning of 1 B parameters fits one card and not the other: the slow one comes first."""
     text = """
 clusters:
@@ -162,7 +159,7 @@ clusters:
     assert "only lora fits there, and full comes before it" in " ".join(explain_ranking(ranking).split())
 
 
-def test_what_fits_nowhere_says_why_of_each(tmp_path: Path) -> None:
+def test_what_fits_nowhere_says_why_of_each(tmp_path):
     text = """
 clusters:
   - {name: one, gpu: t4, gpus: 1, host_memory: 16GiB}
@@ -180,7 +177,7 @@ clusters:
 
 
 @pytest.mark.parametrize(("nodes", "counts"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])
-def test_numbers_of_nodes_that_are_planned(nodes: int, counts: list[int]) -> None:
+def test_numbers_of_nodes_that_are_planned(nodes, counts):
     assert node_counts(nodes) == counts
 
 
@@ -208,9 +205,7 @@ def test_numbers_of_nodes_that_are_planned(nodes: int, counts: list[int]) -> Non
         ("clusters: [{name: a, gpu: h100, host_memory: 512}]", RecipeError, "host_memory = 512: .*write the unit"),
     ],
 )  # fmt: skip
-def test_fleet_files_that_cannot_be_used(
-    tmp_path: Path, text: str, kind: type[FituneError], words: str
-) -> None:
+def test_fleet_files_that_cannot_be_used(tmp_path, text, kind, words):
     with pytest.raises(kind, match=f"(?s){words}"):
         fleet_of(tmp_path, text)
 
@@ -226,9 +221,7 @@ def test_fleet_files_that_cannot_be_used(
         ("{name: a, gpu: h100, kind: mesos}", "kind = 'mesos': ", "kind: kuberay, kubernetes or slurm"),
     ],
 )  # fmt: skip
-def test_a_wrong_key_of_a_fleet_file_says_where_it_stands_and_how_it_is_written(
-    tmp_path: Path, entry: str, words: str, hint: str
-) -> None:
+def test_a_wrong_key_of_a_fleet_file_says_where_it_stands_and_how_it_is_written(tmp_path, entry, words, hint):
     with pytest.raises(RecipeError) as refused:
         fleet_of(tmp_path, f"clusters: [{entry}]")
     assert f"{tmp_path}/fleet.yaml: cluster a: {words}" in refused.value.message
@@ -236,13 +229,13 @@ def test_a_wrong_key_of_a_fleet_file_says_where_it_stands_and_how_it_is_written(
     assert str(refused.value.hint).endswith("; docs/planning.md says what each setting takes")
 
 
-def test_a_card_that_a_fleet_file_cannot_name_is_not_to_be_given_by_options(tmp_path: Path) -> None:
+def test_a_card_that_a_fleet_file_cannot_name_is_not_to_be_given_by_options(tmp_path):
     with pytest.raises(HardwareError) as refused:
         fleet_of(tmp_path, "clusters: [{name: a, gpu: h1000}]")
     assert refused.value.hint == "did you mean 'h100'?; docs/cards.md has the names"
 
 
-def test_prices_are_asked_for_only_where_costs_are_compared(tmp_path: Path) -> None:
+def test_prices_are_asked_for_only_where_costs_are_compared(tmp_path):
     fleet = fleet_of(tmp_path, "clusters: [{name: a, gpu: l4, price: 1}, {name: b, gpu: l4}]")
     recipe = parse_recipe({"model": "llama-3.2-1b", "tuning": "lora"})
     model = load_model_spec(recipe.model)
@@ -257,8 +250,8 @@ def test_prices_are_asked_for_only_where_costs_are_compared(tmp_path: Path) -> N
 
 
 def test_checkpoints_cost_time_where_they_are_not_written_beside_the_steps(
-    ranked: Callable[..., Ranking],
-) -> None:
+    ranked,
+):
     from fitune.planner.clusters.whole_job import job_seconds, number_of_saves
 
     offer = ranked().best
@@ -275,7 +268,7 @@ def test_checkpoints_cost_time_where_they_are_not_written_beside_the_steps(
     )
 
 
-def test_with_ddp_the_first_rank_copies_all_that_is_saved(ranked: Callable[..., Ranking]) -> None:
+def test_with_ddp_the_first_rank_copies_all_that_is_saved(ranked):
     from fitune.planner.clusters.whole_job import job_seconds
 
     offer = ranked().best

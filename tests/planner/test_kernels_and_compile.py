@@ -13,7 +13,7 @@ from fitune.spec.words import describe_plan
 from plans import CPU, gpu, known
 
 
-def report_of(model: str, card: str, **settings):
+def report_of(model, card, **settings):
     recipe = parse_recipe(canonical_keys({"model": model, "tuning": "lora", **settings}, where="test"))
     return find_plan(recipe, model=known(model), hardware=CPU if card == "cpu" else gpu(card))
 
@@ -144,9 +144,7 @@ def test_liger_is_not_proposed_where_it_cannot_be_trained():
         ("cpu", "fp32", False, "has none; Ampere"),
     ],
 )
-def test_tf32_is_planned_where_it_has_an_effect_and_said_where_not(
-    card: str, precision: str, planned: bool, said: str
-) -> None:
+def test_tf32_is_planned_where_it_has_an_effect_and_said_where_not(card, precision, planned, said):
     plain, report = (report_of("llama-3.2-1b", card, precision=precision, tf32=on) for on in (False, True))
     assert not plain.chosen.plan.tf32
     assert report.chosen.plan.tf32 is planned

@@ -9,9 +9,9 @@ import pytest
 
 from fitune.errors import HardwareError, RecipeError
 from fitune.planner.defaults import with_host_memory
-from fitune.planner.matrix import Matrix, card, explain_matrix, matrix, matrix_data
+from fitune.planner.matrix import card, explain_matrix, matrix, matrix_data
 from fitune.planner.search import find_plan
-from fitune.spec.recipe.recipe import Recipe, parse_recipe
+from fitune.spec.recipe.recipe import parse_recipe
 from plans import gpu, known
 
 MODELS = ("llama-2-7b", "llama-2-13b", "llama-2-70b")
@@ -19,16 +19,16 @@ LENGTHS = (256, 512, 4096)
 V100S = with_host_memory(gpu("v100-32gb", gpus=8))
 
 
-def recipe_of(**pins: object) -> Recipe:
+def recipe_of(**pins):
     return parse_recipe({"model": MODELS[0], **pins})
 
 
 @cache
-def study() -> Matrix:
+def study():
     return matrix(recipe_of(), models=[known(name) for name in MODELS], seq_lens=LENGTHS, hardware=V100S)
 
 
-def cell(name: str, seq_len: int, of: Matrix | None = None):
+def cell(name, seq_len, of=None):
     return next(c for c in (of or study()).cells if c.model == known(name) and c.seq_len == seq_len)
 
 

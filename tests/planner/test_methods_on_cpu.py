@@ -6,15 +6,14 @@ import pytest
 
 from fitune.planner.search import find_plan
 from fitune.spec.machines.gpus import cpu_gpu, hardware_for
-from fitune.spec.machines.hardware import AttentionRate, Calibration, Hardware, Rate, Traffic
+from fitune.spec.machines.hardware import AttentionRate, Calibration, Rate, Traffic
 from fitune.spec.plan import Lomo, Precision
-from fitune.spec.predictions import PlanReport
 from fitune.spec.recipe.recipe import parse_recipe
 from fitune.units import GIB
 from plans import CPU, known, small_llama
 
 
-def measured(*, fp32: float, bf16: float, elementwise_bf16: float = 20e9) -> Hardware:
+def measured(*, fp32, bf16, elementwise_bf16=20e9):
     """A processor of 64 GiB with these FLOP/s of products."""
     calibration = Calibration(
         device="cpu-2-threads",
@@ -33,13 +32,13 @@ def measured(*, fp32: float, bf16: float, elementwise_bf16: float = 20e9) -> Har
     return replace(hardware_for(gpu=cpu_gpu(memory_bytes=64 * GIB, cores=2)), calibration=calibration)
 
 
-def plan(hardware: Hardware, **settings: object) -> PlanReport:
+def plan(hardware, **settings):
     model = known("qwen3-0.6b")
     recipe = parse_recipe({"model": model.name, "data": ["none.jsonl"], "seq_len": 512, **settings})
     return find_plan(recipe, model=model, hardware=hardware)
 
 
-def reason(report: PlanReport) -> str:
+def reason(report):
     return next(line for line in report.decisions if line.startswith("precision: "))
 
 
@@ -53,7 +52,7 @@ def test_fast_bf16_is_taken_and_explained_by_seconds():
 
 
 @pytest.mark.parametrize("bf16", [1e9, 93e9])
-def test_fp32_stays_where_bf16_is_not_clearly_faster(bf16: float):
+def test_fp32_stays_where_bf16_is_not_clearly_faster(bf16):
     report = plan(measured(fp32=93e9, bf16=bf16), tuning="full")
     assert report.chosen.plan.precision is Precision.FP32
     assert "fp32, because a step takes" in reason(report)
@@ -67,7 +66,7 @@ def test_the_whole_step_counts_and_not_its_products_alone():
 
 
 @pytest.mark.parametrize("tuning", ["full", "lora"])
-def test_what_the_user_sets_is_kept(tuning: str):
+def test_what_the_user_sets_is_kept(tuning):
     for precision in ("fp32", "bf16-master"):
         report = plan(measured(fp32=93e9, bf16=410e9), tuning=tuning, precision=precision)
         assert report.chosen.plan.precision == precision
@@ -107,7 +106,7 @@ def test_a_model_that_only_launches_stays_in_fp32():
         (8, "8 processes of 1 thread each,", "; OMP_NUM_THREADS=1 torchrun --nproc-per-node 8 -m fitune"),
     ],
 )  # fmt: skip
-def test_what_measures_the_processor_as_the_run_will_use_it_is_named(processes: int, said: str, command: str):
+def test_what_measures_the_processor_as_the_run_will_use_it_is_named(processes, said, command):
     share = cpu_gpu(memory_bytes=8 * GIB, cores=8 // processes)
     hardware = hardware_for(gpu=share, gpus=processes, host_memory_bytes=64 * GIB, cpu_cores=8)
     [note] = [line for line in plan(hardware, tuning="lora").decisions if line.startswith("note on times")]

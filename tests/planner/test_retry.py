@@ -10,13 +10,13 @@ from fitune.planner.retry import next_to_try, smaller_batches, smaller_plan, why
 from fitune.planner.search import find_plan
 from fitune.spec.machines.gpus import find_gpu, hardware_for
 from fitune.spec.model.model_config import load_model_spec
-from fitune.spec.plan import ChunkedLoss, Plan, Recompute
+from fitune.spec.plan import ChunkedLoss, Recompute
 from fitune.spec.predictions import Phase
-from fitune.spec.recipe.recipe import Recipe, parse_recipe
+from fitune.spec.recipe.recipe import parse_recipe
 from fitune.units import GIB
 
 
-def asked(**settings: object) -> tuple[Recipe, Plan]:
+def asked(**settings):
     wanted = {
         "model": "meta-llama/Llama-3.1-8B", "gpu": "a100-80gb", "tuning": "lora", "micro_batch_size": 8,
         "gradient_accumulation_steps": 2, **settings,
@@ -27,7 +27,7 @@ def asked(**settings: object) -> tuple[Recipe, Plan]:
     return recipe, find_plan(recipe, model=load_model_spec(recipe.model), hardware=hardware).chosen.plan
 
 
-def shortage(doing: str = "backward", *, in_use: int = 0, asked: int = 0, capacity: int = 0) -> Shortage:
+def shortage(doing="backward", *, in_use=0, asked=0, capacity=0):
     return Shortage(
         doing=doing,
         step=3,
@@ -38,12 +38,12 @@ def shortage(doing: str = "backward", *, in_use: int = 0, asked: int = 0, capaci
     )
 
 
-def peak(plan: Plan) -> int:
+def peak(plan):
     return predict(plan).memory.tensor_peak_bytes
 
 
 @pytest.mark.parametrize(("rows", "halves"), [(8, [4, 2, 1]), (9, [3, 1]), (7, [1]), (6, [3, 1]), (1, [])])
-def test_the_micro_batch_halves_and_the_accumulation_doubles(rows: int, halves: list[int]) -> None:
+def test_the_micro_batch_halves_and_the_accumulation_doubles(rows, halves):
     _, plan = asked(micro_batch_size=rows)
     found = list(smaller_batches(plan))
     assert [batch.micro_batch_size for batch in found] == halves
@@ -54,7 +54,7 @@ def test_the_micro_batch_halves_and_the_accumulation_doubles(rows: int, halves: 
     "settings", [{}, {"tuning": "full", "gpu": "h200"}, {"tuning": "qlora", "gpu": "rtx-4090"}]
 )
 @pytest.mark.parametrize("doing", ["forward", "loss", "backward", "evaluating"])
-def test_the_next_plan_takes_less_and_gives_up_nothing(settings: dict[str, object], doing: str) -> None:
+def test_the_next_plan_takes_less_and_gives_up_nothing(settings, doing):
     recipe, failed = asked(**settings)
     while (plan := smaller_plan(failed, recipe, shortage(doing))) is not None:
         assert peak(plan) < peak(failed)
@@ -67,7 +67,7 @@ def test_the_next_plan_takes_less_and_gives_up_nothing(settings: dict[str, objec
     assert why_no_smaller(failed, shortage(doing))
 
 
-def test_a_device_that_has_less_than_was_thought_makes_it_recompute_more() -> None:
+def test_a_device_that_has_less_than_was_thought_makes_it_recompute_more():
     recipe, failed = asked()
     half = peak(failed) // 2
     plan = smaller_plan(failed, recipe, shortage(in_use=half - GIB, asked=2 * GIB, capacity=half))
@@ -77,7 +77,7 @@ def test_a_device_that_has_less_than_was_thought_makes_it_recompute_more() -> No
     assert peak(plan) <= half < peak(thought)
 
 
-def test_a_step_that_needed_more_than_was_thought_makes_the_rest_count_more() -> None:
+def test_a_step_that_needed_more_than_was_thought_makes_the_rest_count_more():
     """A tenth more than predicted where it failed: the next plan has a tenth to spare."""
     recipe, failed = asked()
     backward = sum(predict(failed).memory.phases[Phase.BACKWARD].values())
@@ -88,7 +88,7 @@ def test_a_step_that_needed_more_than_was_thought_makes_the_rest_count_more() ->
     assert 1.1 * peak(plan) <= capacity
 
 
-def test_where_nothing_has_room_the_smallest_is_tried() -> None:
+def test_where_nothing_has_room_the_smallest_is_tried():
     recipe, failed = asked()
     plan = smaller_plan(failed, recipe, shortage(in_use=GIB, asked=GIB, capacity=2 * GIB))
     assert plan is not None
@@ -96,7 +96,7 @@ def test_where_nothing_has_room_the_smallest_is_tried() -> None:
     assert plan.recompute.blocks >= failed.model.num_layers - 1
 
 
-def test_pins_stay() -> None:
+def test_pins_stay():
     recipe, failed = asked(gradient_checkpointing=3, loss="chunked", loss_chunk_tokens=1024, gpu="h200")
     plan = smaller_plan(failed, recipe, shortage(in_use=GIB, asked=GIB, capacity=2 * GIB))
     assert plan is not None
@@ -104,7 +104,7 @@ def test_pins_stay() -> None:
     assert plan.loss == ChunkedLoss(chunk_tokens=1024)
 
 
-def test_what_the_micro_batch_does_not_decide_is_not_tried_again() -> None:
+def test_what_the_micro_batch_does_not_decide_is_not_tried_again():
     recipe, failed = asked(tuning="full", gpu="h200")
     assert smaller_plan(failed, recipe, shortage("update")) is None
     assert (
@@ -115,7 +115,7 @@ def test_what_the_micro_batch_does_not_decide_is_not_tried_again() -> None:
 @pytest.mark.parametrize(
     "method", [{"tuning": "lomo"}, {"tuning": "full", "optimizer_in_backward": True, "max_grad_value": 1.0}]
 )
-def test_what_updates_in_backward_adds_nothing_up(method: dict[str, object]) -> None:
+def test_what_updates_in_backward_adds_nothing_up(method):
     recipe, failed = asked(
         **method, gradient_accumulation_steps=1, gradient_checkpointing=4, loss="plain", gpu="h200"
     )
@@ -131,7 +131,7 @@ def test_what_updates_in_backward_adds_nothing_up(method: dict[str, object]) -> 
     assert any(change.endswith(f"tuning: lora{left_out}") for change in words)
 
 
-def test_what_is_left_to_try_takes_less_and_can_be_trained() -> None:
+def test_what_is_left_to_try_takes_less_and_can_be_trained():
     recipe, failed = asked(micro_batch_size=1, gradient_checkpointing=0, loss="plain")
     changes = next_to_try(failed, recipe, shortage())
     assert all(change.peak_bytes < peak(failed) for change in changes)

@@ -18,25 +18,25 @@ COUNT = 300
 METHODS = ("full", "lora", "qlora")
 
 
-def recipes() -> Iterator[dict]:
+def recipes():
     for model, machine, way in islice(zip(cycle(MODELS), cycle(MACHINES), cycle(WAYS), strict=False), COUNT):
         yield {"model": model, **machine, **way, "data": ["rows.jsonl"]}
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_traced() -> Iterator[None]:
+def _nothing_is_traced():
     before = tracer.current_tracer()
     tracer.trace_with(None)
     yield
     tracer.trace_with(before)
 
 
-def stays_on_devices(priced: Priced) -> bool:
+def stays_on_devices(priced):
     offload = priced.plan.offload
     return (offload.parameters, offload.optimizer, offload.activations) == ("device",) * 3
 
 
-def counted(priced: Priced) -> float:
+def counted(priced):
     """Tokens per second; of an offload's four fifths."""
     return priced.estimate.tokens_per_second * (1 if stays_on_devices(priced) else 0.8)
 
@@ -48,7 +48,7 @@ def counted(priced: Priced) -> float:
         for number, each in enumerate(recipes())
     ],
 )
-def test_nothing_listed_is_faster(settings: dict) -> None:
+def test_nothing_listed_is_faster(settings):
     try:
         report = plan_for(parse_recipe(settings))
     except FituneError:

@@ -2,14 +2,13 @@
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
 from fitune.cli import main
 from fitune.errors import NothingFits
 from fitune.planner.answering import plan_answering
-from fitune.planner.clusters.score_fleet import ScoreRanking, explain_score_ranking, rank_scoring
+from fitune.planner.clusters.score_fleet import explain_score_ranking, rank_scoring
 from fitune.planner.clusters.wishes import Wanted
 from fitune.spec.answering import NO_ADAPTER, Questions
 from fitune.spec.recipe.fleet import Cluster, Fleet
@@ -21,7 +20,7 @@ SMALL = Cluster(name="small", gpu="t4", price=0.5)
 QUESTIONS = Questions(rows=100_000, prompt_tokens=20_000_000, longest_prompt=600, new_tokens=256)
 
 
-def ranking(*clusters: Cluster, model: str = "llama-3.1-8b", **wanted) -> ScoreRanking:
+def ranking(*clusters, model="llama-3.1-8b", **wanted):
     return rank_scoring(
         Fleet(source="fleet.yaml", clusters=clusters), Wanted(**wanted), QUESTIONS,
         lambda node, questions: plan_answering(
@@ -31,7 +30,7 @@ def ranking(*clusters: Cluster, model: str = "llama-3.1-8b", **wanted) -> ScoreR
     )  # fmt: skip
 
 
-def test_clusters_are_ranked_by_time_or_by_cost() -> None:
+def test_clusters_are_ranked_by_time_or_by_cost():
     fastest = ranking(HOPPER, ADA, SMALL)
     assert [(offer.cluster.name, offer.nodes) for offer in fastest.offers] == [
         ("hopper", 2),
@@ -48,19 +47,19 @@ def test_clusters_are_ranked_by_time_or_by_cost() -> None:
     assert "short" in why
 
 
-def test_an_engine_on_each_device_answers_its_share() -> None:
+def test_an_engine_on_each_device_answers_its_share():
     two, one = ranking(HOPPER).offers
     assert (two.engines, one.engines) == (16, 8)
     assert two.report.questions.rows == 6_250
     assert one.parts["scoring"] == pytest.approx(2 * two.parts["scoring"], rel=0.2)
 
 
-def test_a_model_larger_than_a_device_is_divided_over_one_node() -> None:
+def test_a_model_larger_than_a_device_is_divided_over_one_node():
     (offer,) = ranking(HOPPER, model="llama-3.1-70b").offers
     assert (offer.nodes, offer.engines, offer.report.chosen.answering.devices) == (1, 1, 8)
 
 
-def test_a_budget_refuses_with_the_cost_and_nothing_left_is_an_error() -> None:
+def test_a_budget_refuses_with_the_cost_and_nothing_left_is_an_error():
     found = ranking(HOPPER, ADA, budget=ranking(ADA).offers[0].cost + 0.01)
     assert {offer.cluster.name for offer in found.offers} == {"ada"}
     assert "more than $" in found.refused[0][1]
@@ -71,9 +70,7 @@ def test_a_budget_refuses_with_the_cost_and_nothing_left_is_an_error() -> None:
     assert "in 2 h 0 min" in explain_score_ranking(found)
 
 
-def test_the_command_prints_the_ranking(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_prints_the_ranking(tmp_path, capsys, monkeypatch):
     rows, fleet = tmp_path / "rows.jsonl", tmp_path / "fleet.yaml"
     rows.write_text('{"question": "What is 2 plus 3?", "answer": "5"}\n' * 40)
     fleet.write_text(

@@ -10,21 +10,21 @@ from fitune.planner.defaults import with_host_memory
 from fitune.planner.reasons.explain import memory_sum
 from fitune.planner.search import find_plan
 from fitune.spec.plan import AdamW, ChunkedLoss, Full, Lora, PlainLoss, Precision, Sgd, Steps
-from fitune.spec.recipe.recipe import Recipe, canonical_keys, parse_recipe
+from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
 from fitune.spec.serial import from_json, to_json
 from fitune.units import GIB
 from plans import CPU, gpu, known
 
 
-def recipe_of(model: str, **settings) -> Recipe:
+def recipe_of(model, **settings):
     return parse_recipe(canonical_keys({"model": model, **settings}, where="test"))
 
 
-def plan_of(model: str, card: str, **settings):
+def plan_of(model, card, **settings):
     return report_of(model, card, **settings).chosen.plan
 
 
-def report_of(model: str, card: str, **settings):
+def report_of(model, card, **settings):
     hardware = CPU if card == "cpu" else gpu(card)
     return find_plan(recipe_of(model, **settings), model=known(model), hardware=hardware)
 
@@ -42,7 +42,7 @@ def test_an_8b_model_on_a_24_gib_card_gets_lora_and_says_why():
 
 
 @pytest.mark.parametrize("model", ["llama-3.1-8b", "qwen3-0.6b", "llama-2-7b"])
-def test_the_terms_of_a_sum_add_up_as_printed(model: str) -> None:
+def test_the_terms_of_a_sum_add_up_as_printed(model):
     report = report_of(model, "rtx-4090", tuning="lora")
     terms, _, rest = memory_sum(report.chosen.estimate).replace(",", "").partition(" = ")
     added = sum(float(term.rsplit(" ", 1)[1]) for term in terms.split(" + "))

@@ -26,16 +26,16 @@ from fitune.spec.plan import (
     Zero,
 )
 from fitune.spec.predictions import Phase
-from fitune.spec.recipe.recipe import Recipe, canonical_keys, parse_recipe
+from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
 from fitune.units import GIB
 from plans import CPU, gpu, known
 
 
-def recipe_of(model: str, **settings) -> Recipe:
+def recipe_of(model, **settings):
     return parse_recipe(canonical_keys({"model": model, **settings}, where="test"))
 
 
-def methods_of(card: str, **settings):
+def methods_of(card, **settings):
     """Those that a plan can be made of."""
     model, hardware, recipe = known("llama-3.1-8b"), gpu(card), recipe_of("llama-3.1-8b", **settings)
     request = Request(recipe=recipe, model=model, hardware=hardware)
@@ -43,13 +43,13 @@ def methods_of(card: str, **settings):
     return [method for method in found if MethodSearch(request, method).placements]
 
 
-def plan_of(model: str, card: str, *, gpus: int = 1, nodes: int = 1, host: int = 512, **settings):
+def plan_of(model, card, *, gpus=1, nodes=1, host=512, **settings):
     hardware = CPU if card == "cpu" else gpu(card, gpus=gpus)
     hardware = replace(hardware, nodes=nodes, host_memory_bytes=host * GIB)
     return find_plan(recipe_of(model, **settings), model=known(model), hardware=hardware).chosen.plan
 
 
-def words(method) -> str:
+def words(method):
     tuning = type(method.tuning).__name__
     base = type(method.tuning.base).__name__ if isinstance(method.tuning, Lora) else ""
     return f"{tuning}{base} {method.precision}"

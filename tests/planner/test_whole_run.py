@@ -9,7 +9,7 @@ from fitune.estimate.predict import predict_step_time
 from fitune.planner.search import find_plan
 from fitune.planner.whole_run import run_lines, whole_run, with_timely_saves
 from fitune.spec.model.block_profile import BatchShape
-from fitune.spec.plan import Batch, Ddp, Epochs, Fraction, Plan, Recompute, Schedule, Single
+from fitune.spec.plan import Batch, Ddp, Epochs, Fraction, Recompute, Schedule, Single
 from fitune.spec.predictions import Epoch
 from fitune.spec.recipe.recipe import Recipe, parse_recipe
 from fitune.units import format_bytes
@@ -18,7 +18,7 @@ from plans import gpu, known, plan_for
 USUAL = BatchShape(tokens=400, supervised_tokens=200, rows=4, longest_row=110)
 
 
-def plan_of(*, rows: int = 4, accumulation: int = 2, gpus: int = 1) -> Plan:
+def plan_of(*, rows=4, accumulation=2, gpus=1):
     return replace(
         plan_for(known("llama-3.1-8b"), hardware=gpu("rtx-4090", gpus=gpus), tuning="lora", precision="bf16"),
         batch=Batch(micro_batch_size=rows, accumulation=accumulation, seq_len=512, packing=False),
@@ -33,11 +33,11 @@ def plan_of(*, rows: int = 4, accumulation: int = 2, gpus: int = 1) -> Plan:
     )
 
 
-def epoch_of(rows: int) -> Epoch:
+def epoch_of(rows):
     return Epoch(rows=rows, tokens=100 * rows, longest_row=200, units=rows, usual=USUAL)
 
 
-def test_steps_seconds_and_cost() -> None:
+def test_steps_seconds_and_cost():
     plan = plan_of()
     run = whole_run(plan, epoch_of(81), price_per_gpu_hour=2.0)
     assert (run.steps_per_epoch, run.steps, run.warmup_steps) == (11, 33, 4)
@@ -46,7 +46,7 @@ def test_steps_seconds_and_cost() -> None:
     assert run.epochs == 3
 
 
-def test_rows_that_cannot_be_used_are_said_with_what_becomes_of_them() -> None:
+def test_rows_that_cannot_be_used_are_said_with_what_becomes_of_them():
     plan, bad = plan_of(), {"not JSON": 1_200, "no answer": 1}
     lines = list(
         run_lines(whole_run(plan, replace(epoch_of(81), bad_rows=bad), price_per_gpu_hour=2.0), plan)
@@ -66,14 +66,14 @@ def test_rows_that_cannot_be_used_are_said_with_what_becomes_of_them() -> None:
     )
 
 
-def test_packing_is_not_advised_where_there_is_one_step_already() -> None:
+def test_packing_is_not_advised_where_there_is_one_step_already():
     plan = replace(plan_of(), schedule=replace(plan_of().schedule, duration=Epochs(count=1)))
     lines = list(run_lines(whole_run(plan, epoch_of(8), price_per_gpu_hour=2.0), plan))
     assert lines[0].startswith("1 step of 8 rows, 1 epoch")
     assert not any("packing" in line for line in lines)
 
 
-def test_devices_share_the_rows_and_each_costs() -> None:
+def test_devices_share_the_rows_and_each_costs():
     plan = plan_of(gpus=2)
     run = whole_run(plan, epoch_of(160), price_per_gpu_hour=2.0)
     ranks = plan.hardware.num_gpus
@@ -81,14 +81,14 @@ def test_devices_share_the_rows_and_each_costs() -> None:
     assert run.cost == pytest.approx(run.seconds / 3600 * 2.0 * ranks)
 
 
-def test_data_smaller_than_a_batch_is_one_step_of_fewer_micro_batches() -> None:
+def test_data_smaller_than_a_batch_is_one_step_of_fewer_micro_batches():
     plan = plan_of(accumulation=8)
     run = whole_run(plan, epoch_of(8), price_per_gpu_hour=0.0)
     assert (run.steps_per_epoch, run.steps) == (1, 3)
     assert run.step_seconds == predict_step_time(plan_of(accumulation=2), USUAL).step_seconds
 
 
-def test_the_lines_say_how_long_and_what_shapes_the_result() -> None:
+def test_the_lines_say_how_long_and_what_shapes_the_result():
     plan = plan_of()
     lines = list(run_lines(whole_run(plan, epoch_of(81), price_per_gpu_hour=2.0), plan))
     assert "33 steps of 8 rows, 3 epochs of 11 steps" in lines[0]
@@ -106,7 +106,7 @@ def test_the_lines_say_how_long_and_what_shapes_the_result() -> None:
     assert ") and at the end" in lines[4]
 
 
-def test_short_rows_are_said_to_be_slow_and_full_ones_are_not() -> None:
+def test_short_rows_are_said_to_be_slow_and_full_ones_are_not():
     plan = plan_of(rows=1, accumulation=8)
     short = replace(USUAL, tokens=40, supervised_tokens=20, rows=1, longest_row=44)
     epoch = replace(epoch_of(800), tokens=40 * 800, usual=short)
@@ -118,9 +118,7 @@ def test_short_rows_are_said_to_be_slow_and_full_ones_are_not() -> None:
 
 
 @pytest.mark.parametrize(("rows", "parts"), [(800, 1), (1_600_000, 1), (16_000_000, 10)])
-def test_a_long_epoch_is_saved_so_often_that_no_part_takes_more_than_half_an_hour(
-    rows: int, parts: int
-) -> None:
+def test_a_long_epoch_is_saved_so_often_that_no_part_takes_more_than_half_an_hour(rows, parts):
     plan = plan_of()
     asked = Recipe(model="m")
     run = replace(whole_run(plan, epoch_of(rows), price_per_gpu_hour=0.0), step_seconds=1800 / 200_000)
@@ -130,14 +128,14 @@ def test_a_long_epoch_is_saved_so_often_that_no_part_takes_more_than_half_an_hou
         assert with_timely_saves(pinned, plan, run, step_seconds=1.0) == plan
 
 
-def test_an_epoch_of_unknown_length_is_saved_each_half_hour_of_full_batches() -> None:
+def test_an_epoch_of_unknown_length_is_saved_each_half_hour_of_full_batches():
     plan = plan_of()
     for seconds, steps in ((7.0, 257), (4000.0, 1)):
         saved = with_timely_saves(Recipe(model="m"), plan, None, step_seconds=seconds).run
         assert (saved.save_every, saved.saves_per_epoch) == (steps, plan.run.saves_per_epoch)
 
 
-def test_a_checkpoint_that_takes_long_to_write_is_saved_less_often() -> None:
+def test_a_checkpoint_that_takes_long_to_write_is_saved_less_often():
     plan = plan_for(known("llama-3.1-70b"), hardware=gpu("h100", gpus=8), precision="bf16-master")
     seconds = checkpoint_bytes(plan) / 1e9
     assert seconds > 900
@@ -145,7 +143,7 @@ def test_a_checkpoint_that_takes_long_to_write_is_saved_less_often() -> None:
     assert saved.save_every == int(20 * seconds / 10)
 
 
-def test_a_longer_seq_len_than_rows_need_is_said_where_it_costs_time() -> None:
+def test_a_longer_seq_len_than_rows_need_is_said_where_it_costs_time():
     plan = replace(plan_of(), recompute=Recompute(blocks=4))
     run = whole_run(plan, epoch_of(81), price_per_gpu_hour=0.0)
     assert "the longest row has 200 tokens: seq_len: 256 leaves room" in " ".join(run_lines(run, plan))
@@ -155,7 +153,7 @@ def test_a_longer_seq_len_than_rows_need_is_said_where_it_costs_time() -> None:
     assert "leaves room" not in " ".join(run_lines(longer, plan))
 
 
-def test_packs_are_not_offered_where_rows_of_one_stream_would_see_each_other() -> None:
+def test_packs_are_not_offered_where_rows_of_one_stream_would_see_each_other():
     """LFM2's convolutions look back along the stream: its plans take one row at a time, and say so."""
     report = find_plan(
         parse_recipe({"model": "LiquidAI/LFM2-350M", "tuning": "lora"}),

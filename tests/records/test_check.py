@@ -4,7 +4,6 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -23,7 +22,7 @@ RESULTS = Path(__file__).parents[2] / "results"
 TRUSTED = ("high", "medium")
 
 
-def test_median_percentile_and_bias_by_hand() -> None:
+def test_median_percentile_and_bias_by_hand():
     errors = errors_of([-0.10, 0.02, 0.04, -0.01, 0.20])
     assert errors.count == 5
     assert errors.median_abs_error == 0.04
@@ -31,20 +30,20 @@ def test_median_percentile_and_bias_by_hand() -> None:
     assert errors.bias == pytest.approx(0.03)
 
 
-def test_nothing_to_compare_is_none_and_not_zero() -> None:
+def test_nothing_to_compare_is_none_and_not_zero():
     errors = errors_of([])
     assert errors.count == 0
     assert errors.median_abs_error is errors.p90_abs_error is errors.bias is None
 
 
-def test_sources_count_alike_however_many_rows_they_have() -> None:
+def test_sources_count_alike_however_many_rows_they_have():
     scores = scores_of(compare_rows(read_records(RUNS))[0], confidence=TRUSTED)
     others = [score for score in scores if score.group == "others" and score.memory.count]
     medians = sorted(score.memory.median_abs_error for score in others)
     assert group_score(scores, "others").memory.median_abs_error in (*medians, sum(medians) / 2)
 
 
-def test_only_trusted_rows_are_evidence() -> None:
+def test_only_trusted_rows_are_evidence():
     compared, skipped = compare_rows(read_records(RUNS))
     counts = [
         sum(score.memory.count for score in scores_of(compared, confidence=levels))
@@ -54,7 +53,7 @@ def test_only_trusted_rows_are_evidence() -> None:
     assert {row.id for row, _ in skipped} == {"tensor-parallel", "length-not-stated"}
 
 
-def test_an_oom_row_has_a_verdict_and_no_error() -> None:
+def test_an_oom_row_has_a_verdict_and_no_error():
     compared, _ = compare_rows(read_records(RUNS))
     oom = next(one for one in compared if one.row.oom)
     assert oom.memory_error is None
@@ -66,18 +65,18 @@ def test_an_oom_row_has_a_verdict_and_no_error() -> None:
 @pytest.mark.parametrize(
     "name", ["full-one-device", "lora-logits-decide", "full-fsdp-two", "qlora-fsdp-frozen"]
 )
-def test_runs_with_all_facts_stated_are_within_a_twentieth(name: str) -> None:
+def test_runs_with_all_facts_stated_are_within_a_twentieth(name):
     told = compare_row(next(row for row in read_records(RUNS) if row.id == name), left_out=False)
     assert told.memory_error == pytest.approx(0, abs=0.05)
 
 
-def test_the_score_is_that_of_the_estimate_and_of_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_score_is_that_of_the_estimate_and_of_nothing_else(monkeypatch):
     """memory_of 10 % larger: every predicted byte is. Where it raises, nothing is predicted."""
     rows = read_records(RUNS)
     before, _ = compare_rows(rows)
     real = memory.memory_of
 
-    def tenth_more(terms: dict[str, int]) -> dict[str, int]:
+    def tenth_more(terms):
         return {name: size * 11 // 10 for name, size in terms.items()}
 
     def larger(step):
@@ -107,9 +106,7 @@ def test_the_score_is_that_of_the_estimate_and_of_nothing_else(monkeypatch: pyte
         ({"model": "Qwen/Qwen3-0.6B", "optimizer": "Muon"}, "optimizer 'muon' is none a plan has"),
     ],
 )
-def test_a_row_that_cannot_be_represented_is_listed_and_the_others_are_compared(
-    different: dict[str, str], why: str
-) -> None:
+def test_a_row_that_cannot_be_represented_is_listed_and_the_others_are_compared(different, why):
     rows = read_records(RUNS)
     odd = replace(rows[0], id="odd", facts=_without_shapes(**different))
     before, skipped = compare_rows(rows)
@@ -121,7 +118,7 @@ def test_a_row_that_cannot_be_represented_is_listed_and_the_others_are_compared(
     assert "\n" not in reason
 
 
-def test_a_traced_model_of_a_row_keeps_the_hyphens_of_its_name() -> None:
+def test_a_traced_model_of_a_row_keeps_the_hyphens_of_its_name():
     name = "Qwen/Qwen3-Next-80B-A3B-Instruct"
     facts = _without_shapes(model=name, lora_targets="q_proj", must_assume="", notes="")
     row = Row(id="next", line=1, source="", facts=facts)
@@ -129,14 +126,14 @@ def test_a_traced_model_of_a_row_keeps_the_hyphens_of_its_name() -> None:
     assert compare_row(row, left_out=False).predicted_bytes
 
 
-def _without_shapes(**different: str) -> dict[str, Any]:
+def _without_shapes(**different):
     """A row of QLoRA whose model is known by its name alone."""
     facts = next(row.facts for row in read_records(RUNS) if row.id == "qlora-fsdp-frozen")
     shapes = ("params_b", "layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab")
     return {**facts, **dict.fromkeys(shapes), **different}
 
 
-def test_json_has_the_promised_keys() -> None:
+def test_json_has_the_promised_keys():
     result = CliRunner().invoke(app, ["records", "check", str(RUNS), "--json"])
     assert result.exit_code == 0
     data = json.loads(result.stdout)
@@ -149,7 +146,7 @@ def test_json_has_the_promised_keys() -> None:
     assert {one["id"] for one in data["skipped"]} == {"tensor-parallel", "length-not-stated"}
 
 
-def test_text_names_confidence_groups_and_what_has_no_plan() -> None:
+def test_text_names_confidence_groups_and_what_has_no_plan():
     result = CliRunner().invoke(app, ["records", "check", str(RUNS), "--rows", "--leave-one-out"])
     assert result.exit_code == 0
     for words in (
@@ -163,13 +160,13 @@ def test_text_names_confidence_groups_and_what_has_no_plan() -> None:
     assert "full-one-device" in result.stdout
 
 
-def test_a_confidence_that_is_none_is_refused() -> None:
+def test_a_confidence_that_is_none_is_refused():
     result = CliRunner().invoke(app, ["records", "check", str(RUNS), "--confidence", "hihg"])
     assert result.exit_code != 0
     assert "did you mean 'high'" in str(result.exception)
 
 
-def test_leave_one_out_takes_speeds_from_other_sources() -> None:
+def test_leave_one_out_takes_speeds_from_other_sources():
     """Three rows alike by two sources: the second's measured speed is half of the first's, and so is the correction."""
     facts = next(row.facts for row in read_records(RUNS) if row.id == "full-one-device")
     speed = {"someone": 1000.0, "another": 500.0}
@@ -188,7 +185,7 @@ def test_leave_one_out_takes_speeds_from_other_sources() -> None:
     assert alone[0].predicted_speed is None
 
 
-def test_a_run_of_ours_is_priced_by_the_estimate_as_it_is() -> None:
+def test_a_run_of_ours_is_priced_by_the_estimate_as_it_is():
     """No switch of another trainer, recompute and chunk as planned."""
     facts = next(row.facts for row in read_records(RUNS) if row.id == "lora-logits-decide")
     ours = {
@@ -208,7 +205,7 @@ def test_a_run_of_ours_is_priced_by_the_estimate_as_it_is() -> None:
     assert told.predicted_speed == pytest.approx(16384 / predict_step_time(plan).step_seconds)
 
 
-def test_results_of_ours_are_compared_as_they_were_recorded() -> None:
+def test_results_of_ours_are_compared_as_they_were_recorded():
     compared, skipped = compare_rows(
         [row for name in ("cpu_methods.json", "step_time_cpu.json") for row in read_records(RESULTS / name)]
     )
@@ -219,7 +216,7 @@ def test_results_of_ours_are_compared_as_they_were_recorded() -> None:
     assert time_score.speed.count == len(compared) - 95
 
 
-def test_a_results_file_without_predictions_is_counted_and_not_refused() -> None:
+def test_a_results_file_without_predictions_is_counted_and_not_refused():
     compared, skipped = compare_rows(read_records(RESULTS / "vs_trl_cpu.json"))
     assert (len(compared), len(skipped)) == (0, 3)
     assert all("not stated" in why or "not known" in why for _, why in skipped)

@@ -11,49 +11,49 @@ from fitune.records.row import read_records
 RUNS = Path(__file__).with_name("runs.jsonl")
 
 
-def lines(tmp_path: Path, *rows: dict[str, object] | str) -> Path:
+def lines(tmp_path, *rows):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows))
     return path
 
 
-def test_every_row_is_read_in_order() -> None:
+def test_every_row_is_read_in_order():
     rows = read_records(RUNS)
     assert [row.id for row in rows][:2] == ["full-one-device", "full-fsdp-two"]
     assert rows[0].amount("peak_mem_gib") == 67.46
     assert rows[0].size("seq_len") == 4096
 
 
-def test_a_line_that_is_no_json_is_named(tmp_path: Path) -> None:
+def test_a_line_that_is_no_json_is_named(tmp_path):
     with pytest.raises(DataError, match=r"rows\.jsonl line 2: not JSON"):
         read_records(lines(tmp_path, {"id": "a"}, "{'id': 1}"))
 
 
-def test_a_line_that_is_no_object_is_named(tmp_path: Path) -> None:
+def test_a_line_that_is_no_object_is_named(tmp_path):
     with pytest.raises(DataError, match="line 3: expected an object, found list"):
         read_records(lines(tmp_path, {"id": "a"}, "", "[1, 2]"))
 
 
-def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+def test_bytes_that_are_no_text_are_refused(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"id": "\xff"}\n')
     with pytest.raises(DataError, match="is not UTF-8"):
         read_records(path)
 
 
-def test_an_id_twice_names_both_lines(tmp_path: Path) -> None:
+def test_an_id_twice_names_both_lines(tmp_path):
     with pytest.raises(DataError, match="line 3: id 'a' is that of line 1 too"):
         read_records(lines(tmp_path, {"id": "a"}, {"id": "b"}, {"id": "a"}))
 
 
-def test_an_empty_file_has_no_rows(tmp_path: Path) -> None:
+def test_an_empty_file_has_no_rows(tmp_path):
     with pytest.raises(DataError, match="has no rows"):
         read_records(lines(tmp_path, ""))
 
 
 @pytest.mark.parametrize("value", [0, -1, float("inf"), float("nan"), 10**400])
 @pytest.mark.parametrize("key", ["seq_len", "hidden", "n_gpus", "peak_mem_gib", "tok_s_per_gpu"])
-def test_sizes_that_are_none_are_refused_with_line_and_key(tmp_path: Path, key: str, value: float) -> None:
+def test_sizes_that_are_none_are_refused_with_line_and_key(tmp_path, key, value):
     with pytest.raises(DataError, match=f"line 2: {key} = .* must be more than zero"):
         read_records(lines(tmp_path, {"id": "a"}, {"id": "b", key: value}))
 
@@ -69,19 +69,19 @@ def test_sizes_that_are_none_are_refused_with_line_and_key(tmp_path: Path, key: 
         ({"gpu": ["a100"]}, "is not a word"),
     ],
 )
-def test_other_impossible_values_are_refused(tmp_path: Path, facts: dict[str, object], why: str) -> None:
+def test_other_impossible_values_are_refused(tmp_path, facts, why):
     with pytest.raises(DataError, match=why):
         read_records(lines(tmp_path, {"id": "a", **facts}))
 
 
-def test_a_document_of_ours_with_rows_goes_through_the_same_door(tmp_path: Path) -> None:
+def test_a_document_of_ours_with_rows_goes_through_the_same_door(tmp_path):
     path = tmp_path / "measured.json"
     rows = [json.loads(line) for line in RUNS.read_text().splitlines()]
     path.write_text(json.dumps({"date": "2026-01-01", "rows": rows}, indent=1))
     assert [row.id for row in read_records(path)] == [row.id for row in read_records(RUNS)]
 
 
-def test_rows_without_id_and_source_get_those_of_their_place(tmp_path: Path) -> None:
+def test_rows_without_id_and_source_get_those_of_their_place(tmp_path):
     first, second = read_records(lines(tmp_path, {}, {}))
     assert (first.id, second.id) == ("line-1", "line-2")
     assert first.source == "rows.jsonl"

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +19,6 @@ from fitune.spec.plan import (
     Lomo,
     Lora,
     Nf4,
-    Plan,
     Precision,
     Single,
     Zero,
@@ -32,28 +30,28 @@ RUNS = {
 }
 
 
-def row(name: str, **changed: Any) -> Row:
+def row(name, **changed):
     facts = {**RUNS[name], **changed}
     return Row(id=name, line=1, source=str(facts["source"]), facts=facts)
 
 
-def plan(name: str, **changed: Any) -> Plan:
+def plan(name, **changed):
     return plan_of(row(name, **changed))
 
 
-def why_not(name: str, **changed: Any) -> str:
+def why_not(name, **changed):
     with pytest.raises((Unrepresented, FituneError)) as reason:
         plan(name, **changed)
     return str(reason.value)
 
 
-def lora(name: str, **changed: Any) -> Lora:
+def lora(name, **changed):
     tuning = plan(name, **changed).tuning
     assert isinstance(tuning, Lora)
     return tuning
 
 
-def test_full_training_in_pure_bf16() -> None:
+def test_full_training_in_pure_bf16():
     told = plan("full-one-device")
     assert isinstance(told.tuning, Full)
     assert told.precision is Precision.BF16
@@ -62,14 +60,14 @@ def test_full_training_in_pure_bf16() -> None:
     assert told.batch.micro_batch_tokens == 4 * 4096
 
 
-def test_lora_on_a_packed_base() -> None:
+def test_lora_on_a_packed_base():
     assert lora("qlora-fsdp-frozen") == Lora(
         rank=16, alpha=16, dropout=0.0, targets=("q_proj", "k_proj", "v_proj", "o_proj"), base=Nf4(double_quant=True)
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("words", ["LoRA SFT", "SFT with QLoRA", "DoRA (not full)"])
-def test_adapters_are_no_full_training_whatever_they_are_trained_for(words: str) -> None:
+def test_adapters_are_no_full_training_whatever_they_are_trained_for(words):
     assert isinstance(plan("qlora-fsdp-frozen", method=words).tuning, Lora)
 
 
@@ -89,7 +87,7 @@ def test_adapters_are_no_full_training_whatever_they_are_trained_for(words: str)
         ("deepspeed zero3", Zero(stage=3, backend="deepspeed")),
     ],
 )
-def test_sharding_by_its_words(words: str, sharding: object) -> None:
+def test_sharding_by_its_words(words, sharding):
     assert plan("full-fsdp-two", sharding=words).sharding == sharding
 
 
@@ -105,11 +103,11 @@ def test_sharding_by_its_words(words: str, sharding: object) -> None:
         ("hqq 4bit group_size=128", Hqq(bits=4, group_size=128)),
     ],
 )
-def test_quantisers_by_their_words(quant: str, base: object) -> None:
+def test_quantisers_by_their_words(quant, base):
     assert lora("qlora-fsdp-frozen", quant=quant).base == base
 
 
-def test_optimizers_by_their_words() -> None:
+def test_optimizers_by_their_words():
     assert isinstance(plan("full-one-device", optimizer="LOMO").tuning, Lomo)
     assert isinstance(plan("full-one-device", optimizer="AdamW 8bit").optimizer, AdamW8bit)
     for words in (
@@ -122,35 +120,35 @@ def test_optimizers_by_their_words() -> None:
         assert isinstance(tuning.update, InBackward)
 
 
-def test_a_fused_linear_loss_is_chunked_as_liger_does_it() -> None:
+def test_a_fused_linear_loss_is_chunked_as_liger_does_it():
     """65,536 tokens, V 32,000, h 4,096: 8 parts of 8,192."""
     assert plan(
         "lora-block-decides", seq_len=4096, micro_batch=16, vocab=32000, params_b=None
     ).loss == ChunkedLoss(chunk_tokens=8192)
 
 
-def test_targets_under_other_names() -> None:
+def test_targets_under_other_names():
     assert len(lora("lora-logits-decide", lora_targets="c_attn,c_proj,w1,w2 (all linear)").targets) == 7
     assert lora("lora-logits-decide", lora_targets="wq,wv").targets == ("q_proj", "v_proj")
     assert lora("lora-logits-decide", lora_targets="q_proj, v_proj, lm_head").targets == ("q_proj", "v_proj")
 
 
-def test_whole_tables_beside_adapters() -> None:
+def test_whole_tables_beside_adapters():
     assert lora("lora-logits-decide", method="lora+emb").modules_to_save == ("embed_tokens", "lm_head")
 
 
-def test_tied_embeddings_as_the_row_says() -> None:
+def test_tied_embeddings_as_the_row_says():
     assert plan("full-one-device", tied_embeddings=True, params_b=None).model.tied_embeddings
     assert not plan("full-one-device", tied_embeddings=False).model.tied_embeddings
     small = {"model": "someone/small", "vocab": 128256, "params_b": 7.51}  # 8.03 B with tables of their own
     assert plan("full-one-device", tied_embeddings=True, **small).model.tied_embeddings
 
 
-def test_the_dropout_that_a_row_remarks() -> None:
+def test_the_dropout_that_a_row_remarks():
     assert lora("lora-logits-decide", notes="lora_dropout=0.05").dropout == 0.05
 
 
-def test_nodes_network_and_board_in_words() -> None:
+def test_nodes_network_and_board_in_words():
     hardware = plan("full-fsdp-two", n_gpus=4, sharding="DeepSpeed ZeRO-2, 2 nodes x 2 GPUs").hardware
     assert (hardware.nodes, hardware.gpus_per_node) == (2, 2)
     hardware = plan("full-fsdp-two", n_gpus=96, gpu="H100-80GB (800 Gbps)").hardware
@@ -176,11 +174,11 @@ def test_nodes_network_and_board_in_words() -> None:
         ({"model": "new/mixture", "params_b": 30.0}, "7.24 B parameters, the row says 30.00 B"),
     ],
 )
-def test_what_no_plan_can_say_is_given_back(changed: dict[str, Any], why: str) -> None:
+def test_what_no_plan_can_say_is_given_back(changed, why):
     assert why in why_not("full-one-device", **changed)
 
 
-def test_trainers_are_known_by_name_and_take_over_what_they_are_built_on() -> None:
+def test_trainers_are_known_by_name_and_take_over_what_they_are_built_on():
     known = profiles()
     assert known["trl"].switches["bytes_per_logit"] == known["transformers"].switches["bytes_per_logit"] == 14
     assert profile_of(row("full-one-device", source="someone", must_assume="TRL SFTTrainer")).name == "trl"
@@ -190,8 +188,8 @@ def test_trainers_are_known_by_name_and_take_over_what_they_are_built_on() -> No
     assert profile_of(row("full-one-device", source="mosaicml"), left_out=True).name == "defaults"
 
 
-def test_what_a_row_says_wins_over_its_trainer() -> None:
-    def switches(**changed: Any) -> Any:
+def test_what_a_row_says_wins_over_its_trainer():
+    def switches(**changed):
         told = row("lora-logits-decide", source="trl", **changed)
         return trainer_of(told, profile_of(told))
 

@@ -1,8 +1,6 @@
 """Gemma 3n and 4 by arithmetic and by rehearsal: what blocks share is held once, until nobody reads it."""
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import AutoConfig
@@ -13,8 +11,7 @@ from fitune.models.door import model_config
 from fitune.rehearse.step import trace_plan
 from fitune.rehearse.trace import peaks_by_kind
 from fitune.spec.model.model_config import load_model_spec
-from fitune.spec.model.model_spec import ModelSpec
-from fitune.spec.plan import Plan, Zero
+from fitune.spec.plan import Zero
 from plans import CPU, gpu, plan_for
 
 COMMON = {
@@ -26,7 +23,7 @@ COMMON = {
 FOR_BLOCKS = {
     "num_kv_shared_layers": 5, "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 2000,
 }  # fmt: skip
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+MODELS = {
     "3n": (
         "gemma3n_text", {**COMMON, **FOR_BLOCKS, "laurel_rank": 8, "activation_sparsity_pattern": [0.9] + [0.0] * 8}
     ),
@@ -57,16 +54,16 @@ QUICK = 2
 
 
 @pytest.fixture
-def spec_of(tmp_path: Path, traces: None) -> Any:
+def spec_of(tmp_path, traces):
 
-    def read(model_type: str, values: dict[str, Any]) -> ModelSpec:
+    def read(model_type, values):
         AutoConfig.for_model(model_type, **values).save_pretrained(tmp_path / "model")
         return load_model_spec(str(tmp_path / "model"))
 
     return read
 
 
-def rehearsed_peak(plan: Plan) -> int:
+def rehearsed_peak(plan):
     trace, _ = trace_plan(plan, model_config(plan.model_path), exact=True)
     return max(sum(kinds.values()) for kinds in peaks_by_kind(trace, on_cuda=False).values())
 
@@ -78,7 +75,7 @@ def rehearsed_peak(plan: Plan) -> int:
         for number, case in enumerate(CASES)
     ],
 )
-def test_the_predicted_peak_is_the_rehearsed_one(name: str, choice: dict[str, Any], spec_of: Any) -> None:
+def test_the_predicted_peak_is_the_rehearsed_one(name, choice, spec_of):
     spec = spec_of(*MODELS[name])
     plan = plan_for(spec, **{"rows": 1, "seq_len": 200, "chunk": 64, **choice})
     plan = replace(plan, model_path=spec.name)
@@ -88,7 +85,7 @@ def test_the_predicted_peak_is_the_rehearsed_one(name: str, choice: dict[str, An
     assert predict_memory(plan).tensor_peak_bytes == pytest.approx(rehearsed_peak(plan), rel=tolerance)
 
 
-def test_each_kind_of_block_has_linears_of_its_own(spec_of: Any) -> None:
+def test_each_kind_of_block_has_linears_of_its_own(spec_of):
     """Heads of whole rows are wider, and blocks that read others' keys make none."""
     spec = spec_of(*MODELS["4-small"])
     names = {linear.name for linear in spec.linears_of(8)}
@@ -101,7 +98,7 @@ def test_each_kind_of_block_has_linears_of_its_own(spec_of: Any) -> None:
     assert widths == [4 * 16, 4 * 32]
 
 
-def test_a_model_whose_tokens_see_those_behind_them_is_refused(spec_of: Any) -> None:
+def test_a_model_whose_tokens_see_those_behind_them_is_refused(spec_of):
     model_type, values = MODELS["4-dense"]
     with pytest.raises(ModelError, match="use_bidirectional_attention = 'all' lets tokens see those behind"):
         spec_of(model_type, {**values, "use_bidirectional_attention": "all"})

@@ -2,10 +2,8 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from itertools import product
-from pathlib import Path
 
 import pytest
 
@@ -34,7 +32,7 @@ SHIPPED_CONFIGS = [name for name in configs_to_trace() if name not in NOT_SHIPPE
 
 
 @pytest.fixture(autouse=True)
-def nobody_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def nobody_traces(tmp_path, monkeypatch):
     """No tracer and an empty cache: whatever is planned comes from the file."""
     monkeypatch.setenv("FITUNE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(tracing, "_known", {})
@@ -53,9 +51,7 @@ def nobody_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
         ("EleutherAI/pythia-410m", "lora", 2),
     ],
 )
-def test_a_shipped_profile_is_what_is_traced_here(
-    name: str, tuning: str, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shipped_profile_is_what_is_traced_here(name, tuning, rows, monkeypatch):
     """Equal where the versions are; else the peak of a step is, to 0.5 %."""
     model = load_model_spec(name)
     plan = plan_for(
@@ -83,7 +79,7 @@ def test_a_shipped_profile_is_what_is_traced_here(
         for place, name in enumerate(SHIPPED_CONFIGS)
     ],
 )
-def test_every_public_name_is_planned_without_a_trace(name: str) -> None:
+def test_every_public_name_is_planned_without_a_trace(name):
     """The open search on eight H200, and QLoRA on one 4090, where what does not fit is refused by its bytes."""
     model = load_model_spec(name, offline=True)
     for settings, hardware in (({}, gpu("h200", gpus=8)), ({"tuning": "qlora"}, gpu("rtx-4090"))):
@@ -93,7 +89,7 @@ def test_every_public_name_is_planned_without_a_trace(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SHIPPED_CONFIGS)
-def test_every_shipped_profile_is_found_by_its_way_of_training(name: str) -> None:
+def test_every_shipped_profile_is_found_by_its_way_of_training(name):
     """A digest that changed would leave profiles in the file that no plan asks for."""
     model = load_model_spec(name, offline=True)
     lengths = (model.sliding_window, 2 * model.sliding_window) if model.sliding_window else (2048,)
@@ -110,11 +106,11 @@ def test_every_shipped_profile_is_found_by_its_way_of_training(name: str) -> Non
         assert any(shipped_profile(model.config_digest, digest) for digest in digests)
 
 
-def _needed(separates_rows: bool) -> dict[str, object]:
+def _needed(separates_rows):
     return {} if separates_rows else {"packing": False, "micro_batch_size": 1}
 
 
-def test_every_config_has_a_profile_or_a_reason() -> None:
+def test_every_config_has_a_profile_or_a_reason():
     shipped = {
         name: is_shipped(tracing.config_digest(find_known_model(name).config)) for name in configs_to_trace()
     }
@@ -124,7 +120,7 @@ def test_every_config_has_a_profile_or_a_reason() -> None:
     assert SHIPPED.stat().st_size < 3 * 2**20
 
 
-def test_a_plan_of_a_shipped_name_imports_no_torch(tmp_path: Path) -> None:
+def test_a_plan_of_a_shipped_name_imports_no_torch(tmp_path):
     code = (
         "import sys, fitune; fitune.plan(model='EleutherAI/pythia-410m', gpu='rtx-4090', tuning='qlora'); "
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
@@ -133,7 +129,7 @@ def test_a_plan_of_a_shipped_name_imports_no_torch(tmp_path: Path) -> None:
     assert not list((tmp_path / "cache").rglob("*.json"))
 
 
-def test_profiles_of_other_versions_plan_and_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profiles_of_other_versions_plan_and_are_named(monkeypatch):
     """What trains or rehearses does not take them."""
     older = Libraries(torch="2.0.1", transformers="5.0.0")
     monkeypatch.setattr(tracing, "shipped_libraries", lambda: older)

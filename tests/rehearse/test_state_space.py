@@ -1,8 +1,6 @@
 """Mamba, Mamba 2, delta rules, hybrids of them with attention: rows in chunks, loops over tokens, what kernels read."""
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,9 +17,8 @@ from fitune.rehearse.trace import peaks_by_kind
 from fitune.spec.model import tracing
 from fitune.spec.model.block_profile import BatchShape
 from fitune.spec.model.model_config import load_model_spec
-from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.model.traced_profile import Extent, Size
-from fitune.spec.plan import Batch, Nf4, PlainLoss, Plan, Precision, Recompute
+from fitune.spec.plan import Batch, Nf4, PlainLoss, Precision, Recompute
 from fitune.spec.predictions import Phase
 from models.streams import make_rows, stream_of
 from plans import plan_for
@@ -50,16 +47,16 @@ CHUNKS = {"mamba": 1, "qwen3_5_text": 64}
 
 
 @pytest.fixture
-def folder(tmp_path: Path, traces: None) -> Path:
+def folder(tmp_path, traces):
     return tmp_path / "model"
 
 
-def spec_of(folder: Path, model_type: str) -> ModelSpec:
+def spec_of(folder, model_type):
     AutoConfig.for_model(model_type, **MODELS[model_type]).save_pretrained(folder)
     return load_model_spec(str(folder))
 
 
-def one_row(spec: ModelSpec, *, tokens: int, **choice: Any) -> Plan:
+def one_row(spec, *, tokens, **choice):
     batch = Batch(micro_batch_size=1, accumulation=1, seq_len=tokens, packing=False)
     return replace(plan_for(spec, **choice), model_path=spec.name, batch=batch)
 
@@ -68,7 +65,7 @@ def one_row(spec: ModelSpec, *, tokens: int, **choice: Any) -> Plan:
     "model_type",
     ["granitemoehybrid", "mamba2", *(pytest.param(name, marks=pytest.mark.slow) for name in CHUNKS)],
 )
-def test_the_estimate_is_the_rehearsed_step(folder: Path, model_type: str) -> None:
+def test_the_estimate_is_the_rehearsed_step(folder, model_type):
     """At rows that are no whole number of chunks, and longer than those that were traced."""
     spec = spec_of(folder, model_type)
     assert not spec.separates_rows
@@ -100,9 +97,7 @@ def test_the_estimate_is_the_rehearsed_step(folder: Path, model_type: str) -> No
         (2, (True, True, False), 2 * 2 * (2 * 10) * 8 * (3 * 3)),
     ],
 )
-def test_a_convolution_s_backward_takes_its_forward_for_each_gradient(
-    groups: int, wanted: tuple[bool, bool, bool], expected: int
-) -> None:
+def test_a_convolution_s_backward_takes_its_forward_for_each_gradient(groups, wanted, expected):
     """2 FLOPs for each output and what it reads: inputs of its group times the filter."""
     signal, weight = torch.randn(2, 6, 12), torch.randn(8, 6 // groups, 3)
     gradient = torch.randn(2, 8, 10)
@@ -112,7 +107,7 @@ def test_a_convolution_s_backward_takes_its_forward_for_each_gradient(
 
 
 @pytest.mark.parametrize(("tuning", "recompute"), [("lora", 0), ("full", 2)])
-def test_rows_of_one_chunk_are_traced_by_themselves(folder: Path, tuning: str, recompute: int) -> None:
+def test_rows_of_one_chunk_are_traced_by_themselves(folder, tuning, recompute):
     """Copies that several chunks need are not made for them."""
     spec = spec_of(folder, "mamba2")
     for tokens in (CHUNK // 2, CHUNK):
@@ -126,7 +121,7 @@ def test_rows_of_one_chunk_are_traced_by_themselves(folder: Path, tuning: str, r
 @pytest.mark.parametrize(
     ("model_type", "blocks"), [("granitemoehybrid", 3), ("mamba", 0), ("mamba2", 1), ("qwen3_5_text", 2)]
 )
-def test_a_row_is_trained_as_transformers_does(model_type: str, blocks: int) -> None:
+def test_a_row_is_trained_as_transformers_does(model_type, blocks):
     (row,) = make_rows((2 * CHUNK + 5,))
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **MODELS[model_type])).train()
@@ -151,7 +146,7 @@ def test_a_row_is_trained_as_transformers_does(model_type: str, blocks: int) -> 
 
 
 @pytest.mark.parametrize("model_type", ["mamba", "mamba2"])
-def test_an_fp32_stream_under_bf16_weights_has_the_loss_of_transformers(model_type: str) -> None:
+def test_an_fp32_stream_under_bf16_weights_has_the_loss_of_transformers(model_type):
     (row,) = make_rows((2 * CHUNK + 5,))
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **MODELS[model_type])
@@ -178,9 +173,7 @@ def test_an_fp32_stream_under_bf16_weights_has_the_loss_of_transformers(model_ty
 
 
 @pytest.mark.parametrize(("model_type", "called"), [("mamba", {"in_proj"}), ("mamba2", {"in_proj"})])
-def test_weights_that_kernels_read_are_neither_packed_nor_adapted(
-    folder: Path, model_type: str, called: set[str]
-) -> None:
+def test_weights_that_kernels_read_are_neither_packed_nor_adapted(folder, model_type, called):
     spec = spec_of(folder, model_type)
     assert set(spec.adaptable_names) == called
     with torch.device("meta"):
@@ -189,18 +182,18 @@ def test_weights_that_kernels_read_are_neither_packed_nor_adapted(
     assert packed == called
 
 
-def test_short_rows_stand_for_long_ones_where_a_mixer_loops_over_tokens(folder: Path) -> None:
+def test_short_rows_stand_for_long_ones_where_a_mixer_loops_over_tokens(folder):
     plan = one_row(spec_of(folder, "mamba"), tokens=4096)
     assert tracing.way_of(plan, BatchShape(tokens=4096, supervised_tokens=4095, rows=1)).first == 16
 
 
-def test_rows_that_are_trained_one_at_a_time_are_traced_so(folder: Path) -> None:
+def test_rows_that_are_trained_one_at_a_time_are_traced_so(folder):
     """Also for a draft of many rows, by which a processor's precision is chosen: two padded rows divided by zero."""
     plan = one_row(spec_of(folder, "mamba2"), tokens=4096)
     assert tracing.way_of(plan, BatchShape(tokens=8192, supervised_tokens=8190, rows=2)).rows == 1
 
 
-def test_padding_counts_by_whole_chunks() -> None:
+def test_padding_counts_by_whole_chunks():
     size = Size(constant=10, per_token=2, per_square=1, per_padding=3, per_padding_square=0.5)
     assert size.at(Extent(tokens=4, square=16)) == 10 + 8 + 16
     assert size.at(Extent(tokens=4, square=16, padding=2, padding_square=20)) == 10 + 8 + 16 + 6 + 10

@@ -1,8 +1,6 @@
 """Architectures without formulas: shapes read from modules, blocks traced, an estimate equal to the rehearsed step."""
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +17,6 @@ from fitune.spec.counts import count_parameters, lora_parameters, model_flops
 from fitune.spec.model import tracing
 from fitune.spec.model.block_profile import BatchShape
 from fitune.spec.model.model_config import load_model_spec
-from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.model.traced_profile import TracedStep
 from fitune.spec.model.tracer import trace_with
 from fitune.spec.plan import ClipByValue, Full, Lomo, Lora, Sgd
@@ -45,18 +42,18 @@ DEEPSEEK = {
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("FITUNE_CACHE", str(tmp_path / "cache"))
     trace_with(TransformersTracer())
     return tmp_path / "cache" / "traced"
 
 
-def model_of(tmp_path: Path, model_type: str, config: dict[str, Any]) -> ModelSpec:
+def model_of(tmp_path, model_type, config):
     AutoConfig.for_model(model_type, **config).save_pretrained(tmp_path / model_type)
     return load_model_spec(str(tmp_path / model_type))
 
 
-def test_shapes_are_counted_by_hand(tmp_path: Path, traces: None) -> None:
+def test_shapes_are_counted_by_hand(tmp_path, traces):
     spec = model_of(tmp_path, "gpt_neox", NEOX)
     h, f = 96, 224
     block = 3 * h * h + 3 * h + h * h + h + 2 * h * f + f + h + 4 * h
@@ -71,7 +68,7 @@ def test_shapes_are_counted_by_hand(tmp_path: Path, traces: None) -> None:
     ]
 
 
-def test_blocks_that_differ_are_counted_apart(tmp_path: Path, traces: None) -> None:
+def test_blocks_that_differ_are_counted_apart(tmp_path, traces):
     spec = model_of(tmp_path, "deepseek_v3", DEEPSEEK)
     assert spec.kind_of == (0, 0, 1, 1, 1)
     with torch.device("meta"):
@@ -95,9 +92,7 @@ def test_blocks_that_differ_are_counted_apart(tmp_path: Path, traces: None) -> N
         ),
     ],
 )
-def test_the_estimate_is_the_rehearsed_step(
-    tmp_path: Path, traces: None, hardware: str, choice: dict
-) -> None:
+def test_the_estimate_is_the_rehearsed_step(tmp_path, traces, hardware, choice):
     """At 320 tokens, which were not traced; to 0.5 % of the peak."""
     spec = model_of(tmp_path, "gpt_neox", NEOX)
     device = CPU if hardware == "cpu" else gpu(hardware)
@@ -112,8 +107,8 @@ def test_the_estimate_is_the_rehearsed_step(
 @pytest.mark.parametrize("adaptive", [True, False])
 @pytest.mark.parametrize(("model_type", "config"), [("gpt_neox", NEOX), ("gpt_neo", NEO)])
 def test_weights_updated_in_backward_are_planned_from_the_profile_of_full(
-    tmp_path: Path, traces: None, model_type: str, config: dict[str, Any], adaptive: bool, recompute: int
-) -> None:
+    tmp_path, traces, model_type, config, adaptive, recompute
+):
     """One gradient at a time, and its step beside what its block keeps."""
     spec = model_of(tmp_path, model_type, config)
     full = plan_for(spec, precision="bf16", recompute=recompute, rows=2, seq_len=100)
@@ -127,9 +122,7 @@ def test_weights_updated_in_backward_are_planned_from_the_profile_of_full(
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_no_row_is_traced_beyond_a_mask_that_blocks_keep(
-    tmp_path: Path, traces: None, rows: int, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_no_row_is_traced_beyond_a_mask_that_blocks_keep(tmp_path, traces, rows, capfd):
     """GPT-Neo's blocks take 256 tokens in all; the estimate at other lengths is the rehearsed step, to 0.5 %."""
     spec = model_of(tmp_path, "gpt_neo", NEO)
     assert spec.longest_stream == 256
@@ -142,16 +135,14 @@ def test_no_row_is_traced_beyond_a_mask_that_blocks_keep(
     assert capfd.readouterr().err == ""
 
 
-def test_micro_batches_longer_than_the_mask_are_refused(tmp_path: Path, traces: None) -> None:
+def test_micro_batches_longer_than_the_mask_are_refused(tmp_path, traces):
     spec = model_of(tmp_path, "gpt_neo", NEO)
     recipe = parse_recipe({"model": spec.name, "seq_len": 200, "micro_batch_size": 2})
     with pytest.raises(FituneError, match="256 tokens in one micro-batch, and 2 × 200 are more"):
         find_plan(recipe, model=spec, hardware=CPU)
 
 
-def test_blocks_that_cannot_run_are_refused_in_one_line(
-    tmp_path: Path, traces: None, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_blocks_that_cannot_run_are_refused_in_one_line(tmp_path, traces, capfd):
     """torch logs a traceback of its own before the error."""
     spec = model_of(tmp_path, "gpt_neo", NEO)
     plan = replace(plan_for(spec, rows=1, seq_len=200), model_path=spec.name)
@@ -160,7 +151,7 @@ def test_blocks_that_cannot_run_are_refused_in_one_line(
     assert capfd.readouterr().err == ""
 
 
-def test_a_later_plan_traces_nothing(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_later_plan_traces_nothing(tmp_path, cache, monkeypatch):
     spec = model_of(tmp_path, "gpt_neox", NEOX)
     plan = replace(plan_for(spec, seq_len=64), model_path=spec.name)
     first = predict_memory(plan)
@@ -174,7 +165,7 @@ def test_a_later_plan_traces_nothing(tmp_path: Path, cache: Path, monkeypatch: p
         load_model_spec(spec.name)
 
 
-def test_a_profile_survives_json(tmp_path: Path, traces: None) -> None:
+def test_a_profile_survives_json(tmp_path, traces):
     spec = model_of(tmp_path, "gpt_neox", NEOX)
     plan = replace(plan_for(spec, seq_len=64, accumulation=2), model_path=spec.name)
     step = trace_profile(plan, model_config(spec.name), first=64, rows=1)

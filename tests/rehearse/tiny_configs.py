@@ -1,17 +1,14 @@
 """Small models of many families: transformers' config and the ModelSpec of the same shapes."""
 
-from typing import Any
-
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig
 
 from fitune.spec.model.model_config import spec_from_config
-from fitune.spec.model.model_spec import ModelSpec
 
 _GATED = {
     "vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "intermediate_size": 176, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
-FAMILIES: dict[str, dict[str, Any]] = {
+FAMILIES = {
     "llama": {},
     "mistral": {"sliding_window": None},
     "qwen2": {"tie_word_embeddings": True},
@@ -22,7 +19,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_experts_per_tok": 2, "num_local_experts": 4},
     "qwen3_moe": {"num_experts_per_tok": 2, "head_dim": 16, "moe_intermediate_size": 64, "num_experts": 8},
 }
-OTHERS: dict[str, dict[str, Any]] = {
+OTHERS = {
     "phi": {"intermediate_size": 256, "num_key_value_heads": None},
     "gpt2": {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "num_key_value_heads": None},
     "falcon": {"alibi": False, "parallel_attn": True, "multi_query": True, "new_decoder_architecture": False},
@@ -30,7 +27,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 """Those that most grids leave out."""
 
 
-def tiny(family: str, **different: Any) -> tuple[PretrainedConfig, ModelSpec]:
+def tiny(family, **different):
     config = AutoConfig.for_model(
         family, **{**_GATED, **FAMILIES.get(family, {}), **OTHERS.get(family, {}), **different}
     )

@@ -26,10 +26,10 @@ class Page(HTMLParser):
 
     def __init__(self, path):
         super().__init__()
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.links: list[str] = []
-        self.words: list[str] = []
+        self.open = []
+        self.tags = []
+        self.links = []
+        self.words = []
         self.source = path.read_text(encoding="utf-8")
         self.feed(self.source)
         assert self.open == []

@@ -3,7 +3,6 @@
 import json
 import re
 from dataclasses import replace
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -36,7 +35,7 @@ def write_folder(folder, grades, *, scale="share", tokens=7):
                 "error": "prompt 9 + 9 = 18 tokens, the model has room for 8" if failed else None,
             }
         )  # fmt: skip
-        line: dict[str, Any] = {"id": f"row {place}", "expected": HOSTILE, "grades": {GRADER: grade}}
+        line = {"id": f"row {place}", "expected": HOSTILE, "grades": {GRADER: grade}}
         if grade is None:
             line |= {
                 "errors": {GRADER: "the verdict cannot be read"},
@@ -99,7 +98,7 @@ def test_the_worst_perplexities_are_the_highest(tmp_path):
 def test_two_scorings_are_shown_with_the_rows_that_changed_both_ways(tmp_path):
     mine = write_folder(tmp_path / "mine", [1.0, 1.0, 0.0, 1.0, 0.0, None, 0.0])
     other = write_folder(tmp_path / "other", [0.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0])
-    changed: list[dict[str, Any]] = []
+    changed = []
     paired = compare(mine, other, on_changed=changed.append)
     page = write_score_comparison(mine, other, paired, changed)
     require_harmless(page)
@@ -120,7 +119,7 @@ def test_two_scorings_are_shown_with_the_rows_that_changed_both_ways(tmp_path):
 def test_the_rows_shown_are_those_of_a_grader_by_which_some_changed(tmp_path):
     mine = write_folder(tmp_path / "mine", [1.0, 1.0, 0.0])
     other = write_folder(tmp_path / "other", [0.0, 1.0, 0.0])
-    changed: list[dict[str, Any]] = []
+    changed = []
     (by_pattern,) = compare(mine, other, on_changed=changed.append)
     alike = replace(by_pattern, grader="alike", other=by_pattern.mean, difference=0.0, better=0, worse=0)
     text = text_of(write_score_comparison(mine, other, [alike, by_pattern], changed))

@@ -13,7 +13,7 @@ from fitune.score.plan import ScorePlan
 from fitune.score.run import score
 from fitune.score.tasks import Task, read_questions, to_answer, to_tasks
 from fitune.spec.plan import DataSource
-from servers import Reply, said, serving
+from servers import said, serving
 
 
 def engine_at(url, **more):
@@ -181,7 +181,7 @@ def test_likelihoods_are_those_the_server_tells_of_the_prompt():
 
 
 def test_a_pause_that_the_server_asks_for_is_said_once(monkeypatch, caplog):
-    slept: list[float] = []
+    slept = []
     monkeypatch.setattr(time, "sleep", slept.append)
 
     def reply(body, before):
@@ -220,7 +220,7 @@ def test_an_answer_of_which_no_tokens_are_known_has_no_likelihood(tiny):
 @pytest.mark.parametrize("status", [200, 400, 401, 500])
 def test_a_key_that_the_server_sends_back_is_in_no_answer_and_no_error(status):
     key = "my-own-secret-key-of-the-server"
-    reply: Reply = (status, f'{{"error": "Authorization: Bearer {key}"}}'.encode(), {})
+    reply = (status, f'{{"error": "Authorization: Bearer {key}"}}'.encode(), {})
     if status == 200:
         reply = said(f"You sent {key}.")
     with serving(lambda body, before: reply) as (url, _):

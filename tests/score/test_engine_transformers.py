@@ -150,7 +150,7 @@ def test_a_prompt_without_room_for_an_answer_carries_the_arithmetic(tiny, tasks)
 
 
 def test_progress_adds_up(tiny, tasks):
-    counts: list[int] = []
+    counts = []
     answer_all(
         tiny.model, tiny.tokenizer, tiny.template, tasks, GREEDY, batch_size=4, on_answers=counts.append
     )
@@ -190,7 +190,7 @@ def test_prompts_that_enter_together_need_little_padding(tiny):
     engine = TransformersEngine(
         model=tiny.model, tokenizer=tiny.tokenizer, template=tiny.template, batch_size=8
     )
-    read: list[int] = []
+    read = []
     handle = tiny.model.get_input_embeddings().register_forward_hook(
         lambda _, ids, __: read.append(ids[0].numel() if ids[0].shape[1] > 1 else 0)
     )
@@ -255,7 +255,7 @@ def test_texts_behind_one_prompt_share_it_and_weigh_what_they_weigh_alone(tiny, 
         for p, prompt in enumerate(prompts)
         for t in range(2 + p % 3)
     ]
-    widths: list[int] = []
+    widths = []
     handle = model.get_input_embeddings().register_forward_hook(
         lambda _, ids, __: widths.append(ids[0].numel())
     )

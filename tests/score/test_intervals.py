@@ -60,7 +60,7 @@ def write_grades(folder, grades):
 def test_two_scorings_are_compared_on_the_rows_of_both(tmp_path):
     mine = write_grades(tmp_path / "a", {"1": 1.0, "2": 1.0, "3": 0.0, "4": 1.0, "new": 1.0})
     other = write_grades(tmp_path / "b", {"4": 1.0, "3": 1.0, "2": 0.0, "1": 0.0, "old": 0.0})
-    changed: list[dict] = []
+    changed = []
     (found,) = compare(mine, other, on_changed=changed.append)
     assert (found.rows, found.mean, found.other, found.difference) == (4, 0.75, 0.5, 0.25)
     assert (found.better, found.worse, found.p_value) == (2, 1, 1.0)

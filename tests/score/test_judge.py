@@ -165,7 +165,7 @@ def test_killed_between_shards_and_asked_again_where_it_failed_each_answer_is_ju
         again = replace(plan, output_dir=f"{plan.output_dir}-undisturbed")
         assert quietly(again).grades == {plan.graders[0]: pytest.approx(1 / ROWS)}
     assert (Path(again.output_dir) / "grades.jsonl").read_bytes() == before
-    changed: list[dict] = []
+    changed = []
     (paired,) = compare(Path(plan.output_dir), Path(again.output_dir), on_changed=changed.append)
     assert (paired.difference, changed) == (0.0, [])
 

@@ -4,7 +4,6 @@ import json
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -113,7 +112,7 @@ def theirs(folder, model_folder):
 
     manager = TaskManager(include_path=str(folder), include_defaults=False)
     model = HFLM(pretrained=str(model_folder), batch_size=4, dtype="float32", device="cpu")
-    found: dict[str, Any] = simple_evaluate(model, tasks=list(NAMES), task_manager=manager, bootstrap_iters=0)
+    found = simple_evaluate(model, tasks=list(NAMES), task_manager=manager, bootstrap_iters=0)
     return found
 
 

@@ -3,7 +3,6 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -113,7 +112,7 @@ def theirs(folder, *, chat=False, **model):
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    found: Any = simple_evaluate(
+    found = simple_evaluate(
         HFLM(batch_size=4, dtype="float32", device="cpu", **model), tasks=list(NAMES), bootstrap_iters=0,
         task_manager=TaskManager(include_path=str(folder), include_defaults=False), apply_chat_template=chat,
     )  # fmt: skip
@@ -147,7 +146,7 @@ def test_with_an_adapter_the_figures_are_those_of_lm_evals_own_model_that_has_it
 
 
 def test_as_chats_prompts_and_figures_are_those_of_lm_evals_own_model(folder, chatting, tmp_path):
-    said: list[str] = []
+    said = []
     found = ours(folder, tmp_path / "out", *NAMES, model=chatting, chat_template="own", said=said)
     require_same(found, theirs(folder, pretrained=str(chatting), chat=True))
     asked = found["sums_written"][0]["arguments"][0][0]

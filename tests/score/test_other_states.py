@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ COMMON = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": 384, "num_attention_heads": 4,
     "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.3,
 }  # fmt: skip
-MODELS: dict[str, dict[str, Any]] = {
+MODELS = {
     "mamba2": {"state_size": 8, "num_heads": 4, "head_dim": 16, "n_groups": 1, "chunk_size": 24},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
     "gemma4_text": {

@@ -56,8 +56,8 @@ def test_a_model_that_no_plan_knows_is_asked_by_32(tmp_path):
 
 def test_the_engine_takes_no_more_than_fit_together(tiny):
     """It asks by rows and lengths: of prompts with the tokens of an answer, of texts to weigh without."""
-    asked: list[Questions] = []
-    rows: list[int] = []
+    asked = []
+    rows = []
 
     def room(questions):
         asked.append(questions)

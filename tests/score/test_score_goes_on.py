@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from fitune.errors import FituneError, RunDirectoryError, ScoringFailed
+from fitune.errors import RunDirectoryError, ScoringFailed
 from fitune.score.engines.engine import Sampling
 from fitune.score.engines.engine_transformers import TransformersEngine
 from fitune.score.shards import Shards
@@ -25,7 +25,7 @@ def test_a_shard_without_its_manifest_is_answered_again(finished, lost):
     for name in lost:
         (Path(finished.output_dir) / "shards" / name).unlink()
     (Path(finished.output_dir) / "report.json").unlink()
-    seen: list[int] = []
+    seen = []
     report = quietly(finished, progress=lambda done, total: seen.append(done))
     assert answers(finished).read_bytes() == whole
     assert seen[0] == ROWS - sum(4 if name == "00002.json" else 8 for name in lost)
@@ -125,7 +125,7 @@ def named_by_a_full_disk(plan):
 def test_a_finished_run_changes_nothing_when_started_again(plan):
     first = quietly(plan)
     before = answers(plan).read_bytes()
-    seen: list[int] = []
+    seen = []
     again = quietly(plan, progress=lambda done, total: seen.append(done))
     assert seen == [ROWS]
     assert answers(plan).read_bytes() == before
@@ -136,7 +136,7 @@ def test_a_finished_run_changes_nothing_when_started_again(plan):
 def test_data_that_grew_is_answered_where_it_grew(finished):
     before = answers(finished).read_bytes()
     write_data(Path(finished.sources[0].path), count=ROWS + 3)
-    seen: list[int] = []
+    seen = []
     assert quietly(finished, progress=lambda done, total: seen.append(done)).answered == ROWS + 3
     assert seen == [ROWS, ROWS + 1, ROWS + 2, ROWS + 3]
     assert answers(finished).read_bytes().startswith(before)
@@ -199,7 +199,7 @@ def test_an_engine_that_fails_on_a_row_fails_for_it_alone_and_the_next_run_asks_
     assert (report.answered, report.failed) == (ROWS - 1, 1)
     error = lines(answers(plan))[3]["error"]
     assert (error["code"], error["message"]) == ("engine_failed", "RuntimeError: this row breaks it")
-    asked: list[int] = []
+    asked = []
     assert quietly(plan, progress=lambda done, total: asked.append(done)).failed == 0
     assert asked == [ROWS - 1, ROWS]
     assert answers(plan).read_bytes() == (finished_once / "answers.jsonl").read_bytes()
@@ -221,7 +221,7 @@ def test_rows_that_fail_at_the_end_of_a_shard_cost_no_other_row_its_answer(plan,
 
 
 def test_an_engine_that_fails_for_a_whole_shard_and_never_answered_is_given_up(plan, monkeypatch):
-    asked: list[str] = []
+    asked = []
 
     def broken(engine, requests):
         asked.extend(request.id for request in requests if len(requests) == 1)
@@ -250,7 +250,7 @@ def test_a_directory_that_is_not_ours_is_left_alone(plan, kind):
 
 
 def test_two_scorings_do_not_write_into_one_directory(plan):
-    refusals: list[FituneError] = []
+    refusals = []
 
     def start_a_second(done, total):
         if done == 0:
@@ -266,7 +266,7 @@ def test_two_scorings_do_not_write_into_one_directory(plan):
 def test_a_scoring_goes_on_with_shards_of_another_size(plan, sizes):
     """Stopped after eleven rows, ended in other shards: the answers are those of one size, each row asked once more at
     most."""
-    seen: list[int] = []
+    seen = []
 
     def kill(done, total):
         if done == 11:

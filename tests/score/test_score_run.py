@@ -41,7 +41,7 @@ def test_answers_are_openai_batch_lines_in_the_order_of_the_data(plan):
 
 
 def test_the_report_is_the_mean_of_the_grades(plan):
-    said: list[str] = []
+    said = []
     report = score(plan, say=said.append)
     assert said == ["graders: exact_match, contains (no reference is longer than 11 words)"]
     graded = lines(Path(plan.output_dir) / "grades.jsonl")
@@ -177,7 +177,7 @@ def test_bad_ids_and_bad_graders_stop_everything_before_the_weights_are_read(pla
 
 def test_libraries_are_not_searched_for_garbage_while_rows_are_answered(plan, monkeypatch):
     """What was there before the first row, then the model, too, and after the last row nothing."""
-    frozen: list[int] = []
+    frozen = []
     answer = TransformersEngine.answer
 
     def counted(engine, requests):
@@ -199,7 +199,7 @@ def test_libraries_are_not_searched_for_garbage_while_rows_are_answered(plan, mo
 
 
 def test_a_line_is_read_once_for_all_graders_that_compare_texts(finished, monkeypatch):
-    read: list[str] = []
+    read = []
     rows = Shards.rows
 
     def counted(shards, number, kind="answers"):
@@ -213,7 +213,7 @@ def test_a_line_is_read_once_for_all_graders_that_compare_texts(finished, monkey
 
 def test_an_engine_is_told_the_rows_of_the_next_shard_before_this_one_is_answered(plan, monkeypatch):
     """Not those that cannot be asked; and data that grew goes on in shards of its own."""
-    told: list[str] = []
+    told = []
     answer = TransformersEngine.answer
 
     def answered(engine, requests):

@@ -82,7 +82,7 @@ def test_a_warning_about_an_adapter_is_said(tiny, data, tmp_path, adapter):
     config = json.loads((adapter / "adapter_config.json").read_text())
     changed = {**config, "base_model_name_or_path": "someone/else"}
     (adapter / "adapter_config.json").write_text(json.dumps(changed))
-    said: list[str] = []
+    said = []
     score(plan_for(tiny.folder, data, tmp_path / "out", adapter), say=said.append)
     assert any("someone/else" in line for line in said)
 

@@ -183,7 +183,7 @@ def test_killed_anywhere_the_bytes_are_those_of_an_undisturbed_run(plan):
 
 
 def test_graders_follow_from_rows_with_choices_and_references_alone_have_a_perplexity(plan, tmp_path):
-    told: list[str] = []
+    told = []
     report = score(replace(plan, graders=()), say=told.append)
     assert list(report.grades) == ["choice", "choice_norm"]
     assert "the first row has choices" in told[0]

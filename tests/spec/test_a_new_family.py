@@ -30,7 +30,7 @@ READERS = {
 
 
 @pytest.fixture
-def toy(monkeypatch: pytest.MonkeyPatch):
+def toy(monkeypatch):
     """A family that fitune does not know, and one line that makes it known: blocks like Llama's."""
     monkeypatch.setitem(FAMILIES, "seed_oss", read_llama)
     config = AutoConfig.for_model(
@@ -41,7 +41,7 @@ def toy(monkeypatch: pytest.MonkeyPatch):
     return config, spec_from_config(config.to_dict(), name="toy")
 
 
-def test_its_parameters_are_counted(toy) -> None:
+def test_its_parameters_are_counted(toy):
     config, spec = toy
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -49,7 +49,7 @@ def test_its_parameters_are_counted(toy) -> None:
 
 
 @pytest.mark.parametrize("tuning", ["full", "lora"])
-def test_its_memory_is_predicted_and_it_trains(toy, tuning: str) -> None:
+def test_its_memory_is_predicted_and_it_trains(toy, tuning):
     config, spec = toy
     plan = plan_for(spec, hardware=CPU, precision="fp32", seq_len=64, rows=1, tuning=tuning, recompute=2)
     trace, _ = trace_plan(plan, config, exact=True)
@@ -66,7 +66,7 @@ def test_its_memory_is_predicted_and_it_trains(toy, tuning: str) -> None:
     assert losses[1] < losses[0]
 
 
-def test_nothing_else_decides_by_a_models_type() -> None:
+def test_nothing_else_decides_by_a_models_type():
     found = [
         f"{path.relative_to(ROOM)}:{node.lineno}"
         for path in sorted(ROOM.rglob("*.py"))

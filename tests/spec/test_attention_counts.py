@@ -7,22 +7,21 @@ from fitune.spec.model import tracing
 from fitune.spec.model.block_profile import BatchShape
 from fitune.spec.model.known_models import configs_to_trace, known_model_names
 from fitune.spec.model.model_config import load_model_spec
-from fitune.spec.model.model_spec import BlockAttention, ModelSpec
+from fitune.spec.model.model_spec import BlockAttention
 from fitune.spec.model.shipped import NOT_SHIPPED, shipped_profile
-from fitune.spec.model.traced_profile import TracedStep
 from fitune.spec.plan import Full
 from plans import gpu, known, plan_for
 
 
 @pytest.mark.parametrize("window", [0, 1, 3, 8, 9])
-def test_pairs_are_counted_one_by_one(window: int) -> None:
+def test_pairs_are_counted_one_by_one(window):
     seen = [min(position + 1, window or position + 1) for position in range(8)]
     assert BlockAttention(width=1, window=window).pairs(8) == sum(seen)
     chunked = [position % (window or 8) + 1 for position in range(8)]
     assert BlockAttention(width=1, window=window, in_chunks=True).pairs(8) == sum(chunked)
 
 
-def test_half_of_the_square_is_what_kernels_compute_less_what_lies_before_a_window() -> None:
+def test_half_of_the_square_is_what_kernels_compute_less_what_lies_before_a_window():
     rows = BatchShape.of_rows((100, 40, 7), supervised_tokens=147)
     assert rows.seen_pairs(BlockAttention(width=1)) == (100**2 + 40**2 + 7**2) / 2
     windowed = (100 * 40 - 40**2 / 2 - (100 - 40) / 2) + 40**2 / 2 + 7**2 / 2
@@ -34,7 +33,7 @@ def test_half_of_the_square_is_what_kernels_compute_less_what_lies_before_a_wind
 
 
 @pytest.mark.parametrize("name", [name for name in configs_to_trace() if name not in NOT_SHIPPED])
-def test_the_attention_of_each_kind_of_block_is_what_was_traced(name: str) -> None:
+def test_the_attention_of_each_kind_of_block_is_what_was_traced(name):
     """12 FLOPs for each element and pair, in fused kernels or written out as products; mixers have hardly any."""
     model = load_model_spec(name, offline=True)
     assert len(model.attentions) == len(model.kinds)
@@ -47,7 +46,7 @@ def test_the_attention_of_each_kind_of_block_is_what_was_traced(name: str) -> No
             assert written < 0.02 * 12 * model.hidden_size
 
 
-def shipped(model: ModelSpec) -> TracedStep:
+def shipped(model):
     length = model.sliding_window or 2048
     shape = BatchShape(tokens=length, supervised_tokens=length, rows=1)
     plans = (
@@ -62,7 +61,7 @@ def shipped(model: ModelSpec) -> TracedStep:
 
 
 @pytest.mark.parametrize("name", known_model_names())
-def test_flops_are_those_of_products_and_of_the_pairs_of_each_block(name: str) -> None:
+def test_flops_are_those_of_products_and_of_the_pairs_of_each_block(name):
     """Of rows of 8 and 32 thousand tokens, for every public name."""
     model = load_model_spec(name, offline=True)
     rows, tokens = (8192, 32768), 8192 + 32768
@@ -90,14 +89,14 @@ def test_flops_are_those_of_products_and_of_the_pairs_of_each_block(name: str) -
         ("state-spaces/mamba-130m-hf", 0, {}),
     ],
 )
-def test_blocks_that_attend_and_their_windows(name: str, attending: int, windows: dict[int, int]) -> None:
+def test_blocks_that_attend_and_their_windows(name, attending, windows):
     model = load_model_spec(name, offline=True)
     found = [each for each in map(model.attention_of, range(model.num_layers)) if each.width]
     assert len(found) == attending
     assert {window: sum(each.window == window for each in found) for window in windows} == windows
 
 
-def test_a_window_is_in_the_flops_of_long_rows_alone() -> None:
+def test_a_window_is_in_the_flops_of_long_rows_alone():
     windowed = known("mistralai/Mistral-7B-v0.1")
     counts = count_parameters(windowed)
     products = 6 * (counts.attention + counts.mlp)

@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import CONFIG_MAPPING, GenerationConfig
@@ -23,7 +21,7 @@ from fitune.spec.model.known_models import find_known_model, known_model_names, 
 from fitune.spec.model.model_config import spec_from_config
 from fitune.spec.model.traits import ACTIVATIONS, WITH_WEIGHTS
 
-LLAMA: dict[str, Any] = {
+LLAMA = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
     "num_attention_heads": 4, "vocab_size": 160, "max_position_embeddings": 64, "hidden_act": "silu",
 }  # fmt: skip
@@ -71,7 +69,7 @@ CASES = [(field, value) for field, values in NONSENSE.items() for value in value
 
 
 @pytest.mark.parametrize(("field", "value"), CASES, ids=lambda value: str(value)[:20])
-def test_nonsense_is_named_before_anything_is_planned(field: str, value: Any) -> None:
+def test_nonsense_is_named_before_anything_is_planned(field, value):
     with pytest.raises(ModelError) as caught:
         spec_from_config({**LLAMA, field: value}, name="mine")
     while isinstance(value, dict) and value:
@@ -82,7 +80,7 @@ def test_nonsense_is_named_before_anything_is_planned(field: str, value: Any) ->
 
 
 @pytest.mark.parametrize("architecture", ["olmo", "gpt_neox"])
-def test_nonsense_is_named_where_no_plan_came_before(tmp_path: Path, architecture: str) -> None:
+def test_nonsense_is_named_where_no_plan_came_before(tmp_path, architecture):
     """fitune scores models that it cannot plan."""
     config = {**LLAMA, "model_type": architecture, "attention_dropout": 5.0}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -96,7 +94,7 @@ def test_nonsense_is_named_where_no_plan_came_before(tmp_path: Path, architectur
     "change",
     [{"rope_parameters": {"rope_type": "abc"}}, {"layer_types": ["full_attention"]}, {"dtype": "load"}],
 )
-def test_what_transformers_refuses_is_a_model_error(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_what_transformers_refuses_is_a_model_error(tmp_path, change):
     from fitune.models.door import empty_model
 
     (tmp_path / "config.json").write_text(
@@ -107,7 +105,7 @@ def test_what_transformers_refuses_is_a_model_error(tmp_path: Path, change: dict
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_field_of_transformers_is_in_the_table(family: str) -> None:
+def test_every_field_of_transformers_is_in_the_table(family):
     simple = ("int", "float", "bool")
     missing = [
         field.name
@@ -121,7 +119,7 @@ def test_every_field_of_transformers_is_in_the_table(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_dropout_of_the_config_is_part_of_the_spec(family: str) -> None:
+def test_every_dropout_of_the_config_is_part_of_the_spec(family):
     """Masks take memory: a dropout that nobody reads would make the estimate too small."""
     config = json.loads(CONFIG_MAPPING[family]().to_json_string())
     for name, value in config.items():
@@ -131,21 +129,21 @@ def test_every_dropout_of_the_config_is_part_of_the_spec(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_transformers_writes_is_accepted(family: str) -> None:
+def test_what_transformers_writes_is_accepted(family):
     check_config(
         ConfigFields(values=json.loads(CONFIG_MAPPING[family]().to_json_string()), where="config"),
         traced=False,
     )
 
 
-def test_every_known_model_is_accepted() -> None:
+def test_every_known_model_is_accepted():
     formulas = names_with_formulas()
     for name in known_model_names():
         config = find_known_model(name).config
         check_config(ConfigFields(values=config, where=name), traced=name not in formulas)
 
 
-def test_the_activations_are_those_of_transformers() -> None:
+def test_the_activations_are_those_of_transformers():
     assert set(ACT2FN) <= set(ACTIVATIONS) | WITH_WEIGHTS
 
 
@@ -157,14 +155,14 @@ def test_the_activations_are_those_of_transformers() -> None:
         ("prelu", "has weights of its own"),
     ],
 )
-def test_another_activation_is_refused_beside_the_known_ones(word: str, why: str) -> None:
+def test_another_activation_is_refused_beside_the_known_ones(word, why):
     with pytest.raises(ModelError, match=f"hidden_act = '{word}' {why}") as refusal:
         check_config(ConfigFields(values={"hidden_act": word}, where="config.json"), traced=False)
     assert "gelu_new" in str(refusal.value.hint)
     assert word not in str(refusal.value.hint)
 
 
-def test_a_traced_model_may_name_its_experts_and_have_none() -> None:
+def test_a_traced_model_may_name_its_experts_and_have_none():
     """Granite 4.0 writes 0 where its blocks have one dense MLP; a mixture with a formula must have some."""
     none = {"num_local_experts": 0, "num_experts_per_tok": 0}
     check_config(ConfigFields(values=none, where="config.json"), traced=True)
@@ -180,7 +178,7 @@ SAMPLING = {
 
 
 @pytest.mark.parametrize("values", [SAMPLING, {"temperature": None}, {}])
-def test_an_honest_sampling_is_read(values: dict[str, Any]) -> None:
+def test_an_honest_sampling_is_read(values):
     check_generation_config(ConfigFields(values=values, where="generation_config.json"))
     GenerationConfig(**values)
 
@@ -193,7 +191,7 @@ def test_an_honest_sampling_is_read(values: dict[str, Any]) -> None:
         ("repetition_penalty", 0), ("max_new_tokens", 0), ("suppress_tokens", "all"), ("cache_implementation", {}),
     ],
 )  # fmt: skip
-def test_nonsense_in_a_sampling_is_named(field: str, value: Any) -> None:
+def test_nonsense_in_a_sampling_is_named(field, value):
     with pytest.raises(ModelError, match=rf"generation_config\.json: {field} = "):
         check_generation_config(
             ConfigFields(values={**SAMPLING, field: value}, where="generation_config.json")
@@ -217,7 +215,7 @@ TOKENIZER = {
         ("added_tokens_decoder", {"0": 5}), ("model_input_names", 5), ("legacy", 1),
     ],
 )  # fmt: skip
-def test_nonsense_of_a_tokenizer_is_named(field: str, value: Any) -> None:
+def test_nonsense_of_a_tokenizer_is_named(field, value):
     check_tokenizer_config(ConfigFields(values=TOKENIZER, where="tokenizer_config.json"))
     with pytest.raises(ModelError, match=rf"tokenizer_config\.json: {field} = "):
         check_tokenizer_config(
@@ -240,7 +238,7 @@ def test_nonsense_of_a_tokenizer_is_named(field: str, value: Any) -> None:
         ({"model_type": "mistral", "num_key_value_heads": 4, "layer_types": ["full_attention"] * 2}, "ministral"),
     ],
 )  # fmt: skip
-def test_positions_that_cannot_be_built_are_not_planned(change: dict[str, Any], words: str) -> None:
+def test_positions_that_cannot_be_built_are_not_planned(change, words):
     with pytest.raises(ModelError) as caught:
         spec_from_config({**LLAMA, **change}, name="mine")
     assert words in caught.value.message
@@ -255,5 +253,5 @@ def test_positions_that_cannot_be_built_are_not_planned(change: dict[str, Any], 
         {"layer_types": ["sliding_attention", "full_attention"]},
     ],
 )
-def test_positions_that_can_be_built_are_planned(change: dict[str, Any]) -> None:
+def test_positions_that_can_be_built_are_planned(change):
     spec_from_config({**LLAMA, **change}, name="mine")

@@ -18,7 +18,7 @@ BOTH = {
 }
 
 
-def test_any_process_that_imports_fitune_has_it_before_torch_is_there() -> None:
+def test_any_process_that_imports_fitune_has_it_before_torch_is_there():
     """So a command, a rank, a worker of Ray, a worker of the scorer, and Python."""
     names = ("CUDA_DEVICE_ORDER", *BOTH)
     program = f"import os, sys, fitune; print([os.environ.get(n) for n in {names}], 'torch' in sys.modules)"
@@ -31,7 +31,7 @@ def test_any_process_that_imports_fitune_has_it_before_torch_is_there() -> None:
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"])
-def test_the_users_own_settings_stay(name: str) -> None:
+def test_the_users_own_settings_stay(name):
     environment = {name: "max_split_size_mb:512", "CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
     before = dict(environment)
     set_cuda_environment(environment, system="linux")
@@ -39,8 +39,8 @@ def test_the_users_own_settings_stay(name: str) -> None:
     assert without_expandable_segments(environment) == before
 
 
-def test_only_linux_has_segments_that_grow() -> None:
-    environment: dict[str, str] = {}
+def test_only_linux_has_segments_that_grow():
+    environment = {}
     set_cuda_environment(environment, system="win32")
     assert environment == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
@@ -54,13 +54,11 @@ def test_only_linux_has_segments_that_grow() -> None:
         ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512, expandable_segments: true"}, "linux", True),
     ],
 )  # fmt: skip
-def test_a_plan_knows_which_allocator_a_training_here_would_have(
-    environment, system: str, grows: bool
-) -> None:
+def test_a_plan_knows_which_allocator_a_training_here_would_have(environment, system, grows):
     assert has_growing_segments(environment, system=system) is grows
 
 
-def test_vllm_gets_none_of_ours() -> None:
+def test_vllm_gets_none_of_ours():
     environment = {"HOME": "/"}
     set_cuda_environment(environment, system="linux")
     assert environment.items() >= BOTH.items()

@@ -1,42 +1,40 @@
 """The ds_config.json of a plan, and a user's one as settings of a recipe."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from fitune.errors import RecipeError
 from fitune.spec.deepspeed import BUCKET_ELEMENTS, deepspeed_config, trained_elements
-from fitune.spec.plan import Offload, Plan, Precision, Zero
-from fitune.spec.recipe.recipe import Recipe, canonical_keys, parse_recipe
+from fitune.spec.plan import Offload, Precision, Zero
+from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
 from plans import gpu, known, plan_for
 
 
-def plan(**choices: Any) -> Plan:
+def plan(**choices):
     chosen = {"sharding": Zero(stage=3, backend="deepspeed"), "hardware": gpu("h100", gpus=8), **choices}
     return plan_for(known("llama-3.1-8b"), **chosen)
 
 
-def recipe(content: Any, **settings: Any) -> Recipe:
+def recipe(content, **settings):
     keys = canonical_keys({"model": "gpt2", "deepspeed": content, **settings}, where="r.yaml")
     return parse_recipe(keys, where="r.yaml")
 
 
-def test_buckets_are_chosen_and_never_larger_than_what_is_trained() -> None:
+def test_buckets_are_chosen_and_never_larger_than_what_is_trained():
     lora = {"tuning": "lora", "rank": 1, "targets": ("q_proj",)}
     full, small = (deepspeed_config(plan(**choice))["zero_optimization"] for choice in ({}, lora))
     assert full["reduce_bucket_size"] == BUCKET_ELEMENTS
     assert small["reduce_bucket_size"] == trained_elements(plan(**lora)) == 32 * (4096 + 4096)
 
 
-def test_fitune_divides_the_loss_and_deepspeed_divides_by_nothing() -> None:
+def test_fitune_divides_the_loss_and_deepspeed_divides_by_nothing():
     config = deepspeed_config(plan())
     assert config["gradient_accumulation_steps"] == 1
     assert config["gradient_clipping"] == plan().schedule.max_grad_norm
 
 
-def test_precision_and_places_of_the_plan_are_deepspeeds() -> None:
+def test_precision_and_places_of_the_plan_are_deepspeeds():
     assert deepspeed_config(plan(precision=Precision.BF16_MASTER))["bf16"]["enabled"]
     assert deepspeed_config(plan(precision=Precision.FP16))["fp16"] == {"enabled": True, "loss_scale": 1.0}
     away = Offload(parameters="nvme", optimizer="nvme", nvme_path="/mnt/nvme")
@@ -49,7 +47,7 @@ def test_precision_and_places_of_the_plan_are_deepspeeds() -> None:
     assert zero["offload_optimizer"]["device"] == "nvme"
 
 
-def test_weights_are_not_read_ahead_from_nvme() -> None:
+def test_weights_are_not_read_ahead_from_nvme():
     away = Offload(parameters="nvme", optimizer="nvme", nvme_path="/mnt/nvme")
     on_host = Offload(parameters="cpu", optimizer="nvme", nvme_path="/mnt/nvme")
     ahead = "stage3_prefetch_bucket_size"
@@ -57,7 +55,7 @@ def test_weights_are_not_read_ahead_from_nvme() -> None:
     assert deepspeed_config(plan(offload=on_host))["zero_optimization"][ahead] > 0
 
 
-def test_a_users_file_becomes_settings_of_the_recipe(tmp_path: Path) -> None:
+def test_a_users_file_becomes_settings_of_the_recipe(tmp_path):
     zero = {
         "stage": 2,
         "reduce_bucket_size": 2e8,
@@ -80,12 +78,12 @@ def test_a_users_file_becomes_settings_of_the_recipe(tmp_path: Path) -> None:
     assert recipe(read.deepspeed).deepspeed == read.deepspeed  # a recipe that was read once is read again
 
 
-def test_its_sizes_win_over_chosen_ones() -> None:
+def test_its_sizes_win_over_chosen_ones():
     sharding = Zero(stage=2, backend="deepspeed", settings=(("reduce_bucket_size", 7),))
     assert deepspeed_config(plan(sharding=sharding))["zero_optimization"]["reduce_bucket_size"] == 7
 
 
-def test_auto_leaves_a_setting_to_fitune() -> None:
+def test_auto_leaves_a_setting_to_fitune():
     content = {
         "zero_optimization": {"stage": "auto", "reduce_bucket_size": "auto"},
         "train_batch_size": "auto",
@@ -121,8 +119,6 @@ def test_auto_leaves_a_setting_to_fitune() -> None:
         ({"zero_optimization": {"overlap_comm": "yes"}}, {}, "overlap_comm = 'yes' is not"),
     ],
 )
-def test_contradictions_and_what_would_have_no_effect_are_refused(
-    content: Any, settings: Any, named: str
-) -> None:
+def test_contradictions_and_what_would_have_no_effect_are_refused(content, settings, named):
     with pytest.raises(RecipeError, match=named):
         recipe(content, **settings)

@@ -67,12 +67,12 @@ SPELLINGS = {
 
 
 @pytest.mark.parametrize(("name", "spelled"), [(name, s) for name, all_ in SPELLINGS.items() for s in all_])
-def test_spellings(name: str, spelled: str) -> None:
+def test_spellings(name, spelled):
     assert find_gpu(spelled).name == name
 
 
 @pytest.mark.parametrize("name", gpu_names())
-def test_a_canonical_name_is_itself(name: str) -> None:
+def test_a_canonical_name_is_itself(name):
     assert find_gpu(name).name == name
 
 
@@ -94,7 +94,7 @@ def test_a_canonical_name_is_itself(name: str) -> None:
         ("", "none of the 96 known cards"),
     ],
 )
-def test_what_is_not_one_device_is_refused(name: str, words: str) -> None:
+def test_what_is_not_one_device_is_refused(name, words):
     with pytest.raises(HardwareError) as caught:
         find_gpu(name)
     assert words in str(caught.value)
@@ -120,34 +120,34 @@ def test_what_is_not_one_device_is_refused(name: str, words: str) -> None:
         ("TPU v5e", "is no CUDA device"),
     ],
 )
-def test_slips_get_the_step_that_helps(name: str, words: str) -> None:
+def test_slips_get_the_step_that_helps(name, words):
     with pytest.raises(HardwareError) as caught:
         find_gpu(name)
     assert words in str(caught.value)
     assert "did you mean" not in str(caught.value)
 
 
-def test_what_devices_cannot_do() -> None:
+def test_what_devices_cannot_do():
     old = {card.gpu.name for card in known_cards() if not card.gpu.has_bf16}
     assert {"t4", "rtx-2080-ti", "v100-16gb", "v100-32gb", "gtx-1660-ti", "quadro-rtx-8000"} < old
     assert old == {card.gpu.name for card in known_cards() if card.gpu.capability < (8, 0)}
     assert old == {card.gpu.name for card in known_cards() if not card.gpu.has_flash_attention}
 
 
-def test_dense_rates_of_the_datasheets() -> None:
+def test_dense_rates_of_the_datasheets():
     """Dense, fp32 accumulate: memory.md's list."""
     rates = {"a100-80gb": 312, "h100": 989, "h200": 989, "v100-32gb": 125, "rtx-3090": 71, "rtx-4090": 165}
     for name, tflops in rates.items():
         assert round(find_gpu(name).fp16_flops / 1e12 - 0.2) == tflops
 
 
-def test_memory_is_what_the_driver_reports() -> None:
+def test_memory_is_what_the_driver_reports():
     assert find_gpu("rtx-4090").memory_bytes == 24_564 * MIB
     assert find_gpu("h100").memory_bytes == 81_559 * MIB
 
 
 @pytest.mark.parametrize("card", known_cards(), ids=lambda card: card.gpu.name)
-def test_figures_belong_together(card) -> None:
+def test_figures_belong_together(card):
     gpu = card.gpu
     assert 0.89 < (gpu.memory_bytes + card.host_bytes) / (card.advertised_gb * GIB) <= 1.0
     assert gpu.bf16_flops in (0.0, gpu.fp16_flops)
@@ -157,7 +157,7 @@ def test_figures_belong_together(card) -> None:
     assert not gpu.is_cpu
 
 
-def test_a_device_outside_the_table_keeps_its_memory_and_gets_the_rates_of_its_kin() -> None:
+def test_a_device_outside_the_table_keeps_its_memory_and_gets_the_rates_of_its_kin():
     found = similar_gpu("NVIDIA RTX A1000", memory_bytes=8 * GIB, capability=(8, 6))
     assert (found.memory_bytes, found.capability) == (8 * GIB, (8, 6))
     assert found.fp16_flops == find_gpu("a16").fp16_flops
@@ -168,7 +168,7 @@ def test_a_device_outside_the_table_keeps_its_memory_and_gets_the_rates_of_its_k
         similar_gpu("NVIDIA GeForce GTX 1080", memory_bytes=8 * GIB, capability=(6, 1))
 
 
-def test_the_cpu_as_a_device() -> None:
+def test_the_cpu_as_a_device():
     cpu = cpu_gpu(memory_bytes=16 * GIB, cores=4)
     assert cpu.is_cpu
     assert cpu.has_bf16
@@ -177,7 +177,7 @@ def test_the_cpu_as_a_device() -> None:
     assert cpu_gpu(memory_bytes=GIB, cores=64).bandwidth == cpu.bandwidth
 
 
-def test_hardware_counts_gpus_per_node() -> None:
+def test_hardware_counts_gpus_per_node():
     hardware = hardware_for(gpu=find_gpu("h100"), gpus=8, nodes=4, host_memory_bytes=2**40)
     assert hardware.num_gpus == 32
     assert hardware.internode_bandwidth > 0
@@ -198,29 +198,29 @@ def test_hardware_counts_gpus_per_node() -> None:
         ("RTX PRO 6000 Blackwell Workstation Edition", ""),
     ],
 )
-def test_an_h100_whose_board_is_not_named_may_be_a_slower_one(name: str, slower: str) -> None:
+def test_an_h100_whose_board_is_not_named_may_be_a_slower_one(name, slower):
     assert find_gpu(name).slower_board == slower
 
 
-def test_the_table_is_large_and_every_name_is_there_once() -> None:
+def test_the_table_is_large_and_every_name_is_there_once():
     names = [*gpu_names(), *(device.name for device in devices_elsewhere())]
     assert len(gpu_names()) >= 90
     assert len(names) >= 120
     assert len(set(names)) == len(names)
 
 
-def test_games_cards_copy_through_the_host() -> None:
+def test_games_cards_copy_through_the_host():
     assert {"rtx-4090", "rtx-4060-ti-16gb", "gtx-1660-super", "rtx-4090-d"} <= geforce_names()
     assert geforce_names().isdisjoint(
         {"rtx-a6000", "rtx-6000-ada", "rtx-pro-6000", "quadro-rtx-8000", "titan-rtx", "l4"}
     )
 
 
-def geforce_names() -> set[str]:
+def geforce_names():
     return {card.gpu.name for card in known_cards() if card.gpu.is_geforce}
 
 
-def test_a_gpu_by_its_figures() -> None:
+def test_a_gpu_by_its_figures():
     given = GpuFigures(memory_bytes=24 * GIB, flops=165e12, bandwidth=1008e9)
     gpu = gpu_of_figures(given)
     assert (gpu.memory_bytes, gpu.bf16_flops, gpu.bandwidth) == (24 * GIB, 165e12, 1008e9)

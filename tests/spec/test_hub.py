@@ -5,7 +5,6 @@ import logging
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +13,7 @@ from fitune.spec.hub import keep_out_hub_kernels
 _FETCHING = "def get_kernel(*_, **__):\n    open({mark!r}, 'w').close()\n    raise RuntimeError('fetched')\n"
 
 
-def test_nothing_is_fetched_and_nothing_printed(tmp_path: Path) -> None:
+def test_nothing_is_fetched_and_nothing_printed(tmp_path):
     """Even where ``kernels`` is installed; bitsandbytes asks it on every CPU with AVX-512 BF16."""
     pytest.importorskip("bitsandbytes")
     (tmp_path / "kernels.py").write_text(_FETCHING.format(mark=str(tmp_path / "fetched")))
@@ -27,7 +26,7 @@ def test_nothing_is_fetched_and_nothing_printed(tmp_path: Path) -> None:
     assert finished.stdout + finished.stderr == ""
 
 
-def test_kernels_cannot_be_imported(tmp_path: Path) -> None:
+def test_kernels_cannot_be_imported(tmp_path):
     (tmp_path / "kernels.py").write_text("raise SystemExit('imported')")
     program = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import fitune\n"
@@ -36,7 +35,7 @@ def test_kernels_cannot_be_imported(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
-def test_a_library_that_the_user_imported_stays() -> None:
+def test_a_library_that_the_user_imported_stays():
     program = (
         "import sys, types; mine = types.ModuleType('kernels'); sys.modules['kernels'] = mine;"
         "import fitune, kernels; sys.exit(kernels is not mine)"
@@ -45,7 +44,7 @@ def test_a_library_that_the_user_imported_stays() -> None:
 
 
 @pytest.mark.parametrize("name", ["transformers.integrations.hub_kernels", "transformers.activations"])
-def test_a_missing_kernel_is_no_line_on_start_and_other_warnings_are(name: str) -> None:
+def test_a_missing_kernel_is_no_line_on_start_and_other_warnings_are(name):
     keep_out_hub_kernels()
     lines = io.StringIO()
     handler = logging.StreamHandler(lines)

@@ -4,8 +4,6 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,7 +21,7 @@ from fitune.spec.model.model_config import load_model_spec, spec_from_config
 from fitune.spec.model.model_spec import NO_DROPOUT, Dropout
 from fitune.spec.recipe.targets import resolve_targets
 
-LLAMA: dict[str, Any] = {
+LLAMA = {
     "model_type": "llama",
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -37,13 +35,13 @@ MOE = find_known_model("qwen3-30b-a3b").config
 MIXTRAL = find_known_model("mixtral-8x7b").config
 
 
-def write_config(folder: Path, config: Any) -> Path:
+def write_config(folder, config):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
     return folder
 
 
-def test_the_table_is_large_and_every_entry_reads() -> None:
+def test_the_table_is_large_and_every_entry_reads():
     names = names_with_formulas()
     assert len(names) >= 150
     for name in names:
@@ -53,7 +51,7 @@ def test_the_table_is_large_and_every_entry_reads() -> None:
     assert len(known_model_names()) >= 210
 
 
-def test_mirrors_have_the_shapes_of_what_they_copy() -> None:
+def test_mirrors_have_the_shapes_of_what_they_copy():
     mirror = load_model_spec("unsloth/Llama-3.1-8B-Instruct")
     assert mirror == replace(load_model_spec("meta-llama/Llama-3.1-8B-Instruct"), name=mirror.name)
     assert find_known_model("somebody/Llama-3.1-8B-Instruct") is None
@@ -67,7 +65,7 @@ def test_mirrors_have_the_shapes_of_what_they_copy() -> None:
         ("Qwen/Qwen3-8B-FP8", "Qwen/Qwen3-8B"),
     ],
 )
-def test_copies_in_few_bits_have_the_shapes_of_the_model(copy: str, model: str) -> None:
+def test_copies_in_few_bits_have_the_shapes_of_the_model(copy, model):
     spec = load_model_spec(copy)
     assert spec == replace(load_model_spec(model), name=copy, stored_as=spec.stored_as)
     assert spec.stored_as == ("FP8" if "FP8" in copy else "bitsandbytes")
@@ -76,11 +74,11 @@ def test_copies_in_few_bits_have_the_shapes_of_the_model(copy: str, model: str) 
 @pytest.mark.parametrize(
     "name", ["RedHatAI/Qwen3-8B-FP8", "Qwen/Qwen3-8B-AWQ", "meta-llama/Llama-3.1-8B-bnb-4bit"]
 )
-def test_copies_that_cannot_be_read_are_not_known(name: str) -> None:
+def test_copies_that_cannot_be_read_are_not_known(name):
     assert find_known_model(name) is None
 
 
-def test_the_file_itself_names_its_folder(tmp_path: Path) -> None:
+def test_the_file_itself_names_its_folder(tmp_path):
     folder = write_config(tmp_path / "model", LLAMA)
     assert load_model_spec(str(folder / "config.json")) == load_model_spec(str(folder))
 
@@ -105,18 +103,18 @@ def test_the_file_itself_names_its_folder(tmp_path: Path) -> None:
         ("gpt2", "gpt2"),
     ],
 )
-def test_short_names(short: str, name: str) -> None:
+def test_short_names(short, name):
     assert load_model_spec(short).name == name
 
 
-def test_falcon_shapes() -> None:
+def test_falcon_shapes():
     small, large = load_model_spec("falcon-7b"), load_model_spec("falcon-40b")
     assert (small.num_kv_heads, small.norms_per_block, small.parallel_blocks) == (1, 1, True)
     assert (large.num_kv_heads, large.norms_per_block, large.parallel_blocks) == (8, 2, True)
     assert small.linears[0].out_features == 4544 + 2 * 64
 
 
-def test_sliding_windows() -> None:
+def test_sliding_windows():
     assert load_model_spec("mistralai/Mistral-7B-v0.1").sliding_window == 4096
     assert load_model_spec("mistralai/Mistral-7B-v0.3").sliding_window == 0
     assert load_model_spec("gemma-3-27b").sliding_window == 1024
@@ -124,7 +122,7 @@ def test_sliding_windows() -> None:
     assert spec_from_config(qwen, name="qwen").sliding_window == 0
 
 
-def test_which_blocks_have_the_window() -> None:
+def test_which_blocks_have_the_window():
     """As transformers' config classes fill in layer_types: Qwen's later blocks, all of Gemma's but some."""
     assert load_model_spec("gemma-2-2b").full_attention_layers == tuple(range(1, 26, 2))
     assert load_model_spec("gemma-3-1b").full_attention_layers == (5, 11, 17, 23)
@@ -140,7 +138,7 @@ def test_which_blocks_have_the_window() -> None:
         spec_from_config({**said, "layer_types": kinds[:-1]}, name="qwen")
 
 
-def test_soft_caps_are_what_the_config_says() -> None:
+def test_soft_caps_are_what_the_config_says():
     """null switches a cap off; where nothing is said the class decides."""
     config = dict(find_known_model("gemma-2-2b").config)
     gemma = spec_from_config(config, name="gemma")
@@ -152,7 +150,7 @@ def test_soft_caps_are_what_the_config_says() -> None:
         spec_from_config({**config, "attn_logit_softcapping": "50"}, name="gemma")
 
 
-def test_dropout_is_what_the_config_says() -> None:
+def test_dropout_is_what_the_config_says():
     """GPT-2's class drops out where nothing is said; Falcon never drops attention's probabilities."""
     assert load_model_spec("gpt2").dropout == Dropout(
         attention=0.1, attention_output=0.1, mlp_output=0.1, embedding=0.1
@@ -181,24 +179,24 @@ def test_dropout_is_what_the_config_says() -> None:
         ({"attention_dropout": None, "hidden_size": 7}, NO_DROPOUT),
     ],
 )  # fmt: skip
-def test_a_traced_model_has_its_dropout_by_any_name(rates: dict[str, object], found: Dropout) -> None:
+def test_a_traced_model_has_its_dropout_by_any_name(rates, found):
     assert dropout_of(rates) == found
 
 
 @pytest.mark.parametrize("rate", [5.0, -0.1, "0.1", True])
-def test_a_dropout_that_is_no_share_is_refused(rate: object) -> None:
+def test_a_dropout_that_is_no_share_is_refused(rate):
     with pytest.raises(ModelError, match="attention_dropout .* must be a number at least 0"):
         spec_from_config({**find_known_model("llama-3.1-8b").config, "attention_dropout": rate}, name="llama")
 
 
-def test_gemma3_is_its_text_part() -> None:
+def test_gemma3_is_its_text_part():
     """google/gemma-3-4b-pt as it is on the Hub: what equals the class's defaults is left out."""
     text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
     whole = {"model_type": "gemma3", "torch_dtype": "bfloat16", "text_config": text, "vision_config": {}}
     assert spec_from_config(whole, name="google/gemma-3-4b-pt") == load_model_spec("google/gemma-3-4b-pt")
 
 
-def test_experts_are_not_adaptable() -> None:
+def test_experts_are_not_adaptable():
     spec = load_model_spec("qwen3-30b-a3b")
     assert spec.adaptable_names == ("q_proj", "k_proj", "v_proj", "o_proj")
     assert spec.intermediate_size == 768
@@ -206,7 +204,7 @@ def test_experts_are_not_adaptable() -> None:
         resolve_targets(spec, ["down_proj"])
 
 
-def test_targets() -> None:
+def test_targets():
     spec = load_model_spec("llama-3.1-8b")
     assert resolve_targets(spec, ["all"]) == resolve_targets(spec, ["all-linear"]) == spec.adaptable_names
     assert resolve_targets(spec, ["v_proj", "q_proj", "v_proj"]) == ("q_proj", "v_proj")
@@ -217,7 +215,7 @@ def test_targets() -> None:
         resolve_targets(spec, [])
 
 
-def test_a_folder_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_comes_first(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_config(tmp_path / "gpt2", LLAMA)
     spec = load_model_spec("gpt2")
@@ -225,7 +223,7 @@ def test_a_folder_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert load_model_spec(str(tmp_path / "gpt2")).num_kv_heads == 4
 
 
-def test_the_cache_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_read(tmp_path, monkeypatch):
     """The layout of a Hugging Face cache, written by hand."""
     from huggingface_hub import constants
 
@@ -237,13 +235,13 @@ def test_the_cache_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert load_model_spec("someone/llama-mine", offline=True).hidden_size == 64
 
 
-def test_offline_names_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_names_the_switch(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ModelError, match="not in the Hugging Face cache, and the Hub is switched off"):
         load_model_spec("someone/unheard-of")
 
 
-def test_a_hub_that_does_not_answer_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_does_not_answer_is_an_error_at_once(monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
@@ -299,14 +297,14 @@ def test_a_hub_that_does_not_answer_is_an_error_at_once(monkeypatch: pytest.Monk
         ("https://example.com/model", "is not known"),
     ],
 )
-def test_unknown_models(name: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_models(name, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelError) as caught:
         load_model_spec(name, offline=True)
     assert words in str(caught.value)
 
 
-def test_folders_that_are_no_model(tmp_path: Path) -> None:
+def test_folders_that_are_no_model(tmp_path):
     with pytest.raises(ModelError, match=r"the folder has no config\.json"):
         load_model_spec(str(tmp_path))
     (tmp_path / "plan.json").write_text("{}")
@@ -333,7 +331,7 @@ def test_folders_that_are_no_model(tmp_path: Path) -> None:
         ('{"model_type": "gemma3"}', "text_config = None must be the config of the language model"),
     ],
 )
-def test_a_config_that_is_none(tmp_path: Path, text: str, words: str) -> None:
+def test_a_config_that_is_none(tmp_path, text, words):
     folder = write_config(tmp_path / "model", text)
     with pytest.raises(ModelError) as caught:
         load_model_spec(str(folder))
@@ -391,14 +389,14 @@ def test_a_config_that_is_none(tmp_path: Path, text: str, words: str) -> None:
         (MIXTRAL, {"output_router_logits": True}, "output_router_logits = True adds a load-balancing loss"),
     ],
 )
-def test_an_impossible_field_is_named(config: dict[str, Any], change: dict[str, Any], words: str) -> None:
+def test_an_impossible_field_is_named(config, change, words):
     with pytest.raises(ModelError) as caught:
         spec_from_config({**config, **change}, name="mine")
     assert words in str(caught.value)
     assert "config.json of mine" in str(caught.value)
 
 
-def test_router_logits_are_accepted_where_they_add_no_loss() -> None:
+def test_router_logits_are_accepted_where_they_add_no_loss():
     for change in (
         {"output_router_logits": False},
         {"output_router_logits": True, "router_aux_loss_coef": 0.0},
@@ -406,7 +404,7 @@ def test_router_logits_are_accepted_where_they_add_no_loss() -> None:
         assert spec_from_config({**MOE, **change}, name="mine") == spec_from_config(MOE, name="mine")
 
 
-def test_remote_code_that_transformers_adopted_is_not_run_and_not_refused() -> None:
+def test_remote_code_that_transformers_adopted_is_not_run_and_not_refused():
     """tiiuae/falcon-7b still carries its auto_map; transformers has the class of that name."""
     remote = {
         "AutoConfig": "configuration_falcon.FalconConfig",
@@ -416,7 +414,7 @@ def test_remote_code_that_transformers_adopted_is_not_run_and_not_refused() -> N
     assert spec_from_config(config, name="tiiuae/falcon-7b") == load_model_spec("tiiuae/falcon-7b")
 
 
-def test_the_table_needs_no_heavy_library() -> None:
+def test_the_table_needs_no_heavy_library():
     program = (
         "import sys; from fitune.spec.model.model_config import load_model_spec; load_model_spec('llama-3.1-8b');"
         "heavy = {'torch', 'transformers', 'huggingface_hub', 'numpy', 'pydantic'} & set(sys.modules);"
@@ -425,13 +423,13 @@ def test_the_table_needs_no_heavy_library() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
-def test_gated_and_missing_models_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gated_and_missing_models_are_told_apart(monkeypatch):
     """The Hub's answers, without the Hub: huggingface_hub raises what the status codes mean."""
     import huggingface_hub
     from huggingface_hub import errors
 
-    def answer(kind: type[Exception]) -> Any:
-        def download(*_: Any, **__: Any) -> str:
+    def answer(kind):
+        def download(*_, **__):
             raise kind.__new__(kind)
 
         return download
@@ -447,19 +445,19 @@ def test_gated_and_missing_models_are_told_apart(monkeypatch: pytest.MonkeyPatch
             load_model_spec("someone/unheard-of", offline=False)
 
 
-def test_a_key_that_is_there_twice_is_named(tmp_path: Path) -> None:
+def test_a_key_that_is_there_twice_is_named(tmp_path):
     """json alone takes the last one: what a person reads first would not be what is planned."""
     twice = json.dumps(LLAMA).replace("{", '{"hidden_size": 32, ', 1)
     with pytest.raises(ModelError, match=r"config\.json: the key 'hidden_size' is there twice"):
         load_model_spec(str(write_config(tmp_path / "model", twice)))
 
 
-def test_text_models_of_a_vision_models_size() -> None:
+def test_text_models_of_a_vision_models_size():
     widths = {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28}
     assert text_model_like({**widths, "num_hidden_layers": 28}) == "Qwen/Qwen2.5-7B"
     assert text_model_like({**widths, "hidden_size": 7}) is None
 
 
-def test_only_rates_of_dropout_are_held_to_be_rates() -> None:
+def test_only_rates_of_dropout_are_held_to_be_rates():
     """Other fields have "drop" in their names: policies and switches."""
     spec_from_config({**LLAMA, "token_drop_policy": "probs", "drop_tokens": True}, name="a/b")

@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -54,20 +53,20 @@ ALIASES = {
 EVERY_NAME = [(name, spelled) for name, (_, _, others) in ALIASES.items() for spelled in (name, *others)]
 
 
-def recipe_of(tmp_path: Path, text: str, *settings: str) -> Recipe:
+def recipe_of(tmp_path, text, *settings):
     path = tmp_path / "recipe.yaml"
     path.write_text(text, encoding="utf-8")
     return read_recipe(path, settings=settings)
 
 
-def refusal(tmp_path: Path, text: str, *settings: str) -> str:
+def refusal(tmp_path, text, *settings):
     with pytest.raises(RecipeError) as caught:
         recipe_of(tmp_path, text, *settings)
     return str(caught.value)
 
 
 @pytest.mark.parametrize(("name", "spelled"), EVERY_NAME)
-def test_every_alias_is_the_canonical_setting(name: str, spelled: str) -> None:
+def test_every_alias_is_the_canonical_setting(name, spelled):
     value, expected, _ = ALIASES[name]
     recipe = read_recipe(
         None, options={"model": "gpt2", spelled: value} if name != "model" else {spelled: value}
@@ -76,7 +75,7 @@ def test_every_alias_is_the_canonical_setting(name: str, spelled: str) -> None:
     assert name in dump_recipe(recipe)
 
 
-def test_the_defaults_leave_the_planner_its_choices() -> None:
+def test_the_defaults_leave_the_planner_its_choices():
     recipe = read_recipe(None, options={"model": "gpt2"})
     left_open = {name for name in Recipe.model_fields if getattr(recipe, name) is None}
     assert {"tuning", "precision", "micro_batch_size", "gradient_checkpointing", "loss"} <= left_open
@@ -124,7 +123,7 @@ def test_the_defaults_leave_the_planner_its_choices() -> None:
         ("model: a\n---\nmodel: b", ["recipe.yaml"]),
     ],
 )  # fmt: skip
-def test_what_is_refused_is_named(tmp_path: Path, text: str, words: list[str]) -> None:
+def test_what_is_refused_is_named(tmp_path, text, words):
     message = refusal(tmp_path, text)
     for word in words:
         assert word in message
@@ -142,7 +141,7 @@ def test_what_is_refused_is_named(tmp_path: Path, text: str, words: list[str]) -
         ("adamw_anyprecision", "precision: bf16"),
     ],
 )
-def test_another_frameworks_optimizer_is_refused_by_name(name: str, nearest: str) -> None:
+def test_another_frameworks_optimizer_is_refused_by_name(name, nearest):
     with pytest.raises(RecipeError, match=f"optimizer: {name} is not in this version") as caught:
         canonical_keys({"model": "a", "optim": name}, where="test")
     assert nearest in str(caught.value.hint)
@@ -156,17 +155,17 @@ def test_another_frameworks_optimizer_is_refused_by_name(name: str, nearest: str
         {"lr_scheduler_kwargs": {"min_lr_rate": 0.1}},
     ],
 )
-def test_a_cosine_that_ends_above_zero_is_pointed_to_min_lr_ratio(settings: dict[str, object]) -> None:
+def test_a_cosine_that_ends_above_zero_is_pointed_to_min_lr_ratio(settings):
     with pytest.raises(RecipeError) as caught:
         canonical_keys({"model": "a", **settings}, where="test")
     assert "lr_scheduler: cosine with min_lr_ratio" in str(caught.value.hint)
 
 
-def test_nesting_without_end_is_refused(tmp_path: Path) -> None:
+def test_nesting_without_end_is_refused(tmp_path):
     assert "nested more than 32 deep" in refusal(tmp_path, "model: " + "[" * 1000)
 
 
-def test_a_file_that_is_not_there_or_not_text(tmp_path: Path) -> None:
+def test_a_file_that_is_not_there_or_not_text(tmp_path):
     with pytest.raises(RecipeError, match="no such recipe file"):
         read_recipe(tmp_path / "none.yaml")
     with pytest.raises(RecipeError, match="is a folder, not a recipe file"):
@@ -179,7 +178,7 @@ def test_a_file_that_is_not_there_or_not_text(tmp_path: Path) -> None:
         read_recipe(tmp_path / "image.yaml")
 
 
-def test_two_names_for_one_setting_must_agree(tmp_path: Path) -> None:
+def test_two_names_for_one_setting_must_agree(tmp_path):
     message = refusal(tmp_path, "model: gpt2\nlr: 1e-4\nlearning_rate: 2e-4")
     assert "'lr' and 'learning_rate' both set learning_rate" in message
     assert "'1e-4' and '2e-4'" in message
@@ -187,7 +186,7 @@ def test_two_names_for_one_setting_must_agree(tmp_path: Path) -> None:
     assert recipe.attn_implementation == "flash"
 
 
-def test_numbers_written_as_text_are_numbers(tmp_path: Path) -> None:
+def test_numbers_written_as_text_are_numbers(tmp_path):
     recipe = recipe_of(tmp_path, "model: gpt2\nlearning_rate: 1e-4\nseq_len: '1024'\nhost_memory: 128GiB")
     assert (recipe.learning_rate, recipe.seq_len) == (1e-4, 1024)
     assert recipe.host_memory == 128 * 1024**3
@@ -236,17 +235,17 @@ def test_numbers_written_as_text_are_numbers(tmp_path: Path) -> None:
         ("micro_batch_size: auto", "micro_batch_size", None),
     ],
 )
-def test_values_of_other_frameworks(tmp_path: Path, text: str, setting: str, value: Any) -> None:
+def test_values_of_other_frameworks(tmp_path, text, setting, value):
     found = getattr(recipe_of(tmp_path, f"model: gpt2\n{text}"), setting)
     assert found == value
     assert type(found) is type(value)
 
 
-def test_contradicting_switches(tmp_path: Path) -> None:
+def test_contradicting_switches(tmp_path):
     assert "both set precision" in refusal(tmp_path, "model: gpt2\nbf16: true\nfp16: true")
 
 
-def test_data_is_a_path_a_source_or_a_list(tmp_path: Path) -> None:
+def test_data_is_a_path_a_source_or_a_list(tmp_path):
     alone = SourceRecipe(path="a.jsonl")
     assert recipe_of(tmp_path, "model: m\ndata: a.jsonl").data == [alone]
     assert recipe_of(tmp_path, "model: m\ndata: {path: a.jsonl}").data == [alone]
@@ -258,7 +257,7 @@ def test_data_is_a_path_a_source_or_a_list(tmp_path: Path) -> None:
     assert mixed.data[1].columns == {"prompt": "q", "completion": "a"}
 
 
-def test_set_reaches_inside(tmp_path: Path) -> None:
+def test_set_reaches_inside(tmp_path):
     text = "model: m\ndata:\n- a.jsonl\n- {path: b.jsonl, weight: 2}\n"
     recipe = recipe_of(tmp_path, text, "data.0.weight=3", "data.1.columns.prompt=question", "lr=1e-3")
     assert recipe.data[0] == SourceRecipe(path="a.jsonl", weight=3)
@@ -274,7 +273,7 @@ def test_set_reaches_inside(tmp_path: Path) -> None:
         (["data.0.path=c.jsonl"], SourceRecipe(path="c.jsonl")),
     ],
 )
-def test_set_in_a_list_of_one(tmp_path: Path, settings: list[str], expected: SourceRecipe) -> None:
+def test_set_in_a_list_of_one(tmp_path, settings, expected):
     assert recipe_of(tmp_path, "model: m\ndata: a.jsonl", *settings).data == [expected]
 
 
@@ -292,11 +291,11 @@ def test_set_in_a_list_of_one(tmp_path: Path, settings: list[str], expected: Sou
         ("seq_len=-1", "at least 2"),
     ],
 )
-def test_set_that_makes_no_sense(tmp_path: Path, setting: str, words: str) -> None:
+def test_set_that_makes_no_sense(tmp_path, setting, words):
     assert words in refusal(tmp_path, "model: m\nlora_r: 4\ndata: [a, b]", setting)
 
 
-def test_later_wins(tmp_path: Path) -> None:
+def test_later_wins(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("model: m\nlr: 1e-4\nseq_len: 128\nprecision: fp32\n")
     recipe = read_recipe(
@@ -307,7 +306,7 @@ def test_later_wins(tmp_path: Path) -> None:
     assert (recipe.learning_rate, recipe.seq_len, recipe.precision, recipe.gpu) == (2e-4, 512, None, None)
 
 
-def test_a_dumped_recipe_reads_back_the_same(tmp_path: Path) -> None:
+def test_a_dumped_recipe_reads_back_the_same(tmp_path):
     text = "model: m\ndata: [a#5, {path: b, columns: {prompt: q}}]\nlr: 1e-4\nlora_target: q_proj,v_proj\nrecompute: 3"
     recipe = recipe_of(tmp_path, text)
     dumped = dump_recipe(recipe)
@@ -315,7 +314,7 @@ def test_a_dumped_recipe_reads_back_the_same(tmp_path: Path) -> None:
     assert "seed" not in dumped
 
 
-def test_what_was_given_is_read_back_and_nothing_else(tmp_path: Path) -> None:
+def test_what_was_given_is_read_back_and_nothing_else(tmp_path):
     """A weight of 1 that nobody gave contradicts data_weights; a max_grad_norm of 1 that was given has LOMO clip by the
     norm, one that was not by the value."""
     recipe = recipe_of(
@@ -327,7 +326,7 @@ def test_what_was_given_is_read_back_and_nothing_else(tmp_path: Path) -> None:
     assert source_weights(parse_recipe(given_keys(recipe))) == [2, 1]
 
 
-def test_a_recipe_may_come_through_a_pipe_that_the_caller_opened() -> None:
+def test_a_recipe_may_come_through_a_pipe_that_the_caller_opened():
     end, other = os.pipe()
     with open(end, "rb"), open(other, "w") as written:
         written.write("model: llama-2-7b\ntuning: lora\n")

@@ -9,20 +9,20 @@ from fitune.spec.recipe.keys import GROUPS, all_keys, keys_of
 from fitune.spec.recipe.recipe import Recipe, parse_recipe
 
 
-def test_every_key_of_a_recipe_is_listed_once() -> None:
+def test_every_key_of_a_recipe_is_listed_once():
     listed = [key.name for key in all_keys()]
     assert sorted(listed) == sorted(Recipe.model_fields)
     assert len(set(listed)) == len(listed)
 
 
-def test_a_line_names_no_type_and_ends_without_a_full_stop() -> None:
+def test_a_line_names_no_type_and_ends_without_a_full_stop():
     for key in all_keys():
         assert key.about[0].isupper() or key.about.startswith(("liger", "0 is")), key.name
         assert not key.about.endswith("."), key.name
         assert len(key.about) <= 62, key.name
 
 
-def test_values_and_defaults_are_those_of_the_recipe() -> None:
+def test_values_and_defaults_are_those_of_the_recipe():
     keys = {key.name: key for group in GROUPS for key in keys_of(group)}
     assert keys["tuning"].values == ("full", "lora", "qlora", "lomo", "adalomo")
     assert keys["zero"].values == ("0", "1", "2", "3")
@@ -34,7 +34,7 @@ def test_values_and_defaults_are_those_of_the_recipe() -> None:
     assert keys["tuning"].default == keys["data"].default == ""
 
 
-def test_a_date_is_a_day_however_it_is_written() -> None:
+def test_a_date_is_a_day_however_it_is_written():
     keys = {"model": "gpt2"}
     for written in ("2026-01-31", datetime.date(2026, 1, 31)):
         assert parse_recipe({**keys, "chat_template_date": written}).chat_template_date == "2026-01-31"

@@ -11,14 +11,14 @@ from fitune.planner.defaults import data_of
 from fitune.session.recipes.typed_words import recipe_from
 from fitune.spec.places import moved, placed
 from fitune.spec.plan import RunPlan
-from fitune.spec.recipe.recipe import Recipe, dump_recipe, parse_recipe, read_recipe
+from fitune.spec.recipe.recipe import dump_recipe, parse_recipe, read_recipe
 from plans import known, plan_for
 
 KEYS = {"model": "m/base", "data": ["rows.jsonl#5", {"path": "more/*.jsonl"}], "chat_template": "t.jinja"}
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> Path:
+def files(tmp_path):
     """A recipe and what it names, in a folder of their own, and the shell in another."""
     for name in ("m/base/config.json", "rows.jsonl", "more/a.jsonl", "t.jinja", "ds.json"):
         (tmp_path / "own" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -28,11 +28,11 @@ def files(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def paths(recipe: Recipe) -> list[str]:
+def paths(recipe):
     return [recipe.model, *(source.path for source in recipe.data), recipe.chat_template]
 
 
-def test_a_recipe_is_read_from_any_folder(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_is_read_from_any_folder(files, monkeypatch):
     wanted = [str(files / "own" / name) for name in ("m/base", "rows.jsonl#5", "more/*.jsonl", "t.jinja")]
     monkeypatch.chdir(files / "shell")
     for path in (files / "own" / "r.yaml", Path("../own/r.yaml")):
@@ -44,9 +44,7 @@ def test_a_recipe_is_read_from_any_folder(files: Path, monkeypatch: pytest.Monke
     assert paths(dumped) == wanted
 
 
-def test_what_is_in_the_shells_folder_alone_is_found_there(
-    files: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_in_the_shells_folder_alone_is_found_there(files, monkeypatch):
     monkeypatch.chdir(files / "own")
     other = files / "shell" / "r.yaml"
     other.write_text("model: m/base\ndata: rows.jsonl\n")
@@ -56,7 +54,7 @@ def test_what_is_in_the_shells_folder_alone_is_found_there(
     assert recipe_from([str(other), "--data", "rows.jsonl"], []).recipe.data[0].path == "rows.jsonl"
 
 
-def test_a_name_on_the_hub_is_no_folder_without_a_model_in_it(files: Path) -> None:
+def test_a_name_on_the_hub_is_no_folder_without_a_model_in_it(files):
     (files / "own" / "gpt2").mkdir()
     file = files / "own" / "r.yaml"
     file.write_text("model: gpt2\ndata: owner/rows")
@@ -64,9 +62,7 @@ def test_a_name_on_the_hub_is_no_folder_without_a_model_in_it(files: Path) -> No
 
 
 @pytest.mark.parametrize("keys", ["model: a/b/c", "model: ./b"])
-def test_a_file_that_is_nowhere_is_refused_with_both_folders(
-    files: Path, monkeypatch: pytest.MonkeyPatch, keys: str
-) -> None:
+def test_a_file_that_is_nowhere_is_refused_with_both_folders(files, monkeypatch, keys):
     monkeypatch.chdir(files / "shell")
     (files / "own" / "r.yaml").write_text(keys)
     with pytest.raises(RecipeError) as caught:
@@ -77,9 +73,7 @@ def test_a_file_that_is_nowhere_is_refused_with_both_folders(
     )
 
 
-def test_the_plan_in_a_run_holds_anywhere_and_moves_with_what_it_needs(
-    files: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_plan_in_a_run_holds_anywhere_and_moves_with_what_it_needs(files, monkeypatch):
     monkeypatch.chdir(files / "own")
     plan = plan_for(
         known("llama-3.1-8b"), model_path="m/base", data=data_of(parse_recipe({**KEYS})),

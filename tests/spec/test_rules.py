@@ -1,6 +1,5 @@
 """One table says what goes together: whatever is asked for, no plan that breaks a rule is proposed."""
 
-from collections.abc import Iterator
 from itertools import product
 
 import pytest
@@ -32,7 +31,7 @@ CHOICES = {
 }
 
 
-def recipes() -> Iterator[dict[str, object]]:
+def recipes():
     """Every product of the choices as settings of a recipe; None is not set."""
     for values in product(*CHOICES.values()):
         settings = dict(zip(CHOICES, values, strict=True))
@@ -44,7 +43,7 @@ def recipes() -> Iterator[dict[str, object]]:
 EVERY = list(recipes())
 
 
-def walk(settings_of_all: list[dict[str, object]], name: str) -> tuple[int, int]:
+def walk(settings_of_all, name):
     """Plans proposed, and recipes refused with what to do instead."""
     planned = refused = 0
     for settings in settings_of_all:
@@ -63,7 +62,7 @@ def walk(settings_of_all: list[dict[str, object]], name: str) -> tuple[int, int]
 
 
 @pytest.mark.parametrize("name", HARDWARE)
-def test_no_plan_breaks_a_rule(name: str) -> None:
+def test_no_plan_breaks_a_rule(name):
     """Every 1999th of 92,160: a step that divides none of the choices."""
     planned, refused = walk(EVERY[::1999], name)
     assert planned
@@ -72,13 +71,13 @@ def test_no_plan_breaks_a_rule(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HARDWARE)
-def test_no_plan_breaks_a_rule_in_more_of_them(name: str) -> None:
+def test_no_plan_breaks_a_rule_in_more_of_them(name):
     planned, refused = walk(EVERY[::101], name)
     assert planned > 5
     assert refused > 200
 
 
-def test_every_rule_says_what_to_do_and_names_settings_that_there_are() -> None:
+def test_every_rule_says_what_to_do_and_names_settings_that_there_are():
     for rule in RULES:
         assert rule.instead
         assert rule.binds
@@ -104,9 +103,7 @@ def test_every_rule_says_what_to_do_and_names_settings_that_there_are() -> None:
         ("v100-32gb", {"optimizer": "adamw-8bit", "offload_optimizer": "cpu"}, "8-bit AdamW steps on the device"),
     ],
 )  # fmt: skip
-def test_a_recipe_is_refused_by_the_rule_and_the_settings_that_ask_for_it(
-    name: str, settings: dict[str, object], words: str
-) -> None:
+def test_a_recipe_is_refused_by_the_rule_and_the_settings_that_ask_for_it(name, settings, words):
     recipe = parse_recipe({"model": "qwen3-0.6b", "seq_len": 256, **settings})
     with pytest.raises(FituneError, match=words):
         find_plan(recipe, model=known("qwen3-0.6b"), hardware=HARDWARE[name])

@@ -8,7 +8,7 @@ from fitune.spec.plan import Epochs, Fraction, Schedule, Steps
 from fitune.spec.schedule import is_due, learning_rate, total_steps, warmup_steps
 
 
-def schedule(kind: str = "cosine", **changes: object) -> Schedule:
+def schedule(kind="cosine", **changes):
     settings = {
         "learning_rate": 1e-3, "kind": kind, "warmup": Steps(count=4), "duration": Steps(count=20),
         "max_grad_norm": 1.0,
@@ -16,32 +16,32 @@ def schedule(kind: str = "cosine", **changes: object) -> Schedule:
     return Schedule(**{**settings, **changes})
 
 
-def test_warmup_rises_linearly_and_never_starts_at_zero() -> None:
+def test_warmup_rises_linearly_and_never_starts_at_zero():
     rates = [learning_rate(schedule(), step=step, total=20) for step in range(4)]
     assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3])
 
 
 @pytest.mark.parametrize(("kind", "middle"), [("constant", 1e-3), ("linear", 0.5e-3), ("cosine", 0.5e-3)])
-def test_decay_is_half_way_in_the_middle(kind: str, middle: float) -> None:
+def test_decay_is_half_way_in_the_middle(kind, middle):
     assert learning_rate(schedule(kind), step=4, total=20) == pytest.approx(1e-3)
     assert learning_rate(schedule(kind), step=12, total=20) == pytest.approx(middle)
 
 
-def test_cosine_follows_its_formula_and_the_last_update_still_moves() -> None:
+def test_cosine_follows_its_formula_and_the_last_update_still_moves():
     last = learning_rate(schedule(), step=19, total=20)
     assert last == pytest.approx(1e-3 * 0.5 * (1 + math.cos(math.pi * 15 / 16)))
     assert last > 0
 
 
 @pytest.mark.parametrize(("kind", "decay"), [("linear", 0.75), ("cosine", 0.5 + 0.25 * math.sqrt(2))])
-def test_decay_ends_at_the_least_rate(kind: str, decay: float) -> None:
+def test_decay_ends_at_the_least_rate(kind, decay):
     ends = schedule(kind, min_ratio=0.1)
     assert learning_rate(ends, step=4, total=20) == pytest.approx(1e-3)
     assert learning_rate(ends, step=8, total=20) == pytest.approx(1e-3 * (0.1 + 0.9 * decay))
     assert learning_rate(ends, step=20, total=20) == pytest.approx(1e-4)
 
 
-def test_a_cosine_to_a_least_rate_is_that_of_transformers() -> None:
+def test_a_cosine_to_a_least_rate_is_that_of_transformers():
     """Without warm-up: theirs begins it at 0 and this one at the first step's share."""
     torch = pytest.importorskip("torch")
     from transformers import get_scheduler
@@ -58,7 +58,7 @@ def test_a_cosine_to_a_least_rate_is_that_of_transformers() -> None:
         theirs.step()
 
 
-def test_durations() -> None:
+def test_durations():
     assert total_steps(schedule(duration=Epochs(count=2.5)), steps_per_epoch=10) == 25
     assert total_steps(schedule(duration=Epochs(count=0.01)), steps_per_epoch=10) == 1
     assert total_steps(schedule(duration=Epochs(count=3.0)), steps_per_epoch=7) == 21
@@ -66,8 +66,8 @@ def test_durations() -> None:
     assert warmup_steps(schedule(warmup=Steps(count=50)), total=10) == 10
 
 
-def test_due_every_so_many_steps_or_so_often_an_epoch() -> None:
-    def steps(**often: int) -> list[int]:
+def test_due_every_so_many_steps_or_so_often_an_epoch():
+    def steps(**often):
         often = {"every": 0, "per_epoch": 0, "steps_per_epoch": 5, **often}
         return [step for step in range(1, 11) if is_due(step, **often)]
 

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-from typing import Any
 
 import pytest
 
@@ -44,8 +43,8 @@ from fitune.spec.reports import StepReport
 from fitune.spec.serial import from_data, from_json, to_data, to_json
 
 
-def plan(**different: Any) -> Plan:
-    values: dict[str, Any] = {
+def plan(**different):
+    values = {
         "model": load_model_spec("mixtral-8x7b"),
         "model_path": "mistralai/Mixtral-8x7B-v0.1",
         "hardware": hardware_for(gpu=find_gpu("h100"), gpus=8, nodes=2, host_memory_bytes=2**40),
@@ -103,12 +102,12 @@ NEWER_CHOICES = [
 
 
 @pytest.mark.parametrize("choice", NEWER_CHOICES, ids=lambda choice: str(next(iter(choice.values()))))
-def test_strategies_survive_json(choice) -> None:
+def test_strategies_survive_json(choice):
     chosen = plan(**choice)
     assert from_json(Plan, to_json(chosen)) == chosen
 
 
-def test_a_plan_written_before_there_was_offload_still_reads() -> None:
+def test_a_plan_written_before_there_was_offload_still_reads():
     data = to_data(plan())
     del data["offload"], data["added_tokens"]
     for name in ("dora", "rslora", "layers", "modules_to_save"):
@@ -116,44 +115,44 @@ def test_a_plan_written_before_there_was_offload_still_reads() -> None:
     assert from_data(Plan, data) == plan()
 
 
-def test_an_impossible_stage_is_an_error() -> None:
+def test_an_impossible_stage_is_an_error():
     data = to_data(plan(sharding=Zero(stage=3, backend="fsdp")))
     data["sharding"]["stage"] = 4
     with pytest.raises(ValueError, match="stage: expected 1, 2 or 3, found 4"):
         from_data(Plan, data)
 
 
-def test_a_plan_survives_json() -> None:
+def test_a_plan_survives_json():
     assert from_json(Plan, to_json(plan())) == plan()
 
 
 @pytest.mark.parametrize("name", OTHER_CHOICES)
-def test_every_choice_comes_back_as_itself(name: str) -> None:
+def test_every_choice_comes_back_as_itself(name):
     chosen = plan(**{name: OTHER_CHOICES[name]})
     back = from_json(Plan, to_json(chosen))
     assert back == chosen
     assert type(getattr(back, name)) is type(getattr(chosen, name))
 
 
-def test_json_is_plain_and_tells_choices_apart() -> None:
+def test_json_is_plain_and_tells_choices_apart():
     data = to_data(plan())
     assert json.loads(json.dumps(data)) == data
     assert data["tuning"]["kind"] == "Lora"
     assert data["precision"] == "bf16-master"
 
 
-def test_phases_are_keys() -> None:
+def test_phases_are_keys():
     memory = MemoryBreakdown(phases={Phase.FORWARD: {"weights": 5}, Phase.UPDATE: {"states": 7}})
     assert from_json(MemoryBreakdown, to_json(memory)) == memory
 
 
-def test_the_phase_between_steps_is_read_by_its_earlier_name_too() -> None:
+def test_the_phase_between_steps_is_read_by_its_earlier_name_too():
     assert from_json(MemoryBreakdown, '{"phases": {"ready": {"weights": 5}}}').phases == {
         Phase.IDLE: {"weights": 5}
     }
 
 
-def test_a_step_report_without_its_optional_parts() -> None:
+def test_a_step_report_without_its_optional_parts():
     report = StepReport(
         step=1, total_steps=2, epoch=0.5, loss=2.0, learning_rate=1e-4, grad_norm=1.0, tokens=8,
         supervised_tokens=4, step_seconds=0.5, data_seconds=0.0, tokens_per_second=16.0, mfu=0.0,
@@ -163,7 +162,7 @@ def test_a_step_report_without_its_optional_parts() -> None:
     assert from_data(StepReport, data) == report
 
 
-def changed(path: str, value: Any) -> dict[str, Any]:
+def changed(path, value):
     data = to_data(plan())
     *outer, last = path.split(".")
     place = data
@@ -203,13 +202,13 @@ def changed(path: str, value: Any) -> dict[str, Any]:
         ("model.linears.0.part", "brain", "Plan.model.linears\\[0\\].part"),
     ],
 )
-def test_a_wrong_value_is_named_by_its_path(path: str, value: Any, words: str) -> None:
+def test_a_wrong_value_is_named_by_its_path(path, value, words):
     with pytest.raises(ValueError, match=words):
         from_data(Plan, changed(path, value))
 
 
 @pytest.mark.parametrize("stage", [True, 1.0, "1"])
-def test_only_a_number_is_the_choice_of_a_number(stage: Any) -> None:
+def test_only_a_number_is_the_choice_of_a_number(stage):
     data = to_data(plan(sharding=Zero(stage=1, backend="fsdp")))
     data["sharding"]["stage"] = stage
     with pytest.raises(ValueError, match="stage: expected int, found"):
@@ -222,37 +221,37 @@ class Perhaps:
 
 
 @pytest.mark.parametrize("clip", [None, ClipByValue(value=1.0), ClipByNorm(max_norm=2.0)])
-def test_a_choice_that_may_be_left_out(clip: Any) -> None:
+def test_a_choice_that_may_be_left_out(clip):
     assert from_data(Perhaps, to_data(Perhaps(clip=clip))) == Perhaps(clip=clip)
 
 
-def test_a_wrong_phase_is_named() -> None:
+def test_a_wrong_phase_is_named():
     with pytest.raises(
         ValueError, match=r"MemoryBreakdown.phases.nap: expected 'idle', .* or 'update', found"
     ):
         from_data(MemoryBreakdown, {"phases": {"nap": {}}})
 
 
-def test_many_wrong_values_are_counted() -> None:
+def test_many_wrong_values_are_counted():
     with pytest.raises(ValueError, match=r"MemoryBreakdown: 1,001 values are not what they should be"):
         from_data(MemoryBreakdown, {"phases": {"forward": dict.fromkeys(map(str, range(1001)), "x")}})
 
 
 @pytest.mark.parametrize(("text", "value"), [("nan", math.nan), ("inf", math.inf), ("-inf", -math.inf)])
-def test_numbers_that_are_not_finite_survive(text: str, value: float) -> None:
+def test_numbers_that_are_not_finite_survive(text, value):
     schedule = dataclasses.replace(plan().schedule, learning_rate=value)
     data = to_data(schedule)
     assert data["learning_rate"] == text
     assert repr(from_data(Schedule, data)) == repr(schedule)
 
 
-def test_a_whole_number_is_read_as_the_float_that_it_stands_for() -> None:
+def test_a_whole_number_is_read_as_the_float_that_it_stands_for():
     data = {**to_data(plan().schedule), "learning_rate": 1}
     rate = from_data(Schedule, data).learning_rate
     assert (rate, type(rate)) == (1.0, float)
 
 
-def test_the_bytes_that_are_written() -> None:
+def test_the_bytes_that_are_written():
     chosen = MemoryBreakdown(phases={Phase.FORWARD: {"weights": 5}})
     assert to_json(chosen) == (
         '{\n  "kind": "MemoryBreakdown",\n  "phases": {\n    "forward": {\n      "weights": 5\n    }\n  },\n'
@@ -263,6 +262,6 @@ def test_the_bytes_that_are_written() -> None:
     )
 
 
-def test_broken_json_is_a_value_error() -> None:
+def test_broken_json_is_a_value_error():
     with pytest.raises(ValueError, match="Expecting"):
         from_json(ModelSpec, "{")

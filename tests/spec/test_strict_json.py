@@ -1,15 +1,13 @@
 """JSON of others: what is refused, in words, before anything deep, doubled or endless is handed on."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from fitune.spec.serial import MOST_NESTING, parse_json, parse_object, read_object
 
 
-def nested(depth: int) -> str:
+def nested(depth):
     return (
         '{"a":' * (depth // 2) + "[" * (depth - depth // 2) + "]" * (depth - depth // 2) + "}" * (depth // 2)
     )
@@ -33,7 +31,7 @@ def nested(depth: int) -> str:
     ],
     ids=lambda value: str(value)[:20],
 )  # fmt: skip
-def test_what_is_refused(content: str | bytes, words: str) -> None:
+def test_what_is_refused(content, words):
     with pytest.raises(ValueError) as caught:  # noqa: PT011  (the words are asserted below)
         parse_json(content)
     assert words in str(caught.value)
@@ -42,7 +40,7 @@ def test_what_is_refused(content: str | bytes, words: str) -> None:
 @pytest.mark.parametrize(
     "value", [{}, {"a": [1, 2.5, None, True, "\N{SLIGHTLY SMILING FACE}"]}, json.loads(nested(MOST_NESTING))]
 )
-def test_what_is_read(value: Any) -> None:
+def test_what_is_read(value):
     assert parse_object(json.dumps(value)) == value
     assert parse_object(json.dumps(value, ensure_ascii=False).encode()) == value
 

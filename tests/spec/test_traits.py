@@ -19,7 +19,7 @@ NAMES = sorted(ACTIVATIONS.keys() & ACT2FN.keys())
 class Traffic(TorchDispatchMode):
     """Tensors that elementwise operations read and write."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.moved = self.operations = 0
 
@@ -37,11 +37,11 @@ class Made(torch.autograd.Function):
     """The tensor before an activation, which nothing else holds."""
 
     @staticmethod
-    def forward(ctx, weight: Tensor) -> Tensor:
+    def forward(ctx, weight):
         return torch.full((SIZE,), 0.5)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:
+    def backward(ctx, gradient):
         return torch.zeros(1)
 
 
@@ -49,32 +49,32 @@ class Read(torch.autograd.Function):
     """The end, which keeps nothing and makes a gradient."""
 
     @staticmethod
-    def forward(ctx, output: Tensor) -> Tensor:
+    def forward(ctx, output):
         return output.new_zeros(1)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:
+    def backward(ctx, gradient):
         return torch.ones(SIZE)
 
 
-def large(tree: object) -> list[Tensor]:
+def large(tree):
     return [x for x in tree_leaves(tree) if isinstance(x, Tensor) and x.numel() >= SIZE]
 
 
-def storages_of(tree: object) -> set[int]:
+def storages_of(tree):
     return {x.data_ptr() for x in large(tree)}
 
 
-def start() -> Tensor:
+def start():
     return Made.apply(torch.ones(1, requires_grad=True))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_autograd_keeps(name: str) -> None:
+def test_what_autograd_keeps(name):
     expected, kept, function = ACTIVATIONS[name], set(), ACT2FN[name]
     held = []
 
-    def keep(x: Tensor) -> Tensor:
+    def keep(x):
         held.append(x)  # else another may get its address
         kept.update(storages_of(x))
         return x
@@ -89,7 +89,7 @@ def test_what_autograd_keeps(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_alive_at_once(name: str) -> None:
+def test_what_is_alive_at_once(name):
     """A mask of booleans may be beside it in backward."""
     expected, function = ACTIVATIONS[name], ACT2FN[name]
     with LiveTensors(()) as memory, torch.no_grad():
@@ -105,7 +105,7 @@ def test_what_is_alive_at_once(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_moved(name: str) -> None:
+def test_what_is_moved(name):
     expected, function = ACTIVATIONS[name], ACT2FN[name]
     x, gradient = start(), torch.ones(SIZE)
     with Traffic() as there:

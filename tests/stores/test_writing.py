@@ -201,7 +201,7 @@ def test_names_with_spaces_and_other_scripts_are_kept(bucket, folder):
 def listening(answer):
     """The address of a server that gives every connection this answer; with an empty one it says nothing."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        kept: list[socket.socket] = []
+        kept = []
 
         def serve():
             with contextlib.suppress(OSError):

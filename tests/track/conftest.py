@@ -1,5 +1,3 @@
-from typing import Any
-
 import pytest
 
 from fitune.spec.predictions import Phase
@@ -8,7 +6,7 @@ from plans import plan_for, small_llama
 
 
 def _step(step, **values):
-    defaults: dict[str, Any] = {
+    defaults = {
         "total_steps": 200, "epoch": step / 30, "loss": 2.314, "learning_rate": 1.9e-4, "grad_norm": 0.8204,
         "tokens": 1234, "supervised_tokens": 400, "step_seconds": 1.0, "data_seconds": 0.01,
         "tokens_per_second": 1234.0, "mfu": 0.0, "memory_bytes": {Phase.IDLE: 1024**2, Phase.BACKWARD: 412 * 1024**2},

@@ -10,11 +10,10 @@ import struct
 import zipfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from fitune.spec.plan import Plan, Tracking
+from fitune.spec.plan import Tracking
 from fitune.track.feed import Trackers
 from fitune.track.protocol import End
 from fitune.track.record import read_tracked
@@ -56,7 +55,7 @@ def _attempts(directory, store, make_step):
     directory.mkdir()
     for name in NAMES:
         (directory / name).write_text(json.dumps({"train_data": {"rows_read": 7}, "said": f"my {SECRET}"}))
-    plan: Plan = plan_for(small_llama())
+    plan = plan_for(small_llama())
     tracking = Tracking(run_name="a name", project="a-project", server=f"sqlite:///{store}", offline=True)
     for steps, lr in (((1, 2, 3), 1e-3), ((3, 4, 5), 2e-3)):
         changed = replace(plan, run=replace(plan.run, tracking=tracking, seed=int(lr * 1e3)))
@@ -86,9 +85,9 @@ def require_same_losses(found):
 def test_wandb(run):
     """Two offline files of one run, by wandb's own messages; the client's ``wandb sync`` would send both."""
     tracked = tracked_by(run, "wandb")
-    losses: dict[int, float] = {}
-    summary: dict[str, Any] = {}
-    files: set[str] = set()
+    losses = {}
+    summary = {}
+    files = set()
     folders = sorted((run / "wandb").glob("offline-run-*"))
     assert len(folders) == 2
     for folder in folders:
@@ -170,7 +169,7 @@ def test_comet(run):
     tracked = tracked_by(run, "comet")
     archives = sorted((run / "comet").glob("*.zip"), key=lambda path: path.stat().st_mtime_ns)
     assert len(archives) == 2
-    losses: dict[int, float] = {}
+    losses = {}
     for archive, strategy in zip(archives, ("create", "get"), strict=True):
         with zipfile.ZipFile(archive) as content:
             head = json.loads(content.read("experiment.json"))

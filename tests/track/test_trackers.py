@@ -21,7 +21,6 @@ from fitune.track.record import log_of, read_tracked
 from fitune.track.trackers import TRACKERS, Row, settings_of_environment, wanted_trackers
 from report.conftest import make_run_report
 
-MakeStep = Callable[..., StepReport]
 TESTS = Path(__file__).parents[1]
 COMPLETE = End(status="complete", figures={"predicted/peak": 3.0})
 
@@ -42,7 +41,7 @@ def open_toy(tmp_path, plan):
     """A started toy tracker by its class, and the lines it says to people."""
 
     def opened(name, **settings):
-        said: list[str] = []
+        said = []
         trackers = Trackers({"toy": row(name)}, tmp_path, say=said.append, **{"end_s": 60.0, **settings})
         trackers.start(plan, "a run")
         return trackers, said
