@@ -4,6 +4,14 @@ from collections import Counter
 
 import pytest
 
+from laws.test_memory_prediction import bench
+
+
+@pytest.fixture(scope="session")
+def model():
+    """What a real step can be made of in a second."""
+    return bench.small_model()
+
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` decides what is left out
 def pytest_collection_modifyitems(items):

@@ -4,16 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from fitune.estimate.predict import predict_memory
-from fitune.rehearse.step import trace_plan
-from fitune.rehearse.trace import peaks_by_kind
+from laws.test_rehearsal_estimate import check, rehearsed_peak
 from plans import gpu, plan_for
 from rehearse.tiny_configs import tiny
-
-
-def rehearsed_peak(plan, config):
-    trace, _ = trace_plan(plan, config, exact=True)
-    return max(sum(kinds.values()) for kinds in peaks_by_kind(trace, on_cuda=False).values())
 
 
 @pytest.mark.thinned(3)
@@ -40,7 +33,6 @@ def test_estimate_and_rehearsal_agree(family, different, tuning):
         rows=2,
         chunk=64,
     )
-    found = rehearsed_peak(plan, config)
-    assert predict_memory(plan).tensor_peak_bytes == pytest.approx(found, rel=0.02)
+    found = check(plan, config)
     by_rows = replace(plan, attention="sdpa")
     assert found < rehearsed_peak(by_rows, config)

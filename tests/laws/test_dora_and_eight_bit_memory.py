@@ -5,15 +5,10 @@ from dataclasses import replace
 import pytest
 
 from fitune.spec.plan import AdamW8bit, Dense, Nf4
-from laws import test_memory_prediction, test_rehearsal_real_step
 from laws.test_memory_prediction import bench
+from laws.test_rehearsal_real_step import check_all
 
 pytest.importorskip("bitsandbytes")
-
-
-@pytest.fixture(scope="module")
-def model():
-    return bench.small_model()
 
 
 def eight_bit(model, tuning, precision, recompute):
@@ -39,7 +34,5 @@ def dora(model, base, precision, recompute):
     ],
 )
 def test_estimate_rehearsal_and_real_step_agree(model, make, kind, precision, recompute):
-    """The estimate within 1 % of the peak and 2 % of the phases, the rehearsal within 1 % of every phase."""
     plan = make(model, kind, precision, recompute)
-    test_memory_prediction.check(plan)
-    test_rehearsal_real_step.check(plan)
+    check_all(plan)

@@ -7,17 +7,12 @@ import pytest
 from fitune.estimate.predict import predict_memory
 from fitune.rehearse.step import trace_plan
 from fitune.spec.plan import Dense, Nf4
-from laws import test_memory_prediction, test_rehearsal_real_step
 from laws.test_memory_prediction import bench
+from laws.test_rehearsal_real_step import check_all
 from plans import gpu, plan_for
 from rehearse.tiny_configs import tiny
 
 QV = ("q_proj", "v_proj")
-
-
-@pytest.fixture(scope="module")
-def model():
-    return bench.small_model()
 
 
 @pytest.mark.thinned(3)
@@ -33,14 +28,12 @@ def model():
     ],
 )
 def test_estimate_rehearsal_and_real_step_agree(model, precision, recompute, targets, base, dora):
-    """The estimate within 1 % of the peak and 2 % of the phases, the rehearsal within 1 % of every phase."""
     if base != Dense():
         pytest.importorskip("bitsandbytes")
     plan = bench.plan_of(model, tuning="lora", precision=precision, recompute=recompute, chunked=True)
     chosen = targets or plan.tuning.targets
     plan = replace(plan, tuning=replace(plan.tuning, dropout=0.1, targets=chosen, base=base, dora=dora))
-    test_memory_prediction.check(plan)
-    test_rehearsal_real_step.check(plan)
+    check_all(plan)
 
 
 def test_by_hand_a_kept_block_holds_a_dropped_input_and_a_mask_for_each_linear(model):

@@ -10,22 +10,17 @@ from fitune.rehearse.step import trace_plan
 from fitune.rehearse.trace import peaks_by_kind
 from fitune.spec.plan import AdamW, AdamW8bit, ClipByNorm, Full, InBackward
 from fitune.spec.predictions import Phase
-from laws import test_memory_prediction, test_rehearsal_real_step
 from laws.test_memory_prediction import bench
+from laws.test_rehearsal_estimate import TOLERANCE, check
+from laws.test_rehearsal_real_step import check_all
 from optional_libraries import NEEDS_BITSANDBYTES
 from plans import CPU, gpu, known, plan_for
 from rehearse.tiny_configs import FAMILIES, tiny
 
 NEVER, BY_NORM = (Full(update=InBackward(clip=ClipByNorm(max_norm=norm))) for norm in (0, 1.0))
-TOLERANCE = 0.02
 MISSES = {"gemma2": 0.03}
 """Written-out attention that goes back twice: 2.3 % too little, because what it lets go of in one backward stays for
 the second."""
-
-
-@pytest.fixture(scope="module")
-def model():
-    return bench.small_model()
 
 
 @pytest.mark.thinned(3)
@@ -44,11 +39,9 @@ def model():
     ],
 )
 def test_estimate_rehearsal_and_real_step_agree(model, optimizer, tuning, precision, recompute, chunked):
-    """The estimate within 1 % of the peak and 2 % of the phases, the rehearsal within 1 % of every phase."""
     plan = bench.plan_of(model, tuning="full", precision=precision, recompute=recompute, chunked=chunked)
     plan = replace(plan, tuning=tuning, optimizer=optimizer)
-    test_memory_prediction.check(plan)
-    test_rehearsal_real_step.check(plan)
+    check_all(plan)
 
 
 @pytest.mark.thinned(2)
@@ -67,10 +60,7 @@ def test_estimate_and_rehearsal_agree(family, tuning, precision, recompute, hard
         spec, precision=precision, recompute=recompute, hardware=hardware, seq_len=128, rows=2, chunk=64
     )
     plan = replace(plan, tuning=tuning)
-    trace, _ = trace_plan(plan, config, exact=True)
-    rehearsed = max(sum(kinds.values()) for kinds in peaks_by_kind(trace, on_cuda=False).values())
-    tolerance = MISSES.get(family, TOLERANCE)
-    assert predict_memory(plan).tensor_peak_bytes == pytest.approx(rehearsed, rel=tolerance)
+    check(plan, config, MISSES.get(family, TOLERANCE))
 
 
 @pytest.mark.thinned(3)

@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from fitune.estimate.predict import largest_batch, predict_memory
+from fitune.estimate.predict import largest_batch
 from fitune.estimate.step import describe_step
-from fitune.rehearse.step import trace_plan
-from fitune.rehearse.trace import peaks_by_kind
+from laws.test_rehearsal_estimate import check, rehearsed_peak
 from plans import gpu, known, plan_for
 from rehearse.tiny_configs import FAMILIES, tiny
 
@@ -18,11 +17,6 @@ CHOICES = [
 ]
 
 
-def rehearsed_peak(plan, config):
-    trace, _ = trace_plan(plan, config, exact=True)
-    return max(sum(kinds.values()) for kinds in peaks_by_kind(trace, on_cuda=False).values())
-
-
 @pytest.mark.thinned(4)
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: "-".join(map(str, choice.values())))
 @pytest.mark.parametrize("family", [family for family in FAMILIES if tiny(family)[1].has_liger_kernels])
@@ -31,8 +25,7 @@ def test_estimate_and_rehearsal_agree(family, choice):
     plan = plan_for(
         spec, hardware=gpu("h100"), seq_len=128, rows=2, kernels="liger", attention="flash", **choice
     )
-    found = rehearsed_peak(plan, config)
-    assert predict_memory(plan).tensor_peak_bytes == pytest.approx(found, rel=0.02)
+    found = check(plan, config)
     if choice["recompute"] == 0:
         assert found < rehearsed_peak(replace(plan, kernels="torch"), config)
 

@@ -4,25 +4,19 @@ from dataclasses import replace
 
 import pytest
 
-from fitune.estimate.predict import predict_memory
 from fitune.rehearse.step import trace_plan
 from fitune.rehearse.trace import peaks_by_kind
 from fitune.spec.plan import ClipByNorm, ClipByValue, Lomo, Sgd
 from fitune.spec.predictions import Phase
 from laws import test_memory_prediction, test_rehearsal_real_step
 from laws.test_memory_prediction import bench
+from laws.test_rehearsal_estimate import check
 from plans import CPU, gpu, plan_for
 from rehearse.tiny_configs import FAMILIES, tiny
 
 BY_VALUE, BY_NORM = ClipByValue(value=1.0), ClipByNorm(max_norm=1.0)
 METHODS = [Lomo(adaptive=adaptive, clip=clip) for adaptive in (False, True) for clip in (BY_VALUE, BY_NORM)]
 NAMES = ["lomo", "lomo by norm", "adalomo", "adalomo by norm"]
-TOLERANCE = 0.02
-
-
-@pytest.fixture(scope="module")
-def model():
-    return bench.small_model()
 
 
 def real_plan(model, method, *, precision, recompute, chunked):
@@ -69,9 +63,7 @@ def test_estimate_and_rehearsal_agree(family, method, precision, recompute, hard
     plan, config = tiny_plan(
         family, method, precision=precision, recompute=recompute, hardware=hardware, seq_len=128, rows=2, chunk=64
     )  # fmt: skip
-    trace, _ = trace_plan(plan, config, exact=True)
-    rehearsed = max(sum(kinds.values()) for kinds in peaks_by_kind(trace, on_cuda=False).values())
-    assert predict_memory(plan).tensor_peak_bytes == pytest.approx(rehearsed, rel=TOLERANCE)
+    check(plan, config)
 
 
 @pytest.mark.thinned(2)

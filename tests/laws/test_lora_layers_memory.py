@@ -9,15 +9,10 @@ import pytest
 
 from fitune.estimate.predict import predict_memory
 from fitune.spec.plan import Dense, Nf4
-from laws import test_memory_prediction, test_rehearsal_real_step
 from laws.test_memory_prediction import bench
+from laws.test_rehearsal_real_step import check_all
 
 LAST = bench.LAYERS - 1
-
-
-@pytest.fixture(scope="module")
-def model():
-    return bench.small_model()
 
 
 def adapted_in(model, layers, *, precision="fp32", recompute=0, chunked=True, **different):
@@ -39,12 +34,10 @@ def adapted_in(model, layers, *, precision="fp32", recompute=0, chunked=True, **
     ],
 )
 def test_estimate_rehearsal_and_real_step_agree(model, layers, precision, recompute, base):
-    """The estimate within 1 % of the peak and 2 % of the phases, the rehearsal within 1 % of every phase."""
     if base != Dense():
         pytest.importorskip("bitsandbytes")
     plan = adapted_in(model, layers, precision=precision, recompute=recompute, chunked=False, base=base)
-    test_memory_prediction.check(plan)
-    test_rehearsal_real_step.check(plan)
+    check_all(plan)
 
 
 def test_the_fewer_of_the_last_blocks_the_less_memory(model):

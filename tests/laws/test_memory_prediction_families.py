@@ -21,14 +21,6 @@ CASES = [
 ]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def measured_peak(config, plan, rows):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).to(compute_dtype(plan.precision))

@@ -7,10 +7,8 @@ import pytest
 from fitune.estimate.predict import predict_memory, predict_step_time
 from fitune.rehearse.step import trace_plan
 from fitune.spec.model.model_spec import NO_DROPOUT
-from laws.test_config_traits_memory import ROWS, TOLERANCE, by_rows, check, shape_of
-from laws.test_memory_prediction import bench
-from laws.test_memory_prediction_families import measured_peak
-from laws.test_rehearsal_estimate import rehearsed_peak
+from laws.test_config_traits_memory import ROWS, TOLERANCE, by_rows, check, check_real
+from laws.test_rehearsal_estimate import check as check_packed
 from plans import CPU, gpu, plan_for
 from rehearse.tiny_configs import tiny
 
@@ -69,9 +67,7 @@ def test_estimate_and_rehearsal_agree(family, different, choice, hardware):
 def test_estimate_and_a_real_step_agree(family, different, precision, tuning):
     config, spec = tiny(family, **different)
     plan = by_rows(spec, ROWS, tuning=tuning, precision=precision, recompute=2)
-    rows = bench.random_rows(ROWS, vocab_size=spec.vocab_size)
-    predicted = predict_memory(plan, shape_of(ROWS)).tensor_peak_bytes
-    assert predicted == pytest.approx(measured_peak(config, plan, rows), rel=TOLERANCE)
+    check_real(plan, config)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "flash"])
@@ -82,9 +78,7 @@ def test_full_packs_on_either_device(attention):
     plan = plan_for(
         spec, hardware=hardware, tuning="lora", precision="bf16", seq_len=128, rows=2, attention=attention
     )
-    assert predict_memory(plan).tensor_peak_bytes == pytest.approx(
-        rehearsed_peak(plan, config), rel=TOLERANCE
-    )
+    check_packed(plan, config, TOLERANCE)
 
 
 def test_a_recomputed_block_drops_the_same_again():

@@ -5,13 +5,12 @@ from dataclasses import replace
 import pytest
 
 from fitune.estimate.parameters import weights_bytes
-from fitune.estimate.predict import predict_memory
 from fitune.measure.memory import LiveTensors
 from fitune.spec.plan import Dense, Nf4, Offload
 from fitune.spec.predictions import Phase
 from laws import test_memory_prediction, test_rehearsal_real_step
-from laws.test_memory_prediction import ROWS, bench
-from laws.test_rehearsal_estimate import TOLERANCE, rehearsed_peak
+from laws.test_memory_prediction import ROWS, bench, measured_peaks
+from laws.test_rehearsal_estimate import check
 from plans import CPU, gpu, plan_for
 from rehearse.tiny_configs import tiny
 
@@ -23,11 +22,6 @@ STATES = Offload(parameters="cpu", optimizer="cpu")
 ALL_THREE = Offload(parameters="cpu", optimizer="cpu", activations="cpu")
 
 
-@pytest.fixture(scope="module")
-def model():
-    return bench.small_model()
-
-
 def plan_of(model, offload, *, tuning, precision, recompute, accumulation=1):
     plan = bench.plan_of(
         model, tuning=tuning, precision=precision, recompute=recompute, chunked=True, accumulation=accumulation
@@ -36,7 +30,7 @@ def plan_of(model, offload, *, tuning, precision, recompute, accumulation=1):
 
 
 def measured_peak(plan):
-    return max(bench.measured_peaks(plan, bench.random_rows(ROWS, vocab_size=plan.model.vocab_size)).values())
+    return max(measured_peaks(plan).values())
 
 
 @pytest.mark.parametrize("tuning", ["full", "lora"])
@@ -87,8 +81,7 @@ def test_packed_weights_on_the_host_are_the_real_step(model, recompute):
     pytest.importorskip("bitsandbytes")
     plan = plan_of(model, FROZEN, tuning="lora", precision="bf16", recompute=recompute)
     plan = replace(plan, tuning=replace(plan.tuning, base=Nf4()))
-    test_memory_prediction.check(plan)
-    test_rehearsal_real_step.check(plan)
+    test_rehearsal_real_step.check_all(plan)
 
 
 class Budget(LiveTensors):
@@ -178,9 +171,7 @@ def test_estimate_and_rehearsal_agree(family, hardware, offload, tuning):
         spec, hardware=hardware, tuning=tuning, precision="bf16", recompute=1, seq_len=128, rows=2, chunk=64,
         offload=offload,
     )  # fmt: skip
-    assert predict_memory(plan).tensor_peak_bytes == pytest.approx(
-        rehearsed_peak(plan, config), rel=TOLERANCE
-    )
+    check(plan, config)
 
 
 @pytest.mark.thinned(2)
@@ -188,5 +179,4 @@ def test_estimate_and_rehearsal_agree(family, hardware, offload, tuning):
 def test_with_adapters_in_some_blocks_it_is_the_real_step_too(model, offload):
     plan = plan_of(model, offload, tuning="lora", precision="bf16", recompute=3)
     plan = replace(plan, tuning=replace(plan.tuning, layers=(2, 4)))
-    test_memory_prediction.check(plan)
-    test_rehearsal_real_step.check(plan)
+    test_rehearsal_real_step.check_all(plan)

@@ -24,11 +24,6 @@ BASES = [
 ALL = bench.LAYERS
 
 
-@pytest.fixture(scope="module")
-def model():
-    return bench.small_model()
-
-
 def plan_on(base, model, *, precision, recompute, chunked, accumulation=1):
     plan = bench.plan_of(
         model, tuning="lora", precision=precision, recompute=recompute, chunked=chunked, accumulation=accumulation

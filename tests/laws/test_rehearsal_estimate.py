@@ -30,6 +30,13 @@ def rehearsed_peak(plan, config) -> int:
     return max(sum(kinds.values()) for kinds in peaks_by_kind(trace, on_cuda=False).values())
 
 
+def check(plan, config, tolerance=TOLERANCE):
+    """The estimate's peak is the rehearsed one, which is returned."""
+    rehearsed = rehearsed_peak(plan, config)
+    assert predict_memory(plan).tensor_peak_bytes == pytest.approx(rehearsed, rel=tolerance)
+    return rehearsed
+
+
 QUANTISED = [
     {"base": Nf4(), "precision": "bf16", "recompute": 0, "chunk": 64},
     {"base": Hqq(bits=4), "precision": "bf16-master", "recompute": 4, "accumulation": 2},
@@ -51,9 +58,7 @@ def some(choices, *, of):
 def test_estimate_and_rehearsal_agree(family, choice, hardware):
     config, spec = tiny(family)
     plan = plan_for(spec, hardware=hardware, seq_len=128, rows=2, **choice)
-    assert predict_memory(plan).tensor_peak_bytes == pytest.approx(
-        rehearsed_peak(plan, config), rel=TOLERANCE
-    )
+    check(plan, config)
 
 
 @pytest.mark.parametrize(("family", "choice", "hardware"), list(some(QUANTISED, of=4)))
@@ -65,9 +70,7 @@ def test_on_a_quantised_base(family, choice, hardware):
     base = choice.pop("base")
     plan = plan_for(spec, hardware=hardware, tuning="lora", seq_len=128, rows=2, **choice)
     plan = replace(plan, tuning=replace(plan.tuning, base=base))
-    assert predict_memory(plan).tensor_peak_bytes == pytest.approx(
-        rehearsed_peak(plan, config), rel=TOLERANCE
-    )
+    check(plan, config)
 
 
 @pytest.mark.parametrize(("hardware", "precision"), [(CPU, "fp32"), (gpu("h100"), "bf16")])
@@ -75,9 +78,7 @@ def test_a_window_that_cuts_takes_a_mask_and_no_scores(hardware, precision):
     """On a GPU its key heads are repeated too: the kernel that takes masks takes no groups."""
     config, spec = tiny("mistral", sliding_window=64)
     plan = plan_for(spec, tuning="lora", hardware=hardware, precision=precision, seq_len=256, rows=1)
-    assert predict_memory(plan).tensor_peak_bytes == pytest.approx(
-        rehearsed_peak(plan, config), rel=TOLERANCE
-    )
+    check(plan, config)
 
 
 def test_rows_turned_by_their_own_length_take_no_more():
@@ -87,9 +88,7 @@ def test_rows_turned_by_their_own_length_take_no_more():
     config, spec = tiny("phi3", rope_parameters=rope, original_max_position_embeddings=64)
     for precision in ("fp32", "bf16"):
         plan = plan_for(spec, tuning="full", precision=precision, seq_len=129, rows=2)
-        assert predict_memory(plan).tensor_peak_bytes == pytest.approx(
-            rehearsed_peak(plan, config), rel=TOLERANCE
-        )
+        check(plan, config)
 
 
 def test_dropout_keeps_masks_of_one_byte_on_cuda():
@@ -106,8 +105,5 @@ def test_dropout_keeps_masks_of_one_byte_on_cuda():
             rows=2,
             chunk=32,
         )
-        peaks[hardware.gpu.is_cpu] = rehearsed_peak(plan, config)
-        assert predict_memory(plan).tensor_peak_bytes == pytest.approx(
-            peaks[hardware.gpu.is_cpu], rel=TOLERANCE
-        )
+        peaks[hardware.gpu.is_cpu] = check(plan, config)
     assert peaks[True] > peaks[False]

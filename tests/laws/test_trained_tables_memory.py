@@ -5,15 +5,10 @@ from dataclasses import replace
 import pytest
 
 from fitune.spec.plan import Dense, Nf4
-from laws import test_memory_prediction, test_rehearsal_real_step
 from laws.test_memory_prediction import bench
+from laws.test_rehearsal_real_step import check_all
 
 BOTH = ("embed_tokens", "lm_head")
-
-
-@pytest.fixture(scope="module")
-def model():
-    return bench.small_model()
 
 
 @pytest.mark.thinned(3)
@@ -30,7 +25,6 @@ def model():
 def test_estimate_rehearsal_and_real_step_agree(
     model, tables, precision, recompute, accumulation, layers, base
 ):
-    """The estimate within 1 % of the peak and 2 % of the phases, the rehearsal within 1 % of every phase."""
     if base != Dense():
         pytest.importorskip("bitsandbytes")
     plan = bench.plan_of(
@@ -42,5 +36,4 @@ def test_estimate_rehearsal_and_real_step_agree(
         accumulation=accumulation,
     )
     plan = replace(plan, tuning=replace(plan.tuning, modules_to_save=tables, layers=layers, base=base))
-    test_memory_prediction.check(plan)
-    test_rehearsal_real_step.check(plan)
+    check_all(plan)
