@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fitune.estimate.predict import predict_memory
 from fitune.models.attention import use_attention
-from fitune.models.door import model_config
+from fitune.models.door import model_config, with_layers
 from fitune.models.language_model import language_model, recompute_blocks
 from fitune.models.low_bit.packing import places_in
 from fitune.rehearse.block_recording import work_of
@@ -87,6 +87,12 @@ def test_the_estimate_is_the_rehearsed_step(folder, model_type):
         )
         forward = sum(predicted.phases[Phase.FORWARD].values())
         assert forward == pytest.approx(sum(rehearsed[Phase.FORWARD].values()), rel=0.03)
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_a_config_of_fewer_blocks_has_their_kinds(model_type):
+    few = with_layers(AutoConfig.for_model(model_type, **MODELS[model_type]), 2)
+    assert few.num_hidden_layers == len(getattr(few, "layer_types", "ab")) == 2
 
 
 @pytest.mark.parametrize(

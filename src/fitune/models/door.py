@@ -297,6 +297,6 @@ def with_layers(config: PretrainedConfig, count: int) -> PretrainedConfig:
     """``config`` with only the first ``count`` blocks."""
     shallow = copy.deepcopy(config)
     shallow.num_hidden_layers = count
-    if getattr(config, "layer_types", None):
+    if vars(config).get("layer_types"):  # Mamba's are a property of the number of blocks
         shallow.layer_types = config.layer_types[:count]
     return shallow
