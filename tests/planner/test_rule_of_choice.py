@@ -1,7 +1,6 @@
 """The promise of the first page, held over 300 plans: of the ways of a method that fit, none listed is more than 3 %
 faster than the one taken, and a method left open is the first that fits and has half the speed of the next."""
 
-from collections.abc import Iterator
 from itertools import cycle, islice
 
 import pytest
@@ -9,7 +8,6 @@ import pytest
 from fitune.errors import FituneError
 from fitune.session.planning import plan_for
 from fitune.spec.model import tracer
-from fitune.spec.predictions import Priced
 from fitune.spec.recipe.recipe import parse_recipe
 from fitune.spec.words import method_name
 from golden.accounts import MACHINES, MODELS, WAYS

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ import pytest
 from fitune.errors import MissingExtra, RecipeError
 from fitune.files import process_lives
 from fitune.spec.recipe.keys import GROUPS
-from fitune.spec.reports import StepReport
 from fitune.track.feed import Trackers
 from fitune.track.protocol import End, markdown, scalars
 from fitune.track.record import log_of, read_tracked
