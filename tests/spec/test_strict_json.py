@@ -45,7 +45,7 @@ def test_what_is_read(value):
     assert parse_object(json.dumps(value, ensure_ascii=False).encode()) == value
 
 
-def test_a_file_is_bounded_and_an_object(tmp_path: Path) -> None:
+def test_a_file_is_bounded_and_an_object(tmp_path):
     file = tmp_path / "config.json"
     file.write_text('{"a": 1}')
     assert read_object(file, largest_bytes=8) == {"a": 1}
