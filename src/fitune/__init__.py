@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from fitune.session.score.score_words import Paths
     from fitune.spec.predictions import PlanReport
     from fitune.spec.reports import RunReport, ScoreReport
-    from fitune.train.export import Kind
+    from fitune.train.again import Kind
 
 __version__ = "0.1.0"
 __all__ = ["FituneError", "explain", "export", "plan", "rehearse", "report", "score", "score_tasks", "train"]

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from checkpoint.tiny_export import TEMPLATE, byte_tokenizer, tiny_base, with_adapter
-from fitune.checkpoint import export, parity
+from fitune.checkpoint import export, layout, parity
 from fitune.checkpoint.export import export_adapter, export_full, export_merged
 from fitune.errors import CheckpointError, RunDirectoryError
 from fitune.models.adapter_shapes import linear_shapes
@@ -226,12 +226,8 @@ def test_the_training_attention_is_neither_exported_nor_lost(tmp_path):
 
 def test_weights_that_were_not_written_are_found(tmp_path, monkeypatch):
     model = with_adapter(tiny_base(tmp_path / "base"))
-    base_weights = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "base").state_dict())
-    write = export.write_model
-    monkeypatch.setattr(
-        export, "write_model", lambda base, folder, _weights: write(base, folder, base_weights)
-    )
-    with pytest.raises(CheckpointError, match=r"do not hold the trained weights; 6 tensors .*down_proj"):
+    monkeypatch.setattr(export, "merged", lambda weight, _change, _dtype: (weight, 1.0, 0.0))
+    with pytest.raises(CheckpointError, match=r"q_proj.*is not W"):
         export_merged(model, byte_tokenizer(), tmp_path / "out", **COMMON)
     assert files(tmp_path) == {"base"}
 
@@ -247,11 +243,24 @@ def test_an_adapter_on_the_wrong_base_is_found(tmp_path):
 
 
 def test_empty_tensors_are_found(tmp_path):
-    from safetensors.torch import save_file
-
-    save_file({"full": torch.ones(1), "hollow": torch.zeros(0, 4)}, tmp_path / "model.safetensors")
+    model = tiny_base(tmp_path / "base")
+    pieces = {name: layout.Piece(t, lambda t=t: t) for name, t in {"hollow": torch.zeros(0, 4)}.items()}
     with pytest.raises(CheckpointError, match="hollow"):
-        parity.require_filled(tmp_path)
+        layout.write_model(model, tmp_path, pieces)
+
+
+def test_a_tensor_that_transformers_does_not_load_is_found(tmp_path, monkeypatch):
+    model = tiny_base(tmp_path / "base")
+    load = export._reloaded
+
+    def forgetful(*words):
+        reloaded = load(*words)
+        reloaded.get_parameter("model.norm.weight").data.add_(1e-3)
+        return reloaded
+
+    monkeypatch.setattr(export, "_reloaded", forgetful)
+    with pytest.raises(CheckpointError, match=r"do not hold the trained weights: 1 tensors.*model\.norm"):
+        export_full(model, byte_tokenizer(), tmp_path / "out", **COMMON)
 
 
 def test_a_dense_base_goes_to_the_host_where_only_the_packed_one_fits_twice(monkeypatch):
@@ -266,7 +275,7 @@ def test_a_dense_base_goes_to_the_host_where_only_the_packed_one_fits_twice(monk
 def test_not_finite_weights_are_not_exported(tmp_path):
     model = tiny_base(tmp_path / "base")
     model.get_parameter("model.norm.weight").data[3] = float("nan")
-    with pytest.raises(CheckpointError, match=r"not finite.*model\.norm\.weight"):
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight.*NaN or infinite"):
         export_full(model, byte_tokenizer(), tmp_path / "out", **COMMON)
     assert not (tmp_path / "out").exists()
 

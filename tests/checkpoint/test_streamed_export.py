@@ -11,21 +11,23 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from checkpoint.tiny_export import TEMPLATE, byte_tokenizer, tiny_base, with_adapter
-from fitune.checkpoint import streamed, streamed_export
+from fitune.checkpoint import export, layout
 from fitune.checkpoint.export import export_adapter, export_full, export_merged
-from fitune.checkpoint.streamed import Piece, write_streamed
-from fitune.checkpoint.streamed_export import stream_adapter, stream_full, stream_merged
+from fitune.checkpoint.layout import Piece, write_model
 from fitune.errors import CheckpointError
 from fitune.models.door import empty_model, read_config
 
 CARD = "# what it is\n"
-TEXTS = (byte_tokenizer(), TEMPLATE, CARD)
 WORDS = {"chat_template": TEMPLATE, "card": CARD}
 
 
 def on_meta(folder: Path):
     with torch.device("meta"):
         return empty_model(read_config(str(folder)))
+
+
+def of(base: Path, weights: Mapping[str, Tensor]) -> dict[str, object]:
+    return {"weights": weights, "base_path": str(base), **WORDS}
 
 
 class Counted(Mapping[str, Tensor]):
@@ -72,8 +74,8 @@ def test_a_full_model_is_the_one_that_is_written_whole(
     model = tiny_base(tmp_path / "base", tied=tied)
     export_full(model, byte_tokenizer(), tmp_path / "whole", dtype=dtype, **WORDS)
     weights = Counted(dict(model.named_parameters()))
-    words = {"base": tmp_path / "base", "texts": TEXTS, "dtype": dtype, "secure": True}
-    done = stream_full(on_meta(tmp_path / "base"), weights, tmp_path / "streamed", **words)
+    words = {**of(tmp_path / "base", weights), "dtype": dtype, "secure": True}
+    done = export_full(on_meta(tmp_path / "base"), byte_tokenizer(), tmp_path / "streamed", **words)
     assert done.path == tmp_path / "streamed"
     assert weights.asked == list(weights)
     assert same_tensors(tmp_path / "streamed", tmp_path / "whole")
@@ -83,9 +85,8 @@ def test_a_full_model_is_the_one_that_is_written_whole(
 def test_one_tensor_is_held_at_a_time_whatever_the_model_takes(tmp_path: Path) -> None:
     model = tiny_base(tmp_path / "base")
     weights = Counted(dict(model.named_parameters()))
-    stream_full(
-        on_meta(tmp_path / "base"), weights, tmp_path / "out", base=tmp_path / "base", texts=TEXTS, dtype=torch.float32
-    )  # fmt: skip
+    words = of(tmp_path / "base", weights)
+    export_full(on_meta(tmp_path / "base"), byte_tokenizer(), tmp_path / "out", dtype=torch.float32, **words)
     sizes = sorted((weight.nbytes for weight in weights.weights.values()), reverse=True)
     assert weights.most_bytes <= sizes[0] + sizes[1]
     assert weights.most_bytes < sum(sizes) / 2
@@ -96,14 +97,12 @@ def test_a_large_model_is_written_as_shards_with_an_index(
 ) -> None:
     model = tiny_base(tmp_path / "base")
     weights = {name: p.detach() for name, p in model.named_parameters()}
-    pieces = [
-        Piece(name=n, like=torch.empty_like(w, device="meta"), make=lambda w=w: w) for n, w in weights.items()
-    ]
+    pieces = {n: Piece(torch.empty_like(w, device="meta"), lambda w=w: w) for n, w in weights.items()}
     (tmp_path / "out").mkdir()
-    write_streamed(on_meta(tmp_path / "base"), tmp_path / "out", pieces, shard_bytes=20_000)
+    write_model(on_meta(tmp_path / "base"), tmp_path / "out", pieces, shard_bytes=20_000)
     model.save_pretrained(tmp_path / "whole", max_shard_size=20_000)
     assert same_tensors(tmp_path / "out", tmp_path / "whole")
-    ours, theirs = (json.loads((tmp_path / each / streamed.INDEX).read_text()) for each in ("out", "whole"))
+    ours, theirs = (json.loads((tmp_path / each / layout.INDEX).read_text()) for each in ("out", "whole"))
     assert ours["weight_map"].keys() == theirs["weight_map"].keys()
     assert ours["metadata"] == theirs["metadata"]
     for name, file in ours["weight_map"].items():
@@ -123,11 +122,9 @@ def test_adapter_and_merged_model_are_those_that_are_written_whole(
     weights = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     with torch.device("meta"):
         structure = with_adapter(on_meta(tmp_path / "base"))
-    stream_adapter(structure, weights, tmp_path / "adapter2", base=base, texts=TEXTS, secure=True)
-    stream_merged(
-        structure, weights, tmp_path / "merged2", base=tmp_path / "base", texts=TEXTS, computed=torch.float32,
-        dtype=dtype,
-    )  # fmt: skip
+    words = of(tmp_path / "base", weights)
+    export_adapter(structure, byte_tokenizer(), tmp_path / "adapter2", base=base, secure=True, **words)
+    export_merged(structure, byte_tokenizer(), tmp_path / "merged2", dtype=dtype, **words)
     for kind in ("adapter", "merged"):
         assert same_tensors(tmp_path / kind, tmp_path / f"{kind}2")
         assert texts_of(tmp_path / kind) == texts_of(tmp_path / f"{kind}2")
@@ -137,9 +134,10 @@ def test_a_weight_that_is_not_finite_is_named_and_not_exported(tmp_path: Path) -
     weights = dict(tiny_base(tmp_path / "base").named_parameters())
     odd = "model.layers.1.mlp.up_proj.weight"
     weights[odd] = weights[odd].detach().clone().fill_(float("nan"))
-    words = {"base": tmp_path / "base", "texts": TEXTS, "dtype": torch.float32}
     with pytest.raises(CheckpointError, match=f"{odd}' is NaN or infinite"):
-        stream_full(on_meta(tmp_path / "base"), weights, tmp_path / "out", **words)
+        export_full(
+            on_meta(tmp_path / "base"), byte_tokenizer(), tmp_path / "out", **of(tmp_path / "base", weights)
+        )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base"]
 
 
@@ -147,7 +145,7 @@ def test_files_that_are_not_what_was_written_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = dict(tiny_base(tmp_path / "base").named_parameters())
-    write = streamed.write_synced
+    write = layout.write_synced
 
     def rotten(path: Path, chunks: object) -> None:
         write(path, chunks)
@@ -155,22 +153,20 @@ def test_files_that_are_not_what_was_written_are_refused(
         content[-3] ^= 1
         path.write_bytes(content)
 
-    monkeypatch.setattr(streamed, "write_synced", rotten)
-    words = {"base": tmp_path / "base", "texts": TEXTS, "dtype": torch.float32}
+    monkeypatch.setattr(layout, "write_synced", rotten)
     with pytest.raises(CheckpointError, match="not what was written"):
-        stream_full(on_meta(tmp_path / "base"), weights, tmp_path / "out", **words)
+        export_full(
+            on_meta(tmp_path / "base"), byte_tokenizer(), tmp_path / "out", **of(tmp_path / "base", weights)
+        )
     assert not (tmp_path / "out").exists()
 
 
 def test_a_wrong_merge_is_refused_by_its_law(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = with_adapter(tiny_base(tmp_path / "base"))
     weights = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    right = streamed_export.merged
-    monkeypatch.setattr(streamed_export, "merged", lambda weight, *words: right(weight, *words) * 1.001)
+    right = export.merged
+    monkeypatch.setattr(export, "merged", lambda weight, *words: (right(weight, *words)[0] * 1.001, 1.0, 0.0))
     with torch.device("meta"):
         structure = with_adapter(on_meta(tmp_path / "base"))
     with pytest.raises(CheckpointError, match="is not W"):
-        stream_merged(
-            structure, weights, tmp_path / "merged", base=tmp_path / "base", texts=TEXTS,
-            computed=torch.float32, dtype=torch.float32,
-        )  # fmt: skip
+        export_merged(structure, byte_tokenizer(), tmp_path / "merged", **of(tmp_path / "base", weights))

@@ -65,7 +65,7 @@ def test_a_merge_that_fails_leaves_the_adapter_and_can_be_done_again(
 ) -> None:  # fmt: skip
     run = tmp_path / "run"
     with monkeypatch.context() as broken:
-        broken.setattr(export, "merged_weights", raising(error))
+        broken.setattr(export, "merged", raising(error))
         found, _, err = train(**MERGED)
     assert found == code
     assert said in err

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from fitune.checkpoint import export
-from fitune.checkpoint.merge import merged_weights
+from fitune.checkpoint.merge import refuse_quantised_base
 from fitune.errors import CheckpointError, ModelError
 from fitune.models.low_bit.quantised import PackedWeight
 from fitune.models.weights import require_finite
@@ -98,7 +98,7 @@ def test_merged_it_is_the_16_bit_base_and_the_adapter(make_plan: MakePlan) -> No
 def test_a_packed_base_takes_no_merge(make_plan: MakePlan) -> None:
     prepared = prepare(on(Nf4(), make_plan()))
     with pytest.raises(CheckpointError, match="quantised base"):
-        merged_weights(prepared.model.whole, torch.float32)
+        refuse_quantised_base(prepared.model.whole)
 
 
 def test_the_dense_base_of_a_merge_is_weighed_by_its_own_size(

@@ -13,8 +13,8 @@ from conftest import plan_of
 from fitune.spec.plan import Plan, Zero
 from fitune.spec.reports import RunReport
 from fitune.train.again import Source
+from fitune.train.export import Handover, stored_weights, streamed_handover
 from fitune.train.run import run
-from fitune.train.streamed import StreamedHandover, stored_weights, streamed_handover
 from train.test_run import callbacks
 
 TINY_BYTES = 1000
@@ -26,13 +26,13 @@ def on_small_devices(plan: Plan) -> Plan:
     return replace(plan, hardware=hardware, sharding=Zero(stage=3, backend="fsdp"))
 
 
-def handover_of(plan: Plan, source: Source, report: RunReport) -> StreamedHandover:
+def handover_of(plan: Plan, source: Source, report: RunReport) -> Handover:
     small = on_small_devices(plan)
     weights = stored_weights(small, source)
     assert weights is not None
     words: dict[str, Any] = {"tokenizer": AutoTokenizer.from_pretrained(plan.model_path), "report": report}
     handover = streamed_handover(weights, plan=small, say=print, **words)
-    assert isinstance(handover, StreamedHandover)
+    assert handover.weights is not None
     return handover
 
 

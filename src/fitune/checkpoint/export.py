@@ -1,11 +1,17 @@
-"""Write what was trained in Hugging Face's layout, and prove it by reading it back.
+"""Write what was trained in Hugging Face's layout, one tensor at a time, and prove it by reading it back.
 
-Everything is written to a temporary folder, reloaded from there with transformers and peft alone, compared
-(parity.py), synced, and renamed to its place last: a folder with the final name was verified. Where nothing else holds
-what was trained (``secure``) the folder has a durable name, ``<target>-unverified``, before it is verified.
+Everything is written to a temporary folder, read back byte for byte, synced, and renamed to its place last: a folder
+with the final name was verified. A merged weight is held to its law (merge.py). A model in memory is also loaded from
+there with transformers and peft alone, must have every tensor that was written, and answers as the trained one does
+(parity.py). Where nothing else holds what was trained (``secure``) the folder has a durable name,
+``<target>-unverified``, before that.
+
+``weights``, where they are given, come one by one, from all ranks or from a checkpoint, each asked for once and in
+their order; the model is then on "meta", and nobody holds all of it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,32 +21,43 @@ import torch
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.core_model_loading import revert_weight_conversion
 
-from fitune.checkpoint import parity
-from fitune.checkpoint.layout import bytes_in_files, staged, write_adapter, write_model, write_texts
-from fitune.checkpoint.merge import base_weights, in_dtype, merged_weights, refuse_quantised_base
-from fitune.checkpoint.merge_law import merged_checks
-from fitune.checkpoint.parity import Check, Model, Verified, is_equal, reload_device, verify_export
+from fitune.checkpoint.layout import (
+    Piece,
+    model_pieces,
+    require_complete,
+    staged,
+    stored_tensors_of,
+    write_adapter,
+    write_model,
+    write_texts,
+)
+from fitune.checkpoint.merge import changes_of, is_merged, merged, refuse_quantised_base, without_layers
+from fitune.checkpoint.parity import Model, reload_device, verify_export
+from fitune.errors import CheckpointError
 from fitune.models.adapters import (
-    copy_tables,
+    PREFIX,
     is_loaded_whole,
     is_named_in_whole,
-    table_weights,
     ties_are_kept,
+    trained_table_modules,
     words_for,
 )
 from fitune.models.attention import attends_by_rows
-from fitune.models.door import whole_model, with_adapter
+from fitune.models.door import model_folder, whole_model, with_adapter
 from fitune.models.expert_adapters import names_as_given
 from fitune.models.headers import name_in_whole
 from fitune.models.low_bit.quantised import count_weights, quantised_base
 from fitune.models.tokens import resized
+from fitune.models.weight_files import nobody, stored_tensors, unread_tensors
 from fitune.models.weights import load_model
 from fitune.spec.plan import Dense
 
+Weights = Mapping[str, Tensor] | None
+"""What was trained, by the names of the model's parameters; None: the model is in memory and has it."""
 CardOf = Callable[[PreTrainedModel], str]
 """Measures a merged model that was read back and is right, and returns the card that says so."""
-
 
 _MERGE_SLACK = 2.0
 """The weights are held to their law; logits may differ by the rounding of two ways: the adapted model rounds W x and
@@ -50,7 +67,7 @@ s · B A x each, the merged one W + s · B A once and its product."""
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
     """A verified folder. ``max_logit_difference`` is against the trained model, on fixed tokens; None when logits
-    could not be compared, and a warning says why."""
+    could not be compared, and where a model was in memory a warning says why."""
 
     path: Path
     max_logit_difference: float | None
@@ -66,6 +83,7 @@ def export_adapter(
     base: str,
     card: str,
     base_path: str = "",
+    weights: Weights = None,
     replace: bool = False,
     secure: bool = False,
 ) -> Exported:
@@ -74,21 +92,58 @@ def export_adapter(
     Raises CheckpointError when the reloaded adapter differs, RunDirectoryError when ``target`` has content
     and ``replace`` is off.
     """
-    weights, in_whole = adapter_weights(model), is_loaded_whole(base_path or base)
+    tensors, in_whole = adapter_weights(model, weights), is_loaded_whole(base_path or base)
     name_of: Callable[[str], str] = name_in_whole if in_whole else str
-    return _export(
-        model,
-        target,
-        size_bytes=bytes_in_files(weights),
-        write=lambda folder: write_adapter(model, folder, weights, base, in_whole=in_whole),
-        texts=(tokenizer, chat_template, card),
-        checks={name_of(name): partial(is_equal, tensor, tensor.dtype) for name, tensor in weights.items()},
-        reload=partial(_reloaded_adapter, model, weights, base_path or base),
-        weights_of=lambda reloaded: {name_of(n): tensor for n, tensor in adapter_weights(reloaded).items()},
-        dtypes=[tensor.dtype for tensor in weights.values()],
-        replace=replace,
-        secure=secure,
-    )
+    named = {name_of(name): tensor for name, tensor in tensors.items()}
+    with staged(target, sum(tensor.nbytes for tensor in named.values()), replace=replace) as stage:
+        digests = write_adapter(model, stage.folder, named, base, in_whole=in_whole)
+        write_texts(stage.folder, tokenizer, chat_template, card)
+        if secure:
+            stage.secure()
+        if weights is not None:
+            return Exported(path=target, max_logit_difference=None)
+        difference, warnings = verify_export(
+            model, digests, reload=partial(_reloaded_adapter, model, tensors, base_path or base, stage.folder),
+            held=lambda again: {name_of(n): t for n, t in adapter_weights(again).items()}, slack=1.0,
+            dtypes=[tensor.dtype for tensor in tensors.values()],
+        )  # fmt: skip
+    return Exported(path=target, max_logit_difference=difference, warnings=warnings)
+
+
+def export_full(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    target: Path,
+    *,
+    chat_template: str,
+    card: str,
+    dtype: torch.dtype | None = None,
+    weights: Weights = None,
+    base_path: str = "",
+    replace: bool = False,
+    secure: bool = False,
+) -> Exported:
+    """Write all weights, rounded to ``dtype`` (default: in the type they have).
+
+    With ``weights``, what else a folder of the model has is read in ``base_path``.
+    """
+    own = stored_tensors_of(model)
+    trained = dict.fromkeys(
+        weights or ()
+    )  # to ask ``weights`` whether it has a name would ask for the tensor
+    with _stored_in(base_path if weights is not None else "") as stored:
+
+        def made(name: str) -> Tensor:
+            if weights is None:
+                return own[name]
+            return weights[name] if name in trained else stored[name][...]
+
+        names = [*sorted(own.keys() - trained.keys()), *trained]
+        pieces = model_pieces(model, {name: own[name] for name in names}, made, dtype or model.dtype)
+        return _export_model(
+            model, pieces, target, (tokenizer, chat_template, card), replace=replace, secure=secure,
+            against=model if weights is None else None,
+        )  # fmt: skip
 
 
 def export_merged(
@@ -100,119 +155,119 @@ def export_merged(
     card: str,
     base_path: str = "",
     dtype: torch.dtype | None = None,
+    weights: Weights = None,
     replace: bool = False,
     card_of: CardOf | None = None,
 ) -> Exported:
     """Write the base with the adapter folded in (merge.py), in ``dtype`` (default: as it is); ``model`` is untouched.
 
-    A packed base is read again from ``base_path`` in the compute type: the adapter is folded into that one, and what
-    is written is compared with that one's answers. Every weight is held to the law of merge_law.py. Logits may differ
-    by rounding (twice ``parity.TOLERANCE``), with the experts of each token fixed; a warning says
-    when that is much of what training changed. ``card_of`` writes the card anew once the merged model is verified.
+    A packed base, and one on "meta", is read from ``base_path``: the adapter is folded into the weights on disk, and
+    what is written is compared with their answers. Every merged weight is held to its law (merge.py). Logits may differ
+    by rounding (twice ``parity.TOLERANCE``), with the experts of each token fixed. A warning says when rounding takes
+    much of what was learned. ``card_of`` writes the card anew once the merged model is verified.
     """
-    if base_path and quantised_base(model) != Dense():
+    if base_path and weights is None and quantised_base(model) != Dense():
         model = on_dense_base(model, base_path)
     refuse_quantised_base(model)
-    kind = dtype or model.get_base_model().dtype
-    return _export(
-        model,
-        target,
-        size_bytes=bytes_in_files(base_weights(model), kind),
-        write=lambda folder: write_model(model.get_base_model(), folder, merged_weights(model, kind)),
-        texts=(tokenizer, chat_template, card),
-        checks=merged_checks(model, kind),
-        reload=partial(_reloaded, reload_device(model)),
-        weights_of=PreTrainedModel.state_dict,
-        dtypes=[kind],
-        replace=replace,
-        slack=_MERGE_SLACK,
-        card_of=card_of,
-        warnings_of=partial(_rounded_away, model),
-    )
+    inner = model.get_base_model()
+    changes, tables = changes_of(model, weights), _tables(model, weights)
+    kind, squares = dtype or inner.dtype, [0.0, 0.0]
+    own = {
+        without_layers(name): tensor
+        for name, tensor in stored_tensors_of(inner).items()
+        if ".lora_" not in name
+    }
+    with _stored_in(base_path if weights is not None else "") as stored:
+
+        def made(name: str) -> Tensor:
+            if name in tables:
+                return tables[name]
+            weight = own[name] if weights is None else stored[name][...]
+            weight = weight.to(inner.dtype) if weight.is_floating_point() else weight
+            if name not in changes:
+                return weight
+            result, *sums = merged(weight, changes[name], kind)
+            squares[:] = (sum(pair) for pair in zip(squares, sums, strict=True))
+            if not is_merged(weight, changes[name], result):
+                raise CheckpointError(
+                    f"{name}: the merged weight is not W + scaling · B A within one rounding"
+                )
+            return result
+
+        done = _export_model(
+            inner, model_pieces(inner, own, made, kind), target, (tokenizer, chat_template, card),
+            replace=replace, against=model if weights is None else None, slack=_MERGE_SLACK, card_of=card_of,
+        )  # fmt: skip
+    return Exported(
+        path=target, max_logit_difference=done.max_logit_difference,
+        warnings=(*done.warnings, *_rounded_away(*squares)),
+    )  # fmt: skip
 
 
-def export_full(
+def _rounded_away(learned: float, lost: float) -> tuple[str, ...]:
+    """A warning when rounding moved the merged weights by as much as half of what training did."""
+    if learned == 0:
+        return ("the adapter changes nothing: merged and base model answer alike",)
+    if lost > 0.25 * learned:
+        return (
+            f"rounding moves the merged weights by {(lost / learned) ** 0.5:.0%} of what training did: much of what "
+            "was learned is lost; export the adapter, or train longer",
+        )
+    return ()
+
+
+def _export_model(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    pieces: Mapping[str, Piece],
     target: Path,
-    *,
-    chat_template: str,
-    card: str,
-    dtype: torch.dtype | None = None,
-    replace: bool = False,
-    secure: bool = False,
-) -> Exported:
-    """Write all weights, rounded to ``dtype`` (default: in the type they have)."""
-    kind = dtype or model.dtype
-    weights = model.state_dict()
-    return _export(
-        model,
-        target,
-        size_bytes=bytes_in_files(weights, kind),
-        write=lambda folder: write_model(model, folder, in_dtype(weights, kind)),
-        texts=(tokenizer, chat_template, card),
-        checks={name: partial(is_equal, tensor, kind) for name, tensor in weights.items()},
-        reload=partial(_reloaded, reload_device(model)),
-        weights_of=PreTrainedModel.state_dict,
-        dtypes=[kind],
-        replace=replace,
-        secure=secure,
-    )
-
-
-def _export(
-    model: Model,
-    target: Path,
-    *,
-    size_bytes: int,
-    write: Callable[[Path], None],
     texts: tuple[PreTrainedTokenizerBase, str, str],
-    checks: Mapping[str, Check],
-    reload: Callable[[Path, str], Any],
-    weights_of: Callable[[Any], Mapping[str, Tensor]],
-    dtypes: Sequence[torch.dtype],
+    *,
     replace: bool,
+    against: Model | None,
     secure: bool = False,
     slack: float = 1.0,
     card_of: CardOf | None = None,
-    warnings_of: Callable[[Verified], tuple[str, ...]] = lambda _verified: (),
 ) -> Exported:
-    """Write into a temporary folder, verify it there, and give it its name: the same for every kind of export."""
-    with staged(target, size_bytes, replace=replace) as stage:
-        write(stage.folder)
+    """Write a model and prove it; ``against``: whose answers a reloaded one must give, None where none is in memory."""
+    difference: float | None = None
+    warnings: tuple[str, ...] = ()
+    with staged(target, sum(piece.like.nbytes for piece in pieces.values()), replace=replace) as stage:
+        digests = write_model(model, stage.folder, pieces)
         write_texts(stage.folder, *texts)
-        parity.require_filled(stage.folder)
         if secure:
             stage.secure()
-        verified = verify_export(
-            model,
-            stage.folder,
-            checks,
-            reload=partial(reload, stage.folder),
-            weights_of=weights_of,
-            dtypes=dtypes,
-            slack=slack,
-            on_reloaded=None if card_of is None else partial(_write_card, stage.folder, card_of),
-        )
-        warnings = (*verified.warnings, *warnings_of(verified))
-    return Exported(path=target, max_logit_difference=verified.difference, warnings=warnings)
+        if against is not None:
+            difference, warnings = verify_export(
+                against, digests, reload=partial(_reloaded, reload_device(model), stage.folder), slack=slack,
+                held=lambda again: revert_weight_conversion(again, again.state_dict()),
+                dtypes=[piece.like.dtype for piece in pieces.values()],
+                on_reloaded=None if card_of is None else partial(_write_card, stage.folder, card_of),
+            )  # fmt: skip
+        else:
+            require_complete(stage.folder, digests)
+    return Exported(path=target, max_logit_difference=difference, warnings=warnings)
 
 
-def _rounded_away(model: PeftModel, verified: Verified) -> tuple[str, ...]:
-    if verified.found is None:
-        return ()
-    with parity.plain_attention(model), model.disable_adapter():
-        untrained = parity.logits(model)
-    return parity.rounded_away(verified.found, verified.trained, untrained)
+@contextmanager
+def _stored_in(path: str) -> Iterator[Mapping[str, Any]]:
+    """The tensors of the model at ``path``, none of them in memory yet; nothing without one."""
+    if not path:
+        yield {}
+        return
+    with unread_tensors(stored_tensors(model_folder(path)), nobody) as unread:
+        yield unread
 
 
-def adapter_weights(model: PeftModel) -> dict[str, Tensor]:
-    """The adapters, and the tables that train in place (models/adapters.py), on the host, each a storage of its own."""
+def adapter_weights(model: PeftModel, weights: Weights = None) -> dict[str, Tensor]:
+    """The adapters, and the tables that train in place (models/adapters.py), on the host, under the names of PEFT's
+    files."""
     # PEFT would ask the Hub whether the vocabulary grew.
-    state = get_peft_model_state_dict(model, adapter_name=model.active_adapter, save_embedding_layers=False)
-    adapters = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
-    tables = table_weights(model.get_base_model())
-    return {**adapters, **{name: tensor.detach().cpu().clone() for name, tensor in tables.items()}}
+    state = get_peft_model_state_dict(
+        model, state_dict=None if weights is None else dict(weights), adapter_name=model.active_adapter,
+        save_embedding_layers=False,
+    )  # fmt: skip
+    own = {n: t.detach().cpu().contiguous() for n, t in state.items() if weights is None or ".lora_" in n}
+    return {**own, **{f"{PREFIX}{n}": t.detach().cpu().clone() for n, t in _tables(model, weights).items()}}
 
 
 def on_dense_base(model: PeftModel, base_path: str) -> PeftModel:
@@ -222,13 +277,23 @@ def on_dense_base(model: PeftModel, base_path: str) -> PeftModel:
     device = reload_device(model, needed_bytes=count_weights(model) * dtype.itemsize)
     base = load_model(base_path, dtype=dtype, device=device)
     resized(base, _rows(model))
-    config = model.peft_config[model.active_adapter]
     with names_as_given():
-        adapted = get_peft_model(base, config, autocast_adapter_dtype=False)
+        adapted = get_peft_model(base, model.peft_config[model.active_adapter], autocast_adapter_dtype=False)
     weights = get_peft_model_state_dict(model, adapter_name=model.active_adapter, save_embedding_layers=False)
     set_peft_model_state_dict(adapted, weights)
-    copy_tables(model.get_base_model(), base)
+    for name, module in trained_table_modules(model.get_base_model()).items():
+        base.get_submodule(name).load_state_dict(module.state_dict())
     return adapted
+
+
+def _tables(model: PeftModel, weights: Weights) -> dict[str, Tensor]:
+    """Trained embedding and head weights by their names in the base; both names of a tied one."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {
+        f"{name}.{inner}": parameter if weights is None else weights[names[id(parameter)]]
+        for name, module in trained_table_modules(model.get_base_model()).items()
+        for inner, parameter in module.named_parameters()
+    }
 
 
 def _write_card(folder: Path, card_of: CardOf, reloaded: PreTrainedModel) -> None:
@@ -244,12 +309,8 @@ def _reloaded_adapter(
     model: PeftModel, weights: dict[str, Tensor], base_path: str, folder: Path, attention: str
 ) -> PeftModel:
     """A fresh base, packed as the trained one, with the adapter of ``folder``."""
-    base = load_model(
-        base_path,
-        dtype=model.get_base_model().dtype,
-        device=reload_device(model),
-        base=quantised_base(model),
-    )
+    trained = model.get_base_model()
+    base = load_model(base_path, dtype=trained.dtype, device=reload_device(model), base=quantised_base(model))
     resized(base, _rows(model))
     if attends_by_rows(base):
         base.set_attn_implementation(attention)

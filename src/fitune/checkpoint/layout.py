@@ -1,34 +1,46 @@
-"""Folders in Hugging Face's layout: a place to build one, and the files that belong into it."""
+"""Folders in Hugging Face's layout: a place to build one, and the files that belong into it.
+
+save_pretrained takes a state dict, all weights in memory at once. Here a file's header is written from the shapes, and
+each tensor is made, written and let go; then the file is read back, and must be what was written, byte for byte.
+"""
 
 import copy
+import hashlib
 import json
 import os
-import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftModel
-from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as transformers_logging
 
 from fitune.checkpoint.durable import require_space
+from fitune.checkpoint.state import bytes_of, head_of
 from fitune.errors import CheckpointError, FituneError, RunDirectoryError
-from fitune.files import path_fault, remove, remove_stale_siblings, sync_tree, temporary_sibling
+from fitune.files import path_fault, remove, remove_stale_siblings, sync_tree, temporary_sibling, write_synced
 from fitune.models.adapter_config import WEIGHTS
 from fitune.models.adapters import trained_table_modules
+from fitune.models.door import empty_model, read_config
 from fitune.models.headers import name_in_whole
-from fitune.spec.deepspeed import tell_deepspeed_where
 from fitune.units import MIB
 
 _MARGIN_BYTES = 32 * MIB
 """Tokenizer, configs and card."""
+SHARD_BYTES = 5_000_000_000
+"""The Hub's usual size of one file."""
+INDEX = "model.safetensors.index.json"
+
+Digests = dict[str, str]
+"""Name of a tensor in the files -> sha256 of its bytes."""
 
 
 @dataclass(slots=True)
@@ -41,7 +53,7 @@ class Stage:
     def secure(self) -> None:
         """Give it a durable name, ``<target>-unverified``: it stays whatever verification says and whatever ends it."""
         aside = unverified(self.target)
-        _sync(self.folder)
+        sync_tree(self.folder)
         _replace(aside, self.folder)
         self.folder = aside
 
@@ -67,8 +79,7 @@ def staged(target: Path, size_bytes: int, *, replace: bool) -> Iterator[Stage]:
         )
     if target.exists() and not (target.is_dir() and (replace or not any(target.iterdir()))):
         raise RunDirectoryError(f"{target} already exists and is not empty", hint="choose another folder")
-    temporary = temporary_sibling(target)
-    stage = Stage(target, temporary)
+    stage = Stage(target, temporary := temporary_sibling(target))
     transformers_logging.disable_progress_bar()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +87,7 @@ def staged(target: Path, size_bytes: int, *, replace: bool) -> Iterator[Stage]:
         remove_stale_siblings(target.parent, target.name)
         temporary.mkdir()
         yield stage
-        _sync(stage.folder)
+        sync_tree(stage.folder)
         _replace(target, stage.folder)
         if replace:  # what an earlier one left
             remove(unverified(target))
@@ -94,23 +105,29 @@ def _kept(stage: Stage) -> str:
     return f"; what was trained is kept in {stage.folder}" if secured else ""
 
 
-def _sync(folder: Path) -> None:
-    _let_all_be_read(folder)
-    sync_tree(folder)
+def _replace(target: Path, temporary: Path) -> None:
+    aside = temporary_sibling(target.with_name(f"replaced-{target.name}"))
+    if target.exists():
+        os.rename(target, aside)
+    os.rename(temporary, target)
+    remove(aside)
+
+
+def write_texts(folder: Path, tokenizer: PreTrainedTokenizerBase, chat_template: str, card: str) -> None:
+    """Tokenizer files, chat_template.jinja (empty: the tokenizer's own) and README.md."""
+    tokenizer.save_pretrained(folder)
+    if chat_template:
+        (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
+    (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def write_adapter(
-    model: PeftModel, folder: Path, weights: dict[str, Tensor], base: str, *, in_whole: bool
-) -> None:
+    model: PeftModel, folder: Path, weights: Mapping[str, Tensor], base: str, *, in_whole: bool
+) -> Digests:
     """adapter_model.safetensors and adapter_config.json naming ``base``.
 
     ``in_whole``: transformers loads the base with the vision part, whose linears have the same short names.
     """
-    save_file(
-        {name_in_whole(n): t for n, t in weights.items()} if in_whole else weights,
-        folder / WEIGHTS,
-        metadata={"format": "pt"},
-    )
     config: Any = copy.copy(model.peft_config[model.active_adapter])
     config.base_model_name_or_path = base
     config.inference_mode = True
@@ -123,72 +140,142 @@ def write_adapter(
     saved = {name.rsplit(".", 1)[-1] for name in trained_table_modules(model.get_base_model())}
     config.modules_to_save = sorted(saved) or None
     config.save_pretrained(str(folder))
+    return _written(folder / WEIGHTS, {name: made_piece(tensor) for name, tensor in weights.items()})
 
 
-SHARD_BYTES = 5_000_000_000
-"""The Hub's usual size of one file."""
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One tensor of a file: another of its shape and type, and what makes it when it is written."""
+
+    like: Tensor
+    make: Callable[[], Tensor]
 
 
-def write_model(model: PreTrainedModel, folder: Path, weights: dict[str, Tensor]) -> None:
-    """config.json, generation_config.json, safetensors under the names of the Hub, an index when there are shards."""
-    tell_deepspeed_where(has_gpu=torch.cuda.is_available())
-    model.save_pretrained(folder, state_dict=dict(weights), max_shard_size=SHARD_BYTES)
-    # save_pretrained describes the model in memory: its type, and its adapters among the parameters.
-    set_values(folder / "config.json", {"dtype": _dtype_name(weights)})
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        metadata = json.loads(index.read_bytes())["metadata"]
-        count = sum(tensor.numel() for tensor in _distinct(weights))
-        set_values(index, {"metadata": {**metadata, "total_parameters": count}})
+def made_piece(tensor: Tensor) -> Piece:
+    """A tensor that is there."""
+    return Piece(tensor, lambda: tensor)
 
 
-def write_texts(folder: Path, tokenizer: PreTrainedTokenizerBase, chat_template: str, card: str) -> None:
-    """Tokenizer files, chat_template.jinja (empty: the tokenizer's own) and README.md."""
-    tokenizer.save_pretrained(folder)
-    if chat_template:
-        (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
-    (folder / "README.md").write_text(card, encoding="utf-8")
+def model_pieces(
+    model: PreTrainedModel, tensors: Mapping[str, Tensor], make: Callable[[str], Tensor], dtype: torch.dtype
+) -> dict[str, Piece]:
+    """Name on the Hub -> piece, of a model with ``tensors``, floating ones in ``dtype``; ``make`` makes each by name.
+
+    Where files hold them otherwise than the model does (experts one by one), all are made now and converted together.
+    """
+
+    def kind_of(tensor: Tensor) -> torch.dtype:
+        return dtype if tensor.is_floating_point() else tensor.dtype
+
+    def made(name: str) -> Tensor:
+        return make(name).detach().to("cpu", kind_of(tensors[name]))
+
+    like = {name: torch.empty(t.shape, dtype=kind_of(t), device="meta") for name, t in tensors.items()}
+    on_disk = revert_weight_conversion(model, like)
+    if all(on_disk.get(name) is tensor for name, tensor in like.items()):
+        return {name: Piece(tensor, partial(made, name)) for name, tensor in like.items()}
+    converted = revert_weight_conversion(model, {name: made(name) for name in tensors})
+    return {name: made_piece(tensor) for name, tensor in converted.items()}
 
 
-def _let_all_be_read(folder: Path) -> None:
-    """Lets whoever may read the card read all files: safetensors writes them for their owner alone."""
-    card = folder / "README.md"
-    if card.is_file():
-        for file in folder.iterdir():
-            file.chmod(stat.S_IMODE(card.stat().st_mode))
+def write_model(
+    model: PreTrainedModel, folder: Path, pieces: Mapping[str, Piece], *, shard_bytes: int | None = None
+) -> Digests:
+    """config.json, generation_config.json, safetensors of at most ``shard_bytes``, an index when there are several.
+
+    Raises OSError, and CheckpointError naming a tensor that is empty, not finite, or comes back otherwise.
+    """
+    shards: list[dict[str, Piece]] = [{}]
+    room = limit = shard_bytes or SHARD_BYTES
+    for name, piece in _wide_first(pieces).items():
+        if shards[-1] and piece.like.nbytes > room:
+            shards.append({})
+            room = limit
+        shards[-1][name] = piece
+        room -= piece.like.nbytes
+    count = len(shards)
+    names = (
+        [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)] if count > 1 else [SINGLE]
+    )
+    digests: Digests = {}
+    for file, shard in zip(names, shards, strict=True):
+        digests |= _written(folder / file, shard)
+    likes = [piece.like for piece in pieces.values()]
+    if count > 1:
+        totals = {
+            "total_parameters": sum(x.numel() for x in likes),
+            "total_size": sum(x.nbytes for x in likes),
+        }
+        places = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+        content = {"metadata": totals, "weight_map": dict(sorted(places.items()))}
+        (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.dtype = next(like.dtype for like in likes if like.is_floating_point())
+    config.save_pretrained(folder)
+    if model.can_generate() and model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
+    return digests
 
 
-def _distinct(weights: Mapping[str, Tensor]) -> list[Tensor]:
-    """Tied weights once."""
-    return list({_storage(tensor): tensor for tensor in weights.values()}.values())
+SINGLE = "model.safetensors"
 
 
-def _storage(tensor: Tensor) -> tuple[torch.device, int]:
-    return tensor.device, tensor.data_ptr()
+def _wide_first(pieces: Mapping[str, Piece]) -> dict[str, Piece]:
+    """In their order but for wide types, which come first: so every tensor is aligned."""
+    return dict(sorted(pieces.items(), key=lambda item: -item[1].like.element_size()))
 
 
-def bytes_in_files(weights: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> int:
-    """Bytes that ``weights`` take in a file, floating ones in ``dtype`` where it is given."""
-    return sum(t.numel() * _stored_as(t, dtype).itemsize for t in _distinct(weights))
+def _written(file: Path, pieces: Mapping[str, Piece]) -> Digests:
+    """Write one file, read it back, and return what is in it."""
+    digests: Digests = {}
+    pieces = _wide_first(pieces)
+
+    def chunks() -> Iterator[bytes | memoryview]:
+        yield from head_of({name: piece.like for name, piece in pieces.items()})
+        for name, piece in pieces.items():
+            tensor = piece.make()
+            if (tensor.shape, tensor.dtype) != (piece.like.shape, piece.like.dtype):
+                raise CheckpointError(
+                    f"tensor {name!r} is {tensor.dtype} {tuple(tensor.shape)}, expected {piece.like.dtype} "
+                    f"{tuple(piece.like.shape)}"
+                )
+            if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+                raise CheckpointError(f"tensor {name!r} is NaN or infinite; it is not exported")
+            content = bytes_of(tensor)
+            digests[name] = hashlib.sha256(content).hexdigest()
+            yield content
+
+    write_synced(file, chunks())
+    with safe_open(file, framework="pt") as opened:
+        found = {name: digest(opened.get_tensor(name)) for name in opened.keys()}  # noqa: SIM118  (not a dict)
+    require_same(found, digests, f"{file}: not what was written")
+    return digests
 
 
-def _stored_as(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+def digest(tensor: Tensor) -> str:
+    """sha256 of the bytes of ``tensor``."""
+    return hashlib.sha256(bytes_of(tensor)).hexdigest()
 
 
-def _dtype_name(weights: Mapping[str, Tensor]) -> str:
-    dtype = next(tensor.dtype for tensor in weights.values() if tensor.is_floating_point())
-    return str(dtype).removeprefix("torch.")
+def require_same(found: Mapping[str, str], wanted: Mapping[str, str], what: str) -> None:
+    """Raises CheckpointError naming the tensors of ``wanted`` that are missing or others in ``found``."""
+    wrong = [name for name, its in wanted.items() if found.get(name) != its]
+    if wrong:
+        raise CheckpointError(f"{what}: {len(wrong)} tensors differ or are missing: {', '.join(wrong[:5])}")
 
 
-def set_values(file: Path, values: dict[str, Any]) -> None:
-    content = json.loads(file.read_bytes())
-    file.write_text(json.dumps({**content, **values}, indent=2) + "\n", encoding="utf-8")
+def require_complete(folder: Path, digests: Digests) -> None:
+    """Raises CheckpointError when a model built from the config that was written has other tensors than the files."""
+    with torch.device("meta"):
+        model = empty_model(read_config(str(folder)))
+        wanted = revert_weight_conversion(model, stored_tensors_of(model)).keys()
+    if wanted != digests.keys():
+        odd = sorted(wanted ^ digests.keys())
+        raise CheckpointError(f"{folder}: its config asks for other tensors than were exported: {odd[:5]}")
 
 
-def _replace(target: Path, temporary: Path) -> None:
-    aside = temporary_sibling(target.with_name(f"replaced-{target.name}"))
-    if target.exists():
-        os.rename(target, aside)
-    os.rename(temporary, target)
-    remove(aside)
+def stored_tensors_of(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The tensors that a folder of ``model`` has: tied ones once, under the first of their names."""
+    names = {name for kind in (model.named_parameters, model.named_buffers) for name, _ in kind()}
+    return {name: tensor for name, tensor in model.state_dict().items() if name in names}

@@ -1,131 +1,25 @@
-"""The weights of a model with its adapters folded in; the model itself is left as it is."""
+"""Adapters folded into their base: W + scaling · B A, and the law that what was written is held to.
+
+The sum is made in fp32 and rounded once. The law is written out in fp64 and apart from it, so that one cannot repeat
+the mistake of the other.
+"""
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from peft import PeftModel
 from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
-from torch import Tensor, nn
+from torch import Tensor
 
 from fitune.errors import CheckpointError
+from fitune.models.adapters import PREFIX
 from fitune.models.expert_adapters import pairs_of_experts
+from fitune.models.experts import shape_of
 from fitune.models.low_bit.quantised import PackedWeight
-
-
-def merged_weights(model: PeftModel, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The base's state dict in ``dtype``, with W + scaling · B A in place of every adapted W, under the base's names.
-
-    DoRA's rows are then scaled to the length that it trained (Liu et al. 2024, arXiv 2402.09353, eq. 5).
-
-    Merged matrices are new and on the host, one after the other, so the device holds one update at a time;
-    everything else is the model's own storage where it has that type, tied weights included. The sum is made in
-    fp32 and rounded once to ``dtype``. (Merging in place and subtracting again would not give W back bit for bit.)
-    Raises CheckpointError for a quantised base and for adapters that are neither LoRA nor DoRA.
-    """
-    refuse_quantised_base(model)
-    layers = adapted_weights(model)
-    weights = in_dtype({n: t for n, t in base_weights(model).items() if n not in layers}, dtype)
-    for name, layer in layers.items():
-        require_plain_lora(name, layer)
-        weights[name] = merged(base_weight(layer), change_of(layer, model.active_adapter), dtype)
-    return weights
-
-
-def base_weights(model: PeftModel) -> dict[str, Tensor]:
-    """The base's state dict without adapters, under the names that it has without them."""
-    return {
-        without_layers(name): tensor
-        for name, tensor in model.get_base_model().state_dict().items()
-        if ".lora_" not in name
-    }
-
-
-def adapted_layers(model: PeftModel) -> dict[str, LoraLayer]:
-    """Name of a linear in the base -> the layer that adapts it."""
-    named = model.get_base_model().named_modules()
-    return {name: module for name, module in named if isinstance(module, LoraLayer)}
-
-
-def adapted_weights(model: PeftModel) -> dict[str, LoraLayer]:
-    """Name of a weight in the base -> the layer that adapts it: a linear's, or a stack of experts."""
-    return {weight_name(name, layer): layer for name, layer in adapted_layers(model).items()}
-
-
-def weight_name(name: str, layer: LoraLayer) -> str:
-    """The base's name of what the layer ``name`` adapts. PEFT puts the layers of one module's stacks around it."""
-    if isinstance(layer, ParamWrapper):
-        return f"{without_layers(name + '.')}{layer.parameter_name}"
-    return f"{name}.weight"
-
-
-def without_layers(name: str) -> str:
-    """``name`` of a tensor as it is in the base, without the layers around its module."""
-    return re.sub(r"(\.base_layer)+\.", ".", name)
-
-
-def base_weight(layer: LoraLayer) -> Tensor:
-    """The weight that ``layer`` adapts, as it is."""
-    found: Tensor = layer.get_param() if isinstance(layer, ParamWrapper) else layer.get_base_layer().weight
-    return found
-
-
-def in_dtype(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Floating tensors in ``dtype``, what has to change on the host; two names of one tensor stay two names of one."""
-    cast: dict[tuple[torch.device, int], Tensor] = {}
-    for tensor in weights.values():
-        place = tensor.device, tensor.data_ptr()
-        if place not in cast:
-            changes = tensor.is_floating_point() and tensor.dtype != dtype
-            cast[place] = tensor.detach().to("cpu", dtype) if changes else tensor
-    return {name: cast[tensor.device, tensor.data_ptr()] for name, tensor in weights.items()}
-
-
-def refuse_quantised_base(model: PeftModel) -> None:
-    """Raises CheckpointError when adapters sit on quantised linears: rounding again would lose what they learned."""
-    base = model.get_base_model()
-    config = getattr(base.config, "quantization_config", None)
-    layers = adapted_layers(model)
-    narrow = [name for name, layer in layers.items() if not _holds_wide_floats(layer.get_base_layer())]
-    if config is not None or narrow:
-        method = (
-            config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", None)
-        )
-        found = method or f"{narrow[0]} holds no 16-bit or wider floats"
-        raise CheckpointError(
-            f"export: merged would fold the adapter into a quantised base ({found}) and round it away",
-            hint="export: adapter, then merge that adapter into the 16-bit base",
-        )
-
-
-def _holds_wide_floats(layer: nn.Module) -> bool:
-    if isinstance(layer, PackedWeight):
-        return False
-    weights = [parameter.dtype for parameter in layer.parameters(recurse=False)]
-    return all(dtype.is_floating_point and dtype.itemsize >= 2 for dtype in weights)
-
-
-def require_plain_lora(name: str, layer: LoraLayer) -> None:
-    if (
-        not isinstance(layer, LoraLinear | ParamWrapper)
-        or set(layer.lora_variant) - set(layer.lora_magnitude_vector)
-        or any(layer.lora_bias.values())
-        or layer.merged
-    ):
-        raise CheckpointError(
-            f"{name.removesuffix('.weight')}: only LoRA and DoRA on a linear, not merged yet, can be merged here",
-            hint="export: adapter",
-        )
-
-
-def stores_transposed(layer: LoraLayer) -> bool:
-    """True for GPT-2's linears and gpt-oss's experts, which keep their weights as [in, out]."""
-    if isinstance(layer, ParamWrapper):
-        return _is_stack(layer) and bool(getattr(layer.get_base_layer(), "is_transposed", False))
-    return bool(getattr(layer, "fan_in_fan_out", False))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,45 +35,130 @@ class Change:
     magnitude: Tensor | None
     """None for LoRA."""
     transposed: bool
-    """True where the weight is stored as [in, out]."""
+    """True where the weight is stored as [in, out]: GPT-2's linears and gpt-oss's experts."""
 
 
-def change_of(layer: LoraLayer, adapter: str) -> Change:
-    """The change that an adapter makes, on its own storage."""
-    magnitudes = layer.lora_magnitude_vector
-    a, b = factors_of(layer, layer.lora_A[adapter].weight, layer.lora_B[adapter].weight)
-    return Change(
-        a=a,
-        b=b,
-        scaling=layer.scaling[adapter],
-        magnitude=magnitudes[adapter].weight if adapter in magnitudes else None,
-        transposed=stores_transposed(layer),
-    )
+def changes_of(model: PeftModel, weights: Mapping[str, Tensor] | None = None) -> dict[str, Change]:
+    """Name of a weight in the base -> what the adapter does to it; ``weights``: in place of the model's own.
 
-
-def factors_of(layer: LoraLayer, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """A and B as they are multiplied: of a stack, those of each expert."""
-    if isinstance(layer, ParamWrapper) and _is_stack(layer):
-        return pairs_of_experts(a, b, layer.num_experts)
-    return a, b
-
-
-def _is_stack(layer: ParamWrapper) -> bool:
-    """False for a single matrix that PEFT wraps as a parameter too, such as a router's."""
-    found: bool = layer.get_param().ndim == 3
+    Raises CheckpointError for adapters that are neither LoRA nor DoRA.
+    """
+    adapter, found = model.active_adapter, {}
+    held = weights if weights is not None else dict(model.named_parameters())
+    for name, layer in model.get_base_model().named_modules():
+        if not isinstance(layer, LoraLayer):
+            continue
+        _require_plain_lora(name, layer)
+        a, b = (held[f"{PREFIX}{name}.lora_{part}.{adapter}.weight"] for part in "AB")
+        transposed, target = bool(getattr(layer, "fan_in_fan_out", False)), f"{name}.weight"
+        if isinstance(layer, ParamWrapper):  # PEFT puts the layers of one module's stacks around it
+            module, parameter = layer.get_base_layer(), layer.parameter_name
+            is_stack = len(shape_of(module, parameter) or ()) == 3  # else a single matrix, such as a router's
+            transposed = is_stack and bool(getattr(module, "is_transposed", False))
+            target = f"{without_layers(name + '.')}{parameter}"
+            a, b = pairs_of_experts(a, b, layer.num_experts) if is_stack else (a, b)
+        magnitude = held.get(f"{PREFIX}{name}.lora_magnitude_vector.{adapter}.weight")
+        found[target] = Change(
+            a=a, b=b, scaling=layer.scaling[adapter], magnitude=magnitude, transposed=transposed
+        )
     return found
 
 
+def _require_plain_lora(name: str, layer: LoraLayer) -> None:
+    if (
+        not isinstance(layer, LoraLinear | ParamWrapper)
+        or set(layer.lora_variant) - set(layer.lora_magnitude_vector)
+        or any(layer.lora_bias.values())
+        or layer.merged
+    ):
+        raise CheckpointError(
+            f"{name}: only LoRA and DoRA on a linear, not merged yet, can be merged here",
+            hint="export: adapter",
+        )
+
+
+def without_layers(name: str) -> str:
+    """``name`` of a tensor as it is in the base, without the layers around its module."""
+    return re.sub(r"(\.base_layer)+\.", ".", name)
+
+
+def refuse_quantised_base(model: PeftModel) -> None:
+    """Raises CheckpointError when adapters sit on quantised linears: rounding again would lose what they learned."""
+    base = model.get_base_model()
+    config = getattr(base.config, "quantization_config", None)
+    found = (
+        config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", config)
+    )
+    for name, layer in base.named_modules():
+        inner = layer.get_base_layer() if isinstance(layer, LoraLayer) else None
+        kinds = [p.dtype for p in inner.parameters(recurse=False)] if inner is not None else []
+        if isinstance(inner, PackedWeight) or any(not k.is_floating_point or k.itemsize < 2 for k in kinds):
+            found = found or f"{name} holds no 16-bit or wider floats"
+    if found:
+        raise CheckpointError(
+            f"export: merged would fold the adapter into a quantised base ({found}) and round it away",
+            hint="export: adapter, then merge that adapter into the 16-bit base",
+        )
+
+
 @torch.no_grad()
-def merged(weight: Tensor, change: Change, dtype: torch.dtype) -> Tensor:
-    """``weight`` changed, summed in fp32 on its device and rounded once to ``dtype``; on the host."""
-    update = change.b.float() @ change.a.float()
-    update *= change.scaling
+def merged(weight: Tensor, change: Change, dtype: torch.dtype) -> tuple[Tensor, float, float]:
+    """``weight`` changed, summed in fp32 on its device and rounded once to ``dtype``, on the host; with the squares of
+    what was learned and of what the rounding took. DoRA: Liu et al. 2024, arXiv 2402.09353, eq. 5.
+    """
+    exact = change.b.float() @ change.a.float()
+    exact *= change.scaling
     if change.transposed:
-        update = update.mT
-    update += weight
+        exact = exact.mT
+    exact += weight
     if change.magnitude is not None:
         row = 0 if change.transposed else 1
-        lengths = torch.linalg.vector_norm(update, dim=row, keepdim=True, dtype=torch.float64)
-        update *= (change.magnitude.view_as(lengths) / lengths).float()
-    return update.to(dtype=dtype, device="cpu")
+        lengths = torch.linalg.vector_norm(exact, dim=row, keepdim=True, dtype=torch.float64)
+        exact *= (change.magnitude.view_as(lengths) / lengths).float()
+    rounded = exact.to(dtype)
+    learned, lost = ((exact - other).square_().sum().item() for other in (weight, rounded))
+    return rounded.cpu(), learned, lost
+
+
+_SUM_STEPS = 8
+"""Roundings of the fp32 sum besides those of the r products: scaling, adding W, and DoRA's division and product."""
+_ROWS = 32
+"""Rows at once: what is in a processor's cache is not fetched again for each of a dozen operations."""
+
+
+@torch.no_grad()
+def is_merged(before: Tensor, change: Change, stored: Tensor) -> bool:
+    """True if ``stored`` is ``before`` changed: M = W + s · B A (DoRA: m · M / ‖M‖ by rows) within one rounding.
+
+    The bound for each element is  ε/2 · |M| + t/2 + (r + 8) · 2⁻²⁴ · (|W| + s · ‖Bᵢ‖ ‖Aⱼ‖) · g:
+    ε the distance of 1 from the next number of the type, so that ε/2 · |M| is what one rounding to the nearest may
+    move (2⁻⁸ of a value in bf16, 2⁻¹¹ in fp16); t its smallest number, for values below the normal range; the last
+    term is what a sum of r products and 8 steps more loses in fp32 (Higham, Accuracy and Stability of Numerical
+    Algorithms, 3.1; |B| |A| ≤ ‖Bᵢ‖ ‖Aⱼ‖); g is 1, or m / ‖M‖ where DoRA scales the row by it.
+    """
+    if change.transposed:
+        before, stored, change = before.mT, stored.mT, replace(change, transposed=False)
+    if stored.shape != before.shape:
+        return False
+    if before.ndim == 3:
+        experts = zip(before, change.a, change.b, stored, strict=True)
+        return all(is_merged(weight, replace(change, a=a, b=b), made) for weight, a, b, made in experts)
+    a, b = (factor.detach().to("cpu", torch.float64) for factor in (change.a, change.b))
+    magnitude = (
+        None if change.magnitude is None else change.magnitude.detach().to("cpu", torch.float64).view(-1)
+    )
+    lost, kind = (len(a) + _SUM_STEPS) * 2.0**-24, torch.finfo(stored.dtype)
+    width = torch.linalg.vector_norm(a, dim=0) * abs(change.scaling)
+    for first in range(0, len(before), _ROWS):
+        rows = slice(first, first + _ROWS)
+        weight, made = (tensor[rows].detach().to("cpu", torch.float64) for tensor in (before, stored))
+        exact = torch.addmm(weight, b[rows], a, alpha=change.scaling)
+        bound = weight.abs_().addr_(torch.linalg.vector_norm(b[rows], dim=1), width).mul_(lost)
+        if magnitude is not None:
+            factor = (magnitude[rows] / torch.linalg.vector_norm(exact, dim=1))[:, None]
+            exact, bound = exact.mul_(factor), bound.mul_(factor.abs())
+        made.sub_(exact).abs_()
+        bound.add_(exact.abs_(), alpha=kind.eps / 2).add_(kind.tiny * kind.eps / 2)
+        if not (made <= bound).all():  # also refuses what is not finite
+            return False
+    return True

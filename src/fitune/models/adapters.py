@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils.other import ModulesToSaveWrapper
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
@@ -131,24 +131,6 @@ def trained_table_modules(base: PreTrainedModel) -> dict[str, nn.Module]:
     """Name in the base -> module, of those whose weight trains; both names of a table that is tied."""
     trained = [m for m in _tables(base).values() if m.weight.requires_grad]
     return {name: module for name, module in base.named_modules() if any(module is m for m in trained)}
-
-
-def table_weights(base: PreTrainedModel) -> dict[str, Tensor]:
-    """Trained embedding and head weights, under the names of PEFT's files."""
-    return {
-        f"{PREFIX}{name}.{inner}": parameter
-        for name, module in trained_table_modules(base).items()
-        for inner, parameter in module.named_parameters()
-    }
-
-
-@torch.no_grad()
-def copy_tables(source: PreTrainedModel, target: PreTrainedModel) -> None:
-    """Give ``target`` the trained tables of ``source``, in its own type."""
-    for name, module in trained_table_modules(source).items():
-        own = dict(target.get_submodule(name).named_parameters())
-        for inner, parameter in module.named_parameters():
-            own[inner].copy_(parameter)
 
 
 def put_in_place(model: PeftModel) -> None:

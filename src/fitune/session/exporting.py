@@ -21,10 +21,9 @@ from fitune.spec.run_lock import Ownership, lock_directory
 from fitune.spec.serial import to_json
 from fitune.stores.opening import is_url
 from fitune.stores.writing import opened_store
-from fitune.train.again import find_source, load_trained, require_trained
+from fitune.train.again import EXPORT_FOLDERS, TITLES, Kind, find_source, load_trained, require_trained
 from fitune.train.ending import summarise
-from fitune.train.export import EXPORT_FOLDERS, TITLES, Handover, Kind
-from fitune.train.streamed import stored_weights, streamed_handover
+from fitune.train.export import Handover, stored_weights, streamed_handover
 from fitune.train.uploading import CONFIGS, fetch_run, send_export
 
 

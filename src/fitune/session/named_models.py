@@ -9,7 +9,7 @@ from fitune.models.adapter_config import CONFIG, read_adapter_config
 from fitune.models.weight_files import base_reference
 from fitune.report.run_files import read_run
 from fitune.spec.plan import Plan
-from fitune.train.export import EXPORT_FOLDERS
+from fitune.train.again import EXPORT_FOLDERS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,8 +18,18 @@ from fitune.models.weight_files import OnBytes, nobody
 from fitune.models.weights import compute_dtype, load_model
 from fitune.spec.plan import Lora, Plan, base_of
 from fitune.spec.reports import RunReport, StepReport
-from fitune.train.export import EXPORT_FOLDERS, trained_kind
 from fitune.train.prepare import training_device, tuned
+
+Kind = Literal["adapter", "merged", "full"]
+EXPORT_FOLDERS: dict[Kind, str] = {"adapter": "adapter", "merged": "merged", "full": "model"}
+"""Kind of export -> its folder in the run directory."""
+TITLES: dict[Kind, str] = {"adapter": "adapter", "merged": "merged model", "full": "model"}
+"""Names of the exports for people."""
+
+
+def trained_kind(plan: Plan) -> Literal["adapter", "full"]:
+    """The kind that holds all that was trained and nothing else."""
+    return "adapter" if isinstance(plan.tuning, Lora) else "full"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,11 +32,11 @@ from fitune.spec.reports import (
 from fitune.spec.run_directory import traceback_of
 from fitune.spec.serial import to_json
 from fitune.track.metrics import read_metrics
+from fitune.train.again import trained_kind
 from fitune.train.current import Run
 from fitune.train.evaluate import compare_samples
-from fitune.train.export import Handover, trained_kind
+from fitune.train.export import Handover, streamed_handover
 from fitune.train.failure import traceback_text
-from fitune.train.streamed import streamed_handover
 from fitune.units import as_ranges
 
 

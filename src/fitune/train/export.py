@@ -1,36 +1,36 @@
 """The export of a finished run: an adapter, a merged or a full model, verified by reloading, with its model card."""
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fitune.checkpoint.export import Exported, export_adapter, export_full, export_merged
+from fitune.checkpoint.layout import stored_tensors_of
+from fitune.checkpoint.resume import load_checkpoint
 from fitune.data.conversations.templates import load_template
 from fitune.data.making import PreparedData
 from fitune.files import read_text
-from fitune.models.language_model import LanguageModel
-from fitune.models.weight_files import base_reference
+from fitune.models.adapter_config import WEIGHTS
+from fitune.models.door import empty_model, model_folder, read_config, read_generation_config
+from fitune.models.headers import own_name
+from fitune.models.language_model import LanguageModel, language_model
+from fitune.models.weight_files import base_reference, stored_tensors
 from fitune.models.weights import compute_dtype, stored_dtype
-from fitune.spec.plan import ChunkedLoss, Dense, Full, InBackward, Lomo, Lora, Offload, Plan
+from fitune.spec.counts import count_parameters
+from fitune.spec.plan import ChunkedLoss, Dense, Full, InBackward, Lomo, Lora, Offload, Plan, Zero
 from fitune.spec.reports import MergedLoss, RunReport
 from fitune.spec.words import describe_base
+from fitune.train.again import EXPORT_FOLDERS, Kind, Source, trained_kind, with_weights
 from fitune.train.evaluate import measured_merged, measured_trained, or_say_why_not
+from fitune.train.prepare import tuned
 from fitune.units import format_bytes, format_count, format_seconds
-
-Kind = Literal["adapter", "merged", "full"]
-EXPORT_FOLDERS: dict[Kind, str] = {"adapter": "adapter", "merged": "merged", "full": "model"}
-"""Kind of export -> its folder in the run directory."""
-TITLES: dict[Kind, str] = {"adapter": "adapter", "merged": "merged model", "full": "model"}
-"""Names of the exports for people."""
-
-
-def trained_kind(plan: Plan) -> Literal["adapter", "full"]:
-    """The kind that holds all that was trained and nothing else."""
-    return "adapter" if isinstance(plan.tuning, Lora) else "full"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +43,8 @@ class Handover:
     report: RunReport
     say: Callable[[str], None]
     """A line for people."""
+    weights: Mapping[str, Tensor] | None = None
+    """What was trained, one by one, where ``model`` is on "meta"; None: it is in memory."""
 
     def trained(self, target: Path | None = None, *, secure: bool) -> Path:
         """Write what was trained, an adapter or all weights, and return its folder.
@@ -52,44 +54,42 @@ class Handover:
         kind = trained_kind(self.plan)
         words: dict[str, Any] = {**self._words(kind, target), "secure": secure}
         if kind == "adapter":
-            done = export_adapter(
-                self.model.whole, self.tokenizer, base=base_reference(self.plan.model_path), **words
-            )
-        else:
-            done = export_full(self.model.whole, self.tokenizer, dtype=self._dtype(), **words)
-        return self._said(done)
+            return self._said(export_adapter(base=base_reference(self.plan.model_path), **words))
+        return self._said(export_full(dtype=self._dtype(), base_path=self.plan.model_path, **words))
 
     def merged(
         self, data: Callable[[], PreparedData], target: Path | None = None
     ) -> tuple[Path, MergedLoss | None]:
-        """Fold the adapter into its base; returns the folder and what that did to the loss on rows of ``data``."""
-        loss = or_say_why_not(lambda: measured_trained(self.plan, self.model, data()), self.say)
+        """Fold the adapter into its base; returns the folder and what that did to the loss on rows of ``data``: not
+        measured where nobody holds the model."""
+        loss, plan = None, self.plan
+        if self.weights is None:
+            loss = or_say_why_not(lambda: measured_trained(plan, self.model, data()), self.say)
 
         def measured(merged: PreTrainedModel) -> str:
             nonlocal loss
-            if loss is not None:
-                loss = or_say_why_not(lambda: self._with_merged(loss, merged, data()), self.say)
-            return model_card(self.plan, replace(self.report, merged_loss=loss), kind="merged")
+            if (before := loss) is not None:
+                loss = or_say_why_not(
+                    lambda: replace(before, merged=measured_merged(plan, merged, data(), rows=before.rows)),
+                    self.say,
+                )
+            return model_card(plan, replace(self.report, merged_loss=loss), kind="merged")
 
         done = export_merged(
-            self.model.whole, self.tokenizer, base_path=self.plan.model_path, dtype=self._dtype(),
-            card_of=measured, **self._words("merged", target),
-        )  # fmt: skip
+            base_path=plan.model_path, dtype=self._dtype(), card_of=measured, **self._words("merged", target)
+        )
         return self._said(done), None if loss is None or loss.merged != loss.merged else loss
-
-    def _with_merged(
-        self, loss: MergedLoss | None, merged: PreTrainedModel, data: PreparedData
-    ) -> MergedLoss:
-        assert loss is not None
-        return replace(loss, merged=measured_merged(self.plan, merged, data, rows=loss.rows))
 
     def _words(self, kind: Kind, target: Path | None) -> dict[str, Any]:
         return {
+            "model": self.model.whole,
+            "tokenizer": self.tokenizer,
             "target": target or Path(self.plan.run.output_dir) / EXPORT_FOLDERS[kind],
             "chat_template": load_template(
                 self.tokenizer, self.plan.data.chat_template, date=self.plan.data.chat_template_date
             ).source,
             "card": model_card(self.plan, self.report, kind=kind),
+            "weights": self.weights,
             "replace": target is None,  # a folder of the run's own; any other may hold what somebody needs
         }
 
@@ -107,12 +107,55 @@ class Handover:
         return done.path
 
 
+def streamed_handover(weights: Mapping[str, Tensor], *, plan: Plan, **words: Any) -> Handover:
+    """The handover of ``weights`` that no rank holds whole, which are asked for once each and in their order."""
+    model = _model_on_meta(plan, weights)
+    if model is None:
+        cpu = torch.device("cpu")
+        whole = with_weights(plan, dict(weights), dtype=compute_dtype(plan.precision), device=cpu)
+        return Handover(plan=plan, model=whole, **words)
+    # adapters are small, and written twice
+    kept = weights if trained_kind(plan) == "full" else dict(weights)
+    return Handover(plan=plan, model=model, weights=kept, **words)
+
+
+def _model_on_meta(plan: Plan, trained: Mapping[str, Tensor]) -> LanguageModel | None:
+    """The plan's model without content; None where its files lack what was not trained under the names that the model
+    has (fused experts under an adapter, GPT-2's), or its tables grow: then it has to be in memory to be written."""
+    if plan.added_tokens:
+        return None
+    folder = model_folder(plan.model_path)
+    with torch.device("meta"):
+        model = empty_model(read_config(str(folder)), compute_dtype(plan.precision))
+        if not stored_tensors_of(model).keys() - trained.keys() <= stored_tensors(folder).keys():
+            return None
+        model.generation_config = read_generation_config(folder) or model.generation_config
+        whole = tuned(model, plan)
+    names = {name for name, parameter in whole.named_parameters() if parameter.requires_grad}
+    return language_model(whole, plan.loss) if names == trained.keys() else None
+
+
+def stored_weights(plan: Plan, source: Source) -> Mapping[str, Tensor] | None:
+    """The weights that a run trained, read from ``source`` tensor by tensor, where its devices could not hold the model
+    and a second copy of it; None where they could: then the export is verified by its answers, too."""
+    twice = 2 * count_parameters(plan.model).total * plan.precision.compute_bytes
+    fits = twice <= plan.hardware.gpu.memory_bytes
+    if not isinstance(plan.sharding, Zero) or source.kind == "full" or fits:
+        return None
+    if source.kind == "checkpoint":
+        return load_checkpoint(source.path, verified=True).tensors["model"]
+    # PEFT's files leave out the name of the adapter, and DoRA's that of a parameter
+    part = re.compile(r"\.(lora_[AB])\.weight$|\.(lora_magnitude_vector)$")
+    file = load_file(source.path / WEIGHTS)
+    return {part.sub(r".\1\2.default.weight", own_name(name)): tensor for name, tensor in file.items()}
+
+
 def _name(dtype: torch.dtype) -> str:
     return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
 
 
 def model_card(plan: Plan, report: RunReport, *, kind: str) -> str:
-    """README.md of an export of this kind (train/export.py FOLDERS): figures, plan, and the recipe to do it again."""
+    """README.md of an export of this kind (train/again.py): figures, plan, and the recipe to do it again."""
     library = "peft" if kind == "adapter" else "transformers"
     sources = ", ".join(Path(source.path).name for source in plan.data.sources)
     return "\n".join(

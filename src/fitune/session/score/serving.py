@@ -15,7 +15,7 @@ from fitune.models.weights import stored_dtype
 from fitune.score.engines.engine_vllm import python_of_vllm, rounded_rank
 from fitune.score.engines.opening import choose_device, why_merged_first
 from fitune.session.named_models import NamedModel, find_model
-from fitune.train.export import EXPORT_FOLDERS
+from fitune.train.again import EXPORT_FOLDERS
 
 Server = Literal["vllm", "transformers"]
 

@@ -52,10 +52,10 @@ from fitune.spec.serial import to_json
 from fitune.spec.words import describe_plan
 from fitune.track.metrics import Sink
 from fitune.track.trackers import wanted_trackers
+from fitune.train.again import EXPORT_FOLDERS, TITLES
 from fitune.train.beginning import put_metrics_back
 from fitune.train.current import Callbacks
 from fitune.train.directory import require_own_directory
-from fitune.train.export import EXPORT_FOLDERS, TITLES
 from fitune.train.failure import release
 from fitune.train.prepare import require_planned_cards
 from fitune.train.run import run
