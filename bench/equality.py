@@ -28,8 +28,7 @@ from safetensors.torch import load_file
 
 from fitune.demo.files import Shape, write_base_model
 from fitune.demo.text import pretraining_texts, training_exercises
-from fitune.engine.joining import joined_ranks
-from fitune.engine.ranks import ALONE, Ranks
+from fitune.engine.ranks import ALONE, Ranks, joined_ranks
 from fitune.planner.search import find_plan
 from fitune.spec.machines.gpus import cpu_gpu, hardware_for
 from fitune.spec.model.model_config import load_model_spec

@@ -156,7 +156,7 @@ def plan_of(folder: Path, data: str, method: str, backend: str, steps: int) -> A
 
 def run_fitune(folder: Path, data: str, method: str, backend: str, steps: int) -> dict[str, Any]:
     from fitune.data.loader import Loader
-    from fitune.engine.joining import joined_ranks
+    from fitune.engine.ranks import joined_ranks
     from fitune.train.loop import train
     from fitune.train.prepare import prepare
 

@@ -93,7 +93,7 @@ def as_rank(folder: Path, jobs: int) -> None:
     """What one rank does: train every job and say how it ended, a line of JSON each."""
     import torch
 
-    from fitune.engine.joining import joined_ranks
+    from fitune.engine.ranks import joined_ranks
     from fitune.errors import FituneError
     from fitune.train.current import Callbacks
     from fitune.train.run import run

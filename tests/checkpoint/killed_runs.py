@@ -35,20 +35,18 @@ CALLS = ("mkdir", "open", "write", "fsync", "rename", "replace", "symlink", "unl
 class Killer:
     """Attempts at one run, the damage between them, and what each must do with it."""
 
-    def __init__(
-        self, folder: Path, words: list[str], *, steps: int, seed: int, kills: int, only_ending: bool
-    ) -> None:
+    def __init__(self, folder, words, *, steps, seed, kills, only_ending):
         self.folder, self.words, self.steps = folder, words, steps
         self.random = random.Random(seed)
         self.kills, self.only_ending = kills, only_ending
         self.run = folder / "run"
-        self.damaged: set[int] = set()
+        self.damaged = set()
         """Inodes of the step folders that were damaged: they keep them when they are moved aside."""
         self.metrics_damaged = False
         """Since a run last went on; one that is complete needs its last checkpoint to put them right."""
-        self.seen: Counter[str] = Counter()
+        self.seen = Counter()
 
-    def undisturbed(self) -> None:
+    def undisturbed(self):
         """The run that all others must end like, with its number of calls and its seconds."""
         straight = self.folder / "straight"
         for name in ("warm", "straight"):
@@ -60,7 +58,7 @@ class Killer:
         self.losses = [(step.step, step.loss) for step in read_metrics(straight / "metrics.jsonl")]
         assert len(self.losses) == self.steps
 
-    def attempt(self, *, to_its_end: bool = False) -> None:
+    def attempt(self, *, to_its_end=False):
         expected, lost = self._expected()
         how = "killed before a call"
         if to_its_end:
@@ -92,12 +90,10 @@ class Killer:
             self._anew("refused: no checkpoint left, each named")
 
     @property
-    def killed(self) -> int:
+    def killed(self):
         return self.seen["killed before a call"] + self.seen["killed after a time"]
 
-    def _child(
-        self, run: Path, *, calls: int | None = None, seconds: float | None = None, count_only: bool = False
-    ) -> tuple[int, int]:
+    def _child(self, run, *, calls=None, seconds=None, count_only=False):
         """The child's exit code, negative for a signal, and the number of its calls."""
         read, write = os.pipe()
         child = os.fork()
@@ -112,7 +108,7 @@ class Killer:
         os.close(read)
         return os.waitstatus_to_exitcode(status), int(counted or 0)
 
-    def _train(self, run: Path, report: int, calls: int | None, *, count_only: bool) -> int:
+    def _train(self, run, report, calls, *, count_only):
         out = os.open(self.folder / "said", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         sys.stdout = sys.stderr = os.fdopen(out, "w", buffering=1)
         counted = [0]
@@ -130,14 +126,14 @@ class Killer:
             os.write(report, str(counted[0]).encode())
         return code
 
-    def _said(self) -> str:
+    def _said(self):
         return (self.folder / "said").read_text(errors="replace")
 
-    def _steps(self) -> list[Path]:
+    def _steps(self):
         found = (self.run / "checkpoints").glob("step-*")
         return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
 
-    def _expected(self) -> tuple[Path | None, list[Path]]:
+    def _expected(self):
         """The checkpoint to go on from, and the newer ones that are damaged."""
         lost = []
         for path in self._steps():
@@ -146,11 +142,11 @@ class Killer:
             lost.append(path)
         return None, lost
 
-    def _has_last_checkpoint(self) -> bool:
+    def _has_last_checkpoint(self):
         last = self.run / "checkpoints" / f"step-{self.steps}"
         return last.is_dir() and last.stat().st_ino not in self.damaged
 
-    def _require_right_start(self, expected: Path | None, lost: list[Path]) -> None:
+    def _require_right_start(self, expected, lost):
         said = self._said()
         started = [line for line in said.splitlines() if line.startswith("resuming from ")]
         if started:
@@ -161,7 +157,7 @@ class Killer:
         elif expected is not None:
             assert "starting from the beginning" not in said, said
 
-    def _require_same_end(self) -> None:
+    def _require_same_end(self):
         found = load_file(self.run / "adapter" / "adapter_model.safetensors")
         assert found.keys() == self.weights.keys()
         assert all(torch.equal(found[name], weight) for name, weight in self.weights.items())
@@ -172,13 +168,13 @@ class Killer:
         assert (report["status"], report["reason"]) == ("complete", "")
         assert (self.run / "report.html").is_file()
 
-    def _anew(self, why: str) -> None:
+    def _anew(self, why):
         self.seen[why] += 1
         shutil.rmtree(self.run)
         self.damaged.clear()
         self.metrics_damaged = False
 
-    def _damage(self) -> None:
+    def _damage(self):
         """With even odds one kind of damage to one file, or to a whole checkpoint."""
         if self.only_ending or self.random.random() < 0.5:
             return
@@ -205,36 +201,36 @@ class Killer:
         self.seen[f"damage: {kind.__name__}"] += 1
 
 
-def flip(file: Path, chance: random.Random) -> list[Path]:
+def flip(file, chance):
     content = bytearray(file.read_bytes())
     content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
     file.write_bytes(content)
     return [file.parent]
 
 
-def truncate(file: Path, chance: random.Random) -> list[Path]:
+def truncate(file, chance):
     os.truncate(file, chance.randrange(file.stat().st_size))
     return [file.parent]
 
 
-def delete(file: Path, chance: random.Random) -> list[Path]:
+def delete(file, chance):
     file.unlink()
     return [file.parent]
 
 
-def swap_files(one: Path, other: Path) -> list[Path]:
+def swap_files(one, other):
     first, second = one.read_bytes(), other.read_bytes()
     one.write_bytes(second)
     other.write_bytes(first)
     return [] if first == second else [one.parent, other.parent]
 
 
-def delete_step(steps: list[Path], chance: random.Random) -> list[Path]:
+def delete_step(steps, chance):
     shutil.rmtree(chance.choice(steps))
     return []
 
 
-def swap_steps(steps: list[Path], chance: random.Random) -> list[Path]:
+def swap_steps(steps, chance):
     one, other = chance.sample(steps, 2)
     between = one.with_name("between")
     one.rename(between)
@@ -243,14 +239,14 @@ def swap_steps(steps: list[Path], chance: random.Random) -> list[Path]:
     return [one, other]
 
 
-def _die_before(calls: int | None, counted: list[int], *, after_step: int) -> None:
+def _die_before(calls, counted, *, after_step):
     """Count the calls behind the checkpoint of this step, and be killed in the place of number ``calls``."""
     is_ending = [after_step == 0]
 
-    def counting(name: str) -> None:
+    def counting(name):
         original = getattr(os, name)
 
-        def call(*args: object, **kwargs: object) -> object:
+        def call(*args, **kwargs):
             is_ending[0] = is_ending[0] or (
                 "checkpoints/.tmp-latest" in str(args[:1])
                 and (Path(str(args[0])).parent / f"step-{after_step}").is_dir()
@@ -267,7 +263,7 @@ def _die_before(calls: int | None, counted: list[int], *, after_step: int) -> No
         counting(name)
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("model")
@@ -299,7 +295,7 @@ def main() -> None:
     print(json.dumps({"calls": killer.calls, "killed": killer.killed, **killer.seen}, indent=1))
 
 
-def without_pictures(run: object) -> object:
+def without_pictures(run):
     """They take longer than the training."""
     raise MissingExtra("pictures", extra="plots")
 

@@ -18,37 +18,43 @@ import torch
 
 from fitune.checkpoint.commit import Attempt, Descent
 from fitune.checkpoint.resume import load_checkpoint, newest_checkpoint
-from fitune.checkpoint.save import begin_save, commit_save, save_checkpoint, write_share
-from fitune.checkpoint.slices import Divided, Groups, Share, share_of
+from fitune.checkpoint.save import begin_save, commit_save, write_share
+from fitune.checkpoint.slices import Divided, share_of
 from fitune.checkpoint.state import NAMES, TrainState
+from fitune.engine.ranks import ALONE
 from fitune.spec.counts import rows_of_share
+from fitune.train.saving import save_together
 
 _CALLS = ("mkdir", "open", "write", "fsync", "rename", "replace", "symlink", "unlink", "rmdir")
 
 
-def save(run: Path, state: TrainState, *, keep: int, eval_loss: float | None) -> Path:
+def save(run, state, *, keep, eval_loss):
     """As one attempt that began at the beginning."""
     descent = Descent(line=(Attempt(id="only", after=0),))
-    return save_checkpoint(run, state, descent=descent, keep=keep, eval_loss=eval_loss)
+    save_together(
+        ALONE, run, share_of(state, rank=0), descent=descent, keep=keep, eval_loss=eval_loss, on_note=print, spare=()
+    )  # fmt: skip
+    return run / "checkpoints" / f"step-{state.step}"
 
 
-def save_as_ranks(run: Path, shares: list[Share], *, keep: int, eval_loss: float | None) -> Path:
+def save_as_ranks(run, shares, *, keep, eval_loss):
     """As the ranks of one job, each of which writes one of ``shares``."""
     descent = Descent(line=(Attempt(id="only", after=0),))
     folder = begin_save(run, shares[0], descent=descent, needed_bytes=0)
     written = [write_share(folder, share, rank=rank) for rank, share in enumerate(shares)]
-    return commit_save(
+    commit_save(
         run, folder, shares[0], written, descent=descent, keep=keep, eval_loss=eval_loss, on_note=print
     )
+    return run / "checkpoints" / f"step-{shares[0].step}"
 
 
-def shares_of(state: TrainState, world: int) -> list[Share]:
+def shares_of(state, world):
     """What ``world`` ranks write of ``state`` when FSDP2 has divided its matrices and vectors by rows."""
     shares = []
     for rank in range(world):
         own = share_of(state, rank=rank)
-        parts: dict[str, dict[str, torch.Tensor]] = {}
-        slices: Groups = {}
+        parts = {}
+        slices = {}
         for group, tensors in state.tensors.items():
             for name, tensor in tensors.items():
                 if group == "rng" or not tensor.ndim:
@@ -67,7 +73,7 @@ def shares_of(state: TrainState, world: int) -> list[Share]:
     return shares
 
 
-def state_of(step: int) -> TrainState:
+def state_of(step):
     generator = torch.Generator().manual_seed(step)
     weights = {
         "w": torch.randn(5, 3, generator=generator),
@@ -78,7 +84,7 @@ def state_of(step: int) -> TrainState:
     return TrainState(step=step, tensors=tensors, facts={"position": step * 8})
 
 
-def same(left: TrainState, right: TrainState) -> bool:
+def same(left, right):
     return (left.step, left.facts, left.tensors.keys()) == (
         right.step,
         right.facts,
@@ -90,14 +96,14 @@ def same(left: TrainState, right: TrainState) -> bool:
     )
 
 
-def main(folder: Path) -> None:
+def main(folder):
     torch.set_num_threads(1)
     os.fsync = lambda handle: None  # a killed process loses nothing that the kernel has; still a place to die
     start = folder / "start"
     for step in (1, 2):
         save(start, state_of(step), keep=2, eval_loss=float(step))
     for world in (1, 2):
-        attempts: list[dict[str, object]] = []
+        attempts = []
         while not attempts or attempts[-1]["call"] != "none":
             run = folder / f"killed-{len(attempts)}"
             shutil.copytree(start, run, symlinks=True)
@@ -106,7 +112,7 @@ def main(folder: Path) -> None:
         print(json.dumps(attempts))
 
 
-def _attempt(run: Path, *, calls: int, world: int) -> dict[str, object]:
+def _attempt(run, *, calls, world):
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -134,14 +140,14 @@ def _attempt(run: Path, *, calls: int, world: int) -> dict[str, object]:
     }
 
 
-def _die_before(calls: int, report: int) -> None:
+def _die_before(calls, report):
     """Let ``calls`` system calls through, then name the next one and be killed in its place."""
     left, write = [calls], os.write
 
-    def counted(name: str) -> None:
+    def counted(name):
         original = getattr(os, name)
 
-        def call(*args: object, **kwargs: object) -> object:
+        def call(*args, **kwargs):
             if left[0] == 0:
                 write(report, f"{name} {args[0]}".encode())
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -3,11 +3,11 @@
 import itertools
 import uuid
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from checkpoint.killed_saves import state_of
+from checkpoint.saves import save_checkpoint
 from fitune.checkpoint.commit import Attempt, Descent, Parent, read_commit
 from fitune.checkpoint.remote import (
     adopt_line,
@@ -23,7 +23,6 @@ from fitune.checkpoint.remote import (
     take_line,
 )
 from fitune.checkpoint.resume import begin_line, newest_checkpoint
-from fitune.checkpoint.save import save_checkpoint
 from fitune.errors import CheckpointError, StoreError
 from fitune.stores import opening
 from fitune.stores.writing import Store
@@ -34,26 +33,26 @@ FIRST = (Attempt(id="first", after=0),)
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Store:
+def store(monkeypatch):
     monkeypatch.setattr(opening, "WAITS_S", ())
     monkeypatch.setitem(opening.WRITTEN, "memory", "fsspec")
     return Store(f"memory://{uuid.uuid4().hex}/runs/x")
 
 
-def save(root: Path, step: int, *, line=FIRST, eval_loss: float | None = None) -> Path:
+def save(root, step, *, line=FIRST, eval_loss=None):
     descent = Descent(line=line, parent=Parent(step=step - 1, digest="") if step > 1 else None)
     return save_checkpoint(root, state_of(step), descent=descent, keep=99, eval_loss=eval_loss)
 
 
-def files(folder: Path) -> dict[str, bytes]:
+def files(folder):
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
-def steps(store: Store) -> list[int]:
+def steps(store):
     return [remote.commit.step for remote in complete_checkpoints(store)]
 
 
-def test_a_checkpoint_comes_back_as_it_was_sent(store: Store, tmp_path: Path) -> None:
+def test_a_checkpoint_comes_back_as_it_was_sent(store, tmp_path):
     path, said = save(tmp_path / "here", 3), []
     sent = send_checkpoint(store, path)
     assert sent == sum(map(len, files(path).values()))
@@ -67,7 +66,7 @@ def test_a_checkpoint_comes_back_as_it_was_sent(store: Store, tmp_path: Path) ->
     assert len(said) == 1, "it was there already"
 
 
-def test_half_a_checkpoint_does_not_count_and_goes_with_the_next(store: Store, tmp_path: Path) -> None:
+def test_half_a_checkpoint_does_not_count_and_goes_with_the_next(store, tmp_path):
     old, new = save(tmp_path, 1), save(tmp_path, 2)
     send_checkpoint(store, old)
     calls = itertools.count()
@@ -85,7 +84,7 @@ def test_half_a_checkpoint_does_not_count_and_goes_with_the_next(store: Store, t
     assert not any(name.startswith("step-1/") for name in store.infos("checkpoints"))
 
 
-def test_the_newest_few_and_the_best_stay(store: Store, tmp_path: Path) -> None:
+def test_the_newest_few_and_the_best_stay(store, tmp_path):
     for step, loss in ((1, 0.5), (2, 0.1), (3, 0.7), (4, None), (5, float("nan"))):
         send_checkpoint(store, save(tmp_path, step, eval_loss=loss))
     assert prune_store(store, FIRST, keep=2) == ("checkpoints/step-1", "checkpoints/step-3")
@@ -96,7 +95,7 @@ def test_the_newest_few_and_the_best_stay(store: Store, tmp_path: Path) -> None:
     assert steps(store) == [9, 5, 2], "what is on another line is neither counted nor removed"
 
 
-def test_a_checkpoint_whose_commit_cannot_be_read_is_not_removed(store: Store, tmp_path: Path) -> None:
+def test_a_checkpoint_whose_commit_cannot_be_read_is_not_removed(store, tmp_path):
     """Another version may have written it."""
     for step in (1, 2, 3):
         send_checkpoint(store, save(tmp_path / "here", step))
@@ -108,9 +107,7 @@ def test_a_checkpoint_whose_commit_cannot_be_read_is_not_removed(store: Store, t
 
 
 @pytest.mark.parametrize("damage", [b"", b"x" * 50, None])
-def test_a_checkpoint_that_is_damaged_in_the_store_is_named_and_passed_over(
-    store: Store, tmp_path: Path, damage: bytes | None
-) -> None:
+def test_a_checkpoint_that_is_damaged_in_the_store_is_named_and_passed_over(store, tmp_path, damage):
     for step in (1, 2):
         send_checkpoint(store, save(tmp_path / "a", step))
     name, said = "checkpoints/step-2/model.safetensors", []
@@ -123,7 +120,7 @@ def test_a_checkpoint_that_is_damaged_in_the_store_is_named_and_passed_over(
     assert not list((tmp_path / "b/checkpoints").glob("step-2")), "nothing half-made is kept"
 
 
-def test_a_commit_that_names_files_elsewhere_is_refused(store: Store, tmp_path: Path) -> None:
+def test_a_commit_that_names_files_elsewhere_is_refused(store, tmp_path):
     send_checkpoint(store, save(tmp_path / "a", 1))
     (remote,) = complete_checkpoints(store)
     (stored, *_) = remote.commit.files.values()
@@ -133,7 +130,7 @@ def test_a_commit_that_names_files_elsewhere_is_refused(store: Store, tmp_path: 
     assert not (tmp_path / "outside").exists()
 
 
-def test_what_went_on_elsewhere_is_taken_over(store: Store, tmp_path: Path) -> None:
+def test_what_went_on_elsewhere_is_taken_over(store, tmp_path):
     """A trains to step 2 and sends it, B goes on from there to step 4; then A starts again."""
     here, there = tmp_path / "a", tmp_path / "b"
     begin_line(here, attempt="first", base=None, damaged=(), on_note=print)
@@ -156,7 +153,7 @@ def test_what_went_on_elsewhere_is_taken_over(store: Store, tmp_path: Path) -> N
     assert newest_in_store(store, here, line, after=2, on_note=print) == here / "checkpoints/step-4"
 
 
-def test_an_attempt_whose_line_the_store_has_not_yet_goes_on(store: Store, tmp_path: Path) -> None:
+def test_an_attempt_whose_line_the_store_has_not_yet_goes_on(store, tmp_path):
     take_line(store, FIRST)
     longer = (*FIRST, Attempt(id="second", after=2))
     save(tmp_path, 3, line=longer)
@@ -166,7 +163,7 @@ def test_an_attempt_whose_line_the_store_has_not_yet_goes_on(store: Store, tmp_p
     assert found.path == tmp_path / "checkpoints/step-3"
 
 
-def test_a_run_in_the_store_is_known_and_removed_when_asked(store: Store, tmp_path: Path) -> None:
+def test_a_run_in_the_store_is_known_and_removed_when_asked(store, tmp_path):
     assert not is_run(store)
     send_checkpoint(store, save(tmp_path, 1))
     store.write("notes.txt", b"mine")

@@ -14,7 +14,7 @@ from checkpoint.tiny_export import TEMPLATE, byte_tokenizer, tiny_base, with_ada
 from fitune.checkpoint import export, layout, parity
 from fitune.checkpoint.export import export_adapter, export_full, export_merged
 from fitune.errors import CheckpointError, RunDirectoryError
-from fitune.models.adapter_shapes import linear_shapes
+from fitune.models.adapter_file import linear_names
 from fitune.models.attention import use_attention
 from models.tiny_models import tiny_model
 
@@ -153,7 +153,7 @@ def test_other_families_merge_too(tmp_path, family):
     """Transposed, fused, tied and softcapped matrices; experts that lie on disk otherwise than in memory."""
     tiny_model(family).save_pretrained(tmp_path / "base")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    targets = [name for name in linear_shapes(base) if ".mlp.experts" not in name and "head" not in name]
+    targets = [name for name in linear_names(base) if ".mlp.experts" not in name and "head" not in name]
     model = get_peft_model(base, LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM"))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -251,14 +251,14 @@ def test_empty_tensors_are_found(tmp_path):
 
 def test_a_tensor_that_transformers_does_not_load_is_found(tmp_path, monkeypatch):
     model = tiny_base(tmp_path / "base")
-    load = export._reloaded
+    load = export.whole_model
 
-    def forgetful(*words):
-        reloaded = load(*words)
+    def forgetful(*words, **named):
+        reloaded = load(*words, **named)
         reloaded.get_parameter("model.norm.weight").data.add_(1e-3)
         return reloaded
 
-    monkeypatch.setattr(export, "_reloaded", forgetful)
+    monkeypatch.setattr(export, "whole_model", forgetful)
     with pytest.raises(CheckpointError, match=r"do not hold the trained weights: 1 tensors.*model\.norm"):
         export_full(model, byte_tokenizer(), tmp_path / "out", **COMMON)
 

@@ -1,13 +1,10 @@
 """A merge is judged by its weights: W + scaling · B A within one rounding; and by logits, with experts fixed."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from torch import Tensor
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from checkpoint.tiny_export import byte_tokenizer
@@ -25,9 +22,7 @@ ATTENTION = {"gpt2": ["c_attn", "attn.c_proj"]}
 COMMON = {"chat_template": "", "card": "# what it is\n"}
 
 
-def adapted(
-    family: str, *, dtype: torch.dtype = torch.bfloat16, folder: Path | None = None, **words
-) -> PeftModel:
+def adapted(family, *, dtype=torch.bfloat16, folder=None, **words):
     """A tiny model whose adapter moves every logit; read from ``folder`` where the export is to be reloaded."""
     base = tiny_model(family, vocab_size=260, **EXPERTS.get(family, {})).to(dtype)
     if folder is not None:
@@ -44,17 +39,17 @@ def adapted(
     return model
 
 
-def base_weights(model: PeftModel) -> dict[str, Tensor]:
+def base_weights(model):
     state = model.get_base_model().state_dict()
     return {without_layers(name): tensor for name, tensor in state.items() if ".lora_" not in name}
 
 
-def merged_weights(model: PeftModel, dtype: torch.dtype) -> dict[str, Tensor]:
+def merged_weights(model, dtype):
     base = base_weights(model)
     return {name: merged(base[name], change, dtype)[0] for name, change in changes_of(model).items()}
 
 
-def is_right(model: PeftModel, weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, bool]:
+def is_right(model, weights, dtype):
     base, changes = base_weights(model), changes_of(model)
     assert changes.keys() == weights.keys()
     return {name: is_merged(base[name], change, weights[name]) for name, change in changes.items()}
@@ -73,7 +68,7 @@ VARIANTS = {
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
 )
-def test_every_merged_weight_is_within_one_rounding(variant: str, family: str, dtype: torch.dtype) -> None:
+def test_every_merged_weight_is_within_one_rounding(variant, family, dtype):
     for trained in (torch.float32, dtype):
         model = adapted(family, dtype=trained, **VARIANTS[variant])
         assert all(is_right(model, merged_weights(model, dtype), dtype).values())
@@ -81,7 +76,7 @@ def test_every_merged_weight_is_within_one_rounding(variant: str, family: str, d
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("variant", ["lora", "dora"])
-def test_one_element_two_roundings_off_breaks_the_law(variant: str, dtype: torch.dtype) -> None:
+def test_one_element_two_roundings_off_breaks_the_law(variant, dtype):
     model = adapted("llama", dtype=dtype, **VARIANTS[variant])
     name = "model.layers.1.self_attn.v_proj.weight"
     weights = merged_weights(model, dtype)
@@ -92,7 +87,7 @@ def test_one_element_two_roundings_off_breaks_the_law(variant: str, dtype: torch
     assert [n for n, right in is_right(model, weights, dtype).items() if not right] == [name]
 
 
-def test_the_law_holds_a_few_rows_at_a_time() -> None:
+def test_the_law_holds_a_few_rows_at_a_time():
     """Whole matrices in fp64 took twelve times as long as the merge, and other ranks wait for it."""
     torch.manual_seed(0)
     weight = torch.randn(1024, 512).bfloat16()
@@ -114,21 +109,21 @@ def test_the_law_holds_a_few_rows_at_a_time() -> None:
     assert not is_merged(weight, change, made)
 
 
-def perturbed(weight: Tensor, change: Change, dtype: torch.dtype) -> tuple[Tensor, float, float]:
+def perturbed(weight, change, dtype):
     found, *squares = merged(weight, change, dtype)
     return found * 1.01, *squares
 
 
-def forgotten(weight: Tensor, change: Change, dtype: torch.dtype) -> tuple[Tensor, float, float]:
+def forgotten(weight, change, dtype):
     return weight, 1.0, 0.0
 
 
-def twice_as_much(weight: Tensor, change: Change, dtype: torch.dtype) -> tuple[Tensor, float, float]:
+def twice_as_much(weight, change, dtype):
     return merged(weight, replace(change, scaling=2 * change.scaling), dtype)
 
 
 @pytest.mark.parametrize("family", EXPERTS)
-def test_a_16_bit_merge_of_a_mixture_of_experts_is_accepted(family: str, tmp_path: Path) -> None:
+def test_a_16_bit_merge_of_a_mixture_of_experts_is_accepted(family, tmp_path):
     """Near-tied routers send tokens elsewhere after one rounding: not the merge is wrong then."""
     model = adapted(family, folder=tmp_path / "base")
     done = export_merged(model, byte_tokenizer(), tmp_path / "merged", **COMMON)
@@ -138,9 +133,7 @@ def test_a_16_bit_merge_of_a_mixture_of_experts_is_accepted(family: str, tmp_pat
 
 @pytest.mark.parametrize("family", EXPERTS)
 @pytest.mark.parametrize("merge", [perturbed, forgotten, twice_as_much])
-def test_a_wrong_merge_of_a_mixture_of_experts_is_refused(
-    family: str, merge: Callable[..., object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_merge_of_a_mixture_of_experts_is_refused(family, merge, tmp_path, monkeypatch):
     model = adapted(family, folder=tmp_path / "base")
     monkeypatch.setattr(export, "merged", merge)
     with pytest.raises(CheckpointError, match="is not W"):
@@ -148,9 +141,7 @@ def test_a_wrong_merge_of_a_mixture_of_experts_is_refused(
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
 
-def test_routers_that_cannot_be_fixed_leave_the_verdict_to_the_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_routers_that_cannot_be_fixed_leave_the_verdict_to_the_weights(tmp_path, monkeypatch):
     monkeypatch.setattr("fitune.checkpoint.parity._chooses", lambda output: False)
     model = adapted("mixtral", folder=tmp_path / "base")
     done = export_merged(model, byte_tokenizer(), tmp_path / "merged", **COMMON)
@@ -161,14 +152,12 @@ def test_routers_that_cannot_be_fixed_leave_the_verdict_to_the_weights(
 # Out of memory while verifying
 
 
-def no_memory(*_words: object, **_named: object) -> None:
+def no_memory(*_words, **_named):
     raise RuntimeError("[enforce] DefaultCPUAllocator: can't allocate memory: you tried")
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_a_copy_that_has_no_room_leaves_the_files_to_be_compared(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_that_has_no_room_leaves_the_files_to_be_compared(family, tmp_path, monkeypatch):
     model = adapted(family, folder=tmp_path / "base")
     monkeypatch.setattr(export, "_reloaded", no_memory)
     done = export_merged(model, byte_tokenizer(), tmp_path / "merged", **COMMON)
@@ -179,13 +168,13 @@ def test_a_copy_that_has_no_room_leaves_the_files_to_be_compared(
         export_merged(model, byte_tokenizer(), tmp_path / "wrong", **COMMON)
 
 
-def test_what_is_secured_outlives_its_verification(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_secured_outlives_its_verification(tmp_path, monkeypatch):
     """Whatever ends it: a refusal, a second Ctrl-C, the machine."""
     model = adapted("llama", folder=tmp_path / "base")
     words = {**COMMON, "base": str(tmp_path / "base"), "secure": True}
     kept = unverified(tmp_path / "adapter")
 
-    def interrupted(*_words: object, **_named: object) -> None:
+    def interrupted(*_words, **_named):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as stopped:

@@ -111,7 +111,7 @@ def test_a_plan_does_not_differ_from_itself_read_back():
     assert compare_plans(from_json(Plan, to_json(PLAN)), PLAN) == []
 
 
-def read_without(plan: Plan, *names: str) -> Plan:
+def read_without(plan, *names):
     """``plan`` as it was saved before a model had these fields, read to go on with the rich one."""
     data = to_data(plan)
     for name in names:
@@ -127,18 +127,18 @@ PLAN_OF_A_RICH_MODEL = replace(PLAN, model=RICH)
 LATER = ("dropout", "caps_scores", "caps_logits", "rotary_share", "activation", "full_attention_layers")
 
 
-def test_a_plan_of_before_a_field_existed_does_not_differ_in_it() -> None:
+def test_a_plan_of_before_a_field_existed_does_not_differ_in_it():
     assert compare_plans(read_without(PLAN_OF_A_RICH_MODEL, *LATER), PLAN_OF_A_RICH_MODEL) == []
 
 
 @pytest.mark.parametrize("name", LATER)
-def test_a_field_that_a_plan_has_is_compared(name: str) -> None:
+def test_a_field_that_a_plan_has_is_compared(name):
     others = [other for other in LATER if other != name]
     with pytest.raises(CheckpointError, match=name):
         require_resumable(read_without(PLAN, *others), PLAN_OF_A_RICH_MODEL)
 
 
-def test_another_model_stays_refused_whatever_its_plan_did_not_say() -> None:
+def test_another_model_stays_refused_whatever_its_plan_did_not_say():
     other = replace(PLAN, model=replace(RICH, hidden_size=64))
     with pytest.raises(CheckpointError, match="hidden_size"):
         require_resumable(read_without(other, *LATER), PLAN_OF_A_RICH_MODEL)
@@ -186,7 +186,7 @@ def test_the_refusal_is_a_table_of_every_difference_with_its_arithmetic():
         (ClipByValue(value=1.0), "clipped otherwise"),
     ],
 )
-def test_a_run_may_begin_to_step_in_backward_and_stop_it(clip: ClipByNorm | ClipByValue, word: str) -> None:
+def test_a_run_may_begin_to_step_in_backward_and_stop_it(clip, word):
     """Which is what to try when memory runs out."""
     after = replace(PLAN, tuning=Full())
     inside = replace(PLAN, tuning=Full(update=InBackward(clip=clip)))
@@ -197,6 +197,6 @@ def test_a_run_may_begin_to_step_in_backward_and_stop_it(clip: ClipByNorm | Clip
         assert all(word in d.reason for d in differences)
 
 
-def test_adapters_do_not_become_weights_that_step_in_backward() -> None:
+def test_adapters_do_not_become_weights_that_step_in_backward():
     with pytest.raises(CheckpointError):
         require_resumable(PLAN, replace(PLAN, tuning=Full(update=InBackward(clip=ClipByNorm(max_norm=1.0)))))

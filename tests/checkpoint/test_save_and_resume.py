@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 
 from checkpoint.killed_saves import same, save, state_of
 from fitune.checkpoint.resume import load_checkpoint, newest_checkpoint
-from fitune.checkpoint.save import checkpoint_bytes
+from fitune.checkpoint.save import share_bytes
+from fitune.checkpoint.slices import share_of
 from fitune.checkpoint.state import TrainState, tensor_chunks, tensors_bytes
 from fitune.errors import CheckpointError
 
@@ -112,7 +113,7 @@ def test_an_empty_tensor_is_refused_by_name(tmp_path):
 
 def test_the_bytes_asked_for_are_enough(tmp_path):
     path = save(tmp_path, state_of(1), keep=1, eval_loss=None)
-    assert sum(file.stat().st_size for file in path.iterdir()) <= checkpoint_bytes(state_of(1))
+    assert sum(file.stat().st_size for file in path.iterdir()) <= share_bytes(share_of(state_of(1), rank=0))
 
 
 def test_only_temporary_folders_of_dead_processes_are_removed(tmp_path):

@@ -2,8 +2,7 @@
 
 import json
 import weakref
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -21,22 +20,22 @@ CARD = "# what it is\n"
 WORDS = {"chat_template": TEMPLATE, "card": CARD}
 
 
-def on_meta(folder: Path):
+def on_meta(folder):
     with torch.device("meta"):
         return empty_model(read_config(str(folder)))
 
 
-def of(base: Path, weights: Mapping[str, Tensor]) -> dict[str, object]:
+def of(base, weights):
     return {"weights": weights, "base_path": str(base), **WORDS}
 
 
 class Counted(Mapping[str, Tensor]):
     """Weights of which each is made when it is asked for; knows the most bytes of them that were alive at once."""
 
-    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, weights):
         self.weights, self.alive, self.most_bytes, self.asked = weights, 0, 0, list[str]()
 
-    def __getitem__(self, name: str) -> Tensor:
+    def __getitem__(self, name):
         self.asked.append(name)
         made = self.weights[name].clone()
         self.alive += made.nbytes
@@ -44,21 +43,21 @@ class Counted(Mapping[str, Tensor]):
         weakref.finalize(made, self._gone, made.nbytes)
         return made
 
-    def _gone(self, size: int) -> None:
+    def _gone(self, size):
         self.alive -= size
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self):
         return iter(self.weights)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.weights)
 
 
-def texts_of(folder: Path) -> dict[str, str]:
+def texts_of(folder):
     return {file.name: file.read_text() for file in folder.iterdir() if file.suffix != ".safetensors"}
 
 
-def same_tensors(one: Path, other: Path) -> bool:
+def same_tensors(one, other):
     ours, theirs = (
         {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
         for folder in (one, other)
@@ -68,9 +67,7 @@ def same_tensors(one: Path, other: Path) -> bool:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_full_model_is_the_one_that_is_written_whole(
-    tmp_path: Path, tied: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_model_is_the_one_that_is_written_whole(tmp_path, tied, dtype, monkeypatch):
     model = tiny_base(tmp_path / "base", tied=tied)
     export_full(model, byte_tokenizer(), tmp_path / "whole", dtype=dtype, **WORDS)
     weights = Counted(dict(model.named_parameters()))
@@ -82,7 +79,7 @@ def test_a_full_model_is_the_one_that_is_written_whole(
     assert texts_of(tmp_path / "streamed") == texts_of(tmp_path / "whole")
 
 
-def test_one_tensor_is_held_at_a_time_whatever_the_model_takes(tmp_path: Path) -> None:
+def test_one_tensor_is_held_at_a_time_whatever_the_model_takes(tmp_path):
     model = tiny_base(tmp_path / "base")
     weights = Counted(dict(model.named_parameters()))
     words = of(tmp_path / "base", weights)
@@ -92,9 +89,7 @@ def test_one_tensor_is_held_at_a_time_whatever_the_model_takes(tmp_path: Path) -
     assert weights.most_bytes < sum(sizes) / 2
 
 
-def test_a_large_model_is_written_as_shards_with_an_index(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_model_is_written_as_shards_with_an_index(tmp_path, monkeypatch):
     model = tiny_base(tmp_path / "base")
     weights = {name: p.detach() for name, p in model.named_parameters()}
     pieces = {n: Piece(torch.empty_like(w, device="meta"), lambda w=w: w) for n, w in weights.items()}
@@ -112,9 +107,7 @@ def test_a_large_model_is_written_as_shards_with_an_index(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_adapter_and_merged_model_are_those_that_are_written_whole(
-    tmp_path: Path, dtype: torch.dtype
-) -> None:
+def test_adapter_and_merged_model_are_those_that_are_written_whole(tmp_path, dtype):
     model = with_adapter(tiny_base(tmp_path / "base"))
     base = str(tmp_path / "base")
     export_adapter(model, byte_tokenizer(), tmp_path / "adapter", base=base, **WORDS)
@@ -130,7 +123,7 @@ def test_adapter_and_merged_model_are_those_that_are_written_whole(
         assert texts_of(tmp_path / kind) == texts_of(tmp_path / f"{kind}2")
 
 
-def test_a_weight_that_is_not_finite_is_named_and_not_exported(tmp_path: Path) -> None:
+def test_a_weight_that_is_not_finite_is_named_and_not_exported(tmp_path):
     weights = dict(tiny_base(tmp_path / "base").named_parameters())
     odd = "model.layers.1.mlp.up_proj.weight"
     weights[odd] = weights[odd].detach().clone().fill_(float("nan"))
@@ -141,13 +134,11 @@ def test_a_weight_that_is_not_finite_is_named_and_not_exported(tmp_path: Path) -
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base"]
 
 
-def test_files_that_are_not_what_was_written_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_that_are_not_what_was_written_are_refused(tmp_path, monkeypatch):
     weights = dict(tiny_base(tmp_path / "base").named_parameters())
     write = layout.write_synced
 
-    def rotten(path: Path, chunks: object) -> None:
+    def rotten(path, chunks):
         write(path, chunks)
         content = bytearray(path.read_bytes())
         content[-3] ^= 1
@@ -161,7 +152,7 @@ def test_files_that_are_not_what_was_written_are_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_wrong_merge_is_refused_by_its_law(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_merge_is_refused_by_its_law(tmp_path, monkeypatch):
     model = with_adapter(tiny_base(tmp_path / "base"))
     weights = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     right = export.merged

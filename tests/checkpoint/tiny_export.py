@@ -1,15 +1,12 @@
 """A Llama of 30 thousand parameters, a byte tokenizer and an adapter with something in it."""
 
-from pathlib import Path
-
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 
@@ -17,7 +14,7 @@ TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 TARGETS = ("q_proj", "v_proj", "down_proj")
 
 
-def tiny_base(folder: Path, *, tied: bool = False, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def tiny_base(folder, *, tied=False, dtype=torch.float32):
     """Random weights written to ``folder`` and loaded from there, as a run would."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -28,7 +25,7 @@ def tiny_base(folder: Path, *, tied: bool = False, dtype: torch.dtype = torch.fl
     return AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
 
 
-def with_adapter(base: PreTrainedModel, *, rank: int = 4, zero: bool = False) -> PeftModel:
+def with_adapter(base, *, rank=4, zero=False):
     """LoRA on ``TARGETS``; B is random unless ``zero``, so that the adapter changes the logits."""
     torch.manual_seed(1)
     config = LoraConfig(r=rank, lora_alpha=8, target_modules=list(TARGETS), task_type="CAUSAL_LM")
@@ -39,7 +36,7 @@ def with_adapter(base: PreTrainedModel, *, rank: int = 4, zero: bool = False) ->
     return model
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
+def byte_tokenizer():
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -29,7 +29,7 @@ class Exchange:
     parts: dict[int, Tensor] = field(default_factory=dict)
     barrier: threading.Barrier = field(default_factory=lambda: threading.Barrier(RANKS))
 
-    def summed(self, part: Tensor) -> Tensor:
+    def summed(self, part):
         self.parts[threading.get_ident()] = part.clone()
         self.barrier.wait(timeout=120)
         total = torch.stack(list(self.parts.values())).sum(dim=0)
@@ -45,17 +45,17 @@ class ByThreads(Division):
 
     exchange: Exchange
 
-    def summed(self, part: Tensor) -> Tensor:
+    def summed(self, part):
         return self.exchange.summed(part)
 
 
-def shares(whole: Tensor, dim: int) -> list[Tensor]:
+def shares(whole, dim):
     """As FSDP2 divides: the last ranks have less, or nothing."""
     parts = [part.clone() for part in whole.chunk(RANKS, dim=dim)]
     return parts + [whole.narrow(dim, 0, 0).clone()] * (RANKS - len(parts))
 
 
-def stepped(weight: Tensor, gradients: list[Tensor], divisions: dict[str, Division]) -> AdaLomoRule:
+def stepped(weight, gradients, divisions):
     rule = AdaLomoRule({"w": Parameter(weight)}, weight_decay=0.1, divisions=divisions)
     for gradient in gradients:
         rule.begin()
@@ -64,14 +64,14 @@ def stepped(weight: Tensor, gradients: list[Tensor], divisions: dict[str, Divisi
 
 
 @pytest.mark.parametrize(("shape", "dim"), SHAPES)
-def test_ranks_with_shares_step_as_one_with_all(shape: tuple[int, ...], dim: int) -> None:
+def test_ranks_with_shares_step_as_one_with_all(shape, dim):
     torch.manual_seed(0)
     weight, gradients = torch.randn(shape), [torch.randn(shape) for _ in range(STEPS)]
     alone = stepped(weight.clone(), gradients, {})
     division = ByThreads(shape=torch.Size(shape), dim=dim, exchange=Exchange())
-    found: dict[int, AdaLomoRule] = {}
+    found = {}
 
-    def one_rank(rank: int) -> None:
+    def one_rank(rank):
         own = [shares(gradient, dim)[rank] for gradient in gradients]
         found[rank] = stepped(shares(weight, dim)[rank], own, {"w": division})
 

@@ -15,7 +15,7 @@ bitsandbytes = pytest.importorskip("bitsandbytes")
 CHOICE = AdamW8bit(beta2=0.99, weight_decay=0.1)
 
 
-def parameters(dtype: torch.dtype = torch.float32) -> dict[str, Parameter]:
+def parameters(dtype=torch.float32):
     """A matrix of several blocks and a rest, a small matrix and a vector."""
     generator = torch.Generator().manual_seed(0)
     shapes = {"matrix": (70, 65), "small": (8, 16), "vector": (5000,)}
@@ -24,14 +24,14 @@ def parameters(dtype: torch.dtype = torch.float32) -> dict[str, Parameter]:
     }
 
 
-def set_gradients(weights: dict[str, Parameter], seed: int) -> None:
+def set_gradients(weights, seed):
     generator = torch.Generator().manual_seed(seed)
     for weight in weights.values():
         weight.grad = torch.randn(weight.shape, generator=generator).to(weight.dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_is_the_librarys_bit_for_bit(dtype: torch.dtype) -> None:
+def test_it_is_the_librarys_bit_for_bit(dtype):
     ours, theirs = parameters(dtype), parameters(dtype)
     optimizer = DirectOptimizer(ours, CHOICE)
     assert isinstance(optimizer.torch_optimizer, EightBitAdamW)
@@ -49,7 +49,7 @@ def test_it_is_the_librarys_bit_for_bit(dtype: torch.dtype) -> None:
             assert torch.equal(ours[name], theirs[name]), (step, name)
 
 
-def test_it_goes_where_adamw_goes() -> None:
+def test_it_goes_where_adamw_goes():
     """Quantised states lose a little: the way after ten steps is the same within some percent."""
     eight, full, start = parameters(), parameters(), parameters()
     optimizers = [DirectOptimizer(eight, CHOICE), DirectOptimizer(full, AdamW(beta2=0.99, weight_decay=0.1))]
@@ -63,7 +63,7 @@ def test_it_goes_where_adamw_goes() -> None:
 
 
 @pytest.mark.parametrize("kind", [DirectOptimizer, MasterOptimizer])
-def test_restored_it_goes_on_bit_for_bit(kind: type) -> None:
+def test_restored_it_goes_on_bit_for_bit(kind):
     weights = parameters(torch.bfloat16)
     optimizer = kind(weights, CHOICE)
     for step in range(2):
@@ -81,7 +81,7 @@ def test_restored_it_goes_on_bit_for_bit(kind: type) -> None:
         assert torch.equal(weight, copies[name])
 
 
-def test_states_take_a_byte_and_a_scale() -> None:
+def test_states_take_a_byte_and_a_scale():
     weight = Parameter(torch.zeros(512, 256))
     optimizer = DirectOptimizer({"weight": weight}, CHOICE)
     weight.grad = torch.ones_like(weight)
@@ -90,7 +90,7 @@ def test_states_take_a_byte_and_a_scale() -> None:
     assert size == 2 * (512 * 256 + 4 * 512)
 
 
-def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(MissingExtra, match=r"fitune\[quant\]"):
         DirectOptimizer(parameters(), CHOICE)

@@ -2,14 +2,12 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from engine.test_lomo import UNCLIPPED, plain, small, steps, used_twice, weights
 from fitune.engine.fused_rules import rule_for
 from fitune.engine.in_backward import InBackwardEngine
 from fitune.engine.plain import PlainEngine
 from fitune.errors import TrainingFailed
-from fitune.models.language_model import LanguageModel
 from fitune.spec.plan import (
     AdamW,
     AdamW8bit,
@@ -17,11 +15,9 @@ from fitune.spec.plan import (
     ClipByValue,
     Full,
     InBackward,
-    Optimizer,
     Precision,
     Sgd,
 )
-from fitune.spec.predictions import Phase
 from models.streams import make_rows, stream_of
 from optional_libraries import NEEDS_BITSANDBYTES
 
@@ -39,8 +35,8 @@ OPTIMIZERS = pytest.mark.parametrize(
 
 
 def in_backward(
-    parts: LanguageModel, optimizer: Optimizer, *, clip: ClipByValue | ClipByNorm = NEVER, precision=Precision.FP32
-) -> InBackwardEngine:  # fmt: skip
+    parts, optimizer, *, clip = NEVER, precision=Precision.FP32
+) :  # fmt: skip
     rule = rule_for(
         parts.trained, tuning=Full(update=InBackward(clip=clip)), optimizer=optimizer, precision=precision
     )
@@ -49,15 +45,13 @@ def in_backward(
     )
 
 
-def after_backward(
-    parts: LanguageModel, optimizer: Optimizer, *, max_grad_norm=0.0, precision=Precision.FP32
-) -> PlainEngine:
+def after_backward(parts, optimizer, *, max_grad_norm=0.0, precision=Precision.FP32):
     return PlainEngine(
         parts, parts.trained, optimizer=optimizer, precision=precision, max_grad_norm=max_grad_norm
     )
 
 
-def assert_equal(ours: LanguageModel, theirs: LanguageModel) -> None:
+def assert_equal(ours, theirs):
     for name, tensor in weights(theirs).items():
         assert torch.equal(weights(ours)[name], tensor), name
 
@@ -65,9 +59,7 @@ def assert_equal(ours: LanguageModel, theirs: LanguageModel) -> None:
 @OPTIMIZERS
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
 @pytest.mark.parametrize(("recompute", "chunk"), [(0, 0), (2, 5)], ids=["plain", "recomputed, chunked"])
-def test_it_is_the_plain_engine_bit_for_bit(
-    family: str, optimizer: Optimizer, recompute: int, chunk: int
-) -> None:
+def test_it_is_the_plain_engine_bit_for_bit(family, optimizer, recompute, chunk):
     """Qwen3's head is its embedding, too: its gradient waits until both have added to it."""
     ours, theirs = (small(family, recompute=recompute, chunk=chunk, hidden_size=64) for _ in range(2))
     assert any(p.numel() >= 4096 for p in ours.trained.values())  # smaller ones have no 8-bit states
@@ -80,7 +72,7 @@ def test_it_is_the_plain_engine_bit_for_bit(
 
 @OPTIMIZERS
 @pytest.mark.parametrize("precision", [Precision.BF16, Precision.BF16_MASTER], ids=str)
-def test_it_is_the_plain_engine_in_16_bit_too(optimizer: Optimizer, precision: Precision) -> None:
+def test_it_is_the_plain_engine_in_16_bit_too(optimizer, precision):
     ours, theirs = (small(dtype=torch.bfloat16, recompute=2, hidden_size=64) for _ in range(2))
     found = steps(in_backward(ours, optimizer, precision=precision), 4, rate=0.01)
     assert found == steps(after_backward(theirs, optimizer, precision=precision), 4, rate=0.01)
@@ -89,7 +81,7 @@ def test_it_is_the_plain_engine_in_16_bit_too(optimizer: Optimizer, precision: P
 
 @OPTIMIZERS
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_clipping_by_norm_is_plain_clipping(family: str, optimizer: Optimizer) -> None:
+def test_clipping_by_norm_is_plain_clipping(family, optimizer):
     """The norm is summed up in another order: that is all that differs."""
     ours, theirs = (small(family, recompute=2) for _ in range(2))
     found = steps(in_backward(ours, optimizer, clip=ClipByNorm(max_norm=0.5)), rate=0.01)
@@ -97,7 +89,7 @@ def test_clipping_by_norm_is_plain_clipping(family: str, optimizer: Optimizer) -
     assert found == pytest.approx(expected, rel=1e-5)
 
 
-def test_clipping_by_value_cuts_every_element() -> None:
+def test_clipping_by_value_cuts_every_element():
     ours, theirs = small(), small()
     steps(in_backward(ours, ADAMW, clip=ClipByValue(value=1e-4)), 1)
     engine = after_backward(theirs, ADAMW)
@@ -111,12 +103,12 @@ def test_clipping_by_value_cuts_every_element() -> None:
 
 @OPTIMIZERS
 @pytest.mark.parametrize("clip", [NEVER, ClipByNorm(max_norm=1.0)], ids=["never", "by norm"])
-def test_one_gradient_is_alive_at_a_time(optimizer: Optimizer, clip: ClipByNorm) -> None:
+def test_one_gradient_is_alive_at_a_time(optimizer, clip):
     parts = small(recompute=2)
     engine = in_backward(parts, optimizer, clip=clip)
-    bytes_alive: list[int] = []
+    bytes_alive = []
 
-    def count(_: Tensor) -> None:
+    def count(_):
         bytes_alive.append(sum(p.grad.nbytes for p in parts.trained.values() if p.grad is not None))
 
     for parameter in parts.trained.values():
@@ -133,7 +125,7 @@ def test_one_gradient_is_alive_at_a_time(optimizer: Optimizer, clip: ClipByNorm)
 
 @OPTIMIZERS
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16_MASTER], ids=str)
-def test_its_state_goes_on_here_and_in_the_plain_engine(optimizer: Optimizer, precision: Precision) -> None:
+def test_its_state_goes_on_here_and_in_the_plain_engine(optimizer, precision):
     """Kept under the same names: a run may change its mind."""
     dtype = torch.float32 if precision is Precision.FP32 else torch.bfloat16
     parts = small(dtype=dtype, hidden_size=64)
@@ -152,7 +144,7 @@ def test_its_state_goes_on_here_and_in_the_plain_engine(optimizer: Optimizer, pr
         assert steps(again, 3, rate=0.01) == expected
 
 
-def test_an_overflow_in_fp16_changes_nothing_but_the_scale() -> None:
+def test_an_overflow_in_fp16_changes_nothing_but_the_scale():
     parts = small(dtype=torch.float16)
     engine = in_backward(parts, ADAMW, precision=Precision.FP16)
     assert engine.loss_scale is not None
@@ -167,7 +159,7 @@ def test_an_overflow_in_fp16_changes_nothing_but_the_scale() -> None:
     assert losses == sorted(losses, reverse=True)
 
 
-def test_gradients_that_are_not_finite_stop_the_run() -> None:
+def test_gradients_that_are_not_finite_stop_the_run():
     for clip, said in ((ClipByNorm(max_norm=1.0), "nothing was updated"), (NEVER, "have used them already")):
         parts = small()
         with torch.no_grad():
@@ -176,18 +168,18 @@ def test_gradients_that_are_not_finite_stop_the_run() -> None:
             steps(in_backward(parts, ADAMW, clip=clip), 1)
 
 
-def test_sgd_in_backward_is_lomo() -> None:
+def test_sgd_in_backward_is_lomo():
     ours, theirs = small(), small()
     assert steps(in_backward(ours, Sgd(), clip=UNCLIPPED)) == steps(plain(theirs))
     assert_equal(ours, theirs)
 
 
-def steps_on_one_batch(engine: InBackwardEngine, *, rate: float) -> float:
+def steps_on_one_batch(engine, *, rate):
     stream = stream_of(make_rows((9, 14)))
     loss = engine.forward_backward(stream, supervised_tokens=22, enter_phase=_nothing)
     engine.update(learning_rate=rate, enter_phase=_nothing)
     return loss.item()
 
 
-def _nothing(phase: Phase) -> None:
+def _nothing(phase):
     """Nobody measures."""

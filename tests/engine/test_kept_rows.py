@@ -1,9 +1,7 @@
 """A rank of a divided model keeps its rows as it reads: bit for bit those of a model that was whole, in their room."""
 
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,10 +14,9 @@ from faults.budgets import Budget
 from fitune.engine.kept_rows import divided
 from fitune.engine.ranks import local_part
 from fitune.spec.model.model_config import load_model_spec
-from fitune.spec.plan import Dense, Hqq, Lora, Nf4, Plan, Quantiser, Zero
+from fitune.spec.plan import Dense, Hqq, Lora, Nf4, Zero
 from fitune.spec.recipe.targets import resolve_targets
-from fitune.train import prepare as preparing
-from fitune.train.prepare import Prepared, prepare
+from fitune.train.prepare import prepare
 from models.tiny_models import tiny_model
 from plans import CPU, plan_for
 
@@ -30,7 +27,7 @@ DENSE = Dense()
 
 
 @contextmanager
-def one_of(world: int, rank: int) -> Iterator[None]:
+def one_of(world, rank):
     """A group in which this process is ``rank`` and the others are silent."""
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
@@ -39,7 +36,7 @@ def one_of(world: int, rank: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def plan_on(folder: Path, *, world: int, tuning: str = "lora", base: Dense | Quantiser = DENSE) -> Plan:
+def plan_on(folder, *, world, tuning="lora", base=DENSE):
     spec = load_model_spec(str(folder))
     sharding = Zero(stage=3, backend="fsdp")
     hardware = replace(CPU, gpus_per_node=world)
@@ -51,14 +48,14 @@ def plan_on(folder: Path, *, world: int, tuning: str = "lora", base: Dense | Qua
     return replace(plan, tuning=lora)
 
 
-def tensors_of(prepared: Prepared) -> dict[str, torch.Tensor]:
+def tensors_of(prepared):
     whole = prepared.model.whole
     return {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
 
 
-def divided_later(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> Prepared:
+def divided_later(plan, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr(preparing, "_kept_rows", lambda plan, mesh: None)
+        patched.setattr("fitune.engine.kept_rows.KeptRows", lambda *_, **__: None)
         return prepare(plan)
 
 
@@ -75,9 +72,9 @@ def divided_later(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> Prepared:
     ids=["llama-nf4", "llama-full", "qwen2-hqq", "tied-full", "gpt2-nf4", "experts-nf4"],
 )
 def test_shares_kept_while_reading_are_those_divided_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, tuning: str, base: Dense | Quantiser, world: int,
-    rank: int,
-) -> None:  # fmt: skip
+    tmp_path, monkeypatch, family, tuning, base, world,
+    rank,
+) :  # fmt: skip
     tiny_model(family).save_pretrained(tmp_path)
     plan = plan_on(tmp_path, world=world, tuning=tuning, base=base)
     with one_of(world, rank):
@@ -98,12 +95,12 @@ def test_shares_kept_while_reading_are_those_divided_later(
 class OfThisRank(Budget):
     """A divided tensor says that it has all its bytes; only the part that is here counts."""
 
-    def _add(self, tensor: torch.Tensor) -> None:
+    def _add(self, tensor):
         if not isinstance(tensor, DTensor):
             super()._add(tensor)
 
 
-def peak_of(make: Callable[[], Prepared]) -> tuple[int, int]:
+def peak_of(make):
     """Bytes at the worst moment of loading, and of what is there in the end."""
     tracker = OfThisRank()
     with tracker:
@@ -113,9 +110,7 @@ def peak_of(make: Callable[[], Prepared]) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(("tuning", "base"), [("full", Dense()), ("lora", Nf4())], ids=["full", "nf4"])
-def test_loading_takes_the_share_and_one_tensor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tuning: str, base: Dense | Quantiser
-) -> None:
+def test_loading_takes_the_share_and_one_tensor(tmp_path, monkeypatch, tuning, base):
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # other threads are not counted
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": 500}
     tiny_model(**sizes).save_pretrained(tmp_path, max_shard_size="1MB")
@@ -128,7 +123,7 @@ def test_loading_takes_the_share_and_one_tensor(
     assert before > 2 * peak
 
 
-def test_rows_on_the_host_stay_there_whatever_device_the_mesh_is_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_on_the_host_stay_there_whatever_device_the_mesh_is_of(monkeypatch):
     """torch moves a share to the mesh's device, and FSDP2 then refuses parameters that are to be on the host.
 
     A mesh of "meta" devices stands for one of GPUs: a share that was moved there has lost its content.

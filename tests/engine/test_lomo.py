@@ -4,14 +4,12 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from fitune.engine.fused_rules import Division, rule_for
 from fitune.engine.in_backward import InBackwardEngine
 from fitune.engine.plain import PlainEngine
-from fitune.engine.protocol import Engine
 from fitune.errors import TrainingFailed
-from fitune.models.language_model import LanguageModel, language_model, recompute_blocks
+from fitune.models.language_model import language_model, recompute_blocks
 from fitune.spec.plan import (
     ChunkedLoss,
     ClipByNorm,
@@ -28,16 +26,14 @@ from models.tiny_models import tiny_model
 UNCLIPPED = ClipByValue(value=math.inf)
 
 
-def small(
-    family: str = "llama", *, recompute: int = 0, chunk: int = 0, dtype=torch.float32, **changes: object
-) -> LanguageModel:
+def small(family="llama", *, recompute=0, chunk=0, dtype=torch.float32, **changes):
     model = tiny_model(family, **changes).to(dtype).train().requires_grad_(True)
     parts = language_model(model, ChunkedLoss(chunk_tokens=chunk) if chunk else PlainLoss())
     recompute_blocks(parts.blocks, Recompute(blocks=recompute), has_dropout=False)
     return parts
 
 
-def lomo(parts: LanguageModel, *, adaptive=False, clip=UNCLIPPED, weight_decay=0.0, precision=Precision.FP32):
+def lomo(parts, *, adaptive=False, clip=UNCLIPPED, weight_decay=0.0, precision=Precision.FP32):
     rule = rule_for(
         parts.trained, tuning=Lomo(adaptive=adaptive, clip=clip), optimizer=Sgd(weight_decay=weight_decay),
         precision=precision,
@@ -47,19 +43,19 @@ def lomo(parts: LanguageModel, *, adaptive=False, clip=UNCLIPPED, weight_decay=0
     )
 
 
-def used_twice(parts: LanguageModel) -> list[str]:
+def used_twice(parts):
     both = {id(p) for p in parts.head.parameters()} & {id(p) for p in parts.body.parameters()}
     return [name for name, p in parts.trained.items() if id(p) in both]
 
 
-def plain(parts: LanguageModel, *, max_grad_norm=0.0, weight_decay=0.0) -> PlainEngine:
+def plain(parts, *, max_grad_norm=0.0, weight_decay=0.0):
     return PlainEngine(
         parts, parts.trained, optimizer=Sgd(weight_decay=weight_decay), precision=Precision.FP32,
         max_grad_norm=max_grad_norm,
     )  # fmt: skip
 
 
-def steps(engine: Engine, count: int = 3, *, rate: float = 0.05) -> list[float]:
+def steps(engine, count=3, *, rate=0.05):
     losses = []
     for step in range(count):
         stream = stream_of(make_rows((9, 14), seed=step), unsupervised_prefix=3)
@@ -71,7 +67,7 @@ def steps(engine: Engine, count: int = 3, *, rate: float = 0.05) -> list[float]:
     return losses
 
 
-def weights(parts: LanguageModel) -> dict[str, Tensor]:
+def weights(parts):
     return {name: p.detach().clone() for name, p in parts.trained.items()}
 
 
@@ -79,7 +75,7 @@ def weights(parts: LanguageModel) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("recompute", "chunk", "weight_decay"), [(0, 0, 0.0), (3, 5, 0.1)], ids=["plain", "recomputed, chunked, decayed"]
 )  # fmt: skip
-def test_lomo_is_sgd_bit_for_bit(family: str, recompute: int, chunk: int, weight_decay: float) -> None:
+def test_lomo_is_sgd_bit_for_bit(family, recompute, chunk, weight_decay):
     """Tied weights too: their gradient waits until head and embedding have both added to it."""
     ours, theirs = (small(family, recompute=recompute, chunk=chunk) for _ in range(2))
     found = steps(lomo(ours, weight_decay=weight_decay))
@@ -92,7 +88,7 @@ def test_lomo_is_sgd_bit_for_bit(family: str, recompute: int, chunk: int, weight
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("recompute", [0, 2])
-def test_clipping_by_norm_is_plain_clipping(family: str, recompute: int) -> None:
+def test_clipping_by_norm_is_plain_clipping(family, recompute):
     """Two passes, each over the whole norm: of the head, the body, and what is both."""
     ours, theirs = (small(family, recompute=recompute) for _ in range(2))
     found = steps(lomo(ours, clip=ClipByNorm(max_norm=0.5)))
@@ -102,7 +98,7 @@ def test_clipping_by_norm_is_plain_clipping(family: str, recompute: int) -> None
         torch.testing.assert_close(weights(ours)[name], tensor, rtol=1e-5, atol=1e-6)
 
 
-def test_the_norm_is_reported_by_one_pass_and_by_two() -> None:
+def test_the_norm_is_reported_by_one_pass_and_by_two():
     stream = stream_of(make_rows((9, 14)))
     norms = []
     for make in (lomo, lambda parts: lomo(parts, clip=ClipByNorm(max_norm=1e-3)), plain):
@@ -112,7 +108,7 @@ def test_the_norm_is_reported_by_one_pass_and_by_two() -> None:
     assert norms[:2] == pytest.approx([norms[2]] * 2, rel=1e-6)
 
 
-def test_clipping_by_value_cuts_every_element() -> None:
+def test_clipping_by_value_cuts_every_element():
     ours, theirs = small(), small()
     steps(lomo(ours, clip=ClipByValue(value=1e-3)), 1, rate=1.0)
     before = weights(theirs)
@@ -128,12 +124,12 @@ def test_clipping_by_value_cuts_every_element() -> None:
 
 @pytest.mark.parametrize("clip", [UNCLIPPED, ClipByNorm(max_norm=1.0)], ids=["value", "norm"])
 @pytest.mark.parametrize("adaptive", [False, True], ids=["lomo", "adalomo"])
-def test_one_gradient_is_alive_at_a_time(adaptive: bool, clip: ClipByValue | ClipByNorm) -> None:
+def test_one_gradient_is_alive_at_a_time(adaptive, clip):
     parts = small(recompute=2)
     engine = lomo(parts, adaptive=adaptive, clip=clip)
-    alive: list[int] = []
+    alive = []
 
-    def count(_: Tensor) -> None:
+    def count(_):
         alive.append(sum(p.grad is not None for p in parts.trained.values()))
 
     for parameter in parts.trained.values():
@@ -147,7 +143,7 @@ def test_one_gradient_is_alive_at_a_time(adaptive: bool, clip: ClipByValue | Cli
     assert all(p.grad is None for p in parts.trained.values())
 
 
-def written_out_adalomo(theta: Tensor, g: Tensor, memory: dict[str, Tensor], t: int, alpha: float) -> Tensor:
+def written_out_adalomo(theta, g, memory, t, alpha):
     """Algorithm 1 of arXiv 2310.10195 with the whole matrix v, in fp64."""
     theta, g = theta.double(), g.double()
     beta = 1 - t**-0.8
@@ -165,7 +161,7 @@ def written_out_adalomo(theta: Tensor, g: Tensor, memory: dict[str, Tensor], t: 
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_adalomo_is_its_algorithm(family: str) -> None:
+def test_adalomo_is_its_algorithm(family):
     ours, theirs = small(family), small(family)
     engine, memories = lomo(ours, adaptive=True), {name: {} for name in theirs.trained}
     for t in range(1, 4):
@@ -182,7 +178,7 @@ def test_adalomo_is_its_algorithm(family: str) -> None:
                 torch.testing.assert_close(ours.trained[name].detach(), p.detach(), rtol=2e-4, atol=2e-5)
 
 
-def test_an_overflow_in_fp16_changes_nothing_but_the_scale() -> None:
+def test_an_overflow_in_fp16_changes_nothing_but_the_scale():
     parts = small(dtype=torch.float16)
     engine = lomo(parts, precision=Precision.FP16)
     assert engine.loss_scale is not None
@@ -204,7 +200,7 @@ def test_an_overflow_in_fp16_changes_nothing_but_the_scale() -> None:
     assert losses == sorted(losses, reverse=True)
 
 
-def test_gradients_that_are_not_finite_stop_the_run() -> None:
+def test_gradients_that_are_not_finite_stop_the_run():
     for clip, said in (
         (ClipByNorm(max_norm=1.0), "nothing was updated"),
         (UNCLIPPED, "the weights have used them already"),
@@ -216,7 +212,7 @@ def test_gradients_that_are_not_finite_stop_the_run() -> None:
             steps(lomo(parts, clip=clip), 1)
 
 
-def test_a_second_micro_batch_is_refused() -> None:
+def test_a_second_micro_batch_is_refused():
     engine, stream = lomo(small()), stream_of(make_rows((9, 14)))
     engine.forward_backward(stream, supervised_tokens=22, enter_phase=lambda phase: None)
     with pytest.raises(TrainingFailed, match="other micro-batches"):
@@ -224,7 +220,7 @@ def test_a_second_micro_batch_is_refused() -> None:
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
-def test_state_continues_where_it_was_taken(adaptive: bool) -> None:
+def test_state_continues_where_it_was_taken(adaptive):
     parts = small()
     engine = lomo(parts, adaptive=adaptive)
     steps(engine, 2)
@@ -241,7 +237,7 @@ def test_state_continues_where_it_was_taken(adaptive: bool) -> None:
 
 
 @pytest.mark.parametrize("shape", [(513, 4), (1300, 3), (2, 1024, 5)])
-def test_column_norms_in_parts_are_those_of_the_whole(shape: tuple[int, ...]) -> None:
+def test_column_norms_in_parts_are_those_of_the_whole(shape):
     """Rounded otherwise: within 1e-6. Up to 512 rows they are the same to the bit."""
     share = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     whole = Division(shape=share.shape)

@@ -1,10 +1,8 @@
 """LOMO against its authors' package, lomo-optim 0.1.1, whose Lomo also runs on a CPU."""
 
 import pytest
-from torch import Tensor
 
 from engine.test_lomo import lomo, small, weights
-from fitune.models.language_model import LanguageModel
 from fitune.spec.plan import ClipByNorm, ClipByValue
 from models.streams import make_rows, stream_of
 
@@ -16,13 +14,13 @@ UNCLIPPED = ClipByValue(value=float("inf"))
 STEPS, RATE = 4, 0.05
 
 
-def steps_of_theirs(parts: LanguageModel, **settings: float) -> None:
+def steps_of_theirs(parts, **settings):
     """Their hooks update while the same loss goes back; it is handed on as a product that has its gradient."""
     theirs = lomo_optim.Lomo(parts.whole, **settings)
     for step in range(STEPS):
         stream = stream_of(make_rows((9, 14), seed=step), unsupervised_prefix=3)
 
-        def loss(stream=stream) -> Tensor:
+        def loss(stream=stream):
             hidden_TD = parts.hidden_states(stream)
             _, gradient_TD = parts.loss_and_gradient(
                 hidden_TD.detach(), stream, scale=1 / stream.supervised_tokens
@@ -34,7 +32,7 @@ def steps_of_theirs(parts: LanguageModel, **settings: float) -> None:
         theirs.fused_backward(loss(), RATE)
 
 
-def steps_of_ours(parts: LanguageModel, **settings: object) -> None:
+def steps_of_ours(parts, **settings):
     engine = lomo(parts, **settings)
     for step in range(STEPS):
         stream = stream_of(make_rows((9, 14), seed=step), unsupervised_prefix=3)
@@ -44,7 +42,7 @@ def steps_of_ours(parts: LanguageModel, **settings: object) -> None:
         engine.update(learning_rate=RATE, enter_phase=lambda phase: None)
 
 
-def largest_difference(family: str, ours: dict, theirs: dict) -> float:
+def largest_difference(family, ours, theirs):
     """Of any weight, in units of the longest way that one of them has gone."""
     start, one, other = (small(family) for _ in range(3))
     if "weight_decay" in theirs:  # they decay vectors, too
@@ -64,7 +62,7 @@ def largest_difference(family: str, ours: dict, theirs: dict) -> float:
     [({"clip": UNCLIPPED}, {}), ({"clip": ClipByValue(value=1e-2)}, {"clip_grad_value": 1e-2})],
     ids=["unclipped", "by value"],
 )
-def test_lomo_is_its_authors_bit_for_bit(ours: dict, theirs: dict) -> None:
+def test_lomo_is_its_authors_bit_for_bit(ours, theirs):
     assert largest_difference("llama", ours, theirs) == 0
 
 
@@ -77,6 +75,6 @@ def test_lomo_is_its_authors_bit_for_bit(ours: dict, theirs: dict) -> None:
     ],
     ids=["by norm", "weight decay", "tied"],
 )
-def test_lomo_agrees_with_its_authors(family: str, ours: dict, theirs: dict) -> None:
+def test_lomo_agrees_with_its_authors(family, ours, theirs):
     """They add 1e-6 to the norm, decay before the step, and step a tied weight twice."""
     assert largest_difference(family, ours, theirs) < 1e-4

@@ -6,7 +6,7 @@ from fitune.engine.gradient_scale import LossScale
 from fitune.errors import TrainingFailed
 
 
-def test_it_halves_and_doubles() -> None:
+def test_it_halves_and_doubles():
     scale = LossScale(value=8.0, growth_interval=2)
     scale.update(overflowed=True)
     assert scale.value == 4.0
@@ -15,7 +15,7 @@ def test_it_halves_and_doubles() -> None:
     assert scale.value == 8.0
 
 
-def test_overflows_at_the_smallest_scale_end_the_run() -> None:
+def test_overflows_at_the_smallest_scale_end_the_run():
     """Every such step is skipped: without an end the run would go through all its data and learn nothing."""
     scale = LossScale(value=4.0, patience=3)
     for _ in range(2 + 2):
@@ -25,7 +25,7 @@ def test_overflows_at_the_smallest_scale_end_the_run() -> None:
     assert "bf16-master" in str(caught.value.hint)
 
 
-def test_one_good_step_gives_hope_again() -> None:
+def test_one_good_step_gives_hope_again():
     scale = LossScale(value=1.0, patience=3)
     for _ in range(5):
         scale.update(overflowed=True)

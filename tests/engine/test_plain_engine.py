@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM, Trainer
 
 from fitune.engine.fused_rules import rule_for
@@ -14,7 +14,7 @@ from fitune.engine.gradient_scale import clip_factor, clip_on_device, global_nor
 from fitune.engine.optimizers import DirectOptimizer, MasterOptimizer, set_learning_rate, takes_decay
 from fitune.engine.plain import PlainEngine
 from fitune.errors import TrainingFailed
-from fitune.spec.plan import AdamW, ClipByValue, Full, Lomo, Optimizer, Precision, Sgd
+from fitune.spec.plan import AdamW, ClipByValue, Full, Lomo, Precision, Sgd
 from fitune.spec.predictions import Phase
 from train.test_traced_walks import bench
 
@@ -24,33 +24,31 @@ UNCLIPPED = ClipByValue(value=math.inf)
 class Regression(nn.Module):
     """The smallest thing with a hidden state and a loss: squares of a linear map."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, dtype=torch.float32):
         super().__init__()
         torch.manual_seed(0)
         self.linear = nn.Linear(6, 4, dtype=dtype)
 
-    def hidden_states(self, batch: Tensor) -> Tensor:
+    def hidden_states(self, batch):
         return self.linear(batch.to(self.linear.weight.dtype))
 
-    def loss_and_gradient(self, hidden_TD: Tensor, batch: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
+    def loss_and_gradient(self, hidden_TD, batch, *, scale):
         wide = hidden_TD.float()
         return (wide**2).sum(), (2 * wide * scale).to(hidden_TD.dtype)
 
 
-def batches(count: int = 4) -> list[Tensor]:
+def batches(count=4):
     generator = torch.Generator().manual_seed(3)
     return [torch.randn(5, 6, generator=generator) for _ in range(count)]
 
 
-def engine_for(
-    model: Regression, optimizer: Optimizer, *, precision: Precision = Precision.FP32, clip: float = 0.0
-) -> PlainEngine:
+def engine_for(model, optimizer, *, precision=Precision.FP32, clip=0.0):
     return PlainEngine(
         model, dict(model.named_parameters()), optimizer=optimizer, precision=precision, max_grad_norm=clip
     )
 
 
-def run(engine: PlainEngine, data: list[Tensor], *, rate: float = 0.1) -> None:
+def run(engine, data, *, rate=0.1):
     for batch in data:
         engine.forward_backward(batch, supervised_tokens=5, enter_phase=lambda phase: None)
         engine.update(learning_rate=rate, enter_phase=lambda phase: None)
@@ -59,19 +57,19 @@ def run(engine: PlainEngine, data: list[Tensor], *, rate: float = 0.1) -> None:
 class Lookout(Regression):
     """Looks, while its first operation goes back, which of the last hidden states and their gradient are alive."""
 
-    def hidden_states(self, batch: Tensor) -> Tensor:
+    def hidden_states(self, batch):
         first = super().hidden_states(batch)
         first.register_hook(self._look)
         hidden_TD = first * 2
         self.seen = [weakref.ref(hidden_TD)]
         return hidden_TD
 
-    def loss_and_gradient(self, hidden_TD: Tensor, batch: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
+    def loss_and_gradient(self, hidden_TD, batch, *, scale):
         loss, gradient_TD = super().loss_and_gradient(hidden_TD, batch, scale=scale)
         self.seen.append(weakref.ref(gradient_TD))
         return loss, gradient_TD
 
-    def _look(self, _: Tensor) -> None:
+    def _look(self, _):
         self.alive = [tensor() is not None for tensor in self.seen]
 
 
@@ -90,7 +88,7 @@ def test_backward_holds_neither_hidden_states_nor_their_gradient():
         (AdamW(), lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.0)),
     ],
 )
-def test_equals_torch_written_out(ours: Optimizer, theirs: object) -> None:
+def test_equals_torch_written_out(ours, theirs):
     model, reference = Regression(), Regression()
     run(engine_for(model, ours), batches())
     optimizer = theirs(reference.parameters())
@@ -102,7 +100,7 @@ def test_equals_torch_written_out(ours: Optimizer, theirs: object) -> None:
         torch.testing.assert_close(parameter, dict(reference.named_parameters())[name], rtol=1e-5, atol=1e-6)
 
 
-def test_accumulation_equals_one_large_batch() -> None:
+def test_accumulation_equals_one_large_batch():
     whole, parts = Regression(), Regression()
     big = torch.cat(batches(2))
     one, two = engine_for(whole, AdamW()), engine_for(parts, AdamW())
@@ -114,7 +112,7 @@ def test_accumulation_equals_one_large_batch() -> None:
     torch.testing.assert_close(whole.linear.weight, parts.linear.weight)
 
 
-def test_clipping_bounds_the_step_and_reports_the_norm_before() -> None:
+def test_clipping_bounds_the_step_and_reports_the_norm_before():
     model = Regression()
     before = copy.deepcopy(model.linear.weight.data), copy.deepcopy(model.linear.bias.data)
     engine = engine_for(model, Sgd(), clip=0.5)
@@ -125,7 +123,7 @@ def test_clipping_bounds_the_step_and_reports_the_norm_before() -> None:
     assert moved.norm().item() == pytest.approx(0.5, rel=1e-4)
 
 
-def test_bf16_master_keeps_steps_that_bf16_alone_would_lose() -> None:
+def test_bf16_master_keeps_steps_that_bf16_alone_would_lose():
     """A weight near 1 in bf16 moves in steps of 2⁻⁷ or so; a hundred updates of 1e-4 add up only in the master."""
     lost, kept = Regression(torch.bfloat16), Regression(torch.bfloat16)
     for model in (lost, kept):
@@ -137,7 +135,7 @@ def test_bf16_master_keeps_steps_that_bf16_alone_would_lose() -> None:
     assert torch.all(kept.linear.weight < 1)
 
 
-def test_fp16_overflow_skips_the_update_and_halves_the_scale() -> None:
+def test_fp16_overflow_skips_the_update_and_halves_the_scale():
     model = Regression(torch.float16)
     engine = engine_for(model, Sgd(), precision=Precision.FP16)
     before = copy.deepcopy(model.linear.weight.data)
@@ -149,7 +147,7 @@ def test_fp16_overflow_skips_the_update_and_halves_the_scale() -> None:
     assert torch.equal(model.linear.weight, before)
 
 
-def test_fp16_unscales_before_clipping() -> None:
+def test_fp16_unscales_before_clipping():
     model, reference = Regression(torch.float16), Regression()
     reference.load_state_dict({k: v.float() for k, v in model.state_dict().items()})
     norms = []
@@ -163,7 +161,7 @@ def test_fp16_unscales_before_clipping() -> None:
     torch.testing.assert_close(model.linear.weight.float(), reference.linear.weight, rtol=2e-3, atol=1e-3)
 
 
-def test_non_finite_gradients_stop_before_the_update() -> None:
+def test_non_finite_gradients_stop_before_the_update():
     model = Regression()
     engine = engine_for(model, AdamW())
     before = copy.deepcopy(model.state_dict())
@@ -177,7 +175,7 @@ def test_non_finite_gradients_stop_before_the_update() -> None:
 
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16_MASTER, Precision.FP16])
 @pytest.mark.parametrize("optimizer", [AdamW(weight_decay=0.1), Sgd(momentum=0.9), Sgd()])
-def test_state_restores_bit_for_bit(precision: Precision, optimizer: Optimizer) -> None:
+def test_state_restores_bit_for_bit(precision, optimizer):
     dtype = {Precision.FP32: torch.float32, Precision.FP16: torch.float16}.get(precision, torch.bfloat16)
     straight, resumed = Regression(dtype), Regression(dtype)
     first, second = batches(6)[:3], batches(6)[3:]
@@ -192,9 +190,9 @@ def test_state_restores_bit_for_bit(precision: Precision, optimizer: Optimizer) 
     assert torch.equal(straight.linear.bias, resumed.linear.bias)
 
 
-def test_phases_come_in_order() -> None:
+def test_phases_come_in_order():
     engine = engine_for(Regression(), Sgd())
-    seen: list[Phase] = []
+    seen = []
     engine.forward_backward(batches()[0], supervised_tokens=5, enter_phase=seen.append)
     engine.update(learning_rate=0.1, enter_phase=seen.append)
     assert seen == [Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.UPDATE]
@@ -202,7 +200,7 @@ def test_phases_come_in_order() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("optimizer", [Sgd(), Sgd(momentum=0.9), Sgd(weight_decay=0.1), AdamW()], ids=str)
-def test_every_weight_moves_in_16_bit(optimizer: Optimizer, dtype: torch.dtype) -> None:
+def test_every_weight_moves_in_16_bit(optimizer, dtype):
     """torch's fused SGD passes over whole vectors of them on a CPU."""
     weight = nn.Parameter(torch.ones(100, 3, dtype=dtype))
     direct = DirectOptimizer({"weight": weight}, optimizer)
@@ -214,7 +212,7 @@ def test_every_weight_moves_in_16_bit(optimizer: Optimizer, dtype: torch.dtype) 
 @pytest.mark.parametrize(
     "tuning", [Full(), Lomo(adaptive=True, clip=UNCLIPPED), Lomo(adaptive=False, clip=UNCLIPPED)]
 )
-def test_biases_of_two_axes_take_no_weight_decay(tuning: Full | Lomo) -> None:
+def test_biases_of_two_axes_take_no_weight_decay(tuning):
     """gpt-oss has one bias for each expert: ``gate_up_proj_bias``. Without a gradient only decay moves a weight."""
     names = ("experts.gate_up_proj", "experts.gate_up_proj_bias", "linear.bias", "norm.weight")
     shapes = ((2, 3), (2, 3), (3,), (3,))
@@ -234,7 +232,7 @@ def test_biases_of_two_axes_take_no_weight_decay(tuning: Full | Lomo) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3_next", "jamba"])
-def test_of_matrices_those_decay_that_decay_in_trainer(model_type: str) -> None:
+def test_of_matrices_those_decay_that_decay_in_trainer(model_type):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(bench().small_config(model_type))
     theirs = Trainer.get_decay_parameter_names(None, model)
@@ -243,7 +241,7 @@ def test_of_matrices_those_decay_that_decay_in_trainer(model_type: str) -> None:
     assert "experts.gate_up_proj_bias" not in " ".join(theirs)
 
 
-def test_decay_in_fp16_does_not_overflow_beside_a_scaled_gradient() -> None:
+def test_decay_in_fp16_does_not_overflow_beside_a_scaled_gradient():
     weight = nn.Parameter(torch.full((2, 2), 200.0, dtype=torch.float16))
     rule = rule_for(
         {"w": weight}, tuning=Lomo(adaptive=False, clip=UNCLIPPED), optimizer=Sgd(weight_decay=0.01),
@@ -253,9 +251,7 @@ def test_decay_in_fp16_does_not_overflow_beside_a_scaled_gradient() -> None:
     torch.testing.assert_close(weight.data, torch.full((2, 2), 200 * 0.999 - 0.025).half())
 
 
-def one_by_one(
-    model: Regression, masters: dict[str, Tensor], optimizer: torch.optim.Optimizer, limit: float
-) -> None:
+def one_by_one(model, masters, optimizer, limit):
     """The update of fp32 masters as it is written down: every tensor by itself, and the norm is read first."""
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     norm = torch.linalg.vector_norm(
@@ -272,10 +268,8 @@ def one_by_one(
 
 @pytest.mark.parametrize("limit", [0.05, 1e6])
 @pytest.mark.parametrize("tensors", [1, 7])
-def test_masters_stepped_together_are_bit_for_bit_those_stepped_one_by_one(
-    limit: float, tensors: int
-) -> None:
-    def made() -> nn.Module:
+def test_masters_stepped_together_are_bit_for_bit_those_stepped_one_by_one(limit, tensors):
+    def made():
         torch.manual_seed(0)
         return nn.Sequential(*(nn.Linear(5, 5, dtype=torch.bfloat16) for _ in range(tensors)))
 
@@ -297,7 +291,7 @@ def test_masters_stepped_together_are_bit_for_bit_those_stepped_one_by_one(
         assert parameter.grad is None
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing_though_nobody_has_read_it() -> None:
+def test_a_gradient_that_is_not_finite_changes_nothing_though_nobody_has_read_it():
     model = Regression(torch.bfloat16)
     engine = engine_for(model, AdamW(), precision=Precision.BF16_MASTER)
     run(engine, batches())
@@ -313,7 +307,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_though_nobody_has_read_it
 @pytest.mark.parametrize("norm", [0.0, 0.3, 1.0, 7.3, 2.0**40, math.inf, math.nan])
 @pytest.mark.parametrize("limit", [0.0, 1.0])
 @pytest.mark.parametrize("scale", [1.0, 2.0**16])
-def test_a_clip_factor_on_the_device_is_the_one_of_the_host(norm: float, limit: float, scale: float) -> None:
+def test_a_clip_factor_on_the_device_is_the_one_of_the_host(norm, limit, scale):
     found = clip_on_device(torch.tensor(norm), max_norm=limit, scale=scale)
     if not math.isfinite(norm):
         assert found.isnan()

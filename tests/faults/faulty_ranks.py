@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from fitune.cli import main
 from fitune.errors import DataError, MissingExtra
@@ -24,19 +23,19 @@ from fitune.report import run_page
 from fitune.session import fresh_process
 
 
-def raise_value_error() -> None:
+def raise_value_error():
     raise ValueError("a fault of the test")
 
 
-def raise_data_error() -> None:
+def raise_data_error():
     raise DataError("row 7 of the test cannot be read", hint="another row")
 
 
-def fill_disk() -> None:
+def fill_disk():
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/full/shard")
 
 
-def fill_disk_of_save() -> None:
+def fill_disk_of_save():
     """From now on no file of a checkpoint can be written, and this rank is slow to leave its group: the agent stops
     it before it ends."""
     import torch.distributed as dist
@@ -44,43 +43,43 @@ def fill_disk_of_save() -> None:
     in_next_save(fill_disk)
     leave = dist.destroy_process_group
 
-    def leave_late(*words: Any) -> None:
+    def leave_late(*words):
         time.sleep(2.0)
         leave(*words)
 
     dist.destroy_process_group = leave_late
 
 
-def kill_in_save() -> None:
+def kill_in_save():
     in_next_save(kill)
 
 
-def in_next_save(fault: Callable[[], None]) -> None:
+def in_next_save(fault):
     from fitune.checkpoint import save
 
-    def failing(path: Any, chunks: Any) -> Any:
+    def failing(path, chunks):
         fault()
 
     save.write_hashed = failing
 
 
-def kill() -> None:
+def kill():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def crash() -> None:
+def crash():
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
-def hang() -> None:
+def hang():
     time.sleep(3600)
 
 
-def freeze() -> None:
+def freeze():
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def pause() -> None:
+def pause():
     """Be stopped for four seconds, as by a full disk or a machine that swaps."""
     own = os.getpid()
     is_stopped = f"grep -q '^State:.T' /proc/{own}/status"
@@ -88,11 +87,11 @@ def pause() -> None:
     os.kill(own, signal.SIGSTOP)
 
 
-def lack_a_module() -> None:
+def lack_a_module():
     importlib.import_module("no_such_module_for_this_test")
 
 
-def wait() -> None:
+def wait():
     """Say READY to whoever started the program and wait for a signal or a file beside the run."""
     os.write(1, b"READY\n")
     for _ in range(60_000):
@@ -101,17 +100,17 @@ def wait() -> None:
             break
 
 
-def draw_nothing(run: object) -> None:
+def draw_nothing(run):
     raise MissingExtra("pictures", extra="plots")
 
 
-def write_down_signals() -> None:
+def write_down_signals():
     """Let a file beside GO have a byte for every signal, also while this rank waits in torch for the others."""
     heard = _heard(Path(os.environ["GO"]), os.environ["RANK"])
     signal.set_wakeup_fd(os.open(heard, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK))
 
 
-def until_heard(go: Path, *, ranks: tuple[int, ...] = (0, 1), signals: int = 1) -> None:
+def until_heard(go, *, ranks=(0, 1), signals=1):
     """Wait until each of the ranks has so many signals."""
     until = time.monotonic() + 120
     for heard in (_heard(go, rank) for rank in ranks):
@@ -120,7 +119,7 @@ def until_heard(go: Path, *, ranks: tuple[int, ...] = (0, 1), signals: int = 1) 
             time.sleep(0.01)
 
 
-def _heard(go: Path, rank: object) -> Path:
+def _heard(go, rank):
     return go.with_name(f"heard by rank {rank}")
 
 
@@ -133,12 +132,12 @@ FAULTS: dict[str, Callable[[], None]] = {
 }  # fmt: skip
 
 
-def fail_in(call: int, fault: Callable[[], None]) -> None:
+def fail_in(call, fault):
     from fitune.models.language_model import LanguageModel
 
     real, calls = LanguageModel.loss_and_gradient, [0]
 
-    def failing(*words: Any, **named: Any) -> Any:
+    def failing(*words, **named):
         calls[0] += 1
         if calls[0] == call:
             fault()

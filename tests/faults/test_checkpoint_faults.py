@@ -14,8 +14,7 @@ import pytest
 
 from checkpoint import killed_saves
 from checkpoint.killed_saves import same, save, state_of
-from fitune.checkpoint.commit import read_commit, verify
-from fitune.checkpoint.durable import sealed
+from fitune.checkpoint.commit import read_commit, sealed, verify
 from fitune.checkpoint.resume import load_checkpoint, newest_checkpoint
 from fitune.errors import CheckpointError
 from fitune.spec.serial import to_json
@@ -77,17 +76,17 @@ def test_a_folder_without_commit_is_named_and_refused_by_path(two_saved):
 # Row 4: truncated, one byte flipped, missing, zero-size
 
 
-def truncate(file: Path):
+def truncate(file):
     os.truncate(file, file.stat().st_size - 1)
 
 
-def flip_a_byte(file: Path):
+def flip_a_byte(file):
     content = bytearray(file.read_bytes())
     content[-3] ^= 1
     file.write_bytes(content)
 
 
-def empty(file: Path):
+def empty(file):
     os.truncate(file, 0)
 
 
@@ -122,7 +121,7 @@ def test_damage_everywhere_leaves_no_checkpoint_and_two_warnings(two_saved):
     assert (found.path, len(found.warnings)) == (None, 2)
 
 
-def every_byte(file: Path):
+def every_byte(file):
     """The content of ``file`` with each of its bytes changed in turn, with every tenth left out, and longer."""
     content = file.read_bytes()
     for place in range(len(content)):
@@ -151,7 +150,7 @@ def test_a_step_that_was_changed_in_both_places_is_seen(two_saved):
         load_checkpoint(path)
 
 
-def resealed(path: Path, **changes: object) -> None:
+def resealed(path, **changes):
     commit = sealed(dataclasses.replace(read_commit(path), **changes))
     (path / "COMMIT").write_text(to_json(commit))
 
@@ -206,7 +205,7 @@ def test_too_little_space_is_refused_before_anything_is_written(two_saved, monke
     assert names(two_saved) == ["LINE", "latest", "step-1", "step-2"]
 
 
-def full_disk_after(writes: int, monkeypatch):
+def full_disk_after(writes, monkeypatch):
     left, write = [writes], os.write
 
     def full(handle, content):

@@ -9,7 +9,6 @@ import pytest
 
 from fitune.checkpoint.state import TrainState
 from fitune.errors import CheckpointError
-from fitune.spec.plan import Plan
 from fitune.spec.serial import from_json, to_data
 from fitune.train.resume import where_to_start
 
@@ -30,12 +29,12 @@ SHAPES = {
 
 
 @pytest.fixture(scope="session")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def finished(tmp_path_factory):
     return {"run": tmp_path_factory.mktemp("finished") / "run"}
 
 
 @pytest.fixture
-def run(train: Call, finished: dict[str, Path], tmp_path: Path) -> Path:
+def run(train, finished, tmp_path):
     """A copy of one finished run with a checkpoint."""
     if not finished["run"].exists():
         assert train(output_dir=finished["run"], save_steps=1)[0] == 0
@@ -44,7 +43,7 @@ def run(train: Call, finished: dict[str, Path], tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", ["plan.json", "report.json", "estimate.json", "metrics.jsonl"])
-def test_a_file_of_another_shape_is_named(call: Call, run: Path, name: str, shape: str) -> None:
+def test_a_file_of_another_shape_is_named(call, run, name, shape):
     more = b"\n{}\n" if name == "metrics.jsonl" else b""  # its last line may be torn
     (run / name).write_bytes(SHAPES[shape].encode("utf-8", "surrogateescape") + more)
     for command in ("report", "export"):
@@ -54,7 +53,7 @@ def test_a_file_of_another_shape_is_named(call: Call, run: Path, name: str, shap
 
 
 @pytest.mark.parametrize("name", ["plan.json", "report.json"])
-def test_going_on_from_a_file_of_another_shape_is_refused(train: Call, run: Path, name: str) -> None:
+def test_going_on_from_a_file_of_another_shape_is_refused(train, run, name):
     (run / name).write_text("[1, 2]\n{}\n")
     code, _, err = train("--resume", output_dir=run, save_steps=1, max_steps=3)
     assert code == 2
@@ -62,7 +61,7 @@ def test_going_on_from_a_file_of_another_shape_is_refused(train: Call, run: Path
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_a_log_of_another_shape_is_put_back(train: Call, run: Path, killed: bool) -> None:
+def test_a_log_of_another_shape_is_put_back(train, run, killed):
     if killed:
         (run / "report.json").unlink()
     before = (run / "metrics.jsonl").read_text()
@@ -73,7 +72,7 @@ def test_a_log_of_another_shape_is_put_back(train: Call, run: Path, killed: bool
     assert (run / "metrics.jsonl").read_text().startswith(before)
 
 
-def _state(plan: Plan, facts: dict[str, object]) -> TrainState:
+def _state(plan, facts):
     good = {
         "plan": to_data(plan),
         "engine": {},
@@ -98,12 +97,12 @@ def _state(plan: Plan, facts: dict[str, object]) -> TrainState:
     ],
 )
 def test_a_state_that_is_no_training_state_is_refused(
-    make_plan: Callable[..., Plan],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    facts: dict[str, object],
-    cause: str,
-) -> None:
+    make_plan,
+    tmp_path,
+    monkeypatch,
+    facts,
+    cause,
+):
     plan = make_plan()
     found = [_state(plan, {}), _state(plan, facts)]
     monkeypatch.setattr(
@@ -114,6 +113,6 @@ def test_a_state_that_is_no_training_state_is_refused(
         where_to_start(tmp_path, plan, resume="step-1")
 
 
-def test_numbers_too_large_for_a_float_are_refused() -> None:
+def test_numbers_too_large_for_a_float_are_refused():
     with pytest.raises(ValueError, match="below 1e308"):
         from_json(float, "1" + "0" * 400)

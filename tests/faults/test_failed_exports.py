@@ -25,25 +25,25 @@ NO_ROOM = OSError(28, "No space left on device")
 NO_MEMORY = RuntimeError("[enforce] DefaultCPUAllocator: can't allocate memory: you tried")
 
 
-def report_of(run: Path) -> RunReport:
+def report_of(run):
     return from_json(RunReport, (run / "report.json").read_text())
 
 
-def raising(error: BaseException) -> Callable[..., None]:
-    def fail(*_words: object, **_named: object) -> None:
+def raising(error):
+    def fail(*_words, **_named):
         raise error
 
     return fail
 
 
 @pytest.fixture
-def whole(train: Call, tmp_path: Path) -> Path:
+def whole(train, tmp_path):
     """The same run, undisturbed."""
     assert train(output_dir=tmp_path / "whole", **MERGED)[0] == 0
     return tmp_path / "whole"
 
 
-def same_weights(one: Path, other: Path) -> bool:
+def same_weights(one, other):
     found, expected = load_file(one), load_file(other)
     assert found.keys() == expected.keys()
     return all(torch.equal(found[name], expected[name]) for name in found)
@@ -60,9 +60,9 @@ def same_weights(one: Path, other: Path) -> bool:
     ids=["refused", "disk", "memory", "bug"],
 )
 def test_a_merge_that_fails_leaves_the_adapter_and_can_be_done_again(
-    train: Call, call: Call, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    error: Exception, code: int, said: str,
-) -> None:  # fmt: skip
+    train, call, whole, tmp_path, monkeypatch,
+    error, code, said,
+) :  # fmt: skip
     run = tmp_path / "run"
     with monkeypatch.context() as broken:
         broken.setattr(export, "merged", raising(error))
@@ -90,9 +90,7 @@ def test_a_merge_that_fails_leaves_the_adapter_and_can_be_done_again(
     assert "already complete" in train(**MERGED)[1]
 
 
-def test_killed_while_merging_it_is_exported_without_training_again(
-    train: Call, call: Call, whole: Path, tmp_path: Path
-) -> None:
+def test_killed_while_merging_it_is_exported_without_training_again(train, call, whole, tmp_path):
     """As a kill -9 leaves it: no report, the adapter of the last step."""
     run = whole.rename(tmp_path / "killed")
     merged = load_file(run / "merged" / "model.safetensors")
@@ -120,8 +118,8 @@ def test_killed_while_merging_it_is_exported_without_training_again(
     ],
 )
 def test_an_adapter_or_a_model_that_fails_can_be_exported_again(
-    train: Call, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tuning: str, kind: str, how: str
-) -> None:
+    train, call, tmp_path, monkeypatch, tuning, kind, how
+):
     folder = {"adapter": "adapter", "full": "model"}[kind]
     words = {"tuning": tuning, "export": kind, "save_steps": 2 if how == "checkpoint" else 0}
     assert train(output_dir=tmp_path / "whole", **words)[0] == 0
@@ -150,8 +148,8 @@ def test_an_adapter_or_a_model_that_fails_can_be_exported_again(
 
 @pytest.mark.parametrize("tuning", ["lora", pytest.param("full", marks=pytest.mark.slow)])
 def test_a_run_without_checkpoints_saves_one_when_nothing_else_holds_its_weights(
-    train: Call, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tuning: str
-) -> None:
+    train, call, tmp_path, monkeypatch, tuning
+):
     folder, file = (
         ("adapter", "adapter_model.safetensors") if tuning == "lora" else ("model", "model.safetensors")
     )
@@ -168,9 +166,7 @@ def test_a_run_without_checkpoints_saves_one_when_nothing_else_holds_its_weights
     assert same_weights(run / folder / file, tmp_path / "whole" / folder / file)
 
 
-def test_an_export_is_not_promised_where_no_checkpoint_can_be_saved_either(
-    train: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_export_is_not_promised_where_no_checkpoint_can_be_saved_either(train, tmp_path, monkeypatch):
     monkeypatch.setattr("fitune.checkpoint.export.write_texts", raising(NO_ROOM))
     monkeypatch.setattr(import_module("fitune.train.saving"), "write_share", raising(NO_ROOM))
     code, out, err = train(save_steps=0)
@@ -181,9 +177,7 @@ def test_an_export_is_not_promised_where_no_checkpoint_can_be_saved_either(
 
 
 @pytest.mark.parametrize("export", ["merged", pytest.param("full", marks=pytest.mark.slow)])
-def test_a_run_of_a_gpu_is_exported_on_a_machine_without_one(
-    train: Call, call: Call, tmp_path: Path, export: str
-) -> None:
+def test_a_run_of_a_gpu_is_exported_on_a_machine_without_one(train, call, tmp_path, export):
     tuning = "lora" if export == "merged" else "full"
     run = tmp_path / "run"
     assert train(tuning=tuning, export="adapter" if tuning == "lora" else "full", save_steps=2)[0] == 0
@@ -196,9 +190,7 @@ def test_a_run_of_a_gpu_is_exported_on_a_machine_without_one(
     assert load_file(tmp_path / "out" / "model.safetensors")
 
 
-def test_an_adapter_of_an_earlier_end_is_not_taken_for_the_last(
-    train: Call, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_adapter_of_an_earlier_end_is_not_taken_for_the_last(train, call, tmp_path, monkeypatch):
     """A run made longer whose second export failed: RUN/adapter is of step 2 then, the checkpoint of step 4."""
     assert train(save_steps=2)[0] == 0
     old = load_file(tmp_path / "run/adapter/adapter_model.safetensors")
@@ -214,7 +206,7 @@ def test_an_adapter_of_an_earlier_end_is_not_taken_for_the_last(
     assert any(not torch.equal(old[name], new[name]) for name in old)
 
 
-def test_nothing_is_exported_before_the_last_step(train: Call, call: Call, tmp_path: Path) -> None:
+def test_nothing_is_exported_before_the_last_step(train, call, tmp_path):
     assert train(save_steps=1)[0] == 0
     metrics = tmp_path / "run" / "metrics.jsonl"
     metrics.write_text(metrics.read_text().splitlines()[0] + "\n")
@@ -239,9 +231,7 @@ def test_nothing_is_exported_before_the_last_step(train: Call, call: Call, tmp_p
         (("--as", "full"), {"tuning": "full", "export": "full"}, "has its model already"),
     ],
 )
-def test_what_a_run_does_not_have_is_not_exported(
-    train: Call, call: Call, tmp_path: Path, words: tuple[str, ...], settings: dict[str, str], said: str
-) -> None:
+def test_what_a_run_does_not_have_is_not_exported(train, call, tmp_path, words, settings, said):
     assert train(**settings)[0] == 0
     code, _, err = call("export", tmp_path / "run", *words)
     assert code == 2
@@ -252,9 +242,7 @@ def test_what_a_run_does_not_have_is_not_exported(
 
 
 @pytest.mark.parametrize("held_out", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_merged_packed_model_is_measured_beside_the_trained_one(
-    train: Call, call: Call, tmp_path: Path, held_out: bool
-) -> None:
+def test_a_merged_packed_model_is_measured_beside_the_trained_one(train, call, tmp_path, held_out):
     pytest.importorskip("bitsandbytes")
     words = {"tuning": "qlora", "learning_rate": 5e-2, "max_steps": 4, "val_fraction": 0.3 if held_out else 0}
     run = tmp_path / "run"
@@ -279,9 +267,7 @@ def test_a_merged_packed_model_is_measured_beside_the_trained_one(
     assert loss.describe() in again
 
 
-def test_a_loss_that_cannot_be_measured_costs_no_merge(
-    train: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loss_that_cannot_be_measured_costs_no_merge(train, tmp_path, monkeypatch):
     monkeypatch.setattr(import_module("fitune.train.evaluate"), "evaluate", raising(NO_MEMORY))
     code, out, _ = train(**MERGED)
     assert code == 0

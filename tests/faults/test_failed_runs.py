@@ -3,14 +3,11 @@
 import json
 import pkgutil
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from fitune.errors import OutOfMemory, is_out_of_memory
-from fitune.spec.plan import Plan
 from fitune.spec.reports import RunReport
 from fitune.spec.serial import from_json
 from fitune.train.failure import Whereabouts, explain_failure
@@ -21,11 +18,11 @@ STEP = "fitune.models.language_model.LanguageModel.hidden_states"
 LOSS = "fitune.models.language_model.LanguageModel.loss_and_gradient"
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, target: str, error: BaseException, *, after: int = 0) -> None:
+def failing(monkeypatch, target, error, *, after=0):
     """Let ``target`` raise ``error`` from call ``after`` + 1 on."""
     real, calls = pkgutil.resolve_name(target), [0]
 
-    def fail(*words: Any, **named: Any) -> Any:
+    def fail(*words, **named):
         calls[0] += 1
         if calls[0] > after:
             raise error
@@ -35,7 +32,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, target: str, error: BaseException, 
     monkeypatch.setattr(pkgutil.resolve_name(owner), name, fail)
 
 
-def report_of(directory: Path) -> RunReport:
+def report_of(directory):
     return from_json(RunReport, (directory / "report.json").read_text())
 
 
@@ -68,14 +65,14 @@ CUDA = torch.OutOfMemoryError(
     ],
 )
 def test_what_fails_in_a_step_is_reported(
-    train: Call,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    target: str,
-    error: Exception,
-    kind: str,
-    doing: str,
-) -> None:
+    train,
+    tmp_path,
+    monkeypatch,
+    target,
+    error,
+    kind,
+    doing,
+):
     failing(
         monkeypatch, target, error, after=0 if "evaluate" in target else 2
     )  # two micro-batches make a step
@@ -95,9 +92,7 @@ def test_what_fails_in_a_step_is_reported(
     assert type(error).__name__ in (tmp_path / "run" / "traceback.txt").read_text()
 
 
-def test_out_of_memory_names_the_plan_and_what_takes_less(
-    train: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_out_of_memory_names_the_plan_and_what_takes_less(train, tmp_path, monkeypatch):
     failing(monkeypatch, STEP, CUDA, after=2)
     _, _, err = train(tuning="full", save_steps=1, gradient_checkpointing=False, loss="plain", **ONE_ROW)
     assert "Tried to allocate 2.50 GiB" in err
@@ -109,9 +104,7 @@ def test_out_of_memory_names_the_plan_and_what_takes_less(
     assert "--resume goes on from step-1" in err
 
 
-def test_the_advice_after_running_out_of_memory_can_be_followed(
-    train: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_advice_after_running_out_of_memory_can_be_followed(train, tmp_path, monkeypatch):
     with monkeypatch.context() as broken:
         failing(broken, STEP, CUDA, after=2)
         assert train(save_steps=1, **ONE_ROW)[0] == 3
@@ -123,8 +116,8 @@ def test_the_advice_after_running_out_of_memory_can_be_followed(
 
 
 def test_a_model_that_does_not_fit_when_loaded_is_reported_and_no_run_to_protect(
-    train: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    train, tmp_path, monkeypatch
+):
     with monkeypatch.context() as broken:
         failing(broken, "fitune.train.run.prepare", CUDA)
         code, _, err = train()
@@ -137,9 +130,7 @@ def test_a_model_that_does_not_fit_when_loaded_is_reported_and_no_run_to_protect
     assert train()[0] == 0
 
 
-def test_no_room_for_the_weights_is_not_taken_for_damaged_files(
-    train: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_room_for_the_weights_is_not_taken_for_damaged_files(train, tmp_path, monkeypatch):
     """torch's error for it is a RuntimeError, like those of weights that do not match."""
     failing(monkeypatch, "transformers.PreTrainedModel.from_pretrained", CUDA)
     code, _, err = train()
@@ -148,9 +139,7 @@ def test_no_room_for_the_weights_is_not_taken_for_damaged_files(
     assert "fetch them again" not in err
 
 
-def test_an_export_that_fails_is_a_failed_run(
-    train: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_export_that_fails_is_a_failed_run(train, tmp_path, monkeypatch):
     failing(monkeypatch, "fitune.train.export.export_adapter", RuntimeError("broken"))
     code, _, err = train(save_steps=1)
     assert code == 1
@@ -159,9 +148,7 @@ def test_an_export_that_fails_is_a_failed_run(
     assert report_of(tmp_path / "run").status == "failed"
 
 
-def test_a_second_signal_is_written_down(
-    train: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_signal_is_written_down(train, tmp_path, monkeypatch):
     failing(monkeypatch, LOSS, KeyboardInterrupt(), after=2)
     code, _, _ = train()
     assert code == 130
@@ -169,9 +156,7 @@ def test_a_second_signal_is_written_down(
     assert (report.status, report.reason) == ("interrupted", "stopped at once (loss, step 2)")
 
 
-def test_a_report_that_cannot_be_written_does_not_hide_the_cause(
-    train: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_that_cannot_be_written_does_not_hide_the_cause(train, monkeypatch):
     failing(monkeypatch, STEP, CUDA, after=2)
     failing(monkeypatch, "fitune.train.ending.write_atomically", OSError(28, "No space left on device"))
     code, out, err = train(**ONE_ROW)
@@ -183,22 +168,20 @@ def test_a_report_that_cannot_be_written_does_not_hide_the_cause(
 @pytest.mark.parametrize(
     ("error", "words"), [(MemoryError(), ""), (torch.OutOfMemoryError("CUDA out of memory."), ": CUDA out of memory.")]
 )  # fmt: skip
-def test_no_memory_outside_of_training_is_no_traceback(
-    call: Call, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
-) -> None:
+def test_no_memory_outside_of_training_is_no_traceback(call, monkeypatch, error, words):
     failing(monkeypatch, "fitune.session.reported.report_run", error)
     code, out, _ = call("report", "run", "--json")
     assert code == 3
     assert json.loads(out)["error"]["message"] == f"out of memory{words}"
 
 
-def test_an_error_of_the_program_is_told_as_it_is(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_program_is_told_as_it_is(call, monkeypatch):
     failing(monkeypatch, "fitune.session.reported.report_run", RuntimeError("shapes differ"))
     with pytest.raises(RuntimeError, match="shapes differ"):
         call("report", "run")
 
 
-def test_what_is_out_of_memory() -> None:
+def test_what_is_out_of_memory():
     assert is_out_of_memory(OSError(12, "Cannot allocate memory"))
     assert is_out_of_memory(
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`")
@@ -207,7 +190,7 @@ def test_what_is_out_of_memory() -> None:
     assert not is_out_of_memory(ValueError("cannot allocate memory"))
 
 
-def test_a_micro_batch_that_has_no_half_is_divided_as_it_can(make_plan: Callable[..., Plan]) -> None:
+def test_a_micro_batch_that_has_no_half_is_divided_as_it_can(make_plan):
     odd = explain_failure(
         MemoryError(), make_plan(micro_batch_size=9, gradient_accumulation_steps=1), Whereabouts(), rank=0
     )
@@ -223,9 +206,7 @@ def test_a_micro_batch_that_has_no_half_is_divided_as_it_can(make_plan: Callable
 # An earlier run is there until the new one can begin (rows 9 and 10)
 
 
-def test_overwrite_keeps_the_earlier_run_while_the_new_data_cannot_be_read(
-    train: Call, tmp_path: Path
-) -> None:
+def test_overwrite_keeps_the_earlier_run_while_the_new_data_cannot_be_read(train, tmp_path):
     assert train()[0] == 0
     run = tmp_path / "run"
     before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
@@ -237,7 +218,7 @@ def test_overwrite_keeps_the_earlier_run_while_the_new_data_cannot_be_read(
     assert report_of(run).steps == 1
 
 
-def test_a_refused_resume_changes_nothing(train: Call, data_file: Path, tmp_path: Path) -> None:
+def test_a_refused_resume_changes_nothing(train, data_file, tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text(data_file.read_text())
     assert train(data=rows, save_steps=1)[0] == 0
@@ -247,7 +228,7 @@ def test_a_refused_resume_changes_nothing(train: Call, data_file: Path, tmp_path
     assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
 
 
-def test_data_that_cannot_be_read_leaves_a_directory_that_can_be_used(train: Call, tmp_path: Path) -> None:
+def test_data_that_cannot_be_read_leaves_a_directory_that_can_be_used(train, tmp_path):
     assert train(data=tmp_path / "missing.jsonl")[0] == 2
     assert train("--overwrite")[0] == 0
 
@@ -255,7 +236,7 @@ def test_data_that_cannot_be_read_leaves_a_directory_that_can_be_used(train: Cal
 # A complete run made longer
 
 
-def test_a_complete_run_without_checkpoints_is_not_said_to_be_extensible(train: Call, tmp_path: Path) -> None:
+def test_a_complete_run_without_checkpoints_is_not_said_to_be_extensible(train, tmp_path):
     assert train()[0] == 0
     before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
     code, _, err = train(max_steps=4)
@@ -267,7 +248,7 @@ def test_a_complete_run_without_checkpoints_is_not_said_to_be_extensible(train: 
     assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
 
 
-def test_a_run_that_saves_saves_its_last_step(train: Call, tmp_path: Path) -> None:
+def test_a_run_that_saves_saves_its_last_step(train, tmp_path):
     assert train(save_steps=2, max_steps=3)[0] == 0
     assert (tmp_path / "run" / "checkpoints" / "latest").resolve().name == "step-3"
     code, out, _ = train("--resume", save_steps=2, max_steps=5)

@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,8 +22,8 @@ from optional_libraries import NEEDS_LM_EVAL
 Call = Callable[..., tuple[int, str, str]]
 
 
-def _error(kind: Any, code: int, *, shown: bool) -> FituneError:
-    def work() -> None:
+def _error(kind, code, *, shown):
+    def work():
         try:
             raise OSError(code, os.strerror(code))
         except OSError as cause:
@@ -38,12 +37,12 @@ def _error(kind: Any, code: int, *, shown: bool) -> FituneError:
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.ESTALE, errno.EMFILE])
 @pytest.mark.parametrize("kind", [CheckpointError, DataError, RunDirectoryError])
 @pytest.mark.parametrize("shown", [True, False])
-def test_a_failing_disk_behind_an_error_is_seen(kind: Any, code: int, shown: bool) -> None:
+def test_a_failing_disk_behind_an_error_is_seen(kind, code, shown):
     assert exit_code_of(_error(kind, code, shown=shown)) == 1
 
 
 @pytest.mark.parametrize("code", [errno.ENOENT, errno.EACCES, errno.ENAMETOOLONG, errno.EINVAL])
-def test_a_wrong_name_behind_an_error_is_a_refusal(code: int) -> None:
+def test_a_wrong_name_behind_an_error_is_a_refusal(code):
     assert exit_code_of(_error(DataError, code, shown=True)) == 2
     assert exit_code_of(_error(OutOfMemory, code, shown=True)) == 3
 
@@ -57,18 +56,18 @@ def test_a_wrong_name_behind_an_error_is_a_refusal(code: int) -> None:
     ],
 )  # fmt: skip
 def test_a_disk_that_fails_while_training(
-    train: Call,
-    tmp_path: Path,
-    data_file: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    call_name: str,
-    name: str,
-) -> None:
+    train,
+    tmp_path,
+    data_file,
+    monkeypatch,
+    call_name,
+    name,
+):
     data = tmp_path / "data.jsonl"
     data.write_bytes(data_file.read_bytes())
     real = getattr(os, call_name)
 
-    def failing(*words: Any, **named: Any) -> Any:
+    def failing(*words, **named):
         if any(name in Path(str(word)).name for word in words[:2]):
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(words[0]))
         return real(*words, **named)
@@ -89,8 +88,8 @@ def test_a_disk_that_fails_while_training(
     ],
 )  # fmt: skip
 def test_a_disk_that_is_full_when_the_results_of_a_score_are_written(
-    call: Call, tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, lm_eval: bool
-) -> None:
+    call, tmp_path, model_folder, monkeypatch, name, lm_eval
+):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"question": "What is 2 plus 3?", "answer": "5"}\n')
     out = tmp_path / "out"
@@ -113,7 +112,7 @@ def test_a_disk_that_is_full_when_the_results_of_a_score_are_written(
             words += ["--against", tmp_path / "earlier"]
     real = os.fsync
 
-    def full(handle: int) -> None:
+    def full(handle):
         if os.readlink(f"/proc/self/fd/{handle}").startswith(f"{out}/.tmp-{name}-"):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(handle)

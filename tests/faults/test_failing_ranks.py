@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import psutil
 import pytest
@@ -26,12 +25,10 @@ TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 
 
 @pytest.fixture
-def program(tmp_path: Path, model_folder: Path, data_file: Path) -> Program:
+def program(tmp_path, model_folder, data_file):
     """``fitune train`` on two processes, in which ``rank`` has a ``fault`` in its ``call``-th backward pass."""
 
-    def begin(
-        fault: str, *words: str, rank: int = 1, call: int = 4, stall: float = 0.0, together: float = 1.0
-    ) -> "subprocess.Popen[str]":
+    def begin(fault, *words, rank=1, call=4, stall=0.0, together=1.0):
         settings = {
             "model": model_folder, "data": data_file, "tuning": "full", "precision": "fp32", "gpus": 2, "zero": 3,
             "backend": "fsdp", "seq_len": 64, "micro_batch_size": 2, "gradient_accumulation_steps": 1,
@@ -48,17 +45,17 @@ def program(tmp_path: Path, model_folder: Path, data_file: Path) -> Program:
     return begin
 
 
-def end(started: "subprocess.Popen[str]") -> tuple[int, str]:
+def end(started):
     """Exit code and standard error, once it is certain that nothing it started still runs."""
     _, err = started.communicate(timeout=300)
     return started.returncode, err
 
 
-def pids(run: Path) -> list[int]:
+def pids(run):
     return [json.loads(file.read_text())["pid"] for file in (run / "rank-logs").glob("rank*.json")]
 
 
-def require_all_gone(run: Path, *, within_s: float = 0.0) -> None:
+def require_all_gone(run, *, within_s=0.0):
     until = time.monotonic() + within_s
     found = pids(run)
     assert found
@@ -67,7 +64,7 @@ def require_all_gone(run: Path, *, within_s: float = 0.0) -> None:
         time.sleep(0.1)
 
 
-def report_of(run: Path) -> RunReport:
+def report_of(run):
     return from_json(RunReport, (run / "report.json").read_text())
 
 
@@ -88,9 +85,7 @@ def report_of(run: Path) -> RunReport:
         pytest.param("crash", 1, r"error: rank 1 was killed by SIGSEGV", marks=slow),
     ],
 )
-def test_the_rank_that_failed_is_named_with_its_error(
-    program: Program, tmp_path: Path, fault: str, code: int, words: str
-) -> None:
+def test_the_rank_that_failed_is_named_with_its_error(program, tmp_path, fault, code, words):
     ended, err = end(program(fault))
     assert ended == code, err
     assert re.search(words, err), err
@@ -118,9 +113,7 @@ KILLED = ("kill_in_save", r"error: rank {1} was killed by SIGKILL")
 
 
 @slow
-def test_ranks_that_fail_in_a_save_leave_the_checkpoint_before_to_go_on_from(
-    program: Program, tmp_path: Path
-) -> None:
+def test_ranks_that_fail_in_a_save_leave_the_checkpoint_before_to_go_on_from(program, tmp_path):
     """One run that fails in four saves, each time otherwise, and goes on each time."""
     folder, done = tmp_path / "run/checkpoints", 1
     for (fault, words), rank in [(FULL, 0), (KILLED, 1), (FULL, 1), (KILLED, 0)]:
@@ -140,7 +133,7 @@ def test_ranks_that_fail_in_a_save_leave_the_checkpoint_before_to_go_on_from(
 
 
 @slow
-def test_an_error_of_rank_0_is_said_once(program: Program, tmp_path: Path) -> None:
+def test_an_error_of_rank_0_is_said_once(program, tmp_path):
     ended, err = end(program("raise_value_error", rank=0))
     assert ended == 1
     assert err.count("error:") == 1
@@ -149,13 +142,13 @@ def test_an_error_of_rank_0_is_said_once(program: Program, tmp_path: Path) -> No
 
 
 @slow
-def test_a_rank_that_cannot_start_is_named(program: Program) -> None:
+def test_a_rank_that_cannot_start_is_named(program):
     ended, err = end(program("lack_a_module", call=0))
     assert ended == 1
     assert "rank 1 failed: ModuleNotFoundError: No module named 'no_such_module_for_this_test'" in err
 
 
-def until_ready(started: "subprocess.Popen[str]") -> None:
+def until_ready(started):
     assert started.stdout is not None
     while (line := started.stdout.readline()) != "READY\n":
         assert line, started.communicate()
@@ -163,9 +156,7 @@ def until_ready(started: "subprocess.Popen[str]") -> None:
 
 @slow
 @pytest.mark.parametrize(("number", "code"), [(INT, 130), (HUP, 129)])
-def test_one_signal_lets_all_ranks_finish_the_step(
-    program: Program, tmp_path: Path, number: signal.Signals, code: int
-) -> None:
+def test_one_signal_lets_all_ranks_finish_the_step(program, tmp_path, number, code):
     """SIGTERM to the launcher alone: launch/test_several_nodes.py."""
     started = program("wait", rank=0)
     until_ready(started)
@@ -183,7 +174,7 @@ def test_one_signal_lets_all_ranks_finish_the_step(
 
 
 @slow
-def test_a_signal_to_every_process_of_the_job_is_one_request(program: Program, tmp_path: Path) -> None:
+def test_a_signal_to_every_process_of_the_job_is_one_request(program, tmp_path):
     """Each rank gets it from whoever sends it, and once more from its launcher."""
     started = program("wait", rank=0, together=600.0)
     until_ready(started)
@@ -197,7 +188,7 @@ def test_a_signal_to_every_process_of_the_job_is_one_request(program: Program, t
 
 
 @slow
-def test_a_second_signal_stops_all_ranks_at_once(program: Program, tmp_path: Path) -> None:
+def test_a_second_signal_stops_all_ranks_at_once(program, tmp_path):
     """The rank that waits would do so for ten minutes."""
     started = program("wait", rank=0, together=0.0)
     until_ready(started)
@@ -210,7 +201,7 @@ def test_a_second_signal_stops_all_ranks_at_once(program: Program, tmp_path: Pat
 
 
 @slow
-def test_ranks_of_a_launcher_that_is_killed_save_and_end(program: Program, tmp_path: Path) -> None:
+def test_ranks_of_a_launcher_that_is_killed_save_and_end(program, tmp_path):
     started = program("wait", rank=0)
     until_ready(started)
     started.kill()
@@ -223,7 +214,7 @@ def test_ranks_of_a_launcher_that_is_killed_save_and_end(program: Program, tmp_p
 
 @slow
 @pytest.mark.parametrize("fault", ["hang", "freeze"])
-def test_a_rank_that_hangs_is_found(program: Program, tmp_path: Path, fault: str) -> None:
+def test_a_rank_that_hangs_is_found(program, tmp_path, fault):
     ended, err = end(program(fault, stall=5.0))
     assert ended == 1, err
     where = "loss, step 4" if fault == "hang" else "gives no sign of life, last seen in "
@@ -238,9 +229,7 @@ def test_a_rank_that_hangs_is_found(program: Program, tmp_path: Path, fault: str
 
 
 @slow
-def test_a_rank_that_was_stopped_for_a_while_is_seen_and_changes_nothing(
-    program: Program, tmp_path: Path
-) -> None:
+def test_a_rank_that_was_stopped_for_a_while_is_seen_and_changes_nothing(program, tmp_path):
     assert end(program("pause", call=5))[0] == 0
     report, steps = report_of(tmp_path / "run"), read_metrics(tmp_path / "run/metrics.jsonl")
     waited, paused = report.ranks
@@ -254,7 +243,7 @@ def test_a_rank_that_was_stopped_for_a_while_is_seen_and_changes_nothing(
 
 
 @slow
-def test_a_second_program_in_the_same_directory_is_refused(program: Program, tmp_path: Path) -> None:
+def test_a_second_program_in_the_same_directory_is_refused(program, tmp_path):
     first = program("wait", rank=0)
     until_ready(first)
     log = (tmp_path / "run/rank-logs/rank1.log").stat().st_ino

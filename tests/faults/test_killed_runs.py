@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +15,7 @@ from checkpoint import killed_runs
 Call = Callable[..., tuple[int, str, str]]
 
 
-def kill(folder: Path, model: Path, data: Path, *words: object) -> dict[str, int]:
+def kill(folder, model, data, *words):
     folder.mkdir()
     printed = subprocess.run(
         [sys.executable, killed_runs.__file__, *map(str, (folder, model, data, *words))],
@@ -26,15 +25,15 @@ def kill(folder: Path, model: Path, data: Path, *words: object) -> dict[str, int
         timeout=3600,
     )
     assert printed.returncode == 0, printed.stderr
-    seen: dict[str, int] = json.loads(printed.stdout)
+    seen = json.loads(printed.stdout)
     return seen
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kills", "seed"), [(6, 7)], ids=["some"])
 def test_killed_at_random_moments_with_damage_between_a_run_ends_as_if_undisturbed(
-    tmp_path: Path, model_folder: Path, data_file: Path, kills: int, seed: int
-) -> None:
+    tmp_path, model_folder, data_file, kills, seed
+):
     seen = kill(tmp_path / "runs", model_folder, data_file, "--kills", kills, "--seed", seed)
     assert seen["killed"] == kills
     assert seen["ended like the undisturbed run"] >= 1
@@ -42,14 +41,14 @@ def test_killed_at_random_moments_with_damage_between_a_run_ends_as_if_undisturb
 
 @pytest.mark.slow
 def test_killed_anywhere_in_its_ending_a_run_gets_its_export_its_report_and_its_page(
-    tmp_path: Path, model_folder: Path, data_file: Path
-) -> None:
+    tmp_path, model_folder, data_file
+):
     seen = kill(tmp_path / "runs", model_folder, data_file, "--kills", 30, "--steps", 3, "--only-ending")
     assert seen["killed"] == 30
 
 
 @pytest.mark.parametrize("missing", ["report.html", "adapter"])
-def test_a_complete_run_gets_what_its_ending_owes(train: Call, tmp_path: Path, missing: str) -> None:
+def test_a_complete_run_gets_what_its_ending_owes(train, tmp_path, missing):
     """Killed after report.json and before the page, it once was "already complete" without one for ever."""
     run = tmp_path / "run"
     assert train(save_steps=2)[0] == 0
@@ -63,9 +62,7 @@ def test_a_complete_run_gets_what_its_ending_owes(train: Call, tmp_path: Path, m
 
 
 @pytest.mark.parametrize("damage", ["{\n}\n", ""], ids=["unreadable", "empty"])
-def test_a_complete_run_whose_metrics_were_damaged_gets_its_page_from_its_checkpoint(
-    train: Call, tmp_path: Path, damage: str
-) -> None:
+def test_a_complete_run_whose_metrics_were_damaged_gets_its_page_from_its_checkpoint(train, tmp_path, damage):
     run = tmp_path / "run"
     assert train(save_steps=2)[0] == 0
     metrics = run / "metrics.jsonl"
@@ -78,9 +75,7 @@ def test_a_complete_run_whose_metrics_were_damaged_gets_its_page_from_its_checkp
     assert (run / "report.html").is_file()
 
 
-def test_an_older_checkpoint_does_not_take_the_last_steps_from_the_metrics(
-    train: Call, tmp_path: Path
-) -> None:
+def test_an_older_checkpoint_does_not_take_the_last_steps_from_the_metrics(train, tmp_path):
     run = tmp_path / "run"
     assert train(save_steps=1)[0] == 0
     before = (run / "metrics.jsonl").read_bytes()
@@ -90,22 +85,20 @@ def test_an_older_checkpoint_does_not_take_the_last_steps_from_the_metrics(
     assert (run / "metrics.jsonl").read_bytes() == before
 
 
-def test_an_export_that_nothing_holds_any_more_is_named(train: Call, tmp_path: Path) -> None:
+def test_an_export_that_nothing_holds_any_more_is_named(train, tmp_path):
     assert train()[0] == 0
     shutil.rmtree(tmp_path / "run" / "adapter")
     code, out, _ = train()
     assert (code, "neither adapter nor a checkpoint holds the weights" in out) == (0, True)
 
 
-def test_a_page_of_an_earlier_end_does_not_stay(
-    train: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_of_an_earlier_end_does_not_stay(train, tmp_path, monkeypatch):
     """A run made longer and stopped before its new page: the old one spoke of the old end."""
     page = tmp_path / "run" / "report.html"
     assert train(save_steps=2)[0] == 0
     assert page.is_file()
 
-    def stop(*_words: object, **_named: object) -> None:
+    def stop(*_words, **_named):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(import_module("fitune.train.run"), "prepare", stop)

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +13,6 @@ from fitune.checkpoint.state import TrainState
 from fitune.errors import FituneError, RunDirectoryError
 from fitune.files import open_for_append, remove_stale_siblings, temporary_sibling, write_atomically
 from fitune.report.run_files import read_run
-from fitune.spec.plan import Plan
 from fitune.spec.run_directory import FILES, FOLDERS, require_real_files
 from fitune.spec.run_lock import lock_directory
 from fitune.track.metrics import MetricsLog
@@ -26,7 +24,7 @@ STATE = TrainState(step=1, tensors={}, facts={})
 
 
 @pytest.fixture
-def outside(tmp_path: Path) -> Path:
+def outside(tmp_path):
     """Somebody's file and somebody's folder of checkpoints."""
     folder = tmp_path / "outside"
     (folder / "step-1").mkdir(parents=True)
@@ -36,13 +34,13 @@ def outside(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def run_directory(tmp_path: Path) -> Path:
+def run_directory(tmp_path):
     directory = tmp_path / "run"
     (directory / "checkpoints").mkdir(parents=True)
     return directory
 
 
-def _is_whole(outside: Path) -> bool:
+def _is_whole(outside):
     return sorted(str(p.relative_to(outside)) for p in outside.rglob("*")) == [
         "file",
         "step-1",
@@ -50,7 +48,7 @@ def _is_whole(outside: Path) -> bool:
     ] and {p.read_text() for p in outside.rglob("*") if p.is_file()} == {"precious"}
 
 
-def _strange(path: Path, kind: str, outside: Path) -> None:
+def _strange(path, kind, outside):
     if path.is_dir():
         path.rmdir()
     if kind == "pipe":
@@ -71,9 +69,7 @@ def _strange(path: Path, kind: str, outside: Path) -> None:
         "adapter/inner/config.json",
     ],
 )
-def test_links_and_pipes_under_a_name_of_the_run_are_refused(
-    run_directory: Path, outside: Path, make_plan: Callable[..., Plan], name: str, kind: str
-) -> None:
+def test_links_and_pipes_under_a_name_of_the_run_are_refused(run_directory, outside, make_plan, name, kind):
     (run_directory / name).parent.mkdir(parents=True, exist_ok=True)
     _strange(run_directory / name, kind, outside)
     plan = make_plan(output_dir=str(run_directory))
@@ -84,35 +80,31 @@ def test_links_and_pipes_under_a_name_of_the_run_are_refused(
     assert _is_whole(outside)
 
 
-def test_a_link_to_a_step_and_links_of_others_may_be_there(run_directory: Path, outside: Path) -> None:
+def test_a_link_to_a_step_and_links_of_others_may_be_there(run_directory, outside):
     (run_directory / "checkpoints/step-1").mkdir()
     (run_directory / "checkpoints/latest").symlink_to("step-1")
     (run_directory / "notes").symlink_to(outside)
     require_real_files(run_directory)
 
 
-def test_the_directory_itself_may_be_a_link(tmp_path: Path, run_directory: Path) -> None:
+def test_the_directory_itself_may_be_a_link(tmp_path, run_directory):
     (tmp_path / "link").symlink_to(run_directory)
     require_real_files(tmp_path / "link")
 
 
 @pytest.mark.parametrize("name", ["latest", "step-1", ""])
-def test_a_save_follows_no_link_that_appeared_meanwhile(
-    run_directory: Path, outside: Path, name: str
-) -> None:
+def test_a_save_follows_no_link_that_appeared_meanwhile(run_directory, outside, name):
     _strange(run_directory / "checkpoints" / name, "folder", outside)
     with pytest.raises(FituneError, match="is a symbolic link"):
         save(run_directory, STATE, keep=1, eval_loss=None)
     assert _is_whole(outside)
 
 
-def test_temporary_names_are_never_the_same(tmp_path: Path) -> None:
+def test_temporary_names_are_never_the_same(tmp_path):
     assert len({temporary_sibling(tmp_path / "file") for _ in range(9)}) == 9
 
 
-def test_a_link_under_an_old_temporary_name_is_not_written_through(
-    run_directory: Path, outside: Path
-) -> None:
+def test_a_link_under_an_old_temporary_name_is_not_written_through(run_directory, outside):
     for name in ("report.html", "latest"):
         (run_directory / f".tmp-{name}").symlink_to(outside / "file")
     write_atomically(run_directory / "report.html", "page")
@@ -120,9 +112,7 @@ def test_a_link_under_an_old_temporary_name_is_not_written_through(
     assert _is_whole(outside)
 
 
-def test_a_guessed_temporary_name_is_not_opened(
-    run_directory: Path, outside: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_guessed_temporary_name_is_not_opened(run_directory, outside, monkeypatch):
     monkeypatch.setattr("os.urandom", bytes)
     temporary_sibling(run_directory / "report.html").symlink_to(outside / "file")
     with pytest.raises(FileExistsError):
@@ -130,9 +120,7 @@ def test_a_guessed_temporary_name_is_not_opened(
     assert _is_whole(outside)
 
 
-def test_what_dead_processes_left_is_removed_and_never_what_it_points_to(
-    run_directory: Path, outside: Path
-) -> None:
+def test_what_dead_processes_left_is_removed_and_never_what_it_points_to(run_directory, outside):
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     folder = run_directory / "checkpoints"
@@ -149,7 +137,7 @@ def test_what_dead_processes_left_is_removed_and_never_what_it_points_to(
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "file"])
-def test_logs_are_not_opened_through_links_or_pipes(run_directory: Path, outside: Path, kind: str) -> None:
+def test_logs_are_not_opened_through_links_or_pipes(run_directory, outside, kind):
     file = run_directory / "log.jsonl"
     _strange(file, kind, outside)
     with pytest.raises(OSError, match="not a regular file"):
@@ -159,7 +147,7 @@ def test_logs_are_not_opened_through_links_or_pipes(run_directory: Path, outside
     assert _is_whole(outside)
 
 
-def test_an_export_does_not_go_through_a_link(tmp_path: Path, outside: Path) -> None:
+def test_an_export_does_not_go_through_a_link(tmp_path, outside):
     (tmp_path / "merged").symlink_to(outside)
     with (
         pytest.raises(RunDirectoryError, match="is a symbolic link"),
@@ -169,13 +157,13 @@ def test_an_export_does_not_go_through_a_link(tmp_path: Path, outside: Path) -> 
     assert _is_whole(outside)
 
 
-def test_a_pipe_in_place_of_the_lock_is_refused(tmp_path: Path) -> None:
+def test_a_pipe_in_place_of_the_lock_is_refused(tmp_path):
     os.mkfifo(tmp_path / "run.lock")
     with pytest.raises(RunDirectoryError, match="no regular file"), lock_directory(tmp_path):
         pass
 
 
-def test_a_lock_that_says_nonsense_has_no_owner(tmp_path: Path) -> None:
+def test_a_lock_that_says_nonsense_has_no_owner(tmp_path):
     for text in ('{"pid": "x"}', '{"pid": 1e99}', "[" * 4000, '{"pid": "99999999999999999999"}'):
         (tmp_path / "run.lock").write_text(text)
         with lock_directory(tmp_path):
@@ -185,9 +173,7 @@ def test_a_lock_that_says_nonsense_has_no_owner(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["data.jsonl", "data.json", "data.csv", "data.parquet", "recipe.yaml", "template.jinja"]
 )
-def test_pipes_in_place_of_inputs_are_errors(
-    call: Call, tmp_path: Path, model_folder: Path, data_file: Path, name: str
-) -> None:
+def test_pipes_in_place_of_inputs_are_errors(call, tmp_path, model_folder, data_file, name):
     os.mkfifo(tmp_path / name)
     recipe = tmp_path / name if name == "recipe.yaml" else ""
     data = tmp_path / name if name.startswith("data") else data_file

@@ -2,19 +2,16 @@
 (row 17), and nothing hides it (famous bug 12)."""
 
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from fitune.checkpoint.resume import newest_checkpoint
 from fitune.engine.plain import PlainEngine
-from fitune.engine.protocol import EngineState
 from fitune.models.language_model import LanguageModel
 from fitune.spec.reports import RunReport
 from fitune.spec.serial import from_json
@@ -25,11 +22,11 @@ Call = Callable[..., tuple[int, str, str]]
 LOMO = {"tuning": "lomo", "micro_batch_size": 8, "gradient_accumulation_steps": 1}
 
 
-def spoiled(monkeypatch: pytest.MonkeyPatch, *, after: int, loss: bool, value: float) -> None:
+def spoiled(monkeypatch, *, after, loss, value):
     """From call ``after`` + 1 on the loss, or the gradient alone, is ``value``."""
     real, calls = LanguageModel.loss_and_gradient, [0]
 
-    def spoil(model: LanguageModel, hidden_TD: Tensor, batch: Any, *, scale: float) -> tuple[Tensor, Tensor]:
+    def spoil(model, hidden_TD, batch, *, scale):
         calls[0] += 1
         found, gradient_TD = real(model, hidden_TD, batch, scale=scale)
         if calls[0] <= after:
@@ -53,13 +50,13 @@ def spoiled(monkeypatch: pytest.MonkeyPatch, *, after: int, loss: bool, value: f
     ids=["lora", "full", "lomo"],
 )
 def test_the_last_good_checkpoint_is_intact_and_the_run_goes_on_from_it(
-    train: Call,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    settings: dict[str, object],
-    loss: bool,
-    value: float,
-) -> None:
+    train,
+    tmp_path,
+    monkeypatch,
+    settings,
+    loss,
+    value,
+):
     run, common = tmp_path / "run", {"save_steps": 1, "max_steps": 3, "learning_rate": 1e-3, **settings}
     with monkeypatch.context() as broken:  # two calls a step: micro-batches, or both passes of LOMO
         spoiled(broken, after=4, loss=loss, value=value)
@@ -81,8 +78,8 @@ def test_the_last_good_checkpoint_is_intact_and_the_run_goes_on_from_it(
 
 @pytest.mark.parametrize("settings", [{}, {"tuning": "qlora"}, LOMO], ids=["lora", "qlora", "lomo"])
 def test_weights_that_were_no_numbers_before_are_not_blamed_on_the_data(
-    train: Call, tmp_path: Path, model_folder: Path, settings: dict[str, Any]
-) -> None:
+    train, tmp_path, model_folder, settings
+):
     broken = tmp_path / "broken"
     shutil.copytree(model_folder, broken)
     tensors = load_file(broken / "model.safetensors")
@@ -95,13 +92,11 @@ def test_weights_that_were_no_numbers_before_are_not_blamed_on_the_data(
     assert "Rows of this step" not in err
 
 
-def losses(run: Path) -> list[float]:
+def losses(run):
     return [step.loss for step in read_metrics(run / "metrics.jsonl")]
 
 
-def test_lomo_that_clips_by_value_says_that_the_gradient_was_used(
-    train: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lomo_that_clips_by_value_says_that_the_gradient_was_used(train, tmp_path, monkeypatch):
     """It cannot look first: the weights are lost, and the checkpoint before is not."""
     with monkeypatch.context() as broken:
         spoiled(broken, after=2, loss=False, value=float("nan"))
@@ -117,21 +112,19 @@ OVERFLOWS = {"learning_rate": 1e38, "warmup_steps": 0, "lr_scheduler": "constant
 FULL = {"tuning": "full"}
 
 
-def explode(monkeypatch: pytest.MonkeyPatch, *, after: int) -> None:
+def explode(monkeypatch, *, after):
     """From step ``after`` + 1 on every update ends in weights that are no numbers, whatever engine made it."""
-    real = loop._one_step
-    calls = [0]
+    real = loop.train
 
-    def step(prepared: Any, *args: Any, **kwargs: Any) -> Any:
-        found = real(prepared, *args, **kwargs)
-        calls[0] += 1
-        if calls[0] > after:
-            _name, weight = next(iter(prepared.model.trained.items()))
-            with torch.no_grad():
-                weight.view(-1)[-1] = float("inf")
-        return found
+    def train(plan, prepared, *args, **kwargs):
+        for report in real(plan, prepared, *args, **kwargs):
+            if report.step > after:
+                _name, weight = next(iter(prepared.model.trained.items()))
+                with torch.no_grad():
+                    weight.view(-1)[-1] = float("inf")
+            yield report
 
-    monkeypatch.setattr(loop, "_one_step", step)
+    monkeypatch.setattr(sys.modules["fitune.train.run"], "train", train)
 
 
 @pytest.mark.parametrize(
@@ -139,9 +132,7 @@ def explode(monkeypatch: pytest.MonkeyPatch, *, after: int) -> None:
     [{}, FULL, {**FULL, "precision": "bf16-master"}, LOMO, {**LOMO, "tuning": "adalomo"}],
     ids=["lora", "full", "masters", "lomo", "adalomo"],
 )
-def test_new_weights_that_are_no_numbers_are_never_saved(
-    train: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, object]
-) -> None:
+def test_new_weights_that_are_no_numbers_are_never_saved(train, tmp_path, monkeypatch, settings):
     common = {"save_steps": 1, "max_steps": 2, "learning_rate": 1e-3, **settings}
     with monkeypatch.context() as broken:
         explode(broken, after=1)
@@ -158,8 +149,8 @@ def test_new_weights_that_are_no_numbers_are_never_saved(
 @pytest.mark.parametrize("settings", [{}, FULL], ids=["lora", "full"])
 @pytest.mark.parametrize("save_steps", [0, 1])
 def test_a_learning_rate_beyond_all_numbers_leaves_neither_checkpoint_nor_export(
-    train: Call, tmp_path: Path, settings: dict[str, object], save_steps: int
-) -> None:
+    train, tmp_path, settings, save_steps
+):
     """The loss and the gradients of its one step are fine; what comes of them is not."""
     code, _, err = train(**{**OVERFLOWS, **settings, "max_steps": 1, "save_steps": save_steps})
     assert (code, "after step 1 these are NaN or infinite" in err) == (1, True)
@@ -170,12 +161,10 @@ def test_a_learning_rate_beyond_all_numbers_leaves_neither_checkpoint_nor_export
     assert (report.status, report.steps, report.exported) == ("failed", 1, "")
 
 
-def test_optimizer_states_that_are_no_numbers_are_not_saved_either(
-    train: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_optimizer_states_that_are_no_numbers_are_not_saved_either(train, tmp_path, monkeypatch):
     real = PlainEngine.state
 
-    def state(engine: PlainEngine) -> EngineState:
+    def state(engine):
         found = real(engine)
         squares = {n: torch.full_like(t, torch.inf) for n, t in found.tensors.items() if "exp_avg_sq" in n}
         return replace(found, tensors={**found.tensors, **squares})

@@ -4,19 +4,17 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from faults import one_rank_out_of_memory
-from fitune.spec.plan import Plan
 from fitune.track.metrics import read_metrics
 from fitune.train.run import run
 from train.test_run import callbacks
 
 
-def trained(directory: Path, settings: dict[str, object], failed: Path) -> subprocess.CompletedProcess[str]:
+def trained(directory, settings, failed):
     words = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
     return subprocess.run(
         [sys.executable, one_rank_out_of_memory.__file__, "train", *words, "--set", f"output_dir={directory}"],
@@ -26,9 +24,7 @@ def trained(directory: Path, settings: dict[str, object], failed: Path) -> subpr
 
 
 @pytest.mark.slow
-def test_both_ranks_go_on_with_half_the_micro_batch(
-    make_plan: Callable[..., Plan], tmp_path: Path, model_folder: Path, data_file: Path
-) -> None:
+def test_both_ranks_go_on_with_half_the_micro_batch(make_plan, tmp_path, model_folder, data_file):
     """And with the losses of one process."""
     common = {"tuning": "lora", "lora_r": 4, "learning_rate": 1e-2, "max_steps": 4, "save_steps": 1}
     alone = make_plan(**common, micro_batch_size=8, gradient_accumulation_steps=1)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fitune.checkpoint.durable import inside
+from fitune.checkpoint.commit import inside
 from fitune.errors import RunDirectoryError
 from fitune.spec.run_lock import lock_directory
 

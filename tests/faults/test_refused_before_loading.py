@@ -47,7 +47,7 @@ def test_a_gpu_that_is_not_here_is_said_before_the_data_is_read(
     def read(*words: object, **named: object) -> None:
         raise AssertionError("the data was tokenised")
 
-    monkeypatch.setattr(import_module("fitune.train.beginning"), "prepare_data", read)
+    monkeypatch.setattr(import_module("fitune.train.run"), "prepare_data", read)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     code, _, err = train(gpu="3090")
     assert code == 2

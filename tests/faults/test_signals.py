@@ -95,7 +95,7 @@ def test_one_signal_lets_the_step_be_finished(program: Program, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("target", "number"),
     [
-        ("fitune.train.beginning.prepare_data", TERM),
+        ("fitune.train.run.prepare_data", TERM),
         ("fitune.data.conversations.templates.PieceEncoder.encode", INT),
         ("fitune.data.loader.pack_rows", TERM),
         ("fitune.data.loader.Loader.epoch", INT),

@@ -8,9 +8,8 @@ from datetime import timedelta
 import pytest
 
 from conftest import plan_of
-from fitune.engine import joining
-from fitune.engine.joining import first_host, joined_ranks, launched_ranks, meeting_point
-from fitune.engine.ranks import ALONE, Ranks
+from fitune.engine import ranks as joining
+from fitune.engine.ranks import ALONE, Ranks, first_host, joined_ranks, launched_ranks, meeting_point
 from fitune.errors import HardwareError, PeerGone, RecipeError
 from fitune.launch.ends import Ended, Exit, ended
 from fitune.session.clusters.launching import machine_commands

@@ -6,13 +6,13 @@ import sys
 import pytest
 import torch
 
-from fitune.engine.joining import joined_ranks
+from fitune.engine.ranks import joined_ranks
 from fitune.measure.calibrate import collective_rates
 from several import start
 
 MEASURE = """
 import torch
-from fitune.engine.joining import joined_ranks
+from fitune.engine.ranks import joined_ranks
 from fitune.measure import calibrate as measured
 measured._SUMMED_BYTES["cpu"] = 2**20
 torch.distributed.init_process_group("cpu:gloo")  # by its device, as ranks with GPUs name it

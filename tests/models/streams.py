@@ -14,16 +14,16 @@ class HandStream:
     sequence_lengths: tuple[int, ...]
 
     @property
-    def supervised_tokens(self) -> int:
+    def supervised_tokens(self):
         return int((self.labels_T >= 0).sum())
 
 
-def make_rows(lengths: tuple[int, ...], *, vocab_size: int = 97, seed: int = 1) -> list[Tensor]:
+def make_rows(lengths, *, vocab_size=97, seed=1):
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(3, vocab_size, (n,), generator=generator) for n in lengths]
 
 
-def stream_of(rows: list[Tensor], *, unsupervised_prefix: int = 1) -> HandStream:
+def stream_of(rows, *, unsupervised_prefix=1):
     """The first ``unsupervised_prefix`` tokens of each row are prompt: nobody predicts them."""
     labels = []
     for row in rows:

@@ -6,7 +6,7 @@ it: streams [T, n, d], bounds of the rows, how many tokens to the left are seen.
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -26,7 +26,7 @@ LENGTHS = (9, 1, 13)
 A100, H100, V100, CPU = (8, 0), (9, 0), (7, 0), (0, 0)
 
 
-def queries_keys_values(*, dtype: torch.dtype = torch.float32, device: str = "cpu") -> tuple[Tensor, ...]:
+def queries_keys_values(*, dtype=torch.float32, device="cpu"):
     """Grouped heads, laid out as a projection of [1, T, n · d] gives them."""
     generator = torch.Generator().manual_seed(0)
     return tuple(
@@ -37,9 +37,9 @@ def queries_keys_values(*, dtype: torch.dtype = torch.float32, device: str = "cp
 
 
 class Operations(TorchDispatchMode):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.names: list[str] = []
+        self.names = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.names.append(func.name())
@@ -168,8 +168,8 @@ BY_ROWS = {
 
 @pytest.mark.parametrize("model_type", BY_ROWS)
 def test_a_model_attends_by_rows_where_its_blocks_ask_for_a_function_and_hand_the_rows_on(
-    model_type: str,
-) -> None:
+    model_type,
+):
     """Classes of Qwen3.5 and Nemotron-H do not say so, their code does; blocks of StableLM keep the rows back."""
     words = KINDS.get(model_type, {})
     with torch.device("meta"):

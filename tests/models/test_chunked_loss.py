@@ -35,11 +35,11 @@ class Found:
     head_gradients: tuple[Tensor | None, ...]
 
 
-def _random(*shape: int, seed: int) -> Tensor:
+def _random(*shape, seed):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _head(*, bias: bool = True, frozen: bool = False) -> nn.Linear:
+def _head(*, bias=True, frozen=False):
     head = nn.Linear(D, V, bias=bias)
     with torch.no_grad():
         head.weight.copy_(_random(V, D, seed=2))
@@ -48,17 +48,17 @@ def _head(*, bias: bool = True, frozen: bool = False) -> nn.Linear:
     return head.requires_grad_(not frozen)
 
 
-def all_labels() -> Tensor:
+def all_labels():
     return torch.randint(0, V, (T,), generator=torch.Generator().manual_seed(4))
 
 
-def some_labels() -> Tensor:
+def some_labels():
     labels_T = all_labels()
     labels_T[torch.tensor([0, 1, 2, 7, 11, 22])] = IGNORED
     return labels_T
 
 
-def ours(case: Case, *, chunk_tokens: int | None, softcap: float | None = None) -> Found:
+def ours(case, *, chunk_tokens, softcap=None):
     case.head.zero_grad()
     loss, gradient_TD = loss_and_gradient(
         case.hidden_TD, case.labels_T, case.head, scale=case.scale, chunk_tokens=chunk_tokens, softcap=softcap
@@ -66,7 +66,7 @@ def ours(case: Case, *, chunk_tokens: int | None, softcap: float | None = None) 
     return Found(loss, gradient_TD, _head_gradients(case.head))
 
 
-def plain(case: Case, *, softcap: float | None = None) -> Found:
+def plain(case, *, softcap=None):
     """The loss as it is written in a textbook; autograd does the rest."""
     case.head.zero_grad()
     leaf_TD = case.hidden_TD.clone().requires_grad_()
@@ -79,11 +79,11 @@ def plain(case: Case, *, softcap: float | None = None) -> Found:
     return Found(loss.detach(), leaf_TD.grad, _head_gradients(case.head))
 
 
-def _head_gradients(head: nn.Linear) -> tuple[Tensor | None, ...]:
+def _head_gradients(head):
     return tuple(None if p.grad is None else p.grad.clone() for p in head.parameters())
 
 
-def assert_equal(found: Found, expected: Found) -> None:
+def assert_equal(found, expected):
     close = {"rtol": 1e-6, "atol": 1e-6}
     torch.testing.assert_close(found.loss, expected.loss, **close)
     torch.testing.assert_close(found.hidden_gradient_TD, expected.hidden_gradient_TD, **close)
@@ -96,20 +96,20 @@ def assert_equal(found: Found, expected: Found) -> None:
 @pytest.mark.parametrize("chunk_tokens", CHUNKS)
 @pytest.mark.parametrize("labels", [all_labels, some_labels])
 @pytest.mark.parametrize("softcap", [None, 3.0])
-def test_equals_the_plain_loss(labels: object, chunk_tokens: int | None, softcap: float | None) -> None:
+def test_equals_the_plain_loss(labels, chunk_tokens, softcap):
     case = Case(labels())
     assert_equal(ours(case, chunk_tokens=chunk_tokens, softcap=softcap), plain(case, softcap=softcap))
 
 
 @pytest.mark.parametrize("chunk_tokens", [None, 5])
-def test_a_frozen_head_gets_no_gradient_and_passes_the_same_one_on(chunk_tokens: int | None) -> None:
+def test_a_frozen_head_gets_no_gradient_and_passes_the_same_one_on(chunk_tokens):
     case = Case(some_labels(), head=_head(frozen=True))
     found = ours(case, chunk_tokens=chunk_tokens)
     assert found.head_gradients == (None, None)
     assert_equal(found, plain(case))
 
 
-def test_a_tied_head_adds_to_the_gradient_that_the_embedding_has() -> None:
+def test_a_tied_head_adds_to_the_gradient_that_the_embedding_has():
     case = Case(some_labels(), head=_head(bias=False))
     embedding = nn.Embedding(V, D)
     embedding.weight = case.head.weight
@@ -123,7 +123,7 @@ def test_a_tied_head_adds_to_the_gradient_that_the_embedding_has() -> None:
 
 
 @pytest.mark.parametrize("chunk_tokens", [None, 5])
-def test_without_a_label_there_is_no_loss_and_no_gradient(chunk_tokens: int | None) -> None:
+def test_without_a_label_there_is_no_loss_and_no_gradient(chunk_tokens):
     """The plain mean would be 0 / 0 here."""
     case = Case(torch.full((T,), IGNORED))
     found = ours(case, chunk_tokens=chunk_tokens)
@@ -140,14 +140,14 @@ def test_without_a_label_there_is_no_loss_and_no_gradient(chunk_tokens: int | No
     )
 
 
-def test_ignored_tokens_leave_their_hidden_states_without_gradient() -> None:
+def test_ignored_tokens_leave_their_hidden_states_without_gradient():
     case = Case(some_labels())
     gradient_TD = ours(case, chunk_tokens=5).hidden_gradient_TD
     assert not gradient_TD[case.labels_T == IGNORED].any()
     assert gradient_TD[case.labels_T != IGNORED].any(dim=1).all()
 
 
-def test_labels_are_not_smoothed() -> None:
+def test_labels_are_not_smoothed():
     """The loss of a certain and right prediction goes to zero; with smoothing it could not."""
     case = Case(all_labels(), hidden_TD=torch.zeros(T, D))
     with torch.no_grad():
@@ -161,7 +161,7 @@ def test_labels_are_not_smoothed() -> None:
 
 
 @pytest.mark.parametrize("chunk_tokens", [None, 5])
-def test_16_bit_logits_keep_an_fp32_softmax(chunk_tokens: int | None) -> None:
+def test_16_bit_logits_keep_an_fp32_softmax(chunk_tokens):
     """Against fp64 on the same 16-bit numbers: the loss carries the rounding of the logits and no more."""
     case = Case(some_labels(), hidden_TD=_random(T, D, seed=1).bfloat16(), head=_head().bfloat16())
     found = ours(case, chunk_tokens=chunk_tokens)
@@ -174,7 +174,7 @@ def test_16_bit_logits_keep_an_fp32_softmax(chunk_tokens: int | None) -> None:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("chunk_tokens", [5, 7, 23])
 @pytest.mark.parametrize("labels", [all_labels, some_labels])
-def test_equals_the_chunked_loss_of_torch(labels: object, chunk_tokens: int, bias: bool) -> None:
+def test_equals_the_chunked_loss_of_torch(labels, chunk_tokens, bias):
     if not hasattr(F, "linear_cross_entropy"):
         pytest.skip("this torch has no F.linear_cross_entropy (2.13 has)")
     case = Case(labels(), head=_head(bias=bias))

@@ -1,7 +1,5 @@
 """Compiled blocks say what uncompiled ones say, with recompute and adapters, and one compilation serves all streams."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
@@ -22,12 +20,12 @@ Found = tuple[list[float], dict[str, Tensor]]
 
 
 def losses_and_gradients(
-    family: str,
+    family,
     *,
-    backend: object = None,
-    base: Dense | Nf4 | Hqq | None = None,
-    after_each: Callable[[], object] = lambda: None,
-) -> Found:
+    backend=None,
+    base=None,
+    after_each=lambda: None,
+):
     """Of five streams of different lengths; the first of two blocks is recomputed. ``base`` None: all is trained."""
     torch._dynamo.reset()
     model = tiny_model(family, num_hidden_layers=2).train()
@@ -55,7 +53,7 @@ def losses_and_gradients(
     return losses, {n: p.grad for n, p in parts.trained.items() if p.grad is not None}
 
 
-def assert_same(found: Found, expected: Found, *, tolerance: float = 1e-6) -> None:
+def assert_same(found, expected, *, tolerance=1e-6):
     assert found[0] == pytest.approx(expected[0], rel=tolerance)
     assert found[1].keys() == expected[1].keys()
     for name, gradient in expected[1].items():

@@ -20,7 +20,7 @@ READERS = {
 }  # fmt: skip
 
 
-def named(tree: ast.AST) -> set[str]:
+def named(tree):
     """Every name and attribute of a module that reads what others wrote, or runs it."""
     found = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     found |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
@@ -28,7 +28,7 @@ def named(tree: ast.AST) -> set[str]:
     return {name for name in found if name in READERS or name.startswith("Auto")}
 
 
-def calls(tree: ast.AST, *names: str) -> list[ast.Call]:
+def calls(tree, *names):
     return [
         node
         for node in ast.walk(tree)
@@ -36,7 +36,7 @@ def calls(tree: ast.AST, *names: str) -> list[ast.Call]:
     ]
 
 
-def test_there_is_no_other_door() -> None:
+def test_there_is_no_other_door():
     found = {
         str(path.relative_to(ROOT)): names
         for path in ROOT.rglob("*.py")
@@ -45,7 +45,7 @@ def test_there_is_no_other_door() -> None:
     assert found == {}
 
 
-def test_code_is_trusted_nowhere() -> None:
+def test_code_is_trusted_nowhere():
     """Every call that could trust it says that it does not; GenerationConfig and PEFT have nothing to say it to."""
     for path in ROOT.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -58,7 +58,7 @@ def test_code_is_trusted_nowhere() -> None:
             assert "trust_remote_code" in {keyword.arg for keyword in call.keywords}, owner
 
 
-def test_torch_and_pickle_read_nothing() -> None:
+def test_torch_and_pickle_read_nothing():
     """But what data/tokenising_processes.py sends through a pipe to a process that it has just started itself."""
     for path in {*ROOT.rglob("*.py")} - {ROOT / "data" / "tokenising_processes.py"}:
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -70,9 +70,7 @@ def test_torch_and_pickle_read_nothing() -> None:
         assert all(ast.unparse(keyword.value) == "False" for keyword in allowed), path
 
 
-def test_a_library_that_asks_gets_no_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_library_that_asks_gets_no_answer(tmp_path, monkeypatch, capsys):
     import io
 
     waiting = io.StringIO("y\n")

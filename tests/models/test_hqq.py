@@ -10,7 +10,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fitune.errors import MissingExtra, ModelError
 from fitune.models.low_bit.packing import quantise_blocks
-from fitune.models.low_bit.quantised import QuantisedLinear
 from fitune.spec.plan import Hqq
 from models.test_nf4 import dense_linear, forward_and_gradient
 
@@ -19,13 +18,13 @@ hqq = pytest.importorskip("hqq.core.quantize")
 BITS = [8, 4, 3, 2]
 
 
-def packed(linear: nn.Linear, base: Hqq) -> QuantisedLinear:
+def packed(linear, base):
     holder = nn.Sequential(linear)
     quantise_blocks(holder, base)
     return holder[0]
 
 
-def library_linear(linear: nn.Linear, base: Hqq) -> nn.Module:
+def library_linear(linear, base):
     config = hqq.BaseQuantizeConfig(nbits=base.bits, group_size=base.group_size)
     return hqq.HQQLinear(copy.deepcopy(linear), config, compute_dtype=linear.weight.dtype, device="cpu")
 
@@ -33,7 +32,7 @@ def library_linear(linear: nn.Linear, base: Hqq) -> nn.Module:
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_forward_and_gradient_are_the_librarys_bit_for_bit(dtype: torch.dtype, bias: bool, bits: int) -> None:
+def test_forward_and_gradient_are_the_librarys_bit_for_bit(dtype, bias, bits):
     linear, base = dense_linear(dtype, bias=bias), Hqq(bits=bits, group_size=32)
     theirs = forward_and_gradient(library_linear(linear, base), dtype)
     ours = forward_and_gradient(packed(linear, base), dtype)
@@ -42,7 +41,7 @@ def test_forward_and_gradient_are_the_librarys_bit_for_bit(dtype: torch.dtype, b
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_more_bits_are_closer(bits: int) -> None:
+def test_more_bits_are_closer(bits):
     linear = dense_linear(torch.float32)
     weight = linear.weight.detach().clone()
     error = (packed(linear, Hqq(bits=bits)).dequantised() - weight).abs().mean() / weight.abs().mean()
@@ -50,16 +49,16 @@ def test_more_bits_are_closer(bits: int) -> None:
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_nothing_is_kept_for_backward(bits: int) -> None:
+def test_nothing_is_kept_for_backward(bits):
     linear = packed(dense_linear(torch.float32, sizes=(128, 128)), Hqq(bits=bits))
-    kept: list[torch.Tensor] = []
+    kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         linear(linear(torch.randn(4, 128, requires_grad=True)))
     assert not kept
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_bytes_come_back_bit_identical_and_are_never_cast(bits: int) -> None:
+def test_bytes_come_back_bit_identical_and_are_never_cast(bits):
     linear = packed(dense_linear(torch.bfloat16, bias=False), Hqq(bits=bits))
     before, whole = {name: t.clone() for name, t in linear.state_dict().items()}, linear.dequantised()
     linear = copy.deepcopy(linear).half().float().to("cpu")
@@ -69,7 +68,7 @@ def test_bytes_come_back_bit_identical_and_are_never_cast(bits: int) -> None:
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_packing_on_fake_tensors_gives_the_same_shapes(bits: int) -> None:
+def test_packing_on_fake_tensors_gives_the_same_shapes(bits):
     real = packed(dense_linear(torch.bfloat16), Hqq(bits=bits))
     with FakeTensorMode():
         fake = packed(nn.Linear(96, 64, dtype=torch.bfloat16), Hqq(bits=bits))
@@ -78,12 +77,12 @@ def test_packing_on_fake_tensors_gives_the_same_shapes(bits: int) -> None:
     assert {name: (t.shape, t.dtype) for name, t in fake.state_dict().items()} == shapes
 
 
-def test_a_matrix_that_leaves_a_rest_is_refused() -> None:
+def test_a_matrix_that_leaves_a_rest_is_refused():
     with pytest.raises(ModelError, match=r"63 × 96 weights, which leaves a rest"):
         packed(dense_linear(torch.float32, sizes=(96, 63)), Hqq(bits=4))
 
 
-def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "hqq", None)
     monkeypatch.setitem(sys.modules, "hqq.core.quantize", None)
     with pytest.raises(MissingExtra, match=r"fitune\[quant\]"):

@@ -13,7 +13,7 @@ from fitune.units import MIB
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """Two shards of 3 MiB."""
     folder = tmp_path / "some-model"
     folder.mkdir()
@@ -24,12 +24,12 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def hashed(monkeypatch):
     """Names of the files that were read to the end, and files count as settled at once."""
-    names: list[str] = []
+    names = []
     real = weight_files.open_regular
 
-    def noting(file: Path):
+    def noting(file):
         names.append(file.name)
         return real(file)
 
@@ -39,7 +39,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("place", [0, MIB + 5, 3 * MIB // 2, 3 * MIB - 1])
-def test_one_byte_anywhere_is_another_model(folder: Path, place: int) -> None:
+def test_one_byte_anywhere_is_another_model(folder, place):
     before = identity(str(folder)), weights_identity(str(folder))
     with (folder / "model-2.safetensors").open("r+b") as file:
         file.seek(place)
@@ -48,14 +48,14 @@ def test_one_byte_anywhere_is_another_model(folder: Path, place: int) -> None:
     assert weights_identity(str(folder)) != before[1]
 
 
-def test_a_second_time_nothing_is_read(folder: Path, hashed: list[str]) -> None:
+def test_a_second_time_nothing_is_read(folder, hashed):
     first = weights_identity(str(folder))
     assert sorted(hashed) == ["model-1.safetensors", "model-2.safetensors"]
     assert weights_identity(str(folder)) == first
     assert len(hashed) == 2
 
 
-def test_a_change_that_keeps_size_and_time_is_seen(folder: Path, hashed: list[str]) -> None:
+def test_a_change_that_keeps_size_and_time_is_seen(folder, hashed):
     """The time of modification can be set back, that of the change of the file's entry cannot."""
     file = folder / "model-1.safetensors"
     before, stat = weights_identity(str(folder)), file.stat()
@@ -68,7 +68,7 @@ def test_a_change_that_keeps_size_and_time_is_seen(folder: Path, hashed: list[st
     assert hashed[2:] == ["model-1.safetensors"]
 
 
-def wait_for_a_tick_after(changed_ns: int, folder: Path) -> None:
+def wait_for_a_tick_after(changed_ns, folder):
     """Wait until the clock of the file system is past that time: it ticks some hundred times a second, or once."""
     probe, until = folder / "probe", time.monotonic() + 60
     probe.touch()
@@ -79,9 +79,7 @@ def wait_for_a_tick_after(changed_ns: int, folder: Path) -> None:
     probe.unlink()
 
 
-def test_a_file_that_was_written_this_moment_is_not_remembered(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_was_written_this_moment_is_not_remembered(folder, monkeypatch):
     """Within one tick of the clock it could change again and look the same."""
     monkeypatch.setattr(weight_files, "_SETTLED_S", 600.0)  # of a machine that stalls in between, too
     before = weights_identity(str(folder))
@@ -90,9 +88,7 @@ def test_a_file_that_was_written_this_moment_is_not_remembered(
 
 
 @pytest.mark.parametrize("entry", ["", "[]", "{", '{"file": 5}', '{"sha256": "0", "file": {}}'])
-def test_a_remembered_hash_that_cannot_be_read_is_taken_again(
-    folder: Path, hashed: list[str], entry: str
-) -> None:
+def test_a_remembered_hash_that_cannot_be_read_is_taken_again(folder, hashed, entry):
     before = weights_identity(str(folder))
     for file in (Path(os.environ["FITUNE_CACHE"]) / "hashes").iterdir():
         file.write_text(entry)
@@ -100,16 +96,14 @@ def test_a_remembered_hash_that_cannot_be_read_is_taken_again(
     assert len(hashed) == 4
 
 
-def test_a_cache_that_cannot_be_written_costs_time_only(
-    folder: Path, hashed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_that_cannot_be_written_costs_time_only(folder, hashed, tmp_path, monkeypatch):
     before = weights_identity(str(folder))
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FITUNE_CACHE", str(tmp_path / "file"))
     assert weights_identity(str(folder)) == before
 
 
-def test_where_the_folder_lies_and_what_else_is_in_it_does_not_matter(folder: Path, tmp_path: Path) -> None:
+def test_where_the_folder_lies_and_what_else_is_in_it_does_not_matter(folder, tmp_path):
     before = identity(str(folder)), weights_identity(str(folder))
     (folder / "notes.pdf").write_text("seen")
     moved = tmp_path / "elsewhere" / "some-model"
@@ -121,5 +115,5 @@ def test_where_the_folder_lies_and_what_else_is_in_it_does_not_matter(folder: Pa
 
 
 @pytest.mark.parametrize("name", ["", "some/hub-id"])
-def test_a_name_on_the_hub_is_its_own_identity(name: str) -> None:
+def test_a_name_on_the_hub_is_its_own_identity(name):
     assert identity(name) == name

@@ -1,7 +1,6 @@
 """Apertus: the two weights of its xIELU activation are counted, trained with everything, and frozen under LoRA."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,13 +23,13 @@ ROWS = make_rows((9, 14))
 
 
 @pytest.fixture
-def spec(tmp_path: Path, traces: None) -> ModelSpec:
+def spec(tmp_path, traces):
     torch.manual_seed(0)
     ApertusForCausalLM(ApertusConfig(**SMALL)).save_pretrained(tmp_path / "apertus")
     return load_model_spec(str(tmp_path / "apertus"))
 
 
-def test_two_weights_in_each_block_are_counted(spec: ModelSpec) -> None:
+def test_two_weights_in_each_block_are_counted(spec):
     h, f, heads = 32, 64, 8
     attention = 2 * h * h + 2 * h * 2 * heads + 2 * heads
     block = attention + 2 * h * f + 2 * h + 2
@@ -38,7 +37,7 @@ def test_two_weights_in_each_block_are_counted(spec: ModelSpec) -> None:
 
 
 @pytest.mark.parametrize("tuning", ["full", "lora"])
-def test_they_are_trained_with_everything_and_frozen_under_adapters(spec: ModelSpec, tuning: str) -> None:
+def test_they_are_trained_with_everything_and_frozen_under_adapters(spec, tuning):
     plan = replace(plan_for(spec, tuning=tuning, rows=1, seq_len=32, precision="fp32"), model_path=spec.name)
     assert trains_like_transformers(spec)
     model = load_model(spec.name, dtype=torch.float32, device=torch.device("cpu"))

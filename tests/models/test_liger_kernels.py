@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from fitune.errors import HardwareError, MissingExtra, ModelError
 from fitune.models.attention import use_attention
@@ -27,32 +26,32 @@ from models.triton_interpreter import interpreted_liger
 ROWS = make_rows((9, 4, 13))
 
 
-def written_out(calls: Counter[str]) -> Operations:
+def written_out(calls):
     """What each kernel computes, in plain torch, counted."""
 
-    def rms_norm(x: Tensor, weight: Tensor, *, eps: float, offset: float, in_fp32: bool) -> Tensor:
+    def rms_norm(x, weight, *, eps, offset, in_fp32):
         calls["norm"] += 1
         normed = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
         if in_fp32:
             return (normed * (offset + weight.float())).to(x.dtype)
         return normed.to(x.dtype) * (offset + weight)
 
-    def silu_product(gate: Tensor, up: Tensor) -> Tensor:
+    def silu_product(gate, up):
         calls["product"] += 1
         return F.silu(gate) * up
 
-    def gelu_product(gate: Tensor, up: Tensor) -> Tensor:
+    def gelu_product(gate, up):
         calls["product"] += 1
         return F.gelu(gate, approximate="tanh") * up
 
-    def silu_halves(both: Tensor) -> Tensor:
+    def silu_halves(both):
         return silu_product(*both.chunk(2, dim=-1))
 
-    def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def turned(x, cos, sin):
         low, high = x.chunk(2, dim=-1)
         return x * cos[:, None] + torch.cat((-high, low), dim=-1) * sin[:, None]
 
-    def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def rotate(query, key, cos, sin):
         calls["rotation"] += 1
         return turned(query, cos, sin), turned(key, cos, sin)
 
@@ -61,7 +60,7 @@ def written_out(calls: Counter[str]) -> Operations:
     )  # fmt: skip
 
 
-def hidden_and_gradients(family: str, operations: Operations | None) -> tuple[Tensor, dict[str, Tensor]]:
+def hidden_and_gradients(family, operations):
     model = tiny_model(family).train()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -77,7 +76,7 @@ def hidden_and_gradients(family: str, operations: Operations | None) -> tuple[Te
     return hidden_TD.detach(), {n: p.grad for n, p in parts.trained.items() if p.grad is not None}
 
 
-def assert_same(found: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]]) -> None:
+def assert_same(found, expected):
     torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-5)
     assert found[1].keys() == expected[1].keys()
     for name, gradient in expected[1].items():
@@ -94,7 +93,7 @@ NORMS = {"gemma2": 13, "gemma3_text": 19, "qwen3": 13, "qwen3_moe": 13}
 
 @pytest.mark.parametrize("family", WITH_KERNELS)
 def test_every_family_is_wired_rightly(family):
-    calls: Counter[str] = Counter()
+    calls = Counter()
     assert_same(hidden_and_gradients(family, written_out(calls)), hidden_and_gradients(family, None))
     experts = family in ("mixtral", "qwen3_moe")
     assert calls["rotation"] == 3
@@ -125,7 +124,7 @@ def test_the_kernels_of_three_families_in_a_process_that_interprets_triton():
 
 
 def test_other_models_of_the_family_stay_as_they_are():
-    calls: Counter[str] = Counter()
+    calls = Counter()
     hidden_and_gradients("llama", written_out(calls))
     before = dict(calls)
     hidden_and_gradients("llama", None)
@@ -149,7 +148,7 @@ def test_refused_on_a_cpu_and_named_when_not_installed(monkeypatch):
 
 def test_where_the_model_is_trained_decides_not_where_its_weights_wait(monkeypatch):
     """Weights that are streamed are on the host when the kernels are put in place."""
-    calls: Counter[str] = Counter()
+    calls = Counter()
     monkeypatch.setattr("fitune.models.liger.operations_of_liger", lambda: written_out(calls))
     model = tiny_model()
     use_kernels(model, "liger", device=torch.device("cuda"))

@@ -1,7 +1,6 @@
 """Llama 4's text part: chunks of a row, a scale that counts tokens, a router that is no plain linear."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -34,13 +33,13 @@ CHUNK = 8
 (ROW,) = make_rows((2 * CHUNK + 5,))
 
 
-def tiny() -> Llama4ForCausalLM:
+def tiny():
     torch.manual_seed(0)
     return Llama4ForCausalLM(Llama4TextConfig(**TEXT)).train()
 
 
 @pytest.fixture
-def folder(tmp_path: Path, traces: None) -> Path:
+def folder(tmp_path, traces):
     """A config.json as it is published, with the vision part beside the text part."""
     text = {**TEXT, "attention_chunk_size": 8192}  # a row that is traced would be cut into hundreds
     Llama4Config(text_config=text).save_pretrained(tmp_path / "llama4")
@@ -48,7 +47,7 @@ def folder(tmp_path: Path, traces: None) -> Path:
 
 
 @pytest.mark.parametrize(("attention", "blocks"), [("sdpa", 0), ("eager", 3)])
-def test_a_row_of_several_chunks_is_trained_as_transformers_does(attention: str, blocks: int) -> None:
+def test_a_row_of_several_chunks_is_trained_as_transformers_does(attention, blocks):
     plain, ours = tiny(), tiny()
     logits = plain(input_ids=ROW[None]).logits[0, :-1].float()
     expected = torch.nn.functional.cross_entropy(logits, ROW[1:])
@@ -70,13 +69,13 @@ def test_a_row_of_several_chunks_is_trained_as_transformers_does(attention: str,
         )
 
 
-def test_rows_are_cut_from_their_own_beginning() -> None:
+def test_rows_are_cut_from_their_own_beginning():
     assert Rows((20, 3, 8)).cut(8).lengths == (8, 8, 4, 3, 8)
     short = Rows((3, 8))
     assert short.cut(8) is short
 
 
-def test_its_published_config_is_planned_one_row_at_a_time(folder: Path) -> None:
+def test_its_published_config_is_planned_one_row_at_a_time(folder):
     """Queries are scaled by their position in the whole stream."""
     spec = load_model_spec(str(folder))
     assert (spec.model_type, spec.has_vision_part, spec.separates_rows) == ("llama4_text", True, False)
@@ -89,7 +88,7 @@ def test_its_published_config_is_planned_one_row_at_a_time(folder: Path) -> None
     assert predict_memory(alone).peak_bytes > 0
 
 
-def test_its_text_part_is_loaded_from_the_whole_checkpoint(tmp_path: Path) -> None:
+def test_its_text_part_is_loaded_from_the_whole_checkpoint(tmp_path):
     torch.manual_seed(0)
     whole = Llama4ForConditionalGeneration(Llama4Config(text_config=TEXT, vision_config=VISION))
     whole.save_pretrained(tmp_path)
@@ -99,7 +98,7 @@ def test_its_text_part_is_loaded_from_the_whole_checkpoint(tmp_path: Path) -> No
         assert torch.equal(loaded(input_ids=ROW[None]).logits, whole(input_ids=ROW[None]).logits)
 
 
-def test_the_router_is_not_packed_and_linears_of_other_classes_are() -> None:
+def test_the_router_is_not_packed_and_linears_of_other_classes_are():
     from transformers.models.falcon.modeling_falcon import FalconLinear
 
     routers = [module for module in tiny().modules() if type(module).__name__ == "Llama4Router"]

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ BLOCK = 48
 """Side of a block of FP8: the last blocks of 128 are cut."""
 
 
-def as_mxfp4(tensors: Tensors) -> tuple[Tensors, Tensors]:
+def as_mxfp4(tensors):
     """Stacks of experts as random 4-bit elements, and as the values that transformers computes from them."""
     packed, plain = dict(tensors), dict(tensors)
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
@@ -37,7 +36,7 @@ def as_mxfp4(tensors: Tensors) -> tuple[Tensors, Tensors]:
     return packed, plain
 
 
-def as_fp8(tensors: Tensors) -> tuple[Tensors, Tensors]:
+def as_fp8(tensors):
     """Linears in e4m3 with a scale for each block, and block by block times its scale."""
     packed, plain = dict(tensors), dict(tensors)
     for name in [name for name in tensors if name.endswith("_proj.weight")]:
@@ -54,7 +53,7 @@ def as_fp8(tensors: Tensors) -> tuple[Tensors, Tensors]:
     return packed, plain
 
 
-def as_fp8_of_one_scale(tensors: Tensors) -> tuple[Tensors, Tensors]:
+def as_fp8_of_one_scale(tensors):
     packed, plain = dict(tensors), dict(tensors)
     for name in [name for name in tensors if name.endswith("_proj.weight")]:
         weight = tensors[name].to(torch.float8_e4m3fn)
@@ -64,7 +63,7 @@ def as_fp8_of_one_scale(tensors: Tensors) -> tuple[Tensors, Tensors]:
     return packed, plain
 
 
-def as_bitsandbytes(tensors: Tensors, *, nested: bool, kind: str) -> tuple[Tensors, Tensors]:
+def as_bitsandbytes(tensors, *, nested, kind):
     functional = pytest.importorskip("bitsandbytes.functional")
     packed, plain = dict(tensors), dict(tensors)
     for name in [name for name in tensors if name.endswith("_proj.weight")]:
@@ -104,7 +103,7 @@ _SHAPES: dict[str, dict[str, int]] = {
 }
 
 
-def folders(at: Path, way: str) -> tuple[Path, Path]:
+def folders(at, way):
     """The model in few bits, and the same in bf16."""
     family, settings, quantise = WAYS[way]
     torch.manual_seed(0)
@@ -121,14 +120,14 @@ def folders(at: Path, way: str) -> tuple[Path, Path]:
     return at / "packed", at / "plain"
 
 
-def loaded(folder: Path) -> dict[str, Tensor]:
+def loaded(folder):
     model = load_model(str(folder), dtype=torch.float32, device=torch.device("cpu"))
     assert getattr(model.config, "quantization_config", None) is None
     return model.state_dict()
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_weights_are_those_that_their_library_computes(tmp_path: Path, way: str) -> None:
+def test_weights_are_those_that_their_library_computes(tmp_path, way):
     packed, plain = folders(tmp_path, way)
     found, wanted = loaded(packed), loaded(plain)
     assert found.keys() == wanted.keys()
@@ -138,7 +137,7 @@ def test_weights_are_those_that_their_library_computes(tmp_path: Path, way: str)
     assert sum(sizes) < (packed / "model.safetensors").stat().st_size
 
 
-def test_a_plan_of_them_is_that_of_the_16_bit_model(tmp_path: Path) -> None:
+def test_a_plan_of_them_is_that_of_the_16_bit_model(tmp_path):
     packed, plain = (load_model_spec(str(folder)) for folder in folders(tmp_path, "fp8"))
     assert packed.stored_as == "fp8"
     assert replace(packed, name=plain.name, stored_as="") == plain
@@ -158,9 +157,7 @@ def test_a_plan_of_them_is_that_of_the_16_bit_model(tmp_path: Path) -> None:
         ("nf4", lambda t: t.doubled("q_proj.weight.quant_state.bitsandbytes__nf4"), "belongs to two weights"),
     ],
 )
-def test_parts_that_do_not_belong_together_are_named(
-    tmp_path: Path, way: str, damage: Callable[["Damaged"], None], message: str
-) -> None:
+def test_parts_that_do_not_belong_together_are_named(tmp_path, way, damage, message):
     packed, _ = folders(tmp_path, way)
     tensors = Damaged(load_file(packed / "model.safetensors"))
     damage(tensors)
@@ -170,21 +167,21 @@ def test_parts_that_do_not_belong_together_are_named(
 
 
 class Damaged(Tensors):
-    def _first(self, suffix: str) -> str:
+    def _first(self, suffix):
         return next(name for name in self if name.endswith(suffix))
 
-    def without(self, suffix: str) -> None:
+    def without(self, suffix):
         del self[self._first(suffix)]
 
-    def swollen(self, suffix: str) -> None:
+    def swollen(self, suffix):
         name = self._first(suffix)
         self[name] = torch.cat([self[name], torch.full((1 << 20,), ord(" "), dtype=torch.uint8)])
 
-    def doubled(self, suffix: str) -> None:
+    def doubled(self, suffix):
         name = self._first(suffix)
         self[f"{name.removesuffix('nf4')}fp4"] = self[name].clone()
 
-    def cut(self, suffix: str) -> None:
+    def cut(self, suffix):
         name = self._first(suffix)
         self[name] = self[name][:-1].clone()
 
@@ -198,7 +195,7 @@ class Damaged(Tensors):
         {"bits": 4},
     ],
 )
-def test_other_quantisers_are_refused(tmp_path: Path, settings: dict[str, object]) -> None:
+def test_other_quantisers_are_refused(tmp_path, settings):
     _, plain = folders(tmp_path, "fp8")
     config = json.loads((plain / "config.json").read_text())
     (plain / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))

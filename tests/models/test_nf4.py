@@ -19,18 +19,18 @@ from models.tiny_models import tiny_model
 bitsandbytes = pytest.importorskip("bitsandbytes")
 
 
-def dense_linear(dtype: torch.dtype, *, bias: bool = True, sizes: tuple[int, int] = (96, 64)) -> nn.Linear:
+def dense_linear(dtype, *, bias=True, sizes=(96, 64)):
     torch.manual_seed(0)
     return nn.Linear(*sizes, bias=bias, dtype=dtype).requires_grad_(False)
 
 
-def packed(linear: nn.Linear, base: Nf4) -> QuantisedLinear:
+def packed(linear, base):
     holder = nn.Sequential(linear)
     quantise_blocks(holder, base)
     return holder[0]
 
 
-def library_linear(linear: nn.Linear, base: Nf4) -> nn.Module:
+def library_linear(linear, base):
     theirs = bitsandbytes.nn.Linear4bit(
         linear.in_features, linear.out_features, bias=linear.bias is not None, compute_dtype=linear.weight.dtype,
         compress_statistics=base.double_quant, quant_type="nf4", quant_storage=linear.weight.dtype,
@@ -39,7 +39,7 @@ def library_linear(linear: nn.Linear, base: Nf4) -> nn.Module:
     return theirs.to(linear.weight.dtype).to("cpu")
 
 
-def forward_and_gradient(module: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def forward_and_gradient(module, dtype):
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2, 5, 96, generator=generator).to(dtype).requires_grad_()
     out = module(x)
@@ -50,9 +50,7 @@ def forward_and_gradient(module: nn.Module, dtype: torch.dtype) -> tuple[torch.T
 @pytest.mark.parametrize("double", [True, False], ids=["double", "single"])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_forward_and_gradient_are_the_librarys_bit_for_bit(
-    dtype: torch.dtype, bias: bool, double: bool
-) -> None:
+def test_forward_and_gradient_are_the_librarys_bit_for_bit(dtype, bias, double):
     linear, base = dense_linear(dtype, bias=bias), Nf4(double_quant=double)
     ours = forward_and_gradient(packed(linear, base), dtype)
     theirs = forward_and_gradient(library_linear(linear, base), dtype)
@@ -60,10 +58,10 @@ def test_forward_and_gradient_are_the_librarys_bit_for_bit(
         assert torch.equal(found, expected)
 
 
-def test_backward_keeps_no_activation_and_one_whole_weight() -> None:
+def test_backward_keeps_no_activation_and_one_whole_weight():
     linear = packed(dense_linear(torch.float32, sizes=(256, 256)), Nf4())
     x = torch.randn(4, 256, requires_grad=True)
-    kept: list[torch.Tensor] = []
+    kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         out = linear(linear(x))
     assert not kept
@@ -75,21 +73,21 @@ def test_backward_keeps_no_activation_and_one_whole_weight() -> None:
     assert whole < max(tracker.peaks.values()) - before < 1.5 * whole
 
 
-def test_bytes_are_those_of_the_paper() -> None:
+def test_bytes_are_those_of_the_paper():
     """4.127 bit per weight with double quantisation, for a matrix whose scales fill whole blocks."""
     linear = packed(dense_linear(torch.bfloat16, bias=False, sizes=(1024, 1024)), Nf4())
     held = sum(parameter.nbytes for parameter in linear.parameters())
     assert held == pytest.approx(1024 * 1024 * 4.127 / 8, rel=1e-4)
 
 
-def test_parameters_are_no_whole_numbers() -> None:
+def test_parameters_are_no_whole_numbers():
     """FSDP2 of torch 2.11 divides floating-point parameters alone, frozen or not."""
     linear = packed(dense_linear(torch.bfloat16, sizes=(128, 256)), Nf4())
     assert all(parameter.is_floating_point() for parameter in linear.parameters())
 
 
 @pytest.mark.parametrize("journey", ["copy", "casts", "meta view", "safetensors"])
-def test_packed_bytes_come_back_bit_identical(journey: str, tmp_path) -> None:
+def test_packed_bytes_come_back_bit_identical(journey, tmp_path):
     """What leaves the device and comes back is never quantised again, and no cast touches it."""
     linear = packed(dense_linear(torch.bfloat16), Nf4())
     before = {name: tensor.clone() for name, tensor in linear.state_dict().items()}
@@ -111,7 +109,7 @@ def test_packed_bytes_come_back_bit_identical(journey: str, tmp_path) -> None:
     assert torch.equal(linear.dequantised(), whole)
 
 
-def test_only_the_blocks_linears_are_packed() -> None:
+def test_only_the_blocks_linears_are_packed():
     model = tiny_model("llama").to(torch.bfloat16)
     quantise_blocks(model.model.layers, Nf4())
     packed_names = {n for n, m in model.named_modules() if isinstance(m, QuantisedLinear)}
@@ -123,7 +121,7 @@ def test_only_the_blocks_linears_are_packed() -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "falcon", "qwen3_moe"])
-def test_other_shapes_of_linears(family: str) -> None:
+def test_other_shapes_of_linears(family):
     """Transposed weights, linears of the family's own class, and experts that are no linears."""
     model = tiny_model(family)
     ids = torch.arange(12).reshape(1, 12)
@@ -135,7 +133,7 @@ def test_other_shapes_of_linears(family: str) -> None:
     assert 0.8 < agreement < 1
 
 
-def test_packing_on_fake_tensors_gives_the_same_shapes() -> None:
+def test_packing_on_fake_tensors_gives_the_same_shapes():
     real = packed(dense_linear(torch.bfloat16), Nf4())
     with FakeTensorMode():
         fake = packed(nn.Linear(96, 64, dtype=torch.bfloat16), Nf4())
@@ -146,7 +144,7 @@ def test_packing_on_fake_tensors_gives_the_same_shapes() -> None:
     assert {name: (t.shape, t.dtype) for name, t in fake.state_dict().items()} == shapes
 
 
-def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(MissingExtra, match=r"fitune\[quant\]"):
         packed(dense_linear(torch.float32), Nf4())

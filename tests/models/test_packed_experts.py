@@ -5,7 +5,7 @@ from types import MethodType
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
@@ -29,9 +29,7 @@ EXPERTS, CHOSEN, HIDDEN, WIDTH, TOKENS = 6, 2, 32, 64, 40
 @pytest.mark.parametrize("base", BASES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(3, 64, 128), (3, 96, 320)], ids=["even", "half a block of scales"])
-def test_each_matrix_is_packed_as_if_it_were_alone(
-    base: Nf4 | Hqq, dtype: torch.dtype, shape: tuple[int, ...]
-) -> None:
+def test_each_matrix_is_packed_as_if_it_were_alone(base, dtype, shape):
     torch.manual_seed(0)
     stack = torch.randn(shape).mul(torch.tensor([1.0, 30.0, 0.1])[:, None, None]).to(dtype)
     packed = packed_stack(stack, base)
@@ -45,7 +43,7 @@ def test_each_matrix_is_packed_as_if_it_were_alone(
     assert held == stored_bytes(stack.numel(), base, element_bytes=dtype.itemsize, copies=3)
 
 
-def of_family(family: str) -> nn.Module:
+def of_family(family):
     words = {"hidden_size": HIDDEN, "num_experts_per_tok": CHOSEN, "moe_intermediate_size": WIDTH}
     kind, words = {
         "qwen3_moe": (Qwen3MoeExperts, {**words, "num_experts": EXPERTS}),
@@ -62,7 +60,7 @@ def of_family(family: str) -> nn.Module:
     return module.requires_grad_(False)
 
 
-def with_weights_of(packed: nn.Module, dense: nn.Module) -> nn.Module:
+def with_weights_of(packed, dense):
     """transformers' own experts over what the packed ones stand for."""
     for name in STACKS:
         if hasattr(packed, f"packed_{name}"):
@@ -70,7 +68,7 @@ def with_weights_of(packed: nn.Module, dense: nn.Module) -> nn.Module:
     return dense
 
 
-def ran(module: nn.Module) -> tuple[Tensor, ...]:
+def ran(module):
     """Output and the gradients of what came in; one expert gets no token."""
     torch.manual_seed(1)
     hidden = torch.randn(TOKENS, HIDDEN, requires_grad=True)
@@ -84,9 +82,7 @@ def ran(module: nn.Module) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "nemotron_h"])
 @pytest.mark.parametrize("one_by_one", [False, True], ids=["grouped", "one by one"])
-def test_they_are_transformers_experts_over_the_same_weights(
-    family: str, one_by_one: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_they_are_transformers_experts_over_the_same_weights(family, one_by_one, monkeypatch):
     """Fused gates, interleaved ones with biases and transposed matrices, and none at all."""
     dense = of_family(family)
     packed = copy.deepcopy(dense)
@@ -98,12 +94,12 @@ def test_they_are_transformers_experts_over_the_same_weights(
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
-def test_nothing_whole_is_kept_and_one_stack_is_whole_at_a_time() -> None:
+def test_nothing_whole_is_kept_and_one_stack_is_whole_at_a_time():
     packed = of_family("qwen3_moe")
     quantise_blocks(packed, Nf4())
     hidden = torch.randn(4, HIDDEN, requires_grad=True)
     weights, chosen = torch.rand(4, EXPERTS).topk(CHOSEN, dim=-1)
-    kept: list[Tensor] = []
+    kept = []
     tracker = LiveTensors([*packed.parameters(), *packed.buffers(), hidden])
     before = tracker.current_bytes
     with tracker, torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
@@ -115,7 +111,7 @@ def test_nothing_whole_is_kept_and_one_stack_is_whole_at_a_time() -> None:
     assert whole < max(tracker.peaks.values()) - before < 1.4 * whole
 
 
-def test_a_copy_of_them_runs_on_its_own_weights() -> None:
+def test_a_copy_of_them_runs_on_its_own_weights():
     packed = of_family("qwen3_moe")
     quantise_blocks(packed, Nf4())
     other = copy.deepcopy(packed)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fitune.models.attention import turn_by_rows, turns_by_length, use_attention
-from fitune.models.language_model import LanguageModel, language_model
+from fitune.models.language_model import language_model
 from fitune.spec.plan import PlainLoss
 from models.streams import make_rows, stream_of
 from models.tiny_models import tiny_model
@@ -33,7 +33,7 @@ CASES = {
 }  # fmt: skip
 
 
-def rows_alone(family: str, changes: dict[str, object]) -> tuple[float, dict[str, torch.Tensor]]:
+def rows_alone(family, changes):
     """Summed loss and gradients by transformers' own forward, each row by a model that saw no other before."""
     total, gradients = 0.0, {}
     for row in ROWS:
@@ -48,21 +48,21 @@ def rows_alone(family: str, changes: dict[str, object]) -> tuple[float, dict[str
     return total, gradients
 
 
-def ours(family: str, changes: dict[str, object]) -> LanguageModel:
+def ours(family, changes):
     model = tiny_model(family, **changes)
     use_attention(model, "sdpa")
     turn_by_rows(model)
     return language_model(model, PlainLoss())
 
 
-def test_a_config_says_whether_rows_of_other_lengths_are_turned_otherwise() -> None:
+def test_a_config_says_whether_rows_of_other_lengths_are_turned_otherwise():
     for family, changes in CASES.values():
         assert turns_by_length(tiny_model(family, **changes).config)
     assert not turns_by_length(tiny_model("llama").config)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_row_beside_longer_ones_has_the_loss_it_has_alone(case: str) -> None:
+def test_a_row_beside_longer_ones_has_the_loss_it_has_alone(case):
     family, changes = CASES[case]
     expected, gradients = rows_alone(family, changes)
     parts, stream = ours(family, changes), stream_of(ROWS)
@@ -77,7 +77,7 @@ def test_a_row_beside_longer_ones_has_the_loss_it_has_alone(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_rows_seen_before_change_nothing(case: str) -> None:
+def test_rows_seen_before_change_nothing(case):
     """transformers keeps the largest length that it saw: the model must not remember one."""
     family, changes = CASES[case]
     parts = ours(family, changes)
@@ -87,7 +87,7 @@ def test_rows_seen_before_change_nothing(case: str) -> None:
     assert parts.loss(short).item() == fresh
 
 
-def test_the_rows_of_these_tests_do_feel_the_length() -> None:
+def test_the_rows_of_these_tests_do_feel_the_length():
     """Without turning by rows the loss is another: the tests above can fail."""
     for family, changes in CASES.values():
         model = tiny_model(family, **changes)

@@ -13,7 +13,7 @@ ROWS = make_rows((9, 4, 13))
 PREFIX = 3
 
 
-def reference(family: str) -> tuple[float, dict[str, torch.Tensor]]:
+def reference(family):
     """Loss and gradients by transformers' own forward, one row at a time, labels masked by hand."""
     model = tiny_model(family).train()
     total, count = torch.zeros(()), 0
@@ -26,9 +26,7 @@ def reference(family: str) -> tuple[float, dict[str, torch.Tensor]]:
     return total.item() / count, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def ours(
-    family: str, *, attention: str, loss: PlainLoss | ChunkedLoss, blocks: int
-) -> tuple[float, dict[str, torch.Tensor]]:
+def ours(family, *, attention, loss, blocks):
     model = tiny_model(family).train()
     use_attention(model, attention)
     parts = language_model(model, loss)
@@ -51,9 +49,7 @@ def ours(
         ("eager", ChunkedLoss(chunk_tokens=7), 3),
     ],
 )
-def test_stream_equals_rows_alone(
-    family: str, attention: str, loss: PlainLoss | ChunkedLoss, blocks: int
-) -> None:
+def test_stream_equals_rows_alone(family, attention, loss, blocks):
     expected_loss, expected = reference(family)
     found_loss, found = ours(family, attention=attention, loss=loss, blocks=blocks)
     assert found_loss == pytest.approx(expected_loss, abs=2e-6)
@@ -64,7 +60,7 @@ def test_stream_equals_rows_alone(
         )
 
 
-def test_evaluation_loss_is_the_training_loss() -> None:
+def test_evaluation_loss_is_the_training_loss():
     parts = language_model(tiny_model(), ChunkedLoss(chunk_tokens=4))
     use_attention(parts.whole, "sdpa")
     stream = stream_of(ROWS)
@@ -72,7 +68,7 @@ def test_evaluation_loss_is_the_training_loss() -> None:
     assert parts.loss(stream).item() == pytest.approx(trained.item(), rel=1e-6)
 
 
-def test_a_config_that_asks_for_tuples_changes_nothing() -> None:
+def test_a_config_that_asks_for_tuples_changes_nothing():
     losses = []
     for changes in ({}, {"return_dict": False}):
         parts = language_model(tiny_model("llama", **changes), PlainLoss())
@@ -81,7 +77,7 @@ def test_a_config_that_asks_for_tuples_changes_nothing() -> None:
     assert losses[0] == losses[1]
 
 
-def test_a_stream_without_labels_has_no_loss_and_no_gradient() -> None:
+def test_a_stream_without_labels_has_no_loss_and_no_gradient():
     parts = language_model(tiny_model(), PlainLoss())
     use_attention(parts.whole, "sdpa")
     stream = stream_of(ROWS, unsupervised_prefix=100)

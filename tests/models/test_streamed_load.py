@@ -1,22 +1,18 @@
 """A model is read to where it belongs: never more in memory than the finished one and a block, packed or not."""
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import PreTrainedModel
 from transformers.quantizers import AutoHfQuantizer
 
 from faults.budgets import Budget
 from fitune.errors import MissingExtra, ModelError
 from fitune.models.language_model import blocks_of
-from fitune.models.low_bit.pack_on_arrival import PackOnArrival
-from fitune.models.low_bit.packing import quantise_blocks
+from fitune.models.low_bit.packing import PackOnArrival, quantise_blocks
 from fitune.models.weights import load_model
 from fitune.spec.plan import Dense, Hqq, Nf4
 from models.tiny_models import tiny_model
@@ -28,12 +24,12 @@ CPU = torch.device("cpu")
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "vocab_size": 500}
 
 
-def saved(folder: Path, family: str = "llama", **changes: object) -> Path:
+def saved(folder, family="llama", **changes):
     tiny_model(family, **changes).save_pretrained(folder, max_shard_size="1MB")
     return folder
 
 
-def packed_later(folder: Path, dtype: torch.dtype, base: Nf4 | Hqq) -> PreTrainedModel:
+def packed_later(folder, dtype, base):
     model = load_model(str(folder), dtype=dtype, device=CPU)
     quantise_blocks(blocks_of(model), base)
     return model
@@ -44,9 +40,7 @@ def packed_later(folder: Path, dtype: torch.dtype, base: Nf4 | Hqq) -> PreTraine
     ("dtype", "base"),
     [(torch.float32, Nf4()), (torch.bfloat16, Nf4()), (torch.bfloat16, Hqq(bits=3, group_size=16))],
 )
-def test_packed_on_arrival_is_packed_later(
-    tmp_path: Path, family: str, dtype: torch.dtype, base: Nf4 | Hqq
-) -> None:
+def test_packed_on_arrival_is_packed_later(tmp_path, family, dtype, base):
     """Tied, sharded, biased, transposed and mixed models alike; nothing of the loader stays behind."""
     folder = saved(tmp_path / "model", family)
     found, expected = (
@@ -62,20 +56,20 @@ def test_packed_on_arrival_is_packed_later(
     assert all(m.training == found.training for m in found.modules())
 
 
-def single(folder: Path) -> Path:
+def single(folder):
     tiny_model("llama", **SIZES).save_pretrained(folder, max_shard_size="1GB")
     return folder
 
 
-def sharded(folder: Path) -> Path:
+def sharded(folder):
     return saved(folder, **SIZES)
 
 
-def tied(folder: Path) -> Path:
+def tied(folder):
     return saved(folder, "qwen3", **SIZES)
 
 
-def in_the_cache(folder: Path) -> Path:
+def in_the_cache(folder):
     """As the Hub's client lays it out: links with the files' names to blobs with the names of their contents."""
     blobs, snapshot = folder / "blobs", folder / "snapshots" / "1f0c"
     snapshot.mkdir(parents=True)
@@ -98,16 +92,16 @@ def in_the_cache(folder: Path) -> Path:
     ids=["dense", "cast", "nf4", "nf4-fp32", "hqq"],
 )  # fmt: skip
 def test_never_more_than_the_finished_model_and_one_block(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    layout: Callable[[Path], Path],
-    dtype: torch.dtype,
-    base: Dense | Nf4 | Hqq,
-) -> None:
+    tmp_path,
+    monkeypatch,
+    layout,
+    dtype,
+    base,
+):
     """Every tensor counted, those of the files too. Read by this thread alone: no other is seen by a dispatch mode."""
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
     folder = layout(tmp_path / "model")
-    read: list[tuple[int, int]] = []
+    read = []
     tracker = Budget()
     with tracker:
         model = load_model(
@@ -130,9 +124,7 @@ def test_never_more_than_the_finished_model_and_one_block(
     assert read[-1][0] == read[-1][1] <= files
 
 
-def test_a_model_in_the_hubs_cache_is_named_by_its_id(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_in_the_hubs_cache_is_named_by_its_id(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     snapshot = in_the_cache(tmp_path / "models--some--model")
@@ -153,7 +145,7 @@ def test_a_model_in_the_hubs_cache_is_named_by_its_id(
         (torch.ones(5, 32), r"of another shape: model\.layers\.1\.mlp\.up_proj\.weight \(5, 32\)"),
     ],
 )
-def test_a_tensor_that_does_not_match_is_named(tmp_path: Path, change: Tensor | None, message: str) -> None:
+def test_a_tensor_that_does_not_match_is_named(tmp_path, change, message):
     tiny_model().save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors.pop("model.layers.1.mlp.up_proj.weight")
@@ -164,7 +156,7 @@ def test_a_tensor_that_does_not_match_is_named(tmp_path: Path, change: Tensor | 
         load_model(str(tmp_path), dtype=torch.float32, device=CPU, base=Nf4())
 
 
-def test_no_dense_model_is_taken_from_a_gpu_in_advance() -> None:
+def test_no_dense_model_is_taken_from_a_gpu_in_advance():
     """transformers warms the allocator up with all bytes that it expects; those of packed weights are never dense."""
     model = tiny_model()
     packer = AutoHfQuantizer.from_config(PackOnArrival(Nf4()), pre_quantized=False)
@@ -179,9 +171,7 @@ def test_no_dense_model_is_taken_from_a_gpu_in_advance() -> None:
 @pytest.mark.parametrize(
     ("base", "library"), [(Nf4(), "bitsandbytes"), (Hqq(bits=4), "hqq.core.quantize")], ids=["nf4", "hqq"]
 )
-def test_a_missing_library_is_not_taken_for_damaged_files(
-    base: Nf4 | Hqq, library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_library_is_not_taken_for_damaged_files(base, library, tmp_path, monkeypatch):
     folder = saved(tmp_path / "model")
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(MissingExtra, match=r"fitune\[quant\]"):

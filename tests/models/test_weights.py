@@ -18,37 +18,37 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     tiny_model().save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
 
 class Bomb:
-    def __reduce__(self) -> tuple[object, tuple[str, ...]]:
+    def __reduce__(self):
         return (open, (str(Bomb.target), "w"))
 
     target: Path
 
 
-def test_weights_come_in_the_dtype_asked_for(folder: Path) -> None:
+def test_weights_come_in_the_dtype_asked_for(folder):
     model = load_model(str(folder), dtype=torch.bfloat16, device=CPU)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     torch.testing.assert_close(model.lm_head.weight, tiny_model().lm_head.weight.bfloat16())
 
 
-def test_no_weights(folder: Path) -> None:
+def test_no_weights(folder):
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"no weights \(\*\.safetensors\)"):
         load_model(str(folder), dtype=torch.float32, device=CPU)
 
 
-def test_no_config(tmp_path: Path) -> None:
+def test_no_config(tmp_path):
     with pytest.raises(ModelError, match=r"no config\.json"):
         load_model(str(tmp_path), dtype=torch.float32, device=CPU)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
-def test_pickled_weights_are_refused_and_not_run(folder: Path, tmp_path: Path, name: str) -> None:
+def test_pickled_weights_are_refused_and_not_run(folder, tmp_path, name):
     Bomb.target = tmp_path / "exploded"
     (folder / "model.safetensors").unlink()
     (folder / name).write_bytes(pickle.dumps(Bomb()))
@@ -57,7 +57,7 @@ def test_pickled_weights_are_refused_and_not_run(folder: Path, tmp_path: Path, n
     assert not Bomb.target.exists()
 
 
-def test_a_missing_tensor_is_named(folder: Path) -> None:
+def test_a_missing_tensor_is_named(folder):
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -67,7 +67,7 @@ def test_a_missing_tensor_is_named(folder: Path) -> None:
         load_model(str(folder), dtype=torch.float32, device=CPU)
 
 
-def test_a_misshapen_tensor_is_named(folder: Path) -> None:
+def test_a_misshapen_tensor_is_named(folder):
     tensors = load_file(folder / "model.safetensors")
     tensors["model.norm.weight"] = torch.ones(5)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -75,7 +75,7 @@ def test_a_misshapen_tensor_is_named(folder: Path) -> None:
         load_model(str(folder), dtype=torch.float32, device=CPU)
 
 
-def test_no_tokenizer(folder: Path) -> None:
+def test_no_tokenizer(folder):
     with pytest.raises(ModelError, match="no tokenizer"):
         load_tokenizer(str(folder))
 
@@ -87,13 +87,13 @@ DAMAGED_TOKENIZERS = [
 
 
 @pytest.mark.parametrize("content", DAMAGED_TOKENIZERS)
-def test_a_damaged_tokenizer(folder: Path, content: str) -> None:
+def test_a_damaged_tokenizer(folder, content):
     (folder / "tokenizer.json").write_text(content)
     with pytest.raises(ModelError, match="the tokenizer cannot be loaded"):
         load_tokenizer(str(folder))
 
 
-def test_remote_code_in_the_config_is_not_imported(folder: Path, tmp_path: Path) -> None:
+def test_remote_code_in_the_config_is_not_imported(folder, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     config["auto_map"] = {"AutoModelForCausalLM": "modeling_evil.Evil"}
     config["trust_remote_code"] = True
@@ -105,7 +105,7 @@ def test_remote_code_in_the_config_is_not_imported(folder: Path, tmp_path: Path)
     assert not (tmp_path / "imported").exists()
 
 
-def test_an_extra_tensor_is_named(folder: Path) -> None:
+def test_an_extra_tensor_is_named(folder):
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.1.mlp.side_proj.weight"] = torch.ones(5)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -120,22 +120,20 @@ def test_an_extra_tensor_is_named(folder: Path) -> None:
         ({"vocab_size": 900_000_000}, r"describes 57,600,0\d\d,\d\d\d weights, and the files hold"),
     ],
 )
-def test_a_model_that_only_the_config_knows_takes_no_memory(
-    folder: Path, change: dict[str, int], words: str
-) -> None:
+def test_a_model_that_only_the_config_knows_takes_no_memory(folder, change, words):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(ModelError, match=words):
         load_model(str(folder), dtype=torch.float32, device=CPU)
 
 
-def test_a_sampling_that_only_transformers_refuses_names_its_file(folder: Path) -> None:
+def test_a_sampling_that_only_transformers_refuses_names_its_file(folder):
     (folder / "generation_config.json").write_text('{"cache_implementation": "foo"}')
     with pytest.raises(ModelError, match=r"generation_config\.json: cannot be read: Invalid `cache_impl"):
         load_model(str(folder), dtype=torch.float32, device=CPU)
 
 
-def test_weights_that_deepspeed_divides_count_whole() -> None:
+def test_weights_that_deepspeed_divides_count_whole():
     """It leaves an empty parameter, with the number of elements beside it."""
     model = torch.nn.Linear(4, 3, bias=False)
     model.weight = torch.nn.Parameter(torch.empty(0))

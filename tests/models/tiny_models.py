@@ -2,10 +2,9 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 _COMMON = {
     "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -35,14 +34,14 @@ _CONFIGS = {
 FAMILIES = tuple(_CONFIGS)
 
 
-def tiny_model(family: str = "llama", *, seed: int = 0, **changes: object) -> PreTrainedModel:
+def tiny_model(family="llama", *, seed=0, **changes):
     """Random fp32 weights, larger than usual so that attention and softcaps matter."""
     torch.manual_seed(seed)
     config = AutoConfig.for_model(family, **{**_CONFIGS[family], "initializer_range": 0.2, **changes})
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
 
 
-def with_ids_moved_up(folder: Path, to: Path, *, by: int) -> Path:
+def with_ids_moved_up(folder, to, *, by):
     """A copy of the model folder whose tokenizer gives ids that the embedding may have no rows for."""
     shutil.copytree(folder, to)
     content = json.loads((to / "tokenizer.json").read_text())

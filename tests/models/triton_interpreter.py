@@ -4,17 +4,16 @@ Slow, and not the compiler's code, but the same arithmetic. Two things that Lige
 and functions are there on a GPU only and are lent here: numbers that can be cast, and CUDA's own rsqrt and tanh.
 """
 
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy
 import pytest
 
-from fitune.models.liger import Operations, operations_of_liger
+from fitune.models.liger import operations_of_liger
 
 
 @contextmanager
-def interpreted_liger() -> Iterator[Operations]:
+def interpreted_liger():
     """Skips without triton or liger-kernel, and unless TRITON_INTERPRET=1 was set before anything imports triton."""
     triton = pytest.importorskip("triton", reason="Liger's kernels are written in triton")
     pytest.importorskip("liger_kernel.ops", reason="pip install 'fitune[liger]'")
@@ -24,7 +23,7 @@ def interpreted_liger() -> Iterator[Operations]:
     from triton import language as tl
     from triton.runtime import interpreter
 
-    def as_argument(value: object) -> object:
+    def as_argument(value):
         if type(value) is float:
             return tl.tensor(
                 interpreter.TensorHandle(numpy.array([value], numpy.float32), tl.float32), tl.float32

@@ -17,7 +17,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 HOST, OFFLOAD, OPTIMIZER = "fitune.models.host", "fitune.models.offload", "fitune.engine.host_optimizer"
-COPIES = "fitune.checkpoint.copies"
+COPIES = "fitune.checkpoint.save"
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,7 @@ def checkpoint_copied(watched: bool) -> dict:
     """A tensor that is copied for a checkpoint, as it is written, after the next step changed it."""
     import torch
 
-    from fitune.checkpoint.copies import HostCopies
+    from fitune.checkpoint.save import HostCopies
     from fitune.checkpoint.slices import Share
 
     weight = torch.full((4096,), 1.0, device="cuda")

@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from fitune.errors import MissingExtra, ModelError, ScoringFailed
-from fitune.models.adapter_config import AdapterConfig
+from fitune.models.adapter_file import AdapterConfig
 from fitune.score.asking import Asker
 from fitune.score.engines import engine_vllm
 from fitune.score.engines.engine import EngineDied, Request, Sampling

@@ -12,7 +12,7 @@ import pytest
 from fitune.errors import RunDirectoryError
 from fitune.spec.reports import Restart, StepReport
 from fitune.track.metrics import MetricsLog, read_metrics, to_line
-from fitune.train.beginning import untold
+from fitune.train.run import not_yet_logged
 
 MakeStep = Callable[..., StepReport]
 
@@ -215,6 +215,6 @@ def test_a_restart_is_told_until_a_step_told_it(path, make_step):
         repeated_seconds=0.0,
     )  # fmt: skip
     with MetricsLog(path) as log:
-        assert untold((), (lost,), log) == ((), (lost,))
+        assert not_yet_logged((), (lost,), log) == ((), (lost,))
         log.append(make_step(1, restarts=(replace(lost, again_at=130.0),)))
-        assert untold((), (lost,), log) == ((), ())
+        assert not_yet_logged((), (lost,), log) == ((), ())

@@ -32,21 +32,21 @@ TIMEOUT_SECONDS = 300
 class Killer:
     """Attempts at one run, and what they must end like."""
 
-    def __init__(self, folder: Path, settings: dict[str, object], *, seed: int) -> None:
+    def __init__(self, folder, settings, *, seed):
         self.folder, self.settings = folder, settings
         self.random = random.Random(seed)
         self.run = folder / "run"
         self.starts = 0
-        self.seen: Counter[str] = Counter()
-        self.steps_at_kills: list[int] = []
+        self.seen = Counter()
+        self.steps_at_kills = []
 
-    def undisturbed(self) -> None:
+    def undisturbed(self):
         started = self._start(self.folder / "straight")
         assert started.wait(TIMEOUT_SECONDS) == 0, self._said()
         self.weights = load_file(self.folder / "straight/model/model.safetensors")
         self.losses = losses(self.folder / "straight")
 
-    def attempt(self) -> None:
+    def attempt(self):
         """Go on, and be killed after 0 to 3 more steps and up to a third of a second."""
         before, started = len(losses(self.run)), self._start(self.run)
         wanted, until = before + self.random.randrange(4), time.monotonic() + TIMEOUT_SECONDS
@@ -69,15 +69,15 @@ class Killer:
         self.seen[f"killed: {who}"] += 1
         self.steps_at_kills.append(len(losses(self.run)))
 
-    def to_its_end(self) -> None:
+    def to_its_end(self):
         assert self._start(self.run).wait(TIMEOUT_SECONDS) == 0, self._said()
         self._require_same_end()
 
     @property
-    def kills(self) -> int:
+    def kills(self):
         return sum(count for name, count in self.seen.items() if name.startswith("killed"))
 
-    def _start(self, run: Path) -> "subprocess.Popen[bytes]":
+    def _start(self, run):
         settings = dict(self.settings)
         if settings["async_save"] == "by turns":
             settings["async_save"] = self.starts % 2 == 1
@@ -89,12 +89,12 @@ class Killer:
                 stdout=said, stderr=said, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True,
             )  # fmt: skip
 
-    def _pids(self) -> dict[int, int]:
+    def _pids(self):
         """Processes of the ranks that have said that they are there."""
         statuses = read_statuses(self.run / "rank-logs").values()
         return {status.rank: status.pid for status in statuses if psutil.pid_exists(status.pid)}
 
-    def _kill(self, who: str, launcher: "subprocess.Popen[bytes]", pids: dict[int, int]) -> None:
+    def _kill(self, who, launcher, pids):
         chosen = {
             "rank 0": [pids.get(0)], "rank 1": [pids.get(1)], "launcher": [launcher.pid],
             "all": [launcher.pid, *pids.values()],
@@ -103,17 +103,17 @@ class Killer:
             if pid is not None and psutil.pid_exists(pid):
                 os.kill(pid, signal.SIGKILL)
 
-    def _require_gone(self, pids: dict[int, int]) -> None:
+    def _require_gone(self, pids):
         """Ranks whose launcher was killed finish their step and save first."""
         until = time.monotonic() + TIMEOUT_SECONDS
         while any(psutil.pid_exists(pid) for pid in pids.values()):
             assert time.monotonic() < until, pids
             time.sleep(0.05)
 
-    def _said(self) -> str:
+    def _said(self):
         return (self.folder / "said").read_text(errors="replace")
 
-    def _require_same_end(self) -> None:
+    def _require_same_end(self):
         found = load_file(self.run / "model/model.safetensors")
         assert found.keys() == self.weights.keys()
         assert all(torch.equal(found[name], weight) for name, weight in self.weights.items())
@@ -123,12 +123,12 @@ class Killer:
         self.seen["ended like the undisturbed run"] += 1
 
 
-def losses(run: Path) -> list[tuple[int, float]]:
+def losses(run):
     file = run / "metrics.jsonl"
     return [(step.step, step.loss) for step in read_metrics(file)] if file.is_file() else []
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("model")
@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("--async-save", choices=["false", "true", "by turns"], default="false")
     wanted = parser.parse_args()
     wanted.folder.mkdir(parents=True)
-    settings: dict[str, object] = {
+    settings = {
         "model": wanted.model, "data": wanted.data, "tuning": "full", "precision": "fp32", "gpus": 2, "zero": 3,
         "backend": "fsdp", "seq_len": 64, "micro_batch_size": 2, "gradient_accumulation_steps": 2,
         "learning_rate": 1e-3, "max_steps": wanted.steps, "save_steps": 1, "keep_checkpoints": 2, "samples": 0,

@@ -31,7 +31,7 @@ IDS = torch.arange(3, 40)[None]
 
 
 @pytest.fixture
-def padded_folder(model_folder: Path, tmp_path: Path) -> Path:
+def padded_folder(model_folder, tmp_path):
     """The same tokenizer with a table of 16 spare rows, embedding and head one tensor."""
     folder = tmp_path / "padded"
     AutoTokenizer.from_pretrained(model_folder).save_pretrained(folder)
@@ -46,7 +46,7 @@ def padded_folder(model_folder: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def thoughts(tmp_path: Path) -> Path:
+def thoughts(tmp_path):
     file = tmp_path / "thoughts.jsonl"
     rows = [
         {"question": f"What is {a} plus {b}?", "answer": f"<think>{a}, {b}</think>{a + b}"}
@@ -58,15 +58,15 @@ def thoughts(tmp_path: Path) -> Path:
 
 
 @torch.no_grad()
-def answer(model: torch.nn.Module, ids: torch.Tensor = IDS) -> torch.Tensor:
+def answer(model, ids=IDS):
     return model.eval()(input_ids=ids).logits
 
 
-def tokens_in(plan: Plan) -> int:
+def tokens_in(plan):
     return len(AutoTokenizer.from_pretrained(plan.model_path))
 
 
-def test_new_rows_begin_near_the_mean_and_old_ones_stay(make_plan: MakePlan) -> None:
+def test_new_rows_begin_near_the_mean_and_old_ones_stay(make_plan):
     plan = make_plan(added_tokens=TOKENS)
     assert plan.model.vocab_size == max(384, tokens_in(plan) + 2)
     base, grown = (
@@ -86,7 +86,7 @@ def test_new_rows_begin_near_the_mean_and_old_ones_stay(make_plan: MakePlan) -> 
     assert torch.equal(again.get_input_embeddings().weight, grown.get_input_embeddings().weight)
 
 
-def test_spare_rows_are_taken_first(make_plan: MakePlan, padded_folder: Path) -> None:
+def test_spare_rows_are_taken_first(make_plan, padded_folder):
     plan = make_plan(model=str(padded_folder), added_tokens=TOKENS)
     assert plan.model.vocab_size == 400
     many = make_plan(
@@ -101,8 +101,8 @@ def test_spare_rows_are_taken_first(make_plan: MakePlan, padded_folder: Path) ->
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 def test_from_training_to_a_merged_model_that_transformers_loads_alone(
-    make_plan: MakePlan, padded_folder: Path, thoughts: Path, tmp_path: Path, padded: bool, packed: bool
-) -> None:
+    make_plan, padded_folder, thoughts, tmp_path, padded, packed
+):
     base = {"model": str(padded_folder)} if padded else {}
     plan = make_plan(**base, data=[str(thoughts)], added_tokens=TOKENS, max_steps=8)
     if packed:
@@ -126,7 +126,7 @@ def test_from_training_to_a_merged_model_that_transformers_loads_alone(
     assert len(AutoTokenizer.from_pretrained(Path(plan.run.output_dir) / "merged")) == len(tokenizer)
 
 
-def test_in_the_data_they_are_one_token_each(make_plan: MakePlan, thoughts: Path) -> None:
+def test_in_the_data_they_are_one_token_each(make_plan, thoughts):
     plan = make_plan(data=[str(thoughts)], added_tokens=TOKENS)
     tokenizer = planned_tokenizer(plan)
     data = prepare_data(plan.data, tokenizer=tokenizer, tokenizer_path=plan.model_path, seq_len=64, seed=1)
@@ -134,7 +134,7 @@ def test_in_the_data_they_are_one_token_each(make_plan: MakePlan, thoughts: Path
     assert [row.count(number) for number in tokenizer.convert_tokens_to_ids(TOKENS)] == [1, 1]
 
 
-def test_full_fine_tuning_takes_new_tokens_too(make_plan: MakePlan, thoughts: Path) -> None:
+def test_full_fine_tuning_takes_new_tokens_too(make_plan, thoughts):
     plan = make_plan(tuning="full", data=[str(thoughts)], added_tokens=TOKENS, max_steps=4)
     report = run(plan, callbacks=callbacks())
     model = AutoModelForCausalLM.from_pretrained(report.exported)
@@ -142,7 +142,7 @@ def test_full_fine_tuning_takes_new_tokens_too(make_plan: MakePlan, thoughts: Pa
     assert AutoTokenizer.from_pretrained(report.exported).convert_tokens_to_ids("<think>") == tokens_in(plan)
 
 
-def test_resumed_it_ends_bit_for_bit_the_same(make_plan: MakePlan, thoughts: Path, tmp_path: Path) -> None:
+def test_resumed_it_ends_bit_for_bit_the_same(make_plan, thoughts, tmp_path):
     common = {"added_tokens": TOKENS, "data": [str(thoughts)], "save_steps": 2}
     straight, broken = (make_plan(**common, output_dir=str(tmp_path / name)) for name in ("one", "two"))
     run(straight, callbacks=callbacks())
@@ -151,7 +151,7 @@ def test_resumed_it_ends_bit_for_bit_the_same(make_plan: MakePlan, thoughts: Pat
     assert losses(straight) == losses(broken)
 
 
-def test_an_adapter_with_new_tokens_is_scored(make_plan: MakePlan, thoughts: Path, tmp_path: Path) -> None:
+def test_an_adapter_with_new_tokens_is_scored(make_plan, thoughts, tmp_path):
     plan = make_plan(data=[str(thoughts)], added_tokens=TOKENS, max_steps=2)
     adapter = run(plan, callbacks=callbacks()).exported
     report = score(
@@ -164,7 +164,7 @@ def test_an_adapter_with_new_tokens_is_scored(make_plan: MakePlan, thoughts: Pat
     assert report.answered == 3
 
 
-def test_the_rehearsal_has_the_new_rows(make_plan: MakePlan) -> None:
+def test_the_rehearsal_has_the_new_rows(make_plan):
     many = [f"<{n}>" for n in range(300)]
     plain, grown = (
         make_plan(**extra, lora_modules_to_save=["embed_tokens", "lm_head"])
@@ -186,14 +186,14 @@ def test_the_rehearsal_has_the_new_rows(make_plan: MakePlan) -> None:
         (["</s>"], "'</s>' is token 2 of the tokenizer already"),
     ],
 )
-def test_tokens_that_cannot_be_added_are_refused(make_plan: MakePlan, tokens: list[str], words: str) -> None:
+def test_tokens_that_cannot_be_added_are_refused(make_plan, tokens, words):
     with pytest.raises(RecipeError, match=words):
         make_plan(added_tokens=tokens)
 
 
 def test_a_token_that_only_the_tokenizer_itself_knows_of_is_refused_before_anything_is_read(
-    make_plan: MakePlan,
-) -> None:
+    make_plan,
+):
     plan = replace(make_plan(added_tokens=TOKENS), added_tokens=("</s>",))
     with pytest.raises(ModelError, match="'</s>' is token 2 of the tokenizer already"):
         run(plan, callbacks=callbacks())

@@ -5,17 +5,15 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from checkpoint.killed_saves import shares_of, state_of
 from conftest import plan_of
 from fitune.checkpoint import save as saves
-from fitune.checkpoint.copies import HostCopies
 from fitune.checkpoint.resume import load_checkpoint
+from fitune.checkpoint.save import HostCopies
 from fitune.checkpoint.slices import share_of
 from fitune.errors import CheckpointError
 from fitune.spec.plan import Plan
@@ -30,22 +28,22 @@ MakePlan = Callable[..., Plan]
 
 
 @pytest.fixture
-def make(model_folder: Path, data_file: Path, tmp_path: Path) -> MakePlan:
-    def make(name: str, **settings: object) -> Plan:
+def make(model_folder, data_file, tmp_path):
+    def make(name, **settings):
         words = {"max_steps": STEPS, "save_steps": EVERY, "keep_checkpoints": 9, **MIXED, **settings}
         return plan_of(model_folder, data_file, tmp_path / name, **words)
 
     return make
 
 
-def saved(plan: Plan, step: int) -> dict[str, dict[str, Tensor]]:
+def saved(plan, step):
     state = load_checkpoint(Path(plan.run.output_dir) / f"checkpoints/step-{step}")
     return {
         group: {name: t.clone() for name, t in tensors.items()} for group, tensors in state.tensors.items()
     }
 
 
-def equal(left: dict[str, dict[str, Tensor]], right: dict[str, dict[str, Tensor]]) -> bool:
+def equal(left, right):
     return left.keys() == right.keys() and all(
         left[group].keys() == right[group].keys()
         and all(torch.equal(left[group][name], tensor) for name, tensor in right[group].items())
@@ -56,14 +54,14 @@ def equal(left: dict[str, dict[str, Tensor]], right: dict[str, dict[str, Tensor]
 class SlowDisk:
     """The first file of a checkpoint's tensors is written only after the training is a step further."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
+    def __init__(self, monkeypatch, plan):
         self.log = Path(plan.run.output_dir) / "metrics.jsonl"
-        self.threads: list[str] = []
-        self.steps_behind: list[int] = []
-        waited: set[int] = set()
+        self.threads = []
+        self.steps_behind = []
+        waited = set()
         real = saves.write_hashed
 
-        def slow(path: Path, chunks: Any) -> Any:
+        def slow(path, chunks):
             if path.suffix == ".safetensors":
                 self.threads.append(threading.current_thread().name)
                 step = int(path.parent.name.split("-")[2])  # .tmp-step-2-<pid>-<random>
@@ -75,20 +73,18 @@ class SlowDisk:
 
         monkeypatch.setattr(saves, "write_hashed", slow)
 
-    def wait_for_more_than(self, step: int) -> int:
+    def wait_for_more_than(self, step):
         until = time.monotonic() + 60
         while self.steps() <= step and time.monotonic() < until:
             time.sleep(0.002)
         return self.steps() - step
 
-    def steps(self) -> int:
+    def steps(self):
         return len(read_metrics(self.log))
 
 
 @pytest.mark.parametrize("settings", [{}, {"optimizer": "momentum", "precision": "fp32"}, {"tuning": "lora"}])
-def test_the_next_step_changes_nothing_of_what_is_being_written(
-    make: MakePlan, monkeypatch: pytest.MonkeyPatch, settings: dict[str, object]
-) -> None:
+def test_the_next_step_changes_nothing_of_what_is_being_written(make, monkeypatch, settings):
     """pytorch#144657: the state was written while the optimizer stepped it."""
     between, beside = make("between", **settings), make("beside", async_save=True, **settings)
     run(between, callbacks=callbacks())
@@ -102,13 +98,11 @@ def test_the_next_step_changes_nothing_of_what_is_being_written(
     assert [s.loss for s in steps_of(beside)] == [s.loss for s in steps_of(between)]
 
 
-def steps_of(plan: Plan) -> Any:
+def steps_of(plan):
     return read_metrics(Path(plan.run.output_dir) / "metrics.jsonl")
 
 
-def test_a_run_that_is_stopped_ends_when_its_checkpoint_is_written(
-    make: MakePlan, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_is_stopped_ends_when_its_checkpoint_is_written(make, monkeypatch):
     straight, stopped = make("straight"), make("stopped", async_save=True)
     run(straight, callbacks=callbacks())
     SlowDisk(monkeypatch, stopped)
@@ -118,13 +112,11 @@ def test_a_run_that_is_stopped_ends_when_its_checkpoint_is_written(
     assert equal(saved(stopped, STEPS), saved(straight, STEPS))
 
 
-def test_a_disk_that_is_full_stops_the_run_and_names_the_bytes(
-    make: MakePlan, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_is_full_stops_the_run_and_names_the_bytes(make, monkeypatch):
     plan = make("full", async_save=True)
     real = saves.write_hashed
 
-    def full(path: Path, chunks: Any) -> Any:
+    def full(path, chunks):
         if "step-4" in str(path.parent) and path.name == "optimizer.safetensors":
             raise OSError(28, "No space left on device")
         return real(path, chunks)
@@ -141,29 +133,27 @@ def test_a_disk_that_is_full_stops_the_run_and_names_the_bytes(
     assert run(plan, callbacks=callbacks(), resume=True).status == "complete"
 
 
-def test_an_error_of_a_step_waits_for_the_checkpoint_before_it(
-    make: MakePlan, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_a_step_waits_for_the_checkpoint_before_it(make, monkeypatch):
     plan = make("failing", async_save=True)
     disk = SlowDisk(monkeypatch, plan)
 
-    def failing(report: object) -> None:
+    def failing(report):
         if disk.steps() == EVERY + 1:
             raise ValueError("a fault of the test")
 
     class Failing:
-        def start(self, *words: object) -> None: ...
+        def start(self, *words): ...
 
         step = staticmethod(failing)
 
-        def finish(self, report: object) -> None: ...
+        def finish(self, report): ...
 
     with pytest.raises(Exception, match="a fault of the test"):
         run(plan, callbacks=callbacks(), sinks=[Failing()])
     assert (Path(plan.run.output_dir) / f"checkpoints/step-{EVERY}/COMMIT").is_file()
 
 
-def test_a_copy_shares_no_memory_with_the_state_and_room_is_kept() -> None:
+def test_a_copy_shares_no_memory_with_the_state_and_room_is_kept():
     copies = HostCopies()
     for step in (1, 2):
         state = state_of(step)
@@ -184,12 +174,12 @@ def test_a_copy_shares_no_memory_with_the_state_and_room_is_kept() -> None:
             )
 
 
-def pointers(groups: list[dict[str, Tensor]]) -> set[int]:
+def pointers(groups):
     return {tensor.data_ptr() for tensors in groups for tensor in tensors.values()}
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned memory beside a GPU")
-def test_the_copy_of_a_gpu_is_pinned_and_complete_before_the_next_step() -> None:
+def test_the_copy_of_a_gpu_is_pinned_and_complete_before_the_next_step():
     state = state_of(3)
     on_gpu = replace(state, tensors={"model": {"w": torch.ones(64 << 20, device="cuda")}})
     share = share_of(on_gpu, rank=0)

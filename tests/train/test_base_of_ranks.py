@@ -1,18 +1,11 @@
 """The frozen base is hashed once on each machine, whatever number of processes trains there."""
 
-from collections.abc import Callable
-
-import pytest
-
 from fitune.engine.ranks import Ranks
-from fitune.spec.plan import Plan
 from fitune.train import resume
 from fitune.train.resume import base_identity
 
 
-def test_one_rank_of_a_machine_reads_the_base(
-    make_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_rank_of_a_machine_reads_the_base(make_plan, monkeypatch):
     """By ``once_a_node``, of which tests/data/test_cache_keys.py says what it does."""
     monkeypatch.setattr(resume, "weights_identity", lambda path: f"the hash of {path}")
     monkeypatch.setattr(Ranks, "once_a_node", lambda self, make: f"told: {make()}")

@@ -4,8 +4,6 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
-import pytest
-
 from fitune.checkpoint.commit import read_commit
 from fitune.spec.plan import Plan
 from fitune.train.run import run
@@ -14,16 +12,14 @@ from train.test_run import callbacks, steps_of
 MakePlan = Callable[..., Plan]
 
 
-def evaluating(monkeypatch: pytest.MonkeyPatch, *losses: float) -> None:
+def evaluating(monkeypatch, *losses):
     said = iter(losses)
     monkeypatch.setattr(
         import_module("fitune.train.run"), "evaluate", lambda model, dataset, batch, **others: next(said)
     )
 
 
-def test_the_best_checkpoint_is_of_the_best_evaluation_even_between_two_saves(
-    make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_best_checkpoint_is_of_the_best_evaluation_even_between_two_saves(make_plan, monkeypatch):
     evaluating(monkeypatch, 3.0, 1.0, 2.0, 4.0)
     plan = make_plan(max_steps=8, eval_steps=2, save_steps=3, val_fraction=0.2)
     report = run(plan, callbacks=callbacks())
@@ -33,14 +29,14 @@ def test_the_best_checkpoint_is_of_the_best_evaluation_even_between_two_saves(
     assert report.best_eval_loss == 1.0
 
 
-def test_with_save_steps_0_nothing_is_saved(make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_save_steps_0_nothing_is_saved(make_plan, monkeypatch):
     evaluating(monkeypatch, 3.0, 1.0)
     plan = make_plan(max_steps=4, eval_steps=2, val_fraction=0.2)
     run(plan, callbacks=callbacks())
     assert not (Path(plan.run.output_dir) / "checkpoints").exists()
 
 
-def test_a_recipe_that_says_nothing_saves_every_epoch(make_plan: MakePlan) -> None:
+def test_a_recipe_that_says_nothing_saves_every_epoch(make_plan):
     plan = make_plan(max_steps=15, save_steps=None, keep_checkpoints=5)
     assert (plan.run.save_every, plan.run.saves_per_epoch) == (0, 1)
     run(plan, callbacks=callbacks())
@@ -48,9 +44,7 @@ def test_a_recipe_that_says_nothing_saves_every_epoch(make_plan: MakePlan) -> No
     assert saved == ["step-14", "step-15", "step-7"], "56 rows are 7 steps of 8, and the end is saved too"
 
 
-def test_a_resumed_run_remembers_the_best_of_before(
-    make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_resumed_run_remembers_the_best_of_before(make_plan, monkeypatch, tmp_path):
     """In another directory, too: the checkpoint says it and brings the lines of metrics along."""
     evaluating(monkeypatch, 0.5, 0.75, 0.9)
     settings = {"max_steps": 6, "eval_steps": 2, "save_steps": 3, "val_fraction": 0.2}

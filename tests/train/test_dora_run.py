@@ -22,13 +22,13 @@ MakePlan = Callable[..., Plan]
 DENSE = Dense()
 
 
-def dora(plan: Plan, base: Dense | Nf4 = DENSE) -> Plan:
+def dora(plan, base=DENSE):
     return replace(plan, tuning=replace(plan.tuning, base=base, dora=True))
 
 
 @pytest.mark.parametrize("base", [Dense(), Nf4()], ids=str)
 @pytest.mark.parametrize("precision", ["fp32", "bf16-master"])
-def test_dora_learns_and_moves_its_magnitudes(make_plan: MakePlan, base: Dense | Nf4, precision: str) -> None:
+def test_dora_learns_and_moves_its_magnitudes(make_plan, base, precision):
     plan = dora(make_plan(max_steps=25, precision=precision), base)
     report = run(plan, callbacks=callbacks())
     assert report.final_loss < 0.95 * report.first_loss
@@ -36,7 +36,7 @@ def test_dora_learns_and_moves_its_magnitudes(make_plan: MakePlan, base: Dense |
     assert sum("magnitude" in name for name in adapter) == 2 * 7
 
 
-def test_merged_dora_is_what_peft_makes_of_it(make_plan: MakePlan, tmp_path: Path) -> None:
+def test_merged_dora_is_what_peft_makes_of_it(make_plan, tmp_path):
     plans = [
         dora(make_plan(max_steps=6, learning_rate=5e-2, export=kind, output_dir=str(tmp_path / kind)))
         for kind in ("adapter", "merged")
@@ -50,7 +50,7 @@ def test_merged_dora_is_what_peft_makes_of_it(make_plan: MakePlan, tmp_path: Pat
 
 
 @pytest.mark.parametrize("tuning", ["full", "lora"])
-def test_8_bit_adamw_learns_and_resumes_bit_for_bit(make_plan: MakePlan, tmp_path: Path, tuning: str) -> None:
+def test_8_bit_adamw_learns_and_resumes_bit_for_bit(make_plan, tmp_path, tuning):
     plans = [
         replace(
             make_plan(tuning=tuning, max_steps=8, save_steps=2, output_dir=str(tmp_path / name)),

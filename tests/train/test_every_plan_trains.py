@@ -28,7 +28,6 @@ from fitune.spec.plan import (
     Nf4,
     Offload,
     PlainLoss,
-    Plan,
     Precision,
     Recompute,
     Sgd,
@@ -46,7 +45,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
 """HQQ packs groups of 64 weights, eight at once at most."""
 
 
-def adapters(base: Dense | Nf4 | Hqq = DENSE, *, dora: bool = False) -> Lora:
+def adapters(base=DENSE, *, dora=False):
     return Lora(rank=2, alpha=4, dropout=0.0, targets=("q_proj", "down_proj"), base=base, dora=dora)
 
 
@@ -72,7 +71,7 @@ OFFLOADS = tuple(
 LOSSES = (PlainLoss(), ChunkedLoss(chunk_tokens=8))
 
 
-def every_plan() -> list[tuple[str, Plan]]:
+def every_plan():
     """Of the tiny model, with the words that tell it apart."""
     config = tiny_model("llama", **SIZES).config.to_dict()
     whole = plan_for(spec_from_config(config, name="tiny"), rows=2, seq_len=16)
@@ -95,15 +94,15 @@ def every_plan() -> list[tuple[str, Plan]]:
 PLANS = every_plan()
 
 
-def core(plan: Plan) -> tuple[object, ...]:
+def core(plan):
     return plan.tuning, plan.precision, plan.optimizer, plan.offload
 
 
-def smaller_choices(plan: Plan) -> tuple[object, ...]:
+def smaller_choices(plan):
     return plan.loss, plan.recompute, plan.batch.accumulation
 
 
-def sampled() -> list[tuple[str, Plan]]:
+def sampled():
     """Two plans of each core, by turns: where one has chunked losses, the other has plain ones, and so has it other
     recompute and accumulation."""
     found = []
@@ -117,7 +116,7 @@ def sampled() -> list[tuple[str, Plan]]:
 SAMPLE = sampled()
 
 
-def first_losses(plan: Plan) -> tuple[float, float]:
+def first_losses(plan):
     """Loss a supervised token in the first and in the second step."""
     model = tiny_model("llama", **SIZES).to(compute_dtype(plan.precision))
     torch.manual_seed(1)  # adapters
@@ -136,13 +135,13 @@ def first_losses(plan: Plan) -> tuple[float, float]:
 
 
 @cache
-def untrained_loss(base: Dense | Nf4 | Hqq, precision: Precision) -> float:
+def untrained_loss(base, precision):
     tuning = Full() if isinstance(base, Dense) else adapters(base)
     plain = replace(PLANS[0][1], tuning=tuning, precision=precision, optimizer=AdamW())
     return first_losses(plain)[0]
 
 
-def trains(plan: Plan) -> None:
+def trains(plan):
     base = plan.tuning.base if isinstance(plan.tuning, Lora) else Dense()
     first, second = first_losses(plan)
     tolerance = 1e-5 if plan.precision is Precision.FP32 else 2e-2
@@ -152,7 +151,7 @@ def trains(plan: Plan) -> None:
 
 
 @NEEDS_BITSANDBYTES
-def test_a_sample_of_all_plans_trains() -> None:
+def test_a_sample_of_all_plans_trains():
     """Every 97th: a step that divides none of the choices."""
     for words, plan in PLANS[::97]:
         try:
@@ -161,11 +160,11 @@ def test_a_sample_of_all_plans_trains() -> None:
             raise AssertionError(words) from error
 
 
-def test_every_core_is_sampled_with_each_of_the_smaller_choices() -> None:
+def test_every_core_is_sampled_with_each_of_the_smaller_choices():
     """And every method, precision, optimizer and offload with all of them together."""
     assert len(PLANS) > 3 * len(SAMPLE) > 3000
 
-    def pairs(plans: list[tuple[str, Plan]]) -> set[object]:
+    def pairs(plans):
         single = {(core(plan), choice) for _, plan in plans for choice in smaller_choices(plan)}
         return single | {(part, smaller_choices(plan)) for _, plan in plans for part in core(plan)}
 
@@ -175,7 +174,7 @@ def test_every_core_is_sampled_with_each_of_the_smaller_choices() -> None:
 @pytest.mark.slow
 @NEEDS_BITSANDBYTES
 @pytest.mark.parametrize("part", range(2))
-def test_every_core_trains(part: int) -> None:
+def test_every_core_trains(part):
     failures = []
     for words, plan in SAMPLE[part::2]:
         try:

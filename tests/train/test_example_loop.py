@@ -1,20 +1,17 @@
 """examples/loop.py is the whole idea in one file; it must give the losses that `fitune train` gives."""
 
 import importlib.util
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from fitune.spec.plan import Plan
 from fitune.train.run import run
 from train.test_run import callbacks, losses
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "loop.py"
 
 
-def load_example() -> ModuleType:
+def load_example():
     spec = importlib.util.spec_from_file_location("example_loop", EXAMPLE)
     assert spec is not None
     assert spec.loader is not None
@@ -23,9 +20,7 @@ def load_example() -> ModuleType:
     return module
 
 
-def test_the_flat_file_gives_the_same_losses(
-    make_plan: Callable[..., Plan], model_folder: Path, data_file: Path
-) -> None:
+def test_the_flat_file_gives_the_same_losses(make_plan, model_folder, data_file):
     example = load_example()
     plan = make_plan(
         lora_r=example.RANK, lora_alpha=2 * example.RANK, learning_rate=example.RATE, max_steps=example.STEPS,

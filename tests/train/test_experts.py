@@ -9,7 +9,6 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from torch import nn
 from transformers import AutoModelForCausalLM
 
 from conftest import plan_of
@@ -31,28 +30,28 @@ STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
 @pytest.fixture
-def make_mixture(model_folder: Path, data_file: Path, tmp_path: Path) -> MakePlan:
+def make_mixture(model_folder, data_file, tmp_path):
     """``make_plan`` on a tiny Qwen3 mixture with the tokenizer of the usual model."""
     folder = tmp_path / "mixture"
     shutil.copytree(model_folder, folder, ignore=shutil.ignore_patterns("*.safetensors*", "config.json"))
     rows = AutoModelForCausalLM.from_pretrained(model_folder).config.vocab_size
     tiny_model("qwen3_moe", vocab_size=rows, num_hidden_layers=2).save_pretrained(folder)
 
-    def make(**settings: object) -> Plan:
+    def make(**settings):
         words = {"tuning": "qlora", "lora_target_modules": WORDS, "lora_r": 4, **settings}
         return plan_of(folder, data_file, tmp_path / str(len(list(tmp_path.iterdir()))), **words)
 
     return make
 
 
-def packed_twin(plan: Plan) -> nn.Module:
+def packed_twin(plan):
     """The packed model with fresh adapters, under transformers' own forward."""
     model = AutoModelForCausalLM.from_pretrained(plan.model_path, dtype=torch.float32)
     quantise_blocks(model.model.layers, plan.tuning.base)
     return add_adapters(model, plan.tuning, dtype=torch.float32, seed=plan.run.seed)
 
 
-def dense_twin(plan: Plan) -> nn.Module:
+def dense_twin(plan):
     """transformers' model over the weights that the packed one stands for."""
     dense = AutoModelForCausalLM.from_pretrained(plan.model_path, dtype=torch.float32)
     packed = AutoModelForCausalLM.from_pretrained(plan.model_path, dtype=torch.float32)
@@ -69,9 +68,7 @@ def dense_twin(plan: Plan) -> nn.Module:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("experts", [True, False], ids=["experts too", "attention"])
-def test_losses_and_gradients_are_pefts_over_the_dequantised_weights(
-    make_mixture: MakePlan, experts: bool
-) -> None:
+def test_losses_and_gradients_are_pefts_over_the_dequantised_weights(make_mixture, experts):
     plan = make_mixture(lora_target_modules=WORDS if experts else ["all-linear"])
     ours = packed_twin(plan)
     words = {"target_parameters": STACKS} if experts else {}
@@ -100,7 +97,7 @@ def test_losses_and_gradients_are_pefts_over_the_dequantised_weights(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_it_learns_resumes_bit_for_bit_and_peft_reads_its_adapter(make_mixture: MakePlan) -> None:
+def test_it_learns_resumes_bit_for_bit_and_peft_reads_its_adapter(make_mixture):
     straight, broken = (make_mixture(save_steps=2, output_dir=f"{name}") for name in ("a", "b"))
     folder = Path(straight.model_path).parent
     straight, broken = (
@@ -123,7 +120,7 @@ def test_it_learns_resumes_bit_for_bit_and_peft_reads_its_adapter(make_mixture: 
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_merged_it_is_the_16_bit_base_and_the_adapter(make_mixture: MakePlan) -> None:
+def test_merged_it_is_the_16_bit_base_and_the_adapter(make_mixture):
     plan = make_mixture(max_steps=3, export="merged", learning_rate=5e-2)
     merged = AutoModelForCausalLM.from_pretrained(run(plan, callbacks=callbacks()).exported, dtype="auto")
     adapter_run = replace(
@@ -136,7 +133,7 @@ def test_merged_it_is_the_16_bit_base_and_the_adapter(make_mixture: MakePlan) ->
     torch.testing.assert_close(merged(input_ids=ids).logits, expected, rtol=0, atol=1e-5)
 
 
-def test_beside_dense_experts_too(make_mixture: MakePlan) -> None:
+def test_beside_dense_experts_too(make_mixture):
     plan = make_mixture(tuning="lora", max_steps=4)
     assert plan.tuning.base == Dense()
     assert plan.tuning.targets == (*ATTENTION, *STACKS)
@@ -145,12 +142,12 @@ def test_beside_dense_experts_too(make_mixture: MakePlan) -> None:
 
 
 @pytest.mark.parametrize("words", [{"lora_dropout": 0.1}, {"dora": True}, {"lora_layers": [0]}], ids=str)
-def test_what_peft_cannot_is_refused(make_mixture: MakePlan, words: dict[str, object]) -> None:
+def test_what_peft_cannot_is_refused(make_mixture, words):
     with pytest.raises(RecipeError, match="PEFT adapts experts in all blocks alike"):
         make_mixture(**words)
 
 
-def test_down_proj_names_no_experts(make_mixture: MakePlan) -> None:
+def test_down_proj_names_no_experts(make_mixture):
     with pytest.raises(RecipeError, match="experts adapts those of all experts"):
         make_mixture(lora_target_modules=["down_proj"])
     assert make_mixture(lora_target_modules=["experts.down_proj"]).tuning.targets == (STACKS[1],)

@@ -21,7 +21,7 @@ TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @pytest.fixture(scope="module")
-def folders(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(model_folder, tmp_path_factory):
     """The same base on disk in each type."""
     made = {}
     for name, dtype in TYPES.items():
@@ -42,10 +42,8 @@ def folders(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
     ],
 )
 @pytest.mark.parametrize(("tuning", "kind"), [("lora", "merged"), ("full", "full")])
-def test_an_export_has_the_type_of_its_base(
-    make_plan: MakePlan, folders: dict[str, Path], stored: str, trained: str, tuning: str, kind: str
-) -> None:
-    said: list[str] = []
+def test_an_export_has_the_type_of_its_base(make_plan, folders, stored, trained, tuning, kind):
+    said = []
     plan = make_plan(model=str(folders[stored]), precision=trained, tuning=tuning, export=kind, max_steps=2)
     report = run(plan, callbacks=replace(callbacks(), on_note=said.append))
     weights = load_file(Path(report.exported) / "model.safetensors")
@@ -58,8 +56,8 @@ def test_an_export_has_the_type_of_its_base(
 
 
 def test_an_adapter_keeps_the_type_it_was_trained_in_and_names_its_base_absolutely(
-    make_plan: MakePlan, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    make_plan, folders, monkeypatch
+):
     monkeypatch.chdir(folders["bf16"].parent)
     plan = make_plan(model="bf16", precision="fp32", max_steps=2)
     adapter = Path(run(plan, callbacks=callbacks()).exported)
@@ -70,6 +68,6 @@ def test_an_adapter_keeps_the_type_it_was_trained_in_and_names_its_base_absolute
     assert f"base_model: {folders['bf16']}\n" in (adapter / "README.md").read_text()
 
 
-def test_a_hub_id_stays_a_hub_id(folders: dict[str, Path]) -> None:
+def test_a_hub_id_stays_a_hub_id(folders):
     assert base_reference("meta-llama/Llama-3.1-8B") == "meta-llama/Llama-3.1-8B"
     assert stored_dtype(str(folders["fp16"])) is torch.float16

@@ -1,16 +1,15 @@
 """Errors of a GPU are told by the rank's own card. torch's functions are replaced."""
 
-import pytest
 import torch
 
 from fitune.measure.memory import CudaMeter
 from fitune.train.failure import Whereabouts, shortage_of
 
 
-def test_a_rank_that_runs_out_of_memory_asks_its_own_card(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_runs_out_of_memory_asks_its_own_card(monkeypatch):
     """cuda:0 has room, cuda:1 is full: rank 1 tells of cuda:1."""
 
-    def of(zero: object, one: object):
+    def of(zero, one):
         return lambda device: (zero, one)[torch.device(device).index]
 
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", of(1_000, 7_000))

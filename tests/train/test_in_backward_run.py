@@ -18,17 +18,17 @@ COMMON = {
 }  # fmt: skip
 
 
-def exported(report: object) -> dict[str, torch.Tensor]:
+def exported(report):
     return load_file(Path(report.exported) / "model.safetensors")
 
 
-def assert_same(one: object, other: object) -> None:
+def assert_same(one, other):
     ours, theirs = exported(one), exported(other)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-master"])
-def test_it_is_the_plain_run(make_plan: MakePlan, tmp_path: Path, precision: str) -> None:
+def test_it_is_the_plain_run(make_plan, tmp_path, precision):
     plain = make_plan(**COMMON, precision=precision, output_dir=str(tmp_path / "plain"))
     ours = make_plan(
         **COMMON, precision=precision, optimizer_in_backward=True, output_dir=str(tmp_path / "ours")
@@ -40,7 +40,7 @@ def test_it_is_the_plain_run(make_plan: MakePlan, tmp_path: Path, precision: str
     assert_same(one, two)
 
 
-def test_interrupted_and_resumed_it_ends_bit_for_bit_the_same(make_plan: MakePlan, tmp_path: Path) -> None:
+def test_interrupted_and_resumed_it_ends_bit_for_bit_the_same(make_plan, tmp_path):
     settings = {**COMMON, "optimizer_in_backward": True, "max_grad_norm": 1.0}
     straight = make_plan(**settings, output_dir=str(tmp_path / "straight"))
     broken = make_plan(**settings, output_dir=str(tmp_path / "broken"))
@@ -52,7 +52,7 @@ def test_interrupted_and_resumed_it_ends_bit_for_bit_the_same(make_plan: MakePla
     assert_same(one, two)
 
 
-def test_a_run_goes_on_in_backward(make_plan: MakePlan, tmp_path: Path) -> None:
+def test_a_run_goes_on_in_backward(make_plan, tmp_path):
     """With the states of the ordinary engine: what to do when its memory runs out."""
     settings = {**COMMON, "output_dir": str(tmp_path / "broken")}
     plain, ours = make_plan(**settings), make_plan(**settings, optimizer_in_backward=True)

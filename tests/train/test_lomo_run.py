@@ -19,7 +19,7 @@ METHODS = {
 }
 
 
-def lomo_plan(make_plan: MakePlan, method: str, **settings: object) -> Plan:
+def lomo_plan(make_plan, method, **settings):
     tuning, rate = METHODS[method]
     plan = make_plan(
         tuning="full", optimizer="sgd", gradient_accumulation_steps=1, learning_rate=rate, **settings
@@ -29,7 +29,7 @@ def lomo_plan(make_plan: MakePlan, method: str, **settings: object) -> Plan:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_it_learns(make_plan: MakePlan, method: str, precision: str) -> None:
+def test_it_learns(make_plan, method, precision):
     plan = lomo_plan(make_plan, method, max_steps=25, precision=precision)
     report = run(plan, callbacks=callbacks())
     assert report.status == "complete"
@@ -38,9 +38,7 @@ def test_it_learns(make_plan: MakePlan, method: str, precision: str) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_interrupted_and_resumed_it_ends_bit_for_bit_the_same(
-    make_plan: MakePlan, tmp_path: Path, method: str
-) -> None:
+def test_interrupted_and_resumed_it_ends_bit_for_bit_the_same(make_plan, tmp_path, method):
     common = {"max_steps": 6, "save_steps": 2}
     straight = lomo_plan(make_plan, method, **common, output_dir=str(tmp_path / "straight"))
     broken = lomo_plan(make_plan, method, **common, output_dir=str(tmp_path / "broken"))

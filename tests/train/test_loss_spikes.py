@@ -1,19 +1,15 @@
 """A step whose loss jumps is told with its rows (row 18 of the fault table); the run goes on as it would have."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from conftest import QUESTIONS
-from fitune.models.language_model import LanguageModel, Stream
-from fitune.spec.plan import Plan
+from fitune.models.language_model import LanguageModel
+from fitune.train.loop import LossWatch, ZeroWatch, row_words
 from fitune.train.run import run
-from fitune.train.spikes import LossWatch, ZeroWatch, row_words
 from train.test_run import callbacks, steps_of
 
 ODD = 30
@@ -29,7 +25,7 @@ ODD = 30
         ([2.0] * 10 + [5.0, 2.0, 5.0], [10, 12]),
     ],
 )
-def test_a_jump_is_far_above_what_is_usual(losses: list[float], jumped: list[int]) -> None:
+def test_a_jump_is_far_above_what_is_usual(losses, jumped):
     watch = LossWatch()
     assert [step for step, loss in enumerate(losses) if watch.jumps(loss)] == jumped
 
@@ -44,7 +40,7 @@ def test_a_jump_is_far_above_what_is_usual(losses: list[float], jumped: list[int
     ],
 )
 @pytest.mark.parametrize("name", ["loss", "grad_norm"])
-def test_three_zeros_in_a_row_are_told_once(name: str, values: list[float], told: list[int]) -> None:
+def test_three_zeros_in_a_row_are_told_once(name, values, told):
     watch = ZeroWatch()
     words = [
         watch.words(**{"step": at, "loss": 1.0, "grad_norm": 1.0, name: value})
@@ -54,37 +50,35 @@ def test_three_zeros_in_a_row_are_told_once(name: str, values: list[float], told
     assert all(name.replace("grad", "gradient").replace("_", " ") in words[at] for at in told)
 
 
-def test_a_run_whose_gradients_vanish_says_so_before_it_ends(
-    make_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_whose_gradients_vanish_says_so_before_it_ends(make_plan, monkeypatch):
     """As where kernels of a new device write nothing: every gradient is 0, and the loss stays as it is."""
     monkeypatch.setattr(LanguageModel, "loss_and_gradient", _without_gradient)
     plan = make_plan(tuning="full", gradient_accumulation_steps=1, max_steps=5)
-    notes: list[str] = []
+    notes = []
     run(plan, callbacks=replace(callbacks(), on_note=notes.append))
     told = [note for note in notes if "exactly 0" in note]
     assert len(told) == 1
     assert told[0].startswith("step 3: the gradient norm was exactly 0 in the last 3 steps")
 
 
-def _without_gradient(model: LanguageModel, hidden_TD: Tensor, batch: Stream, *, scale: float):
+def _without_gradient(model, hidden_TD, batch, *, scale):
     loss = model.loss(batch)
     for parameter in model.head.parameters():
         parameter.grad = torch.zeros_like(parameter)
     return loss, torch.zeros_like(hidden_TD)
 
 
-def test_many_rows_are_counted() -> None:
+def test_many_rows_are_counted():
     assert row_words(range(23)).endswith("18, 19] and 3 more")
 
 
-def test_a_row_of_noise_is_named_and_stays(make_plan: Callable[..., Plan], tmp_path: Path) -> None:
+def test_a_row_of_noise_is_named_and_stays(make_plan, tmp_path):
     rows = [*QUESTIONS]
     rows[ODD] = {"question": "?", "answer": "".join(chr(0x4E00 + 37 * place) for place in range(18))}
     data = tmp_path / "odd.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     plan = make_plan(tuning="full", data=[str(data)], gradient_accumulation_steps=1, max_steps=56)
-    notes: list[str] = []
+    notes = []
     report = run(plan, callbacks=replace(callbacks(), on_note=notes.append))
     found = [step for step in steps_of(plan) if step.jumped_rows]
     assert found, [round(step.loss, 2) for step in steps_of(plan)]

@@ -1,14 +1,11 @@
 """Training on a template that marks its answers gives the losses of a plain loop with the mask of transformers."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fitune.spec.plan import Plan
 from fitune.train.run import run
 from train.test_run import callbacks, losses
 
@@ -34,9 +31,7 @@ TALKS = [
 RATE, STEPS = 1e-2, 3
 
 
-def test_losses_equal_those_of_a_plain_loop(
-    make_plan: Callable[..., Plan], model_folder: Path, tmp_path: Path
-) -> None:
+def test_losses_equal_those_of_a_plain_loop(make_plan, model_folder, tmp_path):
     (tmp_path / "mine.jinja").write_text(TEMPLATE)
     data = tmp_path / "talks.jsonl"
     data.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in TALKS))
@@ -49,7 +44,7 @@ def test_losses_equal_those_of_a_plain_loop(
     assert plain_losses(model_folder) == pytest.approx(losses(plan), rel=2e-6)
 
 
-def plain_losses(folder: Path) -> list[float]:
+def plain_losses(folder):
     """Every step sees all talks, one by one."""
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     tokenizer.chat_template = TEMPLATE

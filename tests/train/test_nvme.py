@@ -18,8 +18,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from conftest import plan_of
-from fitune.spec.choices import Offload, Place
-from fitune.spec.plan import Plan
+from fitune.spec.choices import Offload
 from fitune.train.run import run
 from optional_libraries import NEEDS_DEEPSPEED
 from several import Job, train_on
@@ -33,7 +32,7 @@ CHECK = "from fitune.engine.deepspeed import require_nvme; require_nvme('/tmp')"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def reads_and_writes() -> None:
+def reads_and_writes():
     """Skip where DeepSpeed has no libaio or no compiler, asked in a process of its own: DeepSpeed changes the one that
     imports it."""
     asked = subprocess.run([sys.executable, "-c", CHECK], capture_output=True, text=True, check=False)
@@ -45,13 +44,13 @@ FULL = {"tuning": "full", "learning_rate": 1e-3, "max_steps": 6, "save_steps": 2
 
 
 @pytest.fixture
-def plan(model_folder: Path, data_file: Path, tmp_path: Path) -> Plan:
+def plan(model_folder, data_file, tmp_path):
     """Full training of a model whose share is over 1 MiB: DeepSpeed keeps less in memory."""
     wide = wide_like(model_folder, tmp_path / "wide", hidden_size=128, intermediate_size=512, head_dim=32)
     return plan_of(wide, data_file, tmp_path / "unused", **FULL)
 
 
-def wide_like(folder: Path, wide: Path, **shape: int) -> Path:
+def wide_like(folder, wide, **shape):
     wide.mkdir()
     for file in folder.glob("*token*"):
         shutil.copy(file, wide)
@@ -61,7 +60,7 @@ def wide_like(folder: Path, wide: Path, **shape: int) -> Path:
     return wide
 
 
-def on_nvme(plan: Plan, folder: Path, nvme: Path, *, weights: Place = "device") -> Plan:
+def on_nvme(plan, folder, nvme, *, weights="device"):
     nvme.mkdir(exist_ok=True)
     planned = divided(plan, 2, 3, folder, by="deepspeed")
     return replace(planned, offload=Offload(parameters=weights, optimizer="nvme", nvme_path=str(nvme)))
@@ -70,28 +69,26 @@ def on_nvme(plan: Plan, folder: Path, nvme: Path, *, weights: Place = "device") 
 class Seen:
     """Counts the largest number of swap files below ``folder`` while the block runs."""
 
-    def __init__(self, folder: Path, files: str = "*.swp") -> None:
+    def __init__(self, folder, files="*.swp"):
         self.folder, self.files, self.most, self._over = folder, files, 0, threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
 
-    def _look(self) -> None:
+    def _look(self):
         while not self._over.is_set():
             with suppress(OSError):  # a folder that is removed while it is read
                 self.most = max(self.most, len(list(self.folder.rglob(self.files))))
             time.sleep(0.02)
 
-    def __enter__(self) -> "Seen":
+    def __enter__(self):
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self._over.set()
         self._thread.join()
 
 
-def test_states_on_nvme_train_and_resume_the_same_model_as_states_on_the_host(
-    plan: Plan, tmp_path: Path
-) -> None:
+def test_states_on_nvme_train_and_resume_the_same_model_as_states_on_the_host(plan, tmp_path):
     alone, on_host, straight, stopped = (tmp_path / name for name in ("alone", "host", "straight", "stopped"))
     run(divided(plan, 1, 3, alone), callbacks=callbacks())
     nvme = tmp_path / "nvme"
@@ -115,7 +112,7 @@ def test_states_on_nvme_train_and_resume_the_same_model_as_states_on_the_host(
 
 
 @pytest.fixture
-def wide(model_folder: Path, data_file: Path, tmp_path: Path) -> Plan:
+def wide(model_folder, data_file, tmp_path):
     """Full training where shares of tables and MLPs are over 1 MiB, and those of attention and norms are not.
 
     In 16 bits: on a processor DeepSpeed reads no others back from NVMe (Init._set_dtype).
@@ -126,9 +123,7 @@ def wide(model_folder: Path, data_file: Path, tmp_path: Path) -> Plan:
     return plan_of(folder, data_file, tmp_path / "unused", **words, **FULL)
 
 
-def test_weights_on_nvme_train_and_resume_the_same_model_as_weights_on_the_host(
-    wide: Plan, tmp_path: Path
-) -> None:
+def test_weights_on_nvme_train_and_resume_the_same_model_as_weights_on_the_host(wide, tmp_path):
     on_host, straight, stopped = (tmp_path / name for name in ("host", "straight", "stopped"))
     nvme = tmp_path / "nvme"
     host = replace(
@@ -152,7 +147,7 @@ def test_weights_on_nvme_train_and_resume_the_same_model_as_weights_on_the_host(
     assert not list(nvme.iterdir())  # checkpoints have it
 
 
-def test_frozen_weights_on_nvme_train_the_same_adapters(wide: Plan, data_file: Path, tmp_path: Path) -> None:
+def test_frozen_weights_on_nvme_train_the_same_adapters(wide, data_file, tmp_path):
     lora = plan_of(
         Path(wide.model_path),
         data_file,
@@ -176,7 +171,7 @@ def test_frozen_weights_on_nvme_train_the_same_adapters(wide: Plan, data_file: P
     assert not list(nvme.iterdir())
 
 
-def test_a_folder_that_cannot_be_written_is_refused_by_name(plan: Plan, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_refused_by_name(plan, tmp_path):
     missing = tmp_path / "missing"
     planned = divided(plan, 2, 3, tmp_path / "run", by="deepspeed")
     planned = replace(planned, offload=Offload(optimizer="nvme", nvme_path=str(missing)))

@@ -11,8 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fitune.models.host import HostMemory, StreamedWeights
 from fitune.models.weights import compute_dtype
-from fitune.spec.plan import AdamW, Nf4, Offload, PlainLoss, Plan, Precision, Sgd
-from fitune.train.prepare import Prepared, prepare_loaded
+from fitune.spec.plan import AdamW, Nf4, Offload, PlainLoss, Precision, Sgd
+from fitune.train.prepare import prepare_loaded
 from laws.test_memory_prediction import ROWS, bench
 
 ALL = bench.LAYERS
@@ -22,9 +22,7 @@ FROZEN = Offload(parameters="cpu")
 ALL_THREE = Offload(parameters="cpu", optimizer="cpu", activations="cpu")
 
 
-def plan_of(
-    offload: Offload, *, tuning: str, precision: str, recompute: int = ALL // 2, accumulation: int = 1
-) -> Plan:
+def plan_of(offload, *, tuning, precision, recompute=ALL // 2, accumulation=1):
     plan = bench.plan_of(
         bench.small_model(), tuning=tuning, precision=precision, recompute=recompute, chunked=True,
         accumulation=accumulation,
@@ -32,13 +30,13 @@ def plan_of(
     return replace(plan, offload=offload)
 
 
-def prepared(plan: Plan) -> Prepared:
+def prepared(plan):
     torch.manual_seed(0)
     config = LlamaConfig(**{key: value for key, value in bench.CONFIG.items() if key != "model_type"})
     return prepare_loaded(LlamaForCausalLM(config).to(compute_dtype(plan.precision)), plan)
 
 
-def losses(ready: Prepared, plan: Plan, *, steps: int = 2, seed: int = 1) -> list[float]:
+def losses(ready, plan, *, steps=2, seed=1):
     """Of ``steps`` optimizer steps."""
     torch.manual_seed(seed)
     rows = [bench.random_rows(ROWS, vocab_size=plan.model.vocab_size) for _ in range(plan.batch.accumulation)]
@@ -53,7 +51,7 @@ def losses(ready: Prepared, plan: Plan, *, steps: int = 2, seed: int = 1) -> lis
     return found
 
 
-def assert_same_training(one: Plan, other: Plan) -> None:
+def assert_same_training(one, other):
     first, second = prepared(one), prepared(other)
     assert losses(first, one) == losses(second, other)
     theirs = dict(second.model.whole.named_parameters())
@@ -169,7 +167,7 @@ def test_packed_weights_are_the_same_bytes_after_many_round_trips():
         assert torch.equal(as_bytes(tensor), as_bytes(theirs[name])), name
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def as_bytes(tensor):
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
@@ -199,9 +197,9 @@ def test_the_host_keeps_no_activations_between_two_steps():
     assert ready.host.bytes == 0
 
 
-def taken_from(ready: Prepared) -> list[tuple[int, int]]:
+def taken_from(ready):
     """From now on notes every copy to the host: the storage it is of, and its elements."""
-    taken: list[tuple[int, int]] = []
+    taken = []
     take = ready.host.take
 
     def noted(tensors, *rooms):

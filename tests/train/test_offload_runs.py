@@ -16,7 +16,7 @@ MakePlan = Callable[..., Plan]
 ALL_THREE = Offload(parameters="cpu", optimizer="cpu", activations="cpu")
 
 
-def with_all_away(plan: Plan) -> Plan:
+def with_all_away(plan):
     return replace(plan, offload=ALL_THREE)
 
 
@@ -24,9 +24,7 @@ def with_all_away(plan: Plan) -> Plan:
     ("tuning", "export", "file"),
     [("lora", "merged", "model.safetensors"), ("full", "full", "model.safetensors")],
 )
-def test_the_run_is_the_one_without_and_resumes_bit_for_bit(
-    make_plan: MakePlan, tmp_path: Path, tuning: str, export: str, file: str
-) -> None:
+def test_the_run_is_the_one_without_and_resumes_bit_for_bit(make_plan, tmp_path, tuning, export, file):
     common = {"max_steps": 4, "save_steps": 2, "tuning": tuning, "export": export, "precision": "fp32"}
     here = make_plan(**common, output_dir=str(tmp_path / "here"))
     straight = with_all_away(make_plan(**common, output_dir=str(tmp_path / "straight")))
@@ -40,7 +38,7 @@ def test_the_run_is_the_one_without_and_resumes_bit_for_bit(
         assert all(torch.equal(tensor, other[name]) for other in written[1:]), name
 
 
-def test_the_host_is_not_counted_as_the_device(make_plan: MakePlan, tmp_path: Path) -> None:
+def test_the_host_is_not_counted_as_the_device(make_plan, tmp_path):
     common = {"max_steps": 3, "tuning": "full", "export": "full", "precision": "fp32"}
     here = run(make_plan(**common, output_dir=str(tmp_path / "here")), callbacks=callbacks())
     away = run(with_all_away(make_plan(**common, output_dir=str(tmp_path / "away"))), callbacks=callbacks())

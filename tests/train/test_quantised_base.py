@@ -35,13 +35,13 @@ BASES = [
 ]
 
 
-def on(base: Nf4 | Hqq, plan: Plan) -> Plan:
+def on(base, plan):
     return replace(plan, tuning=replace(plan.tuning, base=base))
 
 
 @pytest.mark.parametrize("base", BASES, ids=str)
 @pytest.mark.parametrize("precision", ["fp32", "bf16-master"])
-def test_it_learns_and_exports_an_adapter(make_plan: MakePlan, base: Nf4 | Hqq, precision: str) -> None:
+def test_it_learns_and_exports_an_adapter(make_plan, base, precision):
     plan = on(base, make_plan(max_steps=25, precision=precision))
     report = run(plan, callbacks=callbacks())
     assert report.final_loss < 0.95 * report.first_loss
@@ -52,7 +52,7 @@ def test_it_learns_and_exports_an_adapter(make_plan: MakePlan, base: Nf4 | Hqq, 
 
 
 @pytest.mark.parametrize("base", [Nf4(), Nf4(double_quant=False), Hqq(bits=4)], ids=str)
-def test_packed_bytes_are_no_numbers(make_plan: MakePlan, base: Nf4 | Hqq) -> None:
+def test_packed_bytes_are_no_numbers(make_plan, base):
     """As bf16 some are NaN, and a healthy base was called damaged; a weight that is NaN shows in its scales."""
     whole = prepare(on(base, make_plan(precision="bf16-master"))).model.whole
     packed = next(m for m in whole.modules() if isinstance(m, PackedWeight))
@@ -66,7 +66,7 @@ def test_packed_bytes_are_no_numbers(make_plan: MakePlan, base: Nf4 | Hqq) -> No
 
 
 @pytest.mark.parametrize("base", [Nf4(), Hqq(bits=4)], ids=str)
-def test_resumed_it_ends_bit_for_bit_the_same(make_plan: MakePlan, tmp_path: Path, base: Nf4 | Hqq) -> None:
+def test_resumed_it_ends_bit_for_bit_the_same(make_plan, tmp_path, base):
     common = {"max_steps": 6, "save_steps": 2, "lora_dropout": 0.1}
     straight = on(base, make_plan(**common, output_dir=str(tmp_path / "straight")))
     broken = on(base, make_plan(**common, output_dir=str(tmp_path / "broken")))
@@ -78,7 +78,7 @@ def test_resumed_it_ends_bit_for_bit_the_same(make_plan: MakePlan, tmp_path: Pat
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_merged_it_is_the_16_bit_base_and_the_adapter(make_plan: MakePlan) -> None:
+def test_merged_it_is_the_16_bit_base_and_the_adapter(make_plan):
     """The merged model is what transformers and PEFT make of base and adapter alone, without any packing."""
     plan = on(Nf4(), make_plan(max_steps=5, export="merged", learning_rate=5e-2))
     report = run(plan, callbacks=callbacks())
@@ -95,19 +95,17 @@ def test_merged_it_is_the_16_bit_base_and_the_adapter(make_plan: MakePlan) -> No
     assert not torch.allclose(untouched(input_ids=ids).logits, expected, atol=1e-3)
 
 
-def test_a_packed_base_takes_no_merge(make_plan: MakePlan) -> None:
+def test_a_packed_base_takes_no_merge(make_plan):
     prepared = prepare(on(Nf4(), make_plan()))
     with pytest.raises(CheckpointError, match="quantised base"):
         refuse_quantised_base(prepared.model.whole)
 
 
-def test_the_dense_base_of_a_merge_is_weighed_by_its_own_size(
-    make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_dense_base_of_a_merge_is_weighed_by_its_own_size(make_plan, monkeypatch):
     plan = on(Nf4(), make_plan(precision="bf16-master"))
-    asked: list[int | None] = []
+    asked = []
 
-    def weighed(model: PeftModel, *, needed_bytes: int | None = None) -> torch.device:
+    def weighed(model, *, needed_bytes=None):
         asked.append(needed_bytes)
         return torch.device("cpu")
 

@@ -6,11 +6,10 @@ With another mask the loss is the same and the gradients are wrong, so nothing b
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM
 
 from fitune.spec.model.config_schema import is_random_rate
 from fitune.spec.model.model_config import load_model_spec
@@ -29,20 +28,20 @@ QUICK = ("biogpt", "gpt2", "gpt_neo", "gpt_neox", "mixtral", "opt", "phi", "seed
 """Every name of a rate that any of them has, at least once."""
 
 
-def rates(config: PretrainedConfig) -> list[str]:
+def rates(config):
     """Names of the class's rates of random numbers, but for whole layers left out."""
     values = config.to_dict().items()
     return [n for n, v in values if is_random_rate(n) and isinstance(v, float | int) and "layerdrop" not in n]
 
 
-def test_the_quick_ones_have_every_name() -> None:
+def test_the_quick_ones_have_every_name():
     made = bench()
     names = {model_type: set(rates(made.small_config(model_type))) for model_type in TRAINED}
     assert set().union(*names.values()) == set().union(*(names[quick] for quick in QUICK))
     assert len(TRAINED) >= 88
 
 
-def gradients(folder: Path, made: Any, *, recomputed: int) -> dict[str, torch.Tensor]:
+def gradients(folder, made, *, recomputed):
     spec = load_model_spec(str(folder))
     plan = replace(made._plan(spec, folder, "full"), recompute=Recompute(blocks=recomputed))
     prepared = prepare_loaded(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), plan)
@@ -58,7 +57,7 @@ def gradients(folder: Path, made: Any, *, recomputed: int) -> dict[str, torch.Te
     "model_type",
     [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in sorted(TRAINED)],
 )
-def test_recomputed_blocks_have_the_gradients_of_kept_ones(model_type: str, tmp_path: Path) -> None:
+def test_recomputed_blocks_have_the_gradients_of_kept_ones(model_type, tmp_path):
     """Each rate alone: one that has no name here would hide behind another."""
     made = bench()
     for rate in rates(made.small_config(model_type)):

@@ -16,10 +16,10 @@ MakePlan = Callable[..., Plan]
 COMMON = {"save_steps": 2, "keep_checkpoints": 3, "lr_scheduler": "constant", "warmup_steps": 0}
 
 
-def dying_after(steps: int) -> Callable[[], bool]:
+def dying_after(steps):
     left = [steps]
 
-    def stop_asked() -> bool:
+    def stop_asked():
         left[0] -= 1
         if not left[0]:
             raise KeyboardInterrupt
@@ -28,7 +28,7 @@ def dying_after(steps: int) -> Callable[[], bool]:
     return stop_asked
 
 
-def test_killed_on_its_new_line_a_run_goes_on_there(make_plan: MakePlan, tmp_path: Path) -> None:
+def test_killed_on_its_new_line_a_run_goes_on_there(make_plan, tmp_path):
     plan = make_plan(**COMMON, max_steps=12)
     checkpoints = Path(plan.run.output_dir) / "checkpoints"
     run(plan, callbacks=callbacks())
@@ -39,7 +39,7 @@ def test_killed_on_its_new_line_a_run_goes_on_there(make_plan: MakePlan, tmp_pat
             callbacks=replace(callbacks(), stop_asked=dying_after(3)),
             resume=str(checkpoints / "step-8"),
         )
-    said: list[str] = []
+    said = []
     report = run(longer, callbacks=replace(callbacks(), on_note=said.append), resume=True)
     assert f"resuming from {checkpoints / 'step-10'}" in said
     assert (report.status, report.reason) == ("complete", "")
@@ -50,7 +50,7 @@ def test_killed_on_its_new_line_a_run_goes_on_there(make_plan: MakePlan, tmp_pat
     assert [attempt.after for attempt in read_commit(checkpoints / "step-16").line] == [0, 8, 10]
 
 
-def test_a_log_that_is_lost_comes_back_with_the_checkpoint(make_plan: MakePlan) -> None:
+def test_a_log_that_is_lost_comes_back_with_the_checkpoint(make_plan):
     plan = make_plan(**COMMON, max_steps=6)
     run(plan, callbacks=callbacks(stop_after=4))
     before, said = steps_of(plan), list[str]()
@@ -63,7 +63,7 @@ def test_a_log_that_is_lost_comes_back_with_the_checkpoint(make_plan: MakePlan) 
     assert (report.status, report.reason, report.steps) == ("complete", "", 6)
 
 
-def test_a_checkpoint_that_is_of_no_run_is_refused_in_words(make_plan: MakePlan, tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_of_no_run_is_refused_in_words(make_plan, tmp_path):
     from checkpoint.killed_saves import save, state_of
 
     plan = make_plan(max_steps=2)

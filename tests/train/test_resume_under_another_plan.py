@@ -3,7 +3,6 @@
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -17,16 +16,16 @@ from train.test_run import callbacks, steps_of
 MakePlan = Callable[..., Plan]
 
 
-def peak(plan: Plan, *, after: int = 0) -> int:
+def peak(plan, *, after=0):
     return max(max(step.memory_bytes.values(), default=0) for step in steps_of(plan) if step.step > after)
 
 
-def test_memory_and_speed_are_of_the_plan_that_ended_the_run(make_plan: MakePlan, tmp_path: Path) -> None:
+def test_memory_and_speed_are_of_the_plan_that_ended_the_run(make_plan, tmp_path):
     common = {"tuning": "full", "max_steps": 8, "save_steps": 4}
     first = make_plan(**common, micro_batch_size=8, gradient_accumulation_steps=1)
     run(first, callbacks=callbacks(stop_after=4))
     second = make_plan(**common, micro_batch_size=2, gradient_accumulation_steps=4)
-    said: list[str] = []
+    said = []
     run(second, callbacks=replace(callbacks(stop_after=2), on_note=said.append), resume=True)
     report = run(second, callbacks=callbacks(), resume=True)  # once more, under the same settings
     assert any("batch.micro_batch_size" in line and "8 × 1" in line for line in said)
@@ -38,7 +37,7 @@ def test_memory_and_speed_are_of_the_plan_that_ended_the_run(make_plan: MakePlan
     assert measure(report, steps_of(second)).step_seconds == sum(seconds) / len(seconds)
 
 
-def test_a_run_that_is_only_made_longer_keeps_its_measures(make_plan: MakePlan) -> None:
+def test_a_run_that_is_only_made_longer_keeps_its_measures(make_plan):
     plan = make_plan(max_steps=4, save_steps=4, lr_scheduler="constant", warmup_steps=0)
     run(plan, callbacks=callbacks())
     longer = replace(plan, schedule=replace(plan.schedule, duration=Steps(count=7)))
@@ -52,14 +51,14 @@ def test_a_run_that_is_only_made_longer_keeps_its_measures(make_plan: MakePlan) 
 
 @pytest.mark.parametrize("changed_while_running", [True, False])
 def test_another_frozen_base_under_the_same_path_is_refused(
-    make_plan: MakePlan, model_folder: Path, tmp_path: Path, changed_while_running: bool
-) -> None:
+    make_plan, model_folder, tmp_path, changed_while_running
+):
     """What counts are the weights that were loaded, not those that lay there when the checkpoint was saved."""
     base = tmp_path / "base"
     shutil.copytree(model_folder, base)
     plan = make_plan(model=str(base), max_steps=4, save_steps=2)
 
-    def change_base() -> None:
+    def change_base():
         content = bytearray((base / "model.safetensors").read_bytes())
         content[len(content) // 2] ^= 1
         (base / "model.safetensors").write_bytes(content)
@@ -67,7 +66,7 @@ def test_another_frozen_base_under_the_same_path_is_refused(
     plain = callbacks(stop_after=2)
     at_step = [0]
 
-    def stop_asked() -> bool:
+    def stop_asked():
         at_step[0] += 1
         if changed_while_running and at_step[0] == 1:
             change_base()

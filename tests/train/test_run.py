@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -12,12 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fitune.data.conversations.messages import Conversation
 from fitune.errors import RunDirectoryError, StoreError, TrainingFailed
-from fitune.models.language_model import LanguageModel
 from fitune.spec.plan import Epochs, Plan, Steps
 from fitune.spec.predictions import Phase
-from fitune.spec.reports import RunReport, StepReport
+from fitune.spec.reports import RunReport
 from fitune.spec.serial import from_json
 from fitune.track.metrics import read_metrics
 from fitune.train.current import Callbacks
@@ -26,14 +24,14 @@ from fitune.train.run import run
 MakePlan = Callable[..., Plan]
 
 
-def no_answers(model: LanguageModel, conversations: Sequence[Conversation]) -> list[str]:
+def no_answers(model, conversations):
     return ["" for _ in conversations]
 
 
-def callbacks(*, stop_after: int | None = None) -> Callbacks:
+def callbacks(*, stop_after=None):
     asked = [0]
 
-    def stop_asked() -> bool:
+    def stop_asked():
         asked[0] += 1
         return stop_after is not None and asked[0] >= stop_after
 
@@ -45,17 +43,17 @@ def callbacks(*, stop_after: int | None = None) -> Callbacks:
     )
 
 
-def losses(plan: Plan) -> list[float]:
+def losses(plan):
     return [step.loss for step in steps_of(plan)]
 
 
-def steps_of(plan: Plan) -> list[StepReport]:
+def steps_of(plan):
     return read_metrics(Path(plan.run.output_dir) / "metrics.jsonl")
 
 
 @pytest.mark.parametrize(("tuning", "share"), [("lora", 0.95), ("full", 0.6)])
 @pytest.mark.parametrize("packing", [False, True])
-def test_training_learns(make_plan: MakePlan, tuning: str, share: float, packing: bool) -> None:
+def test_training_learns(make_plan, tuning, share, packing):
     """Adapters on a random frozen base cannot learn much; all weights can."""
     plan = make_plan(tuning=tuning, max_steps=25, packing=packing, val_fraction=0.1)
     report = run(plan, callbacks=callbacks())
@@ -75,9 +73,7 @@ def test_training_learns(make_plan: MakePlan, tuning: str, share: float, packing
         {"packing": True, "micro_batch_size": 1, "seq_len": 100, "lora_dropout": 0.1},
     ],
 )
-def test_a_run_that_was_interrupted_mid_epoch_ends_bit_for_bit_the_same(
-    make_plan: MakePlan, tmp_path: Path, settings: dict[str, object]
-) -> None:
+def test_a_run_that_was_interrupted_mid_epoch_ends_bit_for_bit_the_same(make_plan, tmp_path, settings):
     common = {"max_steps": 9, "save_steps": 3, "optimizer": "adamw", **settings}
     straight = make_plan(**common, output_dir=str(tmp_path / "straight"))
     broken = make_plan(**common, output_dir=str(tmp_path / "broken"))
@@ -93,7 +89,7 @@ def test_a_run_that_was_interrupted_mid_epoch_ends_bit_for_bit_the_same(
             assert all(torch.equal(found[key], value) for key, value in expected.items())
 
 
-def test_steps_after_the_checkpoint_are_done_again_once(make_plan: MakePlan) -> None:
+def test_steps_after_the_checkpoint_are_done_again_once(make_plan):
     """A process killed between two saves: metrics.jsonl has steps that the checkpoint has not."""
     plan = make_plan(max_steps=6, save_steps=2)
     run(plan, callbacks=callbacks(stop_after=4))
@@ -107,9 +103,7 @@ def test_steps_after_the_checkpoint_are_done_again_once(make_plan: MakePlan) -> 
     assert 99.0 not in losses(plan)
 
 
-def test_the_same_rows_in_other_micro_batches_give_the_same_losses(
-    make_plan: MakePlan, tmp_path: Path
-) -> None:
+def test_the_same_rows_in_other_micro_batches_give_the_same_losses(make_plan, tmp_path):
     """Famous bug: accumulation normalised per micro-batch instead of per supervised token."""
     found = []
     for micro, accumulation in ((8, 1), (4, 2), (2, 4), (1, 8)):
@@ -124,7 +118,7 @@ def test_the_same_rows_in_other_micro_batches_give_the_same_losses(
         assert other == pytest.approx(found[0], rel=2e-5)
 
 
-def test_recompute_and_chunks_change_nothing_but_memory(make_plan: MakePlan, tmp_path: Path) -> None:
+def test_recompute_and_chunks_change_nothing_but_memory(make_plan, tmp_path):
     base = make_plan(
         tuning="full", gradient_checkpointing=False, loss="plain", output_dir=str(tmp_path / "a")
     )
@@ -140,7 +134,7 @@ def test_recompute_and_chunks_change_nothing_but_memory(make_plan: MakePlan, tmp
     assert losses(frugal) == pytest.approx(losses(base), rel=2e-5)
 
 
-def test_the_second_step_is_measured_by_phase(make_plan: MakePlan) -> None:
+def test_the_second_step_is_measured_by_phase(make_plan):
     plan = make_plan()
     report = run(plan, callbacks=callbacks())
     assert [bool(step.memory_bytes) for step in steps_of(plan)] == [False, True, False, False, False, False]
@@ -149,13 +143,11 @@ def test_the_second_step_is_measured_by_phase(make_plan: MakePlan) -> None:
     assert report.memory.phases[Phase.IDLE] < report.memory.peak_bytes
 
 
-def test_a_steps_seconds_end_when_the_device_is_through(
-    make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_steps_seconds_end_when_the_device_is_through(make_plan, monkeypatch):
     """The optimizer's kernels are launched, and done later; none of its time is the next step's."""
-    waited: list[str] = []
+    waited = []
 
-    def wait_for(device: torch.device) -> None:
+    def wait_for(device):
         waited.append(device.type)
         time.sleep(0.3)
 
@@ -166,7 +158,7 @@ def test_a_steps_seconds_end_when_the_device_is_through(
     assert all(step.step_seconds >= 0.3 for step in steps_of(plan))
 
 
-def test_every_figure_of_the_report_comes_from_the_log(make_plan: MakePlan) -> None:
+def test_every_figure_of_the_report_comes_from_the_log(make_plan):
     plan = make_plan(max_steps=5)
     report = run(plan, callbacks=callbacks())
     steps = steps_of(plan)
@@ -177,7 +169,7 @@ def test_every_figure_of_the_report_comes_from_the_log(make_plan: MakePlan) -> N
     assert on_disk == report
 
 
-def test_a_loss_that_is_not_finite_stops_before_the_update_and_says_so(make_plan: MakePlan) -> None:
+def test_a_loss_that_is_not_finite_stops_before_the_update_and_says_so(make_plan):
     plan = make_plan(tuning="full", optimizer="sgd", learning_rate=1e6, max_grad_norm=0, max_steps=50)
     with pytest.raises(TrainingFailed, match=r"nothing was updated"):
         run(plan, callbacks=callbacks())
@@ -187,9 +179,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_update_and_says_so(make_plan
     assert report.steps == len(steps_of(plan))
 
 
-def test_gradients_that_are_not_finite_name_the_rows(
-    make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_that_are_not_finite_name_the_rows(make_plan, monkeypatch):
     """The engine sees gradients and no rows; metrics.jsonl has none either."""
     monkeypatch.setattr("fitune.engine.plain.global_norm", lambda gradients: torch.tensor(float("nan")))
     with pytest.raises(
@@ -199,7 +189,7 @@ def test_gradients_that_are_not_finite_name_the_rows(
     assert "metrics.jsonl" not in str(caught.value)
 
 
-def test_an_earlier_run_is_not_overwritten_unasked(make_plan: MakePlan) -> None:
+def test_an_earlier_run_is_not_overwritten_unasked(make_plan):
     plan = make_plan(max_steps=2)
     run(plan, callbacks=callbacks())
     before = (Path(plan.run.output_dir) / "metrics.jsonl").read_bytes()
@@ -208,7 +198,7 @@ def test_an_earlier_run_is_not_overwritten_unasked(make_plan: MakePlan) -> None:
     assert (Path(plan.run.output_dir) / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_longer_schedule_may_go_on_from_the_end(make_plan: MakePlan) -> None:
+def test_a_longer_schedule_may_go_on_from_the_end(make_plan):
     plan = make_plan(max_steps=4, save_steps=4, lr_scheduler="constant", warmup_steps=0)
     run(plan, callbacks=callbacks())
     longer = replace(plan, schedule=replace(plan.schedule, duration=Steps(count=7)))
@@ -217,7 +207,7 @@ def test_a_longer_schedule_may_go_on_from_the_end(make_plan: MakePlan) -> None:
     assert [step.step for step in steps_of(plan)] == list(range(1, 8))
 
 
-def test_epochs_count_rows(make_plan: MakePlan) -> None:
+def test_epochs_count_rows(make_plan):
     """56 rows, 8 a step: 7 steps an epoch."""
     plan = make_plan()
     plan = replace(plan, schedule=replace(plan.schedule, duration=Epochs(count=1.5)))
@@ -226,7 +216,7 @@ def test_epochs_count_rows(make_plan: MakePlan) -> None:
     assert steps_of(plan)[6].epoch == pytest.approx(1.0)
 
 
-def test_samples_show_answers_before_and_after(make_plan: MakePlan) -> None:
+def test_samples_show_answers_before_and_after(make_plan):
     plan = make_plan(samples=3, val_fraction=0.2, max_steps=2)
     said = iter(["before"] * 3 + ["after"] * 3)
     answering = replace(callbacks(), answer=lambda model, conversations: [next(said) for _ in conversations])
@@ -235,7 +225,7 @@ def test_samples_show_answers_before_and_after(make_plan: MakePlan) -> None:
     assert all(s.prompt.startswith("What is") for s in report.samples)
 
 
-def test_plan_json_is_the_plan_that_ran(make_plan: MakePlan) -> None:
+def test_plan_json_is_the_plan_that_ran(make_plan):
     plan = make_plan(max_steps=1)
     run(plan, callbacks=callbacks(), files={"recipe.yaml": "model: x\n"})
     directory = Path(plan.run.output_dir)
@@ -244,12 +234,10 @@ def test_plan_json_is_the_plan_that_ran(make_plan: MakePlan) -> None:
     assert json.loads((directory / "plan.json").read_text())["kind"] == "Plan"
 
 
-def test_a_run_that_its_store_refuses_leaves_nothing(
-    make_plan: MakePlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_its_store_refuses_leaves_nothing(make_plan, tmp_path, monkeypatch):
     """A bucket may take the probe of a few bytes and nothing larger."""
 
-    def refuse(*words: object, **named: object) -> None:
+    def refuse(*words, **named):
         raise StoreError("s3://bucket/run: too large")
 
     monkeypatch.setattr(import_module("fitune.train.run"), "begin_in_store", refuse)

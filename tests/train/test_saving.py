@@ -3,7 +3,6 @@
 import errno
 import os
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +17,7 @@ from fitune.checkpoint.resume import load_checkpoint, newest_checkpoint
 from fitune.engine.ranks import Ranks
 from fitune.errors import CheckpointError, FituneError, PeerGone, RankFailed
 from fitune.train import saving
-from fitune.train.together import Gathered
+from fitune.train.peers import Gathered
 
 WORLD = 2
 
@@ -40,10 +39,10 @@ class ThreadRanks:
     is_alone: bool = False
 
     @property
-    def is_first(self) -> bool:
+    def is_first(self):
         return self.rank == 0
 
-    def gathered(self, value: Any) -> list[Any]:
+    def gathered(self, value):
         self.group.values[self.rank] = value
         try:
             self.group.barrier.wait(120)
@@ -54,8 +53,8 @@ class ThreadRanks:
             self.group.barrier.wait(120)
         return found
 
-    def from_first(self, make: Callable[[], Any]) -> Any:
-        own: tuple[Any, FituneError | None] = (None, None)
+    def from_first(self, make):
+        own = (None, None)
         if self.is_first:
             try:
                 own = (make(), None)
@@ -67,12 +66,12 @@ class ThreadRanks:
         return value
 
 
-def saved_by_all(run: Path, step: int) -> list[BaseException | None]:
+def saved_by_all(run, step):
     """How every rank's save of ``step`` ended."""
     group, ended = Group(), dict[int, BaseException | None]()
     shares = shares_of(state_of(step), WORLD)
 
-    def as_rank(rank: int) -> None:
+    def as_rank(rank):
         try:
             saving.save_together(
                 cast(Ranks, ThreadRanks(rank, group)), run, shares[rank],
@@ -92,20 +91,20 @@ def saved_by_all(run: Path, step: int) -> list[BaseException | None]:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path):
     """A run with step-1."""
     assert saved_by_all(tmp_path, 1) == [None, None]
     return tmp_path
 
 
-def files(run: Path) -> list[str]:
+def files(run):
     return sorted(path.name for path in (run / "checkpoints").iterdir())
 
 
-def fail_writing(monkeypatch: pytest.MonkeyPatch, name: str, error: BaseException) -> None:
+def fail_writing(monkeypatch, name, error):
     real = os.open
 
-    def failing(path: Any, *words: Any, **named: Any) -> int:
+    def failing(path, *words, **named):
         if Path(path).name == name:
             raise error
         return real(path, *words, **named)
@@ -114,9 +113,7 @@ def fail_writing(monkeypatch: pytest.MonkeyPatch, name: str, error: BaseExceptio
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_full_disk_of_one_rank_is_named_with_its_bytes(
-    run: Path, monkeypatch: pytest.MonkeyPatch, rank: int
-) -> None:
+def test_a_full_disk_of_one_rank_is_named_with_its_bytes(run, monkeypatch, rank):
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     fail_writing(monkeypatch, f"optimizer-rank{rank}.safetensors", full)
     for error in saved_by_all(run, 2):
@@ -126,7 +123,7 @@ def test_a_full_disk_of_one_rank_is_named_with_its_bytes(
     assert files(run) == ["LINE", "latest", "step-1"]
 
 
-def test_a_disk_that_fails_at_the_commit_fails_all_ranks(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fails_at_the_commit_fails_all_ranks(run, monkeypatch):
     fail_writing(monkeypatch, "COMMIT", OSError(errno.EIO, os.strerror(errno.EIO)))
     first, second = saved_by_all(run, 2)
     assert isinstance(first, CheckpointError)
@@ -136,9 +133,7 @@ def test_a_disk_that_fails_at_the_commit_fails_all_ranks(run: Path, monkeypatch:
     assert files(run) == ["LINE", "latest", "step-1"]
 
 
-def test_a_rank_that_dies_while_it_writes_leaves_the_checkpoint_before(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_dies_while_it_writes_leaves_the_checkpoint_before(run, monkeypatch):
     fail_writing(monkeypatch, "model-rank1.safetensors", SystemExit())
     first, _ = saved_by_all(run, 2)
     assert isinstance(first, PeerGone)
@@ -150,16 +145,16 @@ def test_a_rank_that_dies_while_it_writes_leaves_the_checkpoint_before(
     assert same(load_checkpoint(found), state_of(3))
 
 
-def test_the_ranks_that_follow_an_export_end_when_the_first_one_fails() -> None:
+def test_the_ranks_that_follow_an_export_end_when_the_first_one_fails():
     """They wait for word before each tensor, so none is left in a collective."""
     group = Group()
     weights = {name: torch.ones(2) for name in ("a", "b", "c")}
     first, second = (
         Gathered(cast(Ranks, ThreadRanks(rank, group)), weights) for rank in range(WORLD)
     )  # fmt: skip
-    ended: list[BaseException] = []
+    ended = []
 
-    def follow() -> None:
+    def follow():
         try:
             second.follow()
         except FituneError as error:
@@ -168,7 +163,7 @@ def test_the_ranks_that_follow_an_export_end_when_the_first_one_fails() -> None:
     thread = threading.Thread(target=follow)
     thread.start()
 
-    def export() -> None:
+    def export():
         assert torch.equal(first["a"], weights["a"])
         raise CheckpointError("the disk is full")
 
@@ -178,7 +173,7 @@ def test_the_ranks_that_follow_an_export_end_when_the_first_one_fails() -> None:
     assert [str(error) for error in ended] == ["rank 0 stopped: the disk is full"]
 
 
-def test_asking_whether_a_gathered_weight_is_there_sends_nothing() -> None:
+def test_asking_whether_a_gathered_weight_is_there_sends_nothing():
     """The other ranks wait for word of each tensor once, in their order."""
     speechless = cast(Ranks, None)
     gathered = Gathered(speechless, {"a": torch.ones(2)})

@@ -2,11 +2,9 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from conftest import plan_of
 from fitune.estimate.predict import predict_memory
-from fitune.spec.plan import Ddp, Offload, Plan, Precision, Sharding, Single, Zero
+from fitune.spec.plan import Ddp, Offload, Plan, Precision, Single, Zero
 from fitune.spec.reports import RunReport
 from fitune.spec.serial import from_json
 from fitune.track.metrics import read_metrics
@@ -102,55 +100,52 @@ STOPPED, MISCOUNTED, OVERFLOWING = "stopped", "miscounted", "overflowing "
 T = TypeVar("T")
 
 
-def possible(cases: Mapping[str, T]) -> dict[str, T]:
+def possible(cases):
     """Those that need no library that is not installed."""
     installed = find_spec("deepspeed") is not None
     return {name: case for name, case in cases.items() if installed or "DeepSpeed" not in name}
 
 
-def marked(cases: Iterable[str]) -> list[Any]:
+def marked(cases):
     """The names, those of DeepSpeed's cases skipped where it is not installed."""
     marks = (pytest.mark.deepspeed, NEEDS_DEEPSPEED)
     return [pytest.param(name, marks=marks) if "DeepSpeed" in name else name for name in cases]
 
 
-def divided(plan: Plan, world: int, stage: int, output_dir: Path, *, by: Backend = "fsdp") -> Plan:
+def divided(plan, world, stage, output_dir, *, by="fsdp"):
     """``plan`` for ``world`` processes, at the same global batch: fewer micro-batches on each."""
     steps = plan.batch.global_batch_size // world
     micro = min(plan.batch.micro_batch_size, steps)
     batch = replace(plan.batch, micro_batch_size=micro, accumulation=steps // micro)
     hardware = replace(plan.hardware, gpus_per_node=world)
-    if world == 1:
-        sharding: Sharding = Single()
-    else:
-        sharding = Ddp() if stage == 0 else Zero(stage=stage, backend=by)
+    sharding = Single() if world == 1 else Ddp() if stage == 0 else Zero(stage=stage, backend=by)
     return replace(
         plan, batch=batch, hardware=hardware, sharding=sharding, run=replace(plan.run, output_dir=str(output_dir))
     )  # fmt: skip
 
 
-def backend_of(name: str) -> Backend:
+def backend_of(name):
     return "deepspeed" if "DeepSpeed" in name else "fsdp"
 
 
-def losses(folder: Path) -> list[float]:
+def losses(folder):
     return [step.loss for step in read_metrics(folder / "metrics.jsonl")]
 
 
-def gradient_norms(folder: Path) -> list[float]:
+def gradient_norms(folder):
     return [step.grad_norm for step in read_metrics(folder / "metrics.jsonl")]
 
 
-def evaluations(folder: Path) -> list[float]:
+def evaluations(folder):
     return [s.eval_loss for s in read_metrics(folder / "metrics.jsonl") if s.eval_loss is not None]
 
 
-def counts(folder: Path) -> tuple[int, int]:
+def counts(folder):
     report = from_json(RunReport, (folder / "report.json").read_text())
     return report.trainable_parameters, report.total_parameters
 
 
-def largest_difference(one: Path, other: Path) -> float:
+def largest_difference(one, other):
     """Of all exported weights, adapter or model."""
     [file] = [*one.glob("adapter/*.safetensors"), *one.glob("model/*.safetensors")]
     ours, theirs = load_file(file), load_file(other / file.relative_to(one))
@@ -159,9 +154,7 @@ def largest_difference(one: Path, other: Path) -> float:
 
 
 @pytest.fixture(scope="module")
-def make(
-    model_folder: Path, data_file: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., Plan]:
+def make(model_folder, data_file, tmp_path_factory):
     folders = {
         "": model_folder,
         "tied": tied_like(model_folder, tmp_path_factory.mktemp("tied")),
@@ -169,13 +162,13 @@ def make(
     }
     unused = tmp_path_factory.mktemp("unused")
 
-    def make(*, model: str = "", **settings: object) -> Plan:
+    def make(*, model="", **settings):
         return plan_of(folders[model], data_file, unused, **{**COMMON, **settings})
 
     return make
 
 
-def tied_like(folder: Path, tied: Path) -> Path:
+def tied_like(folder, tied):
     """A model of the same shape and tokenizer whose head is its embedding, in ``tied``."""
     for file in folder.glob("*token*"):
         shutil.copy(file, tied)
@@ -185,7 +178,7 @@ def tied_like(folder: Path, tied: Path) -> Path:
     return tied
 
 
-def steep_like(folder: Path, steep: Path) -> Path:
+def steep_like(folder, steep):
     """A model whose embeddings are so small that their fp16 gradients overflow at the first loss scale."""
     for file in folder.glob("*token*"):
         shutil.copy(file, steep)
@@ -197,7 +190,7 @@ def steep_like(folder: Path, steep: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(make: Callable[..., Plan], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def results(make, tmp_path_factory):
     """Every case by two processes and by one, a run that was stopped, and one with too few processes."""
     folder = tmp_path_factory.mktemp("several")
     jobs = []
@@ -232,13 +225,13 @@ def results(make: Callable[..., Plan], tmp_path_factory: pytest.TempPathFactory)
     return folder
 
 
-def said(results: Path) -> list[list[dict[str, Any]]]:
-    told: list[list[dict[str, Any]]] = json.loads((results / "said.json").read_text())
+def said(results):
+    told = json.loads((results / "said.json").read_text())
     return told
 
 
 @pytest.mark.parametrize("name", marked(CASES))
-def test_two_processes_train_the_model_of_one(results: Path, name: str) -> None:
+def test_two_processes_train_the_model_of_one(results, name):
     alone = results / f"{name} alone"
     assert losses(results / name) == pytest.approx(losses(alone), abs=LOSS)
     assert gradient_norms(results / name) == pytest.approx(gradient_norms(alone), rel=1e-4)
@@ -247,7 +240,7 @@ def test_two_processes_train_the_model_of_one(results: Path, name: str) -> None:
     assert counts(results / name) == counts(alone)
 
 
-def test_all_ranks_say_the_same(results: Path) -> None:
+def test_all_ranks_say_the_same(results):
     first, second = said(results)
     assert first[:-1] == second[:-1]
     assert [each["status"] for each in first[:-1]] == [
@@ -258,7 +251,7 @@ def test_all_ranks_say_the_same(results: Path) -> None:
 
 
 @pytest.mark.parametrize("name", marked(OVERFLOWS))
-def test_ranks_skip_together_the_steps_that_overflow_in_one_process(results: Path, name: str) -> None:
+def test_ranks_skip_together_the_steps_that_overflow_in_one_process(results, name):
     """The norm is that of all ranks, so an overflow in one rank's share is everybody's."""
     folder = results / f"{OVERFLOWING}{name}"
     alone = results / f"{OVERFLOWING}{name} alone"
@@ -271,7 +264,7 @@ def test_ranks_skip_together_the_steps_that_overflow_in_one_process(results: Pat
     assert losses(folder) == pytest.approx(losses(alone), abs=FP16_LOSS)
 
 
-def test_the_report_has_a_row_for_every_rank(results: Path) -> None:
+def test_the_report_has_a_row_for_every_rank(results):
     report = from_json(RunReport, (results / "full, stage 3" / "report.json").read_text())
     assert [row.rank for row in report.ranks] == [0, 1]
     for row in report.ranks:
@@ -283,7 +276,7 @@ def test_the_report_has_a_row_for_every_rank(results: Path) -> None:
     }
 
 
-def test_measured_memory_of_a_rank_is_what_was_predicted(results: Path) -> None:
+def test_measured_memory_of_a_rank_is_what_was_predicted(results):
     for name in possible(CASES).keys() - OFFLOADED.keys():
         plan = from_json(Plan, (results / name / "plan.json").read_text())
         report = from_json(RunReport, (results / name / "report.json").read_text())
@@ -292,15 +285,13 @@ def test_measured_memory_of_a_rank_is_what_was_predicted(results: Path) -> None:
         assert report.memory.peak_bytes < 1.02 * predicted, name
 
 
-def test_another_number_of_processes_than_planned_is_refused(results: Path) -> None:
+def test_another_number_of_processes_than_planned_is_refused(results):
     for rank in said(results):
         assert "the plan is for 4 processes, and 2 were started" in rank[-1]["error"]
 
 
 @pytest.mark.parametrize("name", marked(GOES_ON))
-def test_a_run_of_two_goes_on_with_one_process(
-    make: Callable[..., Plan], results: Path, tmp_path: Path, name: str
-) -> None:
+def test_a_run_of_two_goes_on_with_one_process(make, results, tmp_path, name):
     broken = tmp_path / "broken"
     shutil.copytree(results / STOPPED / name, broken, symlinks=True)
     settings, case = GOES_ON[name]
@@ -312,7 +303,7 @@ def test_a_run_of_two_goes_on_with_one_process(
 
 
 @pytest.mark.slow
-def test_a_run_of_two_goes_on_with_four_processes(make: Callable[..., Plan], tmp_path: Path) -> None:
+def test_a_run_of_two_goes_on_with_four_processes(make, tmp_path):
     begun, following, names = [], [], possible(GOES_ON)
     for name, (settings, _) in names.items():
         plan = make(**settings)
@@ -330,7 +321,7 @@ def test_a_run_of_two_goes_on_with_four_processes(make: Callable[..., Plan], tmp
 
 
 @pytest.mark.parametrize("name", marked(MOVED))
-def test_a_run_goes_on_under_another_strategy(results: Path, name: str) -> None:
+def test_a_run_goes_on_under_another_strategy(results, name):
     straight = results / "full, stage 3"
     if name == "stage 3 to stage 3":
         assert losses(results / name) == losses(straight)
@@ -339,7 +330,7 @@ def test_a_run_goes_on_under_another_strategy(results: Path, name: str) -> None:
     assert largest_difference(results / name, straight) < WEIGHT
 
 
-def test_every_rank_writes_its_share_of_what_is_divided(results: Path) -> None:
+def test_every_rank_writes_its_share_of_what_is_divided(results):
     saved = results / STOPPED / "full/checkpoints/step-3"
     sizes = {group: [(saved / f"{group}-rank{rank}.safetensors").stat().st_size for rank in (0, 1)]
              for group in ("model", "optimizer")}  # fmt: skip
@@ -349,9 +340,7 @@ def test_every_rank_writes_its_share_of_what_is_divided(results: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_nodes_of_two_share_within_each_and_train_the_model_of_one(
-    make: Callable[..., Plan], tmp_path: Path
-) -> None:
+def test_two_nodes_of_two_share_within_each_and_train_the_model_of_one(make, tmp_path):
     """Every node holds all shares; a checkpoint of them goes on alone."""
     cases = {"lora": {"tuning": "lora", "micro_batch_size": 1}, "full": {**FULL, "micro_batch_size": 1}}
     jobs = []

@@ -4,14 +4,10 @@ PEFT reads an adapter on shared experts as one on the routed ones, so what is ex
 """
 
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 HUNYUAN = {"intermediate_size": 48, "num_experts": 4, "moe_topk": 2, "head_dim": 8, "num_key_value_heads": 2}
@@ -40,7 +36,7 @@ CASES = [
 ]
 
 
-def mixture(model_type: str, words: dict[str, Any], *, tokenizer: Path, folder: Path) -> Path:
+def mixture(model_type, words, *, tokenizer, folder):
     """A folder with a small random mixture and the tests' tokenizer."""
     shutil.copytree(tokenizer, folder)
     for weights in folder.glob("*.safetensors"):
@@ -54,16 +50,16 @@ def mixture(model_type: str, words: dict[str, Any], *, tokenizer: Path, folder: 
     return folder
 
 
-def logits_of(model: torch.nn.Module) -> Tensor:
+def logits_of(model):
     with torch.no_grad():
         return model(torch.arange(3, 40)[None]).logits
 
 
 @pytest.mark.parametrize(("model_type", "words", "targets"), CASES)
 def test_adapters_on_attention_train_and_peft_reads_them(
-    model_type: str, words: dict[str, int], targets: str, fitune: Callable[..., tuple[int, str]],
-    model_folder: Path, data_file: Path, tmp_path: Path,
-) -> None:  # fmt: skip
+    model_type, words, targets, fitune,
+    model_folder, data_file, tmp_path,
+) :  # fmt: skip
     folder = mixture(model_type, words, tokenizer=model_folder, folder=tmp_path / "base")
     run = tmp_path / "run"
     options = (
@@ -86,9 +82,7 @@ def test_adapters_on_attention_train_and_peft_reads_them(
 
 
 @pytest.mark.slow
-def test_every_weight_of_one_is_trained_and_read_again(
-    fitune: Callable[..., tuple[int, str]], model_folder: Path, data_file: Path, tmp_path: Path
-) -> None:
+def test_every_weight_of_one_is_trained_and_read_again(fitune, model_folder, data_file, tmp_path):
     folder = mixture("hunyuan_v1_moe", HUNYUAN, tokenizer=model_folder, folder=tmp_path / "base")
     code, _ = fitune(
         "train", "--model", folder, "--data", data_file, "--gpu", "cpu", "--precision", "fp32", "--seq-len", 64,

@@ -1,8 +1,6 @@
 """A divided run whose model its devices could not hold is exported from what is on the disk, tensor by tensor."""
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -10,42 +8,39 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from conftest import plan_of
-from fitune.spec.plan import Plan, Zero
-from fitune.spec.reports import RunReport
+from fitune.spec.plan import Zero
 from fitune.train.again import Source
-from fitune.train.export import Handover, stored_weights, streamed_handover
+from fitune.train.export import stored_weights, streamed_handover
 from fitune.train.run import run
 from train.test_run import callbacks
 
 TINY_BYTES = 1000
 
 
-def on_small_devices(plan: Plan) -> Plan:
+def on_small_devices(plan):
     gpu = replace(plan.hardware.gpu, memory_bytes=TINY_BYTES)
     hardware = replace(plan.hardware, gpu=gpu, gpus_per_node=2)
     return replace(plan, hardware=hardware, sharding=Zero(stage=3, backend="fsdp"))
 
 
-def handover_of(plan: Plan, source: Source, report: RunReport) -> Handover:
+def handover_of(plan, source, report):
     small = on_small_devices(plan)
     weights = stored_weights(small, source)
     assert weights is not None
-    words: dict[str, Any] = {"tokenizer": AutoTokenizer.from_pretrained(plan.model_path), "report": report}
+    words = {"tokenizer": AutoTokenizer.from_pretrained(plan.model_path), "report": report}
     handover = streamed_handover(weights, plan=small, say=print, **words)
     assert handover.weights is not None
     return handover
 
 
-def require_same(one: Path, other: Path) -> None:
+def require_same(one, other):
     ours, theirs = load_file(one), load_file(other)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 @pytest.mark.parametrize("settings", [{"tuning": "full"}, {"tuning": "lora", "export": "merged"}])
-def test_it_is_what_the_run_itself_exported(
-    model_folder: Path, data_file: Path, tmp_path: Path, settings: dict[str, object]
-) -> None:
+def test_it_is_what_the_run_itself_exported(model_folder, data_file, tmp_path, settings):
     words = {"max_steps": 2, "save_steps": 2, "learning_rate": 1e-2, **settings}
     plan = plan_of(model_folder, data_file, tmp_path / "run", **words)
     report = run(plan, callbacks=callbacks())
@@ -62,9 +57,7 @@ def test_it_is_what_the_run_itself_exported(
         require_same(merged / "model.safetensors", tmp_path / "run/merged/model.safetensors")
 
 
-def test_a_model_that_a_device_holds_twice_is_loaded_whole(
-    model_folder: Path, data_file: Path, tmp_path: Path
-) -> None:
+def test_a_model_that_a_device_holds_twice_is_loaded_whole(model_folder, data_file, tmp_path):
     plan = plan_of(model_folder, data_file, tmp_path)
     source = Source(path=tmp_path, kind="checkpoint")
     assert stored_weights(plan, source) is None

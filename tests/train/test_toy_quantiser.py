@@ -1,15 +1,12 @@
 """A quantiser is one class for its bytes, one linear and one row: a toy one plans, rehearses, trains and resumes."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from fitune.errors import RecipeError
 from fitune.models.low_bit.quantised import QuantisedLinear, quantised_base
@@ -38,41 +35,39 @@ class Absmax(Quantiser):
     linear: ClassVar = f"{__name__}:AbsmaxLinear"
 
     @classmethod
-    def asked_for(cls, *, bits: int | None, group_size: int, double: bool) -> Self:
+    def asked_for(cls, *, bits, group_size, double):
         return cls()
 
-    def __str__(self) -> str:
+    def __str__(self):
         return "absmax"
 
-    def packed_bytes(self, weights: int) -> int:
+    def packed_bytes(self, weights):
         return weights
 
-    def scale_bytes(self, weights: int, *, element_bytes: int) -> int:
+    def scale_bytes(self, weights, *, element_bytes):
         return 4 * weights // BLOCK
 
 
 class AbsmaxLinear(QuantisedLinear):
-    def pack(self, weight_OI: Tensor) -> None:
+    def pack(self, weight_OI):
         blocks = weight_OI.float().reshape(-1, BLOCK)
         scales = blocks.abs().amax(dim=1, keepdim=True) / 127
         self.hold((blocks / scales).round().to(torch.int8), scales=scales)
 
-    def dequantised(self) -> Tensor:
+    def dequantised(self):
         codes = self.weight.view(torch.uint8).view(torch.int8).view(-1, BLOCK)
         return (codes * self.scales).to(self.dtype).view(self.out_features, self.in_features)
 
 
 @pytest.fixture(autouse=True)
-def row(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def row(monkeypatch):
     monkeypatch.setitem(QUANTISERS, "absmax", Absmax)
     serial._validator.cache_clear()
     yield
     serial._validator.cache_clear()
 
 
-def test_a_recipe_names_it_and_its_plan_is_trained_saved_and_resumed_bit_for_bit(
-    make_plan, tmp_path: Path
-) -> None:
+def test_a_recipe_names_it_and_its_plan_is_trained_saved_and_resumed_bit_for_bit(make_plan, tmp_path):
     common = {"tuning": "qlora", "quantization": "absmax", "max_steps": 4, "save_steps": 2}
     straight = make_plan(**common, output_dir=str(tmp_path / "straight"))
     broken = make_plan(**common, output_dir=str(tmp_path / "broken"))
@@ -93,12 +88,12 @@ def test_a_recipe_names_it_and_its_plan_is_trained_saved_and_resumed_bit_for_bit
 @pytest.mark.parametrize(
     "held", [test_memory_prediction, test_rehearsal_real_step], ids=lambda law: law.__name__
 )
-def test_its_bytes_are_estimated_and_rehearsed_as_they_are_measured(held: ModuleType) -> None:
+def test_its_bytes_are_estimated_and_rehearsed_as_they_are_measured(held):
     plan = bench.plan_of(bench.small_model(), tuning="lora", precision="bf16", recompute=3, chunked=True)
     held.check(replace(plan, tuning=replace(plan.tuning, base=Absmax())))
 
 
-def test_it_is_refused_by_its_widths_and_the_plans_without_it(make_plan) -> None:
+def test_it_is_refused_by_its_widths_and_the_plans_without_it(make_plan):
     with pytest.raises(RecipeError, match="absmax has 8 bits, not quantization_bits = 4"):
         make_plan(tuning="qlora", quantization="absmax", quantization_bits=4)
     with pytest.raises(RecipeError, match="must be 'nf4', 'hqq', 'absmax' or 'none'"):

@@ -1,8 +1,6 @@
 """Models without formulas, divided over two processes, train as in one."""
 
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,7 +65,7 @@ CASES: dict[str, tuple[str, dict[str, object], int]] = {
 
 
 @pytest.fixture(scope="module")
-def results(model_folder: Path, data_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def results(model_folder, data_file, tmp_path_factory):
     """Every case by one process and by two."""
     folder = tmp_path_factory.mktemp("traced")
     for model_type, values in MODELS.items():
@@ -90,7 +88,7 @@ def results(model_folder: Path, data_file: Path, tmp_path_factory: pytest.TempPa
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_processes_train_the_model_of_one(results: Path, name: str) -> None:
+def test_two_processes_train_the_model_of_one(results, name):
     alone = results / f"{name} alone"
     assert losses(results / name) == pytest.approx(losses(alone), abs=1e-5)
     assert gradient_norms(results / name) == pytest.approx(gradient_norms(alone), rel=1e-4)
@@ -98,7 +96,7 @@ def test_two_processes_train_the_model_of_one(results: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_rank_takes_no_more_memory_than_predicted(results: Path, name: str) -> None:
+def test_a_rank_takes_no_more_memory_than_predicted(results, name):
     plan = from_json(Plan, (results / name / "plan.json").read_text())
     report = from_json(RunReport, (results / name / "report.json").read_text())
     assert plan.model.is_traced

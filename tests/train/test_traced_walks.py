@@ -4,13 +4,10 @@ import importlib.util
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from fitune.spec.model.architectures import SHARED_LINEARS, takes_adapters_on
@@ -29,7 +26,7 @@ WHOLE = ("axk1", "diffllama", "hyperclovax", "jamba", "lfm2_moe", "minicpm3", "q
 STATEFUL = ("jamba", "lfm2_moe", "lfm3")
 
 
-def bench() -> ModuleType:
+def bench():
     """bench/architectures.py, which has the small configs that losses were compared with."""
     file = Path(__file__).parents[2] / "bench/architectures.py"
     spec = importlib.util.spec_from_file_location("bench_architectures", file)
@@ -40,7 +37,7 @@ def bench() -> ModuleType:
     return module
 
 
-def small(model_type: str, *, tokenizer: Path, folder: Path) -> Path:
+def small(model_type, *, tokenizer, folder):
     """A folder with a small random model and the tests' tokenizer."""
     shutil.copytree(tokenizer, folder)
     for weights in folder.glob("*.safetensors"):
@@ -53,7 +50,7 @@ def small(model_type: str, *, tokenizer: Path, folder: Path) -> Path:
     return folder
 
 
-def options(folder: Path, data: Path, run: Path) -> list[Any]:
+def options(folder, data, run):
     """Words of `fitune train` that all of them take; rows that would see each other go one at a time."""
     separates = load_model_spec(str(folder)).separates_rows
     rows = ("--micro-batch-size", 4) if separates else ("--micro-batch-size", 1, "--packing", "false")
@@ -64,14 +61,14 @@ def options(folder: Path, data: Path, run: Path) -> list[Any]:
     ]  # fmt: skip
 
 
-def load(folder: Path) -> torch.nn.Module:
-    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+def load(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return model.eval()
 
 
-def logits_of(model: torch.nn.Module) -> Tensor:
+def logits_of(model):
     with torch.no_grad():
-        logits: Tensor = model(torch.arange(3, 40)[None], use_cache=False).logits
+        logits = model(torch.arange(3, 40)[None], use_cache=False).logits
     return logits
 
 
@@ -79,12 +76,12 @@ def logits_of(model: torch.nn.Module) -> Tensor:
     "model_type", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 )
 def test_adapters_on_all_linears_that_are_taken_are_read_by_peft_as_the_merged_model_by_transformers(
-    model_type: str,
-    fitune: Run,
-    model_folder: Path,
-    data_file: Path,
-    tmp_path: Path,
-) -> None:
+    model_type,
+    fitune,
+    model_folder,
+    data_file,
+    tmp_path,
+):
     folder = small(model_type, tokenizer=model_folder, folder=tmp_path / "base")
     run = tmp_path / "run"
     words = [*options(folder, data_file, run), "--tuning", "lora", "--lora-r", 4, "--max-steps", 3]
@@ -108,12 +105,12 @@ def test_adapters_on_all_linears_that_are_taken_are_read_by_peft_as_the_merged_m
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", WHOLE)
 def test_every_weight_is_trained_and_read_by_transformers(
-    model_type: str,
-    fitune: Run,
-    model_folder: Path,
-    data_file: Path,
-    tmp_path: Path,
-) -> None:
+    model_type,
+    fitune,
+    model_folder,
+    data_file,
+    tmp_path,
+):
     folder = small(model_type, tokenizer=model_folder, folder=tmp_path / "base")
     run = tmp_path / "run"
     words = (*options(folder, data_file, run), "--tuning", "full", "--max-steps", 2)
@@ -126,12 +123,12 @@ def test_every_weight_is_trained_and_read_by_transformers(
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", STATEFUL)
 def test_a_state_along_the_row_takes_one_row_at_a_time(
-    model_type: str,
-    fitune: Run,
-    model_folder: Path,
-    data_file: Path,
-    tmp_path: Path,
-) -> None:
+    model_type,
+    fitune,
+    model_folder,
+    data_file,
+    tmp_path,
+):
     folder = small(model_type, tokenizer=model_folder, folder=tmp_path / "base")
     assert not load_model_spec(str(folder)).separates_rows
     words = (*options(folder, data_file, tmp_path / "run")[:-1], "true", "--tuning", "lora", "--max-steps", 1)

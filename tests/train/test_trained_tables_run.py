@@ -18,9 +18,7 @@ MakePlan = Callable[..., Plan]
 BOTH = {"lora_modules_to_save": ["embed_tokens", "lm_head"]}
 
 
-def test_it_learns_more_than_adapters_alone_and_moves_both_tables(
-    make_plan: MakePlan, tmp_path: Path
-) -> None:
+def test_it_learns_more_than_adapters_alone_and_moves_both_tables(make_plan, tmp_path):
     plans = [
         make_plan(**extra, max_steps=25, output_dir=str(tmp_path / name))
         for name, extra in (("tables", BOTH), ("alone", {}))
@@ -37,7 +35,7 @@ def test_it_learns_more_than_adapters_alone_and_moves_both_tables(
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-master"])
-def test_resumed_it_ends_bit_for_bit_the_same(make_plan: MakePlan, tmp_path: Path, precision: str) -> None:
+def test_resumed_it_ends_bit_for_bit_the_same(make_plan, tmp_path, precision):
     common = {**BOTH, "max_steps": 6, "save_steps": 2, "precision": precision, "lora_layers": [1]}
     straight, broken = (make_plan(**common, output_dir=str(tmp_path / name)) for name in ("one", "two"))
     run(straight, callbacks=callbacks())
@@ -46,7 +44,7 @@ def test_resumed_it_ends_bit_for_bit_the_same(make_plan: MakePlan, tmp_path: Pat
     assert losses(straight) == losses(broken)
 
 
-def test_a_packed_base_is_merged_with_its_tables(make_plan: MakePlan) -> None:
+def test_a_packed_base_is_merged_with_its_tables(make_plan):
     pytest.importorskip("bitsandbytes")
     plan = make_plan(**BOTH, max_steps=5, export="merged", learning_rate=5e-2)
     plan = replace(plan, tuning=replace(plan.tuning, base=Nf4()))
@@ -57,7 +55,7 @@ def test_a_packed_base_is_merged_with_its_tables(make_plan: MakePlan) -> None:
     assert {"model.embed_tokens.weight", "lm_head.weight"} < moved
 
 
-def test_with_everything_on_the_host_it_is_the_same() -> None:
+def test_with_everything_on_the_host_it_is_the_same():
     plan = plan_of(ALL_THREE, tuning="lora", precision="fp32")
     plan = replace(plan, tuning=replace(plan.tuning, modules_to_save=("embed_tokens", "lm_head")))
     assert_same_training(replace(plan, offload=Offload()), plan)

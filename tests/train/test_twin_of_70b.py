@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -39,7 +38,7 @@ output_dir: {output}
 
 
 @pytest.fixture
-def twin(model_folder: Path, tmp_path: Path) -> Path:
+def twin(model_folder, tmp_path):
     """Eight heads to one key head, as 70B has 64 to 8, and its proportions."""
     folder = tmp_path / "twin"
     AutoTokenizer.from_pretrained(model_folder).save_pretrained(folder)
@@ -52,12 +51,12 @@ def twin(model_folder: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def fitune(*words: str) -> int:
+def fitune(*words):
     """The exit code of the program."""
     return subprocess.run([sys.executable, "-m", "fitune", *words], stdout=subprocess.DEVNULL).returncode
 
 
-def killed_in_step(step: int, *words: str, go: Path) -> int:
+def killed_in_step(step, *words, go):
     """The exit code of the program whose second rank is killed in the second of the four batches of that step."""
     call = 4 * (step - 1) + 2
     program = [sys.executable, faulty_ranks.__file__, "1", str(call), "kill", *words]
@@ -65,7 +64,7 @@ def killed_in_step(step: int, *words: str, go: Path) -> int:
 
 
 @pytest.mark.slow
-def test_the_twin_is_killed_resumed_merged_and_reloaded(twin: Path, data_file: Path, tmp_path: Path) -> None:
+def test_the_twin_is_killed_resumed_merged_and_reloaded(twin, data_file, tmp_path):
     for name in ("straight", "killed"):
         text = RECIPE.format(twin=twin, data=data_file, output=tmp_path / name)
         (tmp_path / f"{name}.yaml").write_text(text)
@@ -85,7 +84,7 @@ def test_the_twin_is_killed_resumed_merged_and_reloaded(twin: Path, data_file: P
 
 
 @torch.no_grad()
-def largest_logit_difference(base: Path, run: Path) -> float:
+def largest_logit_difference(base, run):
     """Of the merged model and its base under the adapter; a run in bf16 merges into the base in bf16."""
     ids = torch.arange(3, 30)[None]
     merged = AutoModelForCausalLM.from_pretrained(run / "merged", dtype=torch.float32)

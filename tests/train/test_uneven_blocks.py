@@ -1,8 +1,5 @@
 """Gemma 3n and 4: blocks that share keys and values, read embeddings of their own, or have heads of other sizes."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 import torch
 from peft import PeftModel
@@ -44,9 +41,9 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "tuning", "targets"), CASES)
 def test_peft_reads_the_adapter_and_transformers_the_merged_model(
-    name: str, tuning: str, targets: tuple[object, ...], fitune: Callable[..., tuple[int, str]],
-    model_folder: Path, data_file: Path, tmp_path: Path,
-) -> None:  # fmt: skip
+    name, tuning, targets, fitune,
+    model_folder, data_file, tmp_path,
+) :  # fmt: skip
     model_type, words = MODELS[name]
     folder = mixture(model_type, {**WIDTHS, **words}, tokenizer=model_folder, folder=tmp_path / "base")
     run = tmp_path / "run"

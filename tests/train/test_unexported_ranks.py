@@ -1,7 +1,5 @@
 """An export of several processes that fails: all of them save a checkpoint together, and it is exported from there."""
 
-from pathlib import Path
-
 import pytest
 
 from fitune.session.exporting import export_run
@@ -13,9 +11,7 @@ CASES = {"lora": ("adapter", 0), "full": ("model", 3)}
 
 
 @pytest.fixture(scope="module")
-def ended(
-    model_folder: Path, data_file: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, list[list[dict[str, str]]]]:
+def ended(model_folder, data_file, tmp_path_factory):
     from conftest import plan_of
 
     folder = tmp_path_factory.mktemp("unexported")
@@ -32,9 +28,7 @@ def ended(
 
 
 @pytest.mark.parametrize("tuning", CASES)
-def test_ranks_save_together_what_could_not_be_exported(
-    ended: tuple[Path, list[list[dict[str, str]]]], tuning: str
-) -> None:
+def test_ranks_save_together_what_could_not_be_exported(ended, tuning):
     folder, said = ended
     run = folder / tuning
     first, second = (rank[list(CASES).index(tuning)]["error"] for rank in said)

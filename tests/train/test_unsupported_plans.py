@@ -14,7 +14,6 @@ from fitune.spec.plan import (
     Lora,
     Nf4,
     Offload,
-    Plan,
     Precision,
     Sgd,
     Zero,
@@ -25,7 +24,7 @@ from plans import plan_for, small_llama
 
 
 @pytest.fixture(scope="module")
-def any_plan() -> Plan:
+def any_plan():
     return plan_for(small_llama())
 
 

@@ -36,8 +36,8 @@ from fitune.checkpoint.layout import (
 from fitune.checkpoint.merge import changes_of, is_merged, merged, refuse_quantised_base, without_layers
 from fitune.checkpoint.parity import Model, reload_device, verify_export
 from fitune.errors import CheckpointError
+from fitune.models.adapter_file import PREFIX
 from fitune.models.adapters import (
-    PREFIX,
     is_loaded_whole,
     is_named_in_whole,
     ties_are_kept,
@@ -238,7 +238,8 @@ def _export_model(
             stage.secure()
         if against is not None:
             difference, warnings = verify_export(
-                against, digests, reload=partial(_reloaded, reload_device(model), stage.folder), slack=slack,
+                against, digests, slack=slack,
+                reload=lambda attention: whole_model(stage.folder, attention=attention).to(reload_device(model)),
                 held=lambda again: revert_weight_conversion(again, again.state_dict()),
                 dtypes=[piece.like.dtype for piece in pieces.values()],
                 on_reloaded=None if card_of is None else partial(_write_card, stage.folder, card_of),
@@ -298,11 +299,6 @@ def _tables(model: PeftModel, weights: Weights) -> dict[str, Tensor]:
 
 def _write_card(folder: Path, card_of: CardOf, reloaded: PreTrainedModel) -> None:
     (folder / "README.md").write_text(card_of(reloaded), encoding="utf-8")
-
-
-def _reloaded(device: torch.device, folder: Path, attention: str) -> PreTrainedModel:
-    """Load the model in ``folder`` as transformers does."""
-    return whole_model(folder, attention=attention).to(device)
 
 
 def _reloaded_adapter(

@@ -23,11 +23,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as transformers_logging
 
-from fitune.checkpoint.durable import require_space
+from fitune.checkpoint.commit import require_space
 from fitune.checkpoint.state import bytes_of, head_of
 from fitune.errors import CheckpointError, FituneError, RunDirectoryError
 from fitune.files import path_fault, remove, remove_stale_siblings, sync_tree, temporary_sibling, write_synced
-from fitune.models.adapter_config import WEIGHTS
+from fitune.models.adapter_file import WEIGHTS
 from fitune.models.adapters import trained_table_modules
 from fitune.models.door import empty_model, read_config
 from fitune.models.headers import name_in_whole

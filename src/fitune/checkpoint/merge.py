@@ -16,7 +16,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor
 
 from fitune.errors import CheckpointError
-from fitune.models.adapters import PREFIX
+from fitune.models.adapter_file import PREFIX
 from fitune.models.expert_adapters import pairs_of_experts
 from fitune.models.experts import shape_of
 from fitune.models.low_bit.quantised import PackedWeight

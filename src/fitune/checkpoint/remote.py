@@ -7,7 +7,7 @@ sends nothing more.
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -21,17 +21,21 @@ from fitune.checkpoint.commit import (
     Commit,
     Line,
     OnNote,
+    Stored,
+    inside,
     is_committed,
     is_on,
     line_bytes,
     parse_line,
+    parse_sealed,
     read_commit,
     read_line,
+    require_space,
     set_aside,
+    write_hashed,
     write_line,
 )
-from fitune.checkpoint.durable import Stored, inside, parse_sealed, require_space, write_hashed
-from fitune.checkpoint.prune import loss_of
+from fitune.checkpoint.save import loss_of
 from fitune.errors import CheckpointError, RunDirectoryError, StoreError
 from fitune.files import remove, remove_stale_siblings, sync_folder, temporary_sibling, write_synced
 from fitune.spec.serial import to_json
@@ -184,18 +188,13 @@ def _fetch_file(remote: Remote, name: str, stored: Stored, folder: Path) -> None
     except RunDirectoryError as error:
         raise CheckpointError(f"{remote.url}/{COMMIT}: {error.message}") from error
     file.parent.mkdir(parents=True, exist_ok=True)
-    found = write_hashed(file, _blocks(f"{remote.url}/{name}"))
+    with closing(open_stream(f"{remote.url}/{name}", clients=WRITTEN)) as stream:
+        found = write_hashed(file, iter(lambda: stream.read(_READ_BYTES), b""))
     if found != stored:
         raise CheckpointError(
             f"{remote.url}/{name}: damaged, {found.bytes} bytes with sha256 {found.sha256[:12]}… instead of "
             f"{stored.bytes} with {stored.sha256[:12]}…"
         )
-
-
-def _blocks(url: str) -> Iterator[bytes]:
-    with closing(open_stream(url, clients=WRITTEN)) as stream:
-        while block := stream.read(_READ_BYTES):
-            yield block
 
 
 def newest_in_store(store: Store, root: Path, line: Line, *, after: int, on_note: OnNote) -> Path | None:
@@ -252,14 +251,9 @@ def prune_store(store: Store, line: Line, *, keep: int) -> tuple[str, ...]:
     steps = {name.partition("/")[0] for name in there if name.startswith("step-")}
     halves = {f"{FOLDER}/{step}" for step in steps - committed}
     for name in sorted(doomed | halves):
-        _remove_checkpoint(store, name, there)
+        store.remove([f"{name}/{COMMIT}"])  # first: a half-removed checkpoint does not count
+        store.remove([f"{FOLDER}/{file}" for file in there if f"{FOLDER}/{file}".startswith(f"{name}/")])
     return tuple(sorted(doomed))
-
-
-def _remove_checkpoint(store: Store, name: str, there: Mapping[str, object]) -> None:
-    """COMMIT first: a half-removed checkpoint does not count."""
-    store.remove([f"{name}/{COMMIT}"])
-    store.remove([f"{FOLDER}/{file}" for file in there if f"{FOLDER}/{file}".startswith(f"{name}/")])
 
 
 def remove_remote_run(store: Store, names: Collection[str]) -> None:

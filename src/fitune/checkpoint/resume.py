@@ -10,7 +10,6 @@ from fitune.checkpoint.commit import (
     LOG,
     STATE,
     Attempt,
-    Commit,
     Descent,
     Line,
     OnNote,
@@ -23,8 +22,7 @@ from fitune.checkpoint.commit import (
     verify,
     write_line,
 )
-from fitune.checkpoint.saved import SavedTensors
-from fitune.checkpoint.slices import INDEX, Groups, groups_in, read_index
+from fitune.checkpoint.slices import INDEX, Groups, SavedTensors, groups_in, read_index
 from fitune.checkpoint.state import Json, TrainState
 from fitune.errors import CheckpointError
 from fitune.files import read_bytes
@@ -79,19 +77,15 @@ def begin_line(
             folder.mkdir(parents=True, exist_ok=True)
         if folder.is_dir():
             write_line(folder, descent.line)
-            _set_others_aside(folder, descent.line, damaged, on_note)
+            for path in reversed(step_folders(folder)):
+                word = DAMAGED if path in damaged else _word(path, descent.line)
+                if word:
+                    on_note(set_aside(path, word))
     except OSError as error:
         raise CheckpointError(
             f"{folder} cannot be written: {error.strerror}", hint="check the free space and the permissions"
         ) from error
     return descent
-
-
-def _set_others_aside(folder: Path, line: Line, damaged: tuple[Path, ...], on_note: OnNote) -> None:
-    for path in reversed(step_folders(folder)):
-        word = DAMAGED if path in damaged else _word(path, line)
-        if word:
-            on_note(set_aside(path, word))
 
 
 def _descent(attempt: str, base: Path | None) -> Descent:
@@ -121,16 +115,27 @@ def load_checkpoint(path: Path, *, verified: bool = False) -> TrainState:
             hint=f"resume: {found}" if found else "it holds no checkpoint; start a new run",
         )
     commit = read_commit(path) if verified else verify(path)
-    divided = _read_index(path / INDEX) if INDEX in commit.files else {}
-    return TrainState(
-        step=commit.step,
-        tensors={
-            group: SavedTensors(path, group, divided.get(group, {}))
-            for group in groups_in(commit.files, divided)
-        },
-        facts=_read_facts(path / STATE, step=commit.step),
-        log=_read_log(path / LOG, commit),
-    )
+    file = path
+    try:
+        file, divided = path / INDEX, Groups()
+        if INDEX in commit.files:
+            divided = read_index(read_bytes(file, limit=TABLE_BYTES, follow_links=False))
+        file = path / STATE
+        content = read_object(file, largest_bytes=TABLE_BYTES, follow_links=False)
+        facts: dict[str, Json] = content["facts"]
+        file, log = path / LOG, b""
+        if LOG in commit.files:
+            log = read_bytes(file, limit=commit.files[LOG].bytes, follow_links=False)
+    except (OSError, ValueError, KeyError) as error:
+        cause = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise CheckpointError(f"{file}: cannot be read: {cause}") from error
+    if content.get("step") != commit.step:
+        raise CheckpointError(
+            f"{path / STATE}: of step {content.get('step')!r}, and COMMIT is of step {commit.step}"
+        )
+    groups = groups_in(commit.files, divided)
+    tensors = {group: SavedTensors(path, group, divided.get(group, {})) for group in groups}
+    return TrainState(step=commit.step, tensors=tensors, facts=facts, log=log)
 
 
 def _lost(line: Line | None, found_step: int, folders: list[Path]) -> list[str]:
@@ -148,30 +153,3 @@ def _word(path: Path, line: Line) -> str:
     except CheckpointError:
         return DAMAGED
     return "" if is_on(line, saved_on=commit.line, step=commit.step) else ABANDONED
-
-
-def _read_index(file: Path) -> Groups:
-    try:
-        return read_index(read_bytes(file, limit=TABLE_BYTES, follow_links=False))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: cannot be read: {error}") from error
-
-
-def _read_facts(file: Path, *, step: int) -> dict[str, Json]:
-    try:
-        content = read_object(file, largest_bytes=TABLE_BYTES, follow_links=False)
-        facts: dict[str, Json] = content["facts"]
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{file}: cannot be read: {error}") from error
-    if content.get("step") != step:
-        raise CheckpointError(f"{file}: of step {content.get('step')!r}, and COMMIT is of step {step}")
-    return facts
-
-
-def _read_log(file: Path, commit: Commit) -> bytes:
-    if LOG not in commit.files:
-        return b""
-    try:
-        return read_bytes(file, limit=commit.files[LOG].bytes, follow_links=False)
-    except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from error

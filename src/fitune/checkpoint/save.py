@@ -9,32 +9,45 @@ The first rank begins and commits; in between each rank writes its share, all at
 """
 
 import json
+import math
 import os
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from fitune.checkpoint.commit import (
     ABANDONED,
     COMMIT,
+    DAMAGED,
     FOLDER,
     LOG,
     STATE,
     Commit,
     Descent,
+    Line,
     OnNote,
     Parent,
+    Stored,
+    is_on,
     keep_line,
+    link_atomically,
     note_as_known,
+    read_commit,
+    require_space,
+    sealed,
     set_aside,
     step_folders,
+    verify_unless_known,
+    write_hashed,
 )
-from fitune.checkpoint.durable import Stored, link_atomically, require_space, sealed, write_hashed
-from fitune.checkpoint.prune import prune
-from fitune.checkpoint.slices import INDEX, Groups, Share, file_of, index_bytes, joined, share_of
-from fitune.checkpoint.state import TrainState, tensor_chunks
+from fitune.checkpoint.slices import INDEX, Groups, Share, file_of, index_bytes, joined
+from fitune.checkpoint.state import tensor_chunks
 from fitune.errors import CheckpointError
-from fitune.files import remove_stale_siblings, sync_folder, temporary_sibling, write_synced
+from fitune.files import remove, remove_stale_siblings, sync_folder, temporary_sibling, write_synced
+from fitune.models.host import PinnedMemory
 from fitune.spec.run_directory import require_real_files
 from fitune.spec.serial import to_json
 from fitune.units import MIB, format_bytes
@@ -49,39 +62,6 @@ class Written:
 
     files: dict[str, Stored]
     slices: Groups
-
-
-def save_checkpoint(
-    root: Path,
-    state: TrainState,
-    *,
-    descent: Descent,
-    keep: int,
-    eval_loss: float | None,
-    on_note: OnNote = lambda note: None,
-) -> Path:
-    """Write ``root/checkpoints/step-N`` and return it; ``root`` is the run directory, owned by this process alone.
-
-    Afterwards the newest ``keep`` valid ones of the line and the one with the lowest evaluation loss remain;
-    ``on_note`` is told of others that are set aside. Raises CheckpointError when the disk is too small or fails;
-    whatever was there before is then still there.
-    """
-    share = share_of(state, rank=0)
-    folder = begin_save(root, share, descent=descent, needed_bytes=share_bytes(share))
-    try:
-        written = write_share(folder, share, rank=0)
-    except OSError as error:
-        abandon_save(root)
-        cause = f"checkpoint step-{share.step} could not be saved: {error.strerror}"
-        raise save_failed(root, cause, needed_bytes=share_bytes(share)) from error
-    return commit_save(
-        root, folder, share, [written], descent=descent, keep=keep, eval_loss=eval_loss, on_note=on_note
-    )
-
-
-def checkpoint_bytes(state: TrainState) -> int:
-    """Free space that a save of ``state`` by one process needs."""
-    return share_bytes(share_of(state, rank=0))
 
 
 def share_bytes(share: Share) -> int:
@@ -133,56 +113,46 @@ def commit_save(
     eval_loss: float | None,
     on_note: OnNote,
     spare: Collection[str] = (),
-) -> Path:
-    """Make a checkpoint of what all ranks have ``written`` and return its folder. Called by the first rank.
+) -> None:
+    """Make a checkpoint of what all ranks have ``written``. Called by the first rank, which abandons it on errors.
 
     ``spare`` names older ones that stay for now, whatever ``keep`` says.
     Raises CheckpointError when the disk fails, or a file or a part of a tensor is not there.
     """
     target = root / FOLDER / f"step-{share.step}"
+    files = {name: stored for one in written for name, stored in one.files.items()}
     try:
-        commit = _commit(target, temporary, share, written, descent, eval_loss, on_note)
+        _require_there(temporary, files)
+        index = joined([one.slices for one in written])
+        texts = {LOG: share.log, STATE: _facts(share)}
+        if index.groups:
+            texts[INDEX] = index_bytes(index)
+        for name, content in texts.items():
+            files[name] = write_hashed(temporary / name, [content])
+        commit: Commit = sealed(
+            Commit(
+                step=share.step, line=descent.line, parent=descent.parent, eval_loss=eval_loss, files=files
+            )
+        )
+        write_synced(temporary / COMMIT, [to_json(commit).encode()])
+        sync_folder(temporary)
+        if target.exists():  # of this very attempt, or put there by hand: nothing is written over
+            on_note(set_aside(target, ABANDONED))
+        os.rename(temporary, target)
+        sync_folder(target.parent)
     except OSError as error:
-        abandon_save(root)
         cause = f"checkpoint {target} could not be saved: {error.strerror}"
         raise save_failed(root, cause, needed_bytes=share_bytes(share)) from error
-    except CheckpointError:
-        abandon_save(root)
-        raise
     descent.parent = Parent(step=commit.step, digest=commit.digest)
     note_as_known(target, commit.files)
-    _tidy(target, descent, keep, on_note, spare)
-    return target
-
-
-def _commit(
-    target: Path,
-    temporary: Path,
-    share: Share,
-    written: Sequence[Written],
-    descent: Descent,
-    eval_loss: float | None,
-    on_note: OnNote,
-) -> Commit:
-    files = {name: stored for one in written for name, stored in one.files.items()}
-    _require_there(temporary, files)
-    index = joined([one.slices for one in written])
-    texts = {LOG: share.log, STATE: _facts(share)}
-    if index.groups:
-        texts[INDEX] = index_bytes(index)
-    for name, content in texts.items():
-        files[name] = write_hashed(temporary / name, [content])
-    unsealed = Commit(
-        step=share.step, line=descent.line, parent=descent.parent, eval_loss=eval_loss, files=files
-    )
-    commit: Commit = sealed(unsealed)
-    write_synced(temporary / COMMIT, [to_json(commit).encode()])
-    sync_folder(temporary)
-    if target.exists():  # of this very attempt, or put there by hand: nothing is written over
-        on_note(set_aside(target, ABANDONED))
-    os.rename(temporary, target)
-    sync_folder(target.parent)
-    return commit
+    try:
+        link_atomically(target.parent / "latest", target.name)
+        prune(target.parent, descent.line, keep=keep, on_note=on_note, spare=spare)
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoint {target} is saved, but {target.parent} could not be tidied: {error.strerror}",
+            hint="resume from it once the cause is gone",
+        ) from error
 
 
 def _require_there(folder: Path, files: dict[str, Stored]) -> None:
@@ -214,13 +184,111 @@ def save_failed(root: Path, cause: str, *, needed_bytes: int) -> CheckpointError
     )
 
 
-def _tidy(newest: Path, descent: Descent, keep: int, on_note: OnNote, spare: Collection[str]) -> None:
-    folder = newest.parent
-    try:
-        link_atomically(folder / "latest", newest.name)
-        prune(folder, descent.line, keep=keep, on_note=on_note, spare=spare)
-    except OSError as error:
-        raise CheckpointError(
-            f"checkpoint {newest} is saved, but {folder} could not be tidied: {error.strerror}",
-            hint="resume from it once the cause is gone",
-        ) from error
+def prune(folder: Path, line: Line, *, keep: int, on_note: OnNote, spare: Collection[str] = ()) -> None:
+    """Remove checkpoints on ``line`` but the newest ``keep`` valid ones and the best valid one; link the best.
+
+    What counts is hashed, unless this process did so before and the files were not touched since: after a resume that
+    is each of the kept ones once. What is damaged is set aside, and what is on another line is left alone. ``spare``
+    names others that stay for now.
+    Raises OSError.
+    """
+    members: list[tuple[Path, Commit]] = []
+    for path in reversed(step_folders(folder)):
+        try:
+            members.append((path, read_commit(path)))
+        except CheckpointError as error:
+            _set_damaged_aside(path, error, on_note)
+    members = [(path, c) for path, c in members if is_on(line, saved_on=c.line, step=c.step)]
+    newest = _first_valid(members, keep, on_note)
+    by_loss = sorted(
+        (m for m in members if loss_of(m[1]) < math.inf), key=lambda m: (loss_of(m[1]), m[1].step)
+    )
+    best = _first_valid(by_loss, 1, on_note)
+    link = folder / "best"
+    if best:
+        link_atomically(link, best[0].name)
+    elif link.is_symlink():
+        link.unlink()
+    for path, _ in members:
+        if path not in newest and path not in best and path.name not in spare and path.exists():
+            doomed = temporary_sibling(path.with_name(f"pruned-{path.name}"))
+            os.rename(path, doomed)  # a half-removed folder must not look like a damaged checkpoint
+            remove(doomed)
+
+
+def _first_valid(members: list[tuple[Path, Commit]], count: int, on_note: OnNote) -> list[Path]:
+    found: list[Path] = []
+    for path, _ in members:
+        if len(found) == count:
+            break
+        try:
+            verify_unless_known(path)
+        except CheckpointError as error:
+            _set_damaged_aside(path, error, on_note)
+        else:
+            found.append(path)
+    return found
+
+
+def _set_damaged_aside(path: Path, error: CheckpointError, on_note: OnNote) -> None:
+    if path.exists():
+        on_note(f"{error.message}: {set_aside(path, DAMAGED)}")
+
+
+def loss_of(commit: Commit) -> float:
+    """Infinite for what is no candidate for the best; the earlier one of two equals is taken."""
+    loss = commit.eval_loss
+    return loss if loss is not None and math.isfinite(loss) else math.inf
+
+
+Tables = dict[str, dict[str, Tensor]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copied:
+    """A share on the host."""
+
+    share: Share
+    arrived: Callable[[], object]
+    """Waits until the copy is complete."""
+
+
+class HostCopies:
+    """Room for one copy, kept from save to save: pinned where the state is on a GPU.
+
+    The copy is begun on the GPU's stream in which the steps run, so the next step changes nothing before it is done.
+    What is on the host already (an offloaded optimizer) is copied, too: it is changed there.
+    """
+
+    def __init__(self) -> None:
+        self._rooms: dict[tuple[str, str], Tensor] = {}
+        self._pinned = PinnedMemory()
+
+    @property
+    def bytes(self) -> int:
+        return sum(room.nbytes for room in self._rooms.values())
+
+    def take(self, share: Share) -> Copied:
+        """Copy ``share`` over the last one, which must be written by now."""
+        copy = replace(
+            share, whole=self._copied("whole", share.whole), parts=self._copied("part", share.parts)
+        )
+        if not any(tensor.is_cuda for tensors in share.tensors for tensor in tensors.values()):
+            return Copied(share=copy, arrived=lambda: None)
+        done = torch.cuda.Event()
+        done.record()
+        return Copied(share=copy, arrived=done.synchronize)
+
+    def _copied(self, kind: str, groups: Tables) -> Tables:
+        return {
+            group: {name: self._copy(f"{kind} {group}", name, tensor) for name, tensor in tensors.items()}
+            for group, tensors in groups.items()
+        }
+
+    def _copy(self, kind: str, name: str, tensor: Tensor) -> Tensor:
+        room = self._rooms.get((kind, name))
+        if room is None or room.shape != tensor.shape or room.dtype != tensor.dtype:
+            empty = self._pinned.empty if tensor.is_cuda else torch.empty
+            room = empty(tensor.shape, dtype=tensor.dtype)
+            self._rooms[kind, name] = room
+        return room.copy_(tensor.detach(), non_blocking=True)

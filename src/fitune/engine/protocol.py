@@ -43,7 +43,7 @@ class EngineState:
 
 @runtime_checkable
 class InParts(Protocol):
-    """Whole tensors by name, as of a checkpoint, of which a rank can read only its rows (checkpoint/saved.py)."""
+    """Whole tensors by name, as of a checkpoint, of which a rank can read only its rows (checkpoint/slices.py)."""
 
     def shape(self, name: str) -> torch.Size: ...
 

@@ -20,17 +20,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.pytorch_utils import Conv1D
 
 from fitune.errors import ModelError
-from fitune.models.adapter_check import check_adapter
-from fitune.models.adapter_config import WEIGHTS, read_adapter_config, settled
-from fitune.models.adapter_shapes import linear_shapes, stack_shapes, tensor_shapes
+from fitune.models.adapter_file import WEIGHTS, check_adapter, linear_names, read_adapter_config, settled
 from fitune.models.door import read_config, reading, with_adapter
 from fitune.models.expert_adapters import names_as_given, run_with_adapters, stacks_among, stacks_shown
 from fitune.models.headers import name_in_whole, own_name, read_header
 from fitune.models.tokens import resized
 from fitune.spec.plan import Lora
-
-PREFIX = "base_model.model."
-"""Before a base model's names in an adapter's file."""
 
 
 def add_adapters(model: PreTrainedModel, lora: Lora, *, dtype: torch.dtype, seed: int) -> PeftModel:
@@ -39,7 +34,7 @@ def add_adapters(model: PreTrainedModel, lora: Lora, *, dtype: torch.dtype, seed
     PEFT would cast the adapters to fp32; then every adapted input is kept a second time in fp32
     (about +63 % activations). They stay in ``dtype``, and the optimizer keeps an fp32 master where the plan says so.
     """
-    stacks = stacks_among(model, lora.targets)
+    stacks, ends = stacks_among(model, lora.targets), tuple(f".{target}" for target in lora.targets)
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -47,7 +42,9 @@ def add_adapters(model: PreTrainedModel, lora: Lora, *, dtype: torch.dtype, seed
         target_modules=[name for name in lora.targets if name not in stacks],
         target_parameters=stacks or None,
         layers_to_transform=list(lora.layers) or None,
-        fan_in_fan_out=_stores_weights_transposed(model, lora.targets),
+        fan_in_fan_out=any(
+            isinstance(m, Conv1D) for n, m in model.named_modules() if n.endswith(ends)
+        ),  # GPT-2's [in, out]
         use_dora=lora.dora,
         use_rslora=lora.rslora,
         bias="none",
@@ -65,12 +62,6 @@ def add_adapters(model: PreTrainedModel, lora: Lora, *, dtype: torch.dtype, seed
     return adapted
 
 
-def _stores_weights_transposed(model: PreTrainedModel, targets: Sequence[str]) -> bool:
-    """GPT-2 keeps its linears as Conv1D, [in, out] instead of [out, in]; PEFT wants to be told."""
-    ends = tuple(f".{target}" for target in targets)
-    return any(isinstance(module, Conv1D) for name, module in model.named_modules() if name.endswith(ends))
-
-
 def load_adapter(model: PreTrainedModel, path: str | Path) -> PeftModel:
     """Put a saved adapter on ``model`` for inference, every key of it: PEFT drops what it does not find.
 
@@ -78,13 +69,7 @@ def load_adapter(model: PreTrainedModel, path: str | Path) -> PeftModel:
     CheckpointError when the adapter does not fit this very model.
     """
     folder = Path(path)
-    spelled: Callable[[str], str] = name_in_whole if is_named_in_whole(folder) else str
-    check_adapter(
-        folder,
-        base={spelled(name): shape for name, shape in linear_shapes(model).items()},
-        tensors={spelled(name): shape for name, shape in tensor_shapes(model).items()},
-        stacks={spelled(name): stack for name, stack in stack_shapes(model).items()},
-    )
+    check_adapter(folder, base=model)
     resized(model, saved_rows(folder))
     with ties_are_kept():
         adapted = with_adapter(model, folder, **words_for(model, folder))
@@ -97,7 +82,7 @@ def words_for(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
     in_whole = is_named_in_whole(folder)
     spelled: Callable[[str], str] = name_in_whole if in_whole else str
     config = read_adapter_config(folder)
-    chosen = settled(config, {spelled(name): name for name in linear_shapes(model)})
+    chosen = settled(config, {spelled(name): name for name in linear_names(model)})
     names = {r"^model\.language_model\.": "model."} if in_whole else None
     return {"config": config.for_peft(**chosen), "names": names}
 

@@ -6,8 +6,6 @@ ModelError.
 """
 
 import copy
-import io
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -25,7 +23,6 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    dynamic_module_utils,
 )
 
 from fitune.errors import CheckpointError, FituneError, ModelError, is_failure
@@ -62,38 +59,19 @@ def reading(path: str, what: str, *, hint: str = FETCH_AGAIN) -> Iterator[None]:
 def _named(
     what: str, *, hint: str = FETCH_AGAIN, with_cause: bool = True, kind: type[FituneError] = ModelError
 ) -> Iterator[None]:
-    """Run with nobody to ask. No schema stands between a stranger's file and the libraries: they raise whatever Python
-    raises there."""
-    with _nobody_to_ask():
-        try:
-            yield
-        except FituneError:
-            raise
-        except BaseException as error:
-            if not is_failure(error):
-                raise  # the files are right: the caller says what takes less
-            raise kind(f"{what}: {_first_line(error)}" if with_cause else what, hint=hint) from error
-
-
-@contextmanager
-def _nobody_to_ask() -> Iterator[None]:
-    """transformers asks at standard input whether code may run, for a time; here it finds neither."""
-    stdin, seconds = sys.stdin, dynamic_module_utils.TIME_OUT_REMOTE_CODE
-    sys.stdin, dynamic_module_utils.TIME_OUT_REMOTE_CODE = io.StringIO(), 0
+    """No schema stands between a stranger's file and the libraries: they raise whatever Python raises there."""
     try:
         yield
-    finally:
-        sys.stdin, dynamic_module_utils.TIME_OUT_REMOTE_CODE = stdin, seconds
-
-
-def _first_line(error: BaseException) -> str:
-    """First line of an error, and the next where that ends in a colon; its name where it says nothing."""
-    first, _, rest = str(error).strip().partition("\n")
-    return (
-        f"{first} {rest.strip().partition(chr(10))[0]}"
-        if first.endswith(":")
-        else first or type(error).__name__
-    )
+    except FituneError:
+        raise
+    except BaseException as error:
+        if not is_failure(error):
+            raise  # the files are right: the caller says what takes less
+        first, _, rest = str(error).strip().partition("\n")
+        if first.endswith(":"):
+            first = f"{first} {rest.strip().partition(chr(10))[0]}"
+        cause = first or type(error).__name__
+        raise kind(f"{what}: {cause}" if with_cause else what, hint=hint) from error
 
 
 def model_folder(path: str) -> Path:
@@ -213,14 +191,9 @@ def filled_model(
 
 def whole_model(folder: Path, *, attention: str) -> PreTrainedModel:
     """Load a folder that was just exported, in its own types, as transformers alone does."""
-    with _nobody_to_ask():
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype="auto",
-            attn_implementation=attention,
-            local_files_only=True,
-            trust_remote_code=False,
-        )
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        folder, dtype="auto", attn_implementation=attention, local_files_only=True, trust_remote_code=False
+    )
     return model
 
 

@@ -2,14 +2,14 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from fitune.errors import ModelError, OutOfMemory
@@ -22,7 +22,7 @@ from fitune.models.door import (
     reading,
 )
 from fitune.models.headers import StoredTensor, text_part
-from fitune.models.low_bit.pack_on_arrival import Keep, PackOnArrival
+from fitune.models.low_bit.packing import Keep, PackOnArrival
 from fitune.models.low_bit.quantised import PackedWeight, require_quantiser
 from fitune.models.weight_files import OnBytes, Unread, nobody, stored_tensors, unread_tensors
 from fitune.spec.plan import Dense, Precision, Quantiser
@@ -63,14 +63,28 @@ def load_model(
     with reading(path, "the model cannot be loaded"):
         folder = model_folder(path)
         stored = stored_tensors(folder)
-        _refuse_integers(stored)
+        for (
+            name,
+            tensor,
+        ) in stored.items():  # integers would load, and mean nothing: nobody applies their scales
+            if name.endswith(".weight") and tensor.dtype not in _FLOATS:
+                raise ModelError(
+                    f"{tensor.file}: {name} holds {tensor.dtype}: damaged, or quantised weights",
+                    hint="name the model in 16 bit; tuning: qlora packs it while it is read",
+                )
         with unread_tensors(stored, on_bytes) as unread:
             packing = None if keep is None and isinstance(base, Dense) else PackOnArrival(base, keep=keep)
             model, report = _filled(folder, stored, unread, dtype=dtype, device=device, packing=packing)
         model.config.name_or_path = model.name_or_path = path
         model.generation_config = read_generation_config(folder) or model.generation_config
     _check_complete(path, report, stored)
-    _check_tied(path, model)
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    # transformers unties two tables that differ; the plan, and whoever reads the export, would take them for one
+    if model.config.tie_word_embeddings and head.data_ptr() != embedding.data_ptr():
+        raise ModelError(
+            f"{path}: the checkpoint has separate embeddings, but config.json says tie_word_embeddings",
+            hint="set tie_word_embeddings: false in config.json if the model has two tables; else fetch it again",
+        )
     return model
 
 
@@ -87,10 +101,22 @@ def _filled(
     config = read_config(str(folder))
     if config.get_text_config() is not config:  # a model that also sees
         stored, unread = text_part(stored), text_part(unread)
-    _refuse_more_layers(folder, config, stored)
+    layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    if isinstance(layers, int) and layers > len(stored):  # before a module is made for each of them
+        raise ModelError(
+            f"{folder / 'config.json'}: num_hidden_layers = {layers:,}, and the weights are {len(stored)} tensors",
+            hint=_OF_ONE_MODEL,
+        )
     with torch.device("meta"):
         empty = empty_model(config)
-    _refuse_another_size(folder, empty, stored)
+    # before memory is taken for what no file has; what is missing in a model of the right size is named later
+    described = sum(parameter.numel() for parameter in empty.parameters())
+    there = sum(math.prod(tensor.shape) for tensor in stored.values())
+    if described > 2 * there and described > _SMALL:
+        raise ModelError(
+            f"{folder / 'config.json'} describes {described:,} weights, and the files hold {there:,}",
+            hint=_OF_ONE_MODEL,
+        )
     try:
         model, report = filled_model(
             type(empty),
@@ -105,7 +131,13 @@ def _filled(
         if packing is not None and packing.failure is not None:
             raise packing.failure from error
         if device.type == "cuda" and "negative dimension" in str(error):
-            raise _too_small_to_load(device) from error
+            # transformers first asks for one tensor of the device's memory less 1.2 GiB (caching_allocator_warmup)
+            free, total = torch.cuda.mem_get_info(device)
+            raise OutOfMemory(
+                f"out of memory (loading the model): {device} has {format_bytes(total)}, {format_bytes(free)} of it "
+                "free, and transformers loads a model only where there are more than 1.20 GiB",
+                hint="end other programs on the GPU (nvidia-smi lists them), or gpu: cpu",
+            ) from error
         raise
     if packing is not None:
         found = {(name, *shapes) for name, shapes in packing.misshapen.items()}
@@ -113,27 +145,21 @@ def _filled(
     return model, report
 
 
-def _too_small_to_load(device: torch.device) -> OutOfMemory:
-    """transformers first asks for one tensor of the device's memory less 1.2 GiB (caching_allocator_warmup)."""
-    free, total = torch.cuda.mem_get_info(device)
-    return OutOfMemory(
-        f"out of memory (loading the model): {device} has {format_bytes(total)}, {format_bytes(free)} of it free, and "
-        "transformers loads a model only where there are more than 1.20 GiB",
-        hint="end other programs on the GPU (nvidia-smi lists them), or gpu: cpu",
-    )
-
-
 def _check_complete(path: str, report: dict[str, Any], stored: Mapping[str, StoredTensor]) -> None:
     def place(name: str) -> str:
         return f" in {stored[name].file.name}" if name in stored else ""
 
+    misshapen = sorted(
+        f"{name} {tuple(found)}{place(name)}, config.json says {tuple(wanted)}"
+        for name, found, wanted in report["mismatched_keys"]
+    )
     missing, unknown = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
     files = ", ".join(sorted({tensor.file.name for tensor in stored.values()})[:3])
     problems = [
         f"{title}: {', '.join(names[:5])}"
         for title, names in (
             (f"missing in {files}", missing),
-            ("of another shape", _misshapen(report["mismatched_keys"], place)),
+            ("of another shape", misshapen),
             ("unknown to the model", [name + place(name) for name in unknown]),
         )
         if names
@@ -145,57 +171,8 @@ def _check_complete(path: str, report: dict[str, Any], stored: Mapping[str, Stor
         )
 
 
-def _refuse_integers(stored: Mapping[str, StoredTensor]) -> None:
-    """Read as numbers they would load, and mean nothing: packed weights need scales that nobody applies."""
-    for name, tensor in stored.items():
-        if name.endswith(".weight") and tensor.dtype not in _FLOATS:
-            raise ModelError(
-                f"{tensor.file}: {name} holds {tensor.dtype}: damaged, or quantised weights",
-                hint="name the model in 16 bit; tuning: qlora packs it while it is read",
-            )
-
-
-def _refuse_more_layers(folder: Path, config: PretrainedConfig, stored: Mapping[str, StoredTensor]) -> None:
-    """Before a module is made for each of them."""
-    layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
-    if isinstance(layers, int) and layers > len(stored):
-        raise ModelError(
-            f"{folder / 'config.json'}: num_hidden_layers = {layers:,}, and the weights are {len(stored)} tensors",
-            hint=_OF_ONE_MODEL,
-        )
-
-
-def _refuse_another_size(folder: Path, empty: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> None:
-    """Before memory is taken for what no file has; what is missing in a model of the right size is named later."""
-    described = sum(parameter.numel() for parameter in empty.parameters())
-    there = sum(math.prod(tensor.shape) for tensor in stored.values())
-    if described > 2 * there and described > _SMALL:
-        raise ModelError(
-            f"{folder / 'config.json'} describes {described:,} weights, and the files hold {there:,}",
-            hint=_OF_ONE_MODEL,
-        )
-
-
 _SMALL = 100_000_000
 _OF_ONE_MODEL = "config.json and weights must be of the same model: fetch them again"
-
-
-def _check_tied(path: str, model: PreTrainedModel) -> None:
-    """transformers unties two tables that differ; the plan, and whoever reads the export, would take them for one."""
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    if model.config.tie_word_embeddings and head.data_ptr() != embedding.data_ptr():
-        raise ModelError(
-            f"{path}: the checkpoint has separate embeddings, but config.json says tie_word_embeddings",
-            hint="set tie_word_embeddings: false in config.json if the model has two tables; else fetch it again",
-        )
-
-
-def _misshapen(mismatched: Any, place: Callable[[str], str]) -> list[str]:
-    """``name (384, 32) in model.safetensors, config.json says (100, 32)``, in a fixed order."""
-    return sorted(
-        f"{name} {tuple(found)}{place(name)}, config.json says {tuple(wanted)}"
-        for name, found, wanted in mismatched
-    )
 
 
 _FLOATS = ("F64", "F32", "BF16", "F16")

@@ -18,7 +18,7 @@ from fitune.rehearse.recorder import Recorder
 from fitune.rehearse.stand_ins import StandIns
 from fitune.rehearse.trace import ParameterKey, Trace
 from fitune.spec.plan import Plan, updates_in_backward
-from fitune.train.engines import engine_for
+from fitune.train.prepare import engine_for
 
 Keyed = tuple[ParameterKey, Tensor]
 

@@ -13,7 +13,7 @@ from pydantic_core import to_json as json_bytes
 from fitune.data.conversations.templates import ChatTemplate, load_template
 from fitune.errors import RecipeError, RunDirectoryError, ScoringFailed
 from fitune.files import cache_folder, remove_stale_siblings, write_atomically, written_whole
-from fitune.models.adapter_check import check_adapter
+from fitune.models.adapter_file import check_adapter
 from fitune.models.door import notes_on
 from fitune.models.tokens import load_tokenizer
 from fitune.models.weight_files import OnBytes, nobody
@@ -40,7 +40,6 @@ from fitune.score.shards import FOLDER, Shards, groups
 from fitune.score.tasks import Answer, Question, Task, to_tasks
 from fitune.score.weighing import to_given_tasks
 from fitune.score.worker import open_asker
-from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.reports import ScoreReport
 from fitune.spec.run_directory import require_real_files
 from fitune.spec.run_lock import lock_directory
@@ -87,7 +86,7 @@ def score(
         say(f"note: {note}")
     check_engine(plan)
     if plan.adapter:  # before the model is loaded: its config says enough to refuse most of what does not fit
-        for warning in check_adapter(Path(plan.adapter), base=load_model_spec(plan.model)):
+        for warning in check_adapter(Path(plan.adapter), base=plan.model):
             say(f"warning: {warning}")
     started = time.perf_counter()
     tokenizer = load_tokenizer(tokenizer_folder(plan))

@@ -96,7 +96,7 @@ def describe_examined(examined: Examined) -> str:
 def calibrate_device(*, tell: Callable[[str], None]) -> bool:
     """Measure this machine's device and store it; False on every rank but the first, which has nothing to show."""
     see_one_kind()
-    from fitune.engine.joining import joined_ranks
+    from fitune.engine.ranks import joined_ranks
     from fitune.measure.calibrate import calibrate
 
     start = time.perf_counter()

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from fitune.engine.joining import joined_ranks, launched_ranks
-from fitune.engine.ranks import ALONE, Ranks
+from fitune.engine.ranks import ALONE, Ranks, joined_ranks, launched_ranks
 from fitune.errors import FituneError, RecipeError, exit_code_of
 from fitune.launch.nodes import ONE_NODE, Place
 from fitune.launch.ray_cluster import RayPlace

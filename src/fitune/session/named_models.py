@@ -5,7 +5,7 @@ from pathlib import Path
 
 from fitune.errors import CheckpointError, ModelError, RunDirectoryError
 from fitune.files import path_fault
-from fitune.models.adapter_config import CONFIG, read_adapter_config
+from fitune.models.adapter_file import CONFIG, read_adapter_config
 from fitune.models.weight_files import base_reference
 from fitune.report.run_files import read_run
 from fitune.spec.plan import Plan

@@ -60,7 +60,9 @@ def find_source(directory: Path, plan: Plan, report: RunReport | None, *, step: 
     folder = directory / EXPORT_FOLDERS[kind]
     told = report is not None and (report.status == "complete" or report.exported)
     for path, counts in ((folder, told), (unverified(folder), False)):
-        if path.is_dir() and (counts or _is_younger(path, directory / "metrics.jsonl")):
+        written = [file.stat().st_mtime_ns for file in path.glob("*.safetensors")]
+        is_younger = bool(written) and min(written) >= (directory / "metrics.jsonl").stat().st_mtime_ns
+        if path.is_dir() and (counts or is_younger):
             return Source(path=path, kind=kind)
     saved = newest_checkpoint(directory)
     if saved.path is not None and saved.path.name == f"step-{step}":
@@ -109,20 +111,11 @@ def with_weights(
     use_attention(model, plan.attention)
     add_rows(model, plan)
     whole = tuned(model, plan)
-    _copy(trained, whole)
-    return language_model(whole, plan.loss)
-
-
-@torch.no_grad()
-def _copy(saved: Mapping[str, torch.Tensor], model: torch.nn.Module) -> None:
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if trained.keys() != saved.keys():
-        odd = sorted(trained.keys() ^ saved.keys())
+    own = {name: p for name, p in whole.named_parameters() if p.requires_grad}
+    if own.keys() != trained.keys():
+        odd = sorted(own.keys() ^ trained.keys())
         raise CheckpointError(f"the checkpoint trains other parameters than the plan, e.g. {odd[:3]}")
-    for name, parameter in trained.items():
-        parameter.copy_(saved[name])
-
-
-def _is_younger(folder: Path, metrics: Path) -> bool:
-    weights = list(folder.glob("*.safetensors"))
-    return bool(weights) and min(file.stat().st_mtime_ns for file in weights) >= metrics.stat().st_mtime_ns
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(trained[name])
+    return language_model(whole, plan.loss)

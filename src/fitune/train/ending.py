@@ -49,10 +49,18 @@ def complete(current: Run, weights: Mapping[str, Tensor] | None) -> RunReport:
     current.where.step = report.steps  # also of a run that was resumed after its last step
     current.is_trained = True
     current.where.doing = "exporting"
-    handover = _handover(current, report, weights)
+    words: dict[str, Any] = {
+        "plan": current.plan, "tokenizer": current.tokenizer, "report": report, "say": current.callbacks.on_note,
+    }  # fmt: skip
+    handover = (
+        Handover(model=current.model, **words) if weights is None else streamed_handover(weights, **words)
+    )
     current.exported = str(handover.trained(secure=True))
     current.where.doing = "answering samples"
-    report = replace(report, exported=current.exported, samples=_samples_after(current))
+    samples: tuple[Sample, ...] = ()
+    if current.samples:
+        samples = compare_samples(current.directory, current.model, current.samples, current.callbacks.answer)
+    report = replace(report, exported=current.exported, samples=samples)
     if current.plan.run.export == "merged":
         current.where.doing = "exporting"
         merged, loss = handover.merged(lambda: current.data)
@@ -126,21 +134,6 @@ def _write(current: Run, report: RunReport) -> RunReport:
     return report
 
 
-def _samples_after(current: Run) -> tuple[Sample, ...]:
-    if not current.samples:
-        return ()
-    return compare_samples(current.directory, current.model, current.samples, current.callbacks.answer)
-
-
-def _handover(current: Run, report: RunReport, weights: Mapping[str, Tensor] | None) -> Handover:
-    words: dict[str, Any] = {
-        "plan": current.plan, "tokenizer": current.tokenizer, "report": report, "say": current.callbacks.on_note,
-    }  # fmt: skip
-    if weights is None:
-        return Handover(model=current.model, **words)
-    return streamed_handover(weights, **words)
-
-
 def summarise(
     steps: Sequence[StepReport],
     data: PreparedData,
@@ -159,6 +152,8 @@ def summarise(
 
     Memory and speed are of the steps after ``steps_of_other_plan``. ``untold``: retries that no step tells of.
     """
+    lost = set(range(1, steps[-1].step + 1 if steps else 1)) - {step.step for step in steps}
+    gap = f"metrics.jsonl lacks steps {as_ranges(lost)}: every figure is without them" if lost else ""
     of_this_plan = [step for step in steps if step.step > steps_of_other_plan]
     steady = settled_steps(of_this_plan, kind=meter_kind)
     busy, waited = sum(s.step_seconds for s in steady), sum(s.data_seconds for s in steady)
@@ -169,7 +164,7 @@ def summarise(
     parameters = [] if model is None else list(model.whole.parameters())
     return RunReport(
         status=status,
-        reason="; ".join(filter(None, (reason, _gap(steps)))),
+        reason="; ".join(filter(None, (reason, gap))),
         steps=steps[-1].step if steps else 0,
         total_steps=steps[-1].total_steps if steps else 0,
         first_loss=steps[0].loss if steps else 0.0,
@@ -190,15 +185,13 @@ def summarise(
         restarts=tuple(restart for step in steps for restart in step.restarts),
         steps_of_other_plan=steps_of_other_plan,
         ranks=ranks,
-        versions=_versions(),
+        versions={
+            "python": platform.python_version(),
+            **{
+                name: importlib.metadata.version(name) for name in ("fitune", "torch", "transformers", "peft")
+            },
+        },
     )
-
-
-def _gap(steps: Sequence[StepReport]) -> str:
-    """Which steps the log lacks; empty when it has all up to its last."""
-    last = steps[-1].step if steps else 0
-    lost = set(range(1, last + 1)) - {step.step for step in steps}
-    return f"metrics.jsonl lacks steps {as_ranges(lost)}: every figure is without them" if lost else ""
 
 
 def _measured_memory(
@@ -217,11 +210,3 @@ def _measured_memory(
         process_bytes=0 if device is None else process_bytes(device),
         expandable_segments=None if device is None else has_expandable_segments(device),
     )
-
-
-def _versions() -> dict[str, str]:
-    libraries = ("fitune", "torch", "transformers", "peft")
-    return {
-        "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in libraries},
-    }

@@ -2,14 +2,14 @@
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from transformers import PreTrainedModel
 
 from fitune.data.conversations.messages import Conversation
 from fitune.data.dataset import TokenDataset
-from fitune.data.loader import MicroBatch, eval_batches, without_labels
+from fitune.data.loader import eval_batches, without_labels
 from fitune.data.making import PreparedData
 from fitune.engine.ranks import ALONE, Ranks
 from fitune.errors import FituneError
@@ -37,7 +37,8 @@ def evaluate(
     """
     model.whole.eval()
     total, tokens = 0.0, 0
-    for together in _groups_of(ranks.world, eval_batches(dataset, batch, rows=rows)):
+    batches = eval_batches(dataset, batch, rows=rows)
+    while together := list(itertools.islice(batches, ranks.world)):
         mine = together[ranks.rank] if ranks.rank < len(together) else without_labels(together[0])
         on_batch()
         total += model.loss(mine).item()
@@ -45,11 +46,6 @@ def evaluate(
     model.whole.train()
     total, tokens_of_all = ranks.summed([total, tokens])
     return total / tokens_of_all
-
-
-def _groups_of(size: int, batches: Iterator[MicroBatch]) -> Iterator[list[MicroBatch]]:
-    while together := list(itertools.islice(batches, size)):
-        yield together
 
 
 _ROWS = {True: 256, False: 64}

@@ -17,7 +17,7 @@ from fitune.checkpoint.resume import load_checkpoint
 from fitune.data.conversations.templates import load_template
 from fitune.data.making import PreparedData
 from fitune.files import read_text
-from fitune.models.adapter_config import WEIGHTS
+from fitune.models.adapter_file import WEIGHTS
 from fitune.models.door import empty_model, model_folder, read_config, read_generation_config
 from fitune.models.headers import own_name
 from fitune.models.language_model import LanguageModel, language_model
@@ -156,6 +156,9 @@ def _name(dtype: torch.dtype) -> str:
 
 def model_card(plan: Plan, report: RunReport, *, kind: str) -> str:
     """README.md of an export of this kind (train/again.py): figures, plan, and the recipe to do it again."""
+    file, recipe = Path(plan.run.output_dir) / "recipe.yaml", ""
+    if file.is_file():  # a run that was started from Python has none
+        recipe = f"\n## Recipe\n\n```yaml\n{read_text(file, follow_links=False).rstrip()}\n```"
     library = "peft" if kind == "adapter" else "transformers"
     sources = ", ".join(Path(source.path).name for source in plan.data.sources)
     return "\n".join(
@@ -166,7 +169,7 @@ def model_card(plan: Plan, report: RunReport, *, kind: str) -> str:
             *_figures(plan, report, kind),
             "\n## Plan\n",
             *_plan(plan),
-            *_recipe(plan),
+            recipe,
             "",
         ]
     )
@@ -185,12 +188,7 @@ def _figures(plan: Plan, report: RunReport, kind: str) -> Iterator[str]:
         yield from (f"- {line}" for line in report.merged_loss.lines())
     if report.memory is not None:
         yield f"- measured peak memory: {format_bytes(report.memory.peak_bytes)}"
-    yield from _added_tokens(plan, kind)
-
-
-def _added_tokens(plan: Plan, kind: str) -> Iterator[str]:
-    """Lines for whoever loads the export without fitune."""
-    if plan.added_tokens:
+    if plan.added_tokens:  # for whoever loads the export without fitune
         tokens, rows = ", ".join(f"`{token}`" for token in plan.added_tokens), plan.model.vocab_size
         first = f"; before PEFT loads it: `base.resize_token_embeddings({rows})`" if kind == "adapter" else ""
         yield f"- added tokens: {tokens}; {rows:,} rows in embedding and head{first}"
@@ -200,7 +198,10 @@ def _plan(plan: Plan) -> Iterator[str]:
     batch, schedule, layers = plan.batch, plan.schedule, plan.model.num_layers
     rows = "packs" if batch.packing else "rows"
     chunked = isinstance(plan.loss, ChunkedLoss)
-    yield f"- {plan.precision}, {_optimizer(plan)}, learning rate {schedule.learning_rate:g} ({schedule.kind})"
+    optimizer = type(plan.optimizer).__name__
+    if isinstance(plan.tuning, Lomo):
+        optimizer = "AdaLomo" if plan.tuning.adaptive else "LOMO"
+    yield f"- {plan.precision}, {optimizer}, learning rate {schedule.learning_rate:g} ({schedule.kind})"
     yield (
         f"- {batch.global_batch_size} {rows} of at most {batch.seq_len:,} tokens a step: "
         f"{batch.micro_batch_size} at a time, {batch.accumulation} accumulated"
@@ -213,19 +214,6 @@ def _plan(plan: Plan) -> Iterator[str]:
         places = {"weights": plan.offload.parameters, "optimizer": plan.offload.optimizer}
         places["activations"] = plan.offload.activations
         yield f"- on the host: {', '.join(name for name, place in places.items() if place != 'device')}"
-
-
-def _optimizer(plan: Plan) -> str:
-    if isinstance(plan.tuning, Lomo):
-        return "AdaLomo" if plan.tuning.adaptive else "LOMO"
-    return type(plan.optimizer).__name__
-
-
-def _recipe(plan: Plan) -> Iterator[str]:
-    """Lines of the recipe as the run directory has it; a run that was started from Python has none."""
-    file = Path(plan.run.output_dir) / "recipe.yaml"
-    if file.is_file():
-        yield f"\n## Recipe\n\n```yaml\n{read_text(file, follow_links=False).rstrip()}\n```"
 
 
 def _method(plan: Plan) -> str:

@@ -139,9 +139,13 @@ def shortage_of(error: BaseException, where: Whereabouts, *, meter: MemoryMeter)
     asked = asked_bytes(str(error))
     if isinstance(meter, CudaMeter) and isinstance(error, torch.OutOfMemoryError):
         device = meter.device
+        # everything torch's allocator has and could still get, within the share that this process was given
+        free, total = torch.cuda.mem_get_info(device)
+        share = int(torch.cuda.get_per_process_memory_fraction(device) * total)
         return Shortage(
             doing=where.doing, step=where.step, kind="cuda allocated", asked_bytes=asked,
-            in_use_bytes=torch.cuda.max_memory_allocated(device), capacity_bytes=_capacity(device),
+            in_use_bytes=torch.cuda.max_memory_allocated(device),
+            capacity_bytes=min(torch.cuda.memory_reserved(device) + free, share),
         )  # fmt: skip
     peaks = meter.take_peaks()
     return Shortage(
@@ -151,13 +155,6 @@ def shortage_of(error: BaseException, where: Whereabouts, *, meter: MemoryMeter)
         in_use_bytes=max(peaks.values(), default=0) or process_bytes(torch.device("cpu")),
         asked_bytes=asked,
     )
-
-
-def _capacity(device: torch.device) -> int:
-    """Everything torch's allocator has and could still get, within the share that this process was given."""
-    free, total = torch.cuda.mem_get_info(device)
-    share = int(torch.cuda.get_per_process_memory_fraction(device) * total)
-    return min(torch.cuda.memory_reserved(device) + free, share)
 
 
 _ASKED = re.compile(r"tried to allocate (\d+(?:\.\d+)?) ?(bytes|KiB|MiB|GiB)?", re.IGNORECASE)

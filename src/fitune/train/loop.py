@@ -1,15 +1,20 @@
-"""The loop: a generator of StepReport. The caller logs, evaluates, saves and stops."""
+"""The loop: a generator of StepReport. The caller logs, evaluates, saves and stops.
+
+Steps whose loss jumps are told with their rows, and steps of nothing but zeros; nothing is rewound or left out.
+"""
 
 import math
+import statistics
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from fitune.data.loader import GlobalBatch, Loader, LoaderState
-from fitune.engine.protocol import EnterPhase, Update
+from fitune.data.loader import Loader, LoaderState
 from fitune.engine.ranks import ALONE, Ranks
 from fitune.errors import TrainingFailed
 from fitune.measure.communication import Waits
@@ -22,7 +27,6 @@ from fitune.spec.reports import StepReport
 from fitune.spec.schedule import learning_rate, total_steps
 from fitune.train.failure import Whereabouts
 from fitune.train.prepare import Prepared
-from fitune.train.spikes import LossWatch, row_words
 
 
 def train(
@@ -47,26 +51,47 @@ def train(
     total = total_steps(plan.schedule, steps_per_epoch=loader.steps_per_epoch)
     state = start_at or LoaderState(epoch=0, position=0)
     where = where or Whereabouts()
-    enter_phase = _telling(where, meter.enter)
+
+    def enter_phase(phase: Phase) -> None:
+        where.doing = phase.value
+        where.sign()
+        meter.enter(phase)
+
+    engine, watch = prepared.engine, LossWatch()
     measured_steps = steps_to_measure(loader, start_step=start_step, total=total)
-    losses = LossWatch()
     for step in range(start_step, total):
         where.step, where.doing = step + 1, "reading a batch"
         waiting_since = time.perf_counter()
         batch = loader.batch_at(state)
+        row_ids = [row for micro in batch.micro_batches for row in micro.row_ids]
         if waits is not None:
             waits.take()  # what was waited for between two steps
         started = time.perf_counter()
         rate = learning_rate(plan.schedule, step=step, total=total)
-        measured = (
-            meter.measuring(prepared.resident_tensors, prepared.host)
-            if step in measured_steps
-            else nullcontext()
-        )
-        with measured:
-            loss, update = _one_step(
-                prepared, batch, rate, enter_phase, ranks, loaded_from=plan.model_path if step == 0 else None
-            )
+        is_measured = step in measured_steps
+        with meter.measuring(prepared.resident_tensors, prepared.host) if is_measured else nullcontext():
+            losses: list[Tensor] = []
+            for number, micro in enumerate(batch.micro_batches, start=1):
+                losses.append(
+                    engine.forward_backward(
+                        micro, supervised_tokens=batch.supervised_tokens, enter_phase=enter_phase,
+                        last=number == len(batch.micro_batches),
+                    )
+                )  # fmt: skip
+            [summed] = ranks.summed([sum(part.item() for part in losses)])
+            loss = summed / batch.supervised_tokens  # the mean per supervised token
+            if not math.isfinite(loss):
+                if step == 0:
+                    require_finite(prepared.model.whole, plan.model_path)
+                raise TrainingFailed(
+                    f"the loss is {loss}; nothing was updated. {row_words(row_ids)}",
+                    hint="look at those rows, lower learning_rate, or train in bf16 instead of fp16",
+                )
+            try:
+                update = engine.update(learning_rate=rate, enter_phase=enter_phase)
+            except TrainingFailed as error:  # an engine sees gradients and no rows
+                raise TrainingFailed(f"{error.message}. {row_words(row_ids)}", hint=error.hint) from None
+            losses.clear()  # between two steps only what is resident stays
         wait_for(prepared.model.device)
         seconds = time.perf_counter() - started
         state = loader.after(state)
@@ -86,7 +111,7 @@ def train(
             mfu=achieved_mfu(plan, batch.row_lengths, batch.supervised_tokens, seconds=seconds),
             loss_scale=update.loss_scale,
             skipped=update.skipped,
-            jumped_rows=_rows_of_all(batch, ranks) if losses.jumps(loss) else (),
+            jumped_rows=tuple(chain.from_iterable(ranks.gathered(row_ids))) if watch.jumps(loss) else (),
             memory_bytes=meter.take_peaks(),
         )
 
@@ -95,65 +120,6 @@ def wait_for(device: torch.device) -> None:
     """Until the step's last kernels, the optimizer's, are done: once a step, for its seconds to be true."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _telling(where: Whereabouts, enter: EnterPhase) -> EnterPhase:
-    """``enter``, with every change of phase noted in ``where`` first."""
-
-    def enter_phase(phase: Phase) -> None:
-        where.doing = phase.value
-        where.sign()
-        enter(phase)
-
-    return enter_phase
-
-
-def _one_step(
-    prepared: Prepared,
-    batch: GlobalBatch,
-    rate: float,
-    enter_phase: EnterPhase,
-    ranks: Ranks,
-    *,
-    loaded_from: str | None,
-) -> tuple[float, Update]:
-    """Gradients of every micro-batch, then one update; the loss is the mean per supervised token.
-
-    ``loaded_from``: whose weights these are; None once they were trained.
-    """
-    engine, count = prepared.engine, len(batch.micro_batches)
-    losses: list[Tensor] = [
-        engine.forward_backward(
-            micro, supervised_tokens=batch.supervised_tokens, enter_phase=enter_phase, last=number == count
-        )
-        for number, micro in enumerate(batch.micro_batches, start=1)
-    ]
-    [summed] = ranks.summed([sum(part.item() for part in losses)])
-    loss = summed / batch.supervised_tokens
-    if not math.isfinite(loss):
-        if loaded_from is not None:
-            require_finite(prepared.model.whole, loaded_from)
-        raise TrainingFailed(
-            f"the loss is {loss}; nothing was updated. {_rows(batch)}",
-            hint="look at those rows, lower learning_rate, or train in bf16 instead of fp16",
-        )
-    try:
-        return loss, engine.update(learning_rate=rate, enter_phase=enter_phase)
-    except TrainingFailed as error:  # an engine sees gradients and no rows
-        raise TrainingFailed(f"{error.message}. {_rows(batch)}", hint=error.hint) from None
-
-
-def _rows_of_all(batch: GlobalBatch, ranks: Ranks) -> tuple[int, ...]:
-    """Rows of the step, those of the other ranks too, which have come to the same loss."""
-    return tuple(row for rows in ranks.gathered(_row_ids(batch)) for row in rows)
-
-
-def _row_ids(batch: GlobalBatch) -> list[int]:
-    return [row for micro in batch.micro_batches for row in micro.row_ids]
-
-
-def _rows(batch: GlobalBatch) -> str:
-    return row_words(_row_ids(batch))
 
 
 def steps_to_measure(loader: Loader, *, start_step: int, total: int) -> set[int]:
@@ -168,3 +134,66 @@ def steps_to_measure(loader: Loader, *, start_step: int, total: int) -> set[int]
     later, heaviest = loader.heaviest(range(second, total))
     _, opening = loader.heaviest(range(start_step, start_step + 1))
     return {second, later} | ({start_step} if opening.tokens > heaviest.tokens else set())
+
+
+_STEPS = 20
+"""Steps before, which a loss is held against."""
+
+_LEAST_STEPS = 8
+_SPREADS, _LEAST_NATS = 6.0, 0.5
+"""A jump is above the median by six times the mean distance from it, and by half a nat: small losses are noisy."""
+
+
+class LossWatch:
+    """Remembers the losses of the last steps."""
+
+    def __init__(self) -> None:
+        self._losses: deque[float] = deque(maxlen=_STEPS)
+
+    def jumps(self, loss: float) -> bool:
+        """True if ``loss`` lies far above the last ones; it is one of them from now on."""
+        has_jumped = False
+        if len(self._losses) >= _LEAST_STEPS:
+            usual = statistics.median(self._losses)
+            spread = statistics.fmean(abs(one - usual) for one in self._losses)
+            has_jumped = loss - usual > max(_SPREADS * spread, _LEAST_NATS)
+        self._losses.append(loss)
+        return has_jumped
+
+
+_ZEROS = 3
+
+
+class ZeroWatch:
+    """Counts the steps in a row whose loss, or whose gradients' norm, is exactly 0."""
+
+    def __init__(self) -> None:
+        self._counts = {"loss": 0, "gradient norm": 0}
+
+    def words(self, *, step: int, loss: float, grad_norm: float) -> str:
+        """A warning with the third one in a row, else empty."""
+        warning = ""
+        for name, value in (("loss", loss), ("gradient norm", grad_norm)):
+            self._counts[name] = self._counts[name] + 1 if value == 0 else 0
+            if self._counts[name] == _ZEROS:
+                warning = (
+                    f"step {step}: the {name} was exactly 0 in the last {_ZEROS} steps: {_ZERO_MEANS[name]}"
+                )
+        return warning
+
+
+_ZERO_MEANS = {
+    "loss": "no token is learned, or the kernels of this device do not work; look at the labels "
+    "(train_on_prompt), and compare with a few steps on the CPU (--gpu cpu)",
+    "gradient norm": "no weight changes; look at what is trained (lora_target_modules), and compare with a few steps "
+    "on the CPU (--gpu cpu)",
+}
+
+
+_ROWS_NAMED = 20
+
+
+def row_words(rows: Sequence[int]) -> str:
+    """Names the rows of a step for people."""
+    more = f" and {len(rows) - _ROWS_NAMED} more" if len(rows) > _ROWS_NAMED else ""
+    return f"Rows of this step, counted from 0 in the kept rows: {list(rows[:_ROWS_NAMED])}{more}"

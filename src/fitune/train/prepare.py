@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,7 +32,22 @@ from fitune.models.weights import compute_dtype, load_model
 from fitune.spec.model.config_schema import is_random_rate
 from fitune.spec.plan import Ddp, Full, Lomo, Lora, Offload, Plan, Single, Zero, base_of, trains_every_weight
 from fitune.spec.rules import require_rules
-from fitune.train.engines import deepspeed_engine, engine_for, replicated_engine, sharded_engine
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from fitune.engine.kept_rows import KeptRows
+import shutil
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from torch.nn import Parameter
+
+from fitune.engine.fused_rules import rule_for
+from fitune.engine.in_backward import InBackwardEngine
+from fitune.spec.deepspeed import deepspeed_config, nvme_folder
+from fitune.spec.plan import clip_in_backward
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -66,38 +81,25 @@ def prepare(plan: Plan, *, ranks: Ranks = ALONE, on_bytes: OnBytes = nobody) -> 
     torch.set_float32_matmul_precision("high" if plan.tf32 else "highest")
     dtype = compute_dtype(plan.precision)
     device = training_device(plan, ranks)
-    mesh = _mesh(plan, device)
-    rows = _kept_rows(plan, mesh)
-    # then the device has no room for all of it
-    streamed = plan.offload.parameters != "device" or _divided_by_deepspeed(plan)
+    mesh: DeviceMesh | None = None
+    rows: KeptRows | None = None
+    sharding, on_host = plan.sharding, plan.offload.parameters != "device"
+    if isinstance(sharding, Zero) and sharding.backend == "fsdp":
+        from fitune.engine.fsdp import mesh_of
+        from fitune.engine.kept_rows import KeptRows as Rows
+
+        mesh = mesh_of(sharding, plan.hardware, device=device.type)
+        # new tokens begin as the mean of the table's rows, DoRA as the norms of the weights: both need whole ones
+        if not plan.added_tokens and not (isinstance(plan.tuning, Lora) and plan.tuning.dora):
+            rows = Rows(mesh, on_host=on_host)
+    by_deepspeed = isinstance(sharding, Zero) and sharding.backend == "deepspeed" and sharding.stage == 3
+    streamed = on_host or by_deepspeed  # then the device has no room for all of it
     to = torch.device("cpu") if streamed and rows is None else device
     keep = None if rows is None else rows.keep
     base = base_of(plan)
     model = load_model(plan.model_path, dtype=dtype, device=to, base=base, keep=keep, on_bytes=on_bytes)
     add_rows(model, plan)
     return prepare_loaded(model, plan, device=device, mesh=mesh, rows=rows)
-
-
-def _kept_rows(plan: Plan, mesh: "DeviceMesh | None") -> "KeptRows | None":
-    """The place for a rank's rows while it reads; None where all of a weight is needed before it is divided.
-
-    New tokens begin as the mean of the table's rows, DoRA as the norms of the weights.
-    """
-    needs_whole = plan.added_tokens or (isinstance(plan.tuning, Lora) and plan.tuning.dora)
-    if mesh is None or needs_whole:
-        return None
-    from fitune.engine.kept_rows import KeptRows
-
-    return KeptRows(mesh, on_host=plan.offload.parameters != "device")
-
-
-def _mesh(plan: Plan, device: torch.device) -> "DeviceMesh | None":
-    """The ranks that FSDP2 divides the states of ``plan`` over; None where it does not."""
-    if not isinstance(plan.sharding, Zero) or plan.sharding.backend != "fsdp":
-        return None
-    from fitune.engine.fsdp import mesh_of
-
-    return mesh_of(plan.sharding, plan.hardware, device=device.type)
 
 
 def prepare_loaded(
@@ -128,36 +130,34 @@ def prepare_loaded(
         parts = replace(parts, device=device)
     if plan.compile_blocks:
         compile_blocks(parts.blocks)  # before recompute: the compiled block runs twice
-    recompute_blocks(parts.blocks, plan.recompute, has_dropout=_has_dropout(parts))
+    # A name too many costs a copy of the generator's state; one too few recomputes with another mask: wrong gradients.
+    rates = [rate for name, rate in parts.body.config.to_dict().items() if is_random_rate(name)]
+    has_dropout = any(isinstance(rate, int | float) and rate > 0 for rate in rates) or any(
+        isinstance(module, torch.nn.Dropout) and module.p > 0 for module in whole.modules()
+    )
+    recompute_blocks(parts.blocks, plan.recompute, has_dropout=has_dropout)
     host = None if plan.offload == Offload() else HostMemory(parts.device)
     whole.train()
     match plan.sharding:
         case Zero(backend="fsdp") as zero:
-            parts, engine = sharded_engine(plan, zero, parts, mesh, rows, host)
+            parts, engine = _sharded_engine(plan, zero, parts, mesh, rows, host)
         case Zero():
-            parts, engine = deepspeed_engine(plan, parts)
+            parts, engine = _deepspeed_engine(plan, parts)
             host = None  # DeepSpeed moves what it offloads
         case Ddp():
-            parts, engine = replicated_engine(plan, parts)
+            parts, engine = _replicated_engine(plan, parts)
             host = None
         case Single():
             engine = engine_for(plan, parts, parts.trained, host=host)
             if host is not None:
-                _offload(plan, parts, engine, host)  # after recompute: what leaves is what is kept
+                # Gradients first: those of one block are gone before the weights of the next come. After recompute:
+                # what leaves is what is kept.
+                if isinstance(engine, PlainEngine) and plan.offload.optimizer == "cpu":
+                    before_backward(parts.blocks, engine.goes_back)
+                offload_blocks(
+                    parts.blocks, plan.offload, host, trains_weights=trains_every_weight(plan.tuning)
+                )
     return Prepared(model=parts, engine=engine, host=host)
-
-
-def _offload(plan: Plan, parts: LanguageModel, engine: Engine, host: HostMemory) -> None:
-    """Gradients first: those of one block are gone before the weights of the next come."""
-    if isinstance(engine, PlainEngine) and plan.offload.optimizer == "cpu":
-        before_backward(parts.blocks, engine.goes_back)
-    offload_blocks(parts.blocks, plan.offload, host, trains_weights=trains_every_weight(plan.tuning))
-
-
-def _divided_by_deepspeed(plan: Plan) -> bool:
-    """True if DeepSpeed divides the weights themselves."""
-    sharding = plan.sharding
-    return isinstance(sharding, Zero) and sharding.backend == "deepspeed" and sharding.stage == 3
 
 
 def training_device(plan: Plan, ranks: Ranks = ALONE) -> torch.device:
@@ -191,12 +191,109 @@ def tuned(model: PreTrainedModel, plan: Plan) -> torch.nn.Module:
             return add_adapters(model, lora, dtype=compute_dtype(plan.precision), seed=plan.run.seed)
 
 
-def _has_dropout(parts: LanguageModel) -> bool:
-    """True if anything in the model draws random numbers while training, by its modules or by its config.
+def _sharded_engine(
+    plan: Plan, sharding: Zero, parts: LanguageModel, mesh: "DeviceMesh | None", rows: "KeptRows | None",
+    host: HostMemory | None,
+) -> tuple[LanguageModel, Engine]:  # fmt: skip
+    """The model as FSDP2 runs it, its states divided over ``mesh`` (the plan's if None), and its engine."""
+    from fitune.engine.fsdp import ShardedEngine, ShardedInBackwardEngine, mesh_of, shard
 
-    A name too many costs a copy of the generator's state; one too few recomputes with another mask: wrong gradients.
-    """
-    config = parts.body.config.to_dict()
-    rates = [rate for name, rate in config.items() if is_random_rate(name)]
-    in_config = any(isinstance(rate, int | float) and rate > 0 for rate in rates)
-    return in_config or any(isinstance(m, torch.nn.Dropout) and m.p > 0 for m in parts.whole.modules())
+    mesh = mesh_of(sharding, plan.hardware, device=parts.device.type) if mesh is None else mesh
+    trunk = shard(
+        parts.whole,
+        parts.body,
+        parts.blocks,
+        sharding=sharding,
+        mesh=mesh,
+        precision=plan.precision,
+        rows=rows,
+        on_host=plan.offload.parameters == "cpu",
+    )
+    if host is not None:  # weights are FSDP2's to move
+        if plan.offload.parameters == "cpu":
+            for parameter in parts.whole.parameters():
+                host.adopt(local_part(parameter))
+        offload_blocks(
+            parts.blocks, Offload(activations=plan.offload.activations), host, trains_weights=False
+        )
+    parts = replace(parts, body=trunk)
+    common: dict[str, Any] = {
+        "trunk": trunk, "mesh": mesh, "optimizer": plan.optimizer, "precision": plan.precision,
+    }  # fmt: skip
+    clip = clip_in_backward(plan.tuning)
+    if clip is not None:
+        return parts, ShardedInBackwardEngine(parts, parts.trained, tuning=plan.tuning, clip=clip, **common)
+    return parts, ShardedEngine(
+        parts, parts.trained, sharding=sharding, max_grad_norm=plan.schedule.max_grad_norm,
+        host=host if plan.offload.optimizer == "cpu" else None, **common,
+    )  # fmt: skip
+
+
+def _deepspeed_engine(plan: Plan, parts: LanguageModel) -> tuple[LanguageModel, Engine]:
+    """The model as DeepSpeed runs it, its states divided and offloaded by DeepSpeed, and its engine."""
+    from fitune.engine.deepspeed import DeepSpeedEngine, Head, require_nvme
+
+    if "nvme" in plan.offload.places:
+        require_nvme(plan.offload.nvme_path)
+    head = Head(parts.head)
+    trained = parts.trained
+    parts = replace(parts, head=head)
+    engine = DeepSpeedEngine(
+        parts,
+        trained,
+        whole=parts.whole,
+        head=head,
+        optimizer=plan.optimizer,
+        precision=plan.precision,
+        config=deepspeed_config(plan),
+        device=parts.device,
+    )
+    if "nvme" in plan.offload.places:  # checkpoints have all of it
+        weakref.finalize(engine, shutil.rmtree, nvme_folder(plan), ignore_errors=True)
+    return parts, engine
+
+
+def _replicated_engine(plan: Plan, parts: LanguageModel) -> tuple[LanguageModel, Engine]:
+    """The model as DDP runs it, whole on every rank, and its engine."""
+    from fitune.engine.ddp import ReplicatedEngine, replicate
+
+    body = replicate(parts.body, parts.head)
+    parts = replace(parts, body=body)
+    engine = ReplicatedEngine(
+        parts,
+        parts.trained,
+        body=body,
+        optimizer=plan.optimizer,
+        precision=plan.precision,
+        max_grad_norm=plan.schedule.max_grad_norm,
+    )
+    return parts, engine
+
+
+def engine_for(
+    plan: Plan, model: LanguageModel, trained: Mapping[str, Parameter], *, host: HostMemory | None = None
+) -> Engine:
+    """The engine that turns losses of ``model`` into new ``trained`` weights; ``host`` holds an offloaded optimizer."""
+    clip = clip_in_backward(plan.tuning)
+    if clip is not None:
+        both = {id(p) for p in model.head.parameters()} & {id(p) for p in model.body.parameters()}
+        return InBackwardEngine(
+            model,
+            trained,
+            rule=rule_for(trained, tuning=plan.tuning, optimizer=plan.optimizer, precision=plan.precision),
+            clip=clip,
+            precision=plan.precision,
+            used_twice=[
+                name for name, p in trained.items() if id(p) in both
+            ],  # the head that is the embedding too
+        )
+    names = {id(parameter): name for name, parameter in trained.items()}
+    return PlainEngine(
+        model,
+        trained,
+        optimizer=plan.optimizer,
+        precision=plan.precision,
+        max_grad_norm=plan.schedule.max_grad_norm,
+        host=host if plan.offload.optimizer == "cpu" else None,
+        blocks=[[names[id(p)] for p in block.parameters() if id(p) in names] for block in model.blocks],
+    )

@@ -17,7 +17,7 @@ from fitune.checkpoint.remote import (
     remote_checkpoint,
 )
 from fitune.checkpoint.resume import Found, load_checkpoint, newest_checkpoint
-from fitune.checkpoint.saved import SavedTensors
+from fitune.checkpoint.slices import SavedTensors
 from fitune.checkpoint.state import TrainState
 from fitune.data.loader import LoaderState
 from fitune.engine.protocol import EngineState, shape_of
@@ -117,7 +117,9 @@ def where_to_start(
             note = f"nothing to resume: no checkpoint in {places}; starting from the beginning"
             return Start(state=None, warnings=(note,))
         return _compatible(found.path, plan, found)
-    if step_folders(directory / FOLDER) or _has_steps(directory / "metrics.jsonl"):
+    metrics = directory / "metrics.jsonl"  # a run that ended before its first step left nothing to protect
+    has_steps = metrics.is_file() and metrics.stat().st_size > 0
+    if step_folders(directory / FOLDER) or has_steps:
         raise RunDirectoryError(
             f"output_dir {directory} holds an earlier run",
             hint="--resume to continue it, --overwrite to start anew, or another output_dir",
@@ -152,11 +154,6 @@ def _fetched(url: str, plan: Plan, directory: Path, on_note: OnNote) -> Path:
         return fetch_checkpoint(remote_checkpoint(store), directory, on_note)
     finally:
         store.close()
-
-
-def _has_steps(metrics: Path) -> bool:
-    """A run that ended before its first step left nothing to protect."""
-    return metrics.is_file() and metrics.stat().st_size > 0
 
 
 def _compatible(path: Path, plan: Plan, found: Found) -> Start:

@@ -5,43 +5,60 @@ the export and report.json.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
+from fitune.checkpoint.commit import FOLDER as CHECKPOINTS
 from fitune.checkpoint.commit import Descent
-from fitune.data.preparing import contents_of
+from fitune.checkpoint.resume import begin_line
+from fitune.data.loader import Loader
+from fitune.data.making import PreparedData
+from fitune.data.preparing import Contents, contents_of, prepare_data
 from fitune.engine.ranks import ALONE, Ranks
 from fitune.errors import FituneError, OutOfMemory, PeerGone, TrainingFailed
+from fitune.files import remove_stale_siblings, write_atomically
 from fitune.measure.communication import waits_measured
 from fitune.measure.memory import memory_meter
+from fitune.models.tokens import planned_tokenizer, require_rows
+from fitune.spec.places import placed
 from fitune.spec.plan import Plan
+from fitune.spec.rank_status import forget_statuses
 from fitune.spec.reports import AFTER_TRAINING, Restart, Retry, RunReport, StepReport
 from fitune.spec.run_directory import LOGS
+from fitune.spec.run_lock import Ownership, lock_directory
 from fitune.spec.schedule import is_due
-from fitune.track.metrics import MetricsLog, Sink
-from fitune.train.beginning import begin_attempt, own_directory, read_data, restart_log, untold
+from fitune.spec.serial import to_json
+from fitune.track.metrics import MetricsLog, Sink, read_metrics
 from fitune.train.current import Callbacks, Run
 from fitune.train.directory import remove_run, require_own_directory, require_removable
 from fitune.train.ending import complete, failed, interrupted, tell_what_is_saved
 from fitune.train.evaluate import answer_before, evaluate
-from fitune.train.failure import Whereabouts, explain_failure, require_finite_step, shortage_of
-from fitune.train.loop import train
-from fitune.train.peers import known_to_peers, name_the_cause
-from fitune.train.prepare import prepare
-from fitune.train.resume import Start, base_identity, require_same_base, restore, where_all_start
-from fitune.train.saving import Saver, keep_trained, saving
-from fitune.train.spikes import ZeroWatch, jump_words
-from fitune.train.together import (
+from fitune.train.failure import TRACEBACK, Whereabouts, explain_failure, require_finite_step, shortage_of
+from fitune.train.loop import ZeroWatch, row_words, train
+from fitune.train.peers import (
     gathered_weights,
+    known_to_peers,
+    name_the_cause,
     require_same_on_all,
     require_shared_directory,
     rows_of_ranks,
 )
+from fitune.train.prepare import prepare
+from fitune.train.resume import (
+    Start,
+    base_identity,
+    require_same_base,
+    require_same_rows,
+    restore,
+    where_all_start,
+    where_to_start,
+)
+from fitune.train.saving import keep_trained, saving
 from fitune.train.uploading import Uploads, begin_in_store, sent_beside
 
 
@@ -68,104 +85,154 @@ def run(
     writes into it and calls the sinks.
     Raises FituneError; once the data was read, report.json says what happened and how far the run came.
     """
+    with ExitStack() as owned:
+        current, start = _begun(
+            plan, callbacks, sinks, owned, resume=resume, overwrite=overwrite, files=files or {}, retries=retries,
+            restarts=restarts, ranks=ranks,
+        )  # fmt: skip
+        report: RunReport | None = None
+        try:
+            stopped = _train(current, start)
+            current.where.doing = "finishing"  # the first rank exports for as long as it takes
+            current.rows = rows_of_ranks(current)
+            weights = None if stopped else gathered_weights(current)
+            if weights is not None and not ranks.is_first:
+                weights.follow()
+            report = ranks.from_first(
+                lambda: interrupted(current, "stopped on request") if stopped else complete(current, weights)
+            )
+            return report
+        except (KeyboardInterrupt, SystemExit):  # SystemExit: a signal, by the handler of the program
+            report = interrupted(current, f"stopped at once ({current.where})")
+            raise
+        except Exception as error:  # the one place that catches all: it is written down and raised again
+            explained = explain_failure(error, plan, current.where, rank=ranks.rank)
+            if isinstance(explained, PeerGone):
+                name_the_cause(explained, current.directory / LOGS)
+            if isinstance(explained, OutOfMemory):
+                explained.shortage = shortage_of(error, current.where, meter=current.meter)
+            if current.where.doing in ("finishing", *AFTER_TRAINING):
+                keep_trained(current, error)
+            tell_what_is_saved(current, explained)
+            report = failed(current, explained, error)
+            if explained is error:
+                raise
+            raise explained from error
+        finally:
+            for sink in sinks:
+                sink.finish(report)
+
+
+def _begun(
+    plan: Plan, callbacks: Callbacks, sinks: Sequence[Sink], owned: ExitStack, *, resume: bool | str, overwrite: bool,
+    files: Mapping[str, str], retries: Sequence[Retry], restarts: Sequence[Restart], ranks: Ranks,
+) -> tuple[Run, Start]:  # fmt: skip
+    """Everything before the first step but the model: the directory is locked, the place to start from is found, the
+    data is read, the log is put back."""
     began = time.perf_counter()
     directory = Path(plan.run.output_dir)
     require_own_directory(plan)
     if overwrite:
         require_removable(directory)
-    with ExitStack() as owned:
-        owner = ranks.from_first(lambda: own_directory(directory, owned))
-        where = Whereabouts()
-        runs: list[Run] = []
-        on_stall = partial(_report_stall, runs)
-        owned.enter_context(known_to_peers(ranks, directory, where, on_stall=on_stall))
-        require_shared_directory(ranks, directory, attempt=owner.attempt)
-        start = Start(state=None)
-        if not overwrite:
-            start = where_all_start(directory, plan, ranks=ranks, resume=resume, on_note=callbacks.on_note)
-        for note in start.notes:
-            callbacks.on_note(note)
-        base = base_identity(plan, ranks)
-        require_same_base(start, plan, base=base)
-        contents = ranks.once_a_node(lambda: contents_of(plan.data, watch=callbacks.on_reading))
-        tokenizer, data, loader = ranks.in_turn(lambda: read_data(plan, start, callbacks, ranks, contents))
-        require_same_on_all(ranks, plan, rows=data.train.fingerprint, base=base)
+    where, runs = Whereabouts(), list[Run]()
 
-        uploads: Uploads | None = None  # the first rank's alone
+    def own_directory() -> Ownership:
+        """Lock it and remove what killed runs left: half-written files, and what their ranks said last."""
+        owner = owned.enter_context(lock_directory(directory))
+        remove_stale_siblings(directory)
+        forget_statuses(directory / LOGS)
+        return owner
 
-        def begin() -> Descent:
-            nonlocal uploads
-            if overwrite:  # only now: what was there is untouched until the data is known
-                remove_run(directory)
-            was_there = any((directory / name).exists() for name in ("plan.json", "recipe.yaml"))
-            descent = begin_attempt(
-                plan, start, files or {}, attempt=owner.attempt, on_note=callbacks.on_note
-            )
-            try:
-                uploads = begin_in_store(plan.run, descent.line, callbacks.on_note, overwrite=overwrite)
-            except FituneError:
-                if not was_there:  # nothing was trained: a run that never began leaves nothing
-                    remove_run(directory)
-                raise
-            return descent
+    def on_stall(error: TrainingFailed) -> None:
+        """report.json of a run that hangs, from another thread than its own."""
+        if runs and ranks.is_first:
+            failed(runs[0], error, error)
 
-        descent = ranks.from_first(begin)
-        owned.enter_context(sent_beside(uploads))
-        current = Run(
-            plan=plan, callbacks=callbacks, ranks=ranks, tokenizer=tokenizer, data=data, loader=loader, log=None,
-            sinks=sinks, base=base, descent=descent, began=began, steps_of_other_plan=start.steps_of_other_plan,
-            where=where, uploads=uploads,
-        )  # fmt: skip
-        if not ranks.is_alone:
-            current.waits = owned.enter_context(waits_measured())
-        runs.append(current)
-        if ranks.is_first:
-            current.log = owned.enter_context(MetricsLog(directory / "metrics.jsonl"))
-            restart_log(current.log, start, callbacks.on_note)
-            current.retries, current.restarts = untold(retries, restarts, current.log)
-        return _train_and_report(current, start)
+    owner = ranks.from_first(own_directory)
+    owned.enter_context(known_to_peers(ranks, directory, where, on_stall=on_stall))
+    require_shared_directory(ranks, directory, attempt=owner.attempt)
+    start = Start(state=None)
+    if not overwrite:
+        start = where_all_start(directory, plan, ranks=ranks, resume=resume, on_note=callbacks.on_note)
+    for note in start.notes:
+        callbacks.on_note(note)
+    base = base_identity(plan, ranks)
+    require_same_base(start, plan, base=base)
+    contents = ranks.once_a_node(lambda: contents_of(plan.data, watch=callbacks.on_reading))
+    tokenizer, data, loader = ranks.in_turn(lambda: _read_data(plan, start, callbacks, ranks, contents))
+    require_same_on_all(ranks, plan, rows=data.train.fingerprint, base=base)
 
+    uploads: Uploads | None = None  # the first rank's alone
 
-def _train_and_report(current: Run, start: Start) -> RunReport:
-    """Trains; report.json is written and the sinks are closed whatever happens."""
-    report: RunReport | None = None
-    try:
-        stopped = _train(current, start)
-        current.where.doing = "finishing"  # the first rank exports for as long as it takes
-        current.rows = rows_of_ranks(current)
-        weights = None if stopped else gathered_weights(current)
-        if weights is not None and not current.ranks.is_first:
-            weights.follow()
-        report = current.ranks.from_first(
-            lambda: interrupted(current, "stopped on request") if stopped else complete(current, weights)
+    def begin() -> Descent:
+        """Make the directory this attempt's; what an earlier one said about its end holds no longer."""
+        nonlocal uploads
+        if overwrite:  # only now: what was there is untouched until the data is known
+            remove_run(directory)
+        was_there = any((directory / name).exists() for name in ("plan.json", "recipe.yaml"))
+        for name in ("report.json", "report.html", TRACEBACK):
+            (directory / name).unlink(missing_ok=True)
+        for name, text in {"plan.json": to_json(placed(plan)), **files}.items():
+            write_atomically(directory / name, text)
+        if plan.run.upload_to:
+            (directory / CHECKPOINTS).mkdir(exist_ok=True)  # the line is written there, also before a save
+        descent = begin_line(
+            directory,
+            attempt=owner.attempt,
+            base=start.path,
+            damaged=start.damaged,
+            on_note=callbacks.on_note,
         )
-        return report
-    except (KeyboardInterrupt, SystemExit):  # SystemExit: a signal, by the handler of the program
-        report = interrupted(current, f"stopped at once ({current.where})")
-        raise
-    except Exception as error:  # the one place that catches all: it is written down and raised again
-        explained = explain_failure(error, current.plan, current.where, rank=current.ranks.rank)
-        if isinstance(explained, PeerGone):
-            name_the_cause(explained, current.directory / LOGS)
-        if isinstance(explained, OutOfMemory):
-            explained.shortage = shortage_of(error, current.where, meter=current.meter)
-        if current.where.doing in ("finishing", *AFTER_TRAINING):
-            keep_trained(current, error)
-        tell_what_is_saved(current, explained)
-        report = failed(current, explained, error)
-        if explained is error:
+        try:
+            uploads = begin_in_store(plan.run, descent.line, callbacks.on_note, overwrite=overwrite)
+        except FituneError:
+            if not was_there:  # nothing was trained: a run that never began leaves nothing
+                remove_run(directory)
             raise
-        raise explained from error
-    finally:
-        for sink in current.sinks:
-            sink.finish(report)
+        return descent
+
+    descent = ranks.from_first(begin)
+    owned.enter_context(sent_beside(uploads))
+    current = Run(
+        plan=plan, callbacks=callbacks, ranks=ranks, tokenizer=tokenizer, data=data, loader=loader, log=None,
+        sinks=sinks, base=base, descent=descent, began=began, steps_of_other_plan=start.steps_of_other_plan,
+        where=where, uploads=uploads,
+    )  # fmt: skip
+    if not ranks.is_alone:
+        current.waits = owned.enter_context(waits_measured())
+    runs.append(current)
+    if ranks.is_first:
+        current.log = owned.enter_context(MetricsLog(directory / "metrics.jsonl"))
+        _restart_log(current.log, start, callbacks.on_note)
+        current.retries, current.restarts = not_yet_logged(retries, restarts, current.log)
+    return current, start
 
 
-def _report_stall(runs: Sequence[Run], error: TrainingFailed) -> None:
-    """report.json of a run that hangs, from another thread than its own."""
-    for current in runs:
-        if current.ranks.is_first:
-            failed(current, error, error)
+def _read_data(
+    plan: Plan, start: Start, callbacks: Callbacks, ranks: Ranks, contents: Contents
+) -> tuple[PreTrainedTokenizerBase, PreparedData, Loader]:
+    """Tokenise before the model is loaded: bad data should not cost the wait for the weights."""
+    tokenizer = planned_tokenizer(plan)
+    data = prepare_data(
+        plan.data,
+        tokenizer=tokenizer,
+        tokenizer_path=plan.model_path,
+        seq_len=plan.batch.seq_len,
+        seed=plan.run.seed,
+        contents=contents,
+        watch=callbacks.on_reading,
+        on_note=callbacks.on_note,
+        sends=ranks.is_first,
+    )
+    largest = max(part.largest_id for part in (data.train, data.eval) if part is not None)
+    require_rows(plan.model_path, largest_id=largest, rows=plan.model.vocab_size)
+    require_same_rows(start, data.train.fingerprint)
+    loader = Loader(data.train, plan.batch, seed=plan.run.seed, rank=ranks.rank, world_size=ranks.world)
+    return (
+        tokenizer,
+        replace(data, train_ledger=replace(data.train_ledger, packs=loader.num_packs)),
+        loader,
+    )
 
 
 def _train(current: Run, start: Start) -> bool:
@@ -184,58 +251,45 @@ def _train(current: Run, start: Start) -> bool:
         answer_before(current.directory, current.model, current.samples, current.callbacks.answer)
     for sink in current.sinks:
         sink.start(current.plan, current.plan.run.name)
-    with saving(current) as saver:
-        stopped = _do_steps(current, saver, start.step)
-    if not stopped:
-        require_finite_step(current.where.step, current.loaded.engine.trained(), ranks=current.ranks)
-    return stopped
-
-
-def _do_steps(current: Run, saver: Saver, start_step: int) -> bool:
-    """Do all steps from ``start_step`` on; True when the caller asked to stop before the end."""
     zeros = ZeroWatch()
-    for report in _steps(current, start_step):
-        began_at = time.time() - report.step_seconds
-        restarts = tuple(replace(one, again_at=one.again_at or began_at) for one in current.restarts)
-        report, is_best = _evaluated(current, replace(report, retries=current.retries, restarts=restarts))
-        if current.log is not None:
-            current.log.append(report)
-        current.retries, current.restarts = (), ()
-        if report.jumped_rows:
-            current.callbacks.on_note(jump_words(report.step, report.loss, report.jumped_rows))
-        if warning := zeros.words(step=report.step, loss=report.loss, grad_norm=report.grad_norm):
-            current.callbacks.on_note(warning)
-        for sink in current.sinks:
-            sink.step(report)
-        asked, failed = current.ranks.summed([current.callbacks.stop_asked(), saver.has_failed])
-        if failed:
-            saver.wait()
-        stopping = asked > 0 and report.step < report.total_steps
-        if stopping or _is_save_due(current, report, is_best=is_best):
-            saver.save(report)
-        if stopping:
-            return True
-    return False
-
-
-def _steps(current: Run, start_step: int) -> Iterator[StepReport]:
-    """The loop's reports, with the position in the data kept up to date beside them."""
     reports = train(
-        current.plan,
-        current.loaded,
-        current.loader,
-        meter=current.meter,
-        ranks=current.ranks,
-        start_step=start_step,
-        start_at=current.position,
-        where=current.where,
-        waits=current.waits,
-    )
-    for report in reports:
-        current.position = current.loader.after(current.position)
-        if not current.ranks.is_alone:
-            current.done.append(report)
-        yield report
+        current.plan, current.loaded, current.loader, meter=current.meter, ranks=current.ranks, start_step=start.step,
+        start_at=current.position, where=current.where, waits=current.waits,
+    )  # fmt: skip
+    with saving(current) as saver:
+        for report in reports:
+            current.position = current.loader.after(current.position)
+            if not current.ranks.is_alone:
+                current.done.append(report)
+            began_at = time.time() - report.step_seconds
+            restarts = tuple(replace(one, again_at=one.again_at or began_at) for one in current.restarts)
+            report, is_best = _evaluated(current, replace(report, retries=current.retries, restarts=restarts))
+            if current.log is not None:
+                current.log.append(report)
+            current.retries, current.restarts = (), ()
+            if report.jumped_rows:
+                current.callbacks.on_note(
+                    f"step {report.step}: the loss jumped to {report.loss:.3f}; training goes on. "
+                    f"{row_words(report.jumped_rows)}"
+                )
+            if warning := zeros.words(step=report.step, loss=report.loss, grad_norm=report.grad_norm):
+                current.callbacks.on_note(warning)
+            for sink in current.sinks:
+                sink.step(report)
+            asked, save_failed = current.ranks.summed([current.callbacks.stop_asked(), saver.has_failed])
+            if save_failed:
+                saver.wait()
+            is_last = report.step == report.total_steps
+            stopping = asked > 0 and not is_last
+            run = current.plan.run
+            is_due = _is_due(current, report, every=run.save_every, per_epoch=run.saves_per_epoch)
+            # at the end too, so that the run may be made longer, and at the best evaluation
+            if stopping or (run.saves and (is_due or is_last or is_best)):
+                saver.save(report)
+            if stopping:
+                return True
+    require_finite_step(current.where.step, current.loaded.engine.trained(), ranks=current.ranks)
+    return False
 
 
 def _evaluated(current: Run, report: StepReport) -> tuple[StepReport, bool]:
@@ -254,13 +308,35 @@ def _evaluated(current: Run, report: StepReport) -> tuple[StepReport, bool]:
     return replace(report, eval_loss=loss), is_best
 
 
-def _is_save_due(current: Run, report: StepReport, *, is_best: bool) -> bool:
-    """True as often as the plan says, at the end, so that the run may be made longer, and at the best evaluation."""
-    run = current.plan.run
-    due = _is_due(current, report, every=run.save_every, per_epoch=run.saves_per_epoch)
-    return run.saves and (due or report.step == report.total_steps or is_best)
-
-
 def _is_due(current: Run, report: StepReport, *, every: int, per_epoch: int) -> bool:
     steps = current.loader.steps_per_epoch
     return is_due(report.step, every=every, per_epoch=per_epoch, steps_per_epoch=steps)
+
+
+def put_metrics_back(directory: Path, plan: Plan, *, steps: int, on_note: Callable[[str], None]) -> None:
+    """Make metrics.jsonl of a complete run of ``steps`` what its last checkpoint says, if that can be used."""
+    start = where_to_start(directory, plan, resume=True)
+    if start.step == steps:
+        with MetricsLog(directory / "metrics.jsonl") as log:
+            _restart_log(log, start, on_note)
+
+
+def _restart_log(log: MetricsLog, start: Start, on_note: Callable[[str], None]) -> None:
+    saved = b"" if start.state is None else start.state.log
+    difference = log.restart(saved, step=start.step)
+    if difference:
+        on_note(
+            f"{log.path}: {difference}; the lines up to step {start.step} are put back from its checkpoint"
+        )
+
+
+def not_yet_logged(
+    retries: Sequence[Retry], restarts: Sequence[Restart], log: MetricsLog
+) -> tuple[tuple[Retry, ...], tuple[Restart, ...]]:
+    """The retries and restarts that no step of the log tells of yet."""
+    steps = list(read_metrics(log.path))
+    told = {retry for step in steps for retry in step.retries}
+    known = {replace(restart, again_at=0.0) for step in steps for restart in step.restarts}
+    return tuple(one for one in retries if one not in told), tuple(
+        one for one in restarts if replace(one, again_at=0.0) not in known
+    )

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fitune.checkpoint.commit import Descent, OnNote
-from fitune.checkpoint.copies import Copied, HostCopies
 from fitune.checkpoint.save import (
+    Copied,
+    HostCopies,
     Written,
     abandon_save,
     begin_save,

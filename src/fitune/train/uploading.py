@@ -11,7 +11,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fitune.checkpoint.commit import FOLDER, Line, OnNote, is_on, read_commit, read_line, step_folders
-from fitune.checkpoint.prune import prune
 from fitune.checkpoint.remote import (
     adopt_line,
     newest_in_store,
@@ -21,6 +20,7 @@ from fitune.checkpoint.remote import (
     send_checkpoint,
     take_line,
 )
+from fitune.checkpoint.save import prune
 from fitune.errors import CheckpointError, FituneError, RunDirectoryError, StoreError
 from fitune.files import write_atomically
 from fitune.spec.plan import RunPlan

@@ -20,7 +20,7 @@ from typing import Any
 from safetensors.torch import load_file
 
 from fitune.errors import CheckpointError, MissingExtra, ScoringFailed
-from fitune.models.adapter_config import WEIGHTS
+from fitune.models.adapter_file import WEIGHTS
 from fitune.models.tokens import require_rows
 from fitune.score.engines import vllm_worker
 from fitune.score.engines.engine import (

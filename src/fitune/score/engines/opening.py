@@ -8,7 +8,7 @@ import torch
 
 from fitune.data.conversations.templates import ChatTemplate
 from fitune.errors import RecipeError
-from fitune.models.adapter_config import AdapterConfig, read_adapter_config
+from fitune.models.adapter_file import AdapterConfig, read_adapter_config
 from fitune.models.adapters import load_adapter, saved_rows
 from fitune.models.weight_files import OnBytes
 from fitune.models.weights import load_model, require_finite

@@ -67,7 +67,7 @@ def train_as_rank(config: dict[str, Any]) -> Ended:
         os.chdir(orders.folder)
     import torch
 
-    from fitune.engine.joining import joined_ranks
+    from fitune.engine.ranks import joined_ranks
 
     torch.set_num_threads(orders.threads)
     with joined_ranks() as ranks:

@@ -17,8 +17,7 @@ from fitune.data.conversations.messages import Conversation, Message
 from fitune.data.conversations.templates import load_template
 from fitune.data.reading.rows import BadRow
 from fitune.errors import DataError, RecipeError
-from fitune.models.adapter_check import check_adapter
-from fitune.models.adapter_config import read_adapter_config
+from fitune.models.adapter_file import check_adapter, read_adapter_config
 from fitune.models.adapters import saved_rows
 from fitune.models.tokens import load_tokenizer
 from fitune.score.engines.choosing import Row
@@ -28,7 +27,6 @@ from fitune.score.engines.opening import changes_the_base, load_adapted
 from fitune.session.events import Tell, WeightsRead, tell_nobody
 from fitune.session.named_models import find_model
 from fitune.session.score.score_words import require_within_limits
-from fitune.spec.model.model_config import load_model_spec
 
 _COMMAND = re.compile(r"/[a-z]+")
 _HALF = "\N{REPLACEMENT CHARACTER}"
@@ -200,7 +198,7 @@ def open_chat(
     notes = [named.warning for named in found if named.warning]
     for named in found:
         if named.adapter:
-            notes += check_adapter(Path(named.adapter), base=load_model_spec(named.model))
+            notes += check_adapter(Path(named.adapter), base=named.model)
     # An adapter is loaded once for itself and for its base, where it is switched off, unless each model needs its own
     # weights: tables that trained with an adapter replace those of the base.
     adapters = [named.adapter for named in found if named.adapter]

@@ -11,7 +11,7 @@ from typing import Any
 from fitune.data.conversations.templates import ChatTemplate, load_template
 from fitune.errors import RunDirectoryError, require_library
 from fitune.files import write_atomically
-from fitune.models.adapter_check import check_adapter
+from fitune.models.adapter_file import check_adapter
 from fitune.models.door import notes_on, read_config
 from fitune.models.tokens import load_tokenizer
 from fitune.models.weight_files import identity
@@ -29,7 +29,6 @@ from fitune.session.events import Note, Tell, WeightsRead
 from fitune.session.score.lm_eval_words import TaskScores, require_task_numbers, scores_of, task_names
 from fitune.session.score.score_words import plan_of
 from fitune.session.score.scoring import Pace
-from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.run_lock import lock_directory
 
 RESULTS = "lm_eval.json"
@@ -58,7 +57,7 @@ def score_tasks(
     for note in notes_on(plan.model):
         tell(Note(f"note: {note}"))
     if plan.adapter:
-        for warning in check_adapter(Path(plan.adapter), base=load_model_spec(plan.model)):
+        for warning in check_adapter(Path(plan.adapter), base=plan.model):
             tell(Note(f"warning: {warning}"))
     from fitune.score.lm_eval_tasks import load_tasks, run_tasks
 

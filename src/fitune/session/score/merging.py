@@ -9,7 +9,7 @@ import torch
 from fitune.checkpoint.export import export_merged
 from fitune.data.conversations.templates import load_template
 from fitune.files import cache_folder
-from fitune.models.adapter_config import read_adapter_config
+from fitune.models.adapter_file import read_adapter_config
 from fitune.models.adapters import load_adapter, train_tables
 from fitune.models.tokens import load_tokenizer
 from fitune.models.weight_files import identity

@@ -12,7 +12,7 @@ from typing import Any
 from fitune.errors import ScoringFailed
 from fitune.files import written_whole
 from fitune.launch.ray_cluster import RayPlace
-from fitune.models.adapter_config import CONFIG
+from fitune.models.adapter_file import CONFIG
 from fitune.report.score_comparison import write_score_comparison
 from fitune.report.score_page import write_score_page
 from fitune.report.score_rows import first_failed, first_grader_error, read_changed

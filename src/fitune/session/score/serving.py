@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from fitune.errors import CheckpointError, MissingExtra, RecipeError
-from fitune.models.adapter_config import read_adapter_config
+from fitune.models.adapter_file import read_adapter_config
 from fitune.models.door import read_config
 from fitune.models.weights import stored_dtype
 from fitune.score.engines.engine_vllm import python_of_vllm, rounded_rank

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fitune.checkpoint.commit import FOLDER as CHECKPOINTS
-from fitune.checkpoint.commit import last_saved, step_folders
+from fitune.checkpoint.commit import last_saved, require_space, step_folders
 from fitune.checkpoint.differences import compare_plans, difference_table, with_unsaid_fields
-from fitune.checkpoint.durable import require_space
 from fitune.errors import CheckpointError, RunDirectoryError
 from fitune.estimate.overhead import checkpoint_bytes
 from fitune.estimate.parameters import embedding_parameters, trained_parameters

@@ -53,12 +53,11 @@ from fitune.spec.words import describe_plan
 from fitune.track.metrics import Sink
 from fitune.track.trackers import wanted_trackers
 from fitune.train.again import EXPORT_FOLDERS, TITLES
-from fitune.train.beginning import put_metrics_back
 from fitune.train.current import Callbacks
 from fitune.train.directory import require_own_directory
 from fitune.train.failure import release
 from fitune.train.prepare import require_planned_cards
-from fitune.train.run import run
+from fitune.train.run import put_metrics_back, run
 from fitune.train.uploading import examined_store, send_run
 
 _SAMPLE_TOKENS = 128

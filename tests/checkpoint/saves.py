@@ -1,0 +1,12 @@
+"""A save by one process."""
+
+from fitune.checkpoint.slices import share_of
+from fitune.engine.ranks import ALONE
+from fitune.train.saving import save_together
+
+
+def save_checkpoint(root, state, *, descent, keep, eval_loss, on_note=lambda note: None):
+    save_together(
+        ALONE, root, share_of(state, rank=0), descent=descent, keep=keep, eval_loss=eval_loss, on_note=on_note, spare=()
+    )  # fmt: skip
+    return root / "checkpoints" / f"step-{state.step}"
