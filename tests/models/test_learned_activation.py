@@ -10,7 +10,6 @@ from fitune.models.weights import load_model
 from fitune.spec.counts import count_parameters
 from fitune.spec.model.architectures import trains_like_transformers
 from fitune.spec.model.model_config import load_model_spec
-from fitune.spec.model.model_spec import ModelSpec
 from fitune.train.prepare import prepare_loaded
 from models.streams import make_rows, stream_of
 from plans import plan_for

@@ -29,8 +29,6 @@ from fitune.models.adapter_file import check_adapter
 from fitune.models.adapters import load_adapter
 from fitune.models.door import text_config
 from fitune.models.weights import load_model
-from fitune.spec.model.model_config import load_model_spec
-from fitune.spec.plan import Plan
 from fitune.train.prepare import prepare
 from fitune.train.run import run
 from laws.test_memory_prediction import bench
