@@ -9,8 +9,8 @@ from peft import LoraConfig, get_peft_model
 
 from fitune.estimate.answering import memory_of_answering
 from fitune.measure.memory import LiveTensors
-from fitune.models.adapter_file import adapter_size
 from fitune.models.attention import use_cached_attention
+from fitune.models.headers import adapter_size
 from fitune.report.score_rows import read_score
 from fitune.score.engines.continuous import Moment, answer_continuously
 from fitune.score.engines.engine import Request, Sampling

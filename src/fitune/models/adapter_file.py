@@ -27,9 +27,8 @@ from transformers.pytorch_utils import Conv1D
 from fitune.errors import CheckpointError
 from fitune.models.door import empty_model, model_config
 from fitune.models.expert_adapters import names_as_given, stacks_among
-from fitune.models.headers import name_in_whole, own_name, read_header
+from fitune.models.headers import name_in_whole, own_name
 from fitune.models.remote_code import refuse_pickle, refuse_remote_code
-from fitune.spec.answering import NO_ADAPTER, Adapter
 from fitune.spec.serial import read_object
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -313,21 +312,3 @@ def _opened(file: Path) -> Iterator[Any]:
         raise CheckpointError(f"{file}: damaged, no safetensors: {error}") from error
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read: {error}") from error
-
-
-_MLP_NAMES = (".mlp.", "feed_forward", ".fc1.", ".experts.")
-
-
-def adapter_size(folder: str) -> Adapter:
-    """Elements of a saved adapter, by the header of its file. Raises CheckpointError where there is none, ModelError
-    where it is damaged."""
-    if not folder:
-        return NO_ADAPTER
-    file = Path(folder) / WEIGHTS
-    if not file.is_file():
-        raise CheckpointError(
-            f"{file} is not there", hint="name an adapter's folder, with adapter_config.json"
-        )
-    tensors = read_header(file)
-    elements = sum(math.prod(tensor.shape) for tensor in tensors.values())
-    return Adapter(elements=elements, on_mlp=any(part in name for name in tensors for part in _MLP_NAMES))

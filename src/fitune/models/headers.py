@@ -1,4 +1,4 @@
-"""The header of a safetensors file: which tensors it has, of which dtype and shape, and whose they are.
+"""The header of a safetensors file: which tensors it has, of which dtype and shape, and whose they are. No torch here.
 
 Files of a model that also sees call the language model ``language_model.model`` or ``model.language_model``, beside a
 vision tower and a projector. transformers loads some of them (Gemma 3, Mistral 3) as the whole; PEFT and vLLM then look
@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from safetensors import SafetensorError, safe_open
-
-from fitune.errors import ModelError
+from fitune.errors import CheckpointError, ModelError, require_library
+from fitune.spec.answering import NO_ADAPTER, Adapter
 
 _ITEM_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
@@ -35,6 +34,9 @@ class StoredTensor:
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
     """Name -> tensor. Raises OSError, and ModelError when header or data are cut short or contradict one another."""
+    require_library("safetensors", needed_by=f"the header of {file.name}", extra="train")
+    from safetensors import SafetensorError, safe_open
+
     try:
         with safe_open(file, framework="np") as opened:
             parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  (not a dict)
@@ -75,3 +77,21 @@ def own_name(name: str) -> str:
 def name_in_whole(name: str) -> str:
     """``model.layers.0`` -> ``model.language_model.layers.0``, behind PEFT's beginning, too; the head as it is."""
     return _BODY.sub(r"\1model.language_model.", name)
+
+
+_MLP_NAMES = (".mlp.", "feed_forward", ".fc1.", ".experts.")
+
+
+def adapter_size(folder: str) -> Adapter:
+    """Elements of a saved adapter, by the header of its file. Raises CheckpointError where there is none, ModelError
+    where it is damaged."""
+    if not folder:
+        return NO_ADAPTER
+    file = Path(folder) / "adapter_model.safetensors"
+    if not file.is_file():
+        raise CheckpointError(
+            f"{file} is not there", hint="name an adapter's folder, with adapter_config.json"
+        )
+    tensors = read_header(file)
+    elements = sum(math.prod(tensor.shape) for tensor in tensors.values())
+    return Adapter(elements=elements, on_mlp=any(part in name for name in tensors for part in _MLP_NAMES))

@@ -8,7 +8,7 @@ from fitune.errors import HardwareError, ModelError
 from fitune.estimate.answering import rows_that_fit
 from fitune.estimate.blocks.key_values import elements_of_blocks
 from fitune.measure.hardware import resolve_hardware
-from fitune.models.adapter_file import adapter_size
+from fitune.models.headers import adapter_size
 from fitune.score.plan import ScorePlan
 from fitune.spec.answering import ROWS_AT_ONCE, Answering, Questions, answering_precision
 from fitune.spec.model.model_config import load_model_spec

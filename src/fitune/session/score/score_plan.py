@@ -11,7 +11,7 @@ from pathlib import Path
 from fitune.data.sampling import TOKENS_PER_MESSAGE, bytes_per_token
 from fitune.errors import DataError, ModelError, RecipeError
 from fitune.measure.hardware import detect_hardware, resolve_hardware
-from fitune.models.adapter_file import adapter_size
+from fitune.models.headers import adapter_size
 from fitune.planner.answering import AnsweringReport, name_of, plan_answering
 from fitune.planner.clusters.score_fleet import ScoreRanking, rank_scoring
 from fitune.planner.defaults import price_of
