@@ -74,7 +74,7 @@ print(json.dumps(found))
 """
 FORGOTTEN = """
 import json, torch
-from fitune.models.pinned import PinnedMemory
+from fitune.models.host import PinnedMemory
 room = PinnedMemory().empty(torch.Size([1 << 20]), torch.float32)
 room.copy_(torch.ones(1 << 20, device="cuda"), non_blocking=True)
 del room

@@ -3,7 +3,7 @@
 checkpoints/.tmp-step-20-<pid>-<random>/    every rank writes and syncs its files here; the first one COMMIT, last
 checkpoints/step-20/                        the same folder after one rename: from here on the checkpoint exists
 checkpoints/latest, best                    relative links, for people
-then all but the newest ``keep`` and the best are removed, and only because of others that are valid (prune.py)
+then all but the newest ``keep`` and the best are removed, and only because of others that are valid (prune)
 
 The first rank begins and commits; in between each rank writes its share, all at the same time.
 """

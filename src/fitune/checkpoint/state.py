@@ -2,7 +2,7 @@
 
 The library writes a file from tensors that are all in host memory and hashes nothing. This writer yields the same
 format piece by piece, so a save holds one tensor outside its device and the hash costs no second read. Reading
-(saved.py) is the library's. Format: https://huggingface.co/docs/safetensors/index#format
+(slices.py) is the library's. Format: https://huggingface.co/docs/safetensors/index#format
 """
 
 import json
@@ -23,7 +23,7 @@ class TrainState:
 
     ``tensors`` are groups of named tensors: "model" (the trained parameters), "optimizer" ("exp_avg/<parameter>"),
     "rng" (generator states as bytes). Those that are divided over ranks are DTensors; those of a checkpoint are read
-    when they are asked for (saved.py). ``facts`` is everything that is no tensor: the plan, the position in the data,
+    when they are asked for (slices.py). ``facts`` is everything that is no tensor: the plan, the position in the data,
     the loss scale, the best evaluation loss.
     """
 

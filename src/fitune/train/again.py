@@ -92,7 +92,7 @@ def load_trained(plan: Plan, source: Source, *, on_bytes: OnBytes) -> LanguageMo
     model = load_model(plan.model_path, base=base_of(plan), **words)
     use_attention(model, plan.attention)
     whole = load_adapter(model, source.path)
-    whole.peft_config[whole.active_adapter].modules_to_save = None  # in place: tables.py
+    whole.peft_config[whole.active_adapter].modules_to_save = None  # in place: models/adapters.py
     if isinstance(plan.tuning, Lora):
         train_tables(model, plan.tuning.modules_to_save)
     return language_model(whole, plan.loss)
