@@ -18,6 +18,7 @@ from data.s3_server import Wire, make_bucket, running_server, use_server
 from fitune.cli import main
 from fitune.errors import MissingExtra
 from fitune.report import run_page
+from fitune.spec.model import tracer
 from fitune.spec.plan import Plan
 from fitune.stores import opening
 
@@ -136,28 +137,26 @@ def _no_pictures(run: object) -> None:
 
 @pytest.fixture(autouse=True)
 def own_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A cache of the test's own, and pages without pictures, which take longer than the runs that they show, but for
-    tests marked ``pictures``. One fixture, no folder: an empty test takes half the time."""
+    """A cache and a tracer of the test's own, and pages without pictures, which take longer than the runs that they
+    show, but for tests marked ``pictures``. One fixture, no folder: an empty test takes half the time."""
+    before = tracer.current_tracer()
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("FITUNE_CACHE", str(tmp_path_factory.getbasetemp() / f"cache-{next(_NUMBERS)}"))
         if not request.node.get_closest_marker("pictures"):
             patched.setattr(run_page, "draw_pictures", _no_pictures)
         yield
+    tracer.trace_with(before)
 
 
 @pytest.fixture
 def traces(
     own_cache: None, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[None]:
+) -> None:
     """Blocks without formulas are traced, as by ``fitune plan``. A trace takes seconds, so it is kept for all tests."""
     from fitune.rehearse.profile import TransformersTracer
-    from fitune.spec.model import tracer
 
-    before = tracer.current_tracer()
     monkeypatch.setenv("FITUNE_CACHE", str(tmp_path_factory.getbasetemp() / "traces"))
     tracer.trace_with(TransformersTracer())
-    yield
-    tracer.trace_with(before)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -4,17 +4,9 @@ import json
 
 import pytest
 
-from fitune.spec.model import tracer
 from golden.accounts import FILE, account, recipes
 
 GOLDEN = [json.loads(line) for line in FILE.read_text().splitlines()]
-
-
-@pytest.fixture(autouse=True)
-def _tracer_comes_back():
-    before = tracer.current_tracer()
-    yield
-    tracer.trace_with(before)
 
 
 def differences(was, now, where=""):

@@ -151,7 +151,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from cpu_memory import CONFIG, plan_of, random_rows, small_model
 from fitune.spec.machines.gpus import find_gpu, hardware_for
 from fitune.spec.plan import Offload, Zero
-from fitune.train.prepare import prepare_loaded, _mesh
+from fitune.engine.fsdp import mesh_of
+from fitune.train.prepare import prepare_loaded
 
 dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
 plan = plan_of(small_model(), tuning="lora", precision="fp32", recompute=0, chunked=True, accumulation=3)
@@ -161,7 +162,7 @@ plan = replace(
 )
 model = LlamaForCausalLM(LlamaConfig(**{k: v for k, v in CONFIG.items() if k != "model_type"}))
 device = torch.device("cuda", 0)
-ready = prepare_loaded(model, plan, device=device, mesh=_mesh(plan, device))
+ready = prepare_loaded(model, plan, device=device, mesh=mesh_of(plan.sharding, plan.hardware, device="cuda"))
 rows = random_rows((40, 24), vocab_size=plan.model.vocab_size)
 spent = []
 for _ in range(2):

@@ -17,8 +17,6 @@ METHODS = (None, "full", "lora", "qlora", "adalomo")
 @pytest.fixture(autouse=True)
 def _untraced():
     trace_with(None)
-    yield
-    trace_with(None)
 
 
 def outcome(name, tuning):

@@ -23,7 +23,7 @@ from fitune.spec.model.shipped import (
     shipped_libraries,
     shipped_profile,
 )
-from fitune.spec.model.tracer import by_installed_libraries, current_tracer, trace_with
+from fitune.spec.model.tracer import by_installed_libraries, trace_with
 from fitune.spec.recipe.recipe import parse_recipe
 from plans import gpu, plan_for
 
@@ -37,10 +37,7 @@ def nobody_traces(tmp_path, monkeypatch):
     monkeypatch.setenv("FITUNE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(tracing, "_known", {})
     monkeypatch.setattr(tracing, "_of_other_versions", set())
-    before = current_tracer()
     trace_with(None)
-    yield
-    trace_with(before)
 
 
 @pytest.mark.parametrize(
