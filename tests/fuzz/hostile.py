@@ -25,7 +25,7 @@ VALUES = st.one_of(
     SCALARS,
     st.lists(SCALARS, max_size=3),
     st.dictionaries(TEXTS, SCALARS, max_size=3),
-    st.sampled_from([[], {}, [[]], [{}], {"a": {"b": {"c": []}}}]),
+    st.sampled_from([[], {}, [[]], [{}], {"a": {"b": {"c": []}}}]).map(copy.deepcopy),  # they are changed
 )
 
 
