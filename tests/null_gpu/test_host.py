@@ -2,6 +2,8 @@
 
 import pytest
 
+pytestmark = pytest.mark.null_gpu
+
 MIB = 1 << 20
 SEGMENTS = """
 import json

@@ -5,6 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+pytestmark = pytest.mark.null_gpu
+
 SCRIPT = """
 import json
 from fitune.session.proving.prove import parts_of, prove, this_device
