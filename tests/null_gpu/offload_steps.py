@@ -17,7 +17,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 HOST, OFFLOAD, OPTIMIZER = "fitune.models.host", "fitune.models.offload", "fitune.engine.host_optimizer"
-COPIES = "fitune.checkpoint.save"
+WEIGHTS, COPIES = "fitune.models.streamed_weights", "fitune.checkpoint.save"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +31,10 @@ class Mutant:
 
 MUTANTS = {
     "weights are used before they are there": Mutant(
-        "full weights away", HOST, "self._arrival.wait()\n        for slot", "for slot"
+        "full weights away", WEIGHTS, "self._arrival.wait()\n        for slot", "for slot"
     ),
     "room of weights that were fetched in vain is free at once": Mutant(
-        "late adapters, weights away", HOST, "self._arrival.wait()  # its memory", "pass  # its memory"
+        "late adapters, weights away", WEIGHTS, "self._arrival.wait()  # its memory", "pass  # its memory"
     ),
     "activations are freed before they left": Mutant(
         "full activations away",

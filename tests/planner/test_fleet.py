@@ -156,7 +156,9 @@ clusters:
     fleet = fleet_of(tmp_path, text)
     ranking = rank_fleet(recipe, fleet, Wanted(objective="cheapest"), model=model, epoch_of=epoch_of)
     assert names(ranking.offers) == [("large", 1), ("small", 1)]
-    assert "only lora fits there, and full comes before it" in " ".join(explain_ranking(ranking).split())
+    assert "lora is what to train there, and full comes before it" in " ".join(
+        explain_ranking(ranking).split()
+    )
 
 
 def test_what_fits_nowhere_says_why_of_each(tmp_path):

@@ -55,7 +55,7 @@ from fitune.models.weights import load_model
 from fitune.spec.plan import Dense
 
 Weights = Mapping[str, Tensor] | None
-"""What was trained, by the names of the model's parameters; None: the model is in memory and has it."""
+"""Trained tensors by the names of the model's parameters; None where the model in memory holds them itself."""
 CardOf = Callable[[PreTrainedModel], str]
 """Measures a merged model that was read back and is right, and returns the card that says so."""
 

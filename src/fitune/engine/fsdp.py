@@ -29,7 +29,7 @@ from fitune.engine.host_optimizer import Host, HostOptimizer
 from fitune.engine.in_backward import InBackwardEngine, Norm
 from fitune.engine.kept_rows import KeptRows, divided_dimension
 from fitune.engine.plain import PlainEngine
-from fitune.engine.protocol import EngineState, EnterPhase, LossModel, Update
+from fitune.engine.protocol import EngineState, EnterPhase, LossModel, Update, WholeWeights
 from fitune.engine.shares import Shares, local_shard
 from fitune.spec.machines.hardware import Hardware
 from fitune.spec.plan import ClipByNorm, ClipByValue, Optimizer, Precision, Tuning, Zero
@@ -94,11 +94,16 @@ def _groups(trunk: nn.Module) -> Iterator[FSDPModule]:
             yield module
 
 
-class OnShares:
-    """What both engines on shares say of their weights and states, in front of the engine that steps plain tensors."""
+class OnShares(WholeWeights):
+    """Saves, restores and releases weights and states that are divided over ranks.
 
-    trunk: Trunk
-    shares: Shares
+    It stands before the class that steps a rank's shares as plain tensors.
+    """
+
+    def _divide(self, trunk: Trunk, sharded: Mapping[str, Parameter], mesh: DeviceMesh) -> None:
+        self.trunk = trunk
+        self.shares = Shares(sharded)
+        self.group = mesh.get_group(mesh.ndim - 1)
 
     def rest(self) -> None:
         """Forget every weight that was gathered: each rank has its shares again."""
@@ -115,12 +120,12 @@ class OnShares:
 
     def state(self) -> EngineState:
         """States that are divided as their weight is are DTensors; the others are the same on every rank."""
-        state: EngineState = super().state()  # type: ignore[misc]
+        state = super().state()
         return replace(state, tensors=self.shares.as_divided(state.tensors))
 
     def restore(self, state: EngineState) -> None:
         """Take this rank's part of ``state``."""
-        super().restore(replace(state, tensors=self.shares.own(state.tensors)))  # type: ignore[misc]
+        super().restore(replace(state, tensors=self.shares.own(state.tensors)))
 
 
 class ShardedEngine(OnShares, PlainEngine):
@@ -143,10 +148,8 @@ class ShardedEngine(OnShares, PlainEngine):
         host: Host | None = None,
     ) -> None:
         """With ``host`` the shares are there already, and the optimizer too."""
-        self.trunk = trunk
-        self.shares = Shares(sharded)
+        self._divide(trunk, sharded, mesh)
         self.stage = sharding.stage
-        self.group = mesh.get_group(mesh.ndim - 1)
         super().__init__(
             model,
             self.shares.local,
@@ -207,9 +210,7 @@ class ShardedInBackwardEngine(OnShares, InBackwardEngine):
         optimizer: Optimizer,
         precision: Precision,
     ) -> None:
-        self.trunk = trunk
-        self.shares = Shares(sharded)
-        self.group = mesh.get_group(mesh.ndim - 1)
+        self._divide(trunk, sharded, mesh)
         rule = rule_for(
             self.shares.local,
             tuning=tuning,

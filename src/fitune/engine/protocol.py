@@ -109,6 +109,9 @@ class WholeWeights:
     def state(self) -> EngineState:
         raise NotImplementedError
 
+    def restore(self, state: EngineState) -> None:
+        raise NotImplementedError
+
     def resident(self) -> list[Tensor]:
         """Returns this rank's part of all states."""
         return [local_part(tensor) for tensor in self.state().tensors.values()]

@@ -1,4 +1,4 @@
-"""What starts a plan's job on a cluster: a RayJob of KubeRay, a Job of plain Kubernetes, a script for sbatch.
+"""Writes the file that starts a plan's job: a RayJob for KubeRay, a Job for Kubernetes, a script for SLURM's sbatch.
 
 Manifests are the files of templates/, whose ``$words`` are filled in after they were parsed: no value can add a field.
 """

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from fitune.models.host import Arrival, HostMemory, StreamedWeights
+from fitune.models.host import Arrival, HostMemory
+from fitune.models.streamed_weights import StreamedWeights
 from fitune.spec.plan import Offload
 
 

@@ -125,8 +125,8 @@ INDISTINGUISHABLE = 0.99
 TIE = 0.97
 """Share of the best speed from which on the simplest plan is taken."""
 OFFLOADED = 0.8
-"""Share of its speed that counts of a plan that offloads: it hangs on a host and links that others use too, and that
-no datasheet describes. So offload has to gain a quarter."""
+"""Share of an offloading plan's speed that is enough for one that offloads nothing: offload has to gain a quarter, for
+it hangs on a host and links that others use too, and that no datasheet describes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +143,6 @@ class Found:
     @property
     def placement(self) -> Placement:
         return Placement(sharding=self.plan.sharding, offload=self.plan.offload)
-
-    @property
-    def counted(self) -> float:
-        """The speed that counts where plans are compared."""
-        return self.tokens_per_second * (1 if self.placement.is_plain else OFFLOADED)
 
 
 def tokens_per_second(step: StepStages) -> float:

@@ -1,15 +1,14 @@
 """Keep every choice of the user, decide the rest: the best method that fits, and in it the best plan."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from fitune.errors import FituneError, RecipeError
 from fitune.estimate.predict import largest_batch, predict
 from fitune.estimate.step import StepStages, describe_step
 from fitune.planner.candidates import Method, Request, batches, draft, every_placement
 from fitune.planner.defaults import price_of
-from fitune.planner.fit import Found, fits, host_fits, shortage, tokens_per_second
+from fitune.planner.fit import OFFLOADED, Found, fits, host_fits, shortage, tokens_per_second
 from fitune.planner.method_search import MethodSearch
 from fitune.planner.methods import methods, methods_for
 from fitune.planner.otherwise import notes_on_nodes, notes_on_quality
@@ -41,15 +40,12 @@ def find_plan(
     answers = list(search(request))
     fitting = [answer for answer in answers if answer.found]
     rejected = _rejections(answers)
-    if not fitting:
+    taken = _taken(recipe, fitting)
+    if taken is None:
         from fitune.planner.nothing_fits import nothing_fits  # advice: not for those whose plan fits
 
         smallest = [answer.smallest for answer in answers if answer.smallest is not None]
         raise nothing_fits(request, smallest, rejected)
-    taken = next(
-        (better for better, following in pairwise(fitting) if _is_taken(recipe, better, following)),
-        fitting[-1],
-    )
     chosen = _priced(saving_beside_steps(recipe, taken.found[0].plan))
     runners_up = tuple(_priced(found.plan) for found in _runners_up(taken, fitting))
     price, method = recipe.price_per_gpu_hour or price_of(hardware.gpu), taken.method
@@ -132,26 +128,37 @@ def search(request: Request, *, wanted: Callable[[Method], bool] = lambda method
 def first_choice(request: Request) -> Priced | None:
     """The plan that ``find_plan`` takes, without the others; the smallest where none fits, None without any."""
     smallest: list[StepStages] = []
-    better: Answer | None = None
-    for answer in search(request):
-        if answer.found:
-            if better is not None and _is_taken(request.recipe, better, answer):
-                break
-            better = answer
-        smallest += [answer.smallest] if answer.smallest is not None else []
-    if better is not None:
-        return _priced(saving_beside_steps(request.recipe, better.found[0].plan))
+
+    def fitting() -> Iterator[Answer]:
+        for answer in search(request):
+            if answer.smallest is not None:
+                smallest.append(answer.smallest)
+            else:
+                yield answer
+
+    taken = _taken(request.recipe, fitting())
+    if taken is not None:
+        return _priced(saving_beside_steps(request.recipe, taken.found[0].plan))
     return _priced(min(smallest, key=shortage).plan) if smallest else None
 
 
 FAST_ENOUGH = 0.5
-"""Of methods that the recipe leaves open the better is taken where it has this share of the speed of the next."""
+"""A method that the recipe leaves open is taken if it has this share of the speed of the next one that fits."""
 
 
-def _is_taken(recipe: Recipe, better: Answer, following: Answer) -> bool:
-    """True if of two methods that fit the better is taken. Where memory counts alone it is, however slow."""
-    slow = _cost(better.found[0]) * FAST_ENOUGH > _cost(following.found[0])
-    return recipe.objective == "least-memory" or not slow
+def _taken(recipe: Recipe, fitting: Iterable[Answer]) -> Answer | None:
+    """Returns the method to take of those that fit, the better first; asks for no more of them than it needs.
+
+    Where memory counts alone it is the first, however slow.
+    """
+    better: Answer | None = None
+    for following in fitting:
+        if better is not None:
+            is_slow = _cost(better.found[0]) * FAST_ENOUGH > _cost(following.found[0])
+            if recipe.objective == "least-memory" or not is_slow:
+                break
+        better = following
+    return better
 
 
 def _trained_instead(request: Request, plan: Plan) -> Priced | None:
@@ -187,15 +194,19 @@ def _answer(recipe: Recipe, method: Method, searches: Sequence[MethodSearch]) ->
 
 
 def _best_first(found: Sequence[tuple[Found, ...]]) -> list[Found]:
-    """The plan taken on each number of devices, the cheapest first; then all others."""
-    taken = sorted((plans[0] for plans in found if plans), key=_cost)
+    """The plan taken on each number of devices, the cheapest first, where offload has to gain a quarter here, too; then
+    all others."""
+    taken = sorted(
+        (plans[0] for plans in found if plans),
+        key=lambda plan: _cost(plan) / (1 if plan.placement.is_plain else OFFLOADED),
+    )
     others = sorted((plan for plans in found for plan in plans[1:]), key=_cost)
     return [*taken, *others]
 
 
 def _cost(found: Found) -> float:
     """GPU-seconds per token: what is paid is proportional to it."""
-    return found.plan.hardware.num_gpus / found.counted
+    return found.plan.hardware.num_gpus / found.tokens_per_second
 
 
 def _devices(recipe: Recipe, hardware: Hardware) -> Iterator[Hardware]:

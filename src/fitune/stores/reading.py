@@ -1,6 +1,5 @@
 """Files in stores, listed and read as a stream: a cut connection is taken up again where it was."""
 
-import hashlib
 import io
 import re
 import time
@@ -160,13 +159,3 @@ class _Stream(io.RawIOBase):
         if not self.closed:
             self._file.close()
         super().close()
-
-
-def hash_stream(url: str, on_bytes: Any) -> str:
-    """A hash of the bytes of a file, for stores that say neither hash nor time."""
-    digest = hashlib.blake2b(digest_size=16)
-    with open_stream(url) as file:
-        while chunk := file.read(4 * MIB):
-            digest.update(chunk)
-            on_bytes(len(chunk))
-    return digest.hexdigest()

@@ -44,7 +44,7 @@ class Handover:
     say: Callable[[str], None]
     """A line for people."""
     weights: Mapping[str, Tensor] | None = None
-    """What was trained, one by one, where ``model`` is on "meta"; None: it is in memory."""
+    """Trained tensors, gathered one at a time while they are read; None where ``model`` holds them itself."""
 
     def trained(self, target: Path | None = None, *, secure: bool) -> Path:
         """Write what was trained, an adapter or all weights, and return its folder.

@@ -15,7 +15,7 @@ from fitune.errors import HardwareError
 from fitune.measure.cuda_cards import require_planned_card
 from fitune.models.adapters import add_adapters
 from fitune.models.attention import turn_by_rows, use_attention
-from fitune.models.host import HostMemory, stay_on
+from fitune.models.host import HostMemory
 from fitune.models.language_model import (
     LanguageModel,
     blocks_of,
@@ -26,6 +26,7 @@ from fitune.models.language_model import (
 from fitune.models.liger import use_kernels
 from fitune.models.low_bit.packing import quantise_blocks
 from fitune.models.offload import before_backward, offload_blocks
+from fitune.models.streamed_weights import stay_on
 from fitune.models.tokens import add_rows
 from fitune.models.weight_files import OnBytes, nobody
 from fitune.models.weights import compute_dtype, load_model

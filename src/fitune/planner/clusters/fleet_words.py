@@ -138,7 +138,7 @@ def _against(offer: Offer, best: Offer) -> str:
     words = []
     if method_name(plan.tuning) != method_name(taken.tuning):
         words.append(
-            f"only {method_name(plan.tuning)} fits there, and {method_name(taken.tuning)} comes before it"
+            f"{method_name(plan.tuning)} is what to train there, and {method_name(taken.tuning)} comes before it"
         )
     whole, training = (
         _times(offer.seconds, best.seconds),

@@ -59,7 +59,8 @@ def _sharding(recipe: Recipe, plan: Plan) -> Iterator[str]:
             }
             yield (
                 f"sharding: {describe_sharding(plan.sharding)}, {ways[stage]} over {plan.hardware.num_gpus} devices; "
-                "the simplest within 3 % of the fastest that fits (DDP, then FSDP2, then DeepSpeed; lower stages first)"
+                f"the simplest within {format_percent(1 - TIE, digits=0)} of the fastest that fits (DDP, then FSDP2, "
+                "then DeepSpeed; lower stages first)"
             )
 
 
@@ -71,7 +72,8 @@ def _offload(recipe: Recipe, chosen: Priced) -> Iterator[str]:
     if offloaded and pins == (None, None, None) and recipe.objective == "least-memory":
         yield f"offload: {offloaded}, which needs least memory on the device"
     elif offloaded and pins == (None, None, None):
-        yield f"offload: {offloaded}; without it nothing fits, or nothing that is 80 % as fast"
+        share = format_percent(OFFLOADED, digits=0)
+        yield f"offload: {offloaded}; without it nothing fits, or nothing that is {share} as fast"
     is_checked = offloaded or chosen.estimate.usable_host_bytes
     if is_checked and recipe.host_memory is None and recipe.gpu is not None and not plan.hardware.gpu.is_cpu:
         host = plan.hardware.host_memory_bytes
