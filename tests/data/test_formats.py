@@ -100,6 +100,18 @@ def test_reasoning_in_a_field_of_its_own_is_the_thought_of_the_answer(field):
     assert made.messages[-1].text == "yo", "what graders compare"
 
 
+@pytest.mark.parametrize(
+    "names", [("instruction", "output"), ("prompt", "completion"), ("question", "answer")]
+)
+def test_reasoning_beside_a_question_and_its_answer_is_the_thought_of_the_answer(names):
+    row = dict(zip(names, ("hi", "yo"), strict=True)) | {"thinking": "hm"}
+    answered = Message("assistant", "yo", thought="hm")
+    assert example(row) == Conversation((USER, answered), "f:1")
+    assert example(row, (("prompt", names[0]), ("completion", names[1]))) == Conversation(
+        (USER, ANSWER), "f:1"
+    )
+
+
 def test_fields_of_other_tools_that_say_nothing_are_left_alone():
     asked = turn("user", "hi") | {"tool_calls": None, "weight": None, "name": "kim"}
     answered = turn("assistant", "yo") | {

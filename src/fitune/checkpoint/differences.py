@@ -92,7 +92,6 @@ _OF_THE_MOMENT = (
 _FREE = {
     "run.output_dir": "only a place",
     "run.upload_to": "only a place",
-    "run.allow_private_addresses": "only a place",
     "run.log_every": "changes what is written, not what is learned",
     "run.evals_per_epoch": "changes what is written, not what is learned",
     "run.saves_per_epoch": "changes what is written, not what is learned",

@@ -17,7 +17,7 @@ from fitune.files import cache_folder, open_regular, read_bytes, sync_tree, writ
 from fitune.stores.opening import is_url
 from fitune.units import GIB, MIB
 
-_CODE_VERSION = 5
+_CODE_VERSION = 6
 """Raised whenever the same input would be tokenised, or stored, differently."""
 MANIFEST = "manifest.json"
 TOKENS = "tokens"

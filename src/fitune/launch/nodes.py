@@ -72,8 +72,8 @@ def place_of(*, node: int | None, nodes: int, rendezvous: str, timeout_s: float 
 
 
 def host_and_port(address: str) -> tuple[str, int] | None:
-    """The two parts of ``HOST:PORT``; None for anything else."""
-    found = re.fullmatch(r"([^\s/]+):(\d{1,5})", address, re.ASCII)
+    """The two parts of ``HOST:PORT`` (``[::1]:PORT`` for IPv6); None for anything else."""
+    found = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^\s/:\[\]]+):(\d{1,5})", address, re.ASCII)
     return (found[1], int(found[2])) if found and 0 < int(found[2]) < 2**16 else None
 
 

@@ -175,7 +175,6 @@ def run_of(recipe: Recipe, *, model: ModelSpec, tuning: Tuning) -> RunPlan:
     return RunPlan(
         output_dir=directory,
         upload_to=upload_to,
-        allow_private_addresses=bool(upload_to) and recipe.allow_private_addresses,
         seed=recipe.seed,
         log_every=recipe.log_steps,
         eval_every=recipe.eval_steps,

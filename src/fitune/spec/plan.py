@@ -228,8 +228,6 @@ class RunPlan:
     output_dir: str
     upload_to: str = ""
     """URL of a folder in a store that is sent what ``output_dir`` holds; empty for none."""
-    allow_private_addresses: bool = False
-    """Of the recipe; data alone asks for it."""
     seed: int = 42
     log_every: int = 1
     eval_every: int = 0

@@ -55,9 +55,14 @@ def to_example(row: Row, *, format: str, columns: Columns = ()) -> Example:
         refuse_judged(row)
         refuse_unsupported_row(row)
     example = _READERS[format](row)
-    if isinstance(example, Conversation) and (tools := tools_of(row)):
-        return replace(example, tools=tools)
-    return example
+    if not isinstance(example, Conversation):
+        return example
+    last = example.messages[-1]
+    if format not in ("messages", "sharegpt") and not last.thought and (thought := _thought(row.fields)):
+        last = replace(last, thought=_checked_text(row, "reasoning", thought))
+        example = replace(example, messages=(*example.messages[:-1], last))
+    tools = tools_of(row)
+    return replace(example, tools=tools) if tools else example
 
 
 def _checked_columns(columns: Columns) -> dict[str, str]:
