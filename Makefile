@@ -87,9 +87,9 @@ $(VLLM_STAMP):
 $(NULL_STAMP): pyproject.toml constraints.txt
 	test -x $(NULL)/bin/python || $(PYTHON) -m venv $(NULL)
 	$(NULL)/bin/python -m pip install --quiet --disable-pip-version-check uv
-	grep -E '^(torch|transformers|peft|datasets|bitsandbytes|hqq|liger-kernel)==' constraints.txt > $(NULL)/pins.txt
+	grep -E '^(torch|transformers|peft|datasets|bitsandbytes|hqq|liger-kernel|deepspeed)==' constraints.txt > $(NULL)/pins.txt
 	$(NULL)/bin/uv pip install --quiet --python $(NULL)/bin/python -c $(NULL)/pins.txt torch nvidia-cuda-crt
-	$(NULL)/bin/uv pip install --quiet --python $(NULL)/bin/python -c $(NULL)/pins.txt -e '.[train,quant,liger,bench]'
+	$(NULL)/bin/uv pip install --quiet --python $(NULL)/bin/python -c $(NULL)/pins.txt -e '.[train,quant,liger,bench,deepspeed]'
 	touch $@
 
 clean:

@@ -40,9 +40,18 @@ class Ran:
         return json.loads(self.out.splitlines()[-1])
 
 
+def environment_folder() -> Path:
+    return Path(os.environ.get("NULL_VENV", ROOT / ".venv-null"))
+
+
+def has(package: str) -> bool:
+    """Whether the environment of the null GPU has ``package``."""
+    return next(environment_folder().glob(f"lib/python3*/site-packages/{package}"), None) is not None
+
+
 def missing() -> str | None:
     """Why nothing can run on the null GPU here, or None."""
-    venv = Path(os.environ.get("NULL_VENV", ROOT / ".venv-null"))
+    venv = environment_folder()
     if not (venv / "bin/python").exists():
         return f"no environment with torch's CUDA build at {venv} (make null-env, or NULL_VENV)"
     if next(venv.glob("lib/python3*/site-packages/nvidia/cu*/include/cuda_runtime_api.h"), None) is None:

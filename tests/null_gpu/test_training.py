@@ -16,7 +16,7 @@ from fitune.spec.plan import Ddp, Offload, Plan, Single, Zero
 from fitune.track.metrics import read_metrics
 from fitune.train.run import run
 from fitune.units import GIB
-from null_gpu.conftest import HERE, surroundings
+from null_gpu.conftest import HERE, has, surroundings
 from several import Job, train_on
 from train.test_run import callbacks
 
@@ -47,6 +47,8 @@ TOGETHER = {
         AWAY,
     ),
 }
+
+BY_DEEPSPEED = {"stage 2": Offload(), "stage 2, optimizer on the host": Offload(optimizer="cpu")}
 
 
 def losses(folder: Path | str) -> list[float]:
@@ -125,6 +127,23 @@ def test_several_cards_have_the_losses_of_one_process(
     trained(world, jobs, tmp_path / "jobs", monkeypatch)
     for name, (_, cpu) in expected.items():
         assert losses(tmp_path / name) == pytest.approx(cpu, rel=NF4_LOSS if "qlora" in name else LOSS), name
+
+
+def test_two_cards_have_the_losses_of_one_process_by_deepspeed(
+    on_cpu: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has("deepspeed"):
+        pytest.skip("no deepspeed in the environment of the null GPU (make null-env)")
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)  # set where DeepSpeed was loaded for the CPU
+    zero = Zero(stage=2, backend="deepspeed")
+    plan, cpu = on_cpu(FULL)
+    jobs = [
+        Job(plan=on_cards(plan, zero, offload, tmp_path / name, cards=2))
+        for name, offload in BY_DEEPSPEED.items()
+    ]
+    trained(2, jobs, tmp_path / "jobs", monkeypatch)
+    for name in BY_DEEPSPEED:
+        assert losses(tmp_path / name) == pytest.approx(cpu, rel=LOSS), name
 
 
 def recipe(folder: Path, model: Path, **settings: Any) -> Path:
