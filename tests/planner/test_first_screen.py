@@ -10,6 +10,7 @@ from fitune.errors import NothingFits
 from fitune.planner.first_screen import first_screen, other_ways, screen_of_nothing
 from fitune.session.planning import first_screen_of, plan_on_data, wanted_hardware
 from fitune.session.recipes.typed_words import recipe_from
+from fitune.spec.model.model_config import load_model_spec
 
 SITUATIONS = (
     "--model meta-llama/Llama-3.1-8B --gpu 4090",
@@ -29,7 +30,9 @@ SITUATIONS = (
 def planned(words):
     recipe = recipe_from(shlex.split(words), []).recipe
     report = plan_on_data(recipe)
-    return report, other_ways(recipe, report.taken, machine=wanted_hardware)
+    return report, other_ways(
+        recipe, report.taken, model=load_model_spec(recipe.model), machine=wanted_hardware
+    )
 
 
 @pytest.fixture(scope="module", params=SITUATIONS)

@@ -48,6 +48,7 @@ Rows = Annotated[int | None, Option(min=1, help="With --fleet: rows of data that
 Live = Annotated[bool, Option("--live", help="With --fleet: ask the clusters what is free.")]
 Json = Annotated[bool, Option("--json", help="Print one JSON object instead of text.")]
 Picture = Annotated[Path | None, Option(metavar="FILE.svg", help="Draw a ranking or a matrix, too.")]
+Html = Annotated[Path | None, Option(metavar="FILE", help="Write a page, too.")]
 _NAMED = "A folder or Hub id of a model, an adapter, or the directory of a run."
 Run = Annotated[Path, Argument(help="Directory of a run.")]
 MaxNewTokens = Annotated[int, Option(help="Tokens of one answer at most.")]
@@ -114,6 +115,7 @@ def plan(
         bool,
         Option("--details", help="Memory by phase, what else fits, what does not, and what was decided."),
     ] = False,
+    html: Html = None,
     json: Json = False,
 ) -> None:
     """Predict memory and time of every way to train: does it fit, how fast, what does it cost, and what else would."""
@@ -137,7 +139,17 @@ def plan(
     elif details or json:
         _show(plan_on_data(recipe), json=json)
     else:
-        _print_screen(recipe, [*(words or []), *(part for one in settings or [] for part in ("--set", one))])
+        _print_screen(
+            recipe, [*(words or []), *(part for one in settings or [] for part in ("--set", one))], html
+        )
+
+
+@app.command()
+def ui(port: Annotated[int, Option(help="0 takes a free one.")] = 0) -> None:
+    """Plan in a page of this machine: type a model and cards, see what fits. Needs the extra `ui`."""
+    from fitune.session.planner_page import serve_planner
+
+    serve_planner(port, tell=lambda address: print(address, flush=True))
 
 
 @app.command(**_RECIPE)
@@ -227,7 +239,7 @@ def data(
     words: Words = None,
     settings: Settings = None,
     rows: Annotated[int, Option(min=1, help="How many rows to show.")] = 3,
-    html: Annotated[Path | None, Option(metavar="FILE", help="Write a page, too.")] = None,
+    html: Html = None,
     json: Json = False,
 ) -> None:
     """Show the data as the model sees it: rows in the template, what is learned, cut or dropped, and lengths."""
@@ -589,7 +601,7 @@ def _show(result: "Result", *, json: bool) -> None:
         print(text_of(result))
 
 
-def _print_screen(recipe: "Recipe", words: list[str]) -> None:
+def _print_screen(recipe: "Recipe", words: list[str], html: Path | None) -> None:
     """The verdict; where nothing fits, that is the screen, and the command still fails."""
     from fitune.cli.terminal import print_coloured
     from fitune.errors import NothingFits
@@ -604,7 +616,12 @@ def _print_screen(recipe: "Recipe", words: list[str]) -> None:
         print_coloured(screen)
         raise typer.Exit(error.exit_code) from None
     data = [] if recipe.data else ["--data", "YOUR.jsonl"]
-    print_coloured(first_screen_of(recipe, report, train=shlex.join(["fitune", "train", *words, *data])))
+    train = shlex.join(["fitune", "train", *words, *data])
+    print_coloured(first_screen_of(recipe, report, train=train))
+    if html is not None:
+        from fitune.session.planner_page import write_plan_page
+
+        print(f"\npage: {write_plan_page(recipe, html, train=train)}")
 
 
 def _print(text: str, data: dict[str, Any], *, json: bool) -> None:

@@ -1,6 +1,6 @@
 """The first screen of a plan: whether it fits, how fast it is, what it costs, and other ways to train the model."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from fitune.planner.reasons.explain import moment
 from fitune.planner.search import first_choice
 from fitune.spec.counts import count_parameters
 from fitune.spec.machines.hardware import Hardware
-from fitune.spec.model.model_config import load_model_spec
+from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.plan import Lomo, Plan
 from fitune.spec.predictions import Estimate, PlanReport, Priced
 from fitune.spec.recipe.recipe import Recipe
@@ -54,28 +54,30 @@ Machine = Callable[[Recipe], Hardware]
 """The hardware that a recipe names."""
 
 
-def other_ways(recipe: Recipe, taken: Priced, *, machine: Machine) -> tuple[Way, ...]:
+def other_ways(recipe: Recipe, taken: Priced, *, model: ModelSpec, machine: Machine) -> tuple[Way, ...]:
     """Other methods, and fewer or more cards where that is cheaper or much faster: each is what typing it would give.
 
     A method that does not fit stands with the first larger machine that holds it, where there is one.
     """
-    return (*_other_methods(recipe, taken, machine), *_other_counts(recipe, taken, machine))
+    return (*_other_methods(recipe, taken, model, machine), *_other_counts(recipe, taken, model, machine))
 
 
-def _other_methods(recipe: Recipe, taken: Priced, machine: Machine) -> Iterator[Way]:
+def _other_methods(recipe: Recipe, taken: Priced, model: ModelSpec, machine: Machine) -> Iterator[Way]:
     own = method_name(taken.plan.tuning)
     for tuning in ("full", "lora", "qlora"):
         if tuning == own or (tuning == "full" and isinstance(taken.plan.tuning, Lomo)):
             continue
         settings: Settings = {"tuning": tuning}
-        found = _planned(recipe, settings, machine)
+        found = _planned(recipe, settings, model, machine)
         if found is not None and not found.estimate.fits:
-            settings, found = _where_it_fits(recipe, settings, machine)
+            settings, found = _where_it_fits(recipe, settings, model, machine)
         if found is not None:
             yield Way(change=_options(settings), priced=found)
 
 
-def _where_it_fits(recipe: Recipe, settings: Settings, machine: Machine) -> tuple[Settings, Priced | None]:
+def _where_it_fits(
+    recipe: Recipe, settings: Settings, model: ModelSpec, machine: Machine
+) -> tuple[Settings, Priced | None]:
     """The first larger machine that holds the method on its devices: more of the same card, then 80 GB cards."""
     here = machine(recipe)
     if here.gpu.is_cpu or here.nodes > 1:
@@ -86,7 +88,7 @@ def _where_it_fits(recipe: Recipe, settings: Settings, machine: Machine) -> tupl
     larger += [{"gpu": "a100-80gb", "gpus": gpus} for gpus in (1, 2, 4, 8)]
     for there in larger:
         changed = _changed(recipe, settings | there)
-        request = Request.of(changed, load_model_spec(changed.model), machine(changed))
+        request = Request.of(changed, model, machine(changed))
         if any(MethodSearch(request, method, on_device=True).fits() for method in methods_for(request)):
             return settings | there, first_choice(request)
     return settings, None
@@ -96,7 +98,7 @@ FEWER, MORE = 0.5, 1.5
 """Fewer cards are named where they keep this share of the speed, twice as many where they give so much more."""
 
 
-def _other_counts(recipe: Recipe, taken: Priced, machine: Machine) -> Iterator[Way]:
+def _other_counts(recipe: Recipe, taken: Priced, model: ModelSpec, machine: Machine) -> Iterator[Way]:
     """Half and twice the cards of one node; more only of a card that was named, not of those that are here."""
     hardware, speed = taken.plan.hardware, taken.estimate.tokens_per_second
     if hardware.gpu.is_cpu or hardware.nodes > 1 or recipe.global_batch_size is not None:
@@ -106,19 +108,19 @@ def _other_counts(recipe: Recipe, taken: Priced, machine: Machine) -> Iterator[W
     counts += [(2 * here, MORE)] if here <= 4 and recipe.gpu is not None else []
     for gpus, share in counts:
         settings: Settings = {"gpus": gpus}
-        found = _planned(recipe, settings, machine)
+        found = _planned(recipe, settings, model, machine)
         if found is not None and method_name(found.plan.tuning) != own:
             settings = {"tuning": own, "gpus": gpus}
-            found = _planned(recipe, settings, machine)
+            found = _planned(recipe, settings, model, machine)
         if found is not None and found.estimate.fits and found.estimate.tokens_per_second > share * speed:
             yield Way(change=_options(settings), priced=found)
 
 
-def _planned(recipe: Recipe, settings: Settings, machine: Machine) -> Priced | None:
+def _planned(recipe: Recipe, settings: Settings, model: ModelSpec, machine: Machine) -> Priced | None:
     """The plan of the recipe with the settings, which may not fit; None where they contradict others."""
     with suppress(FituneError):
         changed = _changed(recipe, settings)
-        return first_choice(Request.of(changed, load_model_spec(changed.model), machine(changed)))
+        return first_choice(Request.of(changed, model, machine(changed)))
     return None
 
 
@@ -137,17 +139,22 @@ def first_screen(report: PlanReport, ways: tuple[Way, ...], *, train: str) -> st
     """
     taken = report.taken
     lines = [
-        *_verdict(taken.plan),
-        *_memory(taken),
-        *_host(taken),
-        _speed(taken),
-        *_job(report),
+        *verdict_lines(report),
         *_ways(taken, ways),
         *_notes(report),
         f"  Train it   {train}",
         '  More       --details   --why "zero: 3"   --largest seq_len   --json',
     ]
     return "\n".join(lines)
+
+
+def verdict_lines(report: PlanReport) -> Iterator[str]:
+    """The verdict; then a line for each fact, named in its columns 2 to 10, and more of it in lines without a name."""
+    yield from _verdict(report.taken.plan)
+    yield from _memory(report.taken)
+    yield from _host(report.taken)
+    yield _speed(report.taken)
+    yield from _job(report)
 
 
 def _verdict(plan: Plan) -> Iterator[str]:
@@ -185,11 +192,16 @@ def memory_bar(needed: int, usable: int) -> str:
     return f"  memory   {bar}   {format_bytes(needed)} of {format_bytes(usable)} a device   {left}"
 
 
+def grouped_terms(terms: Mapping[str, int]) -> dict[str, int]:
+    """Bytes by the groups that a person weighs together, and the rest."""
+    left = dict(terms)
+    sizes = {name: sum(left.pop(term, 0) for term in group) for name, group in _GROUPS.items()}
+    return {**sizes, "rest": sum(left.values())}
+
+
 def _terms(estimate: Estimate) -> str:
     """``weights 13.8 · gathered 6.8 · rest 0.8``: the peak's terms, those that belong together as one."""
-    left = {**estimate.memory.phases[estimate.memory.peak_phase], **estimate.memory.outside}
-    sizes = {name: sum(left.pop(term, 0) for term in terms) for name, terms in _GROUPS.items()}
-    sizes["rest"] = sum(left.values())
+    sizes = grouped_terms({**estimate.memory.phases[estimate.memory.peak_phase], **estimate.memory.outside})
     return " · ".join(f"{name} {size / GIB:.1f}" for name, size in sizes.items() if size >= GIB / 20)
 
 

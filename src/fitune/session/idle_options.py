@@ -7,7 +7,9 @@ from fitune.errors import RecipeError
 
 _ELSEWHERE = ("fleet", "plan")
 BESIDE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "plan": {"why": ("fleet", "largest"), "largest": ("fleet",)},
+    "plan": {
+        "why": ("fleet", "largest"), "largest": ("fleet",), "html": ("fleet", "why", "largest", "details", "json"),
+    },
     "launch": {
         "configuration": ("fleet", "on"), "show": ("fleet", "on", "configuration"),
         "rendezvous": ("fleet", "on", "configuration"),

@@ -12,6 +12,7 @@ from fitune.planner.whole_run import whole_run, with_timely_saves
 from fitune.spec.machines.gpus import GpuFigures
 from fitune.spec.machines.hardware import Hardware
 from fitune.spec.model.model_config import load_model_spec
+from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.model.tracer import by_installed_libraries
 from fitune.spec.predictions import PlanReport
 from fitune.spec.recipe.recipe import Recipe
@@ -24,15 +25,19 @@ def see_planned_gpus() -> None:
 
 
 def plan_for(
-    recipe: Recipe, *, purposes: tuple[Purpose, ...] = ("plan",), hardware: Hardware | None = None
+    recipe: Recipe,
+    *,
+    purposes: tuple[Purpose, ...] = ("plan",),
+    hardware: Hardware | None = None,
+    model: ModelSpec | None = None,
 ) -> PlanReport:
     """The fastest plan that fits on ``hardware``: by default that of the recipe, or of this machine when it names
-    none.
+    none. ``model``: by default the one that the recipe names.
 
     A plan to be trained or rehearsed is estimated by what the installed libraries do.
     """
     with nullcontext() if purposes == ("plan",) else by_installed_libraries():
-        model = load_model_spec(recipe.model)
+        model = model or load_model_spec(recipe.model)
         return find_plan(recipe, model=model, hardware=hardware or wanted_hardware(recipe), purposes=purposes)
 
 
@@ -53,7 +58,9 @@ def first_screen_of(recipe: Recipe, report: PlanReport, *, train: str) -> str:
     """Returns the first screen of ``report``, the plan of ``recipe``; ``train`` is the command that it names next."""
     from fitune.planner.first_screen import first_screen, other_ways
 
-    return first_screen(report, other_ways(recipe, report.taken, machine=wanted_hardware), train=train)
+    model = load_model_spec(recipe.model)
+    ways = other_ways(recipe, report.taken, model=model, machine=wanted_hardware)
+    return first_screen(report, ways, train=train)
 
 
 def screen_of_nothing(error: NothingFits) -> str | None:

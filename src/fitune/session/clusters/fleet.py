@@ -155,7 +155,7 @@ def _epochs(recipe: Recipe, rows: int | None) -> EpochOf:
                 "the length of a run follows from its number of rows, and no data is named",
                 hint="data: in the recipe, --rows N where it is not on this machine, or max_steps",
             )
-        return lambda plan: _full_rows(plan, rows)
+        return lambda plan: full_rows(plan, rows)
 
     from fitune.data.sampling import guess_epoch  # not for those who name no data
 
@@ -175,12 +175,12 @@ def _epochs(recipe: Recipe, rows: int | None) -> EpochOf:
             raise RecipeError(
                 "the data is not on this machine", hint="--rows N says how many rows an epoch has"
             )
-        return _full_rows(plan, None)
+        return full_rows(plan, None)
 
     return epoch_of
 
 
-def _full_rows(plan: Plan, rows: int | None) -> Epoch:
+def full_rows(plan: Plan, rows: int | None) -> Epoch:
     """``rows`` of seq_len tokens each; without a number, those that the plan's steps take."""
     batch = plan.batch
     if rows is None:

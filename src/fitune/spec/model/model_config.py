@@ -41,23 +41,30 @@ def load_model_spec(name: str, *, offline: bool | None = None) -> ModelSpec:
         name, path = str(Path(name).parent), path.parent
     if (path / "config.json").is_file():
         return _spec_from_file(path / "config.json", name=name)
-    known = find_known_model(name)
-    if known is not None:
-        spec = spec_from_config(known.config, name=known.name)
-        is_packed = bool(known.copy_of) and names_packed_weights(name)
-        stored_as = ("FP8" if "fp8" in name.lower() else "bitsandbytes") if is_packed else spec.stored_as
-        return replace(spec, has_vision_part=known.has_vision_part, stored_as=stored_as)
+    if (known := known_model_spec(name)) is not None:
+        return known
     _refuse_folder_without_config(path, name)
     packed = _PACKED_FOR_GOOD.search(name.rpartition("/")[2])
     if not _HUB_NAME.fullmatch(name) or packed:
         why = f"{packed[0].upper()} packs weights in a way that is not read back" if packed else ""
-        raise _unknown(name, why=why)
+        raise unknown_model(name, why=why)
     found = _cached_config(name)
     if found is None:
         if is_offline() if offline is None else offline:
-            raise _unknown(name, why="it is not in the Hugging Face cache, and the Hub is switched off")
+            raise unknown_model(name, why="it is not in the Hugging Face cache, and the Hub is switched off")
         found = _download_config(name)
     return _spec_from_file(found, name=name)
+
+
+def known_model_spec(name: str) -> ModelSpec | None:
+    """The shapes of a model of the built-in table, without a look at any file; None for another name."""
+    known = find_known_model(name)
+    if known is None:
+        return None
+    spec = spec_from_config(known.config, name=known.name)
+    is_packed = bool(known.copy_of) and names_packed_weights(name)
+    stored_as = ("FP8" if "fp8" in name.lower() else "bitsandbytes") if is_packed else spec.stored_as
+    return replace(spec, has_vision_part=known.has_vision_part, stored_as=stored_as)
 
 
 def spec_from_config(config: Mapping[str, Any], *, name: str, where: str | None = None) -> ModelSpec:
@@ -162,7 +169,7 @@ def _refuse_folder_without_config(path: Path, name: str) -> None:
         raise ModelError(f"model = {name!r}: no such folder")
 
 
-def _unknown(name: str, *, why: str = "") -> ModelError:
+def unknown_model(name: str, *, why: str = "") -> ModelError:
     close = closest_name(name, accepted_model_names())
     reason = f": {why}" if why else " is not known"
     if close is None:
@@ -177,7 +184,9 @@ def _cached_config(name: str) -> Path | None:
     try:
         from huggingface_hub import try_to_load_from_cache
     except ModuleNotFoundError:
-        raise _unknown(name, why="huggingface_hub, which fetches its config.json, is not installed") from None
+        raise unknown_model(
+            name, why="huggingface_hub, which fetches its config.json, is not installed"
+        ) from None
 
     found = try_to_load_from_cache(name, "config.json")
     return Path(found) if isinstance(found, str) else None
@@ -189,7 +198,9 @@ def _download_config(name: str) -> Path:
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
     if not answers(constants.ENDPOINT):
-        raise _unknown(name, why=f"not in the Hugging Face cache, and {constants.ENDPOINT} does not answer")
+        raise unknown_model(
+            name, why=f"not in the Hugging Face cache, and {constants.ENDPOINT} does not answer"
+        )
     try:
         return Path(hf_hub_download(name, "config.json", etag_timeout=HUB_TIMEOUT_S))
     except GatedRepoError:
@@ -198,8 +209,8 @@ def _download_config(name: str) -> Path:
             hint=f"ask for access at {constants.ENDPOINT}/{name}, then set HF_TOKEN or run `hf auth login`",
         ) from None
     except RepositoryNotFoundError:
-        raise _unknown(
+        raise unknown_model(
             name, why="the Hub has no such model, or it is private and HF_TOKEN is not set"
         ) from None
     except (HfHubHTTPError, OSError) as error:
-        raise _unknown(name, why=f"its config.json could not be downloaded ({error})") from None
+        raise unknown_model(name, why=f"its config.json could not be downloaded ({error})") from None

@@ -1,0 +1,75 @@
+const by = (id) => document.getElementById(id);
+const form = by("question");
+let asked = 0, timer = 0;
+
+function query() {
+  const pairs = [...new FormData(form)].filter(([, value]) => value.trim());
+  return String(new URLSearchParams(pairs));
+}
+
+// The newest question alone is shown: an older answer that comes late is dropped.
+async function ask() {
+  const number = ++asked, text = query();
+  history.replaceState(null, "", text ? "?" + text : location.pathname);
+  if (!form.elements.model.value.trim() && !form.elements.config.value.trim()) {
+    by("answer").replaceChildren();
+    by("ways").replaceChildren();
+    return;
+  }
+  for (const name of ["answer", "ways"]) {
+    const place = by(name);
+    place.ariaBusy = "true";
+    try {
+      const reply = await fetch(name + "?" + text);
+      const html = await reply.text();
+      if (number !== asked) return;
+      if (reply.ok) place.innerHTML = html;  // escaped by the server; the page's policy runs no script in it
+      else place.textContent = html;
+      by("state").textContent = "";
+    } catch {
+      if (number !== asked) return;
+      by("state").textContent = "no answer: is fitune ui still running?";
+    } finally {
+      if (number === asked) place.ariaBusy = "false";
+    }
+  }
+}
+
+async function copy(text, button) {
+  const words = button.textContent;
+  try { await navigator.clipboard.writeText(text); button.textContent = "Copied"; }
+  catch { button.textContent = "Select it and copy"; }
+  setTimeout(() => { button.textContent = words; }, 1500);
+}
+
+function sort(head) {
+  const column = head.cellIndex, table = head.closest("table"), down = head.ariaSort === "ascending";
+  const key = (row) => row.cells[column].dataset.value ?? row.cells[column].textContent;
+  const rows = [...table.tBodies[0].rows].sort((a, b) =>
+    (down ? -1 : 1) * String(key(a)).localeCompare(String(key(b)), "en", { numeric: true }));
+  const isNumber = rows.every((row) => row.cells[column].dataset.value !== undefined);
+  if (isNumber) rows.sort((a, b) => (down ? -1 : 1) * (key(a) - key(b)));
+  for (const one of table.tHead.rows[0].cells) one.removeAttribute("aria-sort");
+  head.ariaSort = down ? "descending" : "ascending";
+  table.tBodies[0].append(...rows);
+}
+
+function tip(event) {
+  const of = event.target.closest?.("[data-tip]");
+  if (of) by("tip").textContent = of.dataset.tip;
+}
+
+document.addEventListener("pointerover", tip);
+document.addEventListener("focusin", tip);
+document.addEventListener("click", (event) => {
+  const button = event.target.closest("button");
+  if (!button) return;
+  if (button.dataset.copy) copy(by(button.dataset.copy).textContent, button);
+  else if (button.id === "link") copy(location.href, button);
+  else if (button.closest("th")) sort(button.closest("th"));
+});
+if (form) {
+  form.addEventListener("submit", (event) => { event.preventDefault(); ask(); });
+  form.addEventListener("input", () => { clearTimeout(timer); timer = setTimeout(ask, 150); });
+  ask();
+}

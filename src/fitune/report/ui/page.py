@@ -1,0 +1,84 @@
+"""What the planner's page shows, as HTML: numbers come in, bars and tables go out. All texts are escaped."""
+
+import base64
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fitune.report.page import render
+from fitune.units import format_bytes
+
+_TEMPLATES = Path(__file__).parent.parent / "templates"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A piece of a bar, in thousandths of its length."""
+
+    name: str
+    colour: int
+    start: float
+    width: float
+    tip: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """One row of a picture."""
+
+    name: str
+    value: str
+    over: bool
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bars:
+    """Bars on one scale, and the place of the limit on it in thousandths."""
+
+    bars: tuple[Bar, ...]
+    limit: float
+    limit_text: str
+
+
+def bars_of(rows: Mapping[str, Mapping[str, int]], *, limit: int) -> Bars:
+    """Rows of bytes by name, against ``limit`` bytes, which is what a device has for them."""
+    most = max(limit, *(sum(sizes.values()) for sizes in rows.values())) * 1.04
+    bars = []
+    for row, sizes in rows.items():
+        start, parts, total = 0.0, [], sum(sizes.values())
+        for number, (name, size) in enumerate(sizes.items(), 1):
+            width = 1000 * size / most
+            tip = f"{row}: {name} {format_bytes(size)} of {format_bytes(total)}"
+            if width >= 0.5:
+                parts.append(Part(name=name, colour=number, start=start, width=width, tip=tip))
+            start += width
+        bars.append(Bar(name=row, value=format_bytes(total), over=total > limit, parts=tuple(parts)))
+    return Bars(bars=tuple(bars), limit=1000 * limit / most, limit_text=format_bytes(limit))
+
+
+def planner_html(
+    question: Mapping[str, str], choices: Mapping[str, Sequence[str]], *, answer: str, ways: str, live: bool
+) -> str:
+    """The whole page. ``answer`` and ``ways`` are HTML; a page that is not ``live`` is a file without a form."""
+    from markupsafe import Markup
+
+    script = (_TEMPLATES / "planner.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return render(
+        "planner.html", title="fitune: what fits", question=question, choices=choices, answer=Markup(answer),
+        ways=Markup(ways), live=live, script=Markup(script), script_hash=digest,
+    )  # fmt: skip
+
+
+def answer_html(**values: Any) -> str:
+    """The verdict, the pictures, the recipe and the command, or the error."""
+    shown = {"error": None, "nothing": None, "facts": (), **values}
+    return render("planner_answer.html", **shown)
+
+
+def ways_html(**values: Any) -> str:
+    """The table of ways that fit, and the first screen of the terminal."""
+    return render("planner_ways.html", **values)

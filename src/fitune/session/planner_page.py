@@ -1,0 +1,231 @@
+"""The planner's page: a question becomes the plan and the words of the first screen, and the page shows them.
+
+A model is a name of the built-in table or a config.json that was pasted: no path of a question is ever read.
+"""
+
+import json
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fitune.credentials import without_credentials
+from fitune.errors import FituneError, ModelError, NothingFits, RecipeError
+from fitune.estimate.predict import predict
+from fitune.planner.defaults import price_of
+from fitune.planner.first_screen import (
+    Way,
+    first_screen,
+    grouped_terms,
+    other_ways,
+    screen_of_nothing,
+    verdict_lines,
+)
+from fitune.planner.whole_run import whole_run
+from fitune.report.page import write_page
+from fitune.report.ui.page import answer_html, bars_of, planner_html, ways_html
+from fitune.report.ui.server import serve
+from fitune.session.planning import plan_for, plan_on_data, wanted_hardware
+from fitune.session.recipes.typed_words import split_words
+from fitune.spec.model.model_config import known_model_spec, load_model_spec, spec_from_config, unknown_model
+from fitune.spec.model.model_spec import ModelSpec
+from fitune.spec.plan import Plan
+from fitune.spec.predictions import PlanReport, Priced
+from fitune.spec.recipe.keys import values_of
+from fitune.spec.recipe.recipe import Recipe, canonical_keys, given_keys, parse_recipe
+from fitune.spec.words import describe_devices, describe_placement, method_name
+from fitune.units import format_bytes, format_dollars, format_rate, format_seconds
+
+KEYS = ("model", "gpu", "gpus", "nodes", "tuning", "seq_len")
+"""Keys of a recipe that a question may have; beside them it has ``config`` and ``rows``."""
+PASTED = "YOUR_MODEL_FOLDER"
+"""Name of a model whose config.json was pasted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A question that was read."""
+
+    recipe: Recipe
+    model: ModelSpec
+    rows: int | None = None
+
+
+def read_question(question: Mapping[str, str]) -> Asked:
+    """Raises RecipeError or ModelError, as the command line does for the same words."""
+    given = {key: value.strip() for key, value in question.items() if value.strip()}
+    config = given.pop("config", "")
+    rows = given.pop("rows", None)
+    unknown = sorted(given.keys() - set(KEYS))
+    if unknown:
+        raise RecipeError(f"the page knows no {unknown[0]!r}", hint=", ".join((*KEYS, "config", "rows")))
+    if rows is not None and not (rows.isdecimal() and int(rows) > 0):
+        raise RecipeError(f"rows = {rows!r} is not a whole number above 0", hint="rows=50000")
+    given = {**given, "model": PASTED} if config else given
+    _, options = split_words([f"--{key}={value}" for key, value in given.items()])
+    recipe = parse_recipe(canonical_keys(options, where="the page"), where="the page")
+    return Asked(
+        recipe=recipe, model=_pasted(config) if config else _known(recipe.model), rows=rows and int(rows)
+    )
+
+
+def _known(name: str) -> ModelSpec:
+    model = known_model_spec(name)
+    if model is None:
+        raise unknown_model(name, why="the page takes the names it lists; of another model, its config.json")
+    return model
+
+
+def _pasted(config: str) -> ModelSpec:
+    try:
+        values = json.loads(config)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"the pasted config.json is no JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ModelError("the pasted config.json is no JSON object", hint="paste the whole file")
+    return spec_from_config(values, name=PASTED, where="the pasted config.json")
+
+
+def plan_question(asked: Asked) -> PlanReport:
+    """The plan as the command line makes it, and its run on so many full rows."""
+    report = plan_for(asked.recipe, model=asked.model)
+    run = _run(asked, report.taken.plan, report.price_per_gpu_hour) if asked.rows else None
+    return replace(report, run=run)
+
+
+def _run(asked: Asked, plan: Plan, price: float) -> Any:
+    from fitune.session.clusters.fleet import full_rows  # for those who say how many rows
+
+    return whole_run(plan, full_rows(plan, asked.rows), price_per_gpu_hour=price)
+
+
+@lru_cache(maxsize=64)
+def _planned(question: tuple[tuple[str, str], ...]) -> tuple[Asked, PlanReport]:
+    asked = read_question(dict(question))
+    return asked, plan_question(asked)
+
+
+def answer(question: Mapping[str, str]) -> str:
+    """HTML of the verdict, or of the error that the command line prints. Raises nothing."""
+    try:
+        asked, report = _planned(tuple(sorted(question.items())))
+    except FituneError as error:
+        is_nothing = isinstance(error, NothingFits) and bool(error.facts)
+        screen = screen_of_nothing(error) if isinstance(error, NothingFits) and is_nothing else ""
+        return answer_html(error=error, nothing=_nothing(error) if is_nothing else None, screen=screen)
+    return _shown(asked, report, _command(asked.recipe))
+
+
+def _nothing(error: Any) -> dict[str, Any]:
+    facts = error.facts
+    changes = [
+        (one["change"], format_bytes(one["peak_bytes"]), format_rate(one["tokens_per_second"]))
+        for one in facts["changes"]
+    ]
+    bars = bars_of({"needed": {"at the peak": facts["needed_bytes"]}}, limit=facts["usable_bytes"])
+    return {"what": facts["what"], "changes": changes, "memory": bars}
+
+
+def _shown(asked: Asked, report: PlanReport, train: str) -> str:
+    taken = report.taken
+    verdict, *lines = verdict_lines(report)
+    facts: list[list[str]] = []
+    for line in lines:
+        name, words = line[2:11].strip(), line[11:].lstrip("█▏▎▍▌▋▊▉· ")
+        if name:
+            facts.append([name, words])
+        else:
+            facts[-1][1] += f" {words.strip()}"
+    memory = taken.estimate.memory
+    phases = {
+        phase.value: grouped_terms({**terms, **memory.outside}) for phase, terms in memory.phases.items()
+    }
+    usable = taken.estimate.usable_bytes
+    return answer_html(
+        verdict=verdict.partition("   ")[2], facts=facts, memory=bars_of(phases, limit=usable),
+        lengths=bars_of(_by_length(taken.plan), limit=usable), report=report, recipe=_yaml(asked.recipe),
+        command=without_credentials(train),
+    )  # fmt: skip
+
+
+def _by_length(plan: Plan) -> dict[str, dict[str, int]]:
+    """The plan's own peak with other lengths of rows, one row in a micro-batch."""
+    lengths = {2**power for power in range(9, 18)} | {plan.batch.seq_len}
+    found = {}
+    for length in sorted(one for one in lengths if one <= plan.model.max_seq_len):
+        of_length = replace(plan, batch=replace(plan.batch, seq_len=length, micro_batch_size=1))
+        found[f"{length:,} tokens"] = {"peak": predict(of_length).peak_bytes}
+    return found
+
+
+def _yaml(recipe: Recipe) -> str:
+    keys = {"data": "YOUR.jsonl", **given_keys(recipe)}
+    return without_credentials(yaml.safe_dump(keys, sort_keys=False, allow_unicode=True))
+
+
+def _command(recipe: Recipe) -> str:
+    words = [word for key, value in given_keys(recipe).items() for word in (f"--{key}", str(value))]
+    return shlex.join(["fitune", "train", *words, "--data", "YOUR.jsonl"])
+
+
+def ways(question: Mapping[str, str]) -> str:
+    """HTML of the ways that fit, and of the first screen; empty where the answer is an error. Raises nothing."""
+    try:
+        asked, report = _planned(tuple(sorted(question.items())))
+        others = other_ways(asked.recipe, report.taken, model=asked.model, machine=wanted_hardware)
+    except FituneError:
+        return ""
+    return _table(asked, report, others, _command(asked.recipe))
+
+
+def _table(asked: Asked, report: PlanReport, others: tuple[Way, ...], train: str) -> str:
+    rows = [_way(asked, "this plan", report.taken)]
+    rows += [_way(asked, "other placement", one) for one in report.runners_up]
+    rows += [_way(asked, one.change, one.priced) for one in others if one.priced.estimate.fits]
+    of = f"{asked.rows:,} rows" if asked.rows else "a million tokens"
+    screen = first_screen(report, others, train=train)
+    return ways_html(rows=rows, of=of, screen=screen)
+
+
+def _way(asked: Asked, change: str, priced: Priced) -> dict[str, Any]:
+    """A row of the table: words, and the numbers to sort by."""
+    plan, estimate = priced.plan, priced.estimate
+    price = asked.recipe.price_per_gpu_hour or price_of(plan.hardware.gpu)
+    seconds = 1e6 / estimate.tokens_per_second
+    if asked.rows:
+        seconds = _run(asked, plan, price).seconds
+    cost = seconds / 3600 * price * plan.hardware.num_gpus
+    return {
+        "change": change, "method": method_name(plan.tuning), "devices": describe_devices(plan.hardware),
+        "placement": describe_placement(plan), "peak": estimate.peak_bytes, "memory": format_bytes(estimate.peak_bytes),
+        "tokens_per_second": estimate.tokens_per_second, "speed": format_rate(estimate.tokens_per_second),
+        "seconds": seconds, "time": format_seconds(seconds), "dollars": cost,
+        "cost": format_dollars(cost) if price else "–",
+    }  # fmt: skip
+
+
+def page(question: Mapping[str, str]) -> str:
+    """The whole page, whose script asks for the answer to the address's query."""
+    choices = {key: values_of(f"--{key}") for key in ("model", "gpu", "tuning")}
+    return planner_html(question, choices, answer="", ways="", live=True)
+
+
+def write_plan_page(recipe: Recipe, path: Path, *, train: str) -> Path:
+    """The answer to a recipe as one file, with no form and no server; ``train`` is the command that it names.
+
+    Raises RunDirectoryError for a file that cannot be written.
+    """
+    asked = Asked(recipe=recipe, model=load_model_spec(recipe.model))
+    report = plan_on_data(recipe)
+    others = other_ways(recipe, report.taken, model=asked.model, machine=wanted_hardware)
+    shown, table = _shown(asked, report, train), _table(asked, report, others, train)
+    return write_page(path, planner_html({}, {}, answer=shown, ways=table, live=False))
+
+
+def serve_planner(port: int, *, tell: Callable[[str], object]) -> None:
+    """Answer on 127.0.0.1 until Ctrl-C; ``tell`` gets the address."""
+    serve({"": page, "answer": answer, "ways": ways}, port=port, tell=tell)
