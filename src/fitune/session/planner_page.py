@@ -135,11 +135,11 @@ def _shown(asked: Asked, report: PlanReport, train: str) -> str:
     verdict, *lines = verdict_lines(report)
     facts: list[list[str]] = []
     for line in lines:
-        name, words = line[2:11].strip(), line[11:].lstrip("█▏▎▍▌▋▊▉· ")
+        name, words = line[2:11].strip(), line[11:].lstrip("█▏▎▍▌▋▊▉· ").replace("   ", " · ")
         if name:
             facts.append([name, words])
         else:
-            facts[-1][1] += f" {words.strip()}"
+            facts[-1][1] += f" {words}"
     memory = taken.estimate.memory
     phases = {
         phase.value: grouped_terms({**terms, **memory.outside}) for phase, terms in memory.phases.items()
@@ -153,17 +153,21 @@ def _shown(asked: Asked, report: PlanReport, train: str) -> str:
 
 
 def _by_length(plan: Plan) -> dict[str, dict[str, int]]:
-    """The plan's own peak with other lengths of rows, one row in a micro-batch."""
+    """The plan's own peak with other lengths of rows, one row in a micro-batch, until the first that does not fit."""
     lengths = {2**power for power in range(9, 18)} | {plan.batch.seq_len}
     found = {}
     for length in sorted(one for one in lengths if one <= plan.model.max_seq_len):
         of_length = replace(plan, batch=replace(plan.batch, seq_len=length, micro_batch_size=1))
-        found[f"{length:,} tokens"] = {"peak": predict(of_length).peak_bytes}
+        estimate = predict(of_length)
+        found[f"{length:,} tokens"] = {"peak": estimate.peak_bytes}
+        if estimate.peak_bytes > estimate.usable_bytes:
+            break
     return found
 
 
 def _yaml(recipe: Recipe) -> str:
-    keys = {"data": "YOUR.jsonl", **given_keys(recipe)}
+    keys = given_keys(recipe)
+    keys.setdefault("data", "YOUR.jsonl")
     return without_credentials(yaml.safe_dump(keys, sort_keys=False, allow_unicode=True))
 
 

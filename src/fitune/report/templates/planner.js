@@ -56,7 +56,7 @@ function sort(head) {
 
 function tip(event) {
   const of = event.target.closest?.("[data-tip]");
-  if (of) by("tip").textContent = of.dataset.tip;
+  if (of) of.closest("section").querySelector(".tip").textContent = of.dataset.tip;
 }
 
 document.addEventListener("pointerover", tip);

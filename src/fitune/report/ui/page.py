@@ -42,6 +42,12 @@ class Bars:
     limit: float
     limit_text: str
 
+    @property
+    def legend(self) -> dict[str, int]:
+        """Colours by the names of parts."""
+        parts = [part for bar in self.bars for part in bar.parts]
+        return {part.name: part.colour for part in sorted(parts, key=lambda part: part.colour)}
+
 
 def bars_of(rows: Mapping[str, Mapping[str, int]], *, limit: int) -> Bars:
     """Rows of bytes by name, against ``limit`` bytes, which is what a device has for them."""

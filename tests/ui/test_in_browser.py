@@ -1,0 +1,186 @@
+"""The planner's page in Chromium: typing, pointing, sorting, links, a phone, the dark, the keyboard, labels."""
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+CHROMIUM = shutil.which("chromium")
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason="Debian's chromium is not installed"),
+]
+QUESTION = "?model=Qwen%2FQwen2.5-1.5B&gpu=rtx-4090&gpus=2&rows=1000"
+WAIT_MS = 60_000
+
+
+@pytest.fixture(scope="module")
+def address():
+    command = [sys.executable, "-m", "fitune", "ui"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ)) as server:
+        yield server.stdout.readline().strip()
+        server.terminate()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as started:
+        opened = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def opened(browser, address):
+    """Opens the page with a query; at the end no script may have failed, and nothing was asked of another host."""
+    failures, contexts = [], []
+
+    def open_page(query=QUESTION, *, wait=True, **settings):
+        contexts.append(browser.new_context(**settings))
+        page = contexts[-1].new_page()
+        page.set_default_timeout(WAIT_MS)
+        page.on("pageerror", lambda error: failures.append(str(error)))
+        page.on("request", lambda request: request.url.startswith(address) or failures.append(request.url))
+        page.goto(address + query)
+        if wait:
+            page.wait_for_selector("#ways table")
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert failures == []
+
+
+def test_typing_asks_and_the_address_holds_the_question(opened):
+    page = opened("", wait=False)
+    page.get_by_label("Model", exact=True).fill("Qwen/Qwen2.5-1.5B")
+    page.get_by_label("Card", exact=True).fill("rtx-4090")
+    page.get_by_text("✔ FITS").wait_for()
+    page.wait_for_selector("#ways table")
+    assert parse_qs(urlsplit(page.url).query) == {"model": ["Qwen/Qwen2.5-1.5B"], "gpu": ["rtx-4090"]}
+    page.get_by_label("Method").select_option("qlora")
+    page.wait_for_function("document.querySelector('#command')?.textContent.includes('--tuning qlora')")
+    assert page.locator("datalist#models option").count() > 300
+
+
+def test_a_link_shows_the_same_answer(opened):
+    first = opened()
+    again = opened("?" + urlsplit(first.url).query)
+    assert again.locator("#answer").inner_text() == first.locator("#answer").inner_text()
+    assert again.get_by_label("Rows of data").input_value() == "1000"
+
+
+def test_pointing_at_a_bar_says_its_bytes(opened):
+    page = opened()
+    bar = page.locator(".bars rect").first
+    bar.hover()
+    said = page.locator(".tip").first.inner_text()
+    assert said == bar.get_attribute("data-tip")
+    assert re.fullmatch(r"\w+: [\w ,]+ [\d.]+ [GM]iB of [\d.]+ [GM]iB", said)
+
+
+def test_a_head_sorts_both_ways_by_number(opened):
+    page = opened()
+    head = page.get_by_role("columnheader", name="memory")
+    cells = page.locator(".sortable tbody tr td:nth-child(5)")
+
+    def sizes():
+        return [int(cell.get_attribute("data-value")) for cell in cells.all()]
+
+    head.get_by_role("button").click()
+    assert sizes() == sorted(sizes())
+    assert head.get_attribute("aria-sort") == "ascending"
+    head.get_by_role("button").click()
+    assert sizes() == sorted(sizes(), reverse=True)
+    assert len(set(sizes())) > 1
+    assert head.get_attribute("aria-sort") == "descending"
+
+
+def test_the_keyboard_alone_is_enough(opened):
+    page = opened()
+    page.get_by_label("Card", exact=True).focus()
+    page.keyboard.press("ControlOrMeta+a")
+    page.keyboard.type("h100")
+    page.wait_for_function("document.querySelector('#command').textContent.includes('--gpu h100')")
+    page.wait_for_function("document.querySelector('#ways').ariaBusy === 'false'")
+    reached = set()
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        reached.add(
+            page.evaluate("document.activeElement.className || document.activeElement.textContent.trim()")
+        )
+        if page.evaluate("document.activeElement.textContent") == "memory":
+            break
+    assert {"row", "Copy link", "Copy command", "Copy recipe", "memory"} <= reached
+    assert "GiB" in page.locator(".tip").first.inner_text()
+    page.keyboard.press("Enter")
+    assert page.get_by_role("columnheader", name="memory").get_attribute("aria-sort") == "ascending"
+
+
+def test_everything_has_a_name_for_those_who_do_not_see_it(opened):
+    page = opened()
+    unnamed = page.evaluate(
+        """[...document.querySelectorAll("input, select, textarea, button, svg[role=img]")].filter(
+            (one) => !(one.labels?.length || one.ariaLabel || one.textContent.trim())).map((one) => one.outerHTML)"""
+    )
+    assert unnamed == []
+    assert page.locator("html").get_attribute("lang") == "en"
+    assert page.locator("#answer").get_attribute("aria-live") == "polite"
+    assert page.locator("h1").count() == 1
+
+
+@pytest.mark.parametrize("query", [QUESTION, "?model=meta-llama%2FLlama-3.1-70B&gpu=rtx-4090&tuning=full"])
+def test_a_phone_needs_no_sideways_scrolling(opened, query):
+    page = opened(query, wait=False, viewport={"width": 390, "height": 844})
+    page.locator("#answer section").first.wait_for()
+    page.wait_for_function("document.querySelector('#ways').ariaBusy === 'false'")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_the_dark_is_dark(opened):
+    lightness = {}
+    for scheme in ("light", "dark"):
+        page = opened(color_scheme=scheme)
+        colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        lightness[scheme] = sum(int(part) for part in re.findall(r"\d+", colour)[:3])
+    assert lightness["light"] > 600
+    assert lightness["dark"] < 150
+
+
+def test_a_hostile_name_is_text(opened):
+    page = opened("?model=%3Cimg%20src%3Dx%20onerror%3Ddocument.title%3D1%3E&gpu=h100", wait=False)
+    page.get_by_role("alert").wait_for()
+    assert "<img src=x" in page.get_by_role("alert").inner_text()
+    assert page.locator("#answer img").count() == 0
+    assert page.title() == "fitune: what fits"
+
+
+def test_the_server_listens_on_this_machine_alone(address):
+    port = urlsplit(address).port
+    with socket.socket() as other, pytest.raises(OSError):
+        other.settimeout(1)
+        other.connect(("127.0.0.2", port))
+
+
+def test_a_file_sorts_and_tells_without_a_server(opened, browser, tmp_path):
+    path = tmp_path / "plan.html"
+    words = ["plan", "--model", "Qwen/Qwen2.5-1.5B", "--gpu", "rtx-4090", "--html", str(path)]
+    subprocess.run([sys.executable, "-m", "fitune", *words], check=True, capture_output=True)
+    context = browser.new_context(offline=True)
+    page = context.new_page()
+    failures = []
+    page.on("pageerror", lambda error: failures.append(str(error)))
+    page.goto(path.as_uri())
+    page.get_by_role("columnheader", name="speed").get_by_role("button").click()
+    assert page.get_by_role("columnheader", name="speed").get_attribute("aria-sort") == "ascending"
+    page.locator(".bars rect").first.hover()
+    assert "GiB" in page.locator(".tip").first.inner_text()
+    assert failures == []
+    context.close()

@@ -1,0 +1,193 @@
+"""The planner's page says what the command line says, to this machine alone, and runs nothing that it is given."""
+
+import json
+import re
+import time
+from html import unescape
+from urllib.parse import urlencode
+
+import pytest
+
+from fitune.cli.app import app
+from fitune.report.ui.server import local_app
+from fitune.session import planner_page
+from fitune.session.planning import plan_on_data
+from fitune.session.recipes.keywords import recipe_of
+from fitune.spec.model.known_models import find_known_model
+from fitune.units import format_bytes, format_rate
+
+QUESTIONS = (
+    {"model": "meta-llama/Llama-3.1-8B", "gpu": "rtx-4090"},
+    {"model": "Qwen/Qwen2.5-14B", "gpu": "rtx-4090", "gpus": "2", "tuning": "lora"},
+    {"model": "llama-3.1-70b", "gpu": "h100", "gpus": "8", "nodes": "2", "seq_len": "8192"},
+)
+HOSTILE = "<img src=x onerror=alert(1)>"
+LARGEST = 60_000
+"""Bytes of an answer."""
+
+
+@pytest.fixture(scope="module")
+def client():
+    from starlette.testclient import TestClient
+
+    answers = {"": planner_page.page, "answer": planner_page.answer, "ways": planner_page.ways}
+    return TestClient(local_app(answers, token="secret"), base_url="http://127.0.0.1:8000")
+
+
+def text_of(html):
+    return " ".join(unescape(re.sub(r"<[^>]+>", " ", html)).split())
+
+
+@pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: question["model"])
+def test_the_page_says_what_the_plan_says(client, question):
+    report = plan_on_data(recipe_of(None, {key: int(v) if v.isdigit() else v for key, v in question.items()}))
+    estimate = report.taken.estimate
+    html = client.get("/secret/answer", params=question).text
+    text = text_of(html)
+    assert "✔ FITS" in text
+    assert f"{format_bytes(estimate.peak_bytes)} of {format_bytes(estimate.usable_bytes)} a device" in text
+    assert format_rate(estimate.tokens_per_second) in text
+    assert f"--model {question['model']}" in text
+    ways = client.get("/secret/ways", params=question).text
+    for one in (report.chosen, *report.runners_up):
+        assert f'data-value="{one.estimate.peak_bytes}"' in ways
+    assert max(len(html), len(ways)) < LARGEST
+
+
+def test_rows_of_data_are_a_job_with_time_and_cost(client):
+    question = {**QUESTIONS[0], "rows": "50000"}
+    said = re.search(
+        r"your job about 50,000 rows, 102 M tokens: (.*?), (\$[\d.]+)",
+        text_of(client.get("/secret/answer", params=question).text),
+    )
+    table = text_of(client.get("/secret/ways", params=question).text)
+    assert "Time and cost are of 50,000 rows" in table
+    assert f"{said[1]} {said[2]}" in table
+
+
+def test_what_does_not_fit_says_so_and_names_changes(client):
+    question = {"model": "meta-llama/Llama-3.1-70B", "gpu": "rtx-4090", "tuning": "full"}
+    text = text_of(client.get("/secret/answer", params=question).text)
+    assert "✘ DOES NOT FIT" in text
+    assert "What fits" in text
+    assert client.get("/secret/ways", params=question).text == ""
+
+
+@pytest.mark.parametrize(
+    ("question", "said"),
+    [
+        ({"model": "meta-llama/Lama-3.1-8B", "gpu": "h100"}, "did you mean 'meta-llama/Llama-3.1-8B'?"),
+        ({"model": "llama-3.1-8b", "gpu": "rtx-4090", "seq_len": "many"}, "seq_len"),
+        ({"model": "llama-3.1-8b", "gpu": "rtx-4090", "rows": "-1"}, "rows = '-1' is not a whole number"),
+        ({"model": "llama-3.1-8b", "gpu": "rtx-4091"}, "rtx-4090"),
+        ({"gpu": "h100"}, "no model is named"),
+        ({"model": "llama-3.1-8b", "output_dir": "/tmp/x"}, "the page knows no 'output_dir'"),
+        ({"config": "{", "gpu": "h100"}, "the pasted config.json is no JSON"),
+        ({"config": "[1]", "gpu": "h100"}, "no JSON object"),
+        ({"config": "{}", "gpu": "h100"}, "model_type is missing"),
+    ],
+)
+def test_an_error_is_the_plain_message(client, question, said):
+    reply = client.get("/secret/answer", params=question)
+    assert reply.status_code == 200
+    assert said in text_of(reply.text)
+
+
+def test_a_pasted_config_plans_as_the_model_of_that_config(client):
+    config = json.dumps(dict(find_known_model("meta-llama/Llama-3.1-8B").config))
+    pasted = text_of(client.get("/secret/answer", params={"config": config, "gpu": "rtx-4090"}).text)
+    named = text_of(client.get("/secret/answer", params=QUESTIONS[0]).text)
+    memory = re.compile(r"[\d.]+ GiB of [\d.]+ GiB a device")
+    assert memory.search(pasted)[0] == memory.search(named)[0]
+    assert "--model YOUR_MODEL_FOLDER" in pasted
+
+
+def test_no_path_of_a_question_is_read(client, tmp_path, monkeypatch):
+    config = dict(find_known_model("meta-llama/Llama-3.1-8B").config) | {"num_hidden_layers": 2}
+    folder = tmp_path / "llama-3.1-8b"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    monkeypatch.chdir(tmp_path)
+    assert "8.03 B" in client.get("/secret/answer", params={"model": "llama-3.1-8b", "gpu": "rtx-4090"}).text
+    for path in (str(folder), "./llama-3.1-8b", "~/model", str(folder / "config.json")):
+        text = text_of(client.get("/secret/answer", params={"model": path, "gpu": "rtx-4090"}).text)
+        assert "the page takes the names it lists" in text
+
+
+@pytest.mark.parametrize("key", ["model", "gpu", "tuning", "seq_len", "rows", "config", HOSTILE])
+def test_words_of_a_question_are_escaped(client, key):
+    question = {"model": "llama-3.1-8b", "gpu": "rtx-4090"} | {key: HOSTILE}
+    for name in ("", "answer", "ways"):
+        assert "<img" not in client.get(f"/secret/{name}", params=question).text
+    config = json.dumps({"model_type": HOSTILE, "_name_or_path": HOSTILE, "architectures": [HOSTILE]})
+    assert "<img" not in client.get("/secret/answer", params={"config": config}).text
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "status"),
+    [
+        ("/secret/", {}, 200),
+        ("/secret/", {"origin": "http://127.0.0.1:8000"}, 200),
+        ("/secret/answer", {"origin": "http://evil.example"}, 403),
+        ("/secret/answer", {"origin": "null"}, 403),
+        ("/secret/answer", {"host": "evil.example:8000"}, 403),
+        ("/secret/answer", {"host": "127.0.0.1.evil.example:8000"}, 403),
+        ("/wrong/answer", {}, 404),
+        ("/answer", {}, 404),
+        ("/secret/other", {}, 404),
+        ("/sécret/", {}, 404),
+    ],
+)
+def test_only_this_machine_with_the_token_is_answered(client, path, headers, status):
+    reply = client.get(path, headers=headers)
+    assert reply.status_code == status
+    if status != 200:
+        assert "secret" not in reply.text
+
+
+def test_other_verbs_and_long_questions_are_refused(client):
+    assert client.post("/secret/answer").status_code == 405
+    assert client.get("/secret/answer", params={"config": "x" * 50_000}).status_code == 414
+
+
+def test_the_page_allows_its_own_script_alone(client):
+    html = client.get("/secret/").text
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', html)[1]
+    assert policy.startswith("default-src 'none'; ")
+    assert "script-src 'sha256-" in policy
+    assert "unsafe" not in policy.replace("style-src 'unsafe-inline'", "")
+    assert html.count("<option value=") > 300
+
+
+def test_a_link_holds_the_whole_question(client):
+    config = json.dumps({"model_type": "llama", "a": 'ü & <b> "'})
+    question = {"model": "a&b", "gpu": "rtx-4090", "gpus": "2", "nodes": "3", "tuning": "qlora", "seq_len": "77",
+                "rows": "5", "config": config}  # fmt: skip
+    html = client.get(f"/secret/?{urlencode(question)}").text
+    for key in ("model", "gpu", "gpus", "nodes", "seq_len", "rows"):
+        assert f'name="{key}" value="{question[key].replace("&", "&amp;")}"' in html
+    assert "<option selected>qlora" in html
+    assert config in unescape(html)
+
+
+def test_a_file_needs_no_network_and_no_server(tmp_path, capsys):
+    path = tmp_path / "plan.html"
+    app(["plan", "--model", "llama-3.1-8b", "--gpu", "rtx-4090", "--html", str(path)], standalone_mode=False)
+    html = path.read_text(encoding="utf-8")
+    assert f"page: {path}" in capsys.readouterr().out
+    assert "✔ FITS" in html
+    assert "Every way that fits" in html
+    assert "<form" not in html
+    assert "connect-src" not in html
+    assert not re.search(r"""(src|href|action)=|@import|url\(|https?://""", html)
+    assert len(html) < LARGEST
+
+
+def test_the_verdict_comes_in_half_a_second(client):
+    """The least of three questions that were not asked before: another process may hold the cores meanwhile."""
+    seconds = []
+    for seq_len in ("1000", "1001", "1002"):
+        began = time.perf_counter()
+        client.get("/secret/answer", params={**QUESTIONS[0], "seq_len": seq_len})
+        seconds.append(time.perf_counter() - began)
+    assert min(seconds) < 0.5
