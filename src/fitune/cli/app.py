@@ -111,10 +111,7 @@ def plan(
     rows: Rows = None,
     live: Live = False,
     picture: Picture = None,
-    details: Annotated[
-        bool,
-        Option("--details", help="Memory by phase, what else fits, what does not, and what was decided."),
-    ] = False,
+    details: Annotated[bool, Option("--details", help="Memory by phase, what fits or not, and why.")] = False,
     html: Html = None,
     json: Json = False,
 ) -> None:
@@ -610,16 +607,14 @@ def _print_screen(recipe: "Recipe", words: list[str], html: Path | None) -> None
     try:
         report = plan_on_data(recipe)
     except NothingFits as error:
-        screen = screen_of_nothing(error)
-        if screen is None:
+        if (screen := screen_of_nothing(error)) is None:
             raise
         print_coloured(screen)
         raise typer.Exit(error.exit_code) from None
-    data = [] if recipe.data else ["--data", "YOUR.jsonl"]
-    train = shlex.join(["fitune", "train", *words, *data])
+    train = shlex.join(["fitune", "train", *words, *([] if recipe.data else ["--data", "YOUR.jsonl"])])
     print_coloured(first_screen_of(recipe, report, train=train))
     if html is not None:
-        from fitune.session.planner_page import write_plan_page
+        from fitune.session.planner_page import write_plan_page  # jinja2, for those who want a page
 
         print(f"\npage: {write_plan_page(recipe, html, train=train)}")
 

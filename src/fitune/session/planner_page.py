@@ -69,7 +69,9 @@ def read_question(question: Mapping[str, str]) -> Asked:
     _, options = split_words([f"--{key}={value}" for key, value in given.items()])
     recipe = parse_recipe(canonical_keys(options, where="the page"), where="the page")
     return Asked(
-        recipe=recipe, model=_pasted(config) if config else _known(recipe.model), rows=rows and int(rows)
+        recipe=recipe,
+        model=_pasted(config) if config else _known(recipe.model),
+        rows=int(rows) if rows else None,
     )
 
 
