@@ -89,7 +89,7 @@ def test_pointing_at_a_bar_says_its_bytes(opened):
 def test_a_head_sorts_both_ways_by_number(opened):
     page = opened()
     head = page.get_by_role("columnheader", name="memory")
-    cells = page.locator(".sortable tbody tr td:nth-child(5)")
+    cells = page.locator(".sortable tbody tr td:nth-child(4)")
 
     def sizes():
         return [int(cell.get_attribute("data-value")) for cell in cells.all()]

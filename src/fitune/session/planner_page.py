@@ -137,11 +137,11 @@ def _shown(asked: Asked, report: PlanReport, train: str) -> str:
     verdict, *lines = verdict_lines(report)
     facts: list[list[str]] = []
     for line in lines:
-        name, words = line[2:11].strip(), line[11:].lstrip("█▏▎▍▌▋▊▉· ").replace("   ", " · ")
+        name, words = line[2:11].strip(), line[11:].strip("█▏▎▍▌▋▊▉· ").replace("   ", ", ")
         if name:
             facts.append([name, words])
         else:
-            facts[-1][1] += f" {words}"
+            facts[-1][1] += f"; at the peak {words}" if facts[-1][0] == "memory" else f" {words}"
     memory = taken.estimate.memory
     phases = {
         phase.value: grouped_terms({**terms, **memory.outside}) for phase, terms in memory.phases.items()
