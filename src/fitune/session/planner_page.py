@@ -134,7 +134,7 @@ def _nothing(error: Any) -> dict[str, Any]:
 
 def _shown(asked: Asked, report: PlanReport, train: str) -> str:
     taken = report.taken
-    verdict, *lines = verdict_lines(report)
+    verdict, *lines = "\n".join(verdict_lines(report)).splitlines()
     facts: list[list[str]] = []
     for line in lines:
         name, words = line[2:11].strip(), line[11:].strip("█▏▎▍▌▋▊▉· ").replace("   ", ", ")
