@@ -18,6 +18,7 @@ PLANNING = (
     f"plan {MODEL}",
     f"plan {MODEL} --details",
     f"plan {MODEL} --json",
+    f"plan {MODEL} --html plan.html",
     f"plan {MODEL} --data rows.jsonl",
     f"plan {MODEL} --largest seq_len",
     "plan --model Qwen/Qwen2.5-1.5B",
