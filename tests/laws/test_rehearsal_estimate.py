@@ -11,6 +11,7 @@ from fitune.estimate.predict import predict_memory
 from fitune.rehearse.step import trace_plan
 from fitune.rehearse.trace import peaks_by_kind
 from fitune.spec.plan import Hqq, Nf4
+from fitune.spec.predictions import Phase
 from plans import CPU, gpu, plan_for
 from rehearse.tiny_configs import FAMILIES, tiny
 
@@ -71,6 +72,27 @@ def test_on_a_quantised_base(family, choice, hardware):
     plan = plan_for(spec, hardware=hardware, tuning="lora", seq_len=128, rows=2, **choice)
     plan = replace(plan, tuning=replace(plan.tuning, base=base))
     check(plan, config)
+
+
+@pytest.mark.parametrize("recompute", [0, 4])
+@pytest.mark.parametrize(
+    ("hardware", "precision"),
+    [(CPU, "bf16"), (gpu("h100"), "bf16"), (gpu("t4"), "fp16"), (gpu("t4"), "fp32")],
+)
+def test_scores_that_are_written_out_take_what_the_device_makes_of_them(hardware, precision, recompute):
+    """Rows so long that little else counts. For each score, backward: CUDA's softmax multiplies first, + 4 bytes;
+    fp16 is not cast before it there, so that is all that waits."""
+    config, spec = tiny("gemma2")
+    plan = plan_for(
+        spec, hardware=hardware, precision=precision, tuning="lora", seq_len=1024, rows=1, recompute=recompute
+    )
+    trace, _ = trace_plan(plan, config, exact=True)
+    rehearsed = peaks_by_kind(trace, on_cuda=False)
+    predicted = predict_memory(plan).phases
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        assert sum(predicted[phase].values()) == pytest.approx(sum(rehearsed[phase].values()), rel=0.01), (
+            phase
+        )
 
 
 @pytest.mark.parametrize(("hardware", "precision"), [(CPU, "fp32"), (gpu("h100"), "bf16")])

@@ -9,7 +9,8 @@ import pytest
 
 pytestmark = pytest.mark.null_gpu
 BENCH = Path(__file__).parents[2] / "bench" / "null_gpu_memory.py"
-ROOM = {"4090": "NVIDIA GeForce RTX 4090|89|1024", "h100": "NVIDIA H100 80GB HBM3|90|1024"}
+ROOM = {"4090": "NVIDIA GeForce RTX 4090|89|1024", "h100": "NVIDIA H100 80GB HBM3|90|1024",
+        "t4": "Tesla T4|75|1024"}  # fmt: skip
 """Memory for every method; the plan says what fits where."""
 GROWING = {
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
@@ -40,6 +41,22 @@ def test_peaks_of_8b_are_those_of_the_rehearsal_and_of_the_estimate(
             assert sizes["rehearsed"] == pytest.approx(sizes["allocated"], rel=1e-3), (case["case"], phase)
             assert sizes["predicted"] == pytest.approx(sizes["allocated"], rel=1e-2), (case["case"], phase)
         assert case["workspace"]["allocated"] == pytest.approx(case["workspace"]["predicted"], rel=0.02)
+
+
+@pytest.mark.parametrize(("card", "capability"), [("t4", "75"), ("h100", "90")])
+def test_peaks_of_scores_that_are_written_out(looked_at, card: str, capability: str) -> None:
+    """Gemma-2: in bf16 softmax's input is cast and its gradient multiplied first; in fp16 the kernel casts."""
+    words = ("--cards", capability, "--shapes", "gemma", "--layers", "4", "--cases", "lora")
+    for case in looked_at(*words, card=card):
+        for phase, sizes in case["phases"].items():
+            assert sizes["rehearsed"] == pytest.approx(sizes["allocated"], rel=1e-3), (
+                case["recompute"],
+                phase,
+            )
+            assert sizes["predicted"] == pytest.approx(sizes["allocated"], rel=1e-2), (
+                case["recompute"],
+                phase,
+            )
 
 
 @pytest.mark.parametrize("lengths", ["lognormal", "equal"])

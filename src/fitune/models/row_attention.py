@@ -204,7 +204,7 @@ def rows_eager(call: RowCall) -> Tensor:
         if call.sinks_n is not None:
             sink = call.sinks_n.to(q.dtype).reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
             scores = torch.cat([scores, sink], dim=-1)
-        weights = scores.softmax(dim=-1, dtype=torch.float32).to(q.dtype)
+        weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
         if call.sinks_n is not None:
             weights = weights[..., :-1]
         weights = F.dropout(weights, p=call.dropout)

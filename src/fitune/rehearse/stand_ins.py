@@ -29,6 +29,7 @@ _LARGE_NORM = 1e9
 # The fake CPU's fused kernel stands for CUDA's: the same inputs, output and log-sum-exp are kept.
 _FLASH_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _FLASH_STREAM_BACKWARD = _aten._flash_attention_backward.default
+_SOFTMAX_BACKWARD = _aten._softmax_backward_data.default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,18 +52,21 @@ class StandIns:
         return func
 
     def workspace_bytes(self, func: Any, args: Any) -> int:
-        """Bytes that a CUDA attention kernel allocates inside its backward, where no trace can look.
+        """Bytes that a CUDA kernel of attention allocates inside its backward, where no trace can look.
 
         FlashAttention-2: the fp32 gradient of the queries, padded to 128 tokens (for a stream by 128 tokens a row),
         and a sum per query; with grouped heads also the gradients of keys and values for every query
         head, before they are added up (flash_api.cpp, mha_bwd and mha_varlen_bwd: dq_accum, softmax_d, dk_expanded,
-        dv_expanded). The memory-efficient kernel accumulates alike. Read in the sources, not measured by us.
+        dv_expanded). The memory-efficient kernel accumulates alike. Softmax: gradient times output (SoftMax.cu). Read
+        in the sources, and seen on the null GPU.
         """
         if func is _FLASH_STREAM_BACKWARD:
             query_Tnd, key_Tkd, bounds = args[1], args[2], args[6]
             tokens, heads, _ = query_Tnd.shape
             padded = tokens + 128 * (len(bounds) - 1)
             return _flash_workspace(query_Tnd, padded=padded, grouped=key_Tkd.shape[1] != heads, heads=heads)
+        if not self.gpu.is_cpu and func is _SOFTMAX_BACKWARD:
+            return int(args[0].numel() * args[0].element_size())
         if self.gpu.is_cpu or func is not _FLASH_BACKWARD:
             return 0
         query_BnTd, key_BkTd = args[1], args[2]
@@ -175,23 +179,29 @@ LIGER_STAND_INS = Operations(
 
 @contextmanager
 def cuda_functions() -> Iterator[None]:
-    """Inside, dropout keeps what CUDA's kernels keep.
+    """Inside, dropout and softmax keep what CUDA's kernels keep.
 
     On CUDA dropout is one kernel with a mask of one byte per element (aten::native_dropout); the CPU multiplies by a
     mask of the input's dtype. CUDA's fused attention drops out by itself, from a seed; the CPU's cannot, and the
-    scores would be written out. The functions themselves are replaced: a TorchFunctionMode is off in backward, where
-    recomputed blocks run again.
+    scores would be written out. CUDA's softmax in fp32 reads fp16 itself, the CPU's a copy. The functions themselves
+    are replaced: a TorchFunctionMode is off in backward, where recomputed blocks run again.
     """
-    dropout, attention = F.dropout, F.scaled_dot_product_attention
+    replaced = F.dropout, F.scaled_dot_product_attention, F.softmax
+    _, attention, softmax = replaced
+
+    def normalise(input: Tensor, *args: Any, dim: int = -1, dtype: torch.dtype | None = None) -> Tensor:
+        if input.dtype is torch.half and dtype is torch.float32:
+            return torch._softmax(input, dim, True)
+        return softmax(input, *args, dim=dim, dtype=dtype)
 
     def attend(*args: Any, **words: Any) -> torch.Tensor:
         return attention(*args, **{**words, "dropout_p": 0.0})
 
-    F.dropout, F.scaled_dot_product_attention = _dropout, attend
+    F.dropout, F.scaled_dot_product_attention, F.softmax = _dropout, attend, normalise
     try:
         yield
     finally:
-        F.dropout, F.scaled_dot_product_attention = dropout, attention
+        F.dropout, F.scaled_dot_product_attention, F.softmax = replaced
 
 
 def _dropout(

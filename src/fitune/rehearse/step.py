@@ -24,7 +24,6 @@ from fitune.rehearse.recorder import Recorder, fake_ranks, modules_may_move
 from fitune.rehearse.stand_ins import LIGER_STAND_INS, StandIns, cuda_functions
 from fitune.rehearse.trace import Trace, peaks_by_kind, reserved_peak
 from fitune.spec.machines.hardware import Gpu
-from fitune.spec.model.model_spec import NO_DROPOUT
 from fitune.spec.model.traits import has_scores
 from fitune.spec.plan import Batch, Lora, Offload, Plan, Recompute, Zero, updates_in_backward
 from fitune.spec.predictions import Rehearsal
@@ -122,7 +121,7 @@ def rehearsed(
         with (
             fake_ranks(plan) as mesh,
             FakeTensorMode() as mode,  # on a fake cpu: a build of torch without CUDA cannot make them on cuda
-            _standing_for(plan.hardware.gpu, drops_out=_drops_out(plan)),
+            _standing_for(plan.hardware.gpu),
         ):
             with modules_may_move(mode):
                 model = empty_model(config, compute_dtype(plan.precision))
@@ -135,17 +134,10 @@ def rehearsed(
 
 
 @contextmanager
-def _standing_for(gpu: Gpu, *, drops_out: bool) -> Iterator[None]:
-    differs = drops_out and not gpu.is_cpu
-    functions = cuda_functions() if differs else nullcontext()
+def _standing_for(gpu: Gpu) -> Iterator[None]:
+    functions = nullcontext() if gpu.is_cpu else cuda_functions()
     with attending_as(gpu.capability), computing_with(LIGER_STAND_INS), functions:
         yield
-
-
-def _drops_out(plan: Plan) -> bool:
-    """True if adapters or the model's config ask for dropout anywhere."""
-    adapters = plan.tuning.dropout if isinstance(plan.tuning, Lora) else 0.0
-    return adapters > 0 or plan.model.dropout != NO_DROPOUT
 
 
 def shallow_plan(plan: Plan, *, layers: int, recomputed: int) -> Plan:

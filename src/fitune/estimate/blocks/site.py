@@ -160,6 +160,12 @@ class Site:
         return self.dropout_mask_bytes if self.model.dropout.attention > 0 else 0
 
     @property
+    def casts_scores(self) -> bool:
+        """True if scores are copied to fp32 before the softmax: of 16 bit, but fp16 on CUDA, whose kernel reads it."""
+        on_cpu = self.plan.hardware.gpu.is_cpu
+        return self.element_bytes < activations.FP32 and (on_cpu or self.plan.precision is not Precision.FP16)
+
+    @property
     def dropout(self) -> float:
         """The adapters'; the model's own is in ``model.dropout``."""
         return self.plan.tuning.dropout if isinstance(self.plan.tuning, Lora) else 0.0

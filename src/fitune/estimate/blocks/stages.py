@@ -93,12 +93,22 @@ def _scores(site: Site, output: Sequence[Linear], *, passes: bool) -> Stage:
             **common, pairs=shape.pairs(), element_bytes=e, output_needed=needed, softcapped=model.caps_scores,
             mask_bytes=site.score_mask_bytes,
         )  # fmt: skip
-        sizes = {**common, "row_tokens": shape.row_tokens, "hidden": model.hidden_size, "element_bytes": e}
+        sizes = {
+            "tokens": shape.tokens, "row_tokens": shape.row_tokens, "hidden": model.hidden_size,
+            "num_heads": model.num_heads, "element_bytes": e, "cast": site.casts_scores,
+        }  # fmt: skip
+        going_back = {**sizes, "mask_bytes": site.score_mask_bytes}
         return Stage(
             name="attention",
             kept=kept if passes else 0,
-            forward=transient.eager_attention_forward(**sizes, softcapped=model.caps_scores),
-            backward=transient.eager_attention_backward(**sizes, rows=rows, mask_bytes=site.score_mask_bytes)
+            forward=transient.eager_attention_forward(
+                **sizes, q_dim=model.q_dim, softcapped=model.caps_scores
+            ),
+            again=transient.eager_attention_again(**going_back, kv_dim=model.kv_dim) if passes else 0,
+            incoming=shape.tokens * e * model.hidden_size if passes else 0,
+            backward=transient.eager_attention_backward(
+                **going_back, q_dim=model.q_dim, rows=rows, on_cuda=not site.plan.hardware.gpu.is_cpu
+            )
             if passes
             else 0,
         )
@@ -142,7 +152,9 @@ def _fallback_scores(site: Site, *, output_needed: bool, passes: bool) -> Stage:
         name="attention",
         kept=kept if passes else 0,
         forward=transient.fallback_attention_forward(**sizes, kv_dim=kv_dim, dropped=dropped),
-        backward=transient.fallback_attention_backward(**sizes, rows=rows, dropped=dropped),
+        backward=transient.fallback_attention_backward(
+            **sizes, rows=rows, dropped=dropped, on_cuda=not site.plan.hardware.gpu.is_cpu
+        ),
     )
 
 

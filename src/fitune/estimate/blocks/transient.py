@@ -100,15 +100,38 @@ def eager_attention_forward(
     num_heads: int,
     element_bytes: int,
     softcapped: bool,
+    cast: bool,
 ) -> int:
-    """n·s²·(2e + 8) [fp32: 12], + e when capped, for one row; + t·e·(2h + 4q).
+    """s² · (n·(e + 8) + 1) where scores are ``cast``, s² · (n·(2e + 4) + 1) for others of 16 bit, in fp32 8·n·s², or 12
+    when capped, for one row; + t·e·(2h + 4q).
 
-    Scores, masked scores, their fp32 copy and the softmax; a cap's tangent. Residual, input, queries, repeated keys
-    and values, output.
+    Masked scores, their fp32 copy, the softmax and a mask; or the softmax and its 16-bit copy; or scores, a cap's
+    quotient and its tangent. Residual, input, queries, keys and values, and these two repeated.
     """
-    copies = FP32 if element_bytes < FP32 else 0
-    per_score = (2 + softcapped) * element_bytes + FP32 + copies
-    return num_heads * row_tokens**2 * per_score + tokens * element_bytes * (2 * hidden + 4 * q_dim)
+    copied = FP32 if cast else element_bytes if element_bytes < FP32 else 0
+    at_softmax = num_heads * (element_bytes + FP32 + copied) + 1
+    per_pair = max(at_softmax, num_heads * (2 + softcapped) * element_bytes)
+    return row_tokens**2 * per_pair + tokens * element_bytes * (2 * hidden + 4 * q_dim)
+
+
+def eager_attention_again(
+    *,
+    tokens: int,
+    row_tokens: int,
+    hidden: int,
+    kv_dim: int,
+    num_heads: int,
+    element_bytes: int,
+    mask_bytes: int,
+    cast: bool,
+) -> int:
+    """s² · (n·(4 where ``cast``, else e; less a dropout's mask) + 1) for one row; + t·e·(2h + 2k).
+
+    Beside what is kept: the masked scores, and their fp32 copy while the 16-bit softmax is not there yet; a mask and
+    its opposite. Residual and the gradient that waits; keys and values before they are repeated.
+    """
+    per_score = (FP32 if cast else element_bytes) - mask_bytes
+    return row_tokens**2 * (num_heads * per_score + 1) + tokens * element_bytes * (2 * hidden + 2 * kv_dim)
 
 
 def eager_attention_backward(
@@ -121,16 +144,20 @@ def eager_attention_backward(
     num_heads: int,
     element_bytes: int,
     mask_bytes: int,
+    cast: bool,
+    on_cuda: bool,
 ) -> int:
-    """n·s²·(8 − e) [fp32: 8] for one row; + t·e·h, + t·e·q with several rows.
+    """n·s² · (8 − e) [fp32: 8] for one row, + 4 on CUDA; + t·e·h, + t·e·q with several rows.
 
-    With dropout n·s² · max(e, 8 − e − mask): the dropped probabilities and their mask are let go before.
+    With dropout n·s² · max(e, 8 [12] − e − mask): the dropped probabilities and their mask are let go before.
 
-    Gradients of the softmax's output and input in fp32, when the 16-bit probabilities are gone; the residual's
-    gradient, and the output's while other rows wait for it. Gradients of values are where the values were.
+    Gradients of the softmax's output in fp32 and of its input, fp32 where it was ``cast``, when the 16-bit
+    probabilities are gone; CUDA's kernel multiplies gradient and output first (SoftMax.cu). The residual's gradient,
+    and the output's while other rows wait for it. Gradients of values are where the values were.
     """
     freed = element_bytes if mask_bytes or element_bytes < FP32 else 0
-    per_score = max(element_bytes, 2 * FP32 - freed - mask_bytes)
+    gradients = FP32 + (FP32 if cast else element_bytes) + (FP32 if on_cuda else 0)
+    per_score = max(element_bytes, gradients - freed - mask_bytes)
     waiting = q_dim if rows > 1 else 0
     return num_heads * row_tokens**2 * per_score + tokens * element_bytes * (hidden + waiting)
 
@@ -165,13 +192,15 @@ def fallback_attention_backward(
     q_dim: int,
     element_bytes: int,
     dropped: bool,
+    on_cuda: bool,
 ) -> int:
-    """n·s²·8 + t·e·h, + t·e·q with several rows: gradients of the probabilities and of the scores, in fp32.
+    """n·s²·8, 12 on CUDA, + t·e·h, + t·e·q with several rows: gradients of the probabilities and of the scores, in
+    fp32, and CUDA's product of gradient and output.
 
     With dropout n·s²·4: gradients are made while the dropped probabilities and then the noise are let go.
     """
     waiting = q_dim if rows > 1 else 0
-    scores = (1 if dropped else 2) * FP32 * num_heads * row_tokens**2
+    scores = (1 if dropped else 2 + on_cuda) * FP32 * num_heads * row_tokens**2
     return scores + tokens * element_bytes * (hidden + waiting)
 
 
