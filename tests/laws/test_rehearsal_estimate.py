@@ -6,8 +6,11 @@ bench/estimate_vs_rehearsal.py does the same for real shapes.
 from dataclasses import replace
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 from fitune.estimate.predict import predict_memory
+from fitune.rehearse.stand_ins import cuda_functions
 from fitune.rehearse.step import trace_plan
 from fitune.rehearse.trace import peaks_by_kind
 from fitune.spec.plan import Hqq, Nf4
@@ -93,6 +96,11 @@ def test_scores_that_are_written_out_take_what_the_device_makes_of_them(hardware
         assert sum(predicted[phase].values()) == pytest.approx(sum(rehearsed[phase].values()), rel=0.01), (
             phase
         )
+
+
+def test_softmax_that_stands_for_cudas_is_called_as_torchs():
+    with cuda_functions():
+        assert F.softmax(torch.zeros(2, 4), -1).sum() == 2
 
 
 @pytest.mark.parametrize(("hardware", "precision"), [(CPU, "fp32"), (gpu("h100"), "bf16")])

@@ -189,10 +189,10 @@ def cuda_functions() -> Iterator[None]:
     replaced = F.dropout, F.scaled_dot_product_attention, F.softmax
     _, attention, softmax = replaced
 
-    def normalise(input: Tensor, *args: Any, dim: int = -1, dtype: torch.dtype | None = None) -> Tensor:
-        if input.dtype is torch.half and dtype is torch.float32:
+    def normalise(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> Tensor:
+        if dim is not None and input.dtype is torch.half and dtype is torch.float32:
             return torch._softmax(input, dim, True)
-        return softmax(input, *args, dim=dim, dtype=dtype)
+        return softmax(input, dim, _stacklevel, dtype)
 
     def attend(*args: Any, **words: Any) -> torch.Tensor:
         return attention(*args, **{**words, "dropout_p": 0.0})

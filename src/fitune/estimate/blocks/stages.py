@@ -95,23 +95,22 @@ def _scores(site: Site, output: Sequence[Linear], *, passes: bool) -> Stage:
         )  # fmt: skip
         sizes = {
             "tokens": shape.tokens, "row_tokens": shape.row_tokens, "hidden": model.hidden_size,
-            "num_heads": model.num_heads, "element_bytes": e, "cast": site.casts_scores,
+            "num_heads": model.num_heads, "element_bytes": e,
         }  # fmt: skip
-        going_back = {**sizes, "mask_bytes": site.score_mask_bytes}
-        return Stage(
-            name="attention",
-            kept=kept if passes else 0,
-            forward=transient.eager_attention_forward(
-                **sizes, q_dim=model.q_dim, softcapped=model.caps_scores
-            ),
-            again=transient.eager_attention_again(**going_back, kv_dim=model.kv_dim) if passes else 0,
-            incoming=shape.tokens * e * model.hidden_size if passes else 0,
-            backward=transient.eager_attention_backward(
-                **going_back, q_dim=model.q_dim, rows=rows, on_cuda=not site.plan.hardware.gpu.is_cpu
-            )
-            if passes
-            else 0,
+        cast, mask_bytes, q = site.casts_scores, site.score_mask_bytes, model.q_dim
+        forward = transient.eager_attention_forward(**sizes, q_dim=q, softcapped=model.caps_scores, cast=cast)
+        again = transient.eager_attention_again(
+            **sizes, kv_dim=model.kv_dim, mask_bytes=mask_bytes, cast=cast
         )
+        backward = transient.eager_attention_backward(
+            **sizes, q_dim=q, rows=rows, mask_bytes=mask_bytes, cast=cast, on_cuda=not site.plan.hardware.gpu.is_cpu
+        )  # fmt: skip
+        if not passes:
+            return Stage(name="attention", kept=0, forward=forward, backward=0)
+        return Stage(
+            name="attention", kept=kept, forward=forward, again=again, backward=backward,
+            incoming=shape.tokens * e * model.hidden_size,
+        )  # fmt: skip
     kept = activations.fused_attention_kept(**common, rows=rows, element_bytes=e, output_needed=needed)
     backward = transient.fused_attention_backward(
         **common, rows=rows, hidden=model.hidden_size, kv_dim=_attended_kv_dim(site), element_bytes=e,
