@@ -1,6 +1,7 @@
 """The stages of a block's two halves: projections and attention; an MLP, gated or plain. Mixtures: experts.py."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from fitune.estimate.blocks import activations, transient
 from fitune.estimate.blocks.activations import FP32
@@ -89,21 +90,28 @@ def _scores(site: Site, output: Sequence[Linear], *, passes: bool) -> Stage:
     if model.is_multi_query or falls_back_to_scores(site.plan):
         return _fallback_scores(site, output_needed=needed, passes=passes)
     if writes_scores(site.plan):
-        kept = activations.eager_attention_kept(
-            **common, pairs=shape.pairs(), element_bytes=e, output_needed=needed, softcapped=model.caps_scores,
-            mask_bytes=site.score_mask_bytes,
+        keeping = partial(
+            activations.eager_attention_kept, q_dim=model.q_dim, num_heads=model.num_heads, element_bytes=e,
+            softcapped=model.caps_scores, mask_bytes=site.score_mask_bytes,
         )  # fmt: skip
+        kept = keeping(tokens=shape.tokens, pairs=shape.pairs(), output_needed=needed)
         sizes = {
-            "tokens": shape.tokens, "row_tokens": shape.row_tokens, "hidden": model.hidden_size,
-            "num_heads": model.num_heads, "element_bytes": e,
+            "tokens": shape.tokens, "hidden": model.hidden_size, "num_heads": model.num_heads, "element_bytes": e,
         }  # fmt: skip
         cast, mask_bytes, q = site.casts_scores, site.score_mask_bytes, model.q_dim
-        forward = transient.eager_attention_forward(**sizes, q_dim=q, softcapped=model.caps_scores, cast=cast)
-        again = transient.eager_attention_again(
-            **sizes, kv_dim=model.kv_dim, mask_bytes=mask_bytes, cast=cast
+        longest = shape.row_tokens
+        forward = transient.eager_attention_forward(
+            **sizes, row_tokens=longest, q_dim=q, softcapped=model.caps_scores, cast=cast
         )
-        backward = transient.eager_attention_backward(
-            **sizes, q_dim=q, rows=rows, mask_bytes=mask_bytes, cast=cast, on_cuda=not site.plan.hardware.gpu.is_cpu
+        again = transient.eager_attention_again(
+            **sizes, row_tokens=longest, kv_dim=model.kv_dim, mask_bytes=mask_bytes, cast=cast
+        )
+        backward = max(
+            transient.eager_attention_backward(
+                **sizes, row_tokens=row, q_dim=q, rows=rows, mask_bytes=mask_bytes, cast=cast,
+                on_cuda=not site.plan.hardware.gpu.is_cpu,
+            ) - keeping(tokens=0, pairs=gone, output_needed=False)
+            for row, gone in shape.rows_going_back()
         )  # fmt: skip
         if not passes:
             return Stage(name="attention", kept=0, forward=forward, backward=0)

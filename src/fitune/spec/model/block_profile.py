@@ -3,7 +3,7 @@
 Memory and time ask nothing else of a block, and nothing else of the data.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -66,6 +66,13 @@ class BatchShape:
         """Pairs of all rows, each token with half of itself: Σ n²/2 of rows of n tokens without a window."""
         rows = [(n, 1.0) for n in self.row_lengths] or [(self.row_tokens, self.tokens / self.row_tokens)]
         return sum(times * (sees.pairs(n) - n / 2) for n, times in rows)
+
+    def rows_going_back(self) -> Iterator[tuple[int, int]]:
+        """Of each row, as its gradient comes: its n tokens, and Σ m² over the rows of m behind it, which have gone."""
+        gone = 0
+        for n in reversed(self.row_lengths or (self.row_tokens,)):
+            yield n, gone
+            gone += n * n
 
     def tokens_in_rows_over(self, length: int) -> int:
         """Tokens of the rows that are longer than ``length``."""
