@@ -100,6 +100,14 @@ def test_estimate_and_rehearsal_agree(family, different, choice, hardware):
     check(by_rows(spec, ROWS, hardware=hardware, **choice), config)
 
 
+@pytest.mark.parametrize("rows", [(200, 150, 40), (150, 200, 40), (40, 150, 200)])
+def test_scores_of_rows_behind_the_longest_are_gone_when_it_goes_back(rows):
+    config, spec = tiny("gemma2")
+    check(
+        by_rows(spec, rows, hardware=gpu("h100"), tuning="lora", precision="bf16", recompute=4), config, rows
+    )
+
+
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
 def test_the_norm_of_keys_keeps_nothing_in_the_first_block_when_only_queries_and_values_are_adapted(family):
     config, spec = tiny(family, num_key_value_heads=4)

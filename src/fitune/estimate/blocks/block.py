@@ -67,13 +67,16 @@ def traced_block(memory: TracedMemory, *, gradients_exist: bool) -> Block:
 
 def block_of(stages: Sequence[Stage], *, gradients_exist: bool) -> Block:
     """Bytes of a block, kept or recomputed: the sums and the worst moments of its stages."""
-    peak = backward_peak(stages, gradients_exist=gradients_exist)
-    again = _running_again(stages)
+    peak, again = backward_peak(stages, gradients_exist=gradients_exist), _running_again(stages)
+    kept = sum(stage.kept for stage in stages)
+    holding = BackwardPeak(
+        kept=kept, gradients=peak.gradients, temporaries=max(s.backward_holding for s in stages)
+    )
     return Block(
-        kept=sum(stage.kept for stage in stages),
+        kept=kept,
         gradients=sum(stage.gradients for stage in stages),
         forward=max(stage.forward for stage in stages),
-        peak=peak,
+        peak=max(peak, holding, key=lambda moment: moment.total) if holding.temporaries else peak,
         building=_running_again(
             [replace(stage, again=stage.again - stage.incoming) for stage in stages]
         ).total,

@@ -106,18 +106,20 @@ def _scores(site: Site, output: Sequence[Linear], *, passes: bool) -> Stage:
         again = transient.eager_attention_again(
             **sizes, row_tokens=longest, kv_dim=model.kv_dim, mask_bytes=mask_bytes, cast=cast
         )
-        backward = max(
-            transient.eager_attention_backward(
-                **sizes, row_tokens=row, q_dim=q, rows=rows, mask_bytes=mask_bytes, cast=cast,
-                on_cuda=not site.plan.hardware.gpu.is_cpu,
-            ) - keeping(tokens=0, pairs=gone, output_needed=False)
-            for row, gone in shape.rows_going_back()
+        going_back = partial(
+            transient.eager_attention_backward, **sizes, q_dim=q, rows=rows, mask_bytes=mask_bytes, cast=cast,
+            on_cuda=not site.plan.hardware.gpu.is_cpu,
         )  # fmt: skip
+        backward = max(
+            going_back(row_tokens=row) - keeping(tokens=0, pairs=gone, output_needed=False)
+            for row, gone in shape.rows_going_back()
+        )
         if not passes:
             return Stage(name="attention", kept=0, forward=forward, backward=0)
         return Stage(
             name="attention", kept=kept, forward=forward, again=again, backward=backward,
             incoming=shape.tokens * e * model.hidden_size,
+            backward_holding=going_back(row_tokens=longest, holding=True) if site.plan.goes_back_twice else 0,
         )  # fmt: skip
     kept = activations.fused_attention_kept(**common, rows=rows, element_bytes=e, output_needed=needed)
     backward = transient.fused_attention_backward(

@@ -146,6 +146,7 @@ def eager_attention_backward(
     mask_bytes: int,
     cast: bool,
     on_cuda: bool,
+    holding: bool = False,
 ) -> int:
     """n·s² · (8 − e) [fp32: 8] for one row, + 4 on CUDA; + t·e·h, + t·e·q with several rows.
 
@@ -153,11 +154,12 @@ def eager_attention_backward(
 
     Gradients of the softmax's output in fp32 and of its input, fp32 where it was ``cast``, when the 16-bit
     probabilities are gone; CUDA's kernel multiplies gradient and output first (SoftMax.cu). The residual's gradient,
-    and the output's while other rows wait for it. Gradients of values are where the values were.
+    and the output's while other rows wait for it. Gradients of values are where the values were. ``holding``: nothing
+    is let go, because backward runs again.
     """
-    freed = element_bytes if mask_bytes or element_bytes < FP32 else 0
+    freed = (element_bytes if mask_bytes or element_bytes < FP32 else 0) + mask_bytes
     gradients = FP32 + (FP32 if cast else element_bytes) + (FP32 if on_cuda else 0)
-    per_score = max(element_bytes, gradients - freed - mask_bytes)
+    per_score = max(element_bytes, gradients - (0 if holding else freed))
     waiting = q_dim if rows > 1 else 0
     return num_heads * row_tokens**2 * per_score + tokens * element_bytes * (hidden + waiting)
 

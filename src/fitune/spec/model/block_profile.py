@@ -103,6 +103,8 @@ class Stage:
     """Bytes, among ``again``, of the gradient that waits, which a first forward does not have."""
     gradients: int = 0
     largest_gradient: int = 0
+    backward_holding: int = 0
+    """``backward`` of a plan that goes back twice, beyond all that its block keeps: the first lets go of nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
