@@ -108,7 +108,7 @@ def _scores(site: Site, output: Sequence[Linear], *, passes: bool) -> Stage:
         )
         going_back = partial(
             transient.eager_attention_backward, **sizes, q_dim=q, rows=rows, mask_bytes=mask_bytes, cast=cast,
-            on_cuda=not site.plan.hardware.gpu.is_cpu,
+            on_cuda=not site.plan.hardware.gpu.is_cpu, holding=False,
         )  # fmt: skip
         backward = max(
             going_back(row_tokens=row) - keeping(tokens=0, pairs=gone, output_needed=False)
