@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 
-from fitune.estimate.overhead import stream_cache_bytes
+import pytest
+
+from fitune.estimate.overhead import allocator_slack_bytes, stream_cache_bytes
 from fitune.estimate.predict import predict, predict_memory
 from fitune.planner.reasons.explain import memory_sum
-from fitune.spec.plan import Zero
+from fitune.spec.plan import Nf4, Zero
 from fitune.spec.predictions import Phase
 from plans import gpu, known, plan_for
 
@@ -23,6 +25,24 @@ def test_every_stream_keeps_its_own_most():
         },
     }
     assert stream_cache_bytes(phases, gradients=20) == 70 + 20 + 30 + 5 - 90
+
+
+def test_frozen_weights_over_two_cards_keep_room_for_every_stream_in_the_slack():
+    """Before the first block embedding and head are there as copy and as buffer, with two of a block. At backward's
+    worst their buffer is gone and its stream still holds it; another holds the sums of all gradients."""
+    one = plan_for(
+        known("llama-2-70b"), hardware=gpu("rtx-4090", gpus=2), tuning="lora", precision="bf16", recompute=80,
+        rows=1, seq_len=512,
+    )  # fmt: skip
+    plan = replace(one, tuning=replace(one.tuning, base=Nf4()), sharding=Zero(stage=3, backend="fsdp"))
+    memory = predict_memory(plan)
+    peak = memory.phases[Phase.BACKWARD]
+    assert memory.peak_phase is Phase.BACKWARD
+    moving = sum(peak.values()) - sum(memory.phases[Phase.IDLE].values())
+    usual = allocator_slack_bytes(plan.hardware, moving_bytes=moving, inputs_bytes=peak["recompute inputs"])
+    root, sums = (2 * 32_000 + 1) * 8192 * 2, memory.phases[Phase.UPDATE]["gradients"] - peak["gradients"]
+    assert memory.outside["allocator slack"] == usual + root + sums
+    assert memory.reclaimable == 0
 
 
 def test_only_sharding_by_fsdp_on_gpus_has_other_streams():

@@ -31,7 +31,12 @@ def memory_of(step: StepStages) -> MemoryBreakdown:
     kept = {phase: {name: size for name, size in terms.items() if size} for phase, terms in phases.items()}
     peak = _largest(list(kept.values()))
     hardware = step.plan.hardware
-    streams = uses_fsdp(step.plan) and not hardware.gpu.is_cpu
+    cache = needed = 0
+    if uses_fsdp(step.plan) and not hardware.gpu.is_cpu:
+        frozen = not step.full  # where all is trained torch gives back enough, and steps were seen to run
+        start = step.buffers.start if frozen else 0
+        cache = overhead.stream_cache_bytes(kept, gradients=step.gradients, gathered=start)
+        needed = cache if frozen else 0
     slack = overhead.allocator_slack_bytes(
         hardware,
         moving_bytes=sum(peak.values()) - sum(resident.values()),
@@ -39,8 +44,8 @@ def memory_of(step: StepStages) -> MemoryBreakdown:
     )
     return MemoryBreakdown(
         phases=kept,
-        outside=overhead.outside_terms(hardware, slack_bytes=slack, ranks=num_ranks(step.plan)),
-        reclaimable=overhead.stream_cache_bytes(kept, gradients=step.gradients) if streams else 0,
+        outside=overhead.outside_terms(hardware, slack_bytes=slack + needed, ranks=num_ranks(step.plan)),
+        reclaimable=cache - needed,
     )
 
 
