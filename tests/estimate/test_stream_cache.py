@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
-
 from fitune.estimate.overhead import allocator_slack_bytes, stream_cache_bytes
 from fitune.estimate.predict import predict, predict_memory
 from fitune.planner.reasons.explain import memory_sum
