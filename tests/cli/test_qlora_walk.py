@@ -67,8 +67,12 @@ def test_a_merged_model_is_the_base_and_its_adapter_without_fitune(
 ):  # fmt: skip
     """Trained on NF4, merged into the base as it is on disk: logits of base + adapter to 1e-5."""
     assert fitune(monkeypatch, "train", recipe, "--export", "adapter") == 0
-    assert f"adapter: {tmp_path / 'run' / 'adapter'}" in capsys.readouterr().out
-    assert fitune(monkeypatch, "export", tmp_path / "run") == 0
+    printed = capsys.readouterr().out
+    assert f"adapter: {tmp_path / 'run' / 'adapter'}" in printed
+    chat, score, export = (line[9:].partition("   ")[0] for line in printed.splitlines()[-3:])
+    assert chat == f"fitune chat {tmp_path / 'run'}"
+    assert score.startswith(f"fitune score --model {tmp_path / 'run'} --data ")
+    assert fitune(monkeypatch, *export.split()[1:]) == 0
     found = alone(tmp_path / "run" / "merged")
     base = AutoModelForCausalLM.from_pretrained(model_folder)
     ids = torch.tensor([found["ids"]])
@@ -83,7 +87,9 @@ def test_a_merged_model_is_the_base_and_its_adapter_without_fitune(
 def test_the_recipe_merges_by_itself_and_says_where(recipe, tmp_path, monkeypatch, capsys):
     merged = tmp_path / "run" / "merged"
     assert fitune(monkeypatch, "train", recipe) == 0
-    assert f"merged model: {merged} (verified)" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"merged model: {merged} (verified)" in printed
+    assert "fitune export" not in printed, "there is nothing left to export"
     modes = {stat.S_IMODE(file.stat().st_mode) for file in merged.iterdir()}
     assert len(modes) == 1, "weights can be read by whoever reads the card"
     assert fitune(monkeypatch, "export", tmp_path / "run") == 2

@@ -1,5 +1,6 @@
 """A recipe is planned, checked and trained, attempt after attempt."""
 
+import shlex
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -159,8 +160,18 @@ def run_attempt(
         tell(
             Exported(title=TITLES[plan.run.export], path=Path(ended.exported), merged_loss=ended.merged_loss)
         )
+        tell(Note(next_steps(attempt.directory, plan)))
     send_end(plan, tell=tell, has_other_end=ended.status == "interrupted")
     return ended
+
+
+def next_steps(directory: Path, plan: Plan) -> str:
+    """Commands that use what the run in ``directory`` has exported, one a line."""
+    run = shlex.quote(str(directory))
+    commands = [f"fitune chat {run}", f"fitune score --model {run} --data QUESTIONS.jsonl"]
+    if plan.run.export == "adapter":
+        commands.append(f"fitune export {run}   (adapter and base as one model)")
+    return "\n".join(f"{'next:' if not place else '':9}{one}" for place, one in enumerate(commands))
 
 
 def make_up_for_missing(directory: Path, plan: Plan, report: RunReport, *, tell: Tell) -> None:
