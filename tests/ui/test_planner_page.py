@@ -65,6 +65,17 @@ def test_rows_of_data_are_a_job_with_time_and_cost(client):
     assert f"{said[1]} {said[2]}" in table
 
 
+def test_another_method_stands_once(client):
+    html = client.get(
+        "/secret/ways", params={"model": "Qwen/Qwen2.5-14B", "gpu": "rtx-4090", "gpus": "2"}
+    ).text
+    rows = [text_of(row) for row in re.findall("<tr>.*?</tr>", html, re.DOTALL)]
+    assert sum("lora 2 × rtx-4090" in row and "qlora" not in row for row in rows) > 1, (
+        "placements of the plan's own"
+    )
+    assert sum("qlora 2 × rtx-4090" in row for row in rows) == 1
+
+
 def test_what_does_not_fit_says_so_and_names_changes(client):
     question = {"model": "meta-llama/Llama-3.1-70B", "gpu": "rtx-4090", "tuning": "full"}
     text = text_of(client.get("/secret/answer", params=question).text)

@@ -189,8 +189,13 @@ def ways(question: Mapping[str, str]) -> str:
 
 
 def _table(asked: Asked, report: PlanReport, others: tuple[Way, ...], train: str) -> str:
+    own = method_name(report.taken.plan.tuning)
     rows = [_way(asked, "this plan", report.taken)]
-    rows += [_way(asked, "other placement", one) for one in report.runners_up]
+    rows += [
+        _way(asked, "other placement", one)
+        for one in report.runners_up
+        if method_name(one.plan.tuning) == own
+    ]
     rows += [_way(asked, one.change, one.priced) for one in others if one.priced.estimate.fits]
     of = f"{asked.rows:,} rows" if asked.rows else "a million tokens"
     screen = first_screen(report, others, train=train)
