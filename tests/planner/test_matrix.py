@@ -143,6 +143,6 @@ def test_the_table_has_a_line_and_marks_for_every_cell():
 
 def test_a_card_of_a_picture_says_what_the_table_says():
     title, lines, method, filled = card(cell("llama-2-70b", 4096), study())
-    assert (title, method) == ("LoRA · ZeRO-3 FSDP2", "lora")
+    assert (title, method) == ("LoRA · ZeRO-3 DeepSpeed", "lora")
     assert 0.9 < filled <= 1
     assert lines[-2:] == ("LoRA    ···r", "QLoRA   ···r")

@@ -22,6 +22,7 @@ _NEEDED = ("torch", "transformers", "peft", "safetensors", "datasets")
 _EXTRAS = {
     "torch": ("train", "training, rehearsing, scoring and exporting"),
     "matplotlib": ("plots", "pictures in report.html"),
+    "starlette": ("ui", "fitune ui, a page to plan in"),
     "tensorboard": ("tensorboard", "TensorBoard logs"),
     "wandb": ("wandb", "logs at Weights & Biases"),
     "mlflow": ("mlflow", "logs in MLflow"),
