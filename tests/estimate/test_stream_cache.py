@@ -22,7 +22,8 @@ def test_every_stream_keeps_its_own_most():
             "gradients": 20,
         },
     }
-    assert stream_cache_bytes(phases, gradients=20) == 70 + 20 + 30 + 5 - 90
+    assert stream_cache_bytes(phases, gradients=20, gathered=0) == 70 + 20 + 30 + 5 - 90
+    assert stream_cache_bytes(phases, gradients=20, gathered=40) == 70 + 20 + 40 + 5 - 90
 
 
 def test_frozen_weights_over_two_cards_keep_room_for_every_stream_in_the_slack():

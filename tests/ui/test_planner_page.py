@@ -2,11 +2,13 @@
 
 import json
 import re
+import sys
 from html import unescape
 from urllib.parse import urlencode
 
 import pytest
 
+from fitune.cli import main
 from fitune.cli.app import app
 from fitune.report.ui.server import local_app
 from fitune.session import planner_page
@@ -92,7 +94,7 @@ def test_what_does_not_fit_says_so_and_names_changes(client):
         ({"model": "llama-3.1-8b", "gpu": "rtx-4090", "rows": "-1"}, "rows = '-1' is not a whole number"),
         ({"model": "llama-3.1-8b", "gpu": "rtx-4091"}, "rtx-4090"),
         ({"gpu": "h100"}, "no model is named"),
-        ({"model": "llama-3.1-8b", "output_dir": "/tmp/x"}, "the page knows no 'output_dir'"),
+        ({"model": "llama-3.1-8b", "output_dir": "runs"}, "the page knows no 'output_dir'"),
         ({"config": "{", "gpu": "h100"}, "the pasted config.json is no JSON"),
         ({"config": "[1]", "gpu": "h100"}, "no JSON object"),
         ({"config": "{}", "gpu": "h100"}, "model_type is missing"),
@@ -192,3 +194,35 @@ def test_a_file_needs_no_network_and_no_server(tmp_path, capsys):
     assert "connect-src" not in html
     assert not re.search(r"""(src|href|action)=|@import|url\(|https?://""", html)
     assert len(html) < LARGEST
+
+
+def test_a_file_says_too_that_nothing_fits(tmp_path, capsys):
+    path = tmp_path / "plan.html"
+    words = ["plan", "--model", "llama-3.1-70b", "--gpu", "rtx-4090", "--tuning", "full", "--html", str(path)]
+    assert app(words, standalone_mode=False) == 2
+    assert f"page: {path}" in capsys.readouterr().out
+    html = path.read_text(encoding="utf-8")
+    assert "✘ DOES NOT FIT" in html
+    assert "Every way that fits" not in html
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["plan", "--model", "llama-3.1-8b", "--gpu", "rtx-4090", "--html", "."], "is a folder"),
+        (
+            ["plan", "--model", "llama-3.1-8b", "--gpu", "rtx-4090", "--html", "none/x.html"],
+            "cannot be written",
+        ),
+        (["ui", "--port", "99999"], "99999"),
+    ],
+)
+def test_a_wrong_place_is_one_plain_error(tmp_path, monkeypatch, capsys, words, said):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["fitune", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert said in error

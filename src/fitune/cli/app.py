@@ -142,7 +142,7 @@ def plan(
 
 
 @app.command()
-def ui(port: Annotated[int, Option(help="0 takes a free one.")] = 0) -> None:
+def ui(port: Annotated[int, Option(min=0, max=65535, help="0 takes a free one.")] = 0) -> None:
     """Plan in a page of this machine: type a model and cards, see what fits. Needs the extra `ui`."""
     from fitune.session.planner_page import serve_planner
 
@@ -602,21 +602,17 @@ def _print_screen(recipe: "Recipe", words: list[str], html: Path | None) -> None
     """The verdict; where nothing fits, that is the screen, and the command still fails."""
     from fitune.cli.terminal import print_coloured
     from fitune.errors import NothingFits
-    from fitune.session.planning import first_screen_of, plan_on_data, screen_of_nothing
+    from fitune.session.planning import first_screen_of, plan_or_nothing
 
-    try:
-        report = plan_on_data(recipe)
-    except NothingFits as error:
-        if (screen := screen_of_nothing(error)) is None:
-            raise
-        print_coloured(screen)
-        raise typer.Exit(error.exit_code) from None
+    found = plan_or_nothing(recipe)
     train = shlex.join(["fitune", "train", *words, *([] if recipe.data else ["--data", "YOUR.jsonl"])])
-    print_coloured(first_screen_of(recipe, report, train=train))
+    print_coloured(first_screen_of(recipe, found, train=train))
     if html is not None:
         from fitune.session.planner_page import write_plan_page  # jinja2, for those who want a page
 
-        print(f"\npage: {write_plan_page(recipe, html, train=train)}")
+        print(f"\npage: {write_plan_page(recipe, found, html, train=train)}")
+    if isinstance(found, NothingFits):
+        raise typer.Exit(found.exit_code)
 
 
 def _print(text: str, data: dict[str, Any], *, json: bool) -> None:

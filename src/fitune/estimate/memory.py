@@ -31,12 +31,12 @@ def memory_of(step: StepStages) -> MemoryBreakdown:
     kept = {phase: {name: size for name, size in terms.items() if size} for phase, terms in phases.items()}
     peak = _largest(list(kept.values()))
     hardware = step.plan.hardware
-    cache = needed = 0
+    cache = 0
     if uses_fsdp(step.plan) and not hardware.gpu.is_cpu:
-        frozen = not step.full  # where all is trained torch gives back enough, and steps were seen to run
-        start = step.buffers.start if frozen else 0
-        cache = overhead.stream_cache_bytes(kept, gradients=step.gradients, gathered=start)
-        needed = cache if frozen else 0
+        cache = overhead.stream_cache_bytes(kept, gradients=step.gradients, gathered=step.buffers.start)
+    needed = (
+        0 if step.full else cache
+    )  # where all is trained torch gives back enough: such a step was seen to run
     slack = overhead.allocator_slack_bytes(
         hardware,
         moving_bytes=sum(peak.values()) - sum(resident.values()),

@@ -42,16 +42,15 @@ def outside_terms(hardware: Hardware, *, slack_bytes: int, ranks: int = 1) -> di
 _STREAMS = ("gathered weights", "reduce buffers")
 
 
-def stream_cache_bytes(
-    phases: Mapping[Phase, Mapping[str, int]], *, gradients: int, gathered: int = 0
-) -> int:
+def stream_cache_bytes(phases: Mapping[Phase, Mapping[str, int]], *, gradients: int, gathered: int) -> int:
     """(compute's peak + gradient shards + gathered weights + reduce buffers, each at its own most) − the peak.
 
     FSDP gathers on one stream and sums on another (_fsdp_param_group.py, FSDPCommContext), and torch's cache keeps a
-    freed block for the stream that asked for it: what compute lets go of serves neither. Before memory runs out the
-    cache is given back (CUDACachingAllocator.cpp, release_cached_blocks), which counts as a retry and costs time. On
-    full fine-tuning with FSDP2 on 8 GPUs this took reserved bytes from 14 % too little to 3 %, in a check that others
-    ran; not measured by us. ``gathered``: bytes at a moment that is no phase's worst.
+    freed block for the stream that asked for it: what compute lets go of serves neither. ``gathered``: weights before
+    the first block, which may be no phase's worst moment. Before memory runs out the cache is given back
+    (CUDACachingAllocator.cpp, release_cached_blocks), which counts as a retry and costs time; over a frozen base that
+    was not enough on the null GPU. On full fine-tuning with FSDP2 on 8 GPUs this took reserved bytes from 14 % too
+    little to 3 %, in a check that others ran.
     """
     streams = {name: max(terms.get(name, 0) for terms in phases.values()) for name in _STREAMS}
     streams["gathered weights"] = max(gathered, streams["gathered weights"])

@@ -139,7 +139,8 @@ def first_screen(report: PlanReport, ways: tuple[Way, ...], *, train: str) -> st
     """
     taken = report.taken
     lines = [
-        *verdict_lines(report),
+        f"✔ FITS   {verdict_of(taken.plan)}",
+        *(line for name, words in facts_of(report) for line in _fact(name, words, taken.estimate)),
         *_ways(taken, ways),
         *_notes(report),
         f"  Train it   {train}",
@@ -148,24 +149,42 @@ def first_screen(report: PlanReport, ways: tuple[Way, ...], *, train: str) -> st
     return "\n".join(lines)
 
 
-def verdict_lines(report: PlanReport) -> Iterator[str]:
-    """The verdict; then a line for each fact, named in its columns 2 to 10, and more of it in lines without a name."""
-    yield from _verdict(report.taken.plan)
-    yield from _memory(report.taken)
-    yield from _host(report.taken)
-    yield _speed(report.taken)
-    yield from _job(report)
+Fact = tuple[str, tuple[str, ...]]
+"""A name, and what is said of it: of memory what is used, what is left and the terms; of all else one text."""
 
 
-def _verdict(plan: Plan) -> Iterator[str]:
+def facts_of(report: PlanReport) -> Iterator[Fact]:
+    """Yields the facts behind the verdict: how it trains, memory, host memory, speed, the job."""
+    taken = report.taken
+    yield from _how(taken.plan)
+    yield "memory", _memory(taken)
+    yield from _host(taken)
+    yield "speed", (f"{format_rate(taken.estimate.tokens_per_second)} · {taken.plan.hardware.rates}",)
+    yield _job(report)
+
+
+def _fact(name: str, words: Sequence[str], estimate: Estimate) -> Iterator[str]:
+    if name != "memory":
+        yield wrapped(f"{name:<8} {words[0]}", hanging=9)
+        return
+    used, left, terms = words
+    yield f"  memory   {_bar(estimate.peak_bytes, estimate.usable_bytes)}   {used}   {left}"
+    yield f"           {terms}"
+
+
+def verdict_of(plan: Plan) -> str:
+    """Returns the model, its parameters, the method and the devices, in one line."""
     hardware, total = plan.hardware, count_parameters(plan.model).total
     taken = f", {hardware.taken_bytes / GIB:.1f} taken by others" if hardware.taken_bytes else ""
     cards = f"{describe_devices(hardware)} ({hardware.gpu.memory_bytes / GIB:.0f} GiB{taken})"
     cards += f"; not used: {hardware.left_out}" if hardware.left_out else ""
-    yield f"✔ FITS   {plan.model.name} · {format_count(total)} · {method_name(plan.tuning)} · {cards}"
+    return f"{plan.model.name} · {format_count(total)} · {method_name(plan.tuning)} · {cards}"
+
+
+def _how(plan: Plan) -> Iterator[Fact]:
     broken = broken_rules(plan, "train")
     if broken:
-        yield f"  but      this version only plans it: {broken[0].why(plan)}"
+        yield "but", (f"this version only plans it: {broken[0].why(plan)}",)
     recomputed = (
         f"{plan.recompute.blocks} of {plan.model.num_layers} blocks recomputed"
         if plan.recompute.blocks
@@ -173,23 +192,28 @@ def _verdict(plan: Plan) -> Iterator[str]:
     )
     batch = f"micro-batch {plan.batch.micro_batch_size} × {plan.batch.seq_len} tokens"
     how = (plan.precision.value, describe_placement(plan), recomputed, batch)
-    yield wrapped(f"how      {', '.join(filter(None, how))}", hanging=9)
+    yield "how", (", ".join(filter(None, how)),)
 
 
-def _memory(taken: Priced) -> Iterator[str]:
+def _memory(taken: Priced) -> tuple[str, str, str]:
     estimate = taken.estimate
+    used, left = _used_and_left(estimate.peak_bytes, estimate.usable_bytes)
     kept = taken.plan.hardware.gpu.memory_bytes - estimate.usable_bytes
-    yield f"{memory_bar(estimate.peak_bytes, estimate.usable_bytes)}, {format_bytes(kept)} kept free"
-    yield f"           {_terms(estimate)} GiB {moment(estimate.memory.peak_phase)}"
+    terms = f"{_terms(estimate)} GiB {moment(estimate.memory.peak_phase)}"
+    return used, f"{left}, {format_bytes(kept)} kept free", terms
 
 
-def memory_bar(needed: int, usable: int) -> str:
-    """``memory   ██████···   14.2 GiB of 22.5 GiB a device   8.3 GiB to spare``."""
-    eighths = round(min(1.0, needed / usable) * BAR * 8)
-    bar = ("█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()).ljust(BAR, "·")
+def _used_and_left(needed: int, usable: int) -> tuple[str, str]:
+    """``14.2 GiB of 22.5 GiB a device`` and ``8.3 GiB to spare``."""
     spare = usable - needed
     left = f"{format_bytes(abs(spare))} {'to spare' if spare >= 0 else 'short'}"
-    return f"  memory   {bar}   {format_bytes(needed)} of {format_bytes(usable)} a device   {left}"
+    return f"{format_bytes(needed)} of {format_bytes(usable)} a device", left
+
+
+def _bar(needed: int, usable: int) -> str:
+    """``██████···``: the part of what may be filled that is needed."""
+    eighths = round(min(1.0, needed / usable) * BAR * 8)
+    return ("█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()).ljust(BAR, "·")
 
 
 def grouped_terms(terms: Mapping[str, int]) -> dict[str, int]:
@@ -205,33 +229,28 @@ def _terms(estimate: Estimate) -> str:
     return " · ".join(f"{name} {size / GIB:.1f}" for name, size in sizes.items() if size >= GIB / 20)
 
 
-def _host(taken: Priced) -> Iterator[str]:
+def _host(taken: Priced) -> Iterator[Fact]:
     """Host memory where something of the training waits there."""
     estimate, hardware = taken.estimate, taken.plan.hardware
     if not set(estimate.host) - {"processes", "checkpoint copy"}:
         return
     of = f" of {format_bytes(estimate.usable_host_bytes)}" if estimate.usable_host_bytes else ""
     assumed = " (assumed; --host-memory)" if hardware.host_memory_bytes is None or not of else ""
-    yield f"  RAM      {format_bytes(estimate.host_bytes)}{of} a node{assumed}"
+    yield "RAM", (f"{format_bytes(estimate.host_bytes)}{of} a node{assumed}",)
 
 
-def _speed(taken: Priced) -> str:
-    return f"  speed    {format_rate(taken.estimate.tokens_per_second)} · {taken.plan.hardware.rates}"
-
-
-def _job(report: PlanReport) -> Iterator[str]:
+def _job(report: PlanReport) -> Fact:
     """The whole run on the data; without data, what a million tokens take and cost."""
     taken, run = report.taken, report.run
     if run is not None:
         cost = f", {format_dollars(run.cost)}" if run.cost else ""
         about = "about " if run.epoch.guess else ""
         rows = f"{about}{run.epoch.rows:,} rows, {format_count(run.epoch.tokens * run.epochs)} tokens"
-        yield f"  your job {rows}: {format_seconds(run.seconds)}{cost}"
-        return
+        return "your job", (f"{rows}: {format_seconds(run.seconds)}{cost}",)
     seconds = 1e6 / taken.estimate.tokens_per_second
     price = report.price_per_gpu_hour
     cost = f", {format_dollars(seconds / 3600 * price * taken.plan.hardware.num_gpus)}" if price else ""
-    yield f"  a job    a million tokens take {format_seconds(seconds)}{cost}"
+    return "a job", (f"a million tokens take {format_seconds(seconds)}{cost}",)
 
 
 def _ways(taken: Priced, ways: tuple[Way, ...]) -> Iterator[str]:
@@ -257,7 +276,9 @@ def change_table(title: str, rows: Sequence[tuple[str, int, str]]) -> Iterator[s
 def screen_of_nothing(error: NothingFits) -> str:
     """Returns the first screen for an error: memory that is needed and there, and a table of the changes that fit."""
     facts = error.facts
-    lines = [f"✘ DOES NOT FIT   {facts['what']}", memory_bar(facts["needed_bytes"], facts["usable_bytes"])]
+    needed, usable = facts["needed_bytes"], facts["usable_bytes"]
+    memory = "   ".join((_bar(needed, usable), *_used_and_left(needed, usable)))
+    lines = [f"✘ DOES NOT FIT   {facts['what']}", f"  memory   {memory}"]
     rows = [
         (one["change"], one["peak_bytes"], format_rate(one["tokens_per_second"])) for one in facts["changes"]
     ]

@@ -40,6 +40,8 @@ def _environment() -> Any:
 
 def write_page(path: Path, text: str) -> Path:
     """Whole or not at all. Raises RunDirectoryError when the file cannot be written."""
+    if path.is_dir():
+        raise RunDirectoryError(f"{path} is a folder, not a file", hint=f"{path / 'page.html'}")
     try:
         write_atomically(path, text)
     except OSError as error:

@@ -19,17 +19,17 @@ from fitune.estimate.predict import predict
 from fitune.planner.defaults import price_of
 from fitune.planner.first_screen import (
     Way,
+    facts_of,
     first_screen,
     grouped_terms,
     other_ways,
-    screen_of_nothing,
-    verdict_lines,
+    verdict_of,
 )
 from fitune.planner.whole_run import whole_run
 from fitune.report.page import write_page
 from fitune.report.ui.page import answer_html, bars_of, planner_html, ways_html
 from fitune.report.ui.server import serve
-from fitune.session.planning import plan_for, plan_on_data, wanted_hardware
+from fitune.session.planning import plan_for, wanted_hardware
 from fitune.session.recipes.typed_words import split_words
 from fitune.spec.model.model_config import known_model_spec, load_model_spec, spec_from_config, unknown_model
 from fitune.spec.model.model_spec import ModelSpec
@@ -76,9 +76,9 @@ def read_question(question: Mapping[str, str]) -> Asked:
 
 
 def _known(name: str) -> ModelSpec:
-    model = known_model_spec(name)
-    if model is None:
-        raise unknown_model(name, why="the page takes the names it lists; of another model, its config.json")
+    if (model := known_model_spec(name)) is None:
+        error = unknown_model(name, why="the page takes the names it lists")
+        raise ModelError(error.message, hint=f"{error.hint}; or paste its config.json")
     return model
 
 
@@ -116,42 +116,40 @@ def answer(question: Mapping[str, str]) -> str:
     try:
         asked, report = _planned(tuple(sorted(question.items())))
     except FituneError as error:
-        is_nothing = isinstance(error, NothingFits) and bool(error.facts)
-        screen = screen_of_nothing(error) if isinstance(error, NothingFits) and is_nothing else ""
-        return answer_html(error=error, nothing=_nothing(error) if is_nothing else None, screen=screen)
+        return _refused(error)
     return _shown(asked, report, _command(asked.recipe))
 
 
-def _nothing(error: Any) -> dict[str, Any]:
+def _refused(error: FituneError) -> str:
+    """HTML of an error; where nothing fits and its numbers are known, of the memory needed and the changes that fit."""
+    if not isinstance(error, NothingFits) or not error.facts:
+        return answer_html(error=error)
     facts = error.facts
     changes = [
         (one["change"], format_bytes(one["peak_bytes"]), format_rate(one["tokens_per_second"]))
         for one in facts["changes"]
     ]
     bars = bars_of({"needed": {"at the peak": facts["needed_bytes"]}}, limit=facts["usable_bytes"])
-    return {"what": facts["what"], "changes": changes, "memory": bars}
+    nothing = {"what": facts["what"], "changes": changes, "memory": bars}
+    return answer_html(error=error, nothing=nothing)
 
 
 def _shown(asked: Asked, report: PlanReport, train: str) -> str:
     taken = report.taken
-    verdict, *lines = "\n".join(verdict_lines(report)).splitlines()
-    facts: list[list[str]] = []
-    for line in lines:
-        name, words = line[2:11].strip(), line[11:].strip("█▏▎▍▌▋▊▉· ").replace("   ", ", ")
-        if name:
-            facts.append([name, words])
-        else:
-            facts[-1][1] += f"; at the peak {words}" if facts[-1][0] == "memory" else f" {words}"
     memory = taken.estimate.memory
     phases = {
         phase.value: grouped_terms({**terms, **memory.outside}) for phase, terms in memory.phases.items()
     }
     usable = taken.estimate.usable_bytes
     return answer_html(
-        verdict=verdict.partition("   ")[2], facts=facts, memory=bars_of(phases, limit=usable),
-        lengths=bars_of(_by_length(taken.plan), limit=usable), report=report, recipe=_yaml(asked.recipe),
+        verdict=verdict_of(taken.plan),
+        facts=[(name, ", ".join(words)) for name, words in facts_of(report)],
+        memory=bars_of(phases, limit=usable),
+        lengths=bars_of(_by_length(taken.plan), limit=usable),
+        report=report,
+        recipe=_yaml(asked.recipe),
         command=without_credentials(train),
-    )  # fmt: skip
+    )
 
 
 def _by_length(plan: Plan) -> dict[str, dict[str, int]]:
@@ -225,15 +223,15 @@ def page(question: Mapping[str, str]) -> str:
     return planner_html(question, choices, answer="", ways="", live=True)
 
 
-def write_plan_page(recipe: Recipe, path: Path, *, train: str) -> Path:
-    """The answer to a recipe as one file, with no form and no server; ``train`` is the command that it names.
-
-    Raises RunDirectoryError for a file that cannot be written.
-    """
-    asked = Asked(recipe=recipe, model=load_model_spec(recipe.model))
-    report = plan_on_data(recipe)
-    others = other_ways(recipe, report.taken, model=asked.model, machine=wanted_hardware)
-    shown, table = _shown(asked, report, train), _table(asked, report, others, train)
+def write_plan_page(recipe: Recipe, found: PlanReport | NothingFits, path: Path, *, train: str) -> Path:
+    """Write what was ``found`` for a recipe as one file, with no form and no server; ``train`` is the command that it
+    names. Raises RunDirectoryError for a file that cannot be written."""
+    if isinstance(found, NothingFits):
+        shown, table = _refused(found), ""
+    else:
+        asked = Asked(recipe=recipe, model=load_model_spec(recipe.model))
+        others = other_ways(recipe, found.taken, model=asked.model, machine=wanted_hardware)
+        shown, table = _shown(asked, found, train), _table(asked, found, others, train)
     return write_page(path, planner_html({}, {}, answer=shown, ways=table, live=False))
 
 

@@ -54,20 +54,25 @@ def plan_on_data(recipe: Recipe) -> PlanReport:
     return replace(report, decisions=(*report.decisions, note))
 
 
-def first_screen_of(recipe: Recipe, report: PlanReport, *, train: str) -> str:
-    """Returns the first screen of ``report``, the plan of ``recipe``; ``train`` is the command that it names next."""
-    from fitune.planner.first_screen import first_screen, other_ways
+def plan_or_nothing(recipe: Recipe) -> PlanReport | NothingFits:
+    """Returns the plan on the recipe's data, or the error where nothing fits. Raises such an error without numbers."""
+    try:
+        return plan_on_data(recipe)
+    except NothingFits as error:
+        if not error.facts:
+            raise
+        return error
 
+
+def first_screen_of(recipe: Recipe, found: PlanReport | NothingFits, *, train: str) -> str:
+    """Returns the first screen of what was ``found`` for ``recipe``; ``train`` is the command that it names next."""
+    from fitune.planner.first_screen import first_screen, other_ways, screen_of_nothing
+
+    if isinstance(found, NothingFits):
+        return screen_of_nothing(found)
     model = load_model_spec(recipe.model)
-    ways = other_ways(recipe, report.taken, model=model, machine=wanted_hardware)
-    return first_screen(report, ways, train=train)
-
-
-def screen_of_nothing(error: NothingFits) -> str | None:
-    """The first screen where nothing fits; None for an error without numbers."""
-    from fitune.planner.first_screen import screen_of_nothing
-
-    return screen_of_nothing(error) if error.facts else None
+    ways = other_ways(recipe, found.taken, model=model, machine=wanted_hardware)
+    return first_screen(found, ways, train=train)
 
 
 def saving_in_time(recipe: Recipe, report: PlanReport) -> PlanReport:

@@ -1,4 +1,4 @@
-"""What the planner's page shows, as HTML: numbers come in, bars and tables go out. All texts are escaped."""
+"""HTML of the planner's page, its bars and its tables. All texts are escaped."""
 
 import base64
 import hashlib

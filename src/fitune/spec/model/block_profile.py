@@ -68,7 +68,8 @@ class BatchShape:
         return sum(times * (sees.pairs(n) - n / 2) for n, times in rows)
 
     def rows_going_back(self) -> Iterator[tuple[int, int]]:
-        """Of each row, as its gradient comes: its n tokens, and Σ m² over the rows of m behind it, which have gone."""
+        """Yields, from the last row to the first, its n tokens and Σ m² of the rows behind it, of m tokens each, whose
+        backward is over."""
         gone = 0
         for n in reversed(self.row_lengths or (self.row_tokens,)):
             yield n, gone
