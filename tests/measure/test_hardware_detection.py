@@ -265,6 +265,7 @@ def test_of_gpus_that_differ_those_with_most_memory_are_taken_and_the_others_nam
     monkeypatch,
 ):
     machine_with(monkeypatch, *reversed(MIXED))
+    monkeypatch.setattr(detection, "free_disk_bytes", lambda path: 60 * GIB)  # others write to this disk
     hardware = resolve_hardware()
     assert (hardware.gpu.name, hardware.num_gpus) == ("rtx-4090", 1)
     assert hardware.left_out == "1 × NVIDIA GeForce RTX 3060"
