@@ -17,7 +17,7 @@ from fitune.errors import FituneError, RecipeError
 from fitune.foreign.door import read_foreign
 from fitune.foreign.reading import Reading, require_readable
 from fitune.session.planning import plan_for
-from fitune.session.recipes.foreign_recipes import recipe_of_keys
+from fitune.session.recipes.reading import recipe_of_keys
 from fitune.spec.recipe.strict_yaml import load_yaml
 
 FACTS = Path(__file__).parent.parent / "tests" / "foreign" / "examples.json"

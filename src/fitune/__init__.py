@@ -54,7 +54,7 @@ def plan(recipe: "RecipeLike | None" = None, /, **settings: "Unpack[RecipeKeys]"
     Raises NothingFits with the arithmetic, RecipeError, ModelError or HardwareError.
     """
     from fitune.session.planning import plan_on_data
-    from fitune.session.recipes.keywords import recipe_of
+    from fitune.session.recipes.reading import recipe_of
 
     return plan_on_data(recipe_of(recipe, settings))
 
@@ -67,7 +67,7 @@ def rehearse(
 
     ``exact`` traces every block instead of a few that stand for all.
     """
-    from fitune.session.recipes.keywords import recipe_of
+    from fitune.session.recipes.reading import recipe_of
     from fitune.session.rehearsing import rehearse_recipe
 
     return rehearse_recipe(recipe_of(recipe, settings), exact=exact)
@@ -93,7 +93,7 @@ def train(
     from fitune.session.planning import see_planned_gpus
 
     see_planned_gpus()
-    from fitune.session.recipes.keywords import recipe_of
+    from fitune.session.recipes.reading import recipe_of
     from fitune.session.train.training import train_recipe
 
     return train_recipe(

@@ -7,7 +7,7 @@ import pytest
 from fitune.errors import RecipeError
 from fitune.planner.defaults import data_of
 from fitune.session.planning import plan_on_data
-from fitune.session.recipes.typed_words import recipe_from, split_words
+from fitune.session.recipes.reading import recipe_from, split_words
 from fitune.spec.recipe.job_settings import read_job_settings
 
 

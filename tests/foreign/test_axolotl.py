@@ -6,7 +6,7 @@ import pytest
 
 from fitune.errors import RecipeError
 from fitune.foreign.door import read_foreign
-from fitune.session.recipes.foreign_recipes import recipe_of_keys
+from fitune.session.recipes.reading import recipe_of_keys
 
 PLAIN = {
     "base_model": "org/llama", "datasets": [{"path": "org/chat", "type": "chat_template"}], "sequence_len": 1024,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fitune.errors import FituneError
-from fitune.session.recipes.foreign_recipes import recipe_of_keys
+from fitune.session.recipes.reading import recipe_of_keys
 from foreign.examples import published_examples
 
 HOSTILE = [

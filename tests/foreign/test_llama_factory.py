@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from fitune.errors import RecipeError
-from fitune.session.recipes.foreign_recipes import recipe_of_keys
+from fitune.session.recipes.reading import recipe_of_keys
 
 PLAIN = {
     "model_name_or_path": "org/llama", "stage": "sft", "do_train": True, "finetuning_type": "lora",

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fitune.errors import RecipeError
-from fitune.session.recipes.foreign_recipes import recipe_of_keys
+from fitune.session.recipes.reading import recipe_of_keys
 
 PLAIN = {
     "output_dir": "out",

@@ -7,7 +7,7 @@ import yaml
 
 from fitune.errors import RecipeError
 from fitune.foreign.door import trainer_of
-from fitune.session.recipes.foreign_recipes import convert_recipe, recipe_of_keys
+from fitune.session.recipes.reading import convert_recipe, recipe_of_keys
 
 PLAIN = {"model_name_or_path": "org/m", "dataset_name": "org/rows"}
 UNSLOTH = {

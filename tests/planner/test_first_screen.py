@@ -9,7 +9,7 @@ from fitune.cli.terminal import print_coloured
 from fitune.errors import NothingFits
 from fitune.planner.first_screen import first_screen, other_ways, screen_of_nothing
 from fitune.session.planning import first_screen_of, plan_on_data, wanted_hardware
-from fitune.session.recipes.typed_words import recipe_from
+from fitune.session.recipes.reading import recipe_from
 from fitune.spec.model.model_config import load_model_spec
 
 SITUATIONS = (

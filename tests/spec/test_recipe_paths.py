@@ -8,7 +8,7 @@ import yaml
 from fitune.checkpoint.differences import compare_plans
 from fitune.errors import RecipeError
 from fitune.planner.defaults import data_of
-from fitune.session.recipes.typed_words import recipe_from
+from fitune.session.recipes.reading import recipe_from
 from fitune.spec.places import moved, placed
 from fitune.spec.plan import RunPlan
 from fitune.spec.recipe.recipe import dump_recipe, parse_recipe, read_recipe

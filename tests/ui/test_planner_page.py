@@ -13,7 +13,7 @@ from fitune.cli.app import app
 from fitune.report.ui.server import local_app
 from fitune.session import planner_page
 from fitune.session.planning import plan_on_data
-from fitune.session.recipes.keywords import recipe_of
+from fitune.session.recipes.reading import recipe_of
 from fitune.spec.model.known_models import find_known_model
 from fitune.units import format_bytes, format_rate
 

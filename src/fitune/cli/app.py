@@ -175,7 +175,7 @@ def matrix(
 ) -> None:
     """Print the plan for each model and row length, and which of DDP, ZeRO, recompute and offload fit."""
     from fitune.session.matrix import draw_picture, full_names, plan_matrix, row_lengths
-    from fitune.session.recipes.typed_words import matrix_recipe
+    from fitune.session.recipes.reading import matrix_recipe
 
     names, lengths = tuple(full_names(models)), row_lengths(context)
     recipe = matrix_recipe(words or [], settings or [], model=names[0])
@@ -478,7 +478,7 @@ def convert(
     recipe: Annotated[Path, Argument(help="A recipe of axolotl, LLaMA-Factory, TRL, torchtune or Unsloth.")],
 ) -> None:
     """Print another trainer's recipe as one of fitune's, with a comment on each line."""
-    from fitune.session.recipes.foreign_recipes import convert_recipe
+    from fitune.session.recipes.reading import convert_recipe
 
     print(convert_recipe(recipe), end="")
 
@@ -581,7 +581,7 @@ def _terminal(**settings: Any) -> "Terminal":
 
 def _recipe(words: list[str] | None, settings: list[str] | None, *, quiet: bool = False) -> "Recipe":
     """The recipe that ``words`` name. Notes on another trainer's keys go to standard error."""
-    from fitune.session.recipes.typed_words import recipe_from
+    from fitune.session.recipes.reading import recipe_from
 
     read = recipe_from(words or [], settings or [])
     if read.notes and not quiet:

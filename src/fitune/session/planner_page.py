@@ -30,7 +30,7 @@ from fitune.report.page import write_page
 from fitune.report.ui.page import answer_html, bars_of, planner_html, ways_html
 from fitune.report.ui.server import serve
 from fitune.session.planning import plan_for, wanted_hardware
-from fitune.session.recipes.typed_words import split_words
+from fitune.session.recipes.reading import split_words
 from fitune.spec.model.model_config import known_model_spec, load_model_spec, spec_from_config, unknown_model
 from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.plan import Plan

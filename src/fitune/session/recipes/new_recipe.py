@@ -12,7 +12,7 @@ from fitune.errors import FituneError, RecipeError
 from fitune.files import write_atomically
 from fitune.planner.defaults import data_of
 from fitune.session.planning import plan_on_data
-from fitune.session.recipes.typed_words import split_words
+from fitune.session.recipes.reading import split_words
 from fitune.spec.machines.gpus import find_gpu
 from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.predictions import PlanReport
