@@ -8,6 +8,7 @@ from fitune.errors import DataError, RecipeError
 from fitune.session.planning import plan_for
 from fitune.session.recipes.new_recipe import (
     QUESTIONS,
+    ask_and_write,
     asked_keys,
     explain_new_recipe,
     recipe_text,
@@ -70,7 +71,7 @@ def test_the_file_says_what_was_asked_for_and_no_more(tmp_path):
     rows.write_text('{"prompt": "a", "completion": "b"}\n')
     path = tmp_path / "new" / "recipe.yaml"
     keys = {**GIVEN, "data": str(rows), "lora_target_modules": ["q_proj", "v_proj"], "seq_len": 512}
-    report = write_recipe(path, keys, overwrite=False)
+    report = write_recipe(path, keys)
     recipe = read_recipe(path)
     assert recipe.model_dump(exclude_unset=True).keys() == keys.keys()
     assert recipe.data[0].path == str(rows)
@@ -78,7 +79,7 @@ def test_the_file_says_what_was_asked_for_and_no_more(tmp_path):
     text = path.read_text()
     assert all(f"\n{question.key}: " in text or f"\n# {question.key}:" in text for question in QUESTIONS)
     with pytest.raises(RecipeError, match="is there already"):
-        write_recipe(path, keys, overwrite=False)
+        ask_and_write([str(path)], overwrite=False, ask=None, say=print)
 
 
 def test_a_line_that_is_switched_on_changes_nothing():
@@ -90,7 +91,7 @@ def test_a_line_that_is_switched_on_changes_nothing():
 
 def test_a_missing_file_is_an_error(tmp_path):
     with pytest.raises(DataError):
-        write_recipe(tmp_path / "r.yaml", {**GIVEN, "data": str(tmp_path / "none.jsonl")}, overwrite=False)
+        write_recipe(tmp_path / "r.yaml", {**GIVEN, "data": str(tmp_path / "none.jsonl")})
 
 
 def test_the_plan_that_is_told_is_one_that_trains(tmp_path):

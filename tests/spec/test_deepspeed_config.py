@@ -111,6 +111,7 @@ def test_auto_leaves_a_setting_to_fitune():
             "mics_shard_size = 4 cannot be followed",
         ),
         ({"optimizer": {"type": "Lamb"}}, {}, "optimizer.type = 'Lamb' cannot be followed"),
+        ({"optimizer": {"legacy_fusion": True}}, {}, "optimizer.legacy_fusion = True cannot be followed"),
         ({"scheduler": {"params": {"warmup_num_steps": 9}}}, {}, "scheduler = .* cannot be followed"),
         ({"fp16": {"enabled": True, "hysteresis": 2}}, {}, "fp16.hysteresis = 2 cannot be followed"),
         ("/nowhere/ds.json", {}, "/nowhere/ds.json: cannot be read: No such file"),

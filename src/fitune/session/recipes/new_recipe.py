@@ -25,63 +25,39 @@ AUTO = "auto"
 """The answer that leaves a key to the plan."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Question:
     """One question: the key it sets, its text, and the answer of those who press Enter, if there is one."""
 
     key: str
     text: str
     usual: str = ""
-    refuse: Callable[[str], object] = lambda answer: None
-    """Raises FituneError for an answer that no recipe can have."""
-
-
-def _refuse_missing_file(path: str) -> None:
-    from fitune.data.reading.files import (
-        locate,  # imports datasets' helpers for those who answer questions alone
-    )
-
-    for source in data_of(parse_recipe({"model": "m", "data": path})).sources:
-        locate(source)
-
-
-def _refuse_tuning(word: str) -> None:
-    parse_recipe(canonical_keys({"model": "m", "tuning": None if word == AUTO else word}, where="tuning"))
-
-
-_HARDWARE = re.compile(r"(?:(\d+)\s*[x×*]\s*)?(\S.*)")
-
-
-def _refuse_hardware(words: str) -> None:
-    name = _hardware(words).get("gpu")
-    if name not in (None, "cpu"):
-        find_gpu(str(name))
 
 
 QUESTIONS = (
-    Question(key="model", text="Model: a name on the Hub, or a folder", refuse=load_model_spec),
-    Question(key="data", text="Data: a file, a folder or a name on the Hub", refuse=_refuse_missing_file),
+    Question("model", "Model: a name on the Hub, or a folder"),
+    Question("data", "Data: a file, a folder or a name on the Hub"),
     Question(
-        key="tuning", usual=AUTO, refuse=_refuse_tuning,
-        text=f"How to tune: full, lora, qlora, lomo, adalomo, or {AUTO} (the best that fits)",
+        "tuning", f"How to tune: full, lora, qlora, lomo, adalomo, or {AUTO} (the best that fits)", AUTO
     ),
-    Question(
-        key="gpu", usual=AUTO, refuse=_refuse_hardware,
-        text=f"Hardware: a card (rtx-4090, 2 x rtx-3090), cpu, or {AUTO} (what is here)",
-    ),
-    Question(key="output_dir", usual=AUTO, text=f"Where to: a folder, or {AUTO} (runs/MODEL-TUNING)"),
-)  # fmt: skip
+    Question("gpu", f"Hardware: a card (rtx-4090, 2 x rtx-3090), cpu, or {AUTO} (what is here)", AUTO),
+    Question("output_dir", f"Where to: a folder, or {AUTO} (runs/MODEL-TUNING)", AUTO),
+)
 
 
 def ask_and_write(
     words: Sequence[str], *, overwrite: bool, ask: Callable[[str], str] | None, say: Callable[[str], object]
 ) -> str:
-    """Write the recipe that ``words`` and the answers make, and return what is said of it."""
+    """Write the recipe that ``words`` and the answers make, and return what is said of it.
+
+    Raises RecipeError for a file that is there, unless it may be replaced, and FituneError when no plan fits: the file
+    stays then.
+    """
     path, given = split_words(words)
     path = path or Path("recipe.yaml")
-    refuse_existing(path, overwrite=overwrite)
-    keys = asked_keys(given, ask=ask, say=say)
-    return explain_new_recipe(path, write_recipe(path, keys, overwrite=overwrite))
+    if path.exists() and not overwrite:
+        raise RecipeError(f"{path} is there already", hint="--overwrite replaces it, or name another file")
+    return explain_new_recipe(path, write_recipe(path, asked_keys(given, ask=ask, say=say)))
 
 
 def asked_keys(
@@ -92,70 +68,67 @@ def asked_keys(
     ``ask`` shows a text and returns a line; None where nobody can be asked: then the plan decides what has a usual
     answer, and RecipeError names what has none.
     """
-    keys = canonical_keys(
-        {name: None if value == AUTO else value for name, value in given.items()}, where="init"
-    )
+    keys = canonical_keys(given, where="init")
     missing = [question for question in QUESTIONS if question.key not in keys]
-    if ask is None:
-        flags = [f"--{each.key}" for each in missing if not each.usual]
-        if flags:
-            raise RecipeError(
-                f"init: there is no terminal to ask at, so it needs {' and '.join(flags)}",
-                hint=f"add {' '.join(f'{flag} NAME' for flag in flags)}",
-            )
+    flags = [f"--{each.key}" for each in missing if not each.usual]
+    if ask is None and flags:
+        raise RecipeError(
+            f"init: there is no terminal to ask at, so it needs {' and '.join(flags)}",
+            hint=f"add {' '.join(f'{flag} NAME' for flag in flags)}",
+        )
     for question in missing:
         keys[question.key] = _answer(question, ask, say) if ask else question.usual
-    return _without_auto(keys)
+    keys |= _hardware(keys["gpu"] or AUTO)
+    return {name: value for name, value in canonical_keys(keys, where="init").items() if value is not None}
 
 
 def _answer(question: Question, ask: Callable[[str], str], say: Callable[[str], object]) -> str:
-    """The first answer that is not refused; an empty one is the usual one."""
+    """The first answer that a recipe can have; an empty one is the usual one."""
+    shown = f"{question.text} [{question.usual}]: " if question.usual else f"{question.text}: "
     while True:
-        shown = f"{question.text} [{question.usual}]: " if question.usual else f"{question.text}: "
         answer = ask(shown).strip() or question.usual
         if not answer:
             continue
         try:
-            question.refuse(answer)
+            _require_possible(question.key, answer)
         except FituneError as error:
             say(f"  {error}")
         else:
             return answer
 
 
-def _without_auto(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys in our words, the answer about hardware as gpu and gpus."""
-    hardware = _hardware(keys["gpu"] or AUTO)
-    named = {**{name: value for name, value in keys.items() if name != "gpu"}, **hardware}
-    read = canonical_keys(
-        {name: None if value == AUTO else value for name, value in named.items()}, where="init"
-    )
-    return {name: value for name, value in read.items() if value is not None}
+def _require_possible(key: str, answer: str) -> None:
+    """Raises FituneError for an answer that no recipe can have."""
+    match key:
+        case "model":
+            load_model_spec(answer)
+        case "data":
+            from fitune.data.reading.files import locate  # datasets' helpers, for those who answer questions
+
+            for source in data_of(parse_recipe({"model": "m", "data": answer})).sources:
+                locate(source)
+        case "tuning":
+            parse_recipe(canonical_keys({"model": "m", "tuning": answer}, where="tuning"))
+        case "gpu" if (name := _hardware(answer)["gpu"]) not in (AUTO, "cpu"):
+            find_gpu(name)
 
 
-def _hardware(words: str) -> dict[str, str | int]:
+_HARDWARE = re.compile(r"(?:(\d+)\s*[x×*]\s*)?(\S.*)")
+
+
+def _hardware(words: str) -> dict[str, Any]:
     """``2 x rtx-3090`` -> gpus 2, gpu rtx-3090."""
-    if words.strip() == AUTO:
-        return {}
     found = _HARDWARE.fullmatch(words.strip())
     count, name = found.groups() if found else (None, words)
-    many: dict[str, str | int] = {} if count is None else {"gpus": int(count)}
-    return many if name == AUTO else {"gpu": name, **many}
+    return {"gpu": name} if count is None else {"gpu": name, "gpus": int(count)}
 
 
-def write_recipe(path: Path, keys: Mapping[str, Any], *, overwrite: bool) -> PlanReport:
-    """Write the recipe of ``keys`` and plan it; the file stays when no plan fits. Raises FituneError for that, too."""
-    refuse_existing(path, overwrite=overwrite)
+def write_recipe(path: Path, keys: Mapping[str, Any]) -> PlanReport:
+    """Write the recipe of ``keys`` and plan it. Raises FituneError when no plan fits."""
     recipe = parse_recipe(keys, where="init")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, recipe_text(path, keys))
     return plan_on_data(recipe)
-
-
-def refuse_existing(path: Path, *, overwrite: bool) -> None:
-    """Raises RecipeError for a file that is there, unless it may be replaced."""
-    if path.exists() and not overwrite:
-        raise RecipeError(f"{path} is there already", hint="--overwrite replaces it, or name another file")
 
 
 OFTEN_SET = {

@@ -4,7 +4,7 @@
 but DeepSpeed's own log lines and what fitune does anyway.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,7 @@ _WITHOUT_EFFECT = {
     "steps_per_print", "wall_clock_breakdown", "dump_state", "memory_breakdown", "zero_allow_untested_optimizer",
     "zero_force_ds_cpu_optimizer", "stage3_gather_16bit_weights_on_model_save", "pin_memory",
 }  # fmt: skip
-_TOP = {
-    "train_batch_size": "global_batch_size",
-    "train_micro_batch_size_per_gpu": "micro_batch_size",
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "gradient_clipping": "max_grad_norm",
-}
+_DONE_ANYWAY = {"bf16.enabled": False, "fp16.enabled": False, "optimizer.params.torch_adam": True}
 _LOSS_SCALE = {
     "loss_scale": 0,
     "loss_scale_window": 1000,
@@ -40,11 +35,35 @@ _LOSS_SCALE = {
     "min_loss_scale": 1,
 }
 """fitune's own (engine/gradient_scale.py), in DeepSpeed's words."""
+_SECTIONS = {
+    "zero_optimization", "zero_optimization.offload_param", "zero_optimization.offload_optimizer", "optimizer",
+    "optimizer.params", "fp16", "bf16",
+}  # fmt: skip
+_WORDS = {
+    "train_batch_size": "global_batch_size",
+    "train_micro_batch_size_per_gpu": "micro_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "max_grad_norm",
+    "zero_optimization.stage": "zero",
+    "zero_optimization.offload_param.device": "offload_parameters",
+    "zero_optimization.offload_optimizer.device": "offload_optimizer",
+    "zero_optimization.offload_param.nvme_path": "nvme_path",
+    "zero_optimization.offload_optimizer.nvme_path": "nvme_path",
+    "optimizer.params.lr": "learning_rate",
+    "optimizer.params.eps": "adam_epsilon",
+    "optimizer.params.weight_decay": "weight_decay",
+}
+"""Setting of the file -> key of a recipe that takes its value."""
+_CHOICES: dict[str, tuple[str, dict[Any, str]]] = {
+    "optimizer.type": ("optimizer", {"Adam": "adamw", "AdamW": "adamw"}),
+    "bf16.enabled": ("precision", {True: "bf16-master"}),  # DeepSpeed keeps fp32 masters
+    "fp16.enabled": ("precision", {True: "fp16"}),
+}
+"""Setting of the file -> key of a recipe, and the values that have one there."""
+_MOST = 10**12
 
-Settings = dict[str, Any]
 
-
-def with_deepspeed_file(wanted: Mapping[str, Any], *, where: str) -> Settings:
+def with_deepspeed_file(wanted: Mapping[str, Any], *, where: str) -> dict[str, Any]:
     """``wanted`` with what its ``deepspeed`` names, a path or the content itself, in words of a recipe.
 
     Raises RecipeError, with both values, where the file and the recipe differ, and for settings that have no effect.
@@ -56,11 +75,17 @@ def with_deepspeed_file(wanted: Mapping[str, Any], *, where: str) -> Settings:
     content = _read(Path(given)) if isinstance(given, str | Path) else given
     if not isinstance(content, Mapping):
         raise RecipeError(f"{where}: deepspeed = {given!r}", hint="deepspeed: ds_config.json")
-    found: Settings = {"backend": "deepspeed"}
-    kept: Settings = {}
+    found: dict[str, Any] = {"backend": "deepspeed"}
+    kept: dict[str, int | bool] = {}
     for key, setting, value in _settings(content, name):
+        if key in SWITCHES and not isinstance(value, bool):
+            raise RecipeError(f"{name}: {setting} = {value!r} is not true or false")
+        if key in SIZES and (type(value) is not int or not 0 <= value <= _MOST):
+            raise RecipeError(
+                f"{name}: {setting} = {value!r} is not a number of elements from 0 to {_MOST:,}"
+            )
         if key in (*SIZES, *SWITCHES):
-            kept[key] = _kept(key, value, f"{name}: {setting}")
+            kept[key] = value
         else:
             found[key] = value
             _require_same(wanted, key, value, f"{name} says {setting} = {value!r}", where)
@@ -86,104 +111,36 @@ def _read(path: Path) -> Any:
         ) from None
 
 
-Found = Iterator[tuple[str, str, Any]]
-"""A key of the recipe (or one of SIZES and SWITCHES), its name in the file, its value."""
-
-
-def _settings(content: Mapping[str, Any], name: str) -> Found:
-    sections: dict[str, Callable[[Mapping[str, Any], str], Found]] = {
-        "zero_optimization": _zero, "optimizer": _optimizer, "fp16": _fp16, "bf16": _bf16,
-    }  # fmt: skip
-    for key, value in content.items():
-        if value == "auto" or key in _WITHOUT_EFFECT:
+def _settings(content: Mapping[str, Any], name: str) -> Iterator[tuple[str, str, Any]]:
+    """A key of the recipe (or one of SIZES and SWITCHES), its name in the file, its value."""
+    half = content.get("fp16")
+    scales_loss = isinstance(half, Mapping) and half.get("enabled") is True
+    for setting, value in _leaves(content, ""):
+        section, _, key = setting.rpartition(".")
+        if value == "auto" or key in _WITHOUT_EFFECT or _DONE_ANYWAY.get(setting, ...) == value:
             continue
-        if key in sections and isinstance(value, Mapping):
-            yield from sections[key](value, name)
-        elif key in _TOP:
-            yield _TOP[key], key, _number(value)
-        elif key in SIZES or key in SWITCHES:  # as a recipe keeps them once the file is read
-            yield key, key, _number(value)
-        elif not _all_auto(value):
-            raise _unknown(name, key, value)
-
-
-def _zero(section: Mapping[str, Any], name: str) -> Found:
-    for key, value in section.items():
-        setting = f"zero_optimization.{key}"
-        if value == "auto" or key in _WITHOUT_EFFECT:
+        if section == "fp16" and (not scales_loss or value == _LOSS_SCALE.get(key)):
             continue
-        if key == "stage":
-            yield "zero", setting, value
-        elif key in ("offload_param", "offload_optimizer") and isinstance(value, Mapping):
-            yield from _offload(value, key, name)
-        elif key in SIZES or key in SWITCHES:
-            yield key, setting, _number(value)
-        else:
-            raise _unknown(name, setting, value)
-
-
-def _offload(section: Mapping[str, Any], key: str, name: str) -> Found:
-    place = "offload_parameters" if key == "offload_param" else key
-    for inner, value in section.items():
-        setting = f"zero_optimization.{key}.{inner}"
-        if value == "auto" or inner in _WITHOUT_EFFECT:
-            continue
-        if inner == "device":
-            yield place, setting, "device" if value == "none" else value
-        elif inner == "nvme_path":
-            yield inner, setting, value
-        else:
-            raise _unknown(name, setting, value)
-
-
-def _optimizer(section: Mapping[str, Any], name: str) -> Found:
-    kind = section.get("type", "auto")
-    if kind not in ("auto", "Adam", "AdamW"):
-        raise _unknown(name, "optimizer.type", kind)
-    if kind != "auto":
-        yield "optimizer", "optimizer.type", "adamw"
-    params = section.get("params", {})
-    words = {"lr": "learning_rate", "eps": "adam_epsilon", "weight_decay": "weight_decay"}
-    for key, value in (params if isinstance(params, Mapping) else {}).items():
-        setting = f"optimizer.params.{key}"
-        if value == "auto" or (key == "torch_adam" and value is True):
-            continue
-        if key in words:
-            yield words[key], setting, value
-        elif key == "betas" and isinstance(value, list) and len(value) == 2:
+        ours, choices = _CHOICES.get(setting, ("", {}))
+        if setting in _WORDS:
+            yield _WORDS[setting], setting, "device" if value == "none" else _number(value)
+        elif setting == "optimizer.params.betas" and isinstance(value, list) and len(value) == 2:
             yield from (("adam_beta1", setting, value[0]), ("adam_beta2", setting, value[1]))
-        else:
+        elif isinstance(value, str | bool) and value in choices:
+            yield ours, setting, choices[value]
+        elif section in ("", "zero_optimization") and key in (*SIZES, *SWITCHES):
+            yield key, setting, _number(value)  # at the top as a recipe keeps them once the file is read
+        elif not _all_auto(value):
             raise _unknown(name, setting, value)
 
 
-def _bf16(section: Mapping[str, Any], name: str) -> Found:
-    for key, value in section.items():
-        if key == "enabled" and value is True:
-            yield "precision", "bf16.enabled", "bf16-master"  # DeepSpeed keeps fp32 masters
-        elif key != "enabled" and value != "auto":
-            raise _unknown(name, f"bf16.{key}", value)
-
-
-def _fp16(section: Mapping[str, Any], name: str) -> Found:
-    if section.get("enabled") is not True:
-        return
-    yield "precision", "fp16.enabled", "fp16"
-    for key, value in section.items():
-        if key != "enabled" and value not in ("auto", _LOSS_SCALE.get(key)):
-            raise _unknown(name, f"fp16.{key}", value)
-
-
-def _kept(key: str, value: Any, setting: str) -> int | bool:
-    """Raises RecipeError for what is not of the kind that DeepSpeed expects."""
-    if key in SWITCHES and not isinstance(value, bool):
-        raise RecipeError(f"{setting} = {value!r} is not true or false")
-    if key in SIZES and (isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MOST):
-        raise RecipeError(f"{setting} = {value!r} is not a number of elements from 0 to {_MOST:,}")
-    kept: int | bool = value
-    return kept
-
-
-_MOST = 10**12
+def _leaves(content: Mapping[str, Any], section: str) -> Iterator[tuple[str, Any]]:
+    """Every setting by its dotted name; a section that is not known is one setting."""
+    for key, value in content.items():
+        if f"{section}{key}" in _SECTIONS and isinstance(value, Mapping):
+            yield from _leaves(value, f"{section}{key}.")
+        else:
+            yield f"{section}{key}", value
 
 
 def _all_auto(value: Any) -> bool:
