@@ -9,7 +9,7 @@ import yaml
 from fitune.errors import HardwareError, RecipeError
 from fitune.planner.clusters.fleet_words import explain_ranking
 from fitune.session.clusters import live_fleet
-from fitune.session.clusters.fleet import FleetRequest, draw_ranking, launch_on_fleet, plan_on_fleet
+from fitune.session.clusters.fleet import FleetRequest, draw_ranking, launch_text, plan_on_fleet
 from fitune.session.clusters.live_fleet import free_nodes
 from fitune.spec.recipe.fleet import Cluster, read_fleet
 from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
@@ -40,7 +40,7 @@ def request_of(folder, text=FLEET, **options):
 
 
 def test_the_winner_is_launched_and_the_next_one_when_it_is_full(tmp_path):
-    text, place = launch_on_fleet(recipe_of(), request_of(tmp_path), ["deadline=1h"], on=None)
+    text, place = launch_text(recipe_of(), request_of(tmp_path), ["deadline=1h"], on=None)
     assert place == "fast, 1 node"
     config, job = yaml.safe_load_all(text)
     assert wrong_with(job) == []
@@ -50,17 +50,17 @@ def test_the_winner_is_launched_and_the_next_one_when_it_is_full(tmp_path):
     recipe = yaml.safe_load(config["data"]["recipe.yaml"])
     assert (recipe["gpu"], recipe["gpus"], recipe["nodes"]) == ("l40s", 1, 1)
     full = FLEET.replace("gpus: 1, price: 1, host", "gpus: 1, free: 0, price: 1, host")
-    text, place = launch_on_fleet(recipe_of(), request_of(tmp_path, full), [], on=None)
+    text, place = launch_text(recipe_of(), request_of(tmp_path, full), [], on=None)
     assert place == "slow, 1 node (fast, 1 node: full now)"
     assert "#SBATCH --partition=gpu" in text
     all_full = full.replace("gpu: l4, gpus: 1", "gpu: l4, gpus: 1, free: 0")
     with pytest.raises(HardwareError, match="every cluster is full: fast, 1 node, slow, 1 node"):
-        launch_on_fleet(recipe_of(), request_of(tmp_path, all_full), [], on=None)
+        launch_text(recipe_of(), request_of(tmp_path, all_full), [], on=None)
 
 
 def test_wishes_without_a_fleet_and_two_kinds_of_place_are_refused(tmp_path, capsys):
     with pytest.raises(RecipeError, match="takes the kind of the cluster that it chooses"):
-        launch_on_fleet(recipe_of(), request_of(tmp_path), [], on="slurm")
+        launch_text(recipe_of(), request_of(tmp_path), [], on="slurm")
     for command in ("plan", "launch"):
         assert run_command(command, "--model", "llama-3.2-1b", "--deadline", "3h") == 2
         assert "--deadline has no effect without --fleet" in capsys.readouterr().err

@@ -137,7 +137,7 @@ def _times(resources: Mapping[str, float], each: Mapping[str, float]) -> int:
     return int(min(resources.get(name, 0.0) // amount for name, amount in each.items()))
 
 
-def loaded_ray() -> Any:
+def loaded_ray(wanted_by: str = "--on ray") -> Any:
     """The module, with ray.train. Raises MissingExtra."""
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
@@ -146,7 +146,7 @@ def loaded_ray() -> Any:
 
         import ray
     except ImportError as error:
-        raise MissingExtra("--on ray", extra="ray") from error
+        raise MissingExtra(wanted_by, extra="ray") from error
     return ray
 
 

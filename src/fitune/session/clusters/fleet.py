@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import cast
@@ -88,28 +88,17 @@ def launch_text(
     settings: Sequence[str],
     *,
     on: System | None,
-    job_file: Path | None,
-) -> tuple[str, str]:
-    """The file that starts the recipe's plan on a cluster; and what is to be said: the cluster of a fleet, a note."""
-    if request is not None:
-        return launch_on_fleet(recipe, request, settings, on=on, job_file=job_file)
-    assert on is not None
-    job, text = launch_file(recipe, on, job_file=job_file, settings=settings)
-    return text, job.notes.get("data", "")
-
-
-def launch_on_fleet(
-    recipe: Recipe,
-    request: FleetRequest,
-    settings: Sequence[str],
-    *,
-    on: System | None,
     job_file: Path | None = None,
 ) -> tuple[str, str]:
-    """The file of the job for the best offer whose nodes are free, and where that is.
+    """The file that starts the recipe's plan ``on`` a system, or on the best cluster of a fleet whose nodes are free;
+    and what is to be said: which cluster that is, a note on the data.
 
-    Raises HardwareError when all of them are full.
+    Raises HardwareError when all clusters are full.
     """
+    if request is None:
+        assert on is not None
+        job, text = launch_file(recipe, on, job_file=job_file, settings=settings)
+        return text, job.notes.get("data", "")
     if on is not None:
         raise RecipeError(
             f"--on {on} contradicts --fleet, which takes the kind of the cluster that it chooses",
@@ -124,10 +113,9 @@ def launch_on_fleet(
         )
     cluster = free.cluster
     said = cluster.settings.model_dump(exclude_unset=True)
-    job_settings = read_job_settings(job_file, settings=settings, defaults=said)
     job, text = render(
-        recipe_on(recipe, free), free.priced, job_settings, cluster.kind,
-        cluster=cluster.name, storage_bandwidth=cluster.storage or 0.0,
+        recipe_on(recipe, free), free.priced, read_job_settings(job_file, settings=settings, defaults=said),
+        cluster.kind, cluster=cluster.name, storage_bandwidth=cluster.storage or 0.0,
     )  # fmt: skip
     full = [where(offer) for offer in ranking.offers[: ranking.offers.index(free)]]
     place = where(free) + (f" ({', '.join(full)}: full now)" if full else "")
@@ -149,33 +137,28 @@ def recipe_on(recipe: Recipe, offer: Offer) -> Recipe:
 
 def _epochs(recipe: Recipe, rows: int | None) -> EpochOf:
     """An epoch for each plan: of the data that is here, else of ``rows`` full ones, else as max_steps says."""
-    if rows is not None or not recipe.data:
-        if rows is None and recipe.max_steps is None:
-            raise RecipeError(
-                "the length of a run follows from its number of rows, and no data is named",
-                hint="data: in the recipe, --rows N where it is not on this machine, or max_steps",
-            )
-        return lambda plan: full_rows(plan, rows)
-
-    from fitune.data.sampling import guess_epoch  # not for those who name no data
+    if rows is None and not recipe.data and recipe.max_steps is None:
+        raise RecipeError(
+            "the length of a run follows from its number of rows, and no data is named",
+            hint="data: in the recipe, --rows N where it is not on this machine, or max_steps",
+        )
 
     @cache
     def guessed(data: DataPlan, batch: Batch, model_path: str) -> Epoch | None:
+        from fitune.data.sampling import guess_epoch  # not for those who name no data
+
         return guess_epoch(data, batch, tokenizer_folder=Path(model_path))
 
     def epoch_of(plan: Plan) -> Epoch:
-        of_any = Batch(
-            micro_batch_size=plan.batch.micro_batch_size, accumulation=1, seq_len=plan.batch.seq_len,
-            packing=plan.batch.packing,
-        )  # fmt: skip
-        found = guessed(plan.data, of_any, plan.model_path)
-        if found is not None:
-            return found
-        if recipe.max_steps is None:
-            raise RecipeError(
-                "the data is not on this machine", hint="--rows N says how many rows an epoch has"
-            )
-        return full_rows(plan, None)
+        if rows is None and recipe.data:
+            batch = replace(plan.batch, accumulation=1)  # for plans that differ in it alone
+            if (found := guessed(plan.data, batch, plan.model_path)) is not None:
+                return found
+            if recipe.max_steps is None:
+                raise RecipeError(
+                    "the data is not on this machine", hint="--rows N says how many rows an epoch has"
+                )
+        return full_rows(plan, rows)
 
     return epoch_of
 

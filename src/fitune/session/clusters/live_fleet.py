@@ -4,17 +4,17 @@ Nothing here is called unless somebody asks with --live.
 """
 
 import json
-import logging
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from fitune.errors import HardwareError, MissingExtra, RecipeError
+from fitune.errors import HardwareError, RecipeError
 from fitune.launch.manifests import PRODUCT_LABEL, node_selector, products
+from fitune.launch.ray_cluster import loaded_ray
 from fitune.spec.machines.cards import known_cards
 from fitune.spec.machines.gpus import find_gpu
 from fitune.spec.machines.job import GPU_RESOURCE
@@ -36,18 +36,14 @@ def with_free_nodes(fleet: Fleet) -> Fleet:
             f"--live asks clusters what is free, and none in {fleet.source} says who is asked",
             hint="live: nodes, kueue, slurm or ray for each cluster that can be asked, or leave --live out",
         )
-    clusters = tuple(
-        cluster if cluster.live is None else cluster.model_copy(update={"free": free_nodes(cluster)})
-        for cluster in fleet.clusters
-    )
-    return replace(fleet, clusters=clusters)
+    clusters = (each.model_copy(update={"free": free_nodes(each)}) for each in fleet.clusters)
+    return replace(fleet, clusters=tuple(clusters))
 
 
-def free_nodes(cluster: Cluster) -> int:
-    """Nodes that are free now, at most all of the cluster."""
+def free_nodes(cluster: Cluster) -> int | None:
+    """Nodes that are free now, at most all of the cluster; as the file says where nobody can be asked."""
     asked = {"nodes": free_by_nodes, "kueue": free_by_kueue, "slurm": free_by_slurm, "ray": free_by_ray}
-    count = cluster.free_nodes if cluster.live is None else asked[cluster.live](cluster)
-    return min(cluster.nodes, count)
+    return min(cluster.nodes, asked[cluster.live](cluster)) if cluster.live else cluster.free
 
 
 def free_by_nodes(cluster: Cluster) -> int:
@@ -62,12 +58,10 @@ def free_by_nodes(cluster: Cluster) -> int:
     count = 0
     for node in nodes:
         status, metadata = node["status"], node["metadata"]
-        is_ready = any(
-            one["type"] == "Ready" and one["status"] == "True" for one in status.get("conditions", [])
-        )
-        usable = is_ready and not node["spec"].get("unschedulable", False)
+        says = {one["type"]: one["status"] for one in status.get("conditions", [])}
+        is_usable = says.get("Ready") == "True" and not node["spec"].get("unschedulable")
         free = int(status.get("allocatable", {}).get(GPU_RESOURCE, 0)) - taken[metadata["name"]]
-        count += usable and _is_of(cluster, metadata.get("labels", {})) and free >= cluster.gpus
+        count += is_usable and _is_of(cluster, metadata.get("labels", {})) and free >= cluster.gpus
     return count
 
 
@@ -135,15 +129,12 @@ def _is_another_card(kind: str, gpu: str) -> bool:
 
 def free_by_ray(cluster: Cluster) -> int:
     """Nodes with enough free GPUs in the Ray cluster of RAY_ADDRESS or of this machine."""
-    try:
-        from ray.util import placement_group, remove_placement_group
+    ray = loaded_ray(f"cluster {cluster.name}: live: ray")
+    from ray.util import placement_group, remove_placement_group
 
-        import ray
-    except ImportError:
-        raise MissingExtra("asking a Ray cluster", extra="ray") from None
     was_connected = ray.is_initialized()
     try:
-        ray.init(address="auto", ignore_reinit_error=True, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(address="auto", ignore_reinit_error=True, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise HardwareError(
             f"cluster {cluster.name}: no Ray cluster answers: {str(error).splitlines()[0]}",
@@ -173,30 +164,26 @@ def free_by_ray(cluster: Cluster) -> int:
 def _kubectl(cluster: Cluster, *words: str) -> dict[str, Any]:
     context = cluster.settings.context
     command = ["kubectl", *(["--context", context] if context else []), *words, "--output=json"]
-    try:
-        found: dict[str, Any] = json.loads(_answer(cluster, command))
-    except ValueError:
-        raise _silent(cluster, command, "it did not answer in JSON") from None
+    found: dict[str, Any] = _answer(cluster, command, read=json.loads)
     return found
 
 
-def _answer(cluster: Cluster, command: list[str]) -> str:
-    """Output of the command. Raises HardwareError where it is missing, fails or takes too long."""
+def _answer(cluster: Cluster, command: list[str], *, read: Callable[[str], Any] = str) -> Any:
+    """``read`` of the command's output. Raises HardwareError where it is missing, fails or takes too long."""
     try:
         ended = subprocess.run(
             command, capture_output=True, text=True, timeout=_SECONDS, stdin=subprocess.DEVNULL
         )
+        if not ended.returncode:
+            return read(ended.stdout)
+        why = (ended.stderr.strip().splitlines() or ["it failed"])[-1]
     except FileNotFoundError:
-        raise _silent(cluster, command, f"there is no program {command[0]} here") from None
+        why = f"there is no program {command[0]} here"
     except subprocess.TimeoutExpired:
-        raise _silent(cluster, command, f"no answer in {_SECONDS:g} s") from None
-    if ended.returncode:
-        raise _silent(cluster, command, (ended.stderr.strip().splitlines() or ["it failed"])[-1])
-    return ended.stdout
-
-
-def _silent(cluster: Cluster, command: list[str], why: str) -> HardwareError:
-    return HardwareError(
+        why = f"no answer in {_SECONDS:g} s"
+    except ValueError:
+        why = "it did not answer in JSON"
+    raise HardwareError(
         f"cluster {cluster.name} cannot be asked what is free: {' '.join(command[:4])} …: {why}",
         hint="free: in the fleet file, and no --live",
     )
