@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from fitune.session.clusters.fleet import FleetRequest, plan_on_fleet
-from fitune.session.results import Ranked, text_of
+from fitune.session.results import text_of
 from fitune.spec.recipe.recipe import parse_recipe
 
 CLUSTERS = [
@@ -36,7 +36,7 @@ def main() -> None:
         for settings in RECIPES:
             recipe = parse_recipe({**settings, "seq_len": 4096, "packing": True})
             one = time.perf_counter()
-            text = text_of(Ranked(ranking=plan_on_fleet(recipe, FleetRequest(file, rows=50_000))))
+            text = text_of(plan_on_fleet(recipe, FleetRequest(file, rows=50_000)))
             seconds, lines = time.perf_counter() - one, len(text.splitlines())
             print(f"{settings['model']} {settings['tuning']}: {seconds:.2f} s, {lines} lines")
         wall = time.perf_counter() - began

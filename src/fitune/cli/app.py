@@ -121,10 +121,9 @@ def plan(
     request = _fleet(fleet, objective, deadline, budget, rows, live)
     if request is not None:
         from fitune.session.clusters.fleet import draw_ranking, plan_on_fleet
-        from fitune.session.results import Ranked
 
         ranking = plan_on_fleet(_recipe(words, settings), request)
-        _show(Ranked(ranking=ranking), json=json)
+        _show(ranking, json=json)
         if picture is not None:
             draw_ranking(ranking, picture)
         return

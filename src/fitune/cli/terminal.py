@@ -98,21 +98,16 @@ class Progress:
         self._seconds.append(report.step_seconds + report.data_seconds)
         self._memory_bytes = max(self._memory_bytes, *report.memory_bytes.values(), 0)
         left = max(report.total_steps - report.step, 0) * sum(self._seconds) / len(self._seconds)
-        line = step_line(report, memory_bytes=self._memory_bytes, remaining=left)
+        of_run: dict[str, Any] = {"memory_bytes": self._memory_bytes, "remaining": left}
+        line = step_line(report, **of_run)
         is_odd = report.skipped or report.eval_loss is not None
+        is_at_an_end = self._steps == 1 or report.step == report.total_steps
         if self._live is not None:
             self._bar.update(self._task, completed=report.step, total=report.total_steps)
-            self._note.plain = step_line(
-                report, memory_bytes=self._memory_bytes, remaining=left, number=False
-            )
+            self._note.plain = step_line(report, **of_run, number=False)
             if is_odd:
                 self._live.console.print(line, markup=False, no_wrap=True, overflow="ellipsis")
-        elif (
-            is_odd
-            or self._steps == 1
-            or not report.step % self._log_every
-            or report.step == report.total_steps
-        ):
+        elif is_odd or is_at_an_end or not report.step % self._log_every:
             print(line, file=self._stream, flush=True)
 
     def close(self) -> None:
@@ -188,50 +183,42 @@ def reading_bar() -> Iterator[Callable[[Reading], None]]:
     Small data is read before there is anything to see: a bar comes after a second, a line of a log after half a minute.
     """
     stream, began = sys.stderr, time.monotonic()
-    every_s = 0.2 if stream.isatty() else 30.0
+    is_live = stream.isatty()
+    every_s = 0.2 if is_live else 30.0
     due, is_shown = began + max(every_s, 1.0), False
 
-    def show_at_most_every(show: Callable[[Reading, float, str], None]) -> Callable[[Reading], None]:
-        def told(reading: Reading) -> None:
-            nonlocal due, is_shown
-            now = time.monotonic()
-            if now < due and not (reading.doing == "done" and is_shown):
-                return
-            due, is_shown = now + every_s, True
-            # the share of all bytes that was read, whose rows may wait to be tokenised
-            share = min(1.0, reading.bytes_read / reading.bytes_in_all) if reading.bytes_in_all else 0.0
-            words = format_bytes(reading.bytes_read)
-            if reading.rows:
-                passed = max(now - began, 1e-9)
-                left = f", {format_seconds(passed / share - passed)} left" if 0 < share < 1 else ""
-                count = f"{reading.rows:,} rows, {format_count(reading.tokens)} tokens"
-                words = f"{count}, {reading.rows / passed:,.0f} rows/s{left}"
-            show(reading, share, words)
-
-        return told
-
-    def print_line(reading: Reading, share: float, words: str) -> None:
-        doing = "tokenised" if reading.doing == "done" else reading.doing
-        print(f"{doing}: {words}", file=stream, flush=True)
-
-    if not stream.isatty():
-        yield show_at_most_every(print_line)
-        return
-    from rich.progress import BarColumn, TextColumn
-
-    doing, note = (TextColumn(text, markup=False) for text in ("{task.description}", "{task.fields[note]}"))
-    with _transient_bar(stream, doing, BarColumn(10), note) as (bar, task):
-
-        def draw(reading: Reading, share: float, words: str) -> None:
-            if reading.doing == "done":
-                bar.stop()
-                return
+    def told(reading: Reading) -> None:
+        nonlocal due, is_shown
+        now, is_done = time.monotonic(), reading.doing == "done"
+        if now < due and not (is_done and is_shown):
+            return
+        due, is_shown = now + every_s, True
+        # the share of all bytes that was read, whose rows may wait to be tokenised
+        share = min(1.0, reading.bytes_read / reading.bytes_in_all) if reading.bytes_in_all else 0.0
+        words = format_bytes(reading.bytes_read)
+        if reading.rows:
+            passed = max(now - began, 1e-9)
+            left = f", {format_seconds(passed / share - passed)} left" if 0 < share < 1 else ""
+            count = f"{reading.rows:,} rows, {format_count(reading.tokens)} tokens"
+            words = f"{count}, {reading.rows / passed:,.0f} rows/s{left}"
+        if not is_live:
+            print(f"{'tokenised' if is_done else reading.doing}: {words}", file=stream, flush=True)
+        elif is_done:
+            bar.stop()
+        else:
             bar.start()
             bar.update(
                 task, description=reading.doing, completed=share, total=1.0 if share else None, note=words
             )
 
-        yield show_at_most_every(draw)
+    if not is_live:
+        yield told
+        return
+    from rich.progress import BarColumn, TextColumn
+
+    doing, note = (TextColumn(text, markup=False) for text in ("{task.description}", "{task.fields[note]}"))
+    with _transient_bar(stream, doing, BarColumn(10), note) as (bar, task):
+        yield told
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 Each kind of result has its words beside it, loaded for results of that kind: a plan loads no reports and no fleets.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fitune.errors import RecipeError
@@ -23,94 +23,73 @@ if TYPE_CHECKING:
     from fitune.spec.reports import ScoreReport
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ranked:
-    """The clusters of a fleet in their order."""
-
-    ranking: "Ranking"
-
-
 Result: TypeAlias = (
-    "PlanReport | Ranked | WithChange | LargestThatFit | Matrix | Rehearsed | Reported | ScoreReport | "
+    "PlanReport | Ranking | WithChange | LargestThatFit | Matrix | Rehearsed | Reported | ScoreReport | "
     "AnsweringReport | ScoreRanking | TaskScores"
 )  # fmt: skip
 
 
 def text_of(result: Result) -> str:
     """The text that the command prints for ``result``, without a newline at the end."""
-    if isinstance(result, PlanReport):
-        return explain_plan(result)
-    from fitune.planner.alternatives import explain_alternative, explain_largest
-    from fitune.planner.answering import AnsweringReport
-    from fitune.planner.answering_words import explain_answering
-    from fitune.planner.clusters.fleet_words import explain_ranking
-    from fitune.planner.clusters.score_fleet import ScoreRanking, explain_score_ranking
-    from fitune.planner.matrix import Matrix, explain_matrix
-    from fitune.session.alternatives import LargestThatFit, WithChange
-    from fitune.session.rehearsing import Rehearsed, explain_rehearsed
-    from fitune.session.reported import Reported, explain_reported, explain_score
-    from fitune.session.score.lm_eval_words import TaskScores, explain_tasks
-    from fitune.spec.reports import ScoreReport
-
-    match result:
-        case Ranked():
-            return explain_ranking(result.ranking)
-        case WithChange():
-            return explain_alternative(result.alternative)
-        case LargestThatFit():
-            return explain_largest(result.recipe, result.quantity, result.found)
-        case Matrix():
-            return explain_matrix(result)
-        case Rehearsed():
-            return explain_rehearsed(result)
-        case Reported():
-            return explain_reported(result)
-        case ScoreReport():
-            return explain_score(result)
-        case AnsweringReport():
-            return explain_answering(result)
-        case ScoreRanking():
-            return explain_score_ranking(result)
-        case TaskScores():
-            return explain_tasks(result)
-        case _:
-            raise RecipeError(
-                f"{type(result).__name__} has no text",
-                hint="explain what plan, rehearse, score or report returned",
-            )
+    text: str = _ways(result)[0](result)
+    return text
 
 
 def result_data(result: Result) -> dict[str, Any]:
     """The object that the command prints with ``--json``."""
+    data: dict[str, Any] = _ways(result)[1](result)
+    return data
+
+
+def _ways(result: Any) -> tuple[Callable[[Any], str], Callable[[Any], Any]]:
+    """Text and data of a result. Raises RecipeError for what no command answers."""
     if isinstance(result, PlanReport):
-        return plan_data(result)
-    from fitune.planner.alternatives import alternative_data, largest_data
+        return explain_plan, plan_data
+    from fitune.planner.alternatives import (
+        alternative_data,
+        explain_alternative,
+        explain_largest,
+        largest_data,
+    )
     from fitune.planner.answering import AnsweringReport
-    from fitune.planner.answering_words import answering_data
-    from fitune.planner.clusters.fleet_words import ranking_data
-    from fitune.planner.clusters.score_fleet import ScoreRanking, score_ranking_data
-    from fitune.planner.matrix import Matrix, matrix_data
+    from fitune.planner.answering_words import answering_data, explain_answering
+    from fitune.planner.clusters.fleet import Ranking
+    from fitune.planner.clusters.fleet_words import explain_ranking, ranking_data
+    from fitune.planner.clusters.score_fleet import ScoreRanking, explain_score_ranking, score_ranking_data
+    from fitune.planner.matrix import Matrix, explain_matrix, matrix_data
     from fitune.session.alternatives import LargestThatFit, WithChange
-    from fitune.session.rehearsing import Rehearsed, rehearsed_data
-    from fitune.session.reported import Reported, reported_data
+    from fitune.session.rehearsing import Rehearsed, explain_rehearsed, rehearsed_data
+    from fitune.session.reported import Reported, explain_reported, explain_score, reported_data
+    from fitune.session.score.lm_eval_words import TaskScores, explain_tasks
+    from fitune.spec.reports import ScoreReport
 
     match result:
-        case Ranked():
-            return ranking_data(result.ranking)
-        case WithChange():
-            return {**plan_data(result.report), "why": alternative_data(result.alternative)}
-        case LargestThatFit():
-            return largest_data(result.quantity, result.found)
+        case Ranking():
+            return explain_ranking, ranking_data
+        case WithChange(report=report, alternative=other):
+            return (
+                lambda _: explain_alternative(other),
+                lambda _: {**plan_data(report), "why": alternative_data(other)},
+            )
+        case LargestThatFit(recipe=recipe, quantity=quantity, found=found):
+            return (
+                lambda _: explain_largest(recipe, quantity, found),
+                lambda _: largest_data(quantity, found),
+            )
         case Matrix():
-            return matrix_data(result)
+            return explain_matrix, matrix_data
         case Rehearsed():
-            return rehearsed_data(result)
+            return explain_rehearsed, rehearsed_data
         case Reported():
-            return reported_data(result)
+            return explain_reported, reported_data
+        case ScoreReport():
+            return explain_score, to_data
         case AnsweringReport():
-            return answering_data(result)
+            return explain_answering, answering_data
         case ScoreRanking():
-            return score_ranking_data(result)
-        case _:
-            data: dict[str, Any] = to_data(result)
-            return data
+            return explain_score_ranking, score_ranking_data
+        case TaskScores():
+            return explain_tasks, to_data
+    raise RecipeError(
+        f"{type(result).__name__} has no text", hint="explain what plan, rehearse, score or report returned"
+    )
