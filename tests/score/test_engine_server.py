@@ -211,9 +211,12 @@ def test_a_key_is_found_however_the_server_writes_it(spelt, status):
 def test_an_answer_of_which_no_tokens_are_known_has_no_likelihood(tiny):
     task = Task(id="a", prompt_ids=(5,), prompt_text="", expected=None, where="")
     known = to_answer(
-        task, Completion(id="a", token_ids=(5,), logprobs=(-0.5,), tokens=1), tiny.tokenizer, frozenset()
+        task,
+        Completion(id="a", token_ids=(5,), logprobs=(-0.5,), tokens=1),
+        tiny.template.decode,
+        frozenset(),
     )
-    unknown = to_answer(task, Completion(id="a", text="well"), tiny.tokenizer, frozenset())
+    unknown = to_answer(task, Completion(id="a", text="well"), tiny.template.decode, frozenset())
     assert (known.logprob, unknown.logprob) == (-0.5, None)
 
 

@@ -149,14 +149,6 @@ def test_a_prompt_without_room_for_an_answer_carries_the_arithmetic(tiny, tasks)
     assert third == ask(tiny, [tasks[1]], GREEDY)[0]
 
 
-def test_progress_adds_up(tiny, tasks):
-    counts = []
-    answer_all(
-        tiny.model, tiny.tokenizer, tiny.template, tasks, GREEDY, batch_size=4, on_answers=counts.append
-    )
-    assert sum(counts) == len(tasks)
-
-
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2", "qwen3_moe", "phi3", "falcon"])
 def test_rows_that_enter_and_leave_write_what_they_write_alone(tiny, family):
     """Sliding windows, learned positions, experts, fused and shared heads: 14 rows through 4 places, each with a limit

@@ -208,7 +208,7 @@ def test_rows_that_were_sent_ahead_are_asked_again_of_a_new_process(fake_vllm, m
         opened.append(VllmEngine(model="m", tokenizer="m", stop_ids=frozenset()))
         return opened[-1]
 
-    asker = Asker(open_engine, _Tokens(), sampling=Sampling(max_new_tokens=4), stop_ids=frozenset())
+    asker = Asker(open_engine, decode=str, sampling=Sampling(max_new_tokens=4), stop_ids=frozenset())
     try:
         (a,) = asker.ask(_tasks(first), on_answer=lambda: None, ahead=_tasks(second))
         monkeypatch.setenv("STUCK", "")
@@ -219,11 +219,6 @@ def test_rows_that_were_sent_ahead_are_asked_again_of_a_new_process(fake_vllm, m
     assert (a.token_ids, b.token_ids) == ((3,) * 3, (4,) * 4)
     assert long.code == "prompt_too_long"
     assert len(opened) == 2
-
-
-class _Tokens:
-    def decode(self, ids, **_):
-        return " ".join(map(str, ids))
 
 
 def _tasks(requests):

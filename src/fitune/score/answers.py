@@ -1,22 +1,13 @@
-"""Lines of OpenAI's batch output, and the fingerprint of a scoring's directory.
+"""Lines of OpenAI's batch output, and the manifest of a scoring's directory: settings that its answers depend on."""
 
-The fingerprint is of engine, model, adapter, template, data and sampling: equal for two equal scorings.
-"""
-
-import dataclasses
-import hashlib
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fitune.errors import RunDirectoryError
 from fitune.files import write_atomically
-from fitune.models.weight_files import identity
-from fitune.score.engines.engine import Sampling
 from fitune.score.grades.likelihoods import likeliest
 from fitune.score.tasks import Answer
-from fitune.spec.plan import DataSource
 from fitune.spec.run_directory import LOCK
 from fitune.spec.serial import read_object
 
@@ -87,35 +78,22 @@ def _weighed_body(answer: Answer, model: str) -> Line:
     }  # fmt: skip
 
 
+def body_of(line: Line) -> Line:
+    """The body of the response; empty where the row carries an error."""
+    body: Line = line["response"]["body"] if line["response"] else {}
+    return body
+
+
 def answer_text(line: Line) -> str | None:
     """The model's answer: of several given texts the likeliest. None where the row carries an error, and where one
     text was weighed."""
-    if not line["response"]:
+    body = body_of(line)
+    if not body:
         return None
-    body = line["response"]["body"]
     if body["object"] != LIKELIHOODS:
         text: str = body["choices"][0]["message"]["content"]
         return text
     return body["choices"][likeliest(body)]["text"] if len(body["choices"]) > 1 else None
-
-
-def answer_logprob(line: Line) -> float | None:
-    """Nats of the answer, or of the right one of those that were weighed; None where they are not known."""
-    body = line["response"]["body"] if line["response"] else None
-    if body is None:
-        return None
-    choice = body["choices"][body.get("right", 0)]
-    return choice.get("logprob")
-
-
-def tokens_of(line: Line, what: str) -> int:
-    """``what`` of the line's usage; 0 where the row carries an error."""
-    return line["response"]["body"]["usage"].get(what, 0) if line["response"] else 0
-
-
-def is_cut_off(line: Line) -> bool:
-    """True if the answer ended because it had as many tokens as it may have."""
-    return bool(line["response"]) and line["response"]["body"]["choices"][0].get("finish_reason") == "length"
 
 
 MANIFEST = "manifest.json"
@@ -124,34 +102,6 @@ CHANGED = "changed.jsonl"
 PAGES = ("score.html", "comparison.html")
 OURS = (MANIFEST, CHANGED, *PAGES, "answers.jsonl", "answers.parquet", "grades.jsonl", "report.json", LOCK)
 """The files that scoring writes into its directory; shards stand in a folder beside them."""
-
-
-def manifest(
-    *,
-    engine: str,
-    model: str,
-    adapter: str,
-    template: str,
-    sources: Sequence[DataSource],
-    sampling: Sampling | None,
-    dtype: str,
-) -> dict[str, Any]:
-    """The settings that an answer depends on; ``sampling`` None: given answers are weighed, none is written.
-
-    Rows are hashed one by one, in the shards themselves: so a dataset may grow, and a changed prompt still shows. The
-    tokenizer's files are among the model's.
-    """
-    return {
-        "engine": engine,
-        "model": identity(model),
-        "adapter": identity(adapter),
-        "template": hashlib.sha256(template.encode()).hexdigest()[:16],
-        "data": "; ".join(
-            f"{Path(source.path).name}, split {source.split}, sample {source.sample}" for source in sources
-        ),
-        "dtype": dtype,
-        "sampling": dataclasses.asdict(sampling) if sampling else "none: given answers are weighed",
-    }
 
 
 def claim(directory: Path, wanted: dict[str, Any], *, has_shards: bool) -> None:

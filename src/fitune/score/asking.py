@@ -1,25 +1,30 @@
 """Tasks to answers through an engine: one row that fails fails alone."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from fitune.errors import ScoringFailed
-from fitune.score.engines.engine import Completion, Engine, EngineDied, Request, Sampling, failed
+from fitune.score.engines.engine import (
+    Completion,
+    Continuation,
+    Engine,
+    EngineDied,
+    Likelihood,
+    Request,
+    Sampling,
+    failed,
+)
 from fitune.score.tasks import Answer, Task, to_answer
-
-
-class _Named(Protocol):
-    @property
-    def id(self) -> str: ...
-
-
-Asked = TypeVar("Asked", bound=_Named)
-Found = TypeVar("Found", bound=_Named)
 
 _FAULTS = (RuntimeError, ValueError, IndexError, KeyError)
 """Errors that an engine raises for a row that it cannot answer."""
 ENGINE_FAILED = "engine_failed"
 """Code of the error of such a row."""
+
+Asked = Sequence[Request] | Sequence[Continuation]
+Call = Callable[[Engine, Any], Iterator[Any]]
+"""Asks an engine for the Completions or Likelihoods of some rows."""
 
 
 class Restarted:
@@ -30,20 +35,16 @@ class Restarted:
         self._engine: Engine | None = None
         self._restarts = restarts
 
-    def each(
-        self,
-        asked: Sequence[Asked],
-        call: Callable[[Engine, Sequence[Asked]], Iterator[Found]],
-        fail: Callable[[Asked, str], Found],
-    ) -> Iterator[Found]:
-        """Each id once; those that a dead engine left are asked of a new one. ``fail`` makes the error of one.
+    def each(self, asked: Asked, call: Call) -> Iterator[Any]:
+        """A Completion for each request, a Likelihood for each continuation; those that a dead engine left are asked of
+        a new one.
 
         Raises ScoringFailed when the engine died too often.
         """
-        left = {one.id: one for one in asked}
+        left: dict[str, Any] = {one.id: one for one in asked}
         while left:
             try:
-                for found in self._some(list(left.values()), call, fail):
+                for found in self._some(list(left.values()), call):
                     del left[found.id]
                     yield found
                 if left:
@@ -64,12 +65,7 @@ class Restarted:
             self._engine.close()
             self._engine = None
 
-    def _some(
-        self,
-        asked: Sequence[Asked],
-        call: Callable[[Engine, Sequence[Asked]], Iterator[Found]],
-        fail: Callable[[Asked, str], Found],
-    ) -> Iterator[Found]:
+    def _some(self, asked: Sequence[Any], call: Call) -> Iterator[Any]:
         """All together; where that raises, those that are left one by one, so that only the row that fails fails."""
         if self._engine is None:
             self._engine = self._open()
@@ -79,43 +75,46 @@ class Restarted:
                 del left[found.id]
                 yield found
         except _FAULTS:
-            for one in list(left.values()):
+            for one in left.values():
                 try:
                     found = next(iter(call(engine, [one])))
                 except _FAULTS as fault:
-                    found = fail(one, f"{type(fault).__name__}: {fault}"[:500])
+                    found = failed(one, ENGINE_FAILED, f"{type(fault).__name__}: {fault}"[:500])
                 yield found
 
 
 class Asker:
-    """Asks an engine to write answers."""
+    """Asks an engine to write answers, or to weigh given ones where the graders ``weighed_by`` want that."""
 
     def __init__(
-        self, open_engine: Callable[[], Engine], tokenizer: Any, *, sampling: Sampling, stop_ids: frozenset[int],
-        restarts: int = 3,
+        self, open_engine: Callable[[], Engine], *, decode: Callable[[Sequence[int]], str], sampling: Sampling,
+        stop_ids: frozenset[int], weighed_by: str = "",
     ) -> None:  # fmt: skip
-        self._engine = Restarted(open_engine, restarts=restarts)
-        self._tokenizer = tokenizer
+        self._engine = Restarted(open_engine)
+        self._decode = decode
         self._sampling = sampling
         self._stop_ids = stop_ids
+        self._weighed_by = weighed_by
+        self._has_weighed = False
 
     def ask(
-        self, tasks: Sequence[Task], *, on_answer: Callable[[], None], ahead: Sequence[Task] = ()
+        self,
+        tasks: Sequence[Task],
+        *,
+        on_answer: Callable[[], None] = lambda: None,
+        ahead: Sequence[Task] = (),
     ) -> list[Answer]:
         """An answer or an error for each task, in their order. ``on_answer`` is called after each.
 
-        ``ahead``: tasks of the next call; the engine may begin with them. Raises ScoringFailed when the engine died too
-        often.
+        ``ahead``: tasks of the next call; an engine that writes may begin with them. Raises ScoringFailed when the
+        engine died too often, or cannot weigh.
         """
-        found: dict[str, Completion] = {}
-        requests = []
-        for task, request in zip(tasks, self._requests(tasks), strict=True):
+        for task in tasks:
             if task.problem:
-                found[task.id] = failed(request, "bad_row", task.problem)
                 on_answer()
-            else:
-                requests.append(request)
-        next_ones = [one for task, one in zip(ahead, self._requests(ahead), strict=True) if not task.problem]
+        if self._weighed_by:
+            return self._weigh(tasks, on_answer)
+        next_ones = self._requests(ahead)
 
         def answer(engine: Engine, some: Sequence[Request]) -> Iterator[Completion]:
             for place, completion in enumerate(engine.answer(some)):
@@ -123,19 +122,69 @@ class Asker:
                     engine.prepare(next_ones)  # behind those that are asked
                 yield completion
 
-        completions = self._engine.each(
-            requests, answer, lambda request, error: failed(request, ENGINE_FAILED, error)
-        )
-        for completion in completions:
+        found: dict[str, Completion] = {}
+        for completion in self._engine.each(self._requests(tasks), answer):
             found[completion.id] = completion
             on_answer()
-        return [to_answer(task, found[task.id], self._tokenizer, self._stop_ids) for task in tasks]
+        return [to_answer(task, found.get(task.id), self._decode, self._stop_ids) for task in tasks]
+
+    def close(self) -> None:
+        self._engine.close()
 
     def _requests(self, tasks: Sequence[Task]) -> list[Request]:
         return [
             Request(id=task.id, prompt_ids=task.prompt_ids, sampling=task.sampling or self._sampling)
             for task in tasks
+            if not task.problem
         ]
 
-    def close(self) -> None:
-        self._engine.close()
+    def _weigh(self, tasks: Sequence[Task], on_answer: Callable[[], None]) -> list[Answer]:
+        asked = [
+            Continuation(id=f"{number} {task.id}", prompt_ids=given.prompt_ids, token_ids=given.token_ids)
+            for task in tasks
+            if not task.problem
+            for number, given in enumerate(task.given)
+        ]
+        self._require_weights(asked)
+        left = Counter(one.id.partition(" ")[2] for one in asked)
+        found: dict[str, Likelihood] = {}
+        for likelihood in self._engine.each(asked, _weighed):
+            found[likelihood.id] = likelihood
+            task_id = likelihood.id.partition(" ")[2]
+            left[task_id] -= 1
+            if not left[task_id]:
+                on_answer()
+        return [
+            _with_likelihoods(
+                task,
+                [found[f"{number} {task.id}"] for number in range(0 if task.problem else len(task.given))],
+            )
+            for task in tasks
+        ]
+
+    def _require_weights(self, asked: Sequence[Continuation]) -> None:
+        """Two tokens are weighed before the first row: most servers tell no log-probabilities of a prompt."""
+        ids = next(((*one.prompt_ids, *one.token_ids)[:2] for one in asked), ())
+        if self._has_weighed or not ids:
+            return
+        self._has_weighed = True
+        (tried,) = self._engine.each([Continuation(id="0", prompt_ids=ids[:1], token_ids=ids[1:])], _weighed)
+        if tried.error:
+            raise ScoringFailed(
+                f"the engine cannot weigh given answers, which grader {self._weighed_by} needs: {tried.error}",
+                hint="--engine transformers and --engine vllm can, and the server of vLLM",
+            )
+
+
+def _weighed(engine: Engine, some: Sequence[Continuation]) -> Iterator[Likelihood]:
+    return engine.weigh(some)
+
+
+def _with_likelihoods(task: Task, likelihoods: Sequence[Likelihood]) -> Answer:
+    fault = next((found for found in likelihoods if found.error), None)
+    error = task.problem or (fault.error if fault else "")
+    return Answer(
+        task=task, text="", finish_reason="error" if error else "stop", completion_tokens=0,
+        code=("bad_row" if task.problem else fault.code if fault else ""), error=error,
+        likelihoods=() if error else tuple(likelihoods),
+    )  # fmt: skip

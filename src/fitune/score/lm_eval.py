@@ -6,8 +6,8 @@ there: on the same model both give the same figures. This module is imported whe
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from jinja2 import TemplateError
 from lm_eval.api.instance import Instance
@@ -16,16 +16,13 @@ from lm_eval.models.utils import has_bos_prefix, normalize_gen_kwargs, postproce
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from fitune.errors import ScoringFailed
-from fitune.score.asking import Restarted
+from fitune.score.asking import Call, Restarted
 from fitune.score.engines.engine import (
-    Completion,
     Continuation,
     Engine,
     EngineName,
-    Likelihood,
     Request,
     Sampling,
-    failed,
     most_weighed,
 )
 
@@ -41,8 +38,6 @@ _CHANGES_NOTHING = {"num_beams": 1, "repetition_penalty": 1.0, "top_k": 0}
 
 Encoded = tuple[Instance, list[int], list[int]]
 """A request, the ids of its context, and those of the text that is weighed behind it."""
-
-Found = TypeVar("Found", Completion, Likelihood)
 
 
 class EngineLM(TemplateLM):
@@ -152,10 +147,7 @@ class EngineLM(TemplateLM):
                 id=str(place), prompt_ids=self._prompt(one, prompt, settings["max_gen_toks"]),
                 sampling=_sampling(settings, self._seed), stop=tuple(stops[-1]),
             )  # fmt: skip
-        found = self._each(
-            asked, requests, lambda engine, some: engine.answer(some),
-            lambda request, error: failed(request, "engine_failed", error),
-        )  # fmt: skip
+        found = self._each(asked, requests, lambda engine, some: engine.answer(some))
         answers = []
         for completion, stop in zip(found, stops, strict=True):
             text = completion.text
@@ -169,22 +161,16 @@ class EngineLM(TemplateLM):
 
     def _loglikelihood_tokens(self, requests: Sequence[Encoded], **_: Any) -> list[tuple[float, bool]]:
         asked = {str(place): self._continuation(str(place), *one) for place, one in enumerate(requests)}
-        found = self._each(
-            asked, [one for one, _, _ in requests], lambda engine, some: engine.weigh(some),
-            lambda one, error: Likelihood(id=one.id, code="engine_failed", error=error),
-        )  # fmt: skip
+        found = self._each(asked, [one for one, _, _ in requests], lambda engine, some: engine.weigh(some))
         return [(sum(each.logprobs), each.is_greedy) for each in found]
 
-    def _each(
-        self, asked: Mapping[str, Any], owners: Sequence[Instance],
-        call: Callable[[Engine, Sequence[Any]], Iterator[Found]], fail: Callable[[Any, str], Found],
-    ) -> list[Found]:  # fmt: skip
+    def _each(self, asked: Mapping[str, Any], owners: Sequence[Instance], call: Call) -> list[Any]:
         """The engine's result for each of ``asked``, in their order. Raises ScoringFailed for the first error."""
         left = Counter((one.task_name, one.doc_id) for one in owners)
         total = len(left)
-        found: dict[str, Found] = {}
+        found: dict[str, Any] = {}
         self._on_rows(0, total)
-        for each in self._engine.each(list(asked.values()), call, fail):
+        for each in self._engine.each(list(asked.values()), call):
             owner = owners[int(each.id)]
             if each.error:
                 raise ScoringFailed(f"{_name(owner)}: {each.error}")

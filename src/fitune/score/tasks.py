@@ -6,7 +6,7 @@ reference, and may carry sampling of their own.
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from fitune.data.reading.rows import BadRow, Row
 from fitune.data.reading.sources import read_rows
 from fitune.errors import DataError
 from fitune.score.choices import has_choices, read_choices
-from fitune.score.engines.engine import LIMITS, Completion, Likelihood, Sampling
+from fitune.score.engines.engine import Completion, Likelihood, Sampling, number_fault
 from fitune.spec.plan import DataSource
 
 ID_COLUMNS = ("custom_id", "id")
@@ -222,13 +222,20 @@ def to_task(conversation: Conversation, *, id: str, template: ChatTemplate) -> T
     return _task(question, template.encode_prompt(conversation), None)
 
 
-def to_answer(task: Task, completion: Completion, tokenizer: Any, stop_ids: frozenset[int]) -> Answer:
-    """The completion as text: without the token that ended it, and without special tokens."""
+def to_answer(
+    task: Task,
+    completion: Completion | None,
+    decode: Callable[[Sequence[int]], str],
+    stop_ids: frozenset[int],
+) -> Answer:
+    """The completion as text: without the token that ended it, and without special tokens. None: the task was not
+    asked, for its problem."""
+    completion = completion or Completion(id="", finish_reason="error", code="bad_row", error=task.problem)
     ids = completion.token_ids
     written = ids[:-1] if ids and ids[-1] in stop_ids else ids
     text = completion.text
     if text is None:
-        text = tokenizer.decode(written, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text = decode(written)
     text = text.encode("utf-8", "replace").decode()  # a server may return half a character
     return Answer(
         task=task,
@@ -288,16 +295,8 @@ def _of_batch_line(row: Row, id_: str) -> Question:
     example = to_example(Row(row.where, {"messages": turns}), format="messages")
     messages = example.messages[:-1] if isinstance(example, Conversation) else ()
     own = {_OF_BODIES[name]: body[name] for name in _OF_BODIES if body.get(name) is not None}
-    for name, value in own.items():
-        least, most = LIMITS[name]
-        is_whole = isinstance(least, int)
-        kinds = int if is_whole else int | float
-        if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
-            number = "a whole number " if is_whole else ""
-            raise BadRow(
-                f"{row.where}: {name} = {value!r}: must be {number}from {least:,} to {most:,}",
-                reason="sampling",
-            )
+    for fault in filter(None, (number_fault(name, value) for name, value in own.items())):
+        raise BadRow(f"{row.where}: {fault}", reason="sampling")
     return Question(id=id_, where=row.where, messages=messages, own=tuple(sorted(own.items())))
 
 

@@ -5,17 +5,14 @@ lies across their border. The choices of a row are compared behind the ids that 
 template writes something else in front of one of them, it counts as the choice's.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 
 from fitune.data.conversations.messages import Example, Message, Text
 from fitune.data.conversations.templates import ChatTemplate, Encoded
 from fitune.data.reading.rows import BadRow
-from fitune.errors import ScoringFailed
-from fitune.score.asking import ENGINE_FAILED, Restarted
-from fitune.score.engines.engine import Continuation, Engine, Likelihood
-from fitune.score.tasks import Answer, Given, Question, Task
+from fitune.score.tasks import Given, Question, Task
 
 
 def to_given_tasks(questions: Sequence[Question], *, template: ChatTemplate) -> list[Task]:
@@ -82,73 +79,3 @@ def _given(text: str, ids: list[int], border: int, stop_ids: frozenset[int]) -> 
     while end + 1 < len(answer) and answer[-end - 1] in stop_ids:
         end += 1
     return Given(text=text, prompt_ids=tuple(ids[:border]), token_ids=tuple(answer), end_tokens=end)
-
-
-class Weigher:
-    """Weighs the given texts of tasks by an engine, which is started again when it died."""
-
-    def __init__(self, open_engine: Callable[[], Engine], *, wanted_by: str) -> None:
-        """``wanted_by`` names the graders, for the error of an engine that cannot weigh."""
-        self._wanted_by = wanted_by
-        self._engine = Restarted(open_engine)
-        self._has_weighed = False
-
-    def ask(
-        self, tasks: Sequence[Task], *, on_answer: Callable[[], None], ahead: Sequence[Task] = ()
-    ) -> list[Answer]:
-        """An Answer with likelihoods, or an error, for each task, in their order. ``on_answer`` is called after each.
-
-        ``ahead``, the tasks of the next call, wait for it: a text is read in one pass.
-        Raises ScoringFailed when the engine cannot weigh or died too often.
-        """
-        asked = [
-            Continuation(id=f"{number} {task.id}", prompt_ids=given.prompt_ids, token_ids=given.token_ids)
-            for task in tasks
-            if not task.problem
-            for number, given in enumerate(task.given)
-        ]
-        self._require_weights(asked)
-        found: dict[str, dict[int, Likelihood]] = {task.id: {} for task in tasks}
-        wanted = {task.id: len(task.given) for task in tasks}
-        for task in tasks:
-            if task.problem:
-                on_answer()
-        for likelihood in self._weigh(asked):
-            number, _, id_ = likelihood.id.partition(" ")
-            found[id_][int(number)] = likelihood
-            if len(found[id_]) == wanted[id_]:
-                on_answer()
-        return [_answer(task, [found[task.id][n] for n in sorted(found[task.id])]) for task in tasks]
-
-    def close(self) -> None:
-        self._engine.close()
-
-    def _weigh(self, asked: Sequence[Continuation]) -> Iterator[Likelihood]:
-        return self._engine.each(
-            asked,
-            lambda engine, some: engine.weigh(some),
-            lambda one, error: Likelihood(id=one.id, code=ENGINE_FAILED, error=error),
-        )
-
-    def _require_weights(self, asked: Sequence[Continuation]) -> None:
-        """Two tokens are weighed before the first row: most servers tell no log-probabilities of a prompt."""
-        ids = next(((*one.prompt_ids, *one.token_ids)[:2] for one in asked), ())
-        if self._has_weighed or not ids:
-            return
-        self._has_weighed = True
-        (tried,) = self._weigh([Continuation(id="0", prompt_ids=ids[:1], token_ids=ids[1:])])
-        if tried.error:
-            raise ScoringFailed(
-                f"the engine cannot weigh given answers, which grader {self._wanted_by} needs: {tried.error}",
-                hint="--engine transformers and --engine vllm can, and the server of vLLM",
-            )
-
-
-def _answer(task: Task, likelihoods: Sequence[Likelihood]) -> Answer:
-    fault = next((found for found in likelihoods if found.error), None)
-    error = task.problem or (fault.error if fault else "")
-    return Answer(
-        task=task, text="", finish_reason="error" if error else "stop", completion_tokens=0,
-        code=("bad_row" if task.problem else fault.code if fault else ""), error=error,
-        likelihoods=() if error else tuple(likelihoods),
-    )  # fmt: skip

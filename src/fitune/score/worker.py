@@ -3,43 +3,32 @@
 import gc
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from fitune.data.conversations.templates import ChatTemplate, load_template
+from fitune.data.conversations.templates import ChatTemplate
 from fitune.errors import FituneError, ScoringFailed, exit_code_of
-from fitune.models.tokens import load_tokenizer
-from fitune.models.weight_files import OnBytes, nobody
 from fitune.score.asking import Asker
-from fitune.score.engines.continuous import Watch, unwatched
 from fitune.score.engines.engine import Engine, listed_stop_ids
-from fitune.score.engines.opening import open_engine, tokenizer_folder
+from fitune.score.engines.opening import open_engine, open_texts
 from fitune.score.plan import ScorePlan
 from fitune.score.tasks import Answer, Task
-from fitune.score.weighing import Weigher
+
+OpenEngine = Callable[[ScorePlan, Any, ChatTemplate], Engine]
+"""Opens the engine of a plan, beside its tokenizer and template."""
 
 
 def open_asker(
-    plan: ScorePlan,
-    tokenizer: Any,
-    template: ChatTemplate,
-    on_bytes: OnBytes,
-    *,
-    weighed_by: str,
-    watch: Watch = unwatched,
-) -> Asker | Weigher:
+    plan: ScorePlan, tokenizer: Any, template: ChatTemplate, *, weighed_by: str = "", opens: OpenEngine = open_engine
+) -> Asker:  # fmt: skip
     """Asks the engine of ``plan``, which is opened with the first tasks, to write answers; to weigh given ones where
     the graders ``weighed_by`` want that."""
-
-    def engine() -> Engine:
-        return open_engine(plan, tokenizer, template, on_bytes, watch)
-
-    if weighed_by:
-        return Weigher(engine, wanted_by=weighed_by)
-    stop_ids = template.stop_ids | listed_stop_ids(plan.model)
-    return Asker(engine, tokenizer, sampling=plan.sampling, stop_ids=stop_ids)
+    return Asker(
+        lambda: opens(plan, tokenizer, template), decode=template.decode, sampling=plan.sampling,
+        stop_ids=template.stop_ids | listed_stop_ids(plan.model), weighed_by=weighed_by,
+    )  # fmt: skip
 
 
 class ScoringWorker:
@@ -53,7 +42,7 @@ class ScoringWorker:
             os.chdir(folder)  # paths of the plan begin there
         torch.set_num_threads(threads)
         self._plan, self._weighed_by = plan, weighed_by
-        self._asker: Asker | Weigher | None = None
+        self._asker: Asker | None = None
         self._done = 0
 
     def hello(self) -> str:
@@ -67,9 +56,7 @@ class ScoringWorker:
         is_first = self._asker is None
         try:
             if self._asker is None:
-                tokenizer = load_tokenizer(tokenizer_folder(self._plan))
-                template = load_template(tokenizer, self._plan.chat_template)
-                self._asker = open_asker(self._plan, tokenizer, template, nobody, weighed_by=self._weighed_by)
+                self._asker = open_asker(self._plan, *open_texts(self._plan), weighed_by=self._weighed_by)
             answers = self._asker.ask(tasks, on_answer=self._count, ahead=ahead or ())
             if is_first:
                 gc.freeze()  # libraries and model stay: to look for garbage there takes 0.3 s each time

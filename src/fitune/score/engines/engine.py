@@ -15,7 +15,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 from fitune.errors import CheckpointError, RecipeError
 from fitune.files import read_text
@@ -50,6 +50,21 @@ LIMITS: dict[str, tuple[float, float]] = {
     "batch_size": (1, 65_536),
 }  # fmt: skip
 """Least and most of each number of a scoring; whole numbers where the least is one."""
+
+
+def number_fault(name: str, value: object) -> str:
+    """Why ``value`` cannot be the number ``name`` of a scoring, in words; empty where it can."""
+    least, most = LIMITS[name]
+    is_whole = isinstance(least, int)
+    if (
+        isinstance(value, int if is_whole else int | float)
+        and not isinstance(value, bool)
+        and least <= value <= most
+    ):
+        return ""
+    return (
+        f"{name} = {value!r:.60}: must be a {'whole ' if is_whole else ''}number from {least:,} to {most:,}"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,11 +162,14 @@ class EngineDied(Exception):
         self.hint = hint
 
 
-def failed(request: Request | Continuation, code: str, error: str) -> Completion:
-    return Completion(id=request.id, finish_reason="error", code=code, error=error)
+def failed(asked: Request | Continuation, code: str, error: str) -> Any:
+    """The Completion of a request, or the Likelihood of a continuation, that has an error."""
+    if isinstance(asked, Request):
+        return Completion(id=asked.id, finish_reason="error", code=code, error=error)
+    return Likelihood(id=asked.id, code=code, error=error)
 
 
-def refusal(request: Request, *, context: int) -> Completion | None:
+def refusal(request: Request, *, context: int) -> Any:
     """The failed answer, with the arithmetic, to a request longer than ``context`` positions; None if it fits."""
     prompt, new = len(request.prompt_ids), request.sampling.max_new_tokens
     if not prompt:

@@ -5,7 +5,7 @@ is: where the two best tokens are closer than the rounding of a matrix product, 
 other one. In fp32 on a CPU that is not seen in practice.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -30,10 +30,10 @@ from fitune.score.engines.engine import (
     Likelihood,
     Request,
     Sampling,
+    failed,
     no_effect,
     refusal,
 )
-from fitune.score.engines.products import fast_products
 from fitune.score.engines.room import Room, unlimited
 from fitune.score.engines.shared_prompts import batches_of, prompts_shared, weigh_behind
 from fitune.score.engines.together import answer_together
@@ -142,7 +142,7 @@ class TransformersEngine:
         context = self.context_tokens
         rows = [(*c.prompt_ids, *c.token_ids)[: _tokens_read(c)] for c in batch]
         good = [place for place, one in enumerate(batch) if _has_room(one, context)]
-        found = [Likelihood(id=c.id, code="prompt_too_long", error=_no_room(c, context)) for c in batch]
+        found: list[Likelihood] = [failed(c, "prompt_too_long", _no_room(c, context)) for c in batch]
         if not good:
             return found
         width = max(len(rows[place]) for place in good)
@@ -229,16 +229,10 @@ def require_effect(engine: TransformersEngine, adapter: str) -> None:
 
 
 def answer_all(
-    model: Any,
-    tokenizer: Any,
-    template: ChatTemplate,
-    tasks: Sequence[Task],
-    sampling: Sampling,
-    *,
+    model: Any, tokenizer: Any, template: ChatTemplate, tasks: Sequence[Task], sampling: Sampling, *,
     batch_size: int = ROWS_AT_ONCE,
-    on_answers: Callable[[int], None] = lambda count: None,
-) -> list[Answer]:
-    """Answers to all tasks, in the order given; ``on_answers`` is called with 1 after each.
+) -> list[Answer]:  # fmt: skip
+    """Answers to all tasks, in the order given.
 
     A prompt that leaves no room for ``max_new_tokens`` gets an Answer with an error.
     """
@@ -246,16 +240,13 @@ def answer_all(
     requests = [
         Request(id=task.id, prompt_ids=task.prompt_ids, sampling=task.sampling or sampling) for task in tasks
     ]
-    completions = {}
-    for completion in engine.answer(requests):
-        completions[completion.id] = completion
-        on_answers(1)
-    return [to_answer(task, completions[task.id], tokenizer, engine.stop_ids) for task in tasks]
+    found = {completion.id: completion for completion in engine.answer(requests)}
+    return [to_answer(task, found[task.id], template.decode, engine.stop_ids) for task in tasks]
 
 
 @contextmanager
 def _ready_to_answer(engine: TransformersEngine) -> Iterator[frozenset[int]]:
-    """Evaluation mode, attention with a cache, fast products, no generation settings but ours; undone afterwards.
+    """Evaluation mode, attention with a cache, no generation settings but ours; undone afterwards.
 
     ``generate`` fills what a call leaves open from the model's own generation_config (Llama's has a temperature,
     others a repetition penalty), so that is set aside too. Yields the ids that end an answer.
@@ -274,8 +265,7 @@ def _ready_to_answer(engine: TransformersEngine) -> Iterator[frozenset[int]]:
             pad_token_id=_pad_id(tokenizer),
             bos_token_id=tokenizer.bos_token_id,
         )
-        with fast_products(base):
-            yield stop_ids
+        yield stop_ids
     finally:
         model.train(training)
         if base.config._attn_implementation != attention:

@@ -1,16 +1,19 @@
 """Engines by name: what each needs of the settings, and what it refuses."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fitune.data.conversations.templates import ChatTemplate
+from fitune.data.conversations.templates import ChatTemplate, load_template
 from fitune.errors import RecipeError
-from fitune.models.adapter_file import AdapterConfig, read_adapter_config
+from fitune.models.adapter_file import AdapterConfig, check_adapter, read_adapter_config
 from fitune.models.adapters import load_adapter, saved_rows
-from fitune.models.weight_files import OnBytes
+from fitune.models.door import notes_on
+from fitune.models.tokens import load_tokenizer
+from fitune.models.weight_files import OnBytes, nobody
 from fitune.models.weights import load_model, require_finite
 from fitune.score.engines.continuous import Watch, unwatched
 from fitune.score.engines.engine import Engine, listed_stop_ids
@@ -80,6 +83,18 @@ def check_engine(plan: ScorePlan) -> None:
             )
 
 
+def check_all(plan: ScorePlan, *, say: Callable[[str], None]) -> None:
+    """``check_engine``, and what model and adapter say of themselves without being loaded: notes and warnings.
+
+    Raises CheckpointError for an adapter that does not fit, too."""
+    for note in notes_on(plan.model):
+        say(f"note: {note}")
+    check_engine(plan)
+    if plan.adapter:
+        for warning in check_adapter(Path(plan.adapter), base=plan.model):
+            say(f"warning: {warning}")
+
+
 def why_merged_first(config: AdapterConfig) -> str:
     """Reasons why vLLM would answer wrongly with the adapter, or not at all; empty when it takes it."""
     from fitune.score.engines.engine_vllm import LORA_RANKS, rounded_rank
@@ -108,8 +123,19 @@ def changes_the_base(config: AdapterConfig) -> bool:
     return str(config.init_lora_weights).startswith(("pissa", "olora"))
 
 
+def open_texts(plan: ScorePlan) -> tuple[Any, ChatTemplate]:
+    """The tokenizer and the template of the plan's prompts."""
+    tokenizer = load_tokenizer(tokenizer_folder(plan))
+    return tokenizer, load_template(tokenizer, plan.chat_template)
+
+
 def open_engine(
-    plan: ScorePlan, tokenizer: Any, template: ChatTemplate, on_bytes: OnBytes, watch: Watch = unwatched
+    plan: ScorePlan,
+    tokenizer: Any,
+    template: ChatTemplate,
+    *,
+    on_bytes: OnBytes = nobody,
+    watch: Watch = unwatched,
 ) -> Engine:
     """The engine of ``plan``, ready to answer. Raises CheckpointError for an adapter without effect."""
     stop_ids = template.stop_ids | listed_stop_ids(plan.model)

@@ -10,13 +10,14 @@
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
 from fitune.errors import RecipeError, did_you_mean
 from fitune.files import open_regular, read_text
-from fitune.score.engines.engine import ENGINES, LIMITS
+from fitune.score.engines.engine import ENGINES, Sampling, number_fault
+from fitune.score.plan import ScorePlan
 from fitune.spec.answering import ROWS_AT_ONCE
 from fitune.spec.recipe.strict_yaml import load_yaml
 from fitune.spec.reports import Scale
@@ -72,25 +73,24 @@ _WORDS: dict[Verdict, dict[str, float]] = {
 }
 
 
+_TEXTS = {
+    "model": "", "adapter": "", "engine": "", "url": "", "served_model": "", "chat_template": "", "verdict": "points",
+    "template": "", "against": "",
+}  # fmt: skip
+_NUMBERS = {"max_new_tokens": 512, "temperature": 0.0, "top_p": 1.0, "seed": 0, "batch_size": ROWS_AT_ONCE}
+"""Keys of the file and their values where it has none."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judge:
-    """The keys of the file. ``template`` is a text file with {prompt}, {expected} and {answer}, or {answer_a} and
-    {answer_b}; ``against`` the folder of the scoring that prefer compares with."""
+    """A judge's model as the plan of a scoring, and how it judges. ``template`` is a text file with {prompt},
+    {expected} and {answer}, or {answer_a} and {answer_b}; ``against`` the folder of the scoring that prefer
+    compares with."""
 
-    model: str
-    adapter: str = ""
-    engine: str = "transformers"
-    url: str = ""
-    served_model: str = ""
-    chat_template: str = ""
-    verdict: Verdict = "points"
-    template: str = ""
-    against: str = ""
-    max_new_tokens: int = 512
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-    batch_size: int = ROWS_AT_ONCE
+    plan: ScorePlan
+    verdict: Verdict
+    template: str
+    against: str
 
     @property
     def scale(self) -> Scale:
@@ -99,7 +99,7 @@ class Judge:
     @property
     def measures(self) -> str:
         """The mean over the rows, in words."""
-        judge = Path(self.served_model or self.model).name
+        judge = Path(self.plan.served_model or self.plan.model).name
         return {
             "points": f"mean points of {judge}, 1 to 10",
             "yes_no": f"answers to which {judge} says yes",
@@ -110,27 +110,30 @@ class Judge:
 def read_judge(path: str) -> Judge:
     """The judge of a file. Raises RecipeError naming the key."""
     found = load_yaml(Path(path), kind="judge")
-    known = {field.name: field for field in fields(Judge)}
+    known = (*_TEXTS, *_NUMBERS)
     for name, value in found.items():
         if name not in known:
-            raise RecipeError(
-                f"{path}: unknown key {name!r}",
-                hint=did_you_mean(name, tuple(known)) or f"keys: {', '.join(known)}",
-            )
-        _check(path, name, value, default=known[name].default if name != "model" else "")
-    if not found.get("model"):
+            hint = did_you_mean(name, known) or f"keys: {', '.join(known)}"
+            raise RecipeError(f"{path}: unknown key {name!r}", hint=hint)
+        fault = "" if isinstance(value, str) else f"{name} = {value!r:.60}: must be a text"
+        if fault := number_fault(name, value) if name in _NUMBERS else fault:
+            raise RecipeError(f"{path}: {fault}")
+    texts = {name: found.get(name, default) for name, default in _TEXTS.items()}
+    numbers = {name: found.get(name, default) for name, default in _NUMBERS.items()}
+    if not texts["model"]:
         raise RecipeError(
             f"{path}: model is missing",
             hint="model: FOLDER; a judge behind a url needs its folder too, for tokenizer and chat template",
         )
-    judge = Judge(**({"engine": "server"} if found.get("url") else {}) | found)
-    choices: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-        ("verdict", judge.verdict, get_args(Verdict)), ("engine", judge.engine, ENGINES)
-    )  # fmt: skip
-    for name, value, allowed in choices:
-        if value not in allowed:
-            hint = did_you_mean(value, allowed) or f"known: {', '.join(allowed)}"
-            raise RecipeError(f"{path}: {name} = {value!r} is not known", hint=hint)
+    texts["engine"] = texts["engine"] or ("server" if texts["url"] else "transformers")
+    for name, allowed in (("verdict", get_args(Verdict)), ("engine", ENGINES)):
+        if texts[name] not in allowed:
+            hint = did_you_mean(texts[name], allowed) or f"known: {', '.join(allowed)}"
+            raise RecipeError(f"{path}: {name} = {texts[name]!r} is not known", hint=hint)
+    own = {name: texts.pop(name) for name in ("verdict", "template", "against")}
+    rows = numbers.pop("batch_size")
+    plan = ScorePlan(**texts, output_dir="", batch_size=rows, sampling=Sampling(**numbers))
+    judge = Judge(plan=plan, **own)
     if (judge.verdict == "prefer") != bool(judge.against):
         raise RecipeError(
             f"{path}: verdict {judge.verdict} with against {judge.against!r}",
@@ -138,17 +141,6 @@ def read_judge(path: str) -> Judge:
         )
     question_of(judge)
     return judge
-
-
-def _check(path: str, name: str, value: object, default: object) -> None:
-    kinds = (int, float) if isinstance(default, float) else (type(default),)
-    if isinstance(value, bool) or not isinstance(value, kinds):
-        raise RecipeError(
-            f"{path}: {name} = {value!r:.60}: must be {'a text' if kinds == (str,) else 'a number'}"
-        )
-    least, most = LIMITS.get(name, (0, 0))
-    if name in LIMITS and not least <= float(str(value)) <= most:
-        raise RecipeError(f"{path}: {name} = {value!r}: must be from {least:,} to {most:,}")
 
 
 def question_of(judge: Judge) -> str:
@@ -182,9 +174,10 @@ def judge_content(judge: Judge) -> str:
     # Not above: it imports PEFT, which takes seconds.
     from fitune.models.weight_files import identity
 
-    parts = [question_of(judge), identity(judge.model), identity(judge.adapter)]
-    if judge.chat_template:
-        parts.append(read_text(judge.chat_template))
+    plan = judge.plan
+    parts = [question_of(judge), identity(plan.model), identity(plan.adapter)]
+    if plan.chat_template:
+        parts.append(read_text(plan.chat_template))
     if judge.against:
         path = Path(judge.against) / "answers.jsonl"
         try:

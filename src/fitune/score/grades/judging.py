@@ -6,21 +6,16 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from fitune.data.conversations.messages import Message
-from fitune.data.conversations.templates import ChatTemplate, load_template
+from fitune.data.conversations.templates import ChatTemplate
 from fitune.errors import RecipeError
 from fitune.files import cache_folder, open_regular
-from fitune.models.tokens import load_tokenizer
-from fitune.models.weight_files import nobody
 from fitune.score.answers import Line, answer_text
 from fitune.score.asking import Asker
-from fitune.score.engines.engine import Sampling, engine_named
-from fitune.score.engines.opening import check_engine, tokenizer_folder
+from fitune.score.engines.opening import check_engine, open_texts
 from fitune.score.grades.judge_settings import fill, question_of, read_judge, read_verdict
 from fitune.score.index import Pairing, open_pairing
-from fitune.score.plan import ScorePlan
 from fitune.score.shards import OF_THE_ROW
 from fitune.score.tasks import Answer, Question, to_tasks
-from fitune.score.weighing import Weigher
 from fitune.score.worker import open_asker
 from fitune.spec.model.model_config import load_model_spec
 
@@ -33,15 +28,8 @@ class Judging:
     def __init__(self, path: str) -> None:
         self._judge = read_judge(path)
         self._question = question_of(self._judge)
-        judge = self._judge
-        self._plan = ScorePlan(
-            model=judge.model, adapter=judge.adapter, output_dir="", engine=engine_named(judge.engine), url=judge.url,
-            served_model=judge.served_model, chat_template=judge.chat_template, batch_size=judge.batch_size,
-            sampling=Sampling(
-                temperature=judge.temperature, top_p=judge.top_p, max_new_tokens=judge.max_new_tokens, seed=judge.seed
-            ),
-        )  # fmt: skip
-        self._opened: tuple[Asker | Weigher, ChatTemplate] | None = None
+        self._plan = self._judge.plan
+        self._opened: tuple[Asker, ChatTemplate] | None = None
         self._others: Pairing | None = None
         self._closing = ExitStack()
 
@@ -110,7 +98,7 @@ class Judging:
         verdicts = [read_verdict(text, self._judge.verdict) for text in said]
         if any(verdict is None for verdict in verdicts):
             cut = any(answer.finish_reason == "length" for answer in answers)
-            why = f", cut off at {self._judge.max_new_tokens} tokens" if cut else ""
+            why = f", cut off at {self._plan.sampling.max_new_tokens} tokens" if cut else ""
             return {"grade": None, "error": f"the judge's verdict cannot be read{why}", **words}
         if len(verdicts) == 1:
             return {"grade": verdicts[0], **words}
@@ -122,12 +110,10 @@ class Judging:
         if not questions:
             return []
         if self._opened is None:
-            plan = self._plan
-            tokenizer = load_tokenizer(tokenizer_folder(plan))
-            template = load_template(tokenizer, plan.chat_template)
-            asker = open_asker(plan, tokenizer, template, nobody, weighed_by="")
+            tokenizer, template = open_texts(self._plan)
+            asker = open_asker(self._plan, tokenizer, template)
             self._closing.callback(asker.close)
             self._opened = asker, template
         asker, template = self._opened
         tasks = to_tasks(questions, template=template, sampling=self._plan.sampling)
-        return asker.ask(tasks, on_answer=lambda: None)
+        return asker.ask(tasks)

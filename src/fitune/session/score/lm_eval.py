@@ -8,20 +8,18 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from fitune.data.conversations.templates import ChatTemplate, load_template
+from fitune.data.conversations.templates import ChatTemplate
 from fitune.errors import RunDirectoryError, require_library
 from fitune.files import write_atomically
-from fitune.models.adapter_file import check_adapter
-from fitune.models.door import notes_on, read_config
-from fitune.models.tokens import load_tokenizer
+from fitune.models.door import read_config
 from fitune.models.weight_files import identity
 from fitune.score.answers import claim
 from fitune.score.engines.opening import (
-    check_engine,
+    check_all,
     choose_device,
     choose_dtype,
     open_engine,
-    tokenizer_folder,
+    open_texts,
 )
 from fitune.score.plan import ScorePlan
 from fitune.score.shards import FOLDER
@@ -53,21 +51,16 @@ def score_tasks(
     plan = plan_of(out=out, sampling={"seed": seed}, chat_template=template_file, **settings)
     names = task_names(tasks)
     require_task_numbers(shots=shots, limit=limit)
-    check_engine(plan)  # faults of engine, model or adapter before the tasks are loaded
-    for note in notes_on(plan.model):
-        tell(Note(f"note: {note}"))
-    if plan.adapter:
-        for warning in check_adapter(Path(plan.adapter), base=plan.model):
-            tell(Note(f"warning: {warning}"))
-    from fitune.score.lm_eval_tasks import load_tasks, run_tasks
 
     def say(line: str) -> None:
         tell(Note(line))
 
+    check_all(plan, say=say)  # faults of engine, model or adapter before the tasks are loaded
+    from fitune.score.lm_eval_tasks import load_tasks, run_tasks
+
     loaded = load_tasks(names, folder=tasks_folder, shots=shots, say=say)
     started = time.perf_counter()
-    tokenizer = load_tokenizer(tokenizer_folder(plan))
-    template = load_template(tokenizer, plan.chat_template)
+    tokenizer, template = open_texts(plan)
     said = {
         "tasks": names, "tasks_folder": str(tasks_folder or ""), "shots": shots, "limit": limit,
         "engine": f"{plan.engine} {plan.url}".strip(), "model": identity(plan.model), "adapter": identity(plan.adapter),
@@ -98,7 +91,8 @@ def _model(plan: ScorePlan, tokenizer: Any, template: ChatTemplate, tell: Tell, 
     pace = Pace(tell)
     return EngineLM(
         lambda: open_engine(
-            plan, tokenizer, template, lambda done, total: tell(WeightsRead(done_bytes=done, total_bytes=total))
+            plan, tokenizer, template,
+            on_bytes=lambda done, total: tell(WeightsRead(done_bytes=done, total_bytes=total)),
         ),
         tokenizer, engine=plan.engine, context=context,
         template=template.source if chats else "", seed=plan.sampling.seed, on_rows=pace.rows, on_tokens=pace.add,

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from fitune.errors import RecipeError
-from fitune.score.engines.engine import LIMITS, Sampling, engine_named
+from fitune.score.engines.engine import Sampling, engine_named, number_fault
 from fitune.score.plan import ScorePlan
 from fitune.spec.plan import DataSource
 from fitune.spec.recipe.values import as_columns
@@ -64,10 +64,8 @@ def columns_of(words: Sequence[str]) -> dict[str, str]:
 
 def require_within_limits(numbers: Mapping[str, float], columns: Mapping[str, str]) -> None:
     """Raises RecipeError for a number out of its limits and a role that is none."""
-    for name, value in numbers.items():
-        least, most = LIMITS[name]
-        if not least <= value <= most:
-            raise RecipeError(f"{name} = {value!r}: must be from {least:,} to {most:,}")
+    for fault in filter(None, (number_fault(name, value) for name, value in numbers.items())):
+        raise RecipeError(fault)
     for role, column in columns.items():
         if role not in _ROLES or not column:
             fault = f"{role!r} is not a role" if role not in _ROLES else f"{role} names no column"

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from fitune.report.score_comparison import write_score_comparison
 from fitune.report.score_page import write_score_page
 from fitune.report.score_rows import first_failed, first_grader_error, read_changed
 from fitune.score.answers import CHANGED
+from fitune.score.engines.opening import open_engine
 from fitune.score.grades.paired import Changed, compare, grades_of
 from fitune.score.run import score
 from fitune.session.events import Note, RowsAnswered, Tell, WeightsRead
@@ -69,8 +71,11 @@ def score_dataset(
             say=lambda line: tell(Note(line)),
             progress=pace.rows,
             on_tokens=answered,
-            on_bytes=lambda done, total: tell(WeightsRead(done_bytes=done, total_bytes=total)),
-            watch=memory.watch,
+            opens=partial(
+                open_engine,
+                watch=memory.watch,
+                on_bytes=lambda done, total: tell(WeightsRead(done_bytes=done, total_bytes=total)),
+            ),
             elsewhere=elsewhere,
         )
         report = memory.added_to(report, out)
