@@ -26,7 +26,6 @@ import torch
 from fitune.demo.files import SHAPE, write_base_model
 from fitune.demo.text import pretraining_texts, training_exercises
 from fitune.score import run as score_run
-from fitune.score import worker
 from fitune.score.engines.continuous import unwatched
 from fitune.score.engines.engine import Completion, Request
 from fitune.score.engines.engine_transformers import TransformersEngine
@@ -41,11 +40,11 @@ PARTS = (
     ("prompts", score_run, "to_tasks"),
     ("shards", Shards, "write"),
     ("grades", score_run, "grade_shards"),
-    ("output", score_run, "write_outputs"),
+    ("output", score_run, "_write_outputs"),
     ("page", scoring, "write_score_page"),
     ("predicted memory", ScoreMemory, "added_to"),
-    ("loading", worker, "open_engine"),
-    ("loading", score_run, "load_tokenizer"),
+    ("loading", scoring, "open_engine"),
+    ("loading", score_run, "open_texts"),
 )
 
 

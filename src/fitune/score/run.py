@@ -14,7 +14,7 @@ from pydantic_core import to_json as json_bytes
 
 from fitune.data.conversations.templates import ChatTemplate
 from fitune.errors import RecipeError, RunDirectoryError, ScoringFailed
-from fitune.files import cache_folder, remove_stale_siblings, write_atomically, written_whole
+from fitune.files import remove_stale_siblings, write_atomically, written_whole
 from fitune.models.weight_files import identity
 from fitune.score.answers import OURS, Line, answer_text, body_of, claim
 from fitune.score.asking import ENGINE_FAILED
@@ -79,7 +79,7 @@ def score(
             return to_given_tasks(questions, template=template)
         return to_tasks(questions, template=template, sampling=plan.sampling)
 
-    with open_index(cache_folder() / "scoring") as index:
+    with open_index() as index:
         references = index_input(plan.sources, index, id_column=plan.id_column, weighed=weighed)
         if not graders:
             names, why = references.graders()
@@ -149,12 +149,12 @@ def _shards_in(
     claim(directory, wanted, has_shards=bool(shards.numbers()))
     shards.add_to(index)
     for (count, ids), what in (
-        (index.lost(5), "are no longer in the data"),
-        (index.changed(5), "have another prompt or reference now"),
+        (index.lost(), "are no longer in the data"),
+        (index.changed(), "have another prompt or reference now"),
     ):
         if count:
             raise RunDirectoryError(
-                f"{directory}: rows answered there that {what}: {count:,} ({', '.join(ids)})",
+                f"{directory}: rows answered there that {what}: {count:,} ({', '.join(id_ for (id_,) in ids)})",
                 hint="score into a new directory; here the data may only grow by new rows",
             )
     return shards

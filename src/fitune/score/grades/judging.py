@@ -8,12 +8,12 @@ from pathlib import Path
 from fitune.data.conversations.messages import Message
 from fitune.data.conversations.templates import ChatTemplate
 from fitune.errors import RecipeError
-from fitune.files import cache_folder, open_regular
+from fitune.files import open_regular
 from fitune.score.answers import Line, answer_text
 from fitune.score.asking import Asker
 from fitune.score.engines.opening import check_engine, open_texts
 from fitune.score.grades.judge_settings import fill, question_of, read_judge, read_verdict
-from fitune.score.index import Pairing, open_pairing
+from fitune.score.index import Index, open_index
 from fitune.score.shards import OF_THE_ROW
 from fitune.score.tasks import Answer, Question, to_tasks
 from fitune.score.worker import open_asker
@@ -30,7 +30,7 @@ class Judging:
         self._question = question_of(self._judge)
         self._plan = self._judge.plan
         self._opened: tuple[Asker, ChatTemplate] | None = None
-        self._others: Pairing | None = None
+        self._others: Index | None = None
         self._closing = ExitStack()
 
     def try_out(self) -> None:
@@ -80,10 +80,10 @@ class Judging:
     def _other_answer(self, id_: str) -> str | None:
         """The other scoring's answer to a row; None where it has no such row, or no answer to it."""
         if self._others is None:
-            self._others = self._closing.enter_context(open_pairing(cache_folder() / "scoring"))
+            self._others = self._closing.enter_context(open_index())
             with open_regular(Path(self._judge.against) / "answers.jsonl", follow_links=False) as file:
-                self._others.add((json.loads(line)["custom_id"], line) for line in file)
-        line = self._others.line(id_)
+                self._others.add_texts((json.loads(line)["custom_id"], line) for line in file)
+        line = self._others.text(id_)
         return None if line is None else answer_text(json.loads(line))
 
     def _asked(self, id_: str, texts: dict[str, str]) -> Question:

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from fitune.errors import RunDirectoryError
-from fitune.files import cache_folder, open_regular, read_text
+from fitune.files import open_regular, read_text
 from fitune.score.grades.intervals import MOST_VALUES, NORMAL_95, Moments, WeightedMean, resampled_ends
-from fitune.score.index import open_pairing
+from fitune.score.index import open_index
 from fitune.spec.reports import PairedScore, Scale, ScoreReport
 from fitune.spec.serial import from_json
 
@@ -38,10 +38,10 @@ def compare(
     """
     scales = _scales(directory)
     found: dict[str, _Paired] = {}
-    with open_pairing(cache_folder() / "scoring") as theirs:
-        theirs.add((row["id"], line) for line, row in grades_of(other))
+    with open_index() as theirs:
+        theirs.add_texts((row["id"], line) for line, row in grades_of(other))
         for _, row in grades_of(directory):
-            line = theirs.line(row["id"])
+            line = theirs.text(row["id"])
             if line is None:
                 continue
             before = json.loads(line)
