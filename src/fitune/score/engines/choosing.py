@@ -49,7 +49,7 @@ class Row:
 
 
 OnToken = Callable[[Row], None]
-"""Called when a token was written for a row; of rows that start and end together, also behind a row's end."""
+"""Called when a token was written for a row."""
 
 
 def nobody(_row: Row) -> None:

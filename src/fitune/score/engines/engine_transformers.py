@@ -8,12 +8,10 @@ other one. In fp32 on a CPU that is not seen in practice.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import GenerationConfig
 
 from fitune.data.conversations.messages import Conversation, Message
@@ -34,8 +32,8 @@ from fitune.score.engines.engine import (
     no_effect,
     refusal,
 )
+from fitune.score.engines.given_texts import HEAD_TOKENS, batches_of, by_prompt, weigh_alone, weigh_behind
 from fitune.score.engines.room import Room, unlimited
-from fitune.score.engines.shared_prompts import batches_of, prompts_shared, weigh_behind
 from fitune.score.engines.together import answer_together
 from fitune.score.tasks import Answer, Task, to_answer
 from fitune.spec.answering import NARROW, ROWS_AT_ONCE, Questions
@@ -43,9 +41,6 @@ from fitune.spec.plan import ChunkedLoss
 
 _PROBE = Conversation((Message("user", "What changes?"), Message("assistant", "-")), "the canary")
 _PROBE_TOKENS = 64
-
-_HEAD_TOKENS = 256
-"""Tokens that go through the head together: 256 · V logits in fp32 are 150 MiB for a vocabulary of 150,000."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +84,7 @@ class TransformersEngine:
             [len(request.prompt_ids) for request in fitting],
             new_tokens=max((request.sampling.max_new_tokens for request in fitting), default=1),
         )
-        with _ready_to_answer(self) as stop_ids, _threads_for(self.model):
+        with _ready_to_answer(self) as stop_ids:
             if can_join(self.model):
                 yield from answer_continuously(
                     self.model, fitting, stop_ids=stop_ids, batch_size=size, on_token=on_token,
@@ -105,20 +100,20 @@ class TransformersEngine:
         """Does nothing: a shard asked again after a kill is read in batches of the same shapes, to the last digit."""
 
     def weigh(self, continuations: Sequence[Continuation]) -> Iterator[Likelihood]:
-        shared: list[list[Continuation]] = []
-        alone = list(continuations)
-        context = self.context_tokens
-        if can_join(self.model):
-            shared, alone = prompts_shared([one for one in continuations if _has_room(one, context)])
-            alone += [one for one in continuations if not _has_room(one, context)]
-        by_length = sorted(alone, key=lambda c: len(c.prompt_ids) + len(c.token_ids), reverse=True)
-        size = self._rows_at_once([_tokens_read(one) for one in continuations], new_tokens=1)
-        with _ready_to_answer(self), _threads_for(self.model):
+        fitting = []
+        for one in continuations:
+            if why := _no_room(one, self.context_tokens):
+                yield failed(one, "prompt_too_long", why)
+            else:
+                fitting.append(one)
+        size = self._rows_at_once([_tokens_read(one) for one in fitting], new_tokens=1)
+        shared, alone = by_prompt(fitting) if can_join(self.model) else ([], [[one] for one in fitting])
+        with _ready_to_answer(self):
+            parts = language_model(self.model, ChunkedLoss(chunk_tokens=HEAD_TOKENS))
             for batch in batches_of(shared, size):
-                yield from self._weigh_sharing(batch)
-            size = size if can_join(self.model) else 1
-            for start in range(0, len(by_length), size):
-                yield from self._weigh_batch(by_length[start : start + size])
+                yield from weigh_behind(parts, batch)
+            for batch in batches_of(alone, size if can_join(self.model) else 1):
+                yield from weigh_alone(parts, [one for (one,) in batch])
 
     def close(self) -> None:
         """Does nothing: the model belongs to the caller."""
@@ -130,71 +125,6 @@ class TransformersEngine:
         )  # fmt: skip
         return min(self.batch_size, self.room(questions))
 
-    def _weigh_sharing(self, batch: Sequence[Sequence[Continuation]]) -> list[Likelihood]:
-        parts = language_model(self.model, ChunkedLoss(chunk_tokens=_HEAD_TOKENS))
-        return weigh_behind(
-            parts.body, batch, lambda hidden, texts: _weights_of(hidden, texts, parts), parts.device
-        )
-
-    @torch.inference_mode()
-    def _weigh_batch(self, batch: Sequence[Continuation]) -> list[Likelihood]:
-        """One pass of the body, padded on the right; only the hidden states before the continuations reach the head."""
-        context = self.context_tokens
-        rows = [(*c.prompt_ids, *c.token_ids)[: _tokens_read(c)] for c in batch]
-        good = [place for place, one in enumerate(batch) if _has_room(one, context)]
-        found: list[Likelihood] = [failed(c, "prompt_too_long", _no_room(c, context)) for c in batch]
-        if not good:
-            return found
-        width = max(len(rows[place]) for place in good)
-        ids = torch.tensor([list(rows[place]) + [0] * (width - len(rows[place])) for place in good])
-        mask = torch.tensor([[1] * len(rows[place]) + [0] * (width - len(rows[place])) for place in good])
-        parts = language_model(self.model, ChunkedLoss(chunk_tokens=_HEAD_TOKENS))
-        hidden_BTD = parts.body(
-            input_ids=ids.to(parts.device),
-            attention_mask=mask.to(parts.device),
-            use_cache=False,
-            return_dict=True,
-        ).last_hidden_state
-        before = []
-        for row, place in enumerate(good):
-            start = len(batch[place].prompt_ids) - 1
-            before.append(hidden_BTD[row, start : start + len(batch[place].token_ids)])
-        weights = _weights_of(before, [batch[place].token_ids for place in good], parts)
-        for place, (logprobs, greedy) in zip(good, weights, strict=True):
-            found[place] = Likelihood(id=batch[place].id, logprobs=logprobs, is_greedy=greedy)
-        return found
-
-
-def _weights_of(
-    hidden: Sequence[Tensor], texts: Sequence[Sequence[int]], parts: Any
-) -> list[tuple[tuple[float, ...], bool]]:
-    """Log-probability of each token of each text, and True if each is the most likely one.
-
-    ``hidden`` are the states before the tokens [tokens, D]. Logits exist for one chunk of tokens at a time.
-    """
-    hidden_SD = torch.cat(list(hidden))
-    ids_S = torch.tensor([token for text in texts for token in text], device=hidden_SD.device)
-    logprobs: list[float] = []
-    greedy: list[bool] = []
-    for start in range(0, len(ids_S), _HEAD_TOKENS):
-        part = slice(start, start + _HEAD_TOKENS)
-        logits_SV = parts.head(hidden_SD[part]).float() * parts.logit_scale
-        if parts.softcap:
-            logits_SV = (logits_SV / parts.softcap).tanh() * parts.softcap
-        wanted_S = ids_S[part].to(logits_SV.device)
-        chosen_S = logits_SV.gather(1, wanted_S[:, None])[:, 0]
-        logprobs += (chosen_S - logits_SV.logsumexp(-1)).tolist()
-        greedy += (logits_SV.argmax(-1) == wanted_S).tolist()
-    ends = list(accumulate(map(len, texts)))
-    return [
-        (tuple(logprobs[end - len(text) : end]), all(greedy[end - len(text) : end]))
-        for text, end in zip(texts, ends, strict=True)
-    ]
-
-
-def _has_room(one: Continuation, context: int) -> bool:
-    return bool(one.prompt_ids) and not 0 < context < _tokens_read(one)
-
 
 def _tokens_read(asked: Continuation) -> int:
     """All but the last one, which is only compared with what the model expects there."""
@@ -202,8 +132,11 @@ def _tokens_read(asked: Continuation) -> int:
 
 
 def _no_room(asked: Continuation, context: int) -> str:
+    """Why the text cannot be weighed; empty where it can. ``context`` 0: no limit is known."""
     if not asked.prompt_ids:
         return "the prompt has no tokens"
+    if not 0 < context < _tokens_read(asked):
+        return ""
     return (
         f"prompt {len(asked.prompt_ids)} + continuation {len(asked.token_ids)} - 1 = {_tokens_read(asked)} tokens "
         f"to be read, the model has room for {context}"
@@ -219,7 +152,7 @@ def require_effect(engine: TransformersEngine, adapter: str) -> None:
         return
     probe = engine.template.encode_prompt(_PROBE)[-_PROBE_TOKENS:]
     with _ready_to_answer(engine), torch.inference_mode():
-        body = language_model(model, ChunkedLoss(chunk_tokens=_HEAD_TOKENS)).body
+        body = language_model(model, ChunkedLoss(chunk_tokens=HEAD_TOKENS)).body
         ids = torch.tensor([probe], device=model.device)
         adapted = body(input_ids=ids, use_cache=False, return_dict=True).last_hidden_state
         with model.disable_adapter():
@@ -246,15 +179,18 @@ def answer_all(
 
 @contextmanager
 def _ready_to_answer(engine: TransformersEngine) -> Iterator[frozenset[int]]:
-    """Evaluation mode, attention with a cache, no generation settings but ours; undone afterwards.
+    """Evaluation mode, attention with a cache, no generation settings but ours, and one thread for a narrow model on a
+    CPU; undone afterwards. Yields the ids that end an answer.
 
     ``generate`` fills what a call leaves open from the model's own generation_config (Llama's has a temperature,
-    others a repetition penalty), so that is set aside too. Yields the ids that end an answer.
+    others a repetition penalty), so that is set aside too. One token at a time, a narrow model's products take
+    microseconds and the threads mostly wait for one another: 100 answers of the demo's model took 2.4 s with two
+    threads on two idle cores, 146 s on busy ones, and 4 s there with one.
     """
     model, tokenizer = engine.model, engine.tokenizer
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     training, attention, settings = model.training, base.config._attn_implementation, base.generation_config
-    stop_ids = engine.stop_ids
+    stop_ids, threads = engine.stop_ids, torch.get_num_threads()
     try:
         model.eval()
         use_cached_attention(base)
@@ -265,28 +201,15 @@ def _ready_to_answer(engine: TransformersEngine) -> Iterator[frozenset[int]]:
             pad_token_id=_pad_id(tokenizer),
             bos_token_id=tokenizer.bos_token_id,
         )
+        if model.device.type == "cpu" and model.config.get_text_config().hidden_size <= NARROW:
+            torch.set_num_threads(1)
         yield stop_ids
     finally:
+        torch.set_num_threads(threads)
         model.train(training)
         if base.config._attn_implementation != attention:
             base.set_attn_implementation(attention)
         base.generation_config = settings
-
-
-@contextmanager
-def _threads_for(model: Any) -> Iterator[None]:
-    """One thread for a narrow model on a CPU, as many as before for any other.
-
-    One token at a time, its products take microseconds and the threads mostly wait for one another: 100 answers of
-    the demo's model took 2.4 s with two threads on two idle cores, 146 s on busy ones, and 4 s there with one.
-    """
-    threads = torch.get_num_threads()
-    narrow = model.device.type == "cpu" and model.config.get_text_config().hidden_size <= NARROW
-    torch.set_num_threads(1 if narrow else threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _listed_stop_ids(model: Any) -> frozenset[int]:

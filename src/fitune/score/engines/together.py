@@ -55,42 +55,31 @@ def _batches(requests: Sequence[Request], batch_size: int, boundary: int) -> Ite
 @torch.inference_mode()
 def _answer_batch(
     model: Any, requests: Sequence[Request], stop_ids: frozenset[int], pad_id: int, on_token: OnToken
-) -> list[Completion]:
+) -> Iterator[Completion]:
     rows = [Row(request=request) for request in requests]
-    prompts_BT, mask_BT = _padded_left(requests, pad_id, model.device)
-    model.generate(
-        input_ids=prompts_BT,
-        attention_mask=mask_BT,
-        max_new_tokens=max(request.sampling.max_new_tokens for request in requests),
-        logits_processor=LogitsProcessorList([_Chosen(rows, on_token)]),
-    )
-    return [_ended(row, stop_ids) for row in rows]
-
-
-def _padded_left(requests: Sequence[Request], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Ids [B, T] and a mask [B, T] of what is real; ``generate`` takes the positions from the mask."""
     longest = max(len(request.prompt_ids) for request in requests)
-    padding = [longest - len(request.prompt_ids) for request in requests]
-    ids = [[pad_id] * gap + list(r.prompt_ids) for gap, r in zip(padding, requests, strict=True)]
-    mask = [[0] * gap + [1] * (longest - gap) for gap in padding]
-    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+    gaps = [longest - len(request.prompt_ids) for request in requests]
+    ids = [[pad_id] * gap + list(r.prompt_ids) for gap, r in zip(gaps, requests, strict=True)]
+    mask = [[0] * gap + [1] * (longest - gap) for gap in gaps]  # generate takes the positions from it
+    model.generate(
+        input_ids=torch.tensor(ids, device=model.device),
+        attention_mask=torch.tensor(mask, device=model.device),
+        max_new_tokens=max(request.sampling.max_new_tokens for request in requests),
+        logits_processor=LogitsProcessorList([_Chosen(rows, stop_ids, on_token)]),
+    )
+    return (row.completion(row.finish_reason(stop_ids) or "length") for row in rows)
 
 
 class _Chosen(LogitsProcessor):
-    """Scores whose largest is the token that ``choose`` takes: ``generate`` itself only follows."""
+    """Scores whose largest is the token that ``choose`` takes: ``generate`` itself only follows. A row that has ended
+    is fed ends until the last row of the batch is done."""
 
-    def __init__(self, rows: Sequence[Row], on_token: OnToken) -> None:
-        self._rows, self._on_token = rows, on_token
+    def __init__(self, rows: Sequence[Row], stop_ids: frozenset[int], on_token: OnToken) -> None:
+        self._rows, self._stop_ids, self._on_token = rows, stop_ids, on_token
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        chosen_B = choose(scores, self._rows, on_token=self._on_token)
+        going = [place for place, row in enumerate(self._rows) if not row.finish_reason(self._stop_ids)]
+        chosen_B = torch.full_like(input_ids[:, 0], min(self._stop_ids, default=0))
+        rows = [self._rows[place] for place in going]
+        chosen_B[going] = choose(scores[going], rows, on_token=self._on_token)
         return torch.full_like(scores, float("-inf")).scatter_(1, chosen_B[:, None], 0.0)
-
-
-def _ended(row: Row, stop_ids: frozenset[int]) -> Completion:
-    """The row up to its end: the batch goes on until its last row is done."""
-    end = next((place for place, token in enumerate(row.token_ids, 1) if token in stop_ids), None)
-    most = row.request.sampling.max_new_tokens
-    length = min(end or most, most)
-    del row.token_ids[length:], row.logprobs[length:]
-    return row.completion("stop" if end == length else "length")
