@@ -195,19 +195,6 @@ def test_a_pause_that_the_server_asks_for_is_said_once(monkeypatch, caplog):
     ]
 
 
-@pytest.mark.parametrize(
-    "spelt", ["\\u002b", "\\u002B", "+", "%2b"], ids=["json", "json in capitals", "as it is", "address"]
-)
-@pytest.mark.parametrize("status", [200, 400])
-def test_a_key_is_found_however_the_server_writes_it(spelt, status):
-    key = "ab/cd+ef==0123456789"
-    sent_back = key.replace("+", spelt).replace("/", "\\/")
-    content = f'{{"choices": [{{"text": "Bearer {sent_back}", "finish_reason": "stop"}}]}}'.encode()
-    with serving(lambda body, before: (status, content, {})) as (url, _):
-        found = ask(engine_at(url, key=key, tries=1), (5,))["0"]
-    assert "Bearer [hidden]" in (found.text if status == 200 else found.error)
-
-
 def test_an_answer_of_which_no_tokens_are_known_has_no_likelihood(tiny):
     task = Task(id="a", prompt_ids=(5,), prompt_text="", expected=None, where="")
     known = to_answer(

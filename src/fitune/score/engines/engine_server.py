@@ -16,7 +16,6 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, TypeVar
 
 from fitune.credentials import SHORTEST_SECRET, credential_in, without_credentials
@@ -124,10 +123,8 @@ class ServerEngine:
         if self._dead:
             return None
         found = self._answer(request)
-        if not found.error:
-            self._has_answered = True
-        elif found.code == "server_failed":
-            self._failures += 1
+        self._has_answered = self._has_answered or not found.error
+        self._failures += found.code == "server_failed"
         if not self._has_answered and self._failures >= self.batch_size:
             self._dead = self._dead or found.error
         return found
@@ -159,31 +156,28 @@ class ServerEngine:
     def _weigh(self, asked: Continuation) -> Likelihood:
         """The likelihood from the prompt's log-probabilities (``echo``), which vLLM gives and most providers do not."""
         ids = (*asked.prompt_ids, *asked.token_ids)
+        text = slice(len(asked.prompt_ids), len(ids))
+        body = {"max_tokens": 1, "temperature": 0.0, "logprobs": 1, "echo": True}
+        tells_nothing = "the server does not tell log-probabilities of the prompt"
         try:
-            body = {"max_tokens": 1, "temperature": 0.0, "logprobs": 1, "echo": True}
             found = self._ask(ids, body, lambda choice: choice["logprobs"])
             if not self.takes_ids:
                 raise _Refused(
                     "the server takes no token ids, so its tokens may be others than those asked about"
                 )
-            logprobs = found["token_logprobs"][len(asked.prompt_ids) : len(ids)]
-            best = found.get("top_logprobs", [])[len(asked.prompt_ids) : len(ids)]
+            logprobs, best = found["token_logprobs"][text], found.get("top_logprobs", [])[text]
             if len(logprobs) != len(asked.token_ids) or not all(map(_is_logprob, logprobs)):
-                raise _Refused("the server does not tell log-probabilities of the prompt")
+                raise _Refused(tells_nothing)
             greedy = [
                 max(top.values()) <= logprob for top, logprob in zip(best, logprobs, strict=False) if top
             ]
-        except (_Refused, _Spoiled, KeyError, TypeError, AttributeError) as error:
-            return Likelihood(
-                id=asked.id,
-                code="server_failed" if isinstance(error, _Spoiled) else "server_refused",
-                error=str(error)
-                if isinstance(error, _Refused | _Spoiled)
-                else "the server does not tell log-probabilities of the prompt",
-            )
-        return Likelihood(
-            id=asked.id, logprobs=tuple(logprobs), is_greedy=len(greedy) == len(logprobs) and all(greedy)
-        )
+        except _Spoiled as spoiled:
+            return Likelihood(id=asked.id, code="server_failed", error=str(spoiled))
+        except (_Refused, KeyError, TypeError, AttributeError) as error:
+            why = str(error) if isinstance(error, _Refused) else tells_nothing
+            return Likelihood(id=asked.id, code="server_refused", error=why)
+        is_greedy = len(greedy) == len(logprobs) and all(greedy)
+        return Likelihood(id=asked.id, logprobs=tuple(logprobs), is_greedy=is_greedy)
 
     def _ask(
         self, prompt_ids: tuple[int, ...], body: dict[str, Any], read: Callable[[dict[str, Any]], T]
@@ -223,12 +217,10 @@ class ServerEngine:
     def _takes_less(self, refused: str) -> bool:
         """True when the refusal was of fields or ids that can be left out, which they are from now on."""
         words = refused.lower()
-        if self.takes_extras and any(
-            word in words for word in ("token_ids", "extra", "unknown", "unrecognized")
-        ):
+        if self.takes_extras and re.search("token_ids|extra|unknown|unrecognized", words):
             self.takes_extras = False
             return True
-        if self.takes_ids and "prompt" in words and any(word in words for word in ("string", "str", "type")):
+        if self.takes_ids and "prompt" in words and re.search("str|type", words):
             self.takes_ids = False
             return True
         return False
@@ -256,9 +248,9 @@ class ServerEngine:
 
     def _without_key(self, content: bytes) -> bytes:
         """``content`` of a response; a server may send back the headers that it got."""
-        if len(self.key) < SHORTEST_SECRET:
-            return content
-        return _spellings(self.key).sub(b"[hidden]", content)
+        return (
+            content.replace(self.key.encode(), b"[hidden]") if len(self.key) >= SHORTEST_SECRET else content
+        )
 
     def _of_status(self, error: urllib.error.HTTPError) -> Exception:
         try:
@@ -275,31 +267,24 @@ class ServerEngine:
 
     def _completion(self, request: Request, choice: dict[str, Any]) -> Completion:
         """The answer in ``choice``, with the token ids and log-probabilities beside it that can be its own."""
-        text, reason = choice.get("text"), choice.get("finish_reason")
+        text, reason, beside = choice.get("text"), choice.get("finish_reason"), choice.get("logprobs")
         if not isinstance(text, str) or reason not in ("stop", "length"):
             raise _Spoiled(f"the server answered text {text!r:.40} and finish_reason {reason!r:.20}")
         most = request.sampling.max_new_tokens + 1  # some servers count the end token apart
-        told, beside = choice.get("token_ids"), choice.get("logprobs")
-        are_ids = isinstance(told, list) and len(told) <= most and all(map(self._is_id, told))
-        ids = tuple(told) if isinstance(told, list) and are_ids else ()
-        logprobs = beside.get("token_logprobs") if isinstance(beside, dict) else None
-        are_known = isinstance(logprobs, list) and len(logprobs) <= most and all(map(_is_logprob, logprobs))
-        known = tuple(map(float, logprobs)) if isinstance(logprobs, list) and are_known else ()
+
+        def of_tokens(told: Any, is_one: Callable[[Any], bool]) -> list[Any]:
+            return told if isinstance(told, list) and len(told) <= most and all(map(is_one, told)) else []
+
+        ids = of_tokens(choice.get("token_ids"), self._is_id)
+        logprobs = of_tokens(beside.get("token_logprobs") if isinstance(beside, dict) else None, _is_logprob)
         finish: FinishReason = "stop" if reason == "stop" else "length"
         return Completion(
-            id=request.id, token_ids=ids, logprobs=known, finish_reason=finish, tokens=len(ids) or len(known),
-            text=None if ids else text,
+            id=request.id, token_ids=tuple(ids), logprobs=tuple(map(float, logprobs)), finish_reason=finish,
+            tokens=len(ids) or len(logprobs), text=None if ids else text,
         )  # fmt: skip
 
     def _is_id(self, value: Any) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < self.vocabulary
-
-
-@cache
-def _spellings(key: str) -> re.Pattern[bytes]:
-    """Finds the key as it is, and as JSON or an address writes it: encoders differ in what they escape."""
-    each = (rf"(?:{re.escape(c)}|\\{re.escape(c)}|(?i:\\u{ord(c):04x}|%{ord(c):02x}))" for c in key)
-    return re.compile("".join(each).encode())
 
 
 def require_url(url: str) -> str:
