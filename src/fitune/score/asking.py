@@ -142,7 +142,6 @@ class Asker:
         asked = [
             Continuation(id=f"{number} {task.id}", prompt_ids=given.prompt_ids, token_ids=given.token_ids)
             for task in tasks
-            if not task.problem
             for number, given in enumerate(task.given)
         ]
         self._require_weights(asked)
@@ -155,10 +154,7 @@ class Asker:
             if not left[task_id]:
                 on_answer()
         return [
-            _with_likelihoods(
-                task,
-                [found[f"{number} {task.id}"] for number in range(0 if task.problem else len(task.given))],
-            )
+            _with_likelihoods(task, [found[f"{number} {task.id}"] for number in range(len(task.given))])
             for task in tasks
         ]
 

@@ -76,6 +76,14 @@ class Question:
         told = json.dumps([said, self.expected, self.own, self.problem, *choices])
         return hashlib.blake2b(told.encode(), digest_size=12).hexdigest()
 
+    def task(self, prompt_ids: Sequence[int] = (), *, problem: str = "", **more: Any) -> "Task":
+        """The task of this question; ``more`` are fields of it."""
+        return Task(
+            id=self.id, prompt_ids=tuple(prompt_ids), where=self.where, content=self.content,
+            prompt_text="\n".join(message.text for message in self.messages), problem=self.problem or problem,
+            right=self.right, calls=self.calls, **{"expected": self.expected, **more},
+        )  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
@@ -204,14 +212,16 @@ def to_tasks(questions: Sequence[Question], *, template: ChatTemplate, sampling:
     )
     tasks = []
     for question in questions:
-        task = _task(question, [] if question.problem else next(prompts), sampling)
-        if question.calls and not question.problem:
-            row = next(calling)
-            if isinstance(row, BadRow):
-                task = replace(task, problem=task.problem or str(row))
-            else:
-                task = replace(task, expected=template.decode(row.ids[len(task.prompt_ids) :]))
-        tasks.append(task)
+        if question.problem:
+            tasks.append(question.task())
+            continue
+        prompt, row = next(prompts), next(calling) if question.calls else None
+        bad = next((str(each) for each in (prompt, row) if isinstance(each, BadRow)), "")
+        ids = [] if isinstance(prompt, BadRow) else prompt
+        own = {"sampling": replace(sampling, **dict(question.own))} if question.own else {}
+        if row is not None and not isinstance(row, BadRow):
+            own["expected"] = template.decode(row.ids[len(ids) :])
+        tasks.append(question.task(ids, problem=bad, **own))
     return tasks
 
 
@@ -219,7 +229,7 @@ def to_task(conversation: Conversation, *, id: str, template: ChatTemplate) -> T
     """The last answer of the conversation is what is expected; everything before it is the prompt."""
     *prompt, answer = conversation.messages
     question = Question(id=id, where=conversation.where, messages=tuple(prompt), reference=answer)
-    return _task(question, template.encode_prompt(conversation), None)
+    return question.task(template.encode_prompt(conversation))
 
 
 def to_answer(
@@ -298,21 +308,6 @@ def _of_batch_line(row: Row, id_: str) -> Question:
     for fault in filter(None, (number_fault(name, value) for name, value in own.items())):
         raise BadRow(f"{row.where}: {fault}", reason="sampling")
     return Question(id=id_, where=row.where, messages=messages, own=tuple(sorted(own.items())))
-
-
-def _task(question: Question, encoded: list[int] | BadRow, sampling: Sampling | None) -> Task:
-    problem = question.problem or (str(encoded) if isinstance(encoded, BadRow) else "")
-    return Task(
-        id=question.id,
-        prompt_ids=() if isinstance(encoded, BadRow) else tuple(encoded),
-        prompt_text="\n".join(message.text for message in question.messages),
-        expected=question.expected,
-        where=question.where,
-        sampling=replace(sampling, **dict(question.own)) if sampling and question.own else None,
-        content=question.content,
-        problem=problem,
-        calls=question.calls,
-    )
 
 
 def _id_text(value: Any) -> str:

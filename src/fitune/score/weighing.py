@@ -6,7 +6,6 @@ template writes something else in front of one of them, it counts as the choice'
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import chain
 
 from fitune.data.conversations.messages import Example, Message, Text
@@ -17,23 +16,24 @@ from fitune.score.tasks import Given, Question, Task
 
 def to_given_tasks(questions: Sequence[Question], *, template: ChatTemplate) -> list[Task]:
     """Tasks whose texts are weighed: the choices of a row, else its reference; a plain text behind its first token."""
-    examples = {question.id: _examples(question) for question in questions if not question.problem}
-    encoded = template.encode_each(list(chain.from_iterable(examples.values())))
-    stop_ids = template.stop_ids
+    examples = [_examples(question) for question in questions]
+    encoded = template.encode_each(list(chain.from_iterable(examples)))
     tasks = []
-    for question in questions:
-        found = [next(encoded) for _ in examples.get(question.id, ())]
-        task = _task(question, found, stop_ids)
-        if question.calls and task.given:  # what is learned is what the template writes
-            (given,) = task.given
-            text = template.decode(given.token_ids)
-            task = replace(task, expected=text, given=(replace(given, text=text),), calls=question.calls)
-        tasks.append(task)
+    for question, of_row in zip(questions, examples, strict=True):
+        found = [next(encoded) for _ in of_row]
+        bad = next((str(row) for row in found if isinstance(row, BadRow)), "")
+        rows = [row for row in found if not isinstance(row, BadRow)]
+        if bad or not rows:
+            tasks.append(question.task(problem=bad))
+        else:
+            tasks.append(_given_task(question, rows, template))
     return tasks
 
 
 def _examples(question: Question) -> list[Example]:
-    """The row once for each of its texts."""
+    """The row once for each of its texts; not at all where it cannot be asked."""
+    if question.problem:
+        return []
     if not question.messages:
         return [Text(question.expected or "", question.where)]
     reference = question.reference or Message("assistant", "")
@@ -41,41 +41,28 @@ def _examples(question: Question) -> list[Example]:
     return [question.conversation(answer) for answer in answers]
 
 
-def _answer_start(supervised: Sequence[bool]) -> int:
-    """Index of the last answer's first token; of a plain text, all of which is learned, the second token."""
-    start = len(supervised)
-    while start and supervised[start - 1]:
-        start -= 1
-    return max(start, 1)
-
-
-def _task(question: Question, found: Sequence[BadRow | Encoded], stop_ids: frozenset[int]) -> Task:
-    bad = next((str(row) for row in found if isinstance(row, BadRow)), "")
-    rows = [(row.ids, _answer_start(row.supervised)) for row in found if not isinstance(row, BadRow)]
-    problem = question.problem or bad
-    given: tuple[Given, ...] = ()
-    if not problem:
-        border = min(min(start for _, start in rows), _shared([ids for ids, _ in rows]))
-        texts = question.choices or (question.expected or "",)
-        given = tuple(_given(text, ids, border, stop_ids) for text, (ids, _) in zip(texts, rows, strict=True))
-        if not all(each.token_ids for each in given):
-            problem = f"{question.where}: the answer has no tokens behind the first"
-    return Task(
-        id=question.id, prompt_ids=given[0].prompt_ids if given else (), where=question.where,
-        prompt_text="\n".join(message.text for message in question.messages), expected=question.expected,
-        content=question.content, problem=problem, given=given, right=question.right,
-    )  # fmt: skip
-
-
-def _shared(rows: Sequence[Sequence[int]]) -> int:
-    """Number of ids that all rows begin with; of one row all."""
-    columns = zip(*rows, strict=False)
-    return next((place for place, ids in enumerate(columns) if len(set(ids)) > 1), min(map(len, rows)))
-
-
-def _given(text: str, ids: list[int], border: int, stop_ids: frozenset[int]) -> Given:
-    answer = ids[border:]
-    end = 0
-    while end + 1 < len(answer) and answer[-end - 1] in stop_ids:
-        end += 1
-    return Given(text=text, prompt_ids=tuple(ids[:border]), token_ids=tuple(answer), end_tokens=end)
+def _given_task(question: Question, rows: Sequence[Encoded], template: ChatTemplate) -> Task:
+    starts = []  # of the last answer; of a plain text, all of which is learned, the second token
+    for row in rows:
+        start = len(row.supervised)
+        while start and row.supervised[start - 1]:
+            start -= 1
+        starts.append(max(start, 1))
+    columns = zip(*(row.ids for row in rows), strict=False)
+    shared = next((place for place, ids in enumerate(columns) if len(set(ids)) > 1), len(rows[0].ids))
+    border = min(*starts, shared, *(len(row.ids) for row in rows))
+    texts = question.choices or (question.expected or "",)
+    if question.calls:  # what is learned is what the template writes
+        texts = tuple(template.decode(row.ids[border:]) for row in rows)
+    given = []
+    for text, row in zip(texts, rows, strict=True):
+        answer, end = row.ids[border:], 0
+        while end + 1 < len(answer) and answer[-end - 1] in template.stop_ids:
+            end += 1
+        given.append(
+            Given(text=text, prompt_ids=tuple(row.ids[:border]), token_ids=tuple(answer), end_tokens=end)
+        )
+    if not all(each.token_ids for each in given):
+        return question.task(problem=f"{question.where}: the answer has no tokens behind the first")
+    expected = texts[0] if question.calls else question.expected
+    return question.task(given[0].prompt_ids, given=tuple(given), expected=expected)
