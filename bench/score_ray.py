@@ -85,7 +85,7 @@ def main() -> None:
                     score_dataset(
                         model=str(work / "model"), data=str(work / "rows.jsonl"),
                         out=work / f"out{workers}-{number}", tell=clock, graders=["contains"],
-                        sampling={"max_new_tokens": asked.new}, batch_size=4,
+                        max_new_tokens=asked.new, batch_size=4,
                         place=RayPlace(fewest=workers, most=workers),
                     )  # fmt: skip
                     found[workers].append(clock.rates())

@@ -127,7 +127,7 @@ def _scored(
             with clock.running("whole"):
                 scoring.score_dataset(
                     model=model, data=str(work / f"{data}.jsonl"), out=Path(out) / "scores", tell=tell_nobody,
-                    sampling={"max_new_tokens": asked.new}, batch_size=asked.batch, engine="transformers",
+                    max_new_tokens=asked.new, batch_size=asked.batch, engine="transformers",
                 )  # fmt: skip
         finally:
             for room, name, call in kept:

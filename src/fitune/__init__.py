@@ -122,12 +122,11 @@ def score(
     see_planned_gpus()
     from fitune.session.score.scoring import score_dataset
 
-    sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     return score_dataset(
-        model=str(model), data=data, out=Path(out), adapter=str(adapter), columns=columns, graders=graders,
-        sampling=sampling, batch_size=batch_size, chat_template=str(chat_template), id_column=id_column,
-        engine=engine, url=url, served_model=served_model, allow_https=allow_https,
-        allow_private_addresses=allow_private_addresses, tell=_told(progress),
+        model=model, data=data, out=out, adapter=adapter, columns=columns, graders=graders,
+        max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed, batch_size=batch_size,
+        chat_template=chat_template, id_column=id_column, engine=engine, url=url, served_model=served_model,
+        allow_https=allow_https, allow_private_addresses=allow_private_addresses, tell=_told(progress),
     )  # fmt: skip
 
 
@@ -146,8 +145,8 @@ def score_tasks(
     from fitune.session.score.lm_eval import score_tasks as run
 
     return run(
-        model=str(model), tasks=tasks, out=Path(out), tasks_folder=None if tasks_folder is None else Path(tasks_folder),
-        shots=shots, limit=limit, adapter=str(adapter), batch_size=batch_size, seed=seed,
+        model=model, tasks=tasks, out=Path(out), tasks_folder=None if tasks_folder is None else Path(tasks_folder),
+        shots=shots, limit=limit, adapter=adapter, batch_size=batch_size, seed=seed,
         chat_template=str(chat_template), engine=engine, url=url, served_model=served_model, tell=_told(progress),
     )  # fmt: skip
 

@@ -37,7 +37,7 @@ def test_a_killed_worker_leaves_every_id_once_and_the_bytes_of_one_process(
     def scored(out, place):
         return score_dataset(
             model=str(model_folder), data=str(data), out=tmp_path / out, tell=heard, graders=["contains"],
-            sampling={"max_new_tokens": 6}, batch_size=1, place=place,
+            max_new_tokens=6, batch_size=1, place=place,
         )  # fmt: skip
 
     here = scored("here", None)

@@ -39,7 +39,7 @@ def test_a_scoring_reports_both(tiny, tmp_path):
     )
     report = score_dataset(
         model=str(tiny.folder), data=str(rows), out=tmp_path / "out", tell=lambda event: None, batch_size=8,
-        sampling={"max_new_tokens": 40},
+        max_new_tokens=40,
     )  # fmt: skip
     assert report.predicted_bytes == pytest.approx(report.measured_bytes, rel=0.05)
     assert report.measured_bytes > sum(p.numel() * 4 for p in tiny.model.parameters())

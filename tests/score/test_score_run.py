@@ -189,7 +189,7 @@ def test_libraries_are_not_searched_for_garbage_while_rows_are_answered(plan, mo
     try:
         score_dataset(
             model=plan.model, data=plan.sources[0].path, out=Path(plan.output_dir), tell=lambda event: None,
-            sampling={"max_new_tokens": 2}, batch_size=1,
+            max_new_tokens=2, batch_size=1,
         )  # fmt: skip
         first, second = frozen
         assert 0 < first < second

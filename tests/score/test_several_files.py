@@ -113,5 +113,5 @@ def test_a_file_that_is_named_twice_and_none_at_all_are_refused(tiny, files, tmp
 
 
 def test_a_plan_counts_the_rows_of_all_files(tiny, files):
-    plan = plan_of(model=str(tiny.folder), data=files, sampling={"max_new_tokens": 2})
+    plan = plan_of(model=str(tiny.folder), data=files, max_new_tokens=2)
     assert read_lengths(plan).rows == 3

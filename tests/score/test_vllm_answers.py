@@ -213,7 +213,7 @@ def test_an_adapter_that_has_to_be_merged_is_scored_as_by_transformers(small, tm
     for engine in ("transformers", "vllm"):
         score_dataset(
             model=str(small.folder), adapter=adapter, data=str(data), out=tmp_path / engine, engine=engine,
-            sampling={"max_new_tokens": 12}, tell=tell_nobody,
+            max_new_tokens=12, tell=tell_nobody,
         )  # fmt: skip
         lines = (tmp_path / engine / "answers.jsonl").read_text().splitlines()
         found[engine] = [json.loads(line)["response"]["body"]["choices"] for line in lines]

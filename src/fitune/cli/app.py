@@ -370,15 +370,9 @@ def score(
         with _terminal(lines=sys.stderr, quiet=json) as terminal:
             scores = score_typed(context, tell=terminal)
         return _show(scores, json=json)
-    from fitune.session.score.score_words import columns_of, plan_of
+    from fitune.session.score.score_words import KEYS, plan_of
 
-    settings: dict[str, Any] = {
-        "model": model, "adapter": adapter, "data": data, "out": out, "columns": columns_of(columns or []),
-        "sampling": {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed},
-        "graders": grader or (), "batch_size": batch_size, "chat_template": chat_template, "id_column": id_column,
-        "engine": engine, "url": url, "served_model": served_model, "allow_https": allow_https,
-        "allow_private_addresses": allow_private_addresses,
-    }  # fmt: skip
+    settings = {name: value for name, value in context.params.items() if name in KEYS} | {"graders": grader}
     request = _fleet(fleet, objective, deadline, budget, None, live)
     if plan or request is not None:
         from fitune.session.score.score_plan import predict_scoring

@@ -290,7 +290,7 @@ def _write_outputs(
             for id_, number, place in group:
                 line, task = shards.answer(number, place, id_), shards.row(number, place, "tasks")
                 grades = {grader.name: shards.grade(number, grader.key, place) for grader in graders}
-                answers.write(shards.line(number, place))
+                answers.write(shards.lines(number)[place])
                 graded.write(_grade_line(line, task, grades))
                 records.append(_record(line, task, grades))
                 on_row(records[-1], grades)

@@ -133,10 +133,6 @@ class Shards:
         }  # fmt: skip
         write_atomically(self._path(number, ".json"), to_json(manifest) + b"\n")
 
-    def line(self, number: int, place: int) -> bytes:
-        """The answer's line, its end included."""
-        return self.lines(number)[place]
-
     def lines(self, number: int, kind: str = "answers") -> list[bytes]:
         """All lines of a shard; those of the shards read last are kept."""
         key = (number, kind)

@@ -142,7 +142,7 @@ def _accuracy(files: DemoFiles, exported: Path) -> float:
     model, adapter = model_and_adapter(exported, base=str(files.base))
     report = score_dataset(
         model=model, adapter=adapter, data=str(files.test), out=exported.parent / "scores", graders=(_GRADER,),
-        sampling={"max_new_tokens": MAX_NEW_TOKENS}, batch_size=25, tell=tell_nobody,
+        max_new_tokens=MAX_NEW_TOKENS, batch_size=25, tell=tell_nobody,
     )  # fmt: skip
     return report.grades[_GRADER]
 

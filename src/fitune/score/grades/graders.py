@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import cache
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,23 +91,21 @@ def _open(name: str) -> Grader:
         known = tuple(GRADERS)
         hint = did_you_mean(kind, known) or f"graders: {', '.join(known)}"
         raise RecipeError(f"unknown grader {kind!r}", hint=hint)
-    wanted = GRADERS[kind].argument
-    if bool(wanted) != bool(argument) or (colon and not wanted):
+    row = GRADERS[kind]
+    wanted = row.argument
+    path, _, function = argument.rpartition(":")
+    is_function = kind == "python" and path and function.isidentifier()
+    if bool(wanted) != bool(argument) or (colon and not wanted) or (kind == "python" and not is_function):
         raise RecipeError(
             f"grader {name!r}: " + (f"needs {wanted}" if wanted else f"{kind} takes nothing after a colon"),
             hint=f"{kind}:{wanted}" if wanted else kind,
         )
-    row = GRADERS[kind]
     content, scale, measures = row.rules, row.scale, row.measures
+    if "FILE" in wanted:
+        content = _file(path if is_function else argument, name)
     if kind == "json_schema":
-        content = argument = _file(argument, name)
-    elif kind == "python":
-        path, _, function = argument.rpartition(":")
-        if not path or not function.isidentifier():
-            raise RecipeError(f"grader {name!r}: needs {wanted}", hint=f"{kind}:{wanted}")
-        content = _file(path, name)
-    elif kind == "judge":
-        content = _file(argument, name)
+        argument = content
+    if kind == "judge":
         judge = read_judge(argument)
         content += judge_content(judge)
         scale, measures = judge.scale, judge.measures
@@ -119,14 +118,6 @@ def _file(path: str, name: str) -> str:
         return read_text(path)
     except (OSError, ValueError) as error:
         raise RecipeError(f"grader {name!r}: {path} cannot be read: {error}") from None
-
-
-def grade(name: str, answer: str, expected: str) -> float:
-    """The grade in 0..1 of one answer by a grader that compares texts. Raises RecipeError for an unknown one."""
-    (grader,) = open_graders((name,))
-    function = GRADERS[grader.kind].grade
-    assert function is not None, f"{name} does not compare two texts"
-    return function(answer, expected)
 
 
 class References:
@@ -205,14 +196,17 @@ def f1(answer: str, expected: str) -> float:
     return 2 * shared / (found.total() + wanted.total())
 
 
+_SACREBLEU = ("sacrebleu", "bleu and chrf graders")
+
+
 def bleu(answer: str, expected: str) -> float:
     """BLEU of one sentence by sacrebleu, in 0..1, with its effective order: the mean is not the corpus BLEU."""
-    return float(_sacrebleu().sentence_bleu(answer, [expected]).score) / 100
+    return float(_library(*_SACREBLEU).sentence_bleu(answer, [expected]).score) / 100
 
 
 def chrf(answer: str, expected: str) -> float:
     """chrF2 of one sentence by sacrebleu, in 0..1."""
-    return float(_sacrebleu().sentence_chrf(answer, [expected]).score) / 100
+    return float(_library(*_SACREBLEU).sentence_chrf(answer, [expected]).score) / 100
 
 
 def regex(answer: str, pattern: str) -> float:
@@ -292,11 +286,17 @@ def _is_number(reference: str) -> bool:
 
 
 @cache
-def _rouge_scorer() -> Any:
+def _library(name: str, needed_by: str) -> Any:
+    """A module of the extra ``metrics``. Raises MissingExtra."""
     try:
-        from rouge_score import rouge_scorer
+        return import_module(name)
     except ImportError:
-        raise MissingExtra("the rouge grader", extra="metrics") from None
+        raise MissingExtra(f"the {needed_by}", extra="metrics") from None
+
+
+@cache
+def _rouge_scorer() -> Any:
+    rouge_scorer = _library("rouge_score.rouge_scorer", "rouge grader")
     return rouge_scorer.RougeScorer(["rougeL"], tokenizer=SimpleNamespace(tokenize=_rouge_words))
 
 
@@ -332,20 +332,8 @@ def _bare_words(text: str) -> list[str]:
 
 
 @cache
-def _sacrebleu() -> Any:
-    try:
-        import sacrebleu
-    except ImportError:
-        raise MissingExtra("the bleu and chrf graders", extra="metrics") from None
-    return sacrebleu
-
-
-@cache
 def _validator(schema: str) -> Any:
-    try:
-        import jsonschema
-    except ImportError:
-        raise MissingExtra("the json_schema grader", extra="metrics") from None
+    jsonschema = _library("jsonschema", "json_schema grader")
     wanted = json.loads(schema)
     kind = jsonschema.validators.validator_for(wanted)
     kind.check_schema(wanted)

@@ -156,13 +156,7 @@ def mcnemar(better: int, worse: int) -> float:
     for few in range(fewer):
         each = each * (changed - few) // (few + 1)
         ways += each
-    return min(1.0, float(2 * ways / 2**changed)) if changed < 1000 else min(1.0, _ratio(2 * ways, changed))
-
-
-def _ratio(ways: int, power: int) -> float:
-    """ways / 2^power, where neither fits a float."""
-    shift = max(0, ways.bit_length() - 64)
-    return math.ldexp(float(ways >> shift), shift - power)
+    return min(1.0, 2 * ways / 2**changed)  # of whole numbers, of any size
 
 
 def _scales(directory: Path) -> dict[str, Scale]:

@@ -193,7 +193,7 @@ def open_chat(
     ``system``."""
     if not 1 <= len(names) <= 2:
         raise RecipeError(f"{len(names)} models are named", hint="fitune chat MODEL_OR_RUN [SECOND]")
-    require_within_limits(sampling, {})
+    require_within_limits(sampling)
     found = [find_model(name) for name in names]
     notes = [named.warning for named in found if named.warning]
     for named in found:

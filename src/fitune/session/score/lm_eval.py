@@ -48,7 +48,7 @@ def score_tasks(
     """
     require_library("lm_eval", needed_by="--lm-eval", extra="lm-eval")
     template_file = "" if chat_template == OWN_TEMPLATE else chat_template
-    plan = plan_of(out=out, sampling={"seed": seed}, chat_template=template_file, **settings)
+    plan = plan_of(out=out, seed=seed, chat_template=template_file, **settings)
     names = task_names(tasks)
     require_task_numbers(shots=shots, limit=limit)
 

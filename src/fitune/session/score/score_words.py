@@ -2,6 +2,8 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from inspect import signature
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -19,26 +21,34 @@ _ROLES = ("system", "prompt", "completion", "choices")
 
 
 def plan_of(
-    *, model: str, out: str | os.PathLike[str] = "", data: Paths | None = None, adapter: str = "",
-    columns: Mapping[str, str] | None = None, graders: Sequence[str] = (), sampling: Mapping[str, Any] | None = None,
-    batch_size: int | None = None, engine: str = "", allow_https: bool = False,
-    allow_private_addresses: bool = False, **others: Any,
+    *, model: str | os.PathLike[str], data: Paths | None = None, out: str | os.PathLike[str] = "",
+    adapter: str | os.PathLike[str] = "", columns: Mapping[str, str] | Sequence[str] | None = None,
+    graders: Sequence[str] | None = None, max_new_tokens: int = 256, temperature: float = 0.0, top_p: float = 1.0,
+    seed: int = 0, batch_size: int | None = None, chat_template: str | os.PathLike[str] = "", id_column: str = "",
+    engine: str = "", url: str = "", served_model: str = "", allow_https: bool = False,
+    allow_private_addresses: bool = False,
 ) -> ScorePlan:  # fmt: skip
     """The settings of a scoring, checked; ``data`` None where the rows are not read here.
 
-    ``columns`` maps system, prompt and completion to columns; ``sampling`` are fields of ``Sampling``; ``batch_size``:
-    rows answered together, None: as many as fit; ``others`` are fields of ``ScorePlan``.
+    ``columns`` maps system, prompt and completion to columns, or has words as prompt=question; ``batch_size``: rows
+    answered together, None: as many as fit.
     Raises RecipeError for a number out of its limits, a role that is none, and data that is missing or named twice.
     """
-    rows = {} if batch_size is None else {"batch_size": batch_size}
-    require_within_limits({**rows, **(sampling or {})}, columns or {})
-    model, adapter = weights_and_adapter(model, adapter)
+    sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    require_within_limits(asdict(sampling) | ({} if batch_size is None else {"batch_size": batch_size}))
+    roles = _columns_of(columns or {})
+    model, adapter = weights_and_adapter(str(model), str(adapter))
     access: dict[str, Any] = {"allow_https": allow_https, "allow_private_addresses": allow_private_addresses}
     return ScorePlan(
-        model=model, adapter=adapter, sources=() if data is None else _sources_of(data, columns or {}, access),
-        output_dir=str(out), graders=tuple(graders), sampling=Sampling(**(sampling or {})),
-        batch_size=batch_size or 0, engine=engine_named(engine or "transformers"), **others,
+        model=model, adapter=adapter, sources=() if data is None else _sources_of(data, roles, access),
+        output_dir=str(out), graders=tuple(graders or ()), sampling=sampling, batch_size=batch_size or 0,
+        engine=engine_named(engine or "transformers"), chat_template=str(chat_template), id_column=id_column, url=url,
+        served_model=served_model,
     )  # fmt: skip
+
+
+KEYS = tuple(signature(plan_of).parameters)
+"""Settings of a scoring, as options and keywords name them."""
 
 
 def _sources_of(data: Paths, columns: Mapping[str, str], access: Mapping[str, Any]) -> tuple[DataSource, ...]:
@@ -53,23 +63,23 @@ def _sources_of(data: Paths, columns: Mapping[str, str], access: Mapping[str, An
     return tuple(DataSource(path=path, columns=tuple(columns.items()), **access) for path in paths)
 
 
-def columns_of(words: Sequence[str]) -> dict[str, str]:
-    """``prompt=question`` -> {"prompt": "question"}. Raises RecipeError for anything else."""
+def _columns_of(words: Mapping[str, str] | Sequence[str]) -> dict[str, str]:
+    """``prompt=question`` -> {"prompt": "question"}. Raises RecipeError for anything else, and a role that is none."""
     try:
-        columns: dict[str, str] = as_columns(list(words))
+        columns: dict[str, str] = as_columns(words if isinstance(words, Mapping) else list(words))
     except ValueError as error:
         raise RecipeError(f"--columns {error}", hint="--columns prompt=question") from None
-    return columns
-
-
-def require_within_limits(numbers: Mapping[str, float], columns: Mapping[str, str]) -> None:
-    """Raises RecipeError for a number out of its limits and a role that is none."""
-    for fault in filter(None, (number_fault(name, value) for name, value in numbers.items())):
-        raise RecipeError(fault)
     for role, column in columns.items():
         if role not in _ROLES or not column:
             fault = f"{role!r} is not a role" if role not in _ROLES else f"{role} names no column"
             raise RecipeError(f"columns: {fault}", hint=f"roles are {', '.join(_ROLES)}")
+    return columns
+
+
+def require_within_limits(numbers: Mapping[str, float]) -> None:
+    """Raises RecipeError for a number out of its limits."""
+    for fault in filter(None, (number_fault(name, value) for name, value in numbers.items())):
+        raise RecipeError(fault)
 
 
 def weights_and_adapter(model: str, adapter: str) -> tuple[str, str]:

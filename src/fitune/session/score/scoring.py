@@ -31,7 +31,7 @@ _LINE_SECONDS = 30.0
 
 
 def score_dataset(
-    *, tell: Tell, engine: str = "", place: RayPlace | None = None, against: str = "", **settings: Any
+    *, tell: Tell, place: RayPlace | None = None, against: str = "", **settings: Any
 ) -> ScoreReport:
     """Answer every row, grade, and write answers.jsonl, grades.jsonl and report.json into the folder ``out``.
 
@@ -40,12 +40,12 @@ def score_dataset(
     """
     if against:
         next(grades_of(Path(against)), None)
-    plan = plan_of(engine=engine, **settings)
+    plan = plan_of(**settings)
     out = Path(plan.output_dir)
     if place is None and plan.engine != "server":
         from fitune.session.score.score_plan import with_fastest_engine
 
-        plan = with_fastest_engine(plan, engine, tell=tell)
+        plan = with_fastest_engine(plan, settings.get("engine", ""), tell=tell)
     # workers of a cluster do not see this machine's cache
     if plan.engine == "vllm" and plan.adapter and place is None:
         from fitune.score.engines.engine_vllm import python_of_vllm
