@@ -1,6 +1,7 @@
 """Tasks of lm-evaluation-harness on our engine: the figures are those of lm-eval's own ``hf`` model, row by row."""
 
 import json
+import shutil
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -16,6 +17,15 @@ from optional_libraries import NEEDS_LM_EVAL
 NAMES = ("sums_choice", "sums_written", "sums_text")
 LONG = " ".join(f"{a} plus {a} is {2 * a}." for a in range(90))
 """More tokens than the model has positions for."""
+DRAWN = {"until": ["\n"], "max_gen_toks": 12, "do_sample": True, "temperature": 1.0}
+NO_SYSTEM = (
+    "{%- for message in messages -%}"
+    "{%- if message.role == 'system' -%}{{ raise_exception('no system role') }}{%- endif -%}"
+    "{{ message.role }}: {{ message.content }}{{ eos_token }}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}assistant: {%- endif -%}"
+)
+"""A template that refuses a system message, as Gemma's does."""
 
 
 def _rows():
@@ -35,135 +45,176 @@ def _rows():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Three tasks over one local file: choices with solved examples, written answers, texts of several windows."""
+    """Tasks over one local file, with a description: choices with solved examples, written and drawn answers, texts of
+    several windows; and those that are refused."""
     folder = tmp_path_factory.mktemp("tasks")
     data = folder / "sums.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in _rows()))
     local = {
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(data)}},
-        "test_split": "test",
-    }
+        "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}, "test_split": "test",
+        "doc_to_text": "{{question}}", "doc_to_target": "", "description": "Add the numbers.",
+    }  # fmt: skip
     mean = {"aggregation": "mean", "higher_is_better": True}
     perplexity = {"aggregation": "weighted_perplexity", "higher_is_better": False}
-    tasks = {
-        "sums_choice": {
-            "output_type": "multiple_choice", "fewshot_split": "test", "num_fewshot": 2,
-            "doc_to_text": "Question: {{question}}\nAnswer:", "doc_to_choice": "{{choices}}",
-            "doc_to_target": "{{right}}",
-            "metric_list": [{"metric": "acc", **mean}, {"metric": "acc_norm", **mean}],
-        },
-        "sums_written": {
-            "output_type": "generate_until", "num_fewshot": 0, "doc_to_text": "Question: {{question}}\nAnswer:",
-            "doc_to_target": "{{choices[0]}}",
-            "generation_kwargs": {"until": ["\n", "is"], "max_gen_toks": 24, "do_sample": False},
-            "metric_list": [{"metric": "exact_match", **mean}],
-        },
-        "sums_text": {
-            "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}",
-            "metric_list": [{"metric": name, **perplexity} for name in ("word_perplexity", "byte_perplexity")],
-        },
-        "sums_run": {
-            "output_type": "generate_until", "unsafe_code": True, "doc_to_text": "", "doc_to_target": "",
-        },
-        "sums_fetched": {
-            "output_type": "generate_until", "doc_to_text": "", "doc_to_target": "",
-            "metric_list": [{"metric": "a_metric_of_the_hub", **mean}],
-        },
-        "sums_elsewhere": {
-            "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "",
-            "dataset_path": "nobody/has_this_dataset", "dataset_kwargs": {},
-        },
-        "sums_beams": {
-            "output_type": "generate_until", "doc_to_text": "{{question}}", "doc_to_target": "",
-            "generation_kwargs": {"until": ["\n"], "max_gen_toks": 4, "num_beams": 3},
-        },
-        "sums_no_room": {
-            "output_type": "generate_until", "doc_to_text": "{{question}}", "doc_to_target": "",
-            "generation_kwargs": {"until": ["\n"], "max_gen_toks": 256},
-        },
-        "sums_long_choice": {
-            "output_type": "multiple_choice", "doc_to_text": "{{question}}", "doc_to_choice": ["a", LONG],
-            "doc_to_target": 0,
-        },
+    matched = {"doc_to_target": "{{choices[0]}}", "metric_list": [{"metric": "exact_match", **mean}]}
+    choices = {
+        "doc_to_choice": "{{choices}}", "doc_to_target": "{{right}}", "fewshot_split": "test", "num_fewshot": 2,
+        "metric_list": [{"metric": "acc", **mean}, {"metric": "acc_norm", **mean}],
     }  # fmt: skip
-    tasks["sums_group"] = {"group": "sums_group", "task": ["sums_choice", "sums_run"]}
-    for name, task in tasks.items():
-        own = task if "group" in task else {"task": name, **local, **task}
+    texts = {
+        "doc_to_text": "",
+        "doc_to_target": "{{text}}",
+        "description": "",
+        "metric_list": [{"metric": name, **perplexity} for name in ("word_perplexity", "byte_perplexity")],
+    }
+    until = {"until": ["\n"], "max_gen_toks": 4}
+    tasks = {
+        "sums_choice": ("multiple_choice", choices),
+        "sums_written": (
+            "generate_until",
+            {**matched, "generation_kwargs": {"until": ["\n", "is"], "max_gen_toks": 24, "do_sample": False}},
+        ),
+        "sums_text": ("loglikelihood_rolling", texts),
+        "sums_drawn": ("generate_until", {**matched, "repeats": 2, "generation_kwargs": DRAWN}),
+        "sums_top_k": ("generate_until", {**matched, "generation_kwargs": DRAWN | {"top_k": 5}}),
+        "sums_run": ("generate_until", {"unsafe_code": True}),
+        "sums_fetched": ("generate_until", {"metric_list": [{"metric": "a_metric_of_the_hub", **mean}]}),
+        "sums_elsewhere": (
+            "loglikelihood_rolling",
+            {"dataset_path": "nobody/has_this_dataset", "dataset_kwargs": {}},
+        ),
+        "sums_beams": ("generate_until", {"generation_kwargs": until | {"num_beams": 3}}),
+        "sums_no_room": ("generate_until", {"generation_kwargs": until | {"max_gen_toks": 256}}),
+        "sums_long_choice": ("multiple_choice", {"doc_to_choice": ["a", LONG], "doc_to_target": 0}),
+    }
+    for name, (kind, task) in tasks.items():
+        own = {"task": name, "output_type": kind, **local, **task}
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(own))
+    (folder / "group.yaml").write_text(
+        yaml.safe_dump({"group": "sums_group", "task": ["sums_choice", "sums_run"]})
+    )
     return folder
 
 
-@pytest.fixture(scope="module")
-def scored(folder, model_folder, tmp_path_factory):
-    """The directory of the three tasks on our engine."""
-    out = tmp_path_factory.mktemp("scored") / "out"
-    scores = score_tasks(model=str(model_folder), tasks=NAMES, out=out, tasks_folder=folder, tell=_nobody)
-    assert {score.task for score in scores.scores} == set(NAMES)
-    return out
+@pytest.fixture
+def run(folder, model_folder):
+    """Runs tasks on our engine; returns the samples of each."""
+
+    def run(out, *tasks, model=model_folder, tell=lambda event: None, tasks_folder=folder, **more):
+        score_tasks(model=str(model), tasks=tasks, out=out, tasks_folder=tasks_folder, tell=tell, **more)
+        return {
+            task: [json.loads(line) for line in (out / f"samples_{task}.jsonl").read_text().splitlines()]
+            for task in tasks
+        }
+
+    return run
 
 
-@pytest.fixture(scope="module")
-def theirs(folder, model_folder):
-    """Results of the three tasks on lm-eval's own model."""
+def require_those_of_lm_eval(folder, found, model, *, chat=False):
+    """The samples are those of lm-eval's own model, whose results are returned."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    manager = TaskManager(include_path=str(folder), include_defaults=False)
-    model = HFLM(pretrained=str(model_folder), batch_size=4, dtype="float32", device="cpu")
-    found = simple_evaluate(model, tasks=list(NAMES), task_manager=manager, bootstrap_iters=0)
-    return found
+    known = simple_evaluate(
+        HFLM(pretrained=str(model), batch_size=4, dtype="float32", device="cpu"), tasks=list(found), bootstrap_iters=0,
+        task_manager=TaskManager(include_path=str(folder), include_defaults=False), apply_chat_template=chat,
+    )  # fmt: skip
+    for task, samples in found.items():
+        for mine, other in zip(samples, known["samples"][task], strict=True):
+            assert mine["prompt_hash"] == other["prompt_hash"]
+            for (one,), (two,) in zip(mine["resps"], other["resps"], strict=True):
+                if isinstance(two, str):
+                    assert one == two
+                else:  # nats, or nats and if the text is the likeliest
+                    nats, *greedy = one if isinstance(two, tuple) else (one,)
+                    wanted, *is_greedy = two if isinstance(two, tuple) else (two,)
+                    assert (nats, greedy) == (pytest.approx(wanted, rel=1e-5), is_greedy)
+    return known
 
 
-def _nobody(event):
-    return None
-
-
-def _numbers(results, task):
-    return {
-        name: value
-        for name, value in results["results"][task].items()
-        if isinstance(value, float) and "stderr" not in name
-    }
-
-
-def _samples(out, task):
-    return [json.loads(line) for line in (out / f"samples_{task}.jsonl").read_text().splitlines()]
+def answers(samples):
+    return [sample["resps"] for sample in samples]
 
 
 @NEEDS_LM_EVAL
-def test_figures_are_those_of_lm_evals_own_model(scored, theirs, model_folder):
-    ours = json.loads((scored / RESULTS).read_text())
-    for task in NAMES:
-        wanted = _numbers(theirs, task)
-        assert wanted
-        assert _numbers(ours, task) == pytest.approx(wanted, rel=1e-5 if task == "sums_text" else 0, abs=0)
-        assert ours["n-shot"][task] == theirs["n-shot"][task]
-        for mine, other in zip(_samples(scored, task), theirs["samples"][task], strict=True):
-            assert mine["prompt_hash"] == other["prompt_hash"]
-            for found, known in zip(mine["resps"], other["resps"], strict=True):
-                _require_equal(found[0], known[0])
-    _require_hard_cases(scored, AutoTokenizer.from_pretrained(model_folder).encode)
-
-
-def _require_hard_cases(scored, encode):
+def test_figures_are_those_of_lm_evals_own_model(run, folder, model_folder, tmp_path):
     """Prompts longer than the context, texts of several windows, answers that end at a stop text or with their room."""
-    assert max(len(encode(each["arguments"][0][0])) for each in _samples(scored, "sums_choice")) > 256
-    assert max(len(encode(each["arguments"][0][0])) for each in _samples(scored, "sums_text")) > 2 * 256
-    answers = [each["resps"][0][0] for each in _samples(scored, "sums_written")]
-    assert len({len(encode(answer)) for answer in answers}) > 1
+
+    def numbers(results, task):
+        found = results["results"][task].items()
+        return {name: value for name, value in found if isinstance(value, float) and "stderr" not in name}
+
+    found = run(tmp_path, *NAMES)
+    theirs = require_those_of_lm_eval(folder, found, model_folder)
+    ours = json.loads((tmp_path / RESULTS).read_text())
+    for task in NAMES:
+        wanted = numbers(theirs, task)
+        assert wanted
+        assert numbers(ours, task) == pytest.approx(wanted, rel=1e-5 if task == "sums_text" else 0, abs=0)
+        assert ours["n-shot"][task] == theirs["n-shot"][task]
+    encode = AutoTokenizer.from_pretrained(model_folder).encode
+    longest = {task: max(len(encode(each["arguments"][0][0])) for each in found[task]) for task in NAMES}
+    assert longest["sums_choice"] > 256
+    assert longest["sums_text"] > 2 * 256
+    assert len({len(encode(said)) for ((said,),) in answers(found["sums_written"])}) > 1
+    before = (tmp_path / RESULTS).read_bytes()
+    with pytest.raises(RunDirectoryError, match="limit: None there, 2 now"):
+        run(tmp_path, *NAMES, limit=2)
+    assert (tmp_path / RESULTS).read_bytes() == before
 
 
-def _require_equal(found, known):
-    """A text; nats; or nats, and if the text is the likeliest."""
-    if isinstance(known, str):
-        assert found == known
-    elif isinstance(known, tuple):
-        assert found[0] == pytest.approx(known[0], rel=1e-5)
-        assert found[1] == known[1]
-    else:
-        assert found == pytest.approx(known, rel=1e-5)
+@NEEDS_LM_EVAL
+def test_with_an_adapter_the_figures_are_those_of_lm_evals_own_model_that_has_it_merged(
+    run, folder, model_folder, tmp_path
+):
+    """lm-eval's own model given the adapter would first cut the embeddings to the words of the tokenizer."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(1)
+    config = LoraConfig(
+        r=4, lora_alpha=64, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False
+    )
+    merged = Path(shutil.copytree(model_folder, tmp_path / "merged"))
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(model_folder), config)
+    adapted.save_pretrained(tmp_path / "adapter")
+    adapted.merge_and_unload().save_pretrained(merged)
+    found = run(tmp_path / "adapted", *NAMES[:2], adapter=str(tmp_path / "adapter"))
+    require_those_of_lm_eval(folder, found, merged)
+    base = run(tmp_path / "base", *NAMES[:2])
+    assert all(answers(found[task]) != answers(base[task]) for task in base)
+
+
+@NEEDS_LM_EVAL
+def test_as_chats_prompts_and_figures_are_those_of_lm_evals_own_model(run, folder, model_folder, tmp_path):
+    chatting = Path(shutil.copytree(model_folder, tmp_path / "model"))
+    settings = json.loads((chatting / "tokenizer_config.json").read_text())
+    (chatting / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": NO_SYSTEM}))
+    said = []
+
+    def tell(event):
+        said.append(getattr(event, "text", ""))
+
+    found = run(tmp_path / "out", *NAMES[:2], model=chatting, chat_template="own", tell=tell)
+    require_those_of_lm_eval(folder, found, chatting, chat=True)
+    asked = found["sums_written"][0]["arguments"][0][0]
+    assert asked == "user: What is 2 plus 3?</s>assistant:"
+    assert [line for line in said if "system" in line] == [
+        "lm-eval: the chat template refuses a system message (no system role): the tasks' descriptions are left out"
+    ]
+
+
+@NEEDS_LM_EVAL
+def test_drawn_answers_follow_from_the_seed_alone(run, tmp_path):
+    def drawn(name, **more):
+        return answers(run(tmp_path / name, "sums_drawn", **more)["sums_drawn"])
+
+    first = drawn("first", seed=7)
+    assert drawn("again", seed=7, batch_size=3) == first
+    assert drawn("other", seed=8) != first
+    assert all(one != two for ((one, two),) in first), "each repeat is drawn anew"
 
 
 @NEEDS_LM_EVAL
@@ -176,6 +227,7 @@ def _require_equal(found, known):
         (["sums_fetched"], {}, RecipeError, "its metric a_metric_of_the_hub is code of the Hub"),
         (["sums_elsewhere"], {}, DataError, "sums_elsewhere: the task or its data cannot be read"),
         (["sums_beams"], {}, ScoringFailed, "task sums_beams, row 0: generation_kwargs has num_beams = 3"),
+        (["sums_top_k"], {}, ScoringFailed, "task sums_top_k, row 0: generation_kwargs has top_k = 5"),
         (["sums_no_room"], {}, ScoringFailed, "max_gen_toks 256 leaves no room for a prompt"),
         (["sums_long_choice"], {}, ScoringFailed, "row 0: the text to be weighed has"),
         ([""], {}, RecipeError, "--lm-eval '' names no task"),
@@ -185,33 +237,19 @@ def _require_equal(found, known):
     ],
 )  # fmt: skip
 def test_what_cannot_be_evaluated_is_refused(
-    tasks, settings, error, words, folder,
-    model_folder, tmp_path, monkeypatch,
-):  # fmt: skip
+    run, folder, tasks, settings, error, words, tmp_path, monkeypatch
+):
     ours = import_module("fitune.score.lm_eval_tasks")
     index = ours.TaskManager(include_path=str(folder), include_defaults=False)
     # lm-eval's own 14,000 files, where an unknown name is looked for, take ten seconds to read
     monkeypatch.setattr(ours, "TaskManager", lambda **_: index)
     monkeypatch.setattr("fitune.spec.hub.answers", lambda url: False)
     with pytest.raises(error) as refused:
-        score_tasks(
-            model=str(model_folder), tasks=tasks, out=tmp_path / "out", tell=_nobody,
-            **{"tasks_folder": folder, **settings},
-        )  # fmt: skip
+        run(tmp_path / "out", *tasks, **settings)
     assert words in str(refused.value)
-
-
-@NEEDS_LM_EVAL
-def test_results_of_other_settings_are_kept(scored, folder, model_folder):
-    before = (scored / RESULTS).read_bytes()
-    with pytest.raises(RunDirectoryError, match="limit: None there, 2 now"):
-        score_tasks(
-            model=str(model_folder), tasks=NAMES, out=scored, tasks_folder=folder, limit=2, tell=_nobody
-        )
-    assert (scored / RESULTS).read_bytes() == before
 
 
 def test_without_lm_eval_the_error_names_the_pip_command(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(MissingExtra, match=r"pip install 'fitune\[lm-eval\]'"):
-        score_tasks(model="no model", tasks=["gsm8k"], out=tmp_path / "out", tell=_nobody)
+        score_tasks(model="no model", tasks=["gsm8k"], out=tmp_path / "out", tell=print)
