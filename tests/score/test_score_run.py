@@ -100,19 +100,27 @@ def test_lines_of_openais_batch_input_are_answered_with_their_own_sampling(plan)
             "body": {"model": "any", "messages": messages, **body},
         }  # fmt: skip
 
-    rows = [line(1), line(2, max_tokens=3), line(3, max_tokens=10**9), line(4, logit_bias={"1": 2})]
+    faults = (
+        ({"max_tokens": 10**9}, "max_new_tokens = 1000000000: must be a whole number from 1 to 1,000,000"),
+        ({"logit_bias": {"1": 2}}, "body.logit_bias is not supported"),
+        ({"max_tokens": 2.5}, "must be a whole number from"),
+        ({"seed": 0.5, "temperature": 1}, "must be a whole number from"),
+    )
+    rows = [
+        line(1),
+        line(2, max_tokens=3),
+        *(line(3 + place, **own) for place, (own, _) in enumerate(faults)),
+    ]
     Path(plan.sources[0].path).write_text("".join(json.dumps(row) + "\n" for row in rows))
     report = quietly(plan)
-    assert (report.answered, report.failed, report.grades) == (2, 2, {})
+    assert (report.answered, report.failed, report.grades) == (2, 4, {})
+    assert text_of(report).startswith("2 of 6 rows answered, 4 failed")
     found = lines(answers(plan))
-    assert [row["custom_id"] for row in found] == ["r-1", "r-2", "r-3", "r-4"]
+    assert [row["custom_id"] for row in found] == [f"r-{number}" for number in range(1, 7)]
     tokens = [row["response"]["body"]["choices"][0]["token_ids"] for row in found[:2]]
     assert tokens[1] == tokens[0][:3]
-    assert (
-        "max_new_tokens = 1000000000: must be a whole number from 1 to 1,000,000"
-        in found[2]["error"]["message"]
-    )
-    assert "body.logit_bias is not supported" in found[3]["error"]["message"]
+    for row, (_, words) in zip(found[2:], faults, strict=True):
+        assert words in row["error"]["message"]
 
 
 def test_the_parquet_file_holds_what_the_lines_say(finished):
@@ -251,17 +259,6 @@ def test_an_engine_is_told_the_rows_of_the_next_shard_before_this_one_is_answere
 )
 def test_shards_are_as_large_as_suits_the_engine(plan, engine, dtype, rows):
     assert rows_of_a_shard(replace(plan, engine=engine, dtype=dtype, batch_size=4)) == rows
-
-
-@pytest.mark.parametrize("own", [{"max_tokens": 2.5}, {"seed": 0.5, "temperature": 1}])
-def test_parts_of_a_token_are_an_error_of_their_row(plan, own):
-    body = {"messages": [{"role": "user", "content": "Where?"}]}
-    rows = [{"custom_id": "part", "body": body | own}, {"custom_id": "whole", "body": body}]
-    Path(plan.sources[0].path).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    report = quietly(plan)
-    assert report.answered == 1
-    assert text_of(report).startswith("1 of 2 rows answered, 1 failed")
-    assert "must be a whole number from" in lines(answers(plan))[0]["error"]["message"]
 
 
 def test_a_score_to_compare_with_is_looked_at_before_the_first_row(plan, tmp_path):

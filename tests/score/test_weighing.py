@@ -160,28 +160,6 @@ def test_the_normalised_choices_differ_where_lengths_do():
     assert byte_perplexity(bodies[2]).grade == pytest.approx(math.exp(6 / 8))
 
 
-class Killed(BaseException):
-    pass
-
-
-def test_killed_anywhere_the_bytes_are_those_of_an_undisturbed_run(plan):
-    quietly(plan)
-    undisturbed = replace(plan, output_dir=f"{plan.output_dir}-killed")
-    for after in (3, 6, 11):
-
-        def kill(done, total, after=after):
-            if done >= after:
-                raise Killed
-
-        with pytest.raises(Killed):
-            quietly(undisturbed, progress=kill)
-    quietly(undisturbed)
-    for name in ("answers.jsonl", "grades.jsonl", "answers.parquet"):
-        assert (Path(undisturbed.output_dir) / name).read_bytes() == (
-            Path(plan.output_dir) / name
-        ).read_bytes()
-
-
 def test_graders_follow_from_rows_with_choices_and_references_alone_have_a_perplexity(plan, tmp_path):
     told = []
     report = score(replace(plan, graders=()), say=told.append)
