@@ -8,8 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from fitune.data.conversations.templates import ChatTemplate
-from fitune.errors import RunDirectoryError, require_library
+from fitune.errors import RecipeError, RunDirectoryError, require_library
 from fitune.files import write_atomically
 from fitune.models.door import read_config
 from fitune.models.weight_files import identity
@@ -21,10 +20,9 @@ from fitune.score.engines.opening import (
     open_engine,
     open_texts,
 )
-from fitune.score.plan import ScorePlan
 from fitune.score.shards import FOLDER
 from fitune.session.events import Note, Tell, WeightsRead
-from fitune.session.score.lm_eval_words import TaskScores, require_task_numbers, scores_of, task_names
+from fitune.session.score.lm_eval_words import TaskScores, scores_of
 from fitune.session.score.score_words import plan_of
 from fitune.session.score.scoring import Pace
 from fitune.spec.run_lock import lock_directory
@@ -49,19 +47,30 @@ def score_tasks(
     require_library("lm_eval", needed_by="--lm-eval", extra="lm-eval")
     template_file = "" if chat_template == OWN_TEMPLATE else chat_template
     plan = plan_of(out=out, seed=seed, chat_template=template_file, **settings)
-    names = task_names(tasks)
-    require_task_numbers(shots=shots, limit=limit)
+    words = [name.strip() for name in (tasks.split(",") if isinstance(tasks, str) else tasks)]
+    names = list(dict.fromkeys(words))
+    if not names or not all(names):
+        raise RecipeError(f"--lm-eval {','.join(words)!r} names no task", hint="--lm-eval gsm8k,arc_easy")
+    if shots is not None and shots < 0:
+        raise RecipeError(f"--shots {shots}: must be 0 or more")
+    if limit is not None and limit < 1:
+        raise RecipeError(
+            f"--limit {limit}: must be 1 or more", hint="leave it out for all rows of each task"
+        )
 
     def say(line: str) -> None:
         tell(Note(line))
 
     check_all(plan, say=say)  # faults of engine, model or adapter before the tasks are loaded
+    from lm_eval.models.utils import resolve_max_length
+
+    from fitune.score.lm_eval import EngineLM
     from fitune.score.lm_eval_tasks import load_tasks, run_tasks
 
     loaded = load_tasks(names, folder=tasks_folder, shots=shots, say=say)
     started = time.perf_counter()
     tokenizer, template = open_texts(plan)
-    said = {
+    said: dict[str, Any] = {
         "tasks": names, "tasks_folder": str(tasks_folder or ""), "shots": shots, "limit": limit,
         "engine": f"{plan.engine} {plan.url}".strip(), "model": identity(plan.model), "adapter": identity(plan.adapter),
         "chat_template": template.source if chat_template else "", "seed": seed,
@@ -73,29 +82,22 @@ def score_tasks(
         # samples alone are of a run that ended between them and the results
         is_begun = (out / RESULTS).exists() or any(out.glob("samples_*.jsonl"))
         claim(out, said, has_shards=is_begun)
-        with closing(_model(plan, tokenizer, template, tell, chats=bool(chat_template))) as asked:
+        pace = Pace(tell)
+        engine_lm = EngineLM(
+            lambda: open_engine(
+                plan, tokenizer, template,
+                on_bytes=lambda done, total: tell(WeightsRead(done_bytes=done, total_bytes=total)),
+            ),
+            tokenizer, engine=plan.engine, template=said["chat_template"], seed=seed, on_rows=pace.rows,
+            on_tokens=pace.add,
+            context=resolve_max_length(read_config(plan.model), tokenizer),  # 2048 for a model without positions
+        )  # fmt: skip
+        with closing(engine_lm) as asked:
             results = run_tasks(asked, loaded, limit=limit, chat=bool(chat_template), say=say)
         _write(out, results, said)
     return TaskScores(
         model=plan.model, adapter=plan.adapter, results=str(out / RESULTS), seconds=time.perf_counter() - started,
         scores=tuple(scores_of(results)),
-    )  # fmt: skip
-
-
-def _model(plan: ScorePlan, tokenizer: Any, template: ChatTemplate, tell: Tell, *, chats: bool) -> Any:
-    from lm_eval.models.utils import resolve_max_length
-
-    from fitune.score.lm_eval import EngineLM
-
-    context = resolve_max_length(read_config(plan.model), tokenizer)  # 2048 for a model without positions
-    pace = Pace(tell)
-    return EngineLM(
-        lambda: open_engine(
-            plan, tokenizer, template,
-            on_bytes=lambda done, total: tell(WeightsRead(done_bytes=done, total_bytes=total)),
-        ),
-        tokenizer, engine=plan.engine, context=context,
-        template=template.source if chats else "", seed=plan.sampling.seed, on_rows=pace.rows, on_tokens=pace.add,
     )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Tasks of lm-evaluation-harness in words: the options that count for them, and a table of what they gave. No torch."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -61,23 +61,6 @@ def score_typed(context: Any, *, tell: "Tell") -> TaskScores:
     return score_tasks(tell=tell, **values)
 
 
-def task_names(tasks: str | Sequence[str]) -> list[str]:
-    """Each name once, of a list or of a text with commas. Raises RecipeError for an empty name, and for none."""
-    names = [name.strip() for name in (tasks.split(",") if isinstance(tasks, str) else tasks)]
-    if not names or not all(names):
-        raise RecipeError(f"--lm-eval {','.join(names)!r} names no task", hint="--lm-eval gsm8k,arc_easy")
-    return list(dict.fromkeys(names))
-
-
-def require_task_numbers(*, shots: int | None, limit: int | None) -> None:
-    if shots is not None and shots < 0:
-        raise RecipeError(f"--shots {shots}: must be 0 or more")
-    if limit is not None and limit < 1:
-        raise RecipeError(
-            f"--limit {limit}: must be 1 or more", hint="leave it out for all rows of each task"
-        )
-
-
 def scores_of(results: Mapping[str, Any]) -> Iterator[TaskScore]:
     """One score for each number among lm-eval's results, groups behind tasks."""
     found = {**results["results"], **results.get("groups", {})}
@@ -105,10 +88,11 @@ def explain_tasks(scores: TaskScores) -> str:
         spread = "" if score.error is None else f"± {score.error:.4f}"
         shots = "" if score.shots is None else f"{score.shots}"
         lines.append((score.task, name + arrow, f"{score.value:.4f}", spread, f"{score.rows:,}", shots))
-    widths = [max(len(line[column]) for line in lines) for column in range(6)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    styles = [f"{side}{width}" for side, width in zip("<<><>>", widths, strict=True)]
+    gaps = ("", "  ", "  ", " ", "  ", "  ")
     table = [
-        f"{line[0]:<{widths[0]}}  {line[1]:<{widths[1]}}  {line[2]:>{widths[2]}} {line[3]:<{widths[3]}}  "
-        f"{line[4]:>{widths[4]}}  {line[5]:>{widths[5]}}".rstrip()
+        "".join(f"{gap}{cell:{style}}" for gap, cell, style in zip(gaps, line, styles, strict=True)).rstrip()
         for line in lines
     ]
     model = f"{scores.model} with {scores.adapter}" if scores.adapter else scores.model
