@@ -7,11 +7,12 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from fitune.child import Beat, nothing
 from fitune.errors import DataError
 from fitune.files import cache_folder, open_regular, read_bytes, sync_tree, write_synced
 from fitune.stores.opening import is_url
@@ -25,13 +26,6 @@ TOKENS = "tokens"
 _MAKING = ".making-"
 _GRACE_S = 600
 """An unfinished folder is left alone for this long, whoever owns it: its maker takes the lock just after it made it."""
-
-OnBytes = Callable[[int], None]
-"""Told of bytes as they are read, and called several times a second whatever happens; may raise to stop."""
-
-
-def ignore_bytes(_count: int) -> None:
-    """An OnBytes for callers that show nothing and never stop."""
 
 
 def folder_of(cache_dir: str) -> Path:
@@ -57,14 +51,14 @@ def _tokenizer_text(tokenizer: Any) -> Any:
         return rest or head
     with tempfile.TemporaryDirectory() as folder:  # a vocabulary is not all: merges, a model, normalisation
         tokenizer.save_pretrained(folder)
-        return {name: _hash_of_file(Path(folder, name), ignore_bytes) for name in _names(Path(folder))}
+        return {name: _hash_of_file(Path(folder, name), nothing) for name in _names(Path(folder))}
 
 
 class Damaged(Exception):
     """An entry of the cache is not what was written."""
 
 
-def read_entry(entry: Path, *, on_bytes: OnBytes = ignore_bytes) -> dict[str, Any] | None:
+def read_entry(entry: Path, *, beat: Beat = nothing) -> dict[str, Any] | None:
     """Return what ``publish`` was given for ``entry``, its files compared with their hashes; None without an entry.
 
     Raises Damaged, which costs no more than tokenising again.
@@ -79,7 +73,7 @@ def read_entry(entry: Path, *, on_bytes: OnBytes = ignore_bytes) -> dict[str, An
         if _names(entry) != sorted([*files, MANIFEST]):
             raise Damaged("files were added or removed")
         for name, expected in files.items():
-            if _hash_of_file(entry / name, on_bytes) != expected:
+            if _hash_of_file(entry / name, beat) != expected:
                 raise Damaged(f"{name} was changed")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise Damaged(getattr(error, "strerror", None) or f"{MANIFEST} cannot be read") from None
@@ -93,13 +87,11 @@ def making(entry: Path) -> Iterator[Path]:
     What processes left that were killed while they made an entry is removed. Raises DataError when the cache cannot
     be written.
     """
-    try:
+    with writing(entry.parent):
         entry.parent.mkdir(parents=True, exist_ok=True)
         _remove_orphans(entry.parent)
         folder = Path(tempfile.mkdtemp(prefix=f"{entry.name}{_MAKING}", dir=entry.parent))
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as error:
-        raise unwritable(entry.parent, error) from None
     try:
         _take_lock(lock)
         yield folder
@@ -108,14 +100,14 @@ def making(entry: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def publish(folder: Path, entry: Path, content: dict[str, Any], *, on_bytes: OnBytes = ignore_bytes) -> None:
+def publish(folder: Path, entry: Path, content: dict[str, Any], *, beat: Beat = nothing) -> None:
     """Give ``folder`` the name ``entry`` once all of it is on disk, with a hash of every file.
 
     What stands there is replaced: it was damaged, or another process has just made the same. Who has mapped its files
     keeps them. Raises OSError.
     """
     (folder / MANIFEST).unlink(missing_ok=True)  # of an entry that was fetched
-    files = {name: _hash_of_file(folder / name, on_bytes) for name in _names(folder)}
+    files = {name: _hash_of_file(folder / name, beat) for name in _names(folder)}
     sealed = {"content": content, "files": files, "hash": _hash_of_text(content, files)}
     write_synced(folder / MANIFEST, [json.dumps(sealed, ensure_ascii=False, indent=1).encode()])
     sync_tree(folder)
@@ -135,13 +127,13 @@ def _names(folder: Path) -> list[str]:
     return sorted(str(each.relative_to(folder)) for each in folder.rglob("*") if not each.is_dir())
 
 
-def _hash_of_file(path: Path, on_bytes: OnBytes) -> str:
+def _hash_of_file(path: Path, beat: Beat) -> str:
     """SHA-256, which processors compute at 1 to 2 GB/s."""
     digest = hashlib.sha256()
     with open_regular(path, follow_links=False) as file:
         while chunk := file.read(4 * MIB):
             digest.update(chunk)
-            on_bytes(0)
+            beat()
     return digest.hexdigest()
 
 
@@ -174,8 +166,13 @@ def _take_lock(handle: int) -> bool:
     return True
 
 
-def unwritable(folder: Path, error: OSError) -> DataError:
-    return DataError(
-        f"the cache for tokenised data cannot be written: {folder}: {error.strerror or error}",
-        hint="free some space, or name another folder: cache_dir in the recipe, or FITUNE_CACHE",
-    )
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Raises DataError, naming ``folder``, in place of OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"the cache for tokenised data cannot be written: {folder}: {error.strerror or error}",
+            hint="free some space, or name another folder: cache_dir in the recipe, or FITUNE_CACHE",
+        ) from None

@@ -7,61 +7,12 @@ Two sums hold, and the tests check them:
   it could not be read or its source's weight left it out, has no tokens.
 """
 
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from fitune.spec.reports import Ledger
 from fitune.units import format_count, format_percent
-
-
-@dataclass(slots=True, kw_only=True)
-class LedgerBook:
-    """Counts while rows are read; ``close`` makes the Ledger."""
-
-    rows_read: int = 0
-    rows_kept: int = 0
-    rows_cut: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    tokens_read: int = 0
-    tokens_cut: int = 0
-    tokens_kept: int = 0
-    tokens_supervised: int = 0
-    longest_row: int = 0
-
-    def drop(self, reason: str, *, tokens: int = 0, times: int = 1) -> None:
-        """A row, read ``times`` times."""
-        self.rows_read += times
-        self.dropped[reason] += times
-        self.tokens_read += tokens * times
-        self.longest_row = max(self.longest_row, tokens)
-
-    def keep(self, *, tokens: int, kept: int, supervised: int, times: int = 1) -> None:
-        """A row of ``tokens`` of which ``kept`` stay; ``supervised`` counts labels, not first tokens."""
-        self.rows_read += times
-        self.rows_kept += times
-        self.rows_cut += times if kept < tokens else 0
-        self.tokens_read += tokens * times
-        self.tokens_cut += (tokens - kept) * times
-        self.tokens_kept += kept * times
-        self.tokens_supervised += supervised * times
-        self.longest_row = max(self.longest_row, tokens)
-
-    def close(self, *, formats: tuple[str, ...]) -> Ledger:
-        """The account as it stands: rows and tokens, and the ``formats`` that the sources were read as."""
-        return Ledger(
-            rows_read=self.rows_read,
-            rows_kept=self.rows_kept,
-            dropped=dict(sorted(self.dropped.items())),
-            rows_cut=self.rows_cut,
-            tokens_read=self.tokens_read,
-            tokens_cut=self.tokens_cut,
-            tokens_kept=self.tokens_kept,
-            tokens_supervised=self.tokens_supervised,
-            longest_row=self.longest_row,
-            formats=formats,
-        )
 
 
 def describe_ledger(ledger: Ledger) -> str:
@@ -117,43 +68,26 @@ def ignore_reading(_reading: Reading) -> None:
 
 
 class Progress:
-    """Counts, and tells ``watch``."""
+    """Counts what is read and made and tells ``watch``; called with nothing new, it lets the watcher stop."""
 
-    def __init__(self, watch: Watch, *, found: int = 0) -> None:
-        self._watch, self.found = watch, found
+    def __init__(self, watch: Watch, *, in_all: int) -> None:
+        self._watch, self._in_all = watch, in_all
         self._read = self._rows = self._tokens = 0
 
-    def find(self, count: int) -> None:
-        """Bytes of a source that were hashed, and will be read if they are not in the cache."""
-        self.found += count
-        self._watch(Reading(doing="checking", bytes_read=self.found, bytes_in_all=0))
-
-    def read(self, count: int) -> None:
-        self._read += count
-        self.beat()
-
-    def made(self, *, rows: int, tokens: int) -> None:
+    def __call__(
+        self,
+        read: int = 0,
+        *,
+        rows: int = 0,
+        tokens: int = 0,
+        doing: Literal["tokenising", "done"] = "tokenising",
+    ) -> None:
+        self._read += read
         self._rows += rows
         self._tokens += tokens
-        self.beat()
-
-    def beat(self) -> None:
-        """Let the watcher stop, without news."""
-        self._tell("tokenising")
-
-    def done(self) -> None:
-        self._tell("done")
-
-    def _tell(self, doing: Literal["tokenising", "done"]) -> None:
         self._watch(
             Reading(
-                doing=doing,
-                bytes_read=self._read,
-                bytes_in_all=self.found,
-                rows=self._rows,
+                doing=doing, bytes_read=self._read, bytes_in_all=self._in_all, rows=self._rows,
                 tokens=self._tokens,
             )
-        )
-
-    def beat_bytes(self, _count: int) -> None:
-        self.beat()
+        )  # fmt: skip

@@ -2,8 +2,9 @@
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -16,10 +17,10 @@ from fitune.data.conversations.detection import detect_format
 from fitune.data.conversations.formats import to_example
 from fitune.data.conversations.messages import Conversation, Example
 from fitune.data.dataset import DatasetWriter, TokenDataset
-from fitune.data.ledger import LedgerBook, Progress, describe_dropped
+from fitune.data.ledger import Progress, describe_dropped
 from fitune.data.reading.rows import BadRow
 from fitune.data.reading.sources import read_rows, with_skip_hint
-from fitune.data.tokenising import MOST_TEXT_AT_ONCE, Fate, RowTokeniser, TokenRows, text_size
+from fitune.data.tokenising import MOST_TEXT_AT_ONCE, RowTokeniser, TokenRows, text_size
 from fitune.data.tokenising_processes import Job, tokenised
 from fitune.errors import DataError
 from fitune.spec.plan import DataFormat, DataSource
@@ -49,21 +50,32 @@ class PreparedData:
 
 
 class _Part:
-    """The training rows, or the held-out ones, while they are made."""
+    """The training rows, or the held-out ones, while they are made, and the account of them."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.book = LedgerBook()
+        self.folder, self.writer = folder, DatasetWriter(folder)
         self.first_conversations: list[Conversation] = []
-        self.writer = DatasetWriter(folder)
+        self.counts, self.dropped = Counter[str](), Counter[str]()
+        self.longest_row = 0
 
     def add(self, examples: list[tuple[Example, int]], rows: TokenRows) -> None:
         """``examples`` with their places. Raises DataError when the cache is full, or the places are too many."""
         repeats = []
         for (example, places), fate in zip(examples, rows.fates, strict=True):
-            self._account(example, places, fate)
-            if fate.rows:
-                repeats.append((fate.rows, places))
+            if not fate.rows:
+                # a row that the template refuses is counted once, like one that cannot be read
+                self.drop(fate.reason, tokens=fate.tokens, times=places if fate.tokens else 1)
+                continue
+            repeats.append((fate.rows, places))
+            self.longest_row = max(self.longest_row, fate.tokens)
+            self.counts.update(
+                rows_read=places, rows_kept=places, rows_cut=places * (fate.kept < fate.tokens),
+                tokens_read=fate.tokens * places, tokens_cut=(fate.tokens - fate.kept) * places,
+                tokens_kept=fate.kept * places, tokens_supervised=fate.supervised * places,
+            )  # fmt: skip
+            room = FIRST_CONVERSATIONS - len(self.first_conversations)
+            if room and isinstance(example, Conversation):
+                self.first_conversations += [example] * min(places, room)
         wanted = self.writer.places + sum(rows * places for rows, places in repeats)
         if wanted > _MOST_PLACES and any(places > 1 for _, places in repeats):
             where = examples[-1][0].where
@@ -72,22 +84,47 @@ class _Part:
                 f"{_MOST_PLACES:,} are possible",
                 hint="weights count against each other: divide all of them by the same number",
             )
-        try:
+        with cache.writing(self.folder.parent.parent):
             self.writer.add(
                 rows.ids, rows.supervised, rows.lengths, np.array(repeats, np.int64).reshape(-1, 2)
             )
-        except OSError as error:
-            raise cache.unwritable(self.folder.parent.parent, error) from None
 
-    def _account(self, example: Example, places: int, fate: Fate) -> None:
-        if not fate.rows:
-            # a row that the template refuses is counted once, like one that cannot be read
-            self.book.drop(fate.reason, tokens=fate.tokens, times=places if fate.tokens else 1)
-            return
-        self.book.keep(tokens=fate.tokens, kept=fate.kept, supervised=fate.supervised, times=places)
-        room = FIRST_CONVERSATIONS - len(self.first_conversations)
-        if room and isinstance(example, Conversation):
-            self.first_conversations += [example] * min(places, room)
+    def drop(self, reason: str, *, tokens: int = 0, times: int = 1) -> None:
+        """A row, read ``times`` times."""
+        self.counts.update(rows_read=times, tokens_read=tokens * times)
+        self.dropped[reason] += times
+        self.longest_row = max(self.longest_row, tokens)
+
+    def close(
+        self,
+        formats: tuple[str, ...],
+        purpose: str,
+        sources: tuple[DataSource, ...],
+        val_fraction: float = 0.0,
+    ) -> tuple[Ledger, TokenDataset]:
+        """The ledger and the dataset. Raises DataError when no row is left."""
+        if self.counts["rows_kept"]:
+            ledger = Ledger(
+                dropped=dict(sorted(self.dropped.items())),
+                longest_row=self.longest_row,
+                formats=formats,
+                **self.counts,
+            )
+            facts = TokenDataset.load(self.folder).facts
+            return ledger, TokenDataset.load(self.folder, facts)
+        names = ", ".join(source.path for source in sources) or f"val_fraction {val_fraction:g}"
+        if read := self.counts["rows_read"]:
+            raise DataError(
+                f"no rows left to {purpose}: {names} gave {read:,}, and all were dropped: "
+                f"{describe_dropped(self.dropped)}",
+                hint="look at the first rows of the data, or raise seq_len if they are too long",
+            )
+        raise DataError(
+            f"no rows to {purpose}: {names} gave none",
+            hint="raise val_fraction, or name eval_data"
+            if val_fraction
+            else "is it the right file and split?",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,38 +141,32 @@ class Making:
 
     def __init__(self, job: Job, folder: Path, tokenise: RowTokeniser, progress: Progress) -> None:
         self._job, self._data, self._tokenise, self._progress = job, job.data, tokenise, progress
-        try:
+        with cache.writing(folder.parent):
             self._train, self._held_out = _Part(folder / "train"), _Part(folder / "eval")
-        except OSError as error:
-            raise cache.unwritable(folder.parent, error) from None
         self._formats: list[str] = []
 
     def run(self, seed: int) -> PreparedData:
         """Raises DataError when no row is left."""
         data, train, held_out = self._data, self._train, self._held_out
-        with ExitStack() as files:
-            for part in (train, held_out):
-                files.enter_context(part.writer)
+        with train.writer, held_out.writer:
             self._write_all(seed)
-        if data.val_fraction and not train.book.rows_read and held_out.book.rows_read:
+        if data.val_fraction and not train.counts["rows_read"] and held_out.counts["rows_read"]:
             raise DataError(
                 f"no rows to train on: val_fraction {data.val_fraction:g} holds out every row of the data",
                 hint="lower val_fraction, or name eval_data",
             )
         formats = tuple(self._formats[: len(data.sources)])
         eval_formats = tuple(self._formats[len(data.sources) :])
-        ledger, dataset = _closed(train, formats, "train on", data.sources)
+        ledger, dataset = train.close(formats, "train on", data.sources)
         prepared = PreparedData(
             train=dataset, train_ledger=ledger, eval=None, eval_ledger=None, eval_examples=[]
         )
         if not data.eval_sources and not data.val_fraction:
             return prepared
-        eval_ledger, eval_dataset = _closed(
-            held_out, eval_formats or formats, "evaluate", data.eval_sources, val_fraction=data.val_fraction
+        ledger, dataset = held_out.close(
+            eval_formats or formats, "evaluate", data.eval_sources, data.val_fraction
         )
-        return replace(
-            prepared, eval=eval_dataset, eval_ledger=eval_ledger, eval_examples=held_out.first_conversations
-        )
+        return replace(prepared, eval=dataset, eval_ledger=ledger, eval_examples=held_out.first_conversations)
 
     def _write_all(self, seed: int) -> None:
         """Tokenise batch after batch; those on their way to other processes are few, so memory does not grow."""
@@ -146,37 +177,34 @@ class Making:
                 under_way.append(batch)
                 yield [placed.example for placed in batch]
 
-        made = tokenised(batches(), self._job, self._tokenise, beat=self._progress.beat)
+        made = tokenised(batches(), self._job, self._tokenise, beat=self._progress)
         with closing(made):
             for rows in made:
                 batch = under_way.pop(0)
                 if rows.error is not None:
                     raise rows.error
-                self._write(batch, rows)
-                self._progress.made(rows=len(batch), tokens=sum(fate.tokens for fate in rows.fates))
-
-    def _write(self, batch: list[_Placed], rows: TokenRows) -> None:
-        for part in (self._train, self._held_out):
-            mine = [placed.part is part for placed in batch]
-            if any(mine):
-                examples = [(placed.example, placed.places) for placed in batch if placed.part is part]
-                part.add(examples, rows if all(mine) else _chosen(rows, np.array(mine)))
+                for part in (self._train, self._held_out):
+                    mine = [placed.part is part for placed in batch]
+                    if any(mine):
+                        examples = [
+                            (placed.example, placed.places) for placed in batch if placed.part is part
+                        ]
+                        part.add(examples, rows if all(mine) else _chosen(rows, np.array(mine)))
+                self._progress(rows=len(batch), tokens=sum(fate.tokens for fate in rows.fates))
 
     def _placed(self, seed: int) -> Iterator[_Placed]:
+        """Every row of every source, sent to its side; notes the format it was read as."""
         for source in self._data.sources:
             yield from self._read_source(source, self._train, seed=seed)
         for source in self._data.eval_sources:
-            yield from self._read_source(source, None, seed=seed)
+            yield from self._read_source(source, self._held_out, seed=seed)
 
-    def _read_source(self, source: DataSource, train: _Part | None, *, seed: int) -> Iterator[_Placed]:
-        """Every row of a source, sent to its side; notes the format it was read as."""
-        data, book = self._data, (train or self._held_out).book
+    def _read_source(self, source: DataSource, part: _Part, *, seed: int) -> Iterator[_Placed]:
+        data = self._data
         weight, per = Fraction(source.weight).limit_denominator(1_000_000).as_integer_ratio()
         format: DataFormat = source.format
         position = 0
-        rows = read_rows(
-            source, on_bad_row=data.on_bad_row, count_bad=book.drop, on_bytes=self._progress.read
-        )
+        rows = read_rows(source, on_bad_row=data.on_bad_row, count_bad=part.drop, on_bytes=self._progress)
         for row in rows:
             if format == "auto":
                 format = detect_format(row, source.columns)
@@ -185,45 +213,18 @@ class Making:
             except BadRow as bad:
                 if data.on_bad_row == "error":
                     raise with_skip_hint(bad) from None
-                book.drop(bad.reason)
+                part.drop(bad.reason)
                 continue
-            if train is None or _is_held_out(example, data.val_fraction, seed):
+            if part is self._held_out or _is_held_out(example, data.val_fraction, seed):
                 yield _Placed(example, self._held_out, 1)
                 continue
             places = (position + 1) * weight // per - position * weight // per
             position += 1
             if places:
-                yield _Placed(example, train, places)
+                yield _Placed(example, part, places)
             else:
-                book.drop(_LEFT_OUT)
+                part.drop(_LEFT_OUT)
         self._formats.append(format)
-
-
-def _closed(
-    part: _Part,
-    formats: tuple[str, ...],
-    purpose: str,
-    sources: tuple[DataSource, ...],
-    *,
-    val_fraction: float = 0.0,
-) -> tuple[Ledger, TokenDataset]:
-    """The ledger and the dataset. Raises DataError when no row is left."""
-    book = part.book
-    if book.rows_kept:
-        dataset = TokenDataset.load(part.folder)
-        return book.close(formats=formats), TokenDataset.load(part.folder, dataset.facts)
-    names = ", ".join(source.path for source in sources) or f"val_fraction {val_fraction:g}"
-    if not book.rows_read:
-        raise DataError(f"no rows to {purpose}: {names} gave none", hint=_empty_hint(val_fraction))
-    raise DataError(
-        f"no rows left to {purpose}: {names} gave {book.rows_read:,}, and all were dropped: "
-        f"{describe_dropped(book.dropped)}",
-        hint="look at the first rows of the data, or raise seq_len if they are too long",
-    )
-
-
-def _empty_hint(val_fraction: float) -> str:
-    return "raise val_fraction, or name eval_data" if val_fraction else "is it the right file and split?"
 
 
 def _batches(examples: Iterator[_Placed]) -> Iterator[list[_Placed]]:

@@ -9,7 +9,7 @@ from fitune.data import cache
 from fitune.data.conversations.messages import Conversation
 from fitune.data.conversations.templates import load_template
 from fitune.data.dataset import Facts, TokenDataset
-from fitune.data.ledger import Progress, Watch, ignore_reading
+from fitune.data.ledger import Progress, Reading, Watch, ignore_reading
 from fitune.data.making import Making, PreparedData
 from fitune.data.reading.files import sample_size
 from fitune.data.reading.sources import content_key
@@ -31,9 +31,15 @@ class Contents(NamedTuple):
 
 def contents_of(data: DataPlan, *, watch: Watch = ignore_reading) -> Contents:
     """Reads every source once. ``watch`` may raise to stop. Raises DataError for a source that is not there."""
-    progress = Progress(watch)
-    keys = [content_key(source, on_bytes=progress.find) for source in (*data.sources, *data.eval_sources)]
-    return Contents(tuple(keys), progress.found)
+    size = 0
+
+    def find(count: int) -> None:
+        nonlocal size
+        size += count
+        watch(Reading(doing="checking", bytes_read=size, bytes_in_all=0))
+
+    keys = [content_key(source, on_bytes=find) for source in (*data.sources, *data.eval_sources)]
+    return Contents(tuple(keys), size)
 
 
 def prepare_data(
@@ -66,9 +72,14 @@ def prepare_data(
     if not data.sources:
         raise DataError("data: no source is named", hint="data: path/to/train.jsonl")
     template = load_template(tokenizer, data.chat_template, date=data.chat_template_date)
-    _refuse_weights(data.eval_sources)
+    for source in data.eval_sources:
+        if source.weight != 1:  # every held-out row counts once: a weight there would have to be ignored
+            raise DataError(
+                f"eval_data {source.path}: weight {source.weight:g} is not used, every row is evaluated once",
+                hint=f"leave the weight out; {source.path}#500 evaluates 500 rows",
+            )
     contents = contents or contents_of(data, watch=watch)
-    progress = Progress(watch, found=contents.size)
+    progress = Progress(watch, in_all=contents.size)
     count = len(data.sources)
     trained, evaluated = contents.keys[:count], contents.keys[count:]
     also_trained = tuple(
@@ -80,7 +91,7 @@ def prepare_data(
     job = Job(
         data=data, tokenizer=tokenizer, template=template.source, template_name=template.name, seq_len=seq_len
     )
-    with shared_cache(data.cache_dir, beat=progress.beat, on_note=on_note) as shared:
+    with shared_cache(data.cache_dir, beat=progress, on_note=on_note) as shared:
         if shared is not None and sends:
             shared.require_ready(entry)
         prepared = _from_cache(entry, progress, on_note)
@@ -93,7 +104,7 @@ def prepare_data(
                 _publish(prepared, folder, entry, tokenizer_path, progress)
         if shared is not None and sends:
             shared.send(entry)
-    progress.done()
+    progress(doing="done")
     return replace(prepared, also_trained=also_trained)
 
 
@@ -119,16 +130,6 @@ def _settings(data: DataPlan, contents: Contents, *, seq_len: int, seed: int) ->
     }  # fmt: skip
 
 
-def _refuse_weights(sources: tuple[DataSource, ...]) -> None:
-    """Every held-out row counts once: a weight there would have to be ignored."""
-    for source in sources:
-        if source.weight != 1:
-            raise DataError(
-                f"eval_data {source.path}: weight {source.weight:g} is not used, every row is evaluated once",
-                hint=f"leave the weight out; {source.path}#500 evaluates 500 rows",
-            )
-
-
 def _publish(
     prepared: PreparedData, folder: Path, entry: Path, tokenizer_path: str, progress: Progress
 ) -> None:
@@ -140,16 +141,14 @@ def _publish(
         "eval_facts": prepared.eval and to_data(prepared.eval.facts),
         "eval_examples": to_data(prepared.eval_examples),
     }
-    try:
-        cache.publish(folder, entry, content, on_bytes=progress.beat_bytes)
-    except OSError as error:
-        raise cache.unwritable(entry.parent, error) from None
+    with cache.writing(entry.parent):
+        cache.publish(folder, entry, content, beat=progress)
 
 
 def _from_cache(entry: Path, progress: Progress, on_note: Callable[[str], None]) -> PreparedData | None:
     """Read what ``_publish`` wrote and compare it with its hashes; None when it is not there, or damaged."""
     try:
-        content = cache.read_entry(entry, on_bytes=progress.beat_bytes)
+        content = cache.read_entry(entry, beat=progress)
         if content is None:
             return None
         has_eval = content["eval_ledger"] is not None
@@ -160,14 +159,10 @@ def _from_cache(entry: Path, progress: Progress, on_note: Callable[[str], None])
             if has_eval
             else None,
             eval_ledger=from_data(Ledger, content["eval_ledger"]) if has_eval else None,
-            eval_examples=[_conversation(item) for item in content["eval_examples"]],
+            eval_examples=[from_data(Conversation, item) for item in content["eval_examples"]],
         )
     except (OSError, ValueError, KeyError):  # removed by another process since it was compared
         return None
     except cache.Damaged as damaged:
         on_note(f"the tokenised data in {entry} is damaged ({damaged}): it is made again")
         return None
-
-
-def _conversation(item: dict[str, Any]) -> Conversation:
-    return from_data(Conversation, item)

@@ -42,17 +42,15 @@ class SharedCache:
         """
         if not self._has(entry):
             return False
-        with cache.making(entry) as folder:
+        with cache.making(entry) as folder, cache.writing(entry.parent):
             try:
                 self._beside(lambda: self._store.get_folder(_name(entry), folder, stop=self._stopped.is_set))
                 content = cache.read_entry(folder)
-                cache.publish(folder, entry, content or {}, on_bytes=lambda _count: self._beat())
+                cache.publish(folder, entry, content or {}, beat=self._beat)
             except cache.Damaged as damaged:
                 self._is_damaged, why = True, f"is damaged ({damaged})"
             except FituneError as error:
                 why = f"cannot be fetched: {error.message}"
-            except OSError as error:
-                raise cache.unwritable(entry.parent, error) from None
             else:
                 self._on_note(f"the tokenised data is fetched from {self._store.below(_name(entry))}")
                 return True
