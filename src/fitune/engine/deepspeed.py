@@ -26,9 +26,9 @@ from torch.nn import Parameter
 from fitune.engine.gradient_scale import LossScale
 from fitune.engine.kept_rows import divided
 from fitune.engine.optimizers import build_torch_optimizer, set_learning_rate
-from fitune.engine.plain import NOT_FINITE_HINT, Seed
+from fitune.engine.plain import Seed
 from fitune.engine.protocol import EngineState, EnterPhase, LossModel, Update
-from fitune.errors import HardwareError, TrainingFailed, require_library
+from fitune.errors import HardwareError, require_library
 from fitune.spec.deepspeed import tell_deepspeed_where
 from fitune.spec.plan import Optimizer, Precision
 from fitune.spec.predictions import Phase
@@ -172,7 +172,7 @@ class DeepSpeedEngine:
         self.model = model
         self.head = head
         self.world = dist.get_world_size()
-        self.loss_scale = LossScale() if precision is Precision.FP16 else None
+        self.loss_scale = LossScale(precision)
         if config["zero_optimization"]["stage"] == 3:
             _keep_no_weights(whole)
         os.environ.setdefault("LOCAL_RANK", str(device.index or 0))  # srun and mpirun have other words for it
@@ -190,7 +190,7 @@ class DeepSpeedEngine:
     ) -> Tensor:
         """DeepSpeed averages gradients over ranks, and they are to be summed: the loss is times their number."""
         self.runtime.set_gradient_accumulation_boundary(last)
-        scale = self.world * self._scale() / supervised_tokens
+        scale = self.world * self.loss_scale.value / supervised_tokens
         losses: list[Tensor] = []
         with ExitStack() as until_backward_ends:
 
@@ -214,20 +214,12 @@ class DeepSpeedEngine:
     def update(self, *, learning_rate: float, enter_phase: EnterPhase) -> Update:
         """Norm, clipping and step are DeepSpeed's; it steps nothing where a gradient is not finite."""
         enter_phase(Phase.UPDATE)
-        scale = self._scale()
-        if self.loss_scale is not None:
-            self.runtime.optimizer.override_loss_scale(scale)
+        if self.loss_scale.is_used:
+            self.runtime.optimizer.override_loss_scale(self.loss_scale.value)
         set_learning_rate(self.runtime.optimizer, learning_rate)
         self.runtime.step()
         norm = float(self.runtime.get_global_grad_norm())
-        skipped = bool(self.runtime.optimizer.overflow)
-        if skipped and self.loss_scale is None:
-            raise TrainingFailed(
-                f"the gradients are not finite (norm {norm}); nothing was updated", hint=NOT_FINITE_HINT
-            )
-        if self.loss_scale is not None:
-            self.loss_scale.update(overflowed=skipped)
-        return Update(grad_norm=norm, loss_scale=scale, skipped=skipped)
+        return self.loss_scale.after_step(norm, skipped=bool(self.runtime.optimizer.overflow))
 
     def rest(self) -> None:
         """Does nothing: every module lets its weights go when it is done."""
@@ -240,19 +232,15 @@ class DeepSpeedEngine:
 
     def state(self) -> EngineState:
         """Masters and states as one process names them, whatever they are divided into."""
-        facts = self.loss_scale.facts() if self.loss_scale is not None else {}
-        return EngineState(tensors=self.shares.states(), facts=facts)
+        return EngineState(tensors=self.shares.states(), facts=self.loss_scale.facts())
 
     def restore(self, state: EngineState) -> None:
+        """Go on from ``state``."""
         self.shares.restore(state.tensors)
-        if self.loss_scale is not None:
-            self.loss_scale.restore(state.facts)
+        self.loss_scale.restore(state.facts)
 
     def resident(self) -> list[Tensor]:
         return self.shares.resident()
-
-    def _scale(self) -> float:
-        return 1.0 if self.loss_scale is None else self.loss_scale.value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,57 +269,45 @@ class DeepSpeedShares(ABC):
     @torch.no_grad()
     def put_back(self, weights: Mapping[str, Tensor]) -> None:
         """Give weights and their masters the values of ``weights``."""
-        for group, names in self._groups().items():
-            with self._in_memory(group, is_changed=True):
-                for name in names:
-                    self._put_weight(self.parameters[name], weights[name])
-                    self._master(name).copy_(self._own(name, weights[name]))
+        for name, piece, flat, _ in self._each(is_changed=True):
+            whole = weights[name]
+            own = whole.flatten().narrow(0, piece.start, piece.elements)
+            self._put_weight(self.parameters[name], whole, own)
+            _cut(flat.detach(), piece).copy_(own)
 
     def states(self) -> dict[str, Tensor]:
         """``master/<weight>``, and ``<state>/<weight>`` once there are states; called by every rank."""
         found: dict[str, Tensor] = {}
-        for group, names in self._groups().items():
-            with self._in_memory(group):
-                for name in names:
-                    found |= self._states_of(name)
-        return found
-
-    def _states_of(self, name: str) -> dict[str, Tensor]:
-        piece = self.pieces[name]
-        found = {f"master/{name}": self._by_rows(name, self._master(name))}
-        for key, value in self._state(piece.group).items():
-            if isinstance(value, Tensor):
-                flat = value.dim() > 0
-                found[f"{key}/{name}"] = self._by_rows(name, _cut(value, piece)) if flat else value
+        for name, piece, flat, state in self._each():
+            for kind, value in {"master": flat.detach(), **state}.items():
+                if isinstance(value, Tensor):
+                    by_rows = value.dim() > 0
+                    found[f"{kind}/{name}"] = self._by_rows(name, _cut(value, piece)) if by_rows else value
         return found
 
     @torch.no_grad()
     def restore(self, states: Mapping[str, Tensor]) -> None:
         """A state without masters is of an optimizer that stepped the weights themselves."""
-        of_group: dict[int, dict[str, Tensor]] = {}
-        for key, whole in states.items():
-            of_group.setdefault(self.pieces[key.partition("/")[2]].group, {})[key] = whole
-        for group, own in of_group.items():
-            with self._in_memory(group, is_changed=True):
-                for key, whole in own.items():
-                    self._restore(key, whole)
-
-    def _restore(self, key: str, whole: Tensor) -> None:
-        kind, _, name = key.partition("/")
-        if kind == "master":
-            self._master(name).copy_(self._own(name, whole))
-            return
-        state, flat = self._state(self.pieces[name].group), self._flats[self.pieces[name].group]
-        if whole.dim() == 0:
-            state[kind] = whole.to(flat.device).clone()
-            return
-        if kind not in state:
-            state[kind] = torch.zeros_like(flat, dtype=whole.dtype, requires_grad=False)
-        _cut(state[kind], self.pieces[name]).copy_(self._own(name, whole))
+        kinds: dict[str, list[str]] = {}  # only names: each tensor is read when its turn comes
+        for key in states:
+            kind, _, name = key.partition("/")
+            kinds.setdefault(name, []).append(kind)
+        if odd := kinds.keys() - self.pieces.keys():
+            raise KeyError(min(odd))
+        for name, piece, flat, state in self._each(is_changed=True):
+            for kind in kinds.get(name, ()):
+                whole = states[f"{kind}/{name}"]
+                if whole.dim() == 0:
+                    state[kind] = whole.to(flat.device).clone()
+                    continue
+                if kind != "master" and kind not in state:
+                    state[kind] = torch.zeros_like(flat, dtype=whole.dtype, requires_grad=False)
+                target = flat.detach() if kind == "master" else state[kind]
+                _cut(target, piece).copy_(whole.flatten().narrow(0, piece.start, piece.elements))
 
     def resident(self) -> list[Tensor]:
         """Flat tensors that stay between two steps."""
-        states = [value for i in range(len(self._flats)) for value in self._state(i).values()]
+        states = [value for flat in self._flats for value in self.optimizer.state[flat].values()]
         return [*self._flats, *(value for value in states if isinstance(value, Tensor))]
 
     @property
@@ -343,32 +319,25 @@ class DeepSpeedShares(ABC):
     def _piece(self, parameter: Parameter) -> Piece: ...
 
     @abstractmethod
-    def _put_weight(self, parameter: Parameter, whole: Tensor) -> None: ...
+    def _put_weight(self, parameter: Parameter, whole: Tensor, own: Tensor) -> None: ...
 
     def _in_memory(self, group: int, *, is_changed: bool = False) -> AbstractContextManager[None]:
         """Inside, masters and states of flat tensor ``group`` are in memory; they always are, but on NVMe."""
         return nullcontext()
 
-    def _groups(self) -> dict[int, list[str]]:
-        """Names of the weights in each flat tensor."""
-        found: dict[int, list[str]] = {}
-        for name, piece in self.pieces.items():
-            found.setdefault(piece.group, []).append(name)
-        return found
-
-    def _state(self, group: int) -> dict[str, Any]:
-        return cast(dict[str, Any], self.optimizer.state[self._flats[group]])
-
-    def _master(self, name: str) -> Tensor:
-        return _cut(self._flats[self.pieces[name].group].detach(), self.pieces[name])
-
-    def _own(self, name: str, whole: Tensor) -> Tensor:
-        piece = self.pieces[name]
-        return whole.flatten().narrow(0, piece.start, piece.elements)
+    def _each(self, *, is_changed: bool = False) -> Iterator[tuple[str, Piece, Tensor, dict[str, Any]]]:
+        """Each weight's name and piece with the flat tensor it is in and that one's states, which are in memory until
+        the next is asked for."""
+        for group, flat in enumerate(self._flats):
+            with self._in_memory(group, is_changed=is_changed):
+                for name, piece in self.pieces.items():
+                    if piece.group == group:
+                        yield name, piece, flat, self.optimizer.state[flat]
 
     def _by_rows(self, name: str, stretch: Tensor) -> DTensor:
         """The tensor like weight ``name`` of which this rank has ``stretch``, divided by rows, on the host."""
-        shape, piece = _shape(self.parameters[name]), self.pieces[name]
+        parameter, piece = self.parameters[name], self.pieces[name]
+        shape = torch.Size(getattr(parameter, "ds_shape", parameter.shape))
         whole = torch.zeros(math.prod(shape), dtype=stretch.dtype, device=stretch.device)
         whole.narrow(0, piece.start, piece.elements).copy_(stretch)
         dist.all_reduce(whole)  # every element is on one rank, and zero on the others
@@ -393,17 +362,15 @@ class FlatShares(DeepSpeedShares):
     def _piece(self, parameter: Parameter) -> Piece:
         mapping = cast(Any, parameter)._hp_mapping
         if mapping is None:  # all of it is in other ranks' stretches
-            return Piece(group=self._group(parameter), offset=0, start=0, elements=0)
+            groups = enumerate(self.optimizer.bit16_groups)
+            group = next(i for i, each in groups if any(p is parameter for p in each))
+            return Piece(group=group, offset=0, start=0, elements=0)
         own, of_weight = mapping.hp_fragment_address, mapping.lp_fragment_address
         return Piece(
             group=mapping.param_group_index, offset=own.start, start=of_weight.start, elements=own.numel
         )
 
-    def _group(self, parameter: Parameter) -> int:
-        groups = self.optimizer.bit16_groups
-        return next(i for i, group in enumerate(groups) if any(p is parameter for p in group))
-
-    def _put_weight(self, parameter: Parameter, whole: Tensor) -> None:
+    def _put_weight(self, parameter: Parameter, whole: Tensor, own: Tensor) -> None:
         parameter.data.copy_(whole)
 
 
@@ -452,10 +419,9 @@ class TensorShares(DeepSpeedShares):
         start = min(elements * dist.get_rank(weight.ds_process_group), weight.ds_numel)
         return Piece(group=group, offset=offset, start=start, elements=min(elements, weight.ds_numel - start))
 
-    def _put_weight(self, parameter: Parameter, whole: Tensor) -> None:
-        piece = self._piece(parameter)
+    def _put_weight(self, parameter: Parameter, whole: Tensor, own: Tensor) -> None:
         with _share_in_memory(parameter, is_changed=True) as share:
-            share.narrow(0, 0, piece.elements).copy_(whole.flatten().narrow(0, piece.start, piece.elements))
+            share.narrow(0, 0, own.numel()).copy_(own)
         if parameter.shape == whole.shape:  # a small one, which stays whole
             parameter.data.copy_(whole)
 
@@ -480,7 +446,3 @@ def _share_in_memory(parameter: Parameter, *, is_changed: bool = False) -> Itera
 
 def _cut(flat: Tensor, piece: Piece) -> Tensor:
     return flat.narrow(0, piece.offset, piece.elements)
-
-
-def _shape(parameter: Parameter) -> torch.Size:
-    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))

@@ -21,16 +21,26 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 
-from fitune.engine.fused_rules import rule_for
+from fitune.engine.fused_rules import Division, rule_for
 from fitune.engine.gradient_scale import global_norm
 from fitune.engine.host_optimizer import Host, HostOptimizer
 from fitune.engine.in_backward import InBackwardEngine, Norm
-from fitune.engine.kept_rows import KeptRows, divided_dimension
+from fitune.engine.kept_rows import KeptRows, divided, divided_dimension
 from fitune.engine.plain import PlainEngine
-from fitune.engine.protocol import EngineState, EnterPhase, LossModel, Update, WholeWeights
-from fitune.engine.shares import Shares, local_shard
+from fitune.engine.protocol import (
+    EngineState,
+    EnterPhase,
+    InParts,
+    Lazy,
+    LossModel,
+    Update,
+    WholeWeights,
+    shape_of,
+)
+from fitune.spec.counts import rows_of_share
 from fitune.spec.machines.hardware import Hardware
 from fitune.spec.plan import ClipByNorm, ClipByValue, Optimizer, Precision, Tuning, Zero
 
@@ -102,8 +112,16 @@ class OnShares(WholeWeights):
 
     def _divide(self, trunk: Trunk, sharded: Mapping[str, Parameter], mesh: DeviceMesh) -> None:
         self.trunk = trunk
-        self.shares = Shares(sharded)
+        self.sharded = dict(sharded)
+        self.local = {name: Parameter(local_shard(p)) for name, p in self.sharded.items()}
+        """This rank's shares as plain tensors."""
         self.group = mesh.get_group(mesh.ndim - 1)
+
+    def follow(self, name: str) -> Parameter:
+        """The share of ``name``, on the storage that FSDP2 keeps it in now: its first forward may pad it."""
+        local = self.local[name]
+        local.data = local_shard(self.sharded[name])
+        return local
 
     def rest(self) -> None:
         """Forget every weight that was gathered: each rank has its shares again."""
@@ -112,20 +130,85 @@ class OnShares(WholeWeights):
 
     def trained(self) -> dict[str, Tensor]:
         """The weights as they are divided."""
-        return self.shares.trained()
+        return {name: parameter.detach() for name, parameter in self.sharded.items()}
 
     def put_back(self, weights: Mapping[str, Tensor]) -> None:
         """Give the shares the values of ``weights``."""
-        self.shares.put_back(weights)
+        for name, parameter in self.sharded.items():
+            local_shard(parameter).copy_(self._own(name, weights))
 
     def state(self) -> EngineState:
         """States that are divided as their weight is are DTensors; the others are the same on every rank."""
         state = super().state()
-        return replace(state, tensors=self.shares.as_divided(state.tensors))
+        return replace(
+            state, tensors={key: self._as_divided(key, value) for key, value in state.tensors.items()}
+        )
 
     def restore(self, state: EngineState) -> None:
-        """Take this rank's part of ``state``."""
-        super().restore(replace(state, tensors=self.shares.own(state.tensors)))
+        """Take this rank's part of ``state``; what is no tensor of a weight's shape is whole."""
+        whole = state.tensors
+        super().restore(replace(state, tensors=Lazy(whole, lambda key: self._own(key, whole))))
+
+    def divisions(self) -> dict[str, Division]:
+        """Division of each weight by name."""
+        return {
+            name: Division(shape=weight.shape, dim=_layout(name, weight)[1], group=self.group)
+            for name, weight in self.sharded.items()
+            if isinstance(weight, DTensor)
+        }
+
+    def _as_divided(self, key: str, local: Tensor) -> Tensor:
+        weight = self._weight(key)
+        if not isinstance(weight, DTensor):
+            return local
+        shape, dim = _layout(key, weight)
+        is_factor = len(shape) < weight.ndim
+        if dim is None or not (is_factor or local.shape == local_shard(weight).shape):
+            return local
+        placements = [Shard(dim) if isinstance(place, Shard) else place for place in weight.placements]
+        stride = torch.empty(shape, device="meta").stride()
+        return divided(local, weight.device_mesh, placements, shape=shape, stride=stride)
+
+    def _own(self, key: str, tensors: Mapping[str, Tensor]) -> Tensor:
+        weight = self._weight(key)
+        if not isinstance(weight, DTensor):
+            return tensors[key]
+        shape, dim = _layout(key, weight)
+        if dim is None or shape_of(tensors, key) != shape:
+            return tensors[key]
+        mesh = weight.device_mesh
+        axis = mesh.ndim - 1  # shares are repeated along the other one
+        start, stop = rows_of_share(shape[dim], mesh.size(axis), mesh.get_local_rank(axis))
+        if isinstance(tensors, InParts):
+            return tensors.part(key, dim, start, stop)
+        return tensors[key].narrow(dim, start, stop - start)
+
+    def _weight(self, key: str) -> Parameter:
+        """``exp_avg/<weight>`` or the name itself."""
+        return self.sharded[key.partition("/")[2] or key]
+
+
+_MEAN_OVER = {"row": -1, "column": -2}
+"""The dimension of its weight that a factor of AdaLomo is a mean over, and lacks (engine/fused_rules.py)."""
+
+
+def _layout(key: str, weight: DTensor) -> tuple[torch.Size, int | None]:
+    """Whole shape of a weight, or of a state of it, and the dimension that is divided.
+
+    A factor lacks the dimension that it is a mean over, and is whole where that is the divided one.
+    """
+    [dim] = [place.dim for place in weight.placements if isinstance(place, Shard)]
+    kind, is_state, _ = key.partition("/")
+    if not is_state or kind not in _MEAN_OVER:
+        return weight.shape, dim
+    gone = _MEAN_OVER[kind] % weight.ndim
+    shape = torch.Size(size for place, size in enumerate(weight.shape) if place != gone)
+    return shape, None if dim == gone else dim - (dim > gone)
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """This rank's share, as an ordinary tensor on the same storage."""
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class ShardedEngine(OnShares, PlainEngine):
@@ -152,7 +235,7 @@ class ShardedEngine(OnShares, PlainEngine):
         self.stage = sharding.stage
         super().__init__(
             model,
-            self.shares.local,
+            self.local,
             optimizer=optimizer,
             precision=precision,
             max_grad_norm=max_grad_norm,
@@ -178,13 +261,13 @@ class ShardedEngine(OnShares, PlainEngine):
         return super().update(learning_rate=learning_rate, enter_phase=enter_phase)
 
     def _take_from_shards(self) -> None:
-        for name, parameter in self.shares.sharded.items():
-            local = self.shares.follow(name)
+        for name, parameter in self.sharded.items():
+            local = self.follow(name)
             if parameter.grad is not None:
                 local.grad, parameter.grad = local_shard(parameter.grad), None
 
     def gradient_norm(self) -> Tensor:
-        squared = global_norm(self.gradients()).square()
+        squared = global_norm(self.optimizer.gradients()).square()
         dist.all_reduce(squared, group=self.group)
         return squared.sqrt()
 
@@ -212,11 +295,11 @@ class ShardedInBackwardEngine(OnShares, InBackwardEngine):
     ) -> None:
         self._divide(trunk, sharded, mesh)
         rule = rule_for(
-            self.shares.local,
+            self.local,
             tuning=tuning,
             optimizer=optimizer,
             precision=precision,
-            divisions=self.shares.divisions(),
+            divisions=self.divisions(),
         )
         super().__init__(model, sharded, rule=rule, clip=clip, precision=precision)
 
@@ -236,7 +319,7 @@ class ShardedInBackwardEngine(OnShares, InBackwardEngine):
             self.trunk.set_reshard_after_backward(True, recurse=False)
 
     def _taken(self, name: str, gradient: Tensor) -> Tensor:
-        self.shares.follow(name)
+        self.follow(name)
         return local_shard(gradient)
 
     def _loss_left_gradients(self) -> bool:

@@ -3,9 +3,9 @@
 Symbols as in the papers: θ weight, g gradient, α learning rate, λ weight decay, of matrices only as everywhere here.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -81,20 +81,26 @@ def _norms(share: Tensor, dim: int) -> Tensor:
     return torch.linalg.vector_norm(norms, dim=-2)
 
 
-class Rule(Protocol):
-    """Update of one weight by its gradient."""
+class Rule(ABC):
+    """Update of one weight by its gradient; without states where a class does not say otherwise."""
 
-    def begin(self) -> None:
+    def begin(self) -> None:  # noqa: B027  (most count no steps)
         """A step begins."""
-        ...
 
-    def use(self, name: str, gradient: Tensor, *, learning_rate: float, factor: float) -> None: ...
+    @abstractmethod
+    def use(self, name: str, gradient: Tensor, *, learning_rate: float, factor: float) -> None:
+        """Update weight ``name``; may write over ``gradient``."""
 
-    def tensors(self) -> dict[str, Tensor]: ...
+    def tensors(self) -> dict[str, Tensor]:
+        """States by the names that checkpoints give them."""
+        return {}
 
-    def facts(self) -> dict[str, float]: ...
+    def facts(self) -> dict[str, float]:
+        """What else a checkpoint keeps."""
+        return {}
 
-    def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, float]) -> None: ...
+    def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, float]) -> None:  # noqa: B027
+        """Go on from what ``tensors`` and ``facts`` returned."""
 
 
 def rule_for(
@@ -117,15 +123,12 @@ def rule_for(
     return OptimizerRule(parameters, optimizer, masters=precision.has_master)
 
 
-class SgdRule:
+class SgdRule(Rule):
     """θ ← θ − α (g + λ θ), the very operations of torch.optim.SGD (Lv et al. 2023, arXiv 2306.09782, algorithm 1)."""
 
     def __init__(self, parameters: Mapping[str, Parameter], *, weight_decay: float) -> None:
         self.parameters = dict(parameters)
         self.weight_decay = weight_decay
-
-    def begin(self) -> None:
-        """Does nothing: no steps are counted."""
 
     @torch.no_grad()
     def use(self, name: str, gradient: Tensor, *, learning_rate: float, factor: float) -> None:
@@ -138,39 +141,22 @@ class SgdRule:
                 gradient.add_(weight, alpha=self.weight_decay / factor)
         weight.add_(gradient, alpha=-learning_rate * factor)
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {}
 
-    def facts(self) -> dict[str, float]:
-        return {}
-
-    def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, float]) -> None:
-        """Does nothing: no state is kept."""
-
-
-class OptimizerRule:
+class OptimizerRule(Rule):
     """One weight's share of a step of any optimizer (optimizers.py), with the same states under the same names."""
 
     def __init__(self, parameters: Mapping[str, Parameter], optimizer: Optimizer, *, masters: bool) -> None:
         self.parameters = dict(parameters)
-        self.masters: Mapping[str, Parameter] = {}
-        self.optimizer: DirectOptimizer | MasterOptimizer
-        if masters:
-            self.optimizer = MasterOptimizer(self.parameters, optimizer)
-            self.masters = self.optimizer.masters
-        else:
-            self.optimizer = DirectOptimizer(self.parameters, optimizer)
+        kind = MasterOptimizer if masters else DirectOptimizer
+        self.optimizer = kind(self.parameters, optimizer)
         groups = self.optimizer.torch_optimizer.param_groups
         self._group_of = {p: {**group, "params": [p]} for group in groups for p in group["params"]}
-
-    def begin(self) -> None:
-        """Every weight counts its own steps."""
 
     @torch.no_grad()
     def use(self, name: str, gradient: Tensor, *, learning_rate: float, factor: float) -> None:
         """The optimizer is shown one parameter: it would look through all of them for gradients."""
         weight, torch_optimizer = self.parameters[name], self.optimizer.torch_optimizer
-        stepped = self.masters.get(name, weight)
+        stepped = self.optimizer.masters.get(name, weight)
         stepped.grad = gradient.to(stepped.dtype)
         if factor != 1.0:
             stepped.grad.mul_(factor)
@@ -184,14 +170,11 @@ class OptimizerRule:
     def tensors(self) -> dict[str, Tensor]:
         return self.optimizer.tensors()
 
-    def facts(self) -> dict[str, float]:
-        return {}
-
     def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, float]) -> None:
         self.optimizer.restore(tensors)
 
 
-class AdaLomoRule:
+class AdaLomoRule(Rule):
     """Adafactor's step, parameter by parameter (Lv et al. 2023, arXiv 2310.10195, algorithm 1).
 
     A matrix keeps the means r of its squared gradients over rows, and c over columns; v = r cᵀ / mean(r), a vector
@@ -212,7 +195,15 @@ class AdaLomoRule:
         here = {name: Division(shape=p.shape) for name, p in self.parameters.items()}
         self.divisions = {**here, **divisions}
         self.steps = 0
-        self.rows, self.columns, self.squares = _first_moments(self.parameters)
+        self.rows: dict[str, Tensor] = {}
+        self.columns: dict[str, Tensor] = {}
+        self.squares: dict[str, Tensor] = {}
+        for name, p in self.parameters.items():
+            if p.ndim < 2:
+                self.squares[name] = torch.zeros_like(p, dtype=torch.float32)
+            else:
+                self.rows[name] = torch.zeros(p.shape[:-1], dtype=torch.float32, device=p.device)
+                self.columns[name] = self.rows[name].new_zeros((*p.shape[:-2], p.shape[-1]))
 
     def begin(self) -> None:
         self.steps += 1
@@ -255,16 +246,3 @@ class AdaLomoRule:
         column.lerp_(division.mean_square(step, -2), share)
         step.mul_((row / division.mean_of_rows(row)).rsqrt_().unsqueeze(-1))
         step.mul_(column.rsqrt().unsqueeze(-2))
-
-
-def _first_moments(
-    parameters: Mapping[str, Parameter],
-) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    rows, columns, squares = {}, {}, {}
-    for name, p in parameters.items():
-        if p.ndim < 2:
-            squares[name] = torch.zeros_like(p, dtype=torch.float32)
-        else:
-            rows[name] = torch.zeros(p.shape[:-1], dtype=torch.float32, device=p.device)
-            columns[name] = torch.zeros((*p.shape[:-2], p.shape[-1]), dtype=torch.float32, device=p.device)
-    return rows, columns, squares

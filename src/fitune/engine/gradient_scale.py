@@ -8,7 +8,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from fitune.engine.protocol import Update
 from fitune.errors import TrainingFailed
+from fitune.spec.plan import Precision
 
 
 def global_norm(gradients: Iterable[Tensor]) -> Tensor:
@@ -46,7 +48,7 @@ def clip_factor(norm: float, *, max_norm: float) -> float:
 
 
 class LossScale:
-    """Halves when gradients overflow, doubles after ``growth_interval`` clean steps.
+    """Halves when gradients overflow, doubles after ``growth_interval`` clean steps; always 1 but in fp16.
 
     At ``minimum`` nothing is left to halve: ``patience`` overflows in a row there raise TrainingFailed, since each
     of them is a step that changed nothing.
@@ -54,13 +56,15 @@ class LossScale:
 
     def __init__(
         self,
+        precision: Precision = Precision.FP16,
         *,
         value: float = 2.0**16,
         growth_interval: int = 1000,
         minimum: float = 1.0,
         patience: int = 20,
     ) -> None:
-        self.value = value
+        self.is_used = precision is Precision.FP16
+        self.value = value if self.is_used else 1.0
         self.growth_interval = growth_interval
         self.minimum = minimum
         self.patience = patience
@@ -68,9 +72,31 @@ class LossScale:
         self.futile_steps = 0
         """Overflows in a row at the smallest scale."""
 
+    def after_step(self, norm: float, *, skipped: bool) -> Update:
+        """The result of a step whose gradients had ``norm`` without the scale.
+
+        Raises TrainingFailed where it was skipped and no smaller scale could help.
+        """
+        used = self.value
+        if self.is_used:
+            self.update(overflowed=skipped)
+        elif skipped:
+            raise TrainingFailed(
+                f"the gradients are not finite (norm {norm}); nothing was updated",
+                hint="lower learning_rate, set max_grad_norm, or look at those rows",
+            )
+        return Update(grad_norm=norm, loss_scale=used, skipped=skipped)
+
     def update(self, *, overflowed: bool) -> None:
+        """Halve the scale, or count a clean step. Raises TrainingFailed after too many overflows at the smallest."""
         if overflowed:
-            self._require_hope()
+            self.futile_steps = self.futile_steps + 1 if self.value <= self.minimum else 0
+            if self.futile_steps >= self.patience:
+                raise TrainingFailed(
+                    f"fp16 gradients overflowed in {self.futile_steps} steps in a row at the smallest loss scale "
+                    f"({self.minimum:g}); none of them changed a weight",
+                    hint="precision: bf16-master or fp32, a lower learning_rate, or a model that was made for fp16",
+                )
             self.value = max(self.minimum, self.value / 2)
             self.clean_steps = 0
             return
@@ -80,18 +106,12 @@ class LossScale:
             self.value *= 2
             self.clean_steps = 0
 
-    def _require_hope(self) -> None:
-        self.futile_steps = self.futile_steps + 1 if self.value <= self.minimum else 0
-        if self.futile_steps >= self.patience:
-            raise TrainingFailed(
-                f"fp16 gradients overflowed in {self.futile_steps} steps in a row at the smallest loss scale "
-                f"({self.minimum:g}); none of them changed a weight",
-                hint="precision: bf16-master or fp32, a lower learning_rate, or a model that was made for fp16",
-            )
-
     def facts(self) -> dict[str, float]:
-        return {"loss_scale": self.value, "clean_steps": self.clean_steps}
+        """What a checkpoint keeps of it: nothing where it is always 1."""
+        return {"loss_scale": self.value, "clean_steps": self.clean_steps} if self.is_used else {}
 
     def restore(self, facts: dict[str, float]) -> None:
-        self.value = facts["loss_scale"]
-        self.clean_steps = int(facts["clean_steps"])
+        """Go on from what ``facts`` says."""
+        if self.is_used:
+            self.value = facts["loss_scale"]
+            self.clean_steps = int(facts["clean_steps"])

@@ -13,12 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fitune.engine.optimizers import (
-    build_torch_optimizer,
-    restore_state,
-    set_learning_rate,
-    state_tensors,
-)
+from fitune.engine.optimizers import WeightOptimizer, set_learning_rate
 from fitune.spec.plan import Optimizer
 
 
@@ -50,7 +45,7 @@ class Host(Protocol):
     def beside(self, work: Callable[[], None]) -> Callable[[], None]: ...
 
 
-class HostOptimizer:
+class HostOptimizer(WeightOptimizer):
     """torch's fused CPU optimizer over fp32 masters, fed block by block.
 
     In fp32 it does what DirectOptimizer does, else what MasterOptimizer does; gradients of several micro-batches are
@@ -66,14 +61,16 @@ class HostOptimizer:
         blocks: Sequence[Sequence[str]],
     ) -> None:
         """``blocks`` names the trained parameters of each decoder block."""
-        self.parameters = dict(parameters)
         self.host = host
         self.blocks = [list(names) for names in blocks]
         in_blocks = {name for names in self.blocks for name in names}
-        self.around = [name for name in self.parameters if name not in in_blocks]
+        self.around = [name for name in parameters if name not in in_blocks]
         with torch.no_grad(), host.working():
-            self.masters = {name: self._master(p) for name, p in self.parameters.items()}
-        self.torch_optimizer = build_torch_optimizer(self.masters, optimizer)
+            masters = {
+                name: Parameter(host.empty_like(p, dtype=torch.float32).copy_(p))
+                for name, p in parameters.items()
+            }
+        super().__init__(parameters, masters, optimizer)
         self._rooms = {name: host.empty_like(master) for name, master in self.masters.items()}
         """Sums of gradients, kept from step to step."""
         self._summed: dict[str, Tensor] = {}
@@ -124,20 +121,15 @@ class HostOptimizer:
         self._summed.clear()
         self._adopt_states()
 
-    def tensors(self) -> dict[str, Tensor]:
-        masters = {f"master/{name}": master.data for name, master in self.masters.items()}
-        return {**masters, **state_tensors(self.torch_optimizer, self.masters)}
-
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """A state without masters is of an optimizer that stepped the weights themselves."""
-        with torch.no_grad(), self.host.working():
-            for name, master in self.masters.items():
-                master.copy_(tensors.get(f"master/{name}", self.parameters[name]))
-            restore_state(self.torch_optimizer, self.masters, tensors)
+        """Go on from ``tensors``, on the host."""
+        with self.host.working():
+            super().restore(tensors)
         self._adopt_states()
 
-    def _master(self, parameter: Parameter) -> Parameter:
-        return Parameter(self.host.empty_like(parameter, dtype=torch.float32).copy_(parameter))
+    def _saved_master(self, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
+        """A state without masters is of an optimizer that stepped the weights themselves."""
+        return tensors.get(f"master/{name}", self.parameters[name])
 
     def _carry(self, names: Iterable[str]) -> None:
         """Let go of the gradients copied before, and begin to copy those of ``names`` to the host and add them up."""

@@ -61,7 +61,7 @@ class InBackwardEngine(WholeWeights):
         self.rule = rule
         self.clip = clip
         self.used_twice = frozenset(used_twice)
-        self.loss_scale = LossScale() if precision is Precision.FP16 else None
+        self.loss_scale = LossScale(precision)
         self._waiting: _Waiting | None = None
         self._visit: _Visit | None = None
         for name, parameter in self.parameters.items():
@@ -79,7 +79,7 @@ class InBackwardEngine(WholeWeights):
         enter_phase(Phase.FORWARD)
         hidden_TD = self.model.hidden_states(batch)
         enter_phase(Phase.LOSS)
-        scale = self._scale() / supervised_tokens
+        scale = self.loss_scale.value / supervised_tokens
         loss, gradient_TD = self.model.loss_and_gradient(hidden_TD.detach(), batch, scale=scale)
         self._waiting = _Waiting(
             batch=batch,
@@ -92,15 +92,19 @@ class InBackwardEngine(WholeWeights):
 
     def update(self, *, learning_rate: float, enter_phase: EnterPhase) -> Update:
         """Backward, with the update of each weight in it. Raises TrainingFailed when a gradient is not finite."""
-        scale, factor, norm = self._scale(), 1.0, None
-        if self._measures_first() and self._waiting is not None:
+        scale, factor, norm = self.loss_scale.value, 1.0, None
+        max_norm = self.clip.max_norm if isinstance(self.clip, ClipByNorm) else 0.0
+        if (max_norm > 0 or self.loss_scale.is_used) and self._waiting is not None:
             norm = self._measure(enter_phase) / scale
             if not math.isfinite(norm):
-                return self._skip(norm)
-            factor = clip_factor(
-                norm, max_norm=self.clip.max_norm if isinstance(self.clip, ClipByNorm) else 0
-            )
-            self._loss_again(enter_phase)
+                self._waiting = None
+                return self.loss_scale.after_step(norm, skipped=True)
+            factor = clip_factor(norm, max_norm=max_norm)
+            waiting = self._waiting
+            if waiting.head_trains:  # its gradients were let go of with the others
+                enter_phase(Phase.LOSS)
+                self.model.loss_and_gradient(waiting.hidden_TD.detach(), waiting.batch, scale=waiting.scale)
+            del waiting
         self.rule.begin()
         measured = Norm()
         self._backward(partial(self._use, measured, learning_rate, factor / scale), enter_phase, keep=False)
@@ -111,36 +115,23 @@ class InBackwardEngine(WholeWeights):
                 f"the gradients are not finite (norm {norm}), and the weights have used them already",
                 hint="continue from the last checkpoint with a lower learning_rate, or clip by norm, which looks first",
             )
-        if self.loss_scale is not None:
-            self.loss_scale.update(overflowed=False)
-        return Update(grad_norm=norm, loss_scale=scale, skipped=False)
+        return self.loss_scale.after_step(norm, skipped=False)
 
     def state(self) -> EngineState:
-        scale = self.loss_scale.facts() if self.loss_scale is not None else {}
-        return EngineState(tensors=self.rule.tensors(), facts={**self.rule.facts(), **scale})
+        """The rule's, and the loss scale."""
+        facts = {**self.rule.facts(), **self.loss_scale.facts()}
+        return EngineState(tensors=self.rule.tensors(), facts=facts)
 
     def restore(self, state: EngineState) -> None:
+        """Go on from ``state``."""
         self.rule.restore(state.tensors, state.facts)
-        if self.loss_scale is not None:
-            self.loss_scale.restore(state.facts)
-
-    def _measures_first(self) -> bool:
-        by_norm = isinstance(self.clip, ClipByNorm) and self.clip.max_norm > 0
-        return by_norm or self.loss_scale is not None
+        self.loss_scale.restore(state.facts)
 
     def _measure(self, enter_phase: EnterPhase) -> float:
         """Norm of all gradients, none of which is kept; the graph is, for the second pass."""
         measured = Norm()
         self._backward(measured.add, enter_phase, keep=True)
         return self._total(measured)
-
-    def _loss_again(self, enter_phase: EnterPhase) -> None:
-        """The head's gradients were let go of with the others."""
-        assert self._waiting is not None
-        if self._waiting.head_trains:
-            enter_phase(Phase.LOSS)
-            hidden_TD = self._waiting.hidden_TD.detach()
-            self.model.loss_and_gradient(hidden_TD, self._waiting.batch, scale=self._waiting.scale)
 
     def _backward(self, visit: _Visit, enter_phase: EnterPhase, *, keep: bool) -> None:
         """Every complete gradient is visited once: the head's first, then as backward makes them."""
@@ -185,23 +176,9 @@ class InBackwardEngine(WholeWeights):
     ) -> None:
         measured.add(name, gradient)
         if isinstance(self.clip, ClipByValue):
-            limit = min(self.clip.value * self._scale(), torch.finfo(gradient.dtype).max)
+            limit = min(self.clip.value * self.loss_scale.value, torch.finfo(gradient.dtype).max)
             gradient.clamp_(-limit, limit)
         self.rule.use(name, gradient, learning_rate=learning_rate, factor=factor)
-
-    def _skip(self, norm: float) -> Update:
-        self._waiting = None
-        scale = self._scale()
-        if self.loss_scale is None:
-            raise TrainingFailed(
-                f"the gradients are not finite (norm {norm}); nothing was updated",
-                hint="lower learning_rate, or look at the rows named in metrics.jsonl",
-            )
-        self.loss_scale.update(overflowed=True)
-        return Update(grad_norm=norm, loss_scale=scale, skipped=True)
-
-    def _scale(self) -> float:
-        return 1.0 if self.loss_scale is None else self.loss_scale.value
 
 
 class Norm:

@@ -8,9 +8,10 @@ counts and tables where a checkpoint does not find them and makes its tables fro
 """
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,79 +23,87 @@ from fitune.spec.choices import EIGHT_BIT_BLOCK, EIGHT_BIT_LEAST, MASTER_BUCKET_
 from fitune.spec.plan import AdamW, AdamW8bit, Optimizer, Sgd
 
 
-class WeightOptimizer(Protocol):
-    """Turns the gradients on the parameters into new weights."""
+class WeightOptimizer(ABC):
+    """Turns the gradients on the parameters, where they rest unless a class takes them away, into new weights."""
 
-    def take_gradients(self, *, wait: bool) -> None:
+    skips_on_device = False
+    """True if ``step`` takes a factor that the host has not read, and does nothing where that is not finite."""
+
+    def __init__(
+        self, parameters: Mapping[str, Parameter], masters: Mapping[str, Parameter], optimizer: Optimizer
+    ) -> None:
+        """``masters``: fp32 copies that are stepped in the place of ``parameters``; empty where there are none."""
+        self.parameters = dict(parameters)
+        self.masters = dict(masters)
+        self.torch_optimizer = build_torch_optimizer(self.masters or self.parameters, optimizer)
+
+    def take_gradients(self, *, wait: bool) -> None:  # noqa: B027  (one class takes them)
         """Told when the loss is through, and when backward is: what is on the parameters may be taken from there.
 
         After backward (``wait``) nothing of them is left on the way.
         """
-        ...
 
     def gradients(self) -> list[Tensor]:
         """Gradients of all micro-batches so far, wherever they are."""
-        ...
-
-    def drop_gradients(self) -> None: ...
-
-    def step(self, *, learning_rate: float, gradient_factor: float) -> None:
-        """Use gradients × ``gradient_factor`` (clipping and loss scale in one), then drop them."""
-        ...
-
-    def tensors(self) -> dict[str, Tensor]: ...
-
-    def restore(self, tensors: Mapping[str, Tensor]) -> None: ...
-
-
-class _OnParameters:
-    """Gradients rest where autograd leaves them."""
-
-    def __init__(self, parameters: Mapping[str, Parameter]) -> None:
-        self.parameters = dict(parameters)
-
-    def take_gradients(self, *, wait: bool) -> None:
-        """Does nothing: gradients stay on the device."""
-
-    def gradients(self) -> list[Tensor]:
         return [p.grad for p in self.parameters.values() if p.grad is not None]
 
     def drop_gradients(self) -> None:
+        """Forget them all."""
         for parameter in self.parameters.values():
             parameter.grad = None
 
+    @abstractmethod
+    def step(self, *, learning_rate: float, gradient_factor: Any) -> None:
+        """Use gradients × ``gradient_factor`` (clipping and loss scale in one), then drop them."""
 
-class DirectOptimizer(_OnParameters):
+    def tensors(self) -> dict[str, Tensor]:
+        """``master/<parameter>`` and ``exp_avg/<parameter>`` -> tensor: all that a checkpoint keeps."""
+        return {f"master/{name}": master.data for name, master in self.masters.items()} | {
+            f"{kind}/{name}": value
+            for name, parameter in (self.masters or self.parameters).items()
+            for kind, value in self.torch_optimizer.state.get(parameter, {}).items()
+            if isinstance(value, Tensor)
+        }
+
+    @torch.no_grad()
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on from ``tensors``."""
+        for name, master in self.masters.items():
+            master.copy_(self._saved_master(name, tensors))
+        for key in tensors:
+            kind, _, name = key.partition("/")
+            if kind != "master":
+                parameter = (self.masters or self.parameters)[name]
+                self.torch_optimizer.state[parameter][kind] = tensors[key].to(parameter.device).clone()
+
+    def _saved_master(self, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
+        return tensors[f"master/{name}"]
+
+
+class DirectOptimizer(WeightOptimizer):
     """Steps the parameters themselves; states have their dtype."""
 
     def __init__(self, parameters: Mapping[str, Parameter], optimizer: Optimizer) -> None:
-        super().__init__(parameters)
-        self.torch_optimizer = build_torch_optimizer(self.parameters, optimizer)
+        super().__init__(parameters, {}, optimizer)
 
     def step(self, *, learning_rate: float, gradient_factor: float) -> None:
+        """Use gradients × ``gradient_factor``, then drop them."""
         if gradient_factor != 1.0:
             torch._foreach_mul_(self.gradients(), gradient_factor)
         set_learning_rate(self.torch_optimizer, learning_rate)
         self.torch_optimizer.step()
         self.torch_optimizer.zero_grad(set_to_none=True)
 
-    def tensors(self) -> dict[str, Tensor]:
-        return state_tensors(self.torch_optimizer, self.parameters)
 
-    def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        restore_state(self.torch_optimizer, self.parameters, tensors)
-
-
-class MasterOptimizer(_OnParameters):
+class MasterOptimizer(WeightOptimizer):
     """Steps fp32 copies of 16-bit parameters, bucket by bucket, and copies the result back.
 
     Copies are made of many tensors in one launch: one by one, the update of LoRA on 8 B would be 1,800 launches.
     """
 
     def __init__(self, parameters: Mapping[str, Parameter], optimizer: Optimizer) -> None:
-        super().__init__(parameters)
-        self.masters = {name: Parameter(p.detach().float()) for name, p in self.parameters.items()}
-        self.torch_optimizer = build_torch_optimizer(self.masters, optimizer)
+        masters = {name: Parameter(p.detach().float()) for name, p in parameters.items()}
+        super().__init__(parameters, masters, optimizer)
         # 8-bit AdamW has no such flag, and fused SGD would begin with a momentum that was never written
         self.skips_on_device = isinstance(self.torch_optimizer, torch.optim.AdamW)
 
@@ -160,15 +169,6 @@ class MasterOptimizer(_OnParameters):
             size += master.nbytes
         yield bucket
 
-    def tensors(self) -> dict[str, Tensor]:
-        masters = {f"master/{name}": master.data for name, master in self.masters.items()}
-        return {**masters, **state_tensors(self.torch_optimizer, self.masters)}
-
-    def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        for name, master in self.masters.items():
-            master.data.copy_(tensors[f"master/{name}"])
-        restore_state(self.torch_optimizer, self.masters, tensors)
-
 
 def takes_decay(name: str, weight: Tensor) -> bool:
     """True for tensors of two or more axes that are no biases. For these transformers' Trainer, which goes by names,
@@ -193,41 +193,19 @@ def build_torch_optimizer(parameters: Mapping[str, Parameter], optimizer: Optimi
         case AdamW(beta1=beta1, beta2=beta2, eps=eps):
             return torch.optim.AdamW(groups, lr=0.0, betas=(beta1, beta2), eps=eps, fused=True)
         case Sgd(momentum=momentum):
-            fused = not _skipped_by_fused_sgd(parameters.values())
+            # torch's fused SGD leaves 16-bit weights on a CPU as they are (pytorch/pytorch#191763, seen in 2.13)
+            fused = not any(
+                p.device.type == "cpu" and p.dtype in (torch.bfloat16, torch.float16)
+                for p in parameters.values()
+            )
             return torch.optim.SGD(groups, lr=0.0, momentum=momentum, fused=fused, foreach=False)
         case AdamW8bit(beta1=beta1, beta2=beta2, eps=eps):
             return EightBitAdamW(groups, betas=(beta1, beta2), eps=eps)
 
 
-def _skipped_by_fused_sgd(parameters: Iterable[Parameter]) -> bool:
-    """torch's fused SGD leaves 16-bit weights on a CPU as they are (pytorch/pytorch#191763, seen in 2.13)."""
-    return any(p.device.type == "cpu" and p.dtype in (torch.bfloat16, torch.float16) for p in parameters)
-
-
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
-
-
-def state_tensors(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Parameter]) -> dict[str, Tensor]:
-    """``exp_avg/<parameter>`` -> tensor, for every state of every parameter."""
-    return {
-        f"{key}/{name}": value
-        for name, parameter in parameters.items()
-        for key, value in optimizer.state.get(parameter, {}).items()
-        if isinstance(value, Tensor)
-    }
-
-
-def restore_state(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, Parameter], tensors: Mapping[str, Tensor]
-) -> None:
-    for key, value in tensors.items():
-        kind, _, name = key.partition("/")
-        if kind == "master":
-            continue
-        parameter = parameters[name]
-        optimizer.state[parameter][kind] = value.to(parameter.device).clone()
 
 
 class EightBitAdamW(torch.optim.Optimizer):

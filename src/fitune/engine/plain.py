@@ -12,7 +12,6 @@ from fitune.engine.gradient_scale import LossScale, clip_factor, clip_on_device,
 from fitune.engine.host_optimizer import Host, HostOptimizer
 from fitune.engine.optimizers import DirectOptimizer, MasterOptimizer, WeightOptimizer
 from fitune.engine.protocol import EngineState, EnterPhase, LossModel, Update, WholeWeights
-from fitune.errors import TrainingFailed
 from fitune.spec.plan import Optimizer, Precision
 from fitune.spec.predictions import Phase
 
@@ -49,7 +48,7 @@ class PlainEngine(WholeWeights):
         self.model = model
         self.parameters = dict(parameters)
         self.max_grad_norm = max_grad_norm
-        self.loss_scale = LossScale() if precision is Precision.FP16 else None
+        self.loss_scale = LossScale(precision)
         self.optimizer: WeightOptimizer
         if host is not None:
             self.optimizer = HostOptimizer(self.parameters, optimizer, host=host, blocks=blocks)
@@ -66,7 +65,7 @@ class PlainEngine(WholeWeights):
         hidden_TD = self.model.hidden_states(batch)
         enter_phase(Phase.LOSS)
         loss, gradient_TD = self.model.loss_and_gradient(
-            hidden_TD.detach(), batch, scale=self._scale() / supervised_tokens
+            hidden_TD.detach(), batch, scale=self.loss_scale.value / supervised_tokens
         )
         seed = Seed.apply([gradient_TD], hidden_TD)
         del hidden_TD, gradient_TD  # backward lets go of both before it reaches the blocks
@@ -79,9 +78,8 @@ class PlainEngine(WholeWeights):
     def update(self, *, learning_rate: float, enter_phase: EnterPhase) -> Update:
         """Steps the optimizer with clipped gradients and drops them; fp16 gradients that overflowed are skipped."""
         enter_phase(Phase.UPDATE)
-        scale, measured = self._scale(), self.gradient_norm()
-        optimizer = self.optimizer
-        unread = isinstance(optimizer, MasterOptimizer) and optimizer.skips_on_device
+        scale, measured, optimizer = self.loss_scale.value, self.gradient_norm(), self.optimizer
+        unread = optimizer.skips_on_device
         if unread:  # so the device has work until the norm is known here
             on_device = clip_on_device(measured, max_norm=self.max_grad_norm, scale=scale)
             optimizer.step(learning_rate=learning_rate, gradient_factor=on_device)
@@ -90,38 +88,18 @@ class PlainEngine(WholeWeights):
         if finite and not unread:
             factor = clip_factor(norm, max_norm=self.max_grad_norm) / scale
             optimizer.step(learning_rate=learning_rate, gradient_factor=factor)
-        self.optimizer.drop_gradients()
-        if not finite and self.loss_scale is None:
-            raise TrainingFailed(
-                f"the gradients are not finite (norm {norm}); nothing was updated", hint=NOT_FINITE_HINT
-            )
-        if self.loss_scale is not None:
-            self.loss_scale.update(overflowed=not finite)
-        return Update(grad_norm=norm, loss_scale=scale, skipped=not finite)
-
-    def goes_back(self, block: int) -> None:
-        """Told when backward reaches a decoder block: gradients on their way to the host go by blocks."""
-        if isinstance(self.optimizer, HostOptimizer):
-            self.optimizer.goes_back(block)
+        optimizer.drop_gradients()
+        return self.loss_scale.after_step(norm, skipped=not finite)
 
     def state(self) -> EngineState:
-        facts = self.loss_scale.facts() if self.loss_scale is not None else {}
-        return EngineState(tensors=self.optimizer.tensors(), facts=facts)
+        """The optimizer's, and the loss scale."""
+        return EngineState(tensors=self.optimizer.tensors(), facts=self.loss_scale.facts())
 
     def restore(self, state: EngineState) -> None:
+        """Go on from ``state``."""
         self.optimizer.restore(state.tensors)
-        if self.loss_scale is not None:
-            self.loss_scale.restore(state.facts)
+        self.loss_scale.restore(state.facts)
 
     def gradient_norm(self) -> Tensor:
         """Norm of all gradients together, before clipping and with the loss scale."""
-        return global_norm(self.gradients())
-
-    def gradients(self) -> list[Tensor]:
-        return self.optimizer.gradients()
-
-    def _scale(self) -> float:
-        return 1.0 if self.loss_scale is None else self.loss_scale.value
-
-
-NOT_FINITE_HINT = "lower learning_rate, set max_grad_norm, or look at those rows"
+        return global_norm(self.optimizer.gradients())

@@ -1,6 +1,6 @@
 """Protocols: the engine as the training loop calls it, and the model as an engine calls it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -48,6 +48,25 @@ class InParts(Protocol):
     def shape(self, name: str) -> torch.Size: ...
 
     def part(self, name: str, dim: int, start: int, stop: int) -> Tensor: ...
+
+
+class Lazy(Mapping[str, Tensor]):
+    """Tensors of which each is made by ``read`` when it is asked for, under ``names``."""
+
+    def __init__(self, names: Collection[str], read: Callable[[str], Tensor]) -> None:
+        self._names, self._read = names, read
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._read(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def shape_of(tensors: Mapping[str, Tensor], name: str) -> torch.Size:

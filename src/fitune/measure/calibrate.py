@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from fitune.measure.calibrations import device_key
 from fitune.measure.device_rates import (
+    CPU,
     FLOPS_PER_PAIR,
     HEAD_SIZES_CPU,
     HEADS,
@@ -53,13 +54,18 @@ def calibrate(hardware: Hardware, *, effort: Effort = THOROUGH) -> Calibration:
     Among ranks of torch.distributed every rank must call it, and collectives are measured too.
     """
     on_cpu = hardware.gpu.is_cpu
-    device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+    device = CPU if on_cpu else torch.device("cuda", torch.cuda.current_device())
     unused = "fp16" if on_cpu else "" if hardware.gpu.has_bf16 else "bf16"  # nothing trains in it here
     slow = "bf16" if on_cpu and effort == HURRIED and not has_bf16_products() else ""
     numbers: list[Numbers] = [name for name in DTYPES if name not in (unused, slow)]
     with measuring_with(effort):
         rounds = [measured(device, numbers) for _ in range(effort.rounds)]
     best = {name: _least([each[name] for each in rounds]) for name in rounds[0]}
+
+    def slowest(name: str) -> float:
+        """Amount in a second; 0 where it is not measured on this device."""
+        return min((amount / seconds for amount, seconds in best.get(name, [])), default=0.0)
+
     forward_launch, start = launches(*best["launch"][:2])
     _, forward, both = best["launch"]
     beside = dist.get_world_size() if dist.is_initialized() else 1
@@ -77,11 +83,21 @@ def calibrate(hardware: Hardware, *, effort: Effort = THOROUGH) -> Calibration:
         forward_launch_seconds=forward_launch,
         forward_start_seconds=start,
         backward_launch_seconds=max(0.0, both[1] - forward[1]) / (both[0] - forward[0]),
-        heads=tuple(_head_times(best, numbers)) if on_cpu else (),
-        logits=tuple(_logit_times(best, numbers)) if on_cpu else (),
-        new_page_bandwidth=1 / _seconds_each(best["new pages"]) if on_cpu else 0.0,
-        host_bandwidth=min((size / seconds for size, seconds in best.get("host", [])), default=0.0),
-        cpu_adam=1 / _seconds_each(best["adam"]),
+        heads=tuple(
+            HeadTime(
+                numbers=name, head_size=size, tokens=int(tokens), forward_seconds=there, backward_seconds=back
+            )
+            for name, size in itertools.product(numbers, HEAD_SIZES_CPU)
+            for tokens, there, back in _both_ways(best.get(f"head {size} {name}", []))
+        ),
+        logits=tuple(
+            LogitTime(numbers=name, seconds=seconds / elements)
+            for name in numbers
+            for elements, seconds in best.get(f"logits {name}", [])
+        ),
+        new_page_bandwidth=slowest("new pages"),
+        host_bandwidth=slowest("host"),
+        cpu_adam=slowest("adam"),
         collectives=collective_rates(device),
     )
 
@@ -101,35 +117,16 @@ def measured(device: torch.device, numbers: list[Numbers]) -> dict[str, Samples]
             samples[f"attention {name}"] = attention_samples(device, dtype)
             continue
         for size in HEAD_SIZES_CPU:
-            forward, backward = head_samples(dtype, size)
-            samples[f"head {size} forward {name}"], samples[f"head {size} backward {name}"] = (
-                forward,
-                backward,
-            )
-        samples[f"attention {name}"] = [
-            (n, HEADS * (there + back)) for (n, there), (_, back) in zip(forward, backward, strict=True)
-        ]
+            samples[f"head {size} {name}"] = heads = head_samples(dtype, size)
+        samples[f"attention {name}"] = [(n, HEADS * (there + back)) for n, there, back in _both_ways(heads)]
         samples[f"logits {name}"] = logit_samples(dtype)
     return {**samples, **({"new pages": new_page_samples()} if on_cpu else {"host": host_samples(device)})}
 
 
-def _head_times(best: dict[str, Samples], numbers: list[Numbers]) -> Iterator[HeadTime]:
-    for name, size in itertools.product(numbers, HEAD_SIZES_CPU):
-        both = zip(best[f"head {size} forward {name}"], best[f"head {size} backward {name}"], strict=True)
-        for (tokens, there), (_, back) in both:
-            yield HeadTime(
-                numbers=name, head_size=size, tokens=int(tokens), forward_seconds=there, backward_seconds=back
-            )
-
-
-def _logit_times(best: dict[str, Samples], numbers: list[Numbers]) -> Iterator[LogitTime]:
-    for name in numbers:
-        yield LogitTime(numbers=name, seconds=_seconds_each(best[f"logits {name}"]))
-
-
-def _seconds_each(samples: Samples) -> float:
-    (amount, seconds), *_ = samples
-    return seconds / amount
+def _both_ways(heads: Samples) -> Iterator[tuple[float, float, float]]:
+    """Tokens, seconds forward and seconds backward of each row."""
+    for (tokens, there), (_, back) in zip(heads[::2], heads[1::2], strict=True):
+        yield tokens, there, back
 
 
 def _least(rounds: list[Samples]) -> Samples:
@@ -168,7 +165,9 @@ def fitted(terms: Sequence[tuple[float, ...]], seconds: Sequence[float]) -> tupl
     relative = np.array(terms) / np.array(seconds)[:, None]  # so that their weighted sum should be 1
     count = relative.shape[1]
     best, least = np.zeros(count), np.inf
-    for taken in _subsets(count, most=len(seconds)):
+    places = range(min(count, len(seconds)))
+    for others in itertools.chain.from_iterable(itertools.combinations(range(1, count), n) for n in places):
+        taken = [0, *others]
         columns = relative[:, taken]
         scale = columns.max(axis=0)
         factors = np.linalg.lstsq(columns / scale, np.ones(len(seconds)), rcond=None)[0] / scale
@@ -177,13 +176,6 @@ def fitted(terms: Sequence[tuple[float, ...]], seconds: Sequence[float]) -> tupl
             best, least = np.zeros(count), error
             best[taken] = factors
     return tuple(best.tolist())
-
-
-def _subsets(count: int, *, most: int) -> Iterator[list[int]]:
-    """Places of terms to fit together, the first always among them."""
-    for size in range(min(count, most)):
-        for others in itertools.combinations(range(1, count), size):
-            yield [0, *others]
 
 
 _SUMMED_BYTES = {"cpu": 32 * MIB, "cuda": 256 * MIB}

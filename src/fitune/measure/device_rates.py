@@ -5,14 +5,13 @@ T tokens, D hidden size, F width of the MLP, H heads, N tokens of a row.
 """
 
 import collections
-import functools
 import mmap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,7 +19,9 @@ from torch.utils._pytree import tree_leaves
 
 from fitune.units import MIB
 
+T = TypeVar("T")
 Samples = list[tuple[float, float]]
+CPU = torch.device("cpu")
 
 PRODUCTS_TDF = (
     (64, 256, 704), (256, 512, 1408), (512, 1024, 2816), (2048, 2048, 5632), (4096, 4096, 14336),
@@ -103,83 +104,79 @@ def seconds_of(work: Callable[[], Any], calls: int, device: torch.device) -> flo
     """
     alone = device.type == "cpu" and torch.get_num_threads() == 1
     clock = time.process_time if alone else time.perf_counter
-    _finish(device)
+    finish = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
+    finish(device)
     start = clock()
     for _ in range(calls):
         work()
-    _finish(device)
+    finish(device)
     return clock() - start
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def product_samples(device: torch.device, dtype: torch.dtype) -> Samples:
     """FLOPs of x · Wᵀ and of its weight's gradient yᵀ · x, until one takes too long."""
-    samples = []
-    shapes = PRODUCTS_TDF if device.type == "cuda" else PRODUCTS_TDF_CPU[: _effort.get().products]
-    for tokens, inner, outer in shapes:
+    linear = torch.nn.functional.linear
+
+    def products(shape: tuple[int, int, int]) -> Samples:
+        tokens, inner, outer = shape
         x_TD = torch.randn(tokens, inner, device=device).to(dtype)
         weight_FD = torch.randn(outer, inner, device=device).to(dtype)
-        y_TF = torch.nn.functional.linear(x_TD, weight_FD)
-        both = (
-            fastest_seconds(functools.partial(torch.nn.functional.linear, x_TD, weight_FD), device),
-            fastest_seconds(functools.partial(torch.mm, y_TF.t(), x_TD), device),
-        )
-        samples += [(2.0 * tokens * inner * outer, seconds) for seconds in both]
-        if max(both) > SLOW_SECONDS:
+        y_TF = linear(x_TD, weight_FD)
+        both = (lambda: linear(x_TD, weight_FD), lambda: torch.mm(y_TF.t(), x_TD))
+        return [(2.0 * tokens * inner * outer, fastest_seconds(work, device)) for work in both]
+
+    shapes = PRODUCTS_TDF if device.type == "cuda" else PRODUCTS_TDF_CPU[: _effort.get().products]
+    return _until_slow(shapes, products)
+
+
+def _until_slow(sizes: Iterable[T], samples_of: Callable[[T], Samples]) -> Samples:
+    """The samples of each size, until one call takes too long."""
+    samples: Samples = []
+    for size in sizes:
+        samples += (found := samples_of(size))
+        if max(seconds for _, seconds in found) > SLOW_SECONDS:
             break
     return samples
 
 
 def attention_samples(device: torch.device, dtype: torch.dtype) -> Samples:
     """Tokens of one row's causal attention, forward and backward, until one takes too long."""
-    samples = []
-    for length in ROW_LENGTHS:
+
+    def row(length: int) -> Samples:
         q, k, v = (
             torch.randn(1, HEADS, length, HEAD_SIZE, device=device).to(dtype).requires_grad_() for _ in "qkv"
         )
         gradient = torch.ones_like(q)
 
-        def row(q: Any = q, k: Any = k, v: Any = v, gradient: Any = gradient) -> None:
-            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-            torch.autograd.grad(out, (q, k, v), gradient)
+        def both() -> None:
+            torch.autograd.grad(_attend(q, k, v, is_causal=True), (q, k, v), gradient)
 
-        seconds = fastest_seconds(row, device)
-        samples.append((float(length), seconds))
-        if seconds > SLOW_SECONDS:
-            break
-    return samples
+        return [(float(length), fastest_seconds(both, device))]
+
+    return _until_slow(ROW_LENGTHS, row)
 
 
-def head_samples(dtype: torch.dtype, head_size: int) -> tuple[Samples, Samples]:
-    """Tokens of one row and seconds of one head on the processor, forward and backward, until one takes too long."""
-    attention = torch.nn.functional.scaled_dot_product_attention
+_attend = torch.nn.functional.scaled_dot_product_attention
+
+
+def head_samples(dtype: torch.dtype, head_size: int) -> Samples:
+    """Tokens of one row and seconds of one head on the processor, forward and backward in turn, until one takes too
+    long."""
     heads = max(HEADS_CPU, torch.get_num_threads())
-    forward: Samples = []
-    backward: Samples = []
-    for length in _effort.get().row_lengths:
+
+    def row(length: int) -> Samples:
         q, k, v = (
             torch.randn(1, length, heads, head_size).to(dtype).transpose(1, 2).requires_grad_() for _ in "qkv"
         )
-        out = attention(q, k, v, is_causal=True)
+        out = _attend(q, k, v, is_causal=True)
         gradient = torch.randn_like(out)
-        both = [
-            fastest_seconds(work, torch.device("cpu")) / heads
-            for work in (
-                lambda q=q, k=k, v=v: attention(q, k, v, is_causal=True),
-                lambda out=out, qkv=(q, k, v), g=gradient: torch.autograd.grad(
-                    out, qkv, g, retain_graph=True
-                ),
-            )
-        ]
-        forward.append((float(length), both[0]))
-        backward.append((float(length), both[1]))
-        if max(both) * heads > SLOW_SECONDS:
-            break
-    return forward, backward
+        both = (
+            lambda: _attend(q, k, v, is_causal=True),
+            lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True),
+        )
+        return [(float(length), fastest_seconds(work, CPU)) for work in both]
+
+    return [(tokens, seconds / heads) for tokens, seconds in _until_slow(_effort.get().row_lengths, row)]
 
 
 def logit_samples(dtype: torch.dtype) -> Samples:
@@ -192,16 +189,14 @@ def logit_samples(dtype: torch.dtype) -> Samples:
         total_S = work_SV.exp_().sum(dim=1)
         return work_SV.mul_((1 / total_S).unsqueeze(1)).to(dtype)
 
-    return [(float(logits_SV.numel()), fastest_seconds(softmax, torch.device("cpu")))]
+    return [(float(logits_SV.numel()), fastest_seconds(softmax, CPU))]
 
 
 def new_page_samples() -> Samples:
     """Bytes of memory fresh from the system, and how much longer it takes to fill them than to fill them again."""
     tensor = torch.frombuffer(_fresh_memory(), dtype=torch.uint8)
-    again = fastest_seconds(tensor.zero_, torch.device("cpu"))
-    new = fastest_seconds(
-        lambda: torch.frombuffer(_fresh_memory(), dtype=torch.uint8).zero_(), torch.device("cpu")
-    )
+    again = fastest_seconds(tensor.zero_, CPU)
+    new = fastest_seconds(lambda: torch.frombuffer(_fresh_memory(), dtype=torch.uint8).zero_(), CPU)
     return [(float(NEW_BYTES), max(new - again, new / 100))]
 
 
@@ -261,7 +256,7 @@ def _between_products(size: int, dtype: torch.dtype, launch_seconds: float) -> t
 
     with CountedOperations() as counted:
         work()
-    seconds = fastest_seconds(work, torch.device("cpu"))
+    seconds = fastest_seconds(work, CPU)
     moving = max(seconds - counted.count * launch_seconds, seconds / 4)
     return float(size), moving / counted.bytes
 
@@ -337,4 +332,4 @@ def cpu_adam_samples() -> Samples:
     parameter = torch.nn.Parameter(torch.zeros(ADAM_PARAMETERS))
     parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.AdamW([parameter], fused=True)
-    return [(float(ADAM_PARAMETERS), fastest_seconds(optimizer.step, torch.device("cpu")))]
+    return [(float(ADAM_PARAMETERS), fastest_seconds(optimizer.step, CPU))]

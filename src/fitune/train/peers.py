@@ -24,6 +24,7 @@ import transformers
 from torch import Tensor
 
 from fitune.checkpoint.state import whole_tensor
+from fitune.engine.protocol import Lazy
 from fitune.engine.ranks import Ranks
 from fitune.errors import (
     FituneError,
@@ -301,7 +302,7 @@ def _busy_seconds(step: StepReport) -> float:
     return step.step_seconds - (step.waiting_seconds or 0.0)
 
 
-class Gathered(Mapping[str, Tensor]):
+class Gathered(Lazy):
     """The trained weights, each gathered from all ranks to the first one's host when it is asked for.
 
     The first rank asks for every one once, in their order; meanwhile the others ``follow``. So no rank holds more than
@@ -309,31 +310,18 @@ class Gathered(Mapping[str, Tensor]):
     """
 
     def __init__(self, ranks: Ranks, trained: Mapping[str, Tensor]) -> None:
-        self._ranks, self._trained = ranks, trained
+        def gathered(name: str) -> Tensor:
+            tensor = trained[name]
+            ranks.from_first(lambda: None)  # where the first rank fails, its error is said in this place
+            return whole_tensor(tensor)
 
-    def __getitem__(self, name: str) -> Tensor:
-        tensor = self._trained[name]
-        self._ranks.from_first(_go_on)
-        return whole_tensor(tensor).to("cpu")
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._trained
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._trained)
-
-    def __len__(self) -> int:
-        return len(self._trained)
+        super().__init__(trained, lambda name: gathered(name).to("cpu"))
+        self._gathered = gathered
 
     def follow(self) -> None:
         """Does the part of the other ranks. Raises RankFailed when the first one fails before it has asked for all."""
-        for tensor in self._trained.values():
-            self._ranks.from_first(_go_on)
-            whole_tensor(tensor)
-
-
-def _go_on() -> None:
-    """Said by the first rank before each tensor; where it fails, its error is said in this place."""
+        for name in self:
+            self._gathered(name)
 
 
 def gathered_weights(run: Run) -> Gathered | None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from fitune.engine.host_optimizer import HostOptimizer
 from fitune.engine.plain import PlainEngine
 from fitune.engine.protocol import Engine
 from fitune.engine.ranks import ALONE, Ranks, local_part
@@ -153,8 +154,8 @@ def prepare_loaded(
             if host is not None:
                 # Gradients first: those of one block are gone before the weights of the next come. After recompute:
                 # what leaves is what is kept.
-                if isinstance(engine, PlainEngine) and plan.offload.optimizer == "cpu":
-                    before_backward(parts.blocks, engine.goes_back)
+                if isinstance(engine, PlainEngine) and isinstance(engine.optimizer, HostOptimizer):
+                    before_backward(parts.blocks, engine.optimizer.goes_back)
                 offload_blocks(
                     parts.blocks, plan.offload, host, trains_weights=trains_every_weight(plan.tuning)
                 )
