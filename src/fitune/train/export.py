@@ -1,7 +1,7 @@
 """The export of a finished run: an adapter, a merged or a full model, verified by reloading, with its model card."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from fitune.models.language_model import LanguageModel, language_model
 from fitune.models.weight_files import base_reference, stored_tensors
 from fitune.models.weights import compute_dtype, stored_dtype
 from fitune.spec.counts import count_parameters
-from fitune.spec.plan import ChunkedLoss, Dense, Full, InBackward, Lomo, Lora, Offload, Plan, Zero
+from fitune.spec.plan import ChunkedLoss, Dense, Full, InBackward, Lora, Plan, Zero
 from fitune.spec.reports import MergedLoss, RunReport
 from fitune.spec.words import describe_base
 from fitune.train.again import EXPORT_FOLDERS, Kind, Source, trained_kind, with_weights
@@ -156,73 +156,26 @@ def _name(dtype: torch.dtype) -> str:
 
 def model_card(plan: Plan, report: RunReport, *, kind: str) -> str:
     """README.md of an export of this kind (train/again.py): figures, plan, and the recipe to do it again."""
+    import jinja2
+
     file, recipe = Path(plan.run.output_dir) / "recipe.yaml", ""
     if file.is_file():  # a run that was started from Python has none
-        recipe = f"\n## Recipe\n\n```yaml\n{read_text(file, follow_links=False).rstrip()}\n```"
-    library = "peft" if kind == "adapter" else "transformers"
-    sources = ", ".join(Path(source.path).name for source in plan.data.sources)
-    return "\n".join(
-        [
-            f"---\nbase_model: {base_reference(plan.model_path)}\nlibrary_name: {library}\ntags:\n- fitune\n---\n",
-            f"# {plan.model.name}, {_method(plan)}\n",
-            f"Fine-tuned with fitune on {sources}.\n",
-            *_figures(plan, report, kind),
-            "\n## Plan\n",
-            *_plan(plan),
-            recipe,
-            "",
-        ]
-    )
-
-
-def _figures(plan: Plan, report: RunReport, kind: str) -> Iterator[str]:
-    trained, total = format_count(report.trainable_parameters), format_count(report.total_parameters)
-    tokens, supervised = format_count(report.tokens), format_count(report.supervised_tokens)
-    seconds = format_seconds(report.seconds)
-    yield f"- {report.steps} steps, {tokens} tokens, {supervised} of them supervised, in {seconds}"
-    yield f"- loss {report.first_loss:.4f} → {report.final_loss:.4f}"
-    if report.best_eval_loss is not None:
-        yield f"- best held-out loss: {report.best_eval_loss:.4f}"
-    yield f"- {trained} of {total} parameters trained"
-    if report.merged_loss is not None:
-        yield from (f"- {line}" for line in report.merged_loss.lines())
-    if report.memory is not None:
-        yield f"- measured peak memory: {format_bytes(report.memory.peak_bytes)}"
-    if plan.added_tokens:  # for whoever loads the export without fitune
-        tokens, rows = ", ".join(f"`{token}`" for token in plan.added_tokens), plan.model.vocab_size
-        first = f"; before PEFT loads it: `base.resize_token_embeddings({rows})`" if kind == "adapter" else ""
-        yield f"- added tokens: {tokens}; {rows:,} rows in embedding and head{first}"
-
-
-def _plan(plan: Plan) -> Iterator[str]:
-    batch, schedule, layers = plan.batch, plan.schedule, plan.model.num_layers
-    rows = "packs" if batch.packing else "rows"
-    chunked = isinstance(plan.loss, ChunkedLoss)
-    optimizer = type(plan.optimizer).__name__
-    if isinstance(plan.tuning, Lomo):
-        optimizer = "AdaLomo" if plan.tuning.adaptive else "LOMO"
-    yield f"- {plan.precision}, {optimizer}, learning rate {schedule.learning_rate:g} ({schedule.kind})"
-    yield (
-        f"- {batch.global_batch_size} {rows} of at most {batch.seq_len:,} tokens a step: "
-        f"{batch.micro_batch_size} at a time, {batch.accumulation} accumulated"
-    )
-    yield (
-        f"- {plan.recompute.blocks} of {layers} blocks recomputed, {'chunked' if chunked else 'plain'} loss, "
-        f"{plan.attention} attention, seed {plan.run.seed}"
-    )
-    if plan.offload != Offload():
-        places = {"weights": plan.offload.parameters, "optimizer": plan.offload.optimizer}
-        places["activations"] = plan.offload.activations
-        yield f"- on the host: {', '.join(name for name, place in places.items() if place != 'device')}"
-
-
-def _method(plan: Plan) -> str:
-    match plan.tuning:
-        case Lora(rank=rank, base=base, dora=dora):
-            adapters = f"{'DoRA' if dora else 'LoRA'} r={rank}"
-            return adapters if isinstance(base, Dense) else f"{adapters} on {describe_base(base)}"
-        case Lomo(adaptive=adaptive):
-            return f"full fine-tuning with {'AdaLomo' if adaptive else 'LOMO'}"
-        case Full(update=update):
-            in_backward = isinstance(update, InBackward)
-            return f"full fine-tuning{', stepped in backward' if in_backward else ''}"
+        recipe = read_text(file, follow_links=False).rstrip()
+    tuning, offload = plan.tuning, plan.offload
+    places = {
+        "weights": offload.parameters, "optimizer": offload.optimizer, "activations": offload.activations,
+    }  # fmt: skip
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), undefined=jinja2.StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
+    )  # fmt: skip
+    text: str = environment.get_template("card.md").render(
+        plan=plan, report=report, kind=kind, recipe=recipe, way=type(tuning).__name__,
+        base=base_reference(plan.model_path), sources=", ".join(Path(one.path).name for one in plan.data.sources),
+        packed=describe_base(tuning.base) if isinstance(tuning, Lora) and tuning.base != Dense() else "",
+        in_backward=isinstance(tuning, Full) and isinstance(tuning.update, InBackward),
+        optimizer=type(plan.optimizer).__name__, chunked=isinstance(plan.loss, ChunkedLoss),
+        on_host=[name for name, place in places.items() if place != "device"],
+        count=format_count, seconds=format_seconds, bytes=format_bytes,
+    )  # fmt: skip
+    return text
