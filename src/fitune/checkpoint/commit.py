@@ -227,17 +227,9 @@ def set_aside(path: Path, word: str) -> str:
         target = path.with_name(f"{word}-{path.name}-{number}")
     os.rename(path, target)
     sync_folder(path.parent)
-    return f"{path.name} is now {target.name} ({_why[word]}, {format_bytes(_size(target))}; delete it if you like)"
-
-
-_why = {
-    DAMAGED: "its files are not what was saved",
-    ABANDONED: "the run went on from an older step",
-}
-
-
-def _size(folder: Path) -> int:
-    return sum(file.lstat().st_size for file in folder.rglob("*"))
+    why = "its files are not what was saved" if word == DAMAGED else "the run went on from an older step"
+    size = sum(file.lstat().st_size for file in target.rglob("*"))
+    return f"{path.name} is now {target.name} ({why}, {format_bytes(size)}; delete it if you like)"
 
 
 COMMIT = "COMMIT"
@@ -290,26 +282,40 @@ def read_commit(path: Path) -> Commit:
     return commit
 
 
-def verify(path: Path) -> Commit:
-    """Compare every file with COMMIT, by its hash. Raises CheckpointError naming the first that differs."""
+def verify(path: Path, *, unless_known: bool = False) -> Commit:
+    """Compare every file with COMMIT, by its hash. Raises CheckpointError naming the first that differs.
+
+    ``unless_known``: the hashing is left out when this process wrote or hashed the files and the system says that none
+    of them was touched since.
+    """
     commit = read_commit(path)
     seen = _signature(path, commit.files)
+    if unless_known and seen and _known.get(path.resolve()) == seen:
+        return commit
+    for name, stored in commit.files.items():  # before hashing: a truncated file of many GiB is found at once
+        try:
+            file = inside(path, name)
+        except RunDirectoryError as error:
+            raise CheckpointError(f"{path / COMMIT}: {error.message}", hint=_OLDER) from error
+        if not file.is_file():
+            raise CheckpointError(f"{file}: missing", hint=_OLDER)
+        size = file.stat().st_size
+        if size != stored.bytes:
+            raise CheckpointError(
+                f"{file}: {format_bytes(size)} ({size} bytes), saved with {stored.bytes} bytes", hint=_OLDER
+            )
     for name, stored in commit.files.items():
-        _require_size(_inside(path, name), stored)
-    for name, stored in commit.files.items():
-        _require_hash(path / name, stored)
+        file = path / name
+        try:
+            found = hash_file(file)
+        except OSError as error:
+            raise CheckpointError(f"{file}: cannot be read: {error.strerror}", hint=_OLDER) from error
+        if found != stored:
+            raise CheckpointError(
+                f"{file}: damaged, sha256 {found.sha256[:12]}… instead of {stored.sha256[:12]}…", hint=_OLDER
+            )
     _known[path.resolve()] = seen
     return commit
-
-
-def verify_unless_known(path: Path) -> Commit:
-    """As ``verify``, but the hashing is left out when this process wrote or hashed the files and the system says
-    that none of them was touched since."""
-    commit = read_commit(path)
-    seen = _signature(path, commit.files)
-    if seen and _known.get(path.resolve()) == seen:
-        return commit
-    return verify(path)
 
 
 def note_as_known(path: Path, files: Iterable[str]) -> None:
@@ -333,35 +339,6 @@ def _signature(path: Path, files: Iterable[str]) -> _Signature:
 
 
 _OLDER = "resume without a path to take the newest valid checkpoint"
-
-
-def _inside(path: Path, name: str) -> Path:
-    try:
-        return inside(path, name)
-    except RunDirectoryError as error:
-        raise CheckpointError(f"{path / COMMIT}: {error.message}", hint=_OLDER) from error
-
-
-def _require_size(file: Path, stored: Stored) -> None:
-    """Before hashing: a truncated file of many GiB is found at once."""
-    if not file.is_file():
-        raise CheckpointError(f"{file}: missing", hint=_OLDER)
-    size = file.stat().st_size
-    if size != stored.bytes:
-        raise CheckpointError(
-            f"{file}: {format_bytes(size)} ({size} bytes), saved with {stored.bytes} bytes", hint=_OLDER
-        )
-
-
-def _require_hash(file: Path, stored: Stored) -> None:
-    try:
-        found = hash_file(file)
-    except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read: {error.strerror}", hint=_OLDER) from error
-    if found != stored:
-        raise CheckpointError(
-            f"{file}: damaged, sha256 {found.sha256[:12]}… instead of {stored.sha256[:12]}…", hint=_OLDER
-        )
 
 
 def last_saved(root: Path) -> Commit | None:

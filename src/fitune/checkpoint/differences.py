@@ -8,7 +8,7 @@ from typing import Any
 from fitune.errors import CheckpointError
 from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.places import moved, placed
-from fitune.spec.plan import ClipByNorm, ClipByValue, Epochs, Full, Plan, Steps, clip_in_backward
+from fitune.spec.plan import ClipByNorm, ClipByValue, Full, Plan, clip_in_backward
 from fitune.spec.serial import to_data
 
 
@@ -34,12 +34,18 @@ def compare_plans(saved: Plan, wanted: Plan) -> list[Difference]:
     differences = []
     for setting in dict.fromkeys([*before, *after]):
         old, new = before.get(setting, _ABSENT), after.get(setting, _ABSENT)
-        if old != new and not any(_below(setting, moment) for moment in _OF_THE_MOMENT):
+        if old != new and not _below(setting, *_OF_THE_MOMENT):
             allowed, reason = _verdict(setting, saved, wanted)
+            words = [
+                "–"
+                if value is _ABSENT
+                else f"a list of {len(value)}"
+                if isinstance(value, list)
+                else str(value)
+                for value in (old, new)
+            ]
             differences.append(
-                Difference(
-                    setting=setting, saved=_text(old), wanted=_text(new), allowed=allowed, reason=reason
-                )
+                Difference(setting=setting, saved=words[0], wanted=words[1], allowed=allowed, reason=reason)
             )
     return differences
 
@@ -71,7 +77,8 @@ def require_resumable(saved: Plan, wanted: Plan) -> list[Difference]:
 def difference_table(differences: list[Difference]) -> str:
     """setting | checkpoint | now | verdict, one line each."""
     rows = [("setting", "checkpoint", "now", "")]
-    rows += [(d.setting, d.saved, d.wanted, f"{_WORD[d.allowed]}: {d.reason}") for d in differences]
+    for d in differences:
+        rows.append((d.setting, d.saved, d.wanted, f"{'allowed' if d.allowed else 'refused'}: {d.reason}"))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     lines = (
         "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]])
@@ -80,7 +87,6 @@ def difference_table(differences: list[Difference]) -> str:
     return "\n".join(f"  {line.rstrip()}" for line in lines)
 
 
-_WORD = {True: "allowed", False: "refused"}
 _ABSENT = object()
 
 _OF_THE_MOMENT = (
@@ -90,57 +96,49 @@ _OF_THE_MOMENT = (
 """Measured when the plan is made and different every time: no setting of anybody's."""
 
 _FREE = {
-    "run.output_dir": "only a place",
-    "run.upload_to": "only a place",
-    "run.log_every": "changes what is written, not what is learned",
-    "run.evals_per_epoch": "changes what is written, not what is learned",
-    "run.saves_per_epoch": "changes what is written, not what is learned",
-    "run.eval_every": "changes what is written, not what is learned",
-    "run.save_every": "changes what is written, not what is learned",
-    "run.keep_checkpoints": "changes what is written, not what is learned",
-    "run.async_save": "changes what is written, not what is learned",
-    "run.export": "changes what is written, not what is learned",
-    "run.report_to": "changes what is written, not what is learned",
-    "run.tracking": "changes what is written, not what is learned",
-    "run.samples": "changes what is written, not what is learned",
-    "data.cache_dir": "only a place",
-    "offload.activations": "only a place",
-    "offload.nvme_path": "only a place",
-    "recompute": "same arithmetic, done twice",
-    "sharding": "same arithmetic, divided otherwise",
-    "attention": "same function, rounded differently",
-    "kernels": "same function, rounded differently",
-    "compile_blocks": "same function, rounded differently",
-    "loss": "same function, rounded differently",
+    "only a place": "run.output_dir run.upload_to data.cache_dir offload.activations offload.nvme_path",
+    "changes what is written, not what is learned": (
+        "run.log_every run.evals_per_epoch run.saves_per_epoch run.eval_every run.save_every run.keep_checkpoints "
+        "run.async_save run.export run.report_to run.tracking run.samples"
+    ),
+    "same arithmetic, done twice": "recompute",
+    "same arithmetic, divided otherwise": "sharding",
+    "same function, rounded differently": "attention kernels compile_blocks loss",
 }
-"""Setting, or everything below it, -> why it may change."""
-
-_SHARES_OF_THE_BATCH = ("batch.micro_batch_size", "batch.accumulation", "hardware")
+"""Why a setting may change -> the settings, each with everything below it."""
 
 
 def _verdict(setting: str, saved: Plan, wanted: Plan) -> tuple[bool, str]:
-    for free, reason in _FREE.items():
-        if _below(setting, free):
+    """May this setting differ, and why."""
+    for reason, settings in _FREE.items():
+        if _below(setting, *settings.split()):
             return True, reason
-    if any(_below(setting, share) for share in _SHARES_OF_THE_BATCH):
-        return _same_global_batch(saved, wanted)
+    if _below(setting, "batch.micro_batch_size", "batch.accumulation", "hardware"):
+        (rows, how), (rows_now, how_now) = _global_batch(saved), _global_batch(wanted)
+        verb = "stays" if rows == rows_now else "changes"
+        return rows == rows_now, f"the global batch {verb}: {how}, then {how_now}"
     if _below(setting, "schedule.duration"):
-        return _longer(saved.schedule.duration, wanted.schedule.duration)
-    if _below(setting, "tuning.update"):
-        return _same_steps(saved, wanted)
+        before, after = saved.schedule.duration, wanted.schedule.duration
+        if type(before) is not type(after):
+            return False, "epochs and steps cannot be compared before the data is read"
+        if after.count >= before.count:
+            return True, "the run is made longer and its learning-rate schedule stretched"
+        return False, "a run may be made longer, not shorter"
+    # in backward or after it: the optimizer's states are the same, and so are its steps if gradients are clipped alike
+    if (
+        _below(setting, "tuning.update")
+        and isinstance(saved.tuning, Full)
+        and isinstance(wanted.tuning, Full)
+    ):
+        is_same = _clip(saved) == _clip(wanted)
+        return is_same, "the same steps, clipped alike" if is_same else "gradients would be clipped otherwise"
     if setting == "model_path" and isinstance(wanted.tuning, Full):
         return True, "all weights come from the checkpoint"
     return False, "another run would come out"
 
 
-def _below(setting: str, prefix: str) -> bool:
-    return setting == prefix or setting.startswith((f"{prefix}.", f"{prefix}["))
-
-
-def _same_global_batch(saved: Plan, wanted: Plan) -> tuple[bool, str]:
-    before, after = _global_batch(saved), _global_batch(wanted)
-    verb = "stays" if before[0] == after[0] else "changes"
-    return before[0] == after[0], f"the global batch {verb}: {before[1]}, then {after[1]}"
+def _below(setting: str, *prefixes: str) -> bool:
+    return any(setting == each or setting.startswith((f"{each}.", f"{each}[")) for each in prefixes)
 
 
 def _global_batch(plan: Plan) -> tuple[int, str]:
@@ -150,26 +148,8 @@ def _global_batch(plan: Plan) -> tuple[int, str]:
     return rows, f"{batch.micro_batch_size} × {batch.accumulation} × {devices} = {rows}"
 
 
-def _same_steps(saved: Plan, wanted: Plan) -> tuple[bool, str]:
-    """In backward or after it: the optimizer's states are the same, and so are its steps if gradients are clipped
-    alike."""
-    if not isinstance(saved.tuning, Full) or not isinstance(wanted.tuning, Full):
-        return False, "another run would come out"
-    if _clip(saved) != _clip(wanted):
-        return False, "gradients would be clipped otherwise"
-    return True, "the same steps, clipped alike"
-
-
 def _clip(plan: Plan) -> ClipByValue | ClipByNorm:
     return clip_in_backward(plan.tuning) or ClipByNorm(max_norm=plan.schedule.max_grad_norm)
-
-
-def _longer(saved: Epochs | Steps, wanted: Epochs | Steps) -> tuple[bool, str]:
-    if type(saved) is not type(wanted):
-        return False, "epochs and steps cannot be compared before the data is read"
-    if wanted.count >= saved.count:
-        return True, "the run is made longer and its learning-rate schedule stretched"
-    return False, "a run may be made longer, not shorter"
 
 
 def _flat(data: Any, path: str) -> dict[str, Any]:
@@ -181,11 +161,3 @@ def _flat(data: Any, path: str) -> dict[str, Any]:
     else:
         return {path: data}
     return {name: value for key, item in pairs for name, value in _flat(item, key).items()}
-
-
-def _text(value: Any) -> str:
-    if value is _ABSENT:
-        return "–"
-    if isinstance(value, list):
-        return f"a list of {len(value)}"
-    return str(value)

@@ -71,7 +71,11 @@ def begin_line(
     ``base``: the checkpoint that the attempt goes on from. Raises CheckpointError.
     """
     folder = root / FOLDER
-    descent = _descent(attempt, base)
+    descent = Descent(line=(Attempt(id=attempt, after=0),))
+    if base is not None:
+        commit = read_commit(base)
+        descent.line = (*commit.line, Attempt(id=attempt, after=commit.step))
+        descent.parent = Parent(step=commit.step, digest=commit.digest)
     try:
         if base is not None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -86,16 +90,6 @@ def begin_line(
             f"{folder} cannot be written: {error.strerror}", hint="check the free space and the permissions"
         ) from error
     return descent
-
-
-def _descent(attempt: str, base: Path | None) -> Descent:
-    if base is None:
-        return Descent(line=(Attempt(id=attempt, after=0),))
-    commit = read_commit(base)
-    return Descent(
-        line=(*commit.line, Attempt(id=attempt, after=commit.step)),
-        parent=Parent(step=commit.step, digest=commit.digest),
-    )
 
 
 def load_checkpoint(path: Path, *, verified: bool = False) -> TrainState:

@@ -40,16 +40,16 @@ from fitune.checkpoint.commit import (
     sealed,
     set_aside,
     step_folders,
-    verify_unless_known,
+    verify,
     write_hashed,
 )
-from fitune.checkpoint.slices import INDEX, Groups, Share, file_of, index_bytes, joined
+from fitune.checkpoint.slices import INDEX, Groups, Share, file_of, joined
 from fitune.checkpoint.state import tensor_chunks
 from fitune.errors import CheckpointError
 from fitune.files import remove, remove_stale_siblings, sync_folder, temporary_sibling, write_synced
 from fitune.models.host import PinnedMemory
 from fitune.spec.run_directory import require_real_files
-from fitune.spec.serial import to_json
+from fitune.spec.serial import to_data, to_json
 from fitune.units import MIB, format_bytes
 
 _MARGIN_BYTES = MIB
@@ -122,11 +122,18 @@ def commit_save(
     target = root / FOLDER / f"step-{share.step}"
     files = {name: stored for one in written for name, stored in one.files.items()}
     try:
-        _require_there(temporary, files)
+        for name, stored in files.items():
+            # another machine may have written its files into a folder of its own, under the same name
+            file = temporary / name
+            if not file.is_file() or file.stat().st_size != stored.bytes:
+                raise CheckpointError(
+                    f"{file}: a rank wrote {format_bytes(stored.bytes)}, and rank 0 does not find them there",
+                    hint="output_dir must be in a file system that all machines share",
+                )
         index = joined([one.slices for one in written])
         texts = {LOG: share.log, STATE: _facts(share)}
         if index.groups:
-            texts[INDEX] = index_bytes(index)
+            texts[INDEX] = json.dumps(to_data(index), separators=(",", ":")).encode()
         for name, content in texts.items():
             files[name] = write_hashed(temporary / name, [content])
         commit: Commit = sealed(
@@ -153,25 +160,6 @@ def commit_save(
             f"checkpoint {target} is saved, but {target.parent} could not be tidied: {error.strerror}",
             hint="resume from it once the cause is gone",
         ) from error
-
-
-def _require_there(folder: Path, files: dict[str, Stored]) -> None:
-    """Another machine may have written its files into a folder of its own, under the same name."""
-    for name, stored in files.items():
-        file = folder / name
-        if not file.is_file() or file.stat().st_size != stored.bytes:
-            raise CheckpointError(
-                f"{file}: a rank wrote {format_bytes(stored.bytes)}, and rank 0 does not find them there",
-                hint="output_dir must be in a file system that all machines share",
-            )
-
-
-def abandon_save(root: Path) -> None:
-    """Remove what was written for a checkpoint that will not be."""
-    try:
-        remove_stale_siblings(root / FOLDER)
-    except OSError:
-        return  # the disk that failed may fail again; the next save tries once more
 
 
 def save_failed(root: Path, cause: str, *, needed_bytes: int) -> CheckpointError:
@@ -222,7 +210,7 @@ def _first_valid(members: list[tuple[Path, Commit]], count: int, on_note: OnNote
         if len(found) == count:
             break
         try:
-            verify_unless_known(path)
+            verify(path, unless_known=True)
         except CheckpointError as error:
             _set_damaged_aside(path, error, on_note)
         else:

@@ -6,9 +6,8 @@ the checkpoint of one process. torch.distributed.checkpoint is not used: its ind
 pickle, and reading a pickle runs whatever code is in it.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from fitune.checkpoint.state import NAMES, Json, TrainState, require_not_empty, tensors_bytes
 from fitune.errors import CheckpointError
 from fitune.spec.counts import rows_of_share
-from fitune.spec.serial import from_data, parse_object, to_data
+from fitune.spec.serial import from_data, parse_object
 
 INDEX = "slices.json"
 
@@ -133,17 +132,13 @@ def joined(slices: Sequence[Groups]) -> Index:
         for group, tensors in one.items():
             found = groups.setdefault(group, {})
             for name, divided in tensors.items():
-                found[name] = _with(found.get(name), divided)
+                before = found[name].parts if name in found else ()
+                parts = sorted((*before, *divided.parts), key=lambda part: part[1])
+                found[name] = replace(divided, parts=tuple(parts))
     for tensors in groups.values():
         for name, divided in tensors.items():
             _require_without_gap(name, divided)
     return Index(groups=groups)
-
-
-def _with(found: Divided | None, more: Divided) -> Divided:
-    parts = (*(found.parts if found is not None else ()), *more.parts)
-    in_order = tuple(sorted(parts, key=lambda part: part[1]))
-    return Divided(shape=more.shape, dtype=more.dtype, dim=more.dim, parts=in_order)
 
 
 def _require_without_gap(name: str, divided: Divided) -> None:
@@ -154,10 +149,6 @@ def _require_without_gap(name: str, divided: Divided) -> None:
         raise CheckpointError(
             f"tensor {name!r}: its parts {[part[1:] for part in divided.parts]} do not make up 0 to {size}"
         )
-
-
-def index_bytes(index: Index) -> bytes:
-    return json.dumps(to_data(index), separators=(",", ":")).encode()
 
 
 def read_index(content: bytes) -> Groups:

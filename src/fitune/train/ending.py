@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fitune.data.making import PreparedData
@@ -162,6 +161,15 @@ def summarise(
     if best_eval_loss is not None:
         evaluated.append(best_eval_loss)
     parameters = [] if model is None else list(model.whole.parameters())
+    peaks: dict[Phase, int] = {}  # the largest of all measured steps, those of the other ranks too
+    for measured in (*(step.memory_bytes for step in of_this_plan), *(rank.memory for rank in ranks)):
+        for phase, size in measured.items():
+            peaks[phase] = max(peaks.get(phase, 0), size)
+    device = None if model is None else model.device
+    memory = MeasuredMemory(
+        kind=meter_kind, phases=peaks, process_bytes=0 if device is None else process_bytes(device),
+        expandable_segments=None if device is None else has_expandable_segments(device),
+    )  # fmt: skip
     return RunReport(
         status=status,
         reason="; ".join(filter(None, (reason, gap))),
@@ -176,7 +184,7 @@ def summarise(
         tokens_per_second=tokens / busy if busy else 0.0,
         tokens_per_second_with_data=tokens / (busy + waited) if busy else 0.0,
         mfu=sum(s.mfu * s.step_seconds for s in steady) / busy if busy else 0.0,
-        memory=_measured_memory(of_this_plan, ranks, meter_kind, None if model is None else model.device),
+        memory=memory if peaks else None,
         train_data=data.train_ledger,
         eval_data=data.eval_ledger,
         trainable_parameters=sum(elements(p) for p in parameters if p.requires_grad),
@@ -191,22 +199,4 @@ def summarise(
                 name: importlib.metadata.version(name) for name in ("fitune", "torch", "transformers", "peft")
             },
         },
-    )
-
-
-def _measured_memory(
-    steps: Sequence[StepReport], ranks: Sequence[RankReport], kind: MeterKind, device: torch.device | None
-) -> MeasuredMemory | None:
-    """The largest peaks of all measured steps, those of the other ranks too."""
-    peaks: dict[Phase, int] = {}
-    for measured in (*(step.memory_bytes for step in steps), *(rank.memory for rank in ranks)):
-        for phase, size in measured.items():
-            peaks[phase] = max(peaks.get(phase, 0), size)
-    if not peaks:
-        return None
-    return MeasuredMemory(
-        kind=kind,
-        phases=peaks,
-        process_bytes=0 if device is None else process_bytes(device),
-        expandable_segments=None if device is None else has_expandable_segments(device),
     )

@@ -5,8 +5,6 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from transformers import PreTrainedModel
-
 from fitune.data.conversations.messages import Conversation
 from fitune.data.dataset import TokenDataset
 from fitune.data.loader import eval_batches, without_labels
@@ -14,8 +12,7 @@ from fitune.data.making import PreparedData
 from fitune.engine.ranks import ALONE, Ranks
 from fitune.errors import FituneError
 from fitune.files import write_atomically
-from fitune.models.attention import use_attention
-from fitune.models.language_model import LanguageModel, language_model
+from fitune.models.language_model import LanguageModel
 from fitune.models.low_bit.quantised import quantised_base
 from fitune.spec.plan import Batch, Dense, Plan
 from fitune.spec.reports import MergedLoss, Sample
@@ -57,18 +54,12 @@ def measured_trained(plan: Plan, model: LanguageModel, data: PreparedData) -> Me
     held_out = data.eval is not None
     rows = min(_ROWS[held_out], len(data.eval if data.eval is not None else data.train))
     return MergedLoss(
-        trained=_loss(plan, model, data, rows),
+        trained=sample_loss(plan, model, data, rows),
         merged=float("nan"),
         rows=rows,
         held_out=held_out,
         packed_base=quantised_base(model.whole) != Dense(),
     )
-
-
-def measured_merged(plan: Plan, merged: PreTrainedModel, data: PreparedData, *, rows: int) -> float:
-    """The loss of the merged model, read back from the disk, over the same rows."""
-    use_attention(merged, plan.attention)
-    return _loss(plan, language_model(merged, plan.loss), data, rows)
 
 
 def or_say_why_not(measure: Callable[[], MergedLoss], say: Callable[[str], None]) -> MergedLoss | None:
@@ -81,7 +72,8 @@ def or_say_why_not(measure: Callable[[], MergedLoss], say: Callable[[str], None]
         return None
 
 
-def _loss(plan: Plan, model: LanguageModel, data: PreparedData, rows: int) -> float:
+def sample_loss(plan: Plan, model: LanguageModel, data: PreparedData, rows: int) -> float:
+    """The loss over the first ``rows`` that are held out, or else of the training data."""
     return evaluate(model, data.train if data.eval is None else data.eval, plan.batch, rows=rows)
 
 
@@ -103,25 +95,18 @@ def compare_samples(
     directory: Path, model: LanguageModel, conversations: Sequence[Conversation], answer: Answer
 ) -> tuple[Sample, ...]:
     """Answer the same prompts with the trained model and lay both answers side by side."""
-    before = _answers_before(directory, len(conversations))
+    try:
+        found = read_json(directory / _BEFORE)
+    except (OSError, ValueError):  # a table that a damaged file leaves empty is not worth a finished run
+        found = []
+    # A run resumed elsewhere, or with more samples, was never asked all of them. The file stays: it may be made longer.
+    said = [text for text in found if isinstance(text, str)] if isinstance(found, list) else []
+    before = [*said, *[_NOT_ASKED] * len(conversations)][: len(conversations)]
     after = answer(model, conversations)
     return tuple(
         Sample(prompt=_prompt(c), expected=c.messages[-1].text, before=was, after=now)
         for c, was, now in zip(conversations, before, after, strict=True)
     )
-
-
-def _answers_before(directory: Path, wanted: int) -> list[str]:
-    """Answers of the untrained model. A run resumed elsewhere, or with more samples, was never asked all of them.
-
-    The file stays: a finished run may be made longer.
-    """
-    try:
-        found = read_json(directory / _BEFORE)
-    except (OSError, ValueError):  # a table that a damaged file leaves empty is not worth a finished run
-        found = []
-    said = [answer for answer in found if isinstance(answer, str)] if isinstance(found, list) else []
-    return [*said, *[_NOT_ASKED] * wanted][:wanted]
 
 
 _NOT_ASKED = "(not asked: the run was resumed from elsewhere)"

@@ -18,6 +18,7 @@ from fitune.data.conversations.templates import load_template
 from fitune.data.making import PreparedData
 from fitune.files import read_text
 from fitune.models.adapter_file import WEIGHTS
+from fitune.models.attention import use_attention
 from fitune.models.door import empty_model, model_folder, read_config, read_generation_config
 from fitune.models.headers import own_name
 from fitune.models.language_model import LanguageModel, language_model
@@ -28,7 +29,7 @@ from fitune.spec.plan import ChunkedLoss, Dense, Full, InBackward, Lora, Plan, Z
 from fitune.spec.reports import MergedLoss, RunReport
 from fitune.spec.words import describe_base
 from fitune.train.again import EXPORT_FOLDERS, Kind, Source, trained_kind, with_weights
-from fitune.train.evaluate import measured_merged, measured_trained, or_say_why_not
+from fitune.train.evaluate import measured_trained, or_say_why_not, sample_loss
 from fitune.train.prepare import tuned
 from fitune.units import format_bytes, format_count, format_seconds
 
@@ -69,9 +70,10 @@ class Handover:
         def measured(merged: PreTrainedModel) -> str:
             nonlocal loss
             if (before := loss) is not None:
+                use_attention(merged, plan.attention)
+                model = language_model(merged, plan.loss)
                 loss = or_say_why_not(
-                    lambda: replace(before, merged=measured_merged(plan, merged, data(), rows=before.rows)),
-                    self.say,
+                    lambda: replace(before, merged=sample_loss(plan, model, data(), before.rows)), self.say
                 )
             return model_card(plan, replace(self.report, merged_loss=loss), kind="merged")
 

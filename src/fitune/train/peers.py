@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -89,14 +89,11 @@ def known_to_peers(ranks: Ranks, directory: Path, where: Whereabouts, *, on_stal
         name_the_cause(error, logs)
         watch.end(error)
         raise
-    except FituneError as error:
-        watch.end(error)
-        raise
     except Exception as error:  # written down for the others, and raised again
-        watch.end(TrainingFailed(f"{type(error).__name__}: {error}"))
+        is_ours = isinstance(error, FituneError)
+        watch.end(error if is_ours else TrainingFailed(f"{type(error).__name__}: {error}"))
         raise
-    else:
-        watch.end(None)
+    watch.end(None)
 
 
 def name_the_cause(error: PeerGone, logs: Path) -> None:
@@ -158,7 +155,10 @@ class _Watch:
             if self._moved(last, now):
                 last, still = now, 0.0
                 self._tell(now)
-                self._guard(now)
+                # for a hang that keeps Python's lock, and with it this thread: the dump of C ends the process, too
+                faulthandler.cancel_dump_traceback_later()
+                if self.limit and now.doing in WATCHED:
+                    faulthandler.dump_traceback_later(2 * self.limit + 60, exit=True, file=self.stacks)
             elif self.limit and now.doing in WATCHED:
                 still += self.every
                 if still >= self.limit:
@@ -173,20 +173,17 @@ class _Watch:
         return (last.step, last.doing, last.signs) != (now.step, now.doing, now.signs)
 
     def _tell(self, status: RankStatus) -> None:
-        try:
+        with suppress(OSError):  # a full disk stops the run where it matters
             write_status(self.logs, status)
-        except OSError:
-            return  # a full disk stops the run where it matters
-
-    def _guard(self, now: RankStatus) -> None:
-        """For a hang that keeps Python's lock, and with it this thread: the dump of C ends the process, too."""
-        faulthandler.cancel_dump_traceback_later()
-        if self.limit and now.doing in WATCHED:
-            faulthandler.dump_traceback_later(2 * self.limit + 60, exit=True, file=self.stacks)
 
     def _give_up(self) -> None:
         faulthandler.dump_traceback(self.stacks, all_threads=True)
-        now = replace(self._now(), stalled=True, is_waiting=is_in_collective(self.main_thread))
+        frame = sys._current_frames().get(
+            self.main_thread
+        )  # inside torch.distributed it waits for another rank
+        collective = os.path.join("torch", "distributed", "")
+        is_waiting = frame is not None and collective in frame.f_code.co_filename
+        now = replace(self._now(), stalled=True, is_waiting=is_waiting)
         self._tell(now)
         if self.ended.wait(4 * self.every + 1.0) or self._moved(now, self._now()):
             return  # it went on after all; else the others have given up in this time, too
@@ -196,12 +193,6 @@ class _Watch:
         if self.status.rank == 0 and not is_left_to_launcher(self.logs):
             os.write(2, f"error: {error}\n".encode())
         os._exit(error.exit_code)  # the thread that trains cannot be reached
-
-
-def is_in_collective(thread: int) -> bool:
-    """True if ``thread`` of this process is inside torch.distributed: it waits for another rank."""
-    frame = sys._current_frames().get(thread)
-    return frame is not None and os.path.join("torch", "distributed", "") in frame.f_code.co_filename
 
 
 def stalled_error(

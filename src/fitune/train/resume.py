@@ -82,17 +82,13 @@ class Start:
         return (*self.warnings, f"going on under other settings\n{difference_table(list(self.differences))}")
 
 
-def nobody_told(_note: str) -> None:
-    """Does nothing, for callers that tell nobody."""
-
-
 def where_to_start(
     directory: Path,
     plan: Plan,
     *,
     resume: bool | str,
     store: Store | None = None,
-    on_note: OnNote = nobody_told,
+    on_note: OnNote = lambda _: None,
 ) -> Start:
     """The checkpoint to go on from, checked and compatible with ``plan``: of ``directory``, or of the run's ``store``
     where that has a later one, which is then fetched.
@@ -106,7 +102,15 @@ def where_to_start(
     if isinstance(resume, str):
         return _compatible(Path(resume), plan, Found(path=None))
     if resume:
-        found = newest_checkpoint(directory) if store is None else _newest_of_both(directory, store, on_note)
+        line = None if store is None else adopt_line(store, directory, on_note)
+        found = newest_checkpoint(directory)
+        if store is not None and line is not None:
+            # a later one of the store's, which is hashed while it is fetched
+            after = 0 if found.path is None else read_commit(found.path).step
+            fetched = newest_in_store(store, directory, line, after=after, on_note=on_note)
+            if fetched is not None:
+                damaged = tuple(path for path in found.damaged if path != fetched)
+                found = replace(found, path=fetched, damaged=damaged)
         if found.path is None and found.warnings:
             raise CheckpointError(
                 f"no checkpoint of {directory} can be used:\n  " + "\n  ".join(found.warnings),
@@ -130,17 +134,6 @@ def where_to_start(
             hint="--resume to continue it, --overwrite to start anew, or another URL",
         )
     return Start(state=None)
-
-
-def _newest_of_both(directory: Path, store: Store, on_note: OnNote) -> Found:
-    """The newest valid checkpoint here, or a later one from the store, which was hashed while it was fetched."""
-    line = adopt_line(store, directory, on_note)
-    found = newest_checkpoint(directory)
-    after = 0 if found.path is None else read_commit(found.path).step
-    fetched = newest_in_store(store, directory, line, after=after, on_note=on_note)
-    if fetched is None:
-        return found
-    return replace(found, path=fetched, damaged=tuple(path for path in found.damaged if path != fetched))
 
 
 def _fetched(url: str, plan: Plan, directory: Path, on_note: OnNote) -> Path:
@@ -173,21 +166,17 @@ def _compatible(path: Path, plan: Plan, found: Found) -> Start:
 
 def _facts_of(state: TrainState, plan: Plan) -> Facts:
     """Raises CheckpointError when the checkpoint is no training state of ours."""
-    for group in ("model", "optimizer", "rng"):
-        if group not in state.tensors:
-            raise _foreign(state, f"{group}.safetensors is missing")
     try:
+        for group in ("model", "optimizer", "rng"):
+            if group not in state.tensors:
+                raise ValueError(f"{group}.safetensors is missing")
         saved = with_unsaid_fields(state.facts.get("plan"), plan)
         return from_data(Facts, {**state.facts, "plan": saved} if saved is not None else state.facts)
     except ValueError as error:
-        raise _foreign(state, str(error)) from None
-
-
-def _foreign(state: TrainState, cause: str) -> CheckpointError:
-    return CheckpointError(
-        f"the checkpoint of step {state.step} cannot be used: {cause}",
-        hint="name an older one, or --overwrite to start anew",
-    )
+        raise CheckpointError(
+            f"the checkpoint of step {state.step} cannot be used: {error}",
+            hint="name an older one, or --overwrite to start anew",
+        ) from None
 
 
 def require_same_rows(start: Start, fingerprint: str) -> None:

@@ -3,17 +3,16 @@
 import math
 import threading
 from collections import ChainMap
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
-from fitune.checkpoint.commit import Descent, OnNote
+from fitune.checkpoint.commit import FOLDER, Descent
 from fitune.checkpoint.save import (
     Copied,
     HostCopies,
     Written,
-    abandon_save,
     begin_save,
     commit_save,
     save_failed,
@@ -23,6 +22,7 @@ from fitune.checkpoint.save import (
 from fitune.checkpoint.slices import Share, share_of
 from fitune.engine.ranks import Ranks
 from fitune.errors import CheckpointError, FituneError, PeerGone
+from fitune.files import remove_stale_siblings
 from fitune.spec.places import placed
 from fitune.spec.reports import StepReport
 from fitune.threads import give_way
@@ -179,59 +179,30 @@ def _captured(current: Run, report: StepReport) -> Share:
     return share_of(state, rank=current.ranks.rank)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Told:
-    """Outcome of one rank's writing."""
-
-    bytes: int
-    written: Written | None = None
-    cause: str = ""
-
-
-def save_together(
-    ranks: Ranks,
-    root: Path,
-    share: Share,
-    *,
-    descent: Descent,
-    keep: int,
-    eval_loss: float | None,
-    on_note: OnNote,
-    spare: Collection[str],
-) -> None:
-    """Save what all ranks hold, each its ``share``, as ``save_checkpoint`` does for one. Called by every rank.
-    ``spare`` names older checkpoints that stay for now.
+def save_together(ranks: Ranks, root: Path, share: Share, *, descent: Descent, **how: Any) -> None:
+    """Save what all ranks hold, each its ``share``. Called by every rank; ``how`` is that of ``commit_save``.
 
     Raises CheckpointError on every rank, naming the one whose disk is full or fails.
     """
-    needed = sum(ranks.gathered(share_bytes(share)))
+    sizes = ranks.gathered(share_bytes(share))
     try:
-        folder = ranks.from_first(lambda: begin_save(root, share, descent=descent, needed_bytes=needed))
-        written = _written_by_all(ranks, root, folder, share)
-
-        def commit() -> None:
-            commit_save(
-                root, folder, share, written, descent=descent, keep=keep, eval_loss=eval_loss, on_note=on_note,
-                spare=spare,
-            )  # fmt: skip
-
-        ranks.from_first(commit)
+        folder = ranks.from_first(lambda: begin_save(root, share, descent=descent, needed_bytes=sum(sizes)))
+        written: Written | str
+        problem: OSError | None = None
+        try:
+            written = write_share(folder, share, rank=ranks.rank)
+        except OSError as error:
+            written, problem = error.strerror or str(error), error
+        everyones: list[Written] = []
+        for rank, theirs in enumerate(ranks.gathered(written)):
+            if isinstance(theirs, str):
+                whose = "" if ranks.is_alone else f"rank {rank} cannot write its share: "
+                cause = f"checkpoint step-{share.step} could not be saved: {whose}{theirs}"
+                raise save_failed(root, cause, needed_bytes=sizes[rank]) from problem
+            everyones.append(theirs)
+        ranks.from_first(lambda: commit_save(root, folder, share, everyones, descent=descent, **how))
     except FituneError:
         if ranks.is_first:
-            abandon_save(root)
+            with suppress(OSError):  # the disk that failed may fail again; the next save tries once more
+                remove_stale_siblings(root / FOLDER)
         raise
-
-
-def _written_by_all(ranks: Ranks, root: Path, folder: Path, share: Share) -> list[Written]:
-    own, problem = _Told(bytes=share_bytes(share)), None
-    try:
-        own = replace(own, written=write_share(folder, share, rank=ranks.rank))
-    except OSError as error:
-        own, problem = replace(own, cause=error.strerror or str(error)), error
-    everyone = ranks.gathered(own)
-    for rank, theirs in enumerate(everyone):
-        if theirs.written is None:
-            whose = "" if ranks.is_alone else f"rank {rank} cannot write its share: "
-            cause = f"checkpoint step-{share.step} could not be saved: {whose}{theirs.cause}"
-            raise save_failed(root, cause, needed_bytes=theirs.bytes) from problem
-    return [theirs.written for theirs in everyone if theirs.written is not None]

@@ -62,8 +62,11 @@ class Uploads:
         """There is a new checkpoint."""
         self._saved.set()
 
-    def close(self) -> None:
-        """Stop after the files that are on the way; ``send_run`` sends what is missing."""
+    def close(self, *, tidy: bool) -> None:
+        """Stop after the files that are on the way; ``send_run`` sends what is missing.
+
+        ``tidy``: remove what stayed here only because it was being sent.
+        """
         self._is_over.set()
         self._saved.set()
         self._thread.join(_QUIET_S)
@@ -71,10 +74,7 @@ class Uploads:
             self._on_note(f"waiting for {self._store.url}, to which a checkpoint is on its way")
             self._thread.join()
         self._store.close()
-
-    def tidy(self) -> None:
-        """Remove what stayed here only because it was being sent."""
-        if (self._root / FOLDER / "latest").is_symlink():
+        if tidy and (self._root / FOLDER / "latest").is_symlink():
             prune(self._root / FOLDER, self._line, keep=self._keep, on_note=self._on_note)
 
     def _work(self) -> None:
@@ -248,8 +248,7 @@ def sent_beside(uploads: Uploads | None) -> Iterator[None]:
         yield
     except Exception:
         if uploads is not None:
-            uploads.close()
+            uploads.close(tidy=False)
         raise
     if uploads is not None:
-        uploads.close()
-        uploads.tidy()
+        uploads.close(tidy=True)
