@@ -260,13 +260,9 @@ def step_folders(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
-def is_committed(path: Path) -> bool:
-    return (path / COMMIT).is_file()
-
-
 def read_commit(path: Path) -> Commit:
     """Raises CheckpointError when COMMIT is missing or changed, or the folder has the name of another step."""
-    if not is_committed(path):
+    if not (path / COMMIT).is_file():
         raise CheckpointError(f"{path}: no {COMMIT}, so this is no whole checkpoint", hint=_OLDER)
     try:
         commit = read_sealed(Commit, path / COMMIT)

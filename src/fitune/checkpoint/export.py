@@ -231,6 +231,11 @@ def _export_model(
     """Write a model and prove it; ``against``: whose answers a reloaded one must give, None where none is in memory."""
     difference: float | None = None
     warnings: tuple[str, ...] = ()
+
+    def measured(reloaded: PreTrainedModel) -> None:
+        if card_of is not None:
+            (stage.folder / "README.md").write_text(card_of(reloaded), encoding="utf-8")
+
     with staged(target, sum(piece.like.nbytes for piece in pieces.values()), replace=replace) as stage:
         digests = write_model(model, stage.folder, pieces)
         write_texts(stage.folder, *texts)
@@ -242,7 +247,7 @@ def _export_model(
                 reload=lambda attention: whole_model(stage.folder, attention=attention).to(reload_device(model)),
                 held=lambda again: revert_weight_conversion(again, again.state_dict()),
                 dtypes=[piece.like.dtype for piece in pieces.values()],
-                on_reloaded=None if card_of is None else partial(_write_card, stage.folder, card_of),
+                on_reloaded=measured,
             )  # fmt: skip
         else:
             require_complete(stage.folder, digests)
@@ -295,10 +300,6 @@ def _tables(model: PeftModel, weights: Weights) -> dict[str, Tensor]:
         for name, module in trained_table_modules(model.get_base_model()).items()
         for inner, parameter in module.named_parameters()
     }
-
-
-def _write_card(folder: Path, card_of: CardOf, reloaded: PreTrainedModel) -> None:
-    (folder / "README.md").write_text(card_of(reloaded), encoding="utf-8")
 
 
 def _reloaded_adapter(

@@ -48,7 +48,16 @@ def changes_of(model: PeftModel, weights: Mapping[str, Tensor] | None = None) ->
     for name, layer in model.get_base_model().named_modules():
         if not isinstance(layer, LoraLayer):
             continue
-        _require_plain_lora(name, layer)
+        if (
+            not isinstance(layer, LoraLinear | ParamWrapper)
+            or set(layer.lora_variant) - set(layer.lora_magnitude_vector)
+            or any(layer.lora_bias.values())
+            or layer.merged
+        ):
+            raise CheckpointError(
+                f"{name}: only LoRA and DoRA on a linear, not merged yet, can be merged here",
+                hint="export: adapter",
+            )
         a, b = (held[f"{PREFIX}{name}.lora_{part}.{adapter}.weight"] for part in "AB")
         transposed, target = bool(getattr(layer, "fan_in_fan_out", False)), f"{name}.weight"
         if isinstance(layer, ParamWrapper):  # PEFT puts the layers of one module's stacks around it
@@ -62,19 +71,6 @@ def changes_of(model: PeftModel, weights: Mapping[str, Tensor] | None = None) ->
             a=a, b=b, scaling=layer.scaling[adapter], magnitude=magnitude, transposed=transposed
         )
     return found
-
-
-def _require_plain_lora(name: str, layer: LoraLayer) -> None:
-    if (
-        not isinstance(layer, LoraLinear | ParamWrapper)
-        or set(layer.lora_variant) - set(layer.lora_magnitude_vector)
-        or any(layer.lora_bias.values())
-        or layer.merged
-    ):
-        raise CheckpointError(
-            f"{name}: only LoRA and DoRA on a linear, not merged yet, can be merged here",
-            hint="export: adapter",
-        )
 
 
 def without_layers(name: str) -> str:

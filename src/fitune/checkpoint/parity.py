@@ -45,7 +45,7 @@ def verify_export(
     held: Callable[[Any], Mapping[str, Tensor]],
     dtypes: Sequence[torch.dtype],
     slack: float,
-    on_reloaded: Callable[[PreTrainedModel], None] | None = None,
+    on_reloaded: Callable[[Any], None] = lambda _: None,
 ) -> tuple[float | None, tuple[str, ...]]:
     """Load the export by ``reload`` (given the name of an attention) and compare what is ``held`` there with
     ``digests``, and its logits with those of ``model``; returns their largest difference, and warnings.
@@ -69,9 +69,14 @@ def verify_export(
                 kinds = [*(t.dtype for t in model.parameters() if t.is_floating_point()), *dtypes]
                 coarsest = max(kinds, key=lambda kind: torch.finfo(kind).eps)
                 again, _ = logits(reloaded, routes)
-                difference = require_close(again, trained, coarsest, slack=slack)
-            if on_reloaded is not None:
-                on_reloaded(reloaded)
+                difference = (again - trained).abs().max().item()
+                allowed = slack * TOLERANCE[coarsest] * max(1.0, trained.abs().max().item())
+                if not difference <= allowed:  # also refuses NaN
+                    raise CheckpointError(
+                        f"the exported model does not answer like the trained one: logits differ by {difference:.3g}, "
+                        f"rounding in {coarsest} explains {allowed:.3g}"
+                    )
+            on_reloaded(reloaded)
             return difference, warnings
         except (MemoryError, RuntimeError, OSError) as error:
             if not is_out_of_memory(error):
@@ -82,18 +87,6 @@ def verify_export(
         f"{len(digests)} tensors were read back from the files and are right"
     )
     return None, (warning,)
-
-
-def require_close(found: Tensor, expected: Tensor, dtype: torch.dtype, *, slack: float) -> float:
-    """Largest |difference| of logits. Raises CheckpointError when it is more than rounding in ``dtype`` explains."""
-    difference = (found - expected).abs().max().item()
-    allowed = slack * TOLERANCE[dtype] * max(1.0, expected.abs().max().item())
-    if not difference <= allowed:  # also refuses NaN
-        raise CheckpointError(
-            f"the exported model does not answer like the trained one: logits differ by {difference:.3g}, "
-            f"rounding in {dtype} explains {allowed:.3g}"
-        )
-    return difference
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,6 @@ from fitune.checkpoint.commit import (
     OnNote,
     Stored,
     inside,
-    is_committed,
     is_on,
     line_bytes,
     parse_line,
@@ -147,8 +146,9 @@ def fetch_checkpoint(remote: Remote, root: Path, on_note: OnNote) -> Path:
     target = folder / f"step-{commit.step}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if is_committed(target) and _digest_of(target) == commit.digest:
-            return target
+        with suppress(CheckpointError):  # none, or one that is damaged
+            if read_commit(target).digest == commit.digest:
+                return target
         remove_stale_siblings(folder, target.name)
         size = sum(stored.bytes for stored in commit.files.values())
         require_space(folder, size, what=f"checkpoint {remote.url}")
@@ -173,13 +173,6 @@ def fetch_checkpoint(remote: Remote, root: Path, on_note: OnNote) -> Path:
         raise CheckpointError(f"{target}: cannot be written: {error.strerror or error}") from error
     on_note(f"{remote.url} is fetched: {format_bytes(size)}")
     return target
-
-
-def _digest_of(path: Path) -> str:
-    try:
-        return read_commit(path).digest
-    except CheckpointError:
-        return ""
 
 
 def _fetch_file(remote: Remote, name: str, stored: Stored, folder: Path) -> None:
@@ -222,11 +215,9 @@ def send_checkpoint(store: Store, path: Path, *, stop: Callable[[], bool] = nobo
     Raises StoreError, and CheckpointError where ``path`` is no checkpoint any more.
     """
     commit, name = read_commit(path), f"{FOLDER}/{path.name}"
-    try:
+    with suppress(CheckpointError):  # none, or a part of one
         if _commit_in(store, name).digest == commit.digest:
             return 0
-    except CheckpointError:
-        pass  # none, or a part of one
     try:
         return store.put_folder(path, name, [*commit.files, COMMIT], last=COMMIT, stop=stop)
     except OSError as error:

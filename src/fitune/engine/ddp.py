@@ -4,7 +4,7 @@ Li et al. 2020 (arXiv 2006.15704) by torch's DistributedDataParallel around the 
 chunks, before the body goes back, so DDP is kept from its parameters, and they are summed once at the end.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -38,14 +38,14 @@ def replicate(body: nn.Module, head: nn.Module) -> DistributedDataParallel:
         bucket_cap_mb=DDP_BUCKET_BYTES // MIB,
         gradient_as_bucket_view=True,  # or the buckets would be a second copy of all gradients
     )
-    replicated.register_comm_hook(None, _added_up)
+
+    def added_up(_: None, bucket: dist.GradBucket) -> Future[Tensor]:
+        """The sum over all ranks, and no mean of it: the loss is divided by the tokens of all ranks."""
+        sent = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+        return sent.then(lambda summed: summed.value()[0])
+
+    replicated.register_comm_hook(None, added_up)
     return replicated
-
-
-def _added_up(_: None, bucket: dist.GradBucket) -> Future[Tensor]:
-    """The sum over all ranks, and no mean of it: the loss is divided by the tokens of all ranks."""
-    sent = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
-    return sent.then(lambda summed: summed.value()[0])
 
 
 class ReplicatedEngine(PlainEngine):
@@ -69,7 +69,10 @@ class ReplicatedEngine(PlainEngine):
             model, parameters, optimizer=optimizer, precision=precision, max_grad_norm=max_grad_norm
         )
         self.body = body
-        self.outside = _not_in(body, self.parameters.values())
+        ignored = body.parameters_to_ignore
+        summed = {id(p) for name, p in body.module.named_parameters() if name not in ignored}
+        self.outside = [parameter for parameter in self.parameters.values() if id(parameter) not in summed]
+        """Those whose gradients DDP does not sum."""
 
     def forward_backward(
         self, batch: Any, *, supervised_tokens: int, enter_phase: EnterPhase, last: bool = True
@@ -79,17 +82,13 @@ class ReplicatedEngine(PlainEngine):
                 batch, supervised_tokens=supervised_tokens, enter_phase=enter_phase
             )
         if last:
-            self._sum_outside()
+            for parameter in self.outside:
+                if parameter.grad is None:  # the last rows of this rank teach nothing: it adds zeros
+                    parameter.grad = torch.zeros_like(parameter)
+            sent = [dist.all_reduce(parameter.grad, async_op=True) for parameter in self.outside]
+            for each in sent:
+                each.wait()
         return loss
-
-    def _sum_outside(self) -> None:
-        """A rank whose last rows teach nothing has no gradient of the head: it adds zeros."""
-        for parameter in self.outside:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        sent = [dist.all_reduce(parameter.grad, async_op=True) for parameter in self.outside]
-        for each in sent:
-            each.wait()
 
     def update(self, *, learning_rate: float, enter_phase: EnterPhase) -> Update:
         kept = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
@@ -98,10 +97,3 @@ class ReplicatedEngine(PlainEngine):
         for name, gradient in kept.items():
             self.parameters[name].grad = gradient
         return done
-
-
-def _not_in(body: DistributedDataParallel, trained: Iterable[Parameter]) -> list[Parameter]:
-    """The ``trained`` parameters whose gradients DDP does not sum."""
-    ignored = body.parameters_to_ignore
-    summed = {id(p) for name, p in body.module.named_parameters() if name not in ignored}
-    return [parameter for parameter in trained if id(parameter) not in summed]

@@ -122,10 +122,12 @@ def detect_hardware(*, path: Path = Path("."), use_gpus: bool = True, most: int 
         cpu_cores=cores,
         nvme_bytes=free_disk_bytes(path),
     )
+    fullest = max((gpu.taken_bytes for gpu in taken), default=0)
     left_out = Counter(gpu.name for gpu in (*HIDDEN, *found) if gpu not in taken)
     return dataclasses.replace(
         wanted,
-        taken_bytes=taken_by_others(taken),
+        # In whole 128 MiB: a plan is not to change with every window of a desktop. For less the reserve has room.
+        taken_bytes=0 if fullest < _TAKEN_STEP else -(-fullest // _TAKEN_STEP) * _TAKEN_STEP,
         left_out=", ".join(f"{count} × {name}" for name, count in left_out.items()),
     )
 
@@ -140,13 +142,6 @@ def of_one_kind(found: Sequence[FoundGpu]) -> tuple[FoundGpu, ...]:
         for gpu in found
         if best is not None and (gpu.name, gpu.memory_bytes) == (best.name, best.memory_bytes)
     )
-
-
-def taken_by_others(found: Sequence[FoundGpu]) -> int:
-    """Bytes that other programs hold on the fullest of these GPUs, in whole 128 MiB: a plan is not to change with every
-    window of a desktop. Less than that the reserve has room for."""
-    taken = max((gpu.taken_bytes for gpu in found), default=0)
-    return 0 if taken < _TAKEN_STEP else -(-taken // _TAKEN_STEP) * _TAKEN_STEP
 
 
 _TAKEN_STEP = 128 * MIB
@@ -189,32 +184,28 @@ def describe_hardware(hardware: Hardware) -> str:
     gpu, each = hardware.gpu, " each" if hardware.num_gpus > 1 else ""
     device = f"{hardware.cpu_cores} cores of cpu" if gpu.is_cpu else f"{hardware.gpus_per_node} × {gpu.name}"
     rate, number = (gpu.fp32_flops, "fp32") if gpu.is_cpu else (gpu.fp16_flops, "fp16")
-    parts = (
+    has = {
+        "no bf16": gpu.is_cpu or gpu.has_bf16,
+        "no FlashAttention-2": gpu.is_cpu or gpu.has_flash_attention,
+    }
+    devices = (
         device if hardware.nodes == 1 else f"{hardware.nodes} nodes of {device}",
         f"{format_bytes(gpu.memory_bytes)}{each}",
         *([f"{format_bytes(hardware.taken_bytes)} of it taken"] if hardware.taken_bytes else []),
         f"{rate / 1e12:,.3g} TFLOP/s {number}",
         f"{gpu.bandwidth / 1e9:,.0f} GB/s",
-        *_lacking(gpu),
+        *(lacking for lacking, there in has.items() if not there),
         *([f"not used: {hardware.left_out}"] if hardware.left_out else []),
     )
-    return "\n".join(line for line in (", ".join(parts), _describe_host(hardware)) if line)
-
-
-def _lacking(gpu: Gpu) -> tuple[str, ...]:
-    if gpu.is_cpu:
-        return ()
-    has = {"no bf16": gpu.has_bf16, "no FlashAttention-2": gpu.has_flash_attention}
-    return tuple(what for what, there in has.items() if not there)
-
-
-def _describe_host(hardware: Hardware) -> str:
-    parts = (
-        f"{hardware.cpu_cores} cores" if hardware.cpu_cores and not hardware.gpu.is_cpu else "",
+    host = (
+        f"{hardware.cpu_cores} cores" if hardware.cpu_cores and not gpu.is_cpu else "",
         f"{format_bytes(hardware.host_memory_bytes)} host memory" if hardware.host_memory_bytes else "",
         f"{format_bytes(hardware.nvme_bytes)} free on disk" if hardware.nvme_bytes else "",
     )
-    return "host: " + ", ".join(part for part in parts if part) if any(parts) else ""
+    lines = [", ".join(devices)]
+    if any(host):
+        lines.append("host: " + ", ".join(filter(None, host)))
+    return "\n".join(lines)
 
 
 def describe_found(found: FoundGpu) -> Gpu:
@@ -263,19 +254,17 @@ def memory_limits(cgroup: Path, membership: str) -> list[int]:
 def cpu_cores(*, cgroup: Path = _CGROUP) -> int:
     """Cores this process may use: its affinity, or the container's share when that is less."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min([cores, *(math.ceil(share) for share in _cpu_shares(cgroup))]))
+    # "quota period" in microseconds, or "max period" without a limit
+    words = _text_of(cgroup / "cpu.max").split()
+    if len(words) == 2 and words[0].isdecimal():
+        cores = min(cores, math.ceil(int(words[0]) / int(words[1])))
+    return max(1, cores)
 
 
 def has_bf16_products(*, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     """True where the processor names instructions that multiply bf16: AVX512-BF16, AMX, or Arm's bf16."""
     words = set(_text_of(cpuinfo).lower().split())
     return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})
-
-
-def _cpu_shares(cgroup: Path) -> list[float]:
-    """``cpu.max`` is "quota period" in microseconds, or "max period" without a limit."""
-    words = _text_of(cgroup / "cpu.max").split()
-    return [int(words[0]) / int(words[1])] if len(words) == 2 and words[0].isdecimal() else []
 
 
 def free_disk_bytes(path: Path) -> int:

@@ -137,14 +137,25 @@ def resizes_told_to(note: Callable[[torch.UntypedStorage], None]) -> Iterator[No
         torch.UntypedStorage.resize_ = resize
 
 
-class CpuMeter:
+class _Peaks:
+    """The peaks of a meter since they were last taken."""
+
+    _peaks: dict[Phase, int]
+
+    def take_peaks(self) -> dict[Phase, int]:
+        """The peaks since the last call; empty when nothing was measured."""
+        peaks, self._peaks = self._peaks, {}
+        return peaks
+
+
+class CpuMeter(_Peaks):
     """Live tensor bytes, counted by LiveTensors."""
 
     kind: MeterKind = "live tensors"
 
     def __init__(self) -> None:
         self._tracker: LiveTensors | None = None
-        self._peaks: dict[Phase, int] = {}
+        self._peaks = {}
 
     @contextmanager
     def measuring(
@@ -162,12 +173,8 @@ class CpuMeter:
         if self._tracker is not None:
             self._tracker.enter(phase)
 
-    def take_peaks(self) -> dict[Phase, int]:
-        peaks, self._peaks = self._peaks, {}
-        return peaks
 
-
-class CudaMeter:
+class CudaMeter(_Peaks):
     """torch.cuda's peak of allocated bytes, reset at every change of phase."""
 
     kind: MeterKind = "cuda allocated"
@@ -175,7 +182,7 @@ class CudaMeter:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._phase: Phase | None = None
-        self._peaks: dict[Phase, int] = {}
+        self._peaks = {}
 
     @contextmanager
     def measuring(
@@ -194,10 +201,6 @@ class CudaMeter:
             self._note_peak()
             torch.cuda.reset_peak_memory_stats(self.device)
             self._phase = phase
-
-    def take_peaks(self) -> dict[Phase, int]:
-        peaks, self._peaks = self._peaks, {}
-        return peaks
 
     def _note_peak(self) -> None:
         assert self._phase is not None

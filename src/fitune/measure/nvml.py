@@ -100,28 +100,25 @@ def query_gpus() -> tuple[tuple[FoundGpu, ...] | None, str]:
 def _found_gpus(nvml: ModuleType) -> Iterator[FoundGpu]:
     for index in range(nvml.nvmlDeviceGetCount()):
         try:
-            handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        except nvml.NVMLError_NoPermission:  # counted, but given to another container
-            continue
+            try:
+                handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            except nvml.NVMLError_NoPermission:  # counted, but given to another container
+                continue
+            major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+            memory = _memory(nvml, handle)
+            yield FoundGpu(
+                index=index,
+                uuid=nvml.nvmlDeviceGetUUID(handle),
+                name=nvml.nvmlDeviceGetName(handle),
+                memory_bytes=memory.total,
+                capability=(major, minor),
+                taken_bytes=memory.used,
+            )
         except nvml.NVMLError as error:
-            raise _indescribable(index, error) from None
-        try:
-            yield _found_gpu(nvml, index, handle)
-        except nvml.NVMLError as error:
-            raise _indescribable(index, error) from None
-
-
-def _found_gpu(nvml: ModuleType, index: int, handle: Any) -> FoundGpu:
-    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
-    memory = _memory(nvml, handle)
-    return FoundGpu(
-        index=index,
-        uuid=nvml.nvmlDeviceGetUUID(handle),
-        name=nvml.nvmlDeviceGetName(handle),
-        memory_bytes=memory.total,
-        capability=(major, minor),
-        taken_bytes=memory.used,
-    )
+            raise HardwareError(
+                f"the driver lists GPU {index}, but cannot describe it: {error}",
+                hint="name a known one: gpu: rtx-4090",
+            ) from None
 
 
 def _memory(nvml: ModuleType, handle: Any) -> Any:
@@ -133,13 +130,6 @@ def _memory(nvml: ModuleType, handle: Any) -> Any:
         return nvml.nvmlDeviceGetMemoryInfo(handle)
 
 
-def _indescribable(index: int, error: Exception) -> HardwareError:
-    return HardwareError(
-        f"the driver lists GPU {index}, but cannot describe it: {error}",
-        hint="name a known one: gpu: rtx-4090",
-    )
-
-
 def visible_gpus(found: tuple[FoundGpu, ...], environment: Mapping[str, str]) -> tuple[FoundGpu, ...]:
     """GPUs that CUDA_VISIBLE_DEVICES leaves: indices or beginnings of UUIDs, up to the first invalid one, as CUDA."""
     wanted = environment.get("CUDA_VISIBLE_DEVICES")
@@ -149,15 +139,13 @@ def visible_gpus(found: tuple[FoundGpu, ...], environment: Mapping[str, str]) ->
     for word in (part.strip() for part in wanted.split(",")):
         if word.startswith("MIG-"):
             raise HardwareError(f"CUDA_VISIBLE_DEVICES = {wanted!r}: slices of a GPU (MIG) are not supported")
-        match = next((gpu for gpu in found if _is_named(word, gpu)), None)
+        is_uuid = word.startswith("GPU-")
+        named = [gpu for gpu in found if word == str(gpu.index) or (is_uuid and gpu.uuid.startswith(word))]
+        match = named[0] if named else None
         if match is None or match in chosen:
             break
         chosen.append(match)
     return tuple(chosen)
-
-
-def _is_named(word: str, gpu: FoundGpu) -> bool:
-    return word == str(gpu.index) or (word.startswith("GPU-") and gpu.uuid.startswith(word))
 
 
 def driver_version() -> str:

@@ -56,20 +56,17 @@ def attends_by_rows(model: PreTrainedModel) -> bool:
 
     Either way its blocks hand on what the function is told beside the tensors (StableLM's and Nemotron's do not).
     """
-    pairs = [(parent, child) for parent in model.modules() for child in parent.children() if _attends(child)]
-    if not all(map(_hands_on, {type(parent) for parent, _ in pairs})):
+    pairs = [
+        (type(parent), type(child))
+        for parent in model.modules()
+        for child in parent.children()
+        if type(child).__name__.lower().endswith("attention")
+    ]
+    if not all(map(_hands_on, {parent for parent, _ in pairs})):
         return False
-    asking = [_asks_for_a_function(child) for _, child in pairs]
+    codes = [getattr(inspect.unwrap(child.forward), "__code__", None) for _, child in pairs]
+    asking = [code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names for code in codes]
     return bool(model._supports_attention_backend or (asking and all(asking)))
-
-
-def _attends(module: nn.Module) -> bool:
-    return type(module).__name__.lower().endswith("attention")
-
-
-def _asks_for_a_function(module: nn.Module) -> bool:
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
 def _hands_on(block: type[nn.Module]) -> bool:

@@ -131,18 +131,14 @@ class _FrozenGroupedProduct(torch.autograd.Function):
 
 def grouped_product(x_SI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
     """Rows of x up to each expert's end times its matrix, [S, O]."""
-    if x_SI.device.type == "cuda" and not _has_kernel(x_SI, weight_EIO):
-        return _one_by_one(x_SI, weight_EIO, ends_E)
+    if x_SI.device.type == "cuda":
+        # from Ampere on for rows of whole 16 bytes, which the ranks of adapters may not be
+        whole = all(width * x_SI.itemsize % 16 == 0 for width in weight_EIO.shape[-2:])
+        if not whole or torch.cuda.get_device_capability(x_SI.device) < (8, 0):
+            return _one_by_one(x_SI, weight_EIO, ends_E)
     grouped = getattr(F, "grouped_mm", None) or torch._grouped_mm  # before torch 2.10
     out_SO: Tensor = grouped(x_SI, weight_EIO, offs=ends_E)
     return out_SO
-
-
-def _has_kernel(x_SI: Tensor, weight_EIO: Tensor) -> bool:
-    """True from Ampere on for rows of whole 16 bytes, which the ranks of adapters may not be."""
-    in_features, out_features = weight_EIO.shape[-2:]
-    whole = all(width * x_SI.itemsize % 16 == 0 for width in (in_features, out_features))
-    return whole and torch.cuda.get_device_capability(x_SI.device) >= (8, 0)
 
 
 def _one_by_one(x_SI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from fitune.errors import ModelError
 from fitune.models.attention import attends_by_rows, row_mask, rows_of_lengths, takes_mask
@@ -96,13 +96,16 @@ def language_model(whole: PreTrainedModel | PeftModel, loss: Loss) -> LanguageMo
     body, head = body_of(base), base.get_output_embeddings()
     if head is None or body is base:
         raise ModelError(f"{type(base).__name__} has no language-modelling head")
+    config = base.config.get_text_config()
     return LanguageModel(
         whole=whole,
         body=body,
         blocks=blocks_of(base),
         head=head,
-        softcap=getattr(base.config.get_text_config(), "final_logit_softcapping", None),
-        logit_scale=_logit_scale(base.config.get_text_config()),
+        softcap=getattr(config, "final_logit_softcapping", None),
+        # transformers' factor of the head's logits: Cohere's scale, one over Granite's scaling
+        logit_scale=float(getattr(config, "logit_scale", None) or 1.0)
+        / float(getattr(config, "logits_scaling", None) or 1.0),
         chunk_tokens=loss.chunk_tokens if isinstance(loss, ChunkedLoss) else None,
         by_rows=attends_by_rows(base),
         takes_mask=takes_mask(base),
@@ -130,12 +133,6 @@ def carries_along(blocks: nn.ModuleList) -> bool:
     return any("SSM" in name or part in name.lower() for name in names for part in _RECURRENT) or any(
         isinstance(module, nn.Conv1d) for module in blocks.modules()
     )
-
-
-def _logit_scale(config: PretrainedConfig) -> float:
-    """The factor that transformers gives the head's logits: Cohere's scale, one over Granite's scaling."""
-    scale = float(getattr(config, "logit_scale", None) or 1.0)
-    return scale / float(getattr(config, "logits_scaling", None) or 1.0)
 
 
 def loss_and_gradient(

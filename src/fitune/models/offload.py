@@ -7,7 +7,6 @@ one at work and the one being copied. Those of the last block stay, because back
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -19,11 +18,8 @@ from fitune.models.host import Arrival, HostMemory
 from fitune.models.streamed_weights import StreamedWeights
 from fitune.spec.plan import Offload
 
-
-class Kept(Protocol):
-    """A stand-in in autograd's graph for a tensor that is on the host."""
-
-    def back(self) -> Tensor: ...
+Kept = Callable[[], Tensor]
+"""A stand-in in autograd's graph for a tensor that may be on the host: brings it back."""
 
 
 class Place(Protocol):
@@ -88,7 +84,8 @@ def _placed(forward: Callable[..., Any], index: int, places: Sequence[Place]) ->
         return next(found, tensor)
 
     def run(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        shared = {storage_key(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        shared = {tensor.untyped_storage()._cdata for tensor in tensors}
         for place in places:
             place.begins(index, shared=shared)
         if torch.is_grad_enabled():
@@ -104,11 +101,7 @@ def _placed(forward: Callable[..., Any], index: int, places: Sequence[Place]) ->
 
 
 def _unpack(kept: Tensor | Kept) -> Tensor:
-    return kept if isinstance(kept, Tensor) else kept.back()
-
-
-def storage_key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return kept if isinstance(kept, Tensor) else kept()
 
 
 class _Storage:
@@ -138,31 +131,12 @@ class _Storage:
         return self.flat
 
 
-def _copy_to_host(storages: Sequence[_Storage], host: HostMemory) -> None:
-    rooms, arrival = host.take([storage.flat for storage in storages if storage.flat is not None])
-    for storage, room in zip(storages, rooms, strict=True):
-        storage.room, storage.arrival = room, arrival
-
-
 def _copy_back(storages: Sequence[_Storage], host: HostMemory) -> None:
     """Begins to copy storages back to the device, but for those that are there already or on their way."""
     away = [storage for storage in storages if storage.flat is None and storage.coming is None]
     targets, arrival = host.give([storage.room for storage in away if storage.room is not None])
     for storage, target in zip(away, targets, strict=True):
         storage.coming, storage.arrival = target, arrival
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _View:
-    """A tensor as a view of a storage that may be elsewhere."""
-
-    storage: _Storage
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    def back(self) -> Tensor:
-        return self.storage.on_device().as_strided(self.size, self.stride, self.offset)
 
 
 class OffloadedActivations:
@@ -181,8 +155,8 @@ class OffloadedActivations:
         self._stays = shared | {tensor.untyped_storage()._cdata for tensor in of_block}
         self._at_work = {}
 
-    def keep(self, tensor: Tensor) -> _View | None:
-        """A view of ``tensor`` on a storage that leaves the device; None for one that stays. Views of one
+    def keep(self, tensor: Tensor) -> Kept | None:
+        """Makes a view of ``tensor`` on a storage that leaves the device; None for one that stays. Views of one
         storage share it."""
         key = tensor.untyped_storage()._cdata
         if key in self._stays:
@@ -192,12 +166,8 @@ class OffloadedActivations:
             elements = tensor.untyped_storage().nbytes() // tensor.element_size()
             flat = tensor.detach().as_strided((elements,), (1,), 0)
             storage = self._at_work[key, tensor.dtype] = _Storage(flat, self._host)
-        return _View(
-            storage=storage,
-            size=tuple(tensor.size()),
-            stride=tuple(tensor.stride()),
-            offset=int(tensor.storage_offset()),
-        )
+        size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+        return lambda: storage.on_device().as_strided(size, stride, offset)
 
     def ends(self, block: int) -> None:
         """Free what the block before kept; begin to copy this one's to the host."""
@@ -206,7 +176,10 @@ class OffloadedActivations:
         self._kept[block] = [weakref.ref(storage) for storage in self._at_work.values()]
         self._at_work = {}
         if block < len(self._blocks) - 1:
-            _copy_to_host(self._alive(block), self._host)
+            leaving = self._alive(block)
+            rooms, arrival = self._host.take([each.flat for each in leaving if each.flat is not None])
+            for storage, room in zip(leaving, rooms, strict=True):
+                storage.room, storage.arrival = room, arrival
 
     def goes_back(self, block: int) -> None:
         """Wait for what this block kept; begin to copy back what the block before kept."""

@@ -107,7 +107,10 @@ def attend_by(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
         s_aux: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        chunk = _chunk_of(module)
+        config, chunk = getattr(module, "config", None), 0
+        kinds = getattr(config, "layer_types", None) or ()
+        if "chunked_attention" in kinds and kinds[module.layer_idx] == "chunked_attention":
+            chunk = config.attention_chunk_size
         call = RowCall(
             query_BnTd=query_BnTd, key_BkTd=key_BkTd, value_BkTd=value_BkTd, rows=rows.cut(chunk) if chunk else rows,
             scale=scaling, dropout=dropout if module.training else 0.0, window=sliding_window, softcap=softcap,
@@ -116,14 +119,6 @@ def attend_by(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
         return kernel(call), None
 
     return attend
-
-
-def _chunk_of(module: nn.Module) -> int:
-    config = getattr(module, "config", None)
-    kinds = getattr(config, "layer_types", None) or ()
-    if config is None or "chunked_attention" not in kinds:
-        return 0
-    return config.attention_chunk_size if kinds[module.layer_idx] == "chunked_attention" else 0
 
 
 def rows_sdpa(call: RowCall) -> Tensor:
@@ -135,7 +130,9 @@ def rows_sdpa(call: RowCall) -> Tensor:
         return rows_eager(call)
     outputs = []
     for q, k, v in call.each_row():
-        window = _window_mask(q.shape[2], call.window, q.device)
+        # a mask only where the window really cuts; rows shorter than it are plainly causal
+        cuts = call.window is not None and q.shape[2] > call.window
+        window = _causal_mask(q.shape[2], call.window, q.device) if cuts else None
         grouped = q.shape[1] != k.shape[1]
         if grouped and not _takes_groups(q, window):
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
@@ -248,8 +245,3 @@ def _causal_mask(length: int, window: int | None, device: torch.device) -> Tenso
     """True where position i may look at j: j ≤ i, and i − j < window when there is one."""
     distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None, :]
     return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-
-
-def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """A mask only where the window really cuts; rows shorter than it are plainly causal."""
-    return None if window is None or length <= window else _causal_mask(length, window, device)

@@ -6,7 +6,7 @@ is copied as it is: packed weights come as the bytes they are and never go back.
 adapters stay on the device.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
 
@@ -65,22 +65,6 @@ class _StreamedBlock:
                 slot.point_into(self.home)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _WeightView:
-    """A view of a block's weights as autograd keeps it: wherever they are when it is asked for."""
-
-    block: _StreamedBlock
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    def back(self) -> Tensor:
-        flat = self.block.on_device
-        assert flat is not None, "a block's weights come before it goes back"
-        return flat.view(self.dtype).as_strided(self.size, self.stride, self.offset)
-
-
 class StreamedWeights:
     """A Place (offload.py) for the weights of blocks; ``trained`` ones too, or frozen ones alone."""
 
@@ -102,18 +86,20 @@ class StreamedWeights:
             # when all is through: backward need not come to the first block, adapters may be in later ones
             Variable._execution_engine.queue_callback(lambda: self._only(-1, -1))
 
-    def keep(self, tensor: Tensor) -> _WeightView | None:
-        flat = None if self._at_work is None else self._at_work.on_device
+    def keep(self, tensor: Tensor) -> Callable[[], Tensor] | None:
+        """A view of a block's weights is made anew, wherever they are when it is asked for."""
+        block = self._at_work
+        flat = None if block is None else block.on_device
         if flat is None or tensor.untyped_storage()._cdata != flat.untyped_storage()._cdata:
             return None
-        assert self._at_work is not None
-        return _WeightView(
-            block=self._at_work,
-            dtype=tensor.dtype,
-            size=tuple(tensor.size()),
-            stride=tuple(tensor.stride()),
-            offset=int(tensor.storage_offset()),
-        )
+        dtype, size, stride, offset = tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
+
+        def back() -> Tensor:
+            now = None if block is None else block.on_device
+            assert now is not None, "a block's weights come before it goes back"
+            return now.view(dtype).as_strided(size, stride, offset)
+
+        return back
 
     def _only(self, at_work: int, upcoming: int) -> None:
         """These two are on the device, the second perhaps not yet; -1 and the count are no blocks."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from fitune.errors import ModelError
 from fitune.files import cache_folder, open_regular, read_text, write_atomically
 from fitune.models.headers import AGAIN, StoredTensor, read_header
-from fitune.models.low_bit.files import Decode, LowBitTensor, as_read
+from fitune.models.low_bit.files import LowBitTensor, as_read
 from fitune.models.remote_code import CONFIG, pickled_files
 from fitune.spec.serial import TABLE_BYTES, read_object
 
@@ -43,16 +43,11 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
                 f"{file}: {name} is not in it, and {INDEX} says that it is",
                 hint="index and files must be of the same model: fetch them again",
             )
-    return as_read(found, _fp8_block(folder))
-
-
-def _fp8_block(folder: Path) -> tuple[int, int]:
-    """Rows and columns that share a scale, as config.json says; spec/model/config_schema.py has checked it."""
-    try:
+    try:  # rows and columns of FP8 that share a scale; spec/model/config_schema.py has checked them
         rows, columns = read_object(folder / CONFIG)["quantization_config"]["weight_block_size"]
     except (OSError, ValueError, KeyError, TypeError):
-        return 128, 128
-    return rows, columns
+        rows = columns = 128
+    return as_read(found, (rows, columns))
 
 
 def _placed_files(folder: Path) -> tuple[Sequence[Path], Mapping[str, Path]]:
@@ -60,7 +55,13 @@ def _placed_files(folder: Path) -> tuple[Sequence[Path], Mapping[str, Path]]:
     if (folder / SINGLE).is_file():
         return [folder / SINGLE], {}
     if (folder / INDEX).is_file():
-        placed = {name: _shard(folder, name, file) for name, file in _weight_map(folder / INDEX).items()}
+        try:
+            weight_map = read_object(folder / INDEX, largest_bytes=TABLE_BYTES)["weight_map"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ModelError(f"{folder / INDEX}: no index of weights: {error}", hint=AGAIN) from None
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ModelError(f"{folder / INDEX}: its weight_map names no tensor", hint=AGAIN)
+        placed = {name: _shard(folder, name, file) for name, file in weight_map.items()}
         return sorted(set(placed.values())), placed
     if pickled := pickled_files(folder):
         raise ModelError(
@@ -73,16 +74,6 @@ def _placed_files(folder: Path) -> tuple[Sequence[Path], Mapping[str, Path]]:
         f"{folder}: no weights (*.safetensors): neither {SINGLE} nor {INDEX}{beside}",
         hint="name a complete model folder or a Hub id",
     )
-
-
-def _weight_map(index: Path) -> dict[str, Any]:
-    try:
-        weight_map = read_object(index, largest_bytes=TABLE_BYTES)["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{index}: no index of weights: {error}", hint=AGAIN) from None
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelError(f"{index}: its weight_map names no tensor", hint=AGAIN)
-    return weight_map
 
 
 def _shard(folder: Path, tensor: str, name: object) -> Path:
@@ -110,33 +101,14 @@ def nobody(done: int, total: int) -> None:
     """Does nothing, for callers that do not show how far the reading is."""
 
 
-class _Count:
-    def __init__(self, total: int, tell: OnBytes) -> None:
-        self._total, self._tell = total, tell
-        self._done = 0
-        self._lock = Lock()
-
-    def add(self, size: int) -> None:
-        with self._lock:
-            self._done += size
-            self._tell(self._done, self._total)
-
-    def end(self) -> None:
-        """Tensors that were not read count as done."""
-        if self._done < self._total:
-            self.add(self._total - self._done)
-
-
 class Unread:
-    """A tensor that is still in its file; ``unread[...]`` reads it."""
+    """A tensor that is still in its files; ``unread[...]`` reads it."""
 
-    def __init__(self, part: Any, stored: StoredTensor, count: _Count) -> None:
-        self._part, self._stored, self._count = part, stored, count
+    def __init__(self, stored: StoredTensor, read: Callable[[Any], Tensor]) -> None:
+        self._stored, self._read = stored, read
 
     def __getitem__(self, index: Any) -> Tensor:
-        tensor: Tensor = self._part[index]
-        self._count.add(self._stored.size_bytes)
-        return tensor
+        return self._read(index)
 
     def get_shape(self) -> list[int]:
         return list(self._stored.shape)
@@ -148,7 +120,7 @@ class Unread:
 @contextmanager
 def unread_tensors(stored: Mapping[str, StoredTensor], on_bytes: OnBytes) -> Iterator[dict[str, Unread]]:
     """Every tensor by name, none of them in memory yet. The files are open inside."""
-    count = _Count(sum(tensor.size_bytes for tensor in stored.values()), on_bytes)
+    total, done, lock = sum(tensor.size_bytes for tensor in stored.values()), 0, Lock()
     with ExitStack() as stack:
         opened: dict[Path, Any] = {}
 
@@ -157,23 +129,29 @@ def unread_tensors(stored: Mapping[str, StoredTensor], on_bytes: OnBytes) -> Ite
                 opened[file] = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
             return opened[file].get_slice(name)
 
-        def whole(name: str, tensor: StoredTensor) -> Any:
-            if not isinstance(tensor, LowBitTensor):
-                return part(name, tensor.file)
-            return _Decoded({role: part(*place) for role, place in tensor.parts.items()}, tensor.decode)
+        def count(size: int) -> None:
+            nonlocal done
+            with lock:
+                done += size
+                on_bytes(done, total)
 
-        yield {name: Unread(whole(name, tensor), tensor, count) for name, tensor in stored.items()}
-        count.end()
+        def unread(name: str, stored: StoredTensor) -> Unread:
+            parts = stored.parts if isinstance(stored, LowBitTensor) else {"": (name, stored.file)}
+            slices = {role: part(*place) for role, place in parts.items()}
 
+            def read(index: Any) -> Tensor:
+                if isinstance(stored, LowBitTensor):  # reading any of it decodes all of it
+                    tensor = stored.decode({role: each[...] for role, each in slices.items()})[index]
+                else:
+                    tensor = slices[""][index]
+                count(stored.size_bytes)
+                return tensor
 
-class _Decoded:
-    """A weight of few bits in its files; reading any of it decodes all of it."""
+            return Unread(stored, read)
 
-    def __init__(self, parts: Mapping[str, Any], decode: Decode) -> None:
-        self._parts, self._decode = parts, decode
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return self._decode({role: part[...] for role, part in self._parts.items()})[index]
+        yield {name: unread(name, tensor) for name, tensor in stored.items()}
+        if done < total:  # tensors that were not read count as done
+            count(total - done)
 
 
 _MODEL_FILES = (".json", ".safetensors", ".jinja", ".model", ".txt")
@@ -214,13 +192,19 @@ def _hash_of(files: Sequence[Path]) -> str:
 
 def _file_hash(file: Path) -> str:
     """sha256 of every byte: processors have instructions for it, so it is faster here than younger hashes."""
-    known = remembered_hash(file)
-    if known is not None:
-        return known
-    before = file.stat()
+    facts, state = _facts(file), file.stat()
+    entry = cache_folder() / "hashes" / f"{hashlib.sha256(os.fsencode(file.resolve())).hexdigest()[:32]}.json"
+    with suppress(OSError, ValueError, KeyError, TypeError):  # never hashed, or an entry that cannot be read
+        known = json.loads(read_text(entry, follow_links=False))
+        if known["file"] == facts:  # still the same one by all that the system says of it
+            return str(known["sha256"])
     with open_regular(file) as stream:
         found = hashlib.file_digest(stream, "sha256").hexdigest()
-    remember_hash(file, found, as_of=before)
+    is_settled = time.time() - max(state.st_mtime, state.st_ctime) > _SETTLED_S
+    with suppress(OSError):  # a cache that cannot be written costs time only
+        if is_settled and facts == _facts(file):
+            entry.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(entry, json.dumps({"file": facts, "sha256": found}))
     return found
 
 
@@ -228,29 +212,9 @@ _SETTLED_S = 2.0
 """A file younger than this may change again within one tick of the file system's clock and look the same."""
 
 
-def remembered_hash(file: Path) -> str | None:
-    """The hash that ``remember_hash`` was told, if the file is still the same one by all that the system says of it."""
-    try:
-        entry = json.loads(read_text(_place_of_hash(file), follow_links=False))
-        return str(entry["sha256"]) if entry["file"] == _facts(file, file.stat()) else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None  # never hashed, or an entry that cannot be read: it is hashed again
-
-
-def remember_hash(file: Path, sha256: str, *, as_of: os.stat_result) -> None:
-    """Keep the hash of ``file``; ``as_of`` is its state before it was read. A cache that cannot be written costs time
-    only."""
-    facts = _facts(file, as_of)
-    with suppress(OSError):
-        is_settled = time.time() - max(as_of.st_mtime, as_of.st_ctime) > _SETTLED_S
-        if is_settled and facts == _facts(file, file.stat()):
-            entry = _place_of_hash(file)
-            entry.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(entry, json.dumps({"file": facts, "sha256": sha256}))
-
-
-def _facts(file: Path, state: os.stat_result) -> dict[str, str | int]:
+def _facts(file: Path) -> dict[str, str | int]:
     """The time of change is beside that of modification: whoever sets the second back cannot set the first."""
+    state = file.stat()
     return {
         "path": str(file.resolve()),
         "bytes": state.st_size,
@@ -259,8 +223,3 @@ def _facts(file: Path, state: os.stat_result) -> dict[str, str | int]:
         "device": state.st_dev,
         "inode": state.st_ino,
     }
-
-
-def _place_of_hash(file: Path) -> Path:
-    name = hashlib.sha256(os.fsencode(file.resolve())).hexdigest()[:32]
-    return cache_folder() / "hashes" / f"{name}.json"

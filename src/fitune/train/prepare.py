@@ -147,7 +147,13 @@ def prepare_loaded(
             parts, engine = _deepspeed_engine(plan, parts)
             host = None  # DeepSpeed moves what it offloads
         case Ddp():
-            parts, engine = _replicated_engine(plan, parts)
+            from fitune.engine.ddp import ReplicatedEngine, replicate
+
+            parts = replace(parts, body=(body := replicate(parts.body, parts.head)))
+            engine = ReplicatedEngine(
+                parts, parts.trained, body=body, optimizer=plan.optimizer, precision=plan.precision,
+                max_grad_norm=plan.schedule.max_grad_norm,
+            )  # fmt: skip
             host = None
         case Single():
             engine = engine_for(plan, parts, parts.trained, host=host)
@@ -252,23 +258,6 @@ def _deepspeed_engine(plan: Plan, parts: LanguageModel) -> tuple[LanguageModel, 
     )
     if "nvme" in plan.offload.places:  # checkpoints have all of it
         weakref.finalize(engine, shutil.rmtree, nvme_folder(plan), ignore_errors=True)
-    return parts, engine
-
-
-def _replicated_engine(plan: Plan, parts: LanguageModel) -> tuple[LanguageModel, Engine]:
-    """The model as DDP runs it, whole on every rank, and its engine."""
-    from fitune.engine.ddp import ReplicatedEngine, replicate
-
-    body = replicate(parts.body, parts.head)
-    parts = replace(parts, body=body)
-    engine = ReplicatedEngine(
-        parts,
-        parts.trained,
-        body=body,
-        optimizer=plan.optimizer,
-        precision=plan.precision,
-        max_grad_norm=plan.schedule.max_grad_norm,
-    )
     return parts, engine
 
 

@@ -140,11 +140,8 @@ def _bitsandbytes(stored: Mapping[str, StoredTensor]) -> _Weights:
         state = _state(tensor, name)
         shape, size = tuple(state["shape"]), state["blocksize"]
         parts = {"packed": weight, "state": name}
-        for role in (
-            "absmax",
-            "quant_map",
-            *(("nested_absmax", "nested_quant_map") if _nested(state) else ()),
-        ):
+        nested = ("nested_absmax", "nested_quant_map") if _NESTED in state else ()
+        for role in ("absmax", "quant_map", *nested):
             _part(stored, f"{weight}.{role}", packed, weight)
             parts[role] = f"{weight}.{role}"
         blocks = -(-math.prod(shape) // size)
@@ -153,8 +150,7 @@ def _bitsandbytes(stored: Mapping[str, StoredTensor]) -> _Weights:
         yield weight, shape, parts, partial(_of_bitsandbytes, state=state)
 
 
-def _nested(state: Mapping[str, Any]) -> bool:
-    return "nested_blocksize" in state
+_NESTED = "nested_blocksize"
 
 
 def _state(tensor: StoredTensor, name: str) -> dict[str, Any]:
@@ -176,7 +172,7 @@ def _state(tensor: StoredTensor, name: str) -> dict[str, Any]:
 
 def _of_bitsandbytes(parts: Mapping[str, Tensor], state: Mapping[str, Any]) -> Tensor:
     largest = parts["absmax"]
-    if _nested(state):  # the maxima are of 8 bits themselves
+    if _NESTED in state:  # the maxima are of 8 bits themselves
         outer = parts["nested_absmax"].repeat_interleave(state["nested_blocksize"])[: largest.numel()]
         largest = parts["nested_quant_map"][largest.long()] * outer + state["nested_offset"]
     count, size = math.prod(state["shape"]), state["blocksize"]

@@ -59,8 +59,10 @@ class PackedWeight(nn.Module, ABC):
         for name, tensor in {"weight": packed, **beside}.items():
             if not tensor.is_floating_point():
                 self.packed_names += (name,)
-            stored = tensor if tensor.is_floating_point() else _as_type(tensor, self.dtype)
-            self.register_parameter(name, nn.Parameter(stored, requires_grad=False))
+                # bytes in a row, seen as the compute type where they come out even
+                tensor = tensor.contiguous().view(torch.uint8).view(-1)
+                tensor = tensor if len(tensor) % self.dtype.itemsize else tensor.view(self.dtype)
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Packed bytes and scales move between devices, and no ``to(dtype)`` casts them."""
@@ -73,12 +75,6 @@ class PackedWeight(nn.Module, ABC):
         for name, buffer in self.named_buffers(recurse=False):
             self._buffers[name] = moved(buffer)
         return self
-
-
-def _as_type(words: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bytes of ``words`` in a row, seen as ``dtype`` where they come out even, else as single bytes."""
-    as_bytes = words.contiguous().view(torch.uint8).view(-1)
-    return as_bytes.view(dtype if len(as_bytes) % dtype.itemsize == 0 else torch.uint8)
 
 
 class QuantisedLinear(PackedWeight, nn.Linear):
