@@ -3,43 +3,33 @@
 python bench/cards.py
 """
 
-from fitune.spec.machines.cards import Card, Elsewhere, devices_elsewhere, known_cards
-from fitune.units import format_bytes
+from itertools import groupby
+
+from fitune.spec.machines.cards import Card, devices_elsewhere, known_cards
+
+KINDS = {"rocm": "AMD (ROCm)", "gaudi": "Intel Gaudi", "metal": "Apple (Metal)", "pascal": "NVIDIA Pascal"}
 
 
 def main() -> None:
     cards = sorted(known_cards(), key=lambda card: (card.gpu.capability, card.gpu.memory_bytes))
-    sources = list(dict.fromkeys(source_of(device) for device in (*cards, *devices_elsewhere())))
-    names = f"card ({len(cards)}) | memory | dense 16 bit, TFLOP/s | fp32 | GB/s | capability"
-    print(f"| {names} | link, host GB/s | source |")
-    print("|---|---:|---:|---:|---:|---|---:|---:|")
+    print(f"| card ({len(cards)}) | GiB | dense 16 bit, TFLOP/s | fp32 | GB/s | capability | link, host GB/s |")
+    print("|---|---:|---:|---:|---:|---|---:|")
     for card in cards:
-        print(card_line(card, sources.index(source_of(card)) + 1))
-    print(f"\n| not trained on ({len(devices_elsewhere())}) | GB | TFLOP/s | GB/s | because of | source |")
-    print("|---|---:|---:|---:|---|---:|")
-    for device in devices_elsewhere():
-        memory, rate = device.advertised_gb or "–", f"{device.flops / 1e12:,.4g}" if device.flops else "–"
-        source = sources.index(source_of(device)) + 1
-        print(
-            f"| `{device.name}` | {memory} | {rate} | {device.bandwidth / 1e9:,.0f} | {device.kind} | {source} |"
-        )
-    print("\nSources:\n")
-    for number, source in enumerate(sources, 1):
-        print(f"{number}. {source}")
+        print(card_line(card))
+    elsewhere = devices_elsewhere()
+    print(f"\n| not trained on ({len(elsewhere)}) | |\n|---|---|")
+    for kind, devices in groupby(elsewhere, key=lambda device: device.kind):
+        print(f"| {KINDS[kind]} | {', '.join(f'`{device.name}`' for device in devices)} |")
 
 
-def source_of(device: Card | Elsewhere) -> str:
-    return device.gpu.source if isinstance(device, Card) else device.source
-
-
-def card_line(card: Card, source: int) -> str:
+def card_line(card: Card) -> str:
     gpu = card.gpu
     numbers = "" if gpu.has_bf16 else " fp16"
     major, minor = gpu.capability
     return (
-        f"| `{gpu.name}` | {format_bytes(gpu.memory_bytes)} | {gpu.fp16_flops / 1e12:,.4g}{numbers} | "
+        f"| `{gpu.name}` | {gpu.memory_bytes / 2**30:.2f} | {gpu.fp16_flops / 1e12:,.4g}{numbers} | "
         f"{gpu.fp32_flops / 1e12:,.4g} | {gpu.bandwidth / 1e9:,.0f} | {major}.{minor} | "
-        f"{gpu.link_bandwidth / 1e9:,.0f}, {gpu.host_bandwidth / 1e9:,.0f} | {source} |"
+        f"{gpu.link_bandwidth / 1e9:,.0f}, {gpu.host_bandwidth / 1e9:,.0f} |"
     )
 
 
