@@ -12,7 +12,9 @@ KINDS = {"rocm": "AMD (ROCm)", "gaudi": "Intel Gaudi", "metal": "Apple (Metal)",
 
 def main() -> None:
     cards = sorted(known_cards(), key=lambda card: (card.gpu.capability, card.gpu.memory_bytes))
-    print(f"| card ({len(cards)}) | GiB | dense 16 bit, TFLOP/s | fp32 | GB/s | capability | link, host GB/s |")
+    print(
+        f"| card ({len(cards)}) | GiB | dense 16 bit, TFLOP/s | fp32 | GB/s | capability | link, host GB/s |"
+    )
     print("|---|---:|---:|---:|---:|---|---:|")
     for card in cards:
         print(card_line(card))
