@@ -1,9 +1,11 @@
-"""Files and tests that README and docs/ name are there."""
+"""Files, tests, pages and headings that README and docs/ name are there; recipes on a page are taken."""
 
 import re
 from pathlib import Path
 
 import pytest
+
+from fitune.cli import main
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -26,3 +28,54 @@ def test_what_a_page_names_is_there(page: Path) -> None:
         elif test and f"def {test}(" not in found[0].read_text(encoding="utf-8"):
             missing.append(f"{name}::{test}")
     assert not missing
+
+
+LINK = re.compile(r"\]\(([^)#\s]*)(?:#([\w-]+))?\)")
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"], ids=lambda page: page.name
+)
+def test_links_of_a_page_lead_somewhere(page: Path) -> None:
+    broken = []
+    for target, anchor in LINK.findall(page.read_text(encoding="utf-8")):
+        there = page.parent / target if target else page
+        if "://" not in target and (not there.exists() or (anchor and anchor not in anchors(there))):
+            broken.append(f"{target}#{anchor}")
+    assert not broken
+
+
+def test_the_recipes_of_other_trainers_on_a_page_are_converted_and_planned(tmp_path, monkeypatch, capsys):
+    """docs/migrating.md: each as its file is named in its first line, converted, and planned as it is and as ours."""
+    recipes = re.findall(
+        r"```yaml\n# (\w+\.yaml)\n(.*?)```", (ROOT / "docs/migrating.md").read_text(), re.DOTALL
+    )
+    assert [name for name, _ in recipes] == [
+        "axolotl.yaml",
+        "llama_factory.yaml",
+        "trl.yaml",
+        "torchtune.yaml",
+    ]
+    monkeypatch.chdir(tmp_path)
+    Path("train.jsonl").write_text('{"instruction": "add 1 and 1", "output": "2"}\n' * 40)
+    for name, text in recipes:
+        Path(name).write_text(text)
+        Path("ours.yaml").write_text(printed(["convert", name], monkeypatch, capsys))
+        for recipe in (name, "ours.yaml"):
+            assert "FITS" in printed(["plan", recipe, "--gpu", "4090"], monkeypatch, capsys)
+
+
+def printed(words, monkeypatch, capsys):
+    """What a command prints; it must succeed."""
+    monkeypatch.setattr("sys.argv", ["fitune", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    out, err = capsys.readouterr()
+    assert not ended.value.code, err
+    return out
