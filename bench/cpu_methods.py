@@ -3,7 +3,7 @@
     python bench/cpu_methods.py                        every method by its settings
     python bench/cpu_methods.py --methods QLoRA LOMO   those whose name has one of these words; with --json the others
                                                        stay as they were seen the same day
-    python bench/cpu_methods.py --json results/cpu_methods.json --page docs/measured-memory.md
+    python bench/cpu_methods.py --json results/cpu_methods.json --page cpu_methods.md
 
 The same small Llama, rows and meter as in cpu_memory.py. Measured is a real step, rehearsed the same step on fake
 tensors, predicted is arithmetic on the shapes. Then two promises in figures (methods_promises.py): what LOMO holds of

@@ -1,4 +1,4 @@
-"""docs/measured-memory.md: what cpu_methods.py saw, as tables."""
+"""A page of tables: what cpu_methods.py saw, as tables."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
@@ -12,7 +12,7 @@ _HEAD = """\
 Peak of tensors in one training step of a small Llama (6 blocks of width 128, four rows of 64 to 128 tokens) on a CPU,
 where every live tensor can be counted. None of it is a figure of a GPU. Written on {date} by
 
-    python bench/cpu_methods.py --json results/cpu_methods.json --page docs/measured-memory.md
+    python bench/cpu_methods.py --json results/cpu_methods.json --page cpu_methods.md
 
 with {versions}.
 
