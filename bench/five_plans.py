@@ -19,18 +19,16 @@ CASES = (
     ("8 B on a gaming card", "--model meta-llama/Llama-3.1-8B --gpu rtx-4090"),
     ("70 B on two of the last generation", "--model meta-llama/Llama-2-70b-hf --gpu rtx-3090 --gpus 2"),
     ("Every weight of 70 B on a node", "--model meta-llama/Llama-3.1-70B --gpu h100 --gpus 8 --tuning full"),
-    ("70 B on an old node", "--model meta-llama/Llama-2-70b-hf --gpu v100-32gb --gpus 8"),
     ("1.5 B on a MacBook: refused", '--model Qwen/Qwen2.5-1.5B --gpu "M3 Max"'),
     (
         "1.5 B on a processor with a MacBook's memory",
         "--model Qwen/Qwen2.5-1.5B --gpu cpu --host-memory 36GiB --tuning lora",
     ),
 )
-INTRODUCTION = f"""# Five plans
+INTRODUCTION = f"""# Five plans: what does the answer look like?
 
-What people ask for most, as it prints, with {ROWS:,} questions and answers as data. `bench/five_plans.py` makes the
-rows, runs the commands and writes this page. Times of GPUs come from datasheets; the processor has two cores, and its
-rates are assumed ones.
+What people ask for most, as it prints, with {ROWS:,} questions and answers as data (`bench/five_plans.py`). Times of
+GPUs come from datasheets; the processor has two cores, and its rates are assumed ones.
 """
 
 

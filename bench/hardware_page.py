@@ -49,12 +49,14 @@ MACHINES = (
     Machine("8 × H100", "h100", 8),
     Machine("2 nodes of 8 × H100", "h100", 8, 2),
 )
-INTRODUCTION = """# What fits, and how fast
+INTRODUCTION = """# Hardware: what fits on which cards, and how fast?
 
 Made by `bench/hardware_page.py` from the planner: rows of 2,048 tokens, every other choice open, the fastest plan that
 fits and trains. A cell is tokens/s of all cards together and US dollars for a million tokens, at the prices that
 `fitune plan` assumes; speeds come from datasheets and were never measured by fitune on a GPU. `↓` keeps weights or
-optimizer in the host's memory, which is taken to be twice that of the cards; `–` does not fit.
+optimizer in the host's memory, which is taken to be twice that of the cards; `–` does not fit. Qwen2.5-1.5B,
+Llama-3.2-3B, 3.1-8B, 3.1-70B and 3.1-405B, Qwen2.5-14B and 32B and Qwen3-30B-A3B were planned; a model without a row
+fits by no method.
 """
 
 
@@ -92,7 +94,8 @@ def main() -> None:
         os.environ["FITUNE_CACHE"] = folder  # without what was measured on this machine
         for machine in MACHINES:
             cells = {model: [cell(planned(model, tuning, machine)) for tuning in TUNINGS] for model in MODELS}
-            rows = [f"| {model.partition('/')[2]} | {' | '.join(row)} |" for model, row in cells.items()]
+            fits = {model: row for model, row in cells.items() if set(row) != {"–"}}
+            rows = [f"| {model.partition('/')[2]} | {' | '.join(row)} |" for model, row in fits.items()]
             parts.append(
                 "\n".join(
                     [f"## {machine.title}", f"| | {' | '.join(TUNINGS)} |", "|---|---:|---:|---:|", *rows, ""]
