@@ -12,10 +12,8 @@ KINDS = {"rocm": "AMD (ROCm)", "gaudi": "Intel Gaudi", "metal": "Apple (Metal)",
 
 def main() -> None:
     cards = sorted(known_cards(), key=lambda card: (card.gpu.capability, card.gpu.memory_bytes))
-    print(
-        f"| card ({len(cards)}) | GiB | dense 16 bit, TFLOP/s | fp32 | GB/s | capability | link, host GB/s |"
-    )
-    print("|---|---:|---:|---:|---:|---|---:|")
+    print(f"| card ({len(cards)}) | GiB | dense 16 bit, TFLOP/s | GB/s | capability | link, host GB/s |")
+    print("|---|---:|---:|---:|---|---:|")
     for card in cards:
         print(card_line(card))
     elsewhere = devices_elsewhere()
@@ -30,7 +28,7 @@ def card_line(card: Card) -> str:
     major, minor = gpu.capability
     return (
         f"| `{gpu.name}` | {gpu.memory_bytes / 2**30:.2f} | {gpu.fp16_flops / 1e12:,.4g}{numbers} | "
-        f"{gpu.fp32_flops / 1e12:,.4g} | {gpu.bandwidth / 1e9:,.0f} | {major}.{minor} | "
+        f"{gpu.bandwidth / 1e9:,.0f} | {major}.{minor} | "
         f"{gpu.link_bandwidth / 1e9:,.0f}, {gpu.host_bandwidth / 1e9:,.0f} |"
     )
 
