@@ -10,6 +10,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+from report.conftest import write_run
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 pytestmark = [
@@ -21,8 +23,16 @@ WAIT_MS = 60_000
 
 
 @pytest.fixture(scope="module")
-def address():
-    command = [sys.executable, "-m", "fitune", "ui"]
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    write_run(folder / "first")
+    (write_run(folder / "second") / "report.json").unlink()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(runs):
+    command = [sys.executable, "-m", "fitune", "ui", "--runs", str(runs)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ)) as server:
         yield server.stdout.readline().strip()
         server.terminate()
@@ -136,11 +146,13 @@ def test_everything_has_a_name_for_those_who_do_not_see_it(opened):
     assert page.locator("h1").count() == 1
 
 
-@pytest.mark.parametrize("query", [QUESTION, "?model=meta-llama%2FLlama-3.1-70B&gpu=rtx-4090&tuning=full"])
+@pytest.mark.parametrize(
+    "query", [QUESTION, "?model=meta-llama%2FLlama-3.1-70B&gpu=rtx-4090&tuning=full", "runs"]
+)
 def test_a_phone_needs_no_sideways_scrolling(opened, query):
     page = opened(query, wait=False, viewport={"width": 390, "height": 844})
-    page.locator("#answer section").first.wait_for()
-    page.wait_for_selector("#ways[aria-busy=false]", state="attached")
+    page.locator("#answer section, #runs section").first.wait_for()
+    page.wait_for_load_state("networkidle")
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
@@ -160,6 +172,35 @@ def test_a_hostile_name_is_text(opened):
     assert "<img src=x" in page.get_by_role("alert").inner_text()
     assert page.locator("#answer img").count() == 0
     assert page.title() == "fitune: what fits"
+
+
+def test_cards_to_rent_come_one_after_the_other_and_sort_by_cost(opened):
+    page = opened()
+    page.locator("#rent").evaluate(
+        "button => { button.dataset.cards = 't4 rtx-3090'; }"
+    )  # two of 26: seconds
+    page.locator("#rent").click()
+    page.locator("#offers tbody tr").nth(5).wait_for()
+    playwright.expect(page.locator("#renting")).to_have_text("", timeout=WAIT_MS)
+    page.locator("#offers").get_by_role("button", name="cost").click()
+    costs = [
+        float(cell.get_attribute("data-value")) for cell in page.locator("#offers td:nth-child(6)").all()
+    ]
+    assert costs == sorted(costs)
+    page.get_by_label("Rows of data").fill("2000")
+    page.locator("#offers").wait_for(state="hidden")
+
+
+def test_the_runs_are_a_page_that_follows_them(opened, runs):
+    page = opened("", wait=False)
+    page.get_by_role("link", name="Runs").click()
+    page.get_by_role("row", name="second").get_by_text("unfinished").wait_for()
+    assert page.locator("polyline").count() == 2
+    assert page.evaluate("document.documentElement.scrollWidth") <= page.viewport_size["width"]
+    write_run(runs / "third")
+    page.get_by_role("link", name="third").wait_for()  # without a click: the table comes anew
+    page.get_by_role("link", name="first").click()
+    page.get_by_text("fitune run report").wait_for()
 
 
 def test_the_server_listens_on_this_machine_alone(address):

@@ -31,7 +31,8 @@ LARGEST = 60_000
 def client():
     from starlette.testclient import TestClient
 
-    answers = {"": planner_page.page, "answer": planner_page.answer, "ways": planner_page.ways}
+    names = {"": "page", "answer": "answer", "ways": "ways", "rent": "rent"}
+    answers = {address: getattr(planner_page, name) for address, name in names.items()}
     return TestClient(local_app(answers, token="secret"), base_url="http://127.0.0.1:8000")
 
 
@@ -76,6 +77,21 @@ def test_another_method_stands_once(client):
         "placements of the plan's own"
     )
     assert sum("qlora 2 × rtx-4090" in row for row in rows) == 1
+
+
+def test_a_card_to_rent_has_the_plan_that_is_taken_there(client):
+    question = {"model": "meta-llama/Llama-3.1-8B", "gpu": "rtx-4090", "gpus": "3", "rows": "50000"}
+    rows = client.get("/secret/rent", params={**question, "card": "h100"}).text
+    devices = [re.search("(?:[248] × )?h100", text_of(row))[0] for row in rows.split("</tr>")[:-1]]
+    assert devices == ["h100", "2 × h100", "4 × h100", "8 × h100"]
+    report = plan_on_data(recipe_of(None, {"model": question["model"], "gpu": "h100", "gpus": 8}))
+    assert f'data-value="{report.taken.estimate.peak_bytes}"' in rows
+
+
+def test_a_card_without_a_price_or_a_plan_has_no_row(client):
+    question = {"model": "meta-llama/Llama-3.1-405B", "tuning": "full"}
+    for card in ("t4", "gtx-1080-ti", "no-card", "", HOSTILE):
+        assert client.get("/secret/rent", params={**question, "card": card}).text.strip() == ""
 
 
 def test_what_does_not_fit_says_so_and_names_changes(client):

@@ -141,11 +141,16 @@ def plan(
 
 
 @app.command()
-def ui(port: Annotated[int, Option(min=0, max=65535, help="0 takes a free one.")] = 0) -> None:
+def ui(
+    port: Annotated[int, Option(min=0, max=65535, help="0 takes a free one.")] = 0,
+    runs: Annotated[
+        Path | None, Option(metavar="FOLDER", help="Its runs have a page, too, with live curves.")
+    ] = None,
+) -> None:
     """Plan in a page of this machine: type a model and cards, see what fits. Needs the extra `ui`."""
     from fitune.session.planner_page import serve_planner
 
-    serve_planner(port, tell=lambda address: print(address, flush=True))
+    serve_planner(port, runs=runs, tell=lambda address: print(address, flush=True))
 
 
 @app.command(**_RECIPE)

@@ -1,4 +1,5 @@
-"""The planner's page: a question becomes the plan and the words of the first screen, and the page shows them.
+"""The planner's page: a question becomes the plan and the words of the first screen, and the page shows them; and
+beside it the page of a folder's runs.
 
 A model is a name of the built-in table or a config.json that was pasted: no path of a question is ever read.
 """
@@ -7,7 +8,7 @@ import json
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import yaml
 from fitune.credentials import without_credentials
 from fitune.errors import FituneError, ModelError, NothingFits, RecipeError
 from fitune.estimate.predict import predict
-from fitune.planner.defaults import price_of
+from fitune.planner.defaults import PRICES, price_of
 from fitune.planner.first_screen import (
     Way,
     facts_of,
@@ -27,7 +28,7 @@ from fitune.planner.first_screen import (
 )
 from fitune.planner.whole_run import whole_run
 from fitune.report.page import write_page
-from fitune.report.ui.page import answer_html, bars_of, planner_html, ways_html
+from fitune.report.ui.page import answer_html, bars_of, planner_html, rent_html, ways_html
 from fitune.report.ui.server import serve
 from fitune.session.planning import plan_for, wanted_hardware
 from fitune.session.recipes.reading import split_words
@@ -217,10 +218,26 @@ def _way(asked: Asked, change: str, priced: Priced) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def page(question: Mapping[str, str]) -> str:
+def rent(question: Mapping[str, str]) -> str:
+    """HTML of rows for 1, 2, 4 and 8 of the ``card`` that is named, on one machine: of each the plan that is taken
+    there, as if the question had named it. Empty where nothing fits or the question is an error. Raises nothing."""
+    rest = {key: value for key, value in question.items() if key not in ("card", "gpu", "gpus", "nodes")}
+    rows = []
+    for count in ("1", "2", "4", "8"):
+        try:
+            asked = read_question({**rest, "gpu": question.get("card", ""), "gpus": count})
+            if asked.recipe.gpu not in PRICES:
+                return ""
+            rows.append(_way(asked, "", plan_question(asked).taken))
+        except FituneError:
+            continue
+    return rent_html(rows=rows)
+
+
+def page(question: Mapping[str, str], *, runs: bool = False) -> str:
     """The whole page, whose script asks for the answer to the address's query."""
     choices = {key: values_of(f"--{key}") for key in ("model", "gpu", "tuning")}
-    return planner_html(question, choices, answer="", ways="", live=True)
+    return planner_html(question, choices, answer="", ways="", live=True, cards=tuple(PRICES), runs=runs)
 
 
 def write_plan_page(recipe: Recipe, found: PlanReport | NothingFits, path: Path, *, train: str) -> Path:
@@ -235,6 +252,12 @@ def write_plan_page(recipe: Recipe, found: PlanReport | NothingFits, path: Path,
     return write_page(path, planner_html({}, {}, answer=shown, ways=table, live=False))
 
 
-def serve_planner(port: int, *, tell: Callable[[str], object]) -> None:
-    """Answer on 127.0.0.1 until Ctrl-C; ``tell`` gets the address."""
-    serve({"": page, "answer": answer, "ways": ways}, port=port, tell=tell)
+def serve_planner(port: int, *, runs: Path | None, tell: Callable[[str], object]) -> None:
+    """Answer on 127.0.0.1 until Ctrl-C; ``tell`` gets the address. ``runs``: a folder whose runs have a page, too."""
+    answers = {"": partial(page, runs=runs is not None), "answer": answer, "ways": ways, "rent": rent}
+    if runs is not None:
+        from fitune.session.runs_page import RunsFolder  # reads reports: only for those who ask
+
+        folder = RunsFolder(runs)
+        answers |= {"runs": folder.page, "runs-table": folder.table, "run": folder.run}
+    serve(answers, port=port, tell=tell)

@@ -11,6 +11,7 @@ function query() {
 async function ask() {
   const number = ++asked, text = query();
   history.replaceState(null, "", text ? "?" + text : location.pathname);
+  by("offers").hidden = true;
   if (!form.elements.model.value.trim() && !form.elements.config.value.trim()) {
     by("answer").replaceChildren();
     by("ways").replaceChildren();
@@ -54,6 +55,20 @@ function sort(head) {
   table.tBodies[0].append(...rows);
 }
 
+// One kind of card after the other, so that rows come while the rest is planned; another question ends it.
+async function rent(button) {
+  const table = by("offers"), text = query(), cards = button.dataset.cards.split(" ");
+  table.tBodies[0].replaceChildren();
+  table.hidden = false;
+  for (const [number, card] of cards.entries()) {
+    by("renting").textContent = `${number} of ${cards.length}`;
+    const html = await (await fetch(`rent?${text}&card=${card}`)).text();
+    if (query() !== text) break;
+    table.tBodies[0].insertAdjacentHTML("beforeend", html);  // escaped by the server
+  }
+  by("renting").textContent = "";
+}
+
 function tip(event) {
   const of = event.target.closest?.("[data-tip]");
   if (of) of.closest("section").querySelector(".tip").textContent = of.dataset.tip;
@@ -66,6 +81,7 @@ document.addEventListener("click", (event) => {
   if (!button) return;
   if (button.dataset.copy) copy(by(button.dataset.copy).textContent, button);
   else if (button.id === "link") copy(location.href, button);
+  else if (button.id === "rent") rent(button);
   else if (button.closest("th")) sort(button.closest("th"));
 });
 if (form) {

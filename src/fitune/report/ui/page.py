@@ -1,13 +1,15 @@
-"""HTML of the planner's page, its bars and its tables. All texts are escaped."""
+"""HTML of the local pages: the planner with its bars and tables, and the runs of a folder. All texts are escaped."""
 
 import base64
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fitune.report.page import render
+from fitune.report.plots import thin
 from fitune.units import format_bytes
 
 _TEMPLATES = Path(__file__).parent.parent / "templates"
@@ -66,17 +68,34 @@ def bars_of(rows: Mapping[str, Mapping[str, int]], *, limit: int) -> Bars:
 
 
 def planner_html(
-    question: Mapping[str, str], choices: Mapping[str, Sequence[str]], *, answer: str, ways: str, live: bool
+    question: Mapping[str, str],
+    choices: Mapping[str, Sequence[str]],
+    *,
+    answer: str,
+    ways: str,
+    live: bool,
+    cards: Sequence[str] = (),
+    runs: bool = False,
 ) -> str:
-    """The whole page. ``answer`` and ``ways`` are HTML; a page that is not ``live`` is a file without a form."""
+    """The whole page. ``answer`` and ``ways`` are HTML; a page that is not ``live`` is a file without a form.
+
+    ``cards``: names of those that can be rented; ``runs``: whether there is a page of runs beside this one.
+    """
     from markupsafe import Markup
 
-    script = (_TEMPLATES / "planner.js").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return render(
         "planner.html", title="fitune: what fits", question=question, choices=choices, answer=Markup(answer),
-        ways=Markup(ways), live=live, script=Markup(script), script_hash=digest,
+        ways=Markup(ways), live=live, cards=cards, runs=runs, **_script("planner.js"),
     )  # fmt: skip
+
+
+def _script(name: str) -> dict[str, str]:
+    """The script of a page, and its hash, by which the page's policy lets it run and no other."""
+    from markupsafe import Markup
+
+    script = (_TEMPLATES / name).read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return {"script": Markup(script), "script_hash": digest}
 
 
 def answer_html(**values: Any) -> str:
@@ -88,3 +107,45 @@ def answer_html(**values: Any) -> str:
 def ways_html(**values: Any) -> str:
     """The table of ways that fit, and the first screen of the terminal."""
     return render("planner_ways.html", **values)
+
+
+def rent_html(**values: Any) -> str:
+    """Rows of the table of cards to rent."""
+    return render("planner_rent.html", **values)
+
+
+def runs_html(folder: str, *, table: str) -> str:
+    """The page of a folder's runs, which asks for ``table`` again while it is seen."""
+    from markupsafe import Markup
+
+    return render(
+        "runs.html",
+        title=f"fitune: runs in {folder}",
+        folder=folder,
+        table=Markup(table),
+        **_script("runs.js"),
+    )
+
+
+def runs_table_html(**values: Any) -> str:
+    """A row for each run."""
+    return render("runs_table.html", **values)
+
+
+def run_refused_html(why: str) -> str:
+    """The page in place of a run's report."""
+    return render("run_refused.html", title="fitune: no report", why=why)
+
+
+def curve_of(points: Sequence[tuple[int, float]]) -> str:
+    """Points of an SVG polyline in a box of 100 × 30, the highest value at its top; empty for fewer than two values.
+    Values that are not finite are left out."""
+    finite = thin([(step, value) for step, value in points if math.isfinite(value)])
+    if len(finite) < 2:
+        return ""
+    first, last = finite[0][0], finite[-1][0]
+    low, high = min(value for _, value in finite), max(value for _, value in finite)
+    return " ".join(
+        f"{100 * (step - first) / (last - first or 1):.1f},{29 - 28 * (value - low) / (high - low or 1):.1f}"
+        for step, value in finite
+    )

@@ -1,0 +1,140 @@
+"""The page of a folder's runs: what the files of each say now, and nothing else of this machine."""
+
+import json
+import re
+import shutil
+import sys
+from html import unescape
+from urllib.parse import urlencode
+
+import pytest
+
+from fitune.cli import main
+from fitune.report.ui.page import curve_of
+from fitune.report.ui.server import local_app
+from fitune.session.runs_page import RunsFolder
+from fitune.spec.run_lock import lock_directory
+from fitune.units import format_bytes, format_rate
+from report.conftest import write_run
+
+HOSTILE = "<img src=x onerror=alert(1)>"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Two runs: one is complete, of the other all 120 steps are written and no report yet."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # pictures cost a second
+    write_run(tmp_path / "runs" / "first")
+    (write_run(tmp_path / "runs" / "second") / "report.json").unlink()
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def ask(folder):
+    from starlette.testclient import TestClient
+
+    page = RunsFolder(folder)
+    answers = {"runs": page.page, "runs-table": page.table, "run": page.run}
+    client = TestClient(local_app(answers, token="secret"), base_url="http://127.0.0.1:8000")
+    return lambda address, **question: client.get(f"/secret/{address}", params=question).text
+
+
+def text_of(html):
+    return " ".join(unescape(re.sub(r"<[^>]+>", " ", html)).split())
+
+
+def rows_of(html):
+    """Cells by the name of the run."""
+    rows = [re.findall("<td.*?</td>", row, re.DOTALL) for row in re.findall("<tr>.*?</tr>", html, re.DOTALL)]
+    return {text_of(row[0]).split()[0]: [text_of(cell) for cell in row] for row in rows if row}
+
+
+def test_each_run_says_how_far_it_is_and_how_well_it_learns(ask, folder):
+    report = json.loads((folder / "first" / "report.json").read_text())
+    steps = [json.loads(line) for line in (folder / "first" / "metrics.jsonl").read_text().splitlines()]
+    html = ask("runs")
+    rows = rows_of(html)
+    assert set(rows) == {"first", "second"}
+    assert "complete 120 of 120 steps" in rows["first"][1]
+    assert "demo-llama-11m · lora" in rows["first"][0]
+    assert rows["first"][3] == f"{steps[0]['loss']:.3g} → {steps[-1]['loss']:.3g}"
+    assert rows["first"][5] == format_bytes(max(report["memory"]["phases"].values()))
+    assert rows["first"][6] == format_rate(report["tokens_per_second"])
+    assert html.count("<polyline") == 2
+    assert "unfinished nobody runs it" in rows["second"][1]
+
+
+def test_the_table_follows_a_run_that_goes_on(ask, folder):
+    metrics = folder / "second" / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(lines[:40]))
+    with lock_directory(folder / "second"):
+        assert "running" in rows_of(ask("runs-table"))["second"][1]
+        assert "step 40 of 120" in rows_of(ask("runs-table"))["second"][1]
+        with metrics.open("a") as file:
+            file.writelines(lines[40:60])
+        assert "step 60 of 120" in rows_of(ask("runs-table"))["second"][1]
+        assert 'http-equiv="refresh" content="5"' in ask("run", name="second")
+    assert 'http-equiv="refresh"' not in ask("run", name="second")
+    shutil.rmtree(folder / "second")
+    assert set(rows_of(ask("runs-table"))) == {"first"}
+
+
+def test_the_report_of_a_run_is_its_page(ask):
+    assert "demo-llama-11m" in text_of(ask("run", name="first"))
+    assert "fitune run report" in text_of(ask("run", name="first"))
+
+
+@pytest.mark.parametrize("name", ["", "..", "../outside", "/etc", "first/..", "link", "third", HOSTILE])
+def test_no_other_path_is_read(ask, folder, name):
+    write_run(folder.parent / "outside")
+    (folder / "link").symlink_to(folder.parent / "outside")
+    html = ask("run", name=name)
+    assert f"has no run {name!r}" in unescape(html)
+    assert "demo-llama-11m" not in html
+    assert "<img" not in html
+
+
+def test_a_damaged_run_is_said_and_the_others_are_shown(ask, folder):
+    (folder / "second" / "plan.json").write_text("{")
+    rows = rows_of(ask("runs-table"))
+    assert "plan.json" in rows["second"][1]
+    assert "complete" in rows["first"][1]
+    assert "plan.json" in text_of(ask("run", name="second"))
+
+
+def test_a_folder_that_is_itself_a_run_is_shown(folder):
+    assert "demo-llama-11m" in RunsFolder(folder / "first").table({})
+    assert "demo-llama-11m" in RunsFolder(folder / "first").run({"name": "."})
+
+
+def test_names_are_escaped(ask, folder):
+    (folder / "first").rename(folder / HOSTILE.replace("/", ""))
+    html = ask("runs")
+    assert "<img" not in html
+    assert urlencode({"name": HOSTILE}) in html
+
+
+def test_an_empty_folder_says_what_fills_it(tmp_path):
+    assert "No run is in" in RunsFolder(tmp_path).table({})
+
+
+def test_a_folder_that_is_not_there_is_one_plain_error(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["fitune", "ui", "--runs", str(tmp_path / "none")])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code
+    assert capsys.readouterr().err.startswith("error: --runs ")
+
+
+@pytest.mark.parametrize(
+    ("points", "drawn"),
+    [
+        ([(1, 2.0), (2, 1.0), (3, 1.5)], "0.0,1.0 50.0,29.0 100.0,15.0"),
+        ([(1, 2.0), (2, float("nan")), (3, 2.0)], "0.0,29.0 100.0,29.0"),
+        ([(1, 2.0), (2, float("inf"))], ""),
+        ([], ""),
+    ],
+)
+def test_a_curve_has_its_highest_value_at_the_top(points, drawn):
+    assert curve_of(points) == drawn
