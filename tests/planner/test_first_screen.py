@@ -6,7 +6,7 @@ import shlex
 import pytest
 
 from fitune.cli.terminal import print_coloured
-from fitune.errors import NothingFits
+from fitune.errors import HardwareError, NothingFits
 from fitune.planner.first_screen import first_screen, other_ways, screen_of_nothing
 from fitune.session.planning import first_screen_of, plan_on_data, wanted_hardware
 from fitune.session.recipes.reading import recipe_from
@@ -111,3 +111,67 @@ def test_the_peak_adds_up_in_the_line_below_the_bar():
 def test_a_pipe_gets_plain_text(capsys):
     print_coloured("✔ FITS   [bold] a model")
     assert capsys.readouterr().out == "✔ FITS   [bold] a model\n"
+
+
+LLAMA = "--model meta-llama/Llama-3.1-8B --gpu rtx-4090"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (f"{LLAMA} --learning-rate 0.1", "learning_rate: 0.1 is 500 × the usual 0.0002"),
+        (f"{LLAMA} --learning-rate 1e-8", "learning_rate: 1e-08 is 1/20,000 of the usual 0.0002"),
+        (f"{LLAMA} --data few.jsonl", "data: 20 rows are few"),
+        (
+            "--model meta-llama/Llama-3.1-8B",
+            "no GPU was found here: planned for the processor; --gpu rtx-4090",
+        ),
+    ],
+)
+def test_what_is_most_often_a_slip_is_said(words, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [json.dumps({"question": f"q {row}", "answer": f"a {row}"}) for row in range(20)]
+    (tmp_path / "few.jsonl").write_text("\n".join(rows))
+    report, ways = planned(words)
+    screen = first_screen(report, ways, train="fitune train")
+    assert said in " ".join(screen.split())
+    assert len(screen.splitlines()) <= 20
+
+
+@pytest.mark.parametrize("words", [LLAMA, f"{LLAMA} --learning-rate 1e-3", "--model demo --gpu cpu"])
+def test_what_is_usual_is_not_remarked_on(words, demo_config):
+    report, ways = planned(words.replace("demo", demo_config))
+    screen = first_screen(report, ways, train="fitune train")
+    assert "learning_rate:" not in screen
+    assert "no GPU" not in screen
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--gpu 24GB", "is a size, not a card"),
+        (
+            "--gpu rtx-3090 --gpus 16",
+            "gpus = 16 is the number in one node, and machines with rtx-3090 have 8",
+        ),
+        ("--gpu v100-32gb --gpus 24", "machines with v100-32gb have 16 at most"),
+    ],
+)
+def test_a_machine_that_is_none_is_refused_with_what_to_type(words, said):
+    with pytest.raises(HardwareError) as refused:
+        planned(f"--model meta-llama/Llama-3.1-8B {words}")
+    assert said in refused.value.message
+    options = [word for word in refused.value.hint.split(";")[0].split() if not word.startswith("try")]
+    if words == "--gpu 24GB":
+        assert "rtx-4090" in refused.value.hint
+        assert "h100" not in refused.value.hint
+    else:
+        hardware = planned(
+            f"--model meta-llama/Llama-3.1-8B {words.split(' --gpus')[0]} {' '.join(options)}"
+        )[0]
+        assert hardware.taken.plan.hardware.num_gpus >= int(words.split()[-1])
+
+
+def test_one_node_that_was_said_is_one_node():
+    report, _ = planned("--model meta-llama/Llama-3.1-8B --gpu rtx-3090 --gpus 10 --nodes 1 --tuning lora")
+    assert report.taken.plan.hardware.gpus_per_node == 10

@@ -31,6 +31,7 @@ from fitune.units import (
 
 BAR = 30
 MOST_NOTES = 3
+NO_GPU = "note on gpu: no GPU"
 _GROUPS = {
     "weights": ("weights",),
     "gathered": ("gathered weights",),
@@ -156,6 +157,9 @@ Fact = tuple[str, tuple[str, ...]]
 def facts_of(report: PlanReport) -> Iterator[Fact]:
     """Yields the facts behind the verdict: how it trains, memory, host memory, speed, the job."""
     taken = report.taken
+    yield from (
+        ("but", (line.removeprefix("note on gpu: "),)) for line in report.decisions if line.startswith(NO_GPU)
+    )
     yield from _how(taken.plan)
     yield "memory", _memory(taken)
     yield from _host(taken)
@@ -287,11 +291,11 @@ def screen_of_nothing(error: NothingFits) -> str:
 
 
 def _notes(report: PlanReport) -> Iterator[str]:
-    """Yields the first MOST_NOTES notes of the decisions, without those on the host, which has a line of its own."""
+    """Yields the first MOST_NOTES notes of the decisions, without those that have a line of their own."""
     notes = [
         line
         for line in report.decisions
-        if line.startswith("note on ") and not line.startswith(("note on the host", "note on times"))
+        if line.startswith("note on ") and not line.startswith(("note on the host", "note on times", NO_GPU))
     ]
     for line in notes[:MOST_NOTES]:
         yield wrapped(line, hanging=2)

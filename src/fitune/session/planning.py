@@ -4,7 +4,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from fitune.errors import DataError, NothingFits
+from fitune.errors import DataError, HardwareError, NothingFits
 from fitune.measure.hardware import resolve_hardware, see_one_kind
 from fitune.planner.defaults import with_host_memory
 from fitune.planner.search import find_plan
@@ -17,6 +17,12 @@ from fitune.spec.model.tracer import by_installed_libraries
 from fitune.spec.predictions import PlanReport
 from fitune.spec.recipe.recipe import Recipe
 from fitune.spec.rules import Purpose
+from fitune.units import counted
+
+LARGE_NODES = {"v100-32gb": 16, "a100-40gb": 16}
+"""GPUs in the largest machines that are sold or rented, where those have more than 8: NVIDIA's DGX-2 (its data sheet)
+and Google Cloud's a2-megagpu-16g."""
+FEW_ROWS = 50
 
 
 def see_planned_gpus() -> None:
@@ -45,6 +51,10 @@ def plan_on_data(recipe: Recipe) -> PlanReport:
     """The plan, and the whole run on the data that the recipe names. Raises DataError for a file that is missing."""
     report = _on_data(recipe, plan_for(recipe))
     sources = report.chosen.plan.data.sources
+    if report.run is not None and report.run.epoch.rows < FEW_ROWS:
+        rows = counted(report.run.epoch.rows, "row")
+        note = f"note on data: {rows} are few: expect the model to repeat them by heart"
+        return replace(report, decisions=(*report.decisions, note))
     if report.run is not None or not sources:
         return report
     note = (
@@ -99,7 +109,19 @@ def _on_data(recipe: Recipe, report: PlanReport) -> PlanReport:
 
 
 def wanted_hardware(recipe: Recipe) -> Hardware:
-    """The hardware that the recipe names, or else this machine's."""
+    """The hardware that the recipe names, or else this machine's. Raises HardwareError for more GPUs in one node than
+    machines of that card have, where the number of nodes was left open."""
+    most = LARGE_NODES.get(recipe.gpu or "", 8)
+    if (
+        recipe.gpu not in (None, "cpu")
+        and (recipe.gpus or 1) > most
+        and "nodes" not in recipe.model_fields_set
+    ):
+        nodes = -(-(recipe.gpus or 1) // most)
+        raise HardwareError(
+            f"gpus = {recipe.gpus} is the number in one node, and machines with {recipe.gpu} have {most} at most",
+            hint=f"--gpus {most} --nodes {nodes}; --nodes 1 beside it if one machine really has {recipe.gpus}",
+        )
     found = resolve_hardware(
         gpu=recipe.gpu, gpus=recipe.gpus, nodes=recipe.nodes, host_memory_bytes=recipe.host_memory,
         figures=GpuFigures(

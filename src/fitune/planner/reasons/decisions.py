@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from fitune.estimate.division import num_ranks
 from fitune.estimate.overhead import checkpoint_bytes, unmeasured_bytes
 from fitune.planner.candidates import Request
-from fitune.planner.defaults import GLOBAL_BATCH_SIZE
+from fitune.planner.defaults import GLOBAL_BATCH_SIZE, default_learning_rate
 from fitune.planner.methods import CHOICE, why_on_cpu
 from fitune.planner.reasons.adapter_decisions import adapter_decisions
 from fitune.planner.reasons.placement_decisions import devices_here, devices_left_idle, placement_decisions
@@ -33,6 +33,9 @@ from fitune.spec.words import (
     method_name,
 )
 from fitune.units import counted, format_bytes, format_percent
+
+HIGH_RATE, LOW_RATE = 10.0, 0.01
+"""A learning rate beyond these multiples of the method's default is most often a slip."""
 
 
 def decisions_of(
@@ -230,6 +233,17 @@ def _tf32(recipe: Recipe, plan: Plan) -> Iterator[str]:
 def _learning_rate(recipe: Recipe, plan: Plan) -> Iterator[str]:
     if recipe.learning_rate is None:
         yield f"learning rate: {plan.schedule.learning_rate:g}, fitune's default for this tuning and optimizer"
+        return
+    usual = default_learning_rate(plan.tuning, plan.optimizer)
+    times = recipe.learning_rate / usual
+    if times > HIGH_RATE:
+        high = f"{recipe.learning_rate:g} is {times:,.0f} × the usual {usual:g}"
+        yield f"note on learning_rate: {high}; the loss may diverge"
+    elif 0 < times < LOW_RATE:
+        yield (
+            f"note on learning_rate: {recipe.learning_rate:g} is 1/{1 / times:,.0f} of the usual {usual:g}; "
+            "the model may hardly change"
+        )
 
 
 def _overruled(recipe: Recipe) -> Iterator[str]:

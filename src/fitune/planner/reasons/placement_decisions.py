@@ -26,7 +26,10 @@ def devices_left_idle(request: Request, plan: Plan) -> Iterator[str]:
 def devices_here(recipe: Recipe, request: Request, plan: Plan) -> Iterator[str]:
     """Lines about the GPUs of this machine, where the recipe names none: how many, and what others hold of them."""
     hardware = request.hardware
-    if recipe.gpu is not None or hardware.gpu.is_cpu:
+    if recipe.gpu is not None:
+        return
+    if hardware.gpu.is_cpu:
+        yield "note on gpu: no GPU was found here: planned for the processor; --gpu rtx-4090 plans for a card"
         return
     if recipe.gpus is None and plan.hardware.gpus_per_node == hardware.gpus_per_node > 1:
         yield f"gpus: {hardware.gpus_per_node}, all that are here and of this kind; gpus: 1 keeps one"

@@ -86,6 +86,7 @@ def _refuse_slips(name: str) -> None:
     """Raises HardwareError for several cards, a laptop's card, a device without CUDA, and ``cuda`` itself."""
     text = name.lower()
     _refuse_list(name, text)
+    _refuse_size(name, text)
     for pattern in _COUNTED:
         found = pattern.fullmatch(text)
         if found and _cards_of(_split_name(found["card"])[0]):
@@ -121,6 +122,18 @@ def _refuse_list(name: str, text: str) -> None:
         card = min((cards[0].gpu for cards in found), key=lambda gpu: gpu.memory_bytes).name
     raise HardwareError(
         f"gpu = {name!r} {fault}", hint=f"--gpu {card.replace(' ', '-')} --gpus {len(listed)}"
+    )
+
+
+def _refuse_size(name: str, text: str) -> None:
+    """Raises HardwareError for ``24GB``: the cards of that size, as sold."""
+    size = re.fullmatch(r"(\d{1,3}) ?gi?b?", text)
+    if size is None:
+        return
+    cards = [card.gpu.name for card in known_cards() if card.advertised_gb == int(size[1])]
+    raise HardwareError(
+        f"gpu = {name!r} is a size, not a card",
+        hint=f"--gpu with one of {size[1]} GB: {', '.join(cards)}" if cards else BY_FIGURES,
     )
 
 

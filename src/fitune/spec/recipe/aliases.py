@@ -82,7 +82,7 @@ VALUE_ALIASES: dict[str, dict[str, str]] = {
     "quantization": {"bnb": "nf4", "bitsandbytes": "nf4"},
     "offload_parameters": _PLACES, "offload_optimizer": _PLACES, "offload_activations": _PLACES,
     "objective": {"least_memory": "least-memory"},
-    "tuning": {"full_finetune": "full", "full-finetune": "full", "none": "full"},
+    "tuning": {"full_finetune": "full", "full-finetune": "full", "none": "full", "4bit": "qlora", "4-bit": "qlora"},
 }  # fmt: skip
 """Setting -> other frameworks' value -> ours."""
 
