@@ -19,7 +19,7 @@ MADE = {"demo/train.json", "demo/test.json"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_what_a_page_names_is_there(page: Path) -> None:
+def test_what_a_page_names_is_there(page):
     missing = []
     for name, test in NAMED.findall(page.read_text(encoding="utf-8")):
         found = [place for place in (ROOT / name, ROOT / "src" / "fitune" / name) if place.is_file()]
@@ -33,7 +33,7 @@ def test_what_a_page_names_is_there(page: Path) -> None:
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([\w-]+))?\)")
 
 
-def anchors(page: Path) -> set[str]:
+def anchors(page):
     """The anchors that GitHub makes of a page's headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
@@ -42,7 +42,7 @@ def anchors(page: Path) -> set[str]:
 @pytest.mark.parametrize(
     "page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"], ids=lambda page: page.name
 )
-def test_links_of_a_page_lead_somewhere(page: Path) -> None:
+def test_links_of_a_page_lead_somewhere(page):
     broken = []
     for target, anchor in LINK.findall(page.read_text(encoding="utf-8")):
         there = page.parent / target if target else page

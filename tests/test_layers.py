@@ -45,11 +45,11 @@ HEAVY = {"torch", "transformers", "peft", "datasets", "accelerate", "numpy", "sa
 FORBIDDEN_NAMES = {"utils", "common", "core", "helpers", "base"}
 
 
-def modules() -> list[Path]:
+def modules():
     return sorted(ROOT.rglob("*.py"))
 
 
-def imported_names(path: Path, *, only_at_import: bool) -> set[str]:
+def imported_names(path, *, only_at_import):
     """Dotted names a module imports; optionally only those that run when it is imported."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     names: set[str] = set()
@@ -64,7 +64,7 @@ def imported_names(path: Path, *, only_at_import: bool) -> set[str]:
     return names
 
 
-def _module_level(tree: ast.AST) -> list[ast.AST]:
+def _module_level(tree):
     found: list[ast.AST] = []
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
@@ -74,13 +74,13 @@ def _module_level(tree: ast.AST) -> list[ast.AST]:
     return found
 
 
-def room_of(path: Path) -> str:
+def room_of(path):
     relative = path.relative_to(ROOT)
     return relative.parts[0] if len(relative.parts) > 1 else relative.stem
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
-def test_a_room_imports_only_the_rooms_it_may(path: Path) -> None:
+def test_a_room_imports_only_the_rooms_it_may(path):
     room = room_of(path)
     if room in {"__main__", "__init__"}:
         return
@@ -92,24 +92,24 @@ def test_a_room_imports_only_the_rooms_it_may(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
-def test_planning_needs_no_torch(path: Path) -> None:
+def test_planning_needs_no_torch(path):
     if room_of(path) not in WITHOUT_TORCH | OPEN_TO_ALL | {"cli"}:
         return
     for name in imported_names(path, only_at_import=True):
         assert name.split(".")[0] not in HEAVY, f"{path.relative_to(ROOT)} imports {name} when it is imported"
 
 
-def test_every_room_is_in_the_table() -> None:
+def test_every_room_is_in_the_table():
     rooms = {p.name for p in ROOT.iterdir() if p.is_dir() and (p / "__init__.py").exists()}
     assert rooms == set(MAY_IMPORT)
 
 
-def test_a_folder_can_be_read_at_a_glance() -> None:
+def test_a_folder_can_be_read_at_a_glance():
     modules_of = Counter(path.parent for path in modules() if path.name != "__init__.py")
     assert {str(folder) for folder, count in modules_of.items() if count > MOST_MODULES} == set()
 
 
-def test_folders_of_a_room_need_each_other_one_way() -> None:
+def test_folders_of_a_room_need_each_other_one_way():
     needed: set[tuple[str, str]] = set()
     for path in modules():
         room, *parts = path.relative_to(ROOT).parts
@@ -121,17 +121,17 @@ def test_folders_of_a_room_need_each_other_one_way() -> None:
     assert {(one, other) for one, other in needed if (other, one) in needed} == set()
 
 
-def test_no_room_has_a_name_that_says_nothing() -> None:
+def test_no_room_has_a_name_that_says_nothing():
     assert not {p.stem for p in ROOT.rglob("*") if p.suffix in {"", ".py"}} & FORBIDDEN_NAMES
 
 
-def test_the_command_line_is_thin() -> None:
+def test_the_command_line_is_thin():
     """It parses, calls a session and prints."""
     lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in (ROOT / "cli").glob("*.py"))
     assert lines < MOST_CLI_LINES
 
 
-def test_a_session_prints_nothing() -> None:
+def test_a_session_prints_nothing():
     for path in (ROOT / "session").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             is_print = (

@@ -24,11 +24,11 @@ from fitune.units import GIB, MIB
         (math.nan, "nan"),
     ],
 )
-def test_bytes_print_in_the_unit_a_person_would_take(value: float, text: str) -> None:
+def test_bytes_print_in_the_unit_a_person_would_take(value, text):
     assert units.format_bytes(value) == text
 
 
-def test_printed_bytes_read_back_within_the_printed_digits() -> None:
+def test_printed_bytes_read_back_within_the_printed_digits():
     draw = random.Random(7)
     for _ in range(2000):
         value = int(2 ** draw.uniform(0, 50))
@@ -50,12 +50,12 @@ def test_printed_bytes_read_back_within_the_printed_digits() -> None:
         ("9007199254740993", 2**53 + 1),
     ],
 )
-def test_sizes_are_exact(text: str | int, value: int) -> None:
+def test_sizes_are_exact(text, value):
     assert units.parse_bytes(text) == value
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1 GiB", "nan", "1e9", "24 GHz", "1,5 GB", "1,0000 GB", "١ GB"])
-def test_no_size_is_guessed(text: str) -> None:
+def test_no_size_is_guessed(text):
     with pytest.raises(ValueError, match="is not a size; write it like"):
         units.parse_bytes(text)
 
@@ -72,7 +72,7 @@ def test_no_size_is_guessed(text: str) -> None:
         (1.4e12, "1.40 T"),
     ],
 )
-def test_counts_keep_three_digits(value: float, text: str) -> None:
+def test_counts_keep_three_digits(value, text):
     assert units.format_count(value) == text
 
 
@@ -92,11 +92,11 @@ def test_counts_keep_three_digits(value: float, text: str) -> None:
         (math.inf, "inf"),
     ],
 )
-def test_durations_carry_into_the_next_unit(value: float, text: str) -> None:
+def test_durations_carry_into_the_next_unit(value, text):
     assert units.format_seconds(value) == text
 
 
-def test_no_duration_prints_a_full_unit_of_its_own() -> None:
+def test_no_duration_prints_a_full_unit_of_its_own():
     for tenths in range(0, 40_000):
         text = units.format_seconds(tenths / 10)
         assert not text.startswith(("1000 ms", "60.0 s"))
@@ -104,7 +104,7 @@ def test_no_duration_prints_a_full_unit_of_its_own() -> None:
         assert " 60 min" not in text
 
 
-def test_rates_and_percentages() -> None:
+def test_rates_and_percentages():
     assert units.format_rate(12_473.2) == "12,473 tokens/s"
     assert units.format_rate(99.96) == "100 tokens/s"
     assert units.format_rate(3.14) == "3.1 tokens/s"
@@ -114,7 +114,7 @@ def test_rates_and_percentages() -> None:
     assert units.format_percent(-1e-6) == "0.0 %"
 
 
-def test_losses_keep_their_digits_and_never_hide() -> None:
+def test_losses_keep_their_digits_and_never_hide():
     assert [units.format_number(value) for value in (2.3, 0.00041237, 1234.4, 0)] == [
         "2.300",
         "0.0004124",
@@ -127,23 +127,23 @@ def test_losses_keep_their_digits_and_never_hide() -> None:
     assert units.format_learning_rate(0.0) == "0"
 
 
-def test_an_error_says_what_and_what_to_try() -> None:
+def test_an_error_says_what_and_what_to_try():
     error = RecipeError("lora_r = 0: must be positive", hint="lora_r: 16")
     assert str(error) == "lora_r = 0: must be positive\n  try: lora_r: 16"
     assert error.kind == "RecipeError"
     assert str(RecipeError("no hint")) == "no hint"
 
 
-def test_a_refusal_exits_with_2_and_failed_work_with_1() -> None:
+def test_a_refusal_exits_with_2_and_failed_work_with_1():
     assert {kind.exit_code for kind in (RecipeError, MissingExtra, FituneError)} == {2}
     assert {kind.exit_code for kind in (TrainingFailed, ScoringFailed)} == {1}
 
 
-def test_a_missing_extra_names_the_command() -> None:
+def test_a_missing_extra_names_the_command():
     assert MissingExtra("plots", extra="plots").hint == "pip install 'fitune[plots]'"
 
 
-def test_did_you_mean_offers_only_what_is_close() -> None:
+def test_did_you_mean_offers_only_what_is_close():
     known = ("learning_rate", "Lora_R")
     assert did_you_mean("learning_rat", known) == "did you mean 'learning_rate'?"
     assert did_you_mean("lora_r", known) == "did you mean 'Lora_R'?"
@@ -151,9 +151,7 @@ def test_did_you_mean_offers_only_what_is_close() -> None:
 
 
 @pytest.mark.parametrize(("columns", "width"), [("80", 80), ("200", 100), ("20", 60)])
-def test_a_narrow_terminal_has_lines_of_its_width(
-    columns: str, width: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_narrow_terminal_has_lines_of_its_width(columns, width, monkeypatch):
     text = " ".join(["abcd"] * 99)
     assert max(map(len, units.wrapped(text).splitlines())) in range(96, 101)
     monkeypatch.setattr("os.isatty", lambda handle: True)
@@ -161,12 +159,12 @@ def test_a_narrow_terminal_has_lines_of_its_width(
     assert max(map(len, units.wrapped(text).splitlines())) in range(width - 4, width + 1)
 
 
-def test_one_is_singular() -> None:
+def test_one_is_singular():
     assert [units.counted(number, "row") for number in (0, 1, 1200)] == ["0 rows", "1 row", "1,200 rows"]
 
 
 @pytest.mark.parametrize(
     ("dollars", "text"), [(0, "$0.00"), (0.004, "under $0.01"), (0.01, "$0.01"), (1234.5, "$1,234.50")]
 )
-def test_a_cost_below_a_cent_is_not_nothing(dollars: float, text: str) -> None:
+def test_a_cost_below_a_cent_is_not_nothing(dollars, text):
     assert units.format_dollars(dollars) == text

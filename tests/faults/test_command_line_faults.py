@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -15,14 +14,14 @@ from fitune.spec.plan import Batch
 Call = Callable[..., tuple[int, str, str]]
 
 
-def copy_of(folder: Path, to: Path) -> Path:
+def copy_of(folder, to):
     to.mkdir(parents=True)
     for file in folder.iterdir():
         (to / file.name).write_bytes(file.read_bytes())
     return to
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def contents(folder):
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
@@ -30,7 +29,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("words", [(), ("--overwrite",)])
-def test_a_run_in_the_model_folder_is_refused(train: Call, model_folder: Path, tmp_path: Path, words) -> None:
+def test_a_run_in_the_model_folder_is_refused(train, model_folder, tmp_path, words):
     model = copy_of(model_folder, tmp_path / "model")
     before = contents(model)
     code, _, err = train(*words, model=model, output_dir=model)
@@ -40,9 +39,7 @@ def test_a_run_in_the_model_folder_is_refused(train: Call, model_folder: Path, t
     assert contents(model) == before
 
 
-def test_a_run_in_the_folder_its_rows_are_read_from_is_refused(
-    train: Call, data_file: Path, tmp_path: Path
-) -> None:
+def test_a_run_in_the_folder_its_rows_are_read_from_is_refused(train, data_file, tmp_path):
     rows = copy_of(data_file.parent, tmp_path / "rows")
     code, _, err = train(data=rows, output_dir=rows / "run")
     assert code == 2
@@ -52,7 +49,7 @@ def test_a_run_in_the_folder_its_rows_are_read_from_is_refused(
     assert not (rows / "run").exists()
 
 
-def test_results_do_not_replace_a_folder_that_no_run_wrote(train: Call, tmp_path: Path) -> None:
+def test_results_do_not_replace_a_folder_that_no_run_wrote(train, tmp_path):
     project = tmp_path / "project"
     (project / "model").mkdir(parents=True)
     (project / "model" / "weights").write_text("mine")
@@ -62,7 +59,7 @@ def test_results_do_not_replace_a_folder_that_no_run_wrote(train: Call, tmp_path
     assert contents(project) == {"model/weights": b"mine"}
 
 
-def test_overwrite_removes_what_a_run_wrote_and_nothing_else(train: Call, tmp_path: Path) -> None:
+def test_overwrite_removes_what_a_run_wrote_and_nothing_else(train, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     (run / "thesis.txt").write_text("three years")
@@ -72,9 +69,7 @@ def test_overwrite_removes_what_a_run_wrote_and_nothing_else(train: Call, tmp_pa
     assert (run / "adapter" / "adapter_model.safetensors").is_file()
 
 
-def test_export_does_not_replace_a_folder_it_was_pointed_at(
-    call: Call, train: Call, data_file: Path, tmp_path: Path
-) -> None:
+def test_export_does_not_replace_a_folder_it_was_pointed_at(call, train, data_file, tmp_path):
     assert train(max_steps=1)[0] == 0
     rows = copy_of(data_file.parent, tmp_path / "rows")
     before = contents(rows)
@@ -86,7 +81,7 @@ def test_export_does_not_replace_a_folder_it_was_pointed_at(
 
 
 @pytest.mark.parametrize("words", [(), ("--overwrite",)])
-def test_an_output_dir_that_cannot_be(train: Call, tmp_path: Path, words) -> None:
+def test_an_output_dir_that_cannot_be(train, tmp_path, words):
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
@@ -103,9 +98,7 @@ def test_an_output_dir_that_cannot_be(train: Call, tmp_path: Path, words) -> Non
         assert "try:" in err or "at most 255 are allowed" in err
 
 
-def test_a_disk_too_small_is_found_before_training(
-    train: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_too_small_is_found_before_training(train, tmp_path, monkeypatch):
     from fitune.checkpoint import commit
 
     usage = commit.shutil.disk_usage(tmp_path)
@@ -118,9 +111,7 @@ def test_a_disk_too_small_is_found_before_training(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_disk_that_fills_up_on_the_way_is_a_failure(
-    train: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_fills_up_on_the_way_is_a_failure(train, tmp_path, monkeypatch):
     from fitune.checkpoint import commit
 
     monkeypatch.setattr("fitune.session.train.training.require_room_on_disk", lambda plan: None)
@@ -137,7 +128,7 @@ def test_a_disk_that_fills_up_on_the_way_is_a_failure(
 # A run that is there already (rows 4, 7 and 9)
 
 
-def test_a_complete_run_is_left_alone_unless_other_settings_are_wanted(train: Call, tmp_path: Path) -> None:
+def test_a_complete_run_is_left_alone_unless_other_settings_are_wanted(train, tmp_path):
     assert train(save_steps=1)[0] == 0
     before = contents(tmp_path / "run")
     for words in ((), ("--resume",)):
@@ -155,7 +146,7 @@ def test_a_complete_run_is_left_alone_unless_other_settings_are_wanted(train: Ca
     assert train("--resume", save_steps=1, max_steps=4)[0] == 0
 
 
-def test_a_run_made_longer_still_compares_its_samples(train: Call, tmp_path: Path) -> None:
+def test_a_run_made_longer_still_compares_its_samples(train, tmp_path):
     settings = {"save_steps": 1, "val_fraction": 0.2}
     assert train(**settings, samples=1)[0] == 0
     assert train("--resume", **settings, samples=2, max_steps=3)[0] == 0
@@ -164,9 +155,7 @@ def test_a_run_made_longer_still_compares_its_samples(train: Call, tmp_path: Pat
     assert "not asked" in second["before"]
 
 
-def test_resume_refuses_rows_that_changed_under_the_same_name(
-    train: Call, data_file: Path, tmp_path: Path
-) -> None:
+def test_resume_refuses_rows_that_changed_under_the_same_name(train, data_file, tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text(data_file.read_text())
     assert train(data=rows, save_steps=1)[0] == 0
@@ -176,9 +165,7 @@ def test_resume_refuses_rows_that_changed_under_the_same_name(
     assert "training rows changed" in err
 
 
-def test_resume_refuses_a_base_that_changed_under_the_same_name(
-    train: Call, model_folder: Path, tmp_path: Path
-) -> None:
+def test_resume_refuses_a_base_that_changed_under_the_same_name(train, model_folder, tmp_path):
     model = copy_of(model_folder, tmp_path / "model")
     assert train(model=model, save_steps=1)[0] == 0
     weights = (model / "model.safetensors").read_bytes()
@@ -190,7 +177,7 @@ def test_resume_refuses_a_base_that_changed_under_the_same_name(
     assert train("--resume", model=model, save_steps=1, max_steps=4)[0] == 0
 
 
-def test_resume_starts_anew_only_when_there_was_nothing(train: Call, tmp_path: Path) -> None:
+def test_resume_starts_anew_only_when_there_was_nothing(train, tmp_path):
     code, out, _ = train("--resume", save_steps=1)
     assert code == 0
     assert "nothing to resume" in out
@@ -204,14 +191,14 @@ def test_resume_starts_anew_only_when_there_was_nothing(train: Call, tmp_path: P
     assert contents(tmp_path / "run") == before
 
 
-def test_resume_from_the_directory_of_a_run_names_its_checkpoint(train: Call, tmp_path: Path) -> None:
+def test_resume_from_the_directory_of_a_run_names_its_checkpoint(train, tmp_path):
     assert train(save_steps=1)[0] == 0
     code, _, err = train(output_dir=tmp_path / "other", resume=tmp_path / "run")
     assert code == 2
     assert "checkpoints/step-2" in err
 
 
-def test_the_report_says_when_a_run_has_not_ended(call: Call, train: Call, tmp_path: Path) -> None:
+def test_the_report_says_when_a_run_has_not_ended(call, train, tmp_path):
     assert train()[0] == 0
     (tmp_path / "run" / "report.json").unlink()  # as a kill leaves it
     code, out, _ = call("report", tmp_path / "run")
@@ -233,7 +220,7 @@ def test_the_report_says_when_a_run_has_not_ended(call: Call, train: Call, tmp_p
         ("rows.csv", b'question,answer\na,b\n"c,d\ne,f\n', "rows.csv:3: a quote opens"),
     ],
 )
-def test_files_of_another_kind_are_named(train: Call, tmp_path: Path, name, content, said) -> None:
+def test_files_of_another_kind_are_named(train, tmp_path, name, content, said):
     (tmp_path / name).write_bytes(content)
     code, _, err = train(data=tmp_path / name)
     assert code == 2
@@ -241,7 +228,7 @@ def test_files_of_another_kind_are_named(train: Call, tmp_path: Path, name, cont
     assert "try:" in err
 
 
-def test_an_unclosed_quote_counts_the_lines_it_swallowed(train: Call, tmp_path: Path) -> None:
+def test_an_unclosed_quote_counts_the_lines_it_swallowed(train, tmp_path):
     rows = "".join(f"what is {n}?,it is {n}\n" for n in range(4))
     (tmp_path / "rows.csv").write_text(f'question,answer\n{rows}"broken,row\n{rows}')
     code, out, _ = train(data=tmp_path / "rows.csv", on_bad_row="skip")
@@ -249,19 +236,19 @@ def test_an_unclosed_quote_counts_the_lines_it_swallowed(train: Call, tmp_path: 
     assert "quote never closed (5 lines lost)" in out
 
 
-def test_a_pattern_that_names_nothing(train: Call, tmp_path: Path) -> None:
+def test_a_pattern_that_names_nothing(train, tmp_path):
     code, _, err = train(data=tmp_path / "*.jsonl")
     assert code == 2
     assert "the pattern names no file" in err
 
 
-def test_val_fraction_that_leaves_nothing_to_train_on(train: Call) -> None:
+def test_val_fraction_that_leaves_nothing_to_train_on(train):
     code, _, err = train(val_fraction=0.9999)
     assert code == 2
     assert "val_fraction 0.9999 holds out every row" in err
 
 
-def test_evaluating_on_the_training_rows_is_said(train: Call, data_file: Path, tmp_path: Path) -> None:
+def test_evaluating_on_the_training_rows_is_said(train, data_file, tmp_path):
     copy = tmp_path / "copy.jsonl"
     copy.write_text(data_file.read_text())
     code, out, _ = train(eval_data=copy, max_steps=1)
@@ -280,14 +267,14 @@ def test_evaluating_on_the_training_rows_is_said(train: Call, data_file: Path, t
         ({"eval_steps": 1}, "nothing to evaluate on"),
     ],
 )
-def test_settings_that_cannot_be_honoured(train: Call, tmp_path: Path, settings, said) -> None:
+def test_settings_that_cannot_be_honoured(train, tmp_path, settings, said):
     code, _, err = train(**settings)
     assert code == 2
     assert said in err
     assert not (tmp_path / "run").exists()
 
 
-def test_a_rank_beyond_the_width_of_the_model_is_remarked_on(call: Call, model_folder: Path) -> None:
+def test_a_rank_beyond_the_width_of_the_model_is_remarked_on(call, model_folder):
     code, out, _ = call(
         "plan", "--model", model_folder, "--gpu", "cpu", "--seq-len", 64, "--lora-r", 64, "--tuning", "lora"
     )
@@ -295,7 +282,7 @@ def test_a_rank_beyond_the_width_of_the_model_is_remarked_on(call: Call, model_f
     assert "note on lora_r" in out
 
 
-def test_a_setting_that_another_overrules_is_named(call: Call, model_folder: Path) -> None:
+def test_a_setting_that_another_overrules_is_named(call, model_folder):
     code, out, _ = call(
         "plan", "--model", model_folder, "--gpu", "cpu", "--seq-len", 64, "--max-steps", 3, "--num-epochs", 2
     )
@@ -303,13 +290,13 @@ def test_a_setting_that_another_overrules_is_named(call: Call, model_folder: Pat
     assert "note on num_epochs: max_steps 3" in out
 
 
-def test_an_option_without_its_value_is_no_model_called_true(call: Call) -> None:
+def test_an_option_without_its_value_is_no_model_called_true(call):
     code, out, _ = call("plan", "--model", "--json")
     assert code == 2
     assert json.loads(out)["error"]["message"] == "--model has no value"
 
 
-def test_a_run_of_very_many_epochs_begins_at_once() -> None:
+def test_a_run_of_very_many_epochs_begins_at_once():
     import numpy as np
 
     rows = TokenDataset(np.ones(8, np.int32), np.ones(8, np.bool_), np.arange(0, 9, 2))
@@ -322,7 +309,7 @@ def test_a_run_of_very_many_epochs_begins_at_once() -> None:
 # Models
 
 
-def test_weights_of_another_shape_are_named(train: Call, model_folder: Path, tmp_path: Path) -> None:
+def test_weights_of_another_shape_are_named(train, model_folder, tmp_path):
     model = copy_of(model_folder, tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "vocab_size": 400}))
@@ -331,9 +318,7 @@ def test_weights_of_another_shape_are_named(train: Call, model_folder: Path, tmp
     assert "lm_head.weight (384, 32) in model.safetensors, config.json says (400, 32)" in err
 
 
-def test_a_hub_that_does_not_answer_is_not_waited_for(
-    call: Call, data_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_that_does_not_answer_is_not_waited_for(call, data_file, tmp_path, monkeypatch):
     from huggingface_hub import constants
 
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
@@ -354,9 +339,7 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(
 # Scoring (rows 21 and 33)
 
 
-def test_rows_without_an_answer_make_the_exit_code(
-    call: Call, model_folder: Path, data_file: Path, tmp_path: Path
-) -> None:
+def test_rows_without_an_answer_make_the_exit_code(call, model_folder, data_file, tmp_path):
     code, out, err = call(
         "score", "--model", model_folder, "--data", data_file, "--out", tmp_path / "out",
         "--max-new-tokens", 1000, "--json",
@@ -367,9 +350,7 @@ def test_rows_without_an_answer_make_the_exit_code(
     assert "no answer to" in err
 
 
-def test_adapter_keys_that_peft_would_drop_are_refused(
-    call: Call, train: Call, model_folder: Path, data_file: Path, tmp_path: Path
-) -> None:
+def test_adapter_keys_that_peft_would_drop_are_refused(call, train, model_folder, data_file, tmp_path):
     assert train(max_steps=1)[0] == 0
     file = tmp_path / "run" / "adapter" / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "target_modules": ["q_proj"]}))
@@ -391,8 +372,8 @@ def test_adapter_keys_that_peft_would_drop_are_refused(
 # The system
 
 
-def test_an_error_of_the_system_is_no_traceback(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object, **__: object) -> None:
+def test_an_error_of_the_system_is_no_traceback(call, monkeypatch):
+    def full(*_, **__):
         raise OSError(28, "No space left on device", "/somewhere/report.html")
 
     monkeypatch.setattr("fitune.session.reported.report_run", full)

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -42,7 +41,7 @@ WITHOUT = [
 
 
 @pytest.mark.parametrize("path", WITHOUT)
-def test_what_is_no_credential_is_left_alone(path: str) -> None:
+def test_what_is_no_credential_is_left_alone(path):
     assert credential_in(path) is None
     assert without_credentials(path, environment={}) == path
 
@@ -51,7 +50,7 @@ def test_what_is_no_credential_is_left_alone(path: str) -> None:
 @pytest.mark.parametrize(
     "setting", ["data", "eval_data", "model", "chat_template", "output_dir", "gpu", "resume"]
 )
-def test_a_recipe_with_a_credential_is_refused_by_name_without_it(setting: str, path: str) -> None:
+def test_a_recipe_with_a_credential_is_refused_by_name_without_it(setting, path):
     with pytest.raises(RecipeError, match=rf"{setting}.*contains .* keep them in the environment") as caught:
         parse_recipe({"model": "m", setting: path})
     assert SECRET not in str(caught.value)
@@ -61,16 +60,14 @@ def test_a_recipe_with_a_credential_is_refused_by_name_without_it(setting: str, 
 
 
 @pytest.mark.parametrize("path", WITH_SECRET)
-def test_data_of_a_plan_made_in_python_is_refused_too(path: str) -> None:
+def test_data_of_a_plan_made_in_python_is_refused_too(path):
     with pytest.raises(DataError, match="contains") as caught:
         list(read_rows(DataSource(path=path)))
     assert SECRET not in str(caught.value)
 
 
 @pytest.mark.parametrize("words", [("train",), ("train", "--json"), ("score",)])
-def test_a_command_neither_prints_nor_saves_it(
-    call: Call, tmp_path: Path, model_folder: Path, words: tuple[str, ...]
-) -> None:
+def test_a_command_neither_prints_nor_saves_it(call, tmp_path, model_folder, words):
     url = WITH_SECRET[0]
     options = ("--data", url, "--model", model_folder)
     out = (
@@ -84,7 +81,7 @@ def test_a_command_neither_prints_nor_saves_it(
     assert not (tmp_path / "out").exists()
 
 
-def test_the_path_of_a_token_is_no_secret() -> None:
+def test_the_path_of_a_token_is_no_secret():
     environment = {"HF_TOKEN_PATH": "/home/me/tokens/hf", "HF_TOKEN": "abcdefghijklmnop"}
     text = "cannot read /home/me/tokens/hf with abcdefghijklmnop"
     assert (
@@ -92,7 +89,7 @@ def test_the_path_of_a_token_is_no_secret() -> None:
     )
 
 
-def test_errors_and_tracebacks_hide_secrets_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_and_tracebacks_hide_secrets_of_the_environment(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", SECRET)
     error = FituneError(f"the server said: {SECRET} is not known", hint=f"try {SECRET}")
     assert SECRET not in str(error)
@@ -101,7 +98,7 @@ def test_errors_and_tracebacks_hide_secrets_of_the_environment(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("text", ["a", "a:", "a://", "http://a:", "?key", ";token=", "hf_", "key", "AKIA"])
-def test_long_texts_are_searched_in_no_time(text: str) -> None:
+def test_long_texts_are_searched_in_no_time(text):
     """Quadratic expressions would take minutes."""
     credential_in(text * (300_000 // len(text)))
     without_credentials("x://" + text * (300_000 // len(text)))

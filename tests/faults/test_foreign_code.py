@@ -5,8 +5,6 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,10 +23,10 @@ def generate(*_, **__): ...
 
 
 @pytest.fixture
-def attacked(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+def attacked(model_folder, tmp_path, monkeypatch):
     """The tiny model with changed JSON and a payload beside it, where "y" waits at standard input."""
 
-    def change(**files: dict[str, Any]) -> Path:
+    def change(**files):
         folder = tmp_path / "attacked"
         if not folder.exists():
             shutil.copytree(model_folder, folder)
@@ -47,7 +45,7 @@ def attacked(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.fixture
-def score(call: Call, tmp_path: Path) -> Callable[[Path], tuple[int, str, str]]:
+def score(call, tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"question": "What is 2 plus 2?", "answer": "4"}\n')
     return lambda model: call(
@@ -82,13 +80,13 @@ REFUSED = {
 
 @pytest.mark.parametrize(("files", "words"), REFUSED.values(), ids=REFUSED)
 def test_a_folder_that_asks_for_code_is_refused_by_name(
-    attacked: Callable[..., Path],
-    train: Call,
-    score: Callable[[Path], tuple[int, str, str]],
-    tmp_path: Path,
-    files: dict[str, Any],
-    words: str,
-) -> None:
+    attacked,
+    train,
+    score,
+    tmp_path,
+    files,
+    words,
+):
     model = attacked(**files)
     for code, out, err in (train(model=model), score(model)):
         assert (code, words in err) == (2, True), err
@@ -98,9 +96,7 @@ def test_a_folder_that_asks_for_code_is_refused_by_name(
 
 
 @pytest.mark.parametrize("model_type", ["llama", "evil"])
-def test_a_models_own_code_is_never_planned_rehearsed_or_trained(
-    attacked: Callable[..., Path], call: Call, train: Call, tmp_path: Path, model_type: str
-) -> None:
+def test_a_models_own_code_is_never_planned_rehearsed_or_trained(attacked, call, train, tmp_path, model_type):
     """transformers has a llama of its own; what the code beside it builds nobody knows, so it is not planned."""
     model = attacked(config={"model_type": model_type, "auto_map": OWN_MODEL})
     words = "model_type = 'evil'" if model_type == "evil" else "auto_map"
@@ -110,9 +106,7 @@ def test_a_models_own_code_is_never_planned_rehearsed_or_trained(
     assert not (tmp_path / "ran").exists()
 
 
-def test_where_transformers_has_its_own_that_one_is_scored_and_a_note_says_so(
-    attacked: Callable[..., Path], score: Callable[[Path], tuple[int, str, str]], tmp_path: Path
-) -> None:
+def test_where_transformers_has_its_own_that_one_is_scored_and_a_note_says_so(attacked, score, tmp_path):
     """Phi-3, Falcon, DeepSeek and others still name the code that transformers adopted."""
     model = attacked(
         config={"auto_map": OWN_MODEL},
@@ -125,9 +119,7 @@ def test_where_transformers_has_its_own_that_one_is_scored_and_a_note_says_so(
     assert not (tmp_path / "ran").exists()
 
 
-def test_an_export_runs_no_code_that_came_into_the_base_later(
-    attacked: Callable[..., Path], call: Call, train: Call, tmp_path: Path
-) -> None:
+def test_an_export_runs_no_code_that_came_into_the_base_later(attacked, call, train, tmp_path):
     assert train(model=attacked())[0] == 0
     attacked(tokenizer_config=UNKNOWN_TOKENIZER)
     code, _, err = call("export", tmp_path / "run")

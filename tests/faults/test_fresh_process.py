@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -24,7 +23,7 @@ RESTART = Restart(
 )  # fmt: skip
 
 
-def _settings(model_folder: Path, data_file: Path, directory: Path) -> dict[str, object]:
+def _settings(model_folder, data_file, directory):
     return {
         "model": str(model_folder), "data": str(data_file), "tuning": "lora", "precision": "fp32", "gpu": "cpu",
         "seq_len": 64, "micro_batch_size": 4, "gradient_accumulation_steps": 1, "max_steps": 3, "samples": 0,
@@ -37,9 +36,7 @@ def _settings(model_folder: Path, data_file: Path, directory: Path) -> dict[str,
     [(("train",), 1), pytest.param(("compare", "--tunings", "lora"), 2, marks=pytest.mark.slow)],
     ids=["train", "compare"],
 )
-def test_the_program_begins_anew_and_goes_on(
-    tmp_path: Path, model_folder: Path, data_file: Path, words: tuple[str, ...], processes: int
-) -> None:
+def test_the_program_begins_anew_and_goes_on(tmp_path, model_folder, data_file, words, processes):
     settings = _settings(model_folder, data_file, tmp_path / "run")
     ended = subprocess.run(
         [
@@ -61,9 +58,7 @@ def test_the_program_begins_anew_and_goes_on(
     assert not (directory / RETRY).exists()
 
 
-def test_an_attempt_is_handed_over_whole_and_once(
-    tmp_path: Path, model_folder: Path, data_file: Path
-) -> None:
+def test_an_attempt_is_handed_over_whole_and_once(tmp_path, model_folder, data_file):
     settings = _settings(model_folder, data_file, tmp_path)
     recipe = parse_recipe(canonical_keys({**settings, "lora_target_modules": "q_proj, v_proj"}, where="test"))
     for resume in (True, "some/step-8"):
@@ -81,12 +76,12 @@ def test_an_attempt_is_handed_over_whole_and_once(
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", '{"recipe": 1}', "[" * 5000, ""])
-def test_what_is_no_attempt_is_refused(call: Call, tmp_path: Path, text: str) -> None:
+def test_what_is_no_attempt_is_refused(call, tmp_path, text):
     (tmp_path / RETRY).write_text(text)
     code, _, err = call("go-on", tmp_path)
     assert code == 2
     assert RETRY in err
 
 
-def test_an_address_space_that_is_full_is_memory_that_ran_out() -> None:
+def test_an_address_space_that_is_full_is_memory_that_ran_out():
     assert is_out_of_memory(RuntimeError("unable to mmap 4096 bytes from file <weights>"))

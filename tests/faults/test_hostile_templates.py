@@ -63,12 +63,12 @@ def test_whatever_a_template_raises_is_its_error(case):
         load_template(byte_tokenizer(template=FAILURES[case]))
 
 
-def with_turn(what: str) -> str:
+def with_turn(what):
     """HEADER_STYLE that does ``what`` first in every turn."""
     return HEADER_STYLE.replace("-%}\n{{-", "-%}" + what + "\n{{-", 1)
 
 
-def row(number: int, text: str) -> Conversation:
+def row(number, text):
     return Conversation((Message("user", text), Message("assistant", "yo")), f"rows.jsonl:{number}")
 
 

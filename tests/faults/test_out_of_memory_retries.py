@@ -4,14 +4,13 @@ losses (row 19)."""
 import gc
 import json
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from faults.budgets import Budget
-from fitune.data.loader import GlobalBatch, Loader, LoaderState
+from fitune.data.loader import Loader
 from fitune.spec.plan import Plan
-from fitune.spec.reports import RunReport, StepReport
+from fitune.spec.reports import RunReport
 from fitune.spec.serial import from_json
 from fitune.track.metrics import read_metrics
 
@@ -19,12 +18,12 @@ Call = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def order(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+def order(monkeypatch):
     """The rows of every global batch that a run asks for."""
     seen: list[list[int]] = []
     real = Loader.batch_at
 
-    def batch_at(loader: Loader, state: LoaderState) -> GlobalBatch:
+    def batch_at(loader, state):
         batch = real(loader, state)
         seen.append([row for micro in batch.micro_batches for row in micro.row_ids])
         return batch
@@ -33,28 +32,26 @@ def order(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     return seen
 
 
-def counted(
-    run: Callable[[], tuple[int, str, str]], budget: int | None = None
-) -> tuple[Budget, tuple[int, str, str]]:
+def counted(run, budget=None):
     gc.collect()
     with Budget(budget) as device:
         result = run()
     return device, result
 
 
-def steps_of(directory: Path) -> list[StepReport]:
+def steps_of(directory):
     return read_metrics(directory / "metrics.jsonl")
 
 
-def losses(directory: Path) -> list[float]:
+def losses(directory):
     return [step.loss for step in steps_of(directory)]
 
 
-def report_of(directory: Path) -> RunReport:
+def report_of(directory):
     return from_json(RunReport, (directory / "report.json").read_text())
 
 
-def plan_of(directory: Path) -> Plan:
+def plan_of(directory):
     return from_json(Plan, (directory / "plan.json").read_text())
 
 
@@ -77,9 +74,7 @@ LARGE = {
     ],
     ids=["anew", "full", "packed"],
 )
-def test_the_losses_are_those_of_a_run_that_never_failed(
-    train: Call, tmp_path: Path, order: list[list[int]], settings: dict[str, object]
-) -> None:
+def test_the_losses_are_those_of_a_run_that_never_failed(train, tmp_path, order, settings):
     """What the failed attempt held is let go of: the device has no room for two."""
     common = {**LARGE, **settings}
     never, failed = tmp_path / "never", tmp_path / "failed"
@@ -100,7 +95,7 @@ def test_the_losses_are_those_of_a_run_that_never_failed(
     assert "attempt 1: out of memory" in out
 
 
-def test_every_attempt_is_told(train: Call, tmp_path: Path) -> None:
+def test_every_attempt_is_told(train, tmp_path):
     """In the log, in metrics.jsonl, in report.json and on the page: which one, why, from what plan to what plan."""
     whole, _ = counted(lambda: train(output_dir=tmp_path / "never", **LARGE))
     failed = tmp_path / "failed"
@@ -125,9 +120,7 @@ def test_every_attempt_is_told(train: Call, tmp_path: Path) -> None:
     assert f"{first.after} instead of {first.before}: attempt 1 ran out of memory" in decisions
 
 
-def test_one_row_that_does_not_fit_is_an_error_with_both_figures_and_what_to_try(
-    train: Call, tmp_path: Path
-) -> None:
+def test_one_row_that_does_not_fit_is_an_error_with_both_figures_and_what_to_try(train, tmp_path):
     one = {**LARGE, "micro_batch_size": 1, "gradient_accumulation_steps": 16, "max_steps": 1}
     whole, _ = counted(lambda: train(output_dir=tmp_path / "never", **one))
     device, (code, _, err) = counted(
@@ -145,7 +138,7 @@ def test_one_row_that_does_not_fit_is_an_error_with_both_figures_and_what_to_try
     assert (report.status, report.failure.error) == ("failed", "OutOfMemory")
 
 
-def test_a_method_that_adds_no_gradients_up_says_so(train: Call, tmp_path: Path) -> None:
+def test_a_method_that_adds_no_gradients_up_says_so(train, tmp_path):
     settings = {**LARGE, "tuning": "lomo"}
     whole, _ = counted(lambda: train(output_dir=tmp_path / "never", **settings))
     device, (code, _, err) = counted(

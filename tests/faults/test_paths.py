@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -190,7 +189,7 @@ def test_without_file_locks_the_text_of_the_lock_decides(tmp_path, monkeypatch, 
 _IMPORT = "from pathlib import Path\nfrom fitune.spec.run_lock import lock_directory"
 
 
-def try_elsewhere(folder: Path) -> str:
+def try_elsewhere(folder):
     code = f"""{_IMPORT}
 try:
     with lock_directory(Path({str(folder)!r})): print("owned")

@@ -5,7 +5,6 @@ import pickle
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 
@@ -16,15 +15,15 @@ GPU = ("--model", "meta-llama/Llama-3.1-8B", "--host-memory", "64GiB")
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(*words: object, **named: object) -> None:
+def nothing_is_loaded(monkeypatch):
+    def load(*words, **named):
         raise AssertionError("the model was loaded")
 
     monkeypatch.setattr(import_module("fitune.train.prepare"), "load_model", load)
 
 
 @pytest.mark.parametrize("command", ["plan", "train"])
-def test_nothing_fits(call: Call, tmp_path: Path, data_file: Path, command: str) -> None:
+def test_nothing_fits(call, tmp_path, data_file, command):
     more = (
         ("--data", data_file, "--output-dir", tmp_path / "run")
         if command == "train"
@@ -41,10 +40,8 @@ def test_nothing_fits(call: Call, tmp_path: Path, data_file: Path, command: str)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_gpu_that_is_not_here_is_said_before_the_data_is_read(
-    train: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def read(*words: object, **named: object) -> None:
+def test_a_gpu_that_is_not_here_is_said_before_the_data_is_read(train, tmp_path, monkeypatch):
+    def read(*words, **named):
         raise AssertionError("the data was tokenised")
 
     monkeypatch.setattr(import_module("fitune.train.run"), "prepare_data", read)
@@ -55,7 +52,7 @@ def test_a_gpu_that_is_not_here_is_said_before_the_data_is_read(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_host_that_is_too_small_for_what_was_offloaded(call: Call, tmp_path: Path, data_file: Path) -> None:
+def test_a_host_that_is_too_small_for_what_was_offloaded(call, tmp_path, data_file):
     words = ("--offload-parameters", "cpu", "--offload-optimizer", "cpu", "--output-dir", tmp_path / "run")
     code, _, err = call("train", *GPU, "--gpu", "a100-40gb", "--tuning", "full", "--data", data_file, *words)
     assert code == 2
@@ -74,9 +71,7 @@ def test_a_host_that_is_too_small_for_what_was_offloaded(call: Call, tmp_path: P
         (2, "processes 12.0 + weights 7.5 + optimizer 44.9 + gradients 15.0 = 79.3 GiB a node, 57.6 usable"),
     ],
 )
-def test_a_host_holds_the_shares_of_all_its_ranks(
-    call: Call, tmp_path: Path, data_file: Path, nodes: int, said: str
-) -> None:
+def test_a_host_holds_the_shares_of_all_its_ranks(call, tmp_path, data_file, nodes, said):
     """3 GiB for each of four processes; of two nodes each holds half of weights, optimizer and gradients."""
     words = ("--offload-parameters", "cpu", "--offload-optimizer", "cpu", "--output-dir", tmp_path / "run")
     device = ("--gpu", "a100-40gb", "--gpus", 4, "--nodes", nodes, "--offload-activations", "device")
@@ -88,7 +83,7 @@ def test_a_host_holds_the_shares_of_all_its_ranks(
 
 @pytest.mark.parametrize(("gpu", "capability"), [("v100-32gb", "7.0"), ("t4", "7.5"), ("rtx-2080-ti", "7.5")])
 @pytest.mark.parametrize("precision", ["bf16", "bf16-master"])
-def test_bf16_on_a_device_that_has_none(call: Call, gpu: str, capability: str, precision: str) -> None:
+def test_bf16_on_a_device_that_has_none(call, gpu, capability, precision):
     code, _, err = call("plan", *GPU, "--gpu", gpu, "--tuning", "qlora", "--precision", precision)
     assert code == 2
     assert f"{gpu} (compute capability {capability}) has no bf16" in err
@@ -100,9 +95,7 @@ def test_bf16_on_a_device_that_has_none(call: Call, gpu: str, capability: str, p
 
 
 @pytest.mark.parametrize(("quantiser", "library"), [("nf4", "bitsandbytes"), ("hqq", "hqq.core.quantize")])
-def test_a_quantiser_that_is_not_installed(
-    train: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantiser: str, library: str
-) -> None:
+def test_a_quantiser_that_is_not_installed(train, tmp_path, monkeypatch, quantiser, library):
     monkeypatch.undo()  # the check is the first thing that loading does
     monkeypatch.setitem(sys.modules, library, None)
     code, _, err = train(tuning="qlora", quantization=quantiser)
@@ -111,15 +104,15 @@ def test_a_quantiser_that_is_not_installed(
 
 
 class Bomb:
-    def __init__(self, target: Path) -> None:
+    def __init__(self, target):
         self.target = target
 
-    def __reduce__(self) -> tuple[object, tuple[str, str]]:
+    def __reduce__(self):
         return (open, (str(self.target), "w"))
 
 
 @pytest.mark.parametrize("name", ["state.pt", "checkpoint.ckpt", "training_args.bin", "folder"])
-def test_a_pickled_checkpoint_is_refused_and_not_run(train: Call, tmp_path: Path, name: str) -> None:
+def test_a_pickled_checkpoint_is_refused_and_not_run(train, tmp_path, name):
     """A file, or the folder of another trainer."""
     path = tmp_path / name
     if name == "folder":
@@ -133,9 +126,7 @@ def test_a_pickled_checkpoint_is_refused_and_not_run(train: Call, tmp_path: Path
     assert not (tmp_path / "run").exists()
 
 
-def test_a_tokenizer_of_another_model(
-    train: Call, tmp_path: Path, model_folder: Path, data_file: Path
-) -> None:
+def test_a_tokenizer_of_another_model(train, tmp_path, model_folder, data_file):
     """An id beyond the embedding is an assertion inside a kernel on a GPU, which takes the process down."""
     mixed = with_ids_moved_up(model_folder, tmp_path / "mixed", by=300)
     code, _, err = train(model=mixed)

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -23,10 +22,10 @@ BACKWARD = "fitune.models.language_model.LanguageModel.loss_and_gradient"
 
 
 @pytest.fixture
-def program(tmp_path: Path, model_folder: Path, data_file: Path) -> Program:
+def program(tmp_path, model_folder, data_file):
     """The command line in a process of its own that waits in a function until ``tmp_path/go`` is there."""
 
-    def begin(target: str, *words: str, call: int = 1) -> "subprocess.Popen[str]":
+    def begin(target, *words, call=1):
         settings = {
             "model": model_folder, "data": data_file, "tuning": "lora", "precision": "fp32", "gpu": "cpu",
             "seq_len": 64, "micro_batch_size": 4, "gradient_accumulation_steps": 1, "max_steps": 3, "samples": 0,
@@ -49,7 +48,7 @@ def program(tmp_path: Path, model_folder: Path, data_file: Path) -> Program:
     return begin
 
 
-def _end(started: "subprocess.Popen[str]") -> tuple[int, str]:
+def _end(started):
     out, err = started.communicate(timeout=300)
     assert "Traceback" not in out + err
     return started.returncode, out + err
@@ -63,9 +62,7 @@ def _end(started: "subprocess.Popen[str]") -> tuple[int, str]:
         pytest.param((TERM, INT), 130, marks=slow),
     ],
 )
-def test_the_second_signal_stops_at_once_with_its_own_code(
-    program: Program, tmp_path: Path, signals: tuple[signal.Signals, ...], code: int
-) -> None:
+def test_the_second_signal_stops_at_once_with_its_own_code(program, tmp_path, signals, code):
     started = program(BACKWARD, "train", call=2)
     assert started.stderr is not None
     started.send_signal(signals[0])
@@ -78,7 +75,7 @@ def test_the_second_signal_stops_at_once_with_its_own_code(
 
 
 @slow
-def test_one_signal_lets_the_step_be_finished(program: Program, tmp_path: Path) -> None:
+def test_one_signal_lets_the_step_be_finished(program, tmp_path):
     started = program(BACKWARD, "train", call=2)
     assert started.stderr is not None
     started.send_signal(TERM)
@@ -104,9 +101,7 @@ def test_one_signal_lets_the_step_be_finished(program: Program, tmp_path: Path) 
     ],
     ids=["tokenising", "encoding", "packing", "loader", "loading", "planning"],
 )
-def test_before_the_first_step_one_signal_stops(
-    program: Program, target: str, number: signal.Signals
-) -> None:
+def test_before_the_first_step_one_signal_stops(program, target, number):
     started = program(target, "train", "--set", "packing=true")
     started.send_signal(number)
     assert _end(started)[0] == {TERM: 143, INT: 130}[number]
@@ -123,8 +118,8 @@ def test_before_the_first_step_one_signal_stops(
     ids=["score", "demo", "report"],
 )
 def test_every_command_ends_with_the_code_of_the_signal(
-    program: Program, tmp_path: Path, model_folder: Path, data_file: Path, target: str, words: tuple[str, ...]
-) -> None:
+    program, tmp_path, model_folder, data_file, target, words
+):
     given = [word.format(tmp=tmp_path) for word in words]
     given += ["--model", str(model_folder), "--data", str(data_file)] if words[0] == "score" else []
     started = program(target, *given)
@@ -133,8 +128,8 @@ def test_every_command_ends_with_the_code_of_the_signal(
 
 
 def test_the_handler_stops_at_once_where_there_is_no_step_to_finish(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+    capfd,
+):
     request = StopRequest()
     for number, code in EXIT_CODES.items():
         with pytest.raises(SystemExit) as ended:
@@ -149,7 +144,7 @@ def test_the_handler_stops_at_once_where_there_is_no_step_to_finish(
     assert "stopping after this step" in capfd.readouterr().err
 
 
-def test_a_rank_stopped_where_nothing_can_be_raised_prints_nothing() -> None:
+def test_a_rank_stopped_where_nothing_can_be_raised_prints_nothing():
     """A signal may come inside a callback of C: Python ignores the exit there, and would print its traceback."""
     code = (
         "import os, signal\n"

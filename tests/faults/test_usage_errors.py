@@ -2,8 +2,6 @@
 
 import pytest
 
-from faults.conftest import Call
-
 
 @pytest.mark.parametrize(
     ("words", "said", "hint"),
@@ -25,9 +23,7 @@ from faults.conftest import Call
         (["plan", "--model", "gpt2", "--objective", "fastet"], "must be 'fastest', 'cheap", "mean 'fastest'?"),
     ],
 )  # fmt: skip
-def test_a_word_that_is_not_taken_is_refused_in_words(
-    call: Call, words: list[str], said: str, hint: str
-) -> None:
+def test_a_word_that_is_not_taken_is_refused_in_words(call, words, said, hint):
     code, out, told = call(*words)
     assert code == 2
     assert told.startswith("error: ")

@@ -28,7 +28,7 @@ CHOICES = [
 ]
 
 
-def rehearsed_peak(plan, config) -> int:
+def rehearsed_peak(plan, config):
     """The CPU's tensors are not rounded to blocks; a model this small would be blocks more than bytes."""
     trace, _ = trace_plan(plan, config, exact=True)
     return max(sum(kinds.values()) for kinds in peaks_by_kind(trace, on_cuda=False).values())

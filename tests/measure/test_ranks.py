@@ -26,7 +26,7 @@ torch.distributed.destroy_process_group()  # a group that is left at exit may ab
 """
 
 
-def test_two_ranks_agree_on_what_they_measured() -> None:
+def test_two_ranks_agree_on_what_they_measured():
     ended = start(2, [sys.executable, "-c", MEASURE])
     assert [process.returncode for process in ended] == [0, 0]
     lines = [process.stdout.split() for process in ended]
@@ -40,7 +40,7 @@ def test_two_ranks_agree_on_what_they_measured() -> None:
     )  # where one number takes longer than the buffer, a tenth of its time
 
 
-def test_a_process_alone_has_nothing_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_alone_has_nothing_to_measure(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with joined_ranks() as ranks:
         assert ranks.is_first

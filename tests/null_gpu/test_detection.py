@@ -1,7 +1,6 @@
 """What fitune finds, plans, trains on and refuses, by cards that NVML, CUDA and torch tell of."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,14 +20,14 @@ main()
 """
 
 
-def hardware(on_null_gpu, *words: str, cards: list[str], **environment: object) -> dict[str, Any]:
+def hardware(on_null_gpu, *words, cards, **environment):
     """The hardware that ``fitune plan`` plans for."""
     ran = on_null_gpu([*PLAN, *words], cards=cards, environment=environment)
     found: dict[str, Any] = json.loads(ran.out)["plan"]["hardware"]
     return found
 
 
-def training(model: Path, data: Path, out: Path, *settings: str) -> list[object]:
+def training(model, data, out, *settings):
     return [
         "fitune", "train", "--model", model, "--data", data, "--output-dir", out, "--tuning", "lora",
         "--max-steps", "2", "--seq-len", "64", "--micro-batch-size", "2", "--gradient-accumulation-steps", "1",
@@ -36,7 +35,7 @@ def training(model: Path, data: Path, out: Path, *settings: str) -> list[object]
     ]  # fmt: skip
 
 
-def test_of_two_kinds_the_larger_is_planned_with_and_what_others_hold_is_left(on_null_gpu) -> None:
+def test_of_two_kinds_the_larger_is_planned_with_and_what_others_hold_is_left(on_null_gpu):
     found = hardware(on_null_gpu, cards=["3090", "h100", "h100"], NULLCUDA_TAKEN_MIB=1_500)
     assert (found["gpu"]["name"], found["gpus_per_node"]) == ("h100", 2)
     assert found["taken_bytes"] == 1_536 * 2**20
@@ -46,16 +45,14 @@ def test_of_two_kinds_the_larger_is_planned_with_and_what_others_hold_is_left(on
     assert one["left_out"] == "1 × NVIDIA GeForce RTX 4090"
 
 
-def test_without_nvml_torch_is_asked(on_null_gpu) -> None:
+def test_without_nvml_torch_is_asked(on_null_gpu):
     """Never the processor: the card that CUDA_VISIBLE_DEVICES leaves."""
     script = WITHOUT_NVML.format(words=list(PLAN[1:]))
     ran = on_null_gpu(script, cards=["3090", "4090"], environment={"CUDA_VISIBLE_DEVICES": "1"})
     assert json.loads(ran.out)["plan"]["hardware"]["gpu"]["name"] == "rtx-4090"
 
 
-def test_the_larger_card_is_trained_on_wherever_it_stands(
-    on_null_gpu, model_folder: Path, data_file: Path, tmp_path: Path
-) -> None:
+def test_the_larger_card_is_trained_on_wherever_it_stands(on_null_gpu, model_folder, data_file, tmp_path):
     """CUDA's first card is the smaller one, and the process is shown the other alone."""
     command = training(model_folder, data_file, tmp_path / "run")
     on_null_gpu(command, cards=["3090", "h100"], compute="all")
@@ -78,15 +75,15 @@ def test_the_larger_card_is_trained_on_wherever_it_stands(
     ],
 )
 def test_what_cannot_be_trained_on_is_refused_by_its_reason(
-    on_null_gpu, model_folder: Path, data_file: Path, tmp_path: Path, card, settings, environment, words
-) -> None:
+    on_null_gpu, model_folder, data_file, tmp_path, card, settings, environment, words
+):
     command = training(model_folder, data_file, tmp_path / "run", *settings)
     ran = on_null_gpu(command, cards=[card], environment=environment, check=False)
     assert ran.status in (2, 3), ran.err
     assert words in " ".join((ran.out + ran.err).split())
 
 
-def test_doctor_says_which_wheel_a_card_needs(on_null_gpu) -> None:
+def test_doctor_says_which_wheel_a_card_needs(on_null_gpu):
     assert "cu126" in json.loads(on_null_gpu(["fitune", "doctor", "--json"], cards=["v100"]).out)["problem"]
 
 
@@ -121,7 +118,7 @@ print(json.dumps([[*case, flash(*case), ours(*case)] for case in cases]))
 @pytest.mark.parametrize(
     "card", ["t4", "a100", "3090", "Orin|87|29.9", "4090", "h100", "5090", "NVIDIA GB10|121|100"]
 )
-def test_flash_attention_is_planned_where_torch_takes_it(on_null_gpu, card: str) -> None:
+def test_flash_attention_is_planned_where_torch_takes_it(on_null_gpu, card):
     """torch's own decision, which looks at the card, for every size of heads, with and without dropout."""
     found = on_null_gpu(CAN_TRAIN, cards=[card]).value
     assert [(heads, dropout) for heads, dropout, torchs, ours in found if torchs != ours] == []

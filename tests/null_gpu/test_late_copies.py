@@ -1,8 +1,6 @@
 """Offload on a card whose copies are as late as streams allow, and watched by torch's sanitizer: nothing is used, freed
 or changed too early. README.md has a table of which of the two finds what."""
 
-from typing import Any
-
 import pytest
 
 from null_gpu.conftest import HERE
@@ -24,33 +22,33 @@ NOT_SHOWN = {
 }
 
 
-def is_right(found: dict[str, Any]) -> bool:
+def is_right(found):
     if "complaint" in found or found["overwritten"]:
         return False
     return found["cuda"] == pytest.approx(found["cpu"], rel=LOSS)
 
 
-def steps(on_null_gpu: Any, *words: str) -> dict[str, dict[str, Any]]:
+def steps(on_null_gpu, *words):
     late = {"NULLCUDA_LATE_COPIES": int("--sanitizer" not in words)}
     return on_null_gpu(["python", HERE / "offload_steps.py", *words], compute="all", environment=late).value
 
 
-def test_offload_has_the_losses_of_the_cpu(on_null_gpu: Any) -> None:
+def test_offload_has_the_losses_of_the_cpu(on_null_gpu):
     for name, found in steps(on_null_gpu).items():
         assert is_right(found), (name, found)
 
 
-def test_a_wait_left_out_or_memory_freed_early_is_seen(on_null_gpu: Any) -> None:
+def test_a_wait_left_out_or_memory_freed_early_is_seen(on_null_gpu):
     unseen = {name for name, found in steps(on_null_gpu, "--mutants").items() if is_right(found)}
     assert unseen <= set(NOT_SHOWN)
 
 
-def test_the_sanitizer_has_nothing_to_say_of_offload(on_null_gpu: Any) -> None:
+def test_the_sanitizer_has_nothing_to_say_of_offload(on_null_gpu):
     complaints = {name: found.get("complaint") for name, found in steps(on_null_gpu, "--sanitizer").items()}
     assert set(complaints.values()) == {None}, complaints
 
 
-def test_the_sanitizer_sees_what_is_not_waited_for_on_the_card(on_null_gpu: Any) -> None:
+def test_the_sanitizer_sees_what_is_not_waited_for_on_the_card(on_null_gpu):
     found = steps(on_null_gpu, "--sanitizer", "--mutants")
     seen = {name for name, of in found.items() if "CUDASanitizerErrors" in str(of.get("complaint"))}
     assert seen == SEEN_BY_SANITIZER
@@ -82,10 +80,10 @@ print(json.dumps("through"))
 """
 
 
-def test_pinned_memory_changed_before_its_copy_is_reported(on_null_gpu: Any) -> None:
+def test_pinned_memory_changed_before_its_copy_is_reported(on_null_gpu):
     assert on_null_gpu(OVERWRITTEN, compute="all", environment={"NULLCUDA_LATE_COPIES": 1}).value == [0, 1]
 
 
-def test_pinned_memory_that_nobody_holds_stays_until_copies_to_it_are_through(on_null_gpu: Any) -> None:
+def test_pinned_memory_that_nobody_holds_stays_until_copies_to_it_are_through(on_null_gpu):
     """It was unmapped before the copy was waited for, which then wrote to it."""
     assert on_null_gpu(FORGOTTEN, compute="all", environment={"NULLCUDA_LATE_COPIES": 1}).value == "through"

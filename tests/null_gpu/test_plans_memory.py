@@ -1,9 +1,7 @@
 """Plans' real steps on the null GPU take what was predicted and rehearsed, and run in the memory that a plan has."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,8 +17,8 @@ GROWING = {
 
 
 @pytest.fixture
-def looked_at(on_null_gpu, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
-    def look(*words: str, card: str = "h100", environment: dict[str, str] = GROWING) -> list[dict[str, Any]]:
+def looked_at(on_null_gpu, tmp_path):
+    def look(*words, card="h100", environment=GROWING):
         command = ["python", BENCH, "--here", "--out", tmp_path, *words]
         on_null_gpu(command, cards=[ROOM[card]], environment=environment)
         content = json.loads((tmp_path / "null_gpu.json").read_text())
@@ -30,9 +28,7 @@ def looked_at(on_null_gpu, tmp_path: Path) -> Callable[..., list[dict[str, Any]]
 
 
 @pytest.mark.parametrize(("card", "capability"), [("4090", "89"), ("h100", "90")])
-def test_peaks_of_8b_are_those_of_the_rehearsal_and_of_the_estimate(
-    looked_at, card: str, capability: str
-) -> None:
+def test_peaks_of_8b_are_those_of_the_rehearsal_and_of_the_estimate(looked_at, card, capability):
     """Less cuBLAS' workspace, which is the one that is planned."""
     cases = looked_at("--cards", capability, "--shapes", "8b", "--cases", "qlora", "lomo", card=card)
     assert len(cases) == 4
@@ -44,7 +40,7 @@ def test_peaks_of_8b_are_those_of_the_rehearsal_and_of_the_estimate(
 
 
 @pytest.mark.parametrize(("card", "capability"), [("t4", "75"), ("h100", "90")])
-def test_peaks_of_scores_that_are_written_out(looked_at, card: str, capability: str) -> None:
+def test_peaks_of_scores_that_are_written_out(looked_at, card, capability):
     """Gemma-2: in bf16 softmax's input is cast and its gradient multiplied first; in fp16 the kernel casts."""
     words = ("--cards", capability, "--shapes", "gemma", "--layers", "4", "--cases", "lora")
     for case in looked_at(*words, card=card):
@@ -60,7 +56,7 @@ def test_peaks_of_scores_that_are_written_out(looked_at, card: str, capability: 
 
 
 @pytest.mark.parametrize("lengths", ["lognormal", "equal"])
-def test_sixty_micro_batches_run_in_the_memory_that_is_planned(looked_at, lengths: str) -> None:
+def test_sixty_micro_batches_run_in_the_memory_that_is_planned(looked_at, lengths):
     cases = looked_at(
         "--slack", "--cards", "90", "--shapes", "8b-4", "--cases", "lora", "--rows", "4", "--lengths", lengths,
         "--spares", "10",
@@ -72,7 +68,7 @@ def test_sixty_micro_batches_run_in_the_memory_that_is_planned(looked_at, length
 
 
 @pytest.mark.parametrize("case", ["qlora", "hqq"])
-def test_a_quantised_base_over_two_cards_runs_in_the_memory_that_is_planned(looked_at, case: str) -> None:
+def test_a_quantised_base_over_two_cards_runs_in_the_memory_that_is_planned(looked_at, case):
     """FSDP2 gathers and sums in streams of their own, whose memory serves no other: the slack holds it."""
     cases = looked_at(
         "--slack", "--cards", "89", "--shapes", "8b-4", "--cases", case, "--ranks", "2", "--lengths", "equal",
@@ -83,7 +79,7 @@ def test_a_quantised_base_over_two_cards_runs_in_the_memory_that_is_planned(look
         assert found["reserved"] <= found["predicted"] + found["planned"]
 
 
-def test_without_segments_that_grow_the_old_slack_was_not_enough(looked_at) -> None:
+def test_without_segments_that_grow_the_old_slack_was_not_enough(looked_at):
     """5 % of what moves, as plans once had it, ends in out of memory; the law above can fail."""
     fixed = {name: "expandable_segments:False" for name in GROWING}
     cases = looked_at(

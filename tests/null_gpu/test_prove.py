@@ -1,10 +1,6 @@
 """``fitune doctor --prove`` on a GPU: with its numbers computed all checks pass but Triton's kernels, which nothing
 computes here; without them it still goes through to the end."""
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 pytestmark = pytest.mark.null_gpu
@@ -21,9 +17,7 @@ SMALL = "NVIDIA H100 80GB HBM3|90|2"
 """So small that the ten plans are those of a model whose step the processor computes at once."""
 
 
-def test_kernels_losses_and_peaks_are_right_on_the_card(
-    on_null_gpu: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_kernels_losses_and_peaks_are_right_on_the_card(on_null_gpu, tmp_path):
     cache = {"FITUNE_CACHE": tmp_path / "cache", "OMP_NUM_THREADS": 1}
     proof = on_null_gpu(SCRIPT, cards=[SMALL], compute="all", environment=cache).value
     assert [check for check in proof["checks"] if check["passed"] is False] == []

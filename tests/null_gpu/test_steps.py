@@ -9,21 +9,21 @@ from null_gpu.conftest import ROOT
 pytestmark = pytest.mark.null_gpu
 
 
-def counted(on_null_gpu, case: str) -> dict:
+def counted(on_null_gpu, case):
     """Of a step of 8 B with four blocks; torch refuses to synchronise in its two micro-batches."""
     command = ["python", ROOT / "bench/null_gpu_steps.py", case, "--shape", "8b-4"]
     return json.loads(on_null_gpu(command).out.splitlines()[-1])
 
 
 @pytest.mark.parametrize("case", ["lora", "qlora", "full", "lora-activations-away"])
-def test_a_micro_batch_makes_nothing_wait_and_nothing_new_is_allocated(on_null_gpu, case: str) -> None:
+def test_a_micro_batch_makes_nothing_wait_and_nothing_new_is_allocated(on_null_gpu, case):
     found = counted(on_null_gpu, case)
     assert found["synchronisations_in_micro_batches"] == 0
     assert found["synchronisations_of_update"] <= 1
     assert found["mallocs"] == 0
 
 
-def test_the_update_of_lora_is_a_few_launches(on_null_gpu) -> None:
+def test_the_update_of_lora_is_a_few_launches(on_null_gpu):
     """One tensor at a time it was four launches each and more: 1,803 for the 448 of 8 B."""
     found = counted(on_null_gpu, "lora")
     assert found["trained_tensors"] == 56
@@ -48,6 +48,6 @@ print(json.dumps(found))
 """
 
 
-def test_adalomo_takes_one_fp32_copy_of_a_gradient_and_no_more(on_null_gpu) -> None:
+def test_adalomo_takes_one_fp32_copy_of_a_gradient_and_no_more(on_null_gpu):
     """Column norms in one reduction take 252 MiB more for Llama-3's table, 12 %."""
     assert all(1.0 <= copies < 1.006 for copies in on_null_gpu(COLUMNS).value)

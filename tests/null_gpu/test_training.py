@@ -2,10 +2,8 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -51,18 +49,16 @@ TOGETHER = {
 BY_DEEPSPEED = {"stage 2": Offload(), "stage 2, optimizer on the host": Offload(optimizer="cpu")}
 
 
-def losses(folder: Path | str) -> list[float]:
+def losses(folder):
     return [step.loss for step in read_metrics(Path(folder) / "metrics.jsonl")]
 
 
 @pytest.fixture(scope="module")
-def on_cpu(
-    model_folder: Path, data_file: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[dict[str, Any]], tuple[Plan, list[float]]]:
+def on_cpu(model_folder, data_file, tmp_path_factory):
     """A plan of settings for the CPU and its losses there, run once."""
     known: dict[str, tuple[Plan, list[float]]] = {}
 
-    def of(settings: dict[str, Any]) -> tuple[Plan, list[float]]:
+    def of(settings):
         key = json.dumps(settings)
         if key not in known:
             plan = plan_of(model_folder, data_file, tmp_path_factory.mktemp("cpu") / "run", **settings)
@@ -73,9 +69,7 @@ def on_cpu(
     return of
 
 
-def on_cards(
-    plan: Plan, sharding: Ddp | Zero | Single, offload: Offload, folder: Path, *, cards: int
-) -> Plan:
+def on_cards(plan, sharding, offload, folder, *, cards):
     """``plan`` for so many cards, at the same global batch."""
     steps = plan.batch.global_batch_size // cards
     micro = min(plan.batch.micro_batch_size, steps)
@@ -89,16 +83,14 @@ def on_cards(
     )
 
 
-def trained(world: int, jobs: list[Job], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def trained(world, jobs, folder, monkeypatch):
     for name, value in surroundings(cards=["h100"] * world, compute="all").items():
         monkeypatch.setenv(name, value)
     for said in train_on(world, jobs, folder, python=(str(HERE / "run.sh"), "python")):
         assert all("error" not in job for job in said), said
 
 
-def test_a_run_on_a_card_has_the_losses_of_the_cpu_and_resumes_exactly(
-    on_cpu: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_on_a_card_has_the_losses_of_the_cpu_and_resumes_exactly(on_cpu, tmp_path, monkeypatch):
     expected = {name: on_cpu(settings) for name, (settings, _) in ALONE.items()}
     plans = {
         name: on_cards(expected[name][0], Single(), offload, tmp_path / name, cards=1)
@@ -116,9 +108,7 @@ def test_a_run_on_a_card_has_the_losses_of_the_cpu_and_resumes_exactly(
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_several_cards_have_the_losses_of_one_process(
-    on_cpu: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: int
-) -> None:
+def test_several_cards_have_the_losses_of_one_process(on_cpu, tmp_path, monkeypatch, world):
     expected = {name: on_cpu(settings) for name, (settings, _, _) in TOGETHER.items()}
     jobs = [
         Job(plan=on_cards(expected[name][0], sharding, offload, tmp_path / name, cards=world))
@@ -129,9 +119,7 @@ def test_several_cards_have_the_losses_of_one_process(
         assert losses(tmp_path / name) == pytest.approx(cpu, rel=NF4_LOSS if "qlora" in name else LOSS), name
 
 
-def test_two_cards_have_the_losses_of_one_process_by_deepspeed(
-    on_cpu: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_cards_have_the_losses_of_one_process_by_deepspeed(on_cpu, tmp_path, monkeypatch):
     if not has("deepspeed"):
         pytest.skip("no deepspeed in the environment of the null GPU (make null-env)")
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)  # set where DeepSpeed was loaded for the CPU
@@ -146,7 +134,7 @@ def test_two_cards_have_the_losses_of_one_process_by_deepspeed(
         assert losses(tmp_path / name) == pytest.approx(cpu, rel=LOSS), name
 
 
-def recipe(folder: Path, model: Path, **settings: Any) -> Path:
+def recipe(folder, model, **settings):
     rows = folder / "rows.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS * 8))
     path = folder / "recipe.yaml"
@@ -161,8 +149,8 @@ def recipe(folder: Path, model: Path, **settings: Any) -> Path:
 
 
 def test_a_recipe_alone_is_detected_planned_trained_and_retried_where_memory_is_short(
-    model_folder: Path, on_null_gpu: Callable[..., Any], tmp_path: Path
-) -> None:
+    model_folder, on_null_gpu, tmp_path
+):
     path = recipe(tmp_path, model_folder)
     on_null_gpu(["fitune", "train", path], cards=["4090"], compute="all")
     shutil.move(tmp_path / "run", tmp_path / "roomy")

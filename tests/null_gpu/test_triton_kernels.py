@@ -68,7 +68,7 @@ print(json.dumps(usage))
         ("5090", 120, "bfloat16"),
     ],
 )  # fmt: skip
-def test_few_registers_are_spilled(on_null_gpu, tmp_path, card, sm, dtype) -> None:
+def test_few_registers_are_spilled(on_null_gpu, tmp_path, card, sm, dtype):
     script = tmp_path / "compiled.py"
     script.write_text(COMPILED, encoding="utf-8")
     usage = on_null_gpu(

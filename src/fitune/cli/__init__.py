@@ -47,7 +47,7 @@ def _run_command() -> None:
         if type(error).__name__ == "NoArgsIsHelpError":
             error.show()
             sys.exit(error.exit_code)
-        from fitune.session.usage_errors import refusal_of
+        from fitune.cli.usage_errors import refusal_of
 
         raise refusal_of(error) from None
 
