@@ -107,7 +107,8 @@ def attend_by(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
         s_aux: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        config, chunk = getattr(module, "config", None), 0
+        config: Any = getattr(module, "config", None)
+        chunk = 0
         kinds = getattr(config, "layer_types", None) or ()
         if "chunked_attention" in kinds and kinds[module.layer_idx] == "chunked_attention":
             chunk = config.attention_chunk_size

@@ -218,7 +218,7 @@ def to_tasks(questions: Sequence[Question], *, template: ChatTemplate, sampling:
         prompt, row = next(prompts), next(calling) if question.calls else None
         bad = next((str(each) for each in (prompt, row) if isinstance(each, BadRow)), "")
         ids = [] if isinstance(prompt, BadRow) else prompt
-        own = {"sampling": replace(sampling, **dict(question.own))} if question.own else {}
+        own: dict[str, Any] = {"sampling": replace(sampling, **dict(question.own))} if question.own else {}
         if row is not None and not isinstance(row, BadRow):
             own["expected"] = template.decode(row.ids[len(ids) :])
         tasks.append(question.task(ids, problem=bad, **own))

@@ -254,7 +254,12 @@ def write_plan_page(recipe: Recipe, found: PlanReport | NothingFits, path: Path,
 
 def serve_planner(port: int, *, runs: Path | None, tell: Callable[[str], object]) -> None:
     """Answer on 127.0.0.1 until Ctrl-C; ``tell`` gets the address. ``runs``: a folder whose runs have a page, too."""
-    answers = {"": partial(page, runs=runs is not None), "answer": answer, "ways": ways, "rent": rent}
+    answers: dict[str, Callable[[Mapping[str, str]], str]] = {
+        "": partial(page, runs=runs is not None),
+        "answer": answer,
+        "ways": ways,
+        "rent": rent,
+    }
     if runs is not None:
         from fitune.session.runs_page import RunsFolder  # reads reports: only for those who ask
 

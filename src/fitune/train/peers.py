@@ -90,8 +90,9 @@ def known_to_peers(ranks: Ranks, directory: Path, where: Whereabouts, *, on_stal
         watch.end(error)
         raise
     except Exception as error:  # written down for the others, and raised again
-        is_ours = isinstance(error, FituneError)
-        watch.end(error if is_ours else TrainingFailed(f"{type(error).__name__}: {error}"))
+        watch.end(
+            error if isinstance(error, FituneError) else TrainingFailed(f"{type(error).__name__}: {error}")
+        )
         raise
     watch.end(None)
 
