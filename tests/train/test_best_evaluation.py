@@ -13,7 +13,8 @@ MakePlan = Callable[..., Plan]
 
 
 def evaluating(monkeypatch, *losses):
-    said = iter(losses)
+    """``losses`` in their order, after that of the untrained model."""
+    said = iter((9.0, *losses))
     monkeypatch.setattr(
         import_module("fitune.train.run"), "evaluate", lambda model, dataset, batch, **others: next(said)
     )
@@ -52,4 +53,5 @@ def test_a_resumed_run_remembers_the_best_of_before(make_plan, monkeypatch, tmp_
     run(first, callbacks=callbacks(stop_after=4))
     report = run(second, callbacks=callbacks(), resume=str(tmp_path / "first" / "checkpoints" / "step-4"))
     assert [step.step for step in steps_of(second)] == [1, 2, 3, 4, 5, 6]
-    assert report.best_eval_loss == 0.5
+    assert (report.eval_loss_before, report.best_eval_loss, report.eval_loss) == (9.0, 0.5, 0.9)
+    assert [step.eval_loss_before for step in steps_of(second)] == [9.0, None, None, None, None, None]

@@ -61,7 +61,14 @@ def test_training_learns(make_plan, tuning, share, packing):
     assert report.final_loss < share * report.first_loss
     assert report.best_eval_loss is not None
     assert report.best_eval_loss < report.first_loss
+    assert report.eval_loss == report.best_eval_loss < report.eval_loss_before
     assert (Path(report.exported) / "README.md").is_file()
+
+
+def test_the_held_out_loss_before_training_is_that_of_the_model_as_it_was(make_plan):
+    report = run(make_plan(learning_rate=1e-30, max_steps=1, val_fraction=0.2), callbacks=callbacks())
+    assert report.eval_loss_before == report.eval_loss
+    assert run(make_plan(max_steps=1), callbacks=callbacks(), overwrite=True).eval_loss_before is None
 
 
 @pytest.mark.parametrize(

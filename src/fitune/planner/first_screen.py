@@ -138,16 +138,25 @@ def first_screen(report: PlanReport, ways: tuple[Way, ...], *, train: str) -> st
 
     ``train``: the command that trains it.
     """
-    taken = report.taken
     lines = [
-        f"✔ FITS   {verdict_of(taken.plan)}",
-        *(line for name, words in facts_of(report) for line in _fact(name, words, taken.estimate)),
-        *_ways(taken, ways),
+        *_verdict(report),
+        *_ways(report.taken, ways),
         *_notes(report),
         f"  Train it   {train}",
         '  More       --details   --why "zero: 3"   --largest seq_len   --json',
     ]
     return "\n".join(lines)
+
+
+def short_plan(report: PlanReport) -> str:
+    """The verdict, memory, speed, the job and notes, of a plan that begins to run."""
+    return "\n".join([*_verdict(report), *_notes(report)])
+
+
+def _verdict(report: PlanReport) -> Iterator[str]:
+    yield f"✔ FITS   {verdict_of(report.taken.plan)}"
+    for name, words in facts_of(report):
+        yield from _fact(name, words, report.taken.estimate)
 
 
 Fact = tuple[str, tuple[str, ...]]

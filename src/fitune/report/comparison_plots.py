@@ -17,6 +17,7 @@ from fitune.report.plots import (
     draw_line,
     draw_svg,
     legend_above,
+    logarithmic_if_wide,
     svg_file,
 )
 from fitune.report.run_plots import running_mean
@@ -26,8 +27,6 @@ from fitune.units import format_bytes, format_rate
 
 Points = Sequence[tuple[int, float]]
 _SOLID, _DASHED = "-", (0, (5, 1.6))
-_MANY_TIMES = 8
-"""Losses that differ by more than this are drawn on a logarithmic axis: else the end of every curve is one line."""
 
 
 def loss_curves(runs: Mapping[str, Sequence[StepReport]], plans: Mapping[str, Plan]) -> str:
@@ -85,7 +84,6 @@ def _largest(rows: Mapping[str, Row]) -> float:
 def _curves(curves: Mapping[str, Points], plans: Mapping[str, Plan], *, name: str, label: str) -> str:
     """Solid where every weight is trained, dashed where adapters are."""
     finite = {method: [p for p in points if math.isfinite(p[1])] for method, points in curves.items()}
-    losses = [loss for points in finite.values() for _, loss in points]
 
     def draw(axes: Axes) -> None:
         for place, (method, points) in enumerate(finite.items()):
@@ -93,12 +91,7 @@ def _curves(curves: Mapping[str, Points], plans: Mapping[str, Plan], *, name: st
             marker = "o" if len(points) < 30 else ""
             series = f"series-{1 + place % SERIES}"
             draw_line(axes, points, series, method, width=1.6, marker=marker, style=style)
-        if losses and min(losses) > 0 and max(losses) > _MANY_TIMES * min(losses):
-            from matplotlib.ticker import LogLocator
-
-            axes.set_yscale("log", subs=[])
-            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=12))
-            axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        logarithmic_if_wide(axes, [loss for points in finite.values() for _, loss in points])
         axes.set_ylabel("nats per token")
         legend_above(axes)
 

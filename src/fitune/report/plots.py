@@ -194,6 +194,21 @@ def mark_not_finite(axes: Axes, points: Sequence[tuple[int, float]]) -> None:
         )  # fmt: skip
 
 
+MANY_TIMES = 3
+"""Losses that differ by more than this are drawn on a logarithmic axis: else the end of every curve is one line."""
+
+
+def logarithmic_if_wide(axes: Axes, losses: Sequence[float]) -> None:
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    if not finite or min(finite) <= 0 or max(finite) <= MANY_TIMES * min(finite):
+        return
+    from matplotlib.ticker import LogLocator
+
+    axes.set_yscale("log", subs=[])
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=12))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+
+
 def legend_above(axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
     unique = dict(sorted(zip(labels, handles, strict=True), key=lambda entry: entry[0] == "measured"))

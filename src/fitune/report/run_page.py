@@ -41,7 +41,7 @@ def page_of(run: RunFiles, under_way: UnderWay | None = None, *, refresh_s: int 
     restarts = [one for step in run.steps for one in step.restarts]
     return render(
         "run.html",
-        title=f"{run.plan.model.name}: fitune report",
+        title=f"{run.directory.name}: fitune report",
         refresh_s=refresh_s,
         plan=run.plan,
         directory=run.directory.name,
@@ -147,22 +147,28 @@ def _tiles(run: RunFiles, measured: Measured) -> Iterator[Tile]:
             "Peak memory", format_bytes(measured.peak_bytes), f"predicted {peak}" if peak else "not predicted"
         )
     if losses := _first_and_last_loss(run):
-        yield Tile("Loss", " → ".join(format_number(loss, digits=3) for loss in losses), "nats per token")
+        yield Tile("Loss", _arrow(losses), "nats per token")
+    if run.run and run.run.eval_loss is not None:
+        held_out = [one for one in (run.run.eval_loss_before, run.run.eval_loss) if one is not None]
+        below = "before → after" if len(held_out) > 1 else "after training"
+        yield Tile("Held-out loss", _arrow(held_out), below)
     if measured.tokens_per_second:
         rate, unit = format_rate(measured.tokens_per_second).split()
         mfu = run.run.mfu if run.run else run.steps[-1].mfu
         yield Tile("Throughput", rate, unit + (f", MFU {format_percent(mfu)}" if mfu else ""))
     if run.run:
         report = run.run
-        done = f"{report.steps:,} of {report.total_steps:,} steps"
-        supervised = _share(report.supervised_tokens, report.tokens, "supervised")
+        done = f"{report.steps:,} of {report.total_steps:,} steps, {format_count(report.tokens)} tokens"
         trained = _share(report.trainable_parameters, report.total_parameters, "of parameters")
         yield Tile("Time", format_seconds(report.seconds), done)
-        yield Tile("Tokens", format_count(report.tokens), supervised)
         yield Tile("Trained", format_count(report.trainable_parameters), trained)
     elif run.steps:
         last = run.steps[-1]
         yield Tile("Progress", f"{last.step:,}", f"of {last.total_steps:,} steps")
+
+
+def _arrow(losses: Sequence[float]) -> str:
+    return " → ".join(format_number(loss, digits=3) for loss in losses)
 
 
 def _share(part: int, whole: int, what: str) -> str:

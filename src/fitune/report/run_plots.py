@@ -16,6 +16,7 @@ from fitune.report.plots import (
     draw_line,
     draw_svg,
     legend_above,
+    logarithmic_if_wide,
     mark_not_finite,
 )
 from fitune.spec.predictions import Estimate, Phase
@@ -73,6 +74,7 @@ def loss_curve(steps: Sequence[StepReport]) -> str:
             draw_line(axes, held_out, "series-6", "held out", width=1.4, marker="o")
         mark_not_finite(axes, [*train, *held_out])
         axes.set_ylabel("nats per token")
+        logarithmic_if_wide(axes, [loss for _, loss in [*train, *held_out]])
         legend_above(axes)
 
     return draw_svg(draw, name="loss", label="Loss over the steps")

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from fitune.data.ledger import Reading as Reading  # an event like the others
 from fitune.data.ledger import describe_ledger
-from fitune.planner.reasons.explain import explain_plan
+from fitune.planner.first_screen import short_plan
 from fitune.planner.whole_run import run_lines
 from fitune.report.attempts import describe_retry
 from fitune.report.run_files import Prediction
-from fitune.session.reported import Reported, comparison_text
+from fitune.session.reported import Reported, comparison_text, outcome_lines
 from fitune.spec.plan import Plan
 from fitune.spec.predictions import PlanReport
 from fitune.spec.reports import Ledger, MergedLoss, Retry, RunReport, StepReport
@@ -20,12 +20,12 @@ from fitune.units import format_bytes, format_seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """The plan that will run; what is told next stands apart from it."""
+    """The plan that will run, in short; what is told next stands apart from it."""
 
     report: PlanReport
 
     def __str__(self) -> str:
-        return f"{explain_plan(self.report)}\n"
+        return f"{short_plan(self.report)}\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,8 @@ class Compared:
     reported: Reported
 
     def __str__(self) -> str:
-        return f"{comparison_text(self.reported)}\nreport: {self.reported.page}"
+        outcome = () if self.reported.run is None else outcome_lines(self.reported.run)
+        return "\n".join([comparison_text(self.reported), *outcome, f"report:  {self.reported.page}"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +151,7 @@ class Exported:
 
     def __str__(self) -> str:
         lines = () if self.merged_loss is None else self.merged_loss.lines()
-        return "\n".join([f"{self.title}: {self.path} (verified)", *lines])
+        return "\n".join([f"{self.title + ':':8} {self.path} (verified)", *lines])
 
 
 Event = (

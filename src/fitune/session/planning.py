@@ -88,7 +88,7 @@ def first_screen_of(recipe: Recipe, found: PlanReport | NothingFits, *, train: s
 def saving_in_time(recipe: Recipe, report: PlanReport) -> PlanReport:
     """The plan with checkpoints as often as its run on the data asks for; what is wrong in the data, training says."""
     with suppress(DataError):
-        return replace(_on_data(recipe, report), run=None)
+        return _on_data(recipe, report)
     return report
 
 

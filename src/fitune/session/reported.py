@@ -1,6 +1,6 @@
 """Measured beside predicted figures of a run, and the grades of a scoring: as text for people, as data for programs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ from fitune.spec.reports import RunReport, ScoreReport
 from fitune.spec.serial import to_data
 from fitune.spec.words import describe_grade
 from fitune.stores.opening import is_url
-from fitune.units import counted, format_bytes, format_percent, format_seconds
+from fitune.units import counted, format_bytes, format_count, format_number, format_percent, format_seconds
 
 if TYPE_CHECKING:
     from fitune.report.compare import Row
@@ -110,14 +110,28 @@ def comparison_text(reported: Reported) -> str:
     return "\n".join([*parts, *reported.remarks])
 
 
+def outcome_lines(run: RunReport) -> Iterator[str]:
+    """Yields what training did: steps and time, the loss, and that of held-out rows before and after."""
+    if not run.steps:
+        return
+    yield f"trained: {counted(run.steps, 'step')}, {format_count(run.tokens)} tokens in {format_seconds(run.seconds)}"
+    held_out = ""
+    if run.eval_loss is not None:
+        before = "" if run.eval_loss_before is None else f"{format_number(run.eval_loss_before)} → "
+        held_out = f"; on held-out rows {before}{format_number(run.eval_loss)}"
+    yield f"loss:    {format_number(run.first_loss)} → {format_number(run.final_loss)}{held_out}"
+
+
 def explain_reported(reported: Reported) -> str:
     """The table, how the run ended if it did not end well, and where its page is."""
     lines = [comparison_text(reported)]
     run = reported.run
     if run is None:
         lines.append(reported.state)
-    elif run.reason:
-        lines.append(f"the run is {run.status}: {run.reason}")
+    else:
+        lines += outcome_lines(run)
+        if run.reason:
+            lines.append(f"the run is {run.status}: {run.reason}")
     lines += [one.describe() for one in reported.trackers]
     return "\n".join([*lines, f"report: {reported.page}"])
 

@@ -84,6 +84,8 @@ class StepReport:
     """Rows of a step whose loss lies far above the last ones, counted from 0 in the kept rows; empty in all others."""
     eval_loss: float | None = None
     """Set on the steps after which the held-out rows were evaluated."""
+    eval_loss_before: float | None = None
+    """Set on step 1: the loss on the held-out rows before it."""
     retries: tuple[Retry, ...] = ()
     """On the first step of an attempt that follows one out of memory: how it came to that."""
     restarts: tuple[Restart, ...] = ()
@@ -242,6 +244,7 @@ class RunReport:
     first_loss: float
     final_loss: float
     best_eval_loss: float | None
+    """Before training is not among them."""
     seconds: float
     tokens: int
     supervised_tokens: int
@@ -268,6 +271,10 @@ class RunReport:
     ranks: tuple[RankReport, ...] = ()
     """One for each of several processes; empty where one trained alone, and where the run was cut short."""
     versions: dict[str, str] = field(default_factory=dict)
+    eval_loss_before: float | None = None
+    """On the held-out rows, in nats per supervised token; None without such rows."""
+    eval_loss: float | None = None
+    """The last one on the held-out rows."""
 
     @property
     def lacks_export(self) -> bool:

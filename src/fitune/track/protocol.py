@@ -90,6 +90,8 @@ def scalars(report: StepReport) -> Iterator[tuple[str, float]]:
     yield "train/loss_scale", report.loss_scale
     yield "train/skipped", float(report.skipped)
     yield "train/epoch", report.epoch
+    if report.eval_loss_before is not None:
+        yield "eval/loss_before", report.eval_loss_before
     if report.eval_loss is not None:
         yield "eval/loss", report.eval_loss
     yield "speed/tokens_per_second", report.tokens_per_second

@@ -178,6 +178,8 @@ def summarise(
         first_loss=steps[0].loss if steps else 0.0,
         final_loss=steps[-1].loss if steps else 0.0,
         best_eval_loss=min(evaluated, default=None),
+        eval_loss_before=steps[0].eval_loss_before if steps else None,
+        eval_loss=next((s.eval_loss for s in reversed(steps) if s.eval_loss is not None), None),
         seconds=seconds,
         tokens=sum(s.tokens for s in steps),
         supervised_tokens=sum(s.supervised_tokens for s in steps),

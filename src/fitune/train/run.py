@@ -249,6 +249,7 @@ def _train(current: Run, start: Start) -> bool:
     if start.step == 0 and current.samples:
         current.where.doing = "answering samples"
         answer_before(current.directory, current.model, current.samples, current.callbacks.answer)
+    before = _held_out_loss(current) if start.step == 0 else None
     for sink in current.sinks:
         sink.start(current.plan, current.plan.run.name)
     zeros = ZeroWatch()
@@ -263,7 +264,9 @@ def _train(current: Run, start: Start) -> bool:
                 current.done.append(report)
             began_at = time.time() - report.step_seconds
             restarts = tuple(replace(one, again_at=one.again_at or began_at) for one in current.restarts)
-            report, is_best = _evaluated(current, replace(report, retries=current.retries, restarts=restarts))
+            report = replace(report, eval_loss_before=before, retries=current.retries, restarts=restarts)
+            report, is_best = _evaluated(current, report)
+            before = None
             if current.log is not None:
                 current.log.append(report)
             current.retries, current.restarts = (), ()
@@ -296,16 +299,24 @@ def _evaluated(current: Run, report: StepReport) -> tuple[StepReport, bool]:
     """The report with the held-out loss where it is due, and at the end, and whether it is the best so far."""
     last, run = report.step == report.total_steps, current.plan.run
     due = last or _is_due(current, report, every=run.eval_every, per_epoch=run.evals_per_epoch)
-    if current.data.eval is None or not due:
+    loss = _held_out_loss(current) if due else None
+    if loss is None:
         return report, False
+    is_best = loss < current.best_eval_loss
+    current.best_eval_loss = min(current.best_eval_loss, loss)
+    return replace(report, eval_loss=loss), is_best
+
+
+def _held_out_loss(current: Run) -> float | None:
+    """Nats per supervised token of the held-out rows; None where there are none."""
+    if current.data.eval is None:
+        return None
     current.where.doing = "evaluating"
     loss = evaluate(
         current.model, current.data.eval, current.plan.batch, ranks=current.ranks, on_batch=current.where.sign
     )
     current.loaded.engine.rest()
-    is_best = loss < current.best_eval_loss
-    current.best_eval_loss = min(current.best_eval_loss, loss)
-    return replace(report, eval_loss=loss), is_best
+    return loss
 
 
 def _is_due(current: Run, report: StepReport, *, every: int, per_epoch: int) -> bool:
