@@ -199,12 +199,12 @@ def test_a_store_that_fails_on_the_way_costs_no_step_and_is_made_up_for(
         if name.endswith("LINE"):
             wire.refused = 10**6
 
-    def close_after_a_failure(uploads):
+    def close_after_a_failure(uploads, *, tidy):
         """The steps may end before the first try does."""
         until = time.monotonic() + 60
         while not uploads._has_failed and time.monotonic() < until:
             time.sleep(0.01)
-        close(uploads)
+        close(uploads, tidy=tidy)
 
     with monkeypatch.context() as broken:
         broken.setattr(Store, "write", failing_from_now)
@@ -237,7 +237,7 @@ def test_a_checkpoint_that_is_on_its_way_when_the_steps_end_is_waited_for_with_a
         is_waited_for.wait(60)
         send(uploads)
 
-    def close_meanwhile(uploads):
+    def close_meanwhile(uploads, *, tidy):
         note = uploads._on_note
 
         def noted(text):
@@ -246,7 +246,7 @@ def test_a_checkpoint_that_is_on_its_way_when_the_steps_end_is_waited_for_with_a
 
         uploads._on_note = noted
         under_way.wait(60)
-        close(uploads)
+        close(uploads, tidy=tidy)
 
     monkeypatch.setattr(uploading, "_QUIET_S", 0.0)
     monkeypatch.setattr(Uploads, "_send", slowly)
