@@ -51,7 +51,7 @@ def test_a_run_is_in_the_store_when_it_ends_and_goes_on_from_there_elsewhere(
     code, out, err = train(output_dir=url, max_steps=3, **words)
     assert code == 0, err
     (run,) = (here / "runs").iterdir()
-    assert f"output: runs/{run.name}, and from there {url}" in out
+    assert f"output   runs/{run.name}, and from there {url}" in out
     assert f"sent: {url}" in out
     there = objects(bucket)
     kept = {

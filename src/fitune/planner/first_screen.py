@@ -149,8 +149,11 @@ def first_screen(report: PlanReport, ways: tuple[Way, ...], *, train: str) -> st
 
 
 def short_plan(report: PlanReport) -> str:
-    """The verdict, memory, speed, the job and notes, of a plan that begins to run."""
-    return "\n".join([*_verdict(report), *_notes(report)])
+    """The verdict, memory, speed, the job, where it is written, and notes, of a plan that begins to run."""
+    run = report.chosen.plan.run
+    store = f", and from there {run.upload_to}" if run.upload_to else ""
+    output = wrapped(f"output   {run.output_dir}{store}", hanging=9)
+    return "\n".join([*_verdict(report), output, *_notes(report)])
 
 
 def _verdict(report: PlanReport) -> Iterator[str]:
