@@ -6,9 +6,11 @@
     print(fitune.explain(report))
 
 Every function takes a recipe as keyword arguments, as a YAML file or a mapping, or both: the keywords win. They print
-nothing, return frozen values, tell ``progress`` what happens, and raise FituneError for what cannot be done.
+nothing outside a notebook, return frozen values, tell ``progress`` what happens, and raise FituneError for what cannot
+be done.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -183,7 +185,21 @@ def explain(result: "Result") -> str:
     return text_of(result)
 
 
+def _notebook_html(result: "PlanReport | RunReport | ScoreReport") -> str:
+    """What a notebook shows of a value."""
+    from html import escape
+
+    from fitune.session.results import notebook_text
+
+    return f"<pre>{escape(notebook_text(result))}</pre>"
+
+
 def _told(progress: "Callable[[Event], object] | None") -> "Callable[[Event], None]":
+    if progress is None and "ipykernel" in sys.modules:
+        from fitune.cli.terminal import Terminal
+
+        return Terminal(redrawn=True)
+
     def tell(event: "Event") -> None:
         if progress is not None:
             progress(event)

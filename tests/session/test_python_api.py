@@ -208,3 +208,17 @@ def test_score_opens_addresses_that_are_allowed_alone(model_folder, tmp_path, mo
     monkeypatch.setattr("fitune.stores.opening.WAITS_S", ())
     with pytest.raises(DataError, match=why):
         fitune.score(model_folder, "https://127.0.0.1:1/rows.jsonl", tmp_path / "out", allow_https=allowed)
+
+
+def test_a_notebook_shows_a_plan_and_a_run_and_writes_steps_over_each_other(
+    settings, tmp_path, monkeypatch, capsys
+):
+    assert "✔ FITS" in fitune.plan(**settings)._repr_html_()
+    monkeypatch.setitem(sys.modules, "ipykernel", sys)
+    report = fitune.train(**settings | {"max_steps": 3, "output_dir": tmp_path / "<b>"})
+    steps = capsys.readouterr().out.split("\r")[1:]
+    assert [step[:8] for step in steps] == ["step 1/3", "step 2/3", "step 3/3"]
+    assert not steps[1].endswith("\n")
+    shown = report._repr_html_()
+    assert "complete" in shown and "3 steps" in shown
+    assert "&lt;b&gt;/adapter" in shown

@@ -19,9 +19,11 @@ class Terminal:
     """A ``Tell``. As a context manager it gives the terminal back when a bar is cut short by an error.
 
     Lines go to ``lines`` (standard output), bars of what is read to standard error; ``quiet`` draws no bar of weights.
+    ``redrawn``: a step is written over the one before, as notebooks show it.
     """
 
-    def __init__(self, *, lines: TextIO | None = None, quiet: bool = False) -> None:
+    def __init__(self, *, lines: TextIO | None = None, quiet: bool = False, redrawn: bool = False) -> None:
+        self._redrawn = redrawn
         self._lines = sys.stdout if lines is None else lines
         self._quiet = quiet
         self._bars = ExitStack()
@@ -40,7 +42,9 @@ class Terminal:
                     self._show_weights = self._bars.enter_context(loading_bar(quiet=self._quiet))
                 self._show_weights(event.done_bytes, event.total_bytes)
             case StepsBegin():
-                self._progress = Progress(log_every=event.plan.run.log_every, name=event.run_name)
+                self._progress = Progress(
+                    log_every=event.plan.run.log_every, name=event.run_name, redrawn=self._redrawn
+                )
                 self._bars.callback(self._progress.close)
             case StepReport():
                 if self._progress is not None:
@@ -68,9 +72,13 @@ class Progress:
     """Shows steps on ``stream`` (standard output): live in a terminal, else every ``log_every`` steps.
 
     The first, the last, a skipped and an evaluated step always have a line. ``close`` gives the terminal back.
+    ``redrawn``: each other step is written over the one before.
     """
 
-    def __init__(self, *, log_every: int = 1, name: str = "train", stream: TextIO | None = None) -> None:
+    def __init__(
+        self, *, log_every: int = 1, name: str = "train", stream: TextIO | None = None, redrawn: bool = False
+    ) -> None:
+        self._redrawn = redrawn
         self._stream = sys.stdout if stream is None else stream
         self._log_every = max(log_every, 1)
         self._seconds: deque[float] = deque(maxlen=50)
@@ -107,6 +115,9 @@ class Progress:
             self._note.plain = step_line(report, **of_run, number=False)
             if is_odd:
                 self._live.console.print(line, markup=False, no_wrap=True, overflow="ellipsis")
+        elif self._redrawn:
+            end = "\n" if is_odd or is_at_an_end else ""
+            print(f"\r{line:<80}", end=end, file=self._stream, flush=True)
         elif is_odd or is_at_an_end or not report.step % self._log_every:
             print(line, file=self._stream, flush=True)
 

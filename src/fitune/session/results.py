@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fitune.session.rehearsing import Rehearsed
     from fitune.session.reported import Reported
     from fitune.session.score.lm_eval_words import TaskScores
-    from fitune.spec.reports import ScoreReport
+    from fitune.spec.reports import RunReport, ScoreReport
 
 
 Result: TypeAlias = (
@@ -39,6 +39,21 @@ def result_data(result: Result) -> dict[str, Any]:
     """The object that the command prints with ``--json``."""
     data: dict[str, Any] = _ways(result)[1](result)
     return data
+
+
+def notebook_text(result: "PlanReport | RunReport | ScoreReport") -> str:
+    """The short text that a notebook shows: of a plan the verdict, of a run its outcome, of a scoring its grades."""
+    from fitune.planner.first_screen import short_plan
+    from fitune.session.reported import explain_score, outcome_lines
+    from fitune.spec.reports import RunReport
+
+    if isinstance(result, PlanReport):
+        return short_plan(result)
+    if not isinstance(result, RunReport):
+        return explain_score(result)
+    ended = f"{result.status}: {result.reason}" if result.reason else result.status
+    exported = [f"export:  {result.exported}"] if result.exported else []
+    return "\n".join([ended, *outcome_lines(result), *exported])
 
 
 def _ways(result: Any) -> tuple[Callable[[Any], str], Callable[[Any], Any]]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from fitune.spec.model.block_profile import BatchShape
+from fitune.spec.notebook import ShownInNotebooks
 from fitune.spec.plan import Plan
 
 
@@ -199,7 +200,7 @@ class WholeRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanReport:
+class PlanReport(ShownInNotebooks):
     """The planner's answer: the plan to run, the next best, what was rejected, what was decided for the user."""
 
     chosen: Priced

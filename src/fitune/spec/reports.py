@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fitune.errors import Shortage
+from fitune.spec.notebook import ShownInNotebooks
 from fitune.spec.predictions import Phase
 
 
@@ -234,7 +235,7 @@ AFTER_TRAINING = ("exporting", "answering samples")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunReport:
+class RunReport(ShownInNotebooks):
     """Result of a run; written even when it ended badly."""
 
     status: Status
@@ -289,7 +290,7 @@ Scale = Literal["share", "points", "nats", "perplexity", "value"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScoreReport:
+class ScoreReport(ShownInNotebooks):
     """Grades of a model's answers to a dataset."""
 
     model: str
