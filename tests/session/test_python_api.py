@@ -220,5 +220,6 @@ def test_a_notebook_shows_a_plan_and_a_run_and_writes_steps_over_each_other(
     assert [step[:8] for step in steps] == ["step 1/3", "step 2/3", "step 3/3"]
     assert not steps[1].endswith("\n")
     shown = report._repr_html_()
-    assert "complete" in shown and "3 steps" in shown
+    assert "complete" in shown
+    assert "3 steps" in shown
     assert "&lt;b&gt;/adapter" in shown
