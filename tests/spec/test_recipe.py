@@ -41,7 +41,7 @@ ALIASES = {
         "flash",
         ["flash_attn", "attn_impl", "attention_implementation"],
     ),
-    "output_dir": ("out", "out", ["out_dir", "output_directory"]),
+    "output_dir": ("out", "out", ["out", "out_dir", "output_directory"]),
     "resume": (True, True, ["resume_from_checkpoint"]),
     "report_to": ("tensorboard", ["tensorboard"], ["logger", "tracker", "log_to"]),
     "val_fraction": (

@@ -8,7 +8,7 @@ import torch
 
 from conftest import QUESTIONS
 from fitune.models.language_model import LanguageModel
-from fitune.train.loop import LossWatch, ZeroWatch, row_words
+from fitune.train.loop import ClipWatch, LossWatch, ZeroWatch, row_words
 from fitune.train.run import run
 from train.test_run import callbacks, steps_of
 
@@ -85,3 +85,19 @@ def test_a_row_of_noise_is_named_and_stays(make_plan, tmp_path):
     assert all(ODD in step.jumped_rows for step in found)
     assert [note for note in notes if note.startswith(f"step {found[0].step}: the loss jumped to ")]
     assert (report.status, report.steps) == ("complete", 56)
+
+
+def test_gradients_far_above_what_they_are_clipped_to_are_told_once(make_plan):
+    """max_grad_norm = 1e-6: every gradient of this model is far above it."""
+    notes = []
+    plan = make_plan(tuning="full", max_grad_norm=1e-6, gradient_accumulation_steps=1, max_steps=22)
+    run(plan, callbacks=replace(callbacks(), on_note=notes.append))
+    [told] = [note for note in notes if "max_grad_norm" in note]
+    assert told.startswith("step 20: the gradient norm was more than 100 × max_grad_norm (1e-06)")
+
+
+def test_one_step_below_begins_the_count_anew():
+    watch = ClipWatch(1.0)
+    norms = [101.0] * 19 + [100.0] + [101.0] * 20
+    assert [at for at, norm in enumerate(norms) if watch.words(step=at, grad_norm=norm)] == [39]
+    assert not any(ClipWatch(0.0).words(step=at, grad_norm=1e9) for at in range(30)), "nothing is clipped"

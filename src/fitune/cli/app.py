@@ -331,7 +331,9 @@ def score(
     lm_eval_tasks: Annotated[Path | None, Option(metavar="FOLDER", help="Such tasks of your own.")] = None,
     shots: Annotated[int | None, Option(help="With --lm-eval: solved examples in a prompt.")] = None,
     limit: Annotated[int | None, Option(help="With --lm-eval: the first rows of each task.")] = None,
-    out: Annotated[Path, Option(help="Folder for answers, grades and report.json.")] = Path("scores"),
+    out: Annotated[
+        Path, Option("--out", "--output-dir", help="Folder for answers, grades and report.json.")
+    ] = Path("scores"),
     adapter: Annotated[str, Option(help="Adapter folder to put on the model.")] = "",
     columns: Annotated[list[str] | None, Option(help="role=column: prompt=question; repeatable.")] = None,
     grader: Annotated[
@@ -458,7 +460,9 @@ def go_on(run: Run) -> None:
 @app.command()
 def export(
     run: Annotated[str, Argument(help="Directory or URL of a run whose training is done.")],
-    out: Annotated[str, Option(help="Folder or URL to write; default: a folder in RUN.")] = "",
+    out: Annotated[
+        str, Option("--out", "--output-dir", help="Folder or URL to write; default: a folder in RUN.")
+    ] = "",
     kind: Annotated[
         Literal["merged", "adapter", "full"] | None,
         Option("--as", help="Default: what the run was to export, if that failed; else merged."),
@@ -533,7 +537,9 @@ def doctor(
 
 @app.command()
 def demo(
-    out: Annotated[Path, Option(help="Where to write the demo's files.")] = Path("demo"),
+    out: Annotated[Path, Option("--out", "--output-dir", help="Where to write the demo's files.")] = Path(
+        "demo"
+    ),
     gpus: Annotated[int, Option(min=1, max=2, help="2: train once more by two processes, on a CPU too.")] = 1,
 ) -> None:
     """See everything work in three minutes, without network or GPU: a small model learns a task."""

@@ -190,6 +190,27 @@ _ZERO_MEANS = {
 }
 
 
+_FAR_ABOVE, _FAR_STEPS = 100, 20
+
+
+class ClipWatch:
+    """Counts the steps in a row whose gradients' norm is far above what it is clipped to; 0 is no clipping."""
+
+    def __init__(self, clipped_at: float) -> None:
+        self._clipped_at, self._count = clipped_at, 0
+
+    def words(self, *, step: int, grad_norm: float) -> str:
+        """A warning with the twentieth one in a row, else empty."""
+        self._count = self._count + 1 if 0 < self._clipped_at * _FAR_ABOVE < grad_norm else 0
+        if self._count != _FAR_STEPS:
+            return ""
+        return (
+            f"step {step}: the gradient norm was more than {_FAR_ABOVE} × max_grad_norm ({self._clipped_at:g}) in the "
+            f"last {_FAR_STEPS} steps, now {grad_norm:.3g}: each step follows a hundredth of its gradient at most; try "
+            "a lower learning_rate, or look at the rows"
+        )
+
+
 _ROWS_NAMED = 20
 
 

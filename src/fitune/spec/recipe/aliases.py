@@ -36,7 +36,7 @@ ALIASES = {
     "flash_attn": "attn_implementation", "attn_impl": "attn_implementation",
     "attention_implementation": "attn_implementation",
     "compile": "torch_compile", "use_torch_compile": "torch_compile",
-    "output": "output_dir", "output_path": "output_dir", "save_dir": "output_dir",
+    "out": "output_dir", "output": "output_dir", "output_path": "output_dir", "save_dir": "output_dir",
     "out_dir": "output_dir", "output_directory": "output_dir", "save_folder": "output_dir",
     "remote_dir": "upload_to", "storage_path": "upload_to", "ray_storage_path": "upload_to",
     "resume_from_checkpoint": "resume",
