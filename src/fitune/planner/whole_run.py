@@ -185,7 +185,7 @@ def _saved(run: WholeRun, plan: Plan) -> str:
     if not (data.eval_sources or data.val_fraction):
         return f"{saves}; no rows are held out to evaluate (val_fraction, eval_data)"
     steps = _steps_between(run, every=run_plan.eval_every, per_epoch=run_plan.evals_per_epoch)
-    return f"{saves}; held-out rows are evaluated {_often(run, steps)}"
+    return f"{saves}; held-out rows are evaluated before the first step and {_often(run, steps)}"
 
 
 def _steps_between(run: WholeRun, *, every: int, per_epoch: int) -> int:
