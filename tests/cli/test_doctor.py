@@ -47,6 +47,8 @@ def doctor(*words):
 
 def test_what_was_measured_is_shown():
     assert "fitune doctor --calibrate" in doctor()
+    assert doctor().startswith("no GPU found")
+    assert {"full", "lora", "qlora"} >= set(json.loads(doctor("--json"))["largest"])
     assert json.loads(doctor("--json"))["hardware"]["calibration"] is None
     store_calibration(calibration(this_device()))
     text = doctor()

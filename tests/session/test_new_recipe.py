@@ -103,3 +103,20 @@ def test_the_plan_that_is_told_is_one_that_trains(tmp_path):
     text = " ".join(explain_new_recipe(tmp_path / "r.yaml", report).split())
     assert describe_plan(report.trained.plan) in text
     assert describe_plan(report.chosen.plan) not in text
+
+
+@pytest.mark.parametrize(
+    ("words", "held_out"),
+    [([], 0.05), (["--val-fraction", "0"], 0), (["--eval-data", "ROWS"], None)],
+    ids=["by itself", "none", "other rows"],
+)
+def test_a_new_recipe_holds_rows_out_unless_it_says_otherwise(tmp_path, words, held_out):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "a"}\n' * 4)
+    file = tmp_path / "new.yaml"
+    given = ["--model", GIVEN["model"], "--data", str(rows), "--gpu", "rtx-4090", "--tuning", "qlora"]
+    more = [str(rows) if word == "ROWS" else word for word in words]
+    ask_and_write([str(file), *given, *more], overwrite=False, ask=None, say=print)
+    recipe = read_recipe(file)
+    assert recipe.val_fraction == (held_out or 0)
+    assert bool(recipe.eval_data) == (held_out is None)

@@ -121,9 +121,28 @@ def test_a_run_that_still_reads_its_data_is_waited_for(run, trainer):
     assert len(looks) >= 5
 
 
-def test_where_no_run_is_there_is_nothing_to_watch(tmp_path):
-    with pytest.raises(RunDirectoryError, match="no such run directory"):
-        watch_run(tmp_path / "nowhere", tell=print, every_s=5.0)
+def test_a_run_that_is_yet_to_begin_is_waited_for(run, tmp_path):
+    begun, said = tmp_path / "begun", []
+    (tmp_path / "report.json").rename(run / "report.json")
+
+    def tell(line):
+        said.append(line)
+        run.rename(begun)
+
+    assert watch_run(begun, tell=tell, every_s=0.05)
+    assert said == [f"waiting for a run to begin in {begun}; Ctrl-C ends this"]
+    assert (begun / "report.html").is_file()
+
+
+def test_waiting_for_a_run_ends_at_a_signal(tmp_path):
+    (tmp_path / "run.lock").touch()
+    assert not watch_run(tmp_path, tell=lambda line: os.kill(os.getpid(), signal.SIGTERM), every_s=0.05)
+
+
+def test_a_folder_of_something_else_is_not_waited_for(tmp_path):
+    (tmp_path / "photo.jpg").touch()
+    with pytest.raises(RunDirectoryError, match="no plan.json"):
+        watch_run(tmp_path, tell=print, every_s=5.0)
 
 
 def test_looking_at_a_lock_does_not_give_it_up(run):

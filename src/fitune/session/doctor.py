@@ -14,11 +14,15 @@ from typing import Any
 from fitune.measure.calibrations import store_calibration
 from fitune.measure.hardware import calibrated, describe_hardware, detect_hardware, of_one_kind, see_one_kind
 from fitune.measure.nvml import gpus_here
+from fitune.planner.alternatives import largest
 from fitune.spec.machines.hardware import Calibration, Hardware
+from fitune.spec.model.model_config import load_model_spec
+from fitune.spec.recipe.recipe import parse_recipe
 from fitune.spec.serial import to_data
 from fitune.units import format_seconds
 
 _NEEDED = ("torch", "transformers", "peft", "safetensors", "datasets")
+ROW = 2048
 _EXTRAS = {
     "torch": ("train", "training, rehearsing, scoring and exporting"),
     "matplotlib": ("plots", "pictures in report.html"),
@@ -50,6 +54,8 @@ class Examined:
     versions: dict[str, str]
     missing: tuple[tuple[str, str], ...]
     """Extra and what it would add."""
+    largest: dict[str, str]
+    """Method -> the largest known model that it trains here, in rows of ROW tokens."""
     problem: str = ""
     """Why the installed torch cannot train on the GPU that is here, and what to do."""
 
@@ -68,7 +74,20 @@ def examine() -> Examined:
 
         problem = torch_problem(gpus[0])
     hardware = calibrated(detect_hardware())
-    return Examined(hardware=hardware, versions=versions, missing=missing, problem=problem)
+    return Examined(
+        hardware=hardware, versions=versions, missing=missing, problem=problem, largest=largest_here(hardware)
+    )
+
+
+def largest_here(hardware: Hardware) -> dict[str, str]:
+    """The largest known model that full, LoRA and QLoRA train on ``hardware``; without those that train none."""
+    recipe = parse_recipe({"model": "Qwen/Qwen3-0.6B", "seq_len": ROW}, where="doctor")
+    found: dict[str, str] = {}
+    for one in largest(recipe, "model", model=load_model_spec(recipe.model), hardware=hardware):
+        tuning, _, _ = one.label
+        if tuning in ("full", "lora", "qlora") and one.value is not None:
+            found.setdefault(tuning, str(one.value))
+    return found
 
 
 def examined_data(examined: Examined) -> dict[str, Any]:
@@ -77,15 +96,21 @@ def examined_data(examined: Examined) -> dict[str, Any]:
         "hardware": to_data(examined.hardware),
         "versions": examined.versions,
         "problem": examined.problem,
+        "largest": examined.largest,
         "missing_extras": sorted(extra for extra, _ in examined.missing),
     }
 
 
 def describe_examined(examined: Examined) -> str:
     """Devices, then rates, then versions, then what a missing part would add."""
+    is_cpu = examined.hardware.gpu.is_cpu
+    none = "no GPU found: this processor plans and trains; fitune plan --gpu rtx-4090 plans for a card"
+    fits = " · ".join(f"{tuning} {model}" for tuning, model in examined.largest.items())
     return "\n".join(
         [
+            *([none] if is_cpu else []),
             describe_hardware(examined.hardware),
+            f"largest known models that fit, rows of {ROW:,} tokens: {fits or 'none'}",
             describe_calibration(examined.hardware.calibration),
             *([f"problem: {examined.problem}"] if examined.problem else []),
             "  ".join(f"{name} {version}" for name, version in examined.versions.items()),

@@ -76,11 +76,16 @@ def watch_run(directory: Path, *, tell: Tell, every_s: float, sure_s: float = 10
     """Write report.html every few seconds until the run in ``directory`` has ended; False if a signal came before that.
 
     A run without a report and without an owner for ``sure_s`` seconds has ended: it was killed, and nobody took it
-    over. Raises RunDirectoryError where there is no run.
+    over. Where there is no directory yet it is waited for. Raises RunDirectoryError where another thing is there.
     """
     view, told, idle_s = RunView(directory), False, 0.0
     look_s = min(every_s, _LOOK_SECONDS)
     with quiet_stop() as stopped:
+        if not _has_begun(view):
+            tell(f"waiting for a run to begin in {directory}; Ctrl-C ends this")
+        while not _has_begun(view):
+            if stopped.wait(look_s):
+                return False
         while True:
             began, wrote = time.process_time(), time.monotonic()
             line = _write(view, refresh_s=max(1, round(every_s)))
@@ -94,6 +99,12 @@ def watch_run(directory: Path, *, tell: Tell, every_s: float, sure_s: float = 10
                 if stopped.wait(look_s):
                     return False
                 idle_s = 0.0 if view.is_alive else idle_s + look_s
+
+
+def _has_begun(view: RunView) -> bool:
+    """True once anything is there but a lock that nobody holds."""
+    folder = view.directory
+    return view.is_alive or (folder.exists() and any(file.name != LOCK for file in folder.iterdir()))
 
 
 def _write(view: RunView, *, refresh_s: int) -> str:

@@ -25,6 +25,10 @@ AUTO = "auto"
 """The answer that leaves a key to the plan."""
 
 
+HELD_OUT = 0.05
+"""Share of the rows that a new recipe holds out: else nothing says whether the model learned more than its rows."""
+
+
 @dataclass(frozen=True, slots=True)
 class Question:
     """One question: the key it sets, its text, and the answer of those who press Enter, if there is one."""
@@ -57,7 +61,9 @@ def ask_and_write(
     path = path or Path("recipe.yaml")
     if path.exists() and not overwrite:
         raise RecipeError(f"{path} is there already", hint="--overwrite replaces it, or name another file")
-    return explain_new_recipe(path, write_recipe(path, asked_keys(given, ask=ask, say=say)))
+    keys = asked_keys(given, ask=ask, say=say)
+    held_out = {} if "eval_data" in keys else {"val_fraction": HELD_OUT}
+    return explain_new_recipe(path, write_recipe(path, held_out | keys))
 
 
 def asked_keys(
