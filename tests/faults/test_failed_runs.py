@@ -73,10 +73,10 @@ def test_what_fails_in_a_step_is_reported(
     kind,
     doing,
 ):
-    failing(
-        monkeypatch, target, error, after=0 if "evaluate" in target else 2
-    )  # two micro-batches make a step
-    code, _, err = train(val_fraction=0.2, eval_steps=2, max_steps=4, **ONE_ROW)
+    evaluates = "evaluate" in target
+    after = 1 if evaluates else 2  # evaluated before the first step, too; two micro-batches make a step
+    failing(monkeypatch, target, error, after=after)
+    code, _, err = train(val_fraction=0.2 if evaluates else 0, eval_steps=2, max_steps=4, **ONE_ROW)
     assert code == (3 if kind == "OutOfMemory" else 1)
     assert doing in err
     assert "step 2" in err
