@@ -76,7 +76,8 @@ def test_what_fails_in_a_step_is_reported(
     evaluates = "evaluate" in target
     after = 1 if evaluates else 2  # evaluated before the first step, too; two micro-batches make a step
     failing(monkeypatch, target, error, after=after)
-    code, _, err = train(val_fraction=0.2 if evaluates else 0, eval_steps=2, max_steps=4, **ONE_ROW)
+    held_out = {"val_fraction": 0.2, "eval_steps": 2} if evaluates else {}
+    code, _, err = train(max_steps=4, **held_out, **ONE_ROW)
     assert code == (3 if kind == "OutOfMemory" else 1)
     assert doing in err
     assert "step 2" in err
