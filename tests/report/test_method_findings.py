@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from fitune.report.methods_page import final_loss, findings
+from fitune.report.methods_page import best_of, final_loss, findings
 from fitune.report.run_files import read_run
 from fitune.spec.plan import ClipByNorm, Full, Lomo, Lora, Nf4
 
@@ -54,5 +54,17 @@ def test_on_a_busy_machine_nobody_is_called_the_fastest(adapters):
     assert not any("Fastest" in sentence for sentence in said)
 
 
+def test_the_best_of_each_kind_is_marked(adapters):
+    report = adapters.run
+    full = by(adapters, Full())
+    full = replace(full, run=replace(report, best_eval_loss=report.best_eval_loss / 2))
+    fast = replace(adapters, run=replace(report, tokens_per_second=report.tokens_per_second * 2))
+    assert best_of({"lora": fast, "full": full}) == {"full": ["lowest held-out loss"], "lora": ["fastest"]}
+    assert best_of({"lora": fast, "full": by(full, Full(), seconds=5.0)}) == {
+        "full": ["lowest held-out loss"]
+    }
+
+
 def test_of_one_method_nothing_is_compared(adapters):
     assert list(findings({"lora": adapters})) == []
+    assert best_of({"lora": adapters}) == {}

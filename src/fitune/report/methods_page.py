@@ -41,13 +41,19 @@ def write_methods_page(
     name = first.plan.model.name if first else "nothing was trained"
     pictures, advice = _pictures_or_advice(runs)
     head, *rows = comparison_rows(methods, base_grades)
+    marks = best_of(runs)
     page = render(
         "compare.html",
         title=f"{name}: fitune compare",
         name=name,
         head=head,
         rows=[
-            (Markup("{}<span>{}</span>").format(row[0], _headline(runs.get(row[0]))), *row[1:])
+            (
+                Markup("{}<span>{}</span>").format(
+                    row[0], " · ".join([*marks.get(row[0], ()), _headline(runs.get(row[0]))])
+                ),
+                *row[1:],
+            )
             for row in rows
         ],
         findings=list(findings(runs)),
@@ -57,6 +63,23 @@ def write_methods_page(
         not_done=[f"{method.name}: {method.why_not}" for method in methods if method.why_not],
     )
     return write_page(directory / "compare.html", page)
+
+
+def best_of(runs: "Runs") -> dict[str, list[str]]:
+    """Method -> what it is best at: the loss on held-out rows, speed, memory; of one run nothing."""
+    if len(runs) < 2:
+        return {}
+    speeds = {} if _unsteady(runs) else _measured(runs, SPEED)
+    found: dict[str, list[str]] = {}
+    for what, values, best in (
+        ("lowest held-out loss", _held_out(runs), min),
+        ("fastest", speeds, max),
+        ("least memory", _measured(runs, PEAK), min),
+    ):
+        first = [name for name, value in values.items() if value == best(values.values())]
+        if len(values) > 1 and len(first) == 1:
+            found.setdefault(first[0], []).append(what)
+    return found
 
 
 def _headline(run: RunFiles | None) -> str:
@@ -215,18 +238,24 @@ def _measured(runs: Runs, what: str) -> dict[str, float]:
 
 def _speeds(runs: Runs) -> Iterator[str]:
     """Sentences on the fastest run, or that speeds cannot be compared because one run's own steps differ much."""
-    spreads = {name: _spread(run) for name, run in runs.items()}
-    worst = max(spreads, key=lambda name: spreads[name][1] / spreads[name][0])
-    slow, fast = spreads[worst]
-    if fast > _UNSTEADY * slow:
+    if unsteady := _unsteady(runs):
+        worst, slow, fast = unsteady
         yield (
             f"Speeds cannot be compared: the steps of {worst} alone went from {slow:,.0f} to {format_rate(fast)}, "
             "so this machine had other work."
         )
         return
-    speeds = _measured(runs, "Throughput")
+    speeds = _measured(runs, SPEED)
     if len(speeds) > 1:
         yield _extremes("Fastest here", max(speeds, key=speeds.__getitem__), speeds, format_rate)
+
+
+def _unsteady(runs: Runs) -> tuple[str, float, float] | None:
+    """The run whose own steps differ most, with its slow and fast tokens a second, where they differ much."""
+    spreads = {name: _spread(run) for name, run in runs.items()}
+    worst = max(spreads, key=lambda name: spreads[name][1] / spreads[name][0])
+    slow, fast = spreads[worst]
+    return (worst, slow, fast) if fast > _UNSTEADY * slow else None
 
 
 def _spread(run: RunFiles) -> tuple[float, float]:
