@@ -49,6 +49,13 @@ def test_no_row_left_is_an_error_that_says_why(tmp_path):
         prepare(tmp_path, *lines, on_bad_row="skip")
     assert "gave 4, and all were dropped" in caught.value.message
     assert "2 no answer left after truncation, 1 empty field, 1 not JSON" in caught.value.message
+    assert "raise seq_len" in caught.value.hint
+
+
+def test_rows_that_are_not_utf8_are_not_said_to_be_too_long(tmp_path):
+    with pytest.raises(DataError) as caught:
+        prepare(tmp_path, b'{"prompt": "caf\xe9"}\n', on_bad_row="skip")
+    assert caught.value.hint == "save the text as UTF-8: iconv -f latin1 -t utf-8 OLD > NEW"
 
 
 def test_an_empty_evaluation_set_is_an_error(tmp_path):

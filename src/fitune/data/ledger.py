@@ -7,10 +7,11 @@ Two sums hold, and the tests check them:
   it could not be read or its source's weight left it out, has no tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from fitune.data.reading.rows import NOT_UTF8, TO_UTF8
 from fitune.spec.reports import Ledger
 from fitune.units import format_count, format_percent
 
@@ -40,6 +41,20 @@ def describe_dropped(dropped: dict[str, int]) -> str:
     """``3 not JSON, 1 empty field``, the most frequent first."""
     ordered = sorted(dropped.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{count:,} {reason}" for reason, count in ordered)
+
+
+TOO_LONG = ("longer than the context", "no answer left after truncation")
+"""Reasons that a larger seq_len does away with."""
+
+
+def hint_for_dropped(dropped: Mapping[str, int]) -> str:
+    """What to do about rows of which none is left, by the most frequent reason."""
+    reason = max(dropped, key=lambda name: dropped[name])
+    if reason in TOO_LONG:
+        return "raise seq_len, or on_long_row: split"
+    if reason == NOT_UTF8:
+        return TO_UTF8
+    return "with on_bad_row: error, training stops at the first such row and says what is wrong with it"
 
 
 def _tokens(count: int) -> str:

@@ -17,7 +17,7 @@ from fitune.data.conversations.detection import detect_format
 from fitune.data.conversations.formats import to_example
 from fitune.data.conversations.messages import Conversation, Example
 from fitune.data.dataset import DatasetWriter, TokenDataset
-from fitune.data.ledger import Progress, describe_dropped
+from fitune.data.ledger import Progress, describe_dropped, hint_for_dropped
 from fitune.data.reading.rows import BadRow
 from fitune.data.reading.sources import read_rows, with_skip_hint
 from fitune.data.tokenising import MOST_TEXT_AT_ONCE, RowTokeniser, TokenRows, text_size
@@ -117,7 +117,7 @@ class _Part:
             raise DataError(
                 f"no rows left to {purpose}: {names} gave {read:,}, and all were dropped: "
                 f"{describe_dropped(self.dropped)}",
-                hint="look at the first rows of the data, or raise seq_len if they are too long",
+                hint=hint_for_dropped(self.dropped),
             )
         raise DataError(
             f"no rows to {purpose}: {names} gave none",

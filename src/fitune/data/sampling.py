@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fitune.data.conversations.formats import to_example
 from fitune.data.conversations.messages import Example, Message, Text
+from fitune.data.ledger import describe_dropped, hint_for_dropped
 from fitune.data.reading.files import HubDataset, locate, sample_size
 from fitune.data.reading.rows import BadRow
 from fitune.data.reading.sources import read_rows
@@ -138,8 +139,18 @@ def _read(source: DataSource, *, train_on_prompt: bool) -> _Sample | None:
     if not lengths:
         raise DataError(
             f"{path}: no row that can be trained on"
-            + (f", from the first: {first[0].message}" if first else ""),
-            hint=first[0].hint if first else "is it the right file and split?",
+            + (
+                f", from the first: {first[0].message}"
+                if first
+                else f": {describe_dropped(bad)}"
+                if bad
+                else ""
+            ),
+            hint=first[0].hint
+            if first
+            else hint_for_dropped(bad)
+            if bad
+            else "is it the right file and split?",
         )
     rows = float(len(lengths))
     if not is_whole and rows_when_told:

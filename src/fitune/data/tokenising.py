@@ -9,6 +9,7 @@ import numpy as np
 from fitune.data.conversations.messages import Example, Text
 from fitune.data.conversations.rendering import Piece
 from fitune.data.conversations.templates import ChatTemplate, EncodedRows, TokenizerFailed
+from fitune.data.ledger import TOO_LONG
 from fitune.data.reading.rows import BadRow
 from fitune.data.reading.sources import with_skip_hint
 from fitune.errors import DataError
@@ -130,8 +131,8 @@ class RowTokeniser:
 
     def _reason(self, length: int, parts: list[tuple[int, int]]) -> str:
         if not parts:
-            return "longer than the context"
-        return "no answer left after truncation" if length > self._seq_len else "nothing to learn"
+            return TOO_LONG[0]
+        return TOO_LONG[1] if length > self._seq_len else "nothing to learn"
 
 
 class _Uncut(NamedTuple):

@@ -29,6 +29,10 @@ class Row:
     fields: dict[str, Any]
 
 
+NOT_UTF8 = "not UTF-8"
+TO_UTF8 = "save the text as UTF-8: iconv -f latin1 -t utf-8 OLD > NEW"
+
+
 class BadRow(DataError):
     """One row cannot be used. ``reason`` is the same for all rows with this fault: the ledger counts by it."""
 

@@ -26,7 +26,7 @@ from fitune.data.reading.files import (
     open_binary,
     sample_size,
 )
-from fitune.data.reading.rows import BadRow, Row, first_doubled
+from fitune.data.reading.rows import NOT_UTF8, TO_UTF8, BadRow, Row, first_doubled
 from fitune.errors import DataError
 from fitune.spec.hub import no_waiting_for_the_hub
 from fitune.spec.plan import DataSource
@@ -311,7 +311,8 @@ def _decoded(raw: bytes, where: str) -> str:
     except UnicodeDecodeError as error:
         raise BadRow(
             f"{where}: not UTF-8: byte 0x{raw[error.start]:02x} at column {error.start + 1}",
-            reason="not UTF-8",
+            reason=NOT_UTF8,
+            hint=TO_UTF8,
         ) from None
 
 
