@@ -159,15 +159,21 @@ def export(
     out: "PathLike | None" = None,
     *,
     kind: "Kind | None" = None,
+    push_to_hub: str = "",
+    hub_public: bool = False,
     progress: "Callable[[Event], object] | None" = None,
 ) -> "Exported":
     """Export what a run trained, without training again: an adapter merged into its base, or an export that failed.
 
-    Each of ``run`` and ``out`` may be a URL.
+    Each of ``run`` and ``out`` may be a URL. ``push_to_hub``: a repository on the Hub that is sent it, too, private
+    unless ``hub_public``; by default what the run exported.
     """
     from fitune.session.exporting import export_anywhere
 
-    return export_anywhere(str(run), "" if out is None else str(out), kind, tell=_told(progress))
+    return export_anywhere(
+        str(run), "" if out is None else str(out), kind, push_to_hub=push_to_hub, hub_public=hub_public,
+        tell=_told(progress),
+    )  # fmt: skip
 
 
 @system_failures()

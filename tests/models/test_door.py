@@ -11,7 +11,7 @@ DOOR = Path(door.__file__)
 
 READERS = {
     "from_pretrained", "from_config", "for_model", "snapshot_download", "load_custom_generate", "pipeline",
-    "get_class_from_dynamic_module", "push_to_hub",
+    "get_class_from_dynamic_module",
 }  # fmt: skip
 
 
@@ -38,6 +38,11 @@ def test_there_is_no_other_door():
         if path != DOOR and (names := named(ast.parse(path.read_text(encoding="utf-8"))))
     }
     assert found == {}
+
+
+def test_no_library_pushes_by_itself():
+    for path in ROOT.rglob("*.py"):
+        assert not calls(ast.parse(path.read_text(encoding="utf-8")), "push_to_hub"), path
 
 
 def test_code_is_trusted_nowhere():

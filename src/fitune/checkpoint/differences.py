@@ -96,7 +96,10 @@ _OF_THE_MOMENT = (
 """Measured when the plan is made and different every time: no setting of anybody's."""
 
 _FREE = {
-    "only a place": "run.output_dir run.upload_to data.cache_dir offload.activations offload.nvme_path",
+    "only a place": (
+        "run.output_dir run.upload_to run.push_to_hub run.hub_public data.cache_dir offload.activations "
+        "offload.nvme_path"
+    ),
     "changes what is written, not what is learned": (
         "run.log_every run.evals_per_epoch run.saves_per_epoch run.eval_every run.save_every run.keep_checkpoints "
         "run.async_save run.export run.report_to run.tracking run.samples"

@@ -457,7 +457,7 @@ def go_on(run: Run) -> None:
         raise typer.Exit(fresh_process.go_on(run, tell=terminal))
 
 
-@app.command()
+@app.command(cls=CheckedCommand)
 def export(
     run: Annotated[str, Argument(help="Directory or URL of a run whose training is done.")],
     out: Annotated[
@@ -465,14 +465,18 @@ def export(
     ] = "",
     kind: Annotated[
         Literal["merged", "adapter", "full"] | None,
-        Option("--as", help="Default: what the run was to export, if that failed; else merged."),
+        Option("--as", help="Default: what the run was to export, if that failed or is pushed; else merged."),
     ] = None,
+    push_to_hub: Annotated[
+        str, Option(metavar="OWNER/NAME", help="Send it to the Hub, too; one that is there is sent as it is.")
+    ] = "",
+    hub_public: Annotated[bool, Option("--hub-public", help="Let everybody read what is sent.")] = False,
 ) -> None:
     """Export what a run trained, without training again: an adapter folded into its base, or an export that failed."""
     from fitune.session.exporting import export_anywhere
 
     with _terminal() as terminal:
-        export_anywhere(run, out, kind, tell=terminal)
+        export_anywhere(run, out, kind, push_to_hub=push_to_hub, hub_public=hub_public, tell=terminal)
 
 
 @app.command()

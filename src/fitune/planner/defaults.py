@@ -184,6 +184,8 @@ def run_of(recipe: Recipe, *, model: ModelSpec, tuning: Tuning) -> RunPlan:
         keep_checkpoints=recipe.keep_checkpoints,
         async_save=recipe.async_save or False,
         export=recipe.export or ("adapter" if isinstance(tuning, Lora) else "full"),
+        push_to_hub=recipe.push_to_hub,
+        hub_public=recipe.hub_public,
         report_to=tuple(recipe.report_to),
         tracking=Tracking(
             run_name=recipe.run_name,

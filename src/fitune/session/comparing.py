@@ -98,6 +98,8 @@ def method_recipe(recipe: Recipe, name: str, directory: Path) -> Recipe:
     settings: dict[str, Any] = {**METHODS[name], "output_dir": str(directory / name), "export": None}
     if recipe.upload_to:
         settings["upload_to"] = f"{recipe.upload_to.rstrip('/')}/{name}"
+    if recipe.push_to_hub:
+        settings["push_to_hub"] = f"{recipe.push_to_hub}-{name}"
     if not adds_gradients_up(_tuning(recipe, name)):
         settings["gradient_accumulation_steps"] = 1
         if recipe.micro_batch_size is not None:

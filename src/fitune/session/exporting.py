@@ -1,5 +1,6 @@
 """Export what a run trained, without training again."""
 
+import shlex
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import cache
@@ -15,26 +16,49 @@ from fitune.planner.defaults import staging_of
 from fitune.report.run_files import RunFiles, read_run
 from fitune.report.run_page import write_report
 from fitune.session.events import Exported, Note, Tell, WeightsRead, tell_nobody
+from fitune.session.train.pushing import push, push_again, ready_repository
 from fitune.spec.plan import Lora, Plan
 from fitune.spec.reports import RunReport
 from fitune.spec.run_lock import Ownership, lock_directory
 from fitune.spec.serial import to_json
 from fitune.stores.opening import is_url
 from fitune.stores.writing import opened_store
-from fitune.train.again import EXPORT_FOLDERS, TITLES, Kind, find_source, load_trained, require_trained
+from fitune.train.again import (
+    EXPORT_FOLDERS,
+    TITLES,
+    Kind,
+    find_source,
+    is_of_last_step,
+    load_trained,
+    require_trained,
+)
 from fitune.train.ending import summarise
 from fitune.train.export import Handover, stored_weights, streamed_handover
 from fitune.train.uploading import CONFIGS, fetch_run, send_export
 
 
-def export_anywhere(run: str, out: str, kind: Kind | None, *, tell: Tell) -> Exported:
-    """``export_run`` of a run, and into a folder, that may each be behind a URL.
+def export_anywhere(
+    run: str, out: str, kind: Kind | None, *, push_to_hub: str = "", hub_public: bool = False, tell: Tell
+) -> Exported:
+    """``export_run`` of a run, and into a folder, that may each be behind a URL; then it goes to the Hub, where asked.
 
     A run in a store is fetched into the folder where its training would write it, and without ``out`` its export goes
     back to the store. Raises FituneError.
     """
+    if not push_to_hub:
+        return _export_anywhere(run, out, kind, tell=tell)
+    ready_repository(push_to_hub, public=hub_public)
+    exported = _export_anywhere(run, out, kind, reuse=True, tell=tell)
+    again = push_again(run, push_to_hub, public=hub_public) + (f" --as {kind}" if kind else "")
+    if out and not is_url(out):  # a second export would not be written there
+        again = f"hf upload {push_to_hub} {shlex.quote(out)}{'' if hub_public else ' --private'}"
+    push(exported.path, push_to_hub, public=hub_public, again=again, tell=tell)
+    return exported
+
+
+def _export_anywhere(run: str, out: str, kind: Kind | None, *, reuse: bool = False, tell: Tell) -> Exported:
     if not is_url(run) and not is_url(out):
-        return export_run(Path(run), Path(out) if out else None, kind, tell=tell)
+        return export_run(Path(run), Path(out) if out else None, kind, reuse=reuse, tell=tell)
     directory = Path(staging_of(run)) if is_url(run) else Path(run)
     with ExitStack() as stack:
         source = stack.enter_context(opened_store(run)) if is_url(run) else None
@@ -48,7 +72,7 @@ def export_anywhere(run: str, out: str, kind: Kind | None, *, tell: Tell) -> Exp
             remove(local)
         if source is not None:
             fetch_run(source, directory, lambda line: tell(Note(line)))
-        exported = export_run(directory, local, kind, tell=tell)
+        exported = export_run(directory, local, kind, reuse=reuse, tell=tell)
         with work_under_way():
             if target is not None:
                 send_export(target, exported.path, "", keeps_others=True)
@@ -59,16 +83,23 @@ def export_anywhere(run: str, out: str, kind: Kind | None, *, tell: Tell) -> Exp
     return exported
 
 
-def export_run(run: Path, out: Path | None, kind: Kind | None, *, tell: Tell = tell_nobody) -> Exported:
+def export_run(
+    run: Path, out: Path | None, kind: Kind | None, *, reuse: bool = False, tell: Tell = tell_nobody
+) -> Exported:
     """Export what a run trained, without training again.
 
     By default what the run was to export, if that failed; else the adapter merged into its base. An export that
-    failed and is made up for makes the run complete.
+    failed and is made up for makes the run complete. ``reuse``: by default what the run was to export, and one that is
+    in the run already, of its last step, is taken as it is.
     """
     files = read_run(run)
     require_trained(run, files.steps)
     missing = files.run is None or files.run.status != "complete"
-    wanted = kind or (files.plan.run.export if missing else "merged")
+    wanted = kind or (files.plan.run.export if missing or reuse else "merged")
+    folder = run / EXPORT_FOLDERS[wanted]
+    if reuse and out is None and not missing and is_of_last_step(folder, run):
+        tell(there := Exported(title=TITLES[wanted], path=folder, merged_loss=None))
+        return there
     _refuse(run, files.plan, wanted, is_there=not missing and out is None)
     owned: AbstractContextManager[Ownership | None] = lock_directory(run) if out is None else nullcontext()
     with owned:

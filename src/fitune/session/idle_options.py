@@ -21,6 +21,7 @@ WITHOUT: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "plan": dict.fromkeys(("deadline", "budget", "rows", "live", "picture"), ("fleet",)),
     "launch": {"job": ("on", "fleet"), **dict.fromkeys(("deadline", "budget", "rows", "live"), ("fleet",))},
     "train": {"ray_restarts": ("on",), "rendezvous_timeout": ("node_rank", "rendezvous")},
+    "export": {"hub_public": ("push_to_hub",)},
     "score": {
         **dict.fromkeys(("shots", "limit", "lm_eval_tasks"), ("lm_eval",)), "gpu": ("plan", "fleet"), "gpus": ("plan",),
         **dict.fromkeys(("objective", "deadline", "budget", "live"), ("fleet",)), "served_model": ("url",),

@@ -238,6 +238,9 @@ class RunPlan:
     async_save: bool = False
     """True if a checkpoint is copied to the host between two steps and written while the next ones run."""
     export: Literal["adapter", "merged", "full"] = "adapter"
+    push_to_hub: str = ""
+    """Repository on the Hub that is sent the export; empty for none."""
+    hub_public: bool = False
     report_to: tuple[str, ...] = ()
     tracking: Tracking = field(default_factory=Tracking)
     samples: int = 4

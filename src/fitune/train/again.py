@@ -60,9 +60,7 @@ def find_source(directory: Path, plan: Plan, report: RunReport | None, *, step: 
     folder = directory / EXPORT_FOLDERS[kind]
     told = report is not None and (report.status == "complete" or report.exported)
     for path, counts in ((folder, told), (unverified(folder), False)):
-        written = [file.stat().st_mtime_ns for file in path.glob("*.safetensors")]
-        is_younger = bool(written) and min(written) >= (directory / "metrics.jsonl").stat().st_mtime_ns
-        if path.is_dir() and (counts or is_younger):
+        if path.is_dir() and (counts or is_of_last_step(path, directory)):
             return Source(path=path, kind=kind)
     saved = newest_checkpoint(directory)
     if saved.path is not None and saved.path.name == f"step-{step}":
@@ -74,6 +72,12 @@ def find_source(directory: Path, plan: Plan, report: RunReport | None, *, step: 
         f"{directory}: neither {folder.name} nor a checkpoint holds the weights after step {step}: {found}",
         hint="fitune train … --resume" if saved.path is not None else "fitune train … --overwrite",
     )
+
+
+def is_of_last_step(folder: Path, directory: Path) -> bool:
+    """True if the weights in ``folder`` are younger than the last step of the run in ``directory``."""
+    written = [file.stat().st_mtime_ns for file in folder.glob("*.safetensors")]
+    return bool(written) and min(written) >= (directory / "metrics.jsonl").stat().st_mtime_ns
 
 
 def load_trained(plan: Plan, source: Source, *, on_bytes: OnBytes) -> LanguageModel:

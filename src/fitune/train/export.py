@@ -173,7 +173,8 @@ def model_card(plan: Plan, report: RunReport, *, kind: str) -> str:
     )  # fmt: skip
     text: str = environment.get_template("card.md").render(
         plan=plan, report=report, kind=kind, recipe=recipe, way=type(tuning).__name__,
-        base=base_reference(plan.model_path), sources=", ".join(Path(one.path).name for one in plan.data.sources),
+        base="" if Path(plan.model_path).expanduser().is_dir() else plan.model_path,  # the Hub refuses a path
+        sources=", ".join(Path(one.path).name for one in plan.data.sources),
         packed=describe_base(tuning.base) if isinstance(tuning, Lora) and tuning.base != Dense() else "",
         in_backward=isinstance(tuning, Full) and isinstance(tuning.update, InBackward),
         optimizer=type(plan.optimizer).__name__, chunked=isinstance(plan.loss, ChunkedLoss),

@@ -278,6 +278,9 @@ def _output(recipe: Recipe, plan: Plan) -> Iterator[str]:
         yield f"output: {plan.run.output_dir}, and from there {plan.run.upload_to}"
     elif recipe.output_dir is None:
         yield f"output: {plan.run.output_dir}"
+    if plan.run.push_to_hub:
+        readers = "for everybody to read" if plan.run.hub_public else "private"
+        yield f"the Hub: {plan.run.push_to_hub} gets the export, {readers}"
 
 
 _MUCH_FASTER = 2

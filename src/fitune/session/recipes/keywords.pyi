@@ -103,6 +103,8 @@ class RecipeKeys(TypedDict, total=False):
     keep_checkpoints: int
     async_save: bool | None
     export: Literal["adapter", "full", "merged"] | None
+    push_to_hub: str
+    hub_public: bool
     samples: int
     report_to: str | Sequence[str]
     run_name: str

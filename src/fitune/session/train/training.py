@@ -42,6 +42,7 @@ from fitune.session.reported import report_run
 from fitune.session.train.attempts import Attempt, leave_shortage, next_attempt
 from fitune.session.train.checks import complete_run, require_room_on_disk
 from fitune.session.train.first_use import measure_on_first_use
+from fitune.session.train.pushing import push, push_again, ready_repository
 from fitune.session.train.tracking import tracked
 from fitune.spec.machines.hardware import Hardware
 from fitune.spec.plan import Plan
@@ -113,6 +114,8 @@ def first_attempt(
     directory = Path(plan.run.output_dir)
     require_own_directory(plan)
     wanted_trackers(plan.run.report_to)  # refuses those that are unknown or not installed
+    if (name := plan.run.push_to_hub) and here is None:
+        ranks.from_first(lambda: ready_repository(name, public=plan.run.hub_public))
     is_fetched = ranks.from_first(lambda: examined_store(plan.run, overwrite=overwrite))
     complete = (
         None if overwrite else complete_run(directory, plan, resume=recipe.resume, saved_elsewhere=is_fetched)
@@ -121,6 +124,7 @@ def first_attempt(
         if ranks.is_first and not is_fetched:
             make_up_for_missing(directory, plan, complete, tell=tell)
             send_end(plan, tell=tell)
+            push_export(directory, plan, tell=tell)
         tell(Note(f"{directory}: already complete; --overwrite starts anew"))
         return complete
     require_room_on_disk(plan)
@@ -162,6 +166,8 @@ def run_attempt(
         )
         tell(Note(next_steps(attempt.directory, plan)))
     send_end(plan, tell=tell, has_other_end=ended.status == "interrupted")
+    if ended.exported:
+        push_export(attempt.directory, plan, tell=tell)
     return ended
 
 
@@ -203,6 +209,14 @@ def send_end(plan: Plan, *, tell: Tell, has_other_end: bool = False) -> None:
         if not has_other_end:
             raise
         tell(Note(f"warning: {error.message}"))
+
+
+def push_export(directory: Path, plan: Plan, *, tell: Tell) -> None:
+    """Send what the run has exported to the Hub, if its plan says so. Raises StoreError."""
+    folder = directory / EXPORT_FOLDERS[plan.run.export]
+    if (name := plan.run.push_to_hub) and folder.is_dir():
+        public = plan.run.hub_public
+        push(folder, name, public=public, again=push_again(directory, name, public=public), tell=tell)
 
 
 def run_once(

@@ -39,6 +39,7 @@ ALIASES = {
     "out": "output_dir", "output": "output_dir", "output_path": "output_dir", "save_dir": "output_dir",
     "out_dir": "output_dir", "output_directory": "output_dir", "save_folder": "output_dir",
     "remote_dir": "upload_to", "storage_path": "upload_to", "ray_storage_path": "upload_to",
+    "hub_model_id": "push_to_hub",
     "resume_from_checkpoint": "resume",
     "logger": "report_to", "tracker": "report_to", "log_to": "report_to",
     "wandb_project": "track_project", "mlflow_experiment_name": "track_project", "comet_project_name": "track_project",
@@ -99,6 +100,7 @@ SWITCHES: dict[str, tuple[str, str]] = {
 """Switches of other frameworks: the setting and the value they stand for when they are on."""
 
 FOREIGN_FILES = {
+    "hub_private_repo": "what is pushed is private; hub_public: true lets everybody read it",
     "fsdp": "zero: 3, backend: fsdp, offload_parameters: cpu; what is left open is planned",
     "lr_scheduler_kwargs": "lr_scheduler: cosine with min_lr_ratio, the share of learning_rate that it falls to",
     "lora": "tuning: lora; lora_r, lora_alpha, lora_dropout and lora_target_modules are keys beside it",

@@ -111,6 +111,8 @@ def _others(r: Recipe) -> Iterator[tuple[str, str]]:
             f"upload_to = {r.upload_to} is no URL",
             "upload_to: s3://bucket/runs/x; output_dir: for a folder",
         )
+    if r.hub_public and not r.push_to_hub:
+        yield "hub_public: true, and nothing is pushed", "push_to_hub: OWNER/NAME, or no hub_public"
     for steps, parts in (("save_steps", "saves_per_epoch"), ("eval_steps", "evals_per_epoch")):
         if getattr(r, steps) and getattr(r, parts):
             why = f"{steps} = {getattr(r, steps)} and {parts} = {getattr(r, parts)} both say how often"

@@ -117,6 +117,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "keep_checkpoints": "Number of newest checkpoints that are kept",
         "async_save": "Write checkpoints while training goes on",
         "export": "What is written at the end",
+        "push_to_hub": "OWNER/NAME on the Hub that gets the export; private",
+        "hub_public": "Let everybody read what push_to_hub sends",
         "samples": "Answers before and after training shown in the report",
     },
     "Trackers": {

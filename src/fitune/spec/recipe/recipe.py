@@ -39,6 +39,7 @@ from fitune.spec.recipe.values import (
     Bandwidth,
     CountFloat,
     CountInt,
+    HubName,
     Layers,
     NamedPath,
     Names,
@@ -212,6 +213,8 @@ class Recipe(_Strict):
     keep_checkpoints: PositiveInt = 2
     async_save: bool | None = None
     export: Literal["adapter", "merged", "full"] | None = None
+    push_to_hub: HubName = ""
+    hub_public: bool = False
     samples: CountInt = 4
 
     # who else is told

@@ -124,6 +124,28 @@ def as_name(value: Any) -> Any:
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
+_HUB_PART = re.compile(r"\w([\w.-]*\w)?", re.ASCII)
+
+
+def as_hub_name(value: Any) -> Any:
+    """``OWNER/NAME``, or ``NAME`` of the token's own account, by the Hub's rules; nothing for false."""
+    if isinstance(value, bool):
+        if value:
+            raise ValueError("names the repository here: OWNER/NAME")
+        return ""
+    parts = str(value).split("/") if value else []
+    text = "/".join(parts)
+    is_odd = any(wrong in text for wrong in ("--", "..")) or text.endswith(".git") or len(text) > _HUB_NAME
+    if len(parts) > 2 or is_odd or not all(map(_HUB_PART.fullmatch, parts)):
+        raise ValueError(
+            f"is no name on the Hub: OWNER/NAME of at most {_HUB_NAME} letters, digits and - _ . , without -- and .."
+        )
+    return text
+
+
+_HUB_NAME = 96
+
+
 def as_date(value: Any) -> Any:
     """A day as ``2026-01-31``, which YAML reads as a date."""
     try:
@@ -230,6 +252,7 @@ Text = Annotated[str, Field(min_length=1)]
 PathText = Annotated[str, AfterValidator(as_path)]
 """A path, or what stands in its place: a Hub id, an address."""
 NamedPath = Annotated[str, Field(min_length=1), AfterValidator(as_path)]
+HubName = Annotated[str, BeforeValidator(as_hub_name)]
 Names = Annotated[list[Text], BeforeValidator(as_names)]
 Targets = Annotated[list[Text], BeforeValidator(as_targets)]
 Layers = Annotated[list[int], BeforeValidator(as_layers)]

@@ -1,0 +1,155 @@
+"""An export on its way to the Hub: what is sent, what is asked before a run, and what is said where it fails."""
+
+import re
+import sys
+
+import pytest
+
+import fitune
+from fitune.cli import main
+from fitune.errors import RecipeError, StoreError
+from hub_server import TOKEN, serving
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    with serving(monkeypatch) as found:
+        yield found
+
+
+@pytest.fixture
+def settings(model_folder, data_file, tmp_path):
+    return {
+        "model": str(model_folder), "data": str(data_file), "tuning": "lora", "precision": "fp32", "gpu": "cpu",
+        "seq_len": 64, "micro_batch_size": 16, "samples": 0, "save_steps": 0, "max_steps": 1,
+        "output_dir": str(tmp_path / "run"),
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(model_folder, data_file, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pushed") / "shop"
+    fitune.train(
+        model=str(model_folder), data=str(data_file), tuning="lora", max_steps=1, seq_len=64, precision="fp32",
+        micro_batch_size=16, output_dir=str(folder), save_steps=0, samples=0, gpu="cpu",
+    )  # fmt: skip
+    return folder
+
+
+def contents(folder):
+    return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
+
+
+def puts(hub):
+    return [path for method, path in hub.asked if method == "PUT"]
+
+
+def test_a_run_ends_with_its_export_on_the_hub(hub, settings, tmp_path):
+    told = []
+    fitune.train(**settings, push_to_hub="shop-adapter", progress=lambda event: told.append(str(event)))
+    assert hub.files["me/shop-adapter"] == contents(tmp_path / "run" / "adapter")
+    assert hub.private["me/shop-adapter"] is True
+    assert f"on the Hub: {hub.url}/me/shop-adapter (private)" in told
+    assert any(line.startswith("note: its adapter_config.json names the base by a folder") for line in told)
+    assert hub.asked.index(("POST", "/api/repos/create")) < hub.asked.index(("POST", "/api/validate-yaml"))
+    everything = "\n".join(told) + "".join(
+        file.read_text("utf-8", "replace") for file in (tmp_path / "run").rglob("*") if file.is_file()
+    )
+    assert TOKEN not in everything
+
+
+def test_an_export_that_is_there_is_sent_as_it_is_and_once(hub, run, monkeypatch, capsys):
+    words = ["export", str(run), "--push-to-hub", "team/shop", "--hub-public"]
+    monkeypatch.setattr(sys, "argv", ["fitune", *words])
+    before = (run / "adapter" / "adapter_model.safetensors").stat().st_mtime_ns
+    for _ in range(2):
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert not ended.value.code
+    assert "(everybody can read it)" in capsys.readouterr().out
+    assert hub.private["team/shop"] is False
+    assert hub.files["team/shop"] == contents(run / "adapter")
+    assert len(puts(hub)) == 1
+    assert (run / "adapter" / "adapter_model.safetensors").stat().st_mtime_ns == before
+
+
+def test_a_merged_model_is_made_and_sent(hub, run, tmp_path):
+    sent = fitune.export(run, tmp_path / "whole", kind="merged", push_to_hub="me/whole").path
+    assert hub.files["me/whole"] == contents(sent)
+    assert "base_model" not in (sent / "README.md").read_text()  # a folder is no model on the Hub
+
+
+def test_what_was_cut_off_is_sent_by_the_command_that_is_named(hub, settings, tmp_path):
+    hub.takes_large = False
+    with pytest.raises(
+        StoreError, match="not on the Hub: push_to_hub = me/x: .*; the export is whole in"
+    ) as cut:
+        fitune.train(**settings, push_to_hub="me/x")
+    assert cut.value.exit_code == 1
+    again = f"fitune export {tmp_path / 'run'} --push-to-hub me/x"
+    assert cut.value.hint.startswith(f"{again} sends what is missing")
+    assert hub.files["me/x"] == {}
+    hub.takes_large = True
+    fitune.export(tmp_path / "run", push_to_hub="me/x")
+    assert hub.files["me/x"] == contents(tmp_path / "run" / "adapter")
+    fitune.train(**settings, push_to_hub="me/x", resume=True)  # complete already: nothing is sent twice
+    assert len(puts(hub)) == 2
+
+
+def not_trained(settings, tmp_path, error, **more):
+    with pytest.raises(error) as refused:
+        fitune.train(**settings | more)
+    assert not (tmp_path / "run").exists()
+    assert TOKEN not in str(refused.value)
+    return re.sub(r"\s+", " ", str(refused.value))
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"HF_HUB_OFFLINE": "1"}, "push_to_hub = me/x, but the Hub is switched off (HF_HUB_OFFLINE) try: HF_HUB_OFF"),
+        ({"HF_TOKEN": ""}, "push_to_hub = me/x, and there is no token of the Hub try: hf auth login, or HF_TOKEN"),
+        ({"HF_TOKEN": "hf_" + "x" * 34}, "push_to_hub = me/x: the Hub does not know the token try: hf auth login"),
+    ],
+)  # fmt: skip
+def test_a_run_that_could_not_be_pushed_does_not_start(
+    hub, settings, tmp_path, monkeypatch, environment, words
+):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "home" / "token"))
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    error = StoreError if "know" in words else RecipeError
+    assert words in not_trained(settings, tmp_path, error, push_to_hub="me/x")
+
+
+def test_what_the_hub_refuses_is_refused_before_training(hub, settings, tmp_path, monkeypatch):
+    said = not_trained(settings, tmp_path, StoreError, push_to_hub="others/x")
+    assert "push_to_hub = others/x: the token may not write there try: a token with write access" in said
+    hub.private["me/open"], hub.files["me/open"] = False, {}
+    said = not_trained(settings, tmp_path, RecipeError, push_to_hub="me/open")
+    assert "push_to_hub = me/open is there, and everybody can read it try: hub_public: true" in said
+    hub.may_write = False  # a token that reads, and a repository that is there
+    said = not_trained(settings, tmp_path, StoreError, push_to_hub="me/open", hub_public=True)
+    assert "push_to_hub = me/open: the token may not write there" in said
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    said = not_trained(settings, tmp_path, StoreError, push_to_hub="me/x")
+    assert "push_to_hub = me/x: http://127.0.0.1:9 does not answer try: try again where" in said
+
+
+@pytest.mark.parametrize(
+    "name", ["a/b/c", "me/--x", "me/x.git", "me/", "/x", "me/a b", "me/" + "x" * 96, "https://hf.co/me/x"]
+)
+def test_a_name_that_the_hub_does_not_take_is_refused_by_the_recipe(name):
+    with pytest.raises(RecipeError, match="push_to_hub = .*is no name on the Hub: OWNER/NAME of at most 96"):
+        fitune.plan(model="gpt2", gpu="h100", push_to_hub=name)
+
+
+def test_the_words_of_other_trainers_and_what_makes_no_sense():
+    with pytest.raises(RecipeError, match="names the repository here: OWNER/NAME"):
+        fitune.plan(model="gpt2", gpu="h100", push_to_hub=True)
+    with pytest.raises(RecipeError, match="hub_public: true, and nothing is pushed"):
+        fitune.plan(model="gpt2", gpu="h100", hub_public=True)
+    report = fitune.plan({"model": "gpt2", "gpu": "h100", "hub_model_id": "me/x"}, tuning="lora")
+    assert report.chosen.plan.run.push_to_hub == "me/x"
+    assert "the Hub: me/x gets the export, private" in report.decisions
