@@ -154,14 +154,14 @@ def test_all_unknown_keys_are_listed_with_what_they_may_mean():
 def test_off_empty_and_bookkeeping_keys_take_one_line():
     found = recipe_of_keys(
         {
-            **PLAIN, "strict": False, "hub_model_id": "me/x", "load_best_model_at_end": True, "never_seen": None,
+            **PLAIN, "strict": False, "hub_strategy": "end", "load_best_model_at_end": True, "never_seen": None,
             "special_tokens": {},
         },
         where="theirs.yaml", folder=Path("nowhere"),
     )  # fmt: skip
     last = found.notes[-1]
     assert "passed over" in last
-    assert all(key in last for key in ("strict", "hub_model_id", "never_seen", "special_tokens"))
+    assert all(key in last for key in ("strict", "hub_strategy", "never_seen", "special_tokens"))
     assert any("load_best_model_at_end: the weights of the last step" in note for note in found.notes)
 
 

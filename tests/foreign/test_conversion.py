@@ -80,11 +80,28 @@ def test_another_task_is_not_told_to_leave_a_key_out(tmp_path):
     assert caught.value.hint == "a recipe of supervised fine-tuning with data for it"
 
 
-def test_a_push_to_the_hub_is_not_called_bookkeeping(tmp_path):
+TRL = {"model_name_or_path": "gpt2", "dataset_name": "org/d", "use_peft": True}
+AXOLOTL = {
+    "base_model": "gpt2", "datasets": [{"path": "org/d", "type": "alpaca"}], "sequence_len": 512, "adapter": "lora",
+    "micro_batch_size": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("theirs", "pushed", "public"),
+    [
+        ({**TRL, "push_to_hub": True, "output_dir": "out/my-run/"}, "my-run", False),
+        ({**TRL, "push_to_hub": True, "hub_model_id": "me/x", "hub_private_repo": True}, "me/x", False),
+        ({**TRL, "push_to_hub": True, "hub_model_id": "me/x", "hub_private_repo": False}, "me/x", True),
+        ({**TRL, "push_to_hub": False, "hub_model_id": "me/x", "hub_private_repo": False}, "", False),
+        ({**AXOLOTL, "hub_model_id": "me/x", "hub_strategy": "end"}, "me/x", False),
+    ],
+)  # fmt: skip
+def test_what_went_to_the_hub_goes_there(tmp_path, theirs, pushed, public):
     path = tmp_path / "theirs.yaml"
-    keys = {"model_name_or_path": "gpt2", "dataset_name": "org/d", "use_peft": True, "push_to_hub": True}
-    path.write_text(yaml.safe_dump(keys))
-    assert "push_to_hub: fitune pushes nothing to the Hub" in convert_recipe(path)
+    path.write_text(yaml.safe_dump(theirs))
+    ours = yaml.safe_load(convert_recipe(path))
+    assert (ours.get("push_to_hub", ""), ours.get("hub_public", False)) == (pushed, public)
 
 
 @pytest.mark.parametrize("text", ["two\nlines", "x " * 6_000, "tail\n", "# no comment\n\n  at all"])

@@ -2,6 +2,7 @@
 bookkeeping."""
 
 import json
+from pathlib import PurePath
 
 from fitune.foreign.reading import Reading, is_on
 
@@ -22,8 +23,8 @@ SAME = {
 BOOKKEEPING = (
     "run_name logging_dir logging_first_step logging_strategy log_level log_on_each_node disable_tqdm "
     "overwrite_output_dir save_only_model save_safetensors save_on_each_node "
-    "hub_model_id hub_strategy hub_token push_dataset_to_hub "
-    "hub_private_repo local_rank ddp_timeout ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers "
+    "hub_strategy hub_token push_dataset_to_hub local_rank ddp_timeout "
+    "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers "
     "dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor dataloader_persistent_workers "
     "preprocessing_num_workers dataset_num_proc overwrite_cache remove_unused_columns group_by_length "
     "length_column_name eval_batch_size per_device_eval_batch_size do_train do_eval do_predict "
@@ -95,7 +96,7 @@ def read_trainer_keys(r: Reading, *, optimizer: str, scheduler: str, refused: di
     _how_often(r)
     _trackers(r)
     r.refuse_if_on({**REFUSED, **refused})
-    r.passed("push_to_hub", "fitune pushes nothing to the Hub; the export stands in output_dir")
+    _hub(r)
     r.pass_over(BOOKKEEPING)
     r.pass_over(_BEST, _BEST_SAID)
     r.pass_over(SPEED, SPEED_SAID)
@@ -221,6 +222,19 @@ def _how_often(r: Reading) -> None:
     )
     others = ("eval_steps", "eval_strategy", "evaluation_strategy")
     r.pass_over(others, "" if "eval_steps" in r.settings else said)
+
+
+def _hub(r: Reading) -> None:
+    """The export goes to the Hub where it went there; axolotl sends it as soon as ``hub_model_id`` is named."""
+    name = r.take("hub_model_id")
+    if is_on(r.take("push_to_hub")) or (r.trainer == "axolotl" and name is not None):
+        key = "push_to_hub" if name is None else "hub_model_id"
+        name = name or PurePath(str(r.take("output_dir") or "trainer_output")).name
+        r.put("push_to_hub", name, key=key, said="the export, when the run has ended; private")
+        if (private := r.take("hub_private_repo")) is not None and not is_on(private):
+            r.put("hub_public", True, key="hub_private_repo")
+        r.pass_over("push_to_hub hub_private_repo", f"{key} says it")
+    r.pass_over("push_to_hub hub_model_id hub_private_repo", "nothing is pushed without push_to_hub")
 
 
 def read_precision(r: Reading, *, whole: str, default: str) -> None:
