@@ -117,13 +117,14 @@ def export_full(
     *,
     chat_template: str,
     card: str,
+    also: Mapping[str, bytes] = {},
     dtype: torch.dtype | None = None,
     weights: Weights = None,
     base_path: str = "",
     replace: bool = False,
     secure: bool = False,
 ) -> Exported:
-    """Write all weights, rounded to ``dtype`` (default: in the type they have).
+    """Write all weights, rounded to ``dtype`` (default: in the type they have); ``also``: other files of the folder.
 
     With ``weights``, what else a folder of the model has is read in ``base_path``.
     """
@@ -141,7 +142,7 @@ def export_full(
         names = [*sorted(own.keys() - trained.keys()), *trained]
         pieces = model_pieces(model, {name: own[name] for name in names}, made, dtype or model.dtype)
         return _export_model(
-            model, pieces, target, (tokenizer, chat_template, card), replace=replace, secure=secure,
+            model, pieces, target, (tokenizer, chat_template, card, also), replace=replace, secure=secure,
             against=model if weights is None else None,
         )  # fmt: skip
 
@@ -153,6 +154,7 @@ def export_merged(
     *,
     chat_template: str,
     card: str,
+    also: Mapping[str, bytes] = {},
     base_path: str = "",
     dtype: torch.dtype | None = None,
     weights: Weights = None,
@@ -195,7 +197,7 @@ def export_merged(
             return result
 
         done = _export_model(
-            inner, model_pieces(inner, own, made, kind), target, (tokenizer, chat_template, card),
+            inner, model_pieces(inner, own, made, kind), target, (tokenizer, chat_template, card, also),
             replace=replace, against=model if weights is None else None, slack=_MERGE_SLACK, card_of=card_of,
         )  # fmt: skip
     return Exported(
@@ -220,7 +222,7 @@ def _export_model(
     model: PreTrainedModel,
     pieces: Mapping[str, Piece],
     target: Path,
-    texts: tuple[PreTrainedTokenizerBase, str, str],
+    texts: tuple[PreTrainedTokenizerBase, str, str, Mapping[str, bytes]],
     *,
     replace: bool,
     against: Model | None,

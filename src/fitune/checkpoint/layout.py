@@ -113,9 +113,17 @@ def _replace(target: Path, temporary: Path) -> None:
     remove(aside)
 
 
-def write_texts(folder: Path, tokenizer: PreTrainedTokenizerBase, chat_template: str, card: str) -> None:
-    """Tokenizer files, chat_template.jinja (empty: the tokenizer's own) and README.md."""
+def write_texts(
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template: str,
+    card: str,
+    also: Mapping[str, bytes] = {},
+) -> None:
+    """Tokenizer files, chat_template.jinja (empty: the tokenizer's own), README.md, and what else goes with them."""
     tokenizer.save_pretrained(folder)
+    for name, content in also.items():
+        (folder / name).write_bytes(content)
     if chat_template:
         (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
     (folder / "README.md").write_text(card, encoding="utf-8")

@@ -7,12 +7,12 @@ ModelError.
 
 import copy
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import snapshot_download, try_to_load_from_cache
 from peft import LoraConfig, PeftModel
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -81,11 +81,22 @@ def model_folder(path: str) -> Path:
     """
     folder = Path(path)
     if not folder.is_dir():
-        folder = Path(snapshot_download(path, allow_patterns=["*.json", "model*.safetensors"]))
+        folder = Path(
+            snapshot_download(path, allow_patterns=["*.json", "tokenizer.model", "model*.safetensors"])
+        )
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder}: no config.json, so this is no model folder")
     refuse_remote_code(folder, error=ModelError)
     return folder
+
+
+def file_of_model(path: str, name: str) -> Path | None:
+    """The file called ``name`` of a folder or, as far as it is in the cache, of a Hub id; None without one."""
+    file: Any = Path(path) / name
+    if not Path(path).is_dir():
+        with suppress(ValueError):  # no Hub id: the folder is gone
+            file = Path(str(try_to_load_from_cache(path, name)))
+    return file if file.is_file() else None
 
 
 def notes_on(path: str) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -14,12 +15,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fitune.checkpoint.export import Exported, export_adapter, export_full, export_merged
 from fitune.checkpoint.layout import stored_tensors_of
 from fitune.checkpoint.resume import load_checkpoint
-from fitune.data.conversations.templates import load_template
+from fitune.data.conversations.templates import ChatTemplate, load_template
 from fitune.data.making import PreparedData
 from fitune.files import read_text
 from fitune.models.adapter_file import WEIGHTS
 from fitune.models.attention import use_attention
-from fitune.models.door import empty_model, model_folder, read_config, read_generation_config
+from fitune.models.door import empty_model, file_of_model, model_folder, read_config, read_generation_config
 from fitune.models.headers import own_name
 from fitune.models.language_model import LanguageModel, language_model
 from fitune.models.weight_files import base_reference, stored_tensors
@@ -30,6 +31,7 @@ from fitune.spec.reports import MergedLoss, RunReport
 from fitune.spec.words import describe_base
 from fitune.train.again import EXPORT_FOLDERS, Kind, Source, trained_kind, with_weights
 from fitune.train.evaluate import measured_trained, or_say_why_not, sample_loss
+from fitune.train.modelfile import modelfile
 from fitune.train.prepare import tuned
 from fitune.units import format_bytes, format_count, format_seconds
 
@@ -83,17 +85,31 @@ class Handover:
         return self._said(done), None if loss is None or loss.merged != loss.merged else loss
 
     def _words(self, kind: Kind, target: Path | None) -> dict[str, Any]:
+        template = load_template(
+            self.tokenizer, self.plan.data.chat_template, date=self.plan.data.chat_template_date
+        )
+        also = {} if kind == "adapter" else {"also": self._for_converters(template)}
         return {
+            **also,
             "model": self.model.whole,
             "tokenizer": self.tokenizer,
             "target": target or Path(self.plan.run.output_dir) / EXPORT_FOLDERS[kind],
-            "chat_template": load_template(
-                self.tokenizer, self.plan.data.chat_template, date=self.plan.data.chat_template_date
-            ).source,
+            "chat_template": template.source,
             "card": model_card(self.plan, self.report, kind=kind),
             "weights": self.weights,
             "replace": target is None,  # a folder of the run's own; any other may hold what somebody needs
         }
+
+    def _for_converters(self, template: ChatTemplate) -> dict[str, bytes]:
+        """What makes other formats of a whole model: SentencePiece's vocabulary, which transformers does not write, and
+        Ollama's Modelfile."""
+        file = file_of_model(self.plan.model_path, "tokenizer.model")
+        found = {} if file is None else {file.name: file.read_bytes()}
+        inner = self.model.whole
+        if isinstance(inner, PeftModel):
+            inner = inner.get_base_model()
+        text = modelfile(type(inner).__name__, self.tokenizer, template, has_vocabulary_file=bool(found))
+        return {**found, **({"Modelfile": text.encode()} if text else {})}
 
     def _dtype(self) -> torch.dtype:
         """The base's own, whatever type it was trained in."""

@@ -161,6 +161,13 @@ class ChatTemplate:
                 part = slice(begin, begin := next(ends))
                 yield Encoded(rows.ids[part].tolist(), rows.supervised[part].tolist())
 
+    def prompt_text(self, conversation: Conversation) -> str:
+        """The prompt that ``conversation``, which has no answer at its end, is. Raises BadRow."""
+        row = self._laid_out(conversation, ask=True)
+        if isinstance(row, BadRow):
+            raise row
+        return "".join(piece.text for piece in row)
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of an answer's ids, without special tokens."""
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
