@@ -9,6 +9,7 @@ import fitune
 from fitune.errors import CheckpointError, RecipeError
 from fitune.session.score import serving
 from fitune.session.score.serving import serve_command
+from fitune.session.train.next_commands import commands_for
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +47,51 @@ def test_a_whole_model_is_served_under_its_own_name(model_folder):
     served = command(model_folder, "vllm")
     assert "--enable-lora" not in served.argv
     assert value_of(served, "--served-model-name") == model_folder.name
+
+
+def test_what_is_next_is_true_for_the_export(run, model_folder, tmp_path):
+    """Each command names what it takes: base, rank, template and type for an adapter, the folder for a whole model."""
+    told = []
+    whole = fitune.export(
+        run, tmp_path / "my shop", kind="merged", progress=lambda event: told.append(str(event))
+    )
+    folder = f"'{whole.path}'"
+    assert told[-1].splitlines() == [
+        f"next:    vllm serve {folder} --dtype float32",
+        f"         ollama create shop -f '{whole.path / 'Modelfile'}'",
+        f"         python convert_hf_to_gguf.py {folder}   (llama.cpp)",
+    ]
+    adapter = run / "adapter"
+    assert commands_for(adapter, "My Shop!") == [
+        f"vllm serve {model_folder} --enable-lora --lora-modules my-shop={adapter} --max-lora-rank 8 "
+        f"--chat-template {adapter / 'chat_template.jinja'} --dtype float32",
+        f"python convert_lora_to_gguf.py {adapter} --base {model_folder}   (llama.cpp)",
+    ]
+    (whole.path / "Modelfile").unlink()  # an architecture that Ollama does not import
+    assert not any("ollama" in command for command in commands_for(whole.path, "shop"))
+
+
+@pytest.mark.parametrize(("setting", "left"), [("use_dora", 0), ("use_rslora", 1)])
+def test_no_command_is_named_that_would_refuse_or_misread_the_adapter(run, tmp_path, setting, left):
+    copy = Path(shutil.copytree(run / "adapter", tmp_path / "adapter"))
+    config = copy / "adapter_config.json"
+    config.write_text(config.read_text().replace(f'"{setting}": false', f'"{setting}": true'))
+    assert len(commands_for(copy, "shop")) == left
+
+
+@pytest.mark.parametrize(
+    ("export", "last"), [("adapter", "convert_lora_to_gguf"), ("merged", "convert_hf_to_gguf")]
+)
+def test_a_run_ends_with_five_commands(model_folder, data_file, tmp_path, export, last):
+    told = []
+    fitune.train(
+        model=str(model_folder), data=str(data_file), tuning="lora", max_steps=1, seq_len=64, precision="fp32",
+        micro_batch_size=4, output_dir=str(tmp_path / "run"), save_steps=0, samples=0, gpu="cpu", export=export,
+        progress=lambda event: told.append(str(event)),
+    )  # fmt: skip
+    (lines,) = [text.splitlines() for text in told if text.startswith("next:")]
+    assert len(lines) == 5
+    assert last in lines[-1]
 
 
 def test_what_a_server_cannot_take_names_the_export(run, tmp_path):

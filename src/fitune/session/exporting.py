@@ -16,6 +16,7 @@ from fitune.planner.defaults import staging_of
 from fitune.report.run_files import RunFiles, read_run
 from fitune.report.run_page import write_report
 from fitune.session.events import Exported, Note, Tell, WeightsRead, tell_nobody
+from fitune.session.train.next_commands import commands_for, next_lines
 from fitune.session.train.pushing import push, push_again, ready_repository
 from fitune.spec.plan import Lora, Plan
 from fitune.spec.reports import RunReport
@@ -45,10 +46,13 @@ def export_anywhere(
     A run in a store is fetched into the folder where its training would write it, and without ``out`` its export goes
     back to the store. Raises FituneError.
     """
+    if push_to_hub:
+        ready_repository(push_to_hub, public=hub_public)
+    exported = _export_anywhere(run, out, kind, reuse=bool(push_to_hub), tell=tell)
+    if not is_url(out) and (commands := commands_for(exported.path, Path(run).name)):
+        tell(Note(next_lines(commands)))
     if not push_to_hub:
-        return _export_anywhere(run, out, kind, tell=tell)
-    ready_repository(push_to_hub, public=hub_public)
-    exported = _export_anywhere(run, out, kind, reuse=True, tell=tell)
+        return exported
     again = push_again(run, push_to_hub, public=hub_public) + (f" --as {kind}" if kind else "")
     if out and not is_url(out):  # a second export would not be written there
         again = f"hf upload {push_to_hub} {shlex.quote(out)}{'' if hub_public else ' --private'}"

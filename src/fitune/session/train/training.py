@@ -42,6 +42,7 @@ from fitune.session.reported import report_run
 from fitune.session.train.attempts import Attempt, leave_shortage, next_attempt
 from fitune.session.train.checks import complete_run, require_room_on_disk
 from fitune.session.train.first_use import measure_on_first_use
+from fitune.session.train.next_commands import commands_for, next_lines
 from fitune.session.train.pushing import push, push_again, ready_repository
 from fitune.session.train.tracking import tracked
 from fitune.spec.machines.hardware import Hardware
@@ -177,7 +178,8 @@ def next_steps(directory: Path, plan: Plan) -> str:
     commands = [f"fitune chat {run}", f"fitune score --model {run} --data QUESTIONS.jsonl"]
     if plan.run.export == "adapter":
         commands.append(f"fitune export {run}   (adapter and base as one model)")
-    return "\n".join(f"{'next:' if not place else '':9}{one}" for place, one in enumerate(commands))
+    commands += commands_for(directory / EXPORT_FOLDERS[plan.run.export], plan.run.name)
+    return next_lines(commands)
 
 
 def make_up_for_missing(directory: Path, plan: Plan, report: RunReport, *, tell: Tell) -> None:
