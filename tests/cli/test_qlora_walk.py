@@ -69,7 +69,8 @@ def test_a_merged_model_is_the_base_and_its_adapter_without_fitune(
     assert fitune(monkeypatch, "train", recipe, "--export", "adapter") == 0
     printed = capsys.readouterr().out
     assert f"adapter: {tmp_path / 'run' / 'adapter'}" in printed
-    chat, score, export = (line[9:].partition("   ")[0] for line in printed.splitlines()[-3:])
+    commands = printed.partition("next:    ")[2].splitlines()
+    chat, score, export = (line.strip().partition("   ")[0] for line in commands[:3])
     assert chat == f"fitune chat {tmp_path / 'run'}"
     assert score.startswith(f"fitune score --model {tmp_path / 'run'} --data ")
     assert fitune(monkeypatch, *export.split()[1:]) == 0
