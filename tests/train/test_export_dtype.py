@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from fitune.models.weight_files import base_reference
 from fitune.models.weights import stored_dtype
 from fitune.spec.plan import Plan
+from fitune.train.export import model_card
 from fitune.train.run import run
 from train.test_run import callbacks
 
@@ -60,12 +61,17 @@ def test_an_adapter_keeps_the_type_it_was_trained_in_and_names_its_base_absolute
 ):
     monkeypatch.chdir(folders["bf16"].parent)
     plan = make_plan(model="bf16", precision="fp32", max_steps=2)
-    adapter = Path(run(plan, callbacks=callbacks()).exported)
+    report = run(plan, callbacks=callbacks())
+    adapter = Path(report.exported)
     weights = load_file(adapter / "adapter_model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
     config = json.loads((adapter / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(folders["bf16"])
-    assert f"base_model: {folders['bf16']}\n" in (adapter / "README.md").read_text()
+    assert (
+        "base_model" not in (adapter / "README.md").read_text()
+    )  # the Hub refuses a card that names a folder
+    of_the_hub = replace(plan, model_path="meta-llama/Llama-3.1-8B")
+    assert "base_model: meta-llama/Llama-3.1-8B\n" in model_card(of_the_hub, report, kind="adapter")
 
 
 def test_a_hub_id_stays_a_hub_id(folders):
