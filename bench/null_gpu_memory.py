@@ -26,7 +26,7 @@ from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,7 @@ from gpu_memory import measure
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fitune.engine.fsdp import mesh_of
+from fitune.estimate.division import uses_deepspeed
 from fitune.estimate.predict import predict_memory
 from fitune.models.door import empty_model
 from fitune.models.weights import compute_dtype
@@ -44,7 +45,7 @@ from fitune.rehearse.trace import peaks_by_kind, reserved_peak
 from fitune.spec.cuda_environment import has_growing_segments
 from fitune.spec.machines.gpus import find_gpu, hardware_for
 from fitune.spec.machines.hardware import Gpu
-from fitune.spec.plan import Plan, Precision, Zero
+from fitune.spec.plan import Backend, Plan, Precision, Zero
 from fitune.spec.predictions import Phase
 from fitune.spec.rules import adds_gradients_up
 from fitune.train.prepare import Prepared, prepare_loaded
@@ -81,7 +82,10 @@ def main() -> int:
     )
     parser.add_argument("--rows", type=int, default=1, help="rows of a micro-batch")
     parser.add_argument(
-        "--ranks", type=int, default=1, help="more than one: rank 0 of FSDP2, whose peers send nothing"
+        "--ranks", type=int, default=1, help="more than one: rank 0 of so many, whose peers send nothing"
+    )
+    parser.add_argument(
+        "--backend", default="fsdp", choices=get_args(Backend), help="what divides over the ranks"
     )
     parser.add_argument(
         "--slack", action="store_true", help="what the allocator loses, and what spare is enough"
@@ -138,7 +142,7 @@ def run_cases(options: argparse.Namespace) -> list[dict[str, Any]]:
         for recompute in (0, shape.layers):
             words = {"capability": number, "shape": name, "case": case, "recompute": recompute}
             plan = plan_on(number, CASES[case], shape, rows=options.rows, recompute=recompute)
-            plan = over_ranks(plan, options.ranks)
+            plan = over_ranks(plan, options.ranks, options.backend)
             began = time.perf_counter()
             if options.slack:
                 together = 4 if adds_gradients_up(plan.tuning) else 1
@@ -158,8 +162,6 @@ def bare_card() -> Iterator[None]:
     try:
         yield
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
         for tensor in [each for each in gc.get_objects() if isinstance(each, torch.Tensor) and each.is_cuda]:
             with suppress(RuntimeError):  # a DTensor has no storage of its own
                 tensor.untyped_storage().resize_(0)
@@ -179,12 +181,11 @@ def plan_on(number: str, case: Case, shape: Shape, *, rows: int, recompute: int)
     return plan_of(case, shape, hardware=hardware, rows=rows, recompute=recompute)
 
 
-def over_ranks(plan: Plan, ranks: int) -> Plan:
-    """The plan divided by FSDP2."""
+def over_ranks(plan: Plan, ranks: int, backend: Backend) -> Plan:
     if ranks == 1:
         return plan
     return replace(
-        plan, sharding=Zero(stage=3, backend="fsdp"), hardware=replace(plan.hardware, gpus_per_node=ranks)
+        plan, sharding=Zero(stage=3, backend=backend), hardware=replace(plan.hardware, gpus_per_node=ranks)
     )
 
 
@@ -192,18 +193,31 @@ def prepared_of(plan: Plan, shape: Shape) -> Prepared:
     """The plan's model and engine on the card; weights are what was there, and collectives between ranks do nothing."""
     device, mesh = torch.device("cuda", 0), None
     if isinstance(plan.sharding, Zero):
-        store = FakeStore()
-        dist.init_process_group("fake", rank=0, world_size=plan.hardware.num_gpus, store=store)
-        mesh = mesh_of(plan.sharding, plan.hardware, device="cuda")
+        if not dist.is_initialized():  # one for all cases: DeepSpeed remembers the groups of its first
+            store = FakeStore()
+            dist.init_process_group("fake", rank=0, world_size=plan.hardware.num_gpus, store=store)
+        if plan.sharding.backend == "fsdp":
+            mesh = mesh_of(plan.sharding, plan.hardware, device="cuda")
     with torch.device("meta"):
         model = empty_model(config_of(shape), compute_dtype(plan.precision))
     on = "cpu" if plan.offload.parameters == "cpu" else device
     model = model.to_empty(device=on)
     model.tie_weights()  # to_empty gives what was shared a memory each
     prepared = prepare_loaded(model, plan, device=device, mesh=mesh)
+    if uses_deepspeed(plan):
+        believe_in_finite_gradients(prepared.engine.runtime.optimizer)
     torch.cuda.empty_cache()  # dense weights that were quantised or divided: training packs them as they arrive
     torch.cuda.reset_peak_memory_stats()
     return prepared
+
+
+def believe_in_finite_gradients(optimizer: Any) -> None:
+    """DeepSpeed steps nothing where a gradient is not finite, and what was never computed may say so."""
+    from deepspeed.runtime.zero import stage3
+
+    looked = optimizer.has_overflow
+    optimizer.has_overflow = lambda *args, **words: bool(looked(*args, **words)) and False
+    stage3.is_invalid_grad_norm = lambda norm: False
 
 
 def compared(plan: Plan, shape: Shape) -> dict[str, Any]:

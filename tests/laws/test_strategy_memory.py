@@ -136,14 +136,28 @@ def test_deepspeed_buffers_are_those_of_the_configuration():
     two, three = (buffers_of(eight_b(sharding=Zero(stage=s, backend="deepspeed"))) for s in (2, 3))
     assert (two.buckets, two.standing, two.update, two.forward) == (2 * BUCKET_ELEMENTS, 0, 0, 0)
     block, head = BLOCK_LINEARS + 2 * 4096, 128256 * 4096
-    assert three.forward == 2 * (2 * head + 4096 + 2 * block)
-    assert (three.loss, three.backward) == (three.forward + 2 * head, three.forward + 2 * head)
+    most, beyond = 2 * head + 4096 + 2 * block, 2 * 14336 * 4096 + BUCKET_ELEMENTS
+    assert three.forward == 2 * (most + beyond)
+    assert (three.loss, three.backward) == (three.forward + 2 * head, 2 * (most + head) + 2 * head)
     norms = 2 * (2 * 32 + 1) * 4096 * 7 // 8
     assert three.resident == 2 * BUCKET_ELEMENTS + norms
     named = Zero(
         stage=2, backend="deepspeed", settings=(("overlap_comm", True), ("reduce_bucket_size", 10**8))
     )
     assert buffers_of(eight_b(sharding=named)).buckets == 2 * 2 * 10**8
+
+
+def test_deepspeed_gathers_beyond_its_limit_what_it_fetches_at_once_and_a_weight_that_passes_it():
+    """Over 8 GPUs LoRA on 70 B: 28672 · 8192 elements pass the limit, and fill a bucket, whose copies stand beside."""
+    zero = Zero(stage=3, backend="deepspeed")
+    plan = plan_for(known("llama-2-70b"), hardware=cluster(), tuning="lora", precision="bf16", sharding=zero)
+    block, table = 8192 * (2 * 8192 + 2 * 1024 + 3 * 28672 + 2), 32000 * 8192
+    buffers = buffers_of(plan)
+    assert buffers.forward == 2 * (2 * table + 8192 + 2 * block + 2 * 28672 * 8192 + BUCKET_ELEMENTS)
+    assert buffers.backward == buffers.forward == buffers.loss - 2 * table
+    assert predict_memory(plan).reclaimable == 0  # it gathers on the stream that computes
+    alone = replace(zero, settings=(("stage3_prefetch_bucket_size", 0),))
+    assert buffers_of(replace(plan, sharding=alone)).forward == 2 * (2 * table + 8192 + 2 * block)
 
 
 def test_the_sum_over_several_micro_batches_keeps_deepspeeds_bucket_at_stage_1():

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from null_gpu.conftest import has
+
 pytestmark = pytest.mark.null_gpu
 BENCH = Path(__file__).parents[2] / "bench" / "null_gpu_memory.py"
 ROOM = {"4090": "NVIDIA GeForce RTX 4090|89|1024", "h100": "NVIDIA H100 80GB HBM3|90|1024",
@@ -75,6 +77,21 @@ def test_a_quantised_base_over_two_cards_runs_in_the_memory_that_is_planned(look
         "--spares", "100", card="4090",
     )  # fmt: skip
     for found in cases:
+        assert found["planned_runs"]
+        assert found["reserved"] <= found["predicted"] + found["planned"]
+
+
+@pytest.mark.parametrize("layers", [pytest.param("4", marks=pytest.mark.slow), "8"])
+def test_zero_3_by_deepspeed_over_two_cards_runs_in_the_memory_that_is_planned(looked_at, layers):
+    """It gathers on the stream that computes. Four blocks are fewer than it would fetch, eight are more."""
+    if not has("deepspeed"):
+        pytest.skip("no deepspeed in the environment of the null GPU (make null-env)")
+    cases = looked_at(
+        "--slack", "--cards", "90", "--shapes", "8b-4", "--layers", layers, "--cases", "lora", "--ranks", "2",
+        "--backend", "deepspeed", "--lengths", "lognormal", "--spares", "100",
+    )  # fmt: skip
+    for found in cases:
+        assert found["allocated"] <= found["predicted"]
         assert found["planned_runs"]
         assert found["reserved"] <= found["predicted"] + found["planned"]
 
