@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from fitune.estimate.predict import predict_memory
-from fitune.rehearse.stand_ins import cuda_functions
+from fitune.rehearse.stand_ins import StandIns, cuda_functions
 from fitune.rehearse.step import trace_plan
 from fitune.rehearse.trace import peaks_by_kind
 from fitune.spec.plan import Hqq, Nf4
@@ -101,6 +101,26 @@ def test_scores_that_are_written_out_take_what_the_device_makes_of_them(hardware
 def test_softmax_that_stands_for_cudas_is_called_as_torchs():
     with cuda_functions():
         assert F.softmax(torch.zeros(2, 4), -1).sum() == 2
+
+
+@pytest.mark.parametrize(
+    ("hardware", "tokens", "sums"),
+    [
+        (CPU, 4096, 0),
+        (gpu("h100"), 3072, 0),
+        (gpu("h100"), 4096, 409 + 4096),
+        (gpu("h100"), 9000, 900 + 8000),
+    ],
+)
+def test_a_tables_gradient_is_added_up_in_rows_of_fp32(hardware, tokens, sums):
+    """A sum for ten tokens and one for every row that may be met, of 8,000."""
+    gradient = torch.empty(tokens, 64, dtype=torch.bfloat16, device="meta")
+    places = torch.empty(tokens, dtype=torch.int64, device="meta")
+    found = StandIns(gpu=hardware.gpu, supervised_tokens=1).workspace_bytes(
+        torch.ops.aten.embedding_dense_backward.default, (gradient, places, 8000, -1, False)
+    )
+    indices = 3 * tokens + 2 * min(tokens, 8000) + sums
+    assert found == (4 * 64 * sums + 8 * indices if sums else 0)
 
 
 @pytest.mark.parametrize(("hardware", "precision"), [(CPU, "fp32"), (gpu("h100"), "bf16")])

@@ -36,9 +36,18 @@ def test_peaks_of_8b_are_those_of_the_rehearsal_and_of_the_estimate(looked_at, c
     assert len(cases) == 4
     for case in cases:
         for phase, sizes in case["phases"].items():
-            assert sizes["rehearsed"] == pytest.approx(sizes["allocated"], rel=1e-3), (case["case"], phase)
+            assert sizes["rehearsed"] == pytest.approx(sizes["allocated"], rel=1e-4), (case["case"], phase)
             assert sizes["predicted"] == pytest.approx(sizes["allocated"], rel=1e-2), (case["case"], phase)
         assert case["workspace"]["allocated"] == pytest.approx(case["workspace"]["predicted"], rel=0.02)
+
+
+@pytest.mark.parametrize(("card", "capability"), [("t4", "75"), ("h100", "90")])
+def test_peaks_of_every_weight_are_rehearsed_to_the_indices_of_the_table(looked_at, card, capability):
+    """The embedding's gradient is the last of backward: its kernel adds up in rows of fp32, 70 MiB for 4,096 tokens."""
+    words = ("--cards", capability, "--shapes", "8b", "--layers", "4", "--cases", "full", "full-8bit", "lomo")
+    for case in looked_at(*words, card=card):
+        for phase, sizes in case["phases"].items():
+            assert sizes["rehearsed"] == pytest.approx(sizes["allocated"], rel=1e-4), (case["case"], phase)
 
 
 @pytest.mark.parametrize(("card", "capability"), [("t4", "75"), ("h100", "90")])
@@ -47,7 +56,7 @@ def test_peaks_of_scores_that_are_written_out(looked_at, card, capability):
     words = ("--cards", capability, "--shapes", "gemma", "--layers", "4", "--cases", "lora")
     for case in looked_at(*words, card=card):
         for phase, sizes in case["phases"].items():
-            assert sizes["rehearsed"] == pytest.approx(sizes["allocated"], rel=1e-3), (
+            assert sizes["rehearsed"] == pytest.approx(sizes["allocated"], rel=1e-4), (
                 case["recompute"],
                 phase,
             )

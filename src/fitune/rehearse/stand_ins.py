@@ -30,6 +30,7 @@ _LARGE_NORM = 1e9
 _FLASH_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _FLASH_STREAM_BACKWARD = _aten._flash_attention_backward.default
 _SOFTMAX_BACKWARD = _aten._softmax_backward_data.default
+_TABLE_BACKWARD = _aten.embedding_dense_backward.default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +53,13 @@ class StandIns:
         return func
 
     def workspace_bytes(self, func: Any, args: Any) -> int:
-        """Bytes that a CUDA kernel of attention allocates inside its backward, where no trace can look.
+        """Bytes that a CUDA kernel allocates inside its backward, where no trace can look.
 
         FlashAttention-2: the fp32 gradient of the queries, padded to 128 tokens (for a stream by 128 tokens a row),
         and a sum per query; with grouped heads also the gradients of keys and values for every query
         head, before they are added up (flash_api.cpp, mha_bwd and mha_varlen_bwd: dq_accum, softmax_d, dk_expanded,
-        dv_expanded). The memory-efficient kernel accumulates alike. Softmax: gradient times output (SoftMax.cu). Read
-        in the sources, and seen on the null GPU.
+        dv_expanded). The memory-efficient kernel accumulates alike. Softmax: gradient times output (SoftMax.cu).
+        An embedding: ``_table_workspace``. Read in the sources, and seen on the null GPU.
         """
         if func is _FLASH_STREAM_BACKWARD:
             query_Tnd, key_Tkd, bounds = args[1], args[2], args[6]
@@ -67,6 +68,8 @@ class StandIns:
             return _flash_workspace(query_Tnd, padded=padded, grouped=key_Tkd.shape[1] != heads, heads=heads)
         if not self.gpu.is_cpu and func is _SOFTMAX_BACKWARD:
             return int(args[0].numel() * args[0].element_size())
+        if not self.gpu.is_cpu and func is _TABLE_BACKWARD:
+            return _table_workspace(args[0].shape[-1], tokens=args[1].numel(), rows=args[2])
         if self.gpu.is_cpu or func is not _FLASH_BACKWARD:
             return 0
         query_BnTd, key_BkTd = args[1], args[2]
@@ -89,6 +92,17 @@ def _flash_workspace(query: Tensor, *, padded: int, grouped: bool, heads: int) -
     """4 · n · padded · (d + 1), and 2 · e · T · n · d for grouped heads."""
     accumulated = 4 * heads * padded * (query.shape[-1] + 1)
     return accumulated + (2 * query.numel() * query.element_size() if grouped else 0)
+
+
+def _table_workspace(width: int, *, tokens: int, rows: int) -> int:
+    """4 · width · s for s = ⌊tokens / 10⌋ + min(tokens, rows) partial sums in fp32, and indices of 8 bytes: three a
+    token, two a row that may be met, one a sum. Up to 3,072 tokens are added up in place (Embedding.cu and
+    EmbeddingBackwardKernel.cu, embedding_backward_cuda_kernel)."""
+    if tokens <= 3072:
+        return 0
+    met = min(tokens, rows)
+    sums = tokens // 10 + met
+    return 4 * width * sums + 8 * (3 * tokens + 2 * met + sums)
 
 
 def _grouped_product(one: Tensor, other: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
