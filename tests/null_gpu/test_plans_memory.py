@@ -90,7 +90,8 @@ def test_a_quantised_base_over_two_cards_runs_in_the_memory_that_is_planned(look
         assert found["reserved"] <= found["predicted"] + found["planned"]
 
 
-@pytest.mark.parametrize("layers", [pytest.param("4", marks=pytest.mark.slow), "8"])
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", ["4", "8"])
 def test_zero_3_by_deepspeed_over_two_cards_runs_in_the_memory_that_is_planned(looked_at, layers):
     """It gathers on the stream that computes. Four blocks are fewer than it would fetch, eight are more."""
     if not has("deepspeed"):
