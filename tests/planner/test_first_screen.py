@@ -150,6 +150,7 @@ def test_what_is_usual_is_not_remarked_on(words, demo_config):
     ("words", "said"),
     [
         ("--gpu 24GB", "is a size, not a card"),
+        ("--gpu 4060ti", "4060TI comes with 8 GB or 16 GB"),
         (
             "--gpu rtx-3090 --gpus 16",
             "gpus = 16 is the number in one node, and machines with rtx-3090 have 8",
@@ -165,6 +166,8 @@ def test_a_machine_that_is_none_is_refused_with_what_to_type(words, said):
     if words == "--gpu 24GB":
         assert "rtx-4090" in refused.value.hint
         assert "h100" not in refused.value.hint
+    elif words == "--gpu 4060ti":
+        assert "rtx-4060-ti (8 GB), rtx-4060-ti-16gb (16 GB)" in refused.value.hint
     else:
         hardware = planned(
             f"--model meta-llama/Llama-3.1-8B {words.split(' --gpus')[0]} {' '.join(options)}"

@@ -43,7 +43,7 @@ SPELLINGS = {
     "rtx-a6000": ["NVIDIA RTX A6000", "a6000"],
     "rtx-4060-ti-16gb": ["RTX 4060 Ti 16GB", "4060ti-16gb"],
     "rtx-4070-ti-super": ["NVIDIA GeForce RTX 4070 Ti SUPER", "4070 ti super"],
-    "rtx-5060-ti": ["RTX 5060 Ti 8GB", "5060 ti"],
+    "rtx-5060-ti": ["RTX 5060 Ti 8GB", "5060 ti 8gb"],
     "rtx-3060": ["3060", "RTX 3060 12GB"],
     "rtx-3060-8gb": ["RTX 3060 8GB"],
     "quadro-rtx-8000": ["Quadro RTX 8000"],
@@ -79,8 +79,10 @@ def test_a_canonical_name_is_itself(name):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("v100", "v100-16gb or v100-32gb"),
-        ("NVIDIA A100", "a100-40gb or a100-80gb"),
+        ("v100", "try: --gpu with one of: v100-16gb (16 GB), v100-32gb (32 GB)"),
+        ("NVIDIA A100", "try: --gpu with one of: a100-40gb (40 GB), a100-80gb (80 GB)"),
+        ("4060ti", "try: --gpu with one of: rtx-4060-ti (8 GB), rtx-4060-ti-16gb (16 GB)"),
+        ("NVIDIA GeForce RTX 5060 Ti", "5060TI comes with 8 GB or 16 GB"),
         ("rtx-4090-48gb", "4090 comes with 24 GB"),
         ("rtx-4091", "did you mean 'rtx-4090'?"),
         ("gtx-1080", "below 7.0 (Volta)"),

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from fitune.errors import HardwareError
 from fitune.records.row import Row
 from fitune.spec.counts import count_parameters
-from fitune.spec.machines.gpus import find_gpu, hardware_for
+from fitune.spec.machines.gpus import find_gpu, gpus_called, hardware_for
 from fitune.spec.machines.hardware import Gpu, Hardware
 from fitune.spec.model.known_models import find_known_model
 from fitune.spec.model.model_config import spec_from_config
@@ -196,10 +196,10 @@ def _gpu(row: Row) -> Gpu:
     name = re.sub(r"^\d+ ?[x×] ?", "", said.split("(")[0].strip()) + (f" {watts.group()}" if watts else "")
     try:
         return find_gpu(name)
-    except HardwareError as error:
-        if " or " not in (error.hint or ""):
+    except HardwareError:
+        choices = gpus_called(name)
+        if len(choices) < 2:
             raise
-        choices = [find_gpu(each) for each in (error.hint or "").split(" or ")]
         held = (row.amount("peak_mem_gib") or 0) * GIB
         return next((gpu for gpu in choices if 0 < held <= gpu.memory_bytes), choices[-1])
 

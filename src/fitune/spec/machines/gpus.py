@@ -26,9 +26,9 @@ def find_gpu(name: str) -> Gpu:
     """The GPU of a canonical name or any usual spelling: ``RTX4090``, ``NVIDIA A100-SXM4-80GB``, ``Tesla V100 32GB``.
 
     ``h100`` means the SXM card, or may be a slower board; with a form factor or watts (``H100 (350W)``) it is one of
-    them. A product that comes with two sizes of memory needs the size: ``v100``
-    and ``a100`` alone are refused, because a plan for the larger would not run on the smaller.
-    Raises HardwareError for those and for unknown names.
+    them. A product that comes with two sizes of memory needs the size: ``v100``, ``a100`` and ``4060ti`` alone are
+    refused, because a plan for the larger would not run on the smaller. Of sizes less than twice apart the one sold
+    without a size in its name is meant (``3060``). Raises HardwareError for those and for unknown names.
     """
     card = _card_of(name)
     return _board(name, card.gpu)
@@ -39,18 +39,32 @@ def shared_host_bytes(name: str) -> int:
     return _card_of(name).host_bytes
 
 
+def gpus_called(name: str) -> tuple[Gpu, ...]:
+    """The GPUs of the product that ``name`` spells, one for each size of memory; none for an unknown name."""
+    return tuple(card.gpu for card in _sizes_of(_split_name(name)[0]))
+
+
+def _sizes_of(key: str) -> list[Card]:
+    return _cards_of(key) or _cards_of(_FORM_FACTOR.sub("", key))
+
+
 def _card_of(name: str) -> Card:
     key, gb = _split_name(name)
-    cards = _cards_of(key) or _cards_of(_FORM_FACTOR.sub("", key))
-    sized = [card for card in cards if gb in (None, card.advertised_gb, *card.other_gb)]
-    usual = [card for card in sized if not card.gpu.name.endswith("gb")] if gb is None else []
-    if len(usual or sized) == 1:
-        return (usual or sized)[0]
+    cards = _sizes_of(key)
+    found = [card for card in cards if gb in (None, card.advertised_gb, *card.other_gb)]
+    if gb is None and len(found) > 1:
+        sizes = [card.advertised_gb for card in found]
+        usual = [card for card in found if not card.gpu.name.endswith("gb")]
+        usual = usual if max(sizes) < 2 * min(sizes) else []
+        found = [card for card in found if card.gpu.name == name.lower()] or usual or found
+    if len(found) == 1:
+        return found[0]
     if cards:
         raise HardwareError(
             f"gpu = {name!r}: {cards[0].key.upper()} comes with "
             + " or ".join(f"{card.advertised_gb} GB" for card in cards),
-            hint=" or ".join(card.gpu.name for card in cards),
+            hint="--gpu with one of: "
+            + ", ".join(f"{card.gpu.name} ({card.advertised_gb} GB)" for card in cards),
         )
     _refuse_elsewhere(name, key, gb)
     _refuse_slips(name)
