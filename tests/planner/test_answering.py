@@ -8,7 +8,6 @@ from fitune.errors import NothingFits
 from fitune.estimate.answering import kv_bytes, memory_of_answering, pooled_bytes
 from fitune.estimate.blocks.key_values import elements_per_token, windowed_tokens
 from fitune.planner.answering import plan_answering
-from fitune.planner.answering_words import answering_data, explain_answering
 from fitune.spec.answering import NO_ADAPTER, Adapter, Answering, Questions
 from fitune.spec.plan import Precision
 from plans import CPU, gpu, known, small_llama
@@ -110,7 +109,7 @@ def test_weights_that_no_device_holds_are_divided_over_the_node():
     counts = {each.answering.devices for each in (report.chosen, *report.others)}
     assert counts == {2, 4, 8}
     assert [name for name, _ in report.rejected] == ["transformers", "vllm"]
-    assert "vllm over 8 devices" in explain_answering(report)
+    assert "vllm over 8 devices" in report.text()
 
 
 def test_heads_divide_evenly():
@@ -147,10 +146,10 @@ def test_a_processor_answers_in_fp32_and_every_number_is_in_the_data():
     report = plan_answering(
         small_llama(), QUESTIONS, CPU, engines=("transformers",), batch_size=4, adapter=NO_ADAPTER, price=0.0
     )
-    data = answering_data(report)
+    data = report.data()
     assert data["chosen"]["precision"] == "fp32"
     assert data["chosen"]["peak_bytes"] == report.chosen.memory.peak_bytes
     assert data["cost"] is None
-    text = explain_answering(report)
+    text = report.text()
     assert "1,000 rows: prompts of 200 tokens on average, the longest 600" in text
     assert "an upper bound" in text

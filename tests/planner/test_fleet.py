@@ -7,11 +7,16 @@ import pytest
 from fitune.errors import HardwareError, NothingFits, RecipeError
 from fitune.estimate.overhead import checkpoint_bytes
 from fitune.estimate.predict import largest_batch, predict_step_time
-from fitune.planner.clusters.fleet import node_counts, offers_on, rank_fleet
+from fitune.planner.clusters.fleet import (
+    TOKENS_PER_SECOND,
+    job_seconds,
+    node_counts,
+    number_of_saves,
+    offers_on,
+    rank_fleet,
+)
 from fitune.planner.clusters.fleet import ranked as rank_offers
-from fitune.planner.clusters.fleet_words import explain_ranking, ranking_data
-from fitune.planner.clusters.whole_job import TOKENS_PER_SECOND
-from fitune.planner.clusters.wishes import Wanted
+from fitune.planner.clusters.ranking import Wanted
 from fitune.spec.counts import count_parameters
 from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.plan import Ddp
@@ -48,10 +53,9 @@ def ranked(tmp_path_factory):
     fleet = fleet_of(tmp_path_factory.mktemp("fleet"))
     recipe = recipe_of()
 
-    offers = offers_on(
-        fleet, recipe, model=load_model_spec(recipe.model), epoch_of=epoch_of, fetches_model=True
-    )
-    return lambda **wanted: rank_offers(offers, Wanted(**wanted))
+    model = load_model_spec(recipe.model)
+    found, without = offers_on(fleet, recipe, model=model, epoch_of=epoch_of, fetches_model=True)
+    return lambda **wanted: rank_offers(recipe, model, found, without, Wanted(**wanted))
 
 
 def names(offers):
@@ -133,13 +137,13 @@ def test_what_nothing_keeps_is_said_of_the_nearest(ranked):
 
 
 def test_the_text_says_what_is_taken_and_why_not_the_others(ranked):
-    text = " ".join(explain_ranking(ranked()).split())
+    text = " ".join(ranked().text().split())
     assert "volta, 1 node: the whole job takes" in text
     assert "8 devices instead of 16, each with" in text
     assert "(no bf16" in text
     assert "node_network 100 Gbit/s: hopper" in text
     assert "host_memory twice the node's device memory: volta, desk" in text
-    data = ranking_data(ranked())
+    data = ranked().data()
     assert [offer["cluster"] for offer in data["offers"]] == ["hopper", "hopper", "volta", "desk"]
     assert data["offers"][0]["parts"]["start"] == 180
 
@@ -156,9 +160,7 @@ clusters:
     fleet = fleet_of(tmp_path, text)
     ranking = rank_fleet(recipe, fleet, Wanted(objective="cheapest"), model=model, epoch_of=epoch_of)
     assert names(ranking.offers) == [("large", 1), ("small", 1)]
-    assert "lora is what to train there, and full comes before it" in " ".join(
-        explain_ranking(ranking).split()
-    )
+    assert "lora is what to train there, and full comes before it" in " ".join(ranking.text().split())
 
 
 def test_what_fits_nowhere_says_why_of_each(tmp_path):
@@ -254,8 +256,6 @@ def test_prices_are_asked_for_only_where_costs_are_compared(tmp_path):
 def test_checkpoints_cost_time_where_they_are_not_written_beside_the_steps(
     ranked,
 ):
-    from fitune.planner.clusters.whole_job import job_seconds, number_of_saves
-
     offer = ranked().best
     plan = replace(offer.priced.plan, run=replace(offer.priced.plan.run, save_every=10, saves_per_epoch=0))
     between = replace(plan, run=replace(plan.run, async_save=False))
@@ -271,8 +271,6 @@ def test_checkpoints_cost_time_where_they_are_not_written_beside_the_steps(
 
 
 def test_with_ddp_the_first_rank_copies_all_that_is_saved(ranked):
-    from fitune.planner.clusters.whole_job import job_seconds
-
     offer = ranked().best
     run = replace(offer.priced.plan.run, save_every=offer.run.steps, saves_per_epoch=0, async_save=True)
     plan = replace(

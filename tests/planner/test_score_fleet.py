@@ -8,8 +8,8 @@ import pytest
 from fitune.cli import main
 from fitune.errors import NothingFits
 from fitune.planner.answering import plan_answering
-from fitune.planner.clusters.score_fleet import explain_score_ranking, rank_scoring
-from fitune.planner.clusters.wishes import Wanted
+from fitune.planner.clusters.ranking import Wanted
+from fitune.planner.clusters.score_fleet import rank_scoring
 from fitune.spec.answering import NO_ADAPTER, Questions
 from fitune.spec.recipe.fleet import Cluster, Fleet
 from plans import known
@@ -67,7 +67,7 @@ def test_a_budget_refuses_with_the_cost_and_nothing_left_is_an_error():
         ranking(HOPPER, ADA, budget=0.01)
     with pytest.raises(NothingFits, match="nothing fits on any cluster"):
         ranking(SMALL)
-    assert "in 2 h 0 min" in explain_score_ranking(found)
+    assert "in 2 h 0 min" in found.text()
 
 
 def test_the_command_prints_the_ranking(tmp_path, capsys, monkeypatch):

@@ -7,7 +7,6 @@ import pytest
 import yaml
 
 from fitune.errors import HardwareError, RecipeError
-from fitune.planner.clusters.fleet_words import explain_ranking
 from fitune.session.clusters import live_fleet
 from fitune.session.clusters.fleet import FleetRequest, draw_ranking, launch_text, plan_on_fleet
 from fitune.session.clusters.live_fleet import free_nodes
@@ -219,9 +218,9 @@ def test_free_nodes_that_nobody_told_and_nobody_was_asked_for_are_said_to_be_ass
     cluster_programs, tmp_path
 ):
     text = FLEET.replace("gpu: l40s", "live: nodes, gpu: l40s")
-    unasked = explain_ranking(plan_on_fleet(recipe_of(), request_of(tmp_path, text)))
+    unasked = plan_on_fleet(recipe_of(), request_of(tmp_path, text)).text()
     assert "all nodes are free: fast, slow" in unasked
-    asked = explain_ranking(plan_on_fleet(recipe_of(), request_of(tmp_path, text, live=True)))
+    asked = plan_on_fleet(recipe_of(), request_of(tmp_path, text, live=True)).text()
     assert "all nodes are free: slow" in asked
 
 

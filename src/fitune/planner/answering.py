@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from fitune.errors import NothingFits
 from fitune.estimate.answering import AnsweringMemory, memory_of_answering, rows_that_fit
 from fitune.estimate.answering_time import AnsweringTime, time_of_answering
-from fitune.planner.reasons.explain import verdict
+from fitune.planner.reasons.explain import unit_for, verdict
 from fitune.spec.answering import (
     ROWS_AT_ONCE,
     Adapter,
@@ -15,10 +16,20 @@ from fitune.spec.answering import (
     Questions,
     answering_precision,
 )
+from fitune.spec.counts import count_parameters
 from fitune.spec.machines.hardware import Hardware
 from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.words import devices_with_memory
-from fitune.units import GIB, MIB
+from fitune.units import (
+    GIB,
+    MIB,
+    format_bytes,
+    format_count,
+    format_dollars,
+    format_rate,
+    format_seconds,
+    wrapped,
+)
 
 _MOST_ROWS = 65_536
 """The largest --batch-size."""
@@ -31,6 +42,17 @@ class PricedAnswering:
     answering: Answering
     memory: AnsweringMemory
     time: AnsweringTime
+
+    def data(self) -> dict[str, Any]:
+        """An engine's bytes and rates, as ``--json`` prints them."""
+        answering, memory, time = self.answering, self.memory, self.time
+        return {
+            "engine": answering.engine, "devices": answering.devices, "precision": answering.precision.value,
+            "rows_at_once": time.rows_at_once, "peak_bytes": memory.peak_bytes, "usable_bytes": memory.usable_bytes,
+            "reading": memory.reading, "writing": memory.writing, "outside": memory.outside,
+            "entering_bytes": memory.entering, "seconds": time.seconds,
+            "reading_tokens_per_second": time.reading_rate, "writing_tokens_per_second": time.writing_rate,
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +70,44 @@ class AnsweringReport:
 
     @property
     def cost(self) -> float:
+        """US dollars; 0 where no price is known."""
         return self.chosen.time.seconds / 3600 * self.price_per_gpu_hour * self.chosen.answering.devices
+
+    def text(self) -> str:
+        """The way that is taken with its bytes and rates, the time on the data, the other ways, what does not fit."""
+        title, *taken = _taken(self)
+        text = [wrapped(title, indent=0, hanging=2), *(wrapped(line, hanging=2) for line in taken)]
+        others = [
+            f"{name_of(each.answering)}: {format_seconds(each.time.seconds)}, {each.time.rows_at_once:,} rows at once, "
+            f"writes {format_rate(each.time.writing_rate)}, {format_bytes(each.memory.peak_bytes)} on each device"
+            for each in self.others
+        ]
+        rejected = [f"{name}: {why}" for name, why in self.rejected]
+        for heading, lines in (
+            ("On your data", list(_on_data(self))),
+            ("Also fits", others),
+            ("Does not fit", rejected),
+        ):
+            if lines:
+                text += ["", heading, *(wrapped(line, hanging=2) for line in lines)]
+        return "\n".join(text)
+
+    def data(self) -> dict[str, Any]:
+        """The object that ``--json`` prints."""
+        questions = self.questions
+        return {
+            "model": self.chosen.answering.model.name,
+            "rows": questions.rows,
+            "prompt_tokens": questions.prompt_tokens,
+            "longest_prompt": questions.longest_prompt,
+            "most_new_tokens": questions.new_tokens,
+            "guess": questions.guess,
+            "chosen": self.chosen.data(),
+            "largest_batch": self.largest_batch,
+            "cost": self.cost or None,
+            "others": [each.data() for each in self.others],
+            "does_not_fit": dict(self.rejected),
+        }
 
 
 def plan_answering(
@@ -152,4 +211,55 @@ def bytes_sum(memory: AnsweringMemory) -> str:
     return (
         f"{' + '.join(shown)} = {memory.peak_bytes / unit:,.2f} {name} "
         f"{'writing' if writes else 'reading'}, {verdict(memory.peak_bytes, memory.usable_bytes, unit, digits=2)}"
+    )
+
+
+def _taken(report: AnsweringReport) -> Iterator[str]:
+    chosen, answering = report.chosen, report.chosen.answering
+    model, hardware, memory = answering.model, answering.hardware, report.chosen.memory
+    parameters = format_count(count_parameters(model).total)
+    yield f"{model.name} · {parameters} parameters · on {devices_with_memory(hardware)}"
+    size = answering.adapter.elements
+    adapter = f", adapter of {format_count(size)} parameters" if size else ""
+    yield f"{name_of(answering)}, {answering.precision.value}{adapter}, {chosen.time.rows_at_once:,} rows at once"
+    if memory.reading != memory.writing:
+        yield f"reading prompts: {_sum(memory.reading)}"
+        yield f"writing answers: {_sum(memory.writing)}"
+    yield f"peak: {bytes_sum(memory)}"
+    if report.largest_batch:
+        yield f"at most {report.largest_batch:,} rows at once fit (--batch-size, {answering.batch_size} now)"
+    yield (
+        f"reads {format_rate(chosen.time.reading_rate)} ({chosen.time.reading_limit}), writes "
+        f"{format_rate(chosen.time.writing_rate)} ({chosen.time.writing_limit}) · {hardware.rates}"
+    )
+
+
+def _sum(terms: dict[str, int]) -> str:
+    total = sum(terms.values())
+    unit, name = unit_for(total)
+    shown = [f"{term} {size / unit:,.2f}" for term, size in terms.items() if size >= unit / 200]
+    return f"{' + '.join(shown)} = {total / unit:,.2f} {name}"
+
+
+def _on_data(report: AnsweringReport) -> Iterator[str]:
+    questions, time = report.questions, report.chosen.time
+    yield rows_line(questions)
+    parts = {"start": time.start_seconds, "reading": time.reading_seconds, "writing": time.writing_seconds}
+    shown = [f"{name} {format_seconds(seconds)}" for name, seconds in parts.items() if seconds]
+    cost = f" for {format_dollars(report.cost)}" if report.cost else ""
+    yield (
+        f"{' + '.join(shown)} = {format_seconds(time.seconds)}{cost} without loading the model: an upper bound, as if "
+        f"every answer had {questions.new_tokens:,} tokens (--max-new-tokens)"
+    )
+    if report.cost:
+        yield f"{format_dollars(report.price_per_gpu_hour)} per GPU-hour (assumed)"
+
+
+def rows_line(questions: Questions) -> str:
+    """Rows, and tokens of prompts and answers."""
+    guess = f"; guessed {questions.guess}" if questions.guess else ""
+    return (
+        f"{questions.rows:,} rows: prompts of {questions.mean_prompt:,.0f} tokens on average, the longest "
+        f"{questions.longest_prompt:,}, {format_count(questions.prompt_tokens)} in all; answers of at most "
+        f"{questions.new_tokens:,}, {format_count(questions.most_new_tokens)} in all{guess}"
     )

@@ -13,8 +13,7 @@ from fitune.spec.serial import to_data
 
 if TYPE_CHECKING:
     from fitune.planner.answering import AnsweringReport
-    from fitune.planner.clusters.fleet import Ranking
-    from fitune.planner.clusters.score_fleet import ScoreRanking
+    from fitune.planner.clusters.ranking import Ranking
     from fitune.planner.matrix import Matrix
     from fitune.session.alternatives import LargestThatFit, WithChange
     from fitune.session.rehearsing import Rehearsed
@@ -24,8 +23,8 @@ if TYPE_CHECKING:
 
 
 Result: TypeAlias = (
-    "PlanReport | Ranking | WithChange | LargestThatFit | Matrix | Rehearsed | Reported | ScoreReport | "
-    "AnsweringReport | ScoreRanking | TaskScores"
+    "PlanReport | Ranking[Any] | WithChange | LargestThatFit | Matrix | Rehearsed | Reported | ScoreReport | "
+    "AnsweringReport | TaskScores"
 )  # fmt: skip
 
 
@@ -67,10 +66,7 @@ def _ways(result: Any) -> tuple[Callable[[Any], str], Callable[[Any], Any]]:
         largest_data,
     )
     from fitune.planner.answering import AnsweringReport
-    from fitune.planner.answering_words import answering_data, explain_answering
-    from fitune.planner.clusters.fleet import Ranking
-    from fitune.planner.clusters.fleet_words import explain_ranking, ranking_data
-    from fitune.planner.clusters.score_fleet import ScoreRanking, explain_score_ranking, score_ranking_data
+    from fitune.planner.clusters.ranking import Ranking
     from fitune.planner.matrix import Matrix, explain_matrix, matrix_data
     from fitune.session.alternatives import LargestThatFit, WithChange
     from fitune.session.rehearsing import Rehearsed, explain_rehearsed, rehearsed_data
@@ -79,8 +75,8 @@ def _ways(result: Any) -> tuple[Callable[[Any], str], Callable[[Any], Any]]:
     from fitune.spec.reports import ScoreReport
 
     match result:
-        case Ranking():
-            return explain_ranking, ranking_data
+        case Ranking() | AnsweringReport():
+            return type(result).text, type(result).data
         case WithChange(report=report, alternative=other):
             return (
                 lambda _: explain_alternative(other),
@@ -99,10 +95,6 @@ def _ways(result: Any) -> tuple[Callable[[Any], str], Callable[[Any], Any]]:
             return explain_reported, reported_data
         case ScoreReport():
             return explain_score, to_data
-        case AnsweringReport():
-            return explain_answering, answering_data
-        case ScoreRanking():
-            return explain_score_ranking, score_ranking_data
         case TaskScores():
             return explain_tasks, to_data
     raise RecipeError(

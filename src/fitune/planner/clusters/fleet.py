@@ -1,79 +1,239 @@
 """The best cluster for a recipe: a plan on every cluster of a fleet, ranked by time and cost of the whole job."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from os import cpu_count
 from sys import modules
+from typing import Any, ClassVar
 
 from fitune.errors import FituneError
+from fitune.estimate.division import num_ranks
+from fitune.estimate.overhead import checkpoint_copy_bytes
+from fitune.estimate.parameters import trained_parameters
 from fitune.planner.candidates import Request
-from fitune.planner.clusters.job import disk_bytes, shm_bytes_of
-from fitune.planner.clusters.whole_job import Offer, offer_of
-from fitune.planner.clusters.wishes import Wanted, kept_and_refused, nowhere, require_prices
+from fitune.planner.clusters.job import STORAGE_BANDWIDTH, disk_bytes, shm_bytes_of
+from fitune.planner.clusters.ranking import (
+    START_SECONDS,
+    Offer,
+    Ranking,
+    Wanted,
+    in_order,
+    nowhere,
+    require_prices,
+)
 from fitune.planner.defaults import with_host_memory
 from fitune.planner.methods import methods_for
 from fitune.planner.reasons.explain import memory_sum
 from fitune.planner.search import first_choice, refuse_contradictions
 from fitune.planner.whole_run import whole_run
+from fitune.spec.counts import count_parameters
 from fitune.spec.machines.gpus import NODE_NETWORK, find_gpu, hardware_for, shared_host_bytes
 from fitune.spec.machines.hardware import Hardware
 from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.plan import Plan
-from fitune.spec.predictions import Epoch, Priced
+from fitune.spec.predictions import Epoch, Priced, WholeRun
 from fitune.spec.recipe.fleet import Cluster, Fleet
 from fitune.spec.recipe.recipe import Recipe
-from fitune.spec.words import method_name
-from fitune.units import format_bytes
+from fitune.spec.words import (
+    describe_devices,
+    describe_offload,
+    describe_plan,
+    describe_sharding,
+    method_name,
+)
+from fitune.units import format_bytes, format_count, format_dollars, format_rate, format_seconds
 
 EpochOf = Callable[[Plan], Epoch]
+TOKENS_PER_SECOND = 300_000.0
+"""Tokenised by one core: 2,000,000 rows of 54 tokens in 343 s of a core (``bench/tokenise_rows.py``)."""
+_SIMILAR = 0.05
+"""Speeds and costs that differ by less are called the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ranking:
-    """The offers that keep what is wanted, the best first; and why every other cluster has none."""
+class TrainingOffer(Offer):
+    """A plan of training on some nodes of a cluster."""
 
-    recipe: Recipe
-    wanted: Wanted
-    offers: tuple[Offer, ...]
-    refused: tuple[tuple[Offer, str], ...]
-    """Offers that take too long or cost too much, and why."""
-    without: tuple[tuple[str, str], ...]
-    """Names of clusters on which nothing can run, and why."""
+    work: ClassVar[str] = "training"
+    priced: Priced
+    run: WholeRun
 
     @property
-    def best(self) -> Offer:
-        return self.offers[0]
+    def devices(self) -> str:
+        """``16 × h100``."""
+        return describe_devices(self.priced.plan.hardware)
 
     @property
-    def best_of_each(self) -> tuple[Offer, ...]:
+    def way(self) -> str:
+        """``lora fp16, ZeRO-3 by FSDP2, parameters on the CPU``."""
+        plan = self.priced.plan
+        method = f"{method_name(plan.tuning)} {plan.precision.value}"
+        return ", ".join(
+            filter(None, (method, describe_sharding(plan.sharding), describe_offload(plan.offload)))
+        )
+
+    def details(self) -> Iterator[str]:
+        """Yields the plan, its memory and its speed."""
+        plan, estimate = self.priced.plan, self.priced.estimate
+        yield describe_plan(plan)
+        yield (
+            f"{format_bytes(estimate.peak_bytes)} of {format_bytes(estimate.usable_bytes)} a device, "
+            f"{format_rate(estimate.tokens_per_second)} ({plan.hardware.rates})"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingRanking(Ranking[TrainingOffer]):
+    """Clusters for the training of a recipe."""
+
+    way_heading: ClassVar[str] = "plan"
+
+    @property
+    def best_of_each(self) -> tuple[TrainingOffer, ...]:
         """The first offer of every cluster that has one."""
         return tuple({offer.cluster.name: offer for offer in reversed(self.offers)}.values())[::-1]
 
     @property
-    def all_offers(self) -> tuple[Offer, ...]:
+    def all_offers(self) -> tuple[TrainingOffer, ...]:
+        """Those that keep what is wanted, and those that do not."""
         return (*self.offers, *(offer for offer, _ in self.refused))
 
     @property
-    def frontier(self) -> tuple[Offer, ...]:
+    def frontier(self) -> tuple[TrainingOffer, ...]:
         """Offers that no other one beats in both time and cost, the fastest first."""
-        found: list[Offer] = []
+        found: list[TrainingOffer] = []
         priced = [offer for offer in self.all_offers if offer.cost is not None]
         for offer in sorted(priced, key=lambda each: (each.seconds, each.cost or 0.0)):
             if not found or (offer.cost or 0.0) < (found[-1].cost or 0.0):
                 found.append(offer)
         return tuple(found)
 
+    def title(self) -> str:
+        """The model, the rows, what it should be best at, and within which limits."""
+        run, wanted = self.best.run, self.wanted
+        epochs = f"{run.epochs:.3g}".rstrip(".") + f" epoch{'s' * (run.epochs != 1)}"
+        words = [
+            self.best.priced.plan.model.name,
+            f"{run.epoch.rows:,} rows, {format_count(run.epoch.tokens)} tokens × {epochs}",
+            f"{wanted.objective} first",
+        ]
+        if wanted.deadline_seconds is not None:
+            words.append(f"within {format_seconds(wanted.deadline_seconds)}")
+        if wanted.budget is not None:
+            words.append(f"for at most {format_dollars(wanted.budget)}")
+        return " · ".join(words)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offers:
-    """A recipe planned on every cluster of a fleet, before wishes choose between them."""
+    def sections(self) -> Iterator[tuple[str, list[str]]]:
+        """Yields why each other cluster loses by its best offer, the frontier, what is assumed."""
+        best = self.best
+        others = [(offer, _against(offer, best)) for offer in self.best_of_each]
+        lost: dict[str, str] = {best.cluster.name: ""}
+        for offer, why in (*others, *self.refused):
+            lost.setdefault(offer.cluster.name, f"{offer.place}: {why}")
+        lines = [*filter(None, lost.values()), *(f"{name}: {why}" for name, why in self.without)]
+        yield "Why not the others", lines
+        points = [
+            f"{each.place}: {format_seconds(each.seconds)} for {each.cost_words}" for each in self.frontier
+        ]
+        said = f"nothing is both faster and cheaper than these, from fast to cheap: {'; '.join(points)}"
+        yield "Time against cost", [said] if points else []
+        yield "Assumed", list(self._assumed())
 
-    recipe: Recipe
-    model: ModelSpec
-    found: tuple[Offer, ...]
-    without: tuple[tuple[str, str], ...]
-    """Names of clusters that have none, and why."""
+    def _assumed(self) -> Iterator[str]:
+        """Yields what was assumed because the fleet file does not say it."""
+        clusters = {offer.cluster.name: offer.cluster for offer in self.all_offers}.values()
+        missing: list[tuple[str, list[str]]] = [
+            (
+                "start (from a free node to the first line of fitune)",
+                [
+                    f"{one.name} {format_seconds(START_SECONDS[one.kind])}"
+                    for one in clusters
+                    if one.start is None
+                ],
+            ),
+            (
+                f"storage (a node to the shared file system) {STORAGE_BANDWIDTH / 1e6:g} MB/s",
+                [one.name for one in clusters if one.storage is None],
+            ),
+            ("all nodes are free", [one.name for one in clusters if one.free is None]),
+            (
+                "host_memory twice the node's device memory",
+                [one.name for one in clusters if one.host_memory is None],
+            ),
+            (
+                "node_network 100 Gbit/s",
+                [one.name for one in clusters if one.node_network is None and one.nodes > 1],
+            ),
+        ]
+        for name, named in missing:
+            if named:
+                yield f"{name}: {', '.join(named)}"
+        yield f"tokenising {TOKENS_PER_SECOND:,.0f} tokens/s, once, by one core"
+        if any(offer.run.epoch.guess for offer in self.all_offers):
+            yield f"the tokens of an epoch: guessed {self.best.run.epoch.guess}"
+
+    def offer_data(self, offer: TrainingOffer) -> dict[str, Any]:
+        """An offer with its plan, and whether it is on the frontier."""
+        estimate = offer.priced.estimate
+        return {
+            **offer.data(),
+            "is_on_frontier": offer in self.frontier,
+            "tokens_per_second": estimate.tokens_per_second,
+            "peak_bytes": estimate.peak_bytes,
+            "plan": describe_plan(offer.priced.plan),
+        }
+
+
+def _against(offer: TrainingOffer, best: TrainingOffer) -> str:
+    """Reason why ``offer`` loses to the best one, in words: its time and cost as factors, and where they come from."""
+    plan, taken = offer.priced.plan, best.priced.plan
+    words = []
+    if method_name(plan.tuning) != method_name(taken.tuning):
+        words.append(
+            f"{method_name(plan.tuning)} is what to train there, and {method_name(taken.tuning)} comes before it"
+        )
+    whole, training = (
+        _times(offer.seconds, best.seconds),
+        _times(offer.parts["training"], best.parts["training"]),
+    )
+    words.append(f"the whole job takes {whole} as long, its training {training}: {_speed(offer, best)}")
+    if offer.cost is not None and best.cost is not None:
+        words.append(f"costs {_times(offer.cost, best.cost)} as much")
+    if not offer.is_free:
+        free = offer.cluster.free_nodes
+        words.append(
+            f"{free} of {offer.nodes} nodes are free"
+            + ("" if offer.wait_seconds is None else f", the others in {format_seconds(offer.wait_seconds)}")
+        )
+    return "; ".join(words)
+
+
+def _times(one: float, other: float) -> str:
+    share = one / other
+    return "about" if abs(share - 1) < _SIMILAR else f"{share:,.3g} ×"
+
+
+def _speed(offer: TrainingOffer, best: TrainingOffer) -> str:
+    """``8 devices instead of 16, each with 46 % of the speed (no bf16; parameters on the CPU)``."""
+    plan, taken = offer.priced.plan, best.priced.plan
+    each, of_best = (
+        one.priced.estimate.tokens_per_second / num_ranks(one.priced.plan) for one in (offer, best)
+    )
+    count, of_taken = num_ranks(plan), num_ranks(taken)
+    devices = f"{count} device{'s' * (count > 1)}" + (f" instead of {of_taken}" if count != of_taken else "")
+    share = each / of_best
+    why = [describe_offload(plan.offload)] if plan.offload.places != taken.offload.places else []
+    why += ["no bf16"] if taken.hardware.gpu.has_bf16 and not plan.hardware.gpu.has_bf16 else []
+    shared = plan.recompute.blocks - taken.recompute.blocks
+    why += [f"{plan.recompute.blocks} of {plan.model.num_layers} blocks recomputed"] if shared > 0 else []
+    why = [word for word in why if word]
+    speed = (
+        "about as fast each"
+        if abs(share - 1) < _SIMILAR
+        else f"each with {share * 100:.0f} % of the tokens/s"
+    )
+    return f"{devices}, {speed}" + (f" ({'; '.join(why)})" if why else "")
 
 
 def rank_fleet(
@@ -84,22 +244,23 @@ def rank_fleet(
     model: ModelSpec,
     epoch_of: EpochOf,
     fetches_model: bool = True,
-) -> Ranking:
+) -> TrainingRanking:
     """Plans on each cluster over each number of nodes, and ranks them.
 
     Raises RecipeError where prices are missing that the objective asks for, NothingFits when no offer keeps what is
     wanted.
     """
     require_prices(fleet, wanted)
-    return ranked(
-        offers_on(fleet, recipe, model=model, epoch_of=epoch_of, fetches_model=fetches_model), wanted
-    )
+    found, without = offers_on(fleet, recipe, model=model, epoch_of=epoch_of, fetches_model=fetches_model)
+    return ranked(recipe, model, found, without, wanted)
 
 
 def offers_on(
     fleet: Fleet, recipe: Recipe, *, model: ModelSpec, epoch_of: EpochOf, fetches_model: bool
-) -> Offers:
-    """An offer for each number of nodes of each cluster. Raises NothingFits where there is none at all.
+) -> tuple[list[TrainingOffer], tuple[tuple[str, str], ...]]:
+    """An offer for each number of nodes of each cluster, and why clusters have none.
+
+    Raises NothingFits where there is none at all.
 
     ``fetches_model``: each node fetches the model from the Hub and needs disk for it.
     """
@@ -107,7 +268,9 @@ def offers_on(
     places = [(cluster, nodes) for cluster in fleet.clusters for nodes in node_counts(cluster.nodes)]
     hardware = list(dict.fromkeys(hardware_of(cluster, nodes) for cluster, nodes in places))
     answers = dict(zip(hardware, _plans(recipe, model, hardware), strict=True))
-    offers: dict[tuple[str, int], Offer] = {}  # a plan of one device is the same for every number of nodes
+    offers: dict[
+        tuple[str, int], TrainingOffer
+    ] = {}  # a plan of one device is the same for every number of nodes
     without: dict[str, str] = {}
     for cluster, nodes in places:
         answer = answers[hardware_of(cluster, nodes)]
@@ -116,15 +279,16 @@ def offers_on(
             without[cluster.name] = why
             continue
         run = whole_run(answer.plan, epoch_of(answer.plan), price_per_gpu_hour=0.0)
-        offer = offer_of(cluster, answer, run)
-        offers.setdefault((cluster.name, offer.nodes), offer)
+        nodes, parts = answer.plan.hardware.nodes, job_seconds(answer, run, cluster)
+        offer = TrainingOffer(cluster=cluster, nodes=nodes, parts=parts, priced=answer, run=run)
+        offers.setdefault((cluster.name, nodes), offer)
     names = {name for name, _ in offers}
     lost = tuple((name, why) for name, why in without.items() if name not in names)
     if not offers:
         raise nowhere(
             lost, hint="tuning: qlora, a shorter seq_len, or offload_parameters: cpu where the host has room"
         )
-    return Offers(recipe=recipe, model=model, found=tuple(offers.values()), without=lost)
+    return list(offers.values()), lost
 
 
 def node_counts(nodes: int) -> list[int]:
@@ -187,16 +351,62 @@ def _why_not(priced: Priced, cluster: Cluster, *, fetches_model: bool) -> str:
     return ""
 
 
-def ranked(offers: Offers, wanted: Wanted) -> Ranking:
-    """The offers in the order of what is wanted. Raises NothingFits when none keeps the deadline and the budget."""
-    kept, refused = kept_and_refused(offers.found, wanted, preference=_preference(offers))
-    return Ranking(recipe=offers.recipe, wanted=wanted, offers=kept, refused=refused, without=offers.without)
+def ranked(
+    recipe: Recipe,
+    model: ModelSpec,
+    found: Sequence[TrainingOffer],
+    without: tuple[tuple[str, str], ...],
+    wanted: Wanted,
+) -> TrainingRanking:
+    """The offers in the order of what is wanted. Raises NothingFits when none keeps the deadline and the budget.
 
-
-def _preference(offers: Offers) -> Callable[[Offer], int]:
-    """Order of methods where the recipe leaves them open: speed is never bought with one that learns less."""
+    Methods that the recipe leaves open keep their order: speed is never bought with one that learns less.
+    """
     order: dict[str, int] = {}
-    for offer in offers.found:
-        for method in methods_for(Request.of(offers.recipe, offers.model, offer.priced.plan.hardware)):
+    for offer in found:
+        for method in methods_for(Request.of(recipe, model, offer.priced.plan.hardware)):
             order.setdefault(method_name(method.tuning), len(order))
-    return lambda offer: order.get(method_name(offer.priced.plan.tuning), len(order))
+    kept, refused = in_order(
+        found, wanted, preference=lambda offer: order.get(method_name(offer.priced.plan.tuning), len(order))
+    )
+    return TrainingRanking(wanted=wanted, offers=kept, refused=refused, without=without)
+
+
+def job_seconds(priced: Priced, run: WholeRun, cluster: Cluster) -> Mapping[str, float]:
+    """Seconds by part: ``start``, ``weights``, ``tokenising``, ``training``, ``checkpoints``, ``export``.
+
+    weights: 2 · P / storage, every node for itself. tokenising: the tokens of an epoch once, by one core. checkpoints:
+    bytes / storage for each; of those written beside the steps the copy to the host, and the last one whole. export:
+    2 · (P, or P trained of an adapter) / storage.
+    """
+    plan = priced.plan
+    storage = cluster.storage or STORAGE_BANDWIDTH
+    parameters = count_parameters(plan.model).total
+    exported = trained_parameters(plan) if plan.run.export == "adapter" else parameters
+    return {
+        "start": float(cluster.start or START_SECONDS[cluster.kind]),
+        "weights": 2 * parameters / storage,
+        "tokenising": run.epoch.tokens / TOKENS_PER_SECOND,
+        "training": run.seconds,
+        "checkpoints": _checkpoint_seconds(priced, run, storage),
+        "export": 2 * exported / storage,
+    }
+
+
+def _checkpoint_seconds(priced: Priced, run: WholeRun, storage: float) -> float:
+    plan, size = priced.plan, priced.estimate.checkpoint_bytes
+    count = number_of_saves(plan, run)
+    if not count:
+        return 0.0
+    writing = size / storage
+    if not plan.run.async_save:
+        return count * writing
+    copying = checkpoint_copy_bytes(plan) / plan.hardware.gpu.host_bandwidth
+    return count * copying + writing
+
+
+def number_of_saves(plan: Plan, run: WholeRun) -> int:
+    """Checkpoints of the whole run: every ``save_every`` steps or so many an epoch, and the last step's."""
+    if plan.run.save_every:
+        return -(-run.steps // plan.run.save_every)
+    return max(1, round(plan.run.saves_per_epoch * run.epochs)) if plan.run.saves_per_epoch else 0

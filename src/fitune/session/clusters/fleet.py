@@ -9,9 +9,8 @@ from typing import cast
 
 from fitune.errors import HardwareError, RecipeError
 from fitune.estimate.predict import largest_batch
-from fitune.planner.clusters.fleet import EpochOf, Ranking, rank_fleet
-from fitune.planner.clusters.whole_job import Offer
-from fitune.planner.clusters.wishes import Wanted, where
+from fitune.planner.clusters.fleet import EpochOf, TrainingOffer, TrainingRanking, rank_fleet
+from fitune.planner.clusters.ranking import Wanted
 from fitune.session.clusters.launching import is_fetched, launch_file, render
 from fitune.spec.machines.job import System
 from fitune.spec.model.model_config import load_model_spec
@@ -37,7 +36,7 @@ class FleetRequest:
     """Ask the clusters which nodes are free."""
 
 
-def plan_on_fleet(recipe: Recipe, request: FleetRequest) -> Ranking:
+def plan_on_fleet(recipe: Recipe, request: FleetRequest) -> TrainingRanking:
     """The ranking of the fleet's clusters. Raises RecipeError, HardwareError or NothingFits."""
     fleet = fleet_of(request)
     for name in ("gpu_memory", "gpu_flops", "gpu_bandwidth", "nvme_path"):
@@ -108,7 +107,7 @@ def launch_text(
     free = next((offer for offer in ranking.offers if offer.is_free), None)
     if free is None:
         raise HardwareError(
-            f"every cluster is full: {', '.join(where(offer) for offer in ranking.best_of_each)}",
+            f"every cluster is full: {', '.join(offer.place for offer in ranking.best_of_each)}",
             hint="wait, or free: in the fleet file as it is now",
         )
     cluster = free.cluster
@@ -117,12 +116,12 @@ def launch_text(
         recipe_on(recipe, free), free.priced, read_job_settings(job_file, settings=settings, defaults=said),
         cluster.kind, cluster=cluster.name, storage_bandwidth=cluster.storage or 0.0,
     )  # fmt: skip
-    full = [where(offer) for offer in ranking.offers[: ranking.offers.index(free)]]
-    place = where(free) + (f" ({', '.join(full)}: full now)" if full else "")
+    full = [offer.place for offer in ranking.offers[: ranking.offers.index(free)]]
+    place = free.place + (f" ({', '.join(full)}: full now)" if full else "")
     return text, "\n".join(filter(None, [place, job.notes.get("data")]))
 
 
-def recipe_on(recipe: Recipe, offer: Offer) -> Recipe:
+def recipe_on(recipe: Recipe, offer: TrainingOffer) -> Recipe:
     """The recipe that names the hardware of an offer."""
     hardware, cluster = offer.priced.plan.hardware, offer.cluster
     return recipe.model_copy(
@@ -175,7 +174,7 @@ def full_rows(plan: Plan, rows: int | None) -> Epoch:
     )  # fmt: skip
 
 
-def draw_ranking(ranking: Ranking, path: Path) -> None:
+def draw_ranking(ranking: TrainingRanking, path: Path) -> None:
     """Write time against cost as SVG. Raises RecipeError for another ending or without prices."""
     if path.suffix.lower() != ".svg":
         raise RecipeError(f"--picture {path} must end in .svg", hint="--picture fleet.svg")
@@ -190,7 +189,7 @@ def draw_ranking(ranking: Ranking, path: Path) -> None:
         path,
         [
             Point(
-                name=where(offer) if offer.cluster.nodes > 1 else offer.cluster.name,
+                name=offer.place if offer.cluster.nodes > 1 else offer.cluster.name,
                 seconds=offer.seconds, cost=offer.cost or 0.0,
                 is_on_frontier=offer in ranking.frontier, is_taken=offer is ranking.best,
             )
