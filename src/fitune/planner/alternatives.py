@@ -165,6 +165,7 @@ class Largest:
 
     @property
     def label(self) -> tuple[str, str, str]:
+        """Method, base and precision in words."""
         return _label(self.method)
 
 

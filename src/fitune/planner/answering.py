@@ -161,6 +161,7 @@ def plan_answering(
 
 
 def priced(answering: Answering, questions: Questions) -> PricedAnswering:
+    """Returns the bytes and seconds of a way to answer."""
     memory = memory_of_answering(answering, questions)
     return PricedAnswering(
         answering=answering, memory=memory, time=time_of_answering(answering, questions, memory)

@@ -207,6 +207,7 @@ def _saves_per_epoch(recipe: Recipe) -> int:
 
 
 def default_output_dir(model: ModelSpec, tuning: Tuning) -> str:
+    """``runs/llama-3.1-8b-lora``."""
     short = model.name.rstrip("/").rsplit("/", 1)[-1].lower()
     return f"runs/{short}-{method_name(tuning)}"
 

@@ -56,6 +56,7 @@ class Cell:
 
     @property
     def fits(self) -> bool:
+        """True if the plan that is taken fits."""
         return self.taken is not None and self.taken.estimate.fits
 
     def some_fits(self, **wanted: str | bool) -> bool:
@@ -100,14 +101,17 @@ class Matrix:
     cells: tuple[Cell, ...]
 
     def row(self, model: ModelSpec) -> tuple[Cell, ...]:
+        """Cells of a model, by rising length of rows."""
         return tuple(cell for cell in self.cells if cell.model == model)
 
     @property
     def methods(self) -> tuple[str, ...]:
+        """Names of the methods that were tried, in order of appearance."""
         return tuple(dict.fromkeys(setting.method for cell in self.cells for setting in cell.settings))
 
     @property
     def shardings(self) -> tuple[str, ...]:
+        """Names of the placements that were tried, in alphabetical order."""
         return tuple(sorted({setting.sharding for cell in self.cells for setting in cell.settings}))
 
 

@@ -46,6 +46,7 @@ class Questions:
 
     @property
     def mean_prompt(self) -> float:
+        """Tokens of a prompt on average."""
         return self.prompt_tokens / max(1, self.rows)
 
     @property

@@ -85,6 +85,7 @@ class Lora:
     modules_to_save: tuple[Literal["embed_tokens", "lm_head"], ...] = ()
 
     def adapts(self, block: int) -> bool:
+        """True if the block has adapters."""
         return not self.layers or block in self.layers
 
 
@@ -110,10 +111,12 @@ def updates_in_backward(tuning: Tuning) -> bool:
 
 
 def trains_embeddings(tuning: Tuning) -> bool:
+    """True if the embeddings are trained."""
     return not isinstance(tuning, Lora) or "embed_tokens" in tuning.modules_to_save
 
 
 def trains_head(tuning: Tuning) -> bool:
+    """True if the output head is trained."""
     return not isinstance(tuning, Lora) or "lm_head" in tuning.modules_to_save
 
 
@@ -210,4 +213,5 @@ class Offload:
 
     @property
     def places(self) -> tuple[Place, Place, Place]:
+        """Where parameters, optimizer states and activations wait."""
         return self.parameters, self.optimizer, self.activations

@@ -156,6 +156,7 @@ def attention_flops_per_pair(attention: BlockAttention) -> float:
 
 
 def head_flops_per_token(model: ModelSpec, tuning: Tuning) -> float:
+    """FLOPs of the output head for a token, forward and backward."""
     weights = model.hidden_size * model.vocab_size
     return (6.0 if trains_head(tuning) else 4.0) * weights
 

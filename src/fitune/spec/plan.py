@@ -69,6 +69,7 @@ class Precision(StrEnum):
 
     @property
     def has_master(self) -> bool:
+        """True if an fp32 copy of the trained weights is kept."""
         return self in (Precision.BF16_MASTER, Precision.FP16)
 
 
@@ -129,11 +130,15 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Epochs:
+    """A length of training in epochs."""
+
     count: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
+    """A number of optimizer steps."""
+
     count: int
 
 

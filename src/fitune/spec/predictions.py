@@ -43,14 +43,17 @@ class MemoryBreakdown:
 
     @property
     def tensor_peak_bytes(self) -> int:
+        """Bytes of tensors in the largest phase."""
         return max(sum(terms.values()) for terms in self.phases.values())
 
     @property
     def peak_phase(self) -> Phase:
+        """The phase with the most bytes."""
         return max(self.phases, key=lambda phase: sum(self.phases[phase].values()))
 
     @property
     def peak_bytes(self) -> int:
+        """Bytes of the largest phase, and what is outside of tensors."""
         return self.tensor_peak_bytes + sum(self.outside.values())
 
 
@@ -70,6 +73,7 @@ class StepTime:
 
     @property
     def step_seconds(self) -> float:
+        """Seconds of all phases."""
         return sum(self.phases.values())
 
 
@@ -98,6 +102,7 @@ class Estimate:
 
     @property
     def peak_bytes(self) -> int:
+        """Bytes of a device at its peak."""
         return self.memory.peak_bytes
 
     @property
@@ -108,14 +113,17 @@ class Estimate:
 
     @property
     def host_bytes(self) -> int:
+        """Bytes of a node's host memory."""
         return sum(self.host.values())
 
     @property
     def step_seconds(self) -> float:
+        """Seconds of a step."""
         return self.time.step_seconds
 
     @property
     def fits(self) -> bool:
+        """True if device, host and disk have room."""
         on_host = not self.usable_host_bytes or self.host_bytes <= self.usable_host_bytes
         on_disk = not self.usable_nvme_bytes or self.nvme_bytes <= self.usable_nvme_bytes
         return self.peak_bytes <= self.usable_bytes and on_host and on_disk
@@ -137,10 +145,12 @@ class Rehearsal:
 
     @property
     def tensor_peak_bytes(self) -> int:
+        """Bytes of tensors in the largest phase."""
         return max(sum(kinds.values()) for kinds in self.phases.values())
 
     @property
     def peak_bytes(self) -> int:
+        """Bytes of the largest phase, and what is outside of tensors."""
         return self.tensor_peak_bytes + sum(self.outside.values())
 
 
@@ -192,10 +202,12 @@ class WholeRun:
 
     @property
     def seconds(self) -> float:
+        """Seconds of all steps."""
         return self.steps * self.step_seconds
 
     @property
     def epochs(self) -> float:
+        """Epochs of the whole run."""
         return self.steps / self.steps_per_epoch
 
 

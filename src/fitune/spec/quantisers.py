@@ -94,15 +94,18 @@ class Nf4(Quantiser):
 
     @classmethod
     def asked_for(cls, *, bits: int | None, group_size: int, double: bool) -> Self:
+        """The quantiser with the settings of a recipe."""
         return cls(double_quant=double)
 
     def asked(self) -> dict[str, Any]:
+        """The settings as keys of a recipe."""
         return {"double_quantization": self.double_quant}
 
     def __str__(self) -> str:
         return f"NF4{' with double quantisation' if self.double_quant else ''}"
 
     def packed_bytes(self, weights: int) -> int:
+        """Bytes of so many packed weights."""
         return -(-weights // 2)
 
     def scale_bytes(self, weights: int, *, element_bytes: int) -> int:
@@ -143,9 +146,11 @@ class Hqq(Quantiser):
 
     @classmethod
     def asked_for(cls, *, bits: int | None, group_size: int, double: bool) -> Self:
+        """The quantiser with the settings of a recipe."""
         return cls(bits=cast("Literal[2, 3, 4, 8]", bits or 4), group_size=group_size)
 
     def asked(self) -> dict[str, Any]:
+        """The settings as keys of a recipe."""
         return {"quantization_bits": self.bits, "quantization_group_size": self.group_size}
 
     def __str__(self) -> str:

@@ -70,6 +70,7 @@ class RankStatus:
 
 
 def status_of(rank: int) -> str:
+    """File name of a rank's status."""
     return f"rank{rank}.json"
 
 
@@ -107,6 +108,7 @@ def forget_statuses(logs: Path) -> None:
 
 
 def error_of(error: FituneError, *, exit_code: int) -> RankError:
+    """Returns the error as a rank's status keeps it."""
     return RankError(
         kind=error.kind, message=error.message, hint=error.hint or "", exit_code=exit_code, at=time.time()
     )

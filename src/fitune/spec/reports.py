@@ -120,6 +120,7 @@ class MeasuredMemory:
 
     @property
     def peak_bytes(self) -> int:
+        """Bytes of the largest phase; 0 where none was measured."""
         return max(self.phases.values(), default=0)
 
 
@@ -145,6 +146,7 @@ class RankReport:
 
     @property
     def peak_bytes(self) -> int:
+        """Bytes at the largest of the measured moments; 0 where none was measured."""
         return max(self.memory.values(), default=0)
 
 

@@ -65,6 +65,7 @@ def broken_rules(plan: Plan, *purposes: Purpose) -> tuple[Rule, ...]:
 
 
 def keeps_rules(plan: Plan, *purposes: Purpose) -> bool:
+    """True if the plan breaks no rule of these purposes."""
     return not any(rule.broken(plan) for rule in _binding(purposes))
 
 

@@ -35,14 +35,17 @@ SHORTAGE = f"{LOGS}/out-of-memory.json"
 
 
 def rank_log(rank: int) -> str:
+    """Path of a rank's log within the run directory."""
     return f"{LOGS}/rank{rank}.log"
 
 
 def traceback_of(rank: int) -> str:
+    """Path of a rank's traceback within the run directory."""
     return f"{LOGS}/rank{rank}-traceback.txt" if rank else "traceback.txt"
 
 
 def rank_stacks(rank: int) -> str:
+    """Path of a rank's stacks within the run directory."""
     return f"{LOGS}/rank{rank}-stacks.txt"
 
 

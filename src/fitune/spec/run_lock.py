@@ -91,6 +91,7 @@ class Owner:
 
     @property
     def name(self) -> str:
+        """``process 12 on node1``."""
         return f"process {self.pid} on {self.host}"
 
 

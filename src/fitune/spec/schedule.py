@@ -15,6 +15,7 @@ def total_steps(schedule: Schedule, *, steps_per_epoch: int) -> int:
 
 
 def warmup_steps(schedule: Schedule, *, total: int) -> int:
+    """Steps of the warm-up, at most ``total``."""
     match schedule.warmup:
         case Steps(count=count):
             return min(count, total)

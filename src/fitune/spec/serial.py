@@ -155,10 +155,12 @@ def from_data(cls: type[T], data: Any) -> T:
 
 
 def to_json(value: Any) -> str:
+    """Returns the value as indented JSON."""
     return json.dumps(to_data(value), indent=2, ensure_ascii=False) + "\n"
 
 
 def from_json(cls: type[T], text: str) -> T:
+    """Returns the value of type ``cls`` that the JSON text holds."""
     return from_data(cls, parse_json(text))
 
 

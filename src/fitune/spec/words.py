@@ -109,6 +109,7 @@ def describe_tuning(tuning: Tuning) -> str:
 
 
 def describe_clip(clip: ClipByValue | ClipByNorm) -> str:
+    """Returns how gradients are clipped, in words."""
     match clip:
         case ClipByValue(value=value):
             return f"clipped to ±{value:g}"
@@ -128,6 +129,7 @@ def method_name(tuning: Tuning) -> str:
 
 
 def describe_base_of(tuning: Tuning) -> str:
+    """Returns the numbers of a frozen base in words; empty without one."""
     return describe_base(tuning.base) if isinstance(tuning, Lora) else ""
 
 
@@ -156,6 +158,7 @@ def describe_sharding(sharding: Sharding) -> str:
 
 
 def backend_name(backend: Backend) -> str:
+    """``FSDP2`` or ``DeepSpeed``."""
     match backend:
         case "fsdp":
             return "FSDP2"
@@ -175,6 +178,7 @@ def describe_offload(offload: Offload) -> str:
 
 
 def describe_optimizer(optimizer: Optimizer) -> str:
+    """Returns the name of the optimizer as people write it."""
     match optimizer:
         case AdamW():
             return "AdamW"
@@ -185,6 +189,7 @@ def describe_optimizer(optimizer: Optimizer) -> str:
 
 
 def describe_loss(loss: Loss) -> str:
+    """``chunked loss (1024)`` or ``plain loss``."""
     return f"chunked loss ({loss.chunk_tokens})" if isinstance(loss, ChunkedLoss) else "plain loss"
 
 

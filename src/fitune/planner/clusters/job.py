@@ -94,6 +94,7 @@ def shm_bytes(plan: Plan) -> int:
 
 
 def shm_bytes_of(ranks: int) -> int:
+    """Bytes of /dev/shm that a node's processes need."""
     return OBJECT_STORE_BYTES + ranks * NCCL_SHM_BYTES
 
 

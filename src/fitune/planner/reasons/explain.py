@@ -229,6 +229,7 @@ def unit_for(size: int) -> tuple[int, str]:
 
 
 def moment(phase: Phase) -> str:
+    """Returns the words for a phase of the step."""
     words = {
         Phase.IDLE: "between steps",
         Phase.FORWARD: "at the end of forward",

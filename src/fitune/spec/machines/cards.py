@@ -54,6 +54,7 @@ def known_cards() -> tuple[Card, ...]:
 
 @cache
 def devices_elsewhere() -> tuple[Elsewhere, ...]:
+    """Devices on which fitune does not train."""
     table = _table()
     return tuple(
         Elsewhere(

@@ -244,6 +244,7 @@ class GpuFigures:
 
     @property
     def describe_a_gpu(self) -> bool:
+        """True if a figure of the device itself is given."""
         return any(each is not None for each in (self.memory_bytes, self.flops, self.bandwidth))
 
 

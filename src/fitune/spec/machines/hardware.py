@@ -110,12 +110,15 @@ class Calibration:
     collectives: Collectives | None = None
 
     def product_rate(self, numbers: str) -> Rate | None:
+        """The measured rate of matrix products in these numbers; None if not measured."""
         return next((rate for rate in self.products if rate.numbers == numbers), None)
 
     def attention_rate(self, numbers: str) -> AttentionRate | None:
+        """The measured rate of attention in these numbers; None if not measured."""
         return next((rate for rate in self.attention if rate.numbers == numbers), None)
 
     def logit_seconds(self, numbers: str) -> float | None:
+        """The measured seconds of a logit in these numbers; None if not measured."""
         return next((each.seconds for each in self.logits if each.numbers == numbers), None)
 
     def head_seconds(self, numbers: str, *, head_size: int, tokens: float) -> tuple[float, float] | None:
@@ -192,6 +195,7 @@ class Gpu:
 
     @property
     def is_cpu(self) -> bool:
+        """True for a processor as a device."""
         return self.capability == (0, 0)
 
     @property
@@ -201,6 +205,7 @@ class Gpu:
 
     @property
     def has_bf16(self) -> bool:
+        """True if it multiplies in bf16."""
         return self.bf16_flops > 0
 
     @property
@@ -243,6 +248,7 @@ class Hardware:
 
     @property
     def num_gpus(self) -> int:
+        """Devices on all nodes."""
         return self.gpus_per_node * self.nodes
 
     @property

@@ -40,6 +40,7 @@ class Compute:
 
     @property
     def num_gpus(self) -> int:
+        """Devices on all nodes."""
         return self.gpus * self.nodes
 
 

@@ -66,6 +66,7 @@ class Proof:
 
     @property
     def failed(self) -> tuple[ProofCheck | ProvedPlan, ...]:
+        """Checks and plans that did not come out as they should."""
         everything: tuple[ProofCheck | ProvedPlan, ...] = (*self.checks, *self.rows)
         return tuple(one for one in everything if one.passed is False)
 
