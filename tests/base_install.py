@@ -60,12 +60,12 @@ datasets:
 """
 
 
-def run(words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def run(words, folder):
     command = [str(Path(sys.executable).with_name("fitune")), *words.split()]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
 
 
-def main() -> int:
+def main():
     assert find_spec("torch") is None, "torch is installed here"
     failed = 0
     with tempfile.TemporaryDirectory() as name:

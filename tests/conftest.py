@@ -4,22 +4,19 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
-from pathlib import Path
 
 import pytest
 import torch
 from tokenizers import ByteLevelBPETokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from data.s3_server import Wire, make_bucket, running_server, use_server
+from data.s3_server import make_bucket, running_server, use_server
 from fitune.cli import main
 from fitune.errors import MissingExtra
 from fitune.report import run_page
 from fitune.spec.model import tracer
-from fitune.spec.plan import Plan
 from fitune.stores import opening
 
 _NUMBERS = count()
@@ -32,19 +29,19 @@ QUESTIONS = [
 ]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """Tests marked ``first`` begin: what they wait for is started by one worker only, and does not end last."""
     items.sort(key=lambda item: item.get_closest_marker("first") is None)
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     """Leave out of garbage collection the million objects of the libraries and of the tests that are waiting."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model_folder(tmp_path_factory):
     """A random two-block Llama with its own byte-level BPE tokenizer."""
     folder = tmp_path_factory.mktemp("model")
     texts = folder / "texts.txt"
@@ -64,19 +61,19 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def data_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data_file(tmp_path_factory):
     file = tmp_path_factory.mktemp("data") / "questions.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
     return file
 
 
 @pytest.fixture
-def make_plan(model_folder: Path, data_file: Path, tmp_path: Path) -> Callable[..., Plan]:
+def make_plan(model_folder, data_file, tmp_path):
     """A plan from recipe settings, on this machine's CPU whatever else it has."""
     return partial(plan_of, model_folder, data_file, tmp_path / "run")
 
 
-def plan_of(model_folder: Path, data_file: Path, folder: Path, **settings: object) -> Plan:
+def plan_of(model_folder, data_file, folder, **settings):
     from fitune.planner.search import find_plan
     from fitune.spec.machines.gpus import cpu_gpu, hardware_for
     from fitune.spec.model.model_config import load_model_spec
@@ -96,14 +93,14 @@ def plan_of(model_folder: Path, data_file: Path, folder: Path, **settings: objec
 
 
 @pytest.fixture(scope="session")
-def wire() -> Iterator[Wire]:
+def wire():
     """The way to an S3 server of this process; ``use_server`` makes it whole again."""
     with running_server() as wire:
         yield wire
 
 
 @pytest.fixture
-def bucket(wire: Wire, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+def bucket(wire, monkeypatch, tmp_path):
     """An empty bucket of the test's own, on a server that is asked again only by fitune."""
     use_server(wire, monkeypatch)
     monkeypatch.setitem(opening.OPTIONS["s3fs"]["config_kwargs"], "retries", {"max_attempts": 0})
@@ -117,12 +114,10 @@ os.environ["FITUNE_CALIBRATE"] = "0"  # also for fixtures that outlive a test, a
 
 
 @pytest.fixture
-def fitune(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str]]:
+def fitune(monkeypatch, capsys):
     """Runs the command line here; returns its exit status and what it said on stderr."""
 
-    def run(*words: object) -> tuple[int, str]:
+    def run(*words):
         monkeypatch.setattr(sys, "argv", ["fitune", *map(str, words)])
         with pytest.raises(SystemExit) as ended:
             main()
@@ -131,12 +126,12 @@ def fitune(
     return run
 
 
-def _no_pictures(run: object) -> None:
+def _no_pictures(run):
     raise MissingExtra("pictures", extra="plots")
 
 
 @pytest.fixture(autouse=True)
-def own_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def own_cache(request, tmp_path_factory):
     """A cache and a tracer of the test's own, and pages without pictures, which take longer than the runs that they
     show, but for tests marked ``pictures``. One fixture, no folder: an empty test takes half the time."""
     before = tracer.current_tracer()
@@ -149,9 +144,7 @@ def own_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture
-def traces(
-    own_cache: None, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def traces(own_cache, monkeypatch, tmp_path_factory):
     """Blocks without formulas are traced, as by ``fitune plan``. A trace takes seconds, so it is kept for all tests."""
     from fitune.rehearse.profile import TransformersTracer
 
@@ -160,10 +153,10 @@ def traces(
 
 
 @pytest.fixture(autouse=True, scope="session")
-def no_new_process() -> Iterator[None]:
+def no_new_process():
     """Where the program would begin anew in the place of this process, it does so inside it: tests go on."""
 
-    def begin(executable: str, command: list[str]) -> None:
+    def begin(executable, command):
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(sys, "argv", ["fitune", *command[-2:]])
             main()

@@ -1,12 +1,9 @@
 """The one builder of plans for tests: any model, any choice, no hub and no torch."""
 
 from dataclasses import replace
-from typing import Any
 
 from fitune.spec.machines.gpus import cpu_gpu, find_gpu, hardware_for
-from fitune.spec.machines.hardware import Hardware
 from fitune.spec.model.model_config import load_model_spec, spec_from_config
-from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.plan import (
     AdamW,
     Batch,
@@ -28,15 +25,15 @@ from fitune.units import GIB
 CPU = hardware_for(gpu=cpu_gpu(memory_bytes=16 * GIB, cores=2))
 
 
-def gpu(name: str, *, gpus: int = 1) -> Hardware:
+def gpu(name, *, gpus=1):
     return hardware_for(gpu=find_gpu(name), gpus=gpus)
 
 
-def known(name: str) -> ModelSpec:
+def known(name):
     return load_model_spec(name, offline=True)
 
 
-def small_llama(**different: Any) -> ModelSpec:
+def small_llama(**different):
     config = {
         "model_type": "llama", "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 4,
         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 600, "max_position_embeddings": 4096,
@@ -46,22 +43,22 @@ def small_llama(**different: Any) -> ModelSpec:
 
 
 def plan_for(
-    model: ModelSpec,
+    model,
     *,
-    hardware: Hardware = CPU,
-    tuning: str = "full",
-    precision: str = "fp32",
-    rank: int = 8,
-    alpha: float | None = None,
-    dropout: float = 0.0,
-    targets: tuple[str, ...] = ("all-linear",),
-    recompute: int = 0,
-    chunk: int = 0,
-    rows: int = 4,
-    accumulation: int = 1,
-    seq_len: int = 64,
-    **different: Any,
-) -> Plan:
+    hardware=CPU,
+    tuning="full",
+    precision="fp32",
+    rank=8,
+    alpha=None,
+    dropout=0.0,
+    targets=("all-linear",),
+    recompute=0,
+    chunk=0,
+    rows=4,
+    accumulation=1,
+    seq_len=64,
+    **different,
+):
     lora = Lora(rank=rank, alpha=alpha or rank, dropout=dropout, targets=resolve_targets(model, targets))
     plan = Plan(
         model=model,

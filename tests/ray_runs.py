@@ -8,16 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from fitune.errors import DataError, ScoringFailed
-from fitune.launch.ends import Ended
 from fitune.score.worker import ScoringWorker
 from fitune.session.clusters.ray_ranks import train_as_rank
 from fitune.session.events import Event
 from fitune.session.train.training import train_recipe
-from fitune.spec.rank_status import RankStatus, read_statuses
-from fitune.spec.recipe.recipe import Recipe
+from fitune.spec.rank_status import read_statuses
 from fitune.spec.reports import RunReport, StepReport
 from fitune.spec.run_directory import LOGS
 from fitune.spec.serial import from_data
@@ -26,7 +23,7 @@ CORES = 2
 """Workers that have room on the head; a core of Ray is a number and no core."""
 
 
-def node_args(**resources: Any) -> dict[str, Any]:
+def node_args(**resources):
     return {"object_store_memory": 80 * 2**20, "include_dashboard": False, **resources}
 
 
@@ -37,7 +34,7 @@ class Heard:
     at_step: dict[int, Callable[[], object]] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event):
         self.events.append(event)
         if isinstance(event, StepReport):
             for step in sorted(self.at_step):
@@ -45,48 +42,48 @@ class Heard:
                     self.at_step.pop(step)()
 
     @property
-    def text(self) -> str:
+    def text(self):
         return "\n".join(str(event) for event in self.events)
 
 
-def by_one_process(recipe: Recipe) -> Path:
+def by_one_process(recipe):
     """The same run in this process; its directory."""
     train_recipe(recipe, overwrite=False, tell=lambda event: None, stop_asked=lambda: False)
     assert recipe.output_dir
     return Path(recipe.output_dir)
 
 
-def losses(folder: Path) -> list[float]:
+def losses(folder):
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def report_of(folder: Path) -> RunReport:
+def report_of(folder):
     return from_data(RunReport, json.loads((folder / "report.json").read_text()))
 
 
-def rank_of(folder: Path, rank: int) -> RankStatus:
+def rank_of(folder, rank):
     return read_statuses(folder / LOGS)[rank]
 
 
-def wait_for(condition: Callable[[], bool], *, what: str, seconds: float = 240.0) -> None:
+def wait_for(condition, *, what, seconds=240.0):
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until, f"{what} for {seconds:g} s in vain"
         time.sleep(0.05)
 
 
-def wait_until_idle(seconds: float = 240.0) -> None:
+def wait_until_idle(seconds=240.0):
     """Wait until nobody holds a core of the cluster, and no node that is gone is counted."""
     from fitune.launch.ray_cluster import cluster_now
 
-    def is_idle() -> bool:
+    def is_idle():
         cluster = cluster_now()
         return cluster.free.get("CPU") == sum(node.resources.get("CPU", 0.0) for node in cluster.nodes)
 
     wait_for(is_idle, what="somebody held cores of the cluster", seconds=seconds)
 
 
-def count_room() -> None:
+def count_room():
     """Let Ray see at once which nodes there are for an elastic group; by itself it looks every 20 s, and a run that
     begins before takes fewer workers than have room."""
     from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import (
@@ -99,11 +96,11 @@ def count_room() -> None:
     ray.get(coordinator.get_reserved_resources.remote("nobody", recompute=True))
 
 
-def is_committed(folder: Path, step: int) -> bool:
+def is_committed(folder, step):
     return (folder / "checkpoints" / f"step-{step}" / "COMMIT").exists()
 
 
-def spoil_ray(folder: Path) -> None:
+def spoil_ray(folder):
     """Leave in a run's directory what a crash of Ray leaves: torn snapshots, checkpoints that they do not name, and one
     of ours without COMMIT."""
     for run in (folder / LOGS / "ray").iterdir():
@@ -136,7 +133,7 @@ class Faulty:
     marker: str = ""
     stop_at: int = 0
 
-    def __call__(self, config: dict[str, Any]) -> Ended:
+    def __call__(self, config):
         from fitune.models.language_model import LanguageModel
         from fitune.session.clusters import ray_ranks
         from fitune.train import run as training
@@ -144,23 +141,23 @@ class Faulty:
         real, calls, explain = LanguageModel.loss_and_gradient, [0], training.explain_failure
         is_next = bool(self.marker) and os.path.exists(self.marker)
 
-        def slowly(*words: Any, **named: Any) -> Any:
+        def slowly(*words, **named):
             if self.is_slow and os.environ.get("RANK") == "0":
                 time.sleep(6)
             return explain(*words, **named)
 
         class Known(ray_ranks.Talker):
-            def __init__(self, *words: Any, **named: Any) -> None:
+            def __init__(self, *words, **named):
                 super().__init__(*words, **named)
                 talkers.append(self)
 
-        talkers: list[Any] = []
+        talkers = []
         vars(ray_ranks)["Talker"] = Known
         if self.fault == "spoil":
             vars(ray_ranks)["_REPORT_SECONDS"] = 1e6
         training.explain_failure = slowly
 
-        def failing(*words: Any, **named: Any) -> Any:
+        def failing(*words, **named):
             calls[0] += 1
             if is_next and calls[0] == self.stop_at and os.environ.get("RANK") == "1":
                 wait_for(talkers[-1].stop_asked, what="nobody asked the rank to stop")
@@ -173,12 +170,12 @@ class Faulty:
         LanguageModel.loss_and_gradient = failing
         return train_as_rank(config)
 
-    def be_deaf(self) -> None:
+    def be_deaf(self):
         if not os.path.exists(self.deaf):
             Path(self.deaf).touch()
             time.sleep(120)
 
-    def happen(self, talkers: list[Any]) -> None:
+    def happen(self, talkers):
         import torch
 
         if self.fault == "wait":
@@ -213,16 +210,16 @@ class Squarer:
     """A worker of a pool that squares numbers. Files in ``folder`` say what happens at a piece: ``die-N`` once,
     ``always-N``, ``refuse-N``, ``hold-N`` until it is gone; and which were done, and known to come ``next-N``."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder):
         self.folder = Path(folder)
 
-    def hello(self) -> str:
+    def hello(self):
         return f"process {os.getpid()} here"
 
-    def done(self) -> int:
+    def done(self):
         return 0
 
-    def work(self, piece: int, ahead: int | None) -> int:
+    def work(self, piece, ahead):
         if ahead is not None:
             (self.folder / f"next-{ahead}").touch()
         if (self.folder / f"die-{piece}").exists():
@@ -242,7 +239,7 @@ class Squarer:
 class KilledOnce(ScoringWorker):
     """The first worker that has answered a row is killed: the file FITUNE_TEST_KILLED says that it was."""
 
-    def _count(self) -> None:
+    def _count(self):
         super()._count()
         try:
             os.close(os.open(os.environ["FITUNE_TEST_KILLED"], os.O_CREAT | os.O_EXCL))

@@ -2,21 +2,17 @@
 
 import json
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
-
-Reply = tuple[int, bytes, dict[str, str]]
 
 
 @contextmanager
-def serving(reply: Callable[[dict[str, Any], int], Reply]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def serving(reply):
     """A real HTTP server on this machine; ``reply`` is given the body and how often that prompt was asked before."""
-    bodies: list[dict[str, Any]] = []
+    bodies = []
 
     class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
+        def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             before = sum(earlier["prompt"] == body["prompt"] for earlier in bodies)
             bodies.append(body)
@@ -27,7 +23,7 @@ def serving(reply: Callable[[dict[str, Any], int], Reply]) -> Iterator[tuple[str
             self.end_headers()
             self.wfile.write(content)
 
-        def log_message(self, *_: Any) -> None:
+        def log_message(self, *_):
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -41,6 +37,6 @@ def serving(reply: Callable[[dict[str, Any], int], Reply]) -> Iterator[tuple[str
         thread.join()
 
 
-def said(text: str, **more: Any) -> Reply:
+def said(text, **more):
     choice = {"index": 0, "text": text, "finish_reason": "stop", **more}
     return 200, json.dumps({"choices": [choice]}).encode(), {}

@@ -9,11 +9,9 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fitune.spec.plan import Plan, Precision
 from fitune.spec.serial import from_json, to_json
@@ -32,9 +30,7 @@ class Job:
     stop_after: int = 0
 
 
-def train_on(
-    world: int, jobs: Sequence[Job], folder: Path, *, python: Sequence[str] = (sys.executable,)
-) -> list[list[dict[str, Any]]]:
+def train_on(world, jobs, folder, *, python=(sys.executable,)):
     """For every rank, what it says of every job: the report's ``status`` and ``final_loss``, or its ``error``."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, job in enumerate(jobs):
@@ -52,7 +48,7 @@ def train_on(
 
 
 @contextmanager
-def kept_port() -> Iterator[int]:
+def kept_port():
     """A port that the system gives to nobody else inside: it is bound and not listened at, so that a server which
     names it, and shares addresses as those of torch do, can still take it."""
     with socket.socket() as kept:
@@ -61,7 +57,7 @@ def kept_port() -> Iterator[int]:
         yield kept.getsockname()[1]
 
 
-def start(world: int, command: Sequence[str]) -> list[subprocess.CompletedProcess[str]]:
+def start(world, command):
     """Run ``command`` as every rank of a group and wait for all."""
     with kept_port() as port:
         common = {
@@ -82,14 +78,14 @@ def start(world: int, command: Sequence[str]) -> list[subprocess.CompletedProces
     ]
 
 
-def allow_fp16_of_deepspeed() -> None:
+def allow_fp16_of_deepspeed():
     """DeepSpeed trains in fp16 on processors alone for which oneDNN has such products; torch has its own for all."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     accelerator = importlib.import_module("deepspeed.accelerator.cpu_accelerator").CPU_Accelerator
     accelerator.is_fp16_supported = lambda self: True
 
 
-def as_rank(folder: Path, jobs: int) -> None:
+def as_rank(folder, jobs):
     """What one rank does: train every job and say how it ended, a line of JSON each."""
     import torch
 
@@ -104,7 +100,7 @@ def as_rank(folder: Path, jobs: int) -> None:
             job = json.loads((folder / f"job{number}.json").read_text())
             asked = [0]
 
-            def stop_asked(asked: list[int] = asked, after: int = job["stop_after"]) -> bool:
+            def stop_asked(asked=asked, after=job["stop_after"]):
                 asked[0] += 1
                 return after > 0 and asked[0] >= after
 

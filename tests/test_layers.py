@@ -52,7 +52,7 @@ def modules():
 def imported_names(path, *, only_at_import):
     """Dotted names a module imports; optionally only those that run when it is imported."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    names: set[str] = set()
+    names = set()
     nodes = _module_level(tree) if only_at_import else ast.walk(tree)
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -65,7 +65,7 @@ def imported_names(path, *, only_at_import):
 
 
 def _module_level(tree):
-    found: list[ast.AST] = []
+    found = []
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             continue
@@ -110,7 +110,7 @@ def test_a_folder_can_be_read_at_a_glance():
 
 
 def test_folders_of_a_room_need_each_other_one_way():
-    needed: set[tuple[str, str]] = set()
+    needed = set()
     for path in modules():
         room, *parts = path.relative_to(ROOT).parts
         for name in imported_names(path, only_at_import=False) if len(parts) > 1 else ():

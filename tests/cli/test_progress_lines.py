@@ -2,15 +2,11 @@
 
 import io
 import math
-from collections.abc import Callable
 from contextlib import closing
 
 import pytest
 
 from fitune.cli.terminal import Progress, step_line
-from fitune.spec.reports import StepReport
-
-MakeStep = Callable[..., StepReport]
 
 
 class Terminal(io.StringIO):

@@ -1,19 +1,15 @@
 """The command line inside the test's process: exit code, standard output, standard error."""
 
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from fitune.cli import main
 
-Call = Callable[..., tuple[int, str, str]]
-
 
 @pytest.fixture
-def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
-    def run(*words: object) -> tuple[int, str, str]:
+def call(capsys, monkeypatch):
+    def run(*words):
         monkeypatch.setattr(sys, "argv", ["fitune", *map(str, words)])
         code = 0
         try:
@@ -28,10 +24,10 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.fixture
-def train(call: Call, model_folder: Path, data_file: Path, tmp_path: Path) -> Call:
+def train(call, model_folder, data_file, tmp_path):
     """``fitune train`` of two steps; keywords are settings on top, words are further options."""
 
-    def run(*words: object, **settings: object) -> tuple[int, str, str]:
+    def run(*words, **settings):
         wanted = {
             "model": model_folder, "data": data_file, "tuning": "lora", "lora_r": 4, "precision": "fp32", "gpu": "cpu",
             "seq_len": 64, "micro_batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": 1e-2,

@@ -8,18 +8,17 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from fitune.cli import main
 
 
-def wait_in(target: str, call: int) -> None:
+def wait_in(target, call):
     module_name, _, name = target.rpartition(".")
     owner, real, calls = pkgutil.resolve_name(module_name), pkgutil.resolve_name(target), [0]
 
-    def waiting(*words: Any, **named: Any) -> Any:
+    def waiting(*words, **named):
         calls[0] += 1
         if calls[0] == call:
             print("READY", flush=True)

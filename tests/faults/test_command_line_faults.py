@@ -1,7 +1,6 @@
 """Mistakes as users make them, through the command line: one readable error, a non-zero exit code, nothing lost."""
 
 import json
-from collections.abc import Callable
 
 import pytest
 
@@ -10,8 +9,6 @@ from fitune.data.loader import Loader
 from fitune.errors import SystemFailed
 from fitune.spec import hub
 from fitune.spec.plan import Batch
-
-Call = Callable[..., tuple[int, str, str]]
 
 
 def copy_of(folder, to):

@@ -1,7 +1,6 @@
 """Row 27 of the fault table: no password and no token in what is printed or saved, by name and by value."""
 
 import json
-from collections.abc import Callable
 
 import pytest
 
@@ -11,8 +10,6 @@ from fitune.errors import DataError, FituneError, RecipeError
 from fitune.spec.plan import DataSource
 from fitune.spec.recipe.recipe import parse_recipe, read_recipe
 from fitune.train.failure import traceback_text
-
-Call = Callable[..., tuple[int, str, str]]
 
 SECRET = "Xy7" * 12
 WITH_SECRET = [

@@ -1,7 +1,6 @@
 """Files of a run that are not what a run writes: one readable refusal wherever they are read."""
 
 import shutil
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
@@ -11,8 +10,6 @@ from fitune.checkpoint.state import TrainState
 from fitune.errors import CheckpointError
 from fitune.spec.serial import from_json, to_data
 from fitune.train.resume import where_to_start
-
-Call = Callable[..., tuple[int, str, str]]
 
 SHAPES = {
     "a list": "[1, 2]",

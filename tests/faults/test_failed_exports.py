@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -17,8 +16,6 @@ from fitune.spec.machines.gpus import find_gpu, hardware_for
 from fitune.spec.plan import Plan
 from fitune.spec.reports import RunReport
 from fitune.spec.serial import from_json, to_json
-
-Call = Callable[..., tuple[int, str, str]]
 
 MERGED = {"export": "merged"}
 NO_ROOM = OSError(28, "No space left on device")

@@ -2,7 +2,6 @@
 
 import json
 import pkgutil
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,8 +10,6 @@ from fitune.errors import OutOfMemory, is_out_of_memory
 from fitune.spec.reports import RunReport
 from fitune.spec.serial import from_json
 from fitune.train.failure import Whereabouts, explain_failure
-
-Call = Callable[..., tuple[int, str, str]]
 
 STEP = "fitune.models.language_model.LanguageModel.hidden_states"
 LOSS = "fitune.models.language_model.LanguageModel.loss_and_gradient"

@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,6 @@ from fitune.errors import (
     exit_code_of,
 )
 from optional_libraries import NEEDS_LM_EVAL
-
-Call = Callable[..., tuple[int, str, str]]
 
 
 def _error(kind, code, *, shown):

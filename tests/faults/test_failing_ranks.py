@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 
 import psutil
 import pytest
@@ -19,7 +18,6 @@ from fitune.spec.reports import RunReport
 from fitune.spec.serial import from_json
 from fitune.track.metrics import read_metrics
 
-Program = Callable[..., "subprocess.Popen[str]"]
 slow = pytest.mark.slow
 TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 

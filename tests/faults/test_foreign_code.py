@@ -4,11 +4,8 @@ import io
 import json
 import shutil
 import sys
-from collections.abc import Callable
 
 import pytest
-
-Call = Callable[..., tuple[int, str, str]]
 
 UNKNOWN_TOKENIZER = {
     "tokenizer_class": "Evil",

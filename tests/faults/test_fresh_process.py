@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 
 import pytest
 
@@ -16,7 +15,6 @@ from fitune.spec.recipe.recipe import canonical_keys, dump_recipe, parse_recipe
 from fitune.spec.reports import Restart
 from fitune.spec.run_directory import RETRY
 
-Call = Callable[..., tuple[int, str, str]]
 RESTART = Restart(
     cause="a worker is gone", workers_before=2, workers=1, after_step=2, lost_steps=1, lost_at=100.0,
     repeated_seconds=1.0,

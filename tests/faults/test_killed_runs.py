@@ -5,14 +5,11 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from importlib import import_module
 
 import pytest
 
 from checkpoint import killed_runs
-
-Call = Callable[..., tuple[int, str, str]]
 
 
 def kill(folder, model, data, *words):

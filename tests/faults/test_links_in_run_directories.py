@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 
 import pytest
 
@@ -17,8 +16,6 @@ from fitune.spec.run_directory import FILES, FOLDERS, require_real_files
 from fitune.spec.run_lock import lock_directory
 from fitune.track.metrics import MetricsLog
 from fitune.train.directory import remove_run, require_own_directory
-
-Call = Callable[..., tuple[int, str, str]]
 
 STATE = TrainState(step=1, tensors={}, facts={})
 

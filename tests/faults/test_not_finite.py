@@ -3,7 +3,6 @@
 
 import shutil
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -18,7 +17,6 @@ from fitune.spec.serial import from_json
 from fitune.track.metrics import read_metrics
 from fitune.train import loop
 
-Call = Callable[..., tuple[int, str, str]]
 LOMO = {"tuning": "lomo", "micro_batch_size": 8, "gradient_accumulation_steps": 1}
 
 

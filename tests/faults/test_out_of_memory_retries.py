@@ -3,7 +3,6 @@ losses (row 19)."""
 
 import gc
 import json
-from collections.abc import Callable
 
 import pytest
 
@@ -14,13 +13,11 @@ from fitune.spec.reports import RunReport
 from fitune.spec.serial import from_json
 from fitune.track.metrics import read_metrics
 
-Call = Callable[..., tuple[int, str, str]]
-
 
 @pytest.fixture
 def order(monkeypatch):
     """The rows of every global batch that a run asks for."""
-    seen: list[list[int]] = []
+    seen = []
     real = Loader.batch_at
 
     def batch_at(loader, state):

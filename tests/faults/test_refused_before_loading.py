@@ -3,14 +3,12 @@ bf16, a quantiser is not installed, a checkpoint is a pickle (rows 20, 23, 42)."
 
 import pickle
 import sys
-from collections.abc import Callable
 from importlib import import_module
 
 import pytest
 
 from models.tiny_models import with_ids_moved_up
 
-Call = Callable[..., tuple[int, str, str]]
 GPU = ("--model", "meta-llama/Llama-3.1-8B", "--host-memory", "64GiB")
 
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,8 +27,6 @@ from fitune.train.uploading import Uploads
 from optional_libraries import NEEDS_S3
 
 pytestmark = NEEDS_S3
-
-Call = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(autouse=True)

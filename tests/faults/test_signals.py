@@ -6,15 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 
 import pytest
 
 from faults import stopped_programs
 from fitune.session.signals import EXIT_CODES, StopRequest
 from fitune.spec.rank_status import LAUNCHER
-
-Program = Callable[..., "subprocess.Popen[str]"]
 
 TERM, INT = signal.SIGTERM, signal.SIGINT
 slow = pytest.mark.slow

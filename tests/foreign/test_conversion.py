@@ -1,7 +1,6 @@
 """Laws: what convert writes is read back as the same recipe; the commands take another trainer's recipe as it is."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -49,7 +48,7 @@ def test_fitunes_own_recipes_are_not_taken_for_others(tmp_path):
 
 
 def test_python_and_files_read_the_same(tmp_path):
-    theirs: dict[str, Any] = {
+    theirs = {
         "base_model": "gpt2", "datasets": [{"path": "org/d", "type": "alpaca"}], "sequence_len": 512, "adapter": "lora",
         "lora_r": 8, "lora_alpha": 16, "micro_batch_size": 1, "lora_target_linear": True, "learning_rate": 1e-4,
         "bf16": "auto",
@@ -69,7 +68,7 @@ def test_one_key_may_not_be_set_twice():
 
 def test_another_task_is_not_told_to_leave_a_key_out(tmp_path):
     path = tmp_path / "theirs.yaml"
-    keys: dict[str, Any] = {
+    keys = {
         "base_model": "gpt2", "rl": "dpo", "datasets": [{"path": "org/d", "type": "chatml.intel"}],
         "sequence_len": 512, "micro_batch_size": 1,
     }  # fmt: skip

@@ -14,7 +14,6 @@ from fitune.errors import HardwareError, PeerGone, RecipeError
 from fitune.launch.ends import Ended, Exit, ended
 from fitune.session.clusters.launching import machine_commands
 from fitune.session.clusters.ray_losses import cause_of_loss, write_losses
-from fitune.spec.plan import Plan
 from fitune.spec.rank_status import RankError, RankStatus, read_statuses, write_status
 from fitune.spec.run_directory import LOGS, rank_log
 from fitune.track.metrics import to_line
@@ -94,7 +93,7 @@ def test_the_first_of_a_node_list(nodes, host):
 
 
 def test_one_command_for_each_machine(model_folder, data_file, tmp_path):
-    plan: Plan = plan_of(model_folder, data_file, tmp_path)
+    plan = plan_of(model_folder, data_file, tmp_path)
     one = replace(plan, hardware=replace(plan.hardware, gpus_per_node=4, cpu_cores=16))
     two = replace(one, hardware=replace(one.hardware, nodes=2))
     [alone] = machine_commands(one, ["my recipe.yaml"], rendezvous="HOST:PORT")

@@ -3,17 +3,14 @@
 import socket
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 
 from fitune.errors import FituneError, HardwareError, NodeFailed, RecipeError
 from fitune.launch.ends import Ended
-from fitune.launch.nodes import Meeting, OneNode, Place, interface_towards, meeting, place_of
+from fitune.launch.nodes import OneNode, Place, interface_towards, meeting, place_of
 from fitune.session.train.ranks_of_nodes import job_end
 from several import kept_port
-
-Part = Callable[[Meeting], object]
 
 
 @pytest.fixture
@@ -27,7 +24,7 @@ def together(port):
     """What each part returns or raises, one for each node."""
 
     def run(*parts, nodes=(), numbers=()):
-        ends: list[object] = [None] * len(parts)
+        ends = [None] * len(parts)
 
         def node(thread):
             number = numbers[thread] if numbers else thread

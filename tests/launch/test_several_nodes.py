@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,6 @@ from launch.namespaces import two_machines
 
 pytestmark = pytest.mark.slow
 
-Start = Callable[..., "subprocess.Popen[str]"]
 PORT = 29_417
 
 

@@ -4,10 +4,6 @@ Plans are priced by the other files, which know padding, buffers and what each b
 they have to agree with (tests/laws).
 """
 
-from typing import Literal
-
-Stage = Literal[0, 1, 2, 3]
-
 ADAM_K = 12
 """fp32 master, momentum and variance, 4 bytes each, per parameter. Plain SGD: 4, with momentum: 8."""
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from fitune.models.adapters import add_adapters
@@ -15,8 +14,6 @@ from models.tiny_models import tiny_model
 
 STREAMS = ((9, 4, 13), (5, 7), (11,), (3, 4, 5, 6), (20,))
 TARGETS = ("q_proj", "v_proj", "down_proj")
-
-Found = tuple[list[float], dict[str, Tensor]]
 
 
 def losses_and_gradients(

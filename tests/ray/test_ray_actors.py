@@ -22,7 +22,7 @@ def nobody_looks(parts):
 
 
 def test_a_piece_whose_actor_died_is_done_by_another_one(cluster, tmp_path):
-    told: list[str] = []
+    told = []
     (tmp_path / "die-3").touch()
     with pool_of(2, tmp_path, told=told) as pool:
         found = list(pool.results(iter(range(12)), look=nobody_looks))
@@ -71,7 +71,7 @@ def test_an_error_of_the_work_ends_it_in_its_own_words(cluster, tmp_path):
 
 def test_nobody_runs_far_ahead_of_the_oldest_piece(cluster, tmp_path):
     """While piece 0 is held, the other worker begins only what fits between it and the limit."""
-    taken: list[int] = []
+    taken = []
 
     def pieces():
         for number in range(30):
@@ -96,7 +96,7 @@ def test_a_lost_node_gives_its_piece_back(cluster, tmp_path):
     for number in range(3):
         (tmp_path / f"hold-{number}").touch()
 
-    told: list[str] = []
+    told = []
 
     def look(parts):
         if len(list(tmp_path.glob("held-*"))) == 3 and node in cluster.list_all_nodes():

@@ -4,7 +4,6 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -101,7 +100,7 @@ def test_a_removed_node_leaves_fewer_workers_and_one_that_joins_is_taken_after_a
         on_ray, "train_as_rank", Faulty("hold", call=7, marker=str(held), stop_at=7)
     )  # in step 5
     monkeypatch.setattr(ray_growth, "LASTS_SECONDS", 1.0)
-    nodes: list[Any] = []
+    nodes = []
 
     def remove():
         wait_for(lambda: held.exists() and is_committed(folder, 2), what="waited for the checkpoint")

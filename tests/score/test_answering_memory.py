@@ -50,7 +50,7 @@ def test_a_scoring_reports_both(tiny, tmp_path):
 
 def test_a_pass_is_measured_only_where_it_may_be_the_largest(monkeypatch):
     meter = SimpleNamespace(measuring=lambda alive: nullcontext(), take_peaks=lambda: {"answering": 1})
-    opened: list[Moment] = []
+    opened = []
     memory = ScoreMemory(ScorePlan(model="m", output_dir="out"))
     passes = [
         Moment(8, 30, 30), Moment(8, 30, 31), Moment(8, 30, 30), Moment(4, 20, 30), Moment(8, 31, 31),

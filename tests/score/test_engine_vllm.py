@@ -201,7 +201,7 @@ def test_vllm_is_full_between_two_shards_and_each_row_is_answered_once(fake_vllm
 def test_rows_that_were_sent_ahead_are_asked_again_of_a_new_process(fake_vllm, monkeypatch):
     """What a dead process knew is lost with it, and no row twice."""
     first, second = [request("a", 2, token=3)], [request("b", 2, token=4), request("long", 62)]
-    opened: list[VllmEngine] = []
+    opened = []
     monkeypatch.setenv("STUCK", "4")
 
     def open_engine():

@@ -79,7 +79,7 @@ def test_the_ids_of_a_chat_are_those_of_training(run, model_folder):
     training = type(training)(tokenizer, TEMPLATE, name="the run's")
     chat = opened(run, system="You sell </s> hats.")
     (side,) = chat.sides
-    asked: list[tuple[int, ...]] = []
+    asked = []
     side.engine = _noting(side.engine, asked)
     heard = Heard()
     for question in ("What is 2 plus 3?", "And 4\nplus 5?"):

@@ -6,7 +6,7 @@ import pytest
 
 from data.tiny_tokenizers import THINKING_STYLE
 from fitune.session.data_view import explain_data, view_data, write_data_page
-from fitune.session.events import Event, Note
+from fitune.session.events import Note
 from fitune.spec.recipe.recipe import parse_recipe
 
 
@@ -38,7 +38,7 @@ def test_cut_and_dropped_rows_are_shown_with_the_reason(model_folder, tmp_path):
         {"question": "What is 2 plus 3?", "answer": "5"},
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    told: list[Event] = []
+    told = []
     shown = view(model_folder, file, told=told, rows=5)
     stopped = [event.text for event in told if isinstance(event, Note)]
     assert any("rows.jsonl:3" in line for line in stopped), "training would stop at the empty answer"

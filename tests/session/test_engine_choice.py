@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Callable
 
 import pytest
 
@@ -18,7 +17,6 @@ from fitune.units import GIB
 ANSWERED = {"prompt": "What is 2 plus 3?", "completion": "5"}
 CHOICES = {"question": "What is 2 plus 3?", "choices": ["5", "6"], "answer": 0}
 TEXT = {"text": "Two plus three is five."}
-Here = Callable[..., None]
 
 
 @pytest.fixture

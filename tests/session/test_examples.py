@@ -5,7 +5,6 @@ import re
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 def run_all(parts, where):
     """Execute pieces of Python one after another in one namespace, as a notebook does; returns the namespace."""
-    names: dict[str, Any] = {"__name__": "__main__"}
+    names = {"__name__": "__main__"}
     for number, part in enumerate(parts, 1):
         exec(compile(part, f"{where}, part {number}", "exec"), names)
     return names

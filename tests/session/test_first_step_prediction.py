@@ -47,7 +47,7 @@ def test_the_heaviest_step_is_predicted_and_measured_also_when_it_is_the_first(
         assert (said.heaviest_step, said.heaviest_tokens) == (heaviest + 1, 64)
 
     torch.manual_seed(0)
-    measured: dict = {}
+    measured = {}
     for step in train(plan, prepare(plan), loader, meter=CpuMeter()):
         for phase, size in step.memory_bytes.items():
             measured[phase] = max(measured.get(phase, 0), size)

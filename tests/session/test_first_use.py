@@ -29,7 +29,7 @@ def little(monkeypatch):
 @pytest.mark.usefixtures("little")
 def test_the_first_training_measures_and_the_second_does_not():
     here = detect_hardware(use_gpus=False)
-    said: list[str] = []
+    said = []
     before = torch.get_rng_state()
     assert measure_on_first_use(here, tell=lambda event: said.append(str(event)), environment={})
     assert torch.equal(before, torch.get_rng_state())
@@ -50,7 +50,7 @@ def test_the_first_plan_of_a_scoring_measures_and_the_second_uses_it(monkeypatch
     asked = ScorePlan(
         model=str(model_folder), sources=(source,), output_dir="", sampling=Sampling(max_new_tokens=8)
     )
-    said: list[str] = []
+    said = []
 
     def plan(gpu=""):
         return plan_scoring(asked, engine="transformers", gpu=gpu, tell=lambda event: said.append(str(event)))
@@ -70,7 +70,7 @@ def test_two_processes_are_measured_while_both_work(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     alone = replace(detect_hardware(use_gpus=False), cpu_cores=2)
     two = replace(alone, gpus_per_node=2)
-    said: list[str] = []
+    said = []
     assert measure_on_first_use(two, tell=lambda event: said.append(str(event)), environment={})
     assert "measured this processor by 2 processes in" in said[0]
     found = calibrated(two).calibration
@@ -86,7 +86,7 @@ def test_two_processes_are_measured_while_both_work(monkeypatch):
 def test_processes_that_cannot_measure_are_said_and_stop_nothing(monkeypatch):
     monkeypatch.setattr(device_rates, "HURRIED", replace(device_rates.HURRIED, rounds=0))
     two = replace(detect_hardware(use_gpus=False), gpus_per_node=2)
-    said: list[str] = []
+    said = []
     assert not measure_on_first_use(two, tell=lambda event: said.append(str(event)), environment={})
     assert "were not measured: a process that measures this processor ended with" in said[0]
     assert not calibrations_folder().exists()

@@ -10,7 +10,7 @@ from fitune.models.tokens import load_tokenizer
 from fitune.models.weights import load_model
 from fitune.score.engines.engine import Request, Sampling
 from fitune.score.engines.engine_transformers import TransformersEngine
-from fitune.session.events import Event, tell_nobody
+from fitune.session.events import tell_nobody
 from fitune.session.score import merging
 from fitune.session.score.merging import merged_where_needed
 
@@ -63,7 +63,7 @@ def test_a_merged_model_answers_as_the_adapter_does(settings, model_folder, tmp_
 
 def test_it_is_merged_once_for_each_content(model_folder, tmp_path, monkeypatch):
     adapter = save_adapter(model_folder, tmp_path / "adapter", use_dora=True)
-    said: list[Event] = []
+    said = []
     merged = merged_where_needed(str(model_folder), adapter, tell=said.append)
     assert any("cannot take" in str(line) and "(DoRA)" in str(line) for line in said)
     with monkeypatch.context() as patched:

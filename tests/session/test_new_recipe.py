@@ -56,7 +56,7 @@ def test_an_answer_that_no_recipe_can_have_is_asked_for_again(tmp_path):
             "runs/here",
         ]
     )
-    said: list[str] = []
+    said = []
     keys = asked_keys({}, ask=lambda _text: next(answers), say=said.append)
     assert keys == {
         "model": "meta-llama/Llama-3.1-8B", "data": str(rows), "gpu": "rtx-3090", "gpus": 2,

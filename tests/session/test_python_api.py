@@ -5,7 +5,6 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,7 +12,7 @@ import fitune
 from fitune.cli import main
 from fitune.errors import DataError, NothingFits, RecipeError, SystemFailed
 from fitune.models.language_model import LanguageModel
-from fitune.session.events import Compared, DataRead, Event, Exported, Planned, Predicted, RanOutOfMemory
+from fitune.session.events import Compared, DataRead, Exported, Planned, Predicted, RanOutOfMemory
 from fitune.session.recipes.reading import recipe_of
 from fitune.spec.predictions import PlanReport
 from fitune.spec.reports import StepReport
@@ -56,7 +55,7 @@ def test_a_mapping_is_a_recipe_too_and_nothing_else_is():
     same = fitune.plan(model="gpt2", gpu="h100", tuning="lora")
     assert report.chosen.plan.tuning == same.chosen.plan.tuning
     assert report.chosen.estimate.memory == same.chosen.estimate.memory
-    nothing: Any = 3
+    nothing = 3
     with pytest.raises(RecipeError, match="cannot be read from 3"):
         fitune.plan(nothing)
 
@@ -104,7 +103,7 @@ def test_a_run_by_functions_is_the_run_by_commands(
     monkeypatch,
     capsys,
 ):
-    events: list[Event] = []
+    events = []
     by_functions = fitune.train(**settings, progress=events.append)
     exported = fitune.export(tmp_path / "run")
     reported = fitune.report(tmp_path / "run")
@@ -171,7 +170,7 @@ def test_out_of_memory_the_run_goes_on_in_this_process(settings, monkeypatch):
         return real(*words, **named)
 
     monkeypatch.setattr(LanguageModel, "loss_and_gradient", failing_once)
-    events: list[Event] = []
+    events = []
     report = fitune.train(**settings, progress=events.append)
     assert report.status == "complete"
     assert [type(event) for event in events].count(RanOutOfMemory) == 1

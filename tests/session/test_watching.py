@@ -70,7 +70,7 @@ def _page(run):
 
 
 def test_the_watch_ends_with_the_run(run, trainer):
-    told: list[str] = []
+    told = []
 
     def tell(line):  # after the first page
         told.append(line)
@@ -107,7 +107,7 @@ def test_a_signal_ends_the_watch_quietly(run, trainer, capfd):
 
 def test_a_run_that_still_reads_its_data_is_waited_for(run, trainer):
     (run / "plan.json").rename(run.parent / "plan.json")
-    looks: list[int] = []
+    looks = []
 
     def is_alive(view):
         looks.append(1)

@@ -3,18 +3,15 @@
 import json
 import math
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fitune.errors import RunDirectoryError
-from fitune.spec.reports import Restart, StepReport
+from fitune.spec.reports import Restart
 from fitune.track.metrics import MetricsLog, read_metrics, to_line
 from fitune.train.run import not_yet_logged
-
-MakeStep = Callable[..., StepReport]
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Tokens that a recipe adds: known to the tokenizer, trained, resumed, exported, merged, scored."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,12 +19,11 @@ from fitune.score.engines.engine import Sampling
 from fitune.score.plan import ScorePlan
 from fitune.score.run import score
 from fitune.session.exporting import export_run
-from fitune.spec.plan import DataSource, Nf4, Plan
+from fitune.spec.plan import DataSource, Nf4
 from fitune.train.prepare import prepare
 from fitune.train.run import run
 from train.test_run import callbacks, losses
 
-MakePlan = Callable[..., Plan]
 TOKENS = ["<think>", "</think>"]
 IDS = torch.arange(3, 40)[None]
 

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,15 +15,12 @@ from fitune.checkpoint.resume import load_checkpoint
 from fitune.checkpoint.save import HostCopies
 from fitune.checkpoint.slices import share_of
 from fitune.errors import CheckpointError
-from fitune.spec.plan import Plan
 from fitune.track.metrics import read_metrics
 from fitune.train.run import run
 from train.test_run import callbacks
 
 MIXED = {"tuning": "full", "precision": "bf16-master", "learning_rate": 1e-3}
 STEPS, EVERY = 6, 2
-
-MakePlan = Callable[..., Plan]
 
 
 @pytest.fixture

@@ -1,15 +1,11 @@
 """The best evaluation counts wherever it was made: between two saves, before a resume, in another directory."""
 
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
 from fitune.checkpoint.commit import read_commit
-from fitune.spec.plan import Plan
 from fitune.train.run import run
 from train.test_run import callbacks, steps_of
-
-MakePlan = Callable[..., Plan]
 
 
 def evaluating(monkeypatch, *losses):

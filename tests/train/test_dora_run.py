@@ -1,6 +1,5 @@
 """DoRA through PEFT by the ordinary loop, on dense and packed bases; 8-bit AdamW beside it."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,13 +9,11 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from fitune.spec.plan import AdamW8bit, Dense, Nf4, Plan
+from fitune.spec.plan import AdamW8bit, Dense, Nf4
 from fitune.train.run import run
 from train.test_run import callbacks, losses
 
 pytest.importorskip("bitsandbytes")
-
-MakePlan = Callable[..., Plan]
 
 
 DENSE = Dense()

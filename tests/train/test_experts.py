@@ -1,7 +1,6 @@
 """A mixture of experts on a packed base, with adapters on attention and on the experts: trained like PEFT trains it."""
 
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,14 +15,13 @@ from fitune.errors import RecipeError
 from fitune.models.adapters import add_adapters
 from fitune.models.low_bit.packing import quantise_blocks
 from fitune.models.low_bit.quantised import PackedWeight
-from fitune.spec.plan import Dense, Nf4, Plan
+from fitune.spec.plan import Dense, Nf4
 from fitune.train.run import run
 from models.tiny_models import tiny_model
 from train.test_run import callbacks, losses
 
 pytest.importorskip("bitsandbytes")
 
-MakePlan = Callable[..., Plan]
 WORDS = ["all-linear", "experts"]
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

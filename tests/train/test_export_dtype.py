@@ -1,7 +1,6 @@
 """Exports are in the type that their base has on disk, and name the base so that it is found from anywhere."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,12 +11,10 @@ from transformers import AutoModelForCausalLM
 
 from fitune.models.weight_files import base_reference
 from fitune.models.weights import stored_dtype
-from fitune.spec.plan import Plan
 from fitune.train.export import model_card
 from fitune.train.run import run
 from train.test_run import callbacks
 
-MakePlan = Callable[..., Plan]
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 

@@ -1,17 +1,15 @@
 """AdamW in backward by the ordinary loop: the plain run's losses, weights and checkpoints."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from fitune.spec.plan import Full, InBackward, Plan
+from fitune.spec.plan import Full, InBackward
 from fitune.train.run import run
 from train.test_run import callbacks, losses
 
-MakePlan = Callable[..., Plan]
 COMMON = {
     "tuning": "full", "micro_batch_size": 8, "gradient_accumulation_steps": 1, "max_grad_norm": 0,
     "max_steps": 6, "save_steps": 2, "weight_decay": 0.1,

@@ -1,6 +1,5 @@
 """LOMO and AdaLomo by the ordinary loop: they learn, resume bit-equal and are exported whole."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,11 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fitune.spec.plan import ClipByNorm, ClipByValue, Lomo, Plan, Sgd
+from fitune.spec.plan import ClipByNorm, ClipByValue, Lomo, Sgd
 from fitune.train.run import run
 from train.test_run import callbacks, losses
 
-MakePlan = Callable[..., Plan]
 METHODS = {
     "lomo": (Lomo(adaptive=False, clip=ClipByNorm(max_norm=1.0)), 0.3),
     "adalomo": (Lomo(adaptive=True, clip=ClipByValue(value=1.0)), 0.1),

@@ -1,6 +1,5 @@
 """Whole runs with everything on the host: the same losses, a resume bit for bit, exports that are verified."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,11 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fitune.spec.plan import Offload, Plan
+from fitune.spec.plan import Offload
 from fitune.train.run import run
 from train.test_run import callbacks, losses
 
-MakePlan = Callable[..., Plan]
 ALL_THREE = Offload(parameters="cpu", optimizer="cpu", activations="cpu")
 
 

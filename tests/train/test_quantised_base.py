@@ -1,6 +1,5 @@
 """Adapters on a packed base: trained by the ordinary loop, resumed bit-equal, exported, and merged into 16 bit only."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from fitune.checkpoint.merge import refuse_quantised_base
 from fitune.errors import CheckpointError, ModelError
 from fitune.models.low_bit.quantised import PackedWeight
 from fitune.models.weights import require_finite
-from fitune.spec.plan import Hqq, Nf4, Plan
+from fitune.spec.plan import Hqq, Nf4
 from fitune.train.prepare import prepare
 from fitune.train.run import run
 from train.test_run import callbacks, losses
@@ -23,7 +22,6 @@ from train.test_run import callbacks, losses
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("hqq.core.quantize")
 
-MakePlan = Callable[..., Plan]
 BASES = [
     Nf4(),
     Hqq(bits=4),

@@ -1,6 +1,5 @@
 """A run that goes on from an older step, and is killed, goes on where it was then."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,11 +7,10 @@ import pytest
 
 from fitune.checkpoint.commit import read_commit
 from fitune.errors import CheckpointError
-from fitune.spec.plan import Plan, Steps
+from fitune.spec.plan import Steps
 from fitune.train.run import run
 from train.test_run import callbacks, losses, steps_of
 
-MakePlan = Callable[..., Plan]
 COMMON = {"save_steps": 2, "keep_checkpoints": 3, "lr_scheduler": "constant", "warmup_steps": 0}
 
 

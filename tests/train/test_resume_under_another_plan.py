@@ -1,19 +1,16 @@
 """A run that goes on under other settings says so, and its figures are of the settings it ended with."""
 
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from fitune.errors import CheckpointError
 from fitune.report.compare import measure
-from fitune.spec.plan import Plan, Steps
+from fitune.spec.plan import Steps
 from fitune.spec.predictions import Phase
 from fitune.train.run import run
 from train.test_run import callbacks, steps_of
-
-MakePlan = Callable[..., Plan]
 
 
 def peak(plan, *, after=0):

@@ -3,7 +3,6 @@
 import json
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -20,8 +19,6 @@ from fitune.spec.serial import from_json
 from fitune.track.metrics import read_metrics
 from fitune.train.current import Callbacks
 from fitune.train.run import run
-
-MakePlan = Callable[..., Plan]
 
 
 def no_answers(model, conversations):

@@ -4,7 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import pytest
 import torch
@@ -24,7 +24,6 @@ from train.test_run import callbacks
 
 pytestmark = pytest.mark.first
 
-Backend = Literal["fsdp", "deepspeed"]
 
 LOSS, WEIGHT, FP16_LOSS = 1e-5, 1e-6, 1e-4
 COMMON = {"max_steps": 6, "save_steps": 2, "val_fraction": 0.1, "eval_steps": 3}

@@ -2,7 +2,6 @@
 
 import importlib.util
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from fitune.spec.model.architectures import SHARED_LINEARS, takes_adapters_on
 from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.recipe.targets import resolve_targets
 
-Run = Callable[..., tuple[int, str]]
 QUICK = ("hyperclovax", "granitemoe_swa")
 SLOW = (
     "afmoe", "aria_text", "axk1", "beam", "biogpt", "cohere2_moe", "cwm", "diffllama", "dots1",

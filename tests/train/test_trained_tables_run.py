@@ -1,6 +1,5 @@
 """Whole runs that train embedding and head beside adapters: learned, resumed bit-equal, exported, offloaded."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,12 +8,11 @@ import torch
 from safetensors.torch import load_file
 
 from fitune.session.exporting import export_run
-from fitune.spec.plan import Nf4, Offload, Plan
+from fitune.spec.plan import Nf4, Offload
 from fitune.train.run import run
 from train.test_offload import ALL_THREE, assert_same_training, plan_of
 from train.test_run import callbacks, losses
 
-MakePlan = Callable[..., Plan]
 BOTH = {"lora_modules_to_save": ["embed_tokens", "lm_head"]}
 
 
