@@ -1,11 +1,11 @@
 """A tiny model folder, a small dataset and a recipe over them: what every training test starts from."""
 
 import gc
-import json
 import os
 import sys
 from functools import partial
 from itertools import count
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from fitune.errors import MissingExtra
 from fitune.report import run_page
 from fitune.spec.model import tracer
 from fitune.stores import opening
+from jsonl import write_lines
 
 _NUMBERS = count()
 torch.set_num_threads(1)  # tiny models: threads that wait for one another cost ten times what they bring
@@ -63,7 +64,7 @@ def model_folder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def data_file(tmp_path_factory):
     file = tmp_path_factory.mktemp("data") / "questions.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
+    write_lines(file, QUESTIONS)
     return file
 
 
@@ -113,17 +114,44 @@ def bucket(wire, monkeypatch, tmp_path):
 os.environ["FITUNE_CALIBRATE"] = "0"  # also for fixtures that outlive a test, and for new processes
 
 
+class Ended(NamedTuple):
+    """How a command of this process ended."""
+
+    code: int
+    out: str
+    err: str
+
+    def ends(self, code, *said):
+        """With this exit code and these words, on stdout where all went well, else on stderr: returns that text."""
+        assert self.code == code, self
+        text = self.err if code else self.out
+        for words in said:
+            assert words in text
+        return text
+
+
 @pytest.fixture
-def fitune(monkeypatch, capsys):
-    """Runs the command line here; returns its exit status and what it said on stderr."""
+def call(monkeypatch, capsys):
+    """Runs the command line in the test's process."""
 
     def run(*words):
         monkeypatch.setattr(sys, "argv", ["fitune", *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
+        code = 0
+        try:
             main()
-        return int(ended.value.code or 0), capsys.readouterr().err
+        except SystemExit as exit_:
+            code = int(exit_.code or 0)
+        ended = Ended(code, *capsys.readouterr())
+        assert "Traceback" not in ended.err + ended.out
+        return ended
 
     return run
+
+
+@pytest.fixture
+def fitune(call):
+    """The exit status and stderr alone."""
+    return lambda *words: call(*words)[::2]
 
 
 def _no_pictures(run):

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from fitune.planner.search import find_plan
 from fitune.spec.machines.gpus import cpu_gpu, find_gpu, hardware_for
 from fitune.spec.model.model_config import load_model_spec, spec_from_config
 from fitune.spec.plan import (
@@ -19,6 +20,7 @@ from fitune.spec.plan import (
     Single,
     Steps,
 )
+from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
 from fitune.spec.recipe.targets import resolve_targets
 from fitune.units import GIB
 
@@ -31,6 +33,18 @@ def gpu(name, *, gpus=1):
 
 def known(name):
     return load_model_spec(name, offline=True)
+
+
+def recipe_of(model, **settings):
+    """A recipe as its file says it."""
+    return parse_recipe(canonical_keys({"model": model, **settings}, where="test"))
+
+
+def report_of(model, hardware, **settings):
+    """What the planner finds for a known model on this hardware, or on one card of this name."""
+    if isinstance(hardware, str):
+        hardware = CPU if hardware == "cpu" else gpu(hardware)
+    return find_plan(recipe_of(model, **settings), model=known(model), hardware=hardware)
 
 
 def small_llama(**different):

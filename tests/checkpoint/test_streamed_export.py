@@ -67,7 +67,7 @@ def same_tensors(one, other):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_full_model_is_the_one_that_is_written_whole(tmp_path, tied, dtype, monkeypatch):
+def test_a_full_model_is_the_one_that_is_written_whole(tmp_path, tied, dtype):
     model = tiny_base(tmp_path / "base", tied=tied)
     export_full(model, byte_tokenizer(), tmp_path / "whole", dtype=dtype, **WORDS)
     weights = Counted(dict(model.named_parameters()))
@@ -89,7 +89,7 @@ def test_one_tensor_is_held_at_a_time_whatever_the_model_takes(tmp_path):
     assert weights.most_bytes < sum(sizes) / 2
 
 
-def test_a_large_model_is_written_as_shards_with_an_index(tmp_path, monkeypatch):
+def test_a_large_model_is_written_as_shards_with_an_index(tmp_path):
     model = tiny_base(tmp_path / "base")
     weights = {name: p.detach() for name, p in model.named_parameters()}
     pieces = {n: Piece(torch.empty_like(w, device="meta"), lambda w=w: w) for n, w in weights.items()}

@@ -7,27 +7,10 @@ import sys
 
 import pytest
 
-from fitune.cli import main
 from fitune.train.run import run
 from train.test_run import callbacks
 
 LLAMA_8B = ["--model", "meta-llama/Llama-3.1-8B", "--gpu", "rtx-4090"]
-
-
-def fitune(*words, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["fitune", *words])
-    code = 0
-    try:
-        main()
-    except SystemExit as exit_:
-        code = int(exit_.code or 0)
-    printed = capsys.readouterr()
-    return code, printed.out, printed.err
-
-
-@pytest.fixture
-def call(capsys, monkeypatch):
-    return lambda *words: fitune(*words, capsys=capsys, monkeypatch=monkeypatch)
 
 
 def test_planning_imports_no_torch():
@@ -113,25 +96,20 @@ def test_a_score_that_cannot_fit_is_refused_with_the_arithmetic(call, tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"question": "What is 2 plus 3?", "answer": "5"}\n')
     words = ("score", "--data", str(rows), "--plan", "--gpu", "rtx-4090")
-    code, _, err = call(*words, "--model", "llama-3.1-70b")
-    assert code == 2
-    assert "transformers: weights 131.42 + " in err
-    assert "21.81 usable, " in err
-    code, _, err = call(*words, "--model", "llama-3.1-8b", "--max-new-tokens", "200000")
-    assert code == 2
-    assert "the model has room for 131,072" in err
-    code, _, err = call(*words, "--model", "llama-3.1-8b", "--grader", "perplexity")
-    assert code == 2
-    assert "--grader perplexity weighs references" in err
+    call(*words, "--model", "llama-3.1-70b").ends(2, "transformers: weights 131.42 + ", "21.81 usable, ")
+    call(*words, "--model", "llama-3.1-8b", "--max-new-tokens", "200000").ends(
+        2, "the model has room for 131,072"
+    )
+    call(*words, "--model", "llama-3.1-8b", "--grader", "perplexity").ends(
+        2, "--grader perplexity weighs references"
+    )
     folder = tmp_path / "adapter"
     folder.mkdir()
     (folder / "adapter_model.safetensors").write_bytes(b"\xff" * 20)
-    code, _, err = call(*words, "--model", "llama-3.1-8b", "--adapter", str(folder))
-    assert code == 2
-    assert "cut short or no safetensors file" in err
-    code, _, err = call(*words, "--model", "llama-3.1-8b", "--engine", "server")
-    assert code == 2
-    assert "leave --plan out" in err
+    call(*words, "--model", "llama-3.1-8b", "--adapter", str(folder)).ends(
+        2, "cut short or no safetensors file"
+    )
+    call(*words, "--model", "llama-3.1-8b", "--engine", "server").ends(2, "leave --plan out")
 
 
 def test_plan_json_is_one_object(call):
@@ -197,15 +175,12 @@ def test_train_report_export_score(call, model_folder, data_file, tmp_path):
     assert "predicted" in out
     assert (tmp_path / "run" / "report.html").read_text().count("<svg") == 5
 
-    code, out, _ = call("train", str(recipe))
-    assert code == 0
-    assert "already complete" in out
+    call("train", str(recipe)).ends(0, "already complete")
 
     code, out, _ = call("report", str(tmp_path / "run"), "--json")
     assert {row["what"] for row in json.loads(out)["comparison"]} >= {"Forward", "Loss", "Backward", "Update"}
 
-    code, out, _ = call("export", str(tmp_path / "run"))
-    assert code == 0
+    out = call("export", str(tmp_path / "run")).ends(0)
     assert (tmp_path / "run" / "merged" / "model.safetensors").is_file()
     cards = {kind: (tmp_path / "run" / kind / "README.md").read_text() for kind in ("adapter", "merged")}
     assert "library_name: peft" in cards["adapter"]
@@ -218,11 +193,10 @@ def test_train_report_export_score(call, model_folder, data_file, tmp_path):
     for arguments in (["--adapter", str(tmp_path / "run" / "adapter")], []):
         model = str(model_folder) if arguments else str(tmp_path / "run" / "merged")
         out_dir = tmp_path / f"scores{len(arguments)}"
-        code, out, _ = call(
+        out = call(
             "score", "--model", model, *arguments, "--data", f"{data_file}#6", "--out", str(out_dir),
             "--max-new-tokens", "8", "--json",
-        )  # fmt: skip
-        assert code == 0
+        ).ends(0)  # fmt: skip
         assert json.loads(out)["answered"] == 6
     first, second = ((tmp_path / f"scores{n}" / "answers.jsonl").read_text().splitlines() for n in (2, 0))
     assert messages(first) == messages(second)
@@ -241,13 +215,10 @@ def test_an_adapter_of_another_rank_is_refused_before_the_model_is_loaded(
     adapter = tmp_path / "run" / "adapter"
     config = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps({**config, "r": 8}))
-    code, _, err = call(
+    call(
         "score", "--model", str(model_folder), "--adapter", str(adapter), "--data", str(data_file),
         "--out", str(tmp_path / "scores"),
-    )  # fmt: skip
-    assert code == 2
-    assert "does not fit" in err
-    assert "and 20 more" in err
+    ).ends(2, "does not fit", "and 20 more")  # fmt: skip
     assert not (tmp_path / "scores").exists()
 
 
@@ -282,17 +253,16 @@ def test_a_command_under_json_keeps_its_exit_code(call, tmp_path):
     assert call("report", str(tmp_path / "nowhere"), "--json")[0] == 2
 
 
-def test_score_takes_sampling_template_and_ids(call, model_folder, tmp_path, monkeypatch):
+def test_score_takes_sampling_template_and_ids(call, model_folder, tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"question": "a", "answer": "b", "name": "first"}\n')
     template = tmp_path / "template.jinja"
     template.write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}")
-    code, _, err = call(
+    call(
         "score", "--model", str(model_folder), "--data", str(rows), "--out", str(tmp_path / "out"), "--top-p", "0.5",
         "--seed", "7", "--temperature", "0.5", "--id-column", "name", "--chat-template", str(template),
         "--max-new-tokens", "2",
-    )  # fmt: skip
-    assert code == 0, err
+    ).ends(0)  # fmt: skip
     sampling = json.loads((tmp_path / "out" / "manifest.json").read_text())["sampling"]
     assert sampling == {"max_new_tokens": 2, "seed": 7, "temperature": 0.5, "top_p": 0.5}
     line = json.loads((tmp_path / "out" / "answers.jsonl").read_text())
@@ -312,10 +282,9 @@ def test_another_trainers_recipe_is_planned_and_converted(call, tmp_path):
     assert json.loads(out)["plan"]["batch"]["seq_len"] == 512
     assert "a recipe of axolotl" in err
     assert "passed over, being empty, off or bookkeeping: wandb_project" in err
-    code, out, err = call("convert", str(theirs))
-    assert code == 0
-    assert "lora_r: 8  # as in axolotl\n" in out
-    assert "data:  # from datasets: rendered by the chat template" in out
+    call("convert", str(theirs)).ends(
+        0, "lora_r: 8  # as in axolotl\n", "data:  # from datasets: rendered by the chat template"
+    )
     code, out, err = call("plan", str(theirs), "--gpu", "4090", "--set", "seq_len=256", "--json")
     assert json.loads(out)["plan"]["batch"]["seq_len"] == 256
 
@@ -323,8 +292,7 @@ def test_another_trainers_recipe_is_planned_and_converted(call, tmp_path):
 def test_help_lists_every_key_of_a_recipe_by_group(call):
     from fitune.spec.recipe.keys import GROUPS, all_keys
 
-    code, out, _ = call("train", "--help")
-    assert code == 0
+    out = call("train", "--help").ends(0)
     assert all(group in out for group in GROUPS)
     assert all(f" {key.option} " in out for key in all_keys())
 
@@ -354,9 +322,7 @@ def test_init_writes_a_recipe_that_trains(call, model_folder, data_file, tmp_pat
     path, run_folder = tmp_path / "recipe.yaml", tmp_path / "run"
     flags = ["--model", model_folder, "--data", data_file, "--tuning", "lora", "--gpu", "cpu"]
     flags += ["--output-dir", run_folder, "--seq-len", 64, "--max-steps", 1, "--samples", 0]
-    code, out, _ = call("init", str(path), *map(str, flags))
-    assert code == 0
-    assert "steps in" in out
+    call("init", str(path), *map(str, flags)).ends(0, "steps in")
     assert call("train", str(path))[0] == 0
     assert (run_folder / "adapter").is_dir()
     code, _, err = call("init", str(path), *map(str, flags))

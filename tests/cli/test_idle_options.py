@@ -1,28 +1,15 @@
 """An option that would do nothing beside others, or without them, is refused by one table; none is swallowed."""
 
 import json
-import sys
 
 import pytest
 from typer.main import get_command
 
-from fitune.cli import main
 from fitune.cli.app import app
 from fitune.cli.keys import CheckedCommand
 from fitune.session.idle_options import BESIDE, WITHOUT
 
 SCORE = ["score", "--model", "m", "--data", "d"]
-
-
-@pytest.fixture
-def call(capsys, monkeypatch):
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["fitune", *words])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return int(ended.value.code or 0), *capsys.readouterr()
-
-    return run
 
 
 RECIPE = ["--model", "llama-3.2-1b", "--gpu", "h100"]
@@ -43,9 +30,7 @@ RECIPE = ["--model", "llama-3.2-1b", "--gpu", "h100"]
     ],
 )  # fmt: skip
 def test_an_option_without_effect_is_refused(call, words, said):
-    code, _, err = call(*words)
-    assert code == 2
-    assert said in err
+    call(*words).ends(2, said)
 
 
 def test_the_table_names_commands_and_options_that_are_there():
@@ -59,11 +44,9 @@ def test_the_table_names_commands_and_options_that_are_there():
 
 def test_launch_keeps_the_objective_that_plan_was_given(call):
     words = [*RECIPE, "--gpus", "2", "--tuning", "lora", "--objective", "least-memory"]
-    code, out, _ = call("plan", *words, "--json")
-    assert code == 0
+    out = call("plan", *words, "--json").ends(0)
     stage = json.loads(out)["plan"]["sharding"]["stage"]
-    code, out, _ = call("launch", *words, "--on", "slurm")
-    assert code == 0
+    out = call("launch", *words, "--on", "slurm").ends(0)
     assert (f"zero: {stage}" in out, "objective: least-memory" in out) == (True, True)
-    code, out, _ = call("launch", *words, "--print")
+    out = call("launch", *words, "--print").ends(0)
     assert "--set objective=least-memory" in out

@@ -1,31 +1,14 @@
 """``fitune matrix`` as a user types it."""
 
 import json
-import sys
 import xml.etree.ElementTree as xml
 
 import pytest
 
-from fitune.cli import main
 from fitune.errors import RecipeError
 from fitune.session.matrix import full_names, row_lengths
 
 ON_V100 = ("--gpu", "v100-32gb", "--gpus", "8")
-
-
-@pytest.fixture
-def call(capsys, monkeypatch):
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["fitune", "matrix", *words])
-        code = 0
-        try:
-            main()
-        except SystemExit as exit_:
-            code = int(exit_.code or 0)
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
-
-    return run
 
 
 def test_a_size_alone_stands_for_the_model_before_it():
@@ -53,24 +36,31 @@ def test_table_json_and_picture(call, tmp_path):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "deep" / "matrix.svg"
     words = (*ON_V100, "--models", "llama-2-7b,13b", "--context", "512,1024")
-    code, out, _ = call(*words, "--picture", str(picture))
-    assert code == 0
-    assert "Llama-2-13b-hf" in out
+    call("matrix", *words, "--picture", str(picture)).ends(0, "Llama-2-13b-hf")
     root = xml.parse(picture).getroot()
     words_of_picture = "".join(root.itertext())
     assert "Llama-2-13b" in words_of_picture
     assert "1,024 tokens" in words_of_picture
-    code, out, _ = call(*words, "--json")
+    code, out, _ = call("matrix", *words, "--json")
     data = json.loads(out)
     assert code == 0
     assert len(data["cells"]) == 4
 
 
 def test_pins_are_options(call):
-    code, out, _ = call(
-        *ON_V100, "--models", "llama-2-7b", "--context", "512", "--tuning", "lora", "--zero", "3", "--json"
-    )
-    assert code == 0
+    out = call(
+        "matrix",
+        *ON_V100,
+        "--models",
+        "llama-2-7b",
+        "--context",
+        "512",
+        "--tuning",
+        "lora",
+        "--zero",
+        "3",
+        "--json",
+    ).ends(0)
     assert {setting["sharding"] for setting in json.loads(out)["cells"][0]["settings"]} == {"ZeRO-3"}
 
 
@@ -84,15 +74,13 @@ def test_pins_are_options(call):
     ],
 )
 def test_what_cannot_be_meant_is_refused(call, words, message):
-    code, _, err = call(*ON_V100, "--models", "llama-2-7b", "--context", "512", *words)
-    assert code == 2
-    assert message in err
+    call("matrix", *ON_V100, "--models", "llama-2-7b", "--context", "512", *words).ends(2, message)
 
 
 def test_a_recipe_file_gives_the_pins_and_not_the_model(call, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("model: llama-2-70b\ntuning: lora\nseq_len: 64\ngpu: v100-32gb\ngpus: 8\n")
-    code, out, _ = call(str(recipe), "--models", "llama-2-7b", "--context", "512", "--json")
+    code, out, _ = call("matrix", str(recipe), "--models", "llama-2-7b", "--context", "512", "--json")
     data = json.loads(out)
     assert code == 0
     assert data["models"] == ["meta-llama/Llama-2-7b-hf"]

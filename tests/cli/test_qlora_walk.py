@@ -14,7 +14,6 @@ import yaml
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from fitune.cli import main
 from models.tiny_models import tiny_model
 
 pytest.importorskip("bitsandbytes")
@@ -30,13 +29,6 @@ written = tokenizer.decode(model.generate(ids, max_new_tokens=4)[0])
 assert not any(name.partition(".")[0] in ("fitune", "peft", "bitsandbytes") for name in sys.modules)
 print(json.dumps({"ids": ids[0].tolist(), "logits": model(ids).logits[0].tolist(), "written": written}))
 """
-
-
-def fitune(monkeypatch, *words):
-    monkeypatch.setattr(sys, "argv", ["fitune", *map(str, words)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return int(ended.value.code or 0)
 
 
 def alone(folder):
@@ -62,18 +54,16 @@ def recipe(model_folder, data_file, tmp_path):
 
 
 def test_a_merged_model_is_the_base_and_its_adapter_without_fitune(
-    recipe, model_folder, tmp_path, monkeypatch,
-    capsys,
+    recipe, model_folder, tmp_path, call
 ):  # fmt: skip
     """Trained on NF4, merged into the base as it is on disk: logits of base + adapter to 1e-5."""
-    assert fitune(monkeypatch, "train", recipe, "--export", "adapter") == 0
-    printed = capsys.readouterr().out
+    printed = call("train", recipe, "--export", "adapter").ends(0)
     assert f"adapter: {tmp_path / 'run' / 'adapter'}" in printed
     commands = printed.partition("next:    ")[2].splitlines()
     chat, score, export = (line.strip().partition("   ")[0] for line in commands[:3])
     assert chat == f"fitune chat {tmp_path / 'run'}"
     assert score.startswith(f"fitune score --model {tmp_path / 'run'} --data ")
-    assert fitune(monkeypatch, *export.split()[1:]) == 0
+    call(*export.split()[1:]).ends(0)
     found = alone(tmp_path / "run" / "merged")
     base = AutoModelForCausalLM.from_pretrained(model_folder)
     ids = torch.tensor([found["ids"]])
@@ -85,20 +75,18 @@ def test_a_merged_model_is_the_base_and_its_adapter_without_fitune(
     assert found["written"].startswith("What is 4 plus 5?")
 
 
-def test_the_recipe_merges_by_itself_and_says_where(recipe, tmp_path, monkeypatch, capsys):
+def test_the_recipe_merges_by_itself_and_says_where(recipe, tmp_path, call):
     merged = tmp_path / "run" / "merged"
-    assert fitune(monkeypatch, "train", recipe) == 0
-    printed = capsys.readouterr().out
+    printed = call("train", recipe).ends(0)
     assert f"merged model: {merged} (verified)" in printed
     assert "fitune export" not in printed, "there is nothing left to export"
     modes = {stat.S_IMODE(file.stat().st_mode) for file in merged.iterdir()}
     assert len(modes) == 1, "weights can be read by whoever reads the card"
-    assert fitune(monkeypatch, "export", tmp_path / "run") == 2
-    assert "merged its adapter already" in capsys.readouterr().err
+    call("export", tmp_path / "run").ends(2, "merged its adapter already")
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_experts_on_hqq_are_trained_saved_merged_and_read_again(recipe, model_folder, tmp_path, monkeypatch):
+def test_experts_on_hqq_are_trained_saved_merged_and_read_again(recipe, model_folder, tmp_path, call):
     """Qwen3-30B-A3B's small twin: merged it is the 16-bit base and the adapter, for transformers and PEFT alone."""
     pytest.importorskip("hqq.core.quantize")
     twin = tmp_path / "twin"
@@ -108,8 +96,8 @@ def test_experts_on_hqq_are_trained_saved_merged_and_read_again(recipe, model_fo
     words |= {"model": str(twin), "quantization": "hqq", "lora_target_modules": ["all-linear", "experts"]}
     words |= {"save_steps": 5, "double_quantization": False, "lora_dropout": 0.0}
     recipe.write_text(yaml.safe_dump(words), encoding="utf-8")
-    assert fitune(monkeypatch, "train", recipe, "--export", "adapter") == 0
-    assert fitune(monkeypatch, "export", tmp_path / "run") == 0
+    call("train", recipe, "--export", "adapter").ends(0)
+    call("export", tmp_path / "run").ends(0)
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     assert report["final_loss"] < report["first_loss"]
     found = alone(tmp_path / "run" / "merged")

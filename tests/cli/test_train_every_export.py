@@ -1,10 +1,6 @@
 """`fitune train` ends well for each thing a run can hand over."""
 
-import sys
-
 import pytest
-
-from fitune.cli import main
 
 
 @pytest.mark.parametrize(
@@ -17,12 +13,9 @@ from fitune.cli import main
 )
 def test_the_export_is_there(
     settings, written, model_folder, data_file, tmp_path,
-    monkeypatch,
+    call,
 ):  # fmt: skip
     words = ["--model", str(model_folder), "--data", str(data_file), "--output-dir", str(tmp_path / "run")]
     words += ["--gpu", "cpu", "--seq-len", "64", "--max-steps", "2", "--samples", "0", *settings]
-    monkeypatch.setattr(sys, "argv", ["fitune", "train", *words])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert not ended.value.code
+    call("train", *words).ends(0)
     assert (tmp_path / "run" / written).is_file()

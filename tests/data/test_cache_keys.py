@@ -14,13 +14,14 @@ from fitune.data.preparing import contents_of, prepare_data
 from fitune.engine.ranks import Ranks
 from fitune.errors import DataError, RankFailed
 from fitune.spec.plan import DataPlan, DataSource
+from jsonl import write_lines
 
 ROWS = [{"text": f"what is {i}?", "other": f"the answer is {i}"} for i in range(24)]
 
 
 def write(file, rows=ROWS):
     file.parent.mkdir(exist_ok=True)
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(file, rows)
 
 
 def ctrl(folder, *merges):

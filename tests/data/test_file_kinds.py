@@ -11,7 +11,7 @@ from fitune.data.reading.sources import content_key, read_rows
 from fitune.errors import DataError, RecipeError
 from fitune.planner.defaults import data_of
 from fitune.spec.plan import DataSource
-from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
+from plans import recipe_of
 
 ROWS = [{"prompt": f"question {i} é", "completion": f"answer {i}, and more"} for i in range(200)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
@@ -174,7 +174,7 @@ def test_an_empty_folder_says_what_it_should_hold(tmp_path):
 
 
 def recipe(**settings):
-    return parse_recipe(canonical_keys({"model": "m", **settings}, where="test"))
+    return recipe_of("m", **settings)
 
 
 def test_weights_beside_the_sources_are_theirs():

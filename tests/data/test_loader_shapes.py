@@ -46,7 +46,7 @@ def test_the_usual_one_is_the_average():
     assert (usual.tokens, usual.rows, usual.longest_row) == (20, 2, 10)
 
 
-def test_a_dataset_smaller_than_a_micro_batch(tmp_path):
+def test_a_dataset_smaller_than_a_micro_batch():
     loader = Loader(dataset([7]), batch(micro_batch_size=4), seed=0)
     assert loader.heaviest(range(0, 3))[1].tokens == 7
     assert loader.epoch().usual.tokens == 7

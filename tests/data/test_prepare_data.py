@@ -17,6 +17,7 @@ from fitune.data.reading.sources import read_rows
 from fitune.data.tokenising import RowTokeniser
 from fitune.errors import DataError
 from fitune.spec.plan import Batch, DataPlan, DataSource
+from jsonl import write_lines
 
 
 def write_rows(path, count, *, start=0, length=1):
@@ -24,7 +25,7 @@ def write_rows(path, count, *, start=0, length=1):
         {"prompt": f"what is {i}?", "completion": f"the answer is {i} " * length}
         for i in range(start, start + count)
     ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(path, lines)
     return DataSource(path=str(path))
 
 

@@ -11,6 +11,7 @@ from fitune.data.reading import sources
 from fitune.data.reading.sources import read_rows
 from fitune.errors import DataError
 from fitune.spec.plan import DataPlan, DataSource
+from jsonl import write_lines
 
 TWICE = [
     ('{"prompt": "a", "completion": "right", "completion": "wrong"}', "completion"),
@@ -29,7 +30,7 @@ def prepare(tmp_path, **settings):
 @pytest.fixture
 def rows(tmp_path):
     file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps({"prompt": f"{n}?", "completion": f"{n}"}) + "\n" for n in range(20)))
+    write_lines(file, ({"prompt": f"{n}?", "completion": f"{n}"} for n in range(20)))
     return file
 
 

@@ -1,6 +1,5 @@
 """An epoch is guessed from the first rows of the data, without torch and without tokenising."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,13 +11,14 @@ from data.tiny_tokenizers import byte_tokenizer
 from fitune.data.sampling import BYTES_PER_TOKEN, TOKENS_PER_MESSAGE, bytes_per_token, guess_epoch
 from fitune.errors import DataError
 from fitune.spec.plan import Batch, DataPlan, DataSource
+from jsonl import write_lines
 
 NOWHERE = Path("no-model")
 
 
 def rows_file(folder, sizes):
     file = folder / "rows.jsonl"
-    file.write_text("".join(json.dumps({"prompt": "p" * n, "completion": "c" * n}) + "\n" for n in sizes))
+    write_lines(file, ({"prompt": "p" * n, "completion": "c" * n} for n in sizes))
     return file
 
 

@@ -1,6 +1,5 @@
 """Tokenised data in an S3 server: made by one machine, read by the others; half or damaged entries are made again."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -12,6 +11,7 @@ from fitune.data.tokenising import RowTokeniser
 from fitune.errors import StoreError
 from fitune.spec.plan import DataPlan, DataSource
 from fitune.stores.writing import Store
+from jsonl import write_lines
 from optional_libraries import NEEDS_S3
 
 pytestmark = NEEDS_S3
@@ -22,7 +22,7 @@ def prepare(bucket, tmp_path, monkeypatch):
     """The data as a machine of this name prepares it, and its notes; ``tokenises`` False: it may not."""
     file = tmp_path / "rows.jsonl"
     rows = [{"prompt": f"what is {i}?", "completion": f"it is {i}"} for i in range(60)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(file, rows)
     data = DataPlan(
         sources=(DataSource(path=str(file)),), cache_dir=f"s3://{bucket}/shared/", val_fraction=0.2
     )

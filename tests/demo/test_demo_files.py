@@ -1,6 +1,5 @@
 """The demo's folder: a model every tool can load, rows fitune can read, recipes fitune can run."""
 
-import json
 import subprocess
 import sys
 
@@ -23,6 +22,7 @@ from fitune.demo.files import (
     write_demo,
 )
 from fitune.spec.recipe.recipe import read_recipe
+from jsonl import read_lines
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +34,6 @@ def demo(tmp_path_factory):
 @pytest.fixture(scope="module")
 def tokenizer(demo):
     return AutoTokenizer.from_pretrained(demo.start)
-
-
-def rows(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_no_library_prints_while_the_folder_is_written(tmp_path):
@@ -87,7 +83,7 @@ def test_a_text_row_begins_with_bos_and_ends_with_eos_once(tokenizer):
 
 def test_the_template_teaches_the_answer_and_its_end(demo, tokenizer):
     template = load_template(tokenizer)
-    for row in rows(demo.test)[:5]:
+    for row in read_lines(demo.test)[:5]:
         messages = (Message("user", row["prompt"]), Message("assistant", row["completion"]))
         encoded = template.encode(Conversation(messages, "here"))
         learned = [token for token, yes in zip(encoded.ids, encoded.supervised, strict=True) if yes]
@@ -96,7 +92,7 @@ def test_the_template_teaches_the_answer_and_its_end(demo, tokenizer):
 
 
 def test_rows_are_written_as_counted(demo):
-    texts, train, test = rows(demo.pretrain_text), rows(demo.train), rows(demo.test)
+    texts, train, test = read_lines(demo.pretrain_text), read_lines(demo.train), read_lines(demo.test)
     assert (len(texts), len(train), len(test)) == (PRETRAINING_TEXTS, TRAINING_ROWS, HELD_OUT_ROWS)
     assert all(set(row) == {"text"} for row in texts)
     assert all(set(row) == {"id", "prompt", "completion"} for row in train + test)

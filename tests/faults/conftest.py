@@ -1,26 +1,6 @@
 """The command line inside the test's process: exit code, standard output, standard error."""
 
-import sys
-
 import pytest
-
-from fitune.cli import main
-
-
-@pytest.fixture
-def call(capsys, monkeypatch):
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["fitune", *map(str, words)])
-        code = 0
-        try:
-            main()
-        except SystemExit as exit_:
-            code = int(exit_.code or 0)
-        printed = capsys.readouterr()
-        assert "Traceback" not in printed.err + printed.out
-        return code, printed.out, printed.err
-
-    return run
 
 
 @pytest.fixture

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from checkpoint.tiny_export import TARGETS, byte_tokenizer, tiny_base, with_adapter
+from checkpoint.tiny_export import byte_tokenizer, tiny_base, with_adapter
+from faults.adapters import edit_config, edit_weights
 from fitune.checkpoint.export import adapter_weights, export_merged
 from fitune.checkpoint.layout import write_adapter
 from fitune.errors import CheckpointError
@@ -37,16 +36,6 @@ def adapter(tmp_path):
     return write(with_adapter(tiny_base(tmp_path / "base")), tmp_path / "adapter")
 
 
-def edit_config(adapter, **changes):
-    file = adapter / "adapter_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
-
-
-def edit_weights(adapter, change):
-    weights = load_file(adapter / "adapter_model.safetensors")
-    save_file(change(weights), adapter / "adapter_model.safetensors")
-
-
 def key(weights, part):
     return next(name for name in weights if part in name)
 
@@ -64,15 +53,18 @@ def test_a_matching_adapter_passes_on_a_folder_and_on_a_model(adapter, base):
     [
         ("[1, 2]", "expected an object, found list"),
         ('{"peft_type": "LORA"}', "r is missing"),
-        ('{"peft_type": "LORA", "r": "8"}', "r = '8'"),
-        ('{"peft_type": "LOHA", "r": 8}', "fitune takes LORA adapters"),
         ("{", "not JSON"),
         ("", "adapter_config.json"),
         ("null", "adapter_config.json"),
+        ("\xff", "adapter_config.json"),
+        ('{"r": 4, "r": 8}', "adapter_config.json"),
+        ("[" * 100_000, "adapter_config.json"),
+        ('{"peft_type": ' + "[" * 200 + "]" * 200 + "}", "adapter_config.json"),
     ],
+    ids=["list", "no rank", "half", "empty", "null", "bytes", "twice", "deep", "nested"],
 )
 def test_a_config_that_is_no_adapters(adapter, content, said, base):
-    (adapter / "adapter_config.json").write_text(content)
+    (adapter / "adapter_config.json").write_text(content, encoding="latin-1")
     with pytest.raises(CheckpointError, match=said):
         check_adapter(adapter, base=base)
 
@@ -84,12 +76,6 @@ def test_wrong_rank(adapter, rank, base):
         CheckpointError, match=rf"12 keys:\n(.|\n)*q_proj.lora_A.weight: \(4, 32\), expected \({rank}, 32\)"
     ):
         check_adapter(adapter, base=base)
-
-
-def test_a_rank_pattern_is_understood(tmp_path, base):
-    config = LoraConfig(r=4, target_modules=list(TARGETS), rank_pattern={"v_proj": 2}, task_type="CAUSAL_LM")
-    adapter = write(get_peft_model(tiny_base(tmp_path / "base"), config), tmp_path / "adapter")
-    assert check_adapter(adapter, base=base)[0].startswith("the adapter changes nothing")
 
 
 @pytest.mark.parametrize(
@@ -113,7 +99,6 @@ def test_wrong_base(adapter, base, tmp_path, change, reason):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda w: {n: t for n, t in w.items() if n != key(w, "lora_B")}, r"lora_B\.weight: missing"),
         (lambda w: {n: t for n, t in w.items() if "1.self_attn.q_proj" not in n}, r"1\.self_attn\.q_proj\S*: missing"),
         (lambda w: {f"transformer.{n}": t for n, t in w.items()}, "the base has no such linear"),
         (lambda w: {**w, "surprise.weight": torch.ones(2)}, r"surprise\.weight: unknown key"),
@@ -152,12 +137,6 @@ def test_another_base_of_the_same_shapes_is_a_warning(adapter, base):
 def test_weights_that_are_no_safetensors(adapter, content, base):
     (adapter / "adapter_model.safetensors").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors: damaged"):
-        check_adapter(adapter, base=base)
-
-
-def test_a_long_list_of_keys_is_cut_and_counted(adapter, base):
-    edit_config(adapter, r=16)
-    with pytest.raises(CheckpointError, match="and 4 more"):
         check_adapter(adapter, base=base)
 
 

@@ -11,6 +11,7 @@ from data.tiny_tokenizers import byte_tokenizer
 from fitune.data import cache
 from fitune.data.preparing import prepare_data
 from fitune.spec.plan import DataPlan, DataSource
+from jsonl import write_lines
 
 FILES = [f"{part}/{name}" for part in ("train", "eval") for name in ("ids", "supervised", "offsets")]
 
@@ -20,7 +21,7 @@ def prepare(tmp_path):
     def run():
         file = tmp_path / "rows.jsonl"
         rows = [{"prompt": f"what is {i}?", "completion": f"it is {i}"} for i in range(60)]
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(file, rows)
         data = DataPlan(
             sources=(DataSource(path=str(file), weight=1.5),),
             cache_dir=str(tmp_path / "cache"),

@@ -44,17 +44,13 @@ def test_a_file_of_another_shape_is_named(call, run, name, shape):
     more = b"\n{}\n" if name == "metrics.jsonl" else b""  # its last line may be torn
     (run / name).write_bytes(SHAPES[shape].encode("utf-8", "surrogateescape") + more)
     for command in ("report", "export"):
-        code, _, err = call(command, run)
-        assert code == 2
-        assert name in err
+        call(command, run).ends(2, name)
 
 
 @pytest.mark.parametrize("name", ["plan.json", "report.json"])
 def test_going_on_from_a_file_of_another_shape_is_refused(train, run, name):
     (run / name).write_text("[1, 2]\n{}\n")
-    code, _, err = train("--resume", output_dir=run, save_steps=1, max_steps=3)
-    assert code == 2
-    assert name in err
+    train("--resume", output_dir=run, save_steps=1, max_steps=3).ends(2, name)
 
 
 @pytest.mark.parametrize("killed", [False, True])
@@ -63,9 +59,9 @@ def test_a_log_of_another_shape_is_put_back(train, run, killed):
         (run / "report.json").unlink()
     before = (run / "metrics.jsonl").read_text()
     (run / "metrics.jsonl").write_text("[1, 2]\n{}\n")
-    code, out, _ = train("--resume", output_dir=run, save_steps=1, max_steps=3)
-    assert code == 0
-    assert "lines that cannot be read: 2; the lines up to step 2 are put back" in out
+    train("--resume", output_dir=run, save_steps=1, max_steps=3).ends(
+        0, "lines that cannot be read: 2; the lines up to step 2 are put back"
+    )
     assert (run / "metrics.jsonl").read_text().startswith(before)
 
 

@@ -77,10 +77,7 @@ def test_a_merge_that_fails_leaves_the_adapter_and_can_be_done_again(
     assert same_weights(*(it / "adapter" / "adapter_model.safetensors" for it in (run, whole)))
 
     for words in ((), ("--resume",)):
-        refused, _, err = train(*words, **MERGED)
-        assert refused == 2
-        assert "is trained; only its export failed" in err
-        assert f"fitune export {run}" in err
+        train(*words, **MERGED).ends(2, "is trained; only its export failed", f"fitune export {run}")
     assert call("export", run)[0] == 0
     assert same_weights(*(it / "merged" / "model.safetensors" for it in (run, whole)))
     assert report_of(run).status == "complete"
@@ -93,12 +90,8 @@ def test_killed_while_merging_it_is_exported_without_training_again(train, call,
     merged = load_file(run / "merged" / "model.safetensors")
     (run / "merged").rename(tmp_path / "merged")
     (run / "report.json").unlink()
-    code, _, err = train("--resume", output_dir=run, **MERGED)
-    assert code == 2
-    assert f"fitune export {run}" in err
-    code, out, _ = call("export", run)
-    assert code == 0
-    assert f"read from {run / 'adapter'}" in out
+    train("--resume", output_dir=run, **MERGED).ends(2, f"fitune export {run}")
+    call("export", run).ends(0, f"read from {run / 'adapter'}")
     again = load_file(run / "merged" / "model.safetensors")
     assert all(torch.equal(merged[name], again[name]) for name in merged)
     report = report_of(run)
@@ -134,8 +127,7 @@ def test_an_adapter_or_a_model_that_fails_can_be_exported_again(
     assert not (run / folder).exists()
     assert (run / f"{folder}-unverified").exists() is (how == "unverified")
     assert ("what was trained is kept in" in err) is (how == "unverified")
-    code, out, _ = call("export", run)
-    assert code == 0
+    out = call("export", run).ends(0)
     assert ("step-2" in out) is (how == "checkpoint")
     file = "adapter_model.safetensors" if kind == "adapter" else "model.safetensors"
     assert same_weights(run / folder / file, tmp_path / "whole" / folder / file)
@@ -163,7 +155,7 @@ def test_a_run_without_checkpoints_saves_one_when_nothing_else_holds_its_weights
     assert same_weights(run / folder / file, tmp_path / "whole" / folder / file)
 
 
-def test_an_export_is_not_promised_where_no_checkpoint_can_be_saved_either(train, tmp_path, monkeypatch):
+def test_an_export_is_not_promised_where_no_checkpoint_can_be_saved_either(train, monkeypatch):
     monkeypatch.setattr("fitune.checkpoint.export.write_texts", raising(NO_ROOM))
     monkeypatch.setattr(import_module("fitune.train.saving"), "write_share", raising(NO_ROOM))
     code, out, err = train(save_steps=0)
@@ -182,8 +174,7 @@ def test_a_run_of_a_gpu_is_exported_on_a_machine_without_one(train, call, tmp_pa
     (run / "plan.json").write_text(
         to_json(replace(plan, hardware=hardware_for(gpu=find_gpu("h100")), attention="flash"))
     )
-    code, _, err = call("export", run, "--as", export, "--out", tmp_path / "out")
-    assert code == 0, err
+    call("export", run, "--as", export, "--out", tmp_path / "out").ends(0)
     assert load_file(tmp_path / "out" / "model.safetensors")
 
 
@@ -195,9 +186,7 @@ def test_an_adapter_of_an_earlier_end_is_not_taken_for_the_last(train, call, tmp
         broken.setattr("fitune.checkpoint.export.write_texts", raising(NO_ROOM))
         assert train("--resume", save_steps=2, max_steps=4)[0] == 1
     os.utime(tmp_path / "run/adapter/adapter_model.safetensors", (1, 1))
-    code, out, _ = call("export", tmp_path / "run", "--as", "merged")
-    assert code == 0
-    assert "step-4" in out
+    call("export", tmp_path / "run", "--as", "merged").ends(0, "step-4")
     assert call("export", tmp_path / "run")[0] == 0
     new = load_file(tmp_path / "run/adapter/adapter_model.safetensors")
     assert any(not torch.equal(old[name], new[name]) for name in old)
@@ -208,9 +197,7 @@ def test_nothing_is_exported_before_the_last_step(train, call, tmp_path):
     metrics = tmp_path / "run" / "metrics.jsonl"
     metrics.write_text(metrics.read_text().splitlines()[0] + "\n")
     (tmp_path / "run" / "report.json").unlink()
-    code, _, err = call("export", tmp_path / "run")
-    assert code == 2
-    assert "1 of 2 steps are done" in err
+    call("export", tmp_path / "run").ends(2, "1 of 2 steps are done")
 
 
 @pytest.mark.parametrize(
@@ -230,9 +217,7 @@ def test_nothing_is_exported_before_the_last_step(train, call, tmp_path):
 )
 def test_what_a_run_does_not_have_is_not_exported(train, call, tmp_path, words, settings, said):
     assert train(**settings)[0] == 0
-    code, _, err = call("export", tmp_path / "run", *words)
-    assert code == 2
-    assert said in err
+    call("export", tmp_path / "run", *words).ends(2, said)
 
 
 # What a merge does to the loss
@@ -243,8 +228,7 @@ def test_a_merged_packed_model_is_measured_beside_the_trained_one(train, call, t
     pytest.importorskip("bitsandbytes")
     words = {"tuning": "qlora", "learning_rate": 5e-2, "max_steps": 4, "val_fraction": 0.3 if held_out else 0}
     run = tmp_path / "run"
-    code, out, _ = train(**words, **MERGED)
-    assert code == 0
+    out = train(**words, **MERGED).ends(0)
     report = report_of(run)
     loss = report.merged_loss
     assert loss is not None
@@ -259,14 +243,10 @@ def test_a_merged_packed_model_is_measured_beside_the_trained_one(train, call, t
         assert line in out
         assert line in (run / "merged" / "README.md").read_text()
         assert line in (run / "report.html").read_text().replace("&#39;", "'")
-    code, again, _ = call("export", run, "--out", tmp_path / "copy")
-    assert code == 0
-    assert loss.describe() in again
+    call("export", run, "--out", tmp_path / "copy").ends(0, loss.describe())
 
 
 def test_a_loss_that_cannot_be_measured_costs_no_merge(train, tmp_path, monkeypatch):
     monkeypatch.setattr(import_module("fitune.train.evaluate"), "evaluate", raising(NO_MEMORY))
-    code, out, _ = train(**MERGED)
-    assert code == 0
-    assert "loss was not measured: [enforce]" in out
+    train(**MERGED).ends(0, "loss was not measured: [enforce]")
     assert (tmp_path / "run" / "merged" / "model.safetensors").is_file()

@@ -90,7 +90,7 @@ def test_what_fails_in_a_step_is_reported(
     assert type(error).__name__ in (tmp_path / "run" / "traceback.txt").read_text()
 
 
-def test_out_of_memory_names_the_plan_and_what_takes_less(train, tmp_path, monkeypatch):
+def test_out_of_memory_names_the_plan_and_what_takes_less(train, monkeypatch):
     failing(monkeypatch, STEP, CUDA, after=2)
     _, _, err = train(tuning="full", save_steps=1, gradient_checkpointing=False, loss="plain", **ONE_ROW)
     assert "Tried to allocate 2.50 GiB" in err
@@ -128,28 +128,22 @@ def test_a_model_that_does_not_fit_when_loaded_is_reported_and_no_run_to_protect
     assert train()[0] == 0
 
 
-def test_no_room_for_the_weights_is_not_taken_for_damaged_files(train, tmp_path, monkeypatch):
+def test_no_room_for_the_weights_is_not_taken_for_damaged_files(train, monkeypatch):
     """torch's error for it is a RuntimeError, like those of weights that do not match."""
     failing(monkeypatch, "transformers.PreTrainedModel.from_pretrained", CUDA)
-    code, _, err = train()
-    assert code == 3
-    assert "out of memory (loading the model)" in err
+    err = train().ends(3, "out of memory (loading the model)")
     assert "fetch them again" not in err
 
 
 def test_an_export_that_fails_is_a_failed_run(train, tmp_path, monkeypatch):
     failing(monkeypatch, "fitune.train.export.export_adapter", RuntimeError("broken"))
-    code, _, err = train(save_steps=1)
-    assert code == 1
-    assert "exporting, step 2" in err
-    assert "--resume goes on from step-2" in err
+    train(save_steps=1).ends(1, "exporting, step 2", "--resume goes on from step-2")
     assert report_of(tmp_path / "run").status == "failed"
 
 
 def test_a_second_signal_is_written_down(train, tmp_path, monkeypatch):
     failing(monkeypatch, LOSS, KeyboardInterrupt(), after=2)
-    code, _, _ = train()
-    assert code == 130
+    train().ends(130)
     report = report_of(tmp_path / "run")
     assert (report.status, report.reason) == ("interrupted", "stopped at once (loss, step 2)")
 
@@ -237,19 +231,13 @@ def test_data_that_cannot_be_read_leaves_a_directory_that_can_be_used(train, tmp
 def test_a_complete_run_without_checkpoints_is_not_said_to_be_extensible(train, tmp_path):
     assert train()[0] == 0
     before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
-    code, _, err = train(max_steps=4)
-    assert code == 2
+    err = train(max_steps=4).ends(2)
     assert "--resume" not in err
-    code, _, err = train("--resume", max_steps=4)
-    assert code == 2
-    assert "no checkpoint (save_steps was 0)" in err
+    train("--resume", max_steps=4).ends(2, "no checkpoint (save_steps was 0)")
     assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
 
 
 def test_a_run_that_saves_saves_its_last_step(train, tmp_path):
     assert train(save_steps=2, max_steps=3)[0] == 0
     assert (tmp_path / "run" / "checkpoints" / "latest").resolve().name == "step-3"
-    code, out, _ = train("--resume", save_steps=2, max_steps=5)
-    assert code == 0
-    assert "resuming from" in out
-    assert "step-3" in out
+    train("--resume", save_steps=2, max_steps=5).ends(0, "resuming from", "step-3")

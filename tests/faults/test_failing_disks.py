@@ -70,9 +70,7 @@ def test_a_disk_that_fails_while_training(
         return real(*words, **named)
 
     monkeypatch.setattr(os, call_name, failing)
-    ended, _, err = train(save_steps=1, data=data)
-    assert ended == 1
-    assert os.strerror(errno.EIO) in err
+    train(save_steps=1, data=data).ends(1, os.strerror(errno.EIO))
 
 
 @pytest.mark.parametrize(

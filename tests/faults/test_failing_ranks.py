@@ -17,6 +17,7 @@ from faults.faulty_ranks import until_heard
 from fitune.spec.reports import RunReport
 from fitune.spec.serial import from_json
 from fitune.track.metrics import read_metrics
+from jsonl import read_lines
 
 slow = pytest.mark.slow
 TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
@@ -126,7 +127,7 @@ def test_ranks_that_fail_in_a_save_leave_the_checkpoint_before_to_go_on_from(pro
     ended, err = end(program("kill", "--resume", call=99))
     assert ended == 0, err
     assert sorted(path.name for path in folder.iterdir()) == ["LINE", "latest", "step-7", "step-8"]
-    steps = [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    steps = [line["step"] for line in read_lines(tmp_path / "run/metrics.jsonl")]
     assert steps == list(range(1, 9))
 
 

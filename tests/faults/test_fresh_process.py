@@ -76,9 +76,7 @@ def test_an_attempt_is_handed_over_whole_and_once(tmp_path, model_folder, data_f
 @pytest.mark.parametrize("text", ["[]", "{}", '{"recipe": 1}', "[" * 5000, ""])
 def test_what_is_no_attempt_is_refused(call, tmp_path, text):
     (tmp_path / RETRY).write_text(text)
-    code, _, err = call("go-on", tmp_path)
-    assert code == 2
-    assert RETRY in err
+    call("go-on", tmp_path).ends(2, RETRY)
 
 
 def test_an_address_space_that_is_full_is_memory_that_ran_out():

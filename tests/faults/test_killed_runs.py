@@ -52,8 +52,7 @@ def test_a_complete_run_gets_what_its_ending_owes(train, tmp_path, missing):
     file = run / missing
     before = (run / "adapter" / "adapter_model.safetensors").read_bytes()
     shutil.rmtree(file) if file.is_dir() else file.unlink()
-    code, out, _ = train(save_steps=2)
-    assert (code, "already complete" in out) == (0, True)
+    train(save_steps=2).ends(0, "already complete")
     assert file.exists()
     assert (run / "adapter" / "adapter_model.safetensors").read_bytes() == before
 
@@ -66,8 +65,7 @@ def test_a_complete_run_whose_metrics_were_damaged_gets_its_page_from_its_checkp
     before = metrics.read_bytes()
     metrics.write_text(damage)
     (run / "report.html").unlink()
-    code, out, _ = train(save_steps=2)
-    assert (code, "are put back from its checkpoint" in out) == (0, True)
+    train(save_steps=2).ends(0, "are put back from its checkpoint")
     assert metrics.read_bytes() == before
     assert (run / "report.html").is_file()
 
@@ -85,8 +83,7 @@ def test_an_older_checkpoint_does_not_take_the_last_steps_from_the_metrics(train
 def test_an_export_that_nothing_holds_any_more_is_named(train, tmp_path):
     assert train()[0] == 0
     shutil.rmtree(tmp_path / "run" / "adapter")
-    code, out, _ = train()
-    assert (code, "neither adapter nor a checkpoint holds the weights" in out) == (0, True)
+    train().ends(0, "neither adapter nor a checkpoint holds the weights")
 
 
 def test_a_page_of_an_earlier_end_does_not_stay(train, tmp_path, monkeypatch):

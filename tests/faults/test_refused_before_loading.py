@@ -27,13 +27,12 @@ def test_nothing_fits(call, tmp_path, data_file, command):
         if command == "train"
         else ("--details",) * (command == "plan")
     )
-    code, _, err = call(
-        command, *GPU, "--gpu", "t4", "--tuning", "full", "--offload-optimizer", "device", *more
+    err = call(command, *GPU, "--gpu", "t4", "--tuning", "full", "--offload-optimizer", "device", *more).ends(
+        2,
+        "nothing fits: meta-llama/Llama-3.1-8B on one t4",
+        "smallest memory that is enough",
+        "the smallest known GPU that holds it",
     )
-    assert code == 2
-    assert "nothing fits: meta-llama/Llama-3.1-8B on one t4" in err
-    assert "smallest memory that is enough" in err
-    assert "the smallest known GPU that holds it" in err
     assert "try: tuning: lora" in err or "tuning: qlora" in err
     assert not (tmp_path / "run").exists()
 
@@ -44,18 +43,15 @@ def test_a_gpu_that_is_not_here_is_said_before_the_data_is_read(train, tmp_path,
 
     monkeypatch.setattr(import_module("fitune.train.run"), "prepare_data", read)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    code, _, err = train(gpu="3090")
-    assert code == 2
-    assert "the plan is for rtx-3090, and torch sees no CUDA device" in err
+    train(gpu="3090").ends(2, "the plan is for rtx-3090, and torch sees no CUDA device")
     assert not (tmp_path / "run").exists()
 
 
 def test_a_host_that_is_too_small_for_what_was_offloaded(call, tmp_path, data_file):
     words = ("--offload-parameters", "cpu", "--offload-optimizer", "cpu", "--output-dir", tmp_path / "run")
-    code, _, err = call("train", *GPU, "--gpu", "a100-40gb", "--tuning", "full", "--data", data_file, *words)
-    assert code == 2
-    assert "but not the host" in err
-    assert "135.7 GiB a node, 57.6 usable, 78.1 short" in err
+    call("train", *GPU, "--gpu", "a100-40gb", "--tuning", "full", "--data", data_file, *words).ends(
+        2, "but not the host", "135.7 GiB a node, 57.6 usable, 78.1 short"
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -73,8 +69,7 @@ def test_a_host_holds_the_shares_of_all_its_ranks(call, tmp_path, data_file, nod
     """3 GiB for each of four processes; of two nodes each holds half of weights, optimizer and gradients."""
     words = ("--offload-parameters", "cpu", "--offload-optimizer", "cpu", "--output-dir", tmp_path / "run")
     device = ("--gpu", "a100-40gb", "--gpus", 4, "--nodes", nodes, "--offload-activations", "device")
-    code, _, err = call("train", *GPU, *device, "--tuning", "full", "--data", data_file, *words)
-    assert code == 2
+    err = call("train", *GPU, *device, "--tuning", "full", "--data", data_file, *words).ends(2)
     assert said in " ".join(err.split())
     assert not (tmp_path / "run").exists()
 
@@ -82,23 +77,20 @@ def test_a_host_holds_the_shares_of_all_its_ranks(call, tmp_path, data_file, nod
 @pytest.mark.parametrize(("gpu", "capability"), [("v100-32gb", "7.0"), ("t4", "7.5"), ("rtx-2080-ti", "7.5")])
 @pytest.mark.parametrize("precision", ["bf16", "bf16-master"])
 def test_bf16_on_a_device_that_has_none(call, gpu, capability, precision):
-    code, _, err = call("plan", *GPU, "--gpu", gpu, "--tuning", "qlora", "--precision", precision)
-    assert code == 2
-    assert f"{gpu} (compute capability {capability}) has no bf16" in err
-    assert f"asked for: precision: {precision}" in err
-    assert "try: precision: fp16" in err
-    code, out, _ = call("plan", *GPU, "--gpu", "v100-32gb", "--tuning", "qlora")
-    assert code == 0
-    assert "fp16" in out
+    call("plan", *GPU, "--gpu", gpu, "--tuning", "qlora", "--precision", precision).ends(
+        2,
+        f"{gpu} (compute capability {capability}) has no bf16",
+        f"asked for: precision: {precision}",
+        "try: precision: fp16",
+    )
+    call("plan", *GPU, "--gpu", "v100-32gb", "--tuning", "qlora").ends(0, "fp16")
 
 
 @pytest.mark.parametrize(("quantiser", "library"), [("nf4", "bitsandbytes"), ("hqq", "hqq.core.quantize")])
-def test_a_quantiser_that_is_not_installed(train, tmp_path, monkeypatch, quantiser, library):
+def test_a_quantiser_that_is_not_installed(train, monkeypatch, quantiser, library):
     monkeypatch.undo()  # the check is the first thing that loading does
     monkeypatch.setitem(sys.modules, library, None)
-    code, _, err = train(tuning="qlora", quantization=quantiser)
-    assert code == 2
-    assert "pip install 'fitune[quant]'" in err
+    train(tuning="qlora", quantization=quantiser).ends(2, "pip install 'fitune[quant]'")
 
 
 class Bomb:
@@ -117,17 +109,13 @@ def test_a_pickled_checkpoint_is_refused_and_not_run(train, tmp_path, name):
         path.mkdir()
     inside = path / "optimizer.pt" if name == "folder" else path
     inside.write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))
-    code, _, err = train(resume=path)
-    assert code == 2
-    assert str(path) in err
+    train(resume=path).ends(2, str(path))
     assert not (tmp_path / "exploded").exists()
     assert not (tmp_path / "run").exists()
 
 
-def test_a_tokenizer_of_another_model(train, tmp_path, model_folder, data_file):
+def test_a_tokenizer_of_another_model(train, tmp_path, model_folder):
     """An id beyond the embedding is an assertion inside a kernel on a GPU, which takes the process down."""
     mixed = with_ids_moved_up(model_folder, tmp_path / "mixed", by=300)
-    code, _, err = train(model=mixed)
-    assert code == 2
-    assert "the embedding has 384 rows: they are of different models" in err
+    train(model=mixed).ends(2, "the embedding has 384 rows: they are of different models")
     assert not (tmp_path / "run").exists()

@@ -104,7 +104,7 @@ def test_what_went_to_the_hub_goes_there(tmp_path, theirs, pushed, public):
 
 
 @pytest.mark.parametrize("text", ["two\nlines", "x " * 6_000, "tail\n", "# no comment\n\n  at all"])
-def test_a_comment_is_never_a_part_of_a_value(tmp_path, text):
+def test_a_comment_is_never_a_part_of_a_value(text):
     keys = {"model_name_or_path": "gpt2", "dataset_name": "org/d", "use_peft": True, "run_name": text,
             "output_dir": text}  # fmt: skip
     reading = Reading(trainer="TRL", where="theirs\nyaml", raw=keys, folder=Path("."))

@@ -8,10 +8,9 @@ from fitune.errors import HardwareError
 from fitune.launch.nodes import OneNode, Place
 from fitune.session.train import ranks_of_nodes
 from fitune.session.train.ranks_of_nodes import require_one_machine
-from fitune.spec.recipe.recipe import parse_recipe
 from fitune.spec.serial import to_json
 from fitune.units import GIB
-from plans import gpu, plan_for, small_llama
+from plans import gpu, plan_for, recipe_of, small_llama
 
 
 def test_the_refusal_says_what_to_start_on_each_machine():
@@ -56,6 +55,4 @@ def test_a_node_that_is_smaller_than_the_first_says_so_before_its_ranks_start(mo
 
     monkeypatch.setattr(ranks_of_nodes, "wanted_hardware", here)
     with pytest.raises(HardwareError, match=said):
-        ranks_of_nodes.train_by_ranks(
-            None, parse_recipe({"model": "m"}), _Second(plan), tell=lambda event: None
-        )
+        ranks_of_nodes.train_by_ranks(None, recipe_of("m"), _Second(plan), tell=lambda event: None)

@@ -132,7 +132,7 @@ def test_two_tables_that_differ_are_not_one(folder, base):
     assert "tie_word_embeddings: false" in str(caught.value.hint)
 
 
-def test_the_command_line_says_it_in_one_line(folder, tmp_path):
+def test_the_command_line_says_it_in_one_line(folder):
     cut(lambda c: c[:-10])(folder)
     with pytest.raises(ModelError) as caught:
         stored_tensors(folder)

@@ -16,6 +16,7 @@ from fitune.spec.model.model_spec import Dropout
 from fitune.spec.plan import Lora
 from fitune.spec.predictions import Phase
 from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
+from plans import recipe_of
 
 
 def found(**settings):
@@ -128,9 +129,7 @@ def test_what_the_dropout_of_the_config_costs_is_said():
 def test_dropout_of_a_traced_model_is_in_its_figures():
     """It was told as 0 B more than without, because nothing was traced without."""
     model = replace(load_model_spec("openai/gpt-oss-20b", offline=True), dropout=Dropout(attention=0.1))
-    recipe = parse_recipe(
-        canonical_keys({"model": model.name, "tuning": "lora", "seq_len": 512}, where="test")
-    )
+    recipe = recipe_of(model.name, tuning="lora", seq_len=512)
     report = find_plan(recipe, model=model, hardware=hardware_for(gpu=find_gpu("h100")))
     line = "dropout 0.1 on attention, from the model's config, is in these figures"
     assert any(said.startswith(line) for said in report.decisions)

@@ -8,11 +8,11 @@ from fitune.planner.search import find_plan
 from fitune.session.alternatives import largest_for, plan_with
 from fitune.session.results import result_data, text_of
 from fitune.spec.recipe.recipe import parse_recipe
-from plans import gpu, known
+from plans import gpu, known, recipe_of
 
 
 def test_a_change_is_read_like_a_recipe():
-    recipe = parse_recipe({"model": "gpt2", "seq_len": 512})
+    recipe = recipe_of("gpt2", seq_len=512)
     for change in ("zero: 3, backend: fsdp", "zero=3, backend=fsdp", "{zero_stage: 3, backend: fsdp}"):
         changed = changed_recipe(recipe, change)
         assert (changed.zero, changed.backend, changed.seq_len) == (3, "fsdp", 512)
@@ -20,18 +20,18 @@ def test_a_change_is_read_like_a_recipe():
 
 def test_an_equals_sign_in_a_value_stays_there():
     for change in ("chat_template: x=y.jinja, zero=3", "chat_template=x=y.jinja, zero: 3"):
-        changed = changed_recipe(parse_recipe({"model": "gpt2"}), change)
+        changed = changed_recipe(recipe_of("gpt2"), change)
         assert (changed.chat_template, changed.zero) == ("x=y.jinja", 3)
 
 
 @pytest.mark.parametrize("change", ["", "zero", "zroe: 3", "zero: 9", "[1, 2]", "zero: 3, zero: 2"])
 def test_a_change_that_is_none_is_refused(change):
     with pytest.raises(RecipeError):
-        changed_recipe(parse_recipe({"model": "gpt2"}), change)
+        changed_recipe(recipe_of("gpt2"), change)
 
 
 def test_why_not_zero_3_is_answered_in_bytes_and_seconds():
-    recipe = parse_recipe({"model": "llama-3.1-8b", "gpu": "a100-80gb", "gpus": 4, "tuning": "lora"})
+    recipe = recipe_of("llama-3.1-8b", gpu="a100-80gb", gpus=4, tuning="lora")
     text = text_of(plan_with(recipe, "zero: 3"))
     assert "with zero: 3" in text
     assert "a device at its peak" in text
@@ -39,14 +39,14 @@ def test_why_not_zero_3_is_answered_in_bytes_and_seconds():
 
 
 def test_a_change_that_does_not_fit_is_answered_with_its_sum():
-    recipe = parse_recipe({"model": "llama-3.1-8b", "gpu": "rtx-4090"})
+    recipe = recipe_of("llama-3.1-8b", gpu="rtx-4090")
     answer = result_data(plan_with(recipe, "tuning: full, offload_optimizer: device"))["why"]
     assert answer["fits"] is False
     assert answer["pinned"]["estimate"]["peak_bytes"] > answer["taken"]["estimate"]["peak_bytes"]
 
 
 def test_the_method_stays_unless_the_change_names_one():
-    recipe = parse_recipe({"model": "llama-3.1-8b", "gpu": "a100-80gb", "gpus": 4})
+    recipe = recipe_of("llama-3.1-8b", gpu="a100-80gb", gpus=4)
     answer = result_data(plan_with(recipe, "offload_optimizer: cpu"))["why"]
     assert answer["taken"]["plan"]["tuning"] == answer["pinned"]["plan"]["tuning"]
 
@@ -65,14 +65,14 @@ def test_the_longest_row_is_the_longest():
 
 
 def test_fewer_trained_parameters_leave_room_for_more():
-    recipe = parse_recipe({"model": "llama-3.2-1b", "seq_len": 1024})
+    recipe = recipe_of("llama-3.2-1b", seq_len=1024)
     found = largest(recipe, "micro_batch", model=known("llama-3.2-1b"), hardware=gpu("rtx-4090"))
     rows = {(type(item.method.tuning).__name__, item.method.precision.value): item.value for item in found}
     assert rows["Full", "bf16-master"] < rows["Lora", "bf16-master"]
 
 
 def test_the_largest_model_is_named():
-    recipe = parse_recipe({"model": "llama-3.2-1b", "gpu": "rtx-4090", "tuning": "qlora", "seq_len": 1024})
+    recipe = recipe_of("llama-3.2-1b", gpu="rtx-4090", tuning="qlora", seq_len=1024)
     answer = result_data(largest_for(recipe, "model"))
     assert answer["methods"][0]["value"] in ("01-ai/Yi-34B", "Qwen/Qwen2.5-32B")
 
@@ -85,17 +85,17 @@ def test_with_parameters_on_the_host_the_longest_row_is_found():
 
 
 def test_why_with_what_was_taken_anyway_is_the_same_plan():
-    recipe = parse_recipe({"model": "llama-3.1-8b", "gpu": "rtx-4090"})
+    recipe = recipe_of("llama-3.1-8b", gpu="rtx-4090")
     assert "the same plan" in text_of(plan_with(recipe, "attn_implementation: flash"))
 
 
 def test_an_unknown_quantity_is_refused():
     with pytest.raises(RecipeError, match="--largest speed is not known"):
-        largest_for(parse_recipe({"model": "llama-3.2-1b", "gpu": "t4"}), "speed")
+        largest_for(recipe_of("llama-3.2-1b", gpu="t4"), "speed")
 
 
 def test_a_side_that_cannot_be_trained_yet_is_marked():
-    recipe = parse_recipe({"model": "qwen3-8b", "gpu": "rtx-3090", "gpus": 2, "tuning": "lora"})
+    recipe = recipe_of("qwen3-8b", gpu="rtx-3090", gpus=2, tuning="lora")
     lines = text_of(plan_with(recipe, "zero: 3, backend: fsdp, offload_activations: device")).splitlines()
     assert lines[0] == "taken (only planned: fitune plan says what is trained instead)"
     assert "with zero: 3, backend: fsdp, offload_activations: device" in lines

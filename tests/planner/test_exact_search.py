@@ -13,7 +13,7 @@ from fitune.planner.methods import methods
 from fitune.spec.plan import Recompute, Zero
 from fitune.spec.recipe.recipe import parse_recipe
 from fitune.units import GIB
-from plans import gpu, known
+from plans import gpu, known, recipe_of
 
 SHALLOW = replace(known("qwen3-0.6b"), num_layers=7)
 
@@ -58,9 +58,7 @@ def test_no_plan_is_better_than_the_one_taken(card, gpus, host, settings):
 
 def test_the_smallest_plan_is_the_smallest():
     model, hardware = SHALLOW, replace(gpu("t4", gpus=2), host_memory_bytes=32 * GIB)
-    recipe = parse_recipe(
-        {"model": "qwen3-0.6b", "tuning": "full", "global_batch_size": 4, "loss_chunk_tokens": 256}
-    )
+    recipe = recipe_of("qwen3-0.6b", tuning="full", global_batch_size=4, loss_chunk_tokens=256)
     request = Request(recipe=recipe, model=model, hardware=hardware)
     method = methods(request)[0]
     estimates = [predict(plan) for plan in every_plan(request, method)]
@@ -75,7 +73,7 @@ def test_the_stages_of_a_model_do_not_depend_on_the_placement():
     """The search describes them once for all placements."""
     model, hardware = known("llama-3.2-1b"), gpu("a100-40gb", gpus=4)
     for tuning in ("full", "lora", "qlora", "lomo"):
-        recipe = parse_recipe({"model": "llama-3.2-1b", "tuning": tuning, "global_batch_size": 8})
+        recipe = recipe_of("llama-3.2-1b", tuning=tuning, global_batch_size=8)
         request = Request(recipe=recipe, model=model, hardware=hardware)
         method = methods(request)[-1]
         search = MethodSearch(request, method)

@@ -10,16 +10,11 @@ from fitune.planner.search import find_plan
 from fitune.spec.machines.gpus import find_gpu
 from fitune.spec.model.known_models import find_known_model
 from fitune.spec.plan import Plan
-from fitune.spec.recipe.recipe import parse_recipe
 from fitune.spec.rules import keeps_rules
 from fitune.spec.serial import from_data
 from fitune.spec.words import describe_plan
 from fitune.units import GIB, format_percent
-from plans import CPU, gpu, known
-
-
-def report_of(model, hardware, **settings):
-    return find_plan(parse_recipe({"model": model, **settings}), model=known(model), hardware=hardware)
+from plans import CPU, gpu, known, recipe_of, report_of
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +110,7 @@ def test_a_plan_that_cannot_be_trained_yet_stands_beside_the_one_that_is_trained
     report = report_of("qwen3-8b", cards, **settings)
     assert report.chosen.plan.offload.activations == "cpu"
     trained = find_plan(
-        parse_recipe({"model": "qwen3-8b", **settings}),
+        recipe_of("qwen3-8b", **settings),
         model=known("qwen3-8b"),
         hardware=cards,
         purposes=("plan", "train"),
@@ -183,7 +178,7 @@ def test_the_json_object_keeps_its_promise(report):
 
 
 def test_a_model_that_is_stored_in_few_bits_says_so_and_names_the_one_in_sixteen():
-    copy = parse_recipe({"model": "unsloth/llama-3-8b-bnb-4bit", "gpu": "rtx-4090"})
+    copy = recipe_of("unsloth/llama-3-8b-bnb-4bit", gpu="rtx-4090")
     decisions = find_plan(copy, model=known(copy.model), hardware=gpu("rtx-4090")).decisions
     assert any(
         "(bitsandbytes)" in each and "meta-llama/Meta-Llama-3-8B is the original" in each

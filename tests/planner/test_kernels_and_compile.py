@@ -3,28 +3,26 @@
 import pytest
 
 from fitune.errors import HardwareError, NothingFits, RecipeError
-from fitune.planner.search import find_plan
 from fitune.report.plan_words import sentences
 from fitune.spec.choices import Offload
 from fitune.spec.plan import Plan, updates_in_backward
-from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
+from fitune.spec.recipe.recipe import canonical_keys
 from fitune.spec.serial import from_data, from_json, to_data, to_json
 from fitune.spec.words import describe_plan
-from plans import CPU, gpu, known
+from plans import report_of
 
 
-def report_of(model, card, **settings):
-    recipe = parse_recipe(canonical_keys({"model": model, "tuning": "lora", **settings}, where="test"))
-    return find_plan(recipe, model=known(model), hardware=CPU if card == "cpu" else gpu(card))
+def lora_report(model, card, **settings):
+    return report_of(model, card, **{"tuning": "lora", **settings})
 
 
 def test_neither_is_taken_unless_asked_for():
-    plan = report_of("llama-3.2-1b", "rtx-4090").chosen.plan
+    plan = lora_report("llama-3.2-1b", "rtx-4090").chosen.plan
     assert (plan.kernels, plan.compile_blocks) == ("torch", False)
 
 
 def test_a_plan_from_before_they_were_can_be_read():
-    plan = report_of("llama-3.2-1b", "rtx-4090").chosen.plan
+    plan = lora_report("llama-3.2-1b", "rtx-4090").chosen.plan
     old = {
         name: value
         for name, value in to_data(plan).items()
@@ -41,7 +39,7 @@ def test_liger_is_planned_smaller_and_faster():
         "loss_chunk_tokens": 1024,
     }
     without, chosen = (
-        report_of("llama-3.2-1b", "h100", kernels=kernels, **settings).chosen
+        lora_report("llama-3.2-1b", "h100", kernels=kernels, **settings).chosen
         for kernels in ("torch", "liger")
     )
     assert chosen.plan.kernels == "liger"
@@ -53,7 +51,7 @@ def test_liger_is_planned_smaller_and_faster():
 
 
 def test_compiled_blocks_are_planned_with_what_is_not_known():
-    plain, report = (report_of("llama-3.2-1b", "rtx-4090", torch_compile=on) for on in (False, True))
+    plain, report = (lora_report("llama-3.2-1b", "rtx-4090", torch_compile=on) for on in (False, True))
     assert report.chosen.plan.compile_blocks
     assert report.chosen.estimate == plain.chosen.estimate
     assert any(
@@ -68,16 +66,16 @@ def test_compiled_blocks_are_planned_with_what_is_not_known():
 )
 def test_what_compiled_blocks_forbid_is_not_chosen_for_them_either(model, tuning):
     """``train`` would refuse what ``plan`` shows."""
-    report = report_of(model, "rtx-4090", tuning=tuning, torch_compile=True)
+    report = lora_report(model, "rtx-4090", tuning=tuning, torch_compile=True)
     for priced in (report.chosen, *report.runners_up):
         assert priced.plan.offload == Offload()
         assert not updates_in_backward(priced.plan.tuning)
 
 
 def test_compiled_blocks_that_fit_only_from_the_host_do_not_fit():
-    assert report_of("llama-3.1-8b", "rtx-4090", tuning="full").chosen.plan.offload != Offload()
+    assert lora_report("llama-3.1-8b", "rtx-4090", tuning="full").chosen.plan.offload != Offload()
     with pytest.raises(NothingFits):
-        report_of("llama-3.1-8b", "rtx-4090", tuning="full", torch_compile=True)
+        lora_report("llama-3.1-8b", "rtx-4090", tuning="full", torch_compile=True)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +91,7 @@ def test_compiled_blocks_that_fit_only_from_the_host_do_not_fit():
 )  # fmt: skip
 def test_what_cannot_be_is_refused(model, card, settings, error, words):
     with pytest.raises(error, match=words) as caught:
-        report_of(model, card, **settings)
+        lora_report(model, card, **settings)
     assert caught.value.hint
 
 
@@ -116,9 +114,9 @@ def test_liger_is_proposed_where_it_makes_room():
         "offload_parameters": "device",
     }
     with pytest.raises(NothingFits) as caught:
-        report_of("llama-3.1-8b", "a100-40gb", **settings)
+        lora_report("llama-3.1-8b", "a100-40gb", **settings)
     assert "kernels: liger (pip install 'fitune[liger]')" in str(caught.value.hint)
-    assert report_of("llama-3.1-8b", "a100-40gb", kernels="liger", **settings).chosen.estimate.fits
+    assert lora_report("llama-3.1-8b", "a100-40gb", kernels="liger", **settings).chosen.estimate.fits
 
 
 def test_liger_is_not_proposed_where_it_cannot_be_trained():
@@ -130,7 +128,7 @@ def test_liger_is_not_proposed_where_it_cannot_be_trained():
     hints = []
     for clip in ({"max_grad_norm": 1.0}, {"max_grad_value": 1.0}):
         with pytest.raises(NothingFits) as caught:
-            report_of("llama-3.1-8b", "a100-40gb", tuning="lomo", **clip, **settings)
+            lora_report("llama-3.1-8b", "a100-40gb", tuning="lomo", **clip, **settings)
         hints.append("kernels: liger" in str(caught.value.hint))
     assert hints == [False, True]
 
@@ -145,7 +143,7 @@ def test_liger_is_not_proposed_where_it_cannot_be_trained():
     ],
 )
 def test_tf32_is_planned_where_it_has_an_effect_and_said_where_not(card, precision, planned, said):
-    plain, report = (report_of("llama-3.2-1b", card, precision=precision, tf32=on) for on in (False, True))
+    plain, report = (lora_report("llama-3.2-1b", card, precision=precision, tf32=on) for on in (False, True))
     assert not plain.chosen.plan.tf32
     assert report.chosen.plan.tf32 is planned
     assert ("TF32" in describe_plan(report.chosen.plan)) is planned

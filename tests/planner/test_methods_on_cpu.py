@@ -10,7 +10,7 @@ from fitune.spec.machines.hardware import AttentionRate, Calibration, Rate, Traf
 from fitune.spec.plan import Lomo, Precision
 from fitune.spec.recipe.recipe import parse_recipe
 from fitune.units import GIB
-from plans import CPU, known, small_llama
+from plans import CPU, known, recipe_of, small_llama
 
 
 def measured(*, fp32, bf16, elementwise_bf16=20e9):
@@ -92,7 +92,7 @@ def test_without_a_calibration_the_processors_instructions_decide():
 
 def test_a_model_that_only_launches_stays_in_fp32():
     model = small_llama()
-    recipe = parse_recipe({"model": model.name, "data": ["none.jsonl"], "seq_len": 64, "tuning": "full"})
+    recipe = recipe_of(model.name, data=["none.jsonl"], seq_len=64, tuning="full")
     hardware = hardware_for(gpu=cpu_gpu(memory_bytes=64 * GIB, cores=2, has_bf16_products=True))
     assert find_plan(recipe, model=model, hardware=hardware).chosen.plan.precision is Precision.FP32
 

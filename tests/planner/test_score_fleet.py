@@ -1,11 +1,9 @@
 """A scoring on the clusters of a fleet: order, shares of the rows, what is refused, in training's words."""
 
 import json
-import sys
 
 import pytest
 
-from fitune.cli import main
 from fitune.errors import NothingFits
 from fitune.planner.answering import plan_answering
 from fitune.planner.clusters.ranking import Wanted
@@ -70,7 +68,7 @@ def test_a_budget_refuses_with_the_cost_and_nothing_left_is_an_error():
     assert "in 2 h 0 min" in found.text()
 
 
-def test_the_command_prints_the_ranking(tmp_path, capsys, monkeypatch):
+def test_the_command_prints_the_ranking(tmp_path, call):
     rows, fleet = tmp_path / "rows.jsonl", tmp_path / "fleet.yaml"
     rows.write_text('{"question": "What is 2 plus 3?", "answer": "5"}\n' * 40)
     fleet.write_text(
@@ -79,11 +77,7 @@ def test_the_command_prints_the_ranking(tmp_path, capsys, monkeypatch):
     words = ["score", "--model", "qwen3-8b", "--data", str(rows), "--fleet", str(fleet)]
     printed = []
     for more in ([], ["--json"]):
-        monkeypatch.setattr(sys, "argv", ["fitune", *words, *more])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert not ended.value.code
-        printed.append(capsys.readouterr().out)
+        printed.append(call(*words, *more).ends(0))
     assert "40 rows: prompts of" in printed[0]
     offers = json.loads(printed[1])["offers"]
     assert {offer["cluster"] for offer in offers} == {"hopper", "ada"}

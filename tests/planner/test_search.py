@@ -10,23 +10,13 @@ from fitune.planner.defaults import with_host_memory
 from fitune.planner.reasons.explain import memory_sum
 from fitune.planner.search import find_plan
 from fitune.spec.plan import AdamW, ChunkedLoss, Full, Lora, PlainLoss, Precision, Sgd, Steps
-from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
 from fitune.spec.serial import from_json, to_json
 from fitune.units import GIB
-from plans import CPU, gpu, known
-
-
-def recipe_of(model, **settings):
-    return parse_recipe(canonical_keys({"model": model, **settings}, where="test"))
+from plans import gpu, known, recipe_of, report_of
 
 
 def plan_of(model, card, **settings):
     return report_of(model, card, **settings).chosen.plan
-
-
-def report_of(model, card, **settings):
-    hardware = CPU if card == "cpu" else gpu(card)
-    return find_plan(recipe_of(model, **settings), model=known(model), hardware=hardware)
 
 
 def test_an_8b_model_on_a_24_gib_card_gets_lora_and_says_why():

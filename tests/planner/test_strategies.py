@@ -26,13 +26,8 @@ from fitune.spec.plan import (
     Zero,
 )
 from fitune.spec.predictions import Phase
-from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
 from fitune.units import GIB
-from plans import CPU, gpu, known
-
-
-def recipe_of(model, **settings):
-    return parse_recipe(canonical_keys({"model": model, **settings}, where="test"))
+from plans import CPU, gpu, known, recipe_of
 
 
 def methods_of(card, **settings):

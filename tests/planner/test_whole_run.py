@@ -11,9 +11,9 @@ from fitune.planner.whole_run import run_lines, whole_run, with_timely_saves
 from fitune.spec.model.block_profile import BatchShape
 from fitune.spec.plan import Batch, Ddp, Epochs, Fraction, Recompute, Schedule, Single
 from fitune.spec.predictions import Epoch
-from fitune.spec.recipe.recipe import Recipe, parse_recipe
+from fitune.spec.recipe.recipe import Recipe
 from fitune.units import format_bytes
-from plans import gpu, known, plan_for
+from plans import gpu, known, plan_for, recipe_of
 
 USUAL = BatchShape(tokens=400, supervised_tokens=200, rows=4, longest_row=110)
 
@@ -156,7 +156,7 @@ def test_a_longer_seq_len_than_rows_need_is_said_where_it_costs_time():
 def test_packs_are_not_offered_where_rows_of_one_stream_would_see_each_other():
     """LFM2's convolutions look back along the stream: its plans take one row at a time, and say so."""
     report = find_plan(
-        parse_recipe({"model": "LiquidAI/LFM2-350M", "tuning": "lora"}),
+        recipe_of("LiquidAI/LFM2-350M", tuning="lora"),
         model=known("LiquidAI/LFM2-350M"),
         hardware=gpu("rtx-4090"),
     )
