@@ -45,7 +45,8 @@ def test_a_run_is_in_the_store_when_it_ends_and_goes_on_from_there_elsewhere(
     train, bucket, here, tmp_path, monkeypatch
 ):
     url, words = f"s3://{bucket}/runs/x", {"save_steps": 1, "keep_checkpoints": 2}
-    out = train(output_dir=url, max_steps=3, **words).ends(0)
+    code, out, err = train(output_dir=url, max_steps=3, **words)
+    assert code == 0, err
     (run,) = (here / "runs").iterdir()
     assert f"output   runs/{run.name}, and from there {url}" in out
     assert f"sent: {url}" in out
@@ -59,22 +60,27 @@ def test_a_run_is_in_the_store_when_it_ends_and_goes_on_from_there_elsewhere(
     other = tmp_path / "elsewhere"
     other.mkdir()
     monkeypatch.chdir(other)
-    train(output_dir=url, max_steps=3, **words).ends(0, "already complete")
+    code, out, _ = train(output_dir=url, max_steps=3, **words)
+    assert (code, "already complete" in out) == (0, True)
     assert objects(bucket) == there
-    train(output_dir=url, max_steps=3, learning_rate=2e-2, **words).ends(
-        2, "holds a complete run with other settings"
-    )
+    code, _, err = train(output_dir=url, max_steps=3, learning_rate=2e-2, **words)
+    assert (code, "holds a complete run with other settings" in err) == (2, True)
     shutil.rmtree(other / "runs")
-    train("--resume", output_dir=url, max_steps=4, **words).ends(
-        0, f"{url}/checkpoints/step-3 is fetched", "resuming from"
-    )
+    code, out, err = train("--resume", output_dir=url, max_steps=4, **words)
+    assert code == 0, err
+    assert f"{url}/checkpoints/step-3 is fetched" in out
+    assert "resuming from" in out
     (again,) = (other / "runs").iterdir()
     assert losses(again / "metrics.jsonl")[:3] == losses(run / "metrics.jsonl")
     assert {name.split("/")[3] for name in objects(bucket) if "/step-" in name} == {"step-3", "step-4"}
     assert not any(SECRET.encode() in content for content in objects(bucket).values())
-    train("--resume", f"{url}/checkpoints/step-3", output_dir=tmp_path / "third", max_steps=4).ends(0)
+    code, out, err = train(
+        "--resume", f"{url}/checkpoints/step-3", output_dir=tmp_path / "third", max_steps=4
+    )
+    assert code == 0, err
     assert losses(tmp_path / "third/metrics.jsonl") == losses(again / "metrics.jsonl")
-    train("--resume", url, output_dir=tmp_path / "fourth").ends(2, f"resume: {url}/checkpoints/step-4")
+    code, _, err = train("--resume", url, output_dir=tmp_path / "fourth")
+    assert (code, f"resume: {url}/checkpoints/step-4" in err) == (2, True)
 
 
 def test_a_run_in_a_store_is_exported_from_there_and_into_another_folder_of_it(
@@ -85,14 +91,19 @@ def test_a_run_in_a_store_is_exported_from_there_and_into_another_folder_of_it(
     other = tmp_path / "elsewhere"
     other.mkdir()
     monkeypatch.chdir(other)
-    call("export", url, "--out", f"s3://{bucket}/models/y").ends(0, f"sent: s3://{bucket}/models/y")
+    code, out, err = call("export", url, "--out", f"s3://{bucket}/models/y")
+    assert code == 0, err
+    assert f"sent: s3://{bucket}/models/y" in out
     there = objects(bucket)
     merged = {name.rpartition("/")[2] for name in there if name.startswith("models/y/")}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= merged
-    call("export", url, "--out", f"s3://{bucket}/models/y").ends(2, "holds a model already")
-    call("export", url).ends(0)
+    code, _, err = call("export", url, "--out", f"s3://{bucket}/models/y")
+    assert (code, "holds a model already" in err) == (2, True)
+    code, out, err = call("export", url)
+    assert code == 0, err
     assert objects(bucket)["runs/x/merged/model.safetensors"] == there["models/y/model.safetensors"]
-    call("export", f"s3://{bucket}/nothing").ends(2, "no run of fitune")
+    code, _, err = call("export", f"s3://{bucket}/nothing")
+    assert (code, "no run of fitune" in err) == (2, True)
 
 
 def test_a_run_in_a_store_is_reported_from_there_once_it_has_ended(
@@ -108,16 +119,21 @@ def test_a_run_in_a_store_is_reported_from_there_once_it_has_ended(
     page = Path(out.rpartition("report: ")[2].strip())
     assert page.is_file()
     assert page.parent.parent.name == "runs"
-    call("report", url, "--watch").ends(2, "--watch reads a run's directory")
+    code, _, err = call("report", url, "--watch")
+    assert (code, "--watch reads a run's directory" in err) == (2, True)
     Store(url).remove(["report.json"])
-    call("report", url).ends(2, "its run has not ended")
-    call("report", f"s3://{bucket}/nothing").ends(2, "no run of fitune")
+    code, _, err = call("report", url)
+    assert (code, "its run has not ended" in err) == (2, True)
+    code, _, err = call("report", f"s3://{bucket}/nothing")
+    assert (code, "no run of fitune" in err) == (2, True)
 
 
 def test_methods_are_compared_in_a_store(call, model_folder, data_file, bucket, here):
     words = ["--model", model_folder, "--data", data_file, "--gpu", "cpu", "--seq-len", 64, "--max-steps", 2]
     words += ["--samples", "0", "--tunings", "full,lora", "--output-dir", f"s3://{bucket}/both"]
-    call("compare", *words).ends(0, f"sent: s3://{bucket}/both/compare.html")
+    code, out, err = call("compare", *words)
+    assert code == 0, err
+    assert f"sent: s3://{bucket}/both/compare.html" in out
     there = objects(bucket)
     (folder,) = (here / "runs").iterdir()
     assert there["both/compare.html"] == (folder / "compare.html").read_bytes()
@@ -134,17 +150,20 @@ def test_a_store_that_cannot_be_written_to_is_refused_before_anything(
     import s3fs
 
     run = tmp_path / "run"
-    train(upload_to="s3://not-there/x").ends(2, "no such file, folder or bucket")
+    code, _, err = train(upload_to="s3://not-there/x")
+    assert (code, "no such file, folder or bucket" in err) == (2, True)
     wire.refused, wire.refusal = 1, DENIED
-    train(upload_to=f"s3://{bucket}/x").ends(2, "does not let you write it")
-    train(upload_to="ftp://127.0.0.1:1/x").ends(2, "ftp://127.0.0.1:1/x: cannot be written")
-    train(upload_to="runs/x").ends(2, "is no URL")
+    code, _, err = train(upload_to=f"s3://{bucket}/x")
+    assert (code, "does not let you write it" in err) == (2, True)
+    code, _, err = train(upload_to="ftp://127.0.0.1:1/x")
+    assert (code, "ftp://127.0.0.1:1/x: cannot be written" in err) == (2, True), err
+    code, _, err = train(upload_to="runs/x")
+    assert (code, "is no URL" in err) == (2, True)
     code, _, err = train(upload_to=f"s3://{bucket}/x", output_dir="s3://other/y")
     assert (code, "names another" in err) == (2, True)
     for data, url in (("rows", "rows/run"), ("run/adapter/rows.jsonl", "run"), ("rows", "rows")):
-        train(data=f"s3://{bucket}/{data}", upload_to=f"s3://{bucket}/{url}").ends(
-            2, f"output_dir s3://{bucket}/{url} "
-        )
+        code, _, err = train(data=f"s3://{bucket}/{data}", upload_to=f"s3://{bucket}/{url}")
+        assert (code, f"output_dir s3://{bucket}/{url} " in err) == (2, True), err
     code, _, err = train(upload_to=f"s3://me:{SECRET}@{bucket}/x")
     assert (code, SECRET in err) == (2, False)
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
@@ -155,11 +174,13 @@ def test_a_store_that_cannot_be_written_to_is_refused_before_anything(
     assert not (run / "metrics.jsonl").exists()
 
 
-def test_an_earlier_run_in_the_store_is_neither_continued_nor_replaced_unasked(train, bucket):
+def test_an_earlier_run_in_the_store_is_neither_continued_nor_replaced_unasked(train, bucket, tmp_path):
     url = f"s3://{bucket}/x"
     Store(url).write("checkpoints/step-1/COMMIT", b"of somebody")
-    train(upload_to=url).ends(2, f"{url} holds an earlier run")
-    train("--overwrite", upload_to=url).ends(0)
+    code, _, err = train(upload_to=url)
+    assert (code, f"{url} holds an earlier run" in err) == (2, True)
+    code, _, err = train("--overwrite", upload_to=url)
+    assert code == 0, err
     assert "x/report.json" in names(bucket)
     assert "x/checkpoints/step-1/COMMIT" not in names(bucket)
 
@@ -194,7 +215,9 @@ def test_a_store_that_fails_on_the_way_costs_no_step_and_is_made_up_for(
     assert (run / "adapter/adapter_model.safetensors").is_file()
     assert not any(name.endswith("COMMIT") for name in objects(bucket))
     wire.refused = 0
-    train("--resume", upload_to=url, max_steps=3, save_steps=1).ends(0, "already complete")
+    code, out, err = train("--resume", upload_to=url, max_steps=3, save_steps=1)
+    assert code == 0, err
+    assert "already complete" in out
     there = objects(bucket)
     assert {"x/report.json", "x/report.html", "x/adapter/adapter_config.json"} <= there.keys()
     assert there["x/checkpoints/step-3/COMMIT"] == (run / "checkpoints/step-3/COMMIT").read_bytes()
@@ -226,9 +249,9 @@ def test_a_checkpoint_that_is_on_its_way_when_the_steps_end_is_waited_for_with_a
     monkeypatch.setattr(Uploads, "_send", slowly)
     monkeypatch.setattr(Uploads, "close", close_meanwhile)
     url = f"s3://{bucket}/x"
-    train(upload_to=url, max_steps=2, save_steps=1).ends(
-        0, f"waiting for {url}, to which a checkpoint is on its way"
-    )
+    code, out, err = train(upload_to=url, max_steps=2, save_steps=1)
+    assert code == 0, err
+    assert f"waiting for {url}, to which a checkpoint is on its way" in out
 
 
 def test_a_store_that_falls_silent_does_not_hold_up_the_end_of_the_run(
