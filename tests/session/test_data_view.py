@@ -8,6 +8,7 @@ from data.tiny_tokenizers import THINKING_STYLE
 from fitune.session.data_view import explain_data, view_data, write_data_page
 from fitune.session.events import Note
 from fitune.spec.recipe.recipe import parse_recipe
+from jsonl import write_lines
 
 
 def view(model, data, *, told=None, rows=2, **settings):
@@ -89,3 +90,30 @@ def test_packs_are_counted_as_training_counts_them(model_folder, data_file, pack
     shown = view(model_folder, data_file, packing=packing, seq_len=128)
     each = 128 // shown.train.longest_row
     assert shown.packs == (-(-56 // each) if packing else 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "code"),
+    [((), 2), (("--on-bad-row", "skip"), 0), (("--on-bad-row", "skip", "--on-long-row", "error"), 2)],
+    ids=["a bad row", "skipped", "a long row"],
+)
+def test_the_command_fails_where_training_would_stop(call, model_folder, tmp_path, settings, code):
+    file = tmp_path / "rows.jsonl"
+    answers = ("", "5", "5 " * 90)
+    write_lines(file, [{"question": "What is 2 plus 3?", "answer": answer} for answer in answers])
+    words = ("data", "--model", model_folder, "--data", file, "--seq-len", "64", *settings)
+    ended = call(*words)
+    assert ended.code == code
+    assert ("training would stop" in ended.err) == bool(code)
+    assert "What is 2 plus 3?" in ended.out
+    ended = call(*words, "--json")
+    assert ended.code == code
+    assert bool(json.loads(ended.out)["would_stop"]) == bool(code)
+
+
+def test_where_no_row_is_left_the_row_that_training_stops_at_is_named(call, model_folder, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(b'{"text": "caf\xe9"}\n')
+    ended = call("data", "--model", model_folder, "--data", file)
+    ended.ends(2, "rows.jsonl:1: not UTF-8: byte 0xe9 at column 14")
+    assert "iconv" in ended.err

@@ -254,6 +254,8 @@ def data(
     _print(explain_data(shown), to_data(shown), json=json)
     if html is not None and not json:
         print(f"page: {html}")
+    if shown.would_stop:
+        raise typer.Exit(RecipeError.exit_code)
 
 
 @app.command(**_RECIPE)

@@ -93,6 +93,8 @@ class ShownData:
     """0 without packing."""
     notes: tuple[str, ...] = ()
     """Sentences on what the template does to the reasoning of answers."""
+    would_stop: str = ""
+    """The error that training would stop with; the rows are shown without those that it is about."""
 
 
 def view_data(recipe: Recipe, *, rows: int, tell: Tell) -> ShownData:
@@ -119,14 +121,18 @@ def view_data(recipe: Recipe, *, rows: int, tell: Tell) -> ShownData:
             on_note=lambda line: tell(Note(line)),
         )
 
-    lenient = _lenient(data)
+    lenient, would_stop = _lenient(data), ""
     try:
         prepared = prepared_by(data)
     except DataError as error:  # the view goes on, to show all such rows
         if lenient == data:
             raise
-        prepared = prepared_by(lenient)
-        tell(Note(f"training would stop: {error}\n"))
+        try:
+            prepared = prepared_by(lenient)
+        except DataError:
+            raise error from None  # no row is left to show, and this one is named
+        would_stop = str(error)
+        tell(Note(f"training would stop: {would_stop}\n"))
     tokenise = RowTokeniser(lenient, template, seq_len=recipe.seq_len)
     looked_at = list(islice(_looked_at(data, tokenise, template, tokenizer), LOOKED_AT))
     odd = [row for row in looked_at if row.why_not or row.kept < row.tokens]
@@ -142,6 +148,7 @@ def view_data(recipe: Recipe, *, rows: int, tell: Tell) -> ShownData:
         lengths=_histogram(prepared.train),
         packs=len(pack_rows(prepared.train.lengths, recipe.seq_len)) if recipe.packing else 0,
         notes=tuple(_notes_on_thinking(looked_at, data)),
+        would_stop=would_stop,
     )
 
 
