@@ -93,3 +93,14 @@ def test_a_terminal_gets_a_bar_and_is_given_back_when_training_fails(make_step):
     assert "loss 2.314" in text
     assert "eval 2.250" in text
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1  # the cursor was hidden and shown again
+
+
+def test_where_steps_are_written_over_each_other_a_note_has_a_line_of_its_own(make_step):
+    stream = io.StringIO()
+    progress = Progress(stream=stream, redrawn=True)
+    for step in (1, 2, 3):
+        progress.step(make_step(step))
+    assert stream.getvalue().count("\n") == 1, "the first step stays"
+    progress.end_line()
+    progress.end_line()
+    assert stream.getvalue().count("\n") == 2

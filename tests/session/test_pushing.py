@@ -1,13 +1,15 @@
 """An export on its way to the Hub: what is sent, what is asked before a run, and what is said where it fails."""
 
+import os
 import re
+import shutil
 import sys
 
 import pytest
 
 import fitune
 from fitune.cli import main
-from fitune.errors import RecipeError, StoreError
+from fitune.errors import RecipeError, RunDirectoryError, StoreError
 from hub_server import TOKEN, serving
 
 
@@ -73,6 +75,21 @@ def test_an_export_that_is_there_is_sent_as_it_is_and_once(hub, run, monkeypatch
     assert (run / "adapter" / "adapter_model.safetensors").stat().st_mtime_ns == before
 
 
+def test_an_export_is_taken_as_it_is_where_the_runs_files_are_younger(hub, run, tmp_path):
+    """As where a run was copied, or fetched from a store."""
+    copied = tmp_path / "copied"
+    shutil.copytree(run, copied)
+    os.utime(copied / "metrics.jsonl")
+    fitune.export(copied, push_to_hub="me/copied")
+    assert hub.files["me/copied"] == contents(run / "adapter")
+
+
+def test_where_there_is_no_run_nothing_is_made_on_the_hub(hub, tmp_path):
+    with pytest.raises(RunDirectoryError):
+        fitune.export(tmp_path / "typo", push_to_hub="me/typo")
+    assert hub.files == {}
+
+
 def test_a_merged_model_is_made_and_sent(hub, run, tmp_path):
     sent = fitune.export(run, tmp_path / "whole", kind="merged", push_to_hub="me/whole").path
     assert hub.files["me/whole"] == contents(sent)
@@ -125,7 +142,8 @@ def test_a_run_that_could_not_be_pushed_does_not_start(
 
 def test_what_the_hub_refuses_is_refused_before_training(hub, settings, tmp_path, monkeypatch):
     said = not_trained(settings, tmp_path, StoreError, push_to_hub="others/x")
-    assert "push_to_hub = others/x: the token may not write there try: a token with write access" in said
+    assert "push_to_hub = others/x: the token may not write there: " in said  # and what the Hub says
+    assert "try: a token with write access" in said
     hub.private["me/open"], hub.files["me/open"] = False, {}
     said = not_trained(settings, tmp_path, RecipeError, push_to_hub="me/open")
     assert "push_to_hub = me/open is there, and everybody can read it try: hub_public: true" in said

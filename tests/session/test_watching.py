@@ -138,11 +138,16 @@ def test_waiting_for_a_run_ends_at_a_signal(tmp_path):
     (tmp_path / "run.lock").touch()
     assert not watch_run(tmp_path, tell=lambda line: os.kill(os.getpid(), signal.SIGTERM), every_s=0.05)
 
+    with pytest.raises(SystemExit) as ended:
+        watched_run(tmp_path / "never", tell=lambda line: os.kill(os.getpid(), signal.SIGTERM))
+    assert not ended.value.code
 
-def test_a_folder_of_something_else_is_not_waited_for(tmp_path):
+
+@pytest.mark.parametrize("place", ["", "photo.jpg"], ids=["a folder", "a file"])
+def test_something_else_is_not_waited_for(tmp_path, place):
     (tmp_path / "photo.jpg").touch()
-    with pytest.raises(RunDirectoryError, match="no plan.json"):
-        watch_run(tmp_path, tell=print, every_s=5.0)
+    with pytest.raises(RunDirectoryError, match=r"no plan.json|no such run"):
+        watch_run(tmp_path / place, tell=print, every_s=5.0)
 
 
 def test_looking_at_a_lock_does_not_give_it_up(run):

@@ -58,6 +58,8 @@ class Terminal:
                 elif event.is_due:
                     print(event, file=sys.stderr, flush=True)
             case _:
+                if self._progress is not None:
+                    self._progress.end_line()
                 print(event, file=self._lines)
 
     def __enter__(self) -> "Terminal":
@@ -78,7 +80,7 @@ class Progress:
     def __init__(
         self, *, log_every: int = 1, name: str = "train", stream: TextIO | None = None, redrawn: bool = False
     ) -> None:
-        self._redrawn = redrawn
+        self._redrawn, self._is_open = redrawn, False
         self._stream = sys.stdout if stream is None else stream
         self._log_every = max(log_every, 1)
         self._seconds: deque[float] = deque(maxlen=50)
@@ -116,13 +118,20 @@ class Progress:
             if is_odd:
                 self._live.console.print(line, markup=False, no_wrap=True, overflow="ellipsis")
         elif self._redrawn:
-            end = "\n" if is_odd or is_at_an_end else ""
-            print(f"\r{line:<80}", end=end, file=self._stream, flush=True)
+            self._is_open = not (is_odd or is_at_an_end)
+            print(f"\r{line:<80}", end="" if self._is_open else "\n", file=self._stream, flush=True)
         elif is_odd or is_at_an_end or not report.step % self._log_every:
             print(line, file=self._stream, flush=True)
 
+    def end_line(self) -> None:
+        """End the line of a step that the next one would be written over."""
+        if self._is_open:
+            print(file=self._stream)
+        self._is_open = False
+
     def close(self) -> None:
         """Give the terminal back."""
+        self.end_line()
         if self._live is not None:
             self._live.stop()
 

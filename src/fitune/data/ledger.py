@@ -43,6 +43,7 @@ def describe_dropped(dropped: dict[str, int]) -> str:
     return ", ".join(f"{count:,} {reason}" for reason, count in ordered)
 
 
+LEFT_OUT = "left out by the weight of the source"
 TOO_LONG = ("longer than the context", "no answer left after truncation")
 """Reasons that a larger seq_len does away with."""
 
@@ -52,6 +53,8 @@ def hint_for_dropped(dropped: Mapping[str, int]) -> str:
     reason = max(dropped, key=lambda name: dropped[name])
     if reason in TOO_LONG:
         return "raise seq_len, or on_long_row: split"
+    if reason == LEFT_OUT:
+        return "raise the weight of the source"
     if reason == NOT_UTF8:
         return TO_UTF8
     return "with on_bad_row: error, training stops at the first such row and says what is wrong with it"

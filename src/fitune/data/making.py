@@ -17,7 +17,7 @@ from fitune.data.conversations.detection import detect_format
 from fitune.data.conversations.formats import to_example
 from fitune.data.conversations.messages import Conversation, Example
 from fitune.data.dataset import DatasetWriter, TokenDataset
-from fitune.data.ledger import Progress, describe_dropped, hint_for_dropped
+from fitune.data.ledger import LEFT_OUT, Progress, describe_dropped, hint_for_dropped
 from fitune.data.reading.rows import BadRow
 from fitune.data.reading.sources import read_rows, with_skip_hint
 from fitune.data.tokenising import MOST_TEXT_AT_ONCE, RowTokeniser, TokenRows, text_size
@@ -28,7 +28,6 @@ from fitune.spec.reports import Ledger
 
 FIRST_CONVERSATIONS = 64
 """Conversations that are kept as text too."""
-_LEFT_OUT = "left out by the weight of the source"
 _BATCH_ROWS = 1024
 """Rows that are tokenised together; fewer when they are long."""
 _MOST_PLACES = 50_000_000
@@ -223,7 +222,7 @@ class Making:
             if places:
                 yield _Placed(example, part, places)
             else:
-                part.drop(_LEFT_OUT)
+                part.drop(LEFT_OUT)
         self._formats.append(format)
 
 

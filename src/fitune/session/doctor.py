@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fitune.errors import FituneError
 from fitune.measure.calibrations import store_calibration
 from fitune.measure.hardware import calibrated, describe_hardware, detect_hardware, of_one_kind, see_one_kind
 from fitune.measure.nvml import gpus_here
 from fitune.planner.alternatives import largest
 from fitune.spec.machines.hardware import Calibration, Hardware
-from fitune.spec.model.model_config import load_model_spec
+from fitune.spec.model.model_config import known_model_spec
 from fitune.spec.recipe.recipe import parse_recipe
 from fitune.spec.serial import to_data
 from fitune.units import format_seconds
@@ -82,8 +83,13 @@ def examine() -> Examined:
 def largest_here(hardware: Hardware) -> dict[str, str]:
     """The largest known model that full, LoRA and QLoRA train on ``hardware``; without those that train none."""
     recipe = parse_recipe({"model": "Qwen/Qwen3-0.6B", "seq_len": ROW}, where="doctor")
-    found: dict[str, str] = {}
-    for one in largest(recipe, "model", model=load_model_spec(recipe.model), hardware=hardware):
+    model, found = known_model_spec(recipe.model), dict[str, str]()
+    assert model is not None
+    try:
+        methods = largest(recipe, "model", model=model, hardware=hardware)
+    except FituneError:  # doctor examines what is no machine to train on, too
+        return found
+    for one in methods:
         tuning, _, _ = one.label
         if tuning in ("full", "lora", "qlora") and one.value is not None:
             found.setdefault(tuning, str(one.value))

@@ -1,9 +1,10 @@
 """Export what a run trained, without training again."""
 
 import shlex
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,8 @@ def export_anywhere(
     A run in a store is fetched into the folder where its training would write it, and without ``out`` its export goes
     back to the store. Raises FituneError.
     """
-    if push_to_hub:
-        ready_repository(push_to_hub, public=hub_public)
-    exported = _export_anywhere(run, out, kind, reuse=bool(push_to_hub), tell=tell)
+    ready = partial(ready_repository, push_to_hub, public=hub_public) if push_to_hub else None
+    exported = _export_anywhere(run, out, kind, ready=ready, tell=tell)
     if not is_url(out) and (commands := commands_for(exported.path, Path(run).name)):
         tell(Note(next_lines(commands)))
     if not push_to_hub:
@@ -60,9 +60,15 @@ def export_anywhere(
     return exported
 
 
-def _export_anywhere(run: str, out: str, kind: Kind | None, *, reuse: bool = False, tell: Tell) -> Exported:
+Ready = Callable[[], object]
+"""Asks whoever gets the export next; raises FituneError."""
+
+
+def _export_anywhere(
+    run: str, out: str, kind: Kind | None, *, ready: Ready | None = None, tell: Tell
+) -> Exported:
     if not is_url(run) and not is_url(out):
-        return export_run(Path(run), Path(out) if out else None, kind, reuse=reuse, tell=tell)
+        return export_run(Path(run), Path(out) if out else None, kind, ready=ready, tell=tell)
     directory = Path(staging_of(run)) if is_url(run) else Path(run)
     with ExitStack() as stack:
         source = stack.enter_context(opened_store(run)) if is_url(run) else None
@@ -76,7 +82,7 @@ def _export_anywhere(run: str, out: str, kind: Kind | None, *, reuse: bool = Fal
             remove(local)
         if source is not None:
             fetch_run(source, directory, lambda line: tell(Note(line)))
-        exported = export_run(directory, local, kind, reuse=reuse, tell=tell)
+        exported = export_run(directory, local, kind, ready=ready, tell=tell)
         with work_under_way():
             if target is not None:
                 send_export(target, exported.path, "", keeps_others=True)
@@ -88,23 +94,27 @@ def _export_anywhere(run: str, out: str, kind: Kind | None, *, reuse: bool = Fal
 
 
 def export_run(
-    run: Path, out: Path | None, kind: Kind | None, *, reuse: bool = False, tell: Tell = tell_nobody
+    run: Path, out: Path | None, kind: Kind | None, *, ready: Ready | None = None, tell: Tell = tell_nobody
 ) -> Exported:
     """Export what a run trained, without training again.
 
     By default what the run was to export, if that failed; else the adapter merged into its base. An export that
-    failed and is made up for makes the run complete. ``reuse``: by default what the run was to export, and one that is
-    in the run already, of its last step, is taken as it is.
+    failed and is made up for makes the run complete. ``ready``, for an export that goes on from here: by default what
+    the run was to export, one that is there already is taken as it is, and before another is written ``ready`` is
+    called.
     """
     files = read_run(run)
     require_trained(run, files.steps)
     missing = files.run is None or files.run.status != "complete"
-    wanted = kind or (files.plan.run.export if missing or reuse else "merged")
+    wanted = kind or (files.plan.run.export if missing or ready else "merged")
     folder = run / EXPORT_FOLDERS[wanted]
-    if reuse and out is None and not missing and is_of_last_step(folder, run):
+    is_its_own = wanted == files.plan.run.export and folder.is_dir()
+    if ready and out is None and not missing and (is_its_own or is_of_last_step(folder, run)):
         tell(there := Exported(title=TITLES[wanted], path=folder, merged_loss=None))
         return there
     _refuse(run, files.plan, wanted, is_there=not missing and out is None)
+    if ready:
+        ready()
     owned: AbstractContextManager[Ownership | None] = lock_directory(run) if out is None else nullcontext()
     with owned:
         exported, report = _exported(run, files, wanted, out, tell=tell)

@@ -93,6 +93,8 @@ def watched_run(run: str | Path, *, tell: Callable[[str], None], every_s: float 
         )
     directory = Path(run)
     has_ended = watch_run(directory, tell=tell, every_s=every_s)
+    if not has_ended and not (directory / "plan.json").exists():  # it has not begun
+        raise SystemExit(0)
     reported = report_run(directory)
     if not has_ended:
         raise SystemExit(0)

@@ -104,7 +104,9 @@ def watch_run(directory: Path, *, tell: Tell, every_s: float, sure_s: float = 10
 def _has_begun(view: RunView) -> bool:
     """True once anything is there but a lock that nobody holds."""
     folder = view.directory
-    return view.is_alive or (folder.exists() and any(file.name != LOCK for file in folder.iterdir()))
+    if not folder.is_dir():
+        return folder.exists()
+    return view.is_alive or any(file.name != LOCK for file in folder.iterdir())
 
 
 def _write(view: RunView, *, refresh_s: int) -> str:

@@ -55,8 +55,8 @@ def ollama_template(tokenizer: Any, template: ChatTemplate) -> str:
             }
     except (BadRow, ValueError):
         return ""
-    if any(sign in text for text in pieces.values() for sign in ("{{", '"""')):
-        return ""
+    if any(sign in text for text in pieces.values() for sign in ("{{", '"""')) or pieces["ask"].endswith('"'):
+        return ""  # it stands between three quotes
     system, first = "", f"{{{{ if eq $i 0 }}}}{pieces['first']}"
     if "system" in pieces:
         system = f'{{{{ if eq .Role "system" }}}}{pieces["system"]}{{{{ .Content }}}}{{{{ end }}}}'

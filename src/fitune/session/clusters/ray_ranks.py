@@ -21,7 +21,7 @@ from fitune.session.clusters.ray_losses import cause_of_loss, has_said_why
 from fitune.session.events import Note, Tell, tell_nobody
 from fitune.session.signals import INTERRUPTED
 from fitune.session.train.attempts import Attempt, resumed_from
-from fitune.session.train.training import run_to_end
+from fitune.session.train.training import ready_to_push, run_to_end
 from fitune.spec.plan import Plan
 from fitune.spec.rank_status import LAUNCHER, read_statuses
 from fitune.spec.reports import Restart, RunReport, StepReport
@@ -90,6 +90,7 @@ def train_as_rank(config: dict[str, Any]) -> Ended:
                     _await_owner_gone(attempt.directory)
                 if ranks.is_first and not change:
                     tell(Note("; ".join(one.cause for one in attempt.restarts[-1:]) + ": starting again"))
+            ready_to_push(attempt.plan, ranks)  # the driver's token is not here
             report = run_to_end(attempt, tell=tell, stop_asked=talker.stop_asked, sinks=[talker], ranks=ranks)
             talker.close(ranks.gathered)
             code = INTERRUPTED if report.status == "interrupted" else 0

@@ -107,6 +107,8 @@ def _in_words(name: str) -> Iterator[None]:
         status = cause.response.status_code if isinstance(cause, HfHubHTTPError) else 0
         said = (getattr(cause, "server_message", None) or str(cause)).strip().partition("\n")[0]
         why, hint = _REFUSALS.get(status, (said or type(cause).__name__, "the same command once more"))
+        if status == 403 and getattr(cause, "server_message", None):
+            why = f"{why}: {said}"
         raise StoreError(f"push_to_hub = {name}: {why}", hint=hint) from error
 
 

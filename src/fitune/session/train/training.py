@@ -115,8 +115,6 @@ def first_attempt(
     directory = Path(plan.run.output_dir)
     require_own_directory(plan)
     wanted_trackers(plan.run.report_to)  # refuses those that are unknown or not installed
-    if (name := plan.run.push_to_hub) and here is None:
-        ranks.from_first(lambda: ready_repository(name, public=plan.run.hub_public))
     is_fetched = ranks.from_first(lambda: examined_store(plan.run, overwrite=overwrite))
     complete = (
         None if overwrite else complete_run(directory, plan, resume=recipe.resume, saved_elsewhere=is_fetched)
@@ -126,9 +124,14 @@ def first_attempt(
             make_up_for_missing(directory, plan, complete, tell=tell)
             send_end(plan, tell=tell)
             push_export(directory, plan, tell=tell)
+        elif ranks.is_first and (name := plan.run.push_to_hub):
+            command = push_again(plan.run.upload_to, name, public=plan.run.hub_public)
+            tell(Note(f"the export is in {plan.run.upload_to}; to the Hub: {command}"))
         tell(Note(f"{directory}: already complete; --overwrite starts anew"))
         return complete
     require_room_on_disk(plan)
+    if here is None:
+        ready_to_push(plan, ranks)
     return Attempt(recipe=dump_recipe(recipe), report=report, resume=recipe.resume, overwrite=overwrite)
 
 
@@ -211,6 +214,12 @@ def send_end(plan: Plan, *, tell: Tell, has_other_end: bool = False) -> None:
         if not has_other_end:
             raise
         tell(Note(f"warning: {error.message}"))
+
+
+def ready_to_push(plan: Plan, ranks: Ranks) -> None:
+    """Ask the Hub, where the export goes there, before anything is trained. Raises RecipeError, StoreError."""
+    if name := plan.run.push_to_hub:
+        ranks.from_first(lambda: ready_repository(name, public=plan.run.hub_public))
 
 
 def push_export(directory: Path, plan: Plan, *, tell: Tell) -> None:
