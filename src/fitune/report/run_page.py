@@ -1,5 +1,6 @@
 """report.html: one run, predicted and measured."""
 
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from fitune.report.ranks import RANK_HEADINGS, long_steps, rank_rows
 from fitune.report.run_files import RunFiles, read_run
 from fitune.report.under_way import SIGN_HEADINGS, UnderWay, clock, restart_summary, sign_rows, state_line
 from fitune.report.under_way import tiles as under_way_tiles
+from fitune.spec.plan import Plan
 from fitune.spec.reports import Restart
 from fitune.track.record import Tracked
 from fitune.units import (
@@ -263,6 +265,15 @@ def _tracker_row(tracked: Tracked) -> tuple[str, str, str]:
     return name, steps, "; ".join(part for part in (failure, tracked.note, tracked.command) if part)
 
 
+def commands_of_run(directory: str, plan: Plan) -> list[str]:
+    """Commands that use what the run in ``directory`` has exported."""
+    name = shlex.quote(directory)
+    commands = [f"fitune chat {name}", f"fitune score --model {name} --data QUESTIONS.jsonl"]
+    if plan.run.export == "adapter":
+        commands.append(f"fitune export {name}   (adapter and base as one model)")
+    return commands
+
+
 def _reproduction(run: RunFiles) -> dict[str, Any]:
     versions = run.run.versions if run.run else {}
     version = versions.get("fitune", "")
@@ -270,6 +281,7 @@ def _reproduction(run: RunFiles) -> dict[str, Any]:
     return {
         "commands": f"pip install fitune{f'=={version}' if version else ''}\nfitune train recipe.yaml",
         "exported": run.run.exported if run.run else "",
+        "next_commands": commands_of_run(run.plan.run.output_dir, run.plan),
         "merged_loss": () if merged_loss is None else merged_loss.lines(),
         "recipe": run.recipe,
         "versions": list(versions.items()),

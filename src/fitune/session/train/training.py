@@ -1,6 +1,5 @@
 """A recipe is planned, checked and trained, attempt after attempt."""
 
-import shlex
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -21,7 +20,7 @@ from fitune.models.language_model import LanguageModel
 from fitune.models.tokens import planned_tokenizer
 from fitune.planner.whole_run import whole_run
 from fitune.report.run_files import Prediction, RunnerUp
-from fitune.report.run_page import write_report
+from fitune.report.run_page import commands_of_run, write_report
 from fitune.score.engines.engine import Sampling
 from fitune.score.engines.engine_transformers import answer_all
 from fitune.score.tasks import to_task
@@ -177,10 +176,7 @@ def run_attempt(
 
 def next_steps(directory: Path, plan: Plan) -> str:
     """Commands that use what the run in ``directory`` has exported, one a line."""
-    run = shlex.quote(str(directory))
-    commands = [f"fitune chat {run}", f"fitune score --model {run} --data QUESTIONS.jsonl"]
-    if plan.run.export == "adapter":
-        commands.append(f"fitune export {run}   (adapter and base as one model)")
+    commands = commands_of_run(str(directory), plan)
     commands += commands_for(directory / EXPORT_FOLDERS[plan.run.export], plan.run.name)
     return next_lines(commands)
 
