@@ -52,7 +52,7 @@ def test_workers_of_two_machines_train_the_model_of_one_process(machines, recipe
     program = [*machines.on(0), sys.executable, "-m", "fitune", *words]
     ran = subprocess.run(program, env=ENVIRONMENT, capture_output=True, text=True, timeout=400)
     assert ran.returncode == 0, ran.stderr
-    assert "on 2 nodes of" in ran.stdout
+    assert "· 2 nodes of" in ran.stdout
     assert losses(folder) == pytest.approx(losses(one), abs=1e-5)
     assert len(report_of(folder).ranks) == 2
     assert rank_of(folder, 0).pid != rank_of(folder, 1).pid
