@@ -43,3 +43,12 @@ def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     with pytest.raises(MissingExtra, match="picture"):
         draw(tmp_path / "matrix.svg", CARD)
+
+
+def test_on_a_dark_screen_no_word_stays_dark(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "matrix.svg"
+    draw(path, CARD)
+    dark = path.read_text().partition("@media (prefers-color-scheme: dark)")[2].partition("</style>")[0]
+    assert "text { fill: #e7eaed }" in dark
+    assert '[style*="fill: #f3f5f7"]' in dark, "the panels"

@@ -263,7 +263,7 @@ def card(cell: Cell, matrix: Matrix) -> tuple[str, tuple[str, ...], str, float]:
     lines = (
         f"{peak} of {format_bytes(estimate.usable_bytes)}",
         f"{blocks} blocks recomputed",
-        f"on the host: {host}" if host != "–" else "nothing on the host",
+        f"host: {host}" if host != "–" else "nothing on the host",
         format_rate(estimate.tokens_per_second) if estimate.fits else f"{speed} is missing",
         *(f"{method_words(name):<7} {marks(cell, name, matrix)}" for name in matrix.methods),
     )

@@ -45,8 +45,26 @@ def svg_file(
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.size": font_size}):
         figure = Figure(figsize=size, layout="constrained")
         yield figure
+        drawn = io.StringIO()
+        figure.savefig(drawn, format="svg", metadata={"Date": None})
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, format="svg", metadata={"Date": None})
+        path.write_text(drawn.getvalue().replace("</style>", f"{_DARK}</style>", 1), encoding="utf-8")
+
+
+_DARK = (
+    "@media (prefers-color-scheme: dark) { text { fill: #e7eaed }\n"
+    + "\n".join(
+        f'[style*="{kind}: {light}"] {{ {kind}: {dark} !important }}'
+        for kind, light, dark in (
+            ("fill", "#ffffff", "#131518"), ("fill", "#f3f5f7", "#1f2329"), ("fill", "#cfd5da", "#3d454d"),
+            ("fill", "#8a939b", "#9ba4ae"), ("fill", "#22272b", "#e7eaed"), ("stroke", "#e6e9ec", "#2a3037"),
+            ("stroke", "#000000", "#9ba4ae"), ("fill", "#0072b2", "#4ba3dc"), ("stroke", "#0072b2", "#4ba3dc"),
+        )
+    )
+    + "}\n"
+)  # fmt: skip
+"""What a picture in a file does where its reader's screen is dark: paper, panels, words and lines change; the hues of
+methods stay, the blue one lighter."""
 
 
 def draw_svg(
