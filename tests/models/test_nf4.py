@@ -19,7 +19,7 @@ from models.tiny_models import tiny_model
 bitsandbytes = pytest.importorskip("bitsandbytes")
 
 
-def dense_linear(dtype, *, bias=True, sizes=(96, 64)):
+def dense_linear(dtype, *, bias=True, sizes=(128, 64)):
     torch.manual_seed(0)
     return nn.Linear(*sizes, bias=bias, dtype=dtype).requires_grad_(False)
 
@@ -41,7 +41,7 @@ def library_linear(linear, base):
 
 def forward_and_gradient(module, dtype):
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(2, 5, 96, generator=generator).to(dtype).requires_grad_()
+    x = torch.randn(2, 5, 128, generator=generator).to(dtype).requires_grad_()
     out = module(x)
     out.backward(torch.randn(out.shape, generator=generator).to(dtype))
     return out.detach(), x.grad
@@ -56,6 +56,19 @@ def test_forward_and_gradient_are_the_librarys_bit_for_bit(dtype, bias, double):
     theirs = forward_and_gradient(library_linear(linear, base), dtype)
     for found, expected in zip(ours, theirs, strict=True):
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("sizes", [(32, 32), (96, 64), (160, 64), (128, 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_block_is_64_weights_in_a_row_wherever_rows_end(dtype, sizes):
+    """Each block alone gives the same: bitsandbytes' own module takes wrong scales on a CPU where a row ends inside one."""
+    linear = dense_linear(dtype, bias=False, sizes=sizes)
+    blocks = [block.view(1, 64) for block in linear.weight.detach().view(-1, 64)]
+    whole = packed(linear, Nf4(double_quant=False)).dequantised()
+    for found, block in zip(whole.view(-1, 64), blocks, strict=True):
+        alone = nn.Linear(64, 1, bias=False, dtype=dtype).requires_grad_(False)
+        alone.weight.data = block
+        assert torch.equal(found, packed(alone, Nf4(double_quant=False)).dequantised()[0])
 
 
 def test_backward_keeps_no_activation_and_one_whole_weight():
@@ -101,7 +114,7 @@ def test_packed_bytes_come_back_bit_identical(journey, tmp_path):
             linear._apply(lambda tensor: tensor.clone())
         case "safetensors":
             save_file(before, tmp_path / "packed.safetensors")
-            linear = packed(nn.Linear(96, 64, dtype=torch.bfloat16), Nf4())
+            linear = packed(nn.Linear(128, 64, dtype=torch.bfloat16), Nf4())
             linear.load_state_dict(load_file(tmp_path / "packed.safetensors"))
     for name, tensor in linear.state_dict().items():
         assert tensor.dtype == before[name].dtype
@@ -136,8 +149,8 @@ def test_other_shapes_of_linears(family):
 def test_packing_on_fake_tensors_gives_the_same_shapes():
     real = packed(dense_linear(torch.bfloat16), Nf4())
     with FakeTensorMode():
-        fake = packed(nn.Linear(96, 64, dtype=torch.bfloat16), Nf4())
-        out = fake(torch.empty(3, 96, dtype=torch.bfloat16, requires_grad=True))
+        fake = packed(nn.Linear(128, 64, dtype=torch.bfloat16), Nf4())
+        out = fake(torch.empty(3, 128, dtype=torch.bfloat16, requires_grad=True))
         out.sum().backward()
     assert out.shape == (3, 64)
     shapes = {name: (t.shape, t.dtype) for name, t in real.state_dict().items()}
