@@ -61,7 +61,7 @@ def test_forward_and_gradient_are_the_librarys_bit_for_bit(dtype, bias, double):
 @pytest.mark.parametrize("sizes", [(32, 32), (96, 64), (160, 64), (128, 64)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_block_is_64_weights_in_a_row_wherever_rows_end(dtype, sizes):
-    """Each block alone gives the same. bitsandbytes' own module takes wrong scales on a CPU where a row ends inside one."""
+    """Each block alone gives the same. On a CPU bitsandbytes' own module fails where a row ends inside a block."""
     linear = dense_linear(dtype, bias=False, sizes=sizes)
     blocks = [block.view(1, 64) for block in linear.weight.detach().view(-1, 64)]
     whole = packed(linear, Nf4(double_quant=False)).dequantised()
