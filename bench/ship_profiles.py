@@ -34,9 +34,18 @@ from fitune.spec.model.known_models import (
 )
 from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.model.model_spec import ModelSpec
-from fitune.spec.model.shipped import LIBRARIES, NOT_SHIPPED, SHAPES, SHIPPED, is_shipped
 from fitune.spec.model.tracer import by_installed_libraries, trace_with
-from fitune.spec.model.tracing import config_digest, installed_libraries, profile_for, way_of
+from fitune.spec.model.tracing import (
+    LIBRARIES,
+    NOT_SHIPPED,
+    SHAPES,
+    SHIPPED,
+    config_digest,
+    installed_libraries,
+    is_shipped,
+    profile_for,
+    way_of,
+)
 from fitune.spec.plan import Offload, Plan, Single, updates_in_backward
 from fitune.spec.recipe.recipe import parse_recipe
 from fitune.spec.serial import to_data

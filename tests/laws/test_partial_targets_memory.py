@@ -17,7 +17,7 @@ from fitune.spec.counts import adapted_blocks, untouched_blocks
 from fitune.spec.model.block_profile import BatchShape
 from fitune.spec.model.known_models import configs_to_trace
 from fitune.spec.model.model_config import load_model_spec
-from fitune.spec.model.shipped import NOT_SHIPPED
+from fitune.spec.model.tracing import NOT_SHIPPED
 from fitune.spec.plan import Batch
 from plans import gpu, plan_for
 

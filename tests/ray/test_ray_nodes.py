@@ -9,7 +9,7 @@ import pytest
 
 from fitune.errors import RecipeError
 from fitune.launch.ray_cluster import RayPlace, cluster_now
-from fitune.session.clusters import on_ray, ray_growth
+from fitune.session.clusters import on_ray
 from fitune.session.clusters.live_fleet import free_by_ray
 from fitune.session.clusters.on_ray import train_on_ray
 from fitune.spec.rank_status import read_statuses
@@ -99,7 +99,7 @@ def test_a_removed_node_leaves_fewer_workers_and_one_that_joins_is_taken_after_a
     monkeypatch.setattr(
         on_ray, "train_as_rank", Faulty("hold", call=7, marker=str(held), stop_at=7)
     )  # in step 5
-    monkeypatch.setattr(ray_growth, "LASTS_SECONDS", 1.0)
+    monkeypatch.setattr(on_ray, "LASTS_SECONDS", 1.0)
     nodes = []
 
     def remove():

@@ -15,7 +15,8 @@ from fitune.spec.model import tracing
 from fitune.spec.model.block_profile import BatchShape
 from fitune.spec.model.known_models import configs_to_trace, find_known_model, known_model_names
 from fitune.spec.model.model_config import load_model_spec
-from fitune.spec.model.shipped import (
+from fitune.spec.model.tracer import by_installed_libraries, trace_with
+from fitune.spec.model.tracing import (
     NOT_SHIPPED,
     SHIPPED,
     Libraries,
@@ -23,7 +24,6 @@ from fitune.spec.model.shipped import (
     shipped_libraries,
     shipped_profile,
 )
-from fitune.spec.model.tracer import by_installed_libraries, trace_with
 from fitune.spec.recipe.recipe import parse_recipe
 from plans import gpu, plan_for
 

@@ -3,8 +3,8 @@
 import pytest
 
 from fitune.launch.ray_cluster import Node, RayCluster
-from fitune.session.clusters import ray_growth
-from fitune.session.clusters.ray_growth import Growth, workers_with_room
+from fitune.session.clusters import on_ray
+from fitune.session.clusters.on_ray import Growth, workers_with_room
 
 CORE = {"CPU": 1.0}
 
@@ -40,7 +40,7 @@ def test_a_node_that_will_be_taken_away_is_no_room():
 def moments(monkeypatch):
     """The clock: the last moment is now."""
     clock = [1_000.0]
-    monkeypatch.setattr(ray_growth.time, "monotonic", lambda: clock[-1])
+    monkeypatch.setattr(on_ray.time, "monotonic", lambda: clock[-1])
     return clock
 
 
@@ -49,7 +49,7 @@ def seen(growth, moments, free, monkeypatch):
     answers = []
     for cores in free:
         moments.append(moments[-1] + 10)
-        monkeypatch.setattr(ray_growth, "cluster_now", lambda cores=cores: cluster_of(2, 2, free=cores))
+        monkeypatch.setattr(on_ray, "cluster_now", lambda cores=cores: cluster_of(2, 2, free=cores))
         answers.append(growth.larger())
     return answers
 

@@ -12,7 +12,7 @@ from faults.budgets import Budget
 from fitune.engine.ranks import ALONE
 from fitune.errors import MissingExtra, RecipeError
 from fitune.session.events import Note
-from fitune.session.train.tracking import tracked
+from fitune.session.train.training import tracked
 from fitune.track.metrics import read_metrics
 from fitune.track.record import read_tracked
 from fitune.track.trackers import TRACKERS, Row

@@ -22,7 +22,6 @@ ROOM = Path(fitune.__file__).parent
 READERS = {
     "spec/model/families.py",
     "spec/model/model_config.py",
-    "spec/model/positions.py",
     "spec/model/config_schema.py",
     "spec/model/architectures.py",
 }

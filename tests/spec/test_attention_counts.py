@@ -8,7 +8,7 @@ from fitune.spec.model.block_profile import BatchShape
 from fitune.spec.model.known_models import configs_to_trace, known_model_names
 from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.model.model_spec import BlockAttention
-from fitune.spec.model.shipped import NOT_SHIPPED, shipped_profile
+from fitune.spec.model.tracing import NOT_SHIPPED, shipped_profile
 from fitune.spec.plan import Full
 from plans import gpu, known, plan_for
 

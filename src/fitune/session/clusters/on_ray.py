@@ -1,11 +1,15 @@
-"""Training on a Ray cluster: this process plans, asks the nodes, and tells people what the workers say."""
+"""Training on a Ray cluster: this process plans, asks the nodes, and tells people what the workers say.
+
+Room for more workers that lasts is taken, after a save: Ray Train would grow by itself, but it ends its workers without
+one, and counts cores that others hold.
+"""
 
 import os
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +30,6 @@ from fitune.launch.ray_cluster import (
 from fitune.launch.ray_workers import open_desk, ray_parts, run_workers
 from fitune.launch.torchrun import fresh_logs
 from fitune.report.run_page import write_report
-from fitune.session.clusters.ray_growth import Growth
 from fitune.session.clusters.ray_losses import WORD_SECONDS, cause_of_loss, has_first_ended, take_down_losses
 from fitune.session.clusters.ray_nodes import hardware_of_workers, require_shared
 from fitune.session.clusters.ray_ranks import Change, Orders, train_as_rank
@@ -42,6 +45,61 @@ from fitune.spec.recipe.recipe import Recipe, dump_recipe
 from fitune.spec.run_directory import LOGS
 from fitune.spec.serial import from_json, to_json
 from fitune.track.trackers import settings_of_environment
+
+LASTS_SECONDS = 25.0
+"""Room is taken once it was there for so long: Ray looks every 20 s which nodes there are, and would start a group on
+those that it knows."""
+_LOOK_SECONDS = 5.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Growth:
+    """Number of workers that train, and of those that have had room for a while."""
+
+    each: Mapping[str, float]
+    most: int
+    left: set[str] = field(default_factory=set)
+    """Ids of nodes that will be taken away."""
+    workers: int = 0
+    """Workers that train; 0 while none are known to."""
+    wanted: int = 0
+    """Workers that the group that begins should have."""
+    _looked_at: float = 0.0
+    _room_since: float | None = None
+
+    def larger(self) -> int:
+        """Workers that have room now, where more than those that train have had it for a while; else 0."""
+        now = time.monotonic()
+        if not 0 < self.workers < self.most or now - self._looked_at < min(_LOOK_SECONDS, LASTS_SECONDS):
+            return 0
+        self._looked_at = now
+        room = min(self.most, workers_with_room(cluster_now().without(self.left), self.each, self.workers))
+        if room <= self.workers:
+            self._room_since = None
+            return 0
+        if self._room_since is None:
+            self._room_since = now
+        return room if now - self._room_since >= LASTS_SECONDS else 0
+
+    def begin(self, workers: int) -> None:
+        """A group of workers begins its steps. One that is smaller than wanted shows that Ray has no place for more."""
+        if workers < self.wanted:
+            self.most = workers
+        self.workers, self.wanted, self._room_since = workers, 0, None
+
+
+def workers_with_room(cluster: RayCluster, each: Mapping[str, float], workers: int) -> int:
+    """Workers that have room beside everybody else, ``workers`` of this run among them.
+
+    Where less is held than they need, they have just ended, and what is free is theirs.
+    """
+    held = {
+        name: sum(node.resources.get(name, 0.0) for node in cluster.nodes) - cluster.free.get(name, 0.0)
+        for name in each
+    }
+    are_there = all(held[name] >= workers * amount for name, amount in each.items())
+    return workers + cluster.free_slots(each) if are_there else workers
+
 
 _STORAGE = f"{LOGS}/ray"
 """Folder in the run directory for what Ray Train writes; nothing is read from it."""

@@ -1,7 +1,8 @@
 """A recipe is planned, checked and trained, attempt after attempt."""
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,8 @@ from fitune.measure.hardware import require_free
 from fitune.models.language_model import LanguageModel
 from fitune.models.tokens import planned_tokenizer
 from fitune.planner.whole_run import whole_run
-from fitune.report.run_files import Prediction, RunnerUp
+from fitune.report.compare import compare, row_texts
+from fitune.report.run_files import Prediction, RunnerUp, read_run
 from fitune.report.run_page import commands_of_run, write_report
 from fitune.score.engines.engine import Sampling
 from fitune.score.engines.engine_transformers import answer_all
@@ -43,7 +45,6 @@ from fitune.session.train.checks import complete_run, require_room_on_disk
 from fitune.session.train.first_use import measure_on_first_use
 from fitune.session.train.next_commands import commands_for, next_lines
 from fitune.session.train.pushing import push, push_again, ready_repository
-from fitune.session.train.tracking import tracked
 from fitune.spec.machines.hardware import Hardware
 from fitune.spec.plan import Plan
 from fitune.spec.predictions import PlanReport
@@ -52,7 +53,9 @@ from fitune.spec.reports import RunReport
 from fitune.spec.schedule import total_steps
 from fitune.spec.serial import to_json
 from fitune.spec.words import describe_plan
+from fitune.track.feed import Trackers
 from fitune.track.metrics import Sink
+from fitune.track.protocol import End
 from fitune.track.trackers import wanted_trackers
 from fitune.train.again import EXPORT_FOLDERS, TITLES
 from fitune.train.current import Callbacks
@@ -311,3 +314,45 @@ def answers_with(plan: Plan) -> Callable[[LanguageModel, Sequence[Conversation]]
         return [a.text or a.error for a in answers]
 
     return answer
+
+
+_ATTACHED = ("report.html", "report.json", "plan.json", "recipe.yaml")
+
+
+@contextmanager
+def tracked(plan: Plan, *, tell: Tell, ranks: Ranks) -> Iterator[Sequence[Sink]]:
+    """Inside, the sinks that feed the plan's trackers; only the first rank has any. At the end they get the report."""
+    rows = wanted_trackers(plan.run.report_to) if ranks.is_first else {}
+    if not rows:
+        yield ()
+        return
+    directory = Path(plan.run.output_dir)
+    trackers = Trackers(rows, directory, say=lambda line: tell(Note(line)))
+    try:
+        yield (trackers,)
+    finally:
+        if trackers.tracked and trackers.close(end_of(directory)):
+            # the page said nothing of a tracker that failed at the very end
+            with suppress(FituneError, OSError):
+                write_report(directory)
+
+
+def end_of(directory: Path) -> End:
+    """End of the run in ``directory`` for trackers: predicted beside measured, and the files that say more."""
+    try:
+        files = read_run(directory)
+    except FituneError:
+        return End(status="failed", figures={})
+    rows = compare(files.estimate, files.run, files.steps)
+    figures: dict[str, float] = {}
+    for row in rows:
+        name = re.sub(r"\W+", "_", row.what.strip().lower()).strip("_")
+        for kind, value in (("predicted", row.predicted), ("measured", row.measured), ("error", row.error)):
+            if value is not None:
+                figures[f"{kind}/{name}"] = float(value)
+    return End(
+        status="failed" if files.run is None else files.run.status,
+        figures=figures,
+        table=(("", "predicted", "measured", "error"), *(row_texts(row) for row in rows)),
+        files=tuple(str(directory / name) for name in _ATTACHED if (directory / name).is_file()),
+    )

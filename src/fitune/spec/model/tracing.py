@@ -1,12 +1,18 @@
 """Shapes and profiles of architectures without formulas: shipped, cached, or traced by whoever may import torch.
 
 A plan needs neither torch nor transformers once they are there. Files are named by what they depend on: the config,
-the way of training and the versions of the libraries. Profiles of public names are shipped (shipped.py). Those of other
-versions than the installed ones serve a plan, which says so, and neither training nor a rehearsal.
+the way of training and the versions of the libraries. Those of other versions than the installed ones serve a plan,
+which says so, and neither training nor a rehearsal.
+
+Profiles of public names are shipped: traced_profiles.zip has one JSON object for each config, by ``config_digest``,
+with its shapes and a profile for each digest of a way of training. It is opened when the first such name is planned,
+and one object of it is read. bench/ship_profiles.py writes it.
 """
 
 import hashlib
+import io
 import json
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -14,11 +20,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fitune.errors import ModelError
-from fitune.files import cache_folder, write_atomically
+from fitune.files import cache_folder, read_bytes, write_atomically
 from fitune.spec.counts import untouched_blocks
 from fitune.spec.model.block_profile import BatchShape
 from fitune.spec.model.model_spec import ModelSpec
-from fitune.spec.model.shipped import Libraries, shipped_libraries, shipped_profile, shipped_shapes
 from fitune.spec.model.traced_profile import TracedStep
 from fitune.spec.model.tracer import current_tracer, installed_alone
 from fitune.spec.plan import (
@@ -34,7 +39,70 @@ from fitune.spec.plan import (
     Single,
     updates_in_backward,
 )
-from fitune.spec.serial import from_json, to_data, to_json
+from fitune.spec.serial import from_data, from_json, to_data, to_json
+
+SHIPPED = Path(__file__).with_name("traced_profiles.zip")
+LIBRARIES = "libraries"
+SHAPES = "shapes"
+"""Names inside the file: of the versions that traced, and of the shapes in each object."""
+NOT_SHIPPED: dict[str, str] = {}
+"""First name of a config of models.json without a profile -> why. Its first plan would have to trace it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Libraries:
+    """Versions of the libraries that a trace depends on."""
+
+    torch: str
+    transformers: str
+
+    @property
+    def public(self) -> "Libraries":
+        """Without the build: ``2.13.0`` for ``2.13.0+cu128``, whose operations on fake tensors are the same."""
+        return Libraries(torch=self.torch.partition("+")[0], transformers=self.transformers.partition("+")[0])
+
+    @property
+    def words(self) -> str:
+        return f"torch {self.torch} and transformers {self.transformers}"
+
+
+def is_shipped(config_digest: str) -> bool:
+    """True if the file has that config."""
+    return config_digest in _archive().namelist()
+
+
+def shipped_shapes(config_digest: str) -> ModelSpec | None:
+    """The shapes of that config; its name and dtype are those of the first name that has it."""
+    found = _shipped(config_digest).get(SHAPES)
+    return None if found is None else from_data(ModelSpec, found)
+
+
+@cache
+def shipped_profile(config_digest: str, way_digest: str) -> TracedStep | None:
+    """The profile of that config for that way of training, or None."""
+    found = _shipped(config_digest).get(way_digest)
+    return None if found is None else from_data(TracedStep, found)
+
+
+@cache
+def shipped_libraries() -> Libraries:
+    """The versions that traced all of it."""
+    return from_data(Libraries, json.loads(_archive().read(LIBRARIES)))
+
+
+@cache
+def _shipped(config_digest: str) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(_archive().read(config_digest))
+    except KeyError:
+        return {}
+    return found
+
+
+@cache
+def _archive() -> zipfile.ZipFile:
+    return zipfile.ZipFile(io.BytesIO(read_bytes(SHIPPED)))
+
 
 FORMAT = 3
 """Goes up when what is stored, or how it is counted, changes."""
@@ -204,7 +272,8 @@ def _first_by_chunk(model: ModelSpec, *, is_one: bool) -> int:
 def _plain(plan: Plan) -> Plan:
     """``plan`` with all that blocks do not depend on set to one value.
 
-    Weights that are updated in backward have the gradients of full fine-tuning; estimate/traced.py adds their step.
+    Weights that are updated in backward have the gradients of full fine-tuning; estimate/model_profile.py adds
+    their step.
     """
     tuning = Full() if updates_in_backward(plan.tuning) else plan.tuning
     if isinstance(tuning, Lora):
