@@ -7,6 +7,7 @@ import pytest
 
 from fitune.cli.terminal import print_coloured
 from fitune.errors import HardwareError, NothingFits
+from fitune.planner.alternatives import changed_recipe, compare
 from fitune.planner.first_screen import first_screen, other_ways, screen_of_nothing
 from fitune.session.planning import first_screen_of, plan_on_data, wanted_hardware
 from fitune.session.recipes.reading import recipe_from
@@ -61,6 +62,15 @@ def test_the_verdict_comes_first_and_all_is_one_screen(
     assert len(lines) <= 20
     assert max(map(len, lines)) <= 120
     assert lines[-2] == "  Train it   fitune train recipe.yaml"
+
+
+def test_the_change_that_the_last_line_asks_about_is_taken(situation):
+    words, report, ways = situation
+    last = first_screen(report, ways, train="").splitlines()[-1]
+    change = shlex.split(last)[shlex.split(last).index("--why") + 1]
+    changed = changed_recipe(recipe_from(shlex.split(words), []).recipe, change)
+    hardware = report.chosen.plan.hardware
+    compare(changed, change, taken=report.chosen, model=load_model_spec(changed.model), hardware=hardware)
 
 
 def test_a_way_typed_is_the_plan_that_was_shown(situation):

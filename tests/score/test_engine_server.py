@@ -302,7 +302,7 @@ def test_a_server_that_tells_nothing_of_a_prompt_is_refused_before_the_first_row
             engine="server", url=url, graders=("choice", "perplexity"),
         )  # fmt: skip
         with pytest.raises(
-            ScoringFailed, match="cannot weigh given answers, which grader choice, perplexity needs"
+            ScoringFailed, match="gives no likelihoods of given answers, which choice, perplexity needs"
         ):
             score(plan, say=lambda line: None)
     assert len(bodies) == 1

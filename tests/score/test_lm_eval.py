@@ -229,7 +229,7 @@ def test_drawn_answers_follow_from_the_seed_alone(run, tmp_path):
         (["sums_beams"], {}, ScoringFailed, "task sums_beams, row 0: generation_kwargs has num_beams = 3"),
         (["sums_top_k"], {}, ScoringFailed, "task sums_top_k, row 0: generation_kwargs has top_k = 5"),
         (["sums_no_room"], {}, ScoringFailed, "max_gen_toks 256 leaves no room for a prompt"),
-        (["sums_long_choice"], {}, ScoringFailed, "row 0: the text to be weighed has"),
+        (["sums_long_choice"], {}, ScoringFailed, "row 0: the text to be scored has"),
         ([""], {}, RecipeError, "--lm-eval '' names no task"),
         (["sums_text"], {"limit": 0}, RecipeError, "--limit 0: must be 1 or more"),
         (["sums_text"], {"shots": -1}, RecipeError, "--shots -1: must be 0 or more"),

@@ -143,7 +143,7 @@ def test_grades_follow_from_the_softmax_of_trainings_own_ids(tiny, plan):
     assert (report.generated_tokens, report.cut_off, report.answered) == (0, 0, 12)
     told = text_of(report)
     assert "rows whose likeliest choice per character is the right one" in told
-    assert "tokens of given answers weighed, none written" in told
+    assert "tokens of given answers, none generated" in told
 
 
 def test_the_normalised_choices_differ_where_lengths_do():

@@ -138,12 +138,13 @@ def first_screen(report: PlanReport, ways: tuple[Way, ...], *, train: str) -> st
 
     ``train``: the command that trains it.
     """
+    change = "zero: 3" if report.chosen.plan.hardware.num_gpus > 1 else "gradient_checkpointing: false"
     lines = [
         *_verdict(report),
         *_ways(report.taken, ways),
         *_notes(report),
         f"  Train it   {train}",
-        '  More       --details   --why "zero: 3"   --largest seq_len   --json',
+        f'  More       --details   --why "{change}"   --largest seq_len   --json',
     ]
     return "\n".join(lines)
 

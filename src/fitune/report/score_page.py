@@ -196,7 +196,7 @@ def _tiles(report: ScoreReport) -> Iterator[Tile]:
     failed = f"{report.failed:,} without an answer" if report.failed else "all answered"
     yield Tile("Rows", f"{report.rows:,}", failed)
     if report.weighed_tokens:
-        yield Tile("Tokens weighed", format_count(report.weighed_tokens), "of given answers; none written")
+        yield Tile("Tokens scored", format_count(report.weighed_tokens), "of given answers; none generated")
     else:
         mean = report.generated_tokens / report.answered if report.answered else 0.0
         yield Tile("Tokens written", format_count(report.generated_tokens), f"{mean:,.0f} in an answer")

@@ -167,7 +167,7 @@ class Asker:
         (tried,) = self._engine.each([Continuation(id="0", prompt_ids=ids[:1], token_ids=ids[1:])], _weighed)
         if tried.error:
             raise ScoringFailed(
-                f"the engine cannot weigh given answers, which grader {self._weighed_by} needs: {tried.error}",
+                f"the engine gives no likelihoods of given answers, which {self._weighed_by} needs: {tried.error}",
                 hint="--engine transformers and --engine vllm can, and the server of vLLM",
             )
 

@@ -194,14 +194,14 @@ class EngineLM(TemplateLM):
             if ids[:1] == before:
                 ids = ids[1:]
         if not ids:
-            raise ScoringFailed(f"{_name(one)}: the text to be weighed has no tokens: {text!r:.60}")
+            raise ScoringFailed(f"{_name(one)}: the text to be scored has no tokens: {text!r:.60}")
         return before, ids
 
     def _continuation(self, id_: str, one: Instance, before: list[int], ids: list[int]) -> Continuation:
         room = self._most_weighed - len(ids)
         if room < 1:
             raise ScoringFailed(
-                f"{_name(one)}: the text to be weighed has {len(ids)} tokens, the model has room for "
+                f"{_name(one)}: the text to be scored has {len(ids)} tokens, the model has room for "
                 f"{self._most_weighed - 1}"
             )
         return Continuation(id=id_, prompt_ids=tuple(before[-room:]), token_ids=tuple(ids))

@@ -165,9 +165,9 @@ def explain_score(report: ScoreReport) -> str:
         share = format_percent(report.cut_off / report.rows)
         ended = f"{counted(report.cut_off, 'answer')} ({share})"
         cut = f"\ncut off at max_new_tokens: {ended}; --max-new-tokens allows more"
-    done = "weighed" if report.weighed_tokens else "answered"
+    done = "scored" if report.weighed_tokens else "answered"
     tokens = (
-        f"{report.weighed_tokens:,} tokens of given answers weighed, none written"
+        f"likelihood of {report.weighed_tokens:,} tokens of given answers, none generated"
         if report.weighed_tokens
         else f"{report.generated_tokens:,} tokens generated"
     )
