@@ -17,6 +17,7 @@ from fitune.session.score.scoring import model_and_adapter, score_dataset
 from fitune.session.train.attempts import Attempt
 from fitune.session.train.training import run_once
 from fitune.spec.recipe.recipe import dump_recipe, read_recipe
+from fitune.spec.recipe.score_recipe import score_recipe
 from fitune.spec.reports import RunReport
 from fitune.spec.run_directory import LOGS
 from fitune.track.metrics import read_metrics
@@ -140,11 +141,11 @@ def _train(path: Path, tell: Tell, *, explain: bool) -> None:
 def _accuracy(files: DemoFiles, exported: Path) -> float:
     """Share of held-out rows that a model, or an adapter on the base, answers exactly."""
     model, adapter = model_and_adapter(exported, base=str(files.base))
-    report = score_dataset(
-        model=model, adapter=adapter, data=str(files.test), out=exported.parent / "scores", graders=(_GRADER,),
-        max_new_tokens=MAX_NEW_TOKENS, batch_size=25, tell=tell_nobody,
+    recipe = score_recipe(
+        model=model, adapter=adapter, data=files.test, out=exported.parent / "scores", graders=_GRADER,
+        max_new_tokens=MAX_NEW_TOKENS, batch_size=25,
     )  # fmt: skip
-    return report.grades[_GRADER]
+    return score_dataset(recipe, tell=tell_nobody).grades[_GRADER]
 
 
 def _make_room(directory: Path) -> None:

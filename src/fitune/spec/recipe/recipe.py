@@ -296,7 +296,7 @@ def parse_recipe(wanted: Mapping[str, Any], *, where: str = "recipe") -> Recipe:
     try:
         return Recipe.model_validate(wanted)
     except ValidationError as error:
-        raise RecipeError(_describe(error, where=where)) from None
+        raise RecipeError(described(error, where=where)) from None
 
 
 def canonical_keys(raw: Mapping[str, Any], *, where: str) -> dict[str, Any]:
@@ -379,14 +379,15 @@ def _set_inside(container: Any, keys: list[str], value: Any, setting: str) -> An
     return {**inside, head: _set_inside(inside.get(head), rest, value, setting)}
 
 
-def _describe(error: ValidationError, *, where: str) -> str:
-    return "\n".join(dict.fromkeys(_describe_one(item, where=where) for item in error.errors()))
+def described(error: ValidationError, *, where: str, known: type[BaseModel] = SourceRecipe) -> str:
+    """A line for each fault: where, the key, its value, and what may stand there. ``known`` has keys that are meant."""
+    return "\n".join(dict.fromkeys(_describe_one(item, where, known) for item in error.errors()))
 
 
-def _describe_one(item: Any, *, where: str) -> str:
+def _describe_one(item: Any, where: str, known: type[BaseModel]) -> str:
     path = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":  # top-level keys were checked before: this is inside a source
-        close = did_you_mean(str(item["loc"][-1]), [*SourceRecipe.model_fields])
+        close = did_you_mean(str(item["loc"][-1]), [*known.model_fields])
         return f"{where}: unknown key {path}" + (f"; {close}" if close else "")
     return f"{where}: {path} = {item['input']!r}: {_in_words(item)}"
 
