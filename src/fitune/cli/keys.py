@@ -27,26 +27,28 @@ class ScoreCommand(CheckedCommand):
 
     def invoke(self, ctx: Any) -> Any:
         refuse_idle_options(ctx)
-        typed, names = typed_options(ctx), [option.name for option in _score_options()]
-        values = {name: ctx.params.pop(name) for name in names}
-        ctx.obj = {name: value for name, value in values.items() if name in typed}
+        typed = typed_options(ctx)
+        asked = {option.name: ctx.params.pop(option.name) for option in _score_options()}
+        ctx.obj = {name: value for name, value in asked.items() if name in typed}
         return TyperCommand.invoke(self, ctx)
 
 
 @cache
 def _score_options() -> list[Any]:
     """Made when they are asked for: reading a ScoreRecipe takes 0.1 s, which no other command should wait for."""
-    from fitune.spec.recipe.score_recipe import ScoreRecipe, facts_of
+    from fitune.spec.recipe.score_recipe import ScoreRecipe, facts_of, options_of
 
     def keys() -> None: ...
 
     made = []
     for name, field in ScoreRecipe.model_fields.items():
-        is_repeatable, facts = get_origin(field.annotation) in (tuple, dict), facts_of(name)
-        names = facts["options"] or [f"--{name.replace('_', '-')}"]
-        option = typer.Option(*names, help=field.description, metavar=facts["metavar"] or None)
-        kind: Any = list[str] | None if is_repeatable else field.annotation
-        default = Parameter.empty if field.is_required() else None if is_repeatable else field.default
+        option = typer.Option(
+            *options_of(name), help=field.description, metavar=facts_of(name).get("metavar")
+        )
+        kind: Any = field.annotation
+        default = Parameter.empty if field.is_required() else field.default
+        if get_origin(kind) in (tuple, dict):
+            kind, default = list[str] | None, None
         made.append(
             Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
         )

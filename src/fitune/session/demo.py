@@ -12,11 +12,12 @@ from fitune.score.shards import remove_scores
 from fitune.session.events import Note, Planned, Tell, tell_nobody
 from fitune.session.fresh_process import train_program
 from fitune.session.planning import plan_for
+from fitune.session.recipes.reading import read_any_recipe
 from fitune.session.reported import Reported, report_run
 from fitune.session.score.scoring import model_and_adapter, score_dataset
 from fitune.session.train.attempts import Attempt
 from fitune.session.train.training import run_once
-from fitune.spec.recipe.recipe import dump_recipe, read_recipe
+from fitune.spec.recipe.recipe import dump_recipe
 from fitune.spec.recipe.score_recipe import score_recipe
 from fitune.spec.reports import RunReport
 from fitune.spec.run_directory import LOGS
@@ -67,7 +68,7 @@ def run_demo(directory: Path, *, gpus: int, tell: Tell) -> tuple[Outcome, ...]:
     if gpus > 1:
         say(f"\n   And once more by {gpus} processes that each hold a share of every tensor (ZeRO-3)\n")
         divided = files.divided_recipe.with_suffix("")
-        recipe = read_recipe(files.divided_recipe, settings=_SETTINGS)
+        recipe = read_any_recipe(files.divided_recipe, settings=_SETTINGS).recipe
         if code := train_program(recipe, overwrite=True, tell=tell):
             raise TrainingFailed(
                 f"the processes ended with exit code {code}", hint=f"what they said is in {divided / LOGS}"
@@ -130,7 +131,7 @@ def _outcome(files: DemoFiles, name: str, reported: Reported) -> Outcome:
 
 
 def _train(path: Path, tell: Tell, *, explain: bool) -> None:
-    recipe = read_recipe(path, settings=(*_SETTINGS, "gpus=1"))
+    recipe = read_any_recipe(path, settings=(*_SETTINGS, "gpus=1")).recipe
     report = plan_for(recipe)
     if explain:
         tell(Planned(report=report))

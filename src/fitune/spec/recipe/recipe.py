@@ -7,7 +7,6 @@ keys are refused with a did-you-mean.
 import re
 from collections.abc import Iterable, Mapping
 from functools import reduce
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -32,8 +31,7 @@ from fitune.spec.recipe.aliases import (
     refuse_foreign_value,
 )
 from fitune.spec.recipe.deepspeed_file import with_deepspeed_file
-from fitune.spec.recipe.paths import with_absolute_paths, with_own_paths
-from fitune.spec.recipe.strict_yaml import load_yaml
+from fitune.spec.recipe.paths import with_absolute_paths
 from fitune.spec.recipe.typed import type_inside, typed_value
 from fitune.spec.recipe.values import (
     Bandwidth,
@@ -239,24 +237,6 @@ class Recipe(_Strict):
             "lora_layers": self.lora_layers,
         }  # fmt: skip
         return next((name for name, is_asked in named.items() if is_asked), "")
-
-
-def read_recipe(
-    path: Path | None, *, settings: Iterable[str] = (), options: Mapping[str, Any] | None = None
-) -> Recipe:
-    """A YAML file, then ``a.b=c`` settings, then command-line options; the later wins.
-
-    Raises RecipeError naming the file, the key, what is wrong and the nearest known key.
-    """
-    raw = load_yaml(path) if path is not None else {}
-    where = str(path) if path is not None else "the command line"
-    keys = with_own_paths(canonical_keys(raw, where=where), path.parent if path else Path("."))
-    return layered_recipe(keys, where=where, settings=settings, options=given_options(options))
-
-
-def given_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Options that have a value: ``--zero null`` leaves what the file says."""
-    return {name: value for name, value in (options or {}).items() if value is not None}
 
 
 def layered_recipe(

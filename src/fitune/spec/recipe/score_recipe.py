@@ -23,21 +23,13 @@ from fitune.spec.recipe.values import as_columns
 _ROLES = ("system", "prompt", "completion", "choices")
 
 
-def key(
-    default: Any, about: str, least: float | None = None, most: float | None = None, *, metavar: str = "",
-    options: tuple[str, ...] = (), hint: str = "",
-) -> Any:  # fmt: skip
-    """A key: its default, its line of --help, least and most of a number, how --help calls its value, its options where
-    they are not its name, and what else to do than to give another number."""
-    facts: dict[str, Any] = {
-        "least": least,
-        "most": most,
-        "metavar": metavar,
-        "options": options,
-        "hint": hint,
-    }
-    is_number = None if least is None else True
-    return Field(default, description=about, ge=least, le=most, strict=is_number, json_schema_extra=facts)
+def key(default: Any, about: str, least: float | None = None, most: float | None = None, **facts: Any) -> Any:
+    """A key: its default, its line of --help, least and most of a number, and what not every key has: ``options`` that
+    are not its name, a ``metavar``, and as ``hint`` what else to do than to give another number."""
+    extra = facts | {"least": least, "most": most}
+    return Field(
+        default, description=about, ge=least, le=most, strict=least is not None, json_schema_extra=extra
+    )
 
 
 def _several(value: Any) -> list[str]:
@@ -78,9 +70,6 @@ def _columns(value: Any) -> Any:
 
 Name = Annotated[str, BeforeValidator(str)]
 """A path, or a Hub id."""
-Words = Annotated[tuple[str, ...], BeforeValidator(_several)]
-Paths = Annotated[tuple[str, ...], BeforeValidator(_paths)]
-"""One or several of files, folders, URLs and Hub datasets."""
 
 
 class ScoreRecipe(BaseModel):
@@ -89,7 +78,9 @@ class ScoreRecipe(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: Name = key(..., "A folder or Hub id of a model, an adapter, or the directory of a run.")
-    data: Paths = key((), "Questions with references: a file, folder or Hub id; repeatable.")
+    data: Annotated[tuple[str, ...], BeforeValidator(_paths)] = key(
+        (), "Questions with references: a file, folder or Hub id; repeatable."
+    )
     lm_eval: Annotated[tuple[str, ...], BeforeValidator(_tasks)] = key(
         (), "Tasks of lm-evaluation-harness, not --data.", metavar="TASKS"
     )
@@ -108,7 +99,7 @@ class ScoreRecipe(BaseModel):
     columns: Annotated[dict[str, str], BeforeValidator(_columns)] = key(
         {}, "role=column: prompt=question; repeatable."
     )
-    graders: Words = key(
+    graders: Annotated[tuple[str, ...], BeforeValidator(_several)] = key(
         (), "exact_match, number, f1, rouge, regex:…, … (docs/scoring.md); repeatable.", options=("--grader",)
     )
     max_new_tokens: int = key(256, "Tokens of one answer at most.", 1, 1_000_000)
@@ -132,14 +123,15 @@ FOR_TASKS = {
 """Keys that count for tasks of lm-eval."""
 
 
-def facts_of(name: str) -> Any:
-    """What ``key`` was told of the key beside its default and its help."""
-    return ScoreRecipe.model_fields[name].json_schema_extra
+def facts_of(name: str) -> dict[str, Any]:
+    """What ``key`` was told of a key beside its default and its help; nothing of a name that is none."""
+    field = ScoreRecipe.model_fields.get(name)
+    return {} if field is None else dict(field.json_schema_extra)  # type: ignore[arg-type]
 
 
-def option_of(name: str) -> str:
-    """The key as an option of ``fitune score``."""
-    return str((*facts_of(name)["options"], f"--{name.replace('_', '-')}")[0])
+def options_of(name: str) -> tuple[str, ...]:
+    """The key as options of ``fitune score``."""
+    return facts_of(name).get("options") or (f"--{name.replace('_', '-')}",)
 
 
 def score_recipe(**wanted: Any) -> ScoreRecipe:
@@ -150,7 +142,7 @@ def score_recipe(**wanted: Any) -> ScoreRecipe:
     given = {name: value for name, value in wanted.items() if value is not None}
     of_tasks, names = "lm_eval" in given, given.keys() & ScoreRecipe.model_fields.keys()
     for name in sorted(names - FOR_TASKS if of_tasks else names & {"lm_eval_tasks", "limit", "shots"}):
-        option = option_of(name)
+        option = options_of(name)[0]
         raise RecipeError(
             f"{option} has no effect {'with' if of_tasks else 'without'} --lm-eval",
             hint=f"{'' if of_tasks else 'add --lm-eval, or '}leave {option} out",
@@ -165,11 +157,12 @@ def checked_recipe(**given: Any) -> ScoreRecipe:
     except ValidationError as error:
         fault = error.errors()[0]
         name, value = str(fault["loc"][0]), fault["input"]
-        facts = facts_of(name) if name in ScoreRecipe.model_fields else {"least": None}
-        if (least := facts["least"]) is None:
+        facts = facts_of(name)
+        least, most = facts.get("least"), facts.get("most")
+        if least is None:
             raise RecipeError(described(error, where="the keywords", known=ScoreRecipe)) from None
-        if (most := facts["most"]) is None:
-            said = f"{option_of(name)} {value!r}: must be {least} or more"
-            raise RecipeError(said, hint=facts["hint"] or None) from None
+        if most is None:
+            said = f"{options_of(name)[0]} {value!r}: must be {least} or more"
+            raise RecipeError(said, hint=facts.get("hint")) from None
         kind = "whole number" if isinstance(least, int) else "number"
         raise RecipeError(f"{name} = {value!r:.60}: must be a {kind} from {least:,} to {most:,}") from None
