@@ -292,7 +292,9 @@ def canonical_keys(raw: Mapping[str, Any], *, where: str) -> dict[str, Any]:
                 continue
             name, value = switched
         refuse_foreign_value(name, value, where=where)
-        value = None if _is_left_open(name, value) else canonical_value(name, value)
+        # "auto" means "you choose", where there is a choice
+        is_left_open = str(value).lower() == "auto" and Recipe.model_fields[name].default is None
+        value = None if is_left_open else canonical_value(name, value)
         if name in spelled and result[name] != value:
             raise RecipeError(
                 f"{where}: {spelled[name]!r} and {key!r} both set {name}, to {result[name]!r} and {value!r}",
@@ -306,7 +308,7 @@ def canonical_keys(raw: Mapping[str, Any], *, where: str) -> dict[str, Any]:
 def _refuse_unknown(raw: Mapping[str, Any], *, where: str) -> None:
     """Raises RecipeError for all unknown keys at once, each with what it may have been meant for."""
     known = [*Recipe.model_fields, *ALIASES, *SWITCHES]
-    unknown = [key for key in raw if key not in SWITCHES and ALIASES.get(key, key) not in Recipe.model_fields]
+    unknown = [key for key in raw if key not in known]
     hints = [FOREIGN_FILES.get(key) or did_you_mean(str(key), known) for key in unknown]
     if len(unknown) == 1:
         raise RecipeError(f"{where}: unknown key {unknown[0]!r}", hint=hints[0] or EVERY_KEY)
@@ -315,11 +317,6 @@ def _refuse_unknown(raw: Mapping[str, Any], *, where: str) -> None:
             f"  {key!r}" + (f": {hint}" if hint else "") for key, hint in zip(unknown, hints, strict=True)
         ]
         raise RecipeError("\n".join([f"{where}: {len(unknown)} unknown keys", *lines]))
-
-
-def _is_left_open(name: str, value: Any) -> bool:
-    """``auto`` means "you choose", where there is a choice."""
-    return isinstance(value, str) and value.lower() == "auto" and Recipe.model_fields[name].default is None
 
 
 def _apply_setting(wanted: dict[str, Any], setting: str) -> None:
