@@ -1,4 +1,5 @@
-"""Writes session/recipes/keywords.pyi, the keys of a recipe as typed keywords of Python, from ``Recipe``.
+"""Writes session/recipes/keywords.pyi, the keys of a recipe as typed keywords of Python, from ``Recipe`` and
+``ScoreRecipe``.
 
     python bench/keywords.py
 
@@ -6,15 +7,19 @@ Editors and type checkers read it; nothing imports it when fitune runs. tests/se
 against what this makes.
 """
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
+from pydantic import BaseModel
+
 from fitune.spec.recipe.recipe import Recipe, SourceRecipe
+from fitune.spec.recipe.score_recipe import ScoreRecipe
 from fitune.spec.recipe.values import as_bandwidth, as_path, as_size
 
 FILE = Path(__file__).parents[1] / "src" / "fitune" / "session" / "recipes" / "keywords.pyi"
-_LOOSE = {as_path: "PathLike", as_size: "int | str", as_bandwidth: "float | str"}
+_LOOSE = {as_path: "PathLike", str: "PathLike", as_size: "int | str", as_bandwidth: "float | str"}
 """What turns a value into a setting -> the types that it takes."""
 _HEAD = '''"""The keys of a recipe as keyword arguments, for editors and type checkers. Written by bench/keywords.py."""
 
@@ -46,7 +51,9 @@ def typed(annotation: Any) -> str:
     if origin is Annotated:
         loose = [_LOOSE[made] for part in parts[1:] if (made := getattr(part, "func", None)) in _LOOSE]
         return loose[0] if loose else typed(parts[0])
-    if origin is list:
+    if annotation is Path:
+        return "PathLike"
+    if origin in (list, tuple):
         one = typed(parts[0])
         return f"{'' if one.startswith(('str', 'PathLike')) else 'str | '}{one} | Sequence[{one}]"
     if origin is dict:
@@ -56,14 +63,24 @@ def typed(annotation: Any) -> str:
     return "None" if annotation is NoneType else str(annotation.__name__)
 
 
+_SCORE = '''
+class ScoreKeys(TypedDict, total=False):
+    """Keys of a scoring beside those that have a place of their own. None leaves a setting as it is by itself."""
+
+'''
+_PLACED = ("model", "data", "out", "lm_eval", "lm_eval_tasks")
+
+
 def stub() -> str:
     """The text of keywords.pyi."""
-    lines = [_HEAD]
-    for name, field in Recipe.model_fields.items():
-        kept = [part for part in field.metadata if getattr(part, "func", None) in _LOOSE]
-        kind = Annotated[field.annotation, *kept] if kept else field.annotation
-        lines.append(f"    {name}: {typed(kind)}\n")
-    return "".join(lines)
+    return _HEAD + "".join(_keys(Recipe)) + _SCORE + "".join(_keys(ScoreRecipe, without=_PLACED))
+
+
+def _keys(recipe: type[BaseModel], *, without: Sequence[str] = ()) -> Iterator[str]:
+    for name, field in recipe.model_fields.items():
+        if name not in without:
+            kept = [part for part in field.metadata if getattr(part, "func", None) in _LOOSE]
+            yield f"    {name}: {typed(Annotated[field.annotation, *kept] if kept else field.annotation)}\n"
 
 
 if __name__ == "__main__":

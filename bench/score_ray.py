@@ -22,6 +22,7 @@ from fitune.demo.text import pretraining_texts, training_exercises
 from fitune.launch.ray_cluster import RayPlace, loaded_ray
 from fitune.session.events import Event, RowsAnswered
 from fitune.session.score.scoring import score_dataset
+from fitune.spec.recipe.score_recipe import score_recipe
 
 
 class Clock:
@@ -83,11 +84,17 @@ def main() -> None:
                 for workers in sorted(found, reverse=bool(number % 2)):
                     clock = Clock()
                     score_dataset(
-                        model=str(work / "model"), data=str(work / "rows.jsonl"),
-                        out=work / f"out{workers}-{number}", tell=clock, graders=["contains"],
-                        max_new_tokens=asked.new, batch_size=4,
+                        score_recipe(
+                            model=str(work / "model"),
+                            data=str(work / "rows.jsonl"),
+                            out=work / f"out{workers}-{number}",
+                            graders=["contains"],
+                            max_new_tokens=asked.new,
+                            batch_size=4,
+                        ),
+                        tell=clock,
                         place=RayPlace(fewest=workers, most=workers),
-                    )  # fmt: skip
+                    )
                     found[workers].append(clock.rates())
                     wall, core = found[workers][-1]
                     print(

@@ -34,6 +34,7 @@ from fitune.session.events import tell_nobody
 from fitune.session.score import scoring
 from fitune.session.score.score_memory import ScoreMemory
 from fitune.spec.answering import ROWS_AT_ONCE
+from fitune.spec.recipe.score_recipe import score_recipe
 
 PARTS = (
     ("reading and ids", score_run, "index_input"),
@@ -126,9 +127,16 @@ def _scored(
                 setattr(room, name, call)
             with clock.running("whole"):
                 scoring.score_dataset(
-                    model=model, data=str(work / f"{data}.jsonl"), out=Path(out) / "scores", tell=tell_nobody,
-                    max_new_tokens=asked.new, batch_size=asked.batch, engine="transformers",
-                )  # fmt: skip
+                    score_recipe(
+                        model=model,
+                        data=str(work / f"{data}.jsonl"),
+                        out=Path(out) / "scores",
+                        max_new_tokens=asked.new,
+                        batch_size=asked.batch,
+                        engine="transformers",
+                    ),
+                    tell=tell_nobody,
+                )
         finally:
             for room, name, call in kept:
                 setattr(room, name, call)

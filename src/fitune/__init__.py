@@ -11,9 +11,8 @@ be done.
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING
 from warnings import filterwarnings
 
@@ -25,12 +24,11 @@ if TYPE_CHECKING:
     from typing import Unpack
 
     from fitune.session.events import Event, Exported
-    from fitune.session.recipes.keywords import PathLike, RecipeKeys, RecipeLike
+    from fitune.session.recipes.keywords import PathLike, RecipeKeys, RecipeLike, ScoreKeys
     from fitune.session.rehearsing import Rehearsed
     from fitune.session.reported import Reported
     from fitune.session.results import Result
     from fitune.session.score.lm_eval_words import TaskScores
-    from fitune.session.score.score_words import Paths
     from fitune.spec.predictions import PlanReport
     from fitune.spec.reports import RunReport, ScoreReport
     from fitune.train.again import Kind
@@ -105,52 +103,51 @@ def train(
 
 @system_failures()
 def score(
-    model: "PathLike", data: "Paths", out: "PathLike", *, adapter: "PathLike" = "",
-    columns: Mapping[str, str] | None = None, graders: Sequence[str] = (), max_new_tokens: int = 256,
-    temperature: float = 0.0, top_p: float = 1.0, seed: int = 0, batch_size: int | None = None,
-    chat_template: "PathLike" = "", id_column: str = "", engine: str = "", url: str = "",
-    served_model: str = "", allow_https: bool = False, allow_private_addresses: bool = False,
+    model: "PathLike",
+    data: "PathLike | Sequence[PathLike]",
+    out: "PathLike",
+    *,
     progress: "Callable[[Event], object] | None" = None,
-) -> "ScoreReport":  # fmt: skip
+    **settings: "Unpack[ScoreKeys]",
+) -> "ScoreReport":
     """Answer a dataset with a model and grade the answers; answers.jsonl and grades.jsonl are written into ``out``.
 
     ``data`` may be several files, folders or Hub ids: their rows are answered in their order, as if they were one.
-    ``engine`` is transformers, server (at ``url``) or vllm; left out, the fastest on GPUs with vLLM, else transformers.
-    ``columns`` maps system, prompt and completion to columns. ``batch_size``: rows answered together; None: as many as
-    fit, at most 32. Rows without an answer are graded 0 and count as failed.
+    ``settings`` are options of ``fitune score``. ``engine`` is transformers, server (at ``url``) or vllm; left out, the
+    fastest on GPUs with vLLM, else transformers. ``columns`` maps system, prompt and completion to columns.
+    ``batch_size``: rows answered together; None: as many as fit, at most 32. Rows without an answer are graded 0 and
+    count as failed.
     """
     from fitune.session.planning import see_planned_gpus
 
     see_planned_gpus()
     from fitune.session.score.scoring import score_dataset
+    from fitune.spec.recipe.score_recipe import score_recipe
 
-    return score_dataset(
-        model=model, data=data, out=out, adapter=adapter, columns=columns, graders=graders,
-        max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed, batch_size=batch_size,
-        chat_template=chat_template, id_column=id_column, engine=engine, url=url, served_model=served_model,
-        allow_https=allow_https, allow_private_addresses=allow_private_addresses, tell=_told(progress),
-    )  # fmt: skip
+    return score_dataset(score_recipe(model=model, data=data, out=out, **settings), tell=_told(progress))
 
 
 @system_failures()
 def score_tasks(
-    model: "PathLike", tasks: str | Sequence[str], out: "PathLike", *, tasks_folder: "PathLike | None" = None,
-    shots: int | None = None, limit: int | None = None, adapter: "PathLike" = "", batch_size: int | None = None,
-    seed: int = 0, chat_template: "PathLike" = "", engine: str = "", url: str = "", served_model: str = "",
+    model: "PathLike",
+    tasks: str | Sequence[str],
+    out: "PathLike",
+    *,
+    tasks_folder: "PathLike | None" = None,
     progress: "Callable[[Event], object] | None" = None,
-) -> "TaskScores":  # fmt: skip
+    **settings: "Unpack[ScoreKeys]",
+) -> "TaskScores":
     """Run tasks of lm-evaluation-harness; its results and the samples of each task are written into ``out``.
 
-    ``shots``: solved examples in a prompt, None: as many as the task says. ``limit``: the first rows of each task.
+    ``settings`` are options of ``fitune score --lm-eval``. ``shots``: solved examples in a prompt, None: as many as the
+    task says. ``limit``: the first rows of each task.
     ``chat_template``: empty: prompts are plain texts; "own": chats, by the tokenizer's template; else a Jinja file.
     """
     from fitune.session.score.lm_eval import score_tasks as run
+    from fitune.spec.recipe.score_recipe import score_recipe
 
-    return run(
-        model=model, tasks=tasks, out=Path(out), tasks_folder=None if tasks_folder is None else Path(tasks_folder),
-        shots=shots, limit=limit, adapter=adapter, batch_size=batch_size, seed=seed,
-        chat_template=str(chat_template), engine=engine, url=url, served_model=served_model, tell=_told(progress),
-    )  # fmt: skip
+    recipe = score_recipe(model=model, lm_eval=tasks, out=out, lm_eval_tasks=tasks_folder, **settings)
+    return run(recipe, tell=_told(progress))
 
 
 @system_failures()

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from typer import Context
 from typer.main import get_command
 
 from fitune.cli.app import app
@@ -39,7 +40,7 @@ def test_the_table_names_commands_and_options_that_are_there():
         for name, rows in table.items():
             assert isinstance(commands[name], CheckedCommand)
             named = {*rows, *(other for others in rows.values() for other in others)}
-            assert named <= {param.name for param in commands[name].params}
+            assert named <= {param.name for param in commands[name].get_params(Context(commands[name]))}
 
 
 def test_launch_keeps_the_objective_that_plan_was_given(call):

@@ -3,12 +3,16 @@
 from pathlib import Path
 
 import pytest
+from typer import Context
+from typer.main import get_command
 
+from fitune.cli.app import app
 from fitune.errors import RecipeError
 from fitune.planner.defaults import data_of
 from fitune.session.planning import plan_on_data
 from fitune.session.recipes.reading import recipe_from, split_words
 from fitune.spec.recipe.job_settings import read_job_settings
+from fitune.spec.recipe.score_recipe import ScoreRecipe, options_of
 
 
 def test_a_path_and_options_in_any_order():
@@ -199,3 +203,19 @@ def test_data_that_is_elsewhere_is_said_in_the_plan(monkeypatch):
     report = plan_on_data(recipe_from(words, []).recipe)
     assert report.run is None
     assert report.decisions[-1].startswith("note on data: owner/rows: not all of it is on this machine")
+
+
+def test_a_key_of_a_score_recipe_is_an_option_of_fitune_score():
+    """Its help, default and values are those of the key, and its other names are taken."""
+    command = get_command(app).commands["score"]
+    options = {param.name: param for param in command.get_params(Context(command))}
+    assert [*options][: len(ScoreRecipe.model_fields)] == [*ScoreRecipe.model_fields]
+    for name, field in ScoreRecipe.model_fields.items():
+        option = options[name]
+        assert option.help == field.description
+        assert option.required == field.is_required()
+        assert option.multiple == isinstance(field.default, tuple | dict), name
+        assert option.default == field.default or option.multiple or option.required, name
+        assert [*options_of(name)] == option.opts
+    assert options["out"].opts == ["--out", "--output-dir"]
+    assert options["graders"].opts == ["--grader"]

@@ -21,7 +21,7 @@ from fitune.demo.files import (
     recipe_text,
     write_demo,
 )
-from fitune.spec.recipe.recipe import read_recipe
+from fitune.session.recipes.reading import read_any_recipe
 from jsonl import read_lines
 
 
@@ -104,12 +104,14 @@ def test_the_recipes_are_recipes(demo):
         (demo.lora_recipe, LORA),
         (demo.full_recipe, FULL),
     ):
-        recipe = read_recipe(path)
+        recipe = read_any_recipe(path).recipe
         assert recipe.tuning == training.tuning
         assert recipe.learning_rate == training.learning_rate
         assert (recipe.max_steps, recipe.micro_batch_size) == (training.max_steps, training.micro_batch_size)
         assert (recipe.seq_len, recipe.precision) == (training.seq_len, "fp32")
-    pretrain, lora, full = map(read_recipe, (demo.pretrain_recipe, demo.lora_recipe, demo.full_recipe))
+    pretrain, lora, full = (
+        read_any_recipe(path).recipe for path in (demo.pretrain_recipe, demo.lora_recipe, demo.full_recipe)
+    )
     assert pretrain.model == str(demo.start)
     assert lora.model == full.model == "base/model"  # from the recipe's folder, once the base is trained
     assert str(demo.base).startswith(pretrain.output_dir)
@@ -121,7 +123,7 @@ def test_a_recipe_survives_any_folder_name(tmp_path):
     path = tmp_path / "recipe.yaml"
     odd = "it's: a #folder, [really]"
     path.write_text(recipe_text(LORA, purpose="p", path="x", model=odd, data=odd, output_dir=odd))
-    recipe = read_recipe(path)
+    recipe = read_any_recipe(path).recipe
     assert (recipe.model, recipe.data[0].path, recipe.output_dir) == (odd, odd, odd)
 
 

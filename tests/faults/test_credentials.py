@@ -7,8 +7,9 @@ import pytest
 from fitune.credentials import credential_in, without_credentials
 from fitune.data.reading.sources import read_rows
 from fitune.errors import DataError, FituneError, RecipeError
+from fitune.session.recipes.reading import read_any_recipe
 from fitune.spec.plan import DataSource
-from fitune.spec.recipe.recipe import parse_recipe, read_recipe
+from fitune.spec.recipe.recipe import parse_recipe
 from fitune.train.failure import traceback_text
 
 SECRET = "Xy7" * 12
@@ -52,7 +53,7 @@ def test_a_recipe_with_a_credential_is_refused_by_name_without_it(setting, path)
         parse_recipe({"model": "m", setting: path})
     assert SECRET not in str(caught.value)
     with pytest.raises(RecipeError) as caught:
-        read_recipe(None, settings=["model=m", f"{setting}={path}"])
+        read_any_recipe(None, settings=["model=m", f"{setting}={path}"])
     assert SECRET not in str(caught.value)
 
 

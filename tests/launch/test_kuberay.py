@@ -19,12 +19,13 @@ from fitune.launch.manifests import _PRODUCTS
 from fitune.planner.search import find_plan
 from fitune.session.clusters.launching import launch_file, recipe_below, split_settings
 from fitune.session.planning import plan_for, wanted_hardware
+from fitune.session.recipes.reading import read_any_recipe
 from fitune.spec import run_lock
 from fitune.spec.machines.gpus import find_gpu
 from fitune.spec.machines.job import job_name
 from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.recipe.pins import pinned
-from fitune.spec.recipe.recipe import canonical_keys, parse_recipe, read_recipe
+from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
 from fitune.spec.run_directory import LOCK
 from fitune.spec.run_lock import WAIT_VARIABLE, lock_directory
 from fitune.units import GIB
@@ -352,7 +353,7 @@ def test_a_wait_that_is_no_time_is_refused(tmp_path, monkeypatch, text):
 )
 def test_the_manifests_that_are_shown_are_those_that_are_written(recipe, example):
     """Their first line is the command. Predicted figures in words may change with the estimate."""
-    read = read_recipe(ROOT / f"recipes/{recipe}.yaml", options={"data": "train.jsonl"})
+    read = read_any_recipe(ROOT / f"recipes/{recipe}.yaml", options={"data": "train.jsonl"}).recipe
     _, text = launch_file(read, "kuberay", job_file=ROOT / "examples/job.yaml", settings=())
     written, shown = (
         [document for document in yaml.safe_load_all(one)]

@@ -9,6 +9,7 @@ from fitune.demo.text import training_exercises
 from fitune.launch.ray_cluster import RayPlace
 from fitune.session.clusters import score_on_ray
 from fitune.session.score.scoring import score_dataset
+from fitune.spec.recipe.score_recipe import score_recipe
 from ray_runs import Heard, KilledOnce
 
 pytestmark = pytest.mark.ray
@@ -36,9 +37,17 @@ def test_a_killed_worker_leaves_every_id_once_and_the_bytes_of_one_process(
 
     def scored(out, place):
         return score_dataset(
-            model=str(model_folder), data=str(data), out=tmp_path / out, tell=heard, graders=["contains"],
-            max_new_tokens=6, batch_size=1, place=place,
-        )  # fmt: skip
+            score_recipe(
+                model=str(model_folder),
+                data=str(data),
+                out=tmp_path / out,
+                graders=["contains"],
+                max_new_tokens=6,
+                batch_size=1,
+            ),
+            tell=heard,
+            place=place,
+        )
 
     here = scored("here", None)
     there = scored("there", RayPlace(fewest=2, most=2))

@@ -22,6 +22,7 @@ from fitune.session.score.scoring import score_dataset
 from fitune.spec.answering import NO_ADAPTER, Answering, Questions
 from fitune.spec.model.model_config import spec_from_config
 from fitune.spec.plan import Precision
+from fitune.spec.recipe.score_recipe import score_recipe
 from models.tiny_models import tiny_model
 from plans import CPU
 
@@ -38,9 +39,11 @@ def test_a_scoring_reports_both(tiny, tmp_path):
         )
     )
     report = score_dataset(
-        model=str(tiny.folder), data=str(rows), out=tmp_path / "out", tell=lambda event: None, batch_size=8,
-        max_new_tokens=40,
-    )  # fmt: skip
+        score_recipe(
+            model=str(tiny.folder), data=str(rows), out=tmp_path / "out", batch_size=8, max_new_tokens=40
+        ),
+        tell=lambda event: None,
+    )
     assert report.predicted_bytes == pytest.approx(report.measured_bytes, rel=0.05)
     assert report.measured_bytes > sum(p.numel() * 4 for p in tiny.model.parameters())
     assert read_score(tmp_path / "out") == report

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from fitune.errors import DataError, MissingExtra, RecipeError, RunDirectoryError, ScoringFailed
 from fitune.session.score.lm_eval import RESULTS, score_tasks
+from fitune.spec.recipe.score_recipe import score_recipe
 from optional_libraries import NEEDS_LM_EVAL
 
 NAMES = ("sums_choice", "sums_written", "sums_text")
@@ -101,7 +102,8 @@ def run(folder, model_folder):
     """Runs tasks on our engine; returns the samples of each."""
 
     def run(out, *tasks, model=model_folder, tell=lambda event: None, tasks_folder=folder, **more):
-        score_tasks(model=str(model), tasks=tasks, out=out, tasks_folder=tasks_folder, tell=tell, **more)
+        recipe = score_recipe(model=model, lm_eval=tasks, out=out, lm_eval_tasks=tasks_folder, **more)
+        score_tasks(recipe, tell=tell)
         return {
             task: [json.loads(line) for line in (out / f"samples_{task}.jsonl").read_text().splitlines()]
             for task in tasks
@@ -252,4 +254,4 @@ def test_what_cannot_be_evaluated_is_refused(
 def test_without_lm_eval_the_error_names_the_pip_command(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(MissingExtra, match=r"pip install 'fitune\[lm-eval\]'"):
-        score_tasks(model="no model", tasks=["gsm8k"], out=tmp_path / "out", tell=print)
+        score_tasks(score_recipe(model="no model", lm_eval="gsm8k", out=tmp_path / "out"), tell=print)

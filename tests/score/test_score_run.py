@@ -15,6 +15,7 @@ from fitune.score.shards import Shards
 from fitune.session.results import text_of
 from fitune.session.score.scoring import score_dataset, why_not_all
 from fitune.spec.plan import DataSource
+from fitune.spec.recipe.score_recipe import score_recipe
 from fitune.spec.reports import ScoreReport
 from fitune.spec.serial import from_json
 from fitune.units import counted
@@ -196,9 +197,15 @@ def test_libraries_are_not_searched_for_garbage_while_rows_are_answered(plan, mo
     gc.unfreeze()
     try:
         score_dataset(
-            model=plan.model, data=plan.sources[0].path, out=Path(plan.output_dir), tell=lambda event: None,
-            max_new_tokens=2, batch_size=1,
-        )  # fmt: skip
+            score_recipe(
+                model=plan.model,
+                data=plan.sources[0].path,
+                out=Path(plan.output_dir),
+                max_new_tokens=2,
+                batch_size=1,
+            ),
+            tell=lambda event: None,
+        )
         first, second = frozen
         assert 0 < first < second
         assert gc.get_freeze_count() == 0
@@ -264,7 +271,8 @@ def test_shards_are_as_large_as_suits_the_engine(plan, engine, dtype, rows):
 def test_a_score_to_compare_with_is_looked_at_before_the_first_row(plan, tmp_path):
     with pytest.raises(RunDirectoryError, match="nope: has no grades that can be read"):
         score_dataset(
-            model=plan.model, data=plan.sources[0].path, out=Path(plan.output_dir), tell=lambda event: None,
+            score_recipe(model=plan.model, data=plan.sources[0].path, out=Path(plan.output_dir)),
+            tell=lambda event: None,
             against=str(tmp_path / "nope"),
-        )  # fmt: skip
+        )
     assert not Path(plan.output_dir).exists()

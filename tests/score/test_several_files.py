@@ -10,6 +10,7 @@ from fitune.cli import main
 from fitune.errors import DataError, RecipeError, RunDirectoryError
 from fitune.session.score.score_plan import read_lengths
 from fitune.session.score.score_words import plan_of
+from fitune.spec.recipe.score_recipe import score_recipe
 
 CHOICE = {"question": "Which?", "choices": ["a", "b"], "answer": 0}
 BATCH_LINE = {"custom_id": "x", "body": {"messages": [{"role": "user", "content": "Where?"}]}}
@@ -113,5 +114,5 @@ def test_a_file_that_is_named_twice_and_none_at_all_are_refused(tiny, files, tmp
 
 
 def test_a_plan_counts_the_rows_of_all_files(tiny, files):
-    plan = plan_of(model=str(tiny.folder), data=files, max_new_tokens=2)
+    plan = plan_of(score_recipe(model=tiny.folder, data=files, max_new_tokens=2))
     assert read_lengths(plan).rows == 3

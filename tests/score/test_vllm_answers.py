@@ -24,6 +24,7 @@ from fitune.score.engines.engine_transformers import TransformersEngine
 from fitune.score.engines.engine_vllm import VllmEngine
 from fitune.session.events import tell_nobody
 from fitune.session.score.scoring import score_dataset
+from fitune.spec.recipe.score_recipe import score_recipe
 from score.conftest import Tiny
 
 pytestmark = [
@@ -212,9 +213,16 @@ def test_an_adapter_that_has_to_be_merged_is_scored_as_by_transformers(small, tm
     found = {}
     for engine in ("transformers", "vllm"):
         score_dataset(
-            model=str(small.folder), adapter=adapter, data=str(data), out=tmp_path / engine, engine=engine,
-            max_new_tokens=12, tell=tell_nobody,
-        )  # fmt: skip
+            score_recipe(
+                model=str(small.folder),
+                adapter=adapter,
+                data=str(data),
+                out=tmp_path / engine,
+                engine=engine,
+                max_new_tokens=12,
+            ),
+            tell=tell_nobody,
+        )
         lines = (tmp_path / engine / "answers.jsonl").read_text().splitlines()
         found[engine] = [json.loads(line)["response"]["body"]["choices"] for line in lines]
     same = sum(

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from fitune.errors import RecipeError
+from fitune.session.recipes.reading import read_any_recipe
 from fitune.spec.recipe.contradictions import source_weights
 from fitune.spec.recipe.recipe import (
     Recipe,
@@ -14,7 +15,6 @@ from fitune.spec.recipe.recipe import (
     dump_recipe,
     given_keys,
     parse_recipe,
-    read_recipe,
 )
 
 ALIASES = {
@@ -56,7 +56,7 @@ EVERY_NAME = [(name, spelled) for name, (_, _, others) in ALIASES.items() for sp
 def recipe_of(tmp_path, text, *settings):
     path = tmp_path / "recipe.yaml"
     path.write_text(text, encoding="utf-8")
-    return read_recipe(path, settings=settings)
+    return read_any_recipe(path, settings=settings).recipe
 
 
 def refusal(tmp_path, text, *settings):
@@ -68,15 +68,15 @@ def refusal(tmp_path, text, *settings):
 @pytest.mark.parametrize(("name", "spelled"), EVERY_NAME)
 def test_every_alias_is_the_canonical_setting(name, spelled):
     value, expected, _ = ALIASES[name]
-    recipe = read_recipe(
+    recipe = read_any_recipe(
         None, options={"model": "gpt2", spelled: value} if name != "model" else {spelled: value}
-    )
+    ).recipe
     assert getattr(recipe, name) == expected
     assert name in dump_recipe(recipe)
 
 
 def test_the_defaults_leave_the_planner_its_choices():
-    recipe = read_recipe(None, options={"model": "gpt2"})
+    recipe = read_any_recipe(None, options={"model": "gpt2"}).recipe
     left_open = {name for name in Recipe.model_fields if getattr(recipe, name) is None}
     assert {"tuning", "precision", "micro_batch_size", "gradient_checkpointing", "loss"} <= left_open
     assert recipe.lora_dropout == 0.0
@@ -167,15 +167,15 @@ def test_nesting_without_end_is_refused(tmp_path):
 
 def test_a_file_that_is_not_there_or_not_text(tmp_path):
     with pytest.raises(RecipeError, match="no such recipe file"):
-        read_recipe(tmp_path / "none.yaml")
+        read_any_recipe(tmp_path / "none.yaml")
     with pytest.raises(RecipeError, match="is a folder, not a recipe file"):
-        read_recipe(tmp_path)
+        read_any_recipe(tmp_path)
     with pytest.raises(RecipeError, match=r"rows.jsonl is data by its name, not a recipe") as caught:
-        read_recipe(tmp_path / "rows.jsonl")
+        read_any_recipe(tmp_path / "rows.jsonl")
     assert caught.value.hint == f"--data {tmp_path / 'rows.jsonl'}"
     (tmp_path / "image.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(RecipeError, match="cannot be read"):
-        read_recipe(tmp_path / "image.yaml")
+        read_any_recipe(tmp_path / "image.yaml")
 
 
 def test_two_names_for_one_setting_must_agree(tmp_path):
@@ -298,11 +298,11 @@ def test_set_that_makes_no_sense(tmp_path, setting, words):
 def test_later_wins(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("model: m\nlr: 1e-4\nseq_len: 128\nprecision: fp32\n")
-    recipe = read_recipe(
+    recipe = read_any_recipe(
         path,
         settings=["seq_len=256", "learning_rate=2e-4", "precision=auto"],
         options={"seq_len": 512, "gpu": None},
-    )
+    ).recipe
     assert (recipe.learning_rate, recipe.seq_len, recipe.precision, recipe.gpu) == (2e-4, 512, None, None)
 
 
@@ -331,4 +331,4 @@ def test_a_recipe_may_come_through_a_pipe_that_the_caller_opened():
     with open(end, "rb"), open(other, "w") as written:
         written.write("model: llama-2-7b\ntuning: lora\n")
         written.close()
-        assert read_recipe(Path(f"/dev/fd/{end}")).tuning == "lora"
+        assert read_any_recipe(Path(f"/dev/fd/{end}")).recipe.tuning == "lora"

@@ -4,7 +4,8 @@ import pytest
 
 from fitune.errors import RecipeError
 from fitune.files import path_fault
-from fitune.spec.recipe.recipe import Recipe, SourceRecipe, dump_recipe, parse_recipe, read_recipe
+from fitune.session.recipes.reading import read_any_recipe
+from fitune.spec.recipe.recipe import Recipe, SourceRecipe, dump_recipe, parse_recipe
 from fitune.spec.recipe.strict_yaml import parse_value
 from fitune.spec.recipe.values import MOST
 
@@ -36,7 +37,7 @@ def test_what_cannot_be_read_is_refused_with_its_line_and_column(value):
 def test_a_recipe_of_a_megabyte_is_not_read(tmp_path):
     (tmp_path / "recipe.yaml").write_text("# \n" * 100_000)
     with pytest.raises(RecipeError, match=r"larger than 256.0 KiB"):
-        read_recipe(tmp_path / "recipe.yaml")
+        read_any_recipe(tmp_path / "recipe.yaml")
 
 
 _PATHS = ["output_dir", "model", "chat_template", "cache_dir", "nvme_path", "resume", "data", "eval_data"]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer import Argument, Option
 
-from fitune.cli.keys import CheckedCommand, RecipeCommand, complete_value
+from fitune.cli.keys import CheckedCommand, RecipeCommand, ScoreCommand, complete_value
 from fitune.errors import RecipeError
 from fitune.spec.cuda_environment import without_expandable_segments
 
@@ -51,11 +51,6 @@ Picture = Annotated[Path | None, Option(metavar="FILE.svg", help="Draw a ranking
 Html = Annotated[Path | None, Option(metavar="FILE", help="Write a page, too.")]
 _NAMED = "A folder or Hub id of a model, an adapter, or the directory of a run."
 Run = Annotated[Path, Argument(help="Directory of a run.")]
-MaxNewTokens = Annotated[int, Option(help="Tokens of one answer at most.")]
-Temperature = Annotated[float, Option(help="0 is greedy.")]
-TopP = Annotated[float, Option(help="Draw from the likeliest tokens of this share.")]
-Seed = Annotated[int, Option(help="Seed of the draws; no effect at temperature 0.")]
-Template = Annotated[str, Option(help="Jinja file; default: the tokenizer's own.")]
 OnRay = Annotated[Literal["here", "ray"], Option("--on", help="Where it runs; ray: on a Ray cluster.")]
 RayAddress = Annotated[str, Option(help="HOST:PORT. Default: RAY_ADDRESS or this machine.")]
 Rendezvous = Annotated[str, Option(metavar="HOST:PORT", help="With --nodes N: node 0's address and port.")]
@@ -322,42 +317,9 @@ def compare(
     raise typer.Exit(code)
 
 
-@app.command(cls=CheckedCommand)
+@app.command(cls=ScoreCommand)
 def score(
     context: typer.Context,
-    model: Annotated[str, Option(help=_NAMED)],
-    data: Annotated[
-        list[str] | None, Option(help="Questions with references: a file, folder or Hub id; repeatable.")
-    ] = None,
-    lm_eval: Annotated[str, Option(metavar="TASKS", help="Tasks of lm-evaluation-harness, not --data.")] = "",
-    lm_eval_tasks: Annotated[Path | None, Option(metavar="FOLDER", help="Such tasks of your own.")] = None,
-    shots: Annotated[int | None, Option(help="With --lm-eval: solved examples in a prompt.")] = None,
-    limit: Annotated[int | None, Option(help="With --lm-eval: the first rows of each task.")] = None,
-    out: Annotated[
-        Path, Option("--out", "--output-dir", help="Folder for answers, grades and report.json.")
-    ] = Path("scores"),
-    adapter: Annotated[str, Option(help="Adapter folder to put on the model.")] = "",
-    columns: Annotated[list[str] | None, Option(help="role=column: prompt=question; repeatable.")] = None,
-    grader: Annotated[
-        list[str] | None,
-        Option(help="exact_match, number, f1, rouge, regex:…, … (docs/scoring.md); repeatable."),
-    ] = None,
-    max_new_tokens: MaxNewTokens = 256,
-    batch_size: Annotated[
-        int | None, Option(help="Rows answered together; default: what fits, to 32.")
-    ] = None,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    seed: Seed = 0,
-    chat_template: Template = "",
-    id_column: Annotated[str, Option(help="Column of the rows' names; default: custom_id or id.")] = "",
-    engine: Annotated[str, Option(help="transformers, server (at --url), vllm; default: the fastest.")] = "",
-    url: Annotated[str, Option(help="OpenAI-compatible server: http://localhost:8000/v1.")] = "",
-    served_model: Annotated[str, Option(help="The model's name there; default: --model.")] = "",
-    allow_https: Annotated[bool, Option("--allow-https", help="Fetch --data from https://.")] = False,
-    allow_private_addresses: Annotated[
-        bool, Option("--allow-private-addresses", help="Also from http:// addresses.")
-    ] = False,
     against: Annotated[str, Option(metavar="OUT", help="Compare with an earlier score.")] = "",
     on: OnRay = "here",
     ray_address: RayAddress = "",
@@ -373,38 +335,32 @@ def score(
     json: Json = False,
 ) -> None:
     """Answer a dataset with a model and grade the answers."""
-    if lm_eval or not data:
-        from fitune.session.score.lm_eval_words import score_typed
+    from fitune.spec.recipe.score_recipe import score_recipe
 
-        with _terminal(lines=sys.stderr, quiet=json) as terminal:
-            scores = score_typed(context, tell=terminal)
-        return _show(scores, json=json)
-    from fitune.session.score.score_words import KEYS, plan_of
-
-    settings = {name: value for name, value in context.params.items() if name in KEYS} | {"graders": grader}
-    request = _fleet(fleet, objective, deadline, budget, None, live)
-    if plan or request is not None:
-        from fitune.session.score.score_plan import predict_scoring
-
-        wanted = plan_of(**settings)
-        with _terminal(lines=sys.stderr, quiet=json) as terminal:
-            predicted = predict_scoring(wanted, request, engine=engine, gpu=gpu, gpus=gpus, tell=terminal)
-            return _show(predicted, json=json)
-    from fitune.session.planning import see_planned_gpus
-
-    see_planned_gpus()
-    from fitune.session.clusters.score_on_ray import place_of_scoring
-    from fitune.session.score.scoring import compare_scores, score_dataset, why_not_all
-
-    place = place_of_scoring(on, address=ray_address, workers=workers)
+    recipe, request = score_recipe(**context.obj), _fleet(fleet, objective, deadline, budget, None, live)
     with _terminal(lines=sys.stderr, quiet=json) as terminal:  # standard output is the report's alone
-        report = score_dataset(**settings, tell=terminal, place=place, against=against)
+        if recipe.lm_eval:
+            from fitune.session.score.lm_eval import score_tasks
+
+            return _show(score_tasks(recipe, tell=terminal), json=json)
+        if plan or request is not None:
+            from fitune.session.score.score_plan import predict_scoring
+
+            return _show(predict_scoring(recipe, request, gpu=gpu, gpus=gpus, tell=terminal), json=json)
+        from fitune.session.planning import see_planned_gpus
+
+        see_planned_gpus()
+        from fitune.session.clusters.score_on_ray import place_of_scoring
+        from fitune.session.score.scoring import compare_scores, score_dataset, why_not_all
+
+        place = place_of_scoring(on, address=ray_address, workers=workers)
+        report = score_dataset(recipe, tell=terminal, place=place, against=against)
     _show(report, json=json)
     if not json:
-        print(f"answers: {out / 'answers.jsonl'}")
+        print(f"answers: {recipe.out / 'answers.jsonl'}")
     if against:
-        print(compare_scores(out, Path(against)), file=sys.stderr if json else sys.stdout)
-    if failed := why_not_all(report, out):
+        print(compare_scores(recipe.out, Path(against)), file=sys.stderr if json else sys.stdout)
+    if failed := why_not_all(report, recipe.out):
         print(f"error: {failed}", file=sys.stderr)  # the report is printed, and is the one JSON object
         raise typer.Exit(failed.exit_code)
 
@@ -413,11 +369,11 @@ def score(
 def chat(
     models: Annotated[list[str], Argument(metavar="MODEL|RUN [SECOND]", help=_NAMED)],
     system: Annotated[str, Option(help="What the models are told first.")] = "",
-    max_new_tokens: MaxNewTokens = 512,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    seed: Seed = 0,
-    chat_template: Template = "",
+    max_new_tokens: Annotated[int, Option(help="Tokens of one answer at most.")] = 512,
+    temperature: Annotated[float, Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, Option(help="Draw from the likeliest tokens of this share.")] = 1.0,
+    seed: Annotated[int, Option(help="Seed of the draws; no effect at temperature 0.")] = 0,
+    chat_template: Annotated[str, Option(help="Jinja file; default: the tokenizer's own.")] = "",
     json: Annotated[bool, Option("--json", help="Print one JSON object for each question.")] = False,
 ) -> None:
     """Talk to a model, or to two side by side. /reset begins anew, /exit ends; piped lines are questions."""

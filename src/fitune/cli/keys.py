@@ -1,12 +1,14 @@
 """The keys of a recipe as options of a command: listed by ``--help``, and completed by the shell."""
 
+from functools import cache
 from importlib import import_module
-from typing import Any
+from inspect import Parameter, Signature
+from typing import Annotated, Any, get_origin
 
 import typer
 from typer.core import TyperCommand
 
-from fitune.session.idle_options import refuse_idle_options
+from fitune.session.idle_options import refuse_idle_options, typed_options
 
 
 class CheckedCommand(TyperCommand):
@@ -15,6 +17,46 @@ class CheckedCommand(TyperCommand):
     def invoke(self, ctx: Any) -> Any:
         refuse_idle_options(ctx)
         return super().invoke(ctx)
+
+
+class ScoreCommand(CheckedCommand):
+    """A command whose first options are the keys of a ScoreRecipe; those that are typed are the context's ``obj``."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return [*_score_options(), *super().get_params(ctx)]
+
+    def invoke(self, ctx: Any) -> Any:
+        refuse_idle_options(ctx)
+        typed = typed_options(ctx)
+        asked = {option.name: ctx.params.pop(option.name) for option in _score_options()}
+        ctx.obj = {name: value for name, value in asked.items() if name in typed}
+        return TyperCommand.invoke(self, ctx)
+
+
+@cache
+def _score_options() -> list[Any]:
+    """Made when they are asked for: reading a ScoreRecipe takes 0.1 s, which no other command should wait for."""
+    from fitune.spec.recipe.score_recipe import ScoreRecipe, facts_of, options_of
+
+    def keys() -> None: ...
+
+    made = []
+    for name, field in ScoreRecipe.model_fields.items():
+        option = typer.Option(
+            *options_of(name), help=field.description, metavar=facts_of(name).get("metavar")
+        )
+        kind: Any = field.annotation
+        default = Parameter.empty if field.is_required() else field.default
+        if get_origin(kind) in (tuple, dict):
+            kind, default = list[str] | None, None
+        made.append(
+            Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
+        )
+    keys.__signature__ = Signature(made)  # type: ignore[attr-defined]
+    keys.__annotations__ = {each.name: each.annotation for each in made}
+    app = typer.Typer(add_completion=False)
+    app.command()(keys)
+    return [*typer.main.get_command(app).params]
 
 
 class RecipeCommand(CheckedCommand):

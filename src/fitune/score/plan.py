@@ -1,11 +1,13 @@
 """All settings of a scoring."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
-from fitune.score.engines.engine import EngineName, Sampling
+from fitune.score.engines.engine import EngineName, Sampling, engine_named
 from fitune.spec.answering import ROWS_AT_ONCE
 from fitune.spec.plan import DataSource
+from fitune.spec.recipe.score_recipe import ScoreRecipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +42,22 @@ class ScorePlan:
     def rows_at_once(self) -> int:
         """At most."""
         return self.batch_size or ROWS_AT_ONCE
+
+
+def plan_from(recipe: ScoreRecipe, **decided: Any) -> ScorePlan:
+    """The plan of a recipe: keys of the same name, and what is ``decided`` instead; its engine is transformers where
+    none is named. Raises RecipeError for an engine that is unknown."""
+    asked = dict(recipe) | {"columns": tuple(recipe.columns.items()), "batch_size": recipe.batch_size or 0}
+    asked |= {
+        "output_dir": str(recipe.out),
+        "engine": engine_named(recipe.engine or "transformers"),
+    } | decided
+
+    def part(kind: type[Any]) -> dict[str, Any]:
+        return {each.name: asked[each.name] for each in fields(kind) if each.name in asked}
+
+    sources = tuple(DataSource(path=path, **part(DataSource)) for path in recipe.data)
+    return ScorePlan(**part(ScorePlan), sources=sources, sampling=Sampling(**part(Sampling)))
 
 
 def names_of(sources: Sequence[DataSource]) -> str:

@@ -16,10 +16,11 @@ from fitune.data.conversations.templates import ChatTemplate
 from fitune.data.conversations.tool_calls import ToolCall
 from fitune.data.reading.rows import BadRow, Row
 from fitune.data.reading.sources import read_rows
-from fitune.errors import DataError
+from fitune.errors import DataError, RecipeError
 from fitune.score.choices import has_choices, read_choices
-from fitune.score.engines.engine import Completion, Likelihood, Sampling, number_fault
+from fitune.score.engines.engine import Completion, Likelihood, Sampling
 from fitune.spec.plan import DataSource
+from fitune.spec.recipe.score_recipe import checked_recipe
 
 ID_COLUMNS = ("custom_id", "id")
 """Taken as the id when the first row has it; otherwise rows are numbered from 1."""
@@ -305,8 +306,10 @@ def _of_batch_line(row: Row, id_: str) -> Question:
     example = to_example(Row(row.where, {"messages": turns}), format="messages")
     messages = example.messages[:-1] if isinstance(example, Conversation) else ()
     own = {_OF_BODIES[name]: body[name] for name in _OF_BODIES if body.get(name) is not None}
-    for fault in filter(None, (number_fault(name, value) for name, value in own.items())):
-        raise BadRow(f"{row.where}: {fault}", reason="sampling")
+    try:
+        checked_recipe(**own)
+    except RecipeError as fault:
+        raise BadRow(f"{row.where}: {fault.message}", reason="sampling") from None
     return Question(id=id_, where=row.where, messages=messages, own=tuple(sorted(own.items())))
 
 

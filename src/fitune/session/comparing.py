@@ -21,6 +21,7 @@ from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.plan import Full, Sgd, Tuning
 from fitune.spec.recipe.contradictions import ADAPTERS_ONLY
 from fitune.spec.recipe.recipe import Recipe, given_keys, parse_recipe
+from fitune.spec.recipe.score_recipe import score_recipe
 from fitune.spec.rules import adds_gradients_up
 from fitune.spec.words import describe_plan
 from fitune.stores.opening import is_url
@@ -177,4 +178,5 @@ def _score(
 ) -> Mapping[str, float]:
     if overwrite:
         remove_scores(directory / "scores")  # answers of the model that was there before
-    return score_dataset(model=model, adapter=adapter, data=data, out=directory / "scores", tell=tell).grades
+    recipe = score_recipe(model=model, adapter=adapter, data=data, out=directory / "scores")
+    return score_dataset(recipe, tell=tell).grades

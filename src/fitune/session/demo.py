@@ -12,11 +12,13 @@ from fitune.score.shards import remove_scores
 from fitune.session.events import Note, Planned, Tell, tell_nobody
 from fitune.session.fresh_process import train_program
 from fitune.session.planning import plan_for
+from fitune.session.recipes.reading import read_any_recipe
 from fitune.session.reported import Reported, report_run
 from fitune.session.score.scoring import model_and_adapter, score_dataset
 from fitune.session.train.attempts import Attempt
 from fitune.session.train.training import run_once
-from fitune.spec.recipe.recipe import dump_recipe, read_recipe
+from fitune.spec.recipe.recipe import dump_recipe
+from fitune.spec.recipe.score_recipe import score_recipe
 from fitune.spec.reports import RunReport
 from fitune.spec.run_directory import LOGS
 from fitune.track.metrics import read_metrics
@@ -66,7 +68,7 @@ def run_demo(directory: Path, *, gpus: int, tell: Tell) -> tuple[Outcome, ...]:
     if gpus > 1:
         say(f"\n   And once more by {gpus} processes that each hold a share of every tensor (ZeRO-3)\n")
         divided = files.divided_recipe.with_suffix("")
-        recipe = read_recipe(files.divided_recipe, settings=_SETTINGS)
+        recipe = read_any_recipe(files.divided_recipe, settings=_SETTINGS).recipe
         if code := train_program(recipe, overwrite=True, tell=tell):
             raise TrainingFailed(
                 f"the processes ended with exit code {code}", hint=f"what they said is in {divided / LOGS}"
@@ -129,7 +131,7 @@ def _outcome(files: DemoFiles, name: str, reported: Reported) -> Outcome:
 
 
 def _train(path: Path, tell: Tell, *, explain: bool) -> None:
-    recipe = read_recipe(path, settings=(*_SETTINGS, "gpus=1"))
+    recipe = read_any_recipe(path, settings=(*_SETTINGS, "gpus=1")).recipe
     report = plan_for(recipe)
     if explain:
         tell(Planned(report=report))
@@ -140,11 +142,11 @@ def _train(path: Path, tell: Tell, *, explain: bool) -> None:
 def _accuracy(files: DemoFiles, exported: Path) -> float:
     """Share of held-out rows that a model, or an adapter on the base, answers exactly."""
     model, adapter = model_and_adapter(exported, base=str(files.base))
-    report = score_dataset(
-        model=model, adapter=adapter, data=str(files.test), out=exported.parent / "scores", graders=(_GRADER,),
-        max_new_tokens=MAX_NEW_TOKENS, batch_size=25, tell=tell_nobody,
+    recipe = score_recipe(
+        model=model, adapter=adapter, data=files.test, out=exported.parent / "scores", graders=_GRADER,
+        max_new_tokens=MAX_NEW_TOKENS, batch_size=25,
     )  # fmt: skip
-    return report.grades[_GRADER]
+    return score_dataset(recipe, tell=tell_nobody).grades[_GRADER]
 
 
 def _make_room(directory: Path) -> None:

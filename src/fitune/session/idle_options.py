@@ -14,7 +14,10 @@ BESIDE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "configuration": ("fleet", "on"), "show": ("fleet", "on", "configuration"),
         "rendezvous": ("fleet", "on", "configuration"),
     },
-    "score": dict.fromkeys(("against", "on", "ray_address", "workers", "url", "served_model"), _ELSEWHERE),
+    "score": {
+        **dict.fromkeys(("url", "served_model"), _ELSEWHERE), **dict.fromkeys(_ELSEWHERE, ("lm_eval",)),
+        **dict.fromkeys(("against", "on", "ray_address", "workers"), (*_ELSEWHERE, "lm_eval")),
+    },
 }  # fmt: skip
 """Command -> option -> options beside each of which it has no effect."""
 WITHOUT: Mapping[str, Mapping[str, tuple[str, ...]]] = {
@@ -23,7 +26,7 @@ WITHOUT: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "train": {"ray_restarts": ("on",), "rendezvous_timeout": ("node_rank", "rendezvous")},
     "export": {"hub_public": ("push_to_hub",)},
     "score": {
-        **dict.fromkeys(("shots", "limit", "lm_eval_tasks"), ("lm_eval",)), "gpu": ("plan", "fleet"), "gpus": ("plan",),
+        "gpu": ("plan", "fleet"), "gpus": ("plan",),
         **dict.fromkeys(("objective", "deadline", "budget", "live"), ("fleet",)), "served_model": ("url",),
     },
 }  # fmt: skip
@@ -38,7 +41,7 @@ def typed_options(context: Any) -> set[str]:
 def refuse_idle_options(context: Any) -> None:
     """Raises RecipeError for the first option that was typed and would do nothing."""
     typed, command = typed_options(context), context.command
-    shown = {param.name: max(param.opts, key=len) for param in command.params}
+    shown = {param.name: max(param.opts, key=len) for param in command.get_params(context)}
     for option, others in BESIDE.get(command.name, {}).items():
         if option in typed and (present := [other for other in others if other in typed]):
             raise RecipeError(

@@ -45,28 +45,6 @@ class Sampling:
     seed: int = 0
 
 
-LIMITS: dict[str, tuple[float, float]] = {
-    "max_new_tokens": (1, 1_000_000), "temperature": (0.0, 1_000.0), "top_p": (0.0, 1.0), "seed": (0, 2**63 - 1),
-    "batch_size": (1, 65_536),
-}  # fmt: skip
-"""Least and most of each number of a scoring; whole numbers where the least is one."""
-
-
-def number_fault(name: str, value: object) -> str:
-    """Why ``value`` cannot be the number ``name`` of a scoring, in words; empty where it can."""
-    least, most = LIMITS[name]
-    is_whole = isinstance(least, int)
-    if (
-        isinstance(value, int if is_whole else int | float)
-        and not isinstance(value, bool)
-        and least <= value <= most
-    ):
-        return ""
-    return (
-        f"{name} = {value!r:.60}: must be a {'whole ' if is_whole else ''}number from {least:,} to {most:,}"
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One prompt to be answered; ``id`` is unique, and the row's random draws are seeded by it.

@@ -16,9 +16,10 @@ from typing import Literal, get_args
 
 from fitune.errors import RecipeError, did_you_mean
 from fitune.files import open_regular, read_text
-from fitune.score.engines.engine import ENGINES, Sampling, number_fault
-from fitune.score.plan import ScorePlan
+from fitune.score.engines.engine import ENGINES
+from fitune.score.plan import ScorePlan, plan_from
 from fitune.spec.answering import ROWS_AT_ONCE
+from fitune.spec.recipe.score_recipe import checked_recipe
 from fitune.spec.recipe.strict_yaml import load_yaml
 from fitune.spec.reports import Scale
 
@@ -73,12 +74,10 @@ _WORDS: dict[Verdict, dict[str, float]] = {
 }
 
 
-_TEXTS = {
-    "model": "", "adapter": "", "engine": "", "url": "", "served_model": "", "chat_template": "", "verdict": "points",
-    "template": "", "against": "",
-}  # fmt: skip
-_NUMBERS = {"max_new_tokens": 512, "temperature": 0.0, "top_p": 1.0, "seed": 0, "batch_size": ROWS_AT_ONCE}
-"""Keys of the file and their values where it has none."""
+_NUMBERS = ("max_new_tokens", "temperature", "top_p", "seed", "batch_size")
+_OWN = {"verdict": "points", "template": "", "against": ""}
+_KEYS = ("model", "adapter", "engine", "url", "served_model", "chat_template", *_OWN, *_NUMBERS)
+"""Keys of the file: those of a scoring and a judge's own, with the values of these where it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,30 +109,28 @@ class Judge:
 def read_judge(path: str) -> Judge:
     """The judge of a file. Raises RecipeError naming the key."""
     found = load_yaml(Path(path), kind="judge")
-    known = (*_TEXTS, *_NUMBERS)
     for name, value in found.items():
-        if name not in known:
-            hint = did_you_mean(name, known) or f"keys: {', '.join(known)}"
+        if name not in _KEYS:
+            hint = did_you_mean(name, _KEYS) or f"keys: {', '.join(_KEYS)}"
             raise RecipeError(f"{path}: unknown key {name!r}", hint=hint)
-        fault = "" if isinstance(value, str) else f"{name} = {value!r:.60}: must be a text"
-        if fault := number_fault(name, value) if name in _NUMBERS else fault:
-            raise RecipeError(f"{path}: {fault}")
-    texts = {name: found.get(name, default) for name, default in _TEXTS.items()}
-    numbers = {name: found.get(name, default) for name, default in _NUMBERS.items()}
-    if not texts["model"]:
+        if name not in _NUMBERS and not isinstance(value, str):
+            raise RecipeError(f"{path}: {name} = {value!r:.60}: must be a text")
+    own = {name: found.pop(name, usual) for name, usual in _OWN.items()}
+    try:
+        recipe = checked_recipe(**{"max_new_tokens": 512, "batch_size": ROWS_AT_ONCE} | found)
+    except RecipeError as error:
+        raise RecipeError(f"{path}: {error.message}") from None
+    if not recipe.model:
         raise RecipeError(
             f"{path}: model is missing",
             hint="model: FOLDER; a judge behind a url needs its folder too, for tokenizer and chat template",
         )
-    texts["engine"] = texts["engine"] or ("server" if texts["url"] else "transformers")
-    for name, allowed in (("verdict", get_args(Verdict)), ("engine", ENGINES)):
-        if texts[name] not in allowed:
-            hint = did_you_mean(texts[name], allowed) or f"known: {', '.join(allowed)}"
-            raise RecipeError(f"{path}: {name} = {texts[name]!r} is not known", hint=hint)
-    own = {name: texts.pop(name) for name in ("verdict", "template", "against")}
-    rows = numbers.pop("batch_size")
-    plan = ScorePlan(**texts, output_dir="", batch_size=rows, sampling=Sampling(**numbers))
-    judge = Judge(plan=plan, **own)
+    engine = recipe.engine or ("server" if recipe.url else "transformers")
+    for name, value, allowed in (("verdict", own["verdict"], get_args(Verdict)), ("engine", engine, ENGINES)):
+        if value not in allowed:
+            hint = did_you_mean(value, allowed) or f"known: {', '.join(allowed)}"
+            raise RecipeError(f"{path}: {name} = {value!r} is not known", hint=hint)
+    judge = Judge(plan=plan_from(recipe, engine=engine, output_dir=""), **own)
     if (judge.verdict == "prefer") != bool(judge.against):
         raise RecipeError(
             f"{path}: verdict {judge.verdict} with against {judge.against!r}",

@@ -113,3 +113,24 @@ class RecipeKeys(TypedDict, total=False):
     track_server: str
     track_id: str
     track_offline: bool
+
+class ScoreKeys(TypedDict, total=False):
+    """Keys of a scoring beside those that have a place of their own. None leaves a setting as it is by itself."""
+
+    shots: int | None
+    limit: int | None
+    adapter: PathLike
+    columns: PathLike | Mapping[str, Any]
+    graders: str | Sequence[str]
+    max_new_tokens: int
+    batch_size: int | None
+    temperature: float
+    top_p: float
+    seed: int
+    chat_template: PathLike
+    id_column: str
+    engine: str
+    url: str
+    served_model: str
+    allow_https: bool
+    allow_private_addresses: bool

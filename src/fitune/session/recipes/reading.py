@@ -18,7 +18,6 @@ from fitune.spec.recipe.recipe import (
     SourceRecipe,
     canonical_keys,
     given_keys,
-    given_options,
     layered_recipe,
     parse_recipe,
 )
@@ -65,13 +64,13 @@ def matrix_recipe(words: Sequence[str], settings: Sequence[str], *, model: str) 
 
 
 def read_any_recipe(
-    path: Path | None, *, settings: Iterable[str], options: Mapping[str, Any] | None
+    path: Path | None, *, settings: Iterable[str] = (), options: Mapping[str, Any] | None = None
 ) -> ReadRecipe:
     """A YAML file of fitune or of another trainer, then ``a.b=c`` settings, then options; the later wins.
 
     Raises RecipeError that lists every key that is unknown or would change the result.
     """
-    options = given_options(options)
+    options = {name: value for name, value in (options or {}).items() if value is not None}  # the file's stay
     if path is None:
         recipe = layered_recipe({}, where="the command line", settings=settings, options=options)
         return ReadRecipe(recipe=recipe)

@@ -26,7 +26,7 @@ from fitune.score.engines.engine_transformers import TransformersEngine, require
 from fitune.score.engines.opening import changes_the_base, load_adapted
 from fitune.session.events import Tell, WeightsRead, tell_nobody
 from fitune.session.named_models import find_model
-from fitune.session.score.score_words import require_within_limits
+from fitune.spec.recipe.score_recipe import checked_recipe
 
 _COMMAND = re.compile(r"/[a-z]+")
 _HALF = "\N{REPLACEMENT CHARACTER}"
@@ -193,7 +193,7 @@ def open_chat(
     ``system``."""
     if not 1 <= len(names) <= 2:
         raise RecipeError(f"{len(names)} models are named", hint="fitune chat MODEL_OR_RUN [SECOND]")
-    require_within_limits(sampling)
+    checked_recipe(**sampling)
     found = [find_model(name) for name in names]
     notes = [named.warning for named in found if named.warning]
     for named in found:

@@ -3,12 +3,13 @@
 import json
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fitune.errors import RecipeError, RunDirectoryError, require_library
+from fitune.errors import RunDirectoryError, require_library
 from fitune.files import write_atomically
 from fitune.models.door import read_config
 from fitune.models.weight_files import identity
@@ -25,6 +26,7 @@ from fitune.session.events import Note, Tell, WeightsRead
 from fitune.session.score.lm_eval_words import TaskScores, scores_of
 from fitune.session.score.score_words import plan_of
 from fitune.session.score.scoring import Pace
+from fitune.spec.recipe.score_recipe import ScoreRecipe
 from fitune.spec.run_lock import lock_directory
 
 RESULTS = "lm_eval.json"
@@ -33,30 +35,15 @@ OWN_TEMPLATE = "own"
 """--chat-template own: the tokenizer's."""
 
 
-def score_tasks(
-    *, tasks: str | Sequence[str], out: Path, tell: Tell, tasks_folder: Path | None = None, shots: int | None = None,
-    limit: int | None = None, seed: int = 0, chat_template: str = "", **settings: Any,
-) -> TaskScores:  # fmt: skip
+def score_tasks(recipe: ScoreRecipe, *, tell: Tell) -> TaskScores:
     """Run tasks of lm-evaluation-harness on a model; its results and the samples of each task are written into ``out``.
 
-    ``tasks``: a list, or a text with commas. ``shots``: solved examples in each prompt, None: as many as the task says.
-    ``limit``: the first rows of each task.
     ``chat_template``: empty: prompts are plain texts; "own": chats, by the tokenizer's template; else a Jinja file.
-    ``settings``: the others of ``plan_of``.
     """
     require_library("lm_eval", needed_by="--lm-eval", extra="lm-eval")
-    template_file = "" if chat_template == OWN_TEMPLATE else chat_template
-    plan = plan_of(out=out, seed=seed, chat_template=template_file, **settings)
-    words = [name.strip() for name in (tasks.split(",") if isinstance(tasks, str) else tasks)]
-    names = list(dict.fromkeys(words))
-    if not names or not all(names):
-        raise RecipeError(f"--lm-eval {','.join(words)!r} names no task", hint="--lm-eval gsm8k,arc_easy")
-    if shots is not None and shots < 0:
-        raise RecipeError(f"--shots {shots}: must be 0 or more")
-    if limit is not None and limit < 1:
-        raise RecipeError(
-            f"--limit {limit}: must be 1 or more", hint="leave it out for all rows of each task"
-        )
+    plan, out, limit, seed = plan_of(recipe), recipe.out, recipe.limit, recipe.seed
+    if plan.chat_template == OWN_TEMPLATE:
+        plan = replace(plan, chat_template="")
 
     def say(line: str) -> None:
         tell(Note(line))
@@ -67,13 +54,14 @@ def score_tasks(
     from fitune.score.lm_eval import EngineLM
     from fitune.score.lm_eval_tasks import load_tasks, run_tasks
 
-    loaded = load_tasks(names, folder=tasks_folder, shots=shots, say=say)
+    names, folder = [*recipe.lm_eval], recipe.lm_eval_tasks
+    loaded = load_tasks(names, folder=folder, shots=recipe.shots, say=say)
     started = time.perf_counter()
     tokenizer, template = open_texts(plan)
     said: dict[str, Any] = {
-        "tasks": names, "tasks_folder": str(tasks_folder or ""), "shots": shots, "limit": limit,
+        "tasks": names, "tasks_folder": str(folder or ""), "shots": recipe.shots, "limit": limit,
         "engine": f"{plan.engine} {plan.url}".strip(), "model": identity(plan.model), "adapter": identity(plan.adapter),
-        "chat_template": template.source if chat_template else "", "seed": seed,
+        "chat_template": template.source if recipe.chat_template else "", "seed": seed,
         "dtype": str(choose_dtype(choose_device())),
     }  # fmt: skip
     with lock_directory(out):
@@ -93,7 +81,7 @@ def score_tasks(
             context=resolve_max_length(read_config(plan.model), tokenizer),  # 2048 for a model without positions
         )  # fmt: skip
         with closing(engine_lm) as asked:
-            results = run_tasks(asked, loaded, limit=limit, chat=bool(chat_template), say=say)
+            results = run_tasks(asked, loaded, limit=limit, chat=bool(recipe.chat_template), say=say)
         _write(out, results, said)
     return TaskScores(
         model=plan.model, adapter=plan.adapter, results=str(out / RESULTS), seconds=time.perf_counter() - started,

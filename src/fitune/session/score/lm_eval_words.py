@@ -1,21 +1,10 @@
-"""Tasks of lm-evaluation-harness in words: the options that count for them, and a table of what they gave. No torch."""
+"""Figures of lm-evaluation-harness's tasks, and a table of them. No torch."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fitune.errors import RecipeError
-from fitune.session.idle_options import typed_options
 from fitune.units import format_seconds
-
-if TYPE_CHECKING:
-    from fitune.session.events import Tell
-
-_TAKEN = {
-    "model", "out", "adapter", "lm_eval", "lm_eval_tasks", "shots", "limit", "batch_size", "seed", "chat_template",
-    "engine", "url", "served_model",
-}  # fmt: skip
-"""Options of `fitune score` that count for tasks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,24 +30,6 @@ class TaskScores:
     results: str
     seconds: float
     scores: tuple[TaskScore, ...]
-
-
-def score_typed(context: Any, *, tell: "Tell") -> TaskScores:
-    """``score_tasks`` with the options that were typed; ``context`` is typer's.
-
-    Raises RecipeError without --lm-eval, which stands in place of --data, and for an option that is idle beside it.
-    """
-    typed = typed_options(context)
-    if "lm_eval" not in typed:
-        raise RecipeError("fitune score: --data is missing", hint="--data FILE, or --lm-eval TASKS")
-    for name in sorted(typed - _TAKEN - {"json"}):
-        option = name.replace("_", "-")
-        raise RecipeError(f"--{option} has no effect with --lm-eval", hint=f"leave --{option} out")
-    values = {name: context.params[name] for name in _TAKEN}
-    values |= {"tasks": values.pop("lm_eval"), "tasks_folder": values.pop("lm_eval_tasks")}
-    from fitune.session.score.lm_eval import score_tasks  # torch, for options that are right
-
-    return score_tasks(tell=tell, **values)
 
 
 def scores_of(results: Mapping[str, Any]) -> Iterator[TaskScore]:

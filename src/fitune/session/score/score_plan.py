@@ -21,10 +21,12 @@ from fitune.score.plan import ScorePlan, names_of
 from fitune.score.tasks import read_questions
 from fitune.session.clusters.fleet import FleetRequest, fleet_of, wanted_of
 from fitune.session.events import Note, Tell
+from fitune.session.score.score_words import plan_of
 from fitune.session.train.first_use import measure_on_first_use
 from fitune.spec.answering import PlannedEngine, Questions
 from fitune.spec.machines.hardware import Hardware
 from fitune.spec.model.model_config import load_model_spec
+from fitune.spec.recipe.score_recipe import ScoreRecipe
 from fitune.units import format_seconds
 
 _READ_AT_ONCE = 2**22
@@ -32,24 +34,25 @@ _READ_AT_ONCE = 2**22
 
 
 def predict_scoring(
-    plan: ScorePlan, request: FleetRequest | None, *, engine: str, gpu: str, gpus: int, tell: Tell
+    recipe: ScoreRecipe, request: FleetRequest | None, *, gpu: str, gpus: int, tell: Tell
 ) -> AnsweringReport | ScoreRanking:
     """The plan for a machine, or with a ``request`` the ranking of a fleet's clusters in the order of what is wanted.
 
     Raises what ``plan_scoring`` raises, and RecipeError for a GPU beside a fleet.
     """
+    plan = plan_of(recipe)
     if weighing := _weighing(plan):
         raise RecipeError(
             f"--plan and --fleet predict written answers, and --grader {weighing[0]} weighs references",
             hint="leave --plan and --fleet out",
         )
     if request is None:
-        return plan_scoring(plan, engine=engine, gpu=gpu, gpus=gpus, tell=tell)
+        return plan_scoring(plan, engine=recipe.engine, gpu=gpu, gpus=gpus, tell=tell)
     if gpu:
         raise RecipeError(
             f"--gpu {gpu} plans for one machine, and {request.file} lists clusters", hint="leave --gpu out"
         )
-    engines = engines_for(engine, elsewhere=True)
+    engines = engines_for(recipe.engine, elsewhere=True)
     return rank_scoring(
         fleet_of(request), wanted_of(request), read_lengths(plan),
         lambda node, questions: _plan_on(plan, node, engines, questions),

@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from fitune.errors import ScoringFailed
 from fitune.files import written_whole
@@ -24,6 +23,7 @@ from fitune.score.run import score
 from fitune.session.events import Note, RowsAnswered, Tell, WeightsRead
 from fitune.session.score.score_memory import ScoreMemory
 from fitune.session.score.score_words import plan_of
+from fitune.spec.recipe.score_recipe import ScoreRecipe
 from fitune.spec.reports import ScoreReport
 from fitune.units import counted
 
@@ -31,21 +31,21 @@ _LINE_SECONDS = 30.0
 
 
 def score_dataset(
-    *, tell: Tell, place: RayPlace | None = None, against: str = "", **settings: Any
+    recipe: ScoreRecipe, *, tell: Tell, place: RayPlace | None = None, against: str = ""
 ) -> ScoreReport:
     """Answer every row, grade, and write answers.jsonl, grades.jsonl and report.json into the folder ``out``.
 
-    ``settings`` are those of ``plan_of``. ``place``: on a Ray cluster. ``against``: the folder of a score to be
+    ``place``: on a Ray cluster. ``against``: the folder of a score to be
     compared with, which must have grades before the first row is asked. Raises what ``plan_of`` and ``score`` raise.
     """
     if against:
         next(grades_of(Path(against)), None)
-    plan = plan_of(**settings)
+    plan = plan_of(recipe)
     out = Path(plan.output_dir)
     if place is None and plan.engine != "server":
         from fitune.session.score.score_plan import with_fastest_engine
 
-        plan = with_fastest_engine(plan, settings.get("engine", ""), tell=tell)
+        plan = with_fastest_engine(plan, recipe.engine, tell=tell)
     # workers of a cluster do not see this machine's cache
     if plan.engine == "vllm" and plan.adapter and place is None:
         from fitune.score.engines.engine_vllm import python_of_vllm

@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Any
 
 from fitune.spec.quantisers import QUANTISERS
 from fitune.spec.recipe.aliases import ALIASES
 from fitune.spec.recipe.recipe import Recipe
+from fitune.spec.recipe.typed import kinds_of
 
 GROUPS: dict[str, dict[str, str]] = {
     "Model and method": {
@@ -164,28 +165,21 @@ def all_keys() -> Iterator[Key]:
 
 def _values(annotation: Any) -> tuple[str, ...]:
     """Values of a key that takes few: ``true``, ``false``; none for a number or a text."""
-    if annotation is bool:
+    kinds = [kind for kind in kinds_of(annotation) if kind is not NoneType]
+    if kinds == [bool]:
         return SWITCH
-    if get_origin(annotation) is Literal:
-        return tuple(str(value) for value in get_args(annotation))
-    if get_origin(annotation) is Annotated:
-        return _values(get_args(annotation)[0])
-    parts = [part for part in get_args(annotation) if part is not NoneType]
-    return _values(parts[0]) if len(parts) < len(get_args(annotation)) and len(parts) == 1 else ()
+    return () if any(isinstance(kind, type) for kind in kinds) else tuple(map(str, kinds))
 
 
 def _default(field: Any) -> str:
+    default = field.default
     if field.is_required():
         return "required"
-    match field.default:
-        case None | "" | [] | {}:
-            return ""
-        case bool():
-            return str(field.default).lower()
-        case list():
-            return ", ".join(field.default)
-        case _:
-            return f"{field.default:g}" if isinstance(field.default, float) else str(field.default)
+    if isinstance(default, bool):
+        return str(default).lower()
+    if isinstance(default, list):
+        return ", ".join(default)
+    return f"{default:g}" if isinstance(default, float) else "" if default in (None, {}) else str(default)
 
 
 def values_of(option: str) -> tuple[str, ...]:

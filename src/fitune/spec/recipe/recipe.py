@@ -7,7 +7,6 @@ keys are refused with a did-you-mean.
 import re
 from collections.abc import Iterable, Mapping
 from functools import reduce
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -32,8 +31,7 @@ from fitune.spec.recipe.aliases import (
     refuse_foreign_value,
 )
 from fitune.spec.recipe.deepspeed_file import with_deepspeed_file
-from fitune.spec.recipe.paths import with_absolute_paths, with_own_paths
-from fitune.spec.recipe.strict_yaml import load_yaml
+from fitune.spec.recipe.paths import with_absolute_paths
 from fitune.spec.recipe.typed import type_inside, typed_value
 from fitune.spec.recipe.values import (
     Bandwidth,
@@ -241,24 +239,6 @@ class Recipe(_Strict):
         return next((name for name, is_asked in named.items() if is_asked), "")
 
 
-def read_recipe(
-    path: Path | None, *, settings: Iterable[str] = (), options: Mapping[str, Any] | None = None
-) -> Recipe:
-    """A YAML file, then ``a.b=c`` settings, then command-line options; the later wins.
-
-    Raises RecipeError naming the file, the key, what is wrong and the nearest known key.
-    """
-    raw = load_yaml(path) if path is not None else {}
-    where = str(path) if path is not None else "the command line"
-    keys = with_own_paths(canonical_keys(raw, where=where), path.parent if path else Path("."))
-    return layered_recipe(keys, where=where, settings=settings, options=given_options(options))
-
-
-def given_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Options that have a value: ``--zero null`` leaves what the file says."""
-    return {name: value for name, value in (options or {}).items() if value is not None}
-
-
 def layered_recipe(
     keys: Mapping[str, Any],
     *,
@@ -296,7 +276,7 @@ def parse_recipe(wanted: Mapping[str, Any], *, where: str = "recipe") -> Recipe:
     try:
         return Recipe.model_validate(wanted)
     except ValidationError as error:
-        raise RecipeError(_describe(error, where=where)) from None
+        raise RecipeError(described(error, where=where)) from None
 
 
 def canonical_keys(raw: Mapping[str, Any], *, where: str) -> dict[str, Any]:
@@ -312,7 +292,9 @@ def canonical_keys(raw: Mapping[str, Any], *, where: str) -> dict[str, Any]:
                 continue
             name, value = switched
         refuse_foreign_value(name, value, where=where)
-        value = None if _is_left_open(name, value) else canonical_value(name, value)
+        # "auto" means "you choose", where there is a choice
+        is_left_open = str(value).lower() == "auto" and Recipe.model_fields[name].default is None
+        value = None if is_left_open else canonical_value(name, value)
         if name in spelled and result[name] != value:
             raise RecipeError(
                 f"{where}: {spelled[name]!r} and {key!r} both set {name}, to {result[name]!r} and {value!r}",
@@ -326,7 +308,7 @@ def canonical_keys(raw: Mapping[str, Any], *, where: str) -> dict[str, Any]:
 def _refuse_unknown(raw: Mapping[str, Any], *, where: str) -> None:
     """Raises RecipeError for all unknown keys at once, each with what it may have been meant for."""
     known = [*Recipe.model_fields, *ALIASES, *SWITCHES]
-    unknown = [key for key in raw if key not in SWITCHES and ALIASES.get(key, key) not in Recipe.model_fields]
+    unknown = [key for key in raw if key not in known]
     hints = [FOREIGN_FILES.get(key) or did_you_mean(str(key), known) for key in unknown]
     if len(unknown) == 1:
         raise RecipeError(f"{where}: unknown key {unknown[0]!r}", hint=hints[0] or EVERY_KEY)
@@ -335,11 +317,6 @@ def _refuse_unknown(raw: Mapping[str, Any], *, where: str) -> None:
             f"  {key!r}" + (f": {hint}" if hint else "") for key, hint in zip(unknown, hints, strict=True)
         ]
         raise RecipeError("\n".join([f"{where}: {len(unknown)} unknown keys", *lines]))
-
-
-def _is_left_open(name: str, value: Any) -> bool:
-    """``auto`` means "you choose", where there is a choice."""
-    return isinstance(value, str) and value.lower() == "auto" and Recipe.model_fields[name].default is None
 
 
 def _apply_setting(wanted: dict[str, Any], setting: str) -> None:
@@ -379,14 +356,15 @@ def _set_inside(container: Any, keys: list[str], value: Any, setting: str) -> An
     return {**inside, head: _set_inside(inside.get(head), rest, value, setting)}
 
 
-def _describe(error: ValidationError, *, where: str) -> str:
-    return "\n".join(dict.fromkeys(_describe_one(item, where=where) for item in error.errors()))
+def described(error: ValidationError, *, where: str, known: type[BaseModel] = SourceRecipe) -> str:
+    """A line for each fault: where, the key, its value, and what may stand there. ``known`` has keys that are meant."""
+    return "\n".join(dict.fromkeys(_describe_one(item, where, known) for item in error.errors()))
 
 
-def _describe_one(item: Any, *, where: str) -> str:
+def _describe_one(item: Any, where: str, known: type[BaseModel]) -> str:
     path = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":  # top-level keys were checked before: this is inside a source
-        close = did_you_mean(str(item["loc"][-1]), [*SourceRecipe.model_fields])
+        close = did_you_mean(str(item["loc"][-1]), [*known.model_fields])
         return f"{where}: unknown key {path}" + (f"; {close}" if close else "")
     return f"{where}: {path} = {item['input']!r}: {_in_words(item)}"
 
