@@ -186,7 +186,7 @@ def no_new_process():
 
     def begin(executable, command):
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(sys, "argv", ["fitune", *command[-2:]])
+            patched.setattr(sys, "argv", ["fitune", *command[command.index("go-on") :]])
             main()
 
     with pytest.MonkeyPatch.context() as patched:

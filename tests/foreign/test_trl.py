@@ -121,7 +121,7 @@ def test_a_notebook_without_rows_is_told_where_to_name_them(tmp_path):
 def test_a_converted_notebook_has_a_line_for_its_data(tmp_path):
     theirs = tmp_path / "notebook.yaml"
     theirs.write_text(yaml.safe_dump(UNSLOTH))
-    assert "# data: train.jsonl  # a notebook loads its rows in Python" in convert_recipe(theirs)
+    assert "# data: train.jsonl  # a notebook loads its rows in Python" in convert_recipe(theirs)[0]
 
 
 def read_notes(keys):

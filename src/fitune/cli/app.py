@@ -4,6 +4,9 @@ import json as json_text
 import os
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -22,9 +25,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(name="fitune", no_args_is_help=True, pretty_exceptions_enable=False)
 
-records = typer.Typer(
-    help="Compare measured runs, ours and others', with the estimate.", no_args_is_help=True
-)
+records = typer.Typer(help="Compare measured runs, anybody's, with the estimate.", no_args_is_help=True)
 app.add_typer(records, name="records")
 
 _RECIPE: dict[str, Any] = {"cls": RecipeCommand, "context_settings": {"ignore_unknown_options": True}}
@@ -85,12 +86,13 @@ def init(
         ),
     ] = None,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace the file.")] = False,
+    json: Json = False,
 ) -> None:
     """Write a commented recipe: answer five questions, or give --model, --data, --tuning, --gpu and --output-dir."""
     from fitune.session.recipes.new_recipe import ask_and_write
 
-    ask = input if sys.stdin.isatty() and sys.stdout.isatty() else None
-    print(ask_and_write(words or [], overwrite=overwrite, ask=ask, say=print))
+    ask = input if sys.stdin.isatty() and sys.stdout.isatty() and not json else None
+    _print(*ask_and_write(words or [], overwrite=overwrite, ask=ask, say=print), json=json)
 
 
 @app.command(**_RECIPE)
@@ -213,6 +215,7 @@ def train(
     ray_address: RayAddress = "",
     workers: Workers = "",
     ray_restarts: Annotated[int, Option(help="How often lost workers are replaced.")] = 3,
+    json: Json = False,
 ) -> None:
     """Plan, train exactly that, and show measured figures next to predicted ones."""
     from fitune.session.planning import see_planned_gpus
@@ -225,7 +228,7 @@ def train(
     recipe = _recipe(words, settings, quiet=not speaks_to_people())
     on_ray = place_on_ray(recipe, on, address=ray_address, workers=workers, restarts=ray_restarts)
     place = place_in(recipe, node=node_rank, rendezvous=rendezvous, timeout_s=rendezvous_timeout)
-    with _terminal() as terminal:
+    with _telling(json) as terminal:
         code = train_program(recipe, overwrite=overwrite, tell=terminal, place=place, on_ray=on_ray)
     raise typer.Exit(code)
 
@@ -240,13 +243,12 @@ def data(
 ) -> None:
     """Show the data as the model sees it: rows in the template, what is learned, cut or dropped, and lengths."""
     from fitune.session.data_view import explain_data, view_data, write_data_page
-    from fitune.spec.serial import to_data
 
     with _terminal(lines=sys.stderr, quiet=json) as terminal:
         shown = view_data(_recipe(words, settings), rows=rows, tell=terminal)
     if html is not None:
         write_data_page(shown, html)
-    _print(explain_data(shown), to_data(shown), json=json)
+    _print(explain_data(shown), shown, json=json)
     if html is not None and not json:
         print(f"page: {html}")
     if shown.would_stop:
@@ -273,6 +275,7 @@ def launch(
     budget: Budget = None,
     rows: Rows = None,
     live: Live = False,
+    json: Json = False,
 ) -> None:
     """Print what starts a plan: commands for each machine, a manifest for Kubernetes, a script for SLURM."""
     from fitune.session.clusters.launching import deepspeed_configuration, launch_lines, split_settings
@@ -287,12 +290,12 @@ def launch(
         text, place = launch_text(_recipe(words, of_recipe), request, of_job, on=on, job_file=job)
         if place:
             print(place, file=sys.stderr)
-        print(text, end="")
-        return
+        return _print(text.removesuffix("\n"), {"manifest": text, "notes": place.splitlines()}, json=json)
     if configuration:
-        print(deepspeed_configuration(_recipe(words, settings)))
+        _print(*deepspeed_configuration(_recipe(words, settings)), json=json)
     elif show:
-        print(launch_lines(_recipe(words, settings), words or [], settings or [], rendezvous=rendezvous))
+        recipe = _recipe(words, settings)
+        _print(*launch_lines(recipe, words or [], settings or [], rendezvous=rendezvous), json=json)
     else:
         raise RecipeError("launch prints commands and starts nothing", hint="launch --print, or fitune train")
 
@@ -306,13 +309,14 @@ def compare(
     ] = "full,lora,qlora",
     score_data: Annotated[str, Option(help="Questions with references, to score each result on.")] = "",
     overwrite: Annotated[bool, Option("--overwrite", help="Train anew what is there already.")] = False,
+    json: Json = False,
 ) -> None:
     """Train one recipe by several methods on the same data and seed, and compare them on one page."""
     from fitune.session.comparing import compare_methods
 
     names = [name.strip() for name in tunings.split(",") if name.strip()]
     recipe = _recipe(words, settings)
-    with _terminal() as terminal:
+    with _telling(json, starts_others=True) as terminal:
         code = compare_methods(recipe, names, score_data=score_data, overwrite=overwrite, tell=terminal)
     raise typer.Exit(code)
 
@@ -395,24 +399,28 @@ def serve(
     port: Annotated[int, Option(help="Port to listen at.")] = 8000,
     context: Annotated[int, Option(help="Tokens of prompt and answer, for vLLM; 0: the model's.")] = 0,
     show: Annotated[bool, Option("--print", help="Print the command, start nothing.")] = False,
+    json: Json = False,
 ) -> None:
     """Start vLLM's or transformers' own OpenAI-compatible server with the arguments that this model needs."""
     from fitune.session.score.serving import serve_command
 
     served = serve_command(model, server=server, host=host, port=port, context=context, only_print=show)
-    print(served.words, flush=True)
+    _print(served.words, served, json=json)
     if not show:
+        if json:  # the object is the only one
+            os.dup2(2, 1)
         # the server is this process from now on, and gets its signals
         os.execve(served.argv[0], served.argv, without_expandable_segments())
 
 
 @app.command(name="go-on", hidden=True)
-def go_on(run: Run) -> None:
+def go_on(run: Run, json: Json = False) -> None:
     """Go on with the attempt that waits in a run's directory, after a shortage of memory or as one of several ranks."""
     from fitune.session import fresh_process
 
-    with _terminal() as terminal:
-        raise typer.Exit(fresh_process.go_on(run, tell=terminal))
+    with _telling(json) as terminal:
+        code = fresh_process.go_on(run, tell=terminal)
+    raise typer.Exit(code)
 
 
 @app.command(cls=CheckedCommand)
@@ -429,22 +437,24 @@ def export(
         str, Option(metavar="OWNER/NAME", help="Send it to the Hub, too; one that is there is sent as it is.")
     ] = "",
     hub_public: Annotated[bool, Option("--hub-public", help="Let everybody read what is sent.")] = False,
+    json: Json = False,
 ) -> None:
     """Export what a run trained, without training again: an adapter folded into its base, or an export that failed."""
     from fitune.session.exporting import export_anywhere
 
-    with _terminal() as terminal:
+    with _telling(json) as terminal:
         export_anywhere(run, out, kind, push_to_hub=push_to_hub, hub_public=hub_public, tell=terminal)
 
 
 @app.command()
 def convert(
     recipe: Annotated[Path, Argument(help="A recipe of axolotl, LLaMA-Factory, TRL, torchtune or Unsloth.")],
+    json: Json = False,
 ) -> None:
     """Print another trainer's recipe as one of fitune's, with a comment on each line."""
     from fitune.session.recipes.reading import convert_recipe
 
-    print(convert_recipe(recipe), end="")
+    _print(*convert_recipe(recipe), json=json)
 
 
 @app.command()
@@ -466,48 +476,35 @@ def doctor(
         bool, Option("--calibrate", help="Measure this device in 1 to 2 minutes; plans use it from then on.")
     ] = False,
     prove: Annotated[
-        bool,
-        Option(
-            "--prove", help="Hold kernels against eager code and plans against measured steps: 10 minutes."
-        ),
+        bool, Option("--prove", help="Hold kernels against eager code, plans against steps: 10 minutes.")
     ] = False,
-    out: Annotated[
-        Path | None, Option(help="With --prove: a file for the record, to give to others.")
-    ] = None,
+    out: Annotated[Path | None, Option(help="With --prove: a file for the record, to give away.")] = None,
     json: Json = False,
 ) -> None:
     """Show what is here: devices, memory, measured rates, libraries, and what each missing part would add."""
-    from fitune.session.doctor import (
-        calibrate_device,
-        describe_examined,
-        examine,
-        examined_data,
-        prove_device,
-    )
+    from fitune.session import doctor as here
 
+    tell = partial(print, file=sys.stderr if json else None)
     if prove or out:
-        text, data, failed = prove_device(
-            out, tell=lambda line: print(line, file=sys.stderr if json else None)
-        )
+        text, data, failed = here.prove_device(out, tell=tell)
         _print(text, data, json=json)
         raise typer.Exit(int(failed))
-    if calibrate and not calibrate_device(tell=lambda line: None if json else print(line)):
+    if calibrate and not here.calibrate_device(tell=tell):
         return
-    examined = examine()
-    _print(describe_examined(examined), examined_data(examined), json=json)
+    examined = here.examine()
+    _print(here.describe_examined(examined), here.examined_data(examined), json=json)
 
 
 @app.command()
 def demo(
-    out: Annotated[Path, Option("--out", "--output-dir", help="Where to write the demo's files.")] = Path(
-        "demo"
-    ),
+    out: Annotated[Path, Option("--out", "--output-dir", help="Where its files go.")] = Path("demo"),
     gpus: Annotated[int, Option(min=1, max=2, help="2: train once more by two processes, on a CPU too.")] = 1,
+    json: Json = False,
 ) -> None:
     """See everything work in three minutes, without network or GPU: a small model learns a task."""
     from fitune.session.demo import run_demo
 
-    with _terminal() as terminal:
+    with _telling(json, starts_others=True) as terminal:
         run_demo(out, gpus=gpus, tell=terminal)
 
 
@@ -545,6 +542,21 @@ def _terminal(**settings: Any) -> "Terminal":
     return Terminal(**settings)
 
 
+@contextmanager
+def _telling(json: bool, *, starts_others: bool = False) -> Iterator["Terminal"]:
+    """What is told inside; with ``json`` on standard error, like all that is printed there (by processes that it
+    starts, too, if ``starts_others``), and then the result, if this process has it."""
+    with ExitStack() as stack:
+        if json:
+            stack.enter_context(redirect_stdout(sys.stderr))
+        if json and starts_others:
+            stack.callback(os.dup2, os.dup(1), 1)
+            os.dup2(2, 1)
+        yield (terminal := stack.enter_context(_terminal()))
+    if json and terminal.result:
+        _print("", terminal.result, json=True)
+
+
 def _recipe(words: list[str] | None, settings: list[str] | None, *, quiet: bool = False) -> "Recipe":
     """The recipe that ``words`` name. Notes on another trainer's keys go to standard error."""
     from fitune.session.recipes.reading import recipe_from
@@ -558,10 +570,7 @@ def _recipe(words: list[str] | None, settings: list[str] | None, *, quiet: bool 
 def _show(result: "Result", *, json: bool) -> None:
     from fitune.session.results import result_data, text_of
 
-    if json:
-        _print("", result_data(result), json=True)
-    else:
-        print(text_of(result))
+    _print("" if json else text_of(result), result_data(result) if json else None, json=json)
 
 
 def _print_screen(recipe: "Recipe", words: list[str], html: Path | None) -> None:
@@ -581,5 +590,9 @@ def _print_screen(recipe: "Recipe", words: list[str], html: Path | None) -> None
         raise typer.Exit(found.exit_code)
 
 
-def _print(text: str, data: dict[str, Any], *, json: bool) -> None:
-    print(json_text.dumps(data, indent=2, ensure_ascii=False) if json else text)
+def _print(text: str, data: Any, *, json: bool) -> None:
+    if json:
+        from fitune.spec.serial import to_data
+
+        text = json_text.dumps(to_data(data), indent=2, ensure_ascii=False, default=str)
+    print(text, flush=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TextIO
 
-from fitune.session.events import Event, Reading, RowsAnswered, StepsBegin, StepsEnd, WeightsRead
+from fitune.session.events import Event, Reading, Result, RowsAnswered, StepsBegin, StepsEnd, WeightsRead
 from fitune.spec.reports import StepReport
 from fitune.units import format_bytes, format_count, format_learning_rate, format_number, format_seconds
 
@@ -30,6 +30,7 @@ class Terminal:
         self._show_reading: Callable[[Reading], None] | None = None
         self._show_weights: Callable[[int, int], None] | None = None
         self._progress: Progress | None = None
+        self.result: dict[str, Any] = {}  # what ``--json`` prints
 
     def __call__(self, event: Event) -> None:
         match event:
@@ -61,6 +62,8 @@ class Terminal:
                 if self._progress is not None:
                     self._progress.end_line()
                 print(event, file=self._lines)
+                if isinstance(event, Result):
+                    self.result |= event.data
 
     def __enter__(self) -> "Terminal":
         return self

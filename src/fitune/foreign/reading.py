@@ -280,6 +280,10 @@ def without_data(reading: Reading) -> str:
     return f"no data is named{why}; data: FILE in the recipe, or --data FILE, gives steps, time and cost"
 
 
+NO_NEWS = "empty, off or bookkeeping"
+"""Why a key was passed over, where nothing else is said."""
+
+
 def recipe_with_comments(reading: Reading, values: dict[str, Any]) -> str:
     """YAML of ``values``, fitune's settings, each with a comment that says where it comes from."""
     lines = [f"# {' '.join(reading.where.split())}, a recipe of {reading.trainer}, in fitune's words", ""]
@@ -303,7 +307,7 @@ def recipe_with_comments(reading: Reading, values: dict[str, Any]) -> str:
         lines += ["", f"# Not taken over from {reading.trainer}:"]
     for said in groups:
         keys = ", ".join(line.key for line in passed if line.said == said)
-        text = f"{keys}: {said or 'empty, off or bookkeeping'}"
+        text = f"{keys}: {said or NO_NEWS}"
         lines += textwrap.wrap(
             text, _WIDTH, initial_indent="#   ", subsequent_indent="#     ",
             break_long_words=False, break_on_hyphens=False,

@@ -1,6 +1,6 @@
 """Trains one recipe by several methods, on the same data and seed, and sets the results side by side."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -9,12 +9,13 @@ from typing import Any
 from fitune.errors import FituneError, RecipeError, did_you_mean
 from fitune.planner.defaults import default_learning_rate, optimizer_of, staging_of
 from fitune.planner.methods import lomo_of, lora_of, packed_base
-from fitune.report.compare import text_table
-from fitune.report.methods_page import MethodRun, comparison_rows, write_methods_page
+from fitune.report.compare import compare, text_table
+from fitune.report.methods_page import MethodRun, best_of, comparison_rows, write_methods_page
 from fitune.report.run_files import read_run
 from fitune.score.shards import remove_scores
-from fitune.session.events import Event, Note, Planned, Tell
+from fitune.session.events import Event, Note, Planned, Result, Tell
 from fitune.session.fresh_process import run_child, train_program
+from fitune.session.reported import outcome_data, rows_data
 from fitune.session.score.scoring import model_and_adapter, score_dataset
 from fitune.session.signals import EXIT_CODES
 from fitune.spec.model.model_config import load_model_spec
@@ -74,12 +75,26 @@ def compare_methods(
             return code
     if not any(method.run for method in methods):
         raise RecipeError("no method could be trained", hint="the reasons are above")
-    tell(Note(f"\n{text_table(comparison_rows(methods, base))}\ncomparison: {page}"))
+    text = f"\n{text_table(comparison_rows(methods, base))}\ncomparison: {page}"
+    tell(Note(text, {"page": page, "sent": None, "base": base, "methods": [*_rows(methods, directory)]}))
     if recipe.upload_to:
         with closing(Store(recipe.upload_to)) as store:
             store.put_file(page, page.name)
-            tell(Note(f"sent: {store.below(page.name)}"))
+            url = store.below(page.name)
+            tell(Note(f"sent: {url}", {"sent": url}))
     return int(failed)
+
+
+def _rows(methods: Sequence[MethodRun], directory: Path) -> Iterator[dict[str, Any]]:
+    """Yields the figures of each method for programs, and what it is best at; without a run, why there is none."""
+    best = best_of({method.name: method.run for method in methods if method.run is not None})
+    for method in methods:
+        row = {"name": method.name, "grades": method.grades, "why_not": method.why_not}
+        if (files := method.run) is not None and files.run is not None:
+            row |= outcome_data(files.run, directory / method.name)
+            row["learning_rate"] = files.plan.schedule.learning_rate
+            row["comparison"] = rows_data(compare(files.estimate, files.run, files.steps))
+        yield row | {"best": best.get(method.name, [])}
 
 
 def staged(recipe: Recipe) -> Recipe:
@@ -141,7 +156,9 @@ def _train(
     tell(Note(f"\n{name}"))
 
     def tell_briefly(event: Event) -> None:
-        tell(Note(describe_plan(event.report.chosen.plan)) if isinstance(event, Planned) else event)
+        if isinstance(event, Planned):
+            event = Note(describe_plan(event.report.chosen.plan))
+        tell(Note(str(event)) if isinstance(event, Result) else event)  # the words alone
 
     try:
         own = method_recipe(recipe, name, directory)

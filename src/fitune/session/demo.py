@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fitune.demo.files import HELD_OUT_ROWS, MAX_NEW_TOKENS, DemoFiles, write_demo
 from fitune.errors import RunDirectoryError, TrainingFailed
@@ -48,8 +49,8 @@ def run_demo(directory: Path, *, gpus: int, tell: Tell) -> tuple[Outcome, ...]:
     started = time.perf_counter()
     _make_room(directory)
 
-    def say(*lines: str) -> None:
-        tell(Note("\n".join(lines)))
+    def say(*lines: str, **data: Any) -> None:
+        tell(Note("\n".join(lines), data))
 
     say(
         "1. A shop's orders as text, a task about them, and a small Llama with random weights, in "
@@ -81,10 +82,14 @@ def run_demo(directory: Path, *, gpus: int, tell: Tell) -> tuple[Outcome, ...]:
         largest = max(abs(ours - theirs) for ours, theirs in zip(one, two, strict=True))
         say(f"\n   losses of one process and of two differ by at most {largest:.1g} over {len(one)} steps")
     say(f"\n5. {HELD_OUT_ROWS} held-out orders, about goods and cities that no training row names\n")
+    seconds = time.perf_counter() - started
     say(
         outcome_table(outcomes),
-        f"\nThe whole demo took {format_seconds(time.perf_counter() - started)}. Open in a browser:",
+        f"\nThe whole demo took {format_seconds(seconds)}. Open in a browser:",
         *(f"  {outcome.report}" for outcome in outcomes if outcome.report is not None),
+        folder=directory,
+        seconds=seconds,
+        models=outcomes,
     )
     return tuple(outcomes)
 

@@ -1,17 +1,20 @@
 """Events of a run as values: a caller is told each and shows what it likes; ``str`` gives the words."""
 
 import textwrap
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from fitune.data.ledger import Reading as Reading  # an event like the others
 from fitune.data.ledger import describe_ledger
+from fitune.models.headers import read_header
 from fitune.planner.first_screen import short_plan
 from fitune.planner.whole_run import run_lines
 from fitune.report.attempts import describe_retry
 from fitune.report.run_files import Prediction
-from fitune.session.reported import Reported, comparison_text, outcome_lines
+from fitune.session.reported import NO_EXPORT, Reported, comparison_text, outcome_data, outcome_lines
 from fitune.spec.plan import Plan
 from fitune.spec.predictions import PlanReport
 from fitune.spec.reports import Ledger, MergedLoss, Retry, RunReport, StepReport
@@ -30,9 +33,10 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A line for people."""
+    """A line for people; for programs ``data``, keys of the object that ``--json`` prints."""
 
     text: str
+    data: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return self.text
@@ -140,6 +144,12 @@ class Compared:
         outcome = () if self.reported.run is None else outcome_lines(self.reported.run)
         return "\n".join([comparison_text(self.reported), *outcome, f"report:  {self.reported.page}"])
 
+    @property
+    def data(self) -> dict[str, Any]:
+        """Keys of the object that ``--json`` prints."""
+        run = self.reported.run
+        return {} if run is None else outcome_data(run, self.reported.directory) | NO_EXPORT
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
@@ -153,7 +163,20 @@ class Exported:
         lines = () if self.merged_loss is None else self.merged_loss.lines()
         return "\n".join([f"{self.title + ':':8} {self.path} (verified)", *lines])
 
+    @property
+    def data(self) -> dict[str, Any]:
+        """Keys of the object that ``--json`` prints; those of what is told later are empty."""
+        file = min(self.path.glob("*.safetensors"))
+        dtypes = Counter(tensor.dtype for tensor in read_header(file).values())
+        return NO_EXPORT | {
+            "exported": self.path,
+            "dtype": dtypes.most_common(1)[0][0],
+            "merged_loss": self.merged_loss,
+        }
 
+
+Result = Note | Compared | Exported
+"""Events with ``data``."""
 Event = (
     Planned | Note | Reading | DataRead | Predicted | WeightsRead | StepsBegin | StepReport | StepsEnd
     | RanOutOfMemory | Compared | Exported | RowsAnswered

@@ -17,7 +17,7 @@ from fitune.planner.defaults import staging_of
 from fitune.report.run_files import RunFiles, read_run
 from fitune.report.run_page import write_report
 from fitune.session.events import Exported, Note, Tell, WeightsRead, tell_nobody
-from fitune.session.train.next_commands import commands_for, next_lines
+from fitune.session.train.next_commands import commands_for, next_note
 from fitune.session.train.pushing import push, push_again, ready_repository
 from fitune.spec.plan import Lora, Plan
 from fitune.spec.reports import RunReport
@@ -50,7 +50,7 @@ def export_anywhere(
     ready = partial(ready_repository, push_to_hub, public=hub_public) if push_to_hub else None
     exported = _export_anywhere(run, out, kind, ready=ready, tell=tell)
     if not is_url(out) and (commands := commands_for(exported.path, Path(run).name)):
-        tell(Note(next_lines(commands)))
+        tell(next_note(commands))
     if not push_to_hub:
         return exported
     again = push_again(run, push_to_hub, public=hub_public) + (f" --as {kind}" if kind else "")
@@ -86,10 +86,11 @@ def _export_anywhere(
         with work_under_way():
             if target is not None:
                 send_export(target, exported.path, "", keeps_others=True)
-                tell(Note(f"sent: {target.url}"))
+                tell(Note(f"sent: {target.url}", {"sent": target.url}))
             elif source is not None and not out:
                 send_export(source, exported.path, exported.path.name)
-                tell(Note(f"sent: {source.below(exported.path.name)}"))
+                url = source.below(exported.path.name)
+                tell(Note(f"sent: {url}", {"sent": url}))
     return exported
 
 

@@ -1,6 +1,6 @@
 """Measured beside predicted figures of a run, and the grades of a scoring: as text for people, as data for programs."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -124,6 +124,25 @@ def outcome_lines(run: RunReport) -> Iterator[str]:
     yield f"loss:    {format_number(run.first_loss)} → {format_number(run.final_loss)}{held_out}"
 
 
+NO_EXPORT = {"exported": None, "dtype": None, "merged_loss": None, "sent": None, "hub": None, "next": []}
+"""What is told of an export, before it is."""
+
+_OUTCOME = (
+    "status", "reason", "steps", "tokens", "seconds", "tokens_per_second", "first_loss", "final_loss",
+    "eval_loss_before", "eval_loss", "best_eval_loss",
+)  # fmt: skip
+
+
+def outcome_data(run: RunReport, directory: Path) -> dict[str, Any]:
+    """What ``outcome_lines`` say, with the peak in bytes, for programs."""
+    return {
+        "run": directory,
+        "report": directory / "report.html",
+        **{name: getattr(run, name) for name in _OUTCOME},
+        "peak_bytes": None if run.memory is None else run.memory.peak_bytes,
+    }
+
+
 def explain_reported(reported: Reported) -> str:
     """The table, how the run ended if it did not end well, and where its page is."""
     lines = [comparison_text(reported)]
@@ -140,20 +159,22 @@ def explain_reported(reported: Reported) -> str:
 
 def reported_data(reported: Reported) -> dict[str, Any]:
     """The object that ``--json`` prints."""
-    rows = [
-        {"what": row.what, "predicted": row.predicted, "measured": row.measured, "error": row.error}
-        for row in reported.rows
-    ]
     ranks = [] if reported.run is None else to_data(reported.run.ranks)
     return {
         "run": str(reported.directory),
         "report": str(reported.page),
-        "comparison": rows,
+        "comparison": rows_data(reported.rows),
         "ranks": ranks,
         "remarks": list(reported.remarks),
         "state": reported.state,
         "trackers": to_data(reported.trackers),
     }
+
+
+def rows_data(rows: "Iterable[Row]") -> list[dict[str, Any]]:
+    """Predicted beside measured figures, with the relative error."""
+    names = ("what", "predicted", "measured", "error")
+    return [{name: getattr(row, name) for name in names} for row in rows]
 
 
 def explain_score(report: ScoreReport) -> str:

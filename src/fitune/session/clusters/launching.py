@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from fitune.errors import RecipeError
 from fitune.launch.manifests import job_text
@@ -126,12 +127,16 @@ def _require_named_hardware(recipe: Recipe) -> None:
         )
 
 
-def launch_lines(recipe: Recipe, words: Sequence[str], settings: Sequence[str], *, rendezvous: str) -> str:
-    """The command for each machine of the recipe's plan, each below its number; the recipe is named as it was typed."""
+def launch_lines(
+    recipe: Recipe, words: Sequence[str], settings: Sequence[str], *, rendezvous: str
+) -> tuple[str, dict[str, Any]]:
+    """The command for each machine of the recipe's plan: as text, each below its number, and as data. The recipe is
+    named as it was typed."""
     typed = [*words, *(part for setting in settings for part in ("--set", setting))]
     plan = plan_for(recipe, purposes=("plan", "train")).chosen.plan
     commands = machine_commands(plan, typed, rendezvous=rendezvous)
-    return "\n".join(f"# machine {number}\n{command}" for number, command in enumerate(commands))
+    lines = (f"# machine {number}\n{command}" for number, command in enumerate(commands))
+    return "\n".join(lines), {"commands": commands}
 
 
 def machine_commands(plan: Plan, words: Sequence[str], *, rendezvous: str) -> list[str]:
@@ -152,10 +157,11 @@ def machine_commands(plan: Plan, words: Sequence[str], *, rendezvous: str) -> li
     ]
 
 
-def deepspeed_configuration(recipe: Recipe) -> str:
-    """The ds_config.json, as text, of the recipe's plan. Raises RecipeError when it is another's."""
+def deepspeed_configuration(recipe: Recipe) -> tuple[str, dict[str, Any]]:
+    """The ds_config.json of the recipe's plan, as text and as data. Raises RecipeError when it is another's."""
     plan = plan_for(recipe).chosen.plan
     if not isinstance(plan.sharding, Zero) or plan.sharding.backend != "deepspeed":
         by = describe_sharding(plan.sharding) or "one process"
         raise RecipeError(f"the plan is {by}, not DeepSpeed", hint="backend: deepspeed, gpus: 2 or more")
-    return json.dumps(deepspeed_config(plan), indent=2)
+    found = deepspeed_config(plan)
+    return json.dumps(found, indent=2), {"deepspeed_config": found}

@@ -11,6 +11,7 @@ import yaml
 from fitune.errors import FituneError, RecipeError
 from fitune.files import write_atomically
 from fitune.planner.defaults import data_of
+from fitune.planner.reasons.explain import plan_data
 from fitune.session.planning import plan_on_data
 from fitune.session.recipes.reading import split_words
 from fitune.spec.machines.gpus import find_gpu
@@ -51,8 +52,8 @@ QUESTIONS = (
 
 def ask_and_write(
     words: Sequence[str], *, overwrite: bool, ask: Callable[[str], str] | None, say: Callable[[str], object]
-) -> str:
-    """Write the recipe that ``words`` and the answers make, and return what is said of it.
+) -> tuple[str, dict[str, Any]]:
+    """Write the recipe that ``words`` and the answers make, and return what is said of it, to people and programs.
 
     Raises RecipeError for a file that is there, unless it may be replaced, and FituneError when no plan fits: the file
     stays then.
@@ -63,7 +64,8 @@ def ask_and_write(
         raise RecipeError(f"{path} is there already", hint="--overwrite replaces it, or name another file")
     keys = asked_keys(given, ask=ask, say=say)
     held_out = {} if "eval_data" in keys else {"val_fraction": HELD_OUT}
-    return explain_new_recipe(path, write_recipe(path, held_out | keys))
+    report = write_recipe(path, held_out | keys)
+    return explain_new_recipe(path, report), {"recipe": path, **plan_data(report)}
 
 
 def asked_keys(

@@ -144,10 +144,11 @@ def recipe_of_keys(
     return ReadRecipe(recipe=recipe, notes=tuple(notes))
 
 
-def convert_recipe(path: Path) -> str:
-    """Another trainer's recipe as one of fitune's, with a comment on each line. Raises RecipeError for one of ours."""
+def convert_recipe(path: Path) -> tuple[str, dict[str, Any]]:
+    """Another trainer's recipe as one of fitune's: with a comment on each line, and as data with what was not taken
+    over. Raises RecipeError for one of ours."""
     from fitune.foreign.door import read_foreign
-    from fitune.foreign.reading import recipe_with_comments, require_readable
+    from fitune.foreign.reading import NO_NEWS, recipe_with_comments, require_readable
 
     reading = read_foreign(load_yaml(path), where=str(path), folder=path.parent)
     if reading is None:
@@ -158,7 +159,9 @@ def convert_recipe(path: Path) -> str:
     usual = {name: field.default for name, field in SourceRecipe.model_fields.items()}
     for name in values.keys() & {"data", "eval_data"}:  # without what a source has by default
         values[name] = [{k: v for k, v in each.items() if usual[k] != v} for each in values[name]]
-    return recipe_with_comments(reading, values)
+    passed = {line.key: line.said or NO_NEWS for line in reading.of("passed")}
+    data = {"trainer": reading.trainer, "recipe": values, "not_taken_over": passed}
+    return recipe_with_comments(reading, values).removesuffix("\n"), data
 
 
 def split_words(words: Sequence[str]) -> tuple[Path | None, dict[str, Any]]:

@@ -84,7 +84,7 @@ def take_over(directory: Path) -> Attempt:
 def program_again(directory: Path) -> list[str]:
     """The words that start this program again, its script or with -m, to go on with the attempt in ``directory``."""
     begun = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]
-    return [sys.executable, *begun, "go-on", str(directory)]
+    return [sys.executable, *begun, "go-on", str(directory), *(["--json"] if "--json" in sys.argv else [])]
 
 
 def next_attempt(failed: Attempt, error: OutOfMemory, *, had: Commit | None, tell: Tell) -> Attempt:

@@ -11,6 +11,7 @@ from fitune.models.adapter_file import read_adapter_config
 from fitune.models.weights import stored_dtype
 from fitune.score.engines.engine_vllm import rounded_rank
 from fitune.score.engines.opening import why_merged_first
+from fitune.session.events import Note
 
 
 def commands_for(folder: Path, name: str) -> list[str]:
@@ -38,9 +39,10 @@ def commands_for(folder: Path, name: str) -> list[str]:
     return commands
 
 
-def next_lines(commands: Sequence[str]) -> str:
-    """Commands that a person may want next, one a line."""
-    return "\n".join(f"{'next:' if not place else '':9}{one}" for place, one in enumerate(commands))
+def next_note(commands: Sequence[str]) -> Note:
+    """Commands that a person may want next, one a line; a program gets them without what is said behind them."""
+    lines = (f"{'next:' if not place else '':9}{one}" for place, one in enumerate(commands))
+    return Note("\n".join(lines), {"next": [one.partition("   (")[0] for one in commands]})
 
 
 def _dtype_words(model: str) -> str:

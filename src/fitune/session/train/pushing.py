@@ -79,7 +79,8 @@ def push(folder: Path, name: str, *, public: bool, again: str, tell: Tell) -> No
                 hint=f"{again} sends what is missing; {error.hint or ''}".rstrip("; "),
             ) from error
     readers = "everybody can read it" if is_public else "private"
-    tell(Note(f"on the Hub: {constants.ENDPOINT}/{repository} ({readers})"))
+    url = f"{constants.ENDPOINT}/{repository}"
+    tell(Note(f"on the Hub: {url} ({readers})", {"hub": url}))
     config = folder / "adapter_config.json"
     base = str(read_object(config).get("base_model_name_or_path")) if config.is_file() else ""
     if base.startswith("/"):

@@ -39,11 +39,11 @@ from fitune.session.events import (
 )
 from fitune.session.exporting import export_run
 from fitune.session.planning import plan_for, saving_in_time, wanted_hardware
-from fitune.session.reported import report_run
+from fitune.session.reported import NO_EXPORT, outcome_data, report_run
 from fitune.session.train.attempts import Attempt, leave_shortage, next_attempt
 from fitune.session.train.checks import complete_run, require_room_on_disk
 from fitune.session.train.first_use import measure_on_first_use
-from fitune.session.train.next_commands import commands_for, next_lines
+from fitune.session.train.next_commands import commands_for, next_note
 from fitune.session.train.pushing import push, push_again, ready_repository
 from fitune.spec.machines.hardware import Hardware
 from fitune.spec.plan import Plan
@@ -124,12 +124,16 @@ def first_attempt(
     if complete is not None:
         if ranks.is_first and not is_fetched:
             make_up_for_missing(directory, plan, complete, tell=tell)
+        data = outcome_data(complete, directory) | NO_EXPORT
+        for event in told_of_export(directory, plan, complete):
+            data |= event.data
+        tell(Note(f"{directory}: already complete; --overwrite starts anew", data))
+        if ranks.is_first and not is_fetched:
             send_end(plan, tell=tell)
             push_export(directory, plan, tell=tell)
         elif ranks.is_first and (name := plan.run.push_to_hub):
             command = push_again(plan.run.upload_to, name, public=plan.run.hub_public)
             tell(Note(f"the export is in {plan.run.upload_to}; to the Hub: {command}"))
-        tell(Note(f"{directory}: already complete; --overwrite starts anew"))
         return complete
     require_room_on_disk(plan)
     if here is None:
@@ -166,22 +170,23 @@ def run_attempt(
             return ended
         with work_under_way():
             tell(Compared(reported=report_run(attempt.directory)))
-    if ended.exported:
-        tell(
-            Exported(title=TITLES[plan.run.export], path=Path(ended.exported), merged_loss=ended.merged_loss)
-        )
-        tell(Note(next_steps(attempt.directory, plan)))
+    for event in told_of_export(attempt.directory, plan, ended):
+        tell(event)
     send_end(plan, tell=tell, has_other_end=ended.status == "interrupted")
     if ended.exported:
         push_export(attempt.directory, plan, tell=tell)
     return ended
 
 
-def next_steps(directory: Path, plan: Plan) -> str:
-    """Commands that use what the run in ``directory`` has exported, one a line."""
-    commands = commands_of_run(str(directory), plan)
-    commands += commands_for(directory / EXPORT_FOLDERS[plan.run.export], plan.run.name)
-    return next_lines(commands)
+def told_of_export(directory: Path, plan: Plan, ended: RunReport) -> Iterator[Exported | Note]:
+    """Yields what the run in ``directory`` has exported, if it is there, and commands that use it."""
+    if ended.exported and Path(ended.exported).is_dir():
+        title, path = TITLES[plan.run.export], Path(ended.exported)
+        yield Exported(title=title, path=path, merged_loss=ended.merged_loss)
+        commands = commands_of_run(str(directory), plan)
+        yield next_note(
+            [*commands, *commands_for(directory / EXPORT_FOLDERS[plan.run.export], plan.run.name)]
+        )
 
 
 def make_up_for_missing(directory: Path, plan: Plan, report: RunReport, *, tell: Tell) -> None:
@@ -208,7 +213,7 @@ def send_end(plan: Plan, *, tell: Tell, has_other_end: bool = False) -> None:
     tells it."""
     try:
         with work_under_way():
-            send_run(plan.run, lambda line: tell(Note(line)))
+            send_run(plan.run, lambda line: tell(Note(line, {"sent": plan.run.upload_to})))
     except StoreError as error:
         if not has_other_end:
             raise
