@@ -246,11 +246,10 @@ def data(
 
     with _terminal(lines=sys.stderr, quiet=json) as terminal:
         shown = view_data(_recipe(words, settings), rows=rows, tell=terminal)
+    _print(explain_data(shown), shown, json=json)
     if html is not None:
         write_data_page(shown, html)
-    _print(explain_data(shown), shown, json=json)
-    if html is not None and not json:
-        print(f"page: {html}")
+        print(f"page: {html}", file=sys.stderr if json else None)
     if shown.would_stop:
         raise typer.Exit(RecipeError.exit_code)
 

@@ -65,7 +65,6 @@ def model_profile(plan: Plan, shape: BatchShape) -> ModelProfile:
 
 
 def _traced_profile(plan: Plan, shape: BatchShape, untouched: int) -> ModelProfile:
-    from fitune.estimate.model_profile import traced_blocks, traced_final_norm
     from fitune.spec.model.tracing import profile_for
 
     step = profile_for(plan, shape)

@@ -45,7 +45,7 @@ class Kind:
     rules: str = ""
     """Changed with the rules of ``grade``: grades by earlier ones are made again."""
     judges: bool = False
-    """A model that is asked (score/grades/judging.py); scale and words follow from its settings."""
+    """A model that is asked (score/grades/grading.py); scale and words follow from its settings."""
     scale: Scale = "share"
 
 
