@@ -2,8 +2,10 @@
 
 import io
 import json
+import os
 import re
 import shlex
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -113,3 +115,54 @@ def test_a_command_prints_one_object_with_the_keys_that_its_row_has(call, places
     ended = call(*(places.get(word, word) for word in shlex.split(COMMANDS[name])), "--json")
     assert ended.code == 0, ended
     assert set(json.loads(ended.out)) == keys_of(ROWS[name])
+
+
+def test_where_nothing_fits_the_numbers_are_those_of_the_page(call):
+    ended = call("plan", "--model", "meta-llama/Llama-3.1-8B", "--gpu", "rtx-4090", "--zero", "0", "--tuning", "full",
+                 "--offload-optimizer", "device", "--offload-parameters", "device", "--json")  # fmt: skip
+    error = json.loads(ended.out)["error"]
+    said = PAGE[PAGE.index("**An error**") :]
+    assert set(error) <= keys_of(said) | set(re.findall(r'"(\w+)"', said))
+    assert error["needed_bytes"] > error["usable_bytes"]
+    assert set(error["changes"][0]) == {"change", "peak_bytes", "tokens_per_second"}
+
+
+def test_of_several_ranks_the_first_alone_prints(model_folder):
+    """Each of them is refused alike."""
+    words = [
+        sys.executable,
+        "-m",
+        "fitune",
+        "train",
+        "--model",
+        str(model_folder),
+        "--nonsense",
+        "3",
+        "--json",
+    ]
+    for rank in "01":
+        environment = os.environ | {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank}
+        ended = subprocess.run(words, capture_output=True, text=True, env=environment)
+        assert ended.returncode == 2
+        printed, other = (ended.stdout, ended.stderr) if rank == "0" else (ended.stderr, ended.stdout)
+        assert json.loads(printed)["error"]["kind"] == "RecipeError"
+        assert not other
+
+
+def test_an_already_complete_run_says_the_same_again(call, places):
+    words = [places.get(word, word) for word in shlex.split(COMMANDS["train"])]
+    first, again = (json.loads(call(*words, "--json").out) for _ in range(2))
+    assert first == again
+    assert first["exported"] == f"{places['OUT']}/adapter"
+    assert (first["dtype"], first["steps"]) == ("F32", 1)
+    assert first["next"][0] == f"fitune chat {places['OUT']}"
+
+
+def test_a_comparison_says_what_each_method_is_best_at(call, places):
+    words = [
+        places.get(word, word)
+        for word in shlex.split(f"compare {TRAIN} --val-fraction 0.2 --tunings lora,full")
+    ]
+    methods = json.loads(call(*words, "--json").out)["methods"]
+    assert [each["name"] for each in methods] == ["lora", "full"]
+    assert {"lowest held-out loss", "least memory"} <= {mark for each in methods for mark in each["best"]}

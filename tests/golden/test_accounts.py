@@ -4,6 +4,10 @@ import json
 
 import pytest
 
+from fitune.errors import NothingFits
+from fitune.session.planning import plan_for
+from fitune.spec.model.tracer import trace_with
+from fitune.spec.recipe.recipe import parse_recipe
 from golden.accounts import FILE, account, recipes
 
 GOLDEN = [json.loads(line) for line in FILE.read_text().splitlines()]
@@ -38,3 +42,32 @@ def test_the_file_is_of_these_recipes():
 def test_the_account_is_as_it_was(golden):
     now = json.loads(json.dumps(account(golden["recipe"])))
     assert not list(differences(golden, now))
+
+
+REFUSED = {
+    str(number): each["recipe"] for number, each in enumerate(GOLDEN) if each.get("refused") == "NothingFits"
+}
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(number, marks=[pytest.mark.slow] if number not in ("45", "144") else [])
+        for number in REFUSED
+    ],
+)
+def test_no_change_is_advised_twice(number):
+    """Neither in its words nor as the beginning of another, which then asks for more than is needed."""
+    trace_with(None)
+    with pytest.raises(NothingFits) as caught:
+        plan_for(parse_recipe(REFUSED[number]))
+    hints = caught.value.hint.replace("; ", ", or ").split(", or ")
+    changes = [each["change"] for each in caught.value.facts["changes"]]
+    for words in (hints, changes):
+        twice = [
+            (one, other)
+            for place, one in enumerate(words)
+            for other in words[place + 1 :]
+            if other.startswith(one)
+        ]
+        assert not twice

@@ -225,6 +225,8 @@ def train(
     from fitune.session.fresh_process import speaks_to_people, train_program
     from fitune.session.train.ranks_of_nodes import place_in
 
+    if json and not speaks_to_people():  # the first rank prints the object, or the error
+        os.dup2(2, 1)
     recipe = _recipe(words, settings, quiet=not speaks_to_people())
     on_ray = place_on_ray(recipe, on, address=ray_address, workers=workers, restarts=ray_restarts)
     place = place_in(recipe, node=node_rank, rendezvous=rendezvous, timeout_s=rendezvous_timeout)
@@ -513,9 +515,7 @@ def check(
         list[Path], Argument(metavar="FILE...", help="Rows, one JSON object a line; or files of results/.")
     ],
     confidence: Annotated[str, Option(help="The least that counts: high, medium, low or any.")] = "medium",
-    leave_one_out: Annotated[
-        bool, Option("--leave-one-out", help="Predict each source without what was learnt from it.")
-    ] = False,
+    leave_one_out: Annotated[bool, Option("--leave-one-out", help="Learn nothing of a source.")] = False,
     rows: Annotated[bool, Option("--rows", help="Print every row, too.")] = False,
     json: Json = False,
 ) -> None:

@@ -90,5 +90,5 @@ def ended(exits: dict[int, Exit], directory: Path, *, received: list[int], ranks
     return Ended(
         exit_code=code,
         cause=error.message if is_of_all else f"rank {rank} failed: {error.message}",
-        hint="; ".join(part for part in (error.hint, more) if part),
+        hint="; ".join(dict.fromkeys(part for part in (error.hint, more) if part)),
     )

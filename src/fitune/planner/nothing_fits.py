@@ -94,13 +94,12 @@ class _Changes:
 
     def advice(self) -> str:
         """Changes that were computed to fit; failing that, what the largest single change leaves short."""
-        tried = [(words, step) for words, step, _ in self._tried]
-        helpful = [words for words, step in tried if fits(step)]
+        helpful = [words for words, *_ in self._helpful]
         shorter = self._longest_row()
         helpful += [f"seq_len: {shorter}"] if shorter else []
         if helpful:
             return ", or ".join(helpful)
-        notes = [f"{words} would need {_needs(step)}" for words, step in tried]
+        notes = [f"{words} would need {_needs(step)}" for words, step, _ in self._tried]
         model = largest_known_model(self.request, self._is_enough)
         notes += [f"the largest known model that fits this way is {model}"] if model is not None else []
         return "a smaller model or more memory; " + "; ".join(notes)
@@ -114,10 +113,19 @@ class _Changes:
             if (step := self._smallest(settings)) is not None
         ]
 
+    @cached_property
+    def _helpful(self) -> list[tuple[str, StepStages, dict[str, object]]]:
+        """Those that fit; where one alone is enough, not once more with others beside it."""
+        found: list[tuple[str, StepStages, dict[str, object]]] = []
+        for change in self._tried:
+            if fits(change[1]) and not change[0].startswith(tuple(words for words, *_ in found)):
+                found.append(change)
+        return found
+
     def planned(self) -> Iterator[dict[str, object]]:
         """The changes that fit, as they would be planned."""
-        for words, step, settings in self._tried:
-            found = first_choice(self._changed(settings)) if fits(step) else None
+        for words, _, settings in self._helpful:
+            found = first_choice(self._changed(settings))
             if found is not None and found.estimate.fits:
                 estimate = found.estimate
                 yield {

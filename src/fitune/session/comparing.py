@@ -89,7 +89,7 @@ def _rows(methods: Sequence[MethodRun], directory: Path) -> Iterator[dict[str, A
     """Yields the figures of each method for programs, and what it is best at; without a run, why there is none."""
     best = best_of({method.name: method.run for method in methods if method.run is not None})
     for method in methods:
-        row = {"name": method.name, "grades": method.grades, "why_not": method.why_not}
+        row: dict[str, Any] = {"name": method.name, "grades": method.grades, "why_not": method.why_not}
         if (files := method.run) is not None and files.run is not None:
             row |= outcome_data(files.run, directory / method.name)
             row["learning_rate"] = files.plan.schedule.learning_rate

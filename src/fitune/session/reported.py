@@ -124,7 +124,14 @@ def outcome_lines(run: RunReport) -> Iterator[str]:
     yield f"loss:    {format_number(run.first_loss)} → {format_number(run.final_loss)}{held_out}"
 
 
-NO_EXPORT = {"exported": None, "dtype": None, "merged_loss": None, "sent": None, "hub": None, "next": []}
+NO_EXPORT: dict[str, Any] = {
+    "exported": None,
+    "dtype": None,
+    "merged_loss": None,
+    "sent": None,
+    "hub": None,
+    "next": [],
+}
 """What is told of an export, before it is."""
 
 _OUTCOME = (
