@@ -110,6 +110,23 @@ def test_where_nothing_fits_the_changes_named_do():
         assert again.chosen.estimate.peak_bytes == one["peak_bytes"] <= error.facts["usable_bytes"]
 
 
+def test_where_no_change_is_enough_a_larger_machine_is_named():
+    words = "--model meta-llama/Llama-3.1-70B --tuning full --gpu t4"
+    with pytest.raises(NothingFits) as raised:
+        planned(words)
+    error = raised.value
+    assert len(screen_of_nothing(error).splitlines()) <= 8
+    assert error.hint.count("would need") == 3  # the three that come closest
+    assert error.facts["changes"]
+    for one in error.facts["changes"]:
+        said = dict(word.split(": ") for word in one["change"].split(", "))
+        typed = (
+            f"--model meta-llama/Llama-3.1-70B {' '.join(f'--{key} {value}' for key, value in said.items())}"
+        )
+        again = plan_on_data(recipe_from(shlex.split(typed), []).recipe)
+        assert again.chosen.estimate.peak_bytes == one["peak_bytes"] <= again.chosen.estimate.usable_bytes
+
+
 def test_the_peak_adds_up_in_the_line_below_the_bar():
     recipe = recipe_from(shlex.split(SITUATIONS[0]), []).recipe
     report = plan_on_data(recipe)

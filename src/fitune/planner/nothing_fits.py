@@ -10,7 +10,7 @@ from fitune.estimate.overhead import enough_host_bytes, host_terms, usable_bytes
 from fitune.estimate.predict import predict
 from fitune.estimate.step import StepStages
 from fitune.planner.candidates import Request
-from fitune.planner.defaults import ROW_STEP
+from fitune.planner.defaults import ROW_STEP, with_host_memory
 from fitune.planner.fit import fits, host_fits, last_true, shortage
 from fitune.planner.method_search import MethodSearch
 from fitune.planner.methods import methods_for, to_adapters
@@ -18,6 +18,7 @@ from fitune.planner.reasons.explain import host_sum
 from fitune.planner.search import first_choice
 from fitune.spec.counts import count_parameters
 from fitune.spec.machines.cards import known_cards
+from fitune.spec.machines.gpus import find_gpu, hardware_for
 from fitune.spec.model.known_models import names_with_formulas
 from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.plan import Plan, Precision
@@ -25,6 +26,11 @@ from fitune.spec.predictions import Rejection
 from fitune.spec.rules import adds_gradients_up, keeps_rules
 from fitune.spec.words import describe_method, describe_offload, describe_plan, devices_with_memory
 from fitune.units import GIB, format_bytes, wrapped
+
+LARGE_CARD = "a100-80gb"
+"""Whose machines are named where nothing fits here."""
+NEAREST = 3
+"""So many changes that come closest are named where none is enough."""
 
 
 def nothing_fits(
@@ -99,7 +105,8 @@ class _Changes:
         helpful += [f"seq_len: {shorter}"] if shorter else []
         if helpful:
             return ", or ".join(helpful)
-        notes = [f"{words} would need {_needs(step)}" for words, step, _ in self._tried]
+        nearest = sorted(self._tried, key=lambda tried: shortage(tried[1]))[:NEAREST]
+        notes = [f"{words} would need {_needs(step)}" for words, step, _ in nearest]
         model = largest_known_model(self.request, self._is_enough)
         notes += [f"the largest known model that fits this way is {model}"] if model is not None else []
         return "a smaller model or more memory; " + "; ".join(notes)
@@ -123,9 +130,10 @@ class _Changes:
         return found
 
     def planned(self) -> Iterator[dict[str, object]]:
-        """The changes that fit, as they would be planned."""
-        for words, _, settings in self._helpful:
-            found = first_choice(self._changed(settings))
+        """The changes that fit, as they would be planned; where none does, larger machines."""
+        changes = [(words, self._changed(settings)) for words, _, settings in self._helpful]
+        for words, changed in changes or self._larger_machines():
+            found = first_choice(changed)
             if found is not None and found.estimate.fits:
                 estimate = found.estimate
                 yield {
@@ -133,6 +141,25 @@ class _Changes:
                     "peak_bytes": estimate.peak_bytes,
                     "tokens_per_second": estimate.tokens_per_second,
                 }
+
+    def _larger_machines(self) -> Iterator[tuple[str, Request]]:
+        """The fewest 80 GB cards of one machine that hold the method wished for, LoRA and QLoRA."""
+        recipe = self.request.recipe
+        figures = (recipe.gpu_memory, recipe.gpu_flops, recipe.gpu_bandwidth, recipe.interconnect)
+        if self.request.hardware.nodes > 1 or any(figures):
+            return
+        lesser = [
+            to_adapters(recipe, name) for name in ("lora", "qlora") if recipe.tuning not in (None, name)
+        ]
+        for words, settings in [("", {}), *lesser]:
+            for gpus in (1, 2, 4, 8):
+                changed = self.request.with_pins(**settings, gpu=LARGE_CARD, gpus=gpus)
+                host = recipe.host_memory or 0
+                there = hardware_for(gpu=find_gpu(LARGE_CARD), gpus=gpus, host_memory_bytes=host)
+                changed = replace(changed, hardware=with_host_memory(there))
+                if any(MethodSearch(changed, m, on_device=True).fits() for m in methods_for(changed)):
+                    yield ", ".join(filter(None, (words, f"gpu: {LARGE_CARD}, gpus: {gpus}"))), changed
+                    break
 
     def about_the_host(self) -> Iterator[str]:
         """Says how much host memory is missing where it fits the devices with offload."""
