@@ -35,11 +35,11 @@ NO_GPU = "note on gpu: no GPU"
 _GROUPS = {
     "weights": ("weights",),
     "gathered": ("gathered weights",),
-    "adapters, optimizer": ("adapters", "masters", "optimizer", "gradients"),
+    "trained, optimizer": ("adapters", "masters", "optimizer", "gradients"),
     "activations": ("activations", "recompute inputs", "hidden states", "temporaries"),
     "loss": ("loss",),
 }
-"""Terms of the memory table that a person weighs together."""
+"""Terms of the memory table that a person weighs together; what is trained is named by ``grouped_terms``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,7 +237,10 @@ def grouped_terms(terms: Mapping[str, int]) -> dict[str, int]:
     """Bytes by the groups that a person weighs together, and the rest."""
     left = dict(terms)
     sizes = {name: sum(left.pop(term, 0) for term in group) for name, group in _GROUPS.items()}
-    return {**sizes, "rest": sum(left.values())}
+    trained = "adapters" if terms.get("adapters") else "gradients"
+    return {name.replace("trained", trained): size for name, size in sizes.items()} | {
+        "rest": sum(left.values())
+    }
 
 
 def _terms(estimate: Estimate) -> str:
