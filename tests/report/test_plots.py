@@ -1,19 +1,22 @@
 """Pictures: the numbers given are the numbers drawn, nothing hides a value, nothing is loaded from outside."""
 
 import dataclasses
+import json
 import math
 import re
 import sys
 import warnings
+from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
 
 from fitune.errors import MissingExtra
-from fitune.report import plots, run_plots
+from fitune.report import comparison_plots, plots, run_plots
+from fitune.report.compare import compare
 from fitune.report.plots import SERIES
 from fitune.spec.predictions import Phase
-from fitune.units import format_bytes
+from fitune.units import format_bytes, format_number
 
 MIB = 1024**2
 
@@ -114,6 +117,70 @@ def test_thinning_keeps_the_spike_and_the_order():
     assert (54_321, 9.0) in thinned
     assert (54_322, -9.0) in thinned
     assert thinned == sorted(thinned)
+
+
+def test_points_to_point_at_are_even_and_keep_the_ends_and_the_extremes():
+    points = [(step, math.sin(step)) for step in range(1, 10_001)]
+    points[54] = (55, 9.0)
+    points[5_678] = (5_679, -9.0)
+    thinned = plots.thin_evenly(points)
+    assert len(thinned) <= 400
+    assert {points[0], points[-1], points[54], points[5_678]} <= set(thinned)
+    assert thinned == sorted(thinned)
+    assert max(b[0] - a[0] for a, b in pairwise(thinned)) <= 26
+    assert plots.thin_evenly(points[:400]) == points[:400]
+
+
+def pointed_at(svg):
+    return json.loads(ElementTree.fromstring(svg).get("data-curves"))
+
+
+@pytest.mark.parametrize("loss", [1.0, 9.0], ids=["linear", "logarithmic"])
+def test_a_point_to_point_at_lies_on_the_line_that_is_drawn(steps, loss):
+    few = [dataclasses.replace(step, eval_loss=None) for step in steps[:20]]
+    few[3] = dataclasses.replace(few[3], loss=loss)
+    svg = run_plots.loss_curve(few)
+    drawn = re.search(r'<path d="([^"]*)"[^>]*style="[^"]*stroke: var\(--series-1\); stroke-width: 1.6', svg)[
+        1
+    ]
+    ends = [tuple(map(float, pair)) for pair in re.findall(r"[ML] ([\d.]+) ([\d.]+)", drawn)]
+    data = pointed_at(svg)
+    [[name, points]] = data["curves"]
+    assert name == "training"
+    assert [(step, words) for step, _, words in points] == [
+        (step.step, format_number(step.loss)) for step in few
+    ]
+    for (x, y), (step, top, _) in zip(ends, points, strict=True):
+        assert data["at"] + data["scale"] * step == pytest.approx(x, abs=0.01)
+        assert top == pytest.approx(y, abs=0.06)
+        assert data["top"] <= top <= data["bottom"]
+
+
+def test_a_picture_says_its_last_values_and_leaves_out_what_is_not_finite(steps):
+    broken = [*steps[:-1], dataclasses.replace(steps[-1], loss=math.nan)]
+    svg = run_plots.loss_curve(broken)
+    label = ElementTree.fromstring(svg).get("aria-label")
+    assert f"each step {format_number(steps[-2].loss)} in step 119" in label
+    assert f"held out {format_number(steps[-1].eval_loss)} in step 120" in label
+    assert max(step for step, _, _ in dict(pointed_at(svg)["curves"])["each step"]) == 119
+    nothing = [dataclasses.replace(step, grad_norm=math.nan) for step in steps]
+    assert "data-curves" not in run_plots.grad_norm_curve(nothing, clipped_at=0)
+
+
+HOSTILE = """'"><img src=x onerror=alert(1)></svg><script>"""
+
+
+def test_a_name_of_a_method_or_a_term_stays_text(steps, plan, prediction, run_report):
+    term = {Phase.FORWARD: {HOSTILE: 3 * MIB}}
+    memory = dataclasses.replace(prediction.estimate.memory, phases=term)
+    bars = run_plots.memory_bars(dataclasses.replace(prediction.estimate, memory=memory), {})
+    curves = comparison_plots.loss_curves({HOSTILE: steps}, {HOSTILE: plan})
+    peaks = comparison_plots.peak_bars({HOSTILE: compare(prediction.estimate, run_report)[0]})
+    for svg in (bars, curves, peaks):
+        assert not {"img", "script"} & {node.tag for node in ElementTree.fromstring(svg).iter()}
+    tips = [node.get("data-tip") for node in ElementTree.fromstring(bars).iter() if node.get("data-tip")]
+    assert tips == [f"Forward: {HOSTILE} 3.0 MiB, predicted"]
+    assert pointed_at(curves)["curves"][0][0] == HOSTILE
 
 
 def test_the_running_mean_of_a_straight_line_is_that_line():

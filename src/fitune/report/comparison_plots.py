@@ -9,6 +9,7 @@ from fitune.report.compare import Row
 from fitune.report.plots import (
     SERIES,
     Axes,
+    Points,
     axis_unit,
     bars_to_the_right,
     colour,
@@ -25,7 +26,6 @@ from fitune.spec.plan import Plan, trains_every_weight
 from fitune.spec.reports import StepReport
 from fitune.units import format_bytes, format_rate
 
-Points = Sequence[tuple[int, float]]
 _SOLID, _DASHED = "-", (0, (5, 1.6))
 
 
@@ -63,11 +63,12 @@ def _bars(
     rows: Mapping[str, Row], *, unit: int, axis: str, text: Callable[[float], str], name: str, label: str
 ) -> str:
     def draw(axes: Axes) -> None:
-        for place, row in enumerate(rows.values()):
+        for place, (method, row) in enumerate(rows.items()):
             sides = (("predicted", row.predicted, -0.19, "series-1"), ("measured", row.measured, 0.19, "ink"))
             for side, value, offset, fill in sides:
                 if value:
-                    draw_bar(axes, place + offset, 0, value / unit, colour(fill), side)
+                    tip = f"{method}: {text(value)}, {side}"
+                    draw_bar(axes, place + offset, 0, value / unit, colour(fill), side, tip=tip)
                     draw_bar_label(axes, place + offset, value / unit, text(value))
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
         bars_to_the_right(axes, list(rows), most=(_largest(rows) or 1) / unit * 1.3, axis=axis)
@@ -95,7 +96,7 @@ def _curves(curves: Mapping[str, Points], plans: Mapping[str, Plan], *, name: st
         axes.set_ylabel("nats per token")
         legend_above(axes)
 
-    return draw_svg(draw, name=name, label=label, height_in=3.4)
+    return draw_svg(draw, name=name, label=label, height_in=3.4, curves=curves)
 
 
 _COLOURS = {

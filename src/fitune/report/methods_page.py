@@ -44,6 +44,7 @@ def write_methods_page(
     marks = best_of(runs)
     page = render(
         "compare.html",
+        scripts=("hover.js",) if pictures else (),
         title=f"{name}: fitune compare",
         name=name,
         head=head,

@@ -3,7 +3,10 @@
 Names of models, paths, settings and answers come from strangers: everything is escaped but what is Markup.
 """
 
+import base64
 import errno
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,7 +25,15 @@ class Tile:
     below: str
 
 
-def render(template: str, **values: Any) -> str:
+def render(template: str, *, scripts: Sequence[str] = (), **values: Any) -> str:
+    """A page, with those files of ``templates/`` as its one script: the page's policy lets it run by its hash."""
+    from markupsafe import Markup
+
+    if scripts:
+        folder = Path(__file__).parent / "templates"
+        script = "\n".join((folder / name).read_text(encoding="utf-8") for name in scripts)
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        values |= {"script": Markup(script), "script_hash": digest}
     text: str = _environment().get_template(template).render(**values)
     return text
 

@@ -2,19 +2,20 @@
 
 Colours are CSS variables of the page (``--ink``, ``--series-1`` …), so one picture reads in light and in dark mode.
 matplotlib knows no variables: it draws with stand-in colours that are replaced afterwards. Text stays text, in the
-page's font.
+page's font. Beside its drawing a picture holds what ``templates/hover.js`` says of it: the points of its curves in
+``data-curves``, the words of a bar in ``data-tip``.
 """
 
 import io
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from fitune.errors import MissingExtra
-from fitune.units import GIB, KIB, MIB
+from fitune.units import GIB, KIB, MIB, format_number
 
 SERIES = 8
 """Colours for the terms of the memory bars: Okabe and Ito's set, then grey."""
@@ -24,6 +25,8 @@ _STAND_INS = {
 _WIDTH_IN = 4.9
 
 Axes = Any  # matplotlib is optional and untyped here
+Points = Sequence[tuple[int, float]]
+"""Steps and values."""
 
 
 def colour(name: str) -> str:
@@ -69,11 +72,12 @@ methods stay, the blue one lighter."""
 
 def draw_svg(
     draw: Callable[[Axes], None], *, name: str, label: str, grid: str = "y", height_in: float = 2.7,
-    left_in: float = 0.0,
+    left_in: float = 0.0, curves: Mapping[str, Points] | None = None, text: Callable[[float], str] = format_number,
 ) -> str:  # fmt: skip
     """Call ``draw`` with empty axes; ``grid`` is the axis of the values: ``y`` over steps, ``x`` for bars.
 
     ``left_in``: room for one line of labels on the left, where it is known: matplotlib finds it by drawing twice.
+    ``curves``: those whose values a reader can point at, by name, written by ``text``.
     Raises MissingExtra without matplotlib.
     """
     try:
@@ -103,7 +107,40 @@ def draw_svg(
         draw(axes)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    return _inline(buffer.getvalue(), label)
+        inside, last = _pointed_at(axes, curves or {}, text)
+    return _inline(buffer.getvalue(), label + last, inside)
+
+
+def _pointed_at(axes: Axes, curves: Mapping[str, Points], text: Callable[[float], str]) -> tuple[str, str]:
+    """The attribute ``data-curves`` of a picture, and the last values in words; both empty without a finite value.
+
+    It is JSON in the units of the picture: ``at`` + ``scale`` · step is a point's place from the left, ``top`` and
+    ``bottom`` are those of the axes; of each curve its name and its points as (step, place from the top, words).
+    """
+    finite = {name: [one for one in points if math.isfinite(one[1])] for name, points in curves.items()}
+    finite = {name: points for name, points in finite.items() if points}
+    if not finite:
+        return "", ""
+    from jinja2.utils import htmlsafe_json_dumps
+
+    width, height = (72 * inches for inches in axes.figure.get_size_inches())
+    shares = axes.transData - axes.figure.transFigure
+    found = []
+    for name, points in finite.items():
+        kept = thin_evenly(points)
+        tops = height * (1 - shares.transform(kept)[:, 1])
+        found.append(
+            (
+                name,
+                [(step, round(top, 1), text(value)) for (step, value), top in zip(kept, tops, strict=True)],
+            )
+        )
+    at, beside = (width * shares.transform((step, axes.get_ylim()[1]))[0] for step in (0, 1))
+    box = axes.get_position()
+    top, bottom = height * (1 - box.y1), height * (1 - box.y0)
+    data = {"at": at, "scale": beside - at, "top": top, "bottom": bottom, "curves": found}
+    last = "; ".join(f"{name} {points[-1][2]} in step {points[-1][0]}" for name, points in found)
+    return f" data-curves='{htmlsafe_json_dumps(data)}'", f": {last}"
 
 
 def _quiet(axes: Axes, grid: str) -> None:
@@ -116,8 +153,11 @@ def _quiet(axes: Axes, grid: str) -> None:
     axes.tick_params(length=0, labelcolor=colour("muted"))
 
 
-def _inline(svg: str, label: str) -> str:
-    """Only the element, as wide as its place, with variables for colours and without ids nobody refers to."""
+def _inline(svg: str, label: str, inside: str) -> str:
+    """Only the element, as wide as its place, with variables for colours and without ids nobody refers to; the
+    keyboard reaches what can be pointed at."""
+    from markupsafe import escape
+
     svg = svg[svg.index("<svg") :].strip()
     svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"\s(?:xmlns(?::xlink)?|version)=\"[^\"]*\"|font-family: [^;]*; ", "", svg).replace(
@@ -125,7 +165,9 @@ def _inline(svg: str, label: str) -> str:
     )
     size = r'(<svg[^>]*?)\s(?:width|height)="[^"]*"'
     svg = re.sub(size, r"\1", re.sub(size, r"\1", svg, count=1), count=1)
-    svg = svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
+    svg = svg.replace(f' id="{_TIP}', ' data-tip="')
+    inside += ' tabindex="0"' * (bool(inside) or "data-tip" in svg)
+    svg = svg.replace("<svg", f'<svg role="img" aria-label="{escape(label)}"{inside}', 1)
     used = set(re.findall(r"(?:#|url\(#)([\w-]+)", svg))
     svg = re.sub(r'\sid="([^"]*)"', lambda match: match.group(0) if match.group(1) in used else "", svg)
     for name, stand_in in _STAND_INS.items():
@@ -137,7 +179,7 @@ _POINTS = 600
 """More points than a picture has pixels only make the file larger."""
 
 
-def thin(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+def thin(points: Points) -> list[tuple[int, float]]:
     """Not many more than ``_POINTS`` points: the lowest and highest of each stretch, so no spike is lost."""
     if len(points) <= _POINTS:
         return list(points)
@@ -151,10 +193,31 @@ def thin(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     return kept
 
 
-def draw_bar(axes: Axes, place: float, start: float, length: float, fill: str, label: str) -> None:
-    """A horizontal bar in the colour ``fill``, on the line ``place``."""
+_POINTED_AT = 400
+"""Points of a curve that a reader can point at: one for each pixel of a picture of usual width."""
+
+
+def thin_evenly(points: Points) -> Points:
+    """At most ``_POINTED_AT`` points, as far from each other as from the next; first, last, lowest and highest stay."""
+    last = len(points) - 1
+    if last < _POINTED_AT:
+        return points
+    kept = {place * last // (_POINTED_AT - 3) for place in range(_POINTED_AT - 2)}
+    kept |= {one(range(last + 1), key=lambda place: points[place][1]) for one in (min, max)}
+    return [points[place] for place in sorted(kept)]
+
+
+_TIP = "tip "
+"""Begins the id of a bar, which is all that matplotlib lets through, where it has words."""
+
+
+def draw_bar(
+    axes: Axes, place: float, start: float, length: float, fill: str, label: str, *, tip: str
+) -> None:
+    """A horizontal bar in the colour ``fill``, on the line ``place``; who points at it reads ``tip``."""
     axes.barh(
-        place, length, left=start, height=0.34, color=fill, label=label, edgecolor=colour("surface"), linewidth=0.6
+        place, length, left=start, height=0.34, color=fill, label=label, edgecolor=colour("surface"), linewidth=0.6,
+        gid=f"{_TIP}{tip}",
     )  # fmt: skip
 
 
@@ -184,7 +247,7 @@ def axis_unit(largest: int) -> tuple[int, str]:
 
 def draw_line(
     axes: Axes,
-    points: Sequence[tuple[int, float]],
+    points: Points,
     series: str,
     label: str,
     *,
@@ -202,7 +265,7 @@ def draw_line(
     )  # fmt: skip
 
 
-def mark_not_finite(axes: Axes, points: Sequence[tuple[int, float]]) -> None:
+def mark_not_finite(axes: Axes, points: Points) -> None:
     """A cross at the upper edge for every value that no axis can show."""
     steps = [step for step, value in points if not math.isfinite(value)]
     if steps:

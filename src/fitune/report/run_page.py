@@ -43,6 +43,7 @@ def page_of(run: RunFiles, under_way: UnderWay | None = None, *, refresh_s: int 
     restarts = [one for step in run.steps for one in step.restarts]
     return render(
         "run.html",
+        scripts=() if advice else ("hover.js",),
         title=f"{run.directory.name}: fitune report",
         refresh_s=refresh_s,
         plan=run.plan,

@@ -21,7 +21,7 @@ from fitune.report.plots import (
 )
 from fitune.spec.predictions import Estimate, Phase
 from fitune.spec.reports import StepReport
-from fitune.units import format_bytes
+from fitune.units import format_bytes, format_learning_rate, format_rate
 
 
 def memory_bars(estimate: Estimate | None, measured: dict[Phase, int]) -> str:
@@ -38,14 +38,17 @@ def memory_bars(estimate: Estimate | None, measured: dict[Phase, int]) -> str:
         for place, phase in enumerate(phases):
             start, terms = 0.0, predicted.get(phase, {})
             for name, value in terms.items():
-                draw_bar(axes, place - 0.19, start, value / unit, colours[name], name.replace("_", " "))
+                words = name.replace("_", " ")
+                tip = f"{PHASE_NAMES[phase]}: {words} {format_bytes(value)}, predicted"
+                draw_bar(axes, place - 0.19, start, value / unit, colours[name], words, tip=tip)
                 start += value / unit
             if terms:
                 whole = sum(terms.values())
                 draw_bar_label(axes, place - 0.19, whole / unit, format_bytes(whole))
             if phase in measured:
                 length = measured[phase] / unit
-                draw_bar(axes, place + 0.19, 0, length, colour("ink"), "measured")
+                tip = f"{PHASE_NAMES[phase]}: {format_bytes(measured[phase])}, measured"
+                draw_bar(axes, place + 0.19, 0, length, colour("ink"), "measured", tip=tip)
                 draw_bar_label(axes, place + 0.19, length, format_bytes(measured[phase]))
         names = [PHASE_NAMES[phase] for phase in phases]
         bars_to_the_right(axes, names, most=largest / unit * 1.22, axis=unit_name)
@@ -63,13 +66,14 @@ def loss_curve(steps: Sequence[StepReport]) -> str:
     """Training loss, its running mean, and the loss on the held-out rows."""
     train = [(step.step, step.loss) for step in steps]
     held_out = [(step.step, step.eval_loss) for step in steps if step.eval_loss is not None]
+    name, mean = ("each step", running_mean(train)) if len(train) >= 30 else ("training", [])
 
     def draw(axes: Axes) -> None:
-        if len(train) >= 30:
-            draw_line(axes, train, "series-1", "each step", width=0.7, alpha=0.4)
-            draw_line(axes, running_mean(train), "series-1", "training, running mean", width=1.8)
+        if mean:
+            draw_line(axes, train, "series-1", name, width=0.7, alpha=0.4)
+            draw_line(axes, mean, "series-1", "training, running mean", width=1.8)
         else:
-            draw_line(axes, train, "series-1", "training", width=1.6)
+            draw_line(axes, train, "series-1", name, width=1.6)
         if held_out:
             draw_line(axes, held_out, "series-6", "held out", width=1.4, marker="o")
         mark_not_finite(axes, [*train, *held_out])
@@ -77,7 +81,8 @@ def loss_curve(steps: Sequence[StepReport]) -> str:
         logarithmic_if_wide(axes, [loss for _, loss in [*train, *held_out]])
         legend_above(axes)
 
-    return draw_svg(draw, name="loss", label="Loss over the steps")
+    curves = {name: train, "running mean": mean, "held out": held_out}
+    return draw_svg(draw, name="loss", label="Loss over the steps", curves=curves)
 
 
 def learning_rate_curve(steps: Sequence[StepReport]) -> str:
@@ -88,7 +93,10 @@ def learning_rate_curve(steps: Sequence[StepReport]) -> str:
         axes.set_ylim(bottom=0)
         axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 2), useMathText=True)
 
-    return draw_svg(draw, name="learning-rate", label="Learning rate over the steps")
+    return draw_svg(
+        draw, name="learning-rate", label="Learning rate over the steps", curves={"learning rate": points},
+        text=format_learning_rate,
+    )  # fmt: skip
 
 
 def throughput_curve(steps: Sequence[StepReport], *, predicted: float | None) -> str:
@@ -106,7 +114,9 @@ def throughput_curve(steps: Sequence[StepReport], *, predicted: float | None) ->
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         legend_above(axes)
 
-    return draw_svg(draw, name="throughput", label="Throughput over the steps")
+    return draw_svg(
+        draw, name="throughput", label="Throughput over the steps", curves={"measured": points}, text=format_rate
+    )  # fmt: skip
 
 
 def grad_norm_curve(steps: Sequence[StepReport], *, clipped_at: float) -> str:
@@ -123,7 +133,9 @@ def grad_norm_curve(steps: Sequence[StepReport], *, clipped_at: float) -> str:
         axes.set_ylim(bottom=0)
         legend_above(axes)
 
-    return draw_svg(draw, name="grad-norm", label="Gradient norm over the steps")
+    return draw_svg(
+        draw, name="grad-norm", label="Gradient norm over the steps", curves={"before clipping": points}
+    )
 
 
 def fold_small_terms(phases: dict[Phase, dict[str, int]]) -> dict[Phase, dict[str, int]]:

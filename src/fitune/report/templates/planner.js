@@ -69,13 +69,6 @@ async function rent(button) {
   by("renting").textContent = "";
 }
 
-function tip(event) {
-  const of = event.target.closest?.("[data-tip]");
-  if (of) of.closest("section").querySelector(".tip").textContent = of.dataset.tip;
-}
-
-document.addEventListener("pointerover", tip);
-document.addEventListener("focusin", tip);
 document.addEventListener("click", (event) => {
   const button = event.target.closest("button");
   if (!button) return;

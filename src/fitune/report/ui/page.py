@@ -1,18 +1,13 @@
 """HTML of the local pages: the planner with its bars and tables, and the runs of a folder. All texts are escaped."""
 
-import base64
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from fitune.report.page import render
 from fitune.report.plots import thin
 from fitune.units import format_bytes
-
-_TEMPLATES = Path(__file__).parent.parent / "templates"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,17 +80,8 @@ def planner_html(
 
     return render(
         "planner.html", title="fitune: what fits", question=question, choices=choices, answer=Markup(answer),
-        ways=Markup(ways), live=live, cards=cards, runs=runs, **_script("planner.js"),
+        ways=Markup(ways), live=live, cards=cards, runs=runs, scripts=("hover.js", "planner.js"),
     )  # fmt: skip
-
-
-def _script(name: str) -> dict[str, str]:
-    """The script of a page, and its hash, by which the page's policy lets it run and no other."""
-    from markupsafe import Markup
-
-    script = (_TEMPLATES / name).read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return {"script": Markup(script), "script_hash": digest}
 
 
 def answer_html(**values: Any) -> str:
@@ -123,7 +109,7 @@ def runs_html(folder: str, *, table: str) -> str:
         title=f"fitune: runs in {folder}",
         folder=folder,
         table=Markup(table),
-        **_script("runs.js"),
+        scripts=("runs.js",),
     )
 
 

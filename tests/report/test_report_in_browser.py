@@ -1,0 +1,189 @@
+"""A report in Chromium, as a file: values under the pointer, by the keyboard and on a phone; all of it is text."""
+
+import dataclasses
+import re
+import shutil
+
+import pytest
+
+from fitune.report.methods_page import MethodRun, write_methods_page
+from fitune.report.run_files import read_run
+from fitune.report.run_page import write_report
+from fitune.spec.predictions import Phase
+from fitune.units import format_bytes, format_number
+from report.conftest import make_steps, measured_phases, write_run
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+pytest.importorskip("matplotlib")
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium"),
+]
+HOSTILE = "<img src=x onerror=document.title=1>'\""
+STEPS = make_steps()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as started:
+        opened = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """A run's report and a comparison's page."""
+    folder = tmp_path_factory.mktemp("reports")
+    run = read_run(write_run(folder / HOSTILE.replace("/", "")))
+    methods = [MethodRun(name=HOSTILE, run=run), MethodRun(name="lora", run=run)]
+    return {
+        "run": write_report(run.directory),
+        "compare": write_methods_page(folder, methods, base_grades={}),
+    }
+
+
+@pytest.fixture
+def opened(browser, pages):
+    """Opens a page as a file; at the end no script may have failed, and nothing else was loaded."""
+    failures, contexts = [], []
+
+    def open_page(name="run", **settings):
+        contexts.append(browser.new_context(offline=True, **settings))
+        page = contexts[-1].new_page()
+        page.on("pageerror", lambda error: failures.append(str(error)))
+        page.on(
+            "console", lambda message: message.type == "error" and failures.append(message.text)
+        )  # refusals of the policy
+        page.on("request", lambda asked: asked.url == pages[name].as_uri() or failures.append(asked.url))
+        page.goto(pages[name].as_uri())
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert failures == []
+
+
+def figure(page, title):
+    return page.locator("figure", has=page.locator("figcaption", has_text=title))
+
+
+def point_at(page, picture, share):
+    """The pointer over the picture, at that share of its width."""
+    svg = picture.locator("svg")
+    svg.scroll_into_view_if_needed()
+    box = svg.bounding_box()
+    page.mouse.move(box["x"] + share * box["width"], box["y"] + box["height"] / 2)
+
+
+def test_the_value_under_the_pointer_is_that_of_its_step(opened):
+    page = opened()
+    picture = figure(page, "Loss")
+    line = picture.locator(".tip")
+    last = f"each step {format_number(STEPS[-1].loss)}"
+    assert line.inner_text().startswith(f"Step 120: {last}, running mean ")
+    assert last in picture.locator("svg").get_attribute("aria-label")
+    seen = []
+    for share in (0.3, 0.5, 0.8):
+        point_at(page, picture, share)
+        step, loss = re.match(r"Step (\d+): each step ([\d.]+), running mean ", line.inner_text()).groups()
+        assert loss == format_number(STEPS[int(step) - 1].loss)
+        marks = picture.locator(".mark circle")
+        assert marks.count() == 3
+        middle = marks.first.bounding_box()
+        box = picture.locator("svg").bounding_box()
+        pointer = box["x"] + share * box["width"]
+        assert abs(middle["x"] + middle["width"] / 2 - pointer) < box["width"] / 120 + 1
+        seen.append(int(step))
+    assert seen == sorted(set(seen))
+    held_out = re.search(r"held out ([\d.]+)(?: \(step (\d+)\))?", line.inner_text())
+    assert held_out[1] == format_number(STEPS[int(held_out[2] or step) - 1].eval_loss)
+    page.mouse.move(0, 0)
+    assert line.inner_text().startswith("Step 120: ")
+    assert picture.locator(".mark").count() == 0
+
+
+def test_a_bar_says_its_bytes(opened):
+    page = opened()
+    picture = figure(page, "Memory of one step")
+    bars = picture.locator("[data-tip]")
+    size = measured_phases()[Phase.IDLE]
+    mine = picture.locator(f"[data-tip='Between steps: {format_bytes(size)}, measured']")
+    mine.locator("path").hover()
+    assert picture.locator(".tip").inner_text() == mine.get_attribute("data-tip")
+    picture.locator("svg").focus()
+    page.keyboard.press("Home")
+    assert picture.locator(".tip").inner_text() == bars.first.get_attribute("data-tip")
+    page.keyboard.press("ArrowDown")
+    assert picture.locator(".tip").inner_text() == bars.nth(1).get_attribute("data-tip")
+
+
+def test_the_keyboard_goes_from_step_to_step(opened):
+    page = opened()
+    for title in ("Loss", "Throughput", "Learning rate", "Gradient norm"):
+        picture = figure(page, title)
+        line = picture.locator(".tip")
+        while page.evaluate("document.activeElement.closest('figure')?.innerText.split('\\n')[0]") != title:
+            page.keyboard.press("Tab")
+        for key, step in (
+            ("ArrowLeft", 119),
+            ("ArrowLeft", 118),
+            ("ArrowRight", 119),
+            ("Home", 1),
+            ("ArrowLeft", 1),
+        ):
+            page.keyboard.press(key)
+            assert line.inner_text().startswith(f"Step {step}: ")
+        assert line.get_attribute("role") == "status"
+    page.keyboard.press("Tab")
+    assert line.inner_text().startswith("Step 120: ")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("name", ["run", "compare"])
+def test_a_phone_shows_what_a_finger_is_on(opened, name, scheme):
+    page = opened(name, viewport={"width": 390, "height": 844}, has_touch=True, color_scheme=scheme)
+    picture = page.locator("figure", has=page.locator("svg[data-curves]")).first
+    svg = picture.locator("svg")
+    svg.scroll_into_view_if_needed()
+    height = picture.bounding_box()["height"]
+    svg.tap(position={"x": 120, "y": 60})
+    said = picture.locator(".tip").inner_text()
+    assert re.match(r"Step \d\d: ", said)
+    assert picture.bounding_box()["height"] == height
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    colours = picture.locator(".mark circle").first.evaluate(
+        "one => [getComputedStyle(one).fill, getComputedStyle(one).stroke]"
+    )
+    light = [sum(map(int, re.findall(r"\d+", colour)[:3])) / 765 for colour in colours]
+    assert abs(light[0] - light[1]) > 0.6
+
+
+def test_every_method_of_a_comparison_is_said_at_one_step(opened):
+    page = opened("compare")
+    picture = figure(page, "Training loss")
+    point_at(page, picture, 0.5)
+    words = picture.locator(".tip").inner_text()
+    assert re.fullmatch(r"Step \d+: (.*) ([\d.]+), lora \2", words)[1] == HOSTILE
+    peaks = figure(page, "Peak of tensors")
+    peaks.locator("[data-tip] path").first.hover()
+    assert peaks.locator(".tip").inner_text().startswith(f"{HOSTILE}: ")
+    assert page.locator("img").count() == 0
+    assert page.title() != "1"
+
+
+def test_thousands_of_steps_name_a_step_that_was_run(opened, browser, tmp_path):
+    run = read_run(write_run(tmp_path / "run"))
+    steps = tuple(dataclasses.replace(STEPS[n % 120], step=n + 1, eval_loss=None) for n in range(12_000))
+    path = write_methods_page(
+        tmp_path, [MethodRun(name="a", run=dataclasses.replace(run, steps=steps))], base_grades={}
+    )
+    page = browser.new_page()
+    page.goto(path.as_uri())
+    picture = figure(page, "Training loss")
+    picture.locator("svg").focus()
+    page.keyboard.press("End")
+    assert picture.locator(".tip").inner_text().startswith("Step 12,000: a ")
+    page.close()
