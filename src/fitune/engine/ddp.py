@@ -77,6 +77,7 @@ class ReplicatedEngine(PlainEngine):
     def forward_backward(
         self, batch: Any, *, supervised_tokens: int, enter_phase: EnterPhase, last: bool = True
     ) -> Tensor:
+        """Gradients are summed over ranks with the ``last`` micro-batch of a step; before, each rank keeps its own."""
         with nullcontext() if last else self.body.no_sync():
             loss = super().forward_backward(
                 batch, supervised_tokens=supervised_tokens, enter_phase=enter_phase
@@ -91,6 +92,7 @@ class ReplicatedEngine(PlainEngine):
         return loss
 
     def update(self, *, learning_rate: float, enter_phase: EnterPhase) -> Update:
+        """The gradients stay where DDP's buckets are, and are zero for the next step."""
         kept = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         done = super().update(learning_rate=learning_rate, enter_phase=enter_phase)
         torch._foreach_zero_(list(kept.values()))

@@ -85,6 +85,7 @@ class Trunk(nn.Module):
         self.whole = whole
 
     def forward(self, work: Callable[[], Any]) -> Any:
+        """Returns the result of ``work``."""
         return work()
 
 
@@ -101,6 +102,7 @@ class Head(nn.Module):
         self._held = False
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] of ``hidden`` [..., D], in the type of the head's weights."""
         [head] = self._head
         with nullcontext() if self._held else _gathered(head):
             return head.forward(hidden.to(next(head.parameters()).dtype))
@@ -225,9 +227,11 @@ class DeepSpeedEngine:
         """Does nothing: every module lets its weights go when it is done."""
 
     def trained(self) -> dict[str, Tensor]:
+        """This rank's parts (FlatShares, TensorShares)."""
         return self.shares.trained()
 
     def put_back(self, weights: Mapping[str, Tensor]) -> None:
+        """Weights and their fp32 masters take the values of ``weights``."""
         self.shares.put_back(weights)
 
     def state(self) -> EngineState:
@@ -240,6 +244,7 @@ class DeepSpeedEngine:
         self.loss_scale.restore(state.facts)
 
     def resident(self) -> list[Tensor]:
+        """Masters and states; at stage 3 also DeepSpeed's own gradient buffers."""
         return self.shares.resident()
 
 
@@ -264,7 +269,9 @@ class DeepSpeedShares(ABC):
         self.pieces = {name: self._piece(parameter) for name, parameter in self.parameters.items()}
 
     @abstractmethod
-    def trained(self) -> dict[str, Tensor]: ...
+    def trained(self) -> dict[str, Tensor]:
+        """The trained weights by name: whole at stages 1 and 2, DTensors of this rank's rows at stage 3."""
+        ...
 
     @torch.no_grad()
     def put_back(self, weights: Mapping[str, Tensor]) -> None:
@@ -353,6 +360,7 @@ class FlatShares(DeepSpeedShares):
     """Stages 1 and 2: every rank has all weights, views of one flat tensor a group."""
 
     def trained(self) -> dict[str, Tensor]:
+        """Whole weights, on their own storage."""
         return {name: parameter.detach() for name, parameter in self.parameters.items()}
 
     @property
@@ -378,6 +386,7 @@ class TensorShares(DeepSpeedShares):
     """Stage 3: every rank has the same stretch of each weight, padded where the weight ends."""
 
     def trained(self) -> dict[str, Tensor]:
+        """This rank's rows, copied to the host; those on NVMe are read one weight at a time."""
         found = {}
         for name, parameter in self.parameters.items():
             with _share_in_memory(parameter) as share:

@@ -54,6 +54,7 @@ class Trunk(nn.Module):
         self._body = (body,)  # a part of ``whole``, not to be registered twice
 
     def forward(self, **inputs: Any) -> Any:
+        """The body's own output for ``inputs``."""
         return self._body[0](**inputs)
 
 
@@ -257,6 +258,7 @@ class ShardedEngine(OnShares, PlainEngine):
         return loss
 
     def update(self, *, learning_rate: float, enter_phase: EnterPhase) -> Update:
+        """Steps this rank's shares by their gradients, which FSDP2 leaves on its own parameters."""
         self._take_from_shards()
         return super().update(learning_rate=learning_rate, enter_phase=enter_phase)
 
@@ -267,6 +269,7 @@ class ShardedEngine(OnShares, PlainEngine):
                 local.grad, parameter.grad = local_shard(parameter.grad), None
 
     def gradient_norm(self) -> Tensor:
+        """Norm over the shares of all ranks, with the loss scale: every rank gets the same one."""
         squared = global_norm(self.optimizer.gradients()).square()
         dist.all_reduce(squared, group=self.group)
         return squared.sqrt()
@@ -304,6 +307,7 @@ class ShardedInBackwardEngine(OnShares, InBackwardEngine):
         super().__init__(model, sharded, rule=rule, clip=clip, precision=precision)
 
     def update(self, *, learning_rate: float, enter_phase: EnterPhase) -> Update:
+        """After a skipped step the weights that are still gathered are released."""
         update = super().update(learning_rate=learning_rate, enter_phase=enter_phase)
         if update.skipped:  # then no backward let go of what the first one kept gathered
             self.rest()

@@ -168,9 +168,11 @@ class OptimizerRule(Rule):
             weight.copy_(stepped)
 
     def tensors(self) -> dict[str, Tensor]:
+        """The optimizer's states, and the masters where there are any."""
         return self.optimizer.tensors()
 
     def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, float]) -> None:
+        """``facts`` are not needed: the optimizer's tensors hold its step counts."""
         self.optimizer.restore(tensors)
 
 
@@ -206,10 +208,12 @@ class AdaLomoRule(Rule):
                 self.columns[name] = self.rows[name].new_zeros((*p.shape[:-2], p.shape[-1]))
 
     def begin(self) -> None:
+        """Counts the step: β_t depends on it."""
         self.steps += 1
 
     @torch.no_grad()
     def use(self, name: str, gradient: Tensor, *, learning_rate: float, factor: float) -> None:
+        """One step in fp32; ``learning_rate`` is relative to the weight's own scale."""
         weight, division = self.parameters[name], self.divisions[name]
         step = gradient.float()
         if factor != 1.0:
@@ -223,13 +227,16 @@ class AdaLomoRule(Rule):
         weight.add_(step, alpha=-learning_rate)
 
     def tensors(self) -> dict[str, Tensor]:
+        """``row/`` and ``column/<weight>`` of matrices, ``square/<weight>`` of vectors, fp32."""
         kinds = {"row": self.rows, "column": self.columns, "square": self.squares}
         return {f"{kind}/{name}": tensor for kind, states in kinds.items() for name, tensor in states.items()}
 
     def facts(self) -> dict[str, float]:
+        """The steps done, t of β_t."""
         return {"steps": self.steps}
 
     def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, float]) -> None:
+        """Copies into the states that are there; raises KeyError when one is missing."""
         self.steps = int(facts["steps"])
         for key, state in self.tensors().items():
             state.copy_(tensors[key])

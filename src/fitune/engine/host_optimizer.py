@@ -20,29 +20,47 @@ from fitune.spec.plan import Optimizer
 class Arrival(Protocol):
     """End of copies that were begun together."""
 
-    def wait(self) -> None: ...
+    def wait(self) -> None:
+        """Let the device's stream wait for the copies; the calling thread goes on."""
+        ...
 
-    def block(self) -> None: ...
+    def block(self) -> None:
+        """Wait in the calling thread until the copies are through."""
+        ...
 
 
 class Host(Protocol):
     """Memory beside the device (models/host.py)."""
 
-    def working(self) -> AbstractContextManager[None]: ...
+    def working(self) -> AbstractContextManager[None]:
+        """Storages that begin inside count as the host's."""
+        ...
 
-    def owns(self, tensor: Tensor) -> bool: ...
+    def owns(self, tensor: Tensor) -> bool:
+        """True if the tensor's storage is the host's."""
+        ...
 
-    def adopt(self, tensor: Tensor) -> None: ...
+    def adopt(self, tensor: Tensor) -> None:
+        """Count the tensor's storage as the host's from now on."""
+        ...
 
-    def empty_like(self, tensor: Tensor, *, dtype: torch.dtype | None = None) -> Tensor: ...
+    def empty_like(self, tensor: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+        """Contiguous room on the host, of the tensor's own type where ``dtype`` is None. Raises NoPinnedMemory."""
+        ...
 
     def take(
         self, tensors: Sequence[Tensor], rooms: Sequence[Tensor | None] = ()
-    ) -> tuple[Sequence[Tensor], Arrival]: ...
+    ) -> tuple[Sequence[Tensor], Arrival]:
+        """Begin to copy ``tensors`` to the host, into ``rooms`` or new ones; returns the copies and their arrival."""
+        ...
 
-    def put(self, tensors: Sequence[Tensor], targets: Sequence[Tensor]) -> Arrival: ...
+    def put(self, tensors: Sequence[Tensor], targets: Sequence[Tensor]) -> Arrival:
+        """Begin to write ``tensors`` of the host into ``targets`` on the device."""
+        ...
 
-    def beside(self, work: Callable[[], None]) -> Callable[[], None]: ...
+    def beside(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Begin ``work`` in the host's own thread; call what is returned to wait for its end."""
+        ...
 
 
 class HostOptimizer(WeightOptimizer):
@@ -95,6 +113,7 @@ class HostOptimizer(WeightOptimizer):
         return [self._summed[name] for name in self.parameters if name in self._summed]
 
     def drop_gradients(self) -> None:
+        """Forget the sums, once the copies and additions under way are through."""
         self._let_go()
         self._settle()
         self._summed.clear()

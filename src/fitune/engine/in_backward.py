@@ -188,8 +188,10 @@ class Norm:
         self.square: Tensor | None = None
 
     def add(self, name: str, gradient: Tensor) -> None:
+        """Adds the square of the gradient's norm, in fp32 on its device."""
         square = torch.linalg.vector_norm(gradient, dtype=torch.float32).square_()
         self.square = square if self.square is None else self.square.add_(square)
 
     def total(self) -> float:
+        """The norm of all that was added; waits for the device. 0 where nothing was."""
         return 0.0 if self.square is None else self.square.sqrt().item()

@@ -204,6 +204,7 @@ def build_torch_optimizer(parameters: Mapping[str, Parameter], optimizer: Optimi
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """All parameter groups get the same rate."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
 
@@ -223,6 +224,7 @@ class EightBitAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
+        """Steps the parameters that have a gradient; ``closure`` is not called."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

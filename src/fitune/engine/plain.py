@@ -21,11 +21,13 @@ class Seed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gradients: list[Tensor], *inputs: Tensor) -> Tensor:
+        """An fp32 tensor of shape [0]; ``gradients`` are those of ``inputs``, in order."""
         ctx.gradients = gradients
         return inputs[0].new_empty(0, dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
+        """The gradients, which can be had once."""
         gradients, ctx.gradients = ctx.gradients, []
         return None, *gradients
 

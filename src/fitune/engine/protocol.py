@@ -18,9 +18,13 @@ EnterPhase = Callable[[Phase], None]
 class LossModel(Protocol):
     """A model in two halves, so that the loss can run while the blocks wait."""
 
-    def hidden_states(self, batch: Any) -> Tensor: ...
+    def hidden_states(self, batch: Any) -> Tensor:
+        """Last hidden states [T, D] of one micro-batch."""
+        ...
 
-    def loss_and_gradient(self, hidden_TD: Tensor, batch: Any, *, scale: float) -> tuple[Tensor, Tensor]: ...
+    def loss_and_gradient(self, hidden_TD: Tensor, batch: Any, *, scale: float) -> tuple[Tensor, Tensor]:
+        """Summed loss (fp32 scalar, nats), and ``scale`` times its gradient for the hidden states [T, D]."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +49,13 @@ class EngineState:
 class InParts(Protocol):
     """Whole tensors by name, as of a checkpoint, of which a rank can read only its rows (checkpoint/slices.py)."""
 
-    def shape(self, name: str) -> torch.Size: ...
+    def shape(self, name: str) -> torch.Size:
+        """Shape of the whole tensor; nothing is read."""
+        ...
 
-    def part(self, name: str, dim: int, start: int, stop: int) -> Tensor: ...
+    def part(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        """Indices ``start`` to ``stop`` of the tensor along ``dim``."""
+        ...
 
 
 class Lazy(Mapping[str, Tensor]):
@@ -126,9 +134,11 @@ class WholeWeights:
     parameters: dict[str, Parameter]
 
     def state(self) -> EngineState:
+        """Raises NotImplementedError: every engine has states of its own."""
         raise NotImplementedError
 
     def restore(self, state: EngineState) -> None:
+        """Raises NotImplementedError: every engine has states of its own."""
         raise NotImplementedError
 
     def resident(self) -> list[Tensor]:

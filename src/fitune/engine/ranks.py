@@ -53,6 +53,7 @@ class Ranks:
 
     @property
     def is_alone(self) -> bool:
+        """True where one process trains: then nothing is sent."""
         return self.world == 1
 
     def summed(self, values: Sequence[float]) -> list[float]:
@@ -149,9 +150,11 @@ class _Told(Generic[T]):
 
     @property
     def is_said(self) -> bool:
+        """False where the rank had neither a value nor an error to send."""
         return bool(self.values or self.error)
 
     def value_or_raise(self, rank: int = 0) -> T:
+        """The value; raises RankFailed with the error of ``rank`` where there is none."""
         if self.values:
             return self.values[0]
         raise RankFailed(f"rank {rank} stopped: {self.error}")

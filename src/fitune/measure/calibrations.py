@@ -14,6 +14,7 @@ from fitune.spec.serial import from_json, to_json
 
 
 def calibrations_folder(environment: Mapping[str, str] = os.environ) -> Path:
+    """Where calibrations are kept, in the user's cache; need not exist yet."""
     return cache_folder(environment) / "calibration"
 
 

@@ -110,6 +110,7 @@ class Collectives(TorchDispatchMode):
 
     @property
     def total_bytes(self) -> float:
+        """Bytes of all kinds together."""
         return sum(each.bytes for each in self.sent.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

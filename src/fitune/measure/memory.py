@@ -23,7 +23,9 @@ from fitune.spec.reports import MeterKind
 class OtherMemory(Protocol):
     """The place of tensors that the device does not hold, although a CPU has them in the same chips."""
 
-    def claims(self, tensor: Tensor) -> bool: ...
+    def claims(self, tensor: Tensor) -> bool:
+        """True if the tensor's storage is not to be counted as the device's."""
+        ...
 
 
 class MemoryMeter(Protocol):
@@ -37,7 +39,9 @@ class MemoryMeter(Protocol):
         """Measure what runs inside. ``alive`` lists the tensors that exist before; the ``host``'s do not count."""
         ...
 
-    def enter(self, phase: Phase) -> None: ...
+    def enter(self, phase: Phase) -> None:
+        """Peaks from now on belong to ``phase``."""
+        ...
 
     def take_peaks(self) -> dict[Phase, int]:
         """The peaks since the last call; empty when nothing was measured."""
@@ -63,6 +67,7 @@ class LiveTensors(TorchDispatchMode):
         self.enter(Phase.IDLE)
 
     def enter(self, phase: Phase) -> None:
+        """What is alive now is the first peak of ``phase``."""
         self.phase = phase
         self._note_peak()
 
@@ -161,6 +166,7 @@ class CpuMeter(_Peaks):
     def measuring(
         self, alive: Callable[[], Iterable[Tensor]], host: OtherMemory | None = None
     ) -> Iterator[None]:
+        """Every operation inside is counted, which makes it slower."""
         self._tracker = tracker = LiveTensors(alive(), host)
         try:
             with tracker:
@@ -170,6 +176,7 @@ class CpuMeter(_Peaks):
             self._tracker = None
 
     def enter(self, phase: Phase) -> None:
+        """Does nothing outside of ``measuring``."""
         if self._tracker is not None:
             self._tracker.enter(phase)
 
@@ -188,6 +195,7 @@ class CudaMeter(_Peaks):
     def measuring(
         self, alive: Callable[[], Iterable[Tensor]], host: OtherMemory | None = None
     ) -> Iterator[None]:
+        """torch counts by itself, so nothing is slower; ``alive`` and ``host`` are not needed."""
         self._phase = Phase.IDLE
         torch.cuda.reset_peak_memory_stats(self.device)
         try:
@@ -197,6 +205,7 @@ class CudaMeter(_Peaks):
             self._phase = None
 
     def enter(self, phase: Phase) -> None:
+        """Does nothing outside of ``measuring``."""
         if self._phase is not None:
             self._note_peak()
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -209,6 +218,7 @@ class CudaMeter(_Peaks):
 
 
 def memory_meter(device: torch.device) -> MemoryMeter:
+    """torch's own counters on CUDA; elsewhere live tensors are counted."""
     return CudaMeter(device) if device.type == "cuda" else CpuMeter()
 
 

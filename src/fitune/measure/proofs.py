@@ -16,6 +16,7 @@ CONTRIBUTED = Path(__file__).parents[3] / "results"
 
 
 def proofs_folder(environment: Mapping[str, str] = os.environ) -> Path:
+    """Where proofs are kept, in the user's cache; need not exist yet."""
     return cache_folder(environment) / "proofs"
 
 

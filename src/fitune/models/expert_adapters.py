@@ -90,6 +90,7 @@ class _PairOf(Pair):
         self.wrapper = wrapper
 
     def factors(self) -> tuple[Tensor, Tensor, float] | None:
+        """A [E, r, in], B [E, out, r] and their scaling; None where the adapter is off or merged."""
         wrapper = self.wrapper
         if wrapper.disable_adapters or wrapper.merged:
             return None

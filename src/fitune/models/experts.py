@@ -118,12 +118,14 @@ class _FrozenGroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_SI: Tensor, ends_E: Tensor, stack: PackedWeight, is_transposed: bool) -> Tensor:
+        """[S, O] of pairs [S, I] in the order of their experts; ``ends_E`` are where each expert's pairs end."""
         ctx.ends_E, ctx.stack, ctx.is_transposed = ends_E, stack, is_transposed
         whole = stack.dequantised()
         return grouped_product(x_SI, whole if is_transposed else whole.mT, ends_E)
 
     @staticmethod
     def backward(ctx: Any, gradient_SO: Tensor) -> tuple[Tensor, None, None, None]:
+        """Gradient [S, I] for the pairs; the weights are frozen."""
         whole = ctx.stack.dequantised()
         whole_EOI = whole.mT if ctx.is_transposed else whole
         return grouped_product(gradient_SO.contiguous(), whole_EOI, ctx.ends_E), None, None, None

@@ -29,9 +29,11 @@ class _Region:
 
     @property
     def is_idle(self) -> bool:
+        """True when no room of it is in use."""
         return self.free == [(0, self.bytes)]
 
     def give_back(self, start: int, size: int) -> None:
+        """Free ``size`` bytes from ``start`` on, joined with the free pieces beside them."""
         merged: list[tuple[int, int]] = []
         for piece in sorted([*self.free, (start, start + size)]):
             if merged and merged[-1][1] == piece[0]:
@@ -177,6 +179,7 @@ class HostMemory:
         return self.owns(tensor)
 
     def owns(self, tensor: Tensor) -> bool:
+        """True if the tensor's storage is the host's."""
         return tensor.untyped_storage()._cdata in self._owned
 
     def room(self, size: int) -> Tensor:

@@ -52,6 +52,7 @@ class LanguageModel:
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
+        """The parameters that get gradients, by their names in ``whole``."""
         return {name: p for name, p in self.whole.named_parameters() if p.requires_grad}
 
     def hidden_states(self, batch: Stream) -> Tensor:

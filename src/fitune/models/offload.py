@@ -29,7 +29,9 @@ class Place(Protocol):
         """Before forward; ``shared`` are the storages that other blocks read too."""
         ...
 
-    def ends(self, block: int) -> None: ...
+    def ends(self, block: int) -> None:
+        """After forward."""
+        ...
 
     def goes_back(self, block: int) -> None:
         """Before backward."""
@@ -123,6 +125,7 @@ class _Storage:
             self.flat = None
 
     def on_device(self) -> Tensor:
+        """Its bytes on the device; fetched and waited for where they are not there yet."""
         if self.flat is None:
             _copy_back([self], self._host)
             self.arrival.wait()

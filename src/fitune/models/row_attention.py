@@ -38,6 +38,7 @@ class Rows:
 
     @property
     def longest(self) -> int:
+        """Tokens of the longest row."""
         return max(self.lengths)
 
     def bounds(self, device: torch.device) -> Tensor:

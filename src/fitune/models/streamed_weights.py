@@ -29,6 +29,7 @@ class _Slot:
     offset: int
 
     def point_into(self, flat: Tensor) -> None:
+        """The tensor becomes a view of ``flat`` (bytes) at its offset."""
         part = flat[self.offset : self.offset + self.tensor.nbytes]
         self.tensor.data = part.view(self.tensor.dtype).view(self.shape)
 
@@ -47,10 +48,12 @@ class _StreamedBlock:
         self._arrival = Arrival()
 
     def begin_to_come(self) -> None:
+        """Starts the copy to the device; does nothing where it is begun or there."""
         if self.on_device is None:
             [self.on_device], self._arrival = self._host.give([self.home])
 
     def come(self) -> None:
+        """The weights are on the device for all work queued after this."""
         self.begin_to_come()
         assert self.on_device is not None
         self._arrival.wait()
@@ -58,6 +61,7 @@ class _StreamedBlock:
             slot.point_into(self.on_device)
 
     def go(self) -> None:
+        """The weights are those on the host again, and their device memory is free."""
         if self.on_device is not None:
             self._arrival.wait()  # its memory is another's from now on
             self.on_device = None
@@ -73,6 +77,7 @@ class StreamedWeights:
         self._at_work: _StreamedBlock | None = None
 
     def begins(self, block: int, *, shared: set[int]) -> None:
+        """This block's weights are on the device, and the next block's begin to come."""
         self._only(block, block + 1)
 
     def ends(self, block: int) -> None:
@@ -81,6 +86,7 @@ class StreamedWeights:
             self._only(-1, -1)
 
     def goes_back(self, block: int) -> None:
+        """This block's weights are on the device, and those of the block before it begin to come."""
         self._only(block, block - 1)
         if block == len(self._blocks) - 1:
             # when all is through: backward need not come to the first block, adapters may be in later ones

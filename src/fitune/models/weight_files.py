@@ -111,9 +111,11 @@ class Unread:
         return self._read(index)
 
     def get_shape(self) -> list[int]:
+        """As safetensors' slices have it."""
         return list(self._stored.shape)
 
     def get_dtype(self) -> str:
+        """The name that safetensors gives the type, such as BF16."""
         return self._stored.dtype
 
 

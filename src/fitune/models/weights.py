@@ -226,5 +226,6 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def first_of(names: list[str]) -> str:
+    """The first few names, and how many more there are, for an error message."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"{', '.join(names[:_SHOWN])}{more}"

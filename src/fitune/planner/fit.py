@@ -42,6 +42,7 @@ def _bracket(holds: Callable[[int], bool], low: int, high: int, guess: int) -> t
 
 
 def peak_of(step: StepStages, *, blocks: int, loss: Loss) -> int:
+    """Peak bytes of the device with ``blocks`` recomputed and this ``loss``."""
     return memory_of(step.varied(blocks, loss)).peak_bytes
 
 
@@ -97,6 +98,7 @@ def disk_fits(step: StepStages) -> bool:
 
 
 def fits(step: StepStages) -> bool:
+    """True if the peak has room on the device and what is offloaded on the host."""
     on_device = memory_of(step).peak_bytes <= room_bytes(step.plan)
     return on_device and host_fits(step)
 
@@ -138,10 +140,12 @@ class Found:
 
     @property
     def plan(self) -> Plan:
+        """The plan whose step was priced."""
         return self.step.plan
 
     @property
     def placement(self) -> Placement:
+        """Sharding and offload of the plan."""
         return Placement(sharding=self.plan.sharding, offload=self.plan.offload)
 
 

@@ -89,6 +89,7 @@ class _BlockRecorder(Recorder):
         super().__init__(*args)
 
     def enter(self, phase: Phase) -> None:
+        """Each forward is a turn of its own."""
         self.turn += phase is Phase.FORWARD
         super().enter(phase)
 

@@ -38,9 +38,11 @@ class Depth:
 
     @property
     def layers(self) -> int:
+        """All blocks."""
         return self.recomputed + self.kept
 
     def shallow(self) -> "Depth":
+        """The same kinds of blocks, at most ROW of each."""
         return Depth(recomputed=min(self.recomputed, ROW), kept=min(self.kept, ROW))
 
     def copies(self, shallow_block: int) -> range:
@@ -128,12 +130,14 @@ class _Shift:
     block: int | None
 
     def name(self, storage: Hashable) -> Name:
+        """Raises Irregular for a storage that did not begin in this step."""
         if storage not in self.names:
             raise Irregular("something from before the step is freed in it")
         name = self.names[storage]
         return name._replace(place=name.place._replace(block=self.of(name.place.block)))
 
     def parameter(self, key: ParameterKey) -> ParameterKey:
+        """The same parameter of the other block."""
         return (self.of(key[0]), key[1])
 
     def of(self, other: int | None) -> int | None:

@@ -88,6 +88,7 @@ class _Fit:
     copies: bool = False
 
     def size(self, of: Callable[[Account], float]) -> Size:
+        """Polynomial in the tokens of a row for one number of each account."""
         return self._fit([of(account) for account in self.accounts])
 
     def sizes(self, of: Callable[[Account], Sequence[int]]) -> tuple[Size, ...]:
@@ -98,6 +99,7 @@ class _Fit:
         return _largest([self._fit(values) for values in zip(*found, strict=True)], lambda size: size)
 
     def moments(self, of: Callable[[Account], Sequence[Numbers]]) -> tuple[Moment, ...]:
+        """Largest moments, each number of which is a polynomial in the tokens of a row."""
         found = [of(account) or [(0, 0, 0)] for account in self.accounts]
         if len({len(values) for values in found}) > 1:
             found = self._aligned(found, sum)
@@ -112,6 +114,8 @@ class _Fit:
         return [[*v[:ends], max(v[ends : len(v) - ends], key=size), *v[len(v) - ends :]] for v in found]
 
     def passed(self, direction: Phase, block: int) -> TracedPass:
+        """FLOPs, bytes and kernels of one block in one direction; kernels are those of the longest row."""
+
         def every(account: Account) -> list[Work]:
             return account.work.get((direction.value, block), [])
 

@@ -58,6 +58,7 @@ class Recorder(LiveTensors):
         return result
 
     def enter(self, phase: Phase) -> None:
+        """The change of phase is written down too."""
         self.trace.events.append(Entered(phase))
         super().enter(phase)
 

@@ -122,6 +122,7 @@ _UPDATES_IN_PLACE = ("aten::_fused_adamw_", "aten::_fused_adam_", "aten::_fused_
 class _RmsNorm(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        """The shape of ``x``; saves x, weight and one fp32 number a row."""
         x = x.contiguous()
         root = x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
         ctx.save_for_backward(x, weight, root)
@@ -129,6 +130,7 @@ class _RmsNorm(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of the shapes of x and weight; None for a frozen weight."""
         _, weight, _ = ctx.saved_tensors
         of_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         return torch.empty_like(gradients[0].contiguous()), of_weight
@@ -137,12 +139,14 @@ class _RmsNorm(Function):
 class _GatedProduct(Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        """The shape of ``gate``; saves both inputs."""
         gate, up = gate.contiguous(), up.contiguous()
         ctx.save_for_backward(gate, up)
         return torch.empty_like(gate)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        """The kernel writes both gradients over its saved inputs."""
         gradients[0].contiguous()
         gate, up = ctx.saved_tensors
         return gate, up
@@ -151,12 +155,14 @@ class _GatedProduct(Function):
 class _ProductOfHalves(Function):
     @staticmethod
     def forward(ctx: Any, both: Tensor) -> Tensor:
+        """[..., F] of [..., 2 F]; saves its input."""
         both = both.contiguous()
         ctx.save_for_backward(both)
         return both.new_empty((*both.shape[:-1], both.shape[-1] // 2))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        """A new gradient [..., 2 F]."""
         (both,) = ctx.saved_tensors
         return torch.empty_like(both)
 
@@ -164,11 +170,13 @@ class _ProductOfHalves(Function):
 class _Rotation(Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        """Query and key, copied only where tokens are not first in memory; saves cos and sin."""
         ctx.save_for_backward(cos.contiguous(), sin.contiguous())
         return _tokens_first(query), _tokens_first(key)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of query and key; none for cos and sin."""
         return _tokens_first(gradients[0]), _tokens_first(gradients[1]), None, None
 
 

@@ -196,6 +196,7 @@ class FullStream:
     sequence_lengths: tuple[int, ...]
 
     def tensors(self) -> tuple[Tensor, ...]:
+        """Ids, labels and positions, [T] each."""
         return self.input_ids_T, self.labels_T, self.position_ids_T
 
 

@@ -62,6 +62,7 @@ BLOCK = 512
 
 
 def rounded(size: int, *, on_cuda: bool) -> int:
+    """Bytes that a request takes: CUDA's allocator gives whole blocks of 512."""
     return -(-size // BLOCK) * BLOCK if on_cuda else size
 
 
@@ -157,6 +158,7 @@ class _Pool:
         self._last: _Block | None = None
 
     def take(self, size: int) -> _Block:
+        """A block of ``size`` bytes or more: the best free one, else of a new segment; a large rest is split off."""
         block = self._best_fit(size) or self._grow(size)
         block.free = False
         rest = block.size - size
@@ -165,6 +167,7 @@ class _Pool:
         return block
 
     def give_back(self, block: _Block) -> None:
+        """Free ``block``, joined with free neighbours."""
         block.free = True
         if block.before is not None and block.before.free:
             self._forget(block.before)
@@ -245,9 +248,11 @@ class CachingAllocator:
 
     @property
     def reserved_bytes(self) -> int:
+        """Bytes of all segments, in use or not."""
         return sum(pool.reserved_bytes for pool in self._pools.values())
 
     def allocate(self, storage: Hashable, size: int, *, stream: int = 0) -> None:
+        """Serve ``size`` bytes for ``storage``, of memory that ``stream`` alone reuses."""
         needed = max(BLOCK, rounded(size, on_cuda=True))
         kind = stream, needed <= _SMALL
         if kind not in self._pools:
@@ -256,6 +261,7 @@ class CachingAllocator:
         self._taken[storage] = (pool, pool.take(needed))
 
     def free(self, storage: Hashable) -> None:
+        """Give back the memory of ``storage``; raises KeyError for an unknown one."""
         pool, block = self._taken.pop(storage)
         pool.give_back(block)
 

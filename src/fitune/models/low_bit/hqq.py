@@ -22,6 +22,7 @@ class HqqWeight(PackedWeight):
     base: Hqq
 
     def pack(self, weight: Tensor) -> None:
+        """Stacked matrices [E, O, I] are quantised one by one."""
         each = [
             quantise(matrix_OI, self.base.bits, self.base.group_size)
             for matrix_OI in weight.reshape(-1, *self.shape[-2:])
@@ -30,6 +31,7 @@ class HqqWeight(PackedWeight):
         self.hold(words, scale=scale, zero=zero)
 
     def dequantised(self) -> Tensor:
+        """Stacked matrices are made one at a time: no more than one is held beside the result."""
         words_EWG, scale_EG1, zero_EG1 = self._of_matrices()
         if self.copies == 1:
             return self._matrix(words_EWG[0], scale_EG1[0], zero_EG1[0]).view(self.shape)

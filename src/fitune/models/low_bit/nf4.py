@@ -35,6 +35,7 @@ class Nf4Weight(PackedWeight):
         self.register_buffer("code", code, persistent=False)
 
     def dequantised(self) -> Tensor:
+        """One kernel for the whole weight, also for stacked matrices."""
         # Asked for as one row: for rows that end inside a block, the library's CPU kernel takes wrong scales.
         whole: Tensor = torch.ops.bitsandbytes.dequantize_4bit.default(
             self.weight.view(torch.uint8).view(-1, 1),

@@ -117,6 +117,7 @@ class _Packer(HfQuantizer):
         """Name -> shape of the others that ``keep`` is given."""
 
     def preprocess_model(self, model: PreTrainedModel, *_: Any, **__: Any) -> None:
+        """Finds the linears to pack, and what ``keep`` takes, before any weight is read."""
         config = self.quantization_config
         names = {id(block): name for name, block in model.named_modules()}
         for block in blocks_of(model):
@@ -133,6 +134,7 @@ class _Packer(HfQuantizer):
             }
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **_: Any) -> bool:
+        """True for weights that are packed or handed to ``keep``."""
         return param_name in self.places or param_name in self.kept
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
@@ -140,6 +142,7 @@ class _Packer(HfQuantizer):
         return 0.0 if self.param_needs_quantization(model, param_name) else float(param.element_size())
 
     def get_quantize_ops(self) -> ConversionOps:
+        """The operation that transformers runs on each weight that is packed or kept."""
         return _Pack(self)
 
     def pack(self, name: str, weight: Tensor) -> Tensor:
@@ -162,15 +165,18 @@ class _Packer(HfQuantizer):
         return torch.empty(0, dtype=weight.dtype, device=weight.device)
 
     def postprocess_model(self, model: PreTrainedModel, **__: Any) -> None:
+        """Puts the packed weights into their places; the model then names no quantizer."""
         for name, packed in self.packed.items():
             self.places[name].take(packed)
         del model.hf_quantizer, model.config.quantization_config
 
     def is_serializable(self, *_: Any) -> bool:
+        """False: packed weights are not saved by transformers."""
         return False
 
     @property
     def is_trainable(self) -> bool:
+        """True: adapters on packed linears train."""
         return True
 
 
@@ -181,6 +187,7 @@ class _Pack(ConversionOps):
         self.packer = packer
 
     def convert(self, input_dict: dict[str, Any], *_: Any, **__: Any) -> dict[str, Tensor]:
+        """The packed weights by name. Any error is kept in the config's ``failure`` too."""
         try:
             return {
                 name: self.packer.pack(name, value[0] if isinstance(value, list) else value)

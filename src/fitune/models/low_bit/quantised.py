@@ -96,6 +96,7 @@ class QuantisedLinear(PackedWeight, nn.Linear):
         return F.linear(x, self.dequantised(), self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        """[..., out] of ``x`` [..., in]."""
         output: Tensor = _FrozenProduct.apply(x, self)
         return output
 
@@ -105,6 +106,7 @@ class QuantisedLinear(PackedWeight, nn.Linear):
         return self.weight
 
     def dequantize(self) -> Tensor:
+        """The dense weight [out, in], by the name that PEFT calls it."""
         return self.dequantised()
 
 
@@ -113,11 +115,13 @@ class _FrozenProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, linear: QuantisedLinear) -> Tensor:
+        """[..., out] of ``x`` [..., in]."""
         ctx.linear = linear
         return linear.product(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Gradient [..., in] for ``x``; the weight is frozen."""
         return gradient @ ctx.linear.dequantised(), None
 
 
