@@ -1,6 +1,7 @@
 """Choosing a cluster: the order, its reasons, what is wanted of it, and fleet files that cannot be used."""
 
 from dataclasses import replace
+from threading import Thread
 
 import pytest
 
@@ -283,3 +284,19 @@ def test_with_ddp_the_first_rank_copies_all_that_is_saved(ranked):
     parts = job_seconds(replace(offer.priced, plan=plan), offer.run, offer.cluster)
     copied = checkpoint_bytes(plan) / plan.hardware.gpu.host_bandwidth
     assert parts["checkpoints"] - size / offer.cluster.storage == pytest.approx(copied)
+
+
+def test_a_thread_beside_this_one_is_not_cut_off_by_a_fork(tmp_path, monkeypatch):
+    """The planner's page answers in threads; a lock that one of them holds stays taken in a child."""
+    monkeypatch.setattr("concurrent.futures.ProcessPoolExecutor", None)
+    monkeypatch.setattr("fitune.planner.clusters.fleet.modules", {})  # as in a process without torch
+    fleet = fleet_of(tmp_path)
+    recipe = recipe_of()
+    model = load_model_spec(recipe.model)
+    ranked = []
+    thread = Thread(
+        target=lambda: ranked.append(rank_fleet(recipe, fleet, Wanted(), model=model, epoch_of=epoch_of))
+    )
+    thread.start()
+    thread.join()
+    assert ranked[0].best.cluster.name == "hopper"

@@ -191,6 +191,28 @@ def test_cards_to_rent_come_one_after_the_other_and_sort_by_cost(opened):
     page.locator("#offers").wait_for(state="hidden")
 
 
+def test_a_pasted_fleet_is_a_table_that_sorts_and_a_part_of_the_link(opened):
+    page = opened()
+    page.get_by_text("Your own clusters").click()
+    fleet = "clusters:\n- {name: tiny, gpu: t4, disk: 1GB}\n- {name: <b>x, gpu: h100, gpus: 8, price: 3}\n"
+    page.get_by_label("Method").select_option("full")
+    page.get_by_label("Fleet file").fill(fleet + "- {name: ada, gpu: rtx-4090, gpus: 4, price: 0.3}\n")
+    rows = page.locator("#clusters tbody tr")
+    rows.nth(2).wait_for()
+    assert "<b>x" in rows.nth(0).inner_text()
+    assert rows.nth(2).inner_text().startswith("✘ tiny")
+    again = opened("?" + urlsplit(page.url).query)
+    again.wait_for_selector("#clusters table")
+    assert again.locator("#clusters").inner_text() == page.locator("#clusters").inner_text()
+    page.locator("#clusters").get_by_role("button", name="devices").click()
+    assert "ada" in rows.nth(0).inner_text()
+    assert rows.nth(2).inner_text().startswith("✘ tiny")
+    page.get_by_label("Fleet file").fill(fleet + "- {")
+    page.locator("#clusters").get_by_role("alert").filter(has_text="the pasted fleet file:4:").wait_for()
+    page.get_by_label("Fleet file").fill("")
+    page.locator("#clusters section").wait_for(state="detached")
+
+
 def test_the_runs_are_a_page_that_follows_them(opened, runs):
     page = opened("", wait=False)
     page.get_by_role("link", name="Runs").click()

@@ -2,16 +2,19 @@
 
 import json
 import re
+import subprocess
 import sys
 from html import unescape
 from urllib.parse import urlencode
 
 import pytest
+from markupsafe import escape
 
 from fitune.cli import main
 from fitune.cli.app import app
 from fitune.report.ui.server import local_app
 from fitune.session import planner_page
+from fitune.session.clusters.fleet import FleetRequest, plan_on_fleet
 from fitune.session.planning import plan_on_data
 from fitune.session.recipes.reading import recipe_of
 from fitune.spec.model.known_models import find_known_model
@@ -31,7 +34,7 @@ LARGEST = 60_000
 def client():
     from starlette.testclient import TestClient
 
-    names = {"": "page", "answer": "answer", "ways": "ways", "rent": "rent"}
+    names = {"": "page", "answer": "answer", "ways": "ways", "rent": "rent", "clusters": "clusters"}
     answers = {address: getattr(planner_page, name) for address, name in names.items()}
     return TestClient(local_app(answers, token="secret"), base_url="http://127.0.0.1:8000")
 
@@ -92,6 +95,78 @@ def test_a_card_without_a_price_or_a_plan_has_no_row(client):
     question = {"model": "meta-llama/Llama-3.1-405B", "tuning": "full"}
     for card in ("t4", "gtx-1080-ti", "no-card", "", HOSTILE):
         assert client.get("/secret/rent", params={**question, "card": card}).text.strip() == ""
+
+
+FLEET = """clusters:
+- {name: desk, gpu: t4, host_memory: 8GiB}
+- {name: hopper, gpu: h100, gpus: 8, nodes: 2, free: 1, wait: 1h, price: 2.5, live: ray, job: {context: far-away}}
+- {name: ada, gpu: rtx-4090, gpus: 2, price: 0.35, kind: slurm}
+"""
+
+
+def test_own_clusters_are_ranked_as_plan_fleet_ranks_them(client, tmp_path, monkeypatch):
+    (tmp_path / "fleet.yaml").write_text(FLEET)
+    recipe = recipe_of(None, {"model": "meta-llama/Llama-3.1-8B", "tuning": "lora"})
+    ranking = plan_on_fleet(recipe, FleetRequest(file=tmp_path / "fleet.yaml", rows=50_000))
+    monkeypatch.setattr(subprocess, "Popen", None)  # nobody is asked
+    question = {"model": recipe.model, "tuning": "lora", "gpu": "no-card", "rows": "50000", "fleet": FLEET}
+    html = client.get("/secret/clusters", params=question).text
+    rows = [text_of(row) for row in re.findall("<tr>.*?</tr>", html, re.DOTALL)][1:]
+    assert len(rows) == len(ranking.offers) + len(ranking.without) == 4
+    for row, offer in zip(rows, ranking.offers, strict=False):
+        for words in (offer.cluster.name, offer.way, *offer.row()[1:4], offer.cost_words):
+            assert words in row
+        assert f'data-value="{offer.priced.estimate.peak_bytes}"' in html
+    assert "✘ desk" in rows[-1]
+    assert dict(ranking.without)["desk"] in unescape(html)
+    assert text_of(ranking.text()) in text_of(html)
+
+
+def test_without_rows_the_job_of_a_cluster_is_a_million_tokens(client):
+    html = client.get("/secret/clusters", params={**QUESTIONS[0], "fleet": FLEET}).text
+    assert "489 rows, 1.00 M tokens" in text_of(html)
+
+
+@pytest.mark.parametrize(
+    ("fleet", "said"),
+    [
+        ("clusters:\n- {name: a, gpu: h100}\n- {name: b gpu: h100}\n", "the pasted fleet file:3:"),
+        (
+            "clusters: [{name: a, gpu: h100, prise: 3}]",
+            "cluster a: unknown key 'prise'; did you mean 'price'",
+        ),
+        ("clusters: [{name: a, gpu: h1000}]", "did you mean 'h100'"),
+        ("machines: []", "unknown key 'machines'"),
+        ("- a", "a fleet is a list of `key: value` lines, found list"),
+        ("/etc/passwd", "found str"),
+        ("clusters: !!python/object:os.system [id]", "tags (!!python/object:os.system) are not allowed"),
+        ("clusters: [{name: a, gpu: t4, host_memory: 8GiB}]", "nothing fits on any cluster: a: "),
+        (f"clusters: [{{name: '{HOSTILE}', gpu: '{HOSTILE}'}}]", f"gpu = '{HOSTILE}'"),
+    ],
+)
+def test_an_error_of_a_fleet_is_said_beside_the_answer(client, fleet, said):
+    alone = {**QUESTIONS[0], "tuning": "lora"}
+    question = {**alone, "fleet": fleet}
+    html = client.get("/secret/clusters", params=question).text
+    assert 'class="reason"' in html
+    assert said in text_of(html)
+    assert "<img" not in html
+    answers = [client.get("/secret/answer", params=one).text for one in (question, alone)]
+    assert "✔ FITS" in text_of(answers[0])
+    assert answers[0] == answers[1]
+
+
+def test_names_of_clusters_are_text_and_other_errors_are_the_answers(client):
+    fleet = f"clusters: [{{name: '{HOSTILE}', gpu: h100}}]"
+    html = client.get("/secret/clusters", params={**QUESTIONS[0], "fleet": fleet}).text
+    assert "<img" not in html
+    assert HOSTILE in text_of(html)
+    for question in (
+        QUESTIONS[0],
+        {"gpu": "h100", "fleet": FLEET},
+        {**QUESTIONS[0], "seq_len": "x", "fleet": FLEET},
+    ):
+        assert client.get("/secret/clusters", params=question).text == ""
 
 
 def test_what_does_not_fit_says_so_and_names_changes(client):
@@ -191,12 +266,13 @@ def test_the_page_allows_its_own_script_alone(client):
 def test_a_link_holds_the_whole_question(client):
     config = json.dumps({"model_type": "llama", "a": 'ü & <b> "'})
     question = {"model": "a&b", "gpu": "rtx-4090", "gpus": "2", "nodes": "3", "tuning": "qlora", "seq_len": "77",
-                "rows": "5", "config": config}  # fmt: skip
+                "rows": "5", "config": config, "fleet": f"{FLEET}# <b>"}  # fmt: skip
     html = client.get(f"/secret/?{urlencode(question)}").text
     for key in ("model", "gpu", "gpus", "nodes", "seq_len", "rows"):
         assert f'name="{key}" value="{question[key].replace("&", "&amp;")}"' in html
     assert "<option selected>qlora" in html
     assert config in unescape(html)
+    assert f">{escape(FLEET)}# &lt;b&gt;</textarea>" in html
 
 
 def test_a_file_needs_no_network_and_no_server(tmp_path, capsys):

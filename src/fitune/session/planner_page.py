@@ -28,23 +28,27 @@ from fitune.planner.first_screen import (
 )
 from fitune.planner.whole_run import whole_run
 from fitune.report.page import write_page
-from fitune.report.ui.page import answer_html, bars_of, planner_html, rent_html, ways_html
+from fitune.report.ui.page import answer_html, bars_of, clusters_html, planner_html, rent_html, ways_html
 from fitune.report.ui.server import serve
 from fitune.session.planning import plan_for, wanted_hardware
 from fitune.session.recipes.reading import split_words
 from fitune.spec.model.model_config import known_model_spec, load_model_spec, spec_from_config, unknown_model
 from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.plan import Plan
-from fitune.spec.predictions import PlanReport, Priced
+from fitune.spec.predictions import Estimate, PlanReport, Priced
+from fitune.spec.recipe.fleet import parse_fleet
 from fitune.spec.recipe.keys import values_of
 from fitune.spec.recipe.recipe import Recipe, canonical_keys, given_keys, parse_recipe
 from fitune.spec.words import describe_devices, describe_placement, method_name
 from fitune.units import format_bytes, format_dollars, format_rate, format_seconds
 
 KEYS = ("model", "gpu", "gpus", "nodes", "tuning", "seq_len")
-"""Keys of a recipe that a question may have; beside them it has ``config`` and ``rows``."""
+"""Keys of a recipe that a question may have; beside them it has ``config``, ``rows`` and ``fleet``."""
 PASTED = "YOUR_MODEL_FOLDER"
 """Name of a model whose config.json was pasted."""
+
+MILLION = 1_000_000
+"""Tokens that time and cost are of, where no number of rows is named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +110,10 @@ def _run(asked: Asked, plan: Plan, price: float) -> Any:
     return whole_run(plan, full_rows(plan, asked.rows), price_per_gpu_hour=price)
 
 
+def _without(question: Mapping[str, str], *keys: str) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted((key, value) for key, value in question.items() if key not in keys))
+
+
 @lru_cache(maxsize=64)
 def _planned(question: tuple[tuple[str, str], ...]) -> tuple[Asked, PlanReport]:
     asked = read_question(dict(question))
@@ -115,7 +123,7 @@ def _planned(question: tuple[tuple[str, str], ...]) -> tuple[Asked, PlanReport]:
 def answer(question: Mapping[str, str]) -> str:
     """HTML of the verdict, or of the error that the command line prints. Raises nothing."""
     try:
-        asked, report = _planned(tuple(sorted(question.items())))
+        asked, report = _planned(_without(question, "fleet"))
     except FituneError as error:
         return _refused(error)
     return _shown(asked, report, _command(asked.recipe))
@@ -180,7 +188,7 @@ def _command(recipe: Recipe) -> str:
 def ways(question: Mapping[str, str]) -> str:
     """HTML of the ways that fit, and of the first screen; empty where the answer is an error. Raises nothing."""
     try:
-        asked, report = _planned(tuple(sorted(question.items())))
+        asked, report = _planned(_without(question, "fleet"))
         others = other_ways(asked.recipe, report.taken, model=asked.model, machine=wanted_hardware)
     except FituneError:
         return ""
@@ -205,23 +213,30 @@ def _way(asked: Asked, change: str, priced: Priced) -> dict[str, Any]:
     """A row of the table: words, and the numbers to sort by."""
     plan, estimate = priced.plan, priced.estimate
     price = asked.recipe.price_per_gpu_hour or price_of(plan.hardware.gpu)
-    seconds = 1e6 / estimate.tokens_per_second
+    seconds = MILLION / estimate.tokens_per_second
     if asked.rows:
         seconds = _run(asked, plan, price).seconds
     cost = seconds / 3600 * price * plan.hardware.num_gpus
     return {
         "change": change, "method": method_name(plan.tuning), "devices": describe_devices(plan.hardware),
-        "placement": describe_placement(plan), "peak": estimate.peak_bytes, "memory": format_bytes(estimate.peak_bytes),
+        "placement": describe_placement(plan), **_figures(estimate, seconds, cost if price else None),
+    }  # fmt: skip
+
+
+def _figures(estimate: Estimate, seconds: float, cost: float | None) -> dict[str, Any]:
+    """Memory, speed, time and cost of a row: words, and the numbers to sort by."""
+    return {
+        "peak": estimate.peak_bytes, "memory": format_bytes(estimate.peak_bytes),
         "tokens_per_second": estimate.tokens_per_second, "speed": format_rate(estimate.tokens_per_second),
-        "seconds": seconds, "time": format_seconds(seconds), "dollars": cost,
-        "cost": format_dollars(cost) if price else "–",
+        "seconds": seconds, "time": format_seconds(seconds), "dollars": cost or 0.0,
+        "cost": "–" if cost is None else format_dollars(cost),
     }  # fmt: skip
 
 
 def rent(question: Mapping[str, str]) -> str:
     """HTML of rows for 1, 2, 4 and 8 of the ``card`` that is named, on one machine: of each the plan that is taken
     there, as if the question had named it. Empty where nothing fits or the question is an error. Raises nothing."""
-    rest = {key: value for key, value in question.items() if key not in ("card", "gpu", "gpus", "nodes")}
+    rest = dict(_without(question, "card", *_PLACE))
     rows = []
     for count in ("1", "2", "4", "8"):
         try:
@@ -232,6 +247,38 @@ def rent(question: Mapping[str, str]) -> str:
         except FituneError:
             continue
     return rent_html(rows=rows)
+
+
+_PLACE = ("gpu", "gpus", "nodes", "fleet")
+"""What a question says of where it trains."""
+
+
+def clusters(question: Mapping[str, str]) -> str:
+    """HTML of the clusters of the pasted fleet file, ranked as by ``plan --fleet``, or of its error; empty without one
+    or where the rest of the question is an error. Nobody is asked what is free, and no file is read. Raises nothing."""
+    from fitune.planner.clusters.fleet import rank_fleet  # for those who paste one
+    from fitune.planner.clusters.ranking import Wanted
+    from fitune.session.clusters.fleet import full_rows
+
+    if not question.get("fleet", "").strip():
+        return ""
+    try:
+        asked = read_question(dict(_without(question, *_PLACE)))
+    except FituneError:
+        return ""
+    try:
+        ranking = rank_fleet(
+            asked.recipe, parse_fleet(question["fleet"], source="the pasted fleet file"), Wanted(), model=asked.model,
+            epoch_of=lambda plan: full_rows(plan, asked.rows or -(-MILLION // plan.batch.seq_len)),
+            fetches_model=asked.recipe.model != PASTED,
+        )  # fmt: skip
+    except FituneError as error:
+        return clusters_html(error=error)
+    rows = [
+        {"offer": offer, "free": offer.row()[2], **_figures(offer.priced.estimate, offer.seconds, offer.cost)}
+        for offer in ranking.offers
+    ]
+    return clusters_html(ranking=ranking, rows=rows)
 
 
 def page(question: Mapping[str, str], *, runs: bool = False) -> str:
@@ -259,6 +306,7 @@ def serve_planner(port: int, *, runs: Path | None, tell: Callable[[str], object]
         "answer": answer,
         "ways": ways,
         "rent": rent,
+        "clusters": clusters,
     }
     if runs is not None:
         from fitune.session.runs_page import RunsFolder  # reads reports: only for those who ask

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from os import cpu_count
 from sys import modules
+from threading import active_count
 from typing import Any, ClassVar
 
 from fitune.errors import FituneError
@@ -311,7 +312,8 @@ def hardware_of(cluster: Cluster, nodes: int) -> Hardware:
 
 
 def _plans(recipe: Recipe, model: ModelSpec, hardware: Sequence[Hardware]) -> list[Priced | str]:
-    """The plan on each, or why there is none. By all cores where that cannot disturb torch's threads."""
+    """The plan on each, or why there is none. By all cores where there are no threads that a fork would cut off: of
+    torch, or of the planner's page."""
     from concurrent.futures import ProcessPoolExecutor  # 20 ms that only this needs
     from multiprocessing import get_all_start_methods, get_context
 
@@ -321,6 +323,7 @@ def _plans(recipe: Recipe, model: ModelSpec, hardware: Sequence[Hardware]) -> li
         cores < 2
         or len(hardware) < _WORTH_PROCESSES
         or "torch" in modules
+        or active_count() > 1
         or "fork" not in get_all_start_methods()
     ):
         return [plan(each) for each in hardware]

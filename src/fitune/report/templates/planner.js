@@ -1,5 +1,5 @@
 const by = (id) => document.getElementById(id);
-const form = by("question");
+const form = by("question"), answers = ["answer", "ways", "clusters"];
 let asked = 0, timer = 0;
 
 function query() {
@@ -13,11 +13,10 @@ async function ask() {
   history.replaceState(null, "", text ? "?" + text : location.pathname);
   by("offers").hidden = true;
   if (!form.elements.model.value.trim() && !form.elements.config.value.trim()) {
-    by("answer").replaceChildren();
-    by("ways").replaceChildren();
+    for (const name of answers) by(name).replaceChildren();
     return;
   }
-  for (const name of ["answer", "ways"]) {
+  for (const name of answers) {
     const place = by(name);
     place.ariaBusy = "true";
     try {

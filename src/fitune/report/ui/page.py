@@ -100,6 +100,11 @@ def rent_html(**values: Any) -> str:
     return render("planner_rent.html", **values)
 
 
+def clusters_html(**values: Any) -> str:
+    """The table of one's own clusters, or the error of the fleet file that was pasted."""
+    return render("planner_clusters.html", **{"error": None, **values})
+
+
 def runs_html(folder: str, *, table: str) -> str:
     """The page of a folder's runs, which asks for ``table`` again while it is seen."""
     from markupsafe import Markup

@@ -19,7 +19,7 @@ from fitune.spec.recipe.job_settings import (
     one_line,
     require_meaningful,
 )
-from fitune.spec.recipe.strict_yaml import load_yaml
+from fitune.spec.recipe.strict_yaml import load_yaml, parse_mapping
 from fitune.spec.recipe.values import Bandwidth, CountInt, PositiveFloat, PositiveInt, Size, Text, as_name
 
 Objective = Literal["fastest", "cheapest", "soonest"]
@@ -89,27 +89,37 @@ class Fleet:
 
 def read_fleet(path: Path) -> Fleet:
     """The clusters of a YAML file. Raises RecipeError naming the cluster, the key and what is wrong."""
-    content = load_yaml(path, kind="fleet")
+    return _fleet(load_yaml(path, kind="fleet"), source=str(path))
+
+
+def parse_fleet(text: str, *, source: str) -> Fleet:
+    """The clusters of a file's text, as ``read_fleet`` reads them. Raises RecipeError, which names ``source``."""
+    return _fleet(parse_mapping(text, where=source, kind="fleet"), source=source)
+
+
+def _fleet(content: dict[str, Any], *, source: str) -> Fleet:
     for key in content.keys() - {"clusters"}:
         hint = did_you_mean(str(key), ["clusters"]) or "clusters: a list, one entry for each cluster"
-        raise RecipeError(f"{path}: unknown key {key!r}", hint=hint)
+        raise RecipeError(f"{source}: unknown key {key!r}", hint=hint)
     entries = content.get("clusters")
     if not isinstance(entries, list) or not entries:
         raise RecipeError(
-            f"{path}: no cluster is listed", hint="clusters: [{name: a, gpu: h100, gpus: 8, nodes: 2}]"
+            f"{source}: no cluster is listed", hint="clusters: [{name: a, gpu: h100, gpus: 8, nodes: 2}]"
         )
-    clusters = tuple(_cluster(entry, number, path) for number, entry in enumerate(entries, start=1))
+    clusters = tuple(_cluster(entry, number, source) for number, entry in enumerate(entries, start=1))
     names = [cluster.name for cluster in clusters]
     for name in names:
         if names.count(name) > 1:
-            raise RecipeError(f"{path}: two clusters are called {name!r}", hint="a name for each")
-    return Fleet(source=str(path), clusters=clusters)
+            raise RecipeError(f"{source}: two clusters are called {name!r}", hint="a name for each")
+    return Fleet(source=source, clusters=clusters)
 
 
-def _cluster(entry: Any, number: int, path: Path) -> Cluster:
+def _cluster(entry: Any, number: int, source: str) -> Cluster:
     if not isinstance(entry, dict):
-        raise RecipeError(f"{path}: cluster {number} is {entry!r}", hint="name: …, gpu: …, gpus: …, nodes: …")
-    where = f"{path}: cluster {entry.get('name') or number}"
+        raise RecipeError(
+            f"{source}: cluster {number} is {entry!r}", hint="name: …, gpu: …, gpus: …, nodes: …"
+        )
+    where = f"{source}: cluster {entry.get('name') or number}"
     cluster = checked(Cluster, entry, where=where, page="docs/planning.md", examples=_EXAMPLES)
     if cluster.nodes == 0:
         raise RecipeError(

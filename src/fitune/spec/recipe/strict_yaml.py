@@ -86,11 +86,16 @@ def load_yaml(path: Path, *, kind: str = "recipe") -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         cause = getattr(error, "strerror", None) or error
         raise RecipeError(f"{path}: cannot be read: {cause}") from None
-    value = parse_value(text, where=str(path))
+    return parse_mapping(text, where=str(path), kind=kind)
+
+
+def parse_mapping(text: str, *, where: str, kind: str) -> dict[str, Any]:
+    """The keys and values of a file of that ``kind``. Raises RecipeError with the line."""
+    value = parse_value(text, where=where)
     if not isinstance(value, dict):
         found = "and this file is empty" if value is None else f"found {type(value).__name__}"
         raise RecipeError(
-            f"{path}: a {kind} is a list of `key: value` lines, {found}", hint=_EXAMPLES.get(kind)
+            f"{where}: a {kind} is a list of `key: value` lines, {found}", hint=_EXAMPLES.get(kind)
         )
     return value
 
