@@ -10,6 +10,7 @@ from fitune.estimate.overhead import checkpoint_bytes
 from fitune.estimate.predict import largest_batch, predict_step_time
 from fitune.planner.clusters.fleet import (
     TOKENS_PER_SECOND,
+    hardware_of,
     job_seconds,
     node_counts,
     number_of_saves,
@@ -22,8 +23,9 @@ from fitune.spec.counts import count_parameters
 from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.plan import Ddp
 from fitune.spec.predictions import Epoch
-from fitune.spec.recipe.fleet import read_fleet
+from fitune.spec.recipe.fleet import Cluster, read_fleet
 from fitune.spec.recipe.recipe import parse_recipe
+from fitune.units import GIB
 
 CLUSTERS = """
 clusters:
@@ -178,6 +180,15 @@ clusters:
     assert "one: does not fit: " in found.value.message
     assert (
         "two: needs 143.00 GiB of disk on each node for caches, which have 20.00 GiB" in found.value.message
+    )
+
+
+def test_a_host_that_dev_shm_takes_up_is_small_and_not_unknown():
+    known = Cluster(name="a", gpu="t4", host_memory=GIB)
+    assert (
+        hardware_of(known, 1).host_memory_bytes
+        < GIB
+        < hardware_of(Cluster(name="a", gpu="t4"), 1).host_memory_bytes
     )
 
 

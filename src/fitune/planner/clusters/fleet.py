@@ -298,14 +298,14 @@ def node_counts(nodes: int) -> list[int]:
 
 
 def hardware_of(cluster: Cluster, nodes: int) -> Hardware:
-    """``nodes`` of the cluster. Of a host whose memory is known, /dev/shm is not the plan's."""
+    """``nodes`` of the cluster. Of a host whose memory is known, /dev/shm is not the plan's. 0 would be unknown."""
     gpu = find_gpu(cluster.gpu)
     if cluster.interconnect is not None:
         gpu = replace(gpu, link_bandwidth=cluster.interconnect)
     host = cluster.host_memory or shared_host_bytes(cluster.gpu)
     known = hardware_for(
         gpu=gpu, gpus=cluster.gpus, nodes=nodes,
-        host_memory_bytes=max(0, host - shm_bytes_of(cluster.gpus)) if host else 0,
+        host_memory_bytes=max(1, host - shm_bytes_of(cluster.gpus)) if host else 0,
         internode_bandwidth=cluster.node_network or NODE_NETWORK,
     )  # fmt: skip
     return with_host_memory(known)
