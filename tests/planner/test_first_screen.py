@@ -37,9 +37,13 @@ def planned(words):
 
 
 @pytest.fixture(scope="module", params=SITUATIONS)
-def situation(request, demo_config):
+def situation(request, demo_config, tmp_path_factory):
     words = request.param.replace("demo", demo_config)
-    return words, *planned(words)
+    with (
+        pytest.MonkeyPatch.context() as patched
+    ):  # this machine's processor may be calibrated, that of a test is not
+        patched.setenv("FITUNE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        return words, *planned(words)
 
 
 @pytest.fixture(scope="module")
