@@ -71,8 +71,8 @@ def test_bytes_come_back_bit_identical_and_are_never_cast(bits):
 def test_packing_on_fake_tensors_gives_the_same_shapes(bits):
     real = packed(dense_linear(torch.bfloat16), Hqq(bits=bits))
     with FakeTensorMode():
-        fake = packed(nn.Linear(96, 64, dtype=torch.bfloat16), Hqq(bits=bits))
-        fake(torch.empty(3, 96, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+        fake = packed(nn.Linear(128, 64, dtype=torch.bfloat16), Hqq(bits=bits))
+        fake(torch.empty(3, 128, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
     shapes = {name: (t.shape, t.dtype) for name, t in real.state_dict().items()}
     assert {name: (t.shape, t.dtype) for name, t in fake.state_dict().items()} == shapes
 
