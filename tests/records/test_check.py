@@ -120,7 +120,7 @@ def test_a_row_that_cannot_be_represented_is_listed_and_the_others_are_compared(
 
 def test_a_traced_model_of_a_row_keeps_the_hyphens_of_its_name():
     name = "Qwen/Qwen3-Next-80B-A3B-Instruct"
-    facts = _without_shapes(model=name, lora_targets="q_proj", must_assume="", notes="")
+    facts = _without_shapes(model=name, lora_targets="all-linear", must_assume="", notes="")
     row = Row(id="next", line=1, source="", facts=facts)
     assert plan_of(row).model_path == name
     assert compare_row(row, left_out=False).predicted_bytes
