@@ -118,6 +118,7 @@ class TokenDataset:
 
     @property
     def facts(self) -> Facts:
+        """Fingerprint and largest id; both read all tokens unless they are known."""
         return Facts(fingerprint=self.fingerprint, largest_id=self.largest_id)
 
     def _in_places(self, array: np.ndarray) -> Iterator[np.ndarray]:

@@ -73,6 +73,7 @@ class Loader:
 
     @property
     def num_units(self) -> int:
+        """Units of an epoch: rows, or packs of rows."""
         return len(self._dataset) if self._packs is None else len(self._packs)
 
     @property
@@ -82,10 +83,12 @@ class Loader:
 
     @property
     def units_per_step(self) -> int:
+        """The global batch of all ranks together."""
         return self._batch.global_batch_size * self._world_size
 
     @property
     def steps_per_epoch(self) -> int:
+        """⌈units / units of a step⌉."""
         return -(-self.num_units // self.units_per_step)
 
     def batch_at(self, state: LoaderState) -> GlobalBatch:

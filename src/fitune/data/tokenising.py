@@ -166,6 +166,7 @@ class _Rows:
         self.fates: list[Fate] = []
 
     def joined(self) -> TokenRows:
+        """All rows end to end: ids and marks of shape (tokens,), lengths of shape (rows,)."""
         if not self.ids:
             return TokenRows(fates=self.fates)
         return TokenRows(

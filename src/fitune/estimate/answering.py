@@ -61,14 +61,17 @@ class AnsweringMemory:
 
     @property
     def tensor_peak_bytes(self) -> int:
+        """The larger of the two moments, in tensors alone."""
         return max(sum(self.reading.values()), sum(self.writing.values()))
 
     @property
     def peak_bytes(self) -> int:
+        """Tensors at their peak, rows that enter, and what is in no tensor."""
         return self.tensor_peak_bytes + self.entering + sum(self.outside.values())
 
     @property
     def fits(self) -> bool:
+        """True if the peak is within the usable bytes."""
         return self.peak_bytes <= self.usable_bytes
 
 
@@ -98,6 +101,7 @@ def weights_bytes(answering: Answering) -> int:
 
 
 def adapter_bytes(answering: Answering) -> int:
+    """Bytes of an adapter that is not merged, in the type of the model's elements."""
     return answering.adapter.elements * _e(answering)
 
 

@@ -46,6 +46,7 @@ class AnsweringTime:
 
     @property
     def seconds(self) -> float:
+        """From the start of the engine to the last answer."""
         return self.start_seconds + self.reading_seconds + self.writing_seconds
 
 

@@ -84,6 +84,7 @@ class Buffers:
 
 
 def buffers_of(plan: Plan) -> Buffers:
+    """Bytes on one rank for gathering, streaming and summing, whichever the plan does."""
     streamed = plan.offload.parameters != "device"
     if isinstance(plan.sharding, Zero):
         return _divided(plan, plan.sharding.backend)

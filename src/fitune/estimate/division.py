@@ -26,10 +26,12 @@ def num_shares(plan: Plan) -> int:
 
 
 def uses_fsdp(plan: Plan) -> bool:
+    """True if FSDP2 divides the states."""
     return isinstance(plan.sharding, Zero) and plan.sharding.backend == "fsdp"
 
 
 def uses_deepspeed(plan: Plan) -> bool:
+    """True if DeepSpeed divides the states."""
     return isinstance(plan.sharding, Zero) and plan.sharding.backend == "deepspeed"
 
 

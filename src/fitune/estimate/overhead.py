@@ -191,6 +191,7 @@ def uses_host(plan: Plan) -> bool:
 
 
 def ranks_per_node(plan: Plan) -> int:
+    """Ranks on each node, at least 1."""
     return max(1, num_ranks(plan) // plan.hardware.nodes)
 
 

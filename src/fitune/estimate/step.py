@@ -121,6 +121,7 @@ class StepStages:
 
     @property
     def full(self) -> bool:
+        """True if every weight trains (full, LOMO)."""
         return trains_every_weight(self.plan.tuning)
 
     @property
@@ -145,9 +146,11 @@ class StepStages:
         return self.buffers.backward + ahead + sum(self.buffers.backward_blocks[: index + 1])
 
     def block(self, index: int) -> Block:
+        """Bytes of block ``index``, counted from 0 at the embedding."""
         return self.blocks[index]
 
     def untouched_before(self, index: int) -> int:
+        """How many of the blocks 0…index−1 no gradient reaches."""
         return min(index, self.untouched)
 
     def kept_before(self, index: int) -> int:

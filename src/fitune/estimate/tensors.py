@@ -29,6 +29,7 @@ class ParameterTensor:
 
     @property
     def is_matrix(self) -> bool:
+        """False for vectors: biases and the scales of norms."""
         return self.row_elements > 1
 
     @property
@@ -65,6 +66,7 @@ def adapter_tensors(plan: Plan) -> tuple[ParameterTensor, ...]:
 
 @remembered_by("model", "tuning")
 def trained_tensors(plan: Plan) -> tuple[ParameterTensor, ...]:
+    """All parameters of the model, or under LoRA the adapters and the tables trained whole."""
     if not isinstance(plan.tuning, Lora):
         return base_tensors(plan.model)
     return (*adapter_tensors(plan), *trained_tables(plan.model, plan.tuning))
@@ -83,6 +85,7 @@ def trained_tables(model: ModelSpec, lora: Lora) -> tuple[ParameterTensor, ...]:
 
 @remembered
 def adapters_of(model: ModelSpec, lora: Lora) -> tuple[ParameterTensor, ...]:
+    """``adapter_tensors`` by what they depend on alone."""
     return tuple(_adapters(model, lora))
 
 

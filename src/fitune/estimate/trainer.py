@@ -125,6 +125,7 @@ class _Widened:
 
     @classmethod
     def of(cls, step: StepStages) -> "_Widened":
+        """Bytes more on one rank: 4 less those of the compute type, for each trained element and each of its states."""
         plan = step.plan
         tensors = adapter_tensors(plan) or base_tensors(plan.model)
         more = _FP32 - plan.precision.compute_bytes

@@ -55,6 +55,7 @@ class Communication:
 
     @property
     def total_bytes(self) -> int:
+        """Bytes of the four exchanges."""
         return round(self.forward.bytes + self.backward.bytes + self.between_nodes.bytes + self.update.bytes)
 
 

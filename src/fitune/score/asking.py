@@ -61,6 +61,7 @@ class Restarted:
                 self._restarts -= 1
 
     def close(self) -> None:
+        """Closes the engine that is open, if one is; the next question would open another."""
         if self._engine is not None:
             self._engine.close()
             self._engine = None
@@ -129,6 +130,7 @@ class Asker:
         return [to_answer(task, found.get(task.id), self._decode, self._stop_ids) for task in tasks]
 
     def close(self) -> None:
+        """Frees the engine. It may be called twice."""
         self._engine.close()
 
     def _requests(self, tasks: Sequence[Task]) -> list[Request]:

@@ -86,6 +86,7 @@ class Index:
         self._db.executescript("DROP TABLE IF EXISTS best; DROP INDEX IF EXISTS lines_of_id;" + _BEST)
 
     def count_rows(self) -> int:
+        """Rows of the input."""
         return self._count("rows")
 
     def missing(self) -> tuple[int, list[tuple[int]]]:
@@ -108,6 +109,7 @@ class Index:
         )
 
     def count_pending(self) -> int:
+        """Rows to ask: without an answer, or with an error that is tried again."""
         return self._count(_PENDING)
 
     def pending(self) -> Iterator[int]:

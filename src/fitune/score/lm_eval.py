@@ -68,6 +68,7 @@ class EngineLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
+        """The id of EOS."""
         return int(self.tokenizer.eos_token_id)
 
     @property
@@ -78,6 +79,7 @@ class EngineLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
+        """A name for lm-eval's cache of requests, without slashes."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
@@ -157,6 +159,7 @@ class EngineLM(TemplateLM):
         return answers
 
     def close(self) -> None:
+        """Frees the engine."""
         self._engine.close()
 
     def _loglikelihood_tokens(self, requests: Sequence[Encoded], **_: Any) -> list[tuple[float, bool]]:

@@ -164,6 +164,7 @@ class _Told(logging.Handler):
         self._say, self._seen = say, set[str]()
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Says the warning on one line of at most 300 characters."""
         text = " ".join(record.getMessage().split())
         if text not in self._seen:
             self._seen.add(text)

@@ -237,6 +237,7 @@ class _Tally:
                 self._means[name].add(float(found["grade"]), found.get("weight", 1.0))
 
     def report(self, plan: ScorePlan, *, seconds: float, rows_asked: int) -> ScoreReport:
+        """The report of all rows; ``seconds`` and ``rows_asked`` are of this run alone."""
         counts, means = self._counts, {name: mean.interval() for name, mean in self._means.items()}
         return ScoreReport(
             model=plan.model,

@@ -168,6 +168,7 @@ class Shards:
         return self._path(number, f".{self._grades(number, key)}.jsonl").is_file()
 
     def grades(self, number: int, key: str) -> list[Line]:
+        """The shard's lines of grades, one for each answer. Raises RunDirectoryError."""
         return self.rows(number, self._grades(number, key))
 
     def write_grades(self, number: int, key: str, grades: Iterable[Line]) -> None:

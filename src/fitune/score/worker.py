@@ -46,6 +46,7 @@ class ScoringWorker:
         self._done = 0
 
     def hello(self) -> str:
+        """Where it runs, for the log."""
         return f"process {os.getpid()} on {socket.gethostname()}"
 
     def work(self, tasks: Sequence[Task], ahead: Sequence[Task] | None) -> list[Answer]:
@@ -67,6 +68,7 @@ class ScoringWorker:
             raise told from None
 
     def done(self) -> int:
+        """Tasks answered of the group at work."""
         return self._done
 
     def _count(self) -> None:

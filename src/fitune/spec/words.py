@@ -81,6 +81,7 @@ def describe_method(plan: Plan) -> str:
 
 
 def method_parts(plan: Plan) -> tuple[str, ...]:
+    """Tuning, precision and optimizer, each in words; LOMO has no optimizer to name."""
     optimizer = "" if isinstance(plan.tuning, Lomo) else describe_optimizer(plan.optimizer)
     if isinstance(plan.tuning, Full) and isinstance(plan.tuning.update, InBackward):
         optimizer += f" in backward, {describe_clip(plan.tuning.update.clip)}"

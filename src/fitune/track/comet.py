@@ -51,6 +51,7 @@ class Comet:
         return self._where()
 
     def steps(self, reports: Sequence[StepReport]) -> None:
+        """One call for each step, with all its scalars."""
         for report in reports:
             self._experiment.log_metrics(dict(scalars(report)), step=report.step)
 

@@ -92,6 +92,7 @@ class Trackers:
             feed.begin()
 
     def step(self, report: StepReport) -> None:
+        """Hands the line to every tracker without waiting, and says what has become of them."""
         line = to_line(report)
         for feed in self._feeds:
             feed.put(line)
@@ -158,15 +159,18 @@ class Feed:
 
     @property
     def tracked(self) -> Tracked:
+        """Its record: steps sent and lost, those of earlier attempts included."""
         unsent = self._told - self._sent if self._is_over else self._told - self._sent - len(self._waiting)
         return replace(
             self._state, sent=self._before.sent + self._sent, lost=self._before.lost + max(0, unsent)
         )
 
     def begin(self) -> None:
+        """Starts the thread."""
         self._thread.start()
 
     def put(self, line: bytes) -> None:
+        """Queues a line of metrics.jsonl; counts it as lost where the queue is full or the tracker has ended."""
         with self._changed:
             self._told += 1
             if not self._is_over and len(self._waiting) < self._most_waiting:
@@ -174,6 +178,7 @@ class Feed:
                 self._changed.notify_all()
 
     def take_news(self) -> str:
+        """The latest news for people, given once; empty where there is none."""
         news, self._news = self._news, ""
         return news
 
@@ -185,6 +190,7 @@ class Feed:
             )
 
     def end(self, end: End) -> None:
+        """Ends the tracker with ``end`` once its queue is empty; does not wait (``join``)."""
         with self._changed:
             self._end = end
             self._changed.notify_all()

@@ -35,6 +35,7 @@ class MetricsLog:
 
     @property
     def content(self) -> bytes:
+        """All lines, those of earlier attempts included."""
         return bytes(self._lines)
 
     def synced(self) -> bytes:
@@ -43,6 +44,7 @@ class MetricsLog:
         return self.content
 
     def append(self, report: StepReport) -> None:
+        """One line more. Raises RunDirectoryError when it cannot be written."""
         line = to_line(report)
         self._lines += line
         try:
@@ -85,6 +87,7 @@ class MetricsLog:
             raise _unusable(self.path, error) from None
 
     def sync(self) -> None:
+        """Waits until all lines are on the disk. Raises RunDirectoryError."""
         try:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -92,6 +95,7 @@ class MetricsLog:
             raise _unusable(self.path, error) from None
 
     def close(self) -> None:
+        """Syncs and closes; does nothing the second time."""
         if not self._file.closed:
             try:
                 self.sync()
@@ -225,8 +229,14 @@ def _unusable(path: Path, error: OSError) -> RunDirectoryError:
 class Sink(Protocol):
     """Something that is told how a run goes. ``finish`` gets None when the run ended without a report."""
 
-    def start(self, plan: Plan, run_name: str) -> None: ...
+    def start(self, plan: Plan, run_name: str) -> None:
+        """Before the first step."""
+        ...
 
-    def step(self, report: StepReport) -> None: ...
+    def step(self, report: StepReport) -> None:
+        """After each optimizer step."""
+        ...
 
-    def finish(self, report: RunReport | None) -> None: ...
+    def finish(self, report: RunReport | None) -> None:
+        """After the last step, however the run ended."""
+        ...

@@ -38,6 +38,7 @@ class MLflow:
         return self._where
 
     def steps(self, reports: Sequence[StepReport]) -> None:
+        """All scalars of all reports at once; their time is that of sending."""
         now = int(time() * 1000)
         metrics = [
             self._entities.Metric(name, number, now, report.step)

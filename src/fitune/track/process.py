@@ -42,6 +42,7 @@ class TrackerProcess:
         self.kill, self.close = self._child.kill, self._child.close
 
     def start(self, beginning: Beginning) -> Where:
+        """The run's place in the tracker. Raises TrackerFailed."""
         return from_data(Where, self._ask("start", json.dumps(to_data(beginning)).encode()))
 
     def steps(self, lines: list[bytes]) -> None:
@@ -49,6 +50,7 @@ class TrackerProcess:
         self._ask("steps", b"[" + b",".join(line.rstrip() for line in lines) + b"]")
 
     def finish(self, end: End) -> Where:
+        """The run's place once all is sent. Raises TrackerFailed."""
         return from_data(Where, self._ask("finish", json.dumps(to_data(end)).encode()))
 
     def _ask(self, what: str, told: bytes) -> Any:

@@ -63,11 +63,17 @@ class Where:
 class Tracker(Protocol):
     """One run in one tracker. The calls come in this order, in one thread."""
 
-    def start(self, beginning: Beginning) -> Where: ...
+    def start(self, beginning: Beginning) -> Where:
+        """Open the run, or go on with it where an earlier attempt made it."""
+        ...
 
-    def steps(self, reports: Sequence[StepReport]) -> None: ...
+    def steps(self, reports: Sequence[StepReport]) -> None:
+        """Log steps that have ended, in order; several where the tracker was behind."""
+        ...
 
-    def finish(self, end: End) -> Where: ...
+    def finish(self, end: End) -> Where:
+        """Attach figures, table and files, and send all that waits."""
+        ...
 
 
 def _leaves(name: str, value: object) -> Iterator[tuple[str, str | int | float | bool]]:

@@ -33,6 +33,7 @@ class TensorBoard:
         return self._where
 
     def steps(self, reports: Sequence[StepReport]) -> None:
+        """Flushed each time. Before the first step TensorBoard is told to purge those that a resumed run repeats."""
         for report in reports:
             if not self._started:
                 self._forget_steps_from(report.step)
@@ -43,6 +44,7 @@ class TensorBoard:
         self._writer.flush()
 
     def finish(self, end: End) -> Where:
+        """Writes the status, the table and the ledgers of the data as texts."""
         texts: dict[str, str] = {"status": end.status}
         if end.table:
             texts["predicted and measured"] = markdown(end.table)

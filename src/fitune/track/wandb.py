@@ -44,6 +44,7 @@ class Wandb:
         return self._where
 
     def steps(self, reports: Sequence[StepReport]) -> None:
+        """One row for each step."""
         for report in reports:
             self._run.log({"step": report.step, **dict(scalars(report))})
 

@@ -73,6 +73,7 @@ class _GenerationBlock(Extension):
     """Above transformers' block of the same name, which notes places instead: the last one of a tag is used."""
 
     def parse(self, parser: Any) -> nodes.Node:
+        """The block as a call of ``_mark`` around its body; notes that the template marks answers."""
         environment: Any = self.environment  # ours says whether a template marks answers
         environment.has_marks = True
         line = next(parser.stream).lineno

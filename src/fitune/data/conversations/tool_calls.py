@@ -38,6 +38,7 @@ class ToolCall:
 
     @property
     def text(self) -> str:
+        """A JSON object with name and arguments; the id is left out."""
         return f'{{"name": {json.dumps(self.name, ensure_ascii=False)}, "arguments": {self.arguments}}}'
 
 

@@ -324,6 +324,7 @@ class _Objects(json.JSONDecoder):
         self._twice: dict[int, str] = {}
 
     def decode(self, s: str, *settings: Any) -> Any:
+        """Forgets what was noted of the text before."""
         self._twice.clear()
         return super().decode(s, *settings)
 

@@ -230,6 +230,7 @@ def chunk_tokens(loss: Loss, shape: BatchShape) -> int:
 
 
 def num_chunks(loss: Loss, shape: BatchShape) -> int:
+    """⌈supervised tokens / chunk⌉ passes over the head; 0 where no token is supervised."""
     size = chunk_tokens(loss, shape)
     return -(-shape.supervised_tokens // size) if size else 0
 

@@ -54,6 +54,7 @@ def untouched_block(forward: int) -> Block:
 
 
 def traced_block(memory: TracedMemory, *, gradients_exist: bool) -> Block:
+    """Bytes of a block from its trace. Its backward holds more where gradients of earlier micro-batches exist."""
     return Block(
         kept=memory.kept,
         gradients=memory.gradients,

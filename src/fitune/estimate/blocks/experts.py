@@ -40,6 +40,7 @@ class _Experts:
 
     @property
     def pairs(self) -> int:
+        """S: each token with each of the experts it goes to."""
         return self.tokens * self.chosen
 
     @property

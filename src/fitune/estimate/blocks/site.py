@@ -87,14 +87,17 @@ class Site:
 
     @property
     def model(self) -> ModelSpec:
+        """Shapes of the model that is planned for."""
         return self.plan.model
 
     @property
     def full(self) -> bool:
+        """True if every weight trains (full, LOMO)."""
         return trains_every_weight(self.plan.tuning)
 
     @property
     def element_bytes(self) -> int:
+        """e: bytes of one element of the compute type."""
         return self.plan.precision.compute_bytes
 
     @property
@@ -109,6 +112,7 @@ class Site:
 
     @property
     def masks_rows(self) -> bool:
+        """True if rows are longer than the window, so that attention takes a mask."""
         return 0 < self.masking_window < self.shape.row_tokens
 
     @property
@@ -171,6 +175,7 @@ class Site:
         return self.plan.tuning.dropout if isinstance(self.plan.tuning, Lora) else 0.0
 
     def adapted(self, linears: Sequence[Linear]) -> tuple[Linear, ...]:
+        """Those of ``linears`` that have an adapter in this block."""
         match self.plan.tuning:
             case Lora(targets=targets) if self.has_adapters:
                 return tuple(m for m in linears if m.is_target(targets))
@@ -178,6 +183,7 @@ class Site:
                 return ()
 
     def trains(self, linears: Sequence[Linear]) -> bool:
+        """True if one of them has weights or an adapter that trains."""
         return self.full or bool(self.adapted(linears))
 
     def reads_input(self, linears: Sequence[Linear]) -> bool:

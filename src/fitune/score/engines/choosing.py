@@ -30,6 +30,7 @@ class Row:
 
     @property
     def length(self) -> int:
+        """Tokens of the prompt and of the answer so far."""
         return len(self.request.prompt_ids) + len(self.token_ids)
 
     def finish_reason(self, stop_ids: frozenset[int]) -> FinishReason | None:
@@ -39,6 +40,7 @@ class Row:
         return "length" if len(self.token_ids) >= self.request.sampling.max_new_tokens else None
 
     def completion(self, reason: FinishReason) -> Completion:
+        """The answer as it stands, ended for ``reason``."""
         return Completion(
             id=self.request.id,
             token_ids=tuple(self.token_ids),

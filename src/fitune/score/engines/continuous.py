@@ -48,6 +48,7 @@ Watch = Callable[[Moment, Callable[[], Iterable[Tensor]]], AbstractContextManage
 
 
 def unwatched(_moment: Moment, _alive: Callable[[], Iterable[Tensor]]) -> AbstractContextManager[None]:
+    """The watch of a run that nobody measures: it does nothing."""
     return nullcontext()
 
 

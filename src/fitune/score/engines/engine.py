@@ -170,6 +170,7 @@ def most_weighed(engine: EngineName, context: int) -> int:
 
 
 def no_effect(adapter: str) -> CheckpointError:
+    """The error for an adapter that leaves the model's answers as they were."""
     return CheckpointError(
         f"{adapter}: the adapter changes nothing, although its B matrices are not zero: the engine does not adapt its "
         "modules, or its weights are below the rounding of the model's",

@@ -65,6 +65,7 @@ class _NotElsewhere(urllib.request.HTTPRedirectHandler):
     """Follows no redirection: the next address would get the key, and a GET without the prompt."""
 
     def redirect_request(self, *_: Any) -> None:
+        """None, which urllib turns into an HTTPError with the redirection's status."""
         return None
 
 
@@ -99,9 +100,11 @@ class ServerEngine:
 
     @property
     def context_tokens(self) -> int:
+        """As given when the engine was opened."""
         return self.context
 
     def answer(self, requests: Sequence[Request]) -> Iterator[Completion]:
+        """As they come back, ``batch_size`` requests at a time. Raises EngineDied once the server is gone."""
         with ThreadPoolExecutor(self.batch_size) as pool:
             asked = [pool.submit(self._answer_unless_dead, request) for request in requests]
             try:
@@ -130,6 +133,7 @@ class ServerEngine:
         return found
 
     def weigh(self, continuations: Sequence[Continuation]) -> Iterator[Likelihood]:
+        """One request for each continuation, ``batch_size`` at a time."""
         with ThreadPoolExecutor(self.batch_size) as pool:
             yield from (
                 done.result() for done in as_completed([pool.submit(self._weigh, c) for c in continuations])

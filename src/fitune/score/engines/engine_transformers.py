@@ -70,6 +70,7 @@ class TransformersEngine:
 
     @property
     def context_tokens(self) -> int:
+        """The config's max_position_embeddings."""
         return int(getattr(self.model.config.get_text_config(), "max_position_embeddings", 0) or 0)
 
     @property
@@ -78,6 +79,7 @@ class TransformersEngine:
         return self.template.stop_ids | _listed_stop_ids(self.model)
 
     def answer(self, requests: Sequence[Request]) -> Iterator[Completion]:
+        """Rows enter a running batch where the model allows it (can_join); else a batch starts and ends together."""
         fitting = []
         for request in requests:
             if refused := refusal(request, context=self.context_tokens):
@@ -108,6 +110,7 @@ class TransformersEngine:
         """Does nothing: a shard asked again after a kill is read in batches of the same shapes, to the last digit."""
 
     def weigh(self, continuations: Sequence[Continuation]) -> Iterator[Likelihood]:
+        """A prompt with several continuations is read once where the model can join rows; else each is read alone."""
         fitting = []
         for one in continuations:
             if why := _no_room(one, self.context_tokens):

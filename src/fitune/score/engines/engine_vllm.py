@@ -99,9 +99,11 @@ class VllmEngine:
 
     @property
     def context_tokens(self) -> int:
+        """As vLLM said when it had loaded the model."""
         return self._context
 
     def answer(self, requests: Sequence[Request]) -> Iterator[Completion]:
+        """Rows that ``prepare`` sent are not sent again. Raises CheckpointError for an adapter without effect."""
         fitting = []
         for request in requests:
             if refused := refusal(request, context=self._context):
@@ -163,6 +165,7 @@ class VllmEngine:
         return self._found.pop(request)
 
     def weigh(self, continuations: Sequence[Continuation]) -> Iterator[Likelihood]:
+        """vLLM writes a token behind each continuation, so the longest has one token less than the context."""
         entries = []
         for asked in continuations:
             ids = (*asked.prompt_ids, *asked.token_ids)

@@ -65,6 +65,7 @@ class _Layer(DynamicLayer):
         self.stores: tuple[_Store, ...] = ()
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Adds T columns [B, n, T, d] to keys and values; returns both whole. For transformers, in each forward."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self.stores = (_Store(key_states), _Store(value_states))
@@ -89,13 +90,16 @@ class _Store:
 
     @property
     def states(self) -> Tensor:
+        """A view of the rows and columns in use."""
         return self._buffer[: self._rows, :, self._begin : self._end]
 
     @property
     def columns(self) -> int:
+        """Columns of the buffer, used or not."""
         return int(self._buffer.shape[2])
 
     def append(self, states_BnTd: Tensor, *, room: int) -> None:
+        """Writes T columns behind all rows; a full buffer is replaced by one with ``room`` for more columns."""
         new = states_BnTd.shape[2]
         if self._end + new > self.columns:
             self._grow(rows=len(self._buffer), left=0, right=max(new, room))
@@ -103,6 +107,7 @@ class _Store:
         self.states[:, :, -new:] = states_BnTd
 
     def join(self, states_BnWd: Tensor) -> None:
+        """Adds rows at the end, of W columns that end where the others do; the narrower ones get zeros on the left."""
         rows, wider = self._rows + len(states_BnWd), states_BnWd.shape[2] - (self._end - self._begin)
         if rows > len(self._buffer) or wider > self._begin:
             self._grow(rows=max(rows, len(self._buffer)), left=max(0, wider), right=self.columns - self._end)
@@ -114,6 +119,7 @@ class _Store:
         self.states[before:, :, max(0, -wider) :] = states_BnWd
 
     def keep(self, moved: Sequence[tuple[int, int]], rows: int, unused: int) -> None:
+        """Copies rows as ``moved`` (from, to) says, drops those from ``rows`` on, and the first ``unused`` columns."""
         for source, place in moved:
             self.states[place] = self.states[source]
         self._rows = rows

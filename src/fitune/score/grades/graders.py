@@ -128,6 +128,7 @@ class References:
         self._are_numbers = True
 
     def add(self, reference: str | None, *, has_choices: bool = False, has_calls: bool = False) -> None:
+        """Counts one row; ``reference`` is None where it has none."""
         self.rows += 1
         self.without_choices += not has_choices
         if reference is None:

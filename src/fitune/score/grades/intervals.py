@@ -38,6 +38,7 @@ class WeightedMean:
         self._moments = Moments(3)
 
     def add(self, grade: float, weight: float = 1.0) -> None:
+        """A row more. A perplexity is given as such, and averaged as its logarithm."""
         value = math.log(grade) if self._is_perplexity else grade
         if self._first is None:
             self._first = value
@@ -84,12 +85,14 @@ class Moments:
         self._block: list[Sequence[float]] = []
 
     def add(self, vector: Sequence[float]) -> None:
+        """A vector more; products are taken of many at once."""
         self._block.append(vector)
         if len(self._block) == _BLOCK:
             self._add_block()
 
     @property
     def total(self) -> Any:
+        """Σ p, of shape (size,)."""
         self._add_block()
         return self._total
 

@@ -93,6 +93,7 @@ class Judge:
 
     @property
     def scale(self) -> Scale:
+        """Kind of its mean: points as the judge gave them, or a share of 1."""
         return "points" if self.verdict == "points" else "share"
 
     @property

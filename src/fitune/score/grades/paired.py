@@ -79,6 +79,7 @@ class _Paired:
         self._logs = _LogPairs() if scale == "perplexity" else None
 
     def add(self, pair: Pair) -> None:
+        """A row that both scorings graded: this one's grade and weight, then the other's."""
         mine, weight, their, other = pair
         self._rows += 1
         apart = their - mine if self._logs else mine - their
@@ -93,6 +94,7 @@ class _Paired:
             self._difference.add(mine - their)
 
     def score(self, name: str) -> PairedScore:
+        """The comparison so far. McNemar's p-value only where all grades are 0 or 1."""
         here, there = self._here.mean, self._there.mean
         if self._logs:
             difference = here - there
@@ -116,6 +118,7 @@ class _LogPairs:
         self._first = (0.0, 0.0)
 
     def add(self, log: float, weight: float, other_log: float, other: float) -> None:
+        """A row: mean nats and tokens here, then there."""
         if self._few is not None:
             self._first = self._first if self._few else (log, other_log)
             self._few.append((log * weight, weight, other_log * other, other))
@@ -125,6 +128,7 @@ class _LogPairs:
         self._moments.add((weight * (log - first), weight, other * (other_log - other_first), other))
 
     def ends(self, here: float, there: float) -> tuple[float, float]:
+        """The 95 % interval of ``here`` − ``there``, two perplexities."""
         if self._few is None:
             apart, weights, other_apart, others = self._moments.total
             # d exp(Σ w·x / Σ w): perplexity · w · (x − mean) / Σ w for each row, here minus there

@@ -151,6 +151,7 @@ class BackwardPeak:
 
     @property
     def total(self) -> int:
+        """Bytes of the three together."""
         return self.kept + self.gradients + self.temporaries
 
 

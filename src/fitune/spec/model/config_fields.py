@@ -55,6 +55,7 @@ class ConfigFields:
         return self.values[name] is not None if name in self.values else default
 
     def flag(self, name: str, *, default: bool = False) -> bool:
+        """A boolean field; ``default`` where it is absent. Raises ModelError for any other value."""
         value = self.values.get(name)
         if value is None:
             return default
@@ -77,6 +78,7 @@ class ConfigFields:
         return tuple(value)
 
     def refuse(self, name: str, why: str, *, hint: str | None = None) -> NoReturn:
+        """Raises ModelError: where it stands, the field and its value (cut when long), then ``why``."""
         shown = repr(self.values.get(name))
         shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}…"
         raise ModelError(f"{self.where}: {name} = {shown} {why}", hint=hint)

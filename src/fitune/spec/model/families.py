@@ -23,6 +23,7 @@ from fitune.spec.model.model_spec import (
 
 
 def read_llama(fields: ConfigFields, name: str) -> ModelSpec:
+    """Llama: ``attention_bias`` adds a bias to all four projections, ``mlp_bias`` to the MLP."""
     widths = _widths(fields, kv_optional=True)
     bias = fields.flag("attention_bias")
     linears = (
@@ -33,24 +34,28 @@ def read_llama(fields: ConfigFields, name: str) -> ModelSpec:
 
 
 def read_mistral(fields: ConfigFields, name: str) -> ModelSpec:
+    """Mistral: a sliding window of 4096 tokens where the field is absent, none where it is null."""
     widths = _widths(fields)
     window = fields.optional_count("sliding_window") if "sliding_window" in fields.values else 4096
     return _spec(fields, name, widths, (*attention(widths), *gated_mlp(widths)), sliding_window=window)
 
 
 def read_mixtral(fields: ConfigFields, name: str) -> ModelSpec:
+    """Mixtral: experts in every block; their routing weights are fp32."""
     widths = _widths(fields)
     window = fields.optional_count("sliding_window")
     return _mixture(fields, name, widths, sliding_window=window, weighs_experts_in_fp32=True)
 
 
 def read_qwen2(fields: ConfigFields, name: str) -> ModelSpec:
+    """Qwen2: bias on q, k and v alone; the sliding window may cover some of the blocks."""
     widths = _widths(fields)
     linears = (*attention(widths, qkv_bias=True), *gated_mlp(widths))
     return _spec(fields, name, widths, linears, **_qwen_windows(fields))
 
 
 def read_qwen3(fields: ConfigFields, name: str) -> ModelSpec:
+    """Qwen3: q and k are normalised per head; heads have 128 elements where the field is absent."""
     widths = _widths(fields, head_dim=128)
     bias = fields.flag("attention_bias")
     linears = (*attention(widths, qkv_bias=bias, out_bias=bias), *gated_mlp(widths))
@@ -71,6 +76,7 @@ def read_qwen3_moe(fields: ConfigFields, name: str) -> ModelSpec:
 
 
 def read_gemma2(fields: ConfigFields, name: str) -> ModelSpec:
+    """Gemma 2: every second block has the sliding window; scores and logits are capped unless the config says null."""
     return _gemma(
         fields, name, _widths(fields, head_dim=256), window_of=2,
         tied_embeddings=_tied(fields, default=True),

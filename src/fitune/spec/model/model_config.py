@@ -169,6 +169,7 @@ def _refuse_folder_without_config(path: Path, name: str) -> None:
 
 
 def unknown_model(name: str, *, why: str = "") -> ModelError:
+    """The error for a model that is not found, with the closest known name as its hint."""
     close = closest_name(name, accepted_model_names())
     reason = f": {why}" if why else " is not known"
     if close is None:

@@ -42,10 +42,12 @@ class Linear:
 
     @property
     def weights(self) -> int:
+        """Elements of the matrix, times its copies (experts in one stack); without bias."""
         return self.in_features * self.out_features * self.copies
 
     @property
     def parameters(self) -> int:
+        """Elements with bias, of all copies."""
         return self.weights + (self.out_features * self.copies if self.bias else 0)
 
 
@@ -77,6 +79,7 @@ class BlockKind:
 
     @property
     def other_parameters(self) -> int:
+        """Elements of one block that are in no linear."""
         return sum(math.prod(shape) for shape in self.others)
 
 
@@ -115,6 +118,7 @@ class ParameterCounts:
 
     @property
     def total(self) -> int:
+        """All parameters, whether or not a token goes through them."""
         return (
             self.attention + self.mlp + self.experts + self.router + self.norms + self.embeddings + self.head
         )
@@ -229,6 +233,7 @@ class ModelSpec:
 
     @property
     def q_dim(self) -> int:
+        """Width of all query heads together: heads · head size."""
         return self.num_heads * self.head_dim
 
     @property
@@ -243,6 +248,7 @@ class ModelSpec:
 
     @property
     def kv_dim(self) -> int:
+        """Width of all key heads together, and of all value heads: key/value heads · head size."""
         return self.num_kv_heads * self.head_dim
 
     @property
@@ -251,6 +257,7 @@ class ModelSpec:
         return self.caps_scores or self.has_sinks
 
     def attention_of(self, block: int) -> BlockAttention:
+        """Width and window of the attention in that block; window 0 where it sees all tokens."""
         if self.attentions:
             return self.attentions[self.kind_of[block]]
         has_window = block not in self.full_attention_layers
@@ -278,16 +285,19 @@ class Widths:
 
     @property
     def q_dim(self) -> int:
+        """Heads · head size."""
         return self.heads * self.head_dim
 
     @property
     def kv_dim(self) -> int:
+        """Key/value heads · head size."""
         return self.kv_heads * self.head_dim
 
 
 def attention(
     widths: Widths, *, qkv_bias: bool = False, out_bias: bool = False, out_name: str = "self_attn.o_proj"
 ) -> tuple[Linear, ...]:
+    """The four projections of a block: q, k and v read the hidden state, the last writes it."""
     h, q, kv = widths.hidden, widths.q_dim, widths.kv_dim
     return (
         Linear(name="self_attn.q_proj", in_features=h, out_features=q, bias=qkv_bias),
@@ -298,6 +308,7 @@ def attention(
 
 
 def gated_mlp(widths: Widths, *, bias: bool = False) -> tuple[Linear, ...]:
+    """gate and up (hidden × intermediate) and down (intermediate × hidden)."""
     h, f = widths.hidden, widths.intermediate
     return (
         Linear(name="mlp.gate_proj", in_features=h, out_features=f, bias=bias, part="mlp"),
@@ -307,6 +318,7 @@ def gated_mlp(widths: Widths, *, bias: bool = False) -> tuple[Linear, ...]:
 
 
 def plain_mlp(widths: Widths, up: str, down: str, *, bias: bool) -> tuple[Linear, ...]:
+    """Two matrices without a gate, named ``up`` and ``down`` as the architecture names them."""
     h, f = widths.hidden, widths.intermediate
     return (
         Linear(name=up, in_features=h, out_features=f, bias=bias, part="mlp"),

@@ -75,6 +75,7 @@ class Moment:
 
     @property
     def total(self) -> Size:
+        """Bytes alive at that moment, as a polynomial in tokens."""
         return self.kept.plus(self.temporaries).plus(Size(constant=self.gradients))
 
 

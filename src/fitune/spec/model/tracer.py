@@ -14,9 +14,13 @@ if TYPE_CHECKING:  # a model with formulas needs none of these
 class Tracer(Protocol):
     """Builds models without memory; lives where torch may be imported."""
 
-    def shapes(self, config: Mapping[str, Any], *, name: str, digest: str, dtype: str) -> "ModelSpec": ...
+    def shapes(self, config: Mapping[str, Any], *, name: str, digest: str, dtype: str) -> "ModelSpec":
+        """The shapes of the model that ``config`` describes. Raises ModelError where it cannot be built."""
+        ...
 
-    def profile(self, way: "Way") -> "TracedStep": ...
+    def profile(self, way: "Way") -> "TracedStep":
+        """Bytes of its blocks, trained this way. Raises ModelError for blocks that cannot be traced."""
+        ...
 
 
 _tracer: ContextVar[Tracer | None] = ContextVar("_tracer", default=None)

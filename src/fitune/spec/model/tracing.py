@@ -63,6 +63,7 @@ class Libraries:
 
     @property
     def words(self) -> str:
+        """The versions as a sentence names them."""
         return f"torch {self.torch} and transformers {self.transformers}"
 
 
@@ -138,6 +139,7 @@ class Way:
 
     @property
     def digest(self) -> str:
+        """Hash that the trace is stored under: equal for plans whose blocks hold the same bytes."""
         plan = self.plan
         facts = [
             FORMAT, plan.model.config_digest, to_data(plan.tuning), plan.precision.value, plan.attention,

@@ -58,6 +58,7 @@ class Cluster(Strict):
 
     @property
     def free_nodes(self) -> int:
+        """Nodes free now, never more than it has; all of them where nobody said."""
         return self.nodes if self.free is None else min(self.free, self.nodes)
 
     @property

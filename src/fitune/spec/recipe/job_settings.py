@@ -38,7 +38,8 @@ def object_name(value: str) -> str:
     return value
 
 
-def label_value(value: str) -> str:
+def _label_value(value: str) -> str:
+    """The value of a Kubernetes label. Raises ValueError for any other text."""
     if not (len(value) <= 63 and _LABEL_VALUE.fullmatch(value)):
         raise ValueError("is no value of a label: at most 63 letters, digits, '-', '_' and '.'")
     return value
@@ -48,7 +49,7 @@ def _labels(value: Mapping[str, str]) -> Mapping[str, str]:
     for key, text in value.items():
         if not _LABEL_KEY.fullmatch(key):
             raise ValueError(f"{key!r} is no key of a label")
-        label_value(text)
+        _label_value(text)
     return value
 
 
@@ -77,6 +78,7 @@ def _folder(value: str) -> str:
 
 
 def one_line(value: str) -> str:
+    """The text itself. Raises ValueError for line breaks and control characters."""
     if not value.isprintable():
         raise ValueError("must be one line")
     return value
@@ -106,7 +108,7 @@ def _as_seconds(value: Any) -> Any:
 
 
 ObjectName = Annotated[str, BeforeValidator(_as_text), AfterValidator(object_name)]
-LabelValue = Annotated[str, BeforeValidator(_as_text), AfterValidator(label_value)]
+LabelValue = Annotated[str, BeforeValidator(_as_text), AfterValidator(_label_value)]
 Labels = Annotated[dict[str, Annotated[str, BeforeValidator(_as_text)]], AfterValidator(_labels)]
 Folder = Annotated[str, AfterValidator(_folder)]
 Word = Annotated[str, BeforeValidator(_as_text), AfterValidator(_word)]

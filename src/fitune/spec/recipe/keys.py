@@ -148,6 +148,7 @@ class Key:
 
     @property
     def option(self) -> str:
+        """As the command line spells it: ``--seq-len`` for ``seq_len``."""
         return f"--{self.name.replace('_', '-')}"
 
 
@@ -159,6 +160,7 @@ def keys_of(group: str) -> Iterator[Key]:
 
 
 def all_keys() -> Iterator[Key]:
+    """The keys of all groups, in the order of ``--help``."""
     for group in GROUPS:
         yield from keys_of(group)
 

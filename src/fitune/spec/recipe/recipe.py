@@ -226,6 +226,7 @@ class Recipe(_Strict):
 
     @property
     def quantization_is_asked_for(self) -> bool:
+        """True if the recipe names a quantiser or its bits; ``none`` is the wish for none."""
         return self.quantization not in (None, "none") or self.quantization_bits is not None
 
     @property

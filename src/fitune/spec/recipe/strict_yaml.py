@@ -42,6 +42,7 @@ class StrictLoader(yaml.SafeLoader):
             raise _refused(f"{str(node.value)[:40]!r} cannot be read: {error}", node) from None
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        """A mapping. Raises an error with the line for a key that is no text or number, or stands twice."""
         seen: set[Any] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
@@ -73,6 +74,10 @@ _DATA = {".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow"}
 
 
 def load_yaml(path: Path, *, kind: str = "recipe") -> dict[str, Any]:
+    """The keys and values of a file. Raises RecipeError for a file that is missing, unreadable or no mapping.
+
+    ``kind`` names the file in messages: a recipe, a fleet, a judge.
+    """
     if path.suffix.lower() in _DATA:
         raise RecipeError(f"{path} is data by its name, not a {kind}", hint=f"--data {path}")
     if path.is_dir():

@@ -65,6 +65,7 @@ _MOST_BITS = 512
 
 
 def whole_number(value: Any) -> Any:
+    """An int for ``8``, ``8.0`` and ``"8"``. Raises ValueError for a fraction and whatever is no number."""
     value = number(value)
     if isinstance(value, float):
         if not value.is_integer():
@@ -74,6 +75,7 @@ def whole_number(value: Any) -> Any:
 
 
 def quantiser_word(value: Any) -> str:
+    """A known quantiser, or ``none``. Raises ValueError that lists them."""
     if value != "none" and not (isinstance(value, str) and value in QUANTISERS):
         raise ValueError(f"must be {', '.join(map(repr, QUANTISERS))} or 'none'")
     return str(value)
@@ -96,6 +98,7 @@ def as_bandwidth(value: Any) -> Any:
 
 
 def as_path(value: str) -> str:
+    """The path or URL itself. Raises ValueError where it cannot be one, and for ``s3:/bucket``: a slash is missing."""
     if fault := path_fault(value):
         raise ValueError(fault)
     if match := _SLASH_MISSING.match(value):
@@ -213,16 +216,19 @@ _MOST_BLOCKS = 9_999
 
 
 def as_sources(value: Any) -> Any:
+    """A list of sources from one, several or none (null)."""
     if value is None:
         return []
     return value if isinstance(value, list) else [value]
 
 
 def as_source(value: Any) -> Any:
+    """The fields of a source that may be written as its path alone."""
     return {"path": value} if isinstance(value, str) else value
 
 
 def switch_or_count(value: Any) -> bool | int:
+    """All blocks or none (true, on, all, false, off, none), or how many. Raises ValueError for other words."""
     if isinstance(value, bool):
         return value
     if isinstance(value, str) and value.lower() in _SWITCH_WORDS:
