@@ -243,6 +243,8 @@ _STEP = re.compile(r"step-(\d+)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
+    """What makes a checkpoint count: its files with their sizes and hashes, and the line that it continues."""
+
     step: int
     line: Line
     """The attempts that led here; the last one saved it."""

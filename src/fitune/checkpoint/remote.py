@@ -58,6 +58,7 @@ class Remote:
 
     @property
     def url(self) -> str:
+        """URL of its folder."""
         return self.store.below(self.name)
 
 

@@ -254,6 +254,7 @@ class HostCopies:
 
     @property
     def bytes(self) -> int:
+        """Host memory that the room takes, 0 before the first copy."""
         return sum(room.nbytes for room in self._rooms.values())
 
     def take(self, share: Share) -> Copied:

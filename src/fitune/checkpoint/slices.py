@@ -44,6 +44,8 @@ Groups = dict[str, dict[str, Divided]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Index:
+    """File of a checkpoint that says where the parts of its divided tensors are."""
+
     groups: Groups
 
 
@@ -67,6 +69,7 @@ class Share:
 
     @property
     def tensors(self) -> list[dict[str, Tensor]]:
+        """By name, for each group: the whole ones first, then this rank's parts."""
         return [*self.whole.values(), *self.parts.values()]
 
     @property
@@ -247,6 +250,7 @@ class SavedTensors(Mapping[str, Tensor]):
         return found
 
     def close(self) -> None:
+        """Lets go of the open files; a later read opens them again."""
         self._open.clear()
 
     def _read(

@@ -99,6 +99,7 @@ LORA_RANK = 16
 
 
 def demo_files(directory: Path) -> DemoFiles:
+    """Where each file lies below ``directory``; nothing is written."""
     return DemoFiles(
         start=directory / "start",
         base=directory / "base" / "model",

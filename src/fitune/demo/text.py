@@ -67,6 +67,8 @@ ANSWER = "goods: {goods} | colour: {colour} | count: {count} | city: {city}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
+    """One order, each part the word that stands in the text; the number is in words."""
+
     goods: str
     colour: str
     number: str
@@ -80,6 +82,7 @@ class Order:
         return str(NUMBERS.index(self.number) + 2)
 
     def fill(self, pattern: str) -> str:
+        """``pattern`` with the order's words, and its count in figures, for the names in braces."""
         return pattern.format(
             **{field.name: getattr(self, field.name) for field in fields(self)}, count=self.count
         )

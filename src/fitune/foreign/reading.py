@@ -48,6 +48,7 @@ class Inside(dict[str, Any]):
         self.asked: set[str] = set()
 
     def get(self, key: str, default: Any = None) -> Any:
+        """Notes ``key`` as asked for."""
         self.asked.add(key)
         return super().get(key, default)
 

@@ -46,6 +46,7 @@ class Place:
 
     @property
     def address(self) -> str:
+        """``host:port``, with brackets around an IPv6 host."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
@@ -141,10 +142,12 @@ class Meeting(OneNode):
         self._thread.start()
 
     def name(self, node: int) -> str:
+        """Without the host until all have met."""
         return f"node {node} ({self._hosts[node]})" if self._hosts else f"node {node}"
 
     @property
     def trouble(self) -> str:
+        """A node's ``call_off`` since the last ``gathered`` comes before what ends the whole meeting."""
         return self._known.get(f"{self._calls}/stop", "") or self._fatal_trouble
 
     @property
@@ -183,12 +186,15 @@ class Meeting(OneNode):
             time.sleep(_LOOK_SECONDS)
 
     def gathered(self, text: str) -> list[str]:
+        """Waits for the slowest node."""
         return [self._told(key) for key in self._said(text)]
 
     def from_first(self, make: Callable[[], str]) -> str:
+        """Waits for node 0, and for all others too."""
         return self._told(self._said(make() if self.place.node == 0 else "")[0])
 
     def call_off(self, cause: str) -> None:
+        """The first node to call off is the one that is heard."""
         self._tell(f"{self._calls}/stop", f"{self.name(self.place.node)}: {cause}", unless_told=True)
 
     def fail(self, message: str, exit_code: int) -> None:

@@ -26,15 +26,21 @@ def use_own_interface() -> None:
 
 
 class OwnInterfaceBackend(TorchConfig().backend_cls):  # type: ignore[misc]  # ray does not type it
+    """Sets up torch's process group after each worker has chosen the interface with its node's address."""
+
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
+        """Every worker runs ``use_own_interface`` before torch looks for an interface."""
         worker_group.execute(use_own_interface)
         super().on_start(worker_group, backend_config)
 
 
 @dataclass
 class OwnInterface(TorchConfig):  # type: ignore[misc]  # ray does not type it
+    """Settings of torch in Ray Train, with the choice of the interface added."""
+
     @property
     def backend_cls(self) -> type:
+        """Read by Ray when it starts the workers."""
         return OwnInterfaceBackend
 
 
@@ -45,6 +51,7 @@ class LossesTold(UserCallback):  # type: ignore[misc]  # ray does not type it
         self._told = told
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+        """Ray gives the errors by rank; the ranks are told in order."""
         self._told(sorted(worker_exceptions))
 
 
@@ -55,6 +62,7 @@ class ControllerTold(ControllerCallback):  # type: ignore[misc]  # ray does not 
         self._desk = desk
 
     def after_controller_start(self, train_run_context: Any) -> None:
+        """Runs inside that actor."""
         self._desk.control.remote(ray.get_runtime_context().current_actor)
 
 

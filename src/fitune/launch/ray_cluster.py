@@ -45,6 +45,7 @@ class RayPlace:
 
     @property
     def is_elastic(self) -> bool:
+        """True if the number of workers may change between starts."""
         return self.fewest != self.most
 
 
@@ -109,6 +110,7 @@ class RayCluster:
 
     @property
     def has_gpus(self) -> bool:
+        """True if any node has a whole GPU, free or not."""
         return any(node.resources.get("GPU", 0) >= 1 for node in self.nodes)
 
     def nodes_for(self, each: Mapping[str, float]) -> tuple["Node", ...]:
@@ -202,6 +204,7 @@ def _reach(ray: Any, named: str) -> None:
 
 
 def cluster_now() -> RayCluster:
+    """The nodes that live at this moment, and what is free on them; the driver must be connected."""
     ray = loaded_ray()
     nodes = tuple(
         Node(id=node["NodeID"], host=node["NodeManagerHostname"], resources=node["Resources"])

@@ -38,6 +38,7 @@ class Desk:
         self._has_controller = asyncio.Event()
 
     async def tell(self, event: Any) -> None:
+        """Lays ``event`` down until ``take``."""
         self._events.append(event)
 
     async def take(self) -> tuple[list[Any], str]:
@@ -66,6 +67,7 @@ class Desk:
         return self._controller
 
     async def stop(self) -> None:
+        """All ranks that wait in ``stop_asked`` are let go; it cannot be taken back."""
         self._is_stopping.set()
 
     async def stop_asked(self) -> None:
@@ -74,6 +76,7 @@ class Desk:
 
 
 def open_desk() -> Any:
+    """A handle of a new Desk on the driver's own node, which takes no CPU from the workers."""
     ray = loaded_ray()
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

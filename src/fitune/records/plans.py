@@ -218,6 +218,7 @@ def _hardware(row: Row) -> Hardware:
 
 
 def trains_all(row: Row) -> bool:
+    """True if the row says full training and no adapter."""
     return row.says("method", "full", "pretrain", "sft") and not row.says("method", "lora", "dora")
 
 

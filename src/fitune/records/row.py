@@ -38,10 +38,12 @@ class Row:
     facts: Mapping[str, Any]
 
     def size(self, key: str) -> int | None:
+        """A whole number, or None where it was not said."""
         value = self.facts.get(key)
         return None if value is None else int(value)
 
     def amount(self, key: str) -> float | None:
+        """A number with a fraction, or None where it was not said."""
         value = self.facts.get(key)
         return None if value is None else float(value)
 
@@ -62,6 +64,7 @@ class Row:
 
     @property
     def oom(self) -> bool:
+        """True if the run ended out of memory."""
         return self.facts.get("outcome") == "oom"
 
     @property

@@ -37,6 +37,7 @@ class Comparison:
 
     @property
     def group(self) -> str:
+        """One of GROUPS; a trainer that is named counts among the others."""
         return self.trainer if self.trainer in GROUPS else "others"
 
     @property
@@ -46,6 +47,7 @@ class Comparison:
 
     @property
     def speed_error(self) -> float | None:
+        """Relative error of the tokens per second; None unless both are known."""
         return _error(self.predicted_speed, self.measured_speed)
 
 

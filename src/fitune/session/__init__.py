@@ -16,9 +16,11 @@ class _LateTracer:
     """Imports torch when something has to be traced, and not before."""
 
     def shapes(self, config: Mapping[str, Any], *, name: str, digest: str, dtype: str) -> "ModelSpec":
+        """Shapes of the model's parameters, built from ``config`` without their weights."""
         return _tracer().shapes(config, name=name, digest=digest, dtype=dtype)
 
     def profile(self, way: "Way") -> "TracedStep":
+        """Tensors that one step of ``way`` makes and keeps."""
         return _tracer().profile(way)
 
 

@@ -196,12 +196,15 @@ class StepTeller:
     tell: Tell
 
     def start(self, plan: Plan, run_name: str) -> None:
+        """Tells StepsBegin."""
         self.tell(StepsBegin(plan=plan, run_name=run_name))
 
     def step(self, report: StepReport) -> None:
+        """Tells ``report`` as it is."""
         self.tell(report)
 
     def finish(self, report: RunReport | None) -> None:
+        """Tells StepsEnd."""
         self.tell(StepsEnd(report=report))
 
 

@@ -37,10 +37,12 @@ class StopRequest:
         self._together_seconds, self._first_at = together_seconds, 0.0
 
     def asked(self) -> bool:
+        """True once a signal has come."""
         return bool(self.received)
 
     @property
     def exit_code(self) -> int:
+        """That of the first signal; one must have come."""
         return EXIT_CODES[signal.Signals(self.received[0])]
 
     def note(self, number: int, frame: FrameType | None) -> None:
@@ -56,12 +58,15 @@ class StopRequest:
         _say("stopping after this step; once more stops at once")
 
     def start(self, plan: "Plan", run_name: str) -> None:
+        """From here on the first signal lets a step be finished."""
         self._is_under_way = True
 
     def step(self, report: "StepReport") -> None:
+        """Nothing to do after a step."""
         return
 
     def finish(self, report: "RunReport | None") -> None:
+        """From here on the next signal stops at once again."""
         self._is_under_way = False
 
 

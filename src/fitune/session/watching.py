@@ -34,6 +34,7 @@ class RunView:
 
     @property
     def is_alive(self) -> bool:
+        """True while a process that owns the directory lives."""
         return any(owner.is_alive for owner in owners_of(self.directory))
 
     @property

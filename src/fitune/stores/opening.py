@@ -39,6 +39,7 @@ WAITS_S = (0.5, 2.0, 8.0)
 
 
 def scheme_of(url: str) -> str:
+    """``s3`` of ``s3://bucket/name``, in lower case."""
     return url.partition("://")[0].lower()
 
 
@@ -139,6 +140,7 @@ def look_at(url: str) -> str:
 
 
 def lacks_credentials(problem: Exception) -> bool:
+    """True if the error of a store's client speaks of credentials."""
     return "credential" in f"{type(problem).__name__} {problem}".lower()
 
 
@@ -152,5 +154,6 @@ def _credentials_hint(scheme: str) -> str:
 
 
 def cause_of(problem: Exception) -> str:
+    """First line of the error's words, or its type where it has none; passwords and keys are taken out."""
     text = str(problem) or type(problem).__name__
     return without_credentials(text.splitlines()[0])

@@ -82,6 +82,7 @@ def _as_urls(base: str, filesystem: Any, names: list[str]) -> tuple[str, ...]:
 
 
 def identity_of(info: dict[str, Any]) -> str | None:
+    """Size with a hash, else with the time of the last change; None where the store tells neither."""
     said = {str(key).lower(): value for key, value in info.items() if value not in (None, "")}
     for names in (_HASHES, _TIMES):
         found = [f"{name}={said[name]}" for name in names if name in said]
@@ -104,19 +105,24 @@ class _Stream(io.RawIOBase):
             self._file: Any = filesystem.open(inner, "rb", block_size=_BLOCK_BYTES)
 
     def readable(self) -> bool:
+        """Always."""
         return True
 
     def seekable(self) -> bool:
+        """Always: stores read from any byte."""
         return True
 
     def tell(self) -> int:
+        """Bytes from the start to where the next read begins."""
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Raises whatever the store's client raises; only reads are tried again."""
         self._at = self._file.seek(offset, whence)
         return self._at
 
     def readinto(self, buffer: Any) -> int:
+        """Fewer bytes than there is room for are no end; 0 is. Raises DataError after the last try."""
         block = self._patience.answer(self._url, partial(self._read, len(buffer)), so_far=self._so_far)
         buffer[: len(block)] = block
         self._at += len(block)
@@ -156,6 +162,7 @@ class _Stream(io.RawIOBase):
         self._file.seek(self._at)
 
     def close(self) -> None:
+        """The store's own file is closed too; a second call does nothing more."""
         if not self.closed:
             self._file.close()
         super().close()

@@ -42,6 +42,7 @@ _SMALL_BYTES = 64 * MIB
 
 
 def nobody_stops() -> bool:
+    """Always False: for transfers that nothing interrupts."""
     return False
 
 
@@ -60,6 +61,7 @@ class Store:
         self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="sending", initializer=give_way)
 
     def below(self, name: str) -> str:
+        """URL of ``name``, or of the folder itself for an empty one."""
         return f"{self.url}/{name}" if name else self.url
 
     def infos(self, folder: str = "") -> dict[str, Mapping[str, Any]]:
@@ -199,6 +201,7 @@ class Store:
         return len(there)
 
     def close(self) -> None:
+        """Drops transfers that have not begun and does not wait for those that have."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _all(self, action: Callable[[str], T], names: Iterable[str]) -> list[T]:

@@ -94,14 +94,17 @@ class Run:
 
     @property
     def directory(self) -> Path:
+        """The output directory, where everything of the run lies."""
         return Path(self.plan.run.output_dir)
 
     @property
     def model(self) -> LanguageModel:
+        """The model that trains, once it is loaded."""
         return self.loaded.model
 
     @property
     def loaded(self) -> Prepared:
+        """What was prepared, model included; AssertionError before that."""
         assert self.prepared is not None, "the model is loaded before anything asks for it"
         return self.prepared
 

@@ -86,6 +86,7 @@ def tell_what_is_saved(current: Run, error: FituneError) -> None:
 
 
 def interrupted(current: Run, reason: str) -> RunReport:
+    """Writes the report of a run that stopped early for ``reason``, and returns it."""
     report = _summary(current, "interrupted", reason)
     return _write(current, replace(report, exported=current.exported))
 

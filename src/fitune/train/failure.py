@@ -39,12 +39,14 @@ class Whereabouts:
     """Signs of life: phases and batches begun so far."""
 
     def sign(self) -> None:
+        """Counts one more sign of life."""
         self.signs += 1
 
     def __str__(self) -> str:
         return f"{self.doing}, step {self.step}" if self.step else self.doing
 
     def failure(self, error: FituneError) -> Failure:
+        """What report.json says of ``error``: its kind, where it came, and the shortage where memory ran out."""
         shortage = error.shortage if isinstance(error, OutOfMemory) else None
         return Failure(error=error.kind, doing=self.doing, step=self.step, shortage=shortage)
 
@@ -100,6 +102,7 @@ def memory_settings(plan: Plan) -> str:
 
 
 def traceback_text(error: BaseException) -> str:
+    """The whole traceback with its causes; passwords and keys are taken out."""
     return without_credentials("".join(traceback.format_exception(error)))
 
 

@@ -139,6 +139,7 @@ class _Watch:
         self.thread.start()
 
     def end(self, error: FituneError | None) -> None:
+        """Stops the thread and writes the last status, with ``error`` if there is one; an empty file of stacks goes."""
         self.ended.set()
         self.thread.join()
         faulthandler.cancel_dump_traceback_later()

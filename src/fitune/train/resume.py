@@ -64,6 +64,7 @@ class Start:
 
     @property
     def step(self) -> int:
+        """Steps that are done already; 0 from the beginning."""
         return 0 if self.state is None else self.state.step
 
     @property

@@ -132,6 +132,7 @@ def send_one(store: Store, path: Path, line: Line, *, stop: Callable[[], bool] =
 
 
 def send_papers(store: Store, root: Path, names: tuple[str, ...]) -> None:
+    """Sends those of ``names`` that are files in ``root``. Raises StoreError."""
     for name in names:
         if (root / name).is_file():
             store.put_file(root / name, name)

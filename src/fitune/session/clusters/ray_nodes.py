@@ -21,6 +21,8 @@ _LIBRARIES = ("fitune", "torch", "transformers")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
+    """One node's answer: its name, the versions of what it runs, and its hardware."""
+
     host: str
     versions: dict[str, str]
     hardware: dict[int, Hardware | str]
@@ -40,6 +42,7 @@ def facts_of_node(shapes: Mapping[int, Recipe]) -> NodeFacts:
 
 
 def versions_here() -> dict[str, str]:
+    """Versions of Python and of the libraries that all nodes must share; ``none`` for one that is not installed."""
     found = {"python": platform.python_version()}
     for name in _LIBRARIES:
         try:
@@ -66,6 +69,7 @@ def hardware_of_workers(shapes: Mapping[int, Recipe]) -> dict[int, Hardware]:
 
 
 def require_same_versions(here: Mapping[str, str], nodes: Any) -> None:
+    """Raises HardwareError at the first version of ``here`` that one of ``nodes``, each a NodeFacts, does not have."""
     for facts in nodes:
         for name, own in here.items():
             theirs = facts.versions.get(name, "none")

@@ -176,9 +176,11 @@ class Talker:
         self._listener.start()
 
     def stop_asked(self) -> bool:
+        """True once the desk has told the ranks to stop."""
         return self._stop.is_set()
 
     def start(self, plan: Plan, run_name: str) -> None:
+        """Begins the reports to Ray; a later call changes nothing."""
         if not self._thread.is_alive():
             self._thread.start()
 
@@ -188,6 +190,7 @@ class Talker:
         self._step = {name: value for name, value in data.items() if isinstance(value, int | float)}
 
     def finish(self, report: RunReport | None) -> None:
+        """Does nothing: ``close`` and ``abandon`` end the reports."""
         return
 
     def close(self, gathered: Callable[[int], Sequence[int]]) -> None:
@@ -202,6 +205,7 @@ class Talker:
             self._round()
 
     def abandon(self) -> None:
+        """Ends the reports without waiting for the other ranks."""
         self._over.set()
 
     def _listen(self, desk: Any) -> None:

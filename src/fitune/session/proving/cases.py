@@ -81,6 +81,7 @@ class Case:
 
     @property
     def missing(self) -> bool:
+        """True if its library is not installed."""
         return bool(self.needs) and importlib.util.find_spec(self.needs) is None
 
 
@@ -101,6 +102,7 @@ CASES = {
 
 
 def config_of(shape: Shape) -> PretrainedConfig:
+    """The model's own config cut to the shape's layers, or that of a tiny Llama where no model is named."""
     if shape.model:
         return with_layers(model_config(shape.model), shape.layers)
     return config_from({"model_type": "llama", "num_hidden_layers": shape.layers, **_TINY})
@@ -109,6 +111,7 @@ def config_of(shape: Shape) -> PretrainedConfig:
 def plan_of(
     case: Case, shape: Shape, *, hardware: Hardware, rows: int, recompute: int = 0, max_grad_norm: float = 1.0
 ) -> Plan:
+    """A plan for one GPU that trains ``case``: ``rows`` of the shape's tokens a step."""
     model = spec_from_config(config_of(shape).to_dict(), name=shape.model or "bench/tiny")
     return Plan(
         model=model,
@@ -162,10 +165,12 @@ class Rows:
 
     @property
     def supervised_tokens(self) -> int:
+        """Tokens with a label."""
         return int((self.labels_T >= 0).sum())
 
 
 def random_rows(lengths: tuple[int, ...], *, vocab_size: int) -> Rows:
+    """Rows of ``lengths`` tokens end to end, each tensor of shape (tokens,); labels are the next tokens of the row."""
     ids = torch.randint(0, vocab_size, (sum(lengths),))
     labels = ids.roll(-1)
     ends = list(itertools.accumulate(lengths))
@@ -181,5 +186,6 @@ def full_rows(plan: Plan) -> Rows:
 
 
 def synchronise(device: torch.device) -> None:
+    """Waits until a GPU has done its work; nothing to wait for on the processor."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -232,6 +232,7 @@ class _Adapter(Pair):
         self.both = a_ERI, b_EOR
 
     def factors(self) -> tuple[Tensor, Tensor, float]:
+        """Both as they were given, never switched off; their product is scaled by 2."""
         return *self.both, 2.0
 
 

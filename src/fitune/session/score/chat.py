@@ -56,13 +56,17 @@ class Reply:
 class Screen(Protocol):
     """Shows a conversation. Models are told by their place."""
 
-    def note(self, text: str) -> None: ...
+    def note(self, text: str) -> None:
+        """A remark that belongs to no answer."""
+        ...
 
     def piece(self, place: int, text: str) -> None:
         """More text of the answer that is being written."""
         ...
 
-    def answered(self, place: int, reply: Reply) -> None: ...
+    def answered(self, place: int, reply: Reply) -> None:
+        """The model at ``place`` has ended its answer, whole or not."""
+        ...
 
     def turn(self, question: str, replies: Sequence[Reply]) -> None:
         """All models have answered, or the turn was stopped."""
@@ -95,6 +99,7 @@ class Chat:
 
     @property
     def titles(self) -> list[str]:
+        """What each model is called on the screen, in their order."""
         return [side.title for side in self.sides]
 
     def reset(self) -> None:

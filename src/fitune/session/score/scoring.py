@@ -115,9 +115,11 @@ class Pace:
         self._began = self._told = 0.0
 
     def add(self, tokens: int) -> None:
+        """Counts tokens of an answer; they are told with the next rows."""
         self._tokens += tokens
 
     def rows(self, done: int, total: int) -> None:
+        """Tells RowsAnswered, due for a line once every few seconds; fewer ``done`` than before begin another count."""
         now = time.monotonic()
         if not self._began or done < self._before:  # another count begins
             self._before, self._began, self._told = done, now, now
