@@ -243,7 +243,7 @@ _STEP = re.compile(r"step-(\d+)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """What makes a checkpoint count: its files with their sizes and hashes, and the line that it continues."""
+    """The record by which a checkpoint counts: its files with their sizes and hashes, and the line it continues."""
 
     step: int
     line: Line

@@ -154,6 +154,6 @@ def _credentials_hint(scheme: str) -> str:
 
 
 def cause_of(problem: Exception) -> str:
-    """First line of the error's words, or its type where it has none; passwords and keys are taken out."""
+    """First line of the error's words, or its type where it has none; secrets are hidden."""
     text = str(problem) or type(problem).__name__
     return without_credentials(text.splitlines()[0])

@@ -104,7 +104,7 @@ class Run:
 
     @property
     def loaded(self) -> Prepared:
-        """What was prepared, model included; AssertionError before that."""
+        """The prepared parts, model included; AssertionError before they are there."""
         assert self.prepared is not None, "the model is loaded before anything asks for it"
         return self.prepared
 

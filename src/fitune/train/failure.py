@@ -46,7 +46,7 @@ class Whereabouts:
         return f"{self.doing}, step {self.step}" if self.step else self.doing
 
     def failure(self, error: FituneError) -> Failure:
-        """What report.json says of ``error``: its kind, where it came, and the shortage where memory ran out."""
+        """The kind of ``error``, where it came, and the shortage where memory ran out."""
         shortage = error.shortage if isinstance(error, OutOfMemory) else None
         return Failure(error=error.kind, doing=self.doing, step=self.step, shortage=shortage)
 
@@ -102,7 +102,7 @@ def memory_settings(plan: Plan) -> str:
 
 
 def traceback_text(error: BaseException) -> str:
-    """The whole traceback with its causes; passwords and keys are taken out."""
+    """The whole traceback with its causes; secrets are hidden."""
     return without_credentials("".join(traceback.format_exception(error)))
 
 

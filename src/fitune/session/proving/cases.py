@@ -111,7 +111,7 @@ def config_of(shape: Shape) -> PretrainedConfig:
 def plan_of(
     case: Case, shape: Shape, *, hardware: Hardware, rows: int, recompute: int = 0, max_grad_norm: float = 1.0
 ) -> Plan:
-    """A plan for one GPU that trains ``case``: ``rows`` of the shape's tokens a step."""
+    """A plan for one device: micro-batches of ``rows`` rows of the shape's tokens, ``recompute`` blocks recomputed."""
     model = spec_from_config(config_of(shape).to_dict(), name=shape.model or "bench/tiny")
     return Plan(
         model=model,

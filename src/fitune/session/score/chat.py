@@ -99,7 +99,7 @@ class Chat:
 
     @property
     def titles(self) -> list[str]:
-        """What each model is called on the screen, in their order."""
+        """The models' names on the screen, in their order."""
         return [side.title for side in self.sides]
 
     def reset(self) -> None:

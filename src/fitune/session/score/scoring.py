@@ -119,7 +119,7 @@ class Pace:
         self._tokens += tokens
 
     def rows(self, done: int, total: int) -> None:
-        """Tells RowsAnswered, due for a line once every few seconds; fewer ``done`` than before begin another count."""
+        """Tells RowsAnswered, due for a line every 30 s; fewer ``done`` than before begin another count."""
         now = time.monotonic()
         if not self._began or done < self._before:  # another count begins
             self._before, self._began, self._told = done, now, now
