@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 import sys
 from functools import partial
 from itertools import count
@@ -91,6 +92,19 @@ def plan_of(model_folder, data_file, folder, **settings):
         gpu=cpu_gpu(memory_bytes=4 * GIB, cores=2), gpus=1, nodes=1, host_memory_bytes=4 * GIB
     )
     return find_plan(recipe, model=load_model_spec(recipe.model), hardware=hardware).chosen.plan
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Chromium, opened once a module. It is a Debian package, which .ci/run installs: without it tests are skipped."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if chromium is None:
+        pytest.skip("no Chromium here: apt-get install chromium")
+    with playwright.sync_playwright() as started:
+        opened = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield opened
+        opened.close()
 
 
 @pytest.fixture(scope="session")

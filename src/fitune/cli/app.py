@@ -543,8 +543,8 @@ def _terminal(**settings: Any) -> "Terminal":
 
 @contextmanager
 def _telling(json: bool, *, starts_others: bool = False) -> Iterator["Terminal"]:
-    """What is told inside; with ``json`` on standard error, like all that is printed there (by processes that it
-    starts, too, if ``starts_others``), and then the result, if this process has it."""
+    """The terminal of a command. With ``json`` all that is printed inside goes to standard error, and the result is
+    printed at the end as one object. ``starts_others``: what child processes print goes to standard error, too."""
     with ExitStack() as stack:
         if json:
             stack.enter_context(redirect_stdout(sys.stderr))

@@ -52,6 +52,7 @@ def _score_options() -> list[Any]:
         made.append(
             Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
         )
+    # typer reads the options from here; mypy takes a function's attribute for unknown
     keys.__signature__ = Signature(made)  # type: ignore[attr-defined]
     keys.__annotations__ = {each.name: each.annotation for each in made}
     app = typer.Typer(add_completion=False)

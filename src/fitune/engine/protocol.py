@@ -133,12 +133,14 @@ class WholeWeights:
 
     parameters: dict[str, Parameter]
 
+    # Each engine has these two of its own. They are not abstract: OnShares (engine/fsdp.py) stands between and calls
+    # those of the engine by super(), which a type checker refuses for an abstract method.
     def state(self) -> EngineState:
-        """Raises NotImplementedError: every engine has states of its own."""
+        """The states of the engine's optimizer."""
         raise NotImplementedError
 
     def restore(self, state: EngineState) -> None:
-        """Raises NotImplementedError: every engine has states of its own."""
+        """Copies ``state`` into the states of the engine's optimizer."""
         raise NotImplementedError
 
     def resident(self) -> list[Tensor]:

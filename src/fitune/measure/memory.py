@@ -67,7 +67,7 @@ class LiveTensors(TorchDispatchMode):
         self.enter(Phase.IDLE)
 
     def enter(self, phase: Phase) -> None:
-        """What is alive now is the first peak of ``phase``."""
+        """Begins ``phase``; its peak starts at the bytes that are alive now."""
         self.phase = phase
         self._note_peak()
 

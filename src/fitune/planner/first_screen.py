@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from fitune.errors import FituneError, NothingFits
 from fitune.planner.alternatives import changed_recipe
 from fitune.planner.candidates import Request
-from fitune.planner.method_search import MethodSearch
-from fitune.planner.methods import methods_for
+from fitune.planner.nothing_fits import LARGE_CARD, fits_on_devices, on_large_cards
 from fitune.planner.reasons.explain import moment
 from fitune.planner.search import first_choice
 from fitune.spec.counts import count_parameters
@@ -83,16 +82,16 @@ def _where_it_fits(
     here = machine(recipe)
     if here.gpu.is_cpu or here.nodes > 1:
         return settings, None
-    larger: list[Settings] = [
-        {"gpus": gpus} for gpus in (2, 4, 8) if gpus > here.gpus_per_node and recipe.gpu
-    ]
-    larger += [{"gpu": "a100-80gb", "gpus": gpus} for gpus in (1, 2, 4, 8)]
-    for there in larger:
-        changed = _changed(recipe, settings | there)
-        request = Request.of(changed, model, machine(changed))
-        if any(MethodSearch(request, method, on_device=True).fits() for method in methods_for(request)):
-            return settings | there, first_choice(request)
-    return settings, None
+    for gpus in (2, 4, 8):
+        changed = _changed(recipe, settings | {"gpus": gpus})
+        if gpus > here.gpus_per_node and recipe.gpu:
+            request = Request.of(changed, model, machine(changed))
+            if fits_on_devices(request):
+                return settings | {"gpus": gpus}, first_choice(request)
+    found = on_large_cards(Request.of(_changed(recipe, settings), model, here))
+    if found is None:
+        return settings, None
+    return settings | {"gpu": LARGE_CARD, "gpus": found.recipe.gpus or 1}, first_choice(found)
 
 
 FEWER, MORE = 0.5, 1.5

@@ -122,7 +122,7 @@ class _Changes:
 
     @cached_property
     def _helpful(self) -> list[tuple[str, StepStages, dict[str, object]]]:
-        """Those that fit; where one alone is enough, not once more with others beside it."""
+        """Changes that fit. A change that adds settings to one that is enough alone is left out."""
         found: list[tuple[str, StepStages, dict[str, object]]] = []
         for change in self._tried:
             if fits(change[1]) and not change[0].startswith(tuple(words for words, *_ in found)):
@@ -143,23 +143,15 @@ class _Changes:
                 }
 
     def _larger_machines(self) -> Iterator[tuple[str, Request]]:
-        """The fewest 80 GB cards of one machine that hold the method wished for, LoRA and QLoRA."""
+        """The method wished for, LoRA and QLoRA on the fewest large cards that hold them."""
         recipe = self.request.recipe
-        figures = (recipe.gpu_memory, recipe.gpu_flops, recipe.gpu_bandwidth, recipe.interconnect)
-        if self.request.hardware.nodes > 1 or any(figures):
-            return
         lesser = [
             to_adapters(recipe, name) for name in ("lora", "qlora") if recipe.tuning not in (None, name)
         ]
         for words, settings in [("", {}), *lesser]:
-            for gpus in (1, 2, 4, 8):
-                changed = self.request.with_pins(**settings, gpu=LARGE_CARD, gpus=gpus)
-                host = recipe.host_memory or 0
-                there = hardware_for(gpu=find_gpu(LARGE_CARD), gpus=gpus, host_memory_bytes=host)
-                changed = replace(changed, hardware=with_host_memory(there))
-                if any(MethodSearch(changed, m, on_device=True).fits() for m in methods_for(changed)):
-                    yield ", ".join(filter(None, (words, f"gpu: {LARGE_CARD}, gpus: {gpus}"))), changed
-                    break
+            if (found := on_large_cards(self.request.with_pins(**settings))) is not None:
+                there = f"gpu: {LARGE_CARD}, gpus: {found.recipe.gpus}"
+                yield ", ".join(filter(None, (words, there))), found
 
     def about_the_host(self) -> Iterator[str]:
         """Says how much host memory is missing where it fits the devices with offload."""
@@ -266,6 +258,30 @@ class _Changes:
             for method in methods_for(request)
             if type(method.tuning) is type(plan.tuning) and method.precision is plan.precision
         )
+
+
+def on_large_cards(request: Request) -> Request | None:
+    """The request on the fewest 80 GB cards of one machine that hold it on their devices; None where eight do not, and
+    for several nodes or a card that was described by its figures: what is typed would be of those."""
+    recipe = request.recipe
+    figures = (recipe.gpu_memory, recipe.gpu_flops, recipe.gpu_bandwidth, recipe.interconnect)
+    if request.hardware.nodes > 1 or any(figures):
+        return None
+    for gpus in (1, 2, 4, 8):
+        there = hardware_for(
+            gpu=find_gpu(LARGE_CARD), gpus=gpus, host_memory_bytes=recipe.host_memory or 0,
+            nvme_bytes=recipe.nvme_size or 0,
+        )  # fmt: skip
+        changed = request.with_pins(gpu=LARGE_CARD, gpus=gpus)
+        changed = replace(changed, hardware=with_host_memory(there))
+        if fits_on_devices(changed):
+            return changed
+    return None
+
+
+def fits_on_devices(request: Request) -> bool:
+    """True if a method of the request fits with everything on the devices."""
+    return any(MethodSearch(request, method, on_device=True).fits() for method in methods_for(request))
 
 
 def largest_known_model(request: Request, fits: Callable[[Request], bool]) -> str | None:

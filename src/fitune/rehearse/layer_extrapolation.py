@@ -42,7 +42,7 @@ class Depth:
         return self.recomputed + self.kept
 
     def shallow(self) -> "Depth":
-        """The same kinds of blocks, at most ROW of each."""
+        """Returns the depth with at most ROW recomputed and ROW kept blocks."""
         return Depth(recomputed=min(self.recomputed, ROW), kept=min(self.kept, ROW))
 
     def copies(self, shallow_block: int) -> range:
@@ -137,7 +137,7 @@ class _Shift:
         return name._replace(place=name.place._replace(block=self.of(name.place.block)))
 
     def parameter(self, key: ParameterKey) -> ParameterKey:
-        """The same parameter of the other block."""
+        """Returns ``key`` with the block that its own stands for."""
         return (self.of(key[0]), key[1])
 
     def of(self, other: int | None) -> int | None:

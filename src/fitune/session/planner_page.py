@@ -250,7 +250,7 @@ def rent(question: Mapping[str, str]) -> str:
 
 
 _PLACE = ("gpu", "gpus", "nodes", "fleet")
-"""What a question says of where it trains."""
+"""Keys of a question that name the hardware."""
 
 
 def clusters(question: Mapping[str, str]) -> str:

@@ -132,7 +132,7 @@ NO_EXPORT: dict[str, Any] = {
     "hub": None,
     "next": [],
 }
-"""What is told of an export, before it is."""
+"""Keys of ``--json`` about the export, for a run that has none yet."""
 
 _OUTCOME = (
     "status", "reason", "steps", "tokens", "seconds", "tokens_per_second", "first_loss", "final_loss",
@@ -141,7 +141,7 @@ _OUTCOME = (
 
 
 def outcome_data(run: RunReport, directory: Path) -> dict[str, Any]:
-    """What ``outcome_lines`` say, with the peak in bytes, for programs."""
+    """The figures of ``outcome_lines`` and the peak in bytes, as keys of ``--json``."""
     return {
         "run": directory,
         "report": directory / "report.html",

@@ -42,7 +42,7 @@ class StopRequest:
 
     @property
     def exit_code(self) -> int:
-        """That of the first signal; one must have come."""
+        """The exit code of the first signal. Raises IndexError before one has come."""
         return EXIT_CODES[signal.Signals(self.received[0])]
 
     def note(self, number: int, frame: FrameType | None) -> None:
@@ -62,7 +62,7 @@ class StopRequest:
         self._is_under_way = True
 
     def step(self, report: "StepReport") -> None:
-        """Nothing to do after a step."""
+        """Does nothing."""
         return
 
     def finish(self, report: "RunReport | None") -> None:

@@ -89,7 +89,7 @@ class TokenizerFailed(DataError):
     """The tokenizer raised an error, or panicked, on some text."""
 
     def of_row(self, where: str) -> BadRow:
-        """The same fault as that of the row at ``where``."""
+        """Returns the error as one of the row at ``where``, so that other rows go on."""
         return BadRow(
             f"{where}: {self.message}",
             reason="the tokenizer fails",

@@ -175,7 +175,7 @@ class Site:
         return self.plan.tuning.dropout if isinstance(self.plan.tuning, Lora) else 0.0
 
     def adapted(self, linears: Sequence[Linear]) -> tuple[Linear, ...]:
-        """Those of ``linears`` that have an adapter in this block."""
+        """Returns the ``linears`` that have an adapter in this block."""
         match self.plan.tuning:
             case Lora(targets=targets) if self.has_adapters:
                 return tuple(m for m in linears if m.is_target(targets))

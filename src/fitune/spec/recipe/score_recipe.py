@@ -124,9 +124,10 @@ FOR_TASKS = {
 
 
 def facts_of(name: str) -> dict[str, Any]:
-    """What ``key`` was told of a key beside its default and its help; nothing of a name that is none."""
+    """The facts that ``key`` was given beside default and help; empty for a name that is no key."""
     field = ScoreRecipe.model_fields.get(name)
-    return {} if field is None else dict(field.json_schema_extra)  # type: ignore[arg-type]
+    facts = None if field is None else field.json_schema_extra
+    return facts if isinstance(facts, dict) else {}
 
 
 def options_of(name: str) -> tuple[str, ...]:
