@@ -16,7 +16,7 @@ NULL_STAMP := $(NULL)/.installed
 # How long `make fuzz` looks: minute (the same examples every time) or hour (new ones every time).
 PROFILE ?= minute
 
-.PHONY: demo test base slow ray vllm vllm-env null-gpu null-env fuzz lint types clean
+.PHONY: demo test base slow weekly ray vllm vllm-env null-gpu null-env fuzz lint types clean
 
 demo: $(DEMO)
 	$(BIN)/fitune demo
@@ -27,6 +27,10 @@ test: $(STAMP)
 # The larger grids of the laws, about half an hour more.
 slow: $(STAMP)
 	$(PYTEST) -m slow
+
+# What `slow` has one of each kind of, for all others: about half an hour, once a week and before a release.
+weekly: $(STAMP)
+	$(PYTEST) -m weekly
 
 # Runs on a Ray cluster that is started here, about ten minutes. One process: there is one cluster.
 ray: $(STAMP)

@@ -94,7 +94,8 @@ def sets_of_targets(spec):
 
 def cases():
     """Name and set of targets for the shipped model of each type with the fewest blocks: both sets where they are in
-    different blocks, one of them by turns where not."""
+    different blocks, one of them by turns where not. Of those whose blocks are all alike and see whole rows, three
+    quarters are weekly."""
     names = [name for name in configs_to_trace() if name not in NOT_SHIPPED]
     specs = {name: load_model_spec(name, offline=True) for name in names}
     deepest_first = sorted(names, key=lambda name: -specs[name].num_layers)
@@ -104,19 +105,20 @@ def cases():
         sets = list(sets_of_targets(specs[name]).items())[:: 1 if turn % 2 else -1]
         plans = {each: with_adapters(specs[name], targets, tokens=8) for each, targets in sets}
         differing = {adapted_blocks(specs[name], plan.tuning): each for each, plan in plans.items()}
-        found += [(name, each) for each in differing.values()]
+        is_plain = len(specs[name].kinds) == 1 and not specs[name].chunk
+        mark = pytest.mark.weekly if is_plain and turn % 4 else pytest.mark.slow
+        found += [pytest.param(name, each, marks=mark) for each in differing.values()]
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "targets"), cases())
 def test_every_shipped_architecture(folder, name, targets):
-    """Whole models at 700 tokens, nothing recomputed."""
+    """Whole models, nothing recomputed, at 700 tokens; where blocks loop over tokens or chunks, at fewer of them."""
     spec = load_model_spec(name, offline=True)
     plan = with_adapters(
         spec,
         sets_of_targets(spec)[targets],
-        tokens=700,
+        tokens=min(700, 4 * spec.chunk + 96 if spec.chunk else 700),
         chunk=256,
         rank=16,
         precision="bf16",

@@ -69,8 +69,13 @@ def test_the_same_losses_and_gradients_and_nothing_compiled_for_later_streams():
     assert counts[1:] == [counts[1]] * (len(STREAMS) - 1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "mixtral", "gpt2"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "mixtral")),
+        *(pytest.param(name, marks=pytest.mark.weekly) for name in ("qwen3", "gpt2")),
+    ],
+)
 def test_other_families(family):
     assert_same(losses_and_gradients(family, backend="aot_eager"), losses_and_gradients(family))
 

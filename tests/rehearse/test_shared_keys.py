@@ -41,16 +41,17 @@ CASES = [
     ("4-small", {**FULL, "recompute": 9, "accumulation": 2, "seq_len": 64}),
     ("3n", {**LORA, "recompute": 9}),
     ("4-small", {**FULL, **EIGHT, "recompute": 2, "seq_len": 64}),
-    ("4-small", {**LORA, "recompute": 9}),
     ("3n", {**LORA, **EIGHT, "recompute": 0}),
     ("4-dense", {**LORA, "recompute": 4}),
-    ("3n", {**FULL, "recompute": 4, "seq_len": 64}),
     ("3n", {**FULL, "recompute": 9, "accumulation": 2, "seq_len": 64}),
+    ("4-small", {**LORA, "recompute": 9}),
+    ("3n", {**FULL, "recompute": 4, "seq_len": 64}),
     ("3n", {**FULL, **EIGHT, "recompute": 9, "seq_len": 64}),
     ("4-dense", {**FULL, "recompute": 0}),
     ("4-small", {**LORA, "recompute": 6, "seq_len": 600}),
 ]
-QUICK = 2
+QUICK, WEEKLY = 2, 6
+"""So many cases run always; from this one on, weekly."""
 
 
 @pytest.fixture
@@ -71,7 +72,11 @@ def rehearsed_peak(plan):
 @pytest.mark.parametrize(
     ("name", "choice"),
     [
-        pytest.param(*case, id=f"{number}-{case[0]}", marks=[] if number < QUICK else [pytest.mark.slow])
+        pytest.param(
+            *case,
+            id=f"{number}-{case[0]}",
+            marks=[] if number < QUICK else [pytest.mark.slow if number < WEEKLY else pytest.mark.weekly],
+        )
         for number, case in enumerate(CASES)
     ],
 )

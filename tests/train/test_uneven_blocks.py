@@ -31,10 +31,10 @@ CASES = [
     pytest.param("3n", "qlora", EVERYWHERE, marks=pytest.mark.slow),
     pytest.param("4-experts", "lora", EVERYWHERE),
     pytest.param("4-experts", "qlora", EXPERTS, marks=pytest.mark.slow),
-    pytest.param("3n", "lora", EVERYWHERE, marks=pytest.mark.slow),
+    pytest.param("3n", "lora", EVERYWHERE, marks=pytest.mark.weekly),
     pytest.param("4-small", "lora", EVERYWHERE, marks=pytest.mark.slow),
-    pytest.param("4-small", "qlora", EVERYWHERE, marks=pytest.mark.slow),
-    pytest.param("4-dense", "lora", EVERYWHERE, marks=pytest.mark.slow),
+    pytest.param("4-small", "qlora", EVERYWHERE, marks=pytest.mark.weekly),
+    pytest.param("4-dense", "lora", EVERYWHERE, marks=pytest.mark.weekly),
     pytest.param("4-dense", "qlora", EVERYWHERE, marks=pytest.mark.slow),
 ]
 
