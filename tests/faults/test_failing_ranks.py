@@ -19,7 +19,7 @@ from fitune.spec.serial import from_json
 from fitune.track.metrics import read_metrics
 from jsonl import read_lines
 
-slow = pytest.mark.slow
+slow, weekly = pytest.mark.slow, pytest.mark.weekly
 TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 
 
@@ -77,11 +77,11 @@ def report_of(run):
             marks=slow,
         ),
         pytest.param(
-            "raise_data_error", 1, r"error: rank 1 failed: row 7 of the test cannot be read", marks=slow
+            "raise_data_error", 1, r"error: rank 1 failed: row 7 of the test cannot be read", marks=weekly
         ),
-        pytest.param("fill_disk", 1, r"error: rank 1 failed: /full/shard: No space left", marks=slow),
+        pytest.param("fill_disk", 1, r"error: rank 1 failed: /full/shard: No space left", marks=weekly),
         pytest.param("kill", 1, r"error: rank 1 was killed by SIGKILL.*dmesg", marks=slow),
-        pytest.param("crash", 1, r"error: rank 1 was killed by SIGSEGV", marks=slow),
+        pytest.param("crash", 1, r"error: rank 1 was killed by SIGSEGV", marks=weekly),
     ],
 )
 def test_the_rank_that_failed_is_named_with_its_error(program, tmp_path, fault, code, words):
@@ -111,11 +111,17 @@ FULL = (
 KILLED = ("kill_in_save", r"error: rank {1} was killed by SIGKILL")
 
 
-@slow
-def test_ranks_that_fail_in_a_save_leave_the_checkpoint_before_to_go_on_from(program, tmp_path):
-    """One run that fails in four saves, each time otherwise, and goes on each time."""
+@pytest.mark.parametrize(
+    "saves",
+    [
+        pytest.param(((FULL, 1), (KILLED, 0)), marks=slow, id="two"),
+        pytest.param(((FULL, 0), (KILLED, 1), (FULL, 1), (KILLED, 0)), marks=weekly, id="four"),
+    ],
+)
+def test_ranks_that_fail_in_a_save_leave_the_checkpoint_before_to_go_on_from(program, tmp_path, saves):
+    """One run that fails in several saves, each time otherwise, and goes on each time."""
     folder, done = tmp_path / "run/checkpoints", 1
-    for (fault, words), rank in [(FULL, 0), (KILLED, 1), (FULL, 1), (KILLED, 0)]:
+    for (fault, words), rank in saves:
         ended, err = end(program(fault, *(["--resume"] if done > 1 else []), rank=rank, call=2))
         assert ended == 1, err
         assert re.search(words.format(done + 1, rank, done), err), err
@@ -153,8 +159,9 @@ def until_ready(started):
         assert line, started.communicate()
 
 
-@slow
-@pytest.mark.parametrize(("number", "code"), [(INT, 130), (HUP, 129)])
+@pytest.mark.parametrize(
+    ("number", "code"), [pytest.param(INT, 130, marks=slow), pytest.param(HUP, 129, marks=weekly)]
+)
 def test_one_signal_lets_all_ranks_finish_the_step(program, tmp_path, number, code):
     """SIGTERM to the launcher alone: launch/test_several_nodes.py."""
     started = program("wait", rank=0)

@@ -36,12 +36,14 @@ def test_killed_at_random_moments_with_damage_between_a_run_ends_as_if_undisturb
     assert seen["ended like the undisturbed run"] >= 1
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kills", [pytest.param(10, marks=pytest.mark.slow), pytest.param(30, marks=pytest.mark.weekly)]
+)
 def test_killed_anywhere_in_its_ending_a_run_gets_its_export_its_report_and_its_page(
-    tmp_path, model_folder, data_file
+    tmp_path, model_folder, data_file, kills
 ):
-    seen = kill(tmp_path / "runs", model_folder, data_file, "--kills", 30, "--steps", 3, "--only-ending")
-    assert seen["killed"] == 30
+    seen = kill(tmp_path / "runs", model_folder, data_file, "--kills", kills, "--steps", 3, "--only-ending")
+    assert seen["killed"] == kills
 
 
 @pytest.mark.parametrize("missing", ["report.html", "adapter"])

@@ -14,7 +14,7 @@ from fitune.session.signals import EXIT_CODES, StopRequest
 from fitune.spec.rank_status import LAUNCHER
 
 TERM, INT = signal.SIGTERM, signal.SIGINT
-slow = pytest.mark.slow
+slow, weekly = pytest.mark.slow, pytest.mark.weekly
 BACKWARD = "fitune.models.language_model.LanguageModel.loss_and_gradient"
 
 
@@ -55,7 +55,7 @@ def _end(started):
     ("signals", "code"),
     [
         ((TERM, TERM), 143),
-        pytest.param((INT, TERM), 143, marks=slow),
+        pytest.param((INT, TERM), 143, marks=weekly),
         pytest.param((TERM, INT), 130, marks=slow),
     ],
 )
@@ -85,18 +85,18 @@ def test_one_signal_lets_the_step_be_finished(program, tmp_path):
     assert (tmp_path / "run/checkpoints/step-2/COMMIT").is_file()
 
 
-@slow
 @pytest.mark.parametrize(
     ("target", "number"),
     [
-        ("fitune.train.run.prepare_data", TERM),
-        ("fitune.data.conversations.templates.PieceEncoder.encode", INT),
-        ("fitune.data.loader.pack_rows", TERM),
-        ("fitune.data.loader.Loader.epoch", INT),
-        ("fitune.train.run.prepare", TERM),
-        ("fitune.session.train.training.plan_for", INT),
+        pytest.param("fitune.train.run.prepare_data", TERM, id="tokenising", marks=slow),
+        pytest.param(
+            "fitune.data.conversations.templates.PieceEncoder.encode", INT, id="encoding", marks=weekly
+        ),
+        pytest.param("fitune.data.loader.pack_rows", TERM, id="packing", marks=weekly),
+        pytest.param("fitune.data.loader.Loader.epoch", INT, id="loader", marks=slow),
+        pytest.param("fitune.train.run.prepare", TERM, id="loading", marks=weekly),
+        pytest.param("fitune.session.train.training.plan_for", INT, id="planning", marks=slow),
     ],
-    ids=["tokenising", "encoding", "packing", "loader", "loading", "planning"],
 )
 def test_before_the_first_step_one_signal_stops(program, target, number):
     started = program(target, "train", "--set", "packing=true")

@@ -48,7 +48,7 @@ def test_the_image_fits_what_the_manifests_say_of_it():
     assert _before_it_stops(100)[0] == "python"
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_layers_install_a_fitune_that_runs(tmp_path):
     """Minutes: torch and all libraries go into an empty environment, which takes the place of the image."""
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "image"], check=True)
