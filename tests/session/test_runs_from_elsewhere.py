@@ -4,6 +4,8 @@ import shutil
 
 import fitune
 from fitune.session.named_models import find_model
+from fitune.spec.plan import Full, Plan
+from fitune.spec.serial import from_json
 
 KEYS = """\
 model: base/model
@@ -43,3 +45,20 @@ def test_a_run_is_used_from_any_folder_and_moves_with_its_base(
     assert fitune.export(run).path == run / "merged"
     once_more = {"resume": True, "max_steps": 3, "output_dir": run}
     assert fitune.train(tmp_path / "moved" / "r.yaml", **once_more).steps == 3
+
+
+def test_what_a_recipe_leaves_open_is_that_of_the_run_it_goes_on_with(
+    model_folder, data_file, tmp_path, monkeypatch
+):
+    """Left open on one processor, precision is fp32; two of them would take bf16-master."""
+    shutil.copytree(model_folder, tmp_path / "base" / "model")
+    shutil.copy(data_file, tmp_path / "rows.jsonl")
+    monkeypatch.chdir(tmp_path)
+    open_keys = KEYS.replace("precision: fp32\n", "").replace("tuning: lora\n", "")
+    (tmp_path / "open.yaml").write_text(open_keys)
+    first = fitune.train("open.yaml", tuning="full", precision="bf16-master")
+    assert fitune.plan("open.yaml").chosen.plan.precision.value == "fp32"
+    again = fitune.train("open.yaml", resume=True, max_steps=2)
+    assert (first.steps, again.steps, again.status) == (1, 2, "complete")
+    plan = from_json(Plan, (tmp_path / "run" / "plan.json").read_text())
+    assert (plan.tuning, plan.precision.value) == (Full(), "bf16-master")

@@ -17,6 +17,8 @@ from fitune.files import read_text
 from fitune.models.weights import stored_dtype
 from fitune.spec.counts import count_parameters
 from fitune.spec.plan import Plan, trains_embeddings
+from fitune.spec.recipe.pins import pinned
+from fitune.spec.recipe.recipe import Recipe
 from fitune.spec.reports import RunReport
 from fitune.spec.run_directory import FOLDERS
 from fitune.spec.serial import from_data, parse_json
@@ -28,6 +30,27 @@ T = TypeVar("T")
 
 _SMALL_FILES_BYTES = 48 * MIB
 """Logs, report, tokenizer; the exporter alone keeps 32 MiB for its texts."""
+
+
+def as_begun(recipe: Recipe) -> Recipe:
+    """``recipe`` with the method, quantisation and precision of the run in its output_dir, where it leaves them open:
+    of another number of devices fitune might choose others. As it is where no plan of a run can be read there."""
+    if not recipe.output_dir:
+        return recipe
+    try:
+        saved = from_data(
+            Plan, parse_json(read_text(Path(recipe.output_dir) / "plan.json", follow_links=False))
+        )
+    except (OSError, ValueError):
+        return recipe
+    begun = pinned(recipe, saved)
+    asks_for_another = recipe.tuning not in (None, begun.tuning)
+    keys = (
+        ("precision",) if asks_for_another else ("precision", "tuning", "quantization", "quantization_bits")
+    )
+    return recipe.model_copy(
+        update={key: getattr(begun, key) for key in keys if getattr(recipe, key) is None}
+    )
 
 
 def complete_run(

@@ -41,7 +41,7 @@ from fitune.session.exporting import export_run
 from fitune.session.planning import plan_for, saving_in_time, wanted_hardware
 from fitune.session.reported import NO_EXPORT, outcome_data, report_run
 from fitune.session.train.attempts import Attempt, leave_shortage, next_attempt
-from fitune.session.train.checks import complete_run, require_room_on_disk
+from fitune.session.train.checks import as_begun, complete_run, require_room_on_disk
 from fitune.session.train.first_use import measure_on_first_use
 from fitune.session.train.next_commands import commands_for, next_note
 from fitune.session.train.pushing import push, push_again, ready_repository
@@ -96,6 +96,8 @@ def first_attempt(
     """
     if not recipe.data:
         raise RecipeError("no data is named", hint="data: train.jsonl, or --data on the command line")
+    if recipe.resume and not overwrite:
+        recipe = as_begun(recipe)
     here = hardware
     if hardware is None:
         hardware = wanted_hardware(recipe)
