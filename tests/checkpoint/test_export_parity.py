@@ -10,7 +10,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from checkpoint.tiny_export import TEMPLATE, byte_tokenizer, tiny_base, with_adapter
+from checkpoint.tiny_export import CARD, TEMPLATE, byte_tokenizer, into, tiny_base, with_adapter
 from fitune.checkpoint import export, layout, parity
 from fitune.checkpoint.export import export_adapter, export_full, export_merged
 from fitune.errors import CheckpointError, RunDirectoryError
@@ -18,7 +18,6 @@ from fitune.models.adapter_file import linear_names
 from fitune.models.attention import use_attention
 from models.tiny_models import tiny_model
 
-COMMON = {"chat_template": TEMPLATE, "card": "# what it is\n"}
 IDS = torch.arange(24).reshape(2, 12) * 11 % 260
 
 
@@ -54,7 +53,7 @@ def test_a_full_model_comes_back_bit_for_bit(tmp_path, tied):
     torch.nn.init.normal_(
         model.get_input_embeddings().weight
     )  # trained: no longer what the base folder holds
-    done = export_full(model, byte_tokenizer(), tmp_path / "out", **COMMON)
+    done = export_full(model, into(tmp_path / "out"))
     assert done == export.Exported(path=tmp_path / "out", max_logit_difference=0.0)
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.equal(answer(reloaded), answer(model))
@@ -64,7 +63,7 @@ def test_a_full_model_comes_back_bit_for_bit(tmp_path, tied):
 
 
 def test_a_full_model_has_the_files_the_hub_expects(tmp_path):
-    export_full(tiny_base(tmp_path / "base"), byte_tokenizer(), tmp_path / "out", **COMMON)
+    export_full(tiny_base(tmp_path / "base"), into(tmp_path / "out"))
     assert files(tmp_path / "out") == {
         "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
         "chat_template.jinja", "README.md",
@@ -74,13 +73,13 @@ def test_a_full_model_has_the_files_the_hub_expects(tmp_path):
         TEMPLATE,
         byte_tokenizer()("hi!").input_ids,
     )
-    assert (tmp_path / "out/README.md").read_text() == COMMON["card"]
+    assert (tmp_path / "out/README.md").read_text() == CARD
 
 
 def test_shards_have_an_index_with_every_tensor_and_the_exact_count(tmp_path, monkeypatch):
     monkeypatch.setattr("fitune.checkpoint.layout.SHARD_BYTES", 40_000)
     model = tiny_base(tmp_path / "base")
-    export_full(model, byte_tokenizer(), tmp_path / "out", **COMMON)
+    export_full(model, into(tmp_path / "out"))
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     shards = sorted((tmp_path / "out").glob("model-*-of-*.safetensors"))
     assert len(shards) > 1
@@ -91,9 +90,7 @@ def test_shards_have_an_index_with_every_tensor_and_the_exact_count(tmp_path, mo
 @pytest.mark.parametrize("tied", [True, False])
 def test_an_adapter_comes_back_bit_for_bit_on_its_base(tmp_path, tied):
     model = with_adapter(tiny_base(tmp_path / "base", tied=tied))
-    done = export_adapter(
-        model, byte_tokenizer(), tmp_path / "out", base="org/tiny", base_path=str(tmp_path / "base"), **COMMON
-    )
+    done = export_adapter(model, into(tmp_path / "out"), base="org/tiny", base_path=str(tmp_path / "base"))
     assert done.max_logit_difference == 0.0
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     untrained = answer(base)
@@ -104,9 +101,7 @@ def test_an_adapter_comes_back_bit_for_bit_on_its_base(tmp_path, tied):
 
 def test_an_adapter_has_the_files_peft_expects_and_names_the_given_base(tmp_path):
     model = with_adapter(tiny_base(tmp_path / "base"))
-    export_adapter(
-        model, byte_tokenizer(), tmp_path / "out", base="org/tiny", base_path=str(tmp_path / "base"), **COMMON
-    )
+    export_adapter(model, into(tmp_path / "out"), base="org/tiny", base_path=str(tmp_path / "base"))
     assert files(tmp_path / "out") == {
         "adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json",
         "chat_template.jinja", "README.md",
@@ -125,7 +120,7 @@ def test_an_adapter_has_the_files_peft_expects_and_names_the_given_base(tmp_path
 
 def test_a_16_bit_adapter_on_a_16_bit_base_keeps_its_bits(tmp_path):
     model = with_adapter(tiny_base(tmp_path / "base", dtype=torch.bfloat16))
-    done = export_adapter(model, byte_tokenizer(), tmp_path / "out", base=str(tmp_path / "base"), **COMMON)
+    done = export_adapter(model, into(tmp_path / "out"), base=str(tmp_path / "base"))
     weights = load_file(tmp_path / "out/adapter_model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
     assert done.max_logit_difference == 0.0
@@ -136,7 +131,7 @@ def test_a_16_bit_adapter_on_a_16_bit_base_keeps_its_bits(tmp_path):
 def test_a_merged_model_answers_like_the_adapted_one(tmp_path, tied, dtype):
     model = with_adapter(tiny_base(tmp_path / "base", tied=tied, dtype=dtype))
     before, expected = snapshot(model), answer(model)
-    done = export_merged(model, byte_tokenizer(), tmp_path / "out", **COMMON)
+    done = export_merged(model, into(tmp_path / "out"))
     assert unchanged(model, before)
     assert torch.equal(answer(model), expected)
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
@@ -158,11 +153,9 @@ def test_other_families_merge_too(tmp_path, family):
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
-    adapter = {**COMMON, "base": str(tmp_path / "base")}
-    assert (
-        export_adapter(model, byte_tokenizer(), tmp_path / "adapter", **adapter).max_logit_difference == 0.0
-    )
-    assert export_merged(model, byte_tokenizer(), tmp_path / "merged", **COMMON).max_logit_difference < 1e-4
+    adapter = {"base": str(tmp_path / "base")}
+    assert export_adapter(model, into(tmp_path / "adapter"), **adapter).max_logit_difference == 0.0
+    assert export_merged(model, into(tmp_path / "merged")).max_logit_difference < 1e-4
     on_disk = [load_file(tmp_path / folder / "model.safetensors").keys() for folder in ("base", "merged")]
     assert on_disk[0] == on_disk[1]
 
@@ -176,7 +169,7 @@ def test_adapters_on_fused_experts_are_merged(tmp_path):
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             parameter.data.normal_(0, 0.02, generator=generator)
-    exported = export_merged(model, byte_tokenizer(), tmp_path / "out", **COMMON)
+    exported = export_merged(model, into(tmp_path / "out"))
     ids = torch.arange(3, 20)[None]
     found = AutoModelForCausalLM.from_pretrained(exported.path)(input_ids=ids).logits
     torch.testing.assert_close(found, model(input_ids=ids).logits, rtol=0, atol=1e-5)
@@ -186,7 +179,7 @@ def test_a_merged_weight_is_base_plus_scaled_product_by_hand(tmp_path):
     model = with_adapter(tiny_base(tmp_path / "base"))
     layer = model.get_base_model().model.layers[1].mlp.down_proj
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-    export_merged(model, byte_tokenizer(), tmp_path / "out", **COMMON)
+    export_merged(model, into(tmp_path / "out"))
     merged = load_file(tmp_path / "out/model.safetensors")
     by_hand = layer.base_layer.weight + (8 / 4) * (b @ a)
     torch.testing.assert_close(
@@ -200,13 +193,13 @@ def test_a_merge_that_rounds_the_training_away_is_said_to(tmp_path):
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.constant_(parameter, 1e-4)
-    done = export_merged(model, byte_tokenizer(), tmp_path / "out", **COMMON)
+    done = export_merged(model, into(tmp_path / "out"))
     assert "much of what was learned is lost" in done.warnings[0]
 
 
 def test_a_merge_of_an_untrained_adapter_is_said_to_change_nothing(tmp_path):
     model = with_adapter(tiny_base(tmp_path / "base"), zero=True)
-    done = export_merged(model, byte_tokenizer(), tmp_path / "out", **COMMON)
+    done = export_merged(model, into(tmp_path / "out"))
     assert done.max_logit_difference == 0.0
     assert "changes nothing" in done.warnings[0]
 
@@ -216,7 +209,7 @@ def test_the_training_attention_is_neither_exported_nor_lost(tmp_path):
     use_attention(model.get_base_model(), "sdpa")
     before = model.get_base_model().config._attn_implementation
     model.train()
-    export_merged(model, byte_tokenizer(), tmp_path / "out", **COMMON)
+    export_merged(model, into(tmp_path / "out"))
     assert (model.get_base_model().config._attn_implementation, model.training) == (before, True)
     assert "attn_implementation" not in (tmp_path / "out/config.json").read_text()
 
@@ -228,7 +221,7 @@ def test_weights_that_were_not_written_are_found(tmp_path, monkeypatch):
     model = with_adapter(tiny_base(tmp_path / "base"))
     monkeypatch.setattr(export, "merged", lambda weight, _change, _dtype: (weight, 1.0, 0.0))
     with pytest.raises(CheckpointError, match=r"q_proj.*is not W"):
-        export_merged(model, byte_tokenizer(), tmp_path / "out", **COMMON)
+        export_merged(model, into(tmp_path / "out"))
     assert files(tmp_path) == {"base"}
 
 
@@ -238,7 +231,7 @@ def test_an_adapter_on_the_wrong_base_is_found(tmp_path):
     torch.nn.init.normal_(other.get_input_embeddings().weight)
     other.save_pretrained(tmp_path / "other")
     with pytest.raises(CheckpointError, match="does not answer like the trained one: logits differ by"):
-        export_adapter(model, byte_tokenizer(), tmp_path / "out", base=str(tmp_path / "other"), **COMMON)
+        export_adapter(model, into(tmp_path / "out"), base=str(tmp_path / "other"))
     assert not (tmp_path / "out").exists()
 
 
@@ -260,7 +253,7 @@ def test_a_tensor_that_transformers_does_not_load_is_found(tmp_path, monkeypatch
 
     monkeypatch.setattr(export, "whole_model", forgetful)
     with pytest.raises(CheckpointError, match=r"do not hold the trained weights: 1 tensors.*model\.norm"):
-        export_full(model, byte_tokenizer(), tmp_path / "out", **COMMON)
+        export_full(model, into(tmp_path / "out"))
 
 
 def test_a_dense_base_goes_to_the_host_where_only_the_packed_one_fits_twice(monkeypatch):
@@ -276,7 +269,7 @@ def test_not_finite_weights_are_not_exported(tmp_path):
     model = tiny_base(tmp_path / "base")
     model.get_parameter("model.norm.weight").data[3] = float("nan")
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight.*NaN or infinite"):
-        export_full(model, byte_tokenizer(), tmp_path / "out", **COMMON)
+        export_full(model, into(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
 
@@ -285,9 +278,9 @@ def test_a_folder_with_content_is_only_replaced_on_request(tmp_path):
     out.mkdir()
     (out / "thesis.tex").write_text("precious")
     with pytest.raises(RunDirectoryError, match="already exists and is not empty"):
-        export_full(model, byte_tokenizer(), out, **COMMON)
+        export_full(model, into(out))
     assert files(out) == {"thesis.tex"}
-    export_full(model, byte_tokenizer(), out, replace=True, **COMMON)
+    export_full(model, into(out, replace=True))
     assert "thesis.tex" not in files(out)
     assert files(tmp_path) == {"base", "out"}
 
@@ -296,7 +289,7 @@ def test_too_little_space_is_refused_before_anything_is_written(tmp_path, monkey
     model = tiny_base(tmp_path / "base")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     with pytest.raises(CheckpointError, match=r"export out needs 32\.\d MiB, 1000 B free"):
-        export_full(model, byte_tokenizer(), tmp_path / "out", **COMMON)
+        export_full(model, into(tmp_path / "out"))
     assert files(tmp_path) == {"base"}
 
 
@@ -307,5 +300,5 @@ _DEAD = f"{2**22 + 1}-{'0' * 16}"
 def test_what_a_killed_export_left_is_removed_by_the_next(tmp_path):
     for left in (f".tmp-out-{_DEAD}", f".tmp-outer-{_DEAD}"):
         (tmp_path / left).mkdir()
-    export_full(tiny_base(tmp_path / "base"), byte_tokenizer(), tmp_path / "out", **COMMON)
+    export_full(tiny_base(tmp_path / "base"), into(tmp_path / "out"))
     assert files(tmp_path) == {"base", "out", f".tmp-outer-{_DEAD}"}

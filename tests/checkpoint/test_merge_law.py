@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from checkpoint.tiny_export import byte_tokenizer
+from checkpoint.tiny_export import into
 from fitune.checkpoint import export, parity
 from fitune.checkpoint.export import export_merged
 from fitune.checkpoint.layout import unverified
@@ -19,7 +19,6 @@ from models.tiny_models import tiny_model
 EXPERTS = {"mixtral": {"num_local_experts": 8}, "qwen3_moe": {"num_experts": 8}}
 TARGETS = ["q_proj", "v_proj", "o_proj"]
 ATTENTION = {"gpt2": ["c_attn", "attn.c_proj"]}
-COMMON = {"chat_template": "", "card": "# what it is\n"}
 
 
 def adapted(family, *, dtype=torch.bfloat16, folder=None, **words):
@@ -126,7 +125,7 @@ def twice_as_much(weight, change, dtype):
 def test_a_16_bit_merge_of_a_mixture_of_experts_is_accepted(family, tmp_path):
     """Near-tied routers send tokens elsewhere after one rounding: not the merge is wrong then."""
     model = adapted(family, folder=tmp_path / "base")
-    done = export_merged(model, byte_tokenizer(), tmp_path / "merged", **COMMON)
+    done = export_merged(model, into(tmp_path / "merged"))
     assert done.max_logit_difference is not None
     assert done.warnings == ()
 
@@ -137,14 +136,14 @@ def test_a_wrong_merge_of_a_mixture_of_experts_is_refused(family, merge, tmp_pat
     model = adapted(family, folder=tmp_path / "base")
     monkeypatch.setattr(export, "merged", merge)
     with pytest.raises(CheckpointError, match="is not W"):
-        export_merged(model, byte_tokenizer(), tmp_path / "merged", **COMMON)
+        export_merged(model, into(tmp_path / "merged"))
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
 
 def test_routers_that_cannot_be_fixed_leave_the_verdict_to_the_weights(tmp_path, monkeypatch):
     monkeypatch.setattr("fitune.checkpoint.parity._chooses", lambda output: False)
     model = adapted("mixtral", folder=tmp_path / "base")
-    done = export_merged(model, byte_tokenizer(), tmp_path / "merged", **COMMON)
+    done = export_merged(model, into(tmp_path / "merged"))
     assert done.max_logit_difference is None
     assert "logits are not compared" in done.warnings[0]
 
@@ -160,18 +159,18 @@ def no_memory(*_words, **_named):
 def test_a_copy_that_has_no_room_leaves_the_files_to_be_compared(family, tmp_path, monkeypatch):
     model = adapted(family, folder=tmp_path / "base")
     monkeypatch.setattr(export, "whole_model", no_memory)
-    done = export_merged(model, byte_tokenizer(), tmp_path / "merged", **COMMON)
+    done = export_merged(model, into(tmp_path / "merged"))
     assert "not verified by reloading" in done.warnings[0]
     assert (tmp_path / "merged" / "model.safetensors").is_file()
     monkeypatch.setattr(export, "merged", forgotten)
     with pytest.raises(CheckpointError, match="is not W"):
-        export_merged(model, byte_tokenizer(), tmp_path / "wrong", **COMMON)
+        export_merged(model, into(tmp_path / "wrong"))
 
 
 def test_what_is_secured_outlives_its_verification(tmp_path, monkeypatch):
     """Whatever ends it: a refusal, a second Ctrl-C, the machine."""
     model = adapted("llama", folder=tmp_path / "base")
-    words = {**COMMON, "base": str(tmp_path / "base"), "secure": True}
+    words = {"into": into(tmp_path / "adapter", secure=True), "base": str(tmp_path / "base")}
     kept = unverified(tmp_path / "adapter")
 
     def interrupted(*_words, **_named):
@@ -180,14 +179,14 @@ def test_what_is_secured_outlives_its_verification(tmp_path, monkeypatch):
     with monkeypatch.context() as stopped:
         stopped.setattr(export, "verify_export", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            export.export_adapter(model, byte_tokenizer(), tmp_path / "adapter", **words)
+            export.export_adapter(model, **words)
     assert (kept / "adapter_model.safetensors").is_file()
     with monkeypatch.context() as refused:
         refused.setattr(parity, "TOLERANCE", dict.fromkeys((torch.bfloat16,), -1.0))
         with pytest.raises(CheckpointError, match="what was trained is kept in .*adapter-unverified"):
-            export.export_adapter(model, byte_tokenizer(), tmp_path / "adapter", **words)
+            export.export_adapter(model, **words)
     assert (kept / "adapter_config.json").is_file()
     assert not (tmp_path / "adapter").exists()
-    export.export_adapter(model, byte_tokenizer(), tmp_path / "adapter", **words)
+    export.export_adapter(model, **words)
     assert not kept.exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base"]

@@ -9,15 +9,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from checkpoint.tiny_export import TEMPLATE, byte_tokenizer, tiny_base, with_adapter
+from checkpoint.tiny_export import into, tiny_base, with_adapter
 from fitune.checkpoint import export, layout
 from fitune.checkpoint.export import export_adapter, export_full, export_merged
 from fitune.checkpoint.layout import Piece, write_model
 from fitune.errors import CheckpointError
 from fitune.models.door import empty_model, read_config
-
-CARD = "# what it is\n"
-WORDS = {"chat_template": TEMPLATE, "card": CARD}
 
 
 def on_meta(folder):
@@ -26,7 +23,7 @@ def on_meta(folder):
 
 
 def of(base, weights):
-    return {"weights": weights, "base_path": str(base), **WORDS}
+    return {"weights": weights, "base_path": str(base)}
 
 
 class Counted(Mapping[str, Tensor]):
@@ -69,10 +66,10 @@ def same_tensors(one, other):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_full_model_is_the_one_that_is_written_whole(tmp_path, tied, dtype):
     model = tiny_base(tmp_path / "base", tied=tied)
-    export_full(model, byte_tokenizer(), tmp_path / "whole", dtype=dtype, **WORDS)
+    export_full(model, into(tmp_path / "whole"), dtype=dtype)
     weights = Counted(dict(model.named_parameters()))
-    words = {**of(tmp_path / "base", weights), "dtype": dtype, "secure": True}
-    done = export_full(on_meta(tmp_path / "base"), byte_tokenizer(), tmp_path / "streamed", **words)
+    words = {**of(tmp_path / "base", weights), "dtype": dtype}
+    done = export_full(on_meta(tmp_path / "base"), into(tmp_path / "streamed", secure=True), **words)
     assert done.path == tmp_path / "streamed"
     assert weights.asked == list(weights)
     assert same_tensors(tmp_path / "streamed", tmp_path / "whole")
@@ -83,7 +80,7 @@ def test_one_tensor_is_held_at_a_time_whatever_the_model_takes(tmp_path):
     model = tiny_base(tmp_path / "base")
     weights = Counted(dict(model.named_parameters()))
     words = of(tmp_path / "base", weights)
-    export_full(on_meta(tmp_path / "base"), byte_tokenizer(), tmp_path / "out", dtype=torch.float32, **words)
+    export_full(on_meta(tmp_path / "base"), into(tmp_path / "out"), dtype=torch.float32, **words)
     sizes = sorted((weight.nbytes for weight in weights.weights.values()), reverse=True)
     assert weights.most_bytes <= sizes[0] + sizes[1]
     assert weights.most_bytes < sum(sizes) / 2
@@ -110,14 +107,14 @@ def test_a_large_model_is_written_as_shards_with_an_index(tmp_path):
 def test_adapter_and_merged_model_are_those_that_are_written_whole(tmp_path, dtype):
     model = with_adapter(tiny_base(tmp_path / "base"))
     base = str(tmp_path / "base")
-    export_adapter(model, byte_tokenizer(), tmp_path / "adapter", base=base, **WORDS)
-    export_merged(model, byte_tokenizer(), tmp_path / "merged", dtype=dtype, base_path=base, **WORDS)
+    export_adapter(model, into(tmp_path / "adapter"), base=base)
+    export_merged(model, into(tmp_path / "merged"), dtype=dtype, base_path=base)
     weights = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     with torch.device("meta"):
         structure = with_adapter(on_meta(tmp_path / "base"))
     words = of(tmp_path / "base", weights)
-    export_adapter(structure, byte_tokenizer(), tmp_path / "adapter2", base=base, secure=True, **words)
-    export_merged(structure, byte_tokenizer(), tmp_path / "merged2", dtype=dtype, **words)
+    export_adapter(structure, into(tmp_path / "adapter2", secure=True), base=base, **words)
+    export_merged(structure, into(tmp_path / "merged2"), dtype=dtype, **words)
     for kind in ("adapter", "merged"):
         assert same_tensors(tmp_path / kind, tmp_path / f"{kind}2")
         assert texts_of(tmp_path / kind) == texts_of(tmp_path / f"{kind}2")
@@ -128,9 +125,7 @@ def test_a_weight_that_is_not_finite_is_named_and_not_exported(tmp_path):
     odd = "model.layers.1.mlp.up_proj.weight"
     weights[odd] = weights[odd].detach().clone().fill_(float("nan"))
     with pytest.raises(CheckpointError, match=f"{odd}' is NaN or infinite"):
-        export_full(
-            on_meta(tmp_path / "base"), byte_tokenizer(), tmp_path / "out", **of(tmp_path / "base", weights)
-        )
+        export_full(on_meta(tmp_path / "base"), into(tmp_path / "out"), **of(tmp_path / "base", weights))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base"]
 
 
@@ -146,9 +141,7 @@ def test_files_that_are_not_what_was_written_are_refused(tmp_path, monkeypatch):
 
     monkeypatch.setattr(layout, "write_synced", rotten)
     with pytest.raises(CheckpointError, match="not what was written"):
-        export_full(
-            on_meta(tmp_path / "base"), byte_tokenizer(), tmp_path / "out", **of(tmp_path / "base", weights)
-        )
+        export_full(on_meta(tmp_path / "base"), into(tmp_path / "out"), **of(tmp_path / "base", weights))
     assert not (tmp_path / "out").exists()
 
 
@@ -160,4 +153,4 @@ def test_a_wrong_merge_is_refused_by_its_law(tmp_path, monkeypatch):
     with torch.device("meta"):
         structure = with_adapter(on_meta(tmp_path / "base"))
     with pytest.raises(CheckpointError, match="is not W"):
-        export_merged(structure, byte_tokenizer(), tmp_path / "merged", **of(tmp_path / "base", weights))
+        export_merged(structure, into(tmp_path / "merged"), **of(tmp_path / "base", weights))

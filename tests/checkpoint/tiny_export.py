@@ -10,7 +10,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from fitune.checkpoint.layout import ExportFolder
+
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+CARD = "# what it is\n"
 TARGETS = ("q_proj", "v_proj", "down_proj")
 
 
@@ -42,3 +45,9 @@ def byte_tokenizer():
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="!", pad_token="!")
+
+
+def into(target, **choice):
+    """An export folder with what tests put beside weights."""
+    words = {"chat_template": TEMPLATE, "card": CARD, **choice}
+    return ExportFolder(target=target, tokenizer=byte_tokenizer(), **words)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from checkpoint.tiny_export import byte_tokenizer, tiny_base, with_adapter
+from checkpoint.tiny_export import into, tiny_base, with_adapter
 from faults.adapters import edit_config, edit_weights
 from fitune.checkpoint.export import adapter_weights, export_merged
 from fitune.checkpoint.layout import write_adapter
@@ -153,7 +153,7 @@ def test_a_quantised_base_is_not_merged_into(tmp_path, mark):
         layer = base.model.layers[0].self_attn.q_proj.base_layer
         layer.weight = torch.nn.Parameter(torch.zeros(512, 1, dtype=torch.uint8), requires_grad=False)
     with pytest.raises(CheckpointError, match="into a quantised base") as refusal:
-        export_merged(model, byte_tokenizer(), tmp_path / "out", chat_template="", card="")
+        export_merged(model, into(tmp_path / "out"))
     assert "16-bit base" in refusal.value.hint
     assert not (tmp_path / "out").exists()
 

@@ -116,7 +116,7 @@ def test_an_adapter_or_a_model_that_fails_can_be_exported_again(
     place = (
         "fitune.checkpoint.export.verify_export"
         if how == "unverified"
-        else "fitune.checkpoint.export.write_texts"
+        else "fitune.checkpoint.layout.ExportFolder.write_texts"
     )
     error = CheckpointError("logits differ") if how == "unverified" else NO_ROOM
     run = tmp_path / "run"
@@ -146,7 +146,7 @@ def test_a_run_without_checkpoints_saves_one_when_nothing_else_holds_its_weights
     assert train(output_dir=tmp_path / "whole", **words)[0] == 0
     run = tmp_path / "run"
     with monkeypatch.context() as broken:
-        broken.setattr("fitune.checkpoint.export.write_texts", raising(NO_ROOM))
+        broken.setattr("fitune.checkpoint.layout.ExportFolder.write_texts", raising(NO_ROOM))
         code, _, err = train(**words)
     assert code == 1
     assert f"weights are saved in {run / 'checkpoints' / 'step-2'}, but exporting failed" in err
@@ -156,7 +156,7 @@ def test_a_run_without_checkpoints_saves_one_when_nothing_else_holds_its_weights
 
 
 def test_an_export_is_not_promised_where_no_checkpoint_can_be_saved_either(train, monkeypatch):
-    monkeypatch.setattr("fitune.checkpoint.export.write_texts", raising(NO_ROOM))
+    monkeypatch.setattr("fitune.checkpoint.layout.ExportFolder.write_texts", raising(NO_ROOM))
     monkeypatch.setattr(import_module("fitune.train.saving"), "write_share", raising(NO_ROOM))
     code, out, err = train(save_steps=0)
     assert code == 1
@@ -183,7 +183,7 @@ def test_an_adapter_of_an_earlier_end_is_not_taken_for_the_last(train, call, tmp
     assert train(save_steps=2)[0] == 0
     old = load_file(tmp_path / "run/adapter/adapter_model.safetensors")
     with monkeypatch.context() as broken:
-        broken.setattr("fitune.checkpoint.export.write_texts", raising(NO_ROOM))
+        broken.setattr("fitune.checkpoint.layout.ExportFolder.write_texts", raising(NO_ROOM))
         assert train("--resume", save_steps=2, max_steps=4)[0] == 1
     os.utime(tmp_path / "run/adapter/adapter_model.safetensors", (1, 1))
     call("export", tmp_path / "run", "--as", "merged").ends(0, "step-4")

@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from checkpoint.tiny_export import byte_tokenizer
+from checkpoint.tiny_export import into
 from fitune.checkpoint.export import export_adapter, export_merged
 from fitune.errors import CheckpointError
 from fitune.models.adapter_file import check_adapter
@@ -82,10 +82,7 @@ def test_a_whole_name_adapts_one_of_two_linears():
 def test_what_is_exported_peft_loads_and_the_merged_model_answers_the_same(tmp_path, variant):
     tiny_model(vocab_size=260).save_pretrained(tmp_path / "base")
     model = filled(ours(VARIANTS[variant][0], AutoModelForCausalLM.from_pretrained(tmp_path / "base")))
-    common = {"chat_template": "", "card": ""}
-    done = export_adapter(
-        model, byte_tokenizer(), tmp_path / "adapter", base=str(tmp_path / "base"), **common
-    )
+    done = export_adapter(model, into(tmp_path / "adapter"), base=str(tmp_path / "base"))
     assert done.max_logit_difference == 0.0
     config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     words = VARIANTS[variant][1]
@@ -93,7 +90,7 @@ def test_what_is_exported_peft_loads_and_the_merged_model_answers_the_same(tmp_p
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     reloaded = PeftModel.from_pretrained(base, tmp_path / "adapter")
     assert torch.equal(reloaded(input_ids=IDS).logits, model(input_ids=IDS).logits)
-    export_merged(model, byte_tokenizer(), tmp_path / "merged", **common)
+    export_merged(model, into(tmp_path / "merged"))
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(merged(input_ids=IDS).logits, model(input_ids=IDS).logits, rtol=0, atol=1e-4)
 
@@ -102,9 +99,7 @@ def test_an_adapter_of_some_blocks_is_checked_block_by_block(tmp_path):
     tiny_model(vocab_size=260).save_pretrained(tmp_path / "base")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     model = filled(ours(replace(PLAIN, layers=(0, 2)), base))
-    export_adapter(
-        model, byte_tokenizer(), tmp_path / "out", base=str(tmp_path / "base"), chat_template="", card=""
-    )
+    export_adapter(model, into(tmp_path / "out"), base=str(tmp_path / "base"))
     assert check_adapter(tmp_path / "out", base=tmp_path / "base") == ()
     file = tmp_path / "out/adapter_config.json"
     config = json.loads(file.read_text())

@@ -9,7 +9,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from checkpoint.tiny_export import byte_tokenizer
+from checkpoint.tiny_export import into
 from fitune.checkpoint.export import export_adapter, export_merged
 from fitune.errors import CheckpointError
 from fitune.models.adapter_file import check_adapter
@@ -22,7 +22,6 @@ from models.tiny_models import tiny_model
 IDS = torch.arange(3, 27).reshape(2, 12)
 BOTH = ("embed_tokens", "lm_head")
 LORA = Lora(rank=4, alpha=8, dropout=0.0, targets=("q_proj", "down_proj"), modules_to_save=BOTH)
-COMMON = {"chat_template": "", "card": ""}
 
 
 def ours(model, lora=LORA):
@@ -60,10 +59,10 @@ def test_gradients_are_those_of_pefts_copies():
     )
     theirs = get_peft_model(other, config)
     found, expected = [], []
-    for model, into in ((mine, found), (theirs, expected)):
+    for model, grads in ((mine, found), (theirs, expected)):
         loss = model(input_ids=IDS, labels=IDS).loss
         loss.backward()
-        into += [loss, *(p.grad for p in model.parameters() if p.requires_grad)]
+        grads += [loss, *(p.grad for p in model.parameters() if p.requires_grad)]
     assert len(found) == 1 + 2 + 2 * 2 * 3
     assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
 
@@ -89,7 +88,7 @@ def test_peft_loads_what_is_exported(tmp_path, family, tied, saved):
             replace(LORA, targets=targets, modules_to_save=saved),
         )
     )
-    done = export_adapter(model, byte_tokenizer(), tmp_path / "out", base=str(tmp_path / "base"), **COMMON)
+    done = export_adapter(model, into(tmp_path / "out"), base=str(tmp_path / "base"))
     assert done.max_logit_difference == 0.0
     config = json.loads((tmp_path / "out/adapter_config.json").read_text())
     assert len(config["modules_to_save"]) == len(saved)
@@ -103,7 +102,7 @@ def test_peft_loads_what_is_exported(tmp_path, family, tied, saved):
 @pytest.mark.parametrize("tied", [True, False])
 def test_merged_it_is_a_model_that_transformers_loads_alone_with_its_tie(tmp_path, tied):
     model = moved(ours(base_in(tmp_path / "base", tied=tied)))
-    export_merged(model, byte_tokenizer(), tmp_path / "out", **COMMON)
+    export_merged(model, into(tmp_path / "out"))
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     torch.testing.assert_close(answer(merged), answer(model), rtol=0, atol=1e-4)
     head, table = merged.get_output_embeddings().weight, merged.get_input_embeddings().weight
@@ -116,12 +115,12 @@ def test_merged_it_is_a_model_that_transformers_loads_alone_with_its_tie(tmp_pat
 @pytest.mark.parametrize("tied", [True, False])
 def test_read_again_for_scoring_or_a_merge_it_is_in_place_and_tied(tmp_path, tied):
     model = moved(ours(base_in(tmp_path / "base", tied=tied)))
-    export_adapter(model, byte_tokenizer(), tmp_path / "out", base=str(tmp_path / "base"), **COMMON)
+    export_adapter(model, into(tmp_path / "out"), base=str(tmp_path / "base"))
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     reloaded = load_adapter(base, tmp_path / "out")
     assert torch.equal(answer(reloaded), answer(model))
     assert sum(p.numel() for p in reloaded.parameters()) == sum(p.numel() for p in model.parameters())
-    export_merged(reloaded, byte_tokenizer(), tmp_path / "merged", **COMMON)
+    export_merged(reloaded, into(tmp_path / "merged"))
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(answer(merged), answer(model), rtol=0, atol=1e-4)
 
@@ -133,8 +132,8 @@ def test_beside_a_packed_base_they_train_and_are_merged_into_the_dense_one(tmp_p
     quantise_blocks(blocks_of(base), Nf4())
     model = moved(ours(base, replace(LORA, base=Nf4())))
     where = {"base_path": str(tmp_path / "base")}
-    export_adapter(model, byte_tokenizer(), tmp_path / "out", base=str(tmp_path / "base"), **COMMON)
-    export_merged(model, byte_tokenizer(), tmp_path / "merged", **where, **COMMON)
+    export_adapter(model, into(tmp_path / "out"), base=str(tmp_path / "base"))
+    export_merged(model, into(tmp_path / "merged"), **where)
     dense = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     expected = answer(PeftModel.from_pretrained(dense, tmp_path / "out"))
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
@@ -143,7 +142,7 @@ def test_beside_a_packed_base_they_train_and_are_merged_into_the_dense_one(tmp_p
 
 def test_a_table_of_another_shape_is_refused(tmp_path):
     model = moved(ours(base_in(tmp_path / "base")))
-    export_adapter(model, byte_tokenizer(), tmp_path / "out", base=str(tmp_path / "base"), **COMMON)
+    export_adapter(model, into(tmp_path / "out"), base=str(tmp_path / "base"))
     other = tiny_model(vocab_size=300)
     with pytest.raises(CheckpointError, match=r"embed_tokens\.weight: \(260, 32\), expected \(300, 32\)"):
         check_adapter(tmp_path / "out", base=other)

@@ -3,7 +3,7 @@
 Everything is written to a temporary folder, read back byte for byte, synced, and renamed to its place last: a folder
 with the final name was verified. A merged weight is held to its law (merge.py). A model in memory is also loaded from
 there with transformers and peft alone, must have every tensor that was written, and answers as the trained one does
-(parity.py). Where nothing else holds what was trained (``secure``) the folder has a durable name,
+(parity.py). Where nothing else holds what was trained (``ExportFolder.secure``) the folder has a durable name,
 ``<target>-unverified``, before that.
 
 ``weights``, where they are given, come one by one, from all ranks or from a checkpoint, each asked for once and in
@@ -12,7 +12,7 @@ their order; the model is then on "meta", and nobody holds all of it.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from fitune.checkpoint.layout import (
+    ExportFolder,
     Piece,
     model_pieces,
     require_complete,
@@ -31,7 +32,6 @@ from fitune.checkpoint.layout import (
     stored_tensors_of,
     write_adapter,
     write_model,
-    write_texts,
 )
 from fitune.checkpoint.merge import changes_of, is_merged, merged, refuse_quantised_base, without_layers
 from fitune.checkpoint.parity import Model, reload_device, verify_export
@@ -75,56 +75,40 @@ class Exported:
 
 
 def export_adapter(
-    model: PeftModel,
-    tokenizer: PreTrainedTokenizerBase,
-    target: Path,
-    *,
-    chat_template: str,
-    base: str,
-    card: str,
-    base_path: str = "",
-    weights: Weights = None,
-    replace: bool = False,
-    secure: bool = False,
+    model: PeftModel, into: ExportFolder, *, base: str, base_path: str = "", weights: Weights = None
 ) -> Exported:
     """Write the active adapter; ``base`` is recorded as its base, ``base_path`` is where that lies (default: base).
 
-    Raises CheckpointError when the reloaded adapter differs, RunDirectoryError when ``target`` has content
-    and ``replace`` is off.
+    Raises CheckpointError when the reloaded adapter differs, RunDirectoryError when the folder has content that is not
+    to be replaced.
     """
     tensors, in_whole = adapter_weights(model, weights), is_loaded_whole(base_path or base)
     name_of: Callable[[str], str] = name_in_whole if in_whole else str
     named = {name_of(name): tensor for name, tensor in tensors.items()}
-    with staged(target, sum(tensor.nbytes for tensor in named.values()), replace=replace) as stage:
+    with staged(into.target, sum(tensor.nbytes for tensor in named.values()), replace=into.replace) as stage:
         digests = write_adapter(model, stage.folder, named, base, in_whole=in_whole)
-        write_texts(stage.folder, tokenizer, chat_template, card)
-        if secure:
+        into.write_texts(stage.folder)
+        if into.secure:
             stage.secure()
         if weights is not None:
-            return Exported(path=target, max_logit_difference=None)
+            return Exported(path=into.target, max_logit_difference=None)
         difference, warnings = verify_export(
             model, digests, reload=partial(_reloaded_adapter, model, tensors, base_path or base, stage.folder),
             held=lambda again: {name_of(n): t for n, t in adapter_weights(again).items()}, slack=1.0,
             dtypes=[tensor.dtype for tensor in tensors.values()],
         )  # fmt: skip
-    return Exported(path=target, max_logit_difference=difference, warnings=warnings)
+    return Exported(path=into.target, max_logit_difference=difference, warnings=warnings)
 
 
 def export_full(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    target: Path,
+    into: ExportFolder,
     *,
-    chat_template: str,
-    card: str,
-    also: Mapping[str, bytes] = {},
     dtype: torch.dtype | None = None,
     weights: Weights = None,
     base_path: str = "",
-    replace: bool = False,
-    secure: bool = False,
 ) -> Exported:
-    """Write all weights, rounded to ``dtype`` (default: in the type they have); ``also``: other files of the folder.
+    """Write all weights, rounded to ``dtype`` (default: in the type they have).
 
     With ``weights``, what else a folder of the model has is read in ``base_path``.
     """
@@ -141,24 +125,16 @@ def export_full(
 
         names = [*sorted(own.keys() - trained.keys()), *trained]
         pieces = model_pieces(model, {name: own[name] for name in names}, made, dtype or model.dtype)
-        return _export_model(
-            model, pieces, target, (tokenizer, chat_template, card, also), replace=replace, secure=secure,
-            against=model if weights is None else None,
-        )  # fmt: skip
+        return _export_model(model, pieces, into, against=model if weights is None else None)
 
 
 def export_merged(
     model: PeftModel,
-    tokenizer: PreTrainedTokenizerBase,
-    target: Path,
+    into: ExportFolder,
     *,
-    chat_template: str,
-    card: str,
-    also: Mapping[str, bytes] = {},
     base_path: str = "",
     dtype: torch.dtype | None = None,
     weights: Weights = None,
-    replace: bool = False,
     card_of: CardOf | None = None,
 ) -> Exported:
     """Write the base with the adapter folded in (merge.py), in ``dtype`` (default: as it is); ``model`` is untouched.
@@ -197,13 +173,10 @@ def export_merged(
             return result
 
         done = _export_model(
-            inner, model_pieces(inner, own, made, kind), target, (tokenizer, chat_template, card, also),
-            replace=replace, against=model if weights is None else None, slack=_MERGE_SLACK, card_of=card_of,
+            inner, model_pieces(inner, own, made, kind), into, against=model if weights is None else None,
+            slack=_MERGE_SLACK, card_of=card_of,
         )  # fmt: skip
-    return Exported(
-        path=target, max_logit_difference=done.max_logit_difference,
-        warnings=(*done.warnings, *_rounded_away(*squares)),
-    )  # fmt: skip
+    return replace(done, warnings=(*done.warnings, *_rounded_away(*squares)))
 
 
 def _rounded_away(learned: float, lost: float) -> tuple[str, ...]:
@@ -221,12 +194,9 @@ def _rounded_away(learned: float, lost: float) -> tuple[str, ...]:
 def _export_model(
     model: PreTrainedModel,
     pieces: Mapping[str, Piece],
-    target: Path,
-    texts: tuple[PreTrainedTokenizerBase, str, str, Mapping[str, bytes]],
+    into: ExportFolder,
     *,
-    replace: bool,
     against: Model | None,
-    secure: bool = False,
     slack: float = 1.0,
     card_of: CardOf | None = None,
 ) -> Exported:
@@ -238,10 +208,11 @@ def _export_model(
         if card_of is not None:
             (stage.folder / "README.md").write_text(card_of(reloaded), encoding="utf-8")
 
-    with staged(target, sum(piece.like.nbytes for piece in pieces.values()), replace=replace) as stage:
+    size = sum(piece.like.nbytes for piece in pieces.values())
+    with staged(into.target, size, replace=into.replace) as stage:
         digests = write_model(model, stage.folder, pieces)
-        write_texts(stage.folder, *texts)
-        if secure:
+        into.write_texts(stage.folder)
+        if into.secure:
             stage.secure()
         if against is not None:
             difference, warnings = verify_export(
@@ -253,7 +224,7 @@ def _export_model(
             )  # fmt: skip
         else:
             require_complete(stage.folder, digests)
-    return Exported(path=target, max_logit_difference=difference, warnings=warnings)
+    return Exported(path=into.target, max_logit_difference=difference, warnings=warnings)
 
 
 @contextmanager

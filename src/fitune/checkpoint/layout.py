@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,33 @@ INDEX = "model.safetensors.index.json"
 
 Digests = dict[str, str]
 """Name of a tensor in the files -> sha256 of its bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportFolder:
+    """Where an export goes, and what lies there beside its weights."""
+
+    target: Path
+    tokenizer: PreTrainedTokenizerBase
+    chat_template: str
+    """Empty: the tokenizer's own."""
+    card: str
+    """README.md."""
+    also: Mapping[str, bytes] = field(default_factory=dict)
+    """Other files by their names."""
+    replace: bool = False
+    """True where content of ``target`` goes; else a folder that has some is refused."""
+    secure: bool = False
+    """True where nothing else holds what was trained: it is kept in ``<target>-unverified`` until it is verified."""
+
+    def write_texts(self, folder: Path) -> None:
+        """Write all but the weights into ``folder``."""
+        self.tokenizer.save_pretrained(folder)
+        for name, content in self.also.items():
+            (folder / name).write_bytes(content)
+        if self.chat_template:
+            (folder / "chat_template.jinja").write_text(self.chat_template, encoding="utf-8")
+        (folder / "README.md").write_text(self.card, encoding="utf-8")
 
 
 @dataclass(slots=True)
@@ -111,22 +138,6 @@ def _replace(target: Path, temporary: Path) -> None:
         os.rename(target, aside)
     os.rename(temporary, target)
     remove(aside)
-
-
-def write_texts(
-    folder: Path,
-    tokenizer: PreTrainedTokenizerBase,
-    chat_template: str,
-    card: str,
-    also: Mapping[str, bytes] = {},
-) -> None:
-    """Tokenizer files, chat_template.jinja (empty: the tokenizer's own), README.md, and what else goes with them."""
-    tokenizer.save_pretrained(folder)
-    for name, content in also.items():
-        (folder / name).write_bytes(content)
-    if chat_template:
-        (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
-    (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def write_adapter(

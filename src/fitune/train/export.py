@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fitune.checkpoint.export import Exported, export_adapter, export_full, export_merged
-from fitune.checkpoint.layout import stored_tensors_of
+from fitune.checkpoint.layout import ExportFolder, stored_tensors_of
 from fitune.checkpoint.resume import load_checkpoint
 from fitune.data.conversations.templates import ChatTemplate, load_template
 from fitune.data.making import PreparedData
@@ -54,11 +54,13 @@ class Handover:
 
         ``secure``: nothing else holds it, so what cannot be verified is kept.
         """
-        kind = trained_kind(self.plan)
-        words: dict[str, Any] = {**self._words(kind, target), "secure": secure}
+        kind, path = trained_kind(self.plan), self.plan.model_path
+        model: Any = self.model.whole
+        into = self._folder(kind, target, secure=secure)
         if kind == "adapter":
-            return self._said(export_adapter(base=base_reference(self.plan.model_path), **words))
-        return self._said(export_full(dtype=self._dtype(), base_path=self.plan.model_path, **words))
+            return self._said(export_adapter(model, into, base=base_reference(path), weights=self.weights))
+        done = export_full(model, into, dtype=self._dtype(), base_path=path, weights=self.weights)
+        return self._said(done)
 
     def merged(
         self, data: Callable[[], PreparedData], target: Path | None = None
@@ -79,26 +81,26 @@ class Handover:
                 )
             return model_card(plan, replace(self.report, merged_loss=loss), kind="merged")
 
+        whole: Any = self.model.whole
         done = export_merged(
-            base_path=plan.model_path, dtype=self._dtype(), card_of=measured, **self._words("merged", target)
-        )
+            whole, self._folder("merged", target), base_path=plan.model_path, dtype=self._dtype(),
+            weights=self.weights, card_of=measured,
+        )  # fmt: skip
         return self._said(done), None if loss is None or loss.merged != loss.merged else loss
 
-    def _words(self, kind: Kind, target: Path | None) -> dict[str, Any]:
+    def _folder(self, kind: Kind, target: Path | None, *, secure: bool = False) -> ExportFolder:
         template = load_template(
             self.tokenizer, self.plan.data.chat_template, date=self.plan.data.chat_template_date
         )
-        also = {} if kind == "adapter" else {"also": self._for_converters(template)}
-        return {
-            **also,
-            "model": self.model.whole,
-            "tokenizer": self.tokenizer,
-            "target": target or Path(self.plan.run.output_dir) / EXPORT_FOLDERS[kind],
-            "chat_template": template.source,
-            "card": model_card(self.plan, self.report, kind=kind),
-            "weights": self.weights,
-            "replace": target is None,  # a folder of the run's own; any other may hold what somebody needs
-        }
+        return ExportFolder(
+            target=target or Path(self.plan.run.output_dir) / EXPORT_FOLDERS[kind],
+            tokenizer=self.tokenizer,
+            chat_template=template.source,
+            card=model_card(self.plan, self.report, kind=kind),
+            also={} if kind == "adapter" else self._for_converters(template),
+            replace=target is None,  # a folder of the run's own; any other may hold what somebody needs
+            secure=secure,
+        )
 
     def _for_converters(self, template: ChatTemplate) -> dict[str, bytes]:
         """What makes other formats of a whole model: SentencePiece's vocabulary, which transformers does not write, and

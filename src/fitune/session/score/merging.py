@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from fitune.checkpoint.export import export_merged
+from fitune.checkpoint.layout import ExportFolder
 from fitune.data.conversations.templates import load_template
 from fitune.files import cache_folder
 from fitune.models.adapter_file import read_adapter_config
@@ -55,8 +56,11 @@ def _merge(model: str, adapter: str, folder: Path, *, tell: Tell) -> tuple[str, 
     train_tables(base, read_adapter_config(Path(adapter)).modules_to_save or ())
     tokenizer = load_tokenizer(NamedModel(title="", model=model, adapter=adapter).texts)
     card = f"# {Path(model).name} with an adapter merged into it\n\nMade for scoring: {adapter} on {model}.\n"
-    done = export_merged(
-        adapted, tokenizer, folder, chat_template=load_template(tokenizer).source, base_path=model, replace=True,
+    into = ExportFolder(
+        target=folder,
+        tokenizer=tokenizer,
+        chat_template=load_template(tokenizer).source,
         card=card,
-    )  # fmt: skip
-    return done.warnings
+        replace=True,
+    )
+    return export_merged(adapted, into, base_path=model).warnings
