@@ -28,9 +28,9 @@ test: $(STAMP)
 slow: $(STAMP)
 	$(PYTEST) -m slow
 
-# What `slow` has one of each kind of, for all others: about half an hour, once a week and before a release.
-weekly: $(STAMP)
-	$(PYTEST) -m weekly
+# What `slow` has one of each kind of, for all others, and the null GPU's grids: once a week and before a release.
+weekly: $(STAMP) $(NULL_STAMP)
+	$(PYTEST) -m "weekly or null_gpu and slow"
 
 # Runs on a Ray cluster that is started here, about ten minutes. One process: there is one cluster.
 ray: $(STAMP)

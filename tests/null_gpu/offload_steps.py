@@ -1,6 +1,6 @@
 """Steps of tiny plans that offload, on the card of this process and on its CPU: their losses, as JSON.
 
-    python offload_steps.py [--mutants] [--sanitizer] [--only WORD]
+    python offload_steps.py [--mutants] [--sanitizer] [--only NAME …]
 
 A mutant is a fault that is put into the program's source before it is loaded: a wait left out, memory freed early.
 With --sanitizer torch's CUDA sanitizer watches, and the result is its first complaint or null. Every case is a process
@@ -34,7 +34,7 @@ MUTANTS = {
         "full weights away", WEIGHTS, "self._arrival.wait()\n        for slot", "for slot"
     ),
     "room of weights that were fetched in vain is free at once": Mutant(
-        "late adapters, weights away", WEIGHTS, "self._arrival.wait()  # its memory", "pass  # its memory"
+        "weights fetched in vain", WEIGHTS, "self._arrival.wait()  # its memory", "pass  # its memory"
     ),
     "activations are freed before they left": Mutant(
         "full activations away",
@@ -49,7 +49,10 @@ MUTANTS = {
         "self.flat, self",
     ),
     "gradients are freed before they left": Mutant(
-        "full optimizer away", OPTIMIZER, "self._leaving = gradients, arrival", "self._leaving = (), arrival"
+        "optimizer away, its thread late",
+        OPTIMIZER,
+        "self._leaving = gradients, arrival",
+        "self._leaving = (), arrival",
     ),
     "gradients are added up before they are there": Mutant(
         "full optimizer away", OPTIMIZER, "arrival.block()\n    for total", "for total"
@@ -84,9 +87,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--mutants", action="store_true")
     parser.add_argument("--sanitizer", action="store_true")
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", nargs="+")
     asked = parser.parse_args()
-    names = [name for name in (MUTANTS if asked.mutants else CASES) if asked.only in name]
+    names = asked.only or list(MUTANTS if asked.mutants else CASES)
     for library in ("peft", "transformers.models.llama.modeling_llama"):
         importlib.import_module(library)  # once, for all processes that are forked
 
@@ -149,7 +152,7 @@ def stepped(
         if layers and isinstance(plan.tuning, Lora):
             plan = replace(plan, tuning=replace(plan.tuning, layers=layers))
         if device == "cuda" and watched:
-            return _watched(lambda plan=plan: _losses(plan, torch.device("cuda")))
+            return _watched(lambda plan=plan: _losses(plan, torch.device("cuda"), steps=2))
         losses[device] = _losses(plan, torch.device(device))
     return losses
 
@@ -160,7 +163,7 @@ def shape_of_all():
     return replace(gpu_cases.SHAPES["tiny"], seq_len=32, chunk_tokens=32)
 
 
-def _losses(plan, device) -> list[float]:
+def _losses(plan, device, *, steps: int = 3) -> list[float]:
     import gpu_cases
     import torch
 
@@ -172,7 +175,7 @@ def _losses(plan, device) -> list[float]:
         model = model.to(device)
     engine = prepare_loaded(model, plan, device=device).engine
     found = []
-    for _ in range(3):
+    for _ in range(steps):
         rows = gpu_cases.full_rows(plan)
         loss = engine.forward_backward(
             rows, supervised_tokens=rows.supervised_tokens, enter_phase=lambda phase: None
@@ -190,6 +193,35 @@ def _watched(run: Callable[[], object]) -> dict:
     run()
     watch.disable()
     return {"complaint": None}
+
+
+def with_a_late_thread(watched: bool) -> dict:
+    """The host's own thread begins what it is given only when somebody waits for it, so no copy is made by it."""
+    from fitune.models.host import HostMemory
+
+    HostMemory.beside = lambda self, work: work
+    return stepped("full", away="optimizer", watched=watched)
+
+
+def fetched_in_vain(watched: bool) -> dict:
+    """What takes the memory of weights that came and were not asked for, when other weights came after them."""
+    import torch
+    from torch import nn
+
+    from fitune.models.host import HostMemory
+    from fitune.models.streamed_weights import StreamedWeights
+
+    def found() -> list[float]:
+        blocks = nn.ModuleList(nn.Linear(64, size, bias=False) for size in (64, 256))
+        weights = StreamedWeights(blocks, HostMemory(torch.device("cuda", 0)), trained=True)
+        with torch.no_grad():
+            weights.begins(0, shared=set())
+            weights._only(-1, -1)  # as behind backward
+            other = torch.full((64, 256), 7.0, device="cuda")
+            weights.begins(0, shared=set())
+            return [other.mean().item()]
+
+    return _watched(found) if watched else {"cpu": [7.0], "cuda": found()}
 
 
 def checkpoint_copied(watched: bool) -> dict:
@@ -214,6 +246,8 @@ CASES = {
     "full activations away": lambda w: stepped("full", away="activations", watched=w),
     "full optimizer away": lambda w: stepped("full", away="optimizer", watched=w),
     "bf16 optimizer away": lambda w: stepped("full", away="optimizer", precision="bf16-master", watched=w),
+    "optimizer away, its thread late": with_a_late_thread,
+    "weights fetched in vain": fetched_in_vain,
     "checkpoint": checkpoint_copied,
 }
 

@@ -29,7 +29,9 @@ def looked_at(on_null_gpu, tmp_path):
     return look
 
 
-@pytest.mark.parametrize(("card", "capability"), [("4090", "89"), ("h100", "90")])
+@pytest.mark.parametrize(
+    ("card", "capability"), [pytest.param("4090", "89", marks=pytest.mark.slow), ("h100", "90")]
+)
 def test_peaks_of_8b_are_those_of_the_rehearsal_and_of_the_estimate(looked_at, card, capability):
     """Less cuBLAS' workspace, which is the one that is planned."""
     cases = looked_at("--cards", capability, "--shapes", "8b", "--cases", "qlora", "lomo", card=card)
@@ -41,7 +43,9 @@ def test_peaks_of_8b_are_those_of_the_rehearsal_and_of_the_estimate(looked_at, c
         assert case["workspace"]["allocated"] == pytest.approx(case["workspace"]["predicted"], rel=0.02)
 
 
-@pytest.mark.parametrize(("card", "capability"), [("t4", "75"), ("h100", "90")])
+@pytest.mark.parametrize(
+    ("card", "capability"), [("t4", "75"), pytest.param("h100", "90", marks=pytest.mark.slow)]
+)
 def test_peaks_of_every_weight_are_rehearsed_to_the_indices_of_the_table(looked_at, card, capability):
     """The embedding's gradient is the last of backward: its kernel adds up in rows of fp32, 70 MiB for 4,096 tokens."""
     words = ("--cards", capability, "--shapes", "8b", "--layers", "4", "--cases", "full", "full-8bit", "lomo")
@@ -66,7 +70,7 @@ def test_peaks_of_scores_that_are_written_out(looked_at, card, capability):
             )
 
 
-@pytest.mark.parametrize("lengths", ["lognormal", "equal"])
+@pytest.mark.parametrize("lengths", ["lognormal", pytest.param("equal", marks=pytest.mark.slow)])
 def test_sixty_micro_batches_run_in_the_memory_that_is_planned(looked_at, lengths):
     cases = looked_at(
         "--slack", "--cards", "90", "--shapes", "8b-4", "--cases", "lora", "--rows", "4", "--lengths", lengths,
@@ -78,7 +82,7 @@ def test_sixty_micro_batches_run_in_the_memory_that_is_planned(looked_at, length
     assert recomputed["planned_runs"] or (lengths == "equal" and recomputed["enough_percent"] == 10)
 
 
-@pytest.mark.parametrize("case", ["qlora", "hqq"])
+@pytest.mark.parametrize("case", ["qlora", pytest.param("hqq", marks=pytest.mark.slow)])
 def test_a_quantised_base_over_two_cards_runs_in_the_memory_that_is_planned(looked_at, case):
     """FSDP2 gathers and sums in streams of their own, whose memory serves no other: the slack holds it."""
     cases = looked_at(
