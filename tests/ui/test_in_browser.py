@@ -73,6 +73,45 @@ def test_a_link_shows_the_same_answer(opened):
     assert again.get_by_label("Rows of data").input_value() == "1000"
 
 
+@pytest.fixture
+def server():
+    """Starts `fitune ui` with words, and ends it; gives the process and the address that it prints."""
+    started = []
+
+    def start(*words):
+        command = [sys.executable, "-m", "fitune", "ui", *words]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ)))
+        return started[-1], started[-1].stdout.readline().strip()
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_a_link_of_a_page_that_was_closed_is_opened_again(browser, server):
+    def said_by(page):
+        page.set_default_timeout(WAIT_MS)
+        page.wait_for_selector("#ways table")
+        return page.locator("#answer").inner_text()
+
+    old, address = server()
+    page = browser.new_page()
+    page.goto(link := address + QUESTION, timeout=WAIT_MS)
+    said = said_by(page)
+    old.kill()
+    page.get_by_label("Rows of data").fill("2000")
+    page.get_by_text("fitune ui 'THE ADDRESS OF THIS PAGE'").wait_for()
+    _, again = server(link)
+    assert urlsplit(again).query == urlsplit(link).query
+    assert urlsplit(again).path != urlsplit(link).path
+    page.goto(again)
+    assert said_by(page) == said
+    page.goto(urlsplit(again)._replace(path=urlsplit(link).path).geturl())  # the old token
+    assert "fitune ui 'THE LINK'" in page.inner_text("body")
+    page.close()
+
+
 def test_pointing_at_a_bar_says_its_bytes(opened):
     page = opened()
     bar = page.locator(".bars rect").first

@@ -12,6 +12,7 @@ from markupsafe import escape
 
 from fitune.cli import main
 from fitune.cli.app import app
+from fitune.errors import RecipeError
 from fitune.report.ui.server import local_app
 from fitune.session import planner_page
 from fitune.session.clusters.fleet import FleetRequest, plan_on_fleet
@@ -236,10 +237,10 @@ def test_words_of_a_question_are_escaped(client, key):
         ("/secret/answer", {"origin": "null"}, 403),
         ("/secret/answer", {"host": "evil.example:8000"}, 403),
         ("/secret/answer", {"host": "127.0.0.1.evil.example:8000"}, 403),
-        ("/wrong/answer", {}, 404),
-        ("/answer", {}, 404),
+        ("/wrong/answer", {}, 403),
+        ("/answer", {}, 403),
         ("/secret/other", {}, 404),
-        ("/sécret/", {}, 404),
+        ("/sécret/", {}, 403),
     ],
 )
 def test_only_this_machine_with_the_token_is_answered(client, path, headers, status):
@@ -247,6 +248,51 @@ def test_only_this_machine_with_the_token_is_answered(client, path, headers, sta
     assert reply.status_code == status
     if status != 200:
         assert "secret" not in reply.text
+
+
+def test_an_old_link_is_answered_with_what_to_do_and_nothing_of_the_request(client):
+    replies = {client.get(path, params={"model": HOSTILE}).text for path in ("/old/", f"/{HOSTILE}/", "/x/a")}
+    assert len(replies) == 1
+    assert "fitune ui 'THE LINK'" in replies.pop()
+
+
+@pytest.mark.parametrize(
+    ("link", "query"),
+    [
+        ("http://127.0.0.1:1/OLD/?model=Qwen%2FQwen2.5-14B&gpus=2", "?model=Qwen%2FQwen2.5-14B&gpus=2"),
+        ("http://localhost:99999999/OLD/?gpu=rtx-4090", "?gpu=rtx-4090"),
+        ("?model=a/b&gpu=h100", "?model=a%2Fb&gpu=h100"),
+        (" model=a+b&rows=5\n", "?model=a+b&rows=5"),
+        ("config=%7B%22%C3%A9%22%3A1%7D&fleet=x", "?config=%7B%22%C3%A9%22%3A1%7D&fleet=x"),
+        ("?model=<img>&model=b", "?model=b"),
+        ("?model=a%0D%0AHost:x", "?model=a%0D%0AHost%3Ax"),
+    ],
+)
+def test_a_link_keeps_its_question_and_nothing_else(link, query):
+    assert planner_page.query_of_link(link) == query
+
+
+@pytest.mark.parametrize(
+    "link",
+    [
+        "", "?", "http://127.0.0.1:1/OLD/", "javascript:alert(1)", "javascript:?model=a", "file:///etc/passwd",
+        "http://evil.example/OLD/?model=a", "http://127.0.0.1@evil.example/?model=a", "http://[/?model=a",
+        "?model=%zz", "?model=%", "?model=%ff", "?model", "?=a", "?password=a", "?model=a&x=1", "a/model",
+        "x" * 100_000, "&" * 100_000, "?model=a" + "&gpu=a" * 20,
+    ],
+)  # fmt: skip
+def test_a_link_without_a_question_is_an_error_that_shows_one(link):
+    with pytest.raises(RecipeError, match="is no link of a planner's page") as raised:
+        planner_page.query_of_link(link)
+    assert "?model=Qwen/Qwen2.5-14B&gpu=rtx-4090" in raised.value.hint
+    assert len(raised.value.message) < 200
+
+
+def test_a_link_is_as_long_as_the_page_answers():
+    with pytest.raises(RecipeError, match="has 100,007 characters, 40,000 at most"):
+        planner_page.query_of_link("?config=" + "x" * 100_000)
+    with pytest.raises(RecipeError, match="40,000 at most"):
+        planner_page.query_of_link("?config=" + "{" * 20_000)  # three times as long in an address
 
 
 def test_other_verbs_and_long_questions_are_refused(client):
@@ -307,6 +353,7 @@ def test_a_file_says_too_that_nothing_fits(tmp_path, capsys):
             "cannot be written",
         ),
         (["ui", "--port", "99999"], "99999"),
+        (["ui", "https://evil.example/?model=a"], "is no link of a planner's page"),
     ],
 )
 def test_a_wrong_place_is_one_plain_error(tmp_path, monkeypatch, capsys, words, said):

@@ -139,6 +139,9 @@ def plan(
 
 @app.command()
 def ui(
+    link: Annotated[
+        str | None, Argument(metavar="'LINK'", help="An earlier page's address: its question is opened anew.")
+    ] = None,
     port: Annotated[int, Option(min=0, max=65535, help="0 takes a free one.")] = 0,
     runs: Annotated[
         Path | None, Option(metavar="FOLDER", help="Its runs have a page, too, with live curves.")
@@ -147,7 +150,7 @@ def ui(
     """Plan in a page of this machine: type a model and cards, see what fits. Needs the extra `ui`."""
     from fitune.session.planner_page import serve_planner
 
-    serve_planner(port, runs=runs, tell=lambda address: print(address, flush=True))
+    serve_planner(port, runs=runs, link=link, tell=lambda address: print(address, flush=True))
 
 
 @app.command(**_RECIPE)

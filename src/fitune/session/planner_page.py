@@ -5,12 +5,14 @@ A model is a name of the built-in table or a config.json that was pasted: no pat
 """
 
 import json
+import re
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import yaml
 
@@ -29,7 +31,7 @@ from fitune.planner.first_screen import (
 from fitune.planner.whole_run import whole_run
 from fitune.report.page import write_page
 from fitune.report.ui.page import answer_html, bars_of, clusters_html, planner_html, rent_html, ways_html
-from fitune.report.ui.server import serve
+from fitune.report.ui.server import HOSTS, LONGEST_QUERY, serve
 from fitune.session.planning import plan_for, wanted_hardware
 from fitune.session.recipes.reading import split_words
 from fitune.spec.model.model_config import known_model_spec, load_model_spec, spec_from_config, unknown_model
@@ -299,8 +301,49 @@ def write_plan_page(recipe: Recipe, found: PlanReport | NothingFits, path: Path,
     return write_page(path, planner_html({}, {}, answer=shown, ways=table, live=False))
 
 
-def serve_planner(port: int, *, runs: Path | None, tell: Callable[[str], object]) -> None:
-    """Answer on 127.0.0.1 until Ctrl-C; ``tell`` gets the address. ``runs``: a folder whose runs have a page, too."""
+def query_of_link(link: str) -> str:
+    """The query, with its ``?``, of an earlier page's address, or of the part of one that is a question.
+
+    An address lives as long as its process: nothing of its host, port and token is taken. Raises RecipeError.
+    """
+    given = link.strip()
+    try:
+        if given.startswith(("http://", "https://")):
+            parts = urlsplit(given)
+            coded = parts.query if parts.hostname in HOSTS else ""
+        else:
+            coded = given.removeprefix("?")
+        if re.search("%(?![0-9A-Fa-f]{2})", coded):
+            raise ValueError("% without two hex digits")
+        question = dict(parse_qsl(coded, strict_parsing=True, errors="strict", max_num_fields=len(_ASKED)))
+    except ValueError:  # no pairs of key=value, no UTF-8
+        question = {}
+    if not question or not question.keys() <= _ASKED:
+        shown = repr(given if len(given) <= 80 else f"{given[:80]}…")
+        raise RecipeError(
+            f"{shown} is no link of a planner's page with a question in it",
+            hint="'http://127.0.0.1:PORT/TOKEN/?model=Qwen/Qwen2.5-14B&gpu=rtx-4090', the part behind its ? alone, "
+            "or fitune ui without a link",
+        )
+    query = urlencode(question)
+    if len(query) > LONGEST_QUERY:
+        raise RecipeError(
+            f"the link's question has {len(query):,} characters, {LONGEST_QUERY:,} at most",
+            hint="fitune ui without a link, and paste a shorter config.json or fleet file there",
+        )
+    return f"?{query}"
+
+
+_ASKED = {*KEYS, "config", "rows", "fleet"}
+"""Keys of a question in an address."""
+
+
+def serve_planner(
+    port: int, *, runs: Path | None, tell: Callable[[str], object], link: str | None = None
+) -> None:
+    """Answer on 127.0.0.1 until Ctrl-C; ``tell`` gets the address. ``runs``: a folder whose runs have a page, too;
+    ``link``: an earlier page's, whose question the address gets. Raises RecipeError for another."""
+    query = "" if link is None else query_of_link(link)
     answers: dict[str, Callable[[Mapping[str, str]], str]] = {
         "": partial(page, runs=runs is not None),
         "answer": answer,
@@ -313,4 +356,4 @@ def serve_planner(port: int, *, runs: Path | None, tell: Callable[[str], object]
 
         folder = RunsFolder(runs)
         answers |= {"runs": folder.page, "runs-table": folder.table, "run": folder.run}
-    serve(answers, port=port, tell=tell)
+    serve(answers, port=port, tell=lambda address: tell(address + query))

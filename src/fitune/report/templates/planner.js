@@ -28,7 +28,7 @@ async function ask() {
       by("state").textContent = "";
     } catch {
       if (number !== asked) return;
-      by("state").textContent = "no answer: is fitune ui still running?";
+      by("state").textContent = "No answer. If fitune ui has ended: fitune ui 'THE ADDRESS OF THIS PAGE'";
     } finally {
       if (number === asked) place.ariaBusy = "false";
     }

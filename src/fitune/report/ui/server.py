@@ -11,6 +11,14 @@ Answer = Callable[[Mapping[str, str]], str]
 """A question (the address's query) becomes HTML."""
 LONGEST_QUERY = 40_000
 """Characters: a pasted config.json has 1,000 to 5,000."""
+HOSTS = ("127.0.0.1", "localhost")
+"""Names of this machine in an address of the page."""
+_WRONG_TOKEN = """This address is of a fitune ui that has ended, or a part of it is missing.
+
+Open the whole address that fitune ui printed, or start a page with this one's question:
+
+    fitune ui 'THE LINK'
+"""
 _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
@@ -27,12 +35,13 @@ def local_app(answers: Mapping[str, Answer], *, token: str) -> Any:
 
     def respond(request: Any) -> Response:
         host, origin = request.headers.get("host", ""), request.headers.get("origin")
-        is_here = host.rpartition(":")[0] in ("127.0.0.1", "localhost")
+        is_here = host.rpartition(":")[0] in HOSTS
         if not is_here or origin not in (None, f"http://{host}"):
             return PlainTextResponse("this page is for this machine alone", status_code=403, headers=_HEADERS)
+        if not secrets.compare_digest(request.path_params["token"].encode(), token.encode()):
+            return PlainTextResponse(_WRONG_TOKEN, status_code=403, headers=_HEADERS)
         answer = answers.get(request.path_params["name"])
-        is_known = secrets.compare_digest(request.path_params["token"].encode(), token.encode())
-        if answer is None or not is_known:
+        if answer is None:
             return PlainTextResponse("open the whole address that fitune ui printed", status_code=404)
         if len(request.url.query) > LONGEST_QUERY:
             return PlainTextResponse("the question is too long", status_code=414)
@@ -52,6 +61,7 @@ def serve(answers: Mapping[str, Answer], *, port: int, tell: Callable[[str], obj
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listening.bind(("127.0.0.1", port))
+            listening.listen()  # before the address is told: who opens it at once waits, and is not refused
         except OSError as error:
             raise _taken(port, error) from None
         tell(f"http://127.0.0.1:{listening.getsockname()[1]}/{token}/")
