@@ -13,7 +13,7 @@ from fitune.report.comparison_plots import held_out_curves, loss_curves, peak_ba
 from fitune.report.page import render, write_page
 from fitune.report.run_files import RunFiles
 from fitune.spec.plan import Dense, Lomo, Lora, Plan, trains_every_weight
-from fitune.spec.reports import MeterKind, settled_steps
+from fitune.spec.reports import settled_steps
 from fitune.units import format_bytes, format_number, format_percent, format_rate
 
 SPEED = "Throughput"
@@ -91,7 +91,7 @@ def comparison_rows(
     methods: Sequence[MethodRun], base_grades: Mapping[str, float] | None
 ) -> list[tuple[str, ...]]:
     """The head, then one row of texts for the base when it was scored and for every trained method."""
-    graders = _graders(methods, base_grades or {})
+    graders = tuple(dict.fromkeys([*(base_grades or {}), *(name for m in methods for name in m.grades)]))
     base = (("base", "", "", "", *_grades(base_grades, graders), *[""] * 5),) if base_grades else ()
     trained = (_cells(m.name, m.run, m.grades, graders) for m in methods if m.run is not None)
     return [(*_HEAD, *(name.replace("_", " ") for name in graders), *_HEAD_MEASURED), *base, *trained]
@@ -113,10 +113,6 @@ def _cells(name: str, run: RunFiles, grades: Mapping[str, float], graders: Seque
         name, f"{run.plan.schedule.learning_rate:g}", losses, best, *_grades(grades, graders), predicted, measured,
         error, _rate(rows[SPEED].predicted), _rate(rows[SPEED].measured),
     )  # fmt: skip
-
-
-def _graders(methods: Sequence[MethodRun], base_grades: Mapping[str, float]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys([*base_grades, *(name for method in methods for name in method.grades)]))
 
 
 def _grades(grades: Mapping[str, float] | None, graders: Sequence[str]) -> tuple[str, ...]:
@@ -169,7 +165,10 @@ def findings(runs: Runs) -> Iterator[str]:
     yield from _order("Best loss on the held-out rows", _held_out(runs))
     yield from _surprises(runs, final)
     yield from _rounded_bases(runs)
-    yield from _least("Least memory", _measured(runs, PEAK), lambda value: format_bytes(int(value)))
+    peaks = _measured(runs, PEAK)
+    if len(peaks) > 1:
+        least = min(peaks, key=peaks.__getitem__)
+        yield _extremes("Least memory", least, peaks, lambda value: format_bytes(int(value)))
     yield from _speeds(runs)
 
 
@@ -261,20 +260,12 @@ def _unsteady(runs: Runs) -> tuple[str, float, float] | None:
 
 def _spread(run: RunFiles) -> tuple[float, float]:
     """Tokens a second that a tenth of the settled steps were below, and above."""
-    speeds = [step.tokens_per_second for step in settled_steps(run.steps, kind=_kind(run))]
+    kind = None if run.run is None or run.run.memory is None else run.run.memory.kind
+    speeds = [step.tokens_per_second for step in settled_steps(run.steps, kind=kind)]
     if len(speeds) < _LAST:
         return 1.0, 1.0
     tenths = quantiles(speeds, n=10)
     return tenths[0], tenths[-1]
-
-
-def _kind(run: RunFiles) -> MeterKind | None:
-    return None if run.run is None or run.run.memory is None else run.run.memory.kind
-
-
-def _least(what: str, values: Mapping[str, float], text: Callable[[float], str]) -> Iterator[str]:
-    if len(values) > 1:
-        yield _extremes(what, min(values, key=values.__getitem__), values, text)
 
 
 def _extremes(what: str, best: str, values: Mapping[str, float], text: Callable[[float], str]) -> str:

@@ -29,7 +29,6 @@ from fitune.spec.plan import (
     PlainLoss,
     Plan,
     Precision,
-    Quantiser,
     Recompute,
     RunPlan,
     Schedule,
@@ -105,10 +104,11 @@ def _tuning_sentence(tuning: Tuning) -> str:
             norms = " with the norms of the adapted weights (DoRA)" if tuning.dora else ""
             blocks = f" of blocks {as_ranges(tuning.layers)}" if tuning.layers else ""
             scale = "over the rank's root, " if tuning.rslora else ""
+            base = "" if isinstance(tuning.base, Dense) else f" in {tuning.base}"
             return (
                 f"Adapters of rank {tuning.rank} (alpha {tuning.alpha}, {scale}dropout {tuning.dropout:g}) are "
                 f"trained on {', '.join(tuning.targets)}{blocks}{norms}{_tables_words(tuning)}; "
-                f"the base stays frozen{_base_words(tuning.base)}."
+                f"the base stays frozen{base}."
             )
     return f"Tuning is {_any_name(tuning)}."
 
@@ -132,10 +132,6 @@ def _tables_words(lora: Lora) -> str:
         case ("lm_head",):
             return ", the head whole"
     return ""
-
-
-def _base_words(base: Dense | Quantiser) -> str:
-    return "" if isinstance(base, Dense) else f" in {base}"
 
 
 def _batch_sentence(plan: Plan) -> str:

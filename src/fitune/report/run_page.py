@@ -162,7 +162,8 @@ def _tiles(run: RunFiles, measured: Measured) -> Iterator[Tile]:
     if run.run:
         report = run.run
         done = f"{report.steps:,} of {report.total_steps:,} steps, {format_count(report.tokens)} tokens"
-        trained = _share(report.trainable_parameters, report.total_parameters, "of parameters")
+        whole = report.total_parameters
+        trained = f"{format_percent(report.trainable_parameters / whole)} of parameters" if whole else ""
         yield Tile("Time", format_seconds(report.seconds), done)
         yield Tile("Trained", format_count(report.trainable_parameters), trained)
     elif run.steps:
@@ -172,10 +173,6 @@ def _tiles(run: RunFiles, measured: Measured) -> Iterator[Tile]:
 
 def _arrow(losses: Sequence[float]) -> str:
     return " → ".join(format_number(loss, digits=3) for loss in losses)
-
-
-def _share(part: int, whole: int, what: str) -> str:
-    return f"{format_percent(part / whole)} {what}" if whole else ""
 
 
 def _first_and_last_loss(run: RunFiles) -> tuple[float, float] | None:

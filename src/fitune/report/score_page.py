@@ -235,7 +235,8 @@ def _pictures(report: ScoreReport, seen: _Seen) -> tuple[list[tuple[str, Any]], 
     try:
         for number, (name, grades) in enumerate(seen.grades.items()):
             if grades.has_rows:
-                axis = _axis(report.scales.get(name, "share"))
+                scale = report.scales.get(name, "share")
+                axis = "grade" if scale in ("share", "value") else scale
                 drawn.append((f"Grades by {name}", Markup(histogram(grades, axis, name=f"grades-{number}"))))
         if seen.lengths.has_rows:
             drawn.append(("Tokens of an answer", Markup(histogram(seen.lengths, "tokens", name="tokens"))))
@@ -244,17 +245,16 @@ def _pictures(report: ScoreReport, seen: _Seen) -> tuple[list[tuple[str, Any]], 
     return drawn, ""
 
 
-def _axis(scale: Scale) -> str:
-    return {"share": "grade", "value": "grade", "points": "points", "nats": "nats"}.get(scale, scale)
-
-
 def histogram(bars: Bars, axis: str, *, name: str) -> str:
     """Picture of the rows by value; two bars where all are 0 or 1. Raises MissingExtra without matplotlib."""
     import numpy as np
 
     def draw(axes: Axes) -> None:
         if bars.is_binary:
-            wrong, right = (bars.counts[0], bars.counts[-1]) if bars.high > bars.low else _all_alike(bars)
+            wrong, right = bars.counts[0], bars.counts[-1]
+            if bars.high == bars.low:  # all are 0, or all are 1
+                rows = int(bars.counts.sum())
+                wrong, right = (0, rows) if bars.high else (rows, 0)
             axes.bar([0, 1], [wrong, right], width=0.6, color=colour("series-1"))
             axes.set_xticks([0, 1], ["0", "1"])
         else:
@@ -266,12 +266,6 @@ def histogram(bars: Bars, axis: str, *, name: str) -> str:
 
     digits = len(f"{int(bars.counts.max()):,}")
     return draw_svg(draw, name=name, label=f"Rows by {axis}", left_in=0.4 + 0.07 * digits)
-
-
-def _all_alike(bars: Bars) -> tuple[int, int]:
-    """Rows of grade 0 and of grade 1, where all have one of them."""
-    rows = int(bars.counts.sum())
-    return (0, rows) if bars.high else (rows, 0)
 
 
 def _settings(directory: Path) -> Iterator[tuple[str, str]]:

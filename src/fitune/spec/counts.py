@@ -28,12 +28,21 @@ def count_parameters(model: ModelSpec) -> ParameterCounts:
 
     A tied head counts once, as embeddings. ``active`` leaves out the experts a token does not visit.
     """
-    parts = {part: _block_parameters(model, part) for part in ("attention", "mlp", "experts", "router")}
-    norms = _norm_parameters_of_all(model)
+    linears = list(model.counted_linears())
+    parts = {
+        part: sum(count * m.parameters for m, count in linears if m.part == part)
+        for part in ("attention", "mlp", "experts", "router")
+    }
+    if model.is_traced:  # everything that is in no linear and no table
+        norms = sum(model.kinds[kind].other_parameters for kind in model.kind_of)
+        norms += sum(math.prod(shape) for shape in model.roots)
+    else:
+        norms = model.num_layers * _block_norm_parameters(model) + _norm_parameters(model, model.hidden_size)
     embeddings = (model.vocab_size + model.learned_positions) * model.hidden_size
     head = 0 if model.tied_embeddings else model.vocab_size * model.hidden_size
     head += model.vocab_size if model.head_bias else 0
-    idle = sum(count * _idle_parameters(linear) for linear, count in model.counted_linears())
+    # Copies of a linear are the experts: a token does not go through those that were not chosen.
+    idle = sum(count * (m.parameters // m.copies) * (m.copies - m.active_copies) for m, count in linears)
     total = sum(parts.values()) + norms + embeddings + head
     return ParameterCounts(**parts, norms=norms, embeddings=embeddings, head=head, active=total - idle)
 
@@ -67,23 +76,6 @@ def untouched_blocks(model: ModelSpec, tuning: Tuning) -> int:
     if not isinstance(tuning, Lora) or trains_embeddings(tuning):
         return 0
     return min(adapted_blocks(model, tuning), default=0)
-
-
-def _block_parameters(model: ModelSpec, part: str) -> int:
-    return sum(count * m.parameters for m, count in model.counted_linears() if m.part == part)
-
-
-def _norm_parameters_of_all(model: ModelSpec) -> int:
-    """Norms of blocks and the last one; of a traced model everything that is in no linear and no table."""
-    if model.is_traced:
-        blocks = sum(model.kinds[kind].other_parameters for kind in model.kind_of)
-        return blocks + sum(math.prod(shape) for shape in model.roots)
-    return model.num_layers * _block_norm_parameters(model) + _norm_parameters(model, model.hidden_size)
-
-
-def _idle_parameters(linear: Linear) -> int:
-    """Parameters that a token does not go through: those of the experts that were not chosen."""
-    return linear.parameters // linear.copies * (linear.copies - linear.active_copies)
 
 
 def _block_norm_parameters(model: ModelSpec) -> int:

@@ -155,13 +155,13 @@ def _offload(plan: Plan) -> Config:
             "device": place,
             "pin_memory": True,
             **({"nvme_path": str(nvme_folder(plan))} if place == "nvme" else {}),
-            **(_weights_on_nvme(plan) if (key, place) == ("offload_param", "nvme") else {}),
+            # All that is trained stays there, too: DeepSpeed would keep 1e9 elements on the host.
+            **(
+                {"buffer_count": NVME_BUFFERS, "buffer_size": largest_share_elements(plan), "max_in_cpu": 0}
+                if (key, place) == ("offload_param", "nvme")
+                else {}
+            ),
         }
         for key, place in places.items()
         if place != "device"
     }
-
-
-def _weights_on_nvme(plan: Plan) -> Config:
-    """All that is trained stays there, too: DeepSpeed would keep 1e9 elements on the host."""
-    return {"buffer_count": NVME_BUFFERS, "buffer_size": largest_share_elements(plan), "max_in_cpu": 0}

@@ -109,11 +109,10 @@ def _asks(key: str, value: Any) -> bool:
         library = value.get("parent_library")
         return library is not None and str(library).partition(".")[0] != "transformers"
     if key.removeprefix("_").removesuffix("_internal") in ("attn_implementation", "experts_implementation"):
-        return any(name is not None and name not in _INSTALLED for name in _names(value))
+        # one name, or one for each part of a model
+        names = value.values() if isinstance(value, Mapping) else [value]
+        return any(
+            name is not None and (name if isinstance(name, str) else str(name)) not in _INSTALLED
+            for name in names
+        )
     return False
-
-
-def _names(value: Any) -> list[Any]:
-    """One name, or one for each part of a model."""
-    found = list(value.values()) if isinstance(value, Mapping) else [value]
-    return [name if isinstance(name, str | None) else str(name) for name in found]

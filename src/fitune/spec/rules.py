@@ -115,16 +115,6 @@ def _on(plan: Plan, backend: Backend, *stages: int) -> bool:
     return isinstance(way, Zero) and way.backend == backend and way.stage in (stages or (1, 2, 3))
 
 
-def _prefetches(plan: Plan) -> bool:
-    """True if the user's ds_config.json asks for weights before their module is called."""
-    way = plan.sharding
-    return isinstance(way, Zero) and bool(dict(way.settings).get("stage3_prefetch_bucket_size", 0))
-
-
-def _attention_linears(plan: Plan) -> str:
-    return ",".join(name for name in plan.model.adaptable_names if name not in SHARED_LINEARS)
-
-
 def _states_away(plan: Plan) -> bool:
     return plan.offload.parameters != "device" or plan.offload.optimizer != "device"
 
@@ -512,7 +502,11 @@ OFFLOAD = (
         settings=("zero", "backend", "gpus", *_STATES),
     ),
     Rule(
-        broken=lambda plan: plan.offload.parameters == "nvme" and _prefetches(plan),
+        broken=lambda plan: (
+            plan.offload.parameters == "nvme"
+            and isinstance(plan.sharding, Zero)
+            and bool(dict(plan.sharding.settings).get("stage3_prefetch_bucket_size", 0))
+        ),
         why=lambda plan: "DeepSpeed reads weights ahead from NVMe until no buffer is left for the head",
         instead="no stage3_prefetch_bucket_size in deepspeed, or offload_parameters: cpu",
         settings=("deepspeed", "offload_parameters"),
@@ -598,7 +592,8 @@ NOT_BUILT = (
         ),
         why=lambda plan: (
             f"PEFT reads adapters on {', '.join(SHARED_LINEARS)} of {plan.model.model_type} as adapters on its routed "
-            f"experts; those of attention are read as they are: lora_target_modules: {_attention_linears(plan)}"
+            "experts; those of attention are read as they are: lora_target_modules: "
+            + ",".join(name for name in plan.model.adaptable_names if name not in SHARED_LINEARS)
         ),
         instead="lora_target_modules without gate_proj, up_proj and down_proj, or tuning: full",
         settings=("tuning", "lora_target_modules"),

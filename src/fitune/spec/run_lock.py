@@ -48,7 +48,10 @@ def lock_directory(path: Path, *, attempt: str | None = None, lock: str = LOCK) 
     file = directory / lock
     if file in _held:
         raise _in_use(directory, "another run of this process")
-    before = _names_in(directory)
+    try:
+        before = set(os.listdir(directory))
+    except OSError as error:
+        raise _unwritable(directory, error) from error
     has_ended = False
     _held.add(file)
     try:
@@ -148,13 +151,6 @@ def _make_directory(path: Path) -> Path:
     except OSError as error:
         raise _unwritable(path, error) from error
     return path.resolve()
-
-
-def _names_in(directory: Path) -> set[str]:
-    try:
-        return set(os.listdir(directory))
-    except OSError as error:
-        raise _unwritable(directory, error) from error
 
 
 def _remove_if_alone(file: Path, before: set[str], *, is_new: bool) -> None:

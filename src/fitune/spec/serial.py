@@ -60,9 +60,11 @@ def parse_object(data: bytes | str) -> dict[str, Any]:
 
 def parse_json(data: bytes | str) -> Any:
     """The value that ``data`` spells. Raises ValueError with the line, the key or the place that is wrong."""
-    text = data if isinstance(data, str) else _decoded(data)
     try:
+        text = data if isinstance(data, str) else data.decode("utf-8")
         value = json.loads(text, object_pairs_hook=_without_doubles)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 at byte {error.start}") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: line {error.lineno}, column {error.colno}: {error.msg}") from None
     except RecursionError:
@@ -70,13 +72,6 @@ def parse_json(data: bytes | str) -> Any:
     require_shallow(value)
     _require_whole_characters(text, value)
     return value
-
-
-def _decoded(data: bytes) -> str:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 at byte {error.start}") from None
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -174,7 +169,13 @@ def _schema(hint: Any) -> CoreSchema:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         chosen = _union_schema(
-            [one for choice in args if choice is not types.NoneType for one in _concrete(choice)]
+            [
+                one
+                for choice in args
+                if choice is not types.NoneType
+                # an abstract class says which classes it stands for
+                for one in (choice.kinds() if inspect.isabstract(choice) else [choice])
+            ]
         )
         return schema.nullable_schema(chosen) if types.NoneType in args else chosen
     if origin is typing.Literal:
@@ -190,11 +191,6 @@ def _schema(hint: Any) -> CoreSchema:
     if issubclass(hint, enum.Enum):
         return schema.enum_schema(hint, list(hint))
     return _PLAIN[hint]
-
-
-def _concrete(choice: Any) -> list[Any]:
-    """The class, or those that an abstract class says it stands for."""
-    return list(choice.kinds()) if inspect.isabstract(choice) else [choice]
 
 
 def _union_schema(choices: list[Any]) -> CoreSchema:

@@ -57,7 +57,11 @@ def conversation_pieces(renderer: Renderer, messages: Messages, *, where: str) -
         end, is_ended = _end_of_answer(renderer, whole, begin, len(whole.text), where)
     _require_answer(answer, whole.text[learned:end], where)
     if answer.thought.strip() not in whole.text[begin:end]:
-        raise _thought_left_out(answer.thought, where)
+        raise BadRow(
+            f"{where}: this template leaves out the reasoning {answer.thought!r:.60}",
+            reason="reasoning left out by the template",
+            hint="leave the field out of the rows, or give a chat_template that shows reasoning_content or thinking",
+        )
     pieces += _answer_pieces(renderer, whole, (learned, end), answer)
     return pieces if is_ended else [*pieces, renderer.closing(answer)]
 
@@ -233,12 +237,15 @@ def _require_answer(answer: Message, shown: str, where: str) -> None:
     missing = next(
         (part for part in (text, *(call.name for call in answer.calls)) if part not in shown), None
     )
-    if missing is not None:
-        raise (
-            _text_beside_calls(text, where)
-            if answer.calls and missing == text
-            else _not_found(f"{missing!r:.60} is not what it writes as the answer", where)
+    if missing is None:
+        return
+    if answer.calls and missing == text:
+        raise BadRow(
+            f"{where}: this template leaves out the text {text!r:.60} beside the calls of an answer",
+            reason="text beside calls left out by the template",
+            hint="leave the text out of answers with calls, or give a chat_template that shows both",
         )
+    raise _not_found(f"{missing!r:.60} is not what it writes as the answer", where)
 
 
 def _require_shown(messages: Messages, text: str, where: str) -> None:
@@ -249,22 +256,6 @@ def _require_shown(messages: Messages, text: str, where: str) -> None:
                 reason=f"{message.role} message left out by the template",
                 hint="leave that message out, or give a chat_template that has a place for it",
             )
-
-
-def _thought_left_out(thought: str, where: str) -> BadRow:
-    return BadRow(
-        f"{where}: this template leaves out the reasoning {thought!r:.60}",
-        reason="reasoning left out by the template",
-        hint="leave the field out of the rows, or give a chat_template that shows reasoning_content or thinking",
-    )
-
-
-def _text_beside_calls(text: str, where: str) -> BadRow:
-    return BadRow(
-        f"{where}: this template leaves out the text {text!r:.60} beside the calls of an answer",
-        reason="text beside calls left out by the template",
-        hint="leave the text out of answers with calls, or give a chat_template that shows both",
-    )
 
 
 def _other_prompt(prompt: str, whole: str, where: str) -> BadRow:

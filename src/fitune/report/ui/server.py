@@ -5,7 +5,7 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fitune.errors import FituneError, HardwareError, require_library
+from fitune.errors import HardwareError, require_library
 
 Answer = Callable[[Mapping[str, str]], str]
 """A question (the address's query) becomes HTML."""
@@ -63,11 +63,9 @@ def serve(answers: Mapping[str, Answer], *, port: int, tell: Callable[[str], obj
             listening.bind(("127.0.0.1", port))
             listening.listen()  # before the address is told: who opens it at once waits, and is not refused
         except OSError as error:
-            raise _taken(port, error) from None
+            raise HardwareError(
+                f"--port {port}: {error.strerror or error}", hint="--port 0 takes a free one"
+            ) from None
         tell(f"http://127.0.0.1:{listening.getsockname()[1]}/{token}/")
         config = uvicorn.Config(local_app(answers, token=token), log_level="warning", access_log=False)
         uvicorn.Server(config).run(sockets=[listening])
-
-
-def _taken(port: int, error: OSError) -> FituneError:
-    return HardwareError(f"--port {port}: {error.strerror or error}", hint="--port 0 takes a free one")

@@ -89,10 +89,16 @@ def _refuse_elsewhere(name: str, key: str, gb: int | None) -> None:
     if found is None and not _APPLE.fullmatch(key):
         return
     known = "" if found is None else ", ".join(_figures(found, gb))
+    hint = _ON_A_MAC
+    if found is not None and found.kind != "metal":
+        hint = (
+            f"a CUDA GPU of its size: --gpu-memory {found.advertised_gb}GiB --gpu-flops {found.flops:.4g} "
+            f"--gpu-bandwidth {found.bandwidth / 1e9:g}GB/s"
+        )
     raise HardwareError(
         f"gpu = {name!r}: fitune does not train on {name if found is None else found.name}"
         f"{f' ({known})' if known else ''}: {_WHY_ELSEWHERE['metal' if found is None else found.kind]}",
-        hint=_ON_A_MAC if found is None or found.kind == "metal" else _like(found),
+        hint=hint,
     )
 
 
@@ -171,14 +177,6 @@ def _figures(device: Elsewhere, gb: int | None) -> list[str]:
         *([f"{device.flops / 1e12:,.4g} TFLOP/s"] if device.flops else []),
         *([f"{device.bandwidth / 1e9:,.0f} GB/s"] if device.bandwidth else []),
     ]
-
-
-def _like(device: Elsewhere) -> str:
-    """Settings that plan for a CUDA GPU with the figures of ``device``, in words."""
-    return (
-        f"a CUDA GPU of its size: --gpu-memory {device.advertised_gb}GiB --gpu-flops {device.flops:.4g} "
-        f"--gpu-bandwidth {device.bandwidth / 1e9:g}GB/s"
-    )
 
 
 def _board(name: str, gpu: Gpu) -> Gpu:

@@ -89,9 +89,12 @@ def _of_size(wanted: list[str], names: list[str], words: dict[str, list[str]]) -
     """Names of ``wanted``'s size or of the nearest, if it is near; else what it adds a size to. All if it has none."""
     size = next(filter(None, map(_billions, wanted)), 0.0)
     in_words = _SIZE_WORDS.intersection(wanted)
-    if not size and in_words:
+    if not size and in_words:  # of this size, or of none that their names say
         return [
-            each for each in names if in_words & {*words[each]} or not _says_size(words[each], _SIZE_WORDS)
+            each
+            for each in names
+            if in_words.intersection(words[each])
+            or not (any(map(_billions, words[each])) or _SIZE_WORDS.intersection(words[each]))
         ]
     if not size:
         return names
@@ -100,10 +103,6 @@ def _of_size(wanted: list[str], names: list[str], words: dict[str, list[str]]) -
     if nearest > _NEAR:
         return [each for each in names if set(words[each]) < set(wanted)]
     return [each for each in names if away.get(each) == nearest]
-
-
-def _says_size(words: list[str], in_words: set[str]) -> bool:
-    return any(map(_billions, words)) or not in_words.isdisjoint(words)
 
 
 def _are_alike(wanted: list[str], its: list[str], size: float) -> bool:

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fitune.spec.serial import TABLE_BYTES, read_object
 
@@ -23,18 +22,13 @@ def vocabulary_of(name: str) -> Vocabulary | None:
         return None
     try:
         data = read_object(file, largest_bytes=TABLE_BYTES)
-        tokens = _model_tokens(data["model"]["vocab"])
+        tokens = data["model"]["vocab"]
+        if not isinstance(tokens, dict):  # Unigram lists pairs of token and score in the order of the ids
+            tokens = {token: place for place, (token, _) in enumerate(tokens)}
         tokens |= {token["content"]: token["id"] for token in data.get("added_tokens") or ()}
     except (OSError, ValueError, KeyError, TypeError):
         return None  # whoever needs the tokenizer itself says what is wrong with it
     return Vocabulary(length=max(tokens.values(), default=-1) + 1, tokens=tokens)
-
-
-def _model_tokens(vocabulary: Any) -> dict[str, int]:
-    """Token -> id; Unigram models list pairs of token and score in the order of the ids."""
-    if isinstance(vocabulary, dict):
-        return dict(vocabulary)
-    return {token: place for place, (token, _) in enumerate(vocabulary)}
 
 
 def _tokenizer_file(name: str) -> Path | None:

@@ -156,21 +156,16 @@ def keys_of(group: str) -> Iterator[Key]:
     """The keys of a group in order."""
     for name, about in GROUPS[group].items():
         field = Recipe.model_fields[name]
-        yield Key(name, about, _values(field.annotation), _default(field))
+        kinds = [kind for kind in kinds_of(field.annotation) if kind is not NoneType]
+        # Values are named where a key takes few: none for a number or a text.
+        values = () if any(isinstance(kind, type) for kind in kinds) else tuple(map(str, kinds))
+        yield Key(name, about, SWITCH if kinds == [bool] else values, _default(field))
 
 
 def all_keys() -> Iterator[Key]:
     """The keys of all groups, in the order of ``--help``."""
     for group in GROUPS:
         yield from keys_of(group)
-
-
-def _values(annotation: Any) -> tuple[str, ...]:
-    """Values of a key that takes few: ``true``, ``false``; none for a number or a text."""
-    kinds = [kind for kind in kinds_of(annotation) if kind is not NoneType]
-    if kinds == [bool]:
-        return SWITCH
-    return () if any(isinstance(kind, type) for kind in kinds) else tuple(map(str, kinds))
 
 
 def _default(field: Any) -> str:

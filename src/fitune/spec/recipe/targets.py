@@ -1,7 +1,7 @@
 """The linears and blocks that a recipe adapts, by name or by expression."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -118,7 +118,11 @@ def _matches(model: ModelSpec, wanted: str) -> Sequence[tuple[str, Sequence[int]
         named = [m.name for m in linears if _is(wanted, m.short_name) or _is(wanted, m.name)]
     if named:
         return [(name, everywhere) for name in named]
-    by_block = [(m.name, list(_blocks_matched(model, m, wanted))) for m in linears]
+    roots = _ROOTS if model.blocks_name == _ROOTS[0] else (model.blocks_name,)
+    by_block = [
+        (m.name, [n for n in everywhere if any(_is(wanted, f"{root}.{n}.{m.name}") for root in roots)])
+        for m in linears
+    ]
     found = [(name, numbers) for name, numbers in by_block if numbers]
     if not found:
         raise _unknown(model, wanted) if is_name else _unmatched(model, wanted)
@@ -140,13 +144,6 @@ def _is(wanted: str, name: str) -> bool:
             f"lora_target_modules: {wanted!r:.60} is no regular expression: {error}",
             hint="all-linear, or names",
         ) from None
-
-
-def _blocks_matched(model: ModelSpec, linear: Linear, wanted: str) -> Iterator[int]:
-    roots = _ROOTS if model.blocks_name == _ROOTS[0] else (model.blocks_name,)
-    for number in range(model.num_layers):
-        if any(_is(wanted, f"{root}.{number}.{linear.name}") for root in roots):
-            yield number
 
 
 _ROOTS = ("model.layers", "model.language_model.layers", "language_model.model.layers")
