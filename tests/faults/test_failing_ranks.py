@@ -137,7 +137,7 @@ def test_ranks_that_fail_in_a_save_leave_the_checkpoint_before_to_go_on_from(pro
     assert steps == list(range(1, 9))
 
 
-@slow
+@weekly
 def test_an_error_of_rank_0_is_said_once(program, tmp_path):
     ended, err = end(program("raise_value_error", rank=0))
     assert ended == 1
@@ -146,7 +146,7 @@ def test_an_error_of_rank_0_is_said_once(program, tmp_path):
     require_all_gone(tmp_path / "run")
 
 
-@slow
+@weekly
 def test_a_rank_that_cannot_start_is_named(program):
     ended, err = end(program("lack_a_module", call=0))
     assert ended == 1
@@ -179,7 +179,7 @@ def test_one_signal_lets_all_ranks_finish_the_step(program, tmp_path, number, co
     require_all_gone(run)
 
 
-@slow
+@weekly
 def test_a_signal_to_every_process_of_the_job_is_one_request(program, tmp_path):
     """Each rank gets it from whoever sends it, and once more from its launcher."""
     started = program("wait", rank=0, together=600.0)
@@ -234,7 +234,7 @@ def test_a_rank_that_hangs_is_found(program, tmp_path, fault):
     require_all_gone(run)
 
 
-@slow
+@weekly
 def test_a_rank_that_was_stopped_for_a_while_is_seen_and_changes_nothing(program, tmp_path):
     assert end(program("pause", call=5))[0] == 0
     report, steps = report_of(tmp_path / "run"), read_metrics(tmp_path / "run/metrics.jsonl")

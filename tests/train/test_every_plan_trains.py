@@ -171,9 +171,10 @@ def test_every_core_is_sampled_with_each_of_the_smaller_choices():
     assert pairs(SAMPLE) == pairs(PLANS)
 
 
-@pytest.mark.slow
 @NEEDS_BITSANDBYTES
-@pytest.mark.parametrize("part", range(2))
+@pytest.mark.parametrize(
+    "part", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.weekly)]
+)
 def test_every_core_trains(part):
     failures = []
     for words, plan in SAMPLE[part::2]:

@@ -96,7 +96,8 @@ def test_two_processes_train_the_model_of_one(results, name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_rank_takes_no_more_memory_than_predicted(results, name):
+def test_a_rank_takes_no_more_memory_than_predicted(results, name, monkeypatch):
+    monkeypatch.setenv("FITUNE_CACHE", str(results / "cache"))  # it was traced there
     plan = from_json(Plan, (results / name / "plan.json").read_text())
     report = from_json(RunReport, (results / name / "report.json").read_text())
     assert plan.model.is_traced
