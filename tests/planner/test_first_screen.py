@@ -131,12 +131,16 @@ def test_where_no_change_is_enough_a_larger_machine_is_named():
         assert again.chosen.estimate.peak_bytes == one["peak_bytes"] <= again.chosen.estimate.usable_bytes
 
 
-def test_the_peak_adds_up_in_the_line_below_the_bar():
-    recipe = recipe_from(shlex.split(SITUATIONS[0]), []).recipe
+@pytest.mark.parametrize(
+    ("words", "unit", "size"), [(SITUATIONS[0], " GiB", 2**30), (SITUATIONS[-1], " MiB", 2**20)]
+)
+def test_the_peak_adds_up_in_the_line_below_the_bar(words, unit, size, demo_config):
+    recipe = recipe_from(shlex.split(words.replace("demo", demo_config)), []).recipe
     report = plan_on_data(recipe)
-    line = first_screen_of(recipe, report, train="t").splitlines()[3]
-    sizes = [float(part.split(" GiB")[0].rsplit(" ", 1)[1]) for part in line.split(" · ")]
-    assert sum(sizes) == pytest.approx(report.chosen.estimate.peak_bytes / 2**30, abs=0.05 * len(sizes))
+    lines = first_screen_of(recipe, report, train="t").splitlines()
+    line = lines[next(number for number, text in enumerate(lines) if text.startswith("  memory")) + 1]
+    sizes = [float(part.split(unit)[0].rsplit(" ", 1)[1]) for part in line.split(" · ")]
+    assert sum(sizes) == pytest.approx(report.chosen.estimate.peak_bytes / size, abs=0.05 * len(sizes))
 
 
 def test_a_pipe_gets_plain_text(capsys):

@@ -20,6 +20,7 @@ from fitune.spec.rules import broken_rules
 from fitune.spec.words import describe_devices, describe_placement, method_name
 from fitune.units import (
     GIB,
+    MIB,
     format_bytes,
     format_count,
     format_dollars,
@@ -212,11 +213,18 @@ def _how(plan: Plan) -> Iterator[Fact]:
 
 
 def _memory(taken: Priced) -> tuple[str, str, str]:
+    """Used and spare bytes, and the peak's terms, those that belong together as one."""
     estimate = taken.estimate
     used, left = _used_and_left(estimate.peak_bytes, estimate.usable_bytes)
     kept = taken.plan.hardware.gpu.memory_bytes - estimate.usable_bytes
-    terms = f"{_terms(estimate)} GiB {moment(estimate.memory.peak_phase)}"
-    return used, f"{left}, {format_bytes(kept)} kept free", terms
+    unit, name = (GIB, "GiB") if estimate.peak_bytes >= GIB else (MIB, "MiB")
+    sizes = grouped_terms({**estimate.memory.phases[estimate.memory.peak_phase], **estimate.memory.outside})
+    terms = " · ".join(f"{term} {size / unit:.1f}" for term, size in sizes.items() if size >= unit / 20)
+    return (
+        used,
+        f"{left}, {format_bytes(kept)} kept free",
+        f"{terms} {name} {moment(estimate.memory.peak_phase)}",
+    )
 
 
 def _used_and_left(needed: int, usable: int) -> tuple[str, str]:
@@ -240,12 +248,6 @@ def grouped_terms(terms: Mapping[str, int]) -> dict[str, int]:
     return {name.replace("trained", trained): size for name, size in sizes.items()} | {
         "rest": sum(left.values())
     }
-
-
-def _terms(estimate: Estimate) -> str:
-    """``weights 13.8 · gathered 6.8 · rest 0.8``: the peak's terms, those that belong together as one."""
-    sizes = grouped_terms({**estimate.memory.phases[estimate.memory.peak_phase], **estimate.memory.outside})
-    return " · ".join(f"{name} {size / GIB:.1f}" for name, size in sizes.items() if size >= GIB / 20)
 
 
 def _host(taken: Priced) -> Iterator[Fact]:
