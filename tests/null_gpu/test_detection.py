@@ -63,6 +63,7 @@ def test_the_larger_card_is_trained_on_wherever_it_stands(on_null_gpu, model_fol
         "1 × NVIDIA GeForce RTX 3090",
     )
     assert (report["status"], report["memory"]["kind"]) == ("complete", "cuda allocated")
+    assert report["memory"]["expandable_segments"] is True
 
 
 @pytest.mark.parametrize(

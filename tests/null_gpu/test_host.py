@@ -69,6 +69,24 @@ def test_what_is_pinned_is_what_is_held(on_null_gpu):
     assert (is_retried, is_memory, status) == (False, False, 3)
 
 
+DIRECTIONS = """
+import json, threading, torch
+from fitune.models.host import HostMemory
+host, streams, threads = HostMemory(torch.device("cuda", 0)), [], []
+entered = torch.cuda.stream
+torch.cuda.stream = lambda stream: (streams.append(stream.cuda_stream), entered(stream))[1]
+rooms, _ = host.take([torch.ones(1000, device="cuda")])
+host.give(rooms)
+host.beside(lambda: threads.append(threading.current_thread().name))()
+compute = torch.cuda.current_stream().cuda_stream
+print(json.dumps({"streams": len({*streams, compute}), "apart": threads != [threading.current_thread().name]}))
+"""
+
+
+def test_each_direction_has_a_stream_and_the_hosts_sums_a_thread(on_null_gpu):
+    assert on_null_gpu(DIRECTIONS).value == {"streams": 3, "apart": True}
+
+
 METER = """
 import json, torch
 from fitune.measure.memory import CudaMeter

@@ -78,6 +78,23 @@ def test_what_a_desktop_holds_is_said_and_left_to_it(monkeypatch):
     ]
 
 
+def test_what_is_kept_free_on_an_unmeasured_kind_and_segments_of_fixed_sizes_are_said(monkeypatch):
+    """The allocator is set in the environment of the process that plans."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "max_split_size_mb:128")
+    here(monkeypatch, RTX_4090)
+    for settings in (SETTINGS, {**SETTINGS, "gpu": "rtx-4090"}):
+        recipe = Recipe.model_validate(settings)
+        report = find_plan(recipe, model=known("llama-3.2-1b"), hardware=wanted_hardware(recipe))
+        said = "\n".join(report.decisions)
+        assert (
+            "no card of this kind was measured: 690.9 MiB of each stay free until fitune doctor --prove"
+            in said
+        )
+        assert "torch's allocator has no expandable segments here" in said
+        assert not report.chosen.plan.hardware.growing_segments
+
+
 def test_a_card_that_is_nearly_full_has_other_plans(monkeypatch):
     """A plan that took all of the card takes what is left of it."""
     recipe = Recipe.model_validate({"model": "llama-3.1-8b", "tuning": "lora"})

@@ -18,6 +18,7 @@ from fitune.spec.reports import RunReport
 from fitune.spec.serial import from_json
 from fitune.track.metrics import read_metrics
 from fitune.train.current import Callbacks
+from fitune.train.prepare import prepare
 from fitune.train.run import run
 
 
@@ -160,6 +161,15 @@ def test_a_steps_seconds_end_when_the_device_is_through(make_plan, monkeypatch):
     run(plan, callbacks=callbacks())
     assert waited == ["cpu"] * 2
     assert all(step.step_seconds >= 0.3 for step in steps_of(plan))
+
+
+def test_fp32_products_are_exact_unless_the_plan_has_tf32(make_plan, monkeypatch):
+    set_to = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", set_to.append)
+    plan = make_plan(max_steps=1)
+    for tf32 in (False, True):
+        prepare(replace(plan, tf32=tf32))
+    assert set_to == ["highest", "high"]
 
 
 def test_every_figure_of_the_report_comes_from_the_log(make_plan):
