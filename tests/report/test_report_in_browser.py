@@ -140,6 +140,9 @@ def test_a_phone_shows_what_a_finger_is_on(opened, name, scheme):
     assert re.match(r"Step \d\d: ", said)
     assert picture.bounding_box()["height"] == height
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    for head in page.get_by_role("columnheader", name="error", exact=True).all():
+        place = head.bounding_box()
+        assert place["x"] + place["width"] <= 375, "no table of figures is wider than the page"
     colours = picture.locator(".mark circle").first.evaluate(
         "one => [getComputedStyle(one).fill, getComputedStyle(one).stroke]"
     )
