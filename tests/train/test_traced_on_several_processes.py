@@ -19,7 +19,7 @@ from several import Job, train_on
 from train.test_run import callbacks
 from train.test_several_processes import divided, gradient_norms, largest_difference, losses
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.first]
 
 WEIGHT = 5e-6
 """AdamW divides small gradients by their own size, so a rounding moves a weight by more than itself. Of Gemma 3n's
