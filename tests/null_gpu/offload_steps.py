@@ -34,7 +34,10 @@ MUTANTS = {
         "full weights away", WEIGHTS, "self._arrival.wait()\n        for slot", "for slot"
     ),
     "room of weights that were fetched in vain is free at once": Mutant(
-        "weights fetched in vain", WEIGHTS, "self._arrival.wait()  # its memory", "pass  # its memory"
+        "weights fetched in vain",
+        WEIGHTS,
+        "self._arrival.wait()  # its memory",
+        "self._arrival  # not waited for: its memory",
     ),
     "activations are freed before they left": Mutant(
         "full activations away",
