@@ -174,7 +174,7 @@ def test_what_does_not_fit_says_so_and_names_changes(client):
     question = {"model": "meta-llama/Llama-3.1-70B", "gpu": "rtx-4090", "tuning": "full"}
     text = text_of(client.get("/secret/answer", params=question).text)
     assert "✘ DOES NOT FIT" in text
-    assert "What fits" in text
+    assert "Changes that work" in text
     assert client.get("/secret/ways", params=question).text == ""
 
 

@@ -580,10 +580,12 @@ def _print_screen(recipe: "Recipe", words: list[str], html: Path | None) -> None
     from fitune.cli.terminal import print_coloured
     from fitune.errors import NothingFits
     from fitune.session.planning import first_screen_of, plan_or_nothing
+    from fitune.session.recipes.reading import split_words
 
     found = plan_or_nothing(recipe)
     train = shlex.join(["fitune", "train", *words, *([] if recipe.data else ["--data", "YOUR.jsonl"])])
-    print_coloured(first_screen_of(recipe, found, train=train))
+    typed = split_words(words)[0] is None
+    print_coloured(first_screen_of(recipe, found, train=train, as_options=typed))
     if html is not None:
         from fitune.session.planner_page import write_plan_page  # jinja2, for those who want a page
 

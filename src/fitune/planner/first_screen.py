@@ -7,17 +7,16 @@ from dataclasses import dataclass
 from fitune.errors import FituneError, NothingFits
 from fitune.planner.alternatives import changed_recipe
 from fitune.planner.candidates import Request
-from fitune.planner.nothing_fits import LARGE_CARD, fits_on_devices, on_large_cards
-from fitune.planner.reasons.explain import moment
+from fitune.planner.nothing_fits import fits_on_devices, machine_settings, on_large_cards, setting_words
+from fitune.planner.reasons.explain import describe_how, moment, verdict_of
 from fitune.planner.search import first_choice
-from fitune.spec.counts import count_parameters
 from fitune.spec.machines.hardware import Hardware
 from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.plan import Lomo, Plan
 from fitune.spec.predictions import Estimate, PlanReport, Priced
 from fitune.spec.recipe.recipe import Recipe
 from fitune.spec.rules import broken_rules
-from fitune.spec.words import describe_devices, describe_placement, method_name
+from fitune.spec.words import method_name
 from fitune.units import (
     GIB,
     MIB,
@@ -50,7 +49,7 @@ class Way:
     priced: Priced
 
 
-Settings = dict[str, str | int]
+Settings = dict[str, object]
 Machine = Callable[[Recipe], Hardware]
 """The hardware that a recipe names."""
 
@@ -97,7 +96,7 @@ def _where_it_fits(
     found = on_large_cards(Request.of(_changed(recipe, settings), model, here))
     if found is None:
         return settings, None
-    return settings | {"gpu": LARGE_CARD, "gpus": found.recipe.gpus or 1}, first_choice(found)
+    return settings | machine_settings(found), first_choice(found)
 
 
 def _on_the_cards(recipe: Recipe, taken: Priced, model: ModelSpec, machine: Machine) -> Iterator[Way]:
@@ -147,7 +146,7 @@ def _changed(recipe: Recipe, settings: Settings) -> Recipe:
 
 
 def _options(settings: Settings) -> str:
-    return " ".join(f"--{key.replace('_', '-')} {value}" for key, value in settings.items())
+    return setting_words(settings, as_options=True)
 
 
 def first_screen(report: PlanReport, ways: tuple[Way, ...], *, train: str) -> str:
@@ -206,27 +205,11 @@ def _fact(name: str, words: Sequence[str], estimate: Estimate) -> Iterator[str]:
     yield f"           {terms}"
 
 
-def verdict_of(plan: Plan) -> str:
-    """Returns the model, its parameters, the method and the devices, in one line."""
-    hardware, total = plan.hardware, count_parameters(plan.model).total
-    taken = f", {hardware.taken_bytes / GIB:.1f} taken by others" if hardware.taken_bytes else ""
-    cards = f"{describe_devices(hardware)} ({hardware.gpu.memory_bytes / GIB:.0f} GiB{taken})"
-    cards += f"; not used: {hardware.left_out}" if hardware.left_out else ""
-    return f"{plan.model.name} · {format_count(total)} · {method_name(plan.tuning)} · {cards}"
-
-
 def _how(plan: Plan) -> Iterator[Fact]:
     broken = broken_rules(plan, "train")
     if broken:
         yield "but", (f"this version only plans it: {broken[0].why(plan)}",)
-    recomputed = (
-        f"{plan.recompute.blocks} of {plan.model.num_layers} blocks recomputed"
-        if plan.recompute.blocks
-        else ""
-    )
-    batch = f"micro-batch {plan.batch.micro_batch_size} × {plan.batch.seq_len} tokens"
-    how = (plan.precision.value, describe_placement(plan), recomputed, batch)
-    yield "how", (", ".join(filter(None, how)),)
+    yield "how", (describe_how(plan),)
 
 
 def _memory(taken: Priced) -> tuple[str, str, str]:
@@ -311,16 +294,29 @@ def change_table(title: str, rows: Sequence[tuple[str, int, str]]) -> Iterator[s
         yield f"    {change:<{width - 2}}{format_bytes(peak):>13}   {speed}"
 
 
-def screen_of_nothing(error: NothingFits) -> str:
-    """Returns the first screen for an error: memory that is needed and there, and a table of the changes that fit."""
+def screen_of_nothing(error: NothingFits, *, as_options: bool) -> str:
+    """Returns the first screen for an error: what is needed, what is there, and a table of changes that fit, as
+    options of the command line or as keys of a recipe."""
     facts = error.facts
-    needed, usable = facts["needed_bytes"], facts["usable_bytes"]
-    memory = "   ".join((_bar(needed, usable), *_used_and_left(needed, usable)))
-    lines = [f"✘ DOES NOT FIT   {facts['what']}", f"  memory   {memory}"]
+    lines = [f"✘ DOES NOT FIT   {facts['what']}"]
+    for short in facts["short"]:
+        needed, usable, of = short["needed_bytes"], short["usable_bytes"], short["of"]
+        lines.append(
+            wrapped(f"needed   {format_bytes(needed)} {of}, at the least: {facts['how']}", hanging=9)
+        )
+        lines.append(f"  usable   {format_bytes(usable)} {of}: {format_bytes(needed - usable)} short")
     rows = [
-        (one["change"], one["peak_bytes"], format_rate(one["tokens_per_second"])) for one in facts["changes"]
+        (
+            setting_words(one["settings"], as_options=as_options),
+            one["peak_bytes"],
+            format_rate(one["tokens_per_second"]),
+        )
+        for one in facts["changes"]
     ]
-    lines += change_table("What fits", rows) if rows else [f"  try      {error.hint}"]
+    if rows:
+        lines += change_table("Changes that work", rows)
+    else:
+        lines.append(wrapped(f"try      {error.hint}", hanging=9))
     return "\n".join([*lines, "  More     --details   --json"])
 
 

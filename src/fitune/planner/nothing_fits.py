@@ -1,6 +1,6 @@
 """The error when nothing fits, with the changes that would: each is named only if a plan with it was found to fit."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -14,7 +14,7 @@ from fitune.planner.defaults import ROW_STEP, with_host_memory
 from fitune.planner.fit import fits, host_fits, last_true, shortage
 from fitune.planner.method_search import MethodSearch
 from fitune.planner.methods import methods_for, to_adapters
-from fitune.planner.reasons.explain import host_sum
+from fitune.planner.reasons.explain import describe_how, host_sum, verdict_of
 from fitune.planner.search import first_choice
 from fitune.spec.counts import count_parameters
 from fitune.spec.machines.cards import known_cards
@@ -22,13 +22,16 @@ from fitune.spec.machines.gpus import find_gpu, hardware_for
 from fitune.spec.model.known_models import names_with_formulas
 from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.plan import Plan, Precision
-from fitune.spec.predictions import Rejection
+from fitune.spec.predictions import Estimate, Rejection
 from fitune.spec.rules import adds_gradients_up, keeps_rules
-from fitune.spec.words import describe_method, describe_offload, describe_plan, devices_with_memory
+from fitune.spec.words import describe_offload, describe_plan
 from fitune.units import GIB, format_bytes, wrapped
 
 LARGE_CARD = "a100-80gb"
 """Whose machines are named where nothing fits here."""
+LARGE_MACHINES = ((1, 1), (2, 1), (4, 1), (8, 1), (8, 2), (8, 4))
+"""Cards in a node, nodes."""
+MOST_CHANGES = 5
 NEAREST = 3
 """So many changes that come closest are named where none is enough."""
 
@@ -39,7 +42,7 @@ def nothing_fits(
     """The error to raise; ``smallest`` is the smallest plan of every method that was searched."""
     model, hardware = request.model, request.hardware
     best = min(smallest, key=shortage)
-    usable = usable_bytes(hardware)
+    usable, needed = usable_bytes(hardware), predict(best.plan)
     devices = f"{hardware.num_gpus} ×" if hardware.num_gpus > 1 else "one"
     changes = _Changes(request=request, best=best)
     lines = [
@@ -50,9 +53,11 @@ def nothing_fits(
         *changes.about_the_host(),
     ]
     facts = {
-        "what": f"{model.name} · {describe_method(best.plan)} · {devices_with_memory(hardware)}",
-        "needed_bytes": predict(best.plan).peak_bytes,
+        "what": verdict_of(replace(best.plan, hardware=hardware)),
+        "how": describe_how(best.plan),
+        "needed_bytes": needed.peak_bytes,
         "usable_bytes": usable,
+        "short": list(_short(needed)),
         "changes": list(changes.planned()),
     }
     return NothingFits("\n".join(lines), hint=changes.advice(), facts=facts)
@@ -60,6 +65,28 @@ def nothing_fits(
 
 def _is_short_of_host_only(best: StepStages) -> bool:
     return memory_of(best).peak_bytes <= usable_bytes(best.plan.hardware) and not host_fits(best)
+
+
+def _short(needed: Estimate) -> Iterator[dict[str, object]]:
+    """Where it is short, with bytes."""
+    for of, size, usable in (
+        ("a device", needed.peak_bytes, needed.usable_bytes),
+        ("of host memory a node", needed.host_bytes, needed.usable_host_bytes),
+        ("of NVMe a node", needed.nvme_bytes, needed.usable_nvme_bytes),
+    ):
+        if usable and size > usable:
+            yield {"of": of, "needed_bytes": size, "usable_bytes": usable}
+
+
+def setting_words(settings: Mapping[str, object], *, as_options: bool) -> str:
+    """``--seq-len 1024 without --zero`` as options, ``seq_len: 1024, without zero`` as keys of a recipe."""
+    parts = []
+    for key, value in settings.items():
+        name = f"--{key.replace('_', '-')}" if as_options else key
+        said = str(value).lower() if isinstance(value, bool) else value
+        given = f"{name} {said}" if as_options else f"{name}: {said}"
+        parts.append(f"without {name}" if value is None or value is False else given)
+    return (" " if as_options else ", ").join(parts)
 
 
 def _enough_host(step: StepStages) -> str:
@@ -101,8 +128,7 @@ class _Changes:
     def advice(self) -> str:
         """Changes that were computed to fit; failing that, what the largest single change leaves short."""
         helpful = [words for words, *_ in self._helpful]
-        shorter = self._longest_row()
-        helpful += [f"seq_len: {shorter}"] if shorter else []
+        helpful += [f"seq_len: {self._longest_row}"] if self._longest_row else []
         if helpful:
             return ", or ".join(helpful)
         nearest = sorted(self._tried, key=lambda tried: shortage(tried[1]))[:NEAREST]
@@ -130,28 +156,47 @@ class _Changes:
         return found
 
     def planned(self) -> Iterator[dict[str, object]]:
-        """The changes that fit, as they would be planned; where none does, larger machines."""
-        changes = [(words, self._changed(settings)) for words, _, settings in self._helpful]
-        for words, changed in changes or self._larger_machines():
-            found = first_choice(changed)
+        """At most MOST_CHANGES that fit, each of another kind, as they would be planned: first those that keep the
+        method, then other methods, more cards, a larger machine."""
+        recipe, kinds = self.request.recipe, set[object]()
+        for changed, settings in self._requests():
+            said = {key: value for key, value in settings.items() if getattr(recipe, key) != value}
+            kind = said.get("tuning", next(iter(said)))
+            found = first_choice(changed) if kind not in kinds and len(kinds) < MOST_CHANGES else None
             if found is not None and found.estimate.fits:
-                estimate = found.estimate
+                kinds.add(kind)
                 yield {
-                    "change": words,
-                    "peak_bytes": estimate.peak_bytes,
-                    "tokens_per_second": estimate.tokens_per_second,
+                    "change": setting_words(said, as_options=False),
+                    "settings": said,
+                    "peak_bytes": found.estimate.peak_bytes,
+                    "tokens_per_second": found.estimate.tokens_per_second,
                 }
 
-    def _larger_machines(self) -> Iterator[tuple[str, Request]]:
-        """The method wished for, LoRA and QLoRA on the fewest large cards that hold them."""
+    def _requests(self) -> Iterator[tuple[Request, dict[str, object]]]:
+        """Changed requests, and what differs; of the others so many that there is room for a larger machine."""
+        settings = [settings for _, _, settings in self._helpful]
+        keeping = [each for each in settings if not {"tuning", "gpus"} & each.keys()]
+        keeping += [{"seq_len": self._longest_row}] if self._longest_row else []
+        others = [each for each in settings if {"tuning", "gpus"} & each.keys()]
+        for each in (*keeping, *others)[: MOST_CHANGES - 1]:
+            yield self._changed(each), each
+        yield from self._larger_machines(beside=[*keeping, *others])
+
+    def _larger_machines(
+        self, *, beside: Sequence[dict[str, object]]
+    ) -> Iterator[tuple[Request, dict[str, object]]]:
+        """The method wished for on the fewest large cards that hold it; where nothing else helps, adapters too."""
         recipe = self.request.recipe
         lesser = [
-            to_adapters(recipe, name) for name in ("lora", "qlora") if recipe.tuning not in (None, name)
+            to_adapters(recipe, name)[1] for name in ("lora", "qlora") if recipe.tuning not in (None, name)
         ]
-        for words, settings in [("", {}), *lesser]:
+        for settings in ({}, *([] if beside else lesser)):
             if (found := on_large_cards(self.request.with_pins(**settings))) is not None:
-                there = f"gpu: {LARGE_CARD}, gpus: {found.recipe.gpus}"
-                yield ", ".join(filter(None, (words, there))), found
+                there = machine_settings(found)
+                if self.request.recipe.gpu == LARGE_CARD:
+                    del there["gpu"]
+                if there not in beside:
+                    yield found, {**settings, **there}
 
     def about_the_host(self) -> Iterator[str]:
         """Says how much host memory is missing where it fits the devices with offload."""
@@ -215,9 +260,8 @@ class _Changes:
         if recipe.gradient_accumulation_steps in (None, 1):
             yield "optimizer_in_backward: true", {"optimizer_in_backward": True}
         if recipe.global_batch_size is None and recipe.micro_batch_size is None:
-            rows = {"micro_batch_size": 1, "gradient_accumulation_steps": 1}
             words = "optimizer_in_backward: true with micro_batch_size: 1, then the whole batch"
-            yield words, {"optimizer_in_backward": True, **rows}
+            yield words, {"optimizer_in_backward": True, **self._one_row()}
 
     def _adalomo(self) -> Iterator[tuple[str, dict[str, object]]]:
         """Every weight trained without optimizer states and gradients of more than one tensor."""
@@ -225,8 +269,14 @@ class _Changes:
         why = "which trains every weight too"
         yield f"tuning: adalomo, {why}", settings
         if self.request.recipe.global_batch_size is None and self.request.recipe.micro_batch_size is None:
-            rows = {"micro_batch_size": 1, "gradient_accumulation_steps": 1}
-            yield f"tuning: adalomo, {why}, with micro_batch_size: 1 as the whole batch", {**settings, **rows}
+            yield (
+                f"tuning: adalomo, {why}, with micro_batch_size: 1 as the whole batch",
+                {**settings, **self._one_row()},
+            )
+
+    def _one_row(self) -> dict[str, object]:
+        """A batch of one row a device."""
+        return {"global_batch_size": self.request.hardware.num_gpus, "gradient_accumulation_steps": None}
 
     def _smallest(self, settings: dict[str, object]) -> StepStages | None:
         """The smallest plan with ``settings``; None when there is no plan with them."""
@@ -241,6 +291,7 @@ class _Changes:
             return changed
         return replace(changed, hardware=replace(changed.hardware, gpus_per_node=changed.recipe.gpus or 1))
 
+    @cached_property
     def _longest_row(self) -> int:
         """The longest seq_len, a multiple of 64, at which the smallest plan's method fits; 0 when none is."""
 
@@ -261,22 +312,29 @@ class _Changes:
 
 
 def on_large_cards(request: Request) -> Request | None:
-    """The request on the fewest 80 GB cards of one machine that hold it on their devices; None where eight do not, and
-    for several nodes or a card that was described by its figures: what is typed would be of those."""
+    """The request on the fewest of LARGE_MACHINES that hold it on their devices; None where none does, and for several
+    nodes or a card that was described by its figures: what is typed would be of those."""
     recipe = request.recipe
     figures = (recipe.gpu_memory, recipe.gpu_flops, recipe.gpu_bandwidth, recipe.interconnect)
     if request.hardware.nodes > 1 or any(figures):
         return None
-    for gpus in (1, 2, 4, 8):
+    for gpus, nodes in LARGE_MACHINES:
         there = hardware_for(
-            gpu=find_gpu(LARGE_CARD), gpus=gpus, host_memory_bytes=recipe.host_memory or 0,
+            gpu=find_gpu(LARGE_CARD), gpus=gpus, nodes=nodes, host_memory_bytes=recipe.host_memory or 0,
             nvme_bytes=recipe.nvme_size or 0,
         )  # fmt: skip
-        changed = request.with_pins(gpu=LARGE_CARD, gpus=gpus)
+        changed = request.with_pins(gpu=LARGE_CARD, gpus=gpus, nodes=nodes)
         changed = replace(changed, hardware=with_host_memory(there))
         if fits_on_devices(changed):
             return changed
     return None
+
+
+def machine_settings(request: Request) -> dict[str, object]:
+    """The settings that name the large cards of ``on_large_cards``."""
+    recipe = request.recipe
+    nodes = {"nodes": recipe.nodes} if recipe.nodes > 1 else {}
+    return {"gpu": LARGE_CARD, "gpus": recipe.gpus or 1, **nodes}
 
 
 def fits_on_devices(request: Request) -> bool:

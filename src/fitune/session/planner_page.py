@@ -26,8 +26,8 @@ from fitune.planner.first_screen import (
     first_screen,
     grouped_terms,
     other_ways,
-    verdict_of,
 )
+from fitune.planner.reasons.explain import verdict_of
 from fitune.planner.whole_run import whole_run
 from fitune.report.page import write_page
 from fitune.report.ui.page import answer_html, bars_of, clusters_html, planner_html, rent_html, ways_html

@@ -74,12 +74,17 @@ def plan_or_nothing(recipe: Recipe) -> PlanReport | NothingFits:
         return error
 
 
-def first_screen_of(recipe: Recipe, found: PlanReport | NothingFits, *, train: str) -> str:
-    """Returns the first screen of what was ``found`` for ``recipe``; ``train`` is the command that it names next."""
+def first_screen_of(
+    recipe: Recipe, found: PlanReport | NothingFits, *, train: str, as_options: bool = True
+) -> str:
+    """Returns the first screen of what was ``found`` for ``recipe``; ``train`` is the command that it names next.
+
+    ``as_options``: changes are named as options of a command, not as keys of a recipe.
+    """
     from fitune.planner.first_screen import first_screen, other_ways, screen_of_nothing
 
     if isinstance(found, NothingFits):
-        return screen_of_nothing(found)
+        return screen_of_nothing(found, as_options=as_options)
     model = load_model_spec(recipe.model)
     ways = other_ways(recipe, found.taken, model=model, machine=wanted_hardware)
     return first_screen(found, ways, train=train)

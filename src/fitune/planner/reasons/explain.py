@@ -13,7 +13,13 @@ from fitune.spec.plan import Lora, Plan
 from fitune.spec.predictions import Estimate, MemoryBreakdown, Phase, PlanReport, Priced, WholeRun
 from fitune.spec.rules import broken_rules
 from fitune.spec.serial import to_data
-from fitune.spec.words import describe_plan, devices_with_memory
+from fitune.spec.words import (
+    describe_devices,
+    describe_placement,
+    describe_plan,
+    devices_with_memory,
+    method_name,
+)
 from fitune.units import (
     GIB,
     MIB,
@@ -25,6 +31,23 @@ from fitune.units import (
     format_seconds,
     wrapped,
 )
+
+
+def verdict_of(plan: Plan) -> str:
+    """Returns the model, its parameters, the method and the devices, in one line."""
+    hardware, total = plan.hardware, count_parameters(plan.model).total
+    taken = f", {hardware.taken_bytes / GIB:.1f} taken by others" if hardware.taken_bytes else ""
+    cards = f"{describe_devices(hardware)} ({hardware.gpu.memory_bytes / GIB:.0f} GiB{taken})"
+    cards += f"; not used: {hardware.left_out}" if hardware.left_out else ""
+    return f"{plan.model.name} · {format_count(total)} · {method_name(plan.tuning)} · {cards}"
+
+
+def describe_how(plan: Plan) -> str:
+    """``bf16-master, parameters on the CPU, 11 of 32 blocks recomputed, micro-batch 2 × 2048 tokens``."""
+    layers, blocks = plan.model.num_layers, plan.recompute.blocks
+    recomputed = f"{blocks} of {layers} blocks recomputed" if blocks else ""
+    batch = f"micro-batch {plan.batch.micro_batch_size} × {plan.batch.seq_len} tokens"
+    return ", ".join(filter(None, (plan.precision.value, describe_placement(plan), recomputed, batch)))
 
 
 def explain_plan(report: PlanReport) -> str:
