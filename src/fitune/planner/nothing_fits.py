@@ -178,7 +178,8 @@ class _Changes:
         keeping = [each for each in settings if not {"tuning", "gpus"} & each.keys()]
         keeping += [{"seq_len": self._longest_row}] if self._longest_row else []
         others = [each for each in settings if {"tuning", "gpus"} & each.keys()]
-        for each in (*keeping, *others)[: MOST_CHANGES - 1]:
+        first_of = {each.get("tuning", next(iter(each))): each for each in reversed([*keeping, *others])}
+        for each in [*reversed(first_of.values())][: MOST_CHANGES - 1]:
             yield self._changed(each), each
         yield from self._larger_machines(beside=[*keeping, *others])
 
@@ -289,7 +290,10 @@ class _Changes:
         changed = self.request.with_pins(**settings)
         if "gpus" not in settings:
             return changed
-        return replace(changed, hardware=replace(changed.hardware, gpus_per_node=changed.recipe.gpus or 1))
+        hardware = replace(changed.hardware, gpus_per_node=changed.recipe.gpus or 1)
+        if changed.recipe.host_memory is None:  # it is assumed by the cards
+            hardware = with_host_memory(replace(hardware, host_memory_bytes=0))
+        return replace(changed, hardware=hardware)
 
     @cached_property
     def _longest_row(self) -> int:
