@@ -51,8 +51,9 @@ class HardwareError(FituneError):
 class NothingFits(FituneError):
     """No plan that keeps the user's choices fits in memory.
 
-    ``facts``: the numbers behind the message, where they are known: what; needed_bytes and usable_bytes of a device;
-    changes that were planned and fit, each with change, peak_bytes and tokens_per_second.
+    ``facts``: the numbers behind the message, where they are known: what, and how the smallest plan trains it;
+    needed_bytes and usable_bytes of a device; where it is short; changes that were planned and fit, each with change,
+    settings, peak_bytes and tokens_per_second.
     """
 
     def __init__(self, message: str, *, hint: str | None = None, facts: dict[str, Any] | None = None) -> None:
