@@ -3,7 +3,10 @@
 import ast
 from pathlib import Path
 
+import pytest
+
 import fitune
+from fitune.errors import ModelError
 from fitune.models import door
 
 ROOT = Path(fitune.__file__).parent
@@ -69,3 +72,10 @@ def test_torch_and_pickle_read_nothing():
         assert not [call for call in calls(tree, "load") if ast.unparse(call.func) == "torch.load"], path
         allowed = [n for n in ast.walk(tree) if isinstance(n, ast.keyword) and n.arg == "allow_pickle"]
         assert all(ast.unparse(keyword.value) == "False" for keyword in allowed), path
+
+
+def test_an_architecture_of_ones_own_has_a_next_step():
+    with pytest.raises(ModelError, match="model_type = 'of-my-own'") as refused:
+        door.text_config({"model_type": "of-my-own"})
+    assert "no model's own code" in refused.value.hint
+    assert "model_type into config.json" in refused.value.hint

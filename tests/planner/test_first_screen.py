@@ -156,7 +156,7 @@ def test_a_change_typed_is_the_plan_that_was_shown(nothing):
 
 
 def test_a_recipe_is_answered_in_its_keys(nothing):
-    words, error = nothing
+    _, error = nothing
     screen = screen_of_nothing(error, as_options=False)
     assert "--" not in screen.rsplit("\n", 1)[0]
     assert all(one["change"] in screen for one in error.facts["changes"])

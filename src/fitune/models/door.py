@@ -137,8 +137,8 @@ def text_config(values: Mapping[str, Any]) -> PretrainedConfig:
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise ModelError(
             f"model_type = {model_type!r}: transformers has no such architecture",
-            hint="a newer transformers may have it; for an architecture of your own, whose code fitune never runs, write "
-            "the model_type of a known one with the same blocks and names of tensors (llama, say) into config.json",
+            hint="a newer transformers may have it; fitune runs no model's own code: if the blocks and tensor names are "
+            "those of a known architecture, write its model_type into config.json (llama, for example)",
         )
     with _named(f"model_type = {model_type!r}: its config cannot be used"):
         config = CONFIG_MAPPING[model_type].from_dict(_with_floats(dict(values)))
