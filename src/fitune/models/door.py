@@ -137,7 +137,7 @@ def text_config(values: Mapping[str, Any]) -> PretrainedConfig:
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise ModelError(
             f"model_type = {model_type!r}: transformers has no such architecture",
-            hint="a newer transformers may have it; fitune runs no model's own code: if the blocks and tensor names are "
+            hint="a newer transformers may have it; fitune runs no model's own code: if blocks and tensor names are "
             "those of a known architecture, write its model_type into config.json (llama, for example)",
         )
     with _named(f"model_type = {model_type!r}: its config cannot be used"):
