@@ -9,6 +9,7 @@ another name: never preferred, never deleted.
 
 import dataclasses
 import hashlib
+import math
 import os
 import re
 import shutil
@@ -254,6 +255,12 @@ class Commit:
     files: dict[str, Stored]
     digest: str = ""
     """sha256 of all of the above."""
+
+
+def loss_of(commit: Commit) -> float:
+    """Infinite for what is no candidate for the best; the earlier one of two equals is taken."""
+    loss = commit.eval_loss
+    return loss if loss is not None and math.isfinite(loss) else math.inf
 
 
 def step_folders(folder: Path) -> list[Path]:

@@ -25,6 +25,7 @@ from fitune.checkpoint.commit import (
     inside,
     is_on,
     line_bytes,
+    loss_of,
     parse_line,
     parse_sealed,
     read_commit,
@@ -34,7 +35,6 @@ from fitune.checkpoint.commit import (
     write_hashed,
     write_line,
 )
-from fitune.checkpoint.save import loss_of
 from fitune.errors import CheckpointError, RunDirectoryError, StoreError
 from fitune.files import remove, remove_stale_siblings, sync_folder, temporary_sibling, write_synced
 from fitune.spec.serial import to_json

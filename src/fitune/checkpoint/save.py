@@ -34,6 +34,7 @@ from fitune.checkpoint.commit import (
     is_on,
     keep_line,
     link_atomically,
+    loss_of,
     note_as_known,
     read_commit,
     require_space,
@@ -221,12 +222,6 @@ def _first_valid(members: list[tuple[Path, Commit]], count: int, on_note: OnNote
 def _set_damaged_aside(path: Path, error: CheckpointError, on_note: OnNote) -> None:
     if path.exists():
         on_note(f"{error.message}: {set_aside(path, DAMAGED)}")
-
-
-def loss_of(commit: Commit) -> float:
-    """Infinite for what is no candidate for the best; the earlier one of two equals is taken."""
-    loss = commit.eval_loss
-    return loss if loss is not None and math.isfinite(loss) else math.inf
 
 
 Tables = dict[str, dict[str, Tensor]]

@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from fitune.errors import CheckpointError, FituneError
 from fitune.files import PICKLE_SUFFIXES
 from fitune.spec.hub import AUTO_MAP, code_asked_for
@@ -86,6 +84,8 @@ def _of_transformers(name: object) -> object:
 
 
 def _is_tokenizer(found: object) -> bool:
+    from transformers import PreTrainedTokenizerBase
+
     return isinstance(found, type) and issubclass(found, PreTrainedTokenizerBase)
 
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -11,6 +12,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from threading import Lock
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -48,6 +50,18 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     except (OSError, ValueError, KeyError, TypeError):
         rows = columns = 128
     return as_read(found, (rows, columns))
+
+
+_STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+def stored_dtype(folder: Path) -> torch.dtype | None:
+    """Type of most of the weights in ``folder``, by their headers; None for a type that is not trained in."""
+    sizes: Counter[str] = Counter()
+    for tensor in stored_tensors(folder).values():
+        sizes[tensor.dtype] += tensor.size_bytes
+    (name, _), *_ = sizes.most_common(1)
+    return _STORED_DTYPES.get(name)
 
 
 def _placed_files(folder: Path) -> tuple[Sequence[Path], Mapping[str, Path]]:

@@ -1,7 +1,6 @@
 """A model folder or Hub id to a transformers model. Only safetensors are read."""
 
 import math
-from collections import Counter
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
@@ -176,17 +175,6 @@ _OF_ONE_MODEL = "config.json and weights must be of the same model: fetch them a
 
 
 _FLOATS = ("F64", "F32", "BF16", "F16")
-_STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-
-
-def stored_dtype(path: str) -> torch.dtype | None:
-    """Type of most of the weights at ``path``, by their headers; None for a type that is not trained in."""
-    sizes: Counter[str] = Counter()
-    for tensor in stored_tensors(model_folder(path)).values():
-        sizes[tensor.dtype] += tensor.size_bytes
-    (name, _), *_ = sizes.most_common(1)
-    return _STORED_DTYPES.get(name)
-
 
 _SHOWN = 5
 
