@@ -93,9 +93,10 @@ def run(
     """
     given = surroundings(cards=cards, compute=compute)
     given |= {name: str(value) for name, value in (environment or {}).items()}
+    ours = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}  # DeepSpeed here is on CPUs
     with subprocess.Popen(
         [str(HERE / "run.sh"), *map(str, command)],
-        env=os.environ | given,
+        env=ours | given,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
