@@ -93,7 +93,8 @@ def run(
     """
     given = surroundings(cards=cards, compute=compute)
     given |= {name: str(value) for name, value in (environment or {}).items()}
-    ours = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}  # DeepSpeed here is on CPUs
+    # set where a test has loaded DeepSpeed for the CPU
+    ours = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
     with subprocess.Popen(
         [str(HERE / "run.sh"), *map(str, command)],
         env=ours | given,
