@@ -72,7 +72,8 @@ class Cluster(Strict):
 
 _EXAMPLES = {
     "name": "a word, another for each cluster", "gpu": "h100 (80GB lists cards of its size)",
-    "gpus": "8 (in each node)", "nodes": "2", "free": "1 (nodes that are free now)", "wait": "2h", "kind": "kuberay, kubernetes or slurm",
+    "gpus": "8 (in each node)", "nodes": "2", "free": "1 (nodes that are free now)", "wait": "2h",
+    "kind": "kuberay, kubernetes or slurm",
     "price": "2.50 (US dollars for an hour of one GPU)", "host_memory": "1800GiB", "disk": "6TB",
     "interconnect": "450GB/s", "node_network": "50GB/s", "storage": "2GB/s", "start": "3m",
     "live": "nodes, kueue, slurm or ray", "job": "{queue: training}",
