@@ -315,3 +315,8 @@ def did_you_mean(word: str, known: list[str] | tuple[str, ...]) -> str | None:
         return None
     original = next(name for name in known if name.lower() == close[0])
     return f"did you mean {original!r}?"
+
+
+def joined_hints(*hints: str | None) -> str:
+    """Those that are there in one line: ``did you mean 'h100'? --gpu cpu; or none``."""
+    return "; ".join(filter(None, hints)).replace("?; ", "? ")

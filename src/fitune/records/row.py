@@ -80,7 +80,7 @@ def read_records(path: Path) -> list[Row]:
     """
     rows = [_row(facts, path, line) for line, facts in _objects(path)]
     if not rows:
-        raise DataError(f"{path}: has no rows", hint="one JSON object a line; docs/records.md has the keys")
+        raise DataError(f"{path}: has no rows", hint="one JSON object a line")
     seen: dict[str, int] = {}
     for row in rows:
         if seen.setdefault(row.id, row.line) != row.line:

@@ -146,7 +146,7 @@ def _load(manager: TaskManager, name: str, unreachable: str) -> dict[str, Any]:
         raise DataError(
             f"--lm-eval {name}: the task or its data cannot be read: {cause}",
             hint="data that is not in the Hugging Face cache needs the network; a task of your own may name local "
-            "files (docs/scoring.md)",
+            "files",
         ) from error
 
 

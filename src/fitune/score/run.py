@@ -113,7 +113,7 @@ def _require_references(graders: Sequence[Grader], references: References, path:
     if choosing and references.without_choices:
         raise RecipeError(
             f"{', '.join(choosing)}: {counted(references.without_choices, 'row')} of {path} without choices",
-            hint="rows with choices have question, choices and answer (docs/scoring.md), or map "
+            hint="rows with choices have question, choices and answer, or map "
             "choices=COLUMN beside prompt and completion; perplexity and loglikelihood take any reference",
         )
     needy = [grader.name for grader in graders if grader.row.needs_reference]
