@@ -44,6 +44,7 @@ def write_hashed(path: Path, chunks: Iterable[bytes | memoryview]) -> Stored:
     digest, size = hashlib.sha256(), 0
 
     def hashed() -> Iterator[memoryview]:
+        """The chunks, each counted and hashed before it is written."""
         nonlocal size
         for chunk in chunks:
             view = memoryview(chunk)

@@ -119,6 +119,7 @@ def export_full(
     with _stored_in(base_path if weights is not None else "") as stored:
 
         def made(name: str) -> Tensor:
+            """The trained tensor, or the base's own."""
             if weights is None:
                 return own[name]
             return weights[name] if name in trained else stored[name][...]
@@ -158,6 +159,7 @@ def export_merged(
     with _stored_in(base_path if weights is not None else "") as stored:
 
         def made(name: str) -> Tensor:
+            """The tensor with what the adapter does to it, held to its law."""
             if name in tables:
                 return tables[name]
             weight = own[name] if weights is None else stored[name][...]
@@ -205,6 +207,7 @@ def _export_model(
     warnings: tuple[str, ...] = ()
 
     def measured(reloaded: PreTrainedModel) -> None:
+        """Writes the card of the model that was read back."""
         if card_of is not None:
             (stage.folder / "README.md").write_text(card_of(reloaded), encoding="utf-8")
 

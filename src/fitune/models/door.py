@@ -84,7 +84,7 @@ def model_folder(path: str) -> Path:
         folder = Path(
             snapshot_download(path, allow_patterns=["*.json", "tokenizer.model", "model*.safetensors"])
         )
-    if not (folder / "config.json").is_file():
+    if not (folder / CONFIG).is_file():
         raise ModelError(f"{folder}: no config.json, so this is no model folder")
     refuse_remote_code(folder, error=ModelError)
     return folder
