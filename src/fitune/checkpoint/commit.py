@@ -281,6 +281,19 @@ def read_commit(path: Path) -> Commit:
     return commit
 
 
+def put_in_place(temporary: Path, target: Path, commit: Commit, *, word: str, on_note: OnNote) -> None:
+    """Write COMMIT, the last file, and rename ``temporary`` to ``target``: from here on the checkpoint exists.
+
+    One that is there already is set aside by ``word``: nothing is written over. Raises OSError.
+    """
+    write_synced(temporary / COMMIT, [to_json(commit).encode()])
+    sync_folder(temporary)
+    if target.exists():
+        on_note(set_aside(target, word))
+    os.rename(temporary, target)
+    sync_folder(target.parent)
+
+
 def verify(path: Path, *, unless_known: bool = False) -> Commit:
     """Compare every file with COMMIT, by its hash. Raises CheckpointError naming the first that differs.
 

@@ -60,14 +60,17 @@ class ExportFolder:
     secure: bool = False
     """True where nothing else holds what was trained: it is kept in ``<target>-unverified`` until it is verified."""
 
-    def write_texts(self, folder: Path) -> None:
-        """Write all but the weights into ``folder``."""
+    def write_texts(self, stage: "Stage") -> None:
+        """Write all but the weights, which are there already, and secure the folder where that is wanted."""
+        folder = stage.folder
         self.tokenizer.save_pretrained(folder)
         for name, content in self.also.items():
             (folder / name).write_bytes(content)
         if self.chat_template:
             (folder / "chat_template.jinja").write_text(self.chat_template, encoding="utf-8")
         (folder / "README.md").write_text(self.card, encoding="utf-8")
+        if self.secure:
+            stage.secure()
 
 
 @dataclass(slots=True)

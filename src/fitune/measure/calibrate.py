@@ -67,7 +67,12 @@ def calibrate(hardware: Hardware, *, effort: Effort = THOROUGH) -> Calibration:
     numbers: list[Numbers] = [name for name in DTYPES if name not in (unused, slow)]
     with measuring_with(effort):
         rounds = [measured(device, numbers) for _ in range(effort.rounds)]
-    best = {name: _least([each[name] for each in rounds]) for name in rounds[0]}
+    best: dict[str, Samples] = {}
+    for name in rounds[0]:
+        least: dict[tuple[int, float], float] = {}  # a slow round may have tried fewer sizes
+        for place, (work, seconds) in (sample for each in rounds for sample in enumerate(each[name])):
+            least[place, work] = min(seconds, least.get((place, work), seconds))
+        best[name] = [(work, seconds) for (_, work), seconds in sorted(least.items())]
 
     def slowest(name: str) -> float:
         """Amount in a second; 0 where it is not measured on this device."""
@@ -92,10 +97,14 @@ def calibrate(hardware: Hardware, *, effort: Effort = THOROUGH) -> Calibration:
         backward_launch_seconds=max(0.0, both[1] - forward[1]) / (both[0] - forward[0]),
         heads=tuple(
             HeadTime(
-                numbers=name, head_size=size, tokens=int(tokens), forward_seconds=there, backward_seconds=back
+                numbers=name,
+                head_size=size,
+                tokens=int(tokens),
+                forward_seconds=forward,
+                backward_seconds=backward,
             )
             for name, size in itertools.product(numbers, HEAD_SIZES_CPU)
-            for tokens, there, back in _both_ways(best.get(f"head {size} {name}", []))
+            for tokens, forward, backward in _both_ways(best.get(f"head {size} {name}", []))
         ),
         logits=tuple(
             LogitTime(numbers=name, seconds=seconds / elements)
@@ -125,23 +134,17 @@ def measured(device: torch.device, numbers: list[Numbers]) -> dict[str, Samples]
             continue
         for size in HEAD_SIZES_CPU:
             samples[f"head {size} {name}"] = heads = head_samples(dtype, size)
-        samples[f"attention {name}"] = [(n, HEADS * (there + back)) for n, there, back in _both_ways(heads)]
+        samples[f"attention {name}"] = [
+            (n, HEADS * (forward + backward)) for n, forward, backward in _both_ways(heads)
+        ]
         samples[f"logits {name}"] = logit_samples(dtype)
     return {**samples, **({"new pages": new_page_samples()} if on_cpu else {"host": host_samples(device)})}
 
 
 def _both_ways(heads: Samples) -> Iterator[tuple[float, float, float]]:
     """Tokens, seconds forward and seconds backward of each row."""
-    for (tokens, there), (_, back) in zip(heads[::2], heads[1::2], strict=True):
-        yield tokens, there, back
-
-
-def _least(rounds: list[Samples]) -> Samples:
-    """The least seconds for every amount; a slow round may have tried fewer sizes."""
-    found: dict[tuple[int, float], list[float]] = {}
-    for place, (work, seconds) in itertools.chain.from_iterable(enumerate(samples) for samples in rounds):
-        found.setdefault((place, work), []).append(seconds)
-    return [(work, min(times)) for (_, work), times in sorted(found.items())]
+    for (tokens, forward), (_, backward) in zip(heads[::2], heads[1::2], strict=True):
+        yield tokens, forward, backward
 
 
 def launches(few: tuple[float, float], many: tuple[float, float]) -> tuple[float, float]:

@@ -73,9 +73,8 @@ def _forward(experts: Any, hidden_TD: Tensor, chosen_TK: Tensor, weights_TK: Ten
     tokens, per_token = chosen_TK.shape
     numbers_S, order_S = torch.sort(chosen_TK.reshape(-1))
     every_E = torch.arange(experts.num_experts, device=numbers_S.device)
-    ends_E = torch.searchsorted(numbers_S, every_E, right=True).to(
-        torch.int32
-    )  # pairs up to and with each expert
+    # pairs up to and with each expert
+    ends_E = torch.searchsorted(numbers_S, every_E, right=True).to(torch.int32)
     x_SD = hidden_TD[order_S // per_token]
     if hasattr(experts, "gate_up_proj"):
         x_SF = experts._apply_gate(_product(experts, "gate_up_proj", x_SD, ends_E, numbers_S))

@@ -285,9 +285,8 @@ def _base(row: Row) -> Dense | Quantiser:
         group = re.search(r"group(?:size)?=?(\d+)", quant)
         size = int(group.group(1)) if group else 4096 if "groupsizenone" in quant else 64
         return Hqq(bits=2 if "2bit" in quant else 3 if "3bit" in quant else 4, group_size=size)
-    if re.search(
-        "gptq|awq", quant
-    ):  # per 128 weights a 16-bit scale and a 4-bit zero: 4.16 bit to NF4's 4.13
+    if re.search("gptq|awq", quant):
+        # per 128 weights a 16-bit scale and a 4-bit zero: 4.16 bit to NF4's 4.13
         return Nf4(double_quant=True)
     if re.search("nf4|fp4|4bit|int4|bnb", quant):
         return four_bit

@@ -39,7 +39,7 @@ from fitune.score.engines.engine import (
     Sampling,
     failed,
     no_effect,
-    refusal,
+    sorted_out,
 )
 from fitune.score.engines.given_texts import HEAD_TOKENS, batches_of, by_prompt, weigh_alone, weigh_behind
 from fitune.score.engines.room import Room, unlimited
@@ -82,13 +82,8 @@ class TransformersEngine:
 
     def answer(self, requests: Sequence[Request]) -> Iterator[Completion]:
         """Rows enter a running batch where the model allows it (can_join); else a batch starts and ends together."""
-        fitting = []
-        for request in requests:
-            if refused := refusal(request, context=self.context_tokens):
-                yield refused
-            else:
-                fitting.append(request)
-        largest = max((max(request.prompt_ids) for request in fitting), default=0)
+        fitting, refused, largest = sorted_out(requests, context=self.context_tokens)
+        yield from refused
         rows = self.model.get_input_embeddings().weight.shape[0]
         require_rows(self.tokenizer_folder, largest_id=largest, rows=rows)
         on_token = stopping(self.on_token, lambda ids: str(self.tokenizer.decode(ids)))

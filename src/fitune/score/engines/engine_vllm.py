@@ -30,7 +30,7 @@ from fitune.score.engines.engine import (
     Likelihood,
     Request,
     no_effect,
-    refusal,
+    sorted_out,
 )
 from fitune.spec.cuda_environment import without_expandable_segments
 
@@ -108,13 +108,8 @@ class VllmEngine:
 
     def answer(self, requests: Sequence[Request]) -> Iterator[Completion]:
         """Rows that ``prepare`` sent are not sent again. Raises CheckpointError for an adapter without effect."""
-        fitting = []
-        for request in requests:
-            if refused := refusal(request, context=self._context):
-                yield refused
-            else:
-                fitting.append(request)
-        largest = max((max(request.prompt_ids) for request in fitting), default=0)
+        fitting, refused, largest = sorted_out(requests, context=self._context)
+        yield from refused
         require_rows(self._tokenizer, largest_id=largest, rows=self._vocabulary)
         self._require_effect(fitting)
         self._begin(fitting)
@@ -132,7 +127,7 @@ class VllmEngine:
     def prepare(self, requests: Sequence[Request]) -> None:
         """These rows wait in vLLM behind those that are asked, so it never runs dry between two calls of answer."""
         if self._is_checked:  # else the canary comes first
-            self._begin([one for one in requests if not refusal(one, context=self._context)])
+            self._begin(sorted_out(requests, context=self._context)[0])
 
     def _begin(self, requests: Sequence[Request]) -> None:
         """Send the rows that were not sent yet; vLLM takes them in this order, as it has room."""
