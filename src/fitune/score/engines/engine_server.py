@@ -13,8 +13,9 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -104,16 +105,22 @@ class ServerEngine:
 
     def answer(self, requests: Sequence[Request]) -> Iterator[Completion]:
         """As they come back, ``batch_size`` requests at a time. Raises EngineDied once the server is gone."""
+        with closing(self._each(self._answer_unless_dead, requests)) as each:
+            for found in each:
+                if found:
+                    yield found
+                if self._dead:
+                    raise EngineDied(self._dead, hint=_WHAT_TO_CHECK)
+
+    def _each(self, ask: Callable[[Any], T], asked: Sequence[Any]) -> Generator[T, None, None]:
+        """What ``ask`` returns for each, as they come back, ``batch_size`` at a time; closed, it begins no more."""
         with ThreadPoolExecutor(self.batch_size) as pool:
-            asked = [pool.submit(self._answer_unless_dead, request) for request in requests]
+            begun = [pool.submit(ask, one) for one in asked]
             try:
-                for done in as_completed(asked):
-                    if found := done.result():
-                        yield found
-                    if self._dead:
-                        raise EngineDied(self._dead, hint=_WHAT_TO_CHECK)
+                for done in as_completed(begun):
+                    yield done.result()
             finally:
-                for waiting in asked:
+                for waiting in begun:
                     waiting.cancel()
 
     def prepare(self, requests: Sequence[Request]) -> None:
@@ -133,10 +140,7 @@ class ServerEngine:
 
     def weigh(self, continuations: Sequence[Continuation]) -> Iterator[Likelihood]:
         """One request for each continuation, ``batch_size`` at a time."""
-        with ThreadPoolExecutor(self.batch_size) as pool:
-            yield from (
-                done.result() for done in as_completed([pool.submit(self._weigh, c) for c in continuations])
-            )
+        return self._each(self._weigh, continuations)
 
     def close(self) -> None:
         """Does nothing: each request has its own connection."""
