@@ -37,6 +37,8 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
             if name in found:
                 raise ModelError(f"{name} is both in {found[name].file} and in {file}", hint=AGAIN)
             found[name] = tensor
+    if not found:
+        raise ModelError(f"{files[0]}: holds no tensor", hint=AGAIN)
     for name, file in placed.items():
         if name not in found or found[name].file != file:
             raise ModelError(
