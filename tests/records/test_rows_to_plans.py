@@ -154,6 +154,7 @@ def test_nodes_network_and_board_in_words():
     hardware = plan("full-fsdp-two", n_gpus=96, gpu="H100-80GB (800 Gbps)").hardware
     assert hardware.nodes == 12
     assert hardware.internode_bandwidth == 100e9
+    assert plan("full-fsdp-two", n_gpus=2, sharding="ZeRO-2, 0 nodes x 8 GPUs").hardware.nodes == 1
 
 
 @pytest.mark.parametrize(

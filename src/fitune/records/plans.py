@@ -209,7 +209,7 @@ def _hardware(row: Row) -> Hardware:
     Gbit/s on A100 and 8 × 400 on H100; 100 Gbit/s in all for devices without NVLink."""
     gpus, gpu = row.size("n_gpus") or 1, _gpu(row)
     named = re.search(r"(\d+) nodes? x (\d+)", row.words("sharding"))
-    nodes = int(named.group(1)) if named else -(-gpus // GPUS_PER_NODE)
+    nodes = max(1, int(named.group(1))) if named else -(-gpus // GPUS_PER_NODE)
     said = re.search(r"(\d+) ?gbps", row.words("gpu"))
     has_nvlink = gpu.link_bandwidth > gpu.host_bandwidth
     usual = 12.5e9 if not has_nvlink else 8 * (50e9 if gpu.capability >= (9, 0) else 25e9)
