@@ -101,6 +101,7 @@ def test_sharding_by_its_words(words, sharding):
         ("HQQ 2 bit", Hqq(bits=2)),
         ("HQQ 4-bit, group size none", Hqq(bits=4, group_size=4096)),
         ("hqq 4bit group_size=128", Hqq(bits=4, group_size=128)),
+        ("hqq 4bit group_size=0", Hqq(bits=4, group_size=4096)),
     ],
 )
 def test_quantisers_by_their_words(quant, base):

@@ -282,8 +282,9 @@ def _base(row: Row) -> Dense | Quantiser:
     if re.search("8bit|int8", quant):
         return Hqq(bits=8, group_size=4096)  # one scale a row: nothing beside the bytes
     if "hqq" in quant:
-        group = re.search(r"group(?:size)?=?(\d+)", quant)
-        size = int(group.group(1)) if group else 4096 if "groupsizenone" in quant else 64
+        group = re.search(r"group(?:size)?=?([1-9]\d*)", quant)
+        usual = 4096 if re.search("groupsize=?(none|0)", quant) else 64
+        size = int(group.group(1)) if group else usual
         return Hqq(bits=2 if "2bit" in quant else 3 if "3bit" in quant else 4, group_size=size)
     if re.search("gptq|awq", quant):
         # per 128 weights a 16-bit scale and a 4-bit zero: 4.16 bit to NF4's 4.13
