@@ -39,6 +39,8 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
             if name in found:
                 raise ModelError(f"{name} is both in {found[name].file} and in {file}", hint=AGAIN)
             found[name] = tensor
+    if not found:
+        raise ModelError(f"{files[0]}: holds no tensor", hint=AGAIN)
     for name, file in placed.items():
         if name not in found or found[name].file != file:
             raise ModelError(
@@ -141,21 +143,25 @@ def unread_tensors(stored: Mapping[str, StoredTensor], on_bytes: OnBytes) -> Ite
         opened: dict[Path, Any] = {}
 
         def part(name: str, file: Path) -> Any:
+            """safetensors' slice of one tensor; each file is opened once."""
             if file not in opened:
                 opened[file] = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
             return opened[file].get_slice(name)
 
         def count(size: int) -> None:
+            """``size`` bytes more are read."""
             nonlocal done
             with lock:
                 done += size
                 on_bytes(done, total)
 
         def unread(name: str, stored: StoredTensor) -> Unread:
+            """One tensor of the files, or one weight that is made of several."""
             parts = stored.parts if isinstance(stored, LowBitTensor) else {"": (name, stored.file)}
             slices = {role: part(*place) for role, place in parts.items()}
 
             def read(index: Any) -> Tensor:
+                """The rows of ``index``, counted as all of the tensor."""
                 if isinstance(stored, LowBitTensor):  # reading any of it decodes all of it
                     tensor = stored.decode({role: each[...] for role, each in slices.items()})[index]
                 else:

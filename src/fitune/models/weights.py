@@ -20,7 +20,7 @@ from fitune.models.door import (
     read_generation_config,
     reading,
 )
-from fitune.models.headers import StoredTensor, text_part
+from fitune.models.headers import FLOATS, StoredTensor, text_part
 from fitune.models.low_bit.packing import Keep, PackOnArrival
 from fitune.models.low_bit.quantised import PackedWeight, require_quantiser
 from fitune.models.weight_files import OnBytes, Unread, nobody, stored_tensors, unread_tensors
@@ -62,11 +62,8 @@ def load_model(
     with reading(path, "the model cannot be loaded"):
         folder = model_folder(path)
         stored = stored_tensors(folder)
-        for (
-            name,
-            tensor,
-        ) in stored.items():  # integers would load, and mean nothing: nobody applies their scales
-            if name.endswith(".weight") and tensor.dtype not in _FLOATS:
+        for name, tensor in stored.items():
+            if name.endswith(".weight") and tensor.dtype not in FLOATS:
                 raise ModelError(
                     f"{tensor.file}: {name} holds {tensor.dtype}: damaged, or quantised weights",
                     hint="name the model in 16 bit; tuning: qlora packs it while it is read",
@@ -146,6 +143,7 @@ def _filled(
 
 def _check_complete(path: str, report: dict[str, Any], stored: Mapping[str, StoredTensor]) -> None:
     def place(name: str) -> str:
+        """The file that holds the tensor, in words; empty without one."""
         return f" in {stored[name].file.name}" if name in stored else ""
 
     misshapen = sorted(
@@ -172,9 +170,6 @@ def _check_complete(path: str, report: dict[str, Any], stored: Mapping[str, Stor
 
 _SMALL = 100_000_000
 _OF_ONE_MODEL = "config.json and weights must be of the same model: fetch them again"
-
-
-_FLOATS = ("F64", "F32", "BF16", "F16")
 
 _SHOWN = 5
 

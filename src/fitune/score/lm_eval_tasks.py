@@ -190,3 +190,5 @@ def _told(say: Callable[[str], None]) -> Iterator[None]:
         logger.propagate = propagate
         if alone is None:
             del os.environ["DISABLE_MULTIPROC"]
+        else:
+            os.environ["DISABLE_MULTIPROC"] = alone
