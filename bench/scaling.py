@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import date
@@ -30,12 +31,13 @@ import torch.multiprocessing as processes
 from cpu_memory import CONFIG as LARGER
 from cpu_memory import LAYERS, ROW_LENGTHS, plan_of, random_rows
 from rank_memory import STRATEGIES
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fitune.engine.fsdp import mesh_of
 from fitune.engine.ranks import Ranks
 from fitune.estimate.transfers import communication_of
-from fitune.measure.communication import Collectives, Sent, waits_measured
+from fitune.measure.communication import waits_measured
 from fitune.spec.model.model_config import spec_from_config
 from fitune.spec.plan import Ddp, Plan, Zero
 from fitune.train.prepare import prepare_loaded
@@ -148,13 +150,46 @@ def _look_at(strategy: str, ranks: Ranks) -> Found:
         collective_seconds=None if ranks.is_alone else statistics.fmean(one for _, one in of_all),
         counted_bytes=round(sent.total_bytes),
         predicted_bytes=communication_of(plan).total_bytes,
-        calls={kind: each.calls for kind, each in _by_name(sent.sent)},
+        calls=dict(sorted(sent.calls.items())),
         load=round(load, 2),
     )
 
 
-def _by_name(sent: dict[str, Sent]) -> Sequence[tuple[str, Sent]]:
-    return sorted(sent.items())
+class Collectives(TorchDispatchMode):
+    """Counts the collectives of tensors that run inside, by kind: all-reduce, all-gather, reduce-scatter, broadcast;
+    and ``total_bytes``, which this rank sends in them as a ring does.
+
+    A ring of n sends (n−1)/n of a buffer to gather or to reduce-scatter it, and twice that to all-reduce it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.total_bytes = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self._count(func._schema.name.partition("::")[2].strip("_"), args)
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, operation: str, args: Any) -> None:
+        kind = next((kind for sign, kind in KINDS.items() if operation.startswith(sign)), operation)
+        group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
+        n = dist.ProcessGroup.unbox(group).size()
+        tensors = [each for arg in args[:2] for each in (arg if isinstance(arg, list) else [arg])]
+        sizes = [t.nbytes for t in tensors if isinstance(t, torch.Tensor)]
+        whole = sum(sizes) if kind in ("all-reduce", "broadcast") else max(sizes, default=0)
+        self.calls[kind] += 1
+        self.total_bytes += whole * (n - 1) / n * (2 if kind == "all-reduce" else 1)
+
+
+KINDS = {
+    "allreduce": "all-reduce",
+    "allgather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "broadcast": "broadcast",
+}
+"""Beginnings of torch's names."""
 
 
 def record(found: Sequence[Found]) -> dict[str, Any]:

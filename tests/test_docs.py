@@ -1,5 +1,6 @@
 """Files, tests, pages and headings that README and docs/ name are there; recipes on a page are taken."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -28,6 +29,21 @@ def test_what_a_page_names_is_there(page):
         elif test and f"def {test}(" not in found[0].read_text(encoding="utf-8"):
             missing.append(f"{name}::{test}")
     assert not missing
+
+
+def test_no_message_names_a_page_that_an_installed_wheel_lacks():
+    named = []
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            texts = (
+                [] if isinstance(node, ast.Expr) else ast.iter_child_nodes(node)
+            )  # an Expr holds a docstring
+            named += [
+                f"{path.name}: {text.value}"
+                for text in texts
+                if isinstance(text, ast.Constant) and re.search(r"docs/[\w-]+\.md", str(text.value))
+            ]
+    assert not named
 
 
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([\w-]+))?\)")

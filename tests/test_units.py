@@ -6,7 +6,15 @@ import random
 import pytest
 
 from fitune import units
-from fitune.errors import FituneError, MissingExtra, RecipeError, ScoringFailed, TrainingFailed, did_you_mean
+from fitune.errors import (
+    FituneError,
+    MissingExtra,
+    RecipeError,
+    ScoringFailed,
+    TrainingFailed,
+    did_you_mean,
+    joined_hints,
+)
 from fitune.units import GIB, MIB
 
 
@@ -148,6 +156,10 @@ def test_did_you_mean_offers_only_what_is_close():
     assert did_you_mean("learning_rat", known) == "did you mean 'learning_rate'?"
     assert did_you_mean("lora_r", known) == "did you mean 'Lora_R'?"
     assert did_you_mean("zzz", known) is None
+
+
+def test_hints_after_a_question_begin_without_a_semicolon():
+    assert joined_hints("did you mean 'a'?", None, "b", "c") == "did you mean 'a'? b; c"
 
 
 @pytest.mark.parametrize(("columns", "width"), [("80", 80), ("200", 100), ("20", 60)])

@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Trainer
 
 from fitune.engine.fused_rules import rule_for
@@ -314,3 +315,31 @@ def test_a_clip_factor_on_the_device_is_the_one_of_the_host(norm, limit, scale):
         return
     on_host = clip_factor(torch.tensor(norm).item() / scale, max_norm=limit) / scale
     assert found.item() == torch.tensor(on_host, dtype=torch.float32).item()
+
+
+class Calls(TorchDispatchMode):
+    """The names of operations, in order; of backward's too."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.05])
+@pytest.mark.parametrize("precision", [Precision.BF16_MASTER, Precision.FP16], ids=str)
+def test_the_host_reads_no_value_before_the_masters_are_stepped(precision, clip):
+    """A GPU would have nothing to do from the reading on until the step is launched."""
+    model = Regression(torch.float16 if precision is Precision.FP16 else torch.bfloat16)
+    engine = engine_for(model, AdamW(), precision=precision, clip=clip)
+    run(engine, batches(2))
+    with Calls() as calls:
+        run(engine, batches(1))
+    read = [place for place, name in enumerate(calls.names) if name == "_local_scalar_dense"]
+    stepped = [place for place, name in enumerate(calls.names) if name.startswith("_fused_adamw")]
+    assert len(read) == 1, "the norm, for the report of the step"
+    assert stepped
+    assert max(stepped) < read[0]

@@ -248,6 +248,28 @@ def test_the_host_steps_an_offloaded_optimizer_and_holds_16_bytes_a_parameter():
     assert not predict(replace(plan, hardware=replace(hardware, host_memory_bytes=128 * GB))).fits
 
 
+@pytest.mark.parametrize("precision", ["bf16-master", "fp32"])
+def test_fsdp_copies_a_backwards_gradients_to_rooms_of_powers_of_two(precision):
+    """GPT-2 over three: torch's pinned allocator takes a power of two for the share of each tensor."""
+    sharding, away = Zero(stage=3, backend="fsdp"), Offload(parameters="cpu", optimizer="cpu")
+    plan = plan_for(
+        known("gpt2"), hardware=cluster(gpus=3), sharding=sharding, offload=away, precision=precision
+    )
+    e = 4 if precision == "fp32" else 2
+    rows = {  # rows, elements of a row, tensors: 12 blocks, tables of tokens and positions, final norm
+        "attention": [(768, 2304, 12), (2304, 1, 12), (768, 768, 12), (768, 1, 12)],
+        "mlp": [(768, 3072, 12), (3072, 1, 12), (3072, 768, 12), (768, 1, 12)],
+        "norms": [(768, 1, 4 * 12 + 2)],
+        "tables": [(50257, 768, 1), (1024, 768, 1)],
+    }
+    shares = [(e * -(-r // 3) * row, n) for kind in rows.values() for r, row, n in kind]
+    copies = sum(n * next(2**k for k in range(64) if 2**k >= size) for size, n in shares)
+    host = predict(plan).host
+    assert host["gradient copies"] == 3 * copies
+    assert host["weights"] == 3 * sum(n * size for size, n in shares)  # in rooms of fitune's own
+    assert "gradient copies" not in predict(replace(plan, offload=Offload())).host
+
+
 @pytest.mark.parametrize(
     ("sharding", "on_one_node"),
     [

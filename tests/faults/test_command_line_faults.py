@@ -102,7 +102,7 @@ def test_a_disk_too_small_is_found_before_training(train, tmp_path, monkeypatch)
 def test_a_disk_that_fills_up_on_the_way_is_a_failure(train, tmp_path, monkeypatch):
     from fitune.checkpoint import commit
 
-    monkeypatch.setattr("fitune.session.train.training.require_room_on_disk", lambda plan: None)
+    monkeypatch.setattr("fitune.session.train.beginning.require_room_on_disk", lambda plan: None)
     usage = commit.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(commit.shutil, "disk_usage", lambda path: usage._replace(free=1024))
     code, out, err = train(save_steps=1)

@@ -166,3 +166,10 @@ def test_a_gpu_too_small_for_the_warm_up_is_no_broken_model(folder, monkeypatch)
     ) as caught:
         load_model(str(folder), dtype=torch.float32, device=torch.device("cuda", 0))
     assert "nvidia-smi" in (caught.value.hint or "")
+
+
+def test_a_file_without_a_tensor_is_named(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    save_file({}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"model\.safetensors: holds no tensor"):
+        stored_tensors(tmp_path)

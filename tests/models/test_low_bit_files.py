@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from fitune.errors import ModelError
-from fitune.models.weight_files import stored_tensors
-from fitune.models.weights import load_model, stored_dtype
+from fitune.models.weight_files import stored_dtype, stored_tensors
+from fitune.models.weights import load_model
 from fitune.spec.model.model_config import load_model_spec
 
 Tensors = dict[str, Tensor]
@@ -132,7 +132,7 @@ def test_weights_are_those_that_their_library_computes(tmp_path, way):
     found, wanted = loaded(packed), loaded(plain)
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-    assert stored_dtype(str(packed)) is torch.bfloat16
+    assert stored_dtype(packed) is torch.bfloat16
     sizes = [tensor.size_bytes for tensor in stored_tensors(packed).values()]
     assert sum(sizes) < (packed / "model.safetensors").stat().st_size
 

@@ -93,9 +93,11 @@ def run(
     """
     given = surroundings(cards=cards, compute=compute)
     given |= {name: str(value) for name, value in (environment or {}).items()}
+    # set where a test has loaded DeepSpeed for the CPU
+    ours = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
     with subprocess.Popen(
         [str(HERE / "run.sh"), *map(str, command)],
-        env=os.environ | given,
+        env=ours | given,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -83,6 +83,7 @@ def on_cards(plan, sharding, offload, folder, *, cards):
 def trained(world, jobs, folder, monkeypatch):
     for name, value in surroundings(cards=["h100"] * world, compute="all").items():
         monkeypatch.setenv(name, value)
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)  # set where DeepSpeed was loaded for the CPU
     for said in train_on(world, jobs, folder, python=(str(HERE / "run.sh"), "python")):
         assert all("error" not in job for job in said), said
 
@@ -119,7 +120,6 @@ def test_several_cards_have_the_losses_of_one_process(on_cpu, tmp_path, monkeypa
 def test_two_cards_have_the_losses_of_one_process_by_deepspeed(on_cpu, tmp_path, monkeypatch):
     if not has("deepspeed"):
         pytest.skip("no deepspeed in the environment of the null GPU (make null-env)")
-    monkeypatch.delenv("DS_ACCELERATOR", raising=False)  # set where DeepSpeed was loaded for the CPU
     zero = Zero(stage=2, backend="deepspeed")
     plan, cpu = on_cpu(FULL)
     jobs = [

@@ -229,7 +229,7 @@ def test_fleet_files_that_cannot_be_used(tmp_path, text, kind, words):
 @pytest.mark.parametrize(
     ("entry", "words", "hint"),
     [
-        ("{name: a}", "gpu is missing", "gpu: h100 (docs/cards.md has the names)"),
+        ("{name: a}", "gpu is missing", "gpu: h100 (80GB lists cards of its size)"),
         ("{name: a, gpu: h100, gpus: 0}", "gpus = 0: Input should be greater than 0", "gpus: 8 (in each node)"),
         ("{name: a, gpu: h100, nodes: two}", "nodes = 'two': expected a number, found 'two'", "nodes: 2"),
         ("{name: a, gpu: h100, price: free}", "price = 'free': expected a number", "price: 2.50 (US dollars"),
@@ -242,13 +242,13 @@ def test_a_wrong_key_of_a_fleet_file_says_where_it_stands_and_how_it_is_written(
         fleet_of(tmp_path, f"clusters: [{entry}]")
     assert f"{tmp_path}/fleet.yaml: cluster a: {words}" in refused.value.message
     assert str(refused.value.hint).startswith(hint)
-    assert str(refused.value.hint).endswith("; docs/planning.md says what each setting takes")
+    assert "; settings are name, gpu, gpus, " in str(refused.value.hint)
 
 
 def test_a_card_that_a_fleet_file_cannot_name_is_not_to_be_given_by_options(tmp_path):
     with pytest.raises(HardwareError) as refused:
         fleet_of(tmp_path, "clusters: [{name: a, gpu: h1000}]")
-    assert refused.value.hint == "did you mean 'h100'?; docs/cards.md has the names"
+    assert refused.value.hint == "did you mean 'h100'? gpu: 24GB lists the cards of that size"
 
 
 def test_prices_are_asked_for_only_where_costs_are_compared(tmp_path):

@@ -14,7 +14,12 @@ from ray_runs import by_one_process, losses, rank_of, report_of
 
 pytestmark = pytest.mark.ray
 PORT = 26_379
-ENVIRONMENT = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+ENVIRONMENT = {
+    **os.environ,
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # Ray's 15 starves the workers where other tests run beside these
+}
 
 
 def end_all(of):

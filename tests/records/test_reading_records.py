@@ -67,6 +67,7 @@ def test_sizes_that_are_none_are_refused_with_line_and_key(tmp_path, key, value)
         ({"outcome": "maybe"}, "must be ok, oom or null"),
         ({"confidence_mem": "very"}, "must be high, medium, low or null"),
         ({"gpu": ["a100"]}, "is not a word"),
+        ({"micro_batch": 10**11}, "no more than a machine can hold"),
     ],
 )
 def test_other_impossible_values_are_refused(tmp_path, facts, why):

@@ -101,6 +101,7 @@ def test_sharding_by_its_words(words, sharding):
         ("HQQ 2 bit", Hqq(bits=2)),
         ("HQQ 4-bit, group size none", Hqq(bits=4, group_size=4096)),
         ("hqq 4bit group_size=128", Hqq(bits=4, group_size=128)),
+        ("hqq 4bit group_size=0", Hqq(bits=4, group_size=4096)),
     ],
 )
 def test_quantisers_by_their_words(quant, base):
@@ -154,6 +155,7 @@ def test_nodes_network_and_board_in_words():
     hardware = plan("full-fsdp-two", n_gpus=96, gpu="H100-80GB (800 Gbps)").hardware
     assert hardware.nodes == 12
     assert hardware.internode_bandwidth == 100e9
+    assert plan("full-fsdp-two", n_gpus=2, sharding="ZeRO-2, 0 nodes x 8 GPUs").hardware.nodes == 1
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,21 @@ def test_a_server_that_never_answered_is_not_asked_for_every_row():
     assert len(bodies) <= 4  # two that fail, and what each thread had begun meanwhile
 
 
+def test_likelihoods_that_nobody_takes_any_more_are_not_asked_for():
+    logprobs = {"token_logprobs": [None, -1.0], "top_logprobs": [None, {"a": -1.0}]}
+    asked = [Continuation(id=str(id_), prompt_ids=(5,), token_ids=(7,)) for id_ in range(40)]
+
+    def reply(body, before):
+        threading.Event().wait(0.1)  # some work: the rest cannot all be done before it is given up
+        return said("", logprobs=logprobs)
+
+    with serving(reply) as (url, bodies):
+        found = engine_at(url, batch_size=2).weigh(asked)
+        assert not next(found).error
+        found.close()
+    assert len(bodies) < len(asked)
+
+
 def test_a_redirection_is_not_followed_and_the_key_stays_here():
     with serving(lambda body, before: said("elsewhere")) as (other, bodies):
         moved = {"Location": f"{other}/completions"}

@@ -1,6 +1,7 @@
 """Tasks of lm-evaluation-harness on our engine: the figures are those of lm-eval's own ``hf`` model, row by row."""
 
 import json
+import os
 import shutil
 import sys
 from importlib import import_module
@@ -249,6 +250,14 @@ def test_what_cannot_be_evaluated_is_refused(
     with pytest.raises(error) as refused:
         run(tmp_path / "out", *tasks, **settings)
     assert words in str(refused.value)
+
+
+@NEEDS_LM_EVAL
+def test_a_variable_that_the_user_has_set_is_put_back(monkeypatch, tmp_path):
+    monkeypatch.setenv("DISABLE_MULTIPROC", "0")
+    load_tasks = import_module("fitune.score.lm_eval_tasks").load_tasks
+    load_tasks([], folder=tmp_path, shots=None, say=print)
+    assert os.environ["DISABLE_MULTIPROC"] == "0"
 
 
 def test_without_lm_eval_the_error_names_the_pip_command(monkeypatch, tmp_path):

@@ -6,7 +6,7 @@ import weakref
 
 import torch
 
-from fitune.score.engines.roomy_cache import RoomyCache
+from fitune.score.engines.continuous import RoomyCache
 
 HEADS, SIZE = 2, 3
 

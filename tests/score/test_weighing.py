@@ -155,9 +155,9 @@ def test_the_normalised_choices_differ_where_lengths_do():
     ]
     graders = (choice, choice_norm, choice_norm_tokens)
     bodies = [{"choices": choices, "right": right} for right in range(3)]
-    assert [grader(body).grade for grader in graders for body in bodies] == [1, 0, 0, 0, 1, 0, 0, 0, 1]
-    assert perplexity(bodies[2]).grade == pytest.approx(math.exp(6 / 5))
-    assert byte_perplexity(bodies[2]).grade == pytest.approx(math.exp(6 / 8))
+    assert [grader(body)["grade"] for grader in graders for body in bodies] == [1, 0, 0, 0, 1, 0, 0, 0, 1]
+    assert perplexity(bodies[2])["grade"] == pytest.approx(math.exp(6 / 5))
+    assert byte_perplexity(bodies[2])["grade"] == pytest.approx(math.exp(6 / 8))
 
 
 def test_graders_follow_from_rows_with_choices_and_references_alone_have_a_perplexity(plan, tmp_path):

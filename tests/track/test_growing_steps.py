@@ -3,8 +3,7 @@
 import pytest
 
 from fitune.errors import RunDirectoryError
-from fitune.track.growing import GrowingSteps
-from fitune.track.metrics import MetricsLog, to_line
+from fitune.track.metrics import GrowingSteps, MetricsLog, to_line
 from report.conftest import make_steps
 
 

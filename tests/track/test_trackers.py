@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -206,3 +207,21 @@ def test_every_number_of_a_step_is_a_curve(make_step):
 
 def test_a_table_in_markdown():
     assert markdown((("", "predicted"), ("peak", "3"))) == "|  | predicted |\n| --- | --- |\n| peak | 3 |"
+
+
+def test_the_command_of_tensorboard_can_be_pasted(tmp_path):
+    pytest.importorskip("tensorboard")
+    from fitune.spec.plan import Tracking
+    from fitune.track.protocol import KILLED, Beginning
+    from fitune.track.tensorboard import TensorBoard
+
+    directory = tmp_path / "my first run"
+    directory.mkdir()
+    tracker = TensorBoard()
+    where = tracker.start(
+        Beginning(
+            run_id="1", is_new=True, name="run", tracking=Tracking(), directory=str(directory), plan="{}"
+        )
+    )
+    tracker.finish(KILLED)
+    assert shlex.split(where.command) == ["tensorboard", "--logdir", str(directory / "tensorboard")]

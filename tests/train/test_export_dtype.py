@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from fitune.models.weight_files import base_reference
-from fitune.models.weights import stored_dtype
+from fitune.models.weight_files import base_reference, stored_dtype
 from fitune.train.export import model_card
 from fitune.train.run import run
 from train.test_run import callbacks
@@ -73,4 +72,4 @@ def test_an_adapter_keeps_the_type_it_was_trained_in_and_names_its_base_absolute
 
 def test_a_hub_id_stays_a_hub_id(folders):
     assert base_reference("meta-llama/Llama-3.1-8B") == "meta-llama/Llama-3.1-8B"
-    assert stored_dtype(str(folders["fp16"])) is torch.float16
+    assert stored_dtype(folders["fp16"]) is torch.float16

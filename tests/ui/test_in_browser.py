@@ -181,6 +181,30 @@ def test_a_phone_needs_no_sideways_scrolling(opened, query):
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
+@pytest.mark.parametrize("query", [QUESTION + "&fleet=clusters: [{name: ada, gpu: rtx-4090}]", "runs"])
+def test_a_phone_shows_every_number_of_a_table_and_sorts_it(opened, query):
+    page = opened(query, wait=False, viewport={"width": 390, "height": 844})
+    page.locator("#clusters table, #runs table").wait_for()
+    hidden = page.evaluate(
+        """[...document.querySelectorAll("th, td")].filter((cell) => {
+            const { left, right } = cell.getBoundingClientRect();
+            return left < 0 || right > 390 || cell.scrollWidth > cell.clientWidth;
+        }).map((cell) => cell.outerHTML)"""
+    )
+    assert hidden == []
+    if query != "runs":
+        head = page.locator("#ways").get_by_role("columnheader", name="speed")
+        head.get_by_role("button").click()
+        assert head.get_attribute("aria-sort") == "ascending"
+
+
+@pytest.mark.parametrize("width", [390, 770, 1200])
+def test_the_words_of_a_choice_are_seen_whole(opened, width):
+    choice = opened(viewport={"width": width, "height": 844}).get_by_label("Method")
+    given = choice.evaluate("one => one.offsetWidth")
+    assert choice.evaluate("one => { one.style.width = 'max-content'; return one.offsetWidth; }") <= given
+
+
 def test_the_dark_is_dark(opened):
     lightness = {}
     for scheme in ("light", "dark"):

@@ -45,7 +45,10 @@ def text_of(html):
 
 def rows_of(html):
     """Cells by the name of the run."""
-    rows = [re.findall("<td.*?</td>", row, re.DOTALL) for row in re.findall("<tr>.*?</tr>", html, re.DOTALL)]
+    body = html.partition("<tbody>")[2]
+    rows = [
+        re.findall("<t[dh].*?</t[dh]>", row, re.DOTALL) for row in re.findall("<tr>.*?</tr>", body, re.DOTALL)
+    ]
     return {text_of(row[0]).split()[0]: [text_of(cell) for cell in row] for row in rows if row}
 
 

@@ -9,6 +9,7 @@ another name: never preferred, never deleted.
 
 import dataclasses
 import hashlib
+import math
 import os
 import re
 import shutil
@@ -44,6 +45,7 @@ def write_hashed(path: Path, chunks: Iterable[bytes | memoryview]) -> Stored:
     digest, size = hashlib.sha256(), 0
 
     def hashed() -> Iterator[memoryview]:
+        """The chunks, each counted and hashed before it is written."""
         nonlocal size
         for chunk in chunks:
             view = memoryview(chunk)
@@ -256,6 +258,12 @@ class Commit:
     """sha256 of all of the above."""
 
 
+def loss_of(commit: Commit) -> float:
+    """Infinite for what is no candidate for the best; the earlier one of two equals is taken."""
+    loss = commit.eval_loss
+    return loss if loss is not None and math.isfinite(loss) else math.inf
+
+
 def step_folders(folder: Path) -> list[Path]:
     """Every step-N in ``folder``, whole or not, oldest first."""
     found = [(int(match[1]), path) for path in folder.glob("step-*") if (match := _STEP.fullmatch(path.name))]
@@ -278,6 +286,19 @@ def read_commit(path: Path) -> Commit:
     if named and int(named[1]) != commit.step:
         raise CheckpointError(f"{path}: holds step {commit.step}, not that of its name", hint=_OLDER)
     return commit
+
+
+def put_in_place(temporary: Path, target: Path, commit: Commit, *, word: str, on_note: OnNote) -> None:
+    """Write COMMIT, the last file, and rename ``temporary`` to ``target``: from here on the checkpoint exists.
+
+    One that is there already is set aside by ``word``: nothing is written over. Raises OSError.
+    """
+    write_synced(temporary / COMMIT, [to_json(commit).encode()])
+    sync_folder(temporary)
+    if target.exists():
+        on_note(set_aside(target, word))
+    os.rename(temporary, target)
+    sync_folder(target.parent)
 
 
 def verify(path: Path, *, unless_known: bool = False) -> Commit:

@@ -87,9 +87,7 @@ def export_adapter(
     named = {name_of(name): tensor for name, tensor in tensors.items()}
     with staged(into.target, sum(tensor.nbytes for tensor in named.values()), replace=into.replace) as stage:
         digests = write_adapter(model, stage.folder, named, base, in_whole=in_whole)
-        into.write_texts(stage.folder)
-        if into.secure:
-            stage.secure()
+        into.write_texts(stage)
         if weights is not None:
             return Exported(path=into.target, max_logit_difference=None)
         difference, warnings = verify_export(
@@ -113,12 +111,11 @@ def export_full(
     With ``weights``, what else a folder of the model has is read in ``base_path``.
     """
     own = stored_tensors_of(model)
-    trained = dict.fromkeys(
-        weights or ()
-    )  # to ask ``weights`` whether it has a name would ask for the tensor
+    trained = dict.fromkeys(weights or ())  # ``weights`` itself, asked for a name, would make the tensor
     with _stored_in(base_path if weights is not None else "") as stored:
 
         def made(name: str) -> Tensor:
+            """The trained tensor, or the base's own."""
             if weights is None:
                 return own[name]
             return weights[name] if name in trained else stored[name][...]
@@ -158,6 +155,7 @@ def export_merged(
     with _stored_in(base_path if weights is not None else "") as stored:
 
         def made(name: str) -> Tensor:
+            """The tensor with what the adapter does to it, held to its law."""
             if name in tables:
                 return tables[name]
             weight = own[name] if weights is None else stored[name][...]
@@ -205,15 +203,14 @@ def _export_model(
     warnings: tuple[str, ...] = ()
 
     def measured(reloaded: PreTrainedModel) -> None:
+        """Writes the card of the model that was read back."""
         if card_of is not None:
             (stage.folder / "README.md").write_text(card_of(reloaded), encoding="utf-8")
 
     size = sum(piece.like.nbytes for piece in pieces.values())
     with staged(into.target, size, replace=into.replace) as stage:
         digests = write_model(model, stage.folder, pieces)
-        into.write_texts(stage.folder)
-        if into.secure:
-            stage.secure()
+        into.write_texts(stage)
         if against is not None:
             difference, warnings = verify_export(
                 against, digests, slack=slack,

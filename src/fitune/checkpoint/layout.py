@@ -31,13 +31,13 @@ from fitune.models.adapter_file import WEIGHTS
 from fitune.models.adapters import trained_table_modules
 from fitune.models.door import empty_model, read_config
 from fitune.models.headers import name_in_whole
+from fitune.models.weight_files import INDEX, SINGLE
 from fitune.units import MIB
 
 _MARGIN_BYTES = 32 * MIB
 """Tokenizer, configs and card."""
 SHARD_BYTES = 5_000_000_000
 """The Hub's usual size of one file."""
-INDEX = "model.safetensors.index.json"
 
 Digests = dict[str, str]
 """Name of a tensor in the files -> sha256 of its bytes."""
@@ -60,14 +60,17 @@ class ExportFolder:
     secure: bool = False
     """True where nothing else holds what was trained: it is kept in ``<target>-unverified`` until it is verified."""
 
-    def write_texts(self, folder: Path) -> None:
-        """Write all but the weights into ``folder``."""
+    def write_texts(self, stage: "Stage") -> None:
+        """Write all but the weights, which are there already, and secure the folder where that is wanted."""
+        folder = stage.folder
         self.tokenizer.save_pretrained(folder)
         for name, content in self.also.items():
             (folder / name).write_bytes(content)
         if self.chat_template:
             (folder / "chat_template.jinja").write_text(self.chat_template, encoding="utf-8")
         (folder / "README.md").write_text(self.card, encoding="utf-8")
+        if self.secure:
+            stage.secure()
 
 
 @dataclass(slots=True)
@@ -184,9 +187,11 @@ def model_pieces(
     """
 
     def kind_of(tensor: Tensor) -> torch.dtype:
+        """``dtype`` for floating tensors, else their own."""
         return dtype if tensor.is_floating_point() else tensor.dtype
 
     def made(name: str) -> Tensor:
+        """The tensor on the host, in the type that is written."""
         return make(name).detach().to("cpu", kind_of(tensors[name]))
 
     like = {name: torch.empty(t.shape, dtype=kind_of(t), device="meta") for name, t in tensors.items()}
@@ -237,9 +242,6 @@ def write_model(
     return digests
 
 
-SINGLE = "model.safetensors"
-
-
 def _wide_first(pieces: Mapping[str, Piece]) -> dict[str, Piece]:
     """In their order but for wide types, which come first: so every tensor is aligned."""
     return dict(sorted(pieces.items(), key=lambda item: -item[1].like.element_size()))
@@ -251,6 +253,7 @@ def _written(file: Path, pieces: Mapping[str, Piece]) -> Digests:
     pieces = _wide_first(pieces)
 
     def chunks() -> Iterator[bytes | memoryview]:
+        """The file's bytes; raises CheckpointError for a tensor that is not as announced, or not finite."""
         yield from head_of({name: piece.like for name, piece in pieces.items()})
         for name, piece in pieces.items():
             tensor = piece.make()

@@ -23,7 +23,8 @@ from transformers import PreTrainedModel
 
 from fitune.checkpoint.layout import Digests, digest, require_same
 from fitune.errors import CheckpointError, is_out_of_memory
-from fitune.models.attention import attends_by_rows
+from fitune.models.attention import use_cached_attention
+from fitune.models.language_model import base_of
 
 Model = PreTrainedModel | PeftModel
 
@@ -92,10 +93,9 @@ def verify_export(
 @contextmanager
 def plain_attention(model: Model) -> Iterator[str]:
     """Transformers' own attention for a while; yields its name, for the reloaded model to use."""
-    base = _base(model)
+    base = base_of(model)
     before = base.config._attn_implementation
-    if attends_by_rows(base):
-        base.set_attn_implementation("sdpa" if base._supports_sdpa else "eager")
+    use_cached_attention(base)
     try:
         yield base.config._attn_implementation
     finally:
@@ -116,10 +116,6 @@ def reload_device(model: Model, *, needed_bytes: int | None = None) -> torch.dev
     return device if free > 1.2 * needed else torch.device("cpu")
 
 
-def _base(model: Model) -> PreTrainedModel:
-    return model.get_base_model() if isinstance(model, PeftModel) else model
-
-
 Routes = Mapping[str, tuple[Tensor, ...]]
 """Name of a router -> what it answered: scores, weights and numbers of the chosen experts."""
 
@@ -128,12 +124,15 @@ Routes = Mapping[str, tuple[Tensor, ...]]
 def logits(model: Model, routes: Routes | None = None) -> tuple[Tensor, Routes]:
     """fp32 logits [B, T, V] of 2 × 16 tokens, the same for every model of one vocabulary size, on the host, without
     dropout; and what its routers answered. With ``routes`` they answer as recorded. The model is left as it was."""
-    base, recorded = _base(model), dict[str, tuple[Tensor, ...]]()
+    base, recorded = base_of(model), dict[str, tuple[Tensor, ...]]()
     spread_BT = torch.arange(2 * 16).reshape(2, 16) * 7919 + 13
     ids_BT = (spread_BT % base.config.get_text_config().vocab_size).to(base.device)
 
     def hook_of(name: str) -> Callable[[nn.Module, Any, Any], Any]:
+        """Records or repeats what the module ``name`` answers."""
+
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+            """The tensors to answer with; None for the module's own."""
             if routes is None and _chooses(output):
                 recorded[name] = tuple(tensor.detach().cpu() for tensor in output)
             if routes is None or name not in routes:
@@ -160,7 +159,7 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 def has_routers(model: Model) -> bool:
     """True if the config of ``model`` says that tokens choose among experts."""
-    config = _base(model).config.get_text_config()
+    config = base_of(model).config.get_text_config()
     return any((getattr(config, name, 0) or 0) > 1 for name in _EXPERTS)
 
 

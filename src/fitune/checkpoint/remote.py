@@ -21,23 +21,21 @@ from fitune.checkpoint.commit import (
     Commit,
     Line,
     OnNote,
-    Stored,
     inside,
     is_on,
     line_bytes,
+    loss_of,
     parse_line,
     parse_sealed,
+    put_in_place,
     read_commit,
     read_line,
     require_space,
-    set_aside,
     write_hashed,
     write_line,
 )
-from fitune.checkpoint.save import loss_of
 from fitune.errors import CheckpointError, RunDirectoryError, StoreError
-from fitune.files import remove, remove_stale_siblings, sync_folder, temporary_sibling, write_synced
-from fitune.spec.serial import to_json
+from fitune.files import remove, remove_stale_siblings, temporary_sibling
 from fitune.stores.opening import WRITTEN
 from fitune.stores.reading import open_stream
 from fitune.stores.writing import AT_ONCE, Store, nobody_stops
@@ -157,26 +155,18 @@ def fetch_checkpoint(remote: Remote, root: Path, on_note: OnNote) -> Path:
         temporary.mkdir()
         try:
             with ThreadPoolExecutor(AT_ONCE) as pool:
-                list(
-                    pool.map(
-                        lambda each: _fetch_file(remote, each[0], each[1], temporary), commit.files.items()
-                    )
-                )
-            write_synced(temporary / COMMIT, [to_json(commit).encode()])
-            sync_folder(temporary)
-            if target.exists():
-                on_note(set_aside(target, DAMAGED))
-            temporary.rename(target)
+                list(pool.map(lambda name: _fetch_file(remote, name, temporary), commit.files))
+            put_in_place(temporary, target, commit, word=DAMAGED, on_note=on_note)
         finally:
             remove(temporary)
-        sync_folder(folder)
     except OSError as error:
         raise CheckpointError(f"{target}: cannot be written: {error.strerror or error}") from error
     on_note(f"{remote.url} is fetched: {format_bytes(size)}")
     return target
 
 
-def _fetch_file(remote: Remote, name: str, stored: Stored, folder: Path) -> None:
+def _fetch_file(remote: Remote, name: str, folder: Path) -> None:
+    stored = remote.commit.files[name]
     try:
         file = inside(folder, name)
     except RunDirectoryError as error:

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from fitune.checkpoint.commit import (
     ABANDONED,
-    COMMIT,
     DAMAGED,
     FOLDER,
     LOG,
@@ -34,7 +33,9 @@ from fitune.checkpoint.commit import (
     is_on,
     keep_line,
     link_atomically,
+    loss_of,
     note_as_known,
+    put_in_place,
     read_commit,
     require_space,
     sealed,
@@ -46,10 +47,10 @@ from fitune.checkpoint.commit import (
 from fitune.checkpoint.slices import INDEX, Groups, Share, file_of, joined
 from fitune.checkpoint.state import tensor_chunks
 from fitune.errors import CheckpointError
-from fitune.files import remove, remove_stale_siblings, sync_folder, temporary_sibling, write_synced
+from fitune.files import remove, remove_stale_siblings, temporary_sibling
 from fitune.models.host import PinnedMemory
 from fitune.spec.run_directory import require_real_files
-from fitune.spec.serial import to_data, to_json
+from fitune.spec.serial import to_data
 from fitune.units import MIB, format_bytes
 
 _MARGIN_BYTES = MIB
@@ -141,12 +142,8 @@ def commit_save(
                 step=share.step, line=descent.line, parent=descent.parent, eval_loss=eval_loss, files=files
             )
         )
-        write_synced(temporary / COMMIT, [to_json(commit).encode()])
-        sync_folder(temporary)
-        if target.exists():  # of this very attempt, or put there by hand: nothing is written over
-            on_note(set_aside(target, ABANDONED))
-        os.rename(temporary, target)
-        sync_folder(target.parent)
+        # one that is there is of this very attempt, or was put there by hand
+        put_in_place(temporary, target, commit, word=ABANDONED, on_note=on_note)
     except OSError as error:
         cause = f"checkpoint {target} could not be saved: {error.strerror}"
         raise save_failed(root, cause, needed_bytes=share_bytes(share)) from error
@@ -221,12 +218,6 @@ def _first_valid(members: list[tuple[Path, Commit]], count: int, on_note: OnNote
 def _set_damaged_aside(path: Path, error: CheckpointError, on_note: OnNote) -> None:
     if path.exists():
         on_note(f"{error.message}: {set_aside(path, DAMAGED)}")
-
-
-def loss_of(commit: Commit) -> float:
-    """Infinite for what is no candidate for the best; the earlier one of two equals is taken."""
-    loss = commit.eval_loss
-    return loss if loss is not None and math.isfinite(loss) else math.inf
 
 
 Tables = dict[str, dict[str, Tensor]]

@@ -28,7 +28,7 @@ from fitune.engine.kept_rows import divided
 from fitune.engine.optimizers import build_torch_optimizer, set_learning_rate
 from fitune.engine.plain import Seed
 from fitune.engine.protocol import EngineState, EnterPhase, LossModel, Update
-from fitune.errors import HardwareError, require_library
+from fitune.errors import HardwareError, pinning, require_library
 from fitune.spec.deepspeed import tell_deepspeed_where
 from fitune.spec.plan import Optimizer, Precision
 from fitune.spec.predictions import Phase
@@ -178,12 +178,13 @@ class DeepSpeedEngine:
         if config["zero_optimization"]["stage"] == 3:
             _keep_no_weights(whole)
         os.environ.setdefault("LOCAL_RANK", str(device.index or 0))  # srun and mpirun have other words for it
-        self.runtime, *_ = import_deepspeed().initialize(
-            model=Trunk(whole),
-            optimizer=build_torch_optimizer(trained, optimizer),
-            config=dict(config),
-            dist_init_required=False,
-        )
+        with pinning():  # what waits on the host; what is on the GPU is allocated by torch, which says so
+            self.runtime, *_ = import_deepspeed().initialize(
+                model=Trunk(whole),
+                optimizer=build_torch_optimizer(trained, optimizer),
+                config=dict(config),
+                dist_init_required=False,
+            )
         stage = config["zero_optimization"]["stage"]
         self.shares = (TensorShares if stage == 3 else FlatShares)(trained, self.runtime.optimizer)
 

@@ -68,15 +68,18 @@ def mesh_of(sharding: Zero, hardware: Hardware, *, device: str) -> DeviceMesh:
 
 def shard(
     whole: nn.Module, body: nn.Module, blocks: Iterable[nn.Module], *, sharding: Zero, mesh: DeviceMesh,
-    precision: Precision, rows: KeptRows | None = None, on_host: bool = False,
+    precision: Precision, rows: KeptRows | None = None, host: Host | None = None,
 ) -> Trunk:  # fmt: skip
     """Divide every parameter of ``whole`` over ``mesh``; what is returned takes the place of ``body``.
 
     Parameters are in the compute type already. Gradients are summed in fp32 where the optimizer has fp32 masters.
     At stage 3 a block lets its weights go after its forward; the root never does before backward is through.
-    ``rows``: this rank's of what has only stand-ins in ``whole``. ``on_host``: shares wait there, pinned beside a GPU;
-    a group passes through the device to be gathered, and its summed gradients go to the host at once.
+    ``rows``: this rank's of what has only stand-ins in ``whole``. ``host``: shares wait in its rooms, pinned beside a
+    GPU; a group passes through the device to be gathered, and its summed gradients go to the host at once.
+    Raises NoPinnedMemory.
     """
+    if host is not None and rows is None:
+        rows = KeptRows(mesh, on_host=True)
     trunk = Trunk(whole, body)
     policy = MixedPrecisionPolicy(
         reduce_dtype=torch.float32 if precision.has_master else None, cast_forward_inputs=False
@@ -85,12 +88,12 @@ def shard(
         "mesh": mesh,
         "mp_policy": policy,
         "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-        if on_host
+        if host is not None
         else OffloadPolicy(),
         "shard_placement_fn": divided_dimension(mesh.size(mesh.ndim - 1)),
     }
     for group in (*blocks, trunk):
-        with nullcontext() if rows is None else rows.put_into(group):
+        with nullcontext() if rows is None else rows.put_into(group, host=host):
             fully_shard(group, reshard_after_forward=sharding.stage == 3 and group is not trunk, **common)
     for module in _groups(trunk):
         # the loss is divided by the tokens of all ranks, so gradients are added up and not averaged

@@ -9,6 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.nn import Parameter
 
+from fitune.engine.host_optimizer import Host
+
 
 def divided_dimension(shares: int) -> Callable[[Tensor], Shard]:
     """Divide rows, unless they are fewer than the shares: then some ranks would hold nothing, so columns if even."""
@@ -36,26 +38,32 @@ class KeptRows:
 
     def keep(self, whole: Tensor) -> Tensor:
         """Keep this rank's rows of ``whole``; returns the stand-in."""
-        dimension = divided_dimension(self._shares)(whole).dim
-        parts = whole.detach().chunk(self._shares, dimension)
-        empty = whole.detach().narrow(dimension, 0, 0)
-        own = (parts[self._rank] if self._rank < len(parts) else empty).clone(
-            memory_format=torch.contiguous_format
-        )
+        own = self._rows_of(whole)[0].clone(memory_format=torch.contiguous_format)
         if self._on_host:
             own = own.to("cpu")
         stand_in = whole.new_zeros(1).expand(whole.shape)
         self._kept[_storage(stand_in)] = (stand_in, own)
         return stand_in
 
+    def _rows_of(self, whole: Tensor) -> tuple[Tensor, bool]:
+        """This rank's part of ``whole``, a view, and True if it is as long as the first rank's."""
+        dimension = divided_dimension(self._shares)(whole).dim
+        parts = whole.detach().chunk(self._shares, dimension)
+        own = parts[self._rank] if self._rank < len(parts) else whole.detach().narrow(dimension, 0, 0)
+        return own, own.shape == parts[0].shape
+
     @contextmanager
-    def put_into(self, group: nn.Module) -> Iterator[None]:
-        """Inside, ``group`` is divided by fully_shard; after it its parameters hold the rows that were kept."""
+    def put_into(self, group: nn.Module, *, host: Host | None = None) -> Iterator[None]:
+        """Inside, ``group`` is divided by fully_shard; after it its parameters hold the rows that were kept.
+
+        With ``host`` its other parameters hold their rows, too, and all rows are in its rooms: FSDP2 pins what is not
+        pinned yet by torch's own allocator, which takes powers of two. That is left with rows that it has to pad.
+        """
         places = [
             (module, name, parameter)
             for module in group.modules()
             for name, parameter in module.named_parameters(recurse=False)
-            if not isinstance(parameter, DTensor) and _storage(parameter) in self._kept
+            if not isinstance(parameter, DTensor) and (host is not None or _storage(parameter) in self._kept)
         ]
         empty = {
             id(parameter): Parameter(torch.empty_like(parameter, device="meta").contiguous(), parameter.requires_grad)
@@ -69,7 +77,11 @@ class KeptRows:
             if id(parameter) not in filled:
                 like = module.get_parameter(name)
                 assert isinstance(like, DTensor)
-                _, own = self._kept.pop(_storage(parameter))
+                part, is_full = self._rows_of(parameter)
+                _, own = self._kept.pop(_storage(parameter), (parameter, part))
+                if host is not None:
+                    room = host.empty_like(own) if is_full else torch.empty_like(own, device="cpu")
+                    own = room.copy_(own)
                 rows = divided(own, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
                 filled[id(parameter)] = Parameter(rows, parameter.requires_grad)
             module.register_parameter(name, filled[id(parameter)])

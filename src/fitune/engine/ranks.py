@@ -82,20 +82,14 @@ class Ranks:
         """
         if self.is_alone:
             return make()
-        if not self.is_first:
-            told: list[_Told[T]] = [_Told()]
-            with peers_needed():
-                dist.broadcast_object_list(told, src=0, group=self.group)
-            return told[0].value_or_raise()
-        try:
-            value = make()
-        except FituneError as error:
-            with suppress(RuntimeError):  # a rank that is gone need not know
-                dist.broadcast_object_list([_Told(error=error.message)], src=0, group=self.group)
-            raise
-        with peers_needed():
-            dist.broadcast_object_list([_Told(values=(value,))], src=0, group=self.group)
-        return value
+        told, failed = _tried(make, here=self.is_first)
+        box = [told]
+        # after an error a rank that is gone need not know
+        with peers_needed() if failed is None else suppress(RuntimeError):
+            dist.broadcast_object_list(box, src=0, group=self.group)
+        if failed is not None:
+            raise failed
+        return box[0].value_or_raise()
 
     def in_turn(self, make: Callable[[], T]) -> T:
         """``make`` on every rank, the first one before the others: they find what it left on the disk.
@@ -105,13 +99,9 @@ class Ranks:
         if self.is_alone:
             return make()
         made: list[T] = []
-
-        def first() -> None:
-            made.append(make())
-
-        self.from_first(first)
+        self.from_first(lambda: made.append(make()))
         if not made and self.local == 0:
-            first()
+            made.append(make())
         self.gathered(None)
         return made[0] if made else make()
 
@@ -122,13 +112,8 @@ class Ranks:
         """
         if self.is_alone:
             return make()
-        host, failed = socket.gethostname(), None
-        own: _Told[T] = _Told()
-        if self.local == 0:
-            try:
-                own = _Told(values=(make(),))
-            except FituneError as error:
-                failed, own = error, _Told(error=error.message)
+        host = socket.gethostname()
+        own, failed = _tried(make, here=self.local == 0)
         everyone = self.gathered((host, own))
         if failed is not None:
             raise failed
@@ -158,6 +143,16 @@ class _Told(Generic[T]):
         if self.values:
             return self.values[0]
         raise RankFailed(f"rank {rank} stopped: {self.error}")
+
+
+def _tried(make: Callable[[], T], *, here: bool) -> tuple[_Told[T], FituneError | None]:
+    """What ``make`` returns ``here``, or why it does not, for the others; and its error, for this rank."""
+    if not here:
+        return _Told(), None
+    try:
+        return _Told(values=(make(),)), None
+    except FituneError as error:
+        return _Told(error=error.message), error
 
 
 _GONE = (

@@ -2,13 +2,19 @@
 
 import datetime
 import itertools
+import os
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from fitune.errors import HardwareError
 from fitune.measure.calibrations import device_key
 from fitune.measure.device_rates import (
     CPU,
@@ -30,7 +36,7 @@ from fitune.measure.device_rates import (
     product_samples,
     traffic_samples,
 )
-from fitune.measure.hardware import has_bf16_products
+from fitune.measure.hardware import detect_hardware, has_bf16_products
 from fitune.spec.machines.hardware import (
     AttentionRate,
     Calibration,
@@ -42,6 +48,7 @@ from fitune.spec.machines.hardware import (
     Rate,
     Traffic,
 )
+from fitune.spec.serial import from_json, to_json
 from fitune.units import MIB
 
 DTYPES: dict[Numbers, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -60,7 +67,12 @@ def calibrate(hardware: Hardware, *, effort: Effort = THOROUGH) -> Calibration:
     numbers: list[Numbers] = [name for name in DTYPES if name not in (unused, slow)]
     with measuring_with(effort):
         rounds = [measured(device, numbers) for _ in range(effort.rounds)]
-    best = {name: _least([each[name] for each in rounds]) for name in rounds[0]}
+    best: dict[str, Samples] = {}
+    for name in rounds[0]:
+        least: dict[tuple[int, float], float] = {}  # a slow round may have tried fewer sizes
+        for place, (work, seconds) in (sample for each in rounds for sample in enumerate(each[name])):
+            least[place, work] = min(seconds, least.get((place, work), seconds))
+        best[name] = [(work, seconds) for (_, work), seconds in sorted(least.items())]
 
     def slowest(name: str) -> float:
         """Amount in a second; 0 where it is not measured on this device."""
@@ -85,10 +97,14 @@ def calibrate(hardware: Hardware, *, effort: Effort = THOROUGH) -> Calibration:
         backward_launch_seconds=max(0.0, both[1] - forward[1]) / (both[0] - forward[0]),
         heads=tuple(
             HeadTime(
-                numbers=name, head_size=size, tokens=int(tokens), forward_seconds=there, backward_seconds=back
+                numbers=name,
+                head_size=size,
+                tokens=int(tokens),
+                forward_seconds=forward,
+                backward_seconds=backward,
             )
             for name, size in itertools.product(numbers, HEAD_SIZES_CPU)
-            for tokens, there, back in _both_ways(best.get(f"head {size} {name}", []))
+            for tokens, forward, backward in _both_ways(best.get(f"head {size} {name}", []))
         ),
         logits=tuple(
             LogitTime(numbers=name, seconds=seconds / elements)
@@ -118,23 +134,17 @@ def measured(device: torch.device, numbers: list[Numbers]) -> dict[str, Samples]
             continue
         for size in HEAD_SIZES_CPU:
             samples[f"head {size} {name}"] = heads = head_samples(dtype, size)
-        samples[f"attention {name}"] = [(n, HEADS * (there + back)) for n, there, back in _both_ways(heads)]
+        samples[f"attention {name}"] = [
+            (n, HEADS * (forward + backward)) for n, forward, backward in _both_ways(heads)
+        ]
         samples[f"logits {name}"] = logit_samples(dtype)
     return {**samples, **({"new pages": new_page_samples()} if on_cpu else {"host": host_samples(device)})}
 
 
 def _both_ways(heads: Samples) -> Iterator[tuple[float, float, float]]:
     """Tokens, seconds forward and seconds backward of each row."""
-    for (tokens, there), (_, back) in zip(heads[::2], heads[1::2], strict=True):
-        yield tokens, there, back
-
-
-def _least(rounds: list[Samples]) -> Samples:
-    """The least seconds for every amount; a slow round may have tried fewer sizes."""
-    found: dict[tuple[int, float], list[float]] = {}
-    for place, (work, seconds) in itertools.chain.from_iterable(enumerate(samples) for samples in rounds):
-        found.setdefault((place, work), []).append(seconds)
-    return [(work, min(times)) for (_, work), times in sorted(found.items())]
+    for (tokens, forward), (_, backward) in zip(heads[::2], heads[1::2], strict=True):
+        yield tokens, forward, backward
 
 
 def launches(few: tuple[float, float], many: tuple[float, float]) -> tuple[float, float]:
@@ -211,3 +221,64 @@ def _all_reduce_seconds(device: torch.device, elements: int) -> float:
     slowest = torch.tensor(min(times[1:]), device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return float(slowest)
+
+
+_SECONDS = 120
+"""Starting torch is most of it."""
+_FOUND = "found.json"
+
+
+def calibrate_together(hardware: Hardware, *, effort: Effort) -> Calibration:
+    """Measure one of the ``hardware.gpus_per_node`` processes on this machine's processor, and their collectives.
+
+    All of them work meanwhile: alone, one finds the memory, the caches and the clock of all.
+
+    Raises HardwareError where one of the processes ends badly or does not end.
+    """
+    processes = hardware.gpus_per_node
+    environment = {**os.environ, "OMP_NUM_THREADS": str(hardware.threads_per_process)}
+    with tempfile.TemporaryDirectory() as folder:
+        started = [
+            subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__, folder, str(rank), str(processes), to_json(effort)],
+                env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+            )
+            for rank in range(processes)
+        ]  # fmt: skip
+        try:
+            said = [process.communicate(timeout=_SECONDS)[1] for process in started]
+        except subprocess.TimeoutExpired:
+            raise HardwareError(
+                f"{processes} processes did not measure this processor in {_SECONDS} s",
+                hint="FITUNE_CALIBRATE=0 trains without",
+            ) from None
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+        for process, words in zip(started, said, strict=True):
+            if process.returncode:
+                last = (words.strip().splitlines() or ["nothing"])[-1]
+                raise HardwareError(
+                    f"a process that measures this processor ended with {process.returncode} and said: {last}",
+                    hint="FITUNE_CALIBRATE=0 trains without",
+                )
+        return from_json(Calibration, (Path(folder) / _FOUND).read_text(encoding="utf-8"))
+
+
+def main(folder: Path, rank: int, processes: int, effort: Effort) -> None:
+    """Measure as one of the processes: ``python -m fitune.measure.calibrate FOLDER RANK PROCESSES EFFORT``; the first
+    writes what it found."""
+    dist.init_process_group(
+        "gloo", init_method=(folder / "meeting").as_uri(), rank=rank, world_size=processes,
+        timeout=datetime.timedelta(seconds=_SECONDS),
+    )  # fmt: skip
+    found = calibrate(detect_hardware(use_gpus=False), effort=effort)
+    if rank == 0:
+        (folder / _FOUND).write_text(to_json(found), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), from_json(Effort, sys.argv[4]))

@@ -10,6 +10,7 @@ from pathlib import Path
 from fitune.errors import HardwareError
 from fitune.files import cache_folder, read_text, write_atomically
 from fitune.spec.machines.hardware import Calibration, Gpu
+from fitune.spec.machines.proof import Proof
 from fitune.spec.serial import from_json, to_json
 
 
@@ -69,20 +70,29 @@ def stored_calibration(device: str) -> Calibration | None:
 
 def store_calibration(calibration: Calibration) -> Path:
     """Replace what was stored for the device: the file is the old one or the new one, never a part."""
-    path = _file_of(calibration.device)
+    hint = "free some space, or name another folder with FITUNE_CACHE"
+    return keep(calibration, _file_of(calibration.device), what="the calibration", hint=hint)
+
+
+def keep(value: Calibration | Proof, path: Path, *, what: str, hint: str) -> Path:
+    """Write ``value`` whole to ``path``, and return that. Raises HardwareError, with ``what`` in words and ``hint``."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, to_json(calibration))
+        write_atomically(path, to_json(value))
     except OSError as error:
         raise HardwareError(
-            f"the calibration cannot be written to {path}: {error.strerror or error}",
-            hint="free some space, or name another folder with FITUNE_CACHE",
+            f"{what} cannot be written to {path}: {error.strerror or error}", hint=hint
         ) from None
     return path
 
 
+def stem_of(device: str) -> str:
+    """The device's key as a part of a file's name."""
+    return re.sub(r"[^a-zA-Z0-9._-]+", "-", device)
+
+
 def _file_of(device: str) -> Path:
-    return calibrations_folder() / f"{re.sub(r'[^a-zA-Z0-9._-]+', '-', device)}.json"
+    return calibrations_folder() / f"{stem_of(device)}.json"
 
 
 def _require_sense(calibration: Calibration) -> None:

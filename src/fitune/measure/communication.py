@@ -1,4 +1,4 @@
-"""Seconds in which a rank waits in collectives, and bytes that it sends, by kind.
+"""Seconds in which a rank waits in collectives.
 
 On gloo a collective is over for a rank when its own part is, so the wait holds the way of the bytes and the time until
 the others came. On NCCL it is the device that waits and not the thread: there nothing is measured.
@@ -8,12 +8,10 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Waits:
@@ -75,10 +73,12 @@ def waits_measured() -> Iterator[Waits | None]:
     waits, wait, get_future = Waits(), dist.Work.wait, dist.Work.get_future
 
     def timed_wait(work: Any, *words: Any, **named: Any) -> Any:
+        """torch's wait, of which the thread's seconds are added up."""
         with waits.waiting():
             return wait(work, *words, **named)
 
     def followed_future(work: Any) -> Any:
+        """torch's future, by which DDP waits in C++."""
         future = get_future(work)
         waits.follow(future)
         return future
@@ -88,52 +88,3 @@ def waits_measured() -> Iterator[Waits | None]:
         yield waits
     finally:
         dist.Work.wait, dist.Work.get_future = wait, get_future
-
-
-@dataclass(slots=True)
-class Sent:
-    """``calls`` of one kind of collective, and the ``bytes`` that this rank sends in them as a ring does."""
-
-    calls: int = 0
-    bytes: float = 0.0
-
-
-class Collectives(TorchDispatchMode):
-    """Counts the collectives of tensors that run inside, by kind: all-reduce, all-gather, reduce-scatter, broadcast.
-
-    A ring of n sends (n−1)/n of a buffer to gather or to reduce-scatter it, and twice that to all-reduce it.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent: dict[str, Sent] = {}
-
-    @property
-    def total_bytes(self) -> float:
-        """Bytes of all kinds together."""
-        return sum(each.bytes for each in self.sent.values())
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self._count(func._schema.name.partition("::")[2].strip("_"), args)
-        return func(*args, **(kwargs or {}))
-
-    def _count(self, operation: str, args: Any) -> None:
-        kind = next((kind for sign, kind in _KINDS.items() if operation.startswith(sign)), operation)
-        group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
-        n = dist.ProcessGroup.unbox(group).size()
-        tensors = [each for arg in args[:2] for each in (arg if isinstance(arg, list) else [arg])]
-        sizes = [t.nbytes for t in tensors if isinstance(t, torch.Tensor)]
-        whole = sum(sizes) if kind in ("all-reduce", "broadcast") else max(sizes, default=0)
-        found = self.sent.setdefault(kind, Sent())
-        found.calls += 1
-        found.bytes += whole * (n - 1) / n * (2 if kind == "all-reduce" else 1)
-
-
-_KINDS = {
-    "allreduce": "all-reduce",
-    "allgather": "all-gather",
-    "reduce_scatter": "reduce-scatter",
-    "broadcast": "broadcast",
-}
-"""Beginnings of torch's names."""

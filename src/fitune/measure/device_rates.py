@@ -118,6 +118,7 @@ def product_samples(device: torch.device, dtype: torch.dtype) -> Samples:
     linear = torch.nn.functional.linear
 
     def products(shape: tuple[int, int, int]) -> Samples:
+        """Both products of one shape (T, D, F)."""
         tokens, inner, outer = shape
         x_TD = torch.randn(tokens, inner, device=device).to(dtype)
         weight_FD = torch.randn(outer, inner, device=device).to(dtype)
@@ -143,15 +144,15 @@ def attention_samples(device: torch.device, dtype: torch.dtype) -> Samples:
     """Tokens of one row's causal attention, forward and backward, until one takes too long."""
 
     def row(length: int) -> Samples:
+        """Forward and backward together, of a row of ``length`` tokens."""
         q, k, v = (
             torch.randn(1, HEADS, length, HEAD_SIZE, device=device).to(dtype).requires_grad_() for _ in "qkv"
         )
-        gradient = torch.ones_like(q)
-
-        def both() -> None:
-            torch.autograd.grad(_attend(q, k, v, is_causal=True), (q, k, v), gradient)
-
-        return [(float(length), fastest_seconds(both, device))]
+        ones = torch.ones_like(q)
+        seconds = fastest_seconds(
+            lambda: torch.autograd.grad(_attend(q, k, v, is_causal=True), (q, k, v), ones), device
+        )
+        return [(float(length), seconds)]
 
     return _until_slow(ROW_LENGTHS, row)
 
@@ -165,6 +166,7 @@ def head_samples(dtype: torch.dtype, head_size: int) -> Samples:
     heads = max(HEADS_CPU, torch.get_num_threads())
 
     def row(length: int) -> Samples:
+        """All heads of a row of ``length`` tokens: forward, then backward."""
         q, k, v = (
             torch.randn(1, length, heads, head_size).to(dtype).transpose(1, 2).requires_grad_() for _ in "qkv"
         )
@@ -184,6 +186,7 @@ def logit_samples(dtype: torch.dtype) -> Samples:
     logits_SV = torch.randn(LOGITS_SV).to(dtype)
 
     def softmax() -> torch.Tensor:
+        """The steps of models/language_model.py, with the copies."""
         work_SV = logits_SV.float()
         work_SV.sub_(work_SV.amax(dim=1, keepdim=True))
         total_S = work_SV.exp_().sum(dim=1)
@@ -224,6 +227,7 @@ def _multiplied(size: int, device: torch.device) -> tuple[float, float]:
     )
 
     def multiply() -> None:
+        """The two tensors used longest ago; the oldest makes room for their product."""
         tensors.append(tensors[0] * tensors[1])
         tensors.popleft()
 
@@ -242,6 +246,7 @@ def _between_products(size: int, dtype: torch.dtype, launch_seconds: float) -> t
     ones = torch.ones_like(x_BTD)
 
     def block(x: torch.Tensor) -> torch.Tensor:
+        """A block without its products, [B, T, D] of ``x`` [B, T, D]."""
         heads = norm(x).view(1, tokens, -1, HEAD_SIZE // 2).transpose(1, 2)
         q, k = apply_rotary_pos_emb(heads, heads, cosine, cosine)
         x = x + q.transpose(1, 2).reshape(x.shape) + k.transpose(1, 2).reshape(x.shape)
@@ -249,6 +254,7 @@ def _between_products(size: int, dtype: torch.dtype, launch_seconds: float) -> t
         return x + torch.nn.functional.silu(normed) * normed
 
     def work() -> None:
+        """All blocks, forward and backward."""
         x = x_BTD
         for _ in range(blocks):
             x = block(x)
@@ -280,13 +286,11 @@ def _launched(layers: int, device: torch.device) -> Samples:
     ids = torch.zeros(1, 8, dtype=torch.int64, device=device)
 
     def forward() -> torch.Tensor:
+        """The sum of the last hidden states."""
         return model(input_ids=ids, use_cache=False).last_hidden_state.sum()
 
-    def both() -> None:
-        torch.autograd.grad(forward(), weights)
-
     samples = []
-    for work in (forward, both):
+    for work in (forward, lambda: torch.autograd.grad(forward(), weights)):
         with CountedOperations() as counted:
             work()
         samples.append((float(counted.count), fastest_seconds(work, device)))

@@ -6,6 +6,7 @@ their end. Both answer the same question: how many bytes of tensors were alive a
 """
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
@@ -28,24 +29,28 @@ class OtherMemory(Protocol):
         ...
 
 
-class MemoryMeter(Protocol):
+class MemoryMeter(ABC):
     """Measures the steps it is opened for; ``enter`` is told of every change of phase."""
 
     kind: MeterKind
 
+    def __init__(self) -> None:
+        self._peaks: dict[Phase, int] = {}
+
+    @abstractmethod
     def measuring(
         self, alive: Callable[[], Iterable[Tensor]], host: OtherMemory | None = None
     ) -> AbstractContextManager[None]:
         """Measure what runs inside. ``alive`` lists the tensors that exist before; the ``host``'s do not count."""
-        ...
 
+    @abstractmethod
     def enter(self, phase: Phase) -> None:
         """Peaks from now on belong to ``phase``."""
-        ...
 
     def take_peaks(self) -> dict[Phase, int]:
         """The peaks since the last call; empty when nothing was measured."""
-        ...
+        peaks, self._peaks = self._peaks, {}
+        return peaks
 
 
 class LiveTensors(TorchDispatchMode):
@@ -131,6 +136,7 @@ def resizes_told_to(note: Callable[[torch.UntypedStorage], None]) -> Iterator[No
     resize: Callable[..., Any] = torch.UntypedStorage.resize_
 
     def resize_and_note(storage: torch.UntypedStorage, size: int) -> Any:
+        """torch's own, and then ``note``."""
         result = resize(storage, size)
         note(storage)
         return result
@@ -142,25 +148,14 @@ def resizes_told_to(note: Callable[[torch.UntypedStorage], None]) -> Iterator[No
         torch.UntypedStorage.resize_ = resize
 
 
-class _Peaks:
-    """The peaks of a meter since they were last taken."""
-
-    _peaks: dict[Phase, int]
-
-    def take_peaks(self) -> dict[Phase, int]:
-        """The peaks since the last call; empty when nothing was measured."""
-        peaks, self._peaks = self._peaks, {}
-        return peaks
-
-
-class CpuMeter(_Peaks):
+class CpuMeter(MemoryMeter):
     """Live tensor bytes, counted by LiveTensors."""
 
     kind: MeterKind = "live tensors"
 
     def __init__(self) -> None:
+        super().__init__()
         self._tracker: LiveTensors | None = None
-        self._peaks = {}
 
     @contextmanager
     def measuring(
@@ -181,15 +176,15 @@ class CpuMeter(_Peaks):
             self._tracker.enter(phase)
 
 
-class CudaMeter(_Peaks):
+class CudaMeter(MemoryMeter):
     """torch.cuda's peak of allocated bytes, reset at every change of phase."""
 
     kind: MeterKind = "cuda allocated"
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self.device = device
         self._phase: Phase | None = None
-        self._peaks = {}
 
     @contextmanager
     def measuring(

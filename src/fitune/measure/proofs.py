@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fitune.errors import HardwareError
-from fitune.files import cache_folder, read_text, write_atomically
+from fitune.files import cache_folder, read_text
+from fitune.measure.calibrations import keep, stem_of
 from fitune.spec.machines.hardware import Measured
 from fitune.spec.machines.proof import Proof, measured_by
-from fitune.spec.serial import from_json, to_json
+from fitune.spec.serial import from_json
 
 CONTRIBUTED = Path(__file__).parents[3] / "results"
 """The repository's folder of results, where this is a checkout of it."""
@@ -28,7 +29,9 @@ def measured_on(device: str) -> Measured | None:
     for a file that cannot be read: silence would quietly change every plan.
     """
     files = [
-        file for folder in (proofs_folder(), CONTRIBUTED) for file in folder.glob(f"{_stem(device)}-*.json")
+        file
+        for folder in (proofs_folder(), CONTRIBUTED)
+        for file in folder.glob(f"proof-{stem_of(device)}-*.json")
     ]
     return measured_by([proof for proof in map(_read, files) if proof.device == device])
 
@@ -36,20 +39,9 @@ def measured_on(device: str) -> Measured | None:
 def store_proof(proof: Proof, path: Path | None = None) -> Path:
     """Write the proof whole to ``path``, else to the folder that plans read; earlier ones of the device stay there."""
     if path is None:
-        path = proofs_folder() / f"{_stem(proof.device)}-{re.sub('[^0-9T]', '', proof.date)}.json"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, to_json(proof))
-    except OSError as error:
-        raise HardwareError(
-            f"the proof cannot be written to {path}: {error.strerror or error}",
-            hint="name another file with --out, or another folder for all that is kept with FITUNE_CACHE",
-        ) from None
-    return path
-
-
-def _stem(device: str) -> str:
-    return f"proof-{re.sub(r'[^a-zA-Z0-9._-]+', '-', device)}"
+        path = proofs_folder() / f"proof-{stem_of(proof.device)}-{re.sub('[^0-9T]', '', proof.date)}.json"
+    hint = "name another file with --out, or another folder for all that is kept with FITUNE_CACHE"
+    return keep(proof, path, what="the proof", hint=hint)
 
 
 def _read(path: Path) -> Proof:

@@ -27,7 +27,7 @@ from transformers.pytorch_utils import Conv1D
 from fitune.errors import CheckpointError
 from fitune.models.door import empty_model, model_config
 from fitune.models.expert_adapters import names_as_given, stacks_among
-from fitune.models.headers import name_in_whole, own_name
+from fitune.models.headers import FLOATS, name_in_whole, own_name
 from fitune.models.remote_code import refuse_pickle, refuse_remote_code
 from fitune.spec.serial import read_object
 
@@ -171,7 +171,6 @@ def _short(value: object) -> str:
 PREFIX = "base_model.model."
 """Before a base model's names in an adapter's file."""
 _SHOWN_KEYS = 8
-_FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def linear_names(model: nn.Module) -> list[str]:
@@ -230,8 +229,8 @@ def check_adapter(path: Path, *, base: str | Path | PreTrainedModel) -> tuple[st
                 problems.append(f"{key}: {_why_unknown(name, linears, adapted)}")
             elif shape != expected and (".lora_" in key or not is_grown):
                 problems.append(f"{key}: {shape}, expected {expected}")
-            elif kind not in _FLOATS:
-                problems.append(f"{key}: holds {kind}, expected one of {', '.join(_FLOATS)}")
+            elif kind not in FLOATS:
+                problems.append(f"{key}: holds {kind}, expected one of {', '.join(FLOATS)}")
             else:
                 tensor = file.get_tensor(key)
                 if not torch.isfinite(tensor).all():

@@ -62,18 +62,14 @@ def attends_by_rows(model: PreTrainedModel) -> bool:
         for child in parent.children()
         if type(child).__name__.lower().endswith("attention")
     ]
-    if not all(map(_hands_on, {parent for parent, _ in pairs})):
-        return False
+    for block in {parent for parent, _ in pairs}:
+        forward = inspect.unwrap(block.forward)
+        others = {w.name for w in inspect.signature(forward).parameters.values() if w.kind is w.VAR_KEYWORD}
+        if not any(step.argval in others for step in dis.get_instructions(forward) if "LOAD" in step.opname):
+            return False  # it does not read the keywords that it does not name
     codes = [getattr(inspect.unwrap(child.forward), "__code__", None) for _, child in pairs]
     asking = [code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names for code in codes]
     return bool(model._supports_attention_backend or (asking and all(asking)))
-
-
-def _hands_on(block: type[nn.Module]) -> bool:
-    """True if its forward reads the keywords that it does not name."""
-    forward = inspect.unwrap(block.forward)
-    others = {w.name for w in inspect.signature(forward).parameters.values() if w.kind is w.VAR_KEYWORD}
-    return any(step.argval in others for step in dis.get_instructions(forward) if "LOAD" in step.opname)
 
 
 def takes_mask(model: PreTrainedModel) -> bool:
@@ -153,6 +149,7 @@ def _by_rows(module: nn.Module, whole_call: Callable[..., Any]) -> Callable[...,
 
     @torch.no_grad()
     def forward(x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
+        """As transformers calls it: cosines and sines of the positions [B, T]."""
         of_layer = {} if layer_type is None else {"layer_type": layer_type}
         kind = module.rope_type if layer_type is None else module.rope_type[layer_type]
         lengths = _stream_rows.get()
@@ -162,9 +159,14 @@ def _by_rows(module: nn.Module, whole_call: Callable[..., Any]) -> Callable[...,
         before, start = getattr(module, name), 0
         cosines: list[Tensor] = []
         sines: list[Tensor] = []
-        for deciding, alike in itertools.groupby(lengths, lambda n: _deciding_length(module.config, kind, n)):
+        is_longrope, boundary = kind == "longrope", longrope_boundary(module.config)
+        usual = module.config.max_position_embeddings
+        # One length stands for all with the same frequencies: of longrope one on each side of its boundary.
+        for deciding, alike in itertools.groupby(
+            lengths, lambda n: boundary + (n > boundary) if is_longrope else max(n, usual)
+        ):
             end = start + sum(alike)
-            seq_len = deciding if kind == "longrope" else torch.tensor(deciding, device=x.device)
+            seq_len = deciding if is_longrope else torch.tensor(deciding, device=x.device)
             frequencies, _ = ROPE_INIT_FUNCTIONS[kind](module.config, x.device, seq_len=seq_len, **of_layer)
             setattr(module, name, frequencies)
             cosine, sine = turned(module, x, position_ids[:, start:end], **of_layer)
@@ -173,11 +175,3 @@ def _by_rows(module: nn.Module, whole_call: Callable[..., Any]) -> Callable[...,
         return torch.cat(cosines, dim=1), torch.cat(sines, dim=1)
 
     return forward
-
-
-def _deciding_length(config: PretrainedConfig, kind: str, length: int) -> int:
-    """Length that stands for all with the same frequencies: one beyond longrope's boundary for all beyond it."""
-    if kind == "longrope":
-        boundary = longrope_boundary(config)
-        return boundary + 1 if length > boundary else boundary
-    return max(length, config.max_position_embeddings)

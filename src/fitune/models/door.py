@@ -84,7 +84,7 @@ def model_folder(path: str) -> Path:
         folder = Path(
             snapshot_download(path, allow_patterns=["*.json", "tokenizer.model", "model*.safetensors"])
         )
-    if not (folder / "config.json").is_file():
+    if not (folder / CONFIG).is_file():
         raise ModelError(f"{folder}: no config.json, so this is no model folder")
     refuse_remote_code(folder, error=ModelError)
     return folder
@@ -222,9 +222,8 @@ def read_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or Hub id."""
     texts = _texts(path)
     refuse_remote_code(texts, error=ModelError)
-    config = (
-        read_config(path) if (texts / CONFIG).is_file() else None
-    )  # else it would read that one, and name no file
+    # else it would read that one, and name no file
+    config = read_config(path) if (texts / CONFIG).is_file() else None
     if (texts / TOKENIZER).is_file():
         check_tokenizer_config(_fields(texts / TOKENIZER))
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(

@@ -72,7 +72,9 @@ def _forward(experts: Any, hidden_TD: Tensor, chosen_TK: Tensor, weights_TK: Ten
     """The weighted sum of what each token's experts make of it."""
     tokens, per_token = chosen_TK.shape
     numbers_S, order_S = torch.sort(chosen_TK.reshape(-1))
-    ends_E = _ends(numbers_S, experts.num_experts)
+    every_E = torch.arange(experts.num_experts, device=numbers_S.device)
+    # pairs up to and with each expert
+    ends_E = torch.searchsorted(numbers_S, every_E, right=True).to(torch.int32)
     x_SD = hidden_TD[order_S // per_token]
     if hasattr(experts, "gate_up_proj"):
         x_SF = experts._apply_gate(_product(experts, "gate_up_proj", x_SD, ends_E, numbers_S))
@@ -88,12 +90,6 @@ def _forward(experts: Any, hidden_TD: Tensor, chosen_TK: Tensor, weights_TK: Ten
     of_tokens_SD = weighted_SD[order_S.argsort()]
     del weighted_SD
     return of_tokens_SD.view(tokens, per_token, -1).sum(dim=1).to(hidden_TD.dtype)
-
-
-def _ends(numbers_S: Tensor, experts: int) -> Tensor:
-    """Number of pairs up to and with each expert, [E]."""
-    every_E = torch.arange(experts, device=numbers_S.device)
-    return torch.searchsorted(numbers_S, every_E, right=True).to(torch.int32)
 
 
 def _product(experts: nn.Module, name: str, x_SI: Tensor, ends_E: Tensor, numbers_S: Tensor) -> Tensor:

@@ -19,6 +19,8 @@ _ITEM_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
     "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
 }  # fmt: skip
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""Types of weights that are read; integers would load, and mean nothing: nobody applies their scales."""
 AGAIN = "the file is damaged or was not fetched whole: fetch it again"
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fitune.errors import NoPinnedMemory
+from fitune.errors import NoPinnedMemory, pinning
 from fitune.units import MIB
 
 _REGION_BYTES = 16 * MIB
@@ -189,6 +189,17 @@ class HostMemory:
     def empty_like(self, tensor: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
         """Room for a copy, contiguous, that the host may write. Raises NoPinnedMemory."""
         return self._empty(tensor.shape, dtype or tensor.dtype, passing=False)
+
+    def reserve_copies(self, tensors: Sequence[Tensor]) -> None:
+        """Let torch's own allocator pin room for a copy of each tensor, which it keeps: who copies by it to the host
+        (FSDP2 its gradients) finds it there. Raises NoPinnedMemory here and not in the middle of a step."""
+        if self._streams is None:
+            return
+        rooms: list[Tensor] = []
+        for tensor in tensors:
+            pinned = self._kept.bytes + self._passing.bytes + sum(room.nbytes for room in rooms)
+            with pinning(tensor.nbytes, pinned_bytes=pinned):
+                rooms.append(torch.empty_like(tensor, device="cpu", pin_memory=True))
 
     def take(
         self, tensors: Sequence[Tensor], rooms: Sequence[Tensor | None] = ()

@@ -93,7 +93,7 @@ class LanguageModel:
 
 def language_model(whole: PreTrainedModel | PeftModel, loss: Loss) -> LanguageModel:
     """Find body, blocks and head. Raises ModelError when the model is not built of decoder blocks."""
-    base = whole.get_base_model() if isinstance(whole, PeftModel) else whole
+    base = base_of(whole)
     body, head = body_of(base), base.get_output_embeddings()
     if head is None or body is base:
         raise ModelError(f"{type(base).__name__} has no language-modelling head")
@@ -239,6 +239,12 @@ def _softmax_loss(logits_SV: Tensor, target_S: Tensor, scale: float) -> tuple[Te
     return loss, work_SV.to(logits_SV.dtype)
 
 
+def base_of(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
+    """``model`` without the adapters that PEFT has put into it."""
+    base: PreTrainedModel = model.get_base_model() if isinstance(model, PeftModel) else model
+    return base
+
+
 def body_of(model: PreTrainedModel) -> nn.Module:
     """The part that turns ids into hidden states; the model itself where it has no such part.
 
@@ -281,6 +287,7 @@ def recompute_blocks(blocks: Sequence[nn.Module], recompute: Recompute, *, has_d
 
 def _recomputed(forward: Callable[..., Any], *, replay_random: bool) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
+        """The block's forward, run again in backward."""
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=replay_random, **kwargs)
@@ -302,6 +309,7 @@ def _compiled(forward: Callable[..., Any], *, backend: str) -> Callable[..., Any
     faster = torch.compile(forward, dynamic=True, backend=backend)
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        """The block's forward, compiled where it is trained."""
         return faster(*args, **kwargs) if torch.is_grad_enabled() else forward(*args, **kwargs)
 
     return run

@@ -81,12 +81,14 @@ def operations_of_liger() -> Operations:
     from liger_kernel import ops
 
     def rms_norm(x: Tensor, weight: Tensor, *, eps: float, offset: float, in_fp32: bool) -> Tensor:
+        """x / rms(x) · (weight + offset)."""
         # not in place: the gradient that Liger would write over may be the residual stream's
         casting, in_place = "gemma" if in_fp32 else "llama", False
         y: Tensor = ops.LigerRMSNormFunction.apply(x, weight, eps, offset, casting, in_place)
         return y
 
     def silu_halves(both: Tensor) -> Tensor:
+        """[..., F] of ``both`` [..., 2 F]."""
         # as a matrix: its backward returns one (0.8.5)
         product: Tensor = ops.LigerFusedGateUpSiLUMulFunction.apply(both.flatten(0, -2))
         return product.unflatten(0, both.shape[:-1])
@@ -117,6 +119,7 @@ def _norm(module: nn.Module, operations: Operations, *, gemma: bool) -> Callable
     eps = module.eps if gemma else module.variance_epsilon
 
     def forward(x: Tensor) -> Tensor:
+        """The module's forward by the kernel."""
         return operations.rms_norm(x, module.weight, eps=eps, offset=float(gemma), in_fp32=gemma)
 
     return forward

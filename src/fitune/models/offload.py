@@ -72,26 +72,25 @@ def before_backward(blocks: Sequence[nn.Module], call: Callable[[int], None]) ->
 
 
 def _watch(hidden: Any, call: Callable[[int], None], index: int) -> None:
-    def reached(_gradient: Tensor) -> None:
-        call(index)
-
     tensor = hidden if isinstance(hidden, Tensor) else hidden[0]
     if tensor.requires_grad:
-        tensor.register_hook(reached)
+        tensor.register_hook(lambda _gradient: call(index))
 
 
 def _placed(forward: Callable[..., Any], index: int, places: Sequence[Place]) -> Callable[..., Any]:
     def pack(tensor: Tensor) -> Tensor | Kept:
+        """The stand-in for a tensor that autograd keeps, or the tensor itself."""
         found = (kept for place in places if (kept := place.keep(tensor)) is not None)
         return next(found, tensor)
 
     def run(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The block's forward, between the calls of its places."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         shared = {tensor.untyped_storage()._cdata for tensor in tensors}
         for place in places:
             place.begins(index, shared=shared)
         if torch.is_grad_enabled():
-            with saved_tensors_hooks(pack, _unpack):
+            with saved_tensors_hooks(pack, lambda kept: kept if isinstance(kept, Tensor) else kept()):
                 output = forward(hidden, *args, **kwargs)
         else:
             output = forward(hidden, *args, **kwargs)
@@ -100,10 +99,6 @@ def _placed(forward: Callable[..., Any], index: int, places: Sequence[Place]) ->
         return output
 
     return run
-
-
-def _unpack(kept: Tensor | Kept) -> Tensor:
-    return kept if isinstance(kept, Tensor) else kept()
 
 
 class _Storage:

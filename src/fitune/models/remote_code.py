@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from fitune.errors import CheckpointError, FituneError
 from fitune.files import PICKLE_SUFFIXES
 from fitune.spec.hub import AUTO_MAP, code_asked_for
@@ -37,7 +35,13 @@ def refuse_remote_code(folder: Path, *, error: type[FituneError] = CheckpointErr
     Raises ``error`` when the folder can only be loaded by importing code that it brings or names. ``auto_map`` beside
     an architecture, or a tokenizer, that transformers knows is harmless: transformers' own class is taken.
     """
-    contents = {name: _read(folder / name, error) for name in JSON_FILES}
+    contents: dict[str, dict[str, Any]] = {}
+    for name in JSON_FILES:
+        file = folder / name
+        try:
+            contents[name] = read_object(file) if file.is_file() else {}
+        except (OSError, ValueError) as cause:
+            raise error(f"{file}: {cause}", hint="fetch it again") from cause
     notes = []
     for name, content in contents.items():
         for key, value in code_asked_for(content):
@@ -86,11 +90,6 @@ def _of_transformers(name: object) -> object:
 
 
 def _is_tokenizer(found: object) -> bool:
+    from transformers import PreTrainedTokenizerBase
+
     return isinstance(found, type) and issubclass(found, PreTrainedTokenizerBase)
-
-
-def _read(file: Path, error: type[FituneError]) -> dict[str, Any]:
-    try:
-        return read_object(file) if file.is_file() else {}
-    except (OSError, ValueError) as cause:
-        raise error(f"{file}: {cause}", hint="fetch it again") from cause

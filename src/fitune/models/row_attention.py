@@ -101,13 +101,10 @@ def attend_by(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
         attention_mask: Tensor | None,
         *,
         rows: Rows,
-        scaling: float | None = None,
         dropout: float = 0.0,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        s_aux: Tensor | None = None,
-        **_: Any,
+        **given: Any,
     ) -> tuple[Tensor, None]:
+        """[B, T, n, d] and no scores; the other names are used as far as they are ``given``."""
         config: Any = getattr(module, "config", None)
         chunk = 0
         kinds = getattr(config, "layer_types", None) or ()
@@ -115,8 +112,8 @@ def attend_by(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
             chunk = config.attention_chunk_size
         call = RowCall(
             query_BnTd=query_BnTd, key_BkTd=key_BkTd, value_BkTd=value_BkTd, rows=rows.cut(chunk) if chunk else rows,
-            scale=scaling, dropout=dropout if module.training else 0.0, window=sliding_window, softcap=softcap,
-            sinks_n=s_aux,
+            scale=given.get("scaling"), dropout=dropout if module.training else 0.0,
+            window=given.get("sliding_window"), softcap=given.get("softcap"), sinks_n=given.get("s_aux"),
         )  # fmt: skip
         return kernel(call), None
 

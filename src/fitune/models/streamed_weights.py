@@ -101,6 +101,7 @@ class StreamedWeights:
         dtype, size, stride, offset = tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
 
         def back() -> Tensor:
+            """The view as it was, of the block's memory on the device now."""
             now = None if block is None else block.on_device
             assert now is not None, "a block's weights come before it goes back"
             return now.view(dtype).as_strided(size, stride, offset)

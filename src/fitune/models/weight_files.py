@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -11,6 +12,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from threading import Lock
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -37,6 +39,8 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
             if name in found:
                 raise ModelError(f"{name} is both in {found[name].file} and in {file}", hint=AGAIN)
             found[name] = tensor
+    if not found:
+        raise ModelError(f"{files[0]}: holds no tensor", hint=AGAIN)
     for name, file in placed.items():
         if name not in found or found[name].file != file:
             raise ModelError(
@@ -48,6 +52,18 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     except (OSError, ValueError, KeyError, TypeError):
         rows = columns = 128
     return as_read(found, (rows, columns))
+
+
+_STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+def stored_dtype(folder: Path) -> torch.dtype | None:
+    """Type of most of the weights in ``folder``, by their headers; None for a type that is not trained in."""
+    sizes: Counter[str] = Counter()
+    for tensor in stored_tensors(folder).values():
+        sizes[tensor.dtype] += tensor.size_bytes
+    (name, _), *_ = sizes.most_common(1)
+    return _STORED_DTYPES.get(name)
 
 
 def _placed_files(folder: Path) -> tuple[Sequence[Path], Mapping[str, Path]]:
@@ -127,21 +143,25 @@ def unread_tensors(stored: Mapping[str, StoredTensor], on_bytes: OnBytes) -> Ite
         opened: dict[Path, Any] = {}
 
         def part(name: str, file: Path) -> Any:
+            """safetensors' slice of one tensor; each file is opened once."""
             if file not in opened:
                 opened[file] = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
             return opened[file].get_slice(name)
 
         def count(size: int) -> None:
+            """``size`` bytes more are read."""
             nonlocal done
             with lock:
                 done += size
                 on_bytes(done, total)
 
         def unread(name: str, stored: StoredTensor) -> Unread:
+            """One tensor of the files, or one weight that is made of several."""
             parts = stored.parts if isinstance(stored, LowBitTensor) else {"": (name, stored.file)}
             slices = {role: part(*place) for role, place in parts.items()}
 
             def read(index: Any) -> Tensor:
+                """The rows of ``index``, counted as all of the tensor."""
                 if isinstance(stored, LowBitTensor):  # reading any of it decodes all of it
                     tensor = stored.decode({role: each[...] for role, each in slices.items()})[index]
                 else:

@@ -1,7 +1,6 @@
 """A model folder or Hub id to a transformers model. Only safetensors are read."""
 
 import math
-from collections import Counter
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
@@ -21,7 +20,7 @@ from fitune.models.door import (
     read_generation_config,
     reading,
 )
-from fitune.models.headers import StoredTensor, text_part
+from fitune.models.headers import FLOATS, StoredTensor, text_part
 from fitune.models.low_bit.packing import Keep, PackOnArrival
 from fitune.models.low_bit.quantised import PackedWeight, require_quantiser
 from fitune.models.weight_files import OnBytes, Unread, nobody, stored_tensors, unread_tensors
@@ -63,11 +62,8 @@ def load_model(
     with reading(path, "the model cannot be loaded"):
         folder = model_folder(path)
         stored = stored_tensors(folder)
-        for (
-            name,
-            tensor,
-        ) in stored.items():  # integers would load, and mean nothing: nobody applies their scales
-            if name.endswith(".weight") and tensor.dtype not in _FLOATS:
+        for name, tensor in stored.items():
+            if name.endswith(".weight") and tensor.dtype not in FLOATS:
                 raise ModelError(
                     f"{tensor.file}: {name} holds {tensor.dtype}: damaged, or quantised weights",
                     hint="name the model in 16 bit; tuning: qlora packs it while it is read",
@@ -147,6 +143,7 @@ def _filled(
 
 def _check_complete(path: str, report: dict[str, Any], stored: Mapping[str, StoredTensor]) -> None:
     def place(name: str) -> str:
+        """The file that holds the tensor, in words; empty without one."""
         return f" in {stored[name].file.name}" if name in stored else ""
 
     misshapen = sorted(
@@ -173,20 +170,6 @@ def _check_complete(path: str, report: dict[str, Any], stored: Mapping[str, Stor
 
 _SMALL = 100_000_000
 _OF_ONE_MODEL = "config.json and weights must be of the same model: fetch them again"
-
-
-_FLOATS = ("F64", "F32", "BF16", "F16")
-_STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-
-
-def stored_dtype(path: str) -> torch.dtype | None:
-    """Type of most of the weights at ``path``, by their headers; None for a type that is not trained in."""
-    sizes: Counter[str] = Counter()
-    for tensor in stored_tensors(model_folder(path)).values():
-        sizes[tensor.dtype] += tensor.size_bytes
-    (name, _), *_ = sizes.most_common(1)
-    return _STORED_DTYPES.get(name)
-
 
 _SHOWN = 5
 

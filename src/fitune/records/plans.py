@@ -209,7 +209,7 @@ def _hardware(row: Row) -> Hardware:
     Gbit/s on A100 and 8 × 400 on H100; 100 Gbit/s in all for devices without NVLink."""
     gpus, gpu = row.size("n_gpus") or 1, _gpu(row)
     named = re.search(r"(\d+) nodes? x (\d+)", row.words("sharding"))
-    nodes = int(named.group(1)) if named else -(-gpus // GPUS_PER_NODE)
+    nodes = max(1, int(named.group(1))) if named else -(-gpus // GPUS_PER_NODE)
     said = re.search(r"(\d+) ?gbps", row.words("gpu"))
     has_nvlink = gpu.link_bandwidth > gpu.host_bandwidth
     usual = 12.5e9 if not has_nvlink else 8 * (50e9 if gpu.capability >= (9, 0) else 25e9)
@@ -282,12 +282,12 @@ def _base(row: Row) -> Dense | Quantiser:
     if re.search("8bit|int8", quant):
         return Hqq(bits=8, group_size=4096)  # one scale a row: nothing beside the bytes
     if "hqq" in quant:
-        group = re.search(r"group(?:size)?=?(\d+)", quant)
-        size = int(group.group(1)) if group else 4096 if "groupsizenone" in quant else 64
+        group = re.search(r"group(?:size)?=?([1-9]\d*)", quant)
+        usual = 4096 if re.search("groupsize=?(none|0)", quant) else 64
+        size = int(group.group(1)) if group else usual
         return Hqq(bits=2 if "2bit" in quant else 3 if "3bit" in quant else 4, group_size=size)
-    if re.search(
-        "gptq|awq", quant
-    ):  # per 128 weights a 16-bit scale and a 4-bit zero: 4.16 bit to NF4's 4.13
+    if re.search("gptq|awq", quant):
+        # per 128 weights a 16-bit scale and a 4-bit zero: 4.16 bit to NF4's 4.13
         return Nf4(double_quant=True)
     if re.search("nf4|fp4|4bit|int4|bnb", quant):
         return four_bit

@@ -11,7 +11,8 @@ from fitune.spec.serial import parse_json
 from fitune.units import MIB
 
 _MOST_BYTES = 64 * MIB
-_MOST = 1e12
+_MOST, _MOST_ROWS = 1e12, 1e6
+"""Of any size, and of the rows of a micro-batch, of each of which the estimate asks the length."""
 _COUNTS = (
     "layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "n_gpus", "lora_rank",
     "seq_len", "micro_batch", "grad_accum", "tp", "pp", "cp", "recompute_blocks", "loss_chunk_tokens",
@@ -80,7 +81,7 @@ def read_records(path: Path) -> list[Row]:
     """
     rows = [_row(facts, path, line) for line, facts in _objects(path)]
     if not rows:
-        raise DataError(f"{path}: has no rows", hint="one JSON object a line; docs/records.md has the keys")
+        raise DataError(f"{path}: has no rows", hint="one JSON object a line")
     seen: dict[str, int] = {}
     for row in rows:
         if seen.setdefault(row.id, row.line) != row.line:
@@ -128,7 +129,8 @@ def _refusal(key: str, value: Any) -> str:
     if key in _COUNTS or key in _AMOUNTS:
         if isinstance(value, bool) or not isinstance(value, int | float):
             return "is not a number"
-        if not 0 < value < _MOST and not (key == "recompute_blocks" and value == 0):
+        most = _MOST_ROWS if key == "micro_batch" else _MOST
+        if not 0 < value < most and not (key == "recompute_blocks" and value == 0):
             return "must be more than zero and no more than a machine can hold"
         return "is not a whole number" if key in _COUNTS and value != int(value) else ""
     if key in _CHOICES:

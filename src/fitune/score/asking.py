@@ -118,6 +118,7 @@ class Asker:
         next_ones = self._requests(ahead)
 
         def answer(engine: Engine, some: Sequence[Request]) -> Iterator[Completion]:
+            """The engine's answers; once it has begun it is told of the next rows."""
             for place, completion in enumerate(engine.answer(some)):
                 if not place:
                     engine.prepare(next_ones)  # behind those that are asked

@@ -106,6 +106,7 @@ def _right(row: Row, field: str, labels: Sequence[str], choices: Sequence[str]) 
     value = row.fields.get(field)
 
     def unclear(fault: str) -> BadRow:
+        """The error for a value with this fault, which tells the values that are known."""
         last = len(choices) - 1
         known = ", ".join(labels) or f"0 to {last}, A to {string.ascii_uppercase[last]}"
         return BadRow(

@@ -150,6 +150,7 @@ def index_input(
     references = References()
 
     def rows() -> Iterator[tuple[int, str, str]]:
+        """Number, id and content hash of each row, whose reference is counted on the way."""
         for number, question in enumerate(read_questions(sources, id_column=id_column, weighed=weighed), 1):
             if not question.problem:
                 references.add(

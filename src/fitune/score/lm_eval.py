@@ -99,6 +99,7 @@ class EngineLM(TemplateLM):
         """
 
         def text_of(messages: list[dict[str, str]]) -> str:
+            """The messages by the template. Raises TemplateError."""
             text: str = self.tokenizer.apply_chat_template(
                 messages, chat_template=self._template, tokenize=False,
                 add_generation_prompt=add_generation_prompt, continue_final_message=not add_generation_prompt,

@@ -146,7 +146,7 @@ def _load(manager: TaskManager, name: str, unreachable: str) -> dict[str, Any]:
         raise DataError(
             f"--lm-eval {name}: the task or its data cannot be read: {cause}",
             hint="data that is not in the Hugging Face cache needs the network; a task of your own may name local "
-            "files (docs/scoring.md)",
+            "files",
         ) from error
 
 
@@ -190,3 +190,5 @@ def _told(say: Callable[[str], None]) -> Iterator[None]:
         logger.propagate = propagate
         if alone is None:
             del os.environ["DISABLE_MULTIPROC"]
+        else:
+            os.environ["DISABLE_MULTIPROC"] = alone

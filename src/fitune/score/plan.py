@@ -54,6 +54,7 @@ def plan_from(recipe: ScoreRecipe, **decided: Any) -> ScorePlan:
     } | decided
 
     def part(kind: type[Any]) -> dict[str, Any]:
+        """The keys that ``kind`` has a field for."""
         return {each.name: asked[each.name] for each in fields(kind) if each.name in asked}
 
     sources = tuple(DataSource(path=path, **part(DataSource)) for path in recipe.data)

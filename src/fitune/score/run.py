@@ -75,6 +75,7 @@ def score(
     tokenizer, template = open_texts(plan)
 
     def tasks_of(questions: Sequence[Question]) -> list[Task]:
+        """Tasks to be answered, or to be weighed."""
         if weighed:
             return to_given_tasks(questions, template=template)
         return to_tasks(questions, template=template, sampling=plan.sampling)
@@ -113,7 +114,7 @@ def _require_references(graders: Sequence[Grader], references: References, path:
     if choosing and references.without_choices:
         raise RecipeError(
             f"{', '.join(choosing)}: {counted(references.without_choices, 'row')} of {path} without choices",
-            hint="rows with choices have question, choices and answer (docs/scoring.md), or map "
+            hint="rows with choices have question, choices and answer, or map "
             "choices=COLUMN beside prompt and completion; perplexity and loglikelihood take any reference",
         )
     needy = [grader.name for grader in graders if grader.row.needs_reference]
@@ -177,6 +178,7 @@ def _answer_pending(
     written = told = done
 
     def look(rows: int) -> None:
+        """Tells of the rows written and of ``rows`` of the shard at work."""
         nonlocal told
         told = written + rows
         progress(told)
@@ -199,6 +201,7 @@ def _asked_here(
     done = 0
 
     def count() -> None:
+        """One row more of the group is answered."""
         nonlocal done
         done += 1
         look(done)

@@ -23,7 +23,7 @@ from fitune.errors import RunDirectoryError
 from fitune.files import open_regular, write_atomically
 from fitune.score.answers import MANIFEST, OURS, Line, answer_line
 from fitune.score.index import ANSWERED, REFUSED, RETRY, Index
-from fitune.score.tasks import Answer, Task
+from fitune.score.tasks import Answer
 from fitune.units import MIB
 
 T = TypeVar("T")
@@ -116,7 +116,11 @@ class Shards:
         self._folder.mkdir(exist_ok=True)
         lines = {
             "answers": _text(answer_line(answer, model=model) for answer in answers),
-            "tasks": _text(_task_line(answer.task) for answer in answers),
+            "tasks": _text(
+                {"prompt": task.prompt_text, "expected": task.expected}
+                | ({"calls": [call.text for call in task.calls]} if task.calls else {})
+                for task in (answer.task for answer in answers)
+            ),
         }
         ids = [answer.task.id for answer in answers]
         contents = [answer.task.content for answer in answers]
@@ -253,11 +257,6 @@ def groups(items: Iterator[T], size: int) -> Iterator[list[T]]:
 
 def _hash_of_rows(ids: Sequence[str], contents: Sequence[str], states: Sequence[int]) -> str:
     return hashlib.sha256(to_json([ids, contents, states])).hexdigest()
-
-
-def _task_line(task: Task) -> Line:
-    line = {"prompt": task.prompt_text, "expected": task.expected}
-    return line | ({"calls": [call.text for call in task.calls]} if task.calls else {})
 
 
 def _text(lines: Iterable[Line]) -> bytes:

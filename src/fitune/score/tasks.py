@@ -299,10 +299,8 @@ def _of_batch_line(row: Row, id_: str) -> Question:
                 f"{row.where}: body.{name} = {value!r}: each line gets one whole answer",
                 reason="field not supported",
             )
-    turns = [
-        *body["messages"],
-        {"role": "assistant", "content": "its answer"},
-    ]  # the checks of training's rows
+    # with an answer, the checks of training's rows are these rows' too
+    turns = [*body["messages"], {"role": "assistant", "content": "its answer"}]
     example = to_example(Row(row.where, {"messages": turns}), format="messages")
     messages = example.messages[:-1] if isinstance(example, Conversation) else ()
     own = {_OF_BODIES[name]: body[name] for name in _OF_BODIES if body.get(name) is not None}

@@ -17,13 +17,13 @@ from fitune.session.clusters.on_ray import train_on_ray
 from fitune.session.events import Note, Tell, tell_nobody
 from fitune.session.signals import EXIT_CODES, INTERRUPTED, end_with_launcher, ended_by_signals, stop_requests
 from fitune.session.train.attempts import Attempt, hand_over, program_again, take_over
+from fitune.session.train.beginning import first_attempt
 from fitune.session.train.ranks_of_nodes import (
     require_no_launcher,
     require_one_machine,
     train_by_ranks,
     train_on_nodes,
 )
-from fitune.session.train.training import first_attempt, run_attempt
 from fitune.spec.rank_status import is_left_to_launcher
 from fitune.spec.recipe.recipe import Recipe
 from fitune.spec.run_directory import LOGS
@@ -103,6 +103,8 @@ def attempt_program(
     attempt: Attempt, *, tell: Tell, start_again: StartAgain | None = None, ranks: Ranks = ALONE
 ) -> int:
     """Run the attempt, and begin anew when memory runs out in a step; returns the exit code."""
+    from fitune.session.train.training import run_attempt
+
     with stop_requests(together_seconds=0.0 if ranks.is_alone else _ONE_REQUEST_SECONDS) as request:
         ended = run_attempt(attempt, tell=tell, stop_asked=request.asked, sinks=[request], ranks=ranks)
     if isinstance(ended, Attempt):

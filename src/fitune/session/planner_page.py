@@ -17,7 +17,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 import yaml
 
 from fitune.credentials import without_credentials
-from fitune.errors import FituneError, ModelError, NothingFits, RecipeError
+from fitune.errors import FituneError, ModelError, NothingFits, RecipeError, joined_hints
 from fitune.estimate.predict import predict
 from fitune.planner.defaults import PRICES, price_of
 from fitune.planner.first_screen import (
@@ -85,7 +85,7 @@ def read_question(question: Mapping[str, str]) -> Asked:
 def _known(name: str) -> ModelSpec:
     if (model := known_model_spec(name)) is None:
         error = unknown_model(name, why="the page takes the names it lists")
-        raise ModelError(error.message, hint=f"{error.hint}; or paste its config.json")
+        raise ModelError(error.message, hint=joined_hints(error.hint, "another model: paste its config.json"))
     return model
 
 

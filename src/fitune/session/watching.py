@@ -15,7 +15,7 @@ from fitune.session.signals import quiet_stop
 from fitune.spec.rank_status import read_statuses, status_of
 from fitune.spec.run_directory import LOCK, LOGS
 from fitune.spec.run_lock import owners_of
-from fitune.track.growing import GrowingSteps
+from fitune.track.metrics import GrowingSteps
 
 Tell = Callable[[str], None]
 

@@ -570,9 +570,7 @@ NOT_BUILT = (
         broken=lambda plan: (
             plan.model.is_traced and isinstance(plan.tuning, Lora) and bool(plan.tuning.layers)
         ),
-        why=lambda plan: (
-            f"{plan.model.model_type} has no formulas (docs/architectures.md), and lora_layers needs them"
-        ),
+        why=lambda plan: f"{plan.model.model_type} has no formulas, and lora_layers needs them",
         instead="leave lora_layers out",
         settings=("tuning", "lora_layers"),
     ),
@@ -582,7 +580,7 @@ NOT_BUILT = (
             f"{plan.model.model_type} cannot be trained yet: no small model of it has reproduced transformers' losses "
             "and the predicted peak"
         ),
-        instead="`fitune plan` and `fitune rehearse` work; one of the architectures in docs/architectures.md trains",
+        instead="`fitune plan` and `fitune rehearse` work; models of Llama, Mistral, Qwen and Gemma train",
         settings=("model",),
         binds=("train",),
     ),

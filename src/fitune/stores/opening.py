@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 from fitune.credentials import without_credentials
-from fitune.errors import DataError, FituneError, did_you_mean
+from fitune.errors import DataError, FituneError, did_you_mean, joined_hints
 
 CLIENTS = {
     "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "hdfs": "pyarrow",
@@ -69,8 +69,8 @@ def require_address(url: str, clients: Mapping[str, str] = CLIENTS, *, error: ty
         known = [f"{name}://" for name in (*(("https",) if error is DataError else ()), *clients)]
         close = did_you_mean(f"{scheme}://", known)
         instead = "download the file and give its path, or use" if error is DataError else "a folder, or"
-        hint = f"{close}; {instead}" if close else instead
-        raise error(f"{url}: {scheme}:// addresses are not opened", hint=f"{hint} {', '.join(known)}")
+        hint = joined_hints(close, f"{instead} {', '.join(known)}")
+        raise error(f"{url}: {scheme}:// addresses are not opened", hint=hint)
     if path.startswith("/") and scheme == "hdfs":
         return scheme  # the name node of the client's settings
     if not path.partition("/")[0]:

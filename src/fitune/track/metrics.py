@@ -3,8 +3,9 @@
 import json
 import os
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol
 
 from fitune.errors import RunDirectoryError
@@ -12,7 +13,10 @@ from fitune.files import open_for_append, open_regular, write_atomically
 from fitune.spec.plan import Plan
 from fitune.spec.reports import RunReport, StepReport
 from fitune.spec.serial import from_data, parse_json, to_data
-from fitune.units import as_ranges
+from fitune.units import MIB, as_ranges
+
+_AT_ONCE = 16 * MIB
+"""Bytes that ``GrowingSteps`` reads at a time."""
 
 
 class MetricsLog:
@@ -25,13 +29,11 @@ class MetricsLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
+        with _usable(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             _finish_last_line(path)
             self._lines = bytearray(_content(path))
             self._file = open_for_append(path)
-        except OSError as error:
-            raise _unusable(path, error) from None
 
     @property
     def content(self) -> bytes:
@@ -47,11 +49,9 @@ class MetricsLog:
         """One line more. Raises RunDirectoryError when it cannot be written."""
         line = to_line(report)
         self._lines += line
-        try:
+        with _usable(self.path):
             self._file.write(line)
             self._file.flush()
-        except OSError as error:
-            raise _unusable(self.path, error) from None
 
     def restart(self, saved: bytes, *, step: int) -> str:
         """Let the file be ``saved``, its lines when ``step`` was saved: a run resumed there writes later ones again.
@@ -66,33 +66,25 @@ class MetricsLog:
 
     def put_back(self) -> str:
         """Write the file again if it was removed, replaced or cut while it was open; returns a line that says so."""
-        try:
+        with _usable(self.path), suppress(FileNotFoundError):
             self._file.flush()
             ours, there = os.fstat(self._file.fileno()), os.stat(self.path, follow_symlinks=False)
             if os.path.samestat(ours, there) and there.st_size == len(self._lines):
                 return ""
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            raise _unusable(self.path, error) from None
         self._replace()
         return f"{self.path} was removed or changed while the run wrote it: all its lines are put back"
 
     def _replace(self) -> None:
         self.close()
-        try:
+        with _usable(self.path):
             write_atomically(self.path, self.content)
             self._file = open_for_append(self.path)
-        except OSError as error:
-            raise _unusable(self.path, error) from None
 
     def sync(self) -> None:
         """Waits until all lines are on the disk. Raises RunDirectoryError."""
-        try:
+        with _usable(self.path):
             self._file.flush()
             os.fsync(self._file.fileno())
-        except OSError as error:
-            raise _unusable(self.path, error) from None
 
     def close(self) -> None:
         """Syncs and closes; does nothing the second time."""
@@ -105,9 +97,7 @@ class MetricsLog:
     def __enter__(self) -> "MetricsLog":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
 
@@ -117,10 +107,8 @@ def read_metrics(path: Path) -> list[StepReport]:
     An unreadable last line is what a kill leaves behind and is passed over. Any other raises
     RunDirectoryError with ``file:line: cause``.
     """
-    try:
+    with _usable(path):
         lines = _content(path).splitlines()
-    except OSError as error:
-        raise _unusable(path, error) from None
     reports = []
     for number, raw in enumerate(lines, start=1):
         where = f"{path}:{number}"
@@ -129,12 +117,59 @@ def read_metrics(path: Path) -> list[StepReport]:
         except ValueError as error:  # bad JSON and bad UTF-8 alike
             if number == len(lines):
                 break
-            raise unreadable_line(where, error) from None
+            raise _unreadable_line(where, error) from None
         try:
             reports.append(from_data(StepReport, data))
         except ValueError as error:
-            raise unreadable_line(where, error) from None
+            raise _unreadable_line(where, error) from None
     return reports
+
+
+class GrowingSteps:
+    """The steps of a metrics.jsonl that a run still writes: ``steps`` are those in the file at the last look; a look
+    reads only what was added since the one before."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.steps: list[StepReport] = []
+        self._file = (0, 0)
+        self._read_bytes = 0
+
+    def look(self) -> None:
+        """Take in the lines that were added; all of them where the file is another one (a resume replaces it).
+
+        A line without its end is left for the next look. Raises RunDirectoryError naming the file and the line.
+        """
+        try:
+            with open_regular(self.path, follow_links=False) as file:
+                found = os.fstat(file.fileno())
+                if (found.st_dev, found.st_ino) != self._file or found.st_size < self._read_bytes:
+                    self._forget()
+                    self._file = (found.st_dev, found.st_ino)
+                file.seek(self._read_bytes)
+                while self._take(file.read(_AT_ONCE)):
+                    file.seek(self._read_bytes)
+        except FileNotFoundError:
+            self._forget()
+        except OSError as error:
+            raise RunDirectoryError(
+                f"{self.path}: cannot be read: {error.strerror or error}", hint="check the permissions"
+            ) from None
+
+    def _forget(self) -> None:
+        self.steps.clear()
+        self._file, self._read_bytes = (0, 0), 0
+
+    def _take(self, content: bytes) -> bool:
+        """Add the whole lines of ``content``; True if there were any."""
+        whole = content[: content.rfind(b"\n") + 1]
+        for line in whole.splitlines():
+            try:
+                self.steps.append(from_data(StepReport, parse_json(line)))
+            except ValueError as error:
+                raise _unreadable_line(f"{self.path}:{len(self.steps) + 1}", error) from None
+        self._read_bytes += len(whole)
+        return bool(whole)
 
 
 def to_line(report: StepReport) -> bytes:
@@ -189,10 +224,13 @@ def _finish_last_line(path: Path) -> None:
     content = _content(path)
     if not content:
         return
-    *whole, last = content.splitlines(keepends=True) or [b""]
-    if _is_json(last) and last.endswith(b"\n"):
-        return
-    write_atomically(path, b"".join(whole) + (last + b"\n" if _is_json(last) else b""))
+    *whole, last = content.splitlines(keepends=True)
+    try:
+        parse_json(last)
+    except ValueError:
+        last = b""
+    if not last.endswith(b"\n"):
+        write_atomically(path, b"".join(whole) + (last + b"\n" if last else b""))
 
 
 def _content(path: Path) -> bytes:
@@ -204,15 +242,7 @@ def _content(path: Path) -> bytes:
         return b""
 
 
-def _is_json(raw: bytes) -> bool:
-    try:
-        parse_json(raw)
-    except ValueError:
-        return False
-    return True
-
-
-def unreadable_line(where: str, error: ValueError) -> RunDirectoryError:
+def _unreadable_line(where: str, error: ValueError) -> RunDirectoryError:
     """The error of a line at ``where`` (``file:line``) that is no step."""
     return RunDirectoryError(
         f"{where}: not a line of metrics: {error}",
@@ -220,10 +250,16 @@ def unreadable_line(where: str, error: ValueError) -> RunDirectoryError:
     )
 
 
-def _unusable(path: Path, error: OSError) -> RunDirectoryError:
-    return RunDirectoryError(
-        f"{path}: cannot be used: {error.strerror or error}", hint="check the free space and the permissions"
-    )
+@contextmanager
+def _usable(path: Path) -> Iterator[None]:
+    """Inside, an OSError becomes a RunDirectoryError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise RunDirectoryError(
+            f"{path}: cannot be used: {error.strerror or error}",
+            hint="check the free space and the permissions",
+        ) from None
 
 
 class Sink(Protocol):

@@ -1,6 +1,7 @@
 """TensorBoard's event files, by its own writer: no torch, no TensorFlow."""
 
 import json
+import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,19 +25,22 @@ class TensorBoard:
         self._event: Any = event_pb2.Event
         self._session_log: Any = event_pb2.SessionLog
         folder = Path(beginning.directory) / "tensorboard"
-        self._writer: Any = EventFileWriter(
-            str(folder), flush_secs=10
-        )  # its own 120 hide a step for two minutes
+        self._writer: Any = EventFileWriter(str(folder), flush_secs=10)  # its own 120 s would hide steps
         self._started = False
-        self._where = Where(run_id=beginning.run_id, command=f"tensorboard --logdir {folder}")
+        command = f"tensorboard --logdir {shlex.quote(str(folder))}"
+        self._where = Where(run_id=beginning.run_id, command=command)
         self._texts({"run": beginning.name, "plan": f"```json\n{beginning.plan}```"})
         return self._where
 
     def steps(self, reports: Sequence[StepReport]) -> None:
         """Flushed each time. Before the first step TensorBoard is told to purge those that a resumed run repeats."""
         for report in reports:
-            if not self._started:
-                self._forget_steps_from(report.step)
+            if not self._started:  # a resumed run writes some steps again: the older ones are purged
+                self._started = True
+                start = self._session_log(status=self._session_log.START)
+                self._writer.add_event(
+                    self._event(wall_time=time.time(), step=report.step, session_log=start)
+                )
             event = self._event(wall_time=time.time(), step=report.step)
             for tag, number in scalars(report):
                 event.summary.value.add(tag=tag, simple_value=number)
@@ -66,9 +70,3 @@ class TensorBoard:
             value.tensor.tensor_shape.dim.add(size=1)
             value.tensor.string_val.append(text.encode())
         self._writer.add_event(event)
-
-    def _forget_steps_from(self, step: int) -> None:
-        """A resumed run writes some steps again: tell TensorBoard to purge the older ones."""
-        self._started = True
-        start = self._session_log(status=self._session_log.START)
-        self._writer.add_event(self._event(wall_time=time.time(), step=step, session_log=start))

@@ -23,8 +23,8 @@ from fitune.models.attention import use_attention
 from fitune.models.door import empty_model, file_of_model, model_folder, read_config, read_generation_config
 from fitune.models.headers import own_name
 from fitune.models.language_model import LanguageModel, language_model
-from fitune.models.weight_files import base_reference, stored_tensors
-from fitune.models.weights import compute_dtype, stored_dtype
+from fitune.models.weight_files import base_reference, stored_dtype, stored_tensors
+from fitune.models.weights import compute_dtype
 from fitune.spec.counts import count_parameters
 from fitune.spec.plan import ChunkedLoss, Dense, Full, InBackward, Lora, Plan, Zero
 from fitune.spec.reports import MergedLoss, RunReport
@@ -116,7 +116,7 @@ class Handover:
     def _dtype(self) -> torch.dtype:
         """The base's own, whatever type it was trained in."""
         trained = compute_dtype(self.plan.precision)
-        dtype = stored_dtype(self.plan.model_path) or trained
+        dtype = stored_dtype(model_folder(self.plan.model_path)) or trained
         if dtype != trained:
             self.say(f"exported in {_name(dtype)}, as the base is (trained in {_name(trained)})")
         return dtype

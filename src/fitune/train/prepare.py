@@ -215,12 +215,13 @@ def _sharded_engine(
         mesh=mesh,
         precision=plan.precision,
         rows=rows,
-        on_host=plan.offload.parameters == "cpu",
+        host=host if plan.offload.parameters == "cpu" else None,
     )
     if host is not None:  # weights are FSDP2's to move
         if plan.offload.parameters == "cpu":
             for parameter in parts.whole.parameters():
                 host.adopt(local_part(parameter))
+            host.reserve_copies([local_part(parameter) for parameter in parts.trained.values()])
         offload_blocks(
             parts.blocks, Offload(activations=plan.offload.activations), host, trains_weights=False
         )

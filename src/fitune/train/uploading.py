@@ -20,7 +20,6 @@ from fitune.checkpoint.remote import (
     send_checkpoint,
     take_line,
 )
-from fitune.checkpoint.save import prune
 from fitune.errors import CheckpointError, FituneError, RunDirectoryError, StoreError
 from fitune.files import write_atomically
 from fitune.spec.plan import RunPlan
@@ -75,6 +74,8 @@ class Uploads:
             self._thread.join()
         self._store.close()
         if tidy and (self._root / FOLDER / "latest").is_symlink():
+            from fitune.checkpoint.save import prune  # with torch's distributed tensors: a second to import
+
             prune(self._root / FOLDER, self._line, keep=self._keep, on_note=self._on_note)
 
     def _work(self) -> None:

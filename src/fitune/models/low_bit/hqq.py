@@ -83,7 +83,7 @@ def quantise(weight: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor
 
 
 @quantise.register_fake
-def _(weight: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_quantise(weight: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
     per_word, word_bytes = Hqq.words[bits]
     groups = weight.numel() // group_size
     words = weight.new_empty((-(-groups // per_word), group_size), dtype=_WORDS[word_bytes])

@@ -68,6 +68,7 @@ class PackedWeight(nn.Module, ABC):
         """Packed bytes and scales move between devices, and no ``to(dtype)`` casts them."""
 
         def moved(tensor: Tensor) -> Tensor:
+            """``tensor`` where ``fn`` brings its bytes, in its own type."""
             return fn(tensor.view(torch.uint8)).view(tensor.dtype)
 
         for name, parameter in self.named_parameters(recurse=False):

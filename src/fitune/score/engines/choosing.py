@@ -4,7 +4,6 @@ Shapes: B rows, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -13,20 +12,17 @@ from transformers import TemperatureLogitsWarper, TopPLogitsWarper
 from fitune.score.engines.engine import Completion, FinishReason, Request
 
 
-@dataclass(slots=True, kw_only=True)
 class Row:
     """A request and what is written for it so far."""
 
-    request: Request
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    generator: torch.Generator | None = None
-    is_stopped: bool = False
-    """True when one of the request's stop texts is written."""
-
-    def __post_init__(self) -> None:
-        if self.request.sampling.temperature:
-            self.generator = torch.Generator().manual_seed(self.request.seed)
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        draws = bool(request.sampling.temperature)
+        self.generator = torch.Generator().manual_seed(request.seed) if draws else None
+        self.is_stopped = False
+        """True when one of the request's stop texts is written."""
 
     @property
     def length(self) -> int:
@@ -62,6 +58,7 @@ def stopping(on_token: OnToken, decode: Callable[[list[int]], str]) -> OnToken:
     """``on_token``, and then a look at the row's last tokens for the texts at which its request stops."""
 
     def look(row: Row) -> None:
+        """Stops the row where one of its texts is written."""
         on_token(row)
         if row.request.stop and not row.is_stopped:
             # a token is a byte or more; some at the front may be parts of a character, or lose their space

@@ -1,11 +1,15 @@
 """Continuous batching: a row that ends leaves the batch, and the next one enters in its place.
 
-All rows of the batch end at the same column of its cache (score/engines/roomy_cache.py) and are padded on the left, so
-one token is written for each by one step of the model. Rows enter in groups, by a forward pass over their prompts
+All rows of the batch end at the same column of its cache and are padded on the left, so one token is written for each
+by one step of the model. Rows enter in groups, by a forward pass over their prompts
 alone, whose cache is joined to the batch's. Prompts come in order of length, so those that enter together need little
 padding.
 
-Shapes: B rows of the batch, W columns of the cache.
+The cache has keys and values in buffers with room: a token is written behind its row, nothing else is copied, where
+transformers' own cache makes a new tensor for each token. Columns are added in blocks, a row that ends leaves its place
+to another, and the columns that no row needs any more are passed over.
+
+Shapes: B rows of the batch, n heads, W columns of the cache, d of a head.
 """
 
 import inspect
@@ -13,16 +17,20 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from fitune.models.attention import turns_by_length
+from fitune.models.language_model import base_of
 from fitune.score.engines.choosing import OnToken, Row, choose, nobody
 from fitune.score.engines.engine import Completion, Request
-from fitune.score.engines.roomy_cache import RoomyCache
 from fitune.spec.answering import CACHE_ROOM
 
 _PLAIN_ATTENTION = {"full_attention", "sliding_attention"}
@@ -58,7 +66,7 @@ def can_join(model: Any) -> bool:
     Not so: recurrent states (Mamba), positions that follow from the mask's length (Bloom), rotary factors that
     depend on the longest row of a call (longrope, dynamic). Such models answer in batches that start and end together.
     """
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    base = base_of(model)
     config = base.config.get_text_config()
     taken = inspect.signature(base.forward).parameters
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
@@ -156,7 +164,7 @@ class _Batch:
         return done
 
     def _forward(
-        self, ids: Tensor, places: Tensor, mask_BW: Tensor, cache: RoomyCache, rows: Sequence[Row]
+        self, ids: Tensor, places: Tensor, mask_BW: Tensor, cache: "RoomyCache", rows: Sequence[Row]
     ) -> None:
         device = self._model.device
         output = self._model(
@@ -178,7 +186,7 @@ class _Batch:
         most = max((row.request.sampling.max_new_tokens - len(row.token_ids) for row in self.rows), default=1)
         return min(CACHE_ROOM, most)
 
-    def _join(self, entering: RoomyCache, there: int, gaps: list[int]) -> None:
+    def _join(self, entering: "RoomyCache", there: int, gaps: list[int]) -> None:
         """Put the rows of ``entering``, ``there`` columns wide, below those of the batch."""
         if not self.rows:
             self._cache, self._gaps = entering, gaps
@@ -206,3 +214,114 @@ class _Batch:
 def _mask(gaps: Sequence[int], width: int) -> Tensor:
     """1 where a column holds a token of the row [B, W]."""
     return (torch.arange(width)[None] >= torch.tensor(gaps)[:, None]).long()
+
+
+class RoomyCache(DynamicCache):
+    """The cache of a batch; ``growth`` says how many columns are added next time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.growth = SimpleNamespace(room=1)
+        # layers do not know their cache: in a circle its memory would wait for the search for garbage
+        self.layer_class_to_replicate = cast(Any, partial(_Layer, self.growth))
+
+    @property
+    def filled(self) -> list["_Layer"]:
+        """Layers that hold keys; some models share keys between layers and leave the rest empty."""
+        layers: list[Any] = self.layers
+        return [layer for layer in layers if layer.is_initialized]
+
+    @property
+    def columns(self) -> int:
+        """Columns that there are buffers for."""
+        return max((layer.stores[0].columns for layer in self.filled), default=0)
+
+    def join(self, entering: "RoomyCache") -> None:
+        """Put the rows of ``entering`` below those of this cache; all rows end at the same column."""
+        for mine, new in zip(self.filled, entering.filled, strict=True):
+            mine.keys = mine.values = None
+            for store, other in zip(mine.stores, new.stores, strict=True):
+                store.join(other.states)
+            mine.show()
+
+    def keep(self, moved: Sequence[tuple[int, int]], rows: int, unused: int) -> None:
+        """Keep the first ``rows``, after rows were ``moved`` from a place to another, without ``unused`` columns."""
+        for layer in self.filled:
+            for store in layer.stores:
+                store.keep(moved, rows, unused)
+            layer.show()
+
+
+class _Layer(DynamicLayer):
+    def __init__(self, growth: SimpleNamespace) -> None:
+        super().__init__()
+        self._growth = growth
+        self.stores: tuple[_Store, ...] = ()
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Adds T columns [B, n, T, d] to keys and values; returns both whole. For transformers, in each forward."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self.stores = (_Store(key_states), _Store(value_states))
+        else:
+            self.keys = self.values = None  # views would hold the old buffers while the new ones are filled
+            for store, states in zip(self.stores, (key_states, value_states), strict=True):
+                store.append(states, room=self._growth.room)
+        return self.show()
+
+    def show(self) -> tuple[Tensor, Tensor]:
+        """Keys and values as transformers sees them: those of rows and columns in use."""
+        self.keys, self.values = (store.states for store in self.stores)
+        return self.keys, self.values
+
+
+class _Store:
+    """``states`` [B, n, W, d] within a buffer that may have more rows, and more columns on both sides."""
+
+    def __init__(self, states: Tensor) -> None:
+        self._buffer = states.clone(memory_format=torch.contiguous_format)
+        self._rows, self._begin, self._end = len(states), 0, states.shape[2]
+
+    @property
+    def states(self) -> Tensor:
+        """A view of the rows and columns in use."""
+        return self._buffer[: self._rows, :, self._begin : self._end]
+
+    @property
+    def columns(self) -> int:
+        """Columns of the buffer, used or not."""
+        return int(self._buffer.shape[2])
+
+    def append(self, states_BnTd: Tensor, *, room: int) -> None:
+        """Writes T columns behind all rows; a full buffer is replaced by one with ``room`` for more columns."""
+        new = states_BnTd.shape[2]
+        if self._end + new > self.columns:
+            self._grow(rows=len(self._buffer), left=0, right=max(new, room))
+        self._end += new
+        self.states[:, :, -new:] = states_BnTd
+
+    def join(self, states_BnWd: Tensor) -> None:
+        """Adds rows at the end, of W columns that end where the others do; the narrower ones get zeros on the left."""
+        rows, wider = self._rows + len(states_BnWd), states_BnWd.shape[2] - (self._end - self._begin)
+        if rows > len(self._buffer) or wider > self._begin:
+            self._grow(rows=max(rows, len(self._buffer)), left=max(0, wider), right=self.columns - self._end)
+        if wider > 0:
+            self._begin -= wider
+            self.states[:, :, :wider] = 0  # a number, so that nothing times it is nothing
+        before, self._rows = self._rows, rows
+        self.states[before:, :, : max(0, -wider)] = 0
+        self.states[before:, :, max(0, -wider) :] = states_BnWd
+
+    def keep(self, moved: Sequence[tuple[int, int]], rows: int, unused: int) -> None:
+        """Copies rows as ``moved`` (from, to) says, drops those from ``rows`` on, and the first ``unused`` columns."""
+        for source, place in moved:
+            self.states[place] = self.states[source]
+        self._rows = rows
+        self._begin += unused
+
+    def _grow(self, *, rows: int, left: int, right: int) -> None:
+        states = self.states
+        _, heads, width, size = states.shape
+        self._buffer = states.new_empty(rows, heads, left + width + right, size)
+        self._begin, self._end = left, left + width
+        self.states.copy_(states)

@@ -147,18 +147,20 @@ def failed(asked: Request | Continuation, code: str, error: str) -> Any:
     return Likelihood(id=asked.id, code=code, error=error)
 
 
-def refusal(request: Request, *, context: int) -> Any:
-    """The failed answer, with the arithmetic, to a request longer than ``context`` positions; None if it fits."""
-    prompt, new = len(request.prompt_ids), request.sampling.max_new_tokens
-    if not prompt:
-        return failed(request, "empty_prompt", "the prompt has no tokens")
-    if not context or prompt + new <= context:
-        return None
-    return failed(
-        request,
-        "prompt_too_long",
-        f"prompt {prompt} + max_new_tokens {new} = {prompt + new} tokens, the model has room for {context}",
-    )
+def sorted_out(requests: Sequence[Request], *, context: int) -> tuple[list[Request], list[Completion], int]:
+    """The requests that fit into ``context`` positions, the failed answers to the others with the arithmetic, and the
+    largest token id of those that fit."""
+    fitting, refused = [], []
+    for request in requests:
+        prompt, new = len(request.prompt_ids), request.sampling.max_new_tokens
+        if not prompt:
+            refused.append(failed(request, "empty_prompt", "the prompt has no tokens"))
+        elif context and prompt + new > context:
+            why = f"prompt {prompt} + max_new_tokens {new} = {prompt + new} tokens, the model has room for {context}"
+            refused.append(failed(request, "prompt_too_long", why))
+        else:
+            fitting.append(request)
+    return fitting, refused, max((max(request.prompt_ids) for request in fitting), default=0)
 
 
 def most_weighed(engine: EngineName, context: int) -> int:

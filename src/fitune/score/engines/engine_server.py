@@ -13,8 +13,9 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -81,7 +82,6 @@ class ServerEngine:
     to_text: Callable[[tuple[int, ...]], str]
     stop_ids: frozenset[int] = frozenset()
     key: str = ""
-    context: int = 0
     vocabulary: int = 2**31
     """Number of token ids that ``to_text`` can read."""
     batch_size: int = ROWS_AT_ONCE
@@ -100,21 +100,27 @@ class ServerEngine:
 
     @property
     def context_tokens(self) -> int:
-        """As given when the engine was opened."""
-        return self.context
+        """0: a server does not tell its limit."""
+        return 0
 
     def answer(self, requests: Sequence[Request]) -> Iterator[Completion]:
         """As they come back, ``batch_size`` requests at a time. Raises EngineDied once the server is gone."""
+        with closing(self._each(self._answer_unless_dead, requests)) as each:
+            for found in each:
+                if found:
+                    yield found
+                if self._dead:
+                    raise EngineDied(self._dead, hint=_WHAT_TO_CHECK)
+
+    def _each(self, ask: Callable[[Any], T], asked: Sequence[Any]) -> Generator[T, None, None]:
+        """What ``ask`` returns for each, as they come back, ``batch_size`` at a time; closed, it begins no more."""
         with ThreadPoolExecutor(self.batch_size) as pool:
-            asked = [pool.submit(self._answer_unless_dead, request) for request in requests]
+            begun = [pool.submit(ask, one) for one in asked]
             try:
-                for done in as_completed(asked):
-                    if found := done.result():
-                        yield found
-                    if self._dead:
-                        raise EngineDied(self._dead, hint=_WHAT_TO_CHECK)
+                for done in as_completed(begun):
+                    yield done.result()
             finally:
-                for waiting in asked:
+                for waiting in begun:
                     waiting.cancel()
 
     def prepare(self, requests: Sequence[Request]) -> None:
@@ -134,10 +140,7 @@ class ServerEngine:
 
     def weigh(self, continuations: Sequence[Continuation]) -> Iterator[Likelihood]:
         """One request for each continuation, ``batch_size`` at a time."""
-        with ThreadPoolExecutor(self.batch_size) as pool:
-            yield from (
-                done.result() for done in as_completed([pool.submit(self._weigh, c) for c in continuations])
-            )
+        return self._each(self._weigh, continuations)
 
     def close(self) -> None:
         """Does nothing: each request has its own connection."""
@@ -197,7 +200,11 @@ class ServerEngine:
             prompt = list(prompt_ids) if self.takes_ids else self.to_text(prompt_ids)
             sent = bool(extras), isinstance(prompt, list)
             try:
-                return read(_choice(self._post({"model": self.model, "prompt": prompt, **body, **extras})))
+                response = self._post({"model": self.model, "prompt": prompt, **body, **extras})
+                choices = response.get("choices") if isinstance(response, dict) else None
+                if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
+                    raise _Spoiled(f"the server answered {json.dumps(response)[:80]}, which has no choices")
+                return read(choices[0])
             except _Refused as refused:
                 # another request may have met the refusal while this one was under way
                 if not self._takes_less(str(refused)) and sent == (self.takes_extras, self.takes_ids):
@@ -264,7 +271,8 @@ class ServerEngine:
         reason = self._without_key(str(error.reason).encode()).decode()
         text = without_credentials(f"{self.url} answered {error.code} {reason}: {said[:300]}")
         if error.code in _BUSY:
-            return _Spoiled(text, _pause(error.headers.get("Retry-After")))
+            pause = (error.headers.get("Retry-After") or "").strip()  # else a date or nonsense
+            return _Spoiled(text, float(pause) if pause.isdecimal() else 0.0)
         if error.code in _OF_ALL_ROWS:
             self._dead = text
         return _Refused(text)
@@ -277,18 +285,16 @@ class ServerEngine:
         most = request.sampling.max_new_tokens + 1  # some servers count the end token apart
 
         def of_tokens(told: Any, is_one: Callable[[Any], bool]) -> list[Any]:
+            """The list that was told, a value for each token; empty where it cannot be one."""
             return told if isinstance(told, list) and len(told) <= most and all(map(is_one, told)) else []
 
-        ids = of_tokens(choice.get("token_ids"), self._is_id)
+        ids = of_tokens(choice.get("token_ids"), lambda id_: type(id_) is int and 0 <= id_ < self.vocabulary)
         logprobs = of_tokens(beside.get("token_logprobs") if isinstance(beside, dict) else None, _is_logprob)
         finish: FinishReason = "stop" if reason == "stop" else "length"
         return Completion(
             id=request.id, token_ids=tuple(ids), logprobs=tuple(map(float, logprobs)), finish_reason=finish,
             tokens=len(ids) or len(logprobs), text=None if ids else text,
         )  # fmt: skip
-
-    def _is_id(self, value: Any) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < self.vocabulary
 
 
 def require_url(url: str) -> str:
@@ -305,18 +311,6 @@ def require_url(url: str) -> str:
     if not is_address:
         raise RecipeError(f"url {url!r} is no address of a server", hint="http://localhost:8000/v1")
     return url
-
-
-def _pause(retry_after: str | None) -> float:
-    """Seconds; 0 for a date or nonsense."""
-    return float(retry_after) if retry_after and retry_after.strip().isdecimal() else 0.0
-
-
-def _choice(response: Any) -> dict[str, Any]:
-    choices = response.get("choices") if isinstance(response, dict) else None
-    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
-        raise _Spoiled(f"the server answered {json.dumps(response)[:80]}, which has no choices")
-    return choices[0]
 
 
 def _is_logprob(value: Any) -> bool:

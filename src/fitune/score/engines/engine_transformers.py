@@ -27,7 +27,7 @@ from fitune.data.conversations.messages import Conversation, Message
 from fitune.data.conversations.templates import ChatTemplate
 from fitune.models.adapters import saved_rows
 from fitune.models.attention import longrope_boundary, use_cached_attention
-from fitune.models.language_model import language_model
+from fitune.models.language_model import base_of, language_model
 from fitune.models.tokens import require_rows
 from fitune.score.engines.choosing import OnToken, Row, choose, nobody, stopping
 from fitune.score.engines.continuous import Watch, answer_continuously, can_join, unwatched
@@ -39,7 +39,7 @@ from fitune.score.engines.engine import (
     Sampling,
     failed,
     no_effect,
-    refusal,
+    sorted_out,
 )
 from fitune.score.engines.given_texts import HEAD_TOKENS, batches_of, by_prompt, weigh_alone, weigh_behind
 from fitune.score.engines.room import Room, unlimited
@@ -75,18 +75,15 @@ class TransformersEngine:
 
     @property
     def stop_ids(self) -> frozenset[int]:
-        """Ids that end an answer: those of the template, and those that the model's makers listed."""
-        return self.template.stop_ids | _listed_stop_ids(self.model)
+        """Ids that end an answer: those of the template, and the EOS ids that the model's makers listed."""
+        listed = base_of(self.model).generation_config.eos_token_id
+        listed = [] if listed is None else listed
+        return self.template.stop_ids | frozenset(listed if isinstance(listed, list) else [listed])
 
     def answer(self, requests: Sequence[Request]) -> Iterator[Completion]:
         """Rows enter a running batch where the model allows it (can_join); else a batch starts and ends together."""
-        fitting = []
-        for request in requests:
-            if refused := refusal(request, context=self.context_tokens):
-                yield refused
-            else:
-                fitting.append(request)
-        largest = max((max(request.prompt_ids) for request in fitting), default=0)
+        fitting, refused, largest = sorted_out(requests, context=self.context_tokens)
+        yield from refused
         rows = self.model.get_input_embeddings().weight.shape[0]
         require_rows(self.tokenizer_folder, largest_id=largest, rows=rows)
         on_token = stopping(self.on_token, lambda ids: str(self.tokenizer.decode(ids)))
@@ -199,7 +196,7 @@ def _ready_to_answer(engine: TransformersEngine) -> Iterator[frozenset[int]]:
     threads on two idle cores, 146 s on busy ones, and 4 s there with one.
     """
     model, tokenizer = engine.model, engine.tokenizer
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    base: Any = base_of(model)
     training, attention, settings = model.training, base.config._attn_implementation, base.generation_config
     stop_ids, threads = engine.stop_ids, torch.get_num_threads()
     try:
@@ -221,13 +218,6 @@ def _ready_to_answer(engine: TransformersEngine) -> Iterator[frozenset[int]]:
         if base.config._attn_implementation != attention:
             base.set_attn_implementation(attention)
         base.generation_config = settings
-
-
-def _listed_stop_ids(model: Any) -> frozenset[int]:
-    """EOS ids that the model's makers listed."""
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
-    listed = base.generation_config.eos_token_id
-    return frozenset(listed if isinstance(listed, list) else [] if listed is None else [listed])
 
 
 def _pad_id(tokenizer: Any) -> int:
@@ -254,13 +244,12 @@ def _batches(requests: Sequence[Request], batch_size: int, boundary: int) -> Ite
     """Requests, sorted by length, in batches whose rows stay on one side of ``boundary``; 0: there is none."""
 
     def side(request: Request) -> str:
+        """``short``, ``long``, or ``crosses`` for an answer that may pass the boundary."""
         prompt = len(request.prompt_ids)
-        last_read = (
-            prompt + request.sampling.max_new_tokens - 1
-        )  # the last token that is written is not read again
-        return (
-            "short" if not boundary or last_read <= boundary else "long" if prompt > boundary else "crosses"
-        )
+        last_read = prompt + request.sampling.max_new_tokens - 1  # the last one written is not read again
+        if not boundary or last_read <= boundary:
+            return "short"
+        return "long" if prompt > boundary else "crosses"
 
     for where, group in itertools.groupby(requests, side):
         alike, size = list(group), 1 if where == "crosses" else batch_size

@@ -30,7 +30,7 @@ from fitune.score.engines.engine import (
     Likelihood,
     Request,
     no_effect,
-    refusal,
+    sorted_out,
 )
 from fitune.spec.cuda_environment import without_expandable_segments
 
@@ -74,10 +74,14 @@ class VllmEngine:
         self._python = python_of_vllm()
         self._tokenizer = tokenizer
         self._adapter = adapter
-        self._is_checked = not adapter or _is_zero(Path(adapter))
-        self._numbers: dict[Request, int] = {}
+        # an adapter without any, or whose B are all zero, cannot change an answer
+        factors = load_file(Path(adapter) / WEIGHTS) if adapter else {}
+        self._is_checked = not any(factor.any() for key, factor in factors.items() if ".lora_B" in key)
+        del factors
+        self._begun: set[Request] = set()
         """Rows that were sent and are not yielded yet."""
         self._rows: dict[int, Request] = {}
+        """Those that are not answered, by the number that they were sent under."""
         self._found: dict[Request, Completion] = {}
         self._sent = 0
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (as long as the process)
@@ -104,13 +108,8 @@ class VllmEngine:
 
     def answer(self, requests: Sequence[Request]) -> Iterator[Completion]:
         """Rows that ``prepare`` sent are not sent again. Raises CheckpointError for an adapter without effect."""
-        fitting = []
-        for request in requests:
-            if refused := refusal(request, context=self._context):
-                yield refused
-            else:
-                fitting.append(request)
-        largest = max((max(request.prompt_ids) for request in fitting), default=0)
+        fitting, refused, largest = sorted_out(requests, context=self._context)
+        yield from refused
         require_rows(self._tokenizer, largest_id=largest, rows=self._vocabulary)
         self._require_effect(fitting)
         self._begin(fitting)
@@ -128,15 +127,16 @@ class VllmEngine:
     def prepare(self, requests: Sequence[Request]) -> None:
         """These rows wait in vLLM behind those that are asked, so it never runs dry between two calls of answer."""
         if self._is_checked:  # else the canary comes first
-            self._begin([one for one in requests if not refusal(one, context=self._context)])
+            self._begin(sorted_out(requests, context=self._context)[0])
 
     def _begin(self, requests: Sequence[Request]) -> None:
         """Send the rows that were not sent yet; vLLM takes them in this order, as it has room."""
         entries = []
         for request in requests:
-            if request not in self._numbers:
+            if request not in self._begun:
                 self._sent += 1
-                self._numbers[request], self._rows[self._sent] = self._sent, request
+                self._begun.add(request)
+                self._rows[self._sent] = request
                 sampling = request.sampling
                 entries.append(
                     {
@@ -161,7 +161,7 @@ class VllmEngine:
         return request
 
     def _taken(self, request: Request) -> Completion:
-        del self._numbers[request]
+        self._begun.remove(request)
         return self._found.pop(request)
 
     def weigh(self, continuations: Sequence[Continuation]) -> Iterator[Likelihood]:
@@ -247,18 +247,9 @@ class VllmEngine:
     def _death(self) -> EngineDied:
         code = self._process.wait()
         self._errors.seek(0)
-        lines = (_PREFIX.sub("", line.decode("utf-8", "replace").rstrip()) for line in self._errors)
-        return EngineDied(
-            f"vLLM's process ended with {code}: {_last_words(deque(lines, maxlen=_TAIL_LINES))}"
-        )
-
-
-def _last_words(lines: Sequence[str]) -> str:
-    """The message of the last exception among ``lines`` and what follows it; all of them when there is none."""
-    starts = [number for number, line in enumerate(lines) if _LAST_WORDS.match(line)]
-    return "\n".join(list(lines)[starts[-1] if starts else 0 :])[-2000:]
-
-
-def _is_zero(adapter: Path) -> bool:
-    """True for an adapter that cannot change anything: each B is zero."""
-    return not any(tensor.any() for key, tensor in load_file(adapter / WEIGHTS).items() if ".lora_B" in key)
+        said = (_PREFIX.sub("", line.decode("utf-8", "replace").rstrip()) for line in self._errors)
+        lines = list(deque(said, maxlen=_TAIL_LINES))
+        # the message of the last exception and what follows it; all of them when there is none
+        start = max((number for number, line in enumerate(lines) if _LAST_WORDS.match(line)), default=0)
+        words = "\n".join(lines[start:])[-2000:]
+        return EngineDied(f"vLLM's process ended with {code}: {words}")

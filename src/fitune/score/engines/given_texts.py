@@ -38,6 +38,7 @@ def batches_of(groups: Groups, size: int) -> Iterator[Groups]:
     texts = 0
 
     def tokens(group: list[Continuation]) -> int:
+        """Tokens of the prompt and of its longest text."""
         return len(group[0].prompt_ids) + max(len(one.token_ids) for one in group)
 
     for group in sorted(groups, key=tokens, reverse=True):
@@ -75,6 +76,7 @@ def weigh_behind(parts: Any, groups: Groups) -> list[Likelihood]:
     """Likelihoods of all texts of ``groups``; each group has one prompt."""
 
     def hidden(ids: Tensor, places: Tensor, mask: Tensor) -> Tensor:
+        """Last hidden states [B, T, D] of ``ids`` [B, T] behind what the cache holds."""
         found: Tensor = parts.body(
             input_ids=ids.to(parts.device), position_ids=places.to(parts.device),
             attention_mask=mask.to(parts.device), past_key_values=cache, use_cache=True, return_dict=True,

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable
-from functools import partial
 
 from fitune.errors import HardwareError, ModelError
 from fitune.estimate.answering import rows_that_fit
@@ -25,13 +24,12 @@ def unlimited(questions: Questions) -> int:
 def room_for(plan: ScorePlan) -> Room:
     """Returns how many rows fit on the device of this process, at most ROWS_AT_ONCE; ``unlimited`` where the plan says
     how many are answered together."""
-    return unlimited if plan.batch_size else partial(_fitting, answering_of(plan))
-
-
-def _fitting(answering: Answering | None, questions: Questions) -> int:
+    if plan.batch_size:
+        return unlimited
+    answering = answering_of(plan)
     if answering is None:
-        return ROWS_AT_ONCE
-    return max(1, rows_that_fit(answering, questions, most=ROWS_AT_ONCE))
+        return lambda _questions: ROWS_AT_ONCE
+    return lambda questions: max(1, rows_that_fit(answering, questions, most=ROWS_AT_ONCE))
 
 
 def answering_of(plan: ScorePlan) -> Answering | None:

@@ -137,6 +137,7 @@ def _lines_of_input() -> "queue.SimpleQueue[bytes]":
     lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def read() -> None:
+        """Cuts the bytes of input into lines until it ends."""
         begun: list[bytes] = []
         while chunk := os.read(0, 2**16):
             first, *others = chunk.split(b"\n")

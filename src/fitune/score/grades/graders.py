@@ -102,7 +102,11 @@ def _open(name: str) -> Grader:
         )
     content, scale, measures = row.rules, row.scale, row.measures
     if "FILE" in wanted:
-        content = _file(path if is_function else argument, name)
+        file = path if is_function else argument
+        try:
+            content = read_text(file)
+        except (OSError, ValueError) as error:
+            raise RecipeError(f"grader {name!r}: {file} cannot be read: {error}") from None
     if kind == "json_schema":
         argument = content
     if kind == "judge":
@@ -111,13 +115,6 @@ def _open(name: str) -> Grader:
         scale, measures = judge.scale, judge.measures
     key = hashlib.sha256(f"{name} {content}".encode()).hexdigest()[:12]
     return Grader(name=name, kind=kind, argument=argument, key=key, scale=scale, measures=measures)
-
-
-def _file(path: str, name: str) -> str:
-    try:
-        return read_text(path)
-    except (OSError, ValueError) as error:
-        raise RecipeError(f"grader {name!r}: {path} cannot be read: {error}") from None
 
 
 class References:
@@ -134,7 +131,11 @@ class References:
         if reference is None:
             self.missing += 1
             return
-        self._are_numbers = self._are_numbers and _is_number(reference)
+        if "####" in reference:
+            is_number = last_number(reference.rpartition("####")[2]) is not None
+        else:
+            is_number = _NUMBER.fullmatch(reference.strip().strip("$€£%.")) is not None
+        self._are_numbers = self._are_numbers and is_number
         self.longest = max(self.longest, 0 if has_calls else len(reference.split()))
 
     def graders(self) -> tuple[tuple[str, ...], str]:
@@ -278,12 +279,6 @@ def last_number(text: str) -> Decimal | None:
     if not found:
         return None
     return Decimal(re.sub(r"[,$]", "", found[-1]).replace("−", "-"))
-
-
-def _is_number(reference: str) -> bool:
-    if "####" in reference:
-        return last_number(reference.rpartition("####")[2]) is not None
-    return _NUMBER.fullmatch(reference.strip().strip("$€£%.")) is not None
 
 
 @cache

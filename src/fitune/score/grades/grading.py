@@ -83,8 +83,7 @@ def grade_line(grader: Grader, line: Line, task: Line) -> Line:
         # a row that could not be weighed has not chosen the right one; of its likelihood nothing is known
         if not line["response"]:
             return {"grade": 0.0 if kind.needs_choices else None}
-        found = kind.weigh(line["response"]["body"])
-        return {"grade": found.grade, **({"weight": found.weight} if kind.scale == "perplexity" else {})}
+        return dict(kind.weigh(line["response"]["body"]))
     text = answer_text(line)
     if text is None:
         return {"grade": 0.0}

@@ -7,7 +7,6 @@ perplexity count the end, too, as the loss of training does. The prompt counts n
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 Weighed = dict[str, Any]
@@ -15,14 +14,8 @@ Weighed = dict[str, Any]
 
 _LARGEST_LOG = 700.0
 """exp of more is no float."""
-
-
-@dataclass(frozen=True, slots=True)
-class Graded:
-    """``weight``: how much the row counts in the mean: one, or its tokens or bytes."""
-
-    grade: float
-    weight: float = 1.0
+Graded = dict[str, float]
+"""``grade``, and beside it ``weight``, how much the row counts in the mean: its tokens or bytes; without it, one."""
 
 
 def likeliest(body: Weighed, size: Callable[[Any], float] = lambda choice: 1.0) -> int:
@@ -33,22 +26,22 @@ def likeliest(body: Weighed, size: Callable[[Any], float] = lambda choice: 1.0) 
 
 def choice(body: Weighed) -> Graded:
     """1 when the likeliest choice is the right one (lm-evaluation-harness: acc)."""
-    return Graded(float(likeliest(body) == body["right"]))
+    return {"grade": float(likeliest(body) == body["right"])}
 
 
 def choice_norm(body: Weighed) -> Graded:
     """1 when the choice that is likeliest per character is the right one (lm-evaluation-harness: acc_norm)."""
-    return Graded(float(likeliest(body, lambda choice: len(choice["text"])) == body["right"]))
+    return {"grade": float(likeliest(body, lambda choice: len(choice["text"])) == body["right"])}
 
 
 def choice_norm_tokens(body: Weighed) -> Graded:
     """1 when the choice that is likeliest per token is the right one."""
-    return Graded(float(likeliest(body, lambda choice: choice["tokens"]) == body["right"]))
+    return {"grade": float(likeliest(body, lambda choice: choice["tokens"]) == body["right"])}
 
 
 def loglikelihood(body: Weighed) -> Graded:
     """Log-probability of the reference and of the end of the answer, in nats."""
-    return Graded(-_nats(body))
+    return {"grade": -_nats(body)}
 
 
 def perplexity(body: Weighed) -> Graded:
@@ -68,4 +61,4 @@ def _nats(body: Weighed) -> float:
 
 
 def _perplexity(nats: float, pieces: int) -> Graded:
-    return Graded(math.exp(min(nats / pieces, _LARGEST_LOG)), float(pieces))
+    return {"grade": math.exp(min(nats / pieces, _LARGEST_LOG)), "weight": float(pieces)}

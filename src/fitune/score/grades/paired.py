@@ -45,7 +45,12 @@ def compare(
             if line is None:
                 continue
             before = json.loads(line)
-            common = {name: pair for name in row["grades"] if (pair := _pair(name, row, before)) is not None}
+            weights, others = row.get("weights", {}), before.get("weights", {})
+            common: dict[str, Pair] = {
+                name: (mine, weights.get(name, 1.0), their, others.get(name, 1.0))
+                for name, mine in row["grades"].items()
+                if mine is not None and (their := before["grades"].get(name)) is not None
+            }
             for name, pair in common.items():
                 if name not in found:
                     found[name] = _Paired(scales.get(name, "share"))
@@ -58,14 +63,6 @@ def compare(
             hint="score the same data by the same grader",
         )
     return [found[name].score(name) for name in sorted(found)]
-
-
-def _pair(name: str, row: dict[str, Any], before: dict[str, Any]) -> Pair | None:
-    """The two grades of a row; None where one of the two has no grade."""
-    mine, their = row["grades"][name], before["grades"].get(name)
-    if mine is None or their is None:
-        return None
-    return mine, row.get("weights", {}).get(name, 1.0), their, before.get("weights", {}).get(name, 1.0)
 
 
 class _Paired:

@@ -37,8 +37,8 @@ from fitune.session.events import Note, StepsBegin, Tell
 from fitune.session.planning import plan_for
 from fitune.session.signals import INTERRUPTED, StopRequest, stop_requests
 from fitune.session.train.attempts import Attempt, next_attempt, shortage_of_ranks
+from fitune.session.train.beginning import first_attempt
 from fitune.session.train.ranks_of_nodes import LOST, failure, owned_directory
-from fitune.session.train.training import first_attempt
 from fitune.spec.machines.hardware import Hardware
 from fitune.spec.rank_status import read_statuses
 from fitune.spec.recipe.recipe import Recipe, dump_recipe

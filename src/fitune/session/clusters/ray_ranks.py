@@ -21,7 +21,7 @@ from fitune.session.clusters.ray_losses import cause_of_loss, has_said_why
 from fitune.session.events import Note, Tell, tell_nobody
 from fitune.session.signals import INTERRUPTED
 from fitune.session.train.attempts import Attempt, resumed_from
-from fitune.session.train.training import ready_to_push, run_to_end
+from fitune.session.train.beginning import ready_to_push
 from fitune.spec.plan import Plan
 from fitune.spec.rank_status import LAUNCHER, read_statuses
 from fitune.spec.reports import Restart, RunReport, StepReport
@@ -68,6 +68,7 @@ def train_as_rank(config: dict[str, Any]) -> Ended:
     import torch
 
     from fitune.engine.ranks import joined_ranks
+    from fitune.session.train.training import run_to_end  # only the workers train
 
     torch.set_num_threads(orders.threads)
     with joined_ranks() as ranks:

@@ -12,9 +12,10 @@ from fitune.data.conversations.templates import load_template
 from fitune.files import cache_folder
 from fitune.models.adapter_file import read_adapter_config
 from fitune.models.adapters import load_adapter, train_tables
+from fitune.models.door import model_folder
 from fitune.models.tokens import load_tokenizer
-from fitune.models.weight_files import identity
-from fitune.models.weights import load_model, stored_dtype
+from fitune.models.weight_files import identity, stored_dtype
+from fitune.models.weights import load_model
 from fitune.score.engines.opening import why_merged_first
 from fitune.session.events import Note, Tell, WeightsRead
 from fitune.session.named_models import NamedModel
@@ -46,7 +47,7 @@ def _merge(model: str, adapter: str, folder: Path, *, tell: Tell) -> tuple[str, 
     """Write the merged model in its base's type; returns warnings."""
     base = load_model(
         model,
-        dtype=stored_dtype(model) or torch.float32,
+        dtype=stored_dtype(model_folder(model)) or torch.float32,
         device=torch.device("cpu"),
         on_bytes=lambda done, total: tell(WeightsRead(done_bytes=done, total_bytes=total)),
     )

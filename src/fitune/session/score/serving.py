@@ -10,8 +10,8 @@ from typing import Literal
 
 from fitune.errors import CheckpointError, MissingExtra, RecipeError
 from fitune.models.adapter_file import read_adapter_config
-from fitune.models.door import read_config
-from fitune.models.weights import stored_dtype
+from fitune.models.door import model_folder, read_config
+from fitune.models.weight_files import stored_dtype
 from fitune.score.engines.engine_vllm import python_of_vllm, rounded_rank
 from fitune.score.engines.opening import choose_device, why_merged_first
 from fitune.session.named_models import NamedModel, find_model
@@ -69,7 +69,7 @@ def _by_vllm(named: NamedModel, python: str, *, host: str, port: int, context: i
     argv += ["--host", host, "--port", str(port)]
     if choose_device().type == "cpu":
         argv.append("--enforce-eager")
-    if dtype := stored_dtype(model):
+    if dtype := stored_dtype(model_folder(model)):
         argv += ["--dtype", str(dtype).removeprefix("torch.")]
     if length := context or getattr(read_config(model).get_text_config(), "max_position_embeddings", 0):
         argv += ["--max-model-len", str(length)]
@@ -92,7 +92,7 @@ def _by_transformers(named: NamedModel, *, host: str, port: int) -> Served:
     folder = str(Path(model).resolve()) if Path(model).is_dir() else model
     argv = [sys.executable, "-m", "transformers.cli.transformers", "serve", *_model_words(folder)]
     argv += ["--host", host, "--port", str(port)]
-    if dtype := stored_dtype(model):
+    if dtype := stored_dtype(model_folder(model)):
         argv += ["--dtype", str(dtype).removeprefix("torch.")]
     return Served(argv=tuple(argv), name=folder, url=_url(host, port))
 

@@ -14,7 +14,7 @@ from fitune.errors import CheckpointError, RunDirectoryError
 from fitune.estimate.overhead import checkpoint_bytes
 from fitune.estimate.parameters import embedding_parameters, trained_parameters
 from fitune.files import read_text
-from fitune.models.weights import stored_dtype
+from fitune.models.weight_files import stored_dtype
 from fitune.spec.counts import count_parameters
 from fitune.spec.plan import Plan, trains_embeddings
 from fitune.spec.recipe.pins import pinned
@@ -23,7 +23,6 @@ from fitune.spec.reports import RunReport
 from fitune.spec.run_directory import FOLDERS
 from fitune.spec.serial import from_data, parse_json
 from fitune.track.metrics import readable_steps
-from fitune.train.again import find_source
 from fitune.units import MIB
 
 T = TypeVar("T")
@@ -101,6 +100,8 @@ def _refuse_trained(directory: Path, plan: Plan) -> None:
     steps = readable_steps(directory / "metrics.jsonl")
     if not steps or steps[-1].step < steps[-1].total_steps or last_saved(directory) is not None:
         return
+    from fitune.train.again import find_source
+
     try:
         source = find_source(directory, plan, None, step=steps[-1].step)
     except CheckpointError:
@@ -147,7 +148,8 @@ def export_bytes(plan: Plan) -> int:
     In an adapter a table that is embedding and head is written under both names.
     """
     # as in the base, where the base is here to be read
-    dtype = stored_dtype(plan.model_path) if Path(plan.model_path).is_dir() else None
+    base = Path(plan.model_path)
+    dtype = stored_dtype(base) if base.is_dir() else None
     weight_bytes = plan.precision.compute_bytes if dtype is None else dtype.itemsize
     all_weights = count_parameters(plan.model).total * weight_bytes
     if plan.run.export == "full":

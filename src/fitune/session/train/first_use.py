@@ -54,9 +54,8 @@ def measure_on_first_use(
 def _measured(hardware: Hardware) -> Calibration:
     import torch  # not for those who only plan
 
-    from fitune.measure.calibrate import calibrate
+    from fitune.measure.calibrate import calibrate, calibrate_together
     from fitune.measure.device_rates import HURRIED
-    from fitune.measure.together import calibrate_together
 
     if hardware.gpus_per_node > 1:
         return calibrate_together(hardware, effort=HURRIED)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from fitune.models.adapter_file import read_adapter_config
-from fitune.models.weights import stored_dtype
+from fitune.models.weight_files import stored_dtype
 from fitune.score.engines.engine_vllm import rounded_rank
 from fitune.score.engines.opening import why_merged_first
 from fitune.session.events import Note
@@ -47,5 +47,5 @@ def next_note(commands: Sequence[str]) -> Note:
 
 def _dtype_words(model: str) -> str:
     """vLLM rounds fp32 weights to 16 bits unless it is told not to."""
-    is_fp32 = Path(model).is_dir() and stored_dtype(model) == torch.float32
+    is_fp32 = Path(model).is_dir() and stored_dtype(Path(model)) == torch.float32
     return " --dtype float32" if is_fp32 else ""

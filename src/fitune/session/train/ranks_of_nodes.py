@@ -19,7 +19,7 @@ from fitune.launch.torchrun import fresh_logs, run_ranks
 from fitune.session.events import Note, Tell
 from fitune.session.planning import wanted_hardware
 from fitune.session.train.attempts import Attempt, hand_over, next_attempt, program_again, shortage_of_ranks
-from fitune.session.train.training import first_attempt
+from fitune.session.train.beginning import first_attempt
 from fitune.spec.plan import Plan
 from fitune.spec.recipe.recipe import Recipe
 from fitune.spec.run_directory import LAUNCH_LOCK, LOGS

@@ -1,9 +1,8 @@
-"""A recipe is planned, checked and trained, attempt after attempt."""
+"""A recipe is trained, attempt after attempt."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 
 from fitune.checkpoint.commit import last_saved
@@ -12,11 +11,9 @@ from fitune.data.conversations.templates import load_template
 from fitune.data.loader import Loader
 from fitune.data.making import PreparedData
 from fitune.engine.ranks import ALONE, Ranks
-from fitune.errors import CheckpointError, FituneError, OutOfMemory, RecipeError, StoreError, work_under_way
+from fitune.errors import CheckpointError, FituneError, OutOfMemory, StoreError, work_under_way
 from fitune.estimate.predict import predict
 from fitune.files import write_atomically
-from fitune.measure.cuda_cards import other_card
-from fitune.measure.hardware import require_free
 from fitune.models.language_model import LanguageModel
 from fitune.models.tokens import planned_tokenizer
 from fitune.planner.whole_run import whole_run
@@ -31,21 +28,17 @@ from fitune.session.events import (
     DataRead,
     Exported,
     Note,
-    Planned,
     Predicted,
     StepTeller,
     Tell,
     WeightsRead,
 )
 from fitune.session.exporting import export_run
-from fitune.session.planning import plan_for, saving_in_time, wanted_hardware
 from fitune.session.reported import NO_EXPORT, outcome_data, report_run
 from fitune.session.train.attempts import Attempt, leave_shortage, next_attempt
-from fitune.session.train.checks import as_begun, complete_run, require_room_on_disk
-from fitune.session.train.first_use import measure_on_first_use
+from fitune.session.train.beginning import first_attempt
 from fitune.session.train.next_commands import commands_for, next_note
-from fitune.session.train.pushing import push, push_again, ready_repository
-from fitune.spec.machines.hardware import Hardware
+from fitune.session.train.pushing import push, push_again
 from fitune.spec.plan import Plan
 from fitune.spec.predictions import PlanReport
 from fitune.spec.recipe.recipe import Recipe, dump_recipe
@@ -59,11 +52,9 @@ from fitune.track.protocol import End
 from fitune.track.trackers import wanted_trackers
 from fitune.train.again import EXPORT_FOLDERS, TITLES
 from fitune.train.current import Callbacks
-from fitune.train.directory import require_own_directory
 from fitune.train.failure import release
-from fitune.train.prepare import require_planned_cards
 from fitune.train.run import put_metrics_back, run
-from fitune.train.uploading import examined_store, send_run
+from fitune.train.uploading import send_run
 
 _SAMPLE_TOKENS = 128
 
@@ -84,63 +75,6 @@ def run_to_end(
     while isinstance(attempt, Attempt):
         attempt = run_attempt(attempt, tell=tell, stop_asked=stop_asked, sinks=sinks, ranks=ranks)
     return attempt
-
-
-def first_attempt(
-    recipe: Recipe, *, overwrite: bool, tell: Tell, ranks: Ranks = ALONE, hardware: Hardware | None = None
-) -> Attempt | RunReport:
-    """Plan and check everything that can be checked before data is read; the report of a run that is complete already.
-
-    ``hardware``: where it is another than the recipe's or this machine's.
-    Raises FituneError for what cannot be planned, trained here, or written into output_dir.
-    """
-    if not recipe.data:
-        raise RecipeError("no data is named", hint="data: train.jsonl, or --data on the command line")
-    if recipe.resume and not overwrite:
-        recipe = as_begun(recipe)
-    here = hardware
-    if hardware is None:
-        hardware = wanted_hardware(recipe)
-        if ranks.is_alone and measure_on_first_use(hardware, tell=tell):
-            hardware = wanted_hardware(recipe)
-        if (
-            not ranks.is_alone
-        ):  # every rank has to make the same plan, and the ranks themselves hold memory already
-            hardware = replace(hardware, taken_bytes=0)
-    report = saving_in_time(recipe, plan_for(recipe, purposes=("plan", "train"), hardware=hardware))
-    plan = report.chosen.plan
-    tell(Planned(report=report))
-    if here is None:  # else the ranks are started where the devices are
-        require_planned_cards(plan, ranks)
-        if not hardware.gpu.is_cpu and (note := other_card(plan.hardware.gpu, ranks.local)):
-            tell(Note(note))
-        if ranks.is_alone:
-            require_free(plan.hardware, report.chosen.estimate.peak_bytes)
-    directory = Path(plan.run.output_dir)
-    require_own_directory(plan)
-    wanted_trackers(plan.run.report_to)  # refuses those that are unknown or not installed
-    is_fetched = ranks.from_first(lambda: examined_store(plan.run, overwrite=overwrite))
-    complete = (
-        None if overwrite else complete_run(directory, plan, resume=recipe.resume, saved_elsewhere=is_fetched)
-    )
-    if complete is not None:
-        if ranks.is_first and not is_fetched:
-            make_up_for_missing(directory, plan, complete, tell=tell)
-        data = outcome_data(complete, directory) | NO_EXPORT
-        for event in told_of_export(directory, plan, complete):
-            data |= event.data
-        tell(Note(f"{directory}: already complete; --overwrite starts anew", data))
-        if ranks.is_first and not is_fetched:
-            send_end(plan, tell=tell)
-            push_export(directory, plan, tell=tell)
-        elif ranks.is_first and (name := plan.run.push_to_hub):
-            command = push_again(plan.run.upload_to, name, public=plan.run.hub_public)
-            tell(Note(f"the export is in {plan.run.upload_to}; to the Hub: {command}"))
-        return complete
-    require_room_on_disk(plan)
-    if here is None:
-        ready_to_push(plan, ranks)
-    return Attempt(recipe=dump_recipe(recipe), report=report, resume=recipe.resume, overwrite=overwrite)
 
 
 def run_attempt(
@@ -178,6 +112,24 @@ def run_attempt(
     if ended.exported:
         push_export(attempt.directory, plan, tell=tell)
     return ended
+
+
+def end_complete(plan: Plan, report: RunReport, *, is_fetched: bool, tell: Tell, ranks: Ranks) -> RunReport:
+    """Tell of a run that is complete already, make up for what it lacks and send it again; its report."""
+    directory = Path(plan.run.output_dir)
+    if ranks.is_first and not is_fetched:
+        make_up_for_missing(directory, plan, report, tell=tell)
+    data = outcome_data(report, directory) | NO_EXPORT
+    for event in told_of_export(directory, plan, report):
+        data |= event.data
+    tell(Note(f"{directory}: already complete; --overwrite starts anew", data))
+    if ranks.is_first and not is_fetched:
+        send_end(plan, tell=tell)
+        push_export(directory, plan, tell=tell)
+    elif ranks.is_first and (name := plan.run.push_to_hub):
+        command = push_again(plan.run.upload_to, name, public=plan.run.hub_public)
+        tell(Note(f"the export is in {plan.run.upload_to}; to the Hub: {command}"))
+    return report
 
 
 def told_of_export(directory: Path, plan: Plan, ended: RunReport) -> Iterator[Exported | Note]:
@@ -220,12 +172,6 @@ def send_end(plan: Plan, *, tell: Tell, has_other_end: bool = False) -> None:
         if not has_other_end:
             raise
         tell(Note(f"warning: {error.message}"))
-
-
-def ready_to_push(plan: Plan, ranks: Ranks) -> None:
-    """Ask the Hub, where the export goes there, before anything is trained. Raises RecipeError, StoreError."""
-    if name := plan.run.push_to_hub:
-        ranks.from_first(lambda: ready_repository(name, public=plan.run.hub_public))
 
 
 def push_export(directory: Path, plan: Plan, *, tell: Tell) -> None:

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass, replace
 
-from fitune.errors import HardwareError, did_you_mean
+from fitune.errors import HardwareError, did_you_mean, joined_hints
 from fitune.spec.machines.cards import Card, Elsewhere, devices_elsewhere, known_cards
 from fitune.spec.machines.hardware import Gpu, Hardware
 from fitune.units import GIB
@@ -69,11 +69,12 @@ def _card_of(name: str) -> Card:
     _refuse_elsewhere(name, key, gb)
     _refuse_slips(name)
     raise HardwareError(
-        f"gpu = {name!r} is not cpu and none of the {len(known_cards())} known cards (docs/cards.md)",
-        hint="; ".join(filter(None, (did_you_mean(name, gpu_names()), BY_FIGURES))),
+        f"gpu = {name!r} is not cpu and none of the {len(known_cards())} known cards",
+        hint=joined_hints(did_you_mean(name, gpu_names()), CARDS_OF_A_SIZE, BY_FIGURES),
     )
 
 
+CARDS_OF_A_SIZE = "gpu: 24GB lists the cards of that size"
 BY_FIGURES = "--gpu-memory 24GiB --gpu-flops 165e12 --gpu-bandwidth 1008GB/s describe any other CUDA GPU"
 _WHY_ELSEWHERE = {
     "rocm": "it runs ROCm, on which fitune has never been run",
@@ -125,7 +126,7 @@ def _refuse_slips(name: str) -> None:
     if _NO_CUDA.search(text):
         raise HardwareError(
             f"gpu = {name!r} is no CUDA device: fitune trains on those and on processors",
-            hint="--gpu cpu, or a card of docs/cards.md",
+            hint=f"--gpu cpu, or a card: {CARDS_OF_A_SIZE}",
         )
 
 

@@ -71,8 +71,9 @@ class Cluster(Strict):
 
 
 _EXAMPLES = {
-    "name": "a word, another for each cluster", "gpu": "h100 (docs/cards.md has the names)", "gpus": "8 (in each node)",
-    "nodes": "2", "free": "1 (nodes that are free now)", "wait": "2h", "kind": "kuberay, kubernetes or slurm",
+    "name": "a word, another for each cluster", "gpu": "h100 (80GB lists cards of its size)",
+    "gpus": "8 (in each node)", "nodes": "2", "free": "1 (nodes that are free now)", "wait": "2h",
+    "kind": "kuberay, kubernetes or slurm",
     "price": "2.50 (US dollars for an hour of one GPU)", "host_memory": "1800GiB", "disk": "6TB",
     "interconnect": "450GB/s", "node_network": "50GB/s", "storage": "2GB/s", "start": "3m",
     "live": "nodes, kueue, slurm or ray", "job": "{queue: training}",
@@ -121,7 +122,7 @@ def _cluster(entry: Any, number: int, source: str) -> Cluster:
             f"{source}: cluster {number} is {entry!r}", hint="name: …, gpu: …, gpus: …, nodes: …"
         )
     where = f"{source}: cluster {entry.get('name') or number}"
-    cluster = checked(Cluster, entry, where=where, page="docs/planning.md", examples=_EXAMPLES)
+    cluster = checked(Cluster, entry, where=where, examples=_EXAMPLES)
     if cluster.nodes == 0:
         raise RecipeError(
             f"{where}: nodes is 0", hint="free: 0 where all of them are taken now, or leave the cluster out"
@@ -135,6 +136,6 @@ def _cluster(entry: Any, number: int, source: str) -> Cluster:
         gpu = find_gpu(cluster.gpu)
         require_meaningful(cluster.settings, cluster.kind)
     except FituneError as error:
-        hint = (error.hint or "").replace(BY_FIGURES, "docs/cards.md has the names")  # no options in a file
+        hint = (error.hint or "").removesuffix(BY_FIGURES).removesuffix("; ")  # no options in a file
         raise type(error)(f"{where}: {error.message}", hint=hint or None) from None
     return cluster.model_copy(update={"gpu": gpu.name})

@@ -217,15 +217,13 @@ def read_job_settings(
 
 def checked_job(wanted: Mapping[str, Any], *, where: str) -> JobSettings:
     """The ``job:`` settings as a value. Raises RecipeError."""
-    return checked(JobSettings, wanted, where=where, page="docs/operations.md")
+    return checked(JobSettings, wanted, where=where)
 
 
-def checked(
-    kind: type[T], wanted: Mapping[str, Any], *, where: str, page: str, examples: Mapping[str, str] = {}
-) -> T:
+def checked(kind: type[T], wanted: Mapping[str, Any], *, where: str, examples: Mapping[str, str] = {}) -> T:
     """The settings as a value of ``kind``. Raises RecipeError naming every key that is wrong, and why.
 
-    Its hint has the ``examples`` of those keys and the ``page`` that lists all of them.
+    Its hint has the ``examples`` of those keys and the names of all settings.
     """
     try:
         return kind.model_validate(dict(wanted))
@@ -234,7 +232,7 @@ def checked(
         lines = [_wrong(kind, item, where=where) for item in items]
         keys = dict.fromkeys(str(item["loc"][0]) for item in items if item["loc"])
         shown = [f"{key}: {examples[key]}" for key in keys if key in examples]
-        hint = "; ".join([*shown, f"{page} says what each setting takes"])
+        hint = "; ".join([*shown, f"settings are {', '.join(kind.model_fields)}"])
         raise RecipeError("\n".join(dict.fromkeys(lines)), hint=hint) from None
 
 

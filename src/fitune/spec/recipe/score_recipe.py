@@ -100,7 +100,9 @@ class ScoreRecipe(BaseModel):
         {}, "role=column: prompt=question; repeatable."
     )
     graders: Annotated[tuple[str, ...], BeforeValidator(_several)] = key(
-        (), "exact_match, number, f1, rouge, regex:…, … (docs/scoring.md); repeatable.", options=("--grader",)
+        (),
+        "exact_match, number, f1, rouge, regex:…; repeatable; a wrong name lists all.",
+        options=("--grader",),
     )
     max_new_tokens: int = key(256, "Tokens of one answer at most.", 1, 1_000_000)
     batch_size: int | None = key(None, "Rows answered together; default: what fits, to 32.", 1, 65_536)

@@ -59,7 +59,7 @@ def _refused(why: str, place: Any) -> yaml.constructor.ConstructorError:
 
 
 _EXAMPLES = {
-    "recipe": "model: …, data: …; docs/recipes.md",
+    "recipe": "model: …, data: …; `fitune init` writes one",
     "fleet": "clusters: [{name: a, gpu: h100, gpus: 8}]",
 }
 """Kind of file -> how it begins."""

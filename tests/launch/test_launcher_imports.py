@@ -1,0 +1,24 @@
+"""The process that starts ranks waits for them: what they compute with takes seconds and half a gigabyte to import."""
+
+import subprocess
+import sys
+
+PROGRAM = """
+import sys
+from fitune.session import fresh_process
+from fitune.session.events import tell_nobody
+from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
+
+model, data, output = sys.argv[1:]
+words = {"model": model, "data": [data], "output_dir": output, "tuning": "lora", "gpu": "cpu", "gpus": 2, "zero": 2}
+recipe = parse_recipe(canonical_keys(words, where="test"))
+attempt = fresh_process.first_attempt(recipe, overwrite=False, tell=tell_nobody)
+assert attempt.plan.hardware.num_gpus == 2
+print(sorted({"transformers", "peft", "datasets", "accelerate"} & set(sys.modules)))
+"""
+
+
+def test_neither_transformers_nor_peft_is_imported_where_ranks_are_started(model_folder, data_file, tmp_path):
+    words = [str(model_folder), str(data_file), str(tmp_path / "run")]
+    ran = subprocess.run([sys.executable, "-c", PROGRAM, *words], capture_output=True, text=True, timeout=300)
+    assert ran.stdout.splitlines()[-1:] == ["[]"], ran.stderr
