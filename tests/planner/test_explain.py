@@ -10,9 +10,10 @@ from fitune.planner.search import find_plan
 from fitune.spec.machines.gpus import find_gpu
 from fitune.spec.model.known_models import find_known_model
 from fitune.spec.plan import Plan
+from fitune.spec.rules import keeps_rules
 from fitune.spec.serial import from_data
 from fitune.spec.words import describe_plan
-from fitune.units import GIB
+from fitune.units import GIB, format_percent
 from plans import CPU, gpu, known, recipe_of, report_of
 
 
@@ -127,10 +128,7 @@ def test_a_plan_that_cannot_be_trained_yet_stands_beside_the_one_that_is_trained
 
 def test_an_assumed_host_is_said_wherever_it_is_used():
     """A copy of a checkpoint waits there, without any offload."""
-    pins = {f"offload_{part}": "device" for part in ("parameters", "optimizer", "activations")}
-    report = report_of(
-        "llama-3.1-8b", with_host_memory(gpu("rtx-4090")), gpu="rtx-4090", tuning="lora", **pins
-    )
+    report = report_of("llama-3.1-8b", with_host_memory(gpu("rtx-4090")), gpu="rtx-4090", tuning="lora")
     assert "on the host: processes 3.0 + checkpoint copy 0.5" in explain_plan(report)
     (note,) = [line for line in report.decisions if line.startswith("note on the host")]
     assert "taken to be 47.98 GiB" in note
@@ -140,6 +138,22 @@ def test_an_assumed_host_is_said_wherever_it_is_used():
 def test_what_is_spare_is_the_difference_of_what_is_printed():
     assert verdict(int(3.5401 * GIB), int(43.1799 * GIB), GIB) == "43.2 usable, 39.7 spare"
     assert verdict(5 * GIB + 1, 5 * GIB, GIB) == "5.0 usable, 0.0 short"
+
+
+def test_an_offload_is_only_recommended_where_it_can_be_trained():
+    """The faster one of two on A100s is planned, and not trained yet."""
+    report = report_of(
+        "meta-llama/Llama-3.1-70B", with_host_memory(gpu("a100-40gb", gpus=8)), gpu="a100-40gb", gpus=8, tuning="lora"
+    )  # fmt: skip
+    speed = report.chosen.estimate.tokens_per_second
+    gains = {
+        keeps_rules(other.plan, "train"): other.estimate.tokens_per_second / speed - 1
+        for other in reversed(report.runners_up)
+        if other.plan.offload.activations == "cpu"
+    }
+    assert gains[False] > gains[True] > 0.05
+    (line,) = [line for line in report.decisions if line.startswith("offload: none")]
+    assert f"up to {format_percent(gains[True], digits=0)} faster" in line
 
 
 def test_small_models_are_told_in_mib():

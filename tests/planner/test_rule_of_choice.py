@@ -1,6 +1,6 @@
 """The promise of the first page, held over 300 plans: of the ways of a method that fit, none listed is more than 3 %
-faster than the one taken, offloaded or not, and a method left open is the first that fits and has half the speed of the
-next."""
+faster than the one taken (25 % where it offloads and the one taken does not), and a method left open is the first that
+fits and has half the speed of the next."""
 
 from itertools import cycle, islice
 
@@ -31,6 +31,11 @@ def speed(priced):
     return priced.estimate.tokens_per_second
 
 
+def stays_on_devices(priced):
+    offload = priced.plan.offload
+    return (offload.parameters, offload.optimizer, offload.activations) == ("device",) * 3
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -43,11 +48,15 @@ def test_nothing_listed_is_faster(settings):
         report = plan_for(parse_recipe(settings))
     except FituneError:
         return
-    own = method_name(report.chosen.plan.tuning)
+    own, stays = method_name(report.chosen.plan.tuning), stays_on_devices(report.chosen)
     for other in report.runners_up:
         name = method_name(other.plan.tuning)
         if name == own:
-            assert speed(report.chosen) >= 0.97 * speed(other) * 0.999999
+            least = 0.8 if stays and not stays_on_devices(other) else 0.97
+            assert (
+                report.chosen.estimate.tokens_per_second
+                >= least * other.estimate.tokens_per_second * 0.999999
+            )
         elif {name, own} <= set(METHODS) and "tuning" not in settings:
             is_next = METHODS.index(name) == METHODS.index(own) + 1
             assert not is_next or speed(report.chosen) >= speed(other) / 2

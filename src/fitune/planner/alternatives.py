@@ -10,7 +10,7 @@ from fitune.estimate.division import num_ranks
 from fitune.estimate.predict import predict
 from fitune.planner.candidates import Method, Request
 from fitune.planner.defaults import ROW_STEP
-from fitune.planner.fit import TIE, last_true, shortage
+from fitune.planner.fit import OFFLOADED, TIE, last_true, shortage
 from fitune.planner.method_search import MethodSearch
 from fitune.planner.methods import methods_for
 from fitune.planner.nothing_fits import largest_known_model
@@ -107,6 +107,10 @@ def _verdict(pinned: Priced, taken: Priced) -> str:
     ratio = taken.estimate.tokens_per_second / pinned.estimate.tokens_per_second
     if pinned.plan.tuning == taken.plan.tuning and TIE < ratio < 1 / TIE:
         return f"fits and is as fast within {format_percent(1 - TIE, digits=0)}; of such plans the simplest is taken"
+    same = pinned.plan.tuning == taken.plan.tuning and pinned.plan.hardware == taken.plan.hardware
+    if ratio < 1 and same and pinned.plan.model == taken.plan.model:
+        enough = format_percent(1 / OFFLOADED - 1, digits=0)
+        return f"fits and takes {ratio:.2f} × the time: offload is taken only where it gains {enough}"
     return f"fits and takes {ratio:.2f} × the time per token"
 
 

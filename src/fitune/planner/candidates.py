@@ -85,6 +85,11 @@ class Placement:
     offload: Offload
 
     @property
+    def is_plain(self) -> bool:
+        """True if nothing is offloaded."""
+        return self.offload.places == ("device", "device", "device")
+
+    @property
     def states_stay(self) -> bool:
         """Weights and optimizer stay on the device."""
         return self.offload.parameters == self.offload.optimizer == "device"

@@ -55,16 +55,11 @@ Machine = Callable[[Recipe], Hardware]
 
 
 def other_ways(recipe: Recipe, taken: Priced, *, model: ModelSpec, machine: Machine) -> tuple[Way, ...]:
-    """Other methods, what the plan offloads kept on the cards, and fewer or more cards where that is cheaper or much
-    faster: each is what typing it would give.
+    """Other methods, and fewer or more cards where that is cheaper or much faster: each is what typing it would give.
 
     A method that does not fit stands with the first larger machine that holds it, where there is one.
     """
-    return (
-        *_other_methods(recipe, taken, model, machine),
-        *_on_the_cards(recipe, taken, model, machine),
-        *_other_counts(recipe, taken, model, machine),
-    )
+    return (*_other_methods(recipe, taken, model, machine), *_other_counts(recipe, taken, model, machine))
 
 
 def _other_methods(recipe: Recipe, taken: Priced, model: ModelSpec, machine: Machine) -> Iterator[Way]:
@@ -97,18 +92,6 @@ def _where_it_fits(
     if found is None:
         return settings, None
     return settings | machine_settings(found), first_choice(found)
-
-
-def _on_the_cards(recipe: Recipe, taken: Priced, model: ModelSpec, machine: Machine) -> Iterator[Way]:
-    """The same method with what the plan keeps on the host on the cards: the host's rates are assumed ones."""
-    keys = ("offload_parameters", "offload_optimizer", "offload_activations")
-    places = zip(keys, taken.plan.offload.places, strict=True)
-    settings: Settings = {key: "device" for key, place in places if place != "device"}
-    if not settings or any(getattr(recipe, key) is not None for key in settings):
-        return
-    own, found = method_name(taken.plan.tuning), _planned(recipe, settings, model, machine)
-    if found is not None and found.estimate.fits and method_name(found.plan.tuning) == own:
-        yield Way(change=_options(settings), priced=found)
 
 
 FEWER, MORE = 0.5, 1.5

@@ -126,6 +126,9 @@ INDISTINGUISHABLE = 0.99
 """Share of the best speed from which on no estimate tells two plans apart."""
 TIE = 0.97
 """Share of the best speed from which on the simplest plan is taken."""
+OFFLOADED = 0.8
+"""Share of an offloading plan's speed that is enough for one that offloads nothing: offload has to gain a quarter, for
+it hangs on a host and links that others use too, and that no datasheet describes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +156,9 @@ def tokens_per_second(step: StepStages) -> float:
 
 
 def in_order(found: Sequence[Found], *, packed: bool) -> list[Found]:
-    """First the one to take: of those within 3 % of the fastest the simplest placement (nothing offloaded first), in it
-    one that recomputes nothing, and of these the one with least memory when rows are packed, else with most rows at
-    once. Then the others, the fastest first.
+    """First the one to take: of those within 3 % of the fastest, which offloads only where that gains a quarter, the
+    simplest placement, in it one that recomputes nothing, and of these the one with least memory when rows are packed,
+    else with most rows at once. Then the others, the fastest first.
 
     Rows that are not packed are mostly shorter than seq_len: more of them keep the device busy.
     """
@@ -166,8 +169,13 @@ def in_order(found: Sequence[Found], *, packed: bool) -> list[Found]:
         size = memory_of(item.step).peak_bytes if packed else -item.plan.batch.micro_batch_size
         return item.placement.complexity, item.plan.recompute.blocks > 0, size
 
-    enough = TIE * max(item.tokens_per_second for item in found)
-    chosen = min((item for item in found if item.tokens_per_second >= enough), key=rank)
+    best = max(item.tokens_per_second for item in found)
+    staying = [
+        each for each in found if each.placement.is_plain and each.tokens_per_second >= OFFLOADED * best
+    ]
+    candidates = staying or found
+    enough = TIE * max(item.tokens_per_second for item in candidates)
+    chosen = min((item for item in candidates if item.tokens_per_second >= enough), key=rank)
     others = [item for item in found if item is not chosen]
     return [chosen, *sorted(others, key=lambda item: item.tokens_per_second, reverse=True)]
 

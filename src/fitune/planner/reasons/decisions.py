@@ -48,7 +48,7 @@ def decisions_of(
         devices_here(asked, request, plan),
         _usual_row(asked, plan),
         _tuning(recipe, plan),
-        placement_decisions(recipe, chosen),
+        placement_decisions(recipe, chosen, runners_up),
         _precision(recipe, plan),
         _clipping_in_backward(recipe, plan),
         _batch(recipe, plan),
