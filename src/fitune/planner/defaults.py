@@ -52,6 +52,14 @@ def with_host_memory(hardware: Hardware) -> Hardware:
     return replace(hardware, host_memory_bytes=HOST_PER_DEVICE_MEMORY * devices)
 
 
+def with_cards(hardware: Hardware, gpus: int, recipe: Recipe) -> Hardware:
+    """The hardware with so many cards in a node; a host's memory that was assumed by them follows."""
+    changed = replace(hardware, gpus_per_node=gpus)
+    if not hardware.host_memory_bytes or recipe.host_memory is not None or recipe.gpu is None:
+        return changed
+    return with_host_memory(replace(changed, host_memory_bytes=0))
+
+
 def with_usual_row(recipe: Recipe, model: ModelSpec) -> Recipe:
     """``seq_len`` by default, but no longer than the model takes."""
     if "seq_len" in recipe.model_fields_set or recipe.seq_len <= model.max_seq_len:

@@ -10,7 +10,7 @@ from fitune.estimate.overhead import enough_host_bytes, host_terms, usable_bytes
 from fitune.estimate.predict import predict
 from fitune.estimate.step import StepStages
 from fitune.planner.candidates import Request
-from fitune.planner.defaults import ROW_STEP, with_host_memory
+from fitune.planner.defaults import ROW_STEP, with_cards, with_host_memory
 from fitune.planner.fit import fits, host_fits, last_true, shortage
 from fitune.planner.method_search import MethodSearch
 from fitune.planner.methods import methods_for, to_adapters
@@ -290,9 +290,7 @@ class _Changes:
         changed = self.request.with_pins(**settings)
         if "gpus" not in settings:
             return changed
-        hardware = replace(changed.hardware, gpus_per_node=changed.recipe.gpus or 1)
-        if changed.recipe.host_memory is None:  # it is assumed by the cards
-            hardware = with_host_memory(replace(hardware, host_memory_bytes=0))
+        hardware = with_cards(changed.hardware, changed.recipe.gpus or 1, changed.recipe)
         return replace(changed, hardware=hardware)
 
     @cached_property

@@ -7,7 +7,7 @@ from fitune.errors import FituneError, RecipeError
 from fitune.estimate.predict import largest_batch, predict
 from fitune.estimate.step import StepStages, describe_step
 from fitune.planner.candidates import Method, Request, batches, draft, every_placement
-from fitune.planner.defaults import price_of
+from fitune.planner.defaults import price_of, with_cards
 from fitune.planner.fit import OFFLOADED, Found, fits, host_fits, shortage, tokens_per_second
 from fitune.planner.method_search import MethodSearch
 from fitune.planner.methods import lomo_of, methods, methods_for
@@ -220,7 +220,7 @@ def _devices(recipe: Recipe, hardware: Hardware) -> Iterator[Hardware]:
         nodes //= 2
     gpus = hardware.gpus_per_node // 2
     while gpus:
-        yield replace(hardware, nodes=1, gpus_per_node=gpus, internode_bandwidth=0.0)
+        yield with_cards(replace(hardware, nodes=1, internode_bandwidth=0.0), gpus, recipe)
         gpus //= 2
 
 
