@@ -124,7 +124,7 @@ def test_where_nothing_fits_the_numbers_are_those_of_the_page(call):
     said = PAGE[PAGE.index("**An error**") :]
     assert set(error) <= keys_of(said) | set(re.findall(r'"(\w+)"', said))
     assert error["needed_bytes"] > error["usable_bytes"]
-    assert set(error["changes"][0]) == {"change", "peak_bytes", "tokens_per_second"}
+    assert set(error["changes"][0]) == {"change", "settings", "peak_bytes", "tokens_per_second"}
 
 
 def test_of_several_ranks_the_first_alone_prints(model_folder):
