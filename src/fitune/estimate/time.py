@@ -200,12 +200,11 @@ def update_work(step: StepStages) -> Work:
     Of the rank's share. With masters the gradient has an fp32 copy: on a processor three operations on each tensor
     beside its norm; a GPU takes all tensors in a few launches, and Python prepares each for about as long as a launch
     takes (results/null_gpu_steps.json: 12 ms for 448). 8-bit states are one byte. The update may be a part of backward
-    (step_time_of). An optimizer on the host leaves the calls: norm, step, cast and copy of each tensor.
+    (step_time_of); an optimizer on the host leaves nothing.
     """
     plan, e = step.plan, step.element_bytes
     if not step.stepped:
-        calls = 4 * sum(each.count for each in trained_tensors(plan))
-        return Work(forward_operations=calls, python_seconds=STEP_SECONDS)
+        return Work()
     masters = has_masters(plan)
     width = 4 if masters else e
     states = states_per_parameter(plan.optimizer)
