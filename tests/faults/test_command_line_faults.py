@@ -22,6 +22,13 @@ def contents(folder):
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
+def test_data_is_looked_at_before_a_plan_is_printed(train, tmp_path):
+    code, out, err = train(data=tmp_path / "nowhere.jsonl")
+    assert code == 2
+    assert "nowhere.jsonl" in err
+    assert "FITS" not in out + err
+
+
 # A directory that is somebody's (rows 6 and 26)
 
 

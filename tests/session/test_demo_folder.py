@@ -7,7 +7,7 @@ import pytest
 from fitune.demo import files as demo_files
 from fitune.errors import RunDirectoryError
 from fitune.session import demo
-from fitune.session.events import tell_nobody
+from fitune.session.events import Planned, tell_nobody
 
 
 @pytest.fixture
@@ -24,7 +24,9 @@ def quick(monkeypatch):
 @pytest.mark.slow
 def test_the_demo_runs_again_over_an_earlier_one_and_keeps_what_is_not_its_own(quick, tmp_path):
     folder = tmp_path / "demo"
-    demo.run_demo(folder, tell=tell_nobody, gpus=1)
+    told = []
+    demo.run_demo(folder, tell=told.append, gpus=1)
+    assert all(event.report.run is not None for event in told if isinstance(event, Planned))
     theirs = [folder / "notes.txt", folder / "lora" / "notes.txt", folder / "mine" / "notes.txt"]
     for file in theirs:
         file.parent.mkdir(exist_ok=True)

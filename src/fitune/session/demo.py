@@ -12,7 +12,7 @@ from fitune.report.compare import text_table
 from fitune.score.shards import remove_scores
 from fitune.session.events import Note, Planned, Tell, tell_nobody
 from fitune.session.fresh_process import train_program
-from fitune.session.planning import plan_for
+from fitune.session.planning import plan_on_data
 from fitune.session.recipes.reading import read_any_recipe
 from fitune.session.reported import Reported, report_run
 from fitune.session.score.scoring import model_and_adapter, score_dataset
@@ -137,7 +137,7 @@ def _outcome(files: DemoFiles, name: str, reported: Reported) -> Outcome:
 
 def _train(path: Path, tell: Tell, *, explain: bool) -> None:
     recipe = read_any_recipe(path, settings=(*_SETTINGS, "gpus=1")).recipe
-    report = plan_for(recipe)
+    report = plan_on_data(recipe)
     if explain:
         tell(Planned(report=report))
     attempt = Attempt(recipe=dump_recipe(recipe), report=report, resume=False, overwrite=True)

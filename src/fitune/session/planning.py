@@ -1,6 +1,6 @@
 """A recipe becomes a plan on the hardware it names, and on the data that it names."""
 
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -91,10 +91,14 @@ def first_screen_of(
 
 
 def saving_in_time(recipe: Recipe, report: PlanReport) -> PlanReport:
-    """The plan with checkpoints as often as its run on the data asks for; what is wrong in the data, training says."""
-    with suppress(DataError):
+    """The plan with checkpoints as often as its run on the data asks for. Raises DataError, before a plan is printed
+    that cannot be trained; a run that is there already may be complete, and then needs no data."""
+    try:
         return _on_data(recipe, report)
-    return report
+    except DataError:
+        if Path(report.chosen.plan.run.output_dir).exists():
+            return report
+        raise
 
 
 def _on_data(recipe: Recipe, report: PlanReport) -> PlanReport:
