@@ -7,14 +7,15 @@ A change that moves a number on purpose writes the file again, and its commit sa
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import cycle, islice
 from pathlib import Path
 
 from fitune.errors import FituneError
 from fitune.estimate.model_profile import memory_of_blocks, model_profile
 from fitune.estimate.predict import largest_batch
-from fitune.session.planning import plan_for
+from fitune.session.planning import plan_for, wanted_hardware
+from fitune.spec.machines.gpus import cpu_gpu
 from fitune.spec.model.tracer import trace_with
 from fitune.spec.recipe.recipe import parse_recipe
 from fitune.spec.serial import to_data
@@ -54,11 +55,21 @@ def recipes():
 def account(recipe):
     """What fitune says of one recipe; the kind of refusal where it refuses. Nothing is traced."""
     trace_with(None)
+    wanted = parse_recipe(recipe)
     try:
-        report = plan_for(parse_recipe(recipe))
+        report = plan_for(wanted, hardware=_machine(wanted))
     except FituneError as error:
         return {"recipe": recipe, "refused": type(error).__name__}
     return {"recipe": recipe, **_priced(report.chosen), "trained": report.trained is None}
+
+
+def _machine(recipe):
+    """Hardware of the recipe; a processor always has two cores and multiplies bf16, whatever this machine has."""
+    found = wanted_hardware(recipe)
+    if not found.gpu.is_cpu:
+        return found
+    two = cpu_gpu(memory_bytes=found.gpu.memory_bytes, cores=2, has_bf16_products=True)
+    return replace(found, gpu=two, cpu_cores=2)
 
 
 def _priced(priced):
