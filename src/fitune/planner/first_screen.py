@@ -29,6 +29,8 @@ from fitune.units import (
 )
 
 BAR = 30
+TIGHT = 0.001
+"""Share of the usable memory below which what is spare is called tight; what is kept free comes on top."""
 MOST_NOTES = 3
 NO_GPU = "note on gpu: no GPU"
 _GROUPS = {
@@ -213,7 +215,8 @@ def _memory(taken: Priced) -> tuple[str, str, str]:
 def _used_and_left(needed: int, usable: int) -> tuple[str, str]:
     """``14.2 GiB of 22.5 GiB a device`` and ``8.3 GiB to spare``."""
     spare = usable - needed
-    left = f"{format_bytes(abs(spare))} {'to spare' if spare >= 0 else 'short'}"
+    tight = "tight: " if 0 <= spare < TIGHT * usable else ""
+    left = f"{tight}{format_bytes(abs(spare))} {'to spare' if spare >= 0 else 'short'}"
     return f"{format_bytes(needed)} of {format_bytes(usable)} a device", left
 
 

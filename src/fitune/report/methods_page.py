@@ -61,9 +61,14 @@ def write_methods_page(
         pictures=[(title, Markup(picture)) for title, picture in pictures],
         advice=advice,
         plans=[(method, _headline(run), plan_words.sentences(run.plan)) for method, run in runs.items()],
-        not_done=[f"{method.name}: {method.why_not}" for method in methods if method.why_not],
+        not_done=[sentence(f"{method.name}: {method.why_not}") for method in methods if method.why_not],
     )
     return write_page(directory / "compare.html", page)
+
+
+def sentence(text: str) -> str:
+    """``text`` with a full stop, where it ends without one."""
+    return text if text.endswith((".", "?", "!")) else f"{text}."
 
 
 def best_of(runs: "Runs") -> dict[str, list[str]]:

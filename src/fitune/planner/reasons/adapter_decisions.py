@@ -96,17 +96,14 @@ def _left_in_16_bit(lora: Lora, plan: Plan) -> Iterator[str]:
     hint = "" if adapted or not can_be else " (lora_target_modules: [all-linear, experts] adapts them)"
     words = f"{'adapted' if adapted else 'not adapted'}{hint}"
     if dense:
-        packed = "" if isinstance(lora.base, Dense) else "not quantised and "
+        packed = "" if isinstance(lora.base, Dense) else "not quantised, "
         yield (
-            f"note on experts: they are bare parameters, {packed}{words}; {format_bytes(dense * width)} of weights "
-            f"stay in {8 * width} bit"
+            f"note on experts: {packed}{words}; {format_bytes(dense * width)} of weights stay in {8 * width} bit"
         )
     else:
         largest = max(dequantisation_workspace_bytes(m, element_bytes=width) for m, _ in experts)
-        yield (
-            f"note on experts: quantised like the linears and {words}; those of a block are made whole for their "
-            f"product, {format_bytes(largest)} at most"
-        )
+        yield f"note on experts: quantised, {words}"
+        yield f"experts: those of a block are made whole for their product, {format_bytes(largest)} at most"
 
 
 def _added_tokens(recipe: Recipe, plan: Plan) -> Iterator[str]:
