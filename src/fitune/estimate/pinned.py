@@ -10,7 +10,7 @@ from fitune.estimate.division import num_shares, trained_share, uses_deepspeed, 
 from fitune.estimate.parameters import base_bytes, weights_away_bytes
 from fitune.estimate.states import sub_group_elements
 from fitune.estimate.tensors import ParameterTensor, adapter_tensors, base_tensors, trained_tensors
-from fitune.spec.plan import Plan
+from fitune.spec.plan import Plan, updates_in_backward
 
 
 def power_of_two(size: int) -> int:
@@ -74,7 +74,8 @@ def _pinned_weights_bytes(plan: Plan) -> int:
         for t in base_tensors(plan.model)
     )
     adapters = sum(t.count * power_of_two(e * -(-t.elements // parts)) for t in adapter_tensors(plan))
-    return each + adapters + sum(power_of_two(e * _share(plan, group)) for group in _groups(plan))
+    flat = [] if updates_in_backward(plan.tuning) else _groups(plan)  # LOMO needs none of its optimizers
+    return each + adapters + sum(power_of_two(e * _share(plan, group)) for group in flat)
 
 
 def _groups(plan: Plan) -> list[list[ParameterTensor]]:
