@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from faults.budgets import Budget
 from fitune.engine.kept_rows import divided
 from fitune.engine.ranks import local_part
+from fitune.models.host import HostMemory
 from fitune.spec.model.model_config import load_model_spec
-from fitune.spec.plan import Dense, Hqq, Lora, Nf4, Zero
+from fitune.spec.plan import Dense, Hqq, Lora, Nf4, Offload, Zero
 from fitune.spec.recipe.targets import resolve_targets
 from fitune.train.prepare import prepare
 from models.tiny_models import tiny_model
@@ -137,3 +139,27 @@ def test_rows_on_the_host_stay_there_whatever_device_the_mesh_is_of(monkeypatch)
         kept = divided(own, mesh, [Shard(0)], shape=torch.Size((4, 3)), stride=(3, 1))
         assert kept.shape == (4, 3)
         assert kept.to_local().data_ptr() == own.data_ptr()
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_every_parameter_waits_in_the_hosts_own_rooms(tmp_path, rank):
+    """Also those that nobody kept while reading, as adapters; but not rows that FSDP2 will pad: 33 of 34, 2 of 3."""
+    tiny_model(vocab_size=101, hidden_size=48, intermediate_size=96).save_pretrained(tmp_path)
+    away = Offload(parameters="cpu", optimizer="cpu")
+    made = []
+    with one_of(3, rank), pytest.MonkeyPatch.context() as patched:
+        empty_like = HostMemory.empty_like
+        patched.setattr(
+            HostMemory, "empty_like", lambda *a, **k: made.append(empty_like(*a, **k)) or made[-1]
+        )
+        plan = replace(plan_on(tmp_path, world=3), offload=away)
+        # a CPU has no other memory, so no recipe says this there
+        patched.setattr(import_module("fitune.train.prepare"), "require_rules", lambda *_: None)
+        prepared = prepare(plan)
+        parameters = dict(prepared.model.whole.named_parameters())
+    rooms = {room.data_ptr() for room in made}
+    outside = {name for name, p in parameters.items() if local_part(p).data_ptr() not in rooms}
+    short = {name for name, p in parameters.items() if 3 * local_part(p).numel() < p.numel()}
+    assert outside == short
+    assert any("embed_tokens" in name for name in short) == (rank == 2)
+    assert sum("lora_A" in name for name in parameters.keys() - short) == (0 if rank == 2 else 21)

@@ -23,6 +23,7 @@ from fitune.estimate.transfers import (
 )
 from fitune.spec.deepspeed import SUB_GROUP_ELEMENTS
 from fitune.spec.machines.gpus import find_gpu, hardware_for
+from fitune.spec.model.model_config import spec_from_config
 from fitune.spec.plan import (
     AdamW8bit,
     ClipByNorm,
@@ -268,6 +269,33 @@ def test_fsdp_copies_a_backwards_gradients_to_rooms_of_powers_of_two(precision):
     assert host["gradient copies"] == 3 * copies
     assert host["weights"] == 3 * sum(n * size for size, n in shares)  # in rooms of fitune's own
     assert "gradient copies" not in predict(replace(plan, offload=Offload())).host
+
+
+@pytest.mark.parametrize(
+    ("stage", "away", "pinned", "pinned_of_optimizer"),
+    [
+        # masters, gradients, 16-bit weights; the table whole
+        (2, Offload(optimizer="cpu"), 184_590_336, 4),
+        # shares of each tensor, one buffer with all, their gradients in 16 bit and in fp32
+        (3, Offload(parameters="cpu", optimizer="cpu"), 162_429_440, 0),
+    ],
+)
+def test_what_deepspeed_pins_is_counted_in_powers_of_two(stage, away, pinned, pinned_of_optimizer):
+    """As torch's allocator had pinned on the null GPU, over two ranks (at stage 3 4 bytes more)."""
+    config = {
+        "model_type": "llama", "hidden_size": 320, "intermediate_size": 864, "num_hidden_layers": 6,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 20000, "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+    plan = plan_for(
+        spec_from_config(config, name="small"), hardware=cluster(gpus=2), offload=away, precision="bf16",
+        sharding=Zero(stage=stage, backend="deepspeed"),
+    )  # fmt: skip
+    host = {name: size // 2 for name, size in predict(plan).host.items()}
+    of_optimizer = pinned_of_optimizer * host["optimizer"] // 12
+    assert (
+        of_optimizer + host["gradients"] + host.get("weights", 0) + host["pinned buffers"]
+    ) == pytest.approx(pinned, abs=8)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from fitune.estimate.division import num_ranks, num_shares, trained_share, uses_fsdp
+from fitune.estimate.division import num_ranks, num_shares, trained_share
 from fitune.estimate.parameters import trained_parameters, weights_away_bytes
+from fitune.estimate.pinned import deepspeed_buffers_bytes, gradient_copies_bytes
 from fitune.estimate.states import (
     has_masters,
     optimizer_bytes,
@@ -16,7 +17,6 @@ from fitune.estimate.states import (
     sub_group_elements,
 )
 from fitune.estimate.step import StepStages, Terms
-from fitune.estimate.tensors import trained_tensors
 from fitune.spec.deepspeed import NVME_BUFFERS, largest_share_elements
 from fitune.spec.machines.hardware import Gpu, Hardware
 from fitune.spec.plan import AdamW8bit, Lomo, Offload, Plan, Single
@@ -213,23 +213,6 @@ def host_gradient_bytes(plan: Plan) -> int:
     return 4 * trained_share(plan)
 
 
-def gradient_copies_bytes(plan: Plan) -> int:
-    """Σ 2^⌈log₂(e · share)⌉ over the trained tensors: FSDP2 copies a backward's gradients to the host beside the sums.
-
-    torch's pinned allocator takes powers of two and keeps them (aten/src/ATen/core/CachingHostAllocator.h). Other
-    copies go to rooms of fitune's own (models/host.py), block by block.
-    """
-    if not uses_fsdp(plan) or plan.offload.optimizer == "device":
-        return 0
-    e, parts = plan.precision.compute_bytes, num_shares(plan)
-    return sum(t.count * power_of_two(e * t.share(parts)) for t in trained_tensors(plan))
-
-
-def power_of_two(size: int) -> int:
-    """The smallest that is not less than ``size``."""
-    return 1 << (size - 1).bit_length()
-
-
 def offloaded_activation_bytes(step: StepStages) -> int:
     """All that the blocks keep for backward, for one micro-batch on one rank."""
     if not step.activations_leave:
@@ -251,6 +234,7 @@ def _offloaded(step: StepStages) -> list[tuple[str, str, int, int]]:
         ("optimizer", offload.optimizer, optimizer, min(optimizer, OPTIMIZER_BUFFERS * 4 * sub_group)),
         ("gradients", offload.optimizer, gradients, min(gradients, OPTIMIZER_BUFFERS * sub_group)),
         ("gradient copies", offload.optimizer, gradient_copies_bytes(plan), 0),
+        ("pinned buffers", "cpu", deepspeed_buffers_bytes(plan), 0),
         ("activations", offload.activations, activations, 2 * max(block.kept for block in step.blocks)),
     ]
 

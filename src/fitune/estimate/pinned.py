@@ -1,0 +1,89 @@
+"""Host memory that torch's own allocator pins, for FSDP2's copies of gradients and for all that DeepSpeed keeps there.
+
+It takes powers of two and keeps what is freed (aten/src/ATen/core/CachingHostAllocator.h). Everything else is pinned in
+rooms of fitune's own, which are as large as what is in them (models/host.py).
+"""
+
+from collections.abc import Iterator
+
+from fitune.estimate.division import num_shares, trained_share, uses_deepspeed, uses_fsdp, zero_stage
+from fitune.estimate.parameters import base_bytes, weights_away_bytes
+from fitune.estimate.states import sub_group_elements
+from fitune.estimate.tensors import ParameterTensor, adapter_tensors, base_tensors, trained_tensors
+from fitune.spec.plan import Plan, updates_in_backward
+
+
+def power_of_two(size: int) -> int:
+    """The smallest that is not less than ``size``; 0 for nothing."""
+    return 1 << (size - 1).bit_length() if size else 0
+
+
+def gradient_copies_bytes(plan: Plan) -> int:
+    """Σ 2^⌈log₂(e · share)⌉ over what is trained: FSDP2's copies of a backward's gradients, beside their sums."""
+    if not uses_fsdp(plan) or plan.offload.optimizer == "device":
+        return 0
+    e, parts = plan.precision.compute_bytes, num_shares(plan)
+    return sum(t.count * power_of_two(e * t.share(parts)) for t in trained_tensors(plan))
+
+
+def deepspeed_buffers_bytes(plan: Plan) -> int:
+    """What DeepSpeed pins beyond weights, masters and gradients: the rest to powers of two, and second copies.
+
+    To 4 bytes those of two full fine-tunings over two ranks on the null GPU (DeepSpeed 0.19.8).
+    """
+    if not uses_deepspeed(plan):
+        return 0
+    rooms, counted = 0, 0
+    if plan.offload.optimizer == "cpu":
+        below = zero_stage(plan) < 3
+        rooms += sum(map(power_of_two, _below_stage_3(plan) if below else _stage_3(plan)))
+        counted += (8 if below else 4) * trained_share(plan)  # of stage 3 the masters are not pinned
+    if plan.offload.parameters == "cpu":
+        rooms += _pinned_weights_bytes(plan)
+        counted += weights_away_bytes(plan)
+    return max(0, rooms - counted)
+
+
+def _below_stage_3(plan: Plan) -> Iterator[int]:
+    """Masters and gradients in fp32, new weights in 16 bit, and the largest tensor whole (stage_1_and_2.py)."""
+    e, parts = plan.precision.compute_bytes, num_shares(plan)
+    for group in _groups(plan):
+        share = -(-sum(t.elements * t.count for t in group) // parts)
+        yield from (4 * share, 4 * share, e * share)
+    yield e * max(t.elements for t in trained_tensors(plan))
+
+
+def _stage_3(plan: Plan) -> Iterator[int]:
+    """Gradients of the share in 16 bit, and in fp32 by sub-groups (stage3.py).
+
+    A sub-group ends with the tensor that fills it, so it is larger than what it is to hold.
+    """
+    e, most = plan.precision.compute_bytes, sub_group_elements(plan)
+    shares = [_share(plan, group) for group in _groups(plan)]
+    yield e * sum(shares)
+    for share in shares:
+        yield from [4 * (most + 1)] * (share // most)
+        yield 4 * (share % most)
+
+
+def _pinned_weights_bytes(plan: Plan) -> int:
+    """Each tensor's share, and one buffer with those that are trained (partition_parameters.py, stage3.py)."""
+    e, parts = plan.precision.compute_bytes, num_shares(plan)
+    each = sum(
+        t.count * power_of_two(-(-base_bytes([t], plan) // (t.count * parts)))
+        for t in base_tensors(plan.model)
+    )
+    adapters = sum(t.count * power_of_two(e * -(-t.elements // parts)) for t in adapter_tensors(plan))
+    flat = [] if updates_in_backward(plan.tuning) else _groups(plan)  # LOMO needs none of its optimizers
+    return each + adapters + sum(power_of_two(e * _share(plan, group)) for group in flat)
+
+
+def _groups(plan: Plan) -> list[list[ParameterTensor]]:
+    """Trained tensors as the optimizer has them: those that take weight decay, and the others."""
+    tensors = trained_tensors(plan)
+    both = [[t for t in tensors if t.is_matrix is matrices] for matrices in (True, False)]
+    return [group for group in both if group]
+
+
+def _share(plan: Plan, group: list[ParameterTensor]) -> int:
+    return sum(t.count * -(-t.elements // num_shares(plan)) for t in group)
