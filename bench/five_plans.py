@@ -18,7 +18,10 @@ ROWS = 50_000
 CASES = (
     ("8 B on a gaming card", "--model meta-llama/Llama-3.1-8B --gpu rtx-4090"),
     ("70 B on two of the last generation", "--model meta-llama/Llama-2-70b-hf --gpu rtx-3090 --gpus 2"),
-    ("Every weight of 70 B on a node", "--model meta-llama/Llama-3.1-70B --gpu h100 --gpus 8 --tuning full"),
+    (
+        "Every weight of 70 B on a node",
+        "--model meta-llama/Llama-3.1-70B --gpu h100 --gpus 8 --tuning full --host-memory 2TiB",
+    ),
     ("1.5 B on a MacBook: refused", '--model Qwen/Qwen2.5-1.5B --gpu "M3 Max"'),
     (
         "1.5 B on a processor with a MacBook's memory",

@@ -323,14 +323,14 @@ def test_the_copy_on_a_cpu_takes_room_from_the_step():
     assert predict(plan).usable_bytes - predict(beside).usable_bytes == checkpoint_bytes(plan)
 
 
-def test_nvme_takes_what_the_host_would_have_held_but_for_staging():
+def test_nvme_takes_what_the_host_would_have_held_but_for_staging_and_pinned_copies():
     choice = {"sharding": Zero(stage=3, backend="deepspeed"), "hardware": cluster()}
     cpu, nvme = (
         predict(eight_b(**choice, offload=Offload(parameters=place, optimizer=place)))
         for place in ("cpu", "nvme")
     )
     assert cpu.nvme_bytes == 0
-    assert nvme.nvme_bytes == cpu.host_bytes - cpu.host["processes"]
+    assert nvme.nvme_bytes == cpu.host_bytes - cpu.host["processes"] - cpu.host["pinned buffers"]
     assert nvme.host_bytes <= cpu.host_bytes
     assert nvme.memory.tensor_peak_bytes < cpu.memory.tensor_peak_bytes  # nothing is fetched ahead
     assert nvme.time.limits[Phase.UPDATE] == "NVMe"

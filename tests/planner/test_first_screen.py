@@ -178,6 +178,13 @@ def test_the_peak_adds_up_in_the_line_below_the_bar(words, unit, size, demo_conf
     assert sum(sizes) == pytest.approx(report.chosen.estimate.peak_bytes / size, abs=0.05 * len(sizes))
 
 
+def test_less_than_a_thousandth_to_spare_is_called_tight():
+    report, ways = planned("--model google/gemma-3-27b-it --gpu 4090")
+    estimate = report.chosen.estimate
+    assert 0 <= estimate.usable_bytes - estimate.peak_bytes < estimate.usable_bytes / 1000
+    assert "a device   tight: " in first_screen(report, ways, train="fitune train")
+
+
 def test_a_pipe_gets_plain_text(capsys):
     print_coloured("✔ FITS   [bold] a model")
     assert capsys.readouterr().out == "✔ FITS   [bold] a model\n"

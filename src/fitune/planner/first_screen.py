@@ -215,8 +215,9 @@ def _memory(taken: Priced) -> tuple[str, str, str]:
 def _used_and_left(needed: int, usable: int) -> tuple[str, str]:
     """``14.2 GiB of 22.5 GiB a device`` and ``8.3 GiB to spare``."""
     spare = usable - needed
-    tight = "tight: " if 0 <= spare < TIGHT * usable else ""
-    left = f"{tight}{format_bytes(abs(spare))} {'to spare' if spare >= 0 else 'short'}"
+    left = f"{format_bytes(abs(spare))} {'to spare' if spare >= 0 else 'short'}"
+    if 0 <= spare < TIGHT * usable:
+        left = f"tight: {format_bytes(spare)} spare"
     return f"{format_bytes(needed)} of {format_bytes(usable)} a device", left
 
 
