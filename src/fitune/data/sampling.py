@@ -62,8 +62,7 @@ def guess_epoch(data: DataPlan, batch: Batch, *, tokenizer_folder: Path) -> Epoc
         if sample is None:
             return None
         samples.append(sample)
-    for source in data.eval_sources:
-        _files_of(source)
+    require_files(data)
     per_token, counted = bytes_per_token([text for one in samples for text in one.texts], tokenizer_folder)
     weighted = [
         (sample.places * (1 - data.val_fraction) / len(sample.lengths), lengths)
@@ -75,6 +74,12 @@ def guess_epoch(data: DataPlan, batch: Batch, *, tokenizer_folder: Path) -> Epoc
     )
     bad = sum((sample.bad for sample in samples), Counter[str]())
     return replace(_epoch(weighted, batch, guess=f"{how}at {counted}"), bad_rows=dict(bad.most_common()))
+
+
+def require_files(data: DataPlan) -> None:
+    """Raises DataError for a file or folder of the data that is not there; what lies elsewhere is not looked at."""
+    for source in (*data.sources, *data.eval_sources):
+        _files_of(source)
 
 
 def _epoch(weighted: Sequence[tuple[float, list[tuple[int, int]]]], batch: Batch, *, guess: str) -> Epoch:

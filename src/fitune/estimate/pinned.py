@@ -37,6 +37,7 @@ def deepspeed_buffers_bytes(plan: Plan) -> int:
     if plan.offload.optimizer == "cpu":
         below = zero_stage(plan) < 3
         rooms += sum(map(power_of_two, _below_stage_3(plan) if below else _stage_3(plan)))
+        rooms += _sums_bytes(plan) if zero_stage(plan) == 2 else 0
         counted += (8 if below else 4) * trained_share(plan)  # of stage 3 the masters are not pinned
     if plan.offload.parameters == "cpu":
         rooms += _pinned_weights_bytes(plan)
@@ -51,6 +52,18 @@ def _below_stage_3(plan: Plan) -> Iterator[int]:
         share = -(-sum(t.elements * t.count for t in group) // parts)
         yield from (4 * share, 4 * share, e * share)
     yield e * max(t.elements for t in trained_tensors(plan))
+
+
+def _sums_bytes(plan: Plan) -> int:
+    """A rank's gradients between micro-batches at stage 2, each tensor whole and pinned by itself (stage_1_and_2.py).
+
+    A tensor that two ranks share is whole on both; it is counted once.
+    """
+    if plan.batch.accumulation == 1:
+        return 0
+    e = plan.precision.compute_bytes
+    every = sum(t.count * power_of_two(e * t.elements) for t in trained_tensors(plan))
+    return -(-every // num_shares(plan))
 
 
 def _stage_3(plan: Plan) -> Iterator[int]:

@@ -1,6 +1,6 @@
 """A recipe becomes a plan on the hardware it names, and on the data that it names."""
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -91,14 +91,17 @@ def first_screen_of(
 
 
 def saving_in_time(recipe: Recipe, report: PlanReport) -> PlanReport:
-    """The plan with checkpoints as often as its run on the data asks for. Raises DataError, before a plan is printed
-    that cannot be trained; a run that is there already may be complete, and then needs no data."""
-    try:
+    """The plan with checkpoints as often as its run on the data asks for; what is wrong in the rows, training says.
+
+    Raises DataError for a file that is missing. A run that is there already may be complete, and then needs no data.
+    """
+    from fitune.data.sampling import require_files
+
+    if not Path(report.chosen.plan.run.output_dir).exists():
+        require_files(report.chosen.plan.data)
+    with suppress(DataError):
         return _on_data(recipe, report)
-    except DataError:
-        if Path(report.chosen.plan.run.output_dir).exists():
-            return report
-        raise
+    return report
 
 
 def _on_data(recipe: Recipe, report: PlanReport) -> PlanReport:

@@ -36,6 +36,7 @@ def first_attempt(
     """
     if not recipe.data:
         raise RecipeError("no data is named", hint="data: train.jsonl, or --data on the command line")
+    wanted_trackers(recipe.report_to)  # refuses those that are unknown or not installed
     if recipe.resume and not overwrite:
         recipe = as_begun(recipe)
     here = hardware
@@ -59,7 +60,6 @@ def first_attempt(
             require_free(plan.hardware, report.chosen.estimate.peak_bytes)
     directory = Path(plan.run.output_dir)
     require_own_directory(plan)
-    wanted_trackers(plan.run.report_to)  # refuses those that are unknown or not installed
     is_fetched = ranks.from_first(lambda: examined_store(plan.run, overwrite=overwrite))
     complete = (
         None if overwrite else complete_run(directory, plan, resume=recipe.resume, saved_elsewhere=is_fetched)
