@@ -104,7 +104,7 @@ def _stopped_by(nodes: OneNode) -> Iterator[list[str]]:
     is_over = threading.Event()
 
     def watch() -> None:
-        """Waits for trouble on another node; stops this node's ranks if they still run 10 s later, and notes why."""
+        """Waits for trouble on another node; stops ranks that run _SEEING_SECONDS later; notes why."""
         while not is_over.wait(_LOOK_SECONDS):
             if not nodes.trouble:
                 continue

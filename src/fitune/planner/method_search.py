@@ -264,7 +264,7 @@ class MethodSearch:
             return step.varied(blocks, step.plan.loss)
 
         def is_as_fast(blocks: int) -> bool:
-            """True if the step with so many blocks recomputed fits and is at most 1 % slower."""
+            """True if the step with so many blocks recomputed fits and is not measurably slower."""
             other = with_blocks(blocks)
             return tokens_per_second(other) >= enough and fits(other)
 

@@ -43,7 +43,7 @@ def write_score_comparison(
     here, there = _rows(directory, wanted), _rows(other, wanted)
 
     def pairs(ids: Sequence[str]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """The rows with these ids as the page shows them, here and there; an id that one folder lacks is left out."""
+        """The rows with these ids as the page shows them, here and there; ids that one folder lacks are left out."""
         return [
             (shown(here[id_], mine), shown(there[id_], theirs)) for id_ in ids if id_ in here and id_ in there
         ]

@@ -28,7 +28,7 @@ def moved(plan: Plan, directory: Path) -> Plan:
     before = plan.run.output_dir
 
     def beside(path: str) -> str:
-        """The path, or, where nothing is there now, that of the same file beside ``directory``."""
+        """The path; where it is gone, the one with the same place relative to ``directory``, if that exists."""
         if not (os.path.isabs(before) and os.path.isabs(path)) or is_there(path):
             return path
         now = os.path.normpath(directory / os.path.relpath(path, before))

@@ -181,7 +181,7 @@ class Store:
         there = self.infos(name)
 
         def block(stream: BinaryIO) -> bytes:
-            """The next 8 MiB of the stream or less, empty at its end. Raises StoreError when ``stop`` says so."""
+            """At most _BLOCK_BYTES of the stream, none at its end. Raises StoreError when ``stop`` says so."""
             if stop():
                 raise StoreError(f"{self.below(name)}: fetching was stopped")
             return stream.read(_BLOCK_BYTES)

@@ -99,7 +99,7 @@ def _number(*, low: float | None = None, above: float | None = None, below: floa
     words = " and ".join(f"{word} {bound:g}" for word, bound in bounds if bound is not None)
 
     def fits(value: Any) -> bool:
-        """True for a finite number within the bounds; a bool is no number."""
+        """True for a number below 1e300 in size and within the bounds; a bool is no number."""
         return (
             type(value) in (int, float)
             and abs(value) < 1e300  # an int may be larger than any float
