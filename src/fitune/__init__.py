@@ -204,6 +204,7 @@ def _told(progress: "Callable[[Event], object] | None") -> "Callable[[Event], No
         return Terminal(redrawn=True)
 
     def tell(event: "Event") -> None:
+        """Passes each event to ``progress``; drops it where there is none."""
         if progress is not None:
             progress(event)
 

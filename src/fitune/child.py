@@ -108,6 +108,7 @@ def requests(arguments: Sequence[str], *, lonely_s: float = 0.0) -> Iterator[tup
     received: queue.Queue[bytes | None] = queue.Queue()
 
     def read() -> None:
+        """Queues the parent's messages; after the pipe closes, ends the process with code 0, ``lonely_s`` later."""
         with contextlib.suppress(EOFError, OSError):
             while True:
                 received.put(connection.recv_bytes())

@@ -30,6 +30,7 @@ class FituneError(Exception):
 
     @property
     def kind(self) -> str:
+        """Name of the error's class, as JSON output and a rank's status have it."""
         return type(self).__name__
 
     def __str__(self) -> str:

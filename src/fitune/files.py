@@ -144,6 +144,7 @@ class _Named(io.BufferedWriter):
         self._path = path
 
     def write(self, content: Any) -> int:
+        """Writes as BufferedWriter does, but an OSError names ``path``."""
         with naming(self._path):
             return super().write(content)
 

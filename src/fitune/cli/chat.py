@@ -31,9 +31,11 @@ class ChatScreen:
         self._open = ExitStack()
 
     def note(self, text: str) -> None:
+        """Prints the remark to standard error, without characters that steer a terminal."""
         print(harmless(text), file=sys.stderr)
 
     def piece(self, place: int, text: str) -> None:
+        """Shows more text of the model at ``place``: in its column, or printed as it comes; JSON waits for the turn."""
         if self._columns:
             self._texts += [""] * (place + 1 - len(self._texts))
             self._texts[place] += text
@@ -45,6 +47,7 @@ class ChatScreen:
             print(harmless(text) if self._is_live else text, end="", flush=True)
 
     def answered(self, place: int, reply: Reply) -> None:
+        """Prints why a model has no answer; else ends its line and, on a terminal, tells tokens and speed."""
         if reply.error and not self._json:
             self.note(f"{reply.model}: {reply.error}")
         elif not (self._json or self._columns):
@@ -53,6 +56,7 @@ class ChatScreen:
                 self._console.print(f"[{reply.words}]", style="dim", markup=False)
 
     def turn(self, question: str, replies: Sequence[Reply]) -> None:
+        """Ends the turn: prints its JSON object, or the whole columns with tokens and speed below each."""
         if self._json:
             answers = [asdict(reply) for reply in replies]
             print(json.dumps({"question": question, "answers": answers}, ensure_ascii=False), flush=True)

@@ -15,6 +15,7 @@ class CheckedCommand(TyperCommand):
     """A command that refuses options which would do nothing."""
 
     def invoke(self, ctx: Any) -> Any:
+        """Runs the command. Raises RecipeError for typed options without effect."""
         refuse_idle_options(ctx)
         return super().invoke(ctx)
 
@@ -23,9 +24,11 @@ class ScoreCommand(CheckedCommand):
     """A command whose first options are the keys of a ScoreRecipe; those that are typed are the context's ``obj``."""
 
     def get_params(self, ctx: Any) -> list[Any]:
+        """The options of a ScoreRecipe's keys, then the command's own."""
         return [*_score_options(), *super().get_params(ctx)]
 
     def invoke(self, ctx: Any) -> Any:
+        """Runs the command with ``ctx.obj``: key -> typed value. Raises RecipeError for options without effect."""
         refuse_idle_options(ctx)
         typed = typed_options(ctx)
         asked = {option.name: ctx.params.pop(option.name) for option in _score_options()}
@@ -38,7 +41,9 @@ def _score_options() -> list[Any]:
     """Made when they are asked for: reading a ScoreRecipe takes 0.1 s, which no other command should wait for."""
     from fitune.spec.recipe.score_recipe import ScoreRecipe, facts_of, options_of
 
-    def keys() -> None: ...
+    def keys() -> None:
+        """A function whose signature lists the options for typer; nobody calls it."""
+        ...
 
     made = []
     for name, field in ScoreRecipe.model_fields.items():
@@ -64,6 +69,7 @@ class RecipeCommand(CheckedCommand):
     """A command that takes every key of a recipe as an option."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Writes typer's help, then every key of a recipe."""
         super().format_help(ctx, formatter)
         _print_keys()
 

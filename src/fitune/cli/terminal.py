@@ -191,6 +191,7 @@ def loading_bar(*, quiet: bool, stream: TextIO | None = None) -> Iterator[Callab
     with _transient_bar(stream, doing, BarColumn(30), size, TransferSpeedColumn()) as (bar, task):
 
         def show(done: int, total: int) -> None:
+            """Draws ``done`` of ``total`` bytes; the bar stops when all are read."""
             bar.start()
             bar.update(task, completed=done, total=total)
             if done >= total:
@@ -211,6 +212,7 @@ def reading_bar() -> Iterator[Callable[[Reading], None]]:
     due, is_shown = began + max(every_s, 1.0), False
 
     def told(reading: Reading) -> None:
+        """Shows progress at most every ``every_s`` seconds: a bar on a terminal, else a line."""
         nonlocal due, is_shown
         now, is_done = time.monotonic(), reading.doing == "done"
         if now < due and not (is_done and is_shown):

@@ -172,6 +172,7 @@ class Making:
         under_way: list[list[_Placed]] = []
 
         def batches() -> Iterator[list[Example]]:
+            """Yields the examples of each batch; ``under_way`` keeps the batch until its rows come back."""
             for batch in _batches(self._placed(seed)):
                 under_way.append(batch)
                 yield [placed.example for placed in batch]

@@ -45,6 +45,7 @@ def contents_of(data: DataPlan, *, watch: Watch = ignore_reading) -> Contents:
     size = 0
 
     def find(count: int) -> None:
+        """Adds ``count`` bytes to the size of the sources and tells ``watch``, which may raise to stop."""
         nonlocal size
         size += count
         watch(Reading(doing="checking", bytes_read=size, bytes_in_all=0))
@@ -123,6 +124,7 @@ def _settings(data: DataPlan, contents: Contents, *, seq_len: int, seed: int) ->
     """All that tokens depend on beside tokenizer and template: every setting but paths and ways of download."""
 
     def read_alike(sources: tuple[DataSource, ...]) -> tuple[DataSource, ...]:
+        """The sources without path, split and ways of download; ``sample`` and ``columns`` in one form."""
         return tuple(
             replace(
                 each, path="", split="", sample=sample_size(each)[1], columns=tuple(sorted(each.columns)),

@@ -127,6 +127,7 @@ def _read(source: DataSource, *, train_on_prompt: bool) -> _Sample | None:
     told = rows_when_told = size = 0
 
     def on_bytes(count: int) -> None:
+        """Adds ``count`` to the bytes read, and notes the number of rows so far."""
         nonlocal told, rows_when_told
         told, rows_when_told = told + count, len(lengths)
 
@@ -178,6 +179,7 @@ def _examples(
     """The rows that can be read as examples; the others are counted in ``bad``, and one goes into ``first``."""
 
     def count(reason: str) -> None:
+        """Counts one row that cannot be trained on."""
         bad[reason] += 1
 
     for row in read_rows(source, on_bad_row="skip", count_bad=count, on_bytes=on_bytes):

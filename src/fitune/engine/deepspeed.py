@@ -198,6 +198,7 @@ class DeepSpeedEngine:
         with ExitStack() as until_backward_ends:
 
             def work() -> Tensor:
+                """Forward and loss; returns an fp32 scalar whose backward passes on the gradients computed here."""
                 hidden_TD = self.model.hidden_states(batch)
                 enter_phase(Phase.LOSS)
                 standing_in = until_backward_ends.enter_context(self.head.held())

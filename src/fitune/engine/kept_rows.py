@@ -16,6 +16,7 @@ def divided_dimension(shares: int) -> Callable[[Tensor], Shard]:
     """Divide rows, unless they are fewer than the shares: then some ranks would hold nothing, so columns if even."""
 
     def dimension(tensor: Tensor) -> Shard:
+        """Shard(1) for a matrix of fewer rows than shares whose columns divide evenly, else Shard(0)."""
         few_rows = tensor.ndim > 1 and tensor.shape[0] < shares
         return Shard(1) if few_rows and tensor.shape[1] % shares == 0 else Shard(0)
 

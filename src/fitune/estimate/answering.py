@@ -90,6 +90,7 @@ def rows_that_fit(answering: Answering, questions: Questions, *, most: int) -> i
     endless = replace(questions, rows=most + 1)
 
     def is_too_much(rows: int) -> bool:
+        """True if ``rows`` at once do not fit in memory."""
         return not memory_of_answering(replace(answering, batch_size=rows), endless).fits
 
     return bisect_left(range(1, most + 1), True, key=is_too_much) if is_too_much(most) else most

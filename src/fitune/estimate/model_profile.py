@@ -160,9 +160,11 @@ def _profile(
     extent = step.extent(shape)
 
     def most(sizes: Sequence[Size]) -> int:
+        """The most bytes of ``sizes`` for this micro-batch."""
         return max(size.at(extent) for size in sizes)
 
     def worst(moments: Sequence[Moment]) -> BackwardPeak:
+        """Bytes of the moment at which the most are alive in this micro-batch."""
         peaks = [
             BackwardPeak(
                 kept=moment.kept.at(extent),

@@ -157,6 +157,7 @@ def run_workers(
     end: list[Any] = [None, ""]
 
     def fit() -> None:  # in a thread: Ray's own handler of SIGINT would take the place of ours
+        """Runs the trainer: ``end[0]`` becomes what rank 0 returned, or ``end[1]`` the error in words."""
         try:
             end[0] = trainer.fit().return_value
         except TrainingFailedError as error:

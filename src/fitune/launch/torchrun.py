@@ -104,6 +104,7 @@ def _stopped_by(nodes: OneNode) -> Iterator[list[str]]:
     is_over = threading.Event()
 
     def watch() -> None:
+        """Waits for trouble on another node; stops ranks that run _SEEING_SECONDS later; notes why."""
         while not is_over.wait(_LOOK_SECONDS):
             if not nodes.trouble:
                 continue
@@ -133,6 +134,7 @@ def _passed_on() -> Iterator[list[int]]:
     received: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
+        """Passes the first signal on to the ranks. Raises SystemExit at the second one, or where no rank runs."""
         received.append(number)
         ranks = _ranks()
         if len(received) > 1 or not ranks:
@@ -169,9 +171,11 @@ def _one_file_a_rank(directory: Path) -> Any:
 
         @property
         def root_log_dir(self) -> str:
+            """Folder in the run directory, where torch would make a temporary one."""
             return str(directory / LOGS)
 
         def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+            """Output of each local rank; sets the launcher's process id and no error file in its environment."""
             ranks = {local: int(environment["RANK"]) for local, environment in envs.items()}
             for environment in envs.values():
                 environment["TORCHELASTIC_ERROR_FILE"] = ""

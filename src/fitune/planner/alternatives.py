@@ -73,6 +73,7 @@ def _like(plan: Plan, changed: Recipe) -> Callable[[Method], bool]:
     is_open = changed.tuning is None and not changed.quantization_is_asked_for
 
     def is_like(method: Method) -> bool:
+        """True for the plan's own method in the precision that is asked for; for every method where tuning changes."""
         same = method_name(method.tuning) == method_name(plan.tuning)
         return not is_open or (same and changed.precision in (None, method.precision.value))
 
@@ -209,9 +210,11 @@ def _value(quantity: str, one: MethodSearch) -> int | str | None:
     request = one.request
 
     def fits(**pins: int) -> bool:
+        """True if the method fits with these settings pinned."""
         return replace(one, request=request.with_pins(**pins)).fits()
 
     def model_fits(other: Request) -> bool:
+        """True if the same method fits for the request ``other``, whose model is another one."""
         alike = next((each for each in methods_for(other) if _label(each) == _label(one.method)), None)
         return alike is not None and replace(one, request=other, method=alike).fits()
 

@@ -112,6 +112,7 @@ def counts_for_host(step: StepStages, counts: range) -> range | None:
     """The numbers of blocks with which offloaded activations fit the host: they only shrink with every block."""
 
     def fits(blocks: int) -> bool:
+        """True if the host has room with so many blocks recomputed."""
         return host_fits(step.varied(blocks, step.plan.loss))
 
     if fits(counts[0]):
@@ -166,6 +167,7 @@ def in_order(found: Sequence[Found], *, packed: bool) -> list[Found]:
         return []
 
     def rank(item: Found) -> tuple[tuple[int, int, int], bool, int]:
+        """Sort key, the best first: simplest placement, nothing recomputed, least peak bytes or else most rows."""
         size = memory_of(item.step).peak_bytes if packed else -item.plan.batch.micro_batch_size
         return item.placement.complexity, item.plan.recompute.blocks > 0, size
 

@@ -260,9 +260,11 @@ class MethodSearch:
         enough = INDISTINGUISHABLE * tokens_per_second(step)
 
         def with_blocks(blocks: int) -> StepStages:
+            """The step with so many blocks recomputed and the same loss."""
             return step.varied(blocks, step.plan.loss)
 
         def is_as_fast(blocks: int) -> bool:
+            """True if the step with so many blocks recomputed fits and is not measurably slower."""
             other = with_blocks(blocks)
             return tokens_per_second(other) >= enough and fits(other)
 

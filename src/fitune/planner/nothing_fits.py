@@ -298,6 +298,7 @@ class _Changes:
         """The longest seq_len, a multiple of 64, at which the smallest plan's method fits; 0 when none is."""
 
         def is_enough(steps: int) -> bool:
+            """True if rows of ``steps`` · ROW_STEP tokens fit."""
             return self._is_enough(self.request.with_pins(seq_len=steps * ROW_STEP))
 
         most = -(-self.best.plan.batch.seq_len // ROW_STEP)

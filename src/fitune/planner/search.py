@@ -130,6 +130,7 @@ def first_choice(request: Request) -> Priced | None:
     smallest: list[StepStages] = []
 
     def fitting() -> Iterator[Answer]:
+        """Answers with plans that fit; ``smallest`` gets the smallest plan of each other method."""
         for answer in search(request):
             if answer.smallest is not None:
                 smallest.append(answer.smallest)

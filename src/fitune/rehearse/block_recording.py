@@ -102,6 +102,7 @@ class _BlockRecorder(Recorder):
 
     def _note_last(self, index: int) -> Any:
         def note(module: nn.Module, args: Any, output: Any) -> None:
+            """Notes the storage of the last block's output [B, T, D] as the input of block ``index``."""
             hidden = output if isinstance(output, Tensor) else output[0]
             self.inputs[self.turn, index] = self._serials[hidden.untyped_storage()._cdata]
 
@@ -109,6 +110,7 @@ class _BlockRecorder(Recorder):
 
     def _note_input(self, index: int) -> Any:
         def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+            """Notes the storage of the block's input [B, T, D]; block 0 also marks when backward reaches it."""
             hidden = args[0] if args else kwargs["hidden_states"]
             self.inputs[self.turn, index] = self._serials[hidden.untyped_storage()._cdata]
             if index == 0 and hidden.requires_grad:

@@ -117,6 +117,7 @@ class _Fit:
         """FLOPs, bytes and kernels of one block in one direction; kernels are those of the longest row."""
 
         def every(account: Account) -> list[Work]:
+            """Operations of the block in this direction; empty where it has none."""
             return account.work.get((direction.value, block), [])
 
         longest = every(self.accounts[_LONGEST])

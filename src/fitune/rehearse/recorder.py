@@ -86,12 +86,14 @@ class Recorder(LiveTensors):
 
     def _mark(self, direction: str, block: int | None) -> Callable[..., None]:
         def note(*_: Any) -> None:
+            """Records that the step reaches ``block``; what the hook is given is not used."""
             self.trace.events.append(Reached(direction, block))
 
         return note
 
     def _mark_gradient(self, block: int) -> Callable[..., None]:
         def note(module: nn.Module, inputs: Any, output: Any) -> None:
+            """Lets the gradient of the block's output record that backward reaches the block."""
             hidden = output if isinstance(output, Tensor) else output[0]
             if hidden.requires_grad:  # backward ends at the first block that trains
                 hidden.register_hook(self._mark("backward", block))

@@ -212,11 +212,13 @@ def cuda_functions() -> Iterator[None]:
     _, attention, softmax = replaced
 
     def normalise(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> Tensor:
+        """F.softmax, but from fp16 to fp32 without a copy of the input."""
         if dim is not None and input.dtype is torch.half and dtype is torch.float32:
             return torch._softmax(input, dim, True)
         return softmax(input, dim, _stacklevel, dtype)
 
     def attend(*args: Any, **words: Any) -> torch.Tensor:
+        """F.scaled_dot_product_attention without dropout."""
         return attention(*args, **{**words, "dropout_p": 0.0})
 
     F.dropout, F.scaled_dot_product_attention, F.softmax = _dropout, attend, normalise

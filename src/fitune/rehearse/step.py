@@ -165,6 +165,7 @@ def _recording(
     recorder.mark_blocks(prepared.model.blocks)
 
     def run_passes() -> None:
+        """Runs forward and backward of every micro-batch, then names the storages of the gradients."""
         count = _micro_batches(plan)
         for number in range(count):
             engine.forward_backward(

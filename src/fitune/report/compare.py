@@ -51,6 +51,7 @@ class Measured:
 
     @property
     def peak_bytes(self) -> int | None:
+        """Most measured bytes in any phase; None where no phase was measured."""
         return max(self.phases.values(), default=None)
 
 
@@ -131,6 +132,7 @@ def row_texts(row: Row) -> tuple[str, str, str, str]:
 
 
 def value_text(value: float | None, unit: Unit) -> str:
+    """The value with its unit, as ``9.08 GiB``; ``–`` for None."""
     if value is None:
         return "–"
     return {"bytes": format_bytes, "seconds": format_seconds, "tokens/s": format_rate}[unit](value)

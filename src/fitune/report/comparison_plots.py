@@ -36,6 +36,7 @@ def loss_curves(runs: Mapping[str, Sequence[StepReport]], plans: Mapping[str, Pl
 
 
 def held_out_curves(runs: Mapping[str, Sequence[StepReport]], plans: Mapping[str, Plan]) -> str:
+    """SVG of the loss on held-out rows over the steps, in nats per token, a curve for each method."""
     curves = {
         name: [(step.step, step.eval_loss) for step in steps if step.eval_loss is not None]
         for name, steps in runs.items()
@@ -63,6 +64,7 @@ def _bars(
     rows: Mapping[str, Row], *, unit: int, axis: str, text: Callable[[float], str], name: str, label: str
 ) -> str:
     def draw(axes: Axes) -> None:
+        """Draws two bars for each method, predicted and measured; a value that is 0 or unknown has none."""
         for place, (method, row) in enumerate(rows.items()):
             sides = (("predicted", row.predicted, -0.19, "series-1"), ("measured", row.measured, 0.19, "ink"))
             for side, value, offset, fill in sides:
@@ -87,6 +89,7 @@ def _curves(curves: Mapping[str, Points], plans: Mapping[str, Plan], *, name: st
     finite = {method: [p for p in points if math.isfinite(p[1])] for method, points in curves.items()}
 
     def draw(axes: Axes) -> None:
+        """Draws one curve for each method, with its points where there are fewer than 30."""
         for place, (method, points) in enumerate(finite.items()):
             style = _SOLID if trains_every_weight(plans[method].tuning) else _DASHED
             marker = "o" if len(points) < 30 else ""

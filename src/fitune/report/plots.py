@@ -240,6 +240,7 @@ def bars_to_the_right(axes: Axes, names: Sequence[str], *, most: float, axis: st
 
 
 def axis_unit(largest: int) -> tuple[int, str]:
+    """Bytes and name of the largest unit (GiB, MiB, KiB, else bytes) that is at most ``largest`` bytes."""
     return next(
         (unit for unit in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")) if largest >= unit[0]), (1, "bytes")
     )
@@ -280,6 +281,7 @@ MANY_TIMES = 3
 
 
 def logarithmic_if_wide(axes: Axes, losses: Sequence[float]) -> None:
+    """Makes the axis logarithmic where the largest loss is over MANY_TIMES the smallest and all are positive."""
     finite = [loss for loss in losses if math.isfinite(loss)]
     if not finite or min(finite) <= 0 or max(finite) <= MANY_TIMES * min(finite):
         return
@@ -291,6 +293,7 @@ def logarithmic_if_wide(axes: Axes, losses: Sequence[float]) -> None:
 
 
 def legend_above(axes: Axes) -> None:
+    """Puts the legend above the axes, each label once; a single label needs none."""
     handles, labels = axes.get_legend_handles_labels()
     unique = dict(sorted(zip(labels, handles, strict=True), key=lambda entry: entry[0] == "measured"))
     if len(unique) > 1:

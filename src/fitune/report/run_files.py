@@ -68,6 +68,7 @@ class RunFiles:
 
     @property
     def estimate(self) -> Estimate | None:
+        """The predicted estimate; None where the run has no prediction."""
         return None if self.prediction is None else self.prediction.estimate
 
 

@@ -35,6 +35,7 @@ def memory_bars(estimate: Estimate | None, measured: dict[Phase, int]) -> str:
     colours = {name: colour(f"series-{number}") for number, name in enumerate(names, start=1)}
 
     def draw(axes: Axes) -> None:
+        """Draws for each phase one stacked bar of predicted terms and one measured bar."""
         for place, phase in enumerate(phases):
             start, terms = 0.0, predicted.get(phase, {})
             for name, value in terms.items():
@@ -69,6 +70,7 @@ def loss_curve(steps: Sequence[StepReport]) -> str:
     name, mean = ("each step", running_mean(train)) if len(train) >= 30 else ("training", [])
 
     def draw(axes: Axes) -> None:
+        """Draws the training loss with its running mean from 30 steps on, and the held-out loss."""
         if mean:
             draw_line(axes, train, "series-1", name, width=0.7, alpha=0.4)
             draw_line(axes, mean, "series-1", "training, running mean", width=1.8)
@@ -86,9 +88,11 @@ def loss_curve(steps: Sequence[StepReport]) -> str:
 
 
 def learning_rate_curve(steps: Sequence[StepReport]) -> str:
+    """SVG of the learning rate over the steps."""
     points = [(step.step, step.learning_rate) for step in steps]
 
     def draw(axes: Axes) -> None:
+        """Draws the curve on an axis from 0, its numbers as powers of ten."""
         draw_line(axes, points, "series-3", "learning rate", width=1.6)
         axes.set_ylim(bottom=0)
         axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 2), useMathText=True)
@@ -104,6 +108,7 @@ def throughput_curve(steps: Sequence[StepReport], *, predicted: float | None) ->
     points = [(step.step, step.tokens_per_second) for step in steps]
 
     def draw(axes: Axes) -> None:
+        """Draws the measured curve in tokens/s and the prediction as a dashed line."""
         draw_line(axes, points, "series-1", "measured", width=1.2)
         if predicted is not None:
             axes.axhline(
@@ -124,6 +129,7 @@ def grad_norm_curve(steps: Sequence[StepReport], *, clipped_at: float) -> str:
     points = [(step.step, step.grad_norm) for step in steps]
 
     def draw(axes: Axes) -> None:
+        """Draws the curve, and a dashed line at the norm at which gradients are clipped."""
         draw_line(axes, points, "series-4", "before clipping", width=1.2)
         if clipped_at:
             axes.axhline(

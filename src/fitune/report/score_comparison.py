@@ -43,6 +43,7 @@ def write_score_comparison(
     here, there = _rows(directory, wanted), _rows(other, wanted)
 
     def pairs(ids: Sequence[str]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """The rows with these ids as the page shows them, here and there; ids that one folder lacks are left out."""
         return [
             (shown(here[id_], mine), shown(there[id_], theirs)) for id_ in ids if id_ in here and id_ in there
         ]
@@ -178,6 +179,7 @@ def _intervals(some: Sequence[PairedScore], scale: Scale) -> str:
     factor = 100.0 if scale == "share" else 1.0
 
     def draw(axes: Axes) -> None:
+        """Draws each grader's difference as a point on its 95 % interval, and a line at 0."""
         for place, found in enumerate(some):
             axes.plot(
                 [factor * found.low, factor * found.high], [place, place], color=colour("series-1"), linewidth=5,

@@ -40,6 +40,7 @@ class Bars:
             self.is_binary = self.is_binary and bool(((values == 0) | (values == 1)).all())
 
     def count(self, values: Any) -> None:
+        """Adds the values to their bins; called when ``widen`` has had all values."""
         import numpy as np
 
         if len(values):
@@ -47,10 +48,12 @@ class Bars:
 
     @property
     def has_rows(self) -> bool:
+        """True once ``widen`` has had a value."""
         return self.low <= self.high
 
     @property
     def range(self) -> tuple[float, float]:
+        """The bounds of all bins; one apart where all values are equal."""
         return self.low, self.high if self.high > self.low else self.low + 1.0
 
 
@@ -122,6 +125,7 @@ class _Seen:
 
     @property
     def shown(self) -> set[int]:
+        """Places of the rows on the page: the worst, without an answer, without a grade, and a sample."""
         worst = [place for _, place in self.worst]
         return {*worst, *self.failed, *self.ungraded, *self.samples}
 
@@ -136,6 +140,7 @@ def write_score_page(directory: Path) -> Path:
     rows = read_scored_rows(directory, seen.shown)
 
     def listed(places: Iterable[int]) -> list[dict[str, Any]]:
+        """The rows at these places, as the template takes them."""
         return [shown(rows[place], report) for place in places]
 
     pictures, advice = _pictures(report, seen)
@@ -174,6 +179,7 @@ def shown(row: ScoredRow, report: ScoreReport) -> dict[str, Any]:
 
 
 def interval_text(report: ScoreReport, name: str) -> str:
+    """The 95 % interval of a grader's mean, as ``41.0 % to 49.0 %``; ``–`` where there is none."""
     scale = report.scales.get(name, "share")
     low, high = report.intervals.get(name, (0.0, 0.0))
     return f"{describe_grade(low, scale)} to {describe_grade(high, scale)}" if high > low else "–"
@@ -250,6 +256,7 @@ def histogram(bars: Bars, axis: str, *, name: str) -> str:
     import numpy as np
 
     def draw(axes: Axes) -> None:
+        """Draws two bars, rows of 0 and of 1, or a histogram of _BINS bins."""
         if bars.is_binary:
             wrong, right = bars.counts[0], bars.counts[-1]
             if bars.high == bars.low:  # all are 0, or all are 1

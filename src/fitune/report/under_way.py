@@ -41,6 +41,7 @@ class UnderWay:
 
     @property
     def is_alive(self) -> bool:
+        """True while any process that owns the run lives."""
         return any(owner.is_alive for owner in self.owners)
 
     @property

@@ -156,6 +156,7 @@ def _train(
     tell(Note(f"\n{name}"))
 
     def tell_briefly(event: Event) -> None:
+        """Passes the event on; a plan becomes one line, a result its words alone."""
         if isinstance(event, Planned):
             event = Note(describe_plan(event.report.chosen.plan))
         tell(Note(str(event)) if isinstance(event, Result) else event)  # the words alone

@@ -111,6 +111,7 @@ def view_data(recipe: Recipe, *, rows: int, tell: Tell) -> ShownData:
     template = load_template(tokenizer, data.chat_template, date=data.chat_template_date)
 
     def prepared_by(data: DataPlan) -> PreparedData:
+        """The tokenised datasets of ``data``, from the cache where it has them. Raises DataError."""
         return prepare_data(
             data,
             tokenizer=tokenizer,

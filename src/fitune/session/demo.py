@@ -50,6 +50,7 @@ def run_demo(directory: Path, *, gpus: int, tell: Tell) -> tuple[Outcome, ...]:
     _make_room(directory)
 
     def say(*lines: str, **data: Any) -> None:
+        """Tells the lines as one note; ``data`` goes with it for programs."""
         tell(Note("\n".join(lines), data))
 
     say(

@@ -163,6 +163,7 @@ def _exported(
 
     @cache
     def data() -> PreparedData:
+        """The run's tokenised data, prepared at the first call."""
         return prepare_data(
             plan.data, tokenizer=tokenizer, tokenizer_path=plan.model_path, seq_len=plan.batch.seq_len,
             seed=plan.run.seed, sends=False,

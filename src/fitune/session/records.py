@@ -115,12 +115,15 @@ def _errors(errors: Errors) -> str:
 
 def _rows_table(compared: Sequence[Comparison]) -> list[str]:
     def shown(value: Any, write: Callable[[Any], str]) -> str:
+        """The value as ``write`` says it; a dash for None."""
         return "–" if value is None else write(value)
 
     def size(value: float) -> str:
+        """Bytes with their unit, as ``9.08 GiB``."""
         return format_bytes(round(value))
 
     def error(value: float) -> str:
+        """A relative error in percent, as ``+0.8 %``."""
         return format_percent(value, signed=True)
 
     wide = max([2, *(len(one.row.id) for one in compared)])

@@ -13,6 +13,7 @@ def placed(plan: Plan) -> Plan:
     """The plan with absolute paths: that of the run, and those of model and data that exist in the current folder."""
 
     def absolute(path: str) -> str:
+        """The absolute path of what is in the current folder; a URL, a Hub id and all else as it is."""
         file = (
             os.path.join(path, "config.json") if path == plan.model_path else path
         )  # else a Hub id, like a folder
@@ -27,6 +28,7 @@ def moved(plan: Plan, directory: Path) -> Plan:
     before = plan.run.output_dir
 
     def beside(path: str) -> str:
+        """The path; where it is gone, the one with the same place relative to ``directory``, if that exists."""
         if not (os.path.isabs(before) and os.path.isabs(path)) or is_there(path):
             return path
         now = os.path.normpath(directory / os.path.relpath(path, before))
@@ -37,6 +39,7 @@ def moved(plan: Plan, directory: Path) -> Plan:
 
 def _with_paths(plan: Plan, change: Callable[[str], str], *, output_dir: str) -> Plan:
     def changed(sources: tuple[DataSource, ...]) -> tuple[DataSource, ...]:
+        """The sources with their paths changed."""
         return tuple(replace(source, path=change(source.path)) for source in sources)
 
     data = replace(

@@ -25,6 +25,7 @@ def remembered(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def answer(*values: P.args, **named: P.kwargs) -> T:
+        """The result for these very objects, from an earlier call if there was one."""
         if named:
             return function(*values, **named)
         key = tuple(map(id, values))
@@ -43,10 +44,12 @@ def remembered_by(*fields: str) -> Callable[[Callable[[Plan], T]], Callable[[Pla
     parts_of = attrgetter(*fields)
 
     def decorated(function: Callable[[Plan], T]) -> Callable[[Plan], T]:
+        """``function``, called once for plans that share these fields' objects."""
         known: dict[Hashable, tuple[Any, T]] = {}
 
         @wraps(function)
         def answer(plan: Plan) -> T:
+            """The result for the plan, from an earlier call with the same objects if there was one."""
             parts = parts_of(plan)
             key = tuple(map(id, parts))
             found = known.get(key)

@@ -92,6 +92,7 @@ def _asked_beside(ask: Callable[[], T]) -> Future[T]:
     answer: Future[T] = Future()
 
     def run() -> None:
+        """Puts the result of ``ask`` into ``answer``, or what it raised."""
         try:
             answer.set_result(ask())
         except BaseException as problem:  # raised where the answer is waited for

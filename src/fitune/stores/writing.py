@@ -69,6 +69,7 @@ class Store:
         url = self.below(folder)
 
         def ask() -> dict[str, Mapping[str, Any]]:
+            """Lists the folder anew: name below it -> what the store says of the file."""
             filesystem, inner = self._open(folder)
             filesystem.invalidate_cache()
             found = filesystem.find(inner, detail=True) if filesystem.exists(inner) else {}
@@ -80,6 +81,7 @@ class Store:
         """The content of a small file; None where there is none. Raises StoreError for one larger than ``limit``."""
 
         def ask() -> bytes | None:
+            """Reads the file anew; None where there is none. Raises StoreError for more than ``limit`` bytes."""
             filesystem, inner = self._open(name)
             filesystem.invalidate_cache()
             try:
@@ -98,6 +100,7 @@ class Store:
         """Put a small file there; afterwards it has this content."""
 
         def put() -> None:
+            """Writes the file, in its folder if the store has folders."""
             filesystem, inner = self._open_in_folder(name)
             filesystem.pipe_file(inner, content)
 
@@ -114,6 +117,7 @@ class Store:
         name, content = f"fitune-probe-{uuid.uuid4().hex[:12]}", self.url.encode()
 
         def probe() -> None:
+            """Writes, reads and removes the file. Raises StoreError if the bytes read differ."""
             filesystem, inner = self._open_in_folder(name)
             filesystem.pipe_file(inner, content)
             filesystem.invalidate_cache()
@@ -153,6 +157,7 @@ class Store:
         self.remove(_inside(name, each) for each in others)
 
         def send(each: str) -> int:
+            """Sends one file; returns the bytes sent. Raises StoreError when ``stop`` says so."""
             if stop():
                 raise StoreError(f"{self.below(name)}: sending was stopped")
             return self._put(folder / each, _inside(name, each))
@@ -176,11 +181,13 @@ class Store:
         there = self.infos(name)
 
         def block(stream: BinaryIO) -> bytes:
+            """At most _BLOCK_BYTES of the stream, none at its end. Raises StoreError when ``stop`` says so."""
             if stop():
                 raise StoreError(f"{self.below(name)}: fetching was stopped")
             return stream.read(_BLOCK_BYTES)
 
         def get(each: str) -> None:
+            """Fetches one file under a temporary name first. Raises StoreError if it is not what the store holds."""
             if ".." in PurePosixPath(each).parts or "\\" in each or each.startswith("/"):
                 raise StoreError(f"{self.below(name)}: {each!r} is no name inside a folder")
             file = folder / each
@@ -237,6 +244,7 @@ class Store:
 
     def _remove(self, name: str) -> None:
         def remove() -> None:
+            """Removes the file; raises the store's error only if the file is still there."""
             filesystem, inner = self._open(name)
             try:
                 filesystem.rm_file(inner)
@@ -252,6 +260,7 @@ class Store:
         size = file.stat().st_size
 
         def put() -> None:
+            """Sends the file. Raises OSError if the store then holds something else."""
             from fsspec.callbacks import Callback
 
             filesystem, inner = self._open_in_folder(name)

@@ -72,6 +72,7 @@ class Handover:
             loss = or_say_why_not(lambda: measured_trained(plan, self.model, data()), self.say)
 
         def measured(merged: PreTrainedModel) -> str:
+            """The model card of the merged model, whose loss is measured for it where that is possible."""
             nonlocal loss
             if (before := loss) is not None:
                 use_attention(merged, plan.attention)

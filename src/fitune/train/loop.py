@@ -53,6 +53,7 @@ def train(
     where = where or Whereabouts()
 
     def enter_phase(phase: Phase) -> None:
+        """Notes the phase as the run's activity and a sign of life, and tells the memory meter."""
         where.doing = phase.value
         where.sign()
         meter.enter(phase)

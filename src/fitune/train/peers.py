@@ -304,6 +304,7 @@ class Gathered(Lazy):
 
     def __init__(self, ranks: Ranks, trained: Mapping[str, Tensor]) -> None:
         def gathered(name: str) -> Tensor:
+            """The whole tensor, on every rank that calls. Raises RankFailed where the first rank failed."""
             tensor = trained[name]
             ranks.from_first(lambda: None)  # where the first rank fails, its error is said in this place
             return whole_tensor(tensor)

@@ -215,6 +215,7 @@ def where_all_start(
     found: list[Start] = []
 
     def first() -> Path | None:
+        """Path of the first rank's checkpoint, None for a new start; ``found`` keeps the Start."""
         store = store_of(plan.run)
         try:
             found.append(where_to_start(directory, plan, resume=resume, store=store, on_note=on_note))

@@ -66,11 +66,13 @@ def read_rows(
     stored = _load_hub(place, streaming=source.streaming) if isinstance(place, HubDataset) else None
 
     def of_hub() -> Rows:
+        """Rows of the Hub dataset, numbered from 1; none for files. ``on_bytes`` gets 0 for each and may raise."""
         for number, fields in enumerate(stored or (), start=1):
             on_bytes(0)
             yield Row(f"{path} row {number}", fields)
 
     def good_rows(count_bad: Callable[[str], None]) -> Iterator[Row]:
+        """Rows that can be read; under ``skip`` the others are counted by reason, else the first raises BadRow."""
         files = () if isinstance(place, HubDataset) else place
         for row in chain(of_hub(), chain.from_iterable(read_file(name, on_bytes) for name in files)):
             if isinstance(row, Row):
@@ -198,6 +200,7 @@ def read_file(path: str, on_bytes: Callable[[int], None]) -> Rows:
     told = 0
 
     def tell(at: int) -> None:
+        """Tells ``on_bytes`` the bytes read since the last call; ``at`` is the place in the file."""
         nonlocal told
         on_bytes(max(0, at - told))
         told = max(told, at)
@@ -411,6 +414,7 @@ def _read_csv(file: BinaryIO, path: str) -> Rows:
     text, head = _text_lines(file), list[str]()
 
     def from_the_start() -> Iterator[str]:
+        """Lines from the first one, each time it is called; ``head`` keeps those already read."""
         yield from head[:]
         for line in text:
             head.append(line)

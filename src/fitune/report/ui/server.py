@@ -34,6 +34,7 @@ def local_app(answers: Mapping[str, Answer], *, token: str) -> Any:
     from starlette.routing import Route
 
     def respond(request: Any) -> Response:
+        """Returns the page that the path names; 403 for another host, origin or token, 404 or 414 for a bad request."""
         host, origin = request.headers.get("host", ""), request.headers.get("origin")
         is_here = host.rpartition(":")[0] in HOSTS
         if not is_here or origin not in (None, f"http://{host}"):

@@ -144,11 +144,13 @@ def _epochs(recipe: Recipe, rows: int | None) -> EpochOf:
 
     @cache
     def guessed(data: DataPlan, batch: Batch, model_path: str) -> Epoch | None:
+        """Epoch guessed from the first rows, once for each batch; None where the data is not on this machine."""
         from fitune.data.sampling import guess_epoch  # not for those who name no data
 
         return guess_epoch(data, batch, tokenizer_folder=Path(model_path))
 
     def epoch_of(plan: Plan) -> Epoch:
+        """The plan's epoch. Raises RecipeError where data is not here, with neither ``rows`` nor max_steps."""
         if rows is None and recipe.data:
             batch = replace(plan.batch, accumulation=1)  # for plans that differ in it alone
             if (found := guessed(plan.data, batch, plan.model_path)) is not None:

@@ -83,6 +83,7 @@ def recipe_below(recipe: Recipe, mount: str, *, anywhere: bool) -> Recipe:
     """
 
     def place(path: str, setting: str) -> str:
+        """The path as pods or nodes see it. Raises RecipeError naming ``setting`` where pods cannot."""
         if anywhere:
             return path if "://" in path else str(Path(path).expanduser().absolute())
         return inside(path, mount, setting=setting)

@@ -256,6 +256,7 @@ class _Job:
         failed_at: list[float] = []
 
         def watch() -> bool:
+            """Passes on events and requests to stop; True once a failed rank's run is not worth waiting for."""
             events, failed = ray.get(desk.take.remote(), timeout=WAIT.total_seconds())
             for event in events:
                 if isinstance(event, StepsBegin):

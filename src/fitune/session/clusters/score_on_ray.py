@@ -69,6 +69,7 @@ def scoring_on_ray(plan: ScorePlan, place: RayPlace, *, tell: Tell) -> Iterator[
         def answers(
             weighed_by: str, groups: Iterator[list[Task]], look: Callable[[int], None]
         ) -> Iterator[list[Answer]]:
+            """Yields the answers of each group in order, from workers on Ray; ``look`` is told rows done."""
             pool: ActorPool[list[Task], list[Answer]] = ActorPool(
                 ScoringWorker, (plan, os.getcwd(), environment, threads, weighed_by),
                 workers=workers, each=each, restarts=place.restarts, told=lambda line: tell(Note(line)),

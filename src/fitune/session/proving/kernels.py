@@ -113,10 +113,12 @@ def attention(backend: str, numbers: Numbers, device: torch.device) -> ProofChec
         raise CannotRun("the memory-efficient kernel is CUDA's")
 
     def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Causal attention [1, n, T, d] by the backend alone. Raises RuntimeError where torch has no such kernel."""
         with sdpa_kernel([_BACKENDS[backend]]):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Causal attention [1, n, T, d] written out."""
         return rows_eager(_row_call(q, k, v, (q.shape[2],))).transpose(1, 2)
 
     qkv = drawn(*[(1, 4, 256, 64)] * 3, device=device)
@@ -135,6 +137,7 @@ def row_attention(path: str, numbers: Numbers, device: torch.device) -> ProofChe
     inputs = drawn(*[(1, heads, sum(lengths), 64) for heads in (4, 2, 2)], device=device)
 
     def by(attend: Kernel) -> Callable[..., Any]:
+        """Attention of q, k, v by ``attend``: outputs [1, T, n, d] with no window and with one of 64 tokens."""
         return lambda q, k, v: tuple(
             attend(_row_call(q, k, v, lengths, window=window)) for window in (None, 64)
         )
@@ -253,6 +256,7 @@ def expert_adapters(numbers: Numbers, device: torch.device) -> ProofCheck:
     chosen_TK = chosen_TK.to(device)
 
     def grouped(x: Tensor, weights_TK: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+        """Outputs [T, D] of the experts; (a, b) adapts gate_up_proj, (c, d) down_proj."""
         for name, pair in (("gate_up_proj", _Adapter(a, b)), ("down_proj", _Adapter(c, d))):
             run_by(experts, name, pair)
         out_TD: Tensor = experts(x, chosen_TK, weights_TK)
@@ -261,6 +265,7 @@ def expert_adapters(numbers: Numbers, device: torch.device) -> ProofCheck:
     up_cpu_EFD, down_cpu_EDF, chosen_cpu_TK = up_EFD.cpu().float(), down_EDF.cpu().float(), chosen_TK.cpu()
 
     def one_by_one(x: Tensor, weights_TK: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+        """Outputs [T, D] of one expert after the other, each matrix W + 2·B·A."""
         out = torch.zeros_like(x)
         for expert, place in itertools.product(range(4), range(2)):
             rows = (chosen_cpu_TK[:, place] == expert).nonzero().squeeze(1)

@@ -169,14 +169,17 @@ def copies(gpu: Gpu, device: torch.device) -> ProofCheck:
     x_DD = torch.ones(4096, 4096, device=device, dtype=torch.bfloat16 if gpu.has_bf16 else torch.float16)
 
     def to_host() -> None:
+        """Starts a copy of COPY_BYTES to the host on the first stream."""
         with torch.cuda.stream(streams[0]):
             host[0].copy_(there[0], non_blocking=True)
 
     def to_device() -> None:
+        """Starts a copy of COPY_BYTES to the device on the second stream."""
         with torch.cuda.stream(streams[1]):
             there[1].copy_(host[1], non_blocking=True)
 
     def both() -> None:
+        """Starts a copy in each direction."""
         to_host()
         to_device()
 
@@ -185,6 +188,7 @@ def copies(gpu: Gpu, device: torch.device) -> ProofCheck:
     products = max(1, round(back / product))  # as long as the copy takes
 
     def beside() -> None:
+        """Starts a copy to the device, and products that take about as long."""
         to_device()
         for _ in range(products):
             x_DD @ x_DD

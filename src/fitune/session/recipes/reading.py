@@ -124,6 +124,7 @@ def recipe_of_keys(
     settings, reading = tuple(settings), read_foreign(raw, where=where, folder=folder)
 
     def layered(keys: Mapping[str, Any]) -> Recipe:
+        """The recipe of ``keys`` with settings and options on top. Raises RecipeError."""
         own = with_own_paths(keys, folder)
         return layered_recipe(own, where=where, settings=settings, options=options)
 

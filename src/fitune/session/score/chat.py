@@ -127,11 +127,13 @@ class Chat:
         text, shown, tokens = "", 0, 0
 
         def rest() -> None:
+            """Shows the text that the screen has not got yet."""
             nonlocal shown
             begin, shown = shown, len(text)
             screen.piece(place, text[begin:])
 
         def show(row: Row) -> None:
+            """Decodes the tokens so far and shows the new text; half a character is held back."""
             nonlocal text, tokens
             ids, tokens = row.token_ids, len(row.token_ids)
             written = ids[:-1] if ids[-1] in stop_ids else ids
@@ -218,7 +220,10 @@ def open_chat(
 
     @cache
     def load(base: str, adapter: str) -> Any:
+        """The base with the adapter, or alone where that is empty; each pair is loaded once."""
+
         def told(done: int, total: int) -> None:
+            """Tells how many bytes of the weights are read."""
             tell(WeightsRead(done_bytes=done, total_bytes=total))
 
         return load_adapted(base, adapter, on_bytes=told)

@@ -46,6 +46,7 @@ def score_tasks(recipe: ScoreRecipe, *, tell: Tell) -> TaskScores:
         plan = replace(plan, chat_template="")
 
     def say(line: str) -> None:
+        """Tells the line as a note."""
         tell(Note(line))
 
     check_all(plan, say=say)  # faults of engine, model or adapter before the tasks are loaded

@@ -69,6 +69,7 @@ def plan_scoring(
     """
 
     def hardware() -> Hardware:
+        """``gpus`` GPUs of the named kind or of this machine; without a number one of a kind, all of the machine."""
         return resolve_hardware(gpu=gpu or None, gpus=gpus or (1 if gpu else detect_hardware().gpus_per_node))
 
     engines, found, questions = engines_for(engine, elsewhere=bool(gpu)), hardware(), read_lengths(plan)

@@ -63,6 +63,7 @@ def score_dataset(
         pace, memory = Pace(tell), ScoreMemory(plan)
 
         def answered(tokens: int) -> None:
+            """Counts the tokens of a shard; the model is there by then, so garbage collection settles."""
             settle()
             pace.add(tokens)
 
@@ -93,6 +94,7 @@ def _settling() -> Iterator[Callable[[], None]]:
     is_loaded = False
 
     def settle() -> None:
+        """Takes the objects that exist now out of garbage collection; at the first call alone."""
         nonlocal is_loaded
         if is_free and not is_loaded:
             gc.freeze()
@@ -157,6 +159,7 @@ def compare_scores(directory: Path, other: Path) -> str:
     with written_whole(directory / CHANGED) as file:
 
         def write(row: Changed) -> None:
+            """Appends the row to changed.jsonl."""
             file.write(f"{json.dumps(row, ensure_ascii=False)}\n".encode())
 
         paired = compare(directory, other, on_changed=write)

@@ -189,6 +189,7 @@ def run_once(
     plan = attempt.plan
 
     def on_data(data: PreparedData, loader: Loader, steps_of_other_plan: int) -> None:
+        """Tells what the data has; the first rank also predicts the run and writes estimate.json."""
         also = tuple(data.also_trained)
         tell(DataRead(train=data.train_ledger, held_out=data.eval_ledger, also_trained=also))
         if not ranks.is_first:
@@ -262,6 +263,7 @@ def answers_with(plan: Plan) -> Callable[[LanguageModel, Sequence[Conversation]]
     sampling = Sampling(max_new_tokens=_SAMPLE_TOKENS)
 
     def answer(model: LanguageModel, conversations: Sequence[Conversation]) -> list[str]:
+        """The model's answer to the last user message of each conversation, or why it has none."""
         tasks = [to_task(c, id=str(place), template=template) for place, c in enumerate(conversations)]
         answers = answer_all(model.whole, tokenizer, template, tasks, sampling)
         return [a.text or a.error for a in answers]

@@ -87,6 +87,7 @@ def _counts(fields: ConfigFields, name: str, value: Any) -> None:
 
 def _whole(low: int, high: int) -> Check:
     def check(fields: ConfigFields, name: str, value: Any) -> None:
+        """Raises ModelError unless the value is an int from ``low`` to ``high``."""
         if type(value) is not int or not low <= value <= high:
             fields.refuse(name, f"must be a whole number from {low} to {high:,}")
 
@@ -98,6 +99,7 @@ def _number(*, low: float | None = None, above: float | None = None, below: floa
     words = " and ".join(f"{word} {bound:g}" for word, bound in bounds if bound is not None)
 
     def fits(value: Any) -> bool:
+        """True for a number below 1e300 in size and within the bounds; a bool is no number."""
         return (
             type(value) in (int, float)
             and abs(value) < 1e300  # an int may be larger than any float
@@ -107,6 +109,7 @@ def _number(*, low: float | None = None, above: float | None = None, below: floa
         )
 
     def check(fields: ConfigFields, name: str, value: Any) -> None:
+        """Raises ModelError unless the value is None or a number within the bounds."""
         if value is not None and not fits(value):
             fields.refuse(name, f"must be a number {words}".rstrip())
 

@@ -44,6 +44,7 @@ def closest_name(name: str, known: Iterable[str]) -> str | None:
     is_ollamas = ":" in name
 
     def likeness(each: str) -> tuple[float, float, float]:
+        """Likeness to the wanted name, larger is nearer: common words, their order, then letters."""
         its = words[each]
         common = sum(bool(get_close_matches(word, its, n=1, cutoff=0.8)) for word in wanted)
         return (

@@ -16,6 +16,7 @@ def with_own_paths(keys: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Canonical keys of a recipe in ``folder``, its paths as the shell's folder sees them."""
 
     def own(name: str, path: str) -> str:
+        """The path below ``folder`` if it is relative and something is there, else the path as it is."""
         is_relative = "://" not in path and not path.startswith(("/", "~"))
         return str(folder / path) if is_relative and _is_at(name, folder / path) else path
 
@@ -41,6 +42,7 @@ def with_absolute_paths(keys: Mapping[str, Any]) -> dict[str, Any]:
     """Keys of a recipe that says the same in any folder."""
 
     def absolute(name: str, path: str) -> str:
+        """The absolute path of what is here; a URL, a path from ``~`` and all else as it is."""
         is_here = "://" not in path and not path.startswith("~") and _is_at(name, Path(path))
         return os.path.abspath(path) if is_here else path
 
@@ -54,6 +56,7 @@ def _is_at(name: str, path: Path) -> bool:
 
 def _with_paths(keys: Mapping[str, Any], change: Change) -> dict[str, Any]:
     def source(name: str, value: Any) -> Any:
+        """The value with its path changed: a text, or a mapping with ``path``; any other value as it is."""
         if isinstance(value, str):
             return change(name, value)
         if isinstance(value, Mapping) and isinstance(value.get("path"), str):
