@@ -58,8 +58,14 @@ def test_a_host_that_is_too_small_for_what_was_offloaded(call, tmp_path, data_fi
 @pytest.mark.parametrize(
     ("nodes", "said"),
     [
-        (1, "processes 12.0 + weights 15.0 + optimizer 89.7 + gradients 29.9 + gradient copies 16.5 = 163.1 GiB"),
-        (2, "processes 12.0 + weights 7.5 + optimizer 44.9 + gradients 15.0 + gradient copies 8.3 = 87.6 GiB"),
+        (
+            1,
+            "processes 12.0 + weights 15.0 + optimizer 89.7 + gradients 29.9 + gradient copies 16.5 = 163.1 GiB",
+        ),
+        (
+            2,
+            "processes 12.0 + weights 7.5 + optimizer 44.9 + gradients 15.0 + gradient copies 8.3 = 87.6 GiB",
+        ),
     ],
 )
 def test_a_host_holds_the_shares_of_all_its_ranks(call, tmp_path, data_file, nodes, said):

@@ -35,25 +35,25 @@ class ChatScreen:
         print(harmless(text), file=sys.stderr)
 
     def piece(self, place: int, text: str) -> None:
-        """Shows more text of the model at ``place``: in its column, or printed as it comes; JSON waits for the turn."""
+        """Show the next text of the answer of model ``place``, its title before the first."""
+        is_first = place >= len(self._texts)
+        self._texts += [""] * (place + 1 - len(self._texts))
+        self._texts[place] += text
         if self._columns:
-            self._texts += [""] * (place + 1 - len(self._texts))
-            self._texts[place] += text
             self._draw()
         elif not self._json:
-            if place == len(self._texts):
-                self._texts.append("")
-                print(f"── {self._titles[place]}\n" if len(self._titles) > 1 else "", end="")
+            print(f"── {self._titles[place]}\n" if is_first and len(self._titles) > 1 else "", end="")
             print(harmless(text) if self._is_live else text, end="", flush=True)
 
     def answered(self, place: int, reply: Reply) -> None:
-        """Prints why a model has no answer; else ends its line and, on a terminal, tells tokens and speed."""
+        """End the answer of model ``place``: how long it took, or why there is none or no more of it."""
+        is_below = not (self._json or self._columns)
+        if is_below and (not reply.error or place < len(self._texts)):
+            print(flush=True)
         if reply.error and not self._json:
             self.note(f"{reply.model}: {reply.error}")
-        elif not (self._json or self._columns):
-            print(flush=True)
-            if self._is_live:
-                self._console.print(f"[{reply.words}]", style="dim", markup=False)
+        elif is_below and self._is_live:
+            self._console.print(f"[{reply.words}]", style="dim", markup=False)
 
     def turn(self, question: str, replies: Sequence[Reply]) -> None:
         """Ends the turn: prints its JSON object, or the whole columns with tokens and speed below each."""

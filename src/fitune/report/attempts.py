@@ -49,4 +49,4 @@ def describe_restart(restart: Restart) -> str:
 
 def begins(retry: Retry) -> str:
     """Start of the next attempt in words: ``goes on from step 40`` or ``begins anew``."""
-    return f"goes on from step {retry.after_step}" if retry.after_step else "begins anew"
+    return f"goes on from step {retry.after_step:,}" if retry.after_step else "begins anew"

@@ -43,9 +43,11 @@ def local_app(answers: Mapping[str, Answer], *, token: str) -> Any:
             return PlainTextResponse(_WRONG_TOKEN, status_code=403, headers=_HEADERS)
         answer = answers.get(request.path_params["name"])
         if answer is None:
-            return PlainTextResponse("open the whole address that fitune ui printed", status_code=404)
+            return PlainTextResponse(
+                "open the whole address that fitune ui printed", status_code=404, headers=_HEADERS
+            )
         if len(request.url.query) > LONGEST_QUERY:
-            return PlainTextResponse("the question is too long", status_code=414)
+            return PlainTextResponse("the question is too long", status_code=414, headers=_HEADERS)
         return HTMLResponse(answer(dict(request.query_params)), headers=_HEADERS)
 
     return Starlette(routes=[Route("/{token}/{name:path}", respond)])

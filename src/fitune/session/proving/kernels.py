@@ -9,6 +9,7 @@ Shapes: B = 1, T tokens, n heads, k key heads, d head size, D hidden size, V voc
 
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -54,9 +55,9 @@ def judged(
 
 def distance(found: Tensor, expected: Tensor) -> float:
     """|found − expected| / |expected|; not a number where ``expected`` is nothing to compare with."""
-    exact = expected.double().cpu()
+    exact = expected.detach().double().cpu()
     size = float(exact.norm())
-    return float((found.double().cpu() - exact).norm()) / size if 0 < size < math.inf else math.nan
+    return float((found.detach().double().cpu() - exact).norm()) / size if 0 < size < math.inf else math.nan
 
 
 def with_gradients(
@@ -114,7 +115,8 @@ def attention(backend: str, numbers: Numbers, device: torch.device) -> ProofChec
 
     def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention [1, n, T, d] by the backend alone. Raises RuntimeError where torch has no such kernel."""
-        with sdpa_kernel([_BACKENDS[backend]]):
+        with sdpa_kernel([_BACKENDS[backend]]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # why each other kernel is not taken
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
