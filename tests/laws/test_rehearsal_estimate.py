@@ -98,9 +98,11 @@ def test_scores_that_are_written_out_take_what_the_device_makes_of_them(hardware
         )
 
 
-def test_softmax_that_stands_for_cudas_is_called_as_torchs():
+def test_what_stands_for_cudas_functions_is_called_as_torchs():
+    row = torch.ones(1, 1, 2, 4)
     with cuda_functions():
         assert F.softmax(torch.zeros(2, 4), -1).sum() == 2
+        assert torch.equal(F.scaled_dot_product_attention(row, row, row, None, 0.9), row)
 
 
 @pytest.mark.parametrize(

@@ -158,6 +158,15 @@ def test_what_a_run_needs_is_asked_for_by_a_small_file(wire, bucket):
     assert SECRET not in str(caught.value)
 
 
+def test_the_small_file_goes_where_it_is_not_read_back_as_it_was(bucket, monkeypatch):
+    import s3fs
+
+    monkeypatch.setattr(s3fs.S3FileSystem, "cat_file", lambda self, path, **words: b"another")
+    with pytest.raises(StoreError, match="does not hold what was written"):
+        Store(f"s3://{bucket}/x").require_writable()
+    assert objects(bucket) == {}
+
+
 def test_credentials_that_are_absent_are_named_and_schemes_that_are_unknown(bucket, monkeypatch):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)

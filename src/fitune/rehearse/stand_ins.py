@@ -217,9 +217,12 @@ def cuda_functions() -> Iterator[None]:
             return torch._softmax(input, dim, True)
         return softmax(input, dim, _stacklevel, dtype)
 
-    def attend(*args: Any, **words: Any) -> torch.Tensor:
-        """F.scaled_dot_product_attention without dropout."""
-        return attention(*args, **{**words, "dropout_p": 0.0})
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """F.scaled_dot_product_attention without dropout; named as torch names them."""
+        return attention(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
 
     F.dropout, F.scaled_dot_product_attention, F.softmax = _dropout, attend, normalise
     try:

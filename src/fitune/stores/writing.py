@@ -120,10 +120,12 @@ class Store:
             """Writes, reads and removes the file. Raises StoreError if the bytes read differ."""
             filesystem, inner = self._open_in_folder(name)
             filesystem.pipe_file(inner, content)
-            filesystem.invalidate_cache()
-            if filesystem.cat_file(inner) != content:
-                raise StoreError(f"{self.url}: the store does not hold what was written")
-            filesystem.rm_file(inner)
+            try:
+                filesystem.invalidate_cache()
+                if filesystem.cat_file(inner) != content:
+                    raise StoreError(f"{self.url}: the store does not hold what was written")
+            finally:
+                filesystem.rm_file(inner)
 
         self._tried(self.url, probe, doing="write", waits=())
 
