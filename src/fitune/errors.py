@@ -320,5 +320,5 @@ def did_you_mean(word: str, known: list[str] | tuple[str, ...]) -> str | None:
 
 
 def joined_hints(*hints: str | None) -> str:
-    """Those that are there in one line: ``did you mean 'h100'? --gpu cpu; or none``."""
+    """Join the hints that are not empty into one line: ``did you mean 'h100'? --gpu cpu; or none``."""
     return "; ".join(filter(None, hints)).replace("?; ", "? ")

@@ -69,6 +69,7 @@ def surroundings(*, cards: Sequence[str], compute: str | int | None) -> dict[str
         "NULLCUDA_CARDS": ", ".join(CARDS.get(card, card) for card in cards),
         "PYTHONPATH": ":".join(map(str, paths)),
         "HF_HUB_OFFLINE": "1",
+        "DS_ACCELERATOR": "cuda",  # a test may have loaded DeepSpeed for the CPU
     }
     if compute is not None:
         given |= {"NULLCUDA_COMPUTE": str(compute)}
@@ -93,11 +94,9 @@ def run(
     """
     given = surroundings(cards=cards, compute=compute)
     given |= {name: str(value) for name, value in (environment or {}).items()}
-    # set where a test has loaded DeepSpeed for the CPU
-    ours = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
     with subprocess.Popen(
         [str(HERE / "run.sh"), *map(str, command)],
-        env=ours | given,
+        env=os.environ | given,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

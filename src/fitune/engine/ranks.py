@@ -146,7 +146,8 @@ class _Told(Generic[T]):
 
 
 def _tried(make: Callable[[], T], *, here: bool) -> tuple[_Told[T], FituneError | None]:
-    """What ``make`` returns ``here``, or why it does not, for the others; and its error, for this rank."""
+    """Call ``make`` where ``here`` is true. Returns what the other ranks are told, its value or the text of its error,
+    and the error itself, None without one."""
     if not here:
         return _Told(), None
     try:

@@ -27,7 +27,8 @@ def gradient_copies_bytes(plan: Plan) -> int:
 
 
 def deepspeed_buffers_bytes(plan: Plan) -> int:
-    """What DeepSpeed pins beyond weights, masters and gradients: the rest to powers of two, and second copies.
+    """Bytes that DeepSpeed pins on a rank beyond weights, masters and gradients: what rounding to powers of two adds,
+    and second copies.
 
     To 4 bytes those of two full fine-tunings over two ranks on the null GPU (DeepSpeed 0.19.8).
     """

@@ -12,7 +12,7 @@ from fitune.units import MIB
 
 _MOST_BYTES = 64 * MIB
 _MOST, _MOST_ROWS = 1e12, 1e6
-"""Of any size, and of the rows of a micro-batch, of each of which the estimate asks the length."""
+"""The largest number in a record, and the most rows in a micro-batch: the estimate goes through them one by one."""
 _COUNTS = (
     "layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "n_gpus", "lora_rank",
     "seq_len", "micro_batch", "grad_accum", "tp", "pp", "cp", "recompute_blocks", "loss_chunk_tokens",

@@ -113,7 +113,8 @@ class ServerEngine:
                     raise EngineDied(self._dead, hint=_WHAT_TO_CHECK)
 
     def _each(self, ask: Callable[[Any], T], asked: Sequence[Any]) -> Generator[T, None, None]:
-        """What ``ask`` returns for each, as they come back, ``batch_size`` at a time; closed, it begins no more."""
+        """Call ``ask`` for every item, ``batch_size`` at a time; yields its results as they come back. Closing it sends
+        nothing more."""
         with ThreadPoolExecutor(self.batch_size) as pool:
             begun = [pool.submit(ask, one) for one in asked]
             try:

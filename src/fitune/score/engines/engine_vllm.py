@@ -81,7 +81,7 @@ class VllmEngine:
         self._begun: set[Request] = set()
         """Rows that were sent and are not yielded yet."""
         self._rows: dict[int, Request] = {}
-        """Those that are not answered, by the number that they were sent under."""
+        """Requests that vLLM has not answered yet, by the number that each was sent with."""
         self._found: dict[Request, Completion] = {}
         self._sent = 0
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (as long as the process)

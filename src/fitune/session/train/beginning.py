@@ -1,7 +1,7 @@
 """A recipe is planned, and checked before data is read.
 
-The process that only starts ranks comes no further, so this file imports neither transformers nor PEFT, which take six
-of its nine seconds.
+The process that only starts ranks comes no further, so this file imports neither transformers nor PEFT, which were two
+thirds of its start.
 """
 
 from dataclasses import replace
