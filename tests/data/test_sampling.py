@@ -8,7 +8,7 @@ import pytest
 
 import fitune.data.sampling as sampling
 from data.tiny_tokenizers import byte_tokenizer
-from fitune.data.sampling import BYTES_PER_TOKEN, TOKENS_PER_MESSAGE, bytes_per_token, guess_epoch
+from fitune.data.sampling import BYTES_PER_TOKEN, TOKENS_PER_MESSAGE, bytes_per_token, sample_rows
 from fitune.errors import DataError
 from fitune.spec.plan import Batch, DataPlan, DataSource
 from jsonl import write_lines
@@ -26,9 +26,7 @@ def guessed(file, *, packing=False, seq_len=4096, **data):
     weight = data.pop("weight", 1.0)
     plan = DataPlan(sources=(DataSource(path=str(file), weight=weight),), **data)
     batch = Batch(micro_batch_size=2, accumulation=1, seq_len=seq_len, packing=packing)
-    epoch = guess_epoch(plan, batch, tokenizer_folder=NOWHERE)
-    assert epoch is not None
-    return epoch
+    return sample_rows(plan, tokenizer_folder=NOWHERE).epoch(batch)
 
 
 def tokens_of(size):
@@ -73,6 +71,13 @@ def test_weights_and_held_out_rows_change_the_count(tmp_path):
     assert guessed(f"{file}#30").rows == 30
 
 
+def test_the_average_row_keeps_no_more_than_seq_len(tmp_path):
+    file = rows_file(tmp_path, [40, 80, 400])
+    sample = sample_rows(DataPlan(sources=(DataSource(path=str(file)),)), tokenizer_folder=NOWHERE)
+    assert sample.mean_row_tokens(4096) == round((31 + 51 + 211) / 3)
+    assert sample.mean_row_tokens(100) == round((31 + 51 + 100) / 3)
+
+
 def test_packs_are_counted(tmp_path):
     file = rows_file(tmp_path, [40] * 100)
     each = 100 // tokens_of(40)
@@ -82,8 +87,7 @@ def test_packs_are_counted(tmp_path):
 def test_the_models_own_tokenizer_counts(model_folder, data_file):
     plan = DataPlan(sources=(DataSource(path=str(data_file)),))
     batch = Batch(micro_batch_size=2, accumulation=1, seq_len=256, packing=False)
-    epoch = guess_epoch(plan, batch, tokenizer_folder=model_folder)
-    assert epoch is not None
+    epoch = sample_rows(plan, tokenizer_folder=model_folder).epoch(batch)
     assert epoch.rows == 56
     assert epoch.guess.endswith("bytes a token")
 
@@ -93,8 +97,7 @@ def test_a_damaged_tokenizer_is_left_to_training_to_refuse(tmp_path, data_file, 
     (tmp_path / "tokenizer.json").write_text(content)
     plan = DataPlan(sources=(DataSource(path=str(data_file)),))
     batch = Batch(micro_batch_size=2, accumulation=1, seq_len=256, packing=False)
-    epoch = guess_epoch(plan, batch, tokenizer_folder=tmp_path)
-    assert epoch is not None
+    epoch = sample_rows(plan, tokenizer_folder=tmp_path).epoch(batch)
     assert epoch.guess.endswith("(tokenizer.json cannot be read)")
 
 
@@ -115,10 +118,9 @@ def test_truncation_and_padding_saved_in_a_tokenizer_are_not_used(tmp_path):
 
 
 def test_what_lies_elsewhere_is_not_guessed():
-    batch = Batch(micro_batch_size=2, accumulation=1, seq_len=256, packing=False)
     for path in ("owner/name", "s3://bucket/rows.jsonl"):
         data = DataPlan(sources=(DataSource(path=path),))
-        assert guess_epoch(data, batch, tokenizer_folder=NOWHERE) is None
+        assert sample_rows(data, tokenizer_folder=NOWHERE) is None
 
 
 def test_a_missing_file_and_one_without_rows_are_refused(tmp_path):

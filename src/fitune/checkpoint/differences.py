@@ -91,7 +91,7 @@ _ABSENT = object()
 
 _OF_THE_MOMENT = (
     "hardware.nvme_bytes", "hardware.host_memory_bytes", "hardware.calibration", "hardware.measured",
-    "hardware.taken_bytes", "hardware.left_out",
+    "hardware.taken_bytes", "hardware.left_out", "batch.mean_row_tokens",
 )  # fmt: skip
 """Measured when the plan is made and different every time: no setting of anybody's."""
 

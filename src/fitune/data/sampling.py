@@ -50,12 +50,43 @@ class _Sample:
     """Reason -> rows that cannot be trained on."""
 
 
-def guess_epoch(data: DataPlan, batch: Batch, *, tokenizer_folder: Path) -> Epoch | None:
-    """An epoch as the first rows of each source let it look; None where a source is not on this machine.
+@dataclass(frozen=True, slots=True)
+class RowSample:
+    """The first rows of each source of ``data``; ``counted``: in words, where the bytes of a token are from."""
+
+    data: DataPlan
+    samples: list[_Sample]
+    bytes_per_token: float
+    counted: str
+
+    def epoch(self, batch: Batch) -> Epoch:
+        """Returns an epoch as these rows let it look. Raises DataError when no row is left."""
+        data, samples = self.data, self.samples
+        weighted = [
+            (one.places * (1 - data.val_fraction) / len(one.lengths), lengths)
+            for one in samples
+            for lengths in (_cut(one.lengths, self.bytes_per_token, data, seq_len=batch.seq_len),)
+        ]
+        rows = sum(len(one.lengths) for one in samples)
+        how = "" if all(one.is_whole for one in samples) else f"from the first {rows:,} rows "
+        bad = sum((one.bad for one in samples), Counter[str]())
+        epoch = _epoch(weighted, batch, guess=f"{how}at {self.counted}")
+        return replace(epoch, bad_rows=dict(bad.most_common()))
+
+    def mean_row_tokens(self, seq_len: int) -> int:
+        """Returns the tokens of an average row, of which none keeps more than ``seq_len``. Raises DataError."""
+        one_row = Batch(micro_batch_size=1, accumulation=1, seq_len=seq_len, packing=False)
+        return self.epoch(one_row).usual.tokens
+
+
+def sample_rows(data: DataPlan, *, tokenizer_folder: Path) -> RowSample | None:
+    """Returns the first rows of each source; None where a source is not on this machine, or there is none.
 
     The tokens of a row are bytes of text by the bytes of a token, which the model's tokenizer says where
     ``tokenizer_folder`` has one. Raises DataError when a file is missing, or has no row that can be read.
     """
+    if not data.sources:
+        return None
     samples = []
     for source in data.sources:
         sample = _read(source, train_on_prompt=data.train_on_prompt)
@@ -63,17 +94,9 @@ def guess_epoch(data: DataPlan, batch: Batch, *, tokenizer_folder: Path) -> Epoc
             return None
         samples.append(sample)
     require_files(data)
-    per_token, counted = bytes_per_token([text for one in samples for text in one.texts], tokenizer_folder)
-    weighted = [
-        (sample.places * (1 - data.val_fraction) / len(sample.lengths), lengths)
-        for sample in samples
-        for lengths in (_cut(sample.lengths, per_token, data, seq_len=batch.seq_len),)
-    ]
-    how = (
-        "" if all(sample.is_whole for sample in samples) else f"from the first {_read_rows(samples):,} rows "
+    return RowSample(
+        data, samples, *bytes_per_token([text for one in samples for text in one.texts], tokenizer_folder)
     )
-    bad = sum((sample.bad for sample in samples), Counter[str]())
-    return replace(_epoch(weighted, batch, guess=f"{how}at {counted}"), bad_rows=dict(bad.most_common()))
 
 
 def require_files(data: DataPlan) -> None:
@@ -250,7 +273,3 @@ def bytes_per_token(all_texts: Sequence[str], folder: Path) -> tuple[float, str]
 def _spread(texts: Sequence[str]) -> Iterator[str]:
     """About 500 of ``texts``, from all over them."""
     return islice(texts, 0, None, max(1, len(texts) // 500))
-
-
-def _read_rows(samples: Sequence[_Sample]) -> int:
-    return sum(len(sample.lengths) for sample in samples)

@@ -34,11 +34,11 @@ def predict(
 ) -> Estimate:
     """Memory of the ``largest`` micro-batch on one device, its host and its disks, and time of the ``usual`` one.
 
-    Without them, of the largest the plan allows: what has to fit before the data is known.
+    Without them, of the largest that the plan allows: what has to fit before the data is known; and of ``usual_batch``.
     ``first``: the largest micro-batch of the first step, whose update makes the optimizer's states.
     """
     worst = largest_batch(plan)
-    usual = usual or worst
+    usual = usual or usual_batch(plan)
     step = describe_step(plan, largest or worst)
     time = step_time_of(step if step.shape == usual else describe_step(plan, usual))
     memory, host = memory_of(step), host_terms(step)
@@ -102,3 +102,14 @@ def largest_batch(plan: Plan) -> BatchShape:
         rows=batch.micro_batch_size * (2 if batch.packing and not one_row else 1),
         longest_row=batch.seq_len,
     )
+
+
+def usual_batch(plan: Plan) -> BatchShape:
+    """Returns a micro-batch of average rows, or of average rows packed; the largest where the average is not known."""
+    batch = plan.batch
+    mean = batch.mean_row_tokens
+    if mean in (0, batch.seq_len):
+        return largest_batch(plan)
+    tokens = batch.micro_batch_tokens if batch.packing else batch.micro_batch_size * mean
+    rows = max(1, tokens // mean)
+    return BatchShape(tokens=tokens, supervised_tokens=tokens - rows, rows=rows, longest_row=mean)

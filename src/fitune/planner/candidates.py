@@ -122,7 +122,7 @@ def draft(request: Request, method: Method, placement: Placement) -> Plan:
         compile_blocks=recipe.torch_compile,
         tf32=recipe.tf32 and has_tf32(hardware.gpu, method.precision),
         loss=losses(recipe)[-1],
-        batch=Batch(micro_batch_size=1, accumulation=1, seq_len=recipe.seq_len, packing=recipe.packing),
+        batch=_batch(recipe, micro=1, steps=1),
         schedule=schedule_of(recipe, learning_rate=rate),
         data=data_of(recipe),
         run=run_of(recipe, model=model, tuning=method.tuning),
@@ -156,10 +156,14 @@ def batches(recipe: Recipe, method: Method, *, ranks: int) -> tuple[Batch, ...]:
     """
     whole = () if adds_gradients_up(method.tuning) else tuple(_whole_share(recipe, ranks))
     splits = whole or _splits(recipe, ranks)
-    return tuple(
-        Batch(micro_batch_size=micro, accumulation=steps, seq_len=recipe.seq_len, packing=recipe.packing)
-        for micro, steps in splits
-    )
+    return tuple(_batch(recipe, micro=micro, steps=steps) for micro, steps in splits)
+
+
+def _batch(recipe: Recipe, *, micro: int, steps: int) -> Batch:
+    return Batch(
+        micro_batch_size=micro, accumulation=steps, seq_len=recipe.seq_len, packing=recipe.packing,
+        mean_row_tokens=min(recipe.mean_row_tokens or 0, recipe.seq_len),
+    )  # fmt: skip
 
 
 def _whole_share(recipe: Recipe, ranks: int) -> Iterator[tuple[int, int]]:

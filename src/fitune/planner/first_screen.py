@@ -16,7 +16,7 @@ from fitune.spec.plan import Lomo, Plan
 from fitune.spec.predictions import Estimate, PlanReport, Priced
 from fitune.spec.recipe.recipe import Recipe
 from fitune.spec.rules import broken_rules
-from fitune.spec.words import method_name
+from fitune.spec.words import describe_rates, method_name
 from fitune.units import (
     GIB,
     MIB,
@@ -177,7 +177,7 @@ def facts_of(report: PlanReport) -> Iterator[Fact]:
     yield from _how(taken.plan)
     yield "memory", _memory(taken)
     yield from _host(taken)
-    yield "speed", (f"{format_rate(taken.estimate.tokens_per_second)} · {taken.plan.hardware.rates}",)
+    yield "speed", (f"{format_rate(taken.estimate.tokens_per_second)} · {describe_rates(taken.plan)}",)
     yield _job(report)
 
 

@@ -182,8 +182,13 @@ def in_order(found: Sequence[Found], *, packed: bool) -> list[Found]:
     return [chosen, *sorted(others, key=lambda item: item.tokens_per_second, reverse=True)]
 
 
-def preferred(fitting: Sequence[StepStages], *, by: Callable[[StepStages], int]) -> StepStages:
+def preferred(
+    fitting: Sequence[StepStages],
+    *,
+    by: Callable[[StepStages], int],
+    speed: Callable[[StepStages], float] = tokens_per_second,
+) -> StepStages:
     """The fastest; among those within 1 % of it the one with the least ``by``."""
-    speeds = [tokens_per_second(step) for step in fitting]
+    speeds = [speed(step) for step in fitting]
     fast_enough = INDISTINGUISHABLE * max(speeds)
     return min((step for step, speed in zip(fitting, speeds, strict=True) if speed >= fast_enough), key=by)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from fitune.planner.alternatives import Alternative, Largest, changed_recipe, compare, largest
-from fitune.session.planning import plan_for, wanted_hardware
+from fitune.session.planning import for_its_rows, plan_for, wanted_hardware
 from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.predictions import PlanReport
 from fitune.spec.recipe.recipe import Recipe
@@ -28,6 +28,7 @@ class LargestThatFit:
 
 def plan_with(recipe: Recipe, change: str) -> WithChange:
     """The plan, and the best plan with the settings of ``zero: 3, backend: fsdp`` on top."""
+    recipe = for_its_rows(recipe)
     changed = changed_recipe(recipe, change)
     report = plan_for(recipe)
     alternative = compare(
@@ -39,6 +40,7 @@ def plan_with(recipe: Recipe, change: str) -> WithChange:
 
 def largest_for(recipe: Recipe, quantity: str) -> LargestThatFit:
     """The largest ``seq_len``, ``micro_batch`` or ``model`` that fits. Raises RecipeError for another quantity."""
+    recipe = for_its_rows(recipe)
     quantity = quantity.replace("-", "_").removesuffix("_size")
     found = largest(recipe, quantity, model=load_model_spec(recipe.model), hardware=wanted_hardware(recipe))
     return LargestThatFit(recipe=recipe, quantity=quantity, found=found)

@@ -3,10 +3,11 @@
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fitune.errors import DataError, HardwareError, NothingFits
 from fitune.measure.hardware import resolve_hardware, see_one_kind
-from fitune.planner.defaults import with_host_memory
+from fitune.planner.defaults import data_of, with_host_memory
 from fitune.planner.search import find_plan
 from fitune.planner.whole_run import whole_run, with_timely_saves
 from fitune.spec.machines.gpus import GpuFigures
@@ -18,6 +19,9 @@ from fitune.spec.predictions import PlanReport
 from fitune.spec.recipe.recipe import Recipe
 from fitune.spec.rules import Purpose
 from fitune.units import counted
+
+if TYPE_CHECKING:  # not for those who name no data
+    from fitune.data.sampling import RowSample
 
 LARGE_NODES = {"v100-32gb": 16, "a100-40gb": 16}
 """GPUs in the largest machines that are sold or rented, where those have more than 8: NVIDIA's DGX-2 (its data sheet)
@@ -47,9 +51,31 @@ def plan_for(
         return find_plan(recipe, model=model, hardware=hardware or wanted_hardware(recipe), purposes=purposes)
 
 
+def sampled(recipe: Recipe) -> tuple[Recipe, "RowSample | None"]:
+    """Returns the recipe with the average row of its data, and the rows that tell it; as it is where they are not on
+    this machine. Raises DataError for a file that is missing, or has no row to train on."""
+    if not recipe.data:
+        return recipe, None
+    from fitune.data.sampling import sample_rows  # not for those who name no data
+
+    sample = sample_rows(data_of(recipe), tokenizer_folder=Path(recipe.model))
+    if sample is None or recipe.mean_row_tokens is not None:
+        return recipe, sample
+    return recipe.model_copy(update={"mean_row_tokens": sample.mean_row_tokens(recipe.seq_len)}), sample
+
+
+def for_its_rows(recipe: Recipe) -> Recipe:
+    """Returns the recipe with the average row of its data; as it is where they cannot be read here."""
+    with suppress(DataError):
+        return sampled(recipe)[0]
+    return recipe
+
+
 def plan_on_data(recipe: Recipe) -> PlanReport:
     """The plan, and the whole run on the data that the recipe names. Raises DataError for a file that is missing."""
-    report = _on_data(recipe, plan_for(recipe))
+    model = load_model_spec(recipe.model)
+    recipe, sample = sampled(recipe)
+    report = _on_data(recipe, plan_for(recipe, model=model), sample)
     sources = report.chosen.plan.data.sources
     if report.run is not None and report.run.epoch.rows < FEW_ROWS:
         rows = counted(report.run.epoch.rows, "row")
@@ -86,32 +112,37 @@ def first_screen_of(
     if isinstance(found, NothingFits):
         return screen_of_nothing(found, as_options=as_options)
     model = load_model_spec(recipe.model)
+    mean = found.taken.plan.batch.mean_row_tokens or None
+    recipe = recipe.model_copy(update={"mean_row_tokens": mean}) if mean else recipe
     ways = other_ways(recipe, found.taken, model=model, machine=wanted_hardware)
     return first_screen(found, ways, train=train)
 
 
-def saving_in_time(recipe: Recipe, report: PlanReport) -> PlanReport:
-    """The plan with checkpoints as often as its run on the data asks for; what is wrong in the rows, training says.
+def plan_to_train(recipe: Recipe, *, hardware: Hardware) -> PlanReport:
+    """The plan that trains on the recipe's data, with checkpoints as often as the run on it asks for; what is wrong in
+    the rows, training says.
 
     Raises DataError for a file that is missing. A run that is there already may be complete, and then needs no data.
     """
     from fitune.data.sampling import require_files
 
+    sample = None
+    with suppress(DataError):
+        recipe, sample = sampled(recipe)
+    report = plan_for(recipe, purposes=("plan", "train"), hardware=hardware)
     if not Path(report.chosen.plan.run.output_dir).exists():
         require_files(report.chosen.plan.data)
     with suppress(DataError):
-        return _on_data(recipe, report)
+        return _on_data(recipe, report, sample)
     return report
 
 
-def _on_data(recipe: Recipe, report: PlanReport) -> PlanReport:
+def _on_data(recipe: Recipe, report: PlanReport, sample: "RowSample | None") -> PlanReport:
     taken = report.taken
     plan = taken.plan
     if not plan.data.sources:
         return report
-    from fitune.data.sampling import guess_epoch  # not for those who name no data
-
-    epoch = guess_epoch(plan.data, plan.batch, tokenizer_folder=Path(plan.model_path))
+    epoch = None if sample is None else sample.epoch(plan.batch)
     run = None if epoch is None else whole_run(plan, epoch, price_per_gpu_hour=report.price_per_gpu_hour)
     plan = with_timely_saves(recipe, plan, run, step_seconds=taken.estimate.step_seconds)
     saving = replace(taken, plan=plan)

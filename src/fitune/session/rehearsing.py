@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fitune.planner.reasons.explain import plan_data, unit_for
-from fitune.session.planning import plan_for
+from fitune.session.planning import for_its_rows, plan_for
 from fitune.spec.predictions import Estimate, PlanReport, Rehearsal
 from fitune.spec.recipe.recipe import Recipe
 from fitune.spec.words import describe_plan
@@ -21,7 +21,7 @@ class Rehearsed:
 
 def rehearse_recipe(recipe: Recipe, *, exact: bool) -> Rehearsed:
     """Plan among what can be rehearsed, then rehearse what was chosen. ``exact`` traces every block."""
-    report = plan_for(recipe, purposes=("plan", "rehearse"))
+    report = plan_for(for_its_rows(recipe), purposes=("plan", "rehearse"))
     from fitune.rehearse.step import rehearse
 
     chosen = report.chosen

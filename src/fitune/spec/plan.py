@@ -116,6 +116,8 @@ class Batch:
     accumulation: int
     seq_len: int
     packing: bool
+    mean_row_tokens: int = 0
+    """Tokens of an average row, for which speeds are predicted; 0: not known, and every row counts as full."""
 
     @property
     def micro_batch_tokens(self) -> int:

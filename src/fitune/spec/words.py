@@ -215,3 +215,9 @@ def devices_with_memory(hardware: Hardware) -> str:
     if hardware.taken_bytes:
         words += f", {format_bytes(hardware.taken_bytes)} of it taken by other programs"
     return f"{words}; not used: {hardware.left_out}" if hardware.left_out else words
+
+
+def describe_rates(plan: Plan) -> str:
+    """Returns what a speed of the plan rests on: ``datasheet rates, rows of 506 tokens``."""
+    mean = plan.batch.mean_row_tokens
+    return plan.hardware.rates + (f", rows of {mean:,} tokens" if mean else "")

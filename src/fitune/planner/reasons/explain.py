@@ -17,6 +17,7 @@ from fitune.spec.words import (
     describe_devices,
     describe_placement,
     describe_plan,
+    describe_rates,
     devices_with_memory,
     method_name,
 )
@@ -84,7 +85,7 @@ def explain_priced(priced: Priced, *, price: float) -> str:
             "",
             wrapped(memory_sum(estimate)),
             *_elsewhere(estimate),
-            wrapped(f"{_time_line(estimate)} · {plan.hardware.rates}"),
+            wrapped(f"{_time_line(estimate)} · {describe_rates(plan)}"),
             *_on_a_slower_board(plan),
             *_cost_line(priced, price),
         ]

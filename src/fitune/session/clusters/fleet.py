@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import cast
 
 from fitune.errors import HardwareError, RecipeError
-from fitune.estimate.predict import largest_batch
+from fitune.estimate.predict import usual_batch
 from fitune.planner.clusters.fleet import EpochOf, TrainingOffer, TrainingRanking, rank_fleet
 from fitune.planner.clusters.ranking import Wanted
 from fitune.session.clusters.launching import is_fetched, launch_file, render
+from fitune.session.planning import sampled
 from fitune.spec.machines.job import System
 from fitune.spec.model.model_config import load_model_spec
-from fitune.spec.plan import Batch, DataPlan, Plan
+from fitune.spec.plan import Plan
 from fitune.spec.predictions import Epoch
 from fitune.spec.recipe.fleet import Fleet, Objective, read_fleet
 from fitune.spec.recipe.job_settings import read_job_settings
@@ -44,8 +45,9 @@ def plan_on_fleet(recipe: Recipe, request: FleetRequest) -> TrainingRanking:
             why = f"{name} is of one machine, and {request.file} lists several"
             raise RecipeError(why, hint=f"leave {name} out")
     wanted = wanted_of(request, recipe.objective)
+    recipe, epoch_of = _on_rows(recipe, request.rows)
     return rank_fleet(
-        recipe, fleet, wanted, model=load_model_spec(recipe.model), epoch_of=_epochs(recipe, request.rows),
+        recipe, fleet, wanted, model=load_model_spec(recipe.model), epoch_of=epoch_of,
         fetches_model=is_fetched(recipe.model),
     )  # fmt: skip
 
@@ -134,45 +136,47 @@ def recipe_on(recipe: Recipe, offer: TrainingOffer) -> Recipe:
     )  # fmt: skip
 
 
-def _epochs(recipe: Recipe, rows: int | None) -> EpochOf:
-    """An epoch for each plan: of the data that is here, else of ``rows`` full ones, else as max_steps says."""
-    if rows is None and not recipe.data and recipe.max_steps is None:
-        raise RecipeError(
-            "the length of a run follows from its number of rows, and no data is named",
-            hint="data: in the recipe, --rows N where it is not on this machine, or max_steps",
-        )
-
-    @cache
-    def guessed(data: DataPlan, batch: Batch, model_path: str) -> Epoch | None:
-        """Epoch guessed from the first rows, once for each batch; None where the data is not on this machine."""
-        from fitune.data.sampling import guess_epoch  # not for those who name no data
-
-        return guess_epoch(data, batch, tokenizer_folder=Path(model_path))
-
-    def epoch_of(plan: Plan) -> Epoch:
-        """The plan's epoch. Raises RecipeError where data is not here, with neither ``rows`` nor max_steps."""
-        if rows is None and recipe.data:
-            batch = replace(plan.batch, accumulation=1)  # for plans that differ in it alone
-            if (found := guessed(plan.data, batch, plan.model_path)) is not None:
-                return found
-            if recipe.max_steps is None:
-                raise RecipeError(
-                    "the data is not on this machine", hint="--rows N says how many rows an epoch has"
-                )
-        return full_rows(plan, rows)
-
-    return epoch_of
+def _on_rows(recipe: Recipe, rows: int | None) -> tuple[Recipe, EpochOf]:
+    """The recipe with its average row, and an epoch for each plan: of the data that is here, else of ``rows``, else as
+    max_steps says. Raises RecipeError where nothing says it."""
+    if rows is not None or not recipe.data:
+        if rows is None and recipe.max_steps is None:
+            raise RecipeError(
+                "the length of a run follows from its number of rows, and no data is named",
+                hint="data: in the recipe, --rows N where it is not on this machine, or max_steps",
+            )
+        return recipe, lambda plan: full_rows(plan, rows)
+    recipe, sample = sampled(recipe)
+    if sample is None:
+        if recipe.max_steps is None:
+            raise RecipeError(
+                "the data is not on this machine", hint="--rows N says how many rows an epoch has"
+            )
+        return recipe, lambda plan: full_rows(plan, rows)
+    epoch = cache(sample.epoch)
+    return recipe, lambda plan: epoch(
+        replace(plan.batch, accumulation=1)
+    )  # once for plans that differ in it alone
 
 
 def full_rows(plan: Plan, rows: int | None) -> Epoch:
-    """``rows`` of seq_len tokens each; without a number, those that the plan's steps take."""
+    """``rows`` of seq_len tokens each, or of the average that the recipe names; without a number, those that the plan's
+    steps take."""
     batch = plan.batch
+    mean, named = (
+        batch.mean_row_tokens or batch.seq_len,
+        "mean_row_tokens" if batch.mean_row_tokens else "seq_len",
+    )
+    per_unit = batch.seq_len if batch.packing else mean
     if rows is None:
         steps = getattr(plan.schedule.duration, "count", 1)
-        rows = round(steps * batch.global_batch_size * plan.hardware.num_gpus)
+        units = round(steps * batch.global_batch_size * plan.hardware.num_gpus)
+    else:
+        units = -(-rows * mean // per_unit)
+    tokens = units * per_unit if rows is None else rows * mean
     return Epoch(
-        rows=rows, tokens=rows * batch.seq_len, longest_row=batch.seq_len, units=rows, usual=largest_batch(plan),
-        guess=f"as {batch.seq_len:,} tokens (seq_len) in each row",
+        rows=rows or tokens // mean, tokens=tokens, longest_row=batch.seq_len, units=units,
+        usual=usual_batch(plan), guess=f"as {mean:,} tokens ({named}) in each row",
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from fitune.errors import RecipeError
 from fitune.launch.manifests import job_text
 from fitune.launch.nodes import meeting_address
 from fitune.planner.clusters.job import inside, job_of
-from fitune.session.planning import plan_for
+from fitune.session.planning import for_its_rows, plan_for
 from fitune.spec.deepspeed import deepspeed_config
 from fitune.spec.machines.job import JobSpec, System
 from fitune.spec.plan import Plan, Zero
@@ -42,6 +42,7 @@ def launch_file(
     """The job of the recipe's plan, and the file that starts it on ``on``: YAML for kubectl, a script for sbatch."""
     _require_named_hardware(recipe)
     wanted = read_job_settings(job_file, settings=settings)
+    recipe = for_its_rows(recipe)
     return render(recipe, plan_for(recipe, purposes=("plan", "train")).chosen, wanted, on)
 
 
@@ -134,7 +135,7 @@ def launch_lines(
     """The command for each machine of the recipe's plan: as text, each below its number, and as data. The recipe is
     named as it was typed."""
     typed = [*words, *(part for setting in settings for part in ("--set", setting))]
-    plan = plan_for(recipe, purposes=("plan", "train")).chosen.plan
+    plan = plan_for(for_its_rows(recipe), purposes=("plan", "train")).chosen.plan
     commands = machine_commands(plan, typed, rendezvous=rendezvous)
     lines = (f"# machine {number}\n{command}" for number, command in enumerate(commands))
     return "\n".join(lines), {"commands": commands}
@@ -160,7 +161,7 @@ def machine_commands(plan: Plan, words: Sequence[str], *, rendezvous: str) -> li
 
 def deepspeed_configuration(recipe: Recipe) -> tuple[str, dict[str, Any]]:
     """The ds_config.json of the recipe's plan, as text and as data. Raises RecipeError when it is another's."""
-    plan = plan_for(recipe).chosen.plan
+    plan = plan_for(for_its_rows(recipe)).chosen.plan
     if not isinstance(plan.sharding, Zero) or plan.sharding.backend != "deepspeed":
         by = describe_sharding(plan.sharding) or "one process"
         raise RecipeError(f"the plan is {by}, not DeepSpeed", hint="backend: deepspeed, gpus: 2 or more")

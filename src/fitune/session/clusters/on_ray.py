@@ -168,7 +168,8 @@ def _of_number(world: int, most: Attempt, recipe: Recipe, hardware: Hardware) ->
     """The attempt of another number of workers at the same global batch."""
     batch = most.plan.batch
     rows = batch.micro_batch_size * batch.accumulation * most.plan.hardware.num_gpus
-    recipe = recipe.model_copy(update={"global_batch_size": rows, "gradient_accumulation_steps": None})
+    pins = {"global_batch_size": rows, "gradient_accumulation_steps": None}
+    recipe = recipe.model_copy(update={**pins, "mean_row_tokens": batch.mean_row_tokens or None})
     try:
         report = plan_for(recipe, purposes=("plan", "train"), hardware=hardware)
     except FituneError as error:

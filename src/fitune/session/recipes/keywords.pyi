@@ -58,6 +58,7 @@ class RecipeKeys(TypedDict, total=False):
     allow_https: bool
     allow_private_addresses: bool
     seq_len: int
+    mean_row_tokens: int | None
     micro_batch_size: int | None
     gradient_accumulation_steps: int | None
     global_batch_size: int | None

@@ -12,7 +12,7 @@ from fitune.errors import RecipeError
 from fitune.measure.cuda_cards import other_card
 from fitune.measure.hardware import require_free
 from fitune.session.events import Note, Planned, Tell
-from fitune.session.planning import plan_for, saving_in_time, wanted_hardware
+from fitune.session.planning import plan_to_train, wanted_hardware
 from fitune.session.train.attempts import Attempt
 from fitune.session.train.checks import as_begun, complete_run, require_room_on_disk
 from fitune.session.train.first_use import measure_on_first_use
@@ -46,7 +46,7 @@ def first_attempt(
             hardware = wanted_hardware(recipe)
         if not ranks.is_alone:  # all have to make the same plan, and the ranks hold memory already
             hardware = replace(hardware, taken_bytes=0)
-    report = saving_in_time(recipe, plan_for(recipe, purposes=("plan", "train"), hardware=hardware))
+    report = plan_to_train(recipe, hardware=hardware)
     plan = report.chosen.plan
     tell(Planned(report=report))
     if here is None:  # else the ranks are started where the devices are

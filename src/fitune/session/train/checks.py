@@ -32,8 +32,9 @@ _SMALL_FILES_BYTES = 48 * MIB
 
 
 def as_begun(recipe: Recipe) -> Recipe:
-    """``recipe`` with the method, quantisation and precision of the run in its output_dir, where it leaves them open:
-    of another number of devices fitune might choose others. As it is where no plan of a run can be read there."""
+    """``recipe`` with the method, quantisation, precision and average row of the run in its output_dir, where it leaves
+    them open: of other devices or rows fitune might choose others. As it is where no plan of a run can be read there.
+    """
     if not recipe.output_dir:
         return recipe
     try:
@@ -44,9 +45,8 @@ def as_begun(recipe: Recipe) -> Recipe:
         return recipe
     begun = pinned(recipe, saved)
     asks_for_another = recipe.tuning not in (None, begun.tuning)
-    keys = (
-        ("precision",) if asks_for_another else ("precision", "tuning", "quantization", "quantization_bits")
-    )
+    method = () if asks_for_another else ("tuning", "quantization", "quantization_bits")
+    keys = ("precision", "mean_row_tokens", *method)
     return recipe.model_copy(
         update={key: getattr(begun, key) for key in keys if getattr(recipe, key) is None}
     )

@@ -26,6 +26,8 @@ def pinned(recipe: Recipe, plan: Plan) -> Recipe:
         "offload_optimizer": plan.offload.optimizer, "offload_activations": plan.offload.activations,
         **settings_of(base_of(plan)), **_sharding(plan),
     }  # fmt: skip
+    if batch.mean_row_tokens:
+        pins["mean_row_tokens"] = batch.mean_row_tokens
     if plan.run.upload_to:
         pins["upload_to"] = plan.run.upload_to
     if recipe.objective == "cheapest":  # it chose how many devices; now they are said

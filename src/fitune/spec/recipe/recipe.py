@@ -156,6 +156,7 @@ class Recipe(_Strict):
 
     # in which batches
     seq_len: RowLength = 2048
+    mean_row_tokens: PositiveInt | None = None
     micro_batch_size: PositiveInt | None = None
     gradient_accumulation_steps: PositiveInt | None = None
     global_batch_size: PositiveInt | None = None
