@@ -39,6 +39,8 @@ def every_plan(request, method):
             {"tuning": "full", "global_batch_size": 8, "loss_chunk_tokens": 256, "seq_len": 8192},
         ),
         ("t4", 4, 64, {"tuning": "lora", "global_batch_size": 16, "seq_len": 8192, "loss": "chunked"}),
+        ("t4", 4, 64, {"tuning": "lora", "global_batch_size": 16, "seq_len": 8192, "mean_row_tokens": 300}),
+        ("rtx-3080", 2, 64, {"tuning": "full", "global_batch_size": 8, "mean_row_tokens": 100}),
     ],
 )
 def test_no_plan_is_better_than_the_one_taken(card, gpus, host, settings):

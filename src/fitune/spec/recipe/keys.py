@@ -63,7 +63,7 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "Batches": {
         "seq_len": "Longest row in tokens",
-        "mean_row_tokens": "Tokens of an average row, which speeds are for; chosen: from the data",
+        "mean_row_tokens": "Mean tokens of a row, for speeds; chosen: from the data",
         "micro_batch_size": "Rows on a device at once",
         "gradient_accumulation_steps": "Micro-batches in a step",
         "global_batch_size": "Rows in a step on all devices; chosen: near 16",

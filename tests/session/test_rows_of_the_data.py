@@ -1,0 +1,88 @@
+"""Plans are ranked by the rows of the data that is named, and hold its longest: seq_len."""
+
+from dataclasses import replace
+
+import pytest
+
+from fitune.estimate.predict import largest_batch, predict, usual_batch
+from fitune.session.clusters.fleet import full_rows
+from fitune.session.clusters.launching import launch_file
+from fitune.session.planning import plan_for, plan_on_data, plan_to_train, wanted_hardware
+from fitune.session.train.checks import as_begun
+from fitune.spec.recipe.pins import pinned
+from fitune.spec.recipe.recipe import parse_recipe
+from fitune.spec.serial import to_json
+from jsonl import write_lines
+
+CASES = {
+    "lora on a card": {"model": "llama-3.1-8b", "gpu": "rtx-4090", "tuning": "lora"},
+    "full on eight": {"model": "llama-3.1-8b", "gpu": "a100-80gb", "gpus": 8, "tuning": "full"},
+    "lora of 70b on eight": {"model": "llama-2-70b", "gpu": "a100-80gb", "gpus": 8, "tuning": "lora"},
+}
+WORDS, MEAN = 1200, 311
+"""Bytes of each row's text; its tokens: 1200 / 4, two messages of 5, and one at the start."""
+
+
+@pytest.fixture
+def short_rows(tmp_path):
+    write_lines(tmp_path / "rows.jsonl", [{"prompt": "p" * 600, "completion": "c" * 600}] * 40)
+    return str(tmp_path / "rows.jsonl")
+
+
+def on_rows(plan, mean):
+    return replace(plan, batch=replace(plan.batch, mean_row_tokens=mean))
+
+
+@pytest.mark.parametrize("settings", CASES.values(), ids=CASES)
+def test_short_rows_are_planned_for(short_rows, settings):
+    recipe = parse_recipe({**settings, "data": [short_rows]})
+    by_full_rows, taken = plan_for(recipe).chosen.plan, plan_on_data(recipe).chosen
+    assert taken.plan.batch.mean_row_tokens == MEAN
+    assert taken.estimate.tokens_per_second > 1.1 * predict(on_rows(by_full_rows, MEAN)).tokens_per_second
+    assert taken.estimate.memory == predict(on_rows(taken.plan, 0)).memory
+
+
+def test_what_is_planned_is_what_is_trained(short_rows, tmp_path):
+    recipe = parse_recipe({**CASES["lora on a card"], "data": [short_rows], "output_dir": str(tmp_path / "run")})
+    planned, trained = plan_on_data(recipe), plan_to_train(recipe, hardware=wanted_hardware(recipe))
+    assert trained.chosen.plan == planned.chosen.plan
+
+
+def test_a_named_average_is_obeyed(short_rows):
+    recipe = parse_recipe({**CASES["lora on a card"], "data": [short_rows], "mean_row_tokens": 1500})
+    assert plan_on_data(recipe).chosen.plan.batch.mean_row_tokens == 1500
+
+
+def test_rows_elsewhere_count_as_full():
+    recipe = parse_recipe({**CASES["lora on a card"], "data": ["owner/name"]})
+    batch = plan_on_data(recipe).chosen.plan.batch
+    assert (batch.mean_row_tokens, batch) == (0, plan_for(recipe).chosen.plan.batch)
+
+
+def test_a_run_goes_on_by_the_rows_it_began_with(short_rows, tmp_path):
+    """More rows of another length may have come since."""
+    recipe = parse_recipe({**CASES["lora on a card"], "data": [short_rows], "output_dir": str(tmp_path)})
+    (tmp_path / "plan.json").write_text(to_json(plan_on_data(recipe).chosen.plan))
+    assert as_begun(recipe).mean_row_tokens == MEAN
+    (tmp_path / "plan.json").write_text(to_json(plan_for(recipe).chosen.plan))
+    assert as_begun(recipe).mean_row_tokens is None
+
+
+def test_a_cluster_plans_by_the_same_rows(short_rows):
+    recipe = parse_recipe({**CASES["full on eight"], "data": [short_rows]})
+    assert pinned(recipe, plan_on_data(recipe).chosen.plan).mean_row_tokens == MEAN
+    assert f"mean_row_tokens: {MEAN}" in launch_file(recipe, "slurm", settings=[])[1]
+
+
+@pytest.mark.parametrize(
+    ("packing", "tokens", "rows"), [(False, 2 * 300, 2), (True, 2 * 2048, 2 * 2048 // 300)], ids=str
+)
+def test_an_average_micro_batch(packing, tokens, rows):
+    """Average rows; packs are as full as without an average, of more rows."""
+    pins = {"micro_batch_size": 2, "packing": packing, "mean_row_tokens": 300}
+    plan = plan_for(parse_recipe({**CASES["lora on a card"], "tuning": "qlora", **pins})).chosen.plan
+    shape = usual_batch(plan)
+    assert (shape.tokens, shape.rows, shape.row_tokens) == (tokens, rows, 300)
+    assert usual_batch(on_rows(plan, 0)) == usual_batch(on_rows(plan, 2048)) == largest_batch(plan)
+    packs = -(-90 * 300 // 2048) if packing else 90
+    assert (full_rows(plan, 90).tokens, full_rows(plan, 90).units) == (90 * 300, packs)
