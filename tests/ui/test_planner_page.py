@@ -25,6 +25,7 @@ QUESTIONS = (
     {"model": "meta-llama/Llama-3.1-8B", "gpu": "rtx-4090"},
     {"model": "Qwen/Qwen2.5-14B", "gpu": "rtx-4090", "gpus": "2", "tuning": "lora"},
     {"model": "llama-3.1-70b", "gpu": "h100", "gpus": "8", "nodes": "2", "seq_len": "8192"},
+    {"model": "llama-3.1-8b", "gpu": "rtx-4090", "mean_row_tokens": "300"},
 )
 HOSTILE = "<img src=x onerror=alert(1)>"
 LARGEST = 60_000
@@ -44,7 +45,7 @@ def text_of(html):
     return " ".join(unescape(re.sub(r"<[^>]+>", " ", html)).split())
 
 
-@pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: question["model"])
+@pytest.mark.parametrize("question", QUESTIONS, ids=str)
 def test_the_page_says_what_the_plan_says(client, question):
     report = plan_on_data(recipe_of(None, {key: int(v) if v.isdigit() else v for key, v in question.items()}))
     estimate = report.taken.estimate
@@ -70,6 +71,8 @@ def test_rows_of_data_are_a_job_with_time_and_cost(client):
     table = text_of(client.get("/secret/ways", params=question).text)
     assert "Time and cost are of 50,000 rows" in table
     assert f"{said[1]} {said[2]}" in table
+    short = client.get("/secret/answer", params={**question, "mean_row_tokens": "300"})
+    assert "your job about 50,000 rows, 15.0 M tokens:" in text_of(short.text)
 
 
 def test_another_method_stands_once(client):
@@ -312,9 +315,9 @@ def test_the_page_allows_its_own_script_alone(client):
 def test_a_link_holds_the_whole_question(client):
     config = json.dumps({"model_type": "llama", "a": 'ü & <b> "'})
     question = {"model": "a&b", "gpu": "rtx-4090", "gpus": "2", "nodes": "3", "tuning": "qlora", "seq_len": "77",
-                "rows": "5", "config": config, "fleet": f"{FLEET}# <b>"}  # fmt: skip
+                "mean_row_tokens": "7", "rows": "5", "config": config, "fleet": f"{FLEET}# <b>"}  # fmt: skip
     html = client.get(f"/secret/?{urlencode(question)}").text
-    for key in ("model", "gpu", "gpus", "nodes", "seq_len", "rows"):
+    for key in ("model", "gpu", "gpus", "nodes", "seq_len", "mean_row_tokens", "rows"):
         assert f'name="{key}" value="{question[key].replace("&", "&amp;")}"' in html
     assert "<option selected>qlora" in html
     assert config in unescape(html)

@@ -44,7 +44,7 @@ from fitune.spec.recipe.recipe import Recipe, canonical_keys, given_keys, parse_
 from fitune.spec.words import describe_devices, describe_placement, method_name
 from fitune.units import format_bytes, format_dollars, format_rate, format_seconds
 
-KEYS = ("model", "gpu", "gpus", "nodes", "tuning", "seq_len")
+KEYS = ("model", "gpu", "gpus", "nodes", "tuning", "seq_len", "mean_row_tokens")
 """Keys of a recipe that a question may have; beside them it has ``config``, ``rows`` and ``fleet``."""
 PASTED = "YOUR_MODEL_FOLDER"
 """Name of a model whose config.json was pasted."""
@@ -271,7 +271,9 @@ def clusters(question: Mapping[str, str]) -> str:
     try:
         ranking = rank_fleet(
             asked.recipe, parse_fleet(question["fleet"], source="the pasted fleet file"), Wanted(), model=asked.model,
-            epoch_of=lambda plan: full_rows(plan, asked.rows or -(-MILLION // plan.batch.seq_len)),
+            epoch_of=lambda plan: full_rows(
+                plan, asked.rows or -(-MILLION // (plan.batch.mean_row_tokens or plan.batch.seq_len))
+            ),
             fetches_model=asked.recipe.model != PASTED,
         )  # fmt: skip
     except FituneError as error:
