@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 
 from fitune.data.conversations.formats import to_example
-from fitune.data.conversations.messages import Example, Message, Text
+from fitune.data.conversations.messages import Example, Text
 from fitune.data.ledger import describe_dropped, hint_for_dropped
 from fitune.data.reading.files import HubDataset, locate, sample_size
 from fitune.data.reading.rows import BadRow
@@ -69,9 +69,8 @@ def guess_epoch(data: DataPlan, batch: Batch, *, tokenizer_folder: Path) -> Epoc
         for sample in samples
         for lengths in (_cut(sample.lengths, per_token, data, seq_len=batch.seq_len),)
     ]
-    how = (
-        "" if all(sample.is_whole for sample in samples) else f"from the first {_read_rows(samples):,} rows "
-    )
+    read = sum(len(sample.lengths) for sample in samples)
+    how = "" if all(sample.is_whole for sample in samples) else f"from the first {read:,} rows "
     bad = sum((sample.bad for sample in samples), Counter[str]())
     return replace(_epoch(weighted, batch, guess=f"{how}at {counted}"), bad_rows=dict(bad.most_common()))
 
@@ -194,14 +193,10 @@ def _length(example: Example, *, train_on_prompt: bool) -> _Length:
     if isinstance(example, Text):
         size = len(example.text.encode())
         return _Length(size, size, 1)
-    sizes = [(_learns(m, train_on_prompt), len(f"{m.thought}{m.text}".encode())) for m in example.messages]
+    sizes = [(m.role, len(f"{m.thought}{m.text}".encode())) for m in example.messages]
     text = len(example.tools.encode()) + sum(size for _, size in sizes)
-    learned = sum(size for is_learned, size in sizes if is_learned)
+    learned = sum(size for role, size in sizes if train_on_prompt or role == "assistant")
     return _Length(text, learned, 1 + TOKENS_PER_MESSAGE * len(sizes))
-
-
-def _learns(message: Message, train_on_prompt: bool) -> bool:
-    return train_on_prompt or message.role == "assistant"
 
 
 def _cut(
@@ -229,7 +224,7 @@ def bytes_per_token(all_texts: Sequence[str], folder: Path) -> tuple[float, str]
     from tokenizers import Tokenizer
 
     shown, size = [], 0
-    for text in _spread(all_texts):
+    for text in islice(all_texts, 0, None, max(1, len(all_texts) // 500)):  # about 500, from all over them
         shown.append(text[:_SHOWN_TO_TOKENIZER])
         size += len(shown[-1])
         if size > _SHOWN_TO_TOKENIZER:
@@ -245,12 +240,3 @@ def bytes_per_token(all_texts: Sequence[str], folder: Path) -> tuple[float, str]
         return BYTES_PER_TOKEN, f"{BYTES_PER_TOKEN:g} bytes a token (tokenizer.json cannot be read)"
     tokens, size = sum(len(each) for each in encoded), sum(len(text.encode()) for text in shown)
     return size / max(1, tokens), f"{size / max(1, tokens):.1f} bytes a token"
-
-
-def _spread(texts: Sequence[str]) -> Iterator[str]:
-    """About 500 of ``texts``, from all over them."""
-    return islice(texts, 0, None, max(1, len(texts) // 500))
-
-
-def _read_rows(samples: Sequence[_Sample]) -> int:
-    return sum(len(sample.lengths) for sample in samples)

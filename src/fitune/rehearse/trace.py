@@ -186,7 +186,9 @@ class _Pool:
     def _grow(self, size: int) -> _Block:
         if self.expandable:
             return self._extend(size)
-        segment = _segment_size(size)
+        segment = _MEDIUM_SEGMENT if size < _MEDIUM else -(-size // _ROUND_LARGE) * _ROUND_LARGE
+        if size <= _SMALL:
+            segment = _SMALL_SEGMENT
         self.reserved_bytes += segment
         block = _Block(self._next_address, segment)
         self._blocks[block.address] = block
@@ -278,9 +280,3 @@ def reserved_peak(trace: Trace) -> int:
             case Freed(storage=storage):
                 allocator.free(storage)
     return allocator.reserved_bytes
-
-
-def _segment_size(size: int) -> int:
-    if size <= _SMALL:
-        return _SMALL_SEGMENT
-    return _MEDIUM_SEGMENT if size < _MEDIUM else -(-size // _ROUND_LARGE) * _ROUND_LARGE

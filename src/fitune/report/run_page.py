@@ -103,13 +103,16 @@ def _head(
     """Status, plan in one line, verdict, and the figures that people ask for first."""
     is_running = under_way is not None and under_way.is_alive
     tiles = list(_tiles(run, measured))
+    state = "There is no report.json: the run is still going, or it was stopped before it could write one."
     if under_way is not None:
         tiles += [Tile(*texts) for texts in under_way_tiles(under_way, restarts)]
+        line = state_line(under_way)
+        state = f"{line[0].upper()}{line[1:]}."
     return {
         "status": run.run.status if run.run else "running" if is_running else "unfinished",
         "headline": plan_words.headline(run.plan),
         "verdict": _verdict(run, measured),
-        "reason": run.run.reason if run.run else "" if is_running else _without_report(under_way),
+        "reason": run.run.reason if run.run else "" if is_running else state,
         "seen": f"As of {clock(under_way.at, at=under_way.at)}." if is_running and under_way else "",
         "tiles": tiles,
     }
@@ -134,13 +137,6 @@ def _verdict(run: RunFiles, measured: Measured) -> str:
         f"{verdict}, expected in step {said.heaviest_step:,} with {said.heaviest_tokens:,} tokens in a "
         f"micro-batch; the plan allows {format_bytes(said.allowed_bytes)}"
     )
-
-
-def _without_report(under_way: UnderWay | None) -> str:
-    if under_way is None:
-        return "There is no report.json: the run is still going, or it was stopped before it could write one."
-    line = state_line(under_way)
-    return f"{line[0].upper()}{line[1:]}."
 
 
 def _tiles(run: RunFiles, measured: Measured) -> Iterator[Tile]:

@@ -170,11 +170,6 @@ def _pictures(paired: Sequence[PairedScore]) -> tuple[list[tuple[str, Any]], str
     return drawn, ""
 
 
-def _short(grader: str) -> str:
-    """A grader's name for an axis: a pattern or a judge's file may be long."""
-    return grader if len(grader) <= _NAME else f"{grader[: _NAME - 1]}…"
-
-
 def _intervals(some: Sequence[PairedScore], scale: Scale) -> str:
     factor = 100.0 if scale == "share" else 1.0
 
@@ -187,7 +182,9 @@ def _intervals(some: Sequence[PairedScore], scale: Scale) -> str:
             )  # fmt: skip
             axes.plot([factor * found.difference], [place], color=colour("series-1"), marker="o")
         axes.axvline(0, color=colour("ink"), linewidth=1)
-        axes.set_yticks(range(len(some)), [_short(found.grader) for found in some], parse_math=False)
+        names = [found.grader for found in some]  # a pattern or a judge's file may be long
+        short = [name if len(name) <= _NAME else f"{name[: _NAME - 1]}…" for name in names]
+        axes.set_yticks(range(len(some)), short, parse_math=False)
         axes.tick_params(axis="y", labelcolor=colour("ink"))
         axes.set_ylim(len(some) - 0.5, -0.5)
         axes.set_xlabel({"share": "percentage points", "perplexity": "perplexity"}.get(scale, scale))

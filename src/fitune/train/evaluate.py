@@ -103,16 +103,12 @@ def compare_samples(
     said = [text for text in found if isinstance(text, str)] if isinstance(found, list) else []
     before = [*said, *[_NOT_ASKED] * len(conversations)][: len(conversations)]
     after = answer(model, conversations)
-    return tuple(
-        Sample(prompt=_prompt(c), expected=c.messages[-1].text, before=was, after=now)
-        for c, was, now in zip(conversations, before, after, strict=True)
-    )
+    samples = []
+    for conversation, was, now in zip(conversations, before, after, strict=True):
+        *asked, answered = conversation.messages
+        lines = [m.text if m.role == "user" else f"[{m.role}] {m.text}" for m in asked]
+        samples.append(Sample(prompt="\n".join(lines), expected=answered.text, before=was, after=now))
+    return tuple(samples)
 
 
 _NOT_ASKED = "(not asked: the run was resumed from elsewhere)"
-
-
-def _prompt(conversation: Conversation) -> str:
-    """The messages before the answer as text; the role is named where it is not the user's."""
-    lines = [m.text if m.role == "user" else f"[{m.role}] {m.text}" for m in conversation.messages[:-1]]
-    return "\n".join(lines)
