@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +174,11 @@ class Making:
 
         def batches() -> Iterator[list[Example]]:
             """Yields the examples of each batch; ``under_way`` keeps the batch until its rows come back."""
-            for batch in _batches(self._placed(seed)):
+            sides = ((self._train, self._data.sources), (self._held_out, self._data.eval_sources))
+            read = (
+                self._read_source(source, part, seed=seed) for part, sources in sides for source in sources
+            )
+            for batch in _batches(chain.from_iterable(read)):
                 under_way.append(batch)
                 yield [placed.example for placed in batch]
 
@@ -192,14 +197,8 @@ class Making:
                         part.add(examples, rows if all(mine) else _chosen(rows, np.array(mine)))
                 self._progress(rows=len(batch), tokens=sum(fate.tokens for fate in rows.fates))
 
-    def _placed(self, seed: int) -> Iterator[_Placed]:
-        """Every row of every source, sent to its side; notes the format it was read as."""
-        for source in self._data.sources:
-            yield from self._read_source(source, self._train, seed=seed)
-        for source in self._data.eval_sources:
-            yield from self._read_source(source, self._held_out, seed=seed)
-
     def _read_source(self, source: DataSource, part: _Part, *, seed: int) -> Iterator[_Placed]:
+        """Every row of the source, sent to its side; notes the format it was read as."""
         data = self._data
         weight, per = Fraction(source.weight).limit_denominator(1_000_000).as_integer_ratio()
         format: DataFormat = source.format

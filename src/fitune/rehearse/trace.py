@@ -159,7 +159,8 @@ class _Pool:
 
     def take(self, size: int) -> _Block:
         """A block of ``size`` bytes or more: the best free one, else of a new segment; a large rest is split off."""
-        block = self._best_fit(size) or self._grow(size)
+        index = bisect.bisect_left(self._free, (size, -1))
+        block = self._grow(size) if index == len(self._free) else self._blocks[self._free.pop(index)[1]]
         block.free = False
         rest = block.size - size
         if rest >= BLOCK if self.small or self.expandable else rest > _SMALL:
@@ -176,12 +177,6 @@ class _Pool:
             self._forget(block.after)
             block = self._join(block, block.after)
         self._remember(block)
-
-    def _best_fit(self, size: int) -> _Block | None:
-        index = bisect.bisect_left(self._free, (size, -1))
-        if index == len(self._free):
-            return None
-        return self._blocks[self._free.pop(index)[1]]
 
     def _grow(self, size: int) -> _Block:
         if self.expandable:
