@@ -127,13 +127,8 @@ class _Part:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Placed:
-    """An example on its way: the part it belongs to, and how many places it has there."""
-
-    example: Example
-    part: _Part
-    places: int
+_Placed = tuple[Example, _Part, int]
+"""An example on its way: the part it belongs to, and how many places it has there."""
 
 
 class Making:
@@ -180,7 +175,7 @@ class Making:
             )
             for batch in _batches(chain.from_iterable(read)):
                 under_way.append(batch)
-                yield [placed.example for placed in batch]
+                yield [example for example, _, _ in batch]
 
         made = tokenised(batches(), self._job, self._tokenise, beat=self._progress)
         with closing(made):
@@ -189,11 +184,9 @@ class Making:
                 if rows.error is not None:
                     raise rows.error
                 for part in (self._train, self._held_out):
-                    mine = [placed.part is part for placed in batch]
+                    mine = [side is part for _, side, _ in batch]
                     if any(mine):
-                        examples = [
-                            (placed.example, placed.places) for placed in batch if placed.part is part
-                        ]
+                        examples = [(example, places) for example, side, places in batch if side is part]
                         part.add(examples, rows if all(mine) else _chosen(rows, np.array(mine)))
                 self._progress(rows=len(batch), tokens=sum(fate.tokens for fate in rows.fates))
 
@@ -215,12 +208,12 @@ class Making:
                 part.drop(bad.reason)
                 continue
             if part is self._held_out or _is_held_out(example, data.val_fraction, seed):
-                yield _Placed(example, self._held_out, 1)
+                yield example, self._held_out, 1
                 continue
             places = (position + 1) * weight // per - position * weight // per
             position += 1
             if places:
-                yield _Placed(example, part, places)
+                yield example, part, places
             else:
                 part.drop(LEFT_OUT)
         self._formats.append(format)
@@ -232,7 +225,7 @@ def _batches(examples: Iterator[_Placed]) -> Iterator[list[_Placed]]:
     size = 0
     try:
         for placed in examples:
-            own = text_size(placed.example)
+            own = text_size(placed[0])
             if batch and size + own > MOST_TEXT_AT_ONCE:
                 yield batch
                 batch, size = [], 0

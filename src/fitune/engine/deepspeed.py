@@ -28,7 +28,7 @@ from fitune.engine.kept_rows import divided
 from fitune.engine.optimizers import build_torch_optimizer, set_learning_rate
 from fitune.engine.plain import Seed
 from fitune.engine.protocol import EngineState, EnterPhase, LossModel, Update
-from fitune.errors import HardwareError, pinning, require_library
+from fitune.errors import HardwareError, first_line, pinning, require_library
 from fitune.spec.deepspeed import tell_deepspeed_where
 from fitune.spec.plan import Optimizer, Precision
 from fitune.spec.predictions import Phase
@@ -70,7 +70,7 @@ def require_nvme(folder: str) -> None:
             return
         reason = "libaio is not installed"
     except (RuntimeError, OSError) as error:  # of the compiler and of the loader
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
     raise HardwareError(
         f"DeepSpeed cannot use NVMe here: {reason}",
         hint="apt install libaio-dev g++ and pip install ninja on every node; or offload_optimizer: cpu",

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from transformers import PretrainedConfig
 
-from fitune.errors import FituneError, ModelError
+from fitune.errors import FituneError, ModelError, first_line
 from fitune.models.door import model_config, text_config
 from fitune.rehearse.block_accounts import Account, Numbers, account_of
 from fitune.rehearse.block_recording import Work, recorded
@@ -267,9 +267,9 @@ def reading_blocks(name: str) -> Iterator[None]:
         NotImplementedError,
         IndexError,
     ) as error:
-        first = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ModelError(
-            f"{name}: its blocks cannot be traced: {first}", hint="a model of another architecture"
+            f"{name}: its blocks cannot be traced: {first_line(error)}",
+            hint="a model of another architecture",
         ) from error
     finally:
         talk.disabled = was_off

@@ -5,12 +5,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from fitune.errors import MissingExtra
 from fitune.report import plan_words, run_plots
 from fitune.report.account import ledger_table
 from fitune.report.attempts import describe_restart, describe_retry
 from fitune.report.compare import PEAK, PHASE_NAMES, Measured, compare, measure, row_texts
-from fitune.report.page import Tile, render, write_page
+from fitune.report.page import Tile, pictures_or_advice, render, write_page
 from fitune.report.ranks import RANK_HEADINGS, long_steps, rank_rows
 from fitune.report.run_files import RunFiles, read_run
 from fitune.report.under_way import SIGN_HEADINGS, UnderWay, clock, restart_summary, sign_rows, state_line
@@ -38,7 +37,7 @@ def page_of(run: RunFiles, under_way: UnderWay | None = None, *, refresh_s: int 
 
     Without matplotlib the page says how to get the pictures.
     """
-    pictures, advice = _pictures_or_advice(run)
+    pictures, advice = pictures_or_advice(lambda: draw_pictures(run), without={"memory": ""})
     told = run.run.retries if run.run else tuple(retry for step in run.steps for retry in step.retries)
     restarts = [one for step in run.steps for one in step.restarts]
     return render(
@@ -88,13 +87,6 @@ def draw_pictures(run: RunFiles) -> dict[str, Any]:
             "grad_norm": run_plots.grad_norm_curve(run.steps, clipped_at=run.plan.schedule.max_grad_norm),
         }
     return {name: Markup(picture) for name, picture in drawn.items()}
-
-
-def _pictures_or_advice(run: RunFiles) -> tuple[dict[str, Any], str]:
-    try:
-        return draw_pictures(run), ""
-    except MissingExtra as error:
-        return {"memory": ""}, f"No {error.what}: {error.hint}"
 
 
 def _head(

@@ -10,7 +10,7 @@ from fitune.data.dataset import TokenDataset
 from fitune.data.loader import eval_batches, without_labels
 from fitune.data.making import PreparedData
 from fitune.engine.ranks import ALONE, Ranks
-from fitune.errors import FituneError
+from fitune.errors import FituneError, first_line
 from fitune.files import write_atomically
 from fitune.models.language_model import LanguageModel
 from fitune.models.low_bit.quantised import quantised_base
@@ -67,8 +67,7 @@ def or_say_why_not(measure: Callable[[], MergedLoss], say: Callable[[str], None]
     try:
         return measure()
     except (FituneError, OSError, MemoryError, RuntimeError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        say(f"the merged model's loss was not measured: {reason}")
+        say(f"the merged model's loss was not measured: {first_line(error)}")
         return None
 
 

@@ -26,7 +26,7 @@ from fitune.score.engines.choosing import Row
 from fitune.score.engines.engine import Request, Sampling
 from fitune.score.engines.engine_transformers import TransformersEngine, require_effect
 from fitune.score.engines.opening import changes_the_base, load_adapted
-from fitune.session.events import Tell, WeightsRead, tell_nobody
+from fitune.session.events import Tell, tell_nobody, telling_weights
 from fitune.session.named_models import find_model
 from fitune.spec.recipe.score_recipe import checked_recipe
 
@@ -225,12 +225,7 @@ def open_chat(
     @cache
     def load(base: str, adapter: str) -> Any:
         """The base with the adapter, or alone where that is empty; each pair is loaded once."""
-
-        def told(done: int, total: int) -> None:
-            """Tells how many bytes of the weights are read."""
-            tell(WeightsRead(done_bytes=done, total_bytes=total))
-
-        return load_adapted(base, adapter, on_bytes=told)
+        return load_adapted(base, adapter, on_bytes=telling_weights(tell))
 
     sides = []
     for named, title in zip(found, titles, strict=True):

@@ -41,7 +41,7 @@ from fitune.score.engines.room import answering_of
 from fitune.score.grades.intervals import Changed, compare, grades_of
 from fitune.score.plan import ScorePlan
 from fitune.score.run import score
-from fitune.session.events import Note, RowsAnswered, Tell, WeightsRead
+from fitune.session.events import Note, RowsAnswered, Tell, telling_weights
 from fitune.session.named_models import NamedModel
 from fitune.session.score.score_words import plan_of
 from fitune.spec.answering import Questions
@@ -97,7 +97,7 @@ def score_dataset(
             opens=partial(
                 open_engine,
                 watch=memory.watch,
-                on_bytes=lambda done, total: tell(WeightsRead(done_bytes=done, total_bytes=total)),
+                on_bytes=telling_weights(tell),
             ),
             elsewhere=elsewhere,
         )
@@ -184,7 +184,7 @@ def _merge(model: str, adapter: str, folder: Path, *, tell: Tell) -> tuple[str, 
         model,
         dtype=stored_dtype(model_folder(model)) or torch.float32,
         device=torch.device("cpu"),
-        on_bytes=lambda done, total: tell(WeightsRead(done_bytes=done, total_bytes=total)),
+        on_bytes=telling_weights(tell),
     )
     adapted = load_adapter(base, adapter)
     settings: Any = adapted.peft_config[adapted.active_adapter]
