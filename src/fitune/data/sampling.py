@@ -89,7 +89,13 @@ def _epoch(weighted: Sequence[tuple[float, list[tuple[int, int]]]], batch: Batch
     learned = sum(times * sum(s for _, s in lengths) for times, lengths in weighted)
     if rows < 0.5 or not tokens:
         raise DataError("no row is left to train on", hint="check val_fraction, on_long_row and the weights")
-    units = max(1.0, rows * _packed_share(weighted, batch.seq_len) if batch.packing else rows)
+    units = rows
+    if batch.packing:
+        from fitune.data.packing import pack_rows  # numpy, which plans without packing do not wait for
+
+        lengths = [n for _, lengths in weighted for n, _ in lengths]
+        units = rows * (len(pack_rows(lengths, batch.seq_len)) / len(lengths))
+    units = max(1.0, units)
     usual = BatchShape.of_average(
         rows=rows,
         tokens=round(tokens),
@@ -106,14 +112,6 @@ def _epoch(weighted: Sequence[tuple[float, list[tuple[int, int]]]], batch: Batch
         usual=usual,
         guess=guess,
     )
-
-
-def _packed_share(weighted: Sequence[tuple[float, list[tuple[int, int]]]], capacity: int) -> float:
-    """Packs per row."""
-    from fitune.data.packing import pack_rows  # numpy, which plans without packing do not wait for
-
-    lengths = [n for _, lengths in weighted for n, _ in lengths]
-    return len(pack_rows(lengths, capacity)) / len(lengths)
 
 
 def _read(source: DataSource, *, train_on_prompt: bool) -> _Sample | None:

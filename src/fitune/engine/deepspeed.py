@@ -123,13 +123,6 @@ class Head(nn.Module):
                 head._parameters.update(own)
 
 
-def _taken(stand_in: Parameter) -> Tensor:
-    """The parameter's gradient, which the parameter then forgets."""
-    gradient, stand_in.grad = stand_in.grad, None
-    assert gradient is not None
-    return gradient
-
-
 def _gathered(module: nn.Module) -> AbstractContextManager[None]:
     """Inside, the weights of ``module`` are whole on every rank."""
     gathered: AbstractContextManager[None] = import_deepspeed().zero.GatheredParameters(
@@ -204,7 +197,10 @@ class DeepSpeedEngine:
                 standing_in = until_backward_ends.enter_context(self.head.held())
                 loss, gradient_TD = self.model.loss_and_gradient(hidden_TD.detach(), batch, scale=scale)
                 losses.append(loss)
-                gradients = [gradient_TD, *map(_taken, standing_in.values())]
+                gradients = [gradient_TD]
+                for stand_in in standing_in.values():  # which forgets its gradient
+                    gradients.append(cast(Tensor, stand_in.grad))
+                    stand_in.grad = None
                 if not standing_in:
                     until_backward_ends.close()
                 return cast(Tensor, Seed.apply(gradients, hidden_TD, *standing_in).sum())

@@ -40,6 +40,7 @@ def page_of(run: RunFiles, under_way: UnderWay | None = None, *, refresh_s: int 
     pictures, advice = pictures_or_advice(lambda: draw_pictures(run), without={"memory": ""})
     told = run.run.retries if run.run else tuple(retry for step in run.steps for retry in step.retries)
     restarts = [one for step in run.steps for one in step.restarts]
+    ledgers = {"Training": run.run.train_data, "Held out": run.run.eval_data} if run.run else {}
     return render(
         "run.html",
         scripts=() if advice else ("hover.js",),
@@ -66,7 +67,11 @@ def page_of(run: RunFiles, under_way: UnderWay | None = None, *, refresh_s: int 
         decisions=run.prediction.decisions if run.prediction else (),
         alternatives=list(_alternatives(run)),
         rejected=[(item.what, item.why) for item in run.prediction.rejected] if run.prediction else [],
-        ledgers=list(_ledgers(run)),
+        ledgers=[
+            ledger_table(title, ledger, run.plan.batch.seq_len)
+            for title, ledger in ledgers.items()
+            if ledger is not None
+        ],
         trackers=[_tracker_row(one) for one in run.trackers],
         **_reproduction(run),
     )
@@ -229,14 +234,6 @@ def _alternatives(run: RunFiles) -> Iterator[Sequence[str]]:
     entries += [(it.summary, it.peak_bytes, it.step_seconds, it.fits) for it in said.runners_up]
     for summary, peak_bytes, seconds, fits in entries:
         yield summary, format_bytes(peak_bytes), format_seconds(seconds), "yes" if fits else "no"
-
-
-def _ledgers(run: RunFiles) -> Iterator[dict[str, Any]]:
-    for title, ledger in (
-        [("Training", run.run.train_data), ("Held out", run.run.eval_data)] if run.run else []
-    ):
-        if ledger is not None:
-            yield ledger_table(title, ledger, run.plan.batch.seq_len)
 
 
 def _tracker_row(tracked: Tracked) -> tuple[str, str, str]:

@@ -53,7 +53,7 @@ def write_score_comparison(
             ("Worse here", first.worse, pairs(worse)),
         ],
         unchanged=first.rows - first.better - first.worse,
-        runs=_runs(mine, theirs),
+        runs=list(zip(_FACTS, _facts(mine), _facts(theirs), strict=True)),
         file="changed.jsonl",
     )
     return write_page(directory / COMPARISON_PAGE, page)
@@ -131,12 +131,10 @@ def _counts(found: PairedScore) -> Sequence[str]:
     return (found.grader, *(f"{count:,}" for count in counts))
 
 
-def _runs(mine: ScoreReport, theirs: ScoreReport) -> list[Sequence[str]]:
-    names = (
-        "model", "adapter", "data", "rows", "without an answer", "tokens written", "cut off at the token limit",
-        "time of the last start",
-    )  # fmt: skip
-    return list(zip(names, _facts(mine), _facts(theirs), strict=True))
+_FACTS = (
+    "model", "adapter", "data", "rows", "without an answer", "tokens written", "cut off at the token limit",
+    "time of the last start",
+)  # fmt: skip
 
 
 def _facts(report: ScoreReport) -> Sequence[str]:
