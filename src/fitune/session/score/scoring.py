@@ -76,7 +76,7 @@ def score_dataset(
         python_of_vllm()  # refuses before anything is merged
         plan = replace(plan, merged=merged_where_needed(plan.model, plan.adapter, tell=tell))
     with ExitStack() as stack:
-        settle = stack.enter_context(_settling())
+        freeze = stack.enter_context(_fewer_collections())
         elsewhere = None
         if place is not None:
             from fitune.session.clusters.score_on_ray import scoring_on_ray
@@ -85,8 +85,8 @@ def score_dataset(
         pace, memory = Pace(tell), ScoreMemory(plan)
 
         def answered(tokens: int) -> None:
-            """Counts the tokens of a shard; the model is there by then, so garbage collection settles."""
-            settle()
+            """Counts the tokens of a shard; the model is there by then, and leaves garbage collection."""
+            freeze()
             pace.add(tokens)
 
         report = score(
@@ -107,7 +107,7 @@ def score_dataset(
 
 
 @contextmanager
-def _settling() -> Iterator[Callable[[], None]]:
+def _fewer_collections() -> Iterator[Callable[[], None]]:
     """Keeps Python from looking for garbage among what libraries and the model made, 0.3 s each time, until the end.
 
     Yields what is called once more, when the model is there, too.
@@ -115,7 +115,7 @@ def _settling() -> Iterator[Callable[[], None]]:
     is_free = not gc.get_freeze_count()  # else it is somebody else's, who is not thawed here
     is_loaded = False
 
-    def settle() -> None:
+    def freeze() -> None:
         """Takes the objects that exist now out of garbage collection; at the first call alone."""
         nonlocal is_loaded
         if is_free and not is_loaded:
@@ -125,7 +125,7 @@ def _settling() -> Iterator[Callable[[], None]]:
     if is_free:
         gc.freeze()
     try:
-        yield settle
+        yield freeze
     finally:
         if is_free:
             gc.unfreeze()
