@@ -69,8 +69,9 @@ def guess_epoch(data: DataPlan, batch: Batch, *, tokenizer_folder: Path) -> Epoc
         for sample in samples
         for lengths in (_cut(sample.lengths, per_token, data, seq_len=batch.seq_len),)
     ]
-    read = sum(len(sample.lengths) for sample in samples)
-    how = "" if all(sample.is_whole for sample in samples) else f"from the first {read:,} rows "
+    how = (
+        "" if all(sample.is_whole for sample in samples) else f"from the first {_read_rows(samples):,} rows "
+    )
     bad = sum((sample.bad for sample in samples), Counter[str]())
     return replace(_epoch(weighted, batch, guess=f"{how}at {counted}"), bad_rows=dict(bad.most_common()))
 
@@ -222,7 +223,7 @@ def bytes_per_token(all_texts: Sequence[str], folder: Path) -> tuple[float, str]
     from tokenizers import Tokenizer
 
     shown, size = [], 0
-    for text in islice(all_texts, 0, None, max(1, len(all_texts) // 500)):  # about 500, from all over them
+    for text in _spread(all_texts):
         shown.append(text[:_SHOWN_TO_TOKENIZER])
         size += len(shown[-1])
         if size > _SHOWN_TO_TOKENIZER:
@@ -238,3 +239,12 @@ def bytes_per_token(all_texts: Sequence[str], folder: Path) -> tuple[float, str]
         return BYTES_PER_TOKEN, f"{BYTES_PER_TOKEN:g} bytes a token (tokenizer.json cannot be read)"
     tokens, size = sum(len(each) for each in encoded), sum(len(text.encode()) for text in shown)
     return size / max(1, tokens), f"{size / max(1, tokens):.1f} bytes a token"
+
+
+def _spread(texts: Sequence[str]) -> Iterator[str]:
+    """About 500 of ``texts``, from all over them."""
+    return islice(texts, 0, None, max(1, len(texts) // 500))
+
+
+def _read_rows(samples: Sequence[_Sample]) -> int:
+    return sum(len(sample.lengths) for sample in samples)
