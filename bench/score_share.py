@@ -32,7 +32,7 @@ from fitune.score.engines.engine_transformers import TransformersEngine
 from fitune.score.shards import Shards
 from fitune.session.events import tell_nobody
 from fitune.session.score import scoring
-from fitune.session.score.score_memory import ScoreMemory
+from fitune.session.score.scoring import ScoreMemory
 from fitune.spec.answering import ROWS_AT_ONCE
 from fitune.spec.recipe.score_recipe import score_recipe
 

@@ -308,6 +308,11 @@ _NO_MEMORY = (
 )
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of what ``error`` says; its type where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def did_you_mean(word: str, known: list[str] | tuple[str, ...]) -> str | None:
     """The closest known word as a hint, or None when nothing is close."""
     import difflib

@@ -67,7 +67,7 @@ MUTANTS = {
         "pass\n        self._summed",
     ),
     "a checkpoint is written before it is copied": Mutant(
-        "checkpoint", COPIES, "arrived=done.synchronize", "arrived=lambda: None"
+        "checkpoint", COPIES, "return copy, done.synchronize", "return copy, lambda: None"
     ),
     "copies begin before what they copy is computed": Mutant(
         "full optimizer away", HOST, "stream.wait_stream(", "str("
@@ -237,10 +237,10 @@ def checkpoint_copied(watched: bool) -> dict:
     weight = torch.full((4096,), 1.0, device="cuda")
     torch.cuda.synchronize()
     share = Share(step=1, whole={"weights": {"w": weight}}, parts={}, slices={}, facts={}, log=b"")
-    copied = HostCopies().take(share)
+    copied, wait = HostCopies().take(share)
     weight.add_(1.0)
-    copied.arrived()
-    return {"cpu": [1.0], "cuda": [copied.share.whole["weights"]["w"].mean().item()]}
+    wait()
+    return {"cpu": [1.0], "cuda": [copied.whole["weights"]["w"].mean().item()]}
 
 
 CASES = {

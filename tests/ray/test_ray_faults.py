@@ -12,7 +12,7 @@ import pytest
 from fitune.errors import HardwareError, RecipeError, TrainingFailed
 from fitune.files import process_lives
 from fitune.launch.ray_cluster import RayPlace, ask_nodes, connected, ray_place
-from fitune.launch.ray_workers import open_desk, run_workers
+from fitune.launch.ray_workers import open_mailbox, run_workers
 from fitune.session.clusters import on_ray
 from fitune.session.clusters.on_ray import train_on_ray
 from fitune.session.clusters.ray_nodes import facts_of_node, require_same_versions, versions_here
@@ -54,7 +54,7 @@ def test_a_run_that_is_stopped_while_it_waits_for_room_asks_ray_no_more_and_wait
     """At once, when Ray's controller does not live yet, and later, when it does."""
     import ray
 
-    desk = open_desk()
+    mailbox = open_mailbox()
 
     def is_waiting():
         return any(group["state"] == "PENDING" for group in ray.util.placement_group_table().values())
@@ -67,7 +67,7 @@ def test_a_run_that_is_stopped_while_it_waits_for_room_asks_ray_no_more_and_wait
     with pytest.raises(SystemExit):
         run_workers(
             print, {}, place=RayPlace(fewest=9, most=9), each={"CPU": 1.0}, directory=tmp_path, name="waits",
-            desk=desk, watch=watch, lost=print, timeout_s=60,
+            mailbox=mailbox, watch=watch, lost=print, timeout_s=60,
         )  # fmt: skip
     assert not [thread for thread in threading.enumerate() if thread.name == "fit"]
     wait_for(lambda: not is_waiting(), what="room was reserved for nobody", seconds=10)

@@ -12,7 +12,7 @@ from fitune.errors import RunDirectoryError
 from fitune.report.score_comparison import write_score_comparison
 from fitune.report.score_page import write_score_page
 from fitune.report.score_rows import read_scored_rows
-from fitune.score.grades.paired import compare
+from fitune.score.grades.intervals import compare
 from fitune.spec.reports import ScoreReport
 from fitune.spec.serial import to_json
 

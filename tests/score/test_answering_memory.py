@@ -16,9 +16,8 @@ from fitune.score.engines.continuous import Moment, answer_continuously
 from fitune.score.engines.engine import Request, Sampling
 from fitune.score.plan import ScorePlan
 from fitune.session.results import text_of
-from fitune.session.score import score_memory
-from fitune.session.score.score_memory import ScoreMemory
-from fitune.session.score.scoring import score_dataset
+from fitune.session.score import scoring
+from fitune.session.score.scoring import ScoreMemory, score_dataset
 from fitune.spec.answering import NO_ADAPTER, Answering, Questions
 from fitune.spec.model.model_config import spec_from_config
 from fitune.spec.plan import Precision
@@ -61,7 +60,7 @@ def test_a_pass_is_measured_only_where_it_may_be_the_largest(monkeypatch):
     ]  # fmt: skip
     for moment in passes:
         monkeypatch.setattr(
-            score_memory, "memory_meter", lambda device, moment=moment: opened.append(moment) or meter
+            scoring, "memory_meter", lambda device, moment=moment: opened.append(moment) or meter
         )
         with memory.watch(moment, lambda: [torch.zeros(1)]):
             pass

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from fitune.errors import RunDirectoryError
-from fitune.score.grades.intervals import WeightedMean
-from fitune.score.grades.paired import compare, mcnemar
+from fitune.score.grades.intervals import WeightedMean, compare, mcnemar
 
 
 def mean_interval(values):

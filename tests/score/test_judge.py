@@ -9,8 +9,8 @@ import pytest
 from fitune.errors import RecipeError
 from fitune.score.engines.engine import Sampling
 from fitune.score.grades.graders import open_graders
+from fitune.score.grades.intervals import compare
 from fitune.score.grades.judge_settings import fill, read_verdict
-from fitune.score.grades.paired import compare
 from fitune.score.plan import ScorePlan
 from fitune.score.run import score
 from fitune.score.shards import Shards

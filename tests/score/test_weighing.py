@@ -15,6 +15,7 @@ from fitune.measure.memory import LiveTensors
 from fitune.score.choices import has_choices, read_choices
 from fitune.score.engines.engine import Continuation
 from fitune.score.engines.engine_transformers import TransformersEngine
+from fitune.score.grades.intervals import compare
 from fitune.score.grades.likelihoods import (
     byte_perplexity,
     choice,
@@ -22,7 +23,6 @@ from fitune.score.grades.likelihoods import (
     choice_norm_tokens,
     perplexity,
 )
-from fitune.score.grades.paired import compare
 from fitune.score.plan import ScorePlan
 from fitune.score.run import score
 from fitune.session.results import text_of

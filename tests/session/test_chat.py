@@ -12,8 +12,7 @@ from fitune.errors import ModelError, RecipeError, RunDirectoryError
 from fitune.models.tokens import load_tokenizer
 from fitune.score.engines import engine_transformers
 from fitune.session.named_models import find_model
-from fitune.session.score.chat import Reply, converse, open_chat
-from fitune.session.score.chat_columns import side_by_side
+from fitune.session.score.chat import Reply, converse, open_chat, side_by_side
 from fitune.session.score.score_words import weights_and_adapter
 
 TEMPLATE = PLAIN_TEMPLATE.replace("### User", "### Customer").replace("### Assistant", "### Shop")

@@ -11,8 +11,8 @@ from fitune.models.weights import load_model
 from fitune.score.engines.engine import Request, Sampling
 from fitune.score.engines.engine_transformers import TransformersEngine
 from fitune.session.events import tell_nobody
-from fitune.session.score import merging
-from fitune.session.score.merging import merged_where_needed
+from fitune.session.score import scoring
+from fitune.session.score.scoring import merged_where_needed
 
 CPU = torch.device("cpu")
 
@@ -67,7 +67,7 @@ def test_it_is_merged_once_for_each_content(model_folder, tmp_path, monkeypatch)
     merged = merged_where_needed(str(model_folder), adapter, tell=said.append)
     assert any("cannot take" in str(line) and "(DoRA)" in str(line) for line in said)
     with monkeypatch.context() as patched:
-        patched.setattr(merging, "_merge", None)
+        patched.setattr(scoring, "_merge", None)
         assert merged_where_needed(str(model_folder), adapter, tell=tell_nobody) == merged
     other = save_adapter(model_folder, tmp_path / "adapter", use_dora=True, lora_alpha=16)
     assert merged_where_needed(str(model_folder), other, tell=tell_nobody) != merged

@@ -154,18 +154,18 @@ def test_a_copy_shares_no_memory_with_the_state_and_room_is_kept():
     for step in (1, 2):
         state = state_of(step)
         for share in (share_of(state, rank=0), shares_of(state, 2)[1]):
-            copied = copies.take(share)
-            copied.arrived()
-            of_state, of_copy = pointers(share.tensors), pointers(copied.share.tensors)
+            copied, wait = copies.take(share)
+            wait()
+            of_state, of_copy = pointers(share.tensors), pointers(copied.tensors)
             assert not of_state & of_copy
             kept = copies.bytes
-            again = copies.take(replace(share))
-            assert pointers(again.share.tensors) == of_copy
+            again, _ = copies.take(replace(share))
+            assert pointers(again.tensors) == of_copy
             assert copies.bytes == kept
-            assert [t.keys() for t in copied.share.tensors] == [t.keys() for t in share.tensors]
+            assert [t.keys() for t in copied.tensors] == [t.keys() for t in share.tensors]
             assert all(
                 torch.equal(copy[name], tensor)
-                for copy, own in zip(copied.share.tensors, share.tensors, strict=True)
+                for copy, own in zip(copied.tensors, share.tensors, strict=True)
                 for name, tensor in own.items()
             )
 
@@ -179,8 +179,8 @@ def test_the_copy_of_a_gpu_is_pinned_and_complete_before_the_next_step():
     state = state_of(3)
     on_gpu = replace(state, tensors={"model": {"w": torch.ones(64 << 20, device="cuda")}})
     share = share_of(on_gpu, rank=0)
-    copied = HostCopies().take(share)
+    copied, wait = HostCopies().take(share)
     share.whole["model"]["w"].add_(1)  # the next step, on the same stream
-    copied.arrived()
-    assert copied.share.whole["model"]["w"].is_pinned()
-    assert bool((copied.share.whole["model"]["w"] == 1).all())
+    wait()
+    assert copied.whole["model"]["w"].is_pinned()
+    assert bool((copied.whole["model"]["w"] == 1).all())

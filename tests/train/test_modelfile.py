@@ -11,7 +11,7 @@ from data.answer_templates import COHERE2, tokenizer_of
 from data.tiny_tokenizers import byte_tokenizer
 from fitune.data.conversations.messages import Conversation, Message
 from fitune.data.conversations.templates import PLAIN_TEMPLATE, load_template
-from fitune.train.modelfile import modelfile, ollama_template
+from fitune.train.export import modelfile, ollama_template
 
 DEFAULT_SYSTEM = """\
 {%- if messages[0].role != 'system' -%}{{- '<|turn|>system\\nYou help.<|end|>\\n' -}}{%- endif -%}

@@ -13,7 +13,7 @@ from markupsafe import escape
 from fitune.cli import main
 from fitune.cli.app import app
 from fitune.errors import RecipeError
-from fitune.report.ui.server import local_app
+from fitune.report.local_pages import local_app
 from fitune.session import planner_page
 from fitune.session.clusters.fleet import FleetRequest, plan_on_fleet
 from fitune.session.planning import plan_on_data

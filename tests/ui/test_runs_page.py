@@ -10,8 +10,7 @@ from urllib.parse import urlencode
 import pytest
 
 from fitune.cli import main
-from fitune.report.ui.page import curve_of
-from fitune.report.ui.server import local_app
+from fitune.report.local_pages import curve_of, local_app
 from fitune.session.runs_page import RunsFolder
 from fitune.spec.run_lock import lock_directory
 from fitune.units import format_bytes, format_rate

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fitune.checkpoint.layout import Digests, digest, require_same
-from fitune.errors import CheckpointError, is_out_of_memory
+from fitune.errors import CheckpointError, first_line, is_out_of_memory
 from fitune.models.attention import use_cached_attention
 from fitune.models.language_model import base_of
 
@@ -82,7 +82,7 @@ def verify_export(
         except (MemoryError, RuntimeError, OSError) as error:
             if not is_out_of_memory(error):
                 raise
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            reason = first_line(error)
     warning = (
         f"not verified by reloading, for there is no memory for a second copy ({reason}); "
         f"{len(digests)} tensors were read back from the files and are right"

@@ -223,15 +223,6 @@ def _set_damaged_aside(path: Path, error: CheckpointError, on_note: OnNote) -> N
 Tables = dict[str, dict[str, Tensor]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Copied:
-    """A share on the host."""
-
-    share: Share
-    arrived: Callable[[], object]
-    """Waits until the copy is complete."""
-
-
 class HostCopies:
     """Room for one copy, kept from save to save: pinned where the state is on a GPU.
 
@@ -248,27 +239,26 @@ class HostCopies:
         """Host memory that the room takes, 0 before the first copy."""
         return sum(room.nbytes for room in self._rooms.values())
 
-    def take(self, share: Share) -> Copied:
-        """Copy ``share`` over the last one, which must be written by now."""
+    def take(self, share: Share) -> tuple[Share, Callable[[], object]]:
+        """Copy ``share`` over the last one, which must be written by now; returns the copy on the host, and what waits
+        until it is complete."""
         copy = replace(
             share, whole=self._copied("whole", share.whole), parts=self._copied("part", share.parts)
         )
         if not any(tensor.is_cuda for tensors in share.tensors for tensor in tensors.values()):
-            return Copied(share=copy, arrived=lambda: None)
+            return copy, lambda: None
         done = torch.cuda.Event()
         done.record()
-        return Copied(share=copy, arrived=done.synchronize)
+        return copy, done.synchronize
 
     def _copied(self, kind: str, groups: Tables) -> Tables:
-        return {
-            group: {name: self._copy(f"{kind} {group}", name, tensor) for name, tensor in tensors.items()}
-            for group, tensors in groups.items()
-        }
-
-    def _copy(self, kind: str, name: str, tensor: Tensor) -> Tensor:
-        room = self._rooms.get((kind, name))
-        if room is None or room.shape != tensor.shape or room.dtype != tensor.dtype:
-            empty = self._pinned.empty if tensor.is_cuda else torch.empty
-            room = empty(tensor.shape, dtype=tensor.dtype)
-            self._rooms[kind, name] = room
-        return room.copy_(tensor.detach(), non_blocking=True)
+        found: Tables = {group: {} for group in groups}
+        for group, tensors in groups.items():
+            for name, tensor in tensors.items():
+                key = f"{kind} {group}", name
+                room = self._rooms.get(key)
+                if room is None or room.shape != tensor.shape or room.dtype != tensor.dtype:
+                    empty = self._pinned.empty if tensor.is_cuda else torch.empty
+                    room = self._rooms[key] = empty(tensor.shape, dtype=tensor.dtype)
+                found[group][name] = room.copy_(tensor.detach(), non_blocking=True)
+        return found

@@ -9,8 +9,7 @@ from typing import Any
 
 from fitune.errors import ScoringFailed
 from fitune.session.data_view import harmless
-from fitune.session.score.chat import Chat, Reply, converse
-from fitune.session.score.chat_columns import side_by_side
+from fitune.session.score.chat import Chat, Reply, converse, side_by_side
 from fitune.session.signals import keyboard_interrupts, typed_line
 
 _WIDE = 100

@@ -76,24 +76,19 @@ class TokenDataset:
     def labels_per_row(self) -> np.ndarray:
         """Supervised tokens of every row that something stands before: a row's first token is never predicted."""
         counts = np.empty(len(self._offsets) - 1, np.int64)
-        for first, last in self._stretches():
+        first = 0
+        while first < len(counts):  # rows of about _CHUNK tokens
+            past = int(np.searchsorted(self._offsets, self._offsets[first] + _CHUNK, side="right"))
+            last = max(first + 1, min(past - 1, first + _CHUNK))
             begins = np.asarray(self._offsets[first:last])
             marks = self._supervised[begins[0] : self._offsets[last]]
             begins = begins - begins[0]
             counts[first:last] = np.add.reduceat(marks, begins, dtype=np.int64) - marks[begins]
+            first = last
         return self._placed(counts)
 
     def _placed(self, of_stored: np.ndarray) -> np.ndarray:
         return of_stored if self._places is None else of_stored[self._places]
-
-    def _stretches(self) -> Iterator[tuple[int, int]]:
-        """Stored rows (first, last) of about _CHUNK tokens, one stretch after another."""
-        first = 0
-        while first < len(self._offsets) - 1:
-            past = int(np.searchsorted(self._offsets, self._offsets[first] + _CHUNK, side="right"))
-            last = max(first + 1, min(past - 1, first + _CHUNK))
-            yield first, last
-            first = last
 
     @cached_property
     def largest_id(self) -> int:

@@ -93,16 +93,24 @@ class Loader:
 
     def batch_at(self, state: LoaderState) -> GlobalBatch:
         """The step that begins at ``state``. The same units whatever the micro-batch size and the number of ranks."""
-        units = self._units(state)
-        rows = np.array([row for unit in units for row in self._rows_of(unit)], dtype=np.int64)
+        if not 0 <= state.position < self.num_units:
+            raise ValueError(f"{state} is outside of an epoch of {self.num_units} units")
+        order_U = self._order(state.epoch)
+        units = order_U[state.position : state.position + self.units_per_step].tolist()
+        rows = np.array(self._rows_of(units), dtype=np.int64)
         mine = units[self._rank :: self._world_size]
         size = self._batch.micro_batch_size
-        of_first = range(0, len(units[:: self._world_size]), size)
+        micro_batches = []
+        for i in range(0, len(units[:: self._world_size]), size):
+            if mine[i : i + size]:
+                micro_batches.append(micro_batch_of(self._dataset, self._rows_of(mine[i : i + size])))
+            else:
+                # In an epoch's last step this rank may have fewer rows than the first. Ranks gather weights together,
+                # so all do equally many micro-batches: the step's shortest row, with nothing to learn from.
+                shortest = min(rows.tolist(), key=lambda row: self._dataset.lengths[row])
+                micro_batches.append(without_labels(micro_batch_of(self._dataset, [shortest])))
         return GlobalBatch(
-            micro_batches=tuple(
-                self._micro_batch(mine[i : i + size]) if mine[i : i + size] else self._idle_micro_batch(units)
-                for i in of_first
-            ),
+            micro_batches=tuple(micro_batches),
             tokens=int(self._dataset.lengths[rows].sum()),
             row_lengths=tuple(self._dataset.lengths[rows].tolist()),
             supervised_tokens=int(self._labels_per_row_N[rows].sum()),
@@ -133,7 +141,8 @@ class Loader:
         first, last = steps.start // self.steps_per_epoch, (steps.stop - 1) // self.steps_per_epoch
         looked_at = max(1, min(_EPOCHS_LOOKED_AT, _UNITS_LOOKED_AT // len(self._tokens_per_unit)))
         for epoch in range(first, min(last + 1, first + looked_at)):
-            mine_U = self._order(epoch)[self._is_of(self._rank if rank is None else rank)]
+            of_rank_U = np.arange(self.num_units) % self.units_per_step % self._world_size
+            mine_U = self._order(epoch)[of_rank_U == (self._rank if rank is None else rank)]
             starts_M = np.arange(0, len(mine_U), self._batch.micro_batch_size)
             step_M = epoch * self.steps_per_epoch + np.arange(len(starts_M)) // self._batch.accumulation
             tokens_M = np.add.reduceat(self._tokens_per_unit[mine_U], starts_M)
@@ -142,7 +151,11 @@ class Loader:
             if tokens_M[place] > best_tokens:
                 best_step, best_tokens = int(step_M[place]), int(tokens_M[place])
                 best_units = mine_U[starts_M[place] : starts_M[place] + self._batch.micro_batch_size]
-        return best_step, self._shape(best_units.tolist())
+        rows = self._rows_of(best_units.tolist())
+        supervised = int(self._labels_per_row_N[rows].sum())
+        return best_step, BatchShape.of_rows(
+            self._dataset.lengths[rows].tolist(), supervised_tokens=supervised
+        )
 
     def epoch(self) -> Epoch:
         """Counts of one pass over the rows, and its micro-batch of average size."""
@@ -166,21 +179,6 @@ class Loader:
             return lengths_N
         return self._packs.tokens(lengths_N)
 
-    def _is_of(self, rank: int) -> np.ndarray:
-        """Which units of an epoch's order a process trains."""
-        return np.arange(self.num_units) % self.units_per_step % self._world_size == rank
-
-    def _shape(self, units: Sequence[int]) -> BatchShape:
-        rows = [row for unit in units for row in self._rows_of(unit)]
-        lengths = self._dataset.lengths[rows]
-        return BatchShape.of_rows(lengths.tolist(), supervised_tokens=int(self._labels_per_row_N[rows].sum()))
-
-    def _units(self, state: LoaderState) -> list[int]:
-        if not 0 <= state.position < self.num_units:
-            raise ValueError(f"{state} is outside of an epoch of {self.num_units} units")
-        order_U = self._order(state.epoch)
-        return order_U[state.position : state.position + self.units_per_step].tolist()
-
     def _order(self, epoch: int) -> np.ndarray:
         if self._cached_order is None or self._cached_order[0] != epoch:
             order_U = np.random.default_rng([self._seed, epoch]).permutation(self.num_units)
@@ -202,22 +200,8 @@ class Loader:
         backwards_U = (inside_U // world % 2 == 1) & (start_U + world <= steps_end_U)
         return sorted_U[np.where(backwards_U, 2 * start_U + world - 1 - place_U, place_U)]
 
-    def _rows_of(self, unit: int) -> tuple[int, ...]:
-        return (unit,) if self._packs is None else self._packs[unit]
-
-    def _idle_micro_batch(self, units: Sequence[int]) -> MicroBatch:
-        """Returns the shortest row of the step with nothing to learn from.
-
-        In an epoch's last step this rank may have fewer rows than the first. Ranks gather weights together, so all do
-        equally many micro-batches.
-        """
-        rows = [row for unit in units for row in self._rows_of(unit)]
-        return without_labels(
-            micro_batch_of(self._dataset, [min(rows, key=lambda r: self._dataset.lengths[r])])
-        )
-
-    def _micro_batch(self, units: Sequence[int]) -> MicroBatch:
-        return micro_batch_of(self._dataset, [row for unit in units for row in self._rows_of(unit)])
+    def _rows_of(self, units: Sequence[int]) -> list[int]:
+        return list(units) if self._packs is None else [row for unit in units for row in self._packs[unit]]
 
 
 def micro_batch_of(dataset: TokenDataset, rows: Sequence[int]) -> MicroBatch:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -126,13 +127,8 @@ class _Part:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Placed:
-    """An example on its way: the part it belongs to, and how many places it has there."""
-
-    example: Example
-    part: _Part
-    places: int
+_Placed = tuple[Example, _Part, int]
+"""An example on its way: the part it belongs to, and how many places it has there."""
 
 
 class Making:
@@ -173,9 +169,13 @@ class Making:
 
         def batches() -> Iterator[list[Example]]:
             """Yields the examples of each batch; ``under_way`` keeps the batch until its rows come back."""
-            for batch in _batches(self._placed(seed)):
+            sides = ((self._train, self._data.sources), (self._held_out, self._data.eval_sources))
+            read = (
+                self._read_source(source, part, seed=seed) for part, sources in sides for source in sources
+            )
+            for batch in _batches(chain.from_iterable(read)):
                 under_way.append(batch)
-                yield [placed.example for placed in batch]
+                yield [example for example, _, _ in batch]
 
         made = tokenised(batches(), self._job, self._tokenise, beat=self._progress)
         with closing(made):
@@ -184,22 +184,14 @@ class Making:
                 if rows.error is not None:
                     raise rows.error
                 for part in (self._train, self._held_out):
-                    mine = [placed.part is part for placed in batch]
+                    mine = [side is part for _, side, _ in batch]
                     if any(mine):
-                        examples = [
-                            (placed.example, placed.places) for placed in batch if placed.part is part
-                        ]
+                        examples = [(example, places) for example, side, places in batch if side is part]
                         part.add(examples, rows if all(mine) else _chosen(rows, np.array(mine)))
                 self._progress(rows=len(batch), tokens=sum(fate.tokens for fate in rows.fates))
 
-    def _placed(self, seed: int) -> Iterator[_Placed]:
-        """Every row of every source, sent to its side; notes the format it was read as."""
-        for source in self._data.sources:
-            yield from self._read_source(source, self._train, seed=seed)
-        for source in self._data.eval_sources:
-            yield from self._read_source(source, self._held_out, seed=seed)
-
     def _read_source(self, source: DataSource, part: _Part, *, seed: int) -> Iterator[_Placed]:
+        """Every row of the source, sent to its side; notes the format it was read as."""
         data = self._data
         weight, per = Fraction(source.weight).limit_denominator(1_000_000).as_integer_ratio()
         format: DataFormat = source.format
@@ -216,12 +208,12 @@ class Making:
                 part.drop(bad.reason)
                 continue
             if part is self._held_out or _is_held_out(example, data.val_fraction, seed):
-                yield _Placed(example, self._held_out, 1)
+                yield example, self._held_out, 1
                 continue
             places = (position + 1) * weight // per - position * weight // per
             position += 1
             if places:
-                yield _Placed(example, part, places)
+                yield example, part, places
             else:
                 part.drop(LEFT_OUT)
         self._formats.append(format)
@@ -233,7 +225,7 @@ def _batches(examples: Iterator[_Placed]) -> Iterator[list[_Placed]]:
     size = 0
     try:
         for placed in examples:
-            own = text_size(placed.example)
+            own = text_size(placed[0])
             if batch and size + own > MOST_TEXT_AT_ONCE:
                 yield batch
                 batch, size = [], 0

@@ -89,15 +89,11 @@ class _Rooms:
                 del self._newest[room], self._rooms[at]
             else:
                 self._newest[room] = before
-        self._put_back(pack, room - length)
+        room -= length
+        if room:  # a full pack is never looked at again
+            before = self._newest.get(room, -1)
+            if before < 0:
+                insort(self._rooms, room)
+            self._before[pack] = before
+            self._newest[room] = pack
         return pack
-
-    def _put_back(self, pack: int, room: int) -> None:
-        """Remember how much room the pack has now. A full one is never looked at again."""
-        if room == 0:
-            return
-        before = self._newest.get(room, -1)
-        if before < 0:
-            insort(self._rooms, room)
-        self._before[pack] = before
-        self._newest[room] = pack

@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 
 from fitune.data.conversations.formats import to_example
-from fitune.data.conversations.messages import Example, Message, Text
+from fitune.data.conversations.messages import Example, Text
 from fitune.data.ledger import describe_dropped, hint_for_dropped
 from fitune.data.reading.files import HubDataset, locate, sample_size
 from fitune.data.reading.rows import BadRow
@@ -113,7 +113,13 @@ def _epoch(weighted: Sequence[tuple[float, list[tuple[int, int]]]], batch: Batch
     learned = sum(times * sum(s for _, s in lengths) for times, lengths in weighted)
     if rows < 0.5 or not tokens:
         raise DataError("no row is left to train on", hint="check val_fraction, on_long_row and the weights")
-    units = max(1.0, rows * _packed_share(weighted, batch.seq_len) if batch.packing else rows)
+    units = rows
+    if batch.packing:
+        from fitune.data.packing import pack_rows  # numpy, which plans without packing do not wait for
+
+        lengths = [n for _, lengths in weighted for n, _ in lengths]
+        units = rows * (len(pack_rows(lengths, batch.seq_len)) / len(lengths))
+    units = max(1.0, units)
     usual = BatchShape.of_average(
         rows=rows,
         tokens=round(tokens),
@@ -130,14 +136,6 @@ def _epoch(weighted: Sequence[tuple[float, list[tuple[int, int]]]], batch: Batch
         usual=usual,
         guess=guess,
     )
-
-
-def _packed_share(weighted: Sequence[tuple[float, list[tuple[int, int]]]], capacity: int) -> float:
-    """Packs per row."""
-    from fitune.data.packing import pack_rows  # numpy, which plans without packing do not wait for
-
-    lengths = [n for _, lengths in weighted for n, _ in lengths]
-    return len(pack_rows(lengths, capacity)) / len(lengths)
 
 
 def _read(source: DataSource, *, train_on_prompt: bool) -> _Sample | None:
@@ -217,14 +215,10 @@ def _length(example: Example, *, train_on_prompt: bool) -> _Length:
     if isinstance(example, Text):
         size = len(example.text.encode())
         return _Length(size, size, 1)
-    sizes = [(_learns(m, train_on_prompt), len(f"{m.thought}{m.text}".encode())) for m in example.messages]
+    sizes = [(m.role, len(f"{m.thought}{m.text}".encode())) for m in example.messages]
     text = len(example.tools.encode()) + sum(size for _, size in sizes)
-    learned = sum(size for is_learned, size in sizes if is_learned)
+    learned = sum(size for role, size in sizes if train_on_prompt or role == "assistant")
     return _Length(text, learned, 1 + TOKENS_PER_MESSAGE * len(sizes))
-
-
-def _learns(message: Message, train_on_prompt: bool) -> bool:
-    return train_on_prompt or message.role == "assistant"
 
 
 def _cut(

@@ -101,7 +101,11 @@ class RowTokeniser:
         """Keep what of the row fits and can be learned."""
         length = row.end - row.begin
         parts = [(row.begin + begin, row.begin + end) for begin, end in self._parts(length, where)]
-        learned = [row.learned] if parts == [(row.begin, row.end)] else [_learned(encoded, *p) for p in parts]
+        learned = [row.learned]
+        if parts != [
+            (row.begin, row.end)
+        ]:  # the first token of a part is not learned: nothing stands before it
+            learned = [int(encoded.supervised[begin + 1 : end].sum()) for begin, end in parts]
         kept = [part for part, count in zip(parts, learned, strict=True) if count]
         rows.ids += [encoded.ids[begin:end] for begin, end in kept]
         rows.supervised += [encoded.supervised[begin:end] for begin, end in kept]
@@ -150,11 +154,6 @@ def _uncut(encoded: EncodedRows) -> Iterator[_Uncut]:
     before = np.concatenate([[0], np.cumsum(encoded.supervised)])
     learned = before[ends] - before[np.minimum(begins + 1, ends)]
     return map(_Uncut, begins.tolist(), ends.tolist(), learned.tolist())
-
-
-def _learned(encoded: EncodedRows, begin: int, end: int) -> int:
-    """Marks of a stretch, but for its first token: nothing stands before it to predict it from."""
-    return int(encoded.supervised[begin + 1 : end].sum())
 
 
 class _Rows:

@@ -28,7 +28,7 @@ from fitune.engine.kept_rows import divided
 from fitune.engine.optimizers import build_torch_optimizer, set_learning_rate
 from fitune.engine.plain import Seed
 from fitune.engine.protocol import EngineState, EnterPhase, LossModel, Update
-from fitune.errors import HardwareError, pinning, require_library
+from fitune.errors import HardwareError, first_line, pinning, require_library
 from fitune.spec.deepspeed import tell_deepspeed_where
 from fitune.spec.plan import Optimizer, Precision
 from fitune.spec.predictions import Phase
@@ -70,7 +70,7 @@ def require_nvme(folder: str) -> None:
             return
         reason = "libaio is not installed"
     except (RuntimeError, OSError) as error:  # of the compiler and of the loader
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
     raise HardwareError(
         f"DeepSpeed cannot use NVMe here: {reason}",
         hint="apt install libaio-dev g++ and pip install ninja on every node; or offload_optimizer: cpu",
@@ -121,13 +121,6 @@ class Head(nn.Module):
             finally:
                 self._held = False
                 head._parameters.update(own)
-
-
-def _taken(stand_in: Parameter) -> Tensor:
-    """The parameter's gradient, which the parameter then forgets."""
-    gradient, stand_in.grad = stand_in.grad, None
-    assert gradient is not None
-    return gradient
 
 
 def _gathered(module: nn.Module) -> AbstractContextManager[None]:
@@ -204,7 +197,10 @@ class DeepSpeedEngine:
                 standing_in = until_backward_ends.enter_context(self.head.held())
                 loss, gradient_TD = self.model.loss_and_gradient(hidden_TD.detach(), batch, scale=scale)
                 losses.append(loss)
-                gradients = [gradient_TD, *map(_taken, standing_in.values())]
+                gradients = [gradient_TD]
+                for stand_in in standing_in.values():  # which forgets its gradient
+                    gradients.append(cast(Tensor, stand_in.grad))
+                    stand_in.grad = None
                 if not standing_in:
                     until_backward_ends.close()
                 return cast(Tensor, Seed.apply(gradients, hidden_TD, *standing_in).sum())

@@ -109,18 +109,18 @@ class HostOptimizer(WeightOptimizer):
     def gradients(self) -> list[Tensor]:
         """Sums over the micro-batches, in fp32, on the host."""
         self.take_gradients(wait=True)
-        self._settle()
+        self._wait_for_sums()
         return [self._summed[name] for name in self.parameters if name in self._summed]
 
     def drop_gradients(self) -> None:
         """Forget the sums, once the copies and additions under way are through."""
         self._let_go()
-        self._settle()
+        self._wait_for_sums()
         self._summed.clear()
 
     def step(self, *, learning_rate: float, gradient_factor: float) -> None:
         """Block by block: while one is stepped, the new weights of the one before it go to the device."""
-        self._settle()
+        self._wait_for_sums()
         set_learning_rate(self.torch_optimizer, learning_rate)
         sent: tuple[Sequence[Tensor], Arrival] | None = None
         for names in (*self.blocks, self.around):
@@ -183,7 +183,7 @@ class HostOptimizer(WeightOptimizer):
             targets.append(weight)
         return sources, self.host.put(sources, targets)
 
-    def _settle(self) -> None:
+    def _wait_for_sums(self) -> None:
         """Wait until all that was copied is added up."""
         under_way, self._under_way = self._under_way, []
         for wait in under_way:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fitune.errors import FituneError, HardwareError, PeerGone, RankFailed
+from fitune.errors import FituneError, HardwareError, PeerGone, RankFailed, first_line
 
 T = TypeVar("T")
 
@@ -296,6 +296,6 @@ def _join(ranks: Ranks, backend: str) -> None:
                 hint="another MASTER_PORT; or end the job that has it",
             ) from error
         raise HardwareError(
-            f"rank {ranks.rank} of {ranks.world} did not meet the others at {where}: {str(error).splitlines()[0]}",
+            f"rank {ranks.rank} of {ranks.world} did not meet the others at {where}: {first_line(error)}",
             hint="were all ranks started, and can every machine reach that address?",
         ) from error

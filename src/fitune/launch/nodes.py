@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from fitune.errors import FituneError, HardwareError, NodeFailed, RecipeError
+from fitune.errors import FituneError, HardwareError, NodeFailed, RecipeError, first_line
 
 TIMEOUT_SECONDS = 600.0
 """Longest wait of a node for the others to come: machines of one job may start minutes apart."""
@@ -279,7 +279,7 @@ class Meeting(OneNode):
                             self._signs[node] = (count, time.monotonic())
                 self._answered = time.monotonic()
         except RuntimeError as error:  # DistNetworkError and its kind
-            self._error = str(error).splitlines()[0]
+            self._error = first_line(error)
 
 
 @contextmanager
@@ -334,7 +334,7 @@ def _served_store(place: Place) -> Any:
     except (DistNetworkError, OSError) as error:
         if "EADDRINUSE" not in str(error) and "in use" not in str(error):
             raise HardwareError(
-                f"node 0 cannot serve port {port}: {str(error).splitlines()[0]}",
+                f"node 0 cannot serve port {port}: {first_line(error)}",
                 hint="another port in --rendezvous",
             ) from error
         raise HardwareError(
@@ -368,7 +368,7 @@ def _reached_store(place: Place) -> Any:
         return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=20))
     except DistError as error:
         raise HardwareError(
-            f"{host}:{port} answers, and it is not node 0 of a job: {str(error).splitlines()[0]}",
+            f"{host}:{port} answers, and it is not node 0 of a job: {first_line(error)}",
             hint="the address that node 0 was started with, and a port that nothing else has",
         ) from error
 

@@ -56,14 +56,15 @@ class LossesTold(UserCallback):  # type: ignore[misc]  # ray does not type it
 
 
 class ControllerTold(ControllerCallback):  # type: ignore[misc]  # ray does not type it
-    """Tells ``desk`` which actor starts and watches the workers, as soon as it lives: before there is room for them."""
+    """Tells ``mailbox`` which actor starts and watches the workers, as soon as it lives, before there is room for
+    them."""
 
-    def __init__(self, desk: Any) -> None:
-        self._desk = desk
+    def __init__(self, mailbox: Any) -> None:
+        self._mailbox = mailbox
 
     def after_controller_start(self, train_run_context: Any) -> None:
         """Runs inside that actor."""
-        self._desk.control.remote(ray.get_runtime_context().current_actor)
+        self._mailbox.control.remote(ray.get_runtime_context().current_actor)
 
 
 def remove_groups_of(controller: Any) -> None:

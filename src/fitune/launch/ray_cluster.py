@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from fitune.errors import HardwareError, MissingExtra, RecipeError
+from fitune.errors import HardwareError, MissingExtra, RecipeError, first_line
 from fitune.launch.nodes import host_and_port
 from fitune.units import counted
 
@@ -188,7 +188,7 @@ def _reach(ray: Any, named: str) -> None:
     except ConnectionError as error:
         if named:
             raise HardwareError(
-                f"no Ray cluster at {named}: {str(error).splitlines()[0]}",
+                f"no Ray cluster at {named}: {first_line(error)}",
                 hint="ray status on its head; where it asks for a token: RAY_AUTH_MODE=token with RAY_AUTH_TOKEN or "
                 "~/.ray/auth_token. Without --ray-address a cluster is started for the run alone",
             ) from error

@@ -24,8 +24,8 @@ _NEVER_SECONDS = 1e9
 """Ray would end the workers without a save to start more of them; the driver does it with one."""
 
 
-class Desk:
-    """An actor beside the driver: ranks lay down there what is to be told, and learn that they are to stop."""
+class Mailbox:
+    """An actor beside the driver, in which ranks leave events, and learn that they are to stop."""
 
     def __init__(self) -> None:
         import asyncio
@@ -75,14 +75,14 @@ class Desk:
         await self._is_stopping.wait()
 
 
-def open_desk() -> Any:
-    """A handle of a new Desk on the driver's own node, which takes no CPU from the workers."""
+def open_mailbox() -> Any:
+    """A handle of a new Mailbox on the driver's own node, which takes no CPU from the workers."""
     ray = loaded_ray()
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = ray.get_runtime_context().get_node_id()
     return (
-        ray.remote(Desk)
+        ray.remote(Mailbox)
         .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False))
         .remote()
     )
@@ -110,7 +110,7 @@ def run_workers(
     each: Mapping[str, float],
     directory: Path,
     name: str,
-    desk: Any,
+    mailbox: Any,
     watch: Callable[[], bool],
     lost: Callable[[list[int]], None],
     timeout_s: float,
@@ -118,9 +118,9 @@ def run_workers(
     """Run ``function(config)`` in every worker of a TorchTrainer; what rank 0 returned, or None and the error.
 
     ``watch`` is called several times a second, until it says that Ray's end is not worth waiting for; ``lost`` in a
-    process of Ray on this node, with ranks that ended. ``desk`` is that of open_desk. Whatever ends the call ends the
-    workers, and no thread asks Ray any more, also where it still waited for room: Ray ends a process that asks it from
-    behind ray.shutdown().
+    process of Ray on this node, with ranks that ended. ``mailbox`` is that of open_mailbox. Whatever ends the call ends
+    the workers, and no thread asks Ray any more, also where it still waited for room: Ray ends a process that asks it
+    from behind ray.shutdown().
     """
     parts = ray_parts()
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
@@ -148,7 +148,7 @@ def run_workers(
                 max_preemption_failures=place.restarts,
             ),
             logging_config=LoggingConfig(log_level="CRITICAL"),
-            callbacks=[parts.LossesTold(lost), parts.ControllerTold(desk)],
+            callbacks=[parts.LossesTold(lost), parts.ControllerTold(mailbox)],
         ),
     )
     from ray.exceptions import RayError
@@ -173,12 +173,12 @@ def run_workers(
         while not watch() and thread.is_alive():
             thread.join(_LOOK_SECONDS)
     finally:
-        _leave(thread, desk)
+        _leave(thread, mailbox)
     watch()
     return end[0], end[1]
 
 
-def _leave(thread: threading.Thread, desk: Any) -> None:
+def _leave(thread: threading.Thread, mailbox: Any) -> None:
     """End ``fit`` with the workers, or before there is room for them, and give their room back.
 
     The controller is killed: its own ``abort`` is not heard while it waits for room, and took more than 5 s
@@ -188,7 +188,7 @@ def _leave(thread: threading.Thread, desk: Any) -> None:
         return
     ray = loaded_ray()
     with suppress(ray.exceptions.RayError):  # the cluster is gone, and fit with it
-        controller = ray.get(desk.controller.remote(), timeout=_LEAVE_SECONDS)
+        controller = ray.get(mailbox.controller.remote(), timeout=_LEAVE_SECONDS)
         ray.kill(controller)
         thread.join(_LEAVE_SECONDS)
         ray_parts().remove_groups_of(controller)

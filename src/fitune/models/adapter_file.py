@@ -88,12 +88,12 @@ class AdapterConfig(BaseModel):
     init_lora_weights: Annotated[bool | str, AfterValidator(_drawn)] = True
     auto_mapping: dict[str, Any] | None = None
 
-    def for_peft(self, **settled: Any) -> LoraConfig:
-        """PEFT's own config of this one: nothing else of the file, and ``settled`` in place of what it says."""
+    def for_peft(self, **resolved: Any) -> LoraConfig:
+        """PEFT's own config of this one: nothing else of the file, and ``resolved`` in place of what it says."""
         words = self.model_dump(include=_FOR_PEFT) | {"task_type": "CAUSAL_LM"}
         if self.init_lora_weights == "eva":
             words["init_lora_weights"] = True
-        return LoraConfig(**{**words, **settled})
+        return LoraConfig(**{**words, **resolved})
 
     @property
     def unknown_words(self) -> tuple[str, ...]:
@@ -178,7 +178,7 @@ def linear_names(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
 
 
-def settled(config: AdapterConfig, linears: Mapping[str, str]) -> dict[str, object]:
+def resolved(config: AdapterConfig, linears: Mapping[str, str]) -> dict[str, object]:
     """target_modules, rank_pattern and alpha_pattern in full names of the model, for PEFT and by PEFT's rules.
 
     ``linears``: name as the adapter has it -> name in the model. Raises re.error for what is no regular expression.
@@ -277,7 +277,7 @@ def _promised(
             )
         linears = linear_names(model)
         try:
-            words = settled(config, {name_in_whole(name) if in_whole else name: name for name in linears})
+            words = resolved(config, {name_in_whole(name) if in_whole else name: name for name in linears})
             if not words["target_modules"] and not stacks:
                 return linears, {}
             with warnings.catch_warnings(), names_as_given():

@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.pytorch_utils import Conv1D
 
 from fitune.errors import ModelError
-from fitune.models.adapter_file import WEIGHTS, check_adapter, linear_names, read_adapter_config, settled
+from fitune.models.adapter_file import WEIGHTS, check_adapter, linear_names, read_adapter_config, resolved
 from fitune.models.door import read_config, reading, with_adapter
 from fitune.models.expert_adapters import names_as_given, run_with_adapters, stacks_among, stacks_shown
 from fitune.models.headers import name_in_whole, own_name, read_header
@@ -82,7 +82,7 @@ def words_for(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
     in_whole = is_named_in_whole(folder)
     spelled: Callable[[str], str] = name_in_whole if in_whole else str
     config = read_adapter_config(folder)
-    chosen = settled(config, {spelled(name): name for name in linear_names(model)})
+    chosen = resolved(config, {spelled(name): name for name in linear_names(model)})
     names = {r"^model\.language_model\.": "model."} if in_whole else None
     return {"config": config.for_peft(**chosen), "names": names}
 

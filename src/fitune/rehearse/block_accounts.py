@@ -1,6 +1,7 @@
 """The account of a recorded step: for each block what it keeps, needs and moves, storage by storage."""
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,18 +34,12 @@ class Account:
     work: dict[tuple[str, int], list[Work]] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class _Storages:
-    """Size of each storage, and what it belongs to: a block, the final norm, the hidden states, or what is around."""
-
-    sizes: dict[Any, int] = field(default_factory=dict)
-    owners: dict[Any, Any] = field(default_factory=dict)
-    kept: dict[tuple[int, Any], int] = field(default_factory=dict)
-    """Bytes alive between forward and backward by micro-batch and owner."""
-
-
-def _storages(sample: Sample) -> _Storages:
-    found = _Storages()
+def _storages(sample: Sample) -> tuple[dict[Any, int], dict[Any, Any], dict[tuple[int, Any], int]]:
+    """Size of each storage; what it belongs to: a block, the final norm, the hidden states, or what is around; and
+    bytes alive between forward and backward by micro-batch and owner."""
+    sizes: dict[Any, int] = {}
+    owners: dict[Any, Any] = {}
+    kept: dict[tuple[int, Any], int] = {}
     turn, phase = -1, Phase.IDLE
     place: Any = "around"
     going_in = {serial: (turn, block) for (turn, block), serial in sample.inputs.items()}
@@ -53,16 +48,15 @@ def _storages(sample: Sample) -> _Storages:
         match event:
             case Entered(phase=entered):
                 if entered is Phase.LOSS:
+                    owners |= born
                     for storage, owner in born.items():
-                        found.owners[storage] = owner
-                        key = (turn, owner)
-                        found.kept[key] = found.kept.get(key, 0) + found.sizes[storage]
+                        kept[turn, owner] = kept.get((turn, owner), 0) + sizes[storage]
                 turn, phase, place = turn + (entered is Phase.FORWARD), entered, "around"
                 born = {}
             case Reached(direction="forward", block=block):
                 place = "final" if block is None else block
             case Allocated(storage=storage, size=size):
-                found.sizes[storage] = size
+                sizes[storage] = size
                 if phase is Phase.FORWARD:
                     of: Any = place
                     if storage in going_in:
@@ -71,28 +65,28 @@ def _storages(sample: Sample) -> _Storages:
                     born[storage] = "hidden" if storage in sample.outputs.values() else of
             case Freed(storage=storage):
                 born.pop(storage, None)
-    return found
+    return sizes, owners, kept
 
 
 def account_of(sample: Sample) -> Account:
     """Bytes of each block of the ``sample``: kept, needed for a moment, left as gradients. Raises ModelError
     where the residual stream takes other bytes from block to block."""
-    found = _storages(sample)
-    streams = {found.sizes[storage] for (_, block), storage in sample.inputs.items() if block}
-    account = Account(hidden=found.sizes[sample.outputs[0]], stream=max(streams))
+    sizes, owners, kept_by = _storages(sample)
+    streams = {sizes[storage] for (_, block), storage in sample.inputs.items() if block}
+    account = Account(hidden=sizes[sample.outputs[0]], stream=max(streams))
     if len(streams) > 1 or account.stream % account.hidden:
         raise ModelError("the stream between the blocks takes other bytes than the hidden states behind them")
-    kept = {block: found.kept.get((0, block), 0) for block in range(sample.blocks)}
-    account.kept = [kept[block] for block in range(sample.blocks)]
-    account.around = found.kept.get((0, "around"), 0)
-    account.final_kept = found.kept.get((0, "final"), 0)
+    account.kept = [kept_by.get((0, block), 0) for block in range(sample.blocks)]
+    account.around = kept_by.get((0, "around"), 0)
+    account.final_kept = kept_by.get((0, "final"), 0)
     alive: Counter[Any] = Counter()
     total = start = 0
     turn, phase, place = -1, Phase.IDLE, None
     number = 0
     for index, event in enumerate(sample.events):
         while number < len(sample.work) and sample.work[number].event <= index:
-            _credit(account, sample.work[number], turn, phase, place)
+            if turn == 0 and isinstance(place, int) and phase in (Phase.FORWARD, Phase.BACKWARD):
+                account.work.setdefault((phase.value, place), []).append(sample.work[number])
             number += 1
         match event:
             case Entered(phase=phase):
@@ -101,19 +95,18 @@ def account_of(sample: Sample) -> Account:
             case Reached(direction="forward", block=block):
                 place, start = ("final" if block is None else block), total
                 if block == sample.blocks - 1 and turn == 0:
-                    before = sum(kept[j] for j in range(block))
-                    account.around_forward = total - before - account.stream
+                    account.around_forward = total - sum(account.kept[:block]) - account.stream
                 continue
             case Reached(block=block):
                 place = block
                 continue
             case Allocated(storage=storage, size=size):
                 total += size
-                alive[_label(storage, found, sample, turn)] += size
+                alive[_label(storage, owners, sample)] += size
             case Freed(storage=storage):
-                if storage in found.sizes:
-                    total -= found.sizes[storage]
-                    alive[_label(storage, found, sample, turn)] -= found.sizes[storage]
+                if storage in sizes:
+                    total -= sizes[storage]
+                    alive[_label(storage, owners, sample)] -= sizes[storage]
                 continue
         if phase is Phase.FORWARD and turn == 0 and isinstance(place, int):
             account.forward.setdefault(place, []).append(total - start)
@@ -125,11 +118,11 @@ def account_of(sample: Sample) -> Account:
     return account
 
 
-def _label(storage: Any, found: _Storages, sample: Sample, turn: int) -> Any:
+def _label(storage: Any, owners: Mapping[Any, Any], sample: Sample) -> Any:
     """The kind of a storage: a gradient, kept by a block of this micro-batch, or anything else."""
     if storage in sample.gradients:
         return "gradient", sample.gradients[storage][0]
-    return "kept", found.owners.get(storage)
+    return "kept", owners.get(storage)
 
 
 def _note_backward(
@@ -152,8 +145,3 @@ def _note_backward(
         others -= account.kept[place]
     fresh = alive["gradient", place] if turn == 0 else 0
     account.backward.setdefault((turn, place), []).append((own, fresh, others))
-
-
-def _credit(account: Account, work: Work, turn: int, phase: Phase, place: Any) -> None:
-    if turn == 0 and isinstance(place, int) and phase in (Phase.FORWARD, Phase.BACKWARD):
-        account.work.setdefault((phase.value, place), []).append(work)

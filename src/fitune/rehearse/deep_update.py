@@ -30,12 +30,13 @@ def record_update(plan: Plan, shallow: LanguageModel, depth: Depth) -> Trace:
     """
     weights = dict(_deepened(_parameters(shallow), depth))
     trained = {key: p for key, p in weights.items() if isinstance(p, Parameter) and p.requires_grad}
-    engine = engine_for(plan, shallow, {_flat_name(key): p for key, p in trained.items()})
+    engine = engine_for(plan, shallow, {f"{block}.{name}": p for (block, name), p in trained.items()})
     make_states(plan, engine, trained.values())
     if not updates_in_backward(plan.tuning):
         _share_gradients(trained, dict(_parameters(shallow)), depth)
+    buffers = _deepened(_by_block(shallow, lambda module: module.named_buffers()), depth)
     resident: dict[str, Iterable[Tensor]] = {
-        "weights": [*weights.values(), *(buffer for _, buffer in _deepened(_buffers(shallow), depth))],
+        "weights": [*weights.values(), *(buffer for _, buffer in buffers)],
         "optimizer": map(local_part, engine.state().tensors.values()),
         "gradients": (p.grad for p in trained.values() if p.grad is not None),  # a list would keep them alive
     }
@@ -48,7 +49,8 @@ def record_update(plan: Plan, shallow: LanguageModel, depth: Depth) -> Trace:
 
 def make_states(plan: Plan, engine: Engine, trained: Iterable[Tensor]) -> None:
     """An update on gradients of no content: the optimizer makes its states as in a first step."""
-    _set_gradients(trained)
+    for parameter in trained:
+        parameter.grad = torch.empty_like(parameter)
     with Recorder({}, StandIns(gpu=plan.hardware.gpu, supervised_tokens=1)):
         engine.update(learning_rate=1.0, enter_phase=lambda phase: None)
 
@@ -56,11 +58,6 @@ def make_states(plan: Plan, engine: Engine, trained: Iterable[Tensor]) -> None:
 def parameter_keys(model: LanguageModel) -> dict[int, ParameterKey]:
     """id of a parameter -> its block and its name there."""
     return {id(parameter): key for key, parameter in _parameters(model)}
-
-
-def _set_gradients(trained: Iterable[Tensor]) -> None:
-    for parameter in trained:
-        parameter.grad = torch.empty_like(parameter)
 
 
 def _share_gradients(
@@ -84,10 +81,6 @@ def _parameters(model: LanguageModel) -> Iterator[Keyed]:
     return _by_block(model, lambda module: module.named_parameters())
 
 
-def _buffers(model: LanguageModel) -> Iterator[Keyed]:
-    return _by_block(model, lambda module: module.named_buffers())
-
-
 def _by_block(
     model: LanguageModel, members: Callable[[Module], Iterable[tuple[str, Tensor]]]
 ) -> Iterator[Keyed]:
@@ -105,13 +98,7 @@ def _deepened(shallow: Iterable[Keyed], depth: Depth) -> Iterator[Keyed]:
     for block, group in itertools.groupby(shallow, key=lambda item: item[0][0]):
         members = [(name, tensor) for (_, name), tensor in group]
         for copy in [None] if block is None else depth.copies(block):
-            yield from (((copy, name), _empty_like(tensor)) for name, tensor in members)
-
-
-def _empty_like(tensor: Tensor) -> Tensor:
-    empty = torch.empty_like(local_part(tensor), requires_grad=False)
-    return Parameter(empty, tensor.requires_grad) if isinstance(tensor, Parameter) else empty
-
-
-def _flat_name(key: ParameterKey) -> str:
-    return f"{key[0]}.{key[1]}"
+            for name, tensor in members:
+                empty = torch.empty_like(local_part(tensor), requires_grad=False)
+                is_parameter = isinstance(tensor, Parameter)
+                yield (copy, name), Parameter(empty, tensor.requires_grad) if is_parameter else empty

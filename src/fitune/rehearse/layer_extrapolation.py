@@ -14,7 +14,6 @@ from fitune.rehearse.trace import (
     Entered,
     Event,
     Freed,
-    ParameterKey,
     Reached,
     Trace,
 )
@@ -108,7 +107,8 @@ def extrapolated(shallow: Trace, update: Trace, depth: Depth) -> Trace:
                     begun[name] = size
                     trace.events.append(Allocated(name, size, stream))
                     if storage in shallow.gradients:
-                        trace.gradients[name] = shift.parameter(shallow.gradients[storage])
+                        of, parameter = shallow.gradients[storage]
+                        trace.gradients[name] = (shift.of(of), parameter)
                 case Freed(storage=storage):
                     name = shift.name(storage)
                     if begun.pop(name, None) is None:
@@ -135,10 +135,6 @@ class _Shift:
             raise Irregular("something from before the step is freed in it")
         name = self.names[storage]
         return name._replace(place=name.place._replace(block=self.of(name.place.block)))
-
-    def parameter(self, key: ParameterKey) -> ParameterKey:
-        """Returns ``key`` with the block that its own stands for."""
-        return (self.of(key[0]), key[1])
 
     def of(self, other: int | None) -> int | None:
         """The block that ``other`` means, seen from here: a neighbour stays a neighbour."""

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from transformers import PretrainedConfig
 
-from fitune.errors import FituneError, ModelError
+from fitune.errors import FituneError, ModelError, first_line
 from fitune.models.door import model_config, text_config
 from fitune.rehearse.block_accounts import Account, Numbers, account_of
 from fitune.rehearse.block_recording import Work, recorded
@@ -201,7 +201,8 @@ def _fit_of(plan: Plan, config: PretrainedConfig, chosen: Sequence[int], *, firs
     lengths = [first * times for times in LENGTHS]
     if chunk > 1:
         lengths += [first + chunk // 2, 2 * first + chunk // 2]
-    samples = [recorded(_shallow(plan, len(chosen)), config, chosen, (n,) * rows) for n in lengths]
+    shallow = replace(plan, model=replace(plan.model, num_layers=len(chosen)))
+    samples = [recorded(shallow, config, chosen, (n,) * rows) for n in lengths]
     accounts = [account_of(sample) for sample in samples]
     tokens = [s.tokens for s in samples]
     return _Fit(accounts, tokens, 1 if whole else rows, chunk, copies=plan.model.has_delta_rule)
@@ -212,14 +213,11 @@ def _chunk(model: ModelSpec, first: int) -> int:
     return 0 if model.chunk > 1 and first * LENGTHS[-1] <= model.chunk else model.chunk
 
 
-def _shallow(plan: Plan, blocks: int) -> Plan:
-    return replace(plan, model=replace(plan.model, num_layers=blocks))
-
-
 def _block(keeping: _Fit, again: _Fit, block: int) -> TracedBlock:
     turns = {turn for turn, _ in keeping.accounts[0].backward}
     adding = max(turns)
-    heads = keeping.heads(block)
+    heads, longest = keeping.heads(block), again.accounts[_LONGEST]
+    is_small = longest.kept[block] - longest.hidden < longest.hidden / 1000  # a few numbers beside its input
     return TracedBlock(
         kept=keeping.size(lambda a: a.kept[block]),
         forward=again.sizes(lambda a: a.forward.get(block, [])),
@@ -233,16 +231,8 @@ def _block(keeping: _Fit, again: _Fit, block: int) -> TracedBlock:
         heads=max((n for n, _ in heads), default=0),
         head_size=max((size for _, size in heads), default=0),
         flops_per_pair=12.0 * sum(n * size for n, size in heads),
-        leaves=_left(again, block),
+        leaves=None if is_small else again.size(lambda a: a.kept[block] - a.hidden),
     )
-
-
-def _left(again: _Fit, block: int) -> Size | None:
-    """Bytes that a block leaves beyond its input until it runs again; None for a few numbers beside it."""
-    longest = again.accounts[_LONGEST]
-    if longest.kept[block] - longest.hidden < longest.hidden / 1000:
-        return None
-    return again.size(lambda a: a.kept[block] - a.hidden)
 
 
 class TransformersTracer:
@@ -277,9 +267,9 @@ def reading_blocks(name: str) -> Iterator[None]:
         NotImplementedError,
         IndexError,
     ) as error:
-        first = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ModelError(
-            f"{name}: its blocks cannot be traced: {first}", hint="a model of another architecture"
+            f"{name}: its blocks cannot be traced: {first_line(error)}",
+            hint="a model of another architecture",
         ) from error
     finally:
         talk.disabled = was_off

@@ -51,10 +51,14 @@ class Recorder(LiveTensors):
         if is_of_all_ranks(types):
             return NotImplemented
         workspace = self._stand_ins.workspace_bytes(func, args)
-        serial = self._allocate(workspace) if workspace else None
+        if workspace:
+            serial = next(self._numbers)
+            self.trace.events.append(Allocated(serial, workspace))
+            self.current_bytes += workspace
         result = super().__torch_dispatch__(self._stand_ins.instead_of(func), types, args, kwargs)
-        if serial is not None:
-            self._release(serial, workspace)
+        if workspace:
+            self.current_bytes -= workspace
+            self.trace.events.append(Freed(serial))
         return result
 
     def enter(self, phase: Phase) -> None:
@@ -107,27 +111,14 @@ class Recorder(LiveTensors):
         if self._kind is not None:
             self.trace.resident[serial] = (self._kind, self._sizes[key])
         else:
-            self.trace.events.append(Allocated(serial, self._sizes[key], self._stream()))
-
-    def _stream(self) -> int:
-        """The number of the stream that FSDP2 has chosen; on a CPU torch only remembers which one it is."""
-        current = torch.cpu.current_stream()
-        return self._streams.setdefault(id(current), len(self._streams))
+            # the stream that FSDP2 has chosen: on a CPU torch only remembers which one it is
+            stream = self._streams.setdefault(id(torch.cpu.current_stream()), len(self._streams))
+            self.trace.events.append(Allocated(serial, self._sizes[key], stream))
 
     def _remove(self, key: int) -> None:
         if key in self._sizes:
             super()._remove(key)
             self.trace.events.append(Freed(self._serials.pop(key)))
-
-    def _allocate(self, size: int) -> int:
-        serial = next(self._numbers)
-        self.trace.events.append(Allocated(serial, size))
-        self.current_bytes += size
-        return serial
-
-    def _release(self, serial: int, size: int) -> None:
-        self.current_bytes -= size
-        self.trace.events.append(Freed(serial))
 
 
 @contextmanager
@@ -159,23 +150,17 @@ def fake_ranks(plan: Plan) -> Iterator["DeviceMesh | None"]:
     if not isinstance(plan.sharding, Zero):
         yield None
         return
-    from fitune.engine.fsdp import mesh_of
-
-    with _fake_group(plan.hardware.num_gpus):
-        yield mesh_of(plan.sharding, plan.hardware, device="cpu")  # it stands for the plan's
-
-
-@contextmanager
-def _fake_group(size: int) -> Iterator[None]:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from fitune.engine.fsdp import mesh_of
 
     if dist.is_initialized():
         raise RecipeError(
             "a rehearsal of several ranks needs a process of its own: this one is in a group already"
         )
-    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=plan.hardware.num_gpus, store=FakeStore())
     try:
-        yield
+        yield mesh_of(plan.sharding, plan.hardware, device="cpu")  # it stands for the plan's
     finally:
         dist.destroy_process_group()

@@ -137,17 +137,14 @@ def _has_uneven_heads(config: PretrainedConfig) -> bool:
 
 def _chunk(blocks: nn.ModuleList) -> int:
     """Tokens of the chunks in which state-space mixers and delta rules go along a row, 1 for Mamba's; 0 without any."""
-    modules = list(blocks.modules())
-    sizes = [_number(module, "chunk_size", default=1) for module in modules if is_state_space(module)]
-    return max([*sizes, *map(_chunk_of_rule, modules)], default=0)
-
-
-def _chunk_of_rule(module: nn.Module) -> int:
-    """Tokens of a chunk of transformers' gated delta rule, where ``module`` computes one; else 0."""
-    if not isinstance(module._parameters.get("A_log"), nn.Parameter):
-        return 0
-    rule = getattr(sys.modules[type(module).__module__], "torch_chunk_gated_delta_rule", None)
-    return 0 if rule is None else int(inspect.signature(rule).parameters["chunk_size"].default)
+    sizes = [0]
+    for module in blocks.modules():
+        if is_state_space(module):
+            sizes.append(_number(module, "chunk_size", default=1))
+        if isinstance(module._parameters.get("A_log"), nn.Parameter):
+            rule = getattr(sys.modules[type(module).__module__], "torch_chunk_gated_delta_rule", None)
+            sizes.append(0 if rule is None else int(inspect.signature(rule).parameters["chunk_size"].default))
+    return max(sizes)
 
 
 def _counts_along(config: PretrainedConfig) -> bool:

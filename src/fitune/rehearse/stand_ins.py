@@ -185,13 +185,8 @@ def _tokens_first(heads_BnTd: Tensor) -> Tensor:
     return heads_BnTd.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _rms_norm(x: Tensor, weight: Tensor, **_: Any) -> Tensor:
-    y: Tensor = _RmsNorm.apply(x, weight)
-    return y
-
-
 LIGER_STAND_INS = Operations(
-    rms_norm=_rms_norm,
+    rms_norm=lambda x, weight, **_: _RmsNorm.apply(x, weight),
     silu_product=_GatedProduct.apply,
     gelu_product=_GatedProduct.apply,
     silu_halves=_ProductOfHalves.apply,

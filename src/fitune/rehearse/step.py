@@ -23,7 +23,6 @@ from fitune.rehearse.layer_extrapolation import Depth, Irregular, extrapolated
 from fitune.rehearse.recorder import Recorder, fake_ranks, modules_may_move
 from fitune.rehearse.stand_ins import LIGER_STAND_INS, StandIns, cuda_functions
 from fitune.rehearse.trace import Trace, peaks_by_kind, reserved_peak
-from fitune.spec.machines.hardware import Gpu
 from fitune.spec.model.traits import has_scores
 from fitune.spec.plan import Batch, Lora, Offload, Plan, Recompute, Zero, updates_in_backward
 from fitune.spec.predictions import Rehearsal
@@ -56,19 +55,15 @@ def trace_plan(plan: Plan, config: PretrainedConfig, *, exact: bool) -> tuple[Tr
     layers = plan.model.num_layers
     recomputed = min(plan.recompute.blocks, layers)
     depth = Depth(recomputed=recomputed, kept=layers - recomputed)
-    repeats = _blocks_are_alike(config, plan) and plan.offload == Offload()
+    # Blocks differ where windowed and global attention take turns, or where some have adapters and others have none.
+    some_adapted = isinstance(plan.tuning, Lora) and bool(plan.tuning.layers)
+    one_kind = len(set(getattr(config, "layer_types", None) or ())) <= 1 and len(plan.model.kinds) <= 1
+    repeats = one_kind and not some_adapted and plan.offload == Offload()
     if not exact and depth.shallow() != depth and repeats:
         with suppress(Irregular):  # then every block is traced
             passes, update = record_few_blocks(plan, config, depth)
             return extrapolated(passes, update, depth), depth.shallow().layers
     return record_step(plan, config), layers
-
-
-def _blocks_are_alike(config: PretrainedConfig, plan: Plan) -> bool:
-    """Not where windowed and global attention take turns, or where some have adapters and others have none."""
-    some_adapted = isinstance(plan.tuning, Lora) and bool(plan.tuning.layers)
-    one_kind = len(set(getattr(config, "layer_types", None) or ())) <= 1 and len(plan.model.kinds) <= 1
-    return one_kind and not some_adapted
 
 
 RowLengths = tuple[int, ...]
@@ -115,13 +110,15 @@ def rehearsed(
 
     ``change`` is done to the model first of all.
     """
-    collecting = gc.isenabled()
+    collecting, gpu = gc.isenabled(), plan.hardware.gpu
     gc.disable()  # what only the cycle collector frees is freed at no moment that could be predicted
     try:
         with (
             fake_ranks(plan) as mesh,
             FakeTensorMode() as mode,  # on a fake cpu: a build of torch without CUDA cannot make them on cuda
-            _standing_for(plan.hardware.gpu),
+            attending_as(gpu.capability),
+            computing_with(LIGER_STAND_INS),
+            nullcontext() if gpu.is_cpu else cuda_functions(),
         ):
             with modules_may_move(mode):
                 model = empty_model(config, compute_dtype(plan.precision))
@@ -131,13 +128,6 @@ def rehearsed(
     finally:
         if collecting:
             gc.enable()
-
-
-@contextmanager
-def _standing_for(gpu: Gpu) -> Iterator[None]:
-    functions = nullcontext() if gpu.is_cpu else cuda_functions()
-    with attending_as(gpu.capability), computing_with(LIGER_STAND_INS), functions:
-        yield
 
 
 def shallow_plan(plan: Plan, *, layers: int, recomputed: int) -> Plan:

@@ -159,7 +159,8 @@ class _Pool:
 
     def take(self, size: int) -> _Block:
         """A block of ``size`` bytes or more: the best free one, else of a new segment; a large rest is split off."""
-        block = self._best_fit(size) or self._grow(size)
+        index = bisect.bisect_left(self._free, (size, -1))
+        block = self._grow(size) if index == len(self._free) else self._blocks[self._free.pop(index)[1]]
         block.free = False
         rest = block.size - size
         if rest >= BLOCK if self.small or self.expandable else rest > _SMALL:
@@ -177,16 +178,12 @@ class _Pool:
             block = self._join(block, block.after)
         self._remember(block)
 
-    def _best_fit(self, size: int) -> _Block | None:
-        index = bisect.bisect_left(self._free, (size, -1))
-        if index == len(self._free):
-            return None
-        return self._blocks[self._free.pop(index)[1]]
-
     def _grow(self, size: int) -> _Block:
         if self.expandable:
             return self._extend(size)
-        segment = _segment_size(size)
+        segment = _MEDIUM_SEGMENT if size < _MEDIUM else -(-size // _ROUND_LARGE) * _ROUND_LARGE
+        if size <= _SMALL:
+            segment = _SMALL_SEGMENT
         self.reserved_bytes += segment
         block = _Block(self._next_address, segment)
         self._blocks[block.address] = block
@@ -278,9 +275,3 @@ def reserved_peak(trace: Trace) -> int:
             case Freed(storage=storage):
                 allocator.free(storage)
     return allocator.reserved_bytes
-
-
-def _segment_size(size: int) -> int:
-    if size <= _SMALL:
-        return _SMALL_SEGMENT
-    return _MEDIUM_SEGMENT if size < _MEDIUM else -(-size // _ROUND_LARGE) * _ROUND_LARGE

@@ -1,5 +1,6 @@
 """Predicted next to measured: the only place where the two meet."""
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -102,9 +103,17 @@ def measure(run_report: RunReport | None, steps: Sequence[StepReport]) -> Measur
     seconds = [
         step.step_seconds for step in settled_steps(steps, kind=None if memory is None else memory.kind)
     ]
-    rate = run_report.tokens_per_second if run_report is not None else _tokens_per_second(steps)
+    if run_report is not None:
+        rate = run_report.tokens_per_second
+    else:
+        settled = settled_steps(steps, kind=None)
+        rate = sum(step.tokens for step in settled) / (sum(step.step_seconds for step in settled) or math.inf)
+    phases = {} if memory is None else dict(memory.phases)
+    for step in steps if memory is None else ():
+        for phase, value in step.memory_bytes.items():
+            phases[phase] = max(value, phases.get(phase, 0))
     return Measured(
-        phases=dict(memory.phases) if memory is not None else _phase_peaks(steps),
+        phases=phases,
         on_cuda=memory is not None and memory.kind == "cuda allocated",
         process_bytes=0 if memory is None else memory.process_bytes,
         process_kind=_process_kind(memory),
@@ -136,20 +145,6 @@ def value_text(value: float | None, unit: Unit) -> str:
     if value is None:
         return "–"
     return {"bytes": format_bytes, "seconds": format_seconds, "tokens/s": format_rate}[unit](value)
-
-
-def _phase_peaks(steps: Sequence[StepReport]) -> dict[Phase, int]:
-    peaks: dict[Phase, int] = {}
-    for step in steps:
-        for phase, value in step.memory_bytes.items():
-            peaks[phase] = max(value, peaks.get(phase, 0))
-    return peaks
-
-
-def _tokens_per_second(steps: Sequence[StepReport]) -> float | None:
-    settled = settled_steps(steps, kind=None)
-    seconds = sum(step.step_seconds for step in settled)
-    return sum(step.tokens for step in settled) / seconds if seconds else None
 
 
 def text_table(rows: Sequence[Sequence[str]], *, indent: int = 0) -> str:

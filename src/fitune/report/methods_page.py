@@ -6,11 +6,10 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import quantiles
 
-from fitune.errors import MissingExtra
 from fitune.report import plan_words
 from fitune.report.compare import PEAK, Row, compare, row_texts
 from fitune.report.comparison_plots import held_out_curves, loss_curves, peak_bars, speed_bars
-from fitune.report.page import render, write_page
+from fitune.report.page import pictures_or_advice, render, write_page
 from fitune.report.run_files import RunFiles
 from fitune.spec.plan import Dense, Lomo, Lora, Plan, trains_every_weight
 from fitune.spec.reports import settled_steps
@@ -39,7 +38,7 @@ def write_methods_page(
     runs = {method.name: method.run for method in methods if method.run is not None}
     first = next(iter(runs.values()), None)
     name = first.plan.model.name if first else "nothing was trained"
-    pictures, advice = _pictures_or_advice(runs)
+    pictures, advice = pictures_or_advice(lambda: _pictures(runs), without=[])
     head, *rows = comparison_rows(methods, base_grades)
     marks = best_of(runs)
     page = render(
@@ -128,21 +127,18 @@ def _rate(value: float | None) -> str:
     return "–" if value is None else f"{value:,.0f}"
 
 
-def _pictures_or_advice(runs: Mapping[str, RunFiles]) -> tuple[list[tuple[str, str]], str]:
-    """Losses, held-out losses, peaks and speeds; without matplotlib how to get them."""
+def _pictures(runs: Mapping[str, RunFiles]) -> list[tuple[str, str]]:
+    """Losses, held-out losses, peaks and speeds. Raises MissingExtra without matplotlib."""
     steps = {name: run.steps for name, run in runs.items() if run.steps}
     plans = {name: run.plan for name, run in runs.items()}
     if not steps:
-        return [], ""
-    try:
-        drawn = [("Training loss, running mean", loss_curves(steps, plans))]
-        if any(step.eval_loss is not None for one in steps.values() for step in one):
-            drawn.append(("Loss on the held-out rows", held_out_curves(steps, plans)))
-        drawn.append(("Peak of tensors", peak_bars(_row_of(runs, PEAK))))
-        drawn.append(("Speed", speed_bars(_row_of(runs, SPEED))))
-    except MissingExtra as error:
-        return [], f"No {error.what}: {error.hint}"
-    return drawn, ""
+        return []
+    drawn = [("Training loss, running mean", loss_curves(steps, plans))]
+    if any(step.eval_loss is not None for one in steps.values() for step in one):
+        drawn.append(("Loss on the held-out rows", held_out_curves(steps, plans)))
+    drawn.append(("Peak of tensors", peak_bars(_row_of(runs, PEAK))))
+    drawn.append(("Speed", speed_bars(_row_of(runs, SPEED))))
+    return drawn
 
 
 def _row_of(runs: Mapping[str, RunFiles], what: str) -> dict[str, Row]:
@@ -207,18 +203,15 @@ def _surprises(runs: Runs, final: Mapping[str, float]) -> Iterator[str]:
     for name in final:
         plan = runs[name].plan
         if trains_every_weight(plan.tuning) and final[name] > min(adapters) * (1 + _SAME):
-            yield f"{name} ends above the adapters at equal steps: {_why_above(plan)}"
-
-
-def _why_above(plan: Plan) -> str:
-    rate = f"its rate of {plan.schedule.learning_rate:g}"
-    match plan.tuning:
-        case Lomo(adaptive=False):
-            return f"it is SGD without momentum, one rate for all weights; {rate} is the first thing to try higher."
-        case Lomo(adaptive=True):
-            return f"AdaLomo has no first moment; {rate} is the first thing to try higher."
-        case _:
-            return f"all weights take smaller steps than adapters; {rate} is the first thing to try higher."
+            match plan.tuning:
+                case Lomo(adaptive=False):
+                    why = "it is SGD without momentum, one rate for all weights"
+                case Lomo(adaptive=True):
+                    why = "AdaLomo has no first moment"
+                case _:
+                    why = "all weights take smaller steps than adapters"
+            rate = f"its rate of {plan.schedule.learning_rate:g} is the first thing to try higher"
+            yield f"{name} ends above the adapters at equal steps: {why}; {rate}."
 
 
 def _rounded_bases(runs: Runs) -> Iterator[str]:
@@ -236,9 +229,7 @@ def _packed(plan: Plan) -> bool:
 
 
 def _measured(runs: Runs, what: str) -> dict[str, float]:
-    rows = {name: compare(run.estimate, run.run, run.steps) for name, run in runs.items()}
-    values = {name: next(row.measured for row in found if row.what == what) for name, found in rows.items()}
-    return {name: value for name, value in values.items() if value}
+    return {name: row.measured for name, row in _row_of(runs, what).items() if row.measured}
 
 
 def _speeds(runs: Runs) -> Iterator[str]:
@@ -257,20 +248,15 @@ def _speeds(runs: Runs) -> Iterator[str]:
 
 def _unsteady(runs: Runs) -> tuple[str, float, float] | None:
     """The run whose own steps differ most, with its slow and fast tokens a second, where they differ much."""
-    spreads = {name: _spread(run) for name, run in runs.items()}
+    spreads = {}  # tokens a second that a tenth of the settled steps were below, and above
+    for name, run in runs.items():
+        kind = None if run.run is None or run.run.memory is None else run.run.memory.kind
+        speeds = [step.tokens_per_second for step in settled_steps(run.steps, kind=kind)]
+        tenths = quantiles(speeds, n=10) if len(speeds) >= _LAST else [1.0]
+        spreads[name] = tenths[0], tenths[-1]
     worst = max(spreads, key=lambda name: spreads[name][1] / spreads[name][0])
     slow, fast = spreads[worst]
     return (worst, slow, fast) if fast > _UNSTEADY * slow else None
-
-
-def _spread(run: RunFiles) -> tuple[float, float]:
-    """Tokens a second that a tenth of the settled steps were below, and above."""
-    kind = None if run.run is None or run.run.memory is None else run.run.memory.kind
-    speeds = [step.tokens_per_second for step in settled_steps(run.steps, kind=kind)]
-    if len(speeds) < _LAST:
-        return 1.0, 1.0
-    tenths = quantiles(speeds, n=10)
-    return tenths[0], tenths[-1]
 
 
 def _extremes(what: str, best: str, values: Mapping[str, float], text: Callable[[float], str]) -> str:

@@ -6,13 +6,13 @@ Names of models, paths, settings and answers come from strangers: everything is 
 import base64
 import errno
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fitune.errors import RunDirectoryError
+from fitune.errors import MissingExtra, RunDirectoryError
 from fitune.files import write_atomically
 
 
@@ -47,6 +47,14 @@ def _environment() -> Any:
         loader=jinja2.PackageLoader("fitune.report"), autoescape=True, undefined=jinja2.StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
+
+
+def pictures_or_advice(draw: Callable[[], Any], *, without: Any) -> tuple[Any, str]:
+    """What ``draw`` draws, and ""; without matplotlib ``without``, and how to get it."""
+    try:
+        return draw(), ""
+    except MissingExtra as error:
+        return without, f"No {error.what}: {error.hint}"
 
 
 def write_page(path: Path, text: str) -> Path:

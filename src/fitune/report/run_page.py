@@ -5,12 +5,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from fitune.errors import MissingExtra
 from fitune.report import plan_words, run_plots
 from fitune.report.account import ledger_table
 from fitune.report.attempts import describe_restart, describe_retry
 from fitune.report.compare import PEAK, PHASE_NAMES, Measured, compare, measure, row_texts
-from fitune.report.page import Tile, render, write_page
+from fitune.report.page import Tile, pictures_or_advice, render, write_page
 from fitune.report.ranks import RANK_HEADINGS, long_steps, rank_rows
 from fitune.report.run_files import RunFiles, read_run
 from fitune.report.under_way import SIGN_HEADINGS, UnderWay, clock, restart_summary, sign_rows, state_line
@@ -38,9 +37,10 @@ def page_of(run: RunFiles, under_way: UnderWay | None = None, *, refresh_s: int 
 
     Without matplotlib the page says how to get the pictures.
     """
-    pictures, advice = _pictures_or_advice(run)
+    pictures, advice = pictures_or_advice(lambda: draw_pictures(run), without={"memory": ""})
     told = run.run.retries if run.run else tuple(retry for step in run.steps for retry in step.retries)
     restarts = [one for step in run.steps for one in step.restarts]
+    ledgers = {"Training": run.run.train_data, "Held out": run.run.eval_data} if run.run else {}
     return render(
         "run.html",
         scripts=() if advice else ("hover.js",),
@@ -67,7 +67,11 @@ def page_of(run: RunFiles, under_way: UnderWay | None = None, *, refresh_s: int 
         decisions=run.prediction.decisions if run.prediction else (),
         alternatives=list(_alternatives(run)),
         rejected=[(item.what, item.why) for item in run.prediction.rejected] if run.prediction else [],
-        ledgers=list(_ledgers(run)),
+        ledgers=[
+            ledger_table(title, ledger, run.plan.batch.seq_len)
+            for title, ledger in ledgers.items()
+            if ledger is not None
+        ],
         trackers=[_tracker_row(one) for one in run.trackers],
         **_reproduction(run),
     )
@@ -90,26 +94,22 @@ def draw_pictures(run: RunFiles) -> dict[str, Any]:
     return {name: Markup(picture) for name, picture in drawn.items()}
 
 
-def _pictures_or_advice(run: RunFiles) -> tuple[dict[str, Any], str]:
-    try:
-        return draw_pictures(run), ""
-    except MissingExtra as error:
-        return {"memory": ""}, f"No {error.what}: {error.hint}"
-
-
 def _head(
     run: RunFiles, measured: Measured, under_way: UnderWay | None, restarts: Sequence[Restart]
 ) -> dict[str, Any]:
     """Status, plan in one line, verdict, and the figures that people ask for first."""
     is_running = under_way is not None and under_way.is_alive
     tiles = list(_tiles(run, measured))
+    state = "There is no report.json: the run is still going, or it was stopped before it could write one."
     if under_way is not None:
         tiles += [Tile(*texts) for texts in under_way_tiles(under_way, restarts)]
+        line = state_line(under_way)
+        state = f"{line[0].upper()}{line[1:]}."
     return {
         "status": run.run.status if run.run else "running" if is_running else "unfinished",
         "headline": plan_words.headline(run.plan),
         "verdict": _verdict(run, measured),
-        "reason": run.run.reason if run.run else "" if is_running else _without_report(under_way),
+        "reason": run.run.reason if run.run else "" if is_running else state,
         "seen": f"As of {clock(under_way.at, at=under_way.at)}." if is_running and under_way else "",
         "tiles": tiles,
     }
@@ -134,13 +134,6 @@ def _verdict(run: RunFiles, measured: Measured) -> str:
         f"{verdict}, expected in step {said.heaviest_step:,} with {said.heaviest_tokens:,} tokens in a "
         f"micro-batch; the plan allows {format_bytes(said.allowed_bytes)}"
     )
-
-
-def _without_report(under_way: UnderWay | None) -> str:
-    if under_way is None:
-        return "There is no report.json: the run is still going, or it was stopped before it could write one."
-    line = state_line(under_way)
-    return f"{line[0].upper()}{line[1:]}."
 
 
 def _tiles(run: RunFiles, measured: Measured) -> Iterator[Tile]:
@@ -241,14 +234,6 @@ def _alternatives(run: RunFiles) -> Iterator[Sequence[str]]:
     entries += [(it.summary, it.peak_bytes, it.step_seconds, it.fits) for it in said.runners_up]
     for summary, peak_bytes, seconds, fits in entries:
         yield summary, format_bytes(peak_bytes), format_seconds(seconds), "yes" if fits else "no"
-
-
-def _ledgers(run: RunFiles) -> Iterator[dict[str, Any]]:
-    for title, ledger in (
-        [("Training", run.run.train_data), ("Held out", run.run.eval_data)] if run.run else []
-    ):
-        if ledger is not None:
-            yield ledger_table(title, ledger, run.plan.batch.seq_len)
 
 
 def _tracker_row(tracked: Tracked) -> tuple[str, str, str]:

@@ -2,12 +2,10 @@
 
 from bisect import insort
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fitune.errors import MissingExtra
-from fitune.report.page import render, write_page
+from fitune.report.page import pictures_or_advice, render, write_page
 from fitune.report.plots import Axes, colour, draw_svg
 from fitune.report.score_page import shown
 from fitune.report.score_rows import ScoredRow, places_of, read_score, read_scored_rows
@@ -21,15 +19,6 @@ _SHOWN = 8
 _SURE = 0.05
 _NAME = 24
 """Characters of a grader's name beside its interval."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Changed:
-    """Rows of one direction by the first grader that has any, the largest changes first."""
-
-    title: str
-    count: int
-    pairs: list[tuple[dict[str, Any], dict[str, Any]]]
 
 
 def write_score_comparison(
@@ -48,7 +37,7 @@ def write_score_comparison(
             (shown(here[id_], mine), shown(there[id_], theirs)) for id_ in ids if id_ in here and id_ in there
         ]
 
-    pictures, advice = _pictures(paired)
+    pictures, advice = pictures_or_advice(lambda: _pictures(paired), without=[])
     page = render(
         "comparison.html",
         title=f"{directory.name} and {other.name}: fitune score",
@@ -60,11 +49,11 @@ def write_score_comparison(
         advice=advice,
         first=first.grader,
         changed=[
-            _Changed(title="Better here", count=first.better, pairs=pairs(better)),
-            _Changed(title="Worse here", count=first.worse, pairs=pairs(worse)),
+            ("Better here", first.better, pairs(better)),
+            ("Worse here", first.worse, pairs(worse)),
         ],
         unchanged=first.rows - first.better - first.worse,
-        runs=_runs(mine, theirs),
+        runs=list(zip(_FACTS, _facts(mine), _facts(theirs), strict=True)),
         file="changed.jsonl",
     )
     return write_page(directory / COMPARISON_PAGE, page)
@@ -142,12 +131,10 @@ def _counts(found: PairedScore) -> Sequence[str]:
     return (found.grader, *(f"{count:,}" for count in counts))
 
 
-def _runs(mine: ScoreReport, theirs: ScoreReport) -> list[Sequence[str]]:
-    names = (
-        "model", "adapter", "data", "rows", "without an answer", "tokens written", "cut off at the token limit",
-        "time of the last start",
-    )  # fmt: skip
-    return list(zip(names, _facts(mine), _facts(theirs), strict=True))
+_FACTS = (
+    "model", "adapter", "data", "rows", "without an answer", "tokens written", "cut off at the token limit",
+    "time of the last start",
+)  # fmt: skip
 
 
 def _facts(report: ScoreReport) -> Sequence[str]:
@@ -156,23 +143,16 @@ def _facts(report: ScoreReport) -> Sequence[str]:
     return (*texts, format_seconds(report.seconds))
 
 
-def _pictures(paired: Sequence[PairedScore]) -> tuple[list[tuple[str, Any]], str]:
-    """A picture for each scale that occurs: the differences with their intervals."""
+def _pictures(paired: Sequence[PairedScore]) -> list[tuple[str, Any]]:
+    """A picture for each scale that occurs: the differences with their intervals. Raises MissingExtra without
+    matplotlib."""
     from markupsafe import Markup
 
     drawn = []
-    try:
-        for scale in dict.fromkeys(found.scale for found in paired):
-            some = [found for found in paired if found.scale == scale]
-            drawn.append(("Difference with its interval of 95 %", Markup(_intervals(some, scale))))
-    except MissingExtra as error:
-        return [], f"No {error.what}: {error.hint}"
-    return drawn, ""
-
-
-def _short(grader: str) -> str:
-    """A grader's name for an axis: a pattern or a judge's file may be long."""
-    return grader if len(grader) <= _NAME else f"{grader[: _NAME - 1]}…"
+    for scale in dict.fromkeys(found.scale for found in paired):
+        some = [found for found in paired if found.scale == scale]
+        drawn.append(("Difference with its interval of 95 %", Markup(_intervals(some, scale))))
+    return drawn
 
 
 def _intervals(some: Sequence[PairedScore], scale: Scale) -> str:
@@ -187,7 +167,9 @@ def _intervals(some: Sequence[PairedScore], scale: Scale) -> str:
             )  # fmt: skip
             axes.plot([factor * found.difference], [place], color=colour("series-1"), marker="o")
         axes.axvline(0, color=colour("ink"), linewidth=1)
-        axes.set_yticks(range(len(some)), [_short(found.grader) for found in some], parse_math=False)
+        names = [found.grader for found in some]  # a pattern or a judge's file may be long
+        short = [name if len(name) <= _NAME else f"{name[: _NAME - 1]}…" for name in names]
+        axes.set_yticks(range(len(some)), short, parse_math=False)
         axes.tick_params(axis="y", labelcolor=colour("ink"))
         axes.set_ylim(len(some) - 0.5, -0.5)
         axes.set_xlabel({"share": "percentage points", "perplexity": "perplexity"}.get(scale, scale))

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fitune.errors import MissingExtra
 from fitune.files import read_text
-from fitune.report.page import Tile, render, write_page
+from fitune.report.page import Tile, pictures_or_advice, render, write_page
 from fitune.report.plots import Axes, colour, draw_svg
 from fitune.report.score_rows import ScoredRow, read_columns, read_score, read_scored_rows
 from fitune.spec.reports import Scale, ScoreReport
@@ -143,7 +142,7 @@ def write_score_page(directory: Path) -> Path:
         """The rows at these places, as the template takes them."""
         return [shown(rows[place], report) for place in places]
 
-    pictures, advice = _pictures(report, seen)
+    pictures, advice = pictures_or_advice(lambda: _pictures(report, seen), without=[])
     page = render(
         "score.html",
         title=f"{report.model}: fitune score",
@@ -233,22 +232,19 @@ def _measured(report: ScoreReport) -> Iterator[Sequence[str]]:
         )
 
 
-def _pictures(report: ScoreReport, seen: _Seen) -> tuple[list[tuple[str, Any]], str]:
-    """Titles and SVG elements; advice in their place without matplotlib."""
+def _pictures(report: ScoreReport, seen: _Seen) -> list[tuple[str, Any]]:
+    """Titles and SVG elements. Raises MissingExtra without matplotlib."""
     from markupsafe import Markup
 
     drawn: list[tuple[str, Any]] = []
-    try:
-        for number, (name, grades) in enumerate(seen.grades.items()):
-            if grades.has_rows:
-                scale = report.scales.get(name, "share")
-                axis = "grade" if scale in ("share", "value") else scale
-                drawn.append((f"Grades by {name}", Markup(histogram(grades, axis, name=f"grades-{number}"))))
-        if seen.lengths.has_rows:
-            drawn.append(("Tokens of an answer", Markup(histogram(seen.lengths, "tokens", name="tokens"))))
-    except MissingExtra as error:
-        return [], f"No {error.what}: {error.hint}"
-    return drawn, ""
+    for number, (name, grades) in enumerate(seen.grades.items()):
+        if grades.has_rows:
+            scale = report.scales.get(name, "share")
+            axis = "grade" if scale in ("share", "value") else scale
+            drawn.append((f"Grades by {name}", Markup(histogram(grades, axis, name=f"grades-{number}"))))
+    if seen.lengths.has_rows:
+        drawn.append(("Tokens of an answer", Markup(histogram(seen.lengths, "tokens", name="tokens"))))
+    return drawn
 
 
 def histogram(bars: Bars, axis: str, *, name: str) -> str:

@@ -121,7 +121,10 @@ def _readable(directory: Path) -> Iterator[None]:
 
 
 def _row(answered: dict[str, Any], graded: dict[str, Any]) -> ScoredRow:
-    notes = {name: _words(said) for name, said in graded.get("said", {}).items()}
+    notes = {
+        name: said if isinstance(said, str) else "\n\nin the other order:\n".join(said)
+        for name, said in graded.get("said", {}).items()
+    }
     notes |= {
         name: f"{error}\n{notes[name]}" if notes.get(name) else error
         for name, error in graded.get("errors", {}).items()
@@ -137,7 +140,3 @@ def _row(answered: dict[str, Any], graded: dict[str, Any]) -> ScoredRow:
         grades=graded["grades"],
         notes=notes,
     )
-
-
-def _words(said: str | list[str]) -> str:
-    return said if isinstance(said, str) else "\n\nin the other order:\n".join(said)

@@ -164,7 +164,17 @@ class EngineLM(TemplateLM):
         self._engine.close()
 
     def _loglikelihood_tokens(self, requests: Sequence[Encoded], **_: Any) -> list[tuple[float, bool]]:
-        asked = {str(place): self._continuation(str(place), *one) for place, one in enumerate(requests)}
+        asked = {}
+        for place, (one, before, ids) in enumerate(requests):
+            room = self._most_weighed - len(ids)
+            if room < 1:
+                raise ScoringFailed(
+                    f"{_name(one)}: the text to be scored has {len(ids)} tokens, the model has room for "
+                    f"{self._most_weighed - 1}"
+                )
+            asked[str(place)] = Continuation(
+                id=str(place), prompt_ids=tuple(before[-room:]), token_ids=tuple(ids)
+            )
         found = self._each(asked, [one for one, _, _ in requests], lambda engine, some: engine.weigh(some))
         return [(sum(each.logprobs), each.is_greedy) for each in found]
 
@@ -200,15 +210,6 @@ class EngineLM(TemplateLM):
         if not ids:
             raise ScoringFailed(f"{_name(one)}: the text to be scored has no tokens: {text!r:.60}")
         return before, ids
-
-    def _continuation(self, id_: str, one: Instance, before: list[int], ids: list[int]) -> Continuation:
-        room = self._most_weighed - len(ids)
-        if room < 1:
-            raise ScoringFailed(
-                f"{_name(one)}: the text to be scored has {len(ids)} tokens, the model has room for "
-                f"{self._most_weighed - 1}"
-            )
-        return Continuation(id=id_, prompt_ids=tuple(before[-room:]), token_ids=tuple(ids))
 
     def _prompt(self, one: Instance, prompt: str, new: int) -> tuple[int, ...]:
         room = self._context - new

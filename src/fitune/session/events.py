@@ -185,6 +185,11 @@ Tell = Callable[[Event], None]
 """Called with each event, in the thread that works."""
 
 
+def telling_weights(tell: Tell) -> Callable[[int, int], None]:
+    """Tells of weights that are read: bytes so far, and in all."""
+    return lambda done, total: tell(WeightsRead(done_bytes=done, total_bytes=total))
+
+
 def tell_nobody(_event: Event) -> None:
     """A Tell for callers that show nothing."""
 

@@ -16,7 +16,7 @@ from fitune.models.tokens import planned_tokenizer
 from fitune.planner.defaults import staging_of
 from fitune.report.run_files import RunFiles, read_run
 from fitune.report.run_page import write_report
-from fitune.session.events import Exported, Note, Tell, WeightsRead, tell_nobody
+from fitune.session.events import Exported, Note, Tell, tell_nobody, telling_weights
 from fitune.session.train.next_commands import commands_for, next_note
 from fitune.session.train.pushing import push, push_again, ready_repository
 from fitune.spec.plan import Lora, Plan
@@ -156,9 +156,7 @@ def _exported(
     weights = stored_weights(plan, source)
     model = None
     if weights is None:
-        model = load_trained(
-            plan, source, on_bytes=lambda done, total: tell(WeightsRead(done_bytes=done, total_bytes=total))
-        )
+        model = load_trained(plan, source, on_bytes=telling_weights(tell))
     tokenizer = planned_tokenizer(plan)
 
     @cache

@@ -29,9 +29,18 @@ from fitune.planner.first_screen import (
 )
 from fitune.planner.reasons.explain import verdict_of
 from fitune.planner.whole_run import whole_run
+from fitune.report.local_pages import (
+    HOSTS,
+    LONGEST_QUERY,
+    answer_html,
+    bars_of,
+    clusters_html,
+    planner_html,
+    rent_html,
+    serve,
+    ways_html,
+)
 from fitune.report.page import write_page
-from fitune.report.ui.page import answer_html, bars_of, clusters_html, planner_html, rent_html, ways_html
-from fitune.report.ui.server import HOSTS, LONGEST_QUERY, serve
 from fitune.session.planning import plan_for, wanted_hardware
 from fitune.session.recipes.reading import split_words
 from fitune.spec.model.model_config import known_model_spec, load_model_spec, spec_from_config, unknown_model

@@ -7,9 +7,9 @@ from typing import Any
 
 from fitune.errors import FituneError, RunDirectoryError
 from fitune.report.compare import measure
+from fitune.report.local_pages import curve_of, run_refused_html, runs_html, runs_table_html
 from fitune.report.run_files import RunFiles
 from fitune.report.run_page import page_of
-from fitune.report.ui.page import curve_of, run_refused_html, runs_html, runs_table_html
 from fitune.report.under_way import UnderWay, state_line
 from fitune.session.watching import RunView
 from fitune.spec.words import method_name

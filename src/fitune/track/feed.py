@@ -30,7 +30,7 @@ _WRITE_S = 10.0
 """Seconds between two writings of the record: a run that is killed has counted what it sent until then."""
 PAUSES_S = (5.0, 60.0, 300.0)
 """Before a tracker that failed begins again."""
-SETTLE_S = 5.0
+FLUSH_S = 5.0
 """For the last steps to arrive, before the report says how many did."""
 END_S = 30.0
 """For all of the end: a tracker that takes longer is ended."""
@@ -103,9 +103,9 @@ class Trackers:
         if report is None or report.status != "complete":
             self._end_s = min(self._end_s, UNFINISHED_END_S)
         self._until = time.monotonic() + self._end_s
-        settled = min(self._until, time.monotonic() + SETTLE_S)
+        until = min(self._until, time.monotonic() + FLUSH_S)
         for feed in self._feeds:
-            feed.settle(settled)
+            feed.flush(until)
         self._write()
         self._say_news()
 
@@ -182,7 +182,7 @@ class Feed:
         news, self._news = self._news, ""
         return news
 
-    def settle(self, until: float) -> None:
+    def flush(self, until: float) -> None:
         """Wait until nothing waits, at most until then."""
         with self._changed:
             self._changed.wait_for(

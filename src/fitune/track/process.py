@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,21 +97,14 @@ def _answer(tracker: Tracker, request: dict[str, Any]) -> Any:
         case {"steps": data}:
             return tracker.steps([from_data(StepReport, step) for step in data])
         case {"finish": data}:
-            return to_data(_finished(tracker, from_data(End, data)))
+            end = from_data(End, data)
+            with tempfile.TemporaryDirectory() as folder:  # copies in which passwords and tokens are hidden
+                copies = []
+                for file in map(Path, end.files):
+                    copies.append(copy := Path(folder) / file.name)
+                    copy.write_text(without_credentials(file.read_text(encoding="utf-8")), encoding="utf-8")
+                return to_data(tracker.finish(replace(end, files=tuple(map(str, copies)))))
     raise ValueError(f"unknown request {sorted(request)}")
-
-
-def _finished(tracker: Tracker, end: End) -> Where:
-    """Attach copies of the files in which passwords and tokens are hidden."""
-    with tempfile.TemporaryDirectory() as folder:
-        copies = []
-        for file in map(Path, end.files):
-            copy = Path(folder) / file.name
-            copy.write_text(without_credentials(file.read_text(encoding="utf-8")), encoding="utf-8")
-            copies.append(str(copy))
-        return tracker.finish(
-            End(status=end.status, figures=end.figures, table=end.table, files=tuple(copies))
-        )
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from fitune.data.dataset import TokenDataset
 from fitune.data.loader import eval_batches, without_labels
 from fitune.data.making import PreparedData
 from fitune.engine.ranks import ALONE, Ranks
-from fitune.errors import FituneError
+from fitune.errors import FituneError, first_line
 from fitune.files import write_atomically
 from fitune.models.language_model import LanguageModel
 from fitune.models.low_bit.quantised import quantised_base
@@ -67,8 +67,7 @@ def or_say_why_not(measure: Callable[[], MergedLoss], say: Callable[[str], None]
     try:
         return measure()
     except (FituneError, OSError, MemoryError, RuntimeError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        say(f"the merged model's loss was not measured: {reason}")
+        say(f"the merged model's loss was not measured: {first_line(error)}")
         return None
 
 
@@ -103,16 +102,12 @@ def compare_samples(
     said = [text for text in found if isinstance(text, str)] if isinstance(found, list) else []
     before = [*said, *[_NOT_ASKED] * len(conversations)][: len(conversations)]
     after = answer(model, conversations)
-    return tuple(
-        Sample(prompt=_prompt(c), expected=c.messages[-1].text, before=was, after=now)
-        for c, was, now in zip(conversations, before, after, strict=True)
-    )
+    samples = []
+    for conversation, was, now in zip(conversations, before, after, strict=True):
+        *asked, answered = conversation.messages
+        lines = [m.text if m.role == "user" else f"[{m.role}] {m.text}" for m in asked]
+        samples.append(Sample(prompt="\n".join(lines), expected=answered.text, before=was, after=now))
+    return tuple(samples)
 
 
 _NOT_ASKED = "(not asked: the run was resumed from elsewhere)"
-
-
-def _prompt(conversation: Conversation) -> str:
-    """The messages before the answer as text; the role is named where it is not the user's."""
-    lines = [m.text if m.role == "user" else f"[{m.role}] {m.text}" for m in conversation.messages[:-1]]
-    return "\n".join(lines)

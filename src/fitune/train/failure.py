@@ -17,7 +17,15 @@ from torch import Tensor
 from fitune.checkpoint.commit import last_saved
 from fitune.credentials import without_credentials
 from fitune.engine.ranks import Ranks, is_peer_gone, local_part
-from fitune.errors import FituneError, OutOfMemory, PeerGone, Shortage, TrainingFailed, is_out_of_memory
+from fitune.errors import (
+    FituneError,
+    OutOfMemory,
+    PeerGone,
+    Shortage,
+    TrainingFailed,
+    first_line,
+    is_out_of_memory,
+)
 from fitune.measure.memory import CudaMeter, MemoryMeter, process_bytes
 from fitune.models.weights import first_of, not_finite
 from fitune.spec.plan import ChunkedLoss, Dense, Lora, PlainLoss, Plan, trains_every_weight
@@ -64,7 +72,7 @@ def explain_failure(error: Exception, plan: Plan, where: Whereabouts, *, rank: i
         return PeerGone(f"another rank is gone ({where})")
     if is_out_of_memory(error):
         return OutOfMemory(
-            f"out of memory ({where}): {_first_line(error)}\n  {memory_settings(plan)}", hint=_smaller(plan)
+            f"out of memory ({where}): {first_line(error)}\n  {memory_settings(plan)}", hint=_smaller(plan)
         )
     if isinstance(error, OSError):
         file = f"{error.filename}: " if error.filename is not None else ""
@@ -73,7 +81,7 @@ def explain_failure(error: Exception, plan: Plan, where: Whereabouts, *, rank: i
             hint=f"check the path, its rights and the free disk space{_going_on(plan)}",
         )
     return TrainingFailed(
-        f"{type(error).__name__} ({where}): {_first_line(error)}\n  {memory_settings(plan)}",
+        f"{type(error).__name__} ({where}): {first_line(error)}\n  {memory_settings(plan)}",
         hint=f"the cause is in {Path(plan.run.output_dir) / traceback_of(rank)}{_going_on(plan)}",
     )
 
@@ -131,10 +139,6 @@ def _going_on(plan: Plan) -> str:
     """Words on what --resume would do; empty where there is nothing to go on from."""
     saved = last_saved(Path(plan.run.output_dir))
     return f"; --resume goes on from step-{saved.step}" if saved else ""
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def shortage_of(error: BaseException, where: Whereabouts, *, meter: MemoryMeter) -> Shortage:

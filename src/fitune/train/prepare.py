@@ -1,14 +1,19 @@
 """A Plan becomes a model and an engine: one line per transformation, in the order that matters."""
 
-from collections.abc import Iterator
+import shutil
+import weakref
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from transformers import PreTrainedModel
 
+from fitune.engine.fused_rules import rule_for
 from fitune.engine.host_optimizer import HostOptimizer
+from fitune.engine.in_backward import InBackwardEngine
 from fitune.engine.plain import PlainEngine
 from fitune.engine.protocol import Engine
 from fitune.engine.ranks import ALONE, Ranks, local_part
@@ -31,25 +36,22 @@ from fitune.models.streamed_weights import stay_on
 from fitune.models.tokens import add_rows
 from fitune.models.weight_files import OnBytes, nobody
 from fitune.models.weights import compute_dtype, load_model
-from fitune.spec.model.config_schema import is_random_rate
-from fitune.spec.plan import Ddp, Full, Lomo, Lora, Offload, Plan, Single, Zero, base_of, trains_every_weight
-from fitune.spec.rules import require_rules
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from fitune.engine.kept_rows import KeptRows
-import shutil
-import weakref
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
-
-from torch.nn import Parameter
-
-from fitune.engine.fused_rules import rule_for
-from fitune.engine.in_backward import InBackwardEngine
 from fitune.spec.deepspeed import deepspeed_config, nvme_folder
-from fitune.spec.plan import clip_in_backward
+from fitune.spec.model.config_schema import is_random_rate
+from fitune.spec.plan import (
+    Ddp,
+    Full,
+    Lomo,
+    Lora,
+    Offload,
+    Plan,
+    Single,
+    Zero,
+    base_of,
+    clip_in_backward,
+    trains_every_weight,
+)
+from fitune.spec.rules import require_rules
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

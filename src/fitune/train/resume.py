@@ -98,7 +98,7 @@ def where_to_start(
     are steps of an earlier run that nobody asked to continue.
     """
     if isinstance(resume, str) and is_url(resume):
-        path = _fetched(resume, plan, directory, on_note)
+        path = _fetched(resume, directory, on_note)
         return _compatible(path, plan, Found(path=path))
     if isinstance(resume, str):
         return _compatible(Path(resume), plan, Found(path=None))
@@ -137,7 +137,7 @@ def where_to_start(
     return Start(state=None)
 
 
-def _fetched(url: str, plan: Plan, directory: Path, on_note: OnNote) -> Path:
+def _fetched(url: str, directory: Path, on_note: OnNote) -> Path:
     """The checkpoint behind ``url``, brought into ``directory``. Raises CheckpointError when there is none."""
     store = Store(url)
     try:

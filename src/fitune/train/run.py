@@ -87,9 +87,10 @@ def run(
     """
     with ExitStack() as owned:
         current, start = _begun(
-            plan, callbacks, sinks, owned, resume=resume, overwrite=overwrite, files=files or {}, retries=retries,
-            restarts=restarts, ranks=ranks,
-        )  # fmt: skip
+            plan, callbacks, sinks, owned, resume=resume, overwrite=overwrite, files=files or {}, ranks=ranks
+        )
+        if current.log is not None:
+            current.retries, current.restarts = not_yet_logged(retries, restarts, current.log)
         report: RunReport | None = None
         try:
             stopped = _train(current, start)
@@ -125,7 +126,7 @@ def run(
 
 def _begun(
     plan: Plan, callbacks: Callbacks, sinks: Sequence[Sink], owned: ExitStack, *, resume: bool | str, overwrite: bool,
-    files: Mapping[str, str], retries: Sequence[Retry], restarts: Sequence[Restart], ranks: Ranks,
+    files: Mapping[str, str], ranks: Ranks,
 ) -> tuple[Run, Start]:  # fmt: skip
     """Everything before the first step but the model: the directory is locked, the place to start from is found, the
     data is read, the log is put back."""
@@ -204,7 +205,6 @@ def _begun(
     if ranks.is_first:
         current.log = owned.enter_context(MetricsLog(directory / "metrics.jsonl"))
         _restart_log(current.log, start, callbacks.on_note)
-        current.retries, current.restarts = not_yet_logged(retries, restarts, current.log)
     return current, start
 
 

@@ -3,14 +3,13 @@
 import math
 import threading
 from collections import ChainMap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from fitune.checkpoint.commit import FOLDER, Descent
 from fitune.checkpoint.save import (
-    Copied,
     HostCopies,
     Written,
     begin_save,
@@ -66,10 +65,9 @@ class Saver:
         if self.copies is None:
             self._write(share, report.eval_loss)
             return
-        copied = self.copies.take(share)
         self._thread = threading.Thread(
-            target=self._write_beside, args=(copied, report.eval_loss), name="saving", daemon=True
-        )
+            target=self._write_beside, args=(*self.copies.take(share), report.eval_loss), name="saving", daemon=True
+        )  # fmt: skip
         self._thread.start()
 
     def wait(self) -> None:
@@ -82,11 +80,11 @@ class Saver:
             problem, self._problem = self._problem, None
             raise problem
 
-    def _write_beside(self, copied: Copied, eval_loss: float | None) -> None:
+    def _write_beside(self, copy: Share, wait: Callable[[], object], eval_loss: float | None) -> None:
         give_way()
         try:
-            copied.arrived()
-            self._write(copied.share, eval_loss)
+            wait()
+            self._write(copy, eval_loss)
         except Exception as problem:  # raised by ``wait``, in the thread that trains
             self._problem = problem
 

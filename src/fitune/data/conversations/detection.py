@@ -2,7 +2,6 @@
 
 import re
 import shlex
-from collections.abc import Sequence
 
 from fitune.data.reading.rows import Row, refuse_good_and_bad
 from fitune.errors import DataError
@@ -54,7 +53,11 @@ def _mapped(row: Row) -> str:
         roles = {"messages": talks[0]}
     else:
         texts = [str(name) for name, value in row.fields.items() if isinstance(value, str)]
-        roles = {role: _sounding(texts, words) for role, words in _SOUNDS.items()}
+        parts = {name: set(re.split(r"[^a-z]+", name.lower())) for name in texts}
+        roles = {
+            role: next((name for word in words for name in texts if word in parts[name]), "…")
+            for role, words in _SOUNDS.items()
+        }
     written = ", ".join(f"{role}: {name}" for role, name in roles.items())
     typed = ",".join(f"{role}={name}" for role, name in roles.items())
     option = typed if "…" in typed else shlex.quote(typed)
@@ -75,9 +78,4 @@ _SOUNDS = {
         "a",
     ),
 }
-
-
-def _sounding(names: Sequence[str], words: Sequence[str]) -> str:
-    """The first of ``names`` that has the first of ``words`` as a part, and so on; … for none."""
-    parts = {name: set(re.split(r"[^a-z]+", name.lower())) for name in names}
-    return next((name for word in words for name in names if word in parts[name]), "…")
+"""Words that a column's name may have as a part, the likeliest first."""

@@ -123,10 +123,6 @@ def _history(row: Row) -> list[Message]:
     return turns
 
 
-def _from_messages(row: Row, field: str = "messages") -> Conversation:
-    return _conversation(row, _turns(row, field), field=field)
-
-
 def _from_sharegpt(row: Row) -> Conversation:
     turns = _turns(row, "conversations")
     if not any(turn.role == "system" for turn in turns):
@@ -135,7 +131,7 @@ def _from_sharegpt(row: Row) -> Conversation:
 
 
 _READERS: dict[str, Callable[[Row], Example]] = {
-    "messages": _from_messages,
+    "messages": lambda row: _conversation(row, _turns(row, "messages"), field="messages"),
     "sharegpt": _from_sharegpt,
     "alpaca": _from_alpaca,
     "prompt_completion": lambda row: _asked_and_answered(row, "prompt", "completion"),
@@ -233,16 +229,13 @@ def _conversation(row: Row, messages: list[Message], *, field: str) -> Conversat
         if message.role not in expected:
             place = f"message {len(messages) - len(spoken) + number + 1} is from {message.role}"
             raise _bad(row, field, f"{place}, expected {' or '.join(expected)}", "roles out of order")
-        expected = _after(message)
+        if message.role == "assistant":
+            expected = ("tool",) if message.calls else ("user",)
+        else:
+            expected = ("assistant", "tool") if message.role == "tool" else ("assistant",)
     if not spoken or spoken[-1].role != "assistant":
         raise _bad(row, field, "does not end with an answer of the assistant", "no answer")
     return Conversation(tuple(messages), row.where)
-
-
-def _after(message: Message) -> tuple[Role, ...]:
-    if message.role == "assistant":
-        return ("tool",) if message.calls else ("user",)
-    return ("assistant", "tool") if message.role == "tool" else ("assistant",)
 
 
 def _system(content: str) -> list[Message]:

@@ -105,7 +105,15 @@ class Renderer:
                 messages=turns, tools=tools, documents=None, add_generation_prompt=ask, **self._specials
             )
         except TemplateFailed as error:
-            raise _refusal(turns, error, where) from None
+            if turns and turns[0]["role"] == "system" and "system" in error.message.lower():
+                raise BadRow(
+                    f"{where}: this template does not support a system message: {error.message}",
+                    reason="system message not supported by the template",
+                    hint="leave the system message out, or give a chat_template that has a place for it",
+                ) from None
+            raise BadRow(
+                f"{where}: the template failed: {error.message}", reason="refused by the template"
+            ) from None
 
     def _turn(self, message: Message, **how: bool) -> dict[str, Any]:
         content, thought = message.content, {}
@@ -311,13 +319,3 @@ def _calls_left_out(name: str | None, where: str) -> BadRow:
         reason="tools or calls left out by the template",
         hint="give a chat_template that shows tools and tool_calls, or leave such rows out",
     )
-
-
-def _refusal(turns: list[dict[str, Any]], error: TemplateFailed, where: str) -> BadRow:
-    if turns and turns[0]["role"] == "system" and "system" in error.message.lower():
-        return BadRow(
-            f"{where}: this template does not support a system message: {error.message}",
-            reason="system message not supported by the template",
-            hint="leave the system message out, or give a chat_template that has a place for it",
-        )
-    return BadRow(f"{where}: the template failed: {error.message}", reason="refused by the template")

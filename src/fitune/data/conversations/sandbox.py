@@ -51,18 +51,12 @@ class SafeTemplate:
             text: str = self._template.render(**variables)
         except Exception as error:  # a template may raise anything, and is to be named with it
             raise TemplateFailed(f"{self._name}: {str(error) or type(error).__name__}") from None
-        if not text.isascii() and (found := _unpaired_surrogate(text)):
-            raise TemplateFailed(f"{self._name}: writes an unpaired surrogate (U+{ord(found):04X})")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # no tokenizer can encode it
+            found = f"U+{ord(text[error.start]):04X}"
+            raise TemplateFailed(f"{self._name}: writes an unpaired surrogate ({found})") from None
         return text
-
-
-def _unpaired_surrogate(text: str) -> str:
-    """A surrogate without its other half, which no tokenizer can encode; "" when there is none."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        return text[error.start]
-    return ""
 
 
 class _GenerationBlock(Extension):

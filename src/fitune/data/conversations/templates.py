@@ -260,37 +260,23 @@ class PieceEncoder:
         return ids
 
     def _encode_inside(self, pieces: Sequence[Piece], *, plain: bool) -> list[list[int]]:
-        if not self._prefixes:
-            encoded = self._encode([piece.text for piece in pieces], plain=plain)
-            if plain:
-                self._refuse_specials(encoded, pieces)
-            return encoded
-        behind = [self._is_behind_text(piece) for piece in pieces]
+        behind = [
+            self._prefixes and not (piece.first or (piece.after_special and self._prefixes_after_special))
+            for piece in pieces
+        ]
         texts = [
             "\n" + piece.text if after else piece.text for piece, after in zip(pieces, behind, strict=True)
         ]
         encoded = self._encode(texts, plain=plain)
-        for place, after in enumerate(behind):
-            if after:
-                encoded[place] = self._without_line_break(encoded[place], pieces[place].text, plain=plain)
-        if plain:
-            self._refuse_specials(encoded, pieces)
-        return encoded
-
-    def _is_behind_text(self, piece: Piece) -> bool:
-        begins = piece.first or (piece.after_special and self._prefixes_after_special)
-        return not begins
-
-    def _without_line_break(self, ids: list[int], text: str, *, plain: bool) -> list[int]:
         length = len(self._line_break)
-        if ids[:length] == self._line_break:
-            return ids[length:]
-        return self._encode([text], plain=plain)[0]
-
-    def _refuse_specials(self, encoded: list[list[int]], pieces: Sequence[Piece]) -> None:
-        for ids, piece in zip(encoded, pieces, strict=True):
-            if not self.special_ids.isdisjoint(ids):
+        for place, (ids, piece, after) in enumerate(zip(encoded, pieces, behind, strict=True)):
+            if after and ids[:length] == self._line_break:
+                encoded[place] = ids[length:]
+            elif after:
+                encoded[place] = self._encode([piece.text], plain=plain)[0]
+            if plain and not self.special_ids.isdisjoint(encoded[place]):
                 raise DataError(f"the tokenizer turns the plain text {piece.text!r:.60} into a special token")
+        return encoded
 
     def _encode(self, texts: list[str], *, plain: bool) -> list[list[int]]:
         try:

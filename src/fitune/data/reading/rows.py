@@ -137,9 +137,12 @@ def refuse_good_and_bad(row: Row) -> None:
     """Raises DataError for a row that holds good and bad answers, or good and bad steps, side by side."""
     for chosen, rejected in _PAIRS:
         if chosen in row.fields and rejected in row.fields:
-            raise _preference_data(
-                row, f"{chosen} and {rejected}", "pairs, as for DPO", _hint_for_pairs(row.fields, chosen)
-            )
+            names = ("prompt", "question", "instruction", "input")
+            asked = next((name for name in names if name in row.fields), "…")
+            is_whole = isinstance(row.fields[chosen], list) and not isinstance(row.fields.get(asked), list)
+            columns = f"messages: {chosen}" if is_whole else f"prompt: {asked}, completion: {chosen}"
+            hint = f"to learn the chosen answers: columns: {{{columns}}}"
+            raise _preference_data(row, f"{chosen} and {rejected}", "pairs, as for DPO", hint)
     if "completions" in row.fields and "labels" in row.fields:
         raise _stepwise(row)
 
@@ -156,7 +159,8 @@ def refuse_judged(row: Row) -> None:
                 f"keep the rows whose {name} is true and leave the column out; if {name} says nothing about "
                 "the answer, name the columns to be read: columns: {prompt: …, completion: …}",
             )
-    if _is_list_of_judgements(fields.get("labels")):
+    labels = fields.get("labels")
+    if isinstance(labels, list) and labels and all(isinstance(item, bool) for item in labels):
         raise _stepwise(row)
 
 
@@ -164,17 +168,6 @@ def _is_judgement(value: Any, fields: Mapping[str, Any]) -> bool:
     if isinstance(value, bool) or (isinstance(value, str) and value.strip().lower() in _WORDS):
         return True
     return isinstance(value, int | str) and value in _NUMBERS and {"prompt", "completion"} <= fields.keys()
-
-
-def _is_list_of_judgements(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(item, bool) for item in value)
-
-
-def _hint_for_pairs(fields: Mapping[str, Any], chosen: str) -> str:
-    asked = next((name for name in ("prompt", "question", "instruction", "input") if name in fields), "…")
-    if isinstance(fields[chosen], list) and not isinstance(fields.get(asked), list):
-        return f"to learn the chosen answers: columns: {{messages: {chosen}}}"
-    return f"to learn the chosen answers: columns: {{prompt: {asked}, completion: {chosen}}}"
 
 
 def _stepwise(row: Row) -> DataError:

@@ -27,7 +27,7 @@ from fitune.data.reading.files import (
     sample_size,
 )
 from fitune.data.reading.rows import NOT_UTF8, TO_UTF8, BadRow, Row, first_doubled
-from fitune.errors import DataError
+from fitune.errors import DataError, first_line
 from fitune.spec.hub import no_waiting_for_the_hub
 from fitune.spec.plan import DataSource
 from fitune.spec.serial import require_shallow
@@ -151,8 +151,7 @@ def _asking_the_hub(place: HubDataset) -> Iterator[Any]:
         try:
             yield datasets
         except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-            first_line = (str(error).splitlines() or [type(error).__name__])[0]
-            cause = f"{first_line}; {unreachable}" if unreachable else first_line
+            cause = first_line(error) + (f"; {unreachable}" if unreachable else "")
             raise DataError(
                 f"{place.name}: no such file here, and the Hub gives no such dataset: {cause}",
                 hint="check the path; owner/name:configuration names one of several configurations",

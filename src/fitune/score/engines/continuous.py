@@ -50,6 +50,11 @@ class Moment:
     prompt_tokens: int
     width: int
 
+    @property
+    def is_reading(self) -> bool:
+        """True where prompts are read."""
+        return self.width == self.prompt_tokens
+
 
 Watch = Callable[[Moment, Callable[[], Iterable[Tensor]]], AbstractContextManager[None]]
 """Opened around some passes of the first batch; told which, and the tensors that exist before."""

@@ -189,12 +189,12 @@ def draw_ranking(ranking: TrainingRanking, path: Path) -> None:
         raise RecipeError(
             "--picture draws time against cost, and no cluster has a price", hint="price: in the fleet file"
         )
-    from fitune.report.fleet_picture import Point, draw_frontier  # not for those who only plan
+    from fitune.report.comparison_plots import OfferPoint, draw_frontier  # not for those who only plan
 
     draw_frontier(
         path,
         [
-            Point(
+            OfferPoint(
                 name=offer.place if offer.cluster.nodes > 1 else offer.cluster.name,
                 seconds=offer.seconds, cost=offer.cost or 0.0,
                 is_on_frontier=offer in ranking.frontier, is_taken=offer is ranking.best,

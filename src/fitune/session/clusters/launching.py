@@ -39,8 +39,15 @@ def split_settings(settings: Sequence[str]) -> tuple[list[str], list[str]]:
 def launch_file(
     recipe: Recipe, on: System, *, job_file: Path | None = None, settings: Sequence[str]
 ) -> tuple[JobSpec, str]:
-    """The job of the recipe's plan, and the file that starts it on ``on``: YAML for kubectl, a script for sbatch."""
-    _require_named_hardware(recipe)
+    """The job of the recipe's plan, and the file that starts it on ``on``: YAML for kubectl, a script for sbatch.
+
+    Raises RecipeError where the plan would be for this machine, and the job is not.
+    """
+    if recipe.gpu is None and recipe.gpu_memory is None:
+        raise RecipeError(
+            "no GPU is named, and the plan of a cluster is not one of this machine",
+            hint="--gpu h100 --gpus 8 --nodes 2; or --fleet FILE chooses among clusters",
+        )
     wanted = read_job_settings(job_file, settings=settings)
     recipe = for_its_rows(recipe)
     return render(recipe, plan_for(recipe, purposes=("plan", "train")).chosen, wanted, on)
@@ -118,15 +125,6 @@ def _is_on_hub(path: str) -> bool:
 def is_fetched(model: str) -> bool:
     """True for a Hub id; False for a folder."""
     return not (PurePosixPath(model).is_absolute() or model.startswith((".", "~")) or Path(model).is_dir())
-
-
-def _require_named_hardware(recipe: Recipe) -> None:
-    """Raises RecipeError where the plan would be for this machine, and the job is not."""
-    if recipe.gpu is None and recipe.gpu_memory is None:
-        raise RecipeError(
-            "no GPU is named, and the plan of a cluster is not one of this machine",
-            hint="--gpu h100 --gpus 8 --nodes 2; or --fleet FILE chooses among clusters",
-        )
 
 
 def launch_lines(

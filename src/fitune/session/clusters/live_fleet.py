@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from fitune.errors import HardwareError, RecipeError
+from fitune.errors import HardwareError, RecipeError, first_line
 from fitune.launch.manifests import PRODUCT_LABEL, node_selector, products
 from fitune.launch.ray_cluster import loaded_ray
 from fitune.spec.machines.cards import known_cards
@@ -137,7 +137,7 @@ def free_by_ray(cluster: Cluster) -> int:
         ray.init(address="auto", ignore_reinit_error=True, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise HardwareError(
-            f"cluster {cluster.name}: no Ray cluster answers: {str(error).splitlines()[0]}",
+            f"cluster {cluster.name}: no Ray cluster answers: {first_line(error)}",
             hint="RAY_ADDRESS=HOST:PORT, or leave --live out",
         ) from None
     prefix = "accelerator_type:"

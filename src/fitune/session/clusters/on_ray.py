@@ -27,7 +27,7 @@ from fitune.launch.ray_cluster import (
     spread,
     with_room,
 )
-from fitune.launch.ray_workers import open_desk, ray_parts, run_workers
+from fitune.launch.ray_workers import open_mailbox, ray_parts, run_workers
 from fitune.launch.torchrun import fresh_logs
 from fitune.report.run_page import write_report
 from fitune.session.clusters.ray_losses import WORD_SECONDS, cause_of_loss, has_first_ended, take_down_losses
@@ -239,7 +239,7 @@ class _Job:
         """The end that rank 0 tells, else None and Ray's error."""
         fresh_logs(self.directory)
         self.growth.workers, self.larger = 0, 0
-        ray, desk = loaded_ray(), open_desk()
+        ray, mailbox = loaded_ray(), open_mailbox()
         self.had, self.failed = last_saved(self.directory), None
         orders = Orders(
             attempts={world: to_json(attempt) for world, attempt in self.attempts.items()},
@@ -251,14 +251,14 @@ class _Job:
                 **dict(settings_of_environment()),
             },
             threads=self.largest.plan.hardware.threads_per_process,
-            desk=desk,
+            mailbox=mailbox,
         )
         sent: list[bool] = []
         failed_at: list[float] = []
 
         def watch() -> bool:
             """Passes on events and requests to stop; True once a failed rank's run is not worth waiting for."""
-            events, failed = ray.get(desk.take.remote(), timeout=WAIT.total_seconds())
+            events, failed = ray.get(mailbox.take.remote(), timeout=WAIT.total_seconds())
             for event in events:
                 if isinstance(event, StepsBegin):
                     request.start(event.plan, event.run_name)
@@ -266,7 +266,7 @@ class _Job:
                 self.tell(event)
             if not sent and (request.asked() or self._can_grow()):
                 sent.append(True)
-                desk.stop.remote()
+                mailbox.stop.remote()
             if failed and not failed_at:
                 failed_at.append(time.monotonic())
                 self.failed = from_json(Ended, failed)
@@ -276,10 +276,10 @@ class _Job:
             return has_first_ended(self.directory / LOGS) or waited > WORD_SECONDS
 
         with ExitStack() as stack:
-            stack.callback(ray.kill, desk)
+            stack.callback(ray.kill, mailbox)
             return run_workers(
                 train_as_rank, {"orders": orders}, place=self.place, each=self.growth.each,
-                directory=self.directory / _STORAGE, name=uuid.uuid4().hex, desk=desk, watch=watch,
+                directory=self.directory / _STORAGE, name=uuid.uuid4().hex, mailbox=mailbox, watch=watch,
                 lost=partial(take_down_losses, self.directory / LOGS), timeout_s=WAIT.total_seconds(),
             )  # fmt: skip
 

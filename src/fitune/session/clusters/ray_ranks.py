@@ -56,7 +56,7 @@ class Orders:
     """Folder of the driver: relative paths of the plan begin there."""
     environment: dict[str, str]
     threads: int
-    desk: Any
+    mailbox: Any
 
 
 def train_as_rank(config: dict[str, Any]) -> Ended:
@@ -74,13 +74,13 @@ def train_as_rank(config: dict[str, Any]) -> Ended:
     with joined_ranks() as ranks:
         ray = loaded_ray()
         try:
-            mine = int(ray.get(orders.desk.begin.remote(ranks.rank)))
+            mine = int(ray.get(orders.mailbox.begin.remote(ranks.rank)))
         except ray.exceptions.RayError:
             return Ended(exit_code=1)  # the driver waits no longer
         before = ranks.from_first(lambda: mine)  # a group that grew has ranks that never began
         attempt = from_json(Attempt, orders.attempts[ranks.world])
-        tell: Tell = (lambda event: orders.desk.tell.remote(event)) if ranks.is_first else tell_nobody
-        talker = Talker(orders.desk, is_first=ranks.is_first)
+        tell: Tell = (lambda event: orders.mailbox.tell.remote(event)) if ranks.is_first else tell_nobody
+        talker = Talker(orders.mailbox, is_first=ranks.is_first)
         try:
             if before and ranks.from_first(lambda: has_said_why(attempt.directory / LOGS)):
                 return Ended(exit_code=1)  # the statuses say why: it would fail again
@@ -105,7 +105,7 @@ def train_as_rank(config: dict[str, Any]) -> Ended:
                 # It is written down. The others see the end of this process' connections, which nothing else closes
                 # while they wait in a collective.
                 with suppress(ray.exceptions.RayError):
-                    ray.get(orders.desk.fail.remote(to_json(end)))
+                    ray.get(orders.mailbox.fail.remote(to_json(end)))
                 os._exit(end.exit_code)
             return end
 
@@ -168,16 +168,16 @@ class Talker:
 
     left_nodes: tuple[str, ...] = ()
 
-    def __init__(self, desk: Any, *, is_first: bool) -> None:
+    def __init__(self, mailbox: Any, *, is_first: bool) -> None:
         self._is_first = is_first
         self._stop, self._over, self._step = threading.Event(), threading.Event(), dict[str, float](step=0)
         self._lock, self._rounds = threading.Lock(), 0
         self._thread = threading.Thread(target=self._talk, name="ray", daemon=True)
-        self._listener = threading.Thread(target=self._listen, args=(desk,), name="desk", daemon=True)
+        self._listener = threading.Thread(target=self._listen, args=(mailbox,), name="mailbox", daemon=True)
         self._listener.start()
 
     def stop_asked(self) -> bool:
-        """True once the desk has told the ranks to stop."""
+        """True once the mailbox has told the ranks to stop."""
         return self._stop.is_set()
 
     def start(self, plan: Plan, run_name: str) -> None:
@@ -209,10 +209,10 @@ class Talker:
         """Ends the reports without waiting for the other ranks."""
         self._over.set()
 
-    def _listen(self, desk: Any) -> None:
+    def _listen(self, mailbox: Any) -> None:
         ray = loaded_ray()
         with suppress(ray.exceptions.RayError):
-            ray.get(desk.stop_asked.remote())
+            ray.get(mailbox.stop_asked.remote())
             self._stop.set()
 
     def _talk(self) -> None:

@@ -5,11 +5,13 @@ on it are loaded once, and the adapter is switched off while the base answers.
 """
 
 import re
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -24,13 +26,15 @@ from fitune.score.engines.choosing import Row
 from fitune.score.engines.engine import Request, Sampling
 from fitune.score.engines.engine_transformers import TransformersEngine, require_effect
 from fitune.score.engines.opening import changes_the_base, load_adapted
-from fitune.session.events import Tell, WeightsRead, tell_nobody
+from fitune.session.events import Tell, tell_nobody, telling_weights
 from fitune.session.named_models import find_model
 from fitune.spec.recipe.score_recipe import checked_recipe
 
 _COMMAND = re.compile(r"/[a-z]+")
 _HALF = "\N{REPLACEMENT CHARACTER}"
 """The text that a tokenizer decodes the first bytes of a character to."""
+_GAP = 3
+"""Columns between two answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,12 +225,7 @@ def open_chat(
     @cache
     def load(base: str, adapter: str) -> Any:
         """The base with the adapter, or alone where that is empty; each pair is loaded once."""
-
-        def told(done: int, total: int) -> None:
-            """Tells how many bytes of the weights are read."""
-            tell(WeightsRead(done_bytes=done, total_bytes=total))
-
-        return load_adapted(base, adapter, on_bytes=told)
+        return load_adapted(base, adapter, on_bytes=telling_weights(tell))
 
     sides = []
     for named, title in zip(found, titles, strict=True):
@@ -289,3 +288,33 @@ def converse(chat: Chat, *, read: Callable[[], str | None], screen: Screen) -> i
         except KeyboardInterrupt:
             begun = ""
             screen.note("\n(/exit or Ctrl-D ends)")
+
+
+def side_by_side(
+    titles: Sequence[str], texts: Sequence[str], notes: Sequence[str], *, width: int, most_lines: int
+) -> str:
+    """Each text below its title and above its note, in columns that are ``width`` together; of long texts the last
+    ``most_lines`` lines, 0: all."""
+    from rich.cells import set_cell_size
+
+    each = (width + _GAP) // len(titles) - _GAP
+    bodies = [_folded(text, each)[-most_lines:] for text in texts]
+    rows = [[f"── {title}" for title in titles], *zip_longest(*bodies, fillvalue="")]
+    if notes:
+        rows.append(list(notes))
+    return "\n".join((" " * _GAP).join(set_cell_size(cell, each) for cell in row).rstrip() for row in rows)
+
+
+def _folded(text: str, width: int) -> list[str]:
+    """Lines of at most ``width`` cells: a character of Chinese takes two."""
+    from rich.cells import cell_len, chop_cells
+
+    lines = []
+    for line in text.expandtabs(4).splitlines():
+        words = textwrap.wrap(line, width, drop_whitespace=False, break_on_hyphens=False) or [""]
+        lines += [
+            part
+            for piece in words
+            for part in (chop_cells(piece, width) if cell_len(piece) > width else [piece])
+        ]
+    return lines

@@ -22,7 +22,7 @@ from fitune.score.engines.opening import (
     open_texts,
 )
 from fitune.score.shards import FOLDER
-from fitune.session.events import Note, Tell, WeightsRead
+from fitune.session.events import Note, Tell, telling_weights
 from fitune.session.score.lm_eval_words import TaskScores, scores_of
 from fitune.session.score.score_words import plan_of
 from fitune.session.score.scoring import Pace
@@ -75,7 +75,7 @@ def score_tasks(recipe: ScoreRecipe, *, tell: Tell) -> TaskScores:
         engine_lm = EngineLM(
             lambda: open_engine(
                 plan, tokenizer, template,
-                on_bytes=lambda done, total: tell(WeightsRead(done_bytes=done, total_bytes=total)),
+                on_bytes=telling_weights(tell),
             ),
             tokenizer, engine=plan.engine, template=said["chat_template"], seed=seed, on_rows=pace.rows,
             on_tokens=pace.add,

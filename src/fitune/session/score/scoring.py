@@ -1,31 +1,54 @@
-"""A model answers a dataset, and the answers are graded."""
+"""A model answers a dataset, and the answers are graded.
+
+Peak bytes of the first batch are measured, and predicted for the same passes. An adapter that vLLM cannot take is
+folded into its base first.
+"""
 
 import gc
+import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from fitune.checkpoint.export import export_merged
+from fitune.checkpoint.layout import ExportFolder
+from fitune.data.conversations.templates import load_template
 from fitune.errors import ScoringFailed
-from fitune.files import written_whole
+from fitune.estimate.answering import memory_of_answering
+from fitune.files import cache_folder, write_atomically, written_whole
 from fitune.launch.ray_cluster import RayPlace
-from fitune.models.adapter_file import CONFIG
+from fitune.measure.memory import memory_meter
+from fitune.models.adapter_file import CONFIG, read_adapter_config
+from fitune.models.adapters import load_adapter, train_tables
+from fitune.models.door import model_folder
+from fitune.models.tokens import load_tokenizer
+from fitune.models.weight_files import identity, stored_dtype
+from fitune.models.weights import load_model
 from fitune.report.score_comparison import write_score_comparison
 from fitune.report.score_page import write_score_page
 from fitune.report.score_rows import first_failed, first_grader_error, read_changed
 from fitune.score.answers import CHANGED
-from fitune.score.engines.opening import open_engine
-from fitune.score.grades.paired import Changed, compare, grades_of
+from fitune.score.engines.continuous import Moment
+from fitune.score.engines.opening import open_engine, why_merged_first
+from fitune.score.engines.room import answering_of
+from fitune.score.grades.intervals import Changed, compare, grades_of
+from fitune.score.plan import ScorePlan
 from fitune.score.run import score
-from fitune.session.events import Note, RowsAnswered, Tell, WeightsRead
-from fitune.session.score.score_memory import ScoreMemory
+from fitune.session.events import Note, RowsAnswered, Tell, telling_weights
+from fitune.session.named_models import NamedModel
 from fitune.session.score.score_words import plan_of
+from fitune.spec.answering import Questions
 from fitune.spec.recipe.score_recipe import ScoreRecipe
 from fitune.spec.reports import ScoreReport
-from fitune.units import counted
+from fitune.spec.serial import to_json
+from fitune.units import counted, format_bytes
 
 _LINE_SECONDS = 30.0
 
@@ -49,12 +72,11 @@ def score_dataset(
     # workers of a cluster do not see this machine's cache
     if plan.engine == "vllm" and plan.adapter and place is None:
         from fitune.score.engines.engine_vllm import python_of_vllm
-        from fitune.session.score.merging import merged_where_needed
 
         python_of_vllm()  # refuses before anything is merged
         plan = replace(plan, merged=merged_where_needed(plan.model, plan.adapter, tell=tell))
     with ExitStack() as stack:
-        settle = stack.enter_context(_settling())
+        freeze = stack.enter_context(_fewer_collections())
         elsewhere = None
         if place is not None:
             from fitune.session.clusters.score_on_ray import scoring_on_ray
@@ -63,8 +85,8 @@ def score_dataset(
         pace, memory = Pace(tell), ScoreMemory(plan)
 
         def answered(tokens: int) -> None:
-            """Counts the tokens of a shard; the model is there by then, so garbage collection settles."""
-            settle()
+            """Counts the tokens of a shard; the model is there by then, and leaves garbage collection."""
+            freeze()
             pace.add(tokens)
 
         report = score(
@@ -75,7 +97,7 @@ def score_dataset(
             opens=partial(
                 open_engine,
                 watch=memory.watch,
-                on_bytes=lambda done, total: tell(WeightsRead(done_bytes=done, total_bytes=total)),
+                on_bytes=telling_weights(tell),
             ),
             elsewhere=elsewhere,
         )
@@ -85,7 +107,7 @@ def score_dataset(
 
 
 @contextmanager
-def _settling() -> Iterator[Callable[[], None]]:
+def _fewer_collections() -> Iterator[Callable[[], None]]:
     """Keeps Python from looking for garbage among what libraries and the model made, 0.3 s each time, until the end.
 
     Yields what is called once more, when the model is there, too.
@@ -93,7 +115,7 @@ def _settling() -> Iterator[Callable[[], None]]:
     is_free = not gc.get_freeze_count()  # else it is somebody else's, who is not thawed here
     is_loaded = False
 
-    def settle() -> None:
+    def freeze() -> None:
         """Takes the objects that exist now out of garbage collection; at the first call alone."""
         nonlocal is_loaded
         if is_free and not is_loaded:
@@ -103,7 +125,7 @@ def _settling() -> Iterator[Callable[[], None]]:
     if is_free:
         gc.freeze()
     try:
-        yield settle
+        yield freeze
     finally:
         if is_free:
             gc.unfreeze()
@@ -133,6 +155,100 @@ class Pace:
                 is_due=is_due,
             )
         )  # fmt: skip
+
+
+def merged_where_needed(model: str, adapter: str, *, tell: Tell) -> str:
+    """The folder of ``adapter`` merged into ``model``; empty where vLLM takes the adapter as it is.
+
+    It is named by the content of both, so it is made once. Raises CheckpointError for an adapter that cannot be merged,
+    or whose merged weights are not W + scaling · B A.
+    """
+    config = read_adapter_config(Path(adapter))
+    if not (why := why_merged_first(config)):
+        return ""
+    both = f"{identity(model)}\n{identity(adapter)}".encode("utf-8", "surrogateescape")
+    digest = hashlib.blake2b(both, digest_size=8).hexdigest()
+    folder = cache_folder() / "merged" / f"{Path(model).name}-{digest}"
+    if not folder.is_dir():
+        tell(Note(f"vLLM cannot take {adapter} as it is ({why}): it is merged into its base first"))
+        for warning in _merge(model, adapter, folder, tell=tell):
+            tell(Note(f"warning: {warning}"))
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    tell(Note(f"merged, verified: {folder} ({format_bytes(size)}; remove it when you like)"))
+    return str(folder)
+
+
+def _merge(model: str, adapter: str, folder: Path, *, tell: Tell) -> tuple[str, ...]:
+    """Write the merged model in its base's type; returns warnings."""
+    base = load_model(
+        model,
+        dtype=stored_dtype(model_folder(model)) or torch.float32,
+        device=torch.device("cpu"),
+        on_bytes=telling_weights(tell),
+    )
+    adapted = load_adapter(base, adapter)
+    settings: Any = adapted.peft_config[adapted.active_adapter]
+    settings.modules_to_save = None  # load_adapter has put the tables in place
+    train_tables(base, read_adapter_config(Path(adapter)).modules_to_save or ())
+    tokenizer = load_tokenizer(NamedModel(title="", model=model, adapter=adapter).texts)
+    card = f"# {Path(model).name} with an adapter merged into it\n\nMade for scoring: {adapter} on {model}.\n"
+    into = ExportFolder(
+        target=folder,
+        tokenizer=tokenizer,
+        chat_template=load_template(tokenizer).source,
+        card=card,
+        replace=True,
+    )
+    return export_merged(adapted, into, base_path=model).warnings
+
+
+class ScoreMemory:
+    """Measures the passes that it is opened for, and predicts each of them by its rows and widths alone."""
+
+    def __init__(self, plan: ScorePlan) -> None:
+        self._plan = plan
+        self._measured = 0
+        self._moments: list[Moment] = []
+
+    @contextmanager
+    def watch(self, moment: Moment, alive: Callable[[], Iterable[torch.Tensor]]) -> Iterator[None]:
+        """Measure one pass, if it may need more than those before it: the counter makes it several times as long."""
+        if any(
+            moment.is_reading == before.is_reading
+            and moment.rows <= before.rows
+            and moment.prompt_tokens <= before.prompt_tokens
+            and moment.width <= before.width
+            for before in self._moments
+        ):
+            yield
+            return
+        device = next(iter(alive())).device
+        meter = memory_meter(device)
+        with meter.measuring(alive):
+            yield
+        self._measured = max(self._measured, *meter.take_peaks().values())
+        self._moments.append(moment)
+
+    def added_to(self, report: ScoreReport, out: Path) -> ScoreReport:
+        """The report with both figures, written anew; as it is where nothing was watched, or nothing can be
+        predicted."""
+        if not self._moments:
+            return report
+        answering = answering_of(self._plan)
+        if answering is None:
+            return report
+        predicted = 0
+        for moment in self._moments:  # prompts are read, or the token is written that makes the cache so wide
+            asked = Questions(
+                rows=moment.rows, prompt_tokens=moment.rows * moment.prompt_tokens,
+                longest_prompt=moment.prompt_tokens, new_tokens=moment.width - moment.prompt_tokens + 1,
+            )  # fmt: skip
+            memory = memory_of_answering(replace(answering, batch_size=moment.rows), asked)
+            terms = memory.reading if moment.is_reading else memory.writing
+            predicted = max(predicted, sum(terms.values()))
+        report = replace(report, measured_bytes=self._measured, predicted_bytes=predicted)
+        write_atomically(out / "report.json", to_json(report))
+        return report
 
 
 def why_not_all(report: ScoreReport, out: Path) -> ScoringFailed | None:

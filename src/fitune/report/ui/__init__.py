@@ -1,1 +1,0 @@
-"""The planner's page: its server, its bars, and its template."""
