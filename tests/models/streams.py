@@ -37,3 +37,13 @@ def stream_of(rows, *, unsupervised_prefix=1):
         position_ids_T=torch.cat([torch.arange(len(row)) for row in rows]),
         sequence_lengths=tuple(len(row) for row in rows),
     )
+
+
+def forward_backward(engine, batch, supervised_tokens=None):
+    """The loss of a batch, where nobody measures; of its own labels unless their number is given."""
+    tokens = batch.supervised_tokens if supervised_tokens is None else supervised_tokens
+    return engine.forward_backward(batch, supervised_tokens=tokens, enter_phase=lambda phase: None)
+
+
+def optimizer_step(engine, rate):
+    return engine.update(learning_rate=rate, enter_phase=lambda phase: None)

@@ -11,7 +11,7 @@ from fitune.spec.counts import count_parameters
 from fitune.spec.model.architectures import trains_like_transformers
 from fitune.spec.model.model_config import load_model_spec
 from fitune.train.prepare import prepare_loaded
-from models.streams import make_rows, stream_of
+from models.streams import forward_backward, make_rows, optimizer_step, stream_of
 from plans import plan_for
 
 SMALL = {
@@ -44,10 +44,8 @@ def test_they_are_trained_with_everything_and_frozen_under_adapters(spec, tuning
     before = {name: p.detach().clone() for name, p in learned.items()}
     prepared = prepare_loaded(model, plan)
     stream = stream_of(ROWS)
-    prepared.engine.forward_backward(
-        stream, supervised_tokens=stream.supervised_tokens, enter_phase=lambda phase: None
-    )
-    prepared.engine.update(learning_rate=1e-2, enter_phase=lambda phase: None)
+    forward_backward(prepared.engine, stream)
+    optimizer_step(prepared.engine, 1e-2)
     assert len(learned) == 4
     moved = {name for name, p in learned.items() if not torch.equal(p, before[name])}
     assert moved == (set(learned) if tuning == "full" else set())

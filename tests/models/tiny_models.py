@@ -49,3 +49,12 @@ def with_ids_moved_up(folder, to, *, by):
     content["model"]["vocab"] = {token: id + by for token, id in vocabulary.items()}
     (to / "tokenizer.json").write_text(json.dumps(content))
     return to
+
+
+def beside_tokenizer(model, base, folder):
+    """``folder`` with the model, and the tokenizer of the model in ``base``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in base.glob("*token*"):
+        shutil.copy(file, folder)
+    model.save_pretrained(folder)
+    return folder

@@ -15,6 +15,7 @@ from fitune.models.weights import compute_dtype
 from fitune.spec.plan import AdamW, Nf4, Offload, PlainLoss, Precision, Sgd
 from fitune.train.prepare import prepare_loaded
 from laws.test_memory_prediction import ROWS, bench
+from models.streams import forward_backward, optimizer_step
 
 ALL = bench.LAYERS
 ACTIVATIONS = Offload(activations="cpu")
@@ -44,11 +45,9 @@ def losses(ready, plan, *, steps=2, seed=1):
     found = []
     for _ in range(steps):
         for micro in rows:
-            loss = ready.engine.forward_backward(
-                micro, supervised_tokens=micro.supervised_tokens, enter_phase=lambda phase: None
-            )
+            loss = forward_backward(ready.engine, micro)
             found.append(loss.item())
-        ready.engine.update(learning_rate=1e-3, enter_phase=lambda phase: None)
+        optimizer_step(ready.engine, 1e-3)
     return found
 
 
@@ -107,8 +106,8 @@ def test_an_overflow_in_fp16_changes_nothing_on_the_host():
     before = {name: tensor.clone() for name, tensor in ready.engine.state().tensors.items()}
     ready.engine.loss_scale.value = 2.0**40
     rows = bench.random_rows(ROWS, vocab_size=plan.model.vocab_size)
-    ready.engine.forward_backward(rows, supervised_tokens=1, enter_phase=lambda phase: None)
-    assert ready.engine.update(learning_rate=1e-3, enter_phase=lambda phase: None).skipped
+    forward_backward(ready.engine, rows, 1)
+    assert optimizer_step(ready.engine, 1e-3).skipped
     after = ready.engine.state().tensors
     assert all(torch.equal(before[name], tensor) for name, tensor in after.items())
 

@@ -1,0 +1,87 @@
+"""What tests do with a run: train a plan, stop it, go on, and read what it wrote into its directory."""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from fitune.spec.plan import Plan
+from fitune.spec.reports import RunReport
+from fitune.spec.serial import from_json
+from fitune.track.metrics import read_metrics
+from fitune.train.current import Callbacks
+from fitune.train.run import run
+
+
+def callbacks(*, stop_after=None, **others):
+    """Nobody who listens; after ``stop_after`` steps the run is asked to stop."""
+    asked = [0]
+
+    def stop_asked():
+        asked[0] += 1
+        return stop_after is not None and asked[0] >= stop_after
+
+    quiet = {
+        "on_data": lambda data, loader, done: None, "on_note": lambda note: None, "stop_asked": stop_asked,
+        "answer": lambda model, conversations: ["" for _ in conversations],
+    }  # fmt: skip
+    return Callbacks(**quiet | others)
+
+
+def trained(plan, *, stop_after=None, on_note=print, **words):
+    """The report of a run of ``plan``."""
+    return run(plan, callbacks=callbacks(stop_after=stop_after, on_note=on_note), **words)
+
+
+def stopped_and_resumed(straight, broken, *, stop_after=3):
+    """The report of a run; one that is stopped and goes on has its losses and its export, bit for bit."""
+    one = trained(straight)
+    assert trained(broken, stop_after=stop_after).status == "interrupted"
+    two = trained(broken, resume=True)
+    assert two.status == "complete"
+    assert losses(straight) == losses(broken)
+    assert same_weights(one.exported, two.exported)
+    return one
+
+
+def folder_of(run):
+    return Path(run.run.output_dir) if isinstance(run, Plan) else run
+
+
+def steps_of(run):
+    """The steps of a plan's run, or of the run in a folder."""
+    return read_metrics(folder_of(run) / "metrics.jsonl")
+
+
+def losses(run):
+    return [step.loss for step in steps_of(run)]
+
+
+def report_of(run):
+    return from_json(RunReport, (folder_of(run) / "report.json").read_text())
+
+
+def written_plan(run):
+    return from_json(Plan, (folder_of(run) / "plan.json").read_text())
+
+
+def contents(folder):
+    """Every file below a folder, by its path there."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def same_weights(one, other):
+    """Whether two files, or the same files of two folders, hold the same tensors."""
+    pairs = [(one, other)] if Path(one).is_file() else [
+        (file, Path(other) / file.name) for file in Path(one).glob("*.safetensors")
+    ]  # fmt: skip
+    assert pairs
+    for ours, theirs in ((load_file(a), load_file(b)) for a, b in pairs):
+        if ours.keys() != theirs.keys() or any(not torch.equal(ours[name], theirs[name]) for name in ours):
+            return False
+    return True
+
+
+def set_words(settings):
+    """Settings as words of a command."""
+    return [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
