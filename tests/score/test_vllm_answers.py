@@ -3,9 +3,9 @@
 ``FITUNE_VLLM_PYTHON`` names the python of an environment that has vLLM; `make vllm` makes one for a CPU.
 """
 
-import json
 import os
 from collections import Counter
+from contextlib import closing
 
 import pytest
 import torch
@@ -25,6 +25,7 @@ from fitune.score.engines.engine_vllm import VllmEngine
 from fitune.session.events import tell_nobody
 from fitune.session.score.scoring import score_dataset
 from fitune.spec.recipe.score_recipe import score_recipe
+from jsonl import read_lines, write_lines
 from score.conftest import Tiny
 
 pytestmark = [
@@ -171,11 +172,8 @@ def test_answers_with_an_adapter_are_those_of_transformers(small, tmp_path):
     base = {completion.id: completion.token_ids for completion in ours(small).answer(requests)}
     expected = {completion.id: completion.token_ids for completion in ours(small, adapted).answer(requests)}
     assert sum(expected[key] != ids for key, ids in base.items()) > 100
-    engine = theirs(small, adapter=adapter, rank=5)
-    try:
+    with closing(theirs(small, adapter=adapter, rank=5)) as engine:
         require_equal(ours(small, adapted), engine, requests)
-    finally:
-        engine.close()
 
 
 def test_an_adapter_that_vllm_does_not_apply_is_refused(small, tmp_path):
@@ -183,20 +181,17 @@ def test_an_adapter_that_vllm_does_not_apply_is_refused(small, tmp_path):
     adapter = save_adapter(small, tmp_path)
     file = tmp_path / "adapter_model.safetensors"
     save_file({name.replace(".layers.", ".layers.7"): t for name, t in load_file(file).items()}, file)
-    engine = theirs(small, adapter=adapter, rank=5)
-    try:
-        with pytest.raises(CheckpointError, match="the adapter changes nothing, although its B matrices"):
-            next(engine.answer(asked(small, Sampling(max_new_tokens=12))))
-    finally:
-        engine.close()
+    said = "the adapter changes nothing, although its B matrices"
+    with (
+        closing(theirs(small, adapter=adapter, rank=5)) as engine,
+        pytest.raises(CheckpointError, match=said),
+    ):
+        next(engine.answer(asked(small, Sampling(max_new_tokens=12))))
 
 
 def test_an_adapter_whose_b_is_zero_answers_as_the_base(small, tmp_path):
-    engine = theirs(small, adapter=save_adapter(small, tmp_path, b=0.0), rank=5)
-    try:
+    with closing(theirs(small, adapter=save_adapter(small, tmp_path, b=0.0), rank=5)) as engine:
         require_equal(ours(small), engine, asked(small, Sampling(max_new_tokens=12)))
-    finally:
-        engine.close()
 
 
 def test_what_vllm_says_of_an_adapter_it_refuses_is_shown(small, tmp_path):
@@ -207,9 +202,8 @@ def test_what_vllm_says_of_an_adapter_it_refuses_is_shown(small, tmp_path):
 def test_an_adapter_that_has_to_be_merged_is_scored_as_by_transformers(small, tmp_path, monkeypatch):
     monkeypatch.setenv("FITUNE_CACHE", str(tmp_path / "cache"))
     adapter = save_adapter(small, tmp_path / "adapter", use_dora=True)
-    data = tmp_path / "rows.jsonl"
     rows = [{"prompt": row.prompt, "completion": row.completion} for row in training_exercises(60, seed=1)]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = write_lines(tmp_path / "rows.jsonl", rows)
     found = {}
     for engine in ("transformers", "vllm"):
         score_dataset(
@@ -223,8 +217,8 @@ def test_an_adapter_that_has_to_be_merged_is_scored_as_by_transformers(small, tm
             ),
             tell=tell_nobody,
         )
-        lines = (tmp_path / engine / "answers.jsonl").read_text().splitlines()
-        found[engine] = [json.loads(line)["response"]["body"]["choices"] for line in lines]
+        lines = read_lines(tmp_path / engine / "answers.jsonl")
+        found[engine] = [line["response"]["body"]["choices"] for line in lines]
     same = sum(
         one[0]["message"] == other[0]["message"]
         for one, other in zip(found["transformers"], found["vllm"], strict=True)
