@@ -15,7 +15,7 @@ from fitune.spec.counts import count_parameters
 from fitune.spec.model.families import FAMILIES, read_llama
 from fitune.spec.model.model_config import spec_from_config
 from fitune.train.prepare import prepare_loaded
-from models.streams import stream_of
+from models.streams import forward_backward, optimizer_step, stream_of
 from plans import CPU, plan_for
 
 ROOM = Path(fitune.__file__).parent
@@ -59,8 +59,8 @@ def test_its_memory_is_predicted_and_it_trains(toy, tuning):
     losses = []
     for _ in range(2):
         rows = stream_of([torch.arange(1, 65)])
-        ended = prepared.engine.forward_backward(rows, supervised_tokens=63, enter_phase=lambda phase: None)
-        prepared.engine.update(learning_rate=1e-2, enter_phase=lambda phase: None)
+        ended = forward_backward(prepared.engine, rows, 63)
+        optimizer_step(prepared.engine, 1e-2)
         losses.append(float(ended))
     assert losses[1] < losses[0]
 
