@@ -33,8 +33,12 @@ def with_adapter(base, *, rank=4, zero=False):
     torch.manual_seed(1)
     config = LoraConfig(r=rank, lora_alpha=8, target_modules=list(TARGETS), task_type="CAUSAL_LM")
     model = get_peft_model(base, config, autocast_adapter_dtype=False)
+    return model if zero else with_random_b(model)
+
+
+def with_random_b(model):
     for name, parameter in model.named_parameters():
-        if "lora_B" in name and not zero:
+        if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
     return model
 
