@@ -1,9 +1,13 @@
 """What tests do with a run: train a plan, stop it, go on, and read what it wrote into its directory."""
 
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from fitune.spec.plan import Plan
 from fitune.spec.reports import RunReport
@@ -55,6 +59,27 @@ def steps_of(run):
 
 def losses(run):
     return [step.loss for step in steps_of(run)]
+
+
+def assert_close(run, other, *, within=1e-5):
+    """The losses of two runs differ by rounding alone."""
+    assert losses(run) == pytest.approx(losses(other), abs=within)
+
+
+def assert_merged(plan):
+    """A run that exports merged weights answers as PEFT does with the adapter of the same run on the dense base."""
+    folder = plan.run.output_dir
+    merged, adapter = (
+        trained(replace(plan, run=replace(plan.run, export=kind, output_dir=f"{folder}-{kind}"))).exported
+        for kind in ("merged", "adapter")
+    )
+    ids = torch.arange(3, 40)[None]
+    base = AutoModelForCausalLM.from_pretrained(plan.model_path, dtype=torch.float32)
+    untrained = base(input_ids=ids).logits
+    expected = PeftModel.from_pretrained(base, adapter)(input_ids=ids).logits
+    found = AutoModelForCausalLM.from_pretrained(merged, dtype="auto")(input_ids=ids).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert not torch.allclose(untrained, expected, atol=1e-3)
 
 
 def report_of(run):

@@ -6,13 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from checkpoint.tiny_export import (
     CARD,
     TEMPLATE,
+    answer,
+    assert_peft_answers,
     byte_tokenizer,
     into,
     tiny_base,
@@ -25,21 +27,6 @@ from fitune.errors import CheckpointError, RunDirectoryError
 from fitune.models.adapter_file import linear_names
 from fitune.models.attention import use_attention
 from models.tiny_models import tiny_model
-
-IDS = torch.arange(24).reshape(2, 12) * 11 % 260
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@torch.no_grad()
-def answer(model):
-    return model.eval()(input_ids=IDS).logits
 
 
 def files(folder):
@@ -100,11 +87,7 @@ def test_an_adapter_comes_back_bit_for_bit_on_its_base(tmp_path, tied):
     model = with_adapter(tiny_base(tmp_path / "base", tied=tied))
     done = export_adapter(model, into(tmp_path / "out"), base="org/tiny", base_path=str(tmp_path / "base"))
     assert done.max_logit_difference == 0.0
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    untrained = answer(base)
-    reloaded = PeftModel.from_pretrained(base, tmp_path / "out")
-    assert torch.equal(answer(reloaded), answer(model))
-    assert (answer(model) - untrained).abs().max() > 0.1
+    assert_peft_answers(model, tmp_path / "base", tmp_path / "out")
 
 
 def test_an_adapter_has_the_files_peft_expects_and_names_the_given_base(tmp_path):

@@ -14,7 +14,7 @@ from fitune.score.plan import ScorePlan
 from fitune.score.run import score
 from fitune.score.tasks import read_questions
 from fitune.spec.plan import DataSource
-from models.tiny_models import with_ids_moved_up
+from models.tiny_models import load, with_ids_moved_up
 from score.scorings import quietly
 
 
@@ -52,9 +52,7 @@ def test_a_base_whose_weights_are_no_numbers_is_refused(tiny, data, tmp_path, va
 def adapter(tiny, tmp_path):
     from peft import LoraConfig, get_peft_model
 
-    from fitune.models.weights import load_model
-
-    model = load_model(str(tiny.folder), dtype=torch.float32, device=torch.device("cpu"))
+    model = load(tiny.folder)
     config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
     get_peft_model(model, config).save_pretrained(tmp_path / "adapter")
     return tmp_path / "adapter"

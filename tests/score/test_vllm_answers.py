@@ -18,7 +18,6 @@ from fitune.demo.text import training_exercises
 from fitune.errors import CheckpointError
 from fitune.models.adapters import load_adapter
 from fitune.models.tokens import load_tokenizer
-from fitune.models.weights import load_model
 from fitune.score.engines.engine import Continuation, Request, Sampling, listed_stop_ids
 from fitune.score.engines.engine_transformers import TransformersEngine
 from fitune.score.engines.engine_vllm import VllmEngine
@@ -26,6 +25,7 @@ from fitune.session.events import tell_nobody
 from fitune.session.score.scoring import score_dataset
 from fitune.spec.recipe.score_recipe import score_recipe
 from jsonl import read_lines, write_lines
+from models.tiny_models import load
 from score.conftest import Tiny
 
 pytestmark = [
@@ -51,11 +51,10 @@ WARM = Sampling(max_new_tokens=12, temperature=0.8, top_p=0.9, seed=3)
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """A random model of which one of its frequent tokens ends an answer."""
-    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("vllm") / "model"
     write_base_model(folder, [row.prompt for row in training_exercises(200, seed=0)], shape=SHAPE, seed=0)
     tokenizer = load_tokenizer(str(folder))
-    model = load_model(str(folder), dtype=torch.float32, device=CPU)
+    model = load(folder)
     found = Tiny(folder, model, tokenizer, load_template(tokenizer))
     written = Counter(c.token_ids[6] for c in ours(found).answer(asked(found, Sampling(max_new_tokens=12))))
     (often, _), *_ = written.most_common(1)
@@ -95,7 +94,7 @@ def theirs(small, **more):
 def save_adapter(small, folder, *, b=0.3, **settings):
     """A LoRA adapter of PEFT's whose A and B are random."""
     torch.manual_seed(1)
-    model = load_model(str(small.folder), dtype=torch.float32, device=CPU)
+    model = load(small.folder)
     config = {"r": 5, "lora_alpha": 10, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}
     adapted = get_peft_model(model, LoraConfig(**config | settings))
     with torch.no_grad():
@@ -167,7 +166,7 @@ def test_likelihoods_are_those_of_transformers(small, plain):
 
 def test_answers_with_an_adapter_are_those_of_transformers(small, tmp_path):
     adapter = save_adapter(small, tmp_path, use_rslora=True)
-    adapted = load_adapter(load_model(str(small.folder), dtype=torch.float32, device=CPU), adapter)
+    adapted = load_adapter(load(small.folder), adapter)
     requests = asked(small, Sampling(max_new_tokens=12))
     base = {completion.id: completion.token_ids for completion in ours(small).answer(requests)}
     expected = {completion.id: completion.token_ids for completion in ours(small, adapted).answer(requests)}

@@ -52,7 +52,12 @@ def run(model_folder, data_file, tmp_path_factory):
     """A LoRA run whose template is its own, and whose adapter changes what is answered."""
     folder = tmp_path_factory.mktemp("chat")
     (folder / "shop.jinja").write_text(TEMPLATE)
-    own = {"learning_rate": 0.05, "max_steps": 3, "chat_template": str(folder / "shop.jinja")}
+    own = {
+        "learning_rate": 0.05,
+        "max_steps": 3,
+        "gradient_accumulation_steps": 1,
+        "chat_template": str(folder / "shop.jinja"),
+    }
     fitune.train(**settings_of(model_folder, data_file, folder / "run", **own))
     (folder / "shop.jinja").unlink()  # the run has it
     return folder / "run"

@@ -10,13 +10,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import fitune
 from fitune.estimate.predict import predict_memory
 from fitune.rehearse.step import trace_plan
-from fitune.rehearse.trace import peaks_by_kind
 from fitune.spec.counts import count_parameters
 from fitune.spec.model.families import FAMILIES, read_llama
 from fitune.spec.model.model_config import spec_from_config
 from fitune.train.prepare import prepare_loaded
 from models.streams import forward_backward, optimizer_step, stream_of
 from plans import CPU, plan_for
+from rehearse.tiny_configs import tensor_peak
 
 ROOM = Path(fitune.__file__).parent
 READERS = {
@@ -52,7 +52,7 @@ def test_its_memory_is_predicted_and_it_trains(toy, tuning):
     config, spec = toy
     plan = plan_for(spec, hardware=CPU, precision="fp32", seq_len=64, rows=1, tuning=tuning, recompute=2)
     trace, _ = trace_plan(plan, config, exact=True)
-    rehearsed = max(sum(kinds.values()) for kinds in peaks_by_kind(trace, on_cuda=False).values())
+    rehearsed = tensor_peak(trace)
     assert predict_memory(plan).tensor_peak_bytes == pytest.approx(rehearsed, rel=0.02)
     torch.manual_seed(0)
     prepared = prepare_loaded(AutoModelForCausalLM.from_config(config), plan)

@@ -12,7 +12,6 @@ from fitune.data.preparing import prepare_data
 from fitune.errors import ModelError, RecipeError
 from fitune.models.door import model_config
 from fitune.models.tokens import add_rows, planned_tokenizer
-from fitune.models.weights import load_model
 from fitune.rehearse.step import rehearse
 from fitune.score.engines.engine import Sampling
 from fitune.score.plan import ScorePlan
@@ -21,7 +20,7 @@ from fitune.session.exporting import export_run
 from fitune.spec.plan import DataSource, Nf4
 from fitune.train.prepare import prepare
 from jsonl import write_lines
-from models.tiny_models import beside_tokenizer
+from models.tiny_models import beside_tokenizer, load
 from runs import (
     stopped_and_resumed,
     trained,
@@ -61,9 +60,7 @@ def tokens_in(plan):
 def test_new_rows_begin_near_the_mean_and_old_ones_stay(make_plan):
     plan = make_plan(added_tokens=TOKENS)
     assert plan.model.vocab_size == max(384, tokens_in(plan) + 2)
-    base, grown = (
-        load_model(plan.model_path, dtype=torch.float32, device=torch.device("cpu")) for _ in range(2)
-    )
+    base, grown = (load(plan.model_path) for _ in range(2))
     add_rows(grown, plan)
     ids = planned_tokenizer(plan).convert_tokens_to_ids(TOKENS)
     for table in ("get_input_embeddings", "get_output_embeddings"):
@@ -73,7 +70,7 @@ def test_new_rows_begin_near_the_mean_and_old_ones_stay(make_plan):
         mean, spread = old[:learned].mean(dim=0), old[:learned].std(dim=0)
         assert ((new[ids] - mean).abs() < 0.06 * spread).all()
         assert not torch.equal(new[ids[0]], new[ids[1]])
-    again = load_model(plan.model_path, dtype=torch.float32, device=torch.device("cpu"))
+    again = load(plan.model_path)
     add_rows(again, plan)
     assert torch.equal(again.get_input_embeddings().weight, grown.get_input_embeddings().weight)
 

@@ -1,6 +1,5 @@
 """A mixture of experts on a packed base, with adapters on attention and on the experts: trained like PEFT trains it."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from fitune.models.low_bit.quantised import PackedWeight
 from fitune.spec.plan import Dense, Nf4
 from models.tiny_models import beside_tokenizer, tiny_model
 from runs import (
+    assert_merged,
     stopped_and_resumed,
     trained,
 )
@@ -94,13 +94,8 @@ def test_losses_and_gradients_are_pefts_over_the_dequantised_weights(make_mixtur
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_it_learns_resumes_bit_for_bit_and_peft_reads_its_adapter(make_mixture):
-    straight, broken = (make_mixture(save_steps=2, output_dir=f"{name}") for name in ("a", "b"))
-    folder = Path(straight.model_path).parent
-    straight, broken = (
-        replace(plan, run=replace(plan.run, output_dir=str(folder / plan.run.output_dir)))
-        for plan in (straight, broken)
-    )
+def test_it_learns_resumes_bit_for_bit_and_peft_reads_its_adapter(make_mixture, tmp_path):
+    straight, broken = (make_mixture(save_steps=2, output_dir=str(tmp_path / name)) for name in ("a", "b"))
     one = stopped_and_resumed(straight, broken)
     assert one.final_loss < one.first_loss
     ours = load_file(Path(one.exported) / "adapter_model.safetensors")
@@ -114,16 +109,7 @@ def test_it_learns_resumes_bit_for_bit_and_peft_reads_its_adapter(make_mixture):
 
 @pytest.mark.filterwarnings("ignore")
 def test_merged_it_is_the_16_bit_base_and_the_adapter(make_mixture):
-    plan = make_mixture(max_steps=3, export="merged", learning_rate=5e-2)
-    merged = AutoModelForCausalLM.from_pretrained(trained(plan).exported, dtype="auto")
-    adapter_run = replace(
-        plan, run=replace(plan.run, export="adapter", output_dir=plan.run.output_dir + "-2")
-    )
-    adapter = trained(adapter_run).exported
-    base = AutoModelForCausalLM.from_pretrained(plan.model_path, dtype=torch.float32)
-    ids = torch.arange(3, 40)[None]
-    expected = PeftModel.from_pretrained(base, adapter)(input_ids=ids).logits
-    torch.testing.assert_close(merged(input_ids=ids).logits, expected, rtol=0, atol=1e-5)
+    assert_merged(make_mixture(max_steps=3, learning_rate=5e-2))
 
 
 def test_beside_dense_experts_too(make_mixture):

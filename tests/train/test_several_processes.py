@@ -4,7 +4,6 @@ import json
 import shutil
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import TypeVar
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from fitune.spec.plan import Ddp, Offload, Precision, Single, Zero
 from models.tiny_models import beside_tokenizer
 from optional_libraries import NEEDS_DEEPSPEED
 from runs import (
+    assert_close,
     losses,
     report_of,
     steps_of,
@@ -97,9 +97,6 @@ OVERFLOWS = {
 }
 """Runs in fp16 whose first steps overflow, and are skipped."""
 STOPPED, MISCOUNTED, OVERFLOWING = "stopped", "miscounted", "overflowing "
-
-
-T = TypeVar("T")
 
 
 def possible(cases):
@@ -224,7 +221,7 @@ def said(results):
 @pytest.mark.parametrize("name", marked(CASES))
 def test_two_processes_train_the_model_of_one(results, name):
     alone = results / f"{name} alone"
-    assert losses(results / name) == pytest.approx(losses(alone), abs=LOSS)
+    assert_close(results / name, alone, within=LOSS)
     assert gradient_norms(results / name) == pytest.approx(gradient_norms(alone), rel=1e-4)
     assert evaluations(results / name) == pytest.approx(evaluations(alone), abs=LOSS)
     assert largest_difference(results / name, alone) < WEIGHT
@@ -249,7 +246,7 @@ def test_ranks_skip_together_the_steps_that_overflow_in_one_process(results, nam
     two, one = ([(step.skipped, step.loss_scale) for step in steps_of(each)] for each in (folder, alone))
     assert two == one
     assert {skipped for skipped, _ in two} == {True, False}
-    assert losses(folder) == pytest.approx(losses(alone), abs=FP16_LOSS)
+    assert_close(folder, alone, within=FP16_LOSS)
 
 
 def test_the_report_has_a_row_for_every_rank(results):
@@ -286,7 +283,7 @@ def test_a_run_of_two_goes_on_with_one_process(make, results, tmp_path, name):
     following = divided(make(**settings), 1, 3, broken)
     assert trained(following, resume=True).status == "complete"
     straight = results / f"{case} alone"
-    assert losses(broken) == pytest.approx(losses(straight), abs=LOSS)
+    assert_close(broken, straight, within=LOSS)
     assert largest_difference(broken, straight) < WEIGHT
 
 
@@ -304,7 +301,7 @@ def test_a_run_of_two_goes_on_with_four_processes(make, tmp_path):
     assert [each["status"] for each in ended[0]] == ["complete"] * len(names)
     for name in names:
         straight = tmp_path / f"{name} alone"
-        assert losses(tmp_path / name) == pytest.approx(losses(straight), abs=LOSS), name
+        assert_close(tmp_path / name, straight, within=LOSS)
         assert largest_difference(tmp_path / name, straight) < WEIGHT, name
 
 
@@ -314,7 +311,7 @@ def test_a_run_goes_on_under_another_strategy(results, name):
     if name == "stage 3 to stage 3":
         assert losses(results / name) == losses(straight)
         assert largest_difference(results / name, straight) == 0
-    assert losses(results / name) == pytest.approx(losses(straight), abs=LOSS)
+    assert_close(results / name, straight, within=LOSS)
     assert largest_difference(results / name, straight) < WEIGHT
 
 
@@ -347,9 +344,9 @@ def test_two_nodes_of_two_share_within_each_and_train_the_model_of_one(make, tmp
         alone_at = tmp_path / f"{name} alone"
         for stage in (2, 3):
             folder = tmp_path / f"{name}, stage {stage}"
-            assert losses(folder) == pytest.approx(losses(alone_at), abs=LOSS)
+            assert_close(folder, alone_at, within=LOSS)
             assert gradient_norms(folder) == pytest.approx(gradient_norms(alone_at), rel=1e-4)
             assert largest_difference(folder, alone_at) < WEIGHT
     alone = make(gradient_accumulation_steps=8, **cases["full"])
     assert trained(divided(alone, 1, 0, tmp_path / STOPPED), resume=True).status == "complete"
-    assert losses(tmp_path / STOPPED) == pytest.approx(losses(tmp_path / "full alone"), abs=LOSS)
+    assert_close(tmp_path / STOPPED, tmp_path / "full alone", within=LOSS)
