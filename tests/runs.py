@@ -96,15 +96,18 @@ def contents(folder):
 
 
 def same_weights(one, other):
-    """Whether two files, or the same files of two folders, hold the same tensors."""
-    pairs = [(one, other)] if Path(one).is_file() else [
-        (file, Path(other) / file.name) for file in Path(one).glob("*.safetensors")
-    ]  # fmt: skip
-    assert pairs
-    for ours, theirs in ((load_file(a), load_file(b)) for a, b in pairs):
-        if ours.keys() != theirs.keys() or any(not torch.equal(ours[name], theirs[name]) for name in ours):
-            return False
-    return True
+    """Whether two files, or the files of two folders, hold the same tensors."""
+    ours, theirs = (
+        {name: tensor for file in files for name, tensor in load_file(file).items()}
+        for files in (
+            [place] if place.is_file() else place.glob("*.safetensors") for place in (Path(one), Path(other))
+        )
+    )
+    return (
+        bool(ours)
+        and ours.keys() == theirs.keys()
+        and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    )
 
 
 def set_words(settings):

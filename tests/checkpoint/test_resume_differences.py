@@ -134,7 +134,7 @@ def test_a_field_that_a_plan_has_is_compared(name):
 
 
 def test_another_model_stays_refused_whatever_its_plan_did_not_say():
-    other = replace(PLAN, model=replace(RICH, hidden_size=64))
+    other = replace(PLAN, model=replace(RICH, hidden_size=32))
     with pytest.raises(CheckpointError, match="hidden_size"):
         require_resumable(read_without(other, *LATER), PLAN_OF_A_RICH_MODEL)
 
