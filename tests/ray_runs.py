@@ -1,5 +1,6 @@
 """Runs on Ray for tests: what they tell, what they leave, and their ranks."""
 
+import json
 import os
 import signal
 import time
@@ -14,8 +15,9 @@ from fitune.session.clusters.ray_ranks import train_as_rank
 from fitune.session.events import Event
 from fitune.session.train.training import train_recipe
 from fitune.spec.rank_status import read_statuses
-from fitune.spec.reports import StepReport
+from fitune.spec.reports import RunReport, StepReport
 from fitune.spec.run_directory import LOGS
+from fitune.spec.serial import from_data
 
 CORES = 2
 """Workers that have room on the head; a core of Ray is a number and no core."""
@@ -49,6 +51,14 @@ def by_one_process(recipe):
     train_recipe(recipe, overwrite=False, tell=lambda event: None, stop_asked=lambda: False)
     assert recipe.output_dir
     return Path(recipe.output_dir)
+
+
+def losses(folder):
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def report_of(folder):
+    return from_data(RunReport, json.loads((folder / "report.json").read_text()))
 
 
 def rank_of(folder, rank):

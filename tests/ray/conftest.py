@@ -3,7 +3,6 @@
 import pytest
 
 import ray_runs
-from conftest import settings_of
 from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
 from ray_runs import CORES, node_args, wait_until_idle
 
@@ -42,15 +41,11 @@ def recipe(model_folder, data_file, tmp_path):
     """A recipe of 8 rows a step, by however many workers."""
 
     def make(output="run", **settings):
-        own = {
-            "micro_batch_size": 2,
-            "global_batch_size": 8,
-            "max_steps": 6,
-            "save_steps": 2,
-            "val_fraction": 0.1,
-        }
-        wanted = settings_of(model_folder, data_file, tmp_path / output, **own | settings)
-        del wanted["gradient_accumulation_steps"]
-        return parse_recipe(canonical_keys(wanted, where="test"))
+        wanted = {
+            "model": str(model_folder), "data": [str(data_file)], "tuning": "lora", "lora_r": 4, "precision": "fp32",
+            "gpu": "cpu", "seq_len": 64, "micro_batch_size": 2, "global_batch_size": 8, "learning_rate": 1e-2,
+            "max_steps": 6, "save_steps": 2, "samples": 0, "val_fraction": 0.1, "output_dir": str(tmp_path / output),
+        }  # fmt: skip
+        return parse_recipe(canonical_keys({**wanted, **settings}, where="test"))
 
     return make

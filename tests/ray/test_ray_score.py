@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from fitune.demo.text import training_exercises
 from fitune.launch.ray_cluster import RayPlace
@@ -28,6 +29,7 @@ def rows_in(path):
 def test_a_killed_worker_leaves_every_id_once_and_the_bytes_of_one_process(
     cluster, model_folder, tmp_path, monkeypatch
 ):
+    torch.set_num_threads(1)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("FITUNE_TEST_KILLED", str(tmp_path / "killed"))
     monkeypatch.setattr(score_on_ray, "ScoringWorker", KilledOnce)
