@@ -82,18 +82,18 @@ class FakeNvml(ModuleType):
         return SimpleNamespace(total=handle.memory_bytes, used=handle.taken_bytes + kept)
 
 
-def gpu(name, mib, *capability, index=0, uuid="GPU-1"):
+def gpu(name, mib, *capability, uuid="GPU-1"):
     return FoundGpu(
         index=index, uuid=uuid, name=name, memory_bytes=mib * MIB, capability=(capability[0], capability[1])
     )
 
 
 TWO_A100 = (
-    gpu("NVIDIA A100-SXM4-80GB", 81920, 8, 0, index=0, uuid="GPU-5f1d0b0e-2c43-9d0a-7f2f-0a4d0a3c1a01"),
+    gpu("NVIDIA A100-SXM4-80GB", 81920, 8, 0, uuid="GPU-5f1d0b0e-2c43-9d0a-7f2f-0a4d0a3c1a01"),
     gpu("NVIDIA A100-SXM4-80GB", 81920, 8, 0, index=1, uuid="GPU-77aa1c9e-0d5b-4be2-1c6a-3b9d6c2f4b02"),
 )
 MIXED = (
-    gpu("NVIDIA GeForce RTX 4090", 24564, 8, 9, index=0, uuid="GPU-11111111-aaaa-bbbb-cccc-000000000000"),
+    gpu("NVIDIA GeForce RTX 4090", 24564, 8, 9, uuid="GPU-11111111-aaaa-bbbb-cccc-000000000000"),
     gpu("NVIDIA GeForce RTX 3060", 12288, 8, 6, index=1, uuid="GPU-22222222-aaaa-bbbb-cccc-000000000000"),
 )
 
