@@ -82,7 +82,7 @@ class FakeNvml(ModuleType):
         return SimpleNamespace(total=handle.memory_bytes, used=handle.taken_bytes + kept)
 
 
-def gpu(name, mib, *capability, uuid="GPU-1"):
+def gpu(name, mib, *capability, index=0, uuid="GPU-1"):
     return FoundGpu(
         index=index, uuid=uuid, name=name, memory_bytes=mib * MIB, capability=(capability[0], capability[1])
     )

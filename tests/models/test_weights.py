@@ -5,11 +5,13 @@ import pickle
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from faults.adapters import Payload
 from fitune.errors import ModelError
 from fitune.models.low_bit.quantised import count_weights, elements
 from fitune.models.tokens import load_tokenizer
+from fitune.spec.plan import Dense, Nf4
 from models.tiny_models import load, tiny_model
 
 
@@ -43,6 +45,16 @@ def test_pickled_weights_are_refused_and_not_run(folder, tmp_path, name):
     with pytest.raises(ModelError, match="pickled"):
         load(folder)
     assert not (tmp_path / "exploded").exists()
+
+
+@pytest.mark.parametrize("base", [Dense(), Nf4()], ids=["dense", "packed"])
+def test_a_missing_tensor_is_named(folder, base):
+    """No index says that it is there."""
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"missing in model\.safetensors: model\.layers\.1\.mlp\.up_proj"):
+        load(folder, base=base)
 
 
 def test_no_tokenizer(folder):
