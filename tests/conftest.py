@@ -4,6 +4,7 @@ import gc
 import os
 import shutil
 import sys
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import NamedTuple
@@ -13,10 +14,13 @@ import torch
 from tokenizers import ByteLevelBPETokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+import fitune
 from data.s3_server import make_bucket, running_server, use_server
 from fitune.cli import main
+from fitune.demo import files as demo_files
 from fitune.errors import MissingExtra
 from fitune.report import run_page
+from fitune.session import demo
 from fitune.spec.model import tracer
 from fitune.stores import opening
 from jsonl import write_lines
@@ -69,6 +73,39 @@ def data_file(tmp_path_factory):
     return file
 
 
+def settings_of(model_folder, data_file, folder, **others):
+    """Two steps of LoRA on a processor, in ``folder``, as a recipe says them."""
+    return {
+        "model": str(model_folder), "data": str(data_file), "tuning": "lora", "lora_r": 4, "precision": "fp32",
+        "gpu": "cpu", "seq_len": 64, "micro_batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": 1e-2,
+        "max_steps": 2, "save_steps": 0, "samples": 0, "output_dir": str(folder), **others,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def settings(model_folder, data_file, tmp_path):
+    return settings_of(model_folder, data_file, tmp_path / "run")
+
+
+@pytest.fixture(scope="session")
+def shop(model_folder, data_file, tmp_path_factory):
+    """The directory of a complete run of one step, whose adapter has a rank that vLLM rounds up."""
+    folder = tmp_path_factory.mktemp("finished") / "shop"
+    fitune.train(**settings_of(model_folder, data_file, folder, lora_r=5, max_steps=1, micro_batch_size=16))
+    return folder
+
+
+@pytest.fixture
+def quick_demo(monkeypatch):
+    """The whole demo with hardly any work: a few texts and rows, two steps a run."""
+    for name in ("PRETRAINING_TEXTS", "TRAINING_ROWS"):
+        monkeypatch.setattr(demo_files, name, 60)
+    monkeypatch.setattr(demo_files, "HELD_OUT_ROWS", 2)
+    for name in ("PRETRAIN", "LORA", "FULL", "DIVIDED"):
+        monkeypatch.setattr(demo_files, name, replace(getattr(demo_files, name), max_steps=2))
+    monkeypatch.setattr(demo, "MAX_NEW_TOKENS", 2)
+
+
 @pytest.fixture
 def make_plan(model_folder, data_file, tmp_path):
     """A plan from recipe settings, on this machine's CPU whatever else it has."""
@@ -82,12 +119,8 @@ def plan_of(model_folder, data_file, folder, **settings):
     from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
     from fitune.units import GIB
 
-    wanted = {
-        "model": str(model_folder), "data": [str(data_file)], "tuning": "lora", "lora_r": 4, "precision": "fp32",
-        "seq_len": 64, "micro_batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": 1e-2,
-        "max_steps": 6, "save_steps": 0, "samples": 0, "output_dir": str(folder),
-    }  # fmt: skip
-    recipe = parse_recipe(canonical_keys({**wanted, **settings}, where="test"))
+    wanted = settings_of(model_folder, data_file, folder, **{"max_steps": 6, **settings})
+    recipe = parse_recipe(canonical_keys(wanted, where="test"))
     hardware = hardware_for(
         gpu=cpu_gpu(memory_bytes=4 * GIB, cores=2), gpus=1, nodes=1, host_memory_bytes=4 * GIB
     )
@@ -162,8 +195,8 @@ def call(monkeypatch, capsys):
     return run
 
 
-@pytest.fixture
-def fitune(call):
+@pytest.fixture(name="fitune")
+def status_and_error(call):
     """The exit status and stderr alone."""
     return lambda *words: call(*words)[::2]
 

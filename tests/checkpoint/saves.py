@@ -1,4 +1,4 @@
-"""A save by one process."""
+"""A save by one process, and what lies in a run's folder of checkpoints."""
 
 from fitune.checkpoint.slices import share_of
 from fitune.engine.ranks import ALONE
@@ -10,3 +10,7 @@ def save_checkpoint(root, state, *, descent, keep, eval_loss, on_note=lambda not
         ALONE, root, share_of(state, rank=0), descent=descent, keep=keep, eval_loss=eval_loss, on_note=on_note, spare=()
     )  # fmt: skip
     return root / "checkpoints" / f"step-{state.step}"
+
+
+def names(run):
+    return sorted(path.name for path in (run / "checkpoints").iterdir())

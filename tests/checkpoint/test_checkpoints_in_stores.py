@@ -26,6 +26,7 @@ from fitune.checkpoint.resume import begin_line, newest_checkpoint
 from fitune.errors import CheckpointError, StoreError
 from fitune.stores import opening
 from fitune.stores.writing import Store
+from runs import contents
 
 pytest.importorskip("fsspec")
 
@@ -44,10 +45,6 @@ def save(root, step, *, line=FIRST, eval_loss=None):
     return save_checkpoint(root, state_of(step), descent=descent, keep=99, eval_loss=eval_loss)
 
 
-def files(folder):
-    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
-
-
 def steps(store):
     return [remote.commit.step for remote in complete_checkpoints(store)]
 
@@ -55,11 +52,11 @@ def steps(store):
 def test_a_checkpoint_comes_back_as_it_was_sent(store, tmp_path):
     path, said = save(tmp_path / "here", 3), []
     sent = send_checkpoint(store, path)
-    assert sent == sum(map(len, files(path).values()))
+    assert sent == sum(map(len, contents(path).values()))
     assert send_checkpoint(store, path) == 0
     (remote,) = complete_checkpoints(store)
     there = fetch_checkpoint(remote, tmp_path / "there", said.append)
-    assert files(there) == files(path)
+    assert contents(there) == contents(path)
     assert newest_checkpoint(tmp_path / "there").path == there
     assert len(said) == 1
     assert fetch_checkpoint(remote, tmp_path / "there", said.append) == there
@@ -77,7 +74,7 @@ def test_half_a_checkpoint_does_not_count_and_goes_with_the_next(store, tmp_path
     assert newest_in_store(store, tmp_path / "b", FIRST, after=0, on_note=print) is not None
     assert newest_checkpoint(tmp_path / "b").path == tmp_path / "b/checkpoints/step-1"
     left = send_checkpoint(store, new)
-    assert 0 < left < sum(map(len, files(new).values())), "files that were there are not sent again"
+    assert 0 < left < sum(map(len, contents(new).values())), "files that were there are not sent again"
     assert steps(store) == [2, 1]
     store.remove(["checkpoints/step-1/COMMIT"])
     prune_store(store, FIRST, keep=1)

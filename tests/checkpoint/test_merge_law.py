@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from checkpoint.tiny_export import into
+from checkpoint.tiny_export import into, with_random_b
 from fitune.checkpoint import export, parity
 from fitune.checkpoint.export import export_merged
 from fitune.checkpoint.layout import unverified
@@ -32,10 +32,7 @@ def adapted(family, *, dtype=torch.bfloat16, folder=None, **words):
         fan_in_fan_out=family == "gpt2", **words,
     )  # fmt: skip
     model = get_peft_model(base, config, autocast_adapter_dtype=False)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.1)
-    return model
+    return with_random_b(model)
 
 
 def base_weights(model):

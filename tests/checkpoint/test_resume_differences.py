@@ -8,7 +8,7 @@ import pytest
 from fitune.checkpoint.differences import compare_plans, require_resumable, with_unsaid_fields
 from fitune.errors import CheckpointError
 from fitune.spec.machines.hardware import Hardware
-from fitune.spec.model.model_spec import Dropout, Linear, ModelSpec
+from fitune.spec.model.model_spec import Dropout
 from fitune.spec.plan import (
     AdamW,
     Batch,
@@ -29,14 +29,9 @@ from fitune.spec.plan import (
     Steps,
 )
 from fitune.spec.serial import from_data, from_json, to_data, to_json
-from plans import plan_for
+from plans import plan_for, small_llama
 
-MODEL = ModelSpec(
-    name="tiny", model_type="llama", num_layers=2, hidden_size=32, intermediate_size=48, num_heads=4,
-    num_kv_heads=2, head_dim=8, vocab_size=260, max_seq_len=128, tied_embeddings=False, mlp_type="gated",
-    norm_type="rms", norms_per_block=2,
-    linears=(Linear(name="self_attn.q_proj", in_features=32, out_features=32),),
-)  # fmt: skip
+MODEL = small_llama()
 PLAN = plan_for(
     MODEL,
     tuning="lora",
@@ -139,7 +134,7 @@ def test_a_field_that_a_plan_has_is_compared(name):
 
 
 def test_another_model_stays_refused_whatever_its_plan_did_not_say():
-    other = replace(PLAN, model=replace(RICH, hidden_size=64))
+    other = replace(PLAN, model=replace(RICH, hidden_size=32))
     with pytest.raises(CheckpointError, match="hidden_size"):
         require_resumable(read_without(other, *LATER), PLAN_OF_A_RICH_MODEL)
 

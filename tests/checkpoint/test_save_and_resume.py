@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from checkpoint.killed_saves import same, save, state_of
+from checkpoint.saves import names
 from fitune.checkpoint.resume import load_checkpoint, newest_checkpoint
 from fitune.checkpoint.save import share_bytes
 from fitune.checkpoint.slices import share_of
@@ -18,10 +19,6 @@ from fitune.errors import CheckpointError
 DTYPES = (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool,
 )  # fmt: skip
-
-
-def names(run):
-    return sorted(path.name for path in (run / "checkpoints").iterdir())
 
 
 def test_what_is_saved_comes_back_bit_for_bit(tmp_path):

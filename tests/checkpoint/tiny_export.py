@@ -1,7 +1,7 @@
 """A Llama of 30 thousand parameters, a byte tokenizer and an adapter with something in it."""
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -14,6 +14,7 @@ from fitune.checkpoint.layout import ExportFolder
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 CARD = "# what it is\n"
+IDS = torch.arange(24).reshape(2, 12) * 11 % 260
 TARGETS = ("q_proj", "v_proj", "down_proj")
 
 
@@ -33,10 +34,28 @@ def with_adapter(base, *, rank=4, zero=False):
     torch.manual_seed(1)
     config = LoraConfig(r=rank, lora_alpha=8, target_modules=list(TARGETS), task_type="CAUSAL_LM")
     model = get_peft_model(base, config, autocast_adapter_dtype=False)
+    return model if zero else with_random_b(model)
+
+
+def with_random_b(model):
     for name, parameter in model.named_parameters():
-        if "lora_B" in name and not zero:
+        if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
     return model
+
+
+@torch.no_grad()
+def answer(model):
+    return model.eval()(input_ids=IDS).logits
+
+
+def assert_peft_answers(model, base, exported):
+    """PEFT on the base in a folder answers with what was exported as the trained model does, and the base does not."""
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    untrained = answer(plain)
+    reloaded = PeftModel.from_pretrained(plain, exported)
+    assert torch.equal(answer(reloaded), answer(model))
+    assert (answer(model) - untrained).abs().max() > 0.1
 
 
 def byte_tokenizer():

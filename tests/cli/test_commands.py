@@ -7,25 +7,54 @@ import sys
 
 import pytest
 
-from fitune.train.run import run
-from train.test_run import callbacks
+from jsonl import read_lines
+from runs import (
+    trained,
+)
 
 LLAMA_8B = ["--model", "meta-llama/Llama-3.1-8B", "--gpu", "rtx-4090"]
 
 
-def test_planning_imports_no_torch():
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["plan", *LLAMA_8B, "--tuning", "lora"], "--tuning qlora"),
+        (["plan", *LLAMA_8B, "--data", "ROWS"], "your job about 40 rows"),
+        (
+            [
+                "score",
+                "--model",
+                "Qwen/Qwen3-8B",
+                "--data",
+                "ROWS",
+                "--out",
+                "out",
+                "--gpu",
+                "h100",
+                "--plan",
+            ],
+            "40 rows: prompts of peak: weights 15.26 + keys and values",
+        ),
+    ],
+    ids=["plan", "plan with data", "plan of a score"],
+)
+def test_planning_imports_no_torch_and_writes_nothing(tmp_path, words, said):
     """In a fresh process, as a user starts it."""
+    (tmp_path / "rows.jsonl").write_text('{"question": "What is 2 plus 3?", "answer": "5"}\n' * 40)
+    words = [word.replace("ROWS", "rows.jsonl") for word in words]
     program = (
-        f"import sys; sys.argv = ['fitune', 'plan', *{LLAMA_8B!r}, '--tuning', 'lora']\n"
+        f"import sys, fitune; sys.argv = ['fitune', *{words!r}]\n"
+        "assert 'fitune.spec.plan' not in sys.modules, 'fitune is imported quickly'\n"
         "from fitune.cli import main\n"
         "try: main()\n"
-        "except SystemExit: pass\n"
-        "heavy = {'torch', 'transformers', 'peft', 'datasets', 'numpy', 'matplotlib'} & set(sys.modules)\n"
+        "except SystemExit as end: assert not end.code\n"
+        "heavy = {'torch', 'transformers', 'peft', 'datasets', 'matplotlib'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
-    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
     assert finished.returncode == 0, finished.stderr
-    assert "--tuning qlora" in finished.stdout
+    assert all(word in finished.stdout for word in said.split(" peak: "))
+    assert [file.name for file in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
 WITHOUT_TRAINING = """
@@ -71,25 +100,6 @@ def test_plans_need_no_library_of_training(tmp_path, model, code, printed):
     )
     assert finished.returncode == code, finished.stderr
     assert printed in " ".join((finished.stdout + finished.stderr).split())
-
-
-def test_planning_a_score_imports_no_torch_and_writes_nothing(tmp_path):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"question": "What is 2 plus 3?", "answer": "5"}\n' * 40)
-    words = ["--model", "Qwen/Qwen3-8B", "--data", str(rows), "--out", str(tmp_path / "out"), "--gpu", "h100"]
-    program = (
-        f"import sys; sys.argv = ['fitune', 'score', *{words!r}, '--plan']\n"
-        "from fitune.cli import main\n"
-        "try: main()\n"
-        "except SystemExit as end: assert not end.code\n"
-        "heavy = {'torch', 'transformers', 'peft', 'datasets', 'matplotlib'} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
-    )
-    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert finished.returncode == 0, finished.stderr
-    assert "40 rows: prompts of" in finished.stdout
-    assert "peak: weights 15.26 + keys and values" in finished.stdout
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_score_that_cannot_fit_is_refused_with_the_arithmetic(call, tmp_path):
@@ -143,23 +153,14 @@ def test_a_refusal_is_an_error_object_and_exit_code_2(call):
     [
         (["plan", "--model", "meta-llama/Llama-3.1-8B", "--gpu", "rtx-4900"], "rtx-4090"),
         (["plan", "--model", "meta-lama/Llama-3.1-8B", "--gpu", "rtx-4090"], "did you mean"),
-        (["plan", *LLAMA_8B, "--tuning", "lore"], "tuning"),
         (["plan", *LLAMA_8B, "--seq-len", "0"], "seq_len"),
         (["train", "--model", "nowhere"], "no data is named"),
-        (
-            ["score", "--model", "a", "--data", "b", "--gpu", "h100"],
-            "--gpu has no effect without --plan",
-        ),
-        (["score", "--model", "a", "--data", "b", "--gpus", "2"], "--gpus has no effect without --plan"),
         (["report", "nowhere"], "no such run directory"),
         (["export", "nowhere"], "no such run directory"),
     ],
 )
 def test_mistakes_are_one_readable_error(call, words, said):
-    code, out, err = call(*words)
-    assert code == 2
-    assert said in err
-    assert "Traceback" not in err + out
+    call(*words).ends(2, said)
 
 
 @pytest.mark.pictures
@@ -198,12 +199,12 @@ def test_train_report_export_score(call, model_folder, data_file, tmp_path):
             "--max-new-tokens", "8", "--json",
         ).ends(0)  # fmt: skip
         assert json.loads(out)["answered"] == 6
-    first, second = ((tmp_path / f"scores{n}" / "answers.jsonl").read_text().splitlines() for n in (2, 0))
+    first, second = (read_lines(tmp_path / f"scores{n}" / "answers.jsonl") for n in (2, 0))
     assert messages(first) == messages(second)
 
 
 def messages(lines):
-    return [json.loads(line)["response"]["body"]["choices"][0]["message"] for line in lines]
+    return [line["response"]["body"]["choices"][0]["message"] for line in lines]
 
 
 def test_an_adapter_of_another_rank_is_refused_before_the_model_is_loaded(
@@ -211,7 +212,7 @@ def test_an_adapter_of_another_rank_is_refused_before_the_model_is_loaded(
 ):
     """Fault 21, as a user meets it."""
     plan = make_plan(max_steps=1)
-    run(plan, callbacks=callbacks())
+    trained(plan)
     adapter = tmp_path / "run" / "adapter"
     config = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps({**config, "r": 8}))
@@ -246,11 +247,6 @@ def test_words_that_are_no_options_are_an_error_object_too(call, words, said):
     assert (code, err) == (2, "")
     assert said in error["message"]
     assert "--help" in error["hint"] or "did you mean" in error["hint"]
-
-
-def test_a_command_under_json_keeps_its_exit_code(call, tmp_path):
-    assert call("plan", *LLAMA_8B, "--tuning", "lora", "--json")[0] == 0
-    assert call("report", str(tmp_path / "nowhere"), "--json")[0] == 2
 
 
 def test_score_takes_sampling_template_and_ids(call, model_folder, tmp_path):

@@ -26,8 +26,9 @@ RECIPE = ["--model", "llama-3.2-1b", "--gpu", "h100"]
         (["launch", "--print", "--job", "j.yaml"], "--job has no effect without --on"),
         ([*SCORE, "--plan", "--against", "o"], "--against has no effect with --plan"),
         ([*SCORE, "--shots", "5"], "--shots has no effect without --lm-eval"),
-        ([*SCORE, "--objective", "cheapest"], "--objective has no effect without --fleet"),
+        ([*SCORE, "--gpus", "2"], "--gpus has no effect without --plan"),
         (["train", "--ray-restarts", "5"], "--ray-restarts has no effect without --on"),
+        ([*SCORE, "--objective", "cheapest"], "--objective has no effect without --fleet"),
     ],
 )  # fmt: skip
 def test_an_option_without_effect_is_refused(call, words, said):

@@ -7,17 +7,13 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import typer
 import yaml
 
-import fitune
 from fitune.cli.app import app
-from fitune.demo import files as demo_files
-from fitune.session import demo
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "json.md").read_text()
@@ -80,31 +76,15 @@ def test_every_command_has_the_option_and_a_row_that_is_tried():
     assert all(f"`fitune {name}`" in PAGE for name in WITHOUT)
 
 
-@pytest.fixture(scope="module")
-def run(model_folder, data_file, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("json") / "run"
-    fitune.train(
-        model=str(model_folder), data=str(data_file), tuning="lora", max_steps=1, seq_len=64, precision="fp32",
-        micro_batch_size=4, output_dir=str(folder), save_steps=0, samples=0, gpu="cpu",
-    )  # fmt: skip
-    return folder
-
-
 @pytest.fixture
-def places(run, model_folder, data_file, tmp_path, monkeypatch):
+def places(shop, quick_demo, model_folder, data_file, tmp_path, monkeypatch):
     """Words of ``COMMANDS`` that stand for files."""
     (tmp_path / "fleet.yaml").write_text(FLEET)
     theirs = {"base_model": "gpt2", "adapter": "lora", "datasets": [{"path": "a.jsonl", "type": "alpaca"}]}
     (tmp_path / "theirs.yaml").write_text(yaml.safe_dump({**theirs, "wandb_project": None, "strict": False}))
     monkeypatch.setattr(sys, "stdin", io.StringIO("What is 2 plus 3?\n"))
-    for name in ("PRETRAINING_TEXTS", "TRAINING_ROWS"):
-        monkeypatch.setattr(demo_files, name, 60)
-    monkeypatch.setattr(demo_files, "HELD_OUT_ROWS", 2)
-    for name in ("PRETRAIN", "LORA", "FULL"):
-        monkeypatch.setattr(demo_files, name, replace(getattr(demo_files, name), max_steps=2))
-    monkeypatch.setattr(demo, "MAX_NEW_TOKENS", 2)
     return {
-        "MODEL": model_folder, "DATA": data_file, "DATA#2": f"{data_file}#2", "RUN": run, "OUT": tmp_path / "out",
+        "MODEL": model_folder, "DATA": data_file, "DATA#2": f"{data_file}#2", "RUN": shop, "OUT": tmp_path / "out",
         "NEW": tmp_path / "new.yaml", "THEIRS": tmp_path / "theirs.yaml", "FLEET": tmp_path / "fleet.yaml",
         "RECORDS": RECORDS,
     }  # fmt: skip
@@ -129,17 +109,7 @@ def test_where_nothing_fits_the_numbers_are_those_of_the_page(call):
 
 def test_of_several_ranks_the_first_alone_prints(model_folder):
     """Each of them is refused alike."""
-    words = [
-        sys.executable,
-        "-m",
-        "fitune",
-        "train",
-        "--model",
-        str(model_folder),
-        "--nonsense",
-        "3",
-        "--json",
-    ]
+    words = [sys.executable, "-m", "fitune", "train", f"--model={model_folder}", "--nonsense=3", "--json"]
     for rank in "01":
         environment = os.environ | {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank}
         ended = subprocess.run(words, capture_output=True, text=True, env=environment)

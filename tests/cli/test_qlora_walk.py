@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import stat
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import yaml
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from models.tiny_models import tiny_model
+from models.tiny_models import beside_tokenizer, tiny_model
 
 pytest.importorskip("bitsandbytes")
 
@@ -89,9 +88,8 @@ def test_the_recipe_merges_by_itself_and_says_where(recipe, tmp_path, call):
 def test_experts_on_hqq_are_trained_saved_merged_and_read_again(recipe, model_folder, tmp_path, call):
     """Qwen3-30B-A3B's small twin: merged it is the 16-bit base and the adapter, for transformers and PEFT alone."""
     pytest.importorskip("hqq.core.quantize")
-    twin = tmp_path / "twin"
-    shutil.copytree(model_folder, twin, ignore=shutil.ignore_patterns("*.safetensors*", "config.json"))
-    tiny_model("qwen3_moe", vocab_size=384, hidden_size=64, moe_intermediate_size=64).save_pretrained(twin)
+    mixture = tiny_model("qwen3_moe", vocab_size=384, hidden_size=64, moe_intermediate_size=64)
+    twin = beside_tokenizer(mixture, model_folder, tmp_path / "twin")
     words = yaml.safe_load(recipe.read_text(encoding="utf-8"))
     words |= {"model": str(twin), "quantization": "hqq", "lora_target_modules": ["all-linear", "experts"]}
     words |= {"save_steps": 5, "double_quantization": False, "lora_dropout": 0.0}

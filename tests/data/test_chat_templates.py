@@ -76,28 +76,12 @@ def test_every_answer_of_a_conversation_is_learned():
     assert learned(tokenizer, encoded) == "one<|end|>two<|end|>"
 
 
-def test_a_thought_is_learned_where_the_template_shows_it():
-    tokenizer = byte_tokenizer(template=THINKING_STYLE)
-    asked = conversation("a", "<think>\nhm\n</think>\n\none", "b", "<think>\nso\n</think>\n\ntwo")
-    assert learned(tokenizer, load_template(tokenizer).encode(asked)) == (
-        "one<|end|><think>\nso\n</think>\n\ntwo<|end|>"
-    )
-
-
 @pytest.mark.parametrize("style", ["plain", "header", "bracket"])
 def test_bos_stands_once_per_turn_that_writes_it(style):
     tokenizer = byte_tokenizer(template=STYLES[style])
     encoded = load_template(tokenizer).encode(conversation("hello", "world"))
     assert encoded.ids.count(tokenizer.bos_token_id) == 1
     assert encoded.ids[0] == tokenizer.bos_token_id
-
-
-def test_the_text_is_what_transformers_renders_to_the_end_of_the_last_answer():
-    tokenizer = byte_tokenizer(template=HEADER_STYLE)
-    asked = conversation("hello world", "four", "two?", "two")
-    messages = [{"role": message.role, "content": message.content} for message in asked.messages]
-    theirs = tokenizer.apply_chat_template(messages, tokenize=False)
-    assert tokenizer.decode(load_template(tokenizer).encode(asked).ids) == theirs
 
 
 @pytest.mark.parametrize("make", [byte_tokenizer, prefixing_tokenizer])

@@ -92,15 +92,6 @@ def test_the_global_batch_does_not_depend_on_the_micro_batch(packing):
     assert [step.supervised_tokens for step in wide] == [step.supervised_tokens for step in narrow]
 
 
-def test_ranks_share_the_steps_of_one_process():
-    dataset = make_dataset()
-    alone = epoch_of(Loader(dataset, make_batch(2, 2), seed=3))
-    ranks = [epoch_of(Loader(dataset, make_batch(2, 1), seed=3, rank=r, world_size=2)) for r in range(2)]
-    for step, parts in zip(alone, zip(*ranks, strict=True), strict=True):
-        assert sorted(rows_of(step)) == sorted(row for part in parts for row in rows_of(part))
-        assert {part.supervised_tokens for part in parts} == {step.supervised_tokens}
-
-
 def test_the_order_follows_from_the_seed_and_the_epoch():
     dataset = make_dataset()
 
@@ -159,6 +150,7 @@ def test_ranks_wait_little_for_one_another_and_train_the_rows_of_one_process(
     dealt = [epoch_of(loader) for loader in loaders]
     for step, *parts in zip(alone, *dealt, strict=True):
         assert sorted(rows_of(step)) == sorted(row for part in parts for row in rows_of(part))
+        assert {part.supervised_tokens for part in parts} == {step.supervised_tokens}
         assert len({len(part.micro_batches) for part in parts}) == 1
     for loader in loaders:  # in the shuffled order
         loader._cached_order = (0, np.random.default_rng([7, 0]).permutation(rows))

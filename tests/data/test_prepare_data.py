@@ -180,17 +180,6 @@ def test_the_second_time_nothing_is_tokenised(tmp_path, prepare, monkeypatch):
     assert isinstance(second.train._ids, np.memmap)
 
 
-@pytest.mark.parametrize("damage", ["manifest.json", "train/ids", "train/offsets"])
-def test_a_damaged_cache_entry_is_made_again(tmp_path, prepare, damage):
-    source = write_rows(tmp_path / "rows.jsonl", 30)
-    good = texts(prepare(source).train)
-    (entry,) = (tmp_path / "cache" / "tokens").iterdir()
-    (entry / damage).write_bytes((entry / damage).read_bytes()[:40])
-    assert texts(prepare(source).train) == good
-    (entry / damage).unlink()
-    assert texts(prepare(source).train) == good
-
-
 def test_a_full_disk_leaves_no_entry(tmp_path, prepare, monkeypatch):
     def full(self, *arrays):
         raise OSError(28, "No space left on device")

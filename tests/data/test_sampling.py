@@ -1,7 +1,5 @@
 """An epoch is guessed from the first rows of the data, without torch and without tokenising."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -144,15 +142,3 @@ def test_rows_that_cannot_be_used_are_counted_by_reason(tmp_path):
     assert sum(epoch.bad_rows.values()) == 4
     assert epoch.bad_rows["not JSON"] == 2
     assert not guessed(rows_file(tmp_path, [40] * 5)).bad_rows
-
-
-def test_guessing_imports_no_torch(tmp_path):
-    file = rows_file(tmp_path, [40] * 10)
-    words = ["fitune", "plan", "--model", "llama-3.1-8b", "--gpu", "rtx-4090", "--data", str(file)]
-    program = (
-        f"import sys; sys.argv = {words!r}\nfrom fitune.cli import main\nmain()\n"
-        "assert not {'torch', 'transformers'} & set(sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "your job about 10 rows" in done.stdout

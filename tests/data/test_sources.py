@@ -104,14 +104,6 @@ def test_lines_are_counted_as_an_editor_counts_them(tmp_path):
     assert [row.where for row in read_rows(DataSource(path=str(file)))] == [f"{file}:1", f"{file}:3"]
 
 
-def test_a_csv_record_over_two_lines_is_one_row(tmp_path):
-    file = tmp_path / "rows.csv"
-    file.write_text('prompt,completion\n"one\ntwo",yes\nthree,no\n')
-    rows = list(read_rows(DataSource(path=str(file))))
-    assert [row.fields["prompt"] for row in rows] == ["one\ntwo", "three"]
-    assert [row.where for row in rows] == [f"{file}:2", f"{file}:4"]
-
-
 def test_a_sample_is_the_same_every_time_and_in_order(tmp_path):
     file = write_lines(tmp_path / "rows.jsonl", [{"text": str(i)} for i in range(1000)])
     taken = [int(row.fields["text"]) for row in read_rows(DataSource(path=f"{file}#50"))]

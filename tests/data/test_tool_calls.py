@@ -121,13 +121,6 @@ def test_the_text_is_the_one_that_transformers_makes(style):
     assert tokenizer.decode(ids) == text.rstrip("\n")
 
 
-def test_training_begins_with_what_scoring_feeds_the_model():
-    template = load_template(byte_tokenizer(template=AS_OBJECT))
-    conversation = example({"messages": [ASKED, CALLED], "tools": TOOLS})
-    prompt = template.encode_prompt(conversation)
-    assert template.encode(conversation).ids[: len(prompt)] == prompt
-
-
 AS_TEXT_ARGUMENTS = json.dumps(ARGUMENTS, ensure_ascii=False)
 SAME = {
     "OpenAI, arguments as text": {

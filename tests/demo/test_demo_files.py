@@ -27,7 +27,6 @@ from jsonl import read_lines
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
-    torch.set_num_threads(1)
     return write_demo(tmp_path_factory.mktemp("demo") / "one", seed=1)
 
 

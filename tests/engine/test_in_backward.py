@@ -3,7 +3,17 @@
 import pytest
 import torch
 
-from engine.test_lomo import UNCLIPPED, plain, small, steps, used_twice, weights
+from engine.test_lomo import (
+    UNCLIPPED,
+    assert_equal,
+    damaged,
+    plain,
+    small,
+    steps,
+    used_twice,
+    weights,
+    with_weights,
+)
 from fitune.engine.fused_rules import rule_for
 from fitune.engine.in_backward import InBackwardEngine
 from fitune.engine.plain import PlainEngine
@@ -18,7 +28,7 @@ from fitune.spec.plan import (
     Precision,
     Sgd,
 )
-from models.streams import make_rows, stream_of
+from models.streams import forward_backward, make_rows, optimizer_step, stream_of
 from optional_libraries import NEEDS_BITSANDBYTES
 
 NEVER = ClipByNorm(max_norm=0)
@@ -49,11 +59,6 @@ def after_backward(parts, optimizer, *, max_grad_norm=0.0, precision=Precision.F
     return PlainEngine(
         parts, parts.trained, optimizer=optimizer, precision=precision, max_grad_norm=max_grad_norm
     )
-
-
-def assert_equal(ours, theirs):
-    for name, tensor in weights(theirs).items():
-        assert torch.equal(weights(ours)[name], tensor), name
 
 
 @OPTIMIZERS
@@ -94,10 +99,10 @@ def test_clipping_by_value_cuts_every_element():
     steps(in_backward(ours, ADAMW, clip=ClipByValue(value=1e-4)), 1)
     engine = after_backward(theirs, ADAMW)
     stream = stream_of(make_rows((9, 14), seed=0), unsupervised_prefix=3)
-    engine.forward_backward(stream, supervised_tokens=stream.supervised_tokens, enter_phase=_nothing)
+    forward_backward(engine, stream)
     for parameter in theirs.trained.values():
         parameter.grad.clamp_(-1e-4, 1e-4)
-    engine.update(learning_rate=0.05, enter_phase=_nothing)
+    optimizer_step(engine, 0.05)
     assert_equal(ours, theirs)
 
 
@@ -135,10 +140,7 @@ def test_its_state_goes_on_here_and_in_the_plain_engine(optimizer, precision):
     tensors = {name: tensor.clone() for name, tensor in state.tensors.items()}
     expected = steps(engine, 3, rate=0.01)
     for make in (in_backward, after_backward):
-        other = small(dtype=dtype, hidden_size=64)
-        with torch.no_grad():
-            for name, parameter in other.trained.items():
-                parameter.copy_(start[name])
+        other = with_weights(small(dtype=dtype, hidden_size=64), start)
         again = make(other, optimizer, precision=precision)
         again.restore(type(state)(tensors=tensors, facts=state.facts))
         assert steps(again, 3, rate=0.01) == expected
@@ -161,11 +163,8 @@ def test_an_overflow_in_fp16_changes_nothing_but_the_scale():
 
 def test_gradients_that_are_not_finite_stop_the_run():
     for clip, said in ((ClipByNorm(max_norm=1.0), "nothing was updated"), (NEVER, "have used them already")):
-        parts = small()
-        with torch.no_grad():
-            parts.trained["model.layers.1.mlp.up_proj.weight"][0, 0] = torch.nan
         with pytest.raises(TrainingFailed, match=said):
-            steps(in_backward(parts, ADAMW, clip=clip), 1)
+            steps(in_backward(damaged(), ADAMW, clip=clip), 1)
 
 
 def test_sgd_in_backward_is_lomo():
@@ -176,10 +175,6 @@ def test_sgd_in_backward_is_lomo():
 
 def steps_on_one_batch(engine, *, rate):
     stream = stream_of(make_rows((9, 14)))
-    loss = engine.forward_backward(stream, supervised_tokens=22, enter_phase=_nothing)
-    engine.update(learning_rate=rate, enter_phase=_nothing)
+    loss = forward_backward(engine, stream, 22)
+    optimizer_step(engine, rate)
     return loss.item()
-
-
-def _nothing(phase):
-    """Nobody measures."""

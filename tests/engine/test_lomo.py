@@ -20,7 +20,7 @@ from fitune.spec.plan import (
     Recompute,
     Sgd,
 )
-from models.streams import make_rows, stream_of
+from models.streams import forward_backward, make_rows, optimizer_step, stream_of
 from models.tiny_models import tiny_model
 
 UNCLIPPED = ClipByValue(value=math.inf)
@@ -59,16 +59,35 @@ def steps(engine, count=3, *, rate=0.05):
     losses = []
     for step in range(count):
         stream = stream_of(make_rows((9, 14), seed=step), unsupervised_prefix=3)
-        loss = engine.forward_backward(
-            stream, supervised_tokens=stream.supervised_tokens, enter_phase=lambda phase: None
-        )
+        loss = forward_backward(engine, stream)
         losses.append(loss.item() / stream.supervised_tokens)
-        engine.update(learning_rate=rate, enter_phase=lambda phase: None)
+        optimizer_step(engine, rate)
     return losses
 
 
 def weights(parts):
     return {name: p.detach().clone() for name, p in parts.trained.items()}
+
+
+def with_weights(parts, start):
+    """``parts``, whose weights are those of ``start`` from now on."""
+    with torch.no_grad():
+        for name, parameter in parts.trained.items():
+            parameter.copy_(start[name])
+    return parts
+
+
+def assert_equal(ours, theirs):
+    for name, tensor in weights(theirs).items():
+        assert torch.equal(weights(ours)[name], tensor), name
+
+
+def damaged():
+    """A model with a weight that is no number."""
+    parts = small()
+    with torch.no_grad():
+        parts.trained["model.layers.1.mlp.up_proj.weight"][0, 0] = torch.nan
+    return parts
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "qwen3_moe"])
@@ -82,8 +101,7 @@ def test_lomo_is_sgd_bit_for_bit(family, recompute, chunk, weight_decay):
     expected = steps(plain(theirs, weight_decay=weight_decay))
     assert found == expected
     assert found[-1] != found[0]
-    for name, tensor in weights(theirs).items():
-        assert torch.equal(weights(ours)[name], tensor), name
+    assert_equal(ours, theirs)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -103,8 +121,8 @@ def test_the_norm_is_reported_by_one_pass_and_by_two():
     norms = []
     for make in (lomo, lambda parts: lomo(parts, clip=ClipByNorm(max_norm=1e-3)), plain):
         engine = make(small())
-        engine.forward_backward(stream, supervised_tokens=22, enter_phase=lambda phase: None)
-        norms.append(engine.update(learning_rate=0.1, enter_phase=lambda phase: None).grad_norm)
+        forward_backward(engine, stream, 22)
+        norms.append(optimizer_step(engine, 0.1).grad_norm)
     assert norms[:2] == pytest.approx([norms[2]] * 2, rel=1e-6)
 
 
@@ -114,9 +132,7 @@ def test_clipping_by_value_cuts_every_element():
     before = weights(theirs)
     engine = plain(theirs)
     stream = stream_of(make_rows((9, 14), seed=0), unsupervised_prefix=3)
-    engine.forward_backward(
-        stream, supervised_tokens=stream.supervised_tokens, enter_phase=lambda phase: None
-    )
+    forward_backward(engine, stream)
     for name, parameter in theirs.trained.items():
         expected = before[name] - parameter.grad.clamp(-1e-3, 1e-3)
         assert torch.equal(weights(ours)[name], expected), name
@@ -168,9 +184,9 @@ def test_adalomo_is_its_algorithm(family):
         stream = stream_of(make_rows((9, 14), seed=t))
         for parts in (ours, theirs):
             parts.whole.zero_grad()
-        engine.forward_backward(stream, supervised_tokens=21, enter_phase=lambda phase: None)
-        engine.update(learning_rate=0.01, enter_phase=lambda phase: None)
-        plain(theirs).forward_backward(stream, supervised_tokens=21, enter_phase=lambda phase: None)
+        forward_backward(engine, stream, 21)
+        optimizer_step(engine, 0.01)
+        forward_backward(plain(theirs), stream, 21)
         with torch.no_grad():
             for name, p in theirs.trained.items():
                 expected = written_out_adalomo(p, p.grad, memories[name], t, 0.01)
@@ -185,18 +201,16 @@ def test_an_overflow_in_fp16_changes_nothing_but_the_scale():
     engine.loss_scale.value = 2.0**40
     before = weights(parts)
     stream = stream_of(make_rows((9, 14)))
-    engine.forward_backward(stream, supervised_tokens=22, enter_phase=lambda phase: None)
-    update = engine.update(learning_rate=0.1, enter_phase=lambda phase: None)
+    forward_backward(engine, stream, 22)
+    update = optimizer_step(engine, 0.1)
     assert update.skipped
     assert engine.loss_scale.value == 2.0**39
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(parts).items())
     engine.loss_scale.value = 2.0**10
-    losses = [engine.forward_backward(stream, supervised_tokens=22, enter_phase=lambda phase: None).item()]
+    losses = [forward_backward(engine, stream, 22).item()]
     for _ in range(4):
-        engine.update(learning_rate=0.05, enter_phase=lambda phase: None)
-        losses.append(
-            engine.forward_backward(stream, supervised_tokens=22, enter_phase=lambda phase: None).item()
-        )
+        optimizer_step(engine, 0.05)
+        losses.append(forward_backward(engine, stream, 22).item())
     assert losses == sorted(losses, reverse=True)
 
 
@@ -205,18 +219,15 @@ def test_gradients_that_are_not_finite_stop_the_run():
         (ClipByNorm(max_norm=1.0), "nothing was updated"),
         (UNCLIPPED, "the weights have used them already"),
     ):
-        parts = small()
-        with torch.no_grad():
-            parts.trained["model.layers.1.mlp.up_proj.weight"][0, 0] = torch.nan
         with pytest.raises(TrainingFailed, match=said):
-            steps(lomo(parts, clip=clip), 1)
+            steps(lomo(damaged(), clip=clip), 1)
 
 
 def test_a_second_micro_batch_is_refused():
     engine, stream = lomo(small()), stream_of(make_rows((9, 14)))
-    engine.forward_backward(stream, supervised_tokens=22, enter_phase=lambda phase: None)
+    forward_backward(engine, stream, 22)
     with pytest.raises(TrainingFailed, match="other micro-batches"):
-        engine.forward_backward(stream, supervised_tokens=22, enter_phase=lambda phase: None)
+        forward_backward(engine, stream, 22)
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
@@ -227,11 +238,7 @@ def test_state_continues_where_it_was_taken(adaptive):
     state = engine.state()
     tensors, start = {k: v.clone() for k, v in state.tensors.items()}, weights(parts)
     expected = steps(engine, 3)
-    other = small()
-    with torch.no_grad():
-        for name, parameter in other.trained.items():
-            parameter.copy_(start[name])
-    again = lomo(other, adaptive=adaptive)
+    again = lomo(with_weights(small(), start), adaptive=adaptive)
     again.restore(type(state)(tensors=tensors, facts=state.facts))
     assert steps(again, 3) == expected
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.test_lomo import lomo, small, weights
+from engine.test_lomo import UNCLIPPED, lomo, small, steps, weights
 from fitune.spec.plan import ClipByNorm, ClipByValue
 from models.streams import make_rows, stream_of
 
@@ -10,7 +10,6 @@ lomo_optim = pytest.importorskip(
     "lomo_optim", reason="pip install lomo-optim: the authors' LOMO is not there"
 )
 
-UNCLIPPED = ClipByValue(value=float("inf"))
 STEPS, RATE = 4, 0.05
 
 
@@ -32,16 +31,6 @@ def steps_of_theirs(parts, **settings):
         theirs.fused_backward(loss(), RATE)
 
 
-def steps_of_ours(parts, **settings):
-    engine = lomo(parts, **settings)
-    for step in range(STEPS):
-        stream = stream_of(make_rows((9, 14), seed=step), unsupervised_prefix=3)
-        engine.forward_backward(
-            stream, supervised_tokens=stream.supervised_tokens, enter_phase=lambda phase: None
-        )
-        engine.update(learning_rate=RATE, enter_phase=lambda phase: None)
-
-
 def largest_difference(family, ours, theirs):
     """Of any weight, in units of the longest way that one of them has gone."""
     start, one, other = (small(family) for _ in range(3))
@@ -49,7 +38,7 @@ def largest_difference(family, ours, theirs):
         for parts in (start, one, other):
             for vector in (p for p in parts.whole.parameters() if p.ndim < 2):
                 vector.requires_grad_(False)
-    steps_of_ours(one, **ours)
+    steps(lomo(one, **ours), STEPS, rate=RATE)
     steps_of_theirs(other, **theirs)
     before, found, expected = (weights(parts) for parts in (start, one, other))
     way = max((expected[name] - before[name]).abs().max().item() for name in before)

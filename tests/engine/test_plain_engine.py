@@ -17,6 +17,7 @@ from fitune.engine.plain import PlainEngine
 from fitune.errors import TrainingFailed
 from fitune.spec.plan import AdamW, ClipByValue, Full, Lomo, Precision, Sgd
 from fitune.spec.predictions import Phase
+from models.streams import forward_backward, optimizer_step
 from train.test_traced_walks import bench
 
 UNCLIPPED = ClipByValue(value=math.inf)
@@ -51,8 +52,8 @@ def engine_for(model, optimizer, *, precision=Precision.FP32, clip=0.0):
 
 def run(engine, data, *, rate=0.1):
     for batch in data:
-        engine.forward_backward(batch, supervised_tokens=5, enter_phase=lambda phase: None)
-        engine.update(learning_rate=rate, enter_phase=lambda phase: None)
+        forward_backward(engine, batch, 5)
+        optimizer_step(engine, rate)
 
 
 class Lookout(Regression):
@@ -105,10 +106,10 @@ def test_accumulation_equals_one_large_batch():
     whole, parts = Regression(), Regression()
     big = torch.cat(batches(2))
     one, two = engine_for(whole, AdamW()), engine_for(parts, AdamW())
-    one.forward_backward(big, supervised_tokens=10, enter_phase=lambda phase: None)
+    forward_backward(one, big, 10)
     for micro in batches(2):
-        two.forward_backward(micro, supervised_tokens=10, enter_phase=lambda phase: None)
-    norms = [e.update(learning_rate=0.1, enter_phase=lambda phase: None).grad_norm for e in (one, two)]
+        forward_backward(two, micro, 10)
+    norms = [optimizer_step(e, 0.1).grad_norm for e in (one, two)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
     torch.testing.assert_close(whole.linear.weight, parts.linear.weight)
 
@@ -117,8 +118,8 @@ def test_clipping_bounds_the_step_and_reports_the_norm_before():
     model = Regression()
     before = copy.deepcopy(model.linear.weight.data), copy.deepcopy(model.linear.bias.data)
     engine = engine_for(model, Sgd(), clip=0.5)
-    engine.forward_backward(batches()[0] * 10, supervised_tokens=1, enter_phase=lambda phase: None)
-    update = engine.update(learning_rate=1.0, enter_phase=lambda phase: None)
+    forward_backward(engine, batches()[0] * 10, 1)
+    update = optimizer_step(engine, 1.0)
     moved = torch.cat([(model.linear.weight - before[0]).flatten(), model.linear.bias - before[1]])
     assert update.grad_norm > 0.5
     assert moved.norm().item() == pytest.approx(0.5, rel=1e-4)
@@ -140,8 +141,8 @@ def test_fp16_overflow_skips_the_update_and_halves_the_scale():
     model = Regression(torch.float16)
     engine = engine_for(model, Sgd(), precision=Precision.FP16)
     before = copy.deepcopy(model.linear.weight.data)
-    engine.forward_backward(batches()[0] * 1000, supervised_tokens=1, enter_phase=lambda phase: None)
-    update = engine.update(learning_rate=0.1, enter_phase=lambda phase: None)
+    forward_backward(engine, batches()[0] * 1000, 1)
+    update = optimizer_step(engine, 0.1)
     assert update.skipped
     assert engine.loss_scale is not None
     assert engine.loss_scale.value == update.loss_scale / 2
@@ -156,8 +157,8 @@ def test_fp16_unscales_before_clipping():
         engine = engine_for(m, Sgd(), precision=precision, clip=0.1)
         if engine.loss_scale is not None:
             engine.loss_scale.value = 128.0
-        engine.forward_backward(batches()[0], supervised_tokens=5, enter_phase=lambda phase: None)
-        norms.append(engine.update(learning_rate=0.1, enter_phase=lambda phase: None).grad_norm)
+        forward_backward(engine, batches()[0], 5)
+        norms.append(optimizer_step(engine, 0.1).grad_norm)
     assert norms[0] == pytest.approx(norms[1], rel=5e-3)
     torch.testing.assert_close(model.linear.weight.float(), reference.linear.weight, rtol=2e-3, atol=1e-3)
 
@@ -166,11 +167,9 @@ def test_non_finite_gradients_stop_before_the_update():
     model = Regression()
     engine = engine_for(model, AdamW())
     before = copy.deepcopy(model.state_dict())
-    engine.forward_backward(
-        torch.full((5, 6), float("inf")), supervised_tokens=5, enter_phase=lambda phase: None
-    )
+    forward_backward(engine, torch.full((5, 6), float("inf")), 5)
     with pytest.raises(TrainingFailed, match="not finite"):
-        engine.update(learning_rate=0.1, enter_phase=lambda phase: None)
+        optimizer_step(engine, 0.1)
     assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
 
 
@@ -298,9 +297,9 @@ def test_a_gradient_that_is_not_finite_changes_nothing_though_nobody_has_read_it
     run(engine, batches())
     before = {name: tensor.clone() for name, tensor in engine.optimizer.tensors().items()}
     weights = copy.deepcopy(model.state_dict())
-    engine.forward_backward(batches()[0] * math.inf, supervised_tokens=5, enter_phase=lambda phase: None)
+    forward_backward(engine, batches()[0] * math.inf, 5)
     with pytest.raises(TrainingFailed, match="nothing was updated"):
-        engine.update(learning_rate=0.1, enter_phase=lambda phase: None)
+        optimizer_step(engine, 0.1)
     assert all(torch.equal(tensor, before[name]) for name, tensor in engine.optimizer.tensors().items())
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
 

@@ -1,6 +1,7 @@
-"""Changes to an adapter that lies on the disk."""
+"""Changes to an adapter that lies on the disk, and a pickle that shows whether it ran."""
 
 import json
+from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
@@ -13,3 +14,13 @@ def edit_config(adapter, **changes):
 def edit_weights(adapter, change):
     file = adapter / "adapter_model.safetensors"
     save_file({name: tensor.contiguous() for name, tensor in change(load_file(file)).items()}, file)
+
+
+class Payload:
+    """Unpickling this leaves a file behind."""
+
+    def __init__(self, trace):
+        self.trace = trace
+
+    def __reduce__(self):
+        return Path.touch, (self.trace,)

@@ -110,6 +110,12 @@ def write_down_signals():
     signal.set_wakeup_fd(os.open(heard, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK))
 
 
+def until_ready(started):
+    """Wait until a started program says READY."""
+    while "READY" not in (line := started.stdout.readline()):
+        assert line, started.communicate()
+
+
 def until_heard(go, *, ranks=(0, 1), signals=1):
     """Wait until each of the ranks has so many signals."""
     until = time.monotonic() + 120

@@ -3,19 +3,18 @@
 import json
 import pickle
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from checkpoint.tiny_export import into, tiny_base, with_adapter
-from faults.adapters import edit_config, edit_weights
+from faults.adapters import Payload, edit_config, edit_weights
 from fitune.checkpoint.export import adapter_weights, export_merged
 from fitune.checkpoint.layout import write_adapter
 from fitune.errors import CheckpointError
 from fitune.models.adapter_file import check_adapter
-from fitune.models.remote_code import refuse_pickle, refuse_remote_code
+from fitune.models.remote_code import refuse_pickle
 
 
 def write(model, folder):
@@ -56,12 +55,8 @@ def test_a_matching_adapter_passes_on_a_folder_and_on_a_model(adapter, base):
         ("{", "not JSON"),
         ("", "adapter_config.json"),
         ("null", "adapter_config.json"),
-        ("\xff", "adapter_config.json"),
-        ('{"r": 4, "r": 8}', "adapter_config.json"),
-        ("[" * 100_000, "adapter_config.json"),
-        ('{"peft_type": ' + "[" * 200 + "]" * 200 + "}", "adapter_config.json"),
     ],
-    ids=["list", "no rank", "half", "empty", "null", "bytes", "twice", "deep", "nested"],
+    ids=["list", "no rank", "half", "empty", "null"],
 )
 def test_a_config_that_is_no_adapters(adapter, content, said, base):
     (adapter / "adapter_config.json").write_text(content, encoding="latin-1")
@@ -161,16 +156,6 @@ def test_a_quantised_base_is_not_merged_into(tmp_path, mark):
 # Row 23
 
 
-class Payload:
-    """Unpickling this leaves a file behind."""
-
-    def __init__(self, trace):
-        self.trace = trace
-
-    def __reduce__(self):
-        return Path.touch, (self.trace,)
-
-
 @pytest.mark.parametrize(
     "name", ["adapter_model.bin", "pytorch_model.bin", "model.pt", "weights.pth", "x.ckpt", "x.pkl"]
 )
@@ -216,22 +201,3 @@ def test_an_adapter_that_brings_code_is_refused_and_nothing_imported(adapter, mo
     with pytest.raises(CheckpointError, match="asks to run code"):
         check_adapter(adapter, base=base)
     assert "payload" not in sys.modules
-
-
-@pytest.mark.parametrize(
-    ("config", "refused"),
-    [
-        ({"model_type": "homemade", "auto_map": {"AutoModelForCausalLM": "payload.Evil"}}, True),
-        ({"auto_map": {"AutoModelForCausalLM": "payload.Evil"}}, True),
-        ({"model_type": "llama", "trust_remote_code": True}, True),
-        ({"model_type": "falcon", "auto_map": {"AutoModelForCausalLM": "modeling_falcon.Falcon"}}, False),
-        ({"model_type": "llama"}, False),
-    ],
-)
-def test_a_model_that_only_remote_code_can_load_is_refused(tmp_path, config, refused):
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    if refused:
-        with pytest.raises(CheckpointError, match=r"config\.json: .* asks to run code"):
-            refuse_remote_code(tmp_path)
-    else:
-        refuse_remote_code(tmp_path)

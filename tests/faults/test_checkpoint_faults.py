@@ -14,6 +14,7 @@ import pytest
 
 from checkpoint import killed_saves
 from checkpoint.killed_saves import same, save, state_of
+from checkpoint.saves import names
 from fitune.checkpoint.commit import read_commit, sealed, verify
 from fitune.checkpoint.resume import load_checkpoint, newest_checkpoint
 from fitune.errors import CheckpointError
@@ -26,10 +27,6 @@ def two_saved(tmp_path):
     for step in (1, 2):
         save(tmp_path, state_of(step), keep=2, eval_loss=None)
     return tmp_path
-
-
-def names(run):
-    return sorted(path.name for path in (run / "checkpoints").iterdir())
 
 
 # Row 1: kill -9 at every stage of a save

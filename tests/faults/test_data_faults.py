@@ -5,7 +5,8 @@ import pickle
 
 import pytest
 
-from data.tiny_tokenizers import BRACKET_STYLE, HEADER_STYLE, NO_SYSTEM_STYLE, UNMARKED_STYLES, byte_tokenizer
+from data.tiny_tokenizers import BRACKET_STYLE, NO_SYSTEM_STYLE, byte_tokenizer
+from faults.adapters import Payload
 from fitune.data.conversations.formats import to_example
 from fitune.data.conversations.messages import Conversation, Message
 from fitune.data.conversations.templates import load_template
@@ -115,8 +116,6 @@ def test_broken_csv_rows_are_named_or_counted(tmp_path):
         ("rows.json", b'[{"a": 1},\n{"a": }]', r"rows.json:2: not JSON: Expecting value at column 7"),
         ("rows.json", b'{"rows": []}', "expected a list of rows"),
         ("rows.json", b"\xff", r"rows.json:1: not UTF-8"),
-        ("rows.parquet", b"PAR1 not really", "not a parquet file"),
-        ("rows.arrow", b"ARROW1 not really", "not an arrow file"),
         ("rows.csv", b"a,a\n1,2\n", "two columns are named 'a'"),
     ],
 )
@@ -271,15 +270,9 @@ def test_an_answer_of_which_only_the_first_token_is_left_is_kept(tmp_path):
 @pytest.mark.parametrize(
     ("template", "cause"),
     [
-        ("{% if %}", "line 1: Expected an expression"),
         ("{{ raise_exception('not today') }}", "the template failed: .*not today"),
         ("{{ messages[0].content.nothing.there }}", "has no attribute 'nothing'"),
-        ("{{ messages | centre }}", "No filter named 'centre'"),
-        ("{{ messages | random }}", "No filter named 'random'"),
         ("{{ '\\ud83d' }}", r"writes an unpaired surrogate \(U\+D83D\)"),
-        ("{{ ''.__class__.__mro__ }}", "unsafe"),
-        ("{{ cycler.__init__.__globals__.os.system('true') }}", "unsafe"),
-        ("{% macro m(n) %}{{ m(n) }}{% endmacro %}{{ m(1) }}", "recursion"),
         ("nothing of what was said", "leaves out the user message 'ping'"),
         ("{{ messages[0].content }}", "cannot find the answers"),
         ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", "leaves out the user message"),
@@ -326,12 +319,6 @@ def test_a_tokenizer_without_eos_is_refused():
         load_template(byte_tokenizer(eos_token=None))
 
 
-@pytest.mark.parametrize("template", UNMARKED_STYLES.values(), ids=UNMARKED_STYLES)
-def test_stock_templates_without_marks_supervise_something_in_every_row(tmp_path, template):
-    prepared = prepare(tmp_path, GOOD, {"prompt": "why?", "completion": "so"}, template=template)
-    assert prepared.train.labels_per_row.min() >= 2
-
-
 @pytest.mark.parametrize(
     ("template", "cause", "reason"),
     [
@@ -356,27 +343,16 @@ def test_a_system_message_the_template_has_no_place_for_is_named_or_counted(
     assert len(prepared.train) == 1
 
 
-def test_the_date_in_a_template_does_not_move():
-    tokenizer = byte_tokenizer(template="{{ strftime_now('%d %b %Y') }} " + HEADER_STYLE)
-    template = load_template(tokenizer)
-    asked = Conversation((Message("user", "hi"), Message("assistant", "yo")), "row 1")
-    assert "26 Jul 2024" in tokenizer.decode(template.encode(asked).ids)
-
-
 # 23 and 28: what is not opened
-
-
-class _Payload:
-    def __reduce__(self):
-        return (pytest.fail, ("the payload ran",))
 
 
 @pytest.mark.parametrize("suffix", ["pkl", "pt", "bin"])
 def test_pickled_data_is_refused_and_not_run(tmp_path, suffix):
     file = tmp_path / f"rows.{suffix}"
-    file.write_bytes(pickle.dumps(_Payload()))
+    file.write_bytes(pickle.dumps(Payload(tmp_path / "ran")))
     with pytest.raises(DataError, match="are pickles, and opening a pickle runs the code inside it"):
         read(file)
+    assert not (tmp_path / "ran").exists()
     with pytest.raises(DataError, match="no data files in this folder"):
         read(tmp_path)
 
@@ -421,3 +397,53 @@ def test_a_hub_that_does_not_answer_is_an_error(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", fail)
     with pytest.raises(DataError, match="owner/name: no such file here, .*: cannot reach the Hub"):
         read("owner/name")
+
+
+# damaged files
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+@pytest.mark.parametrize("content", [b"", b"ARROW1\0\0", b"PAR1" + bytes(100) + b"PAR1"])
+def test_damaged_files_are_errors_that_name_them(tmp_path, suffix, content):
+    file = tmp_path / f"rows.{suffix}"
+    file.write_bytes(content)
+    with pytest.raises(DataError, match=rf"rows.{suffix}: "):
+        read(file)
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_no_wrong_byte_ends_the_process_or_raises_anything_else(tmp_path, suffix):
+    """Arrow's reader trusts the offsets in a file: the first row of one of these was a segmentation fault."""
+    import pyarrow
+    import pyarrow.parquet
+
+    file = tmp_path / f"rows.{suffix}"
+    table = pyarrow.Table.from_pylist([{"text": f"row {i} é", "l": [{"k": "v"}]} for i in range(10)])
+    if suffix == "parquet":
+        pyarrow.parquet.write_table(table, file)
+    else:
+        with pyarrow.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table)
+    good, refused = file.read_bytes(), 0
+    for place in range(4, len(good), max(1, len(good) // 200)):
+        file.write_bytes(good[:place] + bytes([good[place] ^ 0xFF]) + good[place + 1 :])
+        try:
+            read(file, on_bad_row="skip")
+        except DataError:
+            refused += 1
+    assert refused > 20
+
+
+@pytest.mark.parametrize("levels", [70, 400, 900, 100_000])
+@pytest.mark.parametrize("suffix", ["jsonl", "json"])
+def test_a_row_nested_deeply_is_named_or_counted(tmp_path, levels, suffix):
+    deep = '{"prompt": ' + '[{"a":' * (levels // 2) + "1" + "}]" * (levels // 2) + ', "completion": "x"}'
+    file = tmp_path / f"rows.{suffix}"
+    good = '{"prompt": "a", "completion": "b"}'
+    file.write_text(f"{good}\n{deep}\n{good}\n" if suffix == "jsonl" else f"[{good}, {deep}, {good}]")
+    with pytest.raises(DataError, match=r"nested"):
+        read(file)
+    if suffix == "jsonl" or levels < 500:
+        rows, counted = read(file, on_bad_row="skip")
+        assert len(rows) == 2
+        assert len(counted) == 1

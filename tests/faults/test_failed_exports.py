@@ -13,17 +13,12 @@ from safetensors.torch import load_file
 from fitune.checkpoint import export
 from fitune.errors import CheckpointError
 from fitune.spec.machines.gpus import find_gpu, hardware_for
-from fitune.spec.plan import Plan
-from fitune.spec.reports import RunReport
-from fitune.spec.serial import from_json, to_json
+from fitune.spec.serial import to_json
+from runs import report_of, same_weights, written_plan
 
 MERGED = {"export": "merged"}
 NO_ROOM = OSError(28, "No space left on device")
 NO_MEMORY = RuntimeError("[enforce] DefaultCPUAllocator: can't allocate memory: you tried")
-
-
-def report_of(run):
-    return from_json(RunReport, (run / "report.json").read_text())
 
 
 def raising(error):
@@ -38,12 +33,6 @@ def whole(train, tmp_path):
     """The same run, undisturbed."""
     assert train(output_dir=tmp_path / "whole", **MERGED)[0] == 0
     return tmp_path / "whole"
-
-
-def same_weights(one, other):
-    found, expected = load_file(one), load_file(other)
-    assert found.keys() == expected.keys()
-    return all(torch.equal(found[name], expected[name]) for name in found)
 
 
 @pytest.mark.parametrize(
@@ -87,13 +76,11 @@ def test_a_merge_that_fails_leaves_the_adapter_and_can_be_done_again(
 def test_killed_while_merging_it_is_exported_without_training_again(train, call, whole, tmp_path):
     """As a kill -9 leaves it: no report, the adapter of the last step."""
     run = whole.rename(tmp_path / "killed")
-    merged = load_file(run / "merged" / "model.safetensors")
     (run / "merged").rename(tmp_path / "merged")
     (run / "report.json").unlink()
     train("--resume", output_dir=run, **MERGED).ends(2, f"fitune export {run}")
     call("export", run).ends(0, f"read from {run / 'adapter'}")
-    again = load_file(run / "merged" / "model.safetensors")
-    assert all(torch.equal(merged[name], again[name]) for name in merged)
+    assert same_weights(run / "merged", tmp_path / "merged")
     report = report_of(run)
     assert (report.status, report.steps, Path(report.exported).name) == ("complete", 2, "merged")
 
@@ -170,7 +157,7 @@ def test_a_run_of_a_gpu_is_exported_on_a_machine_without_one(train, call, tmp_pa
     tuning = "lora" if export == "merged" else "full"
     run = tmp_path / "run"
     assert train(tuning=tuning, export="adapter" if tuning == "lora" else "full", save_steps=2)[0] == 0
-    plan = from_json(Plan, (run / "plan.json").read_text())
+    plan = written_plan(run)
     (run / "plan.json").write_text(
         to_json(replace(plan, hardware=hardware_for(gpu=find_gpu("h100")), attention="flash"))
     )

@@ -13,11 +13,8 @@ import psutil
 import pytest
 
 from faults import faulty_ranks
-from faults.faulty_ranks import until_heard
-from fitune.spec.reports import RunReport
-from fitune.spec.serial import from_json
-from fitune.track.metrics import read_metrics
-from jsonl import read_lines
+from faults.faulty_ranks import until_heard, until_ready
+from runs import losses, report_of, set_words, steps_of
 
 slow, weekly = pytest.mark.slow, pytest.mark.weekly
 TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
@@ -33,10 +30,9 @@ def program(tmp_path, model_folder, data_file):
             "backend": "fsdp", "seq_len": 64, "micro_batch_size": 2, "gradient_accumulation_steps": 1,
             "max_steps": 8, "samples": 0, "save_steps": 1, "output_dir": tmp_path / "run",
         }  # fmt: skip
-        given = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
         own = {"GO": str(tmp_path / "go"), "FITUNE_STALL_SECONDS": str(stall), "TOGETHER": str(together)}
         return subprocess.Popen(
-            [sys.executable, faulty_ranks.__file__, str(rank), str(call), fault, "train", *given, *words],
+            [sys.executable, faulty_ranks.__file__, str(rank), str(call), fault, "train", *set_words(settings), *words],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env={**os.environ, **own}, start_new_session=True,
         )  # fmt: skip
@@ -61,10 +57,6 @@ def require_all_gone(run, *, within_s=0.0):
     while alive := [pid for pid in found if psutil.pid_exists(pid)]:
         assert time.monotonic() < until, alive
         time.sleep(0.1)
-
-
-def report_of(run):
-    return from_json(RunReport, (run / "report.json").read_text())
 
 
 @pytest.mark.parametrize(
@@ -95,8 +87,7 @@ def test_the_rank_that_failed_is_named_with_its_error(program, tmp_path, fault, 
     assert (report.status, report.steps) == ("failed", 3)
     assert report.failure is not None
     assert report.failure.error == "PeerGone"
-    cause = {"kill": "ended without a word", "crash": "ended without a word"}.get(fault, "rank 1 failed: ")
-    assert cause in report.reason
+    assert ("ended without a word" if fault in ("kill", "crash") else "rank 1 failed: ") in report.reason
     require_all_gone(tmp_path / "run")
     if fault == "raise_value_error":
         text = (tmp_path / "run/rank-logs/rank1-traceback.txt").read_text()
@@ -133,8 +124,7 @@ def test_ranks_that_fail_in_a_save_leave_the_checkpoint_before_to_go_on_from(pro
     ended, err = end(program("kill", "--resume", call=99))
     assert ended == 0, err
     assert sorted(path.name for path in folder.iterdir()) == ["LINE", "latest", "step-7", "step-8"]
-    steps = [line["step"] for line in read_lines(tmp_path / "run/metrics.jsonl")]
-    assert steps == list(range(1, 9))
+    assert [step.step for step in steps_of(tmp_path / "run")] == list(range(1, 9))
 
 
 @weekly
@@ -151,12 +141,6 @@ def test_a_rank_that_cannot_start_is_named(program):
     ended, err = end(program("lack_a_module", call=0))
     assert ended == 1
     assert "rank 1 failed: ModuleNotFoundError: No module named 'no_such_module_for_this_test'" in err
-
-
-def until_ready(started):
-    assert started.stdout is not None
-    while (line := started.stdout.readline()) != "READY\n":
-        assert line, started.communicate()
 
 
 @pytest.mark.parametrize(
@@ -237,15 +221,13 @@ def test_a_rank_that_hangs_is_found(program, tmp_path, fault):
 @weekly
 def test_a_rank_that_was_stopped_for_a_while_is_seen_and_changes_nothing(program, tmp_path):
     assert end(program("pause", call=5))[0] == 0
-    report, steps = report_of(tmp_path / "run"), read_metrics(tmp_path / "run/metrics.jsonl")
+    report, steps = report_of(tmp_path / "run"), steps_of(tmp_path / "run")
     waited, paused = report.ranks
     assert 3.5 < steps[4].waiting_seconds < steps[4].step_seconds
     assert (paused.busiest_step, paused.busiest_seconds > 3.5) == (5, True)
     assert waited.busiest_seconds < paused.busiest_seconds
     assert end(program("raise_value_error", "--overwrite", call=99))[0] == 0
-    assert [step.loss for step in read_metrics(tmp_path / "run/metrics.jsonl")] == [
-        step.loss for step in steps
-    ]
+    assert losses(tmp_path / "run") == [step.loss for step in steps]
 
 
 @slow

@@ -93,13 +93,17 @@ def test_a_folder_that_asks_for_code_is_refused_by_name(
 
 
 @pytest.mark.parametrize("model_type", ["llama", "evil"])
-def test_a_models_own_code_is_never_planned_rehearsed_or_trained(attacked, call, train, tmp_path, model_type):
+def test_a_models_own_code_is_never_planned_rehearsed_or_trained(
+    attacked, call, train, score, tmp_path, model_type
+):
     """transformers has a llama of its own; what the code beside it builds nobody knows, so it is not planned."""
     model = attacked(config={"model_type": model_type, "auto_map": OWN_MODEL})
     words = "model_type = 'evil'" if model_type == "evil" else "auto_map"
     given = ("--model", model, "--gpu", "cpu", "--data", tmp_path / "rows.jsonl")
     for code, _, err in (call("plan", *given), call("rehearse", *given), train(model=model)):
         assert (code, words in err) == (2, True), err
+    if model_type == "evil":
+        score(model).ends(2, "config.json: ", "asks to run code")
     assert not (tmp_path / "ran").exists()
 
 

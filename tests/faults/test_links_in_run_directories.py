@@ -154,12 +154,6 @@ def test_an_export_does_not_go_through_a_link(tmp_path, outside):
     assert _is_whole(outside)
 
 
-def test_a_pipe_in_place_of_the_lock_is_refused(tmp_path):
-    os.mkfifo(tmp_path / "run.lock")
-    with pytest.raises(RunDirectoryError, match="no regular file"), lock_directory(tmp_path):
-        pass
-
-
 def test_a_lock_that_says_nonsense_has_no_owner(tmp_path):
     for text in ('{"pid": "x"}', '{"pid": 1e99}', "[" * 4000, '{"pid": "99999999999999999999"}'):
         (tmp_path / "run.lock").write_text(text)

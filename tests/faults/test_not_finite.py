@@ -12,10 +12,8 @@ from safetensors.torch import load_file, save_file
 from fitune.checkpoint.resume import newest_checkpoint
 from fitune.engine.plain import PlainEngine
 from fitune.models.language_model import LanguageModel
-from fitune.spec.reports import RunReport
-from fitune.spec.serial import from_json
-from fitune.track.metrics import read_metrics
 from fitune.train import loop
+from runs import losses, report_of
 
 LOMO = {"tuning": "lomo", "micro_batch_size": 8, "gradient_accumulation_steps": 1}
 
@@ -62,7 +60,7 @@ def test_the_last_good_checkpoint_is_intact_and_the_run_goes_on_from_it(
     assert code == 1
     assert "nothing was updated" in err
     assert "Rows of this step" in err
-    report = from_json(RunReport, (run / "report.json").read_text())
+    report = report_of(run)
     assert (report.status, report.steps, report.exported) == ("failed", 2, "")
     assert "Rows of this step" in report.reason
     found = newest_checkpoint(run)
@@ -87,10 +85,6 @@ def test_weights_that_were_no_numbers_before_are_not_blamed_on_the_data(
         1, "weights are NaN or infinite: ", "layers.1.mlp.up_proj"
     )
     assert "Rows of this step" not in err
-
-
-def losses(run):
-    return [step.loss for step in read_metrics(run / "metrics.jsonl")]
 
 
 def test_lomo_that_clips_by_value_says_that_the_gradient_was_used(train, tmp_path, monkeypatch):
@@ -155,7 +149,7 @@ def test_a_learning_rate_beyond_all_numbers_leaves_neither_checkpoint_nor_export
     left = {path.name for path in (tmp_path / "run").iterdir()}
     assert not left & {"adapter", "model"}
     assert not list((tmp_path / "run").glob("checkpoints/step-*"))
-    report = from_json(RunReport, (tmp_path / "run" / "report.json").read_text())
+    report = report_of(tmp_path / "run")
     assert (report.status, report.steps, report.exported) == ("failed", 1, "")
 
 

@@ -8,10 +8,7 @@ import pytest
 
 from faults.budgets import Budget
 from fitune.data.loader import Loader
-from fitune.spec.plan import Plan
-from fitune.spec.reports import RunReport
-from fitune.spec.serial import from_json
-from fitune.track.metrics import read_metrics
+from runs import losses, report_of, steps_of, written_plan
 
 
 @pytest.fixture
@@ -34,22 +31,6 @@ def counted(run, budget=None):
     with Budget(budget) as device:
         result = run()
     return device, result
-
-
-def steps_of(directory):
-    return read_metrics(directory / "metrics.jsonl")
-
-
-def losses(directory):
-    return [step.loss for step in steps_of(directory)]
-
-
-def report_of(directory):
-    return from_json(RunReport, (directory / "report.json").read_text())
-
-
-def plan_of(directory):
-    return from_json(Plan, (directory / "plan.json").read_text())
 
 
 LARGE = {
@@ -87,8 +68,8 @@ def test_the_losses_are_those_of_a_run_that_never_failed(train, tmp_path, order,
     assert retry.after_step == (retry.shortage.step - 1 if "save_steps" in settings else 0)
     done_again = expected_order[retry.after_step :]
     assert order == expected_order[: retry.shortage.step] + done_again
-    assert (plan_of(never).batch.micro_batch_size, plan_of(never).batch.accumulation) == (16, 1)
-    assert (plan_of(failed).batch.micro_batch_size, plan_of(failed).batch.accumulation) == (8, 2)
+    batches = [written_plan(run).batch for run in (never, failed)]
+    assert [(batch.micro_batch_size, batch.accumulation) for batch in batches] == [(16, 1), (8, 2)]
     assert "attempt 1: out of memory" in out
 
 

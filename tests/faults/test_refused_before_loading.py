@@ -7,6 +7,7 @@ from importlib import import_module
 
 import pytest
 
+from faults.adapters import Payload
 from models.tiny_models import with_ids_moved_up
 
 GPU = ("--model", "meta-llama/Llama-3.1-8B", "--host-memory", "64GiB")
@@ -96,14 +97,6 @@ def test_a_quantiser_that_is_not_installed(train, monkeypatch, quantiser, librar
     train(tuning="qlora", quantization=quantiser).ends(2, "pip install 'fitune[quant]'")
 
 
-class Bomb:
-    def __init__(self, target):
-        self.target = target
-
-    def __reduce__(self):
-        return (open, (str(self.target), "w"))
-
-
 @pytest.mark.parametrize("name", ["state.pt", "checkpoint.ckpt", "training_args.bin", "folder"])
 def test_a_pickled_checkpoint_is_refused_and_not_run(train, tmp_path, name):
     """A file, or the folder of another trainer."""
@@ -111,7 +104,7 @@ def test_a_pickled_checkpoint_is_refused_and_not_run(train, tmp_path, name):
     if name == "folder":
         path.mkdir()
     inside = path / "optimizer.pt" if name == "folder" else path
-    inside.write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))
+    inside.write_bytes(pickle.dumps(Payload(tmp_path / "exploded")))
     train(resume=path).ends(2, str(path))
     assert not (tmp_path / "exploded").exists()
     assert not (tmp_path / "run").exists()

@@ -1,6 +1,5 @@
 """Runs whose checkpoints, export and report go to a real S3 server: stores that refuse, fail, and machines that die."""
 
-import json
 import os
 import shutil
 import signal
@@ -21,10 +20,10 @@ from data.s3_server import (
 )
 from fitune.stores import patience
 from fitune.stores.writing import Store
-from fitune.track.metrics import read_metrics
 from fitune.train import uploading
 from fitune.train.uploading import Uploads
 from optional_libraries import NEEDS_S3
+from runs import losses, report_of, set_words
 
 pytestmark = NEEDS_S3
 
@@ -37,16 +36,11 @@ def here(tmp_path, monkeypatch):
     return folder
 
 
-def losses(file):
-    return [(step.step, step.loss) for step in read_metrics(file)]
-
-
 def test_a_run_is_in_the_store_when_it_ends_and_goes_on_from_there_elsewhere(
     train, bucket, here, tmp_path, monkeypatch
 ):
     url, words = f"s3://{bucket}/runs/x", {"save_steps": 1, "keep_checkpoints": 2}
-    code, out, err = train(output_dir=url, max_steps=3, **words)
-    assert code == 0, err
+    out = train(output_dir=url, max_steps=3, **words).ends(0)
     (run,) = (here / "runs").iterdir()
     assert f"output   runs/{run.name}, and from there {url}" in out
     assert f"sent: {url}" in out
@@ -60,27 +54,22 @@ def test_a_run_is_in_the_store_when_it_ends_and_goes_on_from_there_elsewhere(
     other = tmp_path / "elsewhere"
     other.mkdir()
     monkeypatch.chdir(other)
-    code, out, _ = train(output_dir=url, max_steps=3, **words)
-    assert (code, "already complete" in out) == (0, True)
+    train(output_dir=url, max_steps=3, **words).ends(0, "already complete")
     assert objects(bucket) == there
-    code, _, err = train(output_dir=url, max_steps=3, learning_rate=2e-2, **words)
-    assert (code, "holds a complete run with other settings" in err) == (2, True)
+    train(output_dir=url, max_steps=3, learning_rate=2e-2, **words).ends(
+        2, "holds a complete run with other settings"
+    )
     shutil.rmtree(other / "runs")
-    code, out, err = train("--resume", output_dir=url, max_steps=4, **words)
-    assert code == 0, err
-    assert f"{url}/checkpoints/step-3 is fetched" in out
-    assert "resuming from" in out
+    train("--resume", output_dir=url, max_steps=4, **words).ends(
+        0, f"{url}/checkpoints/step-3 is fetched", "resuming from"
+    )
     (again,) = (other / "runs").iterdir()
-    assert losses(again / "metrics.jsonl")[:3] == losses(run / "metrics.jsonl")
+    assert losses(again)[:3] == losses(run)
     assert {name.split("/")[3] for name in objects(bucket) if "/step-" in name} == {"step-3", "step-4"}
     assert not any(SECRET.encode() in content for content in objects(bucket).values())
-    code, out, err = train(
-        "--resume", f"{url}/checkpoints/step-3", output_dir=tmp_path / "third", max_steps=4
-    )
-    assert code == 0, err
-    assert losses(tmp_path / "third/metrics.jsonl") == losses(again / "metrics.jsonl")
-    code, _, err = train("--resume", url, output_dir=tmp_path / "fourth")
-    assert (code, f"resume: {url}/checkpoints/step-4" in err) == (2, True)
+    train("--resume", f"{url}/checkpoints/step-3", output_dir=tmp_path / "third", max_steps=4).ends(0)
+    assert losses(tmp_path / "third") == losses(again)
+    train("--resume", url, output_dir=tmp_path / "fourth").ends(2, f"resume: {url}/checkpoints/step-4")
 
 
 def test_a_run_in_a_store_is_exported_from_there_and_into_another_folder_of_it(
@@ -91,19 +80,14 @@ def test_a_run_in_a_store_is_exported_from_there_and_into_another_folder_of_it(
     other = tmp_path / "elsewhere"
     other.mkdir()
     monkeypatch.chdir(other)
-    code, out, err = call("export", url, "--out", f"s3://{bucket}/models/y")
-    assert code == 0, err
-    assert f"sent: s3://{bucket}/models/y" in out
+    call("export", url, "--out", f"s3://{bucket}/models/y").ends(0, f"sent: s3://{bucket}/models/y")
     there = objects(bucket)
     merged = {name.rpartition("/")[2] for name in there if name.startswith("models/y/")}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= merged
-    code, _, err = call("export", url, "--out", f"s3://{bucket}/models/y")
-    assert (code, "holds a model already" in err) == (2, True)
-    code, out, err = call("export", url)
-    assert code == 0, err
+    call("export", url, "--out", f"s3://{bucket}/models/y").ends(2, "holds a model already")
+    call("export", url).ends(0)
     assert objects(bucket)["runs/x/merged/model.safetensors"] == there["models/y/model.safetensors"]
-    code, _, err = call("export", f"s3://{bucket}/nothing")
-    assert (code, "no run of fitune" in err) == (2, True)
+    call("export", f"s3://{bucket}/nothing").ends(2, "no run of fitune")
 
 
 def test_a_run_in_a_store_is_reported_from_there_once_it_has_ended(
@@ -119,21 +103,16 @@ def test_a_run_in_a_store_is_reported_from_there_once_it_has_ended(
     page = Path(out.rpartition("report: ")[2].strip())
     assert page.is_file()
     assert page.parent.parent.name == "runs"
-    code, _, err = call("report", url, "--watch")
-    assert (code, "--watch reads a run's directory" in err) == (2, True)
+    call("report", url, "--watch").ends(2, "--watch reads a run's directory")
     Store(url).remove(["report.json"])
-    code, _, err = call("report", url)
-    assert (code, "its run has not ended" in err) == (2, True)
-    code, _, err = call("report", f"s3://{bucket}/nothing")
-    assert (code, "no run of fitune" in err) == (2, True)
+    call("report", url).ends(2, "its run has not ended")
+    call("report", f"s3://{bucket}/nothing").ends(2, "no run of fitune")
 
 
 def test_methods_are_compared_in_a_store(call, model_folder, data_file, bucket, here):
     words = ["--model", model_folder, "--data", data_file, "--gpu", "cpu", "--seq-len", 64, "--max-steps", 2]
     words += ["--samples", "0", "--tunings", "full,lora", "--output-dir", f"s3://{bucket}/both"]
-    code, out, err = call("compare", *words)
-    assert code == 0, err
-    assert f"sent: s3://{bucket}/both/compare.html" in out
+    call("compare", *words).ends(0, f"sent: s3://{bucket}/both/compare.html")
     there = objects(bucket)
     (folder,) = (here / "runs").iterdir()
     assert there["both/compare.html"] == (folder / "compare.html").read_bytes()
@@ -150,37 +129,30 @@ def test_a_store_that_cannot_be_written_to_is_refused_before_anything(
     import s3fs
 
     run = tmp_path / "run"
-    code, _, err = train(upload_to="s3://not-there/x")
-    assert (code, "no such file, folder or bucket" in err) == (2, True)
+    train(upload_to="s3://not-there/x").ends(2, "no such file, folder or bucket")
     wire.refused, wire.refusal = 1, DENIED
-    code, _, err = train(upload_to=f"s3://{bucket}/x")
-    assert (code, "does not let you write it" in err) == (2, True)
-    code, _, err = train(upload_to="ftp://127.0.0.1:1/x")
-    assert (code, "ftp://127.0.0.1:1/x: cannot be written" in err) == (2, True), err
-    code, _, err = train(upload_to="runs/x")
-    assert (code, "is no URL" in err) == (2, True)
-    code, _, err = train(upload_to=f"s3://{bucket}/x", output_dir="s3://other/y")
-    assert (code, "names another" in err) == (2, True)
+    train(upload_to=f"s3://{bucket}/x").ends(2, "does not let you write it")
+    train(upload_to="ftp://127.0.0.1:1/x").ends(2, "ftp://127.0.0.1:1/x: cannot be written")
+    train(upload_to="runs/x").ends(2, "is no URL")
+    train(upload_to=f"s3://{bucket}/x", output_dir="s3://other/y").ends(2, "names another")
     for data, url in (("rows", "rows/run"), ("run/adapter/rows.jsonl", "run"), ("rows", "rows")):
-        code, _, err = train(data=f"s3://{bucket}/{data}", upload_to=f"s3://{bucket}/{url}")
-        assert (code, f"output_dir s3://{bucket}/{url} " in err) == (2, True), err
+        train(data=f"s3://{bucket}/{data}", upload_to=f"s3://{bucket}/{url}").ends(
+            2, f"output_dir s3://{bucket}/{url} "
+        )
     code, _, err = train(upload_to=f"s3://me:{SECRET}@{bucket}/x")
     assert (code, SECRET in err) == (2, False)
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     s3fs.S3FileSystem.clear_instance_cache()
-    code, _, err = train(upload_to=f"s3://{bucket}/x")
-    assert (code, "no credentials for s3://" in err, "AWS_ACCESS_KEY_ID" in err) == (2, True, True)
+    train(upload_to=f"s3://{bucket}/x").ends(2, "no credentials for s3://", "AWS_ACCESS_KEY_ID")
     assert not (run / "metrics.jsonl").exists()
 
 
 def test_an_earlier_run_in_the_store_is_neither_continued_nor_replaced_unasked(train, bucket, tmp_path):
     url = f"s3://{bucket}/x"
     Store(url).write("checkpoints/step-1/COMMIT", b"of somebody")
-    code, _, err = train(upload_to=url)
-    assert (code, f"{url} holds an earlier run" in err) == (2, True)
-    code, _, err = train("--overwrite", upload_to=url)
-    assert code == 0, err
+    train(upload_to=url).ends(2, f"{url} holds an earlier run")
+    train("--overwrite", upload_to=url).ends(0)
     assert "x/report.json" in names(bucket)
     assert "x/checkpoints/step-1/COMMIT" not in names(bucket)
 
@@ -211,13 +183,11 @@ def test_a_store_that_fails_on_the_way_costs_no_step_and_is_made_up_for(
     assert "the run goes on, and it is tried again with the next checkpoint" in out
     assert f"the end of the run is not in {url}" in err
     assert "--resume sends what is missing" in err
-    assert json.loads((run / "report.json").read_text())["status"] == "complete"
+    assert report_of(run).status == "complete"
     assert (run / "adapter/adapter_model.safetensors").is_file()
     assert not any(name.endswith("COMMIT") for name in objects(bucket))
     wire.refused = 0
-    code, out, err = train("--resume", upload_to=url, max_steps=3, save_steps=1)
-    assert code == 0, err
-    assert "already complete" in out
+    train("--resume", upload_to=url, max_steps=3, save_steps=1).ends(0, "already complete")
     there = objects(bucket)
     assert {"x/report.json", "x/report.html", "x/adapter/adapter_config.json"} <= there.keys()
     assert there["x/checkpoints/step-3/COMMIT"] == (run / "checkpoints/step-3/COMMIT").read_bytes()
@@ -249,9 +219,9 @@ def test_a_checkpoint_that_is_on_its_way_when_the_steps_end_is_waited_for_with_a
     monkeypatch.setattr(Uploads, "_send", slowly)
     monkeypatch.setattr(Uploads, "close", close_meanwhile)
     url = f"s3://{bucket}/x"
-    code, out, err = train(upload_to=url, max_steps=2, save_steps=1)
-    assert code == 0, err
-    assert f"waiting for {url}, to which a checkpoint is on its way" in out
+    train(upload_to=url, max_steps=2, save_steps=1).ends(
+        0, f"waiting for {url}, to which a checkpoint is on its way"
+    )
 
 
 def test_a_store_that_falls_silent_does_not_hold_up_the_end_of_the_run(
@@ -276,7 +246,7 @@ def test_a_store_that_falls_silent_does_not_hold_up_the_end_of_the_run(
     assert "the store did not answer within 0.2 s" in err
     assert f"all of it is in {run}" in err
     assert "--resume sends what is missing" in err
-    assert json.loads((run / "report.json").read_text())["status"] == "complete"
+    assert report_of(run).status == "complete"
     assert train("--resume", upload_to=url, max_steps=3, save_steps=1)[0] == 0
     there = names(bucket)
     assert {"x/report.json", "x/adapter/adapter_config.json", "x/checkpoints/step-3/COMMIT"} <= there
@@ -287,15 +257,11 @@ STEPS = 40
 
 @pytest.mark.slow
 def test_killed_and_resumed_from_the_store_in_a_fresh_directory_the_losses_are_those_of_an_undisturbed_run(
-    bucket, wire, model_folder, data_file, tmp_path
+    bucket, wire, settings, tmp_path
 ):
     """Two machines, each killed once its checkpoint is in the store, and a third that ends."""
-    settings = {
-        "model": model_folder, "data": data_file, "tuning": "lora", "lora_r": 4, "lora_dropout": 0.1, "gpu": "cpu",
-        "precision": "fp32", "seq_len": 64, "micro_batch_size": 2, "gradient_accumulation_steps": 2, "samples": 0,
-        "learning_rate": 1e-2, "max_steps": STEPS, "save_steps": 2, "val_fraction": 0.2, "eval_steps": 4,
-    }  # fmt: skip
-    words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    often = {"max_steps": STEPS, "save_steps": 2, "val_fraction": 0.2, "eval_steps": 4}
+    words = set_words(settings | often | {"lora_dropout": 0.1, "micro_batch_size": 2})
     command = [sys.executable, "-m", "fitune", "train", *words]
     environment = {**os.environ, **environment_of(wire)}
     straight = tmp_path / "straight"
@@ -325,6 +291,6 @@ def test_killed_and_resumed_from_the_store_in_a_fresh_directory_the_losses_are_t
     )
     assert "is fetched" in done.stdout
     (run,) = (last / "runs").iterdir()
-    assert losses(run / "metrics.jsonl") == losses(straight / "metrics.jsonl")
+    assert losses(run) == losses(straight)
     adapter = "adapter/adapter_model.safetensors"
     assert objects(bucket)[f"runs/x/{adapter}"] == (straight / adapter).read_bytes()

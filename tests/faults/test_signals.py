@@ -10,8 +10,10 @@ import sys
 import pytest
 
 from faults import stopped_programs
+from faults.faulty_ranks import until_ready
 from fitune.session.signals import EXIT_CODES, StopRequest
 from fitune.spec.rank_status import LAUNCHER
+from runs import set_words
 
 TERM, INT = signal.SIGTERM, signal.SIGINT
 slow, weekly = pytest.mark.slow, pytest.mark.weekly
@@ -19,27 +21,18 @@ BACKWARD = "fitune.models.language_model.LanguageModel.loss_and_gradient"
 
 
 @pytest.fixture
-def program(tmp_path, model_folder, data_file):
+def program(tmp_path, settings):
     """The command line in a process of its own that waits in a function until ``tmp_path/go`` is there."""
 
     def begin(target, *words, call=1):
-        settings = {
-            "model": model_folder, "data": data_file, "tuning": "lora", "precision": "fp32", "gpu": "cpu",
-            "seq_len": 64, "micro_batch_size": 4, "gradient_accumulation_steps": 1, "max_steps": 3, "samples": 0,
-            "output_dir": tmp_path / "run",
-        }  # fmt: skip
         if words[0] == "train":
-            words = (
-                *words,
-                *(part for key, value in settings.items() for part in ("--set", f"{key}={value}")),
-            )
+            three = {"max_steps": 3, "gradient_accumulation_steps": 1, "save_steps": 1}
+            words = (*words, *set_words(settings | three))
         started = subprocess.Popen(
             [sys.executable, stopped_programs.__file__, target, str(call), str(tmp_path / "go"), *words],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
-        assert started.stdout is not None
-        while (line := started.stdout.readline()) != "READY\n":
-            assert line, started.communicate()
+        until_ready(started)
         return started
 
     return begin

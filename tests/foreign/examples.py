@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fitune.session.recipes.reading import recipe_of_keys
+
 
 @dataclass(frozen=True, slots=True)
 class Example:
@@ -18,6 +20,11 @@ class Example:
     name: str
     keys: dict[str, Any]
     other_method: str
+
+
+def read_keys(keys, *, folder=Path("nowhere"), **options):
+    """What is read of another trainer's keys, with options of the command line on top."""
+    return recipe_of_keys(keys, where="theirs.yaml", folder=folder, options=options)
 
 
 def published_examples():

@@ -6,7 +6,7 @@ import pytest
 
 from fitune.errors import RecipeError
 from fitune.foreign.door import read_foreign
-from fitune.session.recipes.reading import recipe_of_keys
+from foreign.examples import read_keys
 
 PLAIN = {
     "base_model": "org/llama", "datasets": [{"path": "org/chat", "type": "chat_template"}], "sequence_len": 1024,
@@ -17,13 +17,11 @@ PLAIN = {
 
 def recipe(**changes):
     keys = {key: value for key, value in {**PLAIN, **changes}.items() if value != "absent"}
-    return recipe_of_keys(keys, where="theirs.yaml", folder=Path("nowhere")).recipe
+    return read_keys(keys).recipe
 
 
 def reading(**changes):
-    found = read_foreign({**PLAIN, **changes}, where="theirs.yaml", folder=Path("nowhere"))
-    assert found is not None
-    return found
+    return read_foreign({**PLAIN, **changes}, where="theirs.yaml", folder=Path("nowhere"))
 
 
 def test_a_qlora_recipe_says_the_same_here():
@@ -152,13 +150,10 @@ def test_all_unknown_keys_are_listed_with_what_they_may_mean():
 
 
 def test_off_empty_and_bookkeeping_keys_take_one_line():
-    found = recipe_of_keys(
-        {
-            **PLAIN, "strict": False, "hub_strategy": "end", "load_best_model_at_end": True, "never_seen": None,
-            "special_tokens": {},
-        },
-        where="theirs.yaml", folder=Path("nowhere"),
-    )  # fmt: skip
+    found = read_keys({
+        **PLAIN, "strict": False, "hub_strategy": "end", "load_best_model_at_end": True, "never_seen": None,
+        "special_tokens": {},
+    })  # fmt: skip
     last = found.notes[-1]
     assert "passed over" in last
     assert all(key in last for key in ("strict", "hub_strategy", "never_seen", "special_tokens"))
@@ -167,8 +162,8 @@ def test_off_empty_and_bookkeeping_keys_take_one_line():
 
 def test_sharding_is_left_to_the_plan_on_one_device():
     keys = {**PLAIN, "fsdp_config": {"fsdp_offload_params": True, "reshard_after_forward": True}}
-    one = recipe_of_keys(keys, where="t", folder=Path("nowhere"))
-    two = recipe_of_keys(keys, where="t", folder=Path("nowhere"), options={"gpus": 2})
+    one = read_keys(keys)
+    two = read_keys(keys, gpus=2)
     assert (one.recipe.zero, one.recipe.offload_parameters) == (None, None)
     assert (two.recipe.zero, two.recipe.offload_parameters) == (3, "cpu")
     assert "on one device" in one.notes[-1]
@@ -178,7 +173,7 @@ def test_sharding_is_left_to_the_plan_on_one_device():
 
 def test_every_weight_over_sharded_devices_keeps_fp32_masters():
     full = {**PLAIN, "adapter": None, "load_in_4bit": False, "deepspeed": "configs/zero3_bf16.json"}
-    read = recipe_of_keys(full, where="t", folder=Path("nowhere"), options={"gpus": 8}).recipe
+    read = read_keys(full, gpus=8).recipe
     assert (read.precision, read.zero) == ("bf16-master", 3)
 
 

@@ -1,13 +1,11 @@
 """Law: whatever stands under a key of another trainer, the answer is a recipe or an error for people."""
 
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
 from fitune.errors import FituneError
-from fitune.session.recipes.reading import recipe_of_keys
-from foreign.examples import published_examples
+from foreign.examples import published_examples, read_keys
 
 HOSTILE = [
     "x",
@@ -36,11 +34,11 @@ def test_no_value_leads_to_a_traceback(trainer):
         for number, key in enumerate(new):
             for value in HOSTILE[number % 4 :: 4]:
                 with suppress(FituneError):
-                    recipe_of_keys({**example.keys, key: value}, where="t", folder=Path("nowhere"))
+                    read_keys({**example.keys, key: value})
     assert len(seen) > 15
 
 
 def test_the_error_names_the_key_and_its_value():
     keys = {"base_model": "m", "sequence_len": 8, "micro_batch_size": 1, "warmup_steps": "many"}
     with pytest.raises(FituneError, match="warmup_steps = 'many' is not what axolotl takes there"):
-        recipe_of_keys(keys, where="t", folder=Path("nowhere"))
+        read_keys(keys)

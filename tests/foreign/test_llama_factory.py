@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from fitune.errors import RecipeError
-from fitune.session.recipes.reading import recipe_of_keys
+from foreign.examples import read_keys
 
 PLAIN = {
     "model_name_or_path": "org/llama", "stage": "sft", "do_train": True, "finetuning_type": "lora",
@@ -21,7 +21,7 @@ SECOND = {
 
 
 def recipe(keys, *, folder=Path("nowhere"), gpus=1, **changes):
-    return recipe_of_keys({**keys, **changes}, where="t", folder=folder, options={"gpus": gpus}).recipe
+    return read_keys({**keys, **changes}, folder=folder, gpus=gpus).recipe
 
 
 def test_its_defaults_hold_where_they_differ():
@@ -32,7 +32,7 @@ def test_its_defaults_hold_where_they_differ():
 
 
 def test_names_of_a_registry_that_is_not_here_are_said_and_the_plan_goes_on():
-    found = recipe_of_keys(PLAIN, where="t", folder=Path("nowhere"))
+    found = read_keys(PLAIN)
     assert found.recipe.data == []
     said = " ".join(line.strip() for line in found.notes)
     assert "identity, alpaca_en: names in a dataset_info.json that is not here; name files as data" in said

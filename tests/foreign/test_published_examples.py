@@ -6,16 +6,15 @@ from pathlib import Path
 import pytest
 
 from fitune.errors import RecipeError
-from fitune.session.recipes.reading import recipe_of_keys
 from fitune.spec.recipe.contradictions import require_consistent
-from foreign.examples import published_examples
+from foreign.examples import published_examples, read_keys
 
 EXAMPLES = list(published_examples())
 LEAST_SHARE = {"axolotl": 0.9, "LLaMA-Factory": 0.95, "torchtune": 0.95, "TRL": 1.0}
 
 
 def read(example):
-    found = recipe_of_keys(example.keys, where=example.name, folder=Path("nowhere"), options={"gpus": 8})
+    found = read_keys(example.keys, gpus=8)
     require_consistent(found.recipe, devices=8)
     return found
 

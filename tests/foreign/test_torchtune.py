@@ -1,11 +1,9 @@
 """Laws of torchtune's recipes: components become settings, and its defaults hold."""
 
-from pathlib import Path
-
 import pytest
 
 from fitune.errors import RecipeError
-from fitune.session.recipes.reading import recipe_of_keys
+from foreign.examples import read_keys
 
 PLAIN = {
     "output_dir": "out",
@@ -27,7 +25,7 @@ PLAIN = {
 
 def recipe(**changes):
     keys = {key: value for key, value in {**PLAIN, **changes}.items() if value != "absent"}
-    return recipe_of_keys(keys, where="t", folder=Path("nowhere"), options={"gpus": 2}).recipe
+    return read_keys(keys, gpus=2).recipe
 
 
 def test_components_become_settings():

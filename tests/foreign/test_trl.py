@@ -1,13 +1,12 @@
 """Laws of TRL's recipes, accelerate's files and the arguments of Unsloth's notebooks."""
 
-from pathlib import Path
-
 import pytest
 import yaml
 
 from fitune.errors import RecipeError
 from fitune.foreign.door import trainer_of
-from fitune.session.recipes.reading import convert_recipe, recipe_of_keys
+from fitune.session.recipes.reading import convert_recipe
+from foreign.examples import read_keys
 
 PLAIN = {"model_name_or_path": "org/m", "dataset_name": "org/rows"}
 UNSLOTH = {
@@ -20,8 +19,8 @@ UNSLOTH = {
 }  # fmt: skip
 
 
-def recipe(keys, *, folder=Path("nowhere"), gpus=2, **changes):
-    return recipe_of_keys({**keys, **changes}, where="t", folder=folder, options={"gpus": gpus}).recipe
+def recipe(keys, **changes):
+    return read_keys({**keys, **changes}, gpus=2).recipe
 
 
 def test_trls_defaults_hold():
@@ -76,7 +75,7 @@ def test_accelerates_file_says_stage_devices_and_what_lies_on_the_host(tmp_path)
     }  # fmt: skip
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(fsdp))
     keys = {**PLAIN, "accelerate_config": "mine.yaml"}
-    read = recipe_of_keys(keys, where="t", folder=tmp_path).recipe
+    read = read_keys(keys, folder=tmp_path).recipe
     assert (read.zero, read.hybrid_sharding, read.gpus, read.nodes) == (3, True, 8, 2)
     assert read.offload_parameters == "cpu"
 
@@ -114,7 +113,7 @@ def test_a_notebook_without_rows_is_told_where_to_name_them(tmp_path):
     assert "no data" not in "\n".join(rows)
     assert recipe(UNSLOTH, train_dataset="yahma/alpaca-cleaned").data[0].path == "yahma/alpaca-cleaned"
     assert "no data is named" in "\n".join(read_notes({**UNSLOTH, "train_dataset": "dataset"}))
-    named = recipe_of_keys(UNSLOTH, where="t", folder=tmp_path, options={"data": "rows.jsonl"})
+    named = read_keys(UNSLOTH, folder=tmp_path, data="rows.jsonl")
     assert "no data" not in "\n".join(named.notes)
 
 
@@ -125,7 +124,7 @@ def test_a_converted_notebook_has_a_line_for_its_data(tmp_path):
 
 
 def read_notes(keys):
-    return recipe_of_keys(keys, where="t", folder=Path("nowhere")).notes
+    return read_keys(keys).notes
 
 
 def test_files_of_a_dataset_are_its_sources_and_its_columns_are_no_secret():

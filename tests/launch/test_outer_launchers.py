@@ -7,9 +7,8 @@ import sys
 
 import pytest
 
-from fitune.spec.reports import RunReport
-from fitune.spec.serial import from_json
 from fitune.track.record import read_tracked
+from runs import report_of, set_words
 from several import kept_port
 
 pytestmark = pytest.mark.slow
@@ -22,18 +21,14 @@ def words(tmp_path, model_folder, data_file):
         "backend": "fsdp", "seq_len": 64, "micro_batch_size": 2, "gradient_accumulation_steps": 1, "max_steps": 2,
         "samples": 0, "output_dir": tmp_path / "run", "report_to": "tensorboard",
     }  # fmt: skip
-    return ["-m", "fitune", "train", *(part for k, v in settings.items() for part in ("--set", f"{k}={v}"))]
-
-
-def report_of(folder):
-    return from_json(RunReport, (folder / "run/report.json").read_text())
+    return ["-m", "fitune", "train", *set_words(settings)]
 
 
 def test_torchrun_starts_a_run(words, tmp_path):
     outer = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     ended = subprocess.run([*outer, *words], capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
-    report = report_of(tmp_path)
+    report = report_of(tmp_path / "run")
     assert (report.status, [row.rank for row in report.ranks]) == ("complete", [0, 1])
     assert ended.stdout.count("report: ") == 1
     (tracked,) = read_tracked(tmp_path / "run")
@@ -63,7 +58,7 @@ def test_the_variables_of_mpirun_start_a_run(words, tmp_path):
     with kept_port() as port:
         environments = [mpi(rank, MASTER_PORT=str(port)) for rank in range(2)]
         assert [code for code, _ in started(environments, words)] == [0, 0]
-    assert report_of(tmp_path).status == "complete"
+    assert report_of(tmp_path / "run").status == "complete"
 
 
 def test_a_port_that_is_taken_is_named(words):

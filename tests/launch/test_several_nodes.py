@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 
 from faults import faulty_ranks
-from faults.faulty_ranks import until_heard
+from faults.faulty_ranks import until_heard, until_ready
 from fitune.spec.rank_status import read_statuses
-from fitune.spec.reports import RunReport
-from fitune.spec.serial import from_json
-from fitune.track.metrics import read_metrics
 from launch.namespaces import two_machines
+from runs import assert_close, report_of, set_words
 
 pytestmark = pytest.mark.slow
 
@@ -52,19 +50,9 @@ def start(cable, settings, tmp_path):
         before=(),
         **changed,
     ):
-        given = [part for k, v in {**divided, **changed}.items() for part in ("--set", f"{k}={v}")]
         meet = ["--node-rank", str(node), "--rendezvous", f"{cable.addresses[0]}:{PORT}"]
-        program = [
-            sys.executable,
-            faulty_ranks.__file__,
-            str(rank),
-            "3",
-            fault,
-            "train",
-            *given,
-            *meet,
-            *words,
-        ]
+        program = [sys.executable, faulty_ranks.__file__, str(rank), "3", fault, "train"]
+        program += [*set_words(divided | changed), *meet, *words]
         own = {"FITUNE_CACHE": str(tmp_path / f"cache of {node}"), "GO": str(tmp_path / "go")}
         return subprocess.Popen(
             [*cable.on(node), *before, *program], env={**os.environ, **own}, text=True,
@@ -83,19 +71,12 @@ def ends(*started):
 def test_two_nodes_train_the_model_of_one_process(start, settings, tmp_path):
     second, first = start(1), start(0)
     assert [code for code, _ in ends(first, second)] == [0, 0]
-    alone = {
-        **settings,
-        "micro_batch_size": 4,
-        "gradient_accumulation_steps": 1,
-        "output_dir": tmp_path / "alone",
-    }
-    words = [part for k, v in alone.items() for part in ("--set", f"{k}={v}")]
-    subprocess.run([sys.executable, "-m", "fitune", "train", *words], check=True, capture_output=True)
-    ours, theirs = (
-        [step.loss for step in read_metrics(tmp_path / f / "metrics.jsonl")] for f in ("run", "alone")
-    )
-    assert ours == pytest.approx(theirs, abs=1e-5)
-    report = from_json(RunReport, (tmp_path / "run/report.json").read_text())
+    alone = tmp_path / "alone"
+    one = {"micro_batch_size": 4, "gradient_accumulation_steps": 1, "output_dir": alone}
+    train = [sys.executable, "-m", "fitune", "train", *set_words(settings | one)]
+    subprocess.run(train, check=True, capture_output=True)
+    assert_close(tmp_path / "run", alone)
+    report = report_of(tmp_path / "run")
     assert (report.status, [row.rank for row in report.ranks]) == ("complete", [0, 1])
     assert (tmp_path / "run/rank-logs/rank1.log").is_file()
 
@@ -137,9 +118,7 @@ def test_other_settings_are_named_before_anything_runs(start):
 
 def test_a_signal_to_one_node_lets_both_save(start, tmp_path):
     first, second = start(0, fault="wait", rank=0), start(1, fault="wait", rank=0)
-    assert first.stdout is not None
-    while "READY" not in (line := first.stdout.readline()):
-        assert line, first.communicate()
+    until_ready(first)
     second.send_signal(signal.SIGTERM)
     until_heard(tmp_path / "go", ranks=(1,))
     (tmp_path / "go").touch()
@@ -151,9 +130,7 @@ def test_a_cable_that_is_pulled_ends_both(start, cable, tmp_path, monkeypatch):
     """Nothing closes the connections, so it is found by silence: a minute of it, here ten seconds."""
     monkeypatch.setenv("SILENCE", "10")
     first, second = start(0, fault="wait", rank=0), start(1, fault="wait", rank=0)
-    assert first.stdout is not None
-    while "READY" not in (line := first.stdout.readline()):
-        assert line, first.communicate()
+    until_ready(first)
     cable.pull()
     (tmp_path / "go").touch()
     (code, err), (code2, err2) = ends(first, second)

@@ -6,12 +6,11 @@ import pytest
 
 from fitune.estimate.predict import predict_memory
 from fitune.rehearse.step import record_step
-from fitune.rehearse.trace import peaks_by_kind
 from fitune.spec.model.block_profile import BatchShape
 from laws.test_memory_prediction import bench
 from laws.test_memory_prediction_families import measured_peak
 from plans import CPU, gpu, plan_for
-from rehearse.tiny_configs import tiny
+from rehearse.tiny_configs import tensor_peak, tiny
 
 TOLERANCE = 0.01
 ROWS = (40, 200, 88)
@@ -68,7 +67,7 @@ def by_rows(spec, rows, *, hardware=CPU, **choice):
 
 def rehearsed_peak(plan, config, rows):
     trace = record_step(plan, config, rows=rows, labels=shape_of(rows).supervised_tokens)
-    return max(sum(kinds.values()) for kinds in peaks_by_kind(trace, on_cuda=False).values())
+    return tensor_peak(trace)
 
 
 def check(plan, config, rows=ROWS):

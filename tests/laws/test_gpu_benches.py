@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from models.streams import forward_backward
+
 BENCH = Path(__file__).parents[2] / "bench"
 WITHOUT = """
 import runpy, sys
@@ -57,8 +59,6 @@ def test_both_sides_begin_with_the_same_loss(benches):
         cases.random_model(plan, cases.config_of(shape), device), plan, device=device
     )
     rows = cases.full_rows(plan)
-    loss = prepared.engine.forward_backward(
-        rows, supervised_tokens=rows.supervised_tokens, enter_phase=lambda phase: None
-    )
+    loss = forward_backward(prepared.engine, rows)
     theirs = peers.peer_of(case, shape, plan, device, recompute=False).step()
     assert loss.item() / rows.supervised_tokens == pytest.approx(theirs, rel=1e-3)  # bf16

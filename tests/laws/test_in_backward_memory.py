@@ -6,11 +6,10 @@ import pytest
 
 from fitune.estimate.parameters import gradients_bytes
 from fitune.estimate.predict import predict_memory
-from fitune.rehearse.step import trace_plan
-from fitune.rehearse.trace import peaks_by_kind
 from fitune.spec.plan import AdamW, AdamW8bit, ClipByNorm, Full, InBackward
 from fitune.spec.predictions import Phase
 from laws.test_memory_prediction import bench
+from laws.test_rehearsal_depth import check_repeated
 from laws.test_rehearsal_estimate import TOLERANCE, check
 from laws.test_rehearsal_real_step import check_all
 from optional_libraries import NEEDS_BITSANDBYTES
@@ -68,10 +67,7 @@ def test_repeated_blocks_are_the_traced_ones(tuning, recompute):
     config, spec = tiny("llama", num_hidden_layers=8)
     plan = plan_for(spec, precision="bf16-master", recompute=recompute, rows=2, chunk=100)
     plan = replace(plan, tuning=tuning)
-    (short, few), (exact, all_of_them) = (trace_plan(plan, config, exact=exact) for exact in (False, True))
-    assert few < all_of_them == 8
-    repeated, traced = (peaks_by_kind(trace, on_cuda=True) for trace in (short, exact))
-    assert all(repeated[phase] == traced[phase] for phase in Phase if phase is not Phase.UPDATE)
+    check_repeated(plan, config)
 
 
 def test_what_is_left_of_an_8b_model_is_the_loss():

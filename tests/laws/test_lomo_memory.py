@@ -4,12 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from fitune.rehearse.step import trace_plan
-from fitune.rehearse.trace import peaks_by_kind
 from fitune.spec.plan import ClipByNorm, ClipByValue, Lomo, Sgd
-from fitune.spec.predictions import Phase
 from laws import test_memory_prediction, test_rehearsal_real_step
 from laws.test_memory_prediction import bench
+from laws.test_rehearsal_depth import check_repeated
 from laws.test_rehearsal_estimate import check
 from plans import CPU, gpu, plan_for
 from rehearse.tiny_configs import FAMILIES, tiny
@@ -69,9 +67,6 @@ def test_estimate_and_rehearsal_agree(family, method, precision, recompute, hard
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("method", [METHODS[3], METHODS[0]], ids=[NAMES[3], NAMES[0]])
 def test_repeated_blocks_are_the_traced_ones(method):
-    """Also where backward passes the blocks twice. Of the update, a number of its last moment is missing."""
+    """Also where backward passes the blocks twice."""
     plan, config = tiny_plan("llama", method, layers=8, precision="bf16", recompute=0, rows=2, chunk=100)
-    (short, few), (exact, all_of_them) = (trace_plan(plan, config, exact=exact) for exact in (False, True))
-    assert few < all_of_them == 8
-    repeated, traced = (peaks_by_kind(trace, on_cuda=True) for trace in (short, exact))
-    assert all(repeated[phase] == traced[phase] for phase in Phase if phase is not Phase.UPDATE)
+    check_repeated(plan, config)

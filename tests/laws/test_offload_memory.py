@@ -33,41 +33,22 @@ def measured_peak(plan):
     return max(measured_peaks(plan).values())
 
 
-@pytest.mark.parametrize("tuning", ["full", "lora"])
-@pytest.mark.parametrize(
-    ("precision", "recompute", "accumulation"), [("fp32", 0, 1), ("bf16", ALL // 2, 2), ("bf16", ALL, 1)]
-)
-def test_activations_on_the_host_are_the_real_step(model, tuning, precision, recompute, accumulation):
-    """Within 1 % of the peak and 2 % of the phases, as for a plan that keeps them."""
-    plan = plan_of(
-        model, ACTIVATIONS, tuning=tuning, precision=precision, recompute=recompute, accumulation=accumulation
-    )  # fmt: skip
-    test_memory_prediction.check(plan)
-
-
-@pytest.mark.parametrize(
-    ("tuning", "precision", "recompute", "accumulation"),
-    [
-        ("full", "fp32", 0, 1), ("full", "bf16-master", ALL // 2, 2), ("full", "fp16", ALL, 1),
-        ("lora", "bf16-master", 0, 2), ("lora", "bf16", ALL // 2, 1), ("lora", "fp32", ALL, 1),
-    ],
-)  # fmt: skip
-def test_an_optimizer_on_the_host_is_the_real_step(model, tuning, precision, recompute, accumulation):
-    plan = plan_of(
-        model, OPTIMIZER, tuning=tuning, precision=precision, recompute=recompute, accumulation=accumulation
-    )  # fmt: skip
-    test_memory_prediction.check(plan)
-
-
 @pytest.mark.parametrize(
     ("offload", "tuning", "precision", "recompute", "accumulation"),
     [
+        (ACTIVATIONS, "full", "fp32", 0, 1), (ACTIVATIONS, "full", "bf16", ALL // 2, 2),
+        (ACTIVATIONS, "full", "bf16", ALL, 1), (ACTIVATIONS, "lora", "fp32", 0, 1),
+        (ACTIVATIONS, "lora", "bf16", ALL // 2, 2), (ACTIVATIONS, "lora", "bf16", ALL, 1),
+        (OPTIMIZER, "full", "fp32", 0, 1), (OPTIMIZER, "full", "bf16-master", ALL // 2, 2),
+        (OPTIMIZER, "full", "fp16", ALL, 1), (OPTIMIZER, "lora", "bf16-master", 0, 2),
+        (OPTIMIZER, "lora", "bf16", ALL // 2, 1), (OPTIMIZER, "lora", "fp32", ALL, 1),
         (STATES, "full", "fp32", 0, 1), (STATES, "full", "bf16", ALL // 2, 2), (ALL_THREE, "full", "bf16", ALL, 1),
         (FROZEN, "lora", "bf16-master", 0, 2), (FROZEN, "lora", "fp32", ALL // 2, 1), (FROZEN, "lora", "bf16", ALL, 1),
         (ALL_THREE, "lora", "fp32", 0, 1),
     ],
 )  # fmt: skip
-def test_weights_on_the_host_are_the_real_step(model, offload, tuning, precision, recompute, accumulation):
+def test_what_is_on_the_host_is_the_real_step(model, offload, tuning, precision, recompute, accumulation):
+    """Within 1 % of the peak and 2 % of the phases, as for a plan that keeps it."""
     plan = plan_of(
         model, offload, tuning=tuning, precision=precision, recompute=recompute, accumulation=accumulation
     )  # fmt: skip

@@ -12,7 +12,6 @@ from fitune.estimate.model_profile import model_profile
 from fitune.estimate.predict import predict_memory
 from fitune.models.door import model_config
 from fitune.rehearse.step import trace_plan
-from fitune.rehearse.trace import peaks_by_kind
 from fitune.spec.counts import adapted_blocks, untouched_blocks
 from fitune.spec.model.block_profile import BatchShape
 from fitune.spec.model.known_models import configs_to_trace
@@ -20,6 +19,7 @@ from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.model.tracing import NOT_SHIPPED
 from fitune.spec.plan import Batch
 from plans import gpu, plan_for
+from rehearse.tiny_configs import tensor_peak
 
 COMMON = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 5, "vocab_size": 200, "num_attention_heads": 4,
@@ -59,7 +59,7 @@ def with_adapters(spec, targets, *, tokens, **choice):
 
 def check(plan, config):
     trace, _ = trace_plan(plan, config, exact=False)  # whole where blocks differ
-    rehearsed = max(sum(kinds.values()) for kinds in peaks_by_kind(trace, on_cuda=False).values())
+    rehearsed = tensor_peak(trace)
     assert predict_memory(plan).tensor_peak_bytes == pytest.approx(rehearsed, rel=0.01)
 
 

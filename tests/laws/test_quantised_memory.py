@@ -5,12 +5,11 @@ from dataclasses import replace
 import pytest
 
 from fitune.rehearse.step import record_step
-from fitune.rehearse.trace import peaks_by_kind
 from fitune.spec.plan import Hqq, Nf4
 from laws import test_memory_prediction, test_rehearsal_real_step
 from laws.test_memory_prediction import bench
 from laws.test_memory_prediction_families import ROWS, measured_peak
-from rehearse.tiny_configs import tiny
+from rehearse.tiny_configs import tensor_peak, tiny
 
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("hqq.core.quantize")
@@ -81,5 +80,5 @@ def test_packed_experts_are_predicted_and_rehearsed(family, base, precision, rec
     predicted = max(bench.predicted_peaks(plan, rows).values())
     assert predicted == pytest.approx(measured_peak(config, plan, rows), rel=0.03)
     trace = record_step(plan, config, rows=ROWS, labels=rows.supervised_tokens)
-    rehearsed = max(sum(kinds.values()) for kinds in peaks_by_kind(trace, on_cuda=False).values())
+    rehearsed = tensor_peak(trace)
     assert predicted == pytest.approx(rehearsed, rel=0.03)

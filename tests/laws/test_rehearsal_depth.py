@@ -5,6 +5,7 @@ import pytest
 from fitune.rehearse.layer_extrapolation import ROW, Depth
 from fitune.rehearse.step import trace_plan
 from fitune.rehearse.trace import Reached, peaks_by_kind, reserved_peak
+from fitune.spec.predictions import Phase
 from plans import CPU, gpu, plan_for
 from rehearse.tiny_configs import tiny
 
@@ -13,6 +14,14 @@ def both(family, *, layers, **choice):
     config, spec = tiny(family, num_hidden_layers=layers)
     plan = plan_for(spec, chunk=100, seq_len=32, rows=2, **choice)
     return trace_plan(plan, config, exact=False), trace_plan(plan, config, exact=True)
+
+
+def check_repeated(plan, config):
+    """Where weights are stepped in backward: of the update, a number of its last moment is missing."""
+    (short, few), (exact, all_of_them) = (trace_plan(plan, config, exact=exact) for exact in (False, True))
+    assert few < all_of_them == plan.model.num_layers
+    repeated, traced = (peaks_by_kind(trace, on_cuda=True) for trace in (short, exact))
+    assert all(repeated[phase] == traced[phase] for phase in Phase if phase is not Phase.UPDATE)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from fitune.rehearse.trace import peaks_by_kind
 from fitune.spec.plan import Hqq, Nf4
 from fitune.spec.predictions import Phase
 from plans import CPU, gpu, plan_for
-from rehearse.tiny_configs import FAMILIES, tiny
+from rehearse.tiny_configs import FAMILIES, tensor_peak, tiny
 
 TOLERANCE = 0.02
 CHOICES = [
@@ -29,9 +29,8 @@ CHOICES = [
 
 
 def rehearsed_peak(plan, config):
-    """The CPU's tensors are not rounded to blocks; a model this small would be blocks more than bytes."""
     trace, _ = trace_plan(plan, config, exact=True)
-    return max(sum(kinds.values()) for kinds in peaks_by_kind(trace, on_cuda=False).values())
+    return tensor_peak(trace)
 
 
 def check(plan, config, tolerance=TOLERANCE):

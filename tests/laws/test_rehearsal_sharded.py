@@ -27,7 +27,7 @@ from fitune.spec.plan import (
 from fitune.spec.predictions import Phase
 from fitune.spec.recipe.targets import resolve_targets
 from plans import CPU, plan_for
-from rehearse.tiny_configs import tiny
+from rehearse.tiny_configs import tensor_peak, tiny
 
 TOLERANCE = 0.02
 EIGHT = replace(CPU, gpus_per_node=8)
@@ -48,6 +48,10 @@ def rehearsed(family, stage, *, exact=True, hybrid=False, layers=4, vocab_size=1
     return plan, trace
 
 
+def assert_predicted(plan, trace):
+    assert predict_memory(plan).tensor_peak_bytes == pytest.approx(tensor_peak(trace), rel=TOLERANCE)
+
+
 def cases():
     families = ("llama", "qwen2", "qwen3", "mixtral", "phi3")
     for row, family in enumerate(families):
@@ -61,8 +65,7 @@ def cases():
 @pytest.mark.parametrize(("family", "stage", "choice"), list(cases()))
 def test_estimate_and_rehearsal_agree(family, stage, choice):
     plan, trace = rehearsed(family, stage, **choice)
-    expected = max(sum(kinds.values()) for kinds in peaks_by_kind(trace, on_cuda=False).values())
-    assert predict_memory(plan).tensor_peak_bytes == pytest.approx(expected, rel=TOLERANCE)
+    assert_predicted(plan, trace)
 
 
 BY_VALUE, BY_NORM = ClipByValue(value=1.0), ClipByNorm(max_norm=1.0)
@@ -97,8 +100,7 @@ def test_estimate_and_rehearsal_agree_where_shares_are_stepped_in_backward(
     )
     plan = replace(plan, tuning=tuning, optimizer=optimizer)
     trace, _ = trace_plan(plan, config, exact=True)
-    expected = max(sum(kinds.values()) for kinds in peaks_by_kind(trace, on_cuda=False).values())
-    assert predict_memory(plan).tensor_peak_bytes == pytest.approx(expected, rel=TOLERANCE)
+    assert_predicted(plan, trace)
 
 
 @pytest.mark.thinned(3)
@@ -127,8 +129,7 @@ def test_packed_words_and_their_scales_are_divided(base):
     peaks, memory = peaks_by_kind(trace, on_cuda=False), predict_memory(plan)
     idle = sum(memory.phases[Phase.IDLE].values())
     assert idle == pytest.approx(sum(peaks[Phase.IDLE].values()), rel=TOLERANCE)
-    expected = max(sum(kinds.values()) for kinds in peaks.values())
-    assert memory.tensor_peak_bytes == pytest.approx(expected, rel=TOLERANCE)
+    assert memory.tensor_peak_bytes == pytest.approx(tensor_peak(trace), rel=TOLERANCE)
 
 
 def test_a_rank_holds_its_share_of_weights_and_states():
@@ -150,8 +151,7 @@ def test_hybrid_shares_within_a_node():
 def test_hybrid_holds_what_the_nodes_summed_to_the_end_of_backward():
     choice = {"tuning": "full", "precision": "bf16-master", "recompute": 4, "accumulation": 2}
     plan, trace = rehearsed("llama", 3, hybrid=True, **choice)
-    expected = max(sum(kinds.values()) for kinds in peaks_by_kind(trace, on_cuda=False).values())
-    assert predict_memory(plan).tensor_peak_bytes == pytest.approx(expected, rel=TOLERANCE)
+    assert_predicted(plan, trace)
 
 
 @pytest.mark.parametrize(

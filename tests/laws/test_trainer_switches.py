@@ -14,11 +14,10 @@ from fitune.estimate.trainer import Trainer, describe_step_of
 from fitune.measure.memory import LiveTensors
 from fitune.models import liger
 from fitune.rehearse.step import trace_plan
-from fitune.rehearse.trace import peaks_by_kind
 from fitune.spec.plan import Nf4, PlainLoss, Zero
 from fitune.spec.predictions import Phase
 from plans import gpu, plan_for, small_llama
-from rehearse.tiny_configs import tiny
+from rehearse.tiny_configs import tensor_peak, tiny
 
 TOKENS, SIZES = (2, 64), {"hidden_size": 256, "intermediate_size": 640}
 
@@ -145,7 +144,7 @@ def test_fused_norms_beside_an_mlp_of_small_operations(monkeypatch, tuning):
         precision="bf16",
     )  # fmt: skip
     trace, _ = trace_plan(plan, config, exact=True)
-    traced = max(sum(kinds.values()) for kinds in peaks_by_kind(trace, on_cuda=False).values())
+    traced = tensor_peak(trace)
     predicted = predict_memory(plan, trainer=Trainer(eager_mlp=True)).tensor_peak_bytes
     assert predicted == pytest.approx(traced, rel=0.02)
     assert predict_memory(plan).tensor_peak_bytes < 0.98 * traced

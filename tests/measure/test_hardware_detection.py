@@ -7,7 +7,6 @@ from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import pytest
-import torch
 
 from fitune.errors import HardwareError
 from fitune.estimate.overhead import usable_bytes
@@ -89,28 +88,12 @@ def gpu(name, mib, *capability, index=0, uuid="GPU-1"):
     )
 
 
-def sees(monkeypatch, *gpus):
-    """Let torch see these CUDA devices."""
-
-    def properties(index):
-        each = gpus[index]
-        major, minor = each.capability
-        uuid = each.uuid.removeprefix("GPU-")
-        return SimpleNamespace(
-            name=each.name, total_memory=each.memory_bytes, major=major, minor=minor, uuid=uuid
-        )
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpus))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-
-
 TWO_A100 = (
-    gpu("NVIDIA A100-SXM4-80GB", 81920, 8, 0, index=0, uuid="GPU-5f1d0b0e-2c43-9d0a-7f2f-0a4d0a3c1a01"),
+    gpu("NVIDIA A100-SXM4-80GB", 81920, 8, 0, uuid="GPU-5f1d0b0e-2c43-9d0a-7f2f-0a4d0a3c1a01"),
     gpu("NVIDIA A100-SXM4-80GB", 81920, 8, 0, index=1, uuid="GPU-77aa1c9e-0d5b-4be2-1c6a-3b9d6c2f4b02"),
 )
 MIXED = (
-    gpu("NVIDIA GeForce RTX 4090", 24564, 8, 9, index=0, uuid="GPU-11111111-aaaa-bbbb-cccc-000000000000"),
+    gpu("NVIDIA GeForce RTX 4090", 24564, 8, 9, uuid="GPU-11111111-aaaa-bbbb-cccc-000000000000"),
     gpu("NVIDIA GeForce RTX 3060", 12288, 8, 6, index=1, uuid="GPU-22222222-aaaa-bbbb-cccc-000000000000"),
 )
 
@@ -166,21 +149,23 @@ def test_a_machine_without_a_driver_has_no_gpus(monkeypatch):
     assert gpus_here({}) == ()
 
 
-def test_without_nvml_torch_describes_the_gpus(monkeypatch):
+def test_without_nvml_torch_describes_the_gpus(monkeypatch, torch_sees):
     """A container without the driver's "utility" part: torch sees what CUDA_VISIBLE_DEVICES leaves, numbered from 0."""
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(driver=False))
     monkeypatch.setattr(nvml, "count_of_driver", lambda: 1)
-    sees(monkeypatch, MIXED[1])
+    torch_sees(MIXED[1])
     assert gpus_here({"CUDA_VISIBLE_DEVICES": "1"}) == (replace(MIXED[1], index=0),)
     assert detect_hardware().gpu.name == "rtx-3060"
 
 
 @pytest.mark.parametrize("installed", [True, False])
-def test_gpus_that_neither_nvml_nor_torch_can_describe_are_not_taken_for_a_processor(monkeypatch, installed):
+def test_gpus_that_neither_nvml_nor_torch_can_describe_are_not_taken_for_a_processor(
+    monkeypatch, torch_sees, installed
+):
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(driver=False))
     monkeypatch.setattr(nvml, "count_of_driver", lambda: 2)
     if installed:
-        sees(monkeypatch)
+        torch_sees()
     else:
         monkeypatch.setitem(sys.modules, "torch", None)
     why = "sees no CUDA device" if installed else "torch is not installed"

@@ -13,9 +13,8 @@ from fitune.errors import ModelError, OutOfMemory, is_out_of_memory
 from fitune.models.weight_files import stored_tensors
 from fitune.models.weights import load_model
 from fitune.spec.plan import Dense, Hqq, Nf4
-from models.tiny_models import tiny_model
+from models.tiny_models import load, tiny_model
 
-CPU = torch.device("cpu")
 NAME = "model.layers.1.mlp.up_proj.weight"
 Damage = Callable[[Path], None]
 
@@ -116,7 +115,7 @@ CASES: dict[str, tuple[Damage, str]] = {
 def test_damage_is_named(folder, damage, message, base):
     damage(folder)
     with pytest.raises(ModelError, match=message) as caught:
-        load_model(str(folder), dtype=torch.float32, device=CPU, base=base)
+        load(folder, base=base)
     assert caught.value.hint
 
 
@@ -128,7 +127,7 @@ def test_two_tables_that_differ_are_not_one(folder, base):
     with pytest.raises(
         ModelError, match="separate embeddings, but config.json says tie_word_embeddings"
     ) as caught:
-        load_model(str(folder), dtype=torch.float32, device=CPU, base=base)
+        load(folder, base=base)
     assert "tie_word_embeddings: false" in str(caught.value.hint)
 
 
@@ -148,7 +147,7 @@ def test_no_memory_while_packing_is_not_taken_for_damaged_files(folder, monkeypa
 
     monkeypatch.setattr("fitune.models.low_bit.packing.packed_linear", full)
     with pytest.raises(torch.OutOfMemoryError) as caught:
-        load_model(str(folder), dtype=torch.float32, device=CPU, base=base)
+        load(folder, base=base)
     assert is_out_of_memory(caught.value)
     assert not isinstance(caught.value, OutOfMemory | ModelError)
 

@@ -5,23 +5,14 @@ import sys
 
 import pytest
 import torch
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fitune.errors import MissingExtra, ModelError
-from fitune.models.low_bit.packing import quantise_blocks
 from fitune.spec.plan import Hqq
-from models.test_nf4 import dense_linear, forward_and_gradient
+from models.test_nf4 import assert_fake_is, assert_same_bytes, dense_linear, forward_and_gradient, packed
 
 hqq = pytest.importorskip("hqq.core.quantize")
 
 BITS = [8, 4, 3, 2]
-
-
-def packed(linear, base):
-    holder = nn.Sequential(linear)
-    quantise_blocks(holder, base)
-    return holder[0]
 
 
 def library_linear(linear, base):
@@ -60,21 +51,12 @@ def test_nothing_is_kept_for_backward(bits):
 @pytest.mark.parametrize("bits", BITS)
 def test_bytes_come_back_bit_identical_and_are_never_cast(bits):
     linear = packed(dense_linear(torch.bfloat16, bias=False), Hqq(bits=bits))
-    before, whole = {name: t.clone() for name, t in linear.state_dict().items()}, linear.dequantised()
-    linear = copy.deepcopy(linear).half().float().to("cpu")
-    for name, tensor in linear.state_dict().items():
-        assert tensor.view(torch.uint8).equal(before[name].view(torch.uint8)), name
-    assert torch.equal(linear.dequantised(), whole)
+    assert_same_bytes(copy.deepcopy(linear).half().float().to("cpu"), linear)
 
 
 @pytest.mark.parametrize("bits", BITS)
 def test_packing_on_fake_tensors_gives_the_same_shapes(bits):
-    real = packed(dense_linear(torch.bfloat16), Hqq(bits=bits))
-    with FakeTensorMode():
-        fake = packed(nn.Linear(128, 64, dtype=torch.bfloat16), Hqq(bits=bits))
-        fake(torch.empty(3, 128, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
-    shapes = {name: (t.shape, t.dtype) for name, t in real.state_dict().items()}
-    assert {name: (t.shape, t.dtype) for name, t in fake.state_dict().items()} == shapes
+    assert_fake_is(Hqq(bits=bits))
 
 
 def test_a_matrix_that_leaves_a_rest_is_refused():

@@ -6,12 +6,12 @@ import pytest
 import torch
 from transformers import ApertusConfig, ApertusForCausalLM
 
-from fitune.models.weights import load_model
 from fitune.spec.counts import count_parameters
 from fitune.spec.model.architectures import trains_like_transformers
 from fitune.spec.model.model_config import load_model_spec
 from fitune.train.prepare import prepare_loaded
-from models.streams import make_rows, stream_of
+from models.streams import forward_backward, make_rows, optimizer_step, stream_of
+from models.tiny_models import load
 from plans import plan_for
 
 SMALL = {
@@ -39,15 +39,13 @@ def test_two_weights_in_each_block_are_counted(spec):
 def test_they_are_trained_with_everything_and_frozen_under_adapters(spec, tuning):
     plan = replace(plan_for(spec, tuning=tuning, rows=1, seq_len=32, precision="fp32"), model_path=spec.name)
     assert trains_like_transformers(spec)
-    model = load_model(spec.name, dtype=torch.float32, device=torch.device("cpu"))
+    model = load(spec.name)
     learned = {name: p for name, p in model.named_parameters() if "alpha" in name}
     before = {name: p.detach().clone() for name, p in learned.items()}
     prepared = prepare_loaded(model, plan)
     stream = stream_of(ROWS)
-    prepared.engine.forward_backward(
-        stream, supervised_tokens=stream.supervised_tokens, enter_phase=lambda phase: None
-    )
-    prepared.engine.update(learning_rate=1e-2, enter_phase=lambda phase: None)
+    forward_backward(prepared.engine, stream)
+    optimizer_step(prepared.engine, 1e-2)
     assert len(learned) == 4
     moved = {name for name, p in learned.items() if not torch.equal(p, before[name])}
     assert moved == (set(learned) if tuning == "full" else set())

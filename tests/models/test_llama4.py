@@ -8,15 +8,12 @@ from transformers import Llama4Config, Llama4ForCausalLM, Llama4ForConditionalGe
 
 from fitune.errors import FituneError
 from fitune.estimate.predict import predict_memory
-from fitune.models.attention import use_attention
-from fitune.models.language_model import language_model, recompute_blocks
 from fitune.models.low_bit.quantised import is_dense_linear
 from fitune.models.row_attention import Rows
-from fitune.models.weights import load_model
 from fitune.spec.model.model_config import load_model_spec
-from fitune.spec.plan import PlainLoss, Recompute
 from fitune.spec.rules import require_rules
-from models.streams import make_rows, stream_of
+from models.streams import assert_same_step, loss_and_gradients, make_rows, reference
+from models.tiny_models import load
 from plans import plan_for
 
 TEXT = {
@@ -48,25 +45,8 @@ def folder(tmp_path, traces):
 
 @pytest.mark.parametrize(("attention", "blocks"), [("sdpa", 0), ("eager", 3)])
 def test_a_row_of_several_chunks_is_trained_as_transformers_does(attention, blocks):
-    plain, ours = tiny(), tiny()
-    logits = plain(input_ids=ROW[None]).logits[0, :-1].float()
-    expected = torch.nn.functional.cross_entropy(logits, ROW[1:])
-    expected.backward()
-    use_attention(ours, attention)
-    parts = language_model(ours, PlainLoss())
-    recompute_blocks(parts.blocks, Recompute(blocks=blocks), has_dropout=False)
-    stream = stream_of([ROW])
-    hidden = parts.hidden_states(stream)
-    total, gradient = parts.loss_and_gradient(hidden.detach(), stream, scale=1 / stream.supervised_tokens)
-    hidden.backward(gradient)
-    assert total.item() / stream.supervised_tokens == pytest.approx(expected.item(), abs=2e-6)
-    wanted = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
-    found = {name: p.grad for name, p in ours.named_parameters() if p.grad is not None}
-    assert found.keys() == wanted.keys()
-    for name, gradient in wanted.items():
-        torch.testing.assert_close(
-            found[name], gradient, rtol=2e-4, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}"
-        )
+    found = loss_and_gradients(tiny(), [ROW], attention=attention, blocks=blocks)
+    assert_same_step(found, reference(tiny(), [ROW]))
 
 
 def test_rows_are_cut_from_their_own_beginning():
@@ -92,7 +72,7 @@ def test_its_text_part_is_loaded_from_the_whole_checkpoint(tmp_path):
     torch.manual_seed(0)
     whole = Llama4ForConditionalGeneration(Llama4Config(text_config=TEXT, vision_config=VISION))
     whole.save_pretrained(tmp_path)
-    loaded = load_model(str(tmp_path), dtype=torch.float32, device=torch.device("cpu"))
+    loaded = load(tmp_path)
     assert isinstance(loaded, Llama4ForCausalLM)
     with torch.no_grad():
         assert torch.equal(loaded(input_ids=ROW[None]).logits, whole(input_ids=ROW[None]).logits)

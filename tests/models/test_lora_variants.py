@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from checkpoint.tiny_export import into
+from checkpoint.tiny_export import into, with_random_b
 from fitune.checkpoint.export import export_adapter, export_merged
 from fitune.errors import CheckpointError
 from fitune.models.adapter_file import check_adapter
@@ -43,10 +43,7 @@ def theirs(words, model):
 def filled(model):
     """B is no longer zero, the same in both."""
     torch.manual_seed(4)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.1)
-    return model
+    return with_random_b(model)
 
 
 def gradients(model):

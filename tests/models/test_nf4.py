@@ -47,6 +47,25 @@ def forward_and_gradient(module, dtype):
     return out.detach(), x.grad
 
 
+def assert_same_bytes(found, expected):
+    before = expected.state_dict()
+    for name, tensor in found.state_dict().items():
+        assert tensor.dtype == before[name].dtype
+        assert tensor.view(torch.uint8).equal(before[name].view(torch.uint8)), name
+    assert torch.equal(found.dequantised(), expected.dequantised())
+
+
+def assert_fake_is(base):
+    real = packed(dense_linear(torch.bfloat16), base)
+    with FakeTensorMode():
+        fake = packed(nn.Linear(128, 64, dtype=torch.bfloat16), base)
+        out = fake(torch.empty(3, 128, dtype=torch.bfloat16, requires_grad=True))
+        out.sum().backward()
+    assert out.shape == (3, 64)
+    shapes = {name: (t.shape, t.dtype) for name, t in real.state_dict().items()}
+    assert {name: (t.shape, t.dtype) for name, t in fake.state_dict().items()} == shapes
+
+
 @pytest.mark.parametrize("double", [True, False], ids=["double", "single"])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -103,8 +122,7 @@ def test_parameters_are_no_whole_numbers():
 def test_packed_bytes_come_back_bit_identical(journey, tmp_path):
     """What leaves the device and comes back is never quantised again, and no cast touches it."""
     linear = packed(dense_linear(torch.bfloat16), Nf4())
-    before = {name: tensor.clone() for name, tensor in linear.state_dict().items()}
-    whole = linear.dequantised()
+    first = copy.deepcopy(linear)
     match journey:
         case "copy":
             linear = copy.deepcopy(linear).to("cpu")
@@ -113,13 +131,10 @@ def test_packed_bytes_come_back_bit_identical(journey, tmp_path):
         case "meta view":
             linear._apply(lambda tensor: tensor.clone())
         case "safetensors":
-            save_file(before, tmp_path / "packed.safetensors")
+            save_file(linear.state_dict(), tmp_path / "packed.safetensors")
             linear = packed(nn.Linear(128, 64, dtype=torch.bfloat16), Nf4())
             linear.load_state_dict(load_file(tmp_path / "packed.safetensors"))
-    for name, tensor in linear.state_dict().items():
-        assert tensor.dtype == before[name].dtype
-        assert tensor.view(torch.uint8).equal(before[name].view(torch.uint8)), name
-    assert torch.equal(linear.dequantised(), whole)
+    assert_same_bytes(linear, first)
 
 
 def test_only_the_blocks_linears_are_packed():
@@ -147,14 +162,7 @@ def test_other_shapes_of_linears(family):
 
 
 def test_packing_on_fake_tensors_gives_the_same_shapes():
-    real = packed(dense_linear(torch.bfloat16), Nf4())
-    with FakeTensorMode():
-        fake = packed(nn.Linear(128, 64, dtype=torch.bfloat16), Nf4())
-        out = fake(torch.empty(3, 128, dtype=torch.bfloat16, requires_grad=True))
-        out.sum().backward()
-    assert out.shape == (3, 64)
-    shapes = {name: (t.shape, t.dtype) for name, t in real.state_dict().items()}
-    assert {name: (t.shape, t.dtype) for name, t in fake.state_dict().items()} == shapes
+    assert_fake_is(Nf4())
 
 
 def test_without_the_library_the_extra_is_named(monkeypatch):

@@ -30,9 +30,10 @@ from fitune.models.adapters import load_adapter
 from fitune.models.door import text_config
 from fitune.models.weights import load_model
 from fitune.train.prepare import prepare
-from fitune.train.run import run
 from laws.test_memory_prediction import bench
-from train.test_run import callbacks
+from runs import (
+    trained,
+)
 
 TEXT = {
     "vocab_size": 384, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -137,7 +138,7 @@ def test_the_peak_is_the_predicted_one(folder, data_file, tuning):
 
 def test_an_adapter_fits_the_whole_that_users_load(kind, folder, data_file):
     """Under the whole's names, and on its language model alone: towers have linears of the same names."""
-    exported = Path(str(run(plan_on(folder, data_file, learning_rate=5e-2), callbacks=callbacks()).exported))
+    exported = Path(str(trained(plan_on(folder, data_file, learning_rate=5e-2)).exported))
     assert check_adapter(exported, base=folder) == ()
     ours = answers(load_adapter(load_model(str(folder), **ON_CPU), exported))
     whole = type(seeing(kind)).from_pretrained(folder)
@@ -152,7 +153,7 @@ def test_an_adapter_fits_the_whole_that_users_load(kind, folder, data_file):
 
 @pytest.mark.parametrize("words", [{"tuning": "full"}, {"export": "merged"}], ids=str)
 def test_a_whole_export_is_the_language_model(kind, folder, data_file, words):
-    exported = run(plan_on(folder, data_file, **words), callbacks=callbacks()).exported
+    exported = trained(plan_on(folder, data_file, **words)).exported
     found = AutoModelForCausalLM.from_pretrained(str(exported))
     assert type(found) is CLASSES[kind]
     assert answers(found).isfinite().all()

@@ -9,7 +9,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from checkpoint.tiny_export import into
+from checkpoint.tiny_export import answer, assert_peft_answers, into
 from fitune.checkpoint.export import export_adapter, export_merged
 from fitune.errors import CheckpointError
 from fitune.models.adapter_file import check_adapter
@@ -40,11 +40,6 @@ def moved(model):
 def base_in(folder, *, family="llama", tied=False):
     tiny_model(family, vocab_size=260, tie_word_embeddings=tied).save_pretrained(folder)
     return AutoModelForCausalLM.from_pretrained(folder)
-
-
-@torch.no_grad()
-def answer(model):
-    return model.eval()(input_ids=IDS).logits
 
 
 def test_gradients_are_those_of_pefts_copies():
@@ -92,11 +87,7 @@ def test_peft_loads_what_is_exported(tmp_path, family, tied, saved):
     assert done.max_logit_difference == 0.0
     config = json.loads((tmp_path / "out/adapter_config.json").read_text())
     assert len(config["modules_to_save"]) == len(saved)
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    untrained = answer(base)
-    reloaded = PeftModel.from_pretrained(base, tmp_path / "out")
-    assert torch.equal(answer(reloaded), answer(model))
-    assert (answer(model) - untrained).abs().max() > 0.1
+    assert_peft_answers(model, tmp_path / "base", tmp_path / "out")
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -6,6 +6,8 @@ import shutil
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from fitune.models.weights import load_model
+
 _COMMON = {
     "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
     "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
@@ -49,3 +51,16 @@ def with_ids_moved_up(folder, to, *, by):
     content["model"]["vocab"] = {token: id + by for token, id in vocabulary.items()}
     (to / "tokenizer.json").write_text(json.dumps(content))
     return to
+
+
+def load(folder, *, dtype=torch.float32, **named):
+    return load_model(str(folder), dtype=dtype, device=torch.device("cpu"), **named)
+
+
+def beside_tokenizer(model, base, folder):
+    """``folder`` with the model, and the tokenizer of the model in ``base``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in base.glob("*token*"):
+        shutil.copy(file, folder)
+    model.save_pretrained(folder)
+    return folder

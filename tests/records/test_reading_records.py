@@ -24,14 +24,18 @@ def test_every_row_is_read_in_order():
     assert rows[0].size("seq_len") == 4096
 
 
-def test_a_line_that_is_no_json_is_named(tmp_path):
-    with pytest.raises(DataError, match=r"rows\.jsonl line 2: not JSON"):
-        read_records(lines(tmp_path, {"id": "a"}, "{'id': 1}"))
-
-
-def test_a_line_that_is_no_object_is_named(tmp_path):
-    with pytest.raises(DataError, match="line 3: expected an object, found list"):
-        read_records(lines(tmp_path, {"id": "a"}, "", "[1, 2]"))
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (({"id": "a"}, "{'id': 1}"), r"rows\.jsonl line 2: not JSON"),
+        (({"id": "a"}, "", "[1, 2]"), "line 3: expected an object, found list"),
+        (({"id": "a"}, {"id": "b"}, {"id": "a"}), "line 3: id 'a' is that of line 1 too"),
+        (("",), "has no rows"),
+    ],
+)
+def test_lines_that_are_no_records_are_named(tmp_path, rows, said):
+    with pytest.raises(DataError, match=said):
+        read_records(lines(tmp_path, *rows))
 
 
 def test_bytes_that_are_no_text_are_refused(tmp_path):
@@ -39,16 +43,6 @@ def test_bytes_that_are_no_text_are_refused(tmp_path):
     path.write_bytes(b'{"id": "\xff"}\n')
     with pytest.raises(DataError, match="is not UTF-8"):
         read_records(path)
-
-
-def test_an_id_twice_names_both_lines(tmp_path):
-    with pytest.raises(DataError, match="line 3: id 'a' is that of line 1 too"):
-        read_records(lines(tmp_path, {"id": "a"}, {"id": "b"}, {"id": "a"}))
-
-
-def test_an_empty_file_has_no_rows(tmp_path):
-    with pytest.raises(DataError, match="has no rows"):
-        read_records(lines(tmp_path, ""))
 
 
 @pytest.mark.parametrize("value", [0, -1, float("inf"), float("nan"), 10**400])

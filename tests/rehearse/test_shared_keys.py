@@ -9,10 +9,10 @@ from fitune.errors import ModelError
 from fitune.estimate.predict import predict_memory
 from fitune.models.door import model_config
 from fitune.rehearse.step import trace_plan
-from fitune.rehearse.trace import peaks_by_kind
 from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.plan import Zero
 from plans import CPU, gpu, plan_for
+from rehearse.tiny_configs import tensor_peak
 
 COMMON = {
     "hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -66,7 +66,7 @@ def spec_of(tmp_path, traces):
 
 def rehearsed_peak(plan):
     trace, _ = trace_plan(plan, model_config(plan.model_path), exact=True)
-    return max(sum(kinds.values()) for kinds in peaks_by_kind(trace, on_cuda=False).values())
+    return tensor_peak(trace)
 
 
 @pytest.mark.parametrize(

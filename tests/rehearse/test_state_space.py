@@ -7,9 +7,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fitune.estimate.predict import predict_memory
-from fitune.models.attention import use_attention
 from fitune.models.door import model_config, with_layers
-from fitune.models.language_model import language_model, recompute_blocks
+from fitune.models.language_model import language_model
 from fitune.models.low_bit.packing import places_in
 from fitune.rehearse.block_recording import work_of
 from fitune.rehearse.step import trace_plan
@@ -18,10 +17,11 @@ from fitune.spec.model import tracing
 from fitune.spec.model.block_profile import BatchShape
 from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.model.traced_profile import Extent, Size
-from fitune.spec.plan import Batch, Nf4, PlainLoss, Precision, Recompute
+from fitune.spec.plan import Batch, Nf4, PlainLoss, Precision
 from fitune.spec.predictions import Phase
-from models.streams import make_rows, stream_of
+from models.streams import assert_same_step, loss_and_gradients, make_rows, reference, stream_of
 from plans import plan_for
+from rehearse.tiny_configs import tensor_peak
 
 CHUNK = 24
 COMMON = {
@@ -82,7 +82,7 @@ def test_the_estimate_is_the_rehearsed_step(folder, model_type):
         rehearsed = peaks_by_kind(trace, on_cuda=False)
         predicted = predict_memory(plan)
         assert predicted.tensor_peak_bytes == pytest.approx(
-            max(sum(kinds.values()) for kinds in rehearsed.values()),
+            tensor_peak(trace),
             rel=0.005 if precision is Precision.FP32 else 0.01,
         )
         forward = sum(predicted.phases[Phase.FORWARD].values())
@@ -118,64 +118,41 @@ def test_rows_of_one_chunk_are_traced_by_themselves(folder, tuning, recompute):
     spec = spec_of(folder, "mamba2")
     for tokens in (CHUNK // 2, CHUNK):
         plan = one_row(spec, tokens=tokens, tuning=tuning, recompute=recompute)
-        rehearsed = peaks_by_kind(trace_plan(plan, model_config(spec.name), exact=True)[0], on_cuda=False)
-        assert predict_memory(plan).tensor_peak_bytes == pytest.approx(
-            max(sum(kinds.values()) for kinds in rehearsed.values()), rel=0.01
-        )
+        trace, _ = trace_plan(plan, model_config(spec.name), exact=True)
+        assert predict_memory(plan).tensor_peak_bytes == pytest.approx(tensor_peak(trace), rel=0.01)
+
+
+ROWS = make_rows((2 * CHUNK + 5,))
+
+
+def twins(model_type, **named):
+    """Two models of the same random weights and one config, whose attention becomes that of the trained one."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **MODELS[model_type])
+    plain, ours = (AutoModelForCausalLM.from_config(config, **named).train() for _ in range(2))
+    ours.load_state_dict(plain.state_dict())
+    return plain, ours
 
 
 @pytest.mark.parametrize(
     ("model_type", "blocks"), [("granitemoehybrid", 3), ("mamba", 0), ("mamba2", 1), ("qwen3_5_text", 2)]
 )
 def test_a_row_is_trained_as_transformers_does(model_type, blocks):
-    (row,) = make_rows((2 * CHUNK + 5,))
-    torch.manual_seed(0)
-    plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **MODELS[model_type])).train()
-    ours = AutoModelForCausalLM.from_config(plain.config).train()
-    ours.load_state_dict(plain.state_dict())
-    logits = plain(input_ids=row[None], use_cache=False).logits[0, :-1].float()
-    expected = torch.nn.functional.cross_entropy(logits, row[1:])
-    expected.backward()
-    use_attention(ours, "sdpa")
-    parts = language_model(ours, PlainLoss())
-    recompute_blocks(parts.blocks, Recompute(blocks=blocks), has_dropout=False)
-    stream = stream_of([row])
-    hidden = parts.hidden_states(stream)
-    total, gradient = parts.loss_and_gradient(hidden.detach(), stream, scale=1 / stream.supervised_tokens)
-    hidden.backward(gradient)
-    assert total.item() / stream.supervised_tokens == pytest.approx(expected.item(), abs=2e-6)
-    wanted = {name: p.grad for name, p in plain.named_parameters()}
-    for name, parameter in ours.named_parameters():
-        torch.testing.assert_close(
-            parameter.grad, wanted[name], rtol=2e-4, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}"
-        )
+    plain, ours = twins(model_type)
+    expected = reference(plain, ROWS)
+    assert_same_step(loss_and_gradients(ours, ROWS, blocks=blocks), expected)
 
 
 @pytest.mark.parametrize("model_type", ["mamba", "mamba2"])
 def test_an_fp32_stream_under_bf16_weights_has_the_loss_of_transformers(model_type):
-    (row,) = make_rows((2 * CHUNK + 5,))
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **MODELS[model_type])
-    plain = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
-    ours = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
-    ours.load_state_dict(plain.state_dict())
-    logits = plain(input_ids=row[None], use_cache=False).logits[0, :-1].float()
-    expected = torch.nn.functional.cross_entropy(logits, row[1:])
-    expected.backward()
-    use_attention(ours, "sdpa")
-    parts = language_model(ours, PlainLoss())
-    stream = stream_of([row])
-    hidden = parts.hidden_states(stream)
-    assert hidden.dtype is torch.float32
-    total, gradient = parts.loss_and_gradient(hidden.detach(), stream, scale=1 / stream.supervised_tokens)
-    hidden.backward(gradient)
-    assert total.item() / stream.supervised_tokens == pytest.approx(expected.item(), abs=2e-6)
-    wanted = {name: p.grad for name, p in plain.named_parameters()}
-    for name, parameter in ours.named_parameters():
-        assert parameter.grad is not None
-        assert wanted[name] is not None
-        gap = (parameter.grad - wanted[name]).float().norm()
-        assert gap <= 0.02 * wanted[name].float().norm(), name
+    plain, ours = twins(model_type, dtype=torch.bfloat16)
+    (expected, wanted), (found, gradients) = reference(plain, ROWS), loss_and_gradients(ours, ROWS)
+    assert language_model(ours, PlainLoss()).hidden_states(stream_of(ROWS)).dtype is torch.float32
+    assert found == pytest.approx(expected, abs=2e-6)
+    assert gradients.keys() == wanted.keys() == dict(ours.named_parameters()).keys()
+    for name, gradient in wanted.items():
+        gap = (gradients[name] - gradient).float().norm()
+        assert gap <= 0.02 * gradient.float().norm(), name
 
 
 @pytest.mark.parametrize(("model_type", "called"), [("mamba", {"in_proj"}), ("mamba2", {"in_proj"})])

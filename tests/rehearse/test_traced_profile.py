@@ -12,7 +12,6 @@ from fitune.models.door import model_config
 from fitune.planner.search import find_plan
 from fitune.rehearse.profile import TransformersTracer, trace_profile
 from fitune.rehearse.step import trace_plan
-from fitune.rehearse.trace import peaks_by_kind
 from fitune.spec.counts import count_parameters, lora_parameters, model_flops
 from fitune.spec.model import tracing
 from fitune.spec.model.block_profile import BatchShape
@@ -23,6 +22,7 @@ from fitune.spec.plan import ClipByValue, Full, Lomo, Lora, Sgd
 from fitune.spec.recipe.recipe import parse_recipe
 from fitune.spec.serial import from_json, to_json
 from plans import CPU, gpu, plan_for
+from rehearse.tiny_configs import tensor_peak
 
 NEOX = {
     "hidden_size": 96, "intermediate_size": 224, "num_hidden_layers": 4, "num_attention_heads": 6,
@@ -98,7 +98,7 @@ def test_the_estimate_is_the_rehearsed_step(tmp_path, traces, hardware, choice):
     device = CPU if hardware == "cpu" else gpu(hardware)
     plan = replace(plan_for(spec, hardware=device, seq_len=320, chunk=64, **choice), model_path=spec.name)
     trace, _ = trace_plan(plan, model_config(spec.name), exact=True)
-    rehearsed = max(sum(kinds.values()) for kinds in peaks_by_kind(trace, on_cuda=False).values())
+    rehearsed = tensor_peak(trace)
     assert predict_memory(plan).tensor_peak_bytes == pytest.approx(rehearsed, rel=0.005)
     assert predict(plan).tokens_per_second > 0
 
@@ -117,7 +117,7 @@ def test_weights_updated_in_backward_are_planned_from_the_profile_of_full(
     shape = BatchShape(tokens=200, supervised_tokens=198, rows=2)
     assert tracing.way_of(plan, shape).digest == tracing.way_of(full, shape).digest
     trace, _ = trace_plan(plan, model_config(spec.name), exact=True)
-    rehearsed = max(sum(kinds.values()) for kinds in peaks_by_kind(trace, on_cuda=False).values())
+    rehearsed = tensor_peak(trace)
     assert -0.005 < predict_memory(plan).tensor_peak_bytes / rehearsed - 1 < 0.02
 
 
@@ -130,7 +130,7 @@ def test_no_row_is_traced_beyond_a_mask_that_blocks_keep(tmp_path, traces, rows,
     way = tracing.way_of(plan, BatchShape(tokens=200, supervised_tokens=200, rows=rows))
     assert way.rows * way.first * tracing.LENGTHS[-1] == 256
     trace, _ = trace_plan(plan, model_config(spec.name), exact=True)
-    rehearsed = max(sum(kinds.values()) for kinds in peaks_by_kind(trace, on_cuda=False).values())
+    rehearsed = tensor_peak(trace)
     assert predict_memory(plan).tensor_peak_bytes == pytest.approx(rehearsed, rel=0.005)
     assert capfd.readouterr().err == ""
 

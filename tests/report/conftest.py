@@ -83,28 +83,17 @@ def make_plan():
 
 def make_prediction():
     fixed = {"weights": 43 * MIB, "adapters": 3 * MIB, "optimizer": 6 * MIB}
+    kept = {**fixed, "activations": 231 * MIB, "block inputs": 8 * MIB}
     phases = {
         Phase.IDLE: dict(fixed),
-        Phase.FORWARD: {**fixed, "activations": 231 * MIB, "block inputs": 8 * MIB},
-        Phase.LOSS: {
-            **fixed,
-            "activations": 231 * MIB,
-            "block inputs": 8 * MIB,
-            "logits": 16 * MIB,
-            "gradients": 2 * MIB,
-        },
-        Phase.BACKWARD: {
-            **fixed,
-            "activations": 231 * MIB,
-            "block inputs": 8 * MIB,
-            "workspace": 118 * MIB,
-            "gradients": 3 * MIB,
-        },
+        Phase.FORWARD: kept,
+        Phase.LOSS: {**kept, "logits": 16 * MIB, "gradients": 2 * MIB},
+        Phase.BACKWARD: {**kept, "workspace": 118 * MIB, "gradients": 3 * MIB},
         Phase.UPDATE: {**fixed, "gradients": 3 * MIB, "workspace": 3 * MIB},
     }
     time = StepTime(
-        phases={Phase.FORWARD: 0.61, Phase.LOSS: 0.12, Phase.BACKWARD: 1.18, Phase.UPDATE: 0.01},
-        limits=dict.fromkeys((Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.UPDATE), "compute"),
+        phases=(seconds := {Phase.FORWARD: 0.61, Phase.LOSS: 0.12, Phase.BACKWARD: 1.18, Phase.UPDATE: 0.01}),
+        limits=dict.fromkeys(seconds, "compute"),
     )
     estimate = Estimate(
         memory=MemoryBreakdown(phases=phases),
@@ -114,25 +103,18 @@ def make_prediction():
     )
     return Prediction(
         estimate=estimate,
-        runners_up=(
+        runners_up=tuple(
             RunnerUp(
-                summary="LoRA r16, recompute 0 of 8, micro-batch 4 × 2",
-                peak_bytes=661 * MIB,
-                step_seconds=1.97,
+                summary=f"LoRA r16, recompute {blocks} of 8, micro-batch {batch}",
+                peak_bytes=mib * MIB,
+                step_seconds=seconds,
                 fits=True,
-            ),
-            RunnerUp(
-                summary="LoRA r16, recompute 8 of 8, micro-batch 4 × 2",
-                peak_bytes=190 * MIB,
-                step_seconds=2.31,
-                fits=True,
-            ),
-            RunnerUp(
-                summary="LoRA r16, recompute 0 of 8, micro-batch 8 × 1",
-                peak_bytes=1290 * MIB,
-                step_seconds=1.99,
-                fits=True,
-            ),
+            )
+            for blocks, batch, mib, seconds in (
+                (0, "4 × 2", 661, 1.97),
+                (8, "4 × 2", 190, 2.31),
+                (0, "8 × 1", 1290, 1.99),
+            )
         ),
         rejected=(
             Rejection(
@@ -296,24 +278,9 @@ def run_directory(tmp_path):
     return write_run(tmp_path / "run")
 
 
-@pytest.fixture
-def plan():
-    return make_plan()
-
-
-@pytest.fixture
-def prediction():
-    return make_prediction()
-
-
-@pytest.fixture
-def steps():
-    return make_steps()
-
-
-@pytest.fixture
-def run_report():
-    return make_run_report()
+plan, prediction, steps, run_report = map(
+    pytest.fixture, (make_plan, make_prediction, make_steps, make_run_report)
+)
 
 
 @pytest.fixture

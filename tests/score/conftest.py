@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from fitune.data.conversations.templates import ChatTemplate, load_template
 from fitune.demo.files import Shape, write_base_model
 from fitune.demo.text import training_exercises
 from fitune.models.tokens import load_tokenizer
-from fitune.models.weights import load_model
 from fitune.spec.plan import DataSource
+from models.tiny_models import load
 from score.scorings import plan_for, quietly, write_data
 
 TINY = Shape(
@@ -36,11 +35,10 @@ class Tiny:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    torch.set_num_threads(1)  # the model is too small to share
     folder = tmp_path_factory.mktemp("model") / "tiny"
     write_base_model(folder, [row.prompt for row in training_exercises(200, seed=0)], shape=TINY, seed=0)
     tokenizer = load_tokenizer(str(folder))
-    model = load_model(str(folder), dtype=torch.float32, device=torch.device("cpu"))
+    model = load(folder)
     return Tiny(folder, model, tokenizer, load_template(tokenizer))
 
 

@@ -1,12 +1,12 @@
 """A scoring of twenty rows by the tiny model, and what it leaves."""
 
-import json
 from pathlib import Path
 
 from fitune.demo.text import training_exercises
 from fitune.score.engines.engine import Sampling
 from fitune.score.plan import ScorePlan
 from fitune.score.run import score
+from jsonl import write_lines
 
 ROWS = 20
 
@@ -18,8 +18,7 @@ def write_data(path, *, count=ROWS, changed=""):
     ]
     if changed:
         rows[3]["prompt"] = changed
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_lines(path, rows)
 
 
 def plan_for(model, data, out):
@@ -36,10 +35,6 @@ def quietly(plan, progress=lambda done, total: None):
 
 def answers(plan):
     return Path(plan.output_dir) / "answers.jsonl"
-
-
-def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def everything(plan):

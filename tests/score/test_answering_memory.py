@@ -22,6 +22,7 @@ from fitune.spec.answering import NO_ADAPTER, Answering, Questions
 from fitune.spec.model.model_config import spec_from_config
 from fitune.spec.plan import Precision
 from fitune.spec.recipe.score_recipe import score_recipe
+from jsonl import write_lines
 from models.tiny_models import tiny_model
 from plans import CPU
 
@@ -31,12 +32,8 @@ WIDE = {"hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 500, "max_posit
 
 def test_a_scoring_reports_both(tiny, tmp_path):
     """On the disk and on the page; the batch of 8 is the first of three."""
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(
-        "".join(
-            f'{{"question": "What is {row} plus {row * 77}?", "answer": "{row * 78}"}}\n' for row in range(20)
-        )
-    )
+    asked = ({"question": f"What is {row} plus {row * 77}?", "answer": f"{row * 78}"} for row in range(20))
+    rows = write_lines(tmp_path / "rows.jsonl", asked)
     report = score_dataset(
         score_recipe(
             model=str(tiny.folder), data=str(rows), out=tmp_path / "out", batch_size=8, max_new_tokens=40
@@ -67,7 +64,13 @@ def test_a_pass_is_measured_only_where_it_may_be_the_largest(monkeypatch):
     assert opened == [passes[0], passes[1], passes[4], passes[5]]
 
 
-def measured_and_predicted(model, spec, *, batch, prompt, new, adapter):
+def small(family, **different):
+    model = tiny_model(family, **{**WIDE, **different}).eval()
+    use_cached_attention(model)
+    return model, spec_from_config(model.config.to_dict(), name="tiny")
+
+
+def measured_and_predicted(model, spec, *, batch, prompt, new, adapter=NO_ADAPTER):
     requests = [
         Request(
             id=str(row), prompt_ids=(5,) * max(3, prompt - row % 7), sampling=Sampling(max_new_tokens=new)
@@ -95,12 +98,7 @@ OTHERS = [pytest.param(f, marks=pytest.mark.slow) for f in ("qwen3", "gemma3_tex
 @pytest.mark.parametrize(("batch", "prompt", "new"), [(1, 30, 8), (8, 60, 6), (8, 8, 40)])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "falcon", "qwen3_moe", *OTHERS])
 def test_live_tensors_are_predicted(family, batch, prompt, new):
-    model = tiny_model(family, **WIDE).eval()
-    use_cached_attention(model)
-    spec = spec_from_config(model.config.to_dict(), name="tiny")
-    measured, predicted = measured_and_predicted(
-        model, spec, batch=batch, prompt=prompt, new=new, adapter=NO_ADAPTER
-    )
+    measured, predicted = measured_and_predicted(*small(family), batch=batch, prompt=prompt, new=new)
     assert predicted == pytest.approx(measured, rel=0.05)
 
 
@@ -108,20 +106,14 @@ def test_live_tensors_are_predicted(family, batch, prompt, new):
 @pytest.mark.parametrize(("batch", "prompt", "new"), [(16, 30, 60), (4, 300, 2), (8, 60, 6)])
 def test_scores_that_a_block_returns_count_beside_its_mlp_and_norms(family, batch, prompt, new):
     """Attention that is written out, in a model wide enough that its scores are not all that counts."""
-    model = tiny_model(family, **{**WIDE, "hidden_size": 128, "num_hidden_layers": 6}).eval()
-    use_cached_attention(model)
-    spec = spec_from_config(model.config.to_dict(), name="tiny")
-    measured, predicted = measured_and_predicted(
-        model, spec, batch=batch, prompt=prompt, new=new, adapter=NO_ADAPTER
-    )
+    wide = small(family, hidden_size=128, num_hidden_layers=6)
+    measured, predicted = measured_and_predicted(*wide, batch=batch, prompt=prompt, new=new)
     assert predicted == pytest.approx(measured, rel=0.02)
 
 
 @pytest.mark.parametrize("batch", [1, 8])
 def test_live_tensors_with_an_adapter_are_predicted(tmp_path, batch):
-    base = tiny_model("llama", **WIDE).eval()
-    use_cached_attention(base)
-    spec = spec_from_config(base.config.to_dict(), name="tiny")
+    base, spec = small("llama")
     model = get_peft_model(base, LoraConfig(r=8, target_modules="all-linear")).eval()
     model.save_pretrained(tmp_path)
     size = adapter_size(str(tmp_path))
@@ -132,8 +124,7 @@ def test_live_tensors_with_an_adapter_are_predicted(tmp_path, batch):
 
 
 def test_large_vocabularies_are_logits():
-    model = tiny_model("llama", **{**WIDE, "vocab_size": 20_000}).eval()
-    use_cached_attention(model)
-    spec = spec_from_config(model.config.to_dict(), name="tiny")
-    measured, predicted = measured_and_predicted(model, spec, batch=8, prompt=20, new=4, adapter=NO_ADAPTER)
+    measured, predicted = measured_and_predicted(
+        *small("llama", vocab_size=20_000), batch=8, prompt=20, new=4
+    )
     assert predicted == pytest.approx(measured, rel=0.01)

@@ -1,6 +1,5 @@
 """A server is asked by token ids; what it spoils is tried again a bounded number of times, and no row hangs."""
 
-import json
 import threading
 import time
 
@@ -10,9 +9,10 @@ from fitune.errors import RecipeError, ScoringFailed
 from fitune.score.engines.engine import Completion, Continuation, EngineDied, Request, Sampling
 from fitune.score.engines.engine_server import ServerEngine, require_url
 from fitune.score.plan import ScorePlan
-from fitune.score.run import score
 from fitune.score.tasks import Task, read_questions, to_answer, to_tasks
 from fitune.spec.plan import DataSource
+from jsonl import write_lines
+from score.scorings import quietly
 from servers import said, serving
 
 
@@ -264,8 +264,7 @@ def test_what_is_no_address_of_a_server_is_refused(url):
 def test_a_scoring_through_a_server_asks_again_for_the_rows_it_refused(tiny, tmp_path):
     """Prompts are training's ids; the second run asks for the failed row alone."""
     rows = [{"id": f"r{n}", "prompt": f"question {n}", "completion": f"{n}"} for n in range(4)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = DataSource(path=str(tmp_path / "rows.jsonl"))
+    data = DataSource(path=str(write_lines(tmp_path / "rows.jsonl", rows)))
     prompts = [
         list(task.prompt_ids)
         for task in to_tasks(
@@ -286,9 +285,9 @@ def test_a_scoring_through_a_server_asks_again_for_the_rows_it_refused(tiny, tmp
             model=str(tiny.folder), sources=(data,), output_dir=str(tmp_path / "out"), engine="server", url=url,
             served_model="m",
         )  # fmt: skip
-        first = score(plan, say=lambda line: None)
+        first = quietly(plan)
         asked, is_healthy = len(bodies), True
-        second = score(plan, say=lambda line: None)
+        second = quietly(plan)
     assert (first.answered, first.failed, first.grades) == (3, 1, {"number": 0.75})
     assert (second.answered, second.failed, second.grades) == (4, 0, {"number": 1.0})
     assert (asked, len(bodies), bodies[-1]["prompt"]) == (4, 5, prompts[2])
@@ -303,7 +302,7 @@ def test_a_wrong_key_ends_the_scoring_at_once_with_what_to_check(tiny, tmp_path)
             engine="server", url=url, batch_size=1,
         )  # fmt: skip
         with pytest.raises(ScoringFailed, match="answered 401 Unauthorized: no such key") as failed:
-            score(plan, say=lambda line: None)
+            quietly(plan)
     assert "OPENAI_API_KEY" in str(failed.value.hint)
     assert len(bodies) <= 2
 
@@ -319,5 +318,5 @@ def test_a_server_that_tells_nothing_of_a_prompt_is_refused_before_the_first_row
         with pytest.raises(
             ScoringFailed, match="gives no likelihoods of given answers, which choice, perplexity needs"
         ):
-            score(plan, say=lambda line: None)
+            quietly(plan)
     assert len(bodies) == 1

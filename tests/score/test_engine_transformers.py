@@ -38,6 +38,12 @@ def ask(tiny, tasks, sampling, **more):
     return answer_all(tiny.model, tiny.tokenizer, tiny.template, tasks, sampling, **more)
 
 
+def engine_of(tiny, batch_size, model=None):
+    return TransformersEngine(
+        model=model or tiny.model, tokenizer=tiny.tokenizer, template=tiny.template, batch_size=batch_size
+    )
+
+
 @torch.no_grad()
 def most_likely(model, prompt, count, stop):
     """Greedy decoding written out: the whole text again for every token, no cache, no padding."""
@@ -154,7 +160,7 @@ def test_rows_that_enter_and_leave_write_what_they_write_alone(tiny, family):
     """Sliding windows, learned positions, experts, fused and shared heads: 14 rows through 4 places, each with a limit
     of its own, one of them beyond two growths of the cache."""
     model = tiny_model(family).eval()
-    engine = TransformersEngine(model=model, tokenizer=tiny.tokenizer, template=tiny.template, batch_size=4)
+    engine = engine_of(tiny, 4, model)
     rows = make_rows([3 + 5 * place % 37 for place in range(14)])
     requests = [
         Request(
@@ -179,9 +185,7 @@ def test_prompts_that_enter_together_need_little_padding(tiny):
         Request(id=str(place), prompt_ids=(5,) * length, sampling=Sampling(max_new_tokens=1 + place % 4))
         for place, length in enumerate(lengths)
     ]
-    engine = TransformersEngine(
-        model=tiny.model, tokenizer=tiny.tokenizer, template=tiny.template, batch_size=8
-    )
+    engine = engine_of(tiny, 8)
     read = []
     handle = tiny.model.get_input_embeddings().register_forward_hook(
         lambda _, ids, __: read.append(ids[0].numel() if ids[0].shape[1] > 1 else 0)
@@ -194,9 +198,7 @@ def test_prompts_that_enter_together_need_little_padding(tiny):
 
 def test_a_row_ends_at_its_stop_text(tiny):
     """The tokens are those of the row that goes on, up to the first that completes the text."""
-    engine = TransformersEngine(
-        model=tiny.model, tokenizer=tiny.tokenizer, template=tiny.template, batch_size=2
-    )
+    engine = engine_of(tiny, 2)
     prompt = tuple(tiny.tokenizer.encode("what is 2 plus 3?"))
     free = Request(id="0", prompt_ids=prompt, sampling=Sampling(max_new_tokens=24))
     (whole,) = engine.answer([free])
@@ -215,7 +217,7 @@ def test_a_row_ends_at_its_stop_text(tiny):
 def test_likelihoods_are_those_of_the_whole_softmax(tiny, family):
     """Gemma-2 caps its logits; rows of different length share a batch; logits are made for one chunk at a time."""
     model = tiny_model(family).eval()
-    engine = TransformersEngine(model=model, tokenizer=tiny.tokenizer, template=tiny.template, batch_size=3)
+    engine = engine_of(tiny, 3, model)
     rows = [row.tolist() for row in make_rows([5, 21, 9, 60])]
     asked = [
         Continuation(id=str(place), prompt_ids=tuple(row[:3]), token_ids=tuple(row[3:]))
@@ -239,7 +241,7 @@ def test_likelihoods_are_those_of_the_whole_softmax(tiny, family):
 def test_texts_behind_one_prompt_share_it_and_weigh_what_they_weigh_alone(tiny, family):
     """Four prompts of other lengths with 2 to 4 texts of 1 to 20 tokens; alone, the same texts share nothing."""
     model = tiny_model(family).eval()
-    engine = TransformersEngine(model=model, tokenizer=tiny.tokenizer, template=tiny.template, batch_size=5)
+    engine = engine_of(tiny, 5, model)
     prompts = [row.tolist() for row in make_rows([5, 40, 11, 80])]
     texts = [row.tolist() for row in make_rows([1, 9, 20, 3])]
     asked = [

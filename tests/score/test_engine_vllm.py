@@ -2,6 +2,7 @@
 
 import sys
 import time
+from contextlib import closing
 
 import psutil
 import pytest
@@ -14,6 +15,10 @@ from fitune.score.engines.engine import EngineDied, Request, Sampling
 from fitune.score.engines.engine_vllm import VllmEngine, python_of_vllm, rounded_rank
 from fitune.score.engines.opening import why_merged_first
 from fitune.score.tasks import Task
+
+
+def vllm(tokenizer="m"):
+    return VllmEngine(model="m", tokenizer=tokenizer, stop_ids=frozenset())
 
 
 @pytest.fixture
@@ -76,14 +81,11 @@ def request(id, tokens, token=1):
 
 def test_a_process_that_dies_says_its_last_words(run_as_worker):
     run_as_worker(OPEN + "sys.stdin.readline()\nsys.exit('out of blocks')\n")
-    engine = VllmEngine(model="m", tokenizer="m", stop_ids=frozenset())
-    try:
+    with closing(vllm()) as engine:
         answers = engine.answer([request("long", 61), request("fits", 3)])
         assert next(answers).error == "prompt 61 + max_new_tokens 4 = 65 tokens, the model has room for 64"
         with pytest.raises(EngineDied, match="out of blocks"):
             next(answers)
-    finally:
-        engine.close()
 
 
 def test_a_start_that_fails_says_the_error_without_its_traceback(run_as_worker):
@@ -91,17 +93,14 @@ def test_a_start_that_fails_says_the_error_without_its_traceback(run_as_worker):
     with pytest.raises(
         ScoringFailed, match=r"vLLM did not start: .* ended with 1: ValueError: less memory than desired\n"
     ):
-        VllmEngine(model="m", tokenizer="m", stop_ids=frozenset())
+        vllm()
 
 
 def test_tokens_that_the_model_does_not_have_are_refused(run_as_worker):
     run_as_worker(OPEN + "sys.stdin.readline()\n")
-    engine = VllmEngine(model="m", tokenizer="the folder", stop_ids=frozenset())
-    try:
-        with pytest.raises(ModelError, match=r"the folder: .* ids up to 100, and the embedding has 100 rows"):
-            next(engine.answer([request("far", 3, token=100)]))
-    finally:
-        engine.close()
+    said = r"the folder: .* ids up to 100, and the embedding has 100 rows"
+    with closing(vllm(tokenizer="the folder")) as engine, pytest.raises(ModelError, match=said):
+        next(engine.answer([request("far", 3, token=100)]))
 
 
 FAKE_VLLM = """
@@ -178,8 +177,7 @@ def test_vllm_is_full_between_two_shards_and_each_row_is_answered_once(fake_vllm
         for shard in range(4)
     ]
     monkeypatch.setenv("ROWS", "24")
-    engine = VllmEngine(model="m", tokenizer="m", stop_ids=frozenset())
-    try:
+    with closing(vllm()) as engine:
         for shard, after in zip(shards, [*shards[1:], []], strict=True):
             found = {}
             for answer in engine.answer(shard):
@@ -191,8 +189,6 @@ def test_vllm_is_full_between_two_shards_and_each_row_is_answered_once(fake_vllm
                 (token, *_) = one.prompt_ids
                 assert found[one.id].token_ids == (token,) * token
                 assert found[one.id].logprobs == (-1.0,) * token
-    finally:
-        engine.close()
     running = [int(line) for line in fake_vllm.read_text().split()]
     assert running[:-5] == [3] * (len(running) - 5)
     assert sum(running) == sum(one.prompt_ids[0] for shard in shards for one in shard)
@@ -205,7 +201,7 @@ def test_rows_that_were_sent_ahead_are_asked_again_of_a_new_process(fake_vllm, m
     monkeypatch.setenv("STUCK", "4")
 
     def open_engine():
-        opened.append(VllmEngine(model="m", tokenizer="m", stop_ids=frozenset()))
+        opened.append(vllm())
         return opened[-1]
 
     asker = Asker(open_engine, decode=str, sampling=Sampling(max_new_tokens=4), stop_ids=frozenset())
@@ -236,7 +232,7 @@ def test_children_of_the_process_end_with_it(run_as_worker, tmp_path, last):
         f"child = subprocess.Popen(['sleep', '600'])\nopen({str(tmp_path / 'pid')!r}, 'w').write(f'{{child.pid}}\\n')\n"
         f"{last}\n"
     )
-    engine = VllmEngine(model="m", tokenizer="m", stop_ids=frozenset())
+    engine = vllm()
     if "\n" in last:
         engine._send({"what": "answer", "entries": []})
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text().endswith("\n"):

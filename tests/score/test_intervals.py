@@ -1,6 +1,5 @@
 """Intervals cover what they promise, and two scorings are compared row by row."""
 
-import json
 import math
 
 import numpy as np
@@ -8,6 +7,7 @@ import pytest
 
 from fitune.errors import RunDirectoryError
 from fitune.score.grades.intervals import WeightedMean, compare, mcnemar
+from jsonl import write_lines
 
 
 def mean_interval(values):
@@ -52,8 +52,7 @@ def test_mcnemar_is_finite_for_many_rows():
 def write_grades(folder, grades):
     folder.mkdir()
     rows = [{"id": id_, "expected": "", "grades": {"exact_match": grade}} for id_, grade in grades.items()]
-    (folder / "grades.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
+    return write_lines(folder / "grades.jsonl", rows).parent
 
 
 def test_two_scorings_are_compared_on_the_rows_of_both(tmp_path):

@@ -1,6 +1,5 @@
 """A judge's verdicts are read strictly, its words are kept, and each answer is judged exactly once."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,10 +11,11 @@ from fitune.score.grades.graders import open_graders
 from fitune.score.grades.intervals import compare
 from fitune.score.grades.judge_settings import fill, read_verdict
 from fitune.score.plan import ScorePlan
-from fitune.score.run import score
 from fitune.score.shards import Shards
 from fitune.session.results import text_of
 from fitune.spec.plan import DataSource
+from jsonl import read_lines, write_lines
+from score.scorings import answers, quietly
 from servers import said, serving
 
 ROWS = 6
@@ -51,7 +51,7 @@ def test_an_answer_that_names_a_place_of_the_template_stays_as_it_is():
 def plan(tiny, tmp_path):
     data = tmp_path / "rows.jsonl"
     rows = [{"id": f"r{n}", "prompt": f"item {n}", "completion": f"lamp {n}"} for n in range(ROWS)]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(data, rows)
     return ScorePlan(
         model=str(tiny.folder), sources=(DataSource(path=str(data)),), output_dir=str(tmp_path / "out"),
         sampling=Sampling(max_new_tokens=6), batch_size=2, shard_rows=2,
@@ -64,12 +64,8 @@ def judge_file(plan, **keys):
     return f"judge:{path}"
 
 
-def quietly(plan):
-    return score(plan, say=lambda line: None)
-
-
 def graded(plan):
-    return [json.loads(line) for line in (Path(plan.output_dir) / "grades.jsonl").read_text().splitlines()]
+    return read_lines(Path(plan.output_dir) / "grades.jsonl")
 
 
 def reads(tiny, answer):
@@ -104,11 +100,11 @@ def test_two_scorings_are_judged_in_both_orders(tiny, plan, tmp_path):
     quietly(plan)
     other = tmp_path / "other"
     other.mkdir()
-    lines = [json.loads(line) for line in (Path(plan.output_dir) / "answers.jsonl").read_text().splitlines()]
+    lines = read_lines(answers(plan))
     for place, line in enumerate(lines):
         line["response"]["body"]["choices"][0]["message"]["content"] = "short" if place == 0 else "long " * 20
     del lines[2]
-    (other / "answers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(other / "answers.jsonl", lines)
 
     def verdict(prompt):
         if "item 1" in prompt or "Answer A:" not in prompt:

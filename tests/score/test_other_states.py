@@ -1,8 +1,5 @@
 """Models whose state is more than keys and values, or less: they are scored, whatever is known of its bytes."""
 
-import json
-import shutil
-
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -12,6 +9,8 @@ from fitune.score.engines.room import room_for
 from fitune.score.plan import ScorePlan
 from fitune.spec.answering import Questions
 from fitune.spec.model.model_config import load_model_spec
+from jsonl import read_lines, write_lines
+from models.tiny_models import beside_tokenizer
 
 COMMON = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": 384, "num_attention_heads": 4,
@@ -29,24 +28,21 @@ MODELS = {
 
 
 @pytest.mark.parametrize("model_type", MODELS)
-def test_they_are_scored_with_the_answers_of_one_row_at_a_time(model_type, fitune, model_folder, tmp_path):
-    folder = tmp_path / "base"
-    shutil.copytree(model_folder, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+def test_they_are_scored_with_the_answers_of_one_row_at_a_time(model_type, call, model_folder, tmp_path):
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **{**COMMON, **MODELS[model_type]})
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    folder = beside_tokenizer(model, model_folder, tmp_path / "base")
     rows = [{"prompt": "word " * (3 * number + 1), "completion": "x"} for number in range(5)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_lines(tmp_path / "rows.jsonl", rows)
     answers = []
     for name, words in (("fitting", ()), ("alone", ("--batch-size", 1))):
-        code, said = fitune(
+        call(
             "score", "--model", folder, "--data", tmp_path / "rows.jsonl", "--grader", "exact_match",
             "--max-new-tokens", 6, "--out", tmp_path / name, *words,
-        )  # fmt: skip
-        assert code == 0, said
-        lines = (tmp_path / name / "answers.jsonl").read_text().splitlines()
-        choices = [json.loads(line)["response"]["body"]["choices"][0] for line in lines]
-        answers.append([choice["token_ids"] for choice in choices])
+        ).ends(0)  # fmt: skip
+        lines = read_lines(tmp_path / name / "answers.jsonl")
+        answers.append([line["response"]["body"]["choices"][0]["token_ids"] for line in lines])
     assert answers[0] == answers[1]
 
 

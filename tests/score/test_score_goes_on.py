@@ -16,7 +16,8 @@ from fitune.score.engines.engine import Sampling
 from fitune.score.engines.engine_transformers import TransformersEngine
 from fitune.score.shards import Shards
 from fitune.spec.plan import DataSource
-from score.scorings import ROWS, answers, everything, lines, quietly, write_data
+from jsonl import read_lines
+from score.scorings import ROWS, answers, everything, quietly, write_data
 
 
 @pytest.mark.parametrize("lost", [("00002.json",), ("00001.json", "00002.json"), ("00000.json",)])
@@ -47,7 +48,7 @@ def test_a_run_killed_between_batches_loses_nothing_written(plan, after):
     assert Shards(Path(plan.output_dir)).numbers() == list(range((after - 1) // 8))
     assert not answers(plan).exists()
     quietly(plan)
-    ids = [line["custom_id"] for line in lines(answers(plan))]
+    ids = [line["custom_id"] for line in read_lines(answers(plan))]
     assert ids == [f"train-{number:04d}" for number in range(1, ROWS + 1)]
 
 
@@ -197,7 +198,7 @@ def test_an_engine_that_fails_on_a_row_fails_for_it_alone_and_the_next_run_asks_
         patched.setattr(TransformersEngine, "answer", broken)
         report = quietly(plan)
     assert (report.answered, report.failed) == (ROWS - 1, 1)
-    error = lines(answers(plan))[3]["error"]
+    error = read_lines(answers(plan))[3]["error"]
     assert (error["code"], error["message"]) == ("engine_failed", "RuntimeError: this row breaks it")
     asked = []
     assert quietly(plan, progress=lambda done, total: asked.append(done)).failed == 0

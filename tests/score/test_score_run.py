@@ -19,12 +19,13 @@ from fitune.spec.recipe.score_recipe import score_recipe
 from fitune.spec.reports import ScoreReport
 from fitune.spec.serial import from_json
 from fitune.units import counted
-from score.scorings import ROWS, answers, lines, quietly, write_data
+from jsonl import read_lines, write_lines
+from score.scorings import ROWS, answers, quietly, write_data
 
 
 def test_answers_are_openai_batch_lines_in_the_order_of_the_data(plan):
     quietly(replace(plan, batch_size=3))
-    written = lines(answers(plan))
+    written = read_lines(answers(plan))
     assert [line["custom_id"] for line in written] == [f"train-{number:04d}" for number in range(1, ROWS + 1)]
     for line in written:
         assert set(line) == {"id", "custom_id", "response", "error"}
@@ -45,30 +46,31 @@ def test_the_report_is_the_mean_of_the_grades(plan):
     said = []
     report = score(plan, say=said.append)
     assert said == ["graders: exact_match, contains (no reference is longer than 11 words)"]
-    graded = lines(Path(plan.output_dir) / "grades.jsonl")
-    assert [row["id"] for row in graded] == [line["custom_id"] for line in lines(answers(plan))]
+    graded = read_lines(Path(plan.output_dir) / "grades.jsonl")
+    assert [row["id"] for row in graded] == [line["custom_id"] for line in read_lines(answers(plan))]
     for name, mean in report.grades.items():
         assert mean == pytest.approx(sum(row["grades"][name] for row in graded) / ROWS)
     assert (report.rows, report.answered, report.failed) == (ROWS, ROWS, 0)
-    usage = [line["response"]["body"]["usage"]["completion_tokens"] for line in lines(answers(plan))]
+    usage = [line["response"]["body"]["usage"]["completion_tokens"] for line in read_lines(answers(plan))]
     assert report.generated_tokens == sum(usage)
-    ends = [line["response"]["body"]["choices"][0]["finish_reason"] for line in lines(answers(plan))]
+    ends = [line["response"]["body"]["choices"][0]["finish_reason"] for line in read_lines(answers(plan))]
     assert report.cut_off == ends.count("length") > 0
     assert f"cut off at max_new_tokens: {counted(report.cut_off, 'answer')} (" in text_of(report)
     assert from_json(ScoreReport, (Path(plan.output_dir) / "report.json").read_text()) == report
 
 
 def test_right_answers_score_one_and_wrong_ones_nothing(finished, tmp_path):
-    said = [line["response"]["body"]["choices"][0]["message"]["content"] for line in lines(answers(finished))]
-    rows = [json.loads(line) for line in Path(finished.sources[0].path).read_text().splitlines()]
+    said = [
+        line["response"]["body"]["choices"][0]["message"]["content"] for line in read_lines(answers(finished))
+    ]
+    rows = read_lines(Path(finished.sources[0].path))
     right = [
         row | {"completion": text if text.strip() else "blank"} for row, text in zip(rows, said, strict=True)
     ]
     spoken = [place for place, text in enumerate(said) if text.strip()]
     right[spoken[0]]["completion"] += " and more"
     share = (len(spoken) - 1) / ROWS
-    path = tmp_path / "right.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in right))
+    path = write_lines(tmp_path / "right.jsonl", right)
     again = replace(finished, sources=(DataSource(path=str(path)),), output_dir=str(tmp_path / "again"))
     report = quietly(replace(again, graders=("exact_match", "contains")))
     assert report.grades["exact_match"] == pytest.approx(share) == report.grades["contains"]
@@ -84,10 +86,10 @@ def test_a_mistake_before_the_first_answer_does_not_claim_the_directory(plan):
 def test_rows_that_cannot_be_asked_carry_an_error_and_the_others_an_answer(plan):
     good = {"prompt": "Where?", "completion": "Oslo"}
     rows = [good, good | {"prompt": ""}, good | {"prompt": "half \ud800"}, good]
-    Path(plan.sources[0].path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(Path(plan.sources[0].path), rows)
     report = quietly(plan)
     assert (report.answered, report.failed) == (2, 2)
-    written = [line["error"] and line["error"]["message"] for line in lines(answers(plan))]
+    written = [line["error"] and line["error"]["message"] for line in read_lines(answers(plan))]
     assert written[0] is None is written[3]
     assert "rows.jsonl:2: field 'prompt' is empty" in written[1]
     assert "unpaired surrogate (U+D800" in written[2]
@@ -112,11 +114,11 @@ def test_lines_of_openais_batch_input_are_answered_with_their_own_sampling(plan)
         line(2, max_tokens=3),
         *(line(3 + place, **own) for place, (own, _) in enumerate(faults)),
     ]
-    Path(plan.sources[0].path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(Path(plan.sources[0].path), rows)
     report = quietly(plan)
     assert (report.answered, report.failed, report.grades) == (2, 4, {})
     assert text_of(report).startswith("2 of 6 rows answered, 4 failed")
-    found = lines(answers(plan))
+    found = read_lines(answers(plan))
     assert [row["custom_id"] for row in found] == [f"r-{number}" for number in range(1, 7)]
     tokens = [row["response"]["body"]["choices"][0]["token_ids"] for row in found[:2]]
     assert tokens[1] == tokens[0][:3]
@@ -128,7 +130,7 @@ def test_the_parquet_file_holds_what_the_lines_say(finished):
     import pyarrow.parquet as pq
 
     rows = pq.read_table(Path(finished.output_dir) / "answers.parquet").to_pylist()
-    for row, line in zip(rows, lines(answers(finished)), strict=True):
+    for row, line in zip(rows, read_lines(answers(finished)), strict=True):
         choice = line["response"]["body"]["choices"][0]
         assert (row["custom_id"], row["answer"]) == (line["custom_id"], choice["message"]["content"])
         assert (row["logprob"], row["error"]) == (choice["logprob"], None)
@@ -140,7 +142,7 @@ def test_a_prompt_that_is_too_long_fails_alone(plan):
     write_data(Path(plan.sources[0].path), changed="very " * 300 + "long")
     report = quietly(plan)
     assert (report.answered, report.failed) == (ROWS - 1, 1)
-    line = lines(answers(plan))[3]
+    line = read_lines(answers(plan))[3]
     assert line["response"] is None
     assert line["error"]["code"] == "prompt_too_long"
     assert "the model has room for 192" in line["error"]["message"]
@@ -171,7 +173,7 @@ def test_a_grader_that_fails_for_every_row_is_an_error_of_the_scoring(finished, 
 
 def test_bad_ids_and_bad_graders_stop_everything_before_the_weights_are_read(plan, tiny):
     rows = [{"id": "a", "prompt": "p", "completion": "c"}] * 2
-    Path(plan.sources[0].path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(Path(plan.sources[0].path), rows)
     weights = tiny.folder / "model.safetensors"
     hidden = weights.rename(weights.with_suffix(".hidden"))
     try:

@@ -1,24 +1,16 @@
 """Several files are scored as one list of rows, in the order in which they are named."""
 
-import json
-import sys
-
 import pytest
 
 import fitune
-from fitune.cli import main
-from fitune.errors import DataError, RecipeError, RunDirectoryError
+from fitune.errors import DataError, RunDirectoryError
 from fitune.session.score.score_plan import read_lengths
 from fitune.session.score.score_words import plan_of
 from fitune.spec.recipe.score_recipe import score_recipe
+from jsonl import read_lines, write_lines
 
 CHOICE = {"question": "Which?", "choices": ["a", "b"], "answer": 0}
 BATCH_LINE = {"custom_id": "x", "body": {"messages": [{"role": "user", "content": "Where?"}]}}
-
-
-def write_rows(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def asked(*names):
@@ -29,8 +21,8 @@ def asked(*names):
 def files(tmp_path):
     """B is first in the alphabet's order of names, and second on the command line."""
     return [
-        write_rows(tmp_path / "b.jsonl", asked("one", "two")),
-        write_rows(tmp_path / "a.jsonl", asked("three")),
+        write_lines(tmp_path / "b.jsonl", asked("one", "two")),
+        write_lines(tmp_path / "a.jsonl", asked("three")),
     ]
 
 
@@ -39,17 +31,13 @@ def scored(tiny, files, out, **more):
 
 
 def ids(out):
-    return [json.loads(line)["custom_id"] for line in (out / "answers.jsonl").read_text().splitlines()]
+    return [line["custom_id"] for line in read_lines(out / "answers.jsonl")]
 
 
-def test_every_data_option_of_the_command_is_scored(tiny, files, tmp_path, monkeypatch):
-    out = tmp_path / "out"
-    words = ["--max-new-tokens", "2", "--model", str(tiny.folder), "--out", str(out)]
-    monkeypatch.setattr(sys, "argv", ["fitune", "score", *words, *(f"--data={file}" for file in files)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert not ended.value.code
-    assert ids(out) == ["one", "two", "three"]
+def test_every_data_option_of_the_command_is_scored(tiny, files, tmp_path, call):
+    words = ["--max-new-tokens", "2", "--model", tiny.folder, "--out", tmp_path / "out"]
+    call("score", *words, *(f"--data={file}" for file in files)).ends(0)
+    assert ids(tmp_path / "out") == ["one", "two", "three"]
 
 
 def test_rows_are_answered_in_the_order_of_the_files_and_not_again(tiny, files, tmp_path):
@@ -58,7 +46,7 @@ def test_rows_are_answered_in_the_order_of_the_files_and_not_again(tiny, files, 
     assert (report.rows, report.answered, report.rows_asked) == (3, 3, 3)
     assert report.data == f"{files[0]}, {files[1]}"
     assert ids(out) == ["one", "two", "three"]
-    write_rows(files[0], asked("one", "two", "four"))
+    write_lines(files[0], asked("one", "two", "four"))
     grown = scored(tiny, files, out)
     assert (grown.rows, grown.rows_asked) == (4, 1)
     assert ids(out) == ["one", "two", "four", "three"]
@@ -72,7 +60,7 @@ def test_one_of_the_files_alone_is_another_scoring(tiny, files, tmp_path):
 
 def test_rows_without_ids_are_numbered_over_all_files(tiny, tmp_path):
     nameless = [{"prompt": "Where?", "completion": "Oslo"}]
-    files = [write_rows(tmp_path / name, nameless * 2) for name in ("b.jsonl", "a.jsonl")]
+    files = [write_lines(tmp_path / name, nameless * 2) for name in ("b.jsonl", "a.jsonl")]
     scored(tiny, files, tmp_path / "out")
     assert ids(tmp_path / "out") == ["1", "2", "3", "4"]
 
@@ -90,7 +78,7 @@ def test_rows_without_ids_are_numbered_over_all_files(tiny, tmp_path):
     ],
 )  # fmt: skip
 def test_files_that_are_no_one_list_of_rows_are_refused_by_name(tiny, tmp_path, first, second, words):
-    files = [write_rows(tmp_path / "b.jsonl", first), write_rows(tmp_path / "a.jsonl", second)]
+    files = [write_lines(tmp_path / "b.jsonl", first), write_lines(tmp_path / "a.jsonl", second)]
     with pytest.raises(DataError, match=words):
         scored(tiny, files, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -101,16 +89,9 @@ def test_one_id_column_may_be_named_for_files_that_differ(tiny, tmp_path):
         {"id": "x", "key": "one", "prompt": "p", "completion": "c"},
         {"key": "two", "prompt": "p", "completion": "c"},
     ]
-    files = [write_rows(tmp_path / f"{number}.jsonl", [row]) for number, row in enumerate(rows)]
+    files = [write_lines(tmp_path / f"{number}.jsonl", [row]) for number, row in enumerate(rows)]
     scored(tiny, files, tmp_path / "out", id_column="key")
     assert ids(tmp_path / "out") == ["one", "two"]
-
-
-def test_a_file_that_is_named_twice_and_none_at_all_are_refused(tiny, files, tmp_path):
-    with pytest.raises(RecipeError, match=r"a\.jsonl is given twice"):
-        scored(tiny, [*files, files[1]], tmp_path / "out")
-    with pytest.raises(RecipeError, match="--data is missing"):
-        scored(tiny, [], tmp_path / "out")
 
 
 def test_a_plan_counts_the_rows_of_all_files(tiny, files):

@@ -1,6 +1,5 @@
 """Tasks: every row is asked with the ids it would be trained with, under an id of its own."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,11 +9,11 @@ from fitune.errors import DataError
 from fitune.score.index import index_input, open_index
 from fitune.score.tasks import read_questions, to_task
 from fitune.spec.plan import DataSource
+from jsonl import write_lines
 
 
 def write_rows(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return DataSource(path=str(path))
+    return DataSource(path=str(write_lines(path, rows)))
 
 
 def checked(*sources, id_column=""):
@@ -54,11 +53,6 @@ def test_ids_come_from_a_column(tiny, tmp_path, column):
     tasks = checked(source, id_column=wanted)
     assert [task.id for task in tasks] == ["b", "7"]
     assert [task.expected for task in tasks] == ["answer 1", "answer 2"]
-
-
-def test_rows_without_an_id_column_are_numbered(tiny, tmp_path):
-    tasks = checked(write_rows(tmp_path / "rows.jsonl", [row(1), row(2)]))
-    assert [task.id for task in tasks] == ["1", "2"]
 
 
 def test_repeated_ids_are_listed_with_both_places(tiny, tmp_path):

@@ -1,12 +1,12 @@
 """Models and adapters that would answer noise are refused, from Python as from the command line."""
 
-import json
 import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from faults.adapters import edit_config, edit_weights
 from fitune.errors import CheckpointError, DataError, ModelError
 from fitune.score.engines.engine import Sampling
 from fitune.score.engines.opening import choose_dtype
@@ -14,7 +14,8 @@ from fitune.score.plan import ScorePlan
 from fitune.score.run import score
 from fitune.score.tasks import read_questions
 from fitune.spec.plan import DataSource
-from models.tiny_models import with_ids_moved_up
+from models.tiny_models import load, with_ids_moved_up
+from score.scorings import quietly
 
 
 @pytest.fixture
@@ -44,43 +45,29 @@ def changed(folder, to, name_part, value):
 def test_a_base_whose_weights_are_no_numbers_is_refused(tiny, data, tmp_path, value):
     broken = changed(tiny.folder, tmp_path / "broken", "0.mlp.up_proj", value)
     with pytest.raises(ModelError, match=r"NaN or infinite: model.layers.0.mlp.up_proj.weight"):
-        score(plan_for(broken, data, tmp_path / "out"), say=lambda line: None)
+        quietly(plan_for(broken, data, tmp_path / "out"))
 
 
 @pytest.fixture
 def adapter(tiny, tmp_path):
     from peft import LoraConfig, get_peft_model
 
-    from fitune.models.weights import load_model
-
-    model = load_model(str(tiny.folder), dtype=torch.float32, device=torch.device("cpu"))
+    model = load(tiny.folder)
     config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
     get_peft_model(model, config).save_pretrained(tmp_path / "adapter")
     return tmp_path / "adapter"
 
 
-def with_config(folder, **settings):
-    path = folder / "adapter_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
-
-
-def with_weights(folder, change):
-    file = folder / "adapter_model.safetensors"
-    save_file(
-        dict(change(name, weight) for name, weight in load_file(file).items()),
-        file,
-        metadata={"format": "pt"},
-    )
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda folder: with_config(folder, r=8), "does not fit"),
+        (lambda folder: edit_config(folder, r=8), "does not fit"),
         # a config cannot know what stands before the block number; the model can
-        (lambda folder: with_weights(folder, lambda name, w: (name.replace("model.model.", "model.model.other."), w)),
+        (lambda folder: edit_weights(
+            folder, lambda found: {n.replace("model.model.", "model.model.other."): t for n, t in found.items()}),
          "the base has no such linear"),
-        (lambda folder: with_weights(folder, lambda name, w: (name, w.zero_() if "lora_A" in name else w)),
+        (lambda folder: edit_weights(
+            folder, lambda found: {n: t.zero_() if "lora_A" in n else t for n, t in found.items()}),
          "changes nothing, although its B matrices are not zero"),
     ],
     ids=["rank", "names", "no effect"],
@@ -88,12 +75,12 @@ def with_weights(folder, change):
 def test_an_adapter_that_would_be_left_out_is_refused(tiny, data, tmp_path, adapter, change, words):
     change(adapter)
     with pytest.raises(CheckpointError, match=words):
-        score(plan_for(tiny.folder, data, tmp_path / "out", adapter), say=lambda line: None)
+        quietly(plan_for(tiny.folder, data, tmp_path / "out", adapter))
     assert words != "does not fit" or not (tmp_path / "out").exists()
 
 
 def test_a_warning_about_an_adapter_is_said(tiny, data, tmp_path, adapter):
-    with_config(adapter, base_model_name_or_path="someone/else")
+    edit_config(adapter, base_model_name_or_path="someone/else")
     said = []
     score(plan_for(tiny.folder, data, tmp_path / "out", adapter), say=said.append)
     assert any("someone/else" in line for line in said)

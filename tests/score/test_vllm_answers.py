@@ -3,9 +3,9 @@
 ``FITUNE_VLLM_PYTHON`` names the python of an environment that has vLLM; `make vllm` makes one for a CPU.
 """
 
-import json
 import os
 from collections import Counter
+from contextlib import closing
 
 import pytest
 import torch
@@ -18,13 +18,14 @@ from fitune.demo.text import training_exercises
 from fitune.errors import CheckpointError
 from fitune.models.adapters import load_adapter
 from fitune.models.tokens import load_tokenizer
-from fitune.models.weights import load_model
 from fitune.score.engines.engine import Continuation, Request, Sampling, listed_stop_ids
 from fitune.score.engines.engine_transformers import TransformersEngine
 from fitune.score.engines.engine_vllm import VllmEngine
 from fitune.session.events import tell_nobody
 from fitune.session.score.scoring import score_dataset
 from fitune.spec.recipe.score_recipe import score_recipe
+from jsonl import read_lines, write_lines
+from models.tiny_models import load
 from score.conftest import Tiny
 
 pytestmark = [
@@ -50,11 +51,10 @@ WARM = Sampling(max_new_tokens=12, temperature=0.8, top_p=0.9, seed=3)
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """A random model of which one of its frequent tokens ends an answer."""
-    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("vllm") / "model"
     write_base_model(folder, [row.prompt for row in training_exercises(200, seed=0)], shape=SHAPE, seed=0)
     tokenizer = load_tokenizer(str(folder))
-    model = load_model(str(folder), dtype=torch.float32, device=CPU)
+    model = load(folder)
     found = Tiny(folder, model, tokenizer, load_template(tokenizer))
     written = Counter(c.token_ids[6] for c in ours(found).answer(asked(found, Sampling(max_new_tokens=12))))
     (often, _), *_ = written.most_common(1)
@@ -94,7 +94,7 @@ def theirs(small, **more):
 def save_adapter(small, folder, *, b=0.3, **settings):
     """A LoRA adapter of PEFT's whose A and B are random."""
     torch.manual_seed(1)
-    model = load_model(str(small.folder), dtype=torch.float32, device=CPU)
+    model = load(small.folder)
     config = {"r": 5, "lora_alpha": 10, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}
     adapted = get_peft_model(model, LoraConfig(**config | settings))
     with torch.no_grad():
@@ -166,16 +166,13 @@ def test_likelihoods_are_those_of_transformers(small, plain):
 
 def test_answers_with_an_adapter_are_those_of_transformers(small, tmp_path):
     adapter = save_adapter(small, tmp_path, use_rslora=True)
-    adapted = load_adapter(load_model(str(small.folder), dtype=torch.float32, device=CPU), adapter)
+    adapted = load_adapter(load(small.folder), adapter)
     requests = asked(small, Sampling(max_new_tokens=12))
     base = {completion.id: completion.token_ids for completion in ours(small).answer(requests)}
     expected = {completion.id: completion.token_ids for completion in ours(small, adapted).answer(requests)}
     assert sum(expected[key] != ids for key, ids in base.items()) > 100
-    engine = theirs(small, adapter=adapter, rank=5)
-    try:
+    with closing(theirs(small, adapter=adapter, rank=5)) as engine:
         require_equal(ours(small, adapted), engine, requests)
-    finally:
-        engine.close()
 
 
 def test_an_adapter_that_vllm_does_not_apply_is_refused(small, tmp_path):
@@ -183,20 +180,17 @@ def test_an_adapter_that_vllm_does_not_apply_is_refused(small, tmp_path):
     adapter = save_adapter(small, tmp_path)
     file = tmp_path / "adapter_model.safetensors"
     save_file({name.replace(".layers.", ".layers.7"): t for name, t in load_file(file).items()}, file)
-    engine = theirs(small, adapter=adapter, rank=5)
-    try:
-        with pytest.raises(CheckpointError, match="the adapter changes nothing, although its B matrices"):
-            next(engine.answer(asked(small, Sampling(max_new_tokens=12))))
-    finally:
-        engine.close()
+    said = "the adapter changes nothing, although its B matrices"
+    with (
+        closing(theirs(small, adapter=adapter, rank=5)) as engine,
+        pytest.raises(CheckpointError, match=said),
+    ):
+        next(engine.answer(asked(small, Sampling(max_new_tokens=12))))
 
 
 def test_an_adapter_whose_b_is_zero_answers_as_the_base(small, tmp_path):
-    engine = theirs(small, adapter=save_adapter(small, tmp_path, b=0.0), rank=5)
-    try:
+    with closing(theirs(small, adapter=save_adapter(small, tmp_path, b=0.0), rank=5)) as engine:
         require_equal(ours(small), engine, asked(small, Sampling(max_new_tokens=12)))
-    finally:
-        engine.close()
 
 
 def test_what_vllm_says_of_an_adapter_it_refuses_is_shown(small, tmp_path):
@@ -207,9 +201,8 @@ def test_what_vllm_says_of_an_adapter_it_refuses_is_shown(small, tmp_path):
 def test_an_adapter_that_has_to_be_merged_is_scored_as_by_transformers(small, tmp_path, monkeypatch):
     monkeypatch.setenv("FITUNE_CACHE", str(tmp_path / "cache"))
     adapter = save_adapter(small, tmp_path / "adapter", use_dora=True)
-    data = tmp_path / "rows.jsonl"
     rows = [{"prompt": row.prompt, "completion": row.completion} for row in training_exercises(60, seed=1)]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = write_lines(tmp_path / "rows.jsonl", rows)
     found = {}
     for engine in ("transformers", "vllm"):
         score_dataset(
@@ -223,8 +216,8 @@ def test_an_adapter_that_has_to_be_merged_is_scored_as_by_transformers(small, tm
             ),
             tell=tell_nobody,
         )
-        lines = (tmp_path / engine / "answers.jsonl").read_text().splitlines()
-        found[engine] = [json.loads(line)["response"]["body"]["choices"] for line in lines]
+        lines = read_lines(tmp_path / engine / "answers.jsonl")
+        found[engine] = [line["response"]["body"]["choices"] for line in lines]
     same = sum(
         one[0]["message"] == other[0]["message"]
         for one, other in zip(found["transformers"], found["vllm"], strict=True)

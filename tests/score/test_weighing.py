@@ -1,6 +1,5 @@
 """Given answers are weighed with training's ids, behind prompts that count nowhere."""
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +27,8 @@ from fitune.score.run import score
 from fitune.session.results import text_of
 from fitune.spec.plan import DataSource
 from fitune.spec.predictions import Phase
+from jsonl import read_lines, write_lines
+from score.scorings import quietly
 
 QUESTIONS = ("Which city?", "What colour is the lamp?", "How many?")
 CHOICES = (["Oslo", "a town by the sea", "no"], ["red", "green, I think"], ["1", "12", "two", "none at all"])
@@ -77,8 +78,7 @@ def test_a_column_mapping_names_the_choices_and_other_rows_have_none():
 
 
 def write_rows(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return DataSource(path=str(path))
+    return DataSource(path=str(write_lines(path, rows)))
 
 
 @pytest.fixture
@@ -94,12 +94,8 @@ def plan(tiny, tmp_path):
     )  # fmt: skip
 
 
-def quietly(plan, **more):
-    return score(plan, say=lambda line: None, **more)
-
-
 def lines(plan, name="answers.jsonl"):
-    return [json.loads(line) for line in (Path(plan.output_dir) / name).read_text().splitlines()]
+    return read_lines(Path(plan.output_dir) / name)
 
 
 @torch.no_grad()

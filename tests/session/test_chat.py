@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import fitune
+from conftest import settings_of
 from fitune.data.conversations.messages import Conversation, Message
 from fitune.data.conversations.templates import PLAIN_TEMPLATE, load_template
 from fitune.errors import ModelError, RecipeError, RunDirectoryError
@@ -50,11 +51,13 @@ def run(model_folder, data_file, tmp_path_factory):
     """A LoRA run whose template is its own, and whose adapter changes what is answered."""
     folder = tmp_path_factory.mktemp("chat")
     (folder / "shop.jinja").write_text(TEMPLATE)
-    fitune.train(
-        model=str(model_folder), data=str(data_file), tuning="lora", lora_r=4, learning_rate=0.05, max_steps=3,
-        seq_len=64, precision="fp32", micro_batch_size=4, chat_template=str(folder / "shop.jinja"),
-        output_dir=str(folder / "run"), save_steps=0, gpu="cpu",
-    )  # fmt: skip
+    own = {
+        "learning_rate": 0.05,
+        "max_steps": 3,
+        "gradient_accumulation_steps": 1,
+        "chat_template": str(folder / "shop.jinja"),
+    }
+    fitune.train(**settings_of(model_folder, data_file, folder / "run", **own))
     (folder / "shop.jinja").unlink()  # the run has it
     return folder / "run"
 

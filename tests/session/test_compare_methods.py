@@ -1,11 +1,9 @@
 """`fitune compare` trains one recipe by several methods and lays them side by side."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
-from fitune.cli import main
 from fitune.errors import RecipeError, TrainingFailed
 from fitune.session import comparing
 from fitune.session.comparing import METHODS, compare_methods, method_recipe
@@ -13,47 +11,34 @@ from fitune.session.fresh_process import train_program
 from fitune.spec.recipe.recipe import parse_recipe
 
 
-def run(monkeypatch, *words):
-    monkeypatch.setattr(sys, "argv", ["fitune", "compare", *words])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return int(ended.value.code or 0)
-
-
 def words_for(model, data, out):
     words = ["--model", str(model), "--data", str(data), "--output-dir", str(out), "--gpu", "cpu"]
     return [*words, "--seq-len", "64", "--max-steps", "2", "--samples", "0", "--val-fraction", "0.2"]
 
 
-def test_full_and_lora_are_laid_side_by_side(
-    model_folder, data_file, tmp_path, monkeypatch,
-    capsys,
-):  # fmt: skip
+def test_full_and_lora_are_laid_side_by_side(model_folder, data_file, tmp_path, call):
     words = [*words_for(model_folder, data_file, tmp_path / "both"), "--tunings", "full,lora"]
-    assert run(monkeypatch, *words) == 0
+    out = call("compare", *words).ends(0)
     page = (tmp_path / "both" / "compare.html").read_text(encoding="utf-8")
     assert page.count("<svg") == 4
     assert "Training loss at the end" in page
     assert "full" in page
     assert "src=" not in page
-    table = capsys.readouterr().out.rsplit("learning rate", 1)[1].splitlines()
+    table = out.rsplit("learning rate", 1)[1].splitlines()
     assert [line.split()[0] for line in table[1:3]] == ["full", "lora"]
-    assert run(monkeypatch, *words) == 0
-    assert "already complete" in capsys.readouterr().out
+    call("compare", *words).ends(0, "already complete")
 
 
-def test_an_unknown_method_is_refused(model_folder, data_file, tmp_path, monkeypatch, capsys):
+def test_an_unknown_method_is_refused(model_folder, data_file, tmp_path, call):
     words = words_for(model_folder, data_file, tmp_path / "none")
-    assert run(monkeypatch, *words, "--tunings", "full,lra") == 2
-    assert "did you mean 'lora'" in capsys.readouterr().err
+    call("compare", *words, "--tunings", "full,lra").ends(2, "did you mean 'lora'")
     assert not (tmp_path / "none").exists()
 
 
-def test_what_cannot_run_is_left_out_with_its_reason(model_folder, data_file, tmp_path, monkeypatch, capsys):
+def test_what_cannot_run_is_left_out_with_its_reason(model_folder, data_file, tmp_path, call):
     words = words_for(model_folder, data_file, tmp_path / "some")
-    assert run(monkeypatch, *words, "--tunings", "full,lora", "--precision", "fp32", "--export", "full") == 0
-    assert run(monkeypatch, *words, "--tunings", "full", "--precision", "fp16") == 2
-    assert "no method could be trained" in capsys.readouterr().err
+    call("compare", *words, "--tunings", "full,lora", "--precision", "fp32", "--export", "full").ends(0)
+    call("compare", *words, "--tunings", "full", "--precision", "fp16").ends(2, "no method could be trained")
 
 
 def test_each_method_keeps_the_global_batch_and_scales_the_learning_rate(model_folder):
@@ -102,18 +87,15 @@ def test_what_is_said_of_adapters_does_not_keep_other_methods_out(model_folder, 
     assert (adapters.rslora, adapters.lora_modules_to_save) == (True, said["lora_modules_to_save"])
 
 
-def test_overwriting_a_comparison_scores_the_new_models(model_folder, data_file, tmp_path, monkeypatch):
+def test_overwriting_a_comparison_scores_the_new_models(model_folder, data_file, tmp_path, call):
     """Answers of the earlier model are no answers of the new one: scoring would refuse to go on from them."""
     words = [*words_for(model_folder, data_file, tmp_path / "both"), "--tunings", "lora"]
     words += ["--score-data", f"{data_file}#2"]
-    assert run(monkeypatch, *words) == 0
-    assert run(monkeypatch, *words, "--learning-rate", "1e-3", "--overwrite") == 0
+    call("compare", *words).ends(0)
+    call("compare", *words, "--learning-rate", "1e-3", "--overwrite").ends(0)
 
 
-def test_a_method_that_fails_does_not_lose_the_others(
-    model_folder, data_file, tmp_path, monkeypatch,
-    capsys,
-):  # fmt: skip
+def test_a_method_that_fails_does_not_lose_the_others(model_folder, data_file, tmp_path, monkeypatch, call):
     def failing(recipe, **how):
         if recipe.tuning == "lomo":
             raise TrainingFailed("the loss is inf; nothing was updated")
@@ -121,8 +103,8 @@ def test_a_method_that_fails_does_not_lose_the_others(
 
     monkeypatch.setattr(comparing, "train_program", failing)
     words = [*words_for(model_folder, data_file, tmp_path / "three"), "--tunings", "lora,lomo,full"]
-    assert run(monkeypatch, *words) == 1
-    out = capsys.readouterr().out
+    code, out, _ = call("compare", *words)
+    assert code == 1
     assert "lomo failed: the loss is inf" in out
     assert "lomo: the loss is inf" in (tmp_path / "three" / "compare.html").read_text(encoding="utf-8")
     table = out.rsplit("learning rate", 1)[1].splitlines()

@@ -38,7 +38,7 @@ def test_cut_and_dropped_rows_are_shown_with_the_reason(model_folder, tmp_path):
         {"question": "What is 2 plus 3?", "answer": ""},
         {"question": "What is 2 plus 3?", "answer": "5"},
     ]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(file, rows)
     told = []
     shown = view(model_folder, file, told=told, rows=5)
     stopped = [event.text for event in told if isinstance(event, Note)]
@@ -58,7 +58,7 @@ def test_reasoning_that_the_template_leaves_out_and_empty_blocks_are_told(model_
     rows = [[*turns, ("user", "So?"), ("assistant", "5")], turns]
     talks = [[{"role": role, "content": text} for role, text in row] for row in rows]
     file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    write_lines(file, [{"messages": talk} for talk in talks])
     shown = view(
         model_folder,
         file,

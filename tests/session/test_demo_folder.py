@@ -1,28 +1,14 @@
 """A demo folder that is there already: what the user put there stays, the demo can be run again."""
 
-from dataclasses import replace
-
 import pytest
 
-from fitune.demo import files as demo_files
 from fitune.errors import RunDirectoryError
 from fitune.session import demo
 from fitune.session.events import Planned, tell_nobody
 
 
-@pytest.fixture
-def quick(monkeypatch):
-    """The whole demo with hardly any work: a few texts and rows, two steps a run."""
-    for name in ("PRETRAINING_TEXTS", "TRAINING_ROWS"):
-        monkeypatch.setattr(demo_files, name, 60)
-    monkeypatch.setattr(demo_files, "HELD_OUT_ROWS", 2)
-    for name in ("PRETRAIN", "LORA", "FULL", "DIVIDED"):
-        monkeypatch.setattr(demo_files, name, replace(getattr(demo_files, name), max_steps=2))
-    monkeypatch.setattr(demo, "MAX_NEW_TOKENS", 2)
-
-
 @pytest.mark.slow
-def test_the_demo_runs_again_over_an_earlier_one_and_keeps_what_is_not_its_own(quick, tmp_path):
+def test_the_demo_runs_again_over_an_earlier_one_and_keeps_what_is_not_its_own(quick_demo, tmp_path):
     folder = tmp_path / "demo"
     told = []
     demo.run_demo(folder, tell=told.append, gpus=1)

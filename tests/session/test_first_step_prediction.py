@@ -28,6 +28,12 @@ def loader_of(plan, *, heaviest):
     return made([64 if number == row else 8 for number in range(ROWS)])
 
 
+def only(plan):
+    return PlanReport(
+        chosen=Priced(plan=plan, estimate=predict(plan)), runners_up=(), rejected=(), decisions=()
+    )
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16-master"])
 @pytest.mark.parametrize("tuning", ["full", "lora"])
 @pytest.mark.parametrize("heaviest", [0, 3])
@@ -39,10 +45,7 @@ def test_the_heaviest_step_is_predicted_and_measured_also_when_it_is_the_first(
         seq_len=64, max_steps=5, gradient_checkpointing=False, learning_rate=1e-3,
     )  # fmt: skip
     loader = loader_of(plan, heaviest=heaviest)
-    report = PlanReport(
-        chosen=Priced(plan=plan, estimate=predict(plan)), runners_up=(), rejected=(), decisions=()
-    )
-    said = predict_run(report, loader, after=0)
+    said = predict_run(only(plan), loader, after=0)
     if tuning == "lora" or heaviest:  # else the peak is in an update, with states, of any later step
         assert (said.heaviest_step, said.heaviest_tokens) == (heaviest + 1, 64)
 
@@ -69,7 +72,4 @@ def test_the_first_step_of_a_process_is_measured_where_it_is_the_heaviest(
 
 def test_a_run_that_has_no_steps_left_is_predicted_by_its_last(make_plan):
     plan = make_plan(micro_batch_size=1, gradient_accumulation_steps=1, packing=False, max_steps=5)
-    report = PlanReport(
-        chosen=Priced(plan=plan, estimate=predict(plan)), runners_up=(), rejected=(), decisions=()
-    )
-    assert predict_run(report, loader_of(plan, heaviest=3), after=5).heaviest_step == 5
+    assert predict_run(only(plan), loader_of(plan, heaviest=3), after=5).heaviest_step == 5

@@ -57,33 +57,18 @@ def test_the_winner_is_launched_and_the_next_one_when_it_is_full(tmp_path):
         launch_text(recipe_of(), request_of(tmp_path, all_full), [], on=None)
 
 
-def test_wishes_without_a_fleet_and_two_kinds_of_place_are_refused(tmp_path, capsys):
+def test_wishes_without_a_fleet_and_two_kinds_of_place_are_refused(tmp_path, call):
     with pytest.raises(RecipeError, match="takes the kind of the cluster that it chooses"):
         launch_text(recipe_of(), request_of(tmp_path), [], on="slurm")
     for command in ("plan", "launch"):
-        assert run_command(command, "--model", "llama-3.2-1b", "--deadline", "3h") == 2
-        assert "--deadline has no effect without --fleet" in capsys.readouterr().err
+        words = (command, "--model", "llama-3.2-1b", "--deadline", "3h")
+        call(*words).ends(2, "--deadline has no effect without --fleet")
     request_of(tmp_path)
     words = ["--model", "llama-3.2-1b", "--micro-batch-size", "1", "--tuning", "lora", "--rows", "1000"]
-    assert run_command("plan", *words, "--fleet", str(tmp_path / "fleet.yaml"), "--json") == 0
-    assert [offer["cluster"] for offer in json.loads(capsys.readouterr().out)["offers"]] == ["fast", "slow"]
-    assert (
-        run_command("launch", *words, "--fleet", str(tmp_path / "fleet.yaml"), "--objective", "cheapest") == 0
-    )
-    assert "kind: RayJob" in capsys.readouterr().out
-
-
-def run_command(*words):
-    """The exit code of the program with these words."""
-    from fitune.cli import main
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["fitune", *words])
-        try:
-            main()
-        except SystemExit as ended:
-            return int(ended.code or 0)
-    return 0
+    words += ["--fleet", str(tmp_path / "fleet.yaml")]
+    offers = json.loads(call("plan", *words, "--json").ends(0))["offers"]
+    assert [offer["cluster"] for offer in offers] == ["fast", "slow"]
+    call("launch", *words, "--objective", "cheapest").ends(0, "kind: RayJob")
 
 
 def test_rows_come_from_the_data_or_are_said(tmp_path, data_file):

@@ -7,12 +7,12 @@ from peft import LoraConfig, get_peft_model
 from fitune.data.conversations.templates import load_template
 from fitune.models.adapters import load_adapter
 from fitune.models.tokens import load_tokenizer
-from fitune.models.weights import load_model
 from fitune.score.engines.engine import Request, Sampling
 from fitune.score.engines.engine_transformers import TransformersEngine
 from fitune.session.events import tell_nobody
 from fitune.session.score import scoring
 from fitune.session.score.scoring import merged_where_needed
+from models.tiny_models import load
 
 CPU = torch.device("cpu")
 
@@ -25,7 +25,7 @@ def own_cache(tmp_path, monkeypatch):
 def save_adapter(model_folder, folder, **settings):
     """A and B random, tables that train moved a little."""
     torch.manual_seed(1)
-    model = load_model(str(model_folder), dtype=torch.float32, device=CPU)
+    model = load(model_folder)
     words = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}
     adapted = get_peft_model(model, LoraConfig(**words | settings))
     with torch.no_grad():
@@ -54,10 +54,10 @@ def answers(model, model_folder):
 def test_a_merged_model_answers_as_the_adapter_does(settings, model_folder, tmp_path):
     adapter = save_adapter(model_folder, tmp_path / "adapter", **settings)
     merged = merged_where_needed(str(model_folder), adapter, tell=tell_nobody)
-    base = load_model(str(model_folder), dtype=torch.float32, device=CPU)
+    base = load(model_folder)
     plain = answers(base, model_folder)
     expected = answers(load_adapter(base, adapter), model_folder)
-    found = answers(load_model(merged, dtype=torch.float32, device=CPU), model_folder)
+    found = answers(load(merged), model_folder)
     assert found == expected != plain
 
 

@@ -3,43 +3,19 @@
 import os
 import re
 import shutil
-import sys
 
 import pytest
 
 import fitune
-from fitune.cli import main
 from fitune.errors import RecipeError, RunDirectoryError, StoreError
 from hub_server import TOKEN, serving
+from runs import contents
 
 
 @pytest.fixture
 def hub(monkeypatch):
     with serving(monkeypatch) as found:
         yield found
-
-
-@pytest.fixture
-def settings(model_folder, data_file, tmp_path):
-    return {
-        "model": str(model_folder), "data": str(data_file), "tuning": "lora", "precision": "fp32", "gpu": "cpu",
-        "seq_len": 64, "micro_batch_size": 16, "samples": 0, "save_steps": 0, "max_steps": 1,
-        "output_dir": str(tmp_path / "run"),
-    }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def run(model_folder, data_file, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("pushed") / "shop"
-    fitune.train(
-        model=str(model_folder), data=str(data_file), tuning="lora", max_steps=1, seq_len=64, precision="fp32",
-        micro_batch_size=16, output_dir=str(folder), save_steps=0, samples=0, gpu="cpu",
-    )  # fmt: skip
-    return folder
-
-
-def contents(folder):
-    return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
 
 
 def puts(hub):
@@ -60,28 +36,23 @@ def test_a_run_ends_with_its_export_on_the_hub(hub, settings, tmp_path):
     assert TOKEN not in everything
 
 
-def test_an_export_that_is_there_is_sent_as_it_is_and_once(hub, run, monkeypatch, capsys):
-    words = ["export", str(run), "--push-to-hub", "team/shop", "--hub-public"]
-    monkeypatch.setattr(sys, "argv", ["fitune", *words])
-    before = (run / "adapter" / "adapter_model.safetensors").stat().st_mtime_ns
+def test_an_export_that_is_there_is_sent_as_it_is_and_once(hub, shop, call):
+    before = (shop / "adapter" / "adapter_model.safetensors").stat().st_mtime_ns
     for _ in range(2):
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert not ended.value.code
-    assert "(everybody can read it)" in capsys.readouterr().out
+        call("export", shop, "--push-to-hub", "team/shop", "--hub-public").ends(0, "(everybody can read it)")
     assert hub.private["team/shop"] is False
-    assert hub.files["team/shop"] == contents(run / "adapter")
+    assert hub.files["team/shop"] == contents(shop / "adapter")
     assert len(puts(hub)) == 1
-    assert (run / "adapter" / "adapter_model.safetensors").stat().st_mtime_ns == before
+    assert (shop / "adapter" / "adapter_model.safetensors").stat().st_mtime_ns == before
 
 
-def test_an_export_is_taken_as_it_is_where_the_runs_files_are_younger(hub, run, tmp_path):
+def test_an_export_is_taken_as_it_is_where_the_runs_files_are_younger(hub, shop, tmp_path):
     """As where a run was copied, or fetched from a store."""
     copied = tmp_path / "copied"
-    shutil.copytree(run, copied)
+    shutil.copytree(shop, copied)
     os.utime(copied / "metrics.jsonl")
     fitune.export(copied, push_to_hub="me/copied")
-    assert hub.files["me/copied"] == contents(run / "adapter")
+    assert hub.files["me/copied"] == contents(shop / "adapter")
 
 
 def test_where_there_is_no_run_nothing_is_made_on_the_hub(hub, tmp_path):
@@ -90,8 +61,8 @@ def test_where_there_is_no_run_nothing_is_made_on_the_hub(hub, tmp_path):
     assert hub.files == {}
 
 
-def test_a_merged_model_is_made_and_sent(hub, run, tmp_path):
-    sent = fitune.export(run, tmp_path / "whole", kind="merged", push_to_hub="me/whole").path
+def test_a_merged_model_is_made_and_sent(hub, shop, tmp_path):
+    sent = fitune.export(shop, tmp_path / "whole", kind="merged", push_to_hub="me/whole").path
     assert hub.files["me/whole"] == contents(sent)
     assert "base_model" not in (sent / "README.md").read_text()  # a folder is no model on the Hub
 

@@ -2,46 +2,21 @@
 
 import json
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 import fitune
-from fitune.cli import main
 from fitune.errors import DataError, NothingFits, RecipeError, SystemFailed
 from fitune.models.language_model import LanguageModel
 from fitune.session.events import Compared, DataRead, Exported, Planned, Predicted, RanOutOfMemory
 from fitune.session.recipes.reading import recipe_of
 from fitune.spec.predictions import PlanReport
 from fitune.spec.reports import StepReport
+from runs import same_weights, set_words
 
 FUNCTIONS = ("plan", "rehearse", "train", "score", "score_tasks", "export", "report")
-
-
-@pytest.fixture
-def settings(model_folder, data_file, tmp_path):
-    return {
-        "model": model_folder, "data": data_file, "tuning": "lora", "precision": "fp32", "gpu": "cpu", "seq_len": 64,
-        "micro_batch_size": 4, "gradient_accumulation_steps": 1, "max_steps": 2, "samples": 0,
-        "output_dir": tmp_path / "run",
-    }  # fmt: skip
-
-
-def test_planning_imports_no_torch():
-    """In a fresh process, as a user starts it."""
-    program = (
-        "import sys, fitune\n"
-        "assert 'fitune.spec.plan' not in sys.modules, 'fitune is imported quickly'\n"
-        "report = fitune.plan(model='meta-llama/Llama-3.1-8B', gpu='rtx-4090', tuning='lora')\n"
-        "assert 'LoRA' in fitune.explain(report)\n"
-        "heavy = {'torch', 'transformers', 'peft', 'datasets', 'numpy', 'matplotlib'} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
-        "assert callable(fitune.train) and callable(fitune.report)\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
 def test_the_keywords_are_the_keys_of_a_recipe():
@@ -97,12 +72,7 @@ def test_what_is_planned_is_rehearsed(settings):
     assert "peak of tensors" in fitune.explain(rehearsed)
 
 
-def test_a_run_by_functions_is_the_run_by_commands(
-    settings,
-    tmp_path,
-    monkeypatch,
-    capsys,
-):
+def test_a_run_by_functions_is_the_run_by_commands(settings, tmp_path, call, capsys):
     events = []
     by_functions = fitune.train(**settings, progress=events.append)
     exported = fitune.export(tmp_path / "run")
@@ -118,26 +88,13 @@ def test_a_run_by_functions_is_the_run_by_commands(
     ]  # fmt: skip
 
     commands = tmp_path / "commands"
-    words = [
-        part
-        for key, value in {**settings, "output_dir": commands}.items()
-        for part in (f"--{key}", str(value))
-    ]
-    assert command(monkeypatch, "train", *words) == 0
-    assert command(monkeypatch, "export", str(commands)) == 0
+    call("train", *set_words({**settings, "output_dir": commands})).ends(0)
+    call("export", commands).ends(0)
     assert what_was_done(tmp_path / "run") == what_was_done(commands)
-    weights = [run / "merged" / "model.safetensors" for run in (tmp_path / "run", commands)]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert same_weights(tmp_path / "run" / "merged", commands / "merged")
 
     assert all(callable(getattr(fitune, name)) for name in FUNCTIONS)
     assert fitune.train(**settings) == by_functions  # complete already
-
-
-def command(monkeypatch, *words):
-    monkeypatch.setattr(sys, "argv", ["fitune", *words])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return int(ended.value.code or 0)
 
 
 def what_was_done(run):
@@ -174,10 +131,10 @@ def test_out_of_memory_the_run_goes_on_in_this_process(settings, monkeypatch):
     report = fitune.train(**settings, progress=events.append)
     assert report.status == "complete"
     assert [type(event) for event in events].count(RanOutOfMemory) == 1
-    assert "micro_batch_size 2 × 2 accumulated" in report.retries[0].after
+    assert "micro_batch_size 2 × 4 accumulated" in report.retries[0].after
 
 
-def test_what_the_system_refuses_is_an_error_to_catch(settings, monkeypatch):
+def test_what_the_system_refuses_is_an_error_to_catch(monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device", "/somewhere")
 
@@ -185,13 +142,6 @@ def test_what_the_system_refuses_is_an_error_to_catch(settings, monkeypatch):
     with pytest.raises(SystemFailed, match="No space left on device") as failed:
         fitune.report("anywhere")
     assert failed.value.exit_code == 1
-
-
-@pytest.mark.parametrize("wrong", [{"batch_size": 0}, {"top_p": 1.5}, {"columns": {"question": "prompt"}}])
-def test_what_scoring_cannot_take_is_refused_before_it_begins(wrong, tmp_path):
-    with pytest.raises(RecipeError, match=next(iter(wrong))):
-        fitune.score("model", "rows.jsonl", tmp_path / "scores", **wrong)
-    assert not (tmp_path / "scores").exists()
 
 
 @pytest.mark.parametrize("other", [3, None, "runs/first"])

@@ -4,8 +4,8 @@ import shutil
 
 import fitune
 from fitune.session.named_models import find_model
-from fitune.spec.plan import Full, Plan
-from fitune.spec.serial import from_json
+from fitune.spec.plan import Full
+from runs import written_plan
 
 KEYS = """\
 model: base/model
@@ -60,5 +60,5 @@ def test_what_a_recipe_leaves_open_is_that_of_the_run_it_goes_on_with(
     assert fitune.plan("open.yaml").chosen.plan.precision.value == "fp32"
     again = fitune.train("open.yaml", resume=True, max_steps=2)
     assert (first.steps, again.steps, again.status) == (1, 2, "complete")
-    plan = from_json(Plan, (tmp_path / "run" / "plan.json").read_text())
+    plan = written_plan(tmp_path / "run")
     assert (plan.tuning, plan.precision.value) == (Full(), "bf16-master")

@@ -12,16 +12,6 @@ from fitune.session.score.serving import serve_command
 from fitune.session.train.next_commands import commands_for
 
 
-@pytest.fixture(scope="module")
-def run(model_folder, data_file, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("served") / "shop"
-    fitune.train(
-        model=str(model_folder), data=str(data_file), tuning="lora", lora_r=5, max_steps=1, seq_len=64,
-        precision="fp32", micro_batch_size=4, output_dir=str(folder), save_steps=0, gpu="cpu",
-    )  # fmt: skip
-    return folder
-
-
 def command(word, server=None, **changed):
     words = {"host": "localhost", "port": 8000, "context": 0, "only_print": True, **changed}
     return serve_command(str(word), server=server, **words)  # type: ignore[arg-type]
@@ -31,15 +21,15 @@ def value_of(served, option):
     return served.argv[served.argv.index(option) + 1]
 
 
-def test_vllm_gets_base_adapter_rank_template_type_and_length(run, model_folder):
-    served = command(run, "vllm")
+def test_vllm_gets_base_adapter_rank_template_type_and_length(shop, model_folder):
+    served = command(shop, "vllm")
     assert value_of(served, "--model") == str(model_folder)
-    assert value_of(served, "--lora-modules") == f"shop={run / 'adapter'}"
+    assert value_of(served, "--lora-modules") == f"shop={shop / 'adapter'}"
     assert value_of(served, "--max-lora-rank") == "8"
-    assert value_of(served, "--chat-template") == str(run / "adapter" / "chat_template.jinja")
+    assert value_of(served, "--chat-template") == str(shop / "adapter" / "chat_template.jinja")
     assert value_of(served, "--dtype") == "float32"
     assert value_of(served, "--max-model-len") == "256"
-    assert value_of(command(run, "vllm", context=128), "--max-model-len") == "128"
+    assert value_of(command(shop, "vllm", context=128), "--max-model-len") == "128"
     assert (served.name, served.url) == ("shop", "http://localhost:8000/v1")
 
 
@@ -49,11 +39,11 @@ def test_a_whole_model_is_served_under_its_own_name(model_folder):
     assert value_of(served, "--served-model-name") == model_folder.name
 
 
-def test_what_is_next_is_true_for_the_export(run, model_folder, tmp_path):
+def test_what_is_next_is_true_for_the_export(shop, model_folder, tmp_path):
     """Each command names what it takes: base, rank, template and type for an adapter, the folder for a whole model."""
     told = []
     whole = fitune.export(
-        run, tmp_path / "my shop", kind="merged", progress=lambda event: told.append(str(event))
+        shop, tmp_path / "my shop", kind="merged", progress=lambda event: told.append(str(event))
     )
     folder = f"'{whole.path}'"
     assert told[-1].splitlines() == [
@@ -61,7 +51,7 @@ def test_what_is_next_is_true_for_the_export(run, model_folder, tmp_path):
         f"         ollama create shop -f '{whole.path / 'Modelfile'}'",
         f"         python convert_hf_to_gguf.py {folder}   (llama.cpp)",
     ]
-    adapter = run / "adapter"
+    adapter = shop / "adapter"
     assert commands_for(adapter, "My Shop!") == [
         f"vllm serve {model_folder} --enable-lora --lora-modules my-shop={adapter} --max-lora-rank 8 "
         f"--chat-template {adapter / 'chat_template.jinja'} --dtype float32",
@@ -72,8 +62,8 @@ def test_what_is_next_is_true_for_the_export(run, model_folder, tmp_path):
 
 
 @pytest.mark.parametrize(("setting", "left"), [("use_dora", 0), ("use_rslora", 1)])
-def test_no_command_is_named_that_would_refuse_or_misread_the_adapter(run, tmp_path, setting, left):
-    copy = Path(shutil.copytree(run / "adapter", tmp_path / "adapter"))
+def test_no_command_is_named_that_would_refuse_or_misread_the_adapter(shop, tmp_path, setting, left):
+    copy = Path(shutil.copytree(shop / "adapter", tmp_path / "adapter"))
     config = copy / "adapter_config.json"
     config.write_text(config.read_text().replace(f'"{setting}": false', f'"{setting}": true'))
     assert len(commands_for(copy, "shop")) == left
@@ -82,20 +72,16 @@ def test_no_command_is_named_that_would_refuse_or_misread_the_adapter(run, tmp_p
 @pytest.mark.parametrize(
     ("export", "last"), [("adapter", "convert_lora_to_gguf"), ("merged", "convert_hf_to_gguf")]
 )
-def test_a_run_ends_with_five_commands(model_folder, data_file, tmp_path, export, last):
+def test_a_run_ends_with_five_commands(settings, export, last):
     told = []
-    fitune.train(
-        model=str(model_folder), data=str(data_file), tuning="lora", max_steps=1, seq_len=64, precision="fp32",
-        micro_batch_size=4, output_dir=str(tmp_path / "run"), save_steps=0, samples=0, gpu="cpu", export=export,
-        progress=lambda event: told.append(str(event)),
-    )  # fmt: skip
+    fitune.train(**settings, export=export, progress=lambda event: told.append(str(event)))
     (lines,) = [text.splitlines() for text in told if text.startswith("next:")]
     assert len(lines) == 5
     assert last in lines[-1]
 
 
-def test_what_a_server_cannot_take_names_the_export(run, tmp_path):
-    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+def test_what_a_server_cannot_take_names_the_export(shop, tmp_path):
+    copy = Path(shutil.copytree(shop, tmp_path / "copy"))
     with pytest.raises(CheckpointError, match="transformers' server takes whole models") as caught:
         command(copy, "transformers")
     assert caught.value.hint == f"fitune export {copy} --as merged, and serve {copy / 'merged'}"
@@ -103,7 +89,7 @@ def test_what_a_server_cannot_take_names_the_export(run, tmp_path):
     config.write_text(config.read_text().replace('"use_dora": false', '"use_dora": true'))
     with pytest.raises(CheckpointError, match="vLLM cannot take this adapter as it is: DoRA"):
         command(copy, "vllm")
-    fitune.export(run, tmp_path / "copy" / "merged", kind="merged")
+    fitune.export(shop, tmp_path / "copy" / "merged", kind="merged")
     merged = command(copy, "vllm")
     assert value_of(merged, "--model") == str(copy / "merged")
     assert "--enable-lora" not in merged.argv

@@ -13,29 +13,23 @@ from fitune.engine.ranks import ALONE
 from fitune.errors import MissingExtra, RecipeError
 from fitune.session.events import Note
 from fitune.session.train.training import tracked
-from fitune.track.metrics import read_metrics
 from fitune.track.record import read_tracked
 from fitune.track.trackers import TRACKERS, Row
 from fitune.train.directory import remove_run
+from jsonl import read_lines
+from runs import steps_of
 
 TESTS = Path(__file__).parents[1]
 
 
 @pytest.fixture
-def settings(model_folder, data_file, tmp_path, monkeypatch):
+def settings(settings, monkeypatch):
     monkeypatch.setenv(
         "PYTHONPATH", os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
     )
     monkeypatch.setitem(TRACKERS, "toy", Row(tracker="track.toy_trackers:Toy", library="json", extra="toy"))
-    return {
-        "model": model_folder, "data": data_file, "tuning": "lora", "precision": "fp32", "gpu": "cpu", "seq_len": 64,
-        "micro_batch_size": 16, "gradient_accumulation_steps": 1, "loss": "plain", "samples": 0, "save_steps": 1,
-        "max_steps": 2, "output_dir": tmp_path / "run", "report_to": "toy", "run_name": "first",
-    }  # fmt: skip
-
-
-def told(directory):
-    return [json.loads(line) for line in (directory / "toy.jsonl").read_text().splitlines()]
+    one = {"micro_batch_size": 16, "gradient_accumulation_steps": 1, "loss": "plain", "save_steps": 1}
+    return settings | one | {"report_to": "toy", "run_name": "first"}
 
 
 def test_a_tracked_run_is_one_run_over_resumes_and_attempts(settings, tmp_path):
@@ -51,13 +45,13 @@ def test_a_tracked_run_is_one_run_over_resumes_and_attempts(settings, tmp_path):
         fitune.train(progress=tell, **settings | {"max_steps": 4, "resume": True})
     assert smaller.refusals == 1
 
-    lines = told(directory)
+    lines = read_lines(directory / "toy.jsonl")
     begun = [line for line in lines if "begun" in line]
     assert [line["new"] for line in begun] == [True, *(False for _ in begun[1:])]
     assert {line["begun"] for line in begun} == {read_tracked(directory)[0].run_id}
     assert begun[0]["name"] == "first"
     losses = {line["step"]: line["loss"] for line in lines if "step" in line}
-    assert losses == {step.step: step.loss for step in read_metrics(directory / "metrics.jsonl")}
+    assert losses == {step.step: step.loss for step in steps_of(directory)}
 
     end = lines[-1]
     assert end["ended"] == "complete"

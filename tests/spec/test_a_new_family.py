@@ -10,13 +10,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import fitune
 from fitune.estimate.predict import predict_memory
 from fitune.rehearse.step import trace_plan
-from fitune.rehearse.trace import peaks_by_kind
 from fitune.spec.counts import count_parameters
 from fitune.spec.model.families import FAMILIES, read_llama
 from fitune.spec.model.model_config import spec_from_config
 from fitune.train.prepare import prepare_loaded
-from models.streams import stream_of
+from models.streams import forward_backward, optimizer_step, stream_of
 from plans import CPU, plan_for
+from rehearse.tiny_configs import tensor_peak
 
 ROOM = Path(fitune.__file__).parent
 READERS = {
@@ -52,15 +52,15 @@ def test_its_memory_is_predicted_and_it_trains(toy, tuning):
     config, spec = toy
     plan = plan_for(spec, hardware=CPU, precision="fp32", seq_len=64, rows=1, tuning=tuning, recompute=2)
     trace, _ = trace_plan(plan, config, exact=True)
-    rehearsed = max(sum(kinds.values()) for kinds in peaks_by_kind(trace, on_cuda=False).values())
+    rehearsed = tensor_peak(trace)
     assert predict_memory(plan).tensor_peak_bytes == pytest.approx(rehearsed, rel=0.02)
     torch.manual_seed(0)
     prepared = prepare_loaded(AutoModelForCausalLM.from_config(config), plan)
     losses = []
     for _ in range(2):
         rows = stream_of([torch.arange(1, 65)])
-        ended = prepared.engine.forward_backward(rows, supervised_tokens=63, enter_phase=lambda phase: None)
-        prepared.engine.update(learning_rate=1e-2, enter_phase=lambda phase: None)
+        ended = forward_backward(prepared.engine, rows, 63)
+        optimizer_step(prepared.engine, 1e-2)
         losses.append(float(ended))
     assert losses[1] < losses[0]
 

@@ -183,12 +183,6 @@ def test_a_traced_model_has_its_dropout_by_any_name(rates, found):
     assert dropout_of(rates) == found
 
 
-@pytest.mark.parametrize("rate", [5.0, -0.1, "0.1", True])
-def test_a_dropout_that_is_no_share_is_refused(rate):
-    with pytest.raises(ModelError, match="attention_dropout .* must be a number at least 0"):
-        spec_from_config({**find_known_model("llama-3.1-8b").config, "attention_dropout": rate}, name="llama")
-
-
 def test_gemma3_is_its_text_part():
     """google/gemma-3-4b-pt as it is on the Hub: what equals the class's defaults is left out."""
     text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
@@ -270,30 +264,17 @@ def test_a_hub_that_does_not_answer_is_an_error_at_once(monkeypatch):
         ("gemma3n:e4b", "did you mean 'gemma-3n-e4b-it'?"),
         ("gemma4:31b", "did you mean 'gemma-4-31b-it'?"),
         ("google/gemma-4-12B", "a Hub name"),
-        ("nvidia/Nemotron-Mini-4B-Instruct", "a Hub name"),
         ("gemma-4b", "did you mean 'gemma-3-4b'?"),
         ("Qwen3.5-4B", "a Hub name"),
-        ("glm-4.6", "a Hub name"),
         ("state-spaces/mamba-2.8b", "did you mean 'mamba-2.8b'?"),
-        ("state-spaces/mamba2-2.7b", "a Hub name"),
-        ("tiiuae/Falcon3-Mamba-7B-Instruct", "a Hub name"),
         ("falcon-7b-instrukt", "did you mean 'falcon-7b-instruct'?"),
-        ("granite-4.0-h-tiny", "a Hub name"),
-        ("Qwen3.5-27B", "a Hub name"),
         ("qwen3-coder-30b", "did you mean 'qwen3-coder-30b-a3b-instruct'?"),
-        ("Llama-4-Maverick-17B-128E", "a Hub name"),
-        ("Qwen2.5-VL-7B-Instruct", "a Hub name"),
-        ("deepseek-llm-7b", "a Hub name"),
         ("deepseek-r1:7b", "did you mean 'deepseek-r1-distill-qwen-7b'?"),
-        ("gpt-neo-2.7b", "a Hub name"),
-        ("gptj", "a Hub name"),
-        ("yi-9b", "a Hub name"),
         ("openai/gpt-4o", "a Hub name"),
         ("pythia-6.9B-v0", "did you mean 'pythia-6.9b'?"),
         ("zzz", "a Hub name"),
         ("", "has no config.json"),
         ("./nowhere", "no such folder"),
-        ("../../etc/passwd", "no such folder"),
         ("https://example.com/model", "is not known"),
     ],
 )
@@ -322,8 +303,7 @@ def test_folders_that_are_no_model(tmp_path):
     ("text", "words"),
     [
         ("{", "not JSON: line 1"),
-        ("", "not JSON: line 1"),
-        ("[" * 100_000, "nested more than 64 deep"),
+        ('{"hidden_size": 32, "hidden_size": 64}', "the key 'hidden_size' is there twice"),
         ("[1]", "expected an object, found list"),
         ("{}", "model_type is missing"),
         ('{"model_type": "nobodys"}', "model_type = 'nobodys': "),
@@ -344,9 +324,6 @@ def test_a_config_that_is_none(tmp_path, text, words):
     [
         (LLAMA, {"hidden_size": None}, "hidden_size is missing"),
         (LLAMA, {"hidden_size": 0}, "hidden_size = 0 must be a whole number of at least 1"),
-        (LLAMA, {"num_hidden_layers": -2}, "num_hidden_layers = -2 must be"),
-        (LLAMA, {"vocab_size": "160"}, "vocab_size = '160' must be"),
-        (LLAMA, {"vocab_size": True}, "vocab_size = True must be"),
         (LLAMA, {"intermediate_size": 96.5}, "intermediate_size = 96.5 must be"),
         (LLAMA, {"num_attention_heads": 5}, "hidden_size = 64 is not a multiple of num_attention_heads = 5"),
         (
@@ -354,7 +331,6 @@ def test_a_config_that_is_none(tmp_path, text, words):
             {"num_key_value_heads": 3},
             "num_attention_heads = 4 is not a multiple of num_key_value_heads = 3",
         ),
-        (LLAMA, {"tie_word_embeddings": "yes"}, "tie_word_embeddings = 'yes' must be true or false"),
         (LLAMA, {"torch_dtype": "int8"}, "torch_dtype = 'int8' is not supported"),
         (LLAMA, {"architectures": ["LlamaForSequenceClassification"]}, "is no causal language model"),
         (LLAMA, {"architectures": "LlamaForCausalLM"}, "must be a list of names"),
@@ -443,13 +419,6 @@ def test_gated_and_missing_models_are_told_apart(monkeypatch):
         monkeypatch.setattr(huggingface_hub, "hf_hub_download", answer(kind))
         with pytest.raises(ModelError, match=words):
             load_model_spec("someone/unheard-of", offline=False)
-
-
-def test_a_key_that_is_there_twice_is_named(tmp_path):
-    """json alone takes the last one: what a person reads first would not be what is planned."""
-    twice = json.dumps(LLAMA).replace("{", '{"hidden_size": 32, ', 1)
-    with pytest.raises(ModelError, match=r"config\.json: the key 'hidden_size' is there twice"):
-        load_model_spec(str(write_config(tmp_path / "model", twice)))
 
 
 def test_text_models_of_a_vision_models_size():

@@ -295,17 +295,6 @@ def test_set_that_makes_no_sense(tmp_path, setting, words):
     assert words in refusal(tmp_path, "model: m\nlora_r: 4\ndata: [a, b]", setting)
 
 
-def test_later_wins(tmp_path):
-    path = tmp_path / "recipe.yaml"
-    path.write_text("model: m\nlr: 1e-4\nseq_len: 128\nprecision: fp32\n")
-    recipe = read_any_recipe(
-        path,
-        settings=["seq_len=256", "learning_rate=2e-4", "precision=auto"],
-        options={"seq_len": 512, "gpu": None},
-    ).recipe
-    assert (recipe.learning_rate, recipe.seq_len, recipe.precision, recipe.gpu) == (2e-4, 512, None, None)
-
-
 def test_a_dumped_recipe_reads_back_the_same(tmp_path):
     text = "model: m\ndata: [a#5, {path: b, columns: {prompt: q}}]\nlr: 1e-4\nlora_target: q_proj,v_proj\nrecompute: 3"
     recipe = recipe_of(tmp_path, text)

@@ -69,20 +69,23 @@ def plan(**different):
     return Plan(**{**values, **different})
 
 
-OTHER_CHOICES = {
-    "tuning": Full(),
-    "optimizer": Sgd(momentum=0.9),
-    "loss": PlainLoss(),
-    "precision": Precision.FP16,
-    "schedule": Schedule(
-        learning_rate=1.0, kind="constant", warmup=Steps(count=0), duration=Steps(count=3), max_grad_norm=0.0
-    ),
-}
-
-
 _LORA = {"rank": 8, "alpha": 8, "dropout": 0.1, "targets": ("q_proj",)}
 
-NEWER_CHOICES = [
+CHOICES = [
+    {},
+    {"tuning": Full()},
+    {"optimizer": Sgd(momentum=0.9)},
+    {"loss": PlainLoss()},
+    {"precision": Precision.FP16},
+    {
+        "schedule": Schedule(
+            learning_rate=1.0,
+            kind="constant",
+            warmup=Steps(count=0),
+            duration=Steps(count=3),
+            max_grad_norm=0.0,
+        )
+    },
     {"tuning": Lomo(adaptive=True, clip=ClipByNorm(max_norm=1.0))},
     {"tuning": Lomo(adaptive=False, clip=ClipByValue(value=0.5))},
     {"tuning": Lora(**_LORA, base=Nf4(double_quant=False), dora=True)},
@@ -101,7 +104,7 @@ NEWER_CHOICES = [
 ]
 
 
-@pytest.mark.parametrize("choice", NEWER_CHOICES, ids=lambda choice: str(next(iter(choice.values()))))
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
 def test_strategies_survive_json(choice):
     chosen = plan(**choice)
     assert from_json(Plan, to_json(chosen)) == chosen
@@ -120,18 +123,6 @@ def test_an_impossible_stage_is_an_error():
     data["sharding"]["stage"] = 4
     with pytest.raises(ValueError, match="stage: expected 1, 2 or 3, found 4"):
         from_data(Plan, data)
-
-
-def test_a_plan_survives_json():
-    assert from_json(Plan, to_json(plan())) == plan()
-
-
-@pytest.mark.parametrize("name", OTHER_CHOICES)
-def test_every_choice_comes_back_as_itself(name):
-    chosen = plan(**{name: OTHER_CHOICES[name]})
-    back = from_json(Plan, to_json(chosen))
-    assert back == chosen
-    assert type(getattr(back, name)) is type(getattr(chosen, name))
 
 
 def test_json_is_plain_and_tells_choices_apart():

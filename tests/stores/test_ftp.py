@@ -17,6 +17,7 @@ from fitune.errors import StoreError
 from fitune.stores import opening
 from fitune.stores.writing import Store
 from optional_libraries import NEEDS_FTP
+from runs import contents
 from stores.ftp_server import PASSWORD, USER, running_ftp_server
 
 pytestmark = NEEDS_FTP
@@ -40,10 +41,6 @@ def login(monkeypatch):
     monkeypatch.setattr(opening, "WAITS_S", (0.01,))
 
 
-def files(folder):
-    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
-
-
 def test_checkpoints_are_sent_counted_pruned_and_fetched(login, served, tmp_path):
     folder, port = served
     store = Store(f"ftp://127.0.0.1:{port}/runs/x")
@@ -53,17 +50,19 @@ def test_checkpoints_are_sent_counted_pruned_and_fetched(login, served, tmp_path
     paths = [save(tmp_path / "here", state_of(step), keep=9, eval_loss=None) for step in (1, 2, 3)]
     for path in paths:
         assert send_checkpoint(store, path) > 0
-        assert files(folder / "runs/x/checkpoints" / path.name) == files(path)
+        assert contents(folder / "runs/x/checkpoints" / path.name) == contents(path)
         assert send_checkpoint(store, path) == 0
     assert prune_store(store, LINE, keep=2) == ("checkpoints/step-1",)
     assert [remote.commit.step for remote in complete_checkpoints(store)] == [3, 2]
     (folder / "runs/x/checkpoints/step-3/COMMIT").unlink()
     found = newest_in_store(store, tmp_path / "there", LINE, after=0, on_note=print)
     assert found == newest_checkpoint(tmp_path / "there").path == tmp_path / "there/checkpoints/step-2"
-    assert files(found) == files(paths[1])
+    assert contents(found) == contents(paths[1])
     (folder / "runs/x/checkpoints/step-3/optimizer.safetensors").write_bytes(b"cut")
-    assert send_checkpoint(store, paths[2]) < sum(map(len, files(paths[2]).values())), "what is whole stays"
-    assert files(folder / "runs/x/checkpoints/step-3") == files(paths[2])
+    assert send_checkpoint(store, paths[2]) < sum(map(len, contents(paths[2]).values())), (
+        "what is whole stays"
+    )
+    assert contents(folder / "runs/x/checkpoints/step-3") == contents(paths[2])
 
 
 def test_a_folder_that_is_read_only_and_a_login_that_is_wrong_are_refused(login, served, monkeypatch):

@@ -1,6 +1,5 @@
 """A tracker is told every step beside the run, under one id, and can neither stop nor slow it."""
 
-import json
 import os
 import shlex
 import signal
@@ -18,6 +17,7 @@ from fitune.track.feed import Trackers
 from fitune.track.protocol import End, markdown, scalars
 from fitune.track.record import log_of, read_tracked
 from fitune.track.trackers import TRACKERS, Row, settings_of_environment, wanted_trackers
+from jsonl import read_lines
 from report.conftest import make_run_report
 
 TESTS = Path(__file__).parents[1]
@@ -49,7 +49,7 @@ def open_toy(tmp_path, plan):
 
 
 def told(directory):
-    return [json.loads(line) for line in (directory / "toy.jsonl").read_text().splitlines()]
+    return read_lines(directory / "toy.jsonl")
 
 
 def until(condition):

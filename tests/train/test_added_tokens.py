@@ -1,6 +1,5 @@
 """Tokens that a recipe adds: known to the tokenizer, trained, resumed, exported, merged, scored."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from fitune.data.preparing import prepare_data
 from fitune.errors import ModelError, RecipeError
 from fitune.models.door import model_config
 from fitune.models.tokens import add_rows, planned_tokenizer
-from fitune.models.weights import load_model
 from fitune.rehearse.step import rehearse
 from fitune.score.engines.engine import Sampling
 from fitune.score.plan import ScorePlan
@@ -21,8 +19,12 @@ from fitune.score.run import score
 from fitune.session.exporting import export_run
 from fitune.spec.plan import DataSource, Nf4
 from fitune.train.prepare import prepare
-from fitune.train.run import run
-from train.test_run import callbacks, losses
+from jsonl import write_lines
+from models.tiny_models import beside_tokenizer, load
+from runs import (
+    stopped_and_resumed,
+    trained,
+)
 
 TOKENS = ["<think>", "</think>"]
 IDS = torch.arange(3, 40)[None]
@@ -31,28 +33,19 @@ IDS = torch.arange(3, 40)[None]
 @pytest.fixture
 def padded_folder(model_folder, tmp_path):
     """The same tokenizer with a table of 16 spare rows, embedding and head one tensor."""
-    folder = tmp_path / "padded"
-    AutoTokenizer.from_pretrained(model_folder).save_pretrained(folder)
     torch.manual_seed(0)
-    config = {
-        **json.loads((model_folder / "config.json").read_text()),
-        "vocab_size": 400,
-        "tie_word_embeddings": True,
-    }
-    LlamaForCausalLM(LlamaConfig(**config)).save_pretrained(folder)
-    return folder
+    config = LlamaConfig.from_pretrained(model_folder, vocab_size=400, tie_word_embeddings=True)
+    return beside_tokenizer(LlamaForCausalLM(config), model_folder, tmp_path / "padded")
 
 
 @pytest.fixture
 def thoughts(tmp_path):
-    file = tmp_path / "thoughts.jsonl"
     rows = [
         {"question": f"What is {a} plus {b}?", "answer": f"<think>{a}, {b}</think>{a + b}"}
         for a in range(2, 9)
         for b in range(3, 11)
     ]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
+    return write_lines(tmp_path / "thoughts.jsonl", rows)
 
 
 @torch.no_grad()
@@ -67,9 +60,7 @@ def tokens_in(plan):
 def test_new_rows_begin_near_the_mean_and_old_ones_stay(make_plan):
     plan = make_plan(added_tokens=TOKENS)
     assert plan.model.vocab_size == max(384, tokens_in(plan) + 2)
-    base, grown = (
-        load_model(plan.model_path, dtype=torch.float32, device=torch.device("cpu")) for _ in range(2)
-    )
+    base, grown = (load(plan.model_path) for _ in range(2))
     add_rows(grown, plan)
     ids = planned_tokenizer(plan).convert_tokens_to_ids(TOKENS)
     for table in ("get_input_embeddings", "get_output_embeddings"):
@@ -79,7 +70,7 @@ def test_new_rows_begin_near_the_mean_and_old_ones_stay(make_plan):
         mean, spread = old[:learned].mean(dim=0), old[:learned].std(dim=0)
         assert ((new[ids] - mean).abs() < 0.06 * spread).all()
         assert not torch.equal(new[ids[0]], new[ids[1]])
-    again = load_model(plan.model_path, dtype=torch.float32, device=torch.device("cpu"))
+    again = load(plan.model_path)
     add_rows(again, plan)
     assert torch.equal(again.get_input_embeddings().weight, grown.get_input_embeddings().weight)
 
@@ -106,7 +97,7 @@ def test_from_training_to_a_merged_model_that_transformers_loads_alone(
     if packed:
         pytest.importorskip("bitsandbytes")
         plan = replace(plan, tuning=replace(plan.tuning, base=Nf4()))
-    report = run(plan, callbacks=callbacks())
+    report = trained(plan)
     assert report.final_loss < report.first_loss
     adapter = Path(report.exported)
     tokenizer = AutoTokenizer.from_pretrained(adapter)
@@ -134,7 +125,7 @@ def test_in_the_data_they_are_one_token_each(make_plan, thoughts):
 
 def test_full_fine_tuning_takes_new_tokens_too(make_plan, thoughts):
     plan = make_plan(tuning="full", data=[str(thoughts)], added_tokens=TOKENS, max_steps=4)
-    report = run(plan, callbacks=callbacks())
+    report = trained(plan)
     model = AutoModelForCausalLM.from_pretrained(report.exported)
     assert model.get_input_embeddings().weight.shape[0] == plan.model.vocab_size
     assert AutoTokenizer.from_pretrained(report.exported).convert_tokens_to_ids("<think>") == tokens_in(plan)
@@ -142,16 +133,12 @@ def test_full_fine_tuning_takes_new_tokens_too(make_plan, thoughts):
 
 def test_resumed_it_ends_bit_for_bit_the_same(make_plan, thoughts, tmp_path):
     common = {"added_tokens": TOKENS, "data": [str(thoughts)], "save_steps": 2}
-    straight, broken = (make_plan(**common, output_dir=str(tmp_path / name)) for name in ("one", "two"))
-    run(straight, callbacks=callbacks())
-    run(broken, callbacks=callbacks(stop_after=3))
-    run(broken, callbacks=callbacks(), resume=True)
-    assert losses(straight) == losses(broken)
+    stopped_and_resumed(*(make_plan(**common, output_dir=str(tmp_path / name)) for name in ("one", "two")))
 
 
 def test_an_adapter_with_new_tokens_is_scored(make_plan, thoughts, tmp_path):
     plan = make_plan(data=[str(thoughts)], added_tokens=TOKENS, max_steps=2)
-    adapter = run(plan, callbacks=callbacks()).exported
+    adapter = trained(plan).exported
     report = score(
         ScorePlan(
             model=plan.model_path, adapter=str(adapter), sources=(DataSource(path=str(thoughts), sample=3),),
@@ -194,4 +181,4 @@ def test_a_token_that_only_the_tokenizer_itself_knows_of_is_refused_before_anyth
 ):
     plan = replace(make_plan(added_tokens=TOKENS), added_tokens=("</s>",))
     with pytest.raises(ModelError, match="'</s>' is token 2 of the tokenizer already"):
-        run(plan, callbacks=callbacks())
+        trained(plan)

@@ -16,8 +16,10 @@ from fitune.checkpoint.save import HostCopies
 from fitune.checkpoint.slices import share_of
 from fitune.errors import CheckpointError
 from fitune.track.metrics import read_metrics
-from fitune.train.run import run
-from train.test_run import callbacks
+from runs import (
+    losses,
+    trained,
+)
 
 MIXED = {"tuning": "full", "precision": "bf16-master", "learning_rate": 1e-3}
 STEPS, EVERY = 6, 2
@@ -83,28 +85,24 @@ class SlowDisk:
 def test_the_next_step_changes_nothing_of_what_is_being_written(make, monkeypatch, settings):
     """pytorch#144657: the state was written while the optimizer stepped it."""
     between, beside = make("between", **settings), make("beside", async_save=True, **settings)
-    run(between, callbacks=callbacks())
+    trained(between)
     disk = SlowDisk(monkeypatch, beside)
-    run(beside, callbacks=callbacks())
+    trained(beside)
     assert set(disk.threads) == {"saving"}
     assert len(disk.steps_behind) == STEPS // EVERY - 1
     assert min(disk.steps_behind) >= 1, "no step went on beside the writing"
     for step in range(EVERY, STEPS + 1, EVERY):
         assert equal(saved(beside, step), saved(between, step))
-    assert [s.loss for s in steps_of(beside)] == [s.loss for s in steps_of(between)]
-
-
-def steps_of(plan):
-    return read_metrics(Path(plan.run.output_dir) / "metrics.jsonl")
+    assert losses(beside) == losses(between)
 
 
 def test_a_run_that_is_stopped_ends_when_its_checkpoint_is_written(make, monkeypatch):
     straight, stopped = make("straight"), make("stopped", async_save=True)
-    run(straight, callbacks=callbacks())
+    trained(straight)
     SlowDisk(monkeypatch, stopped)
-    assert run(stopped, callbacks=callbacks(stop_after=3)).status == "interrupted"
-    assert run(stopped, callbacks=callbacks(), resume=True).status == "complete"
-    assert [s.loss for s in steps_of(stopped)] == [s.loss for s in steps_of(straight)]
+    assert trained(stopped, stop_after=3).status == "interrupted"
+    assert trained(stopped, resume=True).status == "complete"
+    assert losses(stopped) == losses(straight)
     assert equal(saved(stopped, STEPS), saved(straight, STEPS))
 
 
@@ -121,12 +119,12 @@ def test_a_disk_that_is_full_stops_the_run_and_names_the_bytes(make, monkeypatch
     with pytest.raises(
         CheckpointError, match=r"step-4 could not be saved: No space left on device; it needs"
     ) as caught:
-        run(plan, callbacks=callbacks())
+        trained(plan)
     assert "The last saved one is step-2." in caught.value.message
     folder = Path(plan.run.output_dir) / "checkpoints"
     assert sorted(path.name for path in folder.iterdir()) == ["LINE", "latest", "step-2"]
     monkeypatch.undo()
-    assert run(plan, callbacks=callbacks(), resume=True).status == "complete"
+    assert trained(plan, resume=True).status == "complete"
 
 
 def test_an_error_of_a_step_waits_for_the_checkpoint_before_it(make, monkeypatch):
@@ -145,7 +143,7 @@ def test_an_error_of_a_step_waits_for_the_checkpoint_before_it(make, monkeypatch
         def finish(self, report): ...
 
     with pytest.raises(Exception, match="a fault of the test"):
-        run(plan, callbacks=callbacks(), sinks=[Failing()])
+        trained(plan, sinks=[Failing()])
     assert (Path(plan.run.output_dir) / f"checkpoints/step-{EVERY}/COMMIT").is_file()
 
 

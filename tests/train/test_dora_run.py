@@ -4,14 +4,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from fitune.spec.plan import AdamW8bit, Dense, Nf4
-from fitune.train.run import run
-from train.test_run import callbacks, losses
+from runs import (
+    assert_merged,
+    stopped_and_resumed,
+    trained,
+)
 
 pytest.importorskip("bitsandbytes")
 
@@ -27,23 +27,14 @@ def dora(plan, base=DENSE):
 @pytest.mark.parametrize("precision", ["fp32", "bf16-master"])
 def test_dora_learns_and_moves_its_magnitudes(make_plan, base, precision):
     plan = dora(make_plan(max_steps=25, precision=precision), base)
-    report = run(plan, callbacks=callbacks())
+    report = trained(plan)
     assert report.final_loss < 0.95 * report.first_loss
     adapter = load_file(Path(report.exported) / "adapter_model.safetensors")
     assert sum("magnitude" in name for name in adapter) == 2 * 7
 
 
-def test_merged_dora_is_what_peft_makes_of_it(make_plan, tmp_path):
-    plans = [
-        dora(make_plan(max_steps=6, learning_rate=5e-2, export=kind, output_dir=str(tmp_path / kind)))
-        for kind in ("adapter", "merged")
-    ]
-    adapter, merged = (run(plan, callbacks=callbacks()).exported for plan in plans)
-    base = AutoModelForCausalLM.from_pretrained(plans[0].model_path, dtype=torch.float32)
-    ids = torch.arange(3, 40)[None]
-    expected = PeftModel.from_pretrained(base, adapter)(input_ids=ids).logits
-    found = AutoModelForCausalLM.from_pretrained(merged, dtype="auto")(input_ids=ids).logits
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+def test_merged_dora_is_what_peft_makes_of_it(make_plan):
+    assert_merged(dora(make_plan(max_steps=6, learning_rate=5e-2)))
 
 
 @pytest.mark.parametrize("tuning", ["full", "lora"])
@@ -55,9 +46,5 @@ def test_8_bit_adamw_learns_and_resumes_bit_for_bit(make_plan, tmp_path, tuning)
         )
         for name in ("straight", "broken")
     ]
-    straight, broken = plans
-    report = run(straight, callbacks=callbacks())
+    report = stopped_and_resumed(*plans, stop_after=5)
     assert report.final_loss < report.first_loss
-    run(broken, callbacks=callbacks(stop_after=5))
-    run(broken, callbacks=callbacks(), resume=True)
-    assert losses(straight) == losses(broken)

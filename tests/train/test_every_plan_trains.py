@@ -35,7 +35,7 @@ from fitune.spec.plan import (
 )
 from fitune.spec.rules import keeps_rules
 from fitune.train.prepare import prepare_loaded
-from models.streams import make_rows, stream_of
+from models.streams import forward_backward, make_rows, optimizer_step, stream_of
 from models.tiny_models import tiny_model
 from optional_libraries import NEEDS_BITSANDBYTES
 from plans import plan_for
@@ -125,12 +125,9 @@ def first_losses(plan):
     losses = []
     for _ in range(2):
         total = batch.supervised_tokens * plan.batch.accumulation
-        parts = [
-            prepared.engine.forward_backward(batch, supervised_tokens=total, enter_phase=lambda phase: None)
-            for _ in range(plan.batch.accumulation)
-        ]
+        parts = [forward_backward(prepared.engine, batch, total) for _ in range(plan.batch.accumulation)]
         losses.append(sum(part.item() for part in parts) / total)
-        prepared.engine.update(learning_rate=1e-3, enter_phase=lambda phase: None)
+        optimizer_step(prepared.engine, 1e-3)
     return losses[0], losses[1]
 
 

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from fitune.train.run import run
-from train.test_run import callbacks, losses
+from runs import (
+    losses,
+    trained,
+)
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "loop.py"
 
@@ -27,5 +29,5 @@ def test_the_flat_file_gives_the_same_losses(make_plan, model_folder, data_file)
         warmup_steps=example.WARMUP, max_grad_norm=example.CLIP, seed=example.SEED, loss="chunked",
         loss_chunk_tokens=example.CHUNK, micro_batch_size=example.ROWS_PER_STEP, gradient_accumulation_steps=1,
     )  # fmt: skip
-    run(plan, callbacks=callbacks())
+    trained(plan)
     assert example.main(str(model_folder), str(data_file)) == pytest.approx(losses(plan), rel=1e-5)

@@ -1,7 +1,5 @@
 """A mixture of experts on a packed base, with adapters on attention and on the experts: trained like PEFT trains it."""
 
-import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,9 +14,12 @@ from fitune.models.adapters import add_adapters
 from fitune.models.low_bit.packing import quantise_blocks
 from fitune.models.low_bit.quantised import PackedWeight
 from fitune.spec.plan import Dense, Nf4
-from fitune.train.run import run
-from models.tiny_models import tiny_model
-from train.test_run import callbacks, losses
+from models.tiny_models import beside_tokenizer, tiny_model
+from runs import (
+    assert_merged,
+    stopped_and_resumed,
+    trained,
+)
 
 pytest.importorskip("bitsandbytes")
 
@@ -30,10 +31,8 @@ STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 @pytest.fixture
 def make_mixture(model_folder, data_file, tmp_path):
     """``make_plan`` on a tiny Qwen3 mixture with the tokenizer of the usual model."""
-    folder = tmp_path / "mixture"
-    shutil.copytree(model_folder, folder, ignore=shutil.ignore_patterns("*.safetensors*", "config.json"))
-    rows = AutoModelForCausalLM.from_pretrained(model_folder).config.vocab_size
-    tiny_model("qwen3_moe", vocab_size=rows, num_hidden_layers=2).save_pretrained(folder)
+    mixture = tiny_model("qwen3_moe", vocab_size=384, num_hidden_layers=2)
+    folder = beside_tokenizer(mixture, model_folder, tmp_path / "mixture")
 
     def make(**settings):
         words = {"tuning": "qlora", "lora_target_modules": WORDS, "lora_r": 4, **settings}
@@ -95,47 +94,29 @@ def test_losses_and_gradients_are_pefts_over_the_dequantised_weights(make_mixtur
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_it_learns_resumes_bit_for_bit_and_peft_reads_its_adapter(make_mixture):
-    straight, broken = (make_mixture(save_steps=2, output_dir=f"{name}") for name in ("a", "b"))
-    folder = Path(straight.model_path).parent
-    straight, broken = (
-        replace(plan, run=replace(plan.run, output_dir=str(folder / plan.run.output_dir)))
-        for plan in (straight, broken)
-    )
-    one = run(straight, callbacks=callbacks())
-    run(broken, callbacks=callbacks(stop_after=3))
-    two = run(broken, callbacks=callbacks(), resume=True)
+def test_it_learns_resumes_bit_for_bit_and_peft_reads_its_adapter(make_mixture, tmp_path):
+    straight, broken = (make_mixture(save_steps=2, output_dir=str(tmp_path / name)) for name in ("a", "b"))
+    one = stopped_and_resumed(straight, broken)
     assert one.final_loss < one.first_loss
-    assert losses(straight) == losses(broken)
-    ours, theirs = (load_file(Path(r.exported) / "adapter_model.safetensors") for r in (one, two))
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    trained = packed_twin(straight)
+    ours = load_file(Path(one.exported) / "adapter_model.safetensors")
+    twin = packed_twin(straight)
     state = {name.replace(".weight", ".default.weight"): tensor for name, tensor in ours.items()}
-    assert not trained.load_state_dict(state, strict=False).unexpected_keys
+    assert not twin.load_state_dict(state, strict=False).unexpected_keys
     again = PeftModel.from_pretrained(dense_twin(straight), one.exported)
     ids = torch.arange(3, 40)[None]
-    torch.testing.assert_close(trained(input_ids=ids).logits, again(input_ids=ids).logits, rtol=0, atol=1e-5)
+    torch.testing.assert_close(twin(input_ids=ids).logits, again(input_ids=ids).logits, rtol=0, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_merged_it_is_the_16_bit_base_and_the_adapter(make_mixture):
-    plan = make_mixture(max_steps=3, export="merged", learning_rate=5e-2)
-    merged = AutoModelForCausalLM.from_pretrained(run(plan, callbacks=callbacks()).exported, dtype="auto")
-    adapter_run = replace(
-        plan, run=replace(plan.run, export="adapter", output_dir=plan.run.output_dir + "-2")
-    )
-    adapter = run(adapter_run, callbacks=callbacks()).exported
-    base = AutoModelForCausalLM.from_pretrained(plan.model_path, dtype=torch.float32)
-    ids = torch.arange(3, 40)[None]
-    expected = PeftModel.from_pretrained(base, adapter)(input_ids=ids).logits
-    torch.testing.assert_close(merged(input_ids=ids).logits, expected, rtol=0, atol=1e-5)
+    assert_merged(make_mixture(max_steps=3, learning_rate=5e-2))
 
 
 def test_beside_dense_experts_too(make_mixture):
     plan = make_mixture(tuning="lora", max_steps=4)
     assert plan.tuning.base == Dense()
     assert plan.tuning.targets == (*ATTENTION, *STACKS)
-    report = run(plan, callbacks=callbacks())
+    report = trained(plan)
     assert report.final_loss < report.first_loss
 
 

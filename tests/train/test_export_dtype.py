@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from fitune.models.weight_files import base_reference, stored_dtype
 from fitune.train.export import model_card
-from fitune.train.run import run
-from train.test_run import callbacks
+from runs import (
+    trained,
+)
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -30,7 +31,7 @@ def folders(model_folder, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("stored", "trained"),
+    ("stored", "precision"),
     [
         ("bf16", "fp32"),
         pytest.param("fp16", "fp32", marks=pytest.mark.slow),
@@ -39,15 +40,15 @@ def folders(model_folder, tmp_path_factory):
     ],
 )
 @pytest.mark.parametrize(("tuning", "kind"), [("lora", "merged"), ("full", "full")])
-def test_an_export_has_the_type_of_its_base(make_plan, folders, stored, trained, tuning, kind):
+def test_an_export_has_the_type_of_its_base(make_plan, folders, stored, precision, tuning, kind):
     said = []
-    plan = make_plan(model=str(folders[stored]), precision=trained, tuning=tuning, export=kind, max_steps=2)
-    report = run(plan, callbacks=replace(callbacks(), on_note=said.append))
+    plan = make_plan(model=str(folders[stored]), precision=precision, tuning=tuning, export=kind, max_steps=2)
+    report = trained(plan, on_note=said.append)
     weights = load_file(Path(report.exported) / "model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {TYPES[stored]}
     config = json.loads((Path(report.exported) / "config.json").read_text())
     assert config["dtype"] == str(TYPES[stored]).removeprefix("torch.")
-    assert any(f"exported in {stored}, as the base is" in line for line in said) is (stored != trained)
+    assert any(f"exported in {stored}, as the base is" in line for line in said) is (stored != precision)
     base = load_file(folders[stored] / "model.safetensors")
     assert any(not torch.equal(base[name], weights[name]) for name in base)
 
@@ -57,7 +58,7 @@ def test_an_adapter_keeps_the_type_it_was_trained_in_and_names_its_base_absolute
 ):
     monkeypatch.chdir(folders["bf16"].parent)
     plan = make_plan(model="bf16", precision="fp32", max_steps=2)
-    report = run(plan, callbacks=callbacks())
+    report = trained(plan)
     adapter = Path(report.exported)
     weights = load_file(adapter / "adapter_model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}

@@ -4,12 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from fitune.spec.plan import ClipByNorm, ClipByValue, Lomo, Sgd
-from fitune.train.run import run
-from train.test_run import callbacks, losses
+from runs import (
+    stopped_and_resumed,
+    trained,
+)
 
 METHODS = {
     "lomo": (Lomo(adaptive=False, clip=ClipByNorm(max_norm=1.0)), 0.3),
@@ -29,7 +29,7 @@ def lomo_plan(make_plan, method, **settings):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_it_learns(make_plan, method, precision):
     plan = lomo_plan(make_plan, method, max_steps=25, precision=precision)
-    report = run(plan, callbacks=callbacks())
+    report = trained(plan)
     assert report.status == "complete"
     assert report.final_loss < 0.7 * report.first_loss
     assert (Path(report.exported) / "model.safetensors").is_file()
@@ -37,12 +37,7 @@ def test_it_learns(make_plan, method, precision):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_interrupted_and_resumed_it_ends_bit_for_bit_the_same(make_plan, tmp_path, method):
-    common = {"max_steps": 6, "save_steps": 2}
-    straight = lomo_plan(make_plan, method, **common, output_dir=str(tmp_path / "straight"))
-    broken = lomo_plan(make_plan, method, **common, output_dir=str(tmp_path / "broken"))
-    one = run(straight, callbacks=callbacks())
-    run(broken, callbacks=callbacks(stop_after=3))
-    two = run(broken, callbacks=callbacks(), resume=True)
-    assert losses(straight) == losses(broken)
-    ours, theirs = (load_file(Path(r.exported) / "model.safetensors") for r in (one, two))
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    folders = (str(tmp_path / name) for name in ("straight", "broken"))
+    stopped_and_resumed(
+        *(lomo_plan(make_plan, method, max_steps=6, save_steps=2, output_dir=name) for name in folders)
+    )

@@ -1,16 +1,16 @@
 """A step whose loss jumps is told with its rows (row 18 of the fault table); the run goes on as it would have."""
 
-import json
-from dataclasses import replace
-
 import pytest
 import torch
 
 from conftest import QUESTIONS
 from fitune.models.language_model import LanguageModel
 from fitune.train.loop import ClipWatch, LossWatch, ZeroWatch, row_words
-from fitune.train.run import run
-from train.test_run import callbacks, steps_of
+from jsonl import write_lines
+from runs import (
+    steps_of,
+    trained,
+)
 
 ODD = 30
 
@@ -55,7 +55,7 @@ def test_a_run_whose_gradients_vanish_says_so_before_it_ends(make_plan, monkeypa
     monkeypatch.setattr(LanguageModel, "loss_and_gradient", _without_gradient)
     plan = make_plan(tuning="full", gradient_accumulation_steps=1, max_steps=5)
     notes = []
-    run(plan, callbacks=replace(callbacks(), on_note=notes.append))
+    trained(plan, on_note=notes.append)
     told = [note for note in notes if "exactly 0" in note]
     assert len(told) == 1
     assert told[0].startswith("step 3: the gradient norm was exactly 0 in the last 3 steps")
@@ -75,11 +75,10 @@ def test_many_rows_are_counted():
 def test_a_row_of_noise_is_named_and_stays(make_plan, tmp_path):
     rows = [*QUESTIONS]
     rows[ODD] = {"question": "?", "answer": "".join(chr(0x4E00 + 37 * place) for place in range(18))}
-    data = tmp_path / "odd.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = write_lines(tmp_path / "odd.jsonl", rows)
     plan = make_plan(tuning="full", data=[str(data)], gradient_accumulation_steps=1, max_steps=56)
     notes = []
-    report = run(plan, callbacks=replace(callbacks(), on_note=notes.append))
+    report = trained(plan, on_note=notes.append)
     found = [step for step in steps_of(plan) if step.jumped_rows]
     assert found, [round(step.loss, 2) for step in steps_of(plan)]
     assert all(ODD in step.jumped_rows for step in found)
@@ -91,7 +90,7 @@ def test_gradients_far_above_what_they_are_clipped_to_are_told_once(make_plan):
     """max_grad_norm = 1e-6: every gradient of this model is far above it."""
     notes = []
     plan = make_plan(tuning="full", max_grad_norm=1e-6, gradient_accumulation_steps=1, max_steps=22)
-    run(plan, callbacks=replace(callbacks(), on_note=notes.append))
+    trained(plan, on_note=notes.append)
     [told] = [note for note in notes if "max_grad_norm" in note]
     assert told.startswith("step 20: the gradient norm was more than 100 × max_grad_norm (1e-06)")
 

@@ -1,13 +1,14 @@
 """Training on a template that marks its answers gives the losses of a plain loop with the mask of transformers."""
 
-import json
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fitune.train.run import run
-from train.test_run import callbacks, losses
+from jsonl import write_lines
+from runs import (
+    losses,
+    trained,
+)
 
 TEMPLATE = """\
 {%- for message in messages -%}
@@ -33,14 +34,13 @@ RATE, STEPS = 1e-2, 3
 
 def test_losses_equal_those_of_a_plain_loop(make_plan, model_folder, tmp_path):
     (tmp_path / "mine.jinja").write_text(TEMPLATE)
-    data = tmp_path / "talks.jsonl"
-    data.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in TALKS))
+    data = write_lines(tmp_path / "talks.jsonl", ({"messages": talk} for talk in TALKS))
     plan = make_plan(
         tuning="full", optimizer="adamw", data=[str(data)], chat_template=str(tmp_path / "mine.jinja"), max_steps=STEPS,
         micro_batch_size=2, gradient_accumulation_steps=2, learning_rate=RATE, lr_scheduler="constant",
         warmup_steps=0, weight_decay=0.0, max_grad_norm=1e9, seq_len=256,
     )  # fmt: skip
-    run(plan, callbacks=callbacks())
+    trained(plan)
     assert plain_losses(model_folder) == pytest.approx(losses(plan), rel=2e-6)
 
 

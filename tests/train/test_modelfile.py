@@ -146,15 +146,10 @@ def test_what_ollama_does_not_import_has_no_modelfile():
 
 
 @pytest.mark.parametrize("tuning", ["full", "lora"])
-def test_a_whole_model_has_its_modelfile_and_vocabulary_and_an_adapter_none(
-    model_folder, data_file, tmp_path, tuning
-):
-    base = shutil.copytree(model_folder, tmp_path / "base")
+def test_a_whole_model_has_its_modelfile_and_vocabulary_and_an_adapter_none(settings, tmp_path, tuning):
+    base = shutil.copytree(settings["model"], tmp_path / "base")
     (base / "tokenizer.model").write_bytes(b"sentences")
-    fitune.train(
-        model=str(base), data=str(data_file), tuning=tuning, max_steps=1, seq_len=64, precision="fp32",
-        micro_batch_size=16, output_dir=str(tmp_path / "run"), save_steps=0, samples=0, gpu="cpu",
-    )  # fmt: skip
+    fitune.train(**settings | {"model": str(base), "tuning": tuning, "max_steps": 1})
     folder = tmp_path / "run" / ("model" if tuning == "full" else "adapter")
     if tuning == "lora":
         assert not (folder / "Modelfile").exists()

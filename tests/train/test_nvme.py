@@ -4,7 +4,6 @@ of one.
 DeepSpeed reads and writes by libaio, in an operation that it compiles when it is first asked: a minute or two.
 """
 
-import shutil
 import subprocess
 import sys
 import threading
@@ -19,11 +18,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from conftest import plan_of
 from fitune.spec.choices import Offload
-from fitune.train.run import run
+from models.tiny_models import beside_tokenizer
 from optional_libraries import NEEDS_DEEPSPEED
+from runs import (
+    assert_close,
+    losses,
+    trained,
+)
 from several import Job, train_on
-from train.test_run import callbacks
-from train.test_several_processes import LOSS, divided, evaluations, largest_difference, losses
+from train.test_several_processes import LOSS, divided, evaluations, largest_difference
 
 pytestmark = [pytest.mark.slow, pytest.mark.deepspeed, NEEDS_DEEPSPEED]
 
@@ -51,13 +54,9 @@ def plan(model_folder, data_file, tmp_path):
 
 
 def wide_like(folder, wide, **shape):
-    wide.mkdir()
-    for file in folder.glob("*token*"):
-        shutil.copy(file, wide)
     config = LlamaConfig.from_pretrained(folder, **shape)
     torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(wide)
-    return wide
+    return beside_tokenizer(LlamaForCausalLM(config), folder, wide)
 
 
 def on_nvme(plan, folder, nvme, *, weights="device"):
@@ -90,7 +89,7 @@ class Seen:
 
 def test_states_on_nvme_train_and_resume_the_same_model_as_states_on_the_host(plan, tmp_path):
     alone, on_host, straight, stopped = (tmp_path / name for name in ("alone", "host", "straight", "stopped"))
-    run(divided(plan, 1, 3, alone), callbacks=callbacks())
+    trained(divided(plan, 1, 3, alone))
     nvme = tmp_path / "nvme"
     host = replace(divided(plan, 2, 3, on_host, by="deepspeed"), offload=Offload(optimizer="cpu"))
     jobs = [
@@ -104,7 +103,7 @@ def test_states_on_nvme_train_and_resume_the_same_model_as_states_on_the_host(pl
     assert first == second
     assert [each["status"] for each in first] == ["complete", "complete", "interrupted", "complete"]
     assert seen.most >= 2 * 3  # of each rank the masters and both moments
-    assert losses(on_host) == pytest.approx(losses(alone), abs=LOSS)
+    assert_close(on_host, alone, within=LOSS)
     for folder in (straight, stopped):
         assert losses(folder) == losses(on_host)
         assert largest_difference(folder, on_host) == 0.0

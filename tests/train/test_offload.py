@@ -15,6 +15,7 @@ from fitune.models.weights import compute_dtype
 from fitune.spec.plan import AdamW, Nf4, Offload, PlainLoss, Precision, Sgd
 from fitune.train.prepare import prepare_loaded
 from laws.test_memory_prediction import ROWS, bench
+from models.streams import forward_backward, optimizer_step
 
 ALL = bench.LAYERS
 ACTIVATIONS = Offload(activations="cpu")
@@ -44,11 +45,9 @@ def losses(ready, plan, *, steps=2, seed=1):
     found = []
     for _ in range(steps):
         for micro in rows:
-            loss = ready.engine.forward_backward(
-                micro, supervised_tokens=micro.supervised_tokens, enter_phase=lambda phase: None
-            )
+            loss = forward_backward(ready.engine, micro)
             found.append(loss.item())
-        ready.engine.update(learning_rate=1e-3, enter_phase=lambda phase: None)
+        optimizer_step(ready.engine, 1e-3)
     return found
 
 
@@ -61,19 +60,26 @@ def assert_same_training(one, other):
 
 
 @pytest.mark.parametrize(
-    ("tuning", "precision", "recompute", "accumulation"),
+    ("offload", "tuning", "precision", "recompute", "accumulation"),
     [
-        ("full", "fp32", 0, 2),
-        ("full", "bf16", ALL // 2, 1),
-        ("full", "fp32", ALL, 1),
-        ("lora", "bf16", 0, 1),
-        ("lora", "fp32", ALL // 2, 2),
-        ("lora", "bf16-master", ALL, 1),
+        (ACTIVATIONS, "full", "fp32", 0, 2),
+        (ACTIVATIONS, "full", "bf16", ALL // 2, 1),
+        (ACTIVATIONS, "full", "fp32", ALL, 1),
+        (ACTIVATIONS, "lora", "bf16", 0, 1),
+        (ACTIVATIONS, "lora", "fp32", ALL // 2, 2),
+        (ACTIVATIONS, "lora", "bf16-master", ALL, 1),
+        (FROZEN, "lora", "fp32", 0, 2),
+        (FROZEN, "lora", "bf16-master", ALL, 1),
+        (Offload(parameters="cpu", optimizer="cpu"), "full", "fp32", 0, 1),
+        (ALL_THREE, "full", "fp32", ALL // 2, 1),
+        (ALL_THREE, "lora", "fp32", ALL // 2, 1),
     ],
 )
-def test_activations_on_the_host_change_nothing(tuning, precision, recompute, accumulation):
+def test_activations_and_weights_on_the_host_change_nothing(
+    offload, tuning, precision, recompute, accumulation
+):
     plan = plan_of(
-        ACTIVATIONS, tuning=tuning, precision=precision, recompute=recompute, accumulation=accumulation
+        offload, tuning=tuning, precision=precision, recompute=recompute, accumulation=accumulation
     )
     assert_same_training(replace(plan, offload=Offload()), plan)
 
@@ -107,8 +113,8 @@ def test_an_overflow_in_fp16_changes_nothing_on_the_host():
     before = {name: tensor.clone() for name, tensor in ready.engine.state().tensors.items()}
     ready.engine.loss_scale.value = 2.0**40
     rows = bench.random_rows(ROWS, vocab_size=plan.model.vocab_size)
-    ready.engine.forward_backward(rows, supervised_tokens=1, enter_phase=lambda phase: None)
-    assert ready.engine.update(learning_rate=1e-3, enter_phase=lambda phase: None).skipped
+    forward_backward(ready.engine, rows, 1)
+    assert optimizer_step(ready.engine, 1e-3).skipped
     after = ready.engine.state().tensors
     assert all(torch.equal(before[name], tensor) for name, tensor in after.items())
 
@@ -137,23 +143,6 @@ def test_a_run_may_move_its_optimizer_to_the_host_and_back():
     back.model.whole.load_state_dict(moved.model.whole.state_dict())
     back.engine.restore(copy.deepcopy(moved.engine.state()))
     assert losses(back, plan, seed=3) == losses(moved, plan, seed=3)
-
-
-@pytest.mark.parametrize(
-    ("offload", "tuning", "precision", "recompute", "accumulation"),
-    [
-        (FROZEN, "lora", "fp32", 0, 2),
-        (FROZEN, "lora", "bf16-master", ALL, 1),
-        (Offload(parameters="cpu", optimizer="cpu"), "full", "fp32", 0, 1),
-        (ALL_THREE, "full", "fp32", ALL // 2, 1),
-        (ALL_THREE, "lora", "fp32", ALL // 2, 1),
-    ],
-)
-def test_weights_on_the_host_change_nothing(offload, tuning, precision, recompute, accumulation):
-    plan = plan_of(
-        offload, tuning=tuning, precision=precision, recompute=recompute, accumulation=accumulation
-    )
-    assert_same_training(replace(plan, offload=Offload()), plan)
 
 
 def test_packed_weights_are_the_same_bytes_after_many_round_trips():

@@ -5,9 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from fitune.checkpoint import export
 from fitune.checkpoint.merge import refuse_quantised_base
@@ -16,8 +14,11 @@ from fitune.models.low_bit.quantised import PackedWeight
 from fitune.models.weights import require_finite
 from fitune.spec.plan import Hqq, Nf4
 from fitune.train.prepare import prepare
-from fitune.train.run import run
-from train.test_run import callbacks, losses
+from runs import (
+    assert_merged,
+    stopped_and_resumed,
+    trained,
+)
 
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("hqq.core.quantize")
@@ -41,7 +42,7 @@ def on(base, plan):
 @pytest.mark.parametrize("precision", ["fp32", "bf16-master"])
 def test_it_learns_and_exports_an_adapter(make_plan, base, precision):
     plan = on(base, make_plan(max_steps=25, precision=precision))
-    report = run(plan, callbacks=callbacks())
+    report = trained(plan)
     assert report.final_loss < 0.95 * report.first_loss
     assert report.total_parameters - report.trainable_parameters == sum(
         tensor.numel() for tensor in load_file(Path(plan.model_path) / "model.safetensors").values()
@@ -66,31 +67,13 @@ def test_packed_bytes_are_no_numbers(make_plan, base):
 @pytest.mark.parametrize("base", [Nf4(), Hqq(bits=4)], ids=str)
 def test_resumed_it_ends_bit_for_bit_the_same(make_plan, tmp_path, base):
     common = {"max_steps": 6, "save_steps": 2, "lora_dropout": 0.1}
-    straight = on(base, make_plan(**common, output_dir=str(tmp_path / "straight")))
-    broken = on(base, make_plan(**common, output_dir=str(tmp_path / "broken")))
-    one = run(straight, callbacks=callbacks())
-    run(broken, callbacks=callbacks(stop_after=3))
-    two = run(broken, callbacks=callbacks(), resume=True)
-    assert losses(straight) == losses(broken)
-    ours, theirs = (load_file(Path(r.exported) / "adapter_model.safetensors") for r in (one, two))
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    folders = (str(tmp_path / name) for name in ("straight", "broken"))
+    stopped_and_resumed(*(on(base, make_plan(**common, output_dir=name)) for name in folders))
 
 
 def test_merged_it_is_the_16_bit_base_and_the_adapter(make_plan):
-    """The merged model is what transformers and PEFT make of base and adapter alone, without any packing."""
-    plan = on(Nf4(), make_plan(max_steps=5, export="merged", learning_rate=5e-2))
-    report = run(plan, callbacks=callbacks())
-    merged = AutoModelForCausalLM.from_pretrained(report.exported, dtype="auto")
-    adapter_run = replace(
-        plan, run=replace(plan.run, export="adapter", output_dir=plan.run.output_dir + "-2")
-    )
-    adapter = run(adapter_run, callbacks=callbacks()).exported
-    base = AutoModelForCausalLM.from_pretrained(plan.model_path, dtype=torch.float32)
-    ids = torch.arange(3, 40)[None]
-    expected = PeftModel.from_pretrained(base, adapter)(input_ids=ids).logits
-    torch.testing.assert_close(merged(input_ids=ids).logits, expected, rtol=0, atol=1e-5)
-    untouched = AutoModelForCausalLM.from_pretrained(plan.model_path, dtype=torch.float32)
-    assert not torch.allclose(untouched(input_ids=ids).logits, expected, atol=1e-3)
+    """Without any packing."""
+    assert_merged(on(Nf4(), make_plan(max_steps=5, learning_rate=5e-2)))
 
 
 def test_a_packed_base_takes_no_merge(make_plan):

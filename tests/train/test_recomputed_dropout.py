@@ -15,6 +15,7 @@ from fitune.spec.model.config_schema import is_random_rate
 from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.plan import Recompute
 from fitune.train.prepare import prepare_loaded
+from models.streams import forward_backward
 from train.test_traced_walks import bench
 
 FOUND = json.loads((Path(__file__).parents[2] / "results/architectures.json").read_text())
@@ -49,7 +50,7 @@ def gradients(folder, made, *, recomputed):
     stream = made._stream(rows)
     torch.manual_seed(7)
     supervised = sum(len(row) - 1 for row in rows)
-    prepared.engine.forward_backward(stream, supervised_tokens=supervised, enter_phase=lambda phase: None)
+    forward_backward(prepared.engine, stream, supervised)
     return {name: p.grad for name, p in prepared.model.trained.items() if p.grad is not None}
 
 

@@ -9,7 +9,12 @@ from fitune.checkpoint.commit import read_commit
 from fitune.errors import CheckpointError
 from fitune.spec.plan import Steps
 from fitune.train.run import run
-from train.test_run import callbacks, losses, steps_of
+from runs import (
+    callbacks,
+    losses,
+    steps_of,
+    trained,
+)
 
 COMMON = {"save_steps": 2, "keep_checkpoints": 3, "lr_scheduler": "constant", "warmup_steps": 0}
 
@@ -29,7 +34,7 @@ def dying_after(steps):
 def test_killed_on_its_new_line_a_run_goes_on_there(make_plan, tmp_path):
     plan = make_plan(**COMMON, max_steps=12)
     checkpoints = Path(plan.run.output_dir) / "checkpoints"
-    run(plan, callbacks=callbacks())
+    trained(plan)
     longer = replace(plan, schedule=replace(plan.schedule, duration=Steps(count=16)))
     with pytest.raises(KeyboardInterrupt):
         run(
@@ -38,22 +43,22 @@ def test_killed_on_its_new_line_a_run_goes_on_there(make_plan, tmp_path):
             resume=str(checkpoints / "step-8"),
         )
     said = []
-    report = run(longer, callbacks=replace(callbacks(), on_note=said.append), resume=True)
+    report = trained(longer, on_note=said.append, resume=True)
     assert f"resuming from {checkpoints / 'step-10'}" in said
     assert (report.status, report.reason) == ("complete", "")
     assert [step.step for step in steps_of(plan)] == list(range(1, 17))
     straight = make_plan(**COMMON, max_steps=16, output_dir=str(tmp_path / "straight"))
-    run(straight, callbacks=callbacks())
+    trained(straight)
     assert losses(plan) == losses(straight)
     assert [attempt.after for attempt in read_commit(checkpoints / "step-16").line] == [0, 8, 10]
 
 
 def test_a_log_that_is_lost_comes_back_with_the_checkpoint(make_plan):
     plan = make_plan(**COMMON, max_steps=6)
-    run(plan, callbacks=callbacks(stop_after=4))
+    trained(plan, stop_after=4)
     before, said = steps_of(plan), list[str]()
     (Path(plan.run.output_dir) / "metrics.jsonl").unlink()
-    report = run(plan, callbacks=replace(callbacks(), on_note=said.append), resume=True)
+    report = trained(plan, on_note=said.append, resume=True)
     assert any(
         "metrics.jsonl: steps missing: 1–4; the lines up to step 4 are put back" in line for line in said
     )
@@ -67,4 +72,4 @@ def test_a_checkpoint_that_is_of_no_run_is_refused_in_words(make_plan, tmp_path)
     plan = make_plan(max_steps=2)
     path = save(tmp_path / "other", state_of(1), keep=1, eval_loss=None)
     with pytest.raises(CheckpointError, match="checkpoint of step 1 cannot be used: Facts: missing key"):
-        run(plan, callbacks=callbacks(), resume=str(path))
+        trained(plan, resume=str(path))

@@ -10,7 +10,11 @@ from fitune.report.compare import measure
 from fitune.spec.plan import Steps
 from fitune.spec.predictions import Phase
 from fitune.train.run import run
-from train.test_run import callbacks, steps_of
+from runs import (
+    callbacks,
+    steps_of,
+    trained,
+)
 
 
 def peak(plan, *, after=0):
@@ -20,11 +24,11 @@ def peak(plan, *, after=0):
 def test_memory_and_speed_are_of_the_plan_that_ended_the_run(make_plan, tmp_path):
     common = {"tuning": "full", "max_steps": 8, "save_steps": 4}
     first = make_plan(**common, micro_batch_size=8, gradient_accumulation_steps=1)
-    run(first, callbacks=callbacks(stop_after=4))
+    trained(first, stop_after=4)
     second = make_plan(**common, micro_batch_size=2, gradient_accumulation_steps=4)
     said = []
-    run(second, callbacks=replace(callbacks(stop_after=2), on_note=said.append), resume=True)
-    report = run(second, callbacks=callbacks(), resume=True)  # once more, under the same settings
+    trained(second, stop_after=2, on_note=said.append, resume=True)
+    report = trained(second, resume=True)  # once more, under the same settings
     assert any("batch.micro_batch_size" in line and "8 × 1" in line for line in said)
     assert report.steps_of_other_plan == 4
     assert report.memory is not None
@@ -36,10 +40,11 @@ def test_memory_and_speed_are_of_the_plan_that_ended_the_run(make_plan, tmp_path
 
 def test_a_run_that_is_only_made_longer_keeps_its_measures(make_plan):
     plan = make_plan(max_steps=4, save_steps=4, lr_scheduler="constant", warmup_steps=0)
-    run(plan, callbacks=callbacks())
+    trained(plan)
     longer = replace(plan, schedule=replace(plan.schedule, duration=Steps(count=7)))
-    report = run(longer, callbacks=callbacks(), resume=True)
+    report = trained(longer, resume=True)
     assert report.steps_of_other_plan == 0
+    assert [step.step for step in steps_of(plan)] == list(range(1, 8))
     assert report.memory is not None
     assert report.memory.phases[Phase.FORWARD] == max(
         s.memory_bytes.get(Phase.FORWARD, 0) for s in steps_of(plan)
@@ -73,4 +78,4 @@ def test_another_frozen_base_under_the_same_path_is_refused(
     if not changed_while_running:
         change_base()
     with pytest.raises(CheckpointError, match=r"the weights in .*base changed since step 2 was saved"):
-        run(plan, callbacks=callbacks(), resume=True)
+        trained(plan, resume=True)

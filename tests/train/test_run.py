@@ -1,6 +1,5 @@
 """A whole run in one process: it learns, it stops and goes on as if it had not, it never lies about a bad end."""
 
-import json
 import sys
 import time
 from dataclasses import replace
@@ -9,44 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from fitune.errors import RunDirectoryError, StoreError, TrainingFailed
-from fitune.spec.plan import Epochs, Plan, Steps
+from fitune.spec.plan import Epochs
 from fitune.spec.predictions import Phase
-from fitune.spec.reports import RunReport
-from fitune.spec.serial import from_json
-from fitune.track.metrics import read_metrics
-from fitune.train.current import Callbacks
 from fitune.train.prepare import prepare
 from fitune.train.run import run
-
-
-def no_answers(model, conversations):
-    return ["" for _ in conversations]
-
-
-def callbacks(*, stop_after=None):
-    asked = [0]
-
-    def stop_asked():
-        asked[0] += 1
-        return stop_after is not None and asked[0] >= stop_after
-
-    return Callbacks(
-        on_data=lambda data, loader, done: None,
-        on_note=lambda note: None,
-        stop_asked=stop_asked,
-        answer=no_answers,
-    )
-
-
-def losses(plan):
-    return [step.loss for step in steps_of(plan)]
-
-
-def steps_of(plan):
-    return read_metrics(Path(plan.run.output_dir) / "metrics.jsonl")
+from runs import callbacks, losses, report_of, steps_of, stopped_and_resumed, trained, written_plan
 
 
 @pytest.mark.parametrize(("tuning", "share"), [("lora", 0.95), ("full", 0.6)])
@@ -54,7 +22,7 @@ def steps_of(plan):
 def test_training_learns(make_plan, tuning, share, packing):
     """Adapters on a random frozen base cannot learn much; all weights can."""
     plan = make_plan(tuning=tuning, max_steps=25, packing=packing, val_fraction=0.1)
-    report = run(plan, callbacks=callbacks())
+    report = trained(plan)
     assert report.status == "complete"
     assert report.final_loss < share * report.first_loss
     assert report.best_eval_loss is not None
@@ -64,9 +32,9 @@ def test_training_learns(make_plan, tuning, share, packing):
 
 
 def test_the_held_out_loss_before_training_is_that_of_the_model_as_it_was(make_plan):
-    report = run(make_plan(learning_rate=1e-30, max_steps=1, val_fraction=0.2), callbacks=callbacks())
+    report = trained(make_plan(learning_rate=1e-30, max_steps=1, val_fraction=0.2))
     assert report.eval_loss_before == report.eval_loss
-    assert run(make_plan(max_steps=1), callbacks=callbacks(), overwrite=True).eval_loss_before is None
+    assert trained(make_plan(max_steps=1), overwrite=True).eval_loss_before is None
 
 
 @pytest.mark.parametrize(
@@ -80,30 +48,22 @@ def test_the_held_out_loss_before_training_is_that_of_the_model_as_it_was(make_p
 )
 def test_a_run_that_was_interrupted_mid_epoch_ends_bit_for_bit_the_same(make_plan, tmp_path, settings):
     common = {"max_steps": 9, "save_steps": 3, "optimizer": "adamw", **settings}
-    straight = make_plan(**common, output_dir=str(tmp_path / "straight"))
-    broken = make_plan(**common, output_dir=str(tmp_path / "broken"))
-    run(straight, callbacks=callbacks())
-    first = run(broken, callbacks=callbacks(stop_after=5))
-    assert (first.status, first.steps) == ("interrupted", 5)
-    second = run(broken, callbacks=callbacks(), resume=True)
-    assert second.status == "complete"
-    assert losses(broken) == losses(straight)
-    for name in ("adapter/adapter_model.safetensors", "model/model.safetensors"):
-        if (tmp_path / "straight" / name).exists():
-            expected, found = load_file(tmp_path / "straight" / name), load_file(tmp_path / "broken" / name)
-            assert all(torch.equal(found[key], value) for key, value in expected.items())
+    stopped_and_resumed(
+        *(make_plan(**common, output_dir=str(tmp_path / name)) for name in ("straight", "broken")),
+        stop_after=5,
+    )
 
 
 def test_steps_after_the_checkpoint_are_done_again_once(make_plan):
     """A process killed between two saves: metrics.jsonl has steps that the checkpoint has not."""
     plan = make_plan(max_steps=6, save_steps=2)
-    run(plan, callbacks=callbacks(stop_after=4))
+    trained(plan, stop_after=4)
     log = Path(plan.run.output_dir) / "metrics.jsonl"
     extra = replace(steps_of(plan)[-1], step=5, loss=99.0)
     from fitune.track.metrics import to_line
 
     log.write_bytes(log.read_bytes() + to_line(extra))
-    run(plan, callbacks=callbacks(), resume=True)
+    trained(plan, resume=True)
     assert [step.step for step in steps_of(plan)] == [1, 2, 3, 4, 5, 6]
     assert 99.0 not in losses(plan)
 
@@ -117,7 +77,7 @@ def test_the_same_rows_in_other_micro_batches_give_the_same_losses(make_plan, tm
             gradient_accumulation_steps=accumulation,
             output_dir=str(tmp_path / f"micro-{micro}"),
         )
-        run(plan, callbacks=callbacks())
+        trained(plan)
         found.append(losses(plan))
     for other in found[1:]:
         assert other == pytest.approx(found[0], rel=2e-5)
@@ -134,14 +94,14 @@ def test_recompute_and_chunks_change_nothing_but_memory(make_plan, tmp_path):
         loss_chunk_tokens=16,
         output_dir=str(tmp_path / "b"),
     )
-    run(base, callbacks=callbacks())
-    run(frugal, callbacks=callbacks())
+    trained(base)
+    trained(frugal)
     assert losses(frugal) == pytest.approx(losses(base), rel=2e-5)
 
 
 def test_the_second_step_is_measured_by_phase(make_plan):
     plan = make_plan()
-    report = run(plan, callbacks=callbacks())
+    report = trained(plan)
     assert [bool(step.memory_bytes) for step in steps_of(plan)] == [False, True, False, False, False, False]
     assert report.memory is not None
     assert set(report.memory.phases) == set(Phase)
@@ -158,7 +118,7 @@ def test_a_steps_seconds_end_when_the_device_is_through(make_plan, monkeypatch):
 
     monkeypatch.setattr(sys.modules["fitune.train.loop"], "wait_for", wait_for)
     plan = make_plan(max_steps=2)
-    run(plan, callbacks=callbacks())
+    trained(plan)
     assert waited == ["cpu"] * 2
     assert all(step.step_seconds >= 0.3 for step in steps_of(plan))
 
@@ -174,20 +134,19 @@ def test_fp32_products_are_exact_unless_the_plan_has_tf32(make_plan, monkeypatch
 
 def test_every_figure_of_the_report_comes_from_the_log(make_plan):
     plan = make_plan(max_steps=5)
-    report = run(plan, callbacks=callbacks())
+    report = trained(plan)
     steps = steps_of(plan)
     assert report.tokens == sum(step.tokens for step in steps)
     assert report.supervised_tokens == sum(step.supervised_tokens for step in steps)
     assert report.final_loss == steps[-1].loss
-    on_disk = from_json(RunReport, (Path(plan.run.output_dir) / "report.json").read_text())
-    assert on_disk == report
+    assert report_of(plan) == report
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_update_and_says_so(make_plan):
     plan = make_plan(tuning="full", optimizer="sgd", learning_rate=1e6, max_grad_norm=0, max_steps=50)
     with pytest.raises(TrainingFailed, match=r"nothing was updated"):
-        run(plan, callbacks=callbacks())
-    report = from_json(RunReport, (Path(plan.run.output_dir) / "report.json").read_text())
+        trained(plan)
+    report = report_of(plan)
     assert report.status == "failed"
     assert "finite" in report.reason or "loss is" in report.reason
     assert report.steps == len(steps_of(plan))
@@ -199,33 +158,24 @@ def test_gradients_that_are_not_finite_name_the_rows(make_plan, monkeypatch):
     with pytest.raises(
         TrainingFailed, match=r"gradients are not finite.*Rows of this step.*\[\d+, \d+"
     ) as caught:
-        run(make_plan(), callbacks=callbacks())
+        trained(make_plan())
     assert "metrics.jsonl" not in str(caught.value)
 
 
 def test_an_earlier_run_is_not_overwritten_unasked(make_plan):
     plan = make_plan(max_steps=2)
-    run(plan, callbacks=callbacks())
+    trained(plan)
     before = (Path(plan.run.output_dir) / "metrics.jsonl").read_bytes()
     with pytest.raises(RunDirectoryError, match="earlier run"):
-        run(plan, callbacks=callbacks())
+        trained(plan)
     assert (Path(plan.run.output_dir) / "metrics.jsonl").read_bytes() == before
-
-
-def test_a_longer_schedule_may_go_on_from_the_end(make_plan):
-    plan = make_plan(max_steps=4, save_steps=4, lr_scheduler="constant", warmup_steps=0)
-    run(plan, callbacks=callbacks())
-    longer = replace(plan, schedule=replace(plan.schedule, duration=Steps(count=7)))
-    report = run(longer, callbacks=callbacks(), resume=True)
-    assert report.steps == 7
-    assert [step.step for step in steps_of(plan)] == list(range(1, 8))
 
 
 def test_epochs_count_rows(make_plan):
     """56 rows, 8 a step: 7 steps an epoch."""
     plan = make_plan()
     plan = replace(plan, schedule=replace(plan.schedule, duration=Epochs(count=1.5)))
-    report = run(plan, callbacks=callbacks())
+    report = trained(plan)
     assert report.total_steps == 11
     assert steps_of(plan)[6].epoch == pytest.approx(1.0)
 
@@ -233,7 +183,7 @@ def test_epochs_count_rows(make_plan):
 def test_samples_show_answers_before_and_after(make_plan):
     plan = make_plan(samples=3, val_fraction=0.2, max_steps=2)
     said = iter(["before"] * 3 + ["after"] * 3)
-    answering = replace(callbacks(), answer=lambda model, conversations: [next(said) for _ in conversations])
+    answering = callbacks(answer=lambda model, conversations: [next(said) for _ in conversations])
     report = run(plan, callbacks=answering)
     assert [(s.before, s.after) for s in report.samples] == [("before", "after")] * 3
     assert all(s.prompt.startswith("What is") for s in report.samples)
@@ -241,11 +191,9 @@ def test_samples_show_answers_before_and_after(make_plan):
 
 def test_plan_json_is_the_plan_that_ran(make_plan):
     plan = make_plan(max_steps=1)
-    run(plan, callbacks=callbacks(), files={"recipe.yaml": "model: x\n"})
-    directory = Path(plan.run.output_dir)
-    assert from_json(Plan, (directory / "plan.json").read_text()) == plan
-    assert (directory / "recipe.yaml").read_text() == "model: x\n"
-    assert json.loads((directory / "plan.json").read_text())["kind"] == "Plan"
+    trained(plan, files={"recipe.yaml": "model: x\n"})
+    assert written_plan(plan) == plan
+    assert (Path(plan.run.output_dir) / "recipe.yaml").read_text() == "model: x\n"
 
 
 def test_a_run_that_its_store_refuses_leaves_nothing(make_plan, tmp_path, monkeypatch):
@@ -256,5 +204,5 @@ def test_a_run_that_its_store_refuses_leaves_nothing(make_plan, tmp_path, monkey
 
     monkeypatch.setattr(import_module("fitune.train.run"), "begin_in_store", refuse)
     with pytest.raises(StoreError):
-        run(make_plan(output_dir=str(tmp_path / "new")), callbacks=callbacks())
+        trained(make_plan(output_dir=str(tmp_path / "new")))
     assert not (tmp_path / "new").exists()

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from checkpoint.killed_saves import same, shares_of, state_of
+from checkpoint.saves import names
 from fitune.checkpoint.commit import Attempt, Descent
 from fitune.checkpoint.resume import load_checkpoint, newest_checkpoint
 from fitune.engine.ranks import Ranks
@@ -97,10 +98,6 @@ def run(tmp_path):
     return tmp_path
 
 
-def files(run):
-    return sorted(path.name for path in (run / "checkpoints").iterdir())
-
-
 def fail_writing(monkeypatch, name, error):
     real = os.open
 
@@ -120,7 +117,7 @@ def test_a_full_disk_of_one_rank_is_named_with_its_bytes(run, monkeypatch, rank)
         assert isinstance(error, CheckpointError)
         assert f"rank {rank} cannot write its share: No space left on device; it needs 1.0 MiB" in str(error)
         assert "The last saved one is step-1." in str(error)
-    assert files(run) == ["LINE", "latest", "step-1"]
+    assert names(run) == ["LINE", "latest", "step-1"]
 
 
 def test_a_disk_that_fails_at_the_commit_fails_all_ranks(run, monkeypatch):
@@ -130,14 +127,14 @@ def test_a_disk_that_fails_at_the_commit_fails_all_ranks(run, monkeypatch):
     assert isinstance(second, RankFailed)
     assert "Input/output error" in str(first)
     assert "Input/output error" in str(second)
-    assert files(run) == ["LINE", "latest", "step-1"]
+    assert names(run) == ["LINE", "latest", "step-1"]
 
 
 def test_a_rank_that_dies_while_it_writes_leaves_the_checkpoint_before(run, monkeypatch):
     fail_writing(monkeypatch, "model-rank1.safetensors", SystemExit())
     first, _ = saved_by_all(run, 2)
     assert isinstance(first, PeerGone)
-    assert files(run) == ["LINE", "latest", "step-1"]
+    assert names(run) == ["LINE", "latest", "step-1"]
     monkeypatch.undo()
     assert saved_by_all(run, 3) == [None, None]
     found = newest_checkpoint(run).path

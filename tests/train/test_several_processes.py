@@ -4,7 +4,6 @@ import json
 import shutil
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import TypeVar
 
 import pytest
 import torch
@@ -13,14 +12,18 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from conftest import plan_of
 from fitune.estimate.predict import predict_memory
-from fitune.spec.plan import Ddp, Offload, Plan, Precision, Single, Zero
-from fitune.spec.reports import RunReport
-from fitune.spec.serial import from_json
-from fitune.track.metrics import read_metrics
-from fitune.train.run import run
+from fitune.spec.plan import Ddp, Offload, Precision, Single, Zero
+from models.tiny_models import beside_tokenizer
 from optional_libraries import NEEDS_DEEPSPEED
+from runs import (
+    assert_close,
+    losses,
+    report_of,
+    steps_of,
+    trained,
+    written_plan,
+)
 from several import Job, train_on
-from train.test_run import callbacks
 
 pytestmark = pytest.mark.first
 
@@ -96,9 +99,6 @@ OVERFLOWS = {
 STOPPED, MISCOUNTED, OVERFLOWING = "stopped", "miscounted", "overflowing "
 
 
-T = TypeVar("T")
-
-
 def possible(cases):
     """Those that need no library that is not installed."""
     installed = find_spec("deepspeed") is not None
@@ -127,20 +127,16 @@ def backend_of(name):
     return "deepspeed" if "DeepSpeed" in name else "fsdp"
 
 
-def losses(folder):
-    return [step.loss for step in read_metrics(folder / "metrics.jsonl")]
-
-
 def gradient_norms(folder):
-    return [step.grad_norm for step in read_metrics(folder / "metrics.jsonl")]
+    return [step.grad_norm for step in steps_of(folder)]
 
 
 def evaluations(folder):
-    return [s.eval_loss for s in read_metrics(folder / "metrics.jsonl") if s.eval_loss is not None]
+    return [s.eval_loss for s in steps_of(folder) if s.eval_loss is not None]
 
 
 def counts(folder):
-    report = from_json(RunReport, (folder / "report.json").read_text())
+    report = report_of(folder)
     return report.trainable_parameters, report.total_parameters
 
 
@@ -169,23 +165,17 @@ def make(model_folder, data_file, tmp_path_factory):
 
 def tied_like(folder, tied):
     """A model of the same shape and tokenizer whose head is its embedding, in ``tied``."""
-    for file in folder.glob("*token*"):
-        shutil.copy(file, tied)
     config = LlamaConfig.from_pretrained(folder, tie_word_embeddings=True)
     torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(tied)
-    return tied
+    return beside_tokenizer(LlamaForCausalLM(config), folder, tied)
 
 
 def steep_like(folder, steep):
     """A model whose embeddings are so small that their fp16 gradients overflow at the first loss scale."""
-    for file in folder.glob("*token*"):
-        shutil.copy(file, steep)
     model = LlamaForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         model.get_input_embeddings().weight.mul_(0.1)
-    model.save_pretrained(steep)
-    return steep
+    return beside_tokenizer(model, folder, steep)
 
 
 @pytest.fixture(scope="module")
@@ -195,19 +185,19 @@ def results(make, tmp_path_factory):
     jobs = []
     for name, (settings, stage) in possible(CASES).items():
         plan = make(**settings)
-        run(divided(plan, 1, stage, folder / f"{name} alone"), callbacks=callbacks())
+        trained(divided(plan, 1, stage, folder / f"{name} alone"))
         planned = divided(plan, 2, stage, folder / name, by=backend_of(name))
         jobs.append(Job(plan=replace(planned, offload=OFFLOADED.get(name, Offload()))))
     for name, settings in possible(OVERFLOWS).items():
         plan = replace(make(**settings), precision=Precision.FP16)
-        run(divided(plan, 1, 3, folder / f"{OVERFLOWING}{name} alone"), callbacks=callbacks())
+        trained(divided(plan, 1, 3, folder / f"{OVERFLOWING}{name} alone"))
         stage = 2 if "stage 2" in name else 3
         jobs.append(Job(plan=divided(plan, 2, stage, folder / f"{OVERFLOWING}{name}", by=backend_of(name))))
     for name, (settings, _) in possible(GOES_ON).items():
         plan = divided(make(**settings, async_save=True), 2, 3, folder / STOPPED / name, by=backend_of(name))
         jobs.append(Job(plan=plan, stop_after=3))
     full = make(**FULL)
-    run(divided(full, 1, 3, folder / STOPPED / "full alone"), callbacks=callbacks(stop_after=3))
+    trained(divided(full, 1, 3, folder / STOPPED / "full alone"), stop_after=3)
     jobs.append(Job(plan=divided(full, 2, 0, folder / STOPPED / "full by DDP"), stop_after=3))
     sources = {
         "one process to stage 3": "full alone",
@@ -225,14 +215,13 @@ def results(make, tmp_path_factory):
 
 
 def said(results):
-    told = json.loads((results / "said.json").read_text())
-    return told
+    return json.loads((results / "said.json").read_text())
 
 
 @pytest.mark.parametrize("name", marked(CASES))
 def test_two_processes_train_the_model_of_one(results, name):
     alone = results / f"{name} alone"
-    assert losses(results / name) == pytest.approx(losses(alone), abs=LOSS)
+    assert_close(results / name, alone, within=LOSS)
     assert gradient_norms(results / name) == pytest.approx(gradient_norms(alone), rel=1e-4)
     assert evaluations(results / name) == pytest.approx(evaluations(alone), abs=LOSS)
     assert largest_difference(results / name, alone) < WEIGHT
@@ -254,17 +243,14 @@ def test_ranks_skip_together_the_steps_that_overflow_in_one_process(results, nam
     """The norm is that of all ranks, so an overflow in one rank's share is everybody's."""
     folder = results / f"{OVERFLOWING}{name}"
     alone = results / f"{OVERFLOWING}{name} alone"
-    two, one = (
-        [(step.skipped, step.loss_scale) for step in read_metrics(each / "metrics.jsonl")]
-        for each in (folder, alone)
-    )
+    two, one = ([(step.skipped, step.loss_scale) for step in steps_of(each)] for each in (folder, alone))
     assert two == one
     assert {skipped for skipped, _ in two} == {True, False}
-    assert losses(folder) == pytest.approx(losses(alone), abs=FP16_LOSS)
+    assert_close(folder, alone, within=FP16_LOSS)
 
 
 def test_the_report_has_a_row_for_every_rank(results):
-    report = from_json(RunReport, (results / "full, stage 3" / "report.json").read_text())
+    report = report_of(results / "full, stage 3")
     assert [row.rank for row in report.ranks] == [0, 1]
     for row in report.ranks:
         assert row.waiting_seconds is not None
@@ -277,8 +263,8 @@ def test_the_report_has_a_row_for_every_rank(results):
 
 def test_measured_memory_of_a_rank_is_what_was_predicted(results):
     for name in possible(CASES).keys() - OFFLOADED.keys():
-        plan = from_json(Plan, (results / name / "plan.json").read_text())
-        report = from_json(RunReport, (results / name / "report.json").read_text())
+        plan = written_plan(results / name)
+        report = report_of(results / name)
         predicted = predict_memory(plan).tensor_peak_bytes  # of full rows: the data's are shorter
         assert report.memory is not None
         assert report.memory.peak_bytes < 1.02 * predicted, name
@@ -295,9 +281,9 @@ def test_a_run_of_two_goes_on_with_one_process(make, results, tmp_path, name):
     shutil.copytree(results / STOPPED / name, broken, symlinks=True)
     settings, case = GOES_ON[name]
     following = divided(make(**settings), 1, 3, broken)
-    assert run(following, callbacks=callbacks(), resume=True).status == "complete"
+    assert trained(following, resume=True).status == "complete"
     straight = results / f"{case} alone"
-    assert losses(broken) == pytest.approx(losses(straight), abs=LOSS)
+    assert_close(broken, straight, within=LOSS)
     assert largest_difference(broken, straight) < WEIGHT
 
 
@@ -306,7 +292,7 @@ def test_a_run_of_two_goes_on_with_four_processes(make, tmp_path):
     begun, following, names = [], [], possible(GOES_ON)
     for name, (settings, _) in names.items():
         plan = make(**settings)
-        run(divided(plan, 1, 3, tmp_path / f"{name} alone"), callbacks=callbacks())
+        trained(divided(plan, 1, 3, tmp_path / f"{name} alone"))
         two = divided(make(**settings, async_save=True), 2, 3, tmp_path / name, by=backend_of(name))
         begun.append(Job(plan=two, stop_after=3))
         following.append(Job(plan=divided(plan, 4, 2 if name == "full" else 3, tmp_path / name), resume=True))
@@ -315,7 +301,7 @@ def test_a_run_of_two_goes_on_with_four_processes(make, tmp_path):
     assert [each["status"] for each in ended[0]] == ["complete"] * len(names)
     for name in names:
         straight = tmp_path / f"{name} alone"
-        assert losses(tmp_path / name) == pytest.approx(losses(straight), abs=LOSS), name
+        assert_close(tmp_path / name, straight, within=LOSS)
         assert largest_difference(tmp_path / name, straight) < WEIGHT, name
 
 
@@ -325,7 +311,7 @@ def test_a_run_goes_on_under_another_strategy(results, name):
     if name == "stage 3 to stage 3":
         assert losses(results / name) == losses(straight)
         assert largest_difference(results / name, straight) == 0
-    assert losses(results / name) == pytest.approx(losses(straight), abs=LOSS)
+    assert_close(results / name, straight, within=LOSS)
     assert largest_difference(results / name, straight) < WEIGHT
 
 
@@ -345,7 +331,7 @@ def test_two_nodes_of_two_share_within_each_and_train_the_model_of_one(make, tmp
     jobs = []
     for name, settings in cases.items():
         alone = make(gradient_accumulation_steps=8, **settings)
-        run(divided(alone, 1, 0, tmp_path / f"{name} alone"), callbacks=callbacks())
+        trained(divided(alone, 1, 0, tmp_path / f"{name} alone"))
         for stage in (2, 3):
             plan = divided(alone, 4, stage, tmp_path / f"{name}, stage {stage}")
             hardware = replace(plan.hardware, nodes=2, gpus_per_node=2)
@@ -358,11 +344,9 @@ def test_two_nodes_of_two_share_within_each_and_train_the_model_of_one(make, tmp
         alone_at = tmp_path / f"{name} alone"
         for stage in (2, 3):
             folder = tmp_path / f"{name}, stage {stage}"
-            assert losses(folder) == pytest.approx(losses(alone_at), abs=LOSS)
+            assert_close(folder, alone_at, within=LOSS)
             assert gradient_norms(folder) == pytest.approx(gradient_norms(alone_at), rel=1e-4)
             assert largest_difference(folder, alone_at) < WEIGHT
     alone = make(gradient_accumulation_steps=8, **cases["full"])
-    assert (
-        run(divided(alone, 1, 0, tmp_path / STOPPED), callbacks=callbacks(), resume=True).status == "complete"
-    )
-    assert losses(tmp_path / STOPPED) == pytest.approx(losses(tmp_path / "full alone"), abs=LOSS)
+    assert trained(divided(alone, 1, 0, tmp_path / STOPPED), resume=True).status == "complete"
+    assert_close(tmp_path / STOPPED, tmp_path / "full alone", within=LOSS)

@@ -3,12 +3,14 @@
 PEFT reads an adapter on shared experts as one on the routed ones, so what is exported must have none.
 """
 
-import shutil
-
 import pytest
 import torch
-from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from conftest import settings_of
+from models.tiny_models import beside_tokenizer
+from runs import set_words
+from train.test_traced_walks import load, logits_of, require_read_by_peft_and_transformers
 
 HUNYUAN = {"intermediate_size": 48, "num_experts": 4, "moe_topk": 2, "head_dim": 8, "num_key_value_heads": 2}
 DEEPSEEK = {
@@ -36,23 +38,18 @@ CASES = [
 ]
 
 
+WALK = {"gradient_accumulation_steps": 1, "learning_rate": 0.05, "max_steps": 3}
+
+
 def mixture(model_type, words, *, tokenizer, folder):
     """A folder with a small random mixture and the tests' tokenizer."""
-    shutil.copytree(tokenizer, folder)
-    for weights in folder.glob("*.safetensors"):
-        weights.unlink()
     config = AutoConfig.for_model(
         model_type, **{"num_hidden_layers": 2, **words}, hidden_size=32, num_attention_heads=4, vocab_size=384,
         pad_token_id=0, bos_token_id=1, eos_token_id=2, max_position_embeddings=128, initializer_range=0.2,
     )  # fmt: skip
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    return folder
-
-
-def logits_of(model):
-    with torch.no_grad():
-        return model(torch.arange(3, 40)[None]).logits
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return beside_tokenizer(model, tokenizer, folder)
 
 
 @pytest.mark.parametrize(("model_type", "words", "targets"), CASES)
@@ -62,34 +59,19 @@ def test_adapters_on_attention_train_and_peft_reads_them(
 ) :  # fmt: skip
     folder = mixture(model_type, words, tokenizer=model_folder, folder=tmp_path / "base")
     run = tmp_path / "run"
-    options = (
-        "--model", folder, "--data", data_file, "--gpu", "cpu", "--precision", "fp32", "--seq-len", 64,
-        "--micro-batch-size", 4, "--gradient-accumulation-steps", 1, "--learning-rate", 0.05, "--max-steps", 3,
-        "--save-steps", 0, "--samples", 0, "--output-dir", run, "--tuning", "lora", "--lora-r", 4,
-    )  # fmt: skip
+    options = set_words(settings_of(folder, data_file, run, **WALK))
     code, said = fitune("train", *options)
     assert code == 2
     assert "as adapters on its routed experts" in said
     assert f"lora_target_modules: {targets}" in said
     assert fitune("train", *options, "--lora-target-modules", targets)[0] == 0
     assert fitune("export", run)[0] == 0
-    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    before = logits_of(base)
-    adapted = logits_of(PeftModel.from_pretrained(base, str(run / "adapter")).eval())
-    merged = logits_of(AutoModelForCausalLM.from_pretrained(run / "merged", dtype=torch.float32))
-    assert (adapted - before).abs().max() > 0.01
-    torch.testing.assert_close(merged, adapted, rtol=0, atol=1e-4)
+    require_read_by_peft_and_transformers(folder, run)
 
 
 @pytest.mark.slow
 def test_every_weight_of_one_is_trained_and_read_again(fitune, model_folder, data_file, tmp_path):
     folder = mixture("hunyuan_v1_moe", HUNYUAN, tokenizer=model_folder, folder=tmp_path / "base")
-    code, _ = fitune(
-        "train", "--model", folder, "--data", data_file, "--gpu", "cpu", "--precision", "fp32", "--seq-len", 64,
-        "--micro-batch-size", 4, "--gradient-accumulation-steps", 1, "--max-steps", 2, "--save-steps", 0,
-        "--samples", 0, "--output-dir", tmp_path / "run", "--tuning", "full",
-    )  # fmt: skip
-    assert code == 0
-    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run/model", dtype=torch.float32)
-    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    assert (logits_of(trained) - logits_of(base)).abs().max() > 0
+    options = set_words(settings_of(folder, data_file, tmp_path / "run", tuning="full"))
+    assert fitune("train", *options)[0] == 0
+    assert (logits_of(load(tmp_path / "run/model")) - logits_of(load(folder))).abs().max() > 0

@@ -3,16 +3,16 @@
 from dataclasses import replace
 
 import pytest
-import torch
-from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from conftest import plan_of
 from fitune.spec.plan import Zero
 from fitune.train.again import Source
 from fitune.train.export import stored_weights, streamed_handover
-from fitune.train.run import run
-from train.test_run import callbacks
+from runs import (
+    same_weights,
+    trained,
+)
 
 TINY_BYTES = 1000
 
@@ -33,28 +33,22 @@ def handover_of(plan, source, report):
     return handover
 
 
-def require_same(one, other):
-    ours, theirs = load_file(one), load_file(other)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
 @pytest.mark.parametrize("settings", [{"tuning": "full"}, {"tuning": "lora", "export": "merged"}])
 def test_it_is_what_the_run_itself_exported(model_folder, data_file, tmp_path, settings):
     words = {"max_steps": 2, "save_steps": 2, "learning_rate": 1e-2, **settings}
     plan = plan_of(model_folder, data_file, tmp_path / "run", **words)
-    report = run(plan, callbacks=callbacks())
+    report = trained(plan)
     checkpoint = Source(path=tmp_path / "run/checkpoints/step-2", kind="checkpoint")
     handover = handover_of(plan, checkpoint, report)
     out = handover.trained(tmp_path / "out", secure=False)
     if settings["tuning"] == "full":
-        require_same(out / "model.safetensors", tmp_path / "run/model/model.safetensors")
+        assert same_weights(out / "model.safetensors", tmp_path / "run/model/model.safetensors")
         return
-    require_same(out / "adapter_model.safetensors", tmp_path / "run/adapter/adapter_model.safetensors")
+    assert same_weights(out / "adapter_model.safetensors", tmp_path / "run/adapter/adapter_model.safetensors")
     for source in (checkpoint, Source(path=tmp_path / "run/adapter", kind="adapter")):
         merged, loss = handover_of(plan, source, report).merged(None, tmp_path / f"merged {source.kind}")
         assert loss is None
-        require_same(merged / "model.safetensors", tmp_path / "run/merged/model.safetensors")
+        assert same_weights(merged / "model.safetensors", tmp_path / "run/merged/model.safetensors")
 
 
 def test_a_model_that_a_device_holds_twice_is_loaded_whole(model_folder, data_file, tmp_path):

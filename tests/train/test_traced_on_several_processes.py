@@ -1,6 +1,5 @@
 """Models without formulas, divided over two processes, train as in one."""
 
-import shutil
 from typing import Any
 
 import pytest
@@ -11,13 +10,15 @@ from conftest import plan_of
 from fitune.estimate.predict import predict_memory
 from fitune.rehearse.profile import TransformersTracer
 from fitune.spec.model.tracer import trace_with
-from fitune.spec.plan import Plan
-from fitune.spec.reports import RunReport
-from fitune.spec.serial import from_json
-from fitune.train.run import run
+from models.tiny_models import beside_tokenizer
+from runs import (
+    assert_close,
+    report_of,
+    trained,
+    written_plan,
+)
 from several import Job, train_on
-from train.test_run import callbacks
-from train.test_several_processes import divided, gradient_norms, largest_difference, losses
+from train.test_several_processes import divided, gradient_norms, largest_difference
 
 pytestmark = [pytest.mark.slow, pytest.mark.first]
 
@@ -71,16 +72,14 @@ def results(model_folder, data_file, tmp_path_factory):
     for model_type, values in MODELS.items():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**SIZES, **values}))
-        model.save_pretrained(folder / model_type)
-        for file in model_folder.glob("*token*"):
-            shutil.copy(file, folder / model_type)
+        beside_tokenizer(model, model_folder, folder / model_type)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FITUNE_CACHE", str(folder / "cache"))
         trace_with(TransformersTracer())
         jobs = []
         for name, (model_type, settings, stage) in CASES.items():
             plan = plan_of(folder / model_type, data_file, folder / "unused", max_steps=4, **settings)
-            run(divided(plan, 1, stage, folder / f"{name} alone"), callbacks=callbacks())
+            trained(divided(plan, 1, stage, folder / f"{name} alone"))
             jobs.append(Job(plan=divided(plan, 2, stage, folder / name)))
         ended = train_on(2, jobs, folder / "jobs")
         assert [said["status"] for said in ended[0]] == ["complete"] * len(CASES), ended[0]
@@ -90,7 +89,7 @@ def results(model_folder, data_file, tmp_path_factory):
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_train_the_model_of_one(results, name):
     alone = results / f"{name} alone"
-    assert losses(results / name) == pytest.approx(losses(alone), abs=1e-5)
+    assert_close(results / name, alone)
     assert gradient_norms(results / name) == pytest.approx(gradient_norms(alone), rel=1e-4)
     assert largest_difference(results / name, alone) < (20 if name.startswith("shared keys") else 1) * WEIGHT
 
@@ -98,8 +97,8 @@ def test_two_processes_train_the_model_of_one(results, name):
 @pytest.mark.parametrize("name", CASES)
 def test_a_rank_takes_no_more_memory_than_predicted(results, name, monkeypatch):
     monkeypatch.setenv("FITUNE_CACHE", str(results / "cache"))  # it was traced there
-    plan = from_json(Plan, (results / name / "plan.json").read_text())
-    report = from_json(RunReport, (results / name / "report.json").read_text())
+    plan = written_plan(results / name)
+    report = report_of(results / name)
     assert plan.model.is_traced
     assert report.memory is not None
     assert report.memory.peak_bytes < 1.02 * predict_memory(plan).tensor_peak_bytes

@@ -1,7 +1,6 @@
 """Small models of the architectures without formulas, from `fitune train` to what PEFT and transformers read."""
 
 import importlib.util
-import shutil
 from pathlib import Path
 
 import pytest
@@ -9,9 +8,12 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from conftest import settings_of
 from fitune.spec.model.architectures import SHARED_LINEARS, takes_adapters_on
 from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.recipe.targets import resolve_targets
+from models.tiny_models import beside_tokenizer
+from runs import set_words
 
 QUICK = ("hyperclovax", "granitemoe_swa")
 SLOW = ("jamba", "minicpm3", "qwen3_next")
@@ -39,26 +41,19 @@ def bench():
 
 def small(model_type, *, tokenizer, folder):
     """A folder with a small random model and the tests' tokenizer."""
-    shutil.copytree(tokenizer, folder)
-    for weights in folder.glob("*.safetensors"):
-        weights.unlink()
     made = bench()
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(made.small_config(model_type), dtype=torch.float32)
     made._randomise(model)
-    model.save_pretrained(folder)
-    return folder
+    return beside_tokenizer(model, tokenizer, folder)
 
 
-def options(folder, data, run):
+def options(folder, data, run, **others):
     """Words of `fitune train` that all of them take; rows that would see each other go one at a time."""
     separates = load_model_spec(str(folder)).separates_rows
-    rows = ("--micro-batch-size", 4) if separates else ("--micro-batch-size", 1, "--packing", "false")
-    return [
-        "--model", folder, "--data", data, "--gpu", "cpu", "--precision", "fp32", "--seq-len", 64,
-        "--gradient-accumulation-steps", 1, "--learning-rate", 0.05, "--save-steps", 0, "--samples", 0,
-        "--output-dir", run, *rows,
-    ]  # fmt: skip
+    rows = {} if separates else {"micro_batch_size": 1, "packing": False}
+    once = {"gradient_accumulation_steps": 1, "learning_rate": 0.05, **rows, **others}
+    return set_words(settings_of(folder, data, run, **once))
 
 
 def load(folder):
@@ -68,8 +63,16 @@ def load(folder):
 
 def logits_of(model):
     with torch.no_grad():
-        logits = model(torch.arange(3, 40)[None], use_cache=False).logits
-    return logits
+        return model(torch.arange(3, 40)[None], use_cache=False).logits
+
+
+def require_read_by_peft_and_transformers(folder, run):
+    """The adapter of a run, which changes the logits, and its merged model answer alike."""
+    base = load(folder)
+    before = logits_of(base)
+    adapted = logits_of(PeftModel.from_pretrained(base, str(run / "adapter")).eval())
+    assert (adapted - before).abs().max() > 0.01
+    torch.testing.assert_close(logits_of(load(run / "merged")), adapted, rtol=0, atol=1e-4)
 
 
 def marked(slow, weekly):
@@ -89,7 +92,7 @@ def test_adapters_on_all_linears_that_are_taken_are_read_by_peft_as_the_merged_m
 ):
     folder = small(model_type, tokenizer=model_folder, folder=tmp_path / "base")
     run = tmp_path / "run"
-    words = [*options(folder, data_file, run), "--tuning", "lora", "--lora-r", 4, "--max-steps", 3]
+    words = options(folder, data_file, run, max_steps=3)
     spec = load_model_spec(str(folder))
     targets = resolve_targets(spec, ("all-linear",))
     if not takes_adapters_on(spec, targets):
@@ -100,11 +103,7 @@ def test_adapters_on_all_linears_that_are_taken_are_read_by_peft_as_the_merged_m
         words += ["--lora-target-modules", ",".join(others)]
     assert fitune("train", *words)[0] == 0
     assert fitune("export", run)[0] == 0
-    base = load(folder)
-    before = logits_of(base)
-    adapted = logits_of(PeftModel.from_pretrained(base, str(run / "adapter")).eval())
-    assert (adapted - before).abs().max() > 0.01
-    torch.testing.assert_close(logits_of(load(run / "merged")), adapted, rtol=0, atol=1e-4)
+    require_read_by_peft_and_transformers(folder, run)
 
 
 @pytest.mark.parametrize("model_type", marked(WHOLE, WHOLE_WEEKLY))
@@ -117,8 +116,7 @@ def test_every_weight_is_trained_and_read_by_transformers(
 ):
     folder = small(model_type, tokenizer=model_folder, folder=tmp_path / "base")
     run = tmp_path / "run"
-    words = (*options(folder, data_file, run), "--tuning", "full", "--max-steps", 2)
-    assert fitune("train", *words)[0] == 0
+    assert fitune("train", *options(folder, data_file, run, tuning="full"))[0] == 0
     trained = logits_of(load(run / "model"))
     assert torch.isfinite(trained).all()
     assert (trained - logits_of(load(folder))).abs().max() > 0
@@ -135,7 +133,6 @@ def test_a_state_along_the_row_takes_one_row_at_a_time(
 ):
     folder = small(model_type, tokenizer=model_folder, folder=tmp_path / "base")
     assert not load_model_spec(str(folder)).separates_rows
-    words = (*options(folder, data_file, tmp_path / "run")[:-1], "true", "--tuning", "lora", "--max-steps", 1)
-    code, said = fitune("train", *words)
+    code, said = fitune("train", *options(folder, data_file, tmp_path / "run", packing=True))
     assert code == 2
     assert "packing: false with micro_batch_size: 1" in said

@@ -9,9 +9,11 @@ from safetensors.torch import load_file
 
 from fitune.session.exporting import export_run
 from fitune.spec.plan import Nf4, Offload
-from fitune.train.run import run
+from runs import (
+    stopped_and_resumed,
+    trained,
+)
 from train.test_offload import ALL_THREE, assert_same_training, plan_of
-from train.test_run import callbacks, losses
 
 BOTH = {"lora_modules_to_save": ["embed_tokens", "lm_head"]}
 
@@ -21,7 +23,7 @@ def test_it_learns_more_than_adapters_alone_and_moves_both_tables(make_plan, tmp
         make_plan(**extra, max_steps=25, output_dir=str(tmp_path / name))
         for name, extra in (("tables", BOTH), ("alone", {}))
     ]
-    tables, alone = (run(plan, callbacks=callbacks()) for plan in plans)
+    tables, alone = (trained(plan) for plan in plans)
     assert tables.final_loss < 0.8 * alone.final_loss
     assert tables.trainable_parameters - alone.trainable_parameters == 2 * 384 * 32
     adapter = load_file(Path(tables.exported) / "adapter_model.safetensors")
@@ -35,18 +37,14 @@ def test_it_learns_more_than_adapters_alone_and_moves_both_tables(make_plan, tmp
 @pytest.mark.parametrize("precision", ["fp32", "bf16-master"])
 def test_resumed_it_ends_bit_for_bit_the_same(make_plan, tmp_path, precision):
     common = {**BOTH, "max_steps": 6, "save_steps": 2, "precision": precision, "lora_layers": [1]}
-    straight, broken = (make_plan(**common, output_dir=str(tmp_path / name)) for name in ("one", "two"))
-    run(straight, callbacks=callbacks())
-    run(broken, callbacks=callbacks(stop_after=3))
-    run(broken, callbacks=callbacks(), resume=True)
-    assert losses(straight) == losses(broken)
+    stopped_and_resumed(*(make_plan(**common, output_dir=str(tmp_path / name)) for name in ("one", "two")))
 
 
 def test_a_packed_base_is_merged_with_its_tables(make_plan):
     pytest.importorskip("bitsandbytes")
     plan = make_plan(**BOTH, max_steps=5, export="merged", learning_rate=5e-2)
     plan = replace(plan, tuning=replace(plan.tuning, base=Nf4()))
-    merged = load_file(Path(run(plan, callbacks=callbacks()).exported) / "model.safetensors")
+    merged = load_file(Path(trained(plan).exported) / "model.safetensors")
     base = load_file(Path(plan.model_path) / "model.safetensors")
     assert merged.keys() == base.keys()
     moved = {name for name in base if not torch.equal(base[name], merged[name])}

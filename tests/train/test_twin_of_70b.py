@@ -7,11 +7,11 @@ import sys
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from faults import faulty_ranks
-from fitune.track.metrics import read_metrics
+from models.tiny_models import beside_tokenizer
+from runs import losses, same_weights
 
 pytest.importorskip("bitsandbytes")
 
@@ -40,15 +40,12 @@ output_dir: {output}
 @pytest.fixture
 def twin(model_folder, tmp_path):
     """Eight heads to one key head, as 70B has 64 to 8, and its proportions."""
-    folder = tmp_path / "twin"
-    AutoTokenizer.from_pretrained(model_folder).save_pretrained(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=384, hidden_size=256, intermediate_size=896, num_hidden_layers=8, num_attention_heads=8,
         num_key_value_heads=1, initializer_range=0.05, pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    return beside_tokenizer(LlamaForCausalLM(config), model_folder, tmp_path / "twin")
 
 
 def fitune(*words):
@@ -72,14 +69,10 @@ def test_the_twin_is_killed_resumed_merged_and_reloaded(twin, data_file, tmp_pat
     assert killed_in_step(6, "train", str(tmp_path / "killed.yaml"), go=tmp_path / "go") == 1
     assert fitune("train", str(tmp_path / "killed.yaml"), "--resume") == 0
     assert fitune("export", str(tmp_path / "killed")) == 0
-    logged = [[s.loss for s in read_metrics(tmp_path / n / "metrics.jsonl")] for n in ("straight", "killed")]
-    assert len(logged[0]) == 8
-    assert logged[0] == logged[1]
-    ours, theirs = (
-        load_file(tmp_path / n / "adapter" / "adapter_model.safetensors") for n in ("straight", "killed")
-    )
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    straight, killed = (tmp_path / name for name in ("straight", "killed"))
+    assert len(losses(straight)) == 8
+    assert losses(straight) == losses(killed)
+    assert same_weights(straight / "adapter", killed / "adapter")
     assert largest_logit_difference(twin, tmp_path / "killed") < 1e-4
 
 

@@ -1,11 +1,11 @@
 """Gemma 3n and 4: blocks that share keys and values, read embeddings of their own, or have heads of other sizes."""
 
 import pytest
-import torch
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
 
-from train.test_shared_experts import logits_of, mixture
+from conftest import settings_of
+from runs import set_words
+from train.test_shared_experts import WALK, mixture
+from train.test_traced_walks import require_read_by_peft_and_transformers
 
 WIDTHS = {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 32}
 FOR_BLOCKS = {
@@ -47,16 +47,8 @@ def test_peft_reads_the_adapter_and_transformers_the_merged_model(
     model_type, words = MODELS[name]
     folder = mixture(model_type, {**WIDTHS, **words}, tokenizer=model_folder, folder=tmp_path / "base")
     run = tmp_path / "run"
-    code, said = fitune(
-        "train", "--model", folder, "--data", data_file, "--gpu", "cpu", "--precision", "fp32", "--seq-len", 64,
-        "--micro-batch-size", 4, "--gradient-accumulation-steps", 1, "--learning-rate", 0.05, "--max-steps", 3,
-        "--save-steps", 0, "--samples", 0, "--output-dir", run, "--tuning", tuning, "--lora-r", 4, *targets,
-    )  # fmt: skip
+    options = set_words(settings_of(folder, data_file, run, tuning=tuning, **WALK))
+    code, said = fitune("train", *options, *targets)
     assert code == 0, said
     assert fitune("export", run)[0] == 0
-    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    before = logits_of(base)
-    adapted = logits_of(PeftModel.from_pretrained(base, str(run / "adapter")).eval())
-    merged = logits_of(AutoModelForCausalLM.from_pretrained(run / "merged", dtype=torch.float32))
-    assert (adapted - before).abs().max() > 0.01
-    torch.testing.assert_close(merged, adapted, rtol=0, atol=1e-4)
+    require_read_by_peft_and_transformers(folder, run)

@@ -41,44 +41,48 @@ def client():
     return TestClient(local_app(answers, token="secret"), base_url="http://127.0.0.1:8000")
 
 
+@pytest.fixture
+def ask(client):
+    """The answer to a question as HTML."""
+    return lambda address, question: client.get(f"/secret/{address}", params=question).text
+
+
 def text_of(html):
     return " ".join(unescape(re.sub(r"<[^>]+>", " ", html)).split())
 
 
 @pytest.mark.parametrize("question", QUESTIONS, ids=str)
-def test_the_page_says_what_the_plan_says(client, question):
+def test_the_page_says_what_the_plan_says(ask, question):
     report = plan_on_data(recipe_of(None, {key: int(v) if v.isdigit() else v for key, v in question.items()}))
     estimate = report.taken.estimate
-    html = client.get("/secret/answer", params=question).text
+    html = ask("answer", question)
     text = text_of(html)
     assert "✔ FITS" in text
     assert not re.search("[,·] [,·]", text)
     assert f"{format_bytes(estimate.peak_bytes)} of {format_bytes(estimate.usable_bytes)} a device" in text
     assert format_rate(estimate.tokens_per_second) in text
     assert f"--model {question['model']}" in text
-    ways = client.get("/secret/ways", params=question).text
+    ways = ask("ways", question)
     for one in (report.chosen, *report.runners_up):
         assert f'data-value="{one.estimate.peak_bytes}"' in ways
     assert max(len(html), len(ways)) < LARGEST
 
 
-def test_rows_of_data_are_a_job_with_time_and_cost(client):
+def test_rows_of_data_are_a_job_with_time_and_cost(ask):
     question = {**QUESTIONS[0], "rows": "50000"}
     said = re.search(
         r"your job about 50,000 rows, 102 M tokens: (.*?), (\$[\d.]+)",
-        text_of(client.get("/secret/answer", params=question).text),
+        text_of(ask("answer", question)),
     )
-    table = text_of(client.get("/secret/ways", params=question).text)
+    table = text_of(ask("ways", question))
     assert "Time and cost are of 50,000 rows" in table
     assert f"{said[1]} {said[2]}" in table
-    short = client.get("/secret/answer", params={**question, "mean_row_tokens": "300"})
-    assert "your job about 50,000 rows, 15.0 M tokens:" in text_of(short.text)
+    short = text_of(ask("answer", {**question, "mean_row_tokens": "300"}))
+    assert "your job about 50,000 rows, 15.0 M tokens:" in short
 
 
-def test_another_method_stands_once(client):
-    html = client.get(
-        "/secret/ways", params={"model": "Qwen/Qwen2.5-14B", "gpu": "rtx-4090", "gpus": "2"}
-    ).text
+def test_another_method_stands_once(ask):
+    html = ask("ways", {"model": "Qwen/Qwen2.5-14B", "gpu": "rtx-4090", "gpus": "2"})
     rows = [text_of(row) for row in re.findall("<tr>.*?</tr>", html, re.DOTALL)]
     assert sum("lora 2 × rtx-4090" in row and "qlora" not in row for row in rows) > 1, (
         "placements of the plan's own"
@@ -86,19 +90,19 @@ def test_another_method_stands_once(client):
     assert sum("qlora 2 × rtx-4090" in row for row in rows) == 1
 
 
-def test_a_card_to_rent_has_the_plan_that_is_taken_there(client):
+def test_a_card_to_rent_has_the_plan_that_is_taken_there(ask):
     question = {"model": "meta-llama/Llama-3.1-8B", "gpu": "rtx-4090", "gpus": "3", "rows": "50000"}
-    rows = client.get("/secret/rent", params={**question, "card": "h100"}).text
+    rows = ask("rent", {**question, "card": "h100"})
     devices = [re.search("(?:[248] × )?h100", text_of(row))[0] for row in rows.split("</tr>")[:-1]]
     assert devices == ["h100", "2 × h100", "4 × h100", "8 × h100"]
     report = plan_on_data(recipe_of(None, {"model": question["model"], "gpu": "h100", "gpus": 8}))
     assert f'data-value="{report.taken.estimate.peak_bytes}"' in rows
 
 
-def test_a_card_without_a_price_or_a_plan_has_no_row(client):
+def test_a_card_without_a_price_or_a_plan_has_no_row(ask):
     question = {"model": "meta-llama/Llama-3.1-405B", "tuning": "full"}
     for card in ("t4", "gtx-1080-ti", "no-card", "", HOSTILE):
-        assert client.get("/secret/rent", params={**question, "card": card}).text.strip() == ""
+        assert ask("rent", {**question, "card": card}).strip() == ""
 
 
 FLEET = """clusters:
@@ -108,13 +112,13 @@ FLEET = """clusters:
 """
 
 
-def test_own_clusters_are_ranked_as_plan_fleet_ranks_them(client, tmp_path, monkeypatch):
+def test_own_clusters_are_ranked_as_plan_fleet_ranks_them(ask, tmp_path, monkeypatch):
     (tmp_path / "fleet.yaml").write_text(FLEET)
     recipe = recipe_of(None, {"model": "meta-llama/Llama-3.1-8B", "tuning": "lora"})
     ranking = plan_on_fleet(recipe, FleetRequest(file=tmp_path / "fleet.yaml", rows=50_000))
     monkeypatch.setattr(subprocess, "Popen", None)  # nobody is asked
     question = {"model": recipe.model, "tuning": "lora", "gpu": "no-card", "rows": "50000", "fleet": FLEET}
-    html = client.get("/secret/clusters", params=question).text
+    html = ask("clusters", question)
     rows = [text_of(row) for row in re.findall("<tr>.*?</tr>", html, re.DOTALL)][1:]
     assert len(rows) == len(ranking.offers) + len(ranking.without) == 4
     for row, offer in zip(rows, ranking.offers, strict=False):
@@ -126,8 +130,8 @@ def test_own_clusters_are_ranked_as_plan_fleet_ranks_them(client, tmp_path, monk
     assert text_of(ranking.text()) in text_of(html)
 
 
-def test_without_rows_the_job_of_a_cluster_is_a_million_tokens(client):
-    html = client.get("/secret/clusters", params={**QUESTIONS[0], "fleet": FLEET}).text
+def test_without_rows_the_job_of_a_cluster_is_a_million_tokens(ask):
+    html = ask("clusters", {**QUESTIONS[0], "fleet": FLEET})
     assert "489 rows, 1.00 M tokens" in text_of(html)
 
 
@@ -148,21 +152,21 @@ def test_without_rows_the_job_of_a_cluster_is_a_million_tokens(client):
         (f"clusters: [{{name: '{HOSTILE}', gpu: '{HOSTILE}'}}]", f"gpu = '{HOSTILE}'"),
     ],
 )
-def test_an_error_of_a_fleet_is_said_beside_the_answer(client, fleet, said):
+def test_an_error_of_a_fleet_is_said_beside_the_answer(ask, fleet, said):
     alone = {**QUESTIONS[0], "tuning": "lora"}
     question = {**alone, "fleet": fleet}
-    html = client.get("/secret/clusters", params=question).text
+    html = ask("clusters", question)
     assert 'class="reason"' in html
     assert said in text_of(html)
     assert "<img" not in html
-    answers = [client.get("/secret/answer", params=one).text for one in (question, alone)]
+    answers = [ask("answer", one) for one in (question, alone)]
     assert "✔ FITS" in text_of(answers[0])
     assert answers[0] == answers[1]
 
 
-def test_names_of_clusters_are_text_and_other_errors_are_the_answers(client):
+def test_names_of_clusters_are_text_and_other_errors_are_the_answers(ask):
     fleet = f"clusters: [{{name: '{HOSTILE}', gpu: h100}}]"
-    html = client.get("/secret/clusters", params={**QUESTIONS[0], "fleet": fleet}).text
+    html = ask("clusters", {**QUESTIONS[0], "fleet": fleet})
     assert "<img" not in html
     assert HOSTILE in text_of(html)
     for question in (
@@ -170,15 +174,15 @@ def test_names_of_clusters_are_text_and_other_errors_are_the_answers(client):
         {"gpu": "h100", "fleet": FLEET},
         {**QUESTIONS[0], "seq_len": "x", "fleet": FLEET},
     ):
-        assert client.get("/secret/clusters", params=question).text == ""
+        assert ask("clusters", question) == ""
 
 
-def test_what_does_not_fit_says_so_and_names_changes(client):
+def test_what_does_not_fit_says_so_and_names_changes(ask):
     question = {"model": "meta-llama/Llama-3.1-70B", "gpu": "rtx-4090", "tuning": "full"}
-    text = text_of(client.get("/secret/answer", params=question).text)
+    text = text_of(ask("answer", question))
     assert "✘ DOES NOT FIT" in text
     assert "Changes that work" in text
-    assert client.get("/secret/ways", params=question).text == ""
+    assert ask("ways", question) == ""
 
 
 @pytest.mark.parametrize(
@@ -201,34 +205,34 @@ def test_an_error_is_the_plain_message(client, question, said):
     assert said in text_of(reply.text)
 
 
-def test_a_pasted_config_plans_as_the_model_of_that_config(client):
+def test_a_pasted_config_plans_as_the_model_of_that_config(ask):
     config = json.dumps(dict(find_known_model("meta-llama/Llama-3.1-8B").config))
-    pasted = text_of(client.get("/secret/answer", params={"config": config, "gpu": "rtx-4090"}).text)
-    named = text_of(client.get("/secret/answer", params=QUESTIONS[0]).text)
+    pasted = text_of(ask("answer", {"config": config, "gpu": "rtx-4090"}))
+    named = text_of(ask("answer", QUESTIONS[0]))
     memory = re.compile(r"[\d.]+ GiB of [\d.]+ GiB a device")
     assert memory.search(pasted)[0] == memory.search(named)[0]
     assert "--model YOUR_MODEL_FOLDER" in pasted
 
 
-def test_no_path_of_a_question_is_read(client, tmp_path, monkeypatch):
+def test_no_path_of_a_question_is_read(ask, tmp_path, monkeypatch):
     config = dict(find_known_model("meta-llama/Llama-3.1-8B").config) | {"num_hidden_layers": 2}
     folder = tmp_path / "llama-3.1-8b"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     monkeypatch.chdir(tmp_path)
-    assert "8.03 B" in client.get("/secret/answer", params={"model": "llama-3.1-8b", "gpu": "rtx-4090"}).text
+    assert "8.03 B" in ask("answer", {"model": "llama-3.1-8b", "gpu": "rtx-4090"})
     for path in (str(folder), "./llama-3.1-8b", "~/model", str(folder / "config.json")):
-        text = text_of(client.get("/secret/answer", params={"model": path, "gpu": "rtx-4090"}).text)
+        text = text_of(ask("answer", {"model": path, "gpu": "rtx-4090"}))
         assert "the page takes the names it lists" in text
 
 
 @pytest.mark.parametrize("key", ["model", "gpu", "tuning", "seq_len", "rows", "config", HOSTILE])
-def test_words_of_a_question_are_escaped(client, key):
+def test_words_of_a_question_are_escaped(ask, key):
     question = {"model": "llama-3.1-8b", "gpu": "rtx-4090"} | {key: HOSTILE}
     for name in ("", "answer", "ways"):
-        assert "<img" not in client.get(f"/secret/{name}", params=question).text
+        assert "<img" not in ask(name, question)
     config = json.dumps({"model_type": HOSTILE, "_name_or_path": HOSTILE, "architectures": [HOSTILE]})
-    assert "<img" not in client.get("/secret/answer", params={"config": config}).text
+    assert "<img" not in ask("answer", {"config": config})
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from fitune.session.runs_page import RunsFolder
 from fitune.spec.run_lock import lock_directory
 from fitune.units import format_bytes, format_rate
 from report.conftest import write_run
+from ui.test_planner_page import text_of
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 
@@ -36,10 +37,6 @@ def ask(folder):
     answers = {"runs": page.page, "runs-table": page.table, "run": page.run}
     client = TestClient(local_app(answers, token="secret"), base_url="http://127.0.0.1:8000")
     return lambda address, **question: client.get(f"/secret/{address}", params=question).text
-
-
-def text_of(html):
-    return " ".join(unescape(re.sub(r"<[^>]+>", " ", html)).split())
 
 
 def rows_of(html):
