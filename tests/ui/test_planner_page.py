@@ -52,7 +52,7 @@ def test_the_page_says_what_the_plan_says(client, question):
     text = text_of(html)
     assert "✔ FITS" in text
     assert not re.search("[,·] [,·]", text)
-    assert f"{format_bytes(estimate.peak_bytes)} of {format_bytes(estimate.usable_bytes)} a device" in text
+    assert f"{format_bytes(estimate.peak_bytes)} of {format_bytes(estimate.usable_bytes)}" in text
     assert format_rate(estimate.tokens_per_second) in text
     assert f"--model {question['model']}" in text
     ways = client.get("/secret/ways", params=question).text
@@ -202,7 +202,7 @@ def test_a_pasted_config_plans_as_the_model_of_that_config(client):
     config = json.dumps(dict(find_known_model("meta-llama/Llama-3.1-8B").config))
     pasted = text_of(client.get("/secret/answer", params={"config": config, "gpu": "rtx-4090"}).text)
     named = text_of(client.get("/secret/answer", params=QUESTIONS[0]).text)
-    memory = re.compile(r"[\d.]+ GiB of [\d.]+ GiB a device")
+    memory = re.compile(r"[\d.]+ GiB of [\d.]+ GiB, ")
     assert memory.search(pasted)[0] == memory.search(named)[0]
     assert "--model YOUR_MODEL_FOLDER" in pasted
 
