@@ -222,6 +222,8 @@ LLAMA = "--model meta-llama/Llama-3.1-8B --gpu rtx-4090"
         (f"{LLAMA} --learning-rate 0.1", "learning_rate: 0.1 is 500 × the usual 0.0002"),
         (f"{LLAMA} --learning-rate 1e-8", "learning_rate: 1e-08 is 1/20,000 of the usual 0.0002"),
         (f"{LLAMA} --data few.jsonl", "data: 20 rows are few"),
+        (f"{LLAMA} --data few.jsonl --num-epochs 3", "your job about 20 rows × 3 epochs, "),
+        (f"{LLAMA} --data few.jsonl --max-steps 1", "your job about 20 rows × 0.5 epochs, "),
         (
             "--model meta-llama/Llama-3.1-8B",
             "no GPU was found here: planned for the processor; --gpu rtx-4090",
