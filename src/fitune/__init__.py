@@ -188,7 +188,7 @@ def explain(result: "Result") -> str:
     return text_of(result)
 
 
-def _notebook_html(result: "PlanReport | RunReport | ScoreReport") -> str:
+def _notebook_html(result: "Result | RunReport") -> str:
     """What a notebook shows of a value."""
     from html import escape
 

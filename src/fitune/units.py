@@ -158,21 +158,24 @@ def as_ranges(numbers: Iterable[int]) -> str:
     return ", ".join(f"{s[0]}–{s[-1]}" if len(s) > 1 else str(s[0]) for s in runs)
 
 
+NO_BREAK = "\xa0"
+"""A space at which ``wrapped`` breaks no line."""
 _COLUMNS = 100
 _NARROWEST = 60
 
 
-def wrapped(text: str, *, indent: int = 2, hanging: int = 0) -> str:
-    """``text`` in lines of at most 100 columns, or as many as a narrower terminal has; the lines after the first are
-    indented by ``hanging`` more."""
-    return textwrap.fill(
-        text,
-        width=_width(),
+def wrapped(text: str, *, indent: int = 2, hanging: int = 0, columns: int = _COLUMNS) -> str:
+    """``text`` in lines of at most so many columns, or as many as a narrower terminal has; the lines after the first
+    are indented by ``hanging`` more. A number stays with its unit."""
+    filled = textwrap.fill(
+        re.sub(r"(?<=\d) (?=[KMGT]iB\b|×)|(?<=×) ", NO_BREAK, text),
+        width=min(columns, _width()),
         initial_indent=" " * indent,
         subsequent_indent=" " * (indent + hanging),
         break_long_words=False,
         break_on_hyphens=False,
     )
+    return filled.replace(NO_BREAK, " ")
 
 
 def _width() -> int:

@@ -1,6 +1,7 @@
 """`fitune data` shows rows as training reads them: the same tokens, the same account."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -24,6 +25,8 @@ def test_what_is_learned_is_marked(model_folder, data_file):
     assert "What is 2 plus 3?" in first.parts[0].text
     assert shown.train.rows_kept == 56
     assert sum(bar.rows for bar in shown.lengths) == 56
+    assert str(replace(shown.lengths[0], shortest=47, longest=47)) == "47"
+    assert str(replace(shown.lengths[0], shortest=940, longest=1047)) == "940–1,047"
     text = explain_data(shown, colours=False)
     assert "»2 plus 3 is 5" in text
     assert f"{first.tokens:,} tokens, {first.learned:,} learned" in text

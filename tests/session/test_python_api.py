@@ -172,3 +172,5 @@ def test_a_notebook_shows_a_plan_and_a_run_and_writes_steps_over_each_other(
     assert "complete" in shown
     assert "3 steps" in shown
     assert "&lt;b&gt;/adapter" in shown
+    assert "Throughput" in fitune.report(tmp_path / "<b>")._repr_html_()
+    assert "peak of tensors" in fitune.rehearse(**settings)._repr_html_()

@@ -33,6 +33,14 @@ def test_vllm_gets_base_adapter_rank_template_type_and_length(shop, model_folder
     assert (served.name, served.url) == ("shop", "http://localhost:8000/v1")
 
 
+def test_a_processor_has_no_graphs_and_a_command_for_another_machine_says_nothing_of_it(run, monkeypatch):
+    assert "--enforce-eager" not in command(run, "vllm").argv
+    monkeypatch.setattr("fitune.session.score.serving.python_of_vllm", lambda: "python-of-vllm")
+    here = command(run, "vllm").argv
+    assert here[0] == "python-of-vllm"
+    assert "--enforce-eager" in here
+
+
 def test_a_whole_model_is_served_under_its_own_name(model_folder):
     served = command(model_folder, "vllm")
     assert "--enable-lora" not in served.argv

@@ -1,5 +1,6 @@
 """A run that goes on from an older step, and is killed, goes on where it was then."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,6 +52,18 @@ def test_killed_on_its_new_line_a_run_goes_on_there(make_plan, tmp_path):
     trained(straight)
     assert losses(plan) == losses(straight)
     assert [attempt.after for attempt in read_commit(checkpoints / "step-16").line] == [0, 8, 10]
+
+
+def test_the_seconds_of_a_resumed_run_are_those_of_all_its_steps(make_plan, monkeypatch):
+    """The four steps before the stop are made to have taken 1,000 s each."""
+    plan = make_plan(**COMMON, max_steps=6)
+    run(plan, callbacks=callbacks(stop_after=4))
+    earlier = [replace(step, step_seconds=1000.0, data_seconds=0.0) for step in steps_of(plan)]
+    assert len(earlier) == 4
+    monkeypatch.setattr(sys.modules[run.__module__], "read_metrics", lambda _: earlier)
+    report = run(plan, callbacks=callbacks(), resume=True)
+    assert (report.status, report.steps) == ("complete", 6)
+    assert 4000 < report.seconds < 5000
 
 
 def test_a_log_that_is_lost_comes_back_with_the_checkpoint(make_plan):

@@ -59,7 +59,7 @@ def test_the_page_says_what_the_plan_says(ask, question):
     text = text_of(html)
     assert "✔ FITS" in text
     assert not re.search("[,·] [,·]", text)
-    assert f"{format_bytes(estimate.peak_bytes)} of {format_bytes(estimate.usable_bytes)} a device" in text
+    assert f"{format_bytes(estimate.peak_bytes)} of {format_bytes(estimate.usable_bytes)}" in text
     assert format_rate(estimate.tokens_per_second) in text
     assert f"--model {question['model']}" in text
     ways = ask("ways", question)
@@ -209,7 +209,7 @@ def test_a_pasted_config_plans_as_the_model_of_that_config(ask):
     config = json.dumps(dict(find_known_model("meta-llama/Llama-3.1-8B").config))
     pasted = text_of(ask("answer", {"config": config, "gpu": "rtx-4090"}))
     named = text_of(ask("answer", QUESTIONS[0]))
-    memory = re.compile(r"[\d.]+ GiB of [\d.]+ GiB a device")
+    memory = re.compile(r"[\d.]+ GiB of [\d.]+ GiB, ")
     assert memory.search(pasted)[0] == memory.search(named)[0]
     assert "--model YOUR_MODEL_FOLDER" in pasted
 

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from shlex import quote, split
 
 from fitune.errors import FituneError, NothingFits
 from fitune.planner.alternatives import changed_recipe
@@ -20,6 +22,8 @@ from fitune.spec.words import describe_rates, method_name
 from fitune.units import (
     GIB,
     MIB,
+    NO_BREAK,
+    counted,
     format_bytes,
     format_count,
     format_dollars,
@@ -28,11 +32,12 @@ from fitune.units import (
     wrapped,
 )
 
-BAR = 30
+LINES, COLUMNS = 20, 80
+BAR = 18
 TIGHT = 0.001
 """Share of the usable memory below which what is spare is called tight; what is kept free comes on top."""
-MOST_NOTES = 3
 NO_GPU = "note on gpu: no GPU"
+_lines = partial(wrapped, columns=COLUMNS)
 _GROUPS = {
     "weights": ("weights",),
     "gathered": ("gathered weights",),
@@ -135,31 +140,46 @@ def _options(settings: Settings) -> str:
 
 
 def first_screen(report: PlanReport, ways: tuple[Way, ...], *, train: str) -> str:
-    """At most 20 lines: the verdict, memory, speed, the job, other ways, what to type next.
+    """At most 20 lines of 80 columns: the verdict, memory, speed, the job, other ways, what to type next.
 
     ``train``: the command that trains it.
     """
     change = "zero: 3" if report.chosen.plan.hardware.num_gpus > 1 else "gradient_checkpointing: false"
-    lines = [
-        *_verdict(report),
-        *_ways(report.taken, ways),
-        *_notes(report),
-        f"  Train it   {train}",
-        f'  More       --details   --why "{change}"   --largest seq_len   --json',
-    ]
-    return "\n".join(lines)
+    head, command, notes = [*_verdict(report), *_ways(report.taken, ways)], [*_command(train)], _notes(report)
+    shown = len(notes)
+    while shown and "\n".join([*head, *notes[:shown], *command]).count("\n") + 2 > LINES:
+        shown -= 1
+    more = f"{counted(len(notes) - shown, 'note')} in" if shown < len(notes) else "More"
+    last = f'  {more:<10} --details  --why "{change}"  --largest seq_len'
+    return "\n".join([*head, *notes[:shown], *command, last])
 
 
 def short_plan(report: PlanReport) -> str:
     """The verdict, memory, speed, the job, where it is written, and notes, of a plan that begins to run."""
     run = report.chosen.plan.run
     store = f", and from there {run.upload_to}" if run.upload_to else ""
-    output = wrapped(f"output   {run.output_dir}{store}", hanging=9)
+    output = _lines(f"output   {run.output_dir}{store}", hanging=9)
     return "\n".join([*_verdict(report), output, *_notes(report)])
 
 
+def _command(command: str) -> Iterator[str]:
+    """The command to type; a line that goes on in the next one ends with a backslash, as shells read it."""
+    line, parts = "  Train it  ", [""]
+    for word in map(quote, split(command)):  # an option stays with its value
+        if word.startswith("--"):
+            parts.append(f" {word}")
+        else:
+            parts[-1] += f" {word}"
+    for part in parts:
+        if len(f"{line}{part} \\") > COLUMNS:
+            yield f"{line} \\"
+            line = " " * 12
+        line += part
+    yield line
+
+
 def _verdict(report: PlanReport) -> Iterator[str]:
-    yield f"✔ FITS   {verdict_of(report.taken.plan)}"
+    yield _lines(f"✔ FITS   {verdict_of(report.taken.plan)}", indent=0, hanging=9)
     for name, words in facts_of(report):
         yield from _fact(name, words, report.taken.estimate)
 
@@ -183,11 +203,11 @@ def facts_of(report: PlanReport) -> Iterator[Fact]:
 
 def _fact(name: str, words: Sequence[str], estimate: Estimate) -> Iterator[str]:
     if name != "memory":
-        yield wrapped(f"{name:<8} {words[0]}", hanging=9)
+        yield _lines(f"{name:<8} {words[0]}", hanging=9)
         return
     used, left, terms = words
-    yield f"  memory   {_bar(estimate.peak_bytes, estimate.usable_bytes)}   {used}   {left}"
-    yield f"           {terms}"
+    yield f"  memory   {_bar(estimate.peak_bytes, estimate.usable_bytes)}   {used}, {left}"
+    yield _lines(terms, indent=11)
 
 
 def _how(plan: Plan) -> Iterator[Fact]:
@@ -204,21 +224,23 @@ def _memory(taken: Priced) -> tuple[str, str, str]:
     kept = taken.plan.hardware.gpu.memory_bytes - estimate.usable_bytes
     unit, name = (GIB, "GiB") if estimate.peak_bytes >= GIB else (MIB, "MiB")
     sizes = grouped_terms({**estimate.memory.phases[estimate.memory.peak_phase], **estimate.memory.outside})
-    terms = " · ".join(f"{term} {size / unit:.1f}" for term, size in sizes.items() if size >= unit / 20)
+    terms = " · ".join(
+        f"{term}{NO_BREAK}{size / unit:.1f}" for term, size in sizes.items() if size >= unit / 20
+    )
     return (
         used,
-        f"{left}, {format_bytes(kept)} kept free",
-        f"{terms} {name} {moment(estimate.memory.peak_phase)}",
+        left,
+        f"{terms} {name} {moment(estimate.memory.peak_phase)}; {format_bytes(kept)} kept{NO_BREAK}free",
     )
 
 
 def _used_and_left(needed: int, usable: int) -> tuple[str, str]:
-    """``14.2 GiB of 22.5 GiB a device`` and ``8.3 GiB to spare``."""
+    """``14.2 GiB of 22.5 GiB`` and ``8.3 GiB to spare``."""
     spare = usable - needed
     left = f"{format_bytes(abs(spare))} {'to spare' if spare >= 0 else 'short'}"
     if 0 <= spare < TIGHT * usable:
         left = f"tight: {format_bytes(spare)} spare"
-    return f"{format_bytes(needed)} of {format_bytes(usable)} a device", left
+    return f"{format_bytes(needed)} of {format_bytes(usable)}", left
 
 
 def _bar(needed: int, usable: int) -> str:
@@ -253,7 +275,8 @@ def _job(report: PlanReport) -> Fact:
     if run is not None:
         cost = f", {format_dollars(run.cost)}" if run.cost else ""
         about = "about " if run.epoch.guess else ""
-        rows = f"{about}{run.epoch.rows:,} rows, {format_count(run.epoch.tokens * run.epochs)} tokens"
+        epochs = "" if run.steps == run.steps_per_epoch else f" × {float(f'{run.epochs:.2g}'):g} epochs"
+        rows = f"{about}{run.epoch.rows:,} rows{epochs}, {format_count(run.epoch.tokens * run.epochs)} tokens"
         return "your job", (f"{rows}: {format_seconds(run.seconds)}{cost}",)
     seconds = 1e6 / taken.estimate.tokens_per_second
     price = report.price_per_gpu_hour
@@ -276,21 +299,19 @@ def _times(estimate: Estimate, taken: Estimate) -> str:
 def change_table(title: str, rows: Sequence[tuple[str, int, str]]) -> Iterator[str]:
     """Changes with the bytes of a device and the speed in words, in columns."""
     width = max(len(change) for change, _, _ in rows) + 2
-    yield f"  {title:<{width}}{'memory':>13}   speed"
+    yield f"  {title:<{width}}{'memory':>12}  speed"
     for change, peak, speed in rows:
-        yield f"    {change:<{width - 2}}{format_bytes(peak):>13}   {speed}"
+        yield f"    {change:<{width - 2}}{format_bytes(peak):>12}  {speed}"
 
 
 def screen_of_nothing(error: NothingFits, *, as_options: bool) -> str:
     """Returns the first screen for an error: what is needed, what is there, and a table of changes that fit, as
     options of the command line or as keys of a recipe."""
     facts = error.facts
-    lines = [f"✘ DOES NOT FIT   {facts['what']}"]
+    lines = [_lines(f"✘ DOES NOT FIT   {facts['what']}", indent=0, hanging=9)]
     for short in facts["short"]:
         needed, usable, of = short["needed_bytes"], short["usable_bytes"], short["of"]
-        lines.append(
-            wrapped(f"needed   {format_bytes(needed)} {of}, at the least: {facts['how']}", hanging=9)
-        )
+        lines.append(_lines(f"needed   {format_bytes(needed)} {of}, at the least: {facts['how']}", hanging=9))
         lines.append(f"  usable   {format_bytes(usable)} {of}: {format_bytes(needed - usable)} short")
     rows = [
         (
@@ -303,18 +324,16 @@ def screen_of_nothing(error: NothingFits, *, as_options: bool) -> str:
     if rows:
         lines += change_table("Changes that work", rows)
     else:
-        lines.append(wrapped(f"try      {error.hint}", hanging=9))
+        lines.append(_lines(f"try      {error.hint}", hanging=9))
     return "\n".join([*lines, "  More     --details   --json"])
 
 
-def _notes(report: PlanReport) -> Iterator[str]:
-    """Yields the first MOST_NOTES notes of the decisions, without those that have a line of their own."""
+def _notes(report: PlanReport) -> list[str]:
+    """Notes of the decisions, the one on speed first, without those that have a line of their own."""
     notes = [
         line
         for line in report.decisions
         if line.startswith("note on ") and not line.startswith(("note on the host", "note on times", NO_GPU))
     ]
-    for line in notes[:MOST_NOTES]:
-        yield wrapped(line, hanging=2)
-    if len(notes) > MOST_NOTES:
-        yield f"  {len(notes) - MOST_NOTES} more in --details"
+    notes.sort(key=lambda line: not line.startswith("note on speed"))
+    return [_lines(line, hanging=2) for line in notes]

@@ -75,6 +75,10 @@ class Bar:
     longest: int
     rows: int
 
+    def __str__(self) -> str:
+        more = f"–{self.longest:,}" if self.longest > self.shortest else ""
+        return f"{self.shortest:,}{more}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownData:
@@ -295,11 +299,8 @@ def harmless(text: str) -> str:
 
 def _bars(shown: ShownData) -> list[str]:
     most = max(bar.rows for bar in shown.lengths)
-    wide = max(len(f"{bar.shortest:,}–{bar.longest:,}") for bar in shown.lengths)
-    return [
-        f"  {f'{bar.shortest:,}–{bar.longest:,}':>{wide}}  {'█' * -(-40 * bar.rows // most)} {bar.rows:,}"
-        for bar in shown.lengths
-    ]
+    wide = max(len(str(bar)) for bar in shown.lengths)
+    return [f"  {bar!s:>{wide}}  {'█' * -(-40 * bar.rows // most)} {bar.rows:,}" for bar in shown.lengths]
 
 
 def write_data_page(shown: ShownData, path: Path) -> Path:
@@ -315,7 +316,7 @@ def write_data_page(shown: ShownData, path: Path) -> Path:
         shown=shown,
         rows=[(_headline(row), row.parts) for row in shown.rows],
         odd=[(_headline(row), row.parts if row.why_not else ()) for row in shown.cut_or_dropped],
-        bars=[(f"{b.shortest:,}–{b.longest:,}", b.rows, 100 * b.rows / most) for b in shown.lengths],
+        bars=[(str(b), b.rows, 100 * b.rows / most) for b in shown.lengths],
         ledgers=[ledger_table(name, one, shown.seq_len) for name, one in ledgers if one is not None],
     )
     return write_page(path, page)

@@ -5,6 +5,7 @@ from typing import Any
 
 from fitune.planner.reasons.explain import plan_data, unit_for
 from fitune.session.planning import for_its_rows, plan_for
+from fitune.spec.notebook import ShownInNotebooks
 from fitune.spec.predictions import Estimate, PlanReport, Rehearsal
 from fitune.spec.recipe.recipe import Recipe
 from fitune.spec.words import describe_plan
@@ -12,7 +13,7 @@ from fitune.units import format_bytes, format_percent, wrapped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rehearsed:
+class Rehearsed(ShownInNotebooks):
     """A plan, and what its own step took on fake tensors."""
 
     report: PlanReport

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fitune.errors import RunDirectoryError
 from fitune.files import cache_folder, remove
+from fitune.spec.notebook import ShownInNotebooks
 from fitune.spec.reports import RunReport, ScoreReport
 from fitune.spec.serial import to_data
 from fitune.spec.words import describe_grade
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reported:
+class Reported(ShownInNotebooks):
     """Predicted and measured figures of a run, and its page."""
 
     directory: Path

@@ -40,16 +40,16 @@ def result_data(result: Result) -> dict[str, Any]:
     return data
 
 
-def notebook_text(result: "PlanReport | RunReport | ScoreReport") -> str:
-    """The short text that a notebook shows: of a plan the verdict, of a run its outcome, of a scoring its grades."""
+def notebook_text(result: "Result | RunReport") -> str:
+    """The text that a notebook shows: of a plan the verdict, of a run its outcome, else what the command prints."""
     from fitune.planner.first_screen import short_plan
-    from fitune.session.reported import explain_score, outcome_lines
+    from fitune.session.reported import outcome_lines
     from fitune.spec.reports import RunReport
 
     if isinstance(result, PlanReport):
         return short_plan(result)
     if not isinstance(result, RunReport):
-        return explain_score(result)
+        return text_of(result)
     ended = f"{result.status}: {result.reason}" if result.reason else result.status
     exported = [f"export:  {result.exported}"] if result.exported else []
     return "\n".join([ended, *outcome_lines(result), *exported])

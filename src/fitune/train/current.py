@@ -64,7 +64,7 @@ class Run:
     descent: Descent
     """The checkpoints that this attempt comes from, its own too."""
     began: float
-    """``time.perf_counter`` when the run was asked for."""
+    """``time.perf_counter`` when the run was asked for, earlier by the time of its steps before a resume."""
     steps_of_other_plan: int = 0
     """Done before a resume that changed what memory and speed depend on: they are not measured for this one."""
     uploads: Uploads | None = None

@@ -205,6 +205,8 @@ def _begun(
     if ranks.is_first:
         current.log = owned.enter_context(MetricsLog(directory / "metrics.jsonl"))
         _restart_log(current.log, start, callbacks.on_note)
+        earlier = read_metrics(current.log.path)
+        current.began -= sum(step.step_seconds + step.data_seconds for step in earlier)
     return current, start
 
 

@@ -51,7 +51,6 @@ def serve_command(
     named = find_model(word)
     python = _python_of_vllm(required=server == "vllm" and not only_print)
     if server == "vllm" or (server is None and python):
-        python = python or os.environ.get("FITUNE_VLLM_PYTHON", "python")
         return _by_vllm(named, python, host=host, port=port, context=context)
     if context:
         raise RecipeError("--context is for vLLM's server alone", hint="leave it out, or --server vllm")
@@ -65,9 +64,10 @@ def _by_vllm(named: NamedModel, python: str, *, host: str, port: int, context: i
     if adapter and (why := why_merged_first(read_adapter_config(Path(adapter)))):
         model, adapter = _merged(named, f"vLLM cannot take this adapter as it is: {why}"), ""
     # not `vllm serve`, which asks for a distribution named vllm: builds for a CPU have another name
-    argv = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    argv = [python or os.environ.get("FITUNE_VLLM_PYTHON", "python")]
+    argv += ["-m", "vllm.entrypoints.openai.api_server", "--model", model]
     argv += ["--host", host, "--port", str(port)]
-    if choose_device().type == "cpu":
+    if python and choose_device().type == "cpu":  # without one here the command is for another machine
         argv.append("--enforce-eager")
     if dtype := stored_dtype(model_folder(model)):
         argv += ["--dtype", str(dtype).removeprefix("torch.")]

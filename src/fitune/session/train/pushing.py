@@ -33,7 +33,7 @@ def ready_repository(name: str, *, public: bool) -> tuple[str, bool]:
     if is_offline() or constants.HF_HUB_OFFLINE:
         raise RecipeError(
             f"push_to_hub = {name}, but the Hub is switched off (HF_HUB_OFFLINE)",
-            hint=f"HF_HUB_OFFLINE=0, or no push_to_hub and later: fitune export RUN --push-to-hub {name}",
+            hint="HF_HUB_OFFLINE=0, or no push_to_hub now: an export can be sent later",
         )
     if not get_token():
         raise RecipeError(
