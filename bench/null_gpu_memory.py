@@ -2,6 +2,7 @@
 
     python bench/null_gpu_memory.py --out results                 every method, model and card
     python bench/null_gpu_memory.py --slack --out results         60 micro-batches of equal and of mixed lengths
+    python bench/null_gpu_memory.py --ranks 2 --cards 90 --shapes 8b-4 --out results                   by FSDP2
     tests/null_gpu/run.sh python bench/null_gpu_memory.py --here --cards 90 --shapes 8b --cases lora --out seen
 
 The models stand whole, at their real widths and depths: device memory is address space, kernels do nothing. Every card
@@ -96,6 +97,8 @@ def main() -> int:
     parser.add_argument("--here", action="store_true", help="this process runs on the null GPU: one card")
     parser.add_argument("--out", type=Path, required=True, help="the folder for null_gpu.json")
     options = parser.parse_args()
+    if options.ranks > 1 and options.backend == "deepspeed" and not options.slack:
+        parser.error("a rehearsal runs no DeepSpeed: with --slack alone")
     found = run_cases(options) if options.here else on_every_card(options)
     options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / "null_gpu.json"
@@ -105,9 +108,14 @@ def main() -> int:
         "date": date.today().isoformat(),
         "versions": versions() if options.here else found.pop(),
     }
-    content["slack" if options.slack else "peaks"] = found
+    content[kind_of(options)] = found
     file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return 0
+
+
+def kind_of(options: argparse.Namespace) -> str:
+    """The name under which the file has what was found: over several ranks beside those of one."""
+    return "slack" if options.slack else "peaks" if options.ranks == 1 else f"peaks of {options.ranks} ranks"
 
 
 def card(capability: str) -> Gpu:
@@ -128,7 +136,7 @@ def on_every_card(options: argparse.Namespace) -> list[dict[str, Any]]:
                 command = [RUN, "python", __file__, *mine, "--here", "--cards", number, "--out", folder]
                 subprocess.run(command, check=True, env={**os.environ, **given})
                 content = json.loads((Path(folder) / "null_gpu.json").read_text())
-                found += content["slack" if options.slack else "peaks"]
+                found += content[kind_of(options)]
                 their = content["versions"]
     return [*found, their]
 
@@ -223,6 +231,8 @@ def believe_in_finite_gradients(optimizer: Any) -> None:
 
 def compared(plan: Plan, shape: Shape) -> dict[str, Any]:
     memory = predict_memory(plan)
+    if dist.is_initialized():  # by the case before; a rehearsal makes its own group
+        dist.destroy_process_group()
     trace, _ = trace_plan(plan, config_of(shape), exact=False)
     rehearsed = {phase: sum(kinds.values()) for phase, kinds in peaks_by_kind(trace, on_cuda=True).items()}
     tokens = plan.batch.micro_batch_tokens - plan.batch.micro_batch_size

@@ -1,4 +1,4 @@
-"""The only place where numbers become text, text becomes numbers, and long lines become several."""
+"""The only place where numbers become text, text becomes numbers, and long lines become several; powers of two."""
 
 import math
 import os
@@ -17,6 +17,11 @@ _BYTE_UNITS = {
     "g": GIB, "gb": 1000**3, "gib": GIB,
     "t": TIB, "tb": 1000**4, "tib": TIB,
 }  # fmt: skip
+
+
+def power_of_two(size: int) -> int:
+    """The smallest that is not less than ``size``; 0 for nothing."""
+    return 1 << (size - 1).bit_length() if size else 0
 
 
 def format_bytes(value: int | float) -> str:

@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from fitune.estimate import buffers, division, parameters, tensors, transfers
+from fitune.estimate import buffers, division, parameters, transfers
+from fitune.spec import deepspeed
+from fitune.spec.model import tensors
 from fitune.spec.plan import (
     Batch,
     ClipByNorm,
@@ -23,7 +25,7 @@ from plans import gpu, known, plan_for, small_llama
 
 REMEMBERED = [
     function
-    for room in (tensors, division, parameters, buffers, transfers)
+    for room in (tensors, deepspeed, division, parameters, buffers, transfers)
     for name, function in vars(room).items()
     if callable(function) and hasattr(function, "__wrapped__") and function.__module__ == room.__name__
     if name not in ("base_tensors", "adapters_of", "kind_tensors")  # of whole values, not of fields

@@ -21,7 +21,6 @@ from fitune.estimate.transfers import (
     exchange_seconds,
     transfers_of,
 )
-from fitune.spec.deepspeed import SUB_GROUP_ELEMENTS
 from fitune.spec.machines.gpus import find_gpu, hardware_for
 from fitune.spec.model.model_config import spec_from_config
 from fitune.spec.plan import (
@@ -341,11 +340,12 @@ def test_nvme_takes_what_the_host_would_have_held_but_for_staging_and_pinned_cop
 
 
 def test_weights_pass_through_buffers_that_hold_the_largest_share_and_a_whole_sub_group():
-    """Per rank six shares of the embedding; and of eight ranks' shares those that a sub-group has at most."""
+    """Per rank six shares of the embedding; and all eight shares of the sub-group that ends with the head: it begins
+    with three linears of the last block but one."""
     away = Offload(parameters="nvme", optimizer="nvme")
     host = predict(eight_b(sharding=Zero(stage=3, backend="deepspeed"), offload=away)).host
-    share = EMBEDDING // 8
-    assert host["weights staging"] == 8 * 2 * (6 * share + 8 * (SUB_GROUP_ELEMENTS + share))
+    share, linear, block = EMBEDDING // 8, 4096 * 14336 // 8, (P - 2 * EMBEDDING - 4096) // 32 // 8 - 2 * 512
+    assert host["weights staging"] == 8 * 2 * (6 * share + 8 * (3 * linear + block + share))
 
 
 def test_reads_from_nvme_are_waited_for():

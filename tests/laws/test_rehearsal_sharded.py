@@ -68,6 +68,26 @@ def test_estimate_and_rehearsal_agree(family, stage, choice):
     assert_predicted(plan, trace)
 
 
+@pytest.mark.parametrize(
+    ("family", "choice"),
+    [
+        ("llama", {"tuning": "full", "seq_len": 512, "vocab_size": 500}),
+        ("phi3", {"tuning": "full", "seq_len": 512, "vocab_size": 500}),
+        ("llama", {"tuning": "lora", "rank": 2, "seq_len": 96, "vocab_size": 100}),
+        pytest.param(
+            "qwen2", {"tuning": "full", "seq_len": 512, "vocab_size": 500, "rows": 2}, marks=pytest.mark.slow
+        ),
+    ],
+    ids=str,
+)
+def test_forward_is_largest_in_the_last_block_beside_its_gathered_weights(family, choice):
+    """While the second half of its MLP is adapted, or when its output is there: norms keep fp32 copies of what the
+    halves read, and those are still there. Without that it was 1 % short of all for full, 2.8 % for LoRA."""
+    plan, trace = rehearsed(family, 3, precision="bf16", **choice)
+    forward = sum(peaks_by_kind(trace, on_cuda=False)[Phase.FORWARD].values())
+    assert sum(predict_memory(plan).phases[Phase.FORWARD].values()) == pytest.approx(forward, rel=0.004)
+
+
 BY_VALUE, BY_NORM = ClipByValue(value=1.0), ClipByNorm(max_norm=1.0)
 LOMO, ADALOMO = Lomo(adaptive=False, clip=BY_VALUE), Lomo(adaptive=True, clip=BY_NORM)
 IN_BACKWARD = Full(update=InBackward(clip=BY_NORM))

@@ -2,6 +2,8 @@
 
 import pytest
 
+from null_gpu.conftest import has
+
 pytestmark = pytest.mark.null_gpu
 
 MIB = 1 << 20
@@ -253,6 +255,52 @@ def test_what_fsdp_keeps_on_the_host_is_what_is_planned(on_null_gpu):
     assert 0 <= found["torch"] - planned["gradient copies"] < MIB // 2  # the rest is what a batch is sent by
     kept = planned["weights"] + planned["optimizer"] // 3 + planned["gradients"]
     assert 0 <= found["own"] - kept < 16 * MIB
+
+
+BY_DEEPSPEED = """
+import json
+from dataclasses import replace
+import torch, torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import LlamaConfig, LlamaForCausalLM
+import fitune.spec.deepspeed
+from cpu_memory import CONFIG, plan_of, small_model
+from fitune.estimate.predict import predict
+from fitune.estimate.states import sub_groups_of
+from fitune.spec.machines.gpus import find_gpu, hardware_for
+from fitune.spec.plan import Offload, Zero
+from fitune.train.prepare import prepare_loaded
+
+CONFIG.update(hidden_size=320, intermediate_size=864, vocab_size=vocabulary)
+fitune.spec.deepspeed.HOST_ROOMS = rooms
+dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+plan = plan_of(small_model(), tuning="full", precision="bf16", recompute=0, chunked=True, accumulation=1)
+hardware = hardware_for(gpu=find_gpu("h100"), gpus=2, host_memory_bytes=100 << 30, cpu_cores=2)
+sharding, away = Zero(stage=3, backend="deepspeed"), Offload(parameters="cpu", optimizer="cpu")
+plan = replace(plan, hardware=hardware, sharding=sharding, offload=away)
+model = LlamaForCausalLM(LlamaConfig(**{k: v for k, v in CONFIG.items() if k != "model_type"})).to(torch.bfloat16)
+engine = prepare_loaded(model, plan, device=torch.device("cuda", 0)).engine
+host = {name: size // 2 for name, size in predict(plan).host.items()}
+print(json.dumps({
+    "groups": engine.runtime.optimizer.fp16_partitioned_groups_flat_numel,
+    "planned groups": sub_groups_of(plan),
+    "pinned": torch.cuda.host_memory_stats()["allocated_bytes.current"],
+    "planned": host["weights"] + host["gradients"] + host["pinned buffers"],
+}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "rooms"), [(20000, (1 << 18,)), (3001, (1 << 19, 1 << 20)), (20000, (1 << 12,))]
+)
+def test_what_deepspeed_keeps_on_the_host_is_what_is_planned(on_null_gpu, vocabulary, rooms):
+    """Sub-groups as small as to be many: their sizes are DeepSpeed's own, and bytes but for a number of 4."""
+    if not has("deepspeed"):
+        pytest.skip("no deepspeed in the environment of the null GPU (make null-env)")
+    found = on_null_gpu(f"vocabulary, rooms = {vocabulary}, {rooms}\n{BY_DEEPSPEED}", compute=400_000).value
+    assert len(found["groups"]) > 5
+    assert found["groups"] == found["planned groups"]
+    assert found["pinned"] == found["planned"] + 4
 
 
 def test_fsdps_copies_that_cannot_be_pinned_are_no_full_gpu(on_null_gpu):

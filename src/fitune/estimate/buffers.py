@@ -14,7 +14,9 @@ from fitune.estimate.parameters import (
     weights_bytes,
 )
 from fitune.estimate.states import gradients_go_to_the_host, resting_gradient_bytes
-from fitune.estimate.tensors import (
+from fitune.spec.counts import lora_parameters
+from fitune.spec.deepspeed import deepspeed_config
+from fitune.spec.model.tensors import (
     ParameterTensor,
     adapter_tensors,
     adapters_of,
@@ -22,8 +24,6 @@ from fitune.estimate.tensors import (
     kind_tensors,
     trained_tensors,
 )
-from fitune.spec.counts import lora_parameters
-from fitune.spec.deepspeed import deepspeed_config
 from fitune.spec.plan import (
     Backend,
     Lora,

@@ -7,6 +7,7 @@ are those of a step after the first, when optimizer states exist, and of its las
 from fitune.estimate import overhead
 from fitune.estimate.backward_moments import backward_moments
 from fitune.estimate.blocks import activations, transient
+from fitune.estimate.blocks.site import norms_keep_input
 from fitune.estimate.division import num_ranks, uses_fsdp
 from fitune.estimate.states import gradients_always_exist
 from fitune.estimate.step import StepStages, Terms
@@ -96,10 +97,12 @@ def _forward_terms(step: StepStages) -> Terms:
     behind_the_last_block: Terms = {
         "activations": step.kept_before(layers),
         "recompute inputs": step.inputs_before(layers),
-        "temporaries": 2 * step.hidden,
+        # its output, the MLP's, and the inputs of its halves where norms keep copies of them
+        "temporaries": (2 if last < step.recomputed or norms_keep_input(step.plan) else 4) * step.hidden,
         "gathered weights": step.buffers.forward,
     }
-    at_the_start: Terms = {"temporaries": step.hidden, "gathered weights": step.buffers.start}
+    embedded = _embedded_tokens(step)
+    at_the_start: Terms = {"temporaries": step.hidden - embedded, "gathered weights": step.buffers.start}
     gradients = {"gradients": step.gradients_before}
     moments = [at_the_end, in_the_last_block, before_the_last_block, behind_the_last_block, at_the_start]
     if step.buffers.forward_ahead:  # while the last one's weights come from the host
@@ -107,7 +110,7 @@ def _forward_terms(step: StepStages) -> Terms:
     if step.plan.model.is_traced:  # where blocks of several kinds take turns, the last may be a small one
         moments += [_in_a_block_earlier(step, index) for index in step.run_ends if index != last]
     largest = _largest(moments)
-    hidden = largest.get("hidden states", 0) + _embedded_tokens(step)
+    hidden = largest.get("hidden states", 0) + embedded
     copies = {"16-bit copies": step.weight_copies}
     forward = {**step.around(in_forward=True), **gradients, **copies, **largest, "hidden states": hidden}
     return {**forward, "reduce buffers": step.buffers.standing}
@@ -126,7 +129,8 @@ def _embedded_tokens(step: StepStages) -> int:
     """Bytes of the first block's input, which the body holds to the end of forward; elsewhere that block keeps it."""
     if step.plan.model.is_traced:
         return 0  # among what is around
-    kept_by_block = trains_embeddings(step.plan.tuning) or (step.recomputed > 0 and not step.untouched)
+    by_norm = trains_embeddings(step.plan.tuning) and norms_keep_input(step.plan)
+    kept_by_block = by_norm or (step.recomputed > 0 and not step.untouched)
     return 0 if kept_by_block else step.hidden
 
 

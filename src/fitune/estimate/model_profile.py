@@ -16,7 +16,6 @@ from fitune.estimate.blocks.block import (
 from fitune.estimate.blocks.site import seen_by_kernel
 from fitune.estimate.parameters import trains_in
 from fitune.estimate.states import stepping_bytes
-from fitune.estimate.tensors import kind_tensors
 from fitune.spec.counts import untouched_blocks
 from fitune.spec.model.block_profile import (
     Attention,
@@ -29,6 +28,7 @@ from fitune.spec.model.block_profile import (
     in_all,
 )
 from fitune.spec.model.model_spec import BlockKind
+from fitune.spec.model.tensors import kind_tensors
 from fitune.spec.model.traced_profile import Extent, Moment, Size, TracedBlock, TracedPass, TracedStep
 from fitune.spec.plan import Lora, Plan, trains_embeddings, updates_in_backward
 from fitune.spec.remembered import remembered

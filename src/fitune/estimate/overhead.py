@@ -14,7 +14,7 @@ from fitune.estimate.states import (
     has_masters,
     optimizer_bytes,
     states_per_parameter,
-    sub_group_elements,
+    sub_groups_of,
 )
 from fitune.estimate.step import StepStages, Terms
 from fitune.spec.deepspeed import NVME_BUFFERS, largest_share_elements
@@ -226,7 +226,7 @@ def _offloaded(step: StepStages) -> list[tuple[str, str, int, int]]:
     """Name, place, bytes of one rank, and those of the host that they pass through when the place is NVMe."""
     plan = step.plan
     offload = plan.offload
-    sub_group = min(sub_group_elements(plan), trained_share(plan))
+    sub_group = max(sub_groups_of(plan))
     optimizer, gradients = host_optimizer_bytes(plan), host_gradient_bytes(plan)
     activations = offloaded_activation_bytes(step)
     return [
@@ -243,11 +243,10 @@ def weight_buffers_bytes(plan: Plan) -> int:
     """e · (buffers · the largest weight's share + the whole weights of a sub-group): they stand for the whole run.
 
     Through the first weights are read, through the second written after their step. For that DeepSpeed takes whole
-    sizes where shares would do (runtime/zero/stage3.py, reserve_partitioned_swap_space); a sub-group ends with the
-    weight that fills it.
+    sizes where shares would do (runtime/zero/stage3.py, reserve_partitioned_swap_space).
     """
     buffers = NVME_BUFFERS * largest_share_elements(plan)
-    whole = num_shares(plan) * (sub_group_elements(plan) + largest_share_elements(plan))
+    whole = num_shares(plan) * max(sub_groups_of(plan))
     return plan.precision.compute_bytes * (buffers + min(trained_parameters(plan), whole))
 
 

@@ -4,18 +4,15 @@ It takes powers of two and keeps what is freed (aten/src/ATen/core/CachingHostAl
 rooms of fitune's own, which are as large as what is in them (models/host.py).
 """
 
+from collections import Counter
 from collections.abc import Iterator
 
 from fitune.estimate.division import num_shares, trained_share, uses_deepspeed, uses_fsdp, zero_stage
 from fitune.estimate.parameters import base_bytes, weights_away_bytes
-from fitune.estimate.states import sub_group_elements
-from fitune.estimate.tensors import ParameterTensor, adapter_tensors, base_tensors, trained_tensors
-from fitune.spec.plan import Plan, updates_in_backward
-
-
-def power_of_two(size: int) -> int:
-    """The smallest that is not less than ``size``; 0 for nothing."""
-    return 1 << (size - 1).bit_length() if size else 0
+from fitune.estimate.states import sub_groups_of
+from fitune.spec.model.tensors import ParameterTensor, adapter_tensors, base_tensors, trained_tensors
+from fitune.spec.plan import Lora, Plan, updates_in_backward
+from fitune.units import power_of_two
 
 
 def gradient_copies_bytes(plan: Plan) -> int:
@@ -30,20 +27,35 @@ def deepspeed_buffers_bytes(plan: Plan) -> int:
     """Bytes that DeepSpeed pins on a rank beyond weights, masters and gradients: what rounding to powers of two adds,
     and second copies.
 
-    To 4 bytes those of two full fine-tunings over two ranks on the null GPU (DeepSpeed 0.19.8).
+    Rooms of trained weights are let go when these are in one buffer; what is pinned later takes those of its size. To
+    4 bytes those of full fine-tuning over two ranks on the null GPU (DeepSpeed 0.19.8).
     """
     if not uses_deepspeed(plan):
         return 0
-    rooms, counted = 0, 0
+    rooms, counted, let_go, later = 0, 0, Counter[int](), Counter[int]()
     if plan.offload.optimizer == "cpu":
         below = zero_stage(plan) < 3
-        rooms += sum(map(power_of_two, _below_stage_3(plan) if below else _stage_3(plan)))
+        later.update(map(power_of_two, _below_stage_3(plan) if below else _stage_3(plan)))
         rooms += _sums_bytes(plan) if zero_stage(plan) == 2 else 0
         counted += (8 if below else 4) * trained_share(plan)  # of stage 3 the masters are not pinned
     if plan.offload.parameters == "cpu":
-        rooms += _pinned_weights_bytes(plan)
+        e, parts = plan.precision.compute_bytes, num_shares(plan)
+        for t in base_tensors(plan.model):
+            let_go[power_of_two(-(-base_bytes([t], plan) // (t.count * parts)))] += t.count
+        if updates_in_backward(plan.tuning) or isinstance(
+            plan.tuning, Lora
+        ):  # LOMO needs none of its optimizers
+            rooms, let_go = rooms + _sum(let_go), Counter()
+        for t in adapter_tensors(plan):
+            let_go[power_of_two(e * -(-t.elements // parts))] += t.count
+        if not updates_in_backward(plan.tuning):
+            rooms += sum(power_of_two(e * _share(plan, group)) for group in _groups(plan))
         counted += weights_away_bytes(plan)
-    return max(0, rooms - counted)
+    return max(0, rooms + _sum(let_go | later) - counted)
+
+
+def _sum(rooms: Counter[int]) -> int:
+    return sum(size * count for size, count in rooms.items())
 
 
 def _below_stage_3(plan: Plan) -> Iterator[int]:
@@ -68,28 +80,10 @@ def _sums_bytes(plan: Plan) -> int:
 
 
 def _stage_3(plan: Plan) -> Iterator[int]:
-    """Gradients of the share in 16 bit, and in fp32 by sub-groups (stage3.py).
-
-    A sub-group ends with the tensor that fills it, so it is larger than what it is to hold.
-    """
-    e, most = plan.precision.compute_bytes, sub_group_elements(plan)
-    shares = [_share(plan, group) for group in _groups(plan)]
-    yield e * sum(shares)
-    for share in shares:
-        yield from [4 * (most + 1)] * (share // most)
-        yield 4 * (share % most)
-
-
-def _pinned_weights_bytes(plan: Plan) -> int:
-    """Each tensor's share, and one buffer with those that are trained (partition_parameters.py, stage3.py)."""
-    e, parts = plan.precision.compute_bytes, num_shares(plan)
-    each = sum(
-        t.count * power_of_two(-(-base_bytes([t], plan) // (t.count * parts)))
-        for t in base_tensors(plan.model)
-    )
-    adapters = sum(t.count * power_of_two(e * -(-t.elements // parts)) for t in adapter_tensors(plan))
-    flat = [] if updates_in_backward(plan.tuning) else _groups(plan)  # LOMO needs none of its optimizers
-    return each + adapters + sum(power_of_two(e * _share(plan, group)) for group in flat)
+    """Gradients of the share in 16 bit, and in fp32 by sub-groups (stage3.py)."""
+    groups = sub_groups_of(plan)
+    yield plan.precision.compute_bytes * sum(groups)
+    yield from (4 * group for group in groups)
 
 
 def _groups(plan: Plan) -> list[list[ParameterTensor]]:

@@ -21,16 +21,16 @@ from fitune.estimate.parameters import (
     late_tables,
     trained_parameters,
 )
-from fitune.estimate.tensors import (
+from fitune.spec.choices import EIGHT_BIT_BLOCK, EIGHT_BIT_LEAST, MASTER_BUCKET_BYTES
+from fitune.spec.deepspeed import deepspeed_config, sub_groups
+from fitune.spec.model.model_spec import ModelSpec
+from fitune.spec.model.tensors import (
     ParameterTensor,
     adapters_of,
     base_tensors,
     trained_tables,
     trained_tensors,
 )
-from fitune.spec.choices import EIGHT_BIT_BLOCK, EIGHT_BIT_LEAST, MASTER_BUCKET_BYTES
-from fitune.spec.deepspeed import deepspeed_config
-from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.plan import (
     AdamW,
     AdamW8bit,
@@ -141,12 +141,14 @@ SUB_GROUP = 1_000_000_000
 """DeepSpeed's default sub_group_size: elements that stage 3 steps at a time."""
 
 
-def sub_group_elements(plan: Plan) -> int:
-    """Elements that DeepSpeed steps at once in fitune's own configuration."""
-    if not uses_deepspeed(plan):
-        return SUB_GROUP
-    elements: int = deepspeed_config(plan)["zero_optimization"].get("sub_group_size", SUB_GROUP)
-    return elements
+def sub_groups_of(plan: Plan, size: int = 0) -> list[int]:
+    """Elements of a rank's share that DeepSpeed steps at once: its sub-groups at stage 3, else all.
+
+    ``size``: another sub_group_size than that of the plan's own ds_config.json.
+    """
+    if not uses_deepspeed(plan) or zero_stage(plan) < 3:
+        return [trained_share(plan)]
+    return sub_groups(plan, size or deepspeed_config(plan)["zero_optimization"]["sub_group_size"])
 
 
 def states_per_parameter(optimizer: Optimizer) -> int:
@@ -275,17 +277,13 @@ def _converted_bytes(model: ModelSpec, lora: Lora) -> int:
     return most
 
 
-def deepspeed_step_bytes(plan: Plan, sub_group: int = 0) -> int:
+def deepspeed_step_bytes(plan: Plan, sub_group_size: int = 0) -> int:
     """(4 + e) · P_trained / N, 4 in fp32: the share's gradients, made flat and then fp32.
 
-    Stage 3 converts a sub-group at a time, which ends with the tensor that fills it. step() in
-    deepspeed/runtime/zero/stage_1_and_2.py and stage3.py.
+    Stage 3 converts a sub-group at a time. step() in deepspeed/runtime/zero/stage_1_and_2.py and stage3.py.
     """
-    share, e = trained_share(plan), plan.precision.compute_bytes
-    if zero_stage(plan) == 3:
-        largest = max(-(-t.elements // num_shares(plan)) for t in trained_tensors(plan))
-        share = min(share, (sub_group or sub_group_elements(plan)) + largest)
-    return (4 + (e if e < 4 else 0)) * share
+    e = plan.precision.compute_bytes
+    return (4 + (e if e < 4 else 0)) * max(sub_groups_of(plan, sub_group_size))
 
 
 def _divided_step_bytes(plan: Plan) -> int:

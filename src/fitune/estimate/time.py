@@ -14,10 +14,10 @@ from fitune.estimate.division import uses_deepspeed, zero_stage
 from fitune.estimate.rates import NEW_PAGE_BYTES, Rates, rates_of
 from fitune.estimate.states import has_masters, states_per_parameter
 from fitune.estimate.step import StepStages
-from fitune.estimate.tensors import trained_tensors
 from fitune.estimate.transfers import Transfers, backward_passes, forward_passes, transfers_of
 from fitune.spec.counts import head_flops_per_token
 from fitune.spec.model.block_profile import Attention, BatchShape
+from fitune.spec.model.tensors import trained_tensors
 from fitune.spec.plan import AdamW8bit, Lomo, Plan, trains_head, updates_in_backward
 from fitune.spec.predictions import Phase, StepTime
 from fitune.spec.remembered import remembered

@@ -5,14 +5,16 @@ elements stands ready however little is trained. The estimate counts what is cho
 """
 
 import hashlib
-import math
 import os
 from pathlib import Path
 from typing import Any
 
 from fitune.spec.choices import Place, Zero
-from fitune.spec.counts import count_parameters, lora_parameters
-from fitune.spec.plan import Lora, Plan, Precision, trains_embeddings, trains_head
+from fitune.spec.counts import count_parameters
+from fitune.spec.model.tensors import base_tensors, trained_in_order, trained_tensors
+from fitune.spec.plan import Plan, Precision
+from fitune.spec.remembered import remembered_by
+from fitune.units import power_of_two
 
 Config = dict[str, Any]
 
@@ -21,6 +23,9 @@ BUCKET_ELEMENTS = 1 << 25
 more than a block."""
 SUB_GROUP_ELEMENTS = 1 << 26
 """Elements of a share that stage 3 steps at a time: their gradients are copied, and made fp32, once more."""
+HOST_ROOMS = (1 << 26, 1 << 27, 1 << 28, 1 << 29)
+"""Elements of the rooms that gradients of a sub-group may have on the host, where nothing is copied: 256 MiB to 2 GiB
+in fp32. torch pins powers of two."""
 NVME_BUFFERS = 6
 """Weights that are read from NVMe at once, at most: head and embedding, and four of one module, as of experts. Nothing
 is read ahead, for DeepSpeed reads ahead until all buffers are taken, and the head is gathered out of its order."""
@@ -81,16 +86,7 @@ def reduce_bucket_elements(plan: Plan) -> int:
 
 def trained_elements(plan: Plan) -> int:
     """Parameters that get a gradient."""
-    model = plan.model
-    counts = count_parameters(model)
-    if not isinstance(plan.tuning, Lora):
-        return counts.total
-    tables = 0
-    if trains_embeddings(plan.tuning):
-        tables += model.vocab_size * model.hidden_size
-    if trains_head(plan.tuning) and not model.tied_embeddings:
-        tables += counts.head
-    return lora_parameters(model, plan.tuning) + tables
+    return sum(t.elements * t.count for t in trained_tensors(plan))
 
 
 def block_elements(plan: Plan) -> int:
@@ -118,11 +114,48 @@ def fetches_ahead(plan: Plan) -> bool:
 
 def largest_share_elements(plan: Plan) -> int:
     """Elements of a rank's share of the largest weight; a stack of experts is one."""
-    model = plan.model
-    tables = model.vocab_size * model.hidden_size
-    linears = (linear.weights for linear, _ in model.counted_linears())
-    others = (math.prod(shape) for kind in model.kinds for shape in kind.others)
-    return -(-max(tables, *linears, *others) // plan.hardware.num_gpus)
+    return -(-max(t.elements for t in base_tensors(plan.model)) // plan.hardware.num_gpus)
+
+
+def sub_groups(plan: Plan, size: int) -> list[int]:
+    """Elements of a rank's share of each sub-group that stage 3 makes with ``sub_group_size: size``.
+
+    One ends with the tensor that fills it; what takes weight decay and what does not are apart (stage3.py,
+    _create_fp16_sub_groups).
+    """
+    found = []
+    for shares in _shares_in_order(plan):
+        group = 0
+        for share in shares:
+            group += share
+            if group >= size:
+                found.append(group)
+                group = 0
+        found += [group] if group else []
+    return found
+
+
+@remembered_by("model", "tuning", "hardware")
+def _shares_in_order(plan: Plan) -> tuple[list[int], list[int]]:
+    """Shares of what takes weight decay, and of what does not, as the optimizer has them."""
+    shares: tuple[list[int], list[int]] = [], []
+    for tensor in trained_in_order(plan):
+        shares[not tensor.is_matrix].extend([-(-tensor.elements // plan.hardware.num_gpus)] * tensor.count)
+    return shares
+
+
+@remembered_by("model", "tuning", "hardware", "offload")
+def _sub_group_size(plan: Plan) -> int:
+    """On the host, of the sizes 2^k - (largest share of a block's tensor) + 1 the one with which least is pinned.
+
+    With it no sub-group without a table is larger than 2^k.
+    """
+    if plan.offload.optimizer != "cpu" or plan.offload.parameters == "nvme":
+        return SUB_GROUP_ELEMENTS
+    in_blocks = (t.elements for t in trained_in_order(plan) if t.in_block)
+    largest = -(-max(in_blocks, default=1) // plan.hardware.num_gpus)
+    sizes = [max(room, power_of_two(largest)) - largest + 1 for room in HOST_ROOMS]
+    return min(sizes, key=lambda size: sum(map(power_of_two, sub_groups(plan, size))))
 
 
 def _precision(precision: Precision) -> Config:
@@ -137,7 +170,7 @@ def _precision(precision: Precision) -> Config:
 def _stage_3(plan: Plan) -> Config:
     ahead = min(BUCKET_ELEMENTS, block_elements(plan)) if fetches_ahead(plan) else 0
     return {
-        "sub_group_size": SUB_GROUP_ELEMENTS,
+        "sub_group_size": _sub_group_size(plan),
         "stage3_prefetch_bucket_size": ahead,
         "stage3_param_persistence_threshold": persistent_elements(plan),
         "stage3_max_live_parameters": live_elements(plan),

@@ -79,7 +79,7 @@ def block_of(stages: Sequence[Stage], *, gradients_exist: bool) -> Block:
         forward=max(stage.forward for stage in stages),
         peak=max(peak, holding, key=lambda moment: moment.total) if holding.temporaries else peak,
         building=_running_again(
-            [replace(stage, again=stage.again - stage.incoming) for stage in stages]
+            [replace(stage, again=max(stage.making, stage.again - stage.incoming)) for stage in stages]
         ).total,
         recomputed_peak=max(peak, again, key=lambda moment: moment.total),
     )

@@ -20,6 +20,15 @@ def attends_in_one_call(plan: Plan) -> bool:
     return plan.attention == "flash" and refused is None
 
 
+def norms_keep_input(plan: Plan) -> bool:
+    """True if a norm keeps the very tensor that it reads: others keep their fp32 copy of it."""
+    return (
+        plan.precision.compute_bytes == activations.FP32
+        or plan.model.norm_type == "layer"
+        or plan.kernels == "liger"
+    )
+
+
 def seen_by_kernel(plan: Plan, attention: BlockAttention) -> BlockAttention:
     """``attention`` without its window where that is a mask over a whole row, all of which is computed."""
     skips = attention.in_chunks or attends_in_one_call(plan)
@@ -215,6 +224,7 @@ def linears_stage(
     forward: int,
     backward: int,
     again: int = 0,
+    making: int = 0,
     incoming: int = 0,
     input_has_gradient: bool = True,
     gone_by_gradient: int = 0,
@@ -228,7 +238,7 @@ def linears_stage(
     e = site.element_bytes
     mask_bytes = site.dropout_mask_bytes if input_has_gradient else 0
     sizes = [linear.parameters for linear in linears]
-    whole, unpacked = _whole_weight_bytes(site, linears), _unpacked_bytes(site, linears)
+    whole, unpacked = whole_weight_bytes(site, linears), _unpacked_bytes(site, linears)
     match site.plan.tuning:
         case Lora(rank=rank, dropout=dropout, dora=dora):
             adapted = site.adapted(linears)
@@ -258,6 +268,7 @@ def linears_stage(
         forward=max(forward, unpacked),
         backward=backward + whole,
         again=again,
+        making=making,
         incoming=incoming,
         gradients=sum(sizes) * e,
         largest_gradient=max(
@@ -266,7 +277,7 @@ def linears_stage(
     )
 
 
-def _whole_weight_bytes(site: Site, linears: Sequence[Linear]) -> int:
+def whole_weight_bytes(site: Site, linears: Sequence[Linear]) -> int:
     """The largest packed weight of the stage, dequantised for the product with the gradient."""
     return max(
         (

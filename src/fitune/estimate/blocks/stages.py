@@ -11,7 +11,9 @@ from fitune.estimate.blocks.site import (
     attends_in_one_call,
     kept_keys,
     linears_stage,
+    norms_keep_input,
     values_are_read_as_projected,
+    whole_weight_bytes,
 )
 from fitune.spec.model.block_profile import Stage
 from fitune.spec.model.model_spec import Linear
@@ -179,6 +181,10 @@ def mlp_stages(
     reaches = passes or site.trains(inputs)
     goes_back = reaches or site.trains(down)
     drops_sum = model.parallel_blocks and not model.dropout.attention_output and attention_passes
+    waiting = (
+        0 if norms_keep_input(site.plan) else 2 * t * e * h
+    )  # the block's input, and what the MLP is added to
+    unpacked = whole_weight_bytes(site, down)
     keeps_product = reaches and not gated and activation.keeps_output
     yield linears_stage(
         site, "MLP inputs", inputs,
@@ -212,6 +218,8 @@ def mlp_stages(
         )
         if _is_fused(site, inputs) and site.adapted(inputs)
         else 0,
+        # the second half's base, low-rank output and this one scaled, of which one is kept
+        making=waiting + 2 * t * e * f if gated and not site.fused and site.adapted(inputs[1:]) else 0,
     )  # fmt: skip
     yield linears_stage(
         site, "MLP output", down,
@@ -224,6 +232,7 @@ def mlp_stages(
             tokens=t, hidden=h, width=f, element_bytes=e, adapted=not site.full
         ) + site.dropout_backward(model.dropout.mlp_output) if goes_back else 0,
         again=0 if keeps_product else _output_again(site, inputs, down),
+        making=waiting + t * e * h + unpacked if goes_back and unpacked else 0,
     )  # fmt: skip
 
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 from fitune.estimate.parameters import dequantisation_workspace_bytes, trained_parameters
 from fitune.estimate.predict import predict_memory, predict_step_time
-from fitune.estimate.tensors import trained_tables
 from fitune.spec.counts import untouched_blocks
 from fitune.spec.model.model_spec import NO_DROPOUT, ModelSpec
+from fitune.spec.model.tensors import trained_tables
 from fitune.spec.model.traits import falls_back_to_scores
 from fitune.spec.plan import Dense, Lora, Plan
 from fitune.spec.quantisers import is_packed

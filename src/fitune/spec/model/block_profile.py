@@ -90,6 +90,8 @@ class Stage:
     ``forward``: alive at the worst moment of its forward when nothing is kept (a recomputed block).
     ``again``: alive at the worst moment of its forward when a recomputed block runs again, beyond what this and
     earlier stages keep; 0 where going back takes more.
+    ``making``: alive at the worst moment of a forward that keeps, beyond what this and earlier stages keep; 0 where the
+    block's end holds more.
     ``backward``: alive at the worst moment of its backward, beyond what this and earlier stages keep and
     beyond the gradients of parameters; negative when more is let go than made.
     ``gradients``: gradients of the parameters trained in this stage; ``largest_gradient`` of one of them.
@@ -100,6 +102,7 @@ class Stage:
     forward: int
     backward: int
     again: int = 0
+    making: int = 0
     incoming: int = 0
     """Bytes, among ``again``, of the gradient that waits, which a first forward does not have."""
     gradients: int = 0

@@ -72,6 +72,20 @@ def trained_tensors(plan: Plan) -> tuple[ParameterTensor, ...]:
     return (*adapter_tensors(plan), *trained_tables(plan.model, plan.tuning))
 
 
+@remembered_by("model", "tuning")
+def trained_in_order(plan: Plan) -> tuple[ParameterTensor, ...]:
+    """``trained_tensors`` block by block, as the model holds them; of a traced block the linears first."""
+    model, lora = plan.model, plan.tuning
+    if isinstance(lora, Lora):
+        tables, before = trained_tables(model, lora), int("embed_tokens" in lora.modules_to_save)
+        adapted = lora.layers or range(model.num_layers)
+        blocks = [tensor for block in adapted for tensor in _adapters(model, lora, (block,))]
+    else:
+        tables, before = tuple(_root_tensors(model)), 2 if model.learned_positions else 1
+        blocks = [tensor for block in range(model.num_layers) for tensor in _block_tensors(model, (block,))]
+    return (*tables[:before], *blocks, *tables[before:])
+
+
 def trained_tables(model: ModelSpec, lora: Lora) -> tuple[ParameterTensor, ...]:
     """Embedding and head where they are trained whole; once where they are one tensor."""
     table = ParameterTensor(rows=model.vocab_size, row_elements=model.hidden_size, in_block=False)
@@ -86,11 +100,11 @@ def trained_tables(model: ModelSpec, lora: Lora) -> tuple[ParameterTensor, ...]:
 @remembered
 def adapters_of(model: ModelSpec, lora: Lora) -> tuple[ParameterTensor, ...]:
     """``adapter_tensors`` by what they depend on alone."""
-    return tuple(_adapters(model, lora))
+    return tuple(_adapters(model, lora, lora.layers))
 
 
-def _adapters(model: ModelSpec, lora: Lora) -> Iterator[ParameterTensor]:
-    for m, layers in model.counted_linears(lora.layers):
+def _adapters(model: ModelSpec, lora: Lora, blocks: tuple[int, ...]) -> Iterator[ParameterTensor]:
+    for m, layers in model.counted_linears(blocks):
         if not m.is_target(lora.targets):
             continue
         rank = lora.rank * m.copies
@@ -108,7 +122,7 @@ def kind_tensors(model: ModelSpec, kind: int) -> tuple[ParameterTensor, ...]:
 
 def _block_tensors(model: ModelSpec, blocks: tuple[int, ...] = ()) -> Iterator[ParameterTensor]:
     """The tensors of all blocks, or of ``blocks``."""
-    layers = model.num_layers
+    layers = len(blocks) or model.num_layers
     for m, count in model.counted_linears(blocks):
         rows, row = (m.copies, m.weights // m.copies) if m.copies > 1 else (m.out_features, m.in_features)
         yield ParameterTensor(rows=rows, row_elements=row, count=count, in_block=True, linear=m)
