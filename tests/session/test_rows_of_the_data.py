@@ -43,7 +43,9 @@ def test_short_rows_are_planned_for(short_rows, settings):
 
 
 def test_what_is_planned_is_what_is_trained(short_rows, tmp_path):
-    recipe = parse_recipe({**CASES["lora on a card"], "data": [short_rows], "output_dir": str(tmp_path / "run")})
+    recipe = parse_recipe(
+        {**CASES["lora on a card"], "data": [short_rows], "output_dir": str(tmp_path / "run")}
+    )
     planned, trained = plan_on_data(recipe), plan_to_train(recipe, hardware=wanted_hardware(recipe))
     assert trained.chosen.plan == planned.chosen.plan
 
