@@ -48,7 +48,7 @@ def test_the_first_screen_begins_with_them(monkeypatch):
     here(monkeypatch, RTX_3060, RTX_4090, RTX_4090, taken_mib=1_500)
     recipe = Recipe.model_validate(SETTINGS)
     report = find_plan(recipe, model=known("llama-3.2-1b"), hardware=wanted_hardware(recipe))
-    first = first_screen(report, (), train="").splitlines()[0]
+    first = " ".join(first_screen(report, (), train="").partition("how")[0].split())
     assert first.endswith("2 × rtx-4090 (24 GiB, 1.5 taken by others); not used: 1 × NVIDIA GeForce RTX 3060")
 
 
