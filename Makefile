@@ -13,10 +13,12 @@ VLLM_STAMP := $(VLLM)/.installed
 # The null GPU needs torch's CUDA build, 3 GB.
 NULL := $(VENV)-null
 NULL_STAMP := $(NULL)/.installed
+SITE := $(VENV)-site
+SITE_STAMP := $(SITE)/.installed
 # How long `make fuzz` looks: minute (the same examples every time) or hour (new ones every time).
 PROFILE ?= minute
 
-.PHONY: demo test base slow weekly ray vllm vllm-env null-gpu null-env fuzz lint types clean
+.PHONY: demo test base slow weekly ray vllm vllm-env null-gpu null-env fuzz lint types site site-env clean
 
 demo: $(DEMO)
 	$(BIN)/fitune demo
@@ -59,6 +61,16 @@ base:
 	$(VENV)-base/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
 	$(VENV)-base/bin/python tests/base_install.py
 
+# The docs as pages of one site, in .site/html: a link that leads nowhere ends it. README.md is its first page.
+site: $(SITE_STAMP)
+	rm -rf .site
+	mkdir -p .site/pages/tests/null_gpu
+	cp -r docs/. recipes examples results CHANGELOG.md CONTRIBUTING.md SECURITY.md .site/pages
+	cp README.md .site/pages/index.md
+	cp tests/null_gpu/README.md .site/pages/tests/null_gpu
+	sed -E -i.before 's#\]\((docs/|\.\./)#](#g; s#\]\(README\.md#](index.md#g' .site/pages/*.md
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --quiet --strict
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -87,6 +99,13 @@ $(VLLM_STAMP):
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
+site-env: $(SITE_STAMP)
+
+$(SITE_STAMP): constraints.txt
+	test -x $(SITE)/bin/python || $(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt mkdocs-material
+	touch $@
+
 # uv takes the build of the index, where pip prefers one for the CPU if it is at hand.
 $(NULL_STAMP): pyproject.toml constraints.txt
 	test -x $(NULL)/bin/python || $(PYTHON) -m venv $(NULL)
@@ -97,4 +116,4 @@ $(NULL_STAMP): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-base $(VLLM) $(NULL)
+	rm -rf $(VENV) $(VENV)-base $(SITE) $(VLLM) $(NULL) .site

@@ -33,10 +33,10 @@ def test_vllm_gets_base_adapter_rank_template_type_and_length(shop, model_folder
     assert (served.name, served.url) == ("shop", "http://localhost:8000/v1")
 
 
-def test_a_processor_has_no_graphs_and_a_command_for_another_machine_says_nothing_of_it(run, monkeypatch):
-    assert "--enforce-eager" not in command(run, "vllm").argv
+def test_a_processor_has_no_graphs_and_a_command_for_another_machine_says_nothing_of_it(shop, monkeypatch):
+    assert "--enforce-eager" not in command(shop, "vllm").argv
     monkeypatch.setattr("fitune.session.score.serving.python_of_vllm", lambda: "python-of-vllm")
-    here = command(run, "vllm").argv
+    here = command(shop, "vllm").argv
     assert here[0] == "python-of-vllm"
     assert "--enforce-eager" in here
 
