@@ -210,3 +210,8 @@ def test_a_complete_run_without_checkpoints_is_not_said_to_be_extensible(train, 
     assert "--resume" not in err
     train("--resume", max_steps=4).ends(2, "no checkpoint (save_steps was 0)")
     assert contents(tmp_path / "run") == before
+
+
+def test_a_run_that_saves_saves_its_last_step(train, tmp_path):
+    assert train(save_steps=2, max_steps=3)[0] == 0
+    train("--resume", save_steps=2, max_steps=5).ends(0, "resuming from", "step-3")
