@@ -88,7 +88,7 @@ def test_one_signal_lets_the_step_be_finished(program, tmp_path):
         pytest.param("fitune.data.loader.pack_rows", TERM, id="packing", marks=weekly),
         pytest.param("fitune.data.loader.Loader.epoch", INT, id="loader", marks=slow),
         pytest.param("fitune.train.run.prepare", TERM, id="loading", marks=weekly),
-        pytest.param("fitune.session.train.beginning.plan_for", INT, id="planning", marks=slow),
+        pytest.param("fitune.session.train.beginning.plan_to_train", INT, id="planning", marks=slow),
     ],
 )
 def test_before_the_first_step_one_signal_stops(program, target, number):
