@@ -5,10 +5,13 @@ from dataclasses import replace
 import pytest
 
 from fitune.estimate.predict import largest_batch, predict, usual_batch
+from fitune.planner.fit import tokens_per_second
+from fitune.planner.retry import described
 from fitune.session.clusters.fleet import full_rows
 from fitune.session.clusters.launching import launch_file
 from fitune.session.planning import plan_for, plan_on_data, plan_to_train, wanted_hardware
 from fitune.session.train.checks import as_begun
+from fitune.spec.plan import Steps
 from fitune.spec.recipe.pins import pinned
 from fitune.spec.recipe.recipe import parse_recipe
 from fitune.spec.serial import to_json
@@ -39,6 +42,9 @@ def test_short_rows_are_planned_for(short_rows, settings):
     by_full_rows, taken = plan_for(recipe).chosen.plan, plan_on_data(recipe).chosen
     assert taken.plan.batch.mean_row_tokens == MEAN
     assert taken.estimate.tokens_per_second > 1.1 * predict(on_rows(by_full_rows, MEAN)).tokens_per_second
+    assert tokens_per_second(described(taken.plan)) == taken.estimate.tokens_per_second, (
+        "searched, retried, printed"
+    )
     assert taken.estimate.memory == predict(on_rows(taken.plan, 0)).memory
 
 
@@ -88,3 +94,5 @@ def test_an_average_micro_batch(packing, tokens, rows):
     assert usual_batch(on_rows(plan, 0)) == usual_batch(on_rows(plan, 2048)) == largest_batch(plan)
     packs = -(-90 * 300 // 2048) if packing else 90
     assert (full_rows(plan, 90).tokens, full_rows(plan, 90).units) == (90 * 300, packs)
+    of_steps = replace(plan, schedule=replace(plan.schedule, duration=Steps(count=5)))
+    assert full_rows(of_steps, None).units == 5 * plan.batch.global_batch_size

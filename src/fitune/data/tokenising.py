@@ -102,9 +102,8 @@ class RowTokeniser:
         length = row.end - row.begin
         parts = [(row.begin + begin, row.begin + end) for begin, end in self._parts(length, where)]
         learned = [row.learned]
-        if parts != [
-            (row.begin, row.end)
-        ]:  # the first token of a part is not learned: nothing stands before it
+        if parts != [(row.begin, row.end)]:
+            # the first token of a part is not learned: nothing stands before it
             learned = [int(encoded.supervised[begin + 1 : end].sum()) for begin, end in parts]
         kept = [part for part, count in zip(parts, learned, strict=True) if count]
         rows.ids += [encoded.ids[begin:end] for begin, end in kept]

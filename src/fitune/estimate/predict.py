@@ -107,8 +107,8 @@ def largest_batch(plan: Plan) -> BatchShape:
 def usual_batch(plan: Plan) -> BatchShape:
     """Returns a micro-batch of average rows, or of average rows packed; the largest where the average is not known."""
     batch = plan.batch
-    mean = batch.mean_row_tokens
-    if mean in (0, batch.seq_len):
+    mean = batch.usual_row_tokens
+    if mean == batch.seq_len:
         return largest_batch(plan)
     tokens = batch.micro_batch_tokens if batch.packing else batch.micro_batch_size * mean
     rows = max(1, tokens // mean)

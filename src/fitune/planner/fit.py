@@ -5,11 +5,12 @@ from dataclasses import dataclass
 
 from fitune.estimate.memory import memory_of
 from fitune.estimate.overhead import host_terms, nvme_bytes, room_bytes, usable_host_bytes, uses_host
-from fitune.estimate.predict import predict
-from fitune.estimate.step import StepStages
+from fitune.estimate.predict import predict, usual_batch
+from fitune.estimate.step import StepStages, describe_step
 from fitune.estimate.time import step_time_of
 from fitune.planner.candidates import Placement
 from fitune.spec.plan import Loss, Plan
+from fitune.spec.remembered import remembered
 
 BytesOf = Callable[[int], int]
 """Peak bytes with so many blocks recomputed."""
@@ -151,9 +152,16 @@ class Found:
 
 
 def tokens_per_second(step: StepStages) -> float:
-    """Tokens per second of all devices together."""
-    tokens = step.shape.tokens * step.plan.batch.accumulation * step.plan.hardware.num_gpus
-    return tokens / step_time_of(step).step_seconds
+    """Returns tokens per second of all devices, with average rows: ``step`` has full ones, which have to fit."""
+    usual = _of_average_rows(step)
+    tokens = usual.shape.tokens * step.plan.batch.accumulation * step.plan.hardware.num_gpus
+    return tokens / step_time_of(usual).step_seconds
+
+
+@remembered
+def _of_average_rows(step: StepStages) -> StepStages:
+    shape = usual_batch(step.plan)
+    return step if shape == step.shape else describe_step(step.plan, shape)
 
 
 def in_order(found: Sequence[Found], *, packed: bool) -> list[Found]:
@@ -182,13 +190,8 @@ def in_order(found: Sequence[Found], *, packed: bool) -> list[Found]:
     return [chosen, *sorted(others, key=lambda item: item.tokens_per_second, reverse=True)]
 
 
-def preferred(
-    fitting: Sequence[StepStages],
-    *,
-    by: Callable[[StepStages], int],
-    speed: Callable[[StepStages], float] = tokens_per_second,
-) -> StepStages:
+def preferred(fitting: Sequence[StepStages], *, by: Callable[[StepStages], int]) -> StepStages:
     """The fastest; among those within 1 % of it the one with the least ``by``."""
-    speeds = [speed(step) for step in fitting]
+    speeds = [tokens_per_second(step) for step in fitting]
     fast_enough = INDISTINGUISHABLE * max(speeds)
     return min((step for step, speed in zip(fitting, speeds, strict=True) if speed >= fast_enough), key=by)

@@ -15,7 +15,7 @@ from itertools import count
 from fitune.estimate.memory import memory_of
 from fitune.estimate.model_profile import ModelProfile, model_profile
 from fitune.estimate.overhead import host_terms, room_bytes, usable_bytes
-from fitune.estimate.predict import largest_batch, usual_batch
+from fitune.estimate.predict import largest_batch
 from fitune.estimate.step import StepStages, describe_step, resident_terms
 from fitune.planner.candidates import (
     Method,
@@ -80,7 +80,7 @@ class MethodSearch:
                 break
             plan = self._fastest_that_fits(step, at_least=SHOWN * best)
             if plan is not None:
-                found.append(Found(plan, self.speed(plan)))
+                found.append(Found(plan, tokens_per_second(plan)))
                 best = max(best, found[-1].tokens_per_second)
         return tuple(in_order(found, packed=self.request.recipe.packing))
 
@@ -174,21 +174,6 @@ class MethodSearch:
     def _steps(self) -> dict[tuple[Placement, Batch], StepStages]:
         return {}
 
-    def speed(self, step: StepStages) -> float:
-        """Returns tokens per second with average rows: ``step`` has full ones, which have to fit."""
-        plan = step.plan
-        usual = usual_batch(plan)
-        if usual == step.shape:
-            return tokens_per_second(step)
-        where = (Placement(sharding=plan.sharding, offload=plan.offload), plan.batch)
-        if where not in self._usual_steps:
-            self._usual_steps[where] = describe_step(plan, usual)
-        return tokens_per_second(self._usual_steps[where].varied(plan.recompute.blocks, plan.loss))
-
-    @cached_property
-    def _usual_steps(self) -> dict[tuple[Placement, Batch], StepStages]:
-        return {}
-
     @cached_property
     def _usable(self) -> int:
         return usable_bytes(self.request.hardware)
@@ -245,7 +230,7 @@ class MethodSearch:
                 yield -negative, placement, step
 
     def _bound(self, step: StepStages) -> float:
-        return self.speed(step.varied(self._counts[0], self._losses[0]))
+        return tokens_per_second(step.varied(self._counts[0], self._losses[0]))
 
     def _fastest_that_fits(self, step: StepStages, *, at_least: float) -> StepStages | None:
         """The fastest way with this placement and batch that fits; None when there is none as fast as ``at_least``.
@@ -259,20 +244,20 @@ class MethodSearch:
         blocks = self._fewest_blocks(step, smallest, counts)
         if blocks is None:
             return None
-        if self.speed(step.varied(blocks, fastest)) < at_least:
+        if tokens_per_second(step.varied(blocks, fastest)) < at_least:
             return None
         fitting = [step.varied(blocks, smallest)]
         for loss in self._losses[:-1]:
             more = self._fewest_blocks(step, loss, counts)
             if more is not None:
                 fitting.append(step.varied(more, loss))
-        return self._sparing_the_host(preferred(fitting, speed=self.speed, by=self._peak))
+        return self._sparing_the_host(preferred(fitting, by=self._peak))
 
     def _sparing_the_host(self, step: StepStages) -> StepStages:
         """The step with the most recomputed blocks that cost no measurable speed: their activations need not leave."""
         if not step.activations_leave:
             return step
-        enough = INDISTINGUISHABLE * self.speed(step)
+        enough = INDISTINGUISHABLE * tokens_per_second(step)
 
         def with_blocks(blocks: int) -> StepStages:
             """The step with so many blocks recomputed and the same loss."""
@@ -281,7 +266,7 @@ class MethodSearch:
         def is_as_fast(blocks: int) -> bool:
             """True if the step with so many blocks recomputed fits and is not measurably slower."""
             other = with_blocks(blocks)
-            return self.speed(other) >= enough and fits(other)
+            return tokens_per_second(other) >= enough and fits(other)
 
         return with_blocks(last_true(is_as_fast, step.plan.recompute.blocks, self._counts[-1] + 1))
 

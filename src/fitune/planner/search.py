@@ -8,7 +8,7 @@ from fitune.estimate.predict import largest_batch, predict
 from fitune.estimate.step import StepStages, describe_step
 from fitune.planner.candidates import Method, Request, batches, draft, every_placement
 from fitune.planner.defaults import price_of, with_cards
-from fitune.planner.fit import OFFLOADED, Found, fits, host_fits, shortage
+from fitune.planner.fit import OFFLOADED, Found, fits, host_fits, shortage, tokens_per_second
 from fitune.planner.method_search import MethodSearch
 from fitune.planner.methods import lomo_of, methods, methods_for
 from fitune.planner.reasons.decisions import decisions_of
@@ -183,11 +183,8 @@ def _kind(method: Method) -> tuple[str, str]:
 
 def _answer(recipe: Recipe, method: Method, searches: Sequence[MethodSearch]) -> Answer:
     if recipe.objective == "least-memory":
-        found = [
-            Found(step, one.speed(step))
-            for one in searches
-            if (step := one.smallest()) is not None and fits(step)
-        ]
+        smallest = [step for one in searches if (step := one.smallest()) is not None and fits(step)]
+        found = [Found(step, tokens_per_second(step)) for step in smallest]
         ranked = sorted(found, key=lambda one: predict(one.plan).peak_bytes)
     else:
         ranked = _best_first([one.fastest() for one in searches])

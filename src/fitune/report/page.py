@@ -50,7 +50,7 @@ def _environment() -> Any:
 
 
 def pictures_or_advice(draw: Callable[[], Any], *, without: Any) -> tuple[Any, str]:
-    """What ``draw`` draws, and ""; without matplotlib ``without``, and how to get it."""
+    """Returns what ``draw`` returns and an empty text; without matplotlib ``without`` and how to install it."""
     try:
         return draw(), ""
     except MissingExtra as error:

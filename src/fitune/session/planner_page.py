@@ -281,7 +281,7 @@ def clusters(question: Mapping[str, str]) -> str:
         ranking = rank_fleet(
             asked.recipe, parse_fleet(question["fleet"], source="the pasted fleet file"), Wanted(), model=asked.model,
             epoch_of=lambda plan: full_rows(
-                plan, asked.rows or -(-MILLION // (plan.batch.mean_row_tokens or plan.batch.seq_len))
+                plan, asked.rows or -(-MILLION // plan.batch.usual_row_tokens)
             ),
             fetches_model=asked.recipe.model != PASTED,
         )  # fmt: skip

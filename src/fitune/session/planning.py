@@ -16,6 +16,7 @@ from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.model.tracer import by_installed_libraries
 from fitune.spec.predictions import PlanReport
+from fitune.spec.recipe.pins import with_average_row
 from fitune.spec.recipe.recipe import Recipe
 from fitune.spec.rules import Purpose
 from fitune.units import counted
@@ -112,9 +113,9 @@ def first_screen_of(
     if isinstance(found, NothingFits):
         return screen_of_nothing(found, as_options=as_options)
     model = load_model_spec(recipe.model)
-    mean = found.taken.plan.batch.mean_row_tokens or None
-    recipe = recipe.model_copy(update={"mean_row_tokens": mean}) if mean else recipe
-    ways = other_ways(recipe, found.taken, model=model, machine=wanted_hardware)
+    ways = other_ways(
+        with_average_row(recipe, found.taken.plan), found.taken, model=model, machine=wanted_hardware
+    )
     return first_screen(found, ways, train=train)
 
 

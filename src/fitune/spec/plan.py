@@ -120,6 +120,11 @@ class Batch:
     """Tokens of an average row, for which speeds are predicted; 0: not known, and every row counts as full."""
 
     @property
+    def usual_row_tokens(self) -> int:
+        """Tokens of the rows that speeds are of: average ones, or full ones."""
+        return self.mean_row_tokens or self.seq_len
+
+    @property
     def micro_batch_tokens(self) -> int:
         """The most tokens one forward pass sees."""
         return self.micro_batch_size * self.seq_len

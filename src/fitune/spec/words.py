@@ -29,7 +29,7 @@ from fitune.spec.plan import (
     Tuning,
     Zero,
 )
-from fitune.units import as_ranges, format_bytes, format_number, format_percent
+from fitune.units import as_ranges, counted, format_bytes, format_number, format_percent
 
 if TYPE_CHECKING:  # those who only plan load no reports
     from fitune.spec.reports import Scale
@@ -220,4 +220,4 @@ def devices_with_memory(hardware: Hardware) -> str:
 def describe_rates(plan: Plan) -> str:
     """Returns what a speed of the plan rests on: ``datasheet rates, rows of 506 tokens``."""
     mean = plan.batch.mean_row_tokens
-    return plan.hardware.rates + (f", rows of {mean:,} tokens" if mean else "")
+    return plan.hardware.rates + (f", rows of {counted(mean, 'token')}" if mean else "")

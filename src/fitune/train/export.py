@@ -270,8 +270,8 @@ _STARTS = ("system", "first")
 
 
 def _pieces(template: ChatTemplate) -> dict[str, str]:
-    """What the template puts around messages. Raises BadRow or ValueError where it depends on more than the role of a
-    message and of the one before it."""
+    """Returns the texts that the template puts around messages, by the place where each stands. Raises BadRow or
+    ValueError where they depend on more than the role of a message and of the one before it."""
     cut = _between(template, _TURNS[:3])
     pieces = dict(zip(("first", "answer", "after answer", "ask"), cut, strict=True))
     starts: list[list[Message]] = [[]]

@@ -40,6 +40,7 @@ from fitune.spec.words import (
     describe_devices,
     describe_offload,
     describe_plan,
+    describe_rates,
     describe_sharding,
     method_name,
 )
@@ -80,7 +81,7 @@ class TrainingOffer(Offer):
         yield describe_plan(plan)
         yield (
             f"{format_bytes(estimate.peak_bytes)} of {format_bytes(estimate.usable_bytes)} a device, "
-            f"{format_rate(estimate.tokens_per_second)} ({plan.hardware.rates})"
+            f"{format_rate(estimate.tokens_per_second)} ({describe_rates(plan)})"
         )
 
 

@@ -9,7 +9,7 @@ from fitune.spec.machines.job import Compute, JobSpec, Limits, Queue, Storage, j
 from fitune.spec.plan import Plan
 from fitune.spec.predictions import Estimate, Priced
 from fitune.spec.recipe.job_settings import JobSettings
-from fitune.spec.words import describe_devices, describe_plan
+from fitune.spec.words import describe_devices, describe_plan, describe_rates
 from fitune.units import GIB, MIB, format_bytes, format_rate, format_seconds
 
 CPUS_PER_RANK = 4
@@ -143,7 +143,7 @@ def _predicted(plan: Plan, estimate: Estimate) -> str:
     return (
         f"{format_bytes(estimate.peak_bytes)} of {format_bytes(estimate.usable_bytes)} a device, "
         f"{format_bytes(estimate.host_bytes)} of host memory a node, {format_rate(estimate.tokens_per_second)} on "
-        f"{describe_devices(plan.hardware)} ({plan.hardware.rates})"
+        f"{describe_devices(plan.hardware)} ({describe_rates(plan)})"
     )
 
 

@@ -153,29 +153,22 @@ def _on_rows(recipe: Recipe, rows: int | None) -> tuple[Recipe, EpochOf]:
                 "the data is not on this machine", hint="--rows N says how many rows an epoch has"
             )
         return recipe, lambda plan: full_rows(plan, rows)
-    epoch = cache(sample.epoch)
-    return recipe, lambda plan: epoch(
-        replace(plan.batch, accumulation=1)
-    )  # once for plans that differ in it alone
+    epoch = cache(sample.epoch)  # once for plans that differ in accumulation alone
+    return recipe, lambda plan: epoch(replace(plan.batch, accumulation=1))
 
 
 def full_rows(plan: Plan, rows: int | None) -> Epoch:
     """``rows`` of seq_len tokens each, or of the average that the recipe names; without a number, those that the plan's
     steps take."""
     batch = plan.batch
-    mean, named = (
-        batch.mean_row_tokens or batch.seq_len,
-        "mean_row_tokens" if batch.mean_row_tokens else "seq_len",
-    )
-    per_unit = batch.seq_len if batch.packing else mean
+    mean, named = batch.usual_row_tokens, "mean_row_tokens" if batch.mean_row_tokens else "seq_len"
     if rows is None:
         steps = getattr(plan.schedule.duration, "count", 1)
         units = round(steps * batch.global_batch_size * plan.hardware.num_gpus)
-    else:
-        units = -(-rows * mean // per_unit)
-    tokens = units * per_unit if rows is None else rows * mean
+        rows = units * batch.seq_len // mean if batch.packing else units
     return Epoch(
-        rows=rows or tokens // mean, tokens=tokens, longest_row=batch.seq_len, units=units,
+        rows=rows, tokens=rows * mean, longest_row=batch.seq_len,
+        units=-(-rows * mean // batch.seq_len) if batch.packing else rows,
         usual=usual_batch(plan), guess=f"as {mean:,} tokens ({named}) in each row",
     )  # fmt: skip
 

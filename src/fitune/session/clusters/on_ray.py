@@ -41,6 +41,7 @@ from fitune.session.train.beginning import first_attempt
 from fitune.session.train.ranks_of_nodes import LOST, failure, owned_directory
 from fitune.spec.machines.hardware import Hardware
 from fitune.spec.rank_status import read_statuses
+from fitune.spec.recipe.pins import with_average_row
 from fitune.spec.recipe.recipe import Recipe, dump_recipe
 from fitune.spec.run_directory import LOGS
 from fitune.spec.serial import from_json, to_json
@@ -169,7 +170,7 @@ def _of_number(world: int, most: Attempt, recipe: Recipe, hardware: Hardware) ->
     batch = most.plan.batch
     rows = batch.micro_batch_size * batch.accumulation * most.plan.hardware.num_gpus
     pins = {"global_batch_size": rows, "gradient_accumulation_steps": None}
-    recipe = recipe.model_copy(update={**pins, "mean_row_tokens": batch.mean_row_tokens or None})
+    recipe = with_average_row(recipe.model_copy(update=pins), most.plan)
     try:
         report = plan_for(recipe, purposes=("plan", "train"), hardware=hardware)
     except FituneError as error:

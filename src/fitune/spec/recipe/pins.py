@@ -26,13 +26,17 @@ def pinned(recipe: Recipe, plan: Plan) -> Recipe:
         "offload_optimizer": plan.offload.optimizer, "offload_activations": plan.offload.activations,
         **settings_of(base_of(plan)), **_sharding(plan),
     }  # fmt: skip
-    if batch.mean_row_tokens:
-        pins["mean_row_tokens"] = batch.mean_row_tokens
     if plan.run.upload_to:
         pins["upload_to"] = plan.run.upload_to
     if recipe.objective == "cheapest":  # it chose how many devices; now they are said
         pins["objective"] = "fastest"
-    return recipe.model_copy(update=pins)
+    return with_average_row(recipe.model_copy(update=pins), plan)
+
+
+def with_average_row(recipe: Recipe, plan: Plan) -> Recipe:
+    """Returns ``recipe`` with the average row that ``plan`` was chosen for; as it is where that is not known."""
+    mean = plan.batch.mean_row_tokens
+    return recipe.model_copy(update={"mean_row_tokens": mean}) if mean else recipe
 
 
 def _sharding(plan: Plan) -> dict[str, Any]:
