@@ -172,22 +172,21 @@ class NoPinnedMemory(TrainingFailed):
 
     exit_code = OutOfMemory.exit_code
 
-    def __init__(self, asked_bytes: int = 0, *, pinned_bytes: int = 0) -> None:
-        """``asked_bytes`` is 0 where a library asked; ``pinned_bytes``: what this process holds already."""
+    def __init__(self, asked_bytes: int, *, pinned_bytes: int) -> None:
+        """``pinned_bytes``: what this process holds already."""
         import psutil
 
         free = format_bytes(psutil.virtual_memory().available)
-        asked = f"{format_bytes(asked_bytes)} of memory" if asked_bytes else "memory"
         super().__init__(
-            f"the host would not pin {asked} for copies to and from the GPU: this process has pinned "
-            f"{format_bytes(pinned_bytes)}, and {free} are free",
+            f"the host would not pin {format_bytes(asked_bytes)} of memory for copies to and from the GPU: this "
+            f"process has pinned {format_bytes(pinned_bytes)}, and {free} are free",
             hint="end other programs, give the container or job more memory (WSL pins at most half of the host's), or "
             "keep more on the GPU (offload_activations, offload_optimizer, offload_parameters; async_save: false)",
         )
 
 
 @contextmanager
-def pinning(asked_bytes: int = 0, *, pinned_bytes: int = 0) -> Iterator[None]:
+def pinning(asked_bytes: int, *, pinned_bytes: int) -> Iterator[None]:
     """Inside, torch pins memory: what the driver has none for is raised as NoPinnedMemory.
 
     Its words are those of a full GPU, "CUDA error: out of memory", but for that torch has a type of its own.

@@ -260,47 +260,66 @@ def test_what_fsdp_keeps_on_the_host_is_what_is_planned(on_null_gpu):
 BY_DEEPSPEED = """
 import json
 from dataclasses import replace
-import torch, torch.distributed as dist
+import nullcuda, torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, LlamaForCausalLM
-import fitune.spec.deepspeed
-from cpu_memory import CONFIG, plan_of, small_model
+import fitune.models.host
+from cpu_memory import CONFIG, plan_of, random_rows, small_model
+from fitune.errors import NoPinnedMemory
 from fitune.estimate.predict import predict
-from fitune.estimate.states import sub_groups_of
 from fitune.spec.machines.gpus import find_gpu, hardware_for
 from fitune.spec.plan import Offload, Zero
 from fitune.train.prepare import prepare_loaded
 
-CONFIG.update(hidden_size=320, intermediate_size=864, vocab_size=vocabulary)
-fitune.spec.deepspeed.HOST_ROOMS = rooms
+CONFIG.update(hidden_size=320, intermediate_size=864, vocab_size=20000)
+fitune.models.host._REGION_BYTES = 1 << 16
 dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-plan = plan_of(small_model(), tuning="full", precision="bf16", recompute=0, chunked=True, accumulation=1)
+plan = plan_of(small_model(), tuning=tuning, precision="bf16", recompute=0, chunked=True, accumulation=2)
 hardware = hardware_for(gpu=find_gpu("h100"), gpus=2, host_memory_bytes=100 << 30, cpu_cores=2)
-sharding, away = Zero(stage=3, backend="deepspeed"), Offload(parameters="cpu", optimizer="cpu")
+sharding, away = Zero(stage=stage, backend="deepspeed"), Offload(**dict.fromkeys(away, "cpu"))
 plan = replace(plan, hardware=hardware, sharding=sharding, offload=away)
 model = LlamaForCausalLM(LlamaConfig(**{k: v for k, v in CONFIG.items() if k != "model_type"})).to(torch.bfloat16)
-engine = prepare_loaded(model, plan, device=torch.device("cuda", 0)).engine
+try:
+    engine = prepare_loaded(model, plan, device=torch.device("cuda", 0)).engine
+except NoPinnedMemory as error:
+    print(json.dumps(error.message))
+    raise SystemExit
+rows = random_rows((40, 24), vocab_size=plan.model.vocab_size)
+for last in (False, True):
+    engine.forward_backward(rows, supervised_tokens=60, enter_phase=lambda phase: None, last=last)
 host = {name: size // 2 for name, size in predict(plan).host.items()}
-print(json.dumps({
-    "groups": engine.runtime.optimizer.fp16_partitioned_groups_flat_numel,
-    "planned groups": sub_groups_of(plan),
-    "pinned": torch.cuda.host_memory_stats()["allocated_bytes.current"],
-    "planned": host["weights"] + host["gradients"] + host["pinned buffers"],
-}))
+masters = host.get("optimizer", 0) // 3 if stage == 2 else 0  # of stage 3 they are not pinned
+by_torch = torch.cuda.host_memory_stats()["allocated_bytes.current"]
+kept = sum(host.get(name, 0) for name in ("weights", "gradients", "second copies")) + masters
+print(json.dumps({"own": nullcuda.counts()["host_bytes"] - by_torch, "planned": kept, "torch": by_torch}))
 """
 
 
 @pytest.mark.parametrize(
-    ("vocabulary", "rooms"), [(20000, (1 << 18,)), (3001, (1 << 19, 1 << 20)), (20000, (1 << 12,))]
+    ("stage", "away", "tuning"),
+    [
+        (2, ["optimizer"], "full"),
+        (3, ["parameters", "optimizer"], "full"),
+        (3, ["parameters"], "full"),
+        (3, ["parameters"], "lora"),
+    ],
 )
-def test_what_deepspeed_keeps_on_the_host_is_what_is_planned(on_null_gpu, vocabulary, rooms):
-    """Sub-groups as small as to be many: their sizes are DeepSpeed's own, and bytes but for a number of 4."""
+def test_what_deepspeed_keeps_on_the_host_is_what_is_planned(on_null_gpu, stage, away, tuning):
+    """torch would pin powers of two, and keep the rooms of weights that are in one buffer by then."""
     if not has("deepspeed"):
         pytest.skip("no deepspeed in the environment of the null GPU (make null-env)")
-    found = on_null_gpu(f"vocabulary, rooms = {vocabulary}, {rooms}\n{BY_DEEPSPEED}", compute=400_000).value
-    assert len(found["groups"]) > 5
-    assert found["groups"] == found["planned groups"]
-    assert found["pinned"] == found["planned"] + 4
+    choice = f"stage, away, tuning = {stage}, {away}, {tuning!r}\n"
+    found = on_null_gpu(choice + BY_DEEPSPEED, compute=400_000).value
+    assert found["torch"] < MIB // 2  # what a batch is sent by
+    assert found["own"] == pytest.approx(found["planned"], rel=0.004)
+
+
+def test_deepspeed_that_cannot_pin_is_no_full_gpu(on_null_gpu):
+    if not has("deepspeed"):
+        pytest.skip("no deepspeed in the environment of the null GPU (make null-env)")
+    choice = "stage, away, tuning = 3, ['parameters', 'optimizer'], 'full'\n"
+    words = on_null_gpu(choice + BY_DEEPSPEED, environment={"NULLCUDA_PINNED_MIB": 30}).value
+    assert "the host would not pin" in words
 
 
 def test_fsdps_copies_that_cannot_be_pinned_are_no_full_gpu(on_null_gpu):

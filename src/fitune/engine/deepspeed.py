@@ -24,11 +24,12 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 
 from fitune.engine.gradient_scale import LossScale
+from fitune.engine.host_optimizer import Host
 from fitune.engine.kept_rows import divided
 from fitune.engine.optimizers import build_torch_optimizer, set_learning_rate
 from fitune.engine.plain import Seed
 from fitune.engine.protocol import EngineState, EnterPhase, LossModel, Update
-from fitune.errors import HardwareError, first_line, pinning, require_library
+from fitune.errors import HardwareError, first_line, require_library
 from fitune.spec.deepspeed import tell_deepspeed_where
 from fitune.spec.plan import Optimizer, Precision
 from fitune.spec.predictions import Phase
@@ -53,6 +54,15 @@ def import_deepspeed() -> Any:
         if isinstance(handler, logging.StreamHandler):
             handler.setStream(sys.stderr)
     return deepspeed
+
+
+def _pin_in(host: Host) -> None:
+    """Let DeepSpeed pin tensors in rooms of ``host``, which are as large as they are: torch's are powers of two."""
+
+    def pin_memory(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
+        return host.empty_like(tensor).copy_(tensor)
+
+    import_deepspeed().accelerator.get_accelerator().pin_memory = pin_memory
 
 
 def require_nvme(folder: str) -> None:
@@ -162,8 +172,12 @@ class DeepSpeedEngine:
         precision: Precision,
         config: Mapping[str, Any],
         device: torch.device,
+        host: Host | None = None,
     ) -> None:
-        """``model`` is made of ``whole``, with ``head`` in the place of its head."""
+        """``model`` is made of ``whole``, with ``head`` in the place of its head; what is offloaded is in ``host``.
+
+        Raises NoPinnedMemory.
+        """
         self.model = model
         self.head = head
         self.world = dist.get_world_size()
@@ -171,13 +185,16 @@ class DeepSpeedEngine:
         if config["zero_optimization"]["stage"] == 3:
             _keep_no_weights(whole)
         os.environ.setdefault("LOCAL_RANK", str(device.index or 0))  # srun and mpirun have other words for it
-        with pinning():  # what waits on the host; what is on the GPU is allocated by torch, which says so
-            self.runtime, *_ = import_deepspeed().initialize(
-                model=Trunk(whole),
-                optimizer=build_torch_optimizer(trained, optimizer),
-                config=dict(config),
-                dist_init_required=False,
-            )
+        if host is not None and device.type == "cuda":
+            _pin_in(host)
+        self.runtime, *_ = import_deepspeed().initialize(
+            model=Trunk(whole),
+            optimizer=build_torch_optimizer(trained, optimizer),
+            config=dict(config),
+            dist_init_required=False,
+        )
+        if host is not None:  # trained weights had rooms of their own before they were in one
+            host.unpin_idle()
         stage = config["zero_optimization"]["stage"]
         self.shares = (TensorShares if stage == 3 else FlatShares)(trained, self.runtime.optimizer)
 

@@ -48,6 +48,10 @@ class Host(Protocol):
         """Contiguous room on the host, of the tensor's own type where ``dtype`` is None. Raises NoPinnedMemory."""
         ...
 
+    def unpin_idle(self) -> None:
+        """Let go what is pinned and holds nothing."""
+        ...
+
     def take(
         self, tensors: Sequence[Tensor], rooms: Sequence[Tensor | None] = ()
     ) -> tuple[Sequence[Tensor], Arrival]:

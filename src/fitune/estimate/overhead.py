@@ -7,9 +7,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from fitune.estimate.division import num_ranks, num_shares, trained_share
+from fitune.estimate.division import (
+    num_ranks,
+    num_shares,
+    trained_share,
+    uses_deepspeed,
+    uses_fsdp,
+    zero_stage,
+)
 from fitune.estimate.parameters import trained_parameters, weights_away_bytes
-from fitune.estimate.pinned import deepspeed_buffers_bytes, gradient_copies_bytes
 from fitune.estimate.states import (
     has_masters,
     optimizer_bytes,
@@ -19,9 +25,10 @@ from fitune.estimate.states import (
 from fitune.estimate.step import StepStages, Terms
 from fitune.spec.deepspeed import NVME_BUFFERS, largest_share_elements
 from fitune.spec.machines.hardware import Gpu, Hardware
-from fitune.spec.plan import AdamW8bit, Lomo, Offload, Plan, Single
+from fitune.spec.model.tensors import trained_tensors
+from fitune.spec.plan import AdamW8bit, Lomo, Lora, Offload, Plan, Single
 from fitune.spec.predictions import Phase
-from fitune.units import GIB, MIB
+from fitune.units import GIB, MIB, power_of_two
 
 COLLECTIVES_BYTES = 300 * MIB
 """Channels and buffers that NCCL keeps outside torch for a communicator of one node: 4 MiB (NCCL_BUFFSIZE) for each of
@@ -234,9 +241,44 @@ def _offloaded(step: StepStages) -> list[tuple[str, str, int, int]]:
         ("optimizer", offload.optimizer, optimizer, min(optimizer, OPTIMIZER_BUFFERS * 4 * sub_group)),
         ("gradients", offload.optimizer, gradients, min(gradients, OPTIMIZER_BUFFERS * sub_group)),
         ("gradient copies", offload.optimizer, gradient_copies_bytes(plan), 0),
-        ("pinned buffers", "cpu", deepspeed_buffers_bytes(plan), 0),
+        ("second copies", "cpu", second_copies_bytes(plan), 0),
         ("activations", offload.activations, activations, 2 * max(block.kept for block in step.blocks)),
     ]
+
+
+def gradient_copies_bytes(plan: Plan) -> int:
+    """Σ 2^⌈log₂(e · share)⌉ over what is trained: FSDP2's copies of a backward's gradients, beside their sums.
+
+    torch's own allocator pins them, by powers of two (aten/src/ATen/core/CachingHostAllocator.h). Everything else is
+    pinned in rooms of fitune's own, which are as large as what is in them (models/host.py).
+    """
+    if not uses_fsdp(plan) or plan.offload.optimizer == "device":
+        return 0
+    e, parts = plan.precision.compute_bytes, num_shares(plan)
+    return sum(t.count * power_of_two(e * t.share(parts)) for t in trained_tensors(plan))
+
+
+def second_copies_bytes(plan: Plan) -> int:
+    """Bytes on the host of one rank that DeepSpeed has beside weights, masters and fp32 gradients.
+
+    Stage 3: gradients of the share in 16 bit; adapters in one buffer, and the rooms they were in before, among those
+    of small weights that stay (stage3.py). Below it: new weights of the share in 16 bit, the largest tensor whole, and
+    at stage 2 gradients between micro-batches, each tensor whole (stage_1_and_2.py); one that two ranks share is whole
+    on both, and counted once.
+    """
+    if not uses_deepspeed(plan):
+        return 0
+    e, share = plan.precision.compute_bytes, trained_share(plan)
+    copies = 0
+    if plan.offload.optimizer == "cpu":
+        copies += e * share
+        if zero_stage(plan) < 3:
+            copies += e * max(t.elements for t in trained_tensors(plan))
+        if zero_stage(plan) == 2 and plan.batch.accumulation > 1:
+            copies += e * -(-trained_parameters(plan) // num_shares(plan))
+    if plan.offload.parameters == "cpu" and isinstance(plan.tuning, Lora):
+        copies += 2 * e * share
+    return copies
 
 
 def weight_buffers_bytes(plan: Plan) -> int:

@@ -73,15 +73,28 @@ class PinnedMemory:
         size = -(-elements * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         with self._lock:
             region, start = self._found(size) or self._grown(size)
-        room = torch.frombuffer(region.memory, dtype=dtype, count=elements, offset=start)
-        ended = weakref.finalize(room.untyped_storage(), self._freed.append, (region, start, size))
-        ended.atexit = False
-        return room.view(shape)
+        storage = torch.frombuffer(region.memory, dtype=dtype, count=elements, offset=start).untyped_storage()
+        weakref.finalize(storage, self._freed.append, (region, start, size)).atexit = False
+        # no view: one whose ``data`` is replaced would hold its base, and with it the room
+        return torch.empty(0, dtype=dtype).set_(storage, 0, shape)
 
-    def _found(self, size: int) -> tuple[_Region, int] | None:
+    def unpin_idle(self) -> None:
+        """Let regions go that nothing is in."""
+        with self._lock:
+            self._take_back()
+            self._unpin_idle()
+
+    def _unpin_idle(self) -> None:
+        self._regions = [region for region in self._regions if not region.is_idle]
+        self.bytes = sum(region.bytes for region in self._regions)
+
+    def _take_back(self) -> None:
         while self._freed:
             region, *piece = self._freed.popleft()
             region.give_back(*piece)
+
+    def _found(self, size: int) -> tuple[_Region, int] | None:
+        self._take_back()
         for region in self._regions:
             if (start := region.cut(size)) is not None:
                 return region, start
@@ -89,10 +102,7 @@ class PinnedMemory:
 
     def _grown(self, size: int) -> tuple[_Region, int]:
         """The room in a new region, in the place of those that nothing is in: they are too small."""
-        idle = [region for region in self._regions if region.is_idle]
-        self._regions = [region for region in self._regions if not region.is_idle]
-        self.bytes -= sum(region.bytes for region in idle)
-        del idle
+        self._unpin_idle()
         page = mmap.PAGESIZE
         length = _REGION_BYTES if size < _REGION_BYTES // 4 else -(-size // page) * page
         region = _Region(memory=self._pinned(length), bytes=length, free=[(0, length)])
@@ -189,6 +199,11 @@ class HostMemory:
     def empty_like(self, tensor: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
         """Room for a copy, contiguous, that the host may write. Raises NoPinnedMemory."""
         return self._empty(tensor.shape, dtype or tensor.dtype, passing=False)
+
+    def unpin_idle(self) -> None:
+        """Let go what is pinned and holds nothing."""
+        if self._streams is not None:
+            self._kept.unpin_idle()
 
     def reserve_copies(self, tensors: Sequence[Tensor]) -> None:
         """Let torch's own allocator pin room for a copy of each tensor, which it keeps: who copies by it to the host

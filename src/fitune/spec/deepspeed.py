@@ -14,7 +14,6 @@ from fitune.spec.counts import count_parameters
 from fitune.spec.model.tensors import base_tensors, trained_in_order, trained_tensors
 from fitune.spec.plan import Plan, Precision
 from fitune.spec.remembered import remembered_by
-from fitune.units import power_of_two
 
 Config = dict[str, Any]
 
@@ -23,9 +22,6 @@ BUCKET_ELEMENTS = 1 << 25
 more than a block."""
 SUB_GROUP_ELEMENTS = 1 << 26
 """Elements of a share that stage 3 steps at a time: their gradients are copied, and made fp32, once more."""
-HOST_ROOMS = (1 << 26, 1 << 27, 1 << 28, 1 << 29)
-"""Elements of the rooms that gradients of a sub-group may have on the host, where nothing is copied: 256 MiB to 2 GiB
-in fp32. torch pins powers of two."""
 NVME_BUFFERS = 6
 """Weights that are read from NVMe at once, at most: head and embedding, and four of one module, as of experts. Nothing
 is read ahead, for DeepSpeed reads ahead until all buffers are taken, and the head is gathered out of its order."""
@@ -144,20 +140,6 @@ def _shares_in_order(plan: Plan) -> tuple[list[int], list[int]]:
     return shares
 
 
-@remembered_by("model", "tuning", "hardware", "offload")
-def _sub_group_size(plan: Plan) -> int:
-    """On the host, of the sizes 2^k - (largest share of a block's tensor) + 1 the one with which least is pinned.
-
-    With it no sub-group without a table is larger than 2^k.
-    """
-    if plan.offload.optimizer != "cpu" or plan.offload.parameters == "nvme":
-        return SUB_GROUP_ELEMENTS
-    in_blocks = (t.elements for t in trained_in_order(plan) if t.in_block)
-    largest = -(-max(in_blocks, default=1) // plan.hardware.num_gpus)
-    sizes = [max(room, power_of_two(largest)) - largest + 1 for room in HOST_ROOMS]
-    return min(sizes, key=lambda size: sum(map(power_of_two, sub_groups(plan, size))))
-
-
 def _precision(precision: Precision) -> Config:
     match precision:
         case Precision.FP32:
@@ -170,7 +152,7 @@ def _precision(precision: Precision) -> Config:
 def _stage_3(plan: Plan) -> Config:
     ahead = min(BUCKET_ELEMENTS, block_elements(plan)) if fetches_ahead(plan) else 0
     return {
-        "sub_group_size": _sub_group_size(plan),
+        "sub_group_size": SUB_GROUP_ELEMENTS,
         "stage3_prefetch_bucket_size": ahead,
         "stage3_param_persistence_threshold": persistent_elements(plan),
         "stage3_max_live_parameters": live_elements(plan),

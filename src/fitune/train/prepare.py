@@ -146,7 +146,7 @@ def prepare_loaded(
         case Zero(backend="fsdp") as zero:
             parts, engine = _sharded_engine(plan, zero, parts, mesh, rows, host)
         case Zero():
-            parts, engine = _deepspeed_engine(plan, parts)
+            parts, engine = _deepspeed_engine(plan, parts, host)
             host = None  # DeepSpeed moves what it offloads
         case Ddp():
             from fitune.engine.ddp import ReplicatedEngine, replicate
@@ -240,7 +240,9 @@ def _sharded_engine(
     )  # fmt: skip
 
 
-def _deepspeed_engine(plan: Plan, parts: LanguageModel) -> tuple[LanguageModel, Engine]:
+def _deepspeed_engine(
+    plan: Plan, parts: LanguageModel, host: HostMemory | None
+) -> tuple[LanguageModel, Engine]:
     """The model as DeepSpeed runs it, its states divided and offloaded by DeepSpeed, and its engine."""
     from fitune.engine.deepspeed import DeepSpeedEngine, Head, require_nvme
 
@@ -258,6 +260,7 @@ def _deepspeed_engine(plan: Plan, parts: LanguageModel) -> tuple[LanguageModel, 
         precision=plan.precision,
         config=deepspeed_config(plan),
         device=parts.device,
+        host=host,
     )
     if "nvme" in plan.offload.places:  # checkpoints have all of it
         weakref.finalize(engine, shutil.rmtree, nvme_folder(plan), ignore_errors=True)
