@@ -27,13 +27,13 @@ class _AfterTorch(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name != "torch":
             return None
-        sys.meta_path.remove(self)
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         if spec is None or spec.loader is None:
             return spec
         run = spec.loader.exec_module
 
         def exec_module(module):
+            sys.meta_path.remove(self)  # not before: datasets asks for the spec alone, to know whether there is a torch
             run(module)
             module.backends.cuda.enable_cudnn_sdp(False)  # cuDNN is not stubbed
             _gloo_for_nccl(module)
