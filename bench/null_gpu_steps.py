@@ -1,13 +1,15 @@
 """Launches, synchronisations, allocations and host time of one step, counted on a GPU whose kernels do nothing.
 
     tests/null_gpu/run.sh python bench/null_gpu_steps.py lora                 8 B, two micro-batches of one row a step
-    tests/null_gpu/run.sh python bench/null_gpu_steps.py lora --shape 8b-4    four of its blocks
+    tests/null_gpu/run.sh python bench/null_gpu_steps.py lora full --shape 8b-4    four of its blocks, by two methods
 
-Prints one line of JSON. ``host_ms`` is the least processor time of the counted steps, all threads together: what Python
-and torch need to launch a step, whatever else the machine does. A micro-batch that synchronises is an error.
+Prints one line of JSON for each. ``host_ms`` is the least processor time of the counted steps, all threads together:
+what Python and torch need to launch a step, whatever else the machine does. A micro-batch that synchronises is an
+error.
 """
 
 import argparse
+import gc
 import json
 import time
 from dataclasses import replace
@@ -29,10 +31,9 @@ COUNTED = 4
 """Steps after the second one, from which on nothing new is allocated."""
 
 
-def plan_of(options: argparse.Namespace) -> Plan:
+def plan_of(case: str, shape: str) -> Plan:
     hardware = hardware_for(gpu=find_gpu("h100"), gpus=1, host_memory_bytes=200 * GIB, cpu_cores=2)
-    case, shape = gpu_cases.CASES[options.case], gpu_cases.SHAPES[options.shape]
-    return gpu_cases.plan_of(case, shape, hardware=hardware, rows=1)
+    return gpu_cases.plan_of(gpu_cases.CASES[case], gpu_cases.SHAPES[shape], hardware=hardware, rows=1)
 
 
 def prepared_for(plan: Plan, shape: gpu_cases.Shape) -> Prepared:
@@ -78,23 +79,29 @@ def counted_steps(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("case", choices=gpu_cases.CASES)
+    parser.add_argument("cases", nargs="+", choices=gpu_cases.CASES)
     parser.add_argument("--shape", choices=gpu_cases.SHAPES, default="8b")
     parser.add_argument("--micro-batches", type=int, default=2)
     parser.add_argument(
         "--lenient", action="store_true", help="count synchronisations instead of refusing them"
     )
     options = parser.parse_args()
-    plan = plan_of(options)
+    for case in options.cases:
+        print(json.dumps({"case": case, **counted(case, options), "torch": torch.__version__}), flush=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def counted(case: str, options: argparse.Namespace) -> dict[str, Any]:
+    plan = plan_of(case, options.shape)
     prepared = prepared_for(plan, gpu_cases.SHAPES[options.shape])
     steps = counted_steps(plan, prepared, micro_batches=options.micro_batches, strict=not options.lenient)
     most = {name: max(step[name] for step in steps) for name in steps[0] if not name.startswith("host_ms")}
     least = {
         name: round(min(step[name] for step in steps), 1) for name in steps[0] if name.startswith("host_ms")
     }
-    trained = len(prepared.model.trained)
-    settings = {name: getattr(options, name) for name in ("case", "shape", "micro_batches")}
-    print(json.dumps({**settings, "trained_tensors": trained, **most, **least, "torch": torch.__version__}))
+    settings = {"shape": options.shape, "micro_batches": options.micro_batches}
+    return {**settings, "trained_tensors": len(prepared.model.trained), **most, **least}
 
 
 if __name__ == "__main__":

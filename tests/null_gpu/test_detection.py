@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from null_gpu.conftest import CARDS
+
 pytestmark = pytest.mark.null_gpu
 
 PLAN = ("fitune", "plan", "--model", "llama-3.1-8b", "--tuning", "lora", "--seq-len", "512", "--json")
@@ -89,7 +91,8 @@ def test_doctor_says_which_wheel_a_card_needs(on_null_gpu):
 
 
 CAN_TRAIN = """
-import json, torch
+import json, os, torch
+from multiprocessing import get_context
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 def flash(heads, dropout):
@@ -107,19 +110,29 @@ from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.model.model_spec import Dropout
 from fitune.spec.plan import Precision
 from dataclasses import replace
-model, gpu = load_model_spec("llama-3.2-1b", offline=True), describe_found(gpu_of_torch(0))
+model = load_model_spec("llama-3.2-1b", offline=True)
 cases = [(heads, dropout) for heads in (64, 128, 192, 200, 224, 256, 264) for dropout in (0.0, 0.1)]
-def ours(heads, dropout):
-    asked = replace(model, head_dim=heads, dropout=Dropout(attention=dropout))
-    return flash_refused(asked, gpu, Precision.BF16) is None
-print(json.dumps([[*case, flash(*case), ours(*case)] for case in cases]))
+def on(card):
+    os.environ["NULLCUDA_CARDS"] = card
+    gpu = describe_found(gpu_of_torch(0))
+    def ours(heads, dropout):
+        asked = replace(model, head_dim=heads, dropout=Dropout(attention=dropout))
+        return flash_refused(asked, gpu, Precision.BF16) is None
+    return [torch.cuda.get_device_name(), [[*case, flash(*case), ours(*case)] for case in cases]]
+with get_context("fork").Pool(1, maxtasksperchild=1) as pool:
+    print(json.dumps(pool.map(on, CARDS, chunksize=1)))
 """
 
 
-@pytest.mark.parametrize(
-    "card", ["t4", "a100", "3090", "Orin|87|29.9", "4090", "h100", "5090", "NVIDIA GB10|121|100"]
-)
-def test_flash_attention_is_planned_where_torch_takes_it(on_null_gpu, card):
-    """torch's own decision, which looks at the card, for every size of heads, with and without dropout."""
-    found = on_null_gpu(CAN_TRAIN, cards=[card]).value
-    assert [(heads, dropout) for heads, dropout, torchs, ours in found if torchs != ours] == []
+def test_flash_attention_is_planned_where_torch_takes_it(on_null_gpu):
+    """torch's own decision, which looks at the card, for every size of heads, with and without dropout.
+
+    A process sees the cards that it began with: each is looked at in one that is forked before any was.
+    """
+    names = ("t4", "a100", "3090", "4090", "h100", "5090")
+    cards = [*(CARDS[name] for name in names), "Orin|87|29.9", "NVIDIA GB10|121|100"]
+    found = on_null_gpu(f"CARDS = {cards}\n{CAN_TRAIN}").value
+    assert [name for name, _ in found] == [card.partition("|")[0] for card in cards]
+    for name, cases in found:
+        wrong = [(heads, dropout) for heads, dropout, torchs, ours in cases if torchs != ours]
+        assert wrong == [], name

@@ -12,6 +12,7 @@ import torch
 from fitune.errors import RunDirectoryError, StoreError, TrainingFailed
 from fitune.spec.plan import Epochs
 from fitune.spec.predictions import Phase
+from fitune.train.loop import wait_for
 from fitune.train.prepare import prepare
 from fitune.train.run import run
 from runs import callbacks, losses, report_of, steps_of, stopped_and_resumed, trained, written_plan
@@ -121,6 +122,14 @@ def test_a_steps_seconds_end_when_the_device_is_through(make_plan, monkeypatch):
     trained(plan)
     assert waited == ["cpu"] * 2
     assert all(step.step_seconds >= 0.3 for step in steps_of(plan))
+
+
+def test_a_step_waits_for_its_own_card_alone(monkeypatch):
+    waited = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    for device in ("cpu", "cuda:1"):
+        wait_for(torch.device(device))
+    assert waited == [torch.device("cuda:1")]
 
 
 def test_fp32_products_are_exact_unless_the_plan_has_tf32(make_plan, monkeypatch):

@@ -33,7 +33,9 @@ class _AfterTorch(importlib.abc.MetaPathFinder):
         run = spec.loader.exec_module
 
         def exec_module(module):
-            sys.meta_path.remove(self)  # not before: datasets asks for the spec alone, to know whether there is a torch
+            sys.meta_path.remove(
+                self
+            )  # not before: datasets asks for the spec alone, to know whether there is a torch
             run(module)
             module.backends.cuda.enable_cudnn_sdp(False)  # cuDNN is not stubbed
             _gloo_for_nccl(module)
