@@ -21,7 +21,7 @@ from fitune.session.train.next_commands import commands_for, next_note
 from fitune.session.train.pushing import push, push_again, ready_repository
 from fitune.spec.plan import Lora, Plan
 from fitune.spec.reports import RunReport
-from fitune.spec.run_lock import Ownership, lock_directory
+from fitune.spec.run_lock import lock_directory
 from fitune.spec.serial import to_json
 from fitune.stores.opening import is_url
 from fitune.stores.writing import opened_store
@@ -116,7 +116,7 @@ def export_run(
     _refuse(run, files.plan, wanted, is_there=not missing and out is None)
     if ready:
         ready()
-    owned: AbstractContextManager[Ownership | None] = lock_directory(run) if out is None else nullcontext()
+    owned: AbstractContextManager[str | None] = lock_directory(run) if out is None else nullcontext()
     with owned:
         exported, report = _exported(run, files, wanted, out, tell=tell)
         tell(exported)

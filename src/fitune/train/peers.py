@@ -41,7 +41,7 @@ from fitune.spec.predictions import Phase
 from fitune.spec.rank_status import RankStatus, error_of, is_left_to_launcher, read_statuses, write_status
 from fitune.spec.reports import RankReport, StepReport
 from fitune.spec.run_directory import LOGS, rank_log, rank_stacks
-from fitune.spec.run_lock import attempt_in
+from fitune.spec.run_lock import owners_of
 from fitune.spec.serial import to_json
 from fitune.track.metrics import last_step
 from fitune.train.current import Run
@@ -227,9 +227,9 @@ def require_shared_directory(ranks: Ranks, directory: Path, *, attempt: str) -> 
     ``attempt`` owns that one. Else checkpoints would be in pieces, and the ranks could not say why they ended.
     """
     until = time.monotonic() + _SEEN_SECONDS
-    seen = ranks.is_first  # whose lock would be given up by closing the file once more
+    seen = False
     while not seen and time.monotonic() < until:
-        seen = attempt_in(directory) == attempt
+        seen = any(owner.attempt == attempt for owner in owners_of(directory))
         time.sleep(0.0 if seen else 0.2)
     found = ranks.gathered((socket.gethostname(), seen))
     for rank, (host, has_seen) in enumerate(found):

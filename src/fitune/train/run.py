@@ -30,7 +30,7 @@ from fitune.spec.plan import Plan
 from fitune.spec.rank_status import forget_statuses
 from fitune.spec.reports import AFTER_TRAINING, Restart, Retry, RunReport, StepReport
 from fitune.spec.run_directory import LOGS
-from fitune.spec.run_lock import Ownership, lock_directory
+from fitune.spec.run_lock import lock_directory
 from fitune.spec.schedule import is_due
 from fitune.spec.serial import to_json
 from fitune.track.metrics import MetricsLog, Sink, read_metrics
@@ -137,21 +137,21 @@ def _begun(
         require_removable(directory)
     where, runs = Whereabouts(), list[Run]()
 
-    def own_directory() -> Ownership:
+    def own_directory() -> str:
         """Lock it and remove what killed runs left: half-written files, and what their ranks said last."""
-        owner = owned.enter_context(lock_directory(directory))
+        attempt = owned.enter_context(lock_directory(directory))
         remove_stale_siblings(directory)
         forget_statuses(directory / LOGS)
-        return owner
+        return attempt
 
     def on_stall(error: TrainingFailed) -> None:
         """report.json of a run that hangs, from another thread than its own."""
         if runs and ranks.is_first:
             failed(runs[0], error, error)
 
-    owner = ranks.from_first(own_directory)
+    attempt = ranks.from_first(own_directory)
     owned.enter_context(known_to_peers(ranks, directory, where, on_stall=on_stall))
-    require_shared_directory(ranks, directory, attempt=owner.attempt)
+    require_shared_directory(ranks, directory, attempt=attempt)
     start = Start(state=None)
     if not overwrite:
         start = where_all_start(directory, plan, ranks=ranks, resume=resume, on_note=callbacks.on_note)
@@ -179,7 +179,7 @@ def _begun(
             (directory / CHECKPOINTS).mkdir(exist_ok=True)  # the line is written there, also before a save
         descent = begin_line(
             directory,
-            attempt=owner.attempt,
+            attempt=attempt,
             base=start.path,
             damaged=start.damaged,
             on_note=callbacks.on_note,
