@@ -207,6 +207,8 @@ def test_a_look_at_the_lock_refuses_no_run_that_begins_meanwhile(tmp_path, monke
     (tmp_path / "run.lock").write_text('{"pid": "1", "host": "node", "attempt": "x"}')
     look = (tmp_path / "run.lock").open()
     fcntl.flock(look, fcntl.LOCK_SH)
-    monkeypatch.setattr(run_lock, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: look.close()))
+    monkeypatch.setattr(
+        run_lock, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: look.close())
+    )
     with lock_directory(tmp_path):
         assert look.closed

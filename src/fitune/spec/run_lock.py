@@ -131,7 +131,7 @@ def _is_held(handle: int, owner: dict[str, str], *, how: int) -> bool:
     except OSError:  # a file system without locks: all that is left is what the file says
         pid = owner.get("pid", "")
         is_here = owner.get("host") == socket.gethostname()
-        return bool(owner) and (not is_here or pid.isdecimal() and process_lives(int(pid)))
+        return bool(owner) and (not is_here or (pid.isdecimal() and process_lives(int(pid))))
     return False
 
 

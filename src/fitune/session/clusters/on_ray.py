@@ -30,9 +30,15 @@ from fitune.launch.ray_cluster import (
 from fitune.launch.ray_workers import open_mailbox, ray_parts, run_workers
 from fitune.launch.torchrun import fresh_logs
 from fitune.report.run_page import write_report
-from fitune.session.clusters.ray_losses import WORD_SECONDS, cause_of_loss, has_first_ended, take_down_losses
 from fitune.session.clusters.ray_nodes import hardware_of_workers, require_shared
-from fitune.session.clusters.ray_ranks import Change, Orders, train_as_rank
+from fitune.session.clusters.ray_ranks import (
+    WORD_SECONDS,
+    Change,
+    Orders,
+    cause_of_loss,
+    take_down_losses,
+    train_as_rank,
+)
 from fitune.session.events import Note, StepsBegin, Tell
 from fitune.session.planning import plan_for
 from fitune.session.signals import INTERRUPTED, StopRequest, stop_requests
@@ -274,7 +280,8 @@ class _Job:
             if not failed_at or shortage_of_ranks(self.directory) is not None:
                 return False
             waited = time.monotonic() - failed_at[0]
-            return has_first_ended(self.directory / LOGS) or waited > WORD_SECONDS
+            first = read_statuses(self.directory / LOGS).get(0)  # it ends with the report written
+            return first is None or first.has_ended or waited > WORD_SECONDS
 
         with ExitStack() as stack:
             stack.callback(ray.kill, mailbox)
