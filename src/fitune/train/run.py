@@ -49,16 +49,15 @@ from fitune.train.peers import (
     rows_of_ranks,
 )
 from fitune.train.prepare import prepare
-from fitune.train.resume import (
+from fitune.train.saving import keep_trained, restore, saving
+from fitune.train.start import (
     Start,
     base_identity,
     require_same_base,
     require_same_rows,
-    restore,
     where_all_start,
     where_to_start,
 )
-from fitune.train.saving import keep_trained, saving
 from fitune.train.uploading import Uploads, begin_in_store, sent_beside
 
 
@@ -245,9 +244,7 @@ def _train(current: Run, start: Start) -> bool:
     current.meter = memory_meter(current.model.device)
     torch.manual_seed(current.plan.run.seed + current.ranks.rank)
     if start.state is not None and start.facts is not None:
-        current.position, current.best_eval_loss = restore(
-            current.loaded, start.state, start.facts, ranks=current.ranks
-        )
+        restore(current, start.state, start.facts)
     if start.step == 0 and current.samples:
         current.where.doing = "answering samples"
         answer_before(current.directory, current.model, current.samples, current.callbacks.answer)
