@@ -225,8 +225,7 @@ def train(
 
     see_planned_gpus()
     from fitune.session.clusters.on_ray import place_on_ray
-    from fitune.session.fresh_process import speaks_to_people, train_program
-    from fitune.session.train.ranks_of_nodes import place_in
+    from fitune.session.train.program import place_in, speaks_to_people, train_program
 
     if json and not speaks_to_people():  # the first rank prints the object, or the error
         os.dup2(2, 1)
@@ -420,10 +419,10 @@ def serve(
 @app.command(name="go-on", hidden=True)
 def go_on(run: Run, json: Json = False) -> None:
     """Go on with the attempt that waits in a run's directory, after a shortage of memory or as one of several ranks."""
-    from fitune.session import fresh_process
+    from fitune.session.train import program
 
     with _telling(json) as terminal:
-        code = fresh_process.go_on(run, tell=terminal)
+        code = program.go_on(run, tell=terminal)
     raise typer.Exit(code)
 
 

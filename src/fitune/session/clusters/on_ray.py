@@ -42,9 +42,15 @@ from fitune.session.clusters.ray_ranks import (
 from fitune.session.events import Note, StepsBegin, Tell
 from fitune.session.planning import plan_for
 from fitune.session.signals import INTERRUPTED, StopRequest, stop_requests
-from fitune.session.train.attempts import Attempt, next_attempt, shortage_of_ranks
+from fitune.session.train.attempts import (
+    LOST,
+    Attempt,
+    failure,
+    next_attempt,
+    owned_directory,
+    shortage_of_ranks,
+)
 from fitune.session.train.beginning import first_attempt
-from fitune.session.train.ranks_of_nodes import LOST, failure, owned_directory
 from fitune.spec.machines.hardware import Hardware
 from fitune.spec.rank_status import read_statuses
 from fitune.spec.recipe.pins import with_average_row
@@ -141,7 +147,7 @@ def train_on_ray(recipe: Recipe, place: RayPlace, *, overwrite: bool, tell: Tell
         attempts = {place.most: attempt}
         for world in worlds[:-1]:
             attempts[world] = _of_number(world, attempt, shapes[world], found[world])
-        with owned_directory(attempt):
+        with owned_directory(attempt.directory):
             growth = Growth(each=each, most=asked.most if attempt.plan.run.saves else place.most)
             return _Job(recipe=recipe, place=place, attempts=attempts, growth=growth, tell=tell).run()
 

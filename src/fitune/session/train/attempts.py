@@ -6,14 +6,17 @@ begun anew, and to the workers of a Ray cluster.
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fitune.checkpoint.commit import Commit, last_saved
 from fitune.engine.ranks import Ranks
-from fitune.errors import OutOfMemory, RunDirectoryError, Shortage
+from fitune.errors import OutOfMemory, RunDirectoryError, Shortage, TrainingFailed
 from fitune.estimate.predict import predict
 from fitune.files import write_atomically
+from fitune.launch.ends import Ended
 from fitune.planner.retry import describe_size, next_to_try, smaller_plan, why_no_smaller
 from fitune.report.attempts import shortage_words
 from fitune.session.events import RanOutOfMemory, Tell
@@ -22,7 +25,8 @@ from fitune.spec.predictions import Phase, PlanReport, Priced
 from fitune.spec.recipe.recipe import Recipe, canonical_keys, parse_recipe
 from fitune.spec.recipe.strict_yaml import parse_value
 from fitune.spec.reports import Restart, Retry
-from fitune.spec.run_directory import RETRY, SHORTAGE, require_real_files
+from fitune.spec.run_directory import LAUNCH_LOCK, RETRY, SHORTAGE, require_real_files
+from fitune.spec.run_lock import lock_directory
 from fitune.spec.serial import from_data, read_json, to_data, to_json
 from fitune.units import format_bytes
 
@@ -149,3 +153,23 @@ def shortage_of_ranks(directory: Path) -> OutOfMemory | None:
     left = read_json(file)
     shortage = left["shortage"] and from_data(Shortage, left["shortage"])
     return OutOfMemory(left["message"], shortage=shortage)
+
+
+LOST = "the ranks lost the connection between them, and none of them says why"
+
+
+def failure(ended: Ended) -> TrainingFailed:
+    """The error that a job ended with."""
+    error = TrainingFailed(ended.cause or LOST, hint=ended.hint or "fitune train … --resume goes on")
+    error.exit_code = ended.exit_code or TrainingFailed.exit_code
+    return error
+
+
+@contextmanager
+def owned_directory(directory: Path) -> Iterator[None]:
+    """Inside, the run directory is this launcher's. Raises RunDirectoryError while a rank still saves into it, one
+    whose launcher was killed."""
+    with lock_directory(directory, lock=LAUNCH_LOCK):
+        with lock_directory(directory):
+            pass
+        yield

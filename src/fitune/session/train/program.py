@@ -1,34 +1,59 @@
-"""Training by the ranks of one node or of several: each node starts its own, and node 0 decides."""
+"""Training as a program: signals stop it, and several processes run it together, on one node or on several. Each attempt
+after one that ran out of memory has a process of its own, where what the failed one left is gone.
+
+Each node starts its own ranks, and node 0 decides.
+"""
 
 import json
+import os
 import platform
+import subprocess
+import sys
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
 from fitune.checkpoint.commit import last_saved
-from fitune.engine.ranks import Ranks
-from fitune.errors import HardwareError, TrainingFailed
+from fitune.engine.ranks import ALONE, Ranks, joined_ranks, launched_ranks
+from fitune.errors import FituneError, HardwareError, RecipeError, exit_code_of
 from fitune.estimate.predict import predict
 from fitune.launch.ends import Ended
-from fitune.launch.nodes import OneNode, Place, meeting, place_of
+from fitune.launch.nodes import ONE_NODE, OneNode, Place, meeting, place_of
+from fitune.launch.ray_cluster import RayPlace
 from fitune.launch.torchrun import fresh_logs, run_ranks
-from fitune.session.events import Note, Tell
+from fitune.session.clusters.on_ray import train_on_ray
+from fitune.session.events import Note, Tell, tell_nobody
 from fitune.session.planning import wanted_hardware
-from fitune.session.train.attempts import Attempt, hand_over, next_attempt, program_again, shortage_of_ranks
+from fitune.session.signals import EXIT_CODES, INTERRUPTED, end_with_launcher, ended_by_signals, stop_requests
+from fitune.session.train.attempts import (
+    Attempt,
+    failure,
+    hand_over,
+    next_attempt,
+    owned_directory,
+    program_again,
+    shortage_of_ranks,
+    take_over,
+)
 from fitune.session.train.beginning import first_attempt
 from fitune.spec.plan import Plan
+from fitune.spec.rank_status import is_left_to_launcher
 from fitune.spec.recipe.recipe import Recipe
-from fitune.spec.run_directory import LAUNCH_LOCK, LOGS
-from fitune.spec.run_lock import lock_directory
+from fitune.spec.run_directory import LOGS
 from fitune.spec.serial import from_json, to_json
 from fitune.spec.words import describe_plan
 from fitune.units import format_bytes
 
-LOST = "the ranks lost the connection between them, and none of them says why"
+_ONE_REQUEST_SECONDS = 1.0
+"""A rank may get a signal twice, from its launcher and from whoever sent it to all processes of the job."""
+
+
+def speaks_to_people() -> bool:
+    """True unless a launcher started this process as one of several and it is not the first."""
+    return launched_ranks().is_first
 
 
 def place_in(recipe: Recipe, *, node: int | None, rendezvous: str, timeout_s: float) -> Place | None:
@@ -38,14 +63,44 @@ def place_in(recipe: Recipe, *, node: int | None, rendezvous: str, timeout_s: fl
     return place_of(node=node, nodes=recipe.nodes, rendezvous=rendezvous, timeout_s=timeout_s)
 
 
-def require_no_launcher(ranks: Ranks) -> None:
-    """Raises HardwareError where torchrun, srun or mpirun started this process: it numbers the nodes itself."""
-    if not ranks.is_alone:
-        raise HardwareError(
-            f"another launcher started this process as rank {ranks.rank} of {ranks.world}, and --node-rank or --on ray "
-            "would start ranks once more",
-            hint="leave --node-rank, --rendezvous and --on out, or start fitune without the other launcher",
-        )
+def train_program(
+    recipe: Recipe, *, overwrite: bool, tell: Tell, in_child: bool = False, place: Place | None = None,
+    on_ray: RayPlace | None = None,
+) -> int:  # fmt: skip
+    """Plan and train; returns the exit code.
+
+    A plan for several processes is trained by as many, which are started here unless torchrun started this one.
+    ``in_child``: an attempt after one that ran out of memory runs in a child, for this process has more to do.
+    ``place``: this machine among several nodes, each of which starts its own processes. ``on_ray``: a Ray cluster,
+    which starts them.
+    """
+    with joined_ranks() as ranks:
+        if not ranks.is_alone and (place is not None or on_ray is not None):
+            raise HardwareError(
+                f"another launcher started this process as rank {ranks.rank} of {ranks.world}, and --node-rank or "
+                "--on ray would start ranks once more",
+                hint="leave --node-rank, --rendezvous and --on out, or start fitune without the other launcher",
+            )
+        if place is not None and on_ray is not None:
+            raise RecipeError(
+                "--on ray has no --node-rank: Ray places the workers", hint="leave one of them out"
+            )
+        if on_ray is not None:
+            return train_on_ray(recipe, on_ray, overwrite=overwrite, tell=tell)
+        if place is not None:
+            with meeting(place) as nodes:
+                _require_same_request(nodes, recipe, overwrite=overwrite)
+                # node 0 plans for all, and its plan is what every rank runs
+                first = None if place.node else first_attempt(recipe, overwrite=overwrite, tell=tell)
+                return train_by_ranks(first if isinstance(first, Attempt) else None, recipe, nodes, tell=tell)
+        tell = tell if ranks.is_first else tell_nobody
+        attempt = first_attempt(recipe, overwrite=overwrite, tell=tell, ranks=ranks)
+        if not isinstance(attempt, Attempt):
+            return 0
+        if ranks.is_alone and attempt.plan.hardware.num_gpus > 1:
+            require_one_machine(attempt.plan)
+            return train_by_ranks(attempt, recipe, ONE_NODE, tell=tell)
+        return attempt_program(attempt, tell=tell, in_child=in_child, ranks=ranks)
 
 
 def require_one_machine(plan: Plan) -> None:
@@ -60,24 +115,13 @@ def require_one_machine(plan: Plan) -> None:
         )
 
 
-def train_on_nodes(recipe: Recipe, place: Place, *, overwrite: bool, tell: Tell) -> int:
-    """Train with the other nodes of ``place``; returns the exit code, which is the same on every node.
-
-    Node 0 plans for all, and its plan is what every rank runs.
-    """
-    with meeting(place) as nodes:
-        _require_same_request(nodes, recipe, overwrite=overwrite)
-        attempt = None if place.node else first_attempt(recipe, overwrite=overwrite, tell=tell)
-        return train_by_ranks(attempt if isinstance(attempt, Attempt) else None, recipe, nodes, tell=tell)
-
-
 def train_by_ranks(attempt: Attempt | None, recipe: Recipe, nodes: OneNode, *, tell: Tell) -> int:
     """Train by the ranks of the attempt's plan, and by those of the next one when the memory of any of them ran out in
     a step; returns the exit code.
 
     ``attempt`` is node 0's, None where nothing is left to do; the other nodes are told its plan.
     """
-    with owned_directory(attempt):
+    with nullcontext() if attempt is None else owned_directory(attempt.directory):
         ended = Ended(exit_code=0)
         while (plan := _plan_of_all(attempt, nodes)) is not None:
             had = last_saved(Path(plan.run.output_dir))
@@ -93,26 +137,6 @@ def train_by_ranks(attempt: Attempt | None, recipe: Recipe, nodes: OneNode, *, t
     if not (ended.is_well or ended.is_said):
         raise failure(ended)
     return ended.exit_code
-
-
-def failure(ended: Ended) -> TrainingFailed:
-    """The error that a job ended with."""
-    error = TrainingFailed(ended.cause or LOST, hint=ended.hint or "fitune train … --resume goes on")
-    error.exit_code = ended.exit_code or TrainingFailed.exit_code
-    return error
-
-
-@contextmanager
-def owned_directory(attempt: Attempt | None) -> Iterator[None]:
-    """Inside, the run directory is this launcher's. Raises RunDirectoryError while a rank still saves into it, one
-    whose launcher was killed."""
-    if attempt is None:
-        yield
-        return
-    with lock_directory(attempt.directory, lock=LAUNCH_LOCK):
-        with lock_directory(attempt.directory):
-            pass
-        yield
 
 
 def _plan_of_all(attempt: Attempt | None, nodes: OneNode) -> Plan | None:
@@ -203,3 +227,64 @@ def _part_of(plan: Plan, nodes: OneNode) -> str:
         f"{ranks} of {plan.hardware.num_gpus} train here; {nodes.name(0)} tells how it goes, and what they say is in "
         f"{plan.run.output_dir}/{LOGS}"
     )
+
+
+def go_on(directory: Path, *, tell: Tell) -> int:
+    """Take over the attempt that waits in ``directory`` and run it, by every rank of its plan; returns the exit
+    code."""
+    if not launched_ranks().is_alone:
+        end_with_launcher()
+    with ended_by_signals() as joined, joined_ranks() as ranks:
+        joined.close()
+        if not ranks.is_first:
+            os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # one log a rank
+        attempt = ranks.from_first(lambda: take_over(directory))
+        tell = tell if ranks.is_first else tell_nobody
+        if ranks.is_alone:
+            return attempt_program(attempt, tell=tell)
+        try:
+            code = attempt_program(attempt, tell=tell, ranks=ranks)
+        except FituneError as error:
+            if not is_left_to_launcher(directory / LOGS):
+                raise
+            return exit_code_of(error)
+        # The agent takes any other code for a failure of this rank.
+        return 0 if code in EXIT_CODES.values() else code
+
+
+def attempt_program(attempt: Attempt, *, tell: Tell, in_child: bool = False, ranks: Ranks = ALONE) -> int:
+    """Run the attempt, and begin anew when memory runs out in a step; returns the exit code."""
+    from fitune.session.train.training import run_attempt
+
+    with stop_requests(together_seconds=0.0 if ranks.is_alone else _ONE_REQUEST_SECONDS) as request:
+        ended = run_attempt(attempt, tell=tell, stop_asked=request.asked, sinks=[request], ranks=ranks)
+    if isinstance(ended, Attempt):
+        return (run_child if in_child else replace_process)(hand_over(ended))
+    if ended.status == "interrupted":
+        tell(Note("interrupted: the step was finished and saved; add --resume to go on"))
+        ranks.summed([0.0])  # an outer launcher stops all when the first of them ends
+        return request.exit_code if request.received else INTERRUPTED
+    return 0
+
+
+def replace_process(directory: Path) -> int:
+    """Begin the program anew in the place of this one: same process id, exit code, terminal and lock."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        if int(name) > 2:  # what a library left open, a GPU's device among it, would be held on to
+            with suppress(OSError):  # closed since it was listed
+                os.set_inheritable(int(name), False)
+    os.execv(sys.executable, program_again(directory))
+
+
+def run_child(directory: Path) -> int:
+    """Begin the program anew beside this one, which has more to do afterwards; returns the exit code."""
+    sys.stdout.flush()
+    with subprocess.Popen(program_again(directory)) as child:
+        try:
+            return child.wait()
+        except BaseException:  # a signal to this process is meant for the child as well
+            child.terminate()
+            child.wait()
+            raise
