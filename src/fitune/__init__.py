@@ -23,12 +23,12 @@ from fitune.spec.hub import keep_out_hub_kernels
 if TYPE_CHECKING:
     from typing import Unpack
 
+    from fitune.session.alternatives import Rehearsed
     from fitune.session.events import Event, Exported
     from fitune.session.recipes.keywords import PathLike, RecipeKeys, RecipeLike, ScoreKeys
-    from fitune.session.rehearsing import Rehearsed
     from fitune.session.reported import Reported
     from fitune.session.results import Result
-    from fitune.session.score.lm_eval_words import TaskScores
+    from fitune.session.score.lm_eval import TaskScores
     from fitune.spec.predictions import PlanReport
     from fitune.spec.reports import RunReport, ScoreReport
     from fitune.train.again import Kind
@@ -67,8 +67,8 @@ def rehearse(
 
     ``exact`` traces every block instead of a few that stand for all.
     """
+    from fitune.session.alternatives import rehearse_recipe
     from fitune.session.recipes.reading import recipe_of
-    from fitune.session.rehearsing import rehearse_recipe
 
     return rehearse_recipe(recipe_of(recipe, settings), exact=exact)
 

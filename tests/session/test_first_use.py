@@ -10,8 +10,8 @@ from fitune.measure.calibrations import calibrations_folder, device_key, quick_k
 from fitune.measure.hardware import calibrated, detect_hardware
 from fitune.score.engines.engine import Sampling
 from fitune.score.plan import ScorePlan
+from fitune.session.doctor import measure_on_first_use
 from fitune.session.score.score_plan import plan_scoring
-from fitune.session.train.first_use import measure_on_first_use
 from fitune.spec.plan import DataSource
 
 

@@ -178,7 +178,7 @@ def matrix(
     json: Json = False,
 ) -> None:
     """Print the plan for each model and row length, and which of DDP, ZeRO, recompute and offload fit."""
-    from fitune.session.matrix import draw_picture, full_names, plan_matrix, row_lengths
+    from fitune.session.alternatives import draw_picture, full_names, plan_matrix, row_lengths
     from fitune.session.recipes.reading import matrix_recipe
 
     names, lengths = tuple(full_names(models)), row_lengths(context)
@@ -199,7 +199,7 @@ def rehearse(
     exact: Annotated[bool, Option("--exact", help="Trace every block, not a few for all.")] = False,
 ) -> None:
     """Plan, then run the plan's own step on fake tensors: every allocation, without a GPU or weights."""
-    from fitune.session.rehearsing import rehearse_recipe
+    from fitune.session.alternatives import rehearse_recipe
 
     _show(rehearse_recipe(_recipe(words, settings), exact=exact), json=json)
 

@@ -363,7 +363,7 @@ def serve_planner(
         "clusters": clusters,
     }
     if runs is not None:
-        from fitune.session.runs_page import RunsFolder  # reads reports: only for those who ask
+        from fitune.session.watching import RunsFolder  # reads reports: only for those who ask
 
         folder = RunsFolder(runs)
         answers |= {"runs": folder.page, "runs-table": folder.table, "run": folder.run}

@@ -34,6 +34,30 @@ class Reported(ShownInNotebooks):
     """Progress of a run without a report, and whether anybody goes on with it; empty for one with a report."""
     trackers: "tuple[Tracked, ...]" = ()
 
+    def text(self) -> str:
+        """The table, how the run ended if it did not end well, and where its page is."""
+        lines, run = [comparison_text(self)], self.run
+        if run is None:
+            lines.append(self.state)
+        else:
+            lines += outcome_lines(run)
+            if run.reason:
+                lines.append(f"the run is {run.status}: {run.reason}")
+        lines += [one.describe() for one in self.trackers]
+        return "\n".join([*lines, f"report: {self.page}"])
+
+    def data(self) -> dict[str, Any]:
+        """The object that ``--json`` prints."""
+        return {
+            "run": str(self.directory),
+            "report": str(self.page),
+            "comparison": rows_data(self.rows),
+            "ranks": [] if self.run is None else to_data(self.run.ranks),
+            "remarks": list(self.remarks),
+            "state": self.state,
+            "trackers": to_data(self.trackers),
+        }
+
 
 def report_anywhere(run: str) -> Reported:
     """``report_run`` of a run that may be behind a URL: what it says of itself is fetched into fitune's cache.
@@ -148,34 +172,6 @@ def outcome_data(run: RunReport, directory: Path) -> dict[str, Any]:
         "report": directory / "report.html",
         **{name: getattr(run, name) for name in _OUTCOME},
         "peak_bytes": None if run.memory is None else run.memory.peak_bytes,
-    }
-
-
-def explain_reported(reported: Reported) -> str:
-    """The table, how the run ended if it did not end well, and where its page is."""
-    lines = [comparison_text(reported)]
-    run = reported.run
-    if run is None:
-        lines.append(reported.state)
-    else:
-        lines += outcome_lines(run)
-        if run.reason:
-            lines.append(f"the run is {run.status}: {run.reason}")
-    lines += [one.describe() for one in reported.trackers]
-    return "\n".join([*lines, f"report: {reported.page}"])
-
-
-def reported_data(reported: Reported) -> dict[str, Any]:
-    """The object that ``--json`` prints."""
-    ranks = [] if reported.run is None else to_data(reported.run.ranks)
-    return {
-        "run": str(reported.directory),
-        "report": str(reported.page),
-        "comparison": rows_data(reported.rows),
-        "ranks": ranks,
-        "remarks": list(reported.remarks),
-        "state": reported.state,
-        "trackers": to_data(reported.trackers),
     }
 
 

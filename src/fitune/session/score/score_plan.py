@@ -1,4 +1,4 @@
-"""Predictions for a scoring: bytes, rows at once, seconds and cost.
+"""What a scoring runs, and predictions for it: bytes, rows at once, seconds and cost.
 
 The model is not loaded, nor is torch, but to measure a processor once."""
 
@@ -17,12 +17,11 @@ from fitune.planner.clusters.score_fleet import ScoreRanking, rank_scoring
 from fitune.planner.defaults import price_of
 from fitune.score.choices import first_row_has_choices
 from fitune.score.engines.engine import engine_named
-from fitune.score.plan import ScorePlan, names_of
+from fitune.score.plan import ScorePlan, names_of, plan_from
 from fitune.score.tasks import read_questions
 from fitune.session.clusters.fleet import FleetRequest, fleet_of, wanted_of
+from fitune.session.doctor import measure_on_first_use
 from fitune.session.events import Note, Tell
-from fitune.session.score.score_words import plan_of
-from fitune.session.train.first_use import measure_on_first_use
 from fitune.spec.answering import PlannedEngine, Questions
 from fitune.spec.machines.hardware import Hardware
 from fitune.spec.model.model_config import load_model_spec
@@ -31,6 +30,41 @@ from fitune.units import format_seconds
 
 _READ_AT_ONCE = 2**22
 """Bytes of text of which the tokenizer is shown a part."""
+
+
+def plan_of(recipe: ScoreRecipe) -> ScorePlan:
+    """The plan of a scoring, whose model and adapter are folders or Hub ids. Raises RecipeError for two adapters, a run
+    that trained none, and an engine that is unknown."""
+    model, adapter = weights_and_adapter(recipe.model, recipe.adapter)
+    return plan_from(recipe, model=model, adapter=adapter)
+
+
+def weights_and_adapter(model: str, adapter: str) -> tuple[str, str]:
+    """Weights and the adapter on them, where ``model`` names a run or an adapter, or ``adapter`` names a run; else both
+    as they are. Raises RecipeError for two adapters, and for a run that trained none."""
+    folder = Path(model)
+    is_run, adapter_is_run = (
+        (bool(word) and (Path(word) / "plan.json").is_file()) for word in (model, adapter)
+    )
+    is_base = not is_run and (
+        (folder / "config.json").is_file() or not (folder / "adapter_config.json").is_file()
+    )
+    if is_base and not adapter_is_run:
+        return model, adapter
+    from fitune.session.named_models import find_model  # imports torch
+
+    if is_base:
+        found = find_model(adapter)
+        if not found.adapter:
+            raise RecipeError(f"--adapter {adapter}: the run has no adapter", hint=f"--model {found.model}")
+        return model, found.adapter
+    found = find_model(model)
+    if adapter and found.adapter:
+        raise RecipeError(
+            f"--model {model} has the adapter {found.adapter}, and --adapter names {adapter}",
+            hint=f"keep one of them; its base is {found.model}",
+        )
+    return found.model, found.adapter or adapter
 
 
 def predict_scoring(

@@ -43,7 +43,7 @@ from fitune.score.plan import ScorePlan
 from fitune.score.run import score
 from fitune.session.events import Note, RowsAnswered, Tell, telling_weights
 from fitune.session.named_models import NamedModel
-from fitune.session.score.score_words import plan_of
+from fitune.session.score.score_plan import plan_of, with_fastest_engine
 from fitune.spec.answering import Questions
 from fitune.spec.recipe.score_recipe import ScoreRecipe
 from fitune.spec.reports import ScoreReport
@@ -66,8 +66,6 @@ def score_dataset(
     plan = plan_of(recipe)
     out = Path(plan.output_dir)
     if place is None and plan.engine != "server":
-        from fitune.session.score.score_plan import with_fastest_engine
-
         plan = with_fastest_engine(plan, recipe.engine, tell=tell)
     # workers of a cluster do not see this machine's cache
     if plan.engine == "vllm" and plan.adapter and place is None:

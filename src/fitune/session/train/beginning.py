@@ -17,10 +17,10 @@ from fitune.files import read_text
 from fitune.measure.cuda_cards import other_card
 from fitune.measure.hardware import require_free
 from fitune.models.weight_files import stored_dtype
+from fitune.session.doctor import measure_on_first_use
 from fitune.session.events import Note, Planned, Tell
 from fitune.session.planning import plan_to_train, wanted_hardware
 from fitune.session.train.attempts import Attempt
-from fitune.session.train.first_use import measure_on_first_use
 from fitune.session.train.pushing import ready_repository
 from fitune.spec.counts import count_parameters
 from fitune.spec.machines.hardware import Hardware

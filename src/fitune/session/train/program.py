@@ -1,5 +1,5 @@
-"""Training as a program: signals stop it, and several processes run it together, on one node or on several. Each attempt
-after one that ran out of memory has a process of its own, where what the failed one left is gone.
+"""Training as a program: signals stop it, and several processes run it together, on one node or on several. Each
+attempt after one that ran out of memory has a process of its own, where what the failed one left is gone.
 
 Each node starts its own ranks, and node 0 decides.
 """

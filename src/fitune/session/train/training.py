@@ -33,11 +33,10 @@ from fitune.session.events import (
     Tell,
     WeightsRead,
 )
-from fitune.session.exporting import export_run
+from fitune.session.exporting import commands_for, export_run, next_note
 from fitune.session.reported import NO_EXPORT, outcome_data, report_run
 from fitune.session.train.attempts import Attempt, leave_shortage, next_attempt
 from fitune.session.train.beginning import first_attempt
-from fitune.session.train.next_commands import commands_for, next_note
 from fitune.session.train.pushing import push, push_again
 from fitune.spec.plan import Plan
 from fitune.spec.predictions import PlanReport
