@@ -20,7 +20,7 @@ from fitune.cli import main
 from fitune.errors import DataError, MissingExtra
 from fitune.launch import nodes
 from fitune.report import run_page
-from fitune.session.train import program
+from fitune.session import program
 
 
 def raise_value_error():

@@ -5,7 +5,7 @@ import sys
 
 PROGRAM = """
 import sys
-from fitune.session.train import program
+from fitune.session import program
 from fitune.session.events import tell_nobody
 from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
 

@@ -6,8 +6,8 @@ import pytest
 
 from fitune.errors import HardwareError
 from fitune.launch.nodes import OneNode, Place
-from fitune.session.train import program
-from fitune.session.train.program import require_one_machine
+from fitune.session import program
+from fitune.session.program import require_one_machine
 from fitune.spec.serial import to_json
 from fitune.units import GIB
 from plans import gpu, plan_for, recipe_of, small_llama

@@ -7,7 +7,7 @@ import pytest
 from fitune.errors import RecipeError, TrainingFailed
 from fitune.session import comparing
 from fitune.session.comparing import METHODS, compare_methods, method_recipe
-from fitune.session.train.program import train_program
+from fitune.session.program import train_program
 from fitune.spec.recipe.recipe import parse_recipe
 
 

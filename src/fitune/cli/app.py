@@ -225,7 +225,7 @@ def train(
 
     see_planned_gpus()
     from fitune.session.clusters.on_ray import place_on_ray
-    from fitune.session.train.program import place_in, speaks_to_people, train_program
+    from fitune.session.program import place_in, speaks_to_people, train_program
 
     if json and not speaks_to_people():  # the first rank prints the object, or the error
         os.dup2(2, 1)
@@ -419,7 +419,7 @@ def serve(
 @app.command(name="go-on", hidden=True)
 def go_on(run: Run, json: Json = False) -> None:
     """Go on with the attempt that waits in a run's directory, after a shortage of memory or as one of several ranks."""
-    from fitune.session.train import program
+    from fitune.session import program
 
     with _telling(json) as terminal:
         code = program.go_on(run, tell=terminal)

@@ -14,10 +14,10 @@ from fitune.report.methods_page import MethodRun, best_of, comparison_rows, writ
 from fitune.report.run_files import read_run
 from fitune.score.shards import remove_scores
 from fitune.session.events import Event, Note, Planned, Result, Tell
+from fitune.session.program import train_program
 from fitune.session.reported import outcome_data, rows_data
 from fitune.session.score.scoring import model_and_adapter, score_dataset
 from fitune.session.signals import EXIT_CODES
-from fitune.session.train.program import train_program
 from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.plan import Full, Sgd, Tuning
 from fitune.spec.recipe.contradictions import ADAPTERS_ONLY

@@ -12,11 +12,11 @@ from fitune.report.compare import text_table
 from fitune.score.shards import remove_scores
 from fitune.session.events import Note, Planned, Tell, tell_nobody
 from fitune.session.planning import plan_on_data
+from fitune.session.program import train_program
 from fitune.session.recipes.reading import read_any_recipe
 from fitune.session.reported import Reported, report_run
 from fitune.session.score.scoring import model_and_adapter, score_dataset
 from fitune.session.train.attempts import Attempt
-from fitune.session.train.program import train_program
 from fitune.session.train.training import run_once
 from fitune.spec.recipe.recipe import dump_recipe
 from fitune.spec.recipe.score_recipe import score_recipe
