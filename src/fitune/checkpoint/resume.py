@@ -14,7 +14,6 @@ from fitune.checkpoint.commit import (
     Line,
     OnNote,
     Parent,
-    is_on,
     present_line,
     read_commit,
     set_aside,
@@ -48,7 +47,7 @@ def newest_checkpoint(root: Path) -> Found:
     for path in reversed(folders):
         try:
             commit = read_commit(path)
-            if line is not None and not is_on(line, saved_on=commit.line, step=commit.step):
+            if not commit.is_on(line):
                 warnings.append(f"{path.name} is skipped: the run went on from an older step")
                 continue
             verify(path)
@@ -143,7 +142,6 @@ def _lost(line: Line | None, found_step: int, folders: list[Path]) -> list[str]:
 def _word(path: Path, line: Line) -> str:
     """Reason why ``path`` is set aside; empty when it is kept. Kept files are hashed before one is counted on."""
     try:
-        commit = read_commit(path)
+        return "" if read_commit(path).is_on(line) else ABANDONED
     except CheckpointError:
         return DAMAGED
-    return "" if is_on(line, saved_on=commit.line, step=commit.step) else ABANDONED

@@ -58,7 +58,7 @@ from fitune.train.start import (
     where_all_start,
     where_to_start,
 )
-from fitune.train.uploading import Uploads, begin_in_store, sent_beside
+from fitune.train.uploading import Uploads, begin_in_store
 
 
 def run(
@@ -192,7 +192,8 @@ def _begun(
         return descent
 
     descent = ranks.from_first(begin)
-    owned.enter_context(sent_beside(uploads))
+    if uploads is not None:
+        owned.enter_context(uploads)
     current = Run(
         plan=plan, callbacks=callbacks, ranks=ranks, tokenizer=tokenizer, data=data, loader=loader, log=None,
         sinks=sinks, base=base, descent=descent, began=began, steps_of_other_plan=start.steps_of_other_plan,

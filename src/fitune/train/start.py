@@ -4,6 +4,7 @@ The process that only starts ranks asks if the run is complete, so this file imp
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,9 +35,9 @@ from fitune.spec.plan import Lora, Plan
 from fitune.spec.reports import RunReport
 from fitune.spec.serial import from_data, parse_json
 from fitune.stores.opening import is_url
-from fitune.stores.writing import Store
+from fitune.stores.writing import Store, opened_store
 from fitune.track.metrics import readable_steps
-from fitune.train.uploading import examined_store, store_of
+from fitune.train.uploading import examined_store
 
 T = TypeVar("T")
 
@@ -220,15 +221,12 @@ def where_to_start(
 
 def _fetched(url: str, directory: Path, on_note: OnNote) -> Path:
     """The checkpoint behind ``url``, brought into ``directory``. Raises CheckpointError when there is none."""
-    store = Store(url)
-    try:
-        if store.read(COMMIT) is None and (there := complete_checkpoints(store)):
+    with opened_store(url) as store:
+        if store.read(COMMIT) is None and (found := complete_checkpoints(store)):
             raise CheckpointError(
-                f"{url} is the directory of a run, not a checkpoint", hint=f"resume: {there[0].url}"
+                f"{url} is the directory of a run, not a checkpoint", hint=f"resume: {found[0].url}"
             )
         return fetch_checkpoint(remote_checkpoint(store), directory, on_note)
-    finally:
-        store.close()
 
 
 def _compatible(path: Path, plan: Plan, found: Found) -> Start:
@@ -297,12 +295,9 @@ def where_all_start(
 
     def first() -> Path | None:
         """Path of the first rank's checkpoint, None for a new start; ``found`` keeps the Start."""
-        store = store_of(plan.run)
-        try:
+        url = plan.run.upload_to
+        with opened_store(url) if url else nullcontext() as store:
             found.append(where_to_start(directory, plan, resume=resume, store=store, on_note=on_note))
-        finally:
-            if store is not None:
-                store.close()
         return found[0].path
 
     path = ranks.from_first(first)
