@@ -39,7 +39,7 @@ from fitune.train.directory import remove_run, require_own_directory, require_re
 from fitune.train.ending import complete, failed, interrupted, tell_what_is_saved
 from fitune.train.evaluate import answer_before, evaluate
 from fitune.train.failure import TRACEBACK, Whereabouts, explain_failure, require_finite_step, shortage_of
-from fitune.train.loop import ClipWatch, ZeroWatch, row_words, train
+from fitune.train.loop import StepWatch, row_words, train
 from fitune.train.peers import (
     gathered_weights,
     known_to_peers,
@@ -252,7 +252,7 @@ def _train(current: Run, start: Start) -> bool:
     before = _held_out_loss(current) if start.step == 0 else None
     for sink in current.sinks:
         sink.start(current.plan, current.plan.run.name)
-    zeros, clipped = ZeroWatch(), ClipWatch(current.plan.schedule.max_grad_norm)
+    watch = StepWatch(current.plan.schedule.max_grad_norm)
     reports = train(
         current.plan, current.loaded, current.loader, meter=current.meter, ranks=current.ranks, start_step=start.step,
         start_at=current.position, where=current.where, waits=current.waits,
@@ -275,9 +275,7 @@ def _train(current: Run, start: Start) -> bool:
                     f"step {report.step}: the loss jumped to {report.loss:.3f}; training goes on. "
                     f"{row_words(report.jumped_rows)}"
                 )
-            if warning := zeros.words(step=report.step, loss=report.loss, grad_norm=report.grad_norm):
-                current.callbacks.on_note(warning)
-            if warning := clipped.words(step=report.step, grad_norm=report.grad_norm):
+            for warning in watch.warnings(step=report.step, loss=report.loss, grad_norm=report.grad_norm):
                 current.callbacks.on_note(warning)
             for sink in current.sinks:
                 sink.step(report)

@@ -132,7 +132,10 @@ def train_on_ray(recipe: Recipe, place: RayPlace, *, overwrite: bool, tell: Tell
     """
     with connected(place.address) as cluster:
         ray_parts()  # before anything is planned
-        each = each_worker(recipe, cluster)
+        # a GPU where the recipe names one or the cluster has any, and a core
+        names_cpu = (recipe.gpu or "").lower() == "cpu"
+        wants_gpu = not names_cpu and (recipe.gpu is not None or cluster.has_gpus)
+        each = {"CPU": 1.0, "GPU": 1.0} if wants_gpu else {"CPU": 1.0}
         cluster = with_room(cluster, place, each)
         asked = place
         if place.is_elastic:  # Ray counts on the whole cluster, also on what others hold
@@ -150,13 +153,6 @@ def train_on_ray(recipe: Recipe, place: RayPlace, *, overwrite: bool, tell: Tell
         with owned_directory(attempt.directory):
             growth = Growth(each=each, most=asked.most if attempt.plan.run.saves else place.most)
             return _Job(recipe=recipe, place=place, attempts=attempts, growth=growth, tell=tell).run()
-
-
-def each_worker(recipe: Recipe, cluster: RayCluster) -> dict[str, float]:
-    """Resources of one worker: a GPU where the recipe names one or the cluster has any, and a core."""
-    names_cpu = (recipe.gpu or "").lower() == "cpu"
-    wants_gpu = not names_cpu and (recipe.gpu is not None or cluster.has_gpus)
-    return {"CPU": 1.0, "GPU": 1.0} if wants_gpu else {"CPU": 1.0}
 
 
 def _shapes(
@@ -336,25 +332,19 @@ class _Job:
                 self.largest, shortage, had=self.had, tell=self.tell
             )
             return
-        write_page(self.directory)
-        raise cause_of(self.failed or end, why, self.directory, restarts=self.place.restarts)
-
-
-def write_page(directory: Path) -> None:
-    """Write the page of a run whose first rank was ended between its report and its page."""
-    if (directory / "report.json").is_file() and not (directory / "report.html").is_file():
-        with suppress(FituneError, OSError):  # the cause is worth more than the page
-            write_report(directory)
-
-
-def cause_of(end: Ended | None, why: str, directory: Path, *, restarts: int) -> FituneError:
-    """The error that the job ended with: of the rank that failed first by itself; ``why``: Ray's words."""
-    statuses = read_statuses(directory / LOGS)
-    told = ended({}, directory, received=[], ranks=range(max(statuses, default=0) + 1))
-    if told.cause:
-        return failure(told)
-    if end is not None and end.cause:
-        return failure(end)
-    after = f", after {restarts} restart{'s' * (restarts != 1)}" if restarts else ""
-    cause = cause_of_loss(statuses) if statuses else (why or LOST)
-    return failure(Ended(exit_code=TrainingFailed.exit_code, cause=f"{cause}{after}"))
+        directory = self.directory
+        if (directory / "report.json").is_file() and not (directory / "report.html").is_file():
+            with suppress(
+                FituneError, OSError
+            ):  # the first rank was ended between both; the cause is worth more
+                write_report(directory)
+        statuses = read_statuses(directory / LOGS)
+        told = ended({}, directory, received=[], ranks=range(max(statuses, default=0) + 1))
+        if not told.cause:
+            told = self.failed or end or told
+        if not told.cause:
+            restarts = self.place.restarts
+            after = f", after {restarts} restart{'s' * (restarts != 1)}" if restarts else ""
+            cause = cause_of_loss(statuses) if statuses else (why or LOST)
+            told = Ended(exit_code=TrainingFailed.exit_code, cause=f"{cause}{after}")
+        raise failure(told)
