@@ -55,8 +55,11 @@ def compare_methods(
             raise RecipeError(f"--tunings names {name!r}, which is not a method", hint=hint)
     if not names or len(set(names)) < len(names):
         raise RecipeError("--tunings names no method, or one of them twice", hint="--tunings full,lora,qlora")
-    recipe = staged(recipe)
-    directory = Path(recipe.output_dir or "")
+    out = recipe.output_dir or "runs/compare"
+    directory = Path(staging_of(out) if is_url(out) else out)
+    recipe = recipe.model_copy(
+        update={"output_dir": str(directory), "upload_to": out if is_url(out) else recipe.upload_to}
+    )
     base = (
         _score(recipe.model, "", score_data, directory / "base", overwrite=overwrite, tell=tell)
         if score_data
@@ -66,9 +69,16 @@ def compare_methods(
     failed = False
     for name in names:
         method, code = _train(recipe, name, directory, overwrite=overwrite, tell=tell)
-        method, not_scored = _scored(recipe, method, score_data, directory, overwrite=overwrite, tell=tell)
+        failed = failed or code == 1
+        if score_data and method.run is not None and method.run.run is not None and method.run.run.exported:
+            model, adapter = model_and_adapter(Path(method.run.run.exported), base=recipe.model)
+            try:
+                grades = _score(model, adapter, score_data, directory / name, overwrite=overwrite, tell=tell)
+                method = replace(method, grades=grades)
+            except FituneError as error:  # the run is worth showing without
+                tell(Note(f"{name} is not scored: {error}"))
+                method, failed = replace(method, why_not=f"not scored: {error}"), True
         methods.append(method)
-        failed = failed or code == 1 or not_scored
         if any(one.run for one in methods):
             page = write_methods_page(directory, methods, base_grades=base)
         if code not in (0, 1):
@@ -95,14 +105,6 @@ def _rows(methods: Sequence[MethodRun], directory: Path) -> Iterator[dict[str, A
             row["learning_rate"] = files.plan.schedule.learning_rate
             row["comparison"] = rows_data(compare(files.estimate, files.run, files.steps))
         yield row | {"best": best.get(method.name, [])}
-
-
-def staged(recipe: Recipe) -> Recipe:
-    """The recipe whose output_dir is a folder of this machine: one behind a URL becomes its upload_to."""
-    directory = recipe.output_dir or "runs/compare"
-    if not is_url(directory):
-        return recipe.model_copy(update={"output_dir": directory})
-    return recipe.model_copy(update={"output_dir": staging_of(directory), "upload_to": directory})
 
 
 def method_recipe(recipe: Recipe, name: str, directory: Path) -> Recipe:
@@ -174,21 +176,6 @@ def _train(
         tell(Note(f"{name} failed: its last attempt ended with exit code {status}"))
         return MethodRun(name=name, run=None, why_not="failed, as its last attempt says above"), 1
     return MethodRun(name=name, run=read_run(directory / name)), 0
-
-
-def _scored(
-    recipe: Recipe, method: MethodRun, data: str, directory: Path, *, overwrite: bool, tell: Tell
-) -> tuple[MethodRun, bool]:
-    """The run with its grades, and True if scoring failed: the run is worth showing without."""
-    if not data or method.run is None or method.run.run is None or not method.run.run.exported:
-        return method, False
-    model, adapter = model_and_adapter(Path(method.run.run.exported), base=recipe.model)
-    try:
-        grades = _score(model, adapter, data, directory / method.name, overwrite=overwrite, tell=tell)
-    except FituneError as error:
-        tell(Note(f"{method.name} is not scored: {error}"))
-        return replace(method, why_not=f"not scored: {error}"), True
-    return replace(method, grades=grades), False
 
 
 def _score(

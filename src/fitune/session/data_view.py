@@ -25,7 +25,7 @@ from fitune.data.tokenising import RowTokeniser
 from fitune.errors import DataError, RecipeError
 from fitune.models.tokens import tokenizer_with
 from fitune.planner.defaults import data_of, with_added_rows, with_usual_row
-from fitune.session.events import Note, Tell
+from fitune.session.events import Note, Tell, telling_notes
 from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.plan import DataPlan
 from fitune.spec.recipe.recipe import Recipe
@@ -123,7 +123,7 @@ def view_data(recipe: Recipe, *, rows: int, tell: Tell) -> ShownData:
             seq_len=recipe.seq_len,
             seed=recipe.seed,
             watch=tell,
-            on_note=lambda line: tell(Note(line)),
+            on_note=telling_notes(tell),
         )
 
     lenient, would_stop = _lenient(data), ""

@@ -190,6 +190,11 @@ def telling_weights(tell: Tell) -> Callable[[int, int], None]:
     return lambda done, total: tell(WeightsRead(done_bytes=done, total_bytes=total))
 
 
+def telling_notes(tell: Tell) -> Callable[[str], None]:
+    """Tells of lines for people."""
+    return lambda line: tell(Note(line))
+
+
 def tell_nobody(_event: Event) -> None:
     """A Tell for callers that show nothing."""
 

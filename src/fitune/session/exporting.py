@@ -3,11 +3,10 @@
 import re
 import shlex
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,7 +22,7 @@ from fitune.report.run_files import RunFiles, read_run
 from fitune.report.run_page import write_report
 from fitune.score.engines.engine_vllm import rounded_rank
 from fitune.score.engines.opening import why_merged_first
-from fitune.session.events import Exported, Note, Tell, tell_nobody, telling_weights
+from fitune.session.events import Exported, Note, Tell, tell_nobody, telling_notes, telling_weights
 from fitune.session.train.pushing import push, push_again, ready_repository
 from fitune.spec.plan import Lora, Plan
 from fitune.spec.reports import RunReport
@@ -41,7 +40,7 @@ from fitune.train.again import (
     require_trained,
 )
 from fitune.train.ending import summarise
-from fitune.train.export import Handover, stored_weights, streamed_handover
+from fitune.train.export import handover_of, stored_weights
 from fitune.train.uploading import CONFIGS, fetch_run, send_export
 
 
@@ -54,32 +53,10 @@ def export_anywhere(
     back to the store. Raises FituneError.
     """
     ready = partial(ready_repository, push_to_hub, public=hub_public) if push_to_hub else None
-    exported = _export_anywhere(run, out, kind, ready=ready, tell=tell)
-    if not is_url(out) and (commands := commands_for(exported.path, Path(run).name)):
-        tell(next_note(commands))
-    if not push_to_hub:
-        return exported
-    again = push_again(run, push_to_hub, public=hub_public) + (f" --as {kind}" if kind else "")
-    if out and not is_url(out):  # a second export would not be written there
-        again = f"hf upload {push_to_hub} {shlex.quote(out)}{'' if hub_public else ' --private'}"
-    push(exported.path, push_to_hub, public=hub_public, again=again, tell=tell)
-    return exported
-
-
-Ready = Callable[[], object]
-"""Asks whoever gets the export next; raises FituneError."""
-
-
-def _export_anywhere(
-    run: str, out: str, kind: Kind | None, *, ready: Ready | None = None, tell: Tell
-) -> Exported:
-    if not is_url(run) and not is_url(out):
-        return export_run(Path(run), Path(out) if out else None, kind, ready=ready, tell=tell)
-    directory = Path(staging_of(run)) if is_url(run) else Path(run)
+    directory, local = Path(run), Path(out) if out else None
     with ExitStack() as stack:
         source = stack.enter_context(opened_store(run)) if is_url(run) else None
         target = stack.enter_context(opened_store(out)) if is_url(out) else None
-        local = Path(out) if out else None
         if target is not None:
             target.require_writable()
             if any(name in CONFIGS for name in target.infos()):
@@ -87,7 +64,8 @@ def _export_anywhere(
             local = cache_folder() / "exports" / staging_of(out)
             remove(local)
         if source is not None:
-            fetch_run(source, directory, lambda line: tell(Note(line)))
+            directory = Path(staging_of(run))
+            fetch_run(source, directory, telling_notes(tell))
         exported = export_run(directory, local, kind, ready=ready, tell=tell)
         with work_under_way():
             if target is not None:
@@ -97,12 +75,20 @@ def _export_anywhere(
                 send_export(source, exported.path, exported.path.name)
                 url = source.below(exported.path.name)
                 tell(Note(f"sent: {url}", {"sent": url}))
+    if not is_url(out) and (commands := commands_for(exported.path, Path(run).name)):
+        tell(next_note(commands))
+    if push_to_hub:
+        again = push_again(run, push_to_hub, public=hub_public) + (f" --as {kind}" if kind else "")
+        if out and not is_url(out):  # a second export would not be written there
+            again = f"hf upload {push_to_hub} {shlex.quote(out)}{'' if hub_public else ' --private'}"
+        push(exported.path, push_to_hub, public=hub_public, again=again, tell=tell)
     return exported
 
 
 def export_run(
-    run: Path, out: Path | None, kind: Kind | None, *, ready: Ready | None = None, tell: Tell = tell_nobody
-) -> Exported:
+    run: Path, out: Path | None, kind: Kind | None, *, ready: Callable[[], object] | None = None,
+    tell: Tell = tell_nobody,
+) -> Exported:  # fmt: skip
     """Export what a run trained, without training again.
 
     By default what the run was to export, if that failed; else the adapter merged into its base. An export that
@@ -122,8 +108,7 @@ def export_run(
     _refuse(run, files.plan, wanted, is_there=not missing and out is None)
     if ready:
         ready()
-    owned: AbstractContextManager[str | None] = lock_directory(run) if out is None else nullcontext()
-    with owned:
+    with lock_directory(run) if out is None else nullcontext():
         exported, report = _exported(run, files, wanted, out, tell=tell)
         tell(exported)
         if out is None and missing and wanted == files.plan.run.export:
@@ -160,9 +145,7 @@ def _exported(
     source = find_source(run, plan, files.run, step=last.step)
     tell(Note(f"the trained weights are read from {source.path}"))
     weights = stored_weights(plan, source)
-    model = None
-    if weights is None:
-        model = load_trained(plan, source, on_bytes=telling_weights(tell))
+    model = load_trained(plan, source, on_bytes=telling_weights(tell)) if weights is None else None
     tokenizer = planned_tokenizer(plan)
 
     @cache
@@ -178,17 +161,12 @@ def _exported(
         seconds=sum(step.step_seconds + step.data_seconds for step in files.steps), best_eval_loss=None,
     )  # fmt: skip
     report = replace(report, status="complete", reason="", failure=None)
-    words: dict[str, Any] = {
-        "plan": plan, "tokenizer": tokenizer, "report": report, "say": lambda line: tell(Note(line)),
-    }  # fmt: skip
-    handover = (
-        Handover(model=model, **words) if model is not None else streamed_handover(weights or {}, **words)
+    handover = handover_of(
+        model, weights, plan=plan, tokenizer=tokenizer, report=report, say=telling_notes(tell)
     )
-    loss = None
-    if wanted == "merged":
-        path, loss = handover.merged(data, out)
-    else:
-        path = handover.trained(out, secure=False)
+    path, loss = (
+        handover.merged(data, out) if wanted == "merged" else (handover.trained(out, secure=False), None)
+    )
     exported = Exported(title=TITLES[wanted], path=path, merged_loss=loss)
     return exported, replace(report, exported=str(path), merged_loss=loss)
 

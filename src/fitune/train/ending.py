@@ -6,7 +6,6 @@ import platform
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
@@ -34,7 +33,7 @@ from fitune.track.metrics import read_metrics
 from fitune.train.again import trained_kind
 from fitune.train.current import Run
 from fitune.train.evaluate import compare_samples
-from fitune.train.export import Handover, streamed_handover
+from fitune.train.export import handover_of
 from fitune.train.failure import traceback_text
 from fitune.units import as_ranges
 
@@ -48,12 +47,10 @@ def complete(current: Run, weights: Mapping[str, Tensor] | None) -> RunReport:
     current.where.step = report.steps  # also of a run that was resumed after its last step
     current.is_trained = True
     current.where.doing = "exporting"
-    words: dict[str, Any] = {
-        "plan": current.plan, "tokenizer": current.tokenizer, "report": report, "say": current.callbacks.on_note,
-    }  # fmt: skip
-    handover = (
-        Handover(model=current.model, **words) if weights is None else streamed_handover(weights, **words)
-    )
+    handover = handover_of(
+        current.model, weights, plan=current.plan, tokenizer=current.tokenizer, report=report,
+        say=current.callbacks.on_note,
+    )  # fmt: skip
     current.exported = str(handover.trained(secure=True))
     current.where.doing = "answering samples"
     samples: tuple[Sample, ...] = ()

@@ -135,32 +135,32 @@ class Handover:
         return done.path
 
 
-def streamed_handover(weights: Mapping[str, Tensor], *, plan: Plan, **words: Any) -> Handover:
-    """The handover of ``weights`` that no rank holds whole, which are asked for once each and in their order."""
-    model = _model_on_meta(plan, weights)
-    if model is None:
-        cpu = torch.device("cpu")
-        whole = with_weights(plan, dict(weights), dtype=compute_dtype(plan.precision), device=cpu)
-        return Handover(plan=plan, model=whole, **words)
-    # adapters are small, and written twice
-    kept = weights if trained_kind(plan) == "full" else dict(weights)
-    return Handover(plan=plan, model=model, weights=kept, **words)
+def handover_of(
+    model: LanguageModel | None, weights: Mapping[str, Tensor] | None, *, plan: Plan, **words: Any
+) -> Handover:
+    """The handover of ``model``, or of ``weights`` that no rank holds whole, which are asked for once each and in their
+    order: the plan's model is then without content.
 
-
-def _model_on_meta(plan: Plan, trained: Mapping[str, Tensor]) -> LanguageModel | None:
-    """The plan's model without content; None where its files lack what was not trained under the names that the model
-    has (fused experts under an adapter, GPT-2's), or its tables grow: then it has to be in memory to be written."""
-    if plan.added_tokens:
-        return None
-    folder = model_folder(plan.model_path)
-    with torch.device("meta"):
-        model = empty_model(read_config(str(folder)), compute_dtype(plan.precision))
-        if not stored_tensors_of(model).keys() - trained.keys() <= stored_tensors(folder).keys():
-            return None
-        model.generation_config = read_generation_config(folder) or model.generation_config
-        whole = tuned(model, plan)
-    names = {name for name, parameter in whole.named_parameters() if parameter.requires_grad}
-    return language_model(whole, plan.loss) if names == trained.keys() else None
+    In memory it has to be where its files lack what was not trained under the names that the model has (fused experts
+    under an adapter, GPT-2's), or its tables grow.
+    """
+    if weights is None:
+        assert model is not None, "one of both holds what was trained"
+        return Handover(plan=plan, model=model, **words)
+    if not plan.added_tokens:
+        folder = model_folder(plan.model_path)
+        with torch.device("meta"):
+            empty = empty_model(read_config(str(folder)), compute_dtype(plan.precision))
+            is_whole = stored_tensors_of(empty).keys() - weights.keys() <= stored_tensors(folder).keys()
+            empty.generation_config = read_generation_config(folder) or empty.generation_config
+            whole = tuned(empty, plan) if is_whole else empty
+        names = {name for name, parameter in whole.named_parameters() if parameter.requires_grad}
+        if is_whole and names == weights.keys():
+            # adapters are small, and written twice
+            kept = weights if trained_kind(plan) == "full" else dict(weights)
+            return Handover(plan=plan, model=language_model(whole, plan.loss), weights=kept, **words)
+    cpu, dtype = torch.device("cpu"), compute_dtype(plan.precision)
+    return Handover(plan=plan, model=with_weights(plan, dict(weights), dtype=dtype, device=cpu), **words)
 
 
 def stored_weights(plan: Plan, source: Source) -> Mapping[str, Tensor] | None:

@@ -27,7 +27,7 @@ from fitune.session.clusters.ray_nodes import (
     require_same_versions,
     versions_here,
 )
-from fitune.session.events import Note, Tell
+from fitune.session.events import Note, Tell, telling_notes
 from fitune.units import counted
 
 _AS_MANY_AS_HAVE_ROOM = "1..1000000"
@@ -72,7 +72,7 @@ def scoring_on_ray(plan: ScorePlan, place: RayPlace, *, tell: Tell) -> Iterator[
             """Yields the answers of each group in order, from workers on Ray; ``look`` is told rows done."""
             pool: ActorPool[list[Task], list[Answer]] = ActorPool(
                 ScoringWorker, (plan, os.getcwd(), environment, threads, weighed_by),
-                workers=workers, each=each, restarts=place.restarts, told=lambda line: tell(Note(line)),
+                workers=workers, each=each, restarts=place.restarts, told=telling_notes(tell),
             )  # fmt: skip
             with pool:
                 yield from pool.results(groups, look=look)

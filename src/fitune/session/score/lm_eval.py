@@ -22,7 +22,7 @@ from fitune.score.engines.opening import (
     open_texts,
 )
 from fitune.score.shards import FOLDER
-from fitune.session.events import Note, Tell, telling_weights
+from fitune.session.events import Tell, telling_notes, telling_weights
 from fitune.session.score.score_plan import plan_of
 from fitune.session.score.scoring import Pace
 from fitune.spec.recipe.score_recipe import ScoreRecipe
@@ -100,10 +100,7 @@ def score_tasks(recipe: ScoreRecipe, *, tell: Tell) -> TaskScores:
     if plan.chat_template == OWN_TEMPLATE:
         plan = replace(plan, chat_template="")
 
-    def say(line: str) -> None:
-        """Tells the line as a note."""
-        tell(Note(line))
-
+    say = telling_notes(tell)
     check_all(plan, say=say)  # faults of engine, model or adapter before the tasks are loaded
     from lm_eval.models.utils import resolve_max_length
 

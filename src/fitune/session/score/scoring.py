@@ -41,7 +41,7 @@ from fitune.score.engines.room import answering_of
 from fitune.score.grades.intervals import Changed, compare, grades_of
 from fitune.score.plan import ScorePlan
 from fitune.score.run import score
-from fitune.session.events import Note, RowsAnswered, Tell, telling_weights
+from fitune.session.events import Note, RowsAnswered, Tell, telling_notes, telling_weights
 from fitune.session.named_models import NamedModel
 from fitune.session.score.score_plan import plan_of, with_fastest_engine
 from fitune.spec.answering import Questions
@@ -89,7 +89,7 @@ def score_dataset(
 
         report = score(
             plan,
-            say=lambda line: tell(Note(line)),
+            say=telling_notes(tell),
             progress=pace.rows,
             on_tokens=answered,
             opens=partial(

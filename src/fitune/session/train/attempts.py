@@ -101,7 +101,7 @@ def next_attempt(failed: Attempt, error: OutOfMemory, *, had: Commit | None, tel
     if shortage is None or shortage.doing not in IN_A_STEP:
         raise error
     plan, saved = smaller_plan(failed.plan, recipe, shortage), last_saved(failed.directory)
-    step = 0 if saved is None else saved.step
+    step = saved.step if saved else 0
     predicted = predict(failed.plan).memory.tensor_peak_bytes
     if plan is None:
         changes = next_to_try(failed.plan, recipe, shortage)

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from fitune.checkpoint.commit import last_saved
 from fitune.data.conversations.messages import Conversation
@@ -31,7 +32,8 @@ from fitune.session.events import (
     Predicted,
     StepTeller,
     Tell,
-    WeightsRead,
+    telling_notes,
+    telling_weights,
 )
 from fitune.session.exporting import commands_for, export_run, next_note
 from fitune.session.reported import NO_EXPORT, outcome_data, report_run
@@ -66,13 +68,11 @@ def train_recipe(recipe: Recipe, *, overwrite: bool, tell: Tell, stop_asked: Cal
     return run_to_end(first_attempt(recipe, overwrite=overwrite, tell=tell), tell=tell, stop_asked=stop_asked)
 
 
-def run_to_end(
-    attempt: Attempt | RunReport, *, tell: Tell, stop_asked: Callable[[], bool], sinks: Sequence[Sink] = (),
-    ranks: Ranks = ALONE,
-) -> RunReport:  # fmt: skip
-    """The report of the attempt, or of one after it that took less memory, in this process."""
+def run_to_end(attempt: Attempt | RunReport, **how: Any) -> RunReport:
+    """The report of the attempt, or of one after it that took less memory, in this process; ``how`` is that of
+    ``run_attempt``."""
     while isinstance(attempt, Attempt):
-        attempt = run_attempt(attempt, tell=tell, stop_asked=stop_asked, sinks=sinks, ranks=ranks)
+        attempt = run_attempt(attempt, **how)
     return attempt
 
 
@@ -149,7 +149,7 @@ def make_up_for_missing(directory: Path, plan: Plan, report: RunReport, *, tell:
     owes_page = not (directory / "report.html").is_file()
     if owes_export or owes_page:
         try:
-            put_metrics_back(directory, plan, steps=report.steps, on_note=lambda note: tell(Note(note)))
+            put_metrics_back(directory, plan, steps=report.steps, on_note=telling_notes(tell))
         except CheckpointError as error:
             tell(Note(f"note: {error.message}"))
     if owes_export:
@@ -197,18 +197,17 @@ def run_once(
         tell(Predicted(prediction=prediction, plan=plan))
         write_atomically(attempt.directory / "estimate.json", to_json(prediction))
 
-    told = (StepTeller(tell),) if ranks.is_first else ()
     return run(
         plan,
         callbacks=Callbacks(
             on_data=on_data,
-            on_note=lambda line: tell(Note(line)),
+            on_note=telling_notes(tell),
             stop_asked=stop_asked,
             answer=answers_with(plan),
-            on_bytes=lambda done, total: tell(WeightsRead(done_bytes=done, total_bytes=total)),
+            on_bytes=telling_weights(tell),
             on_reading=tell,
         ),
-        sinks=[*told, *sinks],
+        sinks=[*([StepTeller(tell)] if ranks.is_first else []), *sinks],
         resume=attempt.resume,
         overwrite=attempt.overwrite,
         files={"recipe.yaml": dump_recipe(attempt.wanted, anywhere=True)},
@@ -281,7 +280,7 @@ def tracked(plan: Plan, *, tell: Tell, ranks: Ranks) -> Iterator[Sequence[Sink]]
         yield ()
         return
     directory = Path(plan.run.output_dir)
-    trackers = Trackers(rows, directory, say=lambda line: tell(Note(line)))
+    trackers = Trackers(rows, directory, say=telling_notes(tell))
     try:
         yield (trackers,)
     finally:
