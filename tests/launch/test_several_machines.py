@@ -55,4 +55,4 @@ def test_a_node_that_is_smaller_than_the_first_says_so_before_its_ranks_start(mo
 
     monkeypatch.setattr(program, "wanted_hardware", here)
     with pytest.raises(HardwareError, match=said):
-        program.train_by_ranks(None, recipe_of("m"), _Second(plan), tell=lambda event: None)
+        program.train_by_ranks(None, recipe_of("m"), _Second(plan), emit=lambda event: None)

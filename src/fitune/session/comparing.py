@@ -13,7 +13,7 @@ from fitune.report.compare import compare, text_table
 from fitune.report.methods_page import MethodRun, best_of, comparison_rows, write_methods_page
 from fitune.report.run_files import read_run
 from fitune.score.shards import remove_scores
-from fitune.session.events import Event, Note, Planned, Result, Tell
+from fitune.session.events import Emit, Event, Note, Planned, Result
 from fitune.session.program import train_program
 from fitune.session.reported import outcome_data, rows_data
 from fitune.session.score.scoring import model_and_adapter, score_dataset
@@ -41,7 +41,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def compare_methods(
-    recipe: Recipe, names: Sequence[str], *, score_data: str, overwrite: bool, tell: Tell
+    recipe: Recipe, names: Sequence[str], *, score_data: str, overwrite: bool, emit: Emit
 ) -> int:
     """Train the recipe by every method, score each, write compare.html; returns the exit code.
 
@@ -61,22 +61,22 @@ def compare_methods(
         update={"output_dir": str(directory), "upload_to": out if is_url(out) else recipe.upload_to}
     )
     base = (
-        _score(recipe.model, "", score_data, directory / "base", overwrite=overwrite, tell=tell)
+        _score(recipe.model, "", score_data, directory / "base", overwrite=overwrite, emit=emit)
         if score_data
         else {}
     )
     methods: list[MethodRun] = []
     failed = False
     for name in names:
-        method, code = _train(recipe, name, directory, overwrite=overwrite, tell=tell)
+        method, code = _train(recipe, name, directory, overwrite=overwrite, emit=emit)
         failed = failed or code == 1
         if score_data and method.run is not None and method.run.run is not None and method.run.run.exported:
             model, adapter = model_and_adapter(Path(method.run.run.exported), base=recipe.model)
             try:
-                grades = _score(model, adapter, score_data, directory / name, overwrite=overwrite, tell=tell)
+                grades = _score(model, adapter, score_data, directory / name, overwrite=overwrite, emit=emit)
                 method = replace(method, grades=grades)
             except FituneError as error:  # the run is worth showing without
-                tell(Note(f"{name} is not scored: {error}"))
+                emit(Note(f"{name} is not scored: {error}"))
                 method, failed = replace(method, why_not=f"not scored: {error}"), True
         methods.append(method)
         if any(one.run for one in methods):
@@ -86,12 +86,12 @@ def compare_methods(
     if not any(method.run for method in methods):
         raise RecipeError("no method could be trained", hint="the reasons are above")
     text = f"\n{text_table(comparison_rows(methods, base))}\ncomparison: {page}"
-    tell(Note(text, {"page": page, "sent": None, "base": base, "methods": [*_rows(methods, directory)]}))
+    emit(Note(text, {"page": page, "sent": None, "base": base, "methods": [*_rows(methods, directory)]}))
     if recipe.upload_to:
         with closing(Store(recipe.upload_to)) as store:
             store.put_file(page, page.name)
             url = store.below(page.name)
-            tell(Note(f"sent: {url}", {"sent": url}))
+            emit(Note(f"sent: {url}", {"sent": url}))
     return int(failed)
 
 
@@ -152,36 +152,36 @@ def _tuning(recipe: Recipe, name: str) -> Tuning:
 
 
 def _train(
-    recipe: Recipe, name: str, directory: Path, *, overwrite: bool, tell: Tell
+    recipe: Recipe, name: str, directory: Path, *, overwrite: bool, emit: Emit
 ) -> tuple[MethodRun, int]:
     """The method's run and 0; without a run when it was refused (0), failed (1) or was interrupted (as train says)."""
-    tell(Note(f"\n{name}"))
+    emit(Note(f"\n{name}"))
 
-    def tell_briefly(event: Event) -> None:
+    def emit_briefly(event: Event) -> None:
         """Passes the event on; a plan becomes one line, a result its words alone."""
         if isinstance(event, Planned):
             event = Note(describe_plan(event.report.chosen.plan))
-        tell(Note(str(event)) if isinstance(event, Result) else event)  # the words alone
+        emit(Note(str(event)) if isinstance(event, Result) else event)  # the words alone
 
     try:
         own = method_recipe(recipe, name, directory)
-        status = train_program(own, overwrite=overwrite, tell=tell_briefly, in_child=True)
+        status = train_program(own, overwrite=overwrite, emit=emit_briefly, in_child=True)
     except FituneError as error:
         failed = error.exit_code != FituneError.exit_code
-        tell(Note(f"{name} {'failed' if failed else 'is left out'}: {error}"))
+        emit(Note(f"{name} {'failed' if failed else 'is left out'}: {error}"))
         return MethodRun(name=name, run=None, why_not=str(error)), int(failed)
     if status in EXIT_CODES.values():
         return MethodRun(name=name, run=None, why_not="interrupted"), status
     if status:  # of an attempt in a process of its own, which said why
-        tell(Note(f"{name} failed: its last attempt ended with exit code {status}"))
+        emit(Note(f"{name} failed: its last attempt ended with exit code {status}"))
         return MethodRun(name=name, run=None, why_not="failed, as its last attempt says above"), 1
     return MethodRun(name=name, run=read_run(directory / name)), 0
 
 
 def _score(
-    model: str, adapter: str, data: str, directory: Path, *, overwrite: bool, tell: Tell
+    model: str, adapter: str, data: str, directory: Path, *, overwrite: bool, emit: Emit
 ) -> Mapping[str, float]:
     if overwrite:
         remove_scores(directory / "scores")  # answers of the model that was there before
     recipe = score_recipe(model=model, adapter=adapter, data=data, out=directory / "scores")
-    return score_dataset(recipe, tell=tell).grades
+    return score_dataset(recipe, emit=emit).grades

@@ -25,7 +25,7 @@ from fitune.data.tokenising import RowTokeniser
 from fitune.errors import DataError, RecipeError
 from fitune.models.tokens import tokenizer_with
 from fitune.planner.defaults import data_of, with_added_rows, with_usual_row
-from fitune.session.events import Note, Tell, telling_notes
+from fitune.session.events import Emit, Note, emit_notes
 from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.plan import DataPlan
 from fitune.spec.recipe.recipe import Recipe
@@ -101,7 +101,7 @@ class ShownData:
     """The error that training would stop with; the rows are shown without those that it is about."""
 
 
-def view_data(recipe: Recipe, *, rows: int, tell: Tell) -> ShownData:
+def view_data(recipe: Recipe, *, rows: int, emit: Emit) -> ShownData:
     """Tokenise the data of ``recipe`` as training would, into the same cache, and show ``rows`` rows of it.
 
     No plan is made: it does not matter whether the model fits anything here. Raises DataError, ModelError, RecipeError.
@@ -122,8 +122,8 @@ def view_data(recipe: Recipe, *, rows: int, tell: Tell) -> ShownData:
             tokenizer_path=recipe.model,
             seq_len=recipe.seq_len,
             seed=recipe.seed,
-            watch=tell,
-            on_note=telling_notes(tell),
+            watch=emit,
+            on_note=emit_notes(emit),
         )
 
     lenient, would_stop = _lenient(data), ""
@@ -137,7 +137,7 @@ def view_data(recipe: Recipe, *, rows: int, tell: Tell) -> ShownData:
         except DataError:
             raise error from None  # no row is left to show, and this one is named
         would_stop = str(error)
-        tell(Note(f"training would stop: {would_stop}\n"))
+        emit(Note(f"training would stop: {would_stop}\n"))
     tokenise = RowTokeniser(lenient, template, seq_len=recipe.seq_len)
     looked_at = list(islice(_looked_at(data, tokenise, template, tokenizer), LOOKED_AT))
     odd = [row for row in looked_at if row.why_not or row.kept < row.tokens]

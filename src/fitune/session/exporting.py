@@ -22,7 +22,7 @@ from fitune.report.run_files import RunFiles, read_run
 from fitune.report.run_page import write_report
 from fitune.score.engines.engine_vllm import rounded_rank
 from fitune.score.engines.opening import why_merged_first
-from fitune.session.events import Exported, Note, Tell, tell_nobody, telling_notes, telling_weights
+from fitune.session.events import Emit, Exported, Note, emit_notes, emit_weights, ignore_event
 from fitune.session.train.pushing import push, push_again, ready_repository
 from fitune.spec.plan import Lora, Plan
 from fitune.spec.reports import RunReport
@@ -45,7 +45,7 @@ from fitune.train.uploading import CONFIGS, fetch_run, send_export
 
 
 def export_anywhere(
-    run: str, out: str, kind: Kind | None, *, push_to_hub: str = "", hub_public: bool = False, tell: Tell
+    run: str, out: str, kind: Kind | None, *, push_to_hub: str = "", hub_public: bool = False, emit: Emit
 ) -> Exported:
     """``export_run`` of a run, and into a folder, that may each be behind a URL; then it goes to the Hub, where asked.
 
@@ -65,29 +65,29 @@ def export_anywhere(
             remove(local)
         if source is not None:
             directory = Path(staging_of(run))
-            fetch_run(source, directory, telling_notes(tell))
-        exported = export_run(directory, local, kind, ready=ready, tell=tell)
+            fetch_run(source, directory, emit_notes(emit))
+        exported = export_run(directory, local, kind, ready=ready, emit=emit)
         with work_under_way():
             if target is not None:
                 send_export(target, exported.path, "", keeps_others=True)
-                tell(Note(f"sent: {target.url}", {"sent": target.url}))
+                emit(Note(f"sent: {target.url}", {"sent": target.url}))
             elif source is not None and not out:
                 send_export(source, exported.path, exported.path.name)
                 url = source.below(exported.path.name)
-                tell(Note(f"sent: {url}", {"sent": url}))
+                emit(Note(f"sent: {url}", {"sent": url}))
     if not is_url(out) and (commands := commands_for(exported.path, Path(run).name)):
-        tell(next_note(commands))
+        emit(next_note(commands))
     if push_to_hub:
         again = push_again(run, push_to_hub, public=hub_public) + (f" --as {kind}" if kind else "")
         if out and not is_url(out):  # a second export would not be written there
             again = f"hf upload {push_to_hub} {shlex.quote(out)}{'' if hub_public else ' --private'}"
-        push(exported.path, push_to_hub, public=hub_public, again=again, tell=tell)
+        push(exported.path, push_to_hub, public=hub_public, again=again, emit=emit)
     return exported
 
 
 def export_run(
     run: Path, out: Path | None, kind: Kind | None, *, ready: Callable[[], object] | None = None,
-    tell: Tell = tell_nobody,
+    emit: Emit = ignore_event,
 ) -> Exported:  # fmt: skip
     """Export what a run trained, without training again.
 
@@ -103,17 +103,17 @@ def export_run(
     folder = run / EXPORT_FOLDERS[wanted]
     is_its_own = wanted == files.plan.run.export and folder.is_dir()
     if ready and out is None and not missing and (is_its_own or is_of_last_step(folder, run)):
-        tell(there := Exported(title=TITLES[wanted], path=folder, merged_loss=None))
+        emit(there := Exported(title=TITLES[wanted], path=folder, merged_loss=None))
         return there
     _refuse(run, files.plan, wanted, is_there=not missing and out is None)
     if ready:
         ready()
     with lock_directory(run) if out is None else nullcontext():
-        exported, report = _exported(run, files, wanted, out, tell=tell)
-        tell(exported)
+        exported, report = _exported(run, files, wanted, out, emit=emit)
+        emit(exported)
         if out is None and missing and wanted == files.plan.run.export:
             write_atomically(run / "report.json", to_json(report))
-            tell(Note(f"report: {write_report(run)}"))
+            emit(Note(f"report: {write_report(run)}"))
     return exported
 
 
@@ -138,14 +138,14 @@ def _refuse(run: Path, plan: Plan, wanted: Kind, *, is_there: bool) -> None:
 
 
 def _exported(
-    run: Path, files: RunFiles, wanted: Kind, out: Path | None, *, tell: Tell
+    run: Path, files: RunFiles, wanted: Kind, out: Path | None, *, emit: Emit
 ) -> tuple[Exported, RunReport]:
     """Write it; returns where it is, and the report of a run that is complete with it."""
     plan, last = files.plan, files.steps[-1]
     source = find_source(run, plan, files.run, step=last.step)
-    tell(Note(f"the trained weights are read from {source.path}"))
+    emit(Note(f"the trained weights are read from {source.path}"))
     weights = stored_weights(plan, source)
-    model = load_trained(plan, source, on_bytes=telling_weights(tell)) if weights is None else None
+    model = load_trained(plan, source, on_bytes=emit_weights(emit)) if weights is None else None
     tokenizer = planned_tokenizer(plan)
 
     @cache
@@ -162,7 +162,7 @@ def _exported(
     )  # fmt: skip
     report = replace(report, status="complete", reason="", failure=None)
     handover = handover_of(
-        model, weights, plan=plan, tokenizer=tokenizer, report=report, say=telling_notes(tell)
+        model, weights, plan=plan, tokenizer=tokenizer, report=report, say=emit_notes(emit)
     )
     path, loss = (
         handover.merged(data, out) if wanted == "merged" else (handover.trained(out, secure=False), None)

@@ -350,9 +350,9 @@ _ASKED = {*KEYS, "config", "rows", "fleet"}
 
 
 def serve_planner(
-    port: int, *, runs: Path | None, tell: Callable[[str], object], link: str | None = None
+    port: int, *, runs: Path | None, log: Callable[[str], object], link: str | None = None
 ) -> None:
-    """Answer on 127.0.0.1 until Ctrl-C; ``tell`` gets the address. ``runs``: a folder whose runs have a page, too;
+    """Answer on 127.0.0.1 until Ctrl-C; ``log`` gets the address. ``runs``: a folder whose runs have a page, too;
     ``link``: an earlier page's, whose question the address gets. Raises RecipeError for another."""
     query = "" if link is None else query_of_link(link)
     answers: dict[str, Callable[[Mapping[str, str]], str]] = {
@@ -367,4 +367,4 @@ def serve_planner(
 
         folder = RunsFolder(runs)
         answers |= {"runs": folder.page, "runs-table": folder.table, "run": folder.run}
-    serve(answers, port=port, tell=lambda address: tell(address + query))
+    serve(answers, port=port, tell=lambda address: log(address + query))

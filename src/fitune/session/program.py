@@ -25,7 +25,7 @@ from fitune.launch.nodes import ONE_NODE, OneNode, Place, meeting, place_of
 from fitune.launch.ray_cluster import RayPlace
 from fitune.launch.torchrun import fresh_logs, run_ranks
 from fitune.session.clusters.on_ray import train_on_ray
-from fitune.session.events import Note, Tell, tell_nobody
+from fitune.session.events import Emit, Note, ignore_event
 from fitune.session.planning import wanted_hardware
 from fitune.session.signals import EXIT_CODES, INTERRUPTED, end_with_launcher, ended_by_signals, stop_requests
 from fitune.session.train.attempts import (
@@ -64,7 +64,7 @@ def place_in(recipe: Recipe, *, node: int | None, rendezvous: str, timeout_s: fl
 
 
 def train_program(
-    recipe: Recipe, *, overwrite: bool, tell: Tell, in_child: bool = False, place: Place | None = None,
+    recipe: Recipe, *, overwrite: bool, emit: Emit, in_child: bool = False, place: Place | None = None,
     on_ray: RayPlace | None = None,
 ) -> int:  # fmt: skip
     """Plan and train; returns the exit code.
@@ -86,21 +86,21 @@ def train_program(
                 "--on ray has no --node-rank: Ray places the workers", hint="leave one of them out"
             )
         if on_ray is not None:
-            return train_on_ray(recipe, on_ray, overwrite=overwrite, tell=tell)
+            return train_on_ray(recipe, on_ray, overwrite=overwrite, emit=emit)
         if place is not None:
             with meeting(place) as nodes:
                 _require_same_request(nodes, recipe, overwrite=overwrite)
                 # node 0 plans for all, and its plan is what every rank runs
-                first = None if place.node else first_attempt(recipe, overwrite=overwrite, tell=tell)
-                return train_by_ranks(first if isinstance(first, Attempt) else None, recipe, nodes, tell=tell)
-        tell = tell if ranks.is_first else tell_nobody
-        attempt = first_attempt(recipe, overwrite=overwrite, tell=tell, ranks=ranks)
+                first = None if place.node else first_attempt(recipe, overwrite=overwrite, emit=emit)
+                return train_by_ranks(first if isinstance(first, Attempt) else None, recipe, nodes, emit=emit)
+        emit = emit if ranks.is_first else ignore_event
+        attempt = first_attempt(recipe, overwrite=overwrite, emit=emit, ranks=ranks)
         if not isinstance(attempt, Attempt):
             return 0
         if ranks.is_alone and attempt.plan.hardware.num_gpus > 1:
             require_one_machine(attempt.plan)
-            return train_by_ranks(attempt, recipe, ONE_NODE, tell=tell)
-        return attempt_program(attempt, tell=tell, in_child=in_child, ranks=ranks)
+            return train_by_ranks(attempt, recipe, ONE_NODE, emit=emit)
+        return attempt_program(attempt, emit=emit, in_child=in_child, ranks=ranks)
 
 
 def require_one_machine(plan: Plan) -> None:
@@ -115,7 +115,7 @@ def require_one_machine(plan: Plan) -> None:
         )
 
 
-def train_by_ranks(attempt: Attempt | None, recipe: Recipe, nodes: OneNode, *, tell: Tell) -> int:
+def train_by_ranks(attempt: Attempt | None, recipe: Recipe, nodes: OneNode, *, emit: Emit) -> int:
     """Train by the ranks of the attempt's plan, and by those of the next one when the memory of any of them ran out in
     a step; returns the exit code.
 
@@ -127,13 +127,13 @@ def train_by_ranks(attempt: Attempt | None, recipe: Recipe, nodes: OneNode, *, t
             had = last_saved(Path(plan.run.output_dir))
             if attempt is None:
                 _require_room_here(plan, recipe)
-                tell(Note(_part_of(plan, nodes)))
+                emit(Note(_part_of(plan, nodes)))
             else:
                 fresh_logs(hand_over(attempt))
             ended = _run(plan, nodes)
             if attempt is not None:
                 shortage = None if ended.is_stop else shortage_of_ranks(attempt.directory)
-                attempt = None if shortage is None else next_attempt(attempt, shortage, had=had, tell=tell)
+                attempt = None if shortage is None else next_attempt(attempt, shortage, had=had, emit=emit)
     if not (ended.is_well or ended.is_said):
         raise failure(ended)
     return ended.exit_code
@@ -229,7 +229,7 @@ def _part_of(plan: Plan, nodes: OneNode) -> str:
     )
 
 
-def go_on(directory: Path, *, tell: Tell) -> int:
+def go_on(directory: Path, *, emit: Emit) -> int:
     """Take over the attempt that waits in ``directory`` and run it, by every rank of its plan; returns the exit
     code."""
     if not launched_ranks().is_alone:
@@ -239,11 +239,11 @@ def go_on(directory: Path, *, tell: Tell) -> int:
         if not ranks.is_first:
             os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # one log a rank
         attempt = ranks.from_first(lambda: take_over(directory))
-        tell = tell if ranks.is_first else tell_nobody
+        emit = emit if ranks.is_first else ignore_event
         if ranks.is_alone:
-            return attempt_program(attempt, tell=tell)
+            return attempt_program(attempt, emit=emit)
         try:
-            code = attempt_program(attempt, tell=tell, ranks=ranks)
+            code = attempt_program(attempt, emit=emit, ranks=ranks)
         except FituneError as error:
             if not is_left_to_launcher(directory / LOGS):
                 raise
@@ -252,16 +252,16 @@ def go_on(directory: Path, *, tell: Tell) -> int:
         return 0 if code in EXIT_CODES.values() else code
 
 
-def attempt_program(attempt: Attempt, *, tell: Tell, in_child: bool = False, ranks: Ranks = ALONE) -> int:
+def attempt_program(attempt: Attempt, *, emit: Emit, in_child: bool = False, ranks: Ranks = ALONE) -> int:
     """Run the attempt, and begin anew when memory runs out in a step; returns the exit code."""
     from fitune.session.train.training import run_attempt
 
     with stop_requests(together_seconds=0.0 if ranks.is_alone else _ONE_REQUEST_SECONDS) as request:
-        ended = run_attempt(attempt, tell=tell, stop_asked=request.asked, sinks=[request], ranks=ranks)
+        ended = run_attempt(attempt, emit=emit, stop_asked=request.asked, sinks=[request], ranks=ranks)
     if isinstance(ended, Attempt):
         return (run_child if in_child else replace_process)(hand_over(ended))
     if ended.status == "interrupted":
-        tell(Note("interrupted: the step was finished and saved; add --resume to go on"))
+        emit(Note("interrupted: the step was finished and saved; add --resume to go on"))
         ranks.summed([0.0])  # an outer launcher stops all when the first of them ends
         return request.exit_code if request.received else INTERRUPTED
     return 0

@@ -107,7 +107,7 @@ def report_run(directory: Path) -> Reported:
     )
 
 
-def watched_run(run: str | Path, *, tell: Callable[[str], None], every_s: float = 5.0) -> Reported:
+def watched_run(run: str | Path, *, log: Callable[[str], None], every_s: float = 5.0) -> Reported:
     """Write report.html again and again until the run has ended, then like ``report_run``. A signal ends it with a page
     that is not loaded again, and the program with it."""
     from fitune.session.watching import watch_run
@@ -117,7 +117,7 @@ def watched_run(run: str | Path, *, tell: Callable[[str], None], every_s: float 
             f"--watch reads a run's directory, not {run}", hint="leave --watch out once the run has ended"
         )
     directory = Path(run)
-    has_ended = watch_run(directory, tell=tell, every_s=every_s)
+    has_ended = watch_run(directory, log=log, every_s=every_s)
     if not has_ended and not (directory / "plan.json").exists():  # it has not begun
         raise SystemExit(0)
     reported = report_run(directory)

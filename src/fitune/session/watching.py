@@ -24,7 +24,7 @@ from fitune.spec.words import method_name
 from fitune.track.metrics import GrowingSteps
 from fitune.units import format_bytes, format_number, format_rate, format_seconds
 
-Tell = Callable[[str], None]
+Log = Callable[[str], None]
 
 _LOOK_SECONDS = 1.0
 _SHARE = 0.05
@@ -80,7 +80,7 @@ class RunView:
         )
 
 
-def watch_run(directory: Path, *, tell: Tell, every_s: float, sure_s: float = 10.0) -> bool:
+def watch_run(directory: Path, *, log: Log, every_s: float, sure_s: float = 10.0) -> bool:
     """Write report.html every few seconds until the run in ``directory`` has ended; False if a signal came before that.
 
     A run without a report and without an owner for ``sure_s`` seconds has ended: it was killed, and nobody took it
@@ -90,7 +90,7 @@ def watch_run(directory: Path, *, tell: Tell, every_s: float, sure_s: float = 10
     look_s = min(every_s, _LOOK_SECONDS)
     with quiet_stop() as stopped:
         if not _has_begun(view):
-            tell(f"waiting for a run to begin in {directory}; Ctrl-C ends this")
+            log(f"waiting for a run to begin in {directory}; Ctrl-C ends this")
         while not _has_begun(view):
             if stopped.wait(look_s):
                 return False
@@ -98,7 +98,7 @@ def watch_run(directory: Path, *, tell: Tell, every_s: float, sure_s: float = 10
             began, wrote = time.process_time(), time.monotonic()
             line = _write(view, refresh_s=max(1, round(every_s)))
             if line and not told:
-                tell(f"{directory / 'report.html'} follows the run until it ends; Ctrl-C ends this\n{line}")
+                log(f"{directory / 'report.html'} follows the run until it ends; Ctrl-C ends this\n{line}")
                 told = True
             pause = max(every_s, (time.process_time() - began) / _SHARE)
             while time.monotonic() - wrote < pause:

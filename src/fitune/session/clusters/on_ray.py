@@ -39,7 +39,7 @@ from fitune.session.clusters.ray_ranks import (
     take_down_losses,
     train_as_rank,
 )
-from fitune.session.events import Note, StepsBegin, Tell
+from fitune.session.events import Emit, Note, StepsBegin
 from fitune.session.planning import plan_for
 from fitune.session.signals import INTERRUPTED, StopRequest, stop_requests
 from fitune.session.train.attempts import (
@@ -125,7 +125,7 @@ def place_on_ray(recipe: Recipe, on: str, *, address: str, workers: str, restart
     return asked_place(on, address=address, workers=workers, default=default, restarts=restarts)
 
 
-def train_on_ray(recipe: Recipe, place: RayPlace, *, overwrite: bool, tell: Tell) -> int:
+def train_on_ray(recipe: Recipe, place: RayPlace, *, overwrite: bool, emit: Emit) -> int:
     """Plan for the workers' hardware and train there; returns the exit code.
 
     Raises HardwareError where the cluster cannot be reached, has no room, or its nodes differ from this machine.
@@ -143,7 +143,7 @@ def train_on_ray(recipe: Recipe, place: RayPlace, *, overwrite: bool, tell: Tell
         worlds = range(place.fewest, place.most + 1)
         shapes, found = _shapes(recipe, worlds, cluster.slots(each))
         largest = shapes[place.most]
-        attempt = first_attempt(largest, overwrite=overwrite, tell=tell, hardware=found[place.most])
+        attempt = first_attempt(largest, overwrite=overwrite, emit=emit, hardware=found[place.most])
         if not isinstance(attempt, Attempt):
             return 0
         _require_shared(attempt)
@@ -152,7 +152,7 @@ def train_on_ray(recipe: Recipe, place: RayPlace, *, overwrite: bool, tell: Tell
             attempts[world] = _of_number(world, attempt, shapes[world], found[world])
         with owned_directory(attempt.directory):
             growth = Growth(each=each, most=asked.most if attempt.plan.run.saves else place.most)
-            return _Job(recipe=recipe, place=place, attempts=attempts, growth=growth, tell=tell).run()
+            return _Job(recipe=recipe, place=place, attempts=attempts, growth=growth, emit=emit).run()
 
 
 def _shapes(
@@ -200,7 +200,7 @@ class _Job:
     place: RayPlace
     attempts: dict[int, Attempt]
     growth: Growth
-    tell: Tell
+    emit: Emit
     change: Change | None = None
     """Why the present attempt follows on another one that saved."""
     had: Commit | None = None
@@ -230,16 +230,16 @@ class _Job:
             elif end.exit_code == 0:
                 return 0
             elif request.received or not (end.left_nodes or self.larger):
-                self.tell(Note("interrupted: the step was finished and saved; add --resume to go on"))
+                self.emit(Note("interrupted: the step was finished and saved; add --resume to go on"))
                 return request.exit_code if request.received else INTERRUPTED
             elif end.left_nodes:
-                self.tell(Note("a node will be taken away: saved, going on without it"))
+                self.emit(Note("a node will be taken away: saved, going on without it"))
                 self._resume("a node was to be taken away")
                 self.growth.left.update(end.left_nodes)
                 room = sum(cluster_now().without(self.growth.left).slots(self.growth.each))
                 self.place = replace(self.place, most=max(self.place.fewest, min(self.place.most, room)))
             else:
-                self.tell(Note(f"room for {self.larger} workers: saved, going on with them"))
+                self.emit(Note(f"room for {self.larger} workers: saved, going on with them"))
                 self._resume("there was room for more workers")
                 self.place = replace(self.place, most=self.larger)
                 self.growth.wanted = self.larger
@@ -272,7 +272,7 @@ class _Job:
                 if isinstance(event, StepsBegin):
                     request.start(event.plan, event.run_name)
                     self.growth.begin(event.plan.hardware.num_gpus)
-                self.tell(event)
+                self.emit(event)
             if not sent and (request.asked() or self._can_grow()):
                 sent.append(True)
                 mailbox.stop.remote()
@@ -307,7 +307,7 @@ class _Job:
         except FituneError as error:
             room = max(self.attempts)
             self.growth.most = room
-            self.tell(
+            self.emit(
                 Note(f"there is room for more workers than {room}, and none are added: {error.message}")
             )
         self.larger = room if room > self.growth.workers else 0
@@ -329,7 +329,7 @@ class _Job:
             )
         if shortage is not None:
             self.attempts[self.place.most] = next_attempt(
-                self.largest, shortage, had=self.had, tell=self.tell
+                self.largest, shortage, had=self.had, emit=self.emit
             )
             return
         directory = self.directory

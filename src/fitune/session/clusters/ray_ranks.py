@@ -17,7 +17,7 @@ from fitune.checkpoint.commit import Commit, last_saved
 from fitune.errors import FituneError, PeerGone, RankFailed, RunDirectoryError, exit_code_of
 from fitune.launch.ends import Ended
 from fitune.launch.ray_cluster import loaded_ray
-from fitune.session.events import Note, Tell, tell_nobody
+from fitune.session.events import Emit, Note, ignore_event
 from fitune.session.signals import INTERRUPTED
 from fitune.session.train.attempts import Attempt, resumed_from
 from fitune.session.train.beginning import ready_to_push
@@ -88,7 +88,7 @@ def train_as_rank(config: dict[str, Any]) -> Ended:
             return Ended(exit_code=1)  # the driver waits no longer
         before = ranks.from_first(lambda: mine)  # a group that grew has ranks that never began
         attempt = from_json(Attempt, orders.attempts[ranks.world])
-        tell: Tell = (lambda event: orders.mailbox.tell.remote(event)) if ranks.is_first else tell_nobody
+        emit: Emit = (lambda event: orders.mailbox.tell.remote(event)) if ranks.is_first else ignore_event
         talker = Talker(orders.mailbox, is_first=ranks.is_first)
         try:
             if before and ranks.from_first(lambda: first_failure(read_statuses(attempt.directory / LOGS))):
@@ -99,9 +99,9 @@ def train_as_rank(config: dict[str, Any]) -> Ended:
                 if ranks.is_first:
                     _await_owner_gone(attempt.directory)
                 if ranks.is_first and not change:
-                    tell(Note("; ".join(one.cause for one in attempt.restarts[-1:]) + ": starting again"))
+                    emit(Note("; ".join(one.cause for one in attempt.restarts[-1:]) + ": starting again"))
             ready_to_push(attempt.plan, ranks)  # the driver's token is not here
-            report = run_to_end(attempt, tell=tell, stop_asked=talker.stop_asked, sinks=[talker], ranks=ranks)
+            report = run_to_end(attempt, emit=emit, stop_asked=talker.stop_asked, sinks=[talker], ranks=ranks)
             talker.close(ranks.gathered)
             code = INTERRUPTED if report.status == "interrupted" else 0
             return Ended(exit_code=code, left_nodes=talker.left_nodes)

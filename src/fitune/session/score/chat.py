@@ -25,7 +25,7 @@ from fitune.score.engines.choosing import Row
 from fitune.score.engines.engine import Request, Sampling
 from fitune.score.engines.engine_transformers import TransformersEngine, require_effect
 from fitune.score.engines.opening import changes_the_base, load_adapted
-from fitune.session.events import Tell, tell_nobody, telling_weights
+from fitune.session.events import Emit, emit_weights, ignore_event
 from fitune.session.named_models import find_model
 from fitune.spec.recipe.score_recipe import checked_recipe
 
@@ -197,7 +197,7 @@ def open_chat(
     system: str,
     sampling: dict[str, Any],
     chat_template: str,
-    tell: Tell = tell_nobody,
+    emit: Emit = ignore_event,
 ) -> Chat:
     """Load the models that are named. Raises what ``find_model`` does, and DataError where a template refuses
     ``system``."""
@@ -224,7 +224,7 @@ def open_chat(
     @cache
     def load(base: str, adapter: str) -> Any:
         """The base with the adapter, or alone where that is empty; each pair is loaded once."""
-        return load_adapted(base, adapter, on_bytes=telling_weights(tell))
+        return load_adapted(base, adapter, on_bytes=emit_weights(emit))
 
     sides = []
     for named, title in zip(found, titles, strict=True):

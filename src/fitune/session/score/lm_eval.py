@@ -22,7 +22,7 @@ from fitune.score.engines.opening import (
     open_texts,
 )
 from fitune.score.shards import FOLDER
-from fitune.session.events import Tell, telling_notes, telling_weights
+from fitune.session.events import Emit, emit_notes, emit_weights
 from fitune.session.score.score_plan import plan_of
 from fitune.session.score.scoring import Pace
 from fitune.spec.recipe.score_recipe import ScoreRecipe
@@ -90,7 +90,7 @@ class TaskScores:
         return data
 
 
-def score_tasks(recipe: ScoreRecipe, *, tell: Tell) -> TaskScores:
+def score_tasks(recipe: ScoreRecipe, *, emit: Emit) -> TaskScores:
     """Run tasks of lm-evaluation-harness on a model; its results and the samples of each task are written into ``out``.
 
     ``chat_template``: empty: prompts are plain texts; "own": chats, by the tokenizer's template; else a Jinja file.
@@ -100,7 +100,7 @@ def score_tasks(recipe: ScoreRecipe, *, tell: Tell) -> TaskScores:
     if plan.chat_template == OWN_TEMPLATE:
         plan = replace(plan, chat_template="")
 
-    say = telling_notes(tell)
+    say = emit_notes(emit)
     check_all(plan, say=say)  # faults of engine, model or adapter before the tasks are loaded
     from lm_eval.models.utils import resolve_max_length
 
@@ -123,11 +123,11 @@ def score_tasks(recipe: ScoreRecipe, *, tell: Tell) -> TaskScores:
         # samples alone are of a run that ended between them and the results
         is_begun = (out / RESULTS).exists() or any(out.glob("samples_*.jsonl"))
         claim(out, said, has_shards=is_begun)
-        pace = Pace(tell)
+        pace = Pace(emit)
         engine_lm = EngineLM(
             lambda: open_engine(
                 plan, tokenizer, template,
-                on_bytes=telling_weights(tell),
+                on_bytes=emit_weights(emit),
             ),
             tokenizer, engine=plan.engine, template=said["chat_template"], seed=seed, on_rows=pace.rows,
             on_tokens=pace.add,

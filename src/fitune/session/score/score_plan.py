@@ -21,7 +21,7 @@ from fitune.score.plan import ScorePlan, names_of, plan_from
 from fitune.score.tasks import read_questions
 from fitune.session.clusters.fleet import FleetRequest, fleet_of, wanted_of
 from fitune.session.doctor import measure_on_first_use
-from fitune.session.events import Note, Tell
+from fitune.session.events import Emit, Note
 from fitune.spec.answering import PlannedEngine, Questions
 from fitune.spec.machines.hardware import Hardware
 from fitune.spec.model.model_config import load_model_spec
@@ -68,7 +68,7 @@ def weights_and_adapter(model: str, adapter: str) -> tuple[str, str]:
 
 
 def predict_scoring(
-    recipe: ScoreRecipe, request: FleetRequest | None, *, gpu: str, gpus: int, tell: Tell
+    recipe: ScoreRecipe, request: FleetRequest | None, *, gpu: str, gpus: int, emit: Emit
 ) -> AnsweringReport | ScoreRanking:
     """The plan for a machine, or with a ``request`` the ranking of a fleet's clusters in the order of what is wanted.
 
@@ -81,7 +81,7 @@ def predict_scoring(
             hint="leave --plan and --fleet out",
         )
     if request is None:
-        return plan_scoring(plan, engine=recipe.engine, gpu=gpu, gpus=gpus, tell=tell)
+        return plan_scoring(plan, engine=recipe.engine, gpu=gpu, gpus=gpus, emit=emit)
     if gpu:
         raise RecipeError(
             f"--gpu {gpu} plans for one machine, and {request.file} lists clusters", hint="leave --gpu out"
@@ -94,7 +94,7 @@ def predict_scoring(
 
 
 def plan_scoring(
-    plan: ScorePlan, *, engine: str = "", gpu: str = "", gpus: int = 0, tell: Tell
+    plan: ScorePlan, *, engine: str = "", gpu: str = "", gpus: int = 0, emit: Emit
 ) -> AnsweringReport:
     """The fastest way to answer on ``gpus`` of the GPU that is named, else on this machine, whose processor is measured
     first if it never was. ``engine`` empty: the fastest of all.
@@ -107,7 +107,7 @@ def plan_scoring(
         return resolve_hardware(gpu=gpu or None, gpus=gpus or (1 if gpu else detect_hardware().gpus_per_node))
 
     engines, found, questions = engines_for(engine, elsewhere=bool(gpu)), hardware(), read_lengths(plan)
-    if not gpu and measure_on_first_use(found, tell=tell):  # assumed rates are off by two times and more
+    if not gpu and measure_on_first_use(found, emit=emit):  # assumed rates are off by two times and more
         found = hardware()
     return _plan_on(plan, found, engines, questions)
 
@@ -121,7 +121,7 @@ def _plan_on(
     )  # fmt: skip
 
 
-def with_fastest_engine(plan: ScorePlan, engine: str, *, tell: Tell) -> ScorePlan:
+def with_fastest_engine(plan: ScorePlan, engine: str, *, emit: Emit) -> ScorePlan:
     """The plan with its engine and devices on this machine's GPUs, chosen as --plan does where ``engine`` is empty.
 
     As it is where nothing is to choose: without GPUs, for transformers alone, for a model that no plan knows, and where
@@ -139,7 +139,7 @@ def with_fastest_engine(plan: ScorePlan, engine: str, *, tell: Tell) -> ScorePla
     except ModelError:
         return plan
     chosen, seconds = report.chosen.answering, format_seconds(report.chosen.time.seconds)
-    tell(Note(f"engine: {name_of(chosen)}, predicted {seconds} (fitune score --plan says more)"))
+    emit(Note(f"engine: {name_of(chosen)}, predicted {seconds} (fitune score --plan says more)"))
     return replace(plan, engine=chosen.engine, devices=chosen.devices)
 
 

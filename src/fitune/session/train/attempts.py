@@ -19,7 +19,7 @@ from fitune.files import write_atomically
 from fitune.launch.ends import Ended
 from fitune.planner.retry import describe_size, next_to_try, smaller_plan, why_no_smaller
 from fitune.report.attempts import shortage_words
-from fitune.session.events import RanOutOfMemory, Tell
+from fitune.session.events import Emit, RanOutOfMemory
 from fitune.spec.plan import Plan
 from fitune.spec.predictions import Phase, PlanReport, Priced
 from fitune.spec.recipe.recipe import Recipe, canonical_keys, parse_recipe
@@ -91,7 +91,7 @@ def program_again(directory: Path) -> list[str]:
     return [sys.executable, *begun, "go-on", str(directory), *(["--json"] if "--json" in sys.argv else [])]
 
 
-def next_attempt(failed: Attempt, error: OutOfMemory, *, had: Commit | None, tell: Tell) -> Attempt:
+def next_attempt(failed: Attempt, error: OutOfMemory, *, had: Commit | None, emit: Emit) -> Attempt:
     """Tells of one that takes less, and returns it. It begins at the last checkpoint of this run, else where the failed
     one began; ``had`` is the last one before the attempt that failed.
 
@@ -126,7 +126,7 @@ def next_attempt(failed: Attempt, error: OutOfMemory, *, had: Commit | None, tel
         chosen=Priced(plan=plan, estimate=estimate),
         decisions=(*failed.report.decisions, words),
     )
-    tell(RanOutOfMemory(retry=retry))
+    emit(RanOutOfMemory(retry=retry))
     resume = resumed_from(failed, has_saved=saved is not None and saved != had)
     return replace(failed, report=report, resume=resume, overwrite=False, retries=(*failed.retries, retry))
 

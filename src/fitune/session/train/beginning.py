@@ -18,7 +18,7 @@ from fitune.measure.cuda_cards import other_card
 from fitune.measure.hardware import require_free
 from fitune.models.weight_files import stored_dtype
 from fitune.session.doctor import measure_on_first_use
-from fitune.session.events import Note, Planned, Tell
+from fitune.session.events import Emit, Note, Planned
 from fitune.session.planning import plan_to_train, wanted_hardware
 from fitune.session.train.attempts import Attempt
 from fitune.session.train.pushing import ready_repository
@@ -40,7 +40,7 @@ _SMALL_FILES_BYTES = 48 * MIB
 
 
 def first_attempt(
-    recipe: Recipe, *, overwrite: bool, tell: Tell, ranks: Ranks = ALONE, hardware: Hardware | None = None
+    recipe: Recipe, *, overwrite: bool, emit: Emit, ranks: Ranks = ALONE, hardware: Hardware | None = None
 ) -> Attempt | RunReport:
     """Plan and check everything that can be checked before data is read; the report of a run that is complete already.
 
@@ -55,20 +55,20 @@ def first_attempt(
     here = hardware
     if hardware is None:
         hardware = wanted_hardware(recipe)
-        if ranks.is_alone and measure_on_first_use(hardware, tell=tell):
+        if ranks.is_alone and measure_on_first_use(hardware, emit=emit):
             hardware = wanted_hardware(recipe)
         if not ranks.is_alone:  # all have to make the same plan, and the ranks hold memory already
             hardware = replace(hardware, taken_bytes=0)
     report = plan_to_train(recipe, hardware=hardware)
     plan = report.chosen.plan
-    tell(Planned(report=report))
+    emit(Planned(report=report))
     if here is None:  # else the ranks are started where the devices are
         if not plan.hardware.gpu.is_cpu:
             from fitune.train.prepare import require_planned_cards
 
             require_planned_cards(plan, ranks)
             if note := other_card(plan.hardware.gpu, ranks.local):
-                tell(Note(note))
+                emit(Note(note))
         if ranks.is_alone:
             require_free(plan.hardware, report.chosen.estimate.peak_bytes)
     require_own_directory(plan)
@@ -76,7 +76,7 @@ def first_attempt(
     if complete is not None:
         from fitune.session.train.training import end_complete
 
-        return end_complete(plan, complete, is_fetched=is_fetched, tell=tell, ranks=ranks)
+        return end_complete(plan, complete, is_fetched=is_fetched, emit=emit, ranks=ranks)
     require_room_on_disk(plan)
     if here is None:
         ready_to_push(plan, ranks)
