@@ -10,13 +10,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fitune.checkpoint.commit import COMMIT, FOLDER, OnNote, last_saved, read_commit, step_folders
-from fitune.checkpoint.differences import (
-    Difference,
-    compare_plans,
-    difference_table,
-    require_resumable,
-    with_unsaid_fields,
-)
 from fitune.checkpoint.remote import (
     adopt_line,
     complete_checkpoints,
@@ -25,7 +18,16 @@ from fitune.checkpoint.remote import (
     newest_in_store,
     remote_checkpoint,
 )
-from fitune.checkpoint.resume import Found, load_checkpoint, newest_checkpoint
+from fitune.checkpoint.resume import (
+    Difference,
+    Found,
+    compare_plans,
+    difference_table,
+    load_checkpoint,
+    newest_checkpoint,
+    require_resumable,
+    with_unsaid_fields,
+)
 from fitune.checkpoint.state import TrainState
 from fitune.engine.ranks import Ranks
 from fitune.errors import CheckpointError, RunDirectoryError
