@@ -28,9 +28,15 @@ from fitune.data.reading.rows import BadRow
 from fitune.files import read_text
 from fitune.models.adapter_file import WEIGHTS
 from fitune.models.attention import use_attention
-from fitune.models.door import empty_model, file_of_model, model_folder, read_config, read_generation_config
 from fitune.models.headers import own_name
 from fitune.models.language_model import LanguageModel, language_model
+from fitune.models.readers import (
+    empty_model,
+    file_of_model,
+    model_folder,
+    read_config,
+    read_generation_config,
+)
 from fitune.models.weight_files import base_reference, stored_dtype, stored_tensors
 from fitune.models.weights import compute_dtype
 from fitune.spec.counts import count_parameters

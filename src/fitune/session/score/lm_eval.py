@@ -11,7 +11,7 @@ from typing import Any
 
 from fitune.errors import RunDirectoryError, require_library
 from fitune.files import write_atomically
-from fitune.models.door import read_config
+from fitune.models.readers import read_config
 from fitune.models.weight_files import identity
 from fitune.score.answers import claim
 from fitune.score.engines.opening import (

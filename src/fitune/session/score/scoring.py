@@ -27,7 +27,7 @@ from fitune.launch.ray_cluster import RayPlace
 from fitune.measure.memory import memory_meter
 from fitune.models.adapter_file import CONFIG, read_adapter_config
 from fitune.models.adapters import load_adapter, train_tables
-from fitune.models.door import model_folder
+from fitune.models.readers import model_folder
 from fitune.models.tokens import load_tokenizer
 from fitune.models.weight_files import identity, stored_dtype
 from fitune.models.weights import load_model
