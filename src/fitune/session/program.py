@@ -127,7 +127,15 @@ def train_by_ranks(attempt: Attempt | None, recipe: Recipe, nodes: OneNode, *, e
             had = last_saved(Path(plan.run.output_dir))
             if attempt is None:
                 _require_room_here(plan, recipe)
-                emit(Note(_part_of(plan, nodes)))
+                each = plan.hardware.gpus_per_node
+                first = each * nodes.number
+                mine = f"rank {first}" if each == 1 else f"ranks {first}–{first + each - 1}"
+                emit(
+                    Note(
+                        f"{mine} of {plan.hardware.num_gpus} train here; {nodes.name(0)} tells how it goes, and what "
+                        f"they say is in {plan.run.output_dir}/{LOGS}"
+                    )
+                )
             else:
                 fresh_logs(hand_over(attempt))
             ended = _run(plan, nodes)
@@ -217,16 +225,6 @@ def _require_room_here(plan: Plan, recipe: Recipe) -> None:
             f"{format_bytes(estimate.usable_host_bytes)} on the host",
             hint="host_memory: or a smaller gpu_memory in the recipe, as the smallest node has it",
         )
-
-
-def _part_of(plan: Plan, nodes: OneNode) -> str:
-    each = plan.hardware.gpus_per_node
-    first = each * nodes.number
-    ranks = f"rank {first}" if each == 1 else f"ranks {first}–{first + each - 1}"
-    return (
-        f"{ranks} of {plan.hardware.num_gpus} train here; {nodes.name(0)} tells how it goes, and what they say is in "
-        f"{plan.run.output_dir}/{LOGS}"
-    )
 
 
 def go_on(directory: Path, *, emit: Emit) -> int:

@@ -197,18 +197,14 @@ def explain_score(report: ScoreReport) -> str:
         else f"{report.generated_tokens:,} tokens generated"
     )
     rows = f"{report.answered:,} of {counted(report.rows, 'row')} {done}{failed}"
-    return f"{grades}{rows} in {format_seconds(report.seconds)}, {tokens}{cut}{_explain_memory(report)}"
-
-
-def _explain_memory(report: ScoreReport) -> str:
-    """``first batch: 15.90 GiB of tensors predicted, 15.88 GiB measured (+0.1 %)``; empty where none was watched."""
-    if not report.measured_bytes:
-        return ""
-    error = format_percent(report.predicted_bytes / report.measured_bytes - 1, signed=True)
-    return (
-        f"\nfirst batch: {format_bytes(report.predicted_bytes)} of tensors predicted, "
-        f"{format_bytes(report.measured_bytes)} measured ({error})"
-    )
+    memory = ""
+    if report.measured_bytes:
+        error = format_percent(report.predicted_bytes / report.measured_bytes - 1, signed=True)
+        memory = (
+            f"\nfirst batch: {format_bytes(report.predicted_bytes)} of tensors predicted, "
+            f"{format_bytes(report.measured_bytes)} measured ({error})"
+        )
+    return f"{grades}{rows} in {format_seconds(report.seconds)}, {tokens}{cut}{memory}"
 
 
 def _explain_grade(report: ScoreReport, name: str) -> str:

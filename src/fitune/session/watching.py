@@ -199,16 +199,14 @@ def _row(name: str, view: RunView) -> dict[str, Any]:
         files, under_way = view.look()
     except FituneError as error:
         return {"name": name, "error": str(error)}
-    return {"name": name, "error": "", **_state(files, under_way), **_figures(files)}
-
-
-def _state(files: RunFiles, under_way: UnderWay | None) -> dict[str, str]:
-    if files.run is not None:
-        report = files.run
+    row = {"name": name, "error": "", **_figures(files)}
+    if (report := files.run) is not None:
         said = f"{report.steps:,} of {report.total_steps:,} steps in {format_seconds(report.seconds)}"
-        return {"status": report.status, "said": said}
+        return {**row, "status": report.status, "said": said}
     assert under_way is not None  # a run without a report is under way
-    return {"status": "running" if under_way.is_alive else "unfinished", "said": state_line(under_way)}
+    return {
+        **row, "status": "running" if under_way.is_alive else "unfinished", "said": state_line(under_way),
+    }  # fmt: skip
 
 
 def _figures(files: RunFiles) -> dict[str, Any]:
