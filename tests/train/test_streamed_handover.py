@@ -28,7 +28,7 @@ def small_handover(plan, source, report):
     weights = stored_weights(small, source)
     assert weights is not None
     words = {"tokenizer": AutoTokenizer.from_pretrained(plan.model_path), "report": report}
-    handover = handover_of(None, weights, plan=small, say=print, **words)
+    handover = handover_of(None, weights, plan=small, on_note=print, **words)
     assert handover.weights is not None
     return handover
 

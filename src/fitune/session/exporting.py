@@ -162,7 +162,7 @@ def _exported(
     )  # fmt: skip
     report = replace(report, status="complete", reason="", failure=None)
     handover = handover_of(
-        model, weights, plan=plan, tokenizer=tokenizer, report=report, say=emit_notes(emit)
+        model, weights, plan=plan, tokenizer=tokenizer, report=report, on_note=emit_notes(emit)
     )
     path, loss = (
         handover.merged(data, out) if wanted == "merged" else (handover.trained(out, secure=False), None)

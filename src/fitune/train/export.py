@@ -44,7 +44,7 @@ from fitune.spec.plan import ChunkedLoss, Dense, Full, InBackward, Lora, Plan, Z
 from fitune.spec.reports import MergedLoss, RunReport
 from fitune.spec.words import describe_base
 from fitune.train.again import EXPORT_FOLDERS, Kind, Source, trained_kind, with_weights
-from fitune.train.evaluate import measured_trained, or_say_why_not, sample_loss
+from fitune.train.evaluate import measured_or_none, measured_trained, sample_loss
 from fitune.train.prepare import tuned
 from fitune.units import format_bytes, format_count, format_seconds
 
@@ -57,7 +57,7 @@ class Handover:
     model: LanguageModel
     tokenizer: PreTrainedTokenizerBase
     report: RunReport
-    say: Callable[[str], None]
+    on_note: Callable[[str], None]
     """A line for people."""
     weights: Mapping[str, Tensor] | None = None
     """Trained tensors, gathered one at a time while they are read; None where ``model`` holds them itself."""
@@ -82,7 +82,7 @@ class Handover:
         measured where nobody holds the model."""
         loss, plan = None, self.plan
         if self.weights is None:
-            loss = or_say_why_not(lambda: measured_trained(plan, self.model, data()), self.say)
+            loss = measured_or_none(lambda: measured_trained(plan, self.model, data()), self.on_note)
 
         def measured(merged: PreTrainedModel) -> str:
             """The model card of the merged model, whose loss is measured for it where that is possible."""
@@ -90,8 +90,9 @@ class Handover:
             if (before := loss) is not None:
                 use_attention(merged, plan.attention)
                 model = language_model(merged, plan.loss)
-                loss = or_say_why_not(
-                    lambda: replace(before, merged=sample_loss(plan, model, data(), before.rows)), self.say
+                loss = measured_or_none(
+                    lambda: replace(before, merged=sample_loss(plan, model, data(), before.rows)),
+                    self.on_note,
                 )
             return model_card(plan, replace(self.report, merged_loss=loss), kind="merged")
 
@@ -132,12 +133,12 @@ class Handover:
         trained = compute_dtype(self.plan.precision)
         dtype = stored_dtype(model_folder(self.plan.model_path)) or trained
         if dtype != trained:
-            self.say(f"exported in {_name(dtype)}, as the base is (trained in {_name(trained)})")
+            self.on_note(f"exported in {_name(dtype)}, as the base is (trained in {_name(trained)})")
         return dtype
 
     def _said(self, done: Exported) -> Path:
         for warning in done.warnings:
-            self.say(f"warning: {warning}")
+            self.on_note(f"warning: {warning}")
         return done.path
 
 

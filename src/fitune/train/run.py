@@ -36,7 +36,7 @@ from fitune.spec.serial import to_json
 from fitune.track.metrics import MetricsLog, Sink, read_metrics
 from fitune.train.current import Callbacks, Run
 from fitune.train.directory import remove_run, require_own_directory, require_removable
-from fitune.train.ending import complete, failed, interrupted, tell_what_is_saved
+from fitune.train.ending import complete, explain_what_is_saved, failed, interrupted
 from fitune.train.evaluate import answer_before, evaluate
 from fitune.train.failure import TRACEBACK, Whereabouts, explain_failure, require_finite_step, shortage_of
 from fitune.train.loop import StepWatch, row_words, train
@@ -113,7 +113,7 @@ def run(
                 explained.shortage = shortage_of(error, current.where, meter=current.meter)
             if current.where.doing in ("finishing", *AFTER_TRAINING):
                 keep_trained(current, error)
-            tell_what_is_saved(current, explained)
+            explain_what_is_saved(current, explained)
             report = failed(current, explained, error)
             if explained is error:
                 raise

@@ -67,11 +67,11 @@ def scoring_on_ray(plan: ScorePlan, place: RayPlace, *, emit: Emit) -> Iterator[
         environment = {name: value for name, value in os.environ.items() if name.startswith("FITUNE_")}
 
         def answers(
-            weighed_by: str, groups: Iterator[list[Task]], look: Callable[[int], None]
+            likelihood_by: str, groups: Iterator[list[Task]], look: Callable[[int], None]
         ) -> Iterator[list[Answer]]:
             """Yields the answers of each group in order, from workers on Ray; ``look`` is told rows done."""
             pool: ActorPool[list[Task], list[Answer]] = ActorPool(
-                ScoringWorker, (plan, os.getcwd(), environment, threads, weighed_by),
+                ScoringWorker, (plan, os.getcwd(), environment, threads, likelihood_by),
                 workers=workers, each=each, restarts=place.restarts, told=emit_notes(emit),
             )  # fmt: skip
             with pool:

@@ -75,9 +75,9 @@ def predict_scoring(
     Raises what ``plan_scoring`` raises, and RecipeError for a GPU beside a fleet.
     """
     plan = plan_of(recipe)
-    if weighing := _weighing(plan):
+    if graders := _likelihood_graders(plan):
         raise RecipeError(
-            f"--plan and --fleet predict written answers, and --grader {weighing[0]} weighs references",
+            f"--plan and --fleet predict written answers, and --grader {graders[0]} weighs references",
             hint="leave --plan and --fleet out",
         )
     if request is None:
@@ -125,17 +125,21 @@ def with_fastest_engine(plan: ScorePlan, engine: str, *, emit: Emit) -> ScorePla
     """The plan with its engine and devices on this machine's GPUs, chosen as --plan does where ``engine`` is empty.
 
     As it is where nothing is to choose: without GPUs, for transformers alone, for a model that no plan knows, and where
-    texts are weighed unless ``engine`` is vllm, which is given as many devices as hold the model.
+    likelihoods of texts are asked unless ``engine`` is vllm, which is given as many devices as hold the model.
     """
     if engine == "transformers" or (not engine and not has_vllm()):
         return plan
     hardware = resolve_hardware(gpus=detect_hardware().gpus_per_node)  # 1 for a processor
-    weighed = bool(_weighing(plan)) if plan.graders else first_row_has_choices(plan.sources)
-    if hardware.gpu.is_cpu or (engine == "vllm" and hardware.gpus_per_node == 1) or (weighed and not engine):
+    by_likelihood = bool(_likelihood_graders(plan)) if plan.graders else first_row_has_choices(plan.sources)
+    if (
+        hardware.gpu.is_cpu
+        or (engine == "vllm" and hardware.gpus_per_node == 1)
+        or (by_likelihood and not engine)
+    ):
         return plan
     engines = engines_for(engine, elsewhere=False)
     try:
-        report = _plan_on(plan, hardware, engines, _lengths(plan, weighed=weighed))
+        report = _plan_on(plan, hardware, engines, _lengths(plan, by_likelihood=by_likelihood))
     except ModelError:
         return plan
     chosen, seconds = report.chosen.answering, format_seconds(report.chosen.time.seconds)
@@ -143,7 +147,7 @@ def with_fastest_engine(plan: ScorePlan, engine: str, *, emit: Emit) -> ScorePla
     return replace(plan, engine=chosen.engine, devices=chosen.devices)
 
 
-def _weighing(plan: ScorePlan) -> list[str]:
+def _likelihood_graders(plan: ScorePlan) -> list[str]:
     """Graders that weigh given texts: nothing is written for them."""
     if not plan.graders:
         return []
@@ -180,19 +184,19 @@ def read_lengths(plan: ScorePlan) -> Questions:
             "log-likelihoods",
             hint="leave --plan out",
         )
-    return _lengths(plan, weighed=False)
+    return _lengths(plan, by_likelihood=False)
 
 
-def _lengths(plan: ScorePlan, *, weighed: bool) -> Questions:
-    """``weighed``: prompts with the texts behind them, and no new tokens."""
+def _lengths(plan: ScorePlan, *, by_likelihood: bool) -> Questions:
+    """``by_likelihood``: prompts with the texts behind them, and no new tokens."""
     room, data = load_model_spec(plan.model).max_seq_len, names_of(plan.sources)
     sizes: list[tuple[int, int]] = []
     texts: list[str] = []
-    shown, new = 0, 1 if weighed else plan.sampling.max_new_tokens
-    for question in read_questions(plan.sources, id_column=plan.id_column, weighed=weighed):
+    shown, new = 0, 1 if by_likelihood else plan.sampling.max_new_tokens
+    for question in read_questions(plan.sources, id_column=plan.id_column, weighed=by_likelihood):
         if question.problem:
             continue
-        given = (question.choices or (question.expected or "",)) if weighed else ()
+        given = (question.choices or (question.expected or "",)) if by_likelihood else ()
         text = "\n".join([*(message.text for message in question.messages), question.tools, *given])
         sizes.append((len(text.encode("utf-8", "replace")), len(question.messages)))
         new = max(new, int(dict(question.own).get("max_new_tokens", 0)))
