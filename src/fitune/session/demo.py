@@ -1,7 +1,6 @@
 """The whole loop on a base model and a task made on the spot."""
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from fitune.units import format_bytes, format_percent, format_rate, format_secon
 _SEED = 0
 _GRADER = "exact_match"
 _SETTINGS = ("log_steps=25",)
+_HEADINGS = ("", "right answers", "loss", "peak predicted", "measured", "error", "speed", "time")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,8 @@ def run_demo(directory: Path, *, gpus: int, emit: Emit) -> tuple[Outcome, ...]:
     say(f"\n5. {HELD_OUT_ROWS} held-out orders, about goods and cities that no training row names\n")
     seconds = time.perf_counter() - started
     say(
-        outcome_table(outcomes),
+        # right answers before and after, and what training took: predicted | measured
+        text_table([_HEADINGS, *(_cells(outcome) for outcome in outcomes)], indent=2),
         f"\nThe whole demo took {format_seconds(seconds)}. Open in a browser:",
         *(f"  {outcome.report}" for outcome in outcomes if outcome.report is not None),
         folder=directory,
@@ -93,12 +94,6 @@ def run_demo(directory: Path, *, gpus: int, emit: Emit) -> tuple[Outcome, ...]:
         models=outcomes,
     )
     return tuple(outcomes)
-
-
-def outcome_table(outcomes: Sequence[Outcome]) -> str:
-    """Right answers before and after, and what training took: predicted | measured."""
-    head = ("", "right answers", "loss", "peak predicted", "measured", "error", "speed", "time")
-    return text_table([head, *(_cells(outcome) for outcome in outcomes)], indent=2)
 
 
 def _cells(outcome: Outcome) -> tuple[str, ...]:
