@@ -212,3 +212,22 @@ def test_a_look_at_the_lock_refuses_no_run_that_begins_meanwhile(tmp_path, monke
     )
     with lock_directory(tmp_path):
         assert look.closed
+
+
+def test_a_forked_child_that_lives_longer_does_not_have_the_lock(tmp_path):
+    ends = "print(os.getpid(), flush=True); os.kill(os.getppid(), 9); time.sleep(120)"
+    code = f"""{_IMPORT}
+import os, time
+with lock_directory(Path({str(tmp_path)!r})):
+    if os.fork():
+        time.sleep(120)
+    {ends}"""
+    owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    child = int(owner.stdout.readline())
+    assert owner.wait() == -signal.SIGKILL
+    try:
+        with lock_directory(tmp_path):
+            os.kill(child, 0)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        owner.stdout.close()

@@ -28,6 +28,9 @@ WAIT_VARIABLE = "FITUNE_WAIT_FOR_RUN_SECONDS"
 cluster starts the next attempt while the pods of the one before still save."""
 _LOOK_SECONDS = 0.1
 """A lock that is taken is asked for twice at least: whoever asks if it is held has it for a moment."""
+_held: set[int] = set()
+"""A child that is forked, and lives longer than the owner, must not have its lock."""
+os.register_at_fork(after_in_child=lambda: [*map(os.close, _held)])
 _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
@@ -47,6 +50,7 @@ def lock_directory(path: Path, *, lock: str = LOCK) -> Iterator[str]:
         raise _unwritable(directory, error) from error
     file, has_ended = directory / lock, False
     handle = _acquired_in_time(file)
+    _held.add(handle)
     try:
         attempt = uuid.uuid4().hex
         owner = {"pid": str(os.getpid()), "host": socket.gethostname(), "attempt": attempt}
@@ -61,6 +65,7 @@ def lock_directory(path: Path, *, lock: str = LOCK) -> Iterator[str]:
                     file.unlink()
                     if is_new:
                         directory.rmdir()
+        _held.remove(handle)
         os.ftruncate(handle, 0)  # an empty lock has no owner, however the run ended
         os.close(handle)  # closing releases the lock
 
