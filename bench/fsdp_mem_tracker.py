@@ -23,7 +23,7 @@ from transformers import LlamaConfig
 
 from fitune.engine.ranks import local_part
 from fitune.estimate.predict import predict
-from fitune.models.door import model_config
+from fitune.models.readers import model_config
 from fitune.rehearse.deep_update import make_states
 from fitune.rehearse.stand_ins import StandIns
 from fitune.rehearse.step import full_stream, heaviest_rows, most_labels, record_step, rehearsed

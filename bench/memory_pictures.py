@@ -11,7 +11,7 @@ from pathlib import Path
 
 from drawing import document, line, polygon, rectangle, text
 
-from fitune.models.door import model_config
+from fitune.models.readers import model_config
 from fitune.rehearse.step import trace_plan
 from fitune.rehearse.trace import Allocated, Entered, Freed, Trace, kinds_of, rounded
 from fitune.report.run_plots import fold_small_terms

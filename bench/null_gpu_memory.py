@@ -40,7 +40,7 @@ from fitune.engine.fsdp import mesh_of
 from fitune.errors import TrainingFailed
 from fitune.estimate.division import uses_deepspeed
 from fitune.estimate.predict import predict_memory
-from fitune.models.door import empty_model
+from fitune.models.readers import empty_model
 from fitune.models.weights import compute_dtype
 from fitune.rehearse.step import trace_plan
 from fitune.rehearse.trace import peaks_by_kind, reserved_peak

@@ -230,7 +230,7 @@ def empty_llama(layers: int) -> Any:
     import torch
     from gpu_cases import SHAPES, config_of
 
-    from fitune.models.door import empty_model
+    from fitune.models.readers import empty_model
 
     with torch.device("meta"):
         return empty_model(config_of(replace(SHAPES["8b"], layers=layers)), torch.bfloat16)

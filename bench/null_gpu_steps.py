@@ -20,7 +20,7 @@ import nullcuda
 import torch
 
 from fitune.measure.memory import memory_meter
-from fitune.models.door import empty_model
+from fitune.models.readers import empty_model
 from fitune.models.weights import compute_dtype
 from fitune.spec.machines.gpus import find_gpu, hardware_for
 from fitune.spec.plan import Plan

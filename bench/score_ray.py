@@ -92,7 +92,7 @@ def main() -> None:
                             max_new_tokens=asked.new,
                             batch_size=4,
                         ),
-                        tell=clock,
+                        emit=clock,
                         place=RayPlace(fewest=workers, most=workers),
                     )
                     found[workers].append(clock.rates())

@@ -30,7 +30,7 @@ from fitune.score.engines.continuous import unwatched
 from fitune.score.engines.engine import Completion, Request
 from fitune.score.engines.engine_transformers import TransformersEngine
 from fitune.score.shards import Shards
-from fitune.session.events import tell_nobody
+from fitune.session.events import ignore_event
 from fitune.session.score import scoring
 from fitune.session.score.scoring import ScoreMemory
 from fitune.spec.answering import ROWS_AT_ONCE
@@ -135,7 +135,7 @@ def _scored(
                         batch_size=asked.batch,
                         engine="transformers",
                     ),
-                    tell=tell_nobody,
+                    emit=ignore_event,
                 )
         finally:
             for room, name, call in kept:

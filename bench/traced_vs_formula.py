@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fitune.estimate.predict import predict_memory
-from fitune.models.door import model_config
+from fitune.models.readers import model_config
 from fitune.rehearse.profile import TransformersTracer
 from fitune.rehearse.shapes import read_shapes
 from fitune.spec.counts import count_parameters

@@ -48,7 +48,7 @@ class Heard:
 
 def by_one_process(recipe):
     """The same run in this process; its directory."""
-    train_recipe(recipe, overwrite=False, tell=lambda event: None, stop_asked=lambda: False)
+    train_recipe(recipe, overwrite=False, emit=lambda event: None, stop_asked=lambda: False)
     assert recipe.output_dir
     return Path(recipe.output_dir)
 

@@ -23,12 +23,12 @@ from fitune.spec.hub import keep_out_hub_kernels
 if TYPE_CHECKING:
     from typing import Unpack
 
+    from fitune.session.alternatives import Rehearsed
     from fitune.session.events import Event, Exported
     from fitune.session.recipes.keywords import PathLike, RecipeKeys, RecipeLike, ScoreKeys
-    from fitune.session.rehearsing import Rehearsed
     from fitune.session.reported import Reported
     from fitune.session.results import Result
-    from fitune.session.score.lm_eval_words import TaskScores
+    from fitune.session.score.lm_eval import TaskScores
     from fitune.spec.predictions import PlanReport
     from fitune.spec.reports import RunReport, ScoreReport
     from fitune.train.again import Kind
@@ -67,8 +67,8 @@ def rehearse(
 
     ``exact`` traces every block instead of a few that stand for all.
     """
+    from fitune.session.alternatives import rehearse_recipe
     from fitune.session.recipes.reading import recipe_of
-    from fitune.session.rehearsing import rehearse_recipe
 
     return rehearse_recipe(recipe_of(recipe, settings), exact=exact)
 
@@ -97,7 +97,7 @@ def train(
     from fitune.session.train.training import train_recipe
 
     return train_recipe(
-        recipe_of(recipe, settings), overwrite=overwrite, tell=_told(progress), stop_asked=should_stop
+        recipe_of(recipe, settings), overwrite=overwrite, emit=_told(progress), stop_asked=should_stop
     )
 
 
@@ -124,7 +124,7 @@ def score(
     from fitune.session.score.scoring import score_dataset
     from fitune.spec.recipe.score_recipe import score_recipe
 
-    return score_dataset(score_recipe(model=model, data=data, out=out, **settings), tell=_told(progress))
+    return score_dataset(score_recipe(model=model, data=data, out=out, **settings), emit=_told(progress))
 
 
 @system_failures()
@@ -147,7 +147,7 @@ def score_tasks(
     from fitune.spec.recipe.score_recipe import score_recipe
 
     recipe = score_recipe(model=model, lm_eval=tasks, out=out, lm_eval_tasks=tasks_folder, **settings)
-    return run(recipe, tell=_told(progress))
+    return run(recipe, emit=_told(progress))
 
 
 @system_failures()
@@ -169,7 +169,7 @@ def export(
 
     return export_anywhere(
         str(run), "" if out is None else str(out), kind, push_to_hub=push_to_hub, hub_public=hub_public,
-        tell=_told(progress),
+        emit=_told(progress),
     )  # fmt: skip
 
 
@@ -203,9 +203,9 @@ def _told(progress: "Callable[[Event], object] | None") -> "Callable[[Event], No
 
         return Terminal(redrawn=True)
 
-    def tell(event: "Event") -> None:
+    def emit(event: "Event") -> None:
         """Passes each event to ``progress``; drops it where there is none."""
         if progress is not None:
             progress(event)
 
-    return tell
+    return emit

@@ -8,7 +8,7 @@ import pytest
 from checkpoint.killed_saves import same, state_of
 from checkpoint.saves import save_checkpoint
 from fitune.checkpoint import commit, resume
-from fitune.checkpoint.commit import Attempt, Descent, is_on, last_saved, read_commit
+from fitune.checkpoint.commit import Attempt, Commit, Descent, last_saved, read_commit
 from fitune.checkpoint.resume import Found, begin_line, load_checkpoint, newest_checkpoint
 
 
@@ -231,4 +231,5 @@ FIRST, SECOND, THIRD = (Attempt(id=name, after=step) for name, step in (("a", 0)
     ],
 )
 def test_a_line_passes_through(saved_on, step, counts):
-    assert is_on((FIRST, SECOND, THIRD), saved_on=saved_on, step=step) is counts
+    saved = Commit(step=step, line=saved_on, parent=None, eval_loss=None, files={})
+    assert saved.is_on((FIRST, SECOND, THIRD)) is counts

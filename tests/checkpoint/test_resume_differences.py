@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fitune.checkpoint.differences import compare_plans, require_resumable, with_unsaid_fields
+from fitune.checkpoint.resume import compare_plans, require_resumable, with_unsaid_fields
 from fitune.errors import CheckpointError
 from fitune.spec.machines.hardware import Hardware
 from fitune.spec.model.model_spec import Dropout

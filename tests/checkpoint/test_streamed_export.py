@@ -14,7 +14,7 @@ from fitune.checkpoint import export, layout
 from fitune.checkpoint.export import export_adapter, export_full, export_merged
 from fitune.checkpoint.layout import Piece, write_model
 from fitune.errors import CheckpointError
-from fitune.models.door import empty_model, read_config
+from fitune.models.readers import empty_model, read_config
 from runs import same_weights
 
 

@@ -61,7 +61,7 @@ def test_what_was_measured_is_shown():
 def test_what_is_measured_is_stored(monkeypatch):
     monkeypatch.setattr(measuring, "calibrate", lambda hardware: calibration(this_device()))
     said = []
-    assert calibrate_device(tell=said.append)
+    assert calibrate_device(log=said.append)
     assert said[-1].startswith("measured ")
     assert stored_calibration(this_device()) == calibration(this_device())
 

@@ -6,7 +6,7 @@ import xml.etree.ElementTree as xml
 import pytest
 
 from fitune.errors import RecipeError
-from fitune.session.matrix import full_names, row_lengths
+from fitune.session.alternatives import full_names, row_lengths
 
 ON_V100 = ("--gpu", "v100-32gb", "--gpus", "8")
 

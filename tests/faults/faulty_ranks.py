@@ -20,7 +20,7 @@ from fitune.cli import main
 from fitune.errors import DataError, MissingExtra
 from fitune.launch import nodes
 from fitune.report import run_page
-from fitune.session import fresh_process
+from fitune.session import program
 
 
 def raise_value_error():
@@ -158,7 +158,7 @@ if __name__ == "__main__":
     os.environ["OMP_NUM_THREADS"] = "1"  # torch's threads
     run_page.draw_pictures = draw_nothing  # longer than the run that they show
     nodes.SILENCE_SECONDS = float(os.environ.get("SILENCE", nodes.SILENCE_SECONDS))
-    fresh_process._ONE_REQUEST_SECONDS = float(os.environ.get("TOGETHER", fresh_process._ONE_REQUEST_SECONDS))
+    program._ONE_REQUEST_SECONDS = float(os.environ.get("TOGETHER", program._ONE_REQUEST_SECONDS))
     rank, call, name, *words = sys.argv[1:]
     sys.argv = [sys.argv[0], *words]
     if "RANK" in os.environ:

@@ -9,7 +9,7 @@ import pytest
 from fitune.checkpoint.state import TrainState
 from fitune.errors import CheckpointError
 from fitune.spec.serial import from_json, to_data
-from fitune.train.resume import where_to_start
+from fitune.train.start import where_to_start
 
 SHAPES = {
     "a list": "[1, 2]",
@@ -99,7 +99,7 @@ def test_a_state_that_is_no_training_state_is_refused(
     plan = make_plan()
     found = [_state(plan, {}), _state(plan, facts)]
     monkeypatch.setattr(
-        import_module("fitune.train.resume"), "load_checkpoint", lambda path, verified: found.pop(0)
+        import_module("fitune.train.start"), "load_checkpoint", lambda path, verified: found.pop(0)
     )
     assert where_to_start(tmp_path, plan, resume="step-1").step == 1
     with pytest.raises(CheckpointError, match=f"the checkpoint of step 1 cannot be used: .*{cause}"):

@@ -7,9 +7,8 @@ import pytest
 
 from faults import one_failure
 from fitune.errors import RunDirectoryError
-from fitune.session.fresh_process import hand_over, take_over
 from fitune.session.planning import plan_for
-from fitune.session.train.attempts import Attempt
+from fitune.session.train.attempts import Attempt, hand_over, take_over
 from fitune.spec.recipe.recipe import canonical_keys, dump_recipe, parse_recipe
 from fitune.spec.reports import Restart
 from fitune.spec.run_directory import RETRY

@@ -6,11 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from types import SimpleNamespace
 
 import pytest
 
 from fitune.checkpoint.commit import inside
 from fitune.errors import RunDirectoryError
+from fitune.spec import run_lock
 from fitune.spec.run_lock import lock_directory
 
 # Row 26: names stay inside
@@ -48,9 +51,9 @@ def test_the_folder_itself_may_be_a_link(tmp_path):
 
 
 def test_the_directory_is_made_and_its_lock_names_the_owner(tmp_path):
-    with lock_directory(tmp_path / "a/b", attempt="first") as lock:
-        owner = json.loads((lock.directory / "run.lock").read_text())
-        assert (owner["pid"], owner["attempt"]) == (str(os.getpid()), "first")
+    with lock_directory(tmp_path / "a/b") as attempt:
+        owner = json.loads((tmp_path / "a/b/run.lock").read_text())
+        assert (owner["pid"], owner["attempt"]) == (str(os.getpid()), attempt)
     assert (tmp_path / "a/b/run.lock").read_text() == ""
 
 
@@ -85,7 +88,7 @@ def test_a_second_run_in_this_process_is_refused_and_the_first_keeps_its_lock(tm
     with lock_directory(tmp_path):
         for _ in range(2):
             with (
-                pytest.raises(RunDirectoryError, match="another run of this process"),
+                pytest.raises(RunDirectoryError, match=f"in use by process {os.getpid()}"),
                 lock_directory(tmp_path),
             ):
                 pass
@@ -123,7 +126,7 @@ def test_a_lock_that_was_removed_before_it_was_got_is_made_anew(tmp_path, monkey
     """The owner before was refused between our opening of the file and its lock."""
     import fcntl
 
-    locked = fcntl.lockf
+    locked = fcntl.flock
     removed = []
 
     def refused_before(handle, *how):
@@ -131,28 +134,26 @@ def test_a_lock_that_was_removed_before_it_was_got_is_made_anew(tmp_path, monkey
             removed.append((tmp_path / "run.lock").unlink())
         return locked(handle, *how)
 
-    monkeypatch.setattr(fcntl, "lockf", refused_before)
-    with lock_directory(tmp_path, attempt="ours"):
-        assert try_elsewhere(tmp_path).startswith(
-            "RunDirectoryError"
-        )  # first: reading the lock here gives it up
-        assert "ours" in (tmp_path / "run.lock").read_text()
+    monkeypatch.setattr(fcntl, "flock", refused_before)
+    with lock_directory(tmp_path) as attempt:
+        assert attempt in (tmp_path / "run.lock").read_text()
+        assert try_elsewhere(tmp_path).startswith("RunDirectoryError")
 
 
 def test_another_live_process_is_named_and_a_killed_one_is_taken_over(tmp_path):
-    hold = "print('owned', flush=True); input()"
-    code = f"{_IMPORT}\nwith lock_directory(Path({str(tmp_path)!r}), attempt='older'): {hold}"
+    hold = "print(attempt, flush=True); input()"
+    code = f"{_IMPORT}\nwith lock_directory(Path({str(tmp_path)!r})) as attempt: {hold}"
     owner = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
     )
-    assert owner.stdout.readline() == "owned\n"
-    with pytest.raises(RunDirectoryError, match=f"in use by process {owner.pid} on .*, attempt older"):
+    older = owner.stdout.readline().strip()
+    with pytest.raises(RunDirectoryError, match=f"in use by process {owner.pid} on .*, attempt {older}"):
         lock_directory(tmp_path).__enter__()
     owner.send_signal(signal.SIGKILL)
     owner.communicate()
-    assert "older" in (tmp_path / "run.lock").read_text()
-    with lock_directory(tmp_path, attempt="newer"):
-        assert "newer" in (tmp_path / "run.lock").read_text()
+    assert older in (tmp_path / "run.lock").read_text()
+    with lock_directory(tmp_path) as newer:
+        assert newer in (tmp_path / "run.lock").read_text()
 
 
 def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path):
@@ -173,7 +174,7 @@ def test_without_file_locks_the_text_of_the_lock_decides(tmp_path, monkeypatch, 
     def unsupported(*_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(fcntl, "lockf", unsupported)
+    monkeypatch.setattr(fcntl, "flock", unsupported)
     (tmp_path / "run.lock").write_text(
         json.dumps({"pid": pid, "host": host or socket.gethostname(), "attempt": "x"})
     )
@@ -197,3 +198,36 @@ except Exception as error: print(type(error).__name__)"""
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.strip()
+
+
+def test_a_look_at_the_lock_refuses_no_run_that_begins_meanwhile(tmp_path, monkeypatch):
+    """Whoever asks if a lock is held has it for a moment."""
+    import fcntl
+
+    (tmp_path / "run.lock").write_text('{"pid": "1", "host": "node", "attempt": "x"}')
+    look = (tmp_path / "run.lock").open()
+    fcntl.flock(look, fcntl.LOCK_SH)
+    monkeypatch.setattr(
+        run_lock, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: look.close())
+    )
+    with lock_directory(tmp_path):
+        assert look.closed
+
+
+def test_a_forked_child_that_lives_longer_does_not_have_the_lock(tmp_path):
+    ends = "print(os.getpid(), flush=True); os.kill(os.getppid(), 9); time.sleep(120)"
+    code = f"""{_IMPORT}
+import os, time
+with lock_directory(Path({str(tmp_path)!r})):
+    if os.fork():
+        time.sleep(120)
+    {ends}"""
+    owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    child = int(owner.stdout.readline())
+    assert owner.wait() == -signal.SIGKILL
+    try:
+        with lock_directory(tmp_path):
+            os.kill(child, 0)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        owner.stdout.close()

@@ -13,7 +13,7 @@ from fitune.engine.ranks import ALONE, Ranks, first_host, joined_ranks, launched
 from fitune.errors import HardwareError, PeerGone, RecipeError
 from fitune.launch.ends import Ended, Exit, ended
 from fitune.session.clusters.launching import machine_commands
-from fitune.session.clusters.ray_losses import cause_of_loss, write_losses
+from fitune.session.clusters.ray_ranks import cause_of_loss, write_losses
 from fitune.spec.rank_status import RankError, RankStatus, read_statuses, write_status
 from fitune.spec.run_directory import LOGS, rank_log
 from fitune.track.metrics import to_line

@@ -314,7 +314,7 @@ def test_the_rules_of_this_test_refuse_what_breaks_them(spoil):
 _HOLDS = """
 import fcntl, sys
 file = open(sys.argv[1], "a")
-fcntl.lockf(file, fcntl.LOCK_EX)
+fcntl.flock(file, fcntl.LOCK_EX)
 print("held", flush=True)
 sys.stdin.read()
 """

@@ -5,14 +5,14 @@ import sys
 
 PROGRAM = """
 import sys
-from fitune.session import fresh_process
-from fitune.session.events import tell_nobody
+from fitune.session import program
+from fitune.session.events import ignore_event
 from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
 
 model, data, output = sys.argv[1:]
 words = {"model": model, "data": [data], "output_dir": output, "tuning": "lora", "gpu": "cpu", "gpus": 2, "zero": 2}
 recipe = parse_recipe(canonical_keys(words, where="test"))
-attempt = fresh_process.first_attempt(recipe, overwrite=False, tell=tell_nobody)
+attempt = program.first_attempt(recipe, overwrite=False, emit=ignore_event)
 assert attempt.plan.hardware.num_gpus == 2
 print(sorted({"transformers", "peft", "datasets", "accelerate"} & set(sys.modules)))
 """

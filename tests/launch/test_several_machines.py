@@ -6,8 +6,8 @@ import pytest
 
 from fitune.errors import HardwareError
 from fitune.launch.nodes import OneNode, Place
-from fitune.session.train import ranks_of_nodes
-from fitune.session.train.ranks_of_nodes import require_one_machine
+from fitune.session import program
+from fitune.session.program import require_one_machine
 from fitune.spec.serial import to_json
 from fitune.units import GIB
 from plans import gpu, plan_for, recipe_of, small_llama
@@ -53,6 +53,6 @@ def test_a_node_that_is_smaller_than_the_first_says_so_before_its_ranks_start(mo
             return replace(found, gpu=replace(found.gpu, memory_bytes=other["memory"]))
         return replace(found, **other)
 
-    monkeypatch.setattr(ranks_of_nodes, "wanted_hardware", here)
+    monkeypatch.setattr(program, "wanted_hardware", here)
     with pytest.raises(HardwareError, match=said):
-        ranks_of_nodes.train_by_ranks(None, recipe_of("m"), _Second(plan), tell=lambda event: None)
+        program.train_by_ranks(None, recipe_of("m"), _Second(plan), emit=lambda event: None)

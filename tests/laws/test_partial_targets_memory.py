@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from fitune.estimate.model_profile import model_profile
 from fitune.estimate.predict import predict_memory
-from fitune.models.door import model_config
+from fitune.models.readers import model_config
 from fitune.rehearse.step import trace_plan
 from fitune.spec.counts import adapted_blocks, untouched_blocks
 from fitune.spec.model.block_profile import BatchShape

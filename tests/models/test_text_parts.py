@@ -27,7 +27,7 @@ from fitune.estimate.parameters import count_parameters
 from fitune.measure.memory import LiveTensors
 from fitune.models.adapter_file import check_adapter
 from fitune.models.adapters import load_adapter
-from fitune.models.door import text_config
+from fitune.models.readers import text_config
 from fitune.models.weights import load_model
 from fitune.train.prepare import prepare
 from laws.test_memory_prediction import bench

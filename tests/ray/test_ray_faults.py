@@ -40,7 +40,7 @@ def test_a_worker_killed_beyond_the_limit_is_the_cause(cluster, recipe, monkeypa
     monkeypatch.setattr(on_ray, "train_as_rank", Faulty("kill", call=5, deaf=str(tmp_path / "deaf")))
     wanted = recipe(zero=0)
     with pytest.raises(TrainingFailed, match=r"^rank 1 .*ended without a word") as failed:
-        train_on_ray(wanted, once, overwrite=False, tell=(heard := Heard()))
+        train_on_ray(wanted, once, overwrite=False, emit=(heard := Heard()))
     assert failed.value.exit_code == 1
     assert "--resume" in str(failed.value.hint)
     assert (tmp_path / "deaf").exists()
@@ -97,7 +97,7 @@ def test_a_driver_killed_and_started_again_ends_with_the_losses_of_one_process(c
         driver.wait()
     wait_for(lambda: not any(map(process_lives, workers)), what="the workers outlived their driver")
     wait_until_idle()
-    assert train_on_ray(recipe("two", resume=True, **settings), TWO, overwrite=False, tell=Heard()) == 0
+    assert train_on_ray(recipe("two", resume=True, **settings), TWO, overwrite=False, emit=Heard()) == 0
     assert losses(folder) == pytest.approx(losses(one), abs=1e-5)
 
 
@@ -112,11 +112,11 @@ def test_only_our_commits_count_whatever_ray_has_lost(cluster, recipe, monkeypat
     spoiling = Faulty("spoil", call=9, folder=str(folder), marker=str(tmp_path / "spoiled"))
     with monkeypatch.context() as patched:
         patched.setattr(on_ray, "train_as_rank", spoiling)
-        assert train_on_ray(two, RayPlace(fewest=2, most=2, restarts=1), overwrite=False, tell=Heard()) == 0
+        assert train_on_ray(two, RayPlace(fewest=2, most=2, restarts=1), overwrite=False, emit=Heard()) == 0
     [restart] = report_of(folder).restarts
     assert restart.after_step == 4
     spoil_ray(folder)
-    assert train_on_ray(recipe("two", zero=0, **longer), TWO, overwrite=False, tell=Heard()) == 0
+    assert train_on_ray(recipe("two", zero=0, **longer), TWO, overwrite=False, emit=Heard()) == 0
     assert losses(folder) == pytest.approx(losses(one), abs=1e-5)
     assert len(losses(one)) == 8
 
@@ -127,7 +127,7 @@ def test_a_rank_without_memory_lets_the_next_attempt_take_less_and_train_the_mod
     one, heard = by_one_process(recipe("one")), Heard()
     monkeypatch.setattr(on_ray, "train_as_rank", Faulty("memory", call=5, marker=str(tmp_path / "happened")))
     two = recipe("two", zero=0)
-    assert train_on_ray(two, TWO, overwrite=False, tell=heard) == 0
+    assert train_on_ray(two, TWO, overwrite=False, emit=heard) == 0
     folder = Path(str(two.output_dir))
     report = report_of(folder)
     [retry] = report.retries
@@ -139,7 +139,7 @@ def test_a_rank_without_memory_lets_the_next_attempt_take_less_and_train_the_mod
     assert (folder / "adapter" / "adapter_model.safetensors").is_file()
     assert len(heard.events) > 6
     again = Heard()
-    assert train_on_ray(two, TWO, overwrite=False, tell=again) == 0
+    assert train_on_ray(two, TWO, overwrite=False, emit=again) == 0
     assert "already complete" in again.text
 
 

@@ -48,7 +48,7 @@ def test_a_global_batch_that_some_number_of_workers_does_not_divide_is_refused(c
     with pytest.raises(
         RecipeError, match=r"with 2 workers in place of 3, at the same global batch of 9 rows"
     ):
-        train_on_ray(wanted, RayPlace(fewest=2, most=4), overwrite=False, tell=Heard())
+        train_on_ray(wanted, RayPlace(fewest=2, most=4), overwrite=False, emit=Heard())
 
 
 def test_a_node_that_will_be_taken_away_is_left_after_a_save(
@@ -75,7 +75,7 @@ def test_a_node_that_will_be_taken_away_is_left_after_a_save(
 
     noticing, heard = threading.Thread(target=give_notice), Heard()
     noticing.start()
-    assert train_on_ray(some, RayPlace(fewest=2, most=3), overwrite=False, tell=heard) == 0
+    assert train_on_ray(some, RayPlace(fewest=2, most=3), overwrite=False, emit=heard) == 0
     noticing.join()
     assert "a node will be taken away: saved, going on without it" in heard.text
     assert losses(folder) == pytest.approx(losses(one), abs=1e-5)
@@ -119,7 +119,7 @@ def test_a_removed_node_leaves_fewer_workers_and_one_that_joins_is_taken_after_a
     removing, heard = threading.Thread(target=remove), Heard(at_step={4: join})
     removing.start()
     try:
-        assert train_on_ray(some, RayPlace(fewest=2, most=4), overwrite=False, tell=heard) == 0
+        assert train_on_ray(some, RayPlace(fewest=2, most=4), overwrite=False, emit=heard) == 0
     finally:
         for node in nodes:
             cluster.remove_node(node, allow_graceful=False)

@@ -45,7 +45,7 @@ def test_a_killed_worker_leaves_every_id_once_and_the_bytes_of_one_process(
                 max_new_tokens=6,
                 batch_size=1,
             ),
-            tell=heard,
+            emit=heard,
             place=place,
         )
 

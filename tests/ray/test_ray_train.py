@@ -30,7 +30,7 @@ def test_a_rank_that_fails_by_itself_is_named_not_restarted_and_leaves_room_for_
     monkeypatch.setattr(on_ray, "train_as_rank", Faulty("error", call=5, is_slow=True))
     wanted = recipe(zero=0)
     with pytest.raises(TrainingFailed, match=r"^rank 1 failed: row 7 of the test cannot be read") as failed:
-        train_on_ray(wanted, RayPlace(fewest=2, most=2, restarts=3), overwrite=False, tell=Heard())
+        train_on_ray(wanted, RayPlace(fewest=2, most=2, restarts=3), overwrite=False, emit=Heard())
     assert failed.value.exit_code == 1
     assert "fit" not in [thread.name for thread in threading.enumerate()]
     wait_until_idle(seconds=10)  # room for the next test, another run of this driver
@@ -54,7 +54,7 @@ def test_a_killed_worker_is_replaced_a_signal_lets_all_save_and_one_process_goes
     )
     monkeypatch.setattr(on_ray, "train_as_rank", killing)
     heard = Heard(at_step={13: lambda: os.kill(os.getpid(), signal.SIGTERM)})
-    assert train_on_ray(two, TWO, overwrite=False, tell=heard) == 143
+    assert train_on_ray(two, TWO, overwrite=False, emit=heard) == 143
     (tracked,) = read_tracked(folder)  # by the first rank alone, and by its successor under the same id
     assert (tracked.failure, tracked.has_begun, tracked.sent > 0) == ("", True, True)
     report = report_of(folder)
@@ -75,5 +75,5 @@ def test_more_workers_than_the_cluster_has_room_for_are_refused(cluster, recipe)
     with pytest.raises(
         HardwareError, match=r"9 workers ask for 9 CPU; free on 1 node: 2 of 2 CPU"
     ) as refused:
-        train_on_ray(recipe(), RayPlace(fewest=9, most=9), overwrite=False, tell=Heard())
+        train_on_ray(recipe(), RayPlace(fewest=9, most=9), overwrite=False, emit=Heard())
     assert "--workers 2" in str(refused.value.hint)

@@ -7,7 +7,7 @@ import pytest
 
 from fitune.cli import main
 from fitune.errors import ModelError
-from fitune.models.door import model_config
+from fitune.models.readers import model_config
 from fitune.rehearse.step import record_step, rehearse
 from fitune.rehearse.trace import peaks_by_kind
 from fitune.spec.plan import Sgd

@@ -7,7 +7,7 @@ from transformers import AutoConfig
 
 from fitune.errors import ModelError
 from fitune.estimate.predict import predict_memory
-from fitune.models.door import model_config
+from fitune.models.readers import model_config
 from fitune.rehearse.step import trace_plan
 from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.plan import Zero

@@ -7,9 +7,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fitune.estimate.predict import predict_memory
-from fitune.models.door import model_config, with_layers
 from fitune.models.language_model import language_model
 from fitune.models.low_bit.packing import places_in
+from fitune.models.readers import model_config, with_layers
 from fitune.rehearse.block_recording import work_of
 from fitune.rehearse.step import trace_plan
 from fitune.rehearse.trace import peaks_by_kind

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fitune.errors import FituneError, ModelError
 from fitune.estimate.predict import predict, predict_memory
-from fitune.models.door import model_config
+from fitune.models.readers import model_config
 from fitune.planner.search import find_plan
 from fitune.rehearse.profile import TransformersTracer, trace_profile
 from fitune.rehearse.step import trace_plan

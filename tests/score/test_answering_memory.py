@@ -38,7 +38,7 @@ def test_a_scoring_reports_both(tiny, tmp_path):
         score_recipe(
             model=str(tiny.folder), data=str(rows), out=tmp_path / "out", batch_size=8, max_new_tokens=40
         ),
-        tell=lambda event: None,
+        emit=lambda event: None,
     )
     assert report.predicted_bytes == pytest.approx(report.measured_bytes, rel=0.05)
     assert report.measured_bytes > sum(p.numel() * 4 for p in tiny.model.parameters())

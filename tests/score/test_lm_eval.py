@@ -102,9 +102,9 @@ def folder(tmp_path_factory):
 def run(folder, model_folder):
     """Runs tasks on our engine; returns the samples of each."""
 
-    def run(out, *tasks, model=model_folder, tell=lambda event: None, tasks_folder=folder, **more):
+    def run(out, *tasks, model=model_folder, emit=lambda event: None, tasks_folder=folder, **more):
         recipe = score_recipe(model=model, lm_eval=tasks, out=out, lm_eval_tasks=tasks_folder, **more)
-        score_tasks(recipe, tell=tell)
+        score_tasks(recipe, emit=emit)
         return {task: read_lines(out / f"samples_{task}.jsonl") for task in tasks}
 
     return run
@@ -197,7 +197,7 @@ def test_as_chats_prompts_and_figures_are_those_of_lm_evals_own_model(run, folde
     def tell(event):
         said.append(getattr(event, "text", ""))
 
-    found = run(tmp_path / "out", *NAMES[:2], model=chatting, chat_template="own", tell=tell)
+    found = run(tmp_path / "out", *NAMES[:2], model=chatting, chat_template="own", emit=tell)
     require_those_of_lm_eval(folder, found, chatting, chat=True)
     asked = found["sums_written"][0]["arguments"][0][0]
     assert asked == "user: What is 2 plus 3?</s>assistant:"
@@ -257,4 +257,4 @@ def test_a_variable_that_the_user_has_set_is_put_back(monkeypatch, tmp_path):
 def test_without_lm_eval_the_error_names_the_pip_command(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(MissingExtra, match=r"pip install 'fitune\[lm-eval\]'"):
-        score_tasks(score_recipe(model="no model", lm_eval="gsm8k", out=tmp_path / "out"), tell=print)
+        score_tasks(score_recipe(model="no model", lm_eval="gsm8k", out=tmp_path / "out"), emit=print)

@@ -255,7 +255,7 @@ def test_two_scorings_do_not_write_into_one_directory(plan):
 
     def start_a_second(done, total):
         if done == 0:
-            with pytest.raises(RunDirectoryError, match="another run of this process") as caught:
+            with pytest.raises(RunDirectoryError, match="is in use by process") as caught:
                 quietly(plan)
             refusals.append(caught.value)
 

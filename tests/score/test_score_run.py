@@ -206,7 +206,7 @@ def test_libraries_are_not_searched_for_garbage_while_rows_are_answered(plan, mo
                 max_new_tokens=2,
                 batch_size=1,
             ),
-            tell=lambda event: None,
+            emit=lambda event: None,
         )
         first, second = frozen
         assert 0 < first < second
@@ -274,7 +274,7 @@ def test_a_score_to_compare_with_is_looked_at_before_the_first_row(plan, tmp_pat
     with pytest.raises(RunDirectoryError, match="nope: has no grades that can be read"):
         score_dataset(
             score_recipe(model=plan.model, data=plan.sources[0].path, out=Path(plan.output_dir)),
-            tell=lambda event: None,
+            emit=lambda event: None,
             against=str(tmp_path / "nope"),
         )
     assert not Path(plan.output_dir).exists()

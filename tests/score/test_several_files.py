@@ -4,8 +4,7 @@ import pytest
 
 import fitune
 from fitune.errors import DataError, RunDirectoryError
-from fitune.session.score.score_plan import read_lengths
-from fitune.session.score.score_words import plan_of
+from fitune.session.score.score_plan import plan_of, read_lengths
 from fitune.spec.recipe.score_recipe import score_recipe
 from jsonl import read_lines, write_lines
 

@@ -21,7 +21,7 @@ from fitune.models.tokens import load_tokenizer
 from fitune.score.engines.engine import Continuation, Request, Sampling, listed_stop_ids
 from fitune.score.engines.engine_transformers import TransformersEngine
 from fitune.score.engines.engine_vllm import VllmEngine
-from fitune.session.events import tell_nobody
+from fitune.session.events import ignore_event
 from fitune.session.score.scoring import score_dataset
 from fitune.spec.recipe.score_recipe import score_recipe
 from jsonl import read_lines, write_lines
@@ -214,7 +214,7 @@ def test_an_adapter_that_has_to_be_merged_is_scored_as_by_transformers(small, tm
                 engine=engine,
                 max_new_tokens=12,
             ),
-            tell=tell_nobody,
+            emit=ignore_event,
         )
         lines = read_lines(tmp_path / engine / "answers.jsonl")
         found[engine] = [line["response"]["body"]["choices"] for line in lines]

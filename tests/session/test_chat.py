@@ -14,7 +14,7 @@ from fitune.models.tokens import load_tokenizer
 from fitune.score.engines import engine_transformers
 from fitune.session.named_models import find_model
 from fitune.session.score.chat import Reply, converse, open_chat, side_by_side
-from fitune.session.score.score_words import weights_and_adapter
+from fitune.session.score.score_plan import weights_and_adapter
 
 TEMPLATE = PLAIN_TEMPLATE.replace("### User", "### Customer").replace("### Assistant", "### Shop")
 SAMPLING = {"max_new_tokens": 12, "temperature": 0.7, "top_p": 0.9, "seed": 5}

@@ -7,7 +7,7 @@ import pytest
 from fitune.errors import RecipeError, TrainingFailed
 from fitune.session import comparing
 from fitune.session.comparing import METHODS, compare_methods, method_recipe
-from fitune.session.fresh_process import train_program
+from fitune.session.program import train_program
 from fitune.spec.recipe.recipe import parse_recipe
 
 
@@ -70,12 +70,12 @@ def test_a_retry_that_fails_leaves_the_other_methods(model_folder, tmp_path, mon
         with pytest.raises(RecipeError, match="no method could be trained"):
             compare_methods(
                 parse_recipe({"model": str(model_folder), "output_dir": str(tmp_path)}), ["lora", "full"],
-                score_data="", overwrite=False, tell=(told := []).append,
+                score_data="", overwrite=False, emit=(told := []).append,
             )  # fmt: skip
         assert [f"{name} failed" in str(told) for name in ("lora", "full")] == [True, True]
     monkeypatch.setattr(comparing, "train_program", lambda recipe, **how: 130)
     recipe = parse_recipe({"model": str(model_folder), "output_dir": str(tmp_path)})
-    assert compare_methods(recipe, ["lora", "full"], score_data="", overwrite=False, tell=print) == 130
+    assert compare_methods(recipe, ["lora", "full"], score_data="", overwrite=False, emit=print) == 130
 
 
 @pytest.mark.parametrize("name", ["full", "lomo", "adalomo"])

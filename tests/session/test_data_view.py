@@ -14,7 +14,7 @@ from jsonl import write_lines
 
 def view(model, data, *, told=None, rows=2, **settings):
     recipe = parse_recipe({"model": str(model), "data": [str(data)], "seq_len": 64, **settings})
-    return view_data(recipe, rows=rows, tell=(told if told is not None else []).append)
+    return view_data(recipe, rows=rows, emit=(told if told is not None else []).append)
 
 
 def test_what_is_learned_is_marked(model_folder, data_file):

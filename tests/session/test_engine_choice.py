@@ -9,7 +9,7 @@ import fitune
 from fitune.errors import HardwareError, ModelError, NothingFits
 from fitune.measure.nvml import FoundGpu
 from fitune.score.plan import ScorePlan
-from fitune.session.events import tell_nobody
+from fitune.session.events import ignore_event
 from fitune.session.score.score_plan import plan_scoring, with_fastest_engine
 from fitune.spec.plan import DataSource
 from fitune.units import GIB
@@ -48,7 +48,7 @@ def plan_for(folder, row, *, rows, model, graders=()):
 def choice(plan, engine=""):
     """Engine and devices; None where nothing is chosen, and nothing is said."""
     said = []
-    found = with_fastest_engine(plan, engine, tell=said.append)
+    found = with_fastest_engine(plan, engine, emit=said.append)
     assert said or found is plan
     return (found.engine, found.devices) if said else None
 
@@ -114,11 +114,11 @@ def test_a_model_that_no_plan_knows_is_scored_without_a_choice(here, tmp_path, m
 def test_a_plan_for_this_machine_is_for_all_of_its_gpus(here, tmp_path):
     here(*["NVIDIA A100-SXM4-80GB"] * 4)
     plan = plan_for(tmp_path, ANSWERED, rows=9, model="llama-3.1-70b")
-    report = plan_scoring(plan, tell=tell_nobody)
+    report = plan_scoring(plan, emit=ignore_event)
     assert {each.answering.devices for each in (report.chosen, *report.others)} == {2, 4}
-    assert plan_scoring(plan, gpus=2, tell=tell_nobody).chosen.answering.devices == 2
+    assert plan_scoring(plan, gpus=2, emit=ignore_event).chosen.answering.devices == 2
     with pytest.raises(HardwareError, match="gpus = 5, but this machine has 4"):
-        plan_scoring(plan, gpus=5, tell=tell_nobody)
+        plan_scoring(plan, gpus=5, emit=ignore_event)
 
 
 def test_of_gpus_of_two_kinds_a_scoring_sees_one(here, tmp_path, model_folder):

@@ -10,8 +10,8 @@ from fitune.measure.calibrations import calibrations_folder, device_key, quick_k
 from fitune.measure.hardware import calibrated, detect_hardware
 from fitune.score.engines.engine import Sampling
 from fitune.score.plan import ScorePlan
+from fitune.session.doctor import measure_on_first_use
 from fitune.session.score.score_plan import plan_scoring
-from fitune.session.train.first_use import measure_on_first_use
 from fitune.spec.plan import DataSource
 
 
@@ -31,13 +31,13 @@ def test_the_first_training_measures_and_the_second_does_not():
     here = detect_hardware(use_gpus=False)
     said = []
     before = torch.get_rng_state()
-    assert measure_on_first_use(here, tell=lambda event: said.append(str(event)), environment={})
+    assert measure_on_first_use(here, emit=lambda event: said.append(str(event)), environment={})
     assert torch.equal(before, torch.get_rng_state())
     assert "measured this processor in" in said[0]
     again = calibrated(here)
     assert again.calibration is not None
     assert again.calibration.device == quick_key(device_key(here.gpu, cores=here.cpu_cores))
-    assert not measure_on_first_use(again, tell=lambda event: said.append(str(event)), environment={})
+    assert not measure_on_first_use(again, emit=lambda event: said.append(str(event)), environment={})
     assert len(said) == 1
 
 
@@ -53,7 +53,7 @@ def test_the_first_plan_of_a_scoring_measures_and_the_second_uses_it(monkeypatch
     said = []
 
     def plan(gpu=""):
-        return plan_scoring(asked, engine="transformers", gpu=gpu, tell=lambda event: said.append(str(event)))
+        return plan_scoring(asked, engine="transformers", gpu=gpu, emit=lambda event: said.append(str(event)))
 
     plans = [plan() for _ in range(2)]
     assert "measured this processor in" in said[0]
@@ -71,7 +71,7 @@ def test_two_processes_are_measured_while_both_work(monkeypatch):
     alone = replace(detect_hardware(use_gpus=False), cpu_cores=2)
     two = replace(alone, gpus_per_node=2)
     said = []
-    assert measure_on_first_use(two, tell=lambda event: said.append(str(event)), environment={})
+    assert measure_on_first_use(two, emit=lambda event: said.append(str(event)), environment={})
     assert "measured this processor by 2 processes in" in said[0]
     found = calibrated(two).calibration
     assert found is not None
@@ -87,7 +87,7 @@ def test_processes_that_cannot_measure_are_said_and_stop_nothing(monkeypatch):
     monkeypatch.setattr(device_rates, "HURRIED", replace(device_rates.HURRIED, rounds=0))
     two = replace(detect_hardware(use_gpus=False), gpus_per_node=2)
     said = []
-    assert not measure_on_first_use(two, tell=lambda event: said.append(str(event)), environment={})
+    assert not measure_on_first_use(two, emit=lambda event: said.append(str(event)), environment={})
     assert "were not measured: a process that measures this processor ended with" in said[0]
     assert not calibrations_folder().exists()
 
@@ -99,7 +99,7 @@ def test_it_can_be_switched_off_and_is_for_the_processors_of_one_machine():
         (replace(here, nodes=2), {}),
         (replace(here, gpu=replace(here.gpu, name="h100", capability=(9, 0))), {}),
     ):
-        assert not measure_on_first_use(hardware, tell=print, environment=environment)
+        assert not measure_on_first_use(hardware, emit=print, environment=environment)
     assert not calibrations_folder().exists()
 
 

@@ -9,7 +9,7 @@ from fitune.models.adapters import load_adapter
 from fitune.models.tokens import load_tokenizer
 from fitune.score.engines.engine import Request, Sampling
 from fitune.score.engines.engine_transformers import TransformersEngine
-from fitune.session.events import tell_nobody
+from fitune.session.events import ignore_event
 from fitune.session.score import scoring
 from fitune.session.score.scoring import merged_where_needed
 from models.tiny_models import load
@@ -53,7 +53,7 @@ def answers(model, model_folder):
 )
 def test_a_merged_model_answers_as_the_adapter_does(settings, model_folder, tmp_path):
     adapter = save_adapter(model_folder, tmp_path / "adapter", **settings)
-    merged = merged_where_needed(str(model_folder), adapter, tell=tell_nobody)
+    merged = merged_where_needed(str(model_folder), adapter, emit=ignore_event)
     base = load(model_folder)
     plain = answers(base, model_folder)
     expected = answers(load_adapter(base, adapter), model_folder)
@@ -64,16 +64,16 @@ def test_a_merged_model_answers_as_the_adapter_does(settings, model_folder, tmp_
 def test_it_is_merged_once_for_each_content(model_folder, tmp_path, monkeypatch):
     adapter = save_adapter(model_folder, tmp_path / "adapter", use_dora=True)
     said = []
-    merged = merged_where_needed(str(model_folder), adapter, tell=said.append)
+    merged = merged_where_needed(str(model_folder), adapter, emit=said.append)
     assert any("cannot take" in str(line) and "(DoRA)" in str(line) for line in said)
     with monkeypatch.context() as patched:
         patched.setattr(scoring, "_merge", None)
-        assert merged_where_needed(str(model_folder), adapter, tell=tell_nobody) == merged
+        assert merged_where_needed(str(model_folder), adapter, emit=ignore_event) == merged
     other = save_adapter(model_folder, tmp_path / "adapter", use_dora=True, lora_alpha=16)
-    assert merged_where_needed(str(model_folder), other, tell=tell_nobody) != merged
+    assert merged_where_needed(str(model_folder), other, emit=ignore_event) != merged
 
 
 def test_what_vllm_takes_is_not_merged(model_folder, tmp_path):
     adapter = save_adapter(model_folder, tmp_path / "adapter", use_rslora=True)
-    assert merged_where_needed(str(model_folder), adapter, tell=tell_nobody) == ""
+    assert merged_where_needed(str(model_folder), adapter, emit=ignore_event) == ""
     assert not (tmp_path / "cache" / "merged").exists()

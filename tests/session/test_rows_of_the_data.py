@@ -10,7 +10,7 @@ from fitune.planner.retry import described
 from fitune.session.clusters.fleet import full_rows
 from fitune.session.clusters.launching import launch_file
 from fitune.session.planning import plan_for, plan_on_data, plan_to_train, wanted_hardware
-from fitune.session.train.checks import as_begun
+from fitune.session.train.beginning import as_begun
 from fitune.spec.plan import Steps
 from fitune.spec.recipe.pins import pinned
 from fitune.spec.recipe.recipe import parse_recipe

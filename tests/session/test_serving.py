@@ -7,9 +7,9 @@ import pytest
 
 import fitune
 from fitune.errors import CheckpointError, RecipeError
+from fitune.session.exporting import commands_for
 from fitune.session.score import serving
 from fitune.session.score.serving import serve_command
-from fitune.session.train.next_commands import commands_for
 
 
 def command(word, server=None, **changed):

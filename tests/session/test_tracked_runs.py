@@ -75,9 +75,9 @@ def test_only_the_first_rank_tracks(settings):
     class Second:
         is_first = False
 
-    with tracked(plan, tell=print, ranks=Second()) as sinks:  # type: ignore[arg-type]
+    with tracked(plan, emit=print, ranks=Second()) as sinks:  # type: ignore[arg-type]
         assert sinks == ()
-    with tracked(plan, tell=print, ranks=ALONE) as sinks:
+    with tracked(plan, emit=print, ranks=ALONE) as sinks:
         assert len(sinks) == 1  # and a run that never came to a step tells it nothing
     assert read_tracked(Path(plan.run.output_dir)) == ()
 

@@ -79,7 +79,7 @@ def test_the_watch_ends_with_the_run(run, trainer):
         (run.parent / "report.json").rename(run / "report.json")
         trainer.end()
 
-    reported = watched_run(run, tell=tell, every_s=0.1)
+    reported = watched_run(run, log=tell, every_s=0.1)
     assert "step 120 of 120" in told[0]
     assert "running since " in told[0]
     assert reported.run is not None
@@ -89,7 +89,7 @@ def test_the_watch_ends_with_the_run(run, trainer):
 
 def test_a_killed_run_is_said_to_be_gone(run, trainer):
     assert "running since" in text_of(report_run(run))
-    assert watch_run(run, tell=lambda line: trainer.kill(), every_s=0.1, sure_s=0.3)
+    assert watch_run(run, log=lambda line: trainer.kill(), every_s=0.1, sure_s=0.3)
     pid = trainer.process.pid
     assert f"process {pid} on {os.uname().nodename} is gone: step 120 of 120" in text_of(report_run(run))
     assert f"process {pid}" in _page(run)
@@ -98,7 +98,7 @@ def test_a_killed_run_is_said_to_be_gone(run, trainer):
 def test_a_signal_ends_the_watch_quietly(run, trainer, capfd):
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process ignores it
     with pytest.raises(SystemExit) as exit_info:
-        watched_run(run, tell=lambda line: os.kill(os.getpid(), signal.SIGINT), every_s=60.0)
+        watched_run(run, log=lambda line: os.kill(os.getpid(), signal.SIGINT), every_s=60.0)
     assert exit_info.value.code == 0
     assert capfd.readouterr() == ("", "")
     assert "refresh" not in _page(run)
@@ -117,7 +117,7 @@ def test_a_run_that_still_reads_its_data_is_waited_for(run, trainer):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RunView, "is_alive", property(is_alive))
-        assert not watch_run(run, tell=lambda line: os.kill(os.getpid(), signal.SIGTERM), every_s=0.05)
+        assert not watch_run(run, log=lambda line: os.kill(os.getpid(), signal.SIGTERM), every_s=0.05)
     assert len(looks) >= 5
 
 
@@ -129,17 +129,17 @@ def test_a_run_that_is_yet_to_begin_is_waited_for(run, tmp_path):
         said.append(line)
         run.rename(begun)
 
-    assert watch_run(begun, tell=tell, every_s=0.05)
+    assert watch_run(begun, log=tell, every_s=0.05)
     assert said == [f"waiting for a run to begin in {begun}; Ctrl-C ends this"]
     assert (begun / "report.html").is_file()
 
 
 def test_waiting_for_a_run_ends_at_a_signal(tmp_path):
     (tmp_path / "run.lock").touch()
-    assert not watch_run(tmp_path, tell=lambda line: os.kill(os.getpid(), signal.SIGTERM), every_s=0.05)
+    assert not watch_run(tmp_path, log=lambda line: os.kill(os.getpid(), signal.SIGTERM), every_s=0.05)
 
     with pytest.raises(SystemExit) as ended:
-        watched_run(tmp_path / "never", tell=lambda line: os.kill(os.getpid(), signal.SIGTERM))
+        watched_run(tmp_path / "never", log=lambda line: os.kill(os.getpid(), signal.SIGTERM))
     assert not ended.value.code
 
 
@@ -147,7 +147,7 @@ def test_waiting_for_a_run_ends_at_a_signal(tmp_path):
 def test_something_else_is_not_waited_for(tmp_path, place):
     (tmp_path / "photo.jpg").touch()
     with pytest.raises(RunDirectoryError, match=r"no plan.json|no such run"):
-        watch_run(tmp_path / place, tell=print, every_s=5.0)
+        watch_run(tmp_path / place, log=print, every_s=5.0)
 
 
 def test_looking_at_a_lock_does_not_give_it_up(run):

@@ -8,7 +8,7 @@ from transformers import CONFIG_MAPPING, GenerationConfig
 from transformers.activations import ACT2FN
 
 from fitune.errors import ModelError
-from fitune.models.door import model_config, read_config
+from fitune.models.readers import model_config, read_config
 from fitune.spec.model.config_fields import ConfigFields
 from fitune.spec.model.config_schema import (
     CONFIG_FIELDS,
@@ -95,7 +95,7 @@ def test_nonsense_is_named_where_no_plan_came_before(tmp_path, architecture):
     [{"rope_parameters": {"rope_type": "abc"}}, {"layer_types": ["full_attention"]}, {"dtype": "load"}],
 )
 def test_what_transformers_refuses_is_a_model_error(tmp_path, change):
-    from fitune.models.door import empty_model
+    from fitune.models.readers import empty_model
 
     (tmp_path / "config.json").write_text(
         json.dumps({**LLAMA, "model_type": "qwen3", "head_dim": 16, **change})

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fitune.checkpoint.differences import compare_plans
+from fitune.checkpoint.resume import compare_plans
 from fitune.errors import RecipeError
 from fitune.planner.defaults import data_of
 from fitune.session.recipes.reading import read_any_recipe, recipe_from

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from fitune.data.preparing import prepare_data
 from fitune.errors import ModelError, RecipeError
-from fitune.models.door import model_config
+from fitune.models.readers import model_config
 from fitune.models.tokens import add_rows, planned_tokenizer
 from fitune.rehearse.step import rehearse
 from fitune.score.engines.engine import Sampling

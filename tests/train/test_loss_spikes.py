@@ -5,7 +5,7 @@ import torch
 
 from conftest import QUESTIONS
 from fitune.models.language_model import LanguageModel
-from fitune.train.loop import ClipWatch, LossWatch, ZeroWatch, row_words
+from fitune.train.loop import LossWatch, StepWatch, row_words
 from jsonl import write_lines
 from runs import (
     steps_of,
@@ -41,9 +41,9 @@ def test_a_jump_is_far_above_what_is_usual(losses, jumped):
 )
 @pytest.mark.parametrize("name", ["loss", "grad_norm"])
 def test_three_zeros_in_a_row_are_told_once(name, values, told):
-    watch = ZeroWatch()
+    watch = StepWatch(0.0)
     words = [
-        watch.words(**{"step": at, "loss": 1.0, "grad_norm": 1.0, name: value})
+        "".join(watch.warnings(**{"step": at, "loss": 1.0, "grad_norm": 1.0, name: value}))
         for at, value in enumerate(values)
     ]
     assert [at for at, text in enumerate(words) if text] == told
@@ -96,7 +96,11 @@ def test_gradients_far_above_what_they_are_clipped_to_are_told_once(make_plan):
 
 
 def test_one_step_below_begins_the_count_anew():
-    watch = ClipWatch(1.0)
+    watch, never = StepWatch(1.0), StepWatch(0.0)
     norms = [101.0] * 19 + [100.0] + [101.0] * 20
-    assert [at for at, norm in enumerate(norms) if watch.words(step=at, grad_norm=norm)] == [39]
-    assert not any(ClipWatch(0.0).words(step=at, grad_norm=1e9) for at in range(30)), "nothing is clipped"
+    assert [at for at, norm in enumerate(norms) if [*watch.warnings(step=at, loss=1.0, grad_norm=norm)]] == [
+        39
+    ]
+    assert not any([*never.warnings(step=at, loss=1.0, grad_norm=1e9)] for at in range(30)), (
+        "nothing is clipped"
+    )

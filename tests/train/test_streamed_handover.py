@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 from conftest import plan_of
 from fitune.spec.plan import Zero
 from fitune.train.again import Source
-from fitune.train.export import stored_weights, streamed_handover
+from fitune.train.export import handover_of, stored_weights
 from runs import (
     same_weights,
     trained,
@@ -23,12 +23,12 @@ def on_small_devices(plan):
     return replace(plan, hardware=hardware, sharding=Zero(stage=3, backend="fsdp"))
 
 
-def handover_of(plan, source, report):
+def small_handover(plan, source, report):
     small = on_small_devices(plan)
     weights = stored_weights(small, source)
     assert weights is not None
     words = {"tokenizer": AutoTokenizer.from_pretrained(plan.model_path), "report": report}
-    handover = streamed_handover(weights, plan=small, say=print, **words)
+    handover = handover_of(None, weights, plan=small, on_note=print, **words)
     assert handover.weights is not None
     return handover
 
@@ -39,14 +39,14 @@ def test_it_is_what_the_run_itself_exported(model_folder, data_file, tmp_path, s
     plan = plan_of(model_folder, data_file, tmp_path / "run", **words)
     report = trained(plan)
     checkpoint = Source(path=tmp_path / "run/checkpoints/step-2", kind="checkpoint")
-    handover = handover_of(plan, checkpoint, report)
+    handover = small_handover(plan, checkpoint, report)
     out = handover.trained(tmp_path / "out", secure=False)
     if settings["tuning"] == "full":
         assert same_weights(out / "model.safetensors", tmp_path / "run/model/model.safetensors")
         return
     assert same_weights(out / "adapter_model.safetensors", tmp_path / "run/adapter/adapter_model.safetensors")
     for source in (checkpoint, Source(path=tmp_path / "run/adapter", kind="adapter")):
-        merged, loss = handover_of(plan, source, report).merged(None, tmp_path / f"merged {source.kind}")
+        merged, loss = small_handover(plan, source, report).merged(None, tmp_path / f"merged {source.kind}")
         assert loss is None
         assert same_weights(merged / "model.safetensors", tmp_path / "run/merged/model.safetensors")
 

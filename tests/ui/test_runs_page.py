@@ -11,7 +11,7 @@ import pytest
 
 from fitune.cli import main
 from fitune.report.local_pages import curve_of, local_app
-from fitune.session.runs_page import RunsFolder
+from fitune.session.watching import RunsFolder
 from fitune.spec.run_lock import lock_directory
 from fitune.units import format_bytes, format_rate
 from report.conftest import write_run

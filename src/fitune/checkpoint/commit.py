@@ -167,17 +167,11 @@ class Descent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _LineFile:
+class LineFile:
+    """The content of ``LINE``."""
+
     line: Line
     digest: str = ""
-
-
-def is_on(line: Line, *, saved_on: Line, step: int) -> bool:
-    """True if ``line`` passes through a checkpoint of ``step`` that was saved on the line ``saved_on``."""
-    if not saved_on or line[: len(saved_on)] != saved_on:
-        return False
-    later = line[len(saved_on) :]
-    return not later or step <= later[0].after
 
 
 def write_line(folder: Path, line: Line) -> None:
@@ -196,20 +190,15 @@ def keep_line(folder: Path, line: Line) -> None:
 def read_line(folder: Path) -> Line:
     """The present line of ``folder``. Raises CheckpointError when the file is missing or damaged."""
     try:
-        return read_sealed(_LineFile, folder / LINE).line
+        return read_sealed(LineFile, folder / LINE).line
     except (OSError, ValueError) as error:
         cause = error.strerror if isinstance(error, OSError) else error
         raise CheckpointError(f"{folder / LINE}: cannot be read: {cause}") from error
 
 
-def parse_line(content: bytes) -> Line:
-    """The line in the content of a ``LINE``. Raises ValueError when it is damaged."""
-    return parse_sealed(_LineFile, content).line
-
-
 def line_bytes(line: Line) -> bytes:
     """The content of a ``LINE``."""
-    text: str = to_json(sealed(_LineFile(line=line)))
+    text: str = to_json(sealed(LineFile(line=line)))
     return text.encode()
 
 
@@ -256,6 +245,15 @@ class Commit:
     files: dict[str, Stored]
     digest: str = ""
     """sha256 of all of the above."""
+
+    def is_on(self, line: Line | None) -> bool:
+        """True if ``line`` passes through this checkpoint; None: any does."""
+        if line is None:
+            return True
+        if not self.line or line[: len(self.line)] != self.line:
+            return False
+        later = line[len(self.line) :]
+        return not later or self.step <= later[0].after
 
 
 def loss_of(commit: Commit) -> float:
@@ -362,16 +360,16 @@ _OLDER = "resume without a path to take the newest valid checkpoint"
 
 def last_saved(root: Path) -> Commit | None:
     """The newest checkpoint of the present line by what the COMMITs say, nothing hashed: for messages."""
-    folder = root / FOLDER
-    line, _ = present_line(folder, any_saved=True)
-    for path in reversed(step_folders(folder)):
-        try:
-            commit = read_commit(path)
-        except CheckpointError:
-            continue
-        if line is None or is_on(line, saved_on=commit.line, step=commit.step):
-            return commit
-    return None
+    line, _ = present_line(root / FOLDER, any_saved=True)
+    return next((commit for _, commit in saved_on(root, line)), None)
+
+
+def saved_on(root: Path, line: Line | None) -> Iterator[tuple[Path, Commit]]:
+    """Yields the checkpoints on ``line`` in ``root``, the newest first, but those whose COMMIT cannot be read."""
+    for path in reversed(step_folders(root / FOLDER)):
+        with suppress(CheckpointError):
+            if (commit := read_commit(path)).is_on(line):
+                yield path, commit
 
 
 def present_line(folder: Path, *, any_saved: bool) -> tuple[Line | None, list[str]]:

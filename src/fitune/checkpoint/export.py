@@ -45,10 +45,10 @@ from fitune.models.adapters import (
     words_for,
 )
 from fitune.models.attention import attends_by_rows
-from fitune.models.door import model_folder, whole_model, with_adapter
 from fitune.models.expert_adapters import names_as_given
 from fitune.models.headers import name_in_whole
 from fitune.models.low_bit.quantised import count_weights, quantised_base
+from fitune.models.readers import model_folder, whole_model, with_adapter
 from fitune.models.tokens import resized
 from fitune.models.weight_files import nobody, stored_tensors, unread_tensors
 from fitune.models.weights import load_model

@@ -29,8 +29,8 @@ from fitune.errors import CheckpointError, FituneError, RunDirectoryError
 from fitune.files import path_fault, remove, remove_stale_siblings, sync_tree, temporary_sibling, write_synced
 from fitune.models.adapter_file import WEIGHTS
 from fitune.models.adapters import trained_table_modules
-from fitune.models.door import empty_model, read_config
 from fitune.models.headers import name_in_whole
+from fitune.models.readers import empty_model, read_config
 from fitune.models.weight_files import INDEX, SINGLE
 from fitune.units import MIB
 

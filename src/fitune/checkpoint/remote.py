@@ -20,12 +20,11 @@ from fitune.checkpoint.commit import (
     LINE,
     Commit,
     Line,
+    LineFile,
     OnNote,
     inside,
-    is_on,
     line_bytes,
     loss_of,
-    parse_line,
     parse_sealed,
     put_in_place,
     read_commit,
@@ -65,28 +64,21 @@ def complete_checkpoints(store: Store) -> list[Remote]:
     found = []
     for name in store.infos(FOLDER):
         if match := _COMMIT_FILE.fullmatch(name):
-            step = f"{FOLDER}/step-{match[1]}"
-            try:
-                commit = _commit_in(store, step)
-            except CheckpointError:
-                continue
-            if commit.step == int(match[1]):
-                found.append(Remote(store, step, commit))
+            with suppress(CheckpointError):
+                remote = remote_checkpoint(store, f"{FOLDER}/step-{match[1]}")
+                if remote.commit.step == int(match[1]):
+                    found.append(remote)
     return sorted(found, key=lambda remote: -remote.commit.step)
 
 
-def remote_checkpoint(store: Store) -> Remote:
-    """The complete checkpoint in the store itself. Raises CheckpointError when there is none."""
-    return Remote(store, "", _commit_in(store, ""))
-
-
-def _commit_in(store: Store, name: str) -> Commit:
+def remote_checkpoint(store: Store, name: str = "") -> Remote:
+    """The complete checkpoint ``name`` of the store, or the store itself. Raises CheckpointError when there is none."""
     file = f"{name}/{COMMIT}" if name else COMMIT
     content = store.read(file)
     if content is None:
         raise CheckpointError(f"{store.below(name)}: no {COMMIT}, so this is no whole checkpoint")
     try:
-        return parse_sealed(Commit, content)
+        return Remote(store, name, parse_sealed(Commit, content))
     except ValueError as error:
         raise CheckpointError(f"{store.below(file)}: damaged: {error}") from error
 
@@ -95,7 +87,7 @@ def remote_line(store: Store) -> Line:
     """The line in the store; empty where there is none, or one that is damaged."""
     content = store.read(f"{FOLDER}/{LINE}")
     try:
-        return () if content is None else parse_line(content)
+        return () if content is None else parse_sealed(LineFile, content).line
     except ValueError:
         return ()
 
@@ -189,7 +181,7 @@ def newest_in_store(store: Store, root: Path, line: Line, *, after: int, on_note
     for remote in complete_checkpoints(store):
         if remote.commit.step <= after:
             return None
-        if line and not is_on(line, saved_on=remote.commit.line, step=remote.commit.step):
+        if line and not remote.commit.is_on(line):
             continue
         try:
             return fetch_checkpoint(remote, root, on_note)
@@ -207,7 +199,7 @@ def send_checkpoint(store: Store, path: Path, *, stop: Callable[[], bool] = nobo
     """
     commit, name = read_commit(path), f"{FOLDER}/{path.name}"
     with suppress(CheckpointError):  # none, or a part of one
-        if _commit_in(store, name).digest == commit.digest:
+        if remote_checkpoint(store, name).commit.digest == commit.digest:
             return 0
     try:
         return store.put_folder(path, name, [*commit.files, COMMIT], last=COMMIT, stop=stop)
@@ -222,8 +214,7 @@ def prune_store(store: Store, line: Line, *, keep: int) -> tuple[str, ...]:
     Returns the names of those that were removed.
     """
     there = store.infos(FOLDER)
-    complete = complete_checkpoints(store)
-    members = [r for r in complete if is_on(line, saved_on=r.commit.line, step=r.commit.step)]
+    members = [remote for remote in complete_checkpoints(store) if remote.commit.is_on(line)]
     kept = {remote.name for remote in members[:keep]}
     best = min(members, key=lambda r: (loss_of(r.commit), r.commit.step), default=None)
     if best is not None and loss_of(best.commit) < math.inf:

@@ -1,7 +1,10 @@
-"""Find, check and read a checkpoint."""
+"""Find, check and read a checkpoint; and may a run go on from it under another plan? Every setting that differs, and
+why it may or may not."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from fitune.checkpoint.commit import (
     ABANDONED,
@@ -14,7 +17,6 @@ from fitune.checkpoint.commit import (
     Line,
     OnNote,
     Parent,
-    is_on,
     present_line,
     read_commit,
     set_aside,
@@ -26,7 +28,10 @@ from fitune.checkpoint.slices import INDEX, Groups, SavedTensors, groups_in, rea
 from fitune.checkpoint.state import Json, TrainState
 from fitune.errors import CheckpointError
 from fitune.files import read_bytes
-from fitune.spec.serial import TABLE_BYTES, read_object
+from fitune.spec.model.model_spec import ModelSpec
+from fitune.spec.places import moved, placed
+from fitune.spec.plan import ClipByNorm, ClipByValue, Full, Plan, clip_in_backward
+from fitune.spec.serial import TABLE_BYTES, read_object, to_data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +53,7 @@ def newest_checkpoint(root: Path) -> Found:
     for path in reversed(folders):
         try:
             commit = read_commit(path)
-            if line is not None and not is_on(line, saved_on=commit.line, step=commit.step):
+            if not commit.is_on(line):
                 warnings.append(f"{path.name} is skipped: the run went on from an older step")
                 continue
             verify(path)
@@ -143,7 +148,151 @@ def _lost(line: Line | None, found_step: int, folders: list[Path]) -> list[str]:
 def _word(path: Path, line: Line) -> str:
     """Reason why ``path`` is set aside; empty when it is kept. Kept files are hashed before one is counted on."""
     try:
-        commit = read_commit(path)
+        return "" if read_commit(path).is_on(line) else ABANDONED
     except CheckpointError:
         return DAMAGED
-    return "" if is_on(line, saved_on=commit.line, step=commit.step) else ABANDONED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One setting, as the checkpoint has it and as it is wanted now."""
+
+    setting: str
+    saved: str
+    wanted: str
+    allowed: bool
+    reason: str
+
+
+def compare_plans(saved: Plan, wanted: Plan) -> list[Difference]:
+    """Every setting that differs, in the order of the Plan; the same file is the same by any path to it, also where the
+    run was moved together with it."""
+    wanted = placed(wanted)
+    saved = placed(replace(moved(saved, Path(wanted.run.output_dir)), run=saved.run))
+    if saved.model_path == wanted.model_path:  # the name may be a relative path to it
+        saved = replace(saved, model=replace(saved.model, name=wanted.model.name))
+    before, after = _flat(to_data(saved), ""), _flat(to_data(wanted), "")
+    differences = []
+    for setting in dict.fromkeys([*before, *after]):
+        old, new = before.get(setting, "–"), after.get(setting, "–")
+        if old != new and not _below(setting, *_OF_THE_MOMENT):
+            allowed, reason = _verdict(setting, saved, wanted)
+            one, other = (f"a list of {len(v)}" if isinstance(v, list) else str(v) for v in (old, new))
+            differences.append(
+                Difference(setting=setting, saved=one, wanted=other, allowed=allowed, reason=reason)
+            )
+    return differences
+
+
+def with_unsaid_fields(saved: Any, wanted: Plan) -> Any:
+    """The data of a saved plan, with the fields of its model that plans did not have yet as ``wanted`` has them.
+
+    They say more about the same config.json; that it describes the same weights is judged by the others.
+    """
+    if not isinstance(saved, Mapping) or not isinstance(saved.get("model"), Mapping):
+        return saved
+    now = to_data(wanted.model)
+    later = {f.name: now[f.name] for f in fields(ModelSpec) if f.default is not MISSING}
+    return {**saved, "model": {**later, **saved["model"]}}
+
+
+def require_resumable(saved: Plan, wanted: Plan) -> list[Difference]:
+    """The differences, all allowed, for the caller to print. Raises CheckpointError with a table when one is not."""
+    differences = compare_plans(saved, wanted)
+    refused = [difference for difference in differences if not difference.allowed]
+    if refused:
+        raise CheckpointError(
+            f"settings that forbid going on from this checkpoint: {len(refused)}\n{difference_table(differences)}",
+            hint="set them back, or start a new run in another output_dir",
+        )
+    return differences
+
+
+def difference_table(differences: list[Difference]) -> str:
+    """setting | checkpoint | now | verdict, one line each."""
+    rows = [("setting", "checkpoint", "now", "")]
+    for d in differences:
+        rows.append((d.setting, d.saved, d.wanted, f"{'allowed' if d.allowed else 'refused'}: {d.reason}"))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = (
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]])
+        for row in rows
+    )
+    return "\n".join(f"  {line.rstrip()}" for line in lines)
+
+
+_OF_THE_MOMENT = (
+    "hardware.nvme_bytes", "hardware.host_memory_bytes", "hardware.calibration", "hardware.measured",
+    "hardware.taken_bytes", "hardware.left_out", "batch.mean_row_tokens",
+)  # fmt: skip
+"""Measured when the plan is made and different every time: no setting of anybody's."""
+
+_FREE = {
+    "only a place": (
+        "run.output_dir run.upload_to run.push_to_hub run.hub_public data.cache_dir offload.activations "
+        "offload.nvme_path"
+    ),
+    "changes what is written, not what is learned": (
+        "run.log_every run.evals_per_epoch run.saves_per_epoch run.eval_every run.save_every run.keep_checkpoints "
+        "run.async_save run.export run.report_to run.tracking run.samples"
+    ),
+    "same arithmetic, done twice": "recompute",
+    "same arithmetic, divided otherwise": "sharding",
+    "same function, rounded differently": "attention kernels compile_blocks loss",
+}
+"""Why a setting may change -> the settings, each with everything below it."""
+
+
+def _verdict(setting: str, saved: Plan, wanted: Plan) -> tuple[bool, str]:
+    """May this setting differ, and why."""
+    for reason, settings in _FREE.items():
+        if _below(setting, *settings.split()):
+            return True, reason
+    if _below(setting, "batch.micro_batch_size", "batch.accumulation", "hardware"):
+        (rows, how), (rows_now, how_now) = _global_batch(saved), _global_batch(wanted)
+        verb = "stays" if rows == rows_now else "changes"
+        return rows == rows_now, f"the global batch {verb}: {how}, then {how_now}"
+    if _below(setting, "schedule.duration"):
+        before, after = saved.schedule.duration, wanted.schedule.duration
+        if type(before) is not type(after):
+            return False, "epochs and steps cannot be compared before the data is read"
+        if after.count >= before.count:
+            return True, "the run is made longer and its learning-rate schedule stretched"
+        return False, "a run may be made longer, not shorter"
+    # in backward or after it: the optimizer's states are the same, and so are its steps if gradients are clipped alike
+    if (
+        _below(setting, "tuning.update")
+        and isinstance(saved.tuning, Full)
+        and isinstance(wanted.tuning, Full)
+    ):
+        is_same = _clip(saved) == _clip(wanted)
+        return is_same, "the same steps, clipped alike" if is_same else "gradients would be clipped otherwise"
+    if setting == "model_path" and isinstance(wanted.tuning, Full):
+        return True, "all weights come from the checkpoint"
+    return False, "another run would come out"
+
+
+def _below(setting: str, *prefixes: str) -> bool:
+    return any(setting == each or setting.startswith((f"{each}.", f"{each}[")) for each in prefixes)
+
+
+def _global_batch(plan: Plan) -> tuple[int, str]:
+    """Rows per optimizer step over all devices, and how they come about."""
+    batch, devices = plan.batch, plan.hardware.num_gpus
+    rows = batch.global_batch_size * devices
+    return rows, f"{batch.micro_batch_size} × {batch.accumulation} × {devices} = {rows}"
+
+
+def _clip(plan: Plan) -> ClipByValue | ClipByNorm:
+    return clip_in_backward(plan.tuning) or ClipByNorm(max_norm=plan.schedule.max_grad_norm)
+
+
+def _flat(data: Any, path: str) -> dict[str, Any]:
+    """Nested data as ``a.b[0].c`` -> value. The matrices of a model are one value: their list is long."""
+    if isinstance(data, Mapping) and data:
+        pairs = [(f"{path}.{key}" if path else str(key), item) for key, item in data.items()]
+    elif isinstance(data, list) and data and path != "model.linears":
+        pairs = [(f"{path}[{index}]", item) for index, item in enumerate(data)]
+    else:
+        return {path: data}
+    return {name: value for key, item in pairs for name, value in _flat(item, key).items()}

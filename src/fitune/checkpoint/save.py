@@ -30,7 +30,6 @@ from fitune.checkpoint.commit import (
     OnNote,
     Parent,
     Stored,
-    is_on,
     keep_line,
     link_atomically,
     loss_of,
@@ -180,10 +179,10 @@ def prune(folder: Path, line: Line, *, keep: int, on_note: OnNote, spare: Collec
     members: list[tuple[Path, Commit]] = []
     for path in reversed(step_folders(folder)):
         try:
-            members.append((path, read_commit(path)))
+            if (commit := read_commit(path)).is_on(line):
+                members.append((path, commit))
         except CheckpointError as error:
             _set_damaged_aside(path, error, on_note)
-    members = [(path, c) for path, c in members if is_on(line, saved_on=c.line, step=c.step)]
     newest = _first_valid(members, keep, on_note)
     by_loss = sorted(
         (m for m in members if loss_of(m[1]) < math.inf), key=lambda m: (loss_of(m[1]), m[1].step)

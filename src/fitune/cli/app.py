@@ -150,7 +150,7 @@ def ui(
     """Plan in a page of this machine: type a model and cards, see what fits. Needs the extra `ui`."""
     from fitune.session.planner_page import serve_planner
 
-    serve_planner(port, runs=runs, link=link, tell=lambda address: print(address, flush=True))
+    serve_planner(port, runs=runs, link=link, log=lambda address: print(address, flush=True))
 
 
 @app.command(**_RECIPE)
@@ -178,7 +178,7 @@ def matrix(
     json: Json = False,
 ) -> None:
     """Print the plan for each model and row length, and which of DDP, ZeRO, recompute and offload fit."""
-    from fitune.session.matrix import draw_picture, full_names, plan_matrix, row_lengths
+    from fitune.session.alternatives import draw_picture, full_names, plan_matrix, row_lengths
     from fitune.session.recipes.reading import matrix_recipe
 
     names, lengths = tuple(full_names(models)), row_lengths(context)
@@ -199,7 +199,7 @@ def rehearse(
     exact: Annotated[bool, Option("--exact", help="Trace every block, not a few for all.")] = False,
 ) -> None:
     """Plan, then run the plan's own step on fake tensors: every allocation, without a GPU or weights."""
-    from fitune.session.rehearsing import rehearse_recipe
+    from fitune.session.alternatives import rehearse_recipe
 
     _show(rehearse_recipe(_recipe(words, settings), exact=exact), json=json)
 
@@ -225,8 +225,7 @@ def train(
 
     see_planned_gpus()
     from fitune.session.clusters.on_ray import place_on_ray
-    from fitune.session.fresh_process import speaks_to_people, train_program
-    from fitune.session.train.ranks_of_nodes import place_in
+    from fitune.session.program import place_in, speaks_to_people, train_program
 
     if json and not speaks_to_people():  # the first rank prints the object, or the error
         os.dup2(2, 1)
@@ -234,7 +233,7 @@ def train(
     on_ray = place_on_ray(recipe, on, address=ray_address, workers=workers, restarts=ray_restarts)
     place = place_in(recipe, node=node_rank, rendezvous=rendezvous, timeout_s=rendezvous_timeout)
     with _telling(json) as terminal:
-        code = train_program(recipe, overwrite=overwrite, tell=terminal, place=place, on_ray=on_ray)
+        code = train_program(recipe, overwrite=overwrite, emit=terminal, place=place, on_ray=on_ray)
     raise typer.Exit(code)
 
 
@@ -250,7 +249,7 @@ def data(
     from fitune.session.data_view import explain_data, view_data, write_data_page
 
     with _terminal(lines=sys.stderr, quiet=json) as terminal:
-        shown = view_data(_recipe(words, settings), rows=rows, tell=terminal)
+        shown = view_data(_recipe(words, settings), rows=rows, emit=terminal)
     _print(explain_data(shown), shown, json=json)
     if html is not None:
         write_data_page(shown, html)
@@ -321,7 +320,7 @@ def compare(
     names = [name.strip() for name in tunings.split(",") if name.strip()]
     recipe = _recipe(words, settings)
     with _telling(json, starts_others=True) as terminal:
-        code = compare_methods(recipe, names, score_data=score_data, overwrite=overwrite, tell=terminal)
+        code = compare_methods(recipe, names, score_data=score_data, overwrite=overwrite, emit=terminal)
     raise typer.Exit(code)
 
 
@@ -350,11 +349,11 @@ def score(
         if recipe.lm_eval:
             from fitune.session.score.lm_eval import score_tasks
 
-            return _show(score_tasks(recipe, tell=terminal), json=json)
+            return _show(score_tasks(recipe, emit=terminal), json=json)
         if plan or request is not None:
             from fitune.session.score.score_plan import predict_scoring
 
-            return _show(predict_scoring(recipe, request, gpu=gpu, gpus=gpus, tell=terminal), json=json)
+            return _show(predict_scoring(recipe, request, gpu=gpu, gpus=gpus, emit=terminal), json=json)
         from fitune.session.planning import see_planned_gpus
 
         see_planned_gpus()
@@ -362,7 +361,7 @@ def score(
         from fitune.session.score.scoring import compare_scores, score_dataset, why_not_all
 
         place = place_of_scoring(on, address=ray_address, workers=workers)
-        report = score_dataset(recipe, tell=terminal, place=place, against=against)
+        report = score_dataset(recipe, emit=terminal, place=place, against=against)
     _show(report, json=json)
     if not json:
         print(f"answers: {recipe.out / 'answers.jsonl'}")
@@ -388,8 +387,8 @@ def chat(
     from fitune.session.score.chat import open_chat
 
     sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
-    with _terminal(lines=sys.stderr) as tell:
-        opened = open_chat(models, system=system, sampling=sampling, chat_template=chat_template, tell=tell)
+    with _terminal(lines=sys.stderr) as emit:
+        opened = open_chat(models, system=system, sampling=sampling, chat_template=chat_template, emit=emit)
     from fitune.cli.chat import talk
 
     talk(opened, as_json=json)
@@ -420,10 +419,10 @@ def serve(
 @app.command(name="go-on", hidden=True)
 def go_on(run: Run, json: Json = False) -> None:
     """Go on with the attempt that waits in a run's directory, after a shortage of memory or as one of several ranks."""
-    from fitune.session import fresh_process
+    from fitune.session import program
 
     with _telling(json) as terminal:
-        code = fresh_process.go_on(run, tell=terminal)
+        code = program.go_on(run, emit=terminal)
     raise typer.Exit(code)
 
 
@@ -447,7 +446,7 @@ def export(
     from fitune.session.exporting import export_anywhere
 
     with _telling(json) as terminal:
-        export_anywhere(run, out, kind, push_to_hub=push_to_hub, hub_public=hub_public, tell=terminal)
+        export_anywhere(run, out, kind, push_to_hub=push_to_hub, hub_public=hub_public, emit=terminal)
 
 
 @app.command()
@@ -470,7 +469,7 @@ def report(
     """Show predicted and measured side by side, and write the run's report.html."""
     from fitune.session.reported import report_anywhere, watched_run
 
-    watched = watched_run(run, tell=lambda line: print(line, file=sys.stderr)) if watch else None
+    watched = watched_run(run, log=lambda line: print(line, file=sys.stderr)) if watch else None
     _show(watched or report_anywhere(run), json=json)
 
 
@@ -488,12 +487,12 @@ def doctor(
     """Show what is here: devices, memory, measured rates, libraries, and what each missing part would add."""
     from fitune.session import doctor as here
 
-    tell = partial(print, file=sys.stderr if json else None)
+    log = partial(print, file=sys.stderr if json else None)
     if prove or out:
-        text, data, failed = here.prove_device(out, tell=tell)
+        text, data, failed = here.prove_device(out, log=log)
         _print(text, data, json=json)
         raise typer.Exit(int(failed))
-    if calibrate and not here.calibrate_device(tell=tell):
+    if calibrate and not here.calibrate_device(log=log):
         return
     examined = here.examine()
     _print(here.describe_examined(examined), here.examined_data(examined), json=json)
@@ -509,7 +508,7 @@ def demo(
     from fitune.session.demo import run_demo
 
     with _telling(json, starts_others=True) as terminal:
-        run_demo(out, gpus=gpus, tell=terminal)
+        run_demo(out, gpus=gpus, emit=terminal)
 
 
 @records.command()

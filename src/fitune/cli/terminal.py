@@ -16,7 +16,7 @@ from fitune.units import format_bytes, format_count, format_learning_rate, forma
 
 
 class Terminal:
-    """A ``Tell``. As a context manager it gives the terminal back when a bar is cut short by an error.
+    """A ``Emit``. As a context manager it gives the terminal back when a bar is cut short by an error.
 
     Lines go to ``lines`` (standard output), bars of what is read to standard error; ``quiet`` draws no bar of weights.
     ``redrawn``: a step is written over the one before, as notebooks show it.

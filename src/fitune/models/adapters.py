@@ -21,9 +21,9 @@ from transformers.pytorch_utils import Conv1D
 
 from fitune.errors import ModelError
 from fitune.models.adapter_file import WEIGHTS, check_adapter, linear_names, read_adapter_config, resolved
-from fitune.models.door import read_config, reading, with_adapter
 from fitune.models.expert_adapters import names_as_given, run_with_adapters, stacks_among, stacks_shown
 from fitune.models.headers import name_in_whole, own_name, read_header
+from fitune.models.readers import read_config, reading, with_adapter
 from fitune.models.tokens import resized
 from fitune.spec.plan import Lora
 
@@ -78,7 +78,7 @@ def load_adapter(model: PreTrainedModel, path: str | Path) -> PeftModel:
 
 
 def words_for(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
-    """The adapter's config and the names of its file in terms of ``model``, for the door's ``with_adapter``."""
+    """The adapter's config and the names of its file in terms of ``model``, for ``with_adapter``."""
     in_whole = is_named_in_whole(folder)
     spelled: Callable[[str], str] = name_in_whole if in_whole else str
     config = read_adapter_config(folder)

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fitune.errors import ModelError
-from fitune.models.door import read_tokenizer, reading
+from fitune.models.readers import read_tokenizer, reading
 from fitune.spec.plan import Plan
 
 NOISE = 0.01

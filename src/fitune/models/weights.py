@@ -12,7 +12,10 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from fitune.errors import ModelError, OutOfMemory
-from fitune.models.door import (
+from fitune.models.headers import FLOATS, StoredTensor, text_part
+from fitune.models.low_bit.packing import Keep, PackOnArrival
+from fitune.models.low_bit.quantised import PackedWeight, require_quantiser
+from fitune.models.readers import (
     empty_model,
     filled_model,
     model_folder,
@@ -20,9 +23,6 @@ from fitune.models.door import (
     read_generation_config,
     reading,
 )
-from fitune.models.headers import FLOATS, StoredTensor, text_part
-from fitune.models.low_bit.packing import Keep, PackOnArrival
-from fitune.models.low_bit.quantised import PackedWeight, require_quantiser
 from fitune.models.weight_files import OnBytes, Unread, nobody, stored_tensors, unread_tensors
 from fitune.spec.plan import Dense, Precision, Quantiser
 from fitune.units import format_bytes

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from transformers import PretrainedConfig
 
 from fitune.errors import FituneError, ModelError, first_line
-from fitune.models.door import model_config, text_config
+from fitune.models.readers import model_config, text_config
 from fitune.rehearse.block_accounts import Account, Numbers, account_of
 from fitune.rehearse.block_recording import Work, recorded
 from fitune.rehearse.shapes import read_shapes

@@ -12,10 +12,10 @@ from transformers.pytorch_utils import Conv1D
 
 from fitune.errors import ModelError
 from fitune.models.attention import takes_mask
-from fitune.models.door import empty_model
 from fitune.models.language_model import blocks_of, carries_along
 from fitune.models.low_bit.packing import places_in
 from fitune.models.low_bit.quantised import is_dense_linear, is_read_by_kernels, is_state_space
+from fitune.models.readers import empty_model
 from fitune.spec.model.config_schema import dropout_of
 from fitune.spec.model.model_spec import BlockAttention, BlockKind, Linear, ModelSpec
 from fitune.spec.plan import Nf4

@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fitune.engine.ranks import local_part
-from fitune.models.door import empty_model, model_config, with_layers
 from fitune.models.liger import computing_with
+from fitune.models.readers import empty_model, model_config, with_layers
 from fitune.models.row_attention import attending_as
 from fitune.models.weights import compute_dtype
 from fitune.rehearse.deep_update import make_states, parameter_keys, record_update

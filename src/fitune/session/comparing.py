@@ -13,8 +13,8 @@ from fitune.report.compare import compare, text_table
 from fitune.report.methods_page import MethodRun, best_of, comparison_rows, write_methods_page
 from fitune.report.run_files import read_run
 from fitune.score.shards import remove_scores
-from fitune.session.events import Event, Note, Planned, Result, Tell
-from fitune.session.fresh_process import run_child, train_program
+from fitune.session.events import Emit, Event, Note, Planned, Result
+from fitune.session.program import train_program
 from fitune.session.reported import outcome_data, rows_data
 from fitune.session.score.scoring import model_and_adapter, score_dataset
 from fitune.session.signals import EXIT_CODES
@@ -41,7 +41,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def compare_methods(
-    recipe: Recipe, names: Sequence[str], *, score_data: str, overwrite: bool, tell: Tell
+    recipe: Recipe, names: Sequence[str], *, score_data: str, overwrite: bool, emit: Emit
 ) -> int:
     """Train the recipe by every method, score each, write compare.html; returns the exit code.
 
@@ -55,20 +55,30 @@ def compare_methods(
             raise RecipeError(f"--tunings names {name!r}, which is not a method", hint=hint)
     if not names or len(set(names)) < len(names):
         raise RecipeError("--tunings names no method, or one of them twice", hint="--tunings full,lora,qlora")
-    recipe = staged(recipe)
-    directory = Path(recipe.output_dir or "")
+    out = recipe.output_dir or "runs/compare"
+    directory = Path(staging_of(out) if is_url(out) else out)
+    recipe = recipe.model_copy(
+        update={"output_dir": str(directory), "upload_to": out if is_url(out) else recipe.upload_to}
+    )
     base = (
-        _score(recipe.model, "", score_data, directory / "base", overwrite=overwrite, tell=tell)
+        _score(recipe.model, "", score_data, directory / "base", overwrite=overwrite, emit=emit)
         if score_data
         else {}
     )
     methods: list[MethodRun] = []
     failed = False
     for name in names:
-        method, code = _train(recipe, name, directory, overwrite=overwrite, tell=tell)
-        method, not_scored = _scored(recipe, method, score_data, directory, overwrite=overwrite, tell=tell)
+        method, code = _train(recipe, name, directory, overwrite=overwrite, emit=emit)
+        failed = failed or code == 1
+        if score_data and method.run is not None and method.run.run is not None and method.run.run.exported:
+            model, adapter = model_and_adapter(Path(method.run.run.exported), base=recipe.model)
+            try:
+                grades = _score(model, adapter, score_data, directory / name, overwrite=overwrite, emit=emit)
+                method = replace(method, grades=grades)
+            except FituneError as error:  # the run is worth showing without
+                emit(Note(f"{name} is not scored: {error}"))
+                method, failed = replace(method, why_not=f"not scored: {error}"), True
         methods.append(method)
-        failed = failed or code == 1 or not_scored
         if any(one.run for one in methods):
             page = write_methods_page(directory, methods, base_grades=base)
         if code not in (0, 1):
@@ -76,12 +86,12 @@ def compare_methods(
     if not any(method.run for method in methods):
         raise RecipeError("no method could be trained", hint="the reasons are above")
     text = f"\n{text_table(comparison_rows(methods, base))}\ncomparison: {page}"
-    tell(Note(text, {"page": page, "sent": None, "base": base, "methods": [*_rows(methods, directory)]}))
+    emit(Note(text, {"page": page, "sent": None, "base": base, "methods": [*_rows(methods, directory)]}))
     if recipe.upload_to:
         with closing(Store(recipe.upload_to)) as store:
             store.put_file(page, page.name)
             url = store.below(page.name)
-            tell(Note(f"sent: {url}", {"sent": url}))
+            emit(Note(f"sent: {url}", {"sent": url}))
     return int(failed)
 
 
@@ -95,14 +105,6 @@ def _rows(methods: Sequence[MethodRun], directory: Path) -> Iterator[dict[str, A
             row["learning_rate"] = files.plan.schedule.learning_rate
             row["comparison"] = rows_data(compare(files.estimate, files.run, files.steps))
         yield row | {"best": best.get(method.name, [])}
-
-
-def staged(recipe: Recipe) -> Recipe:
-    """The recipe whose output_dir is a folder of this machine: one behind a URL becomes its upload_to."""
-    directory = recipe.output_dir or "runs/compare"
-    if not is_url(directory):
-        return recipe.model_copy(update={"output_dir": directory})
-    return recipe.model_copy(update={"output_dir": staging_of(directory), "upload_to": directory})
 
 
 def method_recipe(recipe: Recipe, name: str, directory: Path) -> Recipe:
@@ -150,51 +152,36 @@ def _tuning(recipe: Recipe, name: str) -> Tuning:
 
 
 def _train(
-    recipe: Recipe, name: str, directory: Path, *, overwrite: bool, tell: Tell
+    recipe: Recipe, name: str, directory: Path, *, overwrite: bool, emit: Emit
 ) -> tuple[MethodRun, int]:
     """The method's run and 0; without a run when it was refused (0), failed (1) or was interrupted (as train says)."""
-    tell(Note(f"\n{name}"))
+    emit(Note(f"\n{name}"))
 
-    def tell_briefly(event: Event) -> None:
+    def emit_briefly(event: Event) -> None:
         """Passes the event on; a plan becomes one line, a result its words alone."""
         if isinstance(event, Planned):
             event = Note(describe_plan(event.report.chosen.plan))
-        tell(Note(str(event)) if isinstance(event, Result) else event)  # the words alone
+        emit(Note(str(event)) if isinstance(event, Result) else event)  # the words alone
 
     try:
         own = method_recipe(recipe, name, directory)
-        status = train_program(own, overwrite=overwrite, tell=tell_briefly, start_again=run_child)
+        status = train_program(own, overwrite=overwrite, emit=emit_briefly, in_child=True)
     except FituneError as error:
         failed = error.exit_code != FituneError.exit_code
-        tell(Note(f"{name} {'failed' if failed else 'is left out'}: {error}"))
+        emit(Note(f"{name} {'failed' if failed else 'is left out'}: {error}"))
         return MethodRun(name=name, run=None, why_not=str(error)), int(failed)
     if status in EXIT_CODES.values():
         return MethodRun(name=name, run=None, why_not="interrupted"), status
     if status:  # of an attempt in a process of its own, which said why
-        tell(Note(f"{name} failed: its last attempt ended with exit code {status}"))
+        emit(Note(f"{name} failed: its last attempt ended with exit code {status}"))
         return MethodRun(name=name, run=None, why_not="failed, as its last attempt says above"), 1
     return MethodRun(name=name, run=read_run(directory / name)), 0
 
 
-def _scored(
-    recipe: Recipe, method: MethodRun, data: str, directory: Path, *, overwrite: bool, tell: Tell
-) -> tuple[MethodRun, bool]:
-    """The run with its grades, and True if scoring failed: the run is worth showing without."""
-    if not data or method.run is None or method.run.run is None or not method.run.run.exported:
-        return method, False
-    model, adapter = model_and_adapter(Path(method.run.run.exported), base=recipe.model)
-    try:
-        grades = _score(model, adapter, data, directory / method.name, overwrite=overwrite, tell=tell)
-    except FituneError as error:
-        tell(Note(f"{method.name} is not scored: {error}"))
-        return replace(method, why_not=f"not scored: {error}"), True
-    return replace(method, grades=grades), False
-
-
 def _score(
-    model: str, adapter: str, data: str, directory: Path, *, overwrite: bool, tell: Tell
+    model: str, adapter: str, data: str, directory: Path, *, overwrite: bool, emit: Emit
 ) -> Mapping[str, float]:
     if overwrite:
         remove_scores(directory / "scores")  # answers of the model that was there before
     recipe = score_recipe(model=model, adapter=adapter, data=data, out=directory / "scores")
-    return score_dataset(recipe, tell=tell).grades
+    return score_dataset(recipe, emit=emit).grades

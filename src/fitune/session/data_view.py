@@ -25,7 +25,7 @@ from fitune.data.tokenising import RowTokeniser
 from fitune.errors import DataError, RecipeError
 from fitune.models.tokens import tokenizer_with
 from fitune.planner.defaults import data_of, with_added_rows, with_usual_row
-from fitune.session.events import Note, Tell
+from fitune.session.events import Emit, Note, emit_notes
 from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.plan import DataPlan
 from fitune.spec.recipe.recipe import Recipe
@@ -101,7 +101,7 @@ class ShownData:
     """The error that training would stop with; the rows are shown without those that it is about."""
 
 
-def view_data(recipe: Recipe, *, rows: int, tell: Tell) -> ShownData:
+def view_data(recipe: Recipe, *, rows: int, emit: Emit) -> ShownData:
     """Tokenise the data of ``recipe`` as training would, into the same cache, and show ``rows`` rows of it.
 
     No plan is made: it does not matter whether the model fits anything here. Raises DataError, ModelError, RecipeError.
@@ -122,11 +122,13 @@ def view_data(recipe: Recipe, *, rows: int, tell: Tell) -> ShownData:
             tokenizer_path=recipe.model,
             seq_len=recipe.seq_len,
             seed=recipe.seed,
-            watch=tell,
-            on_note=lambda line: tell(Note(line)),
+            watch=emit,
+            on_note=emit_notes(emit),
         )
 
-    lenient, would_stop = _lenient(data), ""
+    # without the policies that stop at a row
+    on_long_row = "truncate" if data.on_long_row == "error" else data.on_long_row
+    lenient, would_stop = replace(data, on_bad_row="skip", on_long_row=on_long_row), ""
     try:
         prepared = prepared_by(data)
     except DataError as error:  # the view goes on, to show all such rows
@@ -137,7 +139,7 @@ def view_data(recipe: Recipe, *, rows: int, tell: Tell) -> ShownData:
         except DataError:
             raise error from None  # no row is left to show, and this one is named
         would_stop = str(error)
-        tell(Note(f"training would stop: {would_stop}\n"))
+        emit(Note(f"training would stop: {would_stop}\n"))
     tokenise = RowTokeniser(lenient, template, seq_len=recipe.seq_len)
     looked_at = list(islice(_looked_at(data, tokenise, template, tokenizer), LOOKED_AT))
     odd = [row for row in looked_at if row.why_not or row.kept < row.tokens]
@@ -170,12 +172,6 @@ def _notes_on_thinking(rows: Sequence[ShownRow], data: DataPlan) -> Iterator[str
         if data.train_on_empty_thinking:
             learned = "learned, as train_on_empty_thinking says"
         yield f"{counted(empty, 'answer')} {among}: the template puts an empty thinking block there; it is {learned}"
-
-
-def _lenient(data: DataPlan) -> DataPlan:
-    """``data`` without the policies that stop at a row."""
-    long_row = "truncate" if data.on_long_row == "error" else data.on_long_row
-    return replace(data, on_bad_row="skip", on_long_row=long_row)
 
 
 def _looked_at(
@@ -219,23 +215,20 @@ def _shown(
         place += fate.rows
         whole = "".join(piece.text for piece in laid_out)
         messages = example.messages if isinstance(example, Conversation) else ()
+        tokens = zip(made.ids[begin:end].tolist(), made.supervised[begin:end].tolist(), strict=True)
+        parts = tuple(  # runs of tokens that are all learned or all not
+            Part(text=tokenizer.decode([token for token, _ in run]), is_learned=learned)
+            for learned, run in groupby(tokens, key=lambda pair: pair[1])
+        )
         yield ShownRow(
             where=example.where,
-            parts=_parts(tokenizer, made.ids[begin:end], made.supervised[begin:end]),
+            parts=parts,
             tokens=fate.tokens,
             kept=fate.kept,
             learned=fate.supervised,
             thoughts_left_out=sum(m.role == "assistant" and thought_of(m) not in whole for m in messages),
             empty_thoughts=sum(piece.empty_thought for piece in laid_out),
         )
-
-
-def _parts(tokenizer: Any, ids: np.ndarray, supervised: np.ndarray) -> tuple[Part, ...]:
-    """Runs of tokens that are all learned or all not."""
-    runs = groupby(zip(ids.tolist(), supervised.tolist(), strict=True), key=lambda pair: pair[1])
-    return tuple(
-        Part(text=tokenizer.decode([token for token, _ in run]), is_learned=learned) for learned, run in runs
-    )
 
 
 def _left_out(where: str, text: str, why: str) -> ShownRow:
@@ -269,8 +262,9 @@ def explain_data(shown: ShownData, *, colours: bool | None = None) -> str:
         for row in shown.cut_or_dropped:
             lines += [_headline(row), *(_body(row, colours) if row.why_not else []), ""]
     lines += [line for note in shown.notes for line in (note, "")]
-    lines += ["Tokens of a row", *_bars(shown), ""]
-    lines += [describe_ledger(shown.train)]
+    most, wide = max(bar.rows for bar in shown.lengths), max(len(str(bar)) for bar in shown.lengths)
+    bars = (f"  {bar!s:>{wide}}  {'█' * -(-40 * bar.rows // most)} {bar.rows:,}" for bar in shown.lengths)
+    lines += ["Tokens of a row", *bars, "", describe_ledger(shown.train)]
     if shown.packs:
         lines.append(f"{shown.packs:,} packs of at most {shown.seq_len:,} tokens")
     if shown.held_out is not None:
@@ -295,12 +289,6 @@ def _body(row: ShownRow, colours: bool) -> list[str]:
 def harmless(text: str) -> str:
     """``text`` without the characters that steer a terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
-
-
-def _bars(shown: ShownData) -> list[str]:
-    most = max(bar.rows for bar in shown.lengths)
-    wide = max(len(str(bar)) for bar in shown.lengths)
-    return [f"  {bar!s:>{wide}}  {'█' * -(-40 * bar.rows // most)} {bar.rows:,}" for bar in shown.lengths]
 
 
 def write_data_page(shown: ShownData, path: Path) -> Path:

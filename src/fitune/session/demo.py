@@ -1,7 +1,6 @@
 """The whole loop on a base model and a task made on the spot."""
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,9 @@ from fitune.demo.files import HELD_OUT_ROWS, MAX_NEW_TOKENS, DemoFiles, write_de
 from fitune.errors import RunDirectoryError, TrainingFailed
 from fitune.report.compare import text_table
 from fitune.score.shards import remove_scores
-from fitune.session.events import Note, Planned, Tell, tell_nobody
-from fitune.session.fresh_process import train_program
+from fitune.session.events import Emit, Note, Planned, ignore_event
 from fitune.session.planning import plan_on_data
+from fitune.session.program import train_program
 from fitune.session.recipes.reading import read_any_recipe
 from fitune.session.reported import Reported, report_run
 from fitune.session.score.scoring import model_and_adapter, score_dataset
@@ -28,6 +27,7 @@ from fitune.units import format_bytes, format_percent, format_rate, format_secon
 _SEED = 0
 _GRADER = "exact_match"
 _SETTINGS = ("log_steps=25",)
+_HEADINGS = ("", "right answers", "loss", "peak predicted", "measured", "error", "speed", "time")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class Outcome:
     report: Path | None
 
 
-def run_demo(directory: Path, *, gpus: int, tell: Tell) -> tuple[Outcome, ...]:
+def run_demo(directory: Path, *, gpus: int, emit: Emit) -> tuple[Outcome, ...]:
     """Write, pretrain, plan, train twice, score three times, compare.
 
     ``gpus`` 2: train the second once more by two processes, GPUs where there are two.
@@ -51,7 +51,7 @@ def run_demo(directory: Path, *, gpus: int, tell: Tell) -> tuple[Outcome, ...]:
 
     def say(*lines: str, **data: Any) -> None:
         """Tells the lines as one note; ``data`` goes with it for programs."""
-        tell(Note("\n".join(lines), data))
+        emit(Note("\n".join(lines), data))
 
     say(
         "1. A shop's orders as text, a task about them, and a small Llama with random weights, in "
@@ -59,19 +59,19 @@ def run_demo(directory: Path, *, gpus: int, tell: Tell) -> tuple[Outcome, ...]:
     )
     files = write_demo(directory, seed=_SEED)
     say("2. The base model: pretrained for a moment on the text, by fitune itself\n")
-    _train(files.pretrain_recipe, tell, explain=False)
+    _train(files.pretrain_recipe, emit, explain=False)
     base = Outcome(
         name="base", accuracy=_accuracy(files, files.base), run=None, predicted_bytes=None, report=None
     )
     say("\n3. The task by LoRA: the plan first\n")
-    lora = _tuned(files, files.lora_recipe, "LoRA", tell)
+    lora = _tuned(files, files.lora_recipe, "LoRA", emit)
     say("\n4. The same by training every parameter\n")
-    outcomes = [base, lora, _tuned(files, files.full_recipe, "full", tell)]
+    outcomes = [base, lora, _tuned(files, files.full_recipe, "full", emit)]
     if gpus > 1:
         say(f"\n   And once more by {gpus} processes that each hold a share of every tensor (ZeRO-3)\n")
         divided = files.divided_recipe.with_suffix("")
         recipe = read_any_recipe(files.divided_recipe, settings=_SETTINGS).recipe
-        if code := train_program(recipe, overwrite=True, tell=tell):
+        if code := train_program(recipe, overwrite=True, emit=emit):
             raise TrainingFailed(
                 f"the processes ended with exit code {code}", hint=f"what they said is in {divided / LOGS}"
             )
@@ -85,7 +85,8 @@ def run_demo(directory: Path, *, gpus: int, tell: Tell) -> tuple[Outcome, ...]:
     say(f"\n5. {HELD_OUT_ROWS} held-out orders, about goods and cities that no training row names\n")
     seconds = time.perf_counter() - started
     say(
-        outcome_table(outcomes),
+        # right answers before and after, and what training took: predicted | measured
+        text_table([_HEADINGS, *(_cells(outcome) for outcome in outcomes)], indent=2),
         f"\nThe whole demo took {format_seconds(seconds)}. Open in a browser:",
         *(f"  {outcome.report}" for outcome in outcomes if outcome.report is not None),
         folder=directory,
@@ -93,12 +94,6 @@ def run_demo(directory: Path, *, gpus: int, tell: Tell) -> tuple[Outcome, ...]:
         models=outcomes,
     )
     return tuple(outcomes)
-
-
-def outcome_table(outcomes: Sequence[Outcome]) -> str:
-    """Right answers before and after, and what training took: predicted | measured."""
-    head = ("", "right answers", "loss", "peak predicted", "measured", "error", "speed", "time")
-    return text_table([head, *(_cells(outcome) for outcome in outcomes)], indent=2)
 
 
 def _cells(outcome: Outcome) -> tuple[str, ...]:
@@ -118,9 +113,9 @@ def _cells(outcome: Outcome) -> tuple[str, ...]:
     )
 
 
-def _tuned(files: DemoFiles, recipe: Path, name: str, tell: Tell) -> Outcome:
+def _tuned(files: DemoFiles, recipe: Path, name: str, emit: Emit) -> Outcome:
     """Train by ``recipe``, score the result, write its report."""
-    _train(recipe, tell, explain=True)
+    _train(recipe, emit, explain=True)
     return _outcome(files, name, report_run(recipe.with_suffix("")))
 
 
@@ -136,13 +131,13 @@ def _outcome(files: DemoFiles, name: str, reported: Reported) -> Outcome:
     )
 
 
-def _train(path: Path, tell: Tell, *, explain: bool) -> None:
+def _train(path: Path, emit: Emit, *, explain: bool) -> None:
     recipe = read_any_recipe(path, settings=(*_SETTINGS, "gpus=1")).recipe
     report = plan_on_data(recipe)
     if explain:
-        tell(Planned(report=report))
+        emit(Planned(report=report))
     attempt = Attempt(recipe=dump_recipe(recipe), report=report, resume=False, overwrite=True)
-    run_once(attempt, tell=tell, stop_asked=lambda: False)
+    run_once(attempt, emit=emit, stop_asked=lambda: False)
 
 
 def _accuracy(files: DemoFiles, exported: Path) -> float:
@@ -152,7 +147,7 @@ def _accuracy(files: DemoFiles, exported: Path) -> float:
         model=model, adapter=adapter, data=files.test, out=exported.parent / "scores", graders=_GRADER,
         max_new_tokens=MAX_NEW_TOKENS, batch_size=25,
     )  # fmt: skip
-    return score_dataset(recipe, tell=tell_nobody).grades[_GRADER]
+    return score_dataset(recipe, emit=ignore_event).grades[_GRADER]
 
 
 def _make_room(directory: Path) -> None:

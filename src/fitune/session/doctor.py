@@ -5,17 +5,18 @@ import importlib.util
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fitune.errors import FituneError
-from fitune.measure.calibrations import store_calibration
+from fitune.errors import FituneError, HardwareError
+from fitune.measure.calibrations import device_key, quick_key, store_calibration
 from fitune.measure.hardware import calibrated, describe_hardware, detect_hardware, of_one_kind, see_one_kind
 from fitune.measure.nvml import gpus_here
 from fitune.planner.alternatives import largest
+from fitune.session.events import Emit, Note
 from fitune.spec.machines.hardware import Calibration, Hardware
 from fitune.spec.model.model_config import known_model_spec
 from fitune.spec.recipe.recipe import parse_recipe
@@ -125,7 +126,7 @@ def describe_examined(examined: Examined) -> str:
     )
 
 
-def calibrate_device(*, tell: Callable[[str], None]) -> bool:
+def calibrate_device(*, log: Callable[[str], None]) -> bool:
     """Measure this machine's device and store it; False on every rank but the first, which has nothing to show."""
     see_one_kind()
     from fitune.engine.ranks import joined_ranks
@@ -135,20 +136,69 @@ def calibrate_device(*, tell: Callable[[str], None]) -> bool:
     with joined_ranks() as ranks:
         hardware = detect_hardware()
         if ranks.is_first:
-            tell(f"measuring {hardware.gpu.name}: this takes one to two minutes")
+            log(f"measuring {hardware.gpu.name}: this takes one to two minutes")
         found = calibrate(hardware)
     if not ranks.is_first:
         return False
     path = store_calibration(found)
-    tell(f"measured {found.device} in {format_seconds(time.perf_counter() - start)}: {path}")
+    log(f"measured {found.device} in {format_seconds(time.perf_counter() - start)}: {path}")
     return True
 
 
-def prove_device(out: Path | None, *, tell: Callable[[str], None]) -> tuple[str, dict[str, Any], bool]:
+CALIBRATE_VARIABLE = "FITUNE_CALIBRATE"
+"""0 in the environment: nothing is measured by itself."""
+
+
+def measure_on_first_use(
+    hardware: Hardware, *, emit: Emit, environment: Mapping[str, str] = os.environ
+) -> bool:
+    """Measure and store the rates of this machine's processor before its first training, or the first prediction of a
+    scoring, in about three seconds; True if they are new. By several processes at once, in about ten, where they will
+    share it.
+
+    Rates that are here already stay, and a cache that cannot be written is said and does not stop the training.
+    """
+    is_new = hardware.gpu.is_cpu and hardware.nodes == 1 and hardware.calibration is None
+    if not is_new or environment.get(CALIBRATE_VARIABLE) == "0":
+        return False
+    import torch  # not for those who only plan
+
+    from fitune.measure.calibrate import calibrate, calibrate_together
+    from fitune.measure.device_rates import HURRIED
+
+    start = time.perf_counter()
+    try:
+        if hardware.gpus_per_node > 1:
+            found = calibrate_together(hardware, effort=HURRIED)
+        else:
+            with torch.random.fork_rng(devices=[]):  # the run draws what it would have drawn
+                found = calibrate(hardware, effort=HURRIED)
+    except HardwareError as error:
+        emit(Note(f"note: the rates of this processor were not measured: {error.message}"))
+        return False
+    processes = hardware.gpus_per_node
+    key = quick_key(device_key(hardware.gpu, cores=hardware.threads_per_process, processes=processes))
+    try:
+        store_calibration(replace(found, device=key))
+    except HardwareError as error:
+        emit(Note(f"note: the rates of this processor were measured and not kept: {error.message}"))
+        return False
+    took = format_seconds(time.perf_counter() - start)
+    who = f" by {processes} processes" if processes > 1 else ""
+    emit(
+        Note(
+            f"measured this processor{who} in {took}, once: plans use it from now on "
+            f"(fitune doctor --calibrate: better; {CALIBRATE_VARIABLE}=0: never)"
+        )
+    )
+    return True
+
+
+def prove_device(out: Path | None, *, log: Callable[[str], None]) -> tuple[str, dict[str, Any], bool]:
     """Run every check of ``--prove``: the summary, the record that was written, and whether a check failed."""
     from fitune.session.proving.prove import describe_proof, prove
 
-    proof = prove(tell=tell, out=out)
+    proof = prove(tell=log, out=out)
     return describe_proof(proof), to_data(proof), bool(proof.failed)
 
 

@@ -181,36 +181,41 @@ Event = (
     Planned | Note | Reading | DataRead | Predicted | WeightsRead | StepsBegin | StepReport | StepsEnd
     | RanOutOfMemory | Compared | Exported | RowsAnswered
 )  # fmt: skip
-Tell = Callable[[Event], None]
+Emit = Callable[[Event], None]
 """Called with each event, in the thread that works."""
 
 
-def telling_weights(tell: Tell) -> Callable[[int, int], None]:
+def emit_weights(emit: Emit) -> Callable[[int, int], None]:
     """Tells of weights that are read: bytes so far, and in all."""
-    return lambda done, total: tell(WeightsRead(done_bytes=done, total_bytes=total))
+    return lambda done, total: emit(WeightsRead(done_bytes=done, total_bytes=total))
 
 
-def tell_nobody(_event: Event) -> None:
+def emit_notes(emit: Emit) -> Callable[[str], None]:
+    """Tells of lines for people."""
+    return lambda line: emit(Note(line))
+
+
+def ignore_event(_event: Event) -> None:
     """A Tell for callers that show nothing."""
 
 
 @dataclass(frozen=True, slots=True)
-class StepTeller:
+class StepEvents:
     """A sink of a run that tells its steps as events."""
 
-    tell: Tell
+    emit: Emit
 
     def start(self, plan: Plan, run_name: str) -> None:
         """Tells StepsBegin."""
-        self.tell(StepsBegin(plan=plan, run_name=run_name))
+        self.emit(StepsBegin(plan=plan, run_name=run_name))
 
     def step(self, report: StepReport) -> None:
         """Tells ``report`` as it is."""
-        self.tell(report)
+        self.emit(report)
 
     def finish(self, report: RunReport | None) -> None:
         """Tells StepsEnd."""
-        self.tell(StepsEnd(report=report))
+        self.emit(StepsEnd(report=report))
 
 
 def _under_its_name(name: str, ledger: Ledger) -> str:

@@ -84,28 +84,20 @@ def read_question(question: Mapping[str, str]) -> Asked:
     given = {**given, "model": PASTED} if config else given
     _, options = split_words([f"--{key}={value}" for key, value in given.items()])
     recipe = parse_recipe(canonical_keys(options, where="the page"), where="the page")
-    return Asked(
-        recipe=recipe,
-        model=_pasted(config) if config else _known(recipe.model),
-        rows=int(rows) if rows else None,
-    )
-
-
-def _known(name: str) -> ModelSpec:
-    if (model := known_model_spec(name)) is None:
-        error = unknown_model(name, why="the page takes the names it lists")
-        raise ModelError(error.message, hint=joined_hints(error.hint, "another model: paste its config.json"))
-    return model
-
-
-def _pasted(config: str) -> ModelSpec:
-    try:
-        values = json.loads(config)
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"the pasted config.json is no JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise ModelError("the pasted config.json is no JSON object", hint="paste the whole file")
-    return spec_from_config(values, name=PASTED, where="the pasted config.json")
+    if config:
+        try:
+            values = json.loads(config)
+        except (ValueError, RecursionError) as error:
+            raise ModelError(f"the pasted config.json is no JSON: {error}") from None
+        if not isinstance(values, dict):
+            raise ModelError("the pasted config.json is no JSON object", hint="paste the whole file")
+        model = spec_from_config(values, name=PASTED, where="the pasted config.json")
+    elif (known := known_model_spec(recipe.model)) is None:
+        no = unknown_model(recipe.model, why="the page takes the names it lists")
+        raise ModelError(no.message, hint=joined_hints(no.hint, "another model: paste its config.json"))
+    else:
+        model = known
+    return Asked(recipe=recipe, model=model, rows=int(rows) if rows else None)
 
 
 def plan_question(asked: Asked) -> PlanReport:
@@ -161,13 +153,15 @@ def _shown(asked: Asked, report: PlanReport, train: str) -> str:
         phase.value: grouped_terms({**terms, **memory.outside}) for phase, terms in memory.phases.items()
     }
     usable = taken.estimate.usable_bytes
+    keys = given_keys(asked.recipe)
+    keys.setdefault("data", "YOUR.jsonl")
     return answer_html(
         verdict=verdict_of(taken.plan),
         facts=[(name, ", ".join(words)) for name, words in facts_of(report)],
         memory=bars_of(phases, limit=usable),
         lengths=bars_of(_by_length(taken.plan), limit=usable),
         report=report,
-        recipe=_yaml(asked.recipe),
+        recipe=without_credentials(yaml.safe_dump(keys, sort_keys=False, allow_unicode=True)),
         command=without_credentials(train),
     )
 
@@ -183,12 +177,6 @@ def _by_length(plan: Plan) -> dict[str, dict[str, int]]:
         if estimate.peak_bytes > estimate.usable_bytes:
             break
     return found
-
-
-def _yaml(recipe: Recipe) -> str:
-    keys = given_keys(recipe)
-    keys.setdefault("data", "YOUR.jsonl")
-    return without_credentials(yaml.safe_dump(keys, sort_keys=False, allow_unicode=True))
 
 
 def _command(recipe: Recipe) -> str:
@@ -350,9 +338,9 @@ _ASKED = {*KEYS, "config", "rows", "fleet"}
 
 
 def serve_planner(
-    port: int, *, runs: Path | None, tell: Callable[[str], object], link: str | None = None
+    port: int, *, runs: Path | None, log: Callable[[str], object], link: str | None = None
 ) -> None:
-    """Answer on 127.0.0.1 until Ctrl-C; ``tell`` gets the address. ``runs``: a folder whose runs have a page, too;
+    """Answer on 127.0.0.1 until Ctrl-C; ``log`` gets the address. ``runs``: a folder whose runs have a page, too;
     ``link``: an earlier page's, whose question the address gets. Raises RecipeError for another."""
     query = "" if link is None else query_of_link(link)
     answers: dict[str, Callable[[Mapping[str, str]], str]] = {
@@ -363,8 +351,8 @@ def serve_planner(
         "clusters": clusters,
     }
     if runs is not None:
-        from fitune.session.runs_page import RunsFolder  # reads reports: only for those who ask
+        from fitune.session.watching import RunsFolder  # reads reports: only for those who ask
 
         folder = RunsFolder(runs)
         answers |= {"runs": folder.page, "runs-table": folder.table, "run": folder.run}
-    serve(answers, port=port, tell=lambda address: tell(address + query))
+    serve(answers, port=port, tell=lambda address: log(address + query))

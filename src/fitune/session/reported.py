@@ -34,6 +34,30 @@ class Reported(ShownInNotebooks):
     """Progress of a run without a report, and whether anybody goes on with it; empty for one with a report."""
     trackers: "tuple[Tracked, ...]" = ()
 
+    def text(self) -> str:
+        """The table, how the run ended if it did not end well, and where its page is."""
+        lines, run = [comparison_text(self)], self.run
+        if run is None:
+            lines.append(self.state)
+        else:
+            lines += outcome_lines(run)
+            if run.reason:
+                lines.append(f"the run is {run.status}: {run.reason}")
+        lines += [one.describe() for one in self.trackers]
+        return "\n".join([*lines, f"report: {self.page}"])
+
+    def data(self) -> dict[str, Any]:
+        """The object that ``--json`` prints."""
+        return {
+            "run": str(self.directory),
+            "report": str(self.page),
+            "comparison": rows_data(self.rows),
+            "ranks": [] if self.run is None else to_data(self.run.ranks),
+            "remarks": list(self.remarks),
+            "state": self.state,
+            "trackers": to_data(self.trackers),
+        }
+
 
 def report_anywhere(run: str) -> Reported:
     """``report_run`` of a run that may be behind a URL: what it says of itself is fetched into fitune's cache.
@@ -83,7 +107,7 @@ def report_run(directory: Path) -> Reported:
     )
 
 
-def watched_run(run: str | Path, *, tell: Callable[[str], None], every_s: float = 5.0) -> Reported:
+def watched_run(run: str | Path, *, log: Callable[[str], None], every_s: float = 5.0) -> Reported:
     """Write report.html again and again until the run has ended, then like ``report_run``. A signal ends it with a page
     that is not loaded again, and the program with it."""
     from fitune.session.watching import watch_run
@@ -93,7 +117,7 @@ def watched_run(run: str | Path, *, tell: Callable[[str], None], every_s: float 
             f"--watch reads a run's directory, not {run}", hint="leave --watch out once the run has ended"
         )
     directory = Path(run)
-    has_ended = watch_run(directory, tell=tell, every_s=every_s)
+    has_ended = watch_run(directory, log=log, every_s=every_s)
     if not has_ended and not (directory / "plan.json").exists():  # it has not begun
         raise SystemExit(0)
     reported = report_run(directory)
@@ -151,34 +175,6 @@ def outcome_data(run: RunReport, directory: Path) -> dict[str, Any]:
     }
 
 
-def explain_reported(reported: Reported) -> str:
-    """The table, how the run ended if it did not end well, and where its page is."""
-    lines = [comparison_text(reported)]
-    run = reported.run
-    if run is None:
-        lines.append(reported.state)
-    else:
-        lines += outcome_lines(run)
-        if run.reason:
-            lines.append(f"the run is {run.status}: {run.reason}")
-    lines += [one.describe() for one in reported.trackers]
-    return "\n".join([*lines, f"report: {reported.page}"])
-
-
-def reported_data(reported: Reported) -> dict[str, Any]:
-    """The object that ``--json`` prints."""
-    ranks = [] if reported.run is None else to_data(reported.run.ranks)
-    return {
-        "run": str(reported.directory),
-        "report": str(reported.page),
-        "comparison": rows_data(reported.rows),
-        "ranks": ranks,
-        "remarks": list(reported.remarks),
-        "state": reported.state,
-        "trackers": to_data(reported.trackers),
-    }
-
-
 def rows_data(rows: "Iterable[Row]") -> list[dict[str, Any]]:
     """Predicted beside measured figures, with the relative error."""
     names = ("what", "predicted", "measured", "error")
@@ -201,18 +197,14 @@ def explain_score(report: ScoreReport) -> str:
         else f"{report.generated_tokens:,} tokens generated"
     )
     rows = f"{report.answered:,} of {counted(report.rows, 'row')} {done}{failed}"
-    return f"{grades}{rows} in {format_seconds(report.seconds)}, {tokens}{cut}{_explain_memory(report)}"
-
-
-def _explain_memory(report: ScoreReport) -> str:
-    """``first batch: 15.90 GiB of tensors predicted, 15.88 GiB measured (+0.1 %)``; empty where none was watched."""
-    if not report.measured_bytes:
-        return ""
-    error = format_percent(report.predicted_bytes / report.measured_bytes - 1, signed=True)
-    return (
-        f"\nfirst batch: {format_bytes(report.predicted_bytes)} of tensors predicted, "
-        f"{format_bytes(report.measured_bytes)} measured ({error})"
-    )
+    memory = ""
+    if report.measured_bytes:
+        error = format_percent(report.predicted_bytes / report.measured_bytes - 1, signed=True)
+        memory = (
+            f"\nfirst batch: {format_bytes(report.predicted_bytes)} of tensors predicted, "
+            f"{format_bytes(report.measured_bytes)} measured ({error})"
+        )
+    return f"{grades}{rows} in {format_seconds(report.seconds)}, {tokens}{cut}{memory}"
 
 
 def _explain_grade(report: ScoreReport, name: str) -> str:

@@ -1,10 +1,10 @@
 """Results as text for people and as data for programs: what the commands print, and what ``fitune.explain`` returns.
 
-Each kind of result has its words beside it, loaded for results of that kind: a plan loads no reports and no fleets.
+A result has both itself, but for those of rooms that know no words.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 from fitune.errors import RecipeError
 from fitune.planner.reasons.explain import explain_plan, plan_data
@@ -12,20 +12,24 @@ from fitune.spec.predictions import PlanReport
 from fitune.spec.serial import to_data
 
 if TYPE_CHECKING:
-    from fitune.planner.answering import AnsweringReport
-    from fitune.planner.clusters.ranking import Ranking
     from fitune.planner.matrix import Matrix
-    from fitune.session.alternatives import LargestThatFit, WithChange
-    from fitune.session.rehearsing import Rehearsed
-    from fitune.session.reported import Reported
-    from fitune.session.score.lm_eval_words import TaskScores
     from fitune.spec.reports import RunReport, ScoreReport
 
 
-Result: TypeAlias = (
-    "PlanReport | Ranking[Any] | WithChange | LargestThatFit | Matrix | Rehearsed | Reported | ScoreReport | "
-    "AnsweringReport | TaskScores"
-)  # fmt: skip
+@runtime_checkable
+class Printed(Protocol):
+    """A result with its own text and data."""
+
+    def text(self) -> str:
+        """Text for people."""
+        ...
+
+    def data(self) -> dict[str, Any]:
+        """The object that ``--json`` prints."""
+        ...
+
+
+Result: TypeAlias = "PlanReport | Matrix | ScoreReport | Printed"
 
 
 def text_of(result: Result) -> str:
@@ -59,44 +63,16 @@ def _ways(result: Any) -> tuple[Callable[[Any], str], Callable[[Any], Any]]:
     """Text and data of a result. Raises RecipeError for what no command answers."""
     if isinstance(result, PlanReport):
         return explain_plan, plan_data
-    from fitune.planner.alternatives import (
-        alternative_data,
-        explain_alternative,
-        explain_largest,
-        largest_data,
-    )
-    from fitune.planner.answering import AnsweringReport
-    from fitune.planner.clusters.ranking import Ranking
+    if isinstance(result, Printed):
+        return type(result).text, type(result).data
     from fitune.planner.matrix import Matrix, explain_matrix, matrix_data
-    from fitune.session.alternatives import LargestThatFit, WithChange
-    from fitune.session.rehearsing import Rehearsed, explain_rehearsed, rehearsed_data
-    from fitune.session.reported import Reported, explain_reported, explain_score, reported_data
-    from fitune.session.score.lm_eval_words import TaskScores, explain_tasks
+    from fitune.session.reported import explain_score
     from fitune.spec.reports import ScoreReport
 
-    match result:
-        case Ranking() | AnsweringReport():
-            return type(result).text, type(result).data
-        case WithChange(report=report, alternative=other):
-            return (
-                lambda _: explain_alternative(other),
-                lambda _: {**plan_data(report), "why": alternative_data(other)},
-            )
-        case LargestThatFit(recipe=recipe, quantity=quantity, found=found):
-            return (
-                lambda _: explain_largest(recipe, quantity, found),
-                lambda _: largest_data(quantity, found),
-            )
-        case Matrix():
-            return explain_matrix, matrix_data
-        case Rehearsed():
-            return explain_rehearsed, rehearsed_data
-        case Reported():
-            return explain_reported, reported_data
-        case ScoreReport():
-            return explain_score, to_data
-        case TaskScores():
-            return explain_tasks, to_data
+    if isinstance(result, Matrix):
+        return explain_matrix, matrix_data
+    if isinstance(result, ScoreReport):
+        return explain_score, to_data
     raise RecipeError(
         f"{type(result).__name__} has no text", hint="explain what plan, rehearse, score or report returned"
     )

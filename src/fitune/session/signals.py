@@ -8,8 +8,8 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -75,9 +75,7 @@ def stop_at_once(number: int, frame: FrameType | None) -> None:
     if number == signal.SIGHUP:
         leave_terminal()
     _say("stopped")
-    if (
-        LAUNCHER in os.environ
-    ):  # inside a callback of C nothing can be raised, and Python would print a traceback
+    if LAUNCHER in os.environ:  # in a callback of C nothing can be raised, and Python would print a traceback
         sys.unraisablehook = lambda ignored: None
     raise SystemExit(EXIT_CODES[signal.Signals(number)])
 
@@ -86,30 +84,26 @@ def stop_at_once(number: int, frame: FrameType | None) -> None:
 def stop_requests(*, together_seconds: float = 0.0) -> Iterator[StopRequest]:
     """Inside, signals are noted for a run that can finish its step. Those within ``together_seconds`` are one."""
     request = StopRequest(together_seconds=together_seconds)
-    with _handled_by(request.note, EXIT_CODES):
+    with _handled_by(request.note):
         yield request
 
 
-@contextmanager
-def exits_on_signals() -> Iterator[None]:
+def exits_on_signals() -> AbstractContextManager[None]:
     """Inside, SIGTERM ends the program like SIGINT does: whatever has to be closed or written down still is."""
-    with _handled_by(stop_at_once, EXIT_CODES):
-        yield
+    return _handled_by(stop_at_once)
 
 
 @contextmanager
 def quiet_stop() -> Iterator[threading.Event]:
     """Inside, a signal only sets the event that this gives: for what has nothing to finish and nothing to say."""
     stopped = threading.Event()
-    with _handled_by(lambda number, frame: stopped.set(), EXIT_CODES):
+    with _handled_by(lambda number, frame: stopped.set()):
         yield stopped
 
 
-@contextmanager
-def keyboard_interrupts() -> Iterator[None]:
+def keyboard_interrupts() -> AbstractContextManager[None]:
     """Inside, SIGINT raises KeyboardInterrupt, for programs that go on after it."""
-    with _handled_by(signal.default_int_handler, {signal.SIGINT: EXIT_CODES[signal.SIGINT]}):
-        yield
+    return _handled_by(signal.default_int_handler, [signal.SIGINT])
 
 
 def typed_line(prompt: str) -> str:
@@ -135,7 +129,9 @@ def typed_line(prompt: str) -> str:
 
 
 @contextmanager
-def _handled_by(handler: Handler | signal.Handlers, numbers: dict[signal.Signals, int]) -> Iterator[None]:
+def _handled_by(
+    handler: Handler | signal.Handlers, numbers: Iterable[signal.Signals] = EXIT_CODES
+) -> Iterator[None]:
     """A signal that is ignored (nohup) stays so; outside the main thread Python handles none."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -156,7 +152,7 @@ def ended_by_signals() -> Iterator[ExitStack]:
     A rank that waits in torch for others to join has nothing to save, and Python's handlers do not run there.
     """
     with ExitStack() as stack:
-        stack.enter_context(_handled_by(signal.SIG_DFL, {signal.SIGTERM: EXIT_CODES[signal.SIGTERM]}))
+        stack.enter_context(_handled_by(signal.SIG_DFL, [signal.SIGTERM]))
         yield stack
 
 

@@ -4,10 +4,11 @@ started them, and by people."""
 import os
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fitune.errors import FituneError
+from fitune.errors import FituneError, PeerGone
 from fitune.files import process_lives, remove_stale_siblings, temporary_sibling
 from fitune.spec.serial import from_data, read_json, to_json
 
@@ -91,6 +92,12 @@ def read_statuses(logs: Path) -> dict[int, RankStatus]:
             continue
         found[status.rank] = status
     return found
+
+
+def first_failure(statuses: Mapping[int, RankStatus]) -> tuple[int, RankError] | None:
+    """The rank that failed first by an error of its own, not by the loss of another, and that error."""
+    own = {rank: s.error for rank, s in statuses.items() if s.error and s.error.kind != PeerGone.__name__}
+    return min(own.items(), key=lambda one: one[1].at, default=None)
 
 
 def is_left_to_launcher(logs: Path) -> bool:

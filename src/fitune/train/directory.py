@@ -29,12 +29,18 @@ def require_own_directory(plan: Plan) -> None:
                 _refuse_overlap(PurePosixPath(plan.run.upload_to), setting, PurePosixPath(url))
     require_real_files(directory)
     try:
-        if not (directory / "plan.json").exists():
-            _refuse_foreign_folders(directory)
+        is_run, folders = (directory / "plan.json").exists(), [directory / name for name in FOLDERS]
+        foreign = [one.name for one in folders if not is_run and one.is_dir() and any(one.iterdir())]
     except OSError as error:
         raise RunDirectoryError(
             f"output_dir {directory} cannot be used: {error.strerror}", hint="choose another output_dir"
         ) from None
+    if foreign:
+        raise RunDirectoryError(
+            f"output_dir {directory} has {', '.join(f'{name}/' for name in foreign)} and no plan.json, so it is no "
+            "run; its results would replace them",
+            hint="choose another output_dir",
+        )
 
 
 def require_removable(directory: Path) -> None:
@@ -83,13 +89,3 @@ def _refuse_overlap(directory: PurePath, setting: str, path: PurePath) -> None:
         f"output_dir {_shown(directory)} {fault}",
         hint=f"an output_dir of its own, e.g. {_shown(outside / 'runs' / directory.name)}",
     )
-
-
-def _refuse_foreign_folders(directory: Path) -> None:
-    foreign = [name for name in FOLDERS if (directory / name).is_dir() and any((directory / name).iterdir())]
-    if foreign:
-        raise RunDirectoryError(
-            f"output_dir {directory} has {', '.join(f'{name}/' for name in foreign)} and no plan.json, so it is no "
-            "run; its results would replace them",
-            hint="choose another output_dir",
-        )

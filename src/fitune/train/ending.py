@@ -6,7 +6,6 @@ import platform
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
@@ -34,7 +33,7 @@ from fitune.track.metrics import read_metrics
 from fitune.train.again import trained_kind
 from fitune.train.current import Run
 from fitune.train.evaluate import compare_samples
-from fitune.train.export import Handover, streamed_handover
+from fitune.train.export import handover_of
 from fitune.train.failure import traceback_text
 from fitune.units import as_ranges
 
@@ -48,12 +47,10 @@ def complete(current: Run, weights: Mapping[str, Tensor] | None) -> RunReport:
     current.where.step = report.steps  # also of a run that was resumed after its last step
     current.is_trained = True
     current.where.doing = "exporting"
-    words: dict[str, Any] = {
-        "plan": current.plan, "tokenizer": current.tokenizer, "report": report, "say": current.callbacks.on_note,
-    }  # fmt: skip
-    handover = (
-        Handover(model=current.model, **words) if weights is None else streamed_handover(weights, **words)
-    )
+    handover = handover_of(
+        current.model, weights, plan=current.plan, tokenizer=current.tokenizer, report=report,
+        on_note=current.callbacks.on_note,
+    )  # fmt: skip
     current.exported = str(handover.trained(secure=True))
     current.where.doing = "answering samples"
     samples: tuple[Sample, ...] = ()
@@ -67,8 +64,8 @@ def complete(current: Run, weights: Mapping[str, Tensor] | None) -> RunReport:
     return _write(current, report)
 
 
-def tell_what_is_saved(current: Run, error: FituneError) -> None:
-    """Say in ``error`` that training itself is done, where its weights are and how its export is tried again.
+def explain_what_is_saved(current: Run, error: FituneError) -> None:
+    """Add to ``error`` that training itself is done, where its weights are and how its export is tried again.
 
     Its export can be done again from what ``train.saving.keep_trained`` found or saved.
     """
@@ -123,7 +120,7 @@ def _summary(current: Run, status: Status, reason: str) -> RunReport:
         seconds=time.perf_counter() - current.began,
         steps_of_other_plan=current.steps_of_other_plan,
         best_eval_loss=None if math.isinf(current.best_eval_loss) else current.best_eval_loss,
-        untold=current.retries,
+        unlogged=current.retries,
         ranks=current.rows,
     )
 
@@ -145,12 +142,12 @@ def summarise(
     seconds: float,
     best_eval_loss: float | None,
     steps_of_other_plan: int = 0,
-    untold: Sequence[Retry] = (),
+    unlogged: Sequence[Retry] = (),
     ranks: tuple[RankReport, ...] = (),
 ) -> RunReport:
     """``model`` None: the run ended before it was loaded. ``best_eval_loss`` is that of earlier attempts too.
 
-    Memory and speed are of the steps after ``steps_of_other_plan``. ``untold``: retries that no step tells of.
+    Memory and speed are of the steps after ``steps_of_other_plan``. ``unlogged``: retries that no step tells of.
     """
     lost = set(range(1, steps[-1].step + 1 if steps else 1)) - {step.step for step in steps}
     gap = f"metrics.jsonl lacks steps {as_ranges(lost)}: every figure is without them" if lost else ""
@@ -192,7 +189,7 @@ def summarise(
         eval_data=data.eval_ledger,
         trainable_parameters=sum(elements(p) for p in parameters if p.requires_grad),
         total_parameters=0 if model is None else count_weights(model.whole),
-        retries=(*(retry for step in steps for retry in step.retries), *untold),
+        retries=(*(retry for step in steps for retry in step.retries), *unlogged),
         restarts=tuple(restart for step in steps for restart in step.restarts),
         steps_of_other_plan=steps_of_other_plan,
         ranks=ranks,

@@ -62,12 +62,12 @@ def measured_trained(plan: Plan, model: LanguageModel, data: PreparedData) -> Me
     )
 
 
-def or_say_why_not(measure: Callable[[], MergedLoss], say: Callable[[str], None]) -> MergedLoss | None:
-    """Return what ``measure`` does; None when it fails, and ``say`` is told why: a figure must not cost the export."""
+def measured_or_none(measure: Callable[[], MergedLoss], on_note: Callable[[str], None]) -> MergedLoss | None:
+    """Return what ``measure`` does; None when it fails, and with a note why: a figure must not cost the export."""
     try:
         return measure()
     except (FituneError, OSError, MemoryError, RuntimeError, ValueError) as error:
-        say(f"the merged model's loss was not measured: {first_line(error)}")
+        on_note(f"the merged model's loss was not measured: {first_line(error)}")
         return None
 
 

@@ -28,9 +28,15 @@ from fitune.data.reading.rows import BadRow
 from fitune.files import read_text
 from fitune.models.adapter_file import WEIGHTS
 from fitune.models.attention import use_attention
-from fitune.models.door import empty_model, file_of_model, model_folder, read_config, read_generation_config
 from fitune.models.headers import own_name
 from fitune.models.language_model import LanguageModel, language_model
+from fitune.models.readers import (
+    empty_model,
+    file_of_model,
+    model_folder,
+    read_config,
+    read_generation_config,
+)
 from fitune.models.weight_files import base_reference, stored_dtype, stored_tensors
 from fitune.models.weights import compute_dtype
 from fitune.spec.counts import count_parameters
@@ -38,7 +44,7 @@ from fitune.spec.plan import ChunkedLoss, Dense, Full, InBackward, Lora, Plan, Z
 from fitune.spec.reports import MergedLoss, RunReport
 from fitune.spec.words import describe_base
 from fitune.train.again import EXPORT_FOLDERS, Kind, Source, trained_kind, with_weights
-from fitune.train.evaluate import measured_trained, or_say_why_not, sample_loss
+from fitune.train.evaluate import measured_or_none, measured_trained, sample_loss
 from fitune.train.prepare import tuned
 from fitune.units import format_bytes, format_count, format_seconds
 
@@ -51,7 +57,7 @@ class Handover:
     model: LanguageModel
     tokenizer: PreTrainedTokenizerBase
     report: RunReport
-    say: Callable[[str], None]
+    on_note: Callable[[str], None]
     """A line for people."""
     weights: Mapping[str, Tensor] | None = None
     """Trained tensors, gathered one at a time while they are read; None where ``model`` holds them itself."""
@@ -76,7 +82,7 @@ class Handover:
         measured where nobody holds the model."""
         loss, plan = None, self.plan
         if self.weights is None:
-            loss = or_say_why_not(lambda: measured_trained(plan, self.model, data()), self.say)
+            loss = measured_or_none(lambda: measured_trained(plan, self.model, data()), self.on_note)
 
         def measured(merged: PreTrainedModel) -> str:
             """The model card of the merged model, whose loss is measured for it where that is possible."""
@@ -84,8 +90,9 @@ class Handover:
             if (before := loss) is not None:
                 use_attention(merged, plan.attention)
                 model = language_model(merged, plan.loss)
-                loss = or_say_why_not(
-                    lambda: replace(before, merged=sample_loss(plan, model, data(), before.rows)), self.say
+                loss = measured_or_none(
+                    lambda: replace(before, merged=sample_loss(plan, model, data(), before.rows)),
+                    self.on_note,
                 )
             return model_card(plan, replace(self.report, merged_loss=loss), kind="merged")
 
@@ -126,41 +133,41 @@ class Handover:
         trained = compute_dtype(self.plan.precision)
         dtype = stored_dtype(model_folder(self.plan.model_path)) or trained
         if dtype != trained:
-            self.say(f"exported in {_name(dtype)}, as the base is (trained in {_name(trained)})")
+            self.on_note(f"exported in {_name(dtype)}, as the base is (trained in {_name(trained)})")
         return dtype
 
     def _said(self, done: Exported) -> Path:
         for warning in done.warnings:
-            self.say(f"warning: {warning}")
+            self.on_note(f"warning: {warning}")
         return done.path
 
 
-def streamed_handover(weights: Mapping[str, Tensor], *, plan: Plan, **words: Any) -> Handover:
-    """The handover of ``weights`` that no rank holds whole, which are asked for once each and in their order."""
-    model = _model_on_meta(plan, weights)
-    if model is None:
-        cpu = torch.device("cpu")
-        whole = with_weights(plan, dict(weights), dtype=compute_dtype(plan.precision), device=cpu)
-        return Handover(plan=plan, model=whole, **words)
-    # adapters are small, and written twice
-    kept = weights if trained_kind(plan) == "full" else dict(weights)
-    return Handover(plan=plan, model=model, weights=kept, **words)
+def handover_of(
+    model: LanguageModel | None, weights: Mapping[str, Tensor] | None, *, plan: Plan, **words: Any
+) -> Handover:
+    """The handover of ``model``, or of ``weights`` that no rank holds whole, which are asked for once each and in their
+    order: the plan's model is then without content.
 
-
-def _model_on_meta(plan: Plan, trained: Mapping[str, Tensor]) -> LanguageModel | None:
-    """The plan's model without content; None where its files lack what was not trained under the names that the model
-    has (fused experts under an adapter, GPT-2's), or its tables grow: then it has to be in memory to be written."""
-    if plan.added_tokens:
-        return None
-    folder = model_folder(plan.model_path)
-    with torch.device("meta"):
-        model = empty_model(read_config(str(folder)), compute_dtype(plan.precision))
-        if not stored_tensors_of(model).keys() - trained.keys() <= stored_tensors(folder).keys():
-            return None
-        model.generation_config = read_generation_config(folder) or model.generation_config
-        whole = tuned(model, plan)
-    names = {name for name, parameter in whole.named_parameters() if parameter.requires_grad}
-    return language_model(whole, plan.loss) if names == trained.keys() else None
+    In memory it has to be where its files lack what was not trained under the names that the model has (fused experts
+    under an adapter, GPT-2's), or its tables grow.
+    """
+    if weights is None:
+        assert model is not None, "one of both holds what was trained"
+        return Handover(plan=plan, model=model, **words)
+    if not plan.added_tokens:
+        folder = model_folder(plan.model_path)
+        with torch.device("meta"):
+            empty = empty_model(read_config(str(folder)), compute_dtype(plan.precision))
+            is_whole = stored_tensors_of(empty).keys() - weights.keys() <= stored_tensors(folder).keys()
+            empty.generation_config = read_generation_config(folder) or empty.generation_config
+            whole = tuned(empty, plan) if is_whole else empty
+        names = {name for name, parameter in whole.named_parameters() if parameter.requires_grad}
+        if is_whole and names == weights.keys():
+            # adapters are small, and written twice
+            kept = weights if trained_kind(plan) == "full" else dict(weights)
+            return Handover(plan=plan, model=language_model(whole, plan.loss), weights=kept, **words)
+    cpu, dtype = torch.device("cpu"), compute_dtype(plan.precision)
+    return Handover(plan=plan, model=with_weights(plan, dict(weights), dtype=dtype, device=cpu), **words)
 
 
 def stored_weights(plan: Plan, source: Source) -> Mapping[str, Tensor] | None:

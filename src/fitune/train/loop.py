@@ -6,7 +6,7 @@ Steps whose loss jumps are told with their rows, and steps of nothing but zeros;
 import math
 import statistics
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from itertools import chain
@@ -163,53 +163,38 @@ class LossWatch:
 
 
 _ZEROS = 3
-
-
-class ZeroWatch:
-    """Counts the steps in a row whose loss, or whose gradients' norm, is exactly 0."""
-
-    def __init__(self) -> None:
-        self._counts = {"loss": 0, "gradient norm": 0}
-
-    def words(self, *, step: int, loss: float, grad_norm: float) -> str:
-        """A warning with the third one in a row, else empty."""
-        warning = ""
-        for name, value in (("loss", loss), ("gradient norm", grad_norm)):
-            self._counts[name] = self._counts[name] + 1 if value == 0 else 0
-            if self._counts[name] == _ZEROS:
-                warning = (
-                    f"step {step}: the {name} was exactly 0 in the last {_ZEROS} steps: {_ZERO_MEANS[name]}"
-                )
-        return warning
-
-
 _ZERO_MEANS = {
     "loss": "no token is learned, or the kernels of this device do not work; look at the labels "
     "(train_on_prompt), and compare with a few steps on the CPU (--gpu cpu)",
     "gradient norm": "no weight changes; look at what is trained (lora_target_modules), and compare with a few steps "
     "on the CPU (--gpu cpu)",
 }
-
-
 _FAR_ABOVE, _FAR_STEPS = 100, 20
 
 
-class ClipWatch:
-    """Counts the steps in a row whose gradients' norm is far above what it is clipped to; 0 is no clipping."""
+class StepWatch:
+    """Counts the steps in a row whose loss or gradients' norm is exactly 0, or whose norm is far above what it is
+    clipped to; 0 is no clipping."""
 
     def __init__(self, clipped_at: float) -> None:
-        self._clipped_at, self._count = clipped_at, 0
+        self._clipped_at = clipped_at
+        self._counts: Counter[str] = Counter()
 
-    def words(self, *, step: int, grad_norm: float) -> str:
-        """A warning with the twentieth one in a row, else empty."""
-        self._count = self._count + 1 if 0 < self._clipped_at * _FAR_ABOVE < grad_norm else 0
-        if self._count != _FAR_STEPS:
-            return ""
-        return (
-            f"step {step}: the gradient norm was more than {_FAR_ABOVE} × max_grad_norm ({self._clipped_at:g}) in the "
-            f"last {_FAR_STEPS} steps, now {grad_norm:.3g}: each step follows a hundredth of its gradient at most; try "
-            "a lower learning_rate, or look at the rows"
-        )
+    def warnings(self, *, step: int, loss: float, grad_norm: float) -> Iterator[str]:
+        """Yields a warning with the third zero in a row, and with the twentieth norm that is clipped by so much."""
+        signs = {"loss": loss == 0, "gradient norm": grad_norm == 0}
+        signs["clipped"] = 0 < self._clipped_at * _FAR_ABOVE < grad_norm
+        for name, is_there in signs.items():
+            self._counts[name] = self._counts[name] + 1 if is_there else 0
+        for name, meaning in _ZERO_MEANS.items():
+            if self._counts[name] == _ZEROS:
+                yield f"step {step}: the {name} was exactly 0 in the last {_ZEROS} steps: {meaning}"
+        if self._counts["clipped"] == _FAR_STEPS:
+            yield (
+                f"step {step}: the gradient norm was more than {_FAR_ABOVE} × max_grad_norm ({self._clipped_at:g}) in "
+                f"the last {_FAR_STEPS} steps, now {grad_norm:.3g}: each step follows a hundredth of its gradient at "
+                "most; try a lower learning_rate, or look at the rows"
+            )
 
 
 _ROWS_NAMED = 20

@@ -38,10 +38,17 @@ from fitune.errors import (
 from fitune.models.weight_files import weights_identity
 from fitune.spec.plan import Plan
 from fitune.spec.predictions import Phase
-from fitune.spec.rank_status import RankStatus, error_of, is_left_to_launcher, read_statuses, write_status
+from fitune.spec.rank_status import (
+    RankStatus,
+    error_of,
+    first_failure,
+    is_left_to_launcher,
+    read_statuses,
+    write_status,
+)
 from fitune.spec.reports import RankReport, StepReport
 from fitune.spec.run_directory import LOGS, rank_log, rank_stacks
-from fitune.spec.run_lock import attempt_in
+from fitune.spec.run_lock import owners_of
 from fitune.spec.serial import to_json
 from fitune.track.metrics import last_step
 from fitune.train.current import Run
@@ -104,17 +111,15 @@ def name_the_cause(error: PeerGone, logs: Path) -> None:
     error.is_named = True
     until = time.monotonic() + _WORD_SECONDS
     while True:
-        statuses = [status for status in read_statuses(logs).values() if status.pid != os.getpid()]
-        failed = [s for s in statuses if s.error is not None and s.error.kind != PeerGone.__name__]
-        gone = [s for s in statuses if s.is_lost]
+        statuses = {rank: s for rank, s in read_statuses(logs).items() if s.pid != os.getpid()}
+        failed, gone = first_failure(statuses), [s for s in statuses.values() if s.is_lost]
         if failed or gone or time.monotonic() > until:
             break
         time.sleep(0.05)
     if failed:
-        first = min(failed, key=lambda status: status.error.at if status.error else 0.0)
-        assert first.error is not None
-        error.message = f"rank {first.rank} failed: {first.error.message}"
-        error.hint = first.error.hint or f"what it said is in {logs.parent / rank_log(first.rank)}"
+        rank, cause = failed
+        error.message = f"rank {rank} failed: {cause.message}"
+        error.hint = cause.hint or f"what it said is in {logs.parent / rank_log(rank)}"
     elif gone:
         lost = gone[0]
         error.message = lost.error.message if lost.error else lost.loss(last_step(logs.parent))
@@ -227,9 +232,9 @@ def require_shared_directory(ranks: Ranks, directory: Path, *, attempt: str) -> 
     ``attempt`` owns that one. Else checkpoints would be in pieces, and the ranks could not say why they ended.
     """
     until = time.monotonic() + _SEEN_SECONDS
-    seen = ranks.is_first  # whose lock would be given up by closing the file once more
+    seen = False
     while not seen and time.monotonic() < until:
-        seen = attempt_in(directory) == attempt
+        seen = any(owner.attempt == attempt for owner in owners_of(directory))
         time.sleep(0.0 if seen else 0.2)
     found = ranks.gathered((socket.gethostname(), seen))
     for rank, (host, has_seen) in enumerate(found):

@@ -30,16 +30,16 @@ from fitune.spec.plan import Plan
 from fitune.spec.rank_status import forget_statuses
 from fitune.spec.reports import AFTER_TRAINING, Restart, Retry, RunReport, StepReport
 from fitune.spec.run_directory import LOGS
-from fitune.spec.run_lock import Ownership, lock_directory
+from fitune.spec.run_lock import lock_directory
 from fitune.spec.schedule import is_due
 from fitune.spec.serial import to_json
 from fitune.track.metrics import MetricsLog, Sink, read_metrics
 from fitune.train.current import Callbacks, Run
 from fitune.train.directory import remove_run, require_own_directory, require_removable
-from fitune.train.ending import complete, failed, interrupted, tell_what_is_saved
+from fitune.train.ending import complete, explain_what_is_saved, failed, interrupted
 from fitune.train.evaluate import answer_before, evaluate
 from fitune.train.failure import TRACEBACK, Whereabouts, explain_failure, require_finite_step, shortage_of
-from fitune.train.loop import ClipWatch, ZeroWatch, row_words, train
+from fitune.train.loop import StepWatch, row_words, train
 from fitune.train.peers import (
     gathered_weights,
     known_to_peers,
@@ -49,17 +49,16 @@ from fitune.train.peers import (
     rows_of_ranks,
 )
 from fitune.train.prepare import prepare
-from fitune.train.resume import (
+from fitune.train.saving import keep_trained, restore, saving
+from fitune.train.start import (
     Start,
     base_identity,
     require_same_base,
     require_same_rows,
-    restore,
     where_all_start,
     where_to_start,
 )
-from fitune.train.saving import keep_trained, saving
-from fitune.train.uploading import Uploads, begin_in_store, sent_beside
+from fitune.train.uploading import Uploads, begin_in_store
 
 
 def run(
@@ -114,7 +113,7 @@ def run(
                 explained.shortage = shortage_of(error, current.where, meter=current.meter)
             if current.where.doing in ("finishing", *AFTER_TRAINING):
                 keep_trained(current, error)
-            tell_what_is_saved(current, explained)
+            explain_what_is_saved(current, explained)
             report = failed(current, explained, error)
             if explained is error:
                 raise
@@ -137,21 +136,21 @@ def _begun(
         require_removable(directory)
     where, runs = Whereabouts(), list[Run]()
 
-    def own_directory() -> Ownership:
+    def own_directory() -> str:
         """Lock it and remove what killed runs left: half-written files, and what their ranks said last."""
-        owner = owned.enter_context(lock_directory(directory))
+        attempt = owned.enter_context(lock_directory(directory))
         remove_stale_siblings(directory)
         forget_statuses(directory / LOGS)
-        return owner
+        return attempt
 
     def on_stall(error: TrainingFailed) -> None:
         """report.json of a run that hangs, from another thread than its own."""
         if runs and ranks.is_first:
             failed(runs[0], error, error)
 
-    owner = ranks.from_first(own_directory)
+    attempt = ranks.from_first(own_directory)
     owned.enter_context(known_to_peers(ranks, directory, where, on_stall=on_stall))
-    require_shared_directory(ranks, directory, attempt=owner.attempt)
+    require_shared_directory(ranks, directory, attempt=attempt)
     start = Start(state=None)
     if not overwrite:
         start = where_all_start(directory, plan, ranks=ranks, resume=resume, on_note=callbacks.on_note)
@@ -179,7 +178,7 @@ def _begun(
             (directory / CHECKPOINTS).mkdir(exist_ok=True)  # the line is written there, also before a save
         descent = begin_line(
             directory,
-            attempt=owner.attempt,
+            attempt=attempt,
             base=start.path,
             damaged=start.damaged,
             on_note=callbacks.on_note,
@@ -193,7 +192,8 @@ def _begun(
         return descent
 
     descent = ranks.from_first(begin)
-    owned.enter_context(sent_beside(uploads))
+    if uploads is not None:
+        owned.enter_context(uploads)
     current = Run(
         plan=plan, callbacks=callbacks, ranks=ranks, tokenizer=tokenizer, data=data, loader=loader, log=None,
         sinks=sinks, base=base, descent=descent, began=began, steps_of_other_plan=start.steps_of_other_plan,
@@ -245,16 +245,14 @@ def _train(current: Run, start: Start) -> bool:
     current.meter = memory_meter(current.model.device)
     torch.manual_seed(current.plan.run.seed + current.ranks.rank)
     if start.state is not None and start.facts is not None:
-        current.position, current.best_eval_loss = restore(
-            current.loaded, start.state, start.facts, ranks=current.ranks
-        )
+        restore(current, start.state, start.facts)
     if start.step == 0 and current.samples:
         current.where.doing = "answering samples"
         answer_before(current.directory, current.model, current.samples, current.callbacks.answer)
     before = _held_out_loss(current) if start.step == 0 else None
     for sink in current.sinks:
         sink.start(current.plan, current.plan.run.name)
-    zeros, clipped = ZeroWatch(), ClipWatch(current.plan.schedule.max_grad_norm)
+    watch = StepWatch(current.plan.schedule.max_grad_norm)
     reports = train(
         current.plan, current.loaded, current.loader, meter=current.meter, ranks=current.ranks, start_step=start.step,
         start_at=current.position, where=current.where, waits=current.waits,
@@ -277,9 +275,7 @@ def _train(current: Run, start: Start) -> bool:
                     f"step {report.step}: the loss jumped to {report.loss:.3f}; training goes on. "
                     f"{row_words(report.jumped_rows)}"
                 )
-            if warning := zeros.words(step=report.step, loss=report.loss, grad_norm=report.grad_norm):
-                current.callbacks.on_note(warning)
-            if warning := clipped.words(step=report.step, grad_norm=report.grad_norm):
+            for warning in watch.warnings(step=report.step, loss=report.loss, grad_norm=report.grad_norm):
                 current.callbacks.on_note(warning)
             for sink in current.sinks:
                 sink.step(report)

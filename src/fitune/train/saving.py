@@ -1,4 +1,5 @@
-"""Saves of a run by all its ranks: every one writes its share at the same time, and the first one commits."""
+"""Saves of a run by all its ranks, each of which writes its share at the same time; the first one commits. And what a
+run that goes on puts back."""
 
 import math
 import threading
@@ -7,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from fitune.checkpoint.commit import FOLDER, Descent
 from fitune.checkpoint.save import (
@@ -18,19 +21,23 @@ from fitune.checkpoint.save import (
     share_bytes,
     write_share,
 )
-from fitune.checkpoint.slices import Share, share_of
+from fitune.checkpoint.slices import SavedTensors, Share, share_of
+from fitune.checkpoint.state import TrainState
+from fitune.data.loader import LoaderState
+from fitune.engine.protocol import EngineState, shape_of
 from fitune.engine.ranks import Ranks
 from fitune.errors import CheckpointError, FituneError, PeerGone
 from fitune.files import remove_stale_siblings
 from fitune.spec.places import placed
 from fitune.spec.reports import StepReport
+from fitune.spec.serial import to_data
 from fitune.threads import give_way
 from fitune.track.metrics import read_metrics
 from fitune.train.again import find_source
 from fitune.train.current import Run
 from fitune.train.ending import keep_log
 from fitune.train.failure import require_finite_step
-from fitune.train.resume import Facts, capture
+from fitune.train.start import Facts
 
 
 class Saver:
@@ -161,20 +168,34 @@ def _folder_of_trained(current: Run) -> str:
 
 
 def _captured(current: Run, report: StepReport) -> Share:
-    """The share that this rank writes."""
+    """The share that this rank writes of everything the next step depends on. What is divided over ranks stays so."""
+    prepared, ranks = current.loaded, current.ranks
+    engine, device = prepared.engine.state(), prepared.model.device
+    rng = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        rng["cuda"] = torch.cuda.get_rng_state(device)
+    generators = {
+        _of_rank(kind, rank): state
+        for rank, own in enumerate(ranks.gathered(rng))
+        for kind, state in own.items()
+    }
     facts = Facts(
         plan=placed(current.plan),
         rows=current.data.train.fingerprint,
         base=current.base,
-        engine={},
+        engine=dict(engine.facts),
         epoch=current.position.epoch,
         position=current.position.position,
         steps_of_other_plan=current.steps_of_other_plan,
         best_eval_loss=None if math.isinf(current.best_eval_loss) else current.best_eval_loss,
     )
-    log = b"" if current.log is None else current.log.synced()
-    state = capture(current.loaded, facts, ranks=current.ranks, step=report.step, log=log)
-    return share_of(state, rank=current.ranks.rank)
+    state = TrainState(
+        step=report.step,
+        tensors={"model": prepared.engine.trained(), "optimizer": engine.tensors, "rng": generators},
+        facts=to_data(facts),
+        log=b"" if current.log is None else current.log.synced(),
+    )
+    return share_of(state, rank=ranks.rank)
 
 
 def save_together(ranks: Ranks, root: Path, share: Share, *, descent: Descent, **how: Any) -> None:
@@ -204,3 +225,33 @@ def save_together(ranks: Ranks, root: Path, share: Share, *, descent: Descent, *
             with suppress(OSError):  # the disk that failed may fail again; the next save tries once more
                 remove_stale_siblings(root / FOLDER)
         raise
+
+
+def _of_rank(kind: str, rank: int) -> str:
+    """Name of a generator's state: ``cpu`` of the first rank, ``cpu/1`` of the next."""
+    return f"{kind}/{rank}" if rank else kind
+
+
+def restore(current: Run, state: TrainState, facts: Facts) -> None:
+    """Put ``state`` back. A rank that the checkpoint does not know draws numbers of its own."""
+    prepared, rank = current.loaded, current.ranks.rank
+    model, generators = state.tensors.get("model", {}), state.tensors["rng"]
+    saved = {name: shape_of(model, name) for name in model}
+    trained = {name: tensor.shape for name, tensor in prepared.engine.trained().items()}
+    if saved != trained:
+        odd = sorted({name for name, _ in saved.items() ^ trained.items()})
+        raise CheckpointError(f"the checkpoint trains other parameters than the plan, e.g. {odd[:3]}")
+    prepared.engine.put_back(model)
+    try:
+        prepared.engine.restore(EngineState(tensors=state.tensors["optimizer"], facts=facts.engine))
+        if not rank or _of_rank("cpu", rank) in generators:
+            torch.set_rng_state(generators[_of_rank("cpu", rank)])
+        if prepared.model.device.type == "cuda" and _of_rank("cuda", rank) in generators:
+            torch.cuda.set_rng_state(generators[_of_rank("cuda", rank)], prepared.model.device)
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"the checkpoint of step {state.step} lacks {error}") from error
+    for tensors in state.tensors.values():
+        if isinstance(tensors, SavedTensors):
+            tensors.close()
+    current.position = LoaderState(epoch=facts.epoch, position=facts.position)
+    current.best_eval_loss = math.inf if facts.best_eval_loss is None else facts.best_eval_loss

@@ -6,11 +6,11 @@ what is here stays here.
 
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
-from fitune.checkpoint.commit import FOLDER, Line, OnNote, is_on, read_commit, read_line, step_folders
+from fitune.checkpoint.commit import FOLDER, Line, OnNote, read_line, saved_on
 from fitune.checkpoint.remote import (
     adopt_line,
     newest_in_store,
@@ -25,7 +25,7 @@ from fitune.files import write_atomically
 from fitune.spec.plan import RunPlan
 from fitune.spec.run_directory import FILES, FOLDERS
 from fitune.spec.serial import parse_object
-from fitune.stores.writing import Store, nobody_stops
+from fitune.stores.writing import Store, nobody_stops, opened_store
 from fitune.threads import give_way
 from fitune.units import format_bytes
 
@@ -40,11 +40,6 @@ CONFIGS = ("adapter_config.json", "config.json")
 """Sent last: without one of them a folder is no adapter and no model."""
 
 
-def store_of(run: RunPlan) -> Store | None:
-    """The store that the run is sent to; None for a run that stays here. Raises StoreError."""
-    return Store(run.upload_to) if run.upload_to else None
-
-
 class Uploads:
     """Sends the checkpoints of a run in a thread of its own, the newest first, then the best."""
 
@@ -56,6 +51,14 @@ class Uploads:
         """Names of the checkpoints that are being sent: they must stay."""
         self._thread = threading.Thread(target=self._work, name="sending", daemon=True)
         self._thread.start()
+
+    def __enter__(self) -> "Uploads":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Who is stopped at once by a signal does not wait."""
+        if kind is None or issubclass(kind, Exception):
+            self.close(tidy=kind is None)
 
     def saved(self) -> None:
         """There is a new checkpoint."""
@@ -110,12 +113,7 @@ class Uploads:
 
 def kept_checkpoints(root: Path, line: Line) -> list[Path]:
     """The checkpoints of ``line`` that are here: the newest, then the best, then older ones."""
-    found: list[Path] = []
-    for path in reversed(step_folders(root / FOLDER)):
-        with suppress(CheckpointError):
-            commit = read_commit(path)
-            if is_on(line, saved_on=commit.line, step=commit.step):
-                found.append(path)
+    found = [path for path, _ in saved_on(root, line)]
     best = root / FOLDER / "best"
     target = os.readlink(best) if best.is_symlink() else ""
     return sorted(found, key=lambda path: (path != found[0], path.name != target))
@@ -144,24 +142,23 @@ def send_run(run: RunPlan, on_note: OnNote) -> None:
 
     Raises StoreError, with what is missing and what to do.
     """
-    store, root = store_of(run), Path(run.output_dir)
-    if store is None:
+    if not run.upload_to:
         return
-    try:
-        line = read_line(root / FOLDER)
-        sent = sum(send_one(store, path, line) for path in kept_checkpoints(root, line))
-        prune_store(store, line, keep=run.keep_checkpoints)
-        for name in _EXPORTS:
-            if (root / name).is_dir():
-                sent += send_export(store, root / name, name)
-        send_papers(store, root, (*_FIRST_PAPERS, *_LAST_PAPERS))
-    except FituneError as error:
-        raise StoreError(
-            f"the end of the run is not in {store.url}: {error.message}; all of it is in {root}",
-            hint=f"the same command with --resume sends what is missing; {error.hint or ''}".rstrip("; "),
-        ) from error
-    finally:
-        store.close()
+    root = Path(run.output_dir)
+    with opened_store(run.upload_to) as store:
+        try:
+            line = read_line(root / FOLDER)
+            sent = sum(send_one(store, path, line) for path in kept_checkpoints(root, line))
+            prune_store(store, line, keep=run.keep_checkpoints)
+            for name in _EXPORTS:
+                if (root / name).is_dir():
+                    sent += send_export(store, root / name, name)
+            send_papers(store, root, (*_FIRST_PAPERS, *_LAST_PAPERS))
+        except FituneError as error:
+            raise StoreError(
+                f"the end of the run is not in {store.url}: {error.message}; all of it is in {root}",
+                hint=f"the same command with --resume sends what is missing; {error.hint or ''}".rstrip("; "),
+            ) from error
     on_note(f"sent: {store.url}" + (f" ({format_bytes(sent)} since the steps ended)" if sent else ""))
 
 
@@ -183,24 +180,25 @@ def examined_store(run: RunPlan, *, overwrite: bool) -> bool:
 
     Raises StoreError where the store cannot be written to: a small file is put there and removed.
     """
-    store, root = store_of(run), Path(run.output_dir)
-    if store is None:
-        return False
-    try:
+    root = Path(run.output_dir)
+    with opened_store(run.upload_to) if run.upload_to else nullcontext() as store:
+        if store is None:
+            return False
         store.require_writable()
         if overwrite or (root / "report.json").exists() or (root / "metrics.jsonl").exists():
             return False
         report = store.read("report.json")
-        if report is None or parse_object(report).get("status") != "complete":
-            return False
-        fetch_papers(store, root)
-        return True
-    except ValueError as error:
-        raise StoreError(f"{store.below('report.json')}: damaged: {error}", hint="--overwrite") from error
-    except OSError as error:
-        raise RunDirectoryError(f"output_dir {root} cannot be written: {error.strerror or error}") from error
-    finally:
-        store.close()
+        try:
+            if report is None or parse_object(report).get("status") != "complete":
+                return False
+            fetch_papers(store, root)
+            return True
+        except ValueError as error:
+            raise StoreError(f"{store.below('report.json')}: damaged: {error}", hint="--overwrite") from error
+        except OSError as error:
+            raise RunDirectoryError(
+                f"output_dir {root} cannot be written: {error.strerror or error}"
+            ) from error
 
 
 def fetch_papers(store: Store, root: Path) -> None:
@@ -234,23 +232,10 @@ def begin_in_store(run: RunPlan, line: Line, on_note: OnNote, *, overwrite: bool
 
     ``overwrite``: remove an earlier run there first.
     """
-    store = store_of(run)
-    if store is None:
+    if not run.upload_to:
         return None
+    store = Store(run.upload_to)
     if overwrite:
         remove_remote_run(store, (*FILES, *FOLDERS))
     take_line(store, line)
     return Uploads(store, Path(run.output_dir), line, keep=run.keep_checkpoints, on_note=on_note)
-
-
-@contextmanager
-def sent_beside(uploads: Uploads | None) -> Iterator[None]:
-    """Inside, checkpoints are sent; after it the thread has ended. Who is stopped at once by a signal does not wait."""
-    try:
-        yield
-    except Exception:
-        if uploads is not None:
-            uploads.close(tidy=False)
-        raise
-    if uploads is not None:
-        uploads.close(tidy=True)

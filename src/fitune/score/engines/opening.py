@@ -11,7 +11,7 @@ from fitune.data.conversations.templates import ChatTemplate, load_template
 from fitune.errors import RecipeError
 from fitune.models.adapter_file import AdapterConfig, check_adapter, read_adapter_config
 from fitune.models.adapters import load_adapter, saved_rows
-from fitune.models.door import notes_on
+from fitune.models.readers import notes_on
 from fitune.models.tokens import load_tokenizer
 from fitune.models.weight_files import OnBytes, nobody
 from fitune.models.weights import load_model, require_finite

@@ -9,7 +9,7 @@ from typing import cast
 
 from fitune.errors import HardwareError, RecipeError
 from fitune.estimate.predict import usual_batch
-from fitune.planner.clusters.fleet import EpochOf, TrainingOffer, TrainingRanking, rank_fleet
+from fitune.planner.clusters.fleet import EpochOf, TrainingRanking, rank_fleet
 from fitune.planner.clusters.ranking import Wanted
 from fitune.session.clusters.launching import is_fetched, launch_file, render
 from fitune.session.planning import sampled
@@ -114,19 +114,8 @@ def launch_text(
         )
     cluster = free.cluster
     said = cluster.settings.model_dump(exclude_unset=True)
-    job, text = render(
-        recipe_on(recipe, free), free.priced, read_job_settings(job_file, settings=settings, defaults=said),
-        cluster.kind, cluster=cluster.name, storage_bandwidth=cluster.storage or 0.0,
-    )  # fmt: skip
-    full = [offer.place for offer in ranking.offers[: ranking.offers.index(free)]]
-    place = free.place + (f" ({', '.join(full)}: full now)" if full else "")
-    return text, "\n".join(filter(None, [place, job.notes.get("data")]))
-
-
-def recipe_on(recipe: Recipe, offer: TrainingOffer) -> Recipe:
-    """The recipe that names the hardware of an offer."""
-    hardware, cluster = offer.priced.plan.hardware, offer.cluster
-    return recipe.model_copy(
+    hardware = free.priced.plan.hardware
+    taken = recipe.model_copy(
         update={
             "gpu": cluster.gpu, "gpus": hardware.gpus_per_node, "nodes": hardware.nodes, "objective": "fastest",
             "host_memory": hardware.host_memory_bytes,
@@ -134,6 +123,13 @@ def recipe_on(recipe: Recipe, offer: TrainingOffer) -> Recipe:
             **({"node_network": cluster.node_network} if cluster.node_network and hardware.nodes > 1 else {}),
         }
     )  # fmt: skip
+    job, text = render(
+        taken, free.priced, read_job_settings(job_file, settings=settings, defaults=said),
+        cluster.kind, cluster=cluster.name, storage_bandwidth=cluster.storage or 0.0,
+    )  # fmt: skip
+    full = [offer.place for offer in ranking.offers[: ranking.offers.index(free)]]
+    place = free.place + (f" ({', '.join(full)}: full now)" if full else "")
+    return text, "\n".join(filter(None, [place, job.notes.get("data")]))
 
 
 def _on_rows(recipe: Recipe, rows: int | None) -> tuple[Recipe, EpochOf]:

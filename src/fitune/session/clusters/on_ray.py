@@ -30,15 +30,27 @@ from fitune.launch.ray_cluster import (
 from fitune.launch.ray_workers import open_mailbox, ray_parts, run_workers
 from fitune.launch.torchrun import fresh_logs
 from fitune.report.run_page import write_report
-from fitune.session.clusters.ray_losses import WORD_SECONDS, cause_of_loss, has_first_ended, take_down_losses
 from fitune.session.clusters.ray_nodes import hardware_of_workers, require_shared
-from fitune.session.clusters.ray_ranks import Change, Orders, train_as_rank
-from fitune.session.events import Note, StepsBegin, Tell
+from fitune.session.clusters.ray_ranks import (
+    WORD_SECONDS,
+    Change,
+    Orders,
+    cause_of_loss,
+    take_down_losses,
+    train_as_rank,
+)
+from fitune.session.events import Emit, Note, StepsBegin
 from fitune.session.planning import plan_for
 from fitune.session.signals import INTERRUPTED, StopRequest, stop_requests
-from fitune.session.train.attempts import Attempt, next_attempt, shortage_of_ranks
+from fitune.session.train.attempts import (
+    LOST,
+    Attempt,
+    failure,
+    next_attempt,
+    owned_directory,
+    shortage_of_ranks,
+)
 from fitune.session.train.beginning import first_attempt
-from fitune.session.train.ranks_of_nodes import LOST, failure, owned_directory
 from fitune.spec.machines.hardware import Hardware
 from fitune.spec.rank_status import read_statuses
 from fitune.spec.recipe.pins import with_average_row
@@ -113,14 +125,17 @@ def place_on_ray(recipe: Recipe, on: str, *, address: str, workers: str, restart
     return asked_place(on, address=address, workers=workers, default=default, restarts=restarts)
 
 
-def train_on_ray(recipe: Recipe, place: RayPlace, *, overwrite: bool, tell: Tell) -> int:
+def train_on_ray(recipe: Recipe, place: RayPlace, *, overwrite: bool, emit: Emit) -> int:
     """Plan for the workers' hardware and train there; returns the exit code.
 
     Raises HardwareError where the cluster cannot be reached, has no room, or its nodes differ from this machine.
     """
     with connected(place.address) as cluster:
         ray_parts()  # before anything is planned
-        each = each_worker(recipe, cluster)
+        # a GPU where the recipe names one or the cluster has any, and a core
+        names_cpu = (recipe.gpu or "").lower() == "cpu"
+        wants_gpu = not names_cpu and (recipe.gpu is not None or cluster.has_gpus)
+        each = {"CPU": 1.0, "GPU": 1.0} if wants_gpu else {"CPU": 1.0}
         cluster = with_room(cluster, place, each)
         asked = place
         if place.is_elastic:  # Ray counts on the whole cluster, also on what others hold
@@ -128,23 +143,16 @@ def train_on_ray(recipe: Recipe, place: RayPlace, *, overwrite: bool, tell: Tell
         worlds = range(place.fewest, place.most + 1)
         shapes, found = _shapes(recipe, worlds, cluster.slots(each))
         largest = shapes[place.most]
-        attempt = first_attempt(largest, overwrite=overwrite, tell=tell, hardware=found[place.most])
+        attempt = first_attempt(largest, overwrite=overwrite, emit=emit, hardware=found[place.most])
         if not isinstance(attempt, Attempt):
             return 0
         _require_shared(attempt)
         attempts = {place.most: attempt}
         for world in worlds[:-1]:
             attempts[world] = _of_number(world, attempt, shapes[world], found[world])
-        with owned_directory(attempt):
+        with owned_directory(attempt.directory):
             growth = Growth(each=each, most=asked.most if attempt.plan.run.saves else place.most)
-            return _Job(recipe=recipe, place=place, attempts=attempts, growth=growth, tell=tell).run()
-
-
-def each_worker(recipe: Recipe, cluster: RayCluster) -> dict[str, float]:
-    """Resources of one worker: a GPU where the recipe names one or the cluster has any, and a core."""
-    names_cpu = (recipe.gpu or "").lower() == "cpu"
-    wants_gpu = not names_cpu and (recipe.gpu is not None or cluster.has_gpus)
-    return {"CPU": 1.0, "GPU": 1.0} if wants_gpu else {"CPU": 1.0}
+            return _Job(recipe=recipe, place=place, attempts=attempts, growth=growth, emit=emit).run()
 
 
 def _shapes(
@@ -192,7 +200,7 @@ class _Job:
     place: RayPlace
     attempts: dict[int, Attempt]
     growth: Growth
-    tell: Tell
+    emit: Emit
     change: Change | None = None
     """Why the present attempt follows on another one that saved."""
     had: Commit | None = None
@@ -222,16 +230,16 @@ class _Job:
             elif end.exit_code == 0:
                 return 0
             elif request.received or not (end.left_nodes or self.larger):
-                self.tell(Note("interrupted: the step was finished and saved; add --resume to go on"))
+                self.emit(Note("interrupted: the step was finished and saved; add --resume to go on"))
                 return request.exit_code if request.received else INTERRUPTED
             elif end.left_nodes:
-                self.tell(Note("a node will be taken away: saved, going on without it"))
+                self.emit(Note("a node will be taken away: saved, going on without it"))
                 self._resume("a node was to be taken away")
                 self.growth.left.update(end.left_nodes)
                 room = sum(cluster_now().without(self.growth.left).slots(self.growth.each))
                 self.place = replace(self.place, most=max(self.place.fewest, min(self.place.most, room)))
             else:
-                self.tell(Note(f"room for {self.larger} workers: saved, going on with them"))
+                self.emit(Note(f"room for {self.larger} workers: saved, going on with them"))
                 self._resume("there was room for more workers")
                 self.place = replace(self.place, most=self.larger)
                 self.growth.wanted = self.larger
@@ -264,7 +272,7 @@ class _Job:
                 if isinstance(event, StepsBegin):
                     request.start(event.plan, event.run_name)
                     self.growth.begin(event.plan.hardware.num_gpus)
-                self.tell(event)
+                self.emit(event)
             if not sent and (request.asked() or self._can_grow()):
                 sent.append(True)
                 mailbox.stop.remote()
@@ -274,7 +282,8 @@ class _Job:
             if not failed_at or shortage_of_ranks(self.directory) is not None:
                 return False
             waited = time.monotonic() - failed_at[0]
-            return has_first_ended(self.directory / LOGS) or waited > WORD_SECONDS
+            first = read_statuses(self.directory / LOGS).get(0)  # it ends with the report written
+            return first is None or first.has_ended or waited > WORD_SECONDS
 
         with ExitStack() as stack:
             stack.callback(ray.kill, mailbox)
@@ -298,7 +307,7 @@ class _Job:
         except FituneError as error:
             room = max(self.attempts)
             self.growth.most = room
-            self.tell(
+            self.emit(
                 Note(f"there is room for more workers than {room}, and none are added: {error.message}")
             )
         self.larger = room if room > self.growth.workers else 0
@@ -320,28 +329,22 @@ class _Job:
             )
         if shortage is not None:
             self.attempts[self.place.most] = next_attempt(
-                self.largest, shortage, had=self.had, tell=self.tell
+                self.largest, shortage, had=self.had, emit=self.emit
             )
             return
-        write_page(self.directory)
-        raise cause_of(self.failed or end, why, self.directory, restarts=self.place.restarts)
-
-
-def write_page(directory: Path) -> None:
-    """Write the page of a run whose first rank was ended between its report and its page."""
-    if (directory / "report.json").is_file() and not (directory / "report.html").is_file():
-        with suppress(FituneError, OSError):  # the cause is worth more than the page
-            write_report(directory)
-
-
-def cause_of(end: Ended | None, why: str, directory: Path, *, restarts: int) -> FituneError:
-    """The error that the job ended with: of the rank that failed first by itself; ``why``: Ray's words."""
-    statuses = read_statuses(directory / LOGS)
-    told = ended({}, directory, received=[], ranks=range(max(statuses, default=0) + 1))
-    if told.cause:
-        return failure(told)
-    if end is not None and end.cause:
-        return failure(end)
-    after = f", after {restarts} restart{'s' * (restarts != 1)}" if restarts else ""
-    cause = cause_of_loss(statuses) if statuses else (why or LOST)
-    return failure(Ended(exit_code=TrainingFailed.exit_code, cause=f"{cause}{after}"))
+        directory = self.directory
+        if (directory / "report.json").is_file() and not (directory / "report.html").is_file():
+            with suppress(
+                FituneError, OSError
+            ):  # the first rank was ended between both; the cause is worth more
+                write_report(directory)
+        statuses = read_statuses(directory / LOGS)
+        told = ended({}, directory, received=[], ranks=range(max(statuses, default=0) + 1))
+        if not told.cause:
+            told = self.failed or end or told
+        if not told.cause:
+            restarts = self.place.restarts
+            after = f", after {restarts} restart{'s' * (restarts != 1)}" if restarts else ""
+            cause = cause_of_loss(statuses) if statuses else (why or LOST)
+            told = Ended(exit_code=TrainingFailed.exit_code, cause=f"{cause}{after}")
+        raise failure(told)

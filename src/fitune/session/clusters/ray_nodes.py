@@ -87,35 +87,26 @@ def require_shared(directory: Path, paths: Iterable[str]) -> None:
     mark = directory / f".fitune-{uuid.uuid4().hex}.tmp"
     mark.touch()
     try:
-        missing = _missing_on_nodes([str(mark), *paths])
+        require_paths([str(mark), *paths], mark=str(mark.absolute()))
     finally:
         mark.unlink(missing_ok=True)
-    for host, path in missing:
-        if path == str(mark.absolute()):
-            raise RunDirectoryError(
-                f"output_dir {directory} is a folder of {socket.gethostname()} that node {host} does not see",
-                hint="a folder that all nodes share (NFS or the like)",
-            )
-    _require_none(missing)
 
 
-def require_paths(paths: Iterable[str]) -> None:
-    """Raises RunDirectoryError where a node has not a file or folder that this machine has."""
-    _require_none(_missing_on_nodes(paths))
-
-
-def _require_none(missing: list[tuple[str, str]]) -> None:
-    for host, path in missing:
-        raise RunDirectoryError(
-            f"node {host} has no {path}", hint="put model and data into a folder that all nodes share"
-        )
-
-
-def _missing_on_nodes(paths: Iterable[str]) -> list[tuple[str, str]]:
-    """Node and path of each that is here and not there; what is no path here (a Hub id) is left out."""
+def require_paths(paths: Iterable[str], *, mark: str = "") -> None:
+    """Raises RunDirectoryError where a node has not a file or folder that this machine has; what is no path here (a Hub
+    id) is left out. ``mark``: the one that stands for the run directory."""
     here = [str(Path(path).absolute()) for path in paths if path and Path(path).exists()]
     answers: dict[str, tuple[str, list[str]]] = ask_nodes(missing_here, here)
-    return [(host, path) for host, missing in answers.values() for path in missing]
+    missing = sorted((here.index(path), host) for host, paths in answers.values() for path in paths)
+    for place, host in missing[:1]:
+        if here[place] == mark:
+            raise RunDirectoryError(
+                f"output_dir {Path(mark).parent} is a folder of {socket.gethostname()} that node {host} does not see",
+                hint="a folder that all nodes share (NFS or the like)",
+            )
+        raise RunDirectoryError(
+            f"node {host} has no {here[place]}", hint="put model and data into a folder that all nodes share"
+        )
 
 
 def missing_here(paths: list[str]) -> tuple[str, list[str]]:

@@ -17,18 +17,27 @@ from fitune.checkpoint.commit import Commit, last_saved
 from fitune.errors import FituneError, PeerGone, RankFailed, RunDirectoryError, exit_code_of
 from fitune.launch.ends import Ended
 from fitune.launch.ray_cluster import loaded_ray
-from fitune.session.clusters.ray_losses import cause_of_loss, has_said_why
-from fitune.session.events import Note, Tell, tell_nobody
+from fitune.session.events import Emit, Note, ignore_event
 from fitune.session.signals import INTERRUPTED
 from fitune.session.train.attempts import Attempt, resumed_from
 from fitune.session.train.beginning import ready_to_push
 from fitune.spec.plan import Plan
-from fitune.spec.rank_status import LAUNCHER, read_statuses
+from fitune.spec.rank_status import (
+    LAUNCHER,
+    RankStatus,
+    error_of,
+    first_failure,
+    read_statuses,
+    write_status,
+)
 from fitune.spec.reports import Restart, RunReport, StepReport
 from fitune.spec.run_directory import LOGS
+from fitune.spec.run_lock import lock_directory
 from fitune.spec.serial import from_json, to_data, to_json
-from fitune.track.metrics import readable_steps
+from fitune.track.metrics import last_step, readable_steps
 
+WORD_SECONDS = 15.0
+"""Ranks have so long to say why they end, once one of them is gone: rank 0 writes the report in that time."""
 _REPORT_SECONDS = 2.0
 """Ray takes one report at each look at its workers."""
 _OWNER_SECONDS = 30.0
@@ -79,10 +88,10 @@ def train_as_rank(config: dict[str, Any]) -> Ended:
             return Ended(exit_code=1)  # the driver waits no longer
         before = ranks.from_first(lambda: mine)  # a group that grew has ranks that never began
         attempt = from_json(Attempt, orders.attempts[ranks.world])
-        tell: Tell = (lambda event: orders.mailbox.tell.remote(event)) if ranks.is_first else tell_nobody
+        emit: Emit = (lambda event: orders.mailbox.tell.remote(event)) if ranks.is_first else ignore_event
         talker = Talker(orders.mailbox, is_first=ranks.is_first)
         try:
-            if before and ranks.from_first(lambda: has_said_why(attempt.directory / LOGS)):
+            if before and ranks.from_first(lambda: first_failure(read_statuses(attempt.directory / LOGS))):
                 return Ended(exit_code=1)  # the statuses say why: it would fail again
             change = None if before else orders.change
             if before or change:
@@ -90,15 +99,15 @@ def train_as_rank(config: dict[str, Any]) -> Ended:
                 if ranks.is_first:
                     _await_owner_gone(attempt.directory)
                 if ranks.is_first and not change:
-                    tell(Note("; ".join(one.cause for one in attempt.restarts[-1:]) + ": starting again"))
+                    emit(Note("; ".join(one.cause for one in attempt.restarts[-1:]) + ": starting again"))
             ready_to_push(attempt.plan, ranks)  # the driver's token is not here
-            report = run_to_end(attempt, tell=tell, stop_asked=talker.stop_asked, sinks=[talker], ranks=ranks)
+            report = run_to_end(attempt, emit=emit, stop_asked=talker.stop_asked, sinks=[talker], ranks=ranks)
             talker.close(ranks.gathered)
             code = INTERRUPTED if report.status == "interrupted" else 0
             return Ended(exit_code=code, left_nodes=talker.left_nodes)
         except FituneError as error:
             talker.abandon()
-            if isinstance(error, PeerGone) and not has_said_why(attempt.directory / LOGS):
+            if isinstance(error, PeerGone) and not first_failure(read_statuses(attempt.directory / LOGS)):
                 raise RankFailed(error.message) from error
             end = Ended(exit_code=exit_code_of(error), cause=error.message, hint=error.hint or "")
             if not ranks.is_alone and not isinstance(error, PeerGone):
@@ -146,8 +155,6 @@ def going_on(attempt: Attempt, had: Commit | None, workers: int, *, change: Chan
 
 def _await_owner_gone(directory: Path) -> None:
     """Wait until the former first rank, whose connections are closed, is gone. Raises RunDirectoryError."""
-    from fitune.spec.run_lock import lock_directory
-
     until = time.monotonic() + _OWNER_SECONDS
     while True:
         try:
@@ -231,3 +238,32 @@ class Talker:
         if (notice := ray.train.get_preemption_info()) is not None:
             self.left_nodes = tuple(notice.preempted_node_ids)
             self._stop.set()
+
+
+def take_down_losses(logs: Path, ranks: list[int]) -> None:
+    """Write down that ``ranks`` are lost, and return once the others have said why they end: Ray, which found the loss,
+    waits for this and then ends them at once."""
+    write_losses(logs, ranks)
+    until = time.monotonic() + WORD_SECONDS
+    while not all(status.has_ended for status in read_statuses(logs).values()) and time.monotonic() < until:
+        time.sleep(0.1)
+
+
+def write_losses(logs: Path, ranks: list[int]) -> None:
+    """Write into the statuses of ``ranks`` that they ended without a word, where they said none."""
+    statuses = read_statuses(logs)
+    for status in (statuses[rank] for rank in ranks if rank in statuses):
+        if status.error is None:
+            error = error_of(PeerGone(status.loss(last_step(logs.parent))), exit_code=PeerGone.exit_code)
+            write_status(logs, replace(status, error=replace(error, is_by_another=True)))
+
+
+def cause_of_loss(statuses: dict[int, RankStatus]) -> str:
+    """Which rank ended first and why, as far as it or another one wrote it down."""
+    if failed := first_failure(statuses):
+        return f"rank {failed[0]} failed: {failed[1].message}"
+    named = [s.error.message for s in statuses.values() if s.error and s.error.message.startswith("rank ")]
+    silent = [s for s in statuses.values() if s.error is None]
+    if not named and 0 < len(silent) < len(statuses):
+        return silent[0].loss()
+    return named[0] if named else "the workers were lost"

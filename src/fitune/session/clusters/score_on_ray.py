@@ -27,7 +27,7 @@ from fitune.session.clusters.ray_nodes import (
     require_same_versions,
     versions_here,
 )
-from fitune.session.events import Note, Tell
+from fitune.session.events import Emit, Note, emit_notes
 from fitune.units import counted
 
 _AS_MANY_AS_HAVE_ROOM = "1..1000000"
@@ -39,7 +39,7 @@ def place_of_scoring(on: str, *, address: str, workers: str) -> RayPlace | None:
 
 
 @contextmanager
-def scoring_on_ray(plan: ScorePlan, place: RayPlace, *, tell: Tell) -> Iterator[tuple[ScorePlan, Elsewhere]]:
+def scoring_on_ray(plan: ScorePlan, place: RayPlace, *, emit: Emit) -> Iterator[tuple[ScorePlan, Elsewhere]]:
     """Yields the plan for the workers' devices, and what answers its groups there, by as many workers of the place's
     range as have room now.
 
@@ -61,18 +61,18 @@ def scoring_on_ray(plan: ScorePlan, place: RayPlace, *, tell: Tell) -> Iterator[
                 hint="a cluster whose nodes all have GPUs of one kind, or none",
             )
         plan = replace(plan, dtype=kinds[0])
-        tell(Note(f"{counted(workers, 'worker')} on Ray, {counted(threads, 'thread')} each"))
+        emit(Note(f"{counted(workers, 'worker')} on Ray, {counted(threads, 'thread')} each"))
 
         # settings of fitune; keys and tokens are the nodes' own
         environment = {name: value for name, value in os.environ.items() if name.startswith("FITUNE_")}
 
         def answers(
-            weighed_by: str, groups: Iterator[list[Task]], look: Callable[[int], None]
+            likelihood_by: str, groups: Iterator[list[Task]], look: Callable[[int], None]
         ) -> Iterator[list[Answer]]:
             """Yields the answers of each group in order, from workers on Ray; ``look`` is told rows done."""
             pool: ActorPool[list[Task], list[Answer]] = ActorPool(
-                ScoringWorker, (plan, os.getcwd(), environment, threads, weighed_by),
-                workers=workers, each=each, restarts=place.restarts, told=lambda line: tell(Note(line)),
+                ScoringWorker, (plan, os.getcwd(), environment, threads, likelihood_by),
+                workers=workers, each=each, restarts=place.restarts, told=emit_notes(emit),
             )  # fmt: skip
             with pool:
                 yield from pool.results(groups, look=look)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from fitune.models.door import config_from, empty_model, model_config, with_layers
+from fitune.models.readers import config_from, empty_model, model_config, with_layers
 from fitune.models.weights import compute_dtype
 from fitune.spec.machines.hardware import Hardware
 from fitune.spec.model.model_config import spec_from_config

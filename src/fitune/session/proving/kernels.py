@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fitune.models.door import config_from, empty_model
 from fitune.models.experts import Pair, is_experts, run_by
 from fitune.models.language_model import loss_and_gradient
 from fitune.models.liger import liger_operations
 from fitune.models.low_bit.quantised import packed_linear
+from fitune.models.readers import config_from, empty_model
 from fitune.models.row_attention import Kernel, RowCall, Rows, rows_eager, rows_flash, rows_sdpa
 from fitune.spec.machines.hardware import Numbers
 from fitune.spec.machines.proof import ProofCheck

@@ -17,7 +17,7 @@ from fitune.session.recipes.reading import split_words
 from fitune.spec.machines.gpus import find_gpu
 from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.predictions import PlanReport
-from fitune.spec.recipe.keys import GROUPS, Key, keys_of
+from fitune.spec.recipe.keys import GROUPS, keys_of
 from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
 from fitune.spec.words import describe_plan
 from fitune.units import format_bytes, format_rate, format_seconds, wrapped
@@ -158,16 +158,16 @@ def recipe_text(path: Path, keys: Mapping[str, Any]) -> str:
     for group in GROUPS:
         shown = [key for key in keys_of(group) if key.name in asked | OFTEN_SET | keys.keys()]
         lines += ["", f"# {group}"] if shown else []
-        lines += [_line(key, keys) for key in shown]
+        for key in shown:
+            about = f"{key.about}: {', '.join(key.values)}" if len(key.values) > 2 else key.about
+            line = f"# {key.name}: {key.default}"
+            if key.name in keys:
+                value = yaml.safe_dump(
+                    keys[key.name], allow_unicode=True, default_flow_style=True, width=10_000
+                )
+                line = f"{key.name}: {value.splitlines()[0]}"
+            lines.append(f"{line:<32}  # {about}")
     return "\n".join(lines) + "\n"
-
-
-def _line(key: Key, keys: Mapping[str, Any]) -> str:
-    about = f"{key.about}: {', '.join(key.values)}" if len(key.values) > 2 else key.about
-    if key.name not in keys:
-        return f"{f'# {key.name}: {key.default}':<32}  # {about}"
-    value = yaml.safe_dump(keys[key.name], allow_unicode=True, default_flow_style=True, width=10_000)
-    return f"{f'{key.name}: {value.splitlines()[0]}':<32}  # {about}"
 
 
 def explain_new_recipe(path: Path, report: PlanReport) -> str:

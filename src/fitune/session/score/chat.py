@@ -5,7 +5,6 @@ on it are loaded once, and the adapter is switched off while the base answers.
 """
 
 import re
-import textwrap
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -26,7 +25,7 @@ from fitune.score.engines.choosing import Row
 from fitune.score.engines.engine import Request, Sampling
 from fitune.score.engines.engine_transformers import TransformersEngine, require_effect
 from fitune.score.engines.opening import changes_the_base, load_adapted
-from fitune.session.events import Tell, tell_nobody, telling_weights
+from fitune.session.events import Emit, emit_weights, ignore_event
 from fitune.session.named_models import find_model
 from fitune.spec.recipe.score_recipe import checked_recipe
 
@@ -198,7 +197,7 @@ def open_chat(
     system: str,
     sampling: dict[str, Any],
     chat_template: str,
-    tell: Tell = tell_nobody,
+    emit: Emit = ignore_event,
 ) -> Chat:
     """Load the models that are named. Raises what ``find_model`` does, and DataError where a template refuses
     ``system``."""
@@ -225,7 +224,7 @@ def open_chat(
     @cache
     def load(base: str, adapter: str) -> Any:
         """The base with the adapter, or alone where that is empty; each pair is loaded once."""
-        return load_adapted(base, adapter, on_bytes=telling_weights(tell))
+        return load_adapted(base, adapter, on_bytes=emit_weights(emit))
 
     sides = []
     for named, title in zip(found, titles, strict=True):
@@ -296,25 +295,13 @@ def side_by_side(
     """Each text below its title and above its note, in columns that are ``width`` together; of long texts the last
     ``most_lines`` lines, 0: all."""
     from rich.cells import set_cell_size
+    from rich.console import Console
+    from rich.text import Text
 
-    each = (width + _GAP) // len(titles) - _GAP
-    bodies = [_folded(text, each)[-most_lines:] for text in texts]
+    each, console = (width + _GAP) // len(titles) - _GAP, Console()
+    wrapped = [Text(text).wrap(console, each, overflow="fold", tab_size=4) for text in texts]
+    bodies = [[line.plain for line in lines][-most_lines:] for lines in wrapped]
     rows = [[f"── {title}" for title in titles], *zip_longest(*bodies, fillvalue="")]
     if notes:
         rows.append(list(notes))
     return "\n".join((" " * _GAP).join(set_cell_size(cell, each) for cell in row).rstrip() for row in rows)
-
-
-def _folded(text: str, width: int) -> list[str]:
-    """Lines of at most ``width`` cells: a character of Chinese takes two."""
-    from rich.cells import cell_len, chop_cells
-
-    lines = []
-    for line in text.expandtabs(4).splitlines():
-        words = textwrap.wrap(line, width, drop_whitespace=False, break_on_hyphens=False) or [""]
-        lines += [
-            part
-            for piece in words
-            for part in (chop_cells(piece, width) if cell_len(piece) > width else [piece])
-        ]
-    return lines

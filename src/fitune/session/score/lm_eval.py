@@ -3,15 +3,15 @@
 import json
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fitune.errors import RunDirectoryError, require_library
 from fitune.files import write_atomically
-from fitune.models.door import read_config
+from fitune.models.readers import read_config
 from fitune.models.weight_files import identity
 from fitune.score.answers import claim
 from fitune.score.engines.opening import (
@@ -22,12 +22,13 @@ from fitune.score.engines.opening import (
     open_texts,
 )
 from fitune.score.shards import FOLDER
-from fitune.session.events import Note, Tell, telling_weights
-from fitune.session.score.lm_eval_words import TaskScores, scores_of
-from fitune.session.score.score_words import plan_of
+from fitune.session.events import Emit, emit_notes, emit_weights
+from fitune.session.score.score_plan import plan_of
 from fitune.session.score.scoring import Pace
 from fitune.spec.recipe.score_recipe import ScoreRecipe
 from fitune.spec.run_lock import lock_directory
+from fitune.spec.serial import to_data
+from fitune.units import format_seconds
 
 RESULTS = "lm_eval.json"
 """lm-eval's results as it gives them; the samples of each task are in files beside it."""
@@ -35,7 +36,61 @@ OWN_TEMPLATE = "own"
 """--chat-template own: the tokenizer's."""
 
 
-def score_tasks(recipe: ScoreRecipe, *, tell: Tell) -> TaskScores:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskScore:
+    """One metric of one task or group. ``error`` is its standard error, where lm-eval knows one."""
+
+    task: str
+    metric: str
+    answer_filter: str
+    value: float
+    error: float | None
+    rows: int
+    shots: int | None
+    is_higher_better: bool | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskScores:
+    """All metrics of the tasks that were run; ``results`` is the file with lm-eval's own results."""
+
+    model: str
+    adapter: str
+    results: str
+    seconds: float
+    scores: tuple[TaskScore, ...]
+
+    def text(self) -> str:
+        """A table with a line for each metric."""
+        lines = [("task", "metric", "value", "", "rows", "shots")]
+        for score in self.scores:
+            name = (
+                score.metric if score.answer_filter == "none" else f"{score.metric} ({score.answer_filter})"
+            )
+            arrow = {True: " ↑", False: " ↓", None: ""}[score.is_higher_better]
+            spread = "" if score.error is None else f"± {score.error:.4f}"
+            shots = "" if score.shots is None else f"{score.shots}"
+            lines.append((score.task, name + arrow, f"{score.value:.4f}", spread, f"{score.rows:,}", shots))
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        styles = [f"{side}{width}" for side, width in zip("<<><>>", widths, strict=True)]
+        gaps = ("", "  ", "  ", " ", "  ", "  ")
+        table = [
+            "".join(
+                f"{gap}{cell:{style}}" for gap, cell, style in zip(gaps, line, styles, strict=True)
+            ).rstrip()
+            for line in lines
+        ]
+        model = f"{self.model} with {self.adapter}" if self.adapter else self.model
+        ended = f"{model}: {format_seconds(self.seconds)}; ± is the standard error, ↑ higher is better"
+        return "\n".join([*table, ended, f"results and samples: {self.results}"])
+
+    def data(self) -> dict[str, Any]:
+        """The object that ``--json`` prints."""
+        data: dict[str, Any] = to_data(self)
+        return data
+
+
+def score_tasks(recipe: ScoreRecipe, *, emit: Emit) -> TaskScores:
     """Run tasks of lm-evaluation-harness on a model; its results and the samples of each task are written into ``out``.
 
     ``chat_template``: empty: prompts are plain texts; "own": chats, by the tokenizer's template; else a Jinja file.
@@ -45,10 +100,7 @@ def score_tasks(recipe: ScoreRecipe, *, tell: Tell) -> TaskScores:
     if plan.chat_template == OWN_TEMPLATE:
         plan = replace(plan, chat_template="")
 
-    def say(line: str) -> None:
-        """Tells the line as a note."""
-        tell(Note(line))
-
+    say = emit_notes(emit)
     check_all(plan, say=say)  # faults of engine, model or adapter before the tasks are loaded
     from lm_eval.models.utils import resolve_max_length
 
@@ -71,11 +123,11 @@ def score_tasks(recipe: ScoreRecipe, *, tell: Tell) -> TaskScores:
         # samples alone are of a run that ended between them and the results
         is_begun = (out / RESULTS).exists() or any(out.glob("samples_*.jsonl"))
         claim(out, said, has_shards=is_begun)
-        pace = Pace(tell)
+        pace = Pace(emit)
         engine_lm = EngineLM(
             lambda: open_engine(
                 plan, tokenizer, template,
-                on_bytes=telling_weights(tell),
+                on_bytes=emit_weights(emit),
             ),
             tokenizer, engine=plan.engine, template=said["chat_template"], seed=seed, on_rows=pace.rows,
             on_tokens=pace.add,
@@ -86,8 +138,26 @@ def score_tasks(recipe: ScoreRecipe, *, tell: Tell) -> TaskScores:
         _write(out, results, said)
     return TaskScores(
         model=plan.model, adapter=plan.adapter, results=str(out / RESULTS), seconds=time.perf_counter() - started,
-        scores=tuple(scores_of(results)),
+        scores=tuple(_scores_of(results)),
     )  # fmt: skip
+
+
+def _scores_of(results: Mapping[str, Any]) -> Iterator[TaskScore]:
+    """One score for each number among lm-eval's results, groups behind tasks."""
+    found = {**results["results"], **results.get("groups", {})}
+    for task, values in found.items():
+        better = results.get("higher_is_better", {}).get(task, {})
+        rows = results.get("n-samples", {}).get(task, {}).get("effective", values.get("sample_len", 0))
+        for key, value in values.items():
+            metric, comma, answer_filter = key.partition(",")
+            if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
+                continue
+            error = values.get(f"{metric}_stderr,{answer_filter}")
+            yield TaskScore(
+                task=task, metric=metric, answer_filter=answer_filter, value=float(value),
+                error=float(error) if isinstance(error, int | float) else None, rows=rows,
+                shots=results.get("n-shot", {}).get(task), is_higher_better=better.get(metric),
+            )  # fmt: skip
 
 
 def _write(out: Path, results: Mapping[str, Any], settings: Mapping[str, Any]) -> None:

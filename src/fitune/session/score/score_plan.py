@@ -1,4 +1,4 @@
-"""Predictions for a scoring: bytes, rows at once, seconds and cost.
+"""What a scoring runs, and predictions for it: bytes, rows at once, seconds and cost.
 
 The model is not loaded, nor is torch, but to measure a processor once."""
 
@@ -17,12 +17,11 @@ from fitune.planner.clusters.score_fleet import ScoreRanking, rank_scoring
 from fitune.planner.defaults import price_of
 from fitune.score.choices import first_row_has_choices
 from fitune.score.engines.engine import engine_named
-from fitune.score.plan import ScorePlan, names_of
+from fitune.score.plan import ScorePlan, names_of, plan_from
 from fitune.score.tasks import read_questions
 from fitune.session.clusters.fleet import FleetRequest, fleet_of, wanted_of
-from fitune.session.events import Note, Tell
-from fitune.session.score.score_words import plan_of
-from fitune.session.train.first_use import measure_on_first_use
+from fitune.session.doctor import measure_on_first_use
+from fitune.session.events import Emit, Note
 from fitune.spec.answering import PlannedEngine, Questions
 from fitune.spec.machines.hardware import Hardware
 from fitune.spec.model.model_config import load_model_spec
@@ -33,21 +32,56 @@ _READ_AT_ONCE = 2**22
 """Bytes of text of which the tokenizer is shown a part."""
 
 
+def plan_of(recipe: ScoreRecipe) -> ScorePlan:
+    """The plan of a scoring, whose model and adapter are folders or Hub ids. Raises RecipeError for two adapters, a run
+    that trained none, and an engine that is unknown."""
+    model, adapter = weights_and_adapter(recipe.model, recipe.adapter)
+    return plan_from(recipe, model=model, adapter=adapter)
+
+
+def weights_and_adapter(model: str, adapter: str) -> tuple[str, str]:
+    """Weights and the adapter on them, where ``model`` names a run or an adapter, or ``adapter`` names a run; else both
+    as they are. Raises RecipeError for two adapters, and for a run that trained none."""
+    folder = Path(model)
+    is_run, adapter_is_run = (
+        (bool(word) and (Path(word) / "plan.json").is_file()) for word in (model, adapter)
+    )
+    is_base = not is_run and (
+        (folder / "config.json").is_file() or not (folder / "adapter_config.json").is_file()
+    )
+    if is_base and not adapter_is_run:
+        return model, adapter
+    from fitune.session.named_models import find_model  # imports torch
+
+    if is_base:
+        found = find_model(adapter)
+        if not found.adapter:
+            raise RecipeError(f"--adapter {adapter}: the run has no adapter", hint=f"--model {found.model}")
+        return model, found.adapter
+    found = find_model(model)
+    if adapter and found.adapter:
+        raise RecipeError(
+            f"--model {model} has the adapter {found.adapter}, and --adapter names {adapter}",
+            hint=f"keep one of them; its base is {found.model}",
+        )
+    return found.model, found.adapter or adapter
+
+
 def predict_scoring(
-    recipe: ScoreRecipe, request: FleetRequest | None, *, gpu: str, gpus: int, tell: Tell
+    recipe: ScoreRecipe, request: FleetRequest | None, *, gpu: str, gpus: int, emit: Emit
 ) -> AnsweringReport | ScoreRanking:
     """The plan for a machine, or with a ``request`` the ranking of a fleet's clusters in the order of what is wanted.
 
     Raises what ``plan_scoring`` raises, and RecipeError for a GPU beside a fleet.
     """
     plan = plan_of(recipe)
-    if weighing := _weighing(plan):
+    if graders := _likelihood_graders(plan):
         raise RecipeError(
-            f"--plan and --fleet predict written answers, and --grader {weighing[0]} weighs references",
+            f"--plan and --fleet predict written answers, and --grader {graders[0]} weighs references",
             hint="leave --plan and --fleet out",
         )
     if request is None:
-        return plan_scoring(plan, engine=recipe.engine, gpu=gpu, gpus=gpus, tell=tell)
+        return plan_scoring(plan, engine=recipe.engine, gpu=gpu, gpus=gpus, emit=emit)
     if gpu:
         raise RecipeError(
             f"--gpu {gpu} plans for one machine, and {request.file} lists clusters", hint="leave --gpu out"
@@ -60,7 +94,7 @@ def predict_scoring(
 
 
 def plan_scoring(
-    plan: ScorePlan, *, engine: str = "", gpu: str = "", gpus: int = 0, tell: Tell
+    plan: ScorePlan, *, engine: str = "", gpu: str = "", gpus: int = 0, emit: Emit
 ) -> AnsweringReport:
     """The fastest way to answer on ``gpus`` of the GPU that is named, else on this machine, whose processor is measured
     first if it never was. ``engine`` empty: the fastest of all.
@@ -73,7 +107,7 @@ def plan_scoring(
         return resolve_hardware(gpu=gpu or None, gpus=gpus or (1 if gpu else detect_hardware().gpus_per_node))
 
     engines, found, questions = engines_for(engine, elsewhere=bool(gpu)), hardware(), read_lengths(plan)
-    if not gpu and measure_on_first_use(found, tell=tell):  # assumed rates are off by two times and more
+    if not gpu and measure_on_first_use(found, emit=emit):  # assumed rates are off by two times and more
         found = hardware()
     return _plan_on(plan, found, engines, questions)
 
@@ -87,29 +121,33 @@ def _plan_on(
     )  # fmt: skip
 
 
-def with_fastest_engine(plan: ScorePlan, engine: str, *, tell: Tell) -> ScorePlan:
+def with_fastest_engine(plan: ScorePlan, engine: str, *, emit: Emit) -> ScorePlan:
     """The plan with its engine and devices on this machine's GPUs, chosen as --plan does where ``engine`` is empty.
 
     As it is where nothing is to choose: without GPUs, for transformers alone, for a model that no plan knows, and where
-    texts are weighed unless ``engine`` is vllm, which is given as many devices as hold the model.
+    likelihoods of texts are asked unless ``engine`` is vllm, which is given as many devices as hold the model.
     """
     if engine == "transformers" or (not engine and not has_vllm()):
         return plan
     hardware = resolve_hardware(gpus=detect_hardware().gpus_per_node)  # 1 for a processor
-    weighed = bool(_weighing(plan)) if plan.graders else first_row_has_choices(plan.sources)
-    if hardware.gpu.is_cpu or (engine == "vllm" and hardware.gpus_per_node == 1) or (weighed and not engine):
+    by_likelihood = bool(_likelihood_graders(plan)) if plan.graders else first_row_has_choices(plan.sources)
+    if (
+        hardware.gpu.is_cpu
+        or (engine == "vllm" and hardware.gpus_per_node == 1)
+        or (by_likelihood and not engine)
+    ):
         return plan
     engines = engines_for(engine, elsewhere=False)
     try:
-        report = _plan_on(plan, hardware, engines, _lengths(plan, weighed=weighed))
+        report = _plan_on(plan, hardware, engines, _lengths(plan, by_likelihood=by_likelihood))
     except ModelError:
         return plan
     chosen, seconds = report.chosen.answering, format_seconds(report.chosen.time.seconds)
-    tell(Note(f"engine: {name_of(chosen)}, predicted {seconds} (fitune score --plan says more)"))
+    emit(Note(f"engine: {name_of(chosen)}, predicted {seconds} (fitune score --plan says more)"))
     return replace(plan, engine=chosen.engine, devices=chosen.devices)
 
 
-def _weighing(plan: ScorePlan) -> list[str]:
+def _likelihood_graders(plan: ScorePlan) -> list[str]:
     """Graders that weigh given texts: nothing is written for them."""
     if not plan.graders:
         return []
@@ -146,19 +184,19 @@ def read_lengths(plan: ScorePlan) -> Questions:
             "log-likelihoods",
             hint="leave --plan out",
         )
-    return _lengths(plan, weighed=False)
+    return _lengths(plan, by_likelihood=False)
 
 
-def _lengths(plan: ScorePlan, *, weighed: bool) -> Questions:
-    """``weighed``: prompts with the texts behind them, and no new tokens."""
+def _lengths(plan: ScorePlan, *, by_likelihood: bool) -> Questions:
+    """``by_likelihood``: prompts with the texts behind them, and no new tokens."""
     room, data = load_model_spec(plan.model).max_seq_len, names_of(plan.sources)
     sizes: list[tuple[int, int]] = []
     texts: list[str] = []
-    shown, new = 0, 1 if weighed else plan.sampling.max_new_tokens
-    for question in read_questions(plan.sources, id_column=plan.id_column, weighed=weighed):
+    shown, new = 0, 1 if by_likelihood else plan.sampling.max_new_tokens
+    for question in read_questions(plan.sources, id_column=plan.id_column, weighed=by_likelihood):
         if question.problem:
             continue
-        given = (question.choices or (question.expected or "",)) if weighed else ()
+        given = (question.choices or (question.expected or "",)) if by_likelihood else ()
         text = "\n".join([*(message.text for message in question.messages), question.tools, *given])
         sizes.append((len(text.encode("utf-8", "replace")), len(question.messages)))
         new = max(new, int(dict(question.own).get("max_new_tokens", 0)))

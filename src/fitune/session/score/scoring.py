@@ -27,7 +27,7 @@ from fitune.launch.ray_cluster import RayPlace
 from fitune.measure.memory import memory_meter
 from fitune.models.adapter_file import CONFIG, read_adapter_config
 from fitune.models.adapters import load_adapter, train_tables
-from fitune.models.door import model_folder
+from fitune.models.readers import model_folder
 from fitune.models.tokens import load_tokenizer
 from fitune.models.weight_files import identity, stored_dtype
 from fitune.models.weights import load_model
@@ -41,9 +41,9 @@ from fitune.score.engines.room import answering_of
 from fitune.score.grades.intervals import Changed, compare, grades_of
 from fitune.score.plan import ScorePlan
 from fitune.score.run import score
-from fitune.session.events import Note, RowsAnswered, Tell, telling_weights
+from fitune.session.events import Emit, Note, RowsAnswered, emit_notes, emit_weights
 from fitune.session.named_models import NamedModel
-from fitune.session.score.score_words import plan_of
+from fitune.session.score.score_plan import plan_of, with_fastest_engine
 from fitune.spec.answering import Questions
 from fitune.spec.recipe.score_recipe import ScoreRecipe
 from fitune.spec.reports import ScoreReport
@@ -54,7 +54,7 @@ _LINE_SECONDS = 30.0
 
 
 def score_dataset(
-    recipe: ScoreRecipe, *, tell: Tell, place: RayPlace | None = None, against: str = ""
+    recipe: ScoreRecipe, *, emit: Emit, place: RayPlace | None = None, against: str = ""
 ) -> ScoreReport:
     """Answer every row, grade, and write answers.jsonl, grades.jsonl and report.json into the folder ``out``.
 
@@ -66,23 +66,21 @@ def score_dataset(
     plan = plan_of(recipe)
     out = Path(plan.output_dir)
     if place is None and plan.engine != "server":
-        from fitune.session.score.score_plan import with_fastest_engine
-
-        plan = with_fastest_engine(plan, recipe.engine, tell=tell)
+        plan = with_fastest_engine(plan, recipe.engine, emit=emit)
     # workers of a cluster do not see this machine's cache
     if plan.engine == "vllm" and plan.adapter and place is None:
         from fitune.score.engines.engine_vllm import python_of_vllm
 
         python_of_vllm()  # refuses before anything is merged
-        plan = replace(plan, merged=merged_where_needed(plan.model, plan.adapter, tell=tell))
+        plan = replace(plan, merged=merged_where_needed(plan.model, plan.adapter, emit=emit))
     with ExitStack() as stack:
         freeze = stack.enter_context(_fewer_collections())
         elsewhere = None
         if place is not None:
             from fitune.session.clusters.score_on_ray import scoring_on_ray
 
-            plan, elsewhere = stack.enter_context(scoring_on_ray(plan, place, tell=tell))
-        pace, memory = Pace(tell), ScoreMemory(plan)
+            plan, elsewhere = stack.enter_context(scoring_on_ray(plan, place, emit=emit))
+        pace, memory = Pace(emit), ScoreMemory(plan)
 
         def answered(tokens: int) -> None:
             """Counts the tokens of a shard; the model is there by then, and leaves garbage collection."""
@@ -91,18 +89,18 @@ def score_dataset(
 
         report = score(
             plan,
-            say=lambda line: tell(Note(line)),
+            say=emit_notes(emit),
             progress=pace.rows,
             on_tokens=answered,
             opens=partial(
                 open_engine,
                 watch=memory.watch,
-                on_bytes=telling_weights(tell),
+                on_bytes=emit_weights(emit),
             ),
             elsewhere=elsewhere,
         )
         report = memory.added_to(report, out)
-        tell(Note(f"page: {write_score_page(out)}"))
+        emit(Note(f"page: {write_score_page(out)}"))
     return report
 
 
@@ -134,8 +132,8 @@ def _fewer_collections() -> Iterator[Callable[[], None]]:
 class Pace:
     """Tells how far a scoring is, and how fast since it began."""
 
-    def __init__(self, tell: Tell) -> None:
-        self._tell, self._tokens, self._before = tell, 0, 0
+    def __init__(self, emit: Emit) -> None:
+        self._emit, self._tokens, self._before = emit, 0, 0
         self._began = self._told = 0.0
 
     def add(self, tokens: int) -> None:
@@ -149,7 +147,7 @@ class Pace:
             self._before, self._began, self._told = done, now, now
         is_due = now - self._told >= _LINE_SECONDS
         self._told = now if is_due else self._told
-        self._tell(
+        self._emit(
             RowsAnswered(
                 done=done, total=total, new=done - self._before, tokens=self._tokens, seconds=now - self._began,
                 is_due=is_due,
@@ -157,7 +155,7 @@ class Pace:
         )  # fmt: skip
 
 
-def merged_where_needed(model: str, adapter: str, *, tell: Tell) -> str:
+def merged_where_needed(model: str, adapter: str, *, emit: Emit) -> str:
     """The folder of ``adapter`` merged into ``model``; empty where vLLM takes the adapter as it is.
 
     It is named by the content of both, so it is made once. Raises CheckpointError for an adapter that cannot be merged,
@@ -170,21 +168,21 @@ def merged_where_needed(model: str, adapter: str, *, tell: Tell) -> str:
     digest = hashlib.blake2b(both, digest_size=8).hexdigest()
     folder = cache_folder() / "merged" / f"{Path(model).name}-{digest}"
     if not folder.is_dir():
-        tell(Note(f"vLLM cannot take {adapter} as it is ({why}): it is merged into its base first"))
-        for warning in _merge(model, adapter, folder, tell=tell):
-            tell(Note(f"warning: {warning}"))
+        emit(Note(f"vLLM cannot take {adapter} as it is ({why}): it is merged into its base first"))
+        for warning in _merge(model, adapter, folder, emit=emit):
+            emit(Note(f"warning: {warning}"))
     size = sum(file.stat().st_size for file in folder.iterdir())
-    tell(Note(f"merged, verified: {folder} ({format_bytes(size)}; remove it when you like)"))
+    emit(Note(f"merged, verified: {folder} ({format_bytes(size)}; remove it when you like)"))
     return str(folder)
 
 
-def _merge(model: str, adapter: str, folder: Path, *, tell: Tell) -> tuple[str, ...]:
+def _merge(model: str, adapter: str, folder: Path, *, emit: Emit) -> tuple[str, ...]:
     """Write the merged model in its base's type; returns warnings."""
     base = load_model(
         model,
         dtype=stored_dtype(model_folder(model)) or torch.float32,
         device=torch.device("cpu"),
-        on_bytes=telling_weights(tell),
+        on_bytes=emit_weights(emit),
     )
     adapted = load_adapter(base, adapter)
     settings: Any = adapted.peft_config[adapted.active_adapter]

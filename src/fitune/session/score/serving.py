@@ -10,7 +10,7 @@ from typing import Literal
 
 from fitune.errors import CheckpointError, MissingExtra, RecipeError
 from fitune.models.adapter_file import read_adapter_config
-from fitune.models.door import model_folder, read_config
+from fitune.models.readers import model_folder, read_config
 from fitune.models.weight_files import stored_dtype
 from fitune.score.engines.engine_vllm import python_of_vllm, rounded_rank
 from fitune.score.engines.opening import choose_device, why_merged_first

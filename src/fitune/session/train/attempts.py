@@ -6,23 +6,27 @@ begun anew, and to the workers of a Ray cluster.
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fitune.checkpoint.commit import Commit, last_saved
 from fitune.engine.ranks import Ranks
-from fitune.errors import OutOfMemory, RunDirectoryError, Shortage
+from fitune.errors import OutOfMemory, RunDirectoryError, Shortage, TrainingFailed
 from fitune.estimate.predict import predict
 from fitune.files import write_atomically
+from fitune.launch.ends import Ended
 from fitune.planner.retry import describe_size, next_to_try, smaller_plan, why_no_smaller
 from fitune.report.attempts import shortage_words
-from fitune.session.events import RanOutOfMemory, Tell
+from fitune.session.events import Emit, RanOutOfMemory
 from fitune.spec.plan import Plan
 from fitune.spec.predictions import Phase, PlanReport, Priced
 from fitune.spec.recipe.recipe import Recipe, canonical_keys, parse_recipe
 from fitune.spec.recipe.strict_yaml import parse_value
 from fitune.spec.reports import Restart, Retry
-from fitune.spec.run_directory import RETRY, SHORTAGE, require_real_files
+from fitune.spec.run_directory import LAUNCH_LOCK, RETRY, SHORTAGE, require_real_files
+from fitune.spec.run_lock import lock_directory
 from fitune.spec.serial import from_data, read_json, to_data, to_json
 from fitune.units import format_bytes
 
@@ -87,7 +91,7 @@ def program_again(directory: Path) -> list[str]:
     return [sys.executable, *begun, "go-on", str(directory), *(["--json"] if "--json" in sys.argv else [])]
 
 
-def next_attempt(failed: Attempt, error: OutOfMemory, *, had: Commit | None, tell: Tell) -> Attempt:
+def next_attempt(failed: Attempt, error: OutOfMemory, *, had: Commit | None, emit: Emit) -> Attempt:
     """Tells of one that takes less, and returns it. It begins at the last checkpoint of this run, else where the failed
     one began; ``had`` is the last one before the attempt that failed.
 
@@ -97,7 +101,7 @@ def next_attempt(failed: Attempt, error: OutOfMemory, *, had: Commit | None, tel
     if shortage is None or shortage.doing not in IN_A_STEP:
         raise error
     plan, saved = smaller_plan(failed.plan, recipe, shortage), last_saved(failed.directory)
-    step = 0 if saved is None else saved.step
+    step = saved.step if saved else 0
     predicted = predict(failed.plan).memory.tensor_peak_bytes
     if plan is None:
         changes = next_to_try(failed.plan, recipe, shortage)
@@ -122,7 +126,7 @@ def next_attempt(failed: Attempt, error: OutOfMemory, *, had: Commit | None, tel
         chosen=Priced(plan=plan, estimate=estimate),
         decisions=(*failed.report.decisions, words),
     )
-    tell(RanOutOfMemory(retry=retry))
+    emit(RanOutOfMemory(retry=retry))
     resume = resumed_from(failed, has_saved=saved is not None and saved != had)
     return replace(failed, report=report, resume=resume, overwrite=False, retries=(*failed.retries, retry))
 
@@ -149,3 +153,23 @@ def shortage_of_ranks(directory: Path) -> OutOfMemory | None:
     left = read_json(file)
     shortage = left["shortage"] and from_data(Shortage, left["shortage"])
     return OutOfMemory(left["message"], shortage=shortage)
+
+
+LOST = "the ranks lost the connection between them, and none of them says why"
+
+
+def failure(ended: Ended) -> TrainingFailed:
+    """The error that a job ended with."""
+    error = TrainingFailed(ended.cause or LOST, hint=ended.hint or "fitune train … --resume goes on")
+    error.exit_code = ended.exit_code or TrainingFailed.exit_code
+    return error
+
+
+@contextmanager
+def owned_directory(directory: Path) -> Iterator[None]:
+    """Inside, the run directory is this launcher's. Raises RunDirectoryError while a rank still saves into it, one
+    whose launcher was killed."""
+    with lock_directory(directory, lock=LAUNCH_LOCK):
+        with lock_directory(directory):
+            pass
+        yield

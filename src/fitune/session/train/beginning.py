@@ -7,27 +7,40 @@ thirds of its start.
 from dataclasses import replace
 from pathlib import Path
 
+from fitune.checkpoint.commit import FOLDER as CHECKPOINTS
+from fitune.checkpoint.commit import require_space, step_folders
 from fitune.engine.ranks import ALONE, Ranks
 from fitune.errors import RecipeError
+from fitune.estimate.overhead import checkpoint_bytes
+from fitune.estimate.parameters import embedding_parameters, trained_parameters
+from fitune.files import read_text
 from fitune.measure.cuda_cards import other_card
 from fitune.measure.hardware import require_free
-from fitune.session.events import Note, Planned, Tell
+from fitune.models.weight_files import stored_dtype
+from fitune.session.doctor import measure_on_first_use
+from fitune.session.events import Emit, Note, Planned
 from fitune.session.planning import plan_to_train, wanted_hardware
 from fitune.session.train.attempts import Attempt
-from fitune.session.train.checks import as_begun, complete_run, require_room_on_disk
-from fitune.session.train.first_use import measure_on_first_use
 from fitune.session.train.pushing import ready_repository
+from fitune.spec.counts import count_parameters
 from fitune.spec.machines.hardware import Hardware
-from fitune.spec.plan import Plan
+from fitune.spec.plan import Plan, trains_embeddings
+from fitune.spec.recipe.pins import pinned
 from fitune.spec.recipe.recipe import Recipe, dump_recipe
 from fitune.spec.reports import RunReport
+from fitune.spec.run_directory import FOLDERS
+from fitune.spec.serial import from_data, parse_json
 from fitune.track.trackers import wanted_trackers
 from fitune.train.directory import require_own_directory
-from fitune.train.uploading import examined_store
+from fitune.train.start import complete_run
+from fitune.units import MIB
+
+_SMALL_FILES_BYTES = 48 * MIB
+"""Logs, report, tokenizer; the exporter alone keeps 32 MiB for its texts."""
 
 
 def first_attempt(
-    recipe: Recipe, *, overwrite: bool, tell: Tell, ranks: Ranks = ALONE, hardware: Hardware | None = None
+    recipe: Recipe, *, overwrite: bool, emit: Emit, ranks: Ranks = ALONE, hardware: Hardware | None = None
 ) -> Attempt | RunReport:
     """Plan and check everything that can be checked before data is read; the report of a run that is complete already.
 
@@ -42,39 +55,95 @@ def first_attempt(
     here = hardware
     if hardware is None:
         hardware = wanted_hardware(recipe)
-        if ranks.is_alone and measure_on_first_use(hardware, tell=tell):
+        if ranks.is_alone and measure_on_first_use(hardware, emit=emit):
             hardware = wanted_hardware(recipe)
         if not ranks.is_alone:  # all have to make the same plan, and the ranks hold memory already
             hardware = replace(hardware, taken_bytes=0)
     report = plan_to_train(recipe, hardware=hardware)
     plan = report.chosen.plan
-    tell(Planned(report=report))
+    emit(Planned(report=report))
     if here is None:  # else the ranks are started where the devices are
         if not plan.hardware.gpu.is_cpu:
             from fitune.train.prepare import require_planned_cards
 
             require_planned_cards(plan, ranks)
             if note := other_card(plan.hardware.gpu, ranks.local):
-                tell(Note(note))
+                emit(Note(note))
         if ranks.is_alone:
             require_free(plan.hardware, report.chosen.estimate.peak_bytes)
-    directory = Path(plan.run.output_dir)
     require_own_directory(plan)
-    is_fetched = ranks.from_first(lambda: examined_store(plan.run, overwrite=overwrite))
-    complete = (
-        None if overwrite else complete_run(directory, plan, resume=recipe.resume, saved_elsewhere=is_fetched)
-    )
+    complete, is_fetched = complete_run(plan, resume=recipe.resume, overwrite=overwrite, ranks=ranks)
     if complete is not None:
         from fitune.session.train.training import end_complete
 
-        return end_complete(plan, complete, is_fetched=is_fetched, tell=tell, ranks=ranks)
+        return end_complete(plan, complete, is_fetched=is_fetched, emit=emit, ranks=ranks)
     require_room_on_disk(plan)
     if here is None:
         ready_to_push(plan, ranks)
     return Attempt(recipe=dump_recipe(recipe), report=report, resume=recipe.resume, overwrite=overwrite)
 
 
+def as_begun(recipe: Recipe) -> Recipe:
+    """``recipe`` with the method, quantisation, precision and average row of the run in its output_dir, where it leaves
+    them open: of other devices or rows fitune might choose others. As it is where no plan of a run can be read there.
+    """
+    if not recipe.output_dir:
+        return recipe
+    try:
+        saved = from_data(
+            Plan, parse_json(read_text(Path(recipe.output_dir) / "plan.json", follow_links=False))
+        )
+    except (OSError, ValueError):
+        return recipe
+    begun = pinned(recipe, saved)
+    asks_for_another = recipe.tuning not in (None, begun.tuning)
+    method = () if asks_for_another else ("tuning", "quantization", "quantization_bits")
+    keys = ("precision", "mean_row_tokens", *method)
+    return recipe.model_copy(
+        update={key: getattr(begun, key) for key in keys if getattr(recipe, key) is None}
+    )
+
+
 def ready_to_push(plan: Plan, ranks: Ranks) -> None:
     """Ask the Hub, where the export goes there, before anything is trained. Raises RecipeError, StoreError."""
     if name := plan.run.push_to_hub:
         ranks.from_first(lambda: ready_repository(name, public=plan.run.hub_public))
+
+
+def require_room_on_disk(plan: Plan) -> None:
+    """Raises CheckpointError with the arithmetic when the disk of output_dir cannot hold checkpoints and export."""
+    directory = Path(plan.run.output_dir).expanduser().absolute()
+    existing = next(path for path in (directory, *directory.parents) if path.is_dir())
+    kept = 1  # written when the run is interrupted
+    if plan.run.saves:  # the newest, the best one, the one being sent and the one being written
+        has_evaluation = bool(plan.data.eval_sources or plan.data.val_fraction)
+        kept = plan.run.keep_checkpoints + has_evaluation + 1 + bool(plan.run.upload_to)
+    needed = kept * checkpoint_bytes(plan) + export_bytes(plan) + _SMALL_FILES_BYTES
+    # An earlier attempt's files are replaced, not added to. What was moved aside stays.
+    folders = [directory / name for name in FOLDERS if name != CHECKPOINTS]
+    folders += step_folders(directory / CHECKPOINTS)
+    files = (file for folder in folders for file in folder.rglob("*"))
+    written = sum(file.stat().st_size for file in files if file.is_file() and not file.is_symlink())
+    require_space(
+        existing,
+        max(_SMALL_FILES_BYTES, needed - written),
+        what=f"this run, with {kept} checkpoints at once and its {plan.run.export} model,",
+    )
+
+
+def export_bytes(plan: Plan) -> int:
+    """P · e: all weights in the base's type, or an adapter's in the compute type; both where it is merged.
+
+    In an adapter a table that is embedding and head is written under both names.
+    """
+    # as in the base, where the base is here to be read
+    base = Path(plan.model_path)
+    dtype = stored_dtype(base) if base.is_dir() else None
+    weight_bytes = plan.precision.compute_bytes if dtype is None else dtype.itemsize
+    all_weights = count_parameters(plan.model).total * weight_bytes
+    if plan.run.export == "full":
+        return all_weights
+    merged = all_weights if plan.run.export == "merged" else 0
+    twice = plan.model.tied_embeddings and trains_embeddings(plan.tuning)
+    count = trained_parameters(plan) + (embedding_parameters(plan.model) if twice else 0)
+    return merged + count * plan.precision.compute_bytes

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fitune.errors import FituneError, RecipeError, StoreError, is_failure, work_under_way
-from fitune.session.events import Note, Tell
+from fitune.session.events import Emit, Note
 from fitune.spec.hub import answers, is_offline
 from fitune.spec.recipe.values import as_hub_name
 from fitune.spec.serial import read_object
@@ -59,7 +59,7 @@ def ready_repository(name: str, *, public: bool) -> tuple[str, bool]:
     return repository, is_public
 
 
-def push(folder: Path, name: str, *, public: bool, again: str, tell: Tell) -> None:
+def push(folder: Path, name: str, *, public: bool, again: str, emit: Emit) -> None:
     """Send what ``folder`` holds and the repository does not. ``again``: the command that sends it later.
 
     Raises StoreError, with where the export is and what to do.
@@ -80,11 +80,11 @@ def push(folder: Path, name: str, *, public: bool, again: str, tell: Tell) -> No
             ) from error
     readers = "everybody can read it" if is_public else "private"
     url = f"{constants.ENDPOINT}/{repository}"
-    tell(Note(f"on the Hub: {url} ({readers})", {"hub": url}))
+    emit(Note(f"on the Hub: {url} ({readers})", {"hub": url}))
     config = folder / "adapter_config.json"
     base = str(read_object(config).get("base_model_name_or_path")) if config.is_file() else ""
     if base.startswith("/"):
-        tell(Note(f"note: its adapter_config.json names the base by a folder of this machine, {base}"))
+        emit(Note(f"note: its adapter_config.json names the base by a folder of this machine, {base}"))
 
 
 def push_again(run: Path | str, name: str, *, public: bool) -> str:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from fitune.checkpoint.commit import last_saved
 from fitune.data.conversations.messages import Conversation
@@ -26,18 +27,18 @@ from fitune.score.tasks import to_task
 from fitune.session.events import (
     Compared,
     DataRead,
+    Emit,
     Exported,
     Note,
     Predicted,
-    StepTeller,
-    Tell,
-    WeightsRead,
+    StepEvents,
+    emit_notes,
+    emit_weights,
 )
-from fitune.session.exporting import export_run
+from fitune.session.exporting import commands_for, export_run, next_note
 from fitune.session.reported import NO_EXPORT, outcome_data, report_run
 from fitune.session.train.attempts import Attempt, leave_shortage, next_attempt
 from fitune.session.train.beginning import first_attempt
-from fitune.session.train.next_commands import commands_for, next_note
 from fitune.session.train.pushing import push, push_again
 from fitune.spec.plan import Plan
 from fitune.spec.predictions import PlanReport
@@ -59,35 +60,33 @@ from fitune.train.uploading import send_run
 _SAMPLE_TOKENS = 128
 
 
-def train_recipe(recipe: Recipe, *, overwrite: bool, tell: Tell, stop_asked: Callable[[], bool]) -> RunReport:
+def train_recipe(recipe: Recipe, *, overwrite: bool, emit: Emit, stop_asked: Callable[[], bool]) -> RunReport:
     """Plan and train in this process, attempt after attempt: on one GPU, where the recipe says no number of them.
     ``stop_asked`` is asked after every step."""
     if recipe.gpu is None and recipe.gpus is None:
         recipe = recipe.model_copy(update={"gpus": 1})
-    return run_to_end(first_attempt(recipe, overwrite=overwrite, tell=tell), tell=tell, stop_asked=stop_asked)
+    return run_to_end(first_attempt(recipe, overwrite=overwrite, emit=emit), emit=emit, stop_asked=stop_asked)
 
 
-def run_to_end(
-    attempt: Attempt | RunReport, *, tell: Tell, stop_asked: Callable[[], bool], sinks: Sequence[Sink] = (),
-    ranks: Ranks = ALONE,
-) -> RunReport:  # fmt: skip
-    """The report of the attempt, or of one after it that took less memory, in this process."""
+def run_to_end(attempt: Attempt | RunReport, **how: Any) -> RunReport:
+    """The report of the attempt, or of one after it that took less memory, in this process; ``how`` is that of
+    ``run_attempt``."""
     while isinstance(attempt, Attempt):
-        attempt = run_attempt(attempt, tell=tell, stop_asked=stop_asked, sinks=sinks, ranks=ranks)
+        attempt = run_attempt(attempt, **how)
     return attempt
 
 
 def run_attempt(
-    attempt: Attempt, *, tell: Tell, stop_asked: Callable[[], bool], sinks: Sequence[Sink] = (), ranks: Ranks = ALONE
+    attempt: Attempt, *, emit: Emit, stop_asked: Callable[[], bool], sinks: Sequence[Sink] = (), ranks: Ranks = ALONE
 ) -> RunReport | Attempt:  # fmt: skip
     """Run the attempt and compare it with its prediction. Returns the next attempt when memory ran out in a step; a run
     that fails has its page, too."""
     plan, had = attempt.plan, last_saved(attempt.directory)
-    with tracked(plan, tell=tell, ranks=ranks) as trackers:
+    with tracked(plan, emit=emit, ranks=ranks) as trackers:
         try:
             try:
                 ended = run_once(
-                    attempt, tell=tell, stop_asked=stop_asked, sinks=[*sinks, *trackers], ranks=ranks
+                    attempt, emit=emit, stop_asked=stop_asked, sinks=[*sinks, *trackers], ranks=ranks
                 )
             except OutOfMemory as error:
                 release(error)
@@ -95,44 +94,44 @@ def run_attempt(
                     leave_shortage(plan, error, ranks)
                 if stop_asked() or not ranks.is_alone:
                     raise
-                return next_attempt(attempt, error, had=had, tell=tell)
+                return next_attempt(attempt, error, had=had, emit=emit)
         except FituneError as error:
             if error.exit_code != FituneError.exit_code and ranks.is_first:
                 with suppress(FituneError, OSError):  # the cause is worth more than the page
-                    tell(Note(f"report: {write_report(attempt.directory)}"))
-                    send_end(plan, tell=tell, has_other_end=True)
+                    emit(Note(f"report: {write_report(attempt.directory)}"))
+                    send_end(plan, emit=emit, has_other_end=True)
             raise
         if not ranks.is_first:
             return ended
         with work_under_way():
-            tell(Compared(reported=report_run(attempt.directory)))
-    for event in told_of_export(attempt.directory, plan, ended):
-        tell(event)
-    send_end(plan, tell=tell, has_other_end=ended.status == "interrupted")
+            emit(Compared(reported=report_run(attempt.directory)))
+    for event in export_events(attempt.directory, plan, ended):
+        emit(event)
+    send_end(plan, emit=emit, has_other_end=ended.status == "interrupted")
     if ended.exported:
-        push_export(attempt.directory, plan, tell=tell)
+        push_export(attempt.directory, plan, emit=emit)
     return ended
 
 
-def end_complete(plan: Plan, report: RunReport, *, is_fetched: bool, tell: Tell, ranks: Ranks) -> RunReport:
+def end_complete(plan: Plan, report: RunReport, *, is_fetched: bool, emit: Emit, ranks: Ranks) -> RunReport:
     """Tell of a run that is complete already, make up for what it lacks and send it again; its report."""
     directory = Path(plan.run.output_dir)
     if ranks.is_first and not is_fetched:
-        make_up_for_missing(directory, plan, report, tell=tell)
+        make_up_for_missing(directory, plan, report, emit=emit)
     data = outcome_data(report, directory) | NO_EXPORT
-    for event in told_of_export(directory, plan, report):
+    for event in export_events(directory, plan, report):
         data |= event.data
-    tell(Note(f"{directory}: already complete; --overwrite starts anew", data))
+    emit(Note(f"{directory}: already complete; --overwrite starts anew", data))
     if ranks.is_first and not is_fetched:
-        send_end(plan, tell=tell)
-        push_export(directory, plan, tell=tell)
+        send_end(plan, emit=emit)
+        push_export(directory, plan, emit=emit)
     elif ranks.is_first and (name := plan.run.push_to_hub):
         command = push_again(plan.run.upload_to, name, public=plan.run.hub_public)
-        tell(Note(f"the export is in {plan.run.upload_to}; to the Hub: {command}"))
+        emit(Note(f"the export is in {plan.run.upload_to}; to the Hub: {command}"))
     return report
 
 
-def told_of_export(directory: Path, plan: Plan, ended: RunReport) -> Iterator[Exported | Note]:
+def export_events(directory: Path, plan: Plan, ended: RunReport) -> Iterator[Exported | Note]:
     """Yields what the run in ``directory`` has exported, if it is there, and commands that use it."""
     if ended.exported and Path(ended.exported).is_dir():
         title, path = TITLES[plan.run.export], Path(ended.exported)
@@ -143,47 +142,47 @@ def told_of_export(directory: Path, plan: Plan, ended: RunReport) -> Iterator[Ex
         )
 
 
-def make_up_for_missing(directory: Path, plan: Plan, report: RunReport, *, tell: Tell) -> None:
+def make_up_for_missing(directory: Path, plan: Plan, report: RunReport, *, emit: Emit) -> None:
     """Write the export or the page of a complete run that is not there: a run may be killed after its report.json."""
     kind = plan.run.export
     owes_export = not (directory / EXPORT_FOLDERS[kind]).is_dir()
     owes_page = not (directory / "report.html").is_file()
     if owes_export or owes_page:
         try:
-            put_metrics_back(directory, plan, steps=report.steps, on_note=lambda note: tell(Note(note)))
+            put_metrics_back(directory, plan, steps=report.steps, on_note=emit_notes(emit))
         except CheckpointError as error:
-            tell(Note(f"note: {error.message}"))
+            emit(Note(f"note: {error.message}"))
     if owes_export:
         try:
-            export_run(directory, None, kind, tell=tell)
+            export_run(directory, None, kind, emit=emit)
         except CheckpointError as error:
-            tell(Note(f"note: {error.message}"))
+            emit(Note(f"note: {error.message}"))
     if owes_page:
-        tell(Note(f"report: {write_report(directory)}"))
+        emit(Note(f"report: {write_report(directory)}"))
 
 
-def send_end(plan: Plan, *, tell: Tell, has_other_end: bool = False) -> None:
+def send_end(plan: Plan, *, emit: Emit, has_other_end: bool = False) -> None:
     """Send what the store of the run lacks, if it has one. Raises StoreError, or where the run ends by something else
     tells it."""
     try:
         with work_under_way():
-            send_run(plan.run, lambda line: tell(Note(line, {"sent": plan.run.upload_to})))
+            send_run(plan.run, lambda line: emit(Note(line, {"sent": plan.run.upload_to})))
     except StoreError as error:
         if not has_other_end:
             raise
-        tell(Note(f"warning: {error.message}"))
+        emit(Note(f"warning: {error.message}"))
 
 
-def push_export(directory: Path, plan: Plan, *, tell: Tell) -> None:
+def push_export(directory: Path, plan: Plan, *, emit: Emit) -> None:
     """Send what the run has exported to the Hub, if its plan says so. Raises StoreError."""
     folder = directory / EXPORT_FOLDERS[plan.run.export]
     if (name := plan.run.push_to_hub) and folder.is_dir():
         public = plan.run.hub_public
-        push(folder, name, public=public, again=push_again(directory, name, public=public), tell=tell)
+        push(folder, name, public=public, again=push_again(directory, name, public=public), emit=emit)
 
 
 def run_once(
-    attempt: Attempt, *, tell: Tell, stop_asked: Callable[[], bool], sinks: Sequence[Sink] = (), ranks: Ranks = ALONE
+    attempt: Attempt, *, emit: Emit, stop_asked: Callable[[], bool], sinks: Sequence[Sink] = (), ranks: Ranks = ALONE
 ) -> RunReport:  # fmt: skip
     """Execute the attempt's plan with the estimate written beside it, for the report to compare."""
     plan = attempt.plan
@@ -191,25 +190,24 @@ def run_once(
     def on_data(data: PreparedData, loader: Loader, steps_of_other_plan: int) -> None:
         """Tells what the data has; the first rank also predicts the run and writes estimate.json."""
         also = tuple(data.also_trained)
-        tell(DataRead(train=data.train_ledger, held_out=data.eval_ledger, also_trained=also))
+        emit(DataRead(train=data.train_ledger, held_out=data.eval_ledger, also_trained=also))
         if not ranks.is_first:
             return
         prediction = predict_run(attempt.report, loader, after=steps_of_other_plan)
-        tell(Predicted(prediction=prediction, plan=plan))
+        emit(Predicted(prediction=prediction, plan=plan))
         write_atomically(attempt.directory / "estimate.json", to_json(prediction))
 
-    told = (StepTeller(tell),) if ranks.is_first else ()
     return run(
         plan,
         callbacks=Callbacks(
             on_data=on_data,
-            on_note=lambda line: tell(Note(line)),
+            on_note=emit_notes(emit),
             stop_asked=stop_asked,
             answer=answers_with(plan),
-            on_bytes=lambda done, total: tell(WeightsRead(done_bytes=done, total_bytes=total)),
-            on_reading=tell,
+            on_bytes=emit_weights(emit),
+            on_reading=emit,
         ),
-        sinks=[*told, *sinks],
+        sinks=[*([StepEvents(emit)] if ranks.is_first else []), *sinks],
         resume=attempt.resume,
         overwrite=attempt.overwrite,
         files={"recipe.yaml": dump_recipe(attempt.wanted, anywhere=True)},
@@ -275,14 +273,14 @@ _ATTACHED = ("report.html", "report.json", "plan.json", "recipe.yaml")
 
 
 @contextmanager
-def tracked(plan: Plan, *, tell: Tell, ranks: Ranks) -> Iterator[Sequence[Sink]]:
+def tracked(plan: Plan, *, emit: Emit, ranks: Ranks) -> Iterator[Sequence[Sink]]:
     """Inside, the sinks that feed the plan's trackers; only the first rank has any. At the end they get the report."""
     rows = wanted_trackers(plan.run.report_to) if ranks.is_first else {}
     if not rows:
         yield ()
         return
     directory = Path(plan.run.output_dir)
-    trackers = Trackers(rows, directory, say=lambda line: tell(Note(line)))
+    trackers = Trackers(rows, directory, say=emit_notes(emit))
     try:
         yield (trackers,)
     finally:

@@ -1,4 +1,4 @@
-"""There is one door to the libraries' readers of strangers' files, and it has nobody to ask."""
+"""One file calls the libraries' readers of strangers' files, and has nobody to ask."""
 
 import ast
 from pathlib import Path
@@ -7,10 +7,10 @@ import pytest
 
 import fitune
 from fitune.errors import ModelError
-from fitune.models import door
+from fitune.models import readers
 
 ROOT = Path(fitune.__file__).parent
-DOOR = Path(door.__file__)
+FILE = Path(readers.__file__)
 
 READERS = {
     "from_pretrained", "from_config", "for_model", "snapshot_download", "load_custom_generate", "pipeline",
@@ -34,11 +34,11 @@ def calls(tree, *names):
     ]
 
 
-def test_there_is_no_other_door():
+def test_no_other_file_calls_them():
     found = {
         str(path.relative_to(ROOT)): names
         for path in ROOT.rglob("*.py")
-        if path != DOOR and (names := named(ast.parse(path.read_text(encoding="utf-8"))))
+        if path != FILE and (names := named(ast.parse(path.read_text(encoding="utf-8"))))
     }
     assert found == {}
 
@@ -55,7 +55,7 @@ def test_code_is_trusted_nowhere():
             if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
                 assert isinstance(node.value, ast.Constant), path
                 assert node.value.value is False, path
-    for call in calls(ast.parse(DOOR.read_text()), "from_pretrained", "from_config"):
+    for call in calls(ast.parse(FILE.read_text()), "from_pretrained", "from_config"):
         owner = ast.unparse(call.func)
         if not owner.startswith(("GenerationConfig.", "PeftModel.")):
             said = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
@@ -76,6 +76,6 @@ def test_torch_and_pickle_read_nothing():
 
 def test_an_architecture_of_ones_own_has_a_next_step():
     with pytest.raises(ModelError, match="model_type = 'of-my-own'") as refused:
-        door.text_config({"model_type": "of-my-own"})
+        readers.text_config({"model_type": "of-my-own"})
     assert "no model's own code" in refused.value.hint
     assert "model_type into config.json" in refused.value.hint

@@ -1,13 +1,15 @@
-"""The start of a run: from its first step, or from a checkpoint as if it had never stopped."""
+"""Where a run starts: it is complete already, begins at its first step, or goes on from a checkpoint.
 
-import math
+The process that only starts ranks asks if the run is complete, so this file imports neither transformers nor PEFT.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
-import torch
-
-from fitune.checkpoint.commit import COMMIT, FOLDER, OnNote, read_commit, step_folders
-from fitune.checkpoint.differences import Difference, difference_table, require_resumable, with_unsaid_fields
+from fitune.checkpoint.commit import COMMIT, FOLDER, OnNote, last_saved, read_commit, step_folders
 from fitune.checkpoint.remote import (
     adopt_line,
     complete_checkpoints,
@@ -16,20 +18,30 @@ from fitune.checkpoint.remote import (
     newest_in_store,
     remote_checkpoint,
 )
-from fitune.checkpoint.resume import Found, load_checkpoint, newest_checkpoint
-from fitune.checkpoint.slices import SavedTensors
+from fitune.checkpoint.resume import (
+    Difference,
+    Found,
+    compare_plans,
+    difference_table,
+    load_checkpoint,
+    newest_checkpoint,
+    require_resumable,
+    with_unsaid_fields,
+)
 from fitune.checkpoint.state import TrainState
-from fitune.data.loader import LoaderState
-from fitune.engine.protocol import EngineState, shape_of
 from fitune.engine.ranks import Ranks
 from fitune.errors import CheckpointError, RunDirectoryError
+from fitune.files import read_text
 from fitune.models.weight_files import weights_identity
 from fitune.spec.plan import Lora, Plan
-from fitune.spec.serial import from_data, to_data
+from fitune.spec.reports import RunReport
+from fitune.spec.serial import from_data, parse_json
 from fitune.stores.opening import is_url
-from fitune.stores.writing import Store
-from fitune.train.prepare import Prepared
-from fitune.train.uploading import store_of
+from fitune.stores.writing import Store, opened_store
+from fitune.track.metrics import readable_steps
+from fitune.train.uploading import examined_store
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +93,78 @@ class Start:
         if not self.differences:
             return self.warnings
         return (*self.warnings, f"going on under other settings\n{difference_table(list(self.differences))}")
+
+
+def complete_run(
+    plan: Plan, *, resume: bool | str, overwrite: bool, ranks: Ranks
+) -> tuple[RunReport | None, bool]:
+    """The report of this very run where it is complete already, else None; and True if it is complete in its store and
+    not here, of which what it says of itself was fetched. A longer run is left to ``resume``.
+
+    Raises RunDirectoryError for a complete run of other settings that nobody asked to continue, or one that is trained
+    and lacks its export only, StoreError for a store that cannot be written to.
+    """
+    directory = Path(plan.run.output_dir)
+    is_fetched = ranks.from_first(lambda: examined_store(plan.run, overwrite=overwrite))
+    if overwrite:
+        return None, is_fetched
+    file = directory / "report.json"
+    ended = _read_or_refuse(RunReport, file) if file.is_file() else None
+    if ended is None and resume is True:
+        _refuse_trained(directory, plan)
+    if isinstance(resume, str) or ended is None or not (ended.status == "complete" or ended.lacks_export):
+        return None, is_fetched
+    saved = _read_or_refuse(Plan, directory / "plan.json", lambda data: with_unsaid_fields(data, plan))
+    differences = [
+        d for d in compare_plans(saved, plan) if not d.allowed or d.setting.startswith("schedule.duration")
+    ]
+    if not differences and ended.status == "complete":
+        return ended, is_fetched
+    has_checkpoint = is_fetched or last_saved(directory) is not None
+    if resume and has_checkpoint:
+        return None, is_fetched
+    if ended.lacks_export:
+        raise RunDirectoryError(
+            f"{directory} is trained; only its export failed: {ended.reason}",
+            hint=f"fitune export {directory}, or --overwrite to start anew",
+        )
+    if resume:
+        raise RunDirectoryError(
+            f"{directory} holds a complete run and no checkpoint (save_steps was 0): there is nothing to go on from\n"
+            f"{difference_table(differences)}",
+            hint="--overwrite to start anew, or another output_dir; with save_steps a run can be made longer",
+        )
+    longer = " --resume to make it longer," if has_checkpoint and all(d.allowed for d in differences) else ""
+    raise RunDirectoryError(
+        f"{directory} holds a complete run with other settings\n{difference_table(differences)}",
+        hint=f"{longer} --overwrite to start anew, or another output_dir".strip(),
+    )
+
+
+def _refuse_trained(directory: Path, plan: Plan) -> None:
+    """Raises RunDirectoryError for a run that was killed in its export and kept no checkpoint: it would train again."""
+    steps = readable_steps(directory / "metrics.jsonl")
+    if not steps or steps[-1].step < steps[-1].total_steps or last_saved(directory) is not None:
+        return
+    from fitune.train.again import find_source
+
+    try:
+        source = find_source(directory, plan, None, step=steps[-1].step)
+    except CheckpointError:
+        return  # nothing of it is left
+    raise RunDirectoryError(
+        f"{directory} is trained; it was stopped during its export, and its weights are in {source.path.name}",
+        hint=f"fitune export {directory}, or --overwrite to start anew",
+    )
+
+
+def _read_or_refuse(cls: type[T], file: Path, completed: Callable[[Any], Any] = lambda data: data) -> T:
+    try:
+        return from_data(cls, completed(parse_json(read_text(file, follow_links=False))))
+    except (OSError, ValueError) as error:
+        raise RunDirectoryError(
+            f"{file} cannot be read: {error}", hint="--overwrite, or another output_dir"
+        ) from None
 
 
 def where_to_start(
@@ -139,15 +223,12 @@ def where_to_start(
 
 def _fetched(url: str, directory: Path, on_note: OnNote) -> Path:
     """The checkpoint behind ``url``, brought into ``directory``. Raises CheckpointError when there is none."""
-    store = Store(url)
-    try:
-        if store.read(COMMIT) is None and (there := complete_checkpoints(store)):
+    with opened_store(url) as store:
+        if store.read(COMMIT) is None and (found := complete_checkpoints(store)):
             raise CheckpointError(
-                f"{url} is the directory of a run, not a checkpoint", hint=f"resume: {there[0].url}"
+                f"{url} is the directory of a run, not a checkpoint", hint=f"resume: {found[0].url}"
             )
         return fetch_checkpoint(remote_checkpoint(store), directory, on_note)
-    finally:
-        store.close()
 
 
 def _compatible(path: Path, plan: Plan, found: Found) -> Start:
@@ -216,77 +297,12 @@ def where_all_start(
 
     def first() -> Path | None:
         """Path of the first rank's checkpoint, None for a new start; ``found`` keeps the Start."""
-        store = store_of(plan.run)
-        try:
+        url = plan.run.upload_to
+        with opened_store(url) if url else nullcontext() as store:
             found.append(where_to_start(directory, plan, resume=resume, store=store, on_note=on_note))
-        finally:
-            if store is not None:
-                store.close()
         return found[0].path
 
     path = ranks.from_first(first)
     if found:
         return found[0]
     return Start(state=None) if path is None else _compatible(path, plan, Found(path=path))
-
-
-def capture(prepared: Prepared, facts: Facts, *, ranks: Ranks, step: int, log: bytes) -> TrainState:
-    """Everything the next step depends on; ``facts`` but for those of the engine, and metrics.jsonl so far.
-
-    What is divided over ranks stays so: each of them writes its part.
-    """
-    engine = prepared.engine.state()
-    device = prepared.model.device
-    rng = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        rng["cuda"] = torch.cuda.get_rng_state(device)
-    generators = ranks.gathered(rng)
-    return TrainState(
-        step=step,
-        tensors={
-            "model": prepared.engine.trained(),
-            "optimizer": engine.tensors,
-            "rng": {
-                _of_rank(kind, rank): state
-                for rank, own in enumerate(generators)
-                for kind, state in own.items()
-            },
-        },
-        facts=to_data(replace(facts, engine=dict(engine.facts))),
-        log=log,
-    )
-
-
-def _of_rank(kind: str, rank: int) -> str:
-    """Name of a generator's state: ``cpu`` of the first rank, ``cpu/1`` of the next."""
-    return f"{kind}/{rank}" if rank else kind
-
-
-def restore(
-    prepared: Prepared, state: TrainState, facts: Facts, *, ranks: Ranks
-) -> tuple[LoaderState, float]:
-    """Put ``state`` back; returns the position in the data and the best evaluation loss so far.
-
-    A rank that the checkpoint does not know draws numbers of its own.
-    """
-    model = state.tensors.get("model", {})
-    saved = {name: shape_of(model, name) for name in model}
-    trained = {name: tensor.shape for name, tensor in prepared.engine.trained().items()}
-    if saved != trained:
-        odd = sorted({name for name, _ in saved.items() ^ trained.items()})
-        raise CheckpointError(f"the checkpoint trains other parameters than the plan, e.g. {odd[:3]}")
-    prepared.engine.put_back(model)
-    generators = state.tensors["rng"]
-    try:
-        prepared.engine.restore(EngineState(tensors=state.tensors["optimizer"], facts=facts.engine))
-        if not ranks.rank or _of_rank("cpu", ranks.rank) in generators:
-            torch.set_rng_state(generators[_of_rank("cpu", ranks.rank)])
-        if prepared.model.device.type == "cuda" and _of_rank("cuda", ranks.rank) in generators:
-            torch.cuda.set_rng_state(generators[_of_rank("cuda", ranks.rank)], prepared.model.device)
-    except (KeyError, TypeError) as error:
-        raise CheckpointError(f"the checkpoint of step {state.step} lacks {error}") from error
-    for tensors in state.tensors.values():
-        if isinstance(tensors, SavedTensors):
-            tensors.close()
-    best = facts.best_eval_loss
-    return LoaderState(epoch=facts.epoch, position=facts.position), math.inf if best is None else best

@@ -1,4 +1,4 @@
-"""The one door to transformers' and PEFT's readers of model folders and of the Hub: no other file calls them.
+"""The one place that calls transformers' and PEFT's readers of model folders and of the Hub.
 
 Before a reader sees a folder, its names and JSON are checked: pickles and code of the folder are refused
 (models/remote_code.py), there is no standard input to ask for trust at, and whatever a reader trips over becomes a
