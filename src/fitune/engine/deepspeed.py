@@ -60,6 +60,7 @@ def _pin_in(host: Host) -> None:
     """Let DeepSpeed pin tensors in rooms of ``host``, which are as large as they are: torch's are powers of two."""
 
     def pin_memory(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Returns a pinned copy."""
         return host.empty_like(tensor).copy_(tensor)
 
     import_deepspeed().accelerator.get_accelerator().pin_memory = pin_memory

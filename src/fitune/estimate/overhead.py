@@ -293,7 +293,7 @@ def weight_buffers_bytes(plan: Plan) -> int:
 
 
 def checkpoint_bytes(plan: Plan) -> int:
-    """P_trained · (e + 4 with masters) + states: what the next step depends on (train/resume.py).
+    """P_trained · (e + 4 with masters) + states: what the next step depends on (train/saving.py).
 
     Frozen weights are not in it, and nothing is written twice however it is divided.
     """
