@@ -2,8 +2,7 @@
 
 import pytest
 
-from fitune.data.conversations.detection import detect_format
-from fitune.data.conversations.formats import to_example
+from fitune.data.conversations.formats import detect_format, to_example
 from fitune.data.conversations.messages import Conversation, Message, Text
 from fitune.data.reading.rows import Row
 from fitune.errors import DataError

@@ -8,7 +8,7 @@ from fitune.estimate.answering import memory_of_answering
 from fitune.score.engines import room as room_module
 from fitune.score.engines.engine import Continuation, Request, Sampling
 from fitune.score.engines.engine_transformers import TransformersEngine
-from fitune.score.engines.room import room_for
+from fitune.score.engines.opening import room_for
 from fitune.score.plan import ScorePlan
 from fitune.spec.answering import Answering, Questions, answering_precision
 from fitune.spec.model.model_config import load_model_spec

@@ -14,15 +14,13 @@ from typing import Any
 import numpy as np
 
 from fitune.data import cache
-from fitune.data.conversations.detection import detect_format
-from fitune.data.conversations.formats import to_example
+from fitune.data.conversations.formats import detect_format, to_example
 from fitune.data.conversations.messages import Conversation, Example
 from fitune.data.dataset import DatasetWriter, TokenDataset
 from fitune.data.ledger import LEFT_OUT, Progress, describe_dropped, hint_for_dropped
 from fitune.data.reading.rows import BadRow
 from fitune.data.reading.sources import read_rows, with_skip_hint
-from fitune.data.tokenising import MOST_TEXT_AT_ONCE, RowTokeniser, TokenRows, text_size
-from fitune.data.tokenising_processes import Job, tokenised
+from fitune.data.tokenising import MOST_TEXT_AT_ONCE, Job, RowTokeniser, TokenRows, text_size, tokenised
 from fitune.errors import DataError
 from fitune.spec.plan import DataFormat, DataSource
 from fitune.spec.reports import Ledger

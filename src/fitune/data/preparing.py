@@ -22,8 +22,7 @@ from fitune.data.ledger import Progress, Reading, Watch, ignore_reading
 from fitune.data.making import Making, PreparedData
 from fitune.data.reading.files import sample_size
 from fitune.data.reading.sources import content_key
-from fitune.data.tokenising import RowTokeniser
-from fitune.data.tokenising_processes import Job
+from fitune.data.tokenising import Job, RowTokeniser
 from fitune.errors import DataError, FituneError, StoreError
 from fitune.spec.plan import DataPlan, DataSource
 from fitune.spec.reports import Ledger

@@ -17,7 +17,7 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fitune.data.conversations.detection import Columns
+from fitune.data.conversations.formats import Columns
 from fitune.data.reading.rows import BadRow, Row, require_characters
 from fitune.data.reading.sources import read_rows
 from fitune.spec.plan import DataSource

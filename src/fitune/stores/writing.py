@@ -15,19 +15,18 @@ from typing import Any, BinaryIO, TypeVar
 from fitune.errors import FituneError, StoreError
 from fitune.files import open_regular, temporary_sibling, write_synced
 from fitune.stores import opening
-from fitune.stores.digests import is_same, part_bytes
 from fitune.stores.opening import (
     CLIENTS,
     HOSTS,
     WRITTEN,
+    Patience,
     asking,
     lacks_credentials,
     open_store,
     require_address,
     scheme_of,
 )
-from fitune.stores.patience import Patience
-from fitune.stores.reading import open_stream
+from fitune.stores.reading import is_same, open_stream, part_bytes
 from fitune.threads import give_way
 from fitune.units import MIB, format_bytes
 

@@ -19,9 +19,8 @@ from fitune.spec.reports import RunReport, StepReport
 from fitune.spec.serial import to_json
 from fitune.track.metrics import to_line
 from fitune.track.process import TrackerFailed, TrackerProcess
-from fitune.track.protocol import Beginning, End, Where
 from fitune.track.record import Tracked, read_tracked, write_tracked
-from fitune.track.trackers import Row
+from fitune.track.trackers import Beginning, End, Row, Where
 
 MOST_WAITING = 10_000
 """Steps in the queue of one tracker: some 6 MB."""

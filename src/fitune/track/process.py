@@ -19,9 +19,8 @@ from fitune.child import Child, ChildEnded, requests
 from fitune.credentials import without_credentials
 from fitune.spec.reports import StepReport
 from fitune.spec.serial import from_data, parse_object, to_data
-from fitune.track.protocol import KILLED, Beginning, End, Tracker, Where
 from fitune.track.record import log_of
-from fitune.track.trackers import Row
+from fitune.track.trackers import KILLED, Beginning, End, Row, Tracker, Where
 
 _LONELY_SECONDS = 60.0
 """Longest time a tracker may take for the end of a run that is gone."""

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fitune.data.conversations.messages import Message
-from fitune.data.conversations.rendered import Rendered, joined
 from fitune.data.conversations.rendering import Piece, Renderer
+from fitune.data.conversations.sandbox import Rendered, joined
 from fitune.data.reading.rows import BadRow
 
 _THOUGHTS = {

@@ -16,22 +16,99 @@ to what the fields say: an instruction in front of a dialogue is the data's to g
 """
 
 import json
+import re
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from fitune.data.conversations.detection import ACCEPTED, Columns, detect_format
 from fitune.data.conversations.messages import ROLES, Conversation, Example, Message, Role, Text
 from fitune.data.conversations.tool_calls import CALLING, calls_in_text, calls_of, tools_of
 from fitune.data.reading.rows import (
     BadRow,
     Row,
+    refuse_good_and_bad,
     refuse_judged,
     refuse_unsupported_message,
     refuse_unsupported_row,
     require_characters,
 )
 from fitune.errors import DataError, did_you_mean
+from fitune.spec.plan import DataFormat
+
+Columns = tuple[tuple[str, str], ...]
+
+ACCEPTED = (
+    "accepted formats: messages [{role, content}], conversations [{from, value}], {instruction, output[, input]}, "
+    "{prompt, completion}, {question, answer}, {dialogue, summary}, {text}, or columns: {prompt: …, completion: …}"
+)
+
+_RECOGNISED: tuple[tuple[DataFormat, tuple[str, ...]], ...] = (
+    ("messages", ("messages",)),
+    ("sharegpt", ("conversations",)),
+    ("alpaca", ("instruction", "output")),
+    ("prompt_completion", ("prompt", "completion")),
+    ("question_answer", ("question", "answer")),
+    ("dialogue_summary", ("dialogue", "summary")),
+    ("text", ("text",)),
+)
+"""The first format all of whose fields are there is taken."""
+
+
+def detect_format(row: Row, columns: Columns = ()) -> DataFormat:
+    """The format whose fields are all there; a column mapping goes before everything.
+
+    Raises DataError that names the row and lists the fields found and the formats accepted; and for rows of
+    good and bad answers.
+    """
+    if columns:
+        return "columns"
+    refuse_good_and_bad(row)
+    names = set(row.fields)
+    for name, needed in _RECOGNISED:
+        if names.issuperset(needed):
+            return name
+    found = ", ".join(sorted(map(str, names))) or "no fields"
+    raise DataError(
+        f"{row.where}: format auto: the row has {found}, which is not a known format",
+        hint=f"{_mapped(row)}; {ACCEPTED}",
+    )
+
+
+def _mapped(row: Row) -> str:
+    """The columns of this row by role, as a recipe and as an option: those whose names sound like it, else open."""
+    talks = [name for name, value in row.fields.items() if isinstance(value, list)]
+    if talks:
+        roles = {"messages": talks[0]}
+    else:
+        texts = [str(name) for name, value in row.fields.items() if isinstance(value, str)]
+        parts = {name: set(re.split(r"[^a-z]+", name.lower())) for name in texts}
+        roles = {
+            role: next((name for word in words for name in texts if word in parts[name]), "…")
+            for role, words in _SOUNDS.items()
+        }
+    written = ", ".join(f"{role}: {name}" for role, name in roles.items())
+    typed = ",".join(f"{role}={name}" for role, name in roles.items())
+    option = typed if "…" in typed else shlex.quote(typed)
+    return f"columns: {{{written}}} in the recipe, or --columns {option}"
+
+
+_SOUNDS = {
+    "prompt": ("prompt", "instruction", "question", "query", "input", "user", "source", "problem", "q"),
+    "completion": (
+        "completion",
+        "response",
+        "answer",
+        "output",
+        "reply",
+        "assistant",
+        "target",
+        "solution",
+        "a",
+    ),
+}
+"""Words that a column's name may have as a part, the likeliest first."""
+
 
 _THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")
 """Names of the field for the reasoning before an answer."""

@@ -8,7 +8,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from fitune.data.conversations.call_styles import (
+from fitune.data.conversations.messages import Message, ToolCall
+from fitune.data.conversations.sandbox import (
+    MARKS,
+    SHIELD,
+    Rendered,
+    SafeTemplate,
+    TemplateFailed,
+    without_marks,
+)
+from fitune.data.conversations.tool_calls import (
     CALL_STYLES,
     PROBE_TOOLS,
     calls_for_template,
@@ -16,10 +25,6 @@ from fitune.data.conversations.call_styles import (
     tool_names,
     with_ids,
 )
-from fitune.data.conversations.messages import Message
-from fitune.data.conversations.rendered import MARKS, SHIELD, Rendered, without_marks
-from fitune.data.conversations.sandbox import SafeTemplate, TemplateFailed
-from fitune.data.conversations.tool_calls import ToolCall
 from fitune.data.reading.rows import BadRow
 
 

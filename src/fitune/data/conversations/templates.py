@@ -18,11 +18,10 @@ from typing import Any
 import numpy as np
 
 from fitune.data.conversations.answers import conversation_pieces, prompt_pieces
-from fitune.data.conversations.call_styles import PROBE_TOOLS
-from fitune.data.conversations.messages import Conversation, Example, Message
+from fitune.data.conversations.messages import Conversation, Example, Message, ToolCall
 from fitune.data.conversations.rendering import Piece, Renderer
 from fitune.data.conversations.sandbox import SafeTemplate
-from fitune.data.conversations.tool_calls import ToolCall
+from fitune.data.conversations.tool_calls import PROBE_TOOLS
 from fitune.data.reading.rows import BadRow
 from fitune.errors import DataError, is_failure
 from fitune.files import read_text

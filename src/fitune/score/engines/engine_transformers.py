@@ -42,7 +42,7 @@ from fitune.score.engines.engine import (
     sorted_out,
 )
 from fitune.score.engines.given_texts import HEAD_TOKENS, batches_of, by_prompt, weigh_alone, weigh_behind
-from fitune.score.engines.room import Room, unlimited
+from fitune.score.engines.opening import Room, unlimited
 from fitune.score.tasks import Answer, Task, to_answer
 from fitune.spec.answering import NARROW, ROWS_AT_ONCE, Questions
 from fitune.spec.plan import ChunkedLoss

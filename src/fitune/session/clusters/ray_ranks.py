@@ -15,8 +15,8 @@ from typing import Any
 
 from fitune.checkpoint.commit import Commit, last_saved
 from fitune.errors import FituneError, PeerGone, RankFailed, RunDirectoryError, exit_code_of
-from fitune.launch.ends import Ended
 from fitune.launch.ray_cluster import loaded_ray
+from fitune.launch.torchrun import Ended
 from fitune.session.clusters.ray_losses import cause_of_loss, has_said_why
 from fitune.session.events import Note, Tell, tell_nobody
 from fitune.session.signals import INTERRUPTED

@@ -13,9 +13,8 @@ from fitune.checkpoint.commit import last_saved
 from fitune.engine.ranks import Ranks
 from fitune.errors import HardwareError, TrainingFailed
 from fitune.estimate.predict import predict
-from fitune.launch.ends import Ended
 from fitune.launch.nodes import OneNode, Place, meeting, place_of
-from fitune.launch.torchrun import fresh_logs, run_ranks
+from fitune.launch.torchrun import Ended, fresh_logs, run_ranks
 from fitune.session.events import Note, Tell
 from fitune.session.planning import wanted_hardware
 from fitune.session.train.attempts import Attempt, hand_over, next_attempt, program_again, shortage_of_ranks
