@@ -20,9 +20,9 @@ from fitune.data.dataset import DatasetWriter, TokenDataset
 from fitune.data.ledger import LEFT_OUT, Progress, describe_dropped, hint_for_dropped
 from fitune.data.reading.rows import BadRow
 from fitune.data.reading.sources import read_rows, with_skip_hint
-from fitune.data.tokenising import MOST_TEXT_AT_ONCE, Job, RowTokeniser, TokenRows, text_size, tokenised
+from fitune.data.tokenising import MOST_TEXT_AT_ONCE, RowTokeniser, TokenRows, text_size, tokenised
 from fitune.errors import DataError
-from fitune.spec.plan import DataFormat, DataSource
+from fitune.spec.plan import DataFormat, DataPlan, DataSource
 from fitune.spec.reports import Ledger
 
 FIRST_CONVERSATIONS = 64
@@ -132,8 +132,8 @@ _Placed = tuple[Example, _Part, int]
 class Making:
     """One making of the datasets."""
 
-    def __init__(self, job: Job, folder: Path, tokenise: RowTokeniser, progress: Progress) -> None:
-        self._job, self._data, self._tokenise, self._progress = job, job.data, tokenise, progress
+    def __init__(self, data: DataPlan, folder: Path, tokenise: RowTokeniser, progress: Progress) -> None:
+        self._data, self._tokenise, self._progress = data, tokenise, progress
         with cache.writing(folder.parent):
             self._train, self._held_out = _Part(folder / "train"), _Part(folder / "eval")
         self._formats: list[str] = []
@@ -175,7 +175,7 @@ class Making:
                 under_way.append(batch)
                 yield [example for example, _, _ in batch]
 
-        made = tokenised(batches(), self._job, self._tokenise, beat=self._progress)
+        made = tokenised(batches(), self._tokenise, beat=self._progress)
         with closing(made):
             for rows in made:
                 batch = under_way.pop(0)

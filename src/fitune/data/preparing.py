@@ -22,7 +22,7 @@ from fitune.data.ledger import Progress, Reading, Watch, ignore_reading
 from fitune.data.making import Making, PreparedData
 from fitune.data.reading.files import sample_size
 from fitune.data.reading.sources import content_key
-from fitune.data.tokenising import Job, RowTokeniser
+from fitune.data.tokenising import RowTokeniser
 from fitune.errors import DataError, FituneError, StoreError
 from fitune.spec.plan import DataPlan, DataSource
 from fitune.spec.reports import Ledger
@@ -99,9 +99,6 @@ def prepare_data(
     entry = cache.folder_of(data.cache_dir) / cache.key_of(
         _settings(data, contents, seq_len=seq_len, seed=seed), tokenizer=tokenizer, template=template.source
     )
-    job = Job(
-        data=data, tokenizer=tokenizer, template=template.source, template_name=template.name, seq_len=seq_len
-    )
     with shared_cache(data.cache_dir, beat=progress, on_note=on_note) as shared:
         if shared is not None and sends:
             shared.require_ready(entry)
@@ -111,7 +108,7 @@ def prepare_data(
         if prepared is None:
             tokenise = RowTokeniser(data, template, seq_len=seq_len)
             with cache.making(entry) as folder:
-                prepared = Making(job, folder, tokenise, progress).run(seed)
+                prepared = Making(data, folder, tokenise, progress).run(seed)
                 _publish(prepared, folder, entry, tokenizer_path, progress)
         if shared is not None and sends:
             shared.send(entry)
