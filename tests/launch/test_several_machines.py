@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from fitune.errors import HardwareError
-from fitune.launch.nodes import OneNode, Place
+from fitune.launch.nodes import OneNode
+from fitune.launch.place import Place
 from fitune.session.train import ranks_of_nodes
 from fitune.session.train.ranks_of_nodes import require_one_machine
 from fitune.spec.serial import to_json

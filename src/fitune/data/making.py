@@ -220,24 +220,21 @@ class Making:
 def _batches(examples: Iterator[_Placed]) -> Iterator[list[_Placed]]:
     """At most _BATCH_ROWS rows and about MOST_TEXT_AT_ONCE letters. What came before an error comes first."""
     batch: list[_Placed] = []
-    size = 0
+    size, failed = 0, None
     try:
         for placed in examples:
             own = text_size(placed[0])
-            if batch and size + own > MOST_TEXT_AT_ONCE:
+            if len(batch) == _BATCH_ROWS or (batch and size + own > MOST_TEXT_AT_ONCE):
                 yield batch
                 batch, size = [], 0
             batch.append(placed)
             size += own
-            if len(batch) == _BATCH_ROWS:
-                yield batch
-                batch, size = [], 0
-    except DataError:
-        if batch:
-            yield batch
-        raise
+    except DataError as error:
+        failed = error
     if batch:
         yield batch
+    if failed is not None:
+        raise failed
 
 
 def _chosen(rows: TokenRows, mine: np.ndarray) -> TokenRows:

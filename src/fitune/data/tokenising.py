@@ -61,13 +61,13 @@ class RowTokeniser:
         text = 0
         try:
             for example, laid_out in zip(examples, self._template.lay_out_rows(examples), strict=True):
-                is_bad = isinstance(laid_out, BadRow)
                 waiting.append((example, laid_out))
-                text += 0 if is_bad else sum(len(piece.text) for piece in laid_out)
+                if not isinstance(laid_out, BadRow):
+                    text += sum(len(piece.text) for piece in laid_out)
                 if text > MOST_TEXT_AT_ONCE:
                     self._encode(waiting, rows)
                     waiting, text = [], 0
-                if is_bad and self._data.on_bad_row == "error":
+                if isinstance(laid_out, BadRow) and self._data.on_bad_row == "error":
                     break
             self._encode(waiting, rows)
         except DataError as error:

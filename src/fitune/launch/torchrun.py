@@ -20,7 +20,8 @@ import psutil
 
 from fitune.errors import PeerGone, RankFailed, TrainingFailed
 from fitune.files import remove
-from fitune.launch.nodes import TIMEOUT_SECONDS, OneNode, interface_towards
+from fitune.launch.nodes import OneNode
+from fitune.launch.place import TIMEOUT_SECONDS, interface_towards
 from fitune.spec.rank_status import LAUNCHER, RankStatus, read_statuses
 from fitune.spec.run_directory import LOGS, rank_log
 

@@ -18,7 +18,6 @@ from fitune.score.engines.engine import (
     EngineDied,
     Likelihood,
     Request,
-    Sampling,
     failed,
     listed_stop_ids,
 )
@@ -31,6 +30,8 @@ _FAULTS = (RuntimeError, ValueError, IndexError, KeyError)
 ENGINE_FAILED = "engine_failed"
 """Code of the error of such a row."""
 
+OpenEngine = Callable[[ScorePlan, Any, ChatTemplate], Engine]
+"""Opens the engine of a plan, beside its tokenizer and template."""
 Asked = Sequence[Request] | Sequence[Continuation]
 Call = Callable[[Engine, Any], Iterator[Any]]
 """Asks an engine for the Completions or Likelihoods of some rows."""
@@ -94,17 +95,16 @@ class Restarted:
 
 
 class Asker:
-    """Asks an engine to write answers, or to weigh given ones where the graders ``weighed_by`` want that."""
+    """Asks the engine of ``plan``, which is opened with the first tasks, to write answers, or to weigh given ones where
+    the graders ``weighed_by`` want that."""
 
     def __init__(
-        self, open_engine: Callable[[], Engine], *, decode: Callable[[Sequence[int]], str], sampling: Sampling,
-        stop_ids: frozenset[int], weighed_by: str = "",
+        self, plan: ScorePlan, tokenizer: Any, template: ChatTemplate, *, weighed_by: str = "",
+        opens: OpenEngine = open_engine,
     ) -> None:  # fmt: skip
-        self._engine = Restarted(open_engine)
-        self._decode = decode
-        self._sampling = sampling
-        self._stop_ids = stop_ids
-        self._weighed_by = weighed_by
+        self._engine = Restarted(lambda: opens(plan, tokenizer, template))
+        self._decode, self._sampling, self._weighed_by = template.decode, plan.sampling, weighed_by
+        self._stop_ids = template.stop_ids | listed_stop_ids(plan.model)
         self._has_weighed = False
 
     def ask(
@@ -125,16 +125,10 @@ class Asker:
         if self._weighed_by:
             return self._weigh(tasks, on_answer)
         next_ones = self._requests(ahead)
-
-        def answer(engine: Engine, some: Sequence[Request]) -> Iterator[Completion]:
-            """The engine's answers; once it has begun it is told of the next rows."""
-            for place, completion in enumerate(engine.answer(some)):
-                if not place:
-                    engine.prepare(next_ones)  # behind those that are asked
-                yield completion
-
         found: dict[str, Completion] = {}
-        for completion in self._engine.each(self._requests(tasks), answer):
+        for completion in self._engine.each(
+            self._requests(tasks), lambda engine, some: engine.answer(some, ahead=next_ones)
+        ):
             found[completion.id] = completion
             on_answer()
         return [to_answer(task, found.get(task.id), self._decode, self._stop_ids) for task in tasks]
@@ -159,7 +153,7 @@ class Asker:
         self._require_weights(asked)
         left = Counter(one.id.partition(" ")[2] for one in asked)
         found: dict[str, Likelihood] = {}
-        for likelihood in self._engine.each(asked, _weighed):
+        for likelihood in self._engine.each(asked, lambda engine, some: engine.weigh(some)):
             found[likelihood.id] = likelihood
             task_id = likelihood.id.partition(" ")[2]
             left[task_id] -= 1
@@ -176,16 +170,13 @@ class Asker:
         if self._has_weighed or not ids:
             return
         self._has_weighed = True
-        (tried,) = self._engine.each([Continuation(id="0", prompt_ids=ids[:1], token_ids=ids[1:])], _weighed)
+        two = Continuation(id="0", prompt_ids=ids[:1], token_ids=ids[1:])
+        (tried,) = self._engine.each([two], lambda engine, some: engine.weigh(some))
         if tried.error:
             raise ScoringFailed(
                 f"the engine gives no likelihoods of given answers, which {self._weighed_by} needs: {tried.error}",
                 hint="--engine transformers and --engine vllm can, and the server of vLLM",
             )
-
-
-def _weighed(engine: Engine, some: Sequence[Continuation]) -> Iterator[Likelihood]:
-    return engine.weigh(some)
 
 
 def _with_likelihoods(task: Task, likelihoods: Sequence[Likelihood]) -> Answer:
@@ -195,21 +186,6 @@ def _with_likelihoods(task: Task, likelihoods: Sequence[Likelihood]) -> Answer:
         task=task, text="", finish_reason="error" if error else "stop", completion_tokens=0,
         code=("bad_row" if task.problem else fault.code if fault else ""), error=error,
         likelihoods=() if error else tuple(likelihoods),
-    )  # fmt: skip
-
-
-OpenEngine = Callable[[ScorePlan, Any, ChatTemplate], Engine]
-"""Opens the engine of a plan, beside its tokenizer and template."""
-
-
-def open_asker(
-    plan: ScorePlan, tokenizer: Any, template: ChatTemplate, *, weighed_by: str = "", opens: OpenEngine = open_engine
-) -> Asker:  # fmt: skip
-    """Asks the engine of ``plan``, which is opened with the first tasks, to write answers; to weigh given ones where
-    the graders ``weighed_by`` want that."""
-    return Asker(
-        lambda: opens(plan, tokenizer, template), decode=template.decode, sampling=plan.sampling,
-        stop_ids=template.stop_ids | listed_stop_ids(plan.model), weighed_by=weighed_by,
     )  # fmt: skip
 
 
@@ -239,7 +215,7 @@ class ScoringWorker:
         is_first = self._asker is None
         try:
             if self._asker is None:
-                self._asker = open_asker(self._plan, *open_texts(self._plan), weighed_by=self._weighed_by)
+                self._asker = Asker(self._plan, *open_texts(self._plan), weighed_by=self._weighed_by)
             answers = self._asker.ask(tasks, on_answer=self._count, ahead=ahead or ())
             if is_first:
                 gc.freeze()  # libraries and model stay: to look for garbage there takes 0.3 s each time

@@ -19,7 +19,7 @@ _SHOWN = 5
 """Most faulty rows that an error lists."""
 
 _TABLES = """
-CREATE TABLE rows (number INTEGER PRIMARY KEY, id TEXT NOT NULL, content TEXT NOT NULL);
+CREATE TABLE rows (number INTEGER PRIMARY KEY, id TEXT NOT NULL, content TEXT NOT NULL, place TEXT NOT NULL);
 CREATE TABLE lines (
     id TEXT NOT NULL, content TEXT NOT NULL, state INTEGER NOT NULL,
     shard INTEGER NOT NULL, place INTEGER NOT NULL
@@ -69,9 +69,9 @@ class Index:
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._db = connection
 
-    def add_rows(self, rows: Iterable[tuple[int, str, str]]) -> None:
-        """Number, id and content hash of each row."""
-        self._db.executemany("INSERT INTO rows VALUES (?, ?, ?)", rows)
+    def add_rows(self, rows: Iterable[tuple[int, str, str, str]]) -> None:
+        """Number, id, content hash and file:line of each row."""
+        self._db.executemany("INSERT INTO rows VALUES (?, ?, ?, ?)", rows)
 
     def index_rows(self) -> None:
         """Builds the index of the rows; called when all are in, and their ids are known to be unique."""
@@ -89,14 +89,15 @@ class Index:
         """Rows of the input."""
         return self._count("rows")
 
-    def missing(self) -> tuple[int, list[tuple[int]]]:
-        """Number of rows without an id, and the numbers of the first of them."""
-        return self._first("number", "rows WHERE id = ''", "number")
+    def missing(self) -> tuple[int, list[tuple[str]]]:
+        """Number of rows without an id, and where the first of them stand."""
+        return self._first("place", "rows WHERE id = ''", "number")
 
-    def repeated(self) -> tuple[int, list[tuple[int, int]]]:
-        """Number of rows whose id stood in an earlier row; of the first of them its number, and the earlier row's."""
-        again = "SELECT id, min(number) AS first FROM rows GROUP BY id HAVING count(*) > 1"
-        return self._first("number, first", f"rows JOIN ({again}) USING (id) WHERE number > first", "number")
+    def repeated(self) -> tuple[int, list[tuple[str]]]:
+        """Number of rows whose id stood in an earlier row; of the first of them id and place, and the earlier place."""
+        again = "SELECT id, min(number) AS first, place AS early FROM rows GROUP BY id HAVING count(*) > 1"
+        words = "id, place, early"
+        return self._first(words, f"rows JOIN ({again}) USING (id) WHERE number > first", "number")
 
     def lost(self) -> tuple[int, list[tuple[str]]]:
         """Number of ids that have a line but no row, and the first of them."""
@@ -149,14 +150,14 @@ def index_input(
     """
     references = References()
 
-    def rows() -> Iterator[tuple[int, str, str]]:
-        """Number, id and content hash of each row, whose reference is counted on the way."""
+    def rows() -> Iterator[tuple[int, str, str, str]]:
+        """Number, id, content hash and place of each row, whose reference is counted on the way."""
         for number, question in enumerate(read_questions(sources, id_column=id_column, weighed=weighed), 1):
             if not question.problem:
                 references.add(
                     question.expected, has_choices=bool(question.choices), has_calls=bool(question.calls)
                 )
-            yield number, question.id, question.content
+            yield number, question.id, question.content, question.where
 
     index.add_rows(rows())
     for (count, found), fault, hint in (
@@ -167,15 +168,8 @@ def index_input(
         ),
     ):  # fmt: skip
         if count:
-            wanted = sorted({number for numbers in found for number in numbers})
-            rows_of = read_numbered(sources, iter(wanted), id_column=id_column, weighed=True)
-            places = {
-                number: f"{row.id!r} at {row.where}" if row.id else row.where
-                for number, row in zip(wanted, rows_of, strict=True)
-            }
             shown = [
-                ", already at ".join([places[number], *(places[n].partition(" at ")[2] for n in earlier)])
-                for number, *earlier in found
+                "{!r} at {}, already at {}".format(*told) if len(told) > 1 else told[0] for told in found
             ]
             more = f"; and {count - len(shown)} more" if count > len(shown) else ""
             raise DataError(

@@ -17,7 +17,7 @@ from fitune.errors import RecipeError, RunDirectoryError, ScoringFailed
 from fitune.files import remove_stale_siblings, write_atomically, written_whole
 from fitune.models.weight_files import identity
 from fitune.score.answers import OURS, Line, answer_text, body_of, claim
-from fitune.score.asking import ENGINE_FAILED, OpenEngine, open_asker
+from fitune.score.asking import ENGINE_FAILED, Asker, OpenEngine
 from fitune.score.choices import first_row_has_choices
 from fitune.score.engines.opening import check_all, dtype_of, open_engine, open_texts, rows_of_a_shard
 from fitune.score.grades.graders import CHOICE_GRADERS, Grader, References, open_graders, require_one_way
@@ -204,7 +204,7 @@ def _asked_here(
         done += 1
         look(done)
 
-    with closing(open_asker(plan, tokenizer, template, weighed_by=weighed_by, opens=opens)) as asker:
+    with closing(Asker(plan, tokenizer, template, weighed_by=weighed_by, opens=opens)) as asker:
         group = next(tasks, None)
         while group is not None:
             done, ahead = 0, next(tasks, None)

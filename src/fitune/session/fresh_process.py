@@ -11,7 +11,8 @@ from pathlib import Path
 
 from fitune.engine.ranks import ALONE, Ranks, joined_ranks, launched_ranks
 from fitune.errors import FituneError, RecipeError, exit_code_of
-from fitune.launch.nodes import ONE_NODE, Place
+from fitune.launch.nodes import ONE_NODE
+from fitune.launch.place import Place
 from fitune.launch.ray_cluster import RayPlace
 from fitune.session.clusters.on_ray import train_on_ray
 from fitune.session.events import Note, Tell, tell_nobody

@@ -112,12 +112,9 @@ class Engine(Protocol):
         """Tokens the model has positions for; 0 when no limit is known."""
         ...
 
-    def answer(self, requests: Sequence[Request]) -> Iterator[Completion]:
-        """Write an answer for each request."""
-        ...
-
-    def prepare(self, requests: Sequence[Request]) -> None:
-        """Rows that the next ``answer`` is asked for: an engine may begin with them while it is at the last ones."""
+    def answer(self, requests: Sequence[Request], ahead: Sequence[Request] = ()) -> Iterator[Completion]:
+        """Write an answer for each request. ``ahead``: rows that the next call is asked for; an engine may begin with
+        them while it is at the last ones."""
         ...
 
     def weigh(self, continuations: Sequence[Continuation]) -> Iterator[Likelihood]:

@@ -80,8 +80,12 @@ class TransformersEngine:
         listed = [] if listed is None else listed
         return self.template.stop_ids | frozenset(listed if isinstance(listed, list) else [listed])
 
-    def answer(self, requests: Sequence[Request]) -> Iterator[Completion]:
-        """Rows enter a running batch where the model allows it (can_join); else a batch starts and ends together."""
+    def answer(self, requests: Sequence[Request], ahead: Sequence[Request] = ()) -> Iterator[Completion]:
+        """Rows enter a running batch where the model allows it (can_join); else a batch starts and ends together.
+
+        ``ahead`` is not begun: a shard asked again after a kill is read in batches of the same shapes, to the last
+        digit.
+        """
         fitting, refused, largest = sorted_out(requests, context=self.context_tokens)
         yield from refused
         rows = self.model.get_input_embeddings().weight.shape[0]
@@ -102,9 +106,6 @@ class TransformersEngine:
                     self.model, fitting, stop_ids=stop_ids, pad_id=_pad_id(self.tokenizer),
                     batch_size=size, on_token=on_token,
                 )  # fmt: skip
-
-    def prepare(self, requests: Sequence[Request]) -> None:
-        """Does nothing: a shard asked again after a kill is read in batches of the same shapes, to the last digit."""
 
     def weigh(self, continuations: Sequence[Continuation]) -> Iterator[Likelihood]:
         """A prompt with several continuations is read once where the model can join rows; else each is read alone."""

@@ -106,13 +106,18 @@ class VllmEngine:
         """As vLLM said when it had loaded the model."""
         return self._context
 
-    def answer(self, requests: Sequence[Request]) -> Iterator[Completion]:
-        """Rows that ``prepare`` sent are not sent again. Raises CheckpointError for an adapter without effect."""
+    def answer(self, requests: Sequence[Request], ahead: Sequence[Request] = ()) -> Iterator[Completion]:
+        """Those ``ahead`` wait in vLLM behind the others, so it never runs dry; they are not sent again.
+
+        Raises CheckpointError for an adapter without effect.
+        """
         fitting, refused, largest = sorted_out(requests, context=self._context)
         yield from refused
         require_rows(self._tokenizer, largest_id=largest, rows=self._vocabulary)
         self._require_effect(fitting)
         self._begin(fitting)
+        if self._is_checked:  # else the canary comes first
+            self._begin(sorted_out(ahead, context=self._context)[0])
         left = set(fitting)
         for request in fitting:
             if request in self._found:
@@ -123,11 +128,6 @@ class VllmEngine:
             if request in left:
                 left.remove(request)
                 yield self._taken(request)
-
-    def prepare(self, requests: Sequence[Request]) -> None:
-        """These rows wait in vLLM behind those that are asked, so it never runs dry between two calls of answer."""
-        if self._is_checked:  # else the canary comes first
-            self._begin(sorted_out(requests, context=self._context)[0])
 
     def _begin(self, requests: Sequence[Request]) -> None:
         """Send the rows that were not sent yet; vLLM takes them in this order, as it has room."""

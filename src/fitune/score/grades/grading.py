@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from fitune.data.reading.rows import BadRow, Row
 from fitune.errors import FituneError, RecipeError
 from fitune.files import open_regular
 from fitune.score.answers import Line, answer_text
-from fitune.score.asking import Asker, open_asker
+from fitune.score.asking import Asker
 from fitune.score.engines.opening import check_engine, open_texts
 from fitune.score.grades.graders import Grader, json_schema, regex
 from fitune.score.grades.judge_settings import fill, question_of, read_judge, read_verdict
@@ -172,10 +172,7 @@ class Judging:
 
     def __init__(self, path: str) -> None:
         self._judge = read_judge(path)
-        self._question = question_of(self._judge)
-        self._plan = self._judge.plan
-        self._opened: tuple[Asker, ChatTemplate] | None = None
-        self._others: Index | None = None
+        self._question, self._plan = question_of(self._judge), self._judge.plan
         self._closing = ExitStack()
 
     def try_out(self) -> None:
@@ -207,9 +204,8 @@ class Judging:
                 yield self._graded([next(said) for _ in asked[place]])
 
     def close(self) -> None:
-        """Free the judge's model and the other scoring's answers; a later row opens them again."""
+        """Free the judge's model and the other scoring's answers."""
         self._closing.close()
-        self._opened = self._others = None
 
     def _questions(self, answered: Line, task: Line) -> Iterator[Question]:
         """One question, or two that differ in the order of the answers; none where there is no other answer."""
@@ -224,12 +220,15 @@ class Judging:
 
     def _other_answer(self, id_: str) -> str | None:
         """The other scoring's answer to a row; None where it has no such row, or no answer to it."""
-        if self._others is None:
-            self._others = self._closing.enter_context(open_index())
-            with open_regular(Path(self._judge.against) / "answers.jsonl", follow_links=False) as file:
-                self._others.add_texts((json.loads(line)["custom_id"], line) for line in file)
         line = self._others.text(id_)
         return None if line is None else answer_text(json.loads(line))
+
+    @cached_property
+    def _others(self) -> Index:
+        others = self._closing.enter_context(open_index())
+        with open_regular(Path(self._judge.against) / "answers.jsonl", follow_links=False) as file:
+            others.add_texts((json.loads(line)["custom_id"], line) for line in file)
+        return others
 
     def _asked(self, id_: str, texts: dict[str, str]) -> Question:
         return Question(id=id_, where=id_, messages=(Message("user", fill(self._question, texts)),))
@@ -254,11 +253,10 @@ class Judging:
     def _ask(self, questions: Sequence[Question]) -> list[Answer]:
         if not questions:
             return []
-        if self._opened is None:
-            tokenizer, template = open_texts(self._plan)
-            asker = open_asker(self._plan, tokenizer, template)
-            self._closing.callback(asker.close)
-            self._opened = asker, template
         asker, template = self._opened
-        tasks = to_tasks(questions, template=template, sampling=self._plan.sampling)
-        return asker.ask(tasks)
+        return asker.ask(to_tasks(questions, template=template, sampling=self._plan.sampling))
+
+    @cached_property
+    def _opened(self) -> tuple[Asker, ChatTemplate]:
+        tokenizer, template = open_texts(self._plan)
+        return self._closing.enter_context(closing(Asker(self._plan, tokenizer, template))), template

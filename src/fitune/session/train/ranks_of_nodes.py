@@ -13,7 +13,8 @@ from fitune.checkpoint.commit import last_saved
 from fitune.engine.ranks import Ranks
 from fitune.errors import HardwareError, TrainingFailed
 from fitune.estimate.predict import predict
-from fitune.launch.nodes import OneNode, Place, meeting, place_of
+from fitune.launch.nodes import OneNode, meeting
+from fitune.launch.place import Place, place_of
 from fitune.launch.torchrun import Ended, fresh_logs, run_ranks
 from fitune.session.events import Note, Tell
 from fitune.session.planning import wanted_hardware
