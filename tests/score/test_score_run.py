@@ -191,7 +191,7 @@ def test_libraries_are_not_searched_for_garbage_while_rows_are_answered(plan, mo
     frozen = []
     answer = TransformersEngine.answer
 
-    def counted(engine, requests):
+    def counted(engine, requests, ahead):
         frozen.append(gc.get_freeze_count())
         yield from answer(engine, requests)
 

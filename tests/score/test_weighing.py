@@ -14,14 +14,8 @@ from fitune.measure.memory import LiveTensors
 from fitune.score.choices import has_choices, read_choices
 from fitune.score.engines.engine import Continuation
 from fitune.score.engines.engine_transformers import TransformersEngine
+from fitune.score.grades.graders import GRADERS
 from fitune.score.grades.intervals import compare
-from fitune.score.grades.likelihoods import (
-    byte_perplexity,
-    choice,
-    choice_norm,
-    choice_norm_tokens,
-    perplexity,
-)
 from fitune.score.plan import ScorePlan
 from fitune.score.run import score
 from fitune.session.results import text_of
@@ -149,11 +143,11 @@ def test_the_normalised_choices_differ_where_lengths_do():
         {"text": "abcdefghijkl", "logprob": -6.0, "end_logprob": -1.0, "tokens": 2, "end_tokens": 1},
         {"text": "äöüß", "logprob": -5.0, "end_logprob": -1.0, "tokens": 4, "end_tokens": 1},
     ]
-    graders = (choice, choice_norm, choice_norm_tokens)
+    graders = [GRADERS[name].weigh for name in ("choice", "choice_norm", "choice_norm_tokens")]
     bodies = [{"choices": choices, "right": right} for right in range(3)]
     assert [grader(body)["grade"] for grader in graders for body in bodies] == [1, 0, 0, 0, 1, 0, 0, 0, 1]
-    assert perplexity(bodies[2])["grade"] == pytest.approx(math.exp(6 / 5))
-    assert byte_perplexity(bodies[2])["grade"] == pytest.approx(math.exp(6 / 8))
+    assert GRADERS["perplexity"].weigh(bodies[2])["grade"] == pytest.approx(math.exp(6 / 5))
+    assert GRADERS["byte_perplexity"].weigh(bodies[2])["grade"] == pytest.approx(math.exp(6 / 8))
 
 
 def test_graders_follow_from_rows_with_choices_and_references_alone_have_a_perplexity(plan, tmp_path):

@@ -1,12 +1,12 @@
 """Lines of OpenAI's batch output, and the manifest of a scoring's directory: settings that its answers depend on."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from fitune.errors import RunDirectoryError
 from fitune.files import write_atomically
-from fitune.score.grades.likelihoods import likeliest
 from fitune.score.tasks import Answer
 from fitune.spec.run_directory import LOCK
 from fitune.spec.serial import read_object
@@ -82,6 +82,12 @@ def body_of(line: Line) -> Line:
     """The body of the response; empty where the row carries an error."""
     body: Line = line["response"]["body"] if line["response"] else {}
     return body
+
+
+def likeliest(body: Line, size: Callable[[Any], float] = lambda choice: 1.0) -> int:
+    """The place of the choice with the highest log-probability per ``size``; of equal ones the first."""
+    scores = [choice["logprob"] / size(choice) for choice in body["choices"]]
+    return scores.index(max(scores))
 
 
 def answer_text(line: Line) -> str | None:

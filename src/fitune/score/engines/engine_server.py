@@ -98,11 +98,6 @@ class ServerEngine:
     _has_answered: bool = field(default=False, init=False)
     _told_until: float = field(default=0.0, init=False)
 
-    @property
-    def context_tokens(self) -> int:
-        """0: a server does not tell its limit."""
-        return 0
-
     def answer(self, requests: Sequence[Request], ahead: Sequence[Request] = ()) -> Iterator[Completion]:
         """As they come back, ``batch_size`` requests at a time. Raises EngineDied once the server is gone."""
         with closing(self._each(self._answer_unless_dead, requests)) as each:

@@ -37,9 +37,9 @@ from fitune.score.engines.engine import (
     Likelihood,
     Request,
     Sampling,
-    failed,
     no_effect,
     sorted_out,
+    weighable,
 )
 from fitune.score.engines.given_texts import HEAD_TOKENS, batches_of, by_prompt, weigh_alone, weigh_behind
 from fitune.score.engines.opening import Room, unlimited
@@ -109,13 +109,10 @@ class TransformersEngine:
 
     def weigh(self, continuations: Sequence[Continuation]) -> Iterator[Likelihood]:
         """A prompt with several continuations is read once where the model can join rows; else each is read alone."""
-        fitting = []
-        for one in continuations:
-            if why := _no_room(one, self.context_tokens):
-                yield failed(one, "prompt_too_long", why)
-            else:
-                fitting.append(one)
-        size = self._rows_at_once([_tokens_read(one) for one in fitting], new_tokens=1)
+        fitting, refused = weighable(continuations, context=self.context_tokens, engine="transformers")
+        yield from refused
+        read = [len(one.prompt_ids) + len(one.token_ids) - 1 for one in fitting]  # the last is only compared
+        size = self._rows_at_once(read, new_tokens=1)
         shared, alone = by_prompt(fitting) if can_join(self.model) else ([], [[one] for one in fitting])
         with _ready_to_answer(self):
             parts = language_model(self.model, ChunkedLoss(chunk_tokens=HEAD_TOKENS))
@@ -133,23 +130,6 @@ class TransformersEngine:
             rows=len(tokens), prompt_tokens=sum(tokens), longest_prompt=max(tokens, default=1), new_tokens=new_tokens
         )  # fmt: skip
         return min(self.batch_size, self.room(questions))
-
-
-def _tokens_read(asked: Continuation) -> int:
-    """All but the last one, which is only compared with what the model expects there."""
-    return len(asked.prompt_ids) + len(asked.token_ids) - 1
-
-
-def _no_room(asked: Continuation, context: int) -> str:
-    """Why the text cannot be weighed; empty where it can. ``context`` 0: no limit is known."""
-    if not asked.prompt_ids:
-        return "the prompt has no tokens"
-    if not 0 < context < _tokens_read(asked):
-        return ""
-    return (
-        f"prompt {len(asked.prompt_ids)} + continuation {len(asked.token_ids)} - 1 = {_tokens_read(asked)} tokens "
-        f"to be read, the model has room for {context}"
-    )
 
 
 def require_effect(engine: TransformersEngine, adapter: str) -> None:

@@ -31,6 +31,7 @@ from fitune.score.engines.engine import (
     Request,
     no_effect,
     sorted_out,
+    weighable,
 )
 from fitune.spec.cuda_environment import without_expandable_segments
 
@@ -101,11 +102,6 @@ class VllmEngine:
             raise
         self._context, self._vocabulary = int(opened["context"]), int(opened["vocabulary"])
 
-    @property
-    def context_tokens(self) -> int:
-        """As vLLM said when it had loaded the model."""
-        return self._context
-
     def answer(self, requests: Sequence[Request], ahead: Sequence[Request] = ()) -> Iterator[Completion]:
         """Those ``ahead`` wait in vLLM behind the others, so it never runs dry; they are not sent again.
 
@@ -166,20 +162,12 @@ class VllmEngine:
 
     def weigh(self, continuations: Sequence[Continuation]) -> Iterator[Likelihood]:
         """vLLM writes a token behind each continuation, so the longest has one token less than the context."""
-        entries = []
-        for asked in continuations:
-            ids = (*asked.prompt_ids, *asked.token_ids)
-            if not asked.prompt_ids:
-                yield Likelihood(id=asked.id, code="empty_prompt", error="the prompt has no tokens")
-            elif len(ids) >= self._context:  # vLLM writes a token behind them
-                yield Likelihood(
-                    id=asked.id,
-                    code="prompt_too_long",
-                    error=f"prompt {len(asked.prompt_ids)} + continuation {len(asked.token_ids)} + 1 written = "
-                    f"{len(ids) + 1} tokens, the model has room for {self._context}",
-                )
-            else:
-                entries.append({"id": asked.id, "ids": ids, "prompt": len(asked.prompt_ids)})
+        fitting, refused = weighable(continuations, context=self._context, engine="vllm")
+        yield from refused
+        entries = [
+            {"id": one.id, "ids": (*one.prompt_ids, *one.token_ids), "prompt": len(one.prompt_ids)}
+            for one in fitting
+        ]
         for line in self._ask("weigh", entries):
             yield Likelihood(id=line["id"], logprobs=tuple(line["logprobs"]), is_greedy=line["is_greedy"])
 
