@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fitune.data.conversations.formats import Columns
-from fitune.data.reading.rows import BadRow, Row, require_characters
+from fitune.data.reading.rows import BadRow, Row, in_row, require_characters
 from fitune.data.reading.sources import read_rows
 from fitune.spec.plan import DataSource
 
@@ -52,9 +52,10 @@ def read_choices(row: Row, columns: Columns) -> tuple[str, str, tuple[str, ...],
     if fields is None:
         raise BadRow(f"{row.where}: the row has no choices", reason="no choices")
     question, listed, key, system = fields
-    labels, choices = _choices(row, listed)
-    asked, told = _text(row, question), _text(row, system) if system else ""
-    return asked, told, choices, _right(row, key, labels, choices)
+    with in_row(row.where):
+        labels, choices = _choices(row, listed)
+        asked, told = _text(row, question), _text(row, system) if system else ""
+        return asked, told, choices, _right(row, key, labels, choices)
 
 
 def _fields(row: Row, columns: Columns) -> tuple[str, tuple[str, ...], str, str] | None:
@@ -83,7 +84,7 @@ def _choices(row: Row, fields: Sequence[str]) -> tuple[tuple[str, ...], tuple[st
             labels, found = found["label"], found["text"]
         else:
             labels, found = list(found), list(found.values())
-    where = f"{row.where}: {' and '.join(fields)}"
+    where = " and ".join(fields)
     if not isinstance(found, list) or not all(isinstance(text, str) and text.strip() for text in found):
         raise BadRow(f"{where}: {found!r:.80} is not a list of texts", reason="wrong type")
     if not 2 <= len(found) <= _MOST:
@@ -97,7 +98,7 @@ def _choices(row: Row, fields: Sequence[str]) -> tuple[tuple[str, ...], tuple[st
             f"{where}: labels {labels!r:.80} do not name {len(found)} choices", reason="wrong labels"
         )
     for text in found:
-        require_characters(row, fields[0], text, hint="write it as UTF-8")
+        require_characters(fields[0], text, hint="write it as UTF-8")
     return tuple(str(label).strip() for label in labels), tuple(found)
 
 
@@ -110,7 +111,7 @@ def _right(row: Row, field: str, labels: Sequence[str], choices: Sequence[str]) 
         last = len(choices) - 1
         known = ", ".join(labels) or f"0 to {last}, A to {string.ascii_uppercase[last]}"
         return BadRow(
-            f"{row.where}: {field} = {value!r:.40} {fault}; known are {known} and the texts of the choices",
+            f"{field} = {value!r:.40} {fault}; known are {known} and the texts of the choices",
             reason="right choice unclear",
         )
 
@@ -135,6 +136,6 @@ def _right(row: Row, field: str, labels: Sequence[str], choices: Sequence[str]) 
 def _text(row: Row, field: str) -> str:
     value = row.fields.get(field)
     if not isinstance(value, str) or not value.strip():
-        raise BadRow(f"{row.where}: {field} = {value!r:.40} is not a text", reason="wrong type")
-    require_characters(row, field, value, hint="write it as UTF-8")
+        raise BadRow(f"{field} = {value!r:.40} is not a text", reason="wrong type")
+    require_characters(field, value, hint="write it as UTF-8")
     return value

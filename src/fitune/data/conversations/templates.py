@@ -23,7 +23,7 @@ from fitune.data.conversations.messages import Conversation, Example, Message, T
 from fitune.data.conversations.rendering import Piece, Renderer
 from fitune.data.conversations.sandbox import SafeTemplate
 from fitune.data.conversations.tool_calls import PROBE_TOOLS
-from fitune.data.reading.rows import BadRow
+from fitune.data.reading.rows import BadRow, in_row
 from fitune.errors import DataError, is_failure
 from fitune.files import read_text
 
@@ -178,7 +178,8 @@ class ChatTemplate:
         if not isinstance(example, Conversation):
             return [Piece(example.text, supervised=True, plain=False, first=True)]
         pieces_of = prompt_pieces if ask else conversation_pieces
-        return pieces_of(self._renderer.with_tools(example.tools), example.messages, where=example.where)
+        with in_row(example.where):
+            return pieces_of(self._renderer.with_tools(example.tools), example.messages)
 
     def lay_out_rows(
         self, examples: Sequence[Example], *, ask: bool = False

@@ -271,12 +271,12 @@ GRADERS: dict[str, Kind] = {
         "rows whose likeliest choice is the right one", weigh=choice, needs_choices=True
     ),
     "choice_norm": Kind(
-        "rows whose likeliest choice per character is the right one", weigh=lambda body: choice(body, lambda c: len(c["text"])),
-        needs_choices=True,
+        "rows whose likeliest choice per character is the right one", needs_choices=True,
+        weigh=lambda body: choice(body, lambda c: len(c["text"])),
     ),
     "choice_norm_tokens": Kind(
-        "rows whose likeliest choice per token is the right one", weigh=lambda body: choice(body, lambda c: c["tokens"]),
-        needs_choices=True,
+        "rows whose likeliest choice per token is the right one", needs_choices=True,
+        weigh=lambda body: choice(body, lambda c: c["tokens"]),
     ),
     "loglikelihood": Kind(
         "mean log-probability of the reference", weigh=loglikelihood, scale="nats"

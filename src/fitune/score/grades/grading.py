@@ -17,7 +17,7 @@ from typing import Any
 from fitune.data.conversations.messages import Message
 from fitune.data.conversations.templates import ChatTemplate
 from fitune.data.conversations.tool_calls import calls_in_text
-from fitune.data.reading.rows import BadRow, Row
+from fitune.data.reading.rows import BadRow
 from fitune.errors import FituneError, RecipeError
 from fitune.files import open_regular
 from fitune.score.answers import Line, answer_text
@@ -155,7 +155,7 @@ def _calls(parts: Sequence[Any]) -> Counter[str]:
     for part in parts:
         if not isinstance(part, str):
             try:
-                calls = calls_in_text(Row("", {}), "", part)
+                calls = calls_in_text("", part)
             except BadRow:
                 continue
             found.update(
