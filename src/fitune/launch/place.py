@@ -71,12 +71,13 @@ def interface_towards(host: str, port: int) -> str:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as asking:
             asking.connect(address)  # of datagrams: nothing is sent
-            return next(_interfaces_at(asking.getsockname()[0]), "")
+            return next(interfaces_at(asking.getsockname()[0]), "")
     except OSError:
         return ""
 
 
-def _interfaces_at(address: str) -> Iterator[str]:
+def interfaces_at(address: str) -> Iterator[str]:
+    """Names of this machine's network interfaces with that address."""
     for name, all_of in psutil.net_if_addrs().items():
         if address in (each.address for each in all_of):
             yield name
@@ -88,4 +89,4 @@ def is_own_address(host: str) -> bool:
         found = {str(each[4][0]) for each in socket.getaddrinfo(host, None)}
     except OSError:
         return False
-    return any(address.startswith("127.") or any(_interfaces_at(address)) for address in found)
+    return any(address.startswith("127.") or any(interfaces_at(address)) for address in found)

@@ -91,11 +91,12 @@ def score(
             progress(total - pending, total)
             if pending:
                 weighed_by = ", ".join(grader.name for grader in graders) if weighed else ""
-                asked = elsewhere or partial(_asked_here, plan, tokenizer, template, opens)
+                asker = Asker(plan, tokenizer, template, weighed_by=weighed_by, opens=opens)
+                asked = partial(elsewhere, weighed_by) if elsewhere else partial(_asked_here, asker)
                 rows = read_numbered(plan.sources, index.pending(), id_column=plan.id_column, weighed=weighed)
                 tasks = map(tasks_of, groups(rows, plan.shard_rows or rows_of_a_shard(plan)))
                 _answer_pending(
-                    plan, shards, partial(asked, weighed_by, tasks), done=total - pending,
+                    plan, shards, partial(asked, tasks), done=total - pending,
                     progress=lambda done: progress(done, total), on_tokens=on_tokens,
                 )  # fmt: skip
                 shards.add_to(index)
@@ -192,9 +193,8 @@ def _answer_pending(
 
 
 def _asked_here(
-    plan: ScorePlan, tokenizer: Any, template: ChatTemplate, opens: OpenEngine, weighed_by: str,
-    tasks: Iterator[list[Task]], look: Callable[[int], None],
-) -> Iterator[list[Answer]]:  # fmt: skip
+    asker: Asker, tasks: Iterator[list[Task]], look: Callable[[int], None]
+) -> Iterator[list[Answer]]:
     """The answers of each group by an engine of this process."""
     done = 0
 
@@ -204,7 +204,7 @@ def _asked_here(
         done += 1
         look(done)
 
-    with closing(Asker(plan, tokenizer, template, weighed_by=weighed_by, opens=opens)) as asker:
+    with closing(asker):
         group = next(tasks, None)
         while group is not None:
             done, ahead = 0, next(tasks, None)
