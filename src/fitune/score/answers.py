@@ -26,33 +26,18 @@ def answer_line(answer: Answer, *, model: str) -> Line:
     line: Line = {"id": f"answer-{asked}", "custom_id": task.id, "response": None, "error": None}
     if answer.error:
         return line | {"error": {"code": answer.code, "message": answer.error, "request_id": asked}}
-    if answer.likelihoods:
-        return line | {"response": _response(asked, _weighed_body(answer, model))}
     prompt, completion = len(task.prompt_ids), answer.completion_tokens
     known = {} if answer.logprob is None else {"logprob": round(answer.logprob, 6)}
-    body = {
-        "object": "chat.completion",
-        "model": model,
-        "choices": [
-            {
-                "index": 0,
-                "message": {"role": "assistant", "content": answer.text},
-                "finish_reason": answer.finish_reason,
-                "token_ids": list(answer.token_ids),
-                **known,
-            }
-        ],
-        "usage": {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-        },
-    }
-    return line | {"response": _response(asked, body)}
-
-
-def _response(request_id: str, body: Line) -> Line:
-    return {"status_code": 200, "request_id": request_id, "body": body}
+    message = {"role": "assistant", "content": answer.text}
+    written = {
+        "index": 0, "message": message, "finish_reason": answer.finish_reason, "token_ids": list(answer.token_ids),
+        **known,
+    }  # fmt: skip
+    usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    body = {"object": "chat.completion", "model": model, "choices": [written], "usage": usage}
+    if answer.likelihoods:
+        body = _weighed_body(answer, model)
+    return line | {"response": {"status_code": 200, "request_id": asked, "body": body}}
 
 
 def _weighed_body(answer: Answer, model: str) -> Line:

@@ -79,11 +79,10 @@ class VllmEngine:
         factors = load_file(Path(adapter) / WEIGHTS) if adapter else {}
         self._is_checked = not any(factor.any() for key, factor in factors.items() if ".lora_B" in key)
         del factors
-        self._begun: set[Request] = set()
-        """Rows that were sent and are not yielded yet."""
         self._rows: dict[int, Request] = {}
         """Requests that vLLM has not answered yet, by the number that each was sent with."""
-        self._found: dict[Request, Completion] = {}
+        self._found: dict[Request, Completion | None] = {}
+        """Answers of the rows that were sent and are not yielded yet; None for those that are not answered."""
         self._sent = 0
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (as long as the process)
         self._process = subprocess.Popen(
@@ -116,22 +115,25 @@ class VllmEngine:
             self._begin(sorted_out(ahead, context=self._context)[0])
         left = set(fitting)
         for request in fitting:
-            if request in self._found:
+            if (answered := self._found[request]) is not None:
                 left.remove(request)
-                yield self._taken(request)
+                del self._found[request]
+                yield answered
         while left:
             request = self._keep(self._line())
             if request in left:
                 left.remove(request)
-                yield self._taken(request)
+                answered = self._found.pop(request)
+                assert answered is not None, "it was just kept"
+                yield answered
 
     def _begin(self, requests: Sequence[Request]) -> None:
         """Send the rows that were not sent yet; vLLM takes them in this order, as it has room."""
         entries = []
         for request in requests:
-            if request not in self._begun:
+            if request not in self._found:
                 self._sent += 1
-                self._begun.add(request)
+                self._found[request] = None
                 self._rows[self._sent] = request
                 sampling = request.sampling
                 entries.append(
@@ -155,10 +157,6 @@ class VllmEngine:
             tokens=len(line["token_ids"]),
         )
         return request
-
-    def _taken(self, request: Request) -> Completion:
-        self._begun.remove(request)
-        return self._found.pop(request)
 
     def weigh(self, continuations: Sequence[Continuation]) -> Iterator[Likelihood]:
         """vLLM writes a token behind each continuation, so the longest has one token less than the context."""
