@@ -11,12 +11,12 @@ from fitune.data.conversations.messages import Conversation, Message
 from fitune.data.reading.rows import BadRow, Row
 from fitune.errors import RecipeError
 from fitune.measure.memory import LiveTensors
-from fitune.score.choices import has_choices, read_choices
 from fitune.score.engines.engine import Continuation
 from fitune.score.engines.engine_transformers import TransformersEngine
 from fitune.score.grades.graders import GRADERS
 from fitune.score.grades.intervals import compare
 from fitune.score.plan import ScorePlan
+from fitune.score.questions import has_choices, read_choices
 from fitune.score.run import score
 from fitune.session.results import text_of
 from fitune.spec.plan import DataSource

@@ -12,7 +12,7 @@ from typing import Any
 from fitune.errors import DataError
 from fitune.files import cache_folder, remove, remove_stale_siblings, temporary_sibling
 from fitune.score.grades.graders import References
-from fitune.score.tasks import Question, id_column_of, read_questions
+from fitune.score.questions import Question, id_column_of, read_questions
 from fitune.spec.plan import DataSource
 
 _SHOWN = 5

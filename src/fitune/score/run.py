@@ -18,15 +18,15 @@ from fitune.files import remove_stale_siblings, write_atomically, written_whole
 from fitune.models.weight_files import identity
 from fitune.score.answers import OURS, Line, answer_text, body_of, claim
 from fitune.score.asking import ENGINE_FAILED, Asker, OpenEngine
-from fitune.score.choices import first_row_has_choices
 from fitune.score.engines.opening import check_all, dtype_of, open_engine, open_texts, rows_of_a_shard
 from fitune.score.grades.graders import CHOICE_GRADERS, Grader, References, open_graders, require_one_way
 from fitune.score.grades.grading import grade_shards, try_graders
 from fitune.score.grades.intervals import WeightedMean
 from fitune.score.index import Index, index_input, open_index, read_numbered
 from fitune.score.plan import ScorePlan, names_of
+from fitune.score.questions import Question, first_row_has_choices
 from fitune.score.shards import FOLDER, Shards, groups
-from fitune.score.tasks import Answer, Question, Task, to_given_tasks, to_tasks
+from fitune.score.tasks import Answer, Task, to_given_tasks, to_tasks
 from fitune.spec.reports import ScoreReport
 from fitune.spec.run_directory import require_real_files
 from fitune.spec.run_lock import lock_directory

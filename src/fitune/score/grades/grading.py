@@ -26,8 +26,9 @@ from fitune.score.engines.opening import check_engine, open_texts
 from fitune.score.grades.graders import Grader, json_schema, regex
 from fitune.score.grades.judge_settings import fill, question_of, read_judge, read_verdict
 from fitune.score.index import Index, open_index
+from fitune.score.questions import Question
 from fitune.score.shards import OF_THE_ROW, Shards
-from fitune.score.tasks import Answer, Question, to_tasks
+from fitune.score.tasks import Answer, to_tasks
 from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.serial import require_shallow
 
