@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
@@ -102,11 +102,18 @@ class _Stream(io.RawIOBase):
         self._url, self._clients, self._at = url, clients, 0
         self._size: int | None = None
         self._patience = patience or Patience(url, probe=partial(_probe, url, clients), error=DataError)
+        self._file: Any = None
         with asking(url):
-            filesystem, inner = open_store(url, clients)
-            info = self._patience.answer(url, partial(filesystem.info, inner), so_far=self._so_far)
-            self._identity, self._size = identity_of(info), info.get("size")
-            self._file: Any = filesystem.open(inner, "rb", block_size=_BLOCK_BYTES)
+            info = self._patience.answer(url, self._open, so_far=self._so_far)
+        self._identity, self._size = identity_of(info), info.get("size")
+
+    def _open(self) -> dict[str, Any]:
+        """Open the file as it is now; returns the store's words about it."""
+        filesystem, inner = open_store(self._url, self._clients)
+        filesystem.invalidate_cache()
+        info: dict[str, Any] = filesystem.info(inner)
+        self._file = filesystem.open(inner, "rb", block_size=_BLOCK_BYTES)
+        return info
 
     def readable(self) -> bool:
         """Always."""
@@ -158,11 +165,8 @@ class _Stream(io.RawIOBase):
 
     def _reopen(self) -> None:
         self._file.close()
-        filesystem, inner = open_store(self._url, self._clients)
-        filesystem.invalidate_cache()
-        if identity_of(filesystem.info(inner)) != self._identity:
+        if identity_of(self._open()) != self._identity:
             raise DataError(f"{self._url}: the file was changed while it was read", hint="run it again")
-        self._file = filesystem.open(inner, "rb", block_size=_BLOCK_BYTES)
         self._file.seek(self._at)
 
     def close(self) -> None:
@@ -178,9 +182,6 @@ _PART_BYTES = 16 * MIB
 _READ_BYTES = 4 * MIB
 _MD5 = re.compile(r"([0-9a-f]{32})(?:-(\d+))?")
 
-_known: dict[tuple[int, int, int, int], dict[int, str]] = {}
-"""File as the system knows it (device, inode, size, time of change) -> size of a part -> ETag."""
-
 
 def part_bytes(size: int) -> int:
     """Bytes of each part in which a file of ``size`` is sent; one of less than two parts is sent whole."""
@@ -193,15 +194,12 @@ def etag(file: Path) -> str:
     Raises OSError.
     """
     found = os.stat(file)
-    key = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
-    part = part_bytes(found.st_size)
-    known = _known.setdefault(key, {})
-    if part not in known:
-        known[part] = _etag(file, found.st_size, part)
-    return known[part]
+    known_by = found.st_dev, found.st_ino, found.st_mtime_ns
+    return _etag(file, found.st_size, part_bytes(found.st_size), known_by)
 
 
-def _etag(file: Path, size: int, part: int) -> str:
+@cache
+def _etag(file: Path, size: int, part: int, _known_by: tuple[int, int, int]) -> str:
     parts: list[bytes] = []
     whole = size if size < 2 * part else part
     with open_regular(file) as source:
