@@ -11,7 +11,7 @@ from fitune.data.conversations.messages import Conversation, Message
 from fitune.data.reading.rows import BadRow, Row
 from fitune.errors import RecipeError
 from fitune.measure.memory import LiveTensors
-from fitune.score.engines.engine import Continuation
+from fitune.score.engines.engine import Continuation, weighable
 from fitune.score.engines.engine_transformers import TransformersEngine
 from fitune.score.grades.graders import GRADERS
 from fitune.score.grades.intervals import compare
@@ -199,3 +199,14 @@ def test_logits_exist_for_some_tokens_at_a_time(tiny, rows, tokens, prompts):
     chunk = 256 * 30_000 * 4
     weights = sum(p.numel() * 4 for p in model.parameters())
     assert weights < peak < weights + 4 * chunk < weights + rows * tokens * 30_000 * 4
+
+
+@pytest.mark.parametrize(("engine", "longest"), [("transformers", 6), ("server", 4), ("vllm", 4)])
+def test_the_embedded_engine_has_room_for_the_token_that_it_does_not_read(engine, longest):
+    asked = [Continuation(id=str(n), prompt_ids=(1,) * 5, token_ids=(2,) * n) for n in range(1, 9)]
+    asked.append(Continuation(id="none", prompt_ids=(), token_ids=(2,)))
+    fitting, refused = weighable(asked, context=10, engine=engine)
+    assert [len(one.token_ids) for one in fitting] == list(range(1, longest + 1))
+    assert [one.code for one in refused] == ["prompt_too_long"] * (8 - longest) + ["empty_prompt"]
+    assert " = 11 tokens" in refused[0].error
+    assert weighable(asked[:8], context=0, engine=engine) == (asked[:8], [])
