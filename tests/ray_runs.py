@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from fitune.errors import DataError, ScoringFailed
-from fitune.score.worker import ScoringWorker
+from fitune.score.asking import ScoringWorker
 from fitune.session.clusters.ray_ranks import train_as_rank
 from fitune.session.events import Event
 from fitune.session.train.training import train_recipe

@@ -6,10 +6,9 @@ from itertools import groupby
 import pytest
 
 from data.answer_templates import KINDS, tokenizer_of
-from fitune.data.conversations.call_styles import PROBE_TOOLS
-from fitune.data.conversations.messages import Conversation, Message
+from fitune.data.conversations.messages import Conversation, Message, ToolCall
 from fitune.data.conversations.templates import load_template
-from fitune.data.conversations.tool_calls import ToolCall
+from fitune.data.conversations.tool_calls import PROBE_TOOLS
 from fitune.data.reading.rows import BadRow
 from fitune.errors import DataError
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from fitune.data.conversations.detection import detect_format
-from fitune.data.conversations.formats import to_example
+from fitune.data.conversations.formats import detect_format, to_example
 from fitune.data.conversations.messages import Conversation, Message, Text
 from fitune.data.reading.rows import Row
 from fitune.errors import DataError
@@ -143,3 +142,20 @@ def test_a_row_with_other_columns_is_refused_with_the_option_that_names_them(fie
     with pytest.raises(DataError) as caught:
         detect_format(Row("f:1", fields))
     assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": "", "completion": "x"},
+        {"messages": [{"role": "nobody", "content": "x"}]},
+        {"messages": [{"role": "user", "content": "x"}], "images": ["a"]},
+        {"prompt": "a\ud800", "completion": "x"},
+        {"messages": [{"role": "user", "content": "x"}], "tools": "{"},
+    ],
+)
+def test_an_error_begins_with_the_place_of_its_row_and_says_it_once(fields):
+    with pytest.raises(DataError) as bad:
+        to_example(Row("rows.jsonl:7", fields), format="auto")
+    assert bad.value.message.startswith("rows.jsonl:7: field '")
+    assert bad.value.message.count("rows.jsonl:7") == 1

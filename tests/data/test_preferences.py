@@ -5,8 +5,7 @@ import json
 import pytest
 
 from data.tiny_tokenizers import byte_tokenizer
-from fitune.data.conversations.detection import detect_format
-from fitune.data.conversations.formats import to_example
+from fitune.data.conversations.formats import detect_format, to_example
 from fitune.data.conversations.messages import Conversation, Message, Text
 from fitune.data.preparing import prepare_data
 from fitune.data.reading.rows import Row

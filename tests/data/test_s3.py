@@ -15,7 +15,7 @@ from fitune.data.reading.sources import content_key, read_rows
 from fitune.data.tokenising import RowTokeniser
 from fitune.errors import DataError
 from fitune.spec.plan import DataPlan, DataSource
-from fitune.stores import opening, patience, reading
+from fitune.stores import opening, reading
 from optional_libraries import NEEDS_S3
 
 pytestmark = NEEDS_S3
@@ -163,8 +163,8 @@ def test_a_store_that_falls_silent_while_it_is_read_is_given_up_with_how_far_it_
     next(rows)
     wire.is_silent = True
     with monkeypatch.context() as short:
-        short.setattr(patience, "SILENT_S", 0.2)
-        short.setattr(patience, "ANSWER_S", 0.2)
+        short.setattr(opening, "SILENT_S", 0.2)
+        short.setattr(opening, "ANSWER_S", 0.2)
         with pytest.raises(
             DataError, match=r"nothing was heard of the store for \d+ s, after \d+\.\d KiB of 1\d\d\.\d KiB"
         ) as late:
@@ -184,7 +184,7 @@ def test_a_block_that_is_slow_to_come_is_waited_for_while_the_store_answers_at_a
         wire.slow_s = 0.0
 
     monkeypatch.setattr(reading, "_probe", probe_and_be_quick_again)
-    monkeypatch.setattr(patience, "SILENT_S", 0.02)
+    monkeypatch.setattr(opening, "SILENT_S", 0.02)
     wire.slow_s = 0.1
     assert read(url) == ROWS
     assert asked

@@ -13,7 +13,7 @@ import pytest
 
 from data.test_tool_calls import AS_OBJECT, ASKED, CALLED, FOUND, SAID, TOOLS
 from data.tiny_tokenizers import HEADER_STYLE, TOO_HARD, byte_tokenizer, panicking_tokenizer
-from fitune.data import making, tokenising, tokenising_processes
+from fitune.data import making, tokenising
 from fitune.data.conversations.messages import Conversation, Message
 from fitune.data.conversations.templates import load_template
 from fitune.data.preparing import prepare_data
@@ -47,8 +47,8 @@ def in_processes(monkeypatch):
 
     def use(count):
         monkeypatch.setattr(making, "_BATCH_ROWS", 16)
-        monkeypatch.setattr(tokenising_processes, "_WORTH_A_START", 0)
-        monkeypatch.setattr(tokenising_processes, "_cores", lambda: count)
+        monkeypatch.setattr(tokenising, "_WORTH_A_START", 0)
+        monkeypatch.setattr(tokenising, "_cores", lambda: count)
 
     return use
 
@@ -178,10 +178,8 @@ def test_a_prompt_on_which_the_tokenizer_panics_is_its_own_error():
 @pytest.mark.parametrize("count", [0, 1])
 def test_a_stop_leaves_no_process_and_no_half_entry(tmp_path, prepare, in_processes, count, monkeypatch):
     started = []
-    real = tokenising_processes.Child
-    monkeypatch.setattr(
-        tokenising_processes, "Child", lambda *a, **k: started.append(real(*a, **k)) or started[-1]
-    )
+    real = tokenising.Child
+    monkeypatch.setattr(tokenising, "Child", lambda *a, **k: started.append(real(*a, **k)) or started[-1])
     if count:
         in_processes(count)
 
@@ -199,7 +197,7 @@ def test_a_stop_leaves_no_process_and_no_half_entry(tmp_path, prepare, in_proces
 def test_a_process_that_dies_is_an_error_that_names_the_rows(tmp_path, prepare, in_processes, monkeypatch):
     in_processes(1)
 
-    class KilledAfterABatch(tokenising_processes.Child):
+    class KilledAfterABatch(tokenising.Child):
         sent = 0
 
         def send(self, message):
@@ -208,7 +206,7 @@ def test_a_process_that_dies_is_an_error_that_names_the_rows(tmp_path, prepare, 
             if self.sent == 2:  # the first is the job
                 self._process.kill()
 
-    monkeypatch.setattr(tokenising_processes, "Child", KilledAfterABatch)
+    monkeypatch.setattr(tokenising, "Child", KilledAfterABatch)
     with pytest.raises(
         DataError, match=r"ended with signal SIGKILL at .*rows.jsonl:1 or in the 15 rows after"
     ):

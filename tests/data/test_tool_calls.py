@@ -6,9 +6,8 @@ import pytest
 
 from data.tiny_tokenizers import BRACKET_STYLE, byte_tokenizer
 from fitune.data.conversations.formats import to_example
-from fitune.data.conversations.messages import Message
+from fitune.data.conversations.messages import Message, ToolCall
 from fitune.data.conversations.templates import load_template
-from fitune.data.conversations.tool_calls import ToolCall
 from fitune.data.reading.rows import BadRow, Row
 
 TOOLS = [

@@ -18,7 +18,7 @@ from data.s3_server import (
     names,
     objects,
 )
-from fitune.stores import patience
+from fitune.stores import opening
 from fitune.stores.writing import Store
 from fitune.train import uploading
 from fitune.train.uploading import Uploads
@@ -234,8 +234,8 @@ def test_a_store_that_falls_silent_does_not_hold_up_the_end_of_the_run(
         write(store, name, content)
         if name.endswith("LINE"):
             wire.is_silent = True
-            short.setattr(patience, "SILENT_S", 0.2)
-            short.setattr(patience, "ANSWER_S", 0.2)
+            short.setattr(opening, "SILENT_S", 0.2)
+            short.setattr(opening, "ANSWER_S", 0.2)
 
     with monkeypatch.context() as short:
         short.setattr(Store, "write", silent_from_now)

@@ -11,7 +11,7 @@ from conftest import plan_of
 from fitune.engine import ranks as joining
 from fitune.engine.ranks import ALONE, Ranks, first_host, joined_ranks, launched_ranks, meeting_point
 from fitune.errors import HardwareError, PeerGone, RecipeError
-from fitune.launch.ends import Ended, Exit, ended
+from fitune.launch.torchrun import Ended, Exit, ended
 from fitune.session.clusters.launching import machine_commands
 from fitune.session.clusters.ray_ranks import cause_of_loss, write_losses
 from fitune.spec.rank_status import RankError, RankStatus, read_statuses, write_status

@@ -15,7 +15,7 @@ import yaml
 
 from fitune.errors import FituneError, HardwareError, RecipeError, RunDirectoryError
 from fitune.launch.draining import drain, has_ranks
-from fitune.launch.manifests import _PRODUCTS
+from fitune.launch.manifests import _template
 from fitune.planner.search import find_plan
 from fitune.session.clusters.launching import launch_file, recipe_below, split_settings
 from fitune.session.planning import plan_for, wanted_hardware
@@ -172,7 +172,7 @@ def test_nodes_are_chosen_by_their_labels():
 
 def test_labels_of_products_are_names_of_those_cards():
     """The driver's name, which the label is made of, is one spelling of the card's own."""
-    for name, products in _PRODUCTS.items():
+    for name, products in _template("products").items():
         for product in products:
             if product not in (
                 "Tesla-V100-PCIE-32GB",

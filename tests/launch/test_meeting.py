@@ -7,8 +7,9 @@ import time
 import pytest
 
 from fitune.errors import FituneError, HardwareError, NodeFailed, RecipeError
-from fitune.launch.ends import Ended
-from fitune.launch.nodes import OneNode, Place, interface_towards, meeting, place_of
+from fitune.launch.nodes import OneNode, meeting
+from fitune.launch.place import Place, interface_towards, place_of
+from fitune.launch.torchrun import Ended
 from fitune.session.program import job_end
 from several import kept_port
 

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from fitune.errors import HardwareError
-from fitune.launch.nodes import OneNode, Place
+from fitune.launch.nodes import OneNode
+from fitune.launch.place import Place
 from fitune.session import program
 from fitune.session.program import require_one_machine
 from fitune.spec.serial import to_json

@@ -63,8 +63,8 @@ def test_code_is_trusted_nowhere():
 
 
 def test_torch_and_pickle_read_nothing():
-    """But what data/tokenising_processes.py sends through a pipe to a process that it has just started itself."""
-    for path in {*ROOT.rglob("*.py")} - {ROOT / "data" / "tokenising_processes.py"}:
+    """But what data/tokenising.py sends through a pipe to a process that it has just started itself."""
+    for path in {*ROOT.rglob("*.py")} - {ROOT / "data" / "tokenising.py"}:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         assert not {"pickle", "joblib", "dill", "cloudpickle"} & {
             alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names

@@ -9,7 +9,8 @@ from fitune.errors import RecipeError, ScoringFailed
 from fitune.score.engines.engine import Completion, Continuation, EngineDied, Request, Sampling
 from fitune.score.engines.engine_server import ServerEngine, require_url
 from fitune.score.plan import ScorePlan
-from fitune.score.tasks import Task, read_questions, to_answer, to_tasks
+from fitune.score.questions import read_questions
+from fitune.score.tasks import Task, to_answer, to_tasks
 from fitune.spec.plan import DataSource
 from jsonl import write_lines
 from score.scorings import quietly

@@ -3,6 +3,7 @@
 import sys
 import time
 from contextlib import closing
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -14,6 +15,7 @@ from fitune.score.engines import engine_vllm
 from fitune.score.engines.engine import EngineDied, Request, Sampling
 from fitune.score.engines.engine_vllm import VllmEngine, python_of_vllm, rounded_rank
 from fitune.score.engines.opening import why_merged_first
+from fitune.score.plan import ScorePlan
 from fitune.score.tasks import Task
 
 
@@ -180,8 +182,7 @@ def test_vllm_is_full_between_two_shards_and_each_row_is_answered_once(fake_vllm
     with closing(vllm()) as engine:
         for shard, after in zip(shards, [*shards[1:], []], strict=True):
             found = {}
-            for answer in engine.answer(shard):
-                engine.prepare(after)
+            for answer in engine.answer(shard, ahead=after):
                 assert answer.id not in found
                 found[answer.id] = answer
             assert found.keys() == {one.id for one in shard}
@@ -204,7 +205,9 @@ def test_rows_that_were_sent_ahead_are_asked_again_of_a_new_process(fake_vllm, m
         opened.append(vllm())
         return opened[-1]
 
-    asker = Asker(open_engine, decode=str, sampling=Sampling(max_new_tokens=4), stop_ids=frozenset())
+    plan = ScorePlan(model="nowhere", output_dir="", sampling=Sampling(max_new_tokens=4))
+    words = SimpleNamespace(decode=str, stop_ids=frozenset())
+    asker = Asker(plan, None, words, opens=lambda *_: open_engine())
     try:
         (a,) = asker.ask(_tasks(first), on_answer=lambda: None, ahead=_tasks(second))
         monkeypatch.setenv("STUCK", "")

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fitune.estimate.blocks.key_values import elements_of_blocks
-from fitune.score.engines.room import room_for
+from fitune.score.engines.opening import room_for
 from fitune.score.plan import ScorePlan
 from fitune.spec.answering import Questions
 from fitune.spec.model.model_config import load_model_spec

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from fitune.estimate.answering import memory_of_answering
-from fitune.score.engines import room as room_module
+from fitune.score.engines import opening
 from fitune.score.engines.engine import Continuation, Request, Sampling
 from fitune.score.engines.engine_transformers import TransformersEngine
-from fitune.score.engines.room import room_for
+from fitune.score.engines.opening import room_for
 from fitune.score.plan import ScorePlan
 from fitune.spec.answering import Answering, Questions, answering_precision
 from fitune.spec.model.model_config import load_model_spec
@@ -20,7 +20,7 @@ LONG = Questions(rows=1_000, prompt_tokens=3_000_000, longest_prompt=3_000, new_
 @pytest.fixture
 def small_card(monkeypatch):
     hardware = gpu("rtx-4090")
-    monkeypatch.setattr(room_module, "resolve_hardware", lambda *, gpus: hardware)
+    monkeypatch.setattr(opening, "resolve_hardware", lambda *, gpus: hardware)
     return hardware
 
 

@@ -189,7 +189,7 @@ def test_an_engine_that_fails_on_a_row_fails_for_it_alone_and_the_next_run_asks_
 ):
     answer = TransformersEngine.answer
 
-    def broken(engine, requests):
+    def broken(engine, requests, ahead):
         if any(request.id == "train-0004" for request in requests):
             raise RuntimeError("this row breaks it")
         return answer(engine, requests)
@@ -210,7 +210,7 @@ def test_rows_that_fail_at_the_end_of_a_shard_cost_no_other_row_its_answer(plan,
     """Nor does the next start end at them, where nothing else is left to ask."""
     answer, faulty = TransformersEngine.answer, {"train-0007", "train-0008"}
 
-    def broken(engine, requests):
+    def broken(engine, requests, ahead):
         yield from answer(engine, [request for request in requests if request.id not in faulty])
         if any(request.id in faulty for request in requests):
             raise RuntimeError("these rows break it")
@@ -224,7 +224,7 @@ def test_rows_that_fail_at_the_end_of_a_shard_cost_no_other_row_its_answer(plan,
 def test_an_engine_that_fails_for_a_whole_shard_and_never_answered_is_given_up(plan, monkeypatch):
     asked = []
 
-    def broken(engine, requests):
+    def broken(engine, requests, ahead):
         asked.extend(request.id for request in requests if len(requests) == 1)
         raise RuntimeError("no kernel image")
 

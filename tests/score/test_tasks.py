@@ -7,7 +7,8 @@ import pytest
 from fitune.data.conversations.messages import Conversation, Message
 from fitune.errors import DataError
 from fitune.score.index import index_input, open_index
-from fitune.score.tasks import read_questions, to_task
+from fitune.score.questions import read_questions
+from fitune.score.tasks import to_task
 from fitune.spec.plan import DataSource
 from jsonl import write_lines
 

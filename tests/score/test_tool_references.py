@@ -14,8 +14,8 @@ from fitune.data.reading.rows import Row
 from fitune.score.engines.engine import Sampling
 from fitune.score.grades.graders import References, open_graders
 from fitune.score.grades.grading import compared_calls, grade_line
-from fitune.score.tasks import read_questions, to_tasks
-from fitune.score.weighing import to_given_tasks
+from fitune.score.questions import read_questions
+from fitune.score.tasks import to_given_tasks, to_tasks
 from fitune.spec.plan import DataSource
 
 AS_TEXT = OTHER_STYLES["object"].replace(

@@ -11,8 +11,8 @@ from fitune.errors import CheckpointError, DataError, ModelError
 from fitune.score.engines.engine import Sampling
 from fitune.score.engines.opening import choose_dtype
 from fitune.score.plan import ScorePlan
+from fitune.score.questions import read_questions
 from fitune.score.run import score
-from fitune.score.tasks import read_questions
 from fitune.spec.plan import DataSource
 from models.tiny_models import load, with_ids_moved_up
 from score.scorings import quietly

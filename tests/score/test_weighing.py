@@ -11,18 +11,12 @@ from fitune.data.conversations.messages import Conversation, Message
 from fitune.data.reading.rows import BadRow, Row
 from fitune.errors import RecipeError
 from fitune.measure.memory import LiveTensors
-from fitune.score.choices import has_choices, read_choices
-from fitune.score.engines.engine import Continuation
+from fitune.score.engines.engine import Continuation, weighable
 from fitune.score.engines.engine_transformers import TransformersEngine
+from fitune.score.grades.graders import GRADERS
 from fitune.score.grades.intervals import compare
-from fitune.score.grades.likelihoods import (
-    byte_perplexity,
-    choice,
-    choice_norm,
-    choice_norm_tokens,
-    perplexity,
-)
 from fitune.score.plan import ScorePlan
+from fitune.score.questions import has_choices, read_choices
 from fitune.score.run import score
 from fitune.session.results import text_of
 from fitune.spec.plan import DataSource
@@ -149,11 +143,11 @@ def test_the_normalised_choices_differ_where_lengths_do():
         {"text": "abcdefghijkl", "logprob": -6.0, "end_logprob": -1.0, "tokens": 2, "end_tokens": 1},
         {"text": "äöüß", "logprob": -5.0, "end_logprob": -1.0, "tokens": 4, "end_tokens": 1},
     ]
-    graders = (choice, choice_norm, choice_norm_tokens)
+    graders = [GRADERS[name].weigh for name in ("choice", "choice_norm", "choice_norm_tokens")]
     bodies = [{"choices": choices, "right": right} for right in range(3)]
     assert [grader(body)["grade"] for grader in graders for body in bodies] == [1, 0, 0, 0, 1, 0, 0, 0, 1]
-    assert perplexity(bodies[2])["grade"] == pytest.approx(math.exp(6 / 5))
-    assert byte_perplexity(bodies[2])["grade"] == pytest.approx(math.exp(6 / 8))
+    assert GRADERS["perplexity"].weigh(bodies[2])["grade"] == pytest.approx(math.exp(6 / 5))
+    assert GRADERS["byte_perplexity"].weigh(bodies[2])["grade"] == pytest.approx(math.exp(6 / 8))
 
 
 def test_graders_follow_from_rows_with_choices_and_references_alone_have_a_perplexity(plan, tmp_path):
@@ -205,3 +199,14 @@ def test_logits_exist_for_some_tokens_at_a_time(tiny, rows, tokens, prompts):
     chunk = 256 * 30_000 * 4
     weights = sum(p.numel() * 4 for p in model.parameters())
     assert weights < peak < weights + 4 * chunk < weights + rows * tokens * 30_000 * 4
+
+
+@pytest.mark.parametrize(("engine", "longest"), [("transformers", 6), ("server", 4), ("vllm", 4)])
+def test_the_embedded_engine_has_room_for_the_token_that_it_does_not_read(engine, longest):
+    asked = [Continuation(id=str(n), prompt_ids=(1,) * 5, token_ids=(2,) * n) for n in range(1, 9)]
+    asked.append(Continuation(id="none", prompt_ids=(), token_ids=(2,)))
+    fitting, refused = weighable(asked, context=10, engine=engine)
+    assert [len(one.token_ids) for one in fitting] == list(range(1, longest + 1))
+    assert [one.code for one in refused] == ["prompt_too_long"] * (8 - longest) + ["empty_prompt"]
+    assert " = 11 tokens" in refused[0].error
+    assert weighable(asked[:8], context=0, engine=engine) == (asked[:8], [])

@@ -9,7 +9,7 @@ import pytest
 
 from data.s3_server import DENIED, SECRET, behind_tls, objects, use_server
 from fitune.errors import DataError, StoreError
-from fitune.stores import digests, patience, reading, writing
+from fitune.stores import opening, reading, writing
 from fitune.stores.writing import Store
 from optional_libraries import NEEDS_S3
 
@@ -121,7 +121,7 @@ def test_files_that_killed_uploads_left_are_not_sent_again(wire, bucket, folder)
 def test_a_large_file_is_sent_in_parts_and_known_by_the_hash_of_its_parts(
     wire, bucket, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(digests, "_PART_BYTES", 5 * 2**20)
+    monkeypatch.setattr(reading, "_PART_BYTES", 5 * 2**20)
     file = tmp_path / "large.bin"
     file.write_bytes(bytes(range(256)) * 2**12 * 11)  # 11 MiB: parts of 5, 5 and 1
     store = Store(f"s3://{bucket}/x")
@@ -234,7 +234,7 @@ def ask_at(address, monkeypatch):
 
 
 def test_a_server_that_never_answers_is_not_waited_for(bucket, monkeypatch):
-    monkeypatch.setattr(patience, "ANSWER_S", 0.3)
+    monkeypatch.setattr(opening, "ANSWER_S", 0.3)
     for address in listening(b""):
         ask_at(address, monkeypatch)
         with pytest.raises(
@@ -251,8 +251,8 @@ def test_a_store_that_falls_silent_is_given_up_with_what_was_sent_and_asked_agai
 ):
     store, more = Store(f"s3://{bucket}/x"), [f"{number}.bin" for number in range(40)]
     store.put_file(folder / "one.bin", "one.bin")
-    monkeypatch.setattr(patience, "SILENT_S", 0.2)
-    monkeypatch.setattr(patience, "ANSWER_S", 0.2)
+    monkeypatch.setattr(opening, "SILENT_S", 0.2)
+    monkeypatch.setattr(opening, "ANSWER_S", 0.2)
     for name in more:
         (folder / name).write_bytes(b"5" * 3_000)
     wire.is_silent = True
@@ -266,7 +266,7 @@ def test_a_store_that_falls_silent_is_given_up_with_what_was_sent_and_asked_agai
     with pytest.raises(StoreError, match="did not answer within 0.2 s"):
         put(store, folder)
     wire.is_silent = False
-    monkeypatch.setattr(patience, "ANSWER_S", 30)
+    monkeypatch.setattr(opening, "ANSWER_S", 30)
     put(store, folder)
     assert {f"x/step-1/{name}" for name in FILES} <= objects(bucket).keys()
 
@@ -276,8 +276,8 @@ def test_a_folder_is_fetched_no_further_from_a_store_that_fell_silent(wire, buck
     for name in many:
         store.write(f"many/{name}", b"6" * 3_000)
     there = store.infos("many")
-    monkeypatch.setattr(patience, "SILENT_S", 0.2)
-    monkeypatch.setattr(patience, "ANSWER_S", 0.2)
+    monkeypatch.setattr(opening, "SILENT_S", 0.2)
+    monkeypatch.setattr(opening, "ANSWER_S", 0.2)
     monkeypatch.setattr(store, "infos", lambda _name: there)  # it falls silent after its list
     opened = []
     monkeypatch.setattr(
@@ -300,12 +300,12 @@ def test_a_slow_part_is_waited_for_while_the_store_answers_at_all(wire, bucket, 
         wire.slow_s = 0.0
         return asked[-1]
 
-    monkeypatch.setattr(patience, "SILENT_S", 0.02)
+    monkeypatch.setattr(opening, "SILENT_S", 0.02)
     monkeypatch.setattr(store._patience, "_is_alive", answers_and_is_quick_again)
     wire.slow_s = 0.1
     put(store, folder)
     assert set(asked) == {True}  # it was asked, and answered each time
-    monkeypatch.setattr(patience, "STUCK_S", 0.05)
+    monkeypatch.setattr(opening, "STUCK_S", 0.05)
     monkeypatch.setattr(store._patience, "_is_alive", is_alive)
     wire.slow_s = 0.2
     with pytest.raises(StoreError, match="nothing was heard"):

@@ -15,9 +15,8 @@ import pytest
 
 from fitune.spec.plan import Tracking
 from fitune.track.feed import Trackers
-from fitune.track.protocol import End
 from fitune.track.record import read_tracked
-from fitune.track.trackers import wanted_trackers
+from fitune.track.trackers import End, wanted_trackers
 from report.conftest import make_run_report
 
 pytestmark = pytest.mark.slow

@@ -14,9 +14,16 @@ from fitune.errors import MissingExtra, RecipeError
 from fitune.files import process_lives
 from fitune.spec.recipe.keys import GROUPS
 from fitune.track.feed import Trackers
-from fitune.track.protocol import End, markdown, scalars
 from fitune.track.record import log_of, read_tracked
-from fitune.track.trackers import TRACKERS, Row, settings_of_environment, wanted_trackers
+from fitune.track.trackers import (
+    TRACKERS,
+    End,
+    Row,
+    markdown,
+    scalars,
+    settings_of_environment,
+    wanted_trackers,
+)
 from jsonl import read_lines
 from report.conftest import make_run_report
 
@@ -212,8 +219,8 @@ def test_a_table_in_markdown():
 def test_the_command_of_tensorboard_can_be_pasted(tmp_path):
     pytest.importorskip("tensorboard")
     from fitune.spec.plan import Tracking
-    from fitune.track.protocol import KILLED, Beginning
     from fitune.track.tensorboard import TensorBoard
+    from fitune.track.trackers import KILLED, Beginning
 
     directory = tmp_path / "my first run"
     directory.mkdir()

@@ -6,7 +6,7 @@ import signal
 import time
 from pathlib import Path
 
-from fitune.track.protocol import Where, scalars
+from fitune.track.trackers import Where, scalars
 
 
 class Toy:

@@ -8,7 +8,7 @@ Two sums hold, and the tests check them:
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from fitune.data.reading.rows import NOT_UTF8, TO_UTF8
@@ -64,11 +64,14 @@ def _tokens(count: int) -> str:
     return f"{format_count(count)} tokens"
 
 
+Doing = Literal["checking", "tokenising", "done"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
     """Progress of the reading."""
 
-    doing: Literal["checking", "tokenising", "done"]
+    doing: Doing
     """Files are hashed; rows are tokenised; once at the end."""
     bytes_read: int
     bytes_in_all: int
@@ -88,24 +91,14 @@ def ignore_reading(_reading: Reading) -> None:
 class Progress:
     """Counts what is read and made and tells ``watch``; called with nothing new, it lets the watcher stop."""
 
-    def __init__(self, watch: Watch, *, in_all: int) -> None:
-        self._watch, self._in_all = watch, in_all
-        self._read = self._rows = self._tokens = 0
+    def __init__(self, watch: Watch, *, doing: Doing = "tokenising", in_all: int = 0) -> None:
+        self._watch = watch
+        self.so_far = Reading(doing=doing, bytes_read=0, bytes_in_all=in_all)
 
-    def __call__(
-        self,
-        read: int = 0,
-        *,
-        rows: int = 0,
-        tokens: int = 0,
-        doing: Literal["tokenising", "done"] = "tokenising",
-    ) -> None:
-        self._read += read
-        self._rows += rows
-        self._tokens += tokens
-        self._watch(
-            Reading(
-                doing=doing, bytes_read=self._read, bytes_in_all=self._in_all, rows=self._rows,
-                tokens=self._tokens,
-            )
+    def __call__(self, read: int = 0, *, rows: int = 0, tokens: int = 0, doing: Doing | None = None) -> None:
+        now = self.so_far
+        self.so_far = replace(
+            now, doing=doing or now.doing, bytes_read=now.bytes_read + read, rows=now.rows + rows,
+            tokens=now.tokens + tokens,
         )  # fmt: skip
+        self._watch(self.so_far)

@@ -14,17 +14,15 @@ from typing import Any
 import numpy as np
 
 from fitune.data import cache
-from fitune.data.conversations.detection import detect_format
-from fitune.data.conversations.formats import to_example
+from fitune.data.conversations.formats import detect_format, to_example
 from fitune.data.conversations.messages import Conversation, Example
 from fitune.data.dataset import DatasetWriter, TokenDataset
 from fitune.data.ledger import LEFT_OUT, Progress, describe_dropped, hint_for_dropped
 from fitune.data.reading.rows import BadRow
 from fitune.data.reading.sources import read_rows, with_skip_hint
-from fitune.data.tokenising import MOST_TEXT_AT_ONCE, RowTokeniser, TokenRows, text_size
-from fitune.data.tokenising_processes import Job, tokenised
+from fitune.data.tokenising import MOST_TEXT_AT_ONCE, RowTokeniser, TokenRows, text_size, tokenised
 from fitune.errors import DataError
-from fitune.spec.plan import DataFormat, DataSource
+from fitune.spec.plan import DataFormat, DataPlan, DataSource
 from fitune.spec.reports import Ledger
 
 FIRST_CONVERSATIONS = 64
@@ -134,8 +132,8 @@ _Placed = tuple[Example, _Part, int]
 class Making:
     """One making of the datasets."""
 
-    def __init__(self, job: Job, folder: Path, tokenise: RowTokeniser, progress: Progress) -> None:
-        self._job, self._data, self._tokenise, self._progress = job, job.data, tokenise, progress
+    def __init__(self, data: DataPlan, folder: Path, tokenise: RowTokeniser, progress: Progress) -> None:
+        self._data, self._tokenise, self._progress = data, tokenise, progress
         with cache.writing(folder.parent):
             self._train, self._held_out = _Part(folder / "train"), _Part(folder / "eval")
         self._formats: list[str] = []
@@ -177,7 +175,7 @@ class Making:
                 under_way.append(batch)
                 yield [example for example, _, _ in batch]
 
-        made = tokenised(batches(), self._job, self._tokenise, beat=self._progress)
+        made = tokenised(batches(), self._tokenise, beat=self._progress)
         with closing(made):
             for rows in made:
                 batch = under_way.pop(0)
@@ -222,24 +220,21 @@ class Making:
 def _batches(examples: Iterator[_Placed]) -> Iterator[list[_Placed]]:
     """At most _BATCH_ROWS rows and about MOST_TEXT_AT_ONCE letters. What came before an error comes first."""
     batch: list[_Placed] = []
-    size = 0
+    size, failed = 0, None
     try:
         for placed in examples:
             own = text_size(placed[0])
-            if batch and size + own > MOST_TEXT_AT_ONCE:
+            if len(batch) == _BATCH_ROWS or (batch and size + own > MOST_TEXT_AT_ONCE):
                 yield batch
                 batch, size = [], 0
             batch.append(placed)
             size += own
-            if len(batch) == _BATCH_ROWS:
-                yield batch
-                batch, size = [], 0
-    except DataError:
-        if batch:
-            yield batch
-        raise
+    except DataError as error:
+        failed = error
     if batch:
         yield batch
+    if failed is not None:
+        raise failed
 
 
 def _chosen(rows: TokenRows, mine: np.ndarray) -> TokenRows:

@@ -18,12 +18,11 @@ from fitune.data import cache
 from fitune.data.conversations.messages import Conversation
 from fitune.data.conversations.templates import load_template
 from fitune.data.dataset import Facts, TokenDataset
-from fitune.data.ledger import Progress, Reading, Watch, ignore_reading
+from fitune.data.ledger import Progress, Watch, ignore_reading
 from fitune.data.making import Making, PreparedData
 from fitune.data.reading.files import sample_size
 from fitune.data.reading.sources import content_key
 from fitune.data.tokenising import RowTokeniser
-from fitune.data.tokenising_processes import Job
 from fitune.errors import DataError, FituneError, StoreError
 from fitune.spec.plan import DataPlan, DataSource
 from fitune.spec.reports import Ledger
@@ -42,16 +41,9 @@ class Contents(NamedTuple):
 
 def contents_of(data: DataPlan, *, watch: Watch = ignore_reading) -> Contents:
     """Reads every source once. ``watch`` may raise to stop. Raises DataError for a source that is not there."""
-    size = 0
-
-    def find(count: int) -> None:
-        """Adds ``count`` bytes to the size of the sources and tells ``watch``, which may raise to stop."""
-        nonlocal size
-        size += count
-        watch(Reading(doing="checking", bytes_read=size, bytes_in_all=0))
-
+    find = Progress(watch, doing="checking")
     keys = [content_key(source, on_bytes=find) for source in (*data.sources, *data.eval_sources)]
-    return Contents(tuple(keys), size)
+    return Contents(tuple(keys), find.so_far.bytes_read)
 
 
 def prepare_data(
@@ -100,9 +92,6 @@ def prepare_data(
     entry = cache.folder_of(data.cache_dir) / cache.key_of(
         _settings(data, contents, seq_len=seq_len, seed=seed), tokenizer=tokenizer, template=template.source
     )
-    job = Job(
-        data=data, tokenizer=tokenizer, template=template.source, template_name=template.name, seq_len=seq_len
-    )
     with shared_cache(data.cache_dir, beat=progress, on_note=on_note) as shared:
         if shared is not None and sends:
             shared.require_ready(entry)
@@ -112,7 +101,7 @@ def prepare_data(
         if prepared is None:
             tokenise = RowTokeniser(data, template, seq_len=seq_len)
             with cache.making(entry) as folder:
-                prepared = Making(job, folder, tokenise, progress).run(seed)
+                prepared = Making(data, folder, tokenise, progress).run(seed)
                 _publish(prepared, folder, entry, tokenizer_path, progress)
         if shared is not None and sends:
             shared.send(entry)
@@ -164,16 +153,13 @@ def _from_cache(entry: Path, progress: Progress, on_note: Callable[[str], None])
         content = cache.read_entry(entry, beat=progress)
         if content is None:
             return None
-        has_eval = content["eval_ledger"] is not None
-        return PreparedData(
-            train=TokenDataset.load(entry / "train", from_data(Facts, content["train_facts"])),
-            train_ledger=from_data(Ledger, content["train_ledger"]),
-            eval=TokenDataset.load(entry / "eval", from_data(Facts, content["eval_facts"]))
-            if has_eval
-            else None,
-            eval_ledger=from_data(Ledger, content["eval_ledger"]) if has_eval else None,
-            eval_examples=[from_data(Conversation, item) for item in content["eval_examples"]],
-        )
+        found: dict[str, Any] = {}
+        for part in ("train", "eval"):
+            ledger, facts = content[f"{part}_ledger"], content[f"{part}_facts"]
+            found[part] = ledger and TokenDataset.load(entry / part, from_data(Facts, facts))
+            found[f"{part}_ledger"] = ledger and from_data(Ledger, ledger)
+        examples = [from_data(Conversation, item) for item in content["eval_examples"]]
+        return PreparedData(**found, eval_examples=examples)
     except (OSError, ValueError, KeyError):  # removed by another process since it was compared
         return None
     except cache.Damaged as damaged:

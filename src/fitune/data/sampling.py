@@ -1,7 +1,7 @@
 """The first rows of the data, to guess an epoch from before anything is tokenised. Neither torch nor transformers."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -29,13 +29,8 @@ TOKENS_PER_MESSAGE = 5
 """Marks of a chat template around a message, as Llama 3 and ChatML have them."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Length:
-    """Bytes of text of one example, the share of them that is learned, and tokens of the template around them."""
-
-    text: int
-    learned: int
-    marks: int
+_Length = tuple[int, int, int]
+"""Bytes of text of one example, those of them that are learned, and tokens of the template around them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +58,11 @@ class RowSample:
         """Returns an epoch as these rows let it look. Raises DataError when no row is left."""
         data, samples = self.data, self.samples
         weighted = [
-            (one.places * (1 - data.val_fraction) / len(one.lengths), lengths)
+            (
+                one.places * (1 - data.val_fraction) / len(one.lengths),
+                _cut(one.lengths, self.bytes_per_token, data, seq_len=batch.seq_len),
+            )
             for one in samples
-            for lengths in (_cut(one.lengths, self.bytes_per_token, data, seq_len=batch.seq_len),)
         ]
         rows = sum(len(one.lengths) for one in samples)
         how = "" if all(one.is_whole for one in samples) else f"from the first {rows:,} rows "
@@ -145,40 +142,43 @@ def _read(source: DataSource, *, train_on_prompt: bool) -> _Sample | None:
         return None
     lengths: list[_Length] = []
     texts: list[str] = []
+    bad: Counter[str] = Counter()
     told = rows_when_told = size = 0
+    first: BadRow | None = None
 
     def on_bytes(count: int) -> None:
         """Adds ``count`` to the bytes read, and notes the number of rows so far."""
         nonlocal told, rows_when_told
         told, rows_when_told = told + count, len(lengths)
 
-    bad: Counter[str] = Counter()
-    first: list[BadRow] = []
-    examples = _examples(replace(source, path=path, sample=0), on_bytes, bad, first)
-    is_whole = True
-    for example in examples:
+    def examples() -> Iterator[Example]:
+        """The rows that can be read as examples; the others are counted in ``bad``."""
+        nonlocal first
+        one = replace(source, path=path, sample=0)
+        for row in read_rows(
+            one, on_bad_row="skip", count_bad=lambda why: bad.update([why]), on_bytes=on_bytes
+        ):
+            try:
+                yield to_example(row, format=source.format, columns=source.columns)
+            except BadRow as error:
+                bad[error.reason] += 1
+                first = first or error
+
+    read, is_whole = examples(), True
+    for example in read:
         lengths.append(_length(example, train_on_prompt=train_on_prompt))
         texts.append(example.text)
-        size += lengths[-1].text
+        size += lengths[-1][0]
         if len(lengths) == MOST_ROWS or size > MOST_TEXT:
-            is_whole = next(examples, None) is None
+            is_whole = next(read, None) is None
             break
     if not lengths:
-        raise DataError(
-            f"{path}: no row that can be trained on"
-            + (
-                f", from the first: {first[0].message}"
-                if first
-                else f": {describe_dropped(bad)}"
-                if bad
-                else ""
-            ),
-            hint=first[0].hint
-            if first
-            else hint_for_dropped(bad)
-            if bad
-            else "is it the right file and split?",
-        )
+        cause, hint = "", "is it the right file and split?"
+        if first is not None:
+            cause, hint = f", from the first: {first.message}", first.hint or ""
+        elif bad:
+            cause, hint = f": {describe_dropped(bad)}", hint_for_dropped(bad)
+        raise DataError(f"{path}: no row that can be trained on{cause}", hint=hint or None)
     rows = float(len(lengths))
     if not is_whole and rows_when_told:
         rows = max(rows, rows_when_told * sum(Path(name).stat().st_size for name in files) / told)
@@ -194,31 +194,14 @@ def _files_of(source: DataSource) -> tuple[str, ...] | None:
     return None if isinstance(place, HubDataset) else place
 
 
-def _examples(
-    source: DataSource, on_bytes: Callable[[int], None], bad: Counter[str], first: list[BadRow]
-) -> Iterator[Example]:
-    """The rows that can be read as examples; the others are counted in ``bad``, and one goes into ``first``."""
-
-    def count(reason: str) -> None:
-        """Counts one row that cannot be trained on."""
-        bad[reason] += 1
-
-    for row in read_rows(source, on_bad_row="skip", count_bad=count, on_bytes=on_bytes):
-        try:
-            yield to_example(row, format=source.format, columns=source.columns)
-        except BadRow as error:
-            count(error.reason)
-            first += [error] if not first else []
-
-
 def _length(example: Example, *, train_on_prompt: bool) -> _Length:
     if isinstance(example, Text):
         size = len(example.text.encode())
-        return _Length(size, size, 1)
+        return size, size, 1
     sizes = [(m.role, len(f"{m.thought}{m.text}".encode())) for m in example.messages]
     text = len(example.tools.encode()) + sum(size for _, size in sizes)
     learned = sum(size for role, size in sizes if train_on_prompt or role == "assistant")
-    return _Length(text, learned, 1 + TOKENS_PER_MESSAGE * len(sizes))
+    return text, learned, 1 + TOKENS_PER_MESSAGE * len(sizes)
 
 
 def _cut(
@@ -226,9 +209,9 @@ def _cut(
 ) -> list[tuple[int, int]]:
     """(tokens, learned tokens) of each row after ``on_long_row``."""
     rows = []
-    for one in lengths:
-        tokens = max(2, round(one.text / per_token) + one.marks)
-        share = one.learned / one.text if one.text else 0.0
+    for text, learned, marks in lengths:
+        tokens = max(2, round(text / per_token) + marks)
+        share = learned / text if text else 0.0
         pieces = [tokens]
         if tokens > seq_len and data.on_long_row == "drop":
             pieces = []

@@ -1,11 +1,16 @@
 """Examples to rows of token ids that fit the context, with every token accounted for."""
 
-from collections.abc import Iterator, Sequence
+import os
+import pickle
+import sys
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import cycle
 
 import numpy as np
 
+from fitune.child import Beat, Child, ChildEnded, requests
 from fitune.data.conversations.messages import Example, Text
 from fitune.data.conversations.rendering import Piece
 from fitune.data.conversations.templates import ChatTemplate, EncodedRows, TokenizerFailed
@@ -52,14 +57,12 @@ class RowTokeniser:
     def __call__(self, examples: Sequence[Example]) -> TokenRows:
         """The rows of ``examples`` in their order; never more text at once in the tokenizer than MOST_TEXT_AT_ONCE."""
         rows = _Rows()
-        waiting: list[tuple[Example, list[Piece]] | BadRow] = []
+        waiting: list[tuple[Example, list[Piece] | BadRow]] = []
         text = 0
         try:
             for example, laid_out in zip(examples, self._template.lay_out_rows(examples), strict=True):
-                if isinstance(laid_out, BadRow):
-                    waiting.append(laid_out)
-                else:
-                    waiting.append((example, laid_out))
+                waiting.append((example, laid_out))
+                if not isinstance(laid_out, BadRow):
                     text += sum(len(piece.text) for piece in laid_out)
                 if text > MOST_TEXT_AT_ONCE:
                     self._encode(waiting, rows)
@@ -71,52 +74,53 @@ class RowTokeniser:
             return TokenRows(error=error)
         return rows.joined()
 
-    def _encode(self, waiting: Sequence[tuple[Example, list[Piece]] | BadRow], rows: "_Rows") -> None:
+    def _encode(self, waiting: Sequence[tuple[Example, list[Piece] | BadRow]], rows: "_Rows") -> None:
         try:
             encoded = self._template.encode_rows(
-                [each[1] for each in waiting if not isinstance(each, BadRow)],
+                [row for _, row in waiting if not isinstance(row, BadRow)],
                 empty_thoughts=self._data.train_on_empty_thinking,
             )
         except TokenizerFailed as failed:
-            for each in waiting:  # finds the row
-                alone = (
-                    failed.of_row(each[0].where)
-                    if len(waiting) == 1 and not isinstance(each, BadRow)
-                    else each
-                )
-                self._encode([alone], rows)
+            for example, row in waiting:  # finds the row
+                is_found = len(waiting) == 1 and not isinstance(row, BadRow)
+                self._encode([(example, failed.of_row(example.where) if is_found else row)], rows)
             return
         if self._data.train_on_prompt:
             encoded.supervised[:] = True
-        uncut = _uncut(encoded)
-        for each in waiting:
-            if not isinstance(each, BadRow):
-                self._cut(encoded, next(uncut), each[0].where, rows)
+        ends = encoded.ends
+        begins = np.concatenate([[0], ends[:-1]]).astype(np.int64)[: len(ends)]
+        before = np.concatenate([[0], np.cumsum(encoded.supervised)])
+        learned = before[ends] - before[np.minimum(begins + 1, ends)]  # counted for all rows at once
+        uncut = zip(begins.tolist(), ends.tolist(), learned.tolist(), strict=True)
+        for example, row in waiting:
+            if not isinstance(row, BadRow):
+                self._cut(encoded, *next(uncut), example.where, rows)
             elif self._data.on_bad_row == "error":
-                raise with_skip_hint(each)
+                raise with_skip_hint(row)
             else:
-                rows.fates.append(Fate(reason=each.reason))
+                rows.fates.append(Fate(reason=row.reason))
 
-    def _cut(self, encoded: EncodedRows, row: "_Uncut", where: str, rows: "_Rows") -> None:
-        """Keep what of the row fits and can be learned."""
-        length = row.end - row.begin
-        parts = [(row.begin + begin, row.begin + end) for begin, end in self._parts(length, where)]
-        learned = [row.learned]
-        if parts != [(row.begin, row.end)]:
+    def _cut(
+        self, encoded: EncodedRows, first: int, past: int, learned_uncut: int, where: str, rows: "_Rows"
+    ) -> None:
+        """Keep what of the row, from ``first`` to ``past``, fits and can be learned."""
+        length = past - first
+        parts = [(first + begin, first + end) for begin, end in self._parts(length, where)]
+        learned = [learned_uncut]
+        if parts != [(first, past)]:
             # the first token of a part is not learned: nothing stands before it
             learned = [int(encoded.supervised[begin + 1 : end].sum()) for begin, end in parts]
         kept = [part for part, count in zip(parts, learned, strict=True) if count]
         rows.ids += [encoded.ids[begin:end] for begin, end in kept]
         rows.supervised += [encoded.supervised[begin:end] for begin, end in kept]
+        too_long = TOO_LONG[1 if parts else 0]
+        reason = too_long if length > self._seq_len else "nothing to learn"
         rows.fates.append(
             Fate(
-                tokens=length,
-                rows=len(kept),
-                kept=sum(end - begin for begin, end in kept),
-                supervised=sum(learned),
-                reason="" if kept else self._reason(length, parts),
+                tokens=length, rows=len(kept), kept=sum(end - begin for begin, end in kept), supervised=sum(learned),
+                reason="" if kept else reason,
             )
-        )
+        )  # fmt: skip
 
     def _parts(self, length: int, where: str) -> list[tuple[int, int]]:
         """The stretches of a row that become rows, as ``on_long_row`` says."""
@@ -131,28 +135,6 @@ class RowTokeniser:
                 hint=f"seq_len {length}, or on_long_row: truncate, split or drop",
             )
         return []
-
-    def _reason(self, length: int, parts: list[tuple[int, int]]) -> str:
-        if not parts:
-            return TOO_LONG[0]
-        return TOO_LONG[1] if length > self._seq_len else "nothing to learn"
-
-
-class _Uncut(NamedTuple):
-    """A row before it is cut."""
-
-    begin: int
-    end: int
-    learned: int
-
-
-def _uncut(encoded: EncodedRows) -> Iterator[_Uncut]:
-    """The rows one by one; what they learn is counted for all of them at once."""
-    ends = encoded.ends
-    begins = np.concatenate([[0], ends[:-1]]).astype(np.int64)[: len(ends)]
-    before = np.concatenate([[0], np.cumsum(encoded.supervised)])
-    learned = before[ends] - before[np.minimum(begins + 1, ends)]
-    return map(_Uncut, begins.tolist(), ends.tolist(), learned.tolist())
 
 
 class _Rows:
@@ -182,3 +164,99 @@ def text_size(example: Example) -> int:
     return len(example.tools) + sum(
         len(m.thought) + len(m.text if m.calls else m.content) for m in example.messages
     )
+
+
+_WORTH_A_START = 2**21
+"""Characters that are tokenised here before other processes are started: about as long as a start takes."""
+_AHEAD = 3
+"""Batches that are on their way to each process: none waits for work, and memory stays bounded."""
+_MOST_PROCESSES = 16
+
+
+def tokenised(
+    batches: Iterator[list[Example]], tokenise: RowTokeniser, *, beat: Beat
+) -> Generator[TokenRows, None, None]:
+    """The rows of every batch, in order. A small dataset is tokenised here, the rest of a large one in one
+    process for each core. ``beat`` is called several times a second, and may raise to stop.
+
+    An error of ``batches`` is raised after the rows before it: the first bad row is named, however many processes.
+    """
+    here = 0
+    for batch in batches:
+        size = sum(map(text_size, batch))
+        if here + size > _WORTH_A_START or size > MOST_TEXT_AT_ONCE:
+            yield from _by_processes(batch, batches, tokenise, beat=beat, count=_cores())
+            return
+        beat()
+        here += size
+        yield tokenise(batch)
+
+
+def _cores() -> int:
+    return min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
+
+
+def _by_processes(
+    first: list[Example], rest: Iterator[list[Example]], tokenise: RowTokeniser, *, beat: Beat, count: int
+) -> Iterator[TokenRows]:
+    started = [Child("fitune.data.tokenising", beat=beat) for _ in range(count)]
+    waiting: deque[tuple[Child, list[Example]]] = deque()
+    failed: DataError | None = None
+    try:
+        setup = pickle.dumps(tokenise)
+        for child in started:
+            child.send(setup)
+        turns = cycle(started)
+        batch: list[Example] | None = first
+        while batch is not None:
+            child = next(turns)
+            waiting.append((child, batch))
+            try:
+                child.send(pickle.dumps(batch))  # whole examples: what a row has beside text is not lost
+            except ChildEnded as ended:
+                unanswered = next(each for owner, each in waiting if owner is child)
+                raise _lost(unanswered, ended) from None
+            if len(waiting) >= _AHEAD * count:
+                yield _answer(*waiting.popleft())
+            beat()
+            try:
+                batch = next(rest, None)
+            except DataError as error:
+                failed, batch = error, None
+        while waiting:
+            yield _answer(*waiting.popleft())
+    finally:
+        for child in started:
+            child.close()
+    if failed is not None:
+        raise failed
+
+
+def _answer(child: Child, batch: list[Example]) -> TokenRows:
+    try:
+        rows: TokenRows = pickle.loads(child.receive())
+        return rows
+    except ChildEnded as ended:
+        raise _lost(batch, ended) from None
+
+
+def _lost(batch: Sequence[Example], ended: ChildEnded) -> DataError:
+    return DataError(
+        f"a process that tokenises ended with {ended.how} at {batch[0].where} or in the {len(batch) - 1} rows after it",
+        hint="was memory short? leave out rows of many megabytes, or start anew with more memory",
+    )
+
+
+def main() -> None:
+    """Main function of the other process: receives what tokenises, then batches."""
+    messages = requests(sys.argv)
+    _, setup = next(messages)
+    tokenise: RowTokeniser = pickle.loads(setup)
+    for connection, message in messages:
+        connection.send_bytes(pickle.dumps(tokenise(pickle.loads(message))))
+
+
+if __name__ == "__main__":
+    from fitune.data import tokenising  # what travels is pickled by that name, not as __main__'s
+
+    tokenising.main()

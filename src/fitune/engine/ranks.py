@@ -192,7 +192,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 MEETING = timedelta(minutes=10)
-"""Longest wait for all ranks to be there, as long as that of several nodes for each other (launch/nodes.py)."""
+"""Longest wait for all ranks to be there, as long as that of several nodes for each other (launch/place.py)."""
 
 
 _LAUNCHERS = (

@@ -25,33 +25,6 @@ RECIPE = "/etc/fitune/recipe.yaml"
 PRODUCT_LABEL = "nvidia.com/gpu.product"
 """NVIDIA's feature discovery, which its GPU operator brings, writes the driver's name of the card there."""
 
-_PRODUCTS: dict[str, tuple[str, ...]] = {
-    "t4": ("Tesla-T4",),
-    "v100-16gb": ("Tesla-V100-SXM2-16GB", "Tesla-V100-PCIE-16GB"),
-    "v100-32gb": ("Tesla-V100-SXM2-32GB", "Tesla-V100-SXM3-32GB", "Tesla-V100-PCIE-32GB"),
-    "a10": ("NVIDIA-A10",),
-    "a10g": ("NVIDIA-A10G",),
-    "a30": ("NVIDIA-A30",),
-    "a40": ("NVIDIA-A40",),
-    "a100-40gb": ("NVIDIA-A100-SXM4-40GB", "NVIDIA-A100-PCIE-40GB"),
-    "a100-80gb": ("NVIDIA-A100-SXM4-80GB", "NVIDIA-A100-80GB-PCIe"),
-    "l4": ("NVIDIA-L4",),
-    "l40": ("NVIDIA-L40",),
-    "l40s": ("NVIDIA-L40S",),
-    "h100": ("NVIDIA-H100-80GB-HBM3",),
-    "h100-pcie": ("NVIDIA-H100-PCIe",),
-    "h100-nvl": ("NVIDIA-H100-NVL",),
-    "h200": ("NVIDIA-H200",),
-    "b200": ("NVIDIA-B200",),
-    "rtx-a5000": ("NVIDIA-RTX-A5000",),
-    "rtx-a6000": ("NVIDIA-RTX-A6000",),
-    "rtx-6000-ada": ("NVIDIA-RTX-6000-Ada-Generation",),
-    "rtx-3090": ("NVIDIA-GeForce-RTX-3090",),
-    "rtx-4090": ("NVIDIA-GeForce-RTX-4090",),
-    "rtx-5090": ("NVIDIA-GeForce-RTX-5090",),
-}
-"""Canonical name -> values of the product label: what nvidia-smi prints, with '-' for spaces."""
-
 _HEAD: dict[str, Any] = {
     "memory_bytes": 8 * GIB,
     "cpus": 2,
@@ -228,12 +201,13 @@ def node_selector(settings: JobSettings | Compute) -> dict[str, str]:
 
 def products(gpu: str) -> tuple[str, ...]:
     """Values of the product label. Raises HardwareError for a card whose label is not known."""
-    if gpu not in _PRODUCTS:
+    known = _template("products")
+    if gpu not in known:
         raise HardwareError(
             f"the label of nodes with {gpu} is not known",
             hint=f"--set job.node_selector.KEY=VALUE, or job.instance_type=NAME; NVIDIA's key is {PRODUCT_LABEL}",
         )
-    return _PRODUCTS[gpu]
+    return tuple(known[gpu])
 
 
 def quantity(size: int) -> str:

@@ -7,22 +7,16 @@ own timeouts do not end it (``TCPStore.check`` on a stopped server hung for 40 s
 
 import json
 import os
-import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import psutil
-
-from fitune.errors import FituneError, HardwareError, NodeFailed, RecipeError, first_line
-
-TIMEOUT_SECONDS = 600.0
-"""Longest wait of a node for the others to come: machines of one job may start minutes apart."""
+from fitune.errors import FituneError, HardwareError, NodeFailed, first_line
+from fitune.launch.place import Place, is_own_address
 
 SILENCE_SECONDS = 60.0
 """A launcher that gives no sign for so long is lost: its machine is off, or the network between them is."""
@@ -32,58 +26,6 @@ _BEAT_SECONDS = 2.0
 _LOOK_SECONDS = 0.1
 _ASKING_SECONDS = 2.0
 _FAILED = "failed"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """One node of a job, and the address at which all meet."""
-
-    node: int
-    nodes: int
-    host: str
-    port: int
-    timeout_s: float = TIMEOUT_SECONDS
-
-    @property
-    def address(self) -> str:
-        """``host:port``, with brackets around an IPv6 host."""
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-
-def place_of(*, node: int | None, nodes: int, rendezvous: str, timeout_s: float = TIMEOUT_SECONDS) -> Place:
-    """The place that the command line says. Raises RecipeError for one that cannot be."""
-    if nodes < 2:
-        raise RecipeError(
-            f"--node-rank and --rendezvous are for several nodes, and the recipe says nodes: {nodes}",
-            hint="--nodes 2, or leave both out",
-        )
-    if node is None:
-        raise RecipeError("--rendezvous has no --node-rank", hint=f"--node-rank 0 to {nodes - 1}, one each")
-    if not 0 <= node < nodes:
-        raise RecipeError(f"--node-rank is {node}, and nodes is {nodes}", hint=f"0 to {nodes - 1}")
-    if not rendezvous:
-        raise RecipeError(
-            f"--node-rank {node} has no --rendezvous",
-            hint="--rendezvous HOST:PORT, the same on every node: an address of node 0 and a free port there",
-        )
-    host, port = meeting_address(rendezvous)
-    if not 0 < timeout_s < float("inf"):
-        raise RecipeError(f"--rendezvous-timeout {timeout_s:g} is no number of seconds", hint="e.g. 600")
-    return Place(node=node, nodes=nodes, host=host.strip("[]"), port=port, timeout_s=timeout_s)
-
-
-def host_and_port(address: str) -> tuple[str, int] | None:
-    """The two parts of ``HOST:PORT`` (``[::1]:PORT`` for IPv6); None for anything else."""
-    found = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^\s/:\[\]]+):(\d{1,5})", address, re.ASCII)
-    return (found[1], int(found[2])) if found and 0 < int(found[2]) < 2**16 else None
-
-
-def meeting_address(rendezvous: str) -> tuple[str, int]:
-    """Host and port of --rendezvous. Raises RecipeError."""
-    found = host_and_port(rendezvous)
-    if found is None:
-        raise RecipeError(f"--rendezvous {rendezvous!r} is not HOST:PORT", hint="--rendezvous 10.0.0.1:29400")
-    return found
 
 
 class OneNode:
@@ -376,7 +318,7 @@ def _reached_store(place: Place) -> Any:
 def _never_came(place: Place, missing: list[int]) -> HardwareError:
     names = ", ".join(map(str, missing))
     there = (
-        "" if place.node or _is_own_address(place.host) else f" ({place.host} is no address of this machine)"
+        "" if place.node or is_own_address(place.host) else f" ({place.host} is no address of this machine)"
     )
     return HardwareError(
         f"waited {place.timeout_s:g} s at {place.address}{there} for {place.nodes} nodes: "
@@ -384,29 +326,3 @@ def _never_came(place: Place, missing: list[int]) -> HardwareError:
         hint=f"fitune train … --node-rank {missing[0]} --rendezvous {place.address} there; longer: "
         f"--rendezvous-timeout {2 * place.timeout_s:g}",
     )
-
-
-def interface_towards(host: str, port: int) -> str:
-    """The name of this machine's network interface on the way to ``host``; empty when it is not found."""
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as asking:
-            asking.connect(address)  # of datagrams: nothing is sent
-            return next(_interfaces_at(asking.getsockname()[0]), "")
-    except OSError:
-        return ""
-
-
-def _interfaces_at(address: str) -> Iterator[str]:
-    for name, all_of in psutil.net_if_addrs().items():
-        if address in (each.address for each in all_of):
-            yield name
-
-
-def _is_own_address(host: str) -> bool:
-    """True if ``host`` names this machine."""
-    try:
-        found = {str(each[4][0]) for each in socket.getaddrinfo(host, None)}
-    except OSError:
-        return False
-    return any(address.startswith("127.") or any(_interfaces_at(address)) for address in found)

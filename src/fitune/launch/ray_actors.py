@@ -9,9 +9,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from fitune.errors import FituneError, HardwareError
 from fitune.launch.ray_cluster import last_words, loaded_ray
@@ -28,22 +28,6 @@ _AHEAD = 4
 """Pieces for each actor that are begun or done while the oldest one is not."""
 
 
-class Worker(Protocol):
-    """An actor of the pool."""
-
-    def hello(self) -> str:
-        """Process and machine that it runs on, in words."""
-        ...
-
-    def work(self, piece: Any, ahead: Any) -> Any:
-        """The result of a piece; ``ahead`` is the one that comes next, or None."""
-        ...
-
-    def done(self) -> int:
-        """Parts of the present piece that are done; asked beside ``work``."""
-        ...
-
-
 @dataclass(slots=True, eq=False)
 class _Member(Generic[Piece]):
     actor: Any
@@ -51,23 +35,23 @@ class _Member(Generic[Piece]):
     """Ray's reference to the result of the actor's present call; None while it is free."""
     where: str = ""
     """Empty until it has a place."""
-    task: tuple[int, Piece] | None = None
-    """Number and piece that it works at."""
-    ahead: tuple[int, Piece] | None = None
-    """The piece that it is given next, unless somebody else is free before."""
+    held: list[tuple[int, Piece]] = field(default_factory=list)
+    """The numbered piece that it works at, and the one that it is given next, unless somebody else is free before."""
 
 
 class ActorPool(Generic[Piece, Result]):
     """``workers`` actors, each ``kind(*words)`` with the resources ``each``; ``restarts`` of them may die in all.
 
+    An actor says by ``hello()`` where it runs, ``work(piece, ahead)`` returns the result of a piece (``ahead`` is the
+    one that comes next, or None), and ``done()``, asked beside it, how many parts of the piece are done.
     ``told`` hears of each death in words. As a context manager it ends them all.
     """
 
     def __init__(
-        self, kind: Callable[..., Worker], words: tuple[Any, ...], *, workers: int, each: Mapping[str, float],
+        self, kind: Callable[..., Any], words: tuple[Any, ...], *, workers: int, each: Mapping[str, float],
         restarts: int, told: Callable[[str], None],
     ) -> None:  # fmt: skip
-        ray = loaded_ray()
+        self._ray = ray = loaded_ray()
         asked = {"CPU": "num_cpus", "GPU": "num_gpus"}
         resources = {asked[name]: amount for name, amount in each.items()}
         options = ray.remote(kind).options(**resources, max_restarts=0, max_concurrency=2)
@@ -82,9 +66,8 @@ class ActorPool(Generic[Piece, Result]):
         return self
 
     def __exit__(self, *_: object) -> None:
-        ray = loaded_ray()
         for member in self._members:
-            ray.kill(member.actor)
+            self._ray.kill(member.actor)
 
     def results(self, pieces: Iterator[Piece], *, look: Callable[[int], None]) -> Iterator[Result]:
         """The result of each piece, in their order. ``look`` is told every other second how many parts are done of the
@@ -114,19 +97,16 @@ class ActorPool(Generic[Piece, Result]):
     def _share_out(self, source: Iterator[tuple[int, Piece]], finished: Mapping[int, Result]) -> None:
         """A piece for each member that is free, and the one that comes next, as far as there are pieces."""
         free = [member for member in self._members if member.promise is None]
-        for member in free:
-            member.task = member.ahead or self._next(source, finished)
-            member.ahead = None
-            waiting = [each for each in self._members if each.ahead is not None]
-            if member.task is None and waiting:  # the oldest piece that waits for a member which is busy
-                oldest = min(waiting, key=lambda each: each.ahead[0] if each.ahead else 0)
-                member.task, oldest.ahead = oldest.ahead, None
-        for member in [member for member in free if member.task is not None]:
-            member.ahead = self._next(source, finished)
-        for member in free:
-            if member.task is not None:
-                ahead = member.ahead and member.ahead[1]
-                member.promise = member.actor.work.remote(member.task[1], ahead)
+        for member in [member for member in free if not member.held]:
+            task = self._next(source, finished)
+            waiting = [each.held for each in self._members if len(each.held) > 1]
+            if task is None and waiting:  # the oldest piece that waits for a member which is busy
+                task = min(waiting, key=lambda held: held[1][0]).pop()
+            member.held += [task] if task is not None else []
+        for member in [member for member in free if member.held]:
+            ahead = self._next(source, finished)
+            member.held += [ahead] if ahead is not None else []
+            member.promise = member.actor.work.remote(member.held[0][1], ahead and ahead[1])
 
     def _next(
         self, source: Iterator[tuple[int, Piece]], finished: Mapping[int, Result]
@@ -141,12 +121,11 @@ class ActorPool(Generic[Piece, Result]):
 
     def _begun(self, finished: Mapping[int, Result]) -> int:
         """Pieces that were taken from the source and whose results were not given out."""
-        held = sum((member.task is not None) + (member.ahead is not None) for member in self._members)
-        return held + len(self._given_back) + len(finished)
+        return sum(len(member.held) for member in self._members) + len(self._given_back) + len(finished)
 
     def _arrived(self) -> dict[int, Result]:
         """Results that came within a second, by the numbers of their pieces."""
-        ray = loaded_ray()
+        ray = self._ray
         busy = {member.promise: member for member in self._members if member.promise is not None}
         came, _ = ray.wait(list(busy), num_returns=len(busy), timeout=0)
         if not came:
@@ -163,11 +142,11 @@ class ActorPool(Generic[Piece, Result]):
             except ray.exceptions.RayError as error:
                 self._replace(member, last_words(error))
                 continue
-            if member.task is None:
+            if not member.where:
                 member.where = value
             else:
-                found[member.task[0]] = value
-            member.promise = member.task = None
+                found[member.held.pop(0)[0]] = value
+            member.promise = None
         if any(member.where for member in self._members):
             self._had_place = time.monotonic()
         elif time.monotonic() - self._had_place > _ROOM_SECONDS:
@@ -178,10 +157,9 @@ class ActorPool(Generic[Piece, Result]):
 
     def _replace(self, member: _Member[Piece], why: str) -> None:
         """Give back the piece of a member that died, and start another one."""
-        ray = loaded_ray()
-        ray.kill(member.actor)  # one that only cannot be reached must not go on
+        self._ray.kill(member.actor)  # one that only cannot be reached must not go on
         self._members.remove(member)
-        self._given_back += [task for task in (member.task, member.ahead) if task is not None]
+        self._given_back += member.held
         lost = f"the worker {member.where}" if member.where else "a worker that was starting"
         if not self._restarts:
             raise HardwareError(
@@ -194,8 +172,8 @@ class ActorPool(Generic[Piece, Result]):
 
     def _parts_done(self) -> int:
         """Parts that the actors have done, of those actors that answer at once: the number is for people to see."""
-        ray = loaded_ray()
-        asked = [member.actor.done.remote() for member in self._members if member.task is not None]
+        ray = self._ray
+        asked = [member.actor.done.remote() for member in self._members if member.held]
         came, _ = ray.wait(asked, num_returns=len(asked), timeout=_ANSWER_SECONDS) if asked else ([], [])
         parts = 0
         for answer in came:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 from ray.core.generated.gcs_pb2 import PlacementGroupTableData
 from ray.train import UserCallback
 from ray.train.torch import TorchConfig
@@ -14,15 +13,14 @@ from ray.train.v2._internal.execution.callback import ControllerCallback
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 import ray
+from fitune.launch.place import interfaces_at
 
 
 def use_own_interface() -> None:
     """Let gloo take the interface with this node's address: it would take the one that this machine's name leads to,
     which often is lo."""
-    own = ray.util.get_node_ip_address()
-    for name, addresses in psutil.net_if_addrs().items():
-        if own in (each.address for each in addresses):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    for name in interfaces_at(ray.util.get_node_ip_address()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 class OwnInterfaceBackend(TorchConfig().backend_cls):  # type: ignore[misc]  # ray does not type it

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fitune.errors import HardwareError, MissingExtra, RecipeError, first_line
-from fitune.launch.nodes import host_and_port
+from fitune.launch.place import host_and_port
 from fitune.units import counted
 
 _REACHING_SECONDS = 5.0

@@ -1,12 +1,12 @@
 """Lines of OpenAI's batch output, and the manifest of a scoring's directory: settings that its answers depend on."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from fitune.errors import RunDirectoryError
 from fitune.files import write_atomically
-from fitune.score.grades.likelihoods import likeliest
 from fitune.score.tasks import Answer
 from fitune.spec.run_directory import LOCK
 from fitune.spec.serial import read_object
@@ -26,33 +26,18 @@ def answer_line(answer: Answer, *, model: str) -> Line:
     line: Line = {"id": f"answer-{asked}", "custom_id": task.id, "response": None, "error": None}
     if answer.error:
         return line | {"error": {"code": answer.code, "message": answer.error, "request_id": asked}}
-    if answer.likelihoods:
-        return line | {"response": _response(asked, _weighed_body(answer, model))}
     prompt, completion = len(task.prompt_ids), answer.completion_tokens
     known = {} if answer.logprob is None else {"logprob": round(answer.logprob, 6)}
-    body = {
-        "object": "chat.completion",
-        "model": model,
-        "choices": [
-            {
-                "index": 0,
-                "message": {"role": "assistant", "content": answer.text},
-                "finish_reason": answer.finish_reason,
-                "token_ids": list(answer.token_ids),
-                **known,
-            }
-        ],
-        "usage": {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-        },
-    }
-    return line | {"response": _response(asked, body)}
-
-
-def _response(request_id: str, body: Line) -> Line:
-    return {"status_code": 200, "request_id": request_id, "body": body}
+    message = {"role": "assistant", "content": answer.text}
+    written = {
+        "index": 0, "message": message, "finish_reason": answer.finish_reason, "token_ids": list(answer.token_ids),
+        **known,
+    }  # fmt: skip
+    usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    body = {"object": "chat.completion", "model": model, "choices": [written], "usage": usage}
+    if answer.likelihoods:
+        body = _weighed_body(answer, model)
+    return line | {"response": {"status_code": 200, "request_id": asked, "body": body}}
 
 
 def _weighed_body(answer: Answer, model: str) -> Line:
@@ -82,6 +67,12 @@ def body_of(line: Line) -> Line:
     """The body of the response; empty where the row carries an error."""
     body: Line = line["response"]["body"] if line["response"] else {}
     return body
+
+
+def likeliest(body: Line, size: Callable[[Any], float] = lambda choice: 1.0) -> int:
+    """The place of the choice with the highest log-probability per ``size``; of equal ones the first."""
+    scores = [choice["logprob"] / size(choice) for choice in body["choices"]]
+    return scores.index(max(scores))
 
 
 def answer_text(line: Line) -> str | None:

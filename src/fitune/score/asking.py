@@ -1,10 +1,16 @@
 """Tasks to answers through an engine: one row that fails fails alone."""
 
+import gc
+import os
+import socket
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from fitune.errors import ScoringFailed
+import torch
+
+from fitune.data.conversations.templates import ChatTemplate
+from fitune.errors import FituneError, ScoringFailed, exit_code_of
 from fitune.score.engines.engine import (
     Completion,
     Continuation,
@@ -12,9 +18,11 @@ from fitune.score.engines.engine import (
     EngineDied,
     Likelihood,
     Request,
-    Sampling,
     failed,
+    listed_stop_ids,
 )
+from fitune.score.engines.opening import open_engine, open_texts
+from fitune.score.plan import ScorePlan
 from fitune.score.tasks import Answer, Task, to_answer
 
 _FAULTS = (RuntimeError, ValueError, IndexError, KeyError)
@@ -22,6 +30,8 @@ _FAULTS = (RuntimeError, ValueError, IndexError, KeyError)
 ENGINE_FAILED = "engine_failed"
 """Code of the error of such a row."""
 
+OpenEngine = Callable[[ScorePlan, Any, ChatTemplate], Engine]
+"""Opens the engine of a plan, beside its tokenizer and template."""
 Asked = Sequence[Request] | Sequence[Continuation]
 Call = Callable[[Engine, Any], Iterator[Any]]
 """Asks an engine for the Completions or Likelihoods of some rows."""
@@ -85,17 +95,16 @@ class Restarted:
 
 
 class Asker:
-    """Asks an engine to write answers, or to weigh given ones where the graders ``weighed_by`` want that."""
+    """Asks the engine of ``plan``, which is opened with the first tasks, to write answers, or to weigh given ones where
+    the graders ``weighed_by`` want that."""
 
     def __init__(
-        self, open_engine: Callable[[], Engine], *, decode: Callable[[Sequence[int]], str], sampling: Sampling,
-        stop_ids: frozenset[int], weighed_by: str = "",
+        self, plan: ScorePlan, tokenizer: Any, template: ChatTemplate, *, weighed_by: str = "",
+        opens: OpenEngine = open_engine,
     ) -> None:  # fmt: skip
-        self._engine = Restarted(open_engine)
-        self._decode = decode
-        self._sampling = sampling
-        self._stop_ids = stop_ids
-        self._weighed_by = weighed_by
+        self._engine = Restarted(lambda: opens(plan, tokenizer, template))
+        self._decode, self._sampling, self._weighed_by = template.decode, plan.sampling, weighed_by
+        self._stop_ids = template.stop_ids | listed_stop_ids(plan.model)
         self._has_weighed = False
 
     def ask(
@@ -116,16 +125,10 @@ class Asker:
         if self._weighed_by:
             return self._weigh(tasks, on_answer)
         next_ones = self._requests(ahead)
-
-        def answer(engine: Engine, some: Sequence[Request]) -> Iterator[Completion]:
-            """The engine's answers; once it has begun it is told of the next rows."""
-            for place, completion in enumerate(engine.answer(some)):
-                if not place:
-                    engine.prepare(next_ones)  # behind those that are asked
-                yield completion
-
         found: dict[str, Completion] = {}
-        for completion in self._engine.each(self._requests(tasks), answer):
+        for completion in self._engine.each(
+            self._requests(tasks), lambda engine, some: engine.answer(some, ahead=next_ones)
+        ):
             found[completion.id] = completion
             on_answer()
         return [to_answer(task, found.get(task.id), self._decode, self._stop_ids) for task in tasks]
@@ -150,7 +153,7 @@ class Asker:
         self._require_weights(asked)
         left = Counter(one.id.partition(" ")[2] for one in asked)
         found: dict[str, Likelihood] = {}
-        for likelihood in self._engine.each(asked, _weighed):
+        for likelihood in self._engine.each(asked, lambda engine, some: engine.weigh(some)):
             found[likelihood.id] = likelihood
             task_id = likelihood.id.partition(" ")[2]
             left[task_id] -= 1
@@ -167,16 +170,13 @@ class Asker:
         if self._has_weighed or not ids:
             return
         self._has_weighed = True
-        (tried,) = self._engine.each([Continuation(id="0", prompt_ids=ids[:1], token_ids=ids[1:])], _weighed)
+        two = Continuation(id="0", prompt_ids=ids[:1], token_ids=ids[1:])
+        (tried,) = self._engine.each([two], lambda engine, some: engine.weigh(some))
         if tried.error:
             raise ScoringFailed(
                 f"the engine gives no likelihoods of given answers, which {self._weighed_by} needs: {tried.error}",
                 hint="--engine transformers and --engine vllm can, and the server of vLLM",
             )
-
-
-def _weighed(engine: Engine, some: Sequence[Continuation]) -> Iterator[Likelihood]:
-    return engine.weigh(some)
 
 
 def _with_likelihoods(task: Task, likelihoods: Sequence[Likelihood]) -> Answer:
@@ -187,3 +187,47 @@ def _with_likelihoods(task: Task, likelihoods: Sequence[Likelihood]) -> Answer:
         code=("bad_row" if task.problem else fault.code if fault else ""), error=error,
         likelihoods=() if error else tuple(likelihoods),
     )  # fmt: skip
+
+
+class ScoringWorker:
+    """Opens the engine of ``plan`` with its first group, on ``threads`` threads."""
+
+    def __init__(
+        self, plan: ScorePlan, folder: str, environment: Mapping[str, str], threads: int, weighed_by: str
+    ) -> None:
+        os.environ.update(environment)
+        if os.path.isdir(folder):
+            os.chdir(folder)  # paths of the plan begin there
+        torch.set_num_threads(threads)
+        self._plan, self._weighed_by = plan, weighed_by
+        self._asker: Asker | None = None
+        self._done = 0
+
+    def hello(self) -> str:
+        """Where it runs, for the log."""
+        return f"process {os.getpid()} on {socket.gethostname()}"
+
+    def work(self, tasks: Sequence[Task], ahead: Sequence[Task] | None) -> list[Answer]:
+        """An answer for each task; the engine may begin with those ``ahead``.
+
+        Raises ScoringFailed with the words and the exit code of whatever error of fitune's it met."""
+        self._done = 0
+        is_first = self._asker is None
+        try:
+            if self._asker is None:
+                self._asker = Asker(self._plan, *open_texts(self._plan), weighed_by=self._weighed_by)
+            answers = self._asker.ask(tasks, on_answer=self._count, ahead=ahead or ())
+            if is_first:
+                gc.freeze()  # libraries and model stay: to look for garbage there takes 0.3 s each time
+            return answers
+        except FituneError as error:
+            told = ScoringFailed(error.message, hint=error.hint)  # it travels: others have other arguments
+            told.exit_code = exit_code_of(error)
+            raise told from None
+
+    def done(self) -> int:
+        """Tasks answered of the group at work."""
+        return self._done
+
+    def _count(self) -> None:
+        self._done += 1

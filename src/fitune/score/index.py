@@ -12,14 +12,14 @@ from typing import Any
 from fitune.errors import DataError
 from fitune.files import cache_folder, remove, remove_stale_siblings, temporary_sibling
 from fitune.score.grades.graders import References
-from fitune.score.tasks import Question, id_column_of, read_questions
+from fitune.score.questions import Question, id_column_of, read_questions
 from fitune.spec.plan import DataSource
 
 _SHOWN = 5
 """Most faulty rows that an error lists."""
 
 _TABLES = """
-CREATE TABLE rows (number INTEGER PRIMARY KEY, id TEXT NOT NULL, content TEXT NOT NULL);
+CREATE TABLE rows (number INTEGER PRIMARY KEY, id TEXT NOT NULL, content TEXT NOT NULL, source TEXT NOT NULL);
 CREATE TABLE lines (
     id TEXT NOT NULL, content TEXT NOT NULL, state INTEGER NOT NULL,
     shard INTEGER NOT NULL, place INTEGER NOT NULL
@@ -67,44 +67,27 @@ class Index:
     """Rows are numbered from 1 in the order of the input."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
-        self._db = connection
-
-    def add_rows(self, rows: Iterable[tuple[int, str, str]]) -> None:
-        """Number, id and content hash of each row."""
-        self._db.executemany("INSERT INTO rows VALUES (?, ?, ?)", rows)
-
-    def index_rows(self) -> None:
-        """Builds the index of the rows; called when all are in, and their ids are known to be unique."""
-        self._db.execute("CREATE UNIQUE INDEX rows_of_id ON rows (id)")
+        self.db = connection
 
     def add_lines(self, lines: Iterable[tuple[str, str, int, int, int]]) -> None:
         """Id, content hash, state, shard and place in the shard of each line."""
-        self._db.executemany("INSERT INTO lines VALUES (?, ?, ?, ?, ?)", lines)
+        self.db.executemany("INSERT INTO lines VALUES (?, ?, ?, ?, ?)", lines)
 
     def choose_best(self) -> None:
         """Chooses one of several lines of an id: an answer before an error, then the later one."""
-        self._db.executescript("DROP TABLE IF EXISTS best; DROP INDEX IF EXISTS lines_of_id;" + _BEST)
+        self.db.executescript("DROP TABLE IF EXISTS best; DROP INDEX IF EXISTS lines_of_id;" + _BEST)
 
     def count_rows(self) -> int:
         """Rows of the input."""
         return self._count("rows")
 
-    def missing(self) -> tuple[int, list[tuple[int]]]:
-        """Number of rows without an id, and the numbers of the first of them."""
-        return self._first("number", "rows WHERE id = ''", "number")
-
-    def repeated(self) -> tuple[int, list[tuple[int, int]]]:
-        """Number of rows whose id stood in an earlier row; of the first of them its number, and the earlier row's."""
-        again = "SELECT id, min(number) AS first FROM rows GROUP BY id HAVING count(*) > 1"
-        return self._first("number, first", f"rows JOIN ({again}) USING (id) WHERE number > first", "number")
-
     def lost(self) -> tuple[int, list[tuple[str]]]:
         """Number of ids that have a line but no row, and the first of them."""
-        return self._first("id", "best LEFT JOIN rows USING (id) WHERE rows.id IS NULL", "shard, place")
+        return self.first("id", "best LEFT JOIN rows USING (id) WHERE rows.id IS NULL", "shard, place")
 
     def changed(self) -> tuple[int, list[tuple[str]]]:
         """Number of ids that have a line for another content, and the first of them."""
-        return self._first(
+        return self.first(
             "id", "best JOIN rows USING (id) WHERE best.content != rows.content", "shard, place"
         )
 
@@ -114,29 +97,28 @@ class Index:
 
     def pending(self) -> Iterator[int]:
         """Numbers of the rows to be asked: without a line, or with an error that another try may mend."""
-        return (number for (number,) in self._db.execute(f"SELECT number FROM {_PENDING} ORDER BY number"))
+        return (number for (number,) in self.db.execute(f"SELECT number FROM {_PENDING} ORDER BY number"))
 
     def places(self) -> Iterator[tuple[str, int, int]]:
         """Id, shard, and place in it, of the line that counts: one for each row, in the order of the input."""
-        return iter(
-            self._db.execute("SELECT id, shard, place FROM rows JOIN best USING (id) ORDER BY number")
-        )
+        return iter(self.db.execute("SELECT id, shard, place FROM rows JOIN best USING (id) ORDER BY number"))
 
     def add_texts(self, lines: Iterable[tuple[str, bytes]]) -> None:
         """Keep each line of another scoring under its id; a later line of an id replaces the earlier one."""
-        self._db.executemany("INSERT OR REPLACE INTO texts VALUES (?, ?)", lines)
+        self.db.executemany("INSERT OR REPLACE INTO texts VALUES (?, ?)", lines)
 
     def text(self, id_: str) -> bytes | None:
         """The line of ``add_texts``; None without one."""
-        found = self._db.execute("SELECT line FROM texts WHERE id = ?", (id_,)).fetchone()
+        found = self.db.execute("SELECT line FROM texts WHERE id = ?", (id_,)).fetchone()
         return found[0] if found else None
 
     def _count(self, of: str) -> int:
-        (count,) = self._db.execute(f"SELECT count(*) FROM {of}").fetchone()
+        (count,) = self.db.execute(f"SELECT count(*) FROM {of}").fetchone()
         return int(count)
 
-    def _first(self, what: str, of: str, order: str) -> tuple[int, list[Any]]:
-        found = self._db.execute(f"SELECT {what} FROM {of} ORDER BY {order} LIMIT {_SHOWN}").fetchall()
+    def first(self, what: str, of: str, order: str) -> tuple[int, list[Any]]:
+        """Number of rows of a query, and the first of them."""
+        found = self.db.execute(f"SELECT {what} FROM {of} ORDER BY {order} LIMIT {_SHOWN}").fetchall()
         return self._count(of) if found else 0, found
 
 
@@ -149,33 +131,31 @@ def index_input(
     """
     references = References()
 
-    def rows() -> Iterator[tuple[int, str, str]]:
-        """Number, id and content hash of each row, whose reference is counted on the way."""
+    def rows() -> Iterator[tuple[int, str, str, str]]:
+        """Number, id, content hash and place of each row, whose reference is counted on the way."""
         for number, question in enumerate(read_questions(sources, id_column=id_column, weighed=weighed), 1):
             if not question.problem:
                 references.add(
                     question.expected, has_choices=bool(question.choices), has_calls=bool(question.calls)
                 )
-            yield number, question.id, question.content
+            yield number, question.id, question.content, question.where
 
-    index.add_rows(rows())
-    for (count, found), fault, hint in (
-        (index.missing(), "have no id in", "give every row a text or a whole number there, or name another column"),
+    index.db.executemany("INSERT INTO rows VALUES (?, ?, ?, ?)", rows())
+    again = "SELECT id, min(number) AS first, source AS early FROM rows GROUP BY id HAVING count(*) > 1"
+    for what, of, fault, hint in (
         (
-            index.repeated(), "repeat an id of",
+            "source", "rows WHERE id = ''", "have no id in",
+            "give every row a text or a whole number there, or name another column",
+        ),
+        (
+            "id, source, early", f"rows JOIN ({again}) USING (id) WHERE number > first", "repeat an id of",
             "make the ids unique, or name another column; each id is answered exactly once",
         ),
     ):  # fmt: skip
+        count, found = index.first(what, of, "number")
         if count:
-            wanted = sorted({number for numbers in found for number in numbers})
-            rows_of = read_numbered(sources, iter(wanted), id_column=id_column, weighed=True)
-            places = {
-                number: f"{row.id!r} at {row.where}" if row.id else row.where
-                for number, row in zip(wanted, rows_of, strict=True)
-            }
             shown = [
-                ", already at ".join([places[number], *(places[n].partition(" at ")[2] for n in earlier)])
-                for number, *earlier in found
+                "{!r} at {}, already at {}".format(*told) if len(told) > 1 else told[0] for told in found
             ]
             more = f"; and {count - len(shown)} more" if count > len(shown) else ""
             raise DataError(
@@ -183,7 +163,7 @@ def index_input(
                 f"{'; '.join(shown)}{more}",
                 hint=hint,
             )
-    index.index_rows()
+    index.db.execute("CREATE UNIQUE INDEX rows_of_id ON rows (id)")
     return references
 
 

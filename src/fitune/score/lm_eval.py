@@ -23,7 +23,7 @@ from fitune.score.engines.engine import (
     EngineName,
     Request,
     Sampling,
-    most_weighed,
+    tokens_beside,
 )
 
 logger = logging.getLogger("lm_eval")
@@ -61,7 +61,7 @@ class EngineLM(TemplateLM):
         self.tokenizer = tokenizer
         self._engine = Restarted(open_engine)
         self._context = context
-        self._most_weighed = most_weighed(engine, context)
+        self._most_weighed = context - tokens_beside(engine)
         self._template = template
         self._seed = seed
         self._on_rows, self._on_tokens = on_rows, on_tokens

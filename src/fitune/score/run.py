@@ -17,18 +17,16 @@ from fitune.errors import RecipeError, RunDirectoryError, ScoringFailed
 from fitune.files import remove_stale_siblings, write_atomically, written_whole
 from fitune.models.weight_files import identity
 from fitune.score.answers import OURS, Line, answer_text, body_of, claim
-from fitune.score.asking import ENGINE_FAILED
-from fitune.score.choices import first_row_has_choices
+from fitune.score.asking import ENGINE_FAILED, Asker, OpenEngine
 from fitune.score.engines.opening import check_all, dtype_of, open_engine, open_texts, rows_of_a_shard
 from fitune.score.grades.graders import CHOICE_GRADERS, Grader, References, open_graders, require_one_way
 from fitune.score.grades.grading import grade_shards, try_graders
 from fitune.score.grades.intervals import WeightedMean
 from fitune.score.index import Index, index_input, open_index, read_numbered
 from fitune.score.plan import ScorePlan, names_of
+from fitune.score.questions import Question, first_row_has_choices
 from fitune.score.shards import FOLDER, Shards, groups
-from fitune.score.tasks import Answer, Question, Task, to_tasks
-from fitune.score.weighing import to_given_tasks
-from fitune.score.worker import OpenEngine, open_asker
+from fitune.score.tasks import Answer, Task, to_given_tasks, to_tasks
 from fitune.spec.reports import ScoreReport
 from fitune.spec.run_directory import require_real_files
 from fitune.spec.run_lock import lock_directory
@@ -93,11 +91,12 @@ def score(
             progress(total - pending, total)
             if pending:
                 weighed_by = ", ".join(grader.name for grader in graders) if weighed else ""
-                asked = elsewhere or partial(_asked_here, plan, tokenizer, template, opens)
+                asker = Asker(plan, tokenizer, template, weighed_by=weighed_by, opens=opens)
+                asked = partial(elsewhere, weighed_by) if elsewhere else partial(_asked_here, asker)
                 rows = read_numbered(plan.sources, index.pending(), id_column=plan.id_column, weighed=weighed)
                 tasks = map(tasks_of, groups(rows, plan.shard_rows or rows_of_a_shard(plan)))
                 _answer_pending(
-                    plan, shards, partial(asked, weighed_by, tasks), done=total - pending,
+                    plan, shards, partial(asked, tasks), done=total - pending,
                     progress=lambda done: progress(done, total), on_tokens=on_tokens,
                 )  # fmt: skip
                 shards.add_to(index)
@@ -194,9 +193,8 @@ def _answer_pending(
 
 
 def _asked_here(
-    plan: ScorePlan, tokenizer: Any, template: ChatTemplate, opens: OpenEngine, weighed_by: str,
-    tasks: Iterator[list[Task]], look: Callable[[int], None],
-) -> Iterator[list[Answer]]:  # fmt: skip
+    asker: Asker, tasks: Iterator[list[Task]], look: Callable[[int], None]
+) -> Iterator[list[Answer]]:
     """The answers of each group by an engine of this process."""
     done = 0
 
@@ -206,7 +204,7 @@ def _asked_here(
         done += 1
         look(done)
 
-    with closing(open_asker(plan, tokenizer, template, weighed_by=weighed_by, opens=opens)) as asker:
+    with closing(asker):
         group = next(tasks, None)
         while group is not None:
             done, ahead = 0, next(tasks, None)

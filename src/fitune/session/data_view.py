@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from fitune.data.conversations.answers import thought_of
-from fitune.data.conversations.detection import detect_format
-from fitune.data.conversations.formats import to_example
+from fitune.data.conversations.formats import detect_format, to_example
 from fitune.data.conversations.messages import Conversation, Example
 from fitune.data.conversations.templates import ChatTemplate, load_template
 from fitune.data.dataset import TokenDataset

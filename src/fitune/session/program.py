@@ -20,10 +20,10 @@ from fitune.checkpoint.commit import last_saved
 from fitune.engine.ranks import ALONE, Ranks, joined_ranks, launched_ranks
 from fitune.errors import FituneError, HardwareError, RecipeError, exit_code_of
 from fitune.estimate.predict import predict
-from fitune.launch.ends import Ended
-from fitune.launch.nodes import ONE_NODE, OneNode, Place, meeting, place_of
+from fitune.launch.nodes import ONE_NODE, OneNode, meeting
+from fitune.launch.place import Place, place_of
 from fitune.launch.ray_cluster import RayPlace
-from fitune.launch.torchrun import fresh_logs, run_ranks
+from fitune.launch.torchrun import Ended, fresh_logs, run_ranks
 from fitune.session.clusters.on_ray import train_on_ray
 from fitune.session.events import Emit, Note, ignore_event
 from fitune.session.planning import wanted_hardware

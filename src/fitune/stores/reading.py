@@ -1,17 +1,21 @@
 """Files in stores, listed and read as a stream: a cut connection is taken up again where it was."""
 
+import base64
+import hashlib
 import io
+import os
 import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
 from fitune.errors import DataError, FituneError
+from fitune.files import open_regular
 from fitune.stores import opening
-from fitune.stores.opening import CLIENTS, asking, cause_of, open_store
-from fitune.stores.patience import Patience, in_time
+from fitune.stores.opening import CLIENTS, Patience, asking, cause_of, in_time, open_store
 from fitune.units import MIB, format_bytes
 
 _BLOCK_BYTES = 8 * MIB
@@ -98,11 +102,18 @@ class _Stream(io.RawIOBase):
         self._url, self._clients, self._at = url, clients, 0
         self._size: int | None = None
         self._patience = patience or Patience(url, probe=partial(_probe, url, clients), error=DataError)
+        self._file: Any = None
         with asking(url):
-            filesystem, inner = open_store(url, clients)
-            info = self._patience.answer(url, partial(filesystem.info, inner), so_far=self._so_far)
-            self._identity, self._size = identity_of(info), info.get("size")
-            self._file: Any = filesystem.open(inner, "rb", block_size=_BLOCK_BYTES)
+            info = self._patience.answer(url, self._open, so_far=self._so_far)
+        self._identity, self._size = identity_of(info), info.get("size")
+
+    def _open(self) -> dict[str, Any]:
+        """Open the file as it is now; returns the store's words about it."""
+        filesystem, inner = open_store(self._url, self._clients)
+        filesystem.invalidate_cache()
+        info: dict[str, Any] = filesystem.info(inner)
+        self._file = filesystem.open(inner, "rb", block_size=_BLOCK_BYTES)
+        return info
 
     def readable(self) -> bool:
         """Always."""
@@ -154,11 +165,8 @@ class _Stream(io.RawIOBase):
 
     def _reopen(self) -> None:
         self._file.close()
-        filesystem, inner = open_store(self._url, self._clients)
-        filesystem.invalidate_cache()
-        if identity_of(filesystem.info(inner)) != self._identity:
+        if identity_of(self._open()) != self._identity:
             raise DataError(f"{self._url}: the file was changed while it was read", hint="run it again")
-        self._file = filesystem.open(inner, "rb", block_size=_BLOCK_BYTES)
         self._file.seek(self._at)
 
     def close(self) -> None:
@@ -166,3 +174,62 @@ class _Stream(io.RawIOBase):
         if not self.closed:
             self._file.close()
         super().close()
+
+
+_MOST_PARTS = 9_000
+"""S3 takes 10,000 parts of a file."""
+_PART_BYTES = 16 * MIB
+_READ_BYTES = 4 * MIB
+_MD5 = re.compile(r"([0-9a-f]{32})(?:-(\d+))?")
+
+
+def part_bytes(size: int) -> int:
+    """Bytes of each part in which a file of ``size`` is sent; one of less than two parts is sent whole."""
+    return max(_PART_BYTES, -(-size // (_MOST_PARTS * MIB)) * MIB)
+
+
+def etag(file: Path) -> str:
+    """The MD5 of a small file; of one sent in parts the MD5 of their MD5s, a dash and their number, as S3 has it.
+
+    Raises OSError.
+    """
+    found = os.stat(file)
+    known_by = found.st_dev, found.st_ino, found.st_mtime_ns
+    return _etag(file, found.st_size, part_bytes(found.st_size), known_by)
+
+
+@cache
+def _etag(file: Path, size: int, part: int, _known_by: tuple[int, int, int]) -> str:
+    parts: list[bytes] = []
+    whole = size if size < 2 * part else part
+    with open_regular(file) as source:
+        while True:
+            digest, left = hashlib.md5(usedforsecurity=False), whole
+            while left and (block := source.read(min(left, _READ_BYTES))):
+                digest.update(block)
+                left -= len(block)
+            if parts and left == whole:
+                break
+            parts.append(digest.digest())
+            if size < 2 * part:
+                return digest.hexdigest()
+    return f"{hashlib.md5(b''.join(parts), usedforsecurity=False).hexdigest()}-{len(parts)}"
+
+
+def is_same(file: Path, said: Mapping[str, Any]) -> bool | None:
+    """True if the store's words about its file fit to ``file``, by size and hash; None where it gives no such hash.
+
+    Raises OSError.
+    """
+    size = os.stat(file).st_size
+    if said.get("size") is not None and int(said["size"]) != size:
+        return False
+    if md5 := said.get("md5Hash"):
+        with open_regular(file) as source:
+            return base64.b64decode(md5) == hashlib.file_digest(source, "md5").digest()
+    match = _MD5.fullmatch(str(said.get("ETag", "")).strip('"'))
+    part = part_bytes(size)
+    expected_parts = "" if size < 2 * part else str(-(-size // part))
+    if match is None or (match[2] or "") != expected_parts:
+        return None  # encrypted by a key of the store, or sent in other parts: its ETag is no hash that we can make
+    return etag(file) == match[0]

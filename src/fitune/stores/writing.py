@@ -10,24 +10,23 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, Literal, TypeVar
 
 from fitune.errors import FituneError, StoreError
 from fitune.files import open_regular, temporary_sibling, write_synced
 from fitune.stores import opening
-from fitune.stores.digests import is_same, part_bytes
 from fitune.stores.opening import (
     CLIENTS,
     HOSTS,
     WRITTEN,
+    Patience,
     asking,
     lacks_credentials,
     open_store,
     require_address,
     scheme_of,
 )
-from fitune.stores.patience import Patience
-from fitune.stores.reading import open_stream
+from fitune.stores.reading import is_same, open_stream, part_bytes
 from fitune.threads import give_way
 from fitune.units import MIB, format_bytes
 
@@ -66,24 +65,19 @@ class Store:
 
     def infos(self, folder: str = "") -> dict[str, Mapping[str, Any]]:
         """Every file below ``folder`` by its name there, with the store's words about it; none where it is not."""
-        url = self.below(folder)
 
-        def ask() -> dict[str, Mapping[str, Any]]:
+        def ask(filesystem: Any, inner: str) -> dict[str, Mapping[str, Any]]:
             """Lists the folder anew: name below it -> what the store says of the file."""
-            filesystem, inner = self._open(folder)
-            filesystem.invalidate_cache()
             found = filesystem.find(inner, detail=True) if filesystem.exists(inner) else {}
             return {name[len(inner.rstrip("/")) + 1 :]: said for name, said in found.items() if name != inner}
 
-        return self._tried(url, ask, doing="read", waits=opening.WAITS_S)
+        return self._tried(folder, ask)
 
     def read(self, name: str, *, limit: int = _SMALL_BYTES) -> bytes | None:
         """The content of a small file; None where there is none. Raises StoreError for one larger than ``limit``."""
 
-        def ask() -> bytes | None:
+        def ask(filesystem: Any, inner: str) -> bytes | None:
             """Reads the file anew; None where there is none. Raises StoreError for more than ``limit`` bytes."""
-            filesystem, inner = self._open(name)
-            filesystem.invalidate_cache()
             try:
                 size = filesystem.info(inner)["size"]
             except FileNotFoundError:
@@ -94,17 +88,17 @@ class Store:
                 )
             return bytes(filesystem.cat_file(inner))
 
-        return self._tried(self.below(name), ask, doing="read")
+        return self._tried(name, ask)
 
     def write(self, name: str, content: bytes) -> None:
         """Put a small file there; afterwards it has this content."""
 
-        def put() -> None:
+        def put(filesystem: Any, inner: str) -> None:
             """Writes the file, in its folder if the store has folders."""
-            filesystem, inner = self._open_in_folder(name)
+            self._make_folder(filesystem, inner)
             filesystem.pipe_file(inner, content)
 
-        self._tried(self.below(name), put, doing="write")
+        self._tried(name, put, doing="write")
         if self.read(name) != content:
             raise StoreError(f"{self.below(name)}: the store does not hold what was written")
 
@@ -116,9 +110,10 @@ class Store:
         """Write a small file, read it back and remove it: what a run needs a store to allow."""
         name, content = f"fitune-probe-{uuid.uuid4().hex[:12]}", self.url.encode()
 
-        def probe() -> None:
+        def probe(filesystem: Any, folder: str) -> None:
             """Writes, reads and removes the file. Raises StoreError if the bytes read differ."""
-            filesystem, inner = self._open_in_folder(name)
+            inner = f"{folder}/{name}"
+            self._make_folder(filesystem, inner)
             filesystem.pipe_file(inner, content)
             try:
                 filesystem.invalidate_cache()
@@ -127,7 +122,7 @@ class Store:
             finally:
                 filesystem.rm_file(inner)
 
-        self._tried(self.url, probe, doing="write", waits=())
+        self._tried("", probe, doing="write", waits=())
 
     def put_folder(
         self,
@@ -235,19 +230,15 @@ class Store:
             self._shared = filesystem, filesystem._strip_protocol(self.url).rstrip("/")
         return filesystem, inner.rstrip("/")
 
-    def _open_in_folder(self, name: str) -> tuple[Any, str]:
-        """File system and path as by ``_open``, once the folder of ``name`` is there. Stores of objects have none, and
-        making one there would make a bucket."""
-        filesystem, inner = self._open(name)
+    def _make_folder(self, filesystem: Any, inner: str) -> None:
+        """Stores of objects have no folders, and making one there would make a bucket."""
         if self._shared is None:
             with self._making:
                 filesystem.makedirs(filesystem._parent(inner), exist_ok=True)
-        return filesystem, inner
 
     def _remove(self, name: str) -> None:
-        def remove() -> None:
+        def remove(filesystem: Any, inner: str) -> None:
             """Removes the file; raises the store's error only if the file is still there."""
-            filesystem, inner = self._open(name)
             try:
                 filesystem.rm_file(inner)
             except (FileNotFoundError, ftplib.error_perm):
@@ -255,17 +246,17 @@ class Store:
                 if filesystem.exists(inner):
                     raise
 
-        self._tried(self.below(name), remove, doing="write")
+        self._tried(name, remove, doing="write")
 
     def _put(self, file: Path, name: str) -> int:
         """Send the file until the store holds it."""
         size = file.stat().st_size
 
-        def put() -> None:
+        def put(filesystem: Any, inner: str) -> None:
             """Sends the file. Raises OSError if the store then holds something else."""
             from fsspec.callbacks import Callback
 
-            filesystem, inner = self._open_in_folder(name)
+            self._make_folder(filesystem, inner)
             arrived = Callback(hooks={"moved": lambda *_size_and_value: self._patience.heard()})
             filesystem.put_file(str(file), inner, callback=arrived, **self._how(size))
             filesystem.invalidate_cache()
@@ -273,7 +264,7 @@ class Store:
                 raise OSError("the store does not hold what was sent")
 
         with open_regular(file, follow_links=False):
-            self._tried(self.below(name), put, doing="write")
+            self._tried(name, put, doing="write")
         self._sent_bytes += size
         return size
 
@@ -297,11 +288,20 @@ class Store:
             return _digest(there) == here
 
     def _tried(
-        self, url: str, action: Callable[[], T], *, doing: Any, waits: Iterable[float] | None = None
-    ) -> T:
-        """Run ``action``, again after each of the waits; returns its result. Raises at once what no wait changes."""
-        tries = partial(_tries, action, opening.WAITS_S if waits is None else waits)
-        with asking(url, error=StoreError, doing=doing):
+        self, name: str, action: Callable[[Any, str], T], *, doing: Literal["read", "write"] = "read",
+        waits: Iterable[float] | None = None,
+    ) -> T:  # fmt: skip
+        """Run ``action`` with the file system and ``name`` there, again after each of the waits; returns its result.
+        Raises at once what no wait changes."""
+
+        def once() -> T:
+            """One try, of what the store holds now."""
+            filesystem, inner = self._open(name)
+            filesystem.invalidate_cache()
+            return action(filesystem, inner)
+
+        tries = partial(_tries, once, opening.WAITS_S if waits is None else waits)
+        with asking(url := self.below(name), error=StoreError, doing=doing):
             return self._patience.answer(url, tries, so_far=self._so_far)
 
     def _probe(self) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fitune.spec.reports import StepReport
-from fitune.track.protocol import Beginning, End, Where, scalars
+from fitune.track.trackers import Beginning, End, Where, scalars
 
 _PROJECT = "fitune"
 _TELLS_OF_THE_MACHINE = (

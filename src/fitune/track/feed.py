@@ -4,6 +4,7 @@ A step never waits for a tracker. Steps that find the queue full are lost to thi
 has them all. A tracker that fails begins again after a pause, a few times, and is left out then.
 """
 
+import json
 import threading
 import time
 import uuid
@@ -12,16 +13,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from fitune.child import Child, ChildEnded
 from fitune.credentials import without_credentials
 from fitune.spec.plan import Plan
 from fitune.spec.reports import RunReport, StepReport
-from fitune.spec.serial import to_json
+from fitune.spec.serial import from_data, parse_object, to_data, to_json
 from fitune.track.metrics import to_line
-from fitune.track.process import TrackerFailed, TrackerProcess
-from fitune.track.protocol import Beginning, End, Where
-from fitune.track.record import Tracked, read_tracked, write_tracked
-from fitune.track.trackers import Row
+from fitune.track.record import Tracked, log_of, read_tracked, write_tracked
+from fitune.track.trackers import Beginning, End, Row, Where
 
 MOST_WAITING = 10_000
 """Steps in the queue of one tracker: some 6 MB."""
@@ -83,7 +84,7 @@ class Trackers:
             )
             self._feeds.append(
                 Feed(
-                    row, beginning, replace(before, failure=""), self._directory, on_change=self._write,
+                    row, beginning, replace(before, failure=""), on_change=self._write,
                     pauses_s=self._pauses_s, most_waiting=self._most_waiting,
                 )
             )  # fmt: skip
@@ -131,6 +132,10 @@ class Trackers:
             write_tracked(self._directory, self.tracked)
 
 
+class _Failed(Exception):
+    """The tracker raised; the text says what."""
+
+
 class Feed:
     """One tracker: its queue, its thread, and what has become of it."""
 
@@ -139,13 +144,12 @@ class Feed:
         row: Row,
         beginning: Beginning,
         before: Tracked,
-        directory: Path,
         *,
         on_change: Callable[[], None],
         pauses_s: Sequence[float],
         most_waiting: int,
     ) -> None:
-        self._row, self._beginning, self._before, self._directory = row, beginning, before, directory
+        self._row, self._beginning, self._before = row, beginning, before
         self._on_change, self._pauses_s, self._most_waiting = on_change, list(pauses_s), most_waiting
         self._changed = threading.Condition()
         self._waiting: deque[bytes] = deque()
@@ -153,7 +157,7 @@ class Feed:
         self._told = self._sent = 0
         self._is_over = False
         self._news = ""
-        self._process: TrackerProcess | None = None
+        self._child: Child | None = None
         self._state = before
         self._thread = threading.Thread(target=self._feed, name=before.tracker, daemon=True)
 
@@ -203,8 +207,8 @@ class Feed:
             with self._changed:
                 self._is_over = True
                 self._changed.notify_all()
-            if self._process is not None:
-                self._process.kill()
+            if self._child is not None:
+                self._child.kill()
             self._thread.join(1.0)
 
     def _feed(self) -> None:
@@ -212,7 +216,9 @@ class Feed:
             try:
                 self._attempt()
                 failure = ""
-            except (TrackerFailed, OSError) as error:
+            except ChildEnded as ended:
+                failure = f"its process ended ({ended.how})"
+            except (_Failed, OSError) as error:
                 failure = str(error)
             if self._is_over:  # given up meanwhile, and that is the cause
                 return
@@ -233,27 +239,46 @@ class Feed:
                     )
 
     def _attempt(self) -> None:
-        """Tells one process all, from the beginning to the end. Raises TrackerFailed, OSError."""
-        self._process = process = TrackerProcess(self._state.tracker, self._row, self._directory)
+        """Tells one process all, from the beginning to the end. Raises _Failed, ChildEnded, OSError."""
+        state = self._state
+        log = log_of(Path(self._beginning.directory), state.tracker)
+        log.parent.mkdir(exist_ok=True)
+        with log.open("ab") as said:
+            row = self._row
+            self._child = Child("fitune.track.process", row.tracker, environment=row.environment, log=said)
         try:
-            beginning = replace(
-                self._beginning,
-                run_id=self._state.run_id,
-                is_new=self._beginning.is_new and not self._state.has_begun,
-            )
-            self._found(process.start(beginning))
+            is_new = self._beginning.is_new and not state.has_begun
+            self._ask_where("start", replace(self._beginning, run_id=state.run_id, is_new=is_new))
             self._news = self._state.link or self._state.note
             written = time.monotonic()
             while batch := self._next():
-                process.steps(batch)
+                self._ask("steps", b"[" + b",".join(line.rstrip() for line in batch) + b"]")
                 self._count_sent(len(batch))
                 if time.monotonic() > written + _WRITE_S:
                     self._on_change()
                     written = time.monotonic()
             assert self._end is not None, "only the end ends the batches"
-            self._found(process.finish(self._end))
+            self._ask_where("finish", self._end)
         finally:
-            process.close()
+            self._child.close()
+
+    def _ask(self, what: str, told: bytes) -> Any:
+        """The answer to a request, which is waited for; ``kill`` from another thread ends the wait."""
+        assert self._child is not None
+        self._child.send(b'{"%s": %s}' % (what.encode(), told))
+        answer = parse_object(self._child.receive())
+        if "error" in answer:
+            raise _Failed(answer["error"])
+        return answer["answer"]
+
+    def _ask_where(self, what: str, told: Beginning | End) -> None:
+        """Ask for the run's place in the tracker, and keep it."""
+        where = from_data(Where, self._ask(what, json.dumps(to_data(told)).encode()))
+        self._state = replace(
+            self._state, run_id=where.run_id, has_begun=True, link=where.link, command=where.command, note=where.note,
+            failure="",
+        )  # fmt: skip
+        self._on_change()
 
     def _count_sent(self, count: int) -> None:
         with self._changed:
@@ -261,18 +286,6 @@ class Feed:
             for _ in range(count):
                 self._waiting.popleft()
             self._changed.notify_all()
-
-    def _found(self, where: Where) -> None:
-        self._state = replace(
-            self._state,
-            run_id=where.run_id,
-            has_begun=True,
-            link=where.link,
-            command=where.command,
-            note=where.note,
-            failure="",
-        )
-        self._on_change()
 
     def _next(self) -> list[bytes]:
         """The next steps, which stay in the queue until the tracker has them; none at the end of the run."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from fitune.credentials import without_credentials
 from fitune.spec.reports import StepReport
-from fitune.track.protocol import Beginning, End, Where, markdown, scalars
+from fitune.track.trackers import Beginning, End, Where, markdown, scalars
 
 _EXPERIMENT = "fitune"
 _STATUS = {"complete": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}

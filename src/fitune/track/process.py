@@ -15,55 +15,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fitune.child import Child, ChildEnded, requests
+from fitune.child import requests
 from fitune.credentials import without_credentials
 from fitune.spec.reports import StepReport
 from fitune.spec.serial import from_data, parse_object, to_data
-from fitune.track.protocol import KILLED, Beginning, End, Tracker, Where
-from fitune.track.record import log_of
-from fitune.track.trackers import Row
+from fitune.track.trackers import KILLED, Beginning, End, Tracker
 
 _LONELY_SECONDS = 60.0
 """Longest time a tracker may take for the end of a run that is gone."""
 _LONGEST_CAUSE = 300
-
-
-class TrackerFailed(Exception):
-    """The tracker's process raised, or is gone; the text says why."""
-
-
-class TrackerProcess:
-    """The parent's end. Every call waits for its answer; ``kill`` from another thread ends the wait."""
-
-    def __init__(self, name: str, row: Row, directory: Path) -> None:
-        log = log_of(directory, name)
-        log.parent.mkdir(exist_ok=True)
-        with log.open("ab") as said:
-            self._child = Child(__name__, row.tracker, environment=row.environment, log=said)
-        self.kill, self.close = self._child.kill, self._child.close
-
-    def start(self, beginning: Beginning) -> Where:
-        """The run's place in the tracker. Raises TrackerFailed."""
-        return from_data(Where, self._ask("start", json.dumps(to_data(beginning)).encode()))
-
-    def steps(self, lines: list[bytes]) -> None:
-        """``lines``: as metrics.jsonl has them."""
-        self._ask("steps", b"[" + b",".join(line.rstrip() for line in lines) + b"]")
-
-    def finish(self, end: End) -> Where:
-        """The run's place once all is sent. Raises TrackerFailed."""
-        return from_data(Where, self._ask("finish", json.dumps(to_data(end)).encode()))
-
-    def _ask(self, what: str, told: bytes) -> Any:
-        """The answer to a request. Raises TrackerFailed."""
-        try:
-            self._child.send(b'{"%s": %s}' % (what.encode(), told))
-            answer = parse_object(self._child.receive())
-        except ChildEnded as ended:
-            raise TrackerFailed(f"its process ended ({ended.how})") from None
-        if "error" in answer:
-            raise TrackerFailed(answer["error"])
-        return answer["answer"]
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fitune.spec.reports import StepReport
-from fitune.track.protocol import Beginning, End, Where, markdown, scalars
+from fitune.track.trackers import Beginning, End, Where, markdown, scalars
 
 
 class TensorBoard:

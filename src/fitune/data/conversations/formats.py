@@ -11,27 +11,105 @@
 | text              | text                                             | the text itself                         |
 | columns           | named by the source's column mapping             | as prompt_completion, messages, or text |
 
-detection.py finds which of them a row has; tool_calls.py reads calls of tools, and the tools of a row. Nothing is added
-to what the fields say: an instruction in front of a dialogue is the data's to give.
+detect_format finds which of them a row has; tool_calls.py reads calls of tools, and the tools of a row. Nothing is
+added to what the fields say: an instruction in front of a dialogue is the data's to give.
 """
 
 import json
+import re
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from fitune.data.conversations.detection import ACCEPTED, Columns, detect_format
 from fitune.data.conversations.messages import ROLES, Conversation, Example, Message, Role, Text
 from fitune.data.conversations.tool_calls import CALLING, calls_in_text, calls_of, tools_of
 from fitune.data.reading.rows import (
     BadRow,
     Row,
+    in_row,
+    refuse_good_and_bad,
     refuse_judged,
     refuse_unsupported_message,
     refuse_unsupported_row,
     require_characters,
 )
 from fitune.errors import DataError, did_you_mean
+from fitune.spec.plan import DataFormat
+
+Columns = tuple[tuple[str, str], ...]
+
+ACCEPTED = (
+    "accepted formats: messages [{role, content}], conversations [{from, value}], {instruction, output[, input]}, "
+    "{prompt, completion}, {question, answer}, {dialogue, summary}, {text}, or columns: {prompt: …, completion: …}"
+)
+
+_RECOGNISED: tuple[tuple[DataFormat, tuple[str, ...]], ...] = (
+    ("messages", ("messages",)),
+    ("sharegpt", ("conversations",)),
+    ("alpaca", ("instruction", "output")),
+    ("prompt_completion", ("prompt", "completion")),
+    ("question_answer", ("question", "answer")),
+    ("dialogue_summary", ("dialogue", "summary")),
+    ("text", ("text",)),
+)
+"""The first format all of whose fields are there is taken."""
+
+
+def detect_format(row: Row, columns: Columns = ()) -> DataFormat:
+    """The format whose fields are all there; a column mapping goes before everything.
+
+    Raises DataError that names the row and lists the fields found and the formats accepted; and for rows of
+    good and bad answers.
+    """
+    if columns:
+        return "columns"
+    refuse_good_and_bad(row)
+    names = set(row.fields)
+    for name, needed in _RECOGNISED:
+        if names.issuperset(needed):
+            return name
+    found = ", ".join(sorted(map(str, names))) or "no fields"
+    raise DataError(
+        f"{row.where}: format auto: the row has {found}, which is not a known format",
+        hint=f"{_mapped(row)}; {ACCEPTED}",
+    )
+
+
+def _mapped(row: Row) -> str:
+    """The columns of this row by role, as a recipe and as an option: those whose names sound like it, else open."""
+    talks = [name for name, value in row.fields.items() if isinstance(value, list)]
+    if talks:
+        roles = {"messages": talks[0]}
+    else:
+        texts = [str(name) for name, value in row.fields.items() if isinstance(value, str)]
+        parts = {name: set(re.split(r"[^a-z]+", name.lower())) for name in texts}
+        roles = {
+            role: next((name for word in words for name in texts if word in parts[name]), "…")
+            for role, words in _SOUNDS.items()
+        }
+    written = ", ".join(f"{role}: {name}" for role, name in roles.items())
+    typed = ",".join(f"{role}={name}" for role, name in roles.items())
+    option = typed if "…" in typed else shlex.quote(typed)
+    return f"columns: {{{written}}} in the recipe, or --columns {option}"
+
+
+_SOUNDS = {
+    "prompt": ("prompt", "instruction", "question", "query", "input", "user", "source", "problem", "q"),
+    "completion": (
+        "completion",
+        "response",
+        "answer",
+        "output",
+        "reply",
+        "assistant",
+        "target",
+        "solution",
+        "a",
+    ),
+}
+"""Words that a column's name may have as a part, the likeliest first."""
+
 
 _THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")
 """Names of the field for the reasoning before an answer."""
@@ -49,20 +127,20 @@ def to_example(row: Row, *, format: str, columns: Columns = ()) -> Example:
         raise DataError(
             f"columns are mapped but format is {format}", hint="leave format out, or set it to columns"
         )
-    if format == "columns":
-        return _from_columns(row, _checked_columns(columns))
-    if format != "text":
-        refuse_judged(row)
-        refuse_unsupported_row(row)
-    example = _READERS[format](row)
-    if not isinstance(example, Conversation):
-        return example
-    last = example.messages[-1]
-    if format not in ("messages", "sharegpt") and not last.thought and (thought := _thought(row.fields)):
-        last = replace(last, thought=_checked_text(row, "reasoning", thought))
-        example = replace(example, messages=(*example.messages[:-1], last))
-    tools = tools_of(row)
-    return replace(example, tools=tools) if tools else example
+    with in_row(row.where):
+        if format == "columns":
+            return _from_columns(row, _checked_columns(columns))
+        if format != "text":
+            refuse_judged(row)
+            refuse_unsupported_row(row.fields)
+        example = _READERS[format](row)
+        if not isinstance(example, Conversation):
+            return example
+        last = example.messages[-1]
+        if format not in ("messages", "sharegpt") and not last.thought and (thought := _thought(row.fields)):
+            last = replace(last, thought=_checked_text("reasoning", thought))
+            example = replace(example, messages=(*example.messages[:-1], last))
+        return replace(example, tools=tools_of(row.fields))
 
 
 def _checked_columns(columns: Columns) -> dict[str, str]:
@@ -88,7 +166,7 @@ def _from_columns(row: Row, mapping: Mapping[str, str]) -> Example:
         example = _conversation(row, [*_system(system), *turns], field=mapping["messages"])
     else:
         example = _asked_and_answered(row, mapping["prompt"], mapping["completion"], system=system)
-    return replace(example, tools=tools_of(row, mapping["tools"])) if "tools" in mapping else example
+    return replace(example, tools=tools_of(row.fields, mapping["tools"])) if "tools" in mapping else example
 
 
 def _asked_and_answered(row: Row, prompt: str, completion: str, *, system: str = "") -> Conversation:
@@ -117,9 +195,9 @@ def _history(row: Row) -> list[Message]:
     turns: list[Message] = []
     for number, pair in enumerate(row.fields.get("history") or []):
         if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise _bad(row, f"history[{number}]", "is not a pair of question and answer", "wrong type", pair)
+            raise _bad(f"history[{number}]", "is not a pair of question and answer", "wrong type", pair)
         for role, content in zip(("user", "assistant"), pair, strict=True):
-            turns.append(Message(ROLES[role], _checked_text(row, f"history[{number}]", content)))
+            turns.append(Message(ROLES[role], _checked_text(f"history[{number}]", content)))
     return turns
 
 
@@ -145,26 +223,26 @@ def _turns(row: Row, field: str) -> list[Message]:
     """A list of ``{role, content}`` or ``{from, value}``. An empty system message says nothing and is left out."""
     turns = _present(row, field)
     if not isinstance(turns, list):
-        raise _bad(row, field, "is not a list of messages", "wrong type", turns)
+        raise _bad(field, "is not a list of messages", "wrong type", turns)
     messages = []
     for number, turn in enumerate(turns):
         name = f"{field}[{number}]"
         if not isinstance(turn, dict):
-            raise _bad(row, name, "is not a message", "wrong type", turn)
+            raise _bad(name, "is not a message", "wrong type", turn)
         role_key, text_key = ("from", "value") if "from" in turn else ("role", "content")
-        role = _role(row, f"{name}.{role_key}", turn.get(role_key))
+        role = _role(f"{name}.{role_key}", turn.get(role_key))
         thought = _thought(turn) if role == "assistant" else ""
         rest = {
             key: turn[key]
             for key in turn
             if not thought or turn[key] != thought or key not in _THOUGHT_FIELDS
         }
-        refuse_unsupported_message(row, name, rest)
+        refuse_unsupported_message(name, rest)
         if role == "system" and turn.get(text_key) == "":
             continue
-        message = _message(row, name, role, turn, said_by=turn[role_key], text_key=text_key)
+        message = _message(name, role, turn, said_by=turn[role_key], text_key=text_key)
         if thought:
-            message = replace(message, thought=_checked_text(row, f"{name}: reasoning", thought))
+            message = replace(message, thought=_checked_text(f"{name}: reasoning", thought))
         messages.append(message)
     return messages
 
@@ -175,25 +253,23 @@ def _thought(turn: Mapping[str, Any]) -> str:
     return next((text for text in texts if isinstance(text, str) and text.strip()), "")
 
 
-def _message(
-    row: Row, name: str, role: Role, turn: Mapping[str, Any], *, said_by: str, text_key: str
-) -> Message:
+def _message(name: str, role: Role, turn: Mapping[str, Any], *, said_by: str, text_key: str) -> Message:
     place, content = f"{name}.{text_key}", turn.get(text_key)
     if said_by in CALLING:
-        return Message(role, "", calls_in_text(row, place, content))
-    calls = calls_of(row, name, turn) if role == "assistant" else ()
-    content = _joined(row, place, content)
+        return Message(role, "", calls_in_text(place, content))
+    calls = calls_of(name, turn) if role == "assistant" else ()
+    content = _joined(place, content)
     if role == "tool":
         if isinstance(content, dict | list | int | float):
             content = json.dumps(content, ensure_ascii=False)
         id = turn.get("tool_call_id")
-        return Message(role, _checked_text(row, place, content), call_id=id if isinstance(id, str) else "")
+        return Message(role, _checked_text(place, content), call_id=id if isinstance(id, str) else "")
     if calls and content in (None, ""):
         return Message(role, "", calls)
-    return Message(role, _checked_text(row, place, content), calls)
+    return Message(role, _checked_text(place, content), calls)
 
 
-def _joined(row: Row, place: str, content: Any) -> Any:
+def _joined(place: str, content: Any) -> Any:
     """A list of parts, ``[{type: text, text: …}]``, as one text; any other content as it is. Raises BadRow for a part
     that is no text."""
     if not isinstance(content, list) or not all(
@@ -203,18 +279,18 @@ def _joined(row: Row, place: str, content: Any) -> Any:
     for number, part in enumerate(content):
         if part["type"] != "text" or not isinstance(part.get("text"), str):
             raise BadRow(
-                f"{row.where}: field '{place}[{number}]' is {part['type']}, expected text: {_short(part)}",
+                f"field '{place}[{number}]' is {part['type']}, expected text: {_short(part)}",
                 reason=f"{part['type']} not supported",
                 hint="fitune trains on text: leave the rows with other parts out",
             )
     return "".join(part["text"] for part in content)
 
 
-def _role(row: Row, field: str, value: Any) -> Role:
+def _role(field: str, value: Any) -> Role:
     if not isinstance(value, str) or value not in ROLES:
         guess = did_you_mean(value, tuple(ROLES)) if isinstance(value, str) else None
         known = f"is none of {', '.join(ROLES)}" + (f" ({guess})" if guess else "")
-        raise _bad(row, field, known, "unknown role", value)
+        raise _bad(field, known, "unknown role", value)
     return ROLES[value]
 
 
@@ -228,13 +304,13 @@ def _conversation(row: Row, messages: list[Message], *, field: str) -> Conversat
     for number, message in enumerate(spoken):
         if message.role not in expected:
             place = f"message {len(messages) - len(spoken) + number + 1} is from {message.role}"
-            raise _bad(row, field, f"{place}, expected {' or '.join(expected)}", "roles out of order")
+            raise _bad(field, f"{place}, expected {' or '.join(expected)}", "roles out of order")
         if message.role == "assistant":
             expected = ("tool",) if message.calls else ("user",)
         else:
             expected = ("assistant", "tool") if message.role == "tool" else ("assistant",)
     if not spoken or spoken[-1].role != "assistant":
-        raise _bad(row, field, "does not end with an answer of the assistant", "no answer")
+        raise _bad(field, "does not end with an answer of the assistant", "no answer")
     return Conversation(tuple(messages), row.where)
 
 
@@ -243,35 +319,35 @@ def _system(content: str) -> list[Message]:
 
 
 def _text(row: Row, field: str) -> str:
-    return _checked_text(row, field, _present(row, field))
+    return _checked_text(field, _present(row, field))
 
 
 def _optional_text(row: Row, field: str) -> str:
     value = row.fields.get(field)
-    return _checked_text(row, field, value) if value not in (None, "") else ""
+    return _checked_text(field, value) if value not in (None, "") else ""
 
 
 def _present(row: Row, field: str) -> Any:
     if field not in row.fields:
         found = ", ".join(map(str, row.fields)) or "no fields"
-        raise _bad(row, field, f"is missing; the row has {found}", "missing field")
+        raise _bad(field, f"is missing; the row has {found}", "missing field")
     return row.fields[field]
 
 
-def _checked_text(row: Row, field: str, value: Any) -> str:
+def _checked_text(field: str, value: Any) -> str:
     if value is None:
-        raise _bad(row, field, "is null", "null field")
+        raise _bad(field, "is null", "null field")
     if not isinstance(value, str):
-        raise _bad(row, field, f"is {type(value).__name__}, expected text", "wrong type", value)
+        raise _bad(field, f"is {type(value).__name__}, expected text", "wrong type", value)
     if not value.strip():
-        raise _bad(row, field, "is empty", "empty field", value)
-    require_characters(row, field, value, hint=ACCEPTED)
+        raise _bad(field, "is empty", "empty field", value)
+    require_characters(field, value, hint=ACCEPTED)
     return value
 
 
-def _bad(row: Row, field: str, what: str, reason: str, value: Any = None) -> BadRow:
+def _bad(field: str, what: str, reason: str, value: Any = None) -> BadRow:
     shown = "" if value is None else f": {_short(value)}"
-    return BadRow(f"{row.where}: field {field!r} {what}{shown}", reason=reason, hint=ACCEPTED)
+    return BadRow(f"field {field!r} {what}{shown}", reason=reason, hint=ACCEPTED)
 
 
 def _short(value: Any) -> str:

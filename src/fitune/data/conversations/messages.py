@@ -1,9 +1,8 @@
 """Conversations of messages, and plain texts: the two forms that every format of rows is turned into."""
 
+import json
 from dataclasses import dataclass
 from typing import Literal
-
-from fitune.data.conversations.tool_calls import ToolCall
 
 Role = Literal["system", "user", "assistant", "tool"]
 
@@ -13,6 +12,20 @@ ROLES: dict[str, Role] = {
     "function_call": "assistant", "tool_call": "assistant",
 }  # fmt: skip
 """Role names as they stand in data -> ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call: the tool's name, its arguments as the text of a JSON object, and an id ("" where the data has none)."""
+
+    name: str
+    arguments: str
+    id: str = ""
+
+    @property
+    def text(self) -> str:
+        """A JSON object with name and arguments; the id is left out."""
+        return f'{{"name": {json.dumps(self.name, ensure_ascii=False)}, "arguments": {self.arguments}}}'
 
 
 @dataclass(frozen=True, slots=True)

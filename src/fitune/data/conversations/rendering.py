@@ -8,7 +8,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from fitune.data.conversations.call_styles import (
+from fitune.data.conversations.messages import Message, ToolCall
+from fitune.data.conversations.sandbox import (
+    MARKS,
+    SHIELD,
+    Rendered,
+    SafeTemplate,
+    TemplateFailed,
+    without_marks,
+)
+from fitune.data.conversations.tool_calls import (
     CALL_STYLES,
     PROBE_TOOLS,
     calls_for_template,
@@ -16,10 +25,6 @@ from fitune.data.conversations.call_styles import (
     tool_names,
     with_ids,
 )
-from fitune.data.conversations.messages import Message
-from fitune.data.conversations.rendered import MARKS, SHIELD, Rendered, without_marks
-from fitune.data.conversations.sandbox import SafeTemplate, TemplateFailed
-from fitune.data.conversations.tool_calls import ToolCall
 from fitune.data.reading.rows import BadRow
 
 
@@ -75,16 +80,16 @@ class Renderer:
         self._next_special = re.compile(rf"\s*({any_special})")
         self.has_marks = template.has_marks
 
-    def render(self, messages: Iterable[Message], *, ask: bool, where: str) -> Rendered:
+    def render(self, messages: Iterable[Message], *, ask: bool) -> Rendered:
         """``ask`` adds the words after which the model answers. Raises BadRow when the template refuses."""
         messages = list(messages)
         if self._tools or any(message.calls for message in messages):
-            marked = self._with_calls(messages, ask=ask, where=where)
+            marked = self._with_calls(messages, ask=ask)
         else:
-            marked = self._marked([self._turn(message) for message in messages], None, ask=ask, where=where)
+            marked = self._marked([self._turn(message) for message in messages], None, ask=ask)
         if (rendered := without_marks(marked)) is None:
             raise BadRow(
-                f"{where}: the template moves or cuts the text of its generation blocks",
+                "the template moves or cuts the text of its generation blocks",
                 reason="generation blocks not found in the template's text",
                 hint="put {% generation %}…{% endgeneration %} around text as it is written",
             )
@@ -99,7 +104,7 @@ class Renderer:
         other._tools = tools
         return other
 
-    def _marked(self, turns: list[dict[str, Any]], tools: Any, *, ask: bool, where: str) -> str:
+    def _marked(self, turns: list[dict[str, Any]], tools: Any, *, ask: bool) -> str:
         try:
             return self._template.render(
                 messages=turns, tools=tools, documents=None, add_generation_prompt=ask, **self._specials
@@ -107,13 +112,11 @@ class Renderer:
         except TemplateFailed as error:
             if turns and turns[0]["role"] == "system" and "system" in error.message.lower():
                 raise BadRow(
-                    f"{where}: this template does not support a system message: {error.message}",
+                    f"this template does not support a system message: {error.message}",
                     reason="system message not supported by the template",
                     hint="leave the system message out, or give a chat_template that has a place for it",
                 ) from None
-            raise BadRow(
-                f"{where}: the template failed: {error.message}", reason="refused by the template"
-            ) from None
+            raise BadRow(f"the template failed: {error.message}", reason="refused by the template") from None
 
     def _turn(self, message: Message, **how: bool) -> dict[str, Any]:
         content, thought = message.content, {}
@@ -128,7 +131,7 @@ class Renderer:
             turn["tool_call_id"] = message.call_id
         return turn
 
-    def _with_calls(self, messages: Sequence[Message], *, ask: bool, where: str) -> str:
+    def _with_calls(self, messages: Sequence[Message], *, ask: bool) -> str:
         """The text of the first of CALL_STYLES in which the template shows every call and every tool."""
         messages = with_ids(messages)
         tools = shielded(json.loads(self._tools), self._shield) if self._tools else None
@@ -137,7 +140,7 @@ class Renderer:
         for style in CALL_STYLES:
             try:
                 turns = [self._turn(message, **style) for message in messages]
-                marked = self._marked(turns, tools, ask=ask, where=where)
+                marked = self._marked(turns, tools, ask=ask)
             except BadRow as bad:
                 fault = fault or bad
                 continue
@@ -145,7 +148,7 @@ class Renderer:
             missing = next((name for name in needed if name not in plain), None)
             if missing is None and _ESCAPED_SHIELD not in marked:
                 return marked
-            fault = _calls_left_out(missing, where)
+            fault = _calls_left_out(missing)
         assert fault is not None
         raise fault
 
@@ -157,7 +160,7 @@ class Renderer:
         """True if the template shows a thought in a field of its own; else it is written into the content."""
         answer = {"role": "assistant", "content": "pong", **dict.fromkeys(_TEMPLATE_FIELDS, _STANDIN)}
         try:
-            return _STANDIN in self._marked([self._turn(_PING), answer], None, ask=False, where="a try")
+            return _STANDIN in self._marked([self._turn(_PING), answer], None, ask=False)
         except BadRow:
             return False
 
@@ -167,16 +170,14 @@ class Renderer:
         assert rendered is not None, "the data has no marks"
         return rendered
 
-    def frame(
-        self, messages: Sequence[Message], numbers: Collection[int], *, ask: bool, where: str
-    ) -> list[str]:
+    def frame(self, messages: Sequence[Message], numbers: Collection[int], *, ask: bool) -> list[str]:
         """The text around the messages of these ``numbers``, where the template sees stand-ins: one part before each,
         one after the last."""
         standins = [
             replace(message, content=f"{_STANDIN}{number}{_STANDIN}") if number in numbers else message
             for number, message in enumerate(messages)
         ]
-        return _STANDINS.split(self.render(standins, ask=ask, where=where).text)
+        return _STANDINS.split(self.render(standins, ask=ask).text)
 
     def closing(self, answer: Message) -> Piece:
         """Token that ends an answer behind which the template writes none."""
@@ -252,7 +253,7 @@ class Renderer:
         """Text between that message and the next in a conversation of so many questions and answers; "" where the
         template refuses it."""
         try:
-            parts = self.frame([_PING, _PONG] * turns, {number, number + 1}, ask=False, where="a try")
+            parts = self.frame([_PING, _PONG] * turns, {number, number + 1}, ask=False)
         except BadRow:
             return ""
         return parts[-2] if number + 1 < 2 * turns and len(parts) > 2 else parts[-1]
@@ -264,7 +265,7 @@ class Renderer:
             renderer = copy.copy(self)
             renderer._tools = PROBE_TOOLS
         try:
-            return renderer.render(messages, ask=ask, where="a try").text
+            return renderer.render(messages, ask=ask).text
         except BadRow:
             return ""
 
@@ -279,8 +280,8 @@ class Renderer:
     def opening(self) -> str:
         """Text that a generation block writes although the prompt ends with it: a header, in SmolLM3's template."""
         try:
-            prompt = self.render([_PING], ask=True, where="a try").text
-            spans = self.render([_PING, _PONG], ask=False, where="a try").generated
+            prompt = self.render([_PING], ask=True).text
+            spans = self.render([_PING, _PONG], ask=False).generated
         except BadRow:
             return ""
         return prompt[spans[-1][0] :] if spans else ""
@@ -312,10 +313,10 @@ class Renderer:
         return [*cuts, (at, end, True)]
 
 
-def _calls_left_out(name: str | None, where: str) -> BadRow:
+def _calls_left_out(name: str | None) -> BadRow:
     what = f"leaves out the tool {name!r:.60}" if name else "escapes special tokens inside calls"
     return BadRow(
-        f"{where}: this template {what}",
+        f"this template {what}",
         reason="tools or calls left out by the template",
         hint="give a chat_template that shows tools and tool_calls, or leave such rows out",
     )

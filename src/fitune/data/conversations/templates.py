@@ -11,19 +11,19 @@ Three things hold, whatever the template:
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from fitune.data.conversations.answers import conversation_pieces, prompt_pieces
-from fitune.data.conversations.call_styles import PROBE_TOOLS
-from fitune.data.conversations.messages import Conversation, Example, Message
+from fitune.data.conversations.messages import Conversation, Example, Message, ToolCall
 from fitune.data.conversations.rendering import Piece, Renderer
 from fitune.data.conversations.sandbox import SafeTemplate
-from fitune.data.conversations.tool_calls import ToolCall
-from fitune.data.reading.rows import BadRow
+from fitune.data.conversations.tool_calls import PROBE_TOOLS
+from fitune.data.reading.rows import BadRow, in_row
 from fitune.errors import DataError, is_failure
 from fitune.files import read_text
 
@@ -113,21 +113,20 @@ class ChatTemplate:
         )
         self._text_start = _text_start(tokenizer)
 
+    def __reduce__(self) -> Any:  # it goes to the processes that tokenise
+        return partial(ChatTemplate, name=self.name), (self._tokenizer, self.source)
+
     def encode(self, example: Example) -> Encoded:
         """Ids of a conversation up to the end of its last answer: nothing after it can be learned. Or of a plain text
         and EOS, all supervised; special tokens in it are special: the author wrote them.
 
         Raises BadRow when the template refuses the conversation or leaves a part of it out.
         """
-        row = self.encode_rows([self.lay_out(example)])
-        return Encoded(row.ids.tolist(), row.supervised.tolist())
+        return _good(next(self.encode_each([example])))
 
     def encode_prompt(self, conversation: Conversation) -> list[int]:
         """Ids of everything before the last answer and of the words that ask for it: what scoring feeds the model."""
-        ids = next(self.encode_prompts([conversation]))
-        if isinstance(ids, BadRow):
-            raise ids
-        return ids
+        return _good(next(self.encode_prompts([conversation])))
 
     def encode_prompts(self, conversations: Sequence[Conversation]) -> Iterator[list[int] | BadRow]:
         """``encode_prompt`` of many rows, in one call of template and tokenizer; an error stands in the place of a row
@@ -138,7 +137,7 @@ class ChatTemplate:
             else c
             for c in conversations
         ]
-        rows = [self._laid_out(question, ask=True) for question in questions]
+        rows = list(self.lay_out_rows(questions, ask=True))
         pieces = [piece for row in rows if not isinstance(row, BadRow) for piece in row]
         try:
             encoded = iter(self._encoder.encode(pieces))
@@ -164,36 +163,34 @@ class ChatTemplate:
 
     def prompt_text(self, conversation: Conversation) -> str:
         """The prompt that ``conversation``, which has no answer at its end, is. Raises BadRow."""
-        row = self._laid_out(conversation, ask=True)
-        if isinstance(row, BadRow):
-            raise row
-        return "".join(piece.text for piece in row)
+        return "".join(piece.text for piece in self.lay_out(conversation, ask=True))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of an answer's ids, without special tokens."""
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
-    def lay_out(self, example: Example) -> list[Piece]:
-        """The row as pieces of text that are encoded one by one. Raises BadRow."""
-        row = self._laid_out(example)
-        if isinstance(row, BadRow):
-            raise row
-        return row
+    def lay_out(self, example: Example, *, ask: bool = False) -> list[Piece]:
+        """The row as pieces of text that are encoded one by one; with ``ask`` the prompt that it is, without an answer.
 
-    def lay_out_rows(self, examples: Sequence[Example]) -> Iterator[list[Piece] | BadRow]:
-        """``lay_out`` of one row after another; an error stands in the place of a bad one."""
-        return map(self._laid_out, examples)
-
-    def _laid_out(self, example: Example, *, ask: bool = False) -> list[Piece] | BadRow:
-        """``ask``: the prompt that ``example`` is, without an answer."""
+        Raises BadRow.
+        """
         if not isinstance(example, Conversation):
             return [Piece(example.text, supervised=True, plain=False, first=True)]
         pieces_of = prompt_pieces if ask else conversation_pieces
-        try:
-            return pieces_of(self._renderer.with_tools(example.tools), example.messages, where=example.where)
-        except BadRow as bad:
-            return bad
+        with in_row(example.where):
+            return pieces_of(self._renderer.with_tools(example.tools), example.messages)
+
+    def lay_out_rows(
+        self, examples: Sequence[Example], *, ask: bool = False
+    ) -> Iterator[list[Piece] | BadRow]:
+        """``lay_out`` of one row after another; an error stands in the place of a bad one."""
+        for example in examples:
+            try:
+                row: list[Piece] | BadRow = self.lay_out(example, ask=ask)
+            except BadRow as bad:
+                row = bad
+            yield row
 
     def encode_rows(self, rows: Sequence[list[Piece]], *, empty_thoughts: bool = False) -> EncodedRows:
         """Many rows in one call of the tokenizer, which is several times faster than one by one. ``empty_thoughts``
@@ -226,6 +223,16 @@ class ChatTemplate:
         if not ids or ids[-1] not in self._encoder.special_ids | {eos}:
             ids = [*ids, eos]
         return ids
+
+
+T = TypeVar("T")
+
+
+def _good(row: T | BadRow) -> T:
+    """``row``. Raises it where it is an error."""
+    if isinstance(row, BadRow):
+        raise row
+    return row
 
 
 class PieceEncoder:

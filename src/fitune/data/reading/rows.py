@@ -13,7 +13,8 @@ reads, so it would learn the bad ones too:
 A ``label`` that is a class of plain text, or any other value, says nothing about an answer and is left alone.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -44,6 +45,15 @@ class BadRow(DataError):
         return partial(BadRow, reason=self.reason, hint=self.hint), (self.message,)
 
 
+@contextmanager
+def in_row(where: str) -> Iterator[None]:
+    """Inside, a BadRow gets the place of its row in front of its words."""
+    try:
+        yield
+    except BadRow as bad:
+        raise BadRow(f"{where}: {bad.message}", reason=bad.reason, hint=bad.hint) from None
+
+
 def first_doubled(names: Iterable[str]) -> str | None:
     """The first name that was there before; None without one. Rows of tens of thousands of columns exist."""
     seen: set[str] = set()
@@ -70,29 +80,29 @@ _SWITCHES = ("weight", "train", "training", "trainable")
 """0 or false at an answer: it is not to be learned."""
 
 
-def refuse_unsupported_row(row: Row) -> None:
+def refuse_unsupported_row(fields: Mapping[str, Any]) -> None:
     """Raises BadRow when the row has more than text for the model to see."""
-    for name in _OF_ROWS.keys() & row.fields.keys():
-        if _says_something(row.fields[name]):
-            raise _not_supported(row, name, row.fields[name], _OF_ROWS[name])
+    for name in _OF_ROWS.keys() & fields.keys():
+        if _says_something(fields[name]):
+            raise _not_supported(name, fields[name], _OF_ROWS[name])
 
 
-def refuse_unsupported_message(row: Row, place: str, message: Mapping[str, Any]) -> None:
+def refuse_unsupported_message(place: str, message: Mapping[str, Any]) -> None:
     """Raises BadRow when the message says more than its text, or is an answer that is not to be learned."""
     for name in _OF_MESSAGES.keys() & message.keys():
         if _says_something(message[name]):
-            raise _not_supported(row, f"{place}.{name}", message[name], _OF_MESSAGES[name])
+            raise _not_supported(f"{place}.{name}", message[name], _OF_MESSAGES[name])
     for name in _SWITCHES:
         if (value := message.get(name)) is not None and value != 1:
             hint = "fitune learns every answer: end the conversation before those that are not to be learned"
-            raise _not_supported(row, f"{place}.{name}", value, hint)
+            raise _not_supported(f"{place}.{name}", value, hint)
 
 
 _INTERNAL = "".join(chr(code) for code in range(0xFDD0, 0xFDF0))
 """Unicode noncharacters, reserved for a program's own use: rendering marks places in a text with them."""
 
 
-def require_characters(row: Row, field: str, value: str, *, hint: str) -> None:
+def require_characters(field: str, value: str, *, hint: str) -> None:
     """Raises BadRow for text that no tokenizer can encode, or that rendering could not tell from its own marks."""
     if value.isascii():
         return
@@ -101,14 +111,14 @@ def require_characters(row: Row, field: str, value: str, *, hint: str) -> None:
     except UnicodeEncodeError as error:
         where = f"U+{ord(value[error.start]):04X} at character {error.start + 1}"
         raise BadRow(
-            f"{row.where}: field {field!r} contains an unpaired surrogate ({where})",
+            f"field {field!r} contains an unpaired surrogate ({where})",
             reason="unpaired surrogate",
             hint=hint,
         ) from None
     found = next((mark for mark in _INTERNAL if mark in value), None)
     if found:
         raise BadRow(
-            f"{row.where}: field {field!r} holds the noncharacter U+{ord(found):04X}",
+            f"field {field!r} holds the noncharacter U+{ord(found):04X}",
             reason="noncharacter",
             hint=hint,
         )
@@ -119,10 +129,10 @@ def _says_something(value: Any) -> bool:
     return value is not None and value is not False and value not in ("", "[]", [], {})
 
 
-def _not_supported(row: Row, field: str, value: Any, hint: str) -> BadRow:
+def _not_supported(field: str, value: Any, hint: str) -> BadRow:
     name = field.rpartition(".")[2]
     return BadRow(
-        f"{row.where}: field {field!r} is not supported: {value!r:.60}",
+        f"field {field!r} is not supported: {value!r:.60}",
         reason=f"{name} not supported",
         hint=hint,
     )

@@ -107,17 +107,9 @@ class Likelihood:
 class Engine(Protocol):
     """A model that answers. Both methods yield in any order, each id once; a row that fails is one with an error."""
 
-    @property
-    def context_tokens(self) -> int:
-        """Tokens the model has positions for; 0 when no limit is known."""
-        ...
-
-    def answer(self, requests: Sequence[Request]) -> Iterator[Completion]:
-        """Write an answer for each request."""
-        ...
-
-    def prepare(self, requests: Sequence[Request]) -> None:
-        """Rows that the next ``answer`` is asked for: an engine may begin with them while it is at the last ones."""
+    def answer(self, requests: Sequence[Request], ahead: Sequence[Request] = ()) -> Iterator[Completion]:
+        """Write an answer for each request. ``ahead``: rows that the next call is asked for; an engine may begin with
+        them while it is at the last ones."""
         ...
 
     def weigh(self, continuations: Sequence[Continuation]) -> Iterator[Likelihood]:
@@ -163,12 +155,29 @@ def sorted_out(requests: Sequence[Request], *, context: int) -> tuple[list[Reque
     return fitting, refused, max((max(request.prompt_ids) for request in fitting), default=0)
 
 
-def most_weighed(engine: EngineName, context: int) -> int:
-    """Tokens of prompt and continuation that can be weighed together by a model with ``context`` positions.
+def tokens_beside(engine: EngineName) -> int:
+    """Tokens more than prompt and continuation that an engine needs room for to weigh them: the embedded one does not
+    read the last token; servers and vLLM read it and write one behind it."""
+    return -1 if engine == "transformers" else 1
 
-    The embedded engine does not read the last token; servers and vLLM read it and write one behind it.
-    """
-    return context + 1 if engine == "transformers" else context - 1
+
+def weighable(
+    continuations: Sequence[Continuation], *, context: int, engine: EngineName
+) -> tuple[list[Continuation], list[Likelihood]]:
+    """The continuations that ``context`` positions have room for (0: no limit is known), and the failed likelihoods of
+    the others, with the arithmetic."""
+    fitting, refused, beside = [], [], tokens_beside(engine)
+    for one in continuations:
+        prompt, given = len(one.prompt_ids), len(one.token_ids)
+        if not prompt:
+            refused.append(failed(one, "empty_prompt", "the prompt has no tokens"))
+        elif 0 < context < prompt + given + beside:
+            more, read = ("- 1", " to be read") if beside < 0 else ("+ 1 written", "")
+            why = f"prompt {prompt} + continuation {given} {more} = {prompt + given + beside} tokens{read}, "
+            refused.append(failed(one, "prompt_too_long", f"{why}the model has room for {context}"))
+        else:
+            fitting.append(one)
+    return fitting, refused
 
 
 def no_effect(adapter: str) -> CheckpointError:

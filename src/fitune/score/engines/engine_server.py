@@ -98,12 +98,7 @@ class ServerEngine:
     _has_answered: bool = field(default=False, init=False)
     _told_until: float = field(default=0.0, init=False)
 
-    @property
-    def context_tokens(self) -> int:
-        """0: a server does not tell its limit."""
-        return 0
-
-    def answer(self, requests: Sequence[Request]) -> Iterator[Completion]:
+    def answer(self, requests: Sequence[Request], ahead: Sequence[Request] = ()) -> Iterator[Completion]:
         """As they come back, ``batch_size`` requests at a time. Raises EngineDied once the server is gone."""
         with closing(self._each(self._answer_unless_dead, requests)) as each:
             for found in each:
@@ -123,9 +118,6 @@ class ServerEngine:
             finally:
                 for waiting in begun:
                     waiting.cancel()
-
-    def prepare(self, requests: Sequence[Request]) -> None:
-        """Does nothing: a server has no more than ``batch_size`` requests at a time."""
 
     def _answer_unless_dead(self, request: Request) -> Completion | None:
         """The answer; None once the server is given up. One that fails for as many rows as are under way, and never

@@ -37,12 +37,12 @@ from fitune.score.engines.engine import (
     Likelihood,
     Request,
     Sampling,
-    failed,
     no_effect,
     sorted_out,
+    weighable,
 )
 from fitune.score.engines.given_texts import HEAD_TOKENS, batches_of, by_prompt, weigh_alone, weigh_behind
-from fitune.score.engines.room import Room, unlimited
+from fitune.score.engines.opening import Room, unlimited
 from fitune.score.tasks import Answer, Task, to_answer
 from fitune.spec.answering import NARROW, ROWS_AT_ONCE, Questions
 from fitune.spec.plan import ChunkedLoss
@@ -80,8 +80,12 @@ class TransformersEngine:
         listed = [] if listed is None else listed
         return self.template.stop_ids | frozenset(listed if isinstance(listed, list) else [listed])
 
-    def answer(self, requests: Sequence[Request]) -> Iterator[Completion]:
-        """Rows enter a running batch where the model allows it (can_join); else a batch starts and ends together."""
+    def answer(self, requests: Sequence[Request], ahead: Sequence[Request] = ()) -> Iterator[Completion]:
+        """Rows enter a running batch where the model allows it (can_join); else a batch starts and ends together.
+
+        ``ahead`` is not begun: a shard asked again after a kill is read in batches of the same shapes, to the last
+        digit.
+        """
         fitting, refused, largest = sorted_out(requests, context=self.context_tokens)
         yield from refused
         rows = self.model.get_input_embeddings().weight.shape[0]
@@ -103,18 +107,12 @@ class TransformersEngine:
                     batch_size=size, on_token=on_token,
                 )  # fmt: skip
 
-    def prepare(self, requests: Sequence[Request]) -> None:
-        """Does nothing: a shard asked again after a kill is read in batches of the same shapes, to the last digit."""
-
     def weigh(self, continuations: Sequence[Continuation]) -> Iterator[Likelihood]:
         """A prompt with several continuations is read once where the model can join rows; else each is read alone."""
-        fitting = []
-        for one in continuations:
-            if why := _no_room(one, self.context_tokens):
-                yield failed(one, "prompt_too_long", why)
-            else:
-                fitting.append(one)
-        size = self._rows_at_once([_tokens_read(one) for one in fitting], new_tokens=1)
+        fitting, refused = weighable(continuations, context=self.context_tokens, engine="transformers")
+        yield from refused
+        read = [len(one.prompt_ids) + len(one.token_ids) - 1 for one in fitting]  # the last is only compared
+        size = self._rows_at_once(read, new_tokens=1)
         shared, alone = by_prompt(fitting) if can_join(self.model) else ([], [[one] for one in fitting])
         with _ready_to_answer(self):
             parts = language_model(self.model, ChunkedLoss(chunk_tokens=HEAD_TOKENS))
@@ -132,23 +130,6 @@ class TransformersEngine:
             rows=len(tokens), prompt_tokens=sum(tokens), longest_prompt=max(tokens, default=1), new_tokens=new_tokens
         )  # fmt: skip
         return min(self.batch_size, self.room(questions))
-
-
-def _tokens_read(asked: Continuation) -> int:
-    """All but the last one, which is only compared with what the model expects there."""
-    return len(asked.prompt_ids) + len(asked.token_ids) - 1
-
-
-def _no_room(asked: Continuation, context: int) -> str:
-    """Why the text cannot be weighed; empty where it can. ``context`` 0: no limit is known."""
-    if not asked.prompt_ids:
-        return "the prompt has no tokens"
-    if not 0 < context < _tokens_read(asked):
-        return ""
-    return (
-        f"prompt {len(asked.prompt_ids)} + continuation {len(asked.token_ids)} - 1 = {_tokens_read(asked)} tokens "
-        f"to be read, the model has room for {context}"
-    )
 
 
 def require_effect(engine: TransformersEngine, adapter: str) -> None:

@@ -31,6 +31,7 @@ from fitune.score.engines.engine import (
     Request,
     no_effect,
     sorted_out,
+    weighable,
 )
 from fitune.spec.cuda_environment import without_expandable_segments
 
@@ -78,11 +79,10 @@ class VllmEngine:
         factors = load_file(Path(adapter) / WEIGHTS) if adapter else {}
         self._is_checked = not any(factor.any() for key, factor in factors.items() if ".lora_B" in key)
         del factors
-        self._begun: set[Request] = set()
-        """Rows that were sent and are not yielded yet."""
         self._rows: dict[int, Request] = {}
         """Requests that vLLM has not answered yet, by the number that each was sent with."""
-        self._found: dict[Request, Completion] = {}
+        self._found: dict[Request, Completion | None] = {}
+        """Answers of the rows that were sent and are not yielded yet; None for those that are not answered."""
         self._sent = 0
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (as long as the process)
         self._process = subprocess.Popen(
@@ -101,41 +101,39 @@ class VllmEngine:
             raise
         self._context, self._vocabulary = int(opened["context"]), int(opened["vocabulary"])
 
-    @property
-    def context_tokens(self) -> int:
-        """As vLLM said when it had loaded the model."""
-        return self._context
+    def answer(self, requests: Sequence[Request], ahead: Sequence[Request] = ()) -> Iterator[Completion]:
+        """Those ``ahead`` wait in vLLM behind the others, so it never runs dry; they are not sent again.
 
-    def answer(self, requests: Sequence[Request]) -> Iterator[Completion]:
-        """Rows that ``prepare`` sent are not sent again. Raises CheckpointError for an adapter without effect."""
+        Raises CheckpointError for an adapter without effect.
+        """
         fitting, refused, largest = sorted_out(requests, context=self._context)
         yield from refused
         require_rows(self._tokenizer, largest_id=largest, rows=self._vocabulary)
         self._require_effect(fitting)
         self._begin(fitting)
+        if self._is_checked:  # else the canary comes first
+            self._begin(sorted_out(ahead, context=self._context)[0])
         left = set(fitting)
         for request in fitting:
-            if request in self._found:
+            if (answered := self._found[request]) is not None:
                 left.remove(request)
-                yield self._taken(request)
+                del self._found[request]
+                yield answered
         while left:
             request = self._keep(self._line())
             if request in left:
                 left.remove(request)
-                yield self._taken(request)
-
-    def prepare(self, requests: Sequence[Request]) -> None:
-        """These rows wait in vLLM behind those that are asked, so it never runs dry between two calls of answer."""
-        if self._is_checked:  # else the canary comes first
-            self._begin(sorted_out(requests, context=self._context)[0])
+                answered = self._found.pop(request)
+                assert answered is not None, "it was just kept"
+                yield answered
 
     def _begin(self, requests: Sequence[Request]) -> None:
         """Send the rows that were not sent yet; vLLM takes them in this order, as it has room."""
         entries = []
         for request in requests:
-            if request not in self._begun:
+            if request not in self._found:
                 self._sent += 1
-                self._begun.add(request)
+                self._found[request] = None
                 self._rows[self._sent] = request
                 sampling = request.sampling
                 entries.append(
@@ -160,26 +158,14 @@ class VllmEngine:
         )
         return request
 
-    def _taken(self, request: Request) -> Completion:
-        self._begun.remove(request)
-        return self._found.pop(request)
-
     def weigh(self, continuations: Sequence[Continuation]) -> Iterator[Likelihood]:
         """vLLM writes a token behind each continuation, so the longest has one token less than the context."""
-        entries = []
-        for asked in continuations:
-            ids = (*asked.prompt_ids, *asked.token_ids)
-            if not asked.prompt_ids:
-                yield Likelihood(id=asked.id, code="empty_prompt", error="the prompt has no tokens")
-            elif len(ids) >= self._context:  # vLLM writes a token behind them
-                yield Likelihood(
-                    id=asked.id,
-                    code="prompt_too_long",
-                    error=f"prompt {len(asked.prompt_ids)} + continuation {len(asked.token_ids)} + 1 written = "
-                    f"{len(ids) + 1} tokens, the model has room for {self._context}",
-                )
-            else:
-                entries.append({"id": asked.id, "ids": ids, "prompt": len(asked.prompt_ids)})
+        fitting, refused = weighable(continuations, context=self._context, engine="vllm")
+        yield from refused
+        entries = [
+            {"id": one.id, "ids": (*one.prompt_ids, *one.token_ids), "prompt": len(one.prompt_ids)}
+            for one in fitting
+        ]
         for line in self._ask("weigh", entries):
             yield Likelihood(id=line["id"], logprobs=tuple(line["logprobs"]), is_greedy=line["is_greedy"])
 

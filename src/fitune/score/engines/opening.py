@@ -1,6 +1,7 @@
 """Engines by name: what each needs of the settings, and what it refuses."""
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,17 +9,22 @@ from typing import Any
 import torch
 
 from fitune.data.conversations.templates import ChatTemplate, load_template
-from fitune.errors import RecipeError
+from fitune.errors import HardwareError, ModelError, RecipeError
+from fitune.estimate.answering import rows_that_fit
+from fitune.estimate.blocks.key_values import elements_of_blocks
+from fitune.measure.hardware import resolve_hardware
 from fitune.models.adapter_file import AdapterConfig, check_adapter, read_adapter_config
 from fitune.models.adapters import load_adapter, saved_rows
+from fitune.models.headers import adapter_size
 from fitune.models.readers import notes_on
 from fitune.models.tokens import load_tokenizer
 from fitune.models.weight_files import OnBytes, nobody
 from fitune.models.weights import load_model, require_finite
 from fitune.score.engines.continuous import Watch, unwatched
 from fitune.score.engines.engine import Engine, listed_stop_ids
-from fitune.score.engines.room import room_for
 from fitune.score.plan import ScorePlan
+from fitune.spec.answering import ROWS_AT_ONCE, Answering, Questions, answering_precision
+from fitune.spec.model.model_config import load_model_spec
 
 
 def choose_device() -> torch.device:
@@ -195,3 +201,37 @@ def tokenizer_folder(plan: ScorePlan) -> str:
     if folder is not None and (folder / "tokenizer.json").is_file() and saved_rows(folder):
         return plan.adapter
     return plan.model
+
+
+Room = Callable[[Questions], int]
+"""Rows of such questions that may be answered together."""
+
+
+def unlimited(questions: Questions) -> int:
+    """More than there ever are."""
+    return sys.maxsize
+
+
+def room_for(plan: ScorePlan) -> Room:
+    """Returns how many rows fit on the device of this process, at most ROWS_AT_ONCE; ``unlimited`` where the plan says
+    how many are answered together."""
+    if plan.batch_size:
+        return unlimited
+    answering = answering_of(plan)
+    if answering is None:
+        return lambda _questions: ROWS_AT_ONCE
+    return lambda questions: max(1, rows_that_fit(answering, questions, most=ROWS_AT_ONCE))
+
+
+def answering_of(plan: ScorePlan) -> Answering | None:
+    """The embedded engine on this machine as the estimate takes it, of as many rows as are asked together at most; None
+    where nothing can be predicted: for a model whose state is more than keys and values, on GPUs of two kinds."""
+    try:
+        hardware, model = resolve_hardware(gpus=1), load_model_spec(plan.model)
+        elements_of_blocks(model)
+        return Answering(
+            engine="transformers", model=model, hardware=hardware, precision=answering_precision(hardware),
+            batch_size=plan.rows_at_once, adapter=adapter_size(plan.adapter),
+        )  # fmt: skip
+    except (ModelError, HardwareError):
+        return None

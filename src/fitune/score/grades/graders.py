@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import operator
 import re
 import string
@@ -10,19 +11,22 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
 from fitune.errors import MissingExtra, RecipeError, did_you_mean
 from fitune.files import read_text
-from fitune.score.grades import likelihoods
+from fitune.score.answers import Line, likeliest
 from fitune.score.grades.judge_settings import judge_content, read_judge
-from fitune.score.grades.likelihoods import Graded, Weighed
 from fitune.spec.reports import Scale
 from fitune.units import counted
 
+Graded = dict[str, float]
+"""``grade``, and beside it ``weight``, how much the row counts in the mean: its tokens or bytes; without it, one."""
+_LARGEST_LOG = 700.0
+"""exp of more is no float."""
 SHORT_ANSWER_WORDS = 20
 """References up to this long are compared word for word; longer ones by what they have in common."""
 
@@ -35,7 +39,7 @@ class Kind:
     """The mean over the rows, in words."""
     grade: Callable[[str, str], float] | None = None
     """The grade of an answer, beside its reference."""
-    weigh: Callable[[Weighed], Graded] | None = None
+    weigh: Callable[[Line], Graded] | None = None
     """The grade of a row whose given answers were weighed. Without both: what the argument names."""
     argument: str = ""
     of_calls: Callable[[Counter[str], Counter[str]], bool] | None = None
@@ -226,6 +230,27 @@ def json_schema(answer: str, schema: str) -> float:
     return float(validator.is_valid(value))
 
 
+def choice(body: Line, size: Callable[[Any], float] = lambda choice: 1.0) -> Graded:
+    """1 when the choice that is likeliest per ``size`` is the right one (lm-evaluation-harness: acc; per character:
+    acc_norm). Choices are compared by their texts alone."""
+    return {"grade": float(likeliest(body, size) == body["right"])}
+
+
+def loglikelihood(body: Line) -> Graded:
+    """Log-probability of the reference and of the end of the answer, in nats; the prompt counts nowhere."""
+    right = body["choices"][body["right"]]
+    return {"grade": float(right["logprob"] + right["end_logprob"])}
+
+
+def perplexity(body: Line, *, per_byte: bool = False) -> Graded:
+    """exp of the nats per token of the reference and the end of the answer, as the loss of training counts; or per
+    UTF-8 byte of the reference, which is comparable between tokenizers."""
+    right = body["choices"][body["right"]]
+    pieces = len(right["text"].encode()) if per_byte else right["tokens"] + right["end_tokens"]
+    nats = -loglikelihood(body)["grade"] / pieces
+    return {"grade": math.exp(min(nats, _LARGEST_LOG)), "weight": float(pieces)}
+
+
 GRADERS: dict[str, Kind] = {
     "exact_match": Kind("answers that are the reference, white space aside", exact_match, of_calls=operator.eq),
     "contains": Kind("answers that hold the reference", contains, of_calls=operator.ge),
@@ -243,25 +268,25 @@ GRADERS: dict[str, Kind] = {
     ),
     "judge": Kind("", argument="FILE.yaml", needs_reference=False, judges=True),
     "choice": Kind(
-        "rows whose likeliest choice is the right one", weigh=likelihoods.choice, needs_choices=True
+        "rows whose likeliest choice is the right one", weigh=choice, needs_choices=True
     ),
     "choice_norm": Kind(
-        "rows whose likeliest choice per character is the right one", weigh=likelihoods.choice_norm,
-        needs_choices=True,
+        "rows whose likeliest choice per character is the right one", needs_choices=True,
+        weigh=lambda body: choice(body, lambda c: len(c["text"])),
     ),
     "choice_norm_tokens": Kind(
-        "rows whose likeliest choice per token is the right one", weigh=likelihoods.choice_norm_tokens,
-        needs_choices=True,
+        "rows whose likeliest choice per token is the right one", needs_choices=True,
+        weigh=lambda body: choice(body, lambda c: c["tokens"]),
     ),
     "loglikelihood": Kind(
-        "mean log-probability of the reference", weigh=likelihoods.loglikelihood, scale="nats"
+        "mean log-probability of the reference", weigh=loglikelihood, scale="nats"
     ),
     "perplexity": Kind(
-        "perplexity per token of the references, their ends included", weigh=likelihoods.perplexity,
+        "perplexity per token of the references, their ends included", weigh=perplexity,
         scale="perplexity",
     ),
     "byte_perplexity": Kind(
-        "perplexity per byte of the references", weigh=likelihoods.byte_perplexity, scale="perplexity"
+        "perplexity per byte of the references", weigh=partial(perplexity, per_byte=True), scale="perplexity"
     ),
 }  # fmt: skip
 CHOICE_GRADERS = ("choice", "choice_norm")

@@ -10,14 +10,14 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from fitune.data.conversations.messages import Message
 from fitune.data.conversations.templates import ChatTemplate
 from fitune.data.conversations.tool_calls import calls_in_text
-from fitune.data.reading.rows import BadRow, Row
+from fitune.data.reading.rows import BadRow
 from fitune.errors import FituneError, RecipeError
 from fitune.files import open_regular
 from fitune.score.answers import Line, answer_text
@@ -26,9 +26,9 @@ from fitune.score.engines.opening import check_engine, open_texts
 from fitune.score.grades.graders import Grader, json_schema, regex
 from fitune.score.grades.judge_settings import fill, question_of, read_judge, read_verdict
 from fitune.score.index import Index, open_index
+from fitune.score.questions import Question
 from fitune.score.shards import OF_THE_ROW, Shards
-from fitune.score.tasks import Answer, Question, to_tasks
-from fitune.score.worker import open_asker
+from fitune.score.tasks import Answer, to_tasks
 from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.serial import require_shallow
 
@@ -156,7 +156,7 @@ def _calls(parts: Sequence[Any]) -> Counter[str]:
     for part in parts:
         if not isinstance(part, str):
             try:
-                calls = calls_in_text(Row("", {}), "", part)
+                calls = calls_in_text("", part)
             except BadRow:
                 continue
             found.update(
@@ -173,10 +173,7 @@ class Judging:
 
     def __init__(self, path: str) -> None:
         self._judge = read_judge(path)
-        self._question = question_of(self._judge)
-        self._plan = self._judge.plan
-        self._opened: tuple[Asker, ChatTemplate] | None = None
-        self._others: Index | None = None
+        self._question, self._plan = question_of(self._judge), self._judge.plan
         self._closing = ExitStack()
 
     def try_out(self) -> None:
@@ -208,9 +205,8 @@ class Judging:
                 yield self._graded([next(said) for _ in asked[place]])
 
     def close(self) -> None:
-        """Free the judge's model and the other scoring's answers; a later row opens them again."""
+        """Free the judge's model and the other scoring's answers."""
         self._closing.close()
-        self._opened = self._others = None
 
     def _questions(self, answered: Line, task: Line) -> Iterator[Question]:
         """One question, or two that differ in the order of the answers; none where there is no other answer."""
@@ -225,12 +221,15 @@ class Judging:
 
     def _other_answer(self, id_: str) -> str | None:
         """The other scoring's answer to a row; None where it has no such row, or no answer to it."""
-        if self._others is None:
-            self._others = self._closing.enter_context(open_index())
-            with open_regular(Path(self._judge.against) / "answers.jsonl", follow_links=False) as file:
-                self._others.add_texts((json.loads(line)["custom_id"], line) for line in file)
         line = self._others.text(id_)
         return None if line is None else answer_text(json.loads(line))
+
+    @cached_property
+    def _others(self) -> Index:
+        others = self._closing.enter_context(open_index())
+        with open_regular(Path(self._judge.against) / "answers.jsonl", follow_links=False) as file:
+            others.add_texts((json.loads(line)["custom_id"], line) for line in file)
+        return others
 
     def _asked(self, id_: str, texts: dict[str, str]) -> Question:
         return Question(id=id_, where=id_, messages=(Message("user", fill(self._question, texts)),))
@@ -255,11 +254,10 @@ class Judging:
     def _ask(self, questions: Sequence[Question]) -> list[Answer]:
         if not questions:
             return []
-        if self._opened is None:
-            tokenizer, template = open_texts(self._plan)
-            asker = open_asker(self._plan, tokenizer, template)
-            self._closing.callback(asker.close)
-            self._opened = asker, template
         asker, template = self._opened
-        tasks = to_tasks(questions, template=template, sampling=self._plan.sampling)
-        return asker.ask(tasks)
+        return asker.ask(to_tasks(questions, template=template, sampling=self._plan.sampling))
+
+    @cached_property
+    def _opened(self) -> tuple[Asker, ChatTemplate]:
+        tokenizer, template = open_texts(self._plan)
+        return self._closing.enter_context(closing(Asker(self._plan, tokenizer, template))), template

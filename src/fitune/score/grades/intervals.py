@@ -10,7 +10,7 @@ ids in a temporary database. Memory does not grow with the rows.
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -36,82 +36,54 @@ _MOST_EXACT = 10_000
 """Discordant rows up to which McNemar's test is exact."""
 
 
-class WeightedMean:
-    """Σ weight · value / Σ weight over rows that are added one after another, and its 95 % interval by drawing rows.
+class Ratios:
+    """Σ w·x / Σ w of one or more columns over rows that are added one after another, and the 95 % interval of a
+    function of these means by drawing rows. Past _MOST_VALUES distinct rows their influences are summed."""
 
-    Perplexities are averaged as logarithms: exp(Σ nats / Σ tokens).
-    """
+    def __init__(self, columns: int = 1) -> None:
+        self._counts: Counter[tuple[float, ...]] | None = Counter()
+        self._first: tuple[float, ...] = ()
+        self._total, self._products = np.zeros(3 * columns), np.zeros((3 * columns, 3 * columns))
+        self._block: list[list[float]] = []
 
-    def __init__(self, scale: Scale = "share") -> None:
-        self._is_perplexity = scale == "perplexity"
-        self._counts: Counter[tuple[float, float]] | None = Counter()
-        self._first: float | None = None
-        self._moments = Moments(3)
-
-    def add(self, grade: float, weight: float = 1.0) -> None:
-        """A row more. A perplexity is given as such, and averaged as its logarithm."""
-        value = math.log(grade) if self._is_perplexity else grade
-        if self._first is None:
-            self._first = value
-        apart = weight * (value - self._first)  # squares of values far from 0 would cancel
-        self._moments.add((weight * value, weight, apart))
+    def add(self, *row: float) -> None:
+        """A row more: value and weight of each column."""
+        self._first = self._first or row[::2]
+        columns = zip(row[::2], row[1::2], self._first, strict=True)
+        # squares of values far from 0 would cancel; products are taken of many at once
+        self._block.append([part for x, w, first in columns for part in (w * x, w, w * (x - first))])
+        if len(self._block) == _BLOCK:
+            self._add_block()
         if self._counts is not None:
-            self._counts[value, weight] += 1
+            self._counts[row] += 1
             if len(self._counts) > _MOST_VALUES:
                 self._counts = None
 
     @property
-    def mean(self) -> float:
-        """0 without rows; of perplexities 1."""
-        total, weight, _ = self._moments.total
-        mean = float(total / weight) if weight else 0.0
-        return math.exp(mean) if self._is_perplexity else mean
+    def means(self) -> Any:
+        """The mean of each column; 0 without rows."""
+        self._add_block()
+        sums, weights, _ = self._total.reshape(-1, 3).T
+        return np.divide(sums, weights, out=np.zeros(len(sums)), where=weights != 0)
 
-    def interval(self) -> tuple[float, float, float]:
-        """Mean and the ends of its interval."""
-        low, high = self._ends()
-        if self._is_perplexity:
-            low, high = math.exp(low), math.exp(high)
-        return self.mean, low, high
-
-    def _ends(self) -> tuple[float, float]:
-        total, weights, apart = self._moments.total
-        if not weights:
+    def ends(
+        self, of: Callable[[Any], Any] = lambda means: means[0], slopes: Callable[[Any], Any] = np.ones_like
+    ) -> tuple[float, float]:
+        """The ends of the interval of ``of``, whose derivatives by each mean are ``slopes``."""
+        means = self.means
+        _, weights, apart = self._total.reshape(-1, 3).T
+        if not weights.all():
             return 0.0, 0.0
         if self._counts is None:
-            mean = float(total / weights)
-            error = _NORMAL_95 * self._moments.root((0.0, -apart / weights, 1.0)) / weights
-            return float(mean - error), float(mean + error)
-        seen = np.array(sorted(self._counts), dtype=float)
-        times = np.array([self._counts[value, weight] for value, weight in seen])
-        value, weight = seen[:, 0], seen[:, 1]
-        return resampled_ends(times, lambda drawn: drawn @ (value * weight) / (drawn @ weight))
-
-
-class Moments:
-    """Σ p and Σ p·pᵀ of vectors p that are added one after another."""
-
-    def __init__(self, size: int) -> None:
-        self._total, self._products = np.zeros(size), np.zeros((size, size))
-        self._block: list[Sequence[float]] = []
-
-    def add(self, vector: Sequence[float]) -> None:
-        """A vector more; products are taken of many at once."""
-        self._block.append(vector)
-        if len(self._block) == _BLOCK:
-            self._add_block()
-
-    @property
-    def total(self) -> Any:
-        """Σ p, of shape (size,)."""
-        self._add_block()
-        return self._total
-
-    def root(self, factors: Sequence[float]) -> float:
-        """√ Σ (factors · p)²."""
-        self._add_block()
-        wanted = np.array(factors)
-        return math.sqrt(max(float(wanted @ self._products @ wanted), 0.0))
+            # d mean = w · (x − mean) / Σ w for each row
+            each = zip(slopes(means) / weights, apart / weights, strict=True)
+            factors = np.array([part for slope, mean in each for part in (0.0, -slope * mean, slope)])
+            error = _NORMAL_95 * math.sqrt(max(float(factors @ self._products @ factors), 0.0))
+            return float(of(means) - error), float(of(means) + error)
+        rows = sorted(self._counts)
+        times, columns = np.array([self._counts[row] for row in rows]), np.array(rows, dtype=float).T
+        pairs = list(zip(columns[::2], columns[1::2], strict=True))
+        return resampled_ends(times, lambda drawn: of([drawn @ (x * w) / (drawn @ w) for x, w in pairs]))
 
     def _add_block(self) -> None:
         if self._block:
@@ -119,6 +91,30 @@ class Moments:
             self._total += rows.sum(axis=0)
             self._products += rows.T @ rows
             self._block = []
+
+
+class WeightedMean:
+    """A weighted mean of grades with its interval. Perplexities are averaged as logarithms: exp(Σ nats / Σ tokens)."""
+
+    def __init__(self, scale: Scale = "share") -> None:
+        self._is_perplexity, self._rows = scale == "perplexity", Ratios()
+
+    def add(self, grade: float, weight: float = 1.0) -> None:
+        """A row more. A perplexity is given as such, and averaged as its logarithm."""
+        self._rows.add(math.log(grade) if self._is_perplexity else grade, weight)
+
+    @property
+    def mean(self) -> float:
+        """0 without rows; of perplexities 1."""
+        mean = float(self._rows.means[0])
+        return math.exp(mean) if self._is_perplexity else mean
+
+    def interval(self) -> tuple[float, float, float]:
+        """Mean and the ends of its interval."""
+        low, high = self._rows.ends()
+        if self._is_perplexity:
+            low, high = math.exp(low), math.exp(high)
+        return self.mean, low, high
 
 
 def resampled_ends(times: Any, statistic: Callable[[Any], Any]) -> tuple[float, float]:
@@ -184,7 +180,7 @@ class _Paired:
         self._rows = self._better = self._worse = 0
         self._is_binary = True
         self._here, self._there, self._difference = WeightedMean(scale), WeightedMean(scale), WeightedMean()
-        self._logs = _LogPairs() if scale == "perplexity" else None
+        self._logs = Ratios(2) if scale == "perplexity" else None
 
     def add(self, pair: Pair) -> None:
         """A row that both scorings graded: this one's grade and weight, then the other's."""
@@ -206,7 +202,7 @@ class _Paired:
         here, there = self._here.mean, self._there.mean
         if self._logs:
             difference = here - there
-            low, high = self._logs.ends(here, there)
+            low, high = self._logs.ends(_difference, lambda logs: np.exp(logs) * (1, -1))
         else:
             difference, low, high = self._difference.interval()
         return PairedScore(
@@ -216,41 +212,9 @@ class _Paired:
         )  # fmt: skip
 
 
-class _LogPairs:
-    """The interval of a difference of two perplexities. Rows are drawn together; past _MOST_VALUES their influences on
-    the difference are summed."""
-
-    def __init__(self) -> None:
-        self._few: list[Pair] | None = []
-        self._moments = Moments(4)
-        self._first = (0.0, 0.0)
-
-    def add(self, log: float, weight: float, other_log: float, other: float) -> None:
-        """A row: mean nats and tokens here, then there."""
-        if self._few is not None:
-            self._first = self._first if self._few else (log, other_log)
-            self._few.append((log * weight, weight, other_log * other, other))
-            if len(self._few) > _MOST_VALUES:
-                self._few = None
-        first, other_first = self._first
-        self._moments.add((weight * (log - first), weight, other * (other_log - other_first), other))
-
-    def ends(self, here: float, there: float) -> tuple[float, float]:
-        """The 95 % interval of ``here`` − ``there``, two perplexities."""
-        if self._few is None:
-            apart, weights, other_apart, others = self._moments.total
-            # d exp(Σ w·x / Σ w): perplexity · w · (x − mean) / Σ w for each row, here minus there
-            mine, their = here / weights, there / others
-            factors = (mine, -mine * apart / weights, -their, their * other_apart / others)
-            spread = _NORMAL_95 * self._moments.root(factors)
-            return here - there - spread, here - there + spread
-        logs, weight, other_logs, other = np.array(self._few).T
-        return resampled_ends(
-            np.ones(len(logs)),
-            lambda drawn: (
-                np.exp(drawn @ logs / (drawn @ weight)) - np.exp(drawn @ other_logs / (drawn @ other))
-            ),
-        )
+def _difference(logs: Any) -> Any:
+    """Of two perplexities, given as logarithms."""
+    return np.exp(logs[0]) - np.exp(logs[1])
 
 
 def mcnemar(better: int, worse: int) -> float:

@@ -16,7 +16,6 @@ from pathlib import Path
 from fitune.checkpoint.commit import Commit, last_saved
 from fitune.engine.ranks import WAIT
 from fitune.errors import FituneError, OutOfMemory, RecipeError, TrainingFailed
-from fitune.launch.ends import Ended, ended
 from fitune.launch.ray_cluster import (
     RayCluster,
     RayPlace,
@@ -28,7 +27,7 @@ from fitune.launch.ray_cluster import (
     with_room,
 )
 from fitune.launch.ray_workers import open_mailbox, ray_parts, run_workers
-from fitune.launch.torchrun import fresh_logs
+from fitune.launch.torchrun import Ended, ended, fresh_logs
 from fitune.report.run_page import write_report
 from fitune.session.clusters.ray_nodes import hardware_of_workers, require_shared
 from fitune.session.clusters.ray_ranks import (

@@ -15,8 +15,8 @@ from typing import Any
 
 from fitune.checkpoint.commit import Commit, last_saved
 from fitune.errors import FituneError, PeerGone, RankFailed, RunDirectoryError, exit_code_of
-from fitune.launch.ends import Ended
 from fitune.launch.ray_cluster import loaded_ray
+from fitune.launch.torchrun import Ended
 from fitune.session.events import Emit, Note, ignore_event
 from fitune.session.signals import INTERRUPTED
 from fitune.session.train.attempts import Attempt, resumed_from

@@ -16,11 +16,11 @@ from fitune.launch.ray_cluster import (
     spread,
     with_room,
 )
+from fitune.score.asking import ScoringWorker
 from fitune.score.engines.opening import choose_device, choose_dtype
 from fitune.score.plan import ScorePlan
 from fitune.score.run import Elsewhere
 from fitune.score.tasks import Answer, Task
-from fitune.score.worker import ScoringWorker
 from fitune.session.clusters.ray_nodes import (
     facts_of_node,
     require_paths,

@@ -15,10 +15,9 @@ from fitune.models.headers import adapter_size
 from fitune.planner.answering import AnsweringReport, name_of, plan_answering
 from fitune.planner.clusters.score_fleet import ScoreRanking, rank_scoring
 from fitune.planner.defaults import price_of
-from fitune.score.choices import first_row_has_choices
 from fitune.score.engines.engine import engine_named
 from fitune.score.plan import ScorePlan, names_of, plan_from
-from fitune.score.tasks import read_questions
+from fitune.score.questions import first_row_has_choices, read_questions
 from fitune.session.clusters.fleet import FleetRequest, fleet_of, wanted_of
 from fitune.session.doctor import measure_on_first_use
 from fitune.session.events import Emit, Note

@@ -36,8 +36,7 @@ from fitune.report.score_page import write_score_page
 from fitune.report.score_rows import first_failed, first_grader_error, read_changed
 from fitune.score.answers import CHANGED
 from fitune.score.engines.continuous import Moment
-from fitune.score.engines.opening import open_engine, why_merged_first
-from fitune.score.engines.room import answering_of
+from fitune.score.engines.opening import answering_of, open_engine, why_merged_first
 from fitune.score.grades.intervals import Changed, compare, grades_of
 from fitune.score.plan import ScorePlan
 from fitune.score.run import score

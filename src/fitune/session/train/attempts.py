@@ -16,7 +16,7 @@ from fitune.engine.ranks import Ranks
 from fitune.errors import OutOfMemory, RunDirectoryError, Shortage, TrainingFailed
 from fitune.estimate.predict import predict
 from fitune.files import write_atomically
-from fitune.launch.ends import Ended
+from fitune.launch.torchrun import Ended
 from fitune.planner.retry import describe_size, next_to_try, smaller_plan, why_no_smaller
 from fitune.report.attempts import shortage_words
 from fitune.session.events import Emit, RanOutOfMemory

@@ -49,8 +49,7 @@ from fitune.spec.serial import to_json
 from fitune.spec.words import describe_plan
 from fitune.track.feed import Trackers
 from fitune.track.metrics import Sink
-from fitune.track.protocol import End
-from fitune.track.trackers import wanted_trackers
+from fitune.track.trackers import End, wanted_trackers
 from fitune.train.again import EXPORT_FOLDERS, TITLES
 from fitune.train.current import Callbacks
 from fitune.train.failure import release
