@@ -7,7 +7,7 @@ from typing import Any
 from fitune.errors import NothingFits
 from fitune.estimate.answering import AnsweringMemory, memory_of_answering, rows_that_fit
 from fitune.estimate.answering_time import AnsweringTime, time_of_answering
-from fitune.planner.reasons.explain import unit_for, verdict
+from fitune.planner.explain import unit_for, verdict
 from fitune.spec.answering import (
     ROWS_AT_ONCE,
     Adapter,

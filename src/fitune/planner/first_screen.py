@@ -1,22 +1,23 @@
 """The first screen of a plan: whether it fits, how fast it is, what it costs, and other ways to train the model."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from shlex import quote, split
 
-from fitune.errors import FituneError, NothingFits
-from fitune.planner.alternatives import changed_recipe
+from fitune.errors import FituneError, NothingFits, RecipeError
 from fitune.planner.candidates import Request
+from fitune.planner.explain import describe_how, moment, verdict_of
 from fitune.planner.nothing_fits import fits_on_devices, machine_settings, on_large_cards, setting_words
-from fitune.planner.reasons.explain import describe_how, moment, verdict_of
 from fitune.planner.search import first_choice
 from fitune.spec.machines.hardware import Hardware
 from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.plan import Lomo, Plan
 from fitune.spec.predictions import Estimate, PlanReport, Priced
-from fitune.spec.recipe.recipe import Recipe
+from fitune.spec.recipe.recipe import Recipe, canonical_keys, given_keys, parse_recipe
+from fitune.spec.recipe.strict_yaml import parse_value
 from fitune.spec.rules import broken_rules
 from fitune.spec.words import describe_rates, method_name
 from fitune.units import (
@@ -133,6 +134,23 @@ def _planned(recipe: Recipe, settings: Settings, model: ModelSpec, machine: Mach
 
 def _changed(recipe: Recipe, settings: Settings) -> Recipe:
     return changed_recipe(recipe, ", ".join(f"{key}: {value}" for key, value in settings.items()))
+
+
+_KEY_EQUALS = re.compile(r"((?:^|,)\s*[\w.-]+)\s*=")
+
+
+def changed_recipe(recipe: Recipe, change: str) -> Recipe:
+    """The recipe with the settings of ``zero: 3, backend: fsdp`` on top. Raises RecipeError as a recipe would."""
+    if not any(mark in change for mark in ":="):
+        raise RecipeError(
+            f"--why {change!r} sets nothing",
+            hint='settings as in a recipe: "zero: 3, backend: fsdp"',
+        )
+    text = change if change.lstrip().startswith("{") else "{" + _KEY_EQUALS.sub(r"\1: ", change) + "}"
+    wanted = parse_value(text, where="--why")
+    if not isinstance(wanted, dict) or not wanted or None in wanted.values():
+        raise RecipeError("--why sets nothing", hint='--why "zero: 3"')
+    return parse_recipe({**given_keys(recipe), **canonical_keys(wanted, where="--why")}, where="--why")
 
 
 def _options(settings: Settings) -> str:

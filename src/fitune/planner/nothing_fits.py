@@ -11,10 +11,10 @@ from fitune.estimate.predict import predict
 from fitune.estimate.step import StepStages
 from fitune.planner.candidates import Request
 from fitune.planner.defaults import ROW_STEP, with_cards, with_host_memory
+from fitune.planner.explain import describe_how, host_sum, verdict_of
 from fitune.planner.fit import fits, host_fits, last_true, shortage
 from fitune.planner.method_search import MethodSearch
 from fitune.planner.methods import methods_for, to_adapters
-from fitune.planner.reasons.explain import describe_how, host_sum, verdict_of
 from fitune.planner.search import first_choice
 from fitune.spec.counts import count_parameters
 from fitune.spec.machines.cards import known_cards

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 from fitune.errors import FituneError, NothingFits
 from fitune.planner.answering import AnsweringReport, name_of, rows_line
-from fitune.planner.clusters.fleet import hardware_of, node_counts
-from fitune.planner.clusters.job import STORAGE_BANDWIDTH
-from fitune.planner.clusters.ranking import (
+from fitune.planner.fleet import hardware_of, node_counts
+from fitune.planner.job import STORAGE_BANDWIDTH
+from fitune.planner.ranking import (
     START_SECONDS,
     Offer,
     Ranking,

@@ -13,8 +13,11 @@ from fitune.estimate.division import num_ranks
 from fitune.estimate.overhead import checkpoint_copy_bytes
 from fitune.estimate.parameters import trained_parameters
 from fitune.planner.candidates import Request
-from fitune.planner.clusters.job import STORAGE_BANDWIDTH, disk_bytes, shm_bytes_of
-from fitune.planner.clusters.ranking import (
+from fitune.planner.defaults import with_host_memory
+from fitune.planner.explain import memory_sum
+from fitune.planner.job import STORAGE_BANDWIDTH, disk_bytes, shm_bytes_of
+from fitune.planner.methods import methods_for
+from fitune.planner.ranking import (
     START_SECONDS,
     Offer,
     Ranking,
@@ -23,9 +26,6 @@ from fitune.planner.clusters.ranking import (
     nowhere,
     require_prices,
 )
-from fitune.planner.defaults import with_host_memory
-from fitune.planner.methods import methods_for
-from fitune.planner.reasons.explain import memory_sum
 from fitune.planner.search import first_choice, refuse_contradictions
 from fitune.planner.whole_run import whole_run
 from fitune.spec.counts import count_parameters
