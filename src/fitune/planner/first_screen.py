@@ -14,8 +14,8 @@ from fitune.planner.nothing_fits import fits_on_devices, machine_settings, on_la
 from fitune.planner.search import first_choice
 from fitune.spec.machines.hardware import Hardware
 from fitune.spec.model.model_spec import ModelSpec
-from fitune.spec.plan import Lomo, Plan
-from fitune.spec.predictions import Estimate, PlanReport, Priced
+from fitune.spec.plan import Lomo
+from fitune.spec.predictions import PlanReport, Priced
 from fitune.spec.recipe.recipe import Recipe, canonical_keys, given_keys, parse_recipe
 from fitune.spec.recipe.strict_yaml import parse_value
 from fitune.spec.rules import broken_rules
@@ -198,8 +198,16 @@ def _command(command: str) -> Iterator[str]:
 
 def _verdict(report: PlanReport) -> Iterator[str]:
     yield _lines(f"✔ FITS   {verdict_of(report.taken.plan)}", indent=0, hanging=9)
+    estimate = report.taken.estimate
+    eighths = round(min(1.0, estimate.peak_bytes / estimate.usable_bytes) * BAR * 8)
+    bar = ("█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()).ljust(BAR, "·")
     for name, words in facts_of(report):
-        yield from _fact(name, words, report.taken.estimate)
+        if name != "memory":
+            yield _lines(f"{name:<8} {words[0]}", hanging=9)
+            continue
+        used, left, terms = words
+        yield f"  memory   {bar}   {used}, {left}"
+        yield _lines(terms, indent=11)
 
 
 Fact = tuple[str, tuple[str, ...]]
@@ -212,59 +220,36 @@ def facts_of(report: PlanReport) -> Iterator[Fact]:
     yield from (
         ("but", (line.removeprefix("note on gpu: "),)) for line in report.decisions if line.startswith(NO_GPU)
     )
-    yield from _how(taken.plan)
-    yield "memory", _memory(taken)
-    yield from _host(taken)
-    yield "speed", (f"{format_rate(taken.estimate.tokens_per_second)} · {describe_rates(taken.plan)}",)
-    yield _job(report)
-
-
-def _fact(name: str, words: Sequence[str], estimate: Estimate) -> Iterator[str]:
-    if name != "memory":
-        yield _lines(f"{name:<8} {words[0]}", hanging=9)
-        return
-    used, left, terms = words
-    yield f"  memory   {_bar(estimate.peak_bytes, estimate.usable_bytes)}   {used}, {left}"
-    yield _lines(terms, indent=11)
-
-
-def _how(plan: Plan) -> Iterator[Fact]:
-    broken = broken_rules(plan, "train")
-    if broken:
+    plan, estimate = taken.plan, taken.estimate
+    if broken := broken_rules(plan, "train"):
         yield "but", (f"this version only plans it: {broken[0].why(plan)}",)
     yield "how", (describe_how(plan),)
+    yield "memory", _memory(taken)
+    if set(estimate.host) - {"processes", "checkpoint copy"}:  # something of the training waits there
+        of = f" of {format_bytes(estimate.usable_host_bytes)}" if estimate.usable_host_bytes else ""
+        assumed = " (assumed; --host-memory)" if plan.hardware.host_memory_bytes is None or not of else ""
+        yield "RAM", (f"{format_bytes(estimate.host_bytes)}{of} a node{assumed}",)
+    yield "speed", (f"{format_rate(estimate.tokens_per_second)} · {describe_rates(plan)}",)
+    yield _job(report)
 
 
 def _memory(taken: Priced) -> tuple[str, str, str]:
     """Used and spare bytes, and the peak's terms, those that belong together as one."""
     estimate = taken.estimate
-    used, left = _used_and_left(estimate.peak_bytes, estimate.usable_bytes)
+    used, usable = estimate.peak_bytes, estimate.usable_bytes
+    spare = usable - used
+    left = f"{format_bytes(abs(spare))} {'to spare' if spare >= 0 else 'short'}"
+    if 0 <= spare < TIGHT * usable:
+        left = f"tight: {format_bytes(spare)} spare"
     kept = taken.plan.hardware.gpu.memory_bytes - estimate.usable_bytes
     unit, name = (GIB, "GiB") if estimate.peak_bytes >= GIB else (MIB, "MiB")
     sizes = grouped_terms({**estimate.memory.phases[estimate.memory.peak_phase], **estimate.memory.outside})
     terms = " · ".join(
         f"{term}{NO_BREAK}{size / unit:.1f}" for term, size in sizes.items() if size >= unit / 20
     )
-    return (
-        used,
-        left,
-        f"{terms} {name} {moment(estimate.memory.peak_phase)}; {format_bytes(kept)} kept{NO_BREAK}free",
-    )
-
-
-def _used_and_left(needed: int, usable: int) -> tuple[str, str]:
-    """``14.2 GiB of 22.5 GiB`` and ``8.3 GiB to spare``."""
-    spare = usable - needed
-    left = f"{format_bytes(abs(spare))} {'to spare' if spare >= 0 else 'short'}"
-    if 0 <= spare < TIGHT * usable:
-        left = f"tight: {format_bytes(spare)} spare"
-    return f"{format_bytes(needed)} of {format_bytes(usable)}", left
-
-
-def _bar(needed: int, usable: int) -> str:
-    """``██████···``: the part of what may be filled that is needed."""
-    eighths = round(min(1.0, needed / usable) * BAR * 8)
-    return ("█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()).ljust(BAR, "·")
+    when = moment(estimate.memory.peak_phase)
+    kept_free = f"{format_bytes(kept)} kept{NO_BREAK}free"
+    return f"{format_bytes(used)} of {format_bytes(usable)}", left, f"{terms} {name} {when}; {kept_free}"
 
 
 def grouped_terms(terms: Mapping[str, int]) -> dict[str, int]:
@@ -275,16 +260,6 @@ def grouped_terms(terms: Mapping[str, int]) -> dict[str, int]:
     return {name.replace("trained", trained): size for name, size in sizes.items()} | {
         "rest": sum(left.values())
     }
-
-
-def _host(taken: Priced) -> Iterator[Fact]:
-    """Host memory where something of the training waits there."""
-    estimate, hardware = taken.estimate, taken.plan.hardware
-    if not set(estimate.host) - {"processes", "checkpoint copy"}:
-        return
-    of = f" of {format_bytes(estimate.usable_host_bytes)}" if estimate.usable_host_bytes else ""
-    assumed = " (assumed; --host-memory)" if hardware.host_memory_bytes is None or not of else ""
-    yield "RAM", (f"{format_bytes(estimate.host_bytes)}{of} a node{assumed}",)
 
 
 def _job(report: PlanReport) -> Fact:
@@ -303,15 +278,14 @@ def _job(report: PlanReport) -> Fact:
 
 
 def _ways(taken: Priced, ways: tuple[Way, ...]) -> Iterator[str]:
-    if not ways:
-        return
-    rows = [(way.change, way.priced.estimate) for way in ways]
-    yield from change_table("Other ways", [(c, e.peak_bytes, _times(e, taken.estimate)) for c, e in rows])
-
-
-def _times(estimate: Estimate, taken: Estimate) -> str:
-    ratio = estimate.tokens_per_second / taken.tokens_per_second
-    return "as fast" if abs(ratio - 1) < 0.005 else f"{ratio:.{1 if ratio >= 2 else 2}f} × as fast"
+    rows = []
+    for way in ways:
+        estimate = way.priced.estimate
+        ratio = estimate.tokens_per_second / taken.estimate.tokens_per_second
+        speed = "as fast" if abs(ratio - 1) < 0.005 else f"{ratio:.{1 if ratio >= 2 else 2}f} × as fast"
+        rows.append((way.change, estimate.peak_bytes, speed))
+    if rows:
+        yield from change_table("Other ways", rows)
 
 
 def change_table(title: str, rows: Sequence[tuple[str, int, str]]) -> Iterator[str]:

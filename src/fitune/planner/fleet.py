@@ -57,32 +57,8 @@ _SIMILAR = 0.05
 class TrainingOffer(Offer):
     """A plan of training on some nodes of a cluster."""
 
-    work: ClassVar[str] = "training"
     priced: Priced
     run: WholeRun
-
-    @property
-    def devices(self) -> str:
-        """``16 × h100``."""
-        return describe_devices(self.priced.plan.hardware)
-
-    @property
-    def way(self) -> str:
-        """``lora fp16, ZeRO-3 by FSDP2, parameters on the CPU``."""
-        plan = self.priced.plan
-        method = f"{method_name(plan.tuning)} {plan.precision.value}"
-        return ", ".join(
-            filter(None, (method, describe_sharding(plan.sharding), describe_offload(plan.offload)))
-        )
-
-    def details(self) -> Iterator[str]:
-        """Yields the plan, its memory and its speed."""
-        plan, estimate = self.priced.plan, self.priced.estimate
-        yield describe_plan(plan)
-        yield (
-            f"{format_bytes(estimate.peak_bytes)} of {format_bytes(estimate.usable_bytes)} a device, "
-            f"{format_rate(estimate.tokens_per_second)} ({describe_rates(plan)})"
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,32 +121,23 @@ class TrainingRanking(Ranking[TrainingOffer]):
     def _assumed(self) -> Iterator[str]:
         """Yields what was assumed because the fleet file does not say it."""
         clusters = {offer.cluster.name: offer.cluster for offer in self.all_offers}.values()
-        missing: list[tuple[str, list[str]]] = [
-            (
-                "start (from a free node to the first line of fitune)",
-                [
-                    f"{one.name} {format_seconds(START_SECONDS[one.kind])}"
-                    for one in clusters
-                    if one.start is None
-                ],
-            ),
-            (
-                f"storage (a node to the shared file system) {STORAGE_BANDWIDTH / 1e6:g} MB/s",
-                [one.name for one in clusters if one.storage is None],
-            ),
-            ("all nodes are free", [one.name for one in clusters if one.free is None]),
-            (
-                "host_memory twice the node's device memory",
-                [one.name for one in clusters if one.host_memory is None],
-            ),
-            (
-                "node_network 100 Gbit/s",
-                [one.name for one in clusters if one.node_network is None and one.nodes > 1],
-            ),
+        starts = [
+            f"{one.name} {format_seconds(START_SECONDS[one.kind])}" for one in clusters if one.start is None
         ]
-        for name, named in missing:
-            if named:
-                yield f"{name}: {', '.join(named)}"
+        missing = {
+            "start (from a free node to the first line of fitune)": starts,
+            f"storage (a node to the shared file system) {STORAGE_BANDWIDTH / 1e6:g} MB/s": [
+                one.name for one in clusters if one.storage is None
+            ],
+            "all nodes are free": [one.name for one in clusters if one.free is None],
+            "host_memory twice the node's device memory": [
+                one.name for one in clusters if one.host_memory is None
+            ],
+            "node_network 100 Gbit/s": [
+                one.name for one in clusters if one.node_network is None and one.nodes > 1
+            ],
+        }
+        yield from (f"{what}: {', '.join(named)}" for what, named in missing.items() if named)
         yield f"tokenising {TOKENS_PER_SECOND:,.0f} tokens/s, once, by one core"
         if any(offer.run.epoch.guess for offer in self.all_offers):
             yield f"the tokens of an epoch: guessed {self.best.run.epoch.guess}"
@@ -280,10 +247,8 @@ def offers_on(
         if why or isinstance(answer, str):
             without[cluster.name] = why
             continue
-        run = whole_run(answer.plan, epoch_of(answer.plan), price_per_gpu_hour=0.0)
-        nodes, parts = answer.plan.hardware.nodes, job_seconds(answer, run, cluster)
-        offer = TrainingOffer(cluster=cluster, nodes=nodes, parts=parts, priced=answer, run=run)
-        offers.setdefault((cluster.name, nodes), offer)
+        offer = _offer(answer, cluster, epoch_of)
+        offers.setdefault((cluster.name, offer.nodes), offer)
     names = {name for name, _ in offers}
     lost = tuple((name, why) for name, why in without.items() if name not in names)
     if not offers:
@@ -291,6 +256,23 @@ def offers_on(
             lost, hint="tuning: qlora, a shorter seq_len, or offload_parameters: cpu where the host has room"
         )
     return list(offers.values()), lost
+
+
+def _offer(priced: Priced, cluster: Cluster, epoch_of: EpochOf) -> TrainingOffer:
+    """The offer, with its plan in a cell (``lora fp16, ZeRO-3 by FSDP2, parameters on the CPU``) and in lines."""
+    plan, estimate = priced.plan, priced.estimate
+    run = whole_run(plan, epoch_of(plan), price_per_gpu_hour=0.0)
+    method = f"{method_name(plan.tuning)} {plan.precision.value}"
+    memory = f"{format_bytes(estimate.peak_bytes)} of {format_bytes(estimate.usable_bytes)} a device"
+    return TrainingOffer(
+        cluster=cluster, nodes=plan.hardware.nodes, parts=job_seconds(priced, run, cluster), priced=priced, run=run,
+        devices=describe_devices(plan.hardware),
+        way=", ".join(filter(None, (method, describe_sharding(plan.sharding), describe_offload(plan.offload)))),
+        details=(
+            describe_plan(plan),
+            f"{memory}, {format_rate(estimate.tokens_per_second)} ({describe_rates(plan)})",
+        ),
+    )  # fmt: skip
 
 
 def node_counts(nodes: int) -> list[int]:
@@ -387,26 +369,18 @@ def job_seconds(priced: Priced, run: WholeRun, cluster: Cluster) -> Mapping[str,
     storage = cluster.storage or STORAGE_BANDWIDTH
     parameters = count_parameters(plan.model).total
     exported = trained_parameters(plan) if plan.run.export == "adapter" else parameters
+    count, writing = number_of_saves(plan, run), priced.estimate.checkpoint_bytes / storage
+    checkpoints = count * writing
+    if count and plan.run.async_save:
+        checkpoints = count * (checkpoint_copy_bytes(plan) / plan.hardware.gpu.host_bandwidth) + writing
     return {
         "start": float(cluster.start or START_SECONDS[cluster.kind]),
         "weights": 2 * parameters / storage,
         "tokenising": run.epoch.tokens / TOKENS_PER_SECOND,
         "training": run.seconds,
-        "checkpoints": _checkpoint_seconds(priced, run, storage),
+        "checkpoints": checkpoints,
         "export": 2 * exported / storage,
     }
-
-
-def _checkpoint_seconds(priced: Priced, run: WholeRun, storage: float) -> float:
-    plan, size = priced.plan, priced.estimate.checkpoint_bytes
-    count = number_of_saves(plan, run)
-    if not count:
-        return 0.0
-    writing = size / storage
-    if not plan.run.async_save:
-        return count * writing
-    copying = checkpoint_copy_bytes(plan) / plan.hardware.gpu.host_bandwidth
-    return count * copying + writing
 
 
 def number_of_saves(plan: Plan, run: WholeRun) -> int:

@@ -7,13 +7,23 @@ from typing import Any
 
 from fitune.report import plan_words, run_plots
 from fitune.report.account import ledger_table
-from fitune.report.attempts import describe_restart, describe_retry
 from fitune.report.compare import PEAK, PHASE_NAMES, Measured, compare, measure, row_texts
 from fitune.report.page import Tile, pictures_or_advice, render, write_page
-from fitune.report.ranks import RANK_HEADINGS, long_steps, rank_rows
 from fitune.report.run_files import RunFiles, read_run
-from fitune.report.under_way import SIGN_HEADINGS, UnderWay, clock, restart_summary, sign_rows, state_line
-from fitune.report.under_way import tiles as under_way_tiles
+from fitune.report.run_words import (
+    RANK_HEADINGS,
+    SIGN_HEADINGS,
+    UnderWay,
+    clock,
+    describe_restart,
+    describe_retry,
+    long_steps,
+    rank_rows,
+    restart_summary,
+    sign_rows,
+    state_line,
+)
+from fitune.report.run_words import tiles as under_way_tiles
 from fitune.spec.plan import Plan
 from fitune.spec.reports import Restart
 from fitune.track.record import Tracked
