@@ -8,7 +8,7 @@ from fitune.estimate.predict import largest_batch, predict
 from fitune.estimate.step import StepStages, describe_step
 from fitune.planner.candidates import Method, Request, batches, draft, every_placement
 from fitune.planner.decisions import decisions_of
-from fitune.planner.defaults import price_of, with_cards
+from fitune.planner.defaults import adamw_of, price_of, with_cards
 from fitune.planner.explain import memory_sum
 from fitune.planner.fit import OFFLOADED, Found, fits, host_fits, shortage, tokens_per_second
 from fitune.planner.method_search import MethodSearch
@@ -299,18 +299,12 @@ def _lesser(request: Request, method: Method) -> Iterator[tuple[str, str, Method
     """Settings, what they do to the result, and the method, the better first."""
     rounded = "rounds away updates under 1/256 of a weight"
     recipe = request.recipe
-    eight_bit = AdamW8bit(
-        beta1=recipe.adam_beta1,
-        beta2=recipe.adam_beta2,
-        eps=recipe.adam_epsilon,
-        weight_decay=recipe.weight_decay,
-    )
     bf16 = replace(method, precision=Precision.BF16)
     yield "precision: bf16", rounded, bf16
     yield (
         "precision: bf16 with optimizer: adamw-8bit",
         f"{rounded} and keeps moments in 8 bits",
-        replace(bf16, optimizer=eight_bit),
+        replace(bf16, optimizer=adamw_of(recipe, AdamW8bit)),
     )
     adalomo = replace(
         bf16, tuning=lomo_of(recipe, adaptive=True), optimizer=Sgd(weight_decay=recipe.weight_decay)

@@ -127,12 +127,12 @@ def _head(
 
 def _verdict(run: RunFiles, measured: Measured) -> str:
     """The one sentence the page is about."""
-    predicted = None if run.estimate is None else run.estimate.memory.tensor_peak_bytes
     peak = measured.peak_bytes
-    if predicted is None and not peak:
-        return "Memory was neither predicted nor measured."
-    if predicted is None:
-        return f"Measured {format_bytes(peak or 0)} at the peak; there was no prediction."
+    if run.estimate is None:
+        if not peak:
+            return "Memory was neither predicted nor measured."
+        return f"Measured {format_bytes(peak)} at the peak; there was no prediction."
+    predicted = run.estimate.memory.tensor_peak_bytes
     if not peak:
         return f"Predicted {format_bytes(predicted)} at the peak; nothing was measured."
     error = format_percent(predicted / peak - 1, signed=True)

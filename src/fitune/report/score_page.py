@@ -223,13 +223,10 @@ def _tiles(report: ScoreReport) -> Iterator[Tile]:
 def _measured(report: ScoreReport) -> Iterator[Sequence[str]]:
     for name, mean in report.grades.items():
         yield (
-            name,
-            report.measures.get(name, ""),
-            describe_grade(mean, report.scales.get(name, "share")),
-            interval_text(report, name),
-            f"{report.rows - report.ungraded.get(name, 0):,}",
+            name, report.measures.get(name, ""), describe_grade(mean, report.scales.get(name, "share")),
+            interval_text(report, name), f"{report.rows - report.ungraded.get(name, 0):,}",
             f"{report.grader_errors.get(name, 0):,}",
-        )
+        )  # fmt: skip
 
 
 def _pictures(report: ScoreReport, seen: _Seen) -> list[tuple[str, Any]]:
