@@ -162,19 +162,15 @@ def _against(offer: TrainingOffer, best: TrainingOffer) -> str:
         words.append(
             f"{method_name(plan.tuning)} is what to train there, and {method_name(taken.tuning)} comes before it"
         )
-    whole, training = (
-        _times(offer.seconds, best.seconds),
-        _times(offer.parts["training"], best.parts["training"]),
-    )
+    whole = _times(offer.seconds, best.seconds)
+    training = _times(offer.parts["training"], best.parts["training"])
     words.append(f"the whole job takes {whole} as long, its training {training}: {_speed(offer, best)}")
     if offer.cost is not None and best.cost is not None:
         words.append(f"costs {_times(offer.cost, best.cost)} as much")
     if not offer.is_free:
-        free = offer.cluster.free_nodes
-        words.append(
-            f"{free} of {offer.nodes} nodes are free"
-            + ("" if offer.wait_seconds is None else f", the others in {format_seconds(offer.wait_seconds)}")
-        )
+        wait = offer.wait_seconds
+        others = "" if wait is None else f", the others in {format_seconds(wait)}"
+        words.append(f"{offer.cluster.free_nodes} of {offer.nodes} nodes are free{others}")
     return "; ".join(words)
 
 
@@ -189,20 +185,18 @@ def _speed(offer: TrainingOffer, best: TrainingOffer) -> str:
     each, of_best = (
         one.priced.estimate.tokens_per_second / num_ranks(one.priced.plan) for one in (offer, best)
     )
-    count, of_taken = num_ranks(plan), num_ranks(taken)
-    devices = f"{count} device{'s' * (count > 1)}" + (f" instead of {of_taken}" if count != of_taken else "")
+    count, of_taken, blocks = num_ranks(plan), num_ranks(taken), plan.recompute.blocks
+    devices = f"{count} device{'s' * (count > 1)}{f' instead of {of_taken}' * (count != of_taken)}"
     share = each / of_best
-    why = [describe_offload(plan.offload)] if plan.offload.places != taken.offload.places else []
-    why += ["no bf16"] if taken.hardware.gpu.has_bf16 and not plan.hardware.gpu.has_bf16 else []
-    shared = plan.recompute.blocks - taken.recompute.blocks
-    why += [f"{plan.recompute.blocks} of {plan.model.num_layers} blocks recomputed"] if shared > 0 else []
-    why = [word for word in why if word]
-    speed = (
-        "about as fast each"
-        if abs(share - 1) < _SIMILAR
-        else f"each with {share * 100:.0f} % of the tokens/s"
-    )
-    return f"{devices}, {speed}" + (f" ({'; '.join(why)})" if why else "")
+    why = [
+        describe_offload(plan.offload) * (plan.offload.places != taken.offload.places),
+        "no bf16" * (taken.hardware.gpu.has_bf16 and not plan.hardware.gpu.has_bf16),
+        f"{blocks} of {plan.model.num_layers} blocks recomputed" * (blocks > taken.recompute.blocks),
+    ]
+    said = "; ".join(filter(None, why))
+    speed = f"each with {share * 100:.0f} % of the tokens/s"
+    speed = "about as fast each" if abs(share - 1) < _SIMILAR else speed
+    return f"{devices}, {speed}{f' ({said})' * bool(said)}"
 
 
 def rank_fleet(
