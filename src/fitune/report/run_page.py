@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from fitune.report import plan_words, run_plots
-from fitune.report.account import ledger_table
 from fitune.report.compare import PEAK, PHASE_NAMES, Measured, compare, measure, row_texts
-from fitune.report.page import Tile, pictures_or_advice, render, write_page
+from fitune.report.page import Tile, ledger_table, pictures_or_advice, render, write_page
 from fitune.report.run_files import RunFiles, read_run
 from fitune.report.run_words import (
     RANK_HEADINGS,
