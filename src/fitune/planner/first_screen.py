@@ -60,6 +60,8 @@ class Way:
 Settings = dict[str, object]
 Machine = Callable[[Recipe], Hardware]
 """The hardware that a recipe names."""
+Asked = Callable[[Settings], Request]
+"""The request with settings on top."""
 
 
 def other_ways(recipe: Recipe, taken: Priced, *, model: ModelSpec, machine: Machine) -> tuple[Way, ...]:
@@ -67,46 +69,54 @@ def other_ways(recipe: Recipe, taken: Priced, *, model: ModelSpec, machine: Mach
 
     A method that does not fit stands with the first larger machine that holds it, where there is one.
     """
-    return (*_other_methods(recipe, taken, model, machine), *_other_counts(recipe, taken, model, machine))
+
+    def asked(settings: Settings) -> Request:
+        """The recipe with the settings, on the hardware that it names then."""
+        changed = changed_recipe(recipe, ", ".join(f"{key}: {value}" for key, value in settings.items()))
+        return Request.of(changed, model, machine(changed))
+
+    ways = (*_other_methods(recipe, taken, asked), *_other_counts(recipe, taken, asked))
+    return tuple(Way(change=setting_words(one, as_options=True), priced=plan) for one, plan in ways if plan)
 
 
-def _other_methods(recipe: Recipe, taken: Priced, model: ModelSpec, machine: Machine) -> Iterator[Way]:
+def _planned(asked: Asked, settings: Settings) -> Priced | None:
+    """The plan with the settings, which may not fit; None where they contradict others."""
+    with suppress(FituneError):
+        return first_choice(asked(settings))
+    return None
+
+
+def _other_methods(recipe: Recipe, taken: Priced, asked: Asked) -> Iterator[tuple[Settings, Priced | None]]:
     own = method_name(taken.plan.tuning)
     for tuning in ("full", "lora", "qlora"):
         if tuning == own or (tuning == "full" and isinstance(taken.plan.tuning, Lomo)):
             continue
         settings: Settings = {"tuning": tuning}
-        found = _planned(recipe, settings, model, machine)
+        found = _planned(asked, settings)
         if found is not None and not found.estimate.fits:
-            settings, found = _where_it_fits(recipe, settings, model, machine)
-        if found is not None:
-            yield Way(change=_options(settings), priced=found)
+            yield _where_it_fits(recipe, settings, asked)
+        else:
+            yield settings, found
 
 
-def _where_it_fits(
-    recipe: Recipe, settings: Settings, model: ModelSpec, machine: Machine
-) -> tuple[Settings, Priced | None]:
+def _where_it_fits(recipe: Recipe, settings: Settings, asked: Asked) -> tuple[Settings, Priced | None]:
     """The first larger machine that holds the method on its devices: more of the same card, then 80 GB cards."""
-    here = machine(recipe)
+    here = asked(settings).hardware
     if here.gpu.is_cpu or here.nodes > 1:
         return settings, None
     for gpus in (2, 4, 8):
-        changed = _changed(recipe, settings | {"gpus": gpus})
-        if gpus > here.gpus_per_node and recipe.gpu:
-            request = Request.of(changed, model, machine(changed))
-            if fits_on_devices(request):
-                return settings | {"gpus": gpus}, first_choice(request)
-    found = on_large_cards(Request.of(_changed(recipe, settings), model, here))
-    if found is None:
-        return settings, None
-    return settings | machine_settings(found), first_choice(found)
+        larger = settings | {"gpus": gpus}
+        if gpus > here.gpus_per_node and recipe.gpu and fits_on_devices(request := asked(larger)):
+            return larger, first_choice(request)
+    found = on_large_cards(asked(settings))
+    return (settings, None) if found is None else (settings | machine_settings(found), first_choice(found))
 
 
 FEWER, MORE = 0.5, 1.5
 """Fewer cards are named where they keep this share of the speed, twice as many where they give so much more."""
 
 
-def _other_counts(recipe: Recipe, taken: Priced, model: ModelSpec, machine: Machine) -> Iterator[Way]:
+def _other_counts(recipe: Recipe, taken: Priced, asked: Asked) -> Iterator[tuple[Settings, Priced | None]]:
     """Half and twice the cards of one node; more only of a card that was named, not of those that are here."""
     hardware, speed = taken.plan.hardware, taken.estimate.tokens_per_second
     if hardware.gpu.is_cpu or hardware.nodes > 1 or recipe.global_batch_size is not None:
@@ -116,24 +126,12 @@ def _other_counts(recipe: Recipe, taken: Priced, model: ModelSpec, machine: Mach
     counts += [(2 * here, MORE)] if here <= 4 and recipe.gpu is not None else []
     for gpus, share in counts:
         settings: Settings = {"gpus": gpus}
-        found = _planned(recipe, settings, model, machine)
+        found = _planned(asked, settings)
         if found is not None and method_name(found.plan.tuning) != own:
             settings = {"tuning": own, "gpus": gpus}
-            found = _planned(recipe, settings, model, machine)
+            found = _planned(asked, settings)
         if found is not None and found.estimate.fits and found.estimate.tokens_per_second > share * speed:
-            yield Way(change=_options(settings), priced=found)
-
-
-def _planned(recipe: Recipe, settings: Settings, model: ModelSpec, machine: Machine) -> Priced | None:
-    """The plan of the recipe with the settings, which may not fit; None where they contradict others."""
-    with suppress(FituneError):
-        changed = _changed(recipe, settings)
-        return first_choice(Request.of(changed, model, machine(changed)))
-    return None
-
-
-def _changed(recipe: Recipe, settings: Settings) -> Recipe:
-    return changed_recipe(recipe, ", ".join(f"{key}: {value}" for key, value in settings.items()))
+            yield settings, found
 
 
 _KEY_EQUALS = re.compile(r"((?:^|,)\s*[\w.-]+)\s*=")
@@ -151,10 +149,6 @@ def changed_recipe(recipe: Recipe, change: str) -> Recipe:
     if not isinstance(wanted, dict) or not wanted or None in wanted.values():
         raise RecipeError("--why sets nothing", hint='--why "zero: 3"')
     return parse_recipe({**given_keys(recipe), **canonical_keys(wanted, where="--why")}, where="--why")
-
-
-def _options(settings: Settings) -> str:
-    return setting_words(settings, as_options=True)
 
 
 def first_screen(report: PlanReport, ways: tuple[Way, ...], *, train: str) -> str:

@@ -231,7 +231,9 @@ class _Changes:
                 yield "", {pin: "cpu"}
         here = hardware.gpus_per_node
         if recipe.gpu is not None and not hardware.gpu.is_cpu:
-            yield from (("", {"gpus": gpus}) for gpus in (2 * here, 4 * here, 8 * here) if gpus <= 8)
+            for gpus in (2 * here, 4 * here, 8 * here):
+                if gpus <= 8:
+                    yield "", {"gpus": gpus}
 
     def _in_backward(self) -> Iterator[tuple[str, dict[str, object]]]:
         """Full fine-tuning on one device without all gradients at once, by AdaLomo also without optimizer states."""

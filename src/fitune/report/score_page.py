@@ -32,6 +32,7 @@ def write_score_page(directory: Path) -> Path:
         """The rows at these places, as the template takes them."""
         return [shown(rows[place], report) for place in places]
 
+    lists: dict[str, Any] = {name: listed(some) for name, some in places.items()}
     pictures, advice = pictures_or_advice(lambda: _pictures(report, lengths, grades), without=[])
     page = render(
         "score.html",
@@ -44,7 +45,7 @@ def write_score_page(directory: Path) -> Path:
         pictures=pictures,
         advice=advice,
         first=graders[0] if graders else "",
-        **{name: listed(some) for name, some in places.items()},
+        **lists,
         settings=list(_settings(directory)),
     )
     return write_page(directory / SCORE_PAGE, page)
