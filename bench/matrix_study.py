@@ -16,8 +16,8 @@ from pathlib import Path
 from fitune.estimate.memory import memory_of
 from fitune.planner.candidates import Request
 from fitune.planner.defaults import with_host_memory
+from fitune.planner.matrix import Cell, Matrix, compared, matrix, method_words, short_name
 from fitune.planner.method_search import MethodSearch
-from fitune.planner.study import Cell, Matrix, compared, matrix, method_words, short_name
 from fitune.spec.counts import count_parameters
 from fitune.spec.machines.gpus import find_gpu, hardware_for
 from fitune.spec.model.model_config import load_model_spec

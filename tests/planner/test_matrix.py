@@ -9,8 +9,8 @@ import pytest
 
 from fitune.errors import HardwareError, RecipeError
 from fitune.planner.defaults import with_host_memory
+from fitune.planner.matrix import card, explain_matrix, matrix, matrix_data
 from fitune.planner.search import find_plan
-from fitune.planner.study import card, explain_matrix, matrix, matrix_data
 from fitune.spec.recipe.recipe import parse_recipe
 from plans import gpu, known
 
