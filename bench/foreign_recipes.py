@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fitune.errors import FituneError, RecipeError
-from fitune.foreign.door import read_foreign
+from fitune.foreign import read_foreign
 from fitune.foreign.reading import Reading, require_readable
 from fitune.session.planning import plan_for
 from fitune.session.recipes.reading import recipe_of_keys

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from tokenise_rows import SEQ_LEN, family, memory, write_rows, write_tokenizer
 
-from fitune.report.compare import text_table
+from fitune.units import text_table
 
 SHARDS = 4
 ENVIRONMENT = {

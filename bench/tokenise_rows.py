@@ -28,7 +28,7 @@ from typing import Any
 
 import psutil
 
-from fitune.report.compare import text_table
+from fitune.units import text_table
 
 TEMPLATE = """\
 {%- for message in messages -%}

@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from decimal import Decimal
 
 KIB, MIB, GIB, TIB = 1024, 1024**2, 1024**3, 1024**4
@@ -189,3 +189,16 @@ def _width() -> int:
         return _COLUMNS
     there = shutil.get_terminal_size((_COLUMNS, 24)).columns
     return min(_COLUMNS, max(_NARROWEST, there))
+
+
+def text_table(rows: Sequence[Sequence[str]], *, indent: int = 0, left: Collection[int] = (0,)) -> str:
+    """The columns of ``left`` to the left, the others to the right, each as wide as its widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join(
+            cell.ljust(width) if place in left else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )
+    return "\n".join((" " * indent + line).rstrip() for line in lines)

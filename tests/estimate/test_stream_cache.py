@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from fitune.estimate.overhead import allocator_slack_bytes, stream_cache_bytes
 from fitune.estimate.predict import predict, predict_memory
-from fitune.planner.reasons.explain import memory_sum
+from fitune.planner.explain import memory_sum
 from fitune.spec.plan import Nf4, Zero
 from fitune.spec.predictions import Phase
 from plans import gpu, known, plan_for

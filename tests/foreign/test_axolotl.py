@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fitune.errors import RecipeError
-from fitune.foreign.door import read_foreign
+from fitune.foreign import read_foreign
 from foreign.examples import read_keys
 
 PLAIN = {

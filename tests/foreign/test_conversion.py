@@ -7,7 +7,7 @@ import yaml
 
 import fitune
 from fitune.errors import RecipeError
-from fitune.foreign.door import trainer_of
+from fitune.foreign import trainer_of
 from fitune.foreign.reading import Reading, recipe_with_comments
 from fitune.session.recipes.reading import convert_recipe, read_any_recipe
 from foreign.examples import published_examples

@@ -51,7 +51,7 @@ def test_every_other_method_is_refused_by_the_key_that_asks_for_it():
 
 
 def test_every_key_of_a_read_example_has_a_line():
-    from fitune.foreign.door import read_foreign
+    from fitune.foreign import read_foreign
 
     for example in EXAMPLES:
         reading = read_foreign(example.keys, where=example.name, folder=Path("nowhere"))

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from fitune.errors import RecipeError
-from fitune.foreign.door import trainer_of
+from fitune.foreign import trainer_of
 from fitune.session.recipes.reading import convert_recipe
 from foreign.examples import read_keys
 

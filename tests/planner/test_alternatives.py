@@ -3,8 +3,9 @@
 import pytest
 
 from fitune.errors import NothingFits, RecipeError
-from fitune.planner.alternatives import changed_recipe, largest
+from fitune.planner.first_screen import changed_recipe
 from fitune.planner.search import find_plan
+from fitune.planner.study import largest
 from fitune.session.alternatives import largest_for, plan_with
 from fitune.session.results import result_data, text_of
 from fitune.spec.recipe.recipe import parse_recipe

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from fitune.measure.nvml import FoundGpu
+from fitune.planner.explain import explain_plan
 from fitune.planner.first_screen import first_screen
-from fitune.planner.reasons.explain import explain_plan
 from fitune.planner.search import find_plan
 from fitune.session.planning import wanted_hardware
 from fitune.spec.machines.gpus import find_gpu

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from fitune.planner.defaults import PRICES, price_of, with_host_memory
-from fitune.planner.reasons.explain import explain_plan, explain_priced, plan_data, verdict
+from fitune.planner.explain import explain_plan, explain_priced, plan_data, verdict
 from fitune.planner.search import find_plan
 from fitune.spec.machines.gpus import find_gpu
 from fitune.spec.model.known_models import find_known_model

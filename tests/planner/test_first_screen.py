@@ -8,8 +8,8 @@ import pytest
 
 from fitune.cli.terminal import print_coloured
 from fitune.errors import HardwareError, NothingFits
-from fitune.planner.alternatives import changed_recipe, compare
-from fitune.planner.first_screen import first_screen, other_ways, screen_of_nothing
+from fitune.planner.first_screen import changed_recipe, first_screen, other_ways, screen_of_nothing
+from fitune.planner.study import compare
 from fitune.session.planning import first_screen_of, plan_on_data, wanted_hardware
 from fitune.session.recipes.reading import recipe_from
 from fitune.spec.model.model_config import load_model_spec

@@ -8,7 +8,7 @@ import pytest
 from fitune.errors import HardwareError, NothingFits, RecipeError
 from fitune.estimate.overhead import checkpoint_bytes
 from fitune.estimate.predict import largest_batch, predict_step_time
-from fitune.planner.clusters.fleet import (
+from fitune.planner.fleet import (
     TOKENS_PER_SECOND,
     hardware_of,
     job_seconds,
@@ -17,8 +17,8 @@ from fitune.planner.clusters.fleet import (
     offers_on,
     rank_fleet,
 )
-from fitune.planner.clusters.fleet import ranked as rank_offers
-from fitune.planner.clusters.ranking import Wanted
+from fitune.planner.fleet import ranked as rank_offers
+from fitune.planner.ranking import Wanted
 from fitune.spec.counts import count_parameters
 from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.plan import Ddp
@@ -300,7 +300,7 @@ def test_with_ddp_the_first_rank_copies_all_that_is_saved(ranked):
 def test_a_thread_beside_this_one_is_not_cut_off_by_a_fork(tmp_path, monkeypatch):
     """The planner's page answers in threads; a lock that one of them holds stays taken in a child."""
     monkeypatch.setattr("concurrent.futures.ProcessPoolExecutor", None)
-    monkeypatch.setattr("fitune.planner.clusters.fleet.modules", {})  # as in a process without torch
+    monkeypatch.setattr("fitune.planner.fleet.modules", {})  # as in a process without torch
     fleet = fleet_of(tmp_path)
     recipe = recipe_of()
     model = load_model_spec(recipe.model)

@@ -7,7 +7,7 @@ import pytest
 
 from fitune.errors import HardwareError, NothingFits, RecipeError
 from fitune.planner.defaults import with_host_memory
-from fitune.planner.reasons.explain import memory_sum
+from fitune.planner.explain import memory_sum
 from fitune.planner.search import find_plan
 from fitune.spec.plan import AdamW, ChunkedLoss, Full, Lora, PlainLoss, Precision, Sgd, Steps
 from fitune.spec.serial import from_json, to_json

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from fitune.report.account import account, remarks
+from fitune.report.page import account, remarks
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from fitune.report.ranks import long_steps, rank_rows
+from fitune.report.run_words import long_steps, rank_rows
 from fitune.spec.reports import RankReport
 
 

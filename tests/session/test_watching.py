@@ -9,7 +9,7 @@ import pytest
 
 from fitune.errors import RunDirectoryError
 from fitune.report.run_page import page_of
-from fitune.report.under_way import Sign, UnderWay, restart_summary, state_line
+from fitune.report.run_words import Sign, UnderWay, restart_summary, state_line
 from fitune.session.reported import report_run, watched_run
 from fitune.session.results import text_of
 from fitune.session.watching import RunView, watch_run

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fitune.foreign.reading import Reading, is_on, paths_of, words
-from fitune.foreign.sharding_files import read_deepspeed, read_fsdp
+from fitune.foreign.sharding_files import read_sharding
 from fitune.foreign.trainer_keys import (
     RENDERED,
     SPEED_SAID,
@@ -145,7 +145,13 @@ def read_axolotl(r: Reading) -> None:
     read_trainer_keys(r, optimizer="optimizer", scheduler="lr_scheduler", refused=_REFUSED)
     divided = bool(r.settings.get("zero"))
     read_precision(r, whole="bf16-master" if divided else "bf16", default="bf16-master")
-    _defaults(r)
+    r.assume(
+        seq_len=512, micro_batch_size=1, gradient_accumulation_steps=1, warmup_ratio=0.03, num_epochs=1.0,
+    )  # fmt: skip
+    if r.settings.get("tuning") in ("lora", "qlora") and r.settings.get("quantization") == "nf4":
+        r.assume(double_quantization=True)
+    r.settings.setdefault("optimizer", "adamw")
+    r.settings.setdefault("lr_scheduler", "cosine")
     r.pass_over(_BOOKKEEPING)
     r.pass_over(_COMPANIONS, "a setting of something that is off or refused")
     r.pass_over(_SPEED, SPEED_SAID)
@@ -185,17 +191,13 @@ def _method(r: Reading) -> None:
         r.put("quantization", "hqq", key="load_in_8bit", said=said)
         r.put("quantization_bits", 8, key="load_in_8bit")
     r.same(_LORA)
-    _targets(r)
-    read_expert_targets(r)
-
-
-def _targets(r: Reading) -> None:
     if is_on(r.take("lora_target_linear")):
         r.put("lora_target_modules", ["all-linear"], key="lora_target_linear")
         r.passed("lora_target_modules", "lora_target_linear names all of them")
     else:
         r.same({"lora_target_modules": "lora_target_modules"})
         r.assume("PEFT's own choice for models like Llama", lora_target_modules=["q_proj", "v_proj"])
+    read_expert_targets(r)
 
 
 def _model(r: Reading) -> None:
@@ -254,10 +256,7 @@ def _plugins(r: Reading) -> None:
 
 
 def _sharding(r: Reading) -> None:
-    read_deepspeed(r)
-    if "zero" not in r.settings:
-        read_fsdp(r)
-    r.pass_over(("fsdp", "fsdp_config"))
+    read_sharding(r)
     if is_on(r.take("fp8")):
         r.passed("fp8", "products in bf16 instead of fp8: more exact and slower")
     r.pass_over(("fp8_enable_fsdp_float8_all_gather", "nvfp4_merge_aware"))
@@ -270,16 +269,6 @@ def _sharding(r: Reading) -> None:
         r.passed("batch_size", "micro_batch_size and gradient_accumulation_steps say it")
     if is_on(r.take("resume_from_checkpoint")):
         r.refuse("resume_from_checkpoint", "a checkpoint of another trainer")
-
-
-def _defaults(r: Reading) -> None:
-    r.assume(
-        seq_len=512, micro_batch_size=1, gradient_accumulation_steps=1, warmup_ratio=0.03, num_epochs=1.0,
-    )  # fmt: skip
-    if r.settings.get("tuning") in ("lora", "qlora") and r.settings.get("quantization") == "nf4":
-        r.assume(double_quantization=True)
-    r.settings.setdefault("optimizer", "adamw")
-    r.settings.setdefault("lr_scheduler", "cosine")
 
 
 _PASSED_OF_DATA = {

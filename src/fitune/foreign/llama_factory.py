@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fitune.foreign.reading import Reading, is_on, words
-from fitune.foreign.sharding_files import find_file, json_object, put_fsdp, read_deepspeed, read_fsdp
+from fitune.foreign.sharding_files import find_file, json_object, put_fsdp, read_deepspeed, read_sharding
 from fitune.foreign.trainer_keys import RENDERED, SPEED_SAID, read_precision, read_trainer_keys
 from fitune.spec.recipe.strict_yaml import load_yaml
 
@@ -115,12 +115,13 @@ def read_llama_factory(r: Reading) -> None:
     )
     _method(r)
     _data(r)
-    read_deepspeed(r)
-    if "zero" not in r.settings:
-        read_fsdp(r)
-    r.pass_over(("fsdp", "fsdp_config"))
+    read_sharding(r)
     read_trainer_keys(r, optimizer="optim", scheduler="lr_scheduler_type", refused=_REFUSED)
-    _precision(r)
+    if is_on(r.take("pure_bf16")):
+        r.put("precision", "bf16", key="pure_bf16")
+        r.passed("bf16", "pure_bf16 says more")
+    else:
+        read_precision(r, whole="bf16-master", default="fp32")
     if is_on(r.take("disable_gradient_checkpointing")):
         r.put("gradient_checkpointing", False, key="disable_gradient_checkpointing")
     _experts_on_host(r)
@@ -178,14 +179,6 @@ def _experts_on_host(r: Reading) -> None:
         r.refuse(
             "use_kt", f"experts stored in {stored} by KTransformers; quantization_bit: 4 packs them by NF4"
         )
-
-
-def _precision(r: Reading) -> None:
-    if is_on(r.take("pure_bf16")):
-        r.put("precision", "bf16", key="pure_bf16")
-        r.passed("bf16", "pure_bf16 says more")
-    else:
-        read_precision(r, whole="bf16-master", default="fp32")
 
 
 def _data(r: Reading) -> None:
@@ -362,11 +355,8 @@ def _method_of_v1(r: Reading, adapter: Mapping[str, Any], quantised: Mapping[str
                          ("use_dora", "dora"), ("use_rslora", "rslora")):  # fmt: skip
         if adapter.get(theirs) is not None:
             r.put(ours, adapter[theirs], key="peft_config")
-    if quantised:
-        _quantised_of_v1(r, quantised)
-
-
-def _quantised_of_v1(r: Reading, quantised: Mapping[str, Any]) -> None:
+    if not quantised:
+        return
     bits, name = quantised.get("quantization_bit", 4), str(quantised.get("name", "bnb"))
     if name not in ("bnb", "auto") or bits != 4:
         r.refuse("quant_config", "fitune quantises by NF4 (4 bit) and HQQ")

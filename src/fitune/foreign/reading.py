@@ -229,8 +229,9 @@ def require_readable(reading: Reading) -> None:
         return
     lines = [f"{reading.where}: read as a recipe of {reading.trainer}"]
     for line in refused:
-        value = "" if line.value is None else f": {_short(line.value)}"
-        lines.append(f"  {line.key}{value} would change the result: {line.said}")
+        text = "" if line.value is None else f": {line.value}"
+        text = text if len(text) <= 62 else f"{text[:59]}..."
+        lines.append(f"  {line.key}{text} would change the result: {line.said}")
     lines += [f"  unknown key {line.key!r}" + (f" ({line.said})" if line.said else "") for line in unknown]
     several = len(refused) + len(unknown) > 1
     is_other_task = any(line.key in ("rl", "stage") for line in refused)
@@ -246,11 +247,6 @@ def _is_empty(value: Any) -> bool:
     return value is None or (isinstance(value, str | list | dict) and not value)
 
 
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
 def explain_reading(reading: Reading) -> list[str]:
     """Lines for people: what was renamed, what differs and how, the trainer's defaults, what was passed over."""
     renamed = [line for line in reading.of("translated") if not line.said]
@@ -261,7 +257,8 @@ def explain_reading(reading: Reading) -> list[str]:
     lines += _paragraph("means the same", [_renamed(line, reading) for line in renamed])
     lines += [text for line in different for text in _paragraph(_renamed(line, reading), [line.said])]
     assumed = [line.settings[0] for line in reading.of("assumed")]
-    defaults = [_setting(name, reading) for name in assumed if not _is_usual(name, reading)]
+    unusual = [each for each in assumed if Recipe.model_fields[each].default != reading.settings.get(each)]
+    defaults = [_setting(name, reading) for name in unusual]
     lines += _paragraph(f"defaults of {reading.trainer} that differ", defaults)
     for said in dict.fromkeys(line.said for line in noted):
         lines += _paragraph(", ".join(line.key for line in noted if line.said == said), [said])
@@ -335,11 +332,6 @@ def _setting(name: str, reading: Reading) -> str:
     if isinstance(value, list):
         return f"{name} {', '.join(map(str, value))}"
     return f"{name} {str(value).lower() if isinstance(value, bool) else value}"
-
-
-def _is_usual(name: str, reading: Reading) -> bool:
-    """True if fitune would have taken the same value by itself."""
-    return bool(Recipe.model_fields[name].default == reading.settings.get(name))
 
 
 def _source(source: Any) -> str:

@@ -33,6 +33,15 @@ def find_file(r: Reading, name: str) -> Path | None:
     return next((root / path for root in roots if (root / path).is_file()), None)
 
 
+def read_sharding(r: Reading) -> None:
+    """DeepSpeed's file, else FSDP's keys, unless the sharding is known already."""
+    if "zero" not in r.settings:
+        read_deepspeed(r)
+    if "zero" not in r.settings:
+        _read_fsdp(r)
+    r.pass_over("fsdp fsdp_config")
+
+
 def read_deepspeed(r: Reading) -> None:
     """A file or the object itself. A file that is not here is known by the stage in its name."""
     key = "deepspeed"
@@ -72,7 +81,7 @@ def _put_zero(r: Reading, stage: Any, parameters: Any, optimizer: Any, *, key: s
             r.put(name, str(place), key=key)
 
 
-def read_fsdp(r: Reading) -> None:
+def _read_fsdp(r: Reading) -> None:
     """``fsdp`` (a list or words), ``fsdp_config`` with or without the prefix ``fsdp_``."""
     words: Any = r.take("fsdp")
     config: Any = r.take("fsdp_config")

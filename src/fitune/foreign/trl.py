@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fitune.foreign.reading import Reading, is_on, paths_of
-from fitune.foreign.sharding_files import read_accelerate, read_deepspeed, read_fsdp
+from fitune.foreign.sharding_files import read_accelerate, read_sharding
 from fitune.foreign.trainer_keys import SPEED_SAID, read_expert_targets, read_precision, read_trainer_keys
 
 _SAME = {
@@ -63,11 +63,8 @@ def read_trl(r: Reading) -> None:
     _data(r)
     _loss(r)
     read_accelerate(r)
-    if "zero" not in r.settings:
-        read_deepspeed(r)
-    if "zero" not in r.settings:
-        read_fsdp(r)
-    r.pass_over(("fsdp", "fsdp_config", "deepspeed"))
+    read_sharding(r)
+    r.passed("deepspeed")
     read_trainer_keys(r, optimizer="optim", scheduler="lr_scheduler_type", refused=_REFUSED)
     _precision(r)
     _checkpointing(r)

@@ -7,7 +7,7 @@ from typing import Any
 from fitune.errors import NothingFits
 from fitune.estimate.answering import AnsweringMemory, memory_of_answering, rows_that_fit
 from fitune.estimate.answering_time import AnsweringTime, time_of_answering
-from fitune.planner.reasons.explain import unit_for, verdict
+from fitune.planner.explain import unit_for, verdict
 from fitune.spec.answering import (
     ROWS_AT_ONCE,
     Adapter,
@@ -21,8 +21,6 @@ from fitune.spec.machines.hardware import Hardware
 from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.words import devices_with_memory
 from fitune.units import (
-    GIB,
-    MIB,
     format_bytes,
     format_count,
     format_dollars,
@@ -139,23 +137,20 @@ def plan_answering(
     ]
     fitting = sorted((each for each in found if each.memory.fits), key=lambda each: each.time.seconds)
     rejected = [each for each in found if not each.memory.fits]
+    reasons = tuple((name_of(each.answering), bytes_sum(each.memory)) for each in rejected)
     if not fitting:
-        raise NothingFits(
-            "\n  ".join(
-                [
-                    f"nothing fits on {devices_with_memory(hardware)}:",
-                    *(f"{name_of(each.answering)}: {bytes_sum(each.memory)}" for each in rejected),
-                ]
-            ),
-            hint=_smaller(asked, questions, rejected),
-        )
+        lines = [
+            f"nothing fits on {devices_with_memory(hardware)}:",
+            *(f"{name}: {why}" for name, why in reasons),
+        ]
+        raise NothingFits("\n  ".join(lines), hint=_smaller(asked, questions, rejected))
     chosen = fitting[0]
     return AnsweringReport(
         questions=questions,
         chosen=chosen,
         largest_batch=_largest_batch(chosen.answering, questions),
         others=tuple(fitting[1:]),
-        rejected=tuple((name_of(each.answering), bytes_sum(each.memory)) for each in rejected),
+        rejected=reasons,
         price_per_gpu_hour=price,
     )
 
@@ -207,12 +202,14 @@ def bytes_sum(memory: AnsweringMemory) -> str:
     writes = sum(memory.writing.values()) >= sum(memory.reading.values())
     terms = {**(memory.writing if writes else memory.reading), **memory.outside}
     terms |= {"rows that enter": memory.entering} if memory.entering else {}
-    unit, name = (GIB, "GiB") if memory.peak_bytes >= GIB else (MIB, "MiB")
+    left = verdict(memory.peak_bytes, memory.usable_bytes, unit_for(memory.peak_bytes)[0], digits=2)
+    return f"{_sum(terms, memory.peak_bytes)} {'writing' if writes else 'reading'}, {left}"
+
+
+def _sum(terms: dict[str, int], total: int) -> str:
+    unit, name = unit_for(total)
     shown = [f"{term} {size / unit:,.2f}" for term, size in terms.items() if size >= unit / 200]
-    return (
-        f"{' + '.join(shown)} = {memory.peak_bytes / unit:,.2f} {name} "
-        f"{'writing' if writes else 'reading'}, {verdict(memory.peak_bytes, memory.usable_bytes, unit, digits=2)}"
-    )
+    return f"{' + '.join(shown)} = {total / unit:,.2f} {name}"
 
 
 def _taken(report: AnsweringReport) -> Iterator[str]:
@@ -224,8 +221,8 @@ def _taken(report: AnsweringReport) -> Iterator[str]:
     adapter = f", adapter of {format_count(size)} parameters" if size else ""
     yield f"{name_of(answering)}, {answering.precision.value}{adapter}, {chosen.time.rows_at_once:,} rows at once"
     if memory.reading != memory.writing:
-        yield f"reading prompts: {_sum(memory.reading)}"
-        yield f"writing answers: {_sum(memory.writing)}"
+        for what, terms in (("reading prompts", memory.reading), ("writing answers", memory.writing)):
+            yield f"{what}: {_sum(terms, sum(terms.values()))}"
     yield f"peak: {bytes_sum(memory)}"
     if report.largest_batch:
         yield f"at most {report.largest_batch:,} rows at once fit (--batch-size, {answering.batch_size} now)"
@@ -233,13 +230,6 @@ def _taken(report: AnsweringReport) -> Iterator[str]:
         f"reads {format_rate(chosen.time.reading_rate)} ({chosen.time.reading_limit}), writes "
         f"{format_rate(chosen.time.writing_rate)} ({chosen.time.writing_limit}) · {hardware.rates}"
     )
-
-
-def _sum(terms: dict[str, int]) -> str:
-    total = sum(terms.values())
-    unit, name = unit_for(total)
-    shown = [f"{term} {size / unit:,.2f}" for term, size in terms.items() if size >= unit / 200]
-    return f"{' + '.join(shown)} = {total / unit:,.2f} {name}"
 
 
 def _on_data(report: AnsweringReport) -> Iterator[str]:

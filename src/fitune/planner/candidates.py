@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from itertools import product
 from typing import get_args
 
 from fitune.planner.defaults import (
@@ -170,9 +170,9 @@ def _whole_share(recipe: Recipe, ranks: int) -> Iterator[tuple[int, int]]:
     """All rows of a rank at once, if the pins leave that open."""
     if recipe.gradient_accumulation_steps not in (None, 1):
         return
-    rows = rows_per_rank(recipe, ranks) if recipe.global_batch_size is not None else None
+    rows = rows_per_rank(recipe, ranks)
     if recipe.global_batch_size is None:
-        rows = recipe.micro_batch_size or rows_per_rank(recipe, ranks)
+        rows = recipe.micro_batch_size or rows
     if rows is not None and recipe.micro_batch_size in (None, rows):
         yield rows, 1
 
@@ -234,11 +234,16 @@ def every_placement(request: Request) -> Iterator[Placement]:
 
 def _shardings(recipe: Recipe, hardware: Hardware) -> Iterator[Sharding]:
     """One process on one device; on several DDP and the stages of ZeRO by each backend."""
-    pinned = (recipe.zero, recipe.backend, recipe.hybrid_sharding) != (None, None, None)
-    if hardware.num_gpus == 1:
-        yield from filter(partial(_is_allowed, recipe), (Single(),))
-    if hardware.num_gpus > 1 or pinned:
-        yield from filter(partial(_is_allowed, recipe), (Ddp(), *_zeros(recipe, hardware)))
+    pins = (recipe.zero, recipe.backend, recipe.hybrid_sharding)
+    found: list[Sharding] = [Single()] if hardware.num_gpus == 1 else []
+    if hardware.num_gpus > 1 or pins != (None, None, None):
+        found += [Ddp(), *_zeros(recipe, hardware)]
+    for sharding in found:
+        given: tuple[object, ...] = (0, None, False)
+        if isinstance(sharding, Zero):
+            given = (sharding.stage, sharding.backend, sharding.hybrid)
+        if all(pin in (None, value) for pin, value in zip(pins, given, strict=True)):
+            yield sharding
 
 
 def _zeros(recipe: Recipe, hardware: Hardware) -> Iterator[Zero]:
@@ -250,31 +255,16 @@ def _zeros(recipe: Recipe, hardware: Hardware) -> Iterator[Zero]:
                 yield Zero(stage=stage, backend=backend, hybrid=True)
 
 
-def _is_allowed(recipe: Recipe, sharding: Sharding) -> bool:
-    stage, backend, hybrid = 0, None, False
-    if isinstance(sharding, Zero):
-        stage, backend, hybrid = sharding.stage, sharding.backend, sharding.hybrid
-    return (
-        recipe.zero in (None, stage)
-        and recipe.backend in (None, backend)
-        and recipe.hybrid_sharding in (None, hybrid)
-    )
-
-
 def _offloads(recipe: Recipe) -> Iterator[Offload]:
     """Left open, activations go to the host at most, and states to NVMe only where a folder for them is named."""
     states: tuple[Place, ...] = ("device", "cpu", "nvme") if recipe.nvme_path else ("device", "cpu")
-    for parameters in _places(recipe.offload_parameters, states):
-        for optimizer in _places(recipe.offload_optimizer, states):
-            for activations in _places(recipe.offload_activations, ("device", "cpu")):
-                away = "nvme" in (parameters, optimizer, activations)
-                yield Offload(
-                    parameters=parameters,
-                    optimizer=optimizer,
-                    activations=activations,
-                    nvme_path=recipe.nvme_path if away else "",
-                )
-
-
-def _places(pinned: Place | None, open_to: tuple[Place, ...]) -> tuple[Place, ...]:
-    return open_to if pinned is None else (pinned,)
+    pins = (recipe.offload_parameters, recipe.offload_optimizer, recipe.offload_activations)
+    places = (
+        own if pin is None else (pin,) for pin, own in zip(pins, (states, states, states[:2]), strict=True)
+    )
+    for parameters, optimizer, activations in product(*places):
+        away = "nvme" in (parameters, optimizer, activations)
+        yield Offload(
+            parameters=parameters, optimizer=optimizer, activations=activations,
+            nvme_path=recipe.nvme_path if away else "",
+        )  # fmt: skip

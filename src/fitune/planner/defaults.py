@@ -112,18 +112,22 @@ def default_learning_rate(tuning: Tuning, optimizer: Optimizer) -> float:
 def optimizer_of(recipe: Recipe) -> Optimizer:
     """The optimizer that the recipe names, with its settings."""
     match recipe.optimizer:
-        case "adamw" | "adamw-8bit":
-            kind = AdamW if recipe.optimizer == "adamw" else AdamW8bit
-            return kind(
-                beta1=recipe.adam_beta1,
-                beta2=recipe.adam_beta2,
-                eps=recipe.adam_epsilon,
-                weight_decay=recipe.weight_decay,
-            )
+        case "adamw" | "adamw-8bit" as name:
+            return adamw_of(recipe, AdamW if name == "adamw" else AdamW8bit)
         case "sgd":
             return Sgd(weight_decay=recipe.weight_decay)
         case "momentum":
             return Sgd(momentum=recipe.momentum, weight_decay=recipe.weight_decay)
+
+
+def adamw_of(recipe: Recipe, kind: type[AdamW | AdamW8bit]) -> Optimizer:
+    """AdamW of a kind with the recipe's settings."""
+    return kind(
+        beta1=recipe.adam_beta1,
+        beta2=recipe.adam_beta2,
+        eps=recipe.adam_epsilon,
+        weight_decay=recipe.weight_decay,
+    )
 
 
 def schedule_of(recipe: Recipe, *, learning_rate: float) -> Schedule:
@@ -178,6 +182,9 @@ def _source(source: SourceRecipe, recipe: Recipe, *, weight: float) -> DataSourc
 def run_of(recipe: Recipe, *, model: ModelSpec, tuning: Tuning) -> RunPlan:
     """The settings of the run; an output_dir that is a URL becomes a folder here that is uploaded there."""
     directory, upload_to = recipe.output_dir or default_output_dir(model, tuning), recipe.upload_to
+    saves = recipe.saves_per_epoch
+    if saves is None:  # once an epoch where nothing is said: a run that is killed loses an epoch at most
+        saves = 1 if recipe.save_steps is None else 0
     if "://" in directory:
         directory, upload_to = staging_of(directory), directory
     return RunPlan(
@@ -188,7 +195,7 @@ def run_of(recipe: Recipe, *, model: ModelSpec, tuning: Tuning) -> RunPlan:
         eval_every=recipe.eval_steps,
         evals_per_epoch=recipe.evals_per_epoch,
         save_every=recipe.save_steps or 0,
-        saves_per_epoch=_saves_per_epoch(recipe),
+        saves_per_epoch=saves,
         keep_checkpoints=recipe.keep_checkpoints,
         async_save=recipe.async_save or False,
         export=recipe.export or ("adapter" if isinstance(tuning, Lora) else "full"),
@@ -205,13 +212,6 @@ def run_of(recipe: Recipe, *, model: ModelSpec, tuning: Tuning) -> RunPlan:
         ),
         samples=recipe.samples,
     )
-
-
-def _saves_per_epoch(recipe: Recipe) -> int:
-    """Once an epoch where nothing is said: a run that is killed loses an epoch at most."""
-    if recipe.saves_per_epoch is not None:
-        return recipe.saves_per_epoch
-    return 1 if recipe.save_steps is None else 0
 
 
 def default_output_dir(model: ModelSpec, tuning: Tuning) -> str:

@@ -1,22 +1,23 @@
 """The first screen of a plan: whether it fits, how fast it is, what it costs, and other ways to train the model."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from shlex import quote, split
 
-from fitune.errors import FituneError, NothingFits
-from fitune.planner.alternatives import changed_recipe
+from fitune.errors import FituneError, NothingFits, RecipeError
 from fitune.planner.candidates import Request
+from fitune.planner.explain import describe_how, moment, verdict_of
 from fitune.planner.nothing_fits import fits_on_devices, machine_settings, on_large_cards, setting_words
-from fitune.planner.reasons.explain import describe_how, moment, verdict_of
 from fitune.planner.search import first_choice
 from fitune.spec.machines.hardware import Hardware
 from fitune.spec.model.model_spec import ModelSpec
-from fitune.spec.plan import Lomo, Plan
-from fitune.spec.predictions import Estimate, PlanReport, Priced
-from fitune.spec.recipe.recipe import Recipe
+from fitune.spec.plan import Lomo
+from fitune.spec.predictions import PlanReport, Priced
+from fitune.spec.recipe.recipe import Recipe, canonical_keys, given_keys, parse_recipe
+from fitune.spec.recipe.strict_yaml import parse_value
 from fitune.spec.rules import broken_rules
 from fitune.spec.words import describe_rates, method_name
 from fitune.units import (
@@ -59,6 +60,8 @@ class Way:
 Settings = dict[str, object]
 Machine = Callable[[Recipe], Hardware]
 """The hardware that a recipe names."""
+Asked = Callable[[Settings], Request]
+"""The request with settings on top."""
 
 
 def other_ways(recipe: Recipe, taken: Priced, *, model: ModelSpec, machine: Machine) -> tuple[Way, ...]:
@@ -66,46 +69,54 @@ def other_ways(recipe: Recipe, taken: Priced, *, model: ModelSpec, machine: Mach
 
     A method that does not fit stands with the first larger machine that holds it, where there is one.
     """
-    return (*_other_methods(recipe, taken, model, machine), *_other_counts(recipe, taken, model, machine))
+
+    def asked(settings: Settings) -> Request:
+        """The recipe with the settings, on the hardware that it names then."""
+        changed = changed_recipe(recipe, ", ".join(f"{key}: {value}" for key, value in settings.items()))
+        return Request.of(changed, model, machine(changed))
+
+    ways = (*_other_methods(recipe, taken, asked), *_other_counts(recipe, taken, asked))
+    return tuple(Way(change=setting_words(one, as_options=True), priced=plan) for one, plan in ways if plan)
 
 
-def _other_methods(recipe: Recipe, taken: Priced, model: ModelSpec, machine: Machine) -> Iterator[Way]:
+def _planned(asked: Asked, settings: Settings) -> Priced | None:
+    """The plan with the settings, which may not fit; None where they contradict others."""
+    with suppress(FituneError):
+        return first_choice(asked(settings))
+    return None
+
+
+def _other_methods(recipe: Recipe, taken: Priced, asked: Asked) -> Iterator[tuple[Settings, Priced | None]]:
     own = method_name(taken.plan.tuning)
     for tuning in ("full", "lora", "qlora"):
         if tuning == own or (tuning == "full" and isinstance(taken.plan.tuning, Lomo)):
             continue
         settings: Settings = {"tuning": tuning}
-        found = _planned(recipe, settings, model, machine)
+        found = _planned(asked, settings)
         if found is not None and not found.estimate.fits:
-            settings, found = _where_it_fits(recipe, settings, model, machine)
-        if found is not None:
-            yield Way(change=_options(settings), priced=found)
+            yield _where_it_fits(recipe, settings, asked)
+        else:
+            yield settings, found
 
 
-def _where_it_fits(
-    recipe: Recipe, settings: Settings, model: ModelSpec, machine: Machine
-) -> tuple[Settings, Priced | None]:
+def _where_it_fits(recipe: Recipe, settings: Settings, asked: Asked) -> tuple[Settings, Priced | None]:
     """The first larger machine that holds the method on its devices: more of the same card, then 80 GB cards."""
-    here = machine(recipe)
+    here = asked(settings).hardware
     if here.gpu.is_cpu or here.nodes > 1:
         return settings, None
     for gpus in (2, 4, 8):
-        changed = _changed(recipe, settings | {"gpus": gpus})
-        if gpus > here.gpus_per_node and recipe.gpu:
-            request = Request.of(changed, model, machine(changed))
-            if fits_on_devices(request):
-                return settings | {"gpus": gpus}, first_choice(request)
-    found = on_large_cards(Request.of(_changed(recipe, settings), model, here))
-    if found is None:
-        return settings, None
-    return settings | machine_settings(found), first_choice(found)
+        larger = settings | {"gpus": gpus}
+        if gpus > here.gpus_per_node and recipe.gpu and fits_on_devices(request := asked(larger)):
+            return larger, first_choice(request)
+    found = on_large_cards(asked(settings))
+    return (settings, None) if found is None else (settings | machine_settings(found), first_choice(found))
 
 
 FEWER, MORE = 0.5, 1.5
 """Fewer cards are named where they keep this share of the speed, twice as many where they give so much more."""
 
 
-def _other_counts(recipe: Recipe, taken: Priced, model: ModelSpec, machine: Machine) -> Iterator[Way]:
+def _other_counts(recipe: Recipe, taken: Priced, asked: Asked) -> Iterator[tuple[Settings, Priced | None]]:
     """Half and twice the cards of one node; more only of a card that was named, not of those that are here."""
     hardware, speed = taken.plan.hardware, taken.estimate.tokens_per_second
     if hardware.gpu.is_cpu or hardware.nodes > 1 or recipe.global_batch_size is not None:
@@ -115,28 +126,29 @@ def _other_counts(recipe: Recipe, taken: Priced, model: ModelSpec, machine: Mach
     counts += [(2 * here, MORE)] if here <= 4 and recipe.gpu is not None else []
     for gpus, share in counts:
         settings: Settings = {"gpus": gpus}
-        found = _planned(recipe, settings, model, machine)
+        found = _planned(asked, settings)
         if found is not None and method_name(found.plan.tuning) != own:
             settings = {"tuning": own, "gpus": gpus}
-            found = _planned(recipe, settings, model, machine)
+            found = _planned(asked, settings)
         if found is not None and found.estimate.fits and found.estimate.tokens_per_second > share * speed:
-            yield Way(change=_options(settings), priced=found)
+            yield settings, found
 
 
-def _planned(recipe: Recipe, settings: Settings, model: ModelSpec, machine: Machine) -> Priced | None:
-    """The plan of the recipe with the settings, which may not fit; None where they contradict others."""
-    with suppress(FituneError):
-        changed = _changed(recipe, settings)
-        return first_choice(Request.of(changed, model, machine(changed)))
-    return None
+_KEY_EQUALS = re.compile(r"((?:^|,)\s*[\w.-]+)\s*=")
 
 
-def _changed(recipe: Recipe, settings: Settings) -> Recipe:
-    return changed_recipe(recipe, ", ".join(f"{key}: {value}" for key, value in settings.items()))
-
-
-def _options(settings: Settings) -> str:
-    return setting_words(settings, as_options=True)
+def changed_recipe(recipe: Recipe, change: str) -> Recipe:
+    """The recipe with the settings of ``zero: 3, backend: fsdp`` on top. Raises RecipeError as a recipe would."""
+    if not any(mark in change for mark in ":="):
+        raise RecipeError(
+            f"--why {change!r} sets nothing",
+            hint='settings as in a recipe: "zero: 3, backend: fsdp"',
+        )
+    text = change if change.lstrip().startswith("{") else "{" + _KEY_EQUALS.sub(r"\1: ", change) + "}"
+    wanted = parse_value(text, where="--why")
+    if not isinstance(wanted, dict) or not wanted or None in wanted.values():
+        raise RecipeError("--why sets nothing", hint='--why "zero: 3"')
+    return parse_recipe({**given_keys(recipe), **canonical_keys(wanted, where="--why")}, where="--why")
 
 
 def first_screen(report: PlanReport, ways: tuple[Way, ...], *, train: str) -> str:
@@ -180,8 +192,16 @@ def _command(command: str) -> Iterator[str]:
 
 def _verdict(report: PlanReport) -> Iterator[str]:
     yield _lines(f"✔ FITS   {verdict_of(report.taken.plan)}", indent=0, hanging=9)
+    estimate = report.taken.estimate
+    eighths = round(min(1.0, estimate.peak_bytes / estimate.usable_bytes) * BAR * 8)
+    bar = ("█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()).ljust(BAR, "·")
     for name, words in facts_of(report):
-        yield from _fact(name, words, report.taken.estimate)
+        if name != "memory":
+            yield _lines(f"{name:<8} {words[0]}", hanging=9)
+            continue
+        used, left, terms = words
+        yield f"  memory   {bar}   {used}, {left}"
+        yield _lines(terms, indent=11)
 
 
 Fact = tuple[str, tuple[str, ...]]
@@ -194,59 +214,36 @@ def facts_of(report: PlanReport) -> Iterator[Fact]:
     yield from (
         ("but", (line.removeprefix("note on gpu: "),)) for line in report.decisions if line.startswith(NO_GPU)
     )
-    yield from _how(taken.plan)
-    yield "memory", _memory(taken)
-    yield from _host(taken)
-    yield "speed", (f"{format_rate(taken.estimate.tokens_per_second)} · {describe_rates(taken.plan)}",)
-    yield _job(report)
-
-
-def _fact(name: str, words: Sequence[str], estimate: Estimate) -> Iterator[str]:
-    if name != "memory":
-        yield _lines(f"{name:<8} {words[0]}", hanging=9)
-        return
-    used, left, terms = words
-    yield f"  memory   {_bar(estimate.peak_bytes, estimate.usable_bytes)}   {used}, {left}"
-    yield _lines(terms, indent=11)
-
-
-def _how(plan: Plan) -> Iterator[Fact]:
-    broken = broken_rules(plan, "train")
-    if broken:
+    plan, estimate = taken.plan, taken.estimate
+    if broken := broken_rules(plan, "train"):
         yield "but", (f"this version only plans it: {broken[0].why(plan)}",)
     yield "how", (describe_how(plan),)
+    yield "memory", _memory(taken)
+    if set(estimate.host) - {"processes", "checkpoint copy"}:  # something of the training waits there
+        of = f" of {format_bytes(estimate.usable_host_bytes)}" if estimate.usable_host_bytes else ""
+        assumed = " (assumed; --host-memory)" if plan.hardware.host_memory_bytes is None or not of else ""
+        yield "RAM", (f"{format_bytes(estimate.host_bytes)}{of} a node{assumed}",)
+    yield "speed", (f"{format_rate(estimate.tokens_per_second)} · {describe_rates(plan)}",)
+    yield _job(report)
 
 
 def _memory(taken: Priced) -> tuple[str, str, str]:
     """Used and spare bytes, and the peak's terms, those that belong together as one."""
     estimate = taken.estimate
-    used, left = _used_and_left(estimate.peak_bytes, estimate.usable_bytes)
+    used, usable = estimate.peak_bytes, estimate.usable_bytes
+    spare = usable - used
+    left = f"{format_bytes(abs(spare))} {'to spare' if spare >= 0 else 'short'}"
+    if 0 <= spare < TIGHT * usable:
+        left = f"tight: {format_bytes(spare)} spare"
     kept = taken.plan.hardware.gpu.memory_bytes - estimate.usable_bytes
     unit, name = (GIB, "GiB") if estimate.peak_bytes >= GIB else (MIB, "MiB")
     sizes = grouped_terms({**estimate.memory.phases[estimate.memory.peak_phase], **estimate.memory.outside})
     terms = " · ".join(
         f"{term}{NO_BREAK}{size / unit:.1f}" for term, size in sizes.items() if size >= unit / 20
     )
-    return (
-        used,
-        left,
-        f"{terms} {name} {moment(estimate.memory.peak_phase)}; {format_bytes(kept)} kept{NO_BREAK}free",
-    )
-
-
-def _used_and_left(needed: int, usable: int) -> tuple[str, str]:
-    """``14.2 GiB of 22.5 GiB`` and ``8.3 GiB to spare``."""
-    spare = usable - needed
-    left = f"{format_bytes(abs(spare))} {'to spare' if spare >= 0 else 'short'}"
-    if 0 <= spare < TIGHT * usable:
-        left = f"tight: {format_bytes(spare)} spare"
-    return f"{format_bytes(needed)} of {format_bytes(usable)}", left
-
-
-def _bar(needed: int, usable: int) -> str:
-    """``██████···``: the part of what may be filled that is needed."""
-    eighths = round(min(1.0, needed / usable) * BAR * 8)
-    return ("█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()).ljust(BAR, "·")
+    when = moment(estimate.memory.peak_phase)
+    kept_free = f"{format_bytes(kept)} kept{NO_BREAK}free"
+    return f"{format_bytes(used)} of {format_bytes(usable)}", left, f"{terms} {name} {when}; {kept_free}"
 
 
 def grouped_terms(terms: Mapping[str, int]) -> dict[str, int]:
@@ -257,16 +254,6 @@ def grouped_terms(terms: Mapping[str, int]) -> dict[str, int]:
     return {name.replace("trained", trained): size for name, size in sizes.items()} | {
         "rest": sum(left.values())
     }
-
-
-def _host(taken: Priced) -> Iterator[Fact]:
-    """Host memory where something of the training waits there."""
-    estimate, hardware = taken.estimate, taken.plan.hardware
-    if not set(estimate.host) - {"processes", "checkpoint copy"}:
-        return
-    of = f" of {format_bytes(estimate.usable_host_bytes)}" if estimate.usable_host_bytes else ""
-    assumed = " (assumed; --host-memory)" if hardware.host_memory_bytes is None or not of else ""
-    yield "RAM", (f"{format_bytes(estimate.host_bytes)}{of} a node{assumed}",)
 
 
 def _job(report: PlanReport) -> Fact:
@@ -285,15 +272,14 @@ def _job(report: PlanReport) -> Fact:
 
 
 def _ways(taken: Priced, ways: tuple[Way, ...]) -> Iterator[str]:
-    if not ways:
-        return
-    rows = [(way.change, way.priced.estimate) for way in ways]
-    yield from change_table("Other ways", [(c, e.peak_bytes, _times(e, taken.estimate)) for c, e in rows])
-
-
-def _times(estimate: Estimate, taken: Estimate) -> str:
-    ratio = estimate.tokens_per_second / taken.tokens_per_second
-    return "as fast" if abs(ratio - 1) < 0.005 else f"{ratio:.{1 if ratio >= 2 else 2}f} × as fast"
+    rows = []
+    for way in ways:
+        estimate = way.priced.estimate
+        ratio = estimate.tokens_per_second / taken.estimate.tokens_per_second
+        speed = "as fast" if abs(ratio - 1) < 0.005 else f"{ratio:.{1 if ratio >= 2 else 2}f} × as fast"
+        rows.append((way.change, estimate.peak_bytes, speed))
+    if rows:
+        yield from change_table("Other ways", rows)
 
 
 def change_table(title: str, rows: Sequence[tuple[str, int, str]]) -> Iterator[str]:

@@ -11,14 +11,14 @@ from typing import Any
 from fitune.errors import RecipeError
 from fitune.planner.candidates import Method, Request
 from fitune.planner.defaults import with_added_rows
+from fitune.planner.explain import priced_data
 from fitune.planner.method_search import MethodSearch
 from fitune.planner.methods import methods_for
-from fitune.planner.reasons.explain import priced_data
 from fitune.planner.search import first_choice, refuse_contradictions
 from fitune.spec.counts import count_parameters
 from fitune.spec.machines.hardware import Hardware
 from fitune.spec.model.model_spec import ModelSpec
-from fitune.spec.plan import Ddp, Sharding, Single, Zero
+from fitune.spec.plan import Sharding, Single, Zero
 from fitune.spec.predictions import Priced
 from fitune.spec.recipe.recipe import Recipe
 from fitune.spec.words import (
@@ -177,46 +177,41 @@ def compared(request: Request) -> tuple[Method, ...]:
 
 def _stage_name(sharding: Sharding) -> str:
     """``one device``, ``DDP``, ``ZeRO-2``."""
-    match sharding:
-        case Single():
-            return "one device"
-        case Ddp():
-            return "DDP"
-        case Zero(stage=stage):
-            return f"ZeRO-{stage}"
+    if isinstance(sharding, Zero):
+        return f"ZeRO-{sharding.stage}"
+    return "one device" if isinstance(sharding, Single) else "DDP"
 
 
 def explain_matrix(matrix: Matrix) -> str:
     """A block for each model: the plan taken for each length, and the marks of the settings."""
-    lines = [_title(matrix)]
+    usable = [cell.taken.estimate.usable_bytes for cell in matrix.cells if cell.taken is not None]
+    have = f", {format_bytes(usable[0])} usable" if usable else ""
+    lines = [f"{devices_with_memory(matrix.hardware)}{have} · {matrix.hardware.rates}"]
+    width = max(len(matrix.shardings), 5)
+
+    def line(words: tuple[str, ...], marks: Sequence[str]) -> str:
+        """Numbers flush right: the first column and the last two; a cell without a plan has words alone."""
+        if len(words) == 2:
+            return f"{words[0]:>8}  {words[1]}"
+        tokens, method, sharding, blocks, host, peak, speed = words
+        last = " ".join(method_words(mark).rjust(width) for mark in marks)
+        return f"{tokens:>8}  {method:<9}{sharding:<19}{blocks:<12}{host:<24}{peak:>11}{speed:>10}  {last}"
+
+    names = ("tokens", "method", "sharding", "recomputed", "on the host", "peak", "tokens/s")
     for model in matrix.models:
         count = format_count(count_parameters(model).total)
-        names = ("tokens", "method", "sharding", "recomputed", "on the host", "peak", "tokens/s")
-        lines += ["", f"{model.name} · {count} parameters", _line(names, matrix, matrix.methods)]
-        for cell in matrix.row(model):
-            words = f"{cell.seq_len:,}", *taken_words(cell)
-            lines.append(_line(words, matrix, [marks(cell, method, matrix) for method in matrix.methods]))
+        lines += ["", f"{model.name} · {count} parameters", line(names, matrix.methods)]
+        lines += [
+            line(
+                (f"{cell.seq_len:,}", *taken_words(cell)),
+                [marks(cell, each, matrix) for each in matrix.methods],
+            )
+            for cell in matrix.row(model)
+        ]
     if matrix.methods:
         columns = ", ".join(matrix.shardings)
         lines += ["", wrapped(f"marks: {columns} for each method: {LEGEND}", indent=0, hanging=2)]
     return "\n".join(lines)
-
-
-def _title(matrix: Matrix) -> str:
-    hardware = matrix.hardware
-    estimates = [cell.taken.estimate for cell in matrix.cells if cell.taken is not None]
-    usable = f", {format_bytes(estimates[0].usable_bytes)} usable" if estimates else ""
-    return f"{devices_with_memory(hardware)}{usable} · {hardware.rates}"
-
-
-def _line(words: tuple[str, ...], matrix: Matrix, marks: Sequence[str]) -> str:
-    """Numbers flush right: the first column and the last two; a cell without a plan has words alone."""
-    if len(words) == 2:
-        return f"{words[0]:>8}  {words[1]}"
-    tokens, method, sharding, blocks, host, peak, speed = words
-    width = max(len(matrix.shardings), 5)
-    last = " ".join(method_words(mark).rjust(width) for mark in marks)
-    return f"{tokens:>8}  {method:<9}{sharding:<19}{blocks:<12}{host:<24}{peak:>11}{speed:>10}  {last}"
 
 
 def taken_words(cell: Cell) -> tuple[str, ...]:
@@ -275,17 +270,20 @@ def card(cell: Cell, matrix: Matrix) -> tuple[str, tuple[str, ...], str, float]:
 def matrix_data(matrix: Matrix) -> dict[str, Any]:
     """The object that ``--json`` prints; a cell without a plan has rows longer than its model takes."""
     hardware = matrix.hardware
+    cells = [
+        {
+            "model": cell.model.name, "context": cell.seq_len, "fits": cell.fits,
+            "settings": [asdict(setting) for setting in cell.settings],
+            **(
+                priced_data(cell.taken) if cell.taken is not None
+                else {"why": f"the model was made for {cell.model.max_seq_len} positions"}
+            ),
+        }
+        for cell in matrix.cells
+    ]  # fmt: skip
     return {
         "hardware": {"gpu": hardware.gpu.name, "gpus": hardware.gpus_per_node, "nodes": hardware.nodes},
         "models": [model.name for model in matrix.models],
         "context": list(matrix.seq_lens),
-        "cells": [_cell_data(cell) for cell in matrix.cells],
+        "cells": cells,
     }
-
-
-def _cell_data(cell: Cell) -> dict[str, Any]:
-    settings = [asdict(setting) for setting in cell.settings]
-    data = {"model": cell.model.name, "context": cell.seq_len, "fits": cell.fits, "settings": settings}
-    if cell.taken is None:
-        return {**data, "why": f"the model was made for {cell.model.max_seq_len} positions"}
-    return data | priced_data(cell.taken)

@@ -1,6 +1,5 @@
 """Methods: tuning, base, precision and optimizer, which decide quality, in the order in which they are preferred."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
 
@@ -77,37 +76,31 @@ def methods(request: Request, *, on_cpu: tuple[Precision, ...] = (Precision.FP32
     ]
     if recipe.tuning is not None:
         return tuple(found)
-    return tuple(_last_resorts_last(found, precision_is_open=recipe.precision is None))
-
-
-def _last_resorts_last(found: list[Method], *, precision_is_open: bool) -> Iterator[Method]:
-    last = [method for method in found if _comes_last(method, precision_is_open=precision_is_open)]
-    yield from (method for method in found if method not in last)
-    yield from (replace(method, last_resort=True) for method in last)
-
-
-def _comes_last(method: Method, *, precision_is_open: bool) -> bool:
-    if isinstance(method.tuning, Lomo):
-        return True
-    return precision_is_open and isinstance(method.tuning, Full) and method.precision is Precision.BF16
+    last = [
+        method
+        for method in found
+        if isinstance(method.tuning, Lomo)
+        or (
+            recipe.precision is None
+            and isinstance(method.tuning, Full)
+            and method.precision is Precision.BF16
+        )
+    ]
+    first = (method for method in found if method not in last)
+    return (*first, *(replace(method, last_resort=True) for method in last))
 
 
 def _tunings(recipe: Recipe, model: ModelSpec) -> tuple[Tuning, ...]:
-    match recipe.tuning:
-        case "full":
-            return (full_of(recipe),)
-        case "lomo" | "adalomo":
-            return (lomo_of(recipe, adaptive=recipe.tuning == "adalomo"),)
-        case "lora" | "qlora":
-            return tuple(lora_of(recipe, model, base) for base in bases(recipe))
-    if recipe.optimizer_in_backward:  # only where every weight is trained is there anything to gain
+    if recipe.tuning in ("lomo", "adalomo"):
+        return (lomo_of(recipe, adaptive=recipe.tuning == "adalomo"),)
+    is_open = recipe.tuning is None
+    if recipe.tuning == "full" or (is_open and recipe.optimizer_in_backward):  # adapters gain nothing by it
         return (full_of(recipe),)
     loras = tuple(lora_of(recipe, model, base) for base in bases(recipe))
-    if recipe.adapters_asked_by:
+    if not is_open or recipe.adapters_asked_by:
         return loras
     updating: tuple[Tuning, ...] = ()
-    is_free = "optimizer" not in recipe.model_fields_set or recipe.optimizer == "sgd"
-    if is_free:
+    if "optimizer" not in recipe.model_fields_set or recipe.optimizer == "sgd":
         updating = tuple(lomo_of(recipe, adaptive=adaptive) for adaptive in (True, False))
     if recipe.max_grad_value is not None:  # nothing else clips by value
         return updating
@@ -118,9 +111,9 @@ def full_of(recipe: Recipe) -> Full:
     """Full fine-tuning; in backward it clips by the norm too, unless by value is asked for."""
     if not recipe.optimizer_in_backward:
         return Full()
-    if recipe.max_grad_value is not None:
-        return Full(update=InBackward(clip=ClipByValue(value=recipe.max_grad_value)))
-    return Full(update=InBackward(clip=ClipByNorm(max_norm=recipe.max_grad_norm)))
+    value = recipe.max_grad_value
+    clip = ClipByNorm(max_norm=recipe.max_grad_norm) if value is None else ClipByValue(value=value)
+    return Full(update=InBackward(clip=clip))
 
 
 def to_adapters(recipe: Recipe, tuning: Literal["lora", "qlora"]) -> tuple[str, dict[str, object]]:
@@ -134,6 +127,8 @@ def to_adapters(recipe: Recipe, tuning: Literal["lora", "qlora"]) -> tuple[str, 
 
 def lora_of(recipe: Recipe, model: ModelSpec, base: Dense | Quantiser) -> Lora:
     """The adapters that the recipe asks for, on ``base`` weights, with targets resolved to the model's linears."""
+    # rows of new tokens have to be trained, in both tables
+    whole = ["embed_tokens", "lm_head"] if recipe.added_tokens else recipe.lora_modules_to_save
     adapted = resolve_adapted(model, targets=recipe.lora_target_modules, layers=recipe.lora_layers)
     return Lora(
         rank=recipe.lora_r,
@@ -144,13 +139,8 @@ def lora_of(recipe: Recipe, model: ModelSpec, base: Dense | Quantiser) -> Lora:
         dora=recipe.dora,
         rslora=recipe.rslora,
         layers=adapted.layers,
-        modules_to_save=resolve_modules_to_save(model, _wanted_whole(recipe)),
+        modules_to_save=resolve_modules_to_save(model, whole),
     )
-
-
-def _wanted_whole(recipe: Recipe) -> list[str]:
-    """Rows of new tokens have to be trained, in both tables."""
-    return ["embed_tokens", "lm_head"] if recipe.added_tokens else recipe.lora_modules_to_save
 
 
 def bases(recipe: Recipe) -> tuple[Dense | Quantiser, ...]:

@@ -11,10 +11,10 @@ from fitune.estimate.predict import predict
 from fitune.estimate.step import StepStages
 from fitune.planner.candidates import Request
 from fitune.planner.defaults import ROW_STEP, with_cards, with_host_memory
+from fitune.planner.explain import describe_how, host_sum, verdict_of
 from fitune.planner.fit import fits, host_fits, last_true, shortage
 from fitune.planner.method_search import MethodSearch
 from fitune.planner.methods import methods_for, to_adapters
-from fitune.planner.reasons.explain import describe_how, host_sum, verdict_of
 from fitune.planner.search import first_choice
 from fitune.spec.counts import count_parameters
 from fitune.spec.machines.cards import known_cards
@@ -45,11 +45,13 @@ def nothing_fits(
     usable, needed = usable_bytes(hardware), predict(best.plan)
     devices = f"{hardware.num_gpus} ×" if hardware.num_gpus > 1 else "one"
     changes = _Changes(request=request, best=best)
+    fits_devices = memory_of(best).peak_bytes <= usable_bytes(best.plan.hardware)
+    host_alone_is_short = fits_devices and not host_fits(best)
     lines = [
         f"nothing fits: {model.name} on {devices} {hardware.gpu.name} of {format_bytes(hardware.gpu.memory_bytes)}, "
         f"{format_bytes(usable)} usable",
         *(f"{wrapped(item.what)}\n{wrapped(item.why, indent=4)}" for item in rejected),
-        *([] if _is_short_of_host_only(best) else _missing_on_devices(best, usable)),
+        *(() if host_alone_is_short else _missing_on_devices(best.plan, usable)),
         *changes.about_the_host(),
     ]
     facts = {
@@ -61,10 +63,6 @@ def nothing_fits(
         "changes": list(changes.planned()),
     }
     return NothingFits("\n".join(lines), hint=changes.advice(), facts=facts)
-
-
-def _is_short_of_host_only(best: StepStages) -> bool:
-    return memory_of(best).peak_bytes <= usable_bytes(best.plan.hardware) and not host_fits(best)
 
 
 def _short(needed: Estimate) -> Iterator[dict[str, object]]:
@@ -89,33 +87,22 @@ def setting_words(settings: Mapping[str, object], *, as_options: bool) -> str:
     return (" " if as_options else ", ").join(parts)
 
 
-def _enough_host(step: StepStages) -> str:
-    """``host_memory: 152GiB is enough``."""
-    enough = enough_host_bytes(sum(host_terms(step).values()))
-    return f"host_memory: {-(-enough // GIB)}GiB is enough"
-
-
-def _missing_on_devices(best: StepStages, usable: int) -> list[str]:
-    """The smallest plan, how much of a device it is short of, and the known GPU that has it."""
-    peak = predict(best.plan).peak_bytes
-    return [
-        f"smallest memory that is enough: {format_bytes(peak)} a device ({format_bytes(peak - usable)} short), with",
-        wrapped(describe_plan(best.plan)),
-        _device_that_holds(best.plan),
-    ]
-
-
-def _device_that_holds(plan: Plan) -> str:
-    """Names the known GPU with the least memory on which the plan fits."""
+def _missing_on_devices(plan: Plan, usable: int) -> Iterator[str]:
+    """The smallest plan, how much of a device it is short of, and the known GPU with the least memory that holds it."""
+    peak = predict(plan).peak_bytes
+    short = f"({format_bytes(peak - usable)} short)"
+    yield f"smallest memory that is enough: {format_bytes(peak)} a device {short}, with"
+    yield wrapped(describe_plan(plan))
     needs_bf16 = plan.precision in (Precision.BF16, Precision.BF16_MASTER)
     with_own_memory = (card.gpu for card in known_cards() if not card.host_bytes)
     cards = sorted(with_own_memory, key=lambda gpu: gpu.memory_bytes)
     for gpu in cards:
         other = replace(plan, hardware=replace(plan.hardware, gpu=gpu))
         if (gpu.has_bf16 or not needs_bf16) and predict(other).peak_bytes <= usable_bytes(other.hardware):
-            return f"the smallest known GPU that holds it: {gpu.name}"
+            yield f"the smallest known GPU that holds it: {gpu.name}"
+            return
     largest = max(cards, key=lambda gpu: gpu.memory_bytes)
-    return f"no known GPU holds it (the largest, {largest.name}, has {format_bytes(largest.memory_bytes)})"
+    yield f"no known GPU holds it (the largest, {largest.name}, has {format_bytes(largest.memory_bytes)})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,8 +118,13 @@ class _Changes:
         helpful += [f"seq_len: {self._longest_row}"] if self._longest_row else []
         if helpful:
             return ", or ".join(helpful)
-        nearest = sorted(self._tried, key=lambda tried: shortage(tried[1]))[:NEAREST]
-        notes = [f"{words} would need {_needs(step)}" for words, step, _ in nearest]
+        notes = []
+        for words, step, _ in sorted(self._tried, key=lambda tried: shortage(tried[1]))[:NEAREST]:
+            estimate = predict(step.plan)
+            needs = (
+                format_bytes(estimate.peak_bytes) if host_fits(step) else f"on the host {host_sum(estimate)}"
+            )
+            notes.append(f"{words} would need {needs}")
         model = largest_known_model(self.request, self._is_enough)
         notes += [f"the largest known model that fits this way is {model}"] if model is not None else []
         return "a smaller model or more memory; " + "; ".join(notes)
@@ -141,8 +133,8 @@ class _Changes:
     def _tried(self) -> list[tuple[str, StepStages, dict[str, object]]]:
         """Changes with their smallest plans."""
         return [
-            (words, step, settings)
-            for words, settings in (*self._settings(), *self._more_devices())
+            (words or setting_words(settings, as_options=False), step, settings)
+            for words, settings in self._settings()
             if (step := self._smallest(settings)) is not None
         ]
 
@@ -205,39 +197,30 @@ class _Changes:
             step = MethodSearch(self.request, method).least_host()
             if step is not None:
                 offload, host = describe_offload(step.plan.offload), host_sum(predict(step.plan))
-                words = f"with {offload} it fits the devices but not the host: {host}; {_enough_host(step)}"
-                yield wrapped(words, indent=0)
+                enough = -(-enough_host_bytes(sum(host_terms(step).values())) // GIB)
+                words = f"with {offload} it fits the devices but not the host: {host}"
+                yield wrapped(f"{words}; host_memory: {enough}GiB is enough", indent=0)
                 return
 
-    def _more_devices(self) -> Iterator[tuple[str, dict[str, object]]]:
-        here = self.request.hardware.gpus_per_node
-        if self.request.recipe.gpu is not None and not self.request.hardware.gpu.is_cpu:
-            for gpus in (2 * here, 4 * here, 8 * here):
-                if gpus <= 8:
-                    yield f"gpus: {gpus}", {"gpus": gpus}
-
     def _settings(self) -> Iterator[tuple[str, dict[str, object]]]:
-        recipe, batch = self.request.recipe, self.best.plan.batch
+        """Changes, and words where the settings do not say it all: settings first, then more devices."""
+        recipe, hardware, batch = self.request.recipe, self.request.hardware, self.best.plan.batch
         yield from self._in_backward()
-        if recipe.tuning == "full" and not recipe.optimizer_in_backward:
-            yield from self._adalomo()
         if recipe.tuning in ("full", "lomo", "adalomo"):
             yield to_adapters(recipe, "lora")
         if recipe.tuning in ("full", "lomo", "adalomo", "lora") and not recipe.quantization_is_asked_for:
             words, settings = to_adapters(recipe, "qlora")
             yield words, {**settings, "quantization": None}
-        if recipe.precision == "fp32" and self.request.hardware.gpu.has_bf16:
-            yield "precision: bf16-master", {"precision": "bf16-master"}
+        if recipe.precision == "fp32" and hardware.gpu.has_bf16:
+            yield "", {"precision": "bf16-master"}
         if recipe.precision == "bf16-master":
-            yield "precision: bf16", {"precision": "bf16"}
+            yield "", {"precision": "bf16"}
         if batch.micro_batch_size > 1 and adds_gradients_up(self.best.plan.tuning):
-            steps = batch.global_batch_size
-            words = f"micro_batch_size: 1, gradient_accumulation_steps: {steps}"
-            yield words, {"micro_batch_size": 1, "gradient_accumulation_steps": steps}
+            yield "", {"micro_batch_size": 1, "gradient_accumulation_steps": batch.global_batch_size}
         if recipe.gradient_checkpointing is not None:
             yield "gradient_checkpointing open", {"gradient_checkpointing": None}
         if recipe.loss == "plain":
-            yield "loss: chunked", {"loss": "chunked"}
+            yield "", {"loss": "chunked"}
         if recipe.kernels == "torch" and keeps_rules(replace(self.best.plan, kernels="liger"), "plan"):
             yield "kernels: liger (pip install 'fitune[liger]')", {"kernels": "liger"}
         for pin in ("zero", "backend", "hybrid_sharding"):
@@ -245,39 +228,32 @@ class _Changes:
                 yield f"{pin} open", {pin: None}
         for pin in ("offload_parameters", "offload_optimizer", "offload_activations"):
             if getattr(recipe, pin) == "device":
-                yield f"{pin}: cpu", {pin: "cpu"}
+                yield "", {pin: "cpu"}
+        here = hardware.gpus_per_node
+        if recipe.gpu is not None and not hardware.gpu.is_cpu:
+            for gpus in (2 * here, 4 * here, 8 * here):
+                if gpus <= 8:
+                    yield "", {"gpus": gpus}
 
     def _in_backward(self) -> Iterator[tuple[str, dict[str, object]]]:
-        """Full fine-tuning on one device without all gradients at once."""
-        recipe = self.request.recipe
-        host = {"cpu", "nvme"} & {recipe.offload_parameters, recipe.offload_optimizer}
-        if (
-            recipe.tuning != "full"
-            or recipe.optimizer_in_backward
-            or self.request.hardware.num_gpus > 1
-            or host
-        ):
+        """Full fine-tuning on one device without all gradients at once, by AdaLomo also without optimizer states."""
+        recipe, devices = self.request.recipe, self.request.hardware.num_gpus
+        if recipe.tuning != "full" or recipe.optimizer_in_backward:
             return
-        if recipe.gradient_accumulation_steps in (None, 1):
-            yield "optimizer_in_backward: true", {"optimizer_in_backward": True}
-        if recipe.global_batch_size is None and recipe.micro_batch_size is None:
-            words = "optimizer_in_backward: true with micro_batch_size: 1, then the whole batch"
-            yield words, {"optimizer_in_backward": True, **self._one_row()}
-
-    def _adalomo(self) -> Iterator[tuple[str, dict[str, object]]]:
-        """Every weight trained without optimizer states and gradients of more than one tensor."""
-        settings: dict[str, object] = {"tuning": "adalomo", "precision": None}
-        why = "which trains every weight too"
-        yield f"tuning: adalomo, {why}", settings
-        if self.request.recipe.global_batch_size is None and self.request.recipe.micro_batch_size is None:
-            yield (
-                f"tuning: adalomo, {why}, with micro_batch_size: 1 as the whole batch",
-                {**settings, **self._one_row()},
-            )
-
-    def _one_row(self) -> dict[str, object]:
-        """A batch of one row a device."""
-        return {"global_batch_size": self.request.hardware.num_gpus, "gradient_accumulation_steps": None}
+        is_open = recipe.global_batch_size is None and recipe.micro_batch_size is None
+        one_row = {"global_batch_size": devices, "gradient_accumulation_steps": None}
+        at_once: dict[str, object] = {"optimizer_in_backward": True}
+        if devices == 1 and not {"cpu", "nvme"} & {recipe.offload_parameters, recipe.offload_optimizer}:
+            if recipe.gradient_accumulation_steps in (None, 1):
+                yield "", at_once
+            if is_open:
+                words = "optimizer_in_backward: true with micro_batch_size: 1, then the whole batch"
+                yield words, {**at_once, **one_row}
+        adalomo: dict[str, object] = {"tuning": "adalomo", "precision": None}
+        words = "tuning: adalomo, which trains every weight too"
+        yield words, adalomo
+        if is_open:
+            yield f"{words}, with micro_batch_size: 1 as the whole batch", {**adalomo, **one_row}
 
     def _smallest(self, settings: dict[str, object]) -> StepStages | None:
         """The smallest plan with ``settings``; None when there is no plan with them."""
@@ -355,8 +331,3 @@ def largest_known_model(request: Request, fits: Callable[[Request], bool]) -> st
         if fits(other.with_pins(seq_len=seq_len, lora_target_modules=["all-linear"], lora_layers=[])):
             return model.name
     return None
-
-
-def _needs(step: StepStages) -> str:
-    estimate = predict(step.plan)
-    return format_bytes(estimate.peak_bytes) if host_fits(step) else f"on the host {host_sum(estimate)}"

@@ -48,7 +48,8 @@ def smaller_plan(failed: Plan, recipe: Recipe, shortage: Shortage) -> Plan | Non
         fitting = _fastest(step, recipe, failed, room=known.room)
         if fitting is not None and known.is_less(memory_of(fitting)):
             return fitting.plan
-        smallest = _least(step, recipe, failed)
+        loss = _losses(recipe, failed)[-1]
+        smallest = step.varied(cheapest_blocks(partial(_peak, step, loss), _counts(recipe, failed)), loss)
     if smallest is not None and known.is_less(memory_of(smallest)):
         return smallest.plan
     return None
@@ -78,8 +79,7 @@ def describe_size(plan: Plan) -> str:
 def smaller_batches(plan: Plan) -> Iterator[Batch]:
     """Half the rows with twice the accumulation, a quarter, … one; an odd number is divided as it can be."""
     batch = plan.batch
-    while adds_gradients_up(plan.tuning) and batch.micro_batch_size > 1:
-        rows = batch.micro_batch_size
+    while adds_gradients_up(plan.tuning) and (rows := batch.micro_batch_size) > 1:
         rows = next(m for m in range(rows // 2, 0, -1) if rows % m == 0)
         batch = replace(batch, micro_batch_size=rows, accumulation=batch.global_batch_size // rows)
         yield batch
@@ -138,12 +138,6 @@ def _fastest(step: StepStages, recipe: Recipe, failed: Plan, *, room: int) -> St
     return preferred(fitting, by=lambda one: memory_of(one).tensor_peak_bytes) if fitting else None
 
 
-def _least(step: StepStages, recipe: Recipe, failed: Plan) -> StepStages:
-    loss = _losses(recipe, failed)[-1]
-    blocks = cheapest_blocks(partial(_peak, step, loss), _counts(recipe, failed))
-    return step.varied(blocks, loss)
-
-
 def _peak(step: StepStages, loss: Loss, blocks: int) -> int:
     return memory_of(step.varied(blocks, loss)).tensor_peak_bytes
 
@@ -192,45 +186,35 @@ def next_to_try(failed: Plan, recipe: Recipe, shortage: Shortage) -> tuple[Chang
 
 def _changes(failed: Plan, recipe: Recipe) -> Iterator[tuple[str, Plan]]:
     """Plans with the same arithmetic in less room, each on top of the one before; then one other change on top."""
-    words, plan = "", failed
-    for more, plan in _frugal(failed):
-        words = f"{words}, {more}" if words else more
-        yield words, plan
-    for more, other in (
-        *_stepped_in_backward(plan), *_offloaded(plan), *_other_method(plan, recipe), *_fewer_tokens(plan),
-    ):  # fmt: skip
-        yield (f"{words}, {more}" if words else more), other
-
-
-def _frugal(plan: Plan) -> Iterator[tuple[str, Plan]]:
-    smallest = min(CHUNK_TOKENS)
+    words, plan, smallest = "", failed, min(CHUNK_TOKENS)
     if not isinstance(plan.loss, ChunkedLoss) or plan.loss.chunk_tokens > smallest:
         plan = replace(plan, loss=ChunkedLoss(chunk_tokens=smallest))
-        yield f"loss: chunked, loss_chunk_tokens: {smallest}", plan
+        words = f"loss: chunked, loss_chunk_tokens: {smallest}"
+        yield words, plan
     if plan.recompute.blocks < plan.model.num_layers:
         plan = replace(plan, recompute=Recompute(blocks=plan.model.num_layers))
-        yield "gradient_checkpointing: true", plan
+        words = ", ".join(filter(None, (words, "gradient_checkpointing: true")))
+        yield words, plan
+    for more, other in (*_elsewhere(plan), *_other_method(plan, recipe), *_fewer_tokens(plan)):
+        yield ", ".join(filter(None, (words, more))), other
 
 
-def _stepped_in_backward(plan: Plan) -> Iterator[tuple[str, Plan]]:
-    """Full fine-tuning that steps in backward, clipped alike: all gradients are never there at once."""
-    gathers = plan.tuning == Full() and plan.offload.optimizer == "device"
+def _elsewhere(plan: Plan) -> Iterator[tuple[str, Plan]]:
+    """Gradients that are used as soon as they exist, clipped alike; states and activations on the host."""
+    offload = plan.offload
+    gathers = plan.tuning == Full() and offload.optimizer == "device"
     if gathers and isinstance(plan.sharding, Single) and plan.batch.accumulation == 1:
         clip = ClipByNorm(max_norm=plan.schedule.max_grad_norm)
         yield "optimizer_in_backward: true", replace(plan, tuning=Full(update=InBackward(clip=clip)))
-
-
-def _offloaded(plan: Plan) -> Iterator[tuple[str, Plan]]:
-    offload = plan.offload
     if plan.hardware.gpu.is_cpu:
         return
     if offload.activations == "device":
         yield "offload_activations: cpu", replace(plan, offload=replace(offload, activations="cpu"))
-    if offload.optimizer == "device":
-        offload = replace(offload, optimizer="cpu")
-        yield "offload_optimizer: cpu", replace(plan, offload=offload)
+    stepping = replace(offload, optimizer="cpu") if offload.optimizer == "device" else offload
+    if stepping != offload:
+        yield "offload_optimizer: cpu", replace(plan, offload=stepping)
     if offload.parameters == "device":
-        both = replace(offload, parameters="cpu")
+        both = replace(stepping, parameters="cpu")
         yield "offload_parameters: cpu, offload_optimizer: cpu", replace(plan, offload=both)
 
 

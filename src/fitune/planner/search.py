@@ -7,12 +7,12 @@ from fitune.errors import FituneError, RecipeError
 from fitune.estimate.predict import largest_batch, predict
 from fitune.estimate.step import StepStages, describe_step
 from fitune.planner.candidates import Method, Request, batches, draft, every_placement
-from fitune.planner.defaults import price_of, with_cards
+from fitune.planner.decisions import decisions_of
+from fitune.planner.defaults import adamw_of, price_of, with_cards
+from fitune.planner.explain import memory_sum
 from fitune.planner.fit import OFFLOADED, Found, fits, host_fits, shortage, tokens_per_second
 from fitune.planner.method_search import MethodSearch
 from fitune.planner.methods import lomo_of, methods, methods_for
-from fitune.planner.reasons.decisions import decisions_of
-from fitune.planner.reasons.explain import memory_sum
 from fitune.spec.machines.hardware import Hardware
 from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.plan import AdamW8bit, Full, Lora, Plan, Precision, Sgd
@@ -125,13 +125,18 @@ def search(request: Request, *, wanted: Callable[[Method], bool] = lambda method
             yield answer
 
 
-def first_choice(request: Request) -> Priced | None:
-    """The plan that ``find_plan`` takes, without the others; the smallest where none fits, None without any."""
+def first_choice(
+    request: Request, *, wanted: Callable[[Method], bool] = lambda method: True
+) -> Priced | None:
+    """The plan that ``find_plan`` takes, without the others; the smallest where none fits, None without any.
+
+    ``wanted`` leaves methods out.
+    """
     smallest: list[StepStages] = []
 
     def fitting() -> Iterator[Answer]:
         """Answers with plans that fit; ``smallest`` gets the smallest plan of each other method."""
-        for answer in search(request):
+        for answer in search(request, wanted=wanted):
             if answer.smallest is not None:
                 smallest.append(answer.smallest)
             else:
@@ -294,18 +299,12 @@ def _lesser(request: Request, method: Method) -> Iterator[tuple[str, str, Method
     """Settings, what they do to the result, and the method, the better first."""
     rounded = "rounds away updates under 1/256 of a weight"
     recipe = request.recipe
-    eight_bit = AdamW8bit(
-        beta1=recipe.adam_beta1,
-        beta2=recipe.adam_beta2,
-        eps=recipe.adam_epsilon,
-        weight_decay=recipe.weight_decay,
-    )
     bf16 = replace(method, precision=Precision.BF16)
     yield "precision: bf16", rounded, bf16
     yield (
         "precision: bf16 with optimizer: adamw-8bit",
         f"{rounded} and keeps moments in 8 bits",
-        replace(bf16, optimizer=eight_bit),
+        replace(bf16, optimizer=adamw_of(recipe, AdamW8bit)),
     )
     adalomo = replace(
         bf16, tuning=lomo_of(recipe, adaptive=True), optimizer=Sgd(weight_decay=recipe.weight_decay)

@@ -66,44 +66,54 @@ def with_timely_saves(recipe: Recipe, plan: Plan, run: WholeRun | None, *, step_
     return replace(plan, run=often)
 
 
-def run_lines(run: WholeRun, plan: Plan) -> Iterator[str]:
-    """Sentences for people: how long, what would shorten it, over which rows, the schedule, saves and evaluations."""
-    yield _duration(run, plan)
-    yield from _half_empty(run, plan)
-    yield from _reserved(run, plan)
-    yield _rows(run.epoch, packed=plan.batch.packing)
-    yield from _bad_rows(run.epoch, plan)
-    yield _schedule(run, plan)
-    yield _saved(run, plan)
-
-
 WORTH_PACKING = 1.25
 """Times as long without packing from which it is said."""
 
 
-def _half_empty(run: WholeRun, plan: Plan) -> Iterator[str]:
-    """Short rows one by one keep a device waiting for launches and weights: the same tokens in full packs do not."""
+def run_lines(run: WholeRun, plan: Plan) -> Iterator[str]:
+    """Sentences for people: how long, what would shorten it, over which rows, the schedule, saves and evaluations."""
     batch, epoch = plan.batch, run.epoch
-    if batch.packing or not plan.model.separates_rows or run.steps == 1:
+    yield _duration(run, plan)
+    yield from _shorter(run, plan)
+    about = "about " * bool(epoch.guess)
+    mean = round(epoch.tokens / epoch.rows)
+    line = f"{about}{counted(epoch.rows, 'row')} of {mean:,} tokens on average, the longest {epoch.longest_row:,}"
+    line += f", in {counted(epoch.units, 'pack')}" * batch.packing
+    line += f": {format_count(epoch.tokens)} tokens an epoch"
+    yield f"{line}; guessed {epoch.guess}" if epoch.guess else line
+    if epoch.bad_rows:
+        count = sum(epoch.bad_rows.values())
+        reasons = ", ".join(f"{number:,} × {reason}" for reason, number in epoch.bad_rows.items())
+        then = "training stops at the first; on_bad_row: skip leaves such rows out"
+        if plan.data.on_bad_row == "skip":
+            then = "training leaves such rows out (on_bad_row: skip)"
+        yield f"besides these, {counted(count, 'row')} read for this guess cannot be used ({reasons}): {then}"
+    yield _schedule(run, plan)
+    yield _saved(run, plan)
+
+
+def _shorter(run: WholeRun, plan: Plan) -> Iterator[str]:
+    """Packing and a smaller seq_len, where they would help much."""
+    batch, epoch, longest = plan.batch, run.epoch, run.epoch.longest_row
+    if batch.packing:
         return
-    full = largest_batch(plan)
-    per_token = predict_step_time(plan).step_seconds / (full.tokens * batch.accumulation * num_ranks(plan))
-    packed = epoch.tokens * per_token * run.epochs
-    if run.steps >= run.steps_per_epoch and run.seconds > WORTH_PACKING * packed:
-        share = format_percent(epoch.tokens / epoch.rows / batch.seq_len, digits=0)
-        yield (
-            f"packing: true would train the same tokens in about {format_seconds(packed)}, in fewer and larger steps: "
-            f"rows fill {share} of seq_len {batch.seq_len}"
+    if plan.model.separates_rows and run.steps != 1:
+        # short rows one by one keep a device waiting for launches and weights: the same tokens in full packs do not
+        full = largest_batch(plan)
+        per_token = predict_step_time(plan).step_seconds / (
+            full.tokens * batch.accumulation * num_ranks(plan)
         )
-
-
-def _reserved(run: WholeRun, plan: Plan) -> Iterator[str]:
-    """Memory is planned for rows of seq_len; where none is nearly so long, it could be spent otherwise."""
-    longest, seq_len = run.epoch.longest_row, plan.batch.seq_len
+        packed = epoch.tokens * per_token * run.epochs
+        if run.steps >= run.steps_per_epoch and run.seconds > WORTH_PACKING * packed:
+            share = format_percent(epoch.tokens / epoch.rows / batch.seq_len, digits=0)
+            yield (
+                f"packing: true would train the same tokens in about {format_seconds(packed)}, in fewer and larger "
+                f"steps: rows fill {share} of seq_len {batch.seq_len}"
+            )
     spends = plan.recompute.blocks or plan.offload.activations != "device"
-    if not plan.batch.packing and spends and longest <= seq_len / 2:
+    if spends and longest <= batch.seq_len / 2:  # memory is planned for rows of seq_len
         enough = -(-longest // ROW_STEP) * ROW_STEP
-        read = "row read for this guess" if run.epoch.guess else "row"
+        read = "row read for this guess" if epoch.guess else "row"
         yield (
             f"the longest {read} has {longest:,} tokens: seq_len: {enough} leaves room, so that less is recomputed or "
             "offloaded (longer rows are cut)"
@@ -111,11 +121,13 @@ def _reserved(run: WholeRun, plan: Plan) -> Iterator[str]:
 
 
 def _duration(run: WholeRun, plan: Plan) -> str:
-    rows = plan.batch.global_batch_size * num_ranks(plan)
-    unit = "pack" if plan.batch.packing else "row"
-    about = "about " if run.epoch.guess else ""
-    steps = f"{about}{counted(run.steps, 'step')} of {counted(rows, unit)}"
-    line = f"{steps}, {_epochs(run)}, in {format_seconds(run.seconds)}"
+    rows = counted(plan.batch.global_batch_size * num_ranks(plan), "pack" if plan.batch.packing else "row")
+    epochs = "1 epoch"
+    if run.steps != run.steps_per_epoch:
+        number = f"{run.epochs:.2f}".rstrip("0").rstrip(".")
+        epochs = f"{number} epochs of {counted(run.steps_per_epoch, 'step')}"
+    about = "about " * bool(run.epoch.guess)
+    line = f"{about}{counted(run.steps, 'step')} of {rows}, {epochs}, in {format_seconds(run.seconds)}"
     if run.cost:
         line += f" for {format_dollars(run.cost)}"
     if run.steps > run.steps_per_epoch:
@@ -123,36 +135,6 @@ def _duration(run: WholeRun, plan: Plan) -> str:
         line += f", {format_dollars(run.cost / run.epochs)}" if run.cost else ""
     a_step = format_seconds(run.seconds / run.steps)
     return f"{line} ({a_step} a step on average; training alone: no reading, evaluating or saving)"
-
-
-def _epochs(run: WholeRun) -> str:
-    if run.steps == run.steps_per_epoch:
-        return "1 epoch"
-    number = f"{run.epochs:.2f}".rstrip("0").rstrip(".")
-    return f"{number} epochs of {counted(run.steps_per_epoch, 'step')}"
-
-
-def _rows(epoch: Epoch, *, packed: bool) -> str:
-    mean = round(epoch.tokens / epoch.rows)
-    about = "about " if epoch.guess else ""
-    line = f"{about}{counted(epoch.rows, 'row')} of {mean:,} tokens on average, the longest {epoch.longest_row:,}"
-    if packed:
-        line += f", in {counted(epoch.units, 'pack')}"
-    line += f": {format_count(epoch.tokens)} tokens an epoch"
-    return f"{line}; guessed {epoch.guess}" if epoch.guess else line
-
-
-def _bad_rows(epoch: Epoch, plan: Plan) -> Iterator[str]:
-    if not epoch.bad_rows:
-        return
-    count = sum(epoch.bad_rows.values())
-    reasons = ", ".join(f"{number:,} × {reason}" for reason, number in epoch.bad_rows.items())
-    then = (
-        "training leaves such rows out (on_bad_row: skip)"
-        if plan.data.on_bad_row == "skip"
-        else "training stops at the first; on_bad_row: skip leaves such rows out"
-    )
-    yield f"besides these, {counted(count, 'row')} read for this guess cannot be used ({reasons}): {then}"
 
 
 def _schedule(run: WholeRun, plan: Plan) -> str:

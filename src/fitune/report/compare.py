@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fitune.spec.predictions import WORKSPACE, Estimate, Phase
-from fitune.spec.reports import MeasuredMemory, RunReport, StepReport, settled_steps
-from fitune.units import format_bytes, format_percent, format_rate, format_seconds
+from fitune.spec.reports import RunReport, StepReport, settled_steps
+from fitune.units import format_bytes, format_percent, format_rate, format_seconds, text_table
 
 Unit = Literal["bytes", "seconds", "tokens/s"]
 
@@ -112,21 +112,18 @@ def measure(run_report: RunReport | None, steps: Sequence[StepReport]) -> Measur
     for step in steps if memory is None else ():
         for phase, value in step.memory_bytes.items():
             phases[phase] = max(value, phases.get(phase, 0))
+    on_cuda, process_kind = memory is not None and memory.kind == "cuda allocated", "resident set"
+    if memory is not None and on_cuda:
+        without = ", without expandable segments" * (memory.expandable_segments is False)
+        process_kind = f"reserved on the device{without}"
     return Measured(
         phases=phases,
-        on_cuda=memory is not None and memory.kind == "cuda allocated",
+        on_cuda=on_cuda,
         process_bytes=0 if memory is None else memory.process_bytes,
-        process_kind=_process_kind(memory),
+        process_kind=process_kind,
         tokens_per_second=rate or None,
         step_seconds=statistics.fmean(seconds) if seconds else None,
     )
-
-
-def _process_kind(memory: MeasuredMemory | None) -> str:
-    if memory is None or memory.kind != "cuda allocated":
-        return "resident set"
-    without = ", without expandable segments" if memory.expandable_segments is False else ""
-    return f"reserved on the device{without}"
 
 
 def comparison_table(rows: Sequence[Row]) -> str:
@@ -145,15 +142,3 @@ def value_text(value: float | None, unit: Unit) -> str:
     if value is None:
         return "–"
     return {"bytes": format_bytes, "seconds": format_seconds, "tokens/s": format_rate}[unit](value)
-
-
-def text_table(rows: Sequence[Sequence[str]], *, indent: int = 0) -> str:
-    """The first column to the left, the others to the right, each as wide as its widest cell."""
-    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
-    lines = (
-        "  ".join(
-            [name.ljust(first), *(cell.rjust(width) for cell, width in zip(cells, others, strict=True))]
-        )
-        for name, *cells in rows
-    )
-    return "\n".join((" " * indent + line).rstrip() for line in lines)

@@ -209,10 +209,9 @@ def draw_frontier(path: Path, points: Sequence[OfferPoint], *, title: str) -> No
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"${value:,g}"))
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_minor_formatter(NullFormatter())
-        for name in ("seconds", "cost"):
-            values = [getattr(point, name) for point in points]
-            limits = min(values) / _ROOM, max(values) * _ROOM * (1.5 if name == "seconds" else 1)
-            (axes.set_xlim if name == "seconds" else axes.set_ylim)(*limits)
+        seconds, costs = [point.seconds for point in points], [point.cost for point in points]
+        axes.set_xlim(min(seconds) / _ROOM, max(seconds) * _ROOM * 1.5)
+        axes.set_ylim(min(costs) / _ROOM, max(costs) * _ROOM)
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(length=0, labelcolor=_MUTED)
         axes.grid(color="#e6e9ec", linewidth=0.7)

@@ -8,7 +8,7 @@ import math
 import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fitune.errors import HardwareError, require_library
@@ -17,56 +17,36 @@ from fitune.report.plots import thin
 from fitune.units import format_bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """A piece of a bar, in thousandths of its length."""
-
-    name: str
-    colour: int
-    start: float
-    width: float
-    tip: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bar:
-    """One row of a picture."""
-
-    name: str
-    value: str
-    over: bool
-    parts: tuple[Part, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bars:
-    """Bars on one scale, and the place of the limit on it in thousandths."""
-
-    bars: tuple[Bar, ...]
-    limit: float
-    limit_text: str
-
-    @property
-    def legend(self) -> dict[str, int]:
-        """Colours by the names of parts."""
-        parts = [part for bar in self.bars for part in bar.parts]
-        return {part.name: part.colour for part in sorted(parts, key=lambda part: part.colour)}
-
-
-def bars_of(rows: Mapping[str, Mapping[str, int]], *, limit: int) -> Bars:
-    """Rows of bytes by name, against ``limit`` bytes, which is what a device has for them."""
+def bars_of(rows: Mapping[str, Mapping[str, int]], *, limit: int) -> dict[str, Any]:
+    """Rows of bytes by name as bars on one scale, in thousandths of its length, against ``limit`` bytes, which is what
+    a device has for them; and the colours of the names."""
     most = max(limit, *(sum(sizes.values()) for sizes in rows.values())) * 1.04
     bars = []
+    colours: dict[str, int] = {}
     for row, sizes in rows.items():
         start, parts, total = 0.0, [], sum(sizes.values())
         for number, (name, size) in enumerate(sizes.items(), 1):
             width = 1000 * size / most
-            tip = f"{row}: {name} {format_bytes(size)} of {format_bytes(total)}"
             if width >= 0.5:
-                parts.append(Part(name=name, colour=number, start=start, width=width, tip=tip))
+                tip = f"{row}: {name} {format_bytes(size)} of {format_bytes(total)}"
+                parts.append({"colour": number, "start": start, "width": width, "tip": tip})
+                colours[name] = number
             start += width
-        bars.append(Bar(name=row, value=format_bytes(total), over=total > limit, parts=tuple(parts)))
-    return Bars(bars=tuple(bars), limit=1000 * limit / most, limit_text=format_bytes(limit))
+        bars.append({"name": row, "value": format_bytes(total), "over": total > limit, "parts": parts})
+    legend = dict(sorted(colours.items(), key=lambda entry: entry[1]))
+    return {"bars": bars, "limit": 1000 * limit / most, "limit_text": format_bytes(limit), "legend": legend}
+
+
+answer_html = partial(render, "planner_answer.html", error=None, nothing=None, facts=())
+"""The verdict, the pictures, the recipe and the command, or the error."""
+ways_html = partial(render, "planner_ways.html")
+"""The table of ways that fit, and the first screen of the terminal."""
+rent_html = partial(render, "planner_rent.html")
+"""Rows of the table of cards to rent."""
+clusters_html = partial(render, "planner_clusters.html", error=None)
+"""The table of one's own clusters, or the error of the fleet file that was pasted."""
+runs_table_html = partial(render, "runs_table.html")
+"""A row for each run."""
 
 
 def planner_html(
@@ -91,27 +71,6 @@ def planner_html(
     )  # fmt: skip
 
 
-def answer_html(**values: Any) -> str:
-    """The verdict, the pictures, the recipe and the command, or the error."""
-    shown = {"error": None, "nothing": None, "facts": (), **values}
-    return render("planner_answer.html", **shown)
-
-
-def ways_html(**values: Any) -> str:
-    """The table of ways that fit, and the first screen of the terminal."""
-    return render("planner_ways.html", **values)
-
-
-def rent_html(**values: Any) -> str:
-    """Rows of the table of cards to rent."""
-    return render("planner_rent.html", **values)
-
-
-def clusters_html(**values: Any) -> str:
-    """The table of one's own clusters, or the error of the fleet file that was pasted."""
-    return render("planner_clusters.html", **{"error": None, **values})
-
-
 def runs_html(folder: str, *, table: str) -> str:
     """The page of a folder's runs, which asks for ``table`` again while it is seen."""
     from markupsafe import Markup
@@ -123,11 +82,6 @@ def runs_html(folder: str, *, table: str) -> str:
         table=Markup(table),
         scripts=("runs.js",),
     )
-
-
-def runs_table_html(**values: Any) -> str:
-    """A row for each run."""
-    return render("runs_table.html", **values)
 
 
 def run_refused_html(why: str) -> str:
@@ -177,19 +131,18 @@ def local_app(answers: Mapping[str, Answer], *, token: str) -> Any:
 
     def respond(request: Any) -> Response:
         """Returns the page that the path names; 403 for another host, origin or token, 404 or 414 for a bad request."""
+        refused = partial(PlainTextResponse, headers=_HEADERS)
         host, origin = request.headers.get("host", ""), request.headers.get("origin")
         is_here = host.rpartition(":")[0] in HOSTS
         if not is_here or origin not in (None, f"http://{host}"):
-            return PlainTextResponse("this page is for this machine alone", status_code=403, headers=_HEADERS)
+            return refused("this page is for this machine alone", status_code=403)
         if not secrets.compare_digest(request.path_params["token"].encode(), token.encode()):
-            return PlainTextResponse(_WRONG_TOKEN, status_code=403, headers=_HEADERS)
+            return refused(_WRONG_TOKEN, status_code=403)
         answer = answers.get(request.path_params["name"])
         if answer is None:
-            return PlainTextResponse(
-                "open the whole address that fitune ui printed", status_code=404, headers=_HEADERS
-            )
+            return refused("open the whole address that fitune ui printed", status_code=404)
         if len(request.url.query) > LONGEST_QUERY:
-            return PlainTextResponse("the question is too long", status_code=414, headers=_HEADERS)
+            return refused("the question is too long", status_code=414)
         return HTMLResponse(answer(dict(request.query_params)), headers=_HEADERS)
 
     return Starlette(routes=[Route("/{token}/{name:path}", respond)])

@@ -11,7 +11,7 @@ from fitune.report.compare import PEAK, Row, compare, row_texts
 from fitune.report.comparison_plots import held_out_curves, loss_curves, peak_bars, speed_bars
 from fitune.report.page import pictures_or_advice, render, write_page
 from fitune.report.run_files import RunFiles
-from fitune.spec.plan import Dense, Lomo, Lora, Plan, trains_every_weight
+from fitune.spec.plan import Dense, Lomo, base_of, trains_every_weight
 from fitune.spec.reports import settled_steps
 from fitune.units import format_bytes, format_number, format_percent, format_rate
 
@@ -107,24 +107,20 @@ _HEAD_MEASURED = ("peak predicted", "peak measured", "error", "tokens/s predicte
 
 def _cells(name: str, run: RunFiles, grades: Mapping[str, float], graders: Sequence[str]) -> tuple[str, ...]:
     rows = {row.what: row for row in compare(run.estimate, run.run, run.steps)}
-    _, predicted, measured, error = row_texts(rows[PEAK])
+    speeds = (rows[SPEED].predicted, rows[SPEED].measured)
     report = run.run
-    losses = (
-        "" if report is None or not report.steps else f"{report.first_loss:.3f} → {report.final_loss:.3f}"
-    )
-    best = "" if report is None or report.best_eval_loss is None else format_number(report.best_eval_loss)
+    losses = best = ""
+    if report is not None:
+        losses = f"{report.first_loss:.3f} → {report.final_loss:.3f}" if report.steps else ""
+        best = "" if report.best_eval_loss is None else format_number(report.best_eval_loss)
     return (
-        name, f"{run.plan.schedule.learning_rate:g}", losses, best, *_grades(grades, graders), predicted, measured,
-        error, _rate(rows[SPEED].predicted), _rate(rows[SPEED].measured),
+        name, f"{run.plan.schedule.learning_rate:g}", losses, best, *_grades(grades, graders),
+        *row_texts(rows[PEAK])[1:], *("–" if value is None else f"{value:,.0f}" for value in speeds),
     )  # fmt: skip
 
 
-def _grades(grades: Mapping[str, float] | None, graders: Sequence[str]) -> tuple[str, ...]:
-    return tuple(format_percent(grades[name]) if grades and name in grades else "" for name in graders)
-
-
-def _rate(value: float | None) -> str:
-    return "–" if value is None else f"{value:,.0f}"
+def _grades(grades: Mapping[str, float], graders: Sequence[str]) -> tuple[str, ...]:
+    return tuple(format_percent(grades[name]) if name in grades else "" for name in graders)
 
 
 def _pictures(runs: Mapping[str, RunFiles]) -> list[tuple[str, str]]:
@@ -203,29 +199,25 @@ def _surprises(runs: Runs, final: Mapping[str, float]) -> Iterator[str]:
     for name in final:
         plan = runs[name].plan
         if trains_every_weight(plan.tuning) and final[name] > min(adapters) * (1 + _SAME):
-            match plan.tuning:
-                case Lomo(adaptive=False):
-                    why = "it is SGD without momentum, one rate for all weights"
-                case Lomo(adaptive=True):
-                    why = "AdaLomo has no first moment"
-                case _:
-                    why = "all weights take smaller steps than adapters"
+            why = "all weights take smaller steps than adapters"
+            if isinstance(plan.tuning, Lomo):
+                sgd = "it is SGD without momentum, one rate for all weights"
+                why = "AdaLomo has no first moment" if plan.tuning.adaptive else sgd
             rate = f"its rate of {plan.schedule.learning_rate:g} is the first thing to try higher"
             yield f"{name} ends above the adapters at equal steps: {why}; {rate}."
 
 
 def _rounded_bases(runs: Runs) -> Iterator[str]:
     """The loss that packing the base costs before anything is trained, on the same first batch."""
-    dense = [run for run in runs.values() if not _packed(run.plan) and run.steps]
-    packed = {name: run for name, run in runs.items() if _packed(run.plan) and run.steps}
+    dense: list[str] = []
+    packed: list[str] = []
+    for name, run in runs.items():
+        if run.steps:
+            first = format_number(run.steps[0].loss)
+            is_dense = isinstance(base_of(run.plan), Dense)
+            (dense if is_dense else packed).append(first if is_dense else f"{name} {first}")
     if dense and packed:
-        first = dense[0].steps[0].loss
-        losses = ", ".join(f"{name} {format_number(run.steps[0].loss)}" for name, run in packed.items())
-        yield f"A packed base is another model from the first step on: {losses}, dense {format_number(first)}."
-
-
-def _packed(plan: Plan) -> bool:
-    return isinstance(plan.tuning, Lora) and not isinstance(plan.tuning.base, Dense)
+        yield f"A packed base is another model from the first step on: {', '.join(packed)}, dense {dense[0]}."
 
 
 def _measured(runs: Runs, what: str) -> dict[str, float]:

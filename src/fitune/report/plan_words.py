@@ -10,7 +10,6 @@ from fitune.spec.plan import (
     AdamW,
     AdamW8bit,
     Batch,
-    ChunkedLoss,
     ClipByNorm,
     ClipByValue,
     DataPlan,
@@ -23,7 +22,6 @@ from fitune.spec.plan import (
     InBackward,
     Lomo,
     Lora,
-    Loss,
     Offload,
     Optimizer,
     PlainLoss,
@@ -79,7 +77,9 @@ def sentences(plan: Plan) -> list[str]:
         _batch_sentence(plan),
         _recompute_sentence(plan),
         *_kernel_sentences(plan),
-        _loss_sentence(plan.loss),
+        "All logits of a micro-batch exist at once."
+        if isinstance(plan.loss, PlainLoss)
+        else f"The loss takes {plan.loss.chunk_tokens:,} tokens at a time, so the logits never exist whole.",
         *([] if isinstance(plan.tuning, Lomo) else [_optimizer_sentence(plan.optimizer)]),
         *_placement_sentences(plan),
         _schedule_sentence(plan.schedule, clips=not updates_in_backward(plan.tuning)),
@@ -104,13 +104,15 @@ def _tuning_sentence(tuning: Tuning) -> str:
             norms = " with the norms of the adapted weights (DoRA)" if tuning.dora else ""
             blocks = f" of blocks {as_ranges(tuning.layers)}" if tuning.layers else ""
             scale = "over the rank's root, " if tuning.rslora else ""
+            whole = {"embed_tokens": "the embedding", "lm_head": "the head"}
+            tables = " and ".join(whole[name] for name in tuning.modules_to_save)
+            tables = f", {tables} whole" if tables else ""
             base = "" if isinstance(tuning.base, Dense) else f" in {tuning.base}"
             return (
                 f"Adapters of rank {tuning.rank} (alpha {tuning.alpha}, {scale}dropout {tuning.dropout:g}) are "
-                f"trained on {', '.join(tuning.targets)}{blocks}{norms}{_tables_words(tuning)}; "
+                f"trained on {', '.join(tuning.targets)}{blocks}{norms}{tables}; "
                 f"the base stays frozen{base}."
             )
-    return f"Tuning is {_any_name(tuning)}."
 
 
 def _clip_words(clip: ClipByNorm | ClipByValue) -> str:
@@ -121,17 +123,6 @@ def _clip_words(clip: ClipByNorm | ClipByValue) -> str:
             return "gradients are not clipped"
         case ClipByNorm(max_norm=max_norm):
             return f"a first pass measures the gradient's norm, which is kept to {max_norm:g}"
-
-
-def _tables_words(lora: Lora) -> str:
-    match lora.modules_to_save:
-        case ("embed_tokens", "lm_head"):
-            return ", the embedding and the head whole"
-        case ("embed_tokens",):
-            return ", the embedding whole"
-        case ("lm_head",):
-            return ", the head whole"
-    return ""
 
 
 def _batch_sentence(plan: Plan) -> str:
@@ -163,25 +154,14 @@ def _kernel_sentences(plan: Plan) -> Iterator[str]:
         yield "Products of fp32 numbers are TF32: 10 bits of each mantissa instead of 23."
 
 
-def _loss_sentence(loss: Loss) -> str:
-    match loss:
-        case PlainLoss():
-            return "All logits of a micro-batch exist at once."
-        case ChunkedLoss():
-            return f"The loss takes {loss.chunk_tokens:,} tokens at a time, so the logits never exist whole."
-    return f"The loss is {_any_name(loss)}."
-
-
 def _optimizer_sentence(optimizer: Optimizer) -> str:
-    decay = f"weight decay {optimizer.weight_decay:g}"
     match optimizer:
-        case AdamW8bit():
-            return f"The optimizer is AdamW in 8 bit (β {optimizer.beta1:g}, {optimizer.beta2:g}; {decay})."
-        case AdamW():
-            return f"The optimizer is AdamW (β {optimizer.beta1:g}, {optimizer.beta2:g}; {decay})."
         case Sgd():
-            return f"The optimizer is SGD (momentum {optimizer.momentum:g}; {decay})."
-    return f"The optimizer is {_any_name(optimizer)}."
+            words = f"SGD (momentum {optimizer.momentum:g}"
+        case AdamW() | AdamW8bit():
+            bits = " in 8 bit" if isinstance(optimizer, AdamW8bit) else ""
+            words = f"AdamW{bits} (β {optimizer.beta1:g}, {optimizer.beta2:g}"
+    return f"The optimizer is {words}; weight decay {optimizer.weight_decay:g})."
 
 
 def _placement_sentences(plan: Plan) -> Iterator[str]:
@@ -216,12 +196,6 @@ def _schedule_sentence(schedule: Schedule, *, clips: bool) -> str:
         return f"{line}."
     norm = schedule.max_grad_norm
     return f"{line}; {f'gradients are clipped at norm {norm:g}' if norm else 'no clipping'}."
-
-
-def _any_name(value: Any) -> str:
-    """Type and settings of a choice that has no sentence of its own yet."""
-    fields = ", ".join(f"{field.name} {getattr(value, field.name)}" for field in dataclasses.fields(value))
-    return f"{type(value).__name__}({fields})" if fields else type(value).__name__
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:

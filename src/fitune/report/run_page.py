@@ -6,14 +6,23 @@ from pathlib import Path
 from typing import Any
 
 from fitune.report import plan_words, run_plots
-from fitune.report.account import ledger_table
-from fitune.report.attempts import describe_restart, describe_retry
 from fitune.report.compare import PEAK, PHASE_NAMES, Measured, compare, measure, row_texts
-from fitune.report.page import Tile, pictures_or_advice, render, write_page
-from fitune.report.ranks import RANK_HEADINGS, long_steps, rank_rows
+from fitune.report.page import Tile, ledger_table, pictures_or_advice, render, write_page
 from fitune.report.run_files import RunFiles, read_run
-from fitune.report.under_way import SIGN_HEADINGS, UnderWay, clock, restart_summary, sign_rows, state_line
-from fitune.report.under_way import tiles as under_way_tiles
+from fitune.report.run_words import (
+    RANK_HEADINGS,
+    SIGN_HEADINGS,
+    UnderWay,
+    clock,
+    describe_restart,
+    describe_retry,
+    long_steps,
+    rank_rows,
+    restart_summary,
+    sign_rows,
+    state_line,
+)
+from fitune.report.run_words import tiles as under_way_tiles
 from fitune.spec.plan import Plan
 from fitune.spec.reports import Restart
 from fitune.track.record import Tracked
@@ -117,12 +126,12 @@ def _head(
 
 def _verdict(run: RunFiles, measured: Measured) -> str:
     """The one sentence the page is about."""
-    predicted = None if run.estimate is None else run.estimate.memory.tensor_peak_bytes
     peak = measured.peak_bytes
-    if predicted is None and not peak:
-        return "Memory was neither predicted nor measured."
-    if predicted is None:
-        return f"Measured {format_bytes(peak or 0)} at the peak; there was no prediction."
+    if run.estimate is None:
+        if not peak:
+            return "Memory was neither predicted nor measured."
+        return f"Measured {format_bytes(peak)} at the peak; there was no prediction."
+    predicted = run.estimate.memory.tensor_peak_bytes
     if not peak:
         return f"Predicted {format_bytes(predicted)} at the peak; nothing was measured."
     error = format_percent(predicted / peak - 1, signed=True)

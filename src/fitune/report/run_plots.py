@@ -1,13 +1,15 @@
 """The pictures of one run: memory by phase; loss, learning rate, speed and norm of gradients over the steps."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import Any
 
 from fitune.report.compare import PHASE_NAMES
 from fitune.report.plots import (
     SERIES,
     Axes,
+    Points,
     axis_unit,
     bars_to_the_right,
     colour,
@@ -88,60 +90,57 @@ def loss_curve(steps: Sequence[StepReport]) -> str:
 
 
 def learning_rate_curve(steps: Sequence[StepReport]) -> str:
-    """SVG of the learning rate over the steps."""
-    points = [(step.step, step.learning_rate) for step in steps]
-
-    def draw(axes: Axes) -> None:
-        """Draws the curve on an axis from 0, its numbers as powers of ten."""
-        draw_line(axes, points, "series-3", "learning rate", width=1.6)
-        axes.set_ylim(bottom=0)
-        axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 2), useMathText=True)
-
-    return draw_svg(
-        draw, name="learning-rate", label="Learning rate over the steps", curves={"learning rate": points},
-        text=format_learning_rate,
+    """SVG of the learning rate over the steps, on an axis from 0, its numbers as powers of ten."""
+    return _curve(
+        [(step.step, step.learning_rate) for step in steps], "learning rate", "series-3", name="learning-rate",
+        label="Learning rate over the steps", text=format_learning_rate, width=1.6,
+        finish=lambda axes: axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 2), useMathText=True),
     )  # fmt: skip
 
 
 def throughput_curve(steps: Sequence[StepReport], *, predicted: float | None) -> str:
     """Tokens per second of each step; the prediction as a dashed line."""
-    points = [(step.step, step.tokens_per_second) for step in steps]
 
-    def draw(axes: Axes) -> None:
-        """Draws the measured curve in tokens/s and the prediction as a dashed line."""
-        draw_line(axes, points, "series-1", "measured", width=1.2)
-        if predicted is not None:
-            axes.axhline(
-                predicted, color=colour("series-2"), linewidth=1.6, linestyle=(0, (4, 2)), label="predicted"
-            )
-        axes.set_ylim(bottom=0)
+    def finish(axes: Axes) -> None:
+        """Names the unit and writes whole numbers."""
         axes.set_ylabel("tokens/s")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-        legend_above(axes)
 
-    return draw_svg(
-        draw, name="throughput", label="Throughput over the steps", curves={"measured": points}, text=format_rate
+    return _curve(
+        [(step.step, step.tokens_per_second) for step in steps], "measured", "series-1", name="throughput",
+        label="Throughput over the steps", text=format_rate, finish=finish,
+        level=predicted, level_style=("predicted", "series-2", 1.6),
     )  # fmt: skip
 
 
 def grad_norm_curve(steps: Sequence[StepReport], *, clipped_at: float) -> str:
-    """Norm of the gradient before clipping; 0 for ``clipped_at`` means no clipping."""
+    """Norm of the gradient before clipping, and a dashed line at the norm at which it is clipped; 0 for ``clipped_at``
+    means no clipping."""
     points = [(step.step, step.grad_norm) for step in steps]
+    return _curve(
+        points, "before clipping", "series-4", name="grad-norm", label="Gradient norm over the steps",
+        finish=lambda axes: mark_not_finite(axes, points),
+        level=clipped_at or None, level_style=("clipped at", "muted", 1.2),
+    )  # fmt: skip
+
+
+def _curve(
+    points: Points, what: str, series: str, *, width: float = 1.2, level: float | None = None,
+    level_style: tuple[str, str, float] = ("", "ink", 0), finish: Callable[[Axes], object], **shown: Any,
+) -> str:  # fmt: skip
+    """One curve on an axis from 0, and a dashed line at ``level`` with its name, colour and width."""
 
     def draw(axes: Axes) -> None:
-        """Draws the curve, and a dashed line at the norm at which gradients are clipped."""
-        draw_line(axes, points, "series-4", "before clipping", width=1.2)
-        if clipped_at:
-            axes.axhline(
-                clipped_at, color=colour("muted"), linewidth=1.2, linestyle=(0, (4, 2)), label="clipped at"
-            )
-        mark_not_finite(axes, points)
+        """Draws both, then what is special."""
+        draw_line(axes, points, series, what, width=width)
+        if level is not None:
+            name, line, thick = level_style
+            axes.axhline(level, color=colour(line), linewidth=thick, linestyle=(0, (4, 2)), label=name)
+        finish(axes)
         axes.set_ylim(bottom=0)
         legend_above(axes)
 
-    return draw_svg(
-        draw, name="grad-norm", label="Gradient norm over the steps", curves={"before clipping": points}
-    )
+    return draw_svg(draw, curves={what: points}, **shown)
 
 
 def fold_small_terms(phases: dict[Phase, dict[str, int]]) -> dict[Phase, dict[str, int]]:

@@ -53,7 +53,10 @@ def write_score_comparison(
             ("Worse here", first.worse, pairs(worse)),
         ],
         unchanged=first.rows - first.better - first.worse,
-        runs=list(zip(_FACTS, _facts(mine), _facts(theirs), strict=True)),
+        runs=[
+            (what, here_, there_)
+            for (what, here_), there_ in zip(_facts(mine).items(), _facts(theirs).values(), strict=True)
+        ],
         file="changed.jsonl",
     )
     return write_page(directory / COMPARISON_PAGE, page)
@@ -131,16 +134,12 @@ def _counts(found: PairedScore) -> Sequence[str]:
     return (found.grader, *(f"{count:,}" for count in counts))
 
 
-_FACTS = (
-    "model", "adapter", "data", "rows", "without an answer", "tokens written", "cut off at the token limit",
-    "time of the last start",
-)  # fmt: skip
-
-
-def _facts(report: ScoreReport) -> Sequence[str]:
-    counts = (report.rows, report.failed, report.generated_tokens, report.cut_off)
-    texts = (report.model, report.adapter or "–", report.data, *(f"{count:,}" for count in counts))
-    return (*texts, format_seconds(report.seconds))
+def _facts(report: ScoreReport) -> dict[str, str]:
+    return {
+        "model": report.model, "adapter": report.adapter or "–", "data": report.data, "rows": f"{report.rows:,}",
+        "without an answer": f"{report.failed:,}", "tokens written": f"{report.generated_tokens:,}",
+        "cut off at the token limit": f"{report.cut_off:,}", "time of the last start": format_seconds(report.seconds),
+    }  # fmt: skip
 
 
 def _pictures(paired: Sequence[PairedScore]) -> list[tuple[str, Any]]:

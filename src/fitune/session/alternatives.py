@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from fitune.errors import RecipeError
-from fitune.planner.alternatives import (
+from fitune.planner.explain import plan_data, unit_for
+from fitune.planner.first_screen import changed_recipe
+from fitune.planner.matrix import LEGEND, Matrix, card, matrix, short_name
+from fitune.planner.study import (
     Alternative,
     Largest,
     alternative_data,
-    changed_recipe,
     compare,
     explain_alternative,
     explain_largest,
     largest,
     largest_data,
 )
-from fitune.planner.matrix import LEGEND, Matrix, card, matrix, short_name
-from fitune.planner.reasons.explain import plan_data, unit_for
 from fitune.session.planning import for_its_rows, plan_for, wanted_hardware
 from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.notebook import ShownInNotebooks

@@ -9,7 +9,7 @@ from typing import Any
 from fitune.errors import FituneError, RecipeError, did_you_mean
 from fitune.planner.defaults import default_learning_rate, optimizer_of, staging_of
 from fitune.planner.methods import lomo_of, lora_of, packed_base
-from fitune.report.compare import compare, text_table
+from fitune.report.compare import compare
 from fitune.report.methods_page import MethodRun, best_of, comparison_rows, write_methods_page
 from fitune.report.run_files import read_run
 from fitune.score.shards import remove_scores
@@ -27,6 +27,7 @@ from fitune.spec.rules import adds_gradients_up
 from fitune.spec.words import describe_plan
 from fitune.stores.opening import is_url
 from fitune.stores.writing import Store
+from fitune.units import text_table
 
 METHODS: dict[str, dict[str, Any]] = {
     "full": {"tuning": "full"},

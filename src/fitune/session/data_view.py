@@ -292,8 +292,7 @@ def harmless(text: str) -> str:
 
 def write_data_page(shown: ShownData, path: Path) -> Path:
     """Write the same as a page. Raises RunDirectoryError when the file cannot be written."""
-    from fitune.report.account import ledger_table
-    from fitune.report.page import render, write_page
+    from fitune.report.page import ledger_table, render, write_page
 
     most = max(bar.rows for bar in shown.lengths)
     ledgers = [("Training", shown.train), ("Held out", shown.held_out)]

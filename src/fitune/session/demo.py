@@ -7,7 +7,6 @@ from typing import Any
 
 from fitune.demo.files import HELD_OUT_ROWS, MAX_NEW_TOKENS, DemoFiles, write_demo
 from fitune.errors import RunDirectoryError, TrainingFailed
-from fitune.report.compare import text_table
 from fitune.score.shards import remove_scores
 from fitune.session.events import Emit, Note, Planned, ignore_event
 from fitune.session.planning import plan_on_data
@@ -22,7 +21,7 @@ from fitune.spec.recipe.score_recipe import score_recipe
 from fitune.spec.reports import RunReport
 from fitune.spec.run_directory import LOGS
 from fitune.track.metrics import read_metrics
-from fitune.units import format_bytes, format_percent, format_rate, format_seconds
+from fitune.units import format_bytes, format_percent, format_rate, format_seconds, text_table
 
 _SEED = 0
 _GRADER = "exact_match"

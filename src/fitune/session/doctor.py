@@ -15,7 +15,7 @@ from fitune.errors import FituneError, HardwareError
 from fitune.measure.calibrations import device_key, quick_key, store_calibration
 from fitune.measure.hardware import calibrated, describe_hardware, detect_hardware, of_one_kind, see_one_kind
 from fitune.measure.nvml import gpus_here
-from fitune.planner.alternatives import largest
+from fitune.planner.study import largest
 from fitune.session.events import Emit, Note
 from fitune.spec.machines.hardware import Calibration, Hardware
 from fitune.spec.model.model_config import known_model_spec

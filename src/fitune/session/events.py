@@ -12,8 +12,8 @@ from fitune.data.ledger import describe_ledger
 from fitune.models.headers import read_header
 from fitune.planner.first_screen import short_plan
 from fitune.planner.whole_run import run_lines
-from fitune.report.attempts import describe_retry
 from fitune.report.run_files import Prediction
+from fitune.report.run_words import describe_retry
 from fitune.session.reported import NO_EXPORT, Reported, comparison_text, outcome_data, outcome_lines
 from fitune.spec.plan import Plan
 from fitune.spec.predictions import PlanReport

@@ -20,6 +20,7 @@ from fitune.credentials import without_credentials
 from fitune.errors import FituneError, ModelError, NothingFits, RecipeError, joined_hints
 from fitune.estimate.predict import predict
 from fitune.planner.defaults import PRICES, price_of
+from fitune.planner.explain import verdict_of
 from fitune.planner.first_screen import (
     Way,
     facts_of,
@@ -27,7 +28,6 @@ from fitune.planner.first_screen import (
     grouped_terms,
     other_ways,
 )
-from fitune.planner.reasons.explain import verdict_of
 from fitune.planner.whole_run import whole_run
 from fitune.report.local_pages import (
     HOSTS,
@@ -255,8 +255,8 @@ _PLACE = ("gpu", "gpus", "nodes", "fleet")
 def clusters(question: Mapping[str, str]) -> str:
     """HTML of the clusters of the pasted fleet file, ranked as by ``plan --fleet``, or of its error; empty without one
     or where the rest of the question is an error. Nobody is asked what is free, and no file is read. Raises nothing."""
-    from fitune.planner.clusters.fleet import rank_fleet  # for those who paste one
-    from fitune.planner.clusters.ranking import Wanted
+    from fitune.planner.fleet import rank_fleet  # for those who paste one
+    from fitune.planner.ranking import Wanted
     from fitune.session.clusters.fleet import full_rows
 
     if not question.get("fleet", "").strip():

@@ -12,7 +12,15 @@ from fitune.spec.reports import RunReport, ScoreReport
 from fitune.spec.serial import to_data
 from fitune.spec.words import describe_grade
 from fitune.stores.opening import is_url
-from fitune.units import counted, format_bytes, format_count, format_number, format_percent, format_seconds
+from fitune.units import (
+    counted,
+    format_bytes,
+    format_count,
+    format_number,
+    format_percent,
+    format_seconds,
+    text_table,
+)
 
 if TYPE_CHECKING:
     from fitune.report.compare import Row
@@ -86,9 +94,8 @@ def report_run(directory: Path) -> Reported:
     """Compare predicted and measured, and write report.html. Raises RunDirectoryError."""
     from fitune.report.compare import compare
     from fitune.report.page import write_page
-    from fitune.report.ranks import long_steps
     from fitune.report.run_page import page_of
-    from fitune.report.under_way import state_line
+    from fitune.report.run_words import long_steps, state_line
     from fitune.session.watching import RunView
 
     files, under_way = RunView(directory).look()
@@ -128,8 +135,8 @@ def watched_run(run: str | Path, *, log: Callable[[str], None], every_s: float =
 
 def comparison_text(reported: Reported) -> str:
     """Predicted beside measured, the time of each rank, and what was unusual."""
-    from fitune.report.compare import comparison_table, text_table
-    from fitune.report.ranks import RANK_HEADINGS, rank_rows
+    from fitune.report.compare import comparison_table
+    from fitune.report.run_words import RANK_HEADINGS, rank_rows
 
     parts = [comparison_table(reported.rows)]
     if ranks := rank_rows(() if reported.run is None else reported.run.ranks):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 from fitune.errors import RecipeError
-from fitune.planner.reasons.explain import explain_plan, plan_data
+from fitune.planner.explain import explain_plan, plan_data
 from fitune.spec.predictions import PlanReport
 from fitune.spec.serial import to_data
 

@@ -15,7 +15,7 @@ from fitune.report.local_pages import curve_of, run_refused_html, runs_html, run
 from fitune.report.page import write_page
 from fitune.report.run_files import RunFiles, read_run
 from fitune.report.run_page import page_of
-from fitune.report.under_way import Sign, UnderWay, state_line
+from fitune.report.run_words import Sign, UnderWay, state_line
 from fitune.session.signals import quiet_stop
 from fitune.spec.rank_status import read_statuses, status_of
 from fitune.spec.run_directory import LOCK, LOGS

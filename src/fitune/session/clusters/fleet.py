@@ -9,8 +9,8 @@ from typing import cast
 
 from fitune.errors import HardwareError, RecipeError
 from fitune.estimate.predict import usual_batch
-from fitune.planner.clusters.fleet import EpochOf, TrainingRanking, rank_fleet
-from fitune.planner.clusters.ranking import Wanted
+from fitune.planner.fleet import EpochOf, TrainingRanking, rank_fleet
+from fitune.planner.ranking import Wanted
 from fitune.session.clusters.launching import is_fetched, launch_file, render
 from fitune.session.planning import sampled
 from fitune.spec.machines.job import System

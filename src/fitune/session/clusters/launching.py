@@ -12,7 +12,7 @@ from typing import Any
 from fitune.errors import RecipeError
 from fitune.launch.manifests import job_text
 from fitune.launch.place import meeting_address
-from fitune.planner.clusters.job import inside, job_of
+from fitune.planner.job import inside, job_of
 from fitune.session.planning import for_its_rows, plan_for
 from fitune.spec.deepspeed import deepspeed_config
 from fitune.spec.machines.job import JobSpec, System

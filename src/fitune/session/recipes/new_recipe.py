@@ -11,7 +11,7 @@ import yaml
 from fitune.errors import FituneError, RecipeError
 from fitune.files import write_atomically
 from fitune.planner.defaults import data_of
-from fitune.planner.reasons.explain import plan_data
+from fitune.planner.explain import plan_data
 from fitune.session.planning import plan_on_data
 from fitune.session.recipes.reading import split_words
 from fitune.spec.machines.gpus import find_gpu

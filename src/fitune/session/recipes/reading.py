@@ -119,7 +119,7 @@ def recipe_of_keys(
     options: Mapping[str, Any] | None = None,
 ) -> ReadRecipe:  # fmt: skip
     """The recipe of the keys of a file in ``folder``, with settings and options on top."""
-    from fitune.foreign.door import read_foreign  # a recipe of options alone is no other trainer's
+    from fitune.foreign import read_foreign  # a recipe of options alone is no other trainer's
 
     settings, reading = tuple(settings), read_foreign(raw, where=where, folder=folder)
 
@@ -148,7 +148,7 @@ def recipe_of_keys(
 def convert_recipe(path: Path) -> tuple[str, dict[str, Any]]:
     """Another trainer's recipe as one of fitune's: with a comment on each line, and as data with what was not taken
     over. Raises RecipeError for one of ours."""
-    from fitune.foreign.door import read_foreign
+    from fitune.foreign import read_foreign
     from fitune.foreign.reading import NO_NEWS, recipe_with_comments, require_readable
 
     reading = read_foreign(load_yaml(path), where=str(path), folder=path.parent)

@@ -18,7 +18,7 @@ from fitune.estimate.predict import predict
 from fitune.files import write_atomically
 from fitune.launch.torchrun import Ended
 from fitune.planner.retry import describe_size, next_to_try, smaller_plan, why_no_smaller
-from fitune.report.attempts import shortage_words
+from fitune.report.run_words import shortage_words
 from fitune.session.events import Emit, RanOutOfMemory
 from fitune.spec.plan import Plan
 from fitune.spec.predictions import Phase, PlanReport, Priced

@@ -1,13 +1,15 @@
-"""A run without a report yet, in words: who runs it, how far it is, and when each process gave its last sign."""
+"""A run in words: how far it is, who runs it, attempts that ran out of memory, ranks that were replaced or slow."""
 
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from fitune.errors import Shortage
 from fitune.spec.rank_status import RankStatus
-from fitune.spec.reports import Restart
+from fitune.spec.reports import RankReport, Restart, Retry, RunReport, StepReport, settled_steps
 from fitune.spec.run_lock import Owner
-from fitune.units import format_seconds
+from fitune.units import format_bytes, format_percent, format_rate, format_seconds
 
 SIGN_HEADINGS = ("", "where", "was doing", "in step", "last sign")
 
@@ -128,3 +130,112 @@ def _times(restarts: int) -> str:
 
 def _ago(seconds: float) -> str:
     return "just now" if seconds < 1 else f"{seconds:,.0f} s ago"
+
+
+_KINDS = {
+    "live tensors": "tensors in use when it failed",
+    "cuda allocated": "allocated when it failed",
+    "process resident": "resident in the whole process when it failed",
+}
+
+
+def shortage_words(shortage: Shortage, *, predicted_bytes: int) -> str:
+    """``predicted 52.0 MiB of tensors at the peak; measured 61.2 MiB allocated when it failed, 4.0 MiB more …``."""
+    measured = f"{format_bytes(shortage.in_use_bytes)} {_KINDS[shortage.kind]}"
+    asked = f", {format_bytes(shortage.asked_bytes)} more asked for" if shortage.asked_bytes else ""
+    had = f", of {format_bytes(shortage.capacity_bytes)} there were" if shortage.capacity_bytes else ""
+    return (
+        f"predicted {format_bytes(predicted_bytes)} of tensors at the peak; measured {measured}{asked}{had}"
+    )
+
+
+def describe_retry(retry: Retry) -> str:
+    """Lines for people: what ran out, predicted and measured bytes, and what is tried next."""
+    takes = f"{format_bytes(retry.predicted_after_bytes)} predicted"
+    return "\n".join(
+        [
+            f"attempt {retry.attempt}: {retry.reason}",
+            f"  {shortage_words(retry.shortage, predicted_bytes=retry.predicted_bytes)}",
+            f"  {retry.before} → {retry.after}: the same global batch, {takes}",
+            f"  attempt {retry.attempt + 1} {begins(retry)}",
+        ]
+    )
+
+
+def describe_restart(restart: Restart) -> str:
+    """One line for people: why ranks were replaced, where the new ones began and the time lost."""
+    workers = f"{restart.workers} workers"
+    if restart.workers != restart.workers_before:
+        workers += f" instead of {restart.workers_before}"
+    where = f"from step {restart.after_step:,}" if restart.after_step else "from the beginning"
+    lost = f"; {restart.lost_seconds:,.0f} s lost" if restart.again_at else ""
+    again = f", {restart.lost_steps:,} step{'s' * (restart.lost_steps != 1)} done again" * bool(
+        restart.lost_steps
+    )
+    return f"{restart.cause}; {workers} went on {where}{again}{lost}"
+
+
+def begins(retry: Retry) -> str:
+    """Start of the next attempt in words: ``goes on from step 40`` or ``begins anew``."""
+    return f"goes on from step {retry.after_step:,}" if retry.after_step else "begins anew"
+
+
+_LONG_FACTOR, _LONG_SECONDS = 10.0, 1.0
+"""A step is told of when it took so many times the median, and so long: saves and first steps are less."""
+
+
+RANK_HEADINGS = ("", "peak", "a step", "busy", "in collectives", "busiest")
+
+
+def rank_rows(ranks: Sequence[RankReport]) -> list[tuple[str, ...]]:
+    """Means of each rank: a step, of it busy and in collectives, with the longest busy time and its step."""
+    return [
+        (
+            f"rank {rank.rank}",
+            format_bytes(rank.peak_bytes),
+            format_seconds(rank.step_seconds),
+            f"{format_seconds(rank.busy_seconds)} ({format_percent(rank.busy_seconds / rank.step_seconds)})",
+            format_seconds(rank.waiting_seconds),
+            f"{format_seconds(rank.busiest_seconds)} in step {rank.busiest_step}",
+        )
+        for rank in ranks
+        if rank.waiting_seconds is not None and rank.busy_seconds is not None and rank.step_seconds
+    ]
+
+
+def long_steps(steps: Sequence[StepReport], run: RunReport | None) -> list[str]:
+    """A sentence for each step that took much longer than the others, with the throughput without all of them.
+
+    A process that was stopped for a while, or a disk or a machine that is slow, is seen here.
+    """
+    kind = None if run is None or run.memory is None else run.memory.kind
+    settled = settled_steps(steps, kind=kind)
+    if len(settled) < 3:
+        return []
+    median = statistics.median(step.step_seconds for step in settled)
+    limit = max(_LONG_FACTOR * median, _LONG_SECONDS)
+    long = [step for step in settled if step.step_seconds > limit]
+    rest = [step for step in settled if step.step_seconds <= limit]
+    if not long:
+        return []
+    seconds = sum(step.step_seconds for step in rest)
+    rate = format_rate(sum(step.tokens for step in rest) / seconds)
+    sentences = [
+        f"step {step.step} took {format_seconds(step.step_seconds)}, and the median is {format_seconds(median)}"
+        f"{_whose(step, () if run is None else run.ranks)}"
+        for step in long
+    ]
+    return [*sentences, f"throughput holds {'it' if len(long) == 1 else 'them'}; without, it is {rate}"]
+
+
+def _whose(step: StepReport, ranks: Sequence[RankReport]) -> str:
+    slow = [
+        rank.rank
+        for rank in ranks
+        if rank.busiest_step == step.step and rank.busiest_seconds > step.step_seconds / 2
+    ]
+    return (
+        f": rank {slow[0]} was slow, and the others waited for it"
+        if len(slow) == 1 and len(ranks) > 1
+        else ""
+    )

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 from fitune.errors import FituneError, NothingFits
 from fitune.planner.answering import AnsweringReport, name_of, rows_line
-from fitune.planner.clusters.fleet import hardware_of, node_counts
-from fitune.planner.clusters.job import STORAGE_BANDWIDTH
-from fitune.planner.clusters.ranking import (
+from fitune.planner.fleet import hardware_of, node_counts
+from fitune.planner.job import STORAGE_BANDWIDTH
+from fitune.planner.ranking import (
     START_SECONDS,
     Offer,
     Ranking,
@@ -36,29 +36,6 @@ class ScoreOffer(Offer):
     work: ClassVar[str] = "scoring"
     report: AnsweringReport
     engines: int
-
-    @property
-    def devices(self) -> str:
-        """``16 × h100``."""
-        return describe_devices(hardware_of(self.cluster, self.nodes))
-
-    @property
-    def way(self) -> str:
-        """``16 × vllm by Ray``."""
-        name = name_of(self.report.chosen.answering)
-        return name if self.engines == 1 else f"{self.engines} × {name} by Ray"
-
-    def details(self) -> Iterator[str]:
-        """Yields the engines, the memory and speed of each, and the options that run them."""
-        chosen = self.report.chosen
-        answering, memory, time = chosen.answering, chosen.memory, chosen.time
-        yield f"{self.way}, {answering.precision.value}, {time.rows_at_once:,} rows at once each"
-        yield (
-            f"{format_bytes(memory.peak_bytes)} of {format_bytes(memory.usable_bytes)} a device, writes "
-            f"{format_rate(time.writing_rate * self.engines)} ({answering.hardware.rates})"
-        )
-        workers = "" if self.engines == 1 else f" --on ray --workers {self.engines}"
-        yield f"run there with: --engine {answering.engine}{workers}"
 
     def data(self) -> dict[str, Any]:
         """Place, time, cost and engines, as ``--json`` prints them."""
@@ -128,16 +105,27 @@ def _offers_of(
             options.append((plan_on(replace(node, gpus_per_node=1), part), engines))
         if options:
             report, count = min(options, key=lambda each: each[0].chosen.time.seconds)
-            yield ScoreOffer(
-                cluster=cluster, nodes=nodes, parts=_parts(cluster, report), report=report, engines=count
-            )
+            yield _offer(cluster, nodes, report, count)
 
 
-def _parts(cluster: Cluster, report: AnsweringReport) -> dict[str, float]:
-    """Seconds: ``start``, ``weights`` 2 · P / storage, and the engine's own."""
-    parameters = count_parameters(report.chosen.answering.model).total
-    return {
-        "start": float(cluster.start or START_SECONDS[cluster.kind]),
-        "weights": 2 * parameters / (cluster.storage or STORAGE_BANDWIDTH),
-        "scoring": report.chosen.time.seconds,
-    }
+def _offer(cluster: Cluster, nodes: int, report: AnsweringReport, engines: int) -> ScoreOffer:
+    """The offer: weights take 2 · P / storage; its words say how many engines, and the options that run them."""
+    answering, memory, time = report.chosen.answering, report.chosen.memory, report.chosen.time
+    name, workers = name_of(answering), ""
+    if engines > 1:
+        name, workers = f"{engines} × {name} by Ray", f" --on ray --workers {engines}"
+    return ScoreOffer(
+        cluster=cluster, nodes=nodes, report=report, engines=engines, way=name,
+        devices=describe_devices(hardware_of(cluster, nodes)),
+        parts={
+            "start": float(cluster.start or START_SECONDS[cluster.kind]),
+            "weights": 2 * count_parameters(answering.model).total / (cluster.storage or STORAGE_BANDWIDTH),
+            "scoring": time.seconds,
+        },
+        details=(
+            f"{name}, {answering.precision.value}, {time.rows_at_once:,} rows at once each",
+            f"{format_bytes(memory.peak_bytes)} of {format_bytes(memory.usable_bytes)} a device, writes "
+            f"{format_rate(time.writing_rate * engines)} ({answering.hardware.rates})",
+            f"run there with: --engine {answering.engine}{workers}",
+        ),
+    )  # fmt: skip

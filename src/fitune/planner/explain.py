@@ -53,89 +53,69 @@ def describe_how(plan: Plan) -> str:
 
 def explain_plan(report: PlanReport) -> str:
     """The winner with its memory and time, the runners-up, what was rejected, what was decided."""
-    sections = [explain_priced(report.chosen, price=report.price_per_gpu_hour)]
+    trained: list[str] = []
     if broken_rules(report.chosen.plan, "train"):
-        sections.append("\n".join(["What fitune train takes", *_trained(report)]))
-    if report.run is not None:
-        lines = [wrapped(line, hanging=2) for line in run_lines(report.run, report.taken.plan)]
-        sections.append("\n".join(["On your data" + " as it is trained" * bool(report.trained), *lines]))
-    if report.runners_up:
-        lines = [line for priced in report.runners_up for line in _runner_up(priced, report.chosen)]
-        sections.append("\n".join(["Also fits", *lines]))
-    if report.rejected:
-        lines = [f"{wrapped(item.what)}\n{wrapped(item.why, indent=4)}" for item in report.rejected]
-        sections.append("\n".join(["Does not fit", *lines]))
-    if report.decisions:
-        sections.append(
-            "\n".join(["Decided for you", *(wrapped(line, hanging=2) for line in report.decisions)])
-        )
-    return "\n\n".join(sections)
+        trained = [wrapped("no plan that keeps these settings and fits")]
+        trained = trained if report.trained is None else _runner_up(report.trained, report.chosen)
+    run = () if report.run is None else run_lines(report.run, report.taken.plan)
+    sections = {
+        "What fitune train takes": trained,
+        "On your data" + " as it is trained" * bool(report.trained): [
+            wrapped(line, hanging=2) for line in run
+        ],
+        "Also fits": [line for one in report.runners_up for line in _runner_up(one, report.chosen)],
+        "Does not fit": [f"{wrapped(item.what)}\n{wrapped(item.why, indent=4)}" for item in report.rejected],
+        "Decided for you": [wrapped(line, hanging=2) for line in report.decisions],
+    }
+    told = ("\n".join([title, *lines]) for title, lines in sections.items() if lines)
+    return "\n\n".join([explain_priced(report.chosen, price=report.price_per_gpu_hour), *told])
 
 
 def explain_priced(priced: Priced, *, price: float) -> str:
     """One plan: what it is, bytes by phase and on the host, seconds by phase, what that costs."""
     plan, estimate = priced.plan, priced.estimate
-    return "\n".join(
-        [
-            *_only_planned(plan),
-            wrapped(_title(plan), indent=0, hanging=2),
-            wrapped(describe_plan(plan)),
-            "",
-            _memory_table(estimate.memory),
-            "",
-            wrapped(memory_sum(estimate)),
-            *_elsewhere(estimate),
-            wrapped(f"{_time_line(estimate)} · {describe_rates(plan)}"),
-            *_on_a_slower_board(plan),
-            *_cost_line(priced, price),
-        ]
-    )
-
-
-def _only_planned(plan: Plan) -> list[str]:
-    """Before anything else: that this version cannot train what follows, and why."""
-    why = "; ".join(rule.why(plan) for rule in broken_rules(plan, "train"))
-    line = f"only planned: this version cannot train it, because {why}"
-    return [wrapped(line, indent=0, hanging=2)] if why else []
-
-
-def _trained(report: PlanReport) -> list[str]:
-    """The plan that is trained instead of the one that is only planned."""
-    if report.trained is None:
-        return [wrapped("no plan that keeps these settings and fits")]
-    return _runner_up(report.trained, report.chosen)
-
-
-def _title(plan: Plan) -> str:
-    total = count_parameters(plan.model).total
-    trained = trained_parameters(plan)
-    beside = isinstance(plan.tuning, Lora)  # as PEFT counts: what is trained lies beside the model's own
-    percent = format_percent(trained / (total + trained), digits=2)
-    share = f"{format_count(trained)} trained ({percent})" if beside else "all trained"
-    where = devices_with_memory(plan.hardware)
-    return f"{plan.model.name} · {format_count(total)} parameters, {share} · on {where}"
-
-
-def _elsewhere(estimate: Estimate) -> list[str]:
-    """Lines about offloaded state on the host and on NVMe, and what the devices send one another."""
+    hardware, total, trained = plan.hardware, count_parameters(plan.model).total, trained_parameters(plan)
     lines = []
-    if host_sum(estimate):
-        lines.append(wrapped(f"on the host: {host_sum(estimate)}"))
+    if why := "; ".join(rule.why(plan) for rule in broken_rules(plan, "train")):  # before anything else
+        line = f"only planned: this version cannot train it, because {why}"
+        lines.append(wrapped(line, indent=0, hanging=2))
+    share = "all trained"
+    if isinstance(plan.tuning, Lora):  # as PEFT counts: what is trained lies beside the model's own
+        percent = format_percent(trained / (total + trained), digits=2)
+        share = f"{format_count(trained)} trained ({percent})"
+    title = (
+        f"{plan.model.name} · {format_count(total)} parameters, {share} · on {devices_with_memory(hardware)}"
+    )
+    lines += [wrapped(title, indent=0, hanging=2), wrapped(describe_plan(plan)), ""]
+    lines += [_memory_table(estimate.memory), "", wrapped(memory_sum(estimate))]
+    if host := host_sum(estimate):
+        lines.append(wrapped(f"on the host: {host}"))
     if estimate.nvme_bytes:
         lines.append(wrapped(f"on NVMe: {format_bytes(estimate.nvme_bytes)} a node"))
     if estimate.communication_bytes:
         lines.append(wrapped(f"each device sends {format_bytes(estimate.communication_bytes)} in a step"))
-    return lines
+    phases = ", ".join(
+        f"{phase.value} {format_seconds(seconds)} ({estimate.time.limits[phase]})"
+        for phase, seconds in estimate.time.phases.items()
+        if seconds >= 0.005 * estimate.step_seconds
+    )
+    lines.append(wrapped(f"{_speed(estimate)}: {phases} · {describe_rates(plan)}"))
+    if hardware.gpu.slower_board and hardware.calibration is None:
+        # the other end of the range of speeds, where the name of the GPU fits several boards
+        slower = replace(hardware, gpu=find_gpu(hardware.gpu.slower_board))
+        speed = _speed(predict(replace(plan, hardware=slower)))
+        name = hardware.gpu.name.upper()
+        lines.append(wrapped(f"{name} is sold as several boards; on the slowest, {slower.gpu.name}, {speed}"))
+    if price:
+        cost = 1e6 / estimate.tokens_per_second / 3600 * price * hardware.num_gpus
+        assumed = "assumed; yours: " if price == price_of(hardware.gpu) else ""
+        rate = f"{format_dollars(price)} per GPU-hour ({assumed}price_per_gpu_hour)"
+        lines.append(wrapped(f"a million tokens cost {format_dollars(cost)} at {rate}"))
+    return "\n".join(lines)
 
 
-def _cost_line(priced: Priced, price: float) -> list[str]:
-    if not price:
-        return []
-    hours = 1e6 / priced.estimate.tokens_per_second / 3600
-    cost = hours * price * priced.plan.hardware.num_gpus
-    assumed = "assumed; yours: " if price == price_of(priced.plan.hardware.gpu) else ""
-    rate = f"{format_dollars(price)} per GPU-hour ({assumed}price_per_gpu_hour)"
-    return [wrapped(f"a million tokens cost {format_dollars(cost)} at {rate}")]
+def _speed(estimate: Estimate) -> str:
+    return f"{format_rate(estimate.tokens_per_second)}, a step takes {format_seconds(estimate.step_seconds)}"
 
 
 def _memory_table(memory: MemoryBreakdown) -> str:
@@ -144,51 +124,17 @@ def _memory_table(memory: MemoryBreakdown) -> str:
     phases = list(memory.phases.values())
     terms = list(dict.fromkeys(term for sizes in phases for term in sizes))
     large = [term for term in terms if any(sizes.get(term, 0) >= unit / 100 for sizes in phases)]
-    rows = [[name, *(phase.value for phase in memory.phases)]]
-    rows += [[term, *(_cell(sizes.get(term, 0), unit) for sizes in phases)] for term in large]
+    rows = {term: [sizes.get(term, 0) for sizes in phases] for term in large}
     others = [sum(size for term, size in sizes.items() if term not in large) for sizes in phases]
     if any(size >= unit / 200 for size in others):
-        rows.append(["others", *(_cell(size, unit) for size in others)])
-    rows.append(["tensors", *(_cell(sum(sizes.values()), unit) for sizes in phases)])
-    lines = _columns(rows)
-    peak = list(memory.phases).index(memory.peak_phase)
-    lines.append("  " + " " * (_LABEL + _COLUMN * peak) + "peak".rjust(_COLUMN))
-    return "\n".join(lines)
-
-
-_LABEL, _COLUMN = 18, 11
-
-
-def _cell(size: int, unit: int) -> str:
-    return f"{size / unit:,.2f}" if size >= unit / 200 else "·"
-
-
-def _columns(rows: list[list[str]]) -> list[str]:
-    return ["  " + row[0].ljust(_LABEL) + "".join(cell.rjust(_COLUMN) for cell in row[1:]) for row in rows]
-
-
-def _time_line(estimate: Estimate) -> str:
-    phases = ", ".join(
-        f"{phase.value} {format_seconds(seconds)} ({estimate.time.limits[phase]})"
-        for phase, seconds in estimate.time.phases.items()
-        if seconds >= 0.005 * estimate.step_seconds
-    )
-    return f"{format_rate(estimate.tokens_per_second)}, a step takes {format_seconds(estimate.step_seconds)}: {phases}"
-
-
-def _on_a_slower_board(plan: Plan) -> list[str]:
-    """The other end of the range of speeds, where the name of the GPU fits several boards and none was measured."""
-    hardware = plan.hardware
-    if not hardware.gpu.slower_board or hardware.calibration is not None:
-        return []
-    slower = replace(hardware, gpu=find_gpu(hardware.gpu.slower_board))
-    estimate = predict(replace(plan, hardware=slower))
-    return [
-        wrapped(
-            f"{hardware.gpu.name.upper()} is sold as several boards; on the slowest, {slower.gpu.name}, "
-            f"{format_rate(estimate.tokens_per_second)}, a step takes {format_seconds(estimate.step_seconds)}"
-        )
+        rows["others"] = others
+    rows["tensors"] = [sum(sizes.values()) for sizes in phases]
+    cells = [(name, *(phase.value for phase in memory.phases))]
+    cells += [
+        (term, *(f"{n / unit:,.2f}" if n >= unit / 200 else "·" for n in row)) for term, row in rows.items()
     ]
+    cells.append(("", *("peak" * (phase is memory.peak_phase) for phase in memory.phases)))
+    return "\n".join(f"  {head:<18}{''.join(f'{cell:>11}' for cell in row)}".rstrip() for head, *row in cells)
 
 
 def _runner_up(priced: Priced, chosen: Priced) -> list[str]:
@@ -254,14 +200,13 @@ def unit_for(size: int) -> tuple[int, str]:
 
 def moment(phase: Phase) -> str:
     """Returns the words for a phase of the step."""
-    words = {
+    return {
         Phase.IDLE: "between steps",
         Phase.FORWARD: "at the end of forward",
         Phase.LOSS: "in the loss",
         Phase.BACKWARD: "in backward",
         Phase.UPDATE: "in the update",
-    }
-    return words[phase]
+    }[phase]
 
 
 def plan_data(report: PlanReport) -> dict[str, Any]:

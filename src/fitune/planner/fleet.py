@@ -13,8 +13,11 @@ from fitune.estimate.division import num_ranks
 from fitune.estimate.overhead import checkpoint_copy_bytes
 from fitune.estimate.parameters import trained_parameters
 from fitune.planner.candidates import Request
-from fitune.planner.clusters.job import STORAGE_BANDWIDTH, disk_bytes, shm_bytes_of
-from fitune.planner.clusters.ranking import (
+from fitune.planner.defaults import with_host_memory
+from fitune.planner.explain import memory_sum
+from fitune.planner.job import STORAGE_BANDWIDTH, disk_bytes, shm_bytes_of
+from fitune.planner.methods import methods_for
+from fitune.planner.ranking import (
     START_SECONDS,
     Offer,
     Ranking,
@@ -23,9 +26,6 @@ from fitune.planner.clusters.ranking import (
     nowhere,
     require_prices,
 )
-from fitune.planner.defaults import with_host_memory
-from fitune.planner.methods import methods_for
-from fitune.planner.reasons.explain import memory_sum
 from fitune.planner.search import first_choice, refuse_contradictions
 from fitune.planner.whole_run import whole_run
 from fitune.spec.counts import count_parameters
@@ -57,32 +57,8 @@ _SIMILAR = 0.05
 class TrainingOffer(Offer):
     """A plan of training on some nodes of a cluster."""
 
-    work: ClassVar[str] = "training"
     priced: Priced
     run: WholeRun
-
-    @property
-    def devices(self) -> str:
-        """``16 × h100``."""
-        return describe_devices(self.priced.plan.hardware)
-
-    @property
-    def way(self) -> str:
-        """``lora fp16, ZeRO-3 by FSDP2, parameters on the CPU``."""
-        plan = self.priced.plan
-        method = f"{method_name(plan.tuning)} {plan.precision.value}"
-        return ", ".join(
-            filter(None, (method, describe_sharding(plan.sharding), describe_offload(plan.offload)))
-        )
-
-    def details(self) -> Iterator[str]:
-        """Yields the plan, its memory and its speed."""
-        plan, estimate = self.priced.plan, self.priced.estimate
-        yield describe_plan(plan)
-        yield (
-            f"{format_bytes(estimate.peak_bytes)} of {format_bytes(estimate.usable_bytes)} a device, "
-            f"{format_rate(estimate.tokens_per_second)} ({describe_rates(plan)})"
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,32 +121,23 @@ class TrainingRanking(Ranking[TrainingOffer]):
     def _assumed(self) -> Iterator[str]:
         """Yields what was assumed because the fleet file does not say it."""
         clusters = {offer.cluster.name: offer.cluster for offer in self.all_offers}.values()
-        missing: list[tuple[str, list[str]]] = [
-            (
-                "start (from a free node to the first line of fitune)",
-                [
-                    f"{one.name} {format_seconds(START_SECONDS[one.kind])}"
-                    for one in clusters
-                    if one.start is None
-                ],
-            ),
-            (
-                f"storage (a node to the shared file system) {STORAGE_BANDWIDTH / 1e6:g} MB/s",
-                [one.name for one in clusters if one.storage is None],
-            ),
-            ("all nodes are free", [one.name for one in clusters if one.free is None]),
-            (
-                "host_memory twice the node's device memory",
-                [one.name for one in clusters if one.host_memory is None],
-            ),
-            (
-                "node_network 100 Gbit/s",
-                [one.name for one in clusters if one.node_network is None and one.nodes > 1],
-            ),
+        starts = [
+            f"{one.name} {format_seconds(START_SECONDS[one.kind])}" for one in clusters if one.start is None
         ]
-        for name, named in missing:
-            if named:
-                yield f"{name}: {', '.join(named)}"
+        missing = {
+            "start (from a free node to the first line of fitune)": starts,
+            f"storage (a node to the shared file system) {STORAGE_BANDWIDTH / 1e6:g} MB/s": [
+                one.name for one in clusters if one.storage is None
+            ],
+            "all nodes are free": [one.name for one in clusters if one.free is None],
+            "host_memory twice the node's device memory": [
+                one.name for one in clusters if one.host_memory is None
+            ],
+            "node_network 100 Gbit/s": [
+                one.name for one in clusters if one.node_network is None and one.nodes > 1
+            ],
+        }
+        yield from (f"{what}: {', '.join(named)}" for what, named in missing.items() if named)
         yield f"tokenising {TOKENS_PER_SECOND:,.0f} tokens/s, once, by one core"
         if any(offer.run.epoch.guess for offer in self.all_offers):
             yield f"the tokens of an epoch: guessed {self.best.run.epoch.guess}"
@@ -195,19 +162,15 @@ def _against(offer: TrainingOffer, best: TrainingOffer) -> str:
         words.append(
             f"{method_name(plan.tuning)} is what to train there, and {method_name(taken.tuning)} comes before it"
         )
-    whole, training = (
-        _times(offer.seconds, best.seconds),
-        _times(offer.parts["training"], best.parts["training"]),
-    )
+    whole = _times(offer.seconds, best.seconds)
+    training = _times(offer.parts["training"], best.parts["training"])
     words.append(f"the whole job takes {whole} as long, its training {training}: {_speed(offer, best)}")
     if offer.cost is not None and best.cost is not None:
         words.append(f"costs {_times(offer.cost, best.cost)} as much")
     if not offer.is_free:
-        free = offer.cluster.free_nodes
-        words.append(
-            f"{free} of {offer.nodes} nodes are free"
-            + ("" if offer.wait_seconds is None else f", the others in {format_seconds(offer.wait_seconds)}")
-        )
+        wait = offer.wait_seconds
+        others = "" if wait is None else f", the others in {format_seconds(wait)}"
+        words.append(f"{offer.cluster.free_nodes} of {offer.nodes} nodes are free{others}")
     return "; ".join(words)
 
 
@@ -222,20 +185,18 @@ def _speed(offer: TrainingOffer, best: TrainingOffer) -> str:
     each, of_best = (
         one.priced.estimate.tokens_per_second / num_ranks(one.priced.plan) for one in (offer, best)
     )
-    count, of_taken = num_ranks(plan), num_ranks(taken)
-    devices = f"{count} device{'s' * (count > 1)}" + (f" instead of {of_taken}" if count != of_taken else "")
+    count, of_taken, blocks = num_ranks(plan), num_ranks(taken), plan.recompute.blocks
+    devices = f"{count} device{'s' * (count > 1)}{f' instead of {of_taken}' * (count != of_taken)}"
     share = each / of_best
-    why = [describe_offload(plan.offload)] if plan.offload.places != taken.offload.places else []
-    why += ["no bf16"] if taken.hardware.gpu.has_bf16 and not plan.hardware.gpu.has_bf16 else []
-    shared = plan.recompute.blocks - taken.recompute.blocks
-    why += [f"{plan.recompute.blocks} of {plan.model.num_layers} blocks recomputed"] if shared > 0 else []
-    why = [word for word in why if word]
-    speed = (
-        "about as fast each"
-        if abs(share - 1) < _SIMILAR
-        else f"each with {share * 100:.0f} % of the tokens/s"
-    )
-    return f"{devices}, {speed}" + (f" ({'; '.join(why)})" if why else "")
+    why = [
+        describe_offload(plan.offload) * (plan.offload.places != taken.offload.places),
+        "no bf16" * (taken.hardware.gpu.has_bf16 and not plan.hardware.gpu.has_bf16),
+        f"{blocks} of {plan.model.num_layers} blocks recomputed" * (blocks > taken.recompute.blocks),
+    ]
+    said = "; ".join(filter(None, why))
+    speed = f"each with {share * 100:.0f} % of the tokens/s"
+    speed = "about as fast each" if abs(share - 1) < _SIMILAR else speed
+    return f"{devices}, {speed}{f' ({said})' * bool(said)}"
 
 
 def rank_fleet(
@@ -280,10 +241,8 @@ def offers_on(
         if why or isinstance(answer, str):
             without[cluster.name] = why
             continue
-        run = whole_run(answer.plan, epoch_of(answer.plan), price_per_gpu_hour=0.0)
-        nodes, parts = answer.plan.hardware.nodes, job_seconds(answer, run, cluster)
-        offer = TrainingOffer(cluster=cluster, nodes=nodes, parts=parts, priced=answer, run=run)
-        offers.setdefault((cluster.name, nodes), offer)
+        offer = _offer(answer, cluster, epoch_of)
+        offers.setdefault((cluster.name, offer.nodes), offer)
     names = {name for name, _ in offers}
     lost = tuple((name, why) for name, why in without.items() if name not in names)
     if not offers:
@@ -291,6 +250,23 @@ def offers_on(
             lost, hint="tuning: qlora, a shorter seq_len, or offload_parameters: cpu where the host has room"
         )
     return list(offers.values()), lost
+
+
+def _offer(priced: Priced, cluster: Cluster, epoch_of: EpochOf) -> TrainingOffer:
+    """The offer, with its plan in a cell (``lora fp16, ZeRO-3 by FSDP2, parameters on the CPU``) and in lines."""
+    plan, estimate = priced.plan, priced.estimate
+    run = whole_run(plan, epoch_of(plan), price_per_gpu_hour=0.0)
+    method = f"{method_name(plan.tuning)} {plan.precision.value}"
+    memory = f"{format_bytes(estimate.peak_bytes)} of {format_bytes(estimate.usable_bytes)} a device"
+    return TrainingOffer(
+        cluster=cluster, nodes=plan.hardware.nodes, parts=job_seconds(priced, run, cluster), priced=priced, run=run,
+        devices=describe_devices(plan.hardware),
+        way=", ".join(filter(None, (method, describe_sharding(plan.sharding), describe_offload(plan.offload)))),
+        details=(
+            describe_plan(plan),
+            f"{memory}, {format_rate(estimate.tokens_per_second)} ({describe_rates(plan)})",
+        ),
+    )  # fmt: skip
 
 
 def node_counts(nodes: int) -> list[int]:
@@ -387,26 +363,18 @@ def job_seconds(priced: Priced, run: WholeRun, cluster: Cluster) -> Mapping[str,
     storage = cluster.storage or STORAGE_BANDWIDTH
     parameters = count_parameters(plan.model).total
     exported = trained_parameters(plan) if plan.run.export == "adapter" else parameters
+    count, writing = number_of_saves(plan, run), priced.estimate.checkpoint_bytes / storage
+    checkpoints = count * writing
+    if count and plan.run.async_save:
+        checkpoints = count * (checkpoint_copy_bytes(plan) / plan.hardware.gpu.host_bandwidth) + writing
     return {
         "start": float(cluster.start or START_SECONDS[cluster.kind]),
         "weights": 2 * parameters / storage,
         "tokenising": run.epoch.tokens / TOKENS_PER_SECOND,
         "training": run.seconds,
-        "checkpoints": _checkpoint_seconds(priced, run, storage),
+        "checkpoints": checkpoints,
         "export": 2 * exported / storage,
     }
-
-
-def _checkpoint_seconds(priced: Priced, run: WholeRun, storage: float) -> float:
-    plan, size = priced.plan, priced.estimate.checkpoint_bytes
-    count = number_of_saves(plan, run)
-    if not count:
-        return 0.0
-    writing = size / storage
-    if not plan.run.async_save:
-        return count * writing
-    copying = checkpoint_copy_bytes(plan) / plan.hardware.gpu.host_bandwidth
-    return count * copying + writing
 
 
 def number_of_saves(plan: Plan, run: WholeRun) -> int:

@@ -1,29 +1,29 @@
-"""Alternatives to a plan: the one with some settings pinned, and the largest that fits with each method."""
+"""Beside the plan of a recipe: the plan with a change on top, and the largest that fits with each method."""
 
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from fitune.errors import RecipeError
 from fitune.estimate.division import num_ranks
-from fitune.estimate.predict import predict
 from fitune.planner.candidates import Method, Request
 from fitune.planner.defaults import ROW_STEP
-from fitune.planner.fit import OFFLOADED, TIE, last_true, shortage
+from fitune.planner.explain import memory_sum, priced_data
+from fitune.planner.fit import OFFLOADED, TIE, last_true
 from fitune.planner.method_search import MethodSearch
 from fitune.planner.methods import methods_for
 from fitune.planner.nothing_fits import largest_known_model
-from fitune.planner.reasons.explain import memory_sum, priced_data
-from fitune.planner.search import refuse_contradictions, saving_beside_steps, search
+from fitune.planner.search import first_choice, refuse_contradictions
 from fitune.spec.machines.hardware import Hardware
 from fitune.spec.model.model_spec import ModelSpec
-from fitune.spec.plan import Plan
 from fitune.spec.predictions import Priced
-from fitune.spec.recipe.recipe import Recipe, canonical_keys, given_keys, parse_recipe
-from fitune.spec.recipe.strict_yaml import parse_value
+from fitune.spec.recipe.recipe import Recipe
 from fitune.spec.rules import keeps_rules
-from fitune.spec.words import describe_base_of, describe_plan, method_name
+from fitune.spec.words import (
+    describe_base_of,
+    describe_plan,
+    method_name,
+)
 from fitune.units import format_bytes, format_percent, format_rate, format_seconds, wrapped
 
 
@@ -36,109 +36,84 @@ class Alternative:
     pinned: Priced
 
 
-_KEY_EQUALS = re.compile(r"((?:^|,)\s*[\w.-]+)\s*=")
-
-
-def changed_recipe(recipe: Recipe, change: str) -> Recipe:
-    """The recipe with the settings of ``zero: 3, backend: fsdp`` on top. Raises RecipeError as a recipe would."""
-    if not any(mark in change for mark in ":="):
-        raise RecipeError(
-            f"--why {change!r} sets nothing",
-            hint='settings as in a recipe: "zero: 3, backend: fsdp"',
-        )
-    text = change if change.lstrip().startswith("{") else "{" + _KEY_EQUALS.sub(r"\1: ", change) + "}"
-    wanted = parse_value(text, where="--why")
-    if not isinstance(wanted, dict) or not wanted or None in wanted.values():
-        raise RecipeError("--why sets nothing", hint='--why "zero: 3"')
-    return parse_recipe({**given_keys(recipe), **canonical_keys(wanted, where="--why")}, where="--why")
-
-
 def compare(
     changed: Recipe, change: str, *, taken: Priced, model: ModelSpec, hardware: Hardware
 ) -> Alternative:
-    """Search with the change and the same tuning; when nothing fits, the smallest plan stands for it."""
+    """The plan with the change and the same tuning; when nothing fits, the smallest plan stands for it.
+
+    Raises RecipeError where no plan can have the change.
+    """
     request = Request.of(changed, model, hardware)
     refuse_contradictions(request)
-    answers = list(search(request, wanted=_like(taken.plan, changed)))
-    fitting = [saving_beside_steps(changed, answer.found[0].plan) for answer in answers if answer.found]
-    smallest = [answer.smallest for answer in answers if answer.smallest is not None]
-    if not fitting and not smallest:
-        raise RecipeError(f"{change}: no plan of this recipe can have this setting", hint="fewer pins")
-    plan = fitting[0] if fitting else min(smallest, key=shortage).plan
-    return Alternative(change=change, taken=taken, pinned=Priced(plan=plan, estimate=predict(plan)))
-
-
-def _like(plan: Plan, changed: Recipe) -> Callable[[Method], bool]:
-    """True for methods with the plan's own tuning, unless the change is about the tuning."""
-    is_open = changed.tuning is None and not changed.quantization_is_asked_for
+    is_about_tuning = changed.tuning is not None or changed.quantization_is_asked_for
+    own = method_name(taken.plan.tuning)
 
     def is_like(method: Method) -> bool:
         """True for the plan's own method in the precision that is asked for; for every method where tuning changes."""
-        same = method_name(method.tuning) == method_name(plan.tuning)
-        return not is_open or (same and changed.precision in (None, method.precision.value))
+        same = method_name(method.tuning) == own and changed.precision in (None, method.precision.value)
+        return is_about_tuning or same
 
-    return is_like
+    pinned = first_choice(request, wanted=is_like)
+    if pinned is None:
+        raise RecipeError(f"{change}: no plan of this recipe can have this setting", hint="fewer pins")
+    return Alternative(change=change, taken=taken, pinned=pinned)
 
 
 def explain_alternative(alternative: Alternative) -> str:
     """Both plans, then what changes, in bytes and seconds."""
     taken, pinned = alternative.taken, alternative.pinned
-    lines = [
-        f"taken{_only_planned(taken)}",
-        wrapped(describe_plan(taken.plan)),
-        f"with {alternative.change}{_only_planned(pinned)}",
+    marks = [
+        "" if keeps_rules(each.plan, "train") else " (only planned: fitune plan says what is trained instead)"
+        for each in (taken, pinned)
     ]
+    lines = [f"taken{marks[0]}", wrapped(describe_plan(taken.plan)), f"with {alternative.change}{marks[1]}"]
     if pinned.plan == taken.plan:
         return "\n".join([*lines, wrapped("the same plan: that is what was taken")])
-    lines += [wrapped(describe_plan(pinned.plan)), "", *_table(taken, pinned), ""]
+    lines += [wrapped(describe_plan(pinned.plan)), "", *_differences(taken, pinned), ""]
     return "\n".join([*lines, wrapped(_verdict(pinned, taken))])
-
-
-def _only_planned(priced: Priced) -> str:
-    return (
-        ""
-        if keeps_rules(priced.plan, "train")
-        else " (only planned: fitune plan says what is trained instead)"
-    )
 
 
 def _verdict(pinned: Priced, taken: Priced) -> str:
     if not pinned.estimate.fits:
         return f"does not fit: {memory_sum(pinned.estimate)}"
     ratio = taken.estimate.tokens_per_second / pinned.estimate.tokens_per_second
-    if pinned.plan.tuning == taken.plan.tuning and TIE < ratio < 1 / TIE:
+    same_tuning = pinned.plan.tuning == taken.plan.tuning
+    if same_tuning and TIE < ratio < 1 / TIE:
         return f"fits and is as fast within {format_percent(1 - TIE, digits=0)}; of such plans the simplest is taken"
-    same = pinned.plan.tuning == taken.plan.tuning and pinned.plan.hardware == taken.plan.hardware
-    if ratio < 1 and same and pinned.plan.model == taken.plan.model:
+    same_place = (pinned.plan.hardware, pinned.plan.model) == (taken.plan.hardware, taken.plan.model)
+    if ratio < 1 and same_tuning and same_place:
         enough = format_percent(1 / OFFLOADED - 1, digits=0)
         return f"fits and takes {ratio:.2f} × the time: offload is taken only where it gains {enough}"
     return f"fits and takes {ratio:.2f} × the time per token"
 
 
-def _table(one: Priced, other: Priced) -> list[str]:
-    a, b = one.estimate, other.estimate
-    rows_of = [priced.plan.batch.global_batch_size * num_ranks(priced.plan) for priced in (one, other)]
-    rows = [
+def _differences(one: Priced, other: Priced) -> Iterator[str]:
+    """Rows of a quantity, both plans' figures and the change."""
+    pairs = [(each.estimate, each.plan) for each in (one, other)]
+
+    def size(name: str, *sizes: int) -> Iterator[tuple[str, ...]]:
+        """A row of bytes, unless both are 0."""
+        taken, pinned = sizes
+        if format_bytes(taken) != "0 B" or format_bytes(pinned) != "0 B":
+            change = f"{'+' if pinned >= taken else '−'}{format_bytes(abs(pinned - taken))}"
+            yield name, format_bytes(taken), format_bytes(pinned), change
+
+    def ratio(name: str, words: Callable[[float], str], *values: float) -> tuple[str, ...]:
+        """A row of seconds or speeds."""
+        return name, *map(words, values), f"× {values[1] / values[0]:.2f}"
+
+    rows = [plan.batch.global_batch_size * num_ranks(plan) for _, plan in pairs]
+    for name, taken, pinned, change in (
         ("", "taken", "with it", "change"),
-        _bytes("a device at its peak", a.peak_bytes, b.peak_bytes),
-        _bytes("a node's host memory", a.host_bytes, b.host_bytes),
-        _bytes("a node's NVMe", a.nvme_bytes, b.nvme_bytes),
-        ("rows in a step", *(f"{count:,}" for count in rows_of), f"{rows_of[1] - rows_of[0]:+,}"),
-        _bytes("sent in a step", a.communication_bytes, b.communication_bytes),
-        _ratio("a step", a.step_seconds, b.step_seconds, format_seconds),
-        _ratio("speed", a.tokens_per_second, b.tokens_per_second, format_rate),
-    ]
-    shown = [row for row in rows if row[1:3] != ("0 B", "0 B")]
-    return [f"  {name:<22}{taken:>18}{pinned:>18}{change:>18}" for name, taken, pinned, change in shown]
-
-
-def _bytes(name: str, taken: int, pinned: int) -> tuple[str, ...]:
-    sign = "+" if pinned >= taken else "−"
-    return name, format_bytes(taken), format_bytes(pinned), f"{sign}{format_bytes(abs(pinned - taken))}"
-
-
-def _ratio(name: str, taken: float, pinned: float, words: Callable[[float], str]) -> tuple[str, ...]:
-    return name, words(taken), words(pinned), f"× {pinned / taken:.2f}"
+        *size("a device at its peak", *(each.peak_bytes for each, _ in pairs)),
+        *size("a node's host memory", *(each.host_bytes for each, _ in pairs)),
+        *size("a node's NVMe", *(each.nvme_bytes for each, _ in pairs)),
+        ("rows in a step", *(f"{count:,}" for count in rows), f"{rows[1] - rows[0]:+,}"),
+        *size("sent in a step", *(each.communication_bytes for each, _ in pairs)),
+        ratio("a step", format_seconds, *(each.step_seconds for each, _ in pairs)),
+        ratio("speed", format_rate, *(each.tokens_per_second for each, _ in pairs)),
+    ):
+        yield f"  {name:<22}{taken:>18}{pinned:>18}{change:>18}"
 
 
 def alternative_data(alternative: Alternative) -> dict[str, Any]:
@@ -187,8 +162,7 @@ def largest(recipe: Recipe, quantity: str, *, model: ModelSpec, hardware: Hardwa
     for method in methods_for(request):
         one = MethodSearch(request, method, on_device=not offloads)
         if _label(method) not in found and one.placements:
-            value = _value(quantity, one)
-            found[_label(method)] = Largest(method=method, value=value)
+            found[_label(method)] = Largest(method=method, value=_value(quantity, one))
     return tuple(found.values())
 
 
@@ -246,9 +220,8 @@ def explain_largest(recipe: Recipe, quantity: str, found: tuple[Largest, ...]) -
     lines = [what]
     for item in found:
         name, base, precision = item.label
-        words = f"{name}, {precision}" + (f", {base}" if base else "")
         value = f"{item.value:,}" if isinstance(item.value, int) else item.value or "none fits"
-        lines.append(f"  {words:<60}{value:>34}")
+        lines.append(f"  {', '.join(filter(None, (name, precision, base))):<60}{value:>34}")
     return "\n".join(lines)
 
 

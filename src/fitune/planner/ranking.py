@@ -3,11 +3,12 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any, ClassVar, Generic, TypeVar
 
 from fitune.errors import NothingFits, RecipeError
 from fitune.spec.recipe.fleet import Cluster, Fleet, Objective
-from fitune.units import format_dollars, format_seconds, wrapped
+from fitune.units import format_dollars, format_seconds, text_table, wrapped
 
 START_SECONDS = {"kuberay": 180, "kubernetes": 90, "slurm": 60}
 """From a free node to the first line of fitune, where nobody says: our assumption."""
@@ -24,14 +25,20 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offer(ABC):
+class Offer:
     """A job on some nodes of a cluster: how long all of it takes there, and what it costs."""
 
-    work: ClassVar[str]
+    work: ClassVar[str] = "training"
     """The part of the time in which the job itself is done."""
     cluster: Cluster
     nodes: int
     parts: Mapping[str, float]
+    devices: str
+    """``16 × h100``."""
+    way: str
+    """How the job is done there, in a cell of the table."""
+    details: tuple[str, ...]
+    """Lines about the offer where it is taken, after its place and time."""
 
     @property
     def seconds(self) -> float:
@@ -70,20 +77,6 @@ class Offer(ABC):
     def cost_words(self) -> str:
         """``$12.30``, or a dash where no price is known."""
         return "–" if self.cost is None else format_dollars(self.cost)
-
-    @property
-    @abstractmethod
-    def devices(self) -> str:
-        """``16 × h100``."""
-
-    @property
-    @abstractmethod
-    def way(self) -> str:
-        """How the job is done there, in a cell of the table."""
-
-    @abstractmethod
-    def details(self) -> Iterator[str]:
-        """Yields what is said of the offer that is taken, after its place and time."""
 
     def row(self) -> tuple[str, ...]:
         """Cells of the table."""
@@ -135,18 +128,11 @@ class Ranking(ABC, Generic[AnyOffer]):
         """The table, the offer that is taken with the parts of its time, and the sections."""
         best = self.best
         heading = ("", "cluster", "devices", "free", "whole job", best.work, "cost", self.way_heading)
-        rows: list[tuple[str, ...]] = [heading]
-        rows += [(str(number), *offer.row()) for number, offer in enumerate(self.offers, start=1)]
+        rows = [heading, *((str(number), *offer.row()) for number, offer in enumerate(self.offers, start=1))]
         rows += [("–", *offer.row()) for offer, _ in self.refused]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        text = [wrapped(self.title(), indent=0, hanging=2), ""]
-        for row in rows:
-            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-            for column in (0, 4, 5, 6):  # the number, times and the cost
-                cells[column] = row[column].rjust(widths[column])
-            text.append("  " + "  ".join(cells).rstrip())
+        text = [wrapped(self.title(), indent=0, hanging=2), "", text_table(rows, left=(1, 2, 3, 7), indent=2)]
         parts = " + ".join(f"{name} {format_seconds(s)}" for name, s in best.parts.items() if s >= 0.5)
-        taken = [f"{best.place}: {parts} = {format_seconds(best.seconds)}", *best.details()]
+        taken = [f"{best.place}: {parts} = {format_seconds(best.seconds)}", *best.details]
         for title, lines in (("Taken", taken), *self.sections()):
             if lines:
                 text += ["", title, *(wrapped(line, hanging=2) for line in lines)]
@@ -203,23 +189,19 @@ def in_order(
 
 
 def _by_cost(offer: Offer) -> tuple[float, float]:
-    return float("inf") if offer.cost is None else offer.cost, offer.seconds
+    return inf if offer.cost is None else offer.cost, offer.seconds
 
 
 def _by_end(offer: Offer) -> tuple[float, float]:
     """Sort key: offers by their end in seconds, those without a known end last, the shortest of them first."""
-    return float("inf") if offer.end_seconds is None else offer.end_seconds, offer.seconds
+    return inf if offer.end_seconds is None else offer.end_seconds, offer.seconds
 
 
 def _order(offer: Offer, objective: Objective) -> tuple[float, float]:
     """Sort key: the best offer for the objective first."""
-    match objective:
-        case "fastest":
-            return offer.seconds, _by_cost(offer)[0]
-        case "cheapest":
-            return _by_cost(offer)
-        case "soonest":
-            return _by_end(offer)[0], _by_cost(offer)[0]
+    cost, seconds = _by_cost(offer)
+    orders = {"fastest": (seconds, cost), "cheapest": (cost, seconds), "soonest": (_by_end(offer)[0], cost)}
+    return orders[objective]
 
 
 def _too_late(offer: Offer, wanted: Wanted) -> str:

@@ -39,10 +39,28 @@ def job_of(
 
     ``fetches_model``: each node fetches the model from the Hub, instead of reading a folder that all share.
     """
-    plan, estimate = priced.plan, priced.estimate
-    compute = _compute(plan, estimate, settings, fetches_model=fetches_model)
+    plan, estimate, hardware = priced.plan, priced.estimate, priced.plan.hardware
+    shm = _at_least("shm", settings.shm, shm_bytes_of(hardware.gpus_per_node))
+    compute = Compute(
+        gpu=hardware.gpu.name, gpus=hardware.gpus_per_node, nodes=hardware.nodes,
+        cpus=settings.cpus or cpus(plan), shm_bytes=shm,
+        memory_bytes=_at_least("memory", settings.memory, memory_bytes(plan, estimate, shm_bytes=shm)),
+        disk_bytes=_at_least("disk", settings.disk, disk_bytes(plan, fetches_model=fetches_model)),
+        instance_type=settings.instance_type, node_selector=settings.node_selector,
+        constraint=settings.constraint, extra_resources=settings.extra_resources,
+    )  # fmt: skip
     grace = settings.grace or grace_seconds(estimate, storage_bandwidth or STORAGE_BANDWIDTH)
-    _require_grace(estimate, grace)
+    if grace < (least := estimate.step_seconds + estimate.checkpoint_bytes / 5e9):
+        raise RecipeError(
+            f"job.grace = {format_seconds(grace)} is shorter than a step and a save: a step takes "
+            f"{format_seconds(estimate.step_seconds)}, and a checkpoint has {format_bytes(estimate.checkpoint_bytes)}",
+            hint=f"job.grace={round(2 * least) + LEAST_GRACE_SECONDS}s, or leave it out",
+        )
+    predicted = (
+        f"{format_bytes(estimate.peak_bytes)} of {format_bytes(estimate.usable_bytes)} a device, "
+        f"{format_bytes(estimate.host_bytes)} of host memory a node, {format_rate(estimate.tokens_per_second)} on "
+        f"{describe_devices(hardware)} ({describe_rates(plan)})"
+    )
     return JobSpec(
         name=job_name(f"{settings.mount}/{plan.run.output_dir}", asked=settings.name),
         compute=compute,
@@ -55,21 +73,7 @@ def job_of(
         cluster=cluster, context=settings.context, namespace=settings.namespace, image=settings.image,
         image_pull_secrets=tuple(settings.image_pull_secrets), secrets=tuple(settings.secrets),
         service_account=settings.service_account, ray_version=settings.ray_version, setup=tuple(settings.setup),
-        notes={"plan": describe_plan(plan), "predicted": _predicted(plan, estimate)},
-    )  # fmt: skip
-
-
-def _compute(plan: Plan, estimate: Estimate, settings: JobSettings, *, fetches_model: bool) -> Compute:
-    hardware = plan.hardware
-    shm = _at_least("shm", settings.shm, shm_bytes(plan))
-    return Compute(
-        gpu=hardware.gpu.name, gpus=hardware.gpus_per_node, nodes=hardware.nodes,
-        cpus=settings.cpus or cpus(plan), shm_bytes=shm,
-        memory_bytes=_at_least("memory", settings.memory, memory_bytes(plan, estimate, shm_bytes=shm)),
-        disk_bytes=_at_least("disk", settings.disk, disk_bytes(plan, fetches_model=fetches_model)),
-        instance_type=settings.instance_type, node_selector=settings.node_selector,
-        constraint=settings.constraint,
-        extra_resources=settings.extra_resources,
+        notes={"plan": describe_plan(plan), "predicted": predicted},
     )  # fmt: skip
 
 
@@ -86,11 +90,6 @@ def cpus(plan: Plan) -> int:
     """Cores of a node: ranks · (8 where the optimizer steps on the host, else 4)."""
     each = CPUS_PER_HOST_OPTIMIZER if plan.offload.optimizer != "device" else CPUS_PER_RANK
     return plan.hardware.gpus_per_node * each
-
-
-def shm_bytes(plan: Plan) -> int:
-    """Bytes of /dev/shm: Ray's store + ranks · NCCL's buffers."""
-    return shm_bytes_of(plan.hardware.gpus_per_node)
 
 
 def shm_bytes_of(ranks: int) -> int:
@@ -121,30 +120,8 @@ def disk_bytes(plan: Plan, *, fetches_model: bool) -> int:
 
 def grace_seconds(estimate: Estimate, storage_bandwidth: float) -> int:
     """Seconds from the request to stop to the kill: 2 · (a step + a save) + a minute, in whole half minutes."""
-    needed = 2 * saving_seconds(estimate, storage_bandwidth) + LEAST_GRACE_SECONDS
-    return -(-round(needed) // 30) * 30
-
-
-def saving_seconds(estimate: Estimate, storage_bandwidth: float) -> float:
-    """Seconds to finish a step and write a checkpoint."""
-    return estimate.step_seconds + estimate.checkpoint_bytes / storage_bandwidth
-
-
-def _require_grace(estimate: Estimate, grace: int) -> None:
-    if grace < (least := estimate.step_seconds + estimate.checkpoint_bytes / 5e9):
-        raise RecipeError(
-            f"job.grace = {format_seconds(grace)} is shorter than a step and a save: a step takes "
-            f"{format_seconds(estimate.step_seconds)}, and a checkpoint has {format_bytes(estimate.checkpoint_bytes)}",
-            hint=f"job.grace={round(2 * least) + LEAST_GRACE_SECONDS}s, or leave it out",
-        )
-
-
-def _predicted(plan: Plan, estimate: Estimate) -> str:
-    return (
-        f"{format_bytes(estimate.peak_bytes)} of {format_bytes(estimate.usable_bytes)} a device, "
-        f"{format_bytes(estimate.host_bytes)} of host memory a node, {format_rate(estimate.tokens_per_second)} on "
-        f"{describe_devices(plan.hardware)} ({describe_rates(plan)})"
-    )
+    saving = estimate.step_seconds + estimate.checkpoint_bytes / storage_bandwidth
+    return -(-round(2 * saving + LEAST_GRACE_SECONDS) // 30) * 30
 
 
 def inside(path: str, mount: str, *, setting: str) -> str:
