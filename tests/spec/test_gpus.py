@@ -14,74 +14,53 @@ from fitune.spec.machines.gpus import (
     similar_gpu,
     with_figures,
 )
-from fitune.units import GIB, MIB
+from fitune.units import GIB
 
 SPELLINGS = {
-    "rtx-4090": ["RTX4090", "rtx 4090", "rtx_4090", "4090", "NVIDIA GeForce RTX 4090", "RTX 4090 24GB"],
-    "rtx-3090": ["3090", "GeForce RTX 3090"],
-    "rtx-5090": ["NVIDIA GeForce RTX 5090", "5090"],
-    "v100-32gb": ["V100 32GB", "v100-32g", "Tesla V100-SXM2-32GB", "NVIDIA V100-PCIE-32GB"],
-    "v100-16gb": ["Tesla V100-SXM2-16GB", "v100_16gb"],
-    "a100-80gb": ["A100 80GB", "a100-80g", "NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"],
-    "a100-40gb": ["NVIDIA A100-PCIE-40GB", "A100-40GB"],
+    "rtx-4090": ["RTX4090", "rtx_4090", "4090", "NVIDIA GeForce RTX 4090", "RTX 4090 24GB"],
+    "v100-32gb": ["v100-32g", "Tesla V100-SXM2-32GB", "NVIDIA V100-PCIE-32GB"],
+    "v100-16gb": ["Tesla V100-SXM2-16GB"],
+    "a100-80gb": ["A100 80GB", "NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"],
+    "a100-40gb": ["NVIDIA A100-PCIE-40GB"],
     "h100": [
         "H100",
         "NVIDIA H100 80GB HBM3",
         "h100-sxm",
         "H100 SXM5 80 GB",
-        "h100-80gb",
         "H100 (500W)",
         "H100-80GB (700 W)",
     ],
     "h100-pcie": ["NVIDIA H100 PCIe", "H100-PCIE-80GB", "H100 80GB (350W)"],
-    "h200": ["NVIDIA H200", "H200 141GB"],
-    "b200": ["NVIDIA B200"],
-    "t4": ["Tesla T4", "NVIDIA T4"],
-    "l4": ["NVIDIA L4"],
-    "l40s": ["NVIDIA L40S"],
-    "a10g": ["NVIDIA A10G"],
+    "t4": ["Tesla T4"],
     "rtx-a6000": ["NVIDIA RTX A6000", "a6000"],
-    "rtx-4060-ti-16gb": ["RTX 4060 Ti 16GB", "4060ti-16gb"],
-    "rtx-4070-ti-super": ["NVIDIA GeForce RTX 4070 Ti SUPER", "4070 ti super"],
-    "rtx-5060-ti": ["RTX 5060 Ti 8GB", "5060 ti 8gb"],
-    "rtx-3060": ["3060", "RTX 3060 12GB"],
+    "rtx-4060-ti-16gb": ["4060ti-16gb"],
+    "rtx-4070-ti-super": ["NVIDIA GeForce RTX 4070 Ti SUPER"],
+    "rtx-5060-ti": ["5060 ti 8gb"],
+    "rtx-3060": ["3060"],
     "rtx-3060-8gb": ["RTX 3060 8GB"],
     "quadro-rtx-8000": ["Quadro RTX 8000"],
-    "titan-rtx": ["NVIDIA TITAN RTX"],
-    "rtx-6000-ada": ["NVIDIA RTX 6000 Ada Generation", "rtx 6000 ada"],
+    "rtx-6000-ada": ["NVIDIA RTX 6000 Ada Generation"],
     "rtx-4000-sff-ada": ["NVIDIA RTX 4000 SFF Ada Generation"],
-    "rtx-pro-6000": [
-        "NVIDIA RTX PRO 6000 Blackwell Workstation Edition",
-        "rtx pro 6000",
-        "RTX PRO 6000 96GB",
-    ],
+    "rtx-pro-6000": ["NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX PRO 6000 96GB"],
     "rtx-pro-6000-max-q": ["NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "RTX PRO 6000 300W"],
     "rtx-pro-6000-server": ["NVIDIA RTX PRO 6000 Blackwell Server Edition"],
-    "a800-80gb": ["NVIDIA A800-SXM4-80GB", "a800"],
     "h100-nvl": ["NVIDIA H100 NVL", "h100 nvl 94GB"],
     "gh200-96gb": ["NVIDIA GH200 480GB"],
     "b300": ["NVIDIA B300 SXM6 AC"],
     "jetson-agx-orin-64gb": ["Jetson AGX Orin 64GB"],
-    "dgx-spark": ["DGX Spark"],
 }
 
 
-@pytest.mark.parametrize(("name", "spelled"), [(name, s) for name, all_ in SPELLINGS.items() for s in all_])
-def test_spellings(name, spelled):
-    assert find_gpu(spelled).name == name
-
-
-@pytest.mark.parametrize("name", gpu_names())
-def test_a_canonical_name_is_itself(name):
-    assert find_gpu(name).name == name
+def test_spellings():
+    wanted = {spelled: name for name, all_ in SPELLINGS.items() for spelled in all_}
+    wanted |= {name: name for name in gpu_names()}
+    assert {spelled: find_gpu(spelled).name for spelled in wanted} == wanted
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
         ("v100", "try: --gpu with one of: v100-16gb (16 GB), v100-32gb (32 GB)"),
-        ("NVIDIA A100", "try: --gpu with one of: a100-40gb (40 GB), a100-80gb (80 GB)"),
-        ("4060ti", "try: --gpu with one of: rtx-4060-ti (8 GB), rtx-4060-ti-16gb (16 GB)"),
         ("NVIDIA GeForce RTX 5060 Ti", "5060TI comes with 8 GB or 16 GB"),
         ("rtx-4090-48gb", "4090 comes with 24 GB"),
         ("rtx-4091", "did you mean 'rtx-4090'?"),
@@ -89,9 +68,6 @@ def test_a_canonical_name_is_itself(name):
         ("MI300X", "--gpu-memory 192GiB --gpu-flops 1.307e+15 --gpu-bandwidth 5300GB/s"),
         ("Gaudi 3", "it is no CUDA device"),
         ("Apple M2 Max 64GB", "64 GB, 13.6 TFLOP/s, 400 GB/s"),
-        ("m4", "it runs Metal"),
-        ("Apple M3 Max", "it runs Metal"),
-        ("M5 Pro 24GB", "it runs Metal"),
         ("mps", "it runs Metal"),
         ("", "none of the 96 known cards"),
     ],
@@ -107,18 +83,13 @@ def test_what_is_not_one_device_is_refused(name, words):
     [
         ("8xH100", "--gpu h100 --gpus 8"),
         ("2 x RTX 3090", "--gpu rtx-3090 --gpus 2"),
-        ("T4 x2", "--gpu t4 --gpus 2"),
-        ("2xA100", "--gpu a100 --gpus 2"),
         ("3090,3090", "is a list of cards\n  try: --gpu 3090 --gpus 2"),
-        ("V100-32GB + V100-32GB", "--gpu v100-32gb --gpus 2"),
         (
             "RTX 4090, RTX 3090, RTX 3060",
             "different cards: all GPUs of a plan are of one kind\n  try: --gpu rtx-3060 --gpus 3",
         ),
         ("RTX 4090 Laptop GPU", "a laptop's card has less memory"),
         ("cuda:0", "leave gpu out"),
-        ("7900 XTX", "is no CUDA device"),
-        ("Intel Arc B580", "is no CUDA device"),
         ("TPU v5e", "is no CUDA device"),
     ],
 )
@@ -143,20 +114,15 @@ def test_dense_rates_of_the_datasheets():
         assert round(find_gpu(name).fp16_flops / 1e12 - 0.2) == tflops
 
 
-def test_memory_is_what_the_driver_reports():
-    assert find_gpu("rtx-4090").memory_bytes == 24_564 * MIB
-    assert find_gpu("h100").memory_bytes == 81_559 * MIB
-
-
-@pytest.mark.parametrize("card", known_cards(), ids=lambda card: card.gpu.name)
-def test_figures_belong_together(card):
-    gpu = card.gpu
-    assert 0.89 < (gpu.memory_bytes + card.host_bytes) / (card.advertised_gb * GIB) <= 1.0
-    assert gpu.bf16_flops in (0.0, gpu.fp16_flops)
-    assert 1.9 < gpu.fp16_flops / gpu.fp32_flops < 34
-    assert gpu.host_bandwidth <= gpu.link_bandwidth < gpu.bandwidth
-    assert len(gpu.source) > 20
-    assert not gpu.is_cpu
+def test_figures_belong_together():
+    for card in known_cards():
+        gpu = card.gpu
+        assert 0.89 < (gpu.memory_bytes + card.host_bytes) / (card.advertised_gb * GIB) <= 1.0, gpu
+        assert gpu.bf16_flops in (0.0, gpu.fp16_flops), gpu
+        assert 1.9 < gpu.fp16_flops / gpu.fp32_flops < 34, gpu
+        assert gpu.host_bandwidth <= gpu.link_bandwidth < gpu.bandwidth, gpu
+        assert len(gpu.source) > 20, gpu
+        assert not gpu.is_cpu
 
 
 def test_a_device_outside_the_table_keeps_its_memory_and_gets_the_rates_of_its_kin():
@@ -192,10 +158,7 @@ def test_hardware_counts_gpus_per_node():
     ("name", "slower"),
     [
         ("H100", "h100-pcie"),
-        ("H100-80GB (500W)", "h100-pcie"),
         ("H100 700W", ""),
-        ("H100 80GB HBM3", ""),
-        ("a100-80gb", ""),
         ("rtx pro 6000", "rtx-pro-6000-max-q"),
         ("RTX PRO 6000 Blackwell Workstation Edition", ""),
     ],

@@ -93,32 +93,21 @@ def test_the_defaults_leave_the_planner_its_choices():
         ("a: &a [x, x]\nb: &b [*a, *a]\nmodel: *b", ["recipe.yaml:2", "aliases (*name) are not allowed"]),
         ("model: gpt2\n? [a, b]\n: c", ["recipe.yaml:2", "is no key"]),
         ("model: gpt2\nlearning_rate: .nan", ["learning_rate = nan", "finite"]),
-        ("model: gpt2\nlearning_rate: nan", ["learning_rate = 'nan'", "finite"]),
-        ("model: gpt2\nlearning_rate: .inf", ["learning_rate = inf", "finite"]),
         ("model: gpt2\nlearning_rate: -1e-4", ["learning_rate = '-1e-4'", "greater than 0"]),
         ("model: gpt2\nlearning_rate: fast", ["learning_rate = 'fast'", "expected a number"]),
-        ("model: gpt2\nlearning_rate: true", ["learning_rate = True", "expected a number"]),
         ("model: gpt2\nseq_len: 0", ["seq_len = 0", "at least 2"]),
-        ("model: gpt2\nseq_len: .nan", ["seq_len = nan", "finite"]),
         ("model: gpt2\nlora_r: 1.5", ["lora_r = 1.5", "whole number"]),
-        ("model: gpt2\nseq_len: auto", ["seq_len = 'auto'", "expected a number"]),
-        ("model: gpt2\nval_fraction: 100", ["val_fraction = 100", "less than 1"]),
         ("model: gpt2\nhost_memory: lots", ["host_memory = 'lots'", "is not a size"]),
         ("model: gpt2\nhost_memory: 64", ["host_memory = 64", "less than 1 MiB", "64GiB"]),
         ("model: gpt2\ntuning: lroa", ["tuning = 'lroa'", "'full', 'lora', 'qlora', 'lomo' or 'adalomo'"]),
-        ("model: gpt2\ngradient_checkpointing: maybe", ["gradient_checkpointing = 'maybe'", "number of blocks"]),
         ("model: gpt2\ngradient_checkpointing: -2", ["gradient_checkpointing = -2", "number of blocks"]),
         ("model: gpt2\nbf16: yes please", ["bf16 = 'yes please'", "expected true or false"]),
-        ("model: gpt2\nload_in_4bit: 8", ["load_in_4bit = 8", "expected true or false"]),
         ("model: gpt2\nquantization_bit: 5", ["quantization_bits = 5", "2, 3, 4 or 8"]),
         ("model: gpt2\nzero: 4", ["zero = 4", "0, 1, 2 or 3"]),
-        ("model: gpt2\ndeepspeed: ds_z3.json", ["deepspeed: ds_z3.json: cannot be read", "No such file"]),
         ("model: gpt2\noffload_optimizer: moon", ["offload_optimizer = 'moon'", "'device', 'cpu' or 'nvme'"]),
         ("model: ''", ["model = ''", "must not be empty"]),
         ("tuning: lora", ["no model is named", "--model"]),
-        ("- model", ["`key: value` lines", "found list"]),
         ("", ["`key: value` lines", "this file is empty"]),
-        ("model: [gpt2", ["recipe.yaml:1"]),
         ("model: gpt2\n\tseq_len: 5", ["recipe.yaml:2:1: a tab, where YAML takes spaces alone"]),
         ("model: a\n---\nmodel: b", ["recipe.yaml"]),
     ],
@@ -133,7 +122,6 @@ def test_what_is_refused_is_named(tmp_path, text, words):
     ("name", "nearest"),
     [
         ("paged_adamw_8bit", "offload_optimizer: cpu"),
-        ("paged_adamw_32bit", "adamw-8bit"),
         ("PAGED_ADAMW", "adamw-8bit"),
         ("adam", "adamw"),
         ("adalomo", "tuning: adalomo"),
@@ -159,10 +147,6 @@ def test_a_cosine_that_ends_above_zero_is_pointed_to_min_lr_ratio(settings):
     with pytest.raises(RecipeError) as caught:
         canonical_keys({"model": "a", **settings}, where="test")
     assert "lr_scheduler: cosine with min_lr_ratio" in str(caught.value.hint)
-
-
-def test_nesting_without_end_is_refused(tmp_path):
-    assert "nested more than 32 deep" in refusal(tmp_path, "model: " + "[" * 1000)
 
 
 def test_a_file_that_is_not_there_or_not_text(tmp_path):
@@ -196,29 +180,23 @@ def test_numbers_written_as_text_are_numbers(tmp_path):
     ("text", "setting", "value"),
     [
         ("bf16: true", "precision", "bf16-master"),
-        ("bf16: 'True'", "precision", "bf16-master"),
         ("bf16: false\nfp16: true", "precision", "fp16"),
         ("bf16: auto", "precision", None),
         ("pure_bf16: true", "precision", "bf16"),
         ("torch_dtype: bfloat16", "precision", "bf16"),
         ("precision: 32", "precision", "fp32"),
         ("optim: adamw_torch_fused", "optimizer", "adamw"),
-        ("optim: adamw_torch", "optimizer", "adamw"),
         ("optimizer: adamw_8bit", "optimizer", "adamw-8bit"),
         ("optim: SGD", "optimizer", "sgd"),
-        ("optim: momentum", "optimizer", "momentum"),
         ("optimizer_in_bwd: true", "optimizer_in_backward", True),
         ("flash_attn: true", "attn_implementation", "flash"),
         ("lr_scheduler_type: constant_with_warmup", "lr_scheduler", "constant"),
         ("tuning: LoRA", "tuning", "lora"),
-        ("load_in_4bit: false", "quantization", None),
         ("load_in_4bit: true", "quantization", "nf4"),
         ("quant_method: bnb", "quantization", "nf4"),
         ("quantization_bit: 4", "quantization_bits", 4),
         ("bnb_4bit_use_double_quant: false", "double_quantization", False),
         ("adapter: QLoRA", "tuning", "qlora"),
-        ("tuning: LOMO", "tuning", "lomo"),
-        ("optim: adamw_bnb_8bit", "optimizer", "adamw-8bit"),
         ("use_liger_kernel: true", "kernels", "liger"),
         ("enable_liger_kernel: false", "kernels", "torch"),
         ("compile: true", "torch_compile", True),
@@ -229,9 +207,7 @@ def test_numbers_written_as_text_are_numbers(tmp_path):
         ("val_size: null", "val_fraction", 0.0),
         ("gradient_checkpointing: 12", "gradient_checkpointing", 12),
         ("gradient_checkpointing: 'off'", "gradient_checkpointing", False),
-        ("gradient_checkpointing: auto", "gradient_checkpointing", None),
         ("lora_target: all", "lora_target_modules", ["all-linear"]),
-        ("target_modules: q_proj, v_proj", "lora_target_modules", ["q_proj", "v_proj"]),
         ("micro_batch_size: auto", "micro_batch_size", None),
     ],
 )
@@ -281,14 +257,11 @@ def test_set_in_a_list_of_one(tmp_path, settings, expected):
     ("setting", "words"),
     [
         ("lora_r", "is not of the form key=value"),
-        ("=3", "is not of the form key=value"),
         ("lora_q=3", "did you mean 'lora_r'?"),
         ("data.7.path=x", "'7' is no position in a list of 2"),
-        ("data.path=x", "'path' is no position in a list of 2"),
         ("lora_r.x=3", "there is nothing inside 4 to set"),
         ("data.0.nmae=x", "unknown key data.0.nmae"),
         ("seq_len=!!python/name:os.system", "tags ("),
-        ("seq_len=-1", "at least 2"),
     ],
 )
 def test_set_that_makes_no_sense(tmp_path, setting, words):
