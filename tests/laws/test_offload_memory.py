@@ -83,11 +83,11 @@ class Budget(LiveTensors):
     ids=["full", "lora", "qlora"],
 )
 def test_a_model_of_four_times_the_budget_trains(tuning, base, offload, monkeypatch):
-    """20 blocks; the device is given a quarter of what the model's weights alone take."""
+    """32 blocks; the device is given a quarter of what the model's weights alone take."""
     pytest.importorskip("bitsandbytes")
-    monkeypatch.setitem(bench.CONFIG, "num_hidden_layers", 20)
+    monkeypatch.setitem(bench.CONFIG, "num_hidden_layers", 32)
     monkeypatch.setitem(bench.CONFIG, "vocab_size", 200)
-    plan = plan_of(bench.small_model(), offload, tuning=tuning, precision="bf16", recompute=20)
+    plan = plan_of(bench.small_model(), offload, tuning=tuning, precision="bf16", recompute=32)
     if tuning == "lora":
         plan = replace(plan, tuning=replace(plan.tuning, base=base, rank=1, targets=("q_proj",)))
     monkeypatch.setattr(Budget, "budget_bytes", weights_bytes(plan) // 4)
