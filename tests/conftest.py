@@ -10,23 +10,19 @@ from itertools import count
 from typing import NamedTuple
 
 import pytest
-import torch
-from tokenizers import ByteLevelBPETokenizer
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+# No torch here: pytest's own process, which only gives tests to the workers, would import it for nothing.
 import fitune
 from data.s3_server import make_bucket, running_server, use_server
 from fitune.cli import main
-from fitune.demo import files as demo_files
 from fitune.errors import MissingExtra
 from fitune.report import run_page
-from fitune.session import demo
 from fitune.spec.model import tracer
 from fitune.stores import opening
 from jsonl import write_lines
 
 _NUMBERS = count()
-torch.set_num_threads(1)  # tiny models: threads that wait for one another cost ten times what they bring
+gc.disable()  # until all tests are collected: millions of objects would be looked through again and again
 
 QUESTIONS = [
     {"question": f"What is {a} plus {b}?", "answer": f"{a} plus {b} is {a + b}, and that is all."}
@@ -44,11 +40,16 @@ def pytest_collection_finish():
     """Leave out of garbage collection the million objects of the libraries and of the tests that are waiting."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory):
     """A random two-block Llama with its own byte-level BPE tokenizer."""
+    import torch
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
     folder = tmp_path_factory.mktemp("model")
     texts = folder / "texts.txt"
     texts.write_text("\n".join(f"{row['question']} {row['answer']}" for row in QUESTIONS))
@@ -98,6 +99,9 @@ def shop(model_folder, data_file, tmp_path_factory):
 @pytest.fixture
 def quick_demo(monkeypatch):
     """The whole demo with hardly any work: a few texts and rows, two steps a run."""
+    from fitune.demo import files as demo_files
+    from fitune.session import demo
+
     for name in ("PRETRAINING_TEXTS", "TRAINING_ROWS"):
         monkeypatch.setattr(demo_files, name, 60)
     monkeypatch.setattr(demo_files, "HELD_OUT_ROWS", 2)
@@ -228,8 +232,12 @@ def traces(own_cache, monkeypatch, tmp_path_factory):
 
 
 @pytest.fixture(autouse=True, scope="session")
-def no_new_process():
-    """Where the program would begin anew in the place of this process, it does so inside it: tests go on."""
+def one_process():
+    """One thread: in tiny models those that wait for one another cost ten times what they bring. Where the program
+    would begin anew in the place of this process, it does so inside it: tests go on."""
+    import torch
+
+    torch.set_num_threads(1)
 
     def begin(executable, command):
         with pytest.MonkeyPatch.context() as patched:

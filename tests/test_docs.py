@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from fitune.cli import main
+from sources import trees
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -33,8 +34,8 @@ def test_what_a_page_names_is_there(page):
 
 def test_no_message_names_a_page_that_an_installed_wheel_lacks():
     named = []
-    for path in sorted((ROOT / "src").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for path, tree in trees().items():
+        for node in ast.walk(tree):
             texts = (
                 [] if isinstance(node, ast.Expr) else ast.iter_child_nodes(node)
             )  # an Expr holds a docstring

@@ -2,13 +2,9 @@
 
 import ast
 from collections import Counter
-from pathlib import Path
+from functools import cache
 
-import pytest
-
-import fitune
-
-ROOT = Path(fitune.__file__).parent
+from sources import ROOT, trees
 
 MAY_IMPORT: dict[str, set[str]] = {
     "spec": set(),
@@ -45,13 +41,10 @@ HEAVY = {"torch", "transformers", "peft", "datasets", "accelerate", "numpy", "sa
 FORBIDDEN_NAMES = {"utils", "common", "core", "helpers", "base"}
 
 
-def modules():
-    return sorted(ROOT.rglob("*.py"))
-
-
+@cache
 def imported_names(path, *, only_at_import):
     """Dotted names a module imports; optionally only those that run when it is imported."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = trees()[path]
     names = set()
     nodes = _module_level(tree) if only_at_import else ast.walk(tree)
     for node in nodes:
@@ -79,24 +72,27 @@ def room_of(path):
     return relative.parts[0] if len(relative.parts) > 1 else relative.stem
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
-def test_a_room_imports_only_the_rooms_it_may(path):
-    room = room_of(path)
-    if room in {"__main__", "__init__"}:
-        return
-    allowed = OPEN_TO_ALL | {room} | MAY_IMPORT.get(room, set())
-    for name in imported_names(path, only_at_import=False):
-        parts = name.split(".")
-        if parts[0] == "fitune" and len(parts) > 1:
-            assert parts[1] in allowed, f"{path.relative_to(ROOT)} imports {name}"
+def test_a_room_imports_only_the_rooms_it_may():
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in trees()
+        if (room := room_of(path)) not in {"__main__", "__init__"}
+        for name in imported_names(path, only_at_import=False)
+        if name.startswith("fitune.")
+        and name.split(".")[1] not in OPEN_TO_ALL | {room} | MAY_IMPORT.get(room, set())
+    ]
+    assert not wrong
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
-def test_planning_needs_no_torch(path):
-    if room_of(path) not in WITHOUT_TORCH | OPEN_TO_ALL | {"cli"}:
-        return
-    for name in imported_names(path, only_at_import=True):
-        assert name.split(".")[0] not in HEAVY, f"{path.relative_to(ROOT)} imports {name} when it is imported"
+def test_planning_needs_no_torch():
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name} when it is imported"
+        for path in trees()
+        if room_of(path) in WITHOUT_TORCH | OPEN_TO_ALL | {"cli"}
+        for name in imported_names(path, only_at_import=True)
+        if name.split(".")[0] in HEAVY
+    ]
+    assert not wrong
 
 
 def test_every_room_is_in_the_table():
@@ -105,13 +101,13 @@ def test_every_room_is_in_the_table():
 
 
 def test_a_folder_can_be_read_at_a_glance():
-    modules_of = Counter(path.parent for path in modules() if path.name != "__init__.py")
+    modules_of = Counter(path.parent for path in trees() if path.name != "__init__.py")
     assert {str(folder) for folder, count in modules_of.items() if count > MOST_MODULES} == set()
 
 
 def test_folders_of_a_room_need_each_other_one_way():
     needed = set()
-    for path in modules():
+    for path in trees():
         room, *parts = path.relative_to(ROOT).parts
         for name in imported_names(path, only_at_import=False) if len(parts) > 1 else ():
             other = name.split(".")[1:3]
@@ -132,8 +128,8 @@ def test_the_command_line_is_thin():
 
 
 def test_a_session_prints_nothing():
-    for path in (ROOT / "session").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for path in [path for path in trees() if room_of(path) == "session"]:
+        for node in ast.walk(trees()[path]):
             is_print = (
                 isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
             )

@@ -180,3 +180,7 @@ def test_one_is_singular():
 )
 def test_a_cost_below_a_cent_is_not_nothing(dollars, text):
     assert units.format_dollars(dollars) == text
+
+
+def test_ranges_are_written_short():
+    assert units.as_ranges((0, 1, 2, 7, 9, 10)) == "0–2, 7, 9–10"

@@ -8,52 +8,40 @@ import sys
 import pytest
 
 from jsonl import read_lines
-from runs import (
-    trained,
-)
+from runs import trained
 
 LLAMA_8B = ["--model", "meta-llama/Llama-3.1-8B", "--gpu", "rtx-4090"]
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["plan", *LLAMA_8B, "--tuning", "lora"], "--tuning qlora"),
-        (["plan", *LLAMA_8B, "--data", "ROWS"], "your job about 40 rows"),
-        (
-            [
-                "score",
-                "--model",
-                "Qwen/Qwen3-8B",
-                "--data",
-                "ROWS",
-                "--out",
-                "out",
-                "--gpu",
-                "h100",
-                "--plan",
-            ],
-            "40 rows: prompts of peak: weights 15.26 + keys and values",
-        ),
-    ],
-    ids=["plan", "plan with data", "plan of a score"],
-)
-def test_planning_imports_no_torch_and_writes_nothing(tmp_path, words, said):
+def test_planning_imports_no_torch_and_writes_nothing(tmp_path):
     """In a fresh process, as a user starts it."""
     (tmp_path / "rows.jsonl").write_text('{"question": "What is 2 plus 3?", "answer": "5"}\n' * 40)
-    words = [word.replace("ROWS", "rows.jsonl") for word in words]
+    score = "score --model Qwen/Qwen3-8B --data rows.jsonl --out out --gpu h100 --plan"
+    commands = [
+        ["plan", *LLAMA_8B, "--tuning", "lora"],
+        ["plan", *LLAMA_8B, "--data", "rows.jsonl"],
+        score.split(),
+    ]
     program = (
-        f"import sys, fitune; sys.argv = ['fitune', *{words!r}]\n"
+        "import sys, fitune\n"
         "assert 'fitune.spec.plan' not in sys.modules, 'fitune is imported quickly'\n"
         "from fitune.cli import main\n"
-        "try: main()\n"
-        "except SystemExit as end: assert not end.code\n"
+        f"for words in {commands!r}:\n"
+        "    sys.argv = ['fitune', *words]\n"
+        "    try: main()\n"
+        "    except SystemExit as end: assert not end.code\n"
         "heavy = {'torch', 'transformers', 'peft', 'datasets', 'matplotlib'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
     finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
     assert finished.returncode == 0, finished.stderr
-    assert all(word in finished.stdout for word in said.split(" peak: "))
+    for said in (
+        "--tuning qlora",
+        "your job about 40 rows",
+        "40 rows: prompts of",
+        "weights 15.26 + keys and values",
+    ):
+        assert said in finished.stdout
     assert [file.name for file in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
@@ -137,26 +125,12 @@ def test_plan_json_is_one_object(call):
     assert all({"what", "why"} <= set(entry) for entry in content["rejected"])
 
 
-def test_a_refusal_is_an_error_object_and_exit_code_2(call):
-    code, out, _ = call(
-        "plan", "--model", "meta-llama/Llama-2-70b-hf", "--gpu", "v100-32gb", "--tuning", "full", "--json"
-    )
-    error = json.loads(out)["error"]
-    assert code == 2
-    assert error["kind"] == "NothingFits"
-    assert "GiB" in error["message"]
-    assert error["hint"]
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["plan", "--model", "meta-llama/Llama-3.1-8B", "--gpu", "rtx-4900"], "rtx-4090"),
-        (["plan", "--model", "meta-lama/Llama-3.1-8B", "--gpu", "rtx-4090"], "did you mean"),
         (["plan", *LLAMA_8B, "--seq-len", "0"], "seq_len"),
         (["train", "--model", "nowhere"], "no data is named"),
         (["report", "nowhere"], "no such run directory"),
-        (["export", "nowhere"], "no such run directory"),
     ],
 )
 def test_mistakes_are_one_readable_error(call, words, said):

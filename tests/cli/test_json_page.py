@@ -101,6 +101,7 @@ def test_where_nothing_fits_the_numbers_are_those_of_the_page(call):
     ended = call("plan", "--model", "meta-llama/Llama-3.1-8B", "--gpu", "rtx-4090", "--zero", "0", "--tuning", "full",
                  "--offload-optimizer", "device", "--offload-parameters", "device", "--json")  # fmt: skip
     error = json.loads(ended.out)["error"]
+    assert (ended.code, error["kind"]) == (2, "NothingFits")
     said = PAGE[PAGE.index("**An error**") :]
     assert set(error) <= keys_of(said) | set(re.findall(r'"(\w+)"', said))
     assert error["needed_bytes"] > error["usable_bytes"]

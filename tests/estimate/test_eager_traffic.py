@@ -28,17 +28,11 @@ FAMILIES = {
     "qwen3": {"head_dim": 40},
     "gemma3_text": {"head_dim": 40},
     "gpt2": {
-        "n_embd": 96,
-        "n_head": 6,
-        "n_inner": 224,
-        "n_positions": 512,
-        "num_key_value_heads": 6,
-        "attn_pdrop": 0.0,
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
+        "n_embd": 96, "n_head": 6, "n_inner": 224, "n_positions": 512, "num_key_value_heads": 6, "attn_pdrop": 0.0,
+        "resid_pdrop": 0.0, "embd_pdrop": 0.0,
     },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-}
+}  # fmt: skip
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"}
 
 
@@ -90,6 +84,7 @@ def counted(family, layers, **choice):
     return plan, traffic
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("tuning", ["full", "lora"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", FAMILIES)

@@ -187,24 +187,13 @@ def test_nothing_is_exported_before_the_last_step(train, call, tmp_path):
     call("export", tmp_path / "run").ends(2, "1 of 2 steps are done")
 
 
-@pytest.mark.parametrize(
-    ("words", "settings", "said"),
-    [
-        (("--as", "full"), {}, "trained an adapter"),
-        pytest.param(("--as", "adapter"), {}, "has its adapter already", marks=pytest.mark.slow),
-        pytest.param(
-            ("--as", "merged"),
-            {"tuning": "full", "export": "full"},
-            "no adapter to merge",
-            marks=pytest.mark.slow,
-        ),
-        ((), {"tuning": "full", "export": "full"}, "no adapter to merge"),
-        (("--as", "full"), {"tuning": "full", "export": "full"}, "has its model already"),
-    ],
-)
-def test_what_a_run_does_not_have_is_not_exported(train, call, tmp_path, words, settings, said):
-    assert train(**settings)[0] == 0
-    call("export", tmp_path / "run", *words).ends(2, said)
+def test_what_a_run_does_not_have_is_not_exported(train, call, shop, tmp_path):
+    call("export", shop, "--as", "full").ends(2, "trained an adapter")
+    call("export", shop, "--as", "adapter").ends(2, "has its adapter already")
+    assert train(tuning="full", export="full")[0] == 0
+    for words in ((), ("--as", "merged")):
+        call("export", tmp_path / "run", *words).ends(2, "no adapter to merge")
+    call("export", tmp_path / "run", "--as", "full").ends(2, "has its model already")
 
 
 # What a merge does to the loss

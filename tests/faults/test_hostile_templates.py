@@ -46,13 +46,9 @@ FAILURES = {
     "no such filter": "{{ messages | nothing }}",
     "no Jinja": "{% if %}",
     "a type": "{{ 'a' + 1 }}",
-    "zero": "{{ 1 // (messages | length - 1) + 1 // 0 }}",
     "depth": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
-    "too large a number": "{{ 'a'.ljust(10**30) }}",
-    "an iterator": "{{ (messages | map('length')).throw('a') }}",
     "another template": "{% include 'other' %}",
     "random": "{{ [1, 2] | random }}",
-    "lipsum": "{{ lipsum() }}",
 }
 
 

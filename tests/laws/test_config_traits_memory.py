@@ -99,7 +99,8 @@ def test_estimate_and_rehearsal_agree(family, different, choice, hardware):
     check(by_rows(spec, ROWS, hardware=hardware, **choice), config)
 
 
-@pytest.mark.parametrize("rows", [(200, 150, 40), (150, 200, 40), (40, 150, 200)])
+@pytest.mark.thinned(3)
+@pytest.mark.parametrize("rows", [(150, 200, 40), (200, 150, 40), (40, 150, 200)])
 def test_scores_of_rows_behind_the_longest_are_gone_when_it_goes_back(rows):
     config, spec = tiny("gemma2")
     check(

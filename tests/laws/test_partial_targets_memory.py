@@ -71,14 +71,14 @@ def check(plan, config):
 def test_adapters_on_attention_alone(folder, model_type, recompute):
     """Before the first adapted block no gradient goes, and through all behind it products of backward do."""
     spec = small(folder, model_type)
-    plan = with_adapters(spec, ATTENTION, tokens=400, recompute=recompute, chunk=64)
+    plan = with_adapters(spec, ATTENTION, tokens=200, recompute=recompute, chunk=64)
     kinds = SMALL[model_type]["layer_types"]
     attending = tuple(n for n, kind in enumerate(kinds) if kind in ("attention", "full_attention"))
     assert adapted_blocks(spec, plan.tuning) == attending
     first = untouched_blocks(spec, plan.tuning)
     assert first == attending[0]
     check(plan, model_config(spec.name))
-    shape = BatchShape(tokens=400, supervised_tokens=399, rows=1)
+    shape = BatchShape(tokens=200, supervised_tokens=199, rows=1)
     for block in model_profile(plan, shape).blocks[first + 1 :]:
         assert block.backward.flops > 0.95 * block.forward.flops
 

@@ -62,7 +62,7 @@ STACKS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
     ("family", "precision", "recompute", "adapted"),
     [
         ("qwen3_moe", "bf16", 2, ()),
-        ("mixtral", "fp32", 0, ()),
+        pytest.param("mixtral", "fp32", 0, (), marks=pytest.mark.slow),
         ("qwen3_moe", "bf16", 2, STACKS),
         pytest.param("mixtral", "bf16", 2, (), marks=pytest.mark.slow),
         pytest.param("mixtral", "fp32", 4, STACKS, marks=pytest.mark.slow),

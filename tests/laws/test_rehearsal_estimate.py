@@ -57,6 +57,7 @@ def some(choices, *, of):
             yield pytest.param(family, choice, hardware, id="-".join(words), marks=marks)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("family", "choice", "hardware"), list(some(CHOICES, of=4)))
 def test_estimate_and_rehearsal_agree(family, choice, hardware):
     config, spec = tiny(family)
@@ -64,6 +65,7 @@ def test_estimate_and_rehearsal_agree(family, choice, hardware):
     check(plan, config)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("family", "choice", "hardware"), list(some(QUANTISED, of=4)))
 def test_on_a_quantised_base(family, choice, hardware):
     pytest.importorskip("bitsandbytes")
@@ -76,11 +78,14 @@ def test_on_a_quantised_base(family, choice, hardware):
     check(plan, config)
 
 
-@pytest.mark.parametrize("recompute", [0, 4])
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
-    ("hardware", "precision"),
-    [(CPU, "bf16"), (gpu("h100"), "bf16"), (gpu("t4"), "fp16"), (gpu("t4"), "fp32")],
-)
+    ("hardware", "precision", "recompute"),
+    [
+        (CPU, "bf16", 4), (CPU, "bf16", 0), (gpu("h100"), "bf16", 0), (gpu("h100"), "bf16", 4), (gpu("t4"), "fp16", 4),
+        (gpu("t4"), "fp16", 0), (gpu("t4"), "fp32", 0), (gpu("t4"), "fp32", 4),
+    ],
+)  # fmt: skip
 def test_scores_that_are_written_out_take_what_the_device_makes_of_them(hardware, precision, recompute):
     """Rows so long that little else counts. For each score, backward: CUDA's softmax multiplies first, + 4 bytes;
     fp16 is not cast before it there, so that is all that waits."""

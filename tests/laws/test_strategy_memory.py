@@ -64,6 +64,7 @@ def total(plan, phase):
     return sum(predict_memory(plan).phases[phase].values())
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("sharding", SHARDINGS, ids=str)
 @pytest.mark.parametrize("tuning", ["full", "lora"])

@@ -7,7 +7,6 @@ import torch
 from transformers import Llama4Config, Llama4ForCausalLM, Llama4ForConditionalGeneration, Llama4TextConfig
 
 from fitune.errors import FituneError
-from fitune.estimate.predict import predict_memory
 from fitune.models.low_bit.quantised import is_dense_linear
 from fitune.models.row_attention import Rows
 from fitune.spec.model.model_config import load_model_spec
@@ -65,7 +64,6 @@ def test_its_published_config_is_planned_one_row_at_a_time(folder):
         require_rules(packed, "plan")
     alone = replace(packed, batch=replace(packed.batch, packing=False))
     require_rules(alone, "plan", "train", "rehearse")
-    assert predict_memory(alone).peak_bytes > 0
 
 
 def test_its_text_part_is_loaded_from_the_whole_checkpoint(tmp_path):

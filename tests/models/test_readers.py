@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 
-import fitune
 from fitune.errors import ModelError
 from fitune.models import readers
+from sources import ROOT, trees
 
-ROOT = Path(fitune.__file__).parent
 FILE = Path(readers.__file__)
 
 READERS = {
@@ -37,25 +36,25 @@ def calls(tree, *names):
 def test_no_other_file_calls_them():
     found = {
         str(path.relative_to(ROOT)): names
-        for path in ROOT.rglob("*.py")
-        if path != FILE and (names := named(ast.parse(path.read_text(encoding="utf-8"))))
+        for path, tree in trees().items()
+        if path != FILE and (names := named(tree))
     }
     assert found == {}
 
 
 def test_no_library_pushes_by_itself():
-    for path in ROOT.rglob("*.py"):
-        assert not calls(ast.parse(path.read_text(encoding="utf-8")), "push_to_hub"), path
+    for path, tree in trees().items():
+        assert not calls(tree, "push_to_hub"), path
 
 
 def test_code_is_trusted_nowhere():
     """Every call that could trust it says that it does not; GenerationConfig and PEFT have nothing to say it to."""
-    for path in ROOT.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for path, tree in trees().items():
+        for node in ast.walk(tree):
             if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
                 assert isinstance(node.value, ast.Constant), path
                 assert node.value.value is False, path
-    for call in calls(ast.parse(FILE.read_text()), "from_pretrained", "from_config"):
+    for call in calls(trees()[FILE], "from_pretrained", "from_config"):
         owner = ast.unparse(call.func)
         if not owner.startswith(("GenerationConfig.", "PeftModel.")):
             said = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
@@ -64,8 +63,8 @@ def test_code_is_trusted_nowhere():
 
 def test_torch_and_pickle_read_nothing():
     """But what data/tokenising.py sends through a pipe to a process that it has just started itself."""
-    for path in {*ROOT.rglob("*.py")} - {ROOT / "data" / "tokenising.py"}:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+    for path in trees().keys() - {ROOT / "data" / "tokenising.py"}:
+        tree = trees()[path]
         assert not {"pickle", "joblib", "dill", "cloudpickle"} & {
             alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names
         }, path

@@ -81,6 +81,7 @@ def in_the_cache(folder):
     return snapshot
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("layout", [single, sharded, tied, in_the_cache])
 @pytest.mark.parametrize(
     ("dtype", "base"),

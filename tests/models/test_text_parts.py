@@ -31,9 +31,7 @@ from fitune.models.readers import text_config
 from fitune.models.weights import load_model
 from fitune.train.prepare import prepare
 from laws.test_memory_prediction import bench
-from runs import (
-    trained,
-)
+from runs import trained
 
 TEXT = {
     "vocab_size": 384, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -113,8 +111,17 @@ def test_the_text_part_alone_is_read_and_answers_like_the_whole(kind, folder):
     torch.testing.assert_close(answers(loaded), answers(seeing(kind)), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("tuning", ["full", "lora"])
-def test_the_peak_is_the_predicted_one(folder, data_file, tuning):
+@pytest.mark.parametrize(
+    ("kind", "tuning"),
+    [
+        ("gemma3", "lora"),
+        ("gemma4", "full"),
+        ("ministral3", "lora"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("gemma4", "lora"), ("mistral", "full"))),
+    ],
+)
+def test_the_peak_is_the_predicted_one(kind, folder, data_file, tuning):
+    """A trace of blocks that are unlike takes half a minute."""
     plan = plan_on(folder, data_file, tuning=tuning)
     prepared = prepare(plan)
     held = sum(p.numel() for name, p in prepared.model.whole.named_parameters() if "lora_" not in name)

@@ -1,13 +1,11 @@
 """A family of models is added in one place: spec/model/families.py reads its config, nothing else knows its name."""
 
 import ast
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import fitune
 from fitune.estimate.predict import predict_memory
 from fitune.rehearse.step import trace_plan
 from fitune.spec.counts import count_parameters
@@ -17,8 +15,8 @@ from fitune.train.prepare import prepare_loaded
 from models.streams import forward_backward, optimizer_step, stream_of
 from plans import CPU, plan_for
 from rehearse.tiny_configs import tensor_peak
+from sources import ROOT, trees
 
-ROOM = Path(fitune.__file__).parent
 READERS = {
     "spec/model/families.py",
     "spec/model/model_config.py",
@@ -67,10 +65,10 @@ def test_its_memory_is_predicted_and_it_trains(toy, tuning):
 
 def test_nothing_else_decides_by_a_models_type():
     found = [
-        f"{path.relative_to(ROOM)}:{node.lineno}"
-        for path in sorted(ROOM.rglob("*.py"))
-        if str(path.relative_to(ROOM)) not in READERS
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path, tree in trees().items()
+        if str(path.relative_to(ROOT)) not in READERS
+        for node in ast.walk(tree)
         if isinstance(node, ast.Compare)
         for side in (node.left, *node.comparators)
         if isinstance(side, ast.Attribute) and side.attr == "model_type"

@@ -32,18 +32,19 @@ def test_half_of_the_square_is_what_kernels_compute_less_what_lies_before_a_wind
     assert full.seen_pairs(BlockAttention(width=1, window=16)) == 2 * (32 * 16 - 16**2 / 2 - (32 - 16) / 2)
 
 
-@pytest.mark.parametrize("name", [name for name in configs_to_trace() if name not in NOT_SHIPPED])
-def test_the_attention_of_each_kind_of_block_is_what_was_traced(name):
+def test_the_attention_of_each_kind_of_block_is_what_was_traced():
     """12 FLOPs for each element and pair, in fused kernels or written out as products; mixers have hardly any."""
-    model = load_model_spec(name, offline=True)
-    assert len(model.attentions) == len(model.kinds)
-    for attention, block in zip(model.attentions, shipped(model).blocks, strict=True):
-        written = 3 * block.there.flops.per_square
-        if attention.width:
-            assert 12 * attention.width == pytest.approx(max(block.flops_per_pair, written), rel=1e-6)
-        else:
-            assert block.heads == 0
-            assert written < 0.02 * 12 * model.hidden_size
+    for name in [name for name in configs_to_trace() if name not in NOT_SHIPPED]:
+        model = load_model_spec(name, offline=True)
+        assert len(model.attentions) == len(model.kinds), name
+        for attention, block in zip(model.attentions, shipped(model).blocks, strict=True):
+            written = 3 * block.there.flops.per_square
+            if attention.width:
+                most = max(block.flops_per_pair, written)
+                assert 12 * attention.width == pytest.approx(most, rel=1e-6), name
+            else:
+                assert block.heads == 0, name
+                assert written < 0.02 * 12 * model.hidden_size, name
 
 
 def shipped(model):
@@ -60,21 +61,20 @@ def shipped(model):
     return next(step for step in found if step is not None)
 
 
-@pytest.mark.parametrize("name", known_model_names())
-def test_flops_are_those_of_products_and_of_the_pairs_of_each_block(name):
+def test_flops_are_those_of_products_and_of_the_pairs_of_each_block():
     """Of rows of 8 and 32 thousand tokens, for every public name."""
-    model = load_model_spec(name, offline=True)
-    rows, tokens = (8192, 32768), 8192 + 32768
-    attended = sum(
-        12 * each.width * each.pairs(row)
-        for each in map(model.attention_of, range(model.num_layers))
-        for row in rows
-    )
-    linears = sum(
-        count * 6 * m.in_features * m.out_features * m.active_copies for m, count in model.counted_linears()
-    )
-    counted = model_flops(model, Full(), row_lengths=rows, supervised_tokens=0)
-    assert counted == pytest.approx(tokens * linears + attended, rel=1e-9)
+    rows = (8192, 32768)
+    for model in (load_model_spec(name, offline=True) for name in known_model_names()):
+        attended = sum(
+            12 * each.width * each.pairs(row)
+            for each in map(model.attention_of, range(model.num_layers))
+            for row in rows
+        )
+        products = sum(
+            count * m.in_features * m.out_features * m.active_copies for m, count in model.counted_linears()
+        )
+        counted = model_flops(model, Full(), row_lengths=rows, supervised_tokens=0)
+        assert counted == pytest.approx(6 * products * sum(rows) + attended, rel=1e-9), model.name
 
 
 @pytest.mark.parametrize(

@@ -87,18 +87,11 @@ def test_the_file_itself_names_its_folder(tmp_path):
     ("short", "name"),
     [
         ("llama-2-7b", "meta-llama/Llama-2-7b-hf"),
-        ("llama-3-8b", "meta-llama/Meta-Llama-3-8B"),
-        ("llama-3.1-8b", "meta-llama/Llama-3.1-8B"),
         ("Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B-Instruct"),
         ("META-LLAMA/llama-3.1-8b", "meta-llama/Llama-3.1-8B"),
-        ("qwen3-8b", "Qwen/Qwen3-8B"),
-        ("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B"),
         ("mistral-7b", "mistralai/Mistral-7B-v0.1"),
-        ("falcon-180b", "tiiuae/falcon-180B"),
         ("gemma-3-4b", "google/gemma-3-4b-pt"),
         ("tinyllama", "TinyLlama/TinyLlama-1.1B-Chat-v1.0"),
-        ("mamba-2.8b", "state-spaces/mamba-2.8b-hf"),
-        ("falcon-mamba-7b", "tiiuae/falcon-mamba-7b"),
         ("nemotron-nano-9b-v2", "nvidia/NVIDIA-Nemotron-Nano-9B-v2"),
         ("gpt2", "gpt2"),
     ],
@@ -198,17 +191,6 @@ def test_experts_are_not_adaptable():
         resolve_targets(spec, ["down_proj"])
 
 
-def test_targets():
-    spec = load_model_spec("llama-3.1-8b")
-    assert resolve_targets(spec, ["all"]) == resolve_targets(spec, ["all-linear"]) == spec.adaptable_names
-    assert resolve_targets(spec, ["v_proj", "q_proj", "v_proj"]) == ("q_proj", "v_proj")
-    with pytest.raises(RecipeError, match="did you mean 'q_proj'") as caught:
-        resolve_targets(spec, ["q_prj"])
-    assert "gate_proj, up_proj, down_proj" in str(caught.value)
-    with pytest.raises(RecipeError, match="lora_target_modules is empty"):
-        resolve_targets(spec, [])
-
-
 def test_a_folder_comes_first(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_config(tmp_path / "gpt2", LLAMA)
@@ -247,32 +229,20 @@ def test_a_hub_that_does_not_answer_is_an_error_at_once(monkeypatch):
     ("name", "words"),
     [
         ("llama-3.1-9b", "did you mean 'llama-3.1-8b'?"),
-        ("meta-llama/Llama-3.1-8B-Instrukt", "did you mean 'meta-llama/Llama-3.1-8B-Instruct'?"),
         ("Qwen/Qwen3-4B-Instruct-2508", "did you mean 'Qwen/Qwen3-4B-Instruct-2507'?"),
         ("Qwen3-14B-Instruct", "did you mean 'qwen3-14b'?"),
         ("lama-3.1-8b", "did you mean 'llama-3.1-8b'?"),
         ("llama3.1:8b", "did you mean 'llama-3.1-8b-instruct'?"),
-        ("gemma3:4b", "did you mean 'gemma-3-4b-it'?"),
-        ("qwen3:30b-a3b", "did you mean 'qwen3-30b-a3b'?"),
-        ("gpt-oss:20b", "did you mean 'gpt-oss-20b'?"),
         ("granite4:micro", "did you mean 'granite-4.0-micro'?"),
-        ("phi4-mini", "did you mean 'phi-4-mini-instruct'?"),
         ("qwen3-coder", "did you mean 'qwen3-coder-30b-a3b-instruct'?"),
         ("deepseek-r1:671b", "did you mean 'deepseek-r1'?"),
         ("Llama-3.2-3B-Instruct-Q4_K_M.gguf", "llama-3.2-3b-instruct in 16 bits; tuning: qlora packs"),
         ("Qwen/Qwen2.5-7B-Instruct-AWQ", "Qwen/Qwen2.5-7B-Instruct in 16 bits; tuning: qlora packs"),
         ("gemma3n:e4b", "did you mean 'gemma-3n-e4b-it'?"),
-        ("gemma4:31b", "did you mean 'gemma-4-31b-it'?"),
-        ("google/gemma-4-12B", "a Hub name"),
         ("gemma-4b", "did you mean 'gemma-3-4b'?"),
-        ("Qwen3.5-4B", "a Hub name"),
         ("state-spaces/mamba-2.8b", "did you mean 'mamba-2.8b'?"),
-        ("falcon-7b-instrukt", "did you mean 'falcon-7b-instruct'?"),
-        ("qwen3-coder-30b", "did you mean 'qwen3-coder-30b-a3b-instruct'?"),
-        ("deepseek-r1:7b", "did you mean 'deepseek-r1-distill-qwen-7b'?"),
         ("openai/gpt-4o", "a Hub name"),
         ("pythia-6.9B-v0", "did you mean 'pythia-6.9b'?"),
-        ("zzz", "a Hub name"),
         ("", "has no config.json"),
         ("./nowhere", "no such folder"),
         ("https://example.com/model", "is not known"),
@@ -304,7 +274,6 @@ def test_folders_that_are_no_model(tmp_path):
     [
         ("{", "not JSON: line 1"),
         ('{"hidden_size": 32, "hidden_size": 64}', "the key 'hidden_size' is there twice"),
-        ("[1]", "expected an object, found list"),
         ("{}", "model_type is missing"),
         ('{"model_type": "nobodys"}', "model_type = 'nobodys': "),
         ('{"model_type": 7}', "model_type = 7 is not supported"),
@@ -336,7 +305,6 @@ def test_a_config_that_is_none(tmp_path, text, words):
         (LLAMA, {"architectures": "LlamaForCausalLM"}, "must be a list of names"),
         (LLAMA, {"is_encoder_decoder": True}, "decoder-only"),
         (LLAMA, {"quantization_config": {"bits": 4}}, "already quantised"),
-        (LLAMA, {"model_type": []}, "model_type = [] is not supported"),
         (
             {},
             {"model_type": "gemma3", "text_config": {}, "quantization_config": {"quant_method": "gptq"}},
@@ -347,7 +315,6 @@ def test_a_config_that_is_none(tmp_path, text, words):
             {"auto_map": {"AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM"}},
             "brings its own model code",
         ),
-        (LLAMA, {"auto_map": "modeling_llama"}, "brings its own model code"),
         (LLAMA, {"trust_remote_code": True}, "is not for the model itself to say"),
         (
             FALCON_7B,
@@ -356,11 +323,9 @@ def test_a_config_that_is_none(tmp_path, text, words):
         ),
         (FALCON_7B, {"alibi": True}, "alibi = True is not supported"),
         (FALCON_7B, {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn = 2 must be 1 or 2"),
-        (FALCON_7B, {"num_attention_heads": 70}, "hidden_size = 4544 is not a multiple"),
         (MOE, {"num_experts": None}, "num_local_experts is missing"),
         (MOE, {"num_experts_per_tok": 129}, "num_experts_per_tok = 129 is more than the 128 experts"),
         (MOE, {"mlp_only_layers": [0]}, "mixes dense and sparse blocks"),
-        (MOE, {"decoder_sparse_step": 2}, "mixes dense and sparse blocks"),
         (MOE, {"output_router_logits": True, "router_aux_loss_coef": 0.02}, "(router_aux_loss_coef = 0.02)"),
         (MIXTRAL, {"output_router_logits": True}, "output_router_logits = True adds a load-balancing loss"),
     ],

@@ -10,15 +10,11 @@ from fitune.spec.recipe.strict_yaml import parse_value
 from fitune.spec.recipe.values import MOST
 
 _TAGS = [
-    "!!map [1, 2]", "!!map x", "!!seq x", "!!seq {a: b}", '!!timestamp "x"', '!!bool "maybe"', '!!int "x"',
-    '!!int ""', "!!int [1]", '!!float "x"', "!!set [a]", "!!set {a: b}", "!!omap x", "!!omap [x]", "!!pairs x",
-    "!!pairs [{a: b, c: d}]", '!!binary "é"', "!!null [x]", "!!str {a: b}", "!!str 1", "! 1", "!own 1",
-    "!!python/none x", "!!merge x",
+    "!!map [1, 2]", '!!timestamp "x"', '!!int ""', "!!set {a: b}", "!!str 1", "! 1", "!own 1", "!!python/none x",
 ]  # fmt: skip
 _PLAIN = [
-    "2024-99-99", "2024-01-01T99:00:00", "0x_", "0b_", "9" * 5000, "=", "{<<: x}", "{<<: [1]}", "{? [a] : b}",
-    "{? {a: b} : c}", "{null: 1}", "{2024-01-01: 1}", "[" * 100 + "]" * 100, "{a: " * 100 + "}" * 100, "[" * 100_000,
-    "[a", "{a", '"a', "a: b: c", "&a [*a]", "*a", "a\0b", "a\x1bb", "a\ud800b", "@x", "`x", "%x",
+    "2024-99-99", "0x_", "9" * 5000, "{<<: x}", "{? [a] : b}", "{null: 1}", "{2024-01-01: 1}", "[" * 100 + "]" * 100,
+    "{a: " * 100 + "}" * 100, "[" * 100_000, "[a", "a: b: c", "&a [*a]", "*a", "a\0b", "a\x1bb", "a\ud800b", "@x",
 ]  # fmt: skip
 
 
@@ -48,15 +44,12 @@ _PATHS = ["output_dir", "model", "chat_template", "cache_dir", "nvme_path", "res
     ("path", "cause"),
     [
         ("a\0b", "control character (U+0000)"),
-        ("a\nb", "control character (U+000A)"),
         ("a\x1b[2Jb", "control character (U+001B)"),
         ("a\x85b", "control character (U+0085)"),
         ("a\ud800b", "unpaired surrogate"),
-        ("x/" + "y" * 256, "has 256 bytes, at most 255"),
         ("é" * 128, "has 256 bytes, at most 255"),
         ("x/" * 2100, "has 4200 bytes, at most 4095"),
         ("s3:/bucket/x", "looks like a URL whose '://' is not whole: s3://bucket/x, or ./s3:/bucket/x"),
-        ("gs//bucket/x", "looks like a URL whose '://' is not whole: gs://bucket/x"),
     ],
     ids=ascii,
 )
@@ -97,37 +90,33 @@ def test_every_number_of_a_recipe_has_a_largest_value():
 
 
 @pytest.mark.parametrize("name", sorted(MOST))
-@pytest.mark.parametrize("factor", ["2", "2**70", "10**400", "1e308", "text"])
-def test_a_number_above_its_limit_is_refused_with_the_limit(name, factor):
-    value = {
-        "2": 2 * int(MOST[name]), "2**70": 2**70, "10**400": 10**400, "1e308": 1e308, "text": f"1{'0' * 300}",
-    }[factor]  # fmt: skip
-    where = {"data": [{"path": "a", name: value}]} if name in ("sample", "weight") else {name: value}
-    if factor == "2**70" and MOST[name] > 2**70:
-        parse_recipe({"model": "gpt2", **where})
-        return
-    with pytest.raises(RecipeError) as caught:
-        parse_recipe({"model": "gpt2", **where})
-    assert name in caught.value.message
-    assert "must be at most" in caught.value.message or factor not in ("2", "2**70")
-    assert len(caught.value.message) < 2000
+def test_a_number_is_taken_up_to_its_limit_and_refused_with_it_above(name):
+    def read(value):
+        inside = name in ("sample", "weight")
+        return parse_recipe(
+            {"model": "gpt2", **({"data": [{"path": "a", name: value}]} if inside else {name: value})}
+        )
+
+    dump_recipe(read(MOST[name]))
+    for value, said in (
+        (2 * int(MOST[name]), "must be at most"),
+        (10**400, ""),
+        (1e308, ""),
+        (f"1{'0' * 300}", ""),
+    ):
+        with pytest.raises(RecipeError, match=said or name) as caught:
+            read(value)
+        assert name in caught.value.message
+        assert len(caught.value.message) < 2000
 
 
-@pytest.mark.parametrize("name", sorted(MOST))
-def test_the_limit_itself_is_allowed(name):
-    where = (
-        {"data": [{"path": "a", name: MOST[name]}]} if name in ("sample", "weight") else {name: MOST[name]}
-    )
-    dump_recipe(parse_recipe({"model": "gpt2", **where}))
-
-
-@pytest.mark.parametrize("size", [24, 24.0, "24", "24.0"])
+@pytest.mark.parametrize("size", [24.0, "24"])
 def test_a_size_without_its_unit_is_refused(size):
     with pytest.raises(RecipeError, match="24 bytes are less than 1 MiB; write the unit, e.g. 24GiB"):
         parse_recipe({"model": "m", "gpu_memory": size})
 
 
-@pytest.mark.parametrize("setting", ["gpu", "added_tokens", "lora_target_modules", "report_to"])
+@pytest.mark.parametrize("setting", ["gpu", "lora_target_modules"])
 def test_a_text_with_an_unpaired_surrogate_is_refused(setting):
     with pytest.raises(RecipeError, match=f"{setting}.* = .*unpaired surrogate") as caught:
         parse_recipe({"model": "gpt2", setting: "a\ud800"})

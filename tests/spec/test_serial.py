@@ -1,14 +1,12 @@
 """Values survive JSON exactly, and a file edited by hand fails where it is wrong."""
 
 import dataclasses
-import json
 import math
 
 import pytest
 
 from fitune.spec.machines.gpus import find_gpu, hardware_for
 from fitune.spec.model.model_config import load_model_spec
-from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.plan import (
     AdamW,
     AdamW8bit,
@@ -22,7 +20,6 @@ from fitune.spec.plan import (
     Epochs,
     Fraction,
     Full,
-    Hqq,
     Lomo,
     Lora,
     Nf4,
@@ -89,7 +86,6 @@ CHOICES = [
     {"tuning": Lomo(adaptive=True, clip=ClipByNorm(max_norm=1.0))},
     {"tuning": Lomo(adaptive=False, clip=ClipByValue(value=0.5))},
     {"tuning": Lora(**_LORA, base=Nf4(double_quant=False), dora=True)},
-    {"tuning": Lora(**_LORA, base=Hqq(bits=3, group_size=128))},
     {"tuning": Lora(**_LORA, rslora=True, layers=(0, 3, 31))},
     {"tuning": Lora(**_LORA, modules_to_save=("embed_tokens", "lm_head"))},
     {"optimizer": AdamW8bit(weight_decay=0.1)},
@@ -116,25 +112,6 @@ def test_a_plan_written_before_there_was_offload_still_reads():
     for name in ("dora", "rslora", "layers", "modules_to_save"):
         del data["tuning"][name]
     assert from_data(Plan, data) == plan()
-
-
-def test_an_impossible_stage_is_an_error():
-    data = to_data(plan(sharding=Zero(stage=3, backend="fsdp")))
-    data["sharding"]["stage"] = 4
-    with pytest.raises(ValueError, match="stage: expected 1, 2 or 3, found 4"):
-        from_data(Plan, data)
-
-
-def test_json_is_plain_and_tells_choices_apart():
-    data = to_data(plan())
-    assert json.loads(json.dumps(data)) == data
-    assert data["tuning"]["kind"] == "Lora"
-    assert data["precision"] == "bf16-master"
-
-
-def test_phases_are_keys():
-    memory = MemoryBreakdown(phases={Phase.FORWARD: {"weights": 5}, Phase.UPDATE: {"states": 7}})
-    assert from_json(MemoryBreakdown, to_json(memory)) == memory
 
 
 def test_the_phase_between_steps_is_read_by_its_earlier_name_too():
@@ -169,7 +146,6 @@ def changed(path, value):
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [
-        ("batch.seq_len", "long", "Plan.batch.seq_len: expected int, found 'long'"),
         ("batch.seq_len", True, "Plan.batch.seq_len: expected int, found True"),
         ("batch.seq_len", 1.5, "Plan.batch.seq_len: expected int"),
         ("batch.packing", 1, "Plan.batch.packing: expected bool"),
@@ -178,16 +154,13 @@ def changed(path, value):
         ("batch", [], "Plan.batch: expected an object"),
         ("batch.kind", "Bach", "Plan.batch.kind: expected 'Batch'"),
         ("tuning.kind", "Magic", "Plan.tuning: kind 'Magic' is not one of Full, Lomo, Lora"),
-        ("tuning.base.kind", "Magic", "Plan.tuning.base: kind 'Magic' is not one of Dense, Nf4, Hqq"),
         ("precision", "fp8", "Plan.precision"),
         ("attention", "magic", "Plan.attention: expected 'flash', 'sdpa' or 'eager', found 'magic'"),
         ("tuning.targets", "q_proj", "Plan.tuning.targets: expected a list"),
         ("data.sources.0.columns", [["prompt"]], "columns\\[0\\]: missing key 1"),
         ("data.sources.0.columns", [["prompt", "a", "b"]], "columns\\[0\\]: expected fewer items"),
-        ("tuning.rank", True, "Plan.tuning.rank: expected int, found True"),
         ("tuning.base", "Nf4", "Plan.tuning.base: kind 'str' is not one of Dense, Nf4, Hqq"),
         ("schedule.learning_rate", "1e-4", "Plan.schedule.learning_rate: expected float, found '1e-4'"),
-        ("schedule.learning_rate", True, "Plan.schedule.learning_rate: expected float, found True"),
         ("schedule.learning_rate", 10**400, "Plan.schedule.learning_rate: expected a number below 1e308"),
         ("hardware", {"kind": "Gpu"}, "Plan.hardware.kind: expected 'Hardware', found 'Gpu'"),
         ("model.linears.0.part", "brain", "Plan.model.linears\\[0\\].part"),
@@ -198,11 +171,13 @@ def test_a_wrong_value_is_named_by_its_path(path, value, words):
         from_data(Plan, changed(path, value))
 
 
-@pytest.mark.parametrize("stage", [True, 1.0, "1"])
-def test_only_a_number_is_the_choice_of_a_number(stage):
+@pytest.mark.parametrize(
+    ("stage", "said"), [(True, "int, found"), (1.0, "int, found"), (4, "1, 2 or 3, found 4")]
+)
+def test_only_a_number_is_the_choice_of_a_number(stage, said):
     data = to_data(plan(sharding=Zero(stage=1, backend="fsdp")))
     data["sharding"]["stage"] = stage
-    with pytest.raises(ValueError, match="stage: expected int, found"):
+    with pytest.raises(ValueError, match=f"stage: expected {said}"):
         from_data(Plan, data)
 
 
@@ -251,8 +226,3 @@ def test_the_bytes_that_are_written():
     assert to_json((Lora(**_LORA, base=Nf4(double_quant=False)).base, math.nan, Precision.FP16)) == (
         '[\n  {\n    "kind": "Nf4",\n    "double_quant": false\n  },\n  "nan",\n  "fp16"\n]\n'
     )
-
-
-def test_broken_json_is_a_value_error():
-    with pytest.raises(ValueError, match="Expecting"):
-        from_json(ModelSpec, "{")

@@ -3,10 +3,8 @@
 import pytest
 
 from fitune.errors import RecipeError
-from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
 from fitune.spec.recipe.targets import Adapted, resolve_adapted, resolve_layers
-from fitune.units import as_ranges
 from plans import known, small_llama
 
 LLAMA = small_llama(num_hidden_layers=12)
@@ -67,7 +65,6 @@ def test_blocks_of_a_pattern_and_of_lora_layers_must_both_hold():
         ([r".*\.embed_tokens"], r"(?s)matches no linear.*lora_modules_to_save: \[embed_tokens\]"),
         (["lm_head"], r"(?s)'lm_head' is no linear of a block.*lora_modules_to_save: \[lm_head\]"),
         (["(q|v_proj"], "is no regular expression: "),
-        (["(?R)"], "is no regular expression: "),
         (
             [".*qkv"],
             r"the pattern '\.\*qkv' matches no linear of tiny/llama, whose blocks have self_attn\.q_proj, ",
@@ -106,7 +103,7 @@ def test_ranges_of_blocks_are_read(written, numbers):
     assert recipe(lora_layers=written).lora_layers == numbers
 
 
-@pytest.mark.parametrize("written", ["-1", "3-1", "a", "1..3", True, "0-99999999", ""])
+@pytest.mark.parametrize("written", ["-1", "3-1", "1..3", True, "0-99999999", ""])
 def test_what_is_no_range_is_refused(written):
     with pytest.raises(RecipeError, match="lora_layers"):
         recipe(lora_layers=written)
@@ -118,7 +115,6 @@ def test_what_is_no_range_is_refused(written):
         ({"lora_target_linear": True}, "lora_target_modules", ["all-linear"]),
         ({"peft_layers_to_transform": [0, 1]}, "lora_layers", [0, 1]),
         ({"peft_use_rslora": True}, "rslora", True),
-        ({"use_rslora": True}, "rslora", True),
         (
             {"lora_target_modules": r"layers\.\d{1,2}\.q_proj"},
             "lora_target_modules",
@@ -129,8 +125,3 @@ def test_what_is_no_range_is_refused(written):
 )
 def test_the_words_of_other_frameworks(theirs, ours, value):
     assert getattr(recipe(**theirs), ours) == value
-
-
-def test_ranges_are_written_short():
-    assert as_ranges((0, 1, 2, 7, 9, 10)) == "0–2, 7, 9–10"
-    assert load_model_spec("llama-3.1-8b", offline=True).num_layers == 32
