@@ -7,7 +7,6 @@ import pytest
 from fitune.errors import RecipeError
 from fitune.spec.deepspeed import (
     BUCKET_ELEMENTS,
-    SUB_GROUP_ELEMENTS,
     deepspeed_config,
     sub_groups,
     trained_elements,
@@ -80,32 +79,6 @@ def test_shares_are_rounded_up_and_adapters_go_block_by_block():
     pair = {"tuning": "lora", "rank": 8, "targets": ("q_proj", "v_proj"), "hardware": gpu("h100", gpus=3)}
     assert sub_groups(plan(**pair), 1) == 32 * [10_923, 10_923, 10_923, 2_731]
     assert sub_groups(plan(**pair), 30_000) == [3 * 10_923, *(31 * [2_731 + 3 * 10_923]), 2_731]
-
-
-@pytest.mark.parametrize(
-    ("model", "gpus", "largest", "most"),
-    [
-        ("llama-3.1-8b", 3, -(-4096 * 14336 // 3), 1.104),  # with 2^26 elements 1.805 times what is in them
-        ("meta-llama/Llama-3.1-70B", 8, 8192 * 28672 // 8, 1.005),  # 1.560
-        ("mistralai/Mixtral-8x7B-v0.1", 8, 8 * 4096 * 2 * 14336 // 8, 1.113),  # 1.494
-    ],
-)
-def test_on_the_host_a_sub_group_without_a_table_is_no_larger_than_a_power_of_two(model, gpus, largest, most):
-    """That is what torch pins of it. Elsewhere nothing is pinned, and 2^26 elements are stepped at a time."""
-    hardware, sharding = gpu("h100", gpus=gpus), Zero(stage=3, backend="deepspeed")
-
-    def size_with(place):
-        away = plan_for(known(model), hardware=hardware, sharding=sharding, offload=Offload(optimizer=place))
-        return away, deepspeed_config(away)["zero_optimization"]["sub_group_size"]
-
-    away, size = size_with("cpu")
-    room = size + largest - 1
-    groups = sub_groups(away, size)
-    pinned = [1 << (group - 1).bit_length() for group in groups]
-    assert room == 1 << room.bit_length() - 1
-    assert all(group <= room for group in groups[1:-2])  # the first has the table, the last but one the head
-    assert sum(pinned) < most * sum(groups)
-    assert size_with("device")[1] == size_with("nvme")[1] == SUB_GROUP_ELEMENTS
 
 
 def test_a_users_file_becomes_settings_of_the_recipe(tmp_path):

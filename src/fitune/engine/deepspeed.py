@@ -172,10 +172,9 @@ class DeepSpeedEngine:
         optimizer: Optimizer,
         precision: Precision,
         config: Mapping[str, Any],
-        device: torch.device,
-        host: Host | None = None,
+        host: Host | None,
     ) -> None:
-        """``model`` is made of ``whole``, with ``head`` in the place of its head; what is offloaded is in ``host``.
+        """``model`` is made of ``whole``, with ``head`` in the place of its head; ``host`` pins what is offloaded.
 
         Raises NoPinnedMemory.
         """
@@ -185,8 +184,7 @@ class DeepSpeedEngine:
         self.loss_scale = LossScale(precision)
         if config["zero_optimization"]["stage"] == 3:
             _keep_no_weights(whole)
-        os.environ.setdefault("LOCAL_RANK", str(device.index or 0))  # srun and mpirun have other words for it
-        if host is not None and device.type == "cuda":
+        if host is not None:
             _pin_in(host)
         self.runtime, *_ = import_deepspeed().initialize(
             model=Trunk(whole),

@@ -1,5 +1,6 @@
 """A Plan becomes a model and an engine: one line per transformation, in the order that matters."""
 
+import os
 import shutil
 import weakref
 from collections.abc import Iterator, Mapping
@@ -248,6 +249,8 @@ def _deepspeed_engine(
 
     if "nvme" in plan.offload.places:
         require_nvme(plan.offload.nvme_path)
+    # srun and mpirun have other words for it
+    os.environ.setdefault("LOCAL_RANK", str(parts.device.index or 0))
     head = Head(parts.head)
     trained = parts.trained
     parts = replace(parts, head=head)
@@ -259,8 +262,7 @@ def _deepspeed_engine(
         optimizer=plan.optimizer,
         precision=plan.precision,
         config=deepspeed_config(plan),
-        device=parts.device,
-        host=host,
+        host=host if parts.device.type == "cuda" else None,
     )
     if "nvme" in plan.offload.places:  # checkpoints have all of it
         weakref.finalize(engine, shutil.rmtree, nvme_folder(plan), ignore_errors=True)
