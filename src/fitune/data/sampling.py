@@ -229,7 +229,7 @@ def bytes_per_token(all_texts: Sequence[str], folder: Path) -> tuple[float, str]
     from tokenizers import Tokenizer
 
     shown, size = [], 0
-    for text in _spread(all_texts):
+    for text in islice(all_texts, 0, None, max(1, len(all_texts) // 500)):  # from all over them
         shown.append(text[:_SHOWN_TO_TOKENIZER])
         size += len(shown[-1])
         if size > _SHOWN_TO_TOKENIZER:
@@ -245,8 +245,3 @@ def bytes_per_token(all_texts: Sequence[str], folder: Path) -> tuple[float, str]
         return BYTES_PER_TOKEN, f"{BYTES_PER_TOKEN:g} bytes a token (tokenizer.json cannot be read)"
     tokens, size = sum(len(each) for each in encoded), sum(len(text.encode()) for text in shown)
     return size / max(1, tokens), f"{size / max(1, tokens):.1f} bytes a token"
-
-
-def _spread(texts: Sequence[str]) -> Iterator[str]:
-    """About 500 of ``texts``, from all over them."""
-    return islice(texts, 0, None, max(1, len(texts) // 500))

@@ -29,7 +29,6 @@ from fitune.spec.answering import CACHE_ROOM, Answering, Questions
 from fitune.spec.counts import count_parameters
 from fitune.spec.machines.hardware import Gpu
 from fitune.spec.model.architectures import caches_latent
-from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.model.traits import ACTIVATIONS
 from fitune.units import GIB
 
@@ -172,15 +171,12 @@ def _in_block(answering: Answering, *, rows: int, tokens: int, width: int) -> in
 
 
 def _masks(answering: Answering, *, rows: int, tokens: int, width: int) -> int:
-    """B · T · W for each kind of attention: a byte where it is fused, e where it is written out."""
+    """B · T · W for each kind of attention: a byte where it is fused, e where it is written out (capped scores, and
+    Falcon's own)."""
     model = answering.model
     kinds = len({model.has_window(layer) for layer in range(model.num_layers)})
-    return rows * tokens * width * kinds * (_e(answering) if _writes_scores(model) else 1)
-
-
-def _writes_scores(model: ModelSpec) -> bool:
-    """True where attention is not fused: capped scores, and Falcon's own."""
-    return model.caps_scores or model.masks_whole_stream
+    is_written_out = model.caps_scores or model.masks_whole_stream
+    return rows * tokens * width * kinds * (_e(answering) if is_written_out else 1)
 
 
 def _returned_scores(answering: Answering, *, rows: int, tokens: int, width: int) -> int:

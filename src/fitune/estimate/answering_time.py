@@ -20,8 +20,6 @@ from fitune.estimate.rates import Rates, rates_of
 from fitune.estimate.time import Work, count_in_large, roofline
 from fitune.estimate.transfers import COLLECTIVE_SECONDS, HOP_SECONDS, LINK_EFFICIENCY
 from fitune.spec.answering import CACHE_ROOM, NARROW, Answering, Questions
-from fitune.spec.machines.hardware import Hardware
-from fitune.spec.model.model_spec import Linear
 
 VLLM_START_SECONDS = 60.0
 """From its start to the first row beside reading weights: compiling and capturing graphs. Not measured by us."""
@@ -78,18 +76,14 @@ def _rates(answering: Answering) -> Rates:
     """Rates of one device; a narrow model on a CPU is answered by one thread of the transformers engine."""
     hardware = answering.hardware
     rates = rates_of(hardware, answering.precision)
-    threads = _threads(hardware)
+    calibration = hardware.calibration
+    threads = max(1, hardware.cpu_cores if calibration is None else calibration.threads)
     narrow = (
         hardware.gpu.is_cpu and answering.model.hidden_size <= NARROW and answering.engine == "transformers"
     )
     if not narrow or threads == 1:
         return rates
     return replace(rates, flops=rates.flops / threads, attention_flops=rates.attention_flops / threads)
-
-
-def _threads(hardware: Hardware) -> int:
-    calibration = hardware.calibration
-    return max(1, hardware.cpu_cores if calibration is None else calibration.threads)
 
 
 def _pass(answering: Answering, rates: Rates, *, rows: int, tokens: int, width: int) -> Work:
@@ -137,16 +131,18 @@ _CACHE_OPERATIONS = 4
 
 
 def _weights_read(answering: Answering, *, rows: int) -> float:
-    """Bytes of weights that one pass reads on one device: of experts those that ``rows`` tokens visit."""
+    """Bytes of weights that one pass reads on one device: of experts those that ``rows`` tokens visit.
+
+    Routed evenly, (1 − chosen / all)^rows of them are left out.
+    """
     e = answering.precision.compute_bytes
-    unread = sum(n * _unvisited(m, rows) for m, n in answering.model.counted_linears())
+    unread = sum(
+        n * m.weights * (1 - m.active_copies / m.copies) ** rows
+        for m, n in answering.model.counted_linears()
+        if m.copies > 1
+    )
     table = 0 if answering.model.tied_embeddings else answering.model.vocab_size * answering.model.hidden_size
     return weights_bytes(answering) + adapter_bytes(answering) - (unread + table) * e / answering.devices
-
-
-def _unvisited(linear: Linear, rows: int) -> float:
-    """Weights of the experts that no token visits, routed evenly: (1 − chosen / all)^rows of them."""
-    return linear.weights * (1 - linear.active_copies / linear.copies) ** rows if linear.copies > 1 else 0.0
 
 
 def _seconds(answering: Answering, rates: Rates, work: Work, tokens: int) -> tuple[float, str]:

@@ -132,16 +132,10 @@ def forward_work(step: StepStages, rates: Rates) -> Work:
 
 def _hook_seconds(plan: Plan) -> float:
     """Seconds of DeepSpeed's hooks in one pass through the blocks; 0 without them."""
-    return plan.model.num_layers * _modules(plan) * MODULE_HOOK_SECONDS if _fetches_modules(plan) else 0.0
-
-
-def _fetches_modules(plan: Plan) -> bool:
-    return uses_deepspeed(plan) and zero_stage(plan) == 3
-
-
-def _modules(plan: Plan) -> int:
-    """Number of modules with weights of their own in one block."""
-    return len(plan.model.linears) + plan.model.norms_per_block
+    if not uses_deepspeed(plan) or zero_stage(plan) < 3:
+        return 0.0
+    modules = len(plan.model.linears) + plan.model.norms_per_block  # of a block, with weights of their own
+    return plan.model.num_layers * modules * MODULE_HOOK_SECONDS
 
 
 def loss_work(step: StepStages) -> Work:

@@ -25,7 +25,8 @@ def write_score_page(directory: Path) -> Path:
     report = read_score(directory)
     graders = tuple(report.grades)
     failed, lengths, grades = _read(directory, graders)
-    places = _places(failed, [_low_is_bad(report, name) * grades[name] for name in graders[:1]])
+    low_is_bad = {name: -1 if report.scales.get(name) == "perplexity" else 1 for name in graders}
+    places = _places(failed, [low_is_bad[name] * grades[name] for name in graders[:1]])
     rows = read_scored_rows(directory, {place for some in places.values() for place in some})
 
     def listed(places: Iterable[int]) -> list[dict[str, Any]]:
@@ -66,11 +67,6 @@ def _read(directory: Path, graders: Sequence[str]) -> tuple[Any, Any, dict[str, 
             part.append(values)
     failed, lengths, *grades = map(np.concatenate, parts)
     return failed, lengths, dict(zip(graders, grades, strict=True))
-
-
-def _low_is_bad(report: ScoreReport, grader: str) -> int:
-    """1 where low grades are bad, -1 where high ones are."""
-    return -1 if report.scales.get(grader) == "perplexity" else 1
 
 
 def _places(failed: Any, first: Sequence[Any]) -> dict[str, list[int]]:
