@@ -31,6 +31,7 @@ PLANNING = (
     f"init new.yaml {MODEL} --data rows.jsonl --tuning lora --output-dir out",
     "convert axolotl.yaml",
     "doctor",
+    "score --model Qwen/Qwen3-8B --data rows.jsonl --gpu h100 --plan --out answers",
     "train --help",
 )
 TRAINING = (
@@ -40,7 +41,6 @@ TRAINING = (
     "demo",
     "compare new.yaml",
     "score --model Qwen/Qwen3-8B --data rows.jsonl --out answers",
-    "score --model Qwen/Qwen3-8B --data rows.jsonl --gpu h100 --plan --out answers",
     "chat Qwen/Qwen3-8B",
     "export out",
 )
