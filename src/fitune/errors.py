@@ -185,20 +185,6 @@ class NoPinnedMemory(TrainingFailed):
         )
 
 
-@contextmanager
-def pinning(asked_bytes: int, *, pinned_bytes: int) -> Iterator[None]:
-    """Inside, torch pins memory: what the driver has none for is raised as NoPinnedMemory.
-
-    Its words are those of a full GPU, "CUDA error: out of memory", but for that torch has a type of its own.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if type(error).__name__ != "AcceleratorError" or not is_out_of_memory(error):
-            raise
-        raise NoPinnedMemory(asked_bytes, pinned_bytes=pinned_bytes) from error
-
-
 _FAILING = frozenset(
     getattr(errno, name)
     for name in (

@@ -9,7 +9,7 @@ import pytest
 
 import fitune
 from faults.budgets import Budget
-from fitune.engine.ranks import ALONE
+from fitune.engine.ranks import ALONE, Ranks
 from fitune.errors import MissingExtra, RecipeError
 from fitune.session.events import Note
 from fitune.session.train.training import tracked
@@ -71,11 +71,7 @@ def test_a_tracked_run_is_one_run_over_resumes_and_attempts(settings, tmp_path):
 
 def test_only_the_first_rank_tracks(settings):
     plan = fitune.plan(**settings).chosen.plan
-
-    class Second:
-        is_first = False
-
-    with tracked(plan, emit=print, ranks=Second()) as sinks:  # type: ignore[arg-type]
+    with tracked(plan, emit=print, ranks=Ranks(rank=1, world=2)) as sinks:
         assert sinks == ()
     with tracked(plan, emit=print, ranks=ALONE) as sinks:
         assert len(sinks) == 1  # and a run that never came to a step tells it nothing

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fitune.errors import NoPinnedMemory, pinning
+from fitune.errors import NoPinnedMemory, is_out_of_memory
 from fitune.units import MIB
 
 _REGION_BYTES = 16 * MIB
@@ -129,6 +129,20 @@ def _unpin(memory: mmap.mmap) -> None:
 
 def _address(memory: mmap.mmap) -> int:
     return torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+
+
+@contextmanager
+def pinning(asked_bytes: int, *, pinned_bytes: int) -> Iterator[None]:
+    """Inside, torch pins memory: what the driver has none for is raised as NoPinnedMemory.
+
+    Its words are those of a full GPU, "CUDA error: out of memory", but for that torch has a type of its own.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if type(error).__name__ != "AcceleratorError" or not is_out_of_memory(error):
+            raise
+        raise NoPinnedMemory(asked_bytes, pinned_bytes=pinned_bytes) from error
 
 
 @dataclass(slots=True)

@@ -102,8 +102,9 @@ class VllmEngine:
         self._context, self._vocabulary = int(opened["context"]), int(opened["vocabulary"])
 
     def answer(self, requests: Sequence[Request], ahead: Sequence[Request] = ()) -> Iterator[Completion]:
-        """Those ``ahead`` wait in vLLM behind the others, so it never runs dry; they are not sent again.
+        """Yields the completions of ``requests`` as vLLM ends them.
 
+        The requests ``ahead`` are sent at once too, so that vLLM always has work; a later call for them sends nothing.
         Raises CheckpointError for an adapter without effect.
         """
         fitting, refused, largest = sorted_out(requests, context=self._context)

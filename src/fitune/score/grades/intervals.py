@@ -213,7 +213,7 @@ class _Paired:
 
 
 def _difference(logs: Any) -> Any:
-    """Of two perplexities, given as logarithms."""
+    """Returns the first perplexity less the second; ``logs`` are the logarithms of the two."""
     return np.exp(logs[0]) - np.exp(logs[1])
 
 

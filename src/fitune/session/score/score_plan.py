@@ -1,4 +1,4 @@
-"""What a scoring runs, and predictions for it: bytes, rows at once, seconds and cost.
+"""Plans a scoring: the engine that answers, and its predicted bytes, rows at once, seconds and cost.
 
 The model is not loaded, nor is torch, but to measure a processor once."""
 

@@ -1,9 +1,10 @@
-"""Memory that the host does not pin is told as what it is, whichever library asked for it."""
+"""Memory that torch cannot pin on the host is told as that, and not as a full GPU."""
 
 import pytest
 import torch
 
-from fitune.errors import NoPinnedMemory, OutOfMemory, is_out_of_memory, pinning
+from fitune.errors import NoPinnedMemory, OutOfMemory, is_out_of_memory
+from fitune.models.host import pinning
 
 NO_ROOM = "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"
 
