@@ -4,6 +4,7 @@ import gc
 import os
 import shutil
 import sys
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -22,6 +23,7 @@ from fitune.stores import opening
 from jsonl import write_lines
 
 _NUMBERS = count()
+SLOW_OF = 4
 gc.disable()  # until all tests are collected: millions of objects would be looked through again and again
 
 QUESTIONS = [
@@ -31,8 +33,25 @@ QUESTIONS = [
 ]
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` decides what is left out
 def pytest_collection_modifyitems(items):
-    """Tests marked ``first`` begin: what they wait for is started by one worker only, and does not end last."""
+    """Of a grid marked ``thinned(n)`` every n-th case runs always, the others are slow. Of any test's slow cases every
+    fourth is slow, the others are weekly, but for goldens, which cost little.
+
+    Tests marked ``first`` begin: what they wait for is started by one worker only, and does not end last.
+    """
+    seen, slow = Counter(), Counter()
+    for item in items:
+        grid = item.nodeid.partition("[")[0]
+        thinned = item.get_closest_marker("thinned")
+        if thinned is not None and not item.get_closest_marker("slow"):
+            if seen[grid] % thinned.args[0]:
+                item.add_marker(pytest.mark.slow)
+            seen[grid] += 1
+        if item.get_closest_marker("slow") and not grid.startswith("tests/golden/"):
+            if slow[grid] % SLOW_OF:
+                item.add_marker(pytest.mark.weekly)
+            slow[grid] += 1
     items.sort(key=lambda item: item.get_closest_marker("first") is None)
 
 
@@ -224,10 +243,13 @@ def own_cache(request, tmp_path_factory):
 
 @pytest.fixture
 def traces(own_cache, monkeypatch, tmp_path_factory):
-    """Blocks without formulas are traced, as by ``fitune plan``. A trace takes seconds, so it is kept for all tests."""
+    """Blocks without formulas are traced, as by ``fitune plan``. A trace takes seconds: all workers keep it in one
+    folder."""
     from fitune.rehearse.profile import TransformersTracer
 
-    monkeypatch.setenv("FITUNE_CACHE", str(tmp_path_factory.getbasetemp() / "traces"))
+    own = tmp_path_factory.getbasetemp()
+    of_all = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    monkeypatch.setenv("FITUNE_CACHE", str(of_all / "traces"))
     tracer.trace_with(TransformersTracer())
 
 

@@ -43,8 +43,8 @@ VISION = {
     "patch_size": 14,
 }  # fmt: skip
 FOR_BLOCKS = {
-    **TEXT, "tie_word_embeddings": True, "num_hidden_layers": 6, "num_kv_shared_layers": 3, "sliding_window": 64,
-    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    **TEXT, "tie_word_embeddings": True, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "sliding_window": 64,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
     "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 384,
 }  # fmt: skip
 """Embeddings for every block, and keys and values of the last blocks that earlier ones made."""
@@ -115,9 +115,9 @@ def test_the_text_part_alone_is_read_and_answers_like_the_whole(kind, folder):
     ("kind", "tuning"),
     [
         ("gemma3", "lora"),
-        ("gemma4", "full"),
-        ("ministral3", "lora"),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("gemma4", "lora"), ("mistral", "full"))),
+        ("gemma4", "lora"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("gemma4", "full"), ("ministral3", "full"))),
+        pytest.param("mistral", "full", marks=pytest.mark.weekly),
     ],
 )
 def test_the_peak_is_the_predicted_one(kind, folder, data_file, tuning):
@@ -158,7 +158,19 @@ def test_an_adapter_fits_the_whole_that_users_load(kind, folder, data_file):
     assert not [name for name, _ in adapted.named_parameters() if "lora" in name and "vision" in name]
 
 
-@pytest.mark.parametrize("words", [{"tuning": "full"}, {"export": "merged"}], ids=str)
+FULL, MERGED = {"tuning": "full"}, {"export": "merged"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("gemma3", FULL),
+        ("gemma4", MERGED),
+        ("ministral3", MERGED),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("gemma4", FULL), ("ministral3", FULL))),
+    ],
+    ids=str,
+)
 def test_a_whole_export_is_the_language_model(kind, folder, data_file, words):
     exported = trained(plan_on(folder, data_file, **words)).exported
     found = AutoModelForCausalLM.from_pretrained(str(exported))

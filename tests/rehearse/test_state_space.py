@@ -63,7 +63,7 @@ def one_row(spec, *, tokens, **choice):
 
 @pytest.mark.parametrize(
     "model_type",
-    ["granitemoehybrid", "mamba2", *(pytest.param(name, marks=pytest.mark.slow) for name in CHUNKS)],
+    ["granitemoehybrid", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mamba2", *CHUNKS))],
 )
 def test_the_estimate_is_the_rehearsed_step(folder, model_type):
     """At rows that are no whole number of chunks, and longer than those that were traced."""
@@ -112,7 +112,9 @@ def test_a_convolution_s_backward_takes_its_forward_for_each_gradient(groups, wa
     assert work_of(operation, args, {}, operation(*args), event=0).flops == expected
 
 
-@pytest.mark.parametrize(("tuning", "recompute"), [("lora", 0), ("full", 2)])
+@pytest.mark.parametrize(
+    ("tuning", "recompute"), [("lora", 0), pytest.param("full", 2, marks=pytest.mark.slow)]
+)
 def test_rows_of_one_chunk_are_traced_by_themselves(folder, tuning, recompute):
     """Copies that several chunks need are not made for them."""
     spec = spec_of(folder, "mamba2")
