@@ -287,7 +287,7 @@ def test_a_run_of_two_goes_on_with_one_process(make, results, tmp_path, name):
     assert largest_difference(broken, straight) < WEIGHT
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_run_of_two_goes_on_with_four_processes(make, tmp_path):
     begun, following, names = [], [], possible(GOES_ON)
     for name, (settings, _) in names.items():
