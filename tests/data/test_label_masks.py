@@ -97,8 +97,7 @@ asks for the token of the block's last character, marks too few tokens or too ma
 
 
 @pytest.mark.parametrize(
-    ("tokenizer", "case"),
-    [pair for pair in itertools.product(TOKENIZERS, TEMPLATES) if pair not in LOOSE],
+    ("tokenizer", "case"), [pair for pair in itertools.product(TOKENIZERS, TEMPLATES) if pair not in LOOSE]
 )
 def test_the_mask_equals_that_of_transformers(tokenizer, case):
     for encoded, ids, mask in both(tokenizer, TEMPLATES[case]):

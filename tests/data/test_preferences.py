@@ -27,10 +27,7 @@ PREFERENCES = [
     (PAIRED, {"chosen": TALK, "rejected": TALK}),
     (PAIRED, {"conversations": SAID, "chosen": SAID[1], "rejected": SAID[1]}),
     (PAIRED, {"messages": TALK, "chosen": "a", "rejected": "b"}),
-    (
-        "chosen_response and rejected_response",
-        JUDGED | {"chosen_response": "yo", "rejected_response": "no"},
-    ),
+    ("chosen_response and rejected_response", JUDGED | {"chosen_response": "yo", "rejected_response": "no"}),
     (STEPS, {"prompt": "hi", "completions": ["a", "b"], "labels": [True, False]}),
     (STEPS, {"messages": TALK, "labels": [True, False]}),
 ]

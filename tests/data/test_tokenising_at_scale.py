@@ -110,7 +110,7 @@ def test_any_number_of_processes_gives_the_same_rows_of_every_kind(write, prepar
     usual = [row(i) if i % 11 else '{"prompt": 1, "completion": "x"}' for i in range(200)]
     chosen = (("prompt", "prompt"), ("completion", "chosen"))
     kinds = [
-        write(*[kind] * 3, name=f"kind-{number}", columns=chosen if "chosen" in kind else ())
+        write(*[kind] * 3, name=f"kind-{number}", weight=2.0, columns=chosen if "chosen" in kind else ())
         for number, kind in enumerate(KINDS_OF_ROWS)
     ]
     found = []
