@@ -117,9 +117,18 @@ def shop(model_folder, data_file, tmp_path_factory):
 
 @pytest.fixture
 def quick_demo(monkeypatch):
-    """The whole demo with hardly any work: a few texts and rows, two steps a run."""
+    """The whole demo with hardly any work: a small model, a few texts and rows, two steps a run, two tokens an
+    answer."""
     from fitune.demo import files as demo_files
     from fitune.session import demo
+    from fitune.session.train import training
+
+    monkeypatch.setattr(training, "_SAMPLE_TOKENS", 2)
+    monkeypatch.setattr(
+        demo_files,
+        "SHAPE",
+        replace(demo_files.SHAPE, hidden_size=64, intermediate_size=64, num_hidden_layers=1),
+    )
 
     for name in ("PRETRAINING_TEXTS", "TRAINING_ROWS"):
         monkeypatch.setattr(demo_files, name, 60)

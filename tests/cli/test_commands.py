@@ -2,32 +2,31 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
 import pytest
 
-from jsonl import read_lines
-from runs import trained
+from jsonl import read_lines, write_lines
 
-LLAMA_8B = ["--model", "meta-llama/Llama-3.1-8B", "--gpu", "rtx-4090"]
+LLAMA_8B = "--model meta-llama/Llama-3.1-8B --gpu rtx-4090"
 
 
 def test_planning_imports_no_torch_and_writes_nothing(tmp_path):
     """In a fresh process, as a user starts it."""
     (tmp_path / "rows.jsonl").write_text('{"question": "What is 2 plus 3?", "answer": "5"}\n' * 40)
-    score = "score --model Qwen/Qwen3-8B --data rows.jsonl --out out --gpu h100 --plan"
     commands = [
-        ["plan", *LLAMA_8B, "--tuning", "lora"],
-        ["plan", *LLAMA_8B, "--data", "rows.jsonl"],
-        score.split(),
+        f"plan {LLAMA_8B} --tuning lora",
+        f"plan {LLAMA_8B} --data rows.jsonl",
+        "score --model Qwen/Qwen3-8B --data rows.jsonl --out out --gpu h100 --plan",
     ]
     program = (
         "import sys, fitune\n"
         "assert 'fitune.spec.plan' not in sys.modules, 'fitune is imported quickly'\n"
         "from fitune.cli import main\n"
         f"for words in {commands!r}:\n"
-        "    sys.argv = ['fitune', *words]\n"
+        "    sys.argv = ['fitune', *words.split()]\n"
         "    try: main()\n"
         "    except SystemExit as end: assert not end.code\n"
         "heavy = {'torch', 'transformers', 'peft', 'datasets', 'matplotlib'} & set(sys.modules)\n"
@@ -35,13 +34,13 @@ def test_planning_imports_no_torch_and_writes_nothing(tmp_path):
     )
     finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
     assert finished.returncode == 0, finished.stderr
-    for said in (
+    said = (
         "--tuning qlora",
         "your job about 40 rows",
         "40 rows: prompts of",
         "weights 15.26 + keys and values",
-    ):
-        assert said in finished.stdout
+    )
+    assert all(words in finished.stdout for words in said)
     assert [file.name for file in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
@@ -60,66 +59,66 @@ def version(name):
     return real(name)
 metadata.version = version
 from fitune.cli import main
-main()
+for words in sys.argv[1:]:
+    sys.argv = ["fitune", *words.split()]
+    try:
+        main()
+        code = 0
+    except SystemExit as end:
+        code = end.code or 0
+    print("ended with", code, flush=True)
 """
-"""Runs a command where nothing of these is installed."""
+"""Runs commands where nothing of these is installed."""
 
 
-@pytest.mark.parametrize(
-    ("model", "code", "printed"),
-    [
-        ("openai/gpt-oss-20b", 0, "✔ FITS openai/gpt-oss-20b"),
-        ("nobody/unknown", 2, "huggingface_hub, which fetches its config.json, is not installed"),
-        ("private", 2, "is traced once, which needs transformers, and that is not installed"),
-    ],
-)
-def test_plans_need_no_library_of_training(tmp_path, model, code, printed):
+def test_plans_need_no_library_of_training(tmp_path):
     """A name with a shipped profile, one that nobody knows, and a folder whose architecture has no formula."""
-    (tmp_path / "private").mkdir()
     config = {
         "model_type": "gpt_neox", "hidden_size": 96, "intermediate_size": 224, "num_hidden_layers": 2,
         "num_attention_heads": 6, "vocab_size": 400,
     }  # fmt: skip
-    (tmp_path / "private" / "config.json").write_text(json.dumps(config))
-    words = ["plan", "--model", model.replace("private", str(tmp_path / "private")), "--gpu", "h100"]
-    environment = os.environ | {"FITUNE_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "0"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    models = ("openai/gpt-oss-20b --tuning lora", "nobody/unknown", str(tmp_path))
+    words = [f"plan --model {model} --gpu h100" for model in models]
     finished = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TRAINING, *words], capture_output=True, text=True, env=environment
-    )
-    assert finished.returncode == code, finished.stderr
-    assert printed in " ".join((finished.stdout + finished.stderr).split())
+        [sys.executable, "-c", WITHOUT_TRAINING, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env=os.environ | {"FITUNE_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "0"},
+    )  # fmt: skip
+    fits, unknown, traced, _ = " ".join(finished.stdout.split()).split("ended with ")
+    assert "✔ FITS openai/gpt-oss-20b" in fits
+    assert unknown.startswith("0 ")
+    assert "huggingface_hub, which fetches its config.json, is not installed" in unknown
+    assert traced.startswith("2 ")
+    assert "is traced once, which needs transformers, and that is not installed" in traced
 
 
-def test_a_score_that_cannot_fit_is_refused_with_the_arithmetic(call, tmp_path):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"question": "What is 2 plus 3?", "answer": "5"}\n')
-    words = ("score", "--data", str(rows), "--plan", "--gpu", "rtx-4090")
-    call(*words, "--model", "llama-3.1-70b").ends(2, "transformers: weights 131.42 + ", "21.81 usable, ")
-    call(*words, "--model", "llama-3.1-8b", "--max-new-tokens", "200000").ends(
-        2, "the model has room for 131,072"
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--model llama-3.1-70b", ("transformers: weights 131.42 + ", "21.81 usable, ")),
+        ("--max-new-tokens 200000", ("the model has room for 131,072",)),
+        ("--grader perplexity", ("--grader perplexity weighs references",)),
+        ("--adapter adapter", ("cut short or no safetensors file",)),
+        ("--engine server", ("leave --plan out",)),
+    ],
+)
+def test_a_score_that_cannot_fit_is_refused_with_the_arithmetic(call, tmp_path, monkeypatch, words, said):
+    monkeypatch.chdir(tmp_path)
+    write_lines(tmp_path / "rows.jsonl", [{"question": "What is 2 plus 3?", "answer": "5"}])
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_model.safetensors").write_bytes(b"\xff" * 20)
+    model = [] if "--model" in words else ["--model", "llama-3.1-8b"]
+    call("score", "--data", "rows.jsonl", "--plan", "--gpu", "rtx-4090", *model, *words.split()).ends(
+        2, *said
     )
-    call(*words, "--model", "llama-3.1-8b", "--grader", "perplexity").ends(
-        2, "--grader perplexity weighs references"
-    )
-    folder = tmp_path / "adapter"
-    folder.mkdir()
-    (folder / "adapter_model.safetensors").write_bytes(b"\xff" * 20)
-    call(*words, "--model", "llama-3.1-8b", "--adapter", str(folder)).ends(
-        2, "cut short or no safetensors file"
-    )
-    call(*words, "--model", "llama-3.1-8b", "--engine", "server").ends(2, "leave --plan out")
 
 
 def test_plan_json_is_one_object(call):
-    code, out, _ = call("plan", *LLAMA_8B, "--tuning", "lora", "--json")
-    content = json.loads(out)
-    assert code == 0
+    content = json.loads(call(*f"plan {LLAMA_8B} --tuning lora --json".split()).ends(0))
     assert content["model"]["num_params"] == 8_030_261_248
-    phases = content["estimate"]["phases"]
-    peak = max(sum(terms.values()) for terms in phases.values()) + sum(
-        content["estimate"]["outside"].values()
-    )
-    assert peak == content["estimate"]["peak_bytes"] <= content["estimate"]["usable_bytes"]
+    estimate = content["estimate"]
+    inside = max(sum(terms.values()) for terms in estimate["phases"].values())
+    assert inside + sum(estimate["outside"].values()) == estimate["peak_bytes"] <= estimate["usable_bytes"]
     assert content["plan"]["tuning"]["kind"] == "Lora"
     assert content["runners_up"]
     assert all({"what", "why"} <= set(entry) for entry in content["rejected"])
@@ -128,13 +127,13 @@ def test_plan_json_is_one_object(call):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["plan", *LLAMA_8B, "--seq-len", "0"], "seq_len"),
-        (["train", "--model", "nowhere"], "no data is named"),
-        (["report", "nowhere"], "no such run directory"),
+        (f"plan {LLAMA_8B} --seq-len 0", "seq_len"),
+        ("train --model nowhere", "no data is named"),
+        ("report nowhere", "no such run directory"),
     ],
 )
 def test_mistakes_are_one_readable_error(call, words, said):
-    call(*words).ends(2, said)
+    call(*words.split()).ends(2, said)
 
 
 @pytest.mark.pictures
@@ -145,55 +144,43 @@ def test_train_report_export_score(call, model_folder, data_file, tmp_path):
         f"model: {model_folder}\ntuning: lora\nprecision: fp32\ndata: {data_file}\nval_fraction: 0.1\nseq_len: 64\n"
         f"micro_batch_size: 4\nlearning_rate: 1e-2\nmax_steps: 4\nsamples: 1\noutput_dir: {tmp_path / 'run'}\n"
     )
-    code, out, err = call("train", str(recipe))
-    assert (code, err) == (0, "")
-    assert "predicted" in out
-    assert (tmp_path / "run" / "report.html").read_text().count("<svg") == 5
+    run = tmp_path / "run"
+    ended = call("train", recipe)
+    ended.ends(0, "predicted")
+    assert ended.err == ""
+    assert (run / "report.html").read_text().count("<svg") == 5
 
-    call("train", str(recipe)).ends(0, "already complete")
+    call("train", recipe).ends(0, "already complete")
 
-    code, out, _ = call("report", str(tmp_path / "run"), "--json")
-    assert {row["what"] for row in json.loads(out)["comparison"]} >= {"Forward", "Loss", "Backward", "Update"}
+    rows = json.loads(call("report", run, "--json").ends(0))["comparison"]
+    assert {row["what"] for row in rows} >= {"Forward", "Loss", "Backward", "Update"}
 
-    out = call("export", str(tmp_path / "run")).ends(0)
-    assert (tmp_path / "run" / "merged" / "model.safetensors").is_file()
-    cards = {kind: (tmp_path / "run" / kind / "README.md").read_text() for kind in ("adapter", "merged")}
-    assert "library_name: peft" in cards["adapter"]
-    assert "library_name: transformers" in cards["merged"]
-    for card in cards.values():
-        assert "measured peak memory" in card
-        assert "4 at a time, 4 accumulated" in card
-        assert f"```yaml\n{(tmp_path / 'run' / 'recipe.yaml').read_text()}```" in card
+    call("export", run).ends(0)
+    assert (run / "merged" / "model.safetensors").is_file()
+    for kind, library in (("adapter", "peft"), ("merged", "transformers")):
+        card = (run / kind / "README.md").read_text()
+        for said in (f"library_name: {library}", "measured peak memory", "4 at a time, 4 accumulated"):
+            assert said in card
+        assert f"```yaml\n{(run / 'recipe.yaml').read_text()}```" in card
 
-    for arguments in (["--adapter", str(tmp_path / "run" / "adapter")], []):
-        model = str(model_folder) if arguments else str(tmp_path / "run" / "merged")
-        out_dir = tmp_path / f"scores{len(arguments)}"
-        out = call(
-            "score", "--model", model, *arguments, "--data", f"{data_file}#6", "--out", str(out_dir),
-            "--max-new-tokens", "8", "--json",
-        ).ends(0)  # fmt: skip
-        assert json.loads(out)["answered"] == 6
-    first, second = (read_lines(tmp_path / f"scores{n}" / "answers.jsonl") for n in (2, 0))
-    assert messages(first) == messages(second)
-
-
-def messages(lines):
-    return [line["response"]["body"]["choices"][0]["message"] for line in lines]
+    said = []
+    for out, *model in (("a", model_folder, "--adapter", run / "adapter"), ("b", run / "merged")):
+        words = ("--data", f"{data_file}#6", "--out", tmp_path / out, "--max-new-tokens", 4, "--json")
+        assert json.loads(call("score", "--model", *model, *words).ends(0))["answered"] == 6
+        lines = read_lines(tmp_path / out / "answers.jsonl")
+        said.append([line["response"]["body"]["choices"][0]["message"] for line in lines])
+    assert said[0] == said[1]
 
 
 def test_an_adapter_of_another_rank_is_refused_before_the_model_is_loaded(
-    call, make_plan, model_folder, data_file, tmp_path
+    call, shop, model_folder, data_file, tmp_path
 ):
     """Fault 21, as a user meets it."""
-    plan = make_plan(max_steps=1)
-    trained(plan)
-    adapter = tmp_path / "run" / "adapter"
+    adapter = shutil.copytree(shop / "adapter", tmp_path / "adapter")
     config = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps({**config, "r": 8}))
-    call(
-        "score", "--model", str(model_folder), "--adapter", str(adapter), "--data", str(data_file),
-        "--out", str(tmp_path / "scores"),
-    ).ends(2, "does not fit", "and 20 more")  # fmt: skip
+    words = ("--adapter", adapter, "--data", data_file, "--out", tmp_path / "scores")
+    call("score", "--model", model_folder, *words).ends(2, "does not fit", "and 20 more")
     assert not (tmp_path / "scores").exists()
 
 
@@ -206,17 +193,14 @@ def test_the_version_is_told(call):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["score", "--json"], "--model"),
-        (
-            ["score", "--model", "a", "--data", "b", "--out", "c", "--batch-size", "x", "--json"],
-            "--batch-size",
-        ),
-        (["doctor", "--jsn", "--json"], "--jsn"),
-        (["plam", "--json"], "plam"),
+        ("score", "--model"),
+        ("score --model a --data b --out c --batch-size x", "--batch-size"),
+        ("doctor --jsn", "--jsn"),
+        ("plam", "plam"),
     ],
 )
 def test_words_that_are_no_options_are_an_error_object_too(call, words, said):
-    code, out, err = call(*words)
+    code, out, err = call(*words.split(), "--json")
     error = json.loads(out)["error"]
     assert (code, err) == (2, "")
     assert said in error["message"]
@@ -224,15 +208,23 @@ def test_words_that_are_no_options_are_an_error_object_too(call, words, said):
 
 
 def test_score_takes_sampling_template_and_ids(call, model_folder, tmp_path):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"question": "a", "answer": "b", "name": "first"}\n')
+    rows = write_lines(tmp_path / "rows.jsonl", [{"question": "a", "answer": "b", "name": "first"}])
     template = tmp_path / "template.jinja"
     template.write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}")
-    call(
-        "score", "--model", str(model_folder), "--data", str(rows), "--out", str(tmp_path / "out"), "--top-p", "0.5",
-        "--seed", "7", "--temperature", "0.5", "--id-column", "name", "--chat-template", str(template),
-        "--max-new-tokens", "2",
-    ).ends(0)  # fmt: skip
+    words = [
+        "--top-p",
+        "0.5",
+        "--seed",
+        "7",
+        "--temperature",
+        "0.5",
+        "--id-column",
+        "name",
+        "--max-new-tokens",
+        "2",
+    ]
+    places = ("--data", rows, "--out", tmp_path / "out", "--chat-template", template)
+    call("score", "--model", model_folder, *places, *words).ends(0)
     sampling = json.loads((tmp_path / "out" / "manifest.json").read_text())["sampling"]
     assert sampling == {"max_new_tokens": 2, "seed": 7, "temperature": 0.5, "top_p": 0.5}
     line = json.loads((tmp_path / "out" / "answers.jsonl").read_text())
@@ -247,16 +239,14 @@ def test_another_trainers_recipe_is_planned_and_converted(call, tmp_path):
         "datasets: [{path: org/rows, type: alpaca}]\nadapter: lora\nlora_r: 8\nlora_alpha: 16\n"
         "lora_target_linear: true\nbf16: auto\n"
     )
-    code, out, err = call("plan", str(theirs), "--gpu", "4090", "--json")
-    assert code == 0
-    assert json.loads(out)["plan"]["batch"]["seq_len"] == 512
-    assert "a recipe of axolotl" in err
-    assert "passed over, being empty, off or bookkeeping: wandb_project" in err
+    for seq_len, words in ((512, ()), (256, ("--set", "seq_len=256"))):
+        ended = call("plan", theirs, "--gpu", "4090", *words, "--json")
+        assert json.loads(ended.ends(0))["plan"]["batch"]["seq_len"] == seq_len
+        assert "a recipe of axolotl" in ended.err
+        assert "passed over, being empty, off or bookkeeping: wandb_project" in ended.err
     call("convert", str(theirs)).ends(
         0, "lora_r: 8  # as in axolotl\n", "data:  # from datasets: rendered by the chat template"
     )
-    code, out, err = call("plan", str(theirs), "--gpu", "4090", "--set", "seq_len=256", "--json")
-    assert json.loads(out)["plan"]["batch"]["seq_len"] == 256
 
 
 def test_help_lists_every_key_of_a_recipe_by_group(call):
@@ -290,14 +280,24 @@ def test_the_shell_completes_commands_keys_and_values(line, offered, call, monke
 
 def test_init_writes_a_recipe_that_trains(call, model_folder, data_file, tmp_path):
     path, run_folder = tmp_path / "recipe.yaml", tmp_path / "run"
-    flags = ["--model", model_folder, "--data", data_file, "--tuning", "lora", "--gpu", "cpu"]
-    flags += ["--output-dir", run_folder, "--seq-len", 64, "--max-steps", 1, "--samples", 0]
-    call("init", str(path), *map(str, flags)).ends(0, "steps in")
-    assert call("train", str(path))[0] == 0
+    words = [
+        "--tuning",
+        "lora",
+        "--gpu",
+        "cpu",
+        "--seq-len",
+        "64",
+        "--max-steps",
+        "1",
+        "--samples",
+        "0",
+        "--model",
+    ]
+    init = ("init", path, *words, model_folder, "--data", data_file, "--output-dir", run_folder)
+    call(*init).ends(0, "steps in")
+    call("train", path).ends(0)
     assert (run_folder / "adapter").is_dir()
-    code, _, err = call("init", str(path), *map(str, flags))
-    assert code != 0
-    assert "is there already" in err
+    assert "is there already" in call(*init).err
 
 
 @pytest.mark.parametrize(("given", "taken"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -90,11 +89,14 @@ def places(shop, quick_demo, model_folder, data_file, tmp_path, monkeypatch):
     }  # fmt: skip
 
 
+def asked(call, places, command):
+    """The object that a command prints."""
+    return json.loads(call(*(places.get(word, word) for word in shlex.split(command)), "--json").ends(0))
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_prints_one_object_with_the_keys_that_its_row_has(call, places, name):
-    ended = call(*(places.get(word, word) for word in shlex.split(COMMANDS[name])), "--json")
-    assert ended.code == 0, ended
-    assert set(json.loads(ended.out)) == keys_of(ROWS[name])
+    assert set(asked(call, places, COMMANDS[name])) == keys_of(ROWS[name])
 
 
 def test_where_nothing_fits_the_numbers_are_those_of_the_page(call):
@@ -108,21 +110,20 @@ def test_where_nothing_fits_the_numbers_are_those_of_the_page(call):
     assert set(error["changes"][0]) == {"change", "settings", "peak_bytes", "tokens_per_second"}
 
 
-def test_of_several_ranks_the_first_alone_prints(model_folder):
-    """Each of them is refused alike."""
-    words = [sys.executable, "-m", "fitune", "train", f"--model={model_folder}", "--nonsense=3", "--json"]
-    for rank in "01":
-        environment = os.environ | {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank}
-        ended = subprocess.run(words, capture_output=True, text=True, env=environment)
-        assert ended.returncode == 2
-        printed, other = (ended.stdout, ended.stderr) if rank == "0" else (ended.stderr, ended.stdout)
-        assert json.loads(printed)["error"]["kind"] == "RecipeError"
-        assert not other
+def test_of_several_ranks_the_first_alone_prints(call, model_folder, monkeypatch):
+    """Each of them is refused alike; what others print goes to standard error, whose number is 2."""
+    moved = []
+    monkeypatch.setattr(os, "dup2", lambda *numbers: moved.append(numbers))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, streams in (("0", []), ("1", [(2, 1)])):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        code, out, err = call("train", f"--model={model_folder}", "--nonsense=3", "--json")
+        assert (code, json.loads(out)["error"]["kind"], err, moved) == (2, "RecipeError", "", streams)
 
 
 def test_an_already_complete_run_says_the_same_again(call, places):
-    words = [places.get(word, word) for word in shlex.split(COMMANDS["train"])]
-    first, again = (json.loads(call(*words, "--json").out) for _ in range(2))
+    first, again = (asked(call, places, COMMANDS["train"]) for _ in range(2))
     assert first == again
     assert first["exported"] == f"{places['OUT']}/adapter"
     assert (first["dtype"], first["steps"]) == ("F32", 1)
@@ -130,10 +131,6 @@ def test_an_already_complete_run_says_the_same_again(call, places):
 
 
 def test_a_comparison_says_what_each_method_is_best_at(call, places):
-    words = [
-        places.get(word, word)
-        for word in shlex.split(f"compare {TRAIN} --val-fraction 0.2 --tunings lora,full")
-    ]
-    methods = json.loads(call(*words, "--json").out)["methods"]
+    methods = asked(call, places, f"compare {TRAIN} --val-fraction 0.2 --tunings lora,full")["methods"]
     assert [each["name"] for each in methods] == ["lora", "full"]
     assert {"lowest held-out loss", "least memory"} <= {mark for each in methods for mark in each["best"]}

@@ -2,9 +2,7 @@
 
 import io
 import math
-from contextlib import closing
-
-import pytest
+from contextlib import closing, suppress
 
 from fitune.cli.terminal import Progress, step_line
 
@@ -24,18 +22,14 @@ def lines_of(reports, *, log_every=1):
 
 
 def test_a_line_says_what_tells_most_in_80_columns(make_step):
-    def line(step, *, memory_bytes=412 * 1024**2):
-        return step_line(step, memory_bytes=memory_bytes, remaining=190)
-
-    assert line(make_step(12), memory_bytes=0) == (
-        "step  12/200  loss 2.314  lr 1.9e-04  grad 0.820  1,234 tok/s  3 min 10 s left"
-    )
-    assert line(make_step(12)) == (
-        "step  12/200  loss 2.314  grad 0.820  1,234 tok/s  412.0 MiB  3 min 10 s left"
-    )
     long = make_step(12_345, total_steps=200_000, eval_loss=2.25, skipped=True, loss_scale=32768.0)
-    assert line(long) == "step  12345/200000  loss 2.314  eval 2.250  skipped, loss scale 32768"
-    assert len(line(long)) <= 80
+    for step, memory_mib, line in (
+        (make_step(12), 0, "step  12/200  loss 2.314  lr 1.9e-04  grad 0.820  1,234 tok/s  3 min 10 s left"),
+        (make_step(12), 412, "step  12/200  loss 2.314  grad 0.820  1,234 tok/s  412.0 MiB  3 min 10 s left"),
+        (long, 412, "step  12345/200000  loss 2.314  eval 2.250  skipped, loss scale 32768"),
+    ):
+        assert step_line(step, memory_bytes=memory_mib * 2**20, remaining=190) == line
+        assert len(line) <= 80
 
 
 def test_every_log_every_th_step_has_a_line_and_the_first_and_the_last(make_step):
@@ -44,16 +38,11 @@ def test_every_log_every_th_step_has_a_line_and_the_first_and_the_last(make_step
 
 
 def test_an_evaluated_and_a_skipped_step_are_never_left_out(make_step):
-    reports = [
-        make_step(1),
-        make_step(2, eval_loss=2.5),
-        make_step(3, skipped=True, loss_scale=32768.0),
-        make_step(4),
-    ]
-    lines = lines_of(reports, log_every=100)
-    assert len(lines) == 3
-    assert "eval 2.500" in lines[1]
-    assert "skipped, loss scale 32768" in lines[2]
+    changes = ({}, {"eval_loss": 2.5}, {"skipped": True, "loss_scale": 32768.0}, {})
+    reports = [make_step(number, **changed) for number, changed in enumerate(changes, 1)]
+    _, evaluated, skipped = lines_of(reports, log_every=100)
+    assert "eval 2.500" in evaluated
+    assert "skipped, loss scale 32768" in skipped
 
 
 def test_a_loss_that_is_not_finite_is_shown(make_step):
@@ -77,21 +66,14 @@ def test_the_last_line_has_no_time_left(make_step):
     assert " left" not in lines_of([make_step(1, total_steps=1)])[0]
 
 
-def fail_on_the_way(progress, reports):
-    with closing(progress):
-        for report in reports:
-            progress.step(report)
-        raise RuntimeError("on the way")
-
-
 def test_a_terminal_gets_a_bar_and_is_given_back_when_training_fails(make_step):
     stream = Terminal()
-    with pytest.raises(RuntimeError, match="on the way"):
-        fail_on_the_way(Progress(stream=stream), [make_step(1), make_step(2, eval_loss=2.25)])
+    with suppress(RuntimeError), closing(Progress(stream=stream)) as progress:
+        for report in (make_step(1), make_step(2, eval_loss=2.25)):
+            progress.step(report)
+        raise RuntimeError
     text = stream.getvalue()
-    assert "2/200" in text
-    assert "loss 2.314" in text
-    assert "eval 2.250" in text
+    assert all(shown in text for shown in ("2/200", "loss 2.314", "eval 2.250"))
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1  # the cursor was hidden and shown again
 
 

@@ -8,6 +8,7 @@ import socket
 import ssl
 import threading
 import time
+from functools import cache
 
 from fitune.stores import opening
 
@@ -56,22 +57,13 @@ class Wire:
                     connection.close()
                     continue
                 upstream = socket.create_connection(self._server)
-                noted = (
-                    self.requests,
-                    self.headers,
-                )  # what an earlier test left under way stays in its own lists
+                # what an earlier test left under way stays in its own lists
+                noted = self.requests, self.headers
                 for source, sink, answers in ((connection, upstream, False), (upstream, connection, True)):
                     words = (source, sink, answers, *noted)
                     threading.Thread(target=self._pump, args=words, daemon=True).start()
 
-    def _pump(
-        self,
-        source,
-        sink,
-        answers,
-        requests,
-        headers,
-    ):
+    def _pump(self, source, sink, answers, requests, headers):
         with contextlib.suppress(OSError):
             while data := source.recv(16_384):
                 while self.is_silent:
@@ -106,16 +98,22 @@ class Wire:
 
 @contextlib.contextmanager
 def running_server():
-    from moto.server import ThreadedMotoServer
+    """moto's S3 alone, without a log: what it does besides takes half of its time."""
+    from moto.moto_server.werkzeug_app import MotoRequestHandler, create_backend_app
+    from werkzeug.serving import make_server
 
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    wire = Wire(*server.get_host_and_port())
+    class Quiet(MotoRequestHandler):
+        def log_request(self, *_):
+            pass
+
+    server = make_server("127.0.0.1", 0, create_backend_app("s3"), threaded=True, request_handler=Quiet)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    wire = Wire(*server.server_address)
     try:
         yield wire
     finally:
         wire.close()
-        server.stop()
+        server.shutdown()
 
 
 @contextlib.contextmanager
@@ -169,6 +167,14 @@ def _certificate():
     return secret + made.public_bytes(pem)
 
 
+@cache
+def _descriptions(*_):
+    """What clients know of S3, read once for all of them: it takes longer than what tests ask for."""
+    from botocore.loaders import Loader
+
+    return Loader()
+
+
 SECRET = "a-secret-of-the-tests"
 
 
@@ -188,6 +194,7 @@ def use_server(wire, monkeypatch):
     for name, value in environment_of(wire).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(opening, "WAITS_S", (0.01, 0.01))
+    monkeypatch.setattr("botocore.session.create_loader", _descriptions)
     s3fs.S3FileSystem.clear_instance_cache()
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
     wire.cut_after = wire.cut_sent_after = None
@@ -196,23 +203,23 @@ def use_server(wire, monkeypatch):
     wire.requests, wire.headers = [], []
 
 
-def make_bucket(name):
+def client():
+    """A way around fitune to the server that the environment names."""
     import boto3
 
-    boto3.client("s3").create_bucket(Bucket=name)
+    return boto3.client("s3")
+
+
+def make_bucket(name):
+    client().create_bucket(Bucket=name)
 
 
 def names(bucket):
     """The names in a bucket."""
-    import boto3
-
-    return {one["Key"] for one in boto3.client("s3").list_objects_v2(Bucket=bucket).get("Contents", [])}
+    return {one["Key"] for one in client().list_objects_v2(Bucket=bucket).get("Contents", [])}
 
 
 def objects(bucket):
     """Everything in a bucket, as the server itself has it."""
-    import boto3
-
-    client = boto3.client("s3")
-    found = client.list_objects_v2(Bucket=bucket).get("Contents", [])
-    return {one["Key"]: client.get_object(Bucket=bucket, Key=one["Key"])["Body"].read() for one in found}
+    server = client()
+    return {name: server.get_object(Bucket=bucket, Key=name)["Body"].read() for name in names(bucket)}

@@ -1,6 +1,7 @@
 """The law of masks: what is learned is what a model has to write after the words that ask for an answer, its end tokens
 included, and nothing that the template or somebody else wrote; in every turn, with calls of tools and reasoning."""
 
+from functools import cache
 from itertools import groupby
 
 import pytest
@@ -51,14 +52,23 @@ CASES = [
 ]
 
 
+@cache
+def model(kind):
+    """Its template and tokenizer, and the tokens that end its answers."""
+    tokenizer = tokenizer_of(KINDS[kind])
+    template = load_template(tokenizer)
+    return template, tokenizer, template.stop_ids
+
+
 def conversation(messages):
     has_calls = any(message.calls for message in messages)
     return Conversation(tuple(messages), "row 1", PROBE_TOOLS if has_calls else "")
 
 
-def learned(template, tokenizer, talk, *, empty=False):
+def learned(kind, messages, *, empty=False):
     """The stretches that are learned, as text."""
-    row = template.encode_rows([template.lay_out(talk)], empty_thoughts=empty)
+    template, tokenizer, _ = model(kind)
+    row = template.encode_rows([template.lay_out(conversation(messages))], empty_thoughts=empty)
     runs = groupby(zip(row.ids.tolist(), row.supervised.tolist(), strict=True), key=lambda pair: pair[1])
     return [tokenizer.decode([token for token, _ in run]) for wanted, run in runs if wanted]
 
@@ -76,19 +86,16 @@ def wanted(kind, messages, *, empty):
     return texts
 
 
-@pytest.mark.parametrize("empty", [False, True], ids=["", "with empty blocks"])
 @pytest.mark.parametrize(("kind", "talk"), CASES)
-def test_what_is_learned_is_what_the_model_has_to_write(kind, talk, empty):
-    tokenizer, messages = tokenizer_of(KINDS[kind]), TALKS[talk]
-    found = learned(load_template(tokenizer), tokenizer, conversation(messages), empty=empty)
-    assert found == wanted(kind, messages, empty=empty)
+def test_what_is_learned_is_what_the_model_has_to_write(kind, talk):
+    for empty in (False, True):
+        assert learned(kind, TALKS[talk], empty=empty) == wanted(kind, TALKS[talk], empty=empty)
 
 
 @pytest.mark.parametrize(("kind", "talk"), CASES)
 def test_a_row_is_its_prompt_and_what_the_model_writes_until_it_stops(kind, talk):
     """At each answer in turn: the prompt that scoring feeds the model, then what it has to write, nothing else."""
-    tokenizer, messages = tokenizer_of(KINDS[kind]), TALKS[talk]
-    template = load_template(tokenizer)
+    (template, tokenizer, stop_ids), messages = model(kind), TALKS[talk]
     for number, message in enumerate(messages):
         if message.role != "assistant":
             continue
@@ -98,42 +105,35 @@ def test_a_row_is_its_prompt_and_what_the_model_writes_until_it_stops(kind, talk
         written = row.ids[len(prompt) :]
         answer = wanted(kind, messages[: number + 1], empty=not message.thought)[-1]
         assert tokenizer.decode(written) == answer
-        stops = [token for token in written if token in template.stop_ids]
-        assert written[-1] in template.stop_ids
-        assert len(stops) == 1
+        assert [place for place, token in enumerate(written, 1) if token in stop_ids] == [len(written)]
 
 
 def test_cohere_learns_both_tokens_that_end_an_answer():
-    tokenizer = tokenizer_of(KINDS["Cohere2"])
-    row = load_template(tokenizer).encode(conversation(TALKS["one turn"]))
-    assert row.ids[-1] == tokenizer.eos_token_id
+    template, tokenizer, _ = model("Cohere2")
+    assert template.encode(conversation(TALKS["one turn"])).ids[-1] == tokenizer.eos_token_id
 
 
 def test_a_block_that_the_data_itself_has_empty_is_learned():
-    tokenizer = tokenizer_of(KINDS["Qwen3"])
-    talk = conversation([asked("hello"), said("<think>\n\n</think>\n\nworld")])
-    assert learned(load_template(tokenizer), tokenizer, talk) == ["<think>\n\n</think>\n\nworld<|im_end|>"]
+    text = "<think>\n\n</think>\n\nworld"
+    assert learned("Qwen3", [asked("hello"), said(text)]) == [f"{text}<|im_end|>"]
 
 
 def test_a_thought_in_the_content_is_learned_like_one_in_its_field():
     for kind in ("Qwen3", "Qwen3.5", "GLM-4.5", "DeepSeek-R1"):
-        tokenizer = tokenizer_of(KINDS[kind])
-        template = load_template(tokenizer)
+        template, *_ = model(kind)
         tagged = conversation([asked("hello"), said("<think>\nhm\n</think>\n\nworld")])
         assert template.encode(tagged).ids == template.encode(conversation(TALKS["thought"])).ids
 
 
 def test_reasoning_that_the_template_has_no_place_for_is_refused():
-    template = load_template(tokenizer_of(KINDS["Llama-3.1"]))
     with pytest.raises(BadRow, match="row 1: this template leaves out the reasoning 'search first'"):
-        template.encode(conversation([asked("Weather?"), said("", "search first", CALL)]))
+        learned("Llama-3.1", [asked("Weather?"), said("", "search first", CALL)])
 
 
 @pytest.mark.parametrize(("kind", "written"), [("Llama-3.1", "31 Jan 2026"), ("gpt-oss", "2026-01-31")])
 def test_the_date_is_the_one_asked_for_in_fitune_and_in_transformers(kind, written):
-    tokenizer = tokenizer_of(KINDS[kind])
-    talk = conversation(TALKS["one turn"])
-    frozen = tokenizer.decode(load_template(tokenizer).encode(talk).ids)
+    tokenizer, talk = tokenizer_of(KINDS[kind]), conversation(TALKS["one turn"])
+    frozen = tokenizer.decode(model(kind)[0].encode(talk).ids)
     template = load_template(tokenizer, date="2026-01-31")
     dated = tokenizer.decode(template.encode(talk).ids)
     assert written in dated

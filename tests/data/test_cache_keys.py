@@ -2,7 +2,7 @@
 
 import json
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ from transformers import CTRLTokenizer
 
 from data.tiny_tokenizers import HEADER_STYLE, byte_tokenizer
 from fitune.data import preparing
-from fitune.data.preparing import contents_of, prepare_data
+from fitune.data.preparing import contents_of
 from fitune.engine.ranks import Ranks
 from fitune.errors import DataError, RankFailed
 from fitune.spec.plan import DataPlan, DataSource
@@ -35,13 +35,10 @@ def ctrl(folder, *merges):
     )
 
 
-def mistaken(how):
+def mistaken(setting, *words, **named):
     """A tokenizer as others leave it, or as its file was saved: rows are encoded without these settings."""
     tokenizer = byte_tokenizer()
-    if how == "truncation":
-        tokenizer.backend_tokenizer.enable_truncation(8)
-    else:
-        tokenizer.backend_tokenizer.enable_padding(length=512)
+    getattr(tokenizer.backend_tokenizer, setting)(*words, **named)
     return tokenizer
 
 
@@ -50,18 +47,13 @@ def renamed(folder, old, new):
     return {}
 
 
-def moved(folder):
-    new = folder.rename(folder.parent / "moved")
-    return {"source": {"path": str(new)}}
-
-
 def template(folder, text, name="a.jinja"):
     (folder.parent / name).write_text(text)
     return {"chat_template": str(folder.parent / name)}
 
 
-def rewritten(folder, rows):
-    write(folder / "rows.jsonl", rows)
+def rewritten(folder, rows, name="rows.jsonl"):
+    write(folder / name, rows)
     return {}
 
 
@@ -69,45 +61,36 @@ OTHER = {
     "a row more": lambda folder: rewritten(folder, [*ROWS, ROWS[0]]),
     "rows in another order": lambda folder: rewritten(folder, ROWS[::-1]),
     "a name that is read as text": lambda folder: renamed(folder, "rows.jsonl", "rows.txt"),
-    "a file more": lambda folder: write(folder / "z.jsonl") or {},
-    "format": lambda folder: {"source": {"format": "text"}},
-    "columns": lambda folder: {"source": {"columns": (("text", "other"),)}},
-    "a sample": lambda folder: {"source": {"sample": 3}},
-    "a weight": lambda folder: {"source": {"weight": 2.0}},
-    "seq_len": lambda folder: {"seq_len": 65},
-    "prompts are learned": lambda folder: {"train_on_prompt": True},
-    "empty thinking is learned": lambda folder: {"train_on_empty_thinking": True},
-    "long rows": lambda folder: {"on_long_row": "split"},
-    "bad rows": lambda folder: {"on_bad_row": "skip"},
-    "rows held out": lambda folder: {"val_fraction": 0.5},
-    "evaluation": lambda folder: {"eval_sources": (DataSource(path=str(folder)),)},
+    "a file more": lambda folder: rewritten(folder, ROWS, "z.jsonl"),
     "a template": lambda folder: template(folder, HEADER_STYLE),
-    "another end": lambda folder: {"tokenizer": byte_tokenizer(eos_token="<|end|>")},
+    "evaluation": lambda folder: {"eval_sources": (DataSource(path=str(folder)),)},
 }
+OTHER_SETTINGS = {
+    "train_on_prompt": True, "train_on_empty_thinking": True, "on_long_row": "split", "on_bad_row": "skip",
+    "val_fraction": 0.5, "seq_len": 65, "format": "text", "columns": (("text", "other"),), "sample": 3, "weight": 2.0,
+    "tokenizer": byte_tokenizer(eos_token="<|end|>"),
+}  # fmt: skip
 SAME = {
-    "another seed, no rows held out": lambda folder: {"seed": 2},
+    "another seed, no rows held out": lambda _: {"seed": 2},
     "a file's name": lambda folder: renamed(folder, "rows.jsonl", "others.jsonl"),
     "another name of the same layout": lambda folder: renamed(folder, "rows.jsonl", "rows.ndjson"),
-    "the folder's place": moved,
-    "addresses that may be opened": lambda folder: {
-        "source": {"allow_https": True, "allow_private_addresses": True}
-    },
-    "the file instead of its folder": lambda folder: {"source": {"path": str(folder / "rows.jsonl")}},
-    "a split nothing is named for": lambda folder: {"source": {"split": "test"}},
-    "truncation in the tokenizer": lambda folder: {"tokenizer": mistaken("truncation")},
-    "padding in the tokenizer": lambda folder: {"tokenizer": mistaken("padding")},
+    "the folder's place": lambda folder: {"path": str(folder.rename(folder.parent / "moved"))},
+    "addresses that may be opened": lambda _: {"allow_https": True, "allow_private_addresses": True},
+    "the file instead of its folder": lambda folder: {"path": str(folder / "rows.jsonl")},
+    "a split nothing is named for": lambda _: {"split": "test"},
+    "truncation in the tokenizer": lambda _: {"tokenizer": mistaken("enable_truncation", 8)},
+    "padding in the tokenizer": lambda _: {"tokenizer": mistaken("enable_padding", length=512)},
 }
 
 
 @pytest.fixture
-def entries(tmp_path):
-    """The entries of the cache after data in tmp_path/data was prepared so."""
+def entries(tmp_path, prepare):
+    """The entries of the cache after data in tmp_path/data was prepared so: settings of its source, and others."""
 
-    def of(*, source=None, tokenizer=None, seq_len=64, seed=1, **settings):
-        place = DataSource(**({"path": str(tmp_path / "data")} | (source or {})))
-        data = DataPlan(sources=(place,), cache_dir=str(tmp_path / "cache"), **settings)
-        tokenizer = tokenizer or byte_tokenizer()
-        prepare_data(data, tokenizer=tokenizer, tokenizer_path="tiny", seq_len=seq_len, seed=seed)
+    def of(**settings):
+        of_source = {each.name for each in fields(DataSource)}
+        source = {"path": str(tmp_path / "data")} | {k: v for k, v in settings.items() if k in of_source}
+        prepare(DataSource(**source), **{k: v for k, v in settings.items() if k not in of_source})
         return len(list((tmp_path / "cache" / "tokens").iterdir()))
 
     write(tmp_path / "data" / "rows.jsonl")
@@ -115,11 +98,15 @@ def entries(tmp_path):
     return of
 
 
+def test_what_changes_the_tokens_has_an_entry_of_its_own(entries):
+    for number, (name, value) in enumerate(OTHER_SETTINGS.items(), start=2):
+        assert (entries(**{name: value}), entries(**{name: value})) == (number, number), name
+
+
 @pytest.mark.parametrize("change", OTHER)
-def test_what_changes_the_tokens_has_an_entry_of_its_own(tmp_path, entries, change):
+def test_other_content_has_an_entry_of_its_own(tmp_path, entries, change):
     changed = OTHER[change](tmp_path / "data")
-    assert entries(**changed) == 2
-    assert entries(**changed) == 2
+    assert (entries(**changed), entries(**changed)) == (2, 2)
 
 
 @pytest.mark.parametrize("change", SAME)
@@ -149,7 +136,7 @@ def test_a_tokenizer_without_a_backend_is_known_by_all_that_it_saves(tmp_path, e
 
 def test_a_row_of_a_sample_by_path_is_one_by_setting(tmp_path, entries):
     path = str(tmp_path / "data" / "rows.jsonl")
-    assert entries(source={"path": f"{path}#3"}) == entries(source={"path": path, "sample": 3}) == 2
+    assert entries(path=f"{path}#3") == entries(path=path, sample=3) == 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,12 +189,10 @@ def test_an_error_on_one_machine_ends_every_rank(monkeypatch):
     assert found[3].message == "rank 1 stopped: no such file"
 
 
-def test_contents_that_are_known_are_not_read_again(tmp_path, entries, monkeypatch):
-    data = DataPlan(sources=(DataSource(path=str(tmp_path / "data")),), cache_dir=str(tmp_path / "cache"))
-    contents = contents_of(data)
+def test_contents_that_are_known_are_not_read_again(tmp_path, prepare, entries, monkeypatch):
+    source = DataSource(path=str(tmp_path / "data"))
+    contents = contents_of(DataPlan(sources=(source,)))
     assert contents.size == (tmp_path / "data" / "rows.jsonl").stat().st_size
     monkeypatch.setattr(preparing, "content_key", lambda *_, **__: pytest.fail("read again"))
-    prepare_data(
-        data, tokenizer=byte_tokenizer(), tokenizer_path="tiny", seq_len=64, seed=1, contents=contents
-    )
+    prepare(source, contents=contents)
     assert len(list((tmp_path / "cache" / "tokens").iterdir())) == 1

@@ -4,123 +4,99 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from data.tiny_tokenizers import (
-    BRACKET_STYLE,
     HEADER_STYLE,
     MARKED_STYLE,
     NO_END_STYLE,
     STYLES,
-    THINKING_STYLE,
+    as_messages,
     byte_tokenizer,
+    learned,
     prefixing_tokenizer,
+    talk,
 )
-from fitune.data.conversations.messages import Conversation, Message, Text
+from fitune.data.conversations.messages import Conversation, Text
 from fitune.data.conversations.rendering import Piece
 from fitune.data.conversations.templates import PLAIN_TEMPLATE, PieceEncoder, load_template
 
-
-def conversation(*turns, system=""):
-    messages = [Message("system", system)] if system else []
-    messages += [Message("assistant" if i % 2 else "user", text) for i, text in enumerate(turns)]
-    return Conversation(tuple(messages), "row 1")
-
-
-def learned(tokenizer, encoded):
-    return tokenizer.decode([i for i, wanted in zip(encoded.ids, encoded.supervised, strict=True) if wanted])
-
-
-QUESTIONS = [
-    conversation("what is two and two?", "four"),
-    conversation("hello", "e", "and now?", "end"),
-    conversation("hello", "  spaces around \n", "again\n\n", "\nassistant\n"),
-    conversation("four", "four", "four", "four", "four", "four"),
+TOKENIZERS = {"bytes": byte_tokenizer, "sentencepiece": prefixing_tokenizer}
+TALKS = [
+    talk("what is two and two?", "four"),
+    talk("hello", "e", "and now?", "end"),
+    talk("hello", "  spaces around \n", "again\n\n", "\nassistant\n"),
+    talk("four", "four", "four", "four", "four", "four"),
 ]
 
 
-@pytest.mark.parametrize("make", [byte_tokenizer, prefixing_tokenizer])
+@pytest.mark.parametrize("make", TOKENIZERS)
 @pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("asked", QUESTIONS, ids=["one turn", "short", "white space", "repeated"])
-def test_training_ids_begin_with_scoring_ids_and_every_answer_is_learned(make, style, asked):
-    tokenizer = make(template=STYLES[style])
+def test_training_ids_begin_with_scoring_ids_and_every_answer_is_learned(make, style):
+    tokenizer = TOKENIZERS[make](template=STYLES[style])
     template = load_template(tokenizer)
-    encoded, prompt = template.encode(asked), template.encode_prompt(asked)
-    assert encoded.ids[: len(prompt)] == prompt
-    assert encoded.ids[-1] in template.stop_ids
-    assert encoded.supervised[-1]
-    assert not encoded.supervised[0]
-    text = "".join(learned(tokenizer, encoded).split())
-    for message in asked.messages:
-        if message.role == "assistant":
-            assert "".join(message.content.split()) in text
+    for asked in TALKS:
+        encoded, prompt = template.encode(asked), template.encode_prompt(asked)
+        assert encoded.ids[: len(prompt)] == prompt
+        assert encoded.ids[-1] in template.stop_ids
+        assert encoded.supervised[-1]
+        assert not encoded.supervised[0]
+        text = "".join(learned(tokenizer, encoded).split())
+        answers = (message.content for message in asked.messages if message.role == "assistant")
+        assert all("".join(answer.split()) in text for answer in answers)
 
 
-@pytest.mark.parametrize(
-    ("template", "expected"),
-    [
-        (None, "four</s>"),
-        (HEADER_STYLE, "four<|end|>"),
-        (MARKED_STYLE, "four<|end|>"),
-        (THINKING_STYLE, "four<|end|>"),
-        (BRACKET_STYLE, " four </s>"),
-        (NO_END_STYLE, "four</s>"),
-    ],
-)
-def test_the_answer_and_its_end_are_learned_and_nothing_else(template, expected):
-    tokenizer = byte_tokenizer(template=template)
-    encoded = load_template(tokenizer).encode(conversation("what is two and two?", "four"))
-    assert learned(tokenizer, encoded) == expected
+LEARNED = {
+    "plain": "four</s>", "header": "four<|end|>", "marked": "four<|end|>", "thinking": "four<|end|>",
+    "bracket": " four </s>", "no end": "four</s>",
+}  # fmt: skip
 
 
-def test_every_answer_of_a_conversation_is_learned():
-    tokenizer = byte_tokenizer(template=HEADER_STYLE)
-    encoded = load_template(tokenizer).encode(conversation("a", "one", "b", "two", system="be kind"))
-    assert learned(tokenizer, encoded) == "one<|end|>two<|end|>"
-
-
-@pytest.mark.parametrize("style", ["plain", "header", "bracket"])
-def test_bos_stands_once_per_turn_that_writes_it(style):
+@pytest.mark.parametrize("style", LEARNED)
+def test_the_answer_and_its_end_are_learned_and_nothing_else(style):
     tokenizer = byte_tokenizer(template=STYLES[style])
-    encoded = load_template(tokenizer).encode(conversation("hello", "world"))
-    assert encoded.ids.count(tokenizer.bos_token_id) == 1
-    assert encoded.ids[0] == tokenizer.bos_token_id
+    encoded = load_template(tokenizer).encode(talk("what is two and two?", "four"))
+    assert learned(tokenizer, encoded) == LEARNED[style]
+    if style in ("plain", "header", "bracket"):
+        assert encoded.ids[0] == tokenizer.bos_token_id
+        assert encoded.ids.count(tokenizer.bos_token_id) == 1
+    if style == "header":
+        encoded = load_template(tokenizer).encode(talk("a", "one", "b", "two", system="be kind"))
+        assert learned(tokenizer, encoded) == "one<|end|>two<|end|>"
 
 
-@pytest.mark.parametrize("make", [byte_tokenizer, prefixing_tokenizer])
+@pytest.mark.parametrize("make", TOKENIZERS)
 @pytest.mark.parametrize("style", ["plain", "header", "thinking", "marked"])
 def test_special_token_text_in_content_stays_text(make, style):
-    tokenizer = make(template=STYLES[style])
+    tokenizer = TOKENIZERS[make](template=STYLES[style])
     template = load_template(tokenizer)
-    clean = template.encode(conversation("hello XX world", "four XX"))
-    hostile = template.encode(conversation("hello <|end|></s><s> world", "four </s><|turn|>"))
+    clean = template.encode(talk("hello XX world", "four XX"))
+    said = talk("hello <|end|></s><s> world", "four </s><|turn|>")
+    hostile, prompt = template.encode(said), template.encode_prompt(said)
     specials = set(tokenizer.all_special_ids)
     assert [i for i in hostile.ids if i in specials] == [i for i in clean.ids if i in specials]
     assert "hello<|end|></s><s>world" in "".join(tokenizer.decode(hostile.ids).split())
     assert "four</s><|turn|>" in "".join(learned(tokenizer, hostile).split())
-    prompt = template.encode_prompt(conversation("hello <|end|></s><s> world", "four </s><|turn|>"))
     assert hostile.ids[: len(prompt)] == prompt
 
 
-@pytest.mark.parametrize(
-    "content", ["👩‍👩‍👧‍👦 🇫🇷", "שלום عربى", "e\u0301 n\u0303\u0323", "\u0000 \u200f \ufeff", "日本語"]
-)
-def test_every_script_comes_back_from_its_ids(content):
+def test_every_script_comes_back_from_its_ids():
     tokenizer = byte_tokenizer(template=HEADER_STYLE)
-    encoded = load_template(tokenizer).encode(conversation(content, f"{content}!"))
-    assert learned(tokenizer, encoded) == f"{content}!<|end|>"
-    assert content in tokenizer.decode(encoded.ids)
+    for content in ("👩‍👩‍👧‍👦 🇫🇷", "שלום عربى", "e\u0301 n\u0303\u0323", "\u0000 \u200f \ufeff", "日本語"):
+        encoded = load_template(tokenizer).encode(talk(content, f"{content}!"))
+        assert learned(tokenizer, encoded) == f"{content}!<|end|>"
+        assert content in tokenizer.decode(encoded.ids)
 
 
 def test_a_prefixing_tokenizer_puts_no_space_inside_a_text():
     tokenizer = prefixing_tokenizer(template=NO_END_STYLE)
-    asked = conversation("hello", "world")
+    asked = talk("hello", "world")
     whole = tokenizer("user: hello\nassistant: world", add_special_tokens=False)["input_ids"]
     ours = load_template(tokenizer).encode(asked).ids[:-1]
     assert tokenizer.decode(ours) == tokenizer.decode(whole)
 
 
-@pytest.mark.parametrize("make", [byte_tokenizer, prefixing_tokenizer])
+@pytest.mark.parametrize("make", TOKENIZERS)
 def test_what_others_set_in_the_tokenizer_changes_no_ids(make):
-    tokenizer = make(template=HEADER_STYLE)
-    template, asked = load_template(tokenizer), conversation("hello <|end|> world", "four", "and two?", "two")
+    tokenizer = TOKENIZERS[make](template=HEADER_STYLE)
+    template, asked = load_template(tokenizer), talk("hello <|end|> world", "four", "and two?", "two")
     before = template.encode(asked)
     tokenizer(["hello world", "x"], truncation=True, max_length=2, padding=True, split_special_tokens=True)
     assert template.encode(asked) == before
@@ -144,8 +120,7 @@ def test_a_text_is_learned_whole_with_one_bos_and_one_eos():
     encoded = template.encode(Text("hello world", "row 1"))
     assert tokenizer.decode(encoded.ids) == "hello world</s>"
     assert all(encoded.supervised)
-    ended = template.encode(Text("<s>hello</s>", "row 1"))
-    assert tokenizer.decode(ended.ids) == "<s>hello</s>"
+    assert tokenizer.decode(template.encode(Text("<s>hello</s>", "row 1")).ids) == "<s>hello</s>"
 
 
 def test_a_text_begins_with_bos_where_the_tokenizer_puts_one():
@@ -155,12 +130,12 @@ def test_a_text_begins_with_bos_where_the_tokenizer_puts_one():
     template = load_template(tokenizer)
     for text in ("hello", "<s>hello", "<s>hello</s>"):
         assert tokenizer.decode(template.encode(Text(text, "row 1")).ids) == "<s>hello</s>"
-    assert template.encode(conversation("hello", "world")).ids.count(tokenizer.bos_token_id) == 1
+    assert template.encode(talk("hello", "world")).ids.count(tokenizer.bos_token_id) == 1
 
 
 def test_a_prompt_without_an_answer_is_asked_the_same_way():
     template = load_template(byte_tokenizer(template=HEADER_STYLE))
-    asked = conversation("hello", "world")
+    asked = talk("hello", "world")
     assert template.encode_prompt(Conversation(asked.messages[:1], "row 1")) == template.encode_prompt(asked)
 
 
@@ -210,12 +185,8 @@ ALL_AT_ONCE = """\
 
 def test_what_templates_on_the_hub_use_gives_the_text_of_transformers():
     tokenizer = byte_tokenizer(template="{%- set date_string = '1 Jan' -%}" + ALL_AT_ONCE)
-    for asked in (
-        conversation("hello", "four", " a\n", "two "),
-        conversation("<x>a</x>", "é", system="be kind"),
-    ):
-        messages = [{"role": message.role, "content": message.content} for message in asked.messages]
-        theirs = tokenizer.apply_chat_template(messages, tokenize=False)
+    for asked in (talk("hello", "four", " a\n", "two "), talk("<x>a</x>", "é", system="be kind")):
+        theirs = tokenizer.apply_chat_template(as_messages(asked), tokenize=False)
         assert tokenizer.decode(load_template(tokenizer).encode(asked).ids) == theirs.rstrip("\n")
 
 
@@ -224,7 +195,7 @@ def test_a_saved_plain_template_works_in_transformers():
     tokenizer = byte_tokenizer()
     template = load_template(tokenizer)
     tokenizer.chat_template = template.source
-    asked = conversation("hello", "world", "again", "four", system="be kind")
-    messages = [{"role": message.role, "content": message.content} for message in asked.messages[:-1]]
+    asked = talk("hello", "world", "again", "four", system="be kind")
+    messages = as_messages(asked)[:-1]
     theirs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert tokenizer.decode(template.encode_prompt(asked)) == theirs

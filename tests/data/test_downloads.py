@@ -16,33 +16,27 @@ LINES = b"".join(b'{"text": "row %d"}\n' % number for number in range(20_000))
 
 
 class _Server(ThreadingHTTPServer):
-    """Gives LINES, or what ``answers`` says."""
+    """Gives LINES, or what a test puts in their place; each of the next answers is cut after so many bytes."""
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.content, self.tag = LINES, '"1"'
-        self.cuts = []
-        """After so many bytes each of the next answers is cut."""
-        self.sent = 0
-        self.status = 200
-        self.asked = []
-
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.server_port}/rows.jsonl?download=true"
+        self.content, self.tag, self.status = LINES, '"1"', 200
+        self.cuts, self.asked, self.sent = [], [], 0
+        self.url = f"http://127.0.0.1:{self.server_port}/rows.jsonl?download=true"
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: _Server
-
     def log_message(self, *_):
         pass
 
     def do_HEAD(self):
         server = self.server
         server.asked.append(self.path)
-        length = {"Content-Length": str(len(server.content))}
-        self._head(server.status, **({"ETag": server.tag} | length if server.status == 200 else {}))
+        self.send_response(server.status)
+        if server.status == 200:
+            self.send_header("ETag", server.tag)
+            self.send_header("Content-Length", str(len(server.content)))
+        self.end_headers()
 
     def do_GET(self):
         self.do_HEAD()
@@ -52,19 +46,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
             self.close_connection = True
 
-    def _head(self, status, **headers):
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.end_headers()
-
 
 @pytest.fixture
 def server(monkeypatch):
     for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(opening, "WAITS_S", (0.0, 0.0))
-    files._fetched.cache_clear()
     server = _Server()
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     yield server
@@ -76,36 +63,42 @@ def source(url, **allowed):
     return DataSource(path=url, **({"allow_https": True, "allow_private_addresses": True} | allowed))
 
 
+def read(*words, **allowed):
+    """The rows, as another process reads them."""
+    files._fetched.cache_clear()
+    return list(read_rows(source(*words, **allowed)))
+
+
+def texts(url):
+    return [row.fields["text"] for row in read(url)]
+
+
 def test_a_file_is_fetched_once_and_its_rows_are_named_by_the_address(server):
-    rows = list(read_rows(source(server.url)))
+    rows = read(server.url)
     assert (len(rows), rows[7].where) == (20_000, f"{server.url}:8")
     asked = len(server.asked)
     key = content_key(source(server.url))
     assert len(server.asked) == asked, "one process asks once"
-    files._fetched.cache_clear()
-    assert len(list(read_rows(source(server.url)))) == 20_000
+    assert read(server.url) == rows
     assert server.sent == len(LINES), "the second process was told that nothing changed"
     server.content, server.tag = b'{"text": "new"}\n', '"2"'
-    files._fetched.cache_clear()
-    assert [row.fields["text"] for row in read_rows(source(server.url))] == ["new"]
+    assert texts(server.url) == ["new"]
     assert content_key(source(server.url)) != key
 
 
 def test_a_server_without_words_for_its_content_is_asked_for_it_by_every_process(server):
     server.tag = ""
     for text in ("one", "two"):
-        files._fetched.cache_clear()
         server.content = f'{{"text": "{text}"}}\n'.encode()
-        assert [row.fields["text"] for row in read_rows(source(server.url))] == [text]
+        assert texts(server.url) == [text]
 
 
 def test_a_cut_download_is_tried_again_and_leaves_nothing_behind(server):
     server.cuts = [100_000, 50_000]
-    assert len(list(read_rows(source(server.url)))) == 20_000
-    files._fetched.cache_clear()
+    assert len(read(server.url)) == 20_000
     server.tag, server.cuts = '"3"', [100, 50, 10]
     with pytest.raises(DataError, match="rows.jsonl.*: cannot be downloaded") as caught:
-        list(read_rows(source(server.url)))
+        read(server.url)
     assert caught.value.hint
     assert len(list((cache_folder() / "downloads").iterdir())) == 1
 
@@ -114,15 +107,15 @@ def test_a_cut_download_is_tried_again_and_leaves_nothing_behind(server):
 def test_a_server_that_refuses_is_named(server, status, tries):
     server.status = status
     with pytest.raises(DataError, match=f"cannot be downloaded: .*{status}"):
-        list(read_rows(source(server.url)))
+        read(server.url)
     assert len(server.asked) == 2 * tries, "HEAD, and GET where HEAD is refused"
 
 
 def test_nothing_is_opened_that_was_not_allowed(server):
     with pytest.raises(DataError, match="opened only when that is allowed") as caught:
-        list(read_rows(source("https://example.org/rows.jsonl", allow_https=False)))
+        read("https://example.org/rows.jsonl", allow_https=False)
     assert "allow_https: true" in caught.value.hint
     with pytest.raises(DataError, match="http:// is not encrypted") as caught:
-        list(read_rows(source(server.url, allow_private_addresses=False)))
+        read(server.url, allow_private_addresses=False)
     assert "allow_private_addresses" in caught.value.hint
     assert server.asked == []

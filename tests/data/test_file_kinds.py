@@ -14,10 +14,10 @@ from plans import recipe_of
 
 ROWS = [{"prompt": f"question {i} é", "completion": f"answer {i}, and more"} for i in range(200)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
-PACKED = {
-    ".gz": gzip.compress(LINES),
-    ".zst": pyarrow.compress(LINES, codec="zstd", asbytes=True),
-}
+PACK = {".gz": gzip.compress, ".zst": lambda plain: pyarrow.compress(plain, codec="zstd", asbytes=True)}
+PACKED = {suffix: pack(LINES) for suffix, pack in PACK.items()}
+TABLE = "prompt,completion\n" + "".join(f'{r["prompt"]},"{r["completion"]}"\n' for r in ROWS)
+PLAIN = {"jsonl": LINES, "json": json.dumps(ROWS).encode(), "csv": TABLE.encode(), "txt": LINES}
 
 
 def read(path, **settings):
@@ -25,26 +25,17 @@ def read(path, **settings):
 
 
 @pytest.mark.parametrize("suffix", PACKED)
-@pytest.mark.parametrize("layout", ["jsonl", "json", "csv", "txt"])
+@pytest.mark.parametrize("layout", PLAIN)
 def test_a_packed_file_gives_the_rows_of_the_plain_one(tmp_path, suffix, layout):
-    plain = {
-        "jsonl": LINES,
-        "json": json.dumps(ROWS).encode(),
-        "csv": (
-            "prompt,completion\n" + "".join(f'{r["prompt"]},"{r["completion"]}"\n' for r in ROWS)
-        ).encode(),
-        "txt": LINES,
-    }[layout]
-    packed = gzip.compress(plain) if suffix == ".gz" else pyarrow.compress(plain, codec="zstd", asbytes=True)
-    for name, content in ((f"rows.{layout}", plain), (f"packed.{layout}{suffix}", packed)):
-        (tmp_path / name).write_bytes(content)
+    plain, packed = tmp_path / f"rows.{layout}", tmp_path / f"packed.{layout}{suffix}"
+    plain.write_bytes(PLAIN[layout])
+    packed.write_bytes(PACK[suffix](PLAIN[layout]))
     told = []
-    packed_file = tmp_path / f"packed.{layout}{suffix}"
-    rows = list(read_rows(DataSource(path=str(packed_file)), on_bytes=told.append))
-    assert [row.fields for row in rows] == read(tmp_path / f"rows.{layout}")
-    assert sum(told) == len(packed), "progress counts the bytes of the file, not of what is inside"
+    rows = list(read_rows(DataSource(path=str(packed)), on_bytes=told.append))
+    assert [row.fields for row in rows] == read(plain)
+    assert sum(told) == packed.stat().st_size, "progress counts the bytes of the file, not of what is inside"
     if layout == "jsonl":
-        assert rows[3].where == f"{packed_file}:4"
+        assert rows[3].where == f"{packed}:4"
 
 
 def test_several_frames_one_after_another_are_one_file(tmp_path):
@@ -95,27 +86,27 @@ def test_names_that_are_not_read_say_what_is(tmp_path, name):
 )
 def test_columns_are_parted_by_what_the_header_says(tmp_path, mark, name):
     (tmp_path / name).write_text(f'prompt{mark}"completion"\n"one{mark} two\nthree"{mark}yes\nfour{mark}no\n')
-    rows = read(tmp_path / name)
-    assert rows == [
-        {"prompt": f"one{mark} two\nthree", "completion": "yes"},
-        {"prompt": "four", "completion": "no"},
+    rows = read_rows(DataSource(path=str(tmp_path / name)))
+    assert [(row.where[-2:], *row.fields.items()) for row in rows] == [
+        (":2", ("prompt", f"one{mark} two\nthree"), ("completion", "yes")),
+        (":4", ("prompt", "four"), ("completion", "no")),
     ]
-    numbers = [row.where.rpartition(":")[2] for row in read_rows(DataSource(path=str(tmp_path / name)))]
-    assert numbers == ["2", "4"]
 
 
-def test_a_semicolon_inside_a_column_name_parts_nothing(tmp_path):
-    (tmp_path / "rows.csv").write_text("prompt; long,completion\na;b,c\n")
-    assert read(tmp_path / "rows.csv") == [{"prompt; long": "a;b", "completion": "c"}]
-    (tmp_path / "rows.csv").write_text('"long\nprompt";completion\na;b\n')
+HEADERS = [
+    ("prompt; long,completion\na;b,c\n", ":2", {"prompt; long": "a;b", "completion": "c"}),
+    ('"long\nprompt";completion\na;b\n', ":3", {"long\nprompt": "a", "completion": "b"}),
+    ('"prompt";"completion"\n"a";"b"\n', ":2", {"prompt": "a", "completion": "b"}),
+]
+
+
+@pytest.mark.parametrize(("text", "line", "fields"), HEADERS)
+def test_a_semicolon_inside_a_column_name_parts_nothing_and_one_behind_a_quote_does(
+    tmp_path, text, line, fields
+):
+    (tmp_path / "rows.csv").write_text(text)
     (row,) = read_rows(DataSource(path=str(tmp_path / "rows.csv")))
-    assert (row.where[-2:], row.fields) == (":3", {"long\nprompt": "a", "completion": "b"})
-
-
-def test_a_quoted_header_is_parted_by_semicolons_too(tmp_path):
-    """It was refused: behind a closing quote stood no comma."""
-    (tmp_path / "rows.csv").write_text('"prompt";"completion"\n"a";"b"\n')
-    assert read(tmp_path / "rows.csv") == [{"prompt": "a", "completion": "b"}]
+    assert (row.where[-2:], row.fields) == (line, fields)
 
 
 def test_a_folder_of_text_is_a_document_each(tmp_path):
@@ -160,30 +151,20 @@ def test_an_empty_folder_says_what_it_should_hold(tmp_path):
     assert ".jsonl" in caught.value.hint
 
 
-def recipe(**settings):
-    return recipe_of("m", **settings)
-
-
 def test_weights_beside_the_sources_are_theirs():
-    wanted = recipe(data=["a.jsonl", "b.jsonl"], data_weights="2, 0.5")
+    wanted = recipe_of("m", data=["a.jsonl", "b.jsonl"], data_weights="2, 0.5")
     assert [source.weight for source in data_of(wanted).sources] == [2.0, 0.5]
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        (
-            {"data": ["a.jsonl", "b.jsonl"], "data_weights": [1]},
-            "has 1 numbers .*names 2 sources: a.jsonl, b.jsonl",
-        ),
-        ({"data_weights": [1, 2]}, "has 2 numbers .*names 0 sources: none"),
-        (
-            {"data": [{"path": "a.jsonl", "weight": 2}], "data_weights": [1]},
-            "a.jsonl has weight 2 of its own",
-        ),
-    ],
-)
-def test_weights_that_do_not_match_are_refused(settings, said):
+WEIGHED = [
+    ("has 1 numbers .*names 2 sources: a.jsonl, b.jsonl", ["a.jsonl", "b.jsonl"], [1]),
+    ("has 2 numbers .*names 0 sources: none", None, [1, 2]),
+    ("a.jsonl has weight 2 of its own", [{"path": "a.jsonl", "weight": 2}], [1]),
+]
+
+
+@pytest.mark.parametrize(("said", "data", "weights"), WEIGHED)
+def test_weights_that_do_not_match_are_refused(said, data, weights):
     with pytest.raises(RecipeError, match=said) as caught:
-        data_of(recipe(**settings))
+        data_of(recipe_of("m", data=data, data_weights=weights))
     assert caught.value.hint

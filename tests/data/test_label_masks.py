@@ -8,11 +8,13 @@ from tokenizers import AddedToken
 from data.tiny_tokenizers import (
     HEADER_STYLE,
     MARKED_STYLE,
+    as_messages,
     byte_tokenizer,
+    learned,
     prefixing_tokenizer,
+    talk,
     word_tokenizer,
 )
-from fitune.data.conversations.messages import Conversation, Message
 from fitune.data.conversations.templates import PLAIN_TEMPLATE, load_template
 from fitune.demo.files import BOS, EOS, PAD, ROLE_TOKENS
 from fitune.demo.files import CHAT_TEMPLATE as DEMO_TEMPLATE
@@ -26,94 +28,63 @@ _HEADERS = """\
 """
 
 
-def written(answer, *, other="message.content ~ '<|end|>\\n'", opening=""):
-    opening = opening or "'<|turn|>' ~ message.role ~ '\\n'"
+def written(answer, *, other="message.content ~ '<|end|>\\n'", opening="'<|turn|>' ~ message.role ~ '\\n'"):
     return (
-        _HEADERS.replace("OPEN", opening).replace("ANSWER", answer).replace("OTHER", "{{- " + other + " -}}")
+        _HEADERS.replace("OPEN", opening).replace("ANSWER", answer).replace("OTHER", f"{{{{- {other} -}}}}")
     )
 
 
+def marked(inside, behind="", **settings):
+    """The template whose answers are this expression in a generation block, and one behind it."""
+    block = f"{{%- generation -%}}{{{{- {inside} -}}}}{{%- endgeneration -%}}"
+    return written(block + (f"{{{{- {behind} -}}}}" if behind else ""), **settings)
+
+
+END, LINE = "message.content ~ '<|end|>'", "'\\n'"
 TEMPLATES = {
     "plain": PLAIN_TEMPLATE,
-    "end inside": written(
-        "{%- generation -%}{{- message.content ~ '<|end|>' -}}{%- endgeneration -%}{{- '\\n' -}}"
-    ),
-    "no line break": written(
-        "{%- generation -%}{{- message.content ~ '<|end|>' -}}{%- endgeneration -%}",
-        other="message.content ~ '<|end|>'",
-    ),
-    "line break inside": written(
-        "{%- generation -%}{{- message.content ~ '<|end|>\\n' -}}{%- endgeneration -%}"
-    ),
-    "space before the end": written(
-        "{%- generation -%}{{- message.content ~ ' <|end|>' -}}{%- endgeneration -%}{{- '\\n' -}}"
-    ),
-    "end is EOS": written(
-        "{%- generation -%}{{- message.content ~ eos_token -}}{%- endgeneration -%}",
-        other="message.content ~ '\\n'",
-    ),
-    "BOS first": "{{- bos_token -}}"
-    + written("{%- generation -%}{{- message.content ~ '<|end|>' -}}{%- endgeneration -%}{{- '\\n' -}}"),
-    "trimmed": written(
-        "{%- generation -%}{{- message.content.strip() ~ '<|end|>' -}}{%- endgeneration -%}{{- '\\n' -}}"
-    ),
-    "trimmed thought": written(
-        "{%- generation -%}{{- message.content.split('</think>')[-1].lstrip('\\n') ~ '<|end|>' -}}"
-        "{%- endgeneration -%}{{- '\\n' -}}"
-    ),
-    "empty thought": written(
-        "{{- '<think></think>' -}}{%- generation -%}{{- message.content ~ '<|end|>' -}}{%- endgeneration -%}"
-    ),
-    "another end last": written(
-        "{%- generation -%}{{- message.content ~ ('</s>' if loop.last else '<|end|>') -}}{%- endgeneration -%}"
-    ),
-    "end, then EOS": written(
-        "{%- generation -%}{{- message.content ~ '<|end|>' -}}{%- endgeneration -%}{{- eos_token -}}"
-    ),
-    "header inside": written(
-        "{%- generation -%}{{- '<|turn|>assistant\\n' ~ message.content ~ '<|end|>\\n' -}}{%- endgeneration -%}",
-        other="'<|turn|>' ~ message.role ~ '\\n' ~ message.content ~ '<|end|>\\n'",
-        opening="''",
+    "end inside": marked(END, LINE),
+    "no line break": marked(END, other=END),
+    "line break inside": marked("message.content ~ '<|end|>\\n'"),
+    "space before the end": marked("message.content ~ ' <|end|>'", LINE),
+    "end is EOS": marked("message.content ~ eos_token", other="message.content ~ '\\n'"),
+    "BOS first": "{{- bos_token -}}" + marked(END, LINE),
+    "trimmed": marked("message.content.strip() ~ '<|end|>'", LINE),
+    "trimmed thought": marked("message.content.split('</think>')[-1].lstrip('\\n') ~ '<|end|>'", LINE),
+    "empty thought": marked(END).replace("{%- generation", "{{- '<think></think>' -}}{%- generation"),
+    "another end last": marked("message.content ~ ('</s>' if loop.last else '<|end|>')"),
+    "end, then EOS": marked(END, "eos_token"),
+    "header inside": marked(
+        "'<|turn|>assistant\\n' ~ message.content ~ '<|end|>\\n'",
+        other="'<|turn|>' ~ message.role ~ '\\n' ~ message.content ~ '<|end|>\\n'", opening="''",
     ),
     "in a macro": "{%- macro said(text) -%}{{- text ~ '<|end|>' -}}{%- endmacro -%}"
-    + written("{%- generation -%}{{- said(message.content) -}}{%- endgeneration -%}"),
-}
+    + marked("said(message.content)"),
+}  # fmt: skip
 """Every answer ends inside of its block."""
 
 OPEN_ENDED = {
     "marked": (MARKED_STYLE, "<|end|>"),
-    "space between": (
-        written("{%- generation -%}{{- message.content -}}{%- endgeneration -%}{{- ' <|end|>' -}}"),
-        "<|end|>",
-    ),
-    "EOS": (
-        written("{%- generation -%}{{- message.content -}}{%- endgeneration -%}{{- eos_token -}}"),
-        "</s>",
-    ),
+    "space between": (marked("message.content", "' <|end|>'"), "<|end|>"),
+    "EOS": (marked("message.content", "eos_token"), "</s>"),
 }
 """The end token stands behind the block."""
 
-TALKS = {
-    "one turn": ("what is two and two?", "four"),
-    "turns": ("hello", "world", "ping", "pong", "what is the answer?", "the answer is four."),
-    "repeated": ("four", "four", "four", "four"),
-    "white space": (" hello ", " world ", "ping\n", "pong "),
-    "thought": ("hello", "<think>user</think>\n\nworld", "ping", "<think>two</think>\n\npong"),
-    "system": ("SYSTEM be kind", "hello", "world", "ping", "pong"),
-}
+TALKS = [
+    talk(" hello ", " world ", "ping\n", "pong "),
+    talk("what is two and two?", "four"),
+    talk("hello", "world", "ping", "pong", "what is the answer?", "the answer is four."),
+    talk("four", "four", "four", "four"),
+    talk("hello", "<think>user</think>\n\nworld", "ping", "<think>two</think>\n\npong"),
+    talk("hello", "world", "ping", "pong", system="be kind"),
+]
 TOKENIZERS = {"bytes": byte_tokenizer, "sentencepiece": prefixing_tokenizer, "wordpiece": word_tokenizer}
 
 
-def talk(*turns):
-    system = [Message("system", turns[0])] if turns[0].startswith("SYSTEM") else []
-    spoken = turns[len(system) :]
-    messages = [Message("assistant" if i % 2 else "user", text) for i, text in enumerate(spoken)]
-    return Conversation((*system, *messages), "row 1")
-
-
 def transformers_mask(tokenizer, conversation):
-    messages = [{"role": message.role, "content": message.content} for message in conversation.messages]
-    encoded = tokenizer.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
+    encoded = tokenizer.apply_chat_template(
+        as_messages(conversation), return_assistant_tokens_mask=True, return_dict=True
+    )
     return encoded["input_ids"], [bool(mark) for mark in encoded["assistant_masks"]]
 
 
@@ -126,8 +97,7 @@ asks for the token of the block's last character, marks too few tokens or too ma
 
 
 @pytest.mark.parametrize(
-    ("tokenizer", "case"),
-    [pair for pair in itertools.product(TOKENIZERS, TEMPLATES) if pair not in LOOSE],
+    ("tokenizer", "case"), [pair for pair in itertools.product(TOKENIZERS, TEMPLATES) if pair not in LOOSE]
 )
 def test_the_mask_equals_that_of_transformers(tokenizer, case):
     for encoded, ids, mask in both(tokenizer, TEMPLATES[case]):
@@ -140,10 +110,9 @@ def both(name, template):
     """Ours, and the ids and the mask of transformers, for every talk that it can mark."""
     tokenizer = TOKENIZERS[name](template=template)
     ours = load_template(tokenizer)
-    for turns in TALKS.values():
-        if name == "wordpiece" and turns == TALKS["white space"]:
-            continue  # white space has no token: transformers finds no beginning and marks nothing
-        yield ours.encode(talk(*turns)), *transformers_mask(tokenizer, talk(*turns))
+    # white space has no token in WordPiece: transformers finds no beginning and marks nothing
+    for turns in TALKS[name == "wordpiece" :]:
+        yield ours.encode(turns), *transformers_mask(tokenizer, turns)
 
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
@@ -153,50 +122,41 @@ def test_where_the_block_leaves_out_the_end_it_is_learned_too_and_nothing_else(t
     for encoded, ids, mask in both(tokenizer, template):
         assert encoded.ids == ids[: len(encoded.ids)]
         more = [a and not b for a, b in zip(encoded.supervised, mask, strict=False)]
-        learned = "".join(
-            token for token, wanted in zip(tokens_of(tokenizer, encoded.ids), more, strict=True) if wanted
-        )
+        tokens = TOKENIZERS[tokenizer]().convert_ids_to_tokens(encoded.ids)
+        learned = "".join(itertools.compress(tokens, more))
         answers = sum(begins and not before for before, begins in zip([False, *mask], mask, strict=False))
         assert learned.replace("\u2581", "").replace("\u0120", "") == end * answers
         assert all(a or not b for a, b in zip(encoded.supervised, mask, strict=False))
 
 
-def tokens_of(name, ids):
-    return TOKENIZERS[name]().convert_ids_to_tokens(ids)
+BARE = "message.content"
 
 
-BARE = written("{{- message.content -}}", other="message.content")
-BARE_MARKED = written(
-    "{%- generation -%}{{- message.content -}}{%- endgeneration -%}", other="message.content"
+@pytest.mark.parametrize(
+    "template", [written("{{- message.content -}}", other=BARE), marked(BARE, other=BARE)]
 )
-
-
-@pytest.mark.parametrize("template", [BARE, BARE_MARKED], ids=["found", "marked"])
 def test_the_opening_of_the_next_turn_is_no_end(template):
     """Behind an answer stands at once the next question's opening: only the last answer is ended, with EOS."""
+    assert of_two_answers(template) == "worldpong</s>"
+
+
+def of_two_answers(template):
     tokenizer = byte_tokenizer(template=template)
-    encoded = load_template(tokenizer).encode(talk("hello", "world", "ping", "pong"))
-    learned = [token for token, wanted in zip(encoded.ids, encoded.supervised, strict=True) if wanted]
-    assert tokenizer.decode(learned) == "worldpong</s>"
+    return learned(tokenizer, load_template(tokenizer).encode(talk("hello", "world", "ping", "pong")))
 
 
 def test_each_answer_is_learned_with_its_own_end_where_the_last_one_ends_differently():
-    template = HEADER_STYLE.replace(
-        "'<|end|>' -", "('</s>' if loop.last and message.role == 'assistant' else '<|end|>') -"
-    )
-    tokenizer = byte_tokenizer(template=template)
-    encoded = load_template(tokenizer).encode(talk("hello", "world", "ping", "pong"))
-    learned = [token for token, wanted in zip(encoded.ids, encoded.supervised, strict=True) if wanted]
-    assert tokenizer.decode(learned) == "world<|end|>pong</s>"
+    other = "('</s>' if loop.last and message.role == 'assistant' else '<|end|>') -"
+    assert of_two_answers(HEADER_STYLE.replace("'<|end|>' -", other)) == "world<|end|>pong</s>"
 
 
 def test_the_demo_learns_its_answers_and_their_ends_only():
     names = {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD}
     tokenizer = byte_tokenizer(template=DEMO_TEMPLATE, **names)
     tokenizer.add_special_tokens({"extra_special_tokens": list(ROLE_TOKENS)})
-    for turns in TALKS.values():
-        encoded = load_template(tokenizer).encode(talk(*turns))
-        assert (encoded.ids, encoded.supervised) == transformers_mask(tokenizer, talk(*turns))
+    for turns in TALKS:
+        encoded = load_template(tokenizer).encode(turns)
+        assert (encoded.ids, encoded.supervised) == transformers_mask(tokenizer, turns)
 
 
 def test_special_tokens_that_the_tokenizer_does_not_name_are_special_all_the_same():

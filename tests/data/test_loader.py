@@ -37,9 +37,8 @@ def rows_of(step):
 
 
 def test_labels_positions_and_lengths_by_hand():
-    offsets = np.array([0, 3, 5])
-    supervised = np.array([False, True, True, True, True])
-    dataset = TokenDataset(np.array([10, 11, 12, 20, 21], np.int32), supervised, offsets)
+    ids, supervised = np.array([10, 11, 12, 20, 21], np.int32), np.array([False, True, True, True, True])
+    dataset = TokenDataset(ids, supervised, np.array([0, 3, 5]))
     stream = micro_batch_of(dataset, [1, 0])
     assert stream.input_ids_T.tolist() == [20, 21, 10, 11, 12]
     assert stream.labels_T.tolist() == [21, IGNORED, 11, 12, IGNORED]
@@ -58,8 +57,11 @@ def test_labels_are_the_next_supervised_token_of_the_same_row():
         assert labels == [*expected, IGNORED]
 
 
-@pytest.mark.parametrize("packing", [False, True])
-def test_an_epoch_holds_every_row_once(packing):
+BOTH = pytest.mark.parametrize("packing", [False, True])
+
+
+@BOTH
+def test_an_epoch_holds_every_row_once_and_counts_its_tokens_and_labels(packing):
     dataset = make_dataset()
     loader = Loader(dataset, make_batch(packing=packing), seed=1)
     steps = epoch_of(loader)
@@ -67,38 +69,31 @@ def test_an_epoch_holds_every_row_once(packing):
     assert sorted(row for step in steps for row in rows_of(step)) == list(range(23))
     assert sum(step.tokens for step in steps) == dataset.lengths.sum()
     assert (loader.num_packs > 0) == packing
-
-
-@pytest.mark.parametrize("packing", [False, True])
-def test_a_step_counts_its_tokens_and_its_labels(packing):
-    for step in epoch_of(Loader(make_dataset(), make_batch(packing=packing), seed=1)):
+    for step in steps:
         assert step.tokens == sum(len(m.input_ids_T) for m in step.micro_batches)
         assert step.supervised_tokens == sum(int((m.labels_T != IGNORED).sum()) for m in step.micro_batches)
 
 
-@pytest.mark.parametrize("packing", [False, True])
+@BOTH
 def test_no_stream_is_longer_than_the_plan_says(packing):
     batch = make_batch(size=3, packing=packing)
     for step in epoch_of(Loader(make_dataset(60), batch, seed=1)):
         assert all(len(m.input_ids_T) <= batch.micro_batch_tokens for m in step.micro_batches)
 
 
-@pytest.mark.parametrize("packing", [False, True])
+@BOTH
 def test_the_global_batch_does_not_depend_on_the_micro_batch(packing):
-    dataset = make_dataset()
-    wide = epoch_of(Loader(dataset, make_batch(4, 1, packing), seed=3))
-    narrow = epoch_of(Loader(dataset, make_batch(1, 4, packing), seed=3))
-    assert [rows_of(step) for step in wide] == [rows_of(step) for step in narrow]
-    assert [step.supervised_tokens for step in wide] == [step.supervised_tokens for step in narrow]
+    wide, narrow = (
+        [(rows_of(step), step.supervised_tokens) for step in epoch_of(Loader(make_dataset(), batch, seed=3))]
+        for batch in (make_batch(4, 1, packing), make_batch(1, 4, packing))
+    )
+    assert wide == narrow
 
 
 def test_the_order_follows_from_the_seed_and_the_epoch():
-    dataset = make_dataset()
-
     def order(seed, epoch):
-        return [
-            row for step in epoch_of(Loader(dataset, make_batch(), seed=seed), epoch) for row in rows_of(step)
-        ]
+        steps = epoch_of(Loader(make_dataset(), make_batch(), seed=seed), epoch)
+        return [row for step in steps for row in rows_of(step)]
 
     assert order(1, 0) == order(1, 0) == np.random.default_rng([1, 0]).permutation(23).tolist()
     assert order(1, 0) != order(1, 1)
@@ -106,12 +101,10 @@ def test_the_order_follows_from_the_seed_and_the_epoch():
 
 
 def test_a_loader_made_anew_goes_on_where_the_other_was():
-    dataset = make_dataset()
+    first, again = (Loader(make_dataset(), make_batch(), seed=5) for _ in range(2))
     state = LoaderState()
-    first = Loader(dataset, make_batch(), seed=5)
     for _ in range(8):
         state = first.after(state)
-    again = Loader(dataset, make_batch(), seed=5)
     assert state == LoaderState(1, 8)
     assert rows_of(again.batch_at(state)) == rows_of(first.batch_at(state))
 
@@ -121,7 +114,7 @@ def test_a_state_outside_of_the_epoch_is_refused():
         Loader(make_dataset(), make_batch(), seed=5).batch_at(LoaderState(0, 23))
 
 
-@pytest.mark.parametrize("packing", [False, True])
+@BOTH
 def test_evaluation_goes_through_the_rows_in_order(packing):
     dataset, batch = make_dataset(), make_batch(size=3, packing=packing)
     streams = list(eval_batches(dataset, batch, rows=None))

@@ -15,23 +15,16 @@ def random_lengths(seed, rows=3000, capacity=512):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_every_row_is_in_one_pack_and_no_pack_is_too_long(seed):
+def test_every_row_is_in_one_pack_that_is_not_too_long_and_little_room_is_left_over(seed):
     lengths = random_lengths(seed)
     packs = pack_rows(lengths, 512)
     assert sorted(row for pack in packs for row in pack) == list(range(len(lengths)))
-    assert max(sum(lengths[list(pack)]) for pack in packs) <= 512
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_little_room_is_left_over(seed):
-    lengths = random_lengths(seed)
-    fewest = math.ceil(sum(lengths) / 512)
-    assert len(pack_rows(lengths, 512)) <= 1.01 * fewest + 1
-
-
-def test_the_same_rows_give_the_same_packs():
-    lengths = random_lengths(7)
-    assert list(pack_rows(lengths, 512)) == list(pack_rows(lengths.tolist(), 512))
+    sums = [lengths[list(pack)].sum() for pack in packs]
+    assert max(sums) <= 512
+    assert len(packs) <= 1.01 * math.ceil(sum(lengths) / 512) + 1
+    assert packs.tokens(lengths).tolist() == sums
+    assert packs.rows_N.nbytes + packs.starts.nbytes <= 16 * 3001, "a few bytes for each row"
+    assert list(pack_rows(lengths.tolist(), 512)) == list(packs), "the same rows give the same packs"
 
 
 def test_best_fit_decreasing_by_hand():
@@ -51,14 +44,3 @@ def test_no_rows_make_no_packs():
 def test_a_row_longer_than_a_pack_is_refused():
     with pytest.raises(DataError, match="row 1 has 11 tokens, a pack holds 10"):
         pack_rows([3, 11], 10)
-
-
-def test_tokens_of_packs_are_the_sums_of_their_rows():
-    lengths = random_lengths(3)
-    packs = pack_rows(lengths, 512)
-    assert packs.tokens(lengths).tolist() == [lengths[list(pack)].sum() for pack in packs]
-
-
-def test_packs_take_a_few_bytes_for_each_row():
-    packs = pack_rows(random_lengths(5), 512)
-    assert packs.rows_N.nbytes + packs.starts.nbytes <= 16 * 3001

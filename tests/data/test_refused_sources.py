@@ -1,16 +1,15 @@
 """What a source says twice, or says for nothing, is refused by name; files are hashed once."""
 
-import json
+from typing import get_args
 
 import pytest
 
-from data.tiny_tokenizers import byte_tokenizer
 from fitune.data import preparing
-from fitune.data.preparing import prepare_data
+from fitune.data.conversations.formats import _READERS
 from fitune.data.reading import sources
 from fitune.data.reading.sources import read_rows
 from fitune.errors import DataError
-from fitune.spec.plan import DataPlan, DataSource
+from fitune.spec.plan import DataFormat, DataSource
 from jsonl import write_lines
 
 TWICE = [
@@ -22,16 +21,10 @@ TWICE = [
 ]
 
 
-def prepare(tmp_path, **settings):
-    data = DataPlan(cache_dir=str(tmp_path / "cache"), **settings)
-    return prepare_data(data, tokenizer=byte_tokenizer(), tokenizer_path="tiny", seq_len=64, seed=1)
-
-
 @pytest.fixture
 def rows(tmp_path):
-    file = tmp_path / "rows.jsonl"
-    write_lines(file, ({"prompt": f"{n}?", "completion": f"{n}"} for n in range(20)))
-    return file
+    lines = ({"prompt": f"{n}?", "completion": f"{n}"} for n in range(20))
+    return write_lines(tmp_path / "rows.jsonl", lines)
 
 
 @pytest.mark.parametrize(("text", "key"), TWICE)
@@ -45,8 +38,7 @@ def test_a_key_that_stands_twice_is_refused_with_its_row(tmp_path, text, key, ki
     with pytest.raises(DataError, match=rf"{where}: the key '{key}' is there twice"):
         list(read_rows(DataSource(path=str(file))))
     counted = []
-    kept = list(read_rows(DataSource(path=str(file)), on_bad_row="skip", count_bad=counted.append))
-    assert len(kept) == 1
+    assert len([*read_rows(DataSource(path=str(file)), on_bad_row="skip", count_bad=counted.append)]) == 1
     assert counted == ["key twice"]
 
 
@@ -56,48 +48,31 @@ def test_the_same_key_in_two_objects_is_no_key_twice(tmp_path):
     assert len(list(read_rows(DataSource(path=str(file))))) == 2
 
 
-def test_a_weight_on_held_out_rows_is_refused(tmp_path, rows):
-    source = DataSource(path=str(rows))
+def test_a_weight_on_held_out_rows_is_refused(prepare, rows):
     with pytest.raises(DataError, match=r"eval_data .*rows.jsonl: weight 2 is not used"):
-        prepare(tmp_path, sources=(source,), eval_sources=(DataSource(path=str(rows), weight=2.0),))
+        prepare(rows, eval_sources=(DataSource(path=str(rows), weight=2.0),))
 
 
-@pytest.mark.parametrize(
-    ("format", "row"),
-    [
-        ("question_answer", {"question": "a", "answer": "b"}),
-        ("dialogue_summary", {"dialogue": "a", "summary": "b"}),
-    ],
-)
-def test_every_format_can_be_named(tmp_path, format, row):
-    from typing import get_args
-
-    from fitune.data.conversations.formats import _READERS
-    from fitune.spec.plan import DataFormat
-
-    file = tmp_path / "rows.jsonl"
-    file.write_text(json.dumps({**row, "text": "not this"}) + "\n")
-    prepared = prepare(tmp_path, sources=(DataSource(path=str(file), format=format),))
-    assert prepared.train_ledger.formats == (format,)
+def test_every_format_can_be_named(tmp_path, prepare):
+    rows = {
+        "question_answer": {"question": "a", "answer": "b"}, "dialogue_summary": {"dialogue": "a", "summary": "b"}
+    }  # fmt: skip
+    for format, row in rows.items():
+        file = write_lines(tmp_path / f"{format}.jsonl", [{**row, "text": "not this"}])
+        assert prepare(DataSource(path=str(file), format=format)).train_ledger.formats == (format,)
     assert set(get_args(DataFormat)) == {*_READERS, "auto", "columns"}
 
 
-def test_files_are_hashed_once_a_source(tmp_path, rows, monkeypatch):
+def test_files_are_hashed_once_a_source(tmp_path, prepare, rows, monkeypatch):
     """A corpus of many GiB is read from end to end each time."""
-    hashed = []
-    real = sources.content_key
-
-    def key(source, **told):
-        hashed.append(source.path)
-        return real(source)
-
-    monkeypatch.setattr(preparing, "content_key", key)
+    hashed, real = [], sources.content_key
+    monkeypatch.setattr(
+        preparing, "content_key", lambda source, **told: hashed.append(source.path) or real(source)
+    )
     copy = tmp_path / "copy.jsonl"
     copy.write_text(rows.read_text())
     for _ in ("made", "from the cache"):
         hashed.clear()
-        prepared = prepare(
-            tmp_path, sources=(DataSource(path=str(rows)),), eval_sources=(DataSource(path=str(copy)),)
-        )
+        prepared = prepare(rows, eval_sources=(DataSource(path=str(copy)),))
         assert hashed == [str(rows), str(copy)]
         assert prepared.also_trained == (str(copy),)

@@ -8,13 +8,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from data.s3_server import SECRET, use_server
-from data.tiny_tokenizers import byte_tokenizer
-from fitune.data.preparing import prepare_data
+from data.s3_server import SECRET, client, use_server
 from fitune.data.reading.sources import content_key, read_rows
 from fitune.data.tokenising import RowTokeniser
 from fitune.errors import DataError
-from fitune.spec.plan import DataPlan, DataSource
+from fitune.spec.plan import DataSource
 from fitune.stores import opening, reading
 from optional_libraries import NEEDS_S3
 
@@ -33,11 +31,9 @@ def environment(wire, monkeypatch):
 
 
 def put(key, content, *, bucket="data"):
-    import boto3
-
-    client = boto3.client("s3")
-    client.create_bucket(Bucket=bucket)
-    client.put_object(Bucket=bucket, Key=key, Body=content)
+    server = client()
+    server.create_bucket(Bucket=bucket)
+    server.put_object(Bucket=bucket, Key=key, Body=content)
     return f"s3://{bucket}/{key}"
 
 
@@ -62,21 +58,16 @@ def test_files_folders_patterns_and_packed_files_are_read(wire):
     assert asked <= {b"GET", b"HEAD"}, "a bucket that may only be read is enough"
 
 
-def prepare(path, tmp_path, **settings):
-    data = DataPlan(sources=(DataSource(path=path, **settings),), cache_dir=str(tmp_path / "cache"))
-    return prepare_data(data, tokenizer=byte_tokenizer(), tokenizer_path="tiny", seq_len=64, seed=1)
-
-
-def test_rows_are_tokenised_once_until_the_store_says_that_they_changed(tmp_path, monkeypatch):
+def test_rows_are_tokenised_once_until_the_store_says_that_they_changed(tmp_path, prepare, monkeypatch):
     url = put("once/rows.jsonl", lines(ROWS[:50]))
-    first = prepare(url, tmp_path)
+    first = prepare(url)
     put("once/rows.jsonl", lines(ROWS[:50]))
     with monkeypatch.context() as patch:
         patch.setattr(RowTokeniser, "__call__", lambda self, _: pytest.fail("tokenised again"))
-        again = prepare(url, tmp_path)
+        again = prepare(url)
     assert again.train_ledger == first.train_ledger
     put("once/rows.jsonl", lines(ROWS[:51]))
-    assert len(prepare(url, tmp_path).train) == 51
+    assert len(prepare(url).train) == 51
     kept = [file for file in (tmp_path / "cache").rglob("*") if file.is_file()]
     assert kept
     assert not any(SECRET.encode() in file.read_bytes() for file in kept)

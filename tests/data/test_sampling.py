@@ -14,17 +14,26 @@ from jsonl import write_lines
 NOWHERE = Path("no-model")
 
 
-def rows_file(folder, sizes):
-    file = folder / "rows.jsonl"
-    write_lines(file, ({"prompt": "p" * n, "completion": "c" * n} for n in sizes))
-    return file
+@pytest.fixture
+def rows(tmp_path):
+    """A file of rows whose two texts have so many letters each."""
+
+    def write(*sizes):
+        return write_lines(
+            tmp_path / "rows.jsonl", ({"prompt": "p" * n, "completion": "c" * n} for n in sizes)
+        )
+
+    return write
 
 
-def guessed(file, *, packing=False, seq_len=4096, **data):
-    weight = data.pop("weight", 1.0)
+def sampled(file, *, tokenizer_folder=NOWHERE, weight=1.0, **data):
     plan = DataPlan(sources=(DataSource(path=str(file), weight=weight),), **data)
+    return sample_rows(plan, tokenizer_folder=tokenizer_folder)
+
+
+def guessed(file, *, packing=False, seq_len=4096, **settings):
     batch = Batch(micro_batch_size=2, accumulation=1, seq_len=seq_len, packing=packing)
-    return sample_rows(plan, tokenizer_folder=NOWHERE).epoch(batch)
+    return sampled(file, **settings).epoch(batch)
 
 
 def tokens_of(size):
@@ -32,60 +41,53 @@ def tokens_of(size):
     return round(2 * size / BYTES_PER_TOKEN) + 2 * TOKENS_PER_MESSAGE + 1
 
 
-def test_a_short_file_is_counted_whole(tmp_path):
-    sizes = [40, 80, 120, 400]
-    epoch = guessed(rows_file(tmp_path, sizes))
-    tokens = [tokens_of(size) for size in sizes]
+SIZES = [40, 80, 120, 400]
+
+
+def test_a_short_file_is_counted_whole(rows):
+    epoch = guessed(rows(*SIZES))
+    tokens = [tokens_of(size) for size in SIZES]
     assert (epoch.rows, epoch.units, epoch.longest_row) == (4, 4, max(tokens))
     assert epoch.tokens == sum(tokens)
-    assert epoch.usual.rows == 2
-    assert epoch.usual.tokens == round(sum(tokens) / 2)
+    assert (epoch.usual.rows, epoch.usual.tokens) == (2, round(sum(tokens) / 2))
     assert epoch.usual.longest_row == round(sum(n * n for n in tokens) / sum(tokens))
     assert epoch.usual.supervised_tokens == pytest.approx(epoch.usual.tokens / 2, abs=2)
     assert "first" not in epoch.guess
 
 
-def test_rows_behind_the_first_are_told_by_the_size_of_the_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(sampling, "MOST_ROWS", 2_000)
-    epoch = guessed(rows_file(tmp_path, [50 + n % 100 for n in range(9_000)]))
-    assert epoch.rows == pytest.approx(9_000, rel=0.02)
-    assert "from the first 2,000 rows" in epoch.guess
+def test_rows_behind_the_first_are_told_by_the_size_of_the_file(rows, monkeypatch):
+    monkeypatch.setattr(sampling, "MOST_ROWS", 1_000)
+    epoch = guessed(rows(*[50 + n % 100 for n in range(4_500)]))
+    assert epoch.rows == pytest.approx(4_500, rel=0.02)
+    assert "from the first 1,000 rows" in epoch.guess
 
 
 @pytest.mark.parametrize(
-    ("policy", "rows", "longest"), [("truncate", 4, 100), ("drop", 3, 71), ("split", 6, 100)]
+    ("policy", "kept", "longest"), [("truncate", 4, 100), ("drop", 3, 71), ("split", 6, 100)]
 )
-def test_long_rows_are_treated_as_training_treats_them(tmp_path, policy, rows, longest):
-    file = rows_file(tmp_path, [40, 80, 120, 400])
+def test_long_rows_are_treated_as_training_treats_them(rows, policy, kept, longest):
     assert tokens_of(400) == 211
-    epoch = guessed(file, seq_len=100, on_long_row=policy)
-    assert (epoch.rows, epoch.longest_row) == (rows, longest)
+    epoch = guessed(rows(*SIZES), seq_len=100, on_long_row=policy)
+    assert (epoch.rows, epoch.longest_row) == (kept, longest)
 
 
-def test_weights_and_held_out_rows_change_the_count(tmp_path):
-    file = rows_file(tmp_path, [40] * 100)
+def test_weights_held_out_rows_and_packs_change_the_count(rows):
+    file = rows(*[40] * 100)
     assert guessed(file, weight=2.0).rows == 200
     assert guessed(file, val_fraction=0.1).rows == 90
     assert guessed(f"{file}#30").rows == 30
+    assert guessed(file, packing=True, seq_len=100).units == -(-100 // (100 // tokens_of(40)))
 
 
-def test_the_average_row_keeps_no_more_than_seq_len(tmp_path):
-    file = rows_file(tmp_path, [40, 80, 400])
-    sample = sample_rows(DataPlan(sources=(DataSource(path=str(file)),)), tokenizer_folder=NOWHERE)
+def test_the_average_row_keeps_no_more_than_seq_len(rows):
+    sample = sampled(rows(40, 80, 400))
     assert sample.mean_row_tokens(4096) == round((31 + 51 + 211) / 3)
     assert sample.mean_row_tokens(100) == round((31 + 51 + 100) / 3)
 
 
-def test_packs_are_counted(tmp_path):
-    file = rows_file(tmp_path, [40] * 100)
-    each = 100 // tokens_of(40)
-    assert guessed(file, packing=True, seq_len=100).units == -(-100 // each)
-
-
-def test_the_models_own_tokenizer_counts(model_folder, data_file):
-    plan = DataPlan(sources=(DataSource(path=str(data_file)),))
-    batch = Batch(micro_batch_size=2, accumulation=1, seq_len=256, packing=False)
-    epoch = sample_rows(plan, tokenizer_folder=model_folder).epoch(batch)
+def test_the_models_own_tokenizer_counts(tmp_path, data_file):
+    byte_tokenizer().save_pretrained(tmp_path)
+    epoch = guessed(data_file, tokenizer_folder=tmp_path)
     assert epoch.rows == 56
     assert epoch.guess.endswith("bytes a token")
 
@@ -93,9 +95,7 @@ def test_the_models_own_tokenizer_counts(model_folder, data_file):
 @pytest.mark.parametrize("content", ["[[[", "[]", '{"added_tokens": [{"id": 1, "content": "a"}]}'])
 def test_a_damaged_tokenizer_is_left_to_training_to_refuse(tmp_path, data_file, content):
     (tmp_path / "tokenizer.json").write_text(content)
-    plan = DataPlan(sources=(DataSource(path=str(data_file)),))
-    batch = Batch(micro_batch_size=2, accumulation=1, seq_len=256, packing=False)
-    epoch = sample_rows(plan, tokenizer_folder=tmp_path).epoch(batch)
+    epoch = guessed(data_file, tokenizer_folder=tmp_path)
     assert epoch.guess.endswith("(tokenizer.json cannot be read)")
 
 
@@ -116,29 +116,25 @@ def test_truncation_and_padding_saved_in_a_tokenizer_are_not_used(tmp_path):
 
 
 def test_what_lies_elsewhere_is_not_guessed():
-    for path in ("owner/name", "s3://bucket/rows.jsonl"):
-        data = DataPlan(sources=(DataSource(path=path),))
-        assert sample_rows(data, tokenizer_folder=NOWHERE) is None
+    assert [sampled(path) for path in ("owner/name", "s3://bucket/rows.jsonl")] == [None, None]
 
 
-def test_a_missing_file_and_one_without_rows_are_refused(tmp_path):
+def test_a_missing_file_and_one_without_rows_are_refused(rows, tmp_path):
     with pytest.raises(DataError, match="no such file"):
-        guessed(tmp_path / "missing.jsonl")
+        guessed("missing.jsonl")
     with pytest.raises(DataError, match="no row"):
-        guessed(rows_file(tmp_path, []))
-    (tmp_path / "other.jsonl").write_text('{"prompt": "a", "completion": 7}\n')
+        guessed(rows())
+    other = write_lines(tmp_path / "other.jsonl", [{"prompt": "a", "completion": 7}])
     with pytest.raises(
         DataError, match=r"no row that can be trained on, from the first: .*other.jsonl:1: .*7"
     ):
-        guessed(tmp_path / "other.jsonl")
+        guessed(other)
 
 
-def test_rows_that_cannot_be_used_are_counted_by_reason(tmp_path):
-    file = rows_file(tmp_path, [40] * 5)
+def test_rows_that_cannot_be_used_are_counted_by_reason(rows):
+    file = rows(*[40] * 5)
+    assert not guessed(file).bad_rows
     with file.open("a") as lines:
         lines.write('{"prompt": "a", "completion": 7}\n{"prompt": \n[1, 2]\n{"prompt": "x"\n')
     epoch = guessed(file)
-    assert epoch.rows == 5
-    assert sum(epoch.bad_rows.values()) == 4
-    assert epoch.bad_rows["not JSON"] == 2
-    assert not guessed(rows_file(tmp_path, [40] * 5)).bad_rows
+    assert (epoch.rows, sum(epoch.bad_rows.values()), epoch.bad_rows["not JSON"]) == (5, 4, 2)

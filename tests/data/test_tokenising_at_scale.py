@@ -2,163 +2,151 @@
 
 import json
 import os
-import signal
+import pickle
+import select
 import subprocess
 import sys
 import tracemalloc
-from dataclasses import replace
+from collections import deque
 
 import numpy as np
 import pytest
 
 from data.test_tool_calls import AS_OBJECT, ASKED, CALLED, FOUND, SAID, TOOLS
-from data.tiny_tokenizers import HEADER_STYLE, TOO_HARD, byte_tokenizer, panicking_tokenizer
+from data.tiny_tokenizers import TOO_HARD, panicking_tokenizer
 from fitune.data import making, tokenising
 from fitune.data.conversations.messages import Conversation, Message
 from fitune.data.conversations.templates import load_template
-from fitune.data.preparing import prepare_data
 from fitune.errors import DataError
-from fitune.spec.plan import DataPlan, DataSource
+from fitune.spec.plan import DataSource
 
 
 def row(i):
     return {"prompt": f"what is {i}?", "completion": f"the answer is {i} " * (1 + i % 5)}
 
 
-def write(path, rows):
-    path.write_text("".join((each if isinstance(each, str) else json.dumps(each)) + "\n" for each in rows))
-    return DataSource(path=str(path))
-
-
 @pytest.fixture
-def prepare(tmp_path):
-    def run(*sources, cache="cache", watch=None, template=None, tokenizer=None, seq_len=64, **settings):
-        data = DataPlan(sources=sources, cache_dir=str(tmp_path / cache), **settings)
-        told = {} if watch is None else {"watch": watch}
-        tokenizer = tokenizer or byte_tokenizer(template=template)
-        return prepare_data(data, tokenizer=tokenizer, tokenizer_path="tiny", seq_len=seq_len, seed=1, **told)
+def write(tmp_path):
+    """A source of these rows, or lines."""
 
-    return run
+    def to(*rows, name="rows", **settings):
+        lines = (each if isinstance(each, str) else json.dumps(each) for each in rows)
+        (file := tmp_path / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines))
+        return DataSource(path=str(file), **settings)
+
+    return to
+
+
+class Here:
+    """A process that tokenises, in this one: what is sent and answered is packed and unpacked as between two."""
+
+    def __init__(self, _module, **_):
+        self._tokenise, self._answers = None, deque()
+
+    def send(self, message):
+        if self._tokenise is None:
+            self._tokenise = pickle.loads(message)
+        else:
+            self._answers.append(pickle.dumps(self._tokenise(pickle.loads(message))))
+
+    def receive(self):
+        return self._answers.popleft()
+
+    def close(self):
+        pass
 
 
 @pytest.fixture
 def in_processes(monkeypatch):
-    """Small data, tokenised as large data is: in so many processes, in small batches."""
+    """Small data, tokenised as large data is: in so many processes, none for 0, in small batches."""
 
-    def use(count):
-        monkeypatch.setattr(making, "_BATCH_ROWS", 16)
-        monkeypatch.setattr(tokenising, "_WORTH_A_START", 0)
+    def use(count, process=tokenising.Child):
+        monkeypatch.setattr(making, "_BATCH_ROWS", 16 if count else 1024)
+        monkeypatch.setattr(tokenising, "_WORTH_A_START", 0 if count else 2**21)
         monkeypatch.setattr(tokenising, "_cores", lambda: count)
+        monkeypatch.setattr(tokenising, "Child", process)
 
     return use
 
 
-def test_any_number_of_processes_gives_the_same_rows(tmp_path, prepare, in_processes):
-    rows = [row(i) if i % 11 else '{"prompt": 1, "completion": "x"}' for i in range(200)]
-    sources = [
-        write(tmp_path / "rows.jsonl", rows),
-        write(tmp_path / "more.jsonl", [{"text": "some text"}] * 9),
-    ]
-    settings = {"on_bad_row": "skip", "val_fraction": 0.2, "on_long_row": "split", "template": HEADER_STYLE}
-    alone = prepare(*sources, cache="alone", **settings)
-    for count in (1, 3):
-        in_processes(count)
-        many = prepare(*sources, cache=f"{count}", **settings)
-        assert many.train.fingerprint == alone.train.fingerprint
-        assert many.eval.fingerprint == alone.eval.fingerprint
-        assert (many.train_ledger, many.eval_ledger) == (alone.train_ledger, alone.eval_ledger)
-        assert many.eval_examples == alone.eval_examples
-
-
 FUNCTION = {"name": "weather", "arguments": {"city": "Łódź"}}
 THOUGHT = {"role": "assistant", "content": "<think>\nhm, é\n</think>\n\nsunny"}
-KINDS_OF_ROWS = {
-    "tools": {"messages": [ASKED, CALLED, FOUND, SAID], "tools": TOOLS},
-    "a call last": {"messages": [ASKED, CALLED], "tools": TOOLS},
-    "two calls in a row": {"messages": [ASKED, CALLED, FOUND, CALLED, FOUND, SAID], "tools": TOOLS},
-    "tools as text": {"messages": [ASKED, CALLED, FOUND, SAID], "tools": json.dumps(TOOLS)},
-    "functions": {
-        "messages": [ASKED, {"role": "assistant", "content": "", "function_call": FUNCTION}], "functions": TOOLS,
-    },
-    "ShareGPT with calls": {
+CALL = json.dumps(FUNCTION)
+KINDS_OF_ROWS = [
+    {"messages": [ASKED, CALLED, FOUND, SAID], "tools": TOOLS},
+    {"messages": [ASKED, CALLED], "tools": TOOLS},
+    {"messages": [ASKED, CALLED, FOUND, CALLED, FOUND, SAID], "tools": json.dumps(TOOLS)},
+    {"messages": [ASKED, {"role": "assistant", "content": "", "function_call": FUNCTION}], "functions": TOOLS},
+    {
         "conversations": [
-            {"from": "human", "value": "weather?"}, {"from": "function_call", "value": json.dumps(FUNCTION)},
+            {"from": "human", "value": "weather?"}, {"from": "function_call", "value": CALL},
             {"from": "observation", "value": "18 C"}, {"from": "gpt", "value": "mild"},
         ],
         "tools": TOOLS,
     },
-    "messages": {"messages": [ASKED, SAID]},
-    "system": {"messages": [{"role": "system", "content": "Be kind."}, ASKED, SAID]},
-    "thinking": {"messages": [ASKED, THOUGHT, ASKED, THOUGHT]},
-    "thinking in a field": {"messages": [ASKED, {**SAID, "thinking": "hm, é"}]},
-    "special tokens in the text": {"messages": [{"role": "user", "content": "<|end|></s>"}, SAID]},
-    "prompt and completion": row(3),
-    "ShareGPT": {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
-    "Alpaca": {"instruction": "Add.", "input": "1 2", "output": "3"},
-    "question and answer": {"question": "Where?", "answer": "Here."},
-    "text": {"text": "some text, é and 中"},
-    "the chosen of pairs": {"prompt": "Where?", "chosen": "Here.", "rejected": "There."},
-    "refused by the template": {"messages": [ASKED, CALLED, FOUND, SAID]} | {"tools": [{"name": "<|end|>"}]},
-    "not readable": {"messages": [ASKED, {"role": "assistant", "content": "", "tool_calls": [{"id": 1}]}]},
-}  # fmt: skip
-WITH_THOUGHTS = AS_OBJECT.replace(
-    "(message.content or '')",
-    "('<think>' ~ message.thinking ~ '</think>' if message.thinking else '') ~ (message.content or '')",
+    {"messages": [{"role": "system", "content": "Be kind."}, ASKED, SAID]},
+    {"messages": [ASKED, THOUGHT, ASKED, THOUGHT]},
+    {"messages": [ASKED, {**SAID, "thinking": "hm, é"}]},
+    {"messages": [{"role": "user", "content": "<|end|></s>"}, SAID]},
+    {"instruction": "Add.", "input": "1 2", "output": "3"},
+    {"question": "Where?", "answer": "Here."},
+    {"text": "some text, é and 中"},
+    {"prompt": "Where?", "chosen": "Here.", "rejected": "There."},
+    {"messages": [ASKED, CALLED, FOUND, SAID], "tools": [{"name": "<|end|>"}]},
+    {"messages": [{"role": "user", "content": "refuse this"}, SAID]},
+    {"messages": [ASKED, {"role": "assistant", "content": "", "tool_calls": [{"id": 1}]}]},  # not readable
+]  # fmt: skip
+WITH_THOUGHTS = (
+    "{%- if messages[0].content == 'refuse this' -%}{{- raise_exception('no') -}}{%- endif -%}"
+    + AS_OBJECT.replace(
+        "(message.content or '')",
+        "('<think>' ~ message.thinking ~ '</think>' if message.thinking else '') ~ (message.content or '')",
+    )
 )
-COLUMNS = {"the chosen of pairs": (("prompt", "prompt"), ("completion", "chosen"))}
 
 
-@pytest.mark.parametrize("kind", KINDS_OF_ROWS)
-def test_rows_of_every_kind_are_the_same_by_other_processes(tmp_path, prepare, in_processes, kind):
+def test_any_number_of_processes_gives_the_same_rows_of_every_kind(write, prepare, in_processes):
     """The large part of a dataset is tokenised by other processes: calls and tools must go there with the text."""
-    usual = [{"messages": [ASKED, SAID]}] if "messages" in KINDS_OF_ROWS[kind] else []
-    written = write(tmp_path / "rows.jsonl", [KINDS_OF_ROWS[kind]] * 20 + usual)
-    source = replace(written, columns=COLUMNS.get(kind, ()))
-    settings = {"template": WITH_THOUGHTS, "seq_len": 1024, "on_bad_row": "skip"}
-    alone = prepare(source, cache="alone", **settings)
-    in_processes(1)
-    others = prepare(source, cache="others", **settings)
-    assert others.train.fingerprint == alone.train.fingerprint
-    assert others.train_ledger == alone.train_ledger
-
-
-@pytest.mark.parametrize("count", [0, 1])
-def test_pairs_without_columns_are_refused_by_every_number_of_processes(
-    tmp_path, prepare, in_processes, count
-):
-    if count:
-        in_processes(count)
-    rows = [row(0) | KINDS_OF_ROWS["the chosen of pairs"]] * 20
-    with pytest.raises(DataError, match="rows.jsonl:1: the row has chosen and rejected"):
-        prepare(write(tmp_path / "rows.jsonl", rows))
+    usual = [row(i) if i % 11 else '{"prompt": 1, "completion": "x"}' for i in range(200)]
+    chosen = (("prompt", "prompt"), ("completion", "chosen"))
+    kinds = [
+        write(*[kind] * 3, name=f"kind-{number}", weight=2.0, columns=chosen if "chosen" in kind else ())
+        for number, kind in enumerate(KINDS_OF_ROWS)
+    ]
+    found = []
+    for count, process in ((0, None), (1, Here), (3, Here), (2, tokenising.Child)):
+        in_processes(count, process)
+        made = prepare(
+            *kinds, write(*usual), cache=f"{count}", template=WITH_THOUGHTS, val_fraction=0.2,
+            on_bad_row="skip", on_long_row="split",
+        )  # fmt: skip
+        found.append((
+            made.train.fingerprint, made.eval.fingerprint, made.train_ledger, made.eval_ledger, made.eval_examples
+        ))  # fmt: skip
+    assert found == found[:1] * 4
+    dropped = {"refused by the template": 3, "call of a tool cannot be read": 3, "wrong type": 19}
+    assert made.train_ledger.dropped == dropped
 
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_the_first_row_that_cannot_be_used_is_named(tmp_path, prepare, in_processes, count):
+def test_the_first_row_that_cannot_be_used_is_named(tmp_path, write, prepare, in_processes, count):
     """The row of line 40 is longer than the context, that of line 45 cannot be read; both are in one batch."""
-    if count:
-        in_processes(count)
-    rows = (
-        [row(0)] * 39
-        + [{"prompt": "a", "completion": "word " * 200}]
-        + [row(0)] * 4
-        + ["{bad"]
-        + [row(0)] * 90
-    )
+    in_processes(count, Here)
+    long = {"prompt": "a", "completion": "word " * 200}
+    source = write(*[row(0)] * 39, long, *[row(0)] * 4, "{bad", *[row(0)] * 90)
     with pytest.raises(DataError, match=r"rows.jsonl:40: the row has .* tokens"):
-        prepare(write(tmp_path / "rows.jsonl", rows), on_long_row="error")
+        prepare(source, on_long_row="error")
     with pytest.raises(DataError, match=r"rows.jsonl:45: not JSON"):
-        prepare(write(tmp_path / "rows.jsonl", rows))
+        prepare(source)
     assert list((tmp_path / "cache" / "tokens").iterdir()) == []
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_a_row_on_which_the_tokenizer_panics_is_named_with_the_cause(tmp_path, prepare, in_processes, count):
+def test_a_row_on_which_the_tokenizer_panics_is_named_with_the_cause(write, prepare, in_processes, count):
     """A panic of Rust is no Exception: it ended the run with a traceback, and other processes without a word."""
-    if count:
-        in_processes(count)
-    rows = [row(0), row(1), {"prompt": TOO_HARD, "completion": "x"}, row(2)]
-    source, tokenizer = write(tmp_path / "rows.jsonl", rows), panicking_tokenizer()
+    in_processes(count, Here)
+    source = write(row(0), row(1), {"prompt": TOO_HARD, "completion": "x"}, row(2))
+    tokenizer = panicking_tokenizer()
     with pytest.raises(DataError, match=r"rows.jsonl:3: the tokenizer fails: .*retry-limit") as caught:
         prepare(source, tokenizer=tokenizer)
     assert "on_bad_row: skip" in caught.value.hint
@@ -176,27 +164,22 @@ def test_a_prompt_on_which_the_tokenizer_panics_is_its_own_error():
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_a_stop_leaves_no_process_and_no_half_entry(tmp_path, prepare, in_processes, count, monkeypatch):
-    started = []
-    real = tokenising.Child
-    monkeypatch.setattr(tokenising, "Child", lambda *a, **k: started.append(real(*a, **k)) or started[-1])
-    if count:
-        in_processes(count)
+def test_a_stop_leaves_no_process_and_no_half_entry(tmp_path, write, prepare, in_processes, count):
+    started, real = [], tokenising.Child
+    in_processes(count, lambda *a, **k: started.append(real(*a, **k)) or started[-1])
 
     def stop(reading):
         if reading.doing == "tokenising" and (not count or started):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prepare(write(tmp_path / "rows.jsonl", [row(i) for i in range(100)]), watch=stop)
+        prepare(write(*map(row, range(100))), watch=stop)
     assert len(started) == count
     assert all(child._process.poll() is not None for child in started)
     assert list((tmp_path / "cache" / "tokens").iterdir()) == []
 
 
-def test_a_process_that_dies_is_an_error_that_names_the_rows(tmp_path, prepare, in_processes, monkeypatch):
-    in_processes(1)
-
+def test_a_process_that_dies_is_an_error_that_names_the_rows(write, prepare, in_processes):
     class KilledAfterABatch(tokenising.Child):
         sent = 0
 
@@ -206,11 +189,11 @@ def test_a_process_that_dies_is_an_error_that_names_the_rows(tmp_path, prepare, 
             if self.sent == 2:  # the first is the job
                 self._process.kill()
 
-    monkeypatch.setattr(tokenising, "Child", KilledAfterABatch)
+    in_processes(1, KilledAfterABatch)
     with pytest.raises(
         DataError, match=r"ended with signal SIGKILL at .*rows.jsonl:1 or in the 15 rows after"
     ):
-        prepare(write(tmp_path / "rows.jsonl", [row(i) for i in range(100)]))
+        prepare(write(*map(row, range(100))))
 
 
 def test_processes_end_with_their_parent():
@@ -225,36 +208,31 @@ def test_processes_end_with_their_parent():
     parent = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment, text=True
     )
-    pid = int(parent.stdout.readline())
-    child = os.pidfd_open(pid)
+    child = os.pidfd_open(int(parent.stdout.readline()))
     assert parent.stdout.readline() == "sleeping\n"
-    parent.send_signal(signal.SIGKILL)
+    parent.kill()
     parent.communicate()
-    import select
-
     assert select.select([child], [], [], 30)[0]
     os.close(child)
 
 
-def test_memory_does_not_grow_with_the_rows(tmp_path, prepare, monkeypatch):
-    monkeypatch.setattr(making, "_BATCH_ROWS", 64)
+def test_memory_does_not_grow_with_the_rows(write, prepare, monkeypatch):
+    monkeypatch.setattr(making, "_BATCH_ROWS", 16)
 
     def peak(count):
-        source = write(tmp_path / f"{count}.jsonl", [row(i) for i in range(count)])
-        prepare(source, cache="warm")
+        source = write(*map(row, range(count)), name=str(count))
         tracemalloc.start()
-        prepare(source, cache=f"{count}")
+        prepare(source, cache=str(count))
         found = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         return found
 
-    prepare(write(tmp_path / "first.jsonl", [row(0)]))
-    assert peak(1500) < 1.2 * peak(300)
+    peak(64)
+    assert peak(321) < 1.2 * peak(65)
 
 
-def test_long_rows_are_tokenised_a_few_at_a_time(tmp_path, prepare, monkeypatch):
-    seen = []
-    real = making.RowTokeniser.__call__
+def test_long_rows_are_tokenised_a_few_at_a_time(write, prepare, monkeypatch):
+    seen, real = [], making.RowTokeniser.__call__
 
     def call(self, examples):
         seen.append(sum(map(tokenising.text_size, examples)))
@@ -262,50 +240,41 @@ def test_long_rows_are_tokenised_a_few_at_a_time(tmp_path, prepare, monkeypatch)
 
     monkeypatch.setattr(making.RowTokeniser, "__call__", call)
     monkeypatch.setattr(making, "MOST_TEXT_AT_ONCE", 3000)
-    long = [{"prompt": "why?", "completion": "so " * 400}] * 20 + [
-        {"prompt": "why?", "completion": "so " * 4000}
-    ]
-    prepare(write(tmp_path / "rows.jsonl", long), on_long_row="split")
+    long, longest = ({"prompt": "why?", "completion": "so " * times} for times in (400, 4000))
+    prepare(write(*[long] * 20, longest), on_long_row="split")
     assert max(seen[:-1]) <= 3000
     assert len(seen) == 11
 
 
-def test_a_repeated_row_is_stored_once(tmp_path, prepare):
-    source = write(tmp_path / "rows.jsonl", [row(i) for i in range(10)])
+def test_a_repeated_row_is_stored_once(write, prepare):
+    source = write(*map(row, range(10)))
     once = prepare(source, on_long_row="split", cache="once").train
-    often = prepare(
-        write(tmp_path / "one.jsonl", [row(99)]),
-        DataSource(path=source.path, weight=1000),
-        on_long_row="split",
-    ).train
+    repeated = DataSource(path=source.path, weight=1000)
+    often = prepare(write(row(99), name="one"), repeated, on_long_row="split").train
     assert len(often) == 1 + 1000 * len(once)
     assert len(often._ids) < 2 * len(once._ids)
     assert often.row(1)[0].tolist() == once.row(0)[0].tolist()
     assert often.lengths.sum() == often.row(0)[0].size + 1000 * once.lengths.sum()
-    copied = type(often)(
-        np.concatenate([often.row(i)[0] for i in range(len(often))]),
-        np.concatenate([often.row(i)[1] for i in range(len(often))]),
-        np.concatenate([[0], np.cumsum(often.lengths)]),
-    )
+    ids, supervised = map(np.concatenate, zip(*map(often.row, range(len(often))), strict=True))
+    copied = type(often)(ids, supervised, np.concatenate([[0], np.cumsum(often.lengths)]))
     assert copied.fingerprint == often.fingerprint
     assert copied.labels_per_row.tolist() == often.labels_per_row.tolist()
 
 
-def test_a_weight_that_no_memory_holds_is_refused(tmp_path, prepare):
-    source = write(tmp_path / "rows.jsonl", [row(i) for i in range(100)])
+def test_a_weight_that_no_memory_holds_is_refused(write, prepare):
     with pytest.raises(
         DataError, match=r"rows.jsonl:100 an epoch has 100,000,000 of them, and at most 50,000,000"
     ) as caught:
-        prepare(DataSource(path=source.path, weight=1e6))
+        prepare(write(*map(row, range(100)), weight=1e6))
     assert "divide all of them" in caught.value.hint
 
 
-def test_the_watcher_is_told_bytes_rows_and_the_end(tmp_path, prepare):
-    seen = []
-    source = write(tmp_path / "rows.jsonl", [row(i) for i in range(3000)])
+def test_the_watcher_is_told_bytes_rows_and_the_end(write, prepare, monkeypatch):
+    monkeypatch.setattr(making, "_BATCH_ROWS", 100)
+    seen, source = [], write(*map(row, range(300)))
     ledger = prepare(source, watch=seen.append).train_ledger
     size = os.path.getsize(source.path)
     assert seen[0].doing == "checking"
     assert (seen[-1].doing, seen[-1].bytes_read, seen[-1].bytes_in_all) == ("done", size, size)
     assert (seen[-1].rows, seen[-1].tokens) == (ledger.rows_read, ledger.tokens_read)
-    assert len([reading for reading in seen if 0 < reading.rows < 3000]) >= 2
+    assert {0, 100, 200, 300} == {reading.rows for reading in seen}

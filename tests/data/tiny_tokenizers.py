@@ -5,6 +5,8 @@ from functools import cache
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from fitune.data.conversations.messages import Conversation, Message
+
 TOO_HARD = "q" * 40 + "z"
 """Panics in Rust where the tokenizer is ``panicking``: its expression goes back too often."""
 SPECIALS = ["<s>", "</s>", "<pad>", "<|turn|>", "<|end|>", "<unk>"]
@@ -110,9 +112,7 @@ def _trained_bytes():
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    return _train(
-        tokenizer, trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIALS, initial_alphabet=alphabet)
-    )
+    return _train(tokenizer, alphabet)
 
 
 @cache
@@ -121,9 +121,7 @@ def _trained_words():
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
     alphabet = [chr(code) for code in range(33, 127)] + ["\n", "\u2581"]
-    return _train(
-        tokenizer, trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIALS, initial_alphabet=alphabet)
-    )
+    return _train(tokenizer, alphabet)
 
 
 @cache
@@ -140,10 +138,29 @@ def _trained_word_pieces():
     return tokenizer.to_str()
 
 
-def _train(tokenizer, trainer):
-    trainer.show_progress = False
+def _train(tokenizer, alphabet):
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=SPECIALS, initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(_TEXT, trainer)
     return tokenizer.to_str()
+
+
+def talk(*turns, system=""):
+    """A conversation in which user and assistant take turns."""
+    messages = [Message("system", system)] if system else []
+    messages += [Message("assistant" if i % 2 else "user", text) for i, text in enumerate(turns)]
+    return Conversation(tuple(messages), "row 1")
+
+
+def as_messages(conversation):
+    """As transformers takes it."""
+    return [{"role": message.role, "content": message.content} for message in conversation.messages]
+
+
+def learned(tokenizer, encoded):
+    """The text that is learned."""
+    return tokenizer.decode([i for i, wanted in zip(encoded.ids, encoded.supervised, strict=True) if wanted])
 
 
 def panicking_tokenizer(template=None):

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from fitune.session.recipes.reading import recipe_of_keys
 
 
@@ -25,6 +27,11 @@ class Example:
 def read_keys(keys, *, folder=Path("nowhere"), **options):
     """What is read of another trainer's keys, with options of the command line on top."""
     return recipe_of_keys(keys, where="theirs.yaml", folder=folder, options=options)
+
+
+def typed(line):
+    """The keys of a line of YAML, as people write them."""
+    return yaml.safe_load(f"{{{line}}}")
 
 
 def published_examples():

@@ -6,13 +6,13 @@ import pytest
 
 from fitune.errors import RecipeError
 from fitune.foreign import read_foreign
-from foreign.examples import read_keys
+from foreign.examples import read_keys, typed
 
-PLAIN = {
-    "base_model": "org/llama", "datasets": [{"path": "org/chat", "type": "chat_template"}], "sequence_len": 1024,
-    "micro_batch_size": 2, "learning_rate": "2e-4", "adapter": "qlora", "load_in_4bit": True, "lora_r": 8,
-    "lora_alpha": 16, "bf16": "auto", "optimizer": "adamw_bnb_8bit",
-}  # fmt: skip
+PLAIN = typed(
+    "base_model: org/llama, datasets: [{path: org/chat, type: chat_template}], sequence_len: 1024, "
+    "micro_batch_size: 2, learning_rate: 2e-4, adapter: qlora, load_in_4bit: true, lora_r: 8, lora_alpha: 16, "
+    "bf16: auto, optimizer: adamw_bnb_8bit"
+)
 
 
 def recipe(**changes):
@@ -36,108 +36,101 @@ def test_a_qlora_recipe_says_the_same_here():
 @pytest.mark.parametrize(
     ("changes", "setting", "value"),
     [
-        ({"adapter": None, "load_in_4bit": False}, "tuning", "full"),
-        ({"adapter": None, "load_in_4bit": False}, "precision", "bf16"),
-        ({"adapter": None, "load_in_4bit": False, "bf16": False}, "precision", "fp32"),
-        ({"adapter": "lora", "load_in_4bit": False, "load_in_8bit": True}, "quantization_bits", 8),
-        ({"lora_target_linear": True}, "lora_target_modules", ["all-linear"]),
-        ({}, "lora_target_modules", ["q_proj", "v_proj"]),
+        ("adapter: null, load_in_4bit: false", "tuning", "full"),
+        ("adapter: null, load_in_4bit: false", "precision", "bf16"),
+        ("adapter: null, load_in_4bit: false, bf16: false", "precision", "fp32"),
+        ("adapter: lora, load_in_4bit: false, load_in_8bit: true", "quantization_bits", 8),
+        ("lora_target_linear: true", "lora_target_modules", ["all-linear"]),
+        ("", "lora_target_modules", ["q_proj", "v_proj"]),
         (
-            {
-                "lora_target_linear": True,
-                "lora_target_parameters": ["_checkpoint_wrapped_module.mlp.experts.down_proj"],
-            },
+            "lora_target_linear: true, lora_target_parameters: [_checkpoint_wrapped_module.mlp.experts.down_proj]",
             "lora_target_modules",
             ["all-linear", "mlp.experts.down_proj"],
         ),
         (
-            {"lora_target_modules": "q_proj", "lora_target_parameters": "experts.gate_up_proj"},
+            "lora_target_modules: q_proj, lora_target_parameters: experts.gate_up_proj",
             "lora_target_modules",
             ["q_proj", "experts.gate_up_proj"],
         ),
-        ({"warmup_steps": 0.1}, "warmup_ratio", 0.1),
-        ({"warmup_steps": 10, "warmup_ratio": 0.5}, "warmup_steps", 10),
-        ({"lr_scheduler": "constant", "warmup_ratio": 0.1}, "warmup_ratio", 0.0),
-        ({"cosine_min_lr_ratio": 0.1}, "min_lr_ratio", 0.1),
-        ({"cosine_min_lr_ratio": 1.0}, "lr_scheduler", "constant"),
-        ({"cosine_min_lr_ratio": 0.1, "lr_scheduler": "linear"}, "min_lr_ratio", 0.0),
+        ("warmup_steps: 0.1", "warmup_ratio", 0.1),
+        ("warmup_steps: 10, warmup_ratio: 0.5", "warmup_steps", 10),
+        ("lr_scheduler: constant, warmup_ratio: 0.1", "warmup_ratio", 0.0),
+        ("cosine_min_lr_ratio: 0.1", "min_lr_ratio", 0.1),
+        ("cosine_min_lr_ratio: 1.0", "lr_scheduler", "constant"),
+        ("cosine_min_lr_ratio: 0.1, lr_scheduler: linear", "min_lr_ratio", 0.0),
         (
-            {"lr_scheduler": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 2e-5}},
+            "lr_scheduler: cosine_with_min_lr, lr_scheduler_kwargs: {min_lr: 2.0e-05}",
             "min_lr_ratio",
             pytest.approx(0.1),
         ),
-        ({"batch_size": 8}, "gradient_accumulation_steps", 4),
-        ({"optimizer": "paged_adamw_32bit"}, "optimizer", "adamw"),
-        ({"gradient_checkpointing": "offload"}, "gradient_checkpointing", True),
-        ({"excess_length_strategy": "truncate"}, "on_long_row", "truncate"),
-        ({"tokens": ["<think>"]}, "added_tokens", ["<think>"]),
-        ({"tokens": {"pad_token": "<pad>"}}, "added_tokens", []),
-        ({"gpu": "4090"}, "gpu", "4090"),
+        ("batch_size: 8", "gradient_accumulation_steps", 4),
+        ("optimizer: paged_adamw_32bit", "optimizer", "adamw"),
+        ("gradient_checkpointing: offload", "gradient_checkpointing", True),
+        ("excess_length_strategy: truncate", "on_long_row", "truncate"),
+        ("tokens: [<think>]", "added_tokens", ["<think>"]),
+        ("tokens: {pad_token: <pad>}", "added_tokens", []),
+        ("gpu: '4090'", "gpu", "4090"),
     ],
 )
 def test_a_key_becomes_the_setting_that_means_it(changes, setting, value):
-    assert getattr(recipe(**changes), setting) == value
+    assert getattr(recipe(**typed(changes)), setting) == value
 
 
 @pytest.mark.parametrize(
     ("source", "format", "columns"),
     [
-        ({"type": "alpaca"}, "alpaca", {}),
-        ({"type": "chat_template", "field_messages": "conversations"}, "sharegpt", {}),
-        ({"type": "chat_template", "field_messages": "turns"}, "columns", {"messages": "turns"}),
-        ({"type": "completion"}, "text", {}),
-        ({"type": "completion", "field": "body"}, "columns", {"text": "body"}),
-        (
-            {"type": {"field_instruction": "q", "field_output": "a"}},
-            "columns",
-            {"prompt": "q", "completion": "a"},
-        ),
+        ("type: alpaca", "alpaca", {}),
+        ("type: chat_template, field_messages: conversations", "sharegpt", {}),
+        ("type: chat_template, field_messages: turns", "columns", {"messages": "turns"}),
+        ("type: completion", "text", {}),
+        ("type: completion, field: body", "columns", {"text": "body"}),
+        ("type: {field_instruction: q, field_output: a}", "columns", {"prompt": "q", "completion": "a"}),
     ],
 )
 def test_the_type_of_a_dataset_is_its_format(source, format, columns):
-    read = recipe(datasets=[{"path": "d", "split": "train[:5%]", **source}]).data[0]
+    read = recipe(datasets=[{"path": "d", "split": "train[:5%]", **typed(source)}]).data[0]
     assert (read.format, read.columns, read.split) == (format, columns, "train[:5%]")
 
 
 @pytest.mark.parametrize(
     ("source", "paths"),
     [
-        ({"path": "json", "data_files": ["a.jsonl", "b.jsonl"]}, ["a.jsonl", "b.jsonl"]),
-        ({"path": "folder", "data_files": "part-*.jsonl"}, ["folder/part-*.jsonl"]),
-        ({"path": "rows.jsonl.gz", "ds_type": "json"}, ["rows.jsonl.gz"]),
-        ({"path": "owner/name", "name": "en"}, ["owner/name:en"]),
+        ("path: json, data_files: [a.jsonl, b.jsonl]", ["a.jsonl", "b.jsonl"]),
+        ("path: folder, data_files: part-*.jsonl", ["folder/part-*.jsonl"]),
+        ("path: rows.jsonl.gz, ds_type: json", ["rows.jsonl.gz"]),
+        ("path: owner/name, name: en", ["owner/name:en"]),
     ],
 )
 def test_every_file_of_a_dataset_is_a_source(source, paths):
     """None may be left out in silence."""
-    assert [each.path for each in recipe(datasets=[{"type": "alpaca", **source}]).data] == paths
+    assert [each.path for each in recipe(datasets=[{"type": "alpaca", **typed(source)}]).data] == paths
 
 
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({"rl": "dpo"}, "rl"),
-        ({"reward_model": True}, "reward_model"),
-        ({"plugins": ["axolotl.integrations.kd.KDPlugin"]}, "plugins"),
-        ({"eta_min": 1e-6}, "eta_min"),
-        ({"num_labels": 2}, "num_labels"),
-        ({"trl": {"beta": 0.1}}, "trl"),
-        ({"optimizer": "muon"}, "optimizer"),
-        ({"lr_scheduler": "rex"}, "lr_scheduler"),
-        ({"datasets": [{"path": "d", "type": "chat_template", "roles_to_train": ["user"]}]}, "datasets[0]"),
-        ({"val_set_size": 100}, "val_set_size"),
-        ({"unfrozen_parameters": ["model.layers.4[4-9]+"]}, "unfrozen_parameters"),
-        ({"attn_implementation": "eager", "flash_attention": True, "relora": True}, "relora"),
-        ({"lr_scheduler": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": "a"}}, "lr_scheduler"),
-        ({"lr_scheduler": "cosine_with_min_lr"}, "lr_scheduler"),
-        ({"lora_target_parameters": ["7.mlp.experts.down_proj"]}, "lora_target_parameters"),
-        ({"lora_target_parameters": {"experts": 1}}, "lora_target_parameters"),
+        ("rl: dpo", "rl"),
+        ("reward_model: true", "reward_model"),
+        ("plugins: [axolotl.integrations.kd.KDPlugin]", "plugins"),
+        ("eta_min: 1.0e-06", "eta_min"),
+        ("num_labels: 2", "num_labels"),
+        ("trl: {beta: 0.1}", "trl"),
+        ("optimizer: muon", "optimizer"),
+        ("lr_scheduler: rex", "lr_scheduler"),
+        ("datasets: [{path: d, type: chat_template, roles_to_train: [user]}]", "datasets[0]"),
+        ("val_set_size: 100", "val_set_size"),
+        ("unfrozen_parameters: ['model.layers.4[4-9]+']", "unfrozen_parameters"),
+        ("attn_implementation: eager, flash_attention: true, relora: true", "relora"),
+        ("lr_scheduler: cosine_with_min_lr, lr_scheduler_kwargs: {min_lr_rate: a}", "lr_scheduler"),
+        ("lr_scheduler: cosine_with_min_lr", "lr_scheduler"),
+        ("lora_target_parameters: [7.mlp.experts.down_proj]", "lora_target_parameters"),
+        ("lora_target_parameters: {experts: 1}", "lora_target_parameters"),
     ],
 )
 def test_what_would_change_the_result_is_refused_by_its_key(changes, key):
-    assert [line.key for line in reading(**changes).of("refused")] == [key]
+    assert [line.key for line in reading(**typed(changes)).of("refused")] == [key]
     with pytest.raises(RecipeError, match="would change the result"):
-        recipe(**changes)
+        recipe(**typed(changes))
 
 
 def test_all_unknown_keys_are_listed_with_what_they_may_mean():
@@ -178,74 +171,68 @@ def test_every_weight_over_sharded_devices_keeps_fp32_masters():
 
 
 def test_the_trackers_of_a_recipe_track_here():
-    read = recipe(
-        wandb_project="mine", wandb_entity="team", wandb_name="first", wandb_run_id="abc", wandb_mode="offline",
-        wandb_watch="gradients", wandb_log_model="checkpoint",
-    )  # fmt: skip
+    read = recipe(**typed(
+        "wandb_project: mine, wandb_entity: team, wandb_name: first, wandb_run_id: abc, wandb_mode: offline, "
+        "wandb_watch: gradients, wandb_log_model: checkpoint"
+    ))  # fmt: skip
     assert (read.report_to, read.track_project, read.track_team) == (["wandb"], "mine", "team")
     assert (read.run_name, read.track_id, read.track_offline) == ("first", "abc", True)
-    both = recipe(
-        use_mlflow=True, mlflow_tracking_uri="http://host:5000", mlflow_experiment_name="mine", use_comet=True,
-        comet_project_name="other",
-    )  # fmt: skip
-    assert (both.report_to, both.track_server, both.track_project) == (
-        ["mlflow", "comet"],
-        "http://host:5000",
-        "mine",
-    )
-    (line,) = [one for one in reading(use_mlflow=True, mlflow_experiment_name="a", use_comet=True,
-                                      comet_project_name="b").lines if one.key == "comet_project_name"]  # fmt: skip
+    both = recipe(**typed(
+        "use_mlflow: true, mlflow_tracking_uri: 'http://host:5000', mlflow_experiment_name: mine, use_comet: true, "
+        "comet_project_name: other"
+    ))  # fmt: skip
+    assert (both.report_to, both.track_server) == (["mlflow", "comet"], "http://host:5000")
+    assert both.track_project == "mine"
+    twice = typed("use_mlflow: true, mlflow_experiment_name: a, use_comet: true, comet_project_name: b")
+    (line,) = [one for one in reading(**twice).lines if one.key == "comet_project_name"]
     assert line.said == "track_project is a already: it is one for all trackers"
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"wandb_project": ""},
-        {"wandb_project": "mine", "wandb_mode": "disabled"},
-        {"use_wandb": False, "mlflow_experiment_name": "mine"},
+        "wandb_project: ''",
+        "wandb_project: mine, wandb_mode: disabled",
+        "use_wandb: false, mlflow_experiment_name: mine",
     ],
 )
 def test_a_tracker_that_is_off_there_is_off_here(changes):
-    assert recipe(**changes).report_to == []
+    assert recipe(**typed(changes)).report_to == []
 
 
 @pytest.mark.parametrize(
     ("source", "named"),
     [
-        ({"shards": 10, "shards_idx": 0}, r"datasets\[0\].shards: 10 would change the result: a part of the rows"),
-        ({"max_rows": 100}, r"unknown key 'datasets\[0\].max_rows'"),
-        ({"splitt": "test"}, r"unknown key 'datasets\[0\].splitt' \(did you mean 'split'\?\)"),
-        ({"train_on_eos": "all"}, "train_on_eos: all; here it is turn"),
-        ({"message_property_mappings": {"role": "speaker", "content": "said"}}, "messages of speaker and said"),
-        ({"message_property_mappings": {"name": "n"}}, r"unknown key 'datasets\[0\].message_property_mappings.name'"),
-        ({"message_field_role": "speaker"}, "messages of speaker and content"),
-        ({"roles": {"assistant": ["gpt", "bot"]}}, "roles: .* for assistant; fitune knows assistant, gpt"),
-        ({"type": {"field_instruction": "q", "field_output": "a", "format": "Q: {instruction}"}},
+        ("shards: 10, shards_idx: 0", r"datasets\[0\].shards: 10 would change the result: a part of the rows"),
+        ("max_rows: 100", r"unknown key 'datasets\[0\].max_rows'"),
+        ("splitt: test", r"unknown key 'datasets\[0\].splitt' \(did you mean 'split'\?\)"),
+        ("train_on_eos: all", "train_on_eos: all; here it is turn"),
+        ("message_property_mappings: {role: speaker, content: said}", "messages of speaker and said"),
+        ("message_property_mappings: {name: n}", r"unknown key 'datasets\[0\].message_property_mappings.name'"),
+        ("message_field_role: speaker", "messages of speaker and content"),
+        ("roles: {assistant: [gpt, bot]}", "roles: .* for assistant; fitune knows assistant, gpt"),
+        ("type: {field_instruction: q, field_output: a, format: 'Q: {instruction}'}",
          "prompt format of its own"),
-        ({"type": {"field_instruction": "q", "field_output": "a", "system_prompt": "Be kind."}},
+        ("type: {field_instruction: q, field_output: a, system_prompt: Be kind.}",
          r"datasets\[0\].type.system_prompt: Be kind. would change the result"),
     ],
 )  # fmt: skip
 def test_a_key_inside_a_dataset_is_never_left_out_in_silence(source, named):
     with pytest.raises(RecipeError, match=named):
-        recipe(datasets=[{"path": "d", "type": "chat_template", **source}])
+        recipe(datasets=[{"path": "d", "type": "chat_template", **typed(source)}])
 
 
 @pytest.mark.parametrize(
     "source",
     [
-        {"train_on_eos": "turn", "preprocess_shards": 4, "trust_remote_code": False, "shards": None},
-        {
-            "message_property_mappings": {"role": "from", "content": "value"},
-            "field_messages": "conversations",
-        },
-        {"roles": {"assistant": ["gpt"], "user": ["human"]}, "ds_type": "json"},
-        {"type": {"field_instruction": "q", "field_output": "a", "format": "{instruction}"}},
+        "train_on_eos: turn, preprocess_shards: 4, trust_remote_code: false, shards: null",
+        "message_property_mappings: {role: from, content: value}, field_messages: conversations",
+        "roles: {assistant: [gpt], user: [human]}, ds_type: json",
+        "type: {field_instruction: q, field_output: a, format: '{instruction}'}",
     ],
 )
 def test_keys_of_a_dataset_that_say_what_fitune_does_are_read(source):
-    assert recipe(datasets=[{"path": "d", "type": "chat_template", **source}]).data[0].path == "d"
+    assert recipe(datasets=[{"path": "d", "type": "chat_template", **typed(source)}]).data[0].path == "d"
 
 
 def test_evaluations_without_rows_held_out_are_passed_over():

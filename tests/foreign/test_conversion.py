@@ -26,13 +26,9 @@ def test_a_converted_recipe_is_the_same_recipe(tmp_path):
             continue
         ours.write_text(text)
         assert data["recipe"].keys() == yaml.safe_load(text).keys()
-        options = {"gpus": 8}
         assert trainer_of(yaml.safe_load(text)) is None, example.name
-        same = (
-            read_any_recipe(ours, options=options, settings=()).recipe
-            == read_any_recipe(theirs, options=options, settings=()).recipe
-        )
-        assert same, example.name
+        one, other = (read_any_recipe(file, options={"gpus": 8}, settings=()) for file in (ours, theirs))
+        assert one.recipe == other.recipe, example.name
         converted += 1
     assert converted > 20
 
@@ -49,14 +45,11 @@ def test_fitunes_own_recipes_are_not_taken_for_others(tmp_path):
 
 
 def test_python_and_files_read_the_same(tmp_path):
-    theirs = {
-        "base_model": "gpt2", "datasets": [{"path": "org/d", "type": "alpaca"}], "sequence_len": 512, "adapter": "lora",
-        "lora_r": 8, "lora_alpha": 16, "micro_batch_size": 1, "lora_target_linear": True, "learning_rate": 1e-4,
-        "bf16": "auto",
-    }  # fmt: skip
     path = tmp_path / "theirs.yaml"
-    path.write_text(yaml.safe_dump(theirs))
-    plan = fitune.plan(theirs, gpu="4090").chosen.plan
+    path.write_text(
+        f"{{{AXOLOTL}lora_r: 8, lora_alpha: 16, lora_target_linear: true, learning_rate: 1.0e-4, bf16: auto}}"
+    )
+    plan = fitune.plan(yaml.safe_load(path.read_text()), gpu="4090").chosen.plan
     assert plan == fitune.plan(path, gpu="4090").chosen.plan
     assert plan.batch.seq_len == 512
 
@@ -69,37 +62,36 @@ def test_one_key_may_not_be_set_twice():
 
 def test_another_task_is_not_told_to_leave_a_key_out(tmp_path):
     path = tmp_path / "theirs.yaml"
-    keys = {
-        "base_model": "gpt2", "rl": "dpo", "datasets": [{"path": "org/d", "type": "chatml.intel"}],
-        "sequence_len": 512, "micro_batch_size": 1,
-    }  # fmt: skip
-    path.write_text(yaml.safe_dump(keys))
+    path.write_text(
+        "{base_model: gpt2, rl: dpo, datasets: [{path: org/d, type: chatml.intel}], sequence_len: 512, "
+        "micro_batch_size: 1}"
+    )
     with pytest.raises(RecipeError) as caught:
         convert_recipe(path)
     assert "datasets[0] would change the result: type: chatml.intel" in caught.value.message
     assert caught.value.hint == "a recipe of supervised fine-tuning with data for it"
 
 
-TRL = {"model_name_or_path": "gpt2", "dataset_name": "org/d", "use_peft": True}
-AXOLOTL = {
-    "base_model": "gpt2", "datasets": [{"path": "org/d", "type": "alpaca"}], "sequence_len": 512, "adapter": "lora",
-    "micro_batch_size": 1,
-}  # fmt: skip
+TRL = "model_name_or_path: gpt2, dataset_name: org/d, use_peft: true, "
+AXOLOTL = (
+    "base_model: gpt2, datasets: [{path: org/d, type: alpaca}], sequence_len: 512, adapter: lora, "
+    "micro_batch_size: 1, "
+)
 
 
 @pytest.mark.parametrize(
     ("theirs", "pushed", "public"),
     [
-        ({**TRL, "push_to_hub": True, "output_dir": "out/my-run/"}, "my-run", False),
-        ({**TRL, "push_to_hub": True, "hub_model_id": "me/x", "hub_private_repo": True}, "me/x", False),
-        ({**TRL, "push_to_hub": True, "hub_model_id": "me/x", "hub_private_repo": False}, "me/x", True),
-        ({**TRL, "push_to_hub": False, "hub_model_id": "me/x", "hub_private_repo": False}, "", False),
-        ({**AXOLOTL, "hub_model_id": "me/x", "hub_strategy": "end"}, "me/x", False),
+        (f"{TRL}push_to_hub: true, output_dir: out/my-run/", "my-run", False),
+        (f"{TRL}push_to_hub: true, hub_model_id: me/x, hub_private_repo: true", "me/x", False),
+        (f"{TRL}push_to_hub: true, hub_model_id: me/x, hub_private_repo: false", "me/x", True),
+        (f"{TRL}push_to_hub: false, hub_model_id: me/x, hub_private_repo: false", "", False),
+        (f"{AXOLOTL}hub_model_id: me/x, hub_strategy: end", "me/x", False),
     ],
-)  # fmt: skip
+)
 def test_what_went_to_the_hub_goes_there(tmp_path, theirs, pushed, public):
     path = tmp_path / "theirs.yaml"
-    path.write_text(yaml.safe_dump(theirs))
+    path.write_text(f"{{{theirs}}}")
     ours = yaml.safe_load(convert_recipe(path)[0])
     assert (ours.get("push_to_hub", ""), ours.get("hub_public", False)) == (pushed, public)
 

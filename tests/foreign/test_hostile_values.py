@@ -7,20 +7,7 @@ import pytest
 from fitune.errors import FituneError
 from foreign.examples import published_examples, read_keys
 
-HOSTILE = [
-    "x",
-    -1,
-    0,
-    1e308,
-    float("nan"),
-    True,
-    [[]],
-    [{}],
-    [None],
-    {"a": 1},
-    {"_component_": 3},
-    "\ud800",
-]
+HOSTILE = ["x", -1, 0, 1e308, float("nan"), True, [[]], [{}], [None], {"a": 1}, {"_component_": 3}, "\ud800"]
 
 
 @pytest.mark.parametrize("trainer", ["axolotl", "LLaMA-Factory", "torchtune", "TRL"])

@@ -4,20 +4,18 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
 
 from fitune.errors import RecipeError
-from foreign.examples import read_keys
+from foreign.examples import read_keys, typed
 
-PLAIN = {
-    "model_name_or_path": "org/llama", "stage": "sft", "do_train": True, "finetuning_type": "lora",
-    "lora_target": "all", "dataset": "identity, alpaca_en", "template": "llama3",
-}  # fmt: skip
-SECOND = {
-    "model": "org/llama", "model_class": "llm", "train_dataset": "org/rows", "cutoff_len": 512,
-    "peft_config": {"name": "lora", "r": 16, "lora_alpha": 32, "target_modules": "all"},
-    "dist_config": {"name": "fsdp2"},
-}  # fmt: skip
+PLAIN = typed(
+    "model_name_or_path: org/llama, stage: sft, do_train: true, finetuning_type: lora, lora_target: all, "
+    "dataset: 'identity, alpaca_en', template: llama3"
+)
+SECOND = typed(
+    "model: org/llama, model_class: llm, train_dataset: org/rows, cutoff_len: 512, "
+    "peft_config: {name: lora, r: 16, lora_alpha: 32, target_modules: all}, dist_config: {name: fsdp2}"
+)
 
 
 def recipe(keys, *, folder=Path("nowhere"), gpus=1, **changes):
@@ -42,51 +40,46 @@ def test_names_of_a_registry_that_is_not_here_are_said_and_the_plan_goes_on():
 @pytest.mark.parametrize(
     ("changes", "setting", "value"),
     [
-        ({"bf16": True}, "precision", "bf16-master"),
-        ({"bf16": True, "finetuning_type": "full"}, "precision", "bf16-master"),
-        ({"pure_bf16": True, "finetuning_type": "full"}, "precision", "bf16"),
-        ({"quantization_bit": 4}, "quantization", "nf4"),
-        ({"quantization_bit": 8}, "quantization_bits", 8),
-        ({"quantization_bit": 4, "double_quantization": False}, "double_quantization", False),
-        ({"neat_packing": True}, "packing", True),
-        ({"max_steps": 10, "val_size": 0.1, "eval_strategy": "steps", "eval_steps": 5}, "eval_steps", 5),
-        ({"eval_strategy": "no"}, "eval_steps", 0),
-        ({"disable_gradient_checkpointing": True}, "gradient_checkpointing", False),
-        ({"use_kt": True, "kt_config": {"kt_expert_weight_format": "bf16"}}, "tuning", "lora"),
+        ("bf16: true", "precision", "bf16-master"),
+        ("bf16: true, finetuning_type: full", "precision", "bf16-master"),
+        ("pure_bf16: true, finetuning_type: full", "precision", "bf16"),
+        ("quantization_bit: 4", "quantization", "nf4"),
+        ("quantization_bit: 8", "quantization_bits", 8),
+        ("quantization_bit: 4, double_quantization: false", "double_quantization", False),
+        ("neat_packing: true", "packing", True),
+        ("max_steps: 10, val_size: 0.1, eval_strategy: steps, eval_steps: 5", "eval_steps", 5),
+        ("eval_strategy: 'no'", "eval_steps", 0),
+        ("disable_gradient_checkpointing: true", "gradient_checkpointing", False),
+        ("use_kt: true, kt_config: {kt_expert_weight_format: bf16}", "tuning", "lora"),
     ],
 )
 def test_a_key_becomes_the_setting_that_means_it(changes, setting, value):
-    assert getattr(recipe(PLAIN, **changes), setting) == value
+    assert getattr(recipe(PLAIN, **typed(changes)), setting) == value
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"stage": "dpo"},
-        {"stage": "rm"},
-        {"finetuning_type": "freeze"},
-        {"use_galore": True},
-        {"image_max_pixels": 262144},
-        {"val_size": 50},
+        "stage: dpo",
+        "stage: rm",
+        "finetuning_type: freeze",
+        "use_galore: true",
+        "image_max_pixels: 262144",
+        "val_size: 50",
     ],
 )
 def test_what_would_change_the_result_is_refused(changes):
-    with pytest.raises(RecipeError, match=f"{next(iter(changes))}: .* would change the result"):
-        recipe(PLAIN, **changes)
+    with pytest.raises(RecipeError, match=f"{next(iter(typed(changes)))}: .* would change the result"):
+        recipe(PLAIN, **typed(changes))
 
 
 def test_dataset_info_says_where_rows_are_and_how_they_are_called(tmp_path):
     (tmp_path / "data").mkdir()
-    info = {
-        "identity": {"file_name": "identity.json"},
-        "alpaca_en": {"hf_hub_url": "org/alpaca", "columns": {"prompt": "q", "response": "a"}},
-        "pairs": {"file_name": "p.json", "ranking": True},
-        "agent": {
-            "file_name": "a.json",
-            "formatting": "sharegpt",
-            "columns": {"messages": "dialogue", "tools": "api"},
-        },
-    }
+    info = typed(
+        "identity: {file_name: identity.json}, pairs: {file_name: p.json, ranking: true}, "
+        "alpaca_en: {hf_hub_url: org/alpaca, columns: {prompt: q, response: a}}, "
+        "agent: {file_name: a.json, formatting: sharegpt, columns: {messages: dialogue, tools: api}}"
+    )
     (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(info))
     first, second = recipe(PLAIN, folder=tmp_path / "examples", max_samples=20).data
     assert (first.path, first.format, first.sample) == (
@@ -115,7 +108,7 @@ def test_version_1_says_the_same_in_groups(tmp_path):
     assert (read.learning_rate, read.precision) == (1e-4, "bf16-master")
     quantised = recipe(SECOND, quant_config={"name": "bnb", "quantization_bit": 4})
     assert (quantised.tuning, quantised.quantization) == ("qlora", "nf4")
-    (tmp_path / "sets.yaml").write_text(yaml.safe_dump({"a": {"path": "org/a", "size": 50}}))
+    (tmp_path / "sets.yaml").write_text("a: {path: org/a, size: 50}")
     source = recipe(SECOND, folder=tmp_path, train_dataset="sets.yaml").data[0]
     assert (source.path, source.sample) == ("org/a", 50)
 
@@ -126,12 +119,10 @@ def test_every_key_of_a_group_is_read_or_named(tmp_path):
     assert (read.dora, read.rslora, read.lora_modules_to_save) == (True, True, ["lm_head"])
     on_host = recipe(SECOND, gpus=2, dist_config={"name": "fsdp2", "offload_params": True})
     assert (on_host.offload_parameters, on_host.offload_optimizer) == ("cpu", "cpu")
-    (tmp_path / "sets.yaml").write_text(
-        yaml.safe_dump({"a": {"path": "org/a", "weight": 2.0, "source": "hf_hub"}, "b": {"path": "org/b"}})
-    )
+    (tmp_path / "sets.yaml").write_text("{a: {path: org/a, weight: 2.0, source: hf_hub}, b: {path: org/b}}")
     sources = recipe(SECOND, folder=tmp_path, train_dataset="sets.yaml").data
     assert [(each.path, each.weight) for each in sources] == [("org/a", 2.0), ("org/b", 1.0)]
-    (tmp_path / "typo.yaml").write_text(yaml.safe_dump({"a": {"path": "org/a", "wieght": 2.0}}))
+    (tmp_path / "typo.yaml").write_text("a: {path: org/a, wieght: 2.0}")
     with pytest.raises(
         RecipeError, match=r"unknown key 'train_dataset\[a\].wieght' \(did you mean 'weight'\?\)"
     ):
@@ -143,20 +134,19 @@ def test_every_key_of_a_group_is_read_or_named(tmp_path):
 def test_every_key_of_a_dataset_info_is_read_or_named(tmp_path):
     (tmp_path / "data").mkdir()
 
-    def data(**more):
-        info = {"a": {"file_name": "a.json", **more}}
+    def data(more):
+        info = typed(f"a: {{file_name: a.json, {more}}}")
         (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(info))
         return recipe(PLAIN, folder=tmp_path, dataset="a").data[0]
 
-    assert data(num_samples=7).sample == 7
-    assert data(formatting="sharegpt", tags={"role_tag": "role", "content_tag": "content"}).path.endswith(
-        "a.json"
-    )
+    assert data("num_samples: 7").sample == 7
+    tags = "formatting: sharegpt, tags: {role_tag: role, content_tag: content}"
+    assert data(tags).path.endswith("a.json")
     for more, named in (
-        ({"tags": {"role_tag": "speaker"}}, "role_tag: speaker"),
-        ({"columns": {"images": "pictures"}}, "images or sounds"),
-        ({"columns": {"history": "before"}}, "history: before"),
-        ({"split_": "x"}, r"unknown key 'dataset\[a\].split_' \(did you mean 'split'\?\)"),
+        ("tags: {role_tag: speaker}", "role_tag: speaker"),
+        ("columns: {images: pictures}", "images or sounds"),
+        ("columns: {history: before}", "history: before"),
+        ("split_: x", r"unknown key 'dataset\[a\].split_' \(did you mean 'split'\?\)"),
     ):
         with pytest.raises(RecipeError, match=named):
-            data(**more)
+            data(more)

@@ -33,10 +33,7 @@ def test_nine_of_ten_examples_by_full_lora_and_qlora_are_read():
     good = Counter(example.trainer for example in usual if accepted(example))
     for trainer, least in LEAST_SHARE.items():
         assert good[trainer] >= least * counts[trainer], (trainer, good, counts)
-    assert sum(good.values()) >= OVERALL * sum(counts.values())
-
-
-OVERALL = 0.95
+    assert sum(good.values()) >= 0.95 * sum(counts.values())
 
 
 def test_every_other_method_is_refused_by_the_key_that_asks_for_it():

@@ -6,17 +6,16 @@ import yaml
 from fitune.errors import RecipeError
 from fitune.foreign import trainer_of
 from fitune.session.recipes.reading import convert_recipe
-from foreign.examples import read_keys
+from foreign.examples import read_keys, typed
 
 PLAIN = {"model_name_or_path": "org/m", "dataset_name": "org/rows"}
-UNSLOTH = {
-    "model_name": "unsloth/m", "max_seq_length": 2048, "load_in_4bit": True, "r": 16, "lora_alpha": 16,
-    "lora_dropout": 0, "bias": "none", "use_gradient_checkpointing": "unsloth", "random_state": 3407,
-    "use_rslora": False, "loftq_config": None, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4,
-    "warmup_steps": 5, "max_steps": 60, "learning_rate": 2e-4, "optim": "adamw_8bit", "weight_decay": 0.01,
-    "lr_scheduler_type": "linear", "output_dir": "outputs", "report_to": "none",
-    "target_modules": ["q_proj", "k_proj"],
-}  # fmt: skip
+UNSLOTH = typed(
+    "model_name: unsloth/m, max_seq_length: 2048, load_in_4bit: true, r: 16, lora_alpha: 16, lora_dropout: 0, "
+    "bias: none, use_gradient_checkpointing: unsloth, random_state: 3407, use_rslora: false, loftq_config: null, "
+    "per_device_train_batch_size: 2, gradient_accumulation_steps: 4, warmup_steps: 5, max_steps: 60, "
+    "learning_rate: 2.0e-4, optim: adamw_8bit, weight_decay: 0.01, lr_scheduler_type: linear, output_dir: outputs, "
+    "report_to: none, target_modules: [q_proj, k_proj]"
+)
 
 
 def recipe(keys, **changes):
@@ -25,19 +24,9 @@ def recipe(keys, **changes):
 
 def test_trls_defaults_hold():
     read = recipe(PLAIN)
-    assert (read.tuning, read.precision, read.seq_len, read.micro_batch_size) == (
-        "full",
-        "bf16-master",
-        1024,
-        8,
-    )
-    assert (read.learning_rate, read.num_epochs, read.lr_scheduler, read.warmup_ratio) == (
-        2e-5,
-        3.0,
-        "linear",
-        0,
-    )
-    assert read.train_on_prompt
+    assert (read.tuning, read.precision, read.seq_len) == ("full", "bf16-master", 1024)
+    assert (read.micro_batch_size, read.learning_rate, read.num_epochs) == (8, 2e-5, 3.0)
+    assert (read.lr_scheduler, read.warmup_ratio, read.train_on_prompt) == ("linear", 0, True)
     adapters = recipe(PLAIN, use_peft=True, load_in_4bit=True)
     assert (adapters.lora_r, adapters.lora_alpha, adapters.lora_dropout) == (16, 32, 0.05)
     assert (adapters.quantization, adapters.double_quantization) == ("nf4", False)
@@ -46,36 +35,34 @@ def test_trls_defaults_hold():
 @pytest.mark.parametrize(
     ("changes", "setting", "value"),
     [
-        ({"assistant_only_loss": True}, "train_on_prompt", False),
-        ({"dtype": "bfloat16"}, "precision", "bf16"),
-        ({"accelerate_config": "zero2"}, "zero", 2),
-        ({"accelerate_config": "fsdp2"}, "zero", 3),
-        ({"fsdp": "full_shard offload"}, "offload_parameters", "cpu"),
-        ({"gradient_checkpointing": False}, "gradient_checkpointing", False),
-        ({"use_peft": True, "use_dora": True}, "dora", True),
+        ("assistant_only_loss: true", "train_on_prompt", False),
+        ("dtype: bfloat16", "precision", "bf16"),
+        ("accelerate_config: zero2", "zero", 2),
+        ("accelerate_config: fsdp2", "zero", 3),
+        ("fsdp: full_shard offload", "offload_parameters", "cpu"),
+        ("gradient_checkpointing: false", "gradient_checkpointing", False),
+        ("use_peft: true, use_dora: true", "dora", True),
     ],
 )
 def test_a_key_becomes_the_setting_that_means_it(changes, setting, value):
-    assert getattr(recipe(PLAIN, **changes), setting) == value
+    assert getattr(recipe(PLAIN, **typed(changes)), setting) == value
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"loss_type": "dft"}, {"reward_funcs": ["a"]}, {"beta": 0.1}, {"neftune_noise_alpha": 5}, {"optim": "lion_32bit"}],
+    ["loss_type: dft", "reward_funcs: [a]", "beta: 0.1", "neftune_noise_alpha: 5", "optim: lion_32bit"],
 )  # fmt: skip
 def test_what_would_change_the_result_is_refused(changes):
-    with pytest.raises(RecipeError, match=f"{next(iter(changes))}: .* would change the result"):
-        recipe(PLAIN, **changes)
+    with pytest.raises(RecipeError, match=f"{next(iter(typed(changes)))}: .* would change the result"):
+        recipe(PLAIN, **typed(changes))
 
 
 def test_accelerates_file_says_stage_devices_and_what_lies_on_the_host(tmp_path):
-    fsdp = {
-        "distributed_type": "FSDP", "num_machines": 2, "num_processes": 16, "mixed_precision": "bf16",
-        "fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD", "fsdp_offload_params": True},
-    }  # fmt: skip
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(fsdp))
-    keys = {**PLAIN, "accelerate_config": "mine.yaml"}
-    read = read_keys(keys, folder=tmp_path).recipe
+    (tmp_path / "mine.yaml").write_text(
+        "{distributed_type: FSDP, num_machines: 2, num_processes: 16, mixed_precision: bf16, "
+        "fsdp_config: {fsdp_sharding_strategy: HYBRID_SHARD, fsdp_offload_params: true}}"
+    )
+    read = read_keys({**PLAIN, "accelerate_config": "mine.yaml"}, folder=tmp_path).recipe
     assert (read.zero, read.hybrid_sharding, read.gpus, read.nodes) == (3, True, 8, 2)
     assert read.offload_parameters == "cpu"
 
@@ -106,15 +93,14 @@ def test_the_trackers_are_the_same(named, here):
 
 
 def test_a_notebook_without_rows_is_told_where_to_name_them(tmp_path):
-    said = " ".join(" ".join(read_notes(UNSLOTH)).split())
+    said = notes(UNSLOTH)
     assert "no data is named: a notebook loads its rows in Python" in said
     assert "data: FILE in the recipe, or --data FILE" in said
-    rows = read_notes({**UNSLOTH, "train_dataset": "yahma/alpaca-cleaned"})
-    assert "no data" not in "\n".join(rows)
-    assert recipe(UNSLOTH, train_dataset="yahma/alpaca-cleaned").data[0].path == "yahma/alpaca-cleaned"
-    assert "no data is named" in "\n".join(read_notes({**UNSLOTH, "train_dataset": "dataset"}))
-    named = read_keys(UNSLOTH, folder=tmp_path, data="rows.jsonl")
-    assert "no data" not in "\n".join(named.notes)
+    rows = UNSLOTH | {"train_dataset": "yahma/alpaca-cleaned"}
+    assert "no data" not in notes(rows)
+    assert recipe(rows).data[0].path == "yahma/alpaca-cleaned"
+    assert "no data is named" in notes(UNSLOTH | {"train_dataset": "dataset"})
+    assert "no data" not in notes(UNSLOTH, folder=tmp_path, data="rows.jsonl")
 
 
 def test_a_converted_notebook_has_a_line_for_its_data(tmp_path):
@@ -123,20 +109,19 @@ def test_a_converted_notebook_has_a_line_for_its_data(tmp_path):
     assert "# data: train.jsonl  # a notebook loads its rows in Python" in convert_recipe(theirs)[0]
 
 
-def read_notes(keys):
-    return read_keys(keys).notes
+def notes(keys, **settings):
+    return " ".join(" ".join(read_keys(keys, **settings).notes).split())
 
 
 def test_files_of_a_dataset_are_its_sources_and_its_columns_are_no_secret():
-    files = {"path": "json", "data_files": ["a.jsonl", "b.jsonl"]}
-    keys = {
-        "model_name_or_path": "org/m",
-        "datasets": [files, {"path": "org/rows", "name": "en", "split": "test"}],
-    }
+    keys = typed(
+        "model_name_or_path: org/m, datasets: [{path: json, data_files: [a.jsonl, b.jsonl]}, "
+        "{path: org/rows, name: en, split: test}]"
+    )
     assert [(each.path, each.split) for each in recipe(keys).data] == [
         ("a.jsonl", "train"), ("b.jsonl", "train"), ("org/rows:en", "test"),
     ]  # fmt: skip
     with pytest.raises(RecipeError, match=r"datasets\[0\].columns: .* would change the result"):
-        recipe(keys | {"datasets": [{"path": "d", "columns": ["messages"]}]})
+        recipe(keys | typed("datasets: [{path: d, columns: [messages]}]"))
     with pytest.raises(RecipeError, match=r"unknown key 'datasets\[0\].data_dir'"):
-        recipe(keys | {"datasets": [{"path": "d", "data_dir": "sub"}]})
+        recipe(keys | typed("datasets: [{path: d, data_dir: sub}]"))

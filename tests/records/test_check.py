@@ -32,8 +32,7 @@ def test_median_percentile_and_bias_by_hand():
 
 def test_nothing_to_compare_is_none_and_not_zero():
     errors = errors_of([])
-    assert errors.count == 0
-    assert errors.median_abs_error is errors.p90_abs_error is errors.bias is None
+    assert (errors.count, errors.median_abs_error, errors.p90_abs_error, errors.bias) == (0, None, None, None)
 
 
 def test_sources_count_alike_however_many_rows_they_have():
@@ -93,29 +92,30 @@ def test_the_score_is_that_of_the_estimate_and_of_nothing_else(monkeypatch):
         compare_rows(rows)
 
 
-@pytest.mark.parametrize(
-    ("different", "why"),
-    [
-        ({"model": "Qwen/Qwen3-Next-80B-A3B-Instruct"}, "Liger's kernels are fitted"),
-        ({"model": "acme/no-such-model-3b"}, "layers, hidden, heads, intermediate, vocab not stated"),
-        (
-            {"model": "Qwen/Qwen3-0.6B", "lora_targets": "q_proj,router"},
-            "'router' is no linear of this model",
-        ),
-        ({"model": "Qwen/Qwen3-0.6B", "gpu": "Quantum 9000"}, "none of the .* known cards"),
-        ({"model": "Qwen/Qwen3-0.6B", "optimizer": "Muon"}, "optimizer 'muon' is none a plan has"),
-    ],
-)
-def test_a_row_that_cannot_be_represented_is_listed_and_the_others_are_compared(different, why):
+UNREPRESENTED = [
+    ("Liger's kernels are fitted", {"model": "Qwen/Qwen3-Next-80B-A3B-Instruct"}),
+    ("layers, hidden, heads, intermediate, vocab not stated", {"model": "acme/no-such-model-3b"}),
+    ("'router' is no linear of this model", {"lora_targets": "q_proj,router"}),
+    ("none of the .* known cards", {"gpu": "Quantum 9000"}),
+    ("optimizer 'muon' is none a plan has", {"optimizer": "Muon"}),
+]
+
+
+def test_rows_that_cannot_be_represented_are_listed_and_the_others_are_compared():
     rows = read_records(RUNS)
-    odd = replace(rows[0], id="odd", facts=_without_shapes(**different))
+    odd = [
+        replace(
+            rows[0], id=f"odd {number}", facts=_without_shapes(**{"model": "Qwen/Qwen3-0.6B"} | different)
+        )
+        for number, (_, different) in enumerate(UNREPRESENTED)
+    ]
     before, skipped = compare_rows(rows)
-    compared, listed = compare_rows([odd, *rows])
+    compared, listed = compare_rows([*odd, *rows])
     assert compared == before
-    [(row, reason), *others] = listed
-    assert (row, others) == (odd, skipped)
-    assert re.search(why, reason)
-    assert "\n" not in reason
+    assert [row for row, _ in listed] == [*odd, *(row for row, _ in skipped)]
+    for (why, _), (_, reason) in zip(UNREPRESENTED, listed, strict=False):
+        assert re.search(why, reason)
+        assert "\n" not in reason
 
 
 def test_a_traced_model_of_a_row_keeps_the_hyphens_of_its_name():
@@ -133,10 +133,14 @@ def _without_shapes(**different):
     return {**facts, **dict.fromkeys(shapes), **different}
 
 
+def check(*words, fails=False):
+    result = CliRunner().invoke(app, ["records", "check", str(RUNS), *words])
+    assert bool(result.exit_code) == fails
+    return result
+
+
 def test_json_has_the_promised_keys():
-    result = CliRunner().invoke(app, ["records", "check", str(RUNS), "--json"])
-    assert result.exit_code == 0
-    data = json.loads(result.stdout)
+    data = json.loads(check("--json").stdout)
     assert list(data) == ["rows", "represented", "leave_one_out", "fitune", "others", "defaults", "skipped"]
     assert (data["rows"], data["represented"]) == (13, 11)
     for part in ("memory", "speed"):
@@ -147,37 +151,22 @@ def test_json_has_the_promised_keys():
 
 
 def test_text_names_confidence_groups_and_what_has_no_plan():
-    result = CliRunner().invoke(app, ["records", "check", str(RUNS), "--rows", "--leave-one-out"])
-    assert result.exit_code == 0
-    for words in (
-        "high or medium confidence",
-        "other trainers",
-        "without switches",
-        "without what was learnt",
-    ):
-        assert words in result.stdout
-    assert "tensor-parallel: tp = 8" in result.stdout
-    assert "full-one-device" in result.stdout
+    text = check("--rows", "--leave-one-out").stdout
+    groups = ("high or medium confidence", "other trainers", "without switches", "without what was learnt")
+    for words in (*groups, "tensor-parallel: tp = 8", "full-one-device"):
+        assert words in text
 
 
 def test_a_confidence_that_is_none_is_refused():
-    result = CliRunner().invoke(app, ["records", "check", str(RUNS), "--confidence", "hihg"])
-    assert result.exit_code != 0
-    assert "did you mean 'high'" in str(result.exception)
+    assert "did you mean 'high'" in str(check("--confidence", "hihg", fails=True).exception)
 
 
 def test_leave_one_out_takes_speeds_from_other_sources():
     """Three rows alike by two sources: the second's measured speed is half of the first's, and so is the correction."""
     facts = next(row.facts for row in read_records(RUNS) if row.id == "full-one-device")
-    speed = {"someone": 1000.0, "another": 500.0}
     rows = [
-        Row(
-            id=source,
-            line=1,
-            source=source,
-            facts={**facts, "must_assume": None, "tok_s_per_gpu": speed[source]},
-        )
-        for source in speed
+        Row(id=source, line=1, source=source, facts={**facts, "must_assume": None, "tok_s_per_gpu": measured})
+        for source, measured in (("someone", 1000.0), ("another", 500.0))
     ]
     compared, _ = compare_rows(rows, leave_one_out=True)
     assert [one.predicted_speed for one in compared] == pytest.approx([500.0, 1000.0])
@@ -188,14 +177,9 @@ def test_leave_one_out_takes_speeds_from_other_sources():
 def test_a_run_of_ours_is_priced_by_the_estimate_as_it_is():
     """No switch of another trainer, recompute and chunk as planned."""
     facts = next(row.facts for row in read_records(RUNS) if row.id == "lora-logits-decide")
-    ours = {
-        **facts,
-        "source": "fitune results",
-        "must_assume": None,
-        "recompute_blocks": 8,
-        "loss_chunk_tokens": 512,
-    }
-    row = Row(id="ours", line=1, source="fitune results", facts=ours)
+    source = "fitune results"
+    ours = {"source": source, "must_assume": None, "recompute_blocks": 8, "loss_chunk_tokens": 512}
+    row = Row(id="ours", line=1, source=source, facts=facts | ours)
     plan, told = plan_of(row), compare_row(row, left_out=False)
     assert plan.recompute == Recompute(blocks=8)
     assert plan.loss == ChunkedLoss(chunk_tokens=512)

@@ -7,6 +7,7 @@ import pytest
 
 from fitune.errors import DataError
 from fitune.records.row import read_records
+from jsonl import read_lines
 
 RUNS = Path(__file__).with_name("runs.jsonl")
 
@@ -45,11 +46,11 @@ def test_bytes_that_are_no_text_are_refused(tmp_path):
         read_records(path)
 
 
-@pytest.mark.parametrize("value", [0, -1, float("inf"), float("nan"), 10**400])
 @pytest.mark.parametrize("key", ["seq_len", "hidden", "n_gpus", "peak_mem_gib", "tok_s_per_gpu"])
-def test_sizes_that_are_none_are_refused_with_line_and_key(tmp_path, key, value):
-    with pytest.raises(DataError, match=f"line 2: {key} = .* must be more than zero"):
-        read_records(lines(tmp_path, {"id": "a"}, {"id": "b", key: value}))
+def test_sizes_that_are_none_are_refused_with_line_and_key(tmp_path, key):
+    for value in (0, -1, float("inf"), float("nan"), 10**400):
+        with pytest.raises(DataError, match=f"line 2: {key} = .* must be more than zero"):
+            read_records(lines(tmp_path, {"id": "a"}, {"id": "b", key: value}))
 
 
 @pytest.mark.parametrize(
@@ -71,8 +72,7 @@ def test_other_impossible_values_are_refused(tmp_path, facts, why):
 
 def test_a_document_of_ours_with_rows_goes_through_the_same_door(tmp_path):
     path = tmp_path / "measured.json"
-    rows = [json.loads(line) for line in RUNS.read_text().splitlines()]
-    path.write_text(json.dumps({"date": "2026-01-01", "rows": rows}, indent=1))
+    path.write_text(json.dumps({"date": "2026-01-01", "rows": read_lines(RUNS)}, indent=1))
     assert [row.id for row in read_records(path)] == [row.id for row in read_records(RUNS)]
 
 

@@ -1,6 +1,6 @@
 """What a row says is what its plan does; what no plan can say is given back with the reason."""
 
-import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,11 +23,9 @@ from fitune.spec.plan import (
     Single,
     Zero,
 )
+from jsonl import read_lines
 
-RUNS = {
-    facts["id"]: facts
-    for facts in map(json.loads, Path(__file__).with_name("runs.jsonl").read_text().splitlines())
-}
+RUNS = {facts["id"]: facts for facts in read_lines(Path(__file__).with_name("runs.jsonl"))}
 
 
 def row(name, **changed):
@@ -71,20 +69,23 @@ def test_adapters_are_no_full_training_whatever_they_are_trained_for(words):
     assert isinstance(plan("qlora-fsdp-frozen", method=words).tuning, Lora)
 
 
+FSDP, DEEPSPEED = (partial(Zero, backend=backend) for backend in ("fsdp", "deepspeed"))
+
+
 @pytest.mark.parametrize(
     ("words", "sharding"),
     [
-        ("FSDP FULL_SHARD", Zero(stage=3, backend="fsdp")),
-        ("FSDP2", Zero(stage=3, backend="fsdp")),
-        ("FSDP SHARD_GRAD_OP", Zero(stage=2, backend="fsdp")),
+        ("FSDP FULL_SHARD", FSDP(stage=3)),
+        ("FSDP2", FSDP(stage=3)),
+        ("FSDP SHARD_GRAD_OP", FSDP(stage=2)),
         ("FSDP NO_SHARD (ddp)", Ddp()),
         ("DDP", Ddp()),
         ("distributed data parallel", Ddp()),
-        ("Fully Sharded Data Parallel", Zero(stage=3, backend="fsdp")),
-        ("ZeRO-3 data parallel", Zero(stage=3, backend="deepspeed")),
-        ("HSDP", Zero(stage=3, backend="fsdp", hybrid=True)),
-        ("DeepSpeed ZeRO-2", Zero(stage=2, backend="deepspeed")),
-        ("deepspeed zero3", Zero(stage=3, backend="deepspeed")),
+        ("Fully Sharded Data Parallel", FSDP(stage=3)),
+        ("ZeRO-3 data parallel", DEEPSPEED(stage=3)),
+        ("HSDP", FSDP(stage=3, hybrid=True)),
+        ("DeepSpeed ZeRO-2", DEEPSPEED(stage=2)),
+        ("deepspeed zero3", DEEPSPEED(stage=3)),
     ],
 )
 def test_sharding_by_its_words(words, sharding):
@@ -111,12 +112,8 @@ def test_quantisers_by_their_words(quant, base):
 def test_optimizers_by_their_words():
     assert isinstance(plan("full-one-device", optimizer="LOMO").tuning, Lomo)
     assert isinstance(plan("full-one-device", optimizer="AdamW 8bit").optimizer, AdamW8bit)
-    for words in (
-        "AdamW optimizer-in-backward",
-        "AdamW, optimizer_in_bwd",
-        "AdamW optimizer step in backward",
-    ):
-        tuning = plan("full-one-device", optimizer=words).tuning
+    for words in (" optimizer-in-backward", ", optimizer_in_bwd", " optimizer step in backward"):
+        tuning = plan("full-one-device", optimizer=f"AdamW{words}").tuning
         assert isinstance(tuning, Full)
         assert isinstance(tuning.update, InBackward)
 

@@ -9,14 +9,7 @@ import pytest
 from fitune.report.run_files import Prediction, RunnerUp
 from fitune.spec.machines.hardware import Gpu, Hardware
 from fitune.spec.model.model_spec import Linear, ModelSpec
-from fitune.spec.plan import (
-    DataPlan,
-    DataSource,
-    Epochs,
-    Fraction,
-    RunPlan,
-    Schedule,
-)
+from fitune.spec.plan import DataPlan, DataSource, Epochs, Fraction, RunPlan, Schedule
 from fitune.spec.predictions import Estimate, MemoryBreakdown, Phase, Rejection, StepTime
 from fitune.spec.reports import Ledger, MeasuredMemory, RunReport, Sample, StepReport
 from fitune.spec.serial import to_data, to_json

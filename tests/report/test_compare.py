@@ -24,11 +24,10 @@ def test_each_phase_is_the_sum_of_its_terms(prediction, run_report):
 
 
 def test_an_error_is_positive_when_too_much_was_predicted():
-    assert Row(what="x", predicted=110, measured=100, unit="bytes").error == pytest.approx(0.1)
-    assert Row(what="x", predicted=90, measured=100, unit="bytes").error == pytest.approx(-0.1)
-    assert Row(what="x", predicted=None, measured=100, unit="bytes").error is None
-    assert Row(what="x", predicted=1, measured=None, unit="bytes").error is None
-    assert Row(what="x", predicted=1, measured=0, unit="bytes").error is None
+    for predicted, measured, error in (
+        (110, 100, pytest.approx(0.1)), (90, 100, pytest.approx(-0.1)), (None, 100, None), (1, None, None), (1, 0, None)
+    ):  # fmt: skip
+        assert Row(what="x", predicted=predicted, measured=measured, unit="bytes").error == error
 
 
 def test_the_process_is_predicted_only_when_what_lies_outside_the_tensors_is(prediction, run_report):

@@ -6,6 +6,7 @@ import math
 import re
 import sys
 import warnings
+from functools import cache
 from itertools import pairwise
 from xml.etree import ElementTree
 
@@ -17,6 +18,7 @@ from fitune.report.compare import compare
 from fitune.report.plots import SERIES
 from fitune.spec.predictions import Phase
 from fitune.units import format_bytes, format_number
+from report.conftest import make_steps
 
 MIB = 1024**2
 
@@ -29,6 +31,19 @@ def with_matplotlib(request):
 
 def texts(svg):
     return ["".join(node.itertext()) for node in ElementTree.fromstring(svg).iter("text")]
+
+
+@cache
+def usual_loss():
+    """The loss of a run that went well, drawn once."""
+    return run_plots.loss_curve(make_steps())
+
+
+def curves_of(steps, *, predicted):
+    return [
+        run_plots.learning_rate_curve(steps), run_plots.throughput_curve(steps, predicted=predicted),
+        run_plots.grad_norm_curve(steps, clipped_at=1.0),
+    ]  # fmt: skip
 
 
 def test_bars_carry_the_predicted_and_the_measured_bytes(prediction):
@@ -55,13 +70,8 @@ def test_bars_are_as_long_as_their_bytes(prediction):
 
 
 def test_colours_are_variables_of_the_page_and_ids_are_not_repeated(prediction, steps):
-    pictures = [
-        run_plots.memory_bars(prediction.estimate, {}),
-        run_plots.loss_curve(steps),
-        run_plots.learning_rate_curve(steps),
-        run_plots.throughput_curve(steps, predicted=2000.0),
-        run_plots.grad_norm_curve(steps, clipped_at=1.0),
-    ]
+    bars = run_plots.memory_bars(prediction.estimate, {})
+    pictures = [bars, usual_loss(), *curves_of(steps, predicted=2000.0)]
     for svg in pictures:
         assert "var(--series-" in svg
         assert not re.search(r"#[0-9a-f]{6}\b", svg)
@@ -72,11 +82,11 @@ def test_colours_are_variables_of_the_page_and_ids_are_not_repeated(prediction, 
 
 
 def test_the_same_run_gives_the_same_picture(steps):
-    assert run_plots.loss_curve(steps) == run_plots.loss_curve(steps)
+    assert run_plots.loss_curve(steps) == usual_loss()
 
 
 def test_a_value_that_is_not_finite_gets_a_mark(steps):
-    assert "not finite" not in texts(run_plots.loss_curve(steps))
+    assert "not finite" not in texts(usual_loss())
     broken = [*steps[:-1], dataclasses.replace(steps[-1], loss=math.nan, grad_norm=math.inf)]
     assert "not finite" in texts(run_plots.loss_curve(broken))
     assert "not finite" in texts(run_plots.grad_norm_curve(broken, clipped_at=0))
@@ -84,16 +94,11 @@ def test_a_value_that_is_not_finite_gets_a_mark(steps):
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_the_shortest_run_draws_without_a_warning(steps, count):
+    few = [dataclasses.replace(step, learning_rate=0.0, grad_norm=math.nan) for step in steps[:count]]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        few = [dataclasses.replace(step, learning_rate=0.0, grad_norm=math.nan) for step in steps[:count]]
-        for svg in (
-            run_plots.loss_curve(few),
-            run_plots.learning_rate_curve(few),
-            run_plots.throughput_curve(few, predicted=None),
-            run_plots.grad_norm_curve(few, clipped_at=1.0),
-            run_plots.memory_bars(None, {Phase.IDLE: 0}),
-        ):
+        bars = run_plots.memory_bars(None, {Phase.IDLE: 0})
+        for svg in (bars, run_plots.loss_curve(few), *curves_of(few, predicted=None)):
             ElementTree.fromstring(svg)
 
 
@@ -110,12 +115,10 @@ def test_folding_keeps_the_sums():
 
 def test_thinning_keeps_the_spike_and_the_order():
     points = [(step, 1.0) for step in range(100_000)]
-    points[54_321] = (54_321, 9.0)
-    points[54_322] = (54_322, -9.0)
+    points[54_321:54_323] = spikes = [(54_321, 9.0), (54_322, -9.0)]
     thinned = plots.thin(points)
     assert len(thinned) <= 602
-    assert (54_321, 9.0) in thinned
-    assert (54_322, -9.0) in thinned
+    assert {*spikes} <= {*thinned}
     assert thinned == sorted(thinned)
 
 
@@ -196,7 +199,6 @@ def test_without_matplotlib_the_command_is_named(steps, monkeypatch):
         run_plots.loss_curve(steps)
 
 
-def test_the_axis_unit_follows_the_largest_bar(prediction):
+def test_the_axis_unit_follows_the_largest_bar():
     assert "GiB" in texts(run_plots.memory_bars(None, {Phase.IDLE: 3 * 1024 * MIB}))
-    assert "bytes" in texts(run_plots.memory_bars(None, {Phase.IDLE: 12}))
-    assert format_bytes(12) in texts(run_plots.memory_bars(None, {Phase.IDLE: 12}))
+    assert {"bytes", format_bytes(12)} <= {*texts(run_plots.memory_bars(None, {Phase.IDLE: 12}))}

@@ -127,8 +127,7 @@ def test_the_keyboard_goes_from_step_to_step(opened):
     assert line.inner_text().startswith("Step 120: ")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("name", ["run", "compare"])
+@pytest.mark.parametrize(("name", "scheme"), [("run", "light"), ("compare", "dark")])
 def test_a_phone_shows_what_a_finger_is_on(opened, name, scheme):
     page = opened(name, viewport={"width": 390, "height": 844}, has_touch=True, color_scheme=scheme)
     picture = page.locator("figure", has=page.locator("svg[data-curves]")).first

@@ -5,6 +5,7 @@ import math
 import os
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -17,6 +18,16 @@ from fitune.train.run import not_yet_logged
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "run" / "metrics.jsonl"
+
+
+def steps_of(path):
+    return [report.step for report in read_metrics(path)]
+
+
+def fifths(path):
+    """The lines, and the first three as one text."""
+    five = path.read_bytes().splitlines(keepends=True)
+    return five, b"".join(five[:3])
 
 
 @pytest.fixture
@@ -41,11 +52,7 @@ def test_a_line_is_there_before_the_log_is_closed(path, make_step):
 
 def test_a_loss_that_is_not_finite_is_visible_and_valid_json(path, make_step):
     line = to_line(make_step(3, loss=math.nan, grad_norm=math.inf, eval_loss=-math.inf))
-
-    def refuse(name):
-        raise AssertionError(f"{name} is not JSON")
-
-    data = json.loads(line, parse_constant=refuse)
+    data = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert (data["loss"], data["grad_norm"], data["eval_loss"]) == ("nan", "inf", "-inf")
     path.parent.mkdir()
     path.write_bytes(line)
@@ -65,7 +72,7 @@ def test_a_line_torn_anywhere_costs_only_itself(log_of_five, cut):
     end = start + cut if cut > 0 else len(content) + cut
     log_of_five.write_bytes(content[:end])
     whole = 5 if cut == -1 else 4  # without its newline only, the last line is still all there
-    assert [report.step for report in read_metrics(log_of_five)] == list(range(1, whole + 1))
+    assert steps_of(log_of_five) == list(range(1, whole + 1))
 
 
 @pytest.mark.parametrize(
@@ -77,19 +84,19 @@ def test_the_log_goes_on_after_a_torn_line(log_of_five, make_step, tail):
     assert len(read_metrics(log_of_five)) == 5
     with MetricsLog(log_of_five) as log:
         log.append(make_step(6))
-    assert [report.step for report in read_metrics(log_of_five)] == [1, 2, 3, 4, 5, 6]
+    assert steps_of(log_of_five) == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_last_line_that_lacks_only_its_newline_is_kept_on_reopening(log_of_five, make_step):
     log_of_five.write_bytes(log_of_five.read_bytes()[:-1])
     with MetricsLog(log_of_five) as log:
         log.append(make_step(6))
-    assert [report.step for report in read_metrics(log_of_five)] == [1, 2, 3, 4, 5, 6]
+    assert steps_of(log_of_five) == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_bad_line_in_the_middle_is_an_error_with_its_number(log_of_five):
-    lines = log_of_five.read_bytes().splitlines(keepends=True)
-    log_of_five.write_bytes(b"".join([lines[0], b'{"step": \n', *lines[2:]]))
+    (one, _, *others), _ = fifths(log_of_five)
+    log_of_five.write_bytes(b"".join([one, b'{"step": \n', *others]))
     with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl:2: not a line of metrics"):
         read_metrics(log_of_five)
 
@@ -109,23 +116,15 @@ def test_a_whole_line_with_wrong_values_is_an_error_even_at_the_end(log_of_five,
         read_metrics(log_of_five)
 
 
-def first(path, count):
-    return b"".join(path.read_bytes().splitlines(keepends=True)[:count])
-
-
 def test_resuming_drops_the_later_steps_and_writes_them_again(log_of_five, make_step):
-    saved = first(log_of_five, 3)
+    _, saved = fifths(log_of_five)
     with MetricsLog(log_of_five) as log:
         assert log.restart(saved, step=3) == ""
         assert log_of_five.read_bytes() == saved
         log.append(make_step(4, loss=1.0))
         assert log.content == log_of_five.read_bytes()
-    assert [(r.step, r.loss) for r in read_metrics(log_of_five)] == [
-        (1, 2.314),
-        (2, 2.314),
-        (3, 2.314),
-        (4, 1.0),
-    ]
+    losses = [(report.step, report.loss) for report in read_metrics(log_of_five)]
+    assert losses == [(1, 2.314), (2, 2.314), (3, 2.314), (4, 1.0)]
     assert [file.name for file in log_of_five.parent.iterdir()] == ["metrics.jsonl"]
 
 
@@ -151,8 +150,8 @@ def lines(*numbers):
     ],
 )
 def test_whatever_became_of_the_log_it_is_put_back_and_said(log_of_five, damaged, said):
-    saved = first(log_of_five, 3)
-    content = damaged(log_of_five.read_bytes().splitlines(keepends=True))
+    five, saved = fifths(log_of_five)
+    content = damaged(five)
     log_of_five.unlink() if content is None else log_of_five.write_bytes(content)
     with MetricsLog(log_of_five) as log:
         assert log.restart(saved, step=3) == said
@@ -161,8 +160,8 @@ def test_whatever_became_of_the_log_it_is_put_back_and_said(log_of_five, damaged
 
 @pytest.mark.parametrize("tail", [lines(4, 5), lambda five: five[3] + five[4][:50], lines()])
 def test_what_a_kill_leaves_behind_is_not_worth_a_word(log_of_five, tail):
-    saved = first(log_of_five, 3)
-    log_of_five.write_bytes(saved + tail(log_of_five.read_bytes().splitlines(keepends=True)))
+    five, saved = fifths(log_of_five)
+    log_of_five.write_bytes(saved + tail(five))
     with MetricsLog(log_of_five) as log:
         assert log.restart(saved, step=3) == ""
 
@@ -170,11 +169,7 @@ def test_what_a_kill_leaves_behind_is_not_worth_a_word(log_of_five, tail):
 def test_a_kill_while_restarting_leaves_the_old_lines(log_of_five, monkeypatch):
     before = log_of_five.read_bytes()
     log = MetricsLog(log_of_five)
-
-    def killed(source, target):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "replace", killed)
+    monkeypatch.setattr(os, "replace", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         log.restart(b"", step=0)
     assert log_of_five.read_bytes() == before
@@ -196,7 +191,7 @@ def test_a_log_that_is_damaged_while_it_is_written_is_put_back(log_of_five, make
         log.append(make_step(6))
         assert "put back" in log.put_back()
         log.append(make_step(7))
-    assert [report.step for report in read_metrics(log_of_five)] == list(range(1, 8))
+    assert steps_of(log_of_five) == list(range(1, 8))
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path):

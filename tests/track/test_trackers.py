@@ -59,6 +59,20 @@ def told(directory):
     return read_lines(directory / "toy.jsonl")
 
 
+def finish(trackers, end=COMPLETE):
+    """Tell the end; whether a tracker was left behind."""
+    trackers.finish(make_run_report())
+    return trackers.close(end)
+
+
+def begun_and_steps(directory):
+    """What the attempts began with, and the numbers of their steps."""
+    lines = told(directory)
+    starts = [place for place, line in enumerate(lines) if "begun" in line]
+    parts = [lines[a:b] for a, b in zip(starts, [*starts[1:], None], strict=True)]
+    return [part[0] for part in parts], [[line["step"] for line in part if "step" in line] for part in parts]
+
+
 def until(condition):
     end = time.monotonic() + 60
     while not condition():
@@ -73,15 +87,12 @@ def test_every_step_arrives_in_order_and_a_resumed_run_has_the_same_id(open_toy,
         trackers, said = open_toy("Toy")
         for step in steps:
             trackers.step(make_step(step, loss=1 / step))
-        trackers.finish(make_run_report())
-        assert not trackers.close(End(status="complete", figures={"a": 1.0}, files=(str(report),)))
-    first, second = (place for place, line in enumerate(told(tmp_path)) if "begun" in line)
-    begun, again = told(tmp_path)[first], told(tmp_path)[second]
+        assert not finish(trackers, End(status="complete", figures={"a": 1.0}, files=(str(report),)))
+    (begun, again), steps = begun_and_steps(tmp_path)
+    assert steps == [list(range(1, 41)), list(range(31, 51))]
     assert (begun["new"], again["new"]) == (True, False)
     assert begun["begun"] == again["begun"]
     assert begun["settings"]["tuning.kind"]
-    assert [line["step"] for line in told(tmp_path)[:second] if "step" in line] == list(range(1, 41))
-    assert [line["step"] for line in told(tmp_path)[second:] if "step" in line] == list(range(31, 51))
     end = told(tmp_path)[-1]
     assert (end["ended"], end["figures"]) == ("complete", {"a": 1.0})
     assert end["files"] == {"report.html": "from s3://[hidden]@host/rows"}
@@ -96,8 +107,7 @@ def test_a_tracker_that_hangs_holds_nothing_up_and_is_ended(open_toy, tmp_path, 
     until((tmp_path / "toy.jsonl").is_file)
     for step in range(1, 101):
         trackers.step(make_step(step))
-    trackers.finish(make_run_report())
-    assert trackers.close(COMPLETE)  # the tracker sleeps for an hour
+    assert finish(trackers)  # the tracker sleeps for an hour
     (tracked,) = read_tracked(tmp_path)
     assert (tracked.sent, tracked.lost) == (0, 100)
     assert tracked.failure == "no answer within 0.5 s of the run's end"
@@ -109,8 +119,7 @@ def test_a_tracker_that_hangs_at_the_end_has_the_steps(open_toy, tmp_path, make_
     trackers, _ = open_toy("HangsAtTheEnd", end_s=0.5)
     trackers.step(make_step(1))
     until(lambda: trackers.tracked[0].sent == 1)
-    trackers.finish(make_run_report())
-    assert trackers.close(COMPLETE)
+    assert finish(trackers)
     (tracked,) = read_tracked(tmp_path)
     assert (tracked.sent, tracked.lost) == (1, 0)
     assert "no answer" in tracked.failure
@@ -121,10 +130,10 @@ def test_a_tracker_that_fails_begins_again_and_misses_nothing(open_toy, tmp_path
     for step in range(1, 6):
         trackers.step(make_step(step))
     until(lambda: trackers.tracked[0].sent == 5)
-    trackers.finish(make_run_report())
-    assert not trackers.close(COMPLETE)
-    assert {line["step"] for line in told(tmp_path) if "step" in line} == {1, 2, 3, 4, 5}
-    assert len({line["begun"] for line in told(tmp_path) if "begun" in line}) == 1
+    assert not finish(trackers)
+    begun, steps = begun_and_steps(tmp_path)
+    assert set().union(*steps) == {1, 2, 3, 4, 5}
+    assert len({line["begun"] for line in begun}) == 1
     assert "hunter2" not in " ".join(said)
 
 
@@ -137,8 +146,7 @@ def test_a_tracker_that_keeps_failing_is_left_out_and_says_why(name, cause, open
     trackers.step(make_step(1))
     until(lambda: trackers.tracked[0].lost == 1)
     trackers.step(make_step(2))
-    trackers.finish(make_run_report())
-    assert trackers.close(COMPLETE)
+    assert finish(trackers)
     assert any(f"failed: {cause}; it is left out from here on" in line for line in said)
     assert said[-1].startswith("tracker toy: 0 steps, 2 lost; ")
     assert said[-1].endswith(f"failed: {cause}")
