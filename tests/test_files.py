@@ -2,6 +2,7 @@
 
 import os
 import socket
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,6 +52,17 @@ def test_a_small_file_has_a_largest_size(tmp_path):
     assert read_bytes(tmp_path / "file", limit=8) == b"12345678"
     with pytest.raises(OSError, match="larger than 7 B"):
         read_bytes(tmp_path / "file", limit=7)
+
+
+def test_a_small_file_takes_no_more_memory_than_it_has(tmp_path):
+    """Whatever its limit: 2 GiB were taken for a moment to read the manifest of a cache."""
+    (tmp_path / "file").write_bytes(b"12345678")
+    tracemalloc.start()
+    try:
+        read_bytes(tmp_path / "file", limit=2**31)
+        assert tracemalloc.get_traced_memory()[1] < 2**22
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("name", ["nul\0", "surrogate\ud800"])

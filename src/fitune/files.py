@@ -53,10 +53,12 @@ def read_bytes(
     """
     is_opened = own_pipe and (str(path) == "/dev/stdin" or str(path).startswith("/dev/fd/"))
     with open(path, "rb") if is_opened else open_regular(path, follow_links=follow_links) as file:
-        content = file.read(limit + 1)
+        content = bytearray()  # in parts: asked for 2 GiB at once, Python takes them before it reads
+        while len(content) <= limit and (part := file.read(2**20)):
+            content += part
     if len(content) > limit:
         raise OSError(errno.EFBIG, f"larger than {format_bytes(limit)}", str(path))
-    return content
+    return bytes(content)
 
 
 def read_text(
