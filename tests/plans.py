@@ -59,13 +59,15 @@ def lines_of(report, start):
     return [line for line in report.decisions if line.startswith(start)]
 
 
+SMALL_LLAMA = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 600, "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+
 def small_llama(**different):
-    config = {
-        "model_type": "llama", "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 4,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 600, "max_position_embeddings": 4096,
-        "tie_word_embeddings": False,
-    }  # fmt: skip
-    return spec_from_config({**config, **different}, name="tiny/llama")
+    return spec_from_config({**SMALL_LLAMA, **different}, name="tiny/llama")
 
 
 def plan_for(
