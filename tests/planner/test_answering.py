@@ -95,6 +95,8 @@ def test_weights_that_no_device_holds_are_divided_over_the_node():
     report = plan("llama-3.1-70b", gpu("a100-80gb", gpus=8), "transformers", "vllm")
     assert report.chosen.answering.engine == "vllm"
     assert counts(report) == {2, 4, 8}
+    seconds = [each.time.seconds for each in (report.chosen, *report.others)]
+    assert seconds == sorted(seconds)
     assert [name for name, _ in report.rejected] == ["transformers", "vllm"]
     assert "vllm over 8 devices" in report.text()
 
