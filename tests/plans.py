@@ -43,7 +43,7 @@ def recipe_of(model, words="", **settings):
 
 
 def report_of(model, hardware, words="", **settings):
-    """What the planner finds for a known model on this hardware, or on the recipe's number of cards of this name."""
+    """What the planner finds for a known model on this hardware, or on cards of this name."""
     recipe = recipe_of(model, words, **settings)
     if isinstance(hardware, str):
         hardware = CPU if hardware == "cpu" else gpu(hardware, gpus=recipe.gpus or 1)

@@ -40,7 +40,8 @@ class _Second(OneNode):
     ("here", "said"),
     [
         ({"gpus_per_node": 2}, "this node has 2 × h100, and the plan is for 4 × h100 in each"),
-        ({"gpu": replace(TWO_NODES.hardware.gpu, memory_bytes=GIB // 2)}, "not fit on this node: .* of .* a device"),
+        ({"gpu": replace(TWO_NODES.hardware.gpu, memory_bytes=GIB // 2)},
+         "does not fit on this node: .* of .* a device"),
     ],
 )  # fmt: skip
 def test_a_node_that_is_smaller_than_the_first_says_so_before_its_ranks_start(monkeypatch, here, said):

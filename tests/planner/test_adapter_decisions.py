@@ -24,7 +24,8 @@ def found(settings="tuning: lora", model=LLAMA):
 def test_some_blocks_are_planned_and_said():
     plan, said = found("tuning: lora, lora_layers: 12-15, rslora: true, lora_r: 16")
     assert plan.tuning == Lora(
-        rank=16, alpha=32, dropout=0.0, targets=plan.model.adaptable_names, layers=(12, 13, 14, 15), rslora=True,
+        rank=16, alpha=32, dropout=0.0, targets=plan.model.adaptable_names, layers=(12, 13, 14, 15),
+        rslora=True,
     )  # fmt: skip
     assert "LoRA blocks: 12–15 of 0–15; nothing trains before block 12, so backward ends there" in said
     assert (

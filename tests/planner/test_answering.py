@@ -25,8 +25,8 @@ def plan(model, hardware, *engines, batch_size=16, **more):
 def on_h100(model, engine, *, devices=1):
     """The answering of one row at a time."""
     return Answering(
-        engine=engine, model=known(model), hardware=gpu("h100", gpus=8), precision=Precision.BF16, batch_size=1,
-        devices=devices,
+        engine=engine, model=known(model), hardware=gpu("h100", gpus=8), precision=Precision.BF16,
+        batch_size=1, devices=devices,
     )  # fmt: skip
 
 

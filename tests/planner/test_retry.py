@@ -24,7 +24,8 @@ def asked(settings="", rows=8, steps=2, card="a100-80gb"):
 
 def shortage(doing="backward", *, in_use=0, asked=0, capacity=0):
     return Shortage(
-        doing=doing, step=3, kind="cuda allocated", in_use_bytes=in_use, asked_bytes=asked, capacity_bytes=capacity
+        doing=doing, step=3, kind="cuda allocated", in_use_bytes=in_use, asked_bytes=asked,
+        capacity_bytes=capacity,
     )  # fmt: skip
 
 

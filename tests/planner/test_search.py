@@ -62,7 +62,7 @@ def test_a_small_model_is_trained_in_full():
         ("mistral-7b", "h100", "seq_len: 8192", "bf16-master", "flash"),  # windows
         ("mistral-7b", "v100-32gb", "seq_len: 8192", "fp16", "sdpa"),
         ("mistral-7b", "h100", "seq_len: 8192, precision: fp32", "fp32", "sdpa"),
-        ("gpt-oss-20b", "h100", "seq_len: 2048", "bf16-master", "eager"),  # a learned score beside the softmax
+        ("gpt-oss-20b", "h100", "seq_len: 2048", "bf16-master", "eager"),  # a learned score
     ],
 )  # fmt: skip
 def test_precision_and_attention_follow_the_device_and_the_model(model, card, settings, precision, attention):
@@ -166,7 +166,8 @@ def test_defaults_are_decided_and_printed():
     assert (plan.run.output_dir, plan.run.export) == ("runs/llama-3.1-8b-lora", "adapter")
     text = "\n".join(report.decisions)
     for words in (
-        "learning rate: 0.0002", "lora_alpha: 32", "runs/llama-3.1-8b-lora", "batch: ", "recompute: ", "loss: ",
+        "learning rate: 0.0002", "lora_alpha: 32", "runs/llama-3.1-8b-lora", "batch: ", "recompute: ",
+        "loss: ",
     ):  # fmt: skip
         assert words in text
 

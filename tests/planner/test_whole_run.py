@@ -21,7 +21,8 @@ def plan_of(*, rows=4, accumulation=2, gpus=1, epochs=3):
         known("llama-3.1-8b"), hardware=gpu("rtx-4090", gpus=gpus), tuning="lora", precision="bf16",
         batch=Batch(micro_batch_size=rows, accumulation=accumulation, seq_len=512, packing=False),
         schedule=Schedule(
-            learning_rate=1e-4, kind="cosine", warmup=Fraction(of=0.1), duration=Epochs(count=epochs), max_grad_norm=1.0
+            learning_rate=1e-4, kind="cosine", warmup=Fraction(of=0.1), duration=Epochs(count=epochs),
+            max_grad_norm=1.0,
         ),
         sharding=Ddp() if gpus > 1 else Single(),
     )  # fmt: skip

@@ -46,7 +46,8 @@ def plan(**different):
         "attention": "flash",
         "loss": ChunkedLoss(chunk_tokens=1024),
         "schedule": Schedule(
-            learning_rate=1e-4, kind="cosine", warmup=Fraction(of=0.03), duration=Epochs(count=1.5), max_grad_norm=1.0
+            learning_rate=1e-4, kind="cosine", warmup=Fraction(of=0.03), duration=Epochs(count=1.5),
+            max_grad_norm=1.0,
         ),
         "data": DataPlan(sources=(DataSource(path="a.jsonl", columns=(("prompt", "question"),)),)),
         "run": RunPlan(output_dir="runs/ä", report_to=("tensorboard",)),

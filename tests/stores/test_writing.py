@@ -207,7 +207,7 @@ def test_names_with_spaces_and_other_scripts_are_kept(bucket, folder):
 
 @pytest.fixture
 def listening(monkeypatch):
-    """Puts a server in the place of the store that gives every connection this answer, or says nothing: its address."""
+    """Puts a server in the place of the store: every connection gets this answer, or none. Returns its address."""
     from s3fs import S3FileSystem
 
     servers = []
