@@ -157,7 +157,7 @@ def test_a_rank_that_the_agent_stops_while_it_fails_is_the_cause(tell, end):
 def test_a_rank_that_the_agent_kills_afterwards_is_no_cause(tmp_path, logs, end):
     (tmp_path / rank_log(1)).write_text("Traceback\nImportError: no such thing\n")
     found = end({1: 1, 0: -signal.SIGKILL}, at={1: 100, 0: 130})
-    assert found.cause == "rank 1 failed: ImportError: no such thing"
+    assert (found.cause, found.is_said) == ("rank 1 failed: ImportError: no such thing", False)
 
 
 SAID = Ended(exit_code=1, cause="rank 0 failed: it said nothing", is_said=True)
