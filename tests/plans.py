@@ -21,39 +21,53 @@ from fitune.spec.plan import (
     Steps,
 )
 from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
+from fitune.spec.recipe.strict_yaml import parse_value
 from fitune.spec.recipe.targets import resolve_targets
 from fitune.units import GIB
 
 CPU = hardware_for(gpu=cpu_gpu(memory_bytes=16 * GIB, cores=2))
 
 
-def gpu(name, *, gpus=1):
-    return hardware_for(gpu=find_gpu(name), gpus=gpus)
+def gpu(name, *, gpus=1, **different):
+    return replace(hardware_for(gpu=find_gpu(name), gpus=gpus), **different)
 
 
 def known(name):
     return load_model_spec(name, offline=True)
 
 
-def recipe_of(model, **settings):
-    """A recipe as its file says it."""
-    return parse_recipe(canonical_keys({"model": model, **settings}, where="test"))
+def recipe_of(model, words="", **settings):
+    """A recipe as its file says it: ``words`` is ``tuning: lora, zero: 3``."""
+    written = parse_value(f"{{{words}}}", where="test")
+    return parse_recipe(canonical_keys({"model": model, **written, **settings}, where="test"))
 
 
-def report_of(model, hardware, **settings):
-    """What the planner finds for a known model on this hardware, or on one card of this name."""
+def report_of(model, hardware, words="", **settings):
+    """What the planner finds for a known model on this hardware, or on cards of this name."""
+    recipe = recipe_of(model, words, **settings)
     if isinstance(hardware, str):
-        hardware = CPU if hardware == "cpu" else gpu(hardware)
-    return find_plan(recipe_of(model, **settings), model=known(model), hardware=hardware)
+        hardware = CPU if hardware == "cpu" else gpu(hardware, gpus=recipe.gpus or 1)
+    return find_plan(recipe, model=known(model), hardware=hardware)
+
+
+def plan_of(model, hardware, words="", **settings):
+    return report_of(model, hardware, words, **settings).chosen.plan
+
+
+def lines_of(report, start):
+    """Decisions that begin so."""
+    return [line for line in report.decisions if line.startswith(start)]
+
+
+SMALL_LLAMA = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 600, "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}  # fmt: skip
 
 
 def small_llama(**different):
-    config = {
-        "model_type": "llama", "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 4,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 600, "max_position_embeddings": 4096,
-        "tie_word_embeddings": False,
-    }  # fmt: skip
-    return spec_from_config({**config, **different}, name="tiny/llama")
+    return spec_from_config({**SMALL_LLAMA, **different}, name="tiny/llama")
 
 
 def plan_for(

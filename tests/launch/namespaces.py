@@ -35,20 +35,7 @@ def two_machines():
         try:
             for name in NAMES:
                 _ip("netns", "add", name)
-            _ip(
-                "link",
-                "add",
-                "cable",
-                "netns",
-                NAMES[0],
-                "type",
-                "veth",
-                "peer",
-                "name",
-                "cable",
-                "netns",
-                NAMES[1],
-            )
+            _ip(*f"link add cable netns {NAMES[0]} type veth peer name cable netns {NAMES[1]}".split())
             for name, address in zip(NAMES, cable.addresses, strict=True):
                 _ip("-n", name, "addr", "add", f"{address}/24", "dev", "cable")
                 _ip("-n", name, "link", "set", "cable", "up")

@@ -7,7 +7,6 @@ from datetime import timedelta
 
 import pytest
 
-from conftest import plan_of
 from fitune.engine import ranks as joining
 from fitune.engine.ranks import ALONE, Ranks, first_host, joined_ranks, launched_ranks, meeting_point
 from fitune.errors import HardwareError, PeerGone, RecipeError
@@ -20,6 +19,7 @@ from fitune.track.metrics import to_line
 from fitune.train import peers
 from fitune.train.failure import Whereabouts
 from fitune.train.peers import name_the_cause, stall_seconds, stalled_error
+from plans import CPU, plan_for, small_llama
 from report.conftest import make_steps
 from several import kept_port
 
@@ -70,17 +70,11 @@ def test_a_rank_that_never_comes_is_missed_after_minutes(monkeypatch):
     """Collectives may wait for hours; a launcher starts all its ranks at once."""
     monkeypatch.setattr(joining, "MEETING", timedelta(milliseconds=200))
     with kept_port() as port:
-        for name, value in {
-            **SLURM,
-            "SLURM_PROCID": "0",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }.items():
+        rank_0 = {**SLURM, "SLURM_PROCID": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        for name, value in rank_0.items():
             monkeypatch.setenv(name, value)
-        with (
-            pytest.raises(HardwareError, match="rank 0 of 8 did not meet the others .* 1/8 clients"),
-            joined_ranks(),
-        ):
+        words = "rank 0 of 8 did not meet the others .* 1/8 clients"
+        with pytest.raises(HardwareError, match=words), joined_ranks():
             pass
 
 
@@ -92,69 +86,78 @@ def test_the_first_of_a_node_list(nodes, host):
     assert first_host(nodes) == host
 
 
-def test_one_command_for_each_machine(model_folder, data_file, tmp_path):
-    plan = plan_of(model_folder, data_file, tmp_path)
-    one = replace(plan, hardware=replace(plan.hardware, gpus_per_node=4, cpu_cores=16))
+def test_one_command_for_each_machine():
+    recipe = ["my recipe.yaml"]
+    one = plan_for(small_llama(), hardware=replace(CPU, gpus_per_node=4, cpu_cores=16))
     two = replace(one, hardware=replace(one.hardware, nodes=2))
-    [alone] = machine_commands(one, ["my recipe.yaml"], rendezvous="HOST:PORT")
-    assert alone == (
-        "OMP_NUM_THREADS=4 torchrun --standalone --nproc-per-node 4 -m fitune train 'my recipe.yaml'"
+    [alone] = machine_commands(one, recipe, rendezvous="HOST:PORT")
+    assert (
+        alone == "OMP_NUM_THREADS=4 torchrun --standalone --nproc-per-node 4 -m fitune train 'my recipe.yaml'"
     )
     for address in ("h:abc", ":1", "a\nb:1"):
         with pytest.raises(RecipeError, match="is not HOST:PORT"):
-            machine_commands(two, ["my recipe.yaml"], rendezvous=address)
-    assert machine_commands(two, ["my recipe.yaml"], rendezvous="a:29400") == [
+            machine_commands(two, recipe, rendezvous=address)
+    assert machine_commands(two, recipe, rendezvous="a:29400") == [
         f"fitune train 'my recipe.yaml' --node-rank {node} --rendezvous a:29400" for node in (0, 1)
     ]
 
 
 @pytest.fixture
-def tell(tmp_path):
-    """Write the status of a rank, with an error where it has a ``kind``."""
+def logs(tmp_path):
     (tmp_path / LOGS).mkdir()
+    return tmp_path / LOGS
 
-    def write(rank, kind="", at=0.0, pid=1, **what):
-        error = RankError(kind=kind, message=f"{kind} of {rank}", exit_code=1, at=at) if kind else None
-        write_status(tmp_path / LOGS, RankStatus(rank=rank, pid=pid, error=error, **what))
+
+@pytest.fixture
+def tell(logs):
+    """Write the status of a rank, with an error where it has a ``kind``."""
+
+    def write(rank, kind="", at=0.0, pid=1, message="", **what):
+        message = message or f"{kind} of {rank}"
+        error = RankError(kind=kind, message=message, exit_code=1, at=at) if kind else None
+        write_status(logs, RankStatus(rank=rank, pid=pid, error=error, **what))
 
     return write
 
 
-def test_the_first_rank_that_failed_by_itself_is_the_cause(tmp_path, tell):
-    tell(0, "PeerGone", at=3)
-    tell(1, "DataError", at=2)
-    tell(2, "DataError", at=1)
-    exits = {0: Exit(code=4), 1: Exit(code=1), 2: Exit(code=1)}
-    found = ended(exits, tmp_path, received=[], ranks=range(3))
+@pytest.fixture
+def end(tmp_path):
+    """How the job ended, from the exit code of each rank and the second at which it was seen."""
+
+    def found(codes, received=(), *, world=3, at=()):
+        ends = {rank: Exit(code=code, at=dict(at).get(rank, 0)) for rank, code in codes.items()}
+        return ended(ends, tmp_path, received=[*received], ranks=range(world))
+
+    return found
+
+
+def test_the_first_rank_that_failed_by_itself_is_the_cause(tmp_path, tell, end):
+    for rank, kind, at in ((0, "PeerGone", 3), (1, "DataError", 2), (2, "DataError", 1)):
+        tell(rank, kind, at)
+    found = end({0: 4, 1: 1, 2: 1})
     assert (found.exit_code, found.cause) == (1, "rank 2 failed: DataError of 2")
     assert str(tmp_path / rank_log(2)) in found.hint
 
 
-def test_an_error_of_all_ranks_is_said_once_and_of_nobody(tmp_path):
-    (tmp_path / LOGS).mkdir()
+@pytest.mark.parametrize("of_first", [1, 143])  # the agent stops rank 0 when it sees that rank 1 ended
+def test_an_error_of_all_ranks_is_said_once_and_of_nobody(tell, end, of_first):
     for rank, at in ((0, 2.0), (1, 1.0)):
-        error = RankError(kind="TrainingFailed", message="no progress", exit_code=1, at=at)
-        write_status(tmp_path / LOGS, RankStatus(rank=rank, error=error))
-    for of_first in (1, 143):  # the agent stops rank 0 when it sees that rank 1 ended
-        found = ended({0: Exit(code=of_first), 1: Exit(code=1)}, tmp_path, received=[], ranks=range(3))
-        assert (found.exit_code, found.cause, found.is_said) == (1, "no progress", False)
+        tell(rank, "TrainingFailed", at, message="no progress")
+    found = end({0: of_first, 1: 1})
+    assert (found.exit_code, found.cause, found.is_said) == (1, "no progress", False)
 
 
-def test_a_rank_that_the_agent_stops_while_it_fails_is_the_cause(tmp_path, tell):
+def test_a_rank_that_the_agent_stops_while_it_fails_is_the_cause(tell, end):
     tell(0, "CheckpointError", at=1.5)
     tell(1, "RankFailed", at=1.6)
-    found = ended({1: Exit(code=4, at=2)}, tmp_path, received=[], ranks=range(2))
+    found = end({1: 4}, world=2, at={1: 2})
     assert (found.cause, found.is_said) == ("CheckpointError of 0", False)
 
 
-def test_a_rank_that_the_agent_kills_afterwards_is_no_cause(tmp_path):
-    (tmp_path / LOGS).mkdir()
+def test_a_rank_that_the_agent_kills_afterwards_is_no_cause(tmp_path, logs, end):
     (tmp_path / rank_log(1)).write_text("Traceback\nImportError: no such thing\n")
-    exits = {1: Exit(code=1, at=100), 0: Exit(code=-signal.SIGKILL, at=130)}
-    assert (
-        ended(exits, tmp_path, received=[], ranks=range(3)).cause
-        == "rank 1 failed: ImportError: no such thing"
-    )
+    found = end({1: 1, 0: -signal.SIGKILL}, at={1: 100, 0: 130})
+    assert (found.cause, found.is_said) == ("rank 1 failed: ImportError: no such thing", False)
 
 
 SAID = Ended(exit_code=1, cause="rank 0 failed: it said nothing", is_said=True)
@@ -171,41 +174,46 @@ SAID = Ended(exit_code=1, cause="rank 0 failed: it said nothing", is_said=True)
         ({0: 4, 1: 4}, [], Ended(exit_code=1)),
     ],
 )
-def test_the_exit_code_of_a_job(tmp_path, codes, received, expected):
-    exits = {rank: Exit(code=code) for rank, code in codes.items()}
-    assert ended(exits, tmp_path, received=received, ranks=range(2)) == expected
+def test_the_exit_code_of_a_job(end, codes, received, expected):
+    assert end(codes, received, world=2) == expected
 
 
-def test_a_peer_that_is_gone_is_named_with_its_cause(tmp_path, tell):
+@pytest.fixture
+def cause(logs):
+    """What another rank says of the one that is gone."""
+
+    def named():
+        error = PeerGone("another rank is gone")
+        name_the_cause(error, logs)
+        return error.message
+
+    return named
+
+
+def test_a_peer_that_is_gone_is_named_with_its_cause(tell, cause):
     tell(1, "DataError", step=3)
-    error = PeerGone("another rank is gone")
-    name_the_cause(error, tmp_path / LOGS)
-    assert error.message == "rank 1 failed: DataError of 1"
+    assert cause() == "rank 1 failed: DataError of 1"
 
 
-def test_a_peer_that_was_killed_is_known_by_its_process(tmp_path, tell):
+def test_a_peer_that_was_killed_is_known_by_its_process(tell, cause):
     tell(1, pid=2**22 + 1, step=3, doing="backward")  # above the largest number of a process
-    error = PeerGone("another rank is gone")
-    name_the_cause(error, tmp_path / LOGS)
-    assert "ended without a word (last seen: backward, step 3)" in error.message
-    assert error.message.startswith("rank 1 (process 4194305 on ")
+    assert "ended without a word (last seen: backward, step 3)" in cause()
+    assert cause().startswith("rank 1 (process 4194305 on ")
 
 
-def test_a_peer_that_another_process_found_ended_is_known_on_every_machine(tmp_path, tell):
+def test_a_peer_that_another_process_found_ended_is_known_on_every_machine(tmp_path, logs, tell, cause):
     tell(1, host="elsewhere", doing="starting")
     (tmp_path / "metrics.jsonl").write_bytes(b"".join(map(to_line, make_steps(5))))
-    write_losses(tmp_path / LOGS, [1])
-    error = PeerGone("another rank is gone")
-    name_the_cause(error, tmp_path / LOGS)
+    write_losses(logs, [1])
     last = "(last seen: starting, step 0; metrics.jsonl ends at step 5)"
-    assert f"on elsewhere) ended without a word {last}" in error.message
-    assert cause_of_loss(read_statuses(tmp_path / LOGS)) == error.message
+    assert f"on elsewhere) ended without a word {last}" in cause()
+    assert cause_of_loss(read_statuses(logs)) == cause()
 
 
-def test_a_rank_that_said_why_it_ended_is_not_said_to_be_silent(tmp_path, tell):
+def test_a_rank_that_said_why_it_ended_is_not_said_to_be_silent(logs, tell):
     tell(1, "DataError", step=3)
-    write_losses(tmp_path / LOGS, [0, 1])
-    assert cause_of_loss(read_statuses(tmp_path / LOGS)) == "rank 1 failed: DataError of 1"
+    write_losses(logs, [0, 1])
+    assert cause_of_loss(read_statuses(logs)) == "rank 1 failed: DataError of 1"
 
 
 @pytest.mark.parametrize(
@@ -218,11 +226,11 @@ def test_a_rank_that_said_why_it_ended_is_not_said_to_be_silent(tmp_path, tell):
         ({1: {"step": 3, "signs": 5, "stalled": True, "is_waiting": True}}, "ranks 0, 1 are behind"),
     ],
 )
-def test_the_rank_that_is_behind_is_named(tmp_path, tell, others, behind):
+def test_the_rank_that_is_behind_is_named(logs, tell, others, behind):
     tell(0, step=3, signs=5, doing="forward", is_waiting=True, stalled=True)
     for rank, what in others.items():
         tell(rank, doing="forward", **what)
-    statuses = read_statuses(tmp_path / LOGS)
+    statuses = read_statuses(logs)
     error = stalled_error(statuses, statuses[0], world=2, limit=60)
     assert error.exit_code == 1
     with pytest.raises(type(error), match=behind):
@@ -236,11 +244,9 @@ def test_a_limit_that_is_no_time_is_refused(monkeypatch, text):
         stall_seconds()
 
 
-def test_without_a_limit_a_status_is_written_no_more_often(monkeypatch, tmp_path):
-    looks = []
-    for seconds in ("0", "1800"):
-        monkeypatch.setenv("FITUNE_STALL_SECONDS", seconds)
-        watch = peers._Watch(RankStatus(rank=0), tmp_path / LOGS, Whereabouts(), world=2, on_stall=print)
-        watch.end(None)
-        looks.append(watch.every)
-    assert looks == [10.0, 10.0]
+@pytest.mark.parametrize("seconds", ["0", "1800"])
+def test_without_a_limit_a_status_is_written_no_more_often(monkeypatch, logs, seconds):
+    monkeypatch.setenv("FITUNE_STALL_SECONDS", seconds)
+    watch = peers._Watch(RankStatus(rank=0), logs, Whereabouts(), world=2, on_stall=print)
+    watch.end(None)
+    assert watch.every == 10.0

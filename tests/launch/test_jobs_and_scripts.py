@@ -1,6 +1,7 @@
 """A Job of plain Kubernetes and a script of SLURM: what they ask for, and what they do when an attempt ends."""
 
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -12,26 +13,28 @@ from fitune.errors import FituneError, OutOfMemory, RecipeError
 from fitune.session.clusters.launching import launch_file
 from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
 from launch.manifests import wrong_with_pod
+from plans import recipe_of
 
-ONE = {
-    "model": "llama-3.2-1b",
-    "tuning": "lora",
-    "gpu": "rtx-4090",
-    "data": "a.jsonl",
-    "output_dir": "runs/a",
-}
+NEEDED = ("image=i:1", "claim=c")
 
 
-def recipe_of(**settings):
-    return parse_recipe(canonical_keys({**ONE, **settings}, where="test"))
+def asked(**settings):
+    one = {
+        "model": "llama-3.2-1b",
+        "tuning": "lora",
+        "gpu": "rtx-4090",
+        "data": "a.jsonl",
+        "output_dir": "runs/a",
+    }
+    return recipe_of(**one | settings)
 
 
 def test_a_job_for_one_node():
-    _, text = launch_file(
-        recipe_of(gpus=2), "kubernetes", settings=["image=i:1", "claim=c", "queue=q", "deadline=1h"]
-    )
+    _, text = launch_file(asked(gpus=2), "kubernetes", settings=[*NEEDED, "queue=q", "deadline=1h"])
     config, job = yaml.safe_load_all(text)
-    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    spec = job["spec"]
+    pod, policy = spec["template"]["spec"], spec["podFailurePolicy"]
+    [container] = pod["containers"]
     assert list(wrong_with_pod(pod, "pod")) == []
     assert set(spec) == {
         "parallelism", "completions", "backoffLimit", "podReplacementPolicy", "podFailurePolicy",
@@ -40,24 +43,26 @@ def test_a_job_for_one_node():
     assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "q"
     # Fields that podFailurePolicy asks for, and one pod at a time:
     assert (pod["restartPolicy"], spec["podReplacementPolicy"], spec["parallelism"]) == ("Never", "Failed", 1)
-    assert pod["containers"][0]["command"] == ["fitune", "train", "/etc/fitune/recipe.yaml"]
-    assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "2"
+    assert container["command"] == ["fitune", "train", "/etc/fitune/recipe.yaml"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "2"
     assert yaml.safe_load(config["data"]["recipe.yaml"])["gpus"] == 2
-    fails, ignores = spec["podFailurePolicy"]["rules"]
+    fails, ignores = policy["rules"]
     assert fails["onExitCodes"]["values"] == [FituneError.exit_code, OutOfMemory.exit_code]
     assert ignores == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]}
 
 
-def test_a_job_is_for_one_node_and_settings_are_for_their_system():
+def test_a_job_is_for_one_node():
     with pytest.raises(RecipeError, match="the plan is for 2 nodes"):
-        launch_file(recipe_of(nodes=2), "kubernetes", settings=["image=i:1", "claim=c"])
-    for on, setting in (
-        ("slurm", "image=i:1"),
-        ("kubernetes", "account=a"),
-        ("kuberay", "setup=[module load x]"),
-    ):
-        with pytest.raises(RecipeError, match=f"job.{setting.partition('=')[0]} has no meaning --on {on}"):
-            launch_file(recipe_of(), on, settings=[setting])
+        launch_file(asked(model="gpt2", nodes=2), "kubernetes", settings=NEEDED)
+
+
+@pytest.mark.parametrize(
+    ("on", "setting"),
+    [("slurm", "image=i:1"), ("kubernetes", "account=a"), ("kuberay", "setup=[module load x]")],
+)
+def test_settings_are_for_their_system(on, setting):
+    with pytest.raises(RecipeError, match=f"job.{setting.partition('=')[0]} has no meaning --on {on}"):
+        launch_file(asked(), on, settings=[setting])
 
 
 def run_script(text, folder, *, srun, restarts=0):
@@ -88,19 +93,13 @@ def test_a_script_starts_one_task_a_gpu_and_goes_on_after_its_time(tmp_path, mon
         "setup=[export MARK=set]",
         "retries=1",
     ]
-    job, text = launch_file(recipe_of(gpus=4, nodes=2), "slurm", settings=settings)
-    options = dict(
-        line[10:].split("=", 1) for line in text.splitlines() if line.startswith("#SBATCH --") and "=" in line
-    )
-    assert options["nodes"] == "2"
-    assert options["ntasks-per-node"] == options["gpus-per-node"] == "4"
-    assert (options["partition"], options["qos"], options["account"], options["time"]) == (
-        "gpu",
-        "high",
-        "me",
-        "1:30",
-    )
-    assert options["signal"] == f"TERM@{job.limits.grace_seconds}"
+    job, text = launch_file(asked(gpus=4, nodes=2), "slurm", settings=settings)
+    options = dict(re.findall("^#SBATCH --(.*)=(.*)$", text, re.MULTILINE))
+    wanted = {
+        "nodes": "2", "ntasks-per-node": "4", "gpus-per-node": "4", "partition": "gpu", "qos": "high", "account": "me",
+        "time": "1:30", "signal": f"TERM@{job.limits.grace_seconds}",
+    }  # fmt: skip
+    assert {name: options[name] for name in wanted} == wanted
     show = 'echo "$MARK $*"; exit 143'
     ended = run_script(text, tmp_path, srun=show)
     recipe = folder / f"{job.name}.recipe.yaml"
@@ -133,7 +132,7 @@ def test_a_script_trains_by_the_tasks_of_srun(tmp_path, model_folder, data_file,
         "model": str(model_folder), "data": [str(data_file)], "precision": "fp32", "gpu": "cpu", "gpus": 2,
         "seq_len": 64, "micro_batch_size": 2, "gradient_accumulation_steps": 1, "max_steps": 2, "samples": 0,
     }  # fmt: skip
-    _, text = launch_file(recipe_of(**settings), "slurm", settings=())
+    _, text = launch_file(asked(**settings), "slurm", settings=())
     ended = run_script(text, tmp_path, srun=_SRUN)
     assert ended.returncode == 0, ended.stderr
     assert (tmp_path / "runs/a/report.json").read_text().count('"complete"') == 1

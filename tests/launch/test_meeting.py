@@ -24,18 +24,18 @@ def port():
 def together(port):
     """What each part returns or raises, one for each node."""
 
-    def run(*parts, nodes=(), numbers=()):
+    def run(*parts, nodes=()):
         ends = [None] * len(parts)
 
-        def node(thread):
-            number = numbers[thread] if numbers else thread
-            count = nodes[thread] if nodes else len(parts)
-            place = Place(node=number, nodes=count, host="127.0.0.1", port=port, timeout_s=120)
+        def node(number):
+            count = nodes[number] if nodes else len(parts)
             try:
-                with meeting(place) as met:
-                    ends[thread] = parts[thread](met)
+                with meeting(
+                    Place(node=number, nodes=count, host="127.0.0.1", port=port, timeout_s=120)
+                ) as met:
+                    ends[number] = parts[number](met)
             except FituneError as error:
-                ends[thread] = error
+                ends[number] = error
 
         threads = [threading.Thread(target=node, args=(each,)) for each in range(len(parts))]
         for thread in threads:
@@ -49,12 +49,8 @@ def together(port):
 
 def test_all_hear_all_and_the_first_decides(together):
     def part(nodes):
-        assert nodes.place is not None
-        return (
-            nodes.gathered(f"of {nodes.place.node}"),
-            nodes.from_first(lambda: "decided"),
-            nodes.gathered(""),
-        )
+        own = nodes.gathered(f"of {nodes.place.node}")
+        return own, nodes.from_first(lambda: "decided"), nodes.gathered("")
 
     heard = (["of 0", "of 1", "of 2"], "decided", ["", "", ""])
     assert together(part, part, part) == [heard, heard, heard]
@@ -90,42 +86,29 @@ def test_nodes_that_were_told_different_numbers_are_refused(together):
     assert any("for 3 nodes" in str(end) and "for 2" in str(end) for end in ends)
 
 
-def test_a_node_that_never_comes_ends_the_waiting(port):
-    place = Place(node=0, nodes=2, host="127.0.0.1", port=port, timeout_s=0.3)
-    with (
-        pytest.raises(HardwareError, match=rf"waited 0.3 s at 127.0.0.1:{port} for 2 nodes: node 1 did not"),
-        meeting(place),
-    ):
+@pytest.mark.parametrize(
+    ("node", "said"),
+    [
+        (0, "waited 0.3 s at 127.0.0.1:{} for 2 nodes: node 1 did not"),
+        (1, "waited 0.3 s for node 0 at 127.0.0.1:{}: Connection refused"),
+    ],
+)
+def test_a_node_that_never_comes_ends_the_waiting(port, node, said):
+    place = Place(node=node, nodes=2, host="127.0.0.1", port=port, timeout_s=0.3)
+    with pytest.raises(HardwareError, match=said.format(port)), meeting(place):
         pass
 
 
-def test_node_0_that_never_comes_ends_the_waiting(port):
-    place = Place(node=1, nodes=2, host="127.0.0.1", port=port, timeout_s=0.3)
-    with (
-        pytest.raises(
-            HardwareError, match=rf"waited 0.3 s for node 0 at 127.0.0.1:{port}: Connection refused"
-        ),
-        meeting(place),
-    ):
-        pass
-
-
-@pytest.fixture
-def taken(port):
+def test_a_port_that_is_taken_is_named_with_another(port):
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         other.bind(("127.0.0.1", port))
         other.listen()
-        yield port
-
-
-def test_a_port_that_is_taken_is_named_with_another(taken):
-    with (
-        pytest.raises(HardwareError, match=f"port {taken} of --rendezvous .* is taken") as caught,
-        meeting(Place(node=0, nodes=2, host="127.0.0.1", port=taken)),
-    ):
-        pass
-    assert f"--rendezvous 127.0.0.1:{taken + 1}" in (caught.value.hint or "")
+        place = Place(node=0, nodes=2, host="127.0.0.1", port=port)
+        said = f"port {port} of --rendezvous .* is taken"
+        with pytest.raises(HardwareError, match=said) as caught, meeting(place):
+            pass
+    assert f"--rendezvous 127.0.0.1:{port + 1}" in caught.value.hint
 
 
 @pytest.mark.parametrize(
@@ -163,13 +146,14 @@ class _Second(OneNode):
 @pytest.mark.parametrize(
     ("ends", "code", "cause"),
     [
-        ([Ended(exit_code=0), Ended(exit_code=0)], 0, ""),
-        ([Ended(exit_code=1), Ended(exit_code=1, cause="rank 1 was killed")], 1, "rank 1 was killed"),
-        ([Ended(exit_code=1, cause="rank 0 failed", is_said=True), Ended(exit_code=1)], 1, "node 0: rank 0 failed"),
-        ([Ended(exit_code=143), Ended(exit_code=0)], 143, ""),
-        ([Ended(exit_code=0), Ended(exit_code=1)], 1, ""),
+        ([(0,), (0,)], 0, ""),
+        ([(1,), (1, "rank 1 was killed")], 1, "rank 1 was killed"),
+        ([(1, "rank 0 failed", True), (1,)], 1, "node 0: rank 0 failed"),
+        ([(143,), (0,)], 143, ""),
+        ([(0,), (1,)], 1, ""),
     ],
-)  # fmt: skip
+)
 def test_the_job_ends_as_the_node_with_the_cause(ends, code, cause):
-    end = job_end(ends, _Second())
+    fields = ("exit_code", "cause", "is_said")
+    end = job_end([Ended(**dict(zip(fields, each, strict=False))) for each in ends], _Second())
     assert (end.exit_code, end.cause, end.is_said) == (code, cause, False)

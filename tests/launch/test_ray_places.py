@@ -9,12 +9,6 @@ from fitune.errors import HardwareError, MissingExtra, RecipeError
 from fitune.launch.ray_cluster import Node, RayCluster, RayPlace, connected, loaded_ray, ray_place, with_room
 from fitune.launch.ray_workers import ray_parts
 
-TWO = RayPlace(fewest=2, most=2)
-
-
-def cluster_of(**resources):
-    return RayCluster(nodes=(Node(id="a", host="a", resources=resources),), free=resources)
-
 
 def test_without_ray_the_command_that_installs_it_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray.train", None)
@@ -50,13 +44,17 @@ def test_what_is_no_address_is_refused_before_ray_is_asked(monkeypatch, address)
     assert "HOST:PORT" in str(refused.value.hint)
 
 
-def test_a_cluster_without_gpus_says_so():
-    with pytest.raises(HardwareError, match="2 workers ask for 2 CPU, 2 GPU; .* 0 of 0 GPU") as refused:
-        with_room(cluster_of(CPU=8), TWO, {"CPU": 1.0, "GPU": 1.0})
-    assert refused.value.hint == "no node of this cluster has a GPU; gpu: cpu trains on cores"
-
-
-def test_a_cluster_with_too_few_gpus_says_how_many_workers_have_room():
-    with pytest.raises(HardwareError, match="1 of 1 GPU") as refused:
-        with_room(cluster_of(CPU=8, GPU=1), TWO, {"CPU": 1.0, "GPU": 1.0})
-    assert refused.value.hint == "at most 1 worker now: --workers 1"
+@pytest.mark.parametrize(
+    ("has", "said", "hint"),
+    [
+        ({}, "2 workers ask for 2 CPU, 2 GPU; .* 0 of 0 GPU",
+         "no node of this cluster has a GPU; gpu: cpu trains on cores"),
+        ({"GPU": 1}, "1 of 1 GPU", "at most 1 worker now: --workers 1"),
+    ],
+)  # fmt: skip
+def test_a_cluster_with_too_few_gpus_says_how_many_workers_have_room(has, said, hint):
+    resources = {"CPU": 8, **has}
+    cluster = RayCluster(nodes=(Node(id="a", host="a", resources=resources),), free=resources)
+    with pytest.raises(HardwareError, match=said) as refused:
+        with_room(cluster, RayPlace(fewest=2, most=2), {"CPU": 1.0, "GPU": 1.0})
+    assert refused.value.hint == hint

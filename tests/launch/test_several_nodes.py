@@ -42,17 +42,10 @@ def start(cable, settings, tmp_path):
         **settings, "nodes": 2, "zero": 3, "backend": "fsdp", "micro_batch_size": 2, "gradient_accumulation_steps": 1,
     }  # fmt: skip
 
-    def begin(
-        node,
-        *words,
-        fault="wait",
-        rank=9,
-        before=(),
-        **changed,
-    ):
+    def begin(node, fault="wait", rank=9, before=(), **changed):
         meet = ["--node-rank", str(node), "--rendezvous", f"{cable.addresses[0]}:{PORT}"]
         program = [sys.executable, faulty_ranks.__file__, str(rank), "3", fault, "train"]
-        program += [*set_words(divided | changed), *meet, *words]
+        program += [*set_words(divided | changed), *meet]
         own = {"FITUNE_CACHE": str(tmp_path / f"cache of {node}"), "GO": str(tmp_path / "go")}
         return subprocess.Popen(
             [*cable.on(node), *before, *program], env={**os.environ, **own}, text=True,
@@ -66,6 +59,13 @@ def ends(*started):
     """Exit code and standard error of each."""
     said = [each.communicate(timeout=600) for each in started]
     return [(each.returncode, err) for each, (_, err) in zip(started, said, strict=True)]
+
+
+def failed(code, *started):
+    """Standard error of nodes that all ended with this exit code."""
+    ended = ends(*started)
+    assert {each for each, _ in ended} == {code}, ended
+    return [said for _, said in ended]
 
 
 def test_two_nodes_train_the_model_of_one_process(start, settings, tmp_path):
@@ -82,42 +82,35 @@ def test_two_nodes_train_the_model_of_one_process(start, settings, tmp_path):
 
 
 def test_a_rank_that_is_killed_is_named_on_both_nodes(start):
-    first, second = ends(start(0, fault="kill", rank=1), start(1, fault="kill", rank=1))
-    assert (first[0], second[0]) == (1, 1)
-    assert "rank 1 was killed by SIGKILL" in second[1]
-    assert "error: node 1 (" in first[1]
-    assert "): rank 1 was killed by SIGKILL" in first[1]
+    first, second = failed(1, start(0, "kill", rank=1), start(1, "kill", rank=1))
+    assert "rank 1 was killed by SIGKILL" in second
+    assert "error: node 1 (" in first
+    assert "): rank 1 was killed by SIGKILL" in first
 
 
 def test_an_error_of_rank_0_is_named_on_both_nodes(start):
-    words = {"fault": "raise_value_error", "rank": 0}
-    first, second = ends(start(0, **words), start(1, **words))
-    assert (first[0], second[0]) == (1, 1)
-    assert first[1].count("error:") == 1
-    assert "a fault of the test" in first[1]
-    assert "error: node 0 (" in second[1]
-    assert "): ValueError (loss, step 3): a fault of the test" in second[1]
+    first, second = failed(1, *(start(node, "raise_value_error", rank=0) for node in range(2)))
+    assert first.count("error:") == 1
+    assert "a fault of the test" in first
+    assert "error: node 0 (" in second
+    assert "): ValueError (loss, step 3): a fault of the test" in second
 
 
 def test_a_folder_that_is_not_shared_is_refused_on_both(start, tmp_path):
     (tmp_path / "run").mkdir()
     own_disk = ("unshare", "-m", "sh", "-c", f'mount -t tmpfs none "{tmp_path}/run" && exec "$@"', "sh")
-    first, second = ends(start(0), start(1, before=own_disk))
-    assert (first[0], second[0]) == (2, 2)
-    for _, err in (first, second):
-        assert f"does not see output_dir {tmp_path}/run of rank 0" in err
-        assert "a disk that all machines share" in err
+    for said in failed(2, start(0), start(1, before=own_disk)):
+        assert f"does not see output_dir {tmp_path}/run of rank 0" in said
+        assert "a disk that all machines share" in said
 
 
 def test_other_settings_are_named_before_anything_runs(start):
-    first, second = ends(start(0), start(1, learning_rate=2e-3))
-    assert (first[0], second[0]) == (2, 2)
-    for _, err in (first, second):
-        assert "learning_rate in the recipe differs: 0.001 on node 0" in err
+    for said in failed(2, start(0), start(1, learning_rate=2e-3)):
+        assert "learning_rate in the recipe differs: 0.001 on node 0" in said
 
 
 def test_a_signal_to_one_node_lets_both_save(start, tmp_path):
-    first, second = start(0, fault="wait", rank=0), start(1, fault="wait", rank=0)
+    first, second = start(0, rank=0), start(1, rank=0)
     until_ready(first)
     second.send_signal(signal.SIGTERM)
     until_heard(tmp_path / "go", ranks=(1,))
@@ -129,14 +122,13 @@ def test_a_signal_to_one_node_lets_both_save(start, tmp_path):
 def test_a_cable_that_is_pulled_ends_both(start, cable, tmp_path, monkeypatch):
     """Nothing closes the connections, so it is found by silence: a minute of it, here ten seconds."""
     monkeypatch.setenv("SILENCE", "10")
-    first, second = start(0, fault="wait", rank=0), start(1, fault="wait", rank=0)
+    first, second = start(0, rank=0), start(1, rank=0)
     until_ready(first)
     cable.pull()
     (tmp_path / "go").touch()
-    (code, err), (code2, err2) = ends(first, second)
-    assert (code, code2) == (1, 1)
-    assert "has given no sign of life for 10 s" in err
-    assert "no longer answers at" in err2
+    silent, lost = failed(1, first, second)
+    assert "has given no sign of life for 10 s" in silent
+    assert "no longer answers at" in lost
     pids = [status.pid for status in read_statuses(tmp_path / "run/rank-logs").values()]
     assert pids
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)

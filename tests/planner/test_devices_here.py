@@ -13,97 +13,98 @@ from fitune.spec.machines.gpus import find_gpu
 from fitune.spec.model.model_spec import Dropout
 from fitune.spec.model.traits import flash_refused
 from fitune.spec.plan import Precision
-from fitune.spec.recipe.recipe import Recipe
 from fitune.units import GIB, MIB
-from plans import known
+from plans import known, lines_of, recipe_of
 
-SETTINGS = {"model": "llama-3.2-1b", "tuning": "lora", "seq_len": 512}
-
-
-def here(monkeypatch, *cards, taken_mib=0):
-    found = tuple(
-        FoundGpu(
-            index=i, uuid=f"GPU-{i}", name=name, memory_bytes=mib * MIB, capability=capability,
-            taken_bytes=taken_mib * MIB,
-        )
-        for i, (name, mib, capability) in enumerate(cards)
-    )  # fmt: skip
-    monkeypatch.setattr("fitune.measure.hardware.gpus_here", lambda environment: found)
-
-
+LLAMA = "llama-3.2-1b"
 RTX_3060 = ("NVIDIA GeForce RTX 3060", 12288, (8, 6))
 RTX_4090 = ("NVIDIA GeForce RTX 4090", 24564, (8, 9))
 
 
-def told(**settings):
-    """Words of the plan up to what it is for, and lines on what was decided about the GPUs."""
-    recipe = Recipe.model_validate({**SETTINGS, **settings})
-    report = find_plan(recipe, model=known("llama-3.2-1b"), hardware=wanted_hardware(recipe))
+@pytest.fixture
+def here(monkeypatch):
+    """Puts these cards into this machine; other programs hold so many MiB of each."""
+
+    def put(*cards, taken_mib=0):
+        found = tuple(
+            FoundGpu(
+                index=i, uuid=f"GPU-{i}", name=name, memory_bytes=mib * MIB, capability=capability,
+                taken_bytes=taken_mib * MIB,
+            )
+            for i, (name, mib, capability) in enumerate(cards)
+        )  # fmt: skip
+        monkeypatch.setattr("fitune.measure.hardware.gpus_here", lambda environment: found)
+
+    return put
+
+
+def report_here(settings="", model=LLAMA):
+    recipe = recipe_of(model, settings, tuning="lora", **({"seq_len": 512} if model == LLAMA else {}))
+    return find_plan(recipe, model=known(model), hardware=wanted_hardware(recipe))
+
+
+def told(settings=""):
+    """Words of the plan on where it runs, and lines on what was decided about the GPUs."""
+    report = report_here(settings)
     title = " ".join(explain_plan(report).split("\n  LoRA")[0].split())
-    decisions = [line for line in report.decisions if line.startswith(("gpus", "note on memory"))]
-    return title.partition(" · on ")[2], decisions
+    return title.partition(" · on ")[2], lines_of(report, ("gpus", "note on memory"))
 
 
-def test_the_first_screen_begins_with_them(monkeypatch):
-    here(monkeypatch, RTX_3060, RTX_4090, RTX_4090, taken_mib=1_500)
-    recipe = Recipe.model_validate(SETTINGS)
-    report = find_plan(recipe, model=known("llama-3.2-1b"), hardware=wanted_hardware(recipe))
-    first = " ".join(first_screen(report, (), train="").partition("how")[0].split())
+def test_the_first_screen_begins_with_them(here):
+    here(RTX_3060, RTX_4090, RTX_4090, taken_mib=1_500)
+    first = " ".join(first_screen(report_here(), (), train="").partition("how")[0].split())
     assert first.endswith("2 × rtx-4090 (24 GiB, 1.5 taken by others); not used: 1 × NVIDIA GeForce RTX 3060")
 
 
-def test_all_cards_of_the_kind_with_most_memory_are_planned_with_and_the_others_named(
-    monkeypatch,
-):
-    here(monkeypatch, RTX_3060, RTX_4090, RTX_4090)
+def test_all_cards_of_the_kind_with_most_memory_are_planned_with_and_the_others_named(here):
+    here(RTX_3060, RTX_4090, RTX_4090)
     where, decisions = told()
     assert where == "2 × rtx-4090 of 23.99 GiB; not used: 1 × NVIDIA GeForce RTX 3060"
     assert decisions == ["gpus: 2, all that are here and of this kind; gpus: 1 keeps one"]
 
 
-def test_a_number_of_cards_is_kept(monkeypatch):
-    here(monkeypatch, RTX_4090, RTX_4090)
-    assert told(gpus=1) == ("1 × rtx-4090 of 23.99 GiB; not used: 1 × NVIDIA GeForce RTX 4090", [])
-    assert told(gpu="rtx-4090") == ("1 × rtx-4090 of 23.99 GiB", [])
-    assert told(gpu="rtx-4090", gpus=2)[0] == "2 × rtx-4090 of 23.99 GiB"
+def test_a_number_of_cards_is_kept(here):
+    here(RTX_4090, RTX_4090)
+    assert told("gpus: 1") == ("1 × rtx-4090 of 23.99 GiB; not used: 1 × NVIDIA GeForce RTX 4090", [])
+    assert told("gpu: rtx-4090") == ("1 × rtx-4090 of 23.99 GiB", [])
+    assert told("gpu: rtx-4090, gpus: 2")[0] == "2 × rtx-4090 of 23.99 GiB"
 
 
-def test_what_a_desktop_holds_is_said_and_left_to_it(monkeypatch):
-    here(monkeypatch, RTX_4090, taken_mib=1_500)
-    where, decisions = told()
+def test_what_a_desktop_holds_is_said_and_left_to_it(here):
+    here(RTX_4090, taken_mib=1_500)
+    where, [said] = told()
     assert where == "1 × rtx-4090 of 23.99 GiB, 1.50 GiB of it taken by other programs"
-    assert decisions[:1] == [
+    assert said == (
         "note on memory: other programs hold 1.50 GiB of a GPU (nvidia-smi lists them): usable are 23.99 GiB - "
         "1.50 GiB - 2.17 GiB kept free = 20.31 GiB"
-    ]
+    )
 
 
-def test_what_is_kept_free_on_an_unmeasured_kind_and_segments_of_fixed_sizes_are_said(monkeypatch):
+@pytest.mark.parametrize("settings", ["", "gpu: rtx-4090"])
+def test_what_is_kept_free_on_an_unmeasured_kind_and_segments_of_fixed_sizes_are_said(
+    here, settings, monkeypatch
+):
     """The allocator is set in the environment of the process that plans."""
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.setenv(name, "max_split_size_mb:128")
-    here(monkeypatch, RTX_4090)
-    for settings in (SETTINGS, {**SETTINGS, "gpu": "rtx-4090"}):
-        recipe = Recipe.model_validate(settings)
-        report = find_plan(recipe, model=known("llama-3.2-1b"), hardware=wanted_hardware(recipe))
-        said = "\n".join(report.decisions)
-        assert (
-            "no card of this kind was measured: 690.9 MiB of each stay free until fitune doctor --prove"
-            in said
-        )
-        assert "torch's allocator has no expandable segments here" in said
-        assert not report.chosen.plan.hardware.growing_segments
+    here(RTX_4090)
+    report = report_here(settings)
+    said = "\n".join(report.decisions)
+    assert (
+        "no card of this kind was measured: 690.9 MiB of each stay free until fitune doctor --prove" in said
+    )
+    assert "torch's allocator has no expandable segments here" in said
+    assert not report.chosen.plan.hardware.growing_segments
 
 
-def test_a_card_that_is_nearly_full_has_other_plans(monkeypatch):
+def test_a_card_that_is_nearly_full_has_other_plans(here):
     """A plan that took all of the card takes what is left of it."""
-    recipe = Recipe.model_validate({"model": "llama-3.1-8b", "tuning": "lora"})
     peaks = []
     for taken_mib in (0, 5_000):
-        here(monkeypatch, RTX_4090, taken_mib=taken_mib)
-        report = find_plan(recipe, model=known("llama-3.1-8b"), hardware=wanted_hardware(recipe))
-        peaks.append(report.chosen.estimate.peak_bytes)
-        assert report.chosen.estimate.fits
+        here(RTX_4090, taken_mib=taken_mib)
+        estimate = report_here(model="llama-3.1-8b").chosen.estimate
+        peaks.append(estimate.peak_bytes)
+        assert estimate.fits
     assert peaks[0] > 24_564 * MIB * 15 // 16 - 5_000 * MIB >= peaks[1]
 
 
@@ -126,18 +127,17 @@ def test_a_card_that_is_nearly_full_has_other_plans(monkeypatch):
 )
 def test_heads_whose_backward_flash_attention_refuses(card, head_dim, dropout, refused):
     """As check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120 in torch's sdp_utils.cpp."""
-    model = replace(known("llama-3.2-1b"), head_dim=head_dim, dropout=Dropout(attention=dropout))
+    model = replace(known(LLAMA), head_dim=head_dim, dropout=Dropout(attention=dropout))
     why = flash_refused(model, find_gpu(card), Precision.BF16)
     assert (why is not None) is refused
     assert why is None or str(head_dim) in why
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_a_v100_has_fp16_and_no_flash_attention_whatever_its_heads(head_dim):
-    v100, model = find_gpu("v100-16gb"), replace(known("llama-3.2-1b"), head_dim=head_dim)
-    recipe = Recipe.model_validate({**SETTINGS, "gpu": "v100-16gb"})
-    plan = find_plan(recipe, model=known("llama-3.2-1b"), hardware=wanted_hardware(recipe)).chosen.plan
+def test_a_v100_has_fp16_and_no_flash_attention_whatever_its_heads():
+    v100 = find_gpu("v100-16gb")
+    plan = report_here("gpu: v100-16gb").chosen.plan
     assert (plan.precision, plan.attention) == (Precision.FP16, "sdpa")
-    assert not v100.has_bf16
-    assert v100.memory_bytes == 16 * GIB
-    assert "8.0 or newer (Ampere), and v100-16gb has 7.0" in str(flash_refused(model, v100, Precision.FP16))
+    assert (v100.has_bf16, v100.memory_bytes) == (False, 16 * GIB)
+    for head_dim in (64, 128, 256):
+        why = flash_refused(replace(known(LLAMA), head_dim=head_dim), v100, Precision.FP16)
+        assert "8.0 or newer (Ampere), and v100-16gb has 7.0" in str(why)

@@ -11,11 +11,15 @@ from fitune.planner.fit import INDISTINGUISHABLE, TIE
 from fitune.planner.method_search import MethodSearch
 from fitune.planner.methods import methods
 from fitune.spec.plan import Recompute, Zero
-from fitune.spec.recipe.recipe import parse_recipe
 from fitune.units import GIB
-from plans import gpu, known, recipe_of
+from plans import gpu, known, recipe_of, report_of
 
-SHALLOW = replace(known("qwen3-0.6b"), num_layers=7)
+SHALLOW = replace(known("qwen3-0.6b"), num_layers=5)
+
+
+def first_method(model, settings, card, *, which=0, **machine):
+    request = Request(recipe=recipe_of(model.name, settings), model=model, hardware=gpu(card, **machine))
+    return request, methods(request)[which]
 
 
 def every_plan(request, method):
@@ -30,26 +34,17 @@ def every_plan(request, method):
 @pytest.mark.parametrize(
     ("card", "gpus", "host", "settings"),
     [
-        ("rtx-3080", 1, 64, {"tuning": "full", "global_batch_size": 16}),
-        ("rtx-3080", 1, 9, {"tuning": "full", "global_batch_size": 4, "seq_len": 8192}),
-        (
-            "rtx-3080",
-            2,
-            64,
-            {"tuning": "full", "global_batch_size": 8, "loss_chunk_tokens": 256, "seq_len": 8192},
-        ),
-        ("t4", 4, 64, {"tuning": "lora", "global_batch_size": 16, "seq_len": 8192, "loss": "chunked"}),
-        ("t4", 4, 64, {"tuning": "lora", "global_batch_size": 16, "seq_len": 8192, "mean_row_tokens": 300}),
-        ("rtx-3080", 2, 64, {"tuning": "full", "global_batch_size": 8, "mean_row_tokens": 100}),
+        ("rtx-3080", 1, 64, "tuning: full, global_batch_size: 16"),
+        ("rtx-3080", 1, 9, "tuning: full, global_batch_size: 4, seq_len: 8192"),
+        ("rtx-3080", 2, 64, "tuning: full, global_batch_size: 8, loss_chunk_tokens: 256, seq_len: 8192"),
+        ("t4", 4, 64, "tuning: lora, global_batch_size: 8, seq_len: 8192, loss: chunked"),
+        ("t4", 4, 64, "tuning: lora, global_batch_size: 8, seq_len: 8192, mean_row_tokens: 300, loss: plain"),
+        ("rtx-3080", 2, 64, "tuning: full, global_batch_size: 8, mean_row_tokens: 100, loss: plain"),
     ],
-)
+)  # fmt: skip
 def test_no_plan_is_better_than_the_one_taken(card, gpus, host, settings):
-    model = SHALLOW
-    hardware = replace(gpu(card, gpus=gpus), host_memory_bytes=host * GIB)
-    recipe = parse_recipe({"model": "qwen3-0.6b", "seq_len": 2048, **settings})
-    request = Request(recipe=recipe, model=model, hardware=hardware)
-    method = methods(request)[0]
-    fitting = [e for plan in every_plan(request, method) if (e := predict(plan)).fits]
+    request, method = first_method(SHALLOW, settings, card, gpus=gpus, host_memory_bytes=host * GIB)
+    fitting = [estimate for plan in every_plan(request, method) if (estimate := predict(plan)).fits]
     found = MethodSearch(request, method).fastest()
     assert bool(found) == bool(fitting)
     if fitting:
@@ -59,41 +54,32 @@ def test_no_plan_is_better_than_the_one_taken(card, gpus, host, settings):
 
 
 def test_the_smallest_plan_is_the_smallest():
-    model, hardware = SHALLOW, replace(gpu("t4", gpus=2), host_memory_bytes=32 * GIB)
-    recipe = recipe_of("qwen3-0.6b", tuning="full", global_batch_size=4, loss_chunk_tokens=256)
-    request = Request(recipe=recipe, model=model, hardware=hardware)
-    method = methods(request)[0]
-    estimates = [predict(plan) for plan in every_plan(request, method)]
+    settings = "tuning: full, global_batch_size: 4, loss_chunk_tokens: 256"
+    request, method = first_method(SHALLOW, settings, "t4", gpus=2, host_memory_bytes=32 * GIB)
+    estimates = map(predict, every_plan(request, method))
     on_host = [
         e.peak_bytes for e in estimates if e.host_bytes <= e.usable_host_bytes or not e.usable_host_bytes
     ]
-    smallest = MethodSearch(request, method).smallest()
-    assert predict(smallest.plan).peak_bytes == min(on_host)
+    assert predict(MethodSearch(request, method).smallest().plan).peak_bytes == min(on_host)
 
 
-def test_the_stages_of_a_model_do_not_depend_on_the_placement():
+@pytest.mark.parametrize("tuning", ["full", "lora", "qlora", "lomo"])
+def test_the_stages_of_a_model_do_not_depend_on_the_placement(tuning):
     """The search describes them once for all placements."""
-    model, hardware = known("llama-3.2-1b"), gpu("a100-40gb", gpus=4)
-    for tuning in ("full", "lora", "qlora", "lomo"):
-        recipe = recipe_of("llama-3.2-1b", tuning=tuning, global_batch_size=8)
-        request = Request(recipe=recipe, model=model, hardware=hardware)
-        method = methods(request)[-1]
-        search = MethodSearch(request, method)
-        for placement in search.placements:
-            for batch in search.batches:
-                step = search.describe(placement, batch)
-                assert search._peak(step) == predict(step.plan).peak_bytes
+    settings = f"tuning: {tuning}, global_batch_size: 8"
+    search = MethodSearch(*first_method(known("llama-3.2-1b"), settings, "a100-40gb", gpus=4, which=-1))
+    for placement in search.placements:
+        for batch in search.batches:
+            step = search.describe(placement, batch)
+            assert search._peak(step) == predict(step.plan).peak_bytes
 
 
 def test_fewer_devices_are_considered_where_money_counts():
-    from fitune.planner.search import find_plan
-
-    model, hardware = SHALLOW, gpu("rtx-4090", gpus=4)
-    settings = {"model": "qwen3-0.6b", "tuning": "lora", "seq_len": 512}
-    fastest = find_plan(parse_recipe(settings), model=model, hardware=hardware).chosen
-    cheapest = find_plan(
-        parse_recipe({**settings, "objective": "cheapest"}), model=model, hardware=hardware
-    ).chosen
+    settings = "tuning: lora, seq_len: 512, objective: "
+    fastest, cheapest = (
+        report_of("qwen3-0.6b", gpu("rtx-4090", gpus=4), settings + objective).chosen
+        for objective in ("fastest", "cheapest")
+    )
     assert fastest.plan.hardware.num_gpus == 4
 
     def cost(priced):
@@ -103,14 +89,11 @@ def test_fewer_devices_are_considered_where_money_counts():
 
 
 def test_least_memory_is_an_objective():
-    from fitune.planner.search import find_plan
-
-    model, hardware = known("llama-3.2-1b"), replace(gpu("a100-40gb", gpus=4), host_memory_bytes=256 * GIB)
-    settings = {"model": "llama-3.2-1b", "tuning": "full"}
-    usual = find_plan(parse_recipe(settings), model=model, hardware=hardware).chosen
-    least = find_plan(
-        parse_recipe({**settings, "objective": "least-memory"}), model=model, hardware=hardware
-    ).chosen
+    hardware = gpu("a100-40gb", gpus=4, host_memory_bytes=256 * GIB)
+    usual, least = (
+        report_of("llama-3.2-1b", hardware, f"tuning: full, objective: {objective}").chosen
+        for objective in ("fastest", "least-memory")
+    )
     assert least.estimate.peak_bytes < usual.estimate.peak_bytes
     assert least.plan.sharding.stage == 3
     assert isinstance(least.plan.sharding, Zero)

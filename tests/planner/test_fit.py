@@ -42,13 +42,12 @@ def test_the_first_count_that_fits_is_found(plan):
 
 
 def test_a_pinned_count_is_the_only_one_tried():
-    assert fewest_blocks([9, 5, 7].__getitem__, range(2, 3), usable=7) == 2
-    assert fewest_blocks([9, 5, 7].__getitem__, range(2, 3), usable=6) is None
+    for usable, found in ((7, 2), (6, None)):
+        assert fewest_blocks([9, 5, 7].__getitem__, range(2, 3), usable=usable) == found
 
 
 def test_a_valley_in_the_middle_is_found():
     peaks = [100, 90, 80, 70, 72, 74, 76, 78]
     assert cheapest_blocks(peaks.__getitem__, range(8)) == 3
-    assert fewest_blocks(peaks.__getitem__, range(8), usable=75) == 3
-    assert fewest_blocks(peaks.__getitem__, range(8), usable=85) == 2
-    assert fewest_blocks(peaks.__getitem__, range(8), usable=69) is None
+    for usable, found in ((75, 3), (85, 2), (69, None)):
+        assert fewest_blocks(peaks.__getitem__, range(8), usable=usable) == found

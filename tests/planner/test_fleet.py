@@ -20,12 +20,11 @@ from fitune.planner.fleet import (
 from fitune.planner.fleet import ranked as rank_offers
 from fitune.planner.ranking import Wanted
 from fitune.spec.counts import count_parameters
-from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.plan import Ddp
 from fitune.spec.predictions import Epoch
 from fitune.spec.recipe.fleet import Cluster, read_fleet
-from fitune.spec.recipe.recipe import parse_recipe
 from fitune.units import GIB
+from plans import known, recipe_of
 
 CLUSTERS = """
 clusters:
@@ -47,18 +46,21 @@ def epoch_of(plan):
     return Epoch(rows=ROWS, tokens=ROWS * length, longest_row=length, units=ROWS, usual=usual)
 
 
-def recipe_of(**settings):
-    return parse_recipe({"model": "meta-llama/Llama-3.1-8B", "tuning": "lora", "packing": True, **settings})
+LLAMA_8B = recipe_of("meta-llama/Llama-3.1-8B", "tuning: lora, packing: true")
+
+
+def ranking_of(folder, text, recipe=LLAMA_8B, **wanted):
+    return rank_fleet(
+        recipe, fleet_of(folder, text), Wanted(**wanted), model=known(recipe.model), epoch_of=epoch_of
+    )
 
 
 @pytest.fixture(scope="module")
 def ranked(tmp_path_factory):
-    fleet = fleet_of(tmp_path_factory.mktemp("fleet"))
-    recipe = recipe_of()
-
-    model = load_model_spec(recipe.model)
-    found, without = offers_on(fleet, recipe, model=model, epoch_of=epoch_of, fetches_model=True)
-    return lambda **wanted: rank_offers(recipe, model, found, without, Wanted(**wanted))
+    """The ranking of CLUSTERS by what is wanted; they are planned once."""
+    fleet, model = fleet_of(tmp_path_factory.mktemp("fleet")), known(LLAMA_8B.model)
+    found, without = offers_on(fleet, LLAMA_8B, model=model, epoch_of=epoch_of, fetches_model=True)
+    return lambda **wanted: rank_offers(LLAMA_8B, model, found, without, Wanted(**wanted))
 
 
 def names(offers):
@@ -73,9 +75,8 @@ def test_the_fastest_comes_first_and_its_time_adds_up(ranked):
     plan = best.priced.plan
     steps = -(-ROWS // (plan.batch.global_batch_size * plan.hardware.num_gpus))
     assert best.parts["training"] == pytest.approx(steps * predict_step_time(plan).step_seconds)
-    assert (
-        best.parts["weights"] == 2 * count_parameters(plan.model).total / 2e9 == pytest.approx(8.03, abs=0.01)
-    )
+    weights = best.parts["weights"]
+    assert weights == 2 * count_parameters(plan.model).total / 2e9 == pytest.approx(8.03, abs=0.01)
     assert best.parts["tokenising"] == ROWS * 2048 / TOKENS_PER_SECOND
     assert best.parts["start"] == 180
     assert ranking.offers[2].parts["start"] == 10
@@ -95,14 +96,9 @@ def test_objectives_order_by_what_they_name(ranked):
 
 def test_nothing_beats_the_frontier_in_both(ranked):
     ranking = ranked()
-    for offer in ranking.offers:
-        assert offer.cost is not None
-        cost = offer.cost
-        beaten = any(
-            each.seconds < offer.seconds and each.cost is not None and each.cost < cost
-            for each in ranking.offers
-        )
-        assert (offer in ranking.frontier) is not beaten
+    for one in ranking.offers:
+        beaten = any(each.seconds < one.seconds and each.cost < one.cost for each in ranking.offers)
+        assert (one in ranking.frontier) is not beaten
 
 
 def test_deadline_and_budget_leave_offers_out_and_say_why(ranked):
@@ -125,27 +121,24 @@ def test_what_nothing_keeps_is_said_of_the_nearest(ranked):
             ranked(**wanted)
         return caught.value.message
 
-    late = said(deadline_seconds=60.0)
+    late, dear = said(deadline_seconds=60.0), said(budget=0.01)
     assert f"none is in time; the fastest is {fast.cluster.name}, 1 node: ends in" in late
     assert "budget" not in late
-    dear = said(budget=0.01)
-    assert (
-        f"none is within the budget; the cheapest is {cheap.cluster.name}, 1 node: costs ${cheap.cost:,.2f}"
-        in dear
-    )
+    name = cheap.cluster.name
+    assert f"none is within the budget; the cheapest is {name}, 1 node: costs ${cheap.cost:,.2f}" in dear
     assert fast.cluster.name not in dear
     both = said(deadline_seconds=cheap.seconds / 2, budget=cheap.cost)
     assert "the cheapest in time is hopper, 1 node: costs" in both
-    assert f"the fastest within the budget is {cheap.cluster.name}, 1 node: ends in" in both
+    assert f"the fastest within the budget is {name}, 1 node: ends in" in both
 
 
 def test_the_text_says_what_is_taken_and_why_not_the_others(ranked):
     text = " ".join(ranked().text().split())
-    assert "volta, 1 node: the whole job takes" in text
-    assert "8 devices instead of 16, each with" in text
-    assert "(no bf16" in text
-    assert "node_network 100 Gbit/s: hopper" in text
-    assert "host_memory twice the node's device memory: volta, desk" in text
+    for words in (
+        "volta, 1 node: the whole job takes", "8 devices instead of 16, each with", "(no bf16",
+        "node_network 100 Gbit/s: hopper", "host_memory twice the node's device memory: volta, desk",
+    ):  # fmt: skip
+        assert words in text
     data = ranked().data()
     assert [offer["cluster"] for offer in data["offers"]] == ["hopper", "hopper", "volta", "desk"]
     assert data["offers"][0]["parts"]["start"] == 180
@@ -158,10 +151,7 @@ clusters:
   - {name: small, gpu: rtx-3080, gpus: 1, host_memory: 12GiB, price: 0.1}
   - {name: large, gpu: v100-32gb, gpus: 1, host_memory: 64GiB, price: 9}
 """
-    recipe = parse_recipe({"model": "llama-3.2-1b"})
-    model = load_model_spec(recipe.model)
-    fleet = fleet_of(tmp_path, text)
-    ranking = rank_fleet(recipe, fleet, Wanted(objective="cheapest"), model=model, epoch_of=epoch_of)
+    ranking = ranking_of(tmp_path, text, recipe_of("llama-3.2-1b"), objective="cheapest")
     assert names(ranking.offers) == [("large", 1), ("small", 1)]
     assert "lora is what to train there, and full comes before it" in " ".join(ranking.text().split())
 
@@ -172,24 +162,19 @@ clusters:
   - {name: one, gpu: t4, gpus: 1, host_memory: 16GiB}
   - {name: two, gpu: rtx-4090, gpus: 1, host_memory: 8TiB, disk: 20GiB}
 """
-    recipe = recipe_of(model="meta-llama/Llama-3.1-70B", tuning="qlora")
     with pytest.raises(NothingFits) as found:
-        rank_fleet(
-            recipe, fleet_of(tmp_path, text), Wanted(), model=load_model_spec(recipe.model), epoch_of=epoch_of
-        )
-    assert "one: does not fit: " in found.value.message
-    assert (
-        "two: needs 143.00 GiB of disk on each node for caches, which have 20.00 GiB" in found.value.message
-    )
+        ranking_of(tmp_path, text, recipe_of("meta-llama/Llama-3.1-70B", "tuning: qlora, packing: true"))
+    said = found.value.message
+    assert "one: does not fit: " in said
+    assert "two: needs 143.00 GiB of disk on each node for caches, which have 20.00 GiB" in said
 
 
 def test_a_host_that_dev_shm_takes_up_is_small_and_not_unknown():
-    known = Cluster(name="a", gpu="t4", host_memory=GIB)
-    assert (
-        hardware_of(known, 1).host_memory_bytes
-        < GIB
-        < hardware_of(Cluster(name="a", gpu="t4"), 1).host_memory_bytes
+    known, unknown = (
+        hardware_of(Cluster(name="a", gpu="t4", **host), 1).host_memory_bytes
+        for host in ({"host_memory": GIB}, {})
     )
+    assert known < GIB < unknown
 
 
 @pytest.mark.parametrize(("nodes", "counts"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])
@@ -198,31 +183,30 @@ def test_numbers_of_nodes_that_are_planned(nodes, counts):
 
 
 @pytest.mark.parametrize(
-    ("text", "kind", "words"),
+    ("text", "words"),
     [
-        ("clusters: []", RecipeError, "no cluster is listed"),
-        ("{}", RecipeError, "no cluster is listed"),
-        ("cluster: []", RecipeError, "unknown key 'cluster'.*did you mean 'clusters'"),
-        ("clusters: [{name: a, gpu: h1000}]", HardwareError, "cluster a: gpu = 'h1000'.*did you mean 'h100'"),
-        ("clusters: [{name: a, gpu: h100, nodes: 0}]", RecipeError, "cluster a: nodes is 0"),
-        ("clusters: [{gpu: h100}]", RecipeError, "cluster 1: name is missing"),
-        ("clusters: [{name: a, gpu: h100, prise: 3}]", RecipeError, "unknown key 'prise'; did you mean 'price'"),
-        ("clusters: [{name: a, gpu: h100, price: -1}]", RecipeError, "price = -1"),
-        ("clusters: [{name: a, gpu: h100}, {name: a, gpu: l4}]", RecipeError, "two clusters are called 'a'"),
-        ("clusters: [{name: a, gpu: h100, job: {quue: x}}]", RecipeError, "job of cluster a: unknown key 'quue'"),
-        ("clusters: [{name: a, gpu: h100, kind: slurm, job: {image: x}}]", RecipeError, "job.image has no meaning"),
-        ("clusters: [{name: a, gpu: h100, job: {queue: GPUs}}]", RecipeError, "job.queue = .GPUs.: is no name of"),
-        ("clusters: [3]", RecipeError, "cluster 1 is 3"),
-        ("", RecipeError, "a fleet is a list of `key: value` lines, and this file is empty"),
-        ('clusters: [{name: "a\\nb", gpu: h100}]', RecipeError, "name = .*must be one line"),
-        ("clusters: [{name: a, gpu: h100, nodes: 2, free: 5}]", RecipeError, "free = 5, more than its nodes = 2"),
-        ("clusters: [{name: a, gpu: h100, job: {extra_resources: {nvidia.com/gpu: 3}}}]", RecipeError, "is the plan's"),
-        ("clusters: [{name: a, gpu: h100, job: {extra_resources: {memory: 3}}}]", RecipeError, "is no device"),
-        ("clusters: [{name: a, gpu: h100, host_memory: 512}]", RecipeError, "host_memory = 512: .*write the unit"),
+        ("clusters: []", "no cluster is listed"),
+        ("{}", "no cluster is listed"),
+        ("cluster: []", "unknown key 'cluster'.*did you mean 'clusters'"),
+        ("clusters: [{name: a, gpu: h100, nodes: 0}]", "cluster a: nodes is 0"),
+        ("clusters: [{gpu: h100}]", "cluster 1: name is missing"),
+        ("clusters: [{name: a, gpu: h100, prise: 3}]", "unknown key 'prise'; did you mean 'price'"),
+        ("clusters: [{name: a, gpu: h100, price: -1}]", "price = -1"),
+        ("clusters: [{name: a, gpu: h100}, {name: a, gpu: l4}]", "two clusters are called 'a'"),
+        ("clusters: [{name: a, gpu: h100, job: {quue: x}}]", "job of cluster a: unknown key 'quue'"),
+        ("clusters: [{name: a, gpu: h100, kind: slurm, job: {image: x}}]", "job.image has no meaning"),
+        ("clusters: [{name: a, gpu: h100, job: {queue: GPUs}}]", "job.queue = .GPUs.: is no name of"),
+        ("clusters: [3]", "cluster 1 is 3"),
+        ("", "a fleet is a list of `key: value` lines, and this file is empty"),
+        ('clusters: [{name: "a\\nb", gpu: h100}]', "name = .*must be one line"),
+        ("clusters: [{name: a, gpu: h100, nodes: 2, free: 5}]", "free = 5, more than its nodes = 2"),
+        ("clusters: [{name: a, gpu: h100, job: {extra_resources: {nvidia.com/gpu: 3}}}]", "is the plan's"),
+        ("clusters: [{name: a, gpu: h100, job: {extra_resources: {memory: 3}}}]", "is no device"),
+        ("clusters: [{name: a, gpu: h100, host_memory: 512}]", "host_memory = 512: .*write the unit"),
     ],
 )  # fmt: skip
-def test_fleet_files_that_cannot_be_used(tmp_path, text, kind, words):
-    with pytest.raises(kind, match=f"(?s){words}"):
+def test_fleet_files_that_cannot_be_used(tmp_path, text, words):
+    with pytest.raises(RecipeError, match=f"(?s){words}"):
         fleet_of(tmp_path, text)
 
 
@@ -246,68 +230,55 @@ def test_a_wrong_key_of_a_fleet_file_says_where_it_stands_and_how_it_is_written(
 
 
 def test_a_card_that_a_fleet_file_cannot_name_is_not_to_be_given_by_options(tmp_path):
-    with pytest.raises(HardwareError) as refused:
+    with pytest.raises(HardwareError, match="cluster a: gpu = 'h1000'") as refused:
         fleet_of(tmp_path, "clusters: [{name: a, gpu: h1000}]")
     assert refused.value.hint == "did you mean 'h100'? gpu: 24GB lists the cards of that size"
 
 
 def test_prices_are_asked_for_only_where_costs_are_compared(tmp_path):
-    fleet = fleet_of(tmp_path, "clusters: [{name: a, gpu: l4, price: 1}, {name: b, gpu: l4}]")
-    recipe = parse_recipe({"model": "llama-3.2-1b", "tuning": "lora"})
-    model = load_model_spec(recipe.model)
-    for wanted, asks in (
-        (Wanted(objective="cheapest"), "--objective cheapest"),
-        (Wanted(budget=5.0), "--budget"),
-    ):
+    text, recipe = (
+        "clusters: [{name: a, gpu: l4, price: 1}, {name: b, gpu: l4}]",
+        recipe_of("gpt2", "tuning: lora"),
+    )
+    for wanted, asks in (({"objective": "cheapest"}, "--objective cheapest"), ({"budget": 5.0}, "--budget")):
         with pytest.raises(RecipeError, match=f"{asks} compares costs, and .* has no price of b"):
-            rank_fleet(recipe, fleet, wanted, model=model, epoch_of=epoch_of)
-    ranking = rank_fleet(recipe, fleet, Wanted(), model=model, epoch_of=epoch_of)
-    assert [offer.cost is None for offer in ranking.offers] == [False, True]
+            ranking_of(tmp_path, text, recipe, **wanted)
+    offers = ranking_of(tmp_path, text, recipe).offers
+    assert [offer.cost is None for offer in offers] == [False, True]
 
 
-def test_checkpoints_cost_time_where_they_are_not_written_beside_the_steps(
-    ranked,
-):
+def checkpoint_seconds(offer, sharding=None, cards=None, **run):
+    """Seconds that checkpoints cost where the plan of ``offer`` saves so."""
+    plan = offer.priced.plan
+    changed = replace(
+        plan, run=replace(plan.run, saves_per_epoch=0, **run), sharding=sharding or plan.sharding,
+        hardware=replace(plan.hardware, gpus_per_node=cards or plan.hardware.gpus_per_node),
+    )  # fmt: skip
+    return changed, job_seconds(replace(offer.priced, plan=changed), offer.run, offer.cluster)["checkpoints"]
+
+
+def test_checkpoints_cost_time_where_they_are_not_written_beside_the_steps(ranked):
     offer = ranked().best
-    plan = replace(offer.priced.plan, run=replace(offer.priced.plan.run, save_every=10, saves_per_epoch=0))
-    between = replace(plan, run=replace(plan.run, async_save=False))
+    plan, between = checkpoint_seconds(offer, save_every=10, async_save=False)
     saves = number_of_saves(plan, offer.run)
     assert saves == -(-offer.run.steps // 10)
-    size, bandwidth = offer.priced.estimate.checkpoint_bytes, offer.cluster.storage or 0
-    parts = job_seconds(replace(offer.priced, plan=between), offer.run, offer.cluster)
-    assert parts["checkpoints"] == pytest.approx(saves * size / bandwidth)
-    assert (
-        job_seconds(replace(offer.priced, plan=plan), offer.run, offer.cluster)["checkpoints"]
-        < parts["checkpoints"]
-    )
+    assert between == pytest.approx(saves * offer.priced.estimate.checkpoint_bytes / offer.cluster.storage)
+    assert checkpoint_seconds(offer, save_every=10)[1] < between
 
 
 def test_with_ddp_the_first_rank_copies_all_that_is_saved(ranked):
     offer = ranked().best
-    run = replace(offer.priced.plan.run, save_every=offer.run.steps, saves_per_epoch=0, async_save=True)
-    plan = replace(
-        offer.priced.plan,
-        run=run,
-        sharding=Ddp(),
-        hardware=replace(offer.priced.plan.hardware, gpus_per_node=4),
-    )
-    size = offer.priced.estimate.checkpoint_bytes
-    parts = job_seconds(replace(offer.priced, plan=plan), offer.run, offer.cluster)
+    plan, seconds = checkpoint_seconds(offer, Ddp(), 4, save_every=offer.run.steps, async_save=True)
     copied = checkpoint_bytes(plan) / plan.hardware.gpu.host_bandwidth
-    assert parts["checkpoints"] - size / offer.cluster.storage == pytest.approx(copied)
+    assert seconds - offer.priced.estimate.checkpoint_bytes / offer.cluster.storage == pytest.approx(copied)
 
 
 def test_a_thread_beside_this_one_is_not_cut_off_by_a_fork(tmp_path, monkeypatch):
     """The planner's page answers in threads; a lock that one of them holds stays taken in a child."""
     monkeypatch.setattr("concurrent.futures.ProcessPoolExecutor", None)
     monkeypatch.setattr("fitune.planner.fleet.modules", {})  # as in a process without torch
-    fleet = fleet_of(tmp_path)
-    recipe = recipe_of()
-    model = load_model_spec(recipe.model)
-    ranked = []
-    thread = Thread(
-        target=lambda: ranked.append(rank_fleet(recipe, fleet, Wanted(), model=model, epoch_of=epoch_of))
-    )
+    found = []
+    thread = Thread(target=lambda: found.append(ranking_of(tmp_path, CLUSTERS)))
     thread.start()
     thread.join()
-    assert ranked[0].best.cluster.name == "hopper"
+    assert found[0].best.cluster.name == "hopper"

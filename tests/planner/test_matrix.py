@@ -23,6 +23,10 @@ def recipe_of(**pins):
     return parse_recipe({"model": MODELS[0], **pins})
 
 
+def matrix_of(model, *lengths, hardware=V100S, **pins):
+    return matrix(recipe_of(**pins), models=[known(model)], seq_lens=lengths, hardware=hardware)
+
+
 @cache
 def study():
     return matrix(recipe_of(), models=[known(name) for name in MODELS], seq_lens=LENGTHS, hardware=V100S)
@@ -70,7 +74,7 @@ def test_recompute_is_what_opens_long_rows_to_13b_and_70b():
 
 
 def test_a_row_longer_than_the_model_takes_is_a_cell_without_a_plan():
-    falcon = matrix(recipe_of(), models=[known("falcon-180b")], seq_lens=[4096, 256], hardware=V100S)
+    falcon = matrix_of("falcon-180b", 4096, 256)
     assert falcon.seq_lens == (256, 4096)
     assert cell("falcon-180b", 4096, falcon).taken is None
     assert "rows of at most 2,048 tokens" in explain_matrix(falcon)
@@ -78,10 +82,8 @@ def test_a_row_longer_than_the_model_takes_is_a_cell_without_a_plan():
 
 
 def test_what_does_not_fit_says_how_much_is_missing():
-    tight = matrix(
-        recipe_of(tuning="full"), models=[known("llama-2-70b")], seq_lens=[256],
-        hardware=replace(V100S, gpus_per_node=2, host_memory_bytes=8 << 30),
-    )  # fmt: skip
+    small = replace(V100S, gpus_per_node=2, host_memory_bytes=8 << 30)
+    tight = matrix_of("llama-2-70b", 256, hardware=small, tuning="full")
     taken = cell("llama-2-70b", 256, tight).taken
     assert not taken.estimate.fits
     missing = taken.estimate.peak_bytes - taken.estimate.usable_bytes
@@ -90,38 +92,27 @@ def test_what_does_not_fit_says_how_much_is_missing():
 
 
 def test_pins_hold_in_every_cell():
-    pinned = matrix(
-        recipe_of(tuning="lora", zero=3, gradient_checkpointing=True),
-        models=[known("llama-2-7b")], seq_lens=[512], hardware=V100S,
-    )  # fmt: skip
-    assert pinned.methods == ("lora",)
-    assert pinned.shardings == ("ZeRO-3",)
+    pinned = matrix_of("llama-2-7b", 512, tuning="lora", zero=3, gradient_checkpointing=True)
+    assert (pinned.methods, pinned.shardings) == (("lora",), ("ZeRO-3",))
     assert {setting.recompute for setting in pinned.cells[0].settings} == {True}
     assert pinned.cells[0].taken.plan.recompute.blocks == 32
 
 
 def test_added_tokens_have_their_rows_in_every_cell():
     """Llama-2 has 32,000 rows and no tokenizer is at hand to say that some are spare."""
-    pinned = {"tuning": "lora", "added_tokens": ["<think>", "</think>"]}
-    one = matrix(recipe_of(**pinned), models=[known("llama-2-7b")], seq_lens=[512], hardware=V100S)
+    one = matrix_of("llama-2-7b", 512, tuning="lora", added_tokens=["<think>", "</think>"])
     assert one.cells[0].taken.plan.model.vocab_size == one.models[0].vocab_size == 32_002
     assert one.row(one.models[0]) == one.cells
 
 
 def test_one_device_has_no_stages():
-    alone = matrix(
-        recipe_of(), models=[known("qwen3-0.6b")], seq_lens=[512],
-        hardware=with_host_memory(gpu("v100-32gb")),
-    )  # fmt: skip
+    alone = matrix_of("qwen3-0.6b", 512, hardware=with_host_memory(gpu("v100-32gb")))
     assert alone.shardings == ("one device",)
 
 
 def test_contradictions_are_refused_as_everywhere():
     with pytest.raises(HardwareError, match="FlashAttention"):
-        matrix(
-            recipe_of(attn_implementation="flash"), models=[known("llama-2-7b")], seq_lens=[512],
-            hardware=V100S,
-        )  # fmt: skip
+        matrix_of("llama-2-7b", 512, attn_implementation="flash")
     with pytest.raises(RecipeError, match="models and lengths"):
         matrix(recipe_of(), models=[], seq_lens=[512], hardware=V100S)
 

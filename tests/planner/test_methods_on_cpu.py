@@ -8,19 +8,23 @@ from fitune.planner.search import find_plan
 from fitune.spec.machines.gpus import cpu_gpu, hardware_for
 from fitune.spec.machines.hardware import AttentionRate, Calibration, Rate, Traffic
 from fitune.spec.plan import Lomo, Precision
-from fitune.spec.recipe.recipe import parse_recipe
 from fitune.units import GIB
-from plans import CPU, known, recipe_of, small_llama
+from plans import lines_of, recipe_of, report_of, small_llama
+
+WITHOUT_BF16, WITH_BF16 = (
+    hardware_for(gpu=cpu_gpu(memory_bytes=64 * GIB, cores=2, has_bf16_products=has)) for has in (False, True)
+)
 
 
 def measured(*, fp32, bf16, elementwise_bf16=20e9):
     """A processor of 64 GiB with these FLOP/s of products."""
+    rates = {"fp32": fp32, "bf16": bf16}
     calibration = Calibration(
         device="cpu-2-threads",
         date="2026-11-21",
         threads=2,
-        products=(Rate(numbers="fp32", flops=fp32), Rate(numbers="bf16", flops=bf16)),
-        attention=(AttentionRate(numbers="fp32", flops=fp32), AttentionRate(numbers="bf16", flops=bf16)),
+        products=tuple(Rate(numbers=numbers, flops=flops) for numbers, flops in rates.items()),
+        attention=tuple(AttentionRate(numbers=numbers, flops=flops) for numbers, flops in rates.items()),
         traffic=(
             Traffic(tensor_bytes=2**20, bandwidth=30e9),
             Traffic(tensor_bytes=2**20, bandwidth=elementwise_bf16, numbers="bf16"),
@@ -29,72 +33,70 @@ def measured(*, fp32, bf16, elementwise_bf16=20e9):
         backward_launch_seconds=1e-5,
         cpu_adam=1e9,
     )
-    return replace(hardware_for(gpu=cpu_gpu(memory_bytes=64 * GIB, cores=2)), calibration=calibration)
+    return replace(WITHOUT_BF16, calibration=calibration)
 
 
-def plan(hardware, **settings):
-    model = known("qwen3-0.6b")
-    recipe = parse_recipe({"model": model.name, "data": ["none.jsonl"], "seq_len": 512, **settings})
-    return find_plan(recipe, model=model, hardware=hardware)
+FAST = measured(fp32=93e9, bf16=410e9)
 
 
-def reason(report):
-    return next(line for line in report.decisions if line.startswith("precision: "))
+def planned(hardware, settings="tuning: full"):
+    """The plan, its precision, and the line that gives the reason of the precision."""
+    report = report_of("qwen3-0.6b", hardware, settings, data=["none.jsonl"], seq_len=512)
+    plan = report.chosen.plan
+    return plan, plan.precision, "".join(lines_of(report, "precision: "))
 
 
 def test_fast_bf16_is_taken_and_explained_by_seconds():
-    report = plan(measured(fp32=93e9, bf16=410e9), tuning="full")
-    assert report.chosen.plan.precision is Precision.BF16_MASTER
-    words = reason(report)
-    assert "bf16-master" in words
-    assert "in fp32 (calibrated on 2026-11-21)" in words
-    assert "slow" not in words
+    _, precision, reason = planned(FAST)
+    assert precision is Precision.BF16_MASTER
+    assert "bf16-master" in reason
+    assert "in fp32 (calibrated on 2026-11-21)" in reason
+    assert "slow" not in reason
 
 
 @pytest.mark.parametrize("bf16", [1e9, 93e9])
 def test_fp32_stays_where_bf16_is_not_clearly_faster(bf16):
-    report = plan(measured(fp32=93e9, bf16=bf16), tuning="full")
-    assert report.chosen.plan.precision is Precision.FP32
-    assert "fp32, because a step takes" in reason(report)
-    assert "calibrated on 2026-11-21" in reason(report)
+    _, precision, reason = planned(measured(fp32=93e9, bf16=bf16))
+    assert precision is Precision.FP32
+    assert "fp32, because a step takes" in reason
+    assert "calibrated on 2026-11-21" in reason
 
 
 def test_the_whole_step_counts_and_not_its_products_alone():
     """Products twice as fast gain little where elementwise work in bf16 takes the time."""
-    slow = measured(fp32=400e9, bf16=800e9, elementwise_bf16=2e9)
-    assert plan(slow, tuning="full").chosen.plan.precision is Precision.FP32
+    assert planned(measured(fp32=400e9, bf16=800e9, elementwise_bf16=2e9))[1] is Precision.FP32
 
 
 @pytest.mark.parametrize("tuning", ["full", "lora"])
-def test_what_the_user_sets_is_kept(tuning):
-    for precision in ("fp32", "bf16-master"):
-        report = plan(measured(fp32=93e9, bf16=410e9), tuning=tuning, precision=precision)
-        assert report.chosen.plan.precision == precision
+@pytest.mark.parametrize("precision", ["fp32", "bf16-master"])
+def test_what_the_user_sets_is_kept(tuning, precision):
+    assert planned(FAST, f"tuning: {tuning}, precision: {precision}")[1] == precision
 
 
 def test_lomo_keeps_fp32_weights_on_a_processor():
     """It has no masters: in bf16 small updates of its weights would be lost."""
-    taken = plan(measured(fp32=93e9, bf16=410e9), tuning="lomo").chosen.plan
-    assert isinstance(taken.tuning, Lomo)
-    assert taken.precision is Precision.FP32
+    plan, precision, _ = planned(FAST, "tuning: lomo")
+    assert isinstance(plan.tuning, Lomo)
+    assert precision is Precision.FP32
 
 
-def test_without_a_calibration_the_processors_instructions_decide():
-    with_bf16 = hardware_for(gpu=cpu_gpu(memory_bytes=64 * GIB, cores=2, has_bf16_products=True))
-    report = plan(with_bf16, tuning="full")
-    assert report.chosen.plan.precision is Precision.BF16_MASTER
-    assert "(assumed rates)" in reason(report)
-    without = replace(CPU, gpu=replace(CPU.gpu, memory_bytes=64 * GIB))
-    report = plan(without, tuning="full")
-    assert report.chosen.plan.precision is Precision.FP32
-    assert "names no bf16 instructions: 2 GFLOP/s in bf16, 80 in fp32" in reason(report)
+@pytest.mark.parametrize(
+    ("hardware", "taken", "said"),
+    [
+        (WITH_BF16, Precision.BF16_MASTER, "(assumed rates)"),
+        (WITHOUT_BF16, Precision.FP32, "names no bf16 instructions: 2 GFLOP/s in bf16, 80 in fp32"),
+    ],
+)
+def test_without_a_calibration_the_processors_instructions_decide(hardware, taken, said):
+    _, precision, reason = planned(hardware)
+    assert precision is taken
+    assert said in reason
 
 
 def test_a_model_that_only_launches_stays_in_fp32():
     model = small_llama()
-    recipe = recipe_of(model.name, data=["none.jsonl"], seq_len=64, tuning="full")
-    hardware = hardware_for(gpu=cpu_gpu(memory_bytes=64 * GIB, cores=2, has_bf16_products=True))
-    assert find_plan(recipe, model=model, hardware=hardware).chosen.plan.precision is Precision.FP32
+    recipe = recipe_of(model.name, "data: [none.jsonl], seq_len: 64, tuning: full")
+    assert find_plan(recipe, model=model, hardware=WITH_BF16).chosen.plan.precision is Precision.FP32
 
 
 @pytest.mark.parametrize(
@@ -109,6 +111,6 @@ def test_a_model_that_only_launches_stays_in_fp32():
 def test_what_measures_the_processor_as_the_run_will_use_it_is_named(processes, said, command):
     share = cpu_gpu(memory_bytes=8 * GIB, cores=8 // processes)
     hardware = hardware_for(gpu=share, gpus=processes, host_memory_bytes=64 * GIB, cpu_cores=8)
-    [note] = [line for line in plan(hardware, tuning="lora").decisions if line.startswith("note on times")]
+    [note] = lines_of(report_of("qwen3-0.6b", hardware, "tuning: lora, seq_len: 512"), "note on times")
     assert said in note
     assert command in note

@@ -8,34 +8,25 @@ from fitune.errors import Shortage
 from fitune.estimate.predict import predict
 from fitune.planner.retry import next_to_try, smaller_batches, smaller_plan, why_no_smaller
 from fitune.planner.search import find_plan
-from fitune.spec.machines.gpus import find_gpu, hardware_for
-from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.plan import ChunkedLoss, Recompute
 from fitune.spec.predictions import Phase
-from fitune.spec.recipe.recipe import parse_recipe
 from fitune.units import GIB
+from plans import gpu, known, recipe_of
 
 
-def asked(**settings):
-    wanted = {
-        "model": "meta-llama/Llama-3.1-8B", "gpu": "a100-80gb", "tuning": "lora", "micro_batch_size": 8,
-        "gradient_accumulation_steps": 2, **settings,
-    }  # fmt: skip
-    recipe = parse_recipe(wanted)
-    gpu = find_gpu(str(recipe.gpu))
-    hardware = hardware_for(gpu=gpu, gpus=1, nodes=1, host_memory_bytes=256 * GIB)
-    return recipe, find_plan(recipe, model=load_model_spec(recipe.model), hardware=hardware).chosen.plan
+def asked(settings="", rows=8, steps=2, card="a100-80gb"):
+    """A recipe and the plan that failed."""
+    batch = f"micro_batch_size: {rows}, gradient_accumulation_steps: {steps}"
+    recipe = recipe_of("llama-3.1-8b", f"gpu: {card}, {batch}, {settings or 'tuning: lora'}")
+    hardware = gpu(card, host_memory_bytes=256 * GIB)
+    return recipe, find_plan(recipe, model=known("llama-3.1-8b"), hardware=hardware).chosen.plan
 
 
 def shortage(doing="backward", *, in_use=0, asked=0, capacity=0):
     return Shortage(
-        doing=doing,
-        step=3,
-        kind="cuda allocated",
-        in_use_bytes=in_use,
-        asked_bytes=asked,
+        doing=doing, step=3, kind="cuda allocated", in_use_bytes=in_use, asked_bytes=asked,
         capacity_bytes=capacity,
-    )
+    )  # fmt: skip
 
 
 def peak(plan):
@@ -44,24 +35,23 @@ def peak(plan):
 
 @pytest.mark.parametrize(("rows", "halves"), [(8, [4, 2, 1]), (9, [3, 1]), (7, [1]), (6, [3, 1]), (1, [])])
 def test_the_micro_batch_halves_and_the_accumulation_doubles(rows, halves):
-    _, plan = asked(micro_batch_size=rows)
+    _, plan = asked(rows=rows)
     found = list(smaller_batches(plan))
     assert [batch.micro_batch_size for batch in found] == halves
     assert {batch.global_batch_size for batch in found} <= {plan.batch.global_batch_size}
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"tuning": "full", "gpu": "h200"}, {"tuning": "qlora", "gpu": "rtx-4090"}]
+    ("settings", "card"), [("", "a100-80gb"), ("tuning: full", "h200"), ("tuning: qlora", "rtx-4090")]
 )
 @pytest.mark.parametrize("doing", ["forward", "loss", "backward", "evaluating"])
-def test_the_next_plan_takes_less_and_gives_up_nothing(settings, doing):
-    recipe, failed = asked(**settings)
+def test_the_next_plan_takes_less_and_gives_up_nothing(settings, card, doing):
+    recipe, failed = asked(settings, card=card)
     while (plan := smaller_plan(failed, recipe, shortage(doing))) is not None:
         assert peak(plan) < peak(failed)
         assert plan.recompute.blocks >= failed.recompute.blocks
         assert plan.batch.global_batch_size == failed.batch.global_batch_size
-        changed = {"batch": failed.batch, "recompute": failed.recompute, "loss": failed.loss}
-        assert replace(plan, **changed) == failed
+        assert replace(plan, batch=failed.batch, recompute=failed.recompute, loss=failed.loss) == failed
         failed = plan
     assert failed.batch.micro_batch_size < 8
     assert why_no_smaller(failed, shortage(doing))
@@ -71,10 +61,7 @@ def test_a_device_that_has_less_than_was_thought_makes_it_recompute_more():
     recipe, failed = asked()
     half = peak(failed) // 2
     plan = smaller_plan(failed, recipe, shortage(in_use=half - GIB, asked=2 * GIB, capacity=half))
-    thought = smaller_plan(failed, recipe, shortage())
-    assert plan is not None
-    assert thought is not None
-    assert peak(plan) <= half < peak(thought)
+    assert peak(plan) <= half < peak(smaller_plan(failed, recipe, shortage()))
 
 
 def test_a_step_that_needed_more_than_was_thought_makes_the_rest_count_more():
@@ -82,58 +69,58 @@ def test_a_step_that_needed_more_than_was_thought_makes_the_rest_count_more():
     recipe, failed = asked()
     backward = sum(predict(failed).memory.phases[Phase.BACKWARD].values())
     capacity = int(1.05 * backward)
-    known = shortage(in_use=int(1.1 * backward) - GIB, asked=GIB, capacity=capacity)
-    plan = smaller_plan(failed, recipe, known)
-    assert plan is not None
-    assert 1.1 * peak(plan) <= capacity
+    seen = shortage(in_use=int(1.1 * backward) - GIB, asked=GIB, capacity=capacity)
+    assert 1.1 * peak(smaller_plan(failed, recipe, seen)) <= capacity
+
+
+NO_ROOM = shortage(in_use=GIB, asked=GIB, capacity=2 * GIB)
 
 
 def test_where_nothing_has_room_the_smallest_is_tried():
     recipe, failed = asked()
-    plan = smaller_plan(failed, recipe, shortage(in_use=GIB, asked=GIB, capacity=2 * GIB))
-    assert plan is not None
+    plan = smaller_plan(failed, recipe, NO_ROOM)
     assert plan.batch.micro_batch_size == 1
     assert plan.recompute.blocks >= failed.model.num_layers - 1
 
 
 def test_pins_stay():
-    recipe, failed = asked(gradient_checkpointing=3, loss="chunked", loss_chunk_tokens=1024, gpu="h200")
-    plan = smaller_plan(failed, recipe, shortage(in_use=GIB, asked=GIB, capacity=2 * GIB))
-    assert plan is not None
-    assert plan.recompute == Recompute(blocks=3)
-    assert plan.loss == ChunkedLoss(chunk_tokens=1024)
+    pins = "tuning: lora, gradient_checkpointing: 3, loss: chunked, loss_chunk_tokens: 1024"
+    recipe, failed = asked(pins, card="h200")
+    plan = smaller_plan(failed, recipe, NO_ROOM)
+    assert (plan.recompute, plan.loss) == (Recompute(blocks=3), ChunkedLoss(chunk_tokens=1024))
 
 
 def test_what_the_micro_batch_does_not_decide_is_not_tried_again():
-    recipe, failed = asked(tuning="full", gpu="h200")
-    assert smaller_plan(failed, recipe, shortage("update")) is None
-    assert (
-        why_no_smaller(failed, shortage("update")) == "what update takes does not depend on the micro-batch"
-    )
+    recipe, failed = asked("tuning: full", card="h200")
+    lacking = shortage("update")
+    assert smaller_plan(failed, recipe, lacking) is None
+    assert why_no_smaller(failed, lacking) == "what update takes does not depend on the micro-batch"
 
 
 @pytest.mark.parametrize(
-    "method", [{"tuning": "lomo"}, {"tuning": "full", "optimizer_in_backward": True, "max_grad_value": 1.0}]
+    ("method", "left_out"),
+    [
+        ("tuning: lomo", ""),
+        (
+            "tuning: full, optimizer_in_backward: true, max_grad_value: 1.0",
+            " without optimizer_in_backward and max_grad_value",
+        ),
+    ],
 )
-def test_what_updates_in_backward_adds_nothing_up(method):
-    recipe, failed = asked(
-        **method, gradient_accumulation_steps=1, gradient_checkpointing=4, loss="plain", gpu="h200"
-    )
+def test_what_updates_in_backward_adds_nothing_up(method, left_out):
+    recipe, failed = asked(f"{method}, gradient_checkpointing: 4, loss: plain", steps=1, card="h200")
     assert smaller_plan(failed, recipe, shortage()) is None
     assert "cannot be added up" in why_no_smaller(failed, shortage())
     words = [change.words for change in next_to_try(failed, recipe, shortage())]
     assert words[0].startswith("loss: chunked, loss_chunk_tokens: 256")
     assert any("gradient_checkpointing: true" in change for change in words)
     assert any("micro_batch_size: 4 (a smaller global batch" in change for change in words)
-    left_out = (
-        " without optimizer_in_backward and max_grad_value" if "optimizer_in_backward" in method else ""
-    )
     assert any(change.endswith(f"tuning: lora{left_out}") for change in words)
 
 
 def test_what_is_left_to_try_takes_less_and_can_be_trained():
-    recipe, failed = asked(micro_batch_size=1, gradient_checkpointing=0, loss="plain")
+    recipe, failed = asked("tuning: lora, gradient_checkpointing: 0, loss: plain", rows=1)
     changes = next_to_try(failed, recipe, shortage())
     assert all(change.peak_bytes < peak(failed) for change in changes)
-    assert any("offload_activations: cpu" in change.words for change in changes)
-    assert any("tuning: qlora" in change.words for change in changes)
+    for words in ("offload_activations: cpu", "tuning: qlora"):
+        assert any(words in change.words for change in changes)

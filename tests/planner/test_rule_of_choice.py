@@ -14,6 +14,7 @@ from fitune.spec.words import method_name
 from golden.accounts import MACHINES, MODELS, WAYS
 
 COUNT = 300
+ALWAYS = 17  # shares no factor with the numbers of models, machines and ways: each of them has its turn
 METHODS = ("full", "lora", "qlora")
 
 
@@ -41,7 +42,7 @@ def stays_on_devices(priced):
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param(each, id=str(number), marks=[pytest.mark.slow] if number % 6 else [])
+        pytest.param(each, id=str(number), marks=[pytest.mark.slow] if number % ALWAYS else [])
         for number, each in enumerate(recipes())
     ],
 )
@@ -55,10 +56,7 @@ def test_nothing_listed_is_faster(settings):
         name = method_name(other.plan.tuning)
         if name == own:
             least = 0.8 if stays and not stays_on_devices(other) else 0.97
-            assert (
-                report.chosen.estimate.tokens_per_second
-                >= least * other.estimate.tokens_per_second * 0.999999
-            )
+            assert speed(report.chosen) >= least * speed(other) * 0.999999
         elif {name, own} <= set(METHODS) and "tuning" not in settings:
             is_next = METHODS.index(name) == METHODS.index(own) + 1
             assert not is_next or speed(report.chosen) >= speed(other) / 2

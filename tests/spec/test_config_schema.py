@@ -8,7 +8,7 @@ from transformers import CONFIG_MAPPING, GenerationConfig
 from transformers.activations import ACT2FN
 
 from fitune.errors import ModelError
-from fitune.models.readers import model_config, read_config
+from fitune.models.readers import empty_model, model_config, read_config
 from fitune.spec.model.config_fields import ConfigFields
 from fitune.spec.model.config_schema import (
     CONFIG_FIELDS,
@@ -19,11 +19,10 @@ from fitune.spec.model.config_schema import (
 from fitune.spec.model.families import FAMILIES
 from fitune.spec.model.model_config import spec_from_config
 from fitune.spec.model.traits import ACTIVATIONS, WITH_WEIGHTS
+from fitune.spec.recipe.strict_yaml import parse_value
+from plans import SMALL_LLAMA
 
-LLAMA = {
-    "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "vocab_size": 160, "max_position_embeddings": 64, "hidden_act": "silu",
-}  # fmt: skip
+LLAMA = {**SMALL_LLAMA, "num_hidden_layers": 2, "hidden_act": "silu"}
 
 UNUSED_DROPOUTS = {
     ("gpt2", "summary_first_dropout"),
@@ -70,15 +69,18 @@ def test_nonsense_is_named_before_anything_is_planned(field, value):
     assert len(caught.value.message) < 700
 
 
+def config_file(folder, **change):
+    (folder / "config.json").write_text(json.dumps({**LLAMA, **change}))
+    return str(folder)
+
+
 @pytest.mark.parametrize("architecture", ["olmo", "gpt_neox"])
 def test_nonsense_is_named_where_no_plan_came_before(tmp_path, architecture):
     """fitune scores models that it cannot plan."""
-    config = {**LLAMA, "model_type": architecture, "attention_dropout": 5.0}
-    (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(
         ModelError, match=r"config\.json: attention_dropout = 5.0 must be a number at least 0 and less"
     ):
-        read_config(str(tmp_path))
+        read_config(config_file(tmp_path, model_type=architecture, attention_dropout=5.0))
 
 
 @pytest.mark.parametrize(
@@ -86,13 +88,9 @@ def test_nonsense_is_named_where_no_plan_came_before(tmp_path, architecture):
     [{"rope_parameters": {"rope_type": "abc"}}, {"layer_types": ["full_attention"]}, {"dtype": "load"}],
 )
 def test_what_transformers_refuses_is_a_model_error(tmp_path, change):
-    from fitune.models.readers import empty_model
-
-    (tmp_path / "config.json").write_text(
-        json.dumps({**LLAMA, "model_type": "qwen3", "head_dim": 16, **change})
-    )
+    folder = config_file(tmp_path, model_type="qwen3", head_dim=16, **change)
     with pytest.raises(ModelError, match="config"):
-        empty_model(model_config(str(tmp_path)))
+        empty_model(model_config(folder))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -151,6 +149,12 @@ SAMPLING = {
     "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.05, "max_length": 4096, "max_new_tokens": 2048,
     "transformers_version": "4.42.3", "cache_implementation": "hybrid", "_from_model_config": True,
 }  # fmt: skip
+TOKENIZER = {
+    "tokenizer_class": "LlamaTokenizer", "bos_token": {"__type": "AddedToken", "content": "<s>"}, "eos_token": "</s>",
+    "pad_token": None, "model_max_length": 1000000000000000019884624838656, "padding_side": "left", "legacy": False,
+    "additional_special_tokens": ["<a>", {"content": "<b>"}], "add_bos_token": True, "chat_template": "x",
+    "added_tokens_decoder": {"0": {"content": "<unk>", "special": True}}, "sp_model_kwargs": {},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("values", [SAMPLING, {"temperature": None}, {}])
@@ -160,72 +164,56 @@ def test_an_honest_sampling_is_read(values):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    "nonsense",
     [
-        ("eos_token_id", [None]), ("temperature", -1), ("top_p", "0.9"), ("top_k", 1.5), ("do_sample", 1),
-        ("repetition_penalty", 0), ("max_new_tokens", 0), ("suppress_tokens", "all"), ("cache_implementation", {}),
+        "eos_token_id: [null]", "temperature: -1", "top_p: '0.9'", "top_k: 1.5", "do_sample: 1",
+        "repetition_penalty: 0", "max_new_tokens: 0", "suppress_tokens: all", "cache_implementation: {}",
     ],
 )  # fmt: skip
-def test_nonsense_in_a_sampling_is_named(field, value):
-    with pytest.raises(ModelError, match=rf"generation_config\.json: {field} = "):
-        check_generation_config(
-            ConfigFields(values={**SAMPLING, field: value}, where="generation_config.json")
-        )
-
-
-TOKENIZER = {
-    "tokenizer_class": "LlamaTokenizer", "bos_token": {"__type": "AddedToken", "content": "<s>"}, "eos_token": "</s>",
-    "pad_token": None, "model_max_length": 1000000000000000019884624838656, "padding_side": "left", "legacy": False,
-    "additional_special_tokens": ["<a>", {"content": "<b>"}], "add_bos_token": True, "chat_template": "x",
-    "added_tokens_decoder": {"0": {"content": "<unk>", "special": True}}, "sp_model_kwargs": {},
-}  # fmt: skip
+def test_nonsense_in_a_sampling_is_named(nonsense):
+    values = {**SAMPLING, **parse_value(f"{{{nonsense}}}", where="test")}
+    with pytest.raises(ModelError, match=rf"generation_config\.json: {nonsense.split(':')[0]} = "):
+        check_generation_config(ConfigFields(values=values, where="generation_config.json"))
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    "nonsense",
     [
-        ("model_max_length", ""), ("model_max_length", -1), ("eos_token", 5), ("eos_token", {"content": None}),
-        ("my_token", []), ("padding_side", "up"), ("add_bos_token", "yes"), ("additional_special_tokens", [5]),
-        ("added_tokens_decoder", {"0": 5}), ("model_input_names", 5), ("legacy", 1),
+        "model_max_length: ''", "model_max_length: -1", "eos_token: 5", "eos_token: {content: null}", "my_token: []",
+        "padding_side: up", "add_bos_token: 'yes'", "additional_special_tokens: [5]", "added_tokens_decoder: {'0': 5}",
+        "model_input_names: 5", "legacy: 1",
     ],
 )  # fmt: skip
-def test_nonsense_of_a_tokenizer_is_named(field, value):
+def test_nonsense_of_a_tokenizer_is_named(nonsense):
     check_tokenizer_config(ConfigFields(values=TOKENIZER, where="tokenizer_config.json"))
-    with pytest.raises(ModelError, match=rf"tokenizer_config\.json: {field} = "):
-        check_tokenizer_config(
-            ConfigFields(values={**TOKENIZER, field: value}, where="tokenizer_config.json")
-        )
+    values = {**TOKENIZER, **parse_value(f"{{{nonsense}}}", where="test")}
+    with pytest.raises(ModelError, match=rf"tokenizer_config\.json: {nonsense.split(':')[0]} = "):
+        check_tokenizer_config(ConfigFields(values=values, where="tokenizer_config.json"))
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"rope_scaling": {"type": "abc"}}, "rope_scaling: type = 'abc' is not known"),
-        ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor = None is missing"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "full_attention: factor = None is missing"),
-        (
-            {"rope_scaling": {"rope_type": "longrope", "long_factor": [1.0], "short_factor": [1.0] * 8}},
-            "long_factor = [1.0] has 1 factors, and half a head's turned part has 8",
-        ),
-        ({"layer_types": ["full_attention"]}, "for each of 2 layers"),
-        ({"layer_types": ["full_attention", "x"]}, "must name full_attention or sliding_attention"),
-        ({"model_type": "mistral", "num_key_value_heads": 4, "layer_types": ["full_attention"] * 2}, "ministral"),
+        ("rope_scaling: {type: abc}", "rope_scaling: type = 'abc' is not known"),
+        ("rope_scaling: {type: linear}", "rope_scaling: factor = None is missing"),
+        ("rope_parameters: {full_attention: {rope_type: yarn}}", "full_attention: factor = None is missing"),
+        ("rope_scaling: {rope_type: longrope, long_factor: [1.0], short_factor: [1, 1, 1, 1, 1, 1, 1, 1]}",
+         "long_factor = [1.0] has 1 factors, and half a head's turned part has 8"),
+        ("layer_types: [full_attention]", "for each of 2 layers"),
+        ("layer_types: [full_attention, x]", "must name full_attention or sliding_attention"),
+        ("model_type: mistral, num_key_value_heads: 4, layer_types: [full_attention, full_attention]", "ministral"),
+        ("rope_scaling: {type: dynamic, factor: 2.0}", None),
+        ("rope_parameters: {rope_theta: 10000.0, rope_type: default}", None),
+        ("rope_scaling: {rope_type: longrope, long_factor: [1, 1, 1, 1, 1, 1, 1, 1.0], short_factor: "
+         "[1, 1, 1, 1, 1, 1, 1, 1]}", None),
+        ("layer_types: [sliding_attention, full_attention]", None),
     ],
 )  # fmt: skip
-def test_positions_that_cannot_be_built_are_not_planned(change, words):
+def test_only_positions_that_can_be_built_are_planned(change, words):
+    config = {**LLAMA, **parse_value(f"{{{change}}}", where="test")}
+    if words is None:
+        spec_from_config(config, name="mine")
+        return
     with pytest.raises(ModelError) as caught:
-        spec_from_config({**LLAMA, **change}, name="mine")
+        spec_from_config(config, name="mine")
     assert words in caught.value.message
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-        {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}},
-        {"rope_scaling": {"rope_type": "longrope", "long_factor": [1.0] * 8, "short_factor": [1] * 8}},
-        {"layer_types": ["sliding_attention", "full_attention"]},
-    ],
-)
-def test_positions_that_can_be_built_are_planned(change):
-    spec_from_config({**LLAMA, **change}, name="mine")

@@ -1,7 +1,5 @@
 """The ds_config.json of a plan, and a user's one as settings of a recipe."""
 
-import json
-
 import pytest
 
 from fitune.errors import RecipeError
@@ -12,8 +10,7 @@ from fitune.spec.deepspeed import (
     trained_elements,
 )
 from fitune.spec.plan import Offload, Precision, Zero
-from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
-from plans import gpu, known, plan_for
+from plans import gpu, known, plan_for, recipe_of
 
 
 def plan(**choices):
@@ -21,16 +18,14 @@ def plan(**choices):
     return plan_for(known("llama-3.1-8b"), **chosen)
 
 
-def recipe(content, **settings):
-    keys = canonical_keys({"model": "gpt2", "deepspeed": content, **settings}, where="r.yaml")
-    return parse_recipe(keys, where="r.yaml")
+def zero_of(**choices):
+    return deepspeed_config(plan(**choices))["zero_optimization"]
 
 
 def test_buckets_are_chosen_and_never_larger_than_what_is_trained():
     lora = {"tuning": "lora", "rank": 1, "targets": ("q_proj",)}
-    full, small = (deepspeed_config(plan(**choice))["zero_optimization"] for choice in ({}, lora))
-    assert full["reduce_bucket_size"] == BUCKET_ELEMENTS
-    assert small["reduce_bucket_size"] == trained_elements(plan(**lora)) == 32 * (4096 + 4096)
+    assert zero_of()["reduce_bucket_size"] == BUCKET_ELEMENTS
+    assert zero_of(**lora)["reduce_bucket_size"] == trained_elements(plan(**lora)) == 32 * (4096 + 4096)
 
 
 def test_fitune_divides_the_loss_and_deepspeed_divides_by_nothing():
@@ -43,21 +38,19 @@ def test_precision_and_places_of_the_plan_are_deepspeeds():
     assert deepspeed_config(plan(precision=Precision.BF16_MASTER))["bf16"]["enabled"]
     assert deepspeed_config(plan(precision=Precision.FP16))["fp16"] == {"enabled": True, "loss_scale": 1.0}
     away = Offload(parameters="nvme", optimizer="nvme", nvme_path="/mnt/nvme")
-    zero = deepspeed_config(plan(offload=away))["zero_optimization"]
-    path = zero["offload_param"].pop("nvme_path")
-    assert path.startswith("/mnt/nvme/fitune-")
-    assert zero["offload_param"].pop("buffer_count") >= 2
-    assert zero["offload_param"].pop("buffer_size") == 128256 * 4096 // 8  # of the embedding
-    assert zero["offload_param"] == {"device": "nvme", "pin_memory": True, "max_in_cpu": 0}
+    zero = zero_of(offload=away)
+    parameters = zero["offload_param"]
+    assert parameters.pop("nvme_path").startswith("/mnt/nvme/fitune-")
+    assert parameters.pop("buffer_count") >= 2
+    assert parameters.pop("buffer_size") == 128256 * 4096 // 8  # of the embedding
+    assert parameters == {"device": "nvme", "pin_memory": True, "max_in_cpu": 0}
     assert zero["offload_optimizer"]["device"] == "nvme"
 
 
-def test_weights_are_not_read_ahead_from_nvme():
-    away = Offload(parameters="nvme", optimizer="nvme", nvme_path="/mnt/nvme")
-    on_host = Offload(parameters="cpu", optimizer="nvme", nvme_path="/mnt/nvme")
-    ahead = "stage3_prefetch_bucket_size"
-    assert deepspeed_config(plan(offload=away))["zero_optimization"][ahead] == 0
-    assert deepspeed_config(plan(offload=on_host))["zero_optimization"][ahead] > 0
+@pytest.mark.parametrize(("parameters", "ahead"), [("nvme", False), ("cpu", True)])
+def test_weights_are_not_read_ahead_from_nvme(parameters, ahead):
+    offload = Offload(parameters=parameters, optimizer="nvme", nvme_path="/mnt/nvme")
+    assert (zero_of(offload=offload)["stage3_prefetch_bucket_size"] > 0) is ahead
 
 
 def test_a_sub_group_ends_with_the_tensor_that_fills_it():
@@ -82,70 +75,62 @@ def test_shares_are_rounded_up_and_adapters_go_block_by_block():
 
 
 def test_a_users_file_becomes_settings_of_the_recipe(tmp_path):
-    zero = {
-        "stage": 2,
-        "reduce_bucket_size": 2e8,
-        "overlap_comm": True,
-        "offload_optimizer": {"device": "cpu"},
-    }
     file = tmp_path / "ds.json"
-    content = {
-        "zero_optimization": zero,
-        "bf16": {"enabled": True},
-        "gradient_clipping": 0.5,
-        "steps_per_print": 10,
-    }
-    file.write_text(json.dumps(content))
-    read = recipe(str(file))
+    file.write_text(
+        '{"zero_optimization": {"stage": 2, "reduce_bucket_size": 2e8, "overlap_comm": true, "offload_optimizer": '
+        '{"device": "cpu"}}, "bf16": {"enabled": true}, "gradient_clipping": 0.5, "steps_per_print": 10}'
+    )
+    read = recipe_of("gpt2", deepspeed=str(file))
     assert (read.zero, read.backend, read.offload_optimizer) == (2, "deepspeed", "cpu")
     assert (read.precision, read.max_grad_norm) == ("bf16-master", 0.5)
     assert read.deepspeed == {"reduce_bucket_size": 200_000_000, "overlap_comm": True}
-    assert recipe(str(file), max_grad_norm="5e-1").max_grad_norm == 0.5  # YAML reads it as a text
-    assert recipe(read.deepspeed).deepspeed == read.deepspeed  # a recipe that was read once is read again
+    agreeing = recipe_of("gpt2", deepspeed=str(file), max_grad_norm="5e-1")  # YAML reads it as a text
+    assert agreeing.max_grad_norm == 0.5
+    assert (
+        recipe_of("gpt2", deepspeed=read.deepspeed).deepspeed == read.deepspeed
+    )  # read once, it is read again
 
 
 def test_its_sizes_win_over_chosen_ones():
     sharding = Zero(stage=2, backend="deepspeed", settings=(("reduce_bucket_size", 7),))
-    assert deepspeed_config(plan(sharding=sharding))["zero_optimization"]["reduce_bucket_size"] == 7
+    assert zero_of(sharding=sharding)["reduce_bucket_size"] == 7
 
 
 def test_auto_leaves_a_setting_to_fitune():
-    content = {
-        "zero_optimization": {"stage": "auto", "reduce_bucket_size": "auto"},
-        "train_batch_size": "auto",
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
-        "fp16": {"enabled": "auto", "hysteresis": 2},
-    }
-    read = recipe(content)
+    read = recipe_of(
+        "gpt2",
+        "deepspeed: {zero_optimization: {stage: auto, reduce_bucket_size: auto}, train_batch_size: auto, "
+        "optimizer: {type: AdamW, params: {lr: auto, betas: auto}}, "
+        "scheduler: {type: WarmupLR, params: {warmup_num_steps: auto}}, fp16: {enabled: auto, hysteresis: 2}}",
+    )
     assert (read.zero, read.learning_rate, read.precision, read.deepspeed) == (None, None, None, {})
 
 
 @pytest.mark.parametrize(
     ("content", "settings", "named"),
     [
-        ({"zero_optimization": {"stage": 3}}, {"zero": 2}, "zero = 2, and .* zero_optimization.stage = 3"),
+        ("{zero_optimization: {stage: 3}}", "zero: 2", "zero = 2, and .* zero_optimization.stage = 3"),
         (
-            {"gradient_clipping": 0.5},
-            {"max_grad_norm": 1.0},
+            "{gradient_clipping: 0.5}",
+            "max_grad_norm: 1.0",
             "max_grad_norm = 1.0, and .* gradient_clipping = 0.5",
         ),
-        ({}, {"backend": "fsdp"}, "backend = 'fsdp', and"),
+        ("{}", "backend: fsdp", "backend = 'fsdp', and"),
+        ("{zero_optimization: {stage: 3, mics_shard_size: 4}}", "", "mics_shard_size = 4 cannot be followed"),
+        ("{optimizer: {type: Lamb}}", "", "optimizer.type = 'Lamb' cannot be followed"),
+        ("{optimizer: {legacy_fusion: true}}", "", "optimizer.legacy_fusion = True cannot be followed"),
+        ("{scheduler: {params: {warmup_num_steps: 9}}}", "", "scheduler = .* cannot be followed"),
+        ("{fp16: {enabled: true, hysteresis: 2}}", "", "fp16.hysteresis = 2 cannot be followed"),
+        ("/nowhere/ds.json", "", "/nowhere/ds.json: cannot be read: No such file"),
+        ("7", "", "deepspeed = 7"),
         (
-            {"zero_optimization": {"stage": 3, "mics_shard_size": 4}},
-            {},
-            "mics_shard_size = 4 cannot be followed",
+            f"{{reduce_bucket_size: 1{'0' * 30}}}",
+            "",
+            "reduce_bucket_size = 1000000000000000000000000000000 is not",
         ),
-        ({"optimizer": {"type": "Lamb"}}, {}, "optimizer.type = 'Lamb' cannot be followed"),
-        ({"optimizer": {"legacy_fusion": True}}, {}, "optimizer.legacy_fusion = True cannot be followed"),
-        ({"scheduler": {"params": {"warmup_num_steps": 9}}}, {}, "scheduler = .* cannot be followed"),
-        ({"fp16": {"enabled": True, "hysteresis": 2}}, {}, "fp16.hysteresis = 2 cannot be followed"),
-        ("/nowhere/ds.json", {}, "/nowhere/ds.json: cannot be read: No such file"),
-        (7, {}, "deepspeed = 7"),
-        ({"reduce_bucket_size": 10**30}, {}, "reduce_bucket_size = 1000000000000000000000000000000 is not"),
-        ({"zero_optimization": {"overlap_comm": "yes"}}, {}, "overlap_comm = 'yes' is not"),
+        ("{zero_optimization: {overlap_comm: 'yes'}}", "", "overlap_comm = 'yes' is not"),
     ],
 )
 def test_contradictions_and_what_would_have_no_effect_are_refused(content, settings, named):
     with pytest.raises(RecipeError, match=named):
-        recipe(content, **settings)
+        recipe_of("gpt2", f"deepspeed: {content}, {settings}")

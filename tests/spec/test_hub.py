@@ -13,6 +13,7 @@ from fitune.spec.hub import keep_out_hub_kernels
 _FETCHING = "def get_kernel(*_, **__):\n    open({mark!r}, 'w').close()\n    raise RuntimeError('fetched')\n"
 
 
+@pytest.mark.slow
 def test_nothing_is_fetched_and_nothing_printed(tmp_path):
     """Even where ``kernels`` is installed; bitsandbytes asks it on every CPU with AVX-512 BF16."""
     pytest.importorskip("bitsandbytes")

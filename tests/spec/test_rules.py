@@ -82,28 +82,3 @@ def test_every_rule_says_what_to_do_and_names_settings_that_there_are():
         assert rule.instead
         assert rule.binds
         assert set(rule.settings) <= set(Recipe.model_fields)
-
-
-@pytest.mark.parametrize(
-    ("name", "settings", "words"),
-    [
-        (
-            "rtx-4090",
-            {"tuning": "lomo", "precision": "bf16-master"},
-            r"no fp32 masters \(asked for: tuning: lomo, precision: bf16-master\)",
-        ),
-        ("rtx-4090", {"tuning": "lomo", "offload_parameters": "cpu"}, "LOMO steps weights on the device"),
-        (
-            "rtx-4090",
-            {"optimizer_in_backward": True, "offload_activations": "cpu"},
-            "two backward passes .* offload_activations: cpu",
-        ),
-        ("rtx-4090", {"tuning": "lora", "offload_activations": "nvme", "nvme_path": "/n"}, "to the host, not to NVMe"),
-        ("2 × h100", {"torch_compile": True}, r"for one device .* torch_compile: true"),
-        ("v100-32gb", {"optimizer": "adamw-8bit", "offload_optimizer": "cpu"}, "8-bit AdamW steps on the device"),
-    ],
-)  # fmt: skip
-def test_a_recipe_is_refused_by_the_rule_and_the_settings_that_ask_for_it(name, settings, words):
-    recipe = parse_recipe({"model": "qwen3-0.6b", "seq_len": 256, **settings})
-    with pytest.raises(FituneError, match=words):
-        find_plan(recipe, model=known("qwen3-0.6b"), hardware=HARDWARE[name])

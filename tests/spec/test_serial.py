@@ -2,15 +2,13 @@
 
 import dataclasses
 import math
+from dataclasses import replace
 
 import pytest
 
-from fitune.spec.machines.gpus import find_gpu, hardware_for
-from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.plan import (
     AdamW,
     AdamW8bit,
-    Batch,
     ChunkedLoss,
     ClipByNorm,
     ClipByValue,
@@ -27,43 +25,34 @@ from fitune.spec.plan import (
     PlainLoss,
     Plan,
     Precision,
-    Recompute,
     RunPlan,
     Schedule,
     Sgd,
-    Single,
     Steps,
     Zero,
 )
 from fitune.spec.predictions import MemoryBreakdown, Phase
 from fitune.spec.reports import StepReport
 from fitune.spec.serial import from_data, from_json, to_data, to_json
+from plans import gpu, known, plan_for
 
 
 def plan(**different):
     values = {
-        "model": load_model_spec("mixtral-8x7b"),
-        "model_path": "mistralai/Mixtral-8x7B-v0.1",
-        "hardware": hardware_for(gpu=find_gpu("h100"), gpus=8, nodes=2, host_memory_bytes=2**40),
+        "hardware": gpu("h100", gpus=8, nodes=2, internode_bandwidth=1e9, host_memory_bytes=2**40),
         "tuning": Lora(rank=16, alpha=32, dropout=0.0, targets=("q_proj", "v_proj")),
         "precision": Precision.BF16_MASTER,
         "optimizer": AdamW(weight_decay=0.01),
-        "sharding": Single(),
-        "recompute": Recompute(blocks=7),
         "attention": "flash",
         "loss": ChunkedLoss(chunk_tokens=1024),
-        "batch": Batch(micro_batch_size=2, accumulation=4, seq_len=2048, packing=True),
         "schedule": Schedule(
-            learning_rate=1e-4,
-            kind="cosine",
-            warmup=Fraction(of=0.03),
-            duration=Epochs(count=1.5),
+            learning_rate=1e-4, kind="cosine", warmup=Fraction(of=0.03), duration=Epochs(count=1.5),
             max_grad_norm=1.0,
         ),
         "data": DataPlan(sources=(DataSource(path="a.jsonl", columns=(("prompt", "question"),)),)),
         "run": RunPlan(output_dir="runs/ä", report_to=("tensorboard",)),
-    }
-    return Plan(**{**values, **different})
+    }  # fmt: skip
+    return replace(plan_for(known("mixtral-8x7b"), recompute=7), **{**values, **different})
 
 
 _LORA = {"rank": 8, "alpha": 8, "dropout": 0.1, "targets": ("q_proj",)}
@@ -74,15 +63,8 @@ CHOICES = [
     {"optimizer": Sgd(momentum=0.9)},
     {"loss": PlainLoss()},
     {"precision": Precision.FP16},
-    {
-        "schedule": Schedule(
-            learning_rate=1.0,
-            kind="constant",
-            warmup=Steps(count=0),
-            duration=Steps(count=3),
-            max_grad_norm=0.0,
-        )
-    },
+    {"schedule": Schedule(learning_rate=1.0, kind="constant", warmup=Steps(count=0), duration=Steps(count=3),
+                          max_grad_norm=0.0)},
     {"tuning": Lomo(adaptive=True, clip=ClipByNorm(max_norm=1.0))},
     {"tuning": Lomo(adaptive=False, clip=ClipByValue(value=0.5))},
     {"tuning": Lora(**_LORA, base=Nf4(double_quant=False), dora=True)},
@@ -91,13 +73,9 @@ CHOICES = [
     {"optimizer": AdamW8bit(weight_decay=0.1)},
     {"added_tokens": ("<think>", "</think>")},
     {"sharding": Ddp()},
-    {
-        "sharding": Zero(
-            stage=2, backend="deepspeed", settings=(("overlap_comm", True), ("sub_group_size", 7))
-        )
-    },
+    {"sharding": Zero(stage=2, backend="deepspeed", settings=(("overlap_comm", True), ("sub_group_size", 7)))},
     {"sharding": Zero(stage=3, backend="fsdp", hybrid=True), "offload": Offload(optimizer="nvme")},
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
@@ -205,7 +183,7 @@ def test_many_wrong_values_are_counted():
 
 @pytest.mark.parametrize(("text", "value"), [("nan", math.nan), ("inf", math.inf), ("-inf", -math.inf)])
 def test_numbers_that_are_not_finite_survive(text, value):
-    schedule = dataclasses.replace(plan().schedule, learning_rate=value)
+    schedule = replace(plan().schedule, learning_rate=value)
     data = to_data(schedule)
     assert data["learning_rate"] == text
     assert repr(from_data(Schedule, data)) == repr(schedule)

@@ -3,15 +3,10 @@
 import pytest
 
 from fitune.errors import RecipeError
-from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
 from fitune.spec.recipe.targets import Adapted, resolve_adapted, resolve_layers
-from plans import known, small_llama
+from plans import known, recipe_of, small_llama
 
 LLAMA = small_llama(num_hidden_layers=12)
-
-
-def recipe(**settings):
-    return parse_recipe(canonical_keys({"model": "llama-3.1-8b", **settings}, where="test"))
 
 
 @pytest.mark.parametrize(
@@ -100,28 +95,15 @@ def test_blocks_that_are_not_there_are_refused_with_their_number(wanted, words):
     ],
 )
 def test_ranges_of_blocks_are_read(written, numbers):
-    assert recipe(lora_layers=written).lora_layers == numbers
+    assert recipe_of("m", lora_layers=written).lora_layers == numbers
 
 
 @pytest.mark.parametrize("written", ["-1", "3-1", "1..3", True, "0-99999999", ""])
 def test_what_is_no_range_is_refused(written):
     with pytest.raises(RecipeError, match="lora_layers"):
-        recipe(lora_layers=written)
+        recipe_of("m", lora_layers=written)
 
 
-@pytest.mark.parametrize(
-    ("theirs", "ours", "value"),
-    [
-        ({"lora_target_linear": True}, "lora_target_modules", ["all-linear"]),
-        ({"peft_layers_to_transform": [0, 1]}, "lora_layers", [0, 1]),
-        ({"peft_use_rslora": True}, "rslora", True),
-        (
-            {"lora_target_modules": r"layers\.\d{1,2}\.q_proj"},
-            "lora_target_modules",
-            [r"layers\.\d{1,2}\.q_proj"],
-        ),
-        ({"lora_target": "q_proj,v_proj"}, "lora_target_modules", ["q_proj", "v_proj"]),
-    ],
-)
-def test_the_words_of_other_frameworks(theirs, ours, value):
-    assert getattr(recipe(**theirs), ours) == value
+def test_a_pattern_with_a_comma_is_one_pattern():
+    pattern = r"layers\.\d{1,2}\.q_proj"
+    assert recipe_of("m", lora_target_modules=pattern).lora_target_modules == [pattern]
