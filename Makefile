@@ -26,7 +26,7 @@ demo: $(DEMO)
 test: $(STAMP)
 	$(PYTEST)
 
-# One of each kind of the larger grids, about a quarter of an hour more.
+# One of each kind of the larger grids, up to half an hour more.
 slow: $(STAMP)
 	$(PYTEST) -m "slow and not weekly and not null_gpu"
 

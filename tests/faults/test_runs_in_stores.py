@@ -255,7 +255,7 @@ def test_a_store_that_falls_silent_does_not_hold_up_the_end_of_the_run(
 STEPS = 40
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_killed_and_resumed_from_the_store_in_a_fresh_directory_the_losses_are_those_of_an_undisturbed_run(
     bucket, wire, settings, tmp_path
 ):

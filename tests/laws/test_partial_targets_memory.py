@@ -94,8 +94,7 @@ def sets_of_targets(spec):
 
 def cases():
     """Name and set of targets for the shipped model of each type with the fewest blocks: both sets where they are in
-    different blocks, one of them by turns where not. Of those whose blocks are all alike and see whole rows, most
-    are weekly."""
+    different blocks, one of them by turns where not."""
     names = [name for name in configs_to_trace() if name not in NOT_SHIPPED]
     specs = {name: load_model_spec(name, offline=True) for name in names}
     deepest_first = sorted(names, key=lambda name: -specs[name].num_layers)
@@ -105,12 +104,11 @@ def cases():
         sets = list(sets_of_targets(specs[name]).items())[:: 1 if turn % 2 else -1]
         plans = {each: with_adapters(specs[name], targets, tokens=8) for each, targets in sets}
         differing = {adapted_blocks(specs[name], plan.tuning): each for each, plan in plans.items()}
-        is_plain = len(specs[name].kinds) == 1 and not specs[name].chunk
-        mark = pytest.mark.weekly if is_plain and turn % 12 else pytest.mark.slow
-        found += [pytest.param(name, each, marks=mark) for each in differing.values()]
+        found += [(name, each) for each in differing.values()]
     return found
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize(("name", "targets"), cases())
 def test_every_shipped_architecture(folder, name, targets):
     """Whole models, nothing recomputed, at 700 tokens; where blocks loop over tokens or chunks, at fewer of them."""

@@ -17,6 +17,7 @@ SMALL = "NVIDIA H100 80GB HBM3|90|2"
 """So small that the ten plans are those of a model whose step the processor computes at once."""
 
 
+@pytest.mark.slow  # three minutes; tests/session/test_prove.py walks through the same steps on a CPU
 def test_kernels_losses_and_peaks_are_right_on_the_card(on_null_gpu, tmp_path):
     cache = {"FITUNE_CACHE": tmp_path / "cache", "OMP_NUM_THREADS": 1}
     proof = on_null_gpu(SCRIPT, cards=[SMALL], compute="all", environment=cache).value

@@ -10,7 +10,7 @@ import pytest
 from train import killed_ranks
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_run_that_is_killed_and_goes_on_ends_like_the_undisturbed_one(tmp_path, model_folder, data_file):
     """Killed twice while it saves beside its steps and once while it waits for its saves."""
     words = [tmp_path / "runs", model_folder, data_file, "--kills", 3, "--steps", 8, "--seed", 3]

@@ -20,7 +20,7 @@ from runs import (
 from several import Job, train_on
 from train.test_several_processes import divided, gradient_norms, largest_difference
 
-pytestmark = [pytest.mark.slow, pytest.mark.first]
+pytestmark = [pytest.mark.weekly, pytest.mark.first]
 
 WEIGHT = 5e-6
 """AdamW divides small gradients by their own size, so a rounding moves a weight by more than itself. Of Gemma 3n's

@@ -60,7 +60,7 @@ def killed_in_step(step, *words, go):
     return subprocess.run(program, env={**os.environ, "GO": str(go)}, stdout=subprocess.DEVNULL).returncode
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_twin_is_killed_resumed_merged_and_reloaded(twin, data_file, tmp_path):
     for name in ("straight", "killed"):
         text = RECIPE.format(twin=twin, data=data_file, output=tmp_path / name)

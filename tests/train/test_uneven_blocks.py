@@ -28,7 +28,7 @@ MODELS = {
 EVERYWHERE = ("--lora-target-modules", "all-linear")
 EXPERTS = ("--lora-target-modules", "all-linear,experts", "--lora-dropout", 0)
 CASES = [
-    pytest.param("3n", "qlora", EVERYWHERE, marks=pytest.mark.slow),
+    pytest.param("3n", "qlora", EVERYWHERE, marks=pytest.mark.weekly),
     pytest.param("4-experts", "lora", EVERYWHERE),
     pytest.param("4-experts", "qlora", EXPERTS, marks=pytest.mark.slow),
     pytest.param("3n", "lora", EVERYWHERE, marks=pytest.mark.weekly),
