@@ -30,7 +30,7 @@ test: $(STAMP)
 slow: $(STAMP)
 	$(PYTEST) -m "slow and not weekly and not null_gpu"
 
-# What `slow` has one of each kind of, for all others, and the null GPU's grids: once a week and before a release.
+# The other slow cases, runs of minutes and the null GPU's grids: once a week and before a release.
 weekly: $(STAMP) $(NULL_STAMP)
 	$(PYTEST) -m "weekly or null_gpu and slow"
 

@@ -23,7 +23,6 @@ from fitune.stores import opening
 from jsonl import write_lines
 
 _NUMBERS = count()
-SLOW_OF = 4
 gc.disable()  # until all tests are collected: millions of objects would be looked through again and again
 
 QUESTIONS = [
@@ -49,7 +48,7 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.slow)
             seen[grid] += 1
         if item.get_closest_marker("slow") and not grid.startswith("tests/golden/"):
-            if slow[grid] % SLOW_OF:
+            if slow[grid] % 4:
                 item.add_marker(pytest.mark.weekly)
             slow[grid] += 1
     items.sort(key=lambda item: item.get_closest_marker("first") is None)

@@ -36,7 +36,8 @@ def test_killed_at_random_moments_with_damage_between_a_run_ends_as_if_undisturb
     assert seen["ended like the undisturbed run"] >= 1
 
 
-@pytest.mark.parametrize("kills", [pytest.param(kills, marks=pytest.mark.weekly) for kills in (10, 30)])
+@pytest.mark.weekly
+@pytest.mark.parametrize("kills", [10, 30])
 def test_killed_anywhere_in_its_ending_a_run_gets_its_export_its_report_and_its_page(
     tmp_path, model_folder, data_file, kills
 ):

@@ -50,7 +50,7 @@ CASES = [
     ("4-dense", {**FULL, "recompute": 0}),
     ("4-small", {**LORA, "recompute": 4, "seq_len": 600}),
 ]
-QUICK, WEEKLY = 1, 3
+QUICK, WEEKLY = 1, 2
 """So many cases run always; from this one on, weekly."""
 
 
