@@ -226,6 +226,7 @@ def test_a_hub_that_does_not_answer_is_an_error_at_once(monkeypatch):
         ("Qwen/Qwen3-4B-Instruct-2508", "did you mean 'Qwen/Qwen3-4B-Instruct-2507'?"),
         ("Qwen3-14B-Instruct", "did you mean 'qwen3-14b'?"),
         ("lama-3.1-8b", "did you mean 'llama-3.1-8b'?"),
+        ("gtp2", "did you mean 'gpt2'?"),
         ("llama3.1:8b", "did you mean 'llama-3.1-8b-instruct'?"),
         ("granite4:micro", "did you mean 'granite-4.0-micro'?"),
         ("qwen3-coder", "did you mean 'qwen3-coder-30b-a3b-instruct'?"),

@@ -72,11 +72,12 @@ def _words(name: str) -> list[str]:
 
 
 def _closest_family(wanted: str, families: set[str]) -> str | None:
-    """``wanted`` if it is one, else the one that a slip of a letter or two makes of it."""
+    """``wanted`` if it is one, else the one that a slip of a letter or two makes of it; a short one, letters swapped."""
     if wanted in families:
         return wanted
     best = max(sorted(families), key=lambda each: SequenceMatcher(None, wanted, each).ratio(), default="")
-    return best if len(best) > 3 and SequenceMatcher(None, wanted, best).ratio() >= 0.75 else None
+    is_near = len(best) > 3 and SequenceMatcher(None, wanted, best).ratio() >= 0.75
+    return best if is_near or sorted(best) == sorted(wanted) else None
 
 
 def _generation(words: list[str]) -> str:
