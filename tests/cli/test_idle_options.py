@@ -7,8 +7,7 @@ from typer import Context
 from typer.main import get_command
 
 from fitune.cli.app import app
-from fitune.cli.keys import CheckedCommand
-from fitune.session.idle_options import BESIDE, WITHOUT
+from fitune.cli.keys import BESIDE, WITHOUT, CheckedCommand
 
 SCORE = "score --model m --data d"
 

@@ -72,7 +72,7 @@ def _words(name: str) -> list[str]:
 
 
 def _closest_family(wanted: str, families: set[str]) -> str | None:
-    """``wanted`` if it is one, else the one that a slip of a letter or two makes of it; a short one, letters swapped."""
+    """``wanted`` if it is one, else the one that a slip of a letter or two makes of it; if short, letters swapped."""
     if wanted in families:
         return wanted
     best = max(sorted(families), key=lambda each: SequenceMatcher(None, wanted, each).ratio(), default="")
