@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "cli": {"session", "spec", "report"},
 }  # fmt: skip
-MOST_CLI_LINES = 1220
+MOST_CLI_LINES = 1280
 MOST_MODULES = 20  # in one folder, about 15 is the aim
 WITHOUT_TORCH = {"spec", "stores", "foreign", "estimate", "planner", "records", "launch", "track", "report"}
 OPEN_TO_ALL = {"units", "errors", "files", "credentials", "threads", "child"}
