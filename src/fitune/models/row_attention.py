@@ -173,7 +173,7 @@ def _all_rows_at_once(call: RowCall) -> Tensor:
     own (2.9 to 2.13 alike); its Python door varlen_attn changed in between.
     """
     stream = (call.query_BnTd, call.key_BkTd, call.value_BkTd)
-    q_Tnd, k_Tkd, v_Tkd = (x[0].transpose(0, 1) for x in stream)
+    q_Tnd, k_Tkd, v_Tkd = (x.squeeze(0).transpose(0, 1) for x in stream)  # x[0] would be copied going back
     # The output is laid out as the queries are: from Phi-3's heads-first layout it would be copied back.
     q_Tnd = q_Tnd.contiguous()
     bounds, longest = call.rows.bounds(q_Tnd.device), call.rows.longest

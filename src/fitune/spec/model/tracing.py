@@ -109,7 +109,7 @@ FORMAT = 3
 """Goes up when what is stored, or how it is counted, changes."""
 _SHAPES_FORMAT = 5
 """Format of cached shapes; apart from FORMAT, so that shipped profiles stay valid when only shapes change."""
-_CACHED = 3
+_CACHED = 4
 """Goes up when some models' traces come out otherwise: caches are made again, shipped profiles have been."""
 
 LENGTHS = (1, 2, 4)
