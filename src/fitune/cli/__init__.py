@@ -1,6 +1,7 @@
 """The command line: parse, call, print. It imports rooms only when a command needs them, and nothing imports it.
 
-``main`` runs a command and says what went wrong, to people or as JSON; exit codes are those of errors.py.
+``main`` runs a command and says what went wrong, to people or as JSON, also of words that typer refuses; exit codes
+are those of errors.py.
 """
 
 import json
@@ -83,7 +84,7 @@ _SENTENCES = (
 """pydantic's sentences, which typer shows since 0.26, and ours."""
 
 
-_ELSEWHERE = {"--merge": "--as merged", "--merged": "--as merged"}
+_OF_OTHER_TOOLS = {"--merge": "--as merged", "--merged": "--as merged"}
 """Options of other tools, and what says the same here."""
 
 
@@ -95,7 +96,7 @@ def refusal_of(error: Any) -> RecipeError:
     if option := getattr(error, "option_name", ""):
         if "No such" not in message:
             return RecipeError(f"{option} has no value", hint=f"{command} --help")
-        near = _ELSEWHERE.get(option) or did_you_mean(option, error.possibilities or [])
+        near = _OF_OTHER_TOOLS.get(option) or did_you_mean(option, error.possibilities or [])
         return RecipeError(f"{option} is not an option of {command}", hint=near or f"{command} --help")
     if param is None or not error.message:  # no such command, a word too many, an option that is missing
         said, _, hint = error.format_message().partition(". ")

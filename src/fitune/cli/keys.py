@@ -12,7 +12,7 @@ from typer.core import TyperCommand
 
 from fitune.errors import RecipeError
 
-_ELSEWHERE = ("fleet", "plan")
+_PREDICTING = ("fleet", "plan")
 BESIDE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "plan": {
         "why": ("fleet", "largest"), "largest": ("fleet",), "html": ("fleet", "why", "largest", "details", "json"),
@@ -22,8 +22,8 @@ BESIDE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "rendezvous": ("fleet", "on", "configuration"),
     },
     "score": {
-        **dict.fromkeys(("url", "served_model"), _ELSEWHERE), **dict.fromkeys(_ELSEWHERE, ("lm_eval",)),
-        **dict.fromkeys(("against", "on", "ray_address", "workers"), (*_ELSEWHERE, "lm_eval")),
+        **dict.fromkeys(("url", "served_model"), _PREDICTING), **dict.fromkeys(_PREDICTING, ("lm_eval",)),
+        **dict.fromkeys(("against", "on", "ray_address", "workers"), (*_PREDICTING, "lm_eval")),
     },
 }  # fmt: skip
 """Command -> option -> options beside each of which it has no effect."""
