@@ -113,7 +113,7 @@ def test_small_formulas():
     one_row = {"tokens": 3, "q_dim": 8, "num_heads": 2, "element_bytes": 2, "output_needed": True}
     assert fused_attention_kept(rows=1, **one_row) == 3 * (16 + 8)
     assert fused_attention_kept(rows=2, **one_row) == 3 * (16 + 8 + 16)
-    assert bytes_per_logit(element_bytes=2) == 8
+    assert bytes_per_logit(element_bytes=2) == 6
     assert logits_bytes(tokens=5, vocab_size=11, element_bytes=4, softcapped=False) == 5 * 11 * 4
 
 

@@ -112,11 +112,21 @@ class Head(nn.Module):
         self._head = (head,)  # a part of the whole, not to be registered twice
         self._held = False
 
+    @property
+    def weight(self) -> Parameter:
+        """The head's own, or its stand-in."""
+        return cast(Parameter, self._head[0].weight)
+
+    @property
+    def bias(self) -> Parameter | None:
+        """The head's own, or its stand-in; None where it has none."""
+        return cast(Parameter | None, self._head[0].bias)
+
     def forward(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] of ``hidden`` [..., D], in the type of the head's weights."""
+        """Logits [..., V] of ``hidden`` [..., D]."""
         [head] = self._head
         with nullcontext() if self._held else _gathered(head):
-            return head.forward(hidden.to(next(head.parameters()).dtype))
+            return head.forward(hidden)
 
     @contextmanager
     def held(self) -> Iterator[dict[Parameter, Parameter]]:

@@ -148,7 +148,7 @@ def _loss_terms(step: StepStages) -> Terms:
 
 
 def _loss_moments(step: StepStages, gradients: int) -> list[Terms]:
-    """Softmax of the first chunk, head backward of the first and of a later chunk, softmax of a later one, scatter."""
+    """Softmax of the first chunk, its way back through the head, scatter, and softmax of a later chunk."""
     plan, e, model = step.plan, step.element_bytes, step.plan.model
     if step.logit_bytes and isinstance(plan.loss, PlainLoss):
         logits = step.shape.tokens * model.vocab_size * step.logit_bytes
@@ -160,22 +160,17 @@ def _loss_moments(step: StepStages, gradients: int) -> list[Terms]:
         hidden=model.hidden_size,
         element_bytes=activations.FP32 if model.fp32_stream else e,
     )
-    head = step.head_gradient
-    after_first = gradients if step.adds_in_place else gradients + head
-    fresh = {"gradients": after_first, "temporaries": head if step.adds_in_place else 0}
+    after_first = gradients if step.adds_in_place else gradients + step.head_gradient
     if step.goes_back_twice:
         buffers += step.hidden  # the loss runs again while its first gradient waits
     moments: list[Terms] = [
         {"gradients": gradients, "loss": buffers + softmax},
-        {"loss": buffers + backward, **fresh},
+        {"gradients": after_first, "loss": buffers + backward},
         {"gradients": after_first, "loss": buffers + step.hidden},
     ]
     if activations.num_chunks(plan.loss, step.shape) > 1:
-        softmax, backward = _chunk_sizes(step, min(chunk, step.shape.supervised_tokens - chunk))
-        moments += [
-            {"gradients": after_first, "loss": buffers + softmax},
-            {"gradients": after_first, "loss": buffers + backward, "temporaries": head},
-        ]
+        softmax, _ = _chunk_sizes(step, min(chunk, step.shape.supervised_tokens - chunk))
+        moments.append({"gradients": after_first, "loss": buffers + softmax})
     return moments
 
 
@@ -186,12 +181,9 @@ def _chunk_sizes(step: StepStages, tokens: int) -> tuple[int, int]:
         tokens=tokens, vocab_size=model.vocab_size, element_bytes=e, softcapped=model.caps_logits
     )
     backward = activations.head_backward_bytes(
-        tokens=tokens,
-        hidden=model.hidden_size,
-        vocab_size=model.vocab_size,
-        element_bytes=e,
-        softcapped=model.caps_logits,
-    )
+        tokens=tokens, hidden=model.hidden_size, vocab_size=model.vocab_size, element_bytes=e,
+        fp32_stream=model.fp32_stream,
+    )  # fmt: skip
     return softmax, backward
 
 

@@ -136,6 +136,7 @@ def carries_along(blocks: nn.ModuleList) -> bool:
     )
 
 
+@torch.no_grad()
 def loss_and_gradient(
     hidden_TD: Tensor,
     labels_T: Tensor,
@@ -170,6 +171,7 @@ def loss_and_gradient(
     return total, torch.zeros_like(hidden_TD).index_copy_(0, chosen, gradient_SD)
 
 
+@torch.no_grad()
 def loss_sum(
     hidden_TD: Tensor,
     labels_T: Tensor,
@@ -183,10 +185,9 @@ def loss_sum(
     chosen, targets_S = _supervised(labels_T, hidden_TD.device)
     total = torch.zeros((), dtype=torch.float32, device=hidden_TD.device)
     size = max(1, chunk_tokens or len(chosen))
-    with torch.no_grad():
-        for part, targets in zip(chosen.split(size), targets_S.split(size), strict=True):
-            logits = _logits(hidden_TD[part], head, softcap, logit_scale).float()
-            total += torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
+    for part, targets in zip(chosen.split(size), targets_S.split(size), strict=True):
+        input_SD = _as_head_takes(hidden_TD[part], head, logit_scale)
+        total += _softmax_loss(_logits(input_SD, head, softcap)[0], targets)[0]
     return total
 
 
@@ -198,7 +199,7 @@ def _supervised(labels_T: Tensor, device: torch.device) -> tuple[Tensor, Tensor]
 
 
 def _chunk(
-    input_SD: Tensor,
+    hidden_SD: Tensor,
     target_S: Tensor,
     gradient_SD: Tensor,
     head: nn.Module,
@@ -206,37 +207,63 @@ def _chunk(
     softcap: float | None,
     logit_scale: float,
 ) -> Tensor:
-    """One chunk: writes its input gradient into ``gradient_SD`` and returns its summed loss."""
-    leaf_SD = input_SD.detach().requires_grad_()
-    with torch.enable_grad():
-        logits_SV = _logits(leaf_SD, head, softcap, logit_scale)
-    loss, logit_gradient_SV = _softmax_loss(logits_SV.detach(), target_S, scale)
-    logits_SV.backward(logit_gradient_SV)
-    assert leaf_SD.grad is not None
-    gradient_SD.copy_(leaf_SD.grad)
+    """One chunk: writes its input gradient into ``gradient_SD``, adds to the head's, and returns its summed loss.
+
+    Without autograd, which would keep the logits to the end and add a second gradient of the head to its first.
+    """
+    weight: Any = head.weight
+    bias: Any = head.bias
+    input_SD = _as_head_takes(hidden_SD, head, logit_scale)
+    work_SV, tangent_SV = _logits(input_SD, head, softcap)
+    loss, rows, total_S = _softmax_loss(work_SV, target_S)
+    work_SV.mul_((scale / total_S).unsqueeze(1))
+    work_SV[rows, target_S] -= scale
+    logit_gradient_SV = work_SV.to(input_SD.dtype)
+    del work_SV
+    if tangent_SV is not None:
+        tanh_backward = torch.ops.aten.tanh_backward.grad_input
+        tanh_backward(logit_gradient_SV, tangent_SV, grad_input=logit_gradient_SV)
+        del tangent_SV
+    if weight.requires_grad and weight.grad is None:
+        weight.grad = logit_gradient_SV.t() @ input_SD
+    elif weight.requires_grad:
+        weight.grad.addmm_(logit_gradient_SV.t(), input_SD)
+    if bias is not None and bias.requires_grad:
+        gradient_V = logit_gradient_SV.sum(dim=0)
+        bias.grad = gradient_V if bias.grad is None else bias.grad.add_(gradient_V)
+    if gradient_SD.dtype == weight.dtype:
+        torch.mm(logit_gradient_SV, weight, out=gradient_SD)
+    else:
+        gradient_SD.copy_(logit_gradient_SV @ weight)
+    if logit_scale != 1:
+        gradient_SD.mul_(logit_scale)
     return loss
 
 
-def _logits(hidden_SD: Tensor, head: nn.Module, softcap: float | None, scale: float) -> Tensor:
-    """Scaled where they are still small: the head is linear. An fp32 stream ends here, as in transformers."""
-    weight = next(head.parameters(), None)  # DeepSpeed's head shows none, and does this itself
-    if weight is not None and hidden_SD.dtype is torch.float32:
-        hidden_SD = hidden_SD.to(weight.dtype)
-    logits_SV: Tensor = head(hidden_SD if scale == 1 else hidden_SD * scale)
-    return logits_SV if softcap is None else softcap * torch.tanh(logits_SV / softcap)
+def _as_head_takes(hidden_SD: Tensor, head: nn.Module, logit_scale: float) -> Tensor:
+    """In the head's type, where an fp32 stream ends as in transformers, and scaled: the head is linear, and the logits
+    are larger."""
+    weight: Any = head.weight
+    hidden_SD = hidden_SD.to(weight.dtype)
+    return hidden_SD if logit_scale == 1 else hidden_SD * logit_scale
 
 
-def _softmax_loss(logits_SV: Tensor, target_S: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Cross-entropy in fp32 and its gradient in the dtype of the logits; fp32 logits are overwritten."""
-    work_SV = logits_SV.float()
+def _logits(input_SD: Tensor, head: nn.Module, softcap: float | None) -> tuple[Tensor, Tensor | None]:
+    """Logits in fp32, to be overwritten, and the tangent of a soft cap in the head's type; None without one."""
+    logits_SV: Tensor = head(input_SD)
+    if softcap is None:
+        return logits_SV.float(), None
+    tangent_SV = logits_SV.div_(softcap).tanh_()
+    return (tangent_SV * softcap).float(), tangent_SV
+
+
+def _softmax_loss(work_SV: Tensor, target_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cross-entropy in fp32 of the logits ``work_SV``, which become exponentials; rows' numbers and sums come along."""
     work_SV.sub_(work_SV.amax(dim=1, keepdim=True))
     rows = torch.arange(len(target_S), device=target_S.device)
     target_logit_S = work_SV[rows, target_S]
     total_S = work_SV.exp_().sum(dim=1)
-    loss = (total_S.log() - target_logit_S).sum()
-    work_SV.mul_((scale / total_S).unsqueeze(1))
-    work_SV[rows, target_S] -= scale
-    return loss, work_SV.to(logits_SV.dtype)
+    return (total_S.log() - target_logit_S).sum(), rows, total_S
 
 
 def base_of(model: PreTrainedModel | PeftModel) -> PreTrainedModel:

@@ -236,32 +236,26 @@ def num_chunks(loss: Loss, shape: BatchShape) -> int:
 
 
 def bytes_per_logit(*, element_bytes: int) -> int:
-    """4 in fp32: the softmax overwrites the logits. 8 in 16 bit: logits 2, fp32 work 4, gradient 2.
+    """4 in fp32: the softmax overwrites the logits. 6 in 16 bit: fp32 work 4, beside the logits or their gradient 2.
 
     transformers' own loss needs 10 forward and 12 backward (docs/memory-model.md).
     """
-    return 4 if element_bytes == 4 else 2 * element_bytes + 4
+    return 4 if element_bytes == 4 else element_bytes + 4
 
 
 def logits_bytes(*, tokens: int, vocab_size: int, element_bytes: int, softcapped: bool) -> int:
     """c · V · bytes per logit, while softmax and gradient are formed.
 
-    A soft cap keeps its tangent, e more; in fp32 the way back through it is the worst moment, 16: tangent, gradient,
-    and one behind each of the product and the tangent. In 16 bit that takes 10, as the softmax does.
+    A soft cap keeps its tangent, e more; the way back through it overwrites the gradient.
     """
-    capped = (element_bytes if element_bytes < 4 else 3 * element_bytes) if softcapped else 0
-    return tokens * vocab_size * (bytes_per_logit(element_bytes=element_bytes) + capped)
+    return tokens * vocab_size * (bytes_per_logit(element_bytes=element_bytes) + softcapped * element_bytes)
 
 
 def head_backward_bytes(
-    *, tokens: int, hidden: int, vocab_size: int, element_bytes: int, softcapped: bool
+    *, tokens: int, hidden: int, vocab_size: int, element_bytes: int, fp32_stream: bool
 ) -> int:
-    """c · e · (2·V + h) [fp32: V + h]: logits, their gradient (fp32: the same storage), gradient of the input.
-
-    Behind a soft cap the gradient is another one, + V.
-    """
-    tensors = (1 if element_bytes == 4 else 2) + (1 if softcapped else 0)
-    return tokens * element_bytes * (tensors * vocab_size + hidden)
+    """c · e · V: the logits' gradient; + 2h where the stream is fp32: input and gradient in the head's type."""
+    return tokens * element_bytes * (vocab_size + 2 * hidden * fp32_stream)
 
 
 def loss_buffers_bytes(*, supervised_tokens: int, hidden: int, element_bytes: int) -> int:
