@@ -153,7 +153,7 @@ class InBackwardEngine(WholeWeights):
 
     @torch.no_grad()
     def _complete(self, name: str, parameter: Tensor) -> None:
-        """Called by autograd for each parameter; the loss's own backward leaves the head's gradients to be."""
+        """Called by autograd for each parameter that the body uses, and for the head's once the loss has left them."""
         gradient = parameter.grad
         if self._visit is not None and gradient is not None:
             parameter.grad = None

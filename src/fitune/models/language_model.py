@@ -1,7 +1,7 @@
 """The parts of a causal language model that training touches: body, blocks, head, and the loss in chunks of tokens.
 
 The gradient of cross-entropy with respect to the logits is softmax − one-hot, so it is written over the logits in
-place, without autograd's copies of them; autograd only carries it through the head.
+place and multiplied with the head's weight and input, without autograd and its copies.
 Shapes: T tokens, D hidden size, V vocabulary.
 """
 
