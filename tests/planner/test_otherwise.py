@@ -2,8 +2,10 @@
 
 from dataclasses import replace
 
+import pytest
+
 from fitune.planner.defaults import with_host_memory
-from fitune.units import format_rate
+from fitune.units import GIB, format_rate
 from plans import gpu, lines_of, report_of
 
 
@@ -11,14 +13,24 @@ def full_on(hardware, settings=""):
     return report_of("llama-3.1-8b", with_host_memory(hardware), settings, tuning="full")
 
 
-def test_lesser_quality_is_offered_with_its_factor_and_price_where_states_wait_on_the_host():
-    report = full_on(gpu("h100"))
+@pytest.mark.parametrize(
+    ("model", "gpus", "lesser"),
+    [
+        ("llama-3.1-8b", 1, "precision: bf16"),
+        ("llama-3.1-70b", 8, "precision: bf16 with optimizer: adamw-8bit"),
+    ],
+)
+def test_lesser_quality_is_offered_with_its_factor_and_price_where_states_wait_on_the_host(
+    model, gpus, lesser
+):
+    machine = gpu("h100", gpus=gpus, host_memory_bytes=gpus * 256 * GIB)
+    report = report_of(model, machine, tuning="full")
     assert report.chosen.plan.offload.optimizer == "cpu"
     [note] = lines_of(report, "note on speed:")
-    other = full_on(gpu("h100"), "precision: bf16, optimizer: adamw-8bit").chosen
+    other = report_of(model, machine, lesser.replace(" with ", ", "), tuning="full").chosen
     assert other.plan.offload.optimizer == "device"
     ratio = other.estimate.tokens_per_second / report.chosen.estimate.tokens_per_second
-    assert f"precision: bf16 with optimizer: adamw-8bit is {ratio:.1f} × as fast ($" in note
+    assert f"{lesser} is {ratio:.1f} × as fast ($" in note
     assert "rounds away updates under 1/256 of a weight" in note
 
 

@@ -41,7 +41,7 @@ def test_short_rows_are_planned_for(short_rows, settings):
     recipe = parse_recipe({**settings, "data": [short_rows]})
     by_full_rows, taken = plan_for(recipe).chosen.plan, plan_on_data(recipe).chosen
     assert taken.plan.batch.mean_row_tokens == MEAN
-    assert taken.estimate.tokens_per_second > 1.1 * predict(on_rows(by_full_rows, MEAN)).tokens_per_second
+    assert taken.estimate.tokens_per_second > 1.05 * predict(on_rows(by_full_rows, MEAN)).tokens_per_second
     assert tokens_per_second(described(taken.plan)) == taken.estimate.tokens_per_second, (
         "searched, retried, printed"
     )
