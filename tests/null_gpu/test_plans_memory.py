@@ -114,7 +114,7 @@ def test_without_segments_that_grow_the_old_slack_was_not_enough(looked_at):
     """5 % of what moves, as plans once had it, ends in out of memory; the law above can fail."""
     fixed = {name: "expandable_segments:False" for name in GROWING}
     cases = looked_at(
-        "--slack", "--cards", "90", "--shapes", "8b-4", "--cases", "lora", "--rows", "4", "--lengths", "lognormal",
+        "--slack", "--cards", "90", "--shapes", "8b-4", "--cases", "lora", "--lengths", "lognormal",
         "--spares", "5", environment=fixed,
     )  # fmt: skip
     assert [case["enough_percent"] for case in cases] == [None, None]

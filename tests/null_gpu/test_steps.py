@@ -9,7 +9,7 @@ from null_gpu.conftest import ROOT
 pytestmark = pytest.mark.null_gpu
 
 
-LAUNCHES = {"lora": (1589, 40), "qlora": (1907, 40), "full": (1173, 50), "lora-activations-away": (1561, 10)}
+LAUNCHES = {"lora": (1589, 40), "qlora": (1907, 40), "full": (1170, 50), "lora-activations-away": (1561, 10)}
 """Of a step of 8 B with four blocks and two micro-batches, and of its update. A launch more a block is eight more."""
 
 

@@ -92,11 +92,11 @@ def allocator_slack_bytes(hardware: Hardware, *, moving_bytes: int, inputs_bytes
     """Bytes that torch's allocator needs beside what comes and goes: freed blocks do not always fit again.
 
     Of what moves 5 %, and where blocks run again 10 % of it without their ``inputs_bytes``, which have one size and lie
-    side by side; in segments of fixed sizes 20 and 40 %. What stays (weights, states) is packed once. Measured on the
-    null GPU (results/null_gpu.json), 60 micro-batches of equal and of mixed rows over four blocks of 8 B: 2 to 5 % was
-    enough (5 to 10 % where all run again), in fixed segments 5 to 20 (30 % and a little more).
+    side by side; in segments of fixed sizes 30 and 55 %. What stays (weights, states) is packed once. Measured on the
+    null GPU (results/null_gpu.json), 60 micro-batches of equal and of mixed rows over four blocks of 8 B: 1 to 5 % was
+    enough (5 to 10 % where all run again), in fixed segments 5 to 28 (48 where all run again).
     """
-    kept, recomputed = (0.05, 0.10) if hardware.growing_segments else (0.20, 0.40)
+    kept, recomputed = (0.05, 0.10) if hardware.growing_segments else (0.30, 0.55)
     again = recomputed * (moving_bytes - inputs_bytes) if inputs_bytes else 0
     return math.ceil(max(kept * moving_bytes, again))
 
