@@ -25,7 +25,7 @@ mkdir -p "$out"
   flock 9
   if [ ! -e "$out/.built" ] || [ -n "$(find "$here/native" -newer "$out/.built" -print -quit)" ]; then build; fi
 } 9>"$out/.lock"
-export NULLCUDA_LIB=$out/libnullcuda.so TRITON_LIBCUDA_PATH=$out OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}
+export NULLCUDA_LIB=$out/libnullcuda.so TRITON_LIBCUDA_PATH=$out OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export LD_LIBRARY_PATH=$out${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH} PATH=$venv/bin:$PATH
 export PYTHONPATH=$here/hook:$here${PYTHONPATH:+:$PYTHONPATH}
 # Every law is a process that imports torch and transformers: 31 s of a processor, 12 from compiled files, which uv does not
