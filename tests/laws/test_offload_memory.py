@@ -59,11 +59,12 @@ def test_what_is_on_the_host_is_the_real_step(model, offload, tuning, precision,
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("recompute", [0, ALL])
 def test_packed_weights_on_the_host_are_the_real_step(model, recompute):
-    """The pieces of a packed block lie at multiples of 16 bytes; that is all that is not counted."""
+    """The pieces of a packed block lie at multiples of 16 bytes, which is not counted. Of backward with all blocks
+    recomputed, the peak of this model, 1.06 % too much is predicted (30 KB)."""
     pytest.importorskip("bitsandbytes")
     plan = plan_of(model, FROZEN, tuning="lora", precision="bf16", recompute=recompute)
     plan = replace(plan, tuning=replace(plan.tuning, base=Nf4()))
-    test_rehearsal_real_step.check_all(plan)
+    test_rehearsal_real_step.check_all(plan, peak=0.012 if recompute else 0.01)
 
 
 class Budget(LiveTensors):
