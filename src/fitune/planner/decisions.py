@@ -269,8 +269,8 @@ def _memory(plan: Plan) -> Iterator[str]:
         )
     if not plan.hardware.growing_segments:
         yield (
-            "torch's allocator has no expandable segments here (Windows, or PYTORCH_ALLOC_CONF): 30 % and more of what "
-            "comes and goes is planned as allocator slack"
+            "torch's allocator has no expandable segments here (Windows, or PYTORCH_ALLOC_CONF), so it loses several "
+            "times as much: see allocator slack"
         )
 
 
