@@ -33,12 +33,15 @@ QUESTIONS = [
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` decides what is left out
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Of a grid marked ``thinned(n)`` every n-th case runs always, the others are slow. Of any test's slow cases every
     fourth is slow, the others are weekly, but for goldens, which cost little.
 
     Tests marked ``first`` begin: what they wait for is started by one worker only, and does not end last.
+    With ``--last-failed`` all that failed runs: of a grid only those cases are collected, so their place says nothing.
     """
+    if config.getoption("lf") and config.cache.get("cache/lastfailed", {}):
+        config.option.markexpr = ""
     seen, slow = Counter(), Counter()
     for item in items:
         grid = item.nodeid.partition("[")[0]
