@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(config, items):
     Tests marked ``first`` begin: what they wait for is started by one worker only, and does not end last.
     With ``--last-failed`` all that failed runs: of a grid only those cases are collected, so their place says nothing.
     """
-    if config.getoption("lf") and config.cache.get("cache/lastfailed", {}):
+    if getattr(config.option, "lf", False) and config.cache.get("cache/lastfailed", {}):
         config.option.markexpr = ""
     seen, slow = Counter(), Counter()
     for item in items:
