@@ -93,7 +93,7 @@ MAX_NEW_TOKENS = 32
 
 PRETRAIN = Training(tuning="full", learning_rate=1.5e-3, max_steps=350)
 LORA = Training(tuning="lora", learning_rate=2e-3, max_steps=100)
-FULL = Training(tuning="full", learning_rate=5e-4, max_steps=80)
+FULL = Training(tuning="full", learning_rate=2e-4, max_steps=80)
 DIVIDED = replace(FULL, processes=2)
 LORA_RANK = 16
 
