@@ -7,11 +7,11 @@ import pytest
 from fitune.estimate.blocks.activations import (
     bytes_per_logit,
     fused_attention_kept,
-    gated_mlp_kept,
+    gated_mlp_tensors_kept,
     logits_bytes,
-    rms_norm_kept,
 )
 from fitune.estimate.blocks.block import block_stages
+from fitune.estimate.blocks.site import Site
 from fitune.estimate.overhead import usable_bytes
 from fitune.estimate.predict import largest_batch, predict_memory
 from fitune.estimate.states import update_temporaries_bytes
@@ -83,36 +83,22 @@ def test_lora_dropout_costs_more_than_full_fine_tuning():
     assert dropped > full
 
 
-def test_the_first_block_keeps_no_norm_under_lora():
-    plan = plan_for(known("llama-3-8b"), precision="bf16", tuning="lora")
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_the_first_block_keeps_no_norm_under_lora(precision):
+    """4h + 4 a token in either precision: the norm's input is squared in fp32."""
+    plan = plan_for(known("llama-3-8b"), precision=precision, tuning="lora")
     shape = BatchShape(tokens=1, supervised_tokens=1, rows=1)
     first = block_stages(plan, shape, gradient_enters=False)[0].kept
     other = block_stages(plan, shape)[0].kept
     assert other - first == 4 * 4096 + 4
 
 
-def test_fp32_norm_keeps_as_many_bytes_of_its_input_as_16_bit():
-    both = [
-        rms_norm_kept(
-            tokens=1,
-            size=64,
-            groups=1,
-            element_bytes=e,
-            gradient_passes=True,
-            trained=False,
-            scaled_in_fp32=False,
-        )
-        for e in (2, 4)
-    ]
-    assert both == [260, 260]
-
-
 def test_small_formulas():
-    kept = gated_mlp_kept(tokens=10, width=7, element_bytes=2, activation=ACTIVATIONS["silu"], halves=False)
-    assert kept == 3 * 10 * 7 * 2
-    one_row = {"tokens": 3, "q_dim": 8, "num_heads": 2, "element_bytes": 2, "output_needed": True}
-    assert fused_attention_kept(rows=1, **one_row) == 3 * (16 + 8)
-    assert fused_attention_kept(rows=2, **one_row) == 3 * (16 + 8 + 16)
+    assert gated_mlp_tensors_kept(ACTIVATIONS["silu"], halves=False) == 3
+    plan = plan_for(known("llama-3-8b"), precision="bf16")
+    site = Site(plan, BatchShape(tokens=3, supervised_tokens=3, rows=1), gradient_enters=True)
+    alone, joined = (fused_attention_kept(site, rows=rows, output_needed=True) for rows in (1, 2))
+    assert (alone, joined - alone) == (3 * (2 * 4096 + 4 * 32), 3 * 2 * 4096)
     assert bytes_per_logit(element_bytes=2) == 6
     assert logits_bytes(tokens=5, vocab_size=11, element_bytes=4, softcapped=False) == 5 * 11 * 4
 

@@ -128,9 +128,7 @@ def _of_transformers(answering: Answering, questions: Questions) -> AnsweringMem
     writing = {**weights, "keys and values": kv_bytes(answering, rows=rows, width=width)}
     writing |= {"activations": grown - step["logits"], "logits": step["logits"]}
     peak_moves = max(sum(moving.values()), grown)
-    slack = allocator_slack_bytes(
-        answering.hardware, moving_bytes=peak_moves + writing["keys and values"], inputs_bytes=0
-    )
+    slack = allocator_slack_bytes(answering.hardware, moving_bytes=peak_moves + writing["keys and values"])
     return AnsweringMemory(
         reading={name: size for name, size in reading.items() if size},
         writing={name: size for name, size in writing.items() if size},

@@ -4,7 +4,7 @@ Under FSDP2 three more follow, in which the root's gradients (embedding, head, f
 stepped: it reduces them last.
 """
 
-from fitune.estimate.blocks import activations
+from fitune.estimate.blocks.site import FP32
 from fitune.estimate.division import num_shares, reduce_width
 from fitune.estimate.parameters import embedding_parameters, head_parameters, late_tables
 from fitune.estimate.states import leaves_after_the_loss, stepping_bytes
@@ -91,7 +91,7 @@ def _input_is_kept_by_norm(step: StepStages) -> bool:
     """An fp32 RMSNorm or a LayerNorm keeps the residual stream itself, so a block's input is not held twice."""
     if step.plan.model.is_traced:
         return False  # a recomputed block was traced without its input
-    return step.element_bytes == activations.FP32 or step.fp32_stream or step.plan.model.norm_type == "layer"
+    return step.element_bytes == FP32 or step.fp32_stream or step.plan.model.norm_type == "layer"
 
 
 def _kept_around(step: StepStages, index: int) -> int:

@@ -7,7 +7,7 @@ are those of a step after the first, when optimizer states exist, and of its las
 from fitune.estimate import overhead
 from fitune.estimate.backward_moments import backward_moments
 from fitune.estimate.blocks import activations, transient
-from fitune.estimate.blocks.site import norms_keep_input
+from fitune.estimate.blocks.site import FP32, norms_keep_input
 from fitune.estimate.division import num_ranks, uses_fsdp
 from fitune.estimate.states import gradients_always_exist
 from fitune.estimate.step import StepStages, Terms
@@ -158,7 +158,7 @@ def _loss_moments(step: StepStages, gradients: int) -> list[Terms]:
     buffers = activations.loss_buffers_bytes(
         supervised_tokens=step.shape.supervised_tokens,
         hidden=model.hidden_size,
-        element_bytes=activations.FP32 if model.fp32_stream else e,
+        element_bytes=FP32 if model.fp32_stream else e,
     )
     after_first = gradients if step.adds_in_place else gradients + step.head_gradient
     if step.goes_back_twice:

@@ -88,7 +88,7 @@ def cublas_workspace_bytes(gpu: Gpu) -> int:
     return 32 * MIB if gpu.capability >= (9, 0) else 8 * MIB + 128 * 1024
 
 
-def allocator_slack_bytes(hardware: Hardware, *, moving_bytes: int, inputs_bytes: int) -> int:
+def allocator_slack_bytes(hardware: Hardware, *, moving_bytes: int, inputs_bytes: int = 0) -> int:
     """Bytes that torch's allocator needs beside what comes and goes: freed blocks do not always fit again.
 
     Of what moves 5 %, and where blocks run again 10 % of it without their ``inputs_bytes``, which have one size and lie

@@ -5,6 +5,7 @@ from itertools import accumulate
 
 from fitune.estimate.blocks import activations
 from fitune.estimate.blocks.block import Block
+from fitune.estimate.blocks.site import FP32, INDEX
 from fitune.estimate.buffers import Buffers, buffers_of
 from fitune.estimate.division import trained_share, uses_deepspeed, uses_fsdp
 from fitune.estimate.model_profile import (
@@ -184,7 +185,7 @@ class StepStages:
         if self.around_traced is not None:
             backward, recomputed, forward = self.around_traced
             after = recomputed if self.recomputed > self.untouched else backward
-            return {"batch": 3 * activations.INDEX * tokens + (forward if in_forward else after)}
+            return {"batch": 3 * INDEX * tokens + (forward if in_forward else after)}
         table = activations.rotary_table_bytes(
             tokens=tokens, head_dim=model.head_dim, element_bytes=self.element_bytes
         )
@@ -197,7 +198,7 @@ class StepStages:
         trains = model.dropout.embedding > 0 and trains_embeddings(self.plan.tuning)
         keeps_mask = in_forward or self.recomputed > self.untouched or not model.is_multi_query
         return {
-            "batch": 3 * activations.INDEX * tokens
+            "batch": 3 * INDEX * tokens
             + (0 if model.learned_positions else table)
             + (mask if model.masks_whole_stream and keeps_mask else 0),
             "embedding dropout": dropped if trains else 0,
@@ -251,7 +252,7 @@ def describe_step(plan: Plan, shape: BatchShape, profile: ModelProfile | None = 
         hidden=activations.block_input_kept(
             tokens=shape.tokens,
             hidden=plan.model.hidden_size,
-            element_bytes=activations.FP32 if plan.model.fp32_stream else e,
+            element_bytes=FP32 if plan.model.fp32_stream else e,
         ),
         head_gradient=e * head_parameters(plan.model) if trains_head(plan.tuning) else 0,
         goes_back_twice=plan.goes_back_twice,

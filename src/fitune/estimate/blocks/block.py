@@ -196,27 +196,16 @@ def final_norm_stage(plan: Plan, shape: BatchShape) -> Stage:
 
 def _norm(site: Site, name: str, *, passes: bool, read_by: Sequence[Linear]) -> Stage:
     """A norm over the hidden size, with the input that the linears behind it share."""
-    model, t, e = site.model, site.shape.tokens, site.element_bytes
-    h = model.hidden_size
-    output = activations.linear_input_kept(
-        tokens=t, size=h, element_bytes=e, needed=site.reads_input(read_by) and bool(read_by)
-    )
-    written_out = model.norm_type == "rms" and not site.fused
-    if written_out:
-        freed = int(output > 0) + int(site.full)
-        backward = transient.rms_norm_backward(tokens=t, hidden=h, element_bytes=e, freed_sizes=freed)
-    else:
-        freed = int(output > 0)
-        backward = transient.layer_norm_backward(tokens=t, hidden=h, element_bytes=e, freed_sizes=freed)
-    weights = (h if model.norm_type == "rms" else 2 * h) if site.full else 0
-    making = transient.fused_rms_norm_forward if site.fused else transient.rms_norm_forward
+    output_kept = bool(read_by) and site.reads_input(read_by)
+    weights = (site.h if site.model.norm_type == "rms" else 2 * site.h) if site.full else 0
     return Stage(
         name=name,
-        kept=site.norm_kept(size=h, groups=1, passes=passes) + output,
-        forward=making(tokens=t, hidden=h, element_bytes=e),
-        backward=backward if passes or site.full else 0,
-        gradients=weights * e,
-        largest_gradient=weights * e,
+        kept=activations.norm_kept(site, size=site.h, groups=1, passes=passes)
+        + output_kept * site.t * site.e * site.h,
+        forward=transient.norm_forward(site),
+        backward=transient.norm_backward(site, output_kept=output_kept) if passes or site.full else 0,
+        gradients=weights * site.e,
+        largest_gradient=weights * site.e,
     )
 
 
@@ -227,10 +216,8 @@ def _second_norm(site: Site, *, passes: bool, read_by: Sequence[Linear]) -> Iter
     if not site.model.parallel_blocks:
         yield norm
         return
-    same_input = site.shape.tokens * site.model.hidden_size * site.element_bytes
-    yield replace(
-        norm, kept=norm.kept - (same_input if passes or site.full else 0)
-    )  # both read the block's input
+    same_input = site.t * site.e * site.h if passes or site.full else 0
+    yield replace(norm, kept=norm.kept - same_input)  # both read the block's input
 
 
 def _sandwich_norm(site: Site, name: str, *, passes: bool) -> Iterator[Stage]:

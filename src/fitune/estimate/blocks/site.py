@@ -1,17 +1,29 @@
-"""The site of a formula: where in the model it is applied, what trains there, which attention a plan really runs."""
+"""The site of a formula: where in the model it is applied, what trains there, which attention a plan really runs.
+
+Symbols, everywhere in these files: t tokens in the micro-batch, h hidden size, q = heads · head size, k = key/value
+heads · head size, n heads, f MLP width, e bytes of one element of the compute type, s tokens of a row, p = Σ s².
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
-from fitune.estimate.blocks import activations, transient
 from fitune.estimate.parameters import dequantisation_workspace_bytes
 from fitune.estimate.states import stepping_bytes
 from fitune.spec.model.block_profile import BatchShape, Stage
 from fitune.spec.model.model_spec import BlockAttention, Linear, ModelSpec
-from fitune.spec.model.traits import falls_back_to_scores, flash_refused, has_scores
+from fitune.spec.model.traits import (
+    ACTIVATIONS,
+    Activation,
+    falls_back_to_scores,
+    flash_refused,
+    has_scores,
+)
 from fitune.spec.plan import Full, Lomo, Lora, Plan, Precision, base_of, trains_every_weight
 from fitune.spec.quantisers import is_packed
+
+FP32 = 4
+INDEX = 8
+"""An int64 index."""
 
 
 def attends_in_one_call(plan: Plan) -> bool:
@@ -22,11 +34,7 @@ def attends_in_one_call(plan: Plan) -> bool:
 
 def norms_keep_input(plan: Plan) -> bool:
     """True if a norm keeps the very tensor that it reads: others keep their fp32 copy of it."""
-    return (
-        plan.precision.compute_bytes == activations.FP32
-        or plan.model.norm_type == "layer"
-        or plan.kernels == "liger"
-    )
+    return plan.precision.compute_bytes == FP32 or plan.model.norm_type == "layer" or plan.kernels == "liger"
 
 
 def seen_by_kernel(plan: Plan, attention: BlockAttention) -> BlockAttention:
@@ -76,11 +84,6 @@ def kept_keys(plan: Plan, shape: BatchShape, *, window: int) -> int:
     return masked * wide + (shape.tokens * narrow if masked < shape.tokens else 0)
 
 
-def values_are_read_as_projected(plan: Plan, *, masked: bool) -> bool:
-    """True if attention reads a view of the projection; repeated heads are copies, by Falcon too."""
-    return attended_kv_dim(plan, masked=masked) == plan.model.kv_dim
-
-
 @dataclass(frozen=True, slots=True)
 class Site:
     """Facts that the formulas of one block share."""
@@ -105,9 +108,49 @@ class Site:
         return trains_every_weight(self.plan.tuning)
 
     @property
-    def element_bytes(self) -> int:
-        """e: bytes of one element of the compute type."""
+    def t(self) -> int:
+        """Tokens of the micro-batch."""
+        return self.shape.tokens
+
+    @property
+    def e(self) -> int:
+        """Bytes of one element of the compute type."""
         return self.plan.precision.compute_bytes
+
+    @property
+    def h(self) -> int:
+        """The hidden size."""
+        return self.model.hidden_size
+
+    @property
+    def q(self) -> int:
+        """Width of the queries."""
+        return self.model.q_dim
+
+    @property
+    def k(self) -> int:
+        """Width of keys and values as attention reads them in rows that take a mask, if there are any: the most."""
+        return attended_kv_dim(self.plan, masked=self.masks_rows)
+
+    @property
+    def n(self) -> int:
+        """The heads of the queries."""
+        return self.model.num_heads
+
+    @property
+    def f(self) -> int:
+        """Width of the MLP, or of one expert."""
+        return self.model.intermediate_size
+
+    @property
+    def activation(self) -> Activation:
+        """What the MLP's activation keeps and makes."""
+        return ACTIVATIONS[self.model.activation]
+
+    @property
+    def on_cuda(self) -> bool:
+        """True if CUDA's kernels run, whose masks and workspaces are others."""
+        return not self.plan.hardware.gpu.is_cpu
 
     @property
     def fused(self) -> bool:
@@ -127,35 +170,16 @@ class Site:
     @property
     def dropout_mask_bytes(self) -> int:
         """Bytes of one element of a dropout mask: 1 on CUDA, the compute type's on a CPU."""
-        return self.element_bytes if self.plan.hardware.gpu.is_cpu else 1
+        return 1 if self.on_cuda else self.e
 
     def dropout_kept(self, rate: float, *, passes: bool) -> int:
-        """The mask of a dropout over the hidden size, where a gradient ``passes`` through it."""
-        if not (rate and passes):
-            return 0
-        return activations.dropout_kept(
-            tokens=self.shape.tokens, size=self.model.hidden_size, mask_bytes=self.dropout_mask_bytes
-        )
-
-    def norm_kept(self, *, size: int, groups: int, passes: bool) -> int:
-        """Kept by a norm: LayerNorm, Liger's RMSNorm, or transformers' own."""
-        t, e, full = self.shape.tokens, self.element_bytes, self.full
-        if self.model.norm_type == "layer":
-            kept = activations.layer_norm_kept
-        elif self.fused:
-            kept = activations.fused_rms_norm_kept
-        else:
-            kept = partial(activations.rms_norm_kept, scaled_in_fp32=self.model.scales_norms_in_fp32)
-        return kept(tokens=t, size=size, groups=groups, element_bytes=e, gradient_passes=passes, trained=full)
+        """mask·t·h: the mask of a dropout over the hidden size, where a gradient ``passes`` through it."""
+        return self.dropout_mask_bytes * self.t * self.h if rate and passes else 0
 
     def dropout_backward(self, rate: float) -> int:
-        """More at the worst moment of the linear before such a dropout."""
-        if not rate:
-            return 0
-        return transient.dropout_backward(
-            tokens=self.shape.tokens, hidden=self.model.hidden_size, element_bytes=self.element_bytes,
-            mask_bytes=self.dropout_mask_bytes,
-        )  # fmt: skip
+        """t·h·(e − mask) at the worst moment of the linear before such a dropout: the gradient before it, beside the
+        residual's; the mask is let go."""
+        return self.t * self.h * (self.e - self.dropout_mask_bytes) if rate else 0
 
     @property
     def shared_dropout_gradient(self) -> int:
@@ -165,7 +189,7 @@ class Site:
             and self.model.dropout.mlp_output
             and not self.model.dropout.attention_output
         )
-        return self.shape.tokens * self.model.hidden_size * self.element_bytes if one else 0
+        return self.t * self.e * self.h if one else 0
 
     @property
     def score_mask_bytes(self) -> int:
@@ -175,8 +199,7 @@ class Site:
     @property
     def casts_scores(self) -> bool:
         """True if scores are copied to fp32 before the softmax: of 16 bit, but fp16 on CUDA, whose kernel reads it."""
-        on_cpu = self.plan.hardware.gpu.is_cpu
-        return self.element_bytes < activations.FP32 and (on_cpu or self.plan.precision is not Precision.FP16)
+        return self.e < FP32 and not (self.on_cuda and self.plan.precision is Precision.FP16)
 
     @property
     def dropout(self) -> float:
@@ -209,7 +232,7 @@ class Site:
     def whole_stack_bytes(self, linears: Sequence[Linear]) -> int:
         """The packed stack of experts among ``linears`` in the compute type, for its product; 0 where none is."""
         return sum(
-            dequantisation_workspace_bytes(m, element_bytes=self.element_bytes)
+            dequantisation_workspace_bytes(m, element_bytes=self.e)
             for m in linears
             if m.stacked and is_packed(m, base_of(self.plan))
         )
@@ -220,9 +243,9 @@ def linears_stage(
     name: str,
     linears: Sequence[Linear],
     *,
-    kept: int,
-    forward: int,
-    backward: int,
+    kept: int = 0,
+    forward: int = 0,
+    backward: int = 0,
     again: int = 0,
     making: int = 0,
     incoming: int = 0,
@@ -235,38 +258,24 @@ def linears_stage(
     Where no gradient goes through their input, dropout keeps no mask. ``gone_by_gradient``: bytes of the worst moment
     let go of when the largest gradient is made; ``gone_by_step`` when it is stepped.
     """
-    e = site.element_bytes
-    mask_bytes = site.dropout_mask_bytes if input_has_gradient else 0
+    e, lora = site.e, site.plan.tuning
     sizes = [linear.parameters for linear in linears]
-    whole, unpacked = whole_weight_bytes(site, linears), _unpacked_bytes(site, linears)
-    match site.plan.tuning:
-        case Lora(rank=rank, dropout=dropout, dora=dora):
-            adapted = site.adapted(linears)
-            again = max(again, _unpacked_bytes(site, linears, input_kept=dropout == 0) if dora else 0)
-            sizes = [
-                rank * (m.in_features + m.out_features) * m.copies + m.out_features * dora for m in adapted
-            ]
-            kept += sum(
-                activations.dora_kept(
-                    tokens=site.shape.tokens, in_features=m.in_features, out_features=m.out_features, element_bytes=e,
-                    unpacked=dropout > 0 and m in site.quantised(linears),
-                )
-                for m in adapted
-                if dora
-            )  # fmt: skip
-            kept += sum(
-                activations.adapter_kept(
-                    tokens=site.shape.tokens * m.active_copies, in_features=m.in_features, rank=rank, element_bytes=e,
-                    dropout=dropout, mask_bytes=mask_bytes,
-                )
-                for m in adapted
-            )  # fmt: skip
+    if isinstance(lora, Lora):
+        adapted = site.adapted(linears)
+        if lora.dora:
+            again = max(again, _unpacked_bytes(site, linears, input_kept=lora.dropout == 0))
+            kept += sum(_dora_kept(site, m, packed=m in site.quantised(linears)) for m in adapted)
+        kept += sum(_adapter_kept(site, lora, m, input_has_gradient=input_has_gradient) for m in adapted)
+        sizes = [
+            lora.rank * (m.in_features + m.out_features) * m.copies + m.out_features * lora.dora
+            for m in adapted
+        ]
     largest = max(sizes, default=0)
     return Stage(
         name=name,
         kept=kept,
-        forward=max(forward, unpacked),
-        backward=backward + whole,
+        forward=max(forward, _unpacked_bytes(site, linears)),
+        backward=backward + whole_weight_bytes(site, linears),
         again=again,
         making=making,
         incoming=incoming,
@@ -277,35 +286,48 @@ def linears_stage(
     )
 
 
+def _adapter_kept(site: Site, lora: Lora, linear: Linear, *, input_has_gradient: bool) -> int:
+    """e·r per token for A's output; with dropout also the dropped input and its mask, (e + mask)·in.
+
+    CUDA's masks take 1 byte, the CPU's have the compute type. peft.tuners.lora.Linear.
+    """
+    mask_bytes = site.dropout_mask_bytes if input_has_gradient else 0
+    dropped = (site.e + mask_bytes) * linear.in_features if lora.dropout > 0 else 0
+    return site.t * linear.active_copies * (site.e * lora.rank + dropped)
+
+
+def _dora_kept(site: Site, linear: Linear, *, packed: bool) -> int:
+    """2·e·out per token: the base's and the adapter's output, which the gradient of the magnitude multiplies.
+
+    + e·out·in, a packed weight made whole: with dropout PEFT multiplies the dropped input with it a second time, in a
+    product of torch's own that keeps it. peft.tuners.lora.dora.DoraLinearLayer.forward.
+    """
+    whole = linear.in_features * linear.out_features if packed and site.dropout > 0 else 0
+    return site.e * (2 * site.t * linear.out_features + whole)
+
+
 def whole_weight_bytes(site: Site, linears: Sequence[Linear]) -> int:
     """The largest packed weight of the stage, dequantised for the product with the gradient."""
-    return max(
-        (
-            dequantisation_workspace_bytes(m, element_bytes=site.element_bytes)
-            for m in site.quantised(linears)
-        ),
-        default=0,
-    )
+    packed = site.quantised(linears)
+    return max((dequantisation_workspace_bytes(m, element_bytes=site.e) for m in packed), default=0)
 
 
 def _unpacked_bytes(site: Site, linears: Sequence[Linear], *, input_kept: bool = False) -> int:
     """The worst product of the stage with a packed weight, or the worst norm that DoRA takes.
 
+    e · (out·in·matrices [+ in²]) + t · e · (h + in + out): a frozen weight whole, beside residual, input, output.
+    ``matrices`` is 1 while a packed weight is multiplied, and 3 (4 when packed) with DoRA, which forms B·A, its
+    scaled copy and their sum with the weight to take the norms of the rows; B·A it makes by sending an identity
+    matrix, in × in, through both (peft.tuners.lora.dora, get_lora_weight and get_weight_norm).
     ``input_kept``: the input is counted with what the stage before keeps.
     """
     packed, adapted = site.quantised(linears), site.adapted(linears)
-    dora = isinstance(site.plan.tuning, Lora) and site.plan.tuning.dora
-    input_bytes = site.shape.tokens * site.element_bytes * input_kept
-    return max(
-        (
-            transient.unpacked_linear_working(
-                tokens=site.shape.tokens, hidden=site.model.hidden_size, in_features=m.in_features,
-                out_features=m.out_features, element_bytes=site.element_bytes, packed=m in packed,
-                dora=dora and m in adapted,
-            )
-            - input_bytes * m.in_features
-            for m in linears
-            if m in packed or (dora and m in adapted)
-        ),
-        default=0,
-    )  # fmt: skip
+    worst = 0
+    for m in linears:
+        dora = isinstance(site.plan.tuning, Lora) and site.plan.tuning.dora and m in adapted
+        if not (dora or m in packed):
+            continue
+        whole = ((m in packed) + 3 * dora) * m.in_features * m.out_features + dora * m.in_features**2
+        beside = site.h + m.out_features + (0 if input_kept else m.in_features)
+        worst = max(worst, site.e * (whole + site.t * beside))
+    return worst
