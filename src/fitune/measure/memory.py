@@ -96,10 +96,14 @@ class LiveTensors(TorchDispatchMode):
             self._begin(storage)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.operate(func, types, args, kwargs or {})
+
+    def operate(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """One operation. Subclasses extend this one: torch would wrap each ``__torch_dispatch__``, which takes time."""
         if is_of_all_ranks(types):
             return NotImplemented
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
+        result = func(*args, **kwargs)
+        for leaf in [result] if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._add(leaf)
         self._note_peak()

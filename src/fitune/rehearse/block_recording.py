@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from fitune.measure.device_rates import computes
 from fitune.models.language_model import blocks_of, body_of, embeds_for_blocks
 from fitune.rehearse.deep_update import parameter_keys
-from fitune.rehearse.recorder import Recorder
+from fitune.rehearse.recorder import DEVICE, Recorder
 from fitune.rehearse.shapes import BLOCK_NUMBERS
 from fitune.rehearse.stand_ins import StandIns
 from fitune.rehearse.step import full_stream, rehearsed
@@ -121,10 +121,11 @@ class _BlockRecorder(Recorder):
     def _note_output(self, module: nn.Module, args: Any, output: Any) -> None:
         self.outputs[self.turn] = self._serials[output.last_hidden_state.untyped_storage()._cdata]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        if computes(func) and not func._schema.name.startswith("prim::"):
-            self.work.append(work_of(func, args, kwargs or {}, result, event=len(self.trace.events)))
+    def operate(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Its work is counted, too."""
+        result = super().operate(func, types, args, kwargs)
+        if func is not DEVICE and computes(func) and not func._schema.name.startswith("prim::"):
+            self.work.append(work_of(func, args, kwargs, result, event=len(self.trace.events)))
         return result
 
 

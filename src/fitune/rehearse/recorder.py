@@ -22,6 +22,9 @@ from fitune.spec.plan import Plan, Zero
 from fitune.spec.predictions import Phase
 from fitune.spec.rules import require_rules
 
+DEVICE = torch.ops.prim.device.default
+"""Fake tensors are asked for their device by an operation, more often than they compute."""
+
 
 class Recorder(LiveTensors):
     """LiveTensors that also writes down what happened, and answers what a fake tensor cannot (StandIns)."""
@@ -45,8 +48,9 @@ class Recorder(LiveTensors):
                 self._add(tensor)
         self._kind = None
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:
+    def operate(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Written down, with the workspace of a CUDA kernel around it."""
+        if func is DEVICE:
             return args[0].fake_device
         if is_of_all_ranks(types):
             return NotImplemented
@@ -55,7 +59,7 @@ class Recorder(LiveTensors):
             serial = next(self._numbers)
             self.trace.events.append(Allocated(serial, workspace))
             self.current_bytes += workspace
-        result = super().__torch_dispatch__(self._stand_ins.instead_of(func), types, args, kwargs)
+        result = super().operate(self._stand_ins.instead_of(func), types, args, kwargs)
         if workspace:
             self.current_bytes -= workspace
             self.trace.events.append(Freed(serial))
