@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,18 +10,6 @@ import pytest
 from models.streams import forward_backward
 
 BENCH = Path(__file__).parents[2] / "bench"
-WITHOUT = """
-import runpy, sys
-class Missing:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("datasets", "trl"):
-            raise ImportError(name)
-sys.meta_path.insert(0, Missing())
-sys.path.insert(0, {bench!r})
-import gpu_speed
-sys.argv = ["gpu_memory.py", "--shapes", "tiny", "--cases", "lora", "--out", {out!r}]
-runpy.run_path({bench!r} + "/gpu_memory.py", run_name="__main__")
-"""
 
 
 @pytest.fixture
@@ -31,13 +18,16 @@ def benches(monkeypatch):
     return BENCH
 
 
-def test_memory_is_compared_by_phase_without_what_reads_data(tmp_path):
+def test_memory_is_compared_by_phase_without_what_reads_data(benches, monkeypatch, tmp_path):
     """datasets and trl are not at hand on every machine with a GPU."""
-    script = WITHOUT.format(bench=str(BENCH), out=str(tmp_path))
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script], check=False, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    for name in ("datasets", "trl"):
+        monkeypatch.setitem(sys.modules, name, None)  # an import of it fails
+    for name in ("gpu_cases", "gpu_speed", "gpu_memory"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    importlib.import_module("gpu_speed")
+    words = ["gpu_memory.py", "--shapes", "tiny", "--cases", "lora", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", words)
+    assert importlib.import_module("gpu_memory").main() == 0
     content = json.loads((tmp_path / "gpu_memory.json").read_text())
     assert content["is_gpu"] is False
     assert [case["recompute"] for case in content["cases"]] == [0, 4]
