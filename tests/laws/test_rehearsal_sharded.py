@@ -153,8 +153,14 @@ def test_packed_words_and_their_scales_are_divided(base):
     assert memory.tensor_peak_bytes == pytest.approx(tensor_peak(trace), rel=TOLERANCE)
 
 
-def test_a_rank_holds_its_share_of_weights_and_states():
-    plan, trace = rehearsed("llama", 3, tuning="full", precision="bf16-master")
+@pytest.fixture(scope="module")
+def full():
+    """Plan and trace of full fine-tuning at stage 3, all recomputed."""
+    return rehearsed("llama", 3, tuning="full", precision="bf16-master", recompute=4)
+
+
+def test_a_rank_holds_its_share_of_weights_and_states(full):
+    plan, trace = full
     idle = peaks_by_kind(trace, on_cuda=False)[Phase.IDLE]
     share = weights_share_bytes(plan)
     buffers = 2 * 4 * 8  # the rotary frequencies, kept twice
@@ -162,17 +168,13 @@ def test_a_rank_holds_its_share_of_weights_and_states():
     assert idle["optimizer"] == pytest.approx(6 * share, rel=0.001)  # fp32 master and two states
 
 
-def test_hybrid_shares_within_a_node():
-    plan, trace = rehearsed("llama", 3, hybrid=True, tuning="lora", precision="bf16")
-    idle = peaks_by_kind(trace, on_cuda=False)[Phase.IDLE]
-    estimated = predict_memory(plan).phases[Phase.IDLE]
-    assert sum(idle.values()) == pytest.approx(sum(estimated.values()), rel=0.002)
-
-
-def test_hybrid_holds_what_the_nodes_summed_to_the_end_of_backward():
+def test_hybrid_shares_within_a_node_and_holds_what_the_nodes_summed_to_the_end_of_backward():
     choice = {"tuning": "full", "precision": "bf16-master", "recompute": 4, "accumulation": 2}
     plan, trace = rehearsed("llama", 3, hybrid=True, **choice)
     assert_predicted(plan, trace)
+    idle = peaks_by_kind(trace, on_cuda=False)[Phase.IDLE]
+    estimated = predict_memory(plan).phases[Phase.IDLE]
+    assert sum(idle.values()) == pytest.approx(sum(estimated.values()), rel=0.002)
 
 
 @pytest.mark.parametrize(
@@ -185,9 +187,9 @@ def test_what_fake_tensors_cannot_run_is_refused(sharding, named):
         trace_plan(plan, config, exact=True)
 
 
-def test_fsdp_gathers_and_sums_on_streams_of_their_own():
+def test_fsdp_gathers_and_sums_on_streams_of_their_own(full):
     """Root and four blocks gathered on the way there, four again on the way back: none of it may serve compute."""
-    _, trace = rehearsed("llama", 3, tuning="full", precision="bf16-master", recompute=4)
+    _, trace = full
     streams = Counter(event.stream for event in trace.events if isinstance(event, Allocated))
     assert sorted(streams) == [0, 1, 2]
     assert streams[1] == 1 + 4 + 4
