@@ -15,11 +15,14 @@ CHOICES = [
     {"tuning": "lora", "precision": "bf16", "recompute": 2, "chunk": 64},
     {"tuning": "full", "precision": "fp32", "recompute": 4, "chunk": 64},
 ]
+AS_LLAMA = {"mistral", "qwen2"}
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(7)
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: "-".join(map(str, choice.values())))
-@pytest.mark.parametrize("family", [family for family in FAMILIES if tiny(family)[1].has_liger_kernels])
+@pytest.mark.parametrize(
+    "family", [f for f in FAMILIES if f not in AS_LLAMA and tiny(f)[1].has_liger_kernels]
+)
 def test_estimate_and_rehearsal_agree(family, choice):
     config, spec = tiny(family)
     plan = plan_for(
