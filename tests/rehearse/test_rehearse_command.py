@@ -8,10 +8,11 @@ import pytest
 from fitune.cli import main
 from fitune.errors import ModelError
 from fitune.models.readers import model_config
+from fitune.rehearse import step
 from fitune.rehearse.step import record_step, rehearse
 from fitune.rehearse.trace import peaks_by_kind
 from fitune.spec.plan import Sgd
-from fitune.spec.predictions import Phase
+from fitune.spec.predictions import Phase, Rehearsal
 from plans import gpu, known, plan_for
 from rehearse.tiny_configs import tiny
 
@@ -27,10 +28,10 @@ def fitune(capsys, monkeypatch, *words):
 
 
 def test_json_is_the_plan_with_a_rehearsal(capsys, monkeypatch):
-    code, out, _ = fitune(capsys, monkeypatch, "rehearse", *QWEN, "lora", "--json")
+    code, out, err = fitune(capsys, monkeypatch, "rehearse", *QWEN, "lora", "--json")
     content = json.loads(out)
     rehearsal = content["rehearsal"]
-    assert code == 0
+    assert (code, err) == (0, "")
     assert content["model"]["num_layers"] == 28
     assert set(rehearsal["phases"]) == {phase.value for phase in Phase}
     peak = max(sum(kinds.values()) for kinds in rehearsal["phases"].values())
@@ -41,9 +42,20 @@ def test_json_is_the_plan_with_a_rehearsal(capsys, monkeypatch):
 
 
 def test_text_is_a_table_of_phases(capsys, monkeypatch):
+    found = Rehearsal(
+        phases={phase: {"weights": 2**30} for phase in Phase}, outside={"context": 1}, reserved_bytes=2**31,
+        layers_traced=4,
+    )  # fmt: skip
+    monkeypatch.setattr(step, "rehearse", lambda plan, **_: found)
     code, out, err = fitune(capsys, monkeypatch, "rehearse", *QWEN, "full")
     assert (code, err) == (0, "")
-    for words in ("estimated", "rehearsed", "peak of tensors", "of 28 blocks traced", "would reserve"):
+    for words in (
+        "estimated",
+        "rehearsed",
+        "peak of tensors",
+        "4 of 28 blocks traced",
+        "would reserve 2.00 GiB",
+    ):
         assert words in out
     for phase in Phase:
         assert phase.value in out
@@ -59,7 +71,7 @@ def test_weights_and_states_are_counted_to_the_byte():
 
 def test_a_gpu_before_ampere_repeats_the_key_heads():
     """FlashAttention reads grouped heads; the memory-efficient kernel keeps them repeated."""
-    config, spec = tiny("llama")
+    config, spec = tiny("llama", num_hidden_layers=2)
     peaks = {}
     for name in ("v100-32gb", "a100-40gb"):
         plan = plan_for(spec, tuning="lora", precision="fp16", seq_len=512, chunk=64, hardware=gpu(name))
