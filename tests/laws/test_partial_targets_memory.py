@@ -26,11 +26,6 @@ COMMON = {
     "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 SMALL = {
-    "granitemoehybrid": {
-        "layer_types": ["mamba", "mamba", "attention", "mamba", "mamba"], "shared_intermediate_size": 48,
-        "num_local_experts": 0, "num_experts_per_tok": 0, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8,
-        "mamba_chunk_size": 24, "mamba_n_groups": 1,
-    },
     "qwen3_5_text": {
         "layer_types": [*["linear_attention"] * 2, "full_attention", *["linear_attention"] * 2],
         "head_dim": 8,
