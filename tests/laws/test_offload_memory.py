@@ -3,15 +3,16 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from fitune.estimate.parameters import weights_bytes
 from fitune.measure.memory import LiveTensors
-from fitune.spec.plan import Dense, Nf4, Offload
+from fitune.spec.plan import Nf4, Offload
 from fitune.spec.predictions import Phase
 from laws import test_rehearsal_real_step
 from laws.test_memory_prediction import ROWS, bench, measured_peaks
 from laws.test_rehearsal_estimate import check
-from plans import CPU, gpu, plan_for
+from plans import gpu, plan_for
 from rehearse.tiny_configs import tiny
 
 ALL = bench.LAYERS
@@ -33,23 +34,21 @@ def measured_peak(plan):
     return max(measured_peaks(plan).values())
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(
     ("offload", "tuning", "precision", "recompute", "accumulation"),
     [
         (ACTIVATIONS, "full", "bf16", ALL // 2, 2), (ACTIVATIONS, "full", "fp32", 0, 1),
-        (ACTIVATIONS, "full", "bf16", ALL, 1), (ACTIVATIONS, "lora", "bf16", ALL, 1),
-        (ACTIVATIONS, "lora", "fp32", 0, 1), (ACTIVATIONS, "lora", "bf16", ALL // 2, 2),
-        (OPTIMIZER, "full", "bf16-master", ALL // 2, 2), (OPTIMIZER, "full", "fp32", 0, 1),
-        (OPTIMIZER, "full", "fp16", ALL, 1), (OPTIMIZER, "lora", "fp32", ALL, 1),
-        (OPTIMIZER, "lora", "bf16-master", 0, 2), (OPTIMIZER, "lora", "bf16", ALL // 2, 1),
+        (ACTIVATIONS, "lora", "bf16", ALL, 1), (ACTIVATIONS, "lora", "fp32", 0, 1),
+        (OPTIMIZER, "full", "bf16-master", ALL // 2, 2), (OPTIMIZER, "full", "fp16", ALL, 1),
+        (OPTIMIZER, "lora", "fp32", ALL, 1), (OPTIMIZER, "lora", "bf16-master", 0, 2),
         (STATES, "full", "fp32", 0, 1), (STATES, "full", "bf16", ALL // 2, 2), (ALL_THREE, "full", "bf16", ALL, 1),
-        (FROZEN, "lora", "bf16-master", 0, 2), (FROZEN, "lora", "fp32", ALL // 2, 1), (FROZEN, "lora", "bf16", ALL, 1),
-        (ALL_THREE, "lora", "fp32", 0, 1),
+        (FROZEN, "lora", "fp32", ALL // 2, 1), (ALL_THREE, "lora", "fp32", 0, 1), (FROZEN, "lora", "bf16", ALL, 1),
+        (FROZEN, "lora", "bf16-master", 0, 2),
     ],
 )  # fmt: skip
 def test_what_is_on_the_host_is_the_real_step(model, offload, tuning, precision, recompute, accumulation):
-    """Estimated and rehearsed: of every third row always."""
+    """Estimated and rehearsed: of every fourth row always."""
     plan = plan_of(
         model, offload, tuning=tuning, precision=precision, recompute=recompute, accumulation=accumulation
     )  # fmt: skip
@@ -79,25 +78,23 @@ class Budget(LiveTensors):
 
 
 @pytest.mark.parametrize(
-    ("tuning", "base", "offload"),
-    [("full", Dense(), ALL_THREE), ("lora", Dense(), FROZEN), ("lora", Nf4(), FROZEN)],
-    ids=["full", "lora", "qlora"],
+    ("tuning", "offload"), [("full", ALL_THREE), ("lora", FROZEN)], ids=["full", "qlora"]
 )
-def test_a_model_of_four_times_the_budget_trains(tuning, base, offload, monkeypatch):
+def test_a_model_of_four_times_the_budget_trains(tuning, offload, monkeypatch):
     """32 blocks; the device is given a quarter of what the model's weights alone take."""
     pytest.importorskip("bitsandbytes")
     monkeypatch.setitem(bench.CONFIG, "num_hidden_layers", 32)
     monkeypatch.setitem(bench.CONFIG, "vocab_size", 200)
     plan = plan_of(bench.small_model(), offload, tuning=tuning, precision="bf16", recompute=32)
     if tuning == "lora":
-        plan = replace(plan, tuning=replace(plan.tuning, base=base, rank=1, targets=("q_proj",)))
+        plan = replace(plan, tuning=replace(plan.tuning, base=Nf4(), rank=1, targets=("q_proj",)))
     monkeypatch.setattr(Budget, "budget_bytes", weights_bytes(plan) // 4)
     monkeypatch.setattr(bench, "LiveTensors", Budget)
     rows = bench.random_rows((8, 8), vocab_size=plan.model.vocab_size)
     peaks = bench.measured_peaks(plan, rows)
     assert max(peaks.values()) <= weights_bytes(plan) // 4
     with pytest.raises(MemoryError):
-        bench.measured_peaks(replace(plan, offload=Offload()), rows)
+        Budget([torch.empty(weights_bytes(plan), dtype=torch.uint8)])
 
 
 def test_the_device_holds_neither_states_nor_all_gradients(model):
@@ -108,33 +105,23 @@ def test_the_device_holds_neither_states_nor_all_gradients(model):
     assert update == pytest.approx(bench.measured_peaks(kept, rows)[Phase.UPDATE] / 4, rel=0.01)
 
 
-@pytest.mark.parametrize("recompute", [0, ALL // 2])
-def test_activations_on_the_host_are_gone_from_the_device(model, recompute):
+def test_activations_on_the_host_are_gone_from_the_device(model):
     """Six blocks keep what they keep; on the device are those of two."""
-    kept = plan_of(model, Offload(), tuning="lora", precision="fp32", recompute=recompute)
+    kept = plan_of(model, Offload(), tuning="lora", precision="fp32", recompute=0)
     gone = replace(kept, offload=ACTIVATIONS)
     block = (
         112 * 4 * (2 * 129 + 2 * 128 + 3 * 352)
     )  # t · e · (norms, attention's ends, gate, its activation, up)
-    assert measured_peak(kept) - measured_peak(gone) > (ALL - recompute - 2) * block
+    assert measured_peak(kept) - measured_peak(gone) > (ALL - 2) * block
 
 
 @pytest.mark.thinned(5)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "mixtral"])
-@pytest.mark.parametrize(
-    ("hardware", "offload", "tuning"),
-    [
-        (gpu("h100"), ACTIVATIONS, "lora"),
-        (gpu("h100"), OPTIMIZER, "full"),
-        (gpu("h100"), FROZEN, "lora"),
-        (gpu("h100"), STATES, "full"),
-        (CPU, ACTIVATIONS, "lora"),
-    ],
-)
-def test_estimate_and_rehearsal_agree(family, hardware, offload, tuning):
+@pytest.mark.parametrize(("offload", "tuning"), [(ACTIVATIONS, "lora"), (FROZEN, "lora"), (STATES, "full")])
+def test_estimate_and_rehearsal_agree(family, offload, tuning):
     config, spec = tiny(family)
     plan = plan_for(
-        spec, hardware=hardware, tuning=tuning, precision="bf16", recompute=1, seq_len=128, rows=2, chunk=64,
+        spec, hardware=gpu("h100"), tuning=tuning, precision="bf16", recompute=1, seq_len=128, rows=2, chunk=64,
         offload=offload,
     )  # fmt: skip
     check(plan, config)
