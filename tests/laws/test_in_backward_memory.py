@@ -40,7 +40,7 @@ def test_estimate_rehearsal_and_real_step_agree(model, optimizer, tuning, precis
     check_all(plan)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     ("tuning", "precision", "recompute", "hardware"),
