@@ -5,15 +5,12 @@ import errno
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections import namedtuple
 from pathlib import Path
 
 import pytest
 
-from checkpoint import killed_saves
-from checkpoint.killed_saves import same, save, state_of
+from checkpoint.killed_saves import same, save, save_as_ranks, shares_of, state_of
 from checkpoint.saves import names
 from fitune.checkpoint.commit import read_commit, sealed, verify
 from fitune.checkpoint.resume import load_checkpoint, newest_checkpoint
@@ -32,32 +29,52 @@ def two_saved(tmp_path):
 # Row 1: kill -9 at every stage of a save
 
 
-def test_killed_before_any_of_its_system_calls_a_save_is_whole_or_absent(tmp_path):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    printed = subprocess.run(
-        [sys.executable, killed_saves.__file__, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=120,
-    )
-    assert printed.returncode == 0, printed.stderr
-    alone, together = (json.loads(line) for line in printed.stdout.splitlines() if line.startswith("["))
-    stages = (
-        "mkdir", "model.safetensors", "write", "state.json", "rename", "symlink", "pruned-step-1", "rmdir",
-    )  # fmt: skip
-    require_whole_or_absent(alone, stages)
-    of_ranks = ("model-rank0.safetensors", "optimizer-rank1.safetensors", "slices.json")
-    require_whole_or_absent(together, (*stages, *of_ranks))
+CHANGES = ("mkdir", "open", "write", "rename", "replace", "symlink", "unlink", "rmdir")
 
 
-def require_whole_or_absent(attempts, stages):
-    calls = [attempt["call"] for attempt in attempts]
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_killed_before_any_of_its_system_calls_a_save_is_whole_or_absent(tmp_path, monkeypatch, ranks):
+    """What the disk has before a call is what kill -9 leaves there: each is copied, then read and saved into."""
+    start, run, calls = tmp_path / "start", tmp_path / "run", []
+    for step in (1, 2):
+        save(start, state_of(step), keep=2, eval_loss=float(step))
+    shutil.copytree(start, run, symlinks=True)  # no file of it is known to this process
+
+    def copy(call):
+        folder = tmp_path / f"killed-{len(calls)}"
+        calls.append("copying")
+        shutil.copytree(run, folder, symlinks=True)
+        calls[-1] = call
+
+    def noted(name, real):
+        def call(*words, **named):
+            if calls[-1:] != ["copying"]:
+                copy(f"{name} {words[0]}")
+            return real(*words, **named)
+
+        return call
+
+    with monkeypatch.context() as patched:
+        for name in CHANGES:
+            patched.setattr(os, name, noted(name, getattr(os, name)))
+        if ranks == 1:
+            save(run, state_of(3), keep=1, eval_loss=0.5)
+        else:
+            save_as_ranks(run, shares_of(state_of(3), ranks), keep=1, eval_loss=0.5)
+    copy("none")
     commit = next(i for i, call in enumerate(calls) if call.startswith("rename") and "/.tmp-step-3-" in call)
-    assert all(attempt["intact"] and attempt["tidy"] and not attempt["warnings"] for attempt in attempts)
-    assert [attempt["found"] for attempt in attempts] == [2] * (commit + 1) + [3] * (
-        len(attempts) - commit - 1
-    )
+    for number, call in enumerate(calls):
+        left = tmp_path / f"killed-{number}"
+        found, step = newest_checkpoint(left), 2 if number <= commit else 3
+        assert (found.path.name, found.warnings) == (f"step-{step}", ()), call
+        assert same(load_checkpoint(found.path), state_of(step)), call
+        save(left, state_of(4), keep=1, eval_loss=0.1)
+        assert names(left) == ["LINE", "best", "latest", "step-4"], call
+    stages = [
+        "mkdir", "model.safetensors", "write", "state.json", "rename", "symlink", "pruned-step-1", "rmdir",
+    ]  # fmt: skip
+    if ranks == 2:
+        stages += ["model-rank0.safetensors", "optimizer-rank1.safetensors", "slices.json"]
     assert all(any(stage in call for call in calls) for stage in stages)
 
 
