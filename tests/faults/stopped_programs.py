@@ -1,13 +1,12 @@
-"""The program with a place to be stopped at: ``stopped_programs.py PLACE ARGUMENTS``, where PLACE is a function.
+"""The program with a place to be stopped at: ``stopped_programs.py PLACE N ARGUMENTS``, where PLACE is a function.
 
-Its ``n``-th call prints READY and waits for a signal; a call inside a step does so until the step is done.
+Its N-th call prints READY and waits for a signal.
 """
 
 import pkgutil
 import signal
 import sys
 import time
-from pathlib import Path
 
 import torch
 
@@ -24,8 +23,6 @@ def wait_in(target, call):
             print("READY", flush=True)
             for _ in range(12_000):
                 time.sleep(0.01)  # a signal's handler runs in between
-                if Path(sys.argv[0]).exists():
-                    break
         return real(*words, **named)
 
     setattr(owner, name, waiting)
@@ -35,7 +32,7 @@ if __name__ == "__main__":
     # What was started in the background ignores SIGINT, and so does all that it starts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
-    target, call, go_on, *words = sys.argv[1:]
+    target, call, *words = sys.argv[1:]
     wait_in(target, int(call))
-    sys.argv = [go_on, *words]
+    sys.argv[1:] = words
     main()

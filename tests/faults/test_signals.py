@@ -1,7 +1,6 @@
 """Row 3 of the fault table: one signal lets the step be finished, the next stops at once, and the exit code is the
 signal's own, whatever the program was doing."""
 
-import json
 import os
 import signal
 import subprocess
@@ -11,25 +10,25 @@ import pytest
 
 from faults import stopped_programs
 from faults.faulty_ranks import until_ready
+from fitune.models.language_model import LanguageModel
 from fitune.session.signals import EXIT_CODES, StopRequest
 from fitune.spec.rank_status import LAUNCHER
-from runs import set_words
+from runs import report_of, set_words
 
 TERM, INT = signal.SIGTERM, signal.SIGINT
 slow, weekly = pytest.mark.slow, pytest.mark.weekly
-BACKWARD = "fitune.models.language_model.LanguageModel.loss_and_gradient"
 
 
 @pytest.fixture
-def program(tmp_path, settings):
-    """The command line in a process of its own that waits in a function until ``tmp_path/go`` is there."""
+def program(settings):
+    """The command line in a process of its own that waits in a function."""
 
     def begin(target, *words, call=1):
         if words[0] == "train":
             three = {"max_steps": 3, "gradient_accumulation_steps": 1, "save_steps": 1}
             words = (*words, *set_words(settings | three))
         started = subprocess.Popen(
-            [sys.executable, stopped_programs.__file__, target, str(call), str(tmp_path / "go"), *words],
+            [sys.executable, stopped_programs.__file__, target, str(call), *words],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         until_ready(started)
@@ -46,36 +45,49 @@ def _end(started):
 
 @pytest.mark.parametrize(
     ("signals", "code"),
-    [
-        ((TERM, TERM), 143),
-        pytest.param((INT, TERM), 143, marks=weekly),
-        pytest.param((TERM, INT), 130, marks=slow),
-    ],
+    [((TERM,), 143), ((INT,), 130), ((TERM, TERM), 143), ((INT, TERM), 143), ((TERM, INT), 130)],
 )
-def test_the_second_signal_stops_at_once_with_its_own_code(program, tmp_path, signals, code):
-    started = program(BACKWARD, "train", call=2)
-    assert started.stderr is not None
-    started.send_signal(signals[0])
-    while "stopping after this step" not in (line := started.stderr.readline()):
-        assert line, "it ended and did not say that it stops"
-    started.send_signal(signals[1])
-    ended, _ = _end(started)
-    assert ended == code
-    assert json.loads((tmp_path / "run/report.json").read_text())["status"] == "interrupted"
+def test_one_signal_lets_the_step_be_finished_and_the_second_stops_at_once(
+    train, tmp_path, monkeypatch, signals, code
+):
+    """They come while the second step goes backward."""
+    real, calls = LanguageModel.loss_and_gradient, []
+
+    def signalled(*words, **named):
+        calls.append("backward")
+        if len(calls) == 2:
+            for number in signals:
+                signal.raise_signal(number)
+        return real(*words, **named)
+
+    def not_handled(number, frame):
+        pytest.fail("no handler is there")
+
+    before = {number: signal.signal(number, not_handled) for number in (TERM, INT)}
+    monkeypatch.setattr(LanguageModel, "loss_and_gradient", signalled)
+    try:
+        ended = train(max_steps=3, gradient_accumulation_steps=1, save_steps=1)
+        assert all(signal.getsignal(number) is not_handled for number in before)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert ended.code == code
+    is_finished = len(signals) == 1
+    assert ("the step was finished and saved" in ended.out) is is_finished
+    assert (tmp_path / "run/checkpoints/step-2/COMMIT").is_file() is is_finished
+    assert report_of(tmp_path / "run").status == "interrupted"
 
 
 @slow
-def test_one_signal_lets_the_step_be_finished(program, tmp_path):
-    started = program(BACKWARD, "train", call=2)
+def test_the_second_signal_ends_the_program_with_its_own_code(program, tmp_path):
+    started = program("fitune.models.language_model.LanguageModel.loss_and_gradient", "train", call=2)
     assert started.stderr is not None
     started.send_signal(TERM)
     while "stopping after this step" not in (line := started.stderr.readline()):
         assert line, "it ended and did not say that it stops"
-    (tmp_path / "go").touch()
-    code, printed = _end(started)
-    assert code == 143
-    assert "the step was finished and saved" in printed
-    assert (tmp_path / "run/checkpoints/step-2/COMMIT").is_file()
+    started.send_signal(INT)
+    assert _end(started)[0] == 130
+    assert report_of(tmp_path / "run").status == "interrupted"
 
 
 @pytest.mark.parametrize(
