@@ -7,6 +7,7 @@ Time and memory have no limit: Ctrl-C ends an endless template.
 import re
 import time
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import jinja2
@@ -27,10 +28,9 @@ class SafeTemplate:
     """A compiled chat template. Raises DataError when the source is no valid Jinja."""
 
     def __init__(self, source: str, *, name: str) -> None:
-        self._environment = _environment()
         self._name = name
         try:
-            self._template = self._environment.from_string(source)
+            self._environment, self._template = _compiled(source)
         except jinja2.TemplateSyntaxError as error:
             raise DataError(f"{name}, line {error.lineno}: {error.message}") from None
         except RecursionError:
@@ -39,8 +39,6 @@ class SafeTemplate:
             Exception
         ) as error:  # compiling runs the template's constant expressions, which may raise anything
             raise DataError(f"{name}: {str(error) or type(error).__name__}") from None
-        # as Jinja has them, copying them takes half the time of a rendering
-        self._template.globals = dict(self._template.globals)
 
     @property
     def has_marks(self) -> bool:
@@ -78,6 +76,16 @@ class _GenerationBlock(Extension):
 
     def _mark(self, caller: Any) -> str:
         return f"{MARK_OPEN}{caller()}{MARK_CLOSE}"
+
+
+@lru_cache(maxsize=8)
+def _compiled(source: str) -> tuple[Any, Any]:
+    """The sandbox and the template in it: a run asks for the same one again and again."""
+    environment = _environment()
+    template = environment.from_string(source)
+    # as Jinja has them, copying them takes half the time of a rendering
+    template.globals = dict(template.globals)
+    return environment, template
 
 
 def _environment() -> Any:
