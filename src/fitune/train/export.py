@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -191,8 +192,6 @@ def _name(dtype: torch.dtype) -> str:
 
 def model_card(plan: Plan, report: RunReport, *, kind: str) -> str:
     """README.md of an export of this kind (train/again.py): figures, plan, and the recipe to do it again."""
-    import jinja2
-
     file, recipe = Path(plan.run.output_dir) / "recipe.yaml", ""
     if file.is_file():  # a run that was started from Python has none
         recipe = read_text(file, follow_links=False).rstrip()
@@ -200,11 +199,7 @@ def model_card(plan: Plan, report: RunReport, *, kind: str) -> str:
     places = {
         "weights": offload.parameters, "optimizer": offload.optimizer, "activations": offload.activations,
     }  # fmt: skip
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), undefined=jinja2.StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
-    )  # fmt: skip
-    text: str = environment.get_template("card.md").render(
+    text: str = _card().render(
         plan=plan, report=report, kind=kind, recipe=recipe, way=type(tuning).__name__,
         base="" if Path(plan.model_path).expanduser().is_dir() else plan.model_path,  # the Hub refuses a path
         sources=", ".join(Path(one.path).name for one in plan.data.sources),
@@ -215,6 +210,17 @@ def model_card(plan: Plan, report: RunReport, *, kind: str) -> str:
         count=format_count, seconds=format_seconds, bytes=format_bytes,
     )  # fmt: skip
     return text
+
+
+@cache
+def _card() -> Any:
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), undefined=jinja2.StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
+    )  # fmt: skip
+    return environment.get_template("card.md")
 
 
 IMPORTED = frozenset({
