@@ -2,7 +2,9 @@
 
 import json
 import pickle
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,9 +32,14 @@ def base(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def written(base):
+    return write(with_adapter(AutoModelForCausalLM.from_pretrained(base)), base.parent / "adapter")
+
+
 @pytest.fixture
-def adapter(tmp_path):
-    return write(with_adapter(tiny_base(tmp_path / "base")), tmp_path / "adapter")
+def adapter(written, tmp_path):
+    return Path(shutil.copytree(written, tmp_path / "adapter"))
 
 
 def key(weights, part):

@@ -2,12 +2,16 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
+import fitune
+from conftest import settings_of
 from fitune.data.dataset import TokenDataset
 from fitune.data.loader import Loader
 from fitune.errors import SystemFailed
+from fitune.session.train import training
 from fitune.spec import hub
 from fitune.spec.plan import Batch
 from runs import contents, report_of
@@ -117,18 +121,28 @@ def test_a_disk_that_fills_up_on_the_way_is_a_failure(train, tmp_path, monkeypat
 # A run that is there already (rows 4, 7 and 9)
 
 
-def test_a_complete_run_is_left_alone_unless_other_settings_are_wanted(train, tmp_path):
-    assert train(save_steps=1)[0] == 0
-    before = contents(tmp_path / "run")
+@pytest.fixture(scope="module")
+def earlier(model_folder, data_file, tmp_path_factory):
+    """Settings of a run that is complete, of a model and rows of its own: what a test changes there it puts back."""
+    folder = tmp_path_factory.mktemp("earlier")
+    model, rows = copy_of(model_folder, folder / "model"), shutil.copy(data_file, folder / "rows.jsonl")
+    settings = settings_of(model, rows, folder / "run", save_steps=1)
+    fitune.train(**settings)
+    return settings
+
+
+def test_a_complete_run_is_left_alone_unless_other_settings_are_wanted(train, earlier):
+    run = Path(earlier["output_dir"])
+    before = contents(run)
     for words in ((), ("--resume",)):
-        train(*words, save_steps=1).ends(0, "already complete")
-    train(save_steps=1, learning_rate=5e-3).ends(2, "schedule.learning_rate", "0.005")
-    train(save_steps=1, max_steps=4).ends(2, "--resume")
-    assert contents(tmp_path / "run") == before
-    assert train("--resume", save_steps=1, max_steps=4)[0] == 0
+        train(*words, **earlier).ends(0, "already complete")
+    train(**earlier | {"learning_rate": 5e-3}).ends(2, "schedule.learning_rate", "0.005")
+    train(**earlier | {"max_steps": 4}).ends(2, "--resume")
+    assert contents(run) == before
 
 
-def test_a_run_made_longer_still_compares_its_samples(train, tmp_path):
+def test_a_run_made_longer_still_compares_its_samples(train, tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "_SAMPLE_TOKENS", 2)
     settings = {"save_steps": 1, "val_fraction": 0.2}
     assert train(**settings, samples=1)[0] == 0
     assert train("--resume", **settings, samples=2, max_steps=3)[0] == 0
@@ -137,24 +151,21 @@ def test_a_run_made_longer_still_compares_its_samples(train, tmp_path):
     assert "not asked" in second.before
 
 
-def test_resume_refuses_rows_that_changed_under_the_same_name(train, data_file, tmp_path):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(data_file.read_text())
-    assert train(data=rows, save_steps=1)[0] == 0
-    rows.write_text(data_file.read_text().replace("plus", "minus"))
-    before = contents(tmp_path / "run")
-    train("--resume", data=rows, save_steps=1, max_steps=4).ends(2, "training rows changed")
-    assert contents(tmp_path / "run") == before
-
-
-def test_resume_refuses_a_base_that_changed_under_the_same_name(train, model_folder, tmp_path):
-    model = copy_of(model_folder, tmp_path / "model")
-    assert train(model=model, save_steps=1)[0] == 0
-    weights = (model / "model.safetensors").read_bytes()
-    (model / "model.safetensors").write_bytes(weights[:-4] + bytes(4))
-    train("--resume", model=model, save_steps=1, max_steps=4).ends(2, "weights in")
-    (model / "model.safetensors").write_bytes(weights)
-    assert train("--resume", model=model, save_steps=1, max_steps=4)[0] == 0
+def test_resume_refuses_rows_and_a_base_that_changed_under_the_same_name(train, earlier):
+    run = Path(earlier["output_dir"])
+    before = contents(run)
+    for file, said in (
+        (Path(earlier["data"]), "training rows changed"),
+        (Path(earlier["model"]) / "model.safetensors", "weights in"),
+    ):
+        content = file.read_bytes()
+        file.write_bytes(
+            content.replace(b"plus", b"minus") if file.suffix == ".jsonl" else content[:-4] + bytes(4)
+        )
+        ended = train("--resume", **earlier | {"max_steps": 4})
+        file.write_bytes(content)
+        ended.ends(2, said)
+        assert contents(run) == before
 
 
 def test_resume_starts_anew_only_when_there_was_nothing(train, tmp_path):
@@ -166,9 +177,8 @@ def test_resume_starts_anew_only_when_there_was_nothing(train, tmp_path):
     assert contents(tmp_path / "run") == before
 
 
-def test_resume_from_the_directory_of_a_run_names_its_checkpoint(train, tmp_path):
-    assert train(save_steps=1)[0] == 0
-    train(output_dir=tmp_path / "other", resume=tmp_path / "run").ends(2, "checkpoints/step-2")
+def test_resume_from_the_directory_of_a_run_names_its_checkpoint(train, earlier, tmp_path):
+    train(output_dir=tmp_path / "other", resume=earlier["output_dir"]).ends(2, "checkpoints/step-2")
 
 
 def test_the_report_says_when_a_run_has_not_ended(call, shop, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import fitune
+from conftest import settings_of
 from fitune.checkpoint import export
 from fitune.errors import CheckpointError
 from fitune.spec.machines.gpus import find_gpu, hardware_for
@@ -28,11 +31,12 @@ def raising(error):
     return fail
 
 
-@pytest.fixture
-def whole(train, tmp_path):
-    """The same run, undisturbed."""
-    assert train(output_dir=tmp_path / "whole", **MERGED)[0] == 0
-    return tmp_path / "whole"
+@pytest.fixture(scope="module")
+def whole(model_folder, data_file, tmp_path_factory):
+    """The same run, undisturbed: an adapter and the merged model."""
+    folder = tmp_path_factory.mktemp("undisturbed") / "whole"
+    fitune.train(**settings_of(model_folder, data_file, folder, **MERGED))
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -75,12 +79,12 @@ def test_a_merge_that_fails_leaves_the_adapter_and_can_be_done_again(
 
 def test_killed_while_merging_it_is_exported_without_training_again(train, call, whole, tmp_path):
     """As a kill -9 leaves it: no report, the adapter of the last step."""
-    run = whole.rename(tmp_path / "killed")
-    (run / "merged").rename(tmp_path / "merged")
+    run = shutil.copytree(whole, tmp_path / "killed")
+    shutil.rmtree(run / "merged")
     (run / "report.json").unlink()
     train("--resume", output_dir=run, **MERGED).ends(2, f"fitune export {run}")
     call("export", run).ends(0, f"read from {run / 'adapter'}")
-    assert same_weights(run / "merged", tmp_path / "merged")
+    assert same_weights(run / "merged", whole / "merged")
     report = report_of(run)
     assert (report.status, report.steps, Path(report.exported).name) == ("complete", 2, "merged")
 
@@ -95,11 +99,13 @@ def test_killed_while_merging_it_is_exported_without_training_again(train, call,
     ],
 )
 def test_an_adapter_or_a_model_that_fails_can_be_exported_again(
-    train, call, tmp_path, monkeypatch, tuning, kind, how
+    train, call, whole, tmp_path, monkeypatch, tuning, kind, how
 ):
     folder = {"adapter": "adapter", "full": "model"}[kind]
     words = {"tuning": tuning, "export": kind, "save_steps": 2 if how == "checkpoint" else 0}
-    assert train(output_dir=tmp_path / "whole", **words)[0] == 0
+    if tuning == "full":
+        whole = tmp_path / "whole"
+        assert train(output_dir=whole, **words)[0] == 0
     place = (
         "fitune.checkpoint.export.verify_export"
         if how == "unverified"
@@ -117,20 +123,22 @@ def test_an_adapter_or_a_model_that_fails_can_be_exported_again(
     out = call("export", run).ends(0)
     assert ("step-2" in out) is (how == "checkpoint")
     file = "adapter_model.safetensors" if kind == "adapter" else "model.safetensors"
-    assert same_weights(run / folder / file, tmp_path / "whole" / folder / file)
+    assert same_weights(run / folder / file, whole / folder / file)
     assert not (run / f"{folder}-unverified").exists()
     assert report_of(run).status == "complete"
 
 
 @pytest.mark.parametrize("tuning", ["lora", pytest.param("full", marks=pytest.mark.slow)])
 def test_a_run_without_checkpoints_saves_one_when_nothing_else_holds_its_weights(
-    train, call, tmp_path, monkeypatch, tuning
+    train, call, whole, tmp_path, monkeypatch, tuning
 ):
     folder, file = (
         ("adapter", "adapter_model.safetensors") if tuning == "lora" else ("model", "model.safetensors")
     )
     words = {"tuning": tuning, "export": "adapter" if tuning == "lora" else "full", "save_steps": 0}
-    assert train(output_dir=tmp_path / "whole", **words)[0] == 0
+    if tuning == "full":
+        whole = tmp_path / "whole"
+        assert train(output_dir=whole, **words)[0] == 0
     run = tmp_path / "run"
     with monkeypatch.context() as broken:
         broken.setattr("fitune.checkpoint.layout.ExportFolder.write_texts", raising(NO_ROOM))
@@ -139,7 +147,7 @@ def test_a_run_without_checkpoints_saves_one_when_nothing_else_holds_its_weights
     assert f"weights are saved in {run / 'checkpoints' / 'step-2'}, but exporting failed" in err
     assert f"`fitune export {run}` tries it again" in err
     assert call("export", run)[0] == 0
-    assert same_weights(run / folder / file, tmp_path / "whole" / folder / file)
+    assert same_weights(run / folder / file, whole / folder / file)
 
 
 def test_an_export_is_not_promised_where_no_checkpoint_can_be_saved_either(train, monkeypatch):

@@ -73,22 +73,22 @@ def test_a_disk_that_fails_while_training(
 
 
 @pytest.mark.parametrize(
-    ("name", "lm_eval"),
+    ("graded", "names"),
     [
-        ("answers.jsonl", False), ("answers.parquet", False), ("grades.jsonl", False), ("report.json", False),
-        ("score.html", False), ("changed.jsonl", False), ("comparison.html", False),
-        pytest.param("samples_sums.jsonl", True, marks=NEEDS_LM_EVAL),
-        pytest.param("lm_eval.json", True, marks=NEEDS_LM_EVAL),
+        ("", ["answers.jsonl", "answers.parquet", "grades.jsonl", "report.json", "score.html", "changed.jsonl",
+              "comparison.html"]),
+        pytest.param("sums", ["samples_sums.jsonl", "lm_eval.json"], marks=NEEDS_LM_EVAL),
     ],
 )  # fmt: skip
 def test_a_disk_that_is_full_when_the_results_of_a_score_are_written(
-    call, tmp_path, model_folder, monkeypatch, name, lm_eval
+    call, tmp_path, model_folder, monkeypatch, graded, names
 ):
+    """At each of its files in turn; the next one goes on from what was written."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"question": "What is 2 plus 3?", "answer": "5"}\n')
     out = tmp_path / "out"
     words = ["score", "--model", model_folder, "--out", out]
-    if lm_eval:
+    if graded:
         task = {
             "task": "sums", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(rows)}},
             "test_split": "test", "output_type": "loglikelihood_rolling", "doc_to_text": "",
@@ -101,21 +101,21 @@ def test_a_disk_that_is_full_when_the_results_of_a_score_are_written(
         words += ["--lm-eval", "sums", "--lm-eval-tasks", tmp_path]
     else:
         words += ["--data", rows, "--max-new-tokens", "2"]
-        if name in ("changed.jsonl", "comparison.html"):
-            assert call(*words, "--out", tmp_path / "earlier")[0] == 0
-            words += ["--against", tmp_path / "earlier"]
+        assert call(*words, "--out", tmp_path / "earlier")[0] == 0
+        words += ["--against", tmp_path / "earlier"]
     real = os.fsync
+    for name in names:
 
-    def full(handle):
-        if os.readlink(f"/proc/self/fd/{handle}").startswith(f"{out}/.tmp-{name}-"):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        real(handle)
+        def full(handle, name=name):
+            if os.readlink(f"/proc/self/fd/{handle}").startswith(f"{out}/.tmp-{name}-"):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            real(handle)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", full)
-        ended, _, err = call(*words)
-    assert ended == 1
-    assert re.search(rf"error: .*{name}: .*No space left on device: .* free\n  try: ", err)
-    assert not list(out.rglob(".tmp-*"))
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", full)
+            ended, _, err = call(*words)
+        assert ended == 1
+        assert re.search(rf"error: .*{name}: .*No space left on device: .* free\n  try: ", err)
+        assert not list(out.rglob(".tmp-*"))
     assert call(*words)[0] == 0
-    assert (out / name).is_file()
+    assert all((out / name).is_file() for name in names)

@@ -38,7 +38,7 @@ LARGE = {
     "gradient_accumulation_steps": 1,
     "loss": "plain",
     "learning_rate": 1e-3,
-    "max_steps": 3,
+    "max_steps": 2,
 }
 """Training takes more than loading and exporting."""
 

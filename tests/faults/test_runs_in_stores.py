@@ -72,14 +72,22 @@ def test_a_run_is_in_the_store_when_it_ends_and_goes_on_from_there_elsewhere(
     train("--resume", url, output_dir=tmp_path / "fourth").ends(2, f"resume: {url}/checkpoints/step-4")
 
 
-def test_a_run_in_a_store_is_exported_from_there_and_into_another_folder_of_it(
+def test_a_run_in_a_store_is_reported_and_exported_from_there_once_it_has_ended(
     train, call, bucket, here, tmp_path, monkeypatch
 ):
     url = f"s3://{bucket}/runs/x"
     assert train(output_dir=url)[0] == 0
+    (run,) = (here / "runs").iterdir()
+    table = call("report", str(run))[1].partition("report: ")[0]
     other = tmp_path / "elsewhere"
     other.mkdir()
     monkeypatch.chdir(other)
+    code, out, err = call("report", url)
+    assert (code, out.partition("report: ")[0]) == (0, table), err
+    page = Path(out.rpartition("report: ")[2].strip())
+    assert page.is_file()
+    assert page.parent.parent.name == "runs"
+    call("report", url, "--watch").ends(2, "--watch reads a run's directory")
     call("export", url, "--out", f"s3://{bucket}/models/y").ends(0, f"sent: s3://{bucket}/models/y")
     there = objects(bucket)
     merged = {name.rpartition("/")[2] for name in there if name.startswith("models/y/")}
@@ -87,39 +95,20 @@ def test_a_run_in_a_store_is_exported_from_there_and_into_another_folder_of_it(
     call("export", url, "--out", f"s3://{bucket}/models/y").ends(2, "holds a model already")
     call("export", url).ends(0)
     assert objects(bucket)["runs/x/merged/model.safetensors"] == there["models/y/model.safetensors"]
-    call("export", f"s3://{bucket}/nothing").ends(2, "no run of fitune")
-
-
-def test_a_run_in_a_store_is_reported_from_there_once_it_has_ended(
-    train, call, bucket, here, tmp_path, monkeypatch
-):
-    url = f"s3://{bucket}/runs/x"
-    assert train(output_dir=url)[0] == 0
-    (run,) = (here / "runs").iterdir()
-    table = call("report", str(run))[1].partition("report: ")[0]
-    monkeypatch.chdir(tmp_path)
-    code, out, err = call("report", url)
-    assert (code, out.partition("report: ")[0]) == (0, table), err
-    page = Path(out.rpartition("report: ")[2].strip())
-    assert page.is_file()
-    assert page.parent.parent.name == "runs"
-    call("report", url, "--watch").ends(2, "--watch reads a run's directory")
     Store(url).remove(["report.json"])
     call("report", url).ends(2, "its run has not ended")
-    call("report", f"s3://{bucket}/nothing").ends(2, "no run of fitune")
+    for command in ("report", "export"):
+        call(command, f"s3://{bucket}/nothing").ends(2, "no run of fitune")
 
 
 def test_methods_are_compared_in_a_store(call, model_folder, data_file, bucket, here):
     words = ["--model", model_folder, "--data", data_file, "--gpu", "cpu", "--seq-len", 64, "--max-steps", 2]
-    words += ["--samples", "0", "--tunings", "full,lora", "--output-dir", f"s3://{bucket}/both"]
-    call("compare", *words).ends(0, f"sent: s3://{bucket}/both/compare.html")
+    words += ["--samples", "0", "--tunings", "lora", "--output-dir", f"s3://{bucket}/all"]
+    call("compare", *words).ends(0, f"sent: s3://{bucket}/all/compare.html")
     there = objects(bucket)
     (folder,) = (here / "runs").iterdir()
-    assert there["both/compare.html"] == (folder / "compare.html").read_bytes()
-    assert {
-        "both/full/model/model.safetensors",
-        "both/lora/adapter/adapter_model.safetensors",
-    } <= there.keys()
+    assert there["all/compare.html"] == (folder / "compare.html").read_bytes()
+    assert "all/lora/adapter/adapter_model.safetensors" in there
     assert "already complete" in call("compare", *words)[1]
 
 
