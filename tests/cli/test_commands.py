@@ -137,8 +137,9 @@ def test_mistakes_are_one_readable_error(call, words, said):
 
 
 @pytest.mark.pictures
-def test_train_report_export_score(call, model_folder, data_file, tmp_path):
+def test_train_report_export_score(call, model_folder, data_file, tmp_path, monkeypatch):
     """The commands of the README, one after another."""
+    monkeypatch.setattr("fitune.session.train.training._SAMPLE_TOKENS", 4)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         f"model: {model_folder}\ntuning: lora\nprecision: fp32\ndata: {data_file}\nval_fraction: 0.1\nseq_len: 64\n"

@@ -13,6 +13,7 @@ import typer
 import yaml
 
 from fitune.cli.app import app
+from fitune.session import doctor
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "json.md").read_text()
@@ -78,6 +79,9 @@ def test_every_command_has_the_option_and_a_row_that_is_tried():
 @pytest.fixture
 def places(shop, quick_demo, model_folder, data_file, tmp_path, monkeypatch):
     """Words of ``COMMANDS`` that stand for files."""
+    monkeypatch.setattr(
+        doctor, "largest_here", lambda hardware: {}
+    )  # takes seconds: tests/cli/test_doctor.py
     (tmp_path / "fleet.yaml").write_text(FLEET)
     theirs = {"base_model": "gpt2", "adapter": "lora", "datasets": [{"path": "a.jsonl", "type": "alpaca"}]}
     (tmp_path / "theirs.yaml").write_text(yaml.safe_dump({**theirs, "wandb_project": None, "strict": False}))
