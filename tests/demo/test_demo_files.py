@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 from fitune.data.conversations.messages import Conversation, Message, Text
 from fitune.data.conversations.templates import load_template
@@ -35,17 +36,28 @@ def tokenizer(demo):
     return AutoTokenizer.from_pretrained(demo.start)
 
 
-def test_no_library_prints_while_the_folder_is_written(tmp_path):
-    """In a process of its own: DeepSpeed warns when it is imported first, transformers draws a bar."""
-    write = "import sys, pathlib as p; from fitune.demo.files import write_demo as w; w(p.Path(sys.argv[1]), seed=1)"
-    ended = subprocess.run(
-        [sys.executable, "-c", write, str(tmp_path / "one")], capture_output=True, text=True
-    )
+TOLD_FIRST = """
+import pathlib, sys
+from fitune.demo import files
+
+def told(*, has_gpu):
+    sys.exit("deepspeed" in sys.modules)
+
+files.tell_deepspeed_where = told
+files.write_demo(pathlib.Path(sys.argv[1]), seed=1)
+"""
+
+
+def test_deepspeed_is_told_where_it_runs_before_it_is_imported(tmp_path):
+    """It looks, and warns of what it finds, when it is imported first: here in a process of its own."""
+    ended = subprocess.run([sys.executable, "-c", TOLD_FIRST, str(tmp_path)], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
-def test_the_same_seed_writes_the_same_bytes(demo, tmp_path):
+def test_the_same_seed_writes_the_same_bytes_and_no_library_prints(demo, tmp_path, capfd):
+    transformers_logging.enable_progress_bar()
     again = write_demo(tmp_path / "one", seed=1)
+    assert capfd.readouterr() == ("", "")
     first, second = demo.start.parent, again.start.parent
     names = sorted(str(path.relative_to(first)) for path in first.rglob("*") if path.is_file())
     assert names == sorted(str(path.relative_to(second)) for path in second.rglob("*") if path.is_file())
