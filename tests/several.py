@@ -1,15 +1,17 @@
 """Real processes on gloo for tests: each plan is trained by two of them or more, as torchrun would start them.
 
-Starting a process takes seconds, so one group trains all the plans that it is given, one after the other.
+Starting a process takes seconds, so one group trains all the plans that it is given, one after the other, and its ranks
+are forks of one process that has imported what they need.
 """
 
 import importlib
 import json
+import multiprocessing
 import os
 import socket
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,20 +32,31 @@ class Job:
     stop_after: int = 0
 
 
-def train_on(world, jobs, folder, *, python=(sys.executable,)):
-    """For every rank, what it says of every job: the report's ``status`` and ``final_loss``, or its ``error``."""
+def train_on(world, jobs, folder, *, python=()):
+    """For every rank, what it says of every job: the report's ``status`` and ``final_loss``, or its ``error``.
+
+    With a ``python`` of their own, ranks are no forks.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for number, job in enumerate(jobs):
         words = {"resume": job.resume, "overwrite": job.overwrite, "stop_after": job.stop_after}
         (folder / f"job{number}.json").write_text(json.dumps({"plan": to_json(job.plan), **words}))
-    ended = start(world, [*python, __file__, str(folder), str(len(jobs))])
+    words = [__file__, str(folder), str(len(jobs))]
+    if python:
+        ended = start(world, [*python, *words])
+        said = [process.stdout for process in ended]
+    else:
+        with kept_port() as port:
+            ended = [subprocess.run(
+                [sys.executable, *words, "--fork"], env=surroundings(world, port), stderr=subprocess.PIPE, text=True,
+                timeout=TIMEOUT_SECONDS,
+            )]  # fmt: skip
+        said = [(folder / f"said-by-{rank}").read_text() for rank in range(world)]
     for process in ended:
         assert process.returncode == 0, process.stderr[-3000:]
     return [
-        [
-            json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")
-        ]  # a library may print, too
-        for process in ended
+        [json.loads(line) for line in each.splitlines() if line.startswith("{")]  # a library may print, too
+        for each in said
     ]
 
 
@@ -57,13 +70,17 @@ def kept_port():
         yield kept.getsockname()[1]
 
 
+def surroundings(world, port):
+    return {
+        **os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+
+
 def start(world, command):
     """Run ``command`` as every rank of a group and wait for all."""
     with kept_port() as port:
-        common = {
-            **os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
+        common = surroundings(world, port)
         started = [
             subprocess.Popen(
                 command, env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, text=True,
@@ -124,5 +141,24 @@ def as_rank(folder, jobs):
             print(json.dumps(said), flush=True)
 
 
+def fork_ranks(folder, jobs):
+    """All ranks of the group, each of which says its lines in a file of ``folder``."""
+    importlib.import_module("fitune.train.run")
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=_forked, args=(r, folder, jobs)) for r in range(int(os.environ["WORLD_SIZE"]))]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    sys.exit(any(rank.exitcode for rank in ranks))
+
+
+def _forked(rank, folder, jobs):
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    with (folder / f"said-by-{rank}").open("w") as said, redirect_stdout(said):
+        as_rank(folder, jobs)
+
+
 if __name__ == "__main__":
-    as_rank(Path(sys.argv[1]), int(sys.argv[2]))
+    train = fork_ranks if sys.argv[3:] == ["--fork"] else as_rank
+    train(Path(sys.argv[1]), int(sys.argv[2]))
