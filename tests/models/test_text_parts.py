@@ -43,11 +43,11 @@ VISION = {
     "patch_size": 14,
 }  # fmt: skip
 FOR_BLOCKS = {
-    **TEXT, "tie_word_embeddings": True, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "sliding_window": 64,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    **TEXT, "tie_word_embeddings": True, "num_kv_shared_layers": 1, "sliding_window": 64,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
     "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 384,
 }  # fmt: skip
-"""Embeddings for every block, and keys and values of the last blocks that earlier ones made."""
+"""Embeddings for every block, and keys and values of the last block that an earlier one made."""
 SOUND = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 IDS = torch.arange(3, 40)[None]
 

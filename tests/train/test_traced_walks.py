@@ -15,12 +15,12 @@ from fitune.spec.recipe.targets import resolve_targets
 from models.tiny_models import beside_tokenizer
 from runs import set_words
 
-QUICK = ("hyperclovax", "granitemoe_swa")
+QUICK = ("hyperclovax",)
 SLOW = ("jamba", "minicpm3", "qwen3_next")
 """Routed experts and states along the row, latent keys, a delta rule."""
 WEEKLY = (
     "afmoe", "aria_text", "axk1", "beam", "biogpt", "cohere2_moe", "cwm", "diffllama", "dots1", "exaone4",
-    "exaone_moe", "flint", "glm4_moe_lite", "gpt_neox_japanese", "granite_swa", "hy_v3", "kolibri1", "laguna",
+    "exaone_moe", "flint", "glm4_moe_lite", "gpt_neox_japanese", "granitemoe_swa", "hy_v3", "kolibri1", "laguna",
     "lfm2_moe", "lfm3", "mimo_v2_flash", "nemotron", "olmo_hybrid", "opt", "qwen3_5_moe_text", "qwen3_5_text",
 )  # fmt: skip
 WHOLE = ("jamba", "minicpm3")
