@@ -1,6 +1,7 @@
 """One file calls the libraries' readers of strangers' files, and has nobody to ask."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,18 +18,25 @@ READERS = {
 }  # fmt: skip
 
 
-def named(tree):
+@cache
+def modules():
+    """The nodes of every module that any of these tests asks for."""
+    asked = ast.Attribute | ast.Name | ast.ImportFrom | ast.Import | ast.Call | ast.keyword
+    return {path: [n for n in ast.walk(tree) if isinstance(n, asked)] for path, tree in trees().items()}
+
+
+def named(nodes):
     """Every name and attribute of a module that reads what others wrote, or runs it."""
-    found = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    found |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    found |= {a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom | ast.Import) for a in n.names}
+    found = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    found |= {node.id for node in nodes if isinstance(node, ast.Name)}
+    found |= {a.name for n in nodes if isinstance(n, ast.ImportFrom | ast.Import) for a in n.names}
     return {name for name in found if name in READERS or name.startswith("Auto")}
 
 
-def calls(tree, *names):
+def calls(nodes, *names):
     return [
         node
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in names
     ]
 
@@ -36,25 +44,25 @@ def calls(tree, *names):
 def test_no_other_file_calls_them():
     found = {
         str(path.relative_to(ROOT)): names
-        for path, tree in trees().items()
-        if path != FILE and (names := named(tree))
+        for path, nodes in modules().items()
+        if path != FILE and (names := named(nodes))
     }
     assert found == {}
 
 
 def test_no_library_pushes_by_itself():
-    for path, tree in trees().items():
-        assert not calls(tree, "push_to_hub"), path
+    for path, nodes in modules().items():
+        assert not calls(nodes, "push_to_hub"), path
 
 
 def test_code_is_trusted_nowhere():
     """Every call that could trust it says that it does not; GenerationConfig and PEFT have nothing to say it to."""
-    for path, tree in trees().items():
-        for node in ast.walk(tree):
+    for path, nodes in modules().items():
+        for node in nodes:
             if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
                 assert isinstance(node.value, ast.Constant), path
                 assert node.value.value is False, path
-    for call in calls(trees()[FILE], "from_pretrained", "from_config"):
+    for call in calls(modules()[FILE], "from_pretrained", "from_config"):
         owner = ast.unparse(call.func)
         if not owner.startswith(("GenerationConfig.", "PeftModel.")):
             said = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
@@ -63,13 +71,13 @@ def test_code_is_trusted_nowhere():
 
 def test_torch_and_pickle_read_nothing():
     """But what data/tokenising.py sends through a pipe to a process that it has just started itself."""
-    for path in trees().keys() - {ROOT / "data" / "tokenising.py"}:
-        tree = trees()[path]
+    for path in modules().keys() - {ROOT / "data" / "tokenising.py"}:
+        nodes = modules()[path]
         assert not {"pickle", "joblib", "dill", "cloudpickle"} & {
-            alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names
+            alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names
         }, path
-        assert not [call for call in calls(tree, "load") if ast.unparse(call.func) == "torch.load"], path
-        allowed = [n for n in ast.walk(tree) if isinstance(n, ast.keyword) and n.arg == "allow_pickle"]
+        assert not [call for call in calls(nodes, "load") if ast.unparse(call.func) == "torch.load"], path
+        allowed = [n for n in nodes if isinstance(n, ast.keyword) and n.arg == "allow_pickle"]
         assert all(ast.unparse(keyword.value) == "False" for keyword in allowed), path
 
 
