@@ -144,8 +144,12 @@ def as_rank(folder, jobs):
 def fork_ranks(folder, jobs):
     """All ranks of the group, each of which says its lines in a file of ``folder``."""
     importlib.import_module("fitune.train.run")
+    if any('"deepspeed"' in (folder / f"job{number}.json").read_text() for number in range(jobs)):
+        importlib.import_module("fitune.engine.deepspeed").import_deepspeed()
     fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=_forked, args=(r, folder, jobs)) for r in range(int(os.environ["WORLD_SIZE"]))]
+    ranks = [
+        fork.Process(target=_forked, args=(r, folder, jobs)) for r in range(int(os.environ["WORLD_SIZE"]))
+    ]
     for rank in ranks:
         rank.start()
     for rank in ranks:

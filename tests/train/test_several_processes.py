@@ -10,9 +10,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from conftest import plan_of
+from conftest import QUESTIONS, plan_of
 from fitune.estimate.predict import predict_memory
+from fitune.session.exporting import export_run
 from fitune.spec.plan import Ddp, Offload, Precision, Single, Zero
+from jsonl import write_lines
 from models.tiny_models import beside_tokenizer
 from optional_libraries import NEEDS_DEEPSPEED
 from runs import (
@@ -29,40 +31,40 @@ pytestmark = pytest.mark.first
 
 
 LOSS, WEIGHT, FP16_LOSS = 1e-5, 1e-6, 1e-4
-COMMON = {"max_steps": 6, "save_steps": 2, "val_fraction": 0.1, "eval_steps": 3}
+COMMON = {"max_steps": 3, "val_fraction": 0.2, "eval_steps": 2}
+"""The third step is the last of an epoch, and has what is left of 21 rows."""
 FULL = {"tuning": "full", "learning_rate": 1e-3}
+LORA = {"tuning": "lora"}
+MOMENTUM = {"optimizer": "momentum", "momentum": 0.9}
+TIED = {**FULL, **MOMENTUM, "model": "tied"}
 CASES = {
-    "lora, stage 3": ({"tuning": "lora"}, 3),
     "full, stage 3": (FULL, 3),
-    # the last step of an epoch has one row, and the second rank none
+    # the last step has one row, and the second rank none
     "full, stage 2": ({**FULL, "micro_batch_size": 5, "gradient_checkpointing": 1}, 2),
-    "full, stage 1": ({**FULL, "optimizer": "momentum", "momentum": 0.9}, 1),
-    # the last step of an epoch has three rows, so the second rank has a micro-batch without any
-    "full, DDP": ({**FULL, "micro_batch_size": 1, "gradient_accumulation_steps": 16}, 0),
-    "tied, DDP": ({**FULL, "model": "tied", "optimizer": "momentum", "momentum": 0.9, "max_steps": 3}, 0),
-    "lora, DDP": ({"tuning": "lora", "gradient_checkpointing": True, "max_steps": 3}, 0),
+    "full, stage 1": ({**FULL, **MOMENTUM}, 1),
+    # the last step of an epoch has five rows, so the second rank has a micro-batch without any
+    "tied, DDP": ({**TIED, "micro_batch_size": 1, "gradient_accumulation_steps": 16}, 0),
+    "lora, DDP": ({**LORA, "gradient_checkpointing": True}, 0),
     "qlora, stage 3": ({"tuning": "qlora", "packing": True, "micro_batch_size": 1}, 3),
 }
 AT_ONCE = {"micro_batch_size": 8, "gradient_accumulation_steps": 1}
 LOMO = {**AT_ONCE, "tuning": "lomo", "learning_rate": 0.3}
 ADALOMO = {**AT_ONCE, "tuning": "adalomo", "learning_rate": 0.1, "max_grad_norm": 0.5}
-IN_BACKWARD = {**FULL, **AT_ONCE, "optimizer_in_backward": True}
+IN_BACKWARD = {**FULL, **AT_ONCE, "optimizer_in_backward": True, "max_grad_norm": 1.0}
 CASES |= {
     "lomo by value, stage 3": ({**LOMO, "max_grad_value": 0.05}, 3),
-    "lomo by norm, stage 3": (
-        {**LOMO, "micro_batch_size": 10, "max_grad_norm": 0.5, "gradient_checkpointing": 1},
+    "tied lomo by norm, stage 3": (
+        {**LOMO, "model": "tied", "micro_batch_size": 10, "max_grad_norm": 0.5, "gradient_checkpointing": 1},
         3,
     ),
-    "tied lomo by norm, stage 3": ({**LOMO, "model": "tied", "max_grad_norm": 0.5, "max_steps": 3}, 3),
     "adalomo, stage 3": (ADALOMO, 3),
-    "adamw in backward, stage 3": ({**IN_BACKWARD, "optimizer": "adamw"}, 3),
-    "momentum in backward, stage 2": ({**IN_BACKWARD, "optimizer": "momentum", "max_grad_norm": 1.0}, 2),
+    "adamw in backward, stage 2": ({**IN_BACKWARD, "optimizer": "adamw"}, 2),
 }
 ON_HOST = Offload(parameters="cpu", optimizer="cpu")
 CASES |= {
-    "full on the host, stage 3": ({**FULL, "gradient_checkpointing": 1}, 3),
-    "qlora on the host, stage 3": ({"tuning": "qlora", "gradient_checkpointing": True, "max_steps": 3}, 3),
-    "lora with activations on the host, stage 2": ({"tuning": "lora", "max_steps": 3}, 2),
+    "full on the host, stage 3": (FULL, 3),
+    "qlora on the host, stage 3": ({"tuning": "qlora", "gradient_checkpointing": True, **MOMENTUM}, 3),
+    "lora with activations on the host, stage 2": (LORA, 2),
 }
 OFFLOADED = {
     "full on the host, stage 3": ON_HOST,
@@ -71,32 +73,27 @@ OFFLOADED = {
 }
 """A CPU has no other memory, so no recipe says this there; the plans are made by hand."""
 GOES_ON = {"full": (FULL, "full, stage 3"), "adalomo": (ADALOMO, "adalomo, stage 3")}
-"""Runs that are stopped after three steps, and the case that goes straight to the end."""
-MOVED = {
-    "stage 3 to stage 3": (2, 3),
-    "stage 3 to DDP": (2, 0),
-    "one process to stage 3": (1, 3),
-    "DDP to stage 2": (2, 2),
-}
-"""A full run of so many processes that goes on by two: with DDP (0), or at this stage."""
+"""Runs that are stopped after two steps, and the case that goes straight to the end."""
+MOVED = {"stage 3 to stage 3": 3, "stage 3 to DDP": 0, "DDP to stage 2": 2}
+"""A full run of two processes that goes on with DDP (0), or at this stage."""
 CASES |= {
     "full, stage 3 of DeepSpeed": ({**FULL, "gradient_checkpointing": 1}, 3),
-    "lora, stage 2 of DeepSpeed": ({"tuning": "lora", "max_steps": 3}, 2),
-    "tied, stage 1 of DeepSpeed": (
-        {**FULL, "model": "tied", "optimizer": "momentum", "momentum": 0.9, "max_steps": 3},
-        1,
-    ),
-    "lora on the host, stage 3 of DeepSpeed": ({"tuning": "lora", "max_steps": 3}, 3),
+    "lora, stage 2 of DeepSpeed": (LORA, 2),
+    "tied, stage 1 of DeepSpeed": (TIED, 1),
+    "lora on the host, stage 3 of DeepSpeed": ({**LORA, **MOMENTUM}, 3),
 }
 OFFLOADED["lora on the host, stage 3 of DeepSpeed"] = ON_HOST
 GOES_ON["full of DeepSpeed"] = (FULL, "full, stage 3 of DeepSpeed")
-MOVED |= {"stage 3 to stage 2 of DeepSpeed": (2, 2), "stage 3 from DeepSpeed": (2, 3)}
+MOVED |= {"stage 3 to stage 2 of DeepSpeed": 2, "stage 3 from DeepSpeed": 3}
 OVERFLOWS = {
     "lomo, stage 3": {**LOMO, "model": "steep", "max_grad_value": 1.0, "learning_rate": 1e-3},
     "full, stage 2 of DeepSpeed": {**FULL, "model": "steep"},
 }
 """Runs in fp16 whose first steps overflow, and are skipped."""
-STOPPED, MISCOUNTED, OVERFLOWING = "stopped", "miscounted", "overflowing "
+UNEXPORTED = {"lora": ("adapter", 0), "full": ("model", 3)}
+"""Methods whose export has something in its way: its folder, and the stage. At stage 3 the others hand their weights
+to the first rank."""
+STOPPED, MISCOUNTED, OVERFLOWING, IN_THE_WAY = "stopped", "miscounted", "overflowing ", "unexported"
 
 
 def possible(cases):
@@ -149,7 +146,9 @@ def largest_difference(one, other):
 
 
 @pytest.fixture(scope="module")
-def make(model_folder, data_file, tmp_path_factory):
+def make(model_folder, tmp_path_factory):
+    data = tmp_path_factory.mktemp("rows") / "questions.jsonl"
+    write_lines(data, QUESTIONS[:24])
     folders = {
         "": model_folder,
         "tied": tied_like(model_folder, tmp_path_factory.mktemp("tied")),
@@ -158,7 +157,7 @@ def make(model_folder, data_file, tmp_path_factory):
     unused = tmp_path_factory.mktemp("unused")
 
     def make(*, model="", **settings):
-        return plan_of(folders[model], data_file, unused, **{**COMMON, **settings})
+        return plan_of(folders[model], data, unused, **{**COMMON, **settings})
 
     return make
 
@@ -178,36 +177,42 @@ def steep_like(folder, steep):
     return beside_tokenizer(model, folder, steep)
 
 
+def alone_in(folder, settings):
+    """Where the run of one process with these settings is: it is that of all cases that have them."""
+    return folder / "alone" / " ".join(f"{name}={value}" for name, value in settings.items())
+
+
 @pytest.fixture(scope="module")
 def results(make, tmp_path_factory):
-    """Every case by two processes and by one, a run that was stopped, and one with too few processes."""
+    """Every case by two processes and by one, runs that stop, go on or fail, and one with too few processes."""
     folder = tmp_path_factory.mktemp("several")
     jobs = []
     for name, (settings, stage) in possible(CASES).items():
         plan = make(**settings)
-        trained(divided(plan, 1, stage, folder / f"{name} alone"))
+        if not (alone := alone_in(folder, settings)).exists():
+            trained(divided(plan, 1, stage, alone))
         planned = divided(plan, 2, stage, folder / name, by=backend_of(name))
         jobs.append(Job(plan=replace(planned, offload=OFFLOADED.get(name, Offload()))))
     for name, settings in possible(OVERFLOWS).items():
-        plan = replace(make(**settings), precision=Precision.FP16)
+        plan = replace(make(**settings, max_steps=6, val_fraction=0.125), precision=Precision.FP16)
         trained(divided(plan, 1, 3, folder / f"{OVERFLOWING}{name} alone"))
         stage = 2 if "stage 2" in name else 3
         jobs.append(Job(plan=divided(plan, 2, stage, folder / f"{OVERFLOWING}{name}", by=backend_of(name))))
     for name, (settings, _) in possible(GOES_ON).items():
         plan = divided(make(**settings, async_save=True), 2, 3, folder / STOPPED / name, by=backend_of(name))
-        jobs.append(Job(plan=plan, stop_after=3))
+        jobs.append(Job(plan=plan, stop_after=2))
     full = make(**FULL)
-    trained(divided(full, 1, 3, folder / STOPPED / "full alone"), stop_after=3)
-    jobs.append(Job(plan=divided(full, 2, 0, folder / STOPPED / "full by DDP"), stop_after=3))
-    sources = {
-        "one process to stage 3": "full alone",
-        "DDP to stage 2": "full by DDP",
-        "stage 3 from DeepSpeed": "full of DeepSpeed",
-    }
-    for name, (_, stage) in possible(MOVED).items():
-        saved = folder / STOPPED / sources.get(name, "full") / "checkpoints/step-3"
+    jobs.append(Job(plan=divided(full, 2, 0, folder / STOPPED / "full by DDP"), stop_after=2))
+    sources = {"DDP to stage 2": "full by DDP", "stage 3 from DeepSpeed": "full of DeepSpeed"}
+    for name, stage in possible(MOVED).items():
+        saved = folder / STOPPED / sources.get(name, "full") / "checkpoints/step-2"
         planned = divided(full, 2, stage, folder / name, by=backend_of(name.partition(" from ")[0]))
         jobs.append(Job(plan=planned, resume=str(saved)))
+    for tuning, (export, stage) in UNEXPORTED.items():
+        run = folder / IN_THE_WAY / tuning
+        run.mkdir(parents=True)
+        (run / export).write_text("in the way")
+        jobs.append(Job(plan=divided(make(tuning=tuning, max_steps=1), 2, stage, run)))
     four = make(micro_batch_size=1, gradient_accumulation_steps=4)
     jobs.append(Job(plan=divided(four, 4, 3, folder / MISCOUNTED)))
     (folder / "said.json").write_text(json.dumps(train_on(2, jobs, folder / "jobs")))
@@ -220,7 +225,7 @@ def said(results):
 
 @pytest.mark.parametrize("name", marked(CASES))
 def test_two_processes_train_the_model_of_one(results, name):
-    alone = results / f"{name} alone"
+    alone = alone_in(results, CASES[name][0])
     assert_close(results / name, alone, within=LOSS)
     assert gradient_norms(results / name) == pytest.approx(gradient_norms(alone), rel=1e-4)
     assert evaluations(results / name) == pytest.approx(evaluations(alone), abs=LOSS)
@@ -229,13 +234,26 @@ def test_two_processes_train_the_model_of_one(results, name):
 
 
 def test_all_ranks_say_the_same(results):
-    first, second = said(results)
-    assert first[:-1] == second[:-1]
-    assert [each["status"] for each in first[:-1]] == [
+    first, second = (each[: -1 - len(UNEXPORTED)] for each in said(results))
+    assert first == second
+    assert [each["status"] for each in first] == [
         *["complete"] * (len(possible(CASES)) + len(possible(OVERFLOWS))),
         *["interrupted"] * (len(possible(GOES_ON)) + 1),
         *["complete"] * len(possible(MOVED)),
     ]
+
+
+@pytest.mark.parametrize("tuning", UNEXPORTED)
+def test_ranks_save_together_what_could_not_be_exported(results, tuning):
+    """And it is exported from there."""
+    run, (export, _) = results / IN_THE_WAY / tuning, UNEXPORTED[tuning]
+    job = list(UNEXPORTED).index(tuning) - 1 - len(UNEXPORTED)
+    first, second = (rank[job]["error"] for rank in said(results))
+    assert f"weights are saved in {run / 'checkpoints' / 'step-1'}, but exporting failed" in first
+    assert "already exists" in second
+    (run / export).unlink()
+    export_run(run, None, "adapter" if tuning == "lora" else "full")
+    assert list((run / export).glob("*.safetensors"))
 
 
 @pytest.mark.parametrize("name", marked(OVERFLOWS))
@@ -282,7 +300,7 @@ def test_a_run_of_two_goes_on_with_one_process(make, results, tmp_path, name):
     settings, case = GOES_ON[name]
     following = divided(make(**settings), 1, 3, broken)
     assert trained(following, resume=True).status == "complete"
-    straight = results / f"{case} alone"
+    straight = alone_in(results, CASES[case][0])
     assert_close(broken, straight, within=LOSS)
     assert largest_difference(broken, straight) < WEIGHT
 
@@ -294,7 +312,7 @@ def test_a_run_of_two_goes_on_with_four_processes(make, tmp_path):
         plan = make(**settings)
         trained(divided(plan, 1, 3, tmp_path / f"{name} alone"))
         two = divided(make(**settings, async_save=True), 2, 3, tmp_path / name, by=backend_of(name))
-        begun.append(Job(plan=two, stop_after=3))
+        begun.append(Job(plan=two, stop_after=2))
         following.append(Job(plan=divided(plan, 4, 2 if name == "full" else 3, tmp_path / name), resume=True))
     stopped, ended = train_on(2, begun, tmp_path / "two"), train_on(4, following, tmp_path / "four")
     assert [each["status"] for each in stopped[0]] == ["interrupted"] * len(names)
@@ -316,12 +334,12 @@ def test_a_run_goes_on_under_another_strategy(results, name):
 
 
 def test_every_rank_writes_its_share_of_what_is_divided(results):
-    saved = results / STOPPED / "full/checkpoints/step-3"
+    saved = results / STOPPED / "full/checkpoints/step-2"
     sizes = {group: [(saved / f"{group}-rank{rank}.safetensors").stat().st_size for rank in (0, 1)]
              for group in ("model", "optimizer")}  # fmt: skip
     assert all(0.8 < first / second < 1.25 for first, second in sizes.values())
     assert load_file(saved / "model.safetensors") == {}
-    assert not (results / STOPPED / "full by DDP/checkpoints/step-3/slices.json").exists()
+    assert not (results / STOPPED / "full by DDP/checkpoints/step-2/slices.json").exists()
 
 
 @pytest.mark.slow
@@ -338,7 +356,7 @@ def test_two_nodes_of_two_share_within_each_and_train_the_model_of_one(make, tmp
             hybrid = Zero(stage=stage, backend="fsdp", hybrid=True)
             jobs.append(Job(plan=replace(plan, hardware=hardware, sharding=hybrid)))
     stopped = replace(jobs[-1].plan, run=replace(jobs[-1].plan.run, output_dir=str(tmp_path / STOPPED)))
-    ended = train_on(4, [*jobs, Job(plan=stopped, stop_after=3)], tmp_path / "jobs")
+    ended = train_on(4, [*jobs, Job(plan=stopped, stop_after=2)], tmp_path / "jobs")
     assert [each["status"] for each in ended[3]] == ["complete"] * len(jobs) + ["interrupted"]
     for name in cases:
         alone_at = tmp_path / f"{name} alone"
