@@ -6,7 +6,7 @@ import pytest
 
 from fitune.planner.defaults import PRICES, price_of, with_host_memory
 from fitune.planner.explain import explain_plan, explain_priced, plan_data, verdict
-from fitune.planner.search import find_plan
+from fitune.planner.search import find_plan, taken_on
 from fitune.spec.machines.gpus import find_gpu
 from fitune.spec.model.known_models import find_known_model
 from fitune.spec.plan import Plan
@@ -101,8 +101,9 @@ def test_a_plan_that_cannot_be_trained_yet_stands_beside_the_one_that_is_trained
     report = report_of(model, cards, settings)
     assert report.chosen.plan.offload.activations == "cpu"
     both = ("plan", "train")
-    trained = find_plan(recipe_of(model, settings), model=known(model), hardware=cards, purposes=both)
-    assert report.trained == trained.chosen
+    asked = {"recipe": recipe_of(model, settings), "model": known(model), "hardware": cards}
+    trained = find_plan(**asked, purposes=both)
+    assert report.trained == trained.chosen == taken_on(**asked)
     text = " ".join(explain_plan(report).split())
     assert text.startswith("only planned: this version cannot train it, because offload on several devices")
     assert f"What fitune train takes {describe_plan(trained.chosen.plan)}" in text

@@ -25,7 +25,7 @@ QUESTIONS = (
     {"model": "meta-llama/Llama-3.1-8B", "gpu": "rtx-4090"},
     {"model": "Qwen/Qwen2.5-14B", "gpu": "rtx-4090", "gpus": "2", "tuning": "lora"},
     {"model": "llama-3.1-70b", "gpu": "h100", "gpus": "8", "nodes": "2", "seq_len": "8192"},
-    {"model": "llama-3.1-8b", "gpu": "rtx-4090", "mean_row_tokens": "300"},
+    {"model": "llama-3.1-8b", "gpu": "rtx-4090", "tuning": "qlora", "mean_row_tokens": "300"},
 )
 HOSTILE = "<img src=x onerror=alert(1)>"
 LARGEST = 60_000
@@ -69,7 +69,7 @@ def test_the_page_says_what_the_plan_says(ask, question):
 
 
 def test_rows_of_data_are_a_job_with_time_and_cost(ask):
-    question = {**QUESTIONS[0], "rows": "50000"}
+    question = {**QUESTIONS[0], "tuning": "qlora", "rows": "50000"}
     said = re.search(
         r"your job about 50,000 rows, 102 M tokens: (.*?), (\$[\d.]+)",
         text_of(ask("answer", question)),
@@ -82,27 +82,26 @@ def test_rows_of_data_are_a_job_with_time_and_cost(ask):
 
 
 def test_another_method_stands_once(ask):
-    html = ask("ways", {"model": "Qwen/Qwen2.5-14B", "gpu": "rtx-4090", "gpus": "2"})
+    html = ask("ways", {"model": "Qwen/Qwen2.5-7B", "gpu": "rtx-4090"})
     rows = [text_of(row) for row in re.findall("<tr>.*?</tr>", html, re.DOTALL)]
-    assert sum("lora 2 × rtx-4090" in row and "qlora" not in row for row in rows) > 1, (
-        "placements of the plan's own"
-    )
-    assert sum("qlora 2 × rtx-4090" in row for row in rows) == 1
+    assert sum(" lora 1 × rtx-4090" in row for row in rows) > 1, "placements of the plan's own"
+    assert sum(" qlora 1 × rtx-4090" in row for row in rows) == 1
 
 
 def test_a_card_to_rent_has_the_plan_that_is_taken_there(ask):
-    question = {"model": "meta-llama/Llama-3.1-8B", "gpu": "rtx-4090", "gpus": "3", "rows": "50000"}
+    recipe = {"model": "meta-llama/Llama-3.1-8B", "tuning": "lora"}
+    question = {**recipe, "gpu": "rtx-4090", "gpus": "3", "rows": "50000"}
     rows = ask("rent", {**question, "card": "h100"})
     devices = [re.search("(?:[248] × )?h100", text_of(row))[0] for row in rows.split("</tr>")[:-1]]
     assert devices == ["h100", "2 × h100", "4 × h100", "8 × h100"]
-    report = plan_on_data(recipe_of(None, {"model": question["model"], "gpu": "h100", "gpus": 8}))
+    report = plan_on_data(recipe_of(None, {**recipe, "gpu": "h100", "gpus": 8}))
     assert f'data-value="{report.taken.estimate.peak_bytes}"' in rows
 
 
 def test_a_card_without_a_price_or_a_plan_has_no_row(ask):
-    question = {"model": "meta-llama/Llama-3.1-405B", "tuning": "full"}
-    for card in ("t4", "gtx-1080-ti", "no-card", "", HOSTILE):
-        assert ask("rent", {**question, "card": card}).strip() == ""
+    assert ask("rent", {"model": "llama-3.1-405b", "tuning": "full", "card": "t4"}).strip() == ""
+    for card in ("gtx-1080-ti", "no-card", "", HOSTILE):
+        assert ask("rent", {"model": "gpt2", "tuning": "lora", "card": card}).strip() == ""
 
 
 FLEET = """clusters:
@@ -131,7 +130,7 @@ def test_own_clusters_are_ranked_as_plan_fleet_ranks_them(ask, tmp_path, monkeyp
 
 
 def test_without_rows_the_job_of_a_cluster_is_a_million_tokens(ask):
-    html = ask("clusters", {**QUESTIONS[0], "fleet": FLEET})
+    html = ask("clusters", {**QUESTIONS[0], "tuning": "lora", "fleet": FLEET})
     assert "489 rows, 1.00 M tokens" in text_of(html)
 
 
@@ -328,9 +327,12 @@ def test_a_link_holds_the_whole_question(client):
     assert f">{escape(FLEET)}# &lt;b&gt;</textarea>" in html
 
 
+PLAN = ("plan", "--model", "gpt2", "--gpu", "rtx-4090", "--tuning", "lora")
+
+
 def test_a_file_needs_no_network_and_no_server(tmp_path, capsys):
     path = tmp_path / "plan.html"
-    app(["plan", "--model", "llama-3.1-8b", "--gpu", "rtx-4090", "--html", str(path)], standalone_mode=False)
+    app([*PLAN, "--html", str(path)], standalone_mode=False)
     html = path.read_text(encoding="utf-8")
     assert f"page: {path}" in capsys.readouterr().out
     assert "✔ FITS" in html
@@ -354,11 +356,8 @@ def test_a_file_says_too_that_nothing_fits(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["plan", "--model", "llama-3.1-8b", "--gpu", "rtx-4090", "--html", "."], "is a folder"),
-        (
-            ["plan", "--model", "llama-3.1-8b", "--gpu", "rtx-4090", "--html", "none/x.html"],
-            "cannot be written",
-        ),
+        ([*PLAN, "--html", "."], "is a folder"),
+        ([*PLAN, "--html", "none/x.html"], "cannot be written"),
         (["ui", "--port", "99999"], "99999"),
         (["ui", "https://evil.example/?model=a"], "is no link of a planner's page"),
     ],

@@ -148,6 +148,17 @@ def first_choice(
     return _priced(min(smallest, key=shortage).plan) if smallest else None
 
 
+def taken_on(recipe: Recipe, *, model: ModelSpec, hardware: Hardware) -> Priced | None:
+    """The plan that the report of ``find_plan`` takes there, without the others and without advice; None where none
+    fits. Raises RecipeError or HardwareError as it does."""
+    request = Request.of(recipe, model, hardware, ("plan",))
+    refuse_contradictions(request)
+    chosen = first_choice(request)
+    if chosen is None or not chosen.estimate.fits:
+        return None
+    return _trained_instead(request, chosen.plan) or chosen
+
+
 FAST_ENOUGH = 0.5
 """A method that the recipe leaves open is taken if it has this share of the speed of the next one that fits."""
 

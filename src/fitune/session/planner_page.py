@@ -28,6 +28,7 @@ from fitune.planner.first_screen import (
     grouped_terms,
     other_ways,
 )
+from fitune.planner.search import taken_on
 from fitune.planner.whole_run import whole_run
 from fitune.report.local_pages import (
     HOSTS,
@@ -118,17 +119,21 @@ def _without(question: Mapping[str, str], *keys: str) -> tuple[tuple[str, str], 
 
 
 @lru_cache(maxsize=64)
-def _planned(question: tuple[tuple[str, str], ...]) -> tuple[Asked, PlanReport]:
-    asked = read_question(dict(question))
-    return asked, plan_question(asked)
+def _planned(question: tuple[tuple[str, str], ...]) -> tuple[Asked, PlanReport] | FituneError:
+    """The answer, or the error that it is: an error costs as much time as a plan, and is asked for twice, too."""
+    try:
+        asked = read_question(dict(question))
+        return asked, plan_question(asked)
+    except FituneError as error:
+        return error.with_traceback(None)  # which holds the whole search
 
 
 def answer(question: Mapping[str, str]) -> str:
     """HTML of the verdict, or of the error that the command line prints. Raises nothing."""
-    try:
-        asked, report = _planned(_without(question, "fleet"))
-    except FituneError as error:
-        return _refused(error)
+    planned = _planned(_without(question, "fleet"))
+    if isinstance(planned, FituneError):
+        return _refused(planned)
+    asked, report = planned
     return _shown(asked, report, _command(asked.recipe))
 
 
@@ -186,8 +191,16 @@ def _command(recipe: Recipe) -> str:
 
 def ways(question: Mapping[str, str]) -> str:
     """HTML of the ways that fit, and of the first screen; empty where the answer is an error. Raises nothing."""
+    return _ways_of(_without(question, "fleet"))
+
+
+@lru_cache(maxsize=64)
+def _ways_of(question: tuple[tuple[str, str], ...]) -> str:
+    planned = _planned(question)
+    if isinstance(planned, FituneError):
+        return ""
+    asked, report = planned
     try:
-        asked, report = _planned(_without(question, "fleet"))
         others = other_ways(asked.recipe, report.taken, model=asked.model, machine=wanted_hardware)
     except FituneError:
         return ""
@@ -242,9 +255,12 @@ def rent(question: Mapping[str, str]) -> str:
             asked = read_question({**rest, "gpu": question.get("card", ""), "gpus": count})
             if asked.recipe.gpu not in PRICES:
                 return ""
-            rows.append(_way(asked, "", plan_question(asked).taken))
+            hardware = wanted_hardware(asked.recipe)
+            taken = taken_on(asked.recipe, model=asked.model, hardware=hardware)
         except FituneError:
             continue
+        if taken is not None:
+            rows.append(_way(asked, "", taken))
     return rent_html(rows=rows)
 
 
