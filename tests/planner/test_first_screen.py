@@ -26,6 +26,7 @@ LARGER_GRID = (
 )
 SITUATIONS = (
     LLAMA,
+    "--model meta-llama/Llama-3.1-8B --gpu 3060",
     "--model meta-llama/Llama-2-70b-hf --gpu 3090 --gpus 2",
     "--model Qwen/Qwen3-30B-A3B --gpu 4090",
     "--model openai/gpt-oss-20b --gpu 4090",
