@@ -119,19 +119,25 @@ def _without(question: Mapping[str, str], *keys: str) -> tuple[tuple[str, str], 
 
 
 @lru_cache(maxsize=64)
-def _planned(question: tuple[tuple[str, str], ...]) -> tuple[Asked, PlanReport] | FituneError:
-    """The answer, or the error that it is: an error costs as much time as a plan, and is asked for twice, too."""
+def _planned(question: tuple[tuple[str, str], ...]) -> tuple[Asked, PlanReport] | NothingFits:
+    """The plan, or the error that nothing fits, which costs as much time and is asked for twice, too.
+
+    Raises other errors each time anew: a file may be there by then, or the Hub.
+    """
+    asked = read_question(dict(question))
     try:
-        asked = read_question(dict(question))
         return asked, plan_question(asked)
-    except FituneError as error:
+    except NothingFits as error:
         return error.with_traceback(None)  # which holds the whole search
 
 
 def answer(question: Mapping[str, str]) -> str:
     """HTML of the verdict, or of the error that the command line prints. Raises nothing."""
-    planned = _planned(_without(question, "fleet"))
-    if isinstance(planned, FituneError):
+    try:
+        planned = _planned(_without(question, "fleet"))
+    except FituneError as error:
+        return _refused(error)
+    if isinstance(planned, NothingFits):
         return _refused(planned)
     asked, report = planned
     return _shown(asked, report, _command(asked.recipe))
@@ -191,19 +197,19 @@ def _command(recipe: Recipe) -> str:
 
 def ways(question: Mapping[str, str]) -> str:
     """HTML of the ways that fit, and of the first screen; empty where the answer is an error. Raises nothing."""
-    return _ways_of(_without(question, "fleet"))
+    try:
+        return _ways_of(_without(question, "fleet"))
+    except FituneError:
+        return ""
 
 
 @lru_cache(maxsize=64)
 def _ways_of(question: tuple[tuple[str, str], ...]) -> str:
     planned = _planned(question)
-    if isinstance(planned, FituneError):
+    if isinstance(planned, NothingFits):
         return ""
     asked, report = planned
-    try:
-        others = other_ways(asked.recipe, report.taken, model=asked.model, machine=wanted_hardware)
-    except FituneError:
-        return ""
+    others = other_ways(asked.recipe, report.taken, model=asked.model, machine=wanted_hardware)
     return _table(asked, report, others, _command(asked.recipe))
 
 
