@@ -34,12 +34,15 @@ import torch.distributed as dist
 from cpu_memory import random_rows
 from gpu_cases import CASES, SHAPES, Case, Shape, config_of, plan_of, versions
 from gpu_memory import measure
+from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fitune.engine.fsdp import mesh_of
 from fitune.errors import TrainingFailed
 from fitune.estimate.division import uses_deepspeed
 from fitune.estimate.predict import predict_memory
+from fitune.models.language_model import blocks_of
+from fitune.models.low_bit.packing import quantise_blocks
 from fitune.models.readers import empty_model
 from fitune.models.weights import compute_dtype
 from fitune.rehearse.step import trace_plan
@@ -47,7 +50,7 @@ from fitune.rehearse.trace import peaks_by_kind, reserved_peak
 from fitune.spec.cuda_environment import has_growing_segments
 from fitune.spec.machines.gpus import find_gpu, hardware_for
 from fitune.spec.machines.hardware import Gpu
-from fitune.spec.plan import Backend, Plan, Precision, Zero
+from fitune.spec.plan import Backend, Dense, Plan, Precision, Zero, base_of
 from fitune.spec.predictions import Phase
 from fitune.spec.rules import adds_gradients_up
 from fitune.train.prepare import Prepared, prepare_loaded
@@ -210,12 +213,19 @@ def prepared_of(plan: Plan, shape: Shape) -> Prepared:
     with torch.device("meta"):
         model = empty_model(config_of(shape), compute_dtype(plan.precision))
     on = "cpu" if plan.offload.parameters == "cpu" else device
-    model = model.to_empty(device=on)
+    # Packed as they arrive, as training does: weights that are packed once all are there leave holes between them.
+    for block in blocks_of(model) if base_of(plan) != Dense() else ():
+        quantise_blocks(nn.ModuleList([block.to_empty(device=on)]), base_of(plan))
+    for module in model.modules():
+        if any(
+            tensor.is_meta for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        ):
+            module.to_empty(device=on, recurse=False)
     model.tie_weights()  # to_empty gives what was shared a memory each
     prepared = prepare_loaded(model, plan, device=device, mesh=mesh)
     if uses_deepspeed(plan):
         believe_in_finite_gradients(prepared.engine.runtime.optimizer)
-    torch.cuda.empty_cache()  # dense weights that were quantised or divided: training packs them as they arrive
+    torch.cuda.empty_cache()  # dense weights that were quantised or divided
     torch.cuda.reset_peak_memory_stats()
     return prepared
 
