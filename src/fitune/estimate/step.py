@@ -5,7 +5,7 @@ from itertools import accumulate
 
 from fitune.estimate.blocks import activations
 from fitune.estimate.blocks.block import Block
-from fitune.estimate.blocks.site import FP32, INDEX
+from fitune.estimate.blocks.site import FP32, INDEX, Site
 from fitune.estimate.buffers import Buffers, buffers_of
 from fitune.estimate.division import trained_share, uses_deepspeed, uses_fsdp
 from fitune.estimate.model_profile import (
@@ -190,18 +190,14 @@ class StepStages:
             tokens=tokens, head_dim=model.head_dim, element_bytes=self.element_bytes
         )
         mask = activations.stream_mask_bytes(tokens=tokens, element_bytes=self.element_bytes)
-        dropped = activations.dropout_kept(
-            tokens=tokens,
-            size=model.hidden_size,
-            mask_bytes=self.element_bytes if self.plan.hardware.gpu.is_cpu else 1,
-        )
-        trains = model.dropout.embedding > 0 and trains_embeddings(self.plan.tuning)
+        site = Site(self.plan, self.shape, gradient_enters=True)
+        trains = trains_embeddings(self.plan.tuning)
         keeps_mask = in_forward or self.recomputed > self.untouched or not model.is_multi_query
         return {
             "batch": 3 * INDEX * tokens
             + (0 if model.learned_positions else table)
             + (mask if model.masks_whole_stream and keeps_mask else 0),
-            "embedding dropout": dropped if trains else 0,
+            "embedding dropout": site.dropout_kept(model.dropout.embedding, passes=trains),
         }
 
     @remembered

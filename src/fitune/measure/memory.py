@@ -99,7 +99,10 @@ class LiveTensors(TorchDispatchMode):
         return self.operate(func, types, args, kwargs or {})
 
     def operate(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """One operation. Subclasses extend this one: torch would wrap each ``__torch_dispatch__``, which takes time."""
+        """Runs one operation and counts the storages that it makes.
+
+        Subclasses extend this one: torch would wrap each ``__torch_dispatch__``, which takes time.
+        """
         if is_of_all_ranks(types):
             return NotImplemented
         result = func(*args, **kwargs)

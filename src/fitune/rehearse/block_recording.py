@@ -122,7 +122,7 @@ class _BlockRecorder(Recorder):
         self.outputs[self.turn] = self._serials[output.last_hidden_state.untyped_storage()._cdata]
 
     def operate(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Its work is counted, too."""
+        """Runs one operation as the Recorder does, and counts its FLOPs or bytes."""
         result = super().operate(func, types, args, kwargs)
         if func is not DEVICE and computes(func) and not func._schema.name.startswith("prim::"):
             self.work.append(work_of(func, args, kwargs, result, event=len(self.trace.events)))

@@ -49,7 +49,7 @@ class Recorder(LiveTensors):
         self._kind = None
 
     def operate(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Written down, with the workspace of a CUDA kernel around it."""
+        """Runs one operation, or what stands in for it, and records the workspace that its CUDA kernel would take."""
         if func is DEVICE:
             return args[0].fake_device
         if is_of_all_ranks(types):

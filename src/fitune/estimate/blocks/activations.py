@@ -105,11 +105,6 @@ def gated_mlp_tensors_kept(activation: Activation, *, halves: bool) -> int:
     return 2 + (activation.inner + activation.makes_output if halves else activation.kept)
 
 
-def dropout_kept(*, tokens: int, size: int, mask_bytes: int) -> int:
-    """mask·size per token: the mask that the gradient is multiplied with (1 byte on CUDA, e on a CPU)."""
-    return tokens * size * mask_bytes
-
-
 def stream_mask_bytes(*, tokens: int, element_bytes: int) -> int:
     """e·t²: the mask over the whole stream that architectures with their own attention build once."""
     return element_bytes * tokens**2

@@ -144,7 +144,7 @@ class Site:
 
     @property
     def activation(self) -> Activation:
-        """What the MLP's activation keeps and makes."""
+        """The MLP's activation function: how many tensors it keeps and makes on its way."""
         return ACTIVATIONS[self.model.activation]
 
     @property

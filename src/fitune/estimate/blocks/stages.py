@@ -39,7 +39,7 @@ def attention_stages(
 
 
 def _queries_keys_values(site: Site, projections: Sequence[Linear]) -> int:
-    """What they keep as projected, and the norm of queries and keys."""
+    """Returns the bytes that queries, keys and values keep until backward, the norm of queries and keys included."""
     model, one_linear = site.model, len(projections) == 1
     if model.is_multi_query or falls_back_to_scores(site.plan):
         # attention keeps fp32 copies of its own; in fp32 values are a view, of the whole projection of one linear
@@ -128,21 +128,19 @@ def mlp_stages(
     goes_back = reaches or site.trains(down)
     drops_sum = model.parallel_blocks and not model.dropout.attention_output and attention_passes
     wide, stream = site.t * site.e * site.f, site.t * site.e * site.h
-    waiting = (
-        0 if norms_keep_input(site.plan) else 2 * stream
-    )  # the block's input, and what the MLP is added to
+    # the block's input, and what the MLP is added to
+    waiting = 0 if norms_keep_input(site.plan) else 2 * stream
     unpacked = whole_weight_bytes(site, down)
     keeps_product = reaches and not gated and activation.keeps_output
-    going_back = transient.mlp_inputs_backward(site, partial_gradients=2 if gated else 1)
+    inputs_back = transient.mlp_inputs_backward(site, partial_gradients=2 if gated else 1)
     yield linears_stage(
         site, "MLP inputs", inputs,
-        backward=going_back + site.shared_dropout_gradient if reaches else 0,
+        backward=inputs_back + site.shared_dropout_gradient if reaches else 0,
         input_has_gradient=site.gradient_enters if model.parallel_blocks else passes,
     )  # fmt: skip
     in_halves = activations.gated_mlp_tensors_kept(activation, halves=halves)
-    if (
-        gated and site.fused
-    ):  # gate and up; the activated gate is computed again (liger_kernel.ops.swiglu, geglu 0.8.5)
+    if gated and site.fused:
+        # gate and up; the activated gate is computed again (liger_kernel.ops.swiglu, geglu 0.8.5)
         tensors_kept, backward = 2, transient.fused_gate_backward(site, halves=halves)
     elif gated:
         tensors_kept, backward = in_halves, transient.gate_backward(site, width=site.f, halves=halves)
@@ -170,12 +168,12 @@ def mlp_stages(
         kept_by_norm = site.e == FP32 or model.norm_type == "layer"
         others = adapted_out + (not kept_by_norm) + (not site.reads_input(inputs))
         again = transient.mlp_output_again(site, others=others)
-    going_back = transient.down_projection_backward(site) + site.dropout_backward(model.dropout.mlp_output)
+    output_back = transient.down_projection_backward(site) + site.dropout_backward(model.dropout.mlp_output)
     yield linears_stage(
         site, "MLP output", down,
         kept=(wide if site.reads_input(down) and not keeps_product else 0)
         + site.dropout_kept(model.dropout.mlp_output, passes=goes_back or drops_sum),
-        backward=going_back if goes_back else 0,
+        backward=output_back if goes_back else 0,
         again=again,
         making=waiting + stream + unpacked if goes_back and unpacked else 0,
     )  # fmt: skip
