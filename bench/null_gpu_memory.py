@@ -21,10 +21,11 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import date
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, get_args
@@ -59,7 +60,6 @@ from fitune.units import GIB, MIB
 CARDS = {"75": "t4", "80": "a100-80gb", "89": "rtx-4090", "90": "h100", "120": "rtx-5090"}
 """Compute capability -> a card that has it."""
 MODELS = ("8b", "moe", "gemma")
-MICRO_BATCHES = 60
 SPARES = (0.5, 1, 2, 3, 5, 10, 15, 20, 30, 50)
 DIALOGSUM = (
     185, 151, 165, 234, 153, 154, 84, 246, 147, 390, 86, 416, 345, 190, 272, 180, 217, 305, 103, 80, 131, 200, 159, 189,
@@ -96,6 +96,7 @@ def main() -> int:
         "--slack", action="store_true", help="what the allocator loses, and what spare is enough"
     )
     parser.add_argument("--lengths", nargs="+", default=[*LENGTHS], choices=[*LENGTHS])
+    parser.add_argument("--micro-batches", type=int, default=60, help="how many run with each spare")
     parser.add_argument("--spares", type=float, nargs="+", default=SPARES, help="percent of what moves")
     parser.add_argument("--here", action="store_true", help="this process runs on the null GPU: one card")
     parser.add_argument("--out", type=Path, required=True, help="the folder for null_gpu.json")
@@ -111,7 +112,9 @@ def main() -> int:
         "date": date.today().isoformat(),
         "versions": versions() if options.here else found.pop(),
     }
-    content[kind_of(options)] = found
+    again = {case_of(row) for row in found}
+    before = content.get(kind_of(options), [])
+    content[kind_of(options)] = [*(row for row in before if case_of(row) not in again), *found]
     file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return 0
 
@@ -119,6 +122,12 @@ def main() -> int:
 def kind_of(options: argparse.Namespace) -> str:
     """The name under which the file has what was found: over several ranks beside those of one."""
     return "slack" if options.slack else "peaks" if options.ranks == 1 else f"peaks of {options.ranks} ranks"
+
+
+def case_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What a row of the file is about: one that is measured again takes the place of the one before."""
+    words = ("capability", "shape", "case", "rows", "recompute", "lengths", "growing")
+    return tuple(row.get(word) for word in words)
 
 
 def card(capability: str) -> Gpu:
@@ -152,7 +161,7 @@ def run_cases(options: argparse.Namespace) -> list[dict[str, Any]]:
     ):
         shape = replace(SHAPES[name], layers=options.layers) if options.layers else SHAPES[name]
         for recompute in (0, shape.layers):
-            words = {"capability": number, "shape": name, "case": case, "recompute": recompute}
+            words = dict(capability=number, shape=name, case=case, rows=options.rows, recompute=recompute)
             plan = plan_on(number, CASES[case], shape, rows=options.rows, recompute=recompute)
             plan = over_ranks(plan, options.ranks, options.backend)
             began = time.perf_counter()
@@ -160,7 +169,8 @@ def run_cases(options: argparse.Namespace) -> list[dict[str, Any]]:
                 together = 4 if adds_gradients_up(plan.tuning) else 1
                 plan = replace(plan, batch=replace(plan.batch, accumulation=together))
                 words |= {"lengths": lengths, "growing": plan.hardware.growing_segments}
-                result = slack_of(plan, shape, lengths, options.spares)
+                words |= {"micro_batches": options.micro_batches}
+                result = slack_of(plan, shape, lengths, options)
             else:
                 result = compared(plan, shape)
             found.append({**words, **result})
@@ -261,22 +271,23 @@ def compared(plan: Plan, shape: Shape) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def slack_of(plan: Plan, shape: Shape, lengths: str, spares: Sequence[float]) -> dict[str, Any]:
-    """Bytes that 60 micro-batches lose with room for all, and the smallest of ``spares`` with which they run."""
-    free = many(plan, shape, lengths, 0)
+def slack_of(plan: Plan, shape: Shape, lengths: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Bytes that micro-batches lose with room for all, and the smallest of ``--spares`` with which they run."""
+    many = partial(run_many, plan, shape, lengths, options.micro_batches)
+    free = many(room=0)
     memory = predict_memory(plan)
     moves = memory.tensor_peak_bytes - sum(memory.phases[Phase.IDLE].values())
     whole = memory.tensor_peak_bytes + memory.outside["cuBLAS workspace"]
-    enough = (spare for spare in spares if many(plan, shape, lengths, whole + int(moves * spare / 100)))
+    enough = (spare for spare in options.spares if many(room=whole + int(moves * spare / 100)))
     planned = whole + memory.outside["allocator slack"]
     return {**free, "predicted": whole, "moves": moves, "planned": memory.outside["allocator slack"],
-            "planned_runs": bool(many(plan, shape, lengths, planned)),
+            "planned_runs": bool(many(room=planned)),
             "enough_percent": next(enough, None)}  # fmt: skip
 
 
 @bare_card()
-def many(plan: Plan, shape: Shape, lengths: str, room: int) -> dict[str, int]:
-    """Allocated and reserved peak of 60 micro-batches; empty if ``room`` bytes are not enough.
+def run_many(plan: Plan, shape: Shape, lengths: str, micro_batches: int, room: int) -> dict[str, int]:
+    """Allocated and reserved peak of so many micro-batches; empty if ``room`` bytes are not enough.
 
     ``room`` 0: as much as there is.
     """
@@ -286,10 +297,8 @@ def many(plan: Plan, shape: Shape, lengths: str, room: int) -> dict[str, int]:
     length = LENGTHS[lengths]
     batch = plan.batch
     try:
-        for number in range(MICRO_BATCHES):
-            full = (
-                number == MICRO_BATCHES * 7 // 10
-            )  # the one that the plan is made for, beside gradients of others
+        for number in range(micro_batches):
+            full = number == micro_batches * 7 // 10  # what the plan is made for, beside gradients of others
             last = (number + 1) % batch.accumulation == 0
             rows = tuple(
                 batch.seq_len if full else min(batch.seq_len, length(draw))

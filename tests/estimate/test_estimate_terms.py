@@ -158,15 +158,13 @@ def test_a_24_gib_card_lets_22_and_a_half_be_used_once_one_was_measured():
 
 
 @pytest.mark.parametrize(
-    ("growing", "recompute", "percent"), [(True, 0, 5), (True, 2, 10), (False, 0, 30), (False, 2, 55)]
+    ("growing", "recompute", "percent"), [(True, 0, 5), (True, 2, 10), (False, 0, 30), (False, 2, 50)]
 )
 def test_the_allocator_loses_a_part_of_what_comes_and_goes(growing, recompute, percent):
     """As measured on the null GPU (results/null_gpu.json)."""
     hardware = replace(gpu("rtx-3090"), growing_segments=growing)
     memory = predict_memory(plan_for(small_llama(), hardware=hardware, recompute=recompute))
     moving = memory.tensor_peak_bytes - sum(memory.phases[Phase.IDLE].values())
-    if recompute:
-        moving -= memory.phases[memory.peak_phase]["recompute inputs"]
     assert memory.outside["allocator slack"] == pytest.approx(percent / 100 * moving, abs=1)
 
 

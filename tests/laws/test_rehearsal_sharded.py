@@ -89,6 +89,15 @@ def test_forward_is_largest_in_the_last_block_beside_its_gathered_weights(family
     assert sum(predict_memory(plan).phases[Phase.FORWARD].values()) == pytest.approx(forward, rel=0.004)
 
 
+def test_the_last_block_is_fetched_while_the_final_norm_goes_back():
+    """With many tokens that is backward's worst moment: without the block's buffer it was 2.9 % short."""
+    plan, trace = rehearsed(
+        "llama", 3, tuning="lora", precision="bf16", recompute=2, seq_len=128, rows=2, chunk=32
+    )
+    backward = sum(peaks_by_kind(trace, on_cuda=False)[Phase.BACKWARD].values())
+    assert sum(predict_memory(plan).phases[Phase.BACKWARD].values()) == pytest.approx(backward, rel=0.001)
+
+
 BY_VALUE, BY_NORM = ClipByValue(value=1.0), ClipByNorm(max_norm=1.0)
 LOMO, ADALOMO = Lomo(adaptive=False, clip=BY_VALUE), Lomo(adaptive=True, clip=BY_NORM)
 IN_BACKWARD = Full(update=InBackward(clip=BY_NORM))

@@ -76,10 +76,19 @@ def test_sixty_micro_batches_run_in_the_memory_that_is_planned(looked_at, length
         "--slack", "--cards", "90", "--shapes", "8b-4", "--cases", "lora", "--rows", "4", "--lengths", lengths,
         "--spares", "10",
     )  # fmt: skip
-    kept, recomputed = cases
+    assert [case["planned_runs"] for case in cases] == [True, True]
+
+
+@pytest.mark.parametrize("case", ["lora", pytest.param("qlora", marks=pytest.mark.slow)])
+def test_a_whole_model_of_recomputed_blocks_runs_in_the_memory_that_is_planned(looked_at, case):
+    """32 blocks that run again need more of what moves than four: 5 % ends in out of memory."""
+    kept, recomputed = looked_at(
+        "--slack", "--cards", "90", "--shapes", "8b", "--cases", case, "--lengths", "equal", "--micro-batches", "20",
+        "--spares", "5",
+    )  # fmt: skip
     assert kept["planned_runs"]
-    # equal rows of four blocks: 10 % of what moves is enough, 9 are planned; the reserve of the card holds the rest
-    assert recomputed["planned_runs"] or (lengths == "equal" and recomputed["enough_percent"] == 10)
+    assert recomputed["planned_runs"]
+    assert recomputed["enough_percent"] is None
 
 
 @pytest.mark.parametrize("case", ["qlora", pytest.param("hqq", marks=pytest.mark.slow)])

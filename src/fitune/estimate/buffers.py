@@ -167,8 +167,8 @@ def _trained_by_kind(plan: Plan) -> Iterator[tuple[ParameterTensor, ...]]:
 
 def _fsdp(plan: Plan) -> Buffers:
     """Groups alive: forward 2 (unsharded copy, its all-gather buffer), 3 while the copy is made (the buffer before,
-    let go after it), backward 2 (copy, prefetched buffer) + the reduce-scatter input of the block behind, in the
-    reduce type.
+    let go after it), the final norm's backward 1 (the last block's buffer), the blocks' 2 (copy, prefetched buffer) +
+    the reduce-scatter input of the block behind, in the reduce type.
 
     The root group is gathered first, buffer beside copy, and stays whole until the end of backward; its gradients
     are summed last, once its weights are gone. Below stage 3 no block lets its weights go in forward, and while whole
@@ -197,7 +197,7 @@ def _fsdp(plan: Plan) -> Buffers:
         forward=(root + 2 * block if stage == 3 else whole + block) + passing,
         end=(root if stage == 3 else whole) + block,
         loss=root if stage == 3 else whole,
-        final_norm=root if stage == 3 else whole,
+        final_norm=root + block + passing // 2 if stage == 3 else whole,
         backward=(root + min(2, layers) * block if stage == 3 else root) + passing,
         backward_blocks=blocks if stage == 2 else (),
         root=root,

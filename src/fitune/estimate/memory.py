@@ -34,14 +34,13 @@ def memory_of(step: StepStages) -> MemoryBreakdown:
     hardware = step.plan.hardware
     cache = 0
     if uses_fsdp(step.plan) and not hardware.gpu.is_cpu:
-        cache = overhead.stream_cache_bytes(kept, gradients=step.gradients, gathered=step.buffers.start)
-    needed = (
-        0 if step.full else cache
-    )  # where all is trained torch gives back enough: such a step was seen to run
+        gathered = max(step.buffers.start, step.buffers.gathering)
+        cache = overhead.stream_cache_bytes(kept, gradients=step.gradients, gathered=gathered)
+    needed = 0 if step.full else cache  # where all is trained torch gives back enough: such a step was seen to run
     slack = overhead.allocator_slack_bytes(
         hardware,
         moving_bytes=sum(peak.values()) - sum(resident.values()),
-        inputs_bytes=peak.get("recompute inputs", 0),
+        recomputes="recompute inputs" in peak,
     )
     return MemoryBreakdown(
         phases=kept,

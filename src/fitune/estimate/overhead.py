@@ -54,11 +54,11 @@ def stream_cache_bytes(phases: Mapping[Phase, Mapping[str, int]], *, gradients: 
     """(compute's peak + gradient shards + gathered weights + reduce buffers, each at its own most) − the peak.
 
     FSDP gathers on one stream and sums on another (_fsdp_param_group.py, FSDPCommContext), and torch's cache keeps a
-    freed block for the stream that asked for it: what compute lets go of serves neither. ``gathered``: weights before
-    the first block, which may be no phase's worst moment. Before memory runs out the cache is given back
-    (CUDACachingAllocator.cpp, release_cached_blocks), which counts as a retry and costs time; over a frozen base that
-    was not enough on the null GPU. On full fine-tuning with FSDP2 on 8 GPUs this took reserved bytes from 14 % too
-    little to 3 %, in a check that others ran.
+    freed block for the stream that asked for it: what compute lets go of serves neither. ``gathered``: the most weights
+    before the first block or before the last, which may be no phase's worst moment. Before memory runs out the cache is
+    given back (CUDACachingAllocator.cpp, release_cached_blocks), which counts as a retry and costs time; over a frozen
+    base that was not enough on the null GPU. On full fine-tuning with FSDP2 on 8 GPUs this took reserved bytes from
+    14 % too little to 3 %, in a check that others ran.
     """
     streams = {name: max(terms.get(name, 0) for terms in phases.values()) for name in _STREAMS}
     streams["gathered weights"] = max(gathered, streams["gathered weights"])
@@ -88,17 +88,16 @@ def cublas_workspace_bytes(gpu: Gpu) -> int:
     return 32 * MIB if gpu.capability >= (9, 0) else 8 * MIB + 128 * 1024
 
 
-def allocator_slack_bytes(hardware: Hardware, *, moving_bytes: int, inputs_bytes: int = 0) -> int:
+def allocator_slack_bytes(hardware: Hardware, *, moving_bytes: int, recomputes: bool = False) -> int:
     """Bytes that torch's allocator needs beside what comes and goes: freed blocks do not always fit again.
 
-    Of what moves 5 %, and where blocks run again 10 % of it without their ``inputs_bytes``, which have one size and lie
-    side by side; in segments of fixed sizes 30 and 55 %. What stays (weights, states) is packed once. Measured on the
-    null GPU (results/null_gpu.json), 60 micro-batches of equal and of mixed rows over four blocks of 8 B: 1 to 5 % was
-    enough (5 to 10 % where all run again), in fixed segments 5 to 28 (48 where all run again).
+    Of what moves 5 %, and 10 % where blocks run again; in segments of fixed sizes 30 and 50 %. What stays (weights,
+    states) is packed once. Measured on the null GPU (results/null_gpu.json), micro-batches of equal and of mixed rows
+    over four blocks of 8 B and over 32: 1 to 5 % was enough, and 5 to 10 % where all run again; in fixed segments 5 to
+    28 %, and up to 48 %.
     """
-    kept, recomputed = (0.05, 0.10) if hardware.growing_segments else (0.30, 0.55)
-    again = recomputed * (moving_bytes - inputs_bytes) if inputs_bytes else 0
-    return math.ceil(max(kept * moving_bytes, again))
+    kept, recomputed = (0.05, 0.10) if hardware.growing_segments else (0.30, 0.50)
+    return math.ceil((recomputed if recomputes else kept) * moving_bytes)
 
 
 UNMEASURED = 0.03
