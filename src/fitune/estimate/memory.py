@@ -36,7 +36,8 @@ def memory_of(step: StepStages) -> MemoryBreakdown:
     if uses_fsdp(step.plan) and not hardware.gpu.is_cpu:
         gathered = max(step.buffers.start, step.buffers.gathering)
         cache = overhead.stream_cache_bytes(kept, gradients=step.gradients, gathered=gathered)
-    needed = 0 if step.full else cache  # where all is trained torch gives back enough: such a step was seen to run
+    # where all is trained torch gives back enough: such a step was seen to run
+    needed = 0 if step.full else cache
     slack = overhead.allocator_slack_bytes(
         hardware,
         moving_bytes=sum(peak.values()) - sum(resident.values()),
