@@ -4,14 +4,14 @@ The estimate divides FLOPs by a rate to predict time; the measurement divides th
 definition for both. A multiply-add counts as two.
 """
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 
 from fitune.spec.choices import trains_embeddings
 from fitune.spec.machines.hardware import Gpu
-from fitune.spec.model.model_spec import BlockAttention, Linear, ModelSpec, ParameterCounts
-from fitune.spec.plan import Full, Lomo, Lora, Plan, Precision, Tuning, trains_head
+from fitune.spec.model.model_spec import BlockAttention, ModelSpec, ParameterCounts
+from fitune.spec.model.tensors import adapters_of, base_tensors
+from fitune.spec.plan import Lora, Plan, Precision, Tuning, trains_head
 from fitune.spec.remembered import remembered
 
 
@@ -26,24 +26,21 @@ def rows_of_share(rows: int, shares: int, rank: int) -> tuple[int, int]:
 def count_parameters(model: ModelSpec) -> ParameterCounts:
     """Parameters by component: blocks × (linears + norms) + embeddings + final norm + head.
 
-    A tied head counts once, as embeddings. ``active`` leaves out the experts a token does not visit.
+    A tied head counts once, as embeddings. ``norms`` are all parameters that are in no linear and no table. ``active``
+    leaves out the experts a token does not visit.
     """
     linears = list(model.counted_linears())
     parts = {
         part: sum(count * m.parameters for m, count in linears if m.part == part)
         for part in ("attention", "mlp", "experts", "router")
     }
-    if model.is_traced:  # everything that is in no linear and no table
-        norms = sum(model.kinds[kind].other_parameters for kind in model.kind_of)
-        norms += sum(math.prod(shape) for shape in model.roots)
-    else:
-        norms = model.num_layers * _block_norm_parameters(model) + _norm_parameters(model, model.hidden_size)
     embeddings = (model.vocab_size + model.learned_positions) * model.hidden_size
     head = 0 if model.tied_embeddings else model.vocab_size * model.hidden_size
     head += model.vocab_size if model.head_bias else 0
     # Copies of a linear are the experts: a token does not go through those that were not chosen.
     idle = sum(count * (m.parameters // m.copies) * (m.copies - m.active_copies) for m, count in linears)
-    total = sum(parts.values()) + norms + embeddings + head
+    total = sum(t.elements * t.count for t in base_tensors(model))
+    norms = total - sum(parts.values()) - embeddings - head
     return ParameterCounts(**parts, norms=norms, embeddings=embeddings, head=head, active=total - idle)
 
 
@@ -54,11 +51,7 @@ def lora_parameters(model: ModelSpec, lora: Lora) -> int:
     A is rank × in, B is out × rank (Hu et al. 2021, arXiv 2106.09685, section 4.1; of DoRA's norms Liu et al. 2024,
     arXiv 2402.09353, section 4.1); no bias is trained. Each expert of a stack has a pair of its own.
     """
-    return sum(
-        count * (lora.rank * (m.in_features + m.out_features) * m.copies + m.out_features * lora.dora)
-        for m, count in model.counted_linears(lora.layers)
-        if m.is_target(lora.targets)
-    )
+    return sum(t.elements * t.count for t in adapters_of(model, lora))
 
 
 @remembered
@@ -78,22 +71,6 @@ def untouched_blocks(model: ModelSpec, tuning: Tuning) -> int:
     return min(adapted_blocks(model, tuning), default=0)
 
 
-def _block_norm_parameters(model: ModelSpec) -> int:
-    per_hidden = model.norms_per_block * _norm_parameters(model, model.hidden_size)
-    match model.qk_norm:
-        case "none":
-            return per_hidden
-        case "head":
-            return per_hidden + 2 * _norm_parameters(model, model.head_dim)
-        case "full":
-            return per_hidden + _norm_parameters(model, model.q_dim) + _norm_parameters(model, model.kv_dim)
-
-
-def _norm_parameters(model: ModelSpec, width: int) -> int:
-    """RMSNorm has a weight, LayerNorm a weight and a bias."""
-    return width if model.norm_type == "rms" else 2 * width
-
-
 def model_flops(
     model: ModelSpec, tuning: Tuning, *, row_lengths: Sequence[int], supervised_tokens: int
 ) -> float:
@@ -104,42 +81,28 @@ def model_flops(
     appendix B). A row of n tokens attends to the pairs that each block sees (BlockAttention), none across rows. Only
     supervised tokens pass the head. Blocks that no gradient reaches go forward only.
     """
-    tokens = sum(row_lengths)
     forward_only = untouched_blocks(model, tuning)
-    adapted = tuning.layers if isinstance(tuning, Lora) else ()
-    back = sum(
-        count * linear_flops_per_token(linear, tuning, adapted=False)
-        for linear, count in model.counted_linears()
-    )
-    back += sum(
-        count * (linear_flops_per_token(m, tuning) - linear_flops_per_token(m, tuning, adapted=False))
-        for m, count in model.counted_linears(adapted)
-    )
-    if forward_only:
-        back -= sum(
-            count * linear_flops_per_token(m, tuning, adapted=False) / 2
-            for m, count in model.counted_linears(range(forward_only))
-        )
     kinds = Counter((model.attention_of(block), block < forward_only) for block in range(model.num_layers))
     attended = sum(
         count * attention_flops_per_pair(kind) / (3 if one_way else 1) * sum(map(kind.pairs, row_lengths))
         for (kind, one_way), count in kinds.items()
     )
-    return tokens * back + attended + supervised_tokens * head_flops_per_token(model, tuning)
+    products = sum(row_lengths) * _linear_flops_per_token(model, tuning)
+    return products + attended + supervised_tokens * head_flops_per_token(model, tuning)
 
 
-def linear_flops_per_token(linear: Linear, tuning: Tuning, *, adapted: bool = True) -> float:
-    """Forward and backward of one linear of a block, with its adapter if it has one and the block is ``adapted``."""
-    active = linear.in_features * linear.out_features * linear.active_copies
-    match tuning:
-        case Full() | Lomo():
-            return 6.0 * active
-        case Lora(rank=rank, targets=targets):
-            return 4.0 * active + (
-                6.0 * rank * (linear.in_features + linear.out_features) * linear.active_copies
-                if adapted and linear.is_target(targets)
-                else 0.0
-            )
+@remembered
+def _linear_flops_per_token(model: ModelSpec, tuning: Tuning) -> float:
+    """Forward and backward of the linears of all blocks, with their adapters; forward alone where no gradient comes."""
+    lora, forward_only = isinstance(tuning, Lora), untouched_blocks(model, tuning)
+    flops = 0.0
+    for block in range(model.num_layers):
+        for m in model.linears_of(block):
+            each = 2.0 if block < forward_only else 4.0 if lora else 6.0
+            flops += each * m.in_features * m.out_features * m.active_copies
+            if isinstance(tuning, Lora) and tuning.adapts(block) and m.is_target(tuning.targets):
+                flops += 6.0 * tuning.rank * (m.in_features + m.out_features) * m.active_copies
+    return flops
 
 
 def attention_flops_per_pair(attention: BlockAttention) -> float:

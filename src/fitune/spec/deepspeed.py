@@ -85,24 +85,6 @@ def trained_elements(plan: Plan) -> int:
     return sum(t.elements * t.count for t in trained_tensors(plan))
 
 
-def block_elements(plan: Plan) -> int:
-    """Elements of one decoder block without adapters."""
-    counts = count_parameters(plan.model)
-    outside = counts.embeddings + counts.head + plan.model.hidden_size  # the final norm
-    return (counts.total - outside) // plan.model.num_layers
-
-
-def live_elements(plan: Plan) -> int:
-    """Elements that stage 3 gathers at most: embedding, norm and head, and two blocks."""
-    total = count_parameters(plan.model).total
-    return min(total, total - (plan.model.num_layers - 2) * block_elements(plan))
-
-
-def persistent_elements(plan: Plan) -> int:
-    """Tensors of at most so many elements stay whole on every rank at stage 3: norms and biases."""
-    return plan.model.hidden_size
-
-
 def fetches_ahead(plan: Plan) -> bool:
     """True if stage 3 gathers weights before their module is called."""
     return plan.offload.parameters != "nvme"
@@ -150,12 +132,15 @@ def _precision(precision: Precision) -> Config:
 
 
 def _stage_3(plan: Plan) -> Config:
-    ahead = min(BUCKET_ELEMENTS, block_elements(plan)) if fetches_ahead(plan) else 0
+    model, counts = plan.model, count_parameters(plan.model)
+    outside = counts.embeddings + counts.head + model.hidden_size  # the final norm
+    block = (counts.total - outside) // model.num_layers  # without adapters
     return {
         "sub_group_size": SUB_GROUP_ELEMENTS,
-        "stage3_prefetch_bucket_size": ahead,
-        "stage3_param_persistence_threshold": persistent_elements(plan),
-        "stage3_max_live_parameters": live_elements(plan),
+        "stage3_prefetch_bucket_size": min(BUCKET_ELEMENTS, block) if fetches_ahead(plan) else 0,
+        "stage3_param_persistence_threshold": model.hidden_size,  # norms and biases stay whole on every rank
+        # embedding, norm and head, and two blocks
+        "stage3_max_live_parameters": min(counts.total, counts.total - (model.num_layers - 2) * block),
         "stage3_max_reuse_distance": 0,  # weights are let go as soon as their module is done
     }
 
