@@ -102,10 +102,31 @@ def test_deepspeed_is_read_from_its_file_or_else_from_its_name(tmp_path):
         recipe(PLAIN, gpus=2, deepspeed="ds/other.json")
 
 
+def test_a_deepspeed_object_in_the_recipe_is_read_as_its_file(tmp_path):
+    place = {"device": "nvme", "nvme_path": "/mnt/nvme", "pin_memory": True}
+    config = {
+        "bf16": {"enabled": "auto"},
+        "optimizer": {"type": "adamw", "params": {"lr": "auto"}},
+        "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
+        "train_batch_size": "auto",
+    }
+    (tmp_path / "mine.json").write_text(json.dumps(config))
+    for value in (config, "mine.json"):
+        read = recipe(PLAIN, folder=tmp_path, gpus=2, deepspeed=value)
+        assert (read.zero, read.offload_parameters, read.nvme_path) == (3, "nvme", "/mnt/nvme")
+        assert recipe(PLAIN, folder=tmp_path, deepspeed=value).nvme_path == ""
+    with pytest.raises(RecipeError, match="optimizer.type Lamb"):
+        recipe(PLAIN, gpus=2, deepspeed=config | {"optimizer": {"type": "Lamb"}})
+
+
 def test_version_1_says_the_same_in_groups(tmp_path):
     read = recipe(SECOND, gpus=2)
     assert (read.tuning, read.lora_r, read.lora_alpha, read.zero, read.seq_len) == ("lora", 16, 32, 3, 512)
     assert (read.learning_rate, read.precision) == (1e-4, "bf16-master")
+    deepspeed = {"name": "deepspeed", "config_file": "ds_z2_offload.json"}
+    assert recipe(SECOND, gpus=2, dist_config=deepspeed).offload_optimizer == "cpu"
+    with pytest.raises(RecipeError, match="no file other.json"):
+        recipe(SECOND, gpus=2, dist_config=deepspeed | {"config_file": "other.json"})
     quantised = recipe(SECOND, quant_config={"name": "bnb", "quantization_bit": 4})
     assert (quantised.tuning, quantised.quantization) == ("qlora", "nf4")
     (tmp_path / "sets.yaml").write_text("a: {path: org/a, size: 50}")

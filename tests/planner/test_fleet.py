@@ -214,7 +214,7 @@ def test_fleet_files_that_cannot_be_used(tmp_path, text, words):
     ("entry", "words", "hint"),
     [
         ("{name: a}", "gpu is missing", "gpu: h100 (80GB lists cards of its size)"),
-        ("{name: a, gpu: h100, gpus: 0}", "gpus = 0: Input should be greater than 0", "gpus: 8 (in each node)"),
+        ("{name: a, gpu: h100, gpus: 0}", "gpus = 0: must be greater than 0", "gpus: 8 (in each node)"),
         ("{name: a, gpu: h100, nodes: two}", "nodes = 'two': expected a number, found 'two'", "nodes: 2"),
         ("{name: a, gpu: h100, price: free}", "price = 'free': expected a number", "price: 2.50 (US dollars"),
         ("{name: a, gpu: h100, wait: soon}", "wait = 'soon': ", "wait: 2h"),

@@ -282,6 +282,15 @@ def test_set_in_a_list_of_one(tmp_path, settings, expected):
     assert recipe_of(tmp_path, "model: m\ndata: a.jsonl", *settings).data == [expected]
 
 
+def test_set_in_columns_that_are_written_as_a_text(tmp_path):
+    text = "model: m\ncolumns: prompt=q\ndata: [{path: a, columns: prompt=ask}]"
+    recipe = recipe_of(tmp_path, text, "columns.completion=r", "data.columns.completion=reply")
+    assert recipe.columns == {"prompt": "q", "completion": "r"}
+    assert recipe.data[0].columns == {"prompt": "ask", "completion": "reply"}
+    said = refusal(tmp_path, "model: m\ncolumns: q", "columns.prompt=r")
+    assert "columns = 'q': 'q' is not role=column" in said
+
+
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
@@ -291,7 +300,9 @@ def test_set_in_a_list_of_one(tmp_path, settings, expected):
         ("data.7.path=x", "'7' is no position in a list of 2"),
         ("data.path=x", "'path' is no position in a list of 2"),
         ("lora_r.x=3", "there is nothing inside 4 to set"),
-        ("data.0.nmae=x", "unknown key data.0.nmae"),
+        ("model.x=3", "there is nothing inside 'm' to set"),
+        ("push_to_hub=true", "names the repository here: OWNER/NAME"),
+        ("data.0.nmae=x", "unknown key 'data.0.nmae'"),
         ("seq_len=!!python/name:os.system", "tags ("),
         ("seq_len=-1", "at least 2"),
     ],

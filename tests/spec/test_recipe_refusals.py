@@ -121,3 +121,12 @@ def test_a_text_with_an_unpaired_surrogate_is_refused(setting):
     with pytest.raises(RecipeError, match=f"{setting}.* = .*unpaired surrogate") as caught:
         parse_recipe({"model": "gpt2", setting: "a\ud800"})
     str(caught.value).encode()
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("added_tokens", ["hf_" + "a1" * 18]), ("columns", {"prompt": "s3://me:secret@host/x"})],
+)
+def test_a_credential_in_a_list_or_a_mapping_is_refused(setting, value):
+    with pytest.raises(RecipeError, match="settings are saved and shown"):
+        parse_recipe({"model": "gpt2", setting: value})

@@ -41,7 +41,7 @@ def test_paths_and_lists_are_read_as_people_write_them():
         ({"columns": {"prompt": 3}}, "columns.prompt = 3: must be a text"),
         ({"data": []}, "fitune score: --data is missing\n  try: --data FILE, or --lm-eval TASKS"),
         ({"data": ["a", Path("a")]}, "--data a is given twice"),
-        ({"modle": "m"}, "unknown key modle; did you mean 'model'?"),
+        ({"modle": "m"}, "unknown key 'modle'; did you mean 'model'?"),
         ({"limit": 3}, "--limit has no effect without --lm-eval\n  try: add --lm-eval, or leave --limit out"),
         ({"allow_https": "perhaps"}, "allow_https = 'perhaps': must be true or false"),
     ],

@@ -213,8 +213,7 @@ def _model(r: Reading) -> None:
         "model_config model_quantization_config model_quantization_config_kwargs cls_model_config",
         "read from config.json; weights stored in 4 bit become the precision of the recipe",
     )
-    if is_on(r.take("quantize_moe_experts")):
-        r.passed("quantize_moe_experts", "experts are quantised with the base wherever fitune can pack them")
+    r.passed("quantize_moe_experts", "experts are quantised with the base wherever fitune can pack them")
 
 
 _WHOLE_TEXT_MODEL = re.compile(r"\^?(model\.language_model\W*|lm_head\W*|embed_tokens\W*)")
@@ -257,8 +256,7 @@ def _plugins(r: Reading) -> None:
 
 def _sharding(r: Reading) -> None:
     read_sharding(r)
-    if is_on(r.take("fp8")):
-        r.passed("fp8", "products in bf16 instead of fp8: more exact and slower")
+    r.passed("fp8", "products in bf16 instead of fp8: more exact and slower")
     r.pass_over(("fp8_enable_fsdp_float8_all_gather", "nvfp4_merge_aware"))
     whole, steps = r.take("batch_size"), r.take("gradient_accumulation_steps")
     if whole is not None and steps is None:

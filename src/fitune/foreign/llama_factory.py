@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from fitune.foreign.reading import Reading, is_on, words
-from fitune.foreign.sharding_files import find_file, json_object, put_fsdp, read_deepspeed, read_sharding
+from fitune.foreign.sharding_files import find_file, put_fsdp, read_deepspeed, read_sharding
 from fitune.foreign.trainer_keys import RENDERED, SPEED_SAID, read_precision, read_trainer_keys
-from fitune.spec.recipe.strict_yaml import load_yaml
+from fitune.spec.recipe.strict_yaml import load_json, load_yaml
 
 _SAME = {
     "model_name_or_path": "model",
@@ -128,8 +128,7 @@ def read_llama_factory(r: Reading) -> None:
     if (mixed := r.take("mixed_precision")) is not None and "bf16" in str(mixed):
         r.passed("mixed_precision", "bf16 products over fp32 masters")
         r.settings["precision"] = "bf16-master"
-    if is_on(r.take("fp8")):
-        r.passed("fp8", "products in bf16 instead of fp8: more exact and slower")
+    r.passed("fp8", "products in bf16 instead of fp8: more exact and slower")
     _defaults(r)
     r.pass_over(_BOOKKEEPING)
     r.pass_over(_OTHER_SUPPORT, "a setting of something that is off or refused")
@@ -228,12 +227,11 @@ def _registry(r: Reading) -> dict[str, Any]:
     """LLaMA-Factory's dataset_info.json, where it is beside the recipe or above it; its files are beside it."""
     folder = str(r.take("dataset_dir") or "data")
     file = None if ":" in folder else find_file(r, f"{folder}/dataset_info.json")
-    entries = json_object(file)
-    if file is None or entries is None:
+    if file is None:
         return {}
     return {
         name: {**each, "file_name": str(file.parent / str(each.get("file_name", name)))}
-        for name, each in entries.items()
+        for name, each in load_json(file).items()
         if isinstance(each, dict)
     }
 
@@ -399,12 +397,6 @@ def _sharding_of_v1(r: Reading, how: Mapping[str, Any]) -> None:
     if name.startswith("fsdp"):
         put_fsdp(r, how, words=["full_shard"], key="dist_config")
     elif name == "deepspeed":
-        inner = Reading(
-            trainer=r.trainer, where=r.where, raw={"deepspeed": how.get("config_file")}, folder=r.folder
-        )
-        read_deepspeed(inner)
-        for setting in ("zero", "offload_parameters", "offload_optimizer"):
-            if setting in inner.settings:
-                r.put(setting, inner.settings[setting], key="dist_config")
+        read_deepspeed(r, how.get("config_file"), key="dist_config")
     elif name and name != "ddp":
         r.refuse("dist_config", f"{name} divides experts over devices")

@@ -26,7 +26,7 @@ _WIDTH = 100
 
 Fate = Literal["translated", "assumed", "passed", "refused", "unknown"]
 
-SHARDING = ("zero", "hybrid_sharding", "offload_parameters", "offload_optimizer")
+SHARDING = ("zero", "hybrid_sharding", "offload_parameters", "offload_optimizer", "nvme_path")
 """Settings that divide states over devices or move them away: on one device the plan decides them."""
 
 

@@ -4,16 +4,14 @@ All of them divide without changing the result, so what is read here is the stag
 prefetching and wrapping are for the engine. The backend is left to the plan.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fitune.errors import RecipeError
-from fitune.files import read_text
 from fitune.foreign.reading import Reading
-from fitune.spec.recipe.strict_yaml import MOST_RECIPE_BYTES, load_yaml
+from fitune.spec.recipe.deepspeed_file import words_of_deepspeed
+from fitune.spec.recipe.strict_yaml import load_json, load_yaml
 
 _STAGE_IN_NAME = re.compile(r"(?:zero|z)_?([0-3])", re.IGNORECASE)
 _DIVIDED = "divided the same way; FSDP2 or DeepSpeed, whichever the plan takes"
@@ -36,21 +34,21 @@ def find_file(r: Reading, name: str) -> Path | None:
 def read_sharding(r: Reading) -> None:
     """DeepSpeed's file, else FSDP's keys, unless the sharding is known already."""
     if "zero" not in r.settings:
-        read_deepspeed(r)
+        read_deepspeed(r, r.take("deepspeed"), key="deepspeed")
     if "zero" not in r.settings:
         _read_fsdp(r)
     r.pass_over("fsdp fsdp_config")
 
 
-def read_deepspeed(r: Reading) -> None:
+def read_deepspeed(r: Reading, value: Any, *, key: str) -> None:
     """A file or the object itself. A file that is not here is known by the stage in its name."""
-    key = "deepspeed"
-    value = r.take(key)
     if value is None:
         return
-    content = value if isinstance(value, Mapping) else json_object(find_file(r, str(value)))
-    if content is not None:
-        _put_deepspeed(r, content, key=key)
+    if isinstance(value, Mapping):
+        _put_deepspeed(r, dict(value), key=key)  # whose one line covers all of its keys
+        return
+    if (file := find_file(r, str(value))) is not None:
+        _put_deepspeed(r, load_json(file), key=key)
         return
     name = Path(str(value)).name
     stage = _STAGE_IN_NAME.search(name)
@@ -66,19 +64,19 @@ def read_deepspeed(r: Reading) -> None:
 
 
 def _put_deepspeed(r: Reading, config: Mapping[str, Any], *, key: str) -> None:
-    zero = config.get("zero_optimization") or {}
-    parts = ((zero.get(part) or {}).get("device") for part in ("offload_param", "offload_optimizer"))
-    _put_zero(r, zero.get("stage", 0), *parts, key=key)
-    optimizer = (config.get("optimizer") or {}).get("type")
-    if optimizer is not None and str(optimizer).lower() not in ("adam", "adamw"):
-        r.refuse(key, f"its optimizer {optimizer}; name one in the recipe: optimizer: adamw")
-
-
-def _put_zero(r: Reading, stage: Any, parameters: Any, optimizer: Any, *, key: str) -> None:
-    r.put("zero", int(stage), key=key, said=_DIVIDED)
-    for name, place in (("offload_parameters", parameters), ("offload_optimizer", optimizer)):
-        if str(place) in ("cpu", "nvme"):
-            r.put(name, str(place), key=key)
+    """Puts the stage and what waits elsewhere; the rest is the engine's, or the recipe says it, too."""
+    found: dict[str, Any] = {"zero": 0}
+    for name, setting, value in words_of_deepspeed(config):
+        if not name and setting in ("zero_optimization", "optimizer.type"):
+            r.refuse(key, f"its {setting} {value}; name them in the recipe: zero: 3, optimizer: adamw")
+        found[name] = value
+    r.put("zero", found["zero"], key=key, said=_DIVIDED)
+    places = {name: found.get(name, "device") for name in ("offload_parameters", "offload_optimizer")}
+    if "nvme" in places.values() and "nvme_path" in found:
+        places["nvme_path"] = found["nvme_path"]
+    for name, place in places.items():
+        if place != "device":
+            r.put(name, place, key=key)
 
 
 def _read_fsdp(r: Reading) -> None:
@@ -132,12 +130,13 @@ def _put_accelerate(r: Reading, config: Mapping[str, Any], *, key: str) -> None:
     kind = str(config.get("distributed_type", "NO")).upper()
     if kind == "DEEPSPEED":
         own = config.get("deepspeed_config") or {}
-        content = json_object(find_file(r, str(own.get("deepspeed_config_file", ""))))
-        if content is not None:
-            _put_deepspeed(r, content, key=key)
-        else:
-            places = own.get("offload_param_device"), own.get("offload_optimizer_device")
-            _put_zero(r, own.get("zero_stage", 2), *places, key=key)
+        file = find_file(r, str(own.get("deepspeed_config_file", "")))
+        places = {
+            part: {name: own.get(f"{part}_{name}") for name in ("device", "nvme_path")}
+            for part in ("offload_param", "offload_optimizer")
+        }
+        content = {"zero_optimization": {"stage": own.get("zero_stage", 2), **places}}
+        _put_deepspeed(r, content if file is None else load_json(file), key=key)
     elif kind == "FSDP":
         put_fsdp(r, config.get("fsdp_config") or {}, words=[], key=key)
     machines = int(config.get("num_machines") or 1)
@@ -148,16 +147,3 @@ def _put_accelerate(r: Reading, config: Mapping[str, Any], *, key: str) -> None:
         r.put("nodes", machines, key=key)
     if kind not in ("DEEPSPEED", "FSDP") and processes <= 1:
         r.passed(key, "one device")
-
-
-def json_object(file: Path | None) -> dict[str, Any] | None:
-    """The object in a JSON file; None without a file. Raises RecipeError."""
-    if file is None:
-        return None
-    try:
-        value = json.loads(read_text(file, limit=16 * MOST_RECIPE_BYTES, encoding="utf-8-sig"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise RecipeError(f"{file}: cannot be read as JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise RecipeError(f"{file}: expected an object, found {type(value).__name__}")
-    return value

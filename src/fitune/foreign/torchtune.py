@@ -101,8 +101,7 @@ def read_torchtune(r: Reading) -> None:
             r.put(name, place, key=key)
     r.pass_over(("fsdp", "fsdp_cpu_offload"))
     r.refuse_if_on(_REFUSED)
-    if is_on(r.take("enable_activation_offloading")):
-        r.passed("enable_activation_offloading", "the plan moves them to the host where that helps")
+    r.passed("enable_activation_offloading", "the plan moves them to the host where that helps")
     r.pass_over(_BOOKKEEPING)
     r.pass_over(_SPEED, SPEED_SAID)
 

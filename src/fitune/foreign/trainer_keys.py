@@ -315,10 +315,8 @@ def _trackers(r: Reading) -> None:
             r.put("track_offline", True, key=mode)
     for key in ("use_wandb", "use_mlflow", "use_comet", "use_tensorboard"):
         r.passed(key, "report_to says it" if trackers else "")
-    if is_on(r.take("wandb_log_model")):
-        r.passed("wandb_log_model", "what was trained stays on this disk")
-    if r.take("comet_api_key"):
-        r.passed("comet_api_key", "a key is read from the environment alone: COMET_API_KEY")
+    r.passed("wandb_log_model", "what was trained stays on this disk")
+    r.passed("comet_api_key", "a key is read from the environment alone: COMET_API_KEY")
 
 
 _LOGGERS = {

@@ -77,12 +77,8 @@ def tell_deepspeed_where(*, has_gpu: bool) -> None:
 
 def reduce_bucket_elements(plan: Plan) -> int:
     """Elements of the buffer that gradients are summed in; even, as DeepSpeed wants it."""
-    return min(BUCKET_ELEMENTS, trained_elements(plan) + trained_elements(plan) % 2)
-
-
-def trained_elements(plan: Plan) -> int:
-    """Parameters that get a gradient."""
-    return sum(t.elements * t.count for t in trained_tensors(plan))
+    trained = sum(t.elements * t.count for t in trained_tensors(plan))
+    return min(BUCKET_ELEMENTS, trained + trained % 2)
 
 
 def fetches_ahead(plan: Plan) -> bool:

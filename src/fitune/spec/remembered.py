@@ -20,7 +20,18 @@ _MOST = 2048
 
 
 def remembered(function: Callable[P, T]) -> Callable[P, T]:
-    """``function`` of frozen values, called once for the same objects; what is given by name is not remembered."""
+    """``function`` of frozen values, called once for the same objects."""
+    return _remembering(function, lambda values: values)
+
+
+def remembered_by(*fields: str) -> Callable[[Callable[[Plan], T]], Callable[[Plan], T]]:
+    """``function`` of a plan that depends on nothing but these ``fields`` of it: two or more."""
+    parts_of = attrgetter(*fields)
+    return lambda function: _remembering(function, lambda values: parts_of(values[0]))
+
+
+def _remembering(function: Callable[P, T], objects_of: Callable[[Any], tuple[Any, ...]]) -> Callable[P, T]:
+    """``function``, called once for the same objects of its arguments; what is given by name is not remembered."""
     known: dict[Hashable, tuple[Any, T]] = {}
 
     @wraps(function)
@@ -28,37 +39,13 @@ def remembered(function: Callable[P, T]) -> Callable[P, T]:
         """The result for these very objects, from an earlier call if there was one."""
         if named:
             return function(*values, **named)
-        key = tuple(map(id, values))
+        objects = objects_of(values)
+        key = tuple(map(id, objects))
         found = known.get(key)
         if found is None:
             if len(known) >= _MOST:
                 known.clear()
-            found = known[key] = (values, function(*values, **named))
+            found = known[key] = (objects, function(*values, **named))
         return found[1]
 
     return answer
-
-
-def remembered_by(*fields: str) -> Callable[[Callable[[Plan], T]], Callable[[Plan], T]]:
-    """``function`` of a plan that depends on nothing but these ``fields`` of it: two or more."""
-    parts_of = attrgetter(*fields)
-
-    def decorated(function: Callable[[Plan], T]) -> Callable[[Plan], T]:
-        """``function``, called once for plans that share these fields' objects."""
-        known: dict[Hashable, tuple[Any, T]] = {}
-
-        @wraps(function)
-        def answer(plan: Plan) -> T:
-            """The result for the plan, from an earlier call with the same objects if there was one."""
-            parts = parts_of(plan)
-            key = tuple(map(id, parts))
-            found = known.get(key)
-            if found is None:
-                if len(known) >= _MOST:
-                    known.clear()
-                found = known[key] = (parts, function(plan))
-            return found[1]
-
-        return answer
-
-    return decorated

@@ -209,27 +209,19 @@ class MergedLoss:
     """False: nothing was held out, and these are the first training rows."""
     packed_base: bool
 
-    def describe(self) -> str:
-        """Both losses in one sentence."""
+    def lines(self) -> tuple[str, ...]:
+        """Both losses in one sentence; where the base was packed, what to serve instead in another."""
         kind = "held-out rows" if self.held_out else "training rows (none are held out)"
         base = "its packed base" if self.packed_base else "its base"
-        return (
+        losses = (
             f"loss over {self.rows:,} {kind}: {self.trained:.4f} trained (the adapter on {base}), "
             f"{self.merged:.4f} merged"
         )
-
-    def lines(self) -> tuple[str, ...]:
-        """Both sentences for people."""
-        return tuple(filter(None, (self.describe(), self.alternative())))
-
-    def alternative(self) -> str:
-        """Advice on what to serve instead, empty where the base was not packed."""
-        if not self.packed_base:
-            return ""
-        return (
+        advice = (
             "a merge has the base as it is on disk, which the adapter was not trained on; to serve exactly what was "
             "trained, load the adapter on the base packed in the same way"
         )
+        return (losses, advice) if self.packed_base else (losses,)
 
 
 AFTER_TRAINING = ("exporting", "answering samples")

@@ -48,15 +48,19 @@ EVERYWHERE: tuple[Purpose, ...] = ("plan", "train", "rehearse")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """``broken`` is true for a plan that cannot be; ``why`` says it with the plan's values, ``instead`` what to do."""
+    """``broken`` is true for a plan that cannot be; ``reason`` says why, ``instead`` what to do."""
 
     broken: Callable[[Plan], bool]
-    why: Callable[[Plan], str]
+    reason: str | Callable[[Plan], str]
     instead: str
     settings: tuple[str, ...]
     """Keys of a recipe that ask for what is forbidden."""
     binds: tuple[Purpose, ...] = EVERYWHERE
     error: type[FituneError] = RecipeError
+
+    def why(self, plan: Plan) -> str:
+        """The reason, with the plan's values."""
+        return self.reason if isinstance(self.reason, str) else self.reason(plan)
 
 
 def broken_rules(plan: Plan, *purposes: Purpose) -> tuple[Rule, ...]:
@@ -129,7 +133,7 @@ _DEVICES = ("zero", "backend", "hybrid_sharding", "gpus", "nodes")
 METHODS = (
     Rule(
         broken=lambda plan: _is_lomo(plan) and plan.precision is Precision.BF16_MASTER,
-        why=lambda plan: f"{_who(plan)} updates the weights themselves and keeps no fp32 masters",
+        reason=lambda plan: f"{_who(plan)} updates the weights themselves and keeps no fp32 masters",
         instead="precision: bf16",
         settings=("tuning", "precision"),
     ),
@@ -137,7 +141,7 @@ METHODS = (
         broken=lambda plan: (
             _is_lomo(plan) and (not isinstance(plan.optimizer, Sgd) or plan.optimizer.momentum > 0)
         ),
-        why=lambda plan: f"{_who(plan)} is an optimizer itself and takes no other",
+        reason=lambda plan: f"{_who(plan)} is an optimizer itself and takes no other",
         instead="leave optimizer out, or tuning: full",
         settings=("tuning", "optimizer", "momentum"),
     ),
@@ -147,14 +151,14 @@ METHODS = (
             and isinstance(plan.tuning.clip, ClipByNorm)
             and plan.tuning.clip.max_norm == 0
         ),
-        why=lambda plan: f"{_who(plan)} needs clipped gradients, and a norm of 0 turns clipping off",
+        reason=lambda plan: f"{_who(plan)} needs clipped gradients, and a norm of 0 turns clipping off",
         instead="max_grad_value: 1.0, which costs no second backward, or max_grad_norm: 1.0",
         settings=("tuning", "max_grad_norm"),
         binds=("plan",),
     ),
     Rule(
         broken=lambda plan: not adds_gradients_up(plan.tuning) and plan.batch.accumulation > 1,
-        why=lambda plan: (
+        reason=lambda plan: (
             f"{_who(plan)} uses every gradient as soon as it exists, so nothing can be added up over "
             f"{plan.batch.accumulation} micro-batches"
         ),
@@ -164,9 +168,7 @@ METHODS = (
     ),
     Rule(
         broken=lambda plan: isinstance(plan.optimizer, AdamW8bit) and plan.hardware.gpu.is_cpu,
-        why=lambda plan: (
-            "8-bit AdamW has its kernels for GPUs: on a CPU, bitsandbytes steps at a fortieth of AdamW's speed"
-        ),
+        reason="8-bit AdamW has its kernels for GPUs: on a CPU, bitsandbytes steps at a fortieth of AdamW's speed",
         instead="optimizer: adamw",
         settings=("optimizer",),
         binds=("plan",),
@@ -177,15 +179,13 @@ METHODS = (
             isinstance(plan.optimizer, AdamW8bit)
             and (_on(plan, "deepspeed") or plan.offload.optimizer != "device")
         ),
-        why=lambda plan: (
-            "8-bit AdamW steps on the device; DeepSpeed and an offloaded optimizer keep fp32 states"
-        ),
+        reason="8-bit AdamW steps on the device; DeepSpeed and an offloaded optimizer keep fp32 states",
         instead="optimizer: adamw, or neither backend: deepspeed nor an offloaded optimizer",
         settings=("optimizer", "backend", "offload_optimizer"),
     ),
     Rule(
         broken=lambda plan: isinstance(plan.tuning, Lora) == (plan.run.export == "full"),
-        why=lambda plan: (
+        reason=lambda plan: (
             "export: full is for tuning: full; LoRA trains an adapter"
             if isinstance(plan.tuning, Lora)
             else f"export: {plan.run.export} needs an adapter, and this method trains none"
@@ -199,7 +199,7 @@ METHODS = (
 MODEL = (
     Rule(
         broken=lambda plan: plan.batch.seq_len > plan.model.max_seq_len,
-        why=lambda plan: (
+        reason=lambda plan: (
             f"seq_len = {plan.batch.seq_len} is {plan.batch.seq_len - plan.model.max_seq_len} more than the "
             f"{plan.model.max_seq_len} positions that {plan.model.name} was made for"
         ),
@@ -209,7 +209,7 @@ MODEL = (
     ),
     Rule(
         broken=lambda plan: plan.recompute.blocks > plan.model.num_layers,
-        why=lambda plan: (
+        reason=lambda plan: (
             f"gradient_checkpointing = {plan.recompute.blocks} blocks, and {plan.model.name} has "
             f"{plan.model.num_layers}"
         ),
@@ -219,7 +219,7 @@ MODEL = (
     ),
     Rule(
         broken=lambda plan: _uneven_group(plan) is not None,
-        why=lambda plan: f"quantization_group_size: {_uneven_group(plan)}",
+        reason=lambda plan: f"quantization_group_size: {_uneven_group(plan)}",
         instead="quantization_group_size: 64, or a power of two that divides every matrix",
         settings=("quantization_group_size", "quantization_bits"),
     ),
@@ -252,7 +252,7 @@ HARDWARE = (
         broken=lambda plan: (
             plan.precision in (Precision.BF16, Precision.BF16_MASTER) and not plan.hardware.gpu.has_bf16
         ),
-        why=lambda plan: (
+        reason=lambda plan: (
             f"{plan.hardware.gpu.name} (compute capability {capability_words(plan.hardware.gpu)}) has no bf16 matrix "
             "units; they came with 8.0"
         ),
@@ -263,7 +263,7 @@ HARDWARE = (
     ),
     Rule(
         broken=lambda plan: plan.precision is Precision.FP16 and plan.hardware.gpu.is_cpu,
-        why=lambda plan: "fp16 is for GPUs; torch trains on a CPU in fp32 or bf16",
+        reason="fp16 is for GPUs; torch trains on a CPU in fp32 or bf16",
         instead="precision: fp32",
         settings=("precision",),
         binds=("plan",),
@@ -273,7 +273,7 @@ HARDWARE = (
         broken=lambda plan: (
             plan.attention == "flash" and flash_refused_by_device(plan.hardware.gpu) is not None
         ),
-        why=lambda plan: str(flash_refused_by_device(plan.hardware.gpu)),
+        reason=lambda plan: str(flash_refused_by_device(plan.hardware.gpu)),
         instead="attn_implementation: sdpa",
         settings=("attn_implementation",),
         binds=("plan",),
@@ -284,7 +284,7 @@ HARDWARE = (
             plan.attention == "flash"
             and flash_refused_by_model(plan.model, plan.hardware.gpu, plan.precision) is not None
         ),
-        why=lambda plan: str(flash_refused_by_model(plan.model, plan.hardware.gpu, plan.precision)),
+        reason=lambda plan: str(flash_refused_by_model(plan.model, plan.hardware.gpu, plan.precision)),
         instead="attn_implementation: sdpa",
         settings=("attn_implementation",),
         binds=("plan",),
@@ -293,7 +293,7 @@ HARDWARE = (
         broken=lambda plan: (
             plan.kernels == "liger" and liger_refused_by_device(plan.hardware.gpu) is not None
         ),
-        why=lambda plan: str(liger_refused_by_device(plan.hardware.gpu)),
+        reason=lambda plan: str(liger_refused_by_device(plan.hardware.gpu)),
         instead="kernels: torch",
         settings=("kernels",),
         binds=("plan",),
@@ -301,7 +301,7 @@ HARDWARE = (
     ),
     Rule(
         broken=lambda plan: plan.hardware.gpu.is_cpu and plan.offload != Offload(),
-        why=lambda plan: "the model trains on the CPU, so there is no other memory to offload to",
+        reason="the model trains on the CPU, so there is no other memory to offload to",
         instead="no offload, or gpu: NAME to plan for a GPU",
         settings=_PLACES,
         binds=("plan",),
@@ -311,13 +311,13 @@ HARDWARE = (
 KERNELS = (
     Rule(
         broken=lambda plan: plan.kernels == "liger" and liger_refused_by_model(plan.model) is not None,
-        why=lambda plan: str(liger_refused_by_model(plan.model)),
+        reason=lambda plan: str(liger_refused_by_model(plan.model)),
         instead="kernels: torch",
         settings=("kernels",),
     ),
     Rule(
         broken=lambda plan: plan.kernels == "liger" and plan.goes_back_twice,
-        why=lambda plan: (
+        reason=lambda plan: (
             f"Liger's kernels overwrite activations with gradients, and {_who(plan)} reads them again in a second "
             "backward pass (to clip by norm, or to detect an overflow of fp16)"
         ),
@@ -326,15 +326,13 @@ KERNELS = (
     ),
     Rule(
         broken=lambda plan: plan.compile_blocks and plan.kernels == "liger",
-        why=lambda plan: (
-            "Liger's kernels overwrite saved activations with gradients, which torch_compile does not expect"
-        ),
+        reason="Liger's kernels overwrite saved activations with gradients, which torch_compile does not expect",
         instead="one of them: kernels: torch, or no torch_compile",
         settings=("torch_compile", "kernels"),
     ),
     Rule(
         broken=lambda plan: plan.compile_blocks and _in_backward(plan),
-        why=lambda plan: (
+        reason=lambda plan: (
             f"{_who(plan)} uses each gradient as soon as it exists, and a compiled block yields all of its gradients "
             "at once"
         ),
@@ -343,15 +341,13 @@ KERNELS = (
     ),
     Rule(
         broken=lambda plan: plan.compile_blocks and plan.offload != Offload(),
-        why=lambda plan: (
-            "a compiled block expects its tensors to stay where they are, and offload moves them"
-        ),
+        reason="a compiled block expects its tensors to stay where they are, and offload moves them",
         instead="no torch_compile, or no offload",
         settings=("torch_compile", *_PLACES),
     ),
     Rule(
         broken=lambda plan: plan.compile_blocks and not isinstance(plan.sharding, Single),
-        why=lambda plan: "torch_compile is for one device in this version",
+        reason="torch_compile is for one device in this version",
         instead="no torch_compile, or gpus: 1",
         settings=("torch_compile", *_DEVICES),
     ),
@@ -360,7 +356,7 @@ KERNELS = (
 SHARDING = (
     Rule(
         broken=lambda plan: plan.hardware.num_gpus == 1 and not isinstance(plan.sharding, Single),
-        why=lambda plan: "zero, backend and hybrid_sharding are for several devices, and there is 1",
+        reason="zero, backend and hybrid_sharding are for several devices, and there is 1",
         instead="gpus: 2 or more; on one device leave them out (offload_optimizer: cpu also frees its memory)",
         settings=_DEVICES,
         binds=("plan", "train"),
@@ -371,7 +367,7 @@ SHARDING = (
             and plan.sharding.hybrid
             and (plan.hardware.nodes == 1 or plan.hardware.gpus_per_node == 1)
         ),
-        why=lambda plan: (
+        reason=lambda plan: (
             "hybrid_sharding shards within each node and replicates across nodes, and the recipe has nodes: "
             f"{plan.hardware.nodes}, gpus: {plan.hardware.gpus_per_node}"
         ),
@@ -383,7 +379,7 @@ SHARDING = (
         broken=lambda plan: (
             isinstance(plan.sharding, Zero) and plan.sharding.hybrid and not _on(plan, "fsdp", 2, 3)
         ),
-        why=lambda plan: "hybrid_sharding is for FSDP2 at ZeRO stages 2 and 3",
+        reason="hybrid_sharding is for FSDP2 at ZeRO stages 2 and 3",
         instead="backend: fsdp, zero: 3",
         settings=_DEVICES,
     ),
@@ -396,7 +392,7 @@ SHARDING = (
             )
         ),
         # Lv et al. 2023, arXiv 2306.09782, section 3.2
-        why=lambda plan: (
+        reason=lambda plan: (
             f"{_who(plan)} updates each rank's share of the weights in backward, which takes stage 3 over all devices"
         ),
         instead="zero: 3, or tuning: full",
@@ -406,10 +402,8 @@ SHARDING = (
         broken=lambda plan: (
             _steps_in_backward(plan) and not isinstance(plan.sharding, Single) and not _on(plan, "fsdp", 2, 3)
         ),
-        why=lambda plan: (
-            "optimizer_in_backward steps each rank's share once its gradient is summed, which FSDP2 does in backward "
-            "at stages 2 and 3"
-        ),
+        reason="optimizer_in_backward steps each rank's share once its gradient is summed, which FSDP2 does in "
+        "backward at stages 2 and 3",
         instead="zero: 2 or 3 with backend: fsdp, gpus: 1, or leave optimizer_in_backward out",
         settings=("optimizer_in_backward", *_DEVICES),
     ),
@@ -418,13 +412,13 @@ SHARDING = (
 OFFLOAD = (
     Rule(
         broken=lambda plan: _is_lomo(plan) and plan.offload.optimizer != "device",
-        why=lambda plan: f"{_who(plan)} keeps no optimizer states that could be offloaded",
+        reason=lambda plan: f"{_who(plan)} keeps no optimizer states that could be offloaded",
         instead="no offload_optimizer",
         settings=("tuning", "offload_optimizer"),
     ),
     Rule(
         broken=lambda plan: _in_backward(plan) and isinstance(plan.sharding, Single) and _states_away(plan),
-        why=lambda plan: (
+        reason=lambda plan: (
             f"{_who(plan)} steps weights on the device, and offloaded ones are stepped on the host"
         ),
         instead="no offload_parameters or offload_optimizer; or tuning: full without optimizer_in_backward, whose "
@@ -433,7 +427,7 @@ OFFLOAD = (
     ),
     Rule(
         broken=lambda plan: plan.offload.activations != "device" and plan.goes_back_twice,
-        why=lambda plan: (
+        reason=lambda plan: (
             f"{_who(plan)} reads the activations in two backward passes (to clip by norm, or in fp16), and offloaded "
             "ones come back once"
         ),
@@ -442,13 +436,13 @@ OFFLOAD = (
     ),
     Rule(
         broken=lambda plan: plan.offload.activations == "nvme",
-        why=lambda plan: "activations can be offloaded to the host, not to NVMe",
+        reason="activations can be offloaded to the host, not to NVMe",
         instead="offload_activations: cpu",
         settings=("offload_activations",),
     ),
     Rule(
         broken=lambda plan: isinstance(plan.sharding, Ddp) and _states_away(plan),
-        why=lambda plan: "DDP (zero: 0) keeps weights and optimizer on every device",
+        reason="DDP (zero: 0) keeps weights and optimizer on every device",
         instead="zero: 3; below it only DeepSpeed offloads, the optimizer alone",
         settings=("zero", *_STATES),
     ),
@@ -459,9 +453,7 @@ OFFLOAD = (
             and isinstance(plan.tuning, Full)
             and not _in_backward(plan)
         ),
-        why=lambda plan: (
-            "trained weights that are offloaded are updated on the host, so the optimizer must be there"
-        ),
+        reason="trained weights that are offloaded are updated on the host, so the optimizer must be there",
         instead="offload_optimizer: cpu as well",
         settings=_STATES,
     ),
@@ -471,13 +463,13 @@ OFFLOAD = (
             and not _is_lomo(plan)
             and (plan.offload.parameters == "device") != (plan.offload.optimizer == "device")
         ),
-        why=lambda plan: "FSDP2 offloads weights and optimizer together",
+        reason="FSDP2 offloads weights and optimizer together",
         instead="both offload_parameters and offload_optimizer, or neither",
         settings=("backend", *_STATES),
     ),
     Rule(
         broken=lambda plan: _on(plan, "deepspeed", 1, 2) and plan.offload.parameters != "device",
-        why=lambda plan: (
+        reason=lambda plan: (
             f"DeepSpeed keeps weights on the device at zero = {getattr(plan.sharding, 'stage', 0)}"
         ),
         instead="zero: 3",
@@ -489,7 +481,7 @@ OFFLOAD = (
             and not _is_lomo(plan)
             and _DEPTH[plan.offload.parameters] > _DEPTH[plan.offload.optimizer]
         ),
-        why=lambda plan: "DeepSpeed offloads weights no farther (device, cpu, nvme) than the optimizer",
+        reason="DeepSpeed offloads weights no farther (device, cpu, nvme) than the optimizer",
         instead="offload_optimizer at least as far as offload_parameters",
         settings=_STATES,
     ),
@@ -497,7 +489,7 @@ OFFLOAD = (
         broken=lambda plan: (
             "nvme" in (plan.offload.parameters, plan.offload.optimizer) and not _on(plan, "deepspeed", 3)
         ),
-        why=lambda plan: "offload to NVMe needs DeepSpeed at stage 3, on two devices or more",
+        reason="offload to NVMe needs DeepSpeed at stage 3, on two devices or more",
         instead="gpus: 2 or more, zero: 3, backend: deepspeed; or cpu in place of nvme",
         settings=("zero", "backend", "gpus", *_STATES),
     ),
@@ -507,13 +499,13 @@ OFFLOAD = (
             and isinstance(plan.sharding, Zero)
             and bool(dict(plan.sharding.settings).get("stage3_prefetch_bucket_size", 0))
         ),
-        why=lambda plan: "DeepSpeed reads weights ahead from NVMe until no buffer is left for the head",
+        reason="DeepSpeed reads weights ahead from NVMe until no buffer is left for the head",
         instead="no stage3_prefetch_bucket_size in deepspeed, or offload_parameters: cpu",
         settings=("deepspeed", "offload_parameters"),
     ),
     Rule(
         broken=lambda plan: "nvme" in plan.offload.places and not plan.offload.nvme_path,
-        why=lambda plan: "offload to nvme needs a folder, and nvme_path is not set",
+        reason="offload to nvme needs a folder, and nvme_path is not set",
         instead="nvme_path: /mnt/nvme",
         settings=_PLACES,
     ),
@@ -526,23 +518,21 @@ NOT_BUILT = (
             and _adapts_experts(plan)
             and bool(plan.tuning.dropout or plan.tuning.dora or plan.tuning.layers)
         ),
-        why=lambda plan: "PEFT adapts experts in all blocks alike, without dropout and without DoRA",
+        reason="PEFT adapts experts in all blocks alike, without dropout and without DoRA",
         instead="lora_dropout: 0, dora: false and no lora_layers, or no experts in lora_target_modules",
         settings=("lora_target_modules", "lora_dropout", "dora", "lora_layers"),
     ),
     Rule(
         broken=lambda plan: _adapts_experts(plan) and _on(plan, "deepspeed"),
-        why=lambda plan: (
-            "DeepSpeed gathers a module's weights when the module is called, and adapters of experts are not: the "
-            "experts read them"
-        ),
+        reason="DeepSpeed gathers a module's weights when the module is called, and adapters of experts are not: the "
+        "experts read them",
         instead="backend: fsdp",
         settings=("lora_target_modules", *_DEVICES),
         binds=("train",),
     ),
     Rule(
         broken=lambda plan: plan.compile_blocks and (_adapts_experts(plan) or _packs_experts(plan)),
-        why=lambda plan: "torch_compile has not been tried with quantised or adapted experts",
+        reason="torch_compile has not been tried with quantised or adapted experts",
         instead="no torch_compile",
         settings=("torch_compile", "lora_target_modules", "quantization"),
     ),
@@ -550,7 +540,7 @@ NOT_BUILT = (
         broken=lambda plan: (
             not plan.model.separates_rows and (plan.batch.packing or plan.batch.micro_batch_size > 1)
         ),
-        why=lambda plan: (
+        reason=lambda plan: (
             f"blocks of {plan.model.model_type} carry a state from token to token, or count tokens from the first of "
             "the batch, so a row would depend on the rows before it in the same batch"
         ),
@@ -559,7 +549,7 @@ NOT_BUILT = (
     ),
     Rule(
         broken=lambda plan: 0 < plan.model.longest_stream < plan.batch.micro_batch_tokens,
-        why=lambda plan: (
+        reason=lambda plan: (
             f"blocks of {plan.model.model_type} take {plan.model.longest_stream} tokens in one micro-batch, and "
             f"{plan.batch.micro_batch_size} × {plan.batch.seq_len} are more"
         ),
@@ -570,13 +560,13 @@ NOT_BUILT = (
         broken=lambda plan: (
             plan.model.is_traced and isinstance(plan.tuning, Lora) and bool(plan.tuning.layers)
         ),
-        why=lambda plan: f"{plan.model.model_type} has no formulas, and lora_layers needs them",
+        reason=lambda plan: f"{plan.model.model_type} has no formulas, and lora_layers needs them",
         instead="leave lora_layers out",
         settings=("tuning", "lora_layers"),
     ),
     Rule(
         broken=lambda plan: not trains_like_transformers(plan.model),
-        why=lambda plan: (
+        reason=lambda plan: (
             f"{plan.model.model_type} cannot be trained yet: no small model of it has reproduced transformers' losses "
             "and the predicted peak"
         ),
@@ -588,7 +578,7 @@ NOT_BUILT = (
         broken=lambda plan: (
             isinstance(plan.tuning, Lora) and not takes_adapters_on(plan.model, plan.tuning.targets)
         ),
-        why=lambda plan: (
+        reason=lambda plan: (
             f"PEFT reads adapters on {', '.join(SHARED_LINEARS)} of {plan.model.model_type} as adapters on its routed "
             "experts; those of attention are read as they are: lora_target_modules: "
             + ",".join(name for name in plan.model.adaptable_names if name not in SHARED_LINEARS)
@@ -599,10 +589,8 @@ NOT_BUILT = (
     ),
     Rule(
         broken=lambda plan: isinstance(plan.optimizer, AdamW8bit) and _on(plan, "fsdp"),
-        why=lambda plan: (
-            "8-bit states are scaled by blocks of each rank's share, and checkpoints hold whole tensors: they cannot "
-            "be saved yet"
-        ),
+        reason="8-bit states are scaled by blocks of each rank's share, and checkpoints hold whole tensors: "
+        "they cannot be saved yet",
         instead="optimizer: adamw, or zero: 0, where every rank has all of them",
         settings=("optimizer", *_DEVICES),
         binds=("train",),
@@ -611,7 +599,7 @@ NOT_BUILT = (
         broken=lambda plan: (
             _on(plan, "deepspeed") and (_is_lomo(plan) or isinstance(base_of(plan), Quantiser))
         ),
-        why=lambda plan: (
+        reason=lambda plan: (
             f"{_who(plan)} updates shares in backward, which is built for FSDP2"
             if _is_lomo(plan)
             else "packed weights are divided by FSDP2 only"
@@ -622,16 +610,14 @@ NOT_BUILT = (
     ),
     Rule(
         broken=lambda plan: isinstance(plan.sharding, Ddp),
-        why=lambda plan: (
-            "DDP fills its buckets in C++, which fake tensors do not reach, so it cannot be rehearsed"
-        ),
+        reason="DDP fills its buckets in C++, which fake tensors do not reach, so it cannot be rehearsed",
         instead="`fitune plan` estimates it; zero: 3 with backend: fsdp can be rehearsed",
         settings=_DEVICES,
         binds=("rehearse",),
     ),
     Rule(
         broken=lambda plan: _on(plan, "deepspeed"),
-        why=lambda plan: "DeepSpeed does not run on fake tensors, so it cannot be rehearsed",
+        reason="DeepSpeed does not run on fake tensors, so it cannot be rehearsed",
         instead="`fitune plan` estimates it; backend: fsdp can be rehearsed",
         settings=_DEVICES,
         binds=("rehearse",),
@@ -642,7 +628,7 @@ NOT_BUILT = (
             and not isinstance(plan.sharding, Single)
             and isinstance(plan.optimizer, AdamW8bit)
         ),
-        why=lambda plan: "8-bit AdamW with optimizer_in_backward on several devices is not built yet",
+        reason="8-bit AdamW with optimizer_in_backward on several devices is not built yet",
         instead="optimizer: adamw, or gpus: 1",
         settings=("optimizer", "optimizer_in_backward", *_DEVICES),
     ),
@@ -652,21 +638,21 @@ NOT_BUILT = (
             and plan.offload != Offload()
             and (isinstance(plan.sharding, Ddp) or _in_backward(plan))
         ),
-        why=lambda plan: "offload on several devices is built for ZeRO, and not for updates in backward",
+        reason="offload on several devices is built for ZeRO, and not for updates in backward",
         instead="zero: 3 and tuning: full, lora or qlora; `fitune plan` estimates the others",
         settings=(*_PLACES, *_IN_BACKWARD, *_DEVICES),
         binds=("train",),
     ),
     Rule(
         broken=lambda plan: _on(plan, "deepspeed") and plan.offload.activations != "device",
-        why=lambda plan: "offload_activations is not built for DeepSpeed",
+        reason="offload_activations is not built for DeepSpeed",
         instead="offload_activations: device, or backend: fsdp",
         settings=("offload_activations", "backend"),
         binds=("train",),
     ),
     Rule(
         broken=lambda plan: not isinstance(plan.sharding, Single) and plan.offload != Offload(),
-        why=lambda plan: "offload on several devices cannot be rehearsed yet",
+        reason="offload on several devices cannot be rehearsed yet",
         instead="`fitune plan` estimates it; one device with offload, or several without, can be rehearsed",
         settings=(*_PLACES, *_DEVICES),
         binds=("rehearse",),

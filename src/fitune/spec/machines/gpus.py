@@ -217,17 +217,14 @@ def similar_gpu(name: str, *, memory_bytes: int, capability: tuple[int, int]) ->
         )
     nearest = max(gpu.capability for gpu in older)
     like = min((gpu for gpu in older if gpu.capability == nearest), key=lambda gpu: gpu.fp16_flops)
-    return Gpu(
+    return replace(
+        like,
         name=name,
         memory_bytes=memory_bytes,
-        bf16_flops=like.bf16_flops,
-        fp16_flops=like.fp16_flops,
-        fp32_flops=like.fp32_flops,
-        bandwidth=like.bandwidth,
         capability=capability,
         link_bandwidth=like.host_bandwidth,
-        host_bandwidth=like.host_bandwidth,
         source=f"memory as the driver reports; not in the table: rates of the slowest like it, {like.name}",
+        slower_board="",
     )
 
 

@@ -344,13 +344,10 @@ def _qwen_window(fields: ConfigFields) -> int:
 
 
 def _full_attention_layers(fields: ConfigFields, default: tuple[int, ...]) -> tuple[int, ...]:
-    """The blocks that ``layer_types`` gives no window; the ``default`` of the family where it is absent."""
+    """The blocks that ``layer_types`` gives no window; the ``default`` of the family where it is absent. Whether the
+    list can be one of the model is checked when its shapes are known (check_positions)."""
     kinds = fields.words("layer_types")
-    if not kinds:
-        return default
-    if len(kinds) != fields.count("num_hidden_layers"):
-        fields.refuse("layer_types", "must name a kind for each of the num_hidden_layers")
-    return tuple(index for index, kind in enumerate(kinds) if kind != "sliding_attention")
+    return tuple(n for n, kind in enumerate(kinds) if kind != "sliding_attention") if kinds else default
 
 
 def _rotary_share(fields: ConfigFields) -> float:

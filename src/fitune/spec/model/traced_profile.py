@@ -49,14 +49,7 @@ class Size:
 
     def exceeds(self, other: "Size") -> bool:
         """True if it is at least the other for every micro-batch."""
-        return (
-            self.constant >= other.constant
-            and self.per_token >= other.per_token
-            and self.per_square >= other.per_square
-            and self.per_padding >= other.per_padding
-            and self.per_padding_square >= other.per_padding_square
-            and self.per_padded_token >= other.per_padded_token
-        )
+        return all(getattr(self, name) >= getattr(other, name) for name in self.__slots__)
 
     def at(self, extent: Extent) -> int:
         """The value for a micro-batch of that extent."""

@@ -1,7 +1,7 @@
 """A ds_config.json as settings of a recipe: what fitune has a word for becomes that, sizes of buffers are kept.
 
-``auto`` leaves a setting to fitune. What neither side of it would follow is refused: nothing in the file is passed over
-but DeepSpeed's own log lines and what fitune does anyway.
+``auto`` and null leave a setting to fitune. What neither side of it would follow is refused: nothing in the file is
+passed over but DeepSpeed's own log lines and what fitune does anyway.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from fitune.errors import RecipeError
-from fitune.files import read_text
+from fitune.spec.recipe.strict_yaml import load_json
 from fitune.spec.recipe.values import number
-from fitune.spec.serial import parse_object
-from fitune.units import MIB
 
 SIZES = (
     "reduce_bucket_size", "allgather_bucket_size", "sub_group_size", "stage3_prefetch_bucket_size",
@@ -55,11 +53,11 @@ _WORDS = {
 }
 """Setting of the file -> key of a recipe that takes its value."""
 _CHOICES: dict[str, tuple[str, dict[Any, str]]] = {
-    "optimizer.type": ("optimizer", {"Adam": "adamw", "AdamW": "adamw"}),
+    "optimizer.type": ("optimizer", {"adam": "adamw", "adamw": "adamw"}),
     "bf16.enabled": ("precision", {True: "bf16-master"}),  # DeepSpeed keeps fp32 masters
     "fp16.enabled": ("precision", {True: "fp16"}),
 }
-"""Setting of the file -> key of a recipe, and the values that have one there."""
+"""Setting of the file -> key of a recipe, and the values that have one there, in lower case."""
 _MOST = 10**12
 
 
@@ -72,12 +70,14 @@ def with_deepspeed_file(wanted: Mapping[str, Any], *, where: str) -> dict[str, A
     if given is None:
         return dict(wanted)
     name = str(given) if isinstance(given, str | Path) else f"{where}: deepspeed"
-    content = _read(Path(given)) if isinstance(given, str | Path) else given
+    content = load_json(Path(given)) if isinstance(given, str | Path) else given
     if not isinstance(content, Mapping):
         raise RecipeError(f"{where}: deepspeed = {given!r}", hint="deepspeed: ds_config.json")
     found: dict[str, Any] = {"backend": "deepspeed"}
     kept: dict[str, int | bool] = {}
-    for key, setting, value in _settings(content, name):
+    for key, setting, value in words_of_deepspeed(content):
+        if not key:
+            raise _unknown(name, setting, value)
         if key in SWITCHES and not isinstance(value, bool):
             raise RecipeError(f"{name}: {setting} = {value!r} is not true or false")
         if key in SIZES and (type(value) is not int or not 0 <= value <= _MOST):
@@ -101,37 +101,29 @@ def _require_same(wanted: Mapping[str, Any], key: str, value: Any, words: str, w
         )  # fmt: skip
 
 
-def _read(path: Path) -> Any:
-    try:
-        return parse_object(read_text(path, limit=MIB))
-    except (OSError, ValueError) as error:
-        cause = getattr(error, "strerror", None) or error
-        raise RecipeError(
-            f"deepspeed: {path}: cannot be read: {cause}", hint="a JSON file of DeepSpeed"
-        ) from None
-
-
-def _settings(content: Mapping[str, Any], name: str) -> Iterator[tuple[str, str, Any]]:
-    """A key of the recipe (or one of SIZES and SWITCHES), its name in the file, its value."""
+def words_of_deepspeed(content: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """A key of the recipe (or one of SIZES and SWITCHES), its name in the file, its value; no key for a setting that a
+    recipe has no word for."""
     half = content.get("fp16")
     scales_loss = isinstance(half, Mapping) and half.get("enabled") is True
     for setting, value in _leaves(content, ""):
         section, _, key = setting.rpartition(".")
-        if value == "auto" or key in _WITHOUT_EFFECT or _DONE_ANYWAY.get(setting, ...) == value:
+        if value in ("auto", None) or key in _WITHOUT_EFFECT or _DONE_ANYWAY.get(setting, ...) == value:
             continue
         if section == "fp16" and (not scales_loss or value == _LOSS_SCALE.get(key)):
             continue
         ours, choices = _CHOICES.get(setting, ("", {}))
+        word = value.lower() if isinstance(value, str) else value
         if setting in _WORDS:
             yield _WORDS[setting], setting, "device" if value == "none" else _number(value)
         elif setting == "optimizer.params.betas" and isinstance(value, list) and len(value) == 2:
             yield from (("adam_beta1", setting, value[0]), ("adam_beta2", setting, value[1]))
-        elif isinstance(value, str | bool) and value in choices:
-            yield ours, setting, choices[value]
+        elif isinstance(word, str | bool) and word in choices:
+            yield ours, setting, choices[word]
         elif section in ("", "zero_optimization") and key in (*SIZES, *SWITCHES):
             yield key, setting, _number(value)  # at the top as a recipe keeps them once the file is read
         elif not _all_auto(value):
-            raise _unknown(name, setting, value)
+            yield "", setting, value
 
 
 def _leaves(content: Mapping[str, Any], section: str) -> Iterator[tuple[str, Any]]:

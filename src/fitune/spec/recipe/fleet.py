@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator
 
 from fitune.errors import FituneError, RecipeError, did_you_mean
 from fitune.spec.machines.gpus import BY_FIGURES, find_gpu
@@ -13,14 +13,22 @@ from fitune.spec.recipe.job_settings import (
     Duration,
     JobSettings,
     LabelValue,
-    Strict,
     checked,
     checked_job,
     one_line,
     require_meaningful,
 )
 from fitune.spec.recipe.strict_yaml import load_yaml, parse_mapping
-from fitune.spec.recipe.values import Bandwidth, CountInt, PositiveFloat, PositiveInt, Size, Text, as_name
+from fitune.spec.recipe.values import (
+    Bandwidth,
+    CountInt,
+    PositiveFloat,
+    PositiveInt,
+    Size,
+    Strict,
+    Text,
+    as_name,
+)
 
 Objective = Literal["fastest", "cheapest", "soonest"]
 Source = Literal["nodes", "kueue", "slurm", "ray"]
@@ -54,7 +62,7 @@ class Cluster(Strict):
     instance_type: LabelValue = ""
     live: Source | None = None
     """Who is asked for ``free`` with --live."""
-    job: dict[str, Any] = Field(default_factory=dict)
+    job: dict[str, Any] = {}
 
     @property
     def free_nodes(self) -> int:

@@ -10,17 +10,15 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     ValidationError,
-    field_validator,
 )
 
-from fitune.errors import RecipeError, did_you_mean
+from fitune.errors import RecipeError
 from fitune.spec.machines.job import GPU_RESOURCE, TESTED_RAY, System
 from fitune.spec.recipe.strict_yaml import load_yaml
 from fitune.spec.recipe.typed import type_inside, typed_value
-from fitune.spec.recipe.values import Names, PositiveInt, Size, require_plain_text, whole_number
+from fitune.spec.recipe.values import Names, PositiveInt, Size, Strict, described, whole_number
 from fitune.units import parse_seconds
 
 T = TypeVar("T", bound=BaseModel)
@@ -115,21 +113,6 @@ Word = Annotated[str, BeforeValidator(_as_text), AfterValidator(_word)]
 Duration = Annotated[int, BeforeValidator(_as_seconds), Field(gt=0, le=366 * 86_400)]
 Lines = Annotated[list[Annotated[str, AfterValidator(one_line)]], BeforeValidator(_as_list)]
 ObjectNames = Annotated[Names, AfterValidator(_object_names)]
-
-
-class Strict(BaseModel):
-    """Unknown keys are refused, and so are credentials: manifests are saved and shown."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    @field_validator("*", mode="after")
-    @classmethod
-    def _allowed(cls, value: Any) -> Any:
-        values: Iterable[Any] = value if isinstance(value, list | tuple) else [value]
-        values = [*value.keys(), *value.values()] if isinstance(value, dict) else values
-        for each in values:
-            require_plain_text(each)
-        return value
 
 
 class JobSettings(Strict):
@@ -228,19 +211,7 @@ def checked(kind: type[T], wanted: Mapping[str, Any], *, where: str, examples: M
     try:
         return kind.model_validate(dict(wanted))
     except ValidationError as error:
-        items = error.errors()
-        lines = [_wrong(kind, item, where=where) for item in items]
-        keys = dict.fromkeys(str(item["loc"][0]) for item in items if item["loc"])
+        keys = dict.fromkeys(str(item["loc"][0]) for item in error.errors() if item["loc"])
         shown = [f"{key}: {examples[key]}" for key in keys if key in examples]
         hint = "; ".join([*shown, f"settings are {', '.join(kind.model_fields)}"])
-        raise RecipeError("\n".join(dict.fromkeys(lines)), hint=hint) from None
-
-
-def _wrong(kind: type[BaseModel], item: Any, *, where: str) -> str:
-    path = ".".join(str(part) for part in item["loc"])
-    if item["type"] == "extra_forbidden":
-        close = did_you_mean(str(item["loc"][-1]), [*kind.model_fields])
-        return f"{where}: unknown key {path!r}" + (f"; {close}" if close else "")
-    if item["type"] == "missing":
-        return f"{where}: {path} is missing"
-    return f"{where}: {path} = {item['input']!r}: {str(item['msg']).removeprefix('Value error, ')}"
+        raise RecipeError(described(error, where=where, known=kind), hint=hint) from None

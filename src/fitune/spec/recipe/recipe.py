@@ -4,20 +4,15 @@
 keys are refused with a did-you-mean.
 """
 
-import re
 from collections.abc import Iterable, Mapping
 from functools import reduce
 from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     PlainValidator,
     ValidationError,
-    ValidationInfo,
-    field_validator,
 )
 
 from fitune.errors import RecipeError, did_you_mean
@@ -48,6 +43,7 @@ from fitune.spec.recipe.values import (
     Seed,
     Share,
     Size,
+    Strict,
     Targets,
     as_columns,
     as_date,
@@ -55,24 +51,11 @@ from fitune.spec.recipe.values import (
     as_numbers,
     as_source,
     as_sources,
+    described,
     quantiser_word,
-    require_in_range,
-    require_plain_text,
     switch_or_count,
     whole_number,
 )
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    @field_validator("*", mode="after")
-    @classmethod
-    def _allowed(cls, value: Any, info: ValidationInfo) -> Any:
-        require_in_range(info.field_name or "", value)
-        require_plain_text(value)
-        return value
-
 
 Columns = Annotated[
     dict[Literal["system", "prompt", "completion", "text", "messages", "tools"], str],
@@ -83,7 +66,7 @@ Columns = Annotated[
 EVERY_KEY = "fitune plan --help lists every key"
 
 
-class SourceRecipe(_Strict):
+class SourceRecipe(Strict):
     """One dataset: a path or Hub id (``path#500`` takes 500 rows), how to read it, its weight in the mix."""
 
     path: NamedPath
@@ -101,7 +84,7 @@ Sources = Annotated[
 ]
 
 
-class Recipe(_Strict):
+class Recipe(Strict):
     """Everything a user may ask for. Only ``model`` has no default."""
 
     # what
@@ -278,7 +261,7 @@ def parse_recipe(wanted: Mapping[str, Any], *, where: str = "recipe") -> Recipe:
     try:
         return Recipe.model_validate(wanted)
     except ValidationError as error:
-        raise RecipeError(described(error, where=where)) from None
+        raise RecipeError(described(error, where=where, known=SourceRecipe)) from None
 
 
 def canonical_keys(raw: Mapping[str, Any], *, where: str) -> dict[str, Any]:
@@ -331,8 +314,7 @@ def _apply_setting(wanted: dict[str, Any], setting: str) -> None:
     kind = Any if field is None or head in SWITCHES else reduce(type_inside, rest, field.annotation)
     value = typed_value(kind, text, where=f"--set {setting}")
     if rest:
-        inside = as_sources(wanted.get(name)) if name in ("data", "eval_data") else wanted.get(name)
-        value = _set_inside(inside, rest, value, setting)
+        value = _set_inside(_with_parts(name, wanted.get(name), setting), rest, value, setting)
     wanted.update(canonical_keys({head: value}, where=f"--set {setting}"))
 
 
@@ -352,48 +334,20 @@ def _set_inside(container: Any, keys: list[str], value: Any, setting: str) -> An
         items = list(container)
         items[int(head)] = _set_inside(items[int(head)], rest, value, setting)
         return items
-    inside = {"path": container} if isinstance(container, str) else {} if container is None else container
+    inside = {} if container is None else container
     if not isinstance(inside, dict):
         raise RecipeError(f"--set {setting}: there is nothing inside {container!r} to set")
-    return {**inside, head: _set_inside(inside.get(head), rest, value, setting)}
+    return {**inside, head: _set_inside(_with_parts(head, inside.get(head), setting), rest, value, setting)}
 
 
-def described(error: ValidationError, *, where: str, known: type[BaseModel] = SourceRecipe) -> str:
-    """A line for each fault: where, the key, its value, and what may stand there. ``known`` has keys that are meant."""
-    return "\n".join(dict.fromkeys(_describe_one(item, where, known) for item in error.errors()))
-
-
-def _describe_one(item: Any, where: str, known: type[BaseModel]) -> str:
-    path = ".".join(str(part) for part in item["loc"])
-    if item["type"] == "extra_forbidden":  # top-level keys were checked before: this is inside a source
-        close = did_you_mean(str(item["loc"][-1]), [*known.model_fields])
-        return f"{where}: unknown key {path}" + (f"; {close}" if close else "")
-    return f"{where}: {path} = {item['input']!r}: {_in_words(item)}"
-
-
-def _in_words(item: Any) -> str:
-    """pydantic speaks to programmers; these are the refusals that people meet."""
-    context = item.get("ctx", {})
-    match item["type"]:
-        case "string_too_short":
-            return "must not be empty"
-        case "greater_than":
-            return f"must be greater than {context['gt']}"
-        case "greater_than_equal":
-            return f"must be at least {context['ge']}"
-        case "less_than":
-            return f"must be less than {context['lt']}"
-        case "literal_error":
-            near = did_you_mean(str(item["input"]), re.findall(r"'([^']*)'", context["expected"]))
-            return f"must be {context['expected']}" + (f"; {near}" if near else "")
-        case "string_type":
-            return "must be a text: write it in quotes"
-        case "bool_parsing" | "bool_type":
-            return "must be true or false"
-        case "string_unicode":
-            return "contains an unpaired surrogate"
-        case _:
-            return str(item["msg"]).removeprefix("Value error, ")
+def _with_parts(name: str, value: Any, setting: str) -> Any:
+    """Sources and columns, which may be written as one text, as a list and a mapping; any other value as it is."""
+    if name in ("data", "eval_data"):
+        return [as_source(one) for one in as_sources(value)]
+    try:
+        return as_columns(value) if name == "columns" else value
+    except ValueError as why:
+        raise RecipeError(f"--set {setting}: {name} = {value!r}: {why}") from None
 
 
 def dump_recipe(recipe: Recipe, *, anywhere: bool = False) -> str:

@@ -17,8 +17,7 @@ from pydantic import (
 )
 
 from fitune.errors import RecipeError
-from fitune.spec.recipe.recipe import described
-from fitune.spec.recipe.values import as_columns
+from fitune.spec.recipe.values import as_columns, described
 
 _ROLES = ("system", "prompt", "completion", "choices")
 

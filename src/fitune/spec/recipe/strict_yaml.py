@@ -1,4 +1,5 @@
-"""Strict YAML: a stranger may have written it. No tags, no aliases, no duplicate keys; errors name the line."""
+"""Strict YAML: a stranger may have written it. No tags, no aliases, no duplicate keys; errors name the line. And the
+JSON files that recipes name."""
 
 from pathlib import Path
 from typing import Any
@@ -7,11 +8,13 @@ import yaml
 
 from fitune.errors import RecipeError
 from fitune.files import read_text
-from fitune.units import KIB
+from fitune.spec.serial import parse_object
+from fitune.units import KIB, MIB
 
 _MOST_NESTING = 32
-MOST_RECIPE_BYTES = 256 * KIB
+_MOST_RECIPE_BYTES = 256 * KIB
 """Two seconds of reading. The longest recipes here have two KiB."""
+_MOST_JSON_BYTES = 4 * MIB
 
 
 class StrictLoader(yaml.SafeLoader):
@@ -83,7 +86,7 @@ def load_yaml(path: Path, *, kind: str = "recipe") -> dict[str, Any]:
     if path.is_dir():
         raise RecipeError(f"{path} is a folder, not a {kind} file", hint=_MISSING.get(kind))
     try:
-        text = read_text(path, limit=MOST_RECIPE_BYTES, encoding="utf-8-sig", own_pipe=True)
+        text = read_text(path, limit=_MOST_RECIPE_BYTES, encoding="utf-8-sig", own_pipe=True)
     except FileNotFoundError:
         raise RecipeError(
             f"{path}: no such {kind} file", hint=_MISSING.get(kind, "look at the path")
@@ -92,6 +95,15 @@ def load_yaml(path: Path, *, kind: str = "recipe") -> dict[str, Any]:
         cause = getattr(error, "strerror", None) or error
         raise RecipeError(f"{path}: cannot be read: {cause}") from None
     return parse_mapping(text, where=str(path), kind=kind)
+
+
+def load_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises RecipeError for a file that is missing, unreadable or no object."""
+    try:
+        return parse_object(read_text(path, limit=_MOST_JSON_BYTES, encoding="utf-8-sig"))
+    except (OSError, ValueError) as error:
+        cause = getattr(error, "strerror", None) or error
+        raise RecipeError(f"{path}: cannot be read as JSON: {cause}") from None
 
 
 def parse_mapping(text: str, *, where: str, kind: str) -> dict[str, Any]:

@@ -5,9 +5,19 @@ import re
 from datetime import date
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from fitune.credentials import CREDENTIALS_ELSEWHERE, credential_in
+from fitune.errors import did_you_mean
 from fitune.files import path_fault
 from fitune.spec.quantisers import QUANTISERS
 from fitune.units import MIB, TIB, parse_bandwidth, parse_bytes
@@ -132,10 +142,11 @@ _HUB_PART = re.compile(r"\w([\w.-]*\w)?", re.ASCII)
 
 
 def as_hub_name(value: Any) -> Any:
-    """``OWNER/NAME``, or ``NAME`` of the token's own account, by the Hub's rules; nothing for false."""
-    if isinstance(value, bool):
-        if value:
-            raise ValueError("names the repository here: OWNER/NAME")
+    """``OWNER/NAME``, or ``NAME`` of the token's own account, by the Hub's rules; nothing for false. A command line has
+    true and false as texts."""
+    if str(value).lower() == "true":
+        raise ValueError("names the repository here: OWNER/NAME")
+    if str(value).lower() == "false":
         return ""
     parts = str(value).split("/") if value else []
     text = "/".join(parts)
@@ -167,9 +178,7 @@ def as_names(value: Any) -> Any:
 
 def as_numbers(value: Any) -> Any:
     """One number, a comma-separated text or a list."""
-    if isinstance(value, str):
-        return [part.strip() for part in value.split(",") if part.strip()]
-    return [value] if isinstance(value, int | float) else value
+    return [value] if isinstance(value, int | float) else as_names(value)
 
 
 def as_columns(value: Any) -> Any:
@@ -263,3 +272,59 @@ HubName = Annotated[str, BeforeValidator(as_hub_name)]
 Names = Annotated[list[Text], BeforeValidator(as_names)]
 Targets = Annotated[list[Text], BeforeValidator(as_targets)]
 Layers = Annotated[list[int], BeforeValidator(as_layers)]
+
+
+class Strict(BaseModel):
+    """Settings that are saved and shown: unknown keys are refused, and so are credentials."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _allowed(cls, value: Any, info: ValidationInfo) -> Any:
+        require_in_range(info.field_name or "", value)
+        parts = [*value, *value.values()] if isinstance(value, dict) else value
+        for each in parts if isinstance(parts, list) else [parts]:
+            require_plain_text(each)
+        return value
+
+
+def described(error: ValidationError, *, where: str, known: type[BaseModel]) -> str:
+    """A line for each fault: where, the key, its value, and what may stand there; for an unknown key a close one of
+    ``known``."""
+    return "\n".join(dict.fromkeys(_describe_one(item, where, known) for item in error.errors()))
+
+
+def _describe_one(item: Any, where: str, known: type[BaseModel]) -> str:
+    path = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        close = did_you_mean(str(item["loc"][-1]), [*known.model_fields])
+        return f"{where}: unknown key {path!r}" + (f"; {close}" if close else "")
+    if item["type"] == "missing":
+        return f"{where}: {path} is missing"
+    return f"{where}: {path} = {item['input']!r}: {_in_words(item)}"
+
+
+def _in_words(item: Any) -> str:
+    """pydantic speaks to programmers; these are the refusals that people meet."""
+    context = item.get("ctx", {})
+    match item["type"]:
+        case "string_too_short":
+            return "must not be empty"
+        case "greater_than":
+            return f"must be greater than {context['gt']}"
+        case "greater_than_equal":
+            return f"must be at least {context['ge']}"
+        case "less_than":
+            return f"must be less than {context['lt']}"
+        case "literal_error":
+            near = did_you_mean(str(item["input"]), re.findall(r"'([^']*)'", context["expected"]))
+            return f"must be {context['expected']}" + (f"; {near}" if near else "")
+        case "string_type":
+            return "must be a text: write it in quotes"
+        case "bool_parsing" | "bool_type":
+            return "must be true or false"
+        case "string_unicode":
+            return "contains an unpaired surrogate"
+        case _:
+            return str(item["msg"]).removeprefix("Value error, ")
