@@ -172,15 +172,12 @@ def write_synced(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     try:
         for chunk in chunks:
-            _write_all(handle, memoryview(chunk))
+            view = memoryview(chunk)
+            while view.nbytes:  # Linux takes at most 2 GiB in one call
+                view = view[os.write(handle, view) :]
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _write_all(handle: int, view: memoryview) -> None:
-    while view.nbytes:
-        view = view[os.write(handle, view) :]  # Linux takes at most 2 GiB in one call
 
 
 def sync_folder(folder: Path) -> None:

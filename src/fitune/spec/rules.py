@@ -109,6 +109,10 @@ def _is_lomo(plan: Plan) -> bool:
     return isinstance(plan.tuning, Lomo)
 
 
+def _is_single(plan: Plan) -> bool:
+    return isinstance(plan.sharding, Single)
+
+
 def _steps_in_backward(plan: Plan) -> bool:
     """Another optimizer than LOMO's own."""
     return isinstance(plan.tuning, Full) and _in_backward(plan)
@@ -346,7 +350,7 @@ KERNELS = (
         settings=("torch_compile", *_PLACES),
     ),
     Rule(
-        broken=lambda plan: plan.compile_blocks and not isinstance(plan.sharding, Single),
+        broken=lambda plan: plan.compile_blocks and not _is_single(plan),
         reason="torch_compile is for one device in this version",
         instead="no torch_compile, or gpus: 1",
         settings=("torch_compile", *_DEVICES),
@@ -355,7 +359,7 @@ KERNELS = (
 
 SHARDING = (
     Rule(
-        broken=lambda plan: plan.hardware.num_gpus == 1 and not isinstance(plan.sharding, Single),
+        broken=lambda plan: plan.hardware.num_gpus == 1 and not _is_single(plan),
         reason="zero, backend and hybrid_sharding are for several devices, and there is 1",
         instead="gpus: 2 or more; on one device leave them out (offload_optimizer: cpu also frees its memory)",
         settings=_DEVICES,
@@ -386,7 +390,7 @@ SHARDING = (
     Rule(
         broken=lambda plan: (
             _is_lomo(plan)
-            and not isinstance(plan.sharding, Single)
+            and not _is_single(plan)
             and not (
                 isinstance(plan.sharding, Zero) and plan.sharding.stage == 3 and not plan.sharding.hybrid
             )
@@ -399,9 +403,7 @@ SHARDING = (
         settings=("tuning", *_DEVICES),
     ),
     Rule(
-        broken=lambda plan: (
-            _steps_in_backward(plan) and not isinstance(plan.sharding, Single) and not _on(plan, "fsdp", 2, 3)
-        ),
+        broken=lambda plan: _steps_in_backward(plan) and not _is_single(plan) and not _on(plan, "fsdp", 2, 3),
         reason="optimizer_in_backward steps each rank's share once its gradient is summed, which FSDP2 does in "
         "backward at stages 2 and 3",
         instead="zero: 2 or 3 with backend: fsdp, gpus: 1, or leave optimizer_in_backward out",
@@ -417,7 +419,7 @@ OFFLOAD = (
         settings=("tuning", "offload_optimizer"),
     ),
     Rule(
-        broken=lambda plan: _in_backward(plan) and isinstance(plan.sharding, Single) and _states_away(plan),
+        broken=lambda plan: _in_backward(plan) and _is_single(plan) and _states_away(plan),
         reason=lambda plan: (
             f"{_who(plan)} steps weights on the device, and offloaded ones are stepped on the host"
         ),
@@ -624,9 +626,7 @@ NOT_BUILT = (
     ),
     Rule(
         broken=lambda plan: (
-            _steps_in_backward(plan)
-            and not isinstance(plan.sharding, Single)
-            and isinstance(plan.optimizer, AdamW8bit)
+            _steps_in_backward(plan) and not _is_single(plan) and isinstance(plan.optimizer, AdamW8bit)
         ),
         reason="8-bit AdamW with optimizer_in_backward on several devices is not built yet",
         instead="optimizer: adamw, or gpus: 1",
@@ -634,7 +634,7 @@ NOT_BUILT = (
     ),
     Rule(
         broken=lambda plan: (
-            not isinstance(plan.sharding, Single)
+            not _is_single(plan)
             and plan.offload != Offload()
             and (isinstance(plan.sharding, Ddp) or _in_backward(plan))
         ),
@@ -651,7 +651,7 @@ NOT_BUILT = (
         binds=("train",),
     ),
     Rule(
-        broken=lambda plan: not isinstance(plan.sharding, Single) and plan.offload != Offload(),
+        broken=lambda plan: not _is_single(plan) and plan.offload != Offload(),
         reason="offload on several devices cannot be rehearsed yet",
         instead="`fitune plan` estimates it; one device with offload, or several without, can be rehearsed",
         settings=(*_PLACES, *_DEVICES),

@@ -85,11 +85,27 @@ def _counts(fields: ConfigFields, name: str, value: Any) -> None:
         ConfigFields(values={name: each}, where=fields.where).count(name)
 
 
+def _must(why: str) -> Callable[[Callable[[Any], bool]], Check]:
+    """Refuses, with ``why``, the values for which the function is false."""
+
+    def decorated(fits: Callable[[Any], bool]) -> Check:
+        """The check by ``fits``."""
+
+        def check(fields: ConfigFields, name: str, value: Any) -> None:
+            """Raises ModelError for a value that does not fit."""
+            if not fits(value):
+                fields.refuse(name, why)
+
+        return check
+
+    return decorated
+
+
 def _whole(low: int, high: int) -> Check:
-    def check(fields: ConfigFields, name: str, value: Any) -> None:
-        """Raises ModelError unless the value is an int from ``low`` to ``high``."""
-        if type(value) is not int or not low <= value <= high:
-            fields.refuse(name, f"must be a whole number from {low} to {high:,}")
+    @_must(f"must be a whole number from {low} to {high:,}")
+    def check(value: Any) -> bool:
+        """True for an int within the bounds."""
+        return type(value) is int and low <= value <= high
 
     return check
 
@@ -98,20 +114,16 @@ def _number(*, low: float | None = None, above: float | None = None, below: floa
     bounds = (("at least", low), ("more than", above), ("less than", below))
     words = " and ".join(f"{word} {bound:g}" for word, bound in bounds if bound is not None)
 
-    def fits(value: Any) -> bool:
-        """True for a number below 1e300 in size and within the bounds; a bool is no number."""
-        return (
+    @_must(f"must be a number {words}".rstrip())
+    def check(value: Any) -> bool:
+        """True for None and a number below 1e300 in size and within the bounds; a bool is no number."""
+        return value is None or (
             type(value) in (int, float)
             and abs(value) < 1e300  # an int may be larger than any float
             and (low is None or value >= low)
             and (above is None or value > above)
             and (below is None or value < below)
         )
-
-    def check(fields: ConfigFields, name: str, value: Any) -> None:
-        """Raises ModelError unless the value is None or a number within the bounds."""
-        if value is not None and not fits(value):
-            fields.refuse(name, f"must be a number {words}".rstrip())
 
     return check
 
@@ -120,9 +132,9 @@ def _flag(fields: ConfigFields, name: str, value: Any) -> None:
     fields.flag(name)
 
 
-def _word(fields: ConfigFields, name: str, value: Any) -> None:
-    if not isinstance(value, str):
-        fields.refuse(name, "must be a name")
+@_must("must be a name")
+def _word(value: Any) -> bool:
+    return isinstance(value, str)
 
 
 def _words(fields: ConfigFields, name: str, value: Any) -> None:
@@ -136,33 +148,33 @@ def _activation(fields: ConfigFields, name: str, value: Any) -> None:
         fields.refuse(name, why, hint=f"the known ones are {', '.join(sorted(ACTIVATIONS))}")
 
 
-def _causal(fields: ConfigFields, name: str, value: Any) -> None:
+@_must("lets tokens see those behind them: this is no causal language model")
+def _causal(value: Any) -> bool:
     """``vision``: tokens of a picture alone see those behind them."""
-    if value not in (False, "vision"):
-        fields.refuse(name, "lets tokens see those behind them: this is no causal language model")
+    return value in (False, "vision")
 
 
-def _ids(fields: ConfigFields, name: str, value: Any) -> None:
+@_must("must be a token's id, or a list of ids")
+def _ids(value: Any) -> bool:
     """−1 stands for no token in some configs of 2023."""
     ids = value if isinstance(value, list) else [value]
-    if not all(type(id_) is int and -1 <= id_ < 2**31 for id_ in ids):
-        fields.refuse(name, "must be a token's id, or a list of ids")
+    return all(type(id_) is int and -1 <= id_ < 2**31 for id_ in ids)
 
 
-def _whole_numbers(fields: ConfigFields, name: str, value: Any) -> None:
-    if not isinstance(value, list) or not all(type(item) is int and 0 <= item < 2**31 for item in value):
-        fields.refuse(name, "must be a list of whole numbers")
+@_must("must be a list of whole numbers")
+def _whole_numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**31 for item in value)
 
 
-def _object(fields: ConfigFields, name: str, value: Any) -> None:
-    if not isinstance(value, Mapping):
-        fields.refuse(name, "must be an object")
+@_must("must be an object")
+def _object(value: Any) -> bool:
+    return isinstance(value, Mapping)
 
 
-def _token(fields: ConfigFields, name: str, value: Any) -> None:
+@_must("must be a token")
+def _token(value: Any) -> bool:
     content = value.get("content") if isinstance(value, Mapping) else value
-    if value is not None and not isinstance(content, str | bool):  # some tools have switches of that name
-        fields.refuse(name, "must be a token")
+    return value is None or isinstance(content, str | bool)  # some tools have switches of that name
 
 
 def _tokens(fields: ConfigFields, name: str, value: Any) -> None:
@@ -175,9 +187,9 @@ def _tokens(fields: ConfigFields, name: str, value: Any) -> None:
             fields.refuse(name, "must hold tokens")
 
 
-def _side(fields: ConfigFields, name: str, value: Any) -> None:
-    if value not in ("left", "right"):
-        fields.refuse(name, "must be left or right")
+@_must("must be left or right")
+def _side(value: Any) -> bool:
+    return value in ("left", "right")
 
 
 def _no_other_weights(fields: ConfigFields, name: str, value: Any) -> None:
@@ -219,12 +231,11 @@ def _rope(fields: ConfigFields, name: str, value: Any) -> None:
             _rope(inner, key, part)
 
 
-def _factors(fields: ConfigFields, name: str, value: Any) -> None:
-    fits = isinstance(value, list) and all(
+@_must("must be a list of positive numbers")
+def _factors(value: Any) -> bool:
+    return isinstance(value, list) and all(
         type(v) in (int, float) and math.isfinite(v) and v > 0 for v in value
     )
-    if not fits:
-        fields.refuse(name, "must be a list of positive numbers")
 
 
 _COUNTS = (

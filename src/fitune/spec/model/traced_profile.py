@@ -36,16 +36,9 @@ class Size:
     per_padded_token: float = 0.0
     """For each token of a row that is copied because it is padded."""
 
-    def plus(self, other: "Size", times: float = 1.0) -> "Size":
-        """This one and ``times`` the other."""
-        return Size(
-            constant=self.constant + times * other.constant,
-            per_token=self.per_token + times * other.per_token,
-            per_square=self.per_square + times * other.per_square,
-            per_padding=self.per_padding + times * other.per_padding,
-            per_padding_square=self.per_padding_square + times * other.per_padding_square,
-            per_padded_token=self.per_padded_token + times * other.per_padded_token,
-        )
+    def plus(self, other: "Size") -> "Size":
+        """The sum of both."""
+        return Size(**{name: getattr(self, name) + getattr(other, name) for name in self.__slots__})
 
     def exceeds(self, other: "Size") -> bool:
         """True if it is at least the other for every micro-batch."""

@@ -111,11 +111,7 @@ def _matches(model: ModelSpec, wanted: str) -> Sequence[tuple[str, Sequence[int]
     linears = [m for m in model.linears if m.adaptable]
     if wanted in _ALL:
         return [(m.name, everywhere) for m in linears]
-    is_name = bool(_NAME.fullmatch(wanted))
-    if is_name:
-        named = [m.name for m in linears if wanted == m.short_name or _ends(m, wanted)]
-    else:
-        named = [m.name for m in linears if _is(wanted, m.short_name) or _is(wanted, m.name)]
+    named = [m.name for m in linears if _ends(m, wanted) or _is(wanted, m.short_name) or _is(wanted, m.name)]
     if named:
         return [(name, everywhere) for name in named]
     roots = _ROOTS if model.blocks_name == _ROOTS[0] else (model.blocks_name,)
@@ -125,7 +121,7 @@ def _matches(model: ModelSpec, wanted: str) -> Sequence[tuple[str, Sequence[int]
     ]
     found = [(name, numbers) for name, numbers in by_block if numbers]
     if not found:
-        raise _unknown(model, wanted) if is_name else _unmatched(model, wanted)
+        raise _unknown(model, wanted) if _NAME.fullmatch(wanted) else _unmatched(model, wanted)
     return found
 
 
