@@ -241,6 +241,9 @@ def test_a_hub_that_does_not_answer_is_an_error_at_once(monkeypatch):
         ("", "has no config.json"),
         ("./nowhere", "no such folder"),
         ("https://example.com/model", "is not known"),
+        ("an--owner/model", "is not known"),  # names that the Hub's client refuses to ask for
+        ("owner/model.git", "is not known"),
+        (f"owner/{'m' * 97}", "is not known"),
     ],
 )
 def test_unknown_models(name, words, tmp_path, monkeypatch):

@@ -2,13 +2,36 @@
 
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 HUB_TIMEOUT_S = 5.0
 """The Hub's client retries for a minute where there is no network: it is asked only after a quick answer."""
+
+
+_HUB_PART = re.compile(r"\w([\w.-]{0,94}\w)?", re.ASCII)
+
+
+def is_hub_name(text: str) -> bool:
+    """True for ``OWNER/NAME``, or ``NAME`` alone, by the Hub's rules."""
+    parts = text.split("/")
+    is_odd = any(wrong in text for wrong in ("--", "..")) or text.endswith(".git")
+    return len(parts) <= 2 and not is_odd and all(map(_HUB_PART.fullmatch, parts))
+
+
+def cached_file(name: str, file: str) -> Path | None:
+    """A model's file in the Hub's cache; None where it is not there, also for a name that the Hub does not take.
+
+    Raises ModuleNotFoundError without huggingface_hub.
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(name, file) if is_hub_name(name) else None
+    return Path(found) if isinstance(found, str) else None
 
 
 def is_offline() -> bool:

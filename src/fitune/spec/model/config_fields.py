@@ -41,10 +41,6 @@ class ConfigFields:
             )
         return default
 
-    def optional_count(self, name: str) -> int:
-        """A whole number as by ``count``, 0 when the field is absent."""
-        return self.count(name) if self.values.get(name) is not None else 0
-
     def share(self, name: str, *, default: float = 0.0) -> float:
         """A part of 1, whose range the schema has checked; the ``default`` when the field is absent."""
         value = self.values.get(name)

@@ -36,14 +36,14 @@ def read_llama(fields: ConfigFields, name: str) -> ModelSpec:
 def read_mistral(fields: ConfigFields, name: str) -> ModelSpec:
     """Mistral: a sliding window of 4096 tokens where the field is absent, none where it is null."""
     widths = _widths(fields)
-    window = fields.optional_count("sliding_window") if "sliding_window" in fields.values else 4096
+    window = fields.count("sliding_window", default=0) if "sliding_window" in fields.values else 4096
     return _spec(fields, name, widths, (*attention(widths), *gated_mlp(widths)), sliding_window=window)
 
 
 def read_mixtral(fields: ConfigFields, name: str) -> ModelSpec:
     """Mixtral: experts in every block; their routing weights are fp32."""
     widths = _widths(fields)
-    window = fields.optional_count("sliding_window")
+    window = fields.count("sliding_window", default=0)
     return _mixture(fields, name, widths, sliding_window=window, weighs_experts_in_fp32=True)
 
 
@@ -160,7 +160,7 @@ def read_phi3(fields: ConfigFields, name: str) -> ModelSpec:
     )
     return _spec(
         fields, name, widths, linears,
-        sliding_window=fields.optional_count("sliding_window"), dropout=_residual_dropout(fields),
+        sliding_window=fields.count("sliding_window", default=0), dropout=_residual_dropout(fields),
     )  # fmt: skip
 
 

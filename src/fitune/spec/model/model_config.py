@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fitune.errors import ModelError
-from fitune.spec.hub import HUB_TIMEOUT_S, answers, is_offline
+from fitune.spec.hub import HUB_TIMEOUT_S, answers, cached_file, is_hub_name, is_offline
 from fitune.spec.model.config_fields import ConfigFields
 from fitune.spec.model.config_schema import check_config
 from fitune.spec.model.families import FAMILIES, stored_type
@@ -23,7 +23,6 @@ _ADOPTED_FROM_REMOTE_CODE = {
 }
 """Their Hub folders still point at the code they came with; transformers has its own class of that name, and
 only that one is ever used."""
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _PACKED_FOR_GOOD = re.compile(r"(?<=[-_.])(gguf|awq|gptq|mlx|exl[23]|hqq)(?![a-z])", re.I)
 """Words of names for weights in few bits that config.json would have refused (config_schema.py)."""
 
@@ -44,10 +43,14 @@ def load_model_spec(name: str, *, offline: bool | None = None) -> ModelSpec:
         return known
     _refuse_folder_without_config(path, name)
     packed = _PACKED_FOR_GOOD.search(name.rpartition("/")[2])
-    if not _HUB_NAME.fullmatch(name) or packed:
+    if not ("/" in name and is_hub_name(name)) or packed:
         why = f"{packed[0].upper()} packs weights in a way that is not read back" if packed else ""
         raise unknown_model(name, why=why)
-    found = _cached_config(name)
+    try:
+        found = cached_file(name, "config.json")
+    except ModuleNotFoundError:
+        why = "huggingface_hub, which fetches its config.json, is not installed"
+        raise unknown_model(name, why=why) from None
     if found is None:
         if is_offline() if offline is None else offline:
             raise unknown_model(name, why="it is not in the Hugging Face cache, and the Hub is switched off")
@@ -178,18 +181,6 @@ def unknown_model(name: str, *, why: str = "") -> ModelError:
         is_packed = names_packed_weights(name)
         hint = f"{close} in 16 bits; tuning: qlora packs it" if is_packed else f"did you mean {close!r}?"
     return ModelError(f"model = {name!r}{reason}", hint=hint)
-
-
-def _cached_config(name: str) -> Path | None:
-    try:
-        from huggingface_hub import try_to_load_from_cache
-    except ModuleNotFoundError:
-        raise unknown_model(
-            name, why="huggingface_hub, which fetches its config.json, is not installed"
-        ) from None
-
-    found = try_to_load_from_cache(name, "config.json")
-    return Path(found) if isinstance(found, str) else None
 
 
 def _download_config(name: str) -> Path:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from fitune.spec.hub import cached_file
 from fitune.spec.serial import TABLE_BYTES, read_object
 
 
@@ -37,12 +38,6 @@ def _tokenizer_file(name: str) -> Path | None:
         file = folder / "tokenizer.json"
         return file if file.is_file() else None
     try:
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
+        return cached_file(name, "tokenizer.json")
     except ModuleNotFoundError:
         return None
-    try:
-        found = try_to_load_from_cache(name, "tokenizer.json")
-    except HFValidationError:
-        return None
-    return Path(found) if isinstance(found, str) else None

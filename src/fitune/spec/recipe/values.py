@@ -19,6 +19,7 @@ from pydantic import (
 from fitune.credentials import CREDENTIALS_ELSEWHERE, credential_in
 from fitune.errors import did_you_mean
 from fitune.files import path_fault
+from fitune.spec.hub import is_hub_name
 from fitune.spec.quantisers import QUANTISERS
 from fitune.units import MIB, TIB, parse_bandwidth, parse_bytes
 
@@ -138,9 +139,6 @@ def as_name(value: Any) -> Any:
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-_HUB_PART = re.compile(r"\w([\w.-]*\w)?", re.ASCII)
-
-
 def as_hub_name(value: Any) -> Any:
     """``OWNER/NAME``, or ``NAME`` of the token's own account, by the Hub's rules; nothing for false. A command line has
     true and false as texts."""
@@ -148,10 +146,8 @@ def as_hub_name(value: Any) -> Any:
         raise ValueError("names the repository here: OWNER/NAME")
     if str(value).lower() == "false":
         return ""
-    parts = str(value).split("/") if value else []
-    text = "/".join(parts)
-    is_odd = any(wrong in text for wrong in ("--", "..")) or text.endswith(".git") or len(text) > _HUB_NAME
-    if len(parts) > 2 or is_odd or not all(map(_HUB_PART.fullmatch, parts)):
+    text = str(value) if value else ""
+    if text and not (is_hub_name(text) and len(text) <= _HUB_NAME):
         raise ValueError(
             f"is no name on the Hub: OWNER/NAME of at most {_HUB_NAME} letters, digits and - _ . , without -- and .."
         )
