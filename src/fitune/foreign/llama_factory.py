@@ -231,7 +231,7 @@ def _registry(r: Reading) -> dict[str, Any]:
         return {}
     return {
         name: {**each, "file_name": str(file.parent / str(each.get("file_name", name)))}
-        for name, each in load_json(file).items()
+        for name, each in load_json(file, key="dataset").items()
         if isinstance(each, dict)
     }
 

@@ -48,7 +48,7 @@ def read_deepspeed(r: Reading, value: Any, *, key: str) -> None:
         _put_deepspeed(r, dict(value), key=key)  # whose one line covers all of its keys
         return
     if (file := find_file(r, str(value))) is not None:
-        _put_deepspeed(r, load_json(file), key=key)
+        _put_deepspeed(r, load_json(file, key=key), key=key)
         return
     name = Path(str(value)).name
     stage = _STAGE_IN_NAME.search(name)
@@ -136,7 +136,7 @@ def _put_accelerate(r: Reading, config: Mapping[str, Any], *, key: str) -> None:
             for part in ("offload_param", "offload_optimizer")
         }
         content = {"zero_optimization": {"stage": own.get("zero_stage", 2), **places}}
-        _put_deepspeed(r, content if file is None else load_json(file), key=key)
+        _put_deepspeed(r, content if file is None else load_json(file, key=key), key=key)
     elif kind == "FSDP":
         put_fsdp(r, config.get("fsdp_config") or {}, words=[], key=key)
     machines = int(config.get("num_machines") or 1)

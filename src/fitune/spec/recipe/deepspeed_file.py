@@ -70,7 +70,7 @@ def with_deepspeed_file(wanted: Mapping[str, Any], *, where: str) -> dict[str, A
     if given is None:
         return dict(wanted)
     name = str(given) if isinstance(given, str | Path) else f"{where}: deepspeed"
-    content = load_json(Path(given)) if isinstance(given, str | Path) else given
+    content = load_json(Path(given), key="deepspeed") if isinstance(given, str | Path) else given
     if not isinstance(content, Mapping):
         raise RecipeError(f"{where}: deepspeed = {given!r}", hint="deepspeed: ds_config.json")
     found: dict[str, Any] = {"backend": "deepspeed"}

@@ -97,13 +97,13 @@ def load_yaml(path: Path, *, kind: str = "recipe") -> dict[str, Any]:
     return parse_mapping(text, where=str(path), kind=kind)
 
 
-def load_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises RecipeError for a file that is missing, unreadable or no object."""
+def load_json(path: Path, *, key: str) -> dict[str, Any]:
+    """The object in a JSON file that ``key`` names. Raises RecipeError for one that is missing, unreadable or none."""
     try:
         return parse_object(read_text(path, limit=_MOST_JSON_BYTES, encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         cause = getattr(error, "strerror", None) or error
-        raise RecipeError(f"{path}: cannot be read as JSON: {cause}") from None
+        raise RecipeError(f"{key}: {path}: cannot be read: {cause}", hint="a JSON file") from None
 
 
 def parse_mapping(text: str, *, where: str, kind: str) -> dict[str, Any]:
