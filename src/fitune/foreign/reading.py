@@ -173,9 +173,9 @@ class Reading:
         self._add(key, "refused", why)
 
     def refuse_if_on(self, reasons: Mapping[str, str]) -> None:
-        """Refuse each key that is there and not null, false, 0 or empty."""
+        """Refuse each key that is there and on."""
         for key, why in reasons.items():
-            if self.take(key) and str(self.raw[key]).lower() not in ("none", "no"):
+            if is_on(self.take(key)):
                 self.refuse(key, why)
             else:
                 self.passed(key)

@@ -123,7 +123,7 @@ def _data(r: Reading) -> None:
         if (split := r.take("dataset_train_split")) is not None:
             source["split"] = str(split)
         r.put("data", [source], key="dataset_name")
-        if is_on(strategy := r.take("eval_strategy")) and strategy != "no":
+        if is_on(r.take("eval_strategy")):
             held_out = {**source, "split": str(r.take("dataset_test_split") or "test")}
             r.put("eval_data", [held_out], key="eval_strategy")
     elif "/" in str(rows := r.take("train_dataset")) or "." in str(rows):
