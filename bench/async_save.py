@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from fitune.demo.files import Shape, write_base_model
+from fitune.demo.files import write_base_model
 from fitune.demo.text import pretraining_texts, training_exercises
 from fitune.planner.search import find_plan
 from fitune.spec.machines.gpus import cpu_gpu, hardware_for
@@ -36,7 +36,7 @@ from fitune.train.current import Callbacks
 from fitune.train.run import run
 from fitune.units import GIB
 
-SHAPE = Shape(
+SHAPE = dict(
     vocab_size=512, hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12,
     max_position_embeddings=512,
 )  # fmt: skip

@@ -5,7 +5,6 @@ import os
 import shutil
 import sys
 from collections import Counter
-from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import NamedTuple
@@ -129,14 +128,14 @@ def quick_demo(monkeypatch):
     monkeypatch.setattr(
         demo_files,
         "SHAPE",
-        replace(demo_files.SHAPE, hidden_size=64, intermediate_size=64, num_hidden_layers=1),
+        demo_files.SHAPE | {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1},
     )
 
     for name in ("PRETRAINING_TEXTS", "TRAINING_ROWS"):
         monkeypatch.setattr(demo_files, name, 60)
     monkeypatch.setattr(demo_files, "HELD_OUT_ROWS", 2)
-    for name in ("PRETRAIN", "LORA", "FULL", "DIVIDED"):
-        monkeypatch.setattr(demo_files, name, replace(getattr(demo_files, name), max_steps=2))
+    for name in ("PRETRAIN", "LORA", "FULL"):
+        monkeypatch.setitem(getattr(demo_files, name), "max_steps", 2)
     monkeypatch.setattr(demo, "MAX_NEW_TOKENS", 2)
 
 

@@ -116,10 +116,10 @@ def test_the_recipes_are_recipes(demo):
         (demo.full_recipe, FULL),
     ):
         recipe = read_any_recipe(path).recipe
-        assert recipe.tuning == training.tuning
-        assert recipe.learning_rate == training.learning_rate
-        assert (recipe.max_steps, recipe.micro_batch_size) == (training.max_steps, training.micro_batch_size)
-        assert (recipe.seq_len, recipe.precision) == (training.seq_len, "fp32")
+        assert recipe.tuning == training["tuning"]
+        assert recipe.learning_rate == training["learning_rate"]
+        assert (recipe.max_steps, recipe.micro_batch_size) == (training["max_steps"], 2)
+        assert (recipe.seq_len, recipe.precision) == (256, "fp32")
     pretrain, lora, full = (
         read_any_recipe(path).recipe for path in (demo.pretrain_recipe, demo.lora_recipe, demo.full_recipe)
     )
@@ -133,7 +133,7 @@ def test_the_recipes_are_recipes(demo):
 def test_a_recipe_survives_any_folder_name(tmp_path):
     path = tmp_path / "recipe.yaml"
     odd = "it's: a #folder, [really]"
-    path.write_text(recipe_text(LORA, purpose="p", path="x", model=odd, data=odd, output_dir=odd))
+    path.write_text(recipe_text({**LORA, "model": odd, "data": odd, "output_dir": odd}, "p", path))
     recipe = read_any_recipe(path).recipe
     assert (recipe.model, recipe.data[0].path, recipe.output_dir) == (odd, odd, odd)
 

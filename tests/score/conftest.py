@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from fitune.data.conversations.templates import ChatTemplate, load_template
-from fitune.demo.files import Shape, write_base_model
+from fitune.demo.files import write_base_model
 from fitune.demo.text import training_exercises
 from fitune.models.tokens import load_tokenizer
 from fitune.spec.plan import DataSource
 from models.tiny_models import load
 from score.scorings import plan_for, quietly, write_data
 
-TINY = Shape(
+TINY = dict(
     vocab_size=384,
     hidden_size=32,
     intermediate_size=48,

@@ -9,7 +9,7 @@ from fitune.errors import RecipeError, ScoringFailed
 from fitune.score.engines.engine import Completion, Continuation, EngineDied, Request, Sampling
 from fitune.score.engines.engine_server import ServerEngine, require_url
 from fitune.score.plan import ScorePlan
-from fitune.score.questions import read_questions
+from fitune.score.questions import Question, read_questions
 from fitune.score.tasks import Task, to_answer, to_tasks
 from fitune.spec.plan import DataSource
 from jsonl import write_lines
@@ -212,7 +212,7 @@ def test_a_pause_that_the_server_asks_for_is_said_once(monkeypatch, caplog):
 
 
 def test_an_answer_of_which_no_tokens_are_known_has_no_likelihood(tiny):
-    task = Task(id="a", prompt_ids=(5,), prompt_text="", expected=None, where="")
+    task = Task(question=Question(id="a", where=""), prompt_ids=(5,))
     known = to_answer(
         task,
         Completion(id="a", token_ids=(5,), logprobs=(-0.5,), tokens=1),

@@ -9,6 +9,7 @@ from transformers import GenerationConfig
 from fitune.data.conversations.messages import Conversation, Message
 from fitune.demo.text import training_exercises
 from fitune.models.attention import use_attention
+from fitune.score.engines import engine_transformers
 from fitune.score.engines.continuous import can_join
 from fitune.score.engines.engine import Continuation, Request, Sampling
 from fitune.score.engines.engine_transformers import TransformersEngine, answer_all
@@ -82,10 +83,14 @@ def test_sampled_answers_follow_the_seed(tiny, tasks):
     assert texts != [answer.text for answer in ask(tiny, tasks, GREEDY)]
 
 
+def renamed(task, id_):
+    return replace(task, question=replace(task.question, id=id_))
+
+
 def test_sampling_draws_from_the_softmax(tiny, tasks):
     """First tokens of 3000 rows with one prompt: the likeliest as often as its probability says, within 5 sigma."""
     draws = 3000
-    one = [replace(tasks[0], id=str(number)) for number in range(draws)]
+    one = [renamed(tasks[0], str(number)) for number in range(draws)]
     answers = ask(tiny, one, Sampling(max_new_tokens=1, temperature=0.5), batch_size=draws)
     with torch.no_grad():
         logits = tiny.model(input_ids=torch.tensor([tasks[0].prompt_ids])).logits[0, -1]
@@ -147,7 +152,10 @@ def test_a_model_in_training_answers_and_goes_on_training(tiny, tasks):
 def test_a_prompt_without_room_for_an_answer_carries_the_arithmetic(tiny, tasks):
     room = 192  # max_position_embeddings of the tiny model
     ids = (tasks[0].prompt_ids * room)[: room - 12 + 1]
-    long, fits = replace(tasks[0], prompt_ids=ids), replace(tasks[0], id="fits", prompt_ids=ids[1:])
+    long, fits = (
+        replace(tasks[0], prompt_ids=ids),
+        replace(renamed(tasks[0], "fits"), prompt_ids=ids[1:]),
+    )
     first, second, third = ask(tiny, [long, fits, tasks[1]], GREEDY)
     assert first.finish_reason == "error"
     assert first.error == "prompt 181 + max_new_tokens 12 = 193 tokens, the model has room for 192"
@@ -238,7 +246,7 @@ def test_likelihoods_are_those_of_the_whole_softmax(tiny, family):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_texts_behind_one_prompt_share_it_and_weigh_what_they_weigh_alone(tiny, family):
+def test_texts_behind_one_prompt_share_it_and_weigh_what_they_weigh_alone(tiny, family, monkeypatch):
     """Four prompts of other lengths with 2 to 4 texts of 1 to 20 tokens; alone, the same texts share nothing."""
     model = tiny_model(family).eval()
     engine = engine_of(tiny, 5, model)
@@ -257,6 +265,7 @@ def test_texts_behind_one_prompt_share_it_and_weigh_what_they_weigh_alone(tiny, 
     handle.remove()
     assert len(together) == len(asked)
     assert sum(widths) < sum(len(one.prompt_ids) + len(one.token_ids) for one in asked)
+    monkeypatch.setattr(engine_transformers, "can_join", lambda model: False)
     for one in asked:
         (alone,) = engine.weigh([one])
         assert together[one.id].logprobs == pytest.approx(alone.logprobs, abs=1e-4)

@@ -16,6 +16,7 @@ from fitune.score.engines.engine import EngineDied, Request, Sampling
 from fitune.score.engines.engine_vllm import VllmEngine, python_of_vllm, rounded_rank
 from fitune.score.engines.opening import why_merged_first
 from fitune.score.plan import ScorePlan
+from fitune.score.questions import Question
 from fitune.score.tasks import Task
 
 
@@ -221,10 +222,7 @@ def test_rows_that_were_sent_ahead_are_asked_again_of_a_new_process(fake_vllm, m
 
 
 def _tasks(requests):
-    return [
-        Task(id=one.id, prompt_ids=one.prompt_ids, prompt_text="", expected=None, where="")
-        for one in requests
-    ]
+    return [Task(question=Question(id=one.id, where=""), prompt_ids=one.prompt_ids) for one in requests]
 
 
 @pytest.mark.parametrize("last", ["sys.stdin.readline()", "sys.stdin.readline()\nsys.stdin.readline()"])

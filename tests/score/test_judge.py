@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fitune.errors import RecipeError
+from fitune.errors import RecipeError, RunDirectoryError
 from fitune.score.engines.engine import Sampling
 from fitune.score.grades.graders import open_graders
 from fitune.score.grades.intervals import compare
@@ -120,6 +120,17 @@ def test_two_scorings_are_judged_in_both_orders(tiny, plan, tmp_path):
     assert report.grades[name] == pytest.approx(1.5 / 5)
     assert len(graded(plan)[0]["said"][name]) == 2
     assert len(bodies) == 2 * (ROWS - 1) + 1
+
+
+def test_a_damaged_scoring_to_compare_with_is_an_error_with_its_file_and_line(plan, tmp_path):
+    quietly(plan)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "answers.jsonl").write_bytes(answers(plan).read_bytes() + b'{"custom_id": 7}\n')
+    with serving(lambda body, before: said("Verdict: A")) as (url, _):
+        name = judge_file(plan, url=url, verdict="prefer", against=other)
+        with pytest.raises(RunDirectoryError, match=f"{other}: .*answers.*: line {ROWS + 1} has no response"):
+            quietly(replace(plan, graders=(name,)))
 
 
 class Killed(BaseException):

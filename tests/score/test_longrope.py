@@ -4,6 +4,7 @@ import pytest
 
 from fitune.score.engines.engine import Sampling
 from fitune.score.engines.engine_transformers import answer_all
+from fitune.score.questions import Question
 from fitune.score.tasks import Task
 from models.streams import make_rows
 from models.tiny_models import tiny_model
@@ -28,7 +29,7 @@ def test_longrope_answers_are_equal_alone_and_in_a_batch(model, tiny):
 
     sampling = Sampling(max_new_tokens=NEW)
     tasks = [
-        Task(id=f"row-{len(row)}", prompt_ids=tuple(row.tolist()), prompt_text="", expected="", where="here")
+        Task(question=Question(id=f"row-{len(row)}", where="here"), prompt_ids=tuple(row.tolist()))
         for row in make_rows(LENGTHS)
     ]
     alone = [answers([task], 1)[0] for task in tasks]

@@ -36,7 +36,11 @@ def test_prompt_ids_are_the_beginning_of_the_training_ids(tiny, tmp_path):
     assert encoded.ids[: len(prompt)] == prompt
     assert not any(encoded.supervised[: len(prompt)])
     assert all(encoded.supervised[len(prompt) :])
-    assert (task.expected, task.prompt_text, task.where) == ("Oslo", "Be brief.\nWhere to?", "here:1")
+    assert (task.expected, task.question.text, task.question.where) == (
+        "Oslo",
+        "Be brief.\nWhere to?",
+        "here:1",
+    )
 
 
 def test_a_column_named_body_is_a_column_where_it_holds_no_request(tmp_path):

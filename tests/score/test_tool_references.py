@@ -50,7 +50,7 @@ def test_references_with_calls_are_weighed_with_trainings_own_ids(style, tmp_pat
     calling, said = to_given_tasks(asked(tmp_path), template=template)
     for task, fields in ((calling, CALLING), (said, ROW)):
         (given,) = task.given
-        assert [*given.prompt_ids, *given.token_ids] == trained(template, fields)
+        assert [*task.prompt_ids, *given.token_ids] == trained(template, fields)
     assert "weather" in calling.given[0].text
     assert "<|end|>" not in calling.given[0].text
     assert said.given[0].text == "Mild."
@@ -61,7 +61,7 @@ def test_an_answer_with_the_references_calls_is_right_however_its_json_is_writte
     template = load_template(byte_tokenizer(template=STYLES[style]))
     task, _ = to_tasks(asked(tmp_path), template=template, sampling=Sampling())
     assert task.expected == template.decode(trained(template, CALLING)[len(task.prompt_ids) :])
-    line = {"expected": task.expected, "calls": [call.text for call in task.calls]}
+    line = {"expected": task.expected, "calls": [call.text for call in task.question.calls]}
     written = json.dumps(ARGUMENTS, ensure_ascii="\\u" in task.expected)
     assert written in task.expected
     other_order = task.expected.replace(written, json.dumps(dict(reversed(ARGUMENTS.items())), indent=1))

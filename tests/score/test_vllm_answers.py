@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from fitune.data.conversations.templates import load_template
-from fitune.demo.files import Shape, write_base_model
+from fitune.demo.files import write_base_model
 from fitune.demo.text import training_exercises
 from fitune.errors import CheckpointError
 from fitune.models.adapters import load_adapter
@@ -36,7 +36,7 @@ pytestmark = [
     ),
 ]
 
-SHAPE = Shape(
+SHAPE = dict(
     vocab_size=384,
     hidden_size=128,  # heads of 32: vLLM's attention on a CPU has none of 8
     intermediate_size=192,

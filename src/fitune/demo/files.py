@@ -19,43 +19,18 @@ whole under three minutes, a base that can read but not do the task, and a task 
 import dataclasses
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
+import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from fitune.demo.text import held_out_exercises, pretraining_texts, training_exercises
 from fitune.spec.deepspeed import tell_deepspeed_where
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """Sizes of the model, under Hugging Face's names."""
-
-    vocab_size: int
-    """The most tokens there may be; the model gets as many as the texts give, rounded up to a multiple of 64."""
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    max_position_embeddings: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
-    """Settings of one of the demo's recipes."""
-
-    tuning: Literal["full", "lora"]
-    learning_rate: float
-    max_steps: int
-    micro_batch_size: int = 2
-    processes: int = 1
-    """They share the micro-batch, so that a step has the same rows."""
-    seq_len: int = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,14 +51,17 @@ class DemoFiles:
     """The full one once more, by several processes."""
 
 
-SHAPE = Shape(
-    vocab_size=1024,
-    hidden_size=256,
-    intermediate_size=512,
-    num_hidden_layers=4,
-    num_attention_heads=8,
-    max_position_embeddings=2048,
-)
+Shape = dict[str, int]
+"""Sizes of the model, as LlamaConfig names them. ``vocab_size``: the most tokens there may be; the model gets as many
+as the texts give, rounded up to a multiple of 64."""
+SHAPE: Shape = {
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 2048,
+}
 
 PRETRAINING_TEXTS = 4500
 TRAINING_ROWS = 600
@@ -91,16 +69,22 @@ HELD_OUT_ROWS = 100
 MAX_NEW_TOKENS = 32
 """The longest answer has 20 tokens with its end."""
 
-PRETRAIN = Training(tuning="full", learning_rate=1.5e-3, max_steps=350)
-LORA = Training(tuning="lora", learning_rate=2e-3, max_steps=100)
-FULL = Training(tuning="full", learning_rate=2e-4, max_steps=80)
-DIVIDED = replace(FULL, processes=2)
-LORA_RANK = 16
+Keys = dict[str, Any]
+"""Keys of a recipe."""
+OF_ALL: Keys = {
+    "seq_len": 256, "packing": True, "micro_batch_size": 2, "gradient_accumulation_steps": 1, "precision": "fp32",
+    "optimizer": "adamw", "lr_scheduler": "cosine", "warmup_ratio": 0.05,
+}  # fmt: skip
+PRETRAIN: Keys = {"tuning": "full", "learning_rate": 1.5e-3, "max_steps": 350}
+LORA: Keys = {"tuning": "lora", "lora_r": 16, "learning_rate": 2e-3, "max_steps": 100}
+FULL: Keys = {"tuning": "full", "learning_rate": 2e-4, "max_steps": 80}
+TWO_PROCESSES: Keys = {"gpus": 2, "zero": 3, "backend": "fsdp", "micro_batch_size": 1}
+"""They share the micro-batch, so that a step has the same rows."""
 
 
-def demo_files(directory: Path) -> DemoFiles:
-    """Where each file lies below ``directory``; nothing is written."""
-    return DemoFiles(
+def write_demo(directory: Path, *, seed: int) -> DemoFiles:
+    """Write texts, rows, recipes and the model with random weights; the same bytes for the same seed."""
+    files = DemoFiles(
         start=directory / "start",
         base=directory / "base" / "model",
         pretrain_text=directory / "pretrain.jsonl",
@@ -111,11 +95,6 @@ def demo_files(directory: Path) -> DemoFiles:
         full_recipe=directory / "full.yaml",
         divided_recipe=directory / "divided.yaml",
     )
-
-
-def write_demo(directory: Path, *, seed: int) -> DemoFiles:
-    """Write texts, rows, recipes and the model with random weights; the same bytes for the same seed."""
-    files = demo_files(directory)
     texts = list(pretraining_texts(PRETRAINING_TEXTS, seed=seed))
     write_base_model(files.start, texts, shape=SHAPE, seed=seed)
     _write_rows(files.pretrain_text, ({"text": text} for text in texts))
@@ -130,78 +109,29 @@ def _write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def _write_recipes(files: DemoFiles) -> None:
-    base_run = files.base.parent
-    pretrain = recipe_text(
-        PRETRAIN, purpose="A base model: every parameter trained on plain text, from random weights",
-        path=str(files.pretrain_recipe), model=files.start.name, data=files.pretrain_text.name,
-        output_dir=str(base_run),
-    )  # fmt: skip
-    files.pretrain_recipe.write_text(pretrain, encoding="utf-8")
-    for path, training, purpose in (
-        (files.lora_recipe, LORA, "The task, by low-rank adapters on the frozen base"),
-        (files.full_recipe, FULL, "The task, by training every parameter of the base"),
-        (files.divided_recipe, DIVIDED, "The same by two processes, each with a share of every tensor"),
-    ):
-        text = recipe_text(
-            training, purpose=purpose, path=str(path), model=str(files.base.relative_to(path.parent)),
-            data=files.train.name, eval_data=files.test.name, output_dir=str(path.with_suffix("")),
-        )  # fmt: skip
-        path.write_text(text, encoding="utf-8")
+    base = files.base.relative_to(files.start.parent)
+    task = {"model": str(base), "data": files.train.name, "eval_data": files.test.name}
+    for path, keys, purpose in (
+        (
+            files.pretrain_recipe,
+            {"model": files.start.name, "data": files.pretrain_text.name, **OF_ALL, **PRETRAIN},
+            "A base model: every parameter trained on plain text, from random weights",
+        ),
+        (files.lora_recipe, task | OF_ALL | LORA, "The task, by low-rank adapters on the frozen base"),
+        (files.full_recipe, task | OF_ALL | FULL, "The task, by training every parameter of the base"),
+        (
+            files.divided_recipe, task | OF_ALL | FULL | TWO_PROCESSES,
+            "The same by two processes, each with a share of every tensor",
+        ),
+    ):  # fmt: skip
+        folder = files.base.parent if path == files.pretrain_recipe else path.with_suffix("")
+        path.write_text(recipe_text(keys | {"output_dir": str(folder)}, purpose, path), encoding="utf-8")
 
 
-_RECIPE = """\
-# {purpose}
-# Run it again with: fitune train {path} --overwrite
-model: {model}
-tuning: {tuning}
-{rank}data: {data}
-{held_out}output_dir: {output_dir}
-
-seq_len: {seq_len}
-packing: true
-{processes}micro_batch_size: {micro_batch_size}
-gradient_accumulation_steps: 1
-max_steps: {max_steps}
-
-precision: fp32
-optimizer: adamw
-learning_rate: {learning_rate}
-lr_scheduler: cosine
-warmup_ratio: 0.05
-"""
-
-
-def recipe_text(
-    training: Training,
-    *,
-    purpose: str,
-    path: str,
-    model: str,
-    data: str,
-    output_dir: str,
-    eval_data: str = "",
-) -> str:
+def recipe_text(keys: Keys, purpose: str, path: Path) -> str:
     """YAML of one run. ``path`` is where the recipe itself will lie."""
-    return _RECIPE.format(
-        purpose=purpose,
-        path=path,
-        model=_quoted(model),
-        tuning=training.tuning,
-        rank=f"lora_r: {LORA_RANK}\n" if training.tuning == "lora" else "",
-        data=_quoted(data),
-        held_out=f"eval_data: {_quoted(eval_data)}\n" if eval_data else "",
-        output_dir=_quoted(output_dir),
-        seq_len=training.seq_len,
-        processes=f"gpus: {training.processes}\nzero: 3\nbackend: fsdp\n" if training.processes > 1 else "",
-        micro_batch_size=training.micro_batch_size // training.processes,
-        max_steps=training.max_steps,
-        learning_rate=training.learning_rate,
-    )
-
-
-def _quoted(text: str) -> str:
-    """The text quoted for YAML, whatever a folder is called."""
-    return "'" + text.replace("'", "''") + "'"
+    again = f"# {purpose}\n# Run it again with: fitune train {path} --overwrite\n"
+    return again + yaml.safe_dump(keys, sort_keys=False, allow_unicode=True, width=10_000)
 
 
 BOS, EOS, PAD = "<|begin|>", "<|end|>", "<|pad|>"
@@ -226,7 +156,9 @@ CHAT_TEMPLATE = """\
 
 def write_base_model(directory: Path, texts: Iterable[str], *, shape: Shape, seed: int) -> None:
     """Write model and tokenizer as a Hugging Face folder; the tokenizer learns its merges from ``texts``."""
-    tokenizer = train_tokenizer(texts, vocab_size=shape.vocab_size, context=shape.max_position_embeddings)
+    tokenizer = train_tokenizer(
+        texts, vocab_size=shape["vocab_size"], context=shape["max_position_embeddings"]
+    )
     model = random_model(shape, tokenizer, seed=seed)
     transformers_logging.disable_progress_bar()
     tell_deepspeed_where(has_gpu=torch.cuda.is_available())
@@ -263,13 +195,8 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int, context: int) -> P
 def random_model(shape: Shape, tokenizer: PreTrainedTokenizerFast, *, seed: int) -> LlamaForCausalLM:
     """Random fp32 weights; input and output embeddings are one matrix."""
     config = LlamaConfig(
-        vocab_size=-(-len(tokenizer) // 64) * 64,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_hidden_layers,
-        num_attention_heads=shape.num_attention_heads,
-        num_key_value_heads=shape.num_attention_heads,
-        max_position_embeddings=shape.max_position_embeddings,
+        **shape | {"vocab_size": -(-len(tokenizer) // 64) * 64},
+        num_key_value_heads=shape["num_attention_heads"],
         initializer_range=INITIALIZER_RANGE,
         tie_word_embeddings=True,
         bos_token_id=tokenizer.bos_token_id,

@@ -1,12 +1,12 @@
 """Lines of OpenAI's batch output, and the manifest of a scoring's directory: settings that its answers depend on."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from fitune.errors import RunDirectoryError
-from fitune.files import write_atomically
+from fitune.files import open_regular, write_atomically
 from fitune.score.tasks import Answer
 from fitune.spec.run_directory import LOCK
 from fitune.spec.serial import read_object
@@ -26,21 +26,26 @@ def answer_line(answer: Answer, *, model: str) -> Line:
     line: Line = {"id": f"answer-{asked}", "custom_id": task.id, "response": None, "error": None}
     if answer.error:
         return line | {"error": {"code": answer.code, "message": answer.error, "request_id": asked}}
-    prompt, completion = len(task.prompt_ids), answer.completion_tokens
-    known = {} if answer.logprob is None else {"logprob": round(answer.logprob, 6)}
-    message = {"role": "assistant", "content": answer.text}
-    written = {
-        "index": 0, "message": message, "finish_reason": answer.finish_reason, "token_ids": list(answer.token_ids),
-        **known,
-    }  # fmt: skip
-    usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-    body = {"object": "chat.completion", "model": model, "choices": [written], "usage": usage}
+    usage = {"prompt_tokens": len(task.prompt_ids), "completion_tokens": answer.completion_tokens}
     if answer.likelihoods:
-        body = _weighed_body(answer, model)
+        body = {
+            "object": LIKELIHOODS, "model": model, "choices": _weighed_choices(answer),
+            "right": task.question.right,
+        }  # fmt: skip
+        usage["weighed_tokens"] = sum(len(given.token_ids) for given in task.given)
+    else:
+        message = {"role": "assistant", "content": answer.text}
+        choice = {
+            "index": 0, "message": message, "finish_reason": answer.finish_reason, "token_ids": list(answer.token_ids)
+        }  # fmt: skip
+        if answer.logprob is not None:
+            choice["logprob"] = round(answer.logprob, 6)
+        body = {"object": "chat.completion", "model": model, "choices": [choice]}
+    body["usage"] = usage | {"total_tokens": sum(usage.values())}
     return line | {"response": {"status_code": 200, "request_id": asked, "body": body}}
 
 
-def _weighed_body(answer: Answer, model: str) -> Line:
+def _weighed_choices(answer: Answer) -> list[Line]:
     """A choice for each given text: log-probabilities, in nats, of the text and of the tokens that end the answer."""
     choices = []
     for index, (given, found) in enumerate(zip(answer.task.given, answer.likelihoods, strict=True)):
@@ -52,15 +57,7 @@ def _weighed_body(answer: Answer, model: str) -> Line:
                 "end_logprob": round(sum(found.logprobs[border:]), 6), "is_greedy": found.is_greedy,
             }
         )  # fmt: skip
-    prompt = len(answer.task.prompt_ids)
-    weighed = sum(len(given.token_ids) for given in answer.task.given)
-    return {
-        "object": LIKELIHOODS, "model": model, "choices": choices, "right": answer.task.right,
-        "usage": {
-            "prompt_tokens": prompt, "completion_tokens": 0, "weighed_tokens": weighed,
-            "total_tokens": prompt + weighed,
-        },
-    }  # fmt: skip
+    return choices
 
 
 def body_of(line: Line) -> Line:
@@ -87,6 +84,24 @@ def answer_text(line: Line) -> str | None:
     return body["choices"][likeliest(body)]["text"] if len(body["choices"]) > 1 else None
 
 
+def written_rows(path: Path, *fields: str) -> Iterator[tuple[bytes, Line]]:
+    """Each row of a finished scoring's file as it is written, and read; it has these fields, and a text in the first.
+    Raises RunDirectoryError."""
+    try:
+        with open_regular(path, follow_links=False) as file:
+            for number, line in enumerate(file, 1):
+                row = json.loads(line)
+                missing = [field for field in fields if not isinstance(row, dict) or field not in row]
+                if missing or not isinstance(row[fields[0]], str):
+                    raise ValueError(f"line {number} has no {(*missing, fields[0])[0]}")
+                yield line, row
+    except (OSError, ValueError, RecursionError) as error:
+        raise RunDirectoryError(
+            f"{path.parent}: has no {path.stem} that can be read: {error}",
+            hint="name the --out of a finished score",
+        ) from None
+
+
 MANIFEST = "manifest.json"
 CHANGED = "changed.jsonl"
 """Rows whose grade differs from another scoring's."""
@@ -102,7 +117,22 @@ def claim(directory: Path, wanted: dict[str, Any], *, has_shards: bool) -> None:
     """
     path = directory / MANIFEST
     if has_shards and path.exists():
-        _refuse_differences(directory, _read(path), wanted)
+        try:
+            found = read_object(path, follow_links=False)
+        except (OSError, ValueError) as error:
+            raise RunDirectoryError(
+                f"{path}: cannot be read: {error}", hint="score into a new directory"
+            ) from None
+        differences = [
+            f"  {key}: {found.get(key)!r} there, {wanted.get(key)!r} now"
+            for key in sorted(found.keys() | wanted.keys())
+            if found.get(key) != wanted.get(key)
+        ]
+        if differences:
+            raise RunDirectoryError(
+                f"{directory} holds answers of other settings:\n" + "\n".join(differences),
+                hint="name a new directory, or the settings that began this one",
+            )
         return
     foreign = sorted(
         entry.name
@@ -110,32 +140,10 @@ def claim(directory: Path, wanted: dict[str, Any], *, has_shards: bool) -> None:
         if entry.name not in (*OURS, "shards") and entry.name[0] != "."
     )
     if foreign or has_shards or (directory / "answers.jsonl").exists():
-        found = ", ".join(foreign[:3]) or (
+        held = ", ".join(foreign[:3]) or (
             "shards without a manifest" if has_shards else "answers without shards"
         )
         raise RunDirectoryError(
-            f"{directory}: not a scoring directory, it holds {found}", hint="name a new one"
+            f"{directory}: not a scoring directory, it holds {held}", hint="name a new one"
         )
     write_atomically(path, json.dumps(wanted, indent=2, ensure_ascii=False) + "\n")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return read_object(path, follow_links=False)
-    except (OSError, ValueError) as error:
-        raise RunDirectoryError(
-            f"{path}: cannot be read: {error}", hint="score into a new directory"
-        ) from None
-
-
-def _refuse_differences(directory: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    differences = [
-        f"  {key}: {found.get(key)!r} there, {wanted.get(key)!r} now"
-        for key in sorted(found.keys() | wanted.keys())
-        if found.get(key) != wanted.get(key)
-    ]
-    if differences:
-        raise RunDirectoryError(
-            f"{directory} holds answers of other settings:\n" + "\n".join(differences),
-            hint="name a new directory, or the settings that began this one",
-        )

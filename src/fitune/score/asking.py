@@ -146,7 +146,7 @@ class Asker:
 
     def _weigh(self, tasks: Sequence[Task], on_answer: Callable[[], None]) -> list[Answer]:
         asked = [
-            Continuation(id=f"{number} {task.id}", prompt_ids=given.prompt_ids, token_ids=given.token_ids)
+            Continuation(id=f"{number} {task.id}", prompt_ids=task.prompt_ids, token_ids=given.token_ids)
             for task in tasks
             for number, given in enumerate(task.given)
         ]

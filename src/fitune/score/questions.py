@@ -62,6 +62,11 @@ class Question:
     problem: str = ""
 
     @property
+    def text(self) -> str:
+        """All messages as one text."""
+        return "\n".join(message.text for message in self.messages)
+
+    @property
     def expected(self) -> str | None:
         """The reference as text, its calls as JSON."""
         return self.reference.text if self.reference else None
@@ -205,9 +210,6 @@ def _id_text(value: Any) -> str:
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else ""
 
 
-CHOICES_ROLE = "choices"
-"""The column mapping's word for the column that holds the choices."""
-
 _QUESTIONS = ("question", "question_stem", "ctx", "goal", "prompt", "query")
 _LISTS = ("choices", "endings", "options")
 _PAIRS = (("sol1", "sol2"),)
@@ -245,9 +247,9 @@ def _fields(row: Row, columns: Columns) -> tuple[str, tuple[str, ...], str, str]
     """Names of the row's fields: of the question, the choices, the right one, and the system message or none."""
     mapping = dict(columns)
     if mapping:
-        if CHOICES_ROLE not in mapping or not {"prompt", "completion"} <= mapping.keys():
+        if not {"prompt", "choices", "completion"} <= mapping.keys():
             return None
-        return mapping["prompt"], (mapping[CHOICES_ROLE],), mapping["completion"], mapping.get("system", "")
+        return mapping["prompt"], (mapping["choices"],), mapping["completion"], mapping.get("system", "")
     names = row.fields
     question = next((name for name in _QUESTIONS if name in names), "")
     key = next((name for name in _KEYS if names.get(name) is not None), "")

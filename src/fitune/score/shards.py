@@ -117,13 +117,13 @@ class Shards:
         lines = {
             "answers": _text(answer_line(answer, model=model) for answer in answers),
             "tasks": _text(
-                {"prompt": task.prompt_text, "expected": task.expected}
-                | ({"calls": [call.text for call in task.calls]} if task.calls else {})
+                {"prompt": task.question.text, "expected": task.expected}
+                | ({"calls": [call.text for call in calls]} if (calls := task.question.calls) else {})
                 for task in (answer.task for answer in answers)
             ),
         }
         ids = [answer.task.id for answer in answers]
-        contents = [answer.task.content for answer in answers]
+        contents = [answer.task.question.content for answer in answers]
         states = [
             REFUSED if answer.code in OF_THE_ROW else RETRY if answer.error else ANSWERED
             for answer in answers

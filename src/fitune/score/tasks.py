@@ -9,9 +9,9 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, Literal
+from typing import Literal
 
-from fitune.data.conversations.messages import Conversation, Example, Message, Text, ToolCall
+from fitune.data.conversations.messages import Conversation, Example, Message, Text
 from fitune.data.conversations.templates import ChatTemplate, Encoded
 from fitune.data.reading.rows import BadRow
 from fitune.score.engines.engine import Completion, Likelihood, Sampling
@@ -20,31 +20,36 @@ from fitune.score.questions import Question
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """A text that is weighed behind its prompt. The last ``end_tokens`` of ``token_ids`` end the answer."""
+    """A text that is weighed behind the prompt. The last ``end_tokens`` of ``token_ids`` end the answer."""
 
     text: str
-    prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     end_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One prompt to be answered, or with ``given`` texts to be weighed: the one at ``right`` is the right one."""
+    """A question as token ids, to be answered, or with ``given`` texts to be weighed, one for each of its choices."""
 
-    id: str
-    prompt_ids: tuple[int, ...]
-    prompt_text: str
-    expected: str | None
-    where: str
+    question: Question
+    prompt_ids: tuple[int, ...] = ()
     sampling: Sampling | None = None
     """The row's own; None: that of the run."""
-    content: str = ""
-    problem: str = ""
     given: tuple[Given, ...] = ()
-    right: int = 0
-    calls: tuple[ToolCall, ...] = ()
-    """Calls of tools in the reference, of which ``expected`` is the text that training renders."""
+    rendered: str = ""
+    """The reference as training renders it, where it has calls of tools."""
+    problem: str = ""
+    """Empty, or why it cannot be asked."""
+
+    @property
+    def id(self) -> str:
+        """The row's id."""
+        return self.question.id
+
+    @property
+    def expected(self) -> str | None:
+        """The reference as text; None without one."""
+        return self.rendered or self.question.expected
 
     @property
     def fingerprint(self) -> str:
@@ -75,15 +80,6 @@ class Answer:
         return self.completion_tokens + sum(len(each.logprobs) for each in self.likelihoods)
 
 
-def _task(question: Question, prompt_ids: Sequence[int] = (), *, problem: str = "", **more: Any) -> Task:
-    """The task of a question; ``more`` are fields of it."""
-    return Task(
-        id=question.id, prompt_ids=tuple(prompt_ids), where=question.where, content=question.content,
-        prompt_text="\n".join(message.text for message in question.messages), right=question.right,
-        problem=question.problem or problem, calls=question.calls, **{"expected": question.expected, **more},
-    )  # fmt: skip
-
-
 def to_tasks(questions: Sequence[Question], *, template: ChatTemplate, sampling: Sampling) -> list[Task]:
     """The prompts rendered by the template that training uses, with training's ids; references with calls of tools,
     too."""
@@ -95,15 +91,14 @@ def to_tasks(questions: Sequence[Question], *, template: ChatTemplate, sampling:
     tasks = []
     for question in questions:
         if question.problem:
-            tasks.append(_task(question))
+            tasks.append(Task(question=question, problem=question.problem))
             continue
         prompt, row = next(prompts), next(calling) if question.calls else None
         bad = next((str(each) for each in (prompt, row) if isinstance(each, BadRow)), "")
-        ids = [] if isinstance(prompt, BadRow) else prompt
-        own: dict[str, Any] = {"sampling": replace(sampling, **dict(question.own))} if question.own else {}
-        if row is not None and not isinstance(row, BadRow):
-            own["expected"] = template.decode(row.ids[len(ids) :])
-        tasks.append(_task(question, ids, problem=bad, **own))
+        ids = () if isinstance(prompt, BadRow) else tuple(prompt)
+        rendered = "" if row is None or isinstance(row, BadRow) else template.decode(row.ids[len(ids) :])
+        own = replace(sampling, **dict(question.own)) if question.own else None
+        tasks.append(Task(question=question, prompt_ids=ids, sampling=own, rendered=rendered, problem=bad))
     return tasks
 
 
@@ -111,7 +106,7 @@ def to_task(conversation: Conversation, *, id: str, template: ChatTemplate) -> T
     """The last answer of the conversation is what is expected; everything before it is the prompt."""
     *prompt, answer = conversation.messages
     question = Question(id=id, where=conversation.where, messages=tuple(prompt), reference=answer)
-    return _task(question, template.encode_prompt(conversation))
+    return Task(question=question, prompt_ids=tuple(template.encode_prompt(conversation)))
 
 
 def to_answer(
@@ -148,10 +143,10 @@ def to_given_tasks(questions: Sequence[Question], *, template: ChatTemplate) -> 
     tasks = []
     for question, of_row in zip(questions, examples, strict=True):
         found = [next(encoded) for _ in of_row]
-        bad = next((str(row) for row in found if isinstance(row, BadRow)), "")
+        bad = next((str(row) for row in found if isinstance(row, BadRow)), question.problem)
         rows = [row for row in found if not isinstance(row, BadRow)]
-        if bad or not rows:
-            tasks.append(_task(question, problem=bad))
+        if bad:
+            tasks.append(Task(question=question, problem=bad))
         else:
             tasks.append(_given_task(question, rows, template))
     return tasks
@@ -186,10 +181,10 @@ def _given_task(question: Question, rows: Sequence[Encoded], template: ChatTempl
         answer, end = row.ids[border:], 0
         while end + 1 < len(answer) and answer[-end - 1] in template.stop_ids:
             end += 1
-        given.append(
-            Given(text=text, prompt_ids=tuple(row.ids[:border]), token_ids=tuple(answer), end_tokens=end)
-        )
+        given.append(Given(text=text, token_ids=tuple(answer), end_tokens=end))
     if not all(each.token_ids for each in given):
-        return _task(question, problem=f"{question.where}: the answer has no tokens behind the first")
-    expected = texts[0] if question.calls else question.expected
-    return _task(question, given[0].prompt_ids, given=tuple(given), expected=expected)
+        return Task(question=question, problem=f"{question.where}: the answer has no tokens behind the first")
+    return Task(
+        question=question, prompt_ids=tuple(rows[0].ids[:border]), given=tuple(given),
+        rendered=texts[0] if question.calls else "",
+    )  # fmt: skip

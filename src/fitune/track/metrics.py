@@ -13,10 +13,7 @@ from fitune.files import open_for_append, open_regular, write_atomically
 from fitune.spec.plan import Plan
 from fitune.spec.reports import RunReport, StepReport
 from fitune.spec.serial import from_data, parse_json, to_data
-from fitune.units import MIB, as_ranges
-
-_AT_ONCE = 16 * MIB
-"""Bytes that ``GrowingSteps`` reads at a time."""
+from fitune.units import as_ranges
 
 
 class MetricsLog:
@@ -31,8 +28,10 @@ class MetricsLog:
         self.path = path
         with _usable(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            _finish_last_line(path)
-            self._lines = bytearray(_content(path))
+            content = _content(path)
+            self._lines = bytearray(b"".join(line + b"\n" for line in _whole_lines(content)))
+            if self._lines != content:
+                write_atomically(path, self.content)
             self._file = open_for_append(path)
 
     @property
@@ -108,21 +107,8 @@ def read_metrics(path: Path) -> list[StepReport]:
     RunDirectoryError with ``file:line: cause``.
     """
     with _usable(path):
-        lines = _content(path).splitlines()
-    reports = []
-    for number, raw in enumerate(lines, start=1):
-        where = f"{path}:{number}"
-        try:
-            data = parse_json(raw)
-        except ValueError as error:  # bad JSON and bad UTF-8 alike
-            if number == len(lines):
-                break
-            raise _unreadable_line(where, error) from None
-        try:
-            reports.append(from_data(StepReport, data))
-        except ValueError as error:
-            raise _unreadable_line(where, error) from None
-    return reports
+        content = _content(path)
+    return _reports(path, _whole_lines(content))
 
 
 class GrowingSteps:
@@ -140,36 +126,24 @@ class GrowingSteps:
 
         A line without its end is left for the next look. Raises RunDirectoryError naming the file and the line.
         """
-        try:
-            with open_regular(self.path, follow_links=False) as file:
-                found = os.fstat(file.fileno())
-                if (found.st_dev, found.st_ino) != self._file or found.st_size < self._read_bytes:
-                    self._forget()
-                    self._file = (found.st_dev, found.st_ino)
-                file.seek(self._read_bytes)
-                while self._take(file.read(_AT_ONCE)):
+        with _usable(self.path):
+            try:
+                with open_regular(self.path, follow_links=False) as file:
+                    found = os.fstat(file.fileno())
+                    if (found.st_dev, found.st_ino) != self._file or found.st_size < self._read_bytes:
+                        self._forget()
+                        self._file = (found.st_dev, found.st_ino)
                     file.seek(self._read_bytes)
-        except FileNotFoundError:
-            self._forget()
-        except OSError as error:
-            raise RunDirectoryError(
-                f"{self.path}: cannot be read: {error.strerror or error}", hint="check the permissions"
-            ) from None
+                    content = file.read()
+            except FileNotFoundError:
+                return self._forget()
+        whole = content[: content.rfind(b"\n") + 1]
+        self.steps += _reports(self.path, whole.splitlines(), before=len(self.steps))
+        self._read_bytes += len(whole)
 
     def _forget(self) -> None:
         self.steps.clear()
         self._file, self._read_bytes = (0, 0), 0
-
-    def _take(self, content: bytes) -> bool:
-        """Add the whole lines of ``content``; True if there were any."""
-        whole = content[: content.rfind(b"\n") + 1]
-        for line in whole.splitlines():
-            try:
-                self.steps.append(from_data(StepReport, parse_json(line)))
-            except ValueError as error:
-                raise _unreadable_line(f"{self.path}:{len(self.steps) + 1}", error) from None
-        self._read_bytes += len(whole)
-        return bool(whole)
 
 
 def to_line(report: StepReport) -> bytes:
@@ -219,18 +193,29 @@ def _readable(content: bytes) -> tuple[list[StepReport], int]:
     return steps, unreadable
 
 
-def _finish_last_line(path: Path) -> None:
-    """Cut off a torn last line, so that the next report does not continue it."""
-    content = _content(path)
-    if not content:
-        return
-    *whole, last = content.splitlines(keepends=True)
+def _whole_lines(content: bytes) -> list[bytes]:
+    """The lines, but for a last one that is no JSON: a kill tore it."""
+    lines = content.removesuffix(b"\n").split(b"\n")
     try:
-        parse_json(last)
-    except ValueError:
-        last = b""
-    if not last.endswith(b"\n"):
-        write_atomically(path, b"".join(whole) + (last + b"\n" if last else b""))
+        parse_json(lines[-1])
+    except ValueError:  # bad JSON and bad UTF-8 alike
+        lines.pop()
+    return lines
+
+
+def _reports(path: Path, lines: list[bytes], *, before: int = 0) -> list[StepReport]:
+    """The reports of lines that follow ``before`` others. Raises RunDirectoryError with ``file:line: cause``."""
+    reports: list[StepReport] = []
+    for number, line in enumerate(lines, before + 1):
+        try:
+            reports.append(from_data(StepReport, parse_json(line)))
+        except ValueError as error:
+            raise RunDirectoryError(
+                f"{path}:{number}: not a line of metrics: {error}",
+                hint="--resume puts the lines back from a checkpoint; without the file, reports are made without its "
+                "steps",
+            ) from None
+    return reports
 
 
 def _content(path: Path) -> bytes:
@@ -240,14 +225,6 @@ def _content(path: Path) -> bytes:
             return file.read()
     except FileNotFoundError:
         return b""
-
-
-def _unreadable_line(where: str, error: ValueError) -> RunDirectoryError:
-    """The error of a line at ``where`` (``file:line``) that is no step."""
-    return RunDirectoryError(
-        f"{where}: not a line of metrics: {error}",
-        hint="--resume puts the lines back from a checkpoint; without the file, reports are made without its steps",
-    )
 
 
 @contextmanager

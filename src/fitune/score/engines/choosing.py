@@ -13,16 +13,22 @@ from fitune.score.engines.engine import Completion, FinishReason, Request
 
 
 class Row:
-    """A request and what is written for it so far."""
+    """A request and what is written for it so far; ``on_token`` is called with it after each token."""
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
+    def __init__(self, request: Request, on_token: "OnToken") -> None:
+        self.request, self._on_token = request, on_token
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         draws = bool(request.sampling.temperature)
         self.generator = torch.Generator().manual_seed(request.seed) if draws else None
         self.is_stopped = False
         """True when one of the request's stop texts is written."""
+
+    def add(self, token: int, logprob: float) -> None:
+        """Take in the next token of the answer."""
+        self.token_ids.append(token)
+        self.logprobs.append(logprob)
+        self._on_token(self)
 
     @property
     def length(self) -> int:
@@ -69,8 +75,8 @@ def stopping(on_token: OnToken, decode: Callable[[list[int]], str]) -> OnToken:
     return look
 
 
-def choose(logits_BV: Tensor, rows: Sequence[Row], *, on_token: OnToken = nobody) -> Tensor:
-    """The next token of each row [B], also appended to the rows with its log-probability."""
+def choose(logits_BV: Tensor, rows: Sequence[Row]) -> Tensor:
+    """The next token of each row [B], also added to the rows with its log-probability."""
     logits_BV = logits_BV.float()
     chosen_B = logits_BV.argmax(-1)
     for place, row in enumerate(rows):
@@ -78,9 +84,7 @@ def choose(logits_BV: Tensor, rows: Sequence[Row], *, on_token: OnToken = nobody
             chosen_B[place] = _draw(logits_BV[place], row)
     logprobs_B = logits_BV.gather(1, chosen_B[:, None])[:, 0] - logits_BV.logsumexp(-1)
     for row, token, logprob in zip(rows, chosen_B.tolist(), logprobs_B.tolist(), strict=True):
-        row.token_ids.append(token)
-        row.logprobs.append(logprob)
-        on_token(row)
+        row.add(token, logprob)
     return chosen_B
 
 

@@ -94,12 +94,12 @@ def answer_continuously(
 ) -> Iterator[Completion]:
     """Completions as they end. ``requests`` fit into the model's context. ``watch`` is opened until a row leaves."""
     waiting = deque(sorted(requests, key=lambda request: len(request.prompt_ids), reverse=True))
-    batch = _Batch(model, on_token)
+    batch = _Batch(model)
     steps = 0
     while waiting or batch.rows:
         free = batch_size - len(batch.rows)
         if waiting and (not batch.rows or free >= max(1, batch_size // _ENTER_TOGETHER)):
-            entering = [Row(request=waiting.popleft()) for _ in range(min(free, len(waiting)))]
+            entering = [Row(waiting.popleft(), on_token) for _ in range(min(free, len(waiting)))]
             with watch(batch.moment(entering), batch.tensors) if not steps else nullcontext():
                 batch.enter(entering)
         else:
@@ -115,9 +115,9 @@ def answer_continuously(
 class _Batch:
     """Rows that are being written, and their cache: ``gaps[row]`` columns of it are padding."""
 
-    def __init__(self, model: Any, on_token: OnToken) -> None:
+    def __init__(self, model: Any) -> None:
         self.rows: list[Row] = []
-        self._model, self._on_token = model, on_token
+        self._model = model
         self._cache = RoomyCache()
         self._gaps: list[int] = []
 
@@ -181,7 +181,7 @@ class _Batch:
             logits_to_keep=1,
             return_dict=True,
         )
-        choose(output.logits[:, -1], rows, on_token=self._on_token)
+        choose(output.logits[:, -1], rows)
 
     def _width(self) -> int:
         return self.rows[0].length - 1 + self._gaps[0] if self.rows else 0

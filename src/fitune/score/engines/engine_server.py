@@ -100,7 +100,7 @@ class ServerEngine:
 
     def answer(self, requests: Sequence[Request], ahead: Sequence[Request] = ()) -> Iterator[Completion]:
         """As they come back, ``batch_size`` requests at a time. Raises EngineDied once the server is gone."""
-        with closing(self._each(self._answer_unless_dead, requests)) as each:
+        with closing(self._each(self._answer, requests)) as each:
             for found in each:
                 if found:
                     yield found
@@ -119,18 +119,6 @@ class ServerEngine:
                 for waiting in begun:
                     waiting.cancel()
 
-    def _answer_unless_dead(self, request: Request) -> Completion | None:
-        """The answer; None once the server is given up. One that fails for as many rows as are under way, and never
-        answered one, is not asked for the rest, however slowly its answers are taken."""
-        if self._dead:
-            return None
-        found = self._answer(request)
-        self._has_answered = self._has_answered or not found.error
-        self._failures += found.code == "server_failed"
-        if not self._has_answered and self._failures >= self.batch_size:
-            self._dead = self._dead or found.error
-        return found
-
     def weigh(self, continuations: Sequence[Continuation]) -> Iterator[Likelihood]:
         """One request for each continuation, ``batch_size`` at a time."""
         return self._each(self._weigh, continuations)
@@ -138,7 +126,11 @@ class ServerEngine:
     def close(self) -> None:
         """Does nothing: each request has its own connection."""
 
-    def _answer(self, request: Request) -> Completion:
+    def _answer(self, request: Request) -> Completion | None:
+        """The answer; None once the server is given up. One that fails for as many rows as are under way, and never
+        answered one, is not asked for the rest, however slowly its answers are taken."""
+        if self._dead:
+            return None
         sampling = request.sampling
         if not request.prompt_ids:
             return failed(request, "empty_prompt", "the prompt has no tokens")
@@ -146,12 +138,18 @@ class ServerEngine:
         if sampling.temperature:
             body |= {"top_p": sampling.top_p, "seed": request.seed % 2**31}
         try:
-            return self._ask(request.prompt_ids, body, lambda choice: self._completion(request, choice))
+            found = self._ask(request.prompt_ids, body, lambda choice: self._completion(request, choice))
+            self._has_answered = True
+            return found
         except _Refused as refused:
             code = "prompt_too_long" if "context" in str(refused).lower() else "server_refused"
             return failed(request, code, str(refused))
         except _Spoiled as spoiled:
-            return failed(request, "server_failed", f"{spoiled}, {self.tries} times")
+            why = f"{spoiled}, {self.tries} times"
+            self._failures += 1
+            if not self._has_answered and self._failures >= self.batch_size:
+                self._dead = self._dead or why
+            return failed(request, "server_failed", why)
 
     def _weigh(self, asked: Continuation) -> Likelihood:
         """The likelihood from the prompt's log-probabilities (``echo``), which vLLM gives and most providers do not."""

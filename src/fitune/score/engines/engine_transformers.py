@@ -41,7 +41,7 @@ from fitune.score.engines.engine import (
     sorted_out,
     weighable,
 )
-from fitune.score.engines.given_texts import HEAD_TOKENS, batches_of, by_prompt, weigh_alone, weigh_behind
+from fitune.score.engines.given_texts import HEAD_TOKENS, batches_by_prompt, weigh_alone, weigh_behind
 from fitune.score.engines.opening import Room, unlimited
 from fitune.score.tasks import Answer, Task, to_answer
 from fitune.spec.answering import NARROW, ROWS_AT_ONCE, Questions
@@ -108,18 +108,19 @@ class TransformersEngine:
                 )  # fmt: skip
 
     def weigh(self, continuations: Sequence[Continuation]) -> Iterator[Likelihood]:
-        """A prompt with several continuations is read once where the model can join rows; else each is read alone."""
+        """A prompt is read once for all its continuations where the model can join rows; else each is read alone."""
         fitting, refused = weighable(continuations, context=self.context_tokens, engine="transformers")
         yield from refused
         read = [len(one.prompt_ids) + len(one.token_ids) - 1 for one in fitting]  # the last is only compared
         size = self._rows_at_once(read, new_tokens=1)
-        shared, alone = by_prompt(fitting) if can_join(self.model) else ([], [[one] for one in fitting])
         with _ready_to_answer(self):
             parts = language_model(self.model, ChunkedLoss(chunk_tokens=HEAD_TOKENS))
-            for batch in batches_of(shared, size):
-                yield from weigh_behind(parts, batch)
-            for batch in batches_of(alone, size if can_join(self.model) else 1):
-                yield from weigh_alone(parts, [one for (one,) in batch])
+            if can_join(self.model):
+                for batch in batches_by_prompt(fitting, size):
+                    yield from weigh_behind(parts, batch)
+            else:
+                for one in fitting:
+                    yield from weigh_alone(parts, one)
 
     def close(self) -> None:
         """Does nothing: the model belongs to the caller."""
@@ -241,7 +242,7 @@ def _batches(requests: Sequence[Request], batch_size: int, boundary: int) -> Ite
 def _answer_batch(
     model: Any, requests: Sequence[Request], stop_ids: frozenset[int], pad_id: int, on_token: OnToken
 ) -> Iterator[Completion]:
-    rows = [Row(request=request) for request in requests]
+    rows = [Row(request, on_token) for request in requests]
     longest = max(len(request.prompt_ids) for request in requests)
     gaps = [longest - len(request.prompt_ids) for request in requests]
     ids = [[pad_id] * gap + list(r.prompt_ids) for gap, r in zip(gaps, requests, strict=True)]
@@ -250,7 +251,7 @@ def _answer_batch(
         input_ids=torch.tensor(ids, device=model.device),
         attention_mask=torch.tensor(mask, device=model.device),
         max_new_tokens=max(request.sampling.max_new_tokens for request in requests),
-        logits_processor=LogitsProcessorList([_Chosen(rows, stop_ids, on_token)]),
+        logits_processor=LogitsProcessorList([_Chosen(rows, stop_ids)]),
     )
     return (row.completion(row.finish_reason(stop_ids) or "length") for row in rows)
 
@@ -259,12 +260,12 @@ class _Chosen(LogitsProcessor):
     """Scores whose largest is the token that ``choose`` takes: ``generate`` itself only follows. A row that has ended
     is fed ends until the last row of the batch is done."""
 
-    def __init__(self, rows: Sequence[Row], stop_ids: frozenset[int], on_token: OnToken) -> None:
-        self._rows, self._stop_ids, self._on_token = rows, stop_ids, on_token
+    def __init__(self, rows: Sequence[Row], stop_ids: frozenset[int]) -> None:
+        self._rows, self._stop_ids = rows, stop_ids
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         going = [place for place, row in enumerate(self._rows) if not row.finish_reason(self._stop_ids)]
         chosen_B = torch.full_like(input_ids[:, 0], min(self._stop_ids, default=0))
         rows = [self._rows[place] for place in going]
-        chosen_B[going] = choose(scores[going], rows, on_token=self._on_token)
+        chosen_B[going] = choose(scores[going], rows)
         return torch.full_like(scores, float("-inf")).scatter_(1, chosen_B[:, None], 0.0)

@@ -23,17 +23,12 @@ HEAD_TOKENS = 256
 Groups = list[list[Continuation]]
 
 
-def by_prompt(continuations: Sequence[Continuation]) -> tuple[Groups, Groups]:
-    """Continuations of prompts that several have, prompt by prompt, and the others, each alone."""
+def batches_by_prompt(continuations: Sequence[Continuation], size: int) -> Iterator[Groups]:
+    """Continuations of one prompt side by side, in batches of about ``size`` texts, those with the most tokens first; a
+    prompt is never divided."""
     groups: dict[tuple[int, ...], list[Continuation]] = {}
     for one in continuations:
         groups.setdefault(one.prompt_ids, []).append(one)
-    shared = [group for group in groups.values() if len(group) > 1]
-    return shared, [group for group in groups.values() if len(group) == 1]
-
-
-def batches_of(groups: Groups, size: int) -> Iterator[Groups]:
-    """Groups in batches of about ``size`` texts, those with the most tokens first; a group is never divided."""
     batch: Groups = []
     texts = 0
 
@@ -41,7 +36,7 @@ def batches_of(groups: Groups, size: int) -> Iterator[Groups]:
         """Tokens of the prompt and of its longest text."""
         return len(group[0].prompt_ids) + max(len(one.token_ids) for one in group)
 
-    for group in sorted(groups, key=tokens, reverse=True):
+    for group in sorted(groups.values(), key=tokens, reverse=True):
         if batch and texts + len(group) > size:
             yield batch
             batch, texts = [], 0
@@ -52,23 +47,11 @@ def batches_of(groups: Groups, size: int) -> Iterator[Groups]:
 
 
 @torch.inference_mode()
-def weigh_alone(parts: Any, texts: Sequence[Continuation]) -> list[Likelihood]:
-    """One pass of the body, padded on the right; only the hidden states before the texts reach the head. ``parts`` are
-    those of ``language_model``."""
-    read = [(*one.prompt_ids, *one.token_ids)[:-1] for one in texts]
-    width = max(map(len, read))
-    ids, mask = (
-        torch.tensor([list(row) + [0] * (width - len(row)) for row in rows], device=parts.device)
-        for rows in (read, [[1] * len(row) for row in read])
-    )
-    hidden_BTD = parts.body(
-        input_ids=ids, attention_mask=mask, use_cache=False, return_dict=True
-    ).last_hidden_state
-    before = [
-        hidden_BTD[row, len(one.prompt_ids) - 1 : len(one.prompt_ids) - 1 + len(one.token_ids)]
-        for row, one in enumerate(texts)
-    ]
-    return _likelihoods(parts, before, texts)
+def weigh_alone(parts: Any, one: Continuation) -> list[Likelihood]:
+    """One pass of the body without a cache, for any model. ``parts`` are those of ``language_model``."""
+    ids = torch.tensor([[*one.prompt_ids, *one.token_ids][:-1]], device=parts.device)
+    (hidden_TD,) = parts.body(input_ids=ids, use_cache=False, return_dict=True).last_hidden_state
+    return _likelihoods(parts, [hidden_TD[len(one.prompt_ids) - 1 :]], [one])
 
 
 @torch.inference_mode()

@@ -19,8 +19,7 @@ from fitune.data.conversations.templates import ChatTemplate
 from fitune.data.conversations.tool_calls import calls_in_text
 from fitune.data.reading.rows import BadRow
 from fitune.errors import FituneError, RecipeError
-from fitune.files import open_regular
-from fitune.score.answers import Line, answer_text
+from fitune.score.answers import Line, answer_text, written_rows
 from fitune.score.asking import Asker
 from fitune.score.engines.opening import check_engine, open_texts
 from fitune.score.grades.graders import Grader, json_schema, regex
@@ -189,7 +188,7 @@ class Judging:
         """A grade for each answer and its task; ``earlier`` grades are kept unless they ask for another try."""
         kept = {place: line for place, line in enumerate(earlier) if not line.get("retry")}
         asked = {
-            place: list(self._questions(*row))
+            place: self._questions(*row)
             for place, row in enumerate(rows)
             if place not in kept and answer_text(row[0]) is not None
         }
@@ -208,31 +207,32 @@ class Judging:
         """Free the judge's model and the other scoring's answers."""
         self._closing.close()
 
-    def _questions(self, answered: Line, task: Line) -> Iterator[Question]:
+    def _questions(self, answered: Line, task: Line) -> list[Question]:
         """One question, or two that differ in the order of the answers; none where there is no other answer."""
         id_, mine = answered["custom_id"], str(answer_text(answered))
         expected = task["expected"] if task["expected"] is not None else _NO_REFERENCE
         texts = {"prompt": task["prompt"], "expected": expected, "answer": mine}
-        if not self._judge.against:
-            yield self._asked(id_, texts)
-        elif (other := self._other_answer(id_)) is not None:
-            yield self._asked(f"{id_} first", texts | {"answer_a": mine, "answer_b": other})
-            yield self._asked(f"{id_} second", texts | {"answer_a": other, "answer_b": mine})
-
-    def _other_answer(self, id_: str) -> str | None:
-        """The other scoring's answer to a row; None where it has no such row, or no answer to it."""
-        line = self._others.text(id_)
-        return None if line is None else answer_text(json.loads(line))
+        asked = {id_: texts}
+        if self._judge.against:
+            line = self._others.text(id_)
+            other = None if line is None else answer_text(json.loads(line))
+            if other is None:
+                return []
+            asked = {
+                f"{id_} first": texts | {"answer_a": mine, "answer_b": other},
+                f"{id_} second": texts | {"answer_a": other, "answer_b": mine},
+            }
+        return [
+            Question(id=name, where=name, messages=(Message("user", fill(self._question, each)),))
+            for name, each in asked.items()
+        ]
 
     @cached_property
     def _others(self) -> Index:
         others = self._closing.enter_context(open_index())
-        with open_regular(Path(self._judge.against) / "answers.jsonl", follow_links=False) as file:
-            others.add_texts((json.loads(line)["custom_id"], line) for line in file)
+        answers = written_rows(Path(self._judge.against) / "answers.jsonl", "custom_id", "response")
+        others.add_texts((row["custom_id"], line) for line, row in answers)
         return others
-
-    def _asked(self, id_: str, texts: dict[str, str]) -> Question:
-        return Question(id=id_, where=id_, messages=(Message("user", fill(self._question, texts)),))
 
     def _graded(self, answers: Sequence[Answer]) -> Line:
         said = [answer.text for answer in answers]

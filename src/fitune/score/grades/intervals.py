@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from fitune.errors import RunDirectoryError
-from fitune.files import open_regular, read_text
+from fitune.files import read_text
+from fitune.score.answers import written_rows
 from fitune.score.index import open_index
 from fitune.spec.reports import PairedScore, Scale, ScoreReport
 from fitune.spec.serial import from_json
@@ -247,12 +248,5 @@ def _scales(directory: Path) -> dict[str, Scale]:
 
 
 def grades_of(directory: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Each row as it is written, and read."""
-    try:
-        with open_regular(directory / "grades.jsonl", follow_links=False) as file:
-            for line in file:
-                yield line, json.loads(line)
-    except (OSError, ValueError) as error:
-        raise RunDirectoryError(
-            f"{directory}: has no grades that can be read: {error}", hint="name the --out of a finished score"
-        ) from None
+    """Each row of grades as it is written, and read. Raises RunDirectoryError."""
+    return written_rows(directory / "grades.jsonl", "id", "grades")

@@ -129,22 +129,15 @@ class Chat:
         began, tokenizer, stop_ids = time.perf_counter(), side.engine.tokenizer, side.engine.stop_ids
         text, shown, tokens = "", 0, 0
 
-        def rest() -> None:
-            """Shows the text that the screen has not got yet."""
-            nonlocal shown
-            begin, shown = shown, len(text)
-            screen.piece(place, text[begin:])
-
         def show(row: Row) -> None:
-            """Decodes the tokens so far and shows the new text; half a character is held back."""
-            nonlocal text, tokens
+            """Decodes the tokens so far; shows the new text once its last character is whole."""
+            nonlocal text, tokens, shown
             ids, tokens = row.token_ids, len(row.token_ids)
             written = ids[:-1] if ids[-1] in stop_ids else ids
             text = tokenizer.decode(written, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-            if text.endswith(_HALF):  # a piece is held back until its last character is whole
-                screen.piece(place, "")
-            else:
-                rest()
+            end = shown if text.endswith(_HALF) else len(text)
+            screen.piece(place, text[shown:end])
+            shown = end
 
         reply = Reply(model=side.title)
         try:
@@ -158,7 +151,7 @@ class Chat:
             ended: Any = done.finish_reason
         except KeyboardInterrupt:
             ended = "interrupted"
-        rest()
+        screen.piece(place, text[shown:])
         if text:
             side.history += [question, Message("assistant", text)]
         seconds = time.perf_counter() - began

@@ -16,8 +16,7 @@ from fitune.models.weight_files import identity
 from fitune.score.answers import claim
 from fitune.score.engines.opening import (
     check_all,
-    choose_device,
-    choose_dtype,
+    dtype_of,
     open_engine,
     open_texts,
 )
@@ -28,7 +27,7 @@ from fitune.session.score.scoring import Pace
 from fitune.spec.recipe.score_recipe import ScoreRecipe
 from fitune.spec.run_lock import lock_directory
 from fitune.spec.serial import to_data
-from fitune.units import format_seconds
+from fitune.units import format_seconds, text_table
 
 RESULTS = "lm_eval.json"
 """lm-eval's results as it gives them; the samples of each task are in files beside it."""
@@ -71,18 +70,9 @@ class TaskScores:
             spread = "" if score.error is None else f"± {score.error:.4f}"
             shots = "" if score.shots is None else f"{score.shots}"
             lines.append((score.task, name + arrow, f"{score.value:.4f}", spread, f"{score.rows:,}", shots))
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        styles = [f"{side}{width}" for side, width in zip("<<><>>", widths, strict=True)]
-        gaps = ("", "  ", "  ", " ", "  ", "  ")
-        table = [
-            "".join(
-                f"{gap}{cell:{style}}" for gap, cell, style in zip(gaps, line, styles, strict=True)
-            ).rstrip()
-            for line in lines
-        ]
         model = f"{self.model} with {self.adapter}" if self.adapter else self.model
         ended = f"{model}: {format_seconds(self.seconds)}; ± is the standard error, ↑ higher is better"
-        return "\n".join([*table, ended, f"results and samples: {self.results}"])
+        return "\n".join([text_table(lines, left=(0, 1, 3)), ended, f"results and samples: {self.results}"])
 
     def data(self) -> dict[str, Any]:
         """The object that ``--json`` prints."""
@@ -115,7 +105,7 @@ def score_tasks(recipe: ScoreRecipe, *, emit: Emit) -> TaskScores:
         "tasks": names, "tasks_folder": str(folder or ""), "shots": recipe.shots, "limit": limit,
         "engine": f"{plan.engine} {plan.url}".strip(), "model": identity(plan.model), "adapter": identity(plan.adapter),
         "chat_template": template.source if recipe.chat_template else "", "seed": seed,
-        "dtype": str(choose_dtype(choose_device())),
+        "dtype": dtype_of(plan),
     }  # fmt: skip
     with lock_directory(out):
         if (out / FOLDER).exists():

@@ -196,7 +196,7 @@ def _lengths(plan: ScorePlan, *, by_likelihood: bool) -> Questions:
         if question.problem:
             continue
         given = (question.choices or (question.expected or "",)) if by_likelihood else ()
-        text = "\n".join([*(message.text for message in question.messages), question.tools, *given])
+        text = "\n".join([question.text, question.tools, *given])
         sizes.append((len(text.encode("utf-8", "replace")), len(question.messages)))
         new = max(new, int(dict(question.own).get("max_new_tokens", 0)))
         if shown < _READ_AT_ONCE:

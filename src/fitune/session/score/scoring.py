@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -107,25 +107,16 @@ def score_dataset(
 def _fewer_collections() -> Iterator[Callable[[], None]]:
     """Keeps Python from looking for garbage among what libraries and the model made, 0.3 s each time, until the end.
 
-    Yields what is called once more, when the model is there, too.
+    Yields what is called when the model is there, too; a second call does nothing.
     """
-    is_free = not gc.get_freeze_count()  # else it is somebody else's, who is not thawed here
-    is_loaded = False
-
-    def freeze() -> None:
-        """Takes the objects that exist now out of garbage collection; at the first call alone."""
-        nonlocal is_loaded
-        if is_free and not is_loaded:
-            gc.freeze()
-        is_loaded = True
-
-    if is_free:
-        gc.freeze()
+    if gc.get_freeze_count():  # somebody else froze objects, and they are not thawed here
+        yield lambda: None
+        return
+    gc.freeze()
     try:
-        yield freeze
+        yield cache(gc.freeze)
     finally:
-        if is_free:
-            gc.unfreeze()
+        gc.unfreeze()
 
 
 class Pace:

@@ -49,7 +49,12 @@ def serve_command(
     if not 1 <= port <= 65_535:
         raise RecipeError(f"--port {port} is no port", hint="1 to 65535")
     named = find_model(word)
-    python = _python_of_vllm(required=server == "vllm" and not only_print)
+    try:
+        python = python_of_vllm()
+    except MissingExtra:
+        if server == "vllm" and not only_print:
+            raise
+        python = ""
     if server == "vllm" or (server is None and python):
         return _by_vllm(named, python, host=host, port=port, context=context)
     if context:
@@ -117,16 +122,6 @@ def _merged(named: NamedModel, why: str) -> str:
         f"{named.adapter}: {why}",
         hint=f"fitune export {run if of_run else 'RUN'} --as merged, and serve {folder if of_run else 'that folder'}",
     )
-
-
-def _python_of_vllm(*, required: bool) -> str:
-    """The python that has vLLM; empty without one unless it is ``required``."""
-    try:
-        return python_of_vllm()
-    except MissingExtra:
-        if required:
-            raise
-        return ""
 
 
 def _require_transformers_server() -> None:
