@@ -8,7 +8,7 @@ that no answer can be remembered from one: the form has to be learned and the va
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 
 GOODS = (
     "lamps", "chairs", "tables", "clocks", "baskets", "kettles", "mirrors", "carpets", "blankets", "pillows",
@@ -83,9 +83,7 @@ class Order:
 
     def fill(self, pattern: str) -> str:
         """``pattern`` with the order's words, and its count in figures, for the names in braces."""
-        return pattern.format(
-            **{field.name: getattr(self, field.name) for field in fields(self)}, count=self.count
-        )
+        return pattern.format(**asdict(self), count=self.count)
 
     def tell(self, pattern: str) -> str:
         """As ``fill``, with a capital letter at the beginning."""

@@ -159,10 +159,18 @@ class Asker:
             left[task_id] -= 1
             if not left[task_id]:
                 on_answer()
-        return [
-            _with_likelihoods(task, [found[f"{number} {task.id}"] for number in range(len(task.given))])
-            for task in tasks
-        ]
+        answers = []
+        for task in tasks:
+            likelihoods = tuple(found[f"{number} {task.id}"] for number in range(len(task.given)))
+            fault = next((one for one in likelihoods if one.error), Likelihood(id=""))
+            code, error = ("bad_row", task.problem) if task.problem else (fault.code, fault.error)
+            answers.append(
+                Answer(
+                    task=task, text="", finish_reason="error" if error else "stop", completion_tokens=0, code=code,
+                    error=error, likelihoods=() if error else likelihoods,
+                )
+            )  # fmt: skip
+        return answers
 
     def _require_weights(self, asked: Sequence[Continuation]) -> None:
         """Two tokens are weighed before the first row: most servers tell no log-probabilities of a prompt."""
@@ -177,16 +185,6 @@ class Asker:
                 f"the engine gives no likelihoods of given answers, which {self._weighed_by} needs: {tried.error}",
                 hint="--engine transformers and --engine vllm can, and the server of vLLM",
             )
-
-
-def _with_likelihoods(task: Task, likelihoods: Sequence[Likelihood]) -> Answer:
-    fault = next((found for found in likelihoods if found.error), None)
-    error = task.problem or (fault.error if fault else "")
-    return Answer(
-        task=task, text="", finish_reason="error" if error else "stop", completion_tokens=0,
-        code=("bad_row" if task.problem else fault.code if fault else ""), error=error,
-        likelihoods=() if error else tuple(likelihoods),
-    )  # fmt: skip
 
 
 class ScoringWorker:

@@ -144,11 +144,17 @@ class EngineLM(TemplateLM):
         asked: dict[str, Request] = {}
         for place, one in enumerate(requests):
             prompt, settings = one.args[0], _settings(one)
+            draws = bool(settings.get("do_sample"))
+            sampling = Sampling(
+                temperature=float(settings.get("temperature") or 0.0) if draws else 0.0,
+                top_p=float(settings.get("top_p") or 1.0) if draws else 1.0,
+                max_new_tokens=settings["max_gen_toks"], seed=self._seed,
+            )  # fmt: skip
             until = [settings["until"]] if isinstance(settings["until"], str) else list(settings["until"])
             stops.append([stop for stop in dict.fromkeys([*until, eos]) if stop])
             asked[str(place)] = Request(
-                id=str(place), prompt_ids=self._prompt(one, prompt, settings["max_gen_toks"]),
-                sampling=_sampling(settings, self._seed), stop=tuple(stops[-1]),
+                id=str(place), prompt_ids=self._prompt(one, prompt, sampling.max_new_tokens), sampling=sampling,
+                stop=tuple(stops[-1]),
             )  # fmt: skip
         found = self._each(asked, requests, lambda engine, some: engine.answer(some))
         answers = []
@@ -238,12 +244,3 @@ def _settings(one: Instance) -> dict[str, Any]:
             hint=f"supported: {', '.join(sorted(_HONOURED))}",
         )
     return settings
-
-
-def _sampling(settings: Mapping[str, Any], seed: int) -> Sampling:
-    is_greedy = not settings.get("do_sample")
-    return Sampling(
-        temperature=0.0 if is_greedy else float(settings.get("temperature") or 0.0),
-        top_p=1.0 if is_greedy else float(settings.get("top_p") or 1.0),
-        max_new_tokens=settings["max_gen_toks"], seed=seed,
-    )  # fmt: skip

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -253,7 +254,11 @@ class Feed:
             written = time.monotonic()
             while batch := self._next():
                 self._ask("steps", b"[" + b",".join(line.rstrip() for line in batch) + b"]")
-                self._count_sent(len(batch))
+                with self._changed:
+                    self._sent += len(batch)
+                    for _ in batch:
+                        self._waiting.popleft()
+                    self._changed.notify_all()
                 if time.monotonic() > written + _WRITE_S:
                     self._on_change()
                     written = time.monotonic()
@@ -280,15 +285,8 @@ class Feed:
         )  # fmt: skip
         self._on_change()
 
-    def _count_sent(self, count: int) -> None:
-        with self._changed:
-            self._sent += count
-            for _ in range(count):
-                self._waiting.popleft()
-            self._changed.notify_all()
-
     def _next(self) -> list[bytes]:
         """The next steps, which stay in the queue until the tracker has them; none at the end of the run."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._waiting) or self._end is not None)
-            return [self._waiting[place] for place in range(min(len(self._waiting), _MOST_AT_ONCE))]
+            return list(islice(self._waiting, _MOST_AT_ONCE))

@@ -97,14 +97,15 @@ def answer_continuously(
     batch = _Batch(model)
     steps = 0
     while waiting or batch.rows:
+        entering: list[Row] = []
         free = batch_size - len(batch.rows)
         if waiting and (not batch.rows or free >= max(1, batch_size // _ENTER_TOGETHER)):
             entering = [Row(waiting.popleft(), on_token) for _ in range(min(free, len(waiting)))]
-            with watch(batch.moment(entering), batch.tensors) if not steps else nullcontext():
+        is_watched = watch is not unwatched and (not steps or steps % _WATCHED_STEPS == 1)
+        with watch(batch.moment(entering), batch.tensors) if is_watched else nullcontext():
+            if entering:
                 batch.enter(entering)
-        else:
-            is_watched = watch is not unwatched and steps % _WATCHED_STEPS == 1
-            with watch(batch.moment(), batch.tensors) if is_watched else nullcontext():
+            else:
                 batch.step()
         steps += 1
         for completion in batch.leave(stop_ids):
@@ -126,8 +127,8 @@ class _Batch:
         cached = ((layer.keys, layer.values) for layer in self._cache.filled)
         return chain(self._model.parameters(), self._model.buffers(), chain.from_iterable(cached))
 
-    def moment(self, entering: Sequence[Row] = ()) -> Moment:
-        """The pass that follows: over the prompts of ``entering``, else over one token of each row."""
+    def moment(self, entering: Sequence[Row]) -> Moment:
+        """The pass that follows: over the prompts of ``entering``, without any over one token of each row."""
         rows = entering or self.rows
         longest = max(len(row.request.prompt_ids) for row in rows)
         full = self._width() >= self._cache.columns

@@ -219,7 +219,20 @@ def answer_together(
     """Completions, batch after batch. ``requests`` fit into the model's context."""
     by_length = sorted(requests, key=lambda request: len(request.prompt_ids))
     for batch in _batches(by_length, batch_size, longrope_boundary(model.config)):
-        yield from _answer_batch(model, batch, stop_ids, pad_id, on_token)
+        rows = [Row(request, on_token) for request in batch]
+        longest = max(row.length for row in rows)
+        gaps = [longest - row.length for row in rows]
+        ids = [[pad_id] * gap + list(one.prompt_ids) for gap, one in zip(gaps, batch, strict=True)]
+        mask = [[0] * gap + [1] * (longest - gap) for gap in gaps]  # generate takes the positions from it
+        with torch.inference_mode():
+            model.generate(
+                input_ids=torch.tensor(ids, device=model.device),
+                attention_mask=torch.tensor(mask, device=model.device),
+                max_new_tokens=max(one.sampling.max_new_tokens for one in batch),
+                logits_processor=LogitsProcessorList([_Chosen(rows, stop_ids)]),
+            )
+        for row in rows:
+            yield row.completion(row.finish_reason(stop_ids) or "length")
 
 
 def _batches(requests: Sequence[Request], batch_size: int, boundary: int) -> Iterator[list[Request]]:
@@ -236,24 +249,6 @@ def _batches(requests: Sequence[Request], batch_size: int, boundary: int) -> Ite
     for where, group in itertools.groupby(requests, side):
         alike, size = list(group), 1 if where == "crosses" else batch_size
         yield from (alike[start : start + size] for start in range(0, len(alike), size))
-
-
-@torch.inference_mode()
-def _answer_batch(
-    model: Any, requests: Sequence[Request], stop_ids: frozenset[int], pad_id: int, on_token: OnToken
-) -> Iterator[Completion]:
-    rows = [Row(request, on_token) for request in requests]
-    longest = max(len(request.prompt_ids) for request in requests)
-    gaps = [longest - len(request.prompt_ids) for request in requests]
-    ids = [[pad_id] * gap + list(r.prompt_ids) for gap, r in zip(gaps, requests, strict=True)]
-    mask = [[0] * gap + [1] * (longest - gap) for gap in gaps]  # generate takes the positions from it
-    model.generate(
-        input_ids=torch.tensor(ids, device=model.device),
-        attention_mask=torch.tensor(mask, device=model.device),
-        max_new_tokens=max(request.sampling.max_new_tokens for request in requests),
-        logits_processor=LogitsProcessorList([_Chosen(rows, stop_ids)]),
-    )
-    return (row.completion(row.finish_reason(stop_ids) or "length") for row in rows)
 
 
 class _Chosen(LogitsProcessor):

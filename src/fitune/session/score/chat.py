@@ -135,9 +135,10 @@ class Chat:
             ids, tokens = row.token_ids, len(row.token_ids)
             written = ids[:-1] if ids[-1] in stop_ids else ids
             text = tokenizer.decode(written, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-            end = shown if text.endswith(_HALF) else len(text)
-            screen.piece(place, text[shown:end])
-            shown = end
+            begin = shown
+            if not text.endswith(_HALF):
+                shown = len(text)
+            screen.piece(place, text[begin:shown])
 
         reply = Reply(model=side.title)
         try:

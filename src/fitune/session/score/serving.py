@@ -59,8 +59,15 @@ def serve_command(
         return _by_vllm(named, python, host=host, port=port, context=context)
     if context:
         raise RecipeError("--context is for vLLM's server alone", hint="leave it out, or --server vllm")
-    if not only_print:
-        _require_transformers_server()
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    if find_spec("transformers.cli.serve") is None:
+        missing = ["a transformers that has a server (5.0 or later)"]
+    if missing and not only_print:
+        raise RecipeError(
+            f"there is no server here: no vLLM, and transformers' own needs {', '.join(missing)}",
+            hint="pip install 'transformers[serving]', or FITUNE_VLLM_PYTHON=PYTHON of an environment with vLLM; "
+            "--print shows the command",
+        )
     return _by_transformers(named, host=host, port=port)
 
 
@@ -122,18 +129,6 @@ def _merged(named: NamedModel, why: str) -> str:
         f"{named.adapter}: {why}",
         hint=f"fitune export {run if of_run else 'RUN'} --as merged, and serve {folder if of_run else 'that folder'}",
     )
-
-
-def _require_transformers_server() -> None:
-    missing = [name for name in _NEEDED if find_spec(name) is None]
-    if find_spec("transformers.cli.serve") is None:
-        missing = ["a transformers that has a server (5.0 or later)"]
-    if missing:
-        raise RecipeError(
-            f"there is no server here: no vLLM, and transformers' own needs {', '.join(missing)}",
-            hint="pip install 'transformers[serving]', or FITUNE_VLLM_PYTHON=PYTHON of an environment with vLLM; "
-            "--print shows the command",
-        )
 
 
 def _url(host: str, port: int) -> str:
