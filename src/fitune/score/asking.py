@@ -38,12 +38,12 @@ Call = Callable[[Engine, Any], Iterator[Any]]
 
 
 class Restarted:
-    """An engine that is opened when it is first asked, and again when it died, at most ``restarts`` times in all."""
+    """An engine that is opened when it is first asked, and again when it died, at most three times in all."""
 
-    def __init__(self, open_engine: Callable[[], Engine], *, restarts: int = 3) -> None:
+    def __init__(self, open_engine: Callable[[], Engine]) -> None:
         self._open = open_engine
         self._engine: Engine | None = None
-        self._restarts = restarts
+        self._restarts = 3
 
     def each(self, asked: Asked, call: Call) -> Iterator[Any]:
         """A Completion for each request, a Likelihood for each continuation; those that a dead engine left are asked of

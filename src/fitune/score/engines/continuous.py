@@ -144,7 +144,13 @@ class _Batch:
         cache = RoomyCache()
         places_BW = (torch.arange(width)[None] - torch.tensor(gaps)[:, None]).clamp_min(0)
         self._forward(torch.tensor(ids), places_BW, _mask(gaps, width), cache, rows)
-        self._join(cache, width, gaps)
+        if self.rows:
+            here = self._width()
+            widest = max(here, width)
+            self._cache.join(cache)
+            self._gaps = [gap + widest - here for gap in self._gaps] + [gap + widest - width for gap in gaps]
+        else:
+            self._cache, self._gaps = cache, gaps
         self.rows += rows
 
     @torch.inference_mode()
@@ -191,16 +197,6 @@ class _Batch:
         """Columns that a growth of the cache adds: no more than the rows may still fill."""
         most = max((row.request.sampling.max_new_tokens - len(row.token_ids) for row in self.rows), default=1)
         return min(CACHE_ROOM, most)
-
-    def _join(self, entering: "RoomyCache", there: int, gaps: list[int]) -> None:
-        """Put the rows of ``entering``, ``there`` columns wide, below those of the batch."""
-        if not self.rows:
-            self._cache, self._gaps = entering, gaps
-            return
-        here = self._width()
-        width = max(here, there)
-        self._cache.join(entering)
-        self._gaps = [gap + width - here for gap in self._gaps] + [gap + width - there for gap in gaps]
 
     def _keep(self, kept: list[int]) -> None:
         """Keep the rows of these places: the last ones move to the places of those that leave."""
