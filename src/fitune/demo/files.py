@@ -51,7 +51,7 @@ class DemoFiles:
     """The full one once more, by several processes."""
 
 
-Shape = dict[str, int]
+Shape = dict[str, Any]
 """Sizes of the model, as LlamaConfig names them. ``vocab_size``: the most tokens there may be; the model gets as many
 as the texts give, rounded up to a multiple of 64."""
 SHAPE: Shape = {
