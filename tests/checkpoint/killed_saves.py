@@ -6,7 +6,7 @@ import torch
 
 from fitune.checkpoint.commit import Attempt, Descent
 from fitune.checkpoint.save import begin_save, commit_save, write_share
-from fitune.checkpoint.slices import Divided, share_of
+from fitune.checkpoint.slices import Divided, file_of, share_of
 from fitune.checkpoint.state import NAMES, TrainState
 from fitune.engine.ranks import ALONE
 from fitune.spec.counts import rows_of_share
@@ -26,7 +26,7 @@ def save_as_ranks(run, shares, *, keep, eval_loss):
     """As the ranks of one job, each of which writes one of ``shares``."""
     descent = Descent(line=(Attempt(id="only", after=0),))
     folder = begin_save(run, shares[0], descent=descent, needed_bytes=0)
-    written = [write_share(folder, share, rank=rank) for rank, share in enumerate(shares)]
+    written = [write_share(folder, share) for share in shares]
     commit_save(
         run, folder, shares[0], written, descent=descent, keep=keep, eval_loss=eval_loss, on_note=print
     )
@@ -38,23 +38,22 @@ def shares_of(state, world):
     shares = []
     for rank in range(world):
         own = share_of(state, rank=rank)
-        parts = {}
-        slices = {}
+        files, slices = own.files, {}
         for group, tensors in state.tensors.items():
             for name, tensor in tensors.items():
                 if group == "rng" or not tensor.ndim:
                     continue
-                own.whole.get(group, {}).pop(name, None)
+                files.get(file_of(group), {}).pop(name, None)
                 start, stop = rows_of_share(len(tensor), world, rank)
                 if stop > start:
-                    parts.setdefault(group, {})[name] = tensor[start:stop]
+                    files.setdefault(file_of(group, rank), {})[name] = tensor[start:stop]
                     slices.setdefault(group, {})[name] = Divided(
                         shape=tuple(tensor.shape),
                         dtype=NAMES[tensor.dtype],
                         dim=0,
                         parts=((rank, start, stop),),
                     )
-        shares.append(replace(own, parts=parts, slices=slices))
+        shares.append(replace(own, slices=slices))
     return shares
 
 

@@ -122,7 +122,7 @@ def test_a_commit_that_names_files_elsewhere_is_refused(store, tmp_path):
     (remote,) = complete_checkpoints(store)
     (stored, *_) = remote.commit.files.values()
     hostile = replace(remote, commit=replace(remote.commit, files={"../../outside": stored}))
-    with pytest.raises(CheckpointError, match=r"without '\.\.'|leaves"):
+    with pytest.raises(CheckpointError, match="which is no file inside"):
         fetch_checkpoint(hostile, tmp_path / "b", print)
     assert not (tmp_path / "outside").exists()
 

@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from faults.budgets import Budget
+from fitune.engine.host import HostMemory
 from fitune.engine.kept_rows import divided
 from fitune.engine.ranks import local_part
-from fitune.models.host import HostMemory
 from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.plan import Dense, Hqq, Lora, Nf4, Offload, Zero
 from fitune.spec.recipe.targets import resolve_targets

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from fitune.checkpoint.commit import inside
-from fitune.errors import RunDirectoryError
+from fitune.errors import CheckpointError, RunDirectoryError
 from fitune.spec import run_lock
 from fitune.spec.run_lock import lock_directory
 
@@ -28,7 +28,7 @@ def test_plain_names_are_inside(tmp_path, name):
     "name", ["../x", "a/../../x", "..", "a/..", "/etc/x", "//x", "C:/x", "a\\..\\x", "", ".", "a\0b"]
 )
 def test_names_that_leave_are_refused(tmp_path, name):
-    with pytest.raises(RunDirectoryError):
+    with pytest.raises(CheckpointError):
         inside(tmp_path, name)
 
 
@@ -37,7 +37,7 @@ def test_names_that_leave_are_refused(tmp_path, name):
 def test_symbolic_links_are_refused_wherever_they_lead(tmp_path, target, name):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(target)
-    with pytest.raises(RunDirectoryError, match="is a symbolic link"):
+    with pytest.raises(CheckpointError, match="is a symbolic link"):
         inside(tmp_path, name)
 
 

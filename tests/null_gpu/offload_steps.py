@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 
-HOST, OFFLOAD, OPTIMIZER = "fitune.models.host", "fitune.models.offload", "fitune.engine.host_optimizer"
-WEIGHTS, COPIES = "fitune.models.streamed_weights", "fitune.checkpoint.save"
+HOST, OFFLOAD, OPTIMIZER = "fitune.engine.host", "fitune.engine.offload", "fitune.engine.host_optimizer"
+WEIGHTS, COPIES = "fitune.engine.streamed_weights", "fitune.train.saving"
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,7 @@ def _watched(run: Callable[[], object]) -> dict:
 
 def with_a_late_thread(watched: bool) -> dict:
     """The host's own thread begins what it is given only when somebody waits for it, so no copy is made by it."""
-    from fitune.models.host import HostMemory
+    from fitune.engine.host import HostMemory
 
     HostMemory.beside = lambda self, work: work
     return stepped("full", away="optimizer", watched=watched)
@@ -211,8 +211,8 @@ def fetched_in_vain(watched: bool) -> dict:
     import torch
     from torch import nn
 
-    from fitune.models.host import HostMemory
-    from fitune.models.streamed_weights import StreamedWeights
+    from fitune.engine.host import HostMemory
+    from fitune.engine.streamed_weights import StreamedWeights
 
     def found() -> list[float]:
         blocks = nn.ModuleList(nn.Linear(64, size, bias=False) for size in (64, 256))
@@ -231,16 +231,16 @@ def checkpoint_copied(watched: bool) -> dict:
     """A tensor that is copied for a checkpoint, as it is written, after the next step changed it."""
     import torch
 
-    from fitune.checkpoint.save import HostCopies
     from fitune.checkpoint.slices import Share
+    from fitune.train.saving import HostCopies
 
     weight = torch.full((4096,), 1.0, device="cuda")
     torch.cuda.synchronize()
-    share = Share(step=1, whole={"weights": {"w": weight}}, parts={}, slices={}, facts={}, log=b"")
+    share = Share(step=1, files={"weights": {"w": weight}}, slices={}, facts={}, log=b"")
     copied, wait = HostCopies().take(share)
     weight.add_(1.0)
     wait()
-    return {"cpu": [1.0], "cuda": [copied.whole["weights"]["w"].mean().item()]}
+    return {"cpu": [1.0], "cuda": [copied.files["weights"]["w"].mean().item()]}
 
 
 CASES = {

@@ -36,7 +36,7 @@ def test_segments_grow_unless_a_gpu_was_used_before_or_the_user_says_otherwise(
 PINNED = """
 import json, nullcuda, torch
 from fitune.errors import NoPinnedMemory, OutOfMemory, is_out_of_memory
-from fitune.models.host import HostMemory
+from fitune.engine.host import HostMemory
 host = HostMemory(torch.device("cuda", 0))
 def pinned(): return nullcuda.counts()["host_bytes"] >> 20
 before = pinned()
@@ -73,7 +73,7 @@ def test_what_is_pinned_is_what_is_held(on_null_gpu):
 
 DIRECTIONS = """
 import json, threading, torch
-from fitune.models.host import HostMemory
+from fitune.engine.host import HostMemory
 host, streams, threads = HostMemory(torch.device("cuda", 0)), [], []
 entered = torch.cuda.stream
 torch.cuda.stream = lambda stream: (streams.append(stream.cuda_stream), entered(stream))[1]
@@ -263,7 +263,7 @@ from dataclasses import replace
 import nullcuda, torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, LlamaForCausalLM
-import fitune.models.host
+import fitune.engine.host
 from cpu_memory import CONFIG, plan_of, random_rows, small_model
 from fitune.errors import NoPinnedMemory
 from fitune.estimate.predict import predict
@@ -272,7 +272,7 @@ from fitune.spec.plan import Offload, Zero
 from fitune.train.prepare import prepare_loaded
 
 CONFIG.update(hidden_size=320, intermediate_size=864, vocab_size=20000)
-fitune.models.host._REGION_BYTES = 1 << 16
+fitune.engine.host._REGION_BYTES = 1 << 16
 dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
 plan = plan_of(small_model(), tuning=tuning, precision="bf16", recompute=0, chunked=True, accumulation=2)
 hardware = hardware_for(gpu=find_gpu("h100"), gpus=2, host_memory_bytes=100 << 30, cpu_cores=2)

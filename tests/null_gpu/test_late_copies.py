@@ -56,7 +56,7 @@ def test_the_sanitizer_sees_what_is_not_waited_for_on_the_card(on_null_gpu, name
 
 OVERWRITTEN = """
 import json, nullcuda, torch
-from fitune.models.host import HostMemory
+from fitune.engine.host import HostMemory
 host = HostMemory(torch.device("cuda", 0))
 found = []
 for waits in (True, False):
@@ -72,7 +72,7 @@ print(json.dumps(found))
 """
 FORGOTTEN = """
 import json, torch
-from fitune.models.host import PinnedMemory
+from fitune.engine.host import PinnedMemory
 room = PinnedMemory().empty(torch.Size([1 << 20]), torch.float32)
 room.copy_(torch.ones(1 << 20, device="cuda"), non_blocking=True)
 del room

@@ -12,10 +12,10 @@ from checkpoint.killed_saves import shares_of, state_of
 from conftest import plan_of
 from fitune.checkpoint import save as saves
 from fitune.checkpoint.resume import load_checkpoint
-from fitune.checkpoint.save import HostCopies
 from fitune.checkpoint.slices import share_of
 from fitune.errors import CheckpointError
 from fitune.track.metrics import read_metrics
+from fitune.train.saving import HostCopies
 from runs import (
     losses,
     trained,
@@ -154,22 +154,24 @@ def test_a_copy_shares_no_memory_with_the_state_and_room_is_kept():
         for share in (share_of(state, rank=0), shares_of(state, 2)[1]):
             copied, wait = copies.take(share)
             wait()
-            of_state, of_copy = pointers(share.tensors), pointers(copied.tensors)
+            of_state, of_copy = pointers(share), pointers(copied)
             assert not of_state & of_copy
             kept = copies.bytes
             again, _ = copies.take(replace(share))
-            assert pointers(again.tensors) == of_copy
+            assert pointers(again) == of_copy
             assert copies.bytes == kept
-            assert [t.keys() for t in copied.tensors] == [t.keys() for t in share.tensors]
+            assert {file: t.keys() for file, t in copied.files.items()} == {
+                file: t.keys() for file, t in share.files.items()
+            }
             assert all(
-                torch.equal(copy[name], tensor)
-                for copy, own in zip(copied.tensors, share.tensors, strict=True)
+                torch.equal(copied.files[file][name], tensor)
+                for file, own in share.files.items()
                 for name, tensor in own.items()
             )
 
 
-def pointers(groups):
-    return {tensor.data_ptr() for tensors in groups for tensor in tensors.values()}
+def pointers(share):
+    return {tensor.data_ptr() for tensors in share.files.values() for tensor in tensors.values()}
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned memory beside a GPU")
@@ -178,7 +180,8 @@ def test_the_copy_of_a_gpu_is_pinned_and_complete_before_the_next_step():
     on_gpu = replace(state, tensors={"model": {"w": torch.ones(64 << 20, device="cuda")}})
     share = share_of(on_gpu, rank=0)
     copied, wait = HostCopies().take(share)
-    share.whole["model"]["w"].add_(1)  # the next step, on the same stream
+    share.files["model.safetensors"]["w"].add_(1)  # the next step, on the same stream
     wait()
-    assert copied.whole["model"]["w"].is_pinned()
-    assert bool((copied.whole["model"]["w"] == 1).all())
+    copy = copied.files["model.safetensors"]["w"]
+    assert copy.is_pinned()
+    assert bool((copy == 1).all())

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fitune.models.host import HostMemory
-from fitune.models.streamed_weights import StreamedWeights
+from fitune.engine.host import HostMemory
+from fitune.engine.streamed_weights import StreamedWeights
 from fitune.models.weights import compute_dtype
 from fitune.spec.plan import AdamW, Nf4, Offload, PlainLoss, Precision, Sgd
 from fitune.train.prepare import prepare_loaded

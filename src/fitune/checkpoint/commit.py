@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, TypeVar
 
-from fitune.errors import CheckpointError, RunDirectoryError
+from fitune.errors import CheckpointError
 from fitune.files import (
     open_regular,
     read_bytes,
@@ -109,24 +109,19 @@ def parse_sealed(cls: type[T], content: bytes) -> T:
 
 
 def inside(root: Path, name: str) -> Path:
-    """``root / name`` for a name that stays below ``root``.
+    """``root / name`` for the name of a file of a checkpoint, which stays below ``root``.
 
-    Raises RunDirectoryError for absolute names, names with ``..`` and names that pass through a symbolic link.
+    Raises CheckpointError for absolute names, names with ``..`` and names that pass through a symbolic link.
     """
-    parts = PurePosixPath(name).parts
-    if not parts or "\0" in name or "\\" in name:
-        raise RunDirectoryError(f"{name!r} is not a name inside {root}", hint="use a plain name like run-1")
-    if PurePosixPath(name).is_absolute() or PureWindowsPath(name).drive:
-        raise RunDirectoryError(
-            f"{name!r} is absolute, outside {root}", hint="use a name relative to the folder"
-        )
-    if ".." in parts:
-        raise RunDirectoryError(f"{name!r} leaves {root}", hint="use a name without '..'")
+    pure = PurePosixPath(name)
+    leaves = pure.is_absolute() or ".." in pure.parts or PureWindowsPath(name).drive
+    if leaves or not pure.parts or "\0" in name or "\\" in name:
+        raise CheckpointError(f"{COMMIT} names {name!r}, which is no file inside {root}", hint=_OLDER)
     path = root
-    for part in parts:
+    for part in pure.parts:
         path = path / part
         if path.is_symlink():
-            raise RunDirectoryError(
+            raise CheckpointError(
                 f"{path} is a symbolic link, to {os.readlink(path)}", hint="remove the link"
             )
     return path
@@ -310,10 +305,7 @@ def verify(path: Path, *, unless_known: bool = False) -> Commit:
     if unless_known and seen and _known.get(path.resolve()) == seen:
         return commit
     for name, stored in commit.files.items():  # before hashing: a truncated file of many GiB is found at once
-        try:
-            file = inside(path, name)
-        except RunDirectoryError as error:
-            raise CheckpointError(f"{path / COMMIT}: {error.message}", hint=_OLDER) from error
+        file = inside(path, name)
         if not file.is_file():
             raise CheckpointError(f"{file}: missing", hint=_OLDER)
         size = file.stat().st_size

@@ -24,7 +24,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as transformers_logging
 
 from fitune.checkpoint.commit import require_space
-from fitune.checkpoint.state import bytes_of, head_of
+from fitune.checkpoint.state import aligned_order, bytes_of, tensor_chunks
 from fitune.errors import CheckpointError, FituneError, RunDirectoryError
 from fitune.files import path_fault, remove, remove_stale_siblings, sync_tree, temporary_sibling, write_synced
 from fitune.models.adapter_file import WEIGHTS
@@ -209,14 +209,15 @@ def write_model(
 
     Raises OSError, and CheckpointError naming a tensor that is empty, not finite, or comes back otherwise.
     """
+    likes = {name: piece.like for name, piece in pieces.items()}
     shards: list[dict[str, Piece]] = [{}]
     room = limit = shard_bytes or SHARD_BYTES
-    for name, piece in _wide_first(pieces).items():
-        if shards[-1] and piece.like.nbytes > room:
+    for name in aligned_order(likes):
+        if shards[-1] and likes[name].nbytes > room:
             shards.append({})
             room = limit
-        shards[-1][name] = piece
-        room -= piece.like.nbytes
+        shards[-1][name] = pieces[name]
+        room -= likes[name].nbytes
     count = len(shards)
     names = (
         [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)] if count > 1 else [SINGLE]
@@ -224,51 +225,41 @@ def write_model(
     digests: Digests = {}
     for file, shard in zip(names, shards, strict=True):
         digests |= _written(folder / file, shard)
-    likes = [piece.like for piece in pieces.values()]
     if count > 1:
         totals = {
-            "total_parameters": sum(x.numel() for x in likes),
-            "total_size": sum(x.nbytes for x in likes),
+            "total_parameters": sum(x.numel() for x in likes.values()),
+            "total_size": sum(x.nbytes for x in likes.values()),
         }
         places = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
         content = {"metadata": totals, "weight_map": dict(sorted(places.items()))}
         (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
-    config.dtype = next(like.dtype for like in likes if like.is_floating_point())
+    config.dtype = next(like.dtype for like in likes.values() if like.is_floating_point())
     config.save_pretrained(folder)
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
     return digests
 
 
-def _wide_first(pieces: Mapping[str, Piece]) -> dict[str, Piece]:
-    """In their order but for wide types, which come first: so every tensor is aligned."""
-    return dict(sorted(pieces.items(), key=lambda item: -item[1].like.element_size()))
-
-
 def _written(file: Path, pieces: Mapping[str, Piece]) -> Digests:
     """Write one file, read it back, and return what is in it."""
     digests: Digests = {}
-    pieces = _wide_first(pieces)
+    likes = {name: piece.like for name, piece in pieces.items()}
 
-    def chunks() -> Iterator[bytes | memoryview]:
-        """The file's bytes; raises CheckpointError for a tensor that is not as announced, or not finite."""
-        yield from head_of({name: piece.like for name, piece in pieces.items()})
-        for name, piece in pieces.items():
-            tensor = piece.make()
-            if (tensor.shape, tensor.dtype) != (piece.like.shape, piece.like.dtype):
-                raise CheckpointError(
-                    f"tensor {name!r} is {tensor.dtype} {tuple(tensor.shape)}, expected {piece.like.dtype} "
-                    f"{tuple(piece.like.shape)}"
-                )
-            if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-                raise CheckpointError(f"tensor {name!r} is NaN or infinite; it is not exported")
-            content = bytes_of(tensor)
-            digests[name] = hashlib.sha256(content).hexdigest()
-            yield content
+    def made(name: str) -> Tensor:
+        """The tensor; raises CheckpointError for one that is not as announced, or not finite."""
+        tensor, like = pieces[name].make().contiguous(), likes[name]
+        if (tensor.shape, tensor.dtype) != (like.shape, like.dtype):
+            raise CheckpointError(
+                f"tensor {name!r} is {tensor.dtype} {tuple(tensor.shape)}, expected {like.dtype} {tuple(like.shape)}"
+            )
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise CheckpointError(f"tensor {name!r} is NaN or infinite; it is not exported")
+        digests[name] = digest(tensor)
+        return tensor
 
-    write_synced(file, chunks())
+    write_synced(file, tensor_chunks(likes, made))
     with safe_open(file, framework="pt") as opened:
         found = {name: digest(opened.get_tensor(name)) for name in opened.keys()}  # noqa: SIM118  (not a dict)
     require_same(found, digests, f"{file}: not what was written")

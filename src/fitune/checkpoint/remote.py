@@ -33,7 +33,7 @@ from fitune.checkpoint.commit import (
     write_hashed,
     write_line,
 )
-from fitune.errors import CheckpointError, RunDirectoryError, StoreError
+from fitune.errors import CheckpointError, StoreError
 from fitune.files import remove, remove_stale_siblings, temporary_sibling
 from fitune.stores.opening import WRITTEN
 from fitune.stores.reading import open_stream
@@ -158,11 +158,7 @@ def fetch_checkpoint(remote: Remote, root: Path, on_note: OnNote) -> Path:
 
 
 def _fetch_file(remote: Remote, name: str, folder: Path) -> None:
-    stored = remote.commit.files[name]
-    try:
-        file = inside(folder, name)
-    except RunDirectoryError as error:
-        raise CheckpointError(f"{remote.url}/{COMMIT}: {error.message}") from error
+    stored, file = remote.commit.files[name], inside(folder, name)
     file.parent.mkdir(parents=True, exist_ok=True)
     with closing(open_stream(f"{remote.url}/{name}", clients=WRITTEN)) as stream:
         found = write_hashed(file, iter(lambda: stream.read(_READ_BYTES), b""))

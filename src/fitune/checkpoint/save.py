@@ -11,12 +11,9 @@ The first rank begins and commits; in between each rank writes its share, all at
 import json
 import math
 import os
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-
-import torch
-from torch import Tensor
 
 from fitune.checkpoint.commit import (
     ABANDONED,
@@ -43,11 +40,10 @@ from fitune.checkpoint.commit import (
     verify,
     write_hashed,
 )
-from fitune.checkpoint.slices import INDEX, Groups, Share, file_of, joined
+from fitune.checkpoint.slices import INDEX, Groups, Share, joined
 from fitune.checkpoint.state import tensor_chunks
 from fitune.errors import CheckpointError
 from fitune.files import remove, remove_stale_siblings, temporary_sibling
-from fitune.models.host import PinnedMemory
 from fitune.spec.run_directory import require_real_files
 from fitune.spec.serial import to_data
 from fitune.units import MIB, format_bytes
@@ -94,11 +90,11 @@ def begin_save(root: Path, share: Share, *, descent: Descent, needed_bytes: int)
     return temporary
 
 
-def write_share(folder: Path, share: Share, *, rank: int) -> Written:
+def write_share(folder: Path, share: Share) -> Written:
     """Write this rank's tensors into ``folder``, hashed and synced. Raises OSError."""
-    groups = [(file_of(group), tensors) for group, tensors in share.whole.items()]
-    groups += [(file_of(group, rank), tensors) for group, tensors in share.parts.items()]
-    files = {name: write_hashed(folder / name, tensor_chunks(tensors)) for name, tensors in groups}
+    files = {
+        name: write_hashed(folder / name, tensor_chunks(tensors)) for name, tensors in share.files.items()
+    }
     return Written(files=files, slices=share.slices)
 
 
@@ -217,47 +213,3 @@ def _first_valid(members: list[tuple[Path, Commit]], count: int, on_note: OnNote
 def _set_damaged_aside(path: Path, error: CheckpointError, on_note: OnNote) -> None:
     if path.exists():
         on_note(f"{error.message}: {set_aside(path, DAMAGED)}")
-
-
-Tables = dict[str, dict[str, Tensor]]
-
-
-class HostCopies:
-    """Room for one copy, kept from save to save: pinned where the state is on a GPU.
-
-    The copy is begun on the GPU's stream in which the steps run, so the next step changes nothing before it is done.
-    What is on the host already (an offloaded optimizer) is copied, too: it is changed there.
-    """
-
-    def __init__(self) -> None:
-        self._rooms: dict[tuple[str, str], Tensor] = {}
-        self._pinned = PinnedMemory()
-
-    @property
-    def bytes(self) -> int:
-        """Host memory that the room takes, 0 before the first copy."""
-        return sum(room.nbytes for room in self._rooms.values())
-
-    def take(self, share: Share) -> tuple[Share, Callable[[], object]]:
-        """Copy ``share`` over the last one, which must be written by now; returns the copy on the host, and what waits
-        until it is complete."""
-        copy = replace(
-            share, whole=self._copied("whole", share.whole), parts=self._copied("part", share.parts)
-        )
-        if not any(tensor.is_cuda for tensors in share.tensors for tensor in tensors.values()):
-            return copy, lambda: None
-        done = torch.cuda.Event()
-        done.record()
-        return copy, done.synchronize
-
-    def _copied(self, kind: str, groups: Tables) -> Tables:
-        found: Tables = {group: {} for group in groups}
-        for group, tensors in groups.items():
-            for name, tensor in tensors.items():
-                key = f"{kind} {group}", name
-                room = self._rooms.get(key)
-                if room is None or room.shape != tensor.shape or room.dtype != tensor.dtype:
-                    empty = self._pinned.empty if tensor.is_cuda else torch.empty
-                    room = self._rooms[key] = empty(tensor.shape, dtype=tensor.dtype)
-                found[group][name] = room.copy_(tensor.detach(), non_blocking=True)
-        return found

@@ -58,24 +58,17 @@ class Share:
     """
 
     step: int
-    whole: dict[str, dict[str, Tensor]]
-    """By group; empty on every rank but the first."""
-    parts: dict[str, dict[str, Tensor]]
-    """By group: this rank's parts, as plain tensors."""
+    files: dict[str, dict[str, Tensor]]
+    """Name of a file -> its tensors by name, parts as plain tensors."""
     slices: Groups
-    """By group: where ``parts`` belong, each with its own entry alone."""
+    """By group: where this rank's parts belong, each with its own entry alone."""
     facts: dict[str, Json]
     log: bytes
 
     @property
-    def tensors(self) -> list[dict[str, Tensor]]:
-        """By name, for each group: the whole ones first, then this rank's parts."""
-        return [*self.whole.values(), *self.parts.values()]
-
-    @property
     def bytes(self) -> int:
         """Size of the files of tensors that it makes."""
-        return sum(tensors_bytes(tensors) for tensors in self.tensors)
+        return sum(tensors_bytes(tensors) for tensors in self.files.values())
 
 
 def share_of(state: TrainState, *, rank: int) -> Share:
@@ -83,21 +76,20 @@ def share_of(state: TrainState, *, rank: int) -> Share:
 
     Raises CheckpointError naming a tensor that is empty.
     """
-    whole: dict[str, dict[str, Tensor]] = {}
-    parts: dict[str, dict[str, Tensor]] = {}
+    files: dict[str, dict[str, Tensor]] = {}
     slices: Groups = {}
     for group, tensors in state.tensors.items():
         if rank == 0:
-            whole[group] = {}
+            files[file_of(group)] = {}
         for name, tensor in tensors.items():
             require_not_empty(name, tensor)
             place = _place(tensor, rank)
             if place is None and rank == 0:
-                whole[group][name] = _local(tensor)
+                files[file_of(group)][name] = _local(tensor)
             if place is not None and place.parts:
-                parts.setdefault(group, {})[name] = _local(tensor)
+                files.setdefault(file_of(group, rank), {})[name] = _local(tensor)
                 slices.setdefault(group, {})[name] = place
-    return Share(step=state.step, whole=whole, parts=parts, slices=slices, facts=state.facts, log=state.log)
+    return Share(step=state.step, files=files, slices=slices, facts=state.facts, log=state.log)
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -260,12 +252,10 @@ class SavedTensors(Mapping[str, Tensor]):
         opened = self._file(file)
         try:
             if not wanted:
-                whole: Tensor = opened.get_tensor(name)
-                return whole
+                return opened.get_tensor(name)
             lazy = opened.get_slice(name)
             index = tuple(slice(*wanted.get(dim, (None, None))) for dim in range(len(lazy.get_shape())))
-            part: Tensor = lazy[index]
-            return part
+            return lazy[index]
         except (OSError, SafetensorError) as error:
             raise _unreadable(file, error) from error
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fitune.errors import CheckpointError
 
@@ -41,39 +42,36 @@ NAMES = {
 }  # fmt: skip
 
 
-def tensor_chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+def tensor_chunks(
+    tensors: Mapping[str, Tensor], make: Callable[[str], Tensor] | None = None
+) -> Iterator[bytes | memoryview]:
     """The bytes of a safetensors file: length of the header, header, then each tensor.
 
+    With ``make``, which makes a tensor by its name when it is written, ``tensors`` may be on "meta".
     Raises CheckpointError naming a tensor that is empty or of a type the format does not know.
     """
-    ordered = _aligned_order(tensors)
-    yield from head_of({name: tensors[name] for name in ordered})
-    for name in ordered:
-        yield bytes_of(tensors[name])
-
-
-def head_of(tensors: Mapping[str, Tensor]) -> Iterator[bytes]:
-    """The bytes of a safetensors file before its first tensor; ``tensors`` may be on "meta"."""
     header = _header(tensors)
     yield len(header).to_bytes(8, "little")
     yield header
+    for name in aligned_order(tensors):
+        yield bytes_of(tensors[name] if make is None else make(name))
 
 
 def tensors_bytes(tensors: Mapping[str, Tensor]) -> int:
     """Size of the file that ``tensor_chunks`` makes."""
-    header = _header({name: tensors[name] for name in _aligned_order(tensors)})
-    return 8 + len(header) + sum(tensor.nbytes for tensor in tensors.values())
+    return 8 + len(_header(tensors)) + sum(tensor.nbytes for tensor in tensors.values())
 
 
-def _aligned_order(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Wide types first: every tensor then starts at a multiple of its element size."""
-    return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+def aligned_order(tensors: Mapping[str, Tensor]) -> list[str]:
+    """The names as they are, but wide types first: every tensor then starts at a multiple of its element size."""
+    return sorted(tensors, key=lambda name: -tensors[name].element_size())
 
 
 def _header(tensors: Mapping[str, Tensor]) -> bytes:
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0
-    for name, tensor in tensors.items():
+    for name in aligned_order(tensors):
+        tensor = tensors[name]
         require_not_empty(name, tensor)
         if tensor.dtype not in NAMES:
             raise CheckpointError(f"tensor {name!r} is {tensor.dtype}, which fitune does not save")
@@ -98,8 +96,7 @@ def require_not_empty(name: str, tensor: Tensor) -> None:
 
 def whole_tensor(tensor: Tensor) -> Tensor:
     """``tensor``, gathered from all ranks where it is divided over them: all of them call this."""
-    gather_all: Callable[[], Tensor] | None = getattr(tensor.detach(), "full_tensor", None)
-    return tensor.detach() if gather_all is None else gather_all()
+    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -9,12 +9,11 @@ import math
 import os
 import sys
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,11 +23,11 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 
 from fitune.engine.gradient_scale import LossScale
-from fitune.engine.host_optimizer import Host
+from fitune.engine.host import HostMemory
 from fitune.engine.kept_rows import divided
 from fitune.engine.optimizers import build_torch_optimizer, set_learning_rate
 from fitune.engine.plain import Seed
-from fitune.engine.protocol import EngineState, EnterPhase, LossModel, Update
+from fitune.engine.protocol import Engine, EngineState, EnterPhase, LossModel, Update
 from fitune.errors import HardwareError, first_line, require_library
 from fitune.spec.deepspeed import tell_deepspeed_where
 from fitune.spec.plan import Optimizer, Precision
@@ -56,7 +55,7 @@ def import_deepspeed() -> Any:
     return deepspeed
 
 
-def _pin_in(host: Host) -> None:
+def _pin_in(host: HostMemory) -> None:
     """Let DeepSpeed pin tensors in rooms of ``host``, which are as large as they are: torch's are powers of two."""
 
     def pin_memory(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -115,12 +114,12 @@ class Head(nn.Module):
     @property
     def weight(self) -> Parameter:
         """The head's own, or its stand-in."""
-        return cast(Parameter, self._head[0].weight)
+        return self._head[0].weight
 
     @property
     def bias(self) -> Parameter | None:
         """The head's own, or its stand-in; None where it has none."""
-        return cast(Parameter | None, self._head[0].bias)
+        return self._head[0].bias
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of ``hidden`` [..., D]."""
@@ -146,10 +145,7 @@ class Head(nn.Module):
 
 def _gathered(module: nn.Module) -> AbstractContextManager[None]:
     """Inside, the weights of ``module`` are whole on every rank."""
-    gathered: AbstractContextManager[None] = import_deepspeed().zero.GatheredParameters(
-        list(module.parameters(recurse=False))
-    )
-    return gathered
+    return import_deepspeed().zero.GatheredParameters(list(module.parameters(recurse=False)))
 
 
 def _keep_no_weights(whole: nn.Module) -> None:
@@ -169,7 +165,17 @@ def _linear(function: Callable[..., Tensor], module: nn.Linear, hidden: Tensor) 
     return function(hidden, module.weight, module.bias)
 
 
-class DeepSpeedEngine:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """``elements`` of a weight from ``start`` on, which are those of flat tensor ``group`` from ``offset`` on."""
+
+    group: int
+    offset: int
+    start: int
+    elements: int
+
+
+class DeepSpeedEngine(Engine):
     """The engine protocol around DeepSpeed's runtime."""
 
     def __init__(
@@ -182,7 +188,7 @@ class DeepSpeedEngine:
         optimizer: Optimizer,
         precision: Precision,
         config: Mapping[str, Any],
-        host: Host | None,
+        host: HostMemory | None,
     ) -> None:
         """``model`` is made of ``whole``, with ``head`` in the place of its head; ``host`` pins what is offloaded.
 
@@ -192,7 +198,8 @@ class DeepSpeedEngine:
         self.head = head
         self.world = dist.get_world_size()
         self.loss_scale = LossScale(precision)
-        if config["zero_optimization"]["stage"] == 3:
+        stage = config["zero_optimization"]["stage"]
+        if stage == 3:
             _keep_no_weights(whole)
         if host is not None:
             _pin_in(host)
@@ -204,8 +211,12 @@ class DeepSpeedEngine:
         )
         if host is not None:  # trained weights had rooms of their own before they were in one
             host.unpin_idle()
-        stage = config["zero_optimization"]["stage"]
-        self.shares = (TensorShares if stage == 3 else FlatShares)(trained, self.runtime.optimizer)
+        self.optimizer = self.runtime.optimizer
+        """DeepSpeed's, around torch's."""
+        self.parameters = dict(trained)
+        self.shares: FlatShares | TensorShares = (TensorShares if stage == 3 else FlatShares)(self.optimizer)
+        self.pieces = {name: self.shares.piece(parameter) for name, parameter in self.parameters.items()}
+        self.mesh = init_device_mesh("cpu", (self.world,))
 
     def forward_backward(
         self, batch: Any, *, supervised_tokens: int, enter_phase: EnterPhase, last: bool = True
@@ -225,11 +236,11 @@ class DeepSpeedEngine:
                 losses.append(loss)
                 gradients = [gradient_TD]
                 for stand_in in standing_in.values():  # which forgets its gradient
-                    gradients.append(cast(Tensor, stand_in.grad))
+                    gradients.append(stand_in.grad)
                     stand_in.grad = None
                 if not standing_in:
                     until_backward_ends.close()
-                return cast(Tensor, Seed.apply(gradients, hidden_TD, *standing_in).sum())
+                return Seed.apply(gradients, hidden_TD, *standing_in).sum()
 
             enter_phase(Phase.FORWARD)
             seed = self.runtime(work)
@@ -241,126 +252,75 @@ class DeepSpeedEngine:
         """Norm, clipping and step are DeepSpeed's; it steps nothing where a gradient is not finite."""
         enter_phase(Phase.UPDATE)
         if self.loss_scale.is_used:
-            self.runtime.optimizer.override_loss_scale(self.loss_scale.value)
-        set_learning_rate(self.runtime.optimizer, learning_rate)
+            self.optimizer.override_loss_scale(self.loss_scale.value)
+        set_learning_rate(self.optimizer, learning_rate)
         self.runtime.step()
         norm = float(self.runtime.get_global_grad_norm())
-        return self.loss_scale.after_step(norm, skipped=bool(self.runtime.optimizer.overflow))
-
-    def rest(self) -> None:
-        """Does nothing: every module lets its weights go when it is done."""
+        return self.loss_scale.after_step(norm, skipped=bool(self.optimizer.overflow))
 
     def trained(self) -> dict[str, Tensor]:
-        """This rank's parts (FlatShares, TensorShares)."""
-        return self.shares.trained()
-
-    def put_back(self, weights: Mapping[str, Tensor]) -> None:
-        """Weights and their fp32 masters take the values of ``weights``."""
-        self.shares.put_back(weights)
-
-    def state(self) -> EngineState:
-        """Masters and states as one process names them, whatever they are divided into."""
-        return EngineState(tensors=self.shares.states(), facts=self.loss_scale.facts())
-
-    def restore(self, state: EngineState) -> None:
-        """Go on from ``state``."""
-        self.shares.restore(state.tensors)
-        self.loss_scale.restore(state.facts)
-
-    def resident(self) -> list[Tensor]:
-        """Masters and states; at stage 3 also DeepSpeed's own gradient buffers."""
-        return self.shares.resident()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """``elements`` of a weight from ``start`` on, which are those of flat tensor ``group`` from ``offset`` on."""
-
-    group: int
-    offset: int
-    start: int
-    elements: int
-
-
-class DeepSpeedShares(ABC):
-    """Weights, masters and states by the names that checkpoints give them."""
-
-    def __init__(self, trained: Mapping[str, Parameter], optimizer: Any) -> None:
-        self.parameters = dict(trained)
-        self.optimizer = optimizer
-        """DeepSpeed's, around torch's."""
-        self.mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        self.pieces = {name: self._piece(parameter) for name, parameter in self.parameters.items()}
-
-    @abstractmethod
-    def trained(self) -> dict[str, Tensor]:
-        """The trained weights by name: whole at stages 1 and 2, DTensors of this rank's rows at stage 3."""
-        ...
+        """The trained weights by name: whole at stages 1 and 2; at stage 3 this rank's rows, copied to the host, and
+        those on NVMe are read one weight at a time."""
+        found: dict[str, Tensor] = {}
+        for name, parameter in self.parameters.items():
+            if isinstance(self.shares, FlatShares):
+                found[name] = parameter.detach()
+                continue
+            with _share_in_memory(parameter) as share:
+                found[name] = self._by_rows(name, share.narrow(0, 0, self.pieces[name].elements))
+        return found
 
     @torch.no_grad()
     def put_back(self, weights: Mapping[str, Tensor]) -> None:
-        """Give weights and their masters the values of ``weights``."""
+        """Weights and their fp32 masters take the values of ``weights``."""
         for name, piece, flat, _ in self._each(is_changed=True):
             whole = weights[name]
             own = whole.flatten().narrow(0, piece.start, piece.elements)
-            self._put_weight(self.parameters[name], whole, own)
+            self.shares.put_weight(self.parameters[name], whole, own)
             _cut(flat.detach(), piece).copy_(own)
 
-    def states(self) -> dict[str, Tensor]:
-        """``master/<weight>``, and ``<state>/<weight>`` once there are states; called by every rank."""
+    def state(self) -> EngineState:
+        """``master/<weight>``, and ``<state>/<weight>`` once there are states, by rows; called by every rank."""
         found: dict[str, Tensor] = {}
         for name, piece, flat, state in self._each():
             for kind, value in {"master": flat.detach(), **state}.items():
                 if isinstance(value, Tensor):
                     by_rows = value.dim() > 0
                     found[f"{kind}/{name}"] = self._by_rows(name, _cut(value, piece)) if by_rows else value
-        return found
+        return EngineState(tensors=found, facts=self.loss_scale.facts())
 
     @torch.no_grad()
-    def restore(self, states: Mapping[str, Tensor]) -> None:
-        """A state without masters is of an optimizer that stepped the weights themselves."""
+    def restore(self, state: EngineState) -> None:
+        """Go on from ``state``. One without masters is of an optimizer that stepped the weights themselves."""
         kinds: dict[str, list[str]] = {}  # only names: each tensor is read when its turn comes
-        for key in states:
+        for key in state.tensors:
             kind, _, name = key.partition("/")
             kinds.setdefault(name, []).append(kind)
         if odd := kinds.keys() - self.pieces.keys():
             raise KeyError(min(odd))
-        for name, piece, flat, state in self._each(is_changed=True):
+        for name, piece, flat, own in self._each(is_changed=True):
             for kind in kinds.get(name, ()):
-                whole = states[f"{kind}/{name}"]
+                whole = state.tensors[f"{kind}/{name}"]
                 if whole.dim() == 0:
-                    state[kind] = whole.to(flat.device).clone()
+                    own[kind] = whole.to(flat.device).clone()
                     continue
-                if kind != "master" and kind not in state:
-                    state[kind] = torch.zeros_like(flat, dtype=whole.dtype, requires_grad=False)
-                target = flat.detach() if kind == "master" else state[kind]
+                if kind != "master" and kind not in own:
+                    own[kind] = torch.zeros_like(flat, dtype=whole.dtype, requires_grad=False)
+                target = flat.detach() if kind == "master" else own[kind]
                 _cut(target, piece).copy_(whole.flatten().narrow(0, piece.start, piece.elements))
+        self.loss_scale.restore(state.facts)
 
     def resident(self) -> list[Tensor]:
-        """Flat tensors that stay between two steps."""
-        states = [value for flat in self._flats for value in self.optimizer.state[flat].values()]
-        return [*self._flats, *(value for value in states if isinstance(value, Tensor))]
-
-    @property
-    @abstractmethod
-    def _flats(self) -> list[Tensor]:
-        """fp32 masters, one flat tensor for each group."""
-
-    @abstractmethod
-    def _piece(self, parameter: Parameter) -> Piece: ...
-
-    @abstractmethod
-    def _put_weight(self, parameter: Parameter, whole: Tensor, own: Tensor) -> None: ...
-
-    def _in_memory(self, group: int, *, is_changed: bool = False) -> AbstractContextManager[None]:
-        """Inside, masters and states of flat tensor ``group`` are in memory; they always are, but on NVMe."""
-        return nullcontext()
+        """Masters and states; at stage 3 also DeepSpeed's own gradient buffers."""
+        flats = self.shares.flats
+        states = [value for flat in flats for value in self.optimizer.state[flat].values()]
+        return [*flats, *(value for value in states if isinstance(value, Tensor)), *self.shares.buffers]
 
     def _each(self, *, is_changed: bool = False) -> Iterator[tuple[str, Piece, Tensor, dict[str, Any]]]:
         """Each weight's name and piece with the flat tensor it is in and that one's states, which are in memory until
         the next is asked for."""
-        for group, flat in enumerate(self._flats):
-            with self._in_memory(group, is_changed=is_changed):
+        for group, flat in enumerate(self.shares.flats):
+            with self.shares.in_memory(group, is_changed=is_changed):
                 for name, piece in self.pieces.items():
                     if piece.group == group:
                         yield name, piece, flat, self.optimizer.state[flat]
@@ -380,19 +340,29 @@ class DeepSpeedShares(ABC):
         return divided(host, self.mesh, [Shard(0)], shape=shape, stride=stride)
 
 
-class FlatShares(DeepSpeedShares):
-    """Stages 1 and 2: every rank has all weights, views of one flat tensor a group."""
+class FlatShares:
+    """Stages 1 and 2: every rank has all weights, and a stretch of each group's masters."""
 
-    def trained(self) -> dict[str, Tensor]:
-        """Whole weights, on their own storage."""
-        return {name: parameter.detach() for name, parameter in self.parameters.items()}
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
 
     @property
-    def _flats(self) -> list[Tensor]:
-        return cast(list[Tensor], self.optimizer.single_partition_of_fp32_groups)
+    def flats(self) -> list[Tensor]:
+        """fp32 masters, one flat tensor for each group."""
+        return self.optimizer.single_partition_of_fp32_groups
 
-    def _piece(self, parameter: Parameter) -> Piece:
-        mapping = cast(Any, parameter)._hp_mapping
+    @property
+    def buffers(self) -> list[Tensor]:
+        """What else stays between two steps: nothing."""
+        return []
+
+    def in_memory(self, group: int, *, is_changed: bool) -> AbstractContextManager[None]:
+        """Inside, masters and states of flat tensor ``group`` are in memory, as always."""
+        return nullcontext()
+
+    def piece(self, parameter: Parameter) -> Piece:
+        """The elements of a weight whose masters this rank has."""
+        mapping = parameter._hp_mapping
         if mapping is None:  # all of it is in other ranks' stretches
             groups = enumerate(self.optimizer.bit16_groups)
             group = next(i for i, each in groups if any(p is parameter for p in each))
@@ -402,36 +372,35 @@ class FlatShares(DeepSpeedShares):
             group=mapping.param_group_index, offset=own.start, start=of_weight.start, elements=own.numel
         )
 
-    def _put_weight(self, parameter: Parameter, whole: Tensor, own: Tensor) -> None:
+    def put_weight(self, parameter: Parameter, whole: Tensor, own: Tensor) -> None:
+        """The weight takes the values of ``whole``."""
         parameter.data.copy_(whole)
 
 
-class TensorShares(DeepSpeedShares):
+class TensorShares:
     """Stage 3: every rank has the same stretch of each weight, padded where the weight ends."""
 
-    def trained(self) -> dict[str, Tensor]:
-        """This rank's rows, copied to the host; those on NVMe are read one weight at a time."""
-        found = {}
-        for name, parameter in self.parameters.items():
-            with _share_in_memory(parameter) as share:
-                found[name] = self._by_rows(name, share.narrow(0, 0, self.pieces[name].elements))
-        return found
-
-    def resident(self) -> list[Tensor]:
-        """This rank's tensors between two steps, DeepSpeed's gradient shares and sum buffers among them."""
-        buffers = [
-            bucket.buffer for bucket in self.optimizer.ipg_buckets.values() if bucket.buffer is not None
-        ]
-        return [*super().resident(), self.optimizer.grad_partitions_flat_buffer, *buffers]
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
 
     @property
-    def _flats(self) -> list[Tensor]:
-        return cast(list[Tensor], self.optimizer.fp32_partitioned_groups_flat)
+    def flats(self) -> list[Tensor]:
+        """fp32 masters, one flat tensor for each group."""
+        return self.optimizer.fp32_partitioned_groups_flat
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """DeepSpeed's gradient shares and sum buffers."""
+        sums = [bucket.buffer for bucket in self.optimizer.ipg_buckets.values() if bucket.buffer is not None]
+        return [self.optimizer.grad_partitions_flat_buffer, *sums]
 
     @contextmanager
-    def _in_memory(self, group: int, *, is_changed: bool = False) -> Iterator[None]:
-        """Small shares are never written to NVMe: DeepSpeed's swapper does not know them."""
-        swapper, flat = getattr(self.optimizer, "optimizer_swapper", None), self._flats[group]
+    def in_memory(self, group: int, *, is_changed: bool) -> Iterator[None]:
+        """Inside, masters and states of flat tensor ``group`` are in memory, read from NVMe where they wait there.
+
+        Small shares are never written to NVMe: DeepSpeed's swapper does not know them.
+        """
+        swapper, flat = getattr(self.optimizer, "optimizer_swapper", None), self.flats[group]
         if swapper is None or not swapper.is_swappable_tensor(
             numel=self.optimizer.fp16_partitioned_groups_flat_numel[group]
         ):
@@ -446,13 +415,16 @@ class TensorShares(DeepSpeedShares):
             else:
                 swapper.release_swap_buffers(flat)
 
-    def _piece(self, parameter: Parameter) -> Piece:
+    def piece(self, parameter: Parameter) -> Piece:
+        """The elements of a weight that this rank has."""
         group, offset, elements = self.optimizer.grad_position[self.optimizer.get_param_id(parameter)]
-        weight = cast(Any, parameter)
-        start = min(elements * dist.get_rank(weight.ds_process_group), weight.ds_numel)
-        return Piece(group=group, offset=offset, start=start, elements=min(elements, weight.ds_numel - start))
+        start = min(elements * dist.get_rank(parameter.ds_process_group), parameter.ds_numel)
+        return Piece(
+            group=group, offset=offset, start=start, elements=min(elements, parameter.ds_numel - start)
+        )
 
-    def _put_weight(self, parameter: Parameter, whole: Tensor, own: Tensor) -> None:
+    def put_weight(self, parameter: Parameter, whole: Tensor, own: Tensor) -> None:
+        """This rank's share takes the values ``own`` of it."""
         with _share_in_memory(parameter, is_changed=True) as share:
             share.narrow(0, 0, own.numel()).copy_(own)
         if parameter.shape == whole.shape:  # a small one, which stays whole
@@ -462,19 +434,18 @@ class TensorShares(DeepSpeedShares):
 @contextmanager
 def _share_in_memory(parameter: Parameter, *, is_changed: bool = False) -> Iterator[Tensor]:
     """Yields this rank's share of a weight, which inside is read from NVMe where it waits there."""
-    weight = cast(Any, parameter)
-    share, swapper = weight.ds_tensor, weight.nvme_swapper
+    share, swapper = parameter.ds_tensor, parameter.nvme_swapper
     if share.final_location != "nvme":
         yield share
         return
-    swapper.swap_in([weight], async_op=False)
+    swapper.swap_in([parameter], async_op=False)
     try:
         yield share
     finally:
         if is_changed:
-            swapper.swap_out_and_release([weight])
+            swapper.swap_out_and_release([parameter])
         else:
-            swapper.remove_partition_and_release_buffers([weight])
+            swapper.remove_partition_and_release_buffers([parameter])
 
 
 def _cut(flat: Tensor, piece: Piece) -> Tensor:

@@ -26,18 +26,19 @@ from torch.nn import Parameter
 
 from fitune.engine.fused_rules import Division, rule_for
 from fitune.engine.gradient_scale import global_norm
-from fitune.engine.host_optimizer import Host, HostOptimizer
+from fitune.engine.host import HostMemory
+from fitune.engine.host_optimizer import HostOptimizer
 from fitune.engine.in_backward import InBackwardEngine, Norm
 from fitune.engine.kept_rows import KeptRows, divided, divided_dimension
 from fitune.engine.plain import PlainEngine
 from fitune.engine.protocol import (
+    Engine,
     EngineState,
     EnterPhase,
     InParts,
     Lazy,
     LossModel,
     Update,
-    WholeWeights,
     shape_of,
 )
 from fitune.spec.counts import rows_of_share
@@ -68,7 +69,7 @@ def mesh_of(sharding: Zero, hardware: Hardware, *, device: str) -> DeviceMesh:
 
 def shard(
     whole: nn.Module, body: nn.Module, blocks: Iterable[nn.Module], *, sharding: Zero, mesh: DeviceMesh,
-    precision: Precision, rows: KeptRows | None = None, host: Host | None = None,
+    precision: Precision, rows: KeptRows | None = None, host: HostMemory | None = None,
 ) -> Trunk:  # fmt: skip
     """Divide every parameter of ``whole`` over ``mesh``; what is returned takes the place of ``body``.
 
@@ -108,7 +109,7 @@ def _groups(trunk: nn.Module) -> Iterator[FSDPModule]:
             yield module
 
 
-class OnShares(WholeWeights):
+class OnShares(Engine):
     """Saves, restores and releases weights and states that are divided over ranks.
 
     It stands before the class that steps a rank's shares as plain tensors.
@@ -232,7 +233,7 @@ class ShardedEngine(OnShares, PlainEngine):
         optimizer: Optimizer,
         precision: Precision,
         max_grad_norm: float,
-        host: Host | None = None,
+        host: HostMemory | None = None,
     ) -> None:
         """With ``host`` the shares are there already, and the optimizer too."""
         self._divide(trunk, sharded, mesh)

@@ -71,8 +71,7 @@ def _norms(share: Tensor, dim: int) -> Tensor:
     """Norms along ``dim``; of columns as norms of those of every 512 rows, which take 2/512 of ``share`` at most."""
     whole, rest = divmod(share.shape[-2], _ROWS)
     if dim != -2 or whole + bool(rest) <= 1:
-        norms: Tensor = torch.linalg.vector_norm(share, dim=dim)
-        return norms
+        return torch.linalg.vector_norm(share, dim=dim)
     in_parts = share[..., : whole * _ROWS, :].unflatten(-2, (whole, _ROWS))
     norms = torch.linalg.vector_norm(in_parts, dim=-2)
     if rest:
@@ -197,15 +196,15 @@ class AdaLomoRule(Rule):
         here = {name: Division(shape=p.shape) for name, p in self.parameters.items()}
         self.divisions = {**here, **divisions}
         self.steps = 0
-        self.rows: dict[str, Tensor] = {}
-        self.columns: dict[str, Tensor] = {}
-        self.squares: dict[str, Tensor] = {}
+        self.states: dict[str, Tensor] = {}
+        """``row/`` and ``column/<weight>`` of matrices, ``square/<weight>`` of vectors, fp32."""
         for name, p in self.parameters.items():
             if p.ndim < 2:
-                self.squares[name] = torch.zeros_like(p, dtype=torch.float32)
+                self.states[f"square/{name}"] = torch.zeros_like(p, dtype=torch.float32)
             else:
-                self.rows[name] = torch.zeros(p.shape[:-1], dtype=torch.float32, device=p.device)
-                self.columns[name] = self.rows[name].new_zeros((*p.shape[:-2], p.shape[-1]))
+                row = torch.zeros(p.shape[:-1], dtype=torch.float32, device=p.device)
+                self.states[f"row/{name}"] = row
+                self.states[f"column/{name}"] = row.new_zeros((*p.shape[:-2], p.shape[-1]))
 
     def begin(self) -> None:
         """Counts the step: β_t depends on it."""
@@ -227,9 +226,8 @@ class AdaLomoRule(Rule):
         weight.add_(step, alpha=-learning_rate)
 
     def tensors(self) -> dict[str, Tensor]:
-        """``row/`` and ``column/<weight>`` of matrices, ``square/<weight>`` of vectors, fp32."""
-        kinds = {"row": self.rows, "column": self.columns, "square": self.squares}
-        return {f"{kind}/{name}": tensor for kind, states in kinds.items() for name, tensor in states.items()}
+        """The states."""
+        return dict(self.states)
 
     def facts(self) -> dict[str, float]:
         """The steps done, t of β_t."""
@@ -238,17 +236,18 @@ class AdaLomoRule(Rule):
     def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, float]) -> None:
         """Copies into the states that are there; raises KeyError when one is missing."""
         self.steps = int(facts["steps"])
-        for key, state in self.tensors().items():
+        for key, state in self.states.items():
             state.copy_(tensors[key])
 
     def _divide_by_root(self, name: str, step: Tensor) -> None:
         """g / √v in place, after v has learned of g."""
         share = self.steps**-_DECAY
-        if name in self.squares:
-            self.squares[name].lerp_(step.square().add_(_EPS_SQUARE), share)
-            step.mul_(self.squares[name].rsqrt())
+        if f"square/{name}" in self.states:
+            square = self.states[f"square/{name}"].lerp_(step.square().add_(_EPS_SQUARE), share)
+            step.mul_(square.rsqrt())
             return
-        row, column, division = self.rows[name], self.columns[name], self.divisions[name]
+        row, column = (self.states[f"{kind}/{name}"] for kind in ("row", "column"))
+        division = self.divisions[name]
         row.lerp_(division.mean_square(step, -1), share)
         column.lerp_(division.mean_square(step, -2), share)
         step.mul_((row / division.mean_of_rows(row)).rsqrt_().unsqueeze(-1))

@@ -5,66 +5,15 @@ of the one going back, and of the one behind it, which are leaving.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from fitune.engine.host import Arrival, HostMemory
 from fitune.engine.optimizers import WeightOptimizer, set_learning_rate
 from fitune.spec.plan import Optimizer
-
-
-class Arrival(Protocol):
-    """End of copies that were begun together."""
-
-    def wait(self) -> None:
-        """Let the device's stream wait for the copies; the calling thread goes on."""
-        ...
-
-    def block(self) -> None:
-        """Wait in the calling thread until the copies are through."""
-        ...
-
-
-class Host(Protocol):
-    """Memory beside the device (models/host.py)."""
-
-    def working(self) -> AbstractContextManager[None]:
-        """Storages that begin inside count as the host's."""
-        ...
-
-    def owns(self, tensor: Tensor) -> bool:
-        """True if the tensor's storage is the host's."""
-        ...
-
-    def adopt(self, tensor: Tensor) -> None:
-        """Count the tensor's storage as the host's from now on."""
-        ...
-
-    def empty_like(self, tensor: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-        """Contiguous room on the host, of the tensor's own type where ``dtype`` is None. Raises NoPinnedMemory."""
-        ...
-
-    def unpin_idle(self) -> None:
-        """Let go what is pinned and holds nothing."""
-        ...
-
-    def take(
-        self, tensors: Sequence[Tensor], rooms: Sequence[Tensor | None] = ()
-    ) -> tuple[Sequence[Tensor], Arrival]:
-        """Begin to copy ``tensors`` to the host, into ``rooms`` or new ones; returns the copies and their arrival."""
-        ...
-
-    def put(self, tensors: Sequence[Tensor], targets: Sequence[Tensor]) -> Arrival:
-        """Begin to write ``tensors`` of the host into ``targets`` on the device."""
-        ...
-
-    def beside(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Begin ``work`` in the host's own thread; call what is returned to wait for its end."""
-        ...
 
 
 class HostOptimizer(WeightOptimizer):
@@ -79,7 +28,7 @@ class HostOptimizer(WeightOptimizer):
         parameters: Mapping[str, Parameter],
         optimizer: Optimizer,
         *,
-        host: Host,
+        host: HostMemory,
         blocks: Sequence[Sequence[str]],
     ) -> None:
         """``blocks`` names the trained parameters of each decoder block."""

@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from fitune.engine.fused_rules import Rule
 from fitune.engine.gradient_scale import LossScale, clip_factor
 from fitune.engine.plain import Seed
-from fitune.engine.protocol import EngineState, EnterPhase, LossModel, Update, WholeWeights
+from fitune.engine.protocol import Engine, EngineState, EnterPhase, LossModel, Update
 from fitune.errors import TrainingFailed
 from fitune.spec.plan import ClipByNorm, ClipByValue, Precision
 from fitune.spec.predictions import Phase
@@ -39,7 +39,7 @@ class _Waiting:
     head_trains: bool
 
 
-class InBackwardEngine(WholeWeights):
+class InBackwardEngine(Engine):
     """A rule for one gradient, fused into backward. No accumulation: gradients never add up.
 
     ``parameters`` are where autograd, or what sums the gradients of several ranks, leaves a gradient.

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.nn import Parameter
 
-from fitune.engine.host_optimizer import Host
+from fitune.engine.host import HostMemory
 
 
 def divided_dimension(shares: int) -> Callable[[Tensor], Shard]:
@@ -54,7 +54,7 @@ class KeptRows:
         return own, own.shape == parts[0].shape
 
     @contextmanager
-    def put_into(self, group: nn.Module, *, host: Host | None = None) -> Iterator[None]:
+    def put_into(self, group: nn.Module, *, host: HostMemory | None = None) -> Iterator[None]:
         """Inside, ``group`` is divided by fully_shard; after it its parameters hold the rows that were kept.
 
         With ``host`` its other parameters hold their rows, too, and all rows are in its rooms: FSDP2 pins what is not

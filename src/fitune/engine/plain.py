@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fitune.engine.gradient_scale import LossScale, clip_factor, clip_on_device, global_norm
-from fitune.engine.host_optimizer import Host, HostOptimizer
+from fitune.engine.host import HostMemory
+from fitune.engine.host_optimizer import HostOptimizer
 from fitune.engine.optimizers import DirectOptimizer, MasterOptimizer, WeightOptimizer
-from fitune.engine.protocol import EngineState, EnterPhase, LossModel, Update, WholeWeights
+from fitune.engine.protocol import Engine, EngineState, EnterPhase, LossModel, Update
 from fitune.spec.plan import Optimizer, Precision
 from fitune.spec.predictions import Phase
 
@@ -32,7 +33,7 @@ class Seed(torch.autograd.Function):
         return None, *gradients
 
 
-class PlainEngine(WholeWeights):
+class PlainEngine(Engine):
     """Backward through autograd, clipping by global norm, AdamW or SGD."""
 
     def __init__(
@@ -43,7 +44,7 @@ class PlainEngine(WholeWeights):
         optimizer: Optimizer,
         precision: Precision,
         max_grad_norm: float,
-        host: Host | None = None,
+        host: HostMemory | None = None,
         blocks: Sequence[Sequence[str]] = (),
     ) -> None:
         """With ``host`` the optimizer is there; ``blocks`` names the trained parameters of each decoder block."""

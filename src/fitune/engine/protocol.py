@@ -1,5 +1,6 @@
-"""Protocols: the engine as the training loop calls it, and the model as an engine calls it."""
+"""The engine as the training loop calls it, and the model as an engine calls it."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -82,9 +83,13 @@ def shape_of(tensors: Mapping[str, Tensor], name: str) -> torch.Size:
     return tensors.shape(name) if isinstance(tensors, InParts) else tensors[name].shape
 
 
-class Engine(Protocol):
-    """Turns losses into new weights."""
+class Engine(ABC):
+    """Turns losses into new weights. What saves and resumes is here for trained weights of which a rank has all."""
 
+    parameters: dict[str, Parameter]
+    """The trained weights by name."""
+
+    @abstractmethod
     def forward_backward(
         self, batch: Any, *, supervised_tokens: int, enter_phase: EnterPhase, last: bool = True
     ) -> Tensor:
@@ -93,19 +98,31 @@ class Engine(Protocol):
         ``supervised_tokens`` is the count of the whole global batch, of all ranks: gradients are those of its mean
         loss. ``last``: no other micro-batch of this step follows, so gradients can go to the other ranks.
         """
-        ...
 
+    @abstractmethod
     def update(self, *, learning_rate: float, enter_phase: EnterPhase) -> Update:
         """Clip, step, and forget the gradients. Raises TrainingFailed when they are not finite."""
-        ...
 
-    def rest(self) -> None:
+    # Each engine has these two of its own. They are not abstract: OnShares (engine/fsdp.py) stands between and calls
+    # those of the engine by super(), which a type checker refuses for an abstract method.
+    def state(self) -> EngineState:
+        """The states of the engine's optimizer, divided over ranks as the weights are."""
+        raise NotImplementedError
+
+    def restore(self, state: EngineState) -> None:
+        """Go on where ``state``, of whole tensors like those of ``put_back``, was taken; ``put_back`` comes first."""
+        raise NotImplementedError
+
+    def resident(self) -> list[Tensor]:
+        """This rank's tensors that stay between two steps, beside the model's own: its part of all states."""
+        return [local_part(tensor) for tensor in self.state().tensors.values()]
+
+    def rest(self) -> None:  # noqa: B027  (most gather no weight)
         """Let go of what a forward without backward gathered: between two steps only the states stay."""
-        ...
 
     def trained(self) -> dict[str, Tensor]:
         """The trained weights by name; what is divided over ranks is a DTensor: each rank saves its part."""
-        ...
+        return {name: parameter.detach() for name, parameter in self.parameters.items()}
 
     def put_back(self, weights: Mapping[str, Tensor]) -> None:
         """Give the trained weights the values of ``weights``, whole tensors under the same names.
@@ -113,49 +130,6 @@ class Engine(Protocol):
         Each is read when it is asked for, so take one after the other; where they are InParts, a rank may take its
         rows alone.
         """
-        ...
-
-    def state(self) -> EngineState:
-        """Divided over ranks as the weights are."""
-        ...
-
-    def resident(self) -> list[Tensor]:
-        """This rank's tensors that stay between two steps, beside the model's own."""
-        ...
-
-    def restore(self, state: EngineState) -> None:
-        """Go on where ``state``, of whole tensors like those of ``put_back``, was taken; ``put_back`` comes first."""
-        ...
-
-
-class WholeWeights:
-    """Trained weights of which a rank has all: an engine's part in saving and resuming them."""
-
-    parameters: dict[str, Parameter]
-
-    # Each engine has these two of its own. They are not abstract: OnShares (engine/fsdp.py) stands between and calls
-    # those of the engine by super(), which a type checker refuses for an abstract method.
-    def state(self) -> EngineState:
-        """The states of the engine's optimizer."""
-        raise NotImplementedError
-
-    def restore(self, state: EngineState) -> None:
-        """Copies ``state`` into the states of the engine's optimizer."""
-        raise NotImplementedError
-
-    def resident(self) -> list[Tensor]:
-        """Returns this rank's part of all states."""
-        return [local_part(tensor) for tensor in self.state().tensors.values()]
-
-    def rest(self) -> None:
-        """Does nothing: no weight was gathered."""
-
-    def trained(self) -> dict[str, Tensor]:
-        """Returns the weights by name, on their own storage."""
-        return {name: parameter.detach() for name, parameter in self.parameters.items()}
-
-    def put_back(self, weights: Mapping[str, Tensor]) -> None:
-        """Copies ``weights`` into the parameters of the same names."""
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(weights[name])

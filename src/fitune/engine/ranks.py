@@ -63,8 +63,7 @@ class Ranks:
         sums = torch.tensor(values, dtype=torch.float64)
         with peers_needed():
             dist.all_reduce(sums, group=self.group)
-        added: list[float] = sums.tolist()
-        return added
+        return sums.tolist()
 
     def gathered(self, value: T) -> list[T]:
         """The ``value`` of every rank, in their order."""

@@ -311,7 +311,7 @@ def _small_tensor_bytes(plan: Plan, threshold: int) -> int:
 def _streamed(plan: Plan) -> Buffers:
     """Offloaded weights on one device: the block at work and the next one; the last waits for backward in the loss.
 
-    Embedding, final norm, head and adapters stay (models/streamed_weights.py).
+    Embedding, final norm, head and adapters stay (engine/streamed_weights.py).
     """
     layers = plan.model.num_layers
     block = (

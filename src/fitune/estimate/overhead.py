@@ -249,7 +249,7 @@ def gradient_copies_bytes(plan: Plan) -> int:
     """Σ 2^⌈log₂(e · share)⌉ over what is trained: FSDP2's copies of a backward's gradients, beside their sums.
 
     torch's own allocator pins them, by powers of two (aten/src/ATen/core/CachingHostAllocator.h). Everything else is
-    pinned in rooms of fitune's own, which are as large as what is in them (models/host.py).
+    pinned in rooms of fitune's own, which are as large as what is in them (engine/host.py).
     """
     if not uses_fsdp(plan) or plan.offload.optimizer == "device":
         return 0

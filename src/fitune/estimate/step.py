@@ -157,7 +157,7 @@ class StepStages:
     def kept_before(self, index: int) -> int:
         """Bytes that the blocks 0…index−1 keep, those that recompute left out.
 
-        When activations leave, only block index−1's is still or already on the device: models/offload.py.
+        When activations leave, only block index−1's is still or already on the device: engine/offload.py.
         """
         if self.activations_leave:
             return self.block(index - 1).kept if index > self.recomputed else 0

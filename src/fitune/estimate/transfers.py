@@ -301,7 +301,7 @@ def _host_update(plan: Plan) -> dict[str, float]:
 
 def _stepped_where_they_wait(plan: Plan) -> int:
     """Trained elements of this rank that are kept off the device between steps. On one device: those of the blocks, but
-    no adapters (models/streamed_weights.py). On several: all of its share."""
+    no adapters (engine/streamed_weights.py). On several: all of its share."""
     if plan.offload.parameters == "device":
         return 0
     if not isinstance(plan.sharding, Single):

@@ -47,17 +47,12 @@ def resolve_hardware(
     counts as measured, also when it is named. ``figures`` replace those of a named GPU, or describe one without a name.
     """
     network = internode_bandwidth or NODE_NETWORK
-    if gpu is None and figures.describe_a_gpu:
-        unnamed = gpu_of_figures(figures)
-        return hardware_for(
-            gpu=unnamed, gpus=gpus or 1, nodes=nodes, host_memory_bytes=host_memory_bytes or 0,
-            internode_bandwidth=network,
-        )  # fmt: skip
-    if gpu is not None and gpu.lower() != "cpu":
-        named = with_figures(find_gpu(gpu), figures)
-        host = host_memory_bytes or shared_host_bytes(gpu)
+    is_cpu = gpu is not None and gpu.lower() == "cpu"
+    if not is_cpu and (gpu is not None or figures.describe_a_gpu):
+        device = gpu_of_figures(figures) if gpu is None else with_figures(find_gpu(gpu), figures)
+        host = host_memory_bytes or (0 if gpu is None else shared_host_bytes(gpu))
         wanted = hardware_for(
-            gpu=named, gpus=gpus or 1, nodes=nodes, host_memory_bytes=host, internode_bandwidth=network
+            gpu=device, gpus=gpus or 1, nodes=nodes, host_memory_bytes=host, internode_bandwidth=network
         )
         return wanted if figures.describe_a_gpu else calibrated(wanted)
     if figures.describe_a_gpu:

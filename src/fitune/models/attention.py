@@ -27,19 +27,18 @@ from fitune.models.row_attention import Kernel, attend_by, rows_eager, rows_flas
 from fitune.spec.plan import Attention
 
 # transformers reads meaning into names that contain "sdpa" or "flash"; these contain neither.
-_REGISTERED_NAMES: dict[Attention, str] = {
-    "flash": "rows_at_once",
-    "sdpa": "rows",
-    "eager": "rows_written_out",
+_KERNELS: dict[Attention, tuple[str, Kernel]] = {
+    "flash": ("rows_at_once", rows_flash),
+    "sdpa": ("rows", rows_sdpa),
+    "eager": ("rows_written_out", rows_eager),
 }
-_KERNELS: dict[Attention, Kernel] = {"flash": rows_flash, "sdpa": rows_sdpa, "eager": rows_eager}
 
 
 # The row functions know what may be seen. transformers builds no mask for a name without a mask function, and then
 # does not ask the device whether positions begin again, which would wait for all kernels.
 # torch.compile stops here and goes on behind: rows change with every stream, and their loop with them.
-for _attention, _kernel in _KERNELS.items():
-    AttentionInterface.register(_REGISTERED_NAMES[_attention], torch.compiler.disable(attend_by(_kernel)))
+for _name, _kernel in _KERNELS.values():
+    AttentionInterface.register(_name, torch.compiler.disable(attend_by(_kernel)))
 
 
 def use_attention(model: PreTrainedModel, attention: Attention) -> None:
@@ -48,7 +47,7 @@ def use_attention(model: PreTrainedModel, attention: Attention) -> None:
     Families that bring their own attention classes (Falcon) keep them, and are given a mask instead.
     """
     if attends_by_rows(model):
-        model.set_attn_implementation(_REGISTERED_NAMES[attention])
+        model.set_attn_implementation(_KERNELS[attention][0])
 
 
 def attends_by_rows(model: PreTrainedModel) -> bool:

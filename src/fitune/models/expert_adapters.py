@@ -79,8 +79,7 @@ def run_with_adapters(adapted: nn.Module) -> None:
 
 def _through(wrapper: ParamWrapper, x: Tensor, *args: object, **words: object) -> Tensor:
     """The experts inside, which add what the wrapper's pairs make of each token."""
-    out: Tensor = wrapper.base_layer(x, *args, **words)
-    return out
+    return wrapper.base_layer(x, *args, **words)
 
 
 class _PairOf(Pair):

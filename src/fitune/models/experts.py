@@ -135,8 +135,7 @@ def grouped_product(x_SI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
         if not whole or torch.cuda.get_device_capability(x_SI.device) < (8, 0):
             return _one_by_one(x_SI, weight_EIO, ends_E)
     grouped = getattr(F, "grouped_mm", None) or torch._grouped_mm  # before torch 2.10
-    out_SO: Tensor = grouped(x_SI, weight_EIO, offs=ends_E)
-    return out_SO
+    return grouped(x_SI, weight_EIO, offs=ends_E)
 
 
 def _one_by_one(x_SI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:

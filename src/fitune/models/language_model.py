@@ -71,8 +71,7 @@ class LanguageModel:
                 return_dict=True,  # whatever config.json says
                 **separation,
             )
-        hidden_TD: Tensor = output.last_hidden_state.squeeze(0)  # backward of [0] fills zeros and copies
-        return hidden_TD
+        return output.last_hidden_state.squeeze(0)  # backward of [0] fills zeros and copies
 
     def loss_and_gradient(self, hidden_TD: Tensor, batch: Stream, *, scale: float) -> tuple[Tensor, Tensor]:
         """Summed loss and its scaled gradient for the hidden states (models/language_model.py)."""
@@ -211,8 +210,7 @@ def _chunk(
 
     Without autograd, which would keep the logits to the end and add a second gradient of the head to its first.
     """
-    weight: Any = head.weight
-    bias: Any = head.bias
+    weight, bias = head.weight, head.bias
     input_SD = _as_head_takes(hidden_SD, head, logit_scale)
     work_SV, tangent_SV = _logits(input_SD, head, softcap)
     loss, rows, total_S = _softmax_loss(work_SV, target_S)
@@ -243,8 +241,7 @@ def _chunk(
 def _as_head_takes(hidden_SD: Tensor, head: nn.Module, logit_scale: float) -> Tensor:
     """In the head's type, where an fp32 stream ends as in transformers, and scaled: the head is linear, and the logits
     are larger."""
-    weight: Any = head.weight
-    hidden_SD = hidden_SD.to(weight.dtype)
+    hidden_SD = hidden_SD.to(head.weight.dtype)
     return hidden_SD if logit_scale == 1 else hidden_SD * logit_scale
 
 
@@ -268,8 +265,7 @@ def _softmax_loss(work_SV: Tensor, target_S: Tensor) -> tuple[Tensor, Tensor, Te
 
 def base_of(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
     """``model`` without the adapters that PEFT has put into it."""
-    base: PreTrainedModel = model.get_base_model() if isinstance(model, PeftModel) else model
-    return base
+    return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def body_of(model: PreTrainedModel) -> nn.Module:

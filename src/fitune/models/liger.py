@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +22,12 @@ from fitune.spec.model.traits import liger_refused_by_model
 from fitune.spec.plan import Kernels
 
 
-class _RmsNorm(Protocol):
-    def __call__(self, x: Tensor, weight: Tensor, *, eps: float, offset: float, in_fp32: bool) -> Tensor: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operations:
     """The kernels that replace transformers' operations; the rehearsal has stand-ins that keep the same tensors."""
 
-    rms_norm: _RmsNorm
+    rms_norm: Callable[..., Tensor]
+    """x / rms(x) · (weight + ``offset``), with ``eps``, and ``in_fp32`` to the end or not."""
     silu_product: Callable[[Tensor, Tensor], Tensor]
     """silu(gate) · up."""
     gelu_product: Callable[[Tensor, Tensor], Tensor]
@@ -84,8 +81,7 @@ def operations_of_liger() -> Operations:
         """x / rms(x) · (weight + offset)."""
         # not in place: the gradient that Liger would write over may be the residual stream's
         casting, in_place = "gemma" if in_fp32 else "llama", False
-        y: Tensor = ops.LigerRMSNormFunction.apply(x, weight, eps, offset, casting, in_place)
-        return y
+        return ops.LigerRMSNormFunction.apply(x, weight, eps, offset, casting, in_place)
 
     def silu_halves(both: Tensor) -> Tensor:
         """[..., F] of ``both`` [..., 2 F]."""

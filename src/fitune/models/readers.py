@@ -203,10 +203,9 @@ def filled_model(
 
 def whole_model(folder: Path, *, attention: str) -> PreTrainedModel:
     """Load a folder that was just exported, in its own types, as transformers alone does."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+    return AutoModelForCausalLM.from_pretrained(
         folder, dtype="auto", attn_implementation=attention, local_files_only=True, trust_remote_code=False
     )
-    return model
 
 
 def read_generation_config(folder: Path) -> GenerationConfig | None:

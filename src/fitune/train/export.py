@@ -199,7 +199,7 @@ def model_card(plan: Plan, report: RunReport, *, kind: str) -> str:
     places = {
         "weights": offload.parameters, "optimizer": offload.optimizer, "activations": offload.activations,
     }  # fmt: skip
-    text: str = _card().render(
+    return _card().render(
         plan=plan, report=report, kind=kind, recipe=recipe, way=type(tuning).__name__,
         base="" if Path(plan.model_path).expanduser().is_dir() else plan.model_path,  # the Hub refuses a path
         sources=", ".join(Path(one.path).name for one in plan.data.sources),
@@ -209,7 +209,6 @@ def model_card(plan: Plan, report: RunReport, *, kind: str) -> str:
         on_host=[name for name, place in places.items() if place != "device"],
         count=format_count, seconds=format_seconds, bytes=format_bytes,
     )  # fmt: skip
-    return text
 
 
 @cache

@@ -13,16 +13,18 @@ from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from fitune.engine.fused_rules import rule_for
+from fitune.engine.host import HostMemory
 from fitune.engine.host_optimizer import HostOptimizer
 from fitune.engine.in_backward import InBackwardEngine
+from fitune.engine.offload import before_backward, offload_blocks
 from fitune.engine.plain import PlainEngine
 from fitune.engine.protocol import Engine
 from fitune.engine.ranks import ALONE, Ranks, local_part
+from fitune.engine.streamed_weights import stay_on
 from fitune.errors import HardwareError
 from fitune.measure.cuda_cards import require_planned_card
 from fitune.models.adapters import add_adapters
 from fitune.models.attention import turn_by_rows, use_attention
-from fitune.models.host import HostMemory
 from fitune.models.language_model import (
     LanguageModel,
     blocks_of,
@@ -32,8 +34,6 @@ from fitune.models.language_model import (
 )
 from fitune.models.liger import use_kernels
 from fitune.models.low_bit.packing import quantise_blocks
-from fitune.models.offload import before_backward, offload_blocks
-from fitune.models.streamed_weights import stay_on
 from fitune.models.tokens import add_rows
 from fitune.models.weight_files import OnBytes, nobody
 from fitune.models.weights import compute_dtype, load_model

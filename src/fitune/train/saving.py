@@ -6,14 +6,15 @@ import threading
 from collections import ChainMap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fitune.checkpoint.commit import FOLDER, Descent
 from fitune.checkpoint.save import (
-    HostCopies,
     Written,
     begin_save,
     commit_save,
@@ -24,6 +25,7 @@ from fitune.checkpoint.save import (
 from fitune.checkpoint.slices import SavedTensors, Share, share_of
 from fitune.checkpoint.state import TrainState
 from fitune.data.loader import LoaderState
+from fitune.engine.host import PinnedMemory
 from fitune.engine.protocol import EngineState, shape_of
 from fitune.engine.ranks import Ranks
 from fitune.errors import CheckpointError, FituneError, PeerGone
@@ -97,10 +99,7 @@ class Saver:
 
     def _write(self, share: Share, eval_loss: float | None) -> None:
         current = self.current
-        numbers = [
-            tables.get(group, {}) for tables in (share.whole, share.parts) for group in ("model", "optimizer")
-        ]
-        require_finite_step(share.step, dict(ChainMap(*numbers)), ranks=self.ranks)
+        require_finite_step(share.step, dict(ChainMap(*share.files.values())), ranks=self.ranks)
         save_together(
             self.ranks,
             current.directory,
@@ -113,6 +112,44 @@ class Saver:
         )
         if current.uploads is not None:
             current.uploads.saved()
+
+
+class HostCopies:
+    """Room for one copy, kept from save to save: pinned where the state is on a GPU.
+
+    The copy is begun on the GPU's stream in which the steps run, so the next step changes nothing before it is done.
+    What is on the host already (an offloaded optimizer) is copied, too: it is changed there.
+    """
+
+    def __init__(self) -> None:
+        self._rooms: dict[tuple[str, str], Tensor] = {}
+        self._pinned = PinnedMemory()
+
+    @property
+    def bytes(self) -> int:
+        """Host memory that the room takes, 0 before the first copy."""
+        return sum(room.nbytes for room in self._rooms.values())
+
+    def take(self, share: Share) -> tuple[Share, Callable[[], object]]:
+        """Copy ``share`` over the last one, which must be written by now; returns the copy on the host, and what waits
+        until it is complete."""
+        copies = {
+            file: {name: self._copied((file, name), tensor) for name, tensor in tensors.items()}
+            for file, tensors in share.files.items()
+        }
+        copy = replace(share, files=copies)
+        if not any(tensor.is_cuda for tensors in share.files.values() for tensor in tensors.values()):
+            return copy, lambda: None
+        done = torch.cuda.Event()
+        done.record()
+        return copy, done.synchronize
+
+    def _copied(self, key: tuple[str, str], tensor: Tensor) -> Tensor:
+        room = self._rooms.get(key)
+        if room is None or room.shape != tensor.shape or room.dtype != tensor.dtype:
+            empty = self._pinned.empty if tensor.is_cuda else torch.empty
+            room = self._rooms[key] = empty(tensor.shape, dtype=tensor.dtype)
+        return room.copy_(tensor.detach(), non_blocking=True)
 
 
 @contextmanager
@@ -209,7 +246,7 @@ def save_together(ranks: Ranks, root: Path, share: Share, *, descent: Descent, *
         written: Written | str
         problem: OSError | None = None
         try:
-            written = write_share(folder, share, rank=ranks.rank)
+            written = write_share(folder, share)
         except OSError as error:
             written, problem = error.strerror or str(error), error
         everyones: list[Written] = []

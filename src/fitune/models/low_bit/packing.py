@@ -41,8 +41,7 @@ class Place:
     def dense(self) -> Tensor:
         """The weight as it is now."""
         found = getattr(self.parent, self.name)
-        weight: Tensor = found.weight if self.is_linear else found
-        return weight
+        return found.weight if self.is_linear else found
 
     def packed(self, weight: Tensor, base: Quantiser) -> PackedWeight:
         """``weight`` in few bits."""
@@ -104,8 +103,11 @@ class PackOnArrival(QuantizationConfigMixin):
 
 
 @register_quantizer(_METHOD)
-class _Packer(HfQuantizer):
-    """Collects packed linears by the name of their weight while the model's own stay empty; hands all to ``keep``."""
+class _Packer(HfQuantizer, ConversionOps):
+    """Collects packed linears by the name of their weight while the model's own stay empty; hands all to ``keep``.
+
+    It is the operation that transformers runs on each of them as well.
+    """
 
     def __init__(self, quantization_config: PackOnArrival, **_: Any) -> None:
         self.quantization_config: Any = quantization_config
@@ -143,9 +145,21 @@ class _Packer(HfQuantizer):
 
     def get_quantize_ops(self) -> ConversionOps:
         """The operation that transformers runs on each weight that is packed or kept."""
-        return _Pack(self)
+        return self
 
-    def pack(self, name: str, weight: Tensor) -> Tensor:
+    def convert(self, input_dict: dict[str, Any], *_: Any, **__: Any) -> dict[str, Tensor]:
+        """The packed weights by name. Any error is kept in the config's ``failure`` too."""
+        try:
+            return {
+                name: self._pack(name, value[0] if isinstance(value, list) else value)
+                for name, value in input_dict.items()
+            }
+        except Exception as error:  # raised again, and kept: transformers keeps only its text
+            config = self.quantization_config
+            config.failure = config.failure or error
+            raise
+
+    def _pack(self, name: str, weight: Tensor) -> Tensor:
         """Pack ``weight``; returns an empty tensor for the dense one, or ``weight`` where its shape is wrong."""
         config = self.quantization_config
         expected = self.places[name].dense.shape if name in self.places else self.kept[name]
@@ -178,22 +192,3 @@ class _Packer(HfQuantizer):
     def is_trainable(self) -> bool:
         """True: adapters on packed linears train."""
         return True
-
-
-class _Pack(ConversionOps):
-    """One weight's way into its packed linear."""
-
-    def __init__(self, packer: _Packer) -> None:
-        self.packer = packer
-
-    def convert(self, input_dict: dict[str, Any], *_: Any, **__: Any) -> dict[str, Tensor]:
-        """The packed weights by name. Any error is kept in the config's ``failure`` too."""
-        try:
-            return {
-                name: self.packer.pack(name, value[0] if isinstance(value, list) else value)
-                for name, value in input_dict.items()
-            }
-        except Exception as error:  # raised again, and kept: transformers keeps only its text
-            config = self.packer.quantization_config
-            config.failure = config.failure or error
-            raise

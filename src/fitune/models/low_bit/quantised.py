@@ -98,8 +98,7 @@ class QuantisedLinear(PackedWeight, nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., out] of ``x`` [..., in]."""
-        output: Tensor = _FrozenProduct.apply(x, self)
-        return output
+        return _FrozenProduct.apply(x, self)
 
     @property
     def W_q(self) -> Tensor:
@@ -129,8 +128,7 @@ class _FrozenProduct(torch.autograd.Function):
 def _class_at(place: str) -> type[Any]:
     """The class that spec/quantisers.py names by ``module:class``."""
     module, _, name = place.partition(":")
-    found: type[Any] = getattr(importlib.import_module(module), name)
-    return found
+    return getattr(importlib.import_module(module), name)
 
 
 def require_quantiser(base: Dense | Quantiser) -> None:

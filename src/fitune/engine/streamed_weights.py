@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from fitune.models.host import Arrival, HostMemory
+from fitune.engine.host import Arrival, HostMemory
 
 ALIGNMENT = 16
 """Bytes: the width of the widest load that kernels use."""

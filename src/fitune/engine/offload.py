@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from fitune.models.host import Arrival, HostMemory
-from fitune.models.streamed_weights import StreamedWeights
+from fitune.engine.host import Arrival, HostMemory
+from fitune.engine.streamed_weights import StreamedWeights
 from fitune.spec.plan import Offload
 
 Kept = Callable[[], Tensor]

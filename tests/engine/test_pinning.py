@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from fitune.engine.host import pinning
 from fitune.errors import NoPinnedMemory, OutOfMemory, is_out_of_memory
-from fitune.models.host import pinning
 
 NO_ROOM = "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"
 
