@@ -95,7 +95,7 @@ def test_the_checkpoint_of_one_process_has_no_index(tmp_path):
 
 def test_a_part_that_no_rank_wrote_is_found_before_the_commit(tmp_path):
     shares = shares_of(state(), 2)
-    shares[1] = replace(shares[1], slices={}, parts={})
+    shares[1] = replace(shares[1], slices={}, files={})
     with pytest.raises(CheckpointError, match=r"'even': its parts \[\(0, 4\)\] do not make up 0 to 8"):
         save_as_ranks(tmp_path, shares, keep=1, eval_loss=None)
     assert not list((tmp_path / "checkpoints").glob("step-*"))

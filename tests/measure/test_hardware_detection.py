@@ -389,6 +389,11 @@ def test_detection_does_not_import_torch():
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
+def test_processes_on_processors_of_several_nodes_have_the_named_network():
+    two = resolve_hardware(gpu="cpu", gpus=2, nodes=2, host_memory_bytes=4 * GIB, internode_bandwidth=50e9)
+    assert (two.internode_bandwidth, two.gpu.memory_bytes, two.num_gpus) == (50e9, 2 * GIB, 4)
+
+
 def test_figures_replace_a_name_or_its_figures():
     figures = GpuFigures(memory_bytes=24 * GIB, flops=165e12, bandwidth=1e12)
     unnamed = resolve_hardware(gpus=2, nodes=2, figures=figures, internode_bandwidth=50e9)

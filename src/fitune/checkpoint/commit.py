@@ -174,14 +174,6 @@ def write_line(folder: Path, line: Line) -> None:
     write_atomically(folder / LINE, line_bytes(line))
 
 
-def keep_line(folder: Path, line: Line) -> None:
-    """Write the present line where the file does not say so already. Raises OSError."""
-    with suppress(CheckpointError):  # missing at the first save, or damaged since
-        if read_line(folder) == line:
-            return
-    write_line(folder, line)
-
-
 def read_line(folder: Path) -> Line:
     """The present line of ``folder``. Raises CheckpointError when the file is missing or damaged."""
     try:

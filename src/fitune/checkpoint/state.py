@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fitune.errors import CheckpointError
 
@@ -92,11 +91,6 @@ def require_not_empty(name: str, tensor: Tensor) -> None:
         raise CheckpointError(
             f"tensor {name!r} is empty, shape {tuple(tensor.shape)}: nothing would be saved of it"
         )
-
-
-def whole_tensor(tensor: Tensor) -> Tensor:
-    """``tensor``, gathered from all ranks where it is divided over them: all of them call this."""
-    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -47,10 +47,13 @@ def clip_factor(norm: float, *, max_norm: float) -> float:
     return 1.0 if max_norm <= 0 or norm <= max_norm else max_norm / norm
 
 
+_LEAST_SCALE = 1.0
+
+
 class LossScale:
     """Halves when gradients overflow, doubles after ``growth_interval`` clean steps; always 1 but in fp16.
 
-    At ``minimum`` nothing is left to halve: ``patience`` overflows in a row there raise TrainingFailed, since each
+    At the smallest nothing is left to halve: ``patience`` overflows in a row there raise TrainingFailed, since each
     of them is a step that changed nothing.
     """
 
@@ -60,13 +63,11 @@ class LossScale:
         *,
         value: float = 2.0**16,
         growth_interval: int = 1000,
-        minimum: float = 1.0,
         patience: int = 20,
     ) -> None:
         self.is_used = precision is Precision.FP16
         self.value = value if self.is_used else 1.0
         self.growth_interval = growth_interval
-        self.minimum = minimum
         self.patience = patience
         self.clean_steps = 0
         self.futile_steps = 0
@@ -90,14 +91,14 @@ class LossScale:
     def update(self, *, overflowed: bool) -> None:
         """Halve the scale, or count a clean step. Raises TrainingFailed after too many overflows at the smallest."""
         if overflowed:
-            self.futile_steps = self.futile_steps + 1 if self.value <= self.minimum else 0
+            self.futile_steps = self.futile_steps + 1 if self.value <= _LEAST_SCALE else 0
             if self.futile_steps >= self.patience:
                 raise TrainingFailed(
                     f"fp16 gradients overflowed in {self.futile_steps} steps in a row at the smallest loss scale "
-                    f"({self.minimum:g}); none of them changed a weight",
+                    f"({_LEAST_SCALE:g}); none of them changed a weight",
                     hint="precision: bf16-master or fp32, a lower learning_rate, or a model that was made for fp16",
                 )
-            self.value = max(self.minimum, self.value / 2)
+            self.value = max(_LEAST_SCALE, self.value / 2)
             self.clean_steps = 0
             return
         self.futile_steps = 0

@@ -27,11 +27,6 @@ class _Region:
     free: list[tuple[int, int]] = field(default_factory=list)
     """Start and end of each free piece, in order; two that touch are one."""
 
-    @property
-    def is_idle(self) -> bool:
-        """True when no room of it is in use."""
-        return self.free == [(0, self.bytes)]
-
     def give_back(self, start: int, size: int) -> None:
         """Free ``size`` bytes from ``start`` on, joined with the free pieces beside them."""
         merged: list[tuple[int, int]] = []
@@ -58,12 +53,15 @@ class PinnedMemory:
     """
 
     def __init__(self) -> None:
-        self.bytes = 0
-        """Pinned, used or not."""
         self._regions: list[_Region] = []
         # appended to in whatever thread a storage ends
         self._freed: deque[tuple[_Region, int, int]] = deque()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+
+    @property
+    def bytes(self) -> int:
+        """Pinned, used or not."""
+        return sum(region.bytes for region in self._regions)
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """A contiguous tensor on the host. Raises NoPinnedMemory."""
@@ -82,11 +80,7 @@ class PinnedMemory:
         """Let regions go that nothing is in."""
         with self._lock:
             self._take_back()
-            self._unpin_idle()
-
-    def _unpin_idle(self) -> None:
-        self._regions = [region for region in self._regions if not region.is_idle]
-        self.bytes = sum(region.bytes for region in self._regions)
+            self._regions = [region for region in self._regions if region.free != [(0, region.bytes)]]
 
     def _take_back(self) -> None:
         while self._freed:
@@ -102,13 +96,12 @@ class PinnedMemory:
 
     def _grown(self, size: int) -> tuple[_Region, int]:
         """The room in a new region, in the place of those that nothing is in: they are too small."""
-        self._unpin_idle()
+        self.unpin_idle()
         page = mmap.PAGESIZE
         length = _REGION_BYTES if size < _REGION_BYTES // 4 else -(-size // page) * page
         region = _Region(memory=self._pinned(length), bytes=length, free=[(0, length)])
         # a memory map is gone before what it calls at its end, so the region calls, and every room holds the region
         weakref.finalize(region, _unpin, region.memory).atexit = False
-        self.bytes += length
         self._regions.append(region)
         return region, region.cut(size) or 0  # at its start
 

@@ -25,19 +25,22 @@ class _Slot:
     """A parameter or buffer and its place in the flat memory of its block."""
 
     tensor: Tensor
-    shape: torch.Size
     offset: int
 
     def point_into(self, flat: Tensor) -> None:
         """The tensor becomes a view of ``flat`` (bytes) at its offset."""
         part = flat[self.offset : self.offset + self.tensor.nbytes]
-        self.tensor.data = part.view(self.tensor.dtype).view(self.shape)
+        self.tensor.data = part.view(self.tensor.dtype).view(self.tensor.shape)
 
 
 class _StreamedBlock:
     def __init__(self, tensors: Iterable[Tensor], host: HostMemory) -> None:
         self._host = host
-        self._slots, size = _laid_out(tensors)
+        self._slots: list[_Slot] = []
+        size = 0
+        for tensor in tensors:  # one behind the other, each at a multiple of ALIGNMENT
+            self._slots.append(_Slot(tensor=tensor, offset=size))
+            size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
         self.home = host.room(size)
         for slot in self._slots:
             old = slot.tensor.data
@@ -136,12 +139,3 @@ def stay_on(device: torch.device, whole: nn.Module, blocks: nn.ModuleList, *, tr
 
 def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
-
-
-def _laid_out(tensors: Iterable[Tensor]) -> tuple[list[_Slot], int]:
-    """One behind the other, each at a multiple of ALIGNMENT, and the bytes of all."""
-    slots, size = [], 0
-    for tensor in tensors:
-        slots.append(_Slot(tensor=tensor, shape=tensor.shape, offset=size))
-        size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-    return slots, size

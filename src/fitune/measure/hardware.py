@@ -60,33 +60,22 @@ def resolve_hardware(
             "gpu_memory, gpu_flops and gpu_bandwidth describe a CUDA GPU, and gpu is cpu", hint="host_memory"
         )
     here = detect_hardware(use_gpus=gpu is None, most=gpus)
-    gpus = gpus or here.gpus_per_node
-    if here.gpu.is_cpu and gpus > 1:
-        return calibrated(_shared_processor(here, gpus, nodes, host_memory_bytes or here.host_memory_bytes))
-    if gpus > here.gpus_per_node:
+    gpus, device = gpus or here.gpus_per_node, here.gpu
+    host = host_memory_bytes or here.host_memory_bytes
+    if device.is_cpu:  # several processes share its cores and its memory
+        device = cpu_gpu(
+            memory_bytes=host // gpus, cores=max(1, here.cpu_cores // gpus), has_bf16_products=has_bf16_products()
+        )  # fmt: skip
+    elif gpus > here.gpus_per_node:
         raise HardwareError(
             f"gpus = {gpus}, but this machine has {here.gpus_per_node} × {here.gpu.name}",
             hint="name the GPU to plan for another machine: gpu: rtx-4090",
         )
-    host = host_memory_bytes or here.host_memory_bytes
-    device = dataclasses.replace(here.gpu, memory_bytes=host) if here.gpu.is_cpu else here.gpu
     wanted = hardware_for(
         gpu=with_figures(device, figures), gpus=gpus, nodes=nodes, host_memory_bytes=host,
         cpu_cores=here.cpu_cores, nvme_bytes=here.nvme_bytes, internode_bandwidth=network,
     )  # fmt: skip
     return calibrated(dataclasses.replace(wanted, taken_bytes=here.taken_bytes, left_out=here.left_out))
-
-
-def _shared_processor(here: Hardware, processes: int, nodes: int, memory_bytes: int) -> Hardware:
-    """This machine's processor for several processes: each has its share of the cores and of the memory."""
-    cores = max(1, here.cpu_cores // processes)
-    share = cpu_gpu(
-        memory_bytes=memory_bytes // processes, cores=cores, has_bf16_products=has_bf16_products()
-    )
-    return hardware_for(
-        gpu=share, gpus=processes, nodes=nodes, host_memory_bytes=memory_bytes,
-        cpu_cores=here.cpu_cores, nvme_bytes=here.nvme_bytes,
-    )  # fmt: skip
 
 
 def calibrated(hardware: Hardware) -> Hardware:

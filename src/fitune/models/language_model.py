@@ -278,12 +278,8 @@ def body_of(model: PreTrainedModel) -> nn.Module:
 
 
 def blocks_of(model: PreTrainedModel) -> nn.ModuleList:
-    """The decoder blocks of a model without adapters."""
-    return decoder_blocks(body_of(model), count=model.config.get_text_config().num_hidden_layers)
-
-
-def decoder_blocks(body: nn.Module, *, count: int) -> nn.ModuleList:
-    """The list of ``count`` blocks in the body, whatever the family calls it."""
+    """The decoder blocks of a model without adapters: the one list of so many in its body, whatever that calls it."""
+    body, count = body_of(model), model.config.get_text_config().num_hidden_layers
     level = list(body.children())
     while level:
         lists = [m for m in level if isinstance(m, nn.ModuleList) and len(m) == count]

@@ -13,17 +13,12 @@ JSON_FILES = (CONFIG, TOKENIZER, GENERATION, "adapter_config.json")
 """JSON files from which transformers and PEFT take names of classes and modules."""
 
 
-def pickled_files(folder: Path) -> list[str]:
-    """Names of the files in ``folder`` that are pickles by their suffix."""
-    return sorted(path.name for path in folder.iterdir() if path.suffix.lower() in PICKLE_SUFFIXES)
-
-
-def refuse_pickle(folder: Path) -> None:
-    """Raises CheckpointError when the only weights in ``folder`` are pickled; no pickle is ever opened."""
+def refuse_pickle(folder: Path, *, error: type[FituneError] = CheckpointError) -> None:
+    """Raises ``error`` when the only weights in ``folder`` are pickled; no pickle is ever opened."""
     if not folder.is_dir() or any(folder.glob("*.safetensors")):
         return
-    if pickled := pickled_files(folder):
-        raise CheckpointError(
+    if pickled := sorted(path.name for path in folder.iterdir() if path.suffix.lower() in PICKLE_SUFFIXES):
+        raise error(
             f"{folder}: the weights are pickled ({', '.join(pickled[:3])}); reading them could run code",
             hint="convert them to safetensors where you trust the source, or take a safetensors revision",
         )

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import AddedToken
@@ -108,4 +109,5 @@ def _start_rows(table_VD: Tensor, fresh: Tensor, learned: int, generator: torch.
 
 
 def _token_ids(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> list[int]:
-    return list(tokenizer.convert_tokens_to_ids([*tokens]))
+    found: Any = tokenizer.convert_tokens_to_ids([*tokens])
+    return list(found)

@@ -20,7 +20,7 @@ from fitune.errors import ModelError
 from fitune.files import cache_folder, open_regular, read_text, write_atomically
 from fitune.models.headers import AGAIN, StoredTensor, read_header
 from fitune.models.low_bit.files import LowBitTensor, as_read
-from fitune.models.remote_code import CONFIG, pickled_files
+from fitune.models.remote_code import CONFIG, refuse_pickle
 from fitune.spec.serial import TABLE_BYTES, read_object
 
 SINGLE = "model.safetensors"
@@ -79,11 +79,7 @@ def _placed_files(folder: Path) -> tuple[Sequence[Path], Mapping[str, Path]]:
             raise ModelError(f"{folder / INDEX}: its weight_map names no tensor", hint=AGAIN)
         placed = {name: _shard(folder, name, file) for name, file in weight_map.items()}
         return sorted(set(placed.values())), placed
-    if pickled := pickled_files(folder):
-        raise ModelError(
-            f"{folder}: the weights are pickled ({', '.join(pickled[:3])}); loading them could run code",
-            hint="convert them to safetensors, e.g. with transformers' save_pretrained, in an environment you trust",
-        )
+    refuse_pickle(folder, error=ModelError)
     others = sorted(path.name for path in folder.glob("*.safetensors"))
     beside = f", only {', '.join(others[:3])}" if others else ""
     raise ModelError(

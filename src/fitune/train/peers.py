@@ -22,8 +22,8 @@ from statistics import fmean
 import torch
 import transformers
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from fitune.checkpoint.state import whole_tensor
 from fitune.engine.protocol import Lazy
 from fitune.engine.ranks import Ranks
 from fitune.errors import (
@@ -312,7 +312,7 @@ class Gathered(Lazy):
             """The whole tensor, on every rank that calls. Raises RankFailed where the first rank failed."""
             tensor = trained[name]
             ranks.from_first(lambda: None)  # where the first rank fails, its error is said in this place
-            return whole_tensor(tensor)
+            return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
         super().__init__(trained, lambda name: gathered(name).to("cpu"))
         self._gathered = gathered
@@ -326,5 +326,5 @@ class Gathered(Lazy):
 def gathered_weights(run: Run) -> Gathered | None:
     """The trained weights of all ranks; None where each rank has all of them. Called by every rank."""
     trained = run.loaded.engine.trained()
-    divided = any(hasattr(tensor, "full_tensor") for tensor in trained.values())
+    divided = any(isinstance(tensor, DTensor) for tensor in trained.values())
     return Gathered(run.ranks, trained) if divided else None

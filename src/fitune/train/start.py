@@ -232,9 +232,22 @@ def _fetched(url: str, directory: Path, on_note: OnNote) -> Path:
 
 
 def _compatible(path: Path, plan: Plan, found: Found) -> Start:
-    """The state in ``path``, which was verified when it is the one that was ``found``."""
+    """The state in ``path``, which was verified when it is the one that was ``found``.
+
+    Raises CheckpointError when it is no training state of ours.
+    """
     state = load_checkpoint(path, verified=path == found.path)
-    facts = _facts_of(state, plan)
+    try:
+        for group in ("model", "optimizer", "rng"):
+            if group not in state.tensors:
+                raise ValueError(f"{group}.safetensors is missing")
+        saved = with_unsaid_fields(state.facts.get("plan"), plan)
+        facts = from_data(Facts, {**state.facts, "plan": saved} if saved is not None else state.facts)
+    except ValueError as error:
+        raise CheckpointError(
+            f"the checkpoint of step {state.step} cannot be used: {error}",
+            hint="name an older one, or --overwrite to start anew",
+        ) from None
     differences = require_resumable(facts.plan, plan)
     return Start(
         state=state,
@@ -244,21 +257,6 @@ def _compatible(path: Path, plan: Plan, found: Found) -> Start:
         warnings=(*found.warnings, f"resuming from {path}"),
         differences=tuple(differences),
     )
-
-
-def _facts_of(state: TrainState, plan: Plan) -> Facts:
-    """Raises CheckpointError when the checkpoint is no training state of ours."""
-    try:
-        for group in ("model", "optimizer", "rng"):
-            if group not in state.tensors:
-                raise ValueError(f"{group}.safetensors is missing")
-        saved = with_unsaid_fields(state.facts.get("plan"), plan)
-        return from_data(Facts, {**state.facts, "plan": saved} if saved is not None else state.facts)
-    except ValueError as error:
-        raise CheckpointError(
-            f"the checkpoint of step {state.step} cannot be used: {error}",
-            hint="name an older one, or --overwrite to start anew",
-        ) from None
 
 
 def require_same_rows(start: Start, fingerprint: str) -> None:

@@ -32,24 +32,16 @@ class HqqWeight(PackedWeight):
 
     def dequantised(self) -> Tensor:
         """Stacked matrices are made one at a time: no more than one is held beside the result."""
-        words_EWG, scale_EG1, zero_EG1 = self._of_matrices()
+        _, word_bytes = Hqq.words[self.base.bits]
+        words = self.weight.view(torch.uint8).view(_WORDS[word_bytes])
+        words_EWG = words.view(self.copies, -1, self.base.group_size)
+        scale_EG1, zero_EG1 = (tensor.view(self.copies, -1, 1) for tensor in (self.scale, self.zero))
         if self.copies == 1:
             return self._matrix(words_EWG[0], scale_EG1[0], zero_EG1[0]).view(self.shape)
         whole = self.weight.new_empty(self.shape, dtype=self.dtype)
         for matrix_OI, *parts in zip(whole, words_EWG, scale_EG1, zero_EG1, strict=True):
             matrix_OI.copy_(self._matrix(*parts).view(matrix_OI.shape))
         return whole
-
-    def _of_matrices(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Words, scales and zeros of each matrix of the stack."""
-        _, word_bytes = Hqq.words[self.base.bits]
-        words = self.weight.view(torch.uint8).view(_WORDS[word_bytes])
-        each = (self.copies, -1)
-        return (
-            words.view(*each, self.base.group_size),
-            self.scale.view(*each, 1),
-            self.zero.view(*each, 1),
-        )
 
     def _matrix(self, words_WG: Tensor, scale_G1: Tensor, zero_G1: Tensor) -> Tensor:
         from hqq.core.quantize import Quantizer
