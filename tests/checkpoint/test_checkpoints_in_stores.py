@@ -2,7 +2,6 @@
 
 import itertools
 import uuid
-from dataclasses import replace
 
 import pytest
 
@@ -16,6 +15,7 @@ from fitune.checkpoint.remote import (
     is_run,
     newest_in_store,
     prune_store,
+    remote_checkpoint,
     remote_line,
     remove_remote_run,
     require_line,
@@ -24,6 +24,7 @@ from fitune.checkpoint.remote import (
 )
 from fitune.checkpoint.resume import begin_line, newest_checkpoint
 from fitune.errors import CheckpointError, StoreError
+from fitune.spec.serial import to_json
 from fitune.stores import opening
 from fitune.stores.writing import Store
 from runs import contents
@@ -120,11 +121,12 @@ def test_a_checkpoint_that_is_damaged_in_the_store_is_named_and_passed_over(stor
 def test_a_commit_that_names_files_elsewhere_is_refused(store, tmp_path):
     send_checkpoint(store, save(tmp_path / "a", 1))
     (remote,) = complete_checkpoints(store)
-    (stored, *_) = remote.commit.files.values()
-    hostile = replace(remote, commit=replace(remote.commit, files={"../../outside": stored}))
-    with pytest.raises(CheckpointError, match="which is no file inside"):
-        fetch_checkpoint(hostile, tmp_path / "b", print)
-    assert not (tmp_path / "outside").exists()
+    store.write(
+        f"{remote.name}/COMMIT", to_json(remote.commit).replace("state.json", "../../outside").encode()
+    )
+    assert not complete_checkpoints(store)
+    with pytest.raises(CheckpointError, match="damaged: .*no file inside its folder"):
+        remote_checkpoint(store, remote.name)
 
 
 def test_what_went_on_elsewhere_is_taken_over(store, tmp_path):

@@ -1,50 +1,72 @@
 """Rows 6 and 26 of the fault table: names that leave their folder, directories with another owner."""
 
 import errno
+import hashlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from fitune.checkpoint.commit import inside
+from fitune.checkpoint.commit import Commit, Stored, sealed, verify
 from fitune.errors import CheckpointError, RunDirectoryError
 from fitune.spec import run_lock
 from fitune.spec.run_lock import lock_directory
+from fitune.spec.serial import to_json
+
+EMPTY = hashlib.sha256().hexdigest()
 
 # Row 26: names stay inside
 
 
-@pytest.mark.parametrize("name", ["run-1", "a/b", "./run", "ünï", "..hidden", "a..b"])
-def test_plain_names_are_inside(tmp_path, name):
-    assert inside(tmp_path, name) == tmp_path / name
+def commit_of(name):
+    files = {name: Stored(sha256="", bytes=0)}
+    return Commit(step=1, line=(), parent=None, eval_loss=None, files=files)
+
+
+def test_plain_names_are_inside():
+    for name in ("state.json", "model-rank3.safetensors"):
+        assert name in commit_of(name).files
 
 
 @pytest.mark.parametrize(
-    "name", ["../x", "a/../../x", "..", "a/..", "/etc/x", "//x", "C:/x", "a\\..\\x", "", ".", "a\0b"]
+    "name",
+    [
+        "../x",
+        "a/../../x",
+        "..",
+        "a/..",
+        "/etc/x",
+        "//x",
+        "C:/x",
+        "a\\..\\x",
+        "",
+        ".",
+        "a\0b",
+        "a/b.json",
+        ".x",
+    ],
 )
-def test_names_that_leave_are_refused(tmp_path, name):
+def test_names_that_leave_are_refused(name):
+    with pytest.raises(ValueError, match="no file inside its folder"):
+        commit_of(name)
+
+
+@pytest.mark.parametrize("target", ["/etc/hostname", "step-1.log", "nowhere"])
+def test_symbolic_links_are_refused_wherever_they_lead(tmp_path, target):
+    (tmp_path / "step-1.log").write_text("")
+    path = tmp_path / "step-1"
+    path.mkdir()
+    (path / "state.json").symlink_to(target if target[0] == "/" else f"../{target}")
+    commit = sealed(replace(commit_of("state.json"), files={"state.json": Stored(sha256=EMPTY, bytes=0)}))
+    (path / "COMMIT").write_text(to_json(commit))
     with pytest.raises(CheckpointError):
-        inside(tmp_path, name)
-
-
-@pytest.mark.parametrize("name", ["link", "link/deeper"])
-@pytest.mark.parametrize("target", ["/tmp", "real", "nowhere"])
-def test_symbolic_links_are_refused_wherever_they_lead(tmp_path, target, name):
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to(target)
-    with pytest.raises(CheckpointError, match="is a symbolic link"):
-        inside(tmp_path, name)
-
-
-def test_the_folder_itself_may_be_a_link(tmp_path):
-    (tmp_path / "real").mkdir()
-    (tmp_path / "runs").symlink_to("real")
-    assert inside(tmp_path / "runs", "one") == tmp_path / "runs" / "one"
+        verify(path)
 
 
 # Row 6: the output directory

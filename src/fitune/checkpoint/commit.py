@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 from typing import Any, TypeVar
 
 from fitune.errors import CheckpointError
@@ -108,25 +108,6 @@ def parse_sealed(cls: type[T], content: bytes) -> T:
     return value
 
 
-def inside(root: Path, name: str) -> Path:
-    """``root / name`` for the name of a file of a checkpoint, which stays below ``root``.
-
-    Raises CheckpointError for absolute names, names with ``..`` and names that pass through a symbolic link.
-    """
-    pure = PurePosixPath(name)
-    leaves = pure.is_absolute() or ".." in pure.parts or PureWindowsPath(name).drive
-    if leaves or not pure.parts or "\0" in name or "\\" in name:
-        raise CheckpointError(f"{COMMIT} names {name!r}, which is no file inside {root}", hint=_OLDER)
-    path = root
-    for part in pure.parts:
-        path = path / part
-        if path.is_symlink():
-            raise CheckpointError(
-                f"{path} is a symbolic link, to {os.readlink(path)}", hint="remove the link"
-            )
-    return path
-
-
 LINE = "LINE"
 
 
@@ -174,6 +155,14 @@ def write_line(folder: Path, line: Line) -> None:
     write_atomically(folder / LINE, line_bytes(line))
 
 
+def keep_line(folder: Path, line: Line) -> None:
+    """Write the present line where the file does not say so already. Raises OSError."""
+    with suppress(CheckpointError):  # missing at the first save, or damaged since
+        if read_line(folder) == line:
+            return
+    write_line(folder, line)
+
+
 def read_line(folder: Path) -> Line:
     """The present line of ``folder``. Raises CheckpointError when the file is missing or damaged."""
     try:
@@ -217,6 +206,7 @@ FOLDER = "checkpoints"
 """Name of the folder inside a run directory that holds step-N, ``LINE``, ``latest`` and ``best``."""
 
 _STEP = re.compile(r"step-(\d+)")
+_FILE = re.compile(r"[\w-]+\.\w+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,6 +222,11 @@ class Commit:
     files: dict[str, Stored]
     digest: str = ""
     """sha256 of all of the above."""
+
+    def __post_init__(self) -> None:
+        for name in self.files:
+            if not _FILE.fullmatch(name):
+                raise ValueError(f"it names {name!r}, which is no file inside its folder")
 
     def is_on(self, line: Line | None) -> bool:
         """True if ``line`` passes through this checkpoint; None: any does."""
@@ -297,7 +292,7 @@ def verify(path: Path, *, unless_known: bool = False) -> Commit:
     if unless_known and seen and _known.get(path.resolve()) == seen:
         return commit
     for name, stored in commit.files.items():  # before hashing: a truncated file of many GiB is found at once
-        file = inside(path, name)
+        file = path / name
         if not file.is_file():
             raise CheckpointError(f"{file}: missing", hint=_OLDER)
         size = file.stat().st_size

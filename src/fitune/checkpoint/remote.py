@@ -22,7 +22,6 @@ from fitune.checkpoint.commit import (
     Line,
     LineFile,
     OnNote,
-    inside,
     line_bytes,
     loss_of,
     parse_sealed,
@@ -158,10 +157,9 @@ def fetch_checkpoint(remote: Remote, root: Path, on_note: OnNote) -> Path:
 
 
 def _fetch_file(remote: Remote, name: str, folder: Path) -> None:
-    stored, file = remote.commit.files[name], inside(folder, name)
-    file.parent.mkdir(parents=True, exist_ok=True)
+    stored = remote.commit.files[name]
     with closing(open_stream(f"{remote.url}/{name}", clients=WRITTEN)) as stream:
-        found = write_hashed(file, iter(lambda: stream.read(_READ_BYTES), b""))
+        found = write_hashed(folder / name, iter(lambda: stream.read(_READ_BYTES), b""))
     if found != stored:
         raise CheckpointError(
             f"{remote.url}/{name}: damaged, {found.bytes} bytes with sha256 {found.sha256[:12]}… instead of "

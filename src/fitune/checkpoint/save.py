@@ -27,6 +27,7 @@ from fitune.checkpoint.commit import (
     OnNote,
     Parent,
     Stored,
+    keep_line,
     link_atomically,
     loss_of,
     note_as_known,
@@ -38,7 +39,6 @@ from fitune.checkpoint.commit import (
     step_folders,
     verify,
     write_hashed,
-    write_line,
 )
 from fitune.checkpoint.slices import INDEX, Groups, Share, joined
 from fitune.checkpoint.state import tensor_chunks
@@ -79,7 +79,7 @@ def begin_save(root: Path, share: Share, *, descent: Descent, needed_bytes: int)
     try:
         require_real_files(root, names=(FOLDER,))  # a link put there meanwhile would lead the pruning astray
         folder.mkdir(parents=True, exist_ok=True)
-        write_line(folder, descent.line)  # missing at the first save, or damaged since
+        keep_line(folder, descent.line)
         remove_stale_siblings(folder)
         require_space(folder, needed_bytes, what=f"checkpoint {name}")
         temporary = temporary_sibling(folder / name)
