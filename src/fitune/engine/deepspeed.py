@@ -156,13 +156,13 @@ def _keep_no_weights(whole: nn.Module) -> None:
     import_deepspeed()
     from deepspeed.runtime.zero.linear import zero3_linear_wrap
 
+    def product(module: nn.Linear, hidden: Tensor) -> Tensor:
+        """The linear's own product."""
+        return zero3_linear_wrap(hidden, module.weight, module.bias)
+
     for module in whole.modules():
         if type(module) is nn.Linear:
-            module.forward = partial(_linear, zero3_linear_wrap, module)
-
-
-def _linear(function: Callable[..., Tensor], module: nn.Linear, hidden: Tensor) -> Tensor:
-    return function(hidden, module.weight, module.bias)
+            module.forward = partial(product, module)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

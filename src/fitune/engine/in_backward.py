@@ -107,7 +107,16 @@ class InBackwardEngine(Engine):
             del waiting
         self.rule.begin()
         measured = Norm()
-        self._backward(partial(self._use, measured, learning_rate, factor / scale), enter_phase, keep=False)
+
+        def use(name: str, gradient: Tensor) -> None:
+            """Counts the gradient, clips it by value where asked, and lets the rule use it."""
+            measured.add(name, gradient)
+            if isinstance(self.clip, ClipByValue):
+                limit = min(self.clip.value * scale, torch.finfo(gradient.dtype).max)
+                gradient.clamp_(-limit, limit)
+            self.rule.use(name, gradient, learning_rate=learning_rate, factor=factor / scale)
+
+        self._backward(use, enter_phase, keep=False)
         enter_phase(Phase.UPDATE)
         norm = self._total(measured) / scale if norm is None else norm
         if not math.isfinite(norm):
@@ -170,15 +179,6 @@ class InBackwardEngine(Engine):
     def _total(self, measured: "Norm") -> float:
         """The norm of all gradients that were measured."""
         return measured.total()
-
-    def _use(
-        self, measured: "Norm", learning_rate: float, factor: float, name: str, gradient: Tensor
-    ) -> None:
-        measured.add(name, gradient)
-        if isinstance(self.clip, ClipByValue):
-            limit = min(self.clip.value * self.loss_scale.value, torch.finfo(gradient.dtype).max)
-            gradient.clamp_(-limit, limit)
-        self.rule.use(name, gradient, learning_rate=learning_rate, factor=factor)
 
 
 class Norm:

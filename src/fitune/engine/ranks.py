@@ -117,7 +117,9 @@ class Ranks:
         if failed is not None:
             raise failed
         told = {
-            where: each.value_or_raise(rank) for rank, (where, each) in enumerate(everyone) if each.is_said
+            where: each.value_or_raise(rank)
+            for rank, (where, each) in enumerate(everyone)
+            if each.values or each.error
         }
         return told[host] if host in told else make()
 
@@ -131,11 +133,6 @@ class _Told(Generic[T]):
 
     values: tuple[T, ...] = ()
     error: str = ""
-
-    @property
-    def is_said(self) -> bool:
-        """False where the rank had neither a value nor an error to send."""
-        return bool(self.values or self.error)
 
     def value_or_raise(self, rank: int = 0) -> T:
         """The value; raises RankFailed with the error of ``rank`` where there is none."""

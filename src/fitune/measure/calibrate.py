@@ -69,10 +69,10 @@ def calibrate(hardware: Hardware, *, effort: Effort = THOROUGH) -> Calibration:
         rounds = [measured(device, numbers) for _ in range(effort.rounds)]
     best: dict[str, Samples] = {}
     for name in rounds[0]:
-        least: dict[tuple[int, float], float] = {}  # a slow round may have tried fewer sizes
-        for place, (work, seconds) in (sample for each in rounds for sample in enumerate(each[name])):
-            least[place, work] = min(seconds, least.get((place, work), seconds))
-        best[name] = [(work, seconds) for (_, work), seconds in sorted(least.items())]
+        same = itertools.zip_longest(
+            *(each[name] for each in rounds)
+        )  # a slow round may have tried fewer sizes
+        best[name] = [min(filter(None, samples)) for samples in same]
 
     def slowest(name: str) -> float:
         """Amount in a second; 0 where it is not measured on this device."""

@@ -7,7 +7,7 @@ their end. Both answer the same question: how many bytes of tensors were alive a
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -217,6 +217,15 @@ class CudaMeter(MemoryMeter):
         assert self._phase is not None
         peak = torch.cuda.max_memory_allocated(self.device)
         self._peaks[self._phase] = max(self._peaks.get(self._phase, 0), peak)
+
+
+def highest_peaks(measured: Iterable[Mapping[Phase, int]]) -> dict[Phase, int]:
+    """The most bytes of each phase in what steps, or ranks, ``measured``."""
+    peaks: dict[Phase, int] = {}
+    for each in measured:
+        for phase, size in each.items():
+            peaks[phase] = max(peaks.get(phase, 0), size)
+    return peaks
 
 
 def memory_meter(device: torch.device) -> MemoryMeter:

@@ -95,13 +95,6 @@ class AdapterConfig(BaseModel):
             words["init_lora_weights"] = True
         return LoraConfig(**{**words, **resolved})
 
-    @property
-    def unknown_words(self) -> tuple[str, ...]:
-        """Settings in the file that fitune does not know and that are not empty."""
-        return tuple(
-            sorted(key for key, value in (self.model_extra or {}).items() if key not in _IDLE and value)
-        )
-
 
 _FOR_PEFT = {
     "base_model_name_or_path", "r", "lora_alpha", "lora_dropout", "fan_in_fan_out", "use_rslora", "use_dora",
@@ -250,8 +243,9 @@ def check_adapter(path: Path, *, base: str | Path | PreTrainedModel) -> tuple[st
             hint=f"take it with the base it names, {config.base_model_name_or_path!r}, or export it again",
         )
     said = ["the adapter changes nothing: every B matrix is zero"] if is_zero else []
-    if config.unknown_words:
-        said.append(f"adapter_config.json: unknown and ignored: {', '.join(config.unknown_words[:5])}")
+    unknown = sorted(key for key, value in (config.model_extra or {}).items() if key not in _IDLE and value)
+    if unknown:
+        said.append(f"adapter_config.json: unknown and ignored: {', '.join(unknown[:5])}")
     is_named = (
         isinstance(base, PreTrainedModel) or not named or Path(named).name.lower() == Path(known).name.lower()
     )

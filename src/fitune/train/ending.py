@@ -12,10 +12,9 @@ from torch import Tensor
 from fitune.data.making import PreparedData
 from fitune.errors import FituneError
 from fitune.files import write_atomically
-from fitune.measure.memory import has_expandable_segments, process_bytes
+from fitune.measure.memory import has_expandable_segments, highest_peaks, process_bytes
 from fitune.models.language_model import LanguageModel
 from fitune.models.low_bit.quantised import count_weights, elements
-from fitune.spec.predictions import Phase
 from fitune.spec.reports import (
     MeasuredMemory,
     MeterKind,
@@ -159,10 +158,7 @@ def summarise(
     if best_eval_loss is not None:
         evaluated.append(best_eval_loss)
     parameters = [] if model is None else list(model.whole.parameters())
-    peaks: dict[Phase, int] = {}  # the largest of all measured steps, those of the other ranks too
-    for measured in (*(step.memory_bytes for step in of_this_plan), *(rank.memory for rank in ranks)):
-        for phase, size in measured.items():
-            peaks[phase] = max(peaks.get(phase, 0), size)
+    peaks = highest_peaks((*(step.memory_bytes for step in of_this_plan), *(rank.memory for rank in ranks)))
     device = None if model is None else model.device
     memory = MeasuredMemory(
         kind=meter_kind, phases=peaks, process_bytes=0 if device is None else process_bytes(device),

@@ -35,6 +35,7 @@ from fitune.errors import (
     TrainingFailed,
     exit_code_of,
 )
+from fitune.measure.memory import highest_peaks
 from fitune.models.weight_files import weights_identity
 from fitune.spec.plan import Plan
 from fitune.spec.predictions import Phase
@@ -159,7 +160,7 @@ class _Watch:
         last, still = self._now(), 0.0
         while not self.ended.wait(self.every):
             now = self._now()
-            if self._moved(last, now):
+            if now != last:
                 last, still = now, 0.0
                 self._tell(now)
                 # for a hang that keeps Python's lock, and with it this thread: the dump of C ends the process, too
@@ -175,10 +176,6 @@ class _Watch:
         where = self.where
         return replace(self.status, step=where.step, doing=where.doing, signs=where.signs)
 
-    @staticmethod
-    def _moved(last: RankStatus, now: RankStatus) -> bool:
-        return (last.step, last.doing, last.signs) != (now.step, now.doing, now.signs)
-
     def _tell(self, status: RankStatus) -> None:
         with suppress(OSError):  # a full disk stops the run where it matters
             write_status(self.logs, status)
@@ -190,9 +187,10 @@ class _Watch:
         )  # inside torch.distributed it waits for another rank
         collective = os.path.join("torch", "distributed", "")
         is_waiting = frame is not None and collective in frame.f_code.co_filename
-        now = replace(self._now(), stalled=True, is_waiting=is_waiting)
+        last = self._now()
+        now = replace(last, stalled=True, is_waiting=is_waiting)
         self._tell(now)
-        if self.ended.wait(4 * self.every + 1.0) or self._moved(now, self._now()):
+        if self.ended.wait(4 * self.every + 1.0) or self._now() != last:
             return  # it went on after all; else the others have given up in this time, too
         error = stalled_error(read_statuses(self.logs), now, world=self.world, limit=self.limit)
         self._tell(replace(now, error=error_of(error, exit_code=error.exit_code)))
@@ -278,16 +276,12 @@ def rows_of_ranks(run: Run) -> tuple[RankReport, ...]:
     """Peaks, and time of a step, of every rank; empty for one alone."""
     if run.ranks.is_alone:
         return ()
-    peaks: dict[Phase, int] = {}
-    for step in run.done:
-        for phase, size in step.memory_bytes.items():
-            peaks[phase] = max(peaks.get(phase, 0), size)
     steps = run.done[1:] or run.done
     waited = [step.waiting_seconds for step in steps if step.waiting_seconds is not None]
     busiest = max(steps, key=_busy_seconds, default=None)
     own = RankReport(
         rank=run.ranks.rank,
-        memory=peaks,
+        memory=highest_peaks(step.memory_bytes for step in run.done),
         step_seconds=fmean(step.step_seconds for step in steps) if steps else 0.0,
         waiting_seconds=fmean(waited) if waited else None,
         busiest_step=busiest.step if busiest else 0,

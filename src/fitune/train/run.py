@@ -279,7 +279,9 @@ def _train(current: Run, start: Start) -> bool:
                 current.callbacks.on_note(warning)
             for sink in current.sinks:
                 sink.step(report)
-            asked, save_failed = current.ranks.summed([current.callbacks.stop_asked(), saver.has_failed])
+            asked, save_failed = current.ranks.summed(
+                [current.callbacks.stop_asked(), saver.problem is not None]
+            )
             if save_failed:
                 saver.wait()
             is_last = report.step == report.total_steps

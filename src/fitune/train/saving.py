@@ -54,12 +54,8 @@ class Saver:
         self.copies = HostCopies() if current.plan.run.async_save else None
         self.ranks = current.ranks if self.copies is None else current.ranks.apart()
         self._thread: threading.Thread | None = None
-        self._problem: Exception | None = None
-
-    @property
-    def has_failed(self) -> bool:
-        """True once the writing of the last save failed: ``wait`` raises why."""
-        return self._problem is not None
+        self.problem: Exception | None = None
+        """Why the writing of the last save failed: ``wait`` raises it."""
 
     def save(self, report: StepReport) -> None:
         """Save the state after the step of ``report``; the last save is waited for.
@@ -85,8 +81,8 @@ class Saver:
             self.current.where.doing = "saving"
             self._thread.join()
             self._thread = None
-        if self._problem is not None:
-            problem, self._problem = self._problem, None
+        if self.problem is not None:
+            problem, self.problem = self.problem, None
             raise problem
 
     def _write_beside(self, copy: Share, wait: Callable[[], object], eval_loss: float | None) -> None:
@@ -95,7 +91,7 @@ class Saver:
             wait()
             self._write(copy, eval_loss)
         except Exception as problem:  # raised by ``wait``, in the thread that trains
-            self._problem = problem
+            self.problem = problem
 
     def _write(self, share: Share, eval_loss: float | None) -> None:
         current = self.current

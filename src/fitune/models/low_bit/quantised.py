@@ -171,7 +171,6 @@ def packed_linear(linear: nn.Module, weight: Tensor, base: Quantiser) -> Quantis
         in_features, out_features, bias=linear.bias, base=base, dtype=weight_OI.dtype
     )
     packed.pack(weight_OI)
-    packed.train(linear.training)
     return packed
 
 
