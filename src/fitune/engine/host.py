@@ -170,7 +170,6 @@ class HostMemory:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.bytes = 0
         self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
         """To the host, and to the device."""
         if device.type == "cuda":
@@ -281,13 +280,6 @@ class HostMemory:
     def adopt(self, tensor: Tensor) -> None:
         """Counts the tensor's storage as the host's from now on."""
         storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._owned or size == 0:
-            return
-        self._owned.add(key)
-        self.bytes += size
-        weakref.finalize(storage, self._forget, key, size)
-
-    def _forget(self, key: int, size: int) -> None:
-        self._owned.discard(key)
-        self.bytes -= size
+        if storage._cdata not in self._owned and storage.nbytes():
+            self._owned.add(storage._cdata)
+            weakref.finalize(storage, self._owned.discard, storage._cdata)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -30,7 +29,7 @@ from fitune.files import read_text
 from fitune.models.adapter_file import WEIGHTS
 from fitune.models.attention import use_attention
 from fitune.models.headers import own_name
-from fitune.models.language_model import LanguageModel, language_model
+from fitune.models.language_model import LanguageModel, base_of, language_model
 from fitune.models.readers import (
     empty_model,
     file_of_model,
@@ -123,10 +122,8 @@ class Handover:
         Ollama's Modelfile."""
         file = file_of_model(self.plan.model_path, "tokenizer.model")
         found = {} if file is None else {file.name: file.read_bytes()}
-        inner = self.model.whole
-        if isinstance(inner, PeftModel):
-            inner = inner.get_base_model()
-        text = modelfile(type(inner).__name__, self.tokenizer, template, has_vocabulary_file=bool(found))
+        architecture = type(base_of(self.model.whole)).__name__
+        text = modelfile(architecture, self.tokenizer, template, has_vocabulary_file=bool(found))
         return {**found, **({"Modelfile": text.encode()} if text else {})}
 
     def _dtype(self) -> torch.dtype:

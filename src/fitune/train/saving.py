@@ -121,11 +121,6 @@ class HostCopies:
         self._rooms: dict[tuple[str, str], Tensor] = {}
         self._pinned = PinnedMemory()
 
-    @property
-    def bytes(self) -> int:
-        """Host memory that the room takes, 0 before the first copy."""
-        return sum(room.nbytes for room in self._rooms.values())
-
     def take(self, share: Share) -> tuple[Share, Callable[[], object]]:
         """Copy ``share`` over the last one, which must be written by now; returns the copy on the host, and what waits
         until it is complete."""
