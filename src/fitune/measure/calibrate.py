@@ -167,25 +167,19 @@ def attention_rate(numbers: Numbers, samples: Samples) -> AttentionRate:
     )
 
 
-def fitted(terms: Sequence[tuple[float, ...]], seconds: Sequence[float]) -> tuple[float, ...]:
-    """Factors of the terms, none below zero and the first above, with the least squares of relative errors.
+def fitted(terms: Sequence[tuple[float, float]], seconds: Sequence[float]) -> tuple[float, float]:
+    """Factors of two terms, the first above zero and the second not below, with the least squares of relative errors.
 
-    A factor below zero is noise: the best fit without its term counts. No more terms than samples are fitted.
+    A second factor below zero is noise: then the first is fitted alone, as for one sample.
     """
     relative = np.array(terms) / np.array(seconds)[:, None]  # so that their weighted sum should be 1
-    count = relative.shape[1]
-    best, least = np.zeros(count), np.inf
-    places = range(min(count, len(seconds)))
-    for others in itertools.chain.from_iterable(itertools.combinations(range(1, count), n) for n in places):
-        taken = [0, *others]
-        columns = relative[:, taken]
-        scale = columns.max(axis=0)
-        factors = np.linalg.lstsq(columns / scale, np.ones(len(seconds)), rcond=None)[0] / scale
-        error = float(np.square(columns @ factors - 1).sum())
-        if factors[0] > 0 and (factors >= 0).all() and error < least:
-            best, least = np.zeros(count), error
-            best[taken] = factors
-    return tuple(best.tolist())
+    scale, best = relative.max(axis=0), (0.0, 0.0)
+    for count in range(1, 1 + min(2, len(seconds))):
+        columns = relative[:, :count] / scale[:count]
+        factors = np.linalg.lstsq(columns, np.ones(len(seconds)), rcond=None)[0] / scale[:count]
+        if factors[0] > 0 and (factors >= 0).all():
+            best = (factors[0].item(), factors[1].item() if count > 1 else 0.0)
+    return best
 
 
 _SUMMED_BYTES = {"cpu": 32 * MIB, "cuda": 256 * MIB}
