@@ -1,1 +1,1 @@
-"""Engines: they turn losses into new weights."""
+"""Engines: they turn losses into new weights. And host memory, where tensors wait while others are at work."""

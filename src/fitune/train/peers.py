@@ -93,11 +93,9 @@ def known_to_peers(ranks: Ranks, directory: Path, where: Whereabouts, *, on_stal
     watch = _Watch(RankStatus(rank=ranks.rank), logs, where, world=ranks.world, on_stall=on_stall)
     try:
         yield
-    except PeerGone as error:
-        name_the_cause(error, logs)
-        watch.end(error)
-        raise
     except Exception as error:  # written down for the others, and raised again
+        if isinstance(error, PeerGone):
+            name_the_cause(error, logs)
         watch.end(
             error if isinstance(error, FituneError) else TrainingFailed(f"{type(error).__name__}: {error}")
         )

@@ -35,28 +35,28 @@ class Place:
     parent: nn.Module
     name: str
     """The name of the linear, or of the stack of experts, in ``parent``."""
-    is_linear: bool
 
     @property
     def dense(self) -> Tensor:
         """The weight as it is now."""
-        found = getattr(self.parent, self.name)
-        return found.weight if self.is_linear else found
+        held = getattr(self.parent, self.name)
+        return held.weight if isinstance(held, nn.Module) else held
 
     def packed(self, weight: Tensor, base: Quantiser) -> PackedWeight:
         """``weight`` in few bits."""
-        if self.is_linear:
-            return packed_linear(self.parent.get_submodule(self.name), weight, base)
-        return packed_stack(weight, base)
+        held = getattr(self.parent, self.name)
+        return (
+            packed_linear(held, weight, base) if isinstance(held, nn.Module) else packed_stack(weight, base)
+        )
 
     def take(self, packed: PackedWeight) -> None:
         """Put ``packed`` there."""
-        if not self.is_linear:
+        held = getattr(self.parent, self.name)
+        if isinstance(held, nn.Module):
+            packed.bias = held.bias
+            setattr(self.parent, self.name, packed.train(held.training))
+        else:
             hold_packed(self.parent, self.name, packed)
-            return
-        linear = self.parent.get_submodule(self.name)
-        packed.bias = linear.bias
-        setattr(self.parent, self.name, packed.train(linear.training))
 
 
 def places_in(block: nn.Module, base: Dense | Quantiser) -> Iterator[tuple[str, Place]]:
@@ -67,11 +67,11 @@ def places_in(block: nn.Module, base: Dense | Quantiser) -> Iterator[tuple[str, 
         before = f"{name}." if name else ""
         for child_name, child in module.named_children():
             if is_dense_linear(child) and not is_read_by_kernels(module, child_name):
-                yield f"{before}{child_name}.weight", Place(module, child_name, is_linear=True)
+                yield f"{before}{child_name}.weight", Place(module, child_name)
         if base.stack is not None and is_experts(module):
             for stack in STACKS:
                 if module._parameters.get(stack) is not None:
-                    yield f"{before}{stack}", Place(module, stack, is_linear=False)
+                    yield f"{before}{stack}", Place(module, stack)
 
 
 def quantise_blocks(blocks: nn.Module, base: Dense | Quantiser) -> None:
