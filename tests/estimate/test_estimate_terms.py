@@ -100,7 +100,9 @@ def test_small_formulas():
     alone, joined = (fused_attention_kept(site, rows=rows, output_needed=True) for rows in (1, 2))
     assert (alone, joined - alone) == (3 * (2 * 4096 + 4 * 32), 3 * 2 * 4096)
     assert bytes_per_logit(element_bytes=2) == 6
+    assert bytes_per_logit(element_bytes=2, fused=True) == 2
     assert logits_bytes(tokens=5, vocab_size=11, element_bytes=4, softcapped=False) == 5 * 11 * 4
+    assert logits_bytes(tokens=5, vocab_size=11, element_bytes=2, softcapped=True, fused=True) == 5 * 11 * 2
 
 
 @pytest.mark.parametrize(

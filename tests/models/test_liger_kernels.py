@@ -55,25 +55,40 @@ def written_out(calls):
         calls["rotation"] += 1
         return turned(query, cos, sin), turned(key, cos, sin)
 
+    def cross_entropy(logits_SV, labels_S, *, scale, softcap):
+        calls["loss"] += 1
+        leaf_SV = logits_SV.detach().requires_grad_()
+        with torch.enable_grad():
+            capped_SV = leaf_SV if softcap is None else softcap * torch.tanh(leaf_SV / softcap)
+            losses_S = F.cross_entropy(capped_SV, labels_S, reduction="none")
+            (gradient_SV,) = torch.autograd.grad(scale * losses_S.sum(), leaf_SV)
+        logits_SV.copy_(gradient_SV)
+        return losses_S.detach()
+
     return Operations(
-        rms_norm=rms_norm, silu_product=silu_product, gelu_product=gelu_product, silu_halves=silu_halves, rotate=rotate
+        rms_norm=rms_norm, silu_product=silu_product, gelu_product=gelu_product, silu_halves=silu_halves, rotate=rotate,
+        cross_entropy=cross_entropy,
     )  # fmt: skip
 
 
 def hidden_and_gradients(family, operations):
+    """The last hidden states, and gradients of hidden states and of the head by the loss, of all weights by theirs."""
     model = tiny_model(family).train()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)) * 0.2)
-    if operations is not None:
-        with computing_with(operations):
-            use_kernels(model, "liger")
+    kernels = "torch" if operations is None else "liger"
     use_attention(model, "sdpa")
-    parts = language_model(model, PlainLoss())
-    hidden_TD = parts.hidden_states(stream_of(ROWS))
+    with computing_with(operations):
+        use_kernels(model, kernels)
+        parts = language_model(model, PlainLoss(), kernels=kernels)
+    stream = stream_of(ROWS)
+    hidden_TD = parts.hidden_states(stream)
+    loss, gradient_TD = parts.loss_and_gradient(hidden_TD.detach(), stream, scale=0.5)
     hidden_TD.backward(torch.randn(hidden_TD.shape, generator=torch.Generator().manual_seed(4)))
-    return hidden_TD.detach(), {n: p.grad for n, p in parts.trained.items() if p.grad is not None}
+    gradients = {n: p.grad for n, p in parts.trained.items() if p.grad is not None}
+    return hidden_TD.detach(), gradients | {"loss": loss, "hidden states": gradient_TD}
 
 
 def assert_same(found, expected):
@@ -99,6 +114,7 @@ def test_every_family_is_wired_rightly(family):
     assert calls["rotation"] == 3
     assert calls["product"] == (0 if experts else 3)
     assert calls["norm"] == NORMS.get(family, 7)
+    assert calls["loss"] == 1
 
 
 @pytest.mark.parametrize("family", WITH_KERNELS)
@@ -109,7 +125,8 @@ def test_ligers_own_kernels_in_tritons_interpreter(family):
 
 def test_the_kernels_of_three_families_in_a_process_that_interprets_triton():
     """Triton decides when it is imported, and other libraries of this process import it. All kernels are in these
-    three: norms and products of two kinds, halves, rotation. Eight seconds, most of them imports."""
+    three: norms and products of two kinds, halves, rotation, the loss with and without a soft cap. Eight seconds, most
+    of them imports."""
     pytest.importorskip("triton")
     pytest.importorskip("liger_kernel")
     chosen = [

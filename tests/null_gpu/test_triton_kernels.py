@@ -1,4 +1,4 @@
-"""Liger's kernels as fitune launches them, compiled for each generation of cards by Triton's own compiler and ptxas."""
+"""Liger's kernels and the loss' as fitune launches them, compiled for each generation of cards by Triton's own compiler and ptxas."""
 
 import pytest
 
@@ -48,6 +48,9 @@ for hidden, width, heads, keys, head in SHAPES:
     back(o.silu_halves(tensor(1, 64, 2 * width)))
     cos, sin = (torch.empty(1, 64, head, dtype=dtype, device="cuda") for _ in range(2))
     back(*o.rotate(tensor(1, heads, 64, head), tensor(1, keys, 64, head), cos, sin))
+for softcap in (None, 30.0):
+    logits, labels = tensor(64, 128256).detach(), torch.zeros(64, dtype=torch.int64, device="cuda")
+    o.cross_entropy(logits, labels, scale=1 / 64, softcap=softcap)
 
 tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 usage = {}
@@ -75,7 +78,8 @@ def test_few_registers_are_spilled(on_null_gpu, tmp_path, card, sm, dtype):
         ["python", script, dtype], cards=[card], environment={"TRITON_CACHE_DIR": tmp_path}
     ).value
     assert {kernel["target"] for kernel in usage.values()} == {sm}
-    assert len({name.split()[0] for name in usage}) >= 7
+    assert len({name.split()[0] for name in usage}) >= 8
+    assert "cross_entropy_kernel" in {name.split()[0] for name in usage}
     for name, kernel in usage.items():
         most = SPILLED.get(name.split()[0], 0)
         assert kernel["LOCAL"] + kernel["STACK"] <= most, f"{name} spills more than {most} bytes: {kernel}"

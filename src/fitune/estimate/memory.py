@@ -178,8 +178,9 @@ def _chunk_sizes(step: StepStages, tokens: int) -> tuple[int, int]:
     """Bytes of a chunk of the loss: while softmax and gradient are formed, and while it goes back through the head."""
     model, e = step.plan.model, step.element_bytes
     softmax = activations.logits_bytes(
-        tokens=tokens, vocab_size=model.vocab_size, element_bytes=e, softcapped=model.caps_logits
-    )
+        tokens=tokens, vocab_size=model.vocab_size, element_bytes=e, softcapped=model.caps_logits,
+        fused=step.plan.kernels == "liger",
+    )  # fmt: skip
     backward = activations.head_backward_bytes(
         tokens=tokens, hidden=model.hidden_size, vocab_size=model.vocab_size, element_bytes=e,
         fp32_stream=model.fp32_stream,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from fitune.estimate.blocks.activations import chunk_tokens, num_chunks
 from fitune.estimate.division import uses_deepspeed, zero_stage
-from fitune.estimate.rates import NEW_PAGE_BYTES, Rates, rates_of
+from fitune.estimate.rates import LOGIT_BYTES, NEW_PAGE_BYTES, Rates, rates_of
 from fitune.estimate.states import has_masters, states_per_parameter
 from fitune.estimate.step import StepStages
 from fitune.estimate.transfers import Transfers, backward_passes, forward_passes, transfers_of
@@ -50,7 +50,7 @@ class Work:
     copied: tuple[tuple[float, float], ...] = ()
     """(bytes moved, bytes of the tensor) of other new tensors."""
     logits: float = 0.0
-    """Number of logits that go through softmax and its gradient."""
+    """Number of logits that go through softmax and its gradient by torch's operations; one kernel's count in part."""
     new_bytes: float = 0.0
     """Bytes of products' results so large that their memory is new every time."""
     forward_operations: float = 0.0
@@ -147,15 +147,19 @@ def loss_work(step: StepStages) -> Work:
     chunks = num_chunks(plan.loss, step.shape)
     head = plan.model.vocab_size * plan.model.hidden_size * e
     chunk = chunk_tokens(plan.loss, step.shape) * plan.model.vocab_size
-    copies = (e,) if e == 4 else (e, 4, e)  # logits; in 16 bit also the work in fp32 and the gradient
+    fused = plan.kernels == "liger"
+    copies = (
+        (e,) if e == 4 or fused else (e, 4, e)
+    )  # logits; in 16 bit also the work in fp32 and the gradient
+    moved = 3 * e / LOGIT_BYTES[e] if fused else 1.0  # one kernel reads each twice and writes it once
     return Work(
         product_flops=supervised * head_flops_per_token(plan.model, plan.tuning),
         products=chunks * (3 if trains_head(plan.tuning) else 2),
         bytes_in_place=chunks * head * (4 if trains_head(plan.tuning) else 2),
-        logits=supervised * plan.model.vocab_size,
+        logits=moved * supervised * plan.model.vocab_size,
         new_bytes=chunks * sum(count_in_large(chunk * size) for size in copies)
         + (chunks - 1) * count_in_large(head) * trains_head(plan.tuning),
-        forward_operations=27.0 * chunks,
+        forward_operations=(14.0 if fused else 27.0) * chunks,
     )
 
 

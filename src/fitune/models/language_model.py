@@ -17,9 +17,10 @@ from transformers import PreTrainedModel
 
 from fitune.errors import ModelError
 from fitune.models.attention import attends_by_rows, row_mask, rows_of_lengths, takes_mask
+from fitune.models.liger import CrossEntropy, operations_on
 from fitune.models.row_attention import Rows, sent
 from fitune.spec.model.block_profile import IGNORED
-from fitune.spec.plan import ChunkedLoss, Loss, Recompute
+from fitune.spec.plan import ChunkedLoss, Kernels, Loss, Recompute
 
 
 class Stream(Protocol):
@@ -47,6 +48,8 @@ class LanguageModel:
     by_rows: bool
     """True if attention keeps the rows apart by itself."""
     takes_mask: bool
+    cross_entropy: CrossEntropy | None
+    """The kernel that forms softmax and gradient; None: torch's own operations, one after another."""
     device: torch.device
     dtype: torch.dtype
 
@@ -77,7 +80,7 @@ class LanguageModel:
         """Summed loss and its scaled gradient for the hidden states (models/language_model.py)."""
         return loss_and_gradient(
             hidden_TD, batch.labels_T, self.head, scale=scale, chunk_tokens=self.chunk_tokens, softcap=self.softcap,
-            logit_scale=self.logit_scale,
+            logit_scale=self.logit_scale, cross_entropy=self.cross_entropy,
         )  # fmt: skip
 
     @torch.no_grad()
@@ -90,8 +93,17 @@ class LanguageModel:
         )  # fmt: skip
 
 
-def language_model(whole: PreTrainedModel | PeftModel, loss: Loss) -> LanguageModel:
-    """Find body, blocks and head. Raises ModelError when the model is not built of decoder blocks."""
+def language_model(
+    whole: PreTrainedModel | PeftModel,
+    loss: Loss,
+    *,
+    kernels: Kernels = "torch",
+    device: torch.device | None = None,
+) -> LanguageModel:
+    """Find body, blocks and head. Raises ModelError when the model is not built of decoder blocks.
+
+    ``device``: where it is trained, when that is not where it is.
+    """
     base = base_of(whole)
     body, head = body_of(base), base.get_output_embeddings()
     if head is None or body is base:
@@ -109,7 +121,8 @@ def language_model(whole: PreTrainedModel | PeftModel, loss: Loss) -> LanguageMo
         chunk_tokens=loss.chunk_tokens if isinstance(loss, ChunkedLoss) else None,
         by_rows=attends_by_rows(base),
         takes_mask=takes_mask(base),
-        device=base.device,
+        cross_entropy=operations_on(device or base.device).cross_entropy if kernels == "liger" else None,
+        device=device or base.device,
         dtype=base.dtype,
     )
 
@@ -145,6 +158,7 @@ def loss_and_gradient(
     chunk_tokens: int | None,
     softcap: float | None = None,
     logit_scale: float = 1.0,
+    cross_entropy: CrossEntropy | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Summed negative log-likelihood (fp32 scalar, nats) and its gradient [T, D] for the hidden states.
 
@@ -163,7 +177,14 @@ def loss_and_gradient(
     for start in range(0, max(1, len(chosen)), size):
         part = slice(start, start + size)
         total += _chunk(
-            inputs_SD[part], targets_S[part], gradient_SD[part], head, scale, softcap, logit_scale
+            inputs_SD[part],
+            targets_S[part],
+            gradient_SD[part],
+            head,
+            scale,
+            softcap,
+            logit_scale,
+            cross_entropy,
         )
     if everything:
         return total, gradient_SD
@@ -205,6 +226,7 @@ def _chunk(
     scale: float,
     softcap: float | None,
     logit_scale: float,
+    cross_entropy: CrossEntropy | None,
 ) -> Tensor:
     """One chunk: writes its input gradient into ``gradient_SD``, adds to the head's, and returns its summed loss.
 
@@ -212,16 +234,11 @@ def _chunk(
     """
     weight, bias = head.weight, head.bias
     input_SD = _as_head_takes(hidden_SD, head, logit_scale)
-    work_SV, tangent_SV = _logits(input_SD, head, softcap)
-    loss, rows, total_S = _softmax_loss(work_SV, target_S)
-    work_SV.mul_((scale / total_S).unsqueeze(1))
-    work_SV[rows, target_S] -= scale
-    logit_gradient_SV = work_SV.to(input_SD.dtype)
-    del work_SV
-    if tangent_SV is not None:
-        tanh_backward = torch.ops.aten.tanh_backward.grad_input
-        tanh_backward(logit_gradient_SV, tangent_SV, grad_input=logit_gradient_SV)
-        del tangent_SV
+    if cross_entropy is not None:
+        logit_gradient_SV: Tensor = head(input_SD)
+        loss = cross_entropy(logit_gradient_SV, target_S, scale=scale, softcap=softcap).sum()
+    else:
+        loss, logit_gradient_SV = _loss_and_logit_gradient(input_SD, target_S, head, scale, softcap)
     if weight.requires_grad and weight.grad is None:
         weight.grad = logit_gradient_SV.t() @ input_SD
     elif weight.requires_grad:
@@ -236,6 +253,22 @@ def _chunk(
     if logit_scale != 1:
         gradient_SD.mul_(logit_scale)
     return loss
+
+
+def _loss_and_logit_gradient(
+    input_SD: Tensor, target_S: Tensor, head: nn.Module, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """Summed loss, and its scaled gradient for the logits in their type: torch's operations, one after another."""
+    work_SV, tangent_SV = _logits(input_SD, head, softcap)
+    loss, rows, total_S = _softmax_loss(work_SV, target_S)
+    work_SV.mul_((scale / total_S).unsqueeze(1))
+    work_SV[rows, target_S] -= scale
+    logit_gradient_SV = work_SV.to(input_SD.dtype)
+    del work_SV
+    if tangent_SV is not None:
+        tanh_backward = torch.ops.aten.tanh_backward.grad_input
+        tanh_backward(logit_gradient_SV, tangent_SV, grad_input=logit_gradient_SV)
+    return loss, logit_gradient_SV
 
 
 def _as_head_takes(hidden_SD: Tensor, head: nn.Module, logit_scale: float) -> Tensor:

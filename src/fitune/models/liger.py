@@ -1,4 +1,5 @@
-"""Liger's fused kernels in place of transformers' small operations: RMSNorm, gated MLP, rotary positions.
+"""Liger's fused kernels in place of transformers' small operations: RMSNorm, gated MLP, rotary positions; and the loss
+by one kernel of our own.
 
 Each kernel reads its inputs once and keeps them alone: no fp32 copies in norms, no activated gate, queries and keys
 turned where they are. The mixture of experts keeps transformers' grouped products. Only the modules of the given
@@ -22,6 +23,11 @@ from fitune.spec.model.traits import liger_refused_by_model
 from fitune.spec.plan import Kernels
 
 
+CrossEntropy = Callable[..., Tensor]
+"""(logits [S, V], labels [S], ``scale``, ``softcap``) -> each row's loss in fp32 [S]; the logits become their gradient,
+times ``scale``."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operations:
     """The kernels that replace transformers' operations; the rehearsal has stand-ins that keep the same tensors."""
@@ -36,6 +42,7 @@ class Operations:
     """silu(first half) · second half of the last dimension."""
     rotate: Callable[..., tuple[Tensor, Tensor]]
     """Queries [B, n, T, d] and keys turned to their positions by cosines and sines [B, T, d]."""
+    cross_entropy: CrossEntropy
 
 
 def use_kernels(model: PreTrainedModel, kernels: Kernels, *, device: torch.device | None = None) -> None:
@@ -51,7 +58,7 @@ def use_kernels(model: PreTrainedModel, kernels: Kernels, *, device: torch.devic
     refused = liger_refused_by_model(spec)
     if refused is not None:
         raise ModelError(f"kernels: liger do not fit: {refused}", hint="kernels: torch")
-    operations = _stand_ins.get() or liger_operations(device or model.device)
+    operations = operations_on(device or model.device)
     for module in model.modules():
         name = type(module).__name__
         if name.endswith("RMSNorm"):
@@ -62,8 +69,13 @@ def use_kernels(model: PreTrainedModel, kernels: Kernels, *, device: torch.devic
             module.forward = _gated_mlp(module, operations, spec.activation)
 
 
-def liger_operations(device: torch.device) -> Operations:
-    """Liger's own. Raises HardwareError where Triton has no device, MissingExtra without liger-kernel."""
+def operations_on(device: torch.device) -> Operations:
+    """The kernels, or what stands in for them.
+
+    Raises HardwareError where Triton has no device, MissingExtra without liger-kernel.
+    """
+    if (stand_ins := _stand_ins.get()) is not None:
+        return stand_ins
     if device.type != "cuda":
         raise HardwareError(
             f"kernels: liger are Triton kernels and run on CUDA, and the model is on {device.type}",
@@ -76,6 +88,8 @@ def operations_of_liger() -> Operations:
     """Liger's kernels as operations of a block. Raises MissingExtra without liger-kernel."""
     require_library("liger_kernel.ops", needed_by="kernels: liger", extra="liger")
     from liger_kernel import ops
+
+    from fitune.models.fused_loss import cross_entropy
 
     def rms_norm(x: Tensor, weight: Tensor, *, eps: float, offset: float, in_fp32: bool) -> Tensor:
         """x / rms(x) · (weight + offset)."""
@@ -95,6 +109,7 @@ def operations_of_liger() -> Operations:
         gelu_product=ops.LigerGELUMulFunction.apply,
         silu_halves=silu_halves,
         rotate=ops.LigerRopeFunction.apply,
+        cross_entropy=cross_entropy,
     )
 
 
@@ -102,8 +117,8 @@ _stand_ins: ContextVar[Operations | None] = ContextVar("_stand_ins", default=Non
 
 
 @contextmanager
-def computing_with(operations: Operations) -> Iterator[None]:
-    """Models prepared inside take these instead of Liger's, on any device."""
+def computing_with(operations: Operations | None) -> Iterator[None]:
+    """Models prepared inside take these, if any, instead of Liger's, on any device."""
     token = _stand_ins.set(operations)
     try:
         yield

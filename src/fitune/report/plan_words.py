@@ -147,7 +147,7 @@ def _recompute_sentence(plan: Plan) -> str:
 
 def _kernel_sentences(plan: Plan) -> Iterator[str]:
     if plan.kernels == "liger":
-        yield "Norms, gated MLPs and rotary positions are Liger's fused kernels."
+        yield "Norms, gated MLPs and rotary positions are Liger's fused kernels; the loss is one kernel."
     if plan.compile_blocks:
         yield "Each block is compiled by torch; what was predicted is for uncompiled blocks."
     if plan.tf32:

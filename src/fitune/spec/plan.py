@@ -86,7 +86,7 @@ class Recompute:
 Attention = Literal["flash", "sdpa", "eager"]
 
 Kernels = Literal["torch", "liger"]
-"""Norms, gated MLP and rotary positions as transformers writes them, or as Liger's fused kernels on CUDA."""
+"""Norms, gated MLP, rotary positions and loss as torch's small operations, or as Liger's and one of ours on CUDA."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -130,9 +130,8 @@ def prepare_loaded(
     if plan.offload.parameters == "cpu" and isinstance(plan.sharding, Single):
         trained = trains_every_weight(plan.tuning)
         stay_on(device or model.device, whole, blocks_of(model), trained=trained)
-    parts = language_model(whole, plan.loss)
-    if device is not None:  # what waits on the host is still trained there
-        parts = replace(parts, device=device)
+    # what waits on the host is trained on the device, too
+    parts = language_model(whole, plan.loss, kernels=plan.kernels, device=device)
     if plan.compile_blocks:
         compile_blocks(parts.blocks)  # before recompute: the compiled block runs twice
     # A name too many costs a copy of the generator's state; one too few recomputes with another mask: wrong gradients.

@@ -135,20 +135,24 @@ def num_chunks(loss: Loss, shape: BatchShape) -> int:
     return -(-shape.supervised_tokens // size) if size else 0
 
 
-def bytes_per_logit(*, element_bytes: int) -> int:
-    """4 in fp32: the softmax overwrites the logits. 6 in 16 bit: fp32 work 4, beside the logits or their gradient 2.
+def bytes_per_logit(*, element_bytes: int, fused: bool = False) -> int:
+    """4 in fp32: the softmax overwrites the logits. 6 in 16 bit: fp32 work 4, beside the logits or their gradient 2;
+    2 where one kernel does it all (models/fused_loss.py).
 
     transformers' own loss needs 10 forward and 12 backward (docs/memory-model.md).
     """
-    return 4 if element_bytes == 4 else element_bytes + 4
+    return element_bytes if fused or element_bytes == FP32 else element_bytes + FP32
 
 
-def logits_bytes(*, tokens: int, vocab_size: int, element_bytes: int, softcapped: bool) -> int:
+def logits_bytes(
+    *, tokens: int, vocab_size: int, element_bytes: int, softcapped: bool, fused: bool = False
+) -> int:
     """c · V · bytes per logit, while softmax and gradient are formed.
 
-    A soft cap keeps its tangent, e more; the way back through it overwrites the gradient.
+    A soft cap keeps its tangent, e more, unless ``fused``; the way back through it overwrites the gradient.
     """
-    return tokens * vocab_size * (bytes_per_logit(element_bytes=element_bytes) + softcapped * element_bytes)
+    each = bytes_per_logit(element_bytes=element_bytes, fused=fused)
+    return tokens * vocab_size * (each + (softcapped and not fused) * element_bytes)
 
 
 def head_backward_bytes(

@@ -21,16 +21,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fitune.models.experts import Pair, is_experts, run_by
 from fitune.models.language_model import loss_and_gradient
-from fitune.models.liger import liger_operations
+from fitune.models.liger import operations_on
 from fitune.models.low_bit.quantised import packed_linear
 from fitune.models.readers import config_from, empty_model
 from fitune.models.row_attention import Kernel, RowCall, Rows, rows_eager, rows_flash, rows_sdpa
 from fitune.spec.machines.hardware import Numbers
 from fitune.spec.machines.proof import ProofCheck
-from fitune.spec.plan import Hqq, Nf4
+from fitune.spec.plan import Hqq, Kernels, Nf4
 
 DTYPES: dict[Numbers, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOLERANCES: dict[Numbers, float] = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 4e-3}
+_LOSSES: dict[Kernels, str] = {"torch": "fused loss", "liger": "liger loss"}
 _PACKED_AWAY = 0.15
 """Largest distance of a weight in 4 bits from the weight: of normal numbers about 0.09."""
 
@@ -156,7 +157,7 @@ def _row_call(
     )  # fmt: skip
 
 
-def fused_loss(numbers: Numbers, device: torch.device) -> ProofCheck:
+def fused_loss(kernels: Kernels, numbers: Numbers, device: torch.device) -> ProofCheck:
     """The loss in chunks of tokens, its gradient for hidden states and for the head, beside autograd's."""
     dtype = DTYPES[numbers]
     hidden_TD, weight_VD = (x.to(dtype) for x in drawn((300, 64), (1000, 64), device=device))
@@ -166,13 +167,16 @@ def fused_loss(numbers: Numbers, device: torch.device) -> ProofCheck:
     head = nn.Linear(64, 1000, bias=False, device=device, dtype=dtype)
     head.weight.data.copy_(weight_VD)
     count = int((labels_T >= 0).sum())
-    loss, gradient_TD = loss_and_gradient(hidden_TD, labels_T, head, scale=1 / count, chunk_tokens=64)
+    loss, gradient_TD = loss_and_gradient(
+        hidden_TD, labels_T, head, scale=1 / count, chunk_tokens=64,
+        cross_entropy=operations_on(device).cross_entropy if kernels == "liger" else None,
+    )  # fmt: skip
     assert head.weight.grad is not None
     leaf_TD, leaf_VD = (x.cpu().float().requires_grad_() for x in (hidden_TD, weight_VD))
     exact = F.cross_entropy(leaf_TD @ leaf_VD.T, labels_T.cpu(), ignore_index=-100)
     expected = [exact.detach(), *torch.autograd.grad(exact, (leaf_TD, leaf_VD))]
     return judged(
-        f"fused loss {numbers}", [loss / count, gradient_TD, head.weight.grad], expected,
+        f"{_LOSSES[kernels]} {numbers}", [loss / count, gradient_TD, head.weight.grad], expected,
         tolerance=TOLERANCES[numbers],
     )  # fmt: skip
 
@@ -184,7 +188,7 @@ def _turned(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 def liger(operation: str, numbers: Numbers, device: torch.device) -> ProofCheck:
     """One of Liger's kernels. Raises HardwareError without CUDA, MissingExtra without liger-kernel."""
-    kernels = liger_operations(device)
+    kernels = operations_on(device)
     wide = (1, 64, 96)
     angles = torch.outer(torch.arange(64.0), 1e4 ** (-torch.arange(0, 32) / 32)).repeat(1, 2)[None]
     turns = [x.to(DTYPES[numbers]) for x in (angles.cos(), angles.sin())]
@@ -287,7 +291,7 @@ def kernel_checks(numbers: Numbers, device: torch.device) -> dict[str, Callable[
     known: dict[str, tuple[Callable[..., ProofCheck], *tuple[Any, ...]]] = {
         **{f"attention {backend}": (attention, backend) for backend in _BACKENDS},
         **{f"row attention {path}": (row_attention, path) for path in ("flash", "sdpa")},
-        "fused loss": (fused_loss,),
+        **{name: (fused_loss, kernels) for kernels, name in _LOSSES.items()},
         **{
             f"liger {operation}": (liger, operation)
             for operation in ("norm", "silu", "gelu", "halves", "rotate")

@@ -122,9 +122,9 @@ FOREIGN_FILES = {
             "liger_swiglu",
             "liger_layer_norm",
         ),
-        "kernels: liger, which replaces norms, gated MLPs and rotary positions together",
+        "kernels: liger, which replaces norms, gated MLPs, rotary positions and the loss together",
     ),
-    "liger_fused_linear_cross_entropy": "loss: chunked, on any device",
+    "liger_fused_linear_cross_entropy": "loss: chunked, on any device; with kernels: liger in one kernel",
 }
 """Settings of other frameworks that name a configuration of their own, and what says the same here."""
 

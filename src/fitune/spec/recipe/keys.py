@@ -103,7 +103,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "attn_implementation": "Kernel of attention",
     },
     "Speed on request": {
-        "kernels": "liger: fused norms, MLPs and rotary positions",
+        "kernels": "liger: fused norms, MLPs, rotary positions and loss",
         "torch_compile": "Compile the blocks",
         "tf32": "With precision fp32: products of 10 bits, on Ampere and newer",
     },
