@@ -22,7 +22,6 @@ from fitune.spec.model.model_config import spec_from_config
 from fitune.spec.model.traits import liger_refused_by_model
 from fitune.spec.plan import Kernels
 
-
 CrossEntropy = Callable[..., Tensor]
 """(logits [S, V], labels [S], ``scale``, ``softcap``) -> each row's loss in fp32 [S]; the logits become their gradient,
 times ``scale``."""
