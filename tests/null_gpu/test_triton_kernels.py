@@ -1,4 +1,4 @@
-"""Liger's kernels and the loss' as fitune launches them, compiled for each generation of cards by Triton's own compiler and ptxas."""
+"""Liger's kernels and the loss', as fitune launches them, compiled for each generation of cards by Triton and ptxas."""
 
 import pytest
 
