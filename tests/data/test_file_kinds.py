@@ -6,7 +6,7 @@ import json
 import pyarrow
 import pytest
 
-from fitune.data.reading.sources import content_key, read_rows
+from fitune.data.reading.sources import content_key, read_rows, rows_of
 from fitune.errors import DataError, RecipeError
 from fitune.planner.defaults import data_of
 from fitune.spec.plan import DataSource
@@ -31,7 +31,7 @@ def test_a_packed_file_gives_the_rows_of_the_plain_one(tmp_path, suffix, layout)
     plain.write_bytes(PLAIN[layout])
     packed.write_bytes(PACK[suffix](PLAIN[layout]))
     told = []
-    rows = list(read_rows(DataSource(path=str(packed)), on_bytes=told.append))
+    rows = list(rows_of(DataSource(path=str(packed)), on_bytes=told.append))
     assert [row.fields for row in rows] == read(plain)
     assert sum(told) == packed.stat().st_size, "progress counts the bytes of the file, not of what is inside"
     if layout == "jsonl":

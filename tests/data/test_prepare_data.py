@@ -7,12 +7,12 @@ import pytest
 
 from data.tiny_tokenizers import byte_tokenizer
 from fitune.data import cache
-from fitune.data.conversations.formats import to_example
 from fitune.data.conversations.templates import load_template
 from fitune.data.dataset import DatasetWriter
+from fitune.data.examples import examples_of
 from fitune.data.ledger import describe_ledger
 from fitune.data.loader import Loader, LoaderState
-from fitune.data.reading.sources import read_rows
+from fitune.data.reading.rows import BadRow
 from fitune.data.tokenising import RowTokeniser
 from fitune.errors import DataError
 from fitune.spec.plan import Batch, DataSource
@@ -69,8 +69,8 @@ def test_the_sums_of_the_ledger_balance(mixed, prepare, policy, weight):
     assert ledger.rows_read == ledger.rows_kept + sum(ledger.dropped.values())
     assert ledger.tokens_kept == made.lengths.sum()
     if weight == 1.0:
-        read = (row for source in mixed for row in read_rows(source, on_bad_row="skip"))
-        good = [to_example(row, format="auto") for row in read if row.fields["completion"]]
+        read = (row.example for source in mixed for row in examples_of(source))
+        good = [example for example in read if not isinstance(example, BadRow)]
         template = load_template(byte_tokenizer())
         assert ledger.tokens_read == sum(len(template.encode(each).ids) for each in good)
     assert ledger.tokens_supervised == made.labels_per_row.sum()

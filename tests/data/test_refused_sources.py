@@ -7,7 +7,8 @@ import pytest
 from fitune.data import preparing
 from fitune.data.conversations.formats import _READERS
 from fitune.data.reading import sources
-from fitune.data.reading.sources import read_rows
+from fitune.data.reading.rows import Row
+from fitune.data.reading.sources import read_rows, rows_of
 from fitune.errors import DataError
 from fitune.spec.plan import DataFormat, DataSource
 from jsonl import write_lines
@@ -37,9 +38,9 @@ def test_a_key_that_stands_twice_is_refused_with_its_row(tmp_path, text, key, ki
     where = "row 2" if kind == "json" else "rows.jsonl:2"
     with pytest.raises(DataError, match=rf"{where}: the key '{key}' is there twice"):
         list(read_rows(DataSource(path=str(file))))
-    counted = []
-    assert len([*read_rows(DataSource(path=str(file)), on_bad_row="skip", count_bad=counted.append)]) == 1
-    assert counted == ["key twice"]
+    good, bad = rows_of(DataSource(path=str(file)))
+    assert isinstance(good, Row)
+    assert bad.reason == "key twice"
 
 
 def test_the_same_key_in_two_objects_is_no_key_twice(tmp_path):

@@ -138,3 +138,21 @@ def test_rows_that_cannot_be_used_are_counted_by_reason(rows):
         lines.write('{"prompt": "a", "completion": 7}\n{"prompt": \n[1, 2]\n{"prompt": "x"\n')
     epoch = guessed(file)
     assert (epoch.rows, sum(epoch.bad_rows.values()), epoch.bad_rows["not JSON"]) == (5, 4, 2)
+
+
+def test_a_plan_counts_rows_of_other_formats_as_training_does(rows, prepare):
+    """The first row says how a source is read; training never looks for another format behind it."""
+    file = rows(*[40] * 5)
+    with file.open("a") as lines:
+        lines.write('{"question": "a", "answer": "b"}\n{"some": "a", "other": "b"}\n{"prompt": \n')
+    epoch, ledger = guessed(file), prepare(file, seq_len=4096, on_bad_row="skip").train_ledger
+    assert epoch.bad_rows == ledger.dropped == {"missing field": 2, "not JSON": 1}
+    assert epoch.rows == ledger.rows_kept == 5
+
+
+def test_where_no_row_can_be_read_the_first_is_named(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": \n{"prompt"\n')
+    with pytest.raises(
+        DataError, match=r"no row that can be trained on, from the first: .*rows.jsonl:1: not JSON"
+    ):
+        guessed(tmp_path / "rows.jsonl")

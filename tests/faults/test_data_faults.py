@@ -12,7 +12,7 @@ from fitune.data.conversations.messages import Conversation, Message
 from fitune.data.conversations.templates import load_template
 from fitune.data.preparing import prepare_data
 from fitune.data.reading.rows import BadRow, Row
-from fitune.data.reading.sources import read_rows
+from fitune.data.reading.sources import read_rows, rows_of
 from fitune.errors import DataError
 from fitune.spec.plan import DataPlan, DataSource
 
@@ -20,9 +20,14 @@ GOOD = b'{"prompt": "hi", "completion": "yo"}\n'
 
 
 def read(path, *, on_bad_row="error"):
-    counted = []
-    rows = list(read_rows(DataSource(path=str(path)), on_bad_row=on_bad_row, count_bad=counted.append))
-    return rows, counted
+    """The rows that can be read, and why the others cannot."""
+    source = DataSource(path=str(path))
+    if on_bad_row == "error":
+        return list(read_rows(source)), []
+    rows = list(rows_of(source))
+    return [row for row in rows if isinstance(row, Row)], [
+        row.reason for row in rows if isinstance(row, BadRow)
+    ]
 
 
 def prepare(tmp_path, *lines, seq_len=64, template=None, **settings):

@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 
 from fitune.data import cache
-from fitune.data.conversations.formats import detect_format, to_example
 from fitune.data.conversations.messages import Conversation, Example
 from fitune.data.dataset import DatasetWriter, TokenDataset
+from fitune.data.examples import examples_of
 from fitune.data.ledger import LEFT_OUT, Progress, describe_dropped, hint_for_dropped
 from fitune.data.reading.rows import BadRow
-from fitune.data.reading.sources import read_rows, with_skip_hint
+from fitune.data.reading.sources import with_skip_hint
 from fitune.data.tokenising import MOST_TEXT_AT_ONCE, RowTokeniser, TokenRows, text_size, tokenised
 from fitune.errors import DataError
-from fitune.spec.plan import DataFormat, DataPlan, DataSource
+from fitune.spec.plan import DataPlan, DataSource
 from fitune.spec.reports import Ledger
 
 FIRST_CONVERSATIONS = 64
@@ -192,18 +192,13 @@ class Making:
         """Every row of the source, sent to its side; notes the format it was read as."""
         data = self._data
         weight, per = Fraction(source.weight).limit_denominator(1_000_000).as_integer_ratio()
-        format: DataFormat = source.format
-        position = 0
-        rows = read_rows(source, on_bad_row=data.on_bad_row, count_bad=part.drop, on_bytes=self._progress)
-        for row in rows:
-            if format == "auto":
-                format = detect_format(row, source.columns)
-            try:
-                example = to_example(row, format=format, columns=source.columns)
-            except BadRow as bad:
+        position, format = 0, source.format
+        for read in examples_of(source, on_bytes=self._progress):
+            example, format = read.example, read.format
+            if isinstance(example, BadRow):
                 if data.on_bad_row == "error":
-                    raise with_skip_hint(bad) from None
-                part.drop(bad.reason)
+                    raise with_skip_hint(example)
+                part.drop(example.reason)
                 continue
             if part is self._held_out or _is_held_out(example, data.val_fraction, seed):
                 yield example, self._held_out, 1

@@ -1,17 +1,15 @@
 """The first rows of the data, to guess an epoch from before anything is tokenised. Neither torch nor transformers."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
-from fitune.data.conversations.formats import to_example
 from fitune.data.conversations.messages import Example, Text
-from fitune.data.ledger import describe_dropped, hint_for_dropped
+from fitune.data.examples import examples_of
 from fitune.data.reading.files import HubDataset, locate, sample_size
 from fitune.data.reading.rows import BadRow
-from fitune.data.reading.sources import read_rows
 from fitune.errors import DataError, is_failure
 from fitune.spec.model.block_profile import BatchShape
 from fitune.spec.plan import Batch, DataPlan, DataSource
@@ -151,21 +149,12 @@ def _read(source: DataSource, *, train_on_prompt: bool) -> _Sample | None:
         nonlocal told, rows_when_told
         told, rows_when_told = told + count, len(lengths)
 
-    def examples() -> Iterator[Example]:
-        """The rows that can be read as examples; the others are counted in ``bad``."""
-        nonlocal first
-        one = replace(source, path=path, sample=0)
-        for row in read_rows(
-            one, on_bad_row="skip", count_bad=lambda why: bad.update([why]), on_bytes=on_bytes
-        ):
-            try:
-                yield to_example(row, format=source.format, columns=source.columns)
-            except BadRow as error:
-                bad[error.reason] += 1
-                first = first or error
-
-    read, is_whole = examples(), True
-    for example in read:
+    read, is_whole = examples_of(replace(source, path=path, sample=0), on_bytes=on_bytes), True
+    for _, example, _ in read:
+        if isinstance(example, BadRow):
+            bad[example.reason] += 1
+            first = first or example
+            continue
         lengths.append(_length(example, train_on_prompt=train_on_prompt))
         texts.append(example.text)
         size += lengths[-1][0]
@@ -173,12 +162,9 @@ def _read(source: DataSource, *, train_on_prompt: bool) -> _Sample | None:
             is_whole = next(read, None) is None
             break
     if not lengths:
-        cause, hint = "", "is it the right file and split?"
-        if first is not None:
-            cause, hint = f", from the first: {first.message}", first.hint or ""
-        elif bad:
-            cause, hint = f": {describe_dropped(bad)}", hint_for_dropped(bad)
-        raise DataError(f"{path}: no row that can be trained on{cause}", hint=hint or None)
+        cause = f", from the first: {first.message}" if first else ""
+        hint = first.hint if first else "is it the right file and split?"
+        raise DataError(f"{path}: no row that can be trained on{cause}", hint=hint)
     rows = float(len(lengths))
     if not is_whole and rows_when_told:
         rows = max(rows, rows_when_told * sum(Path(name).stat().st_size for name in files) / told)

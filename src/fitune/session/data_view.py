@@ -3,23 +3,22 @@
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fitune.data.conversations.answers import thought_of
-from fitune.data.conversations.formats import detect_format, to_example
 from fitune.data.conversations.messages import Conversation, Example
 from fitune.data.conversations.templates import ChatTemplate, load_template
 from fitune.data.dataset import TokenDataset
+from fitune.data.examples import examples_of
 from fitune.data.ledger import describe_ledger
 from fitune.data.making import PreparedData
 from fitune.data.packing import pack_rows
 from fitune.data.preparing import prepare_data
-from fitune.data.reading.rows import BadRow
-from fitune.data.reading.sources import read_rows
+from fitune.data.reading.rows import BadRow, Row
 from fitune.data.tokenising import RowTokeniser
 from fitune.errors import DataError, RecipeError
 from fitune.models.tokens import tokenizer_with
@@ -177,29 +176,22 @@ def _looked_at(
     data: DataPlan, tokenise: RowTokeniser, template: ChatTemplate, tokenizer: Any
 ) -> Iterator[ShownRow]:
     """The rows of all sources in turn; those that a reader cannot take apart are only counted, in the account."""
-    for source in data.sources:
-        format = source.format
-        waiting: list[Example] = []
-        for row in read_rows(source, on_bad_row="skip"):
-            if format == "auto":
-                format = detect_format(row, source.columns)
-            try:
-                waiting.append(to_example(row, format=format, columns=source.columns))
-            except BadRow as bad:
-                yield from _shown(waiting, tokenise, template, tokenizer)
-                waiting = []
-                yield _left_out(row.where, str(row.fields), bad.message.removeprefix(f"{row.where}: "))
-            if len(waiting) == _AT_ONCE:
-                yield from _shown(waiting, tokenise, template, tokenizer)
-                waiting = []
-        yield from _shown(waiting, tokenise, template, tokenizer)
+    rows = chain.from_iterable(map(examples_of, data.sources))
+    readable = ((row, example) for row, example, _ in rows if isinstance(row, Row))
+    while batch := list(islice(readable, _AT_ONCE)):
+        examples = [example for _, example in batch if not isinstance(example, BadRow)]
+        shown = _shown(examples, tokenise, template, tokenizer)
+        for row, example in batch:
+            if isinstance(example, BadRow):
+                why = example.message.removeprefix(f"{row.where}: ")
+                yield _left_out(row.where, str(row.fields), why)
+            else:
+                yield next(shown)
 
 
 def _shown(
     examples: Sequence[Example], tokenise: RowTokeniser, template: ChatTemplate, tokenizer: Any
 ) -> Iterator[ShownRow]:
-    if not examples:
-        return
     made = tokenise(examples)
     if made.error is not None:
         raise made.error

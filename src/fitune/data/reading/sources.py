@@ -3,8 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 from fitune.data.reading.files import (
     HubDataset,
@@ -25,50 +24,43 @@ _SAMPLE_SEED = 500
 """A sample is a property of the source, not of the run: two runs with other seeds train on the same rows."""
 
 
-def _ignore(_what: object) -> None:
-    """Does nothing, for callers that count and show nothing."""
+def ignore(_count: int) -> None:
+    """Does nothing, for callers that show no progress."""
 
 
-def read_rows(
-    source: DataSource,
-    *,
-    on_bad_row: Literal["error", "skip"] = "error",
-    count_bad: Callable[[str], None] = _ignore,
-    on_bytes: Callable[[int], None] = _ignore,
-) -> Iterator[Row]:
+def read_rows(source: DataSource) -> Iterator[Row]:
+    """``rows_of`` the source. The first that cannot be read is raised as DataError ``file:line: cause``."""
+
+    def readable(row: Row | BadRow) -> Row:
+        if isinstance(row, BadRow):
+            raise with_skip_hint(row)
+        return row
+
+    return map(readable, rows_of(source))
+
+
+def rows_of(source: DataSource, *, on_bytes: Callable[[int], None] = ignore) -> Rows:
     """The rows of a file, a folder, a Hub dataset or an fsspec URL, in order.
 
-    A row that cannot be read is raised as DataError ``file:line: cause``, or, under ``skip``, counted by
-    calling ``count_bad`` with its reason. ``path#500`` or ``source.sample`` takes that many rows, the same
-    ones every time, in the order of the file. ``on_bytes`` is told what was read, and may raise to stop.
+    ``path#500`` or ``source.sample`` takes that many rows of those that can be read, the same ones every time; the
+    others are all given. ``on_bytes`` is told what was read, and may raise to stop.
     """
     path, wanted = sample_size(source)
     place = locate(source)
     stored = _load_hub(place, streaming=source.streaming) if isinstance(place, HubDataset) else None
 
-    def of_hub() -> Rows:
-        """Rows of the Hub dataset, numbered from 1; none for files. ``on_bytes`` gets 0 for each and may raise."""
+    def every_row() -> Rows:
+        """Rows of the files, or of the Hub dataset, numbered from 1. ``on_bytes`` gets 0 for each of its rows."""
+        for name in () if isinstance(place, HubDataset) else place:
+            yield from read_file(name, on_bytes)
         for number, fields in enumerate(stored or (), start=1):
             on_bytes(0)
             yield Row(f"{path} row {number}", fields)
 
-    def good_rows(count_bad: Callable[[str], None]) -> Iterator[Row]:
-        """Rows that can be read; under ``skip`` the others are counted by reason, else the first raises BadRow."""
-        files = () if isinstance(place, HubDataset) else place
-        for row in chain(of_hub(), chain.from_iterable(read_file(name, on_bytes) for name in files)):
-            if isinstance(row, Row):
-                yield row
-            elif on_bad_row == "error":
-                raise with_skip_hint(row)
-            else:
-                count_bad(row.reason)
-
-    if not wanted:
-        return good_rows(count_bad)
-    return _numbered(good_rows(_ignore), _sample(good_rows(count_bad), wanted))
+    return _sampled(every_row, wanted) if wanted else every_row()
 
 
-def content_key(source: DataSource, *, on_bytes: Callable[[int], None] = _ignore) -> str:
+def content_key(source: DataSource, *, on_bytes: Callable[[int], None] = ignore) -> str:
     """A hash that changes when the content of the source changes, or what its files are read as.
 
     Files on disk, those of a downloaded Hub dataset included, are hashed by their bytes; files in a store by what
@@ -145,27 +137,22 @@ def with_skip_hint(bad: BadRow) -> BadRow:
     return BadRow(bad.message, reason=bad.reason, hint=f"{bad.hint}; {skip}" if bad.hint else skip)
 
 
-def _sample(rows: Iterator[Row], count: int) -> list[int]:
-    """Numbers of ``count`` rows, each equally likely (reservoir sampling, Vitter 1985)."""
+def _sampled(every_row: Callable[[], Rows], count: int) -> Rows:
+    """``count`` of the rows that can be read, each equally likely (reservoir sampling, Vitter 1985), and all others.
+
+    They are read once more rather than kept: a sample may be large.
+    """
     import numpy as np  # whoever plans on the first rows has none
 
     rng = np.random.default_rng(_SAMPLE_SEED)
     kept: list[int] = []
-    for number, _ in enumerate(rows):
+    for number, _ in enumerate(row for row in every_row() if isinstance(row, Row)):
         if number < count:
             kept.append(number)
         elif (place := int(rng.integers(number + 1))) < count:
             kept[place] = number
-    return sorted(kept)
-
-
-def _numbered(rows: Iterator[Row], wanted: list[int]) -> Iterator[Row]:
-    """The rows of these numbers. They are read once more rather than kept: a sample may be large."""
-    numbers = iter(wanted)
-    next_wanted = next(numbers, -1)
-    for number, row in enumerate(rows):
-        if number == next_wanted:
+    wanted, number = set(kept), -1
+    for row in every_row():
+        number += isinstance(row, Row)
+        if isinstance(row, BadRow) or number in wanted:
             yield row
-            next_wanted = next(numbers, -1)
-        if next_wanted < 0:
-            return
