@@ -47,7 +47,7 @@ class Here:
         if self._tokenise is None:
             self._tokenise = pickle.loads(message)
         else:
-            self._answers.append(pickle.dumps(self._tokenise(pickle.loads(message))))
+            self._answers.append(tokenising.answer_to(message, self._tokenise))
 
     def receive(self):
         return self._answers.popleft()
@@ -161,6 +161,18 @@ def test_a_prompt_on_which_the_tokenizer_panics_is_its_own_error():
     )
     assert good == last
     assert bad.message.startswith("rows.jsonl:q: the tokenizer fails: ")
+
+
+def test_a_given_answer_on_which_the_tokenizer_panics_is_its_own_error():
+    """It ended a whole scoring of given answers, without a word on which row it was."""
+    template = load_template(panicking_tokenizer())
+    texts = ("1", TOO_HARD, "1")
+    rows = [
+        Conversation((Message("user", "a"), Message("assistant", text)), f"rows:{text[0]}") for text in texts
+    ]
+    good, bad, last = template.encode_each(rows)
+    assert good == last
+    assert bad.message.startswith("rows:q: the tokenizer fails: ")
 
 
 @pytest.mark.parametrize("count", [0, 1])

@@ -108,8 +108,7 @@ class _Part:
                 formats=formats,
                 **self.counts,
             )
-            facts = TokenDataset.load(self.folder).facts
-            return ledger, TokenDataset.load(self.folder, facts)
+            return ledger, TokenDataset.load(self.folder)
         names = ", ".join(source.path for source in sources) or f"val_fraction {val_fraction:g}"
         if read := self.counts["rows_read"]:
             raise DataError(
@@ -179,8 +178,6 @@ class Making:
         with closing(made):
             for rows in made:
                 batch = under_way.pop(0)
-                if rows.error is not None:
-                    raise rows.error
                 for part in (self._train, self._held_out):
                     mine = [side is part for _, side, _ in batch]
                     if any(mine):

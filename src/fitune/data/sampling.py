@@ -54,19 +54,46 @@ class RowSample:
 
     def epoch(self, batch: Batch) -> Epoch:
         """Returns an epoch as these rows let it look. Raises DataError when no row is left."""
-        data, samples = self.data, self.samples
-        weighted = [
-            (
-                one.places * (1 - data.val_fraction) / len(one.lengths),
-                _cut(one.lengths, self.bytes_per_token, data, seq_len=batch.seq_len),
+        lengths: list[int] = []
+        rows = tokens = squares = learned = 0.0
+        for one in self.samples:
+            cut = _cut(one.lengths, self.bytes_per_token, self.data, seq_len=batch.seq_len)
+            times = (
+                one.places * (1 - self.data.val_fraction) / len(one.lengths)
+            )  # what each of them stands for
+            rows += times * len(cut)
+            tokens += times * sum(n for n, _ in cut)
+            squares += times * sum(n * n for n, _ in cut)
+            learned += times * sum(s for _, s in cut)
+            lengths += [n for n, _ in cut]
+        if rows < 0.5 or not tokens:
+            raise DataError(
+                "no row is left to train on", hint="check val_fraction, on_long_row and the weights"
             )
-            for one in samples
-        ]
-        rows = sum(len(one.lengths) for one in samples)
-        how = "" if all(one.is_whole for one in samples) else f"from the first {rows:,} rows "
-        bad = sum((one.bad for one in samples), Counter[str]())
-        epoch = _epoch(weighted, batch, guess=f"{how}at {self.counted}")
-        return replace(epoch, bad_rows=dict(bad.most_common()))
+        units = rows
+        if batch.packing:
+            from fitune.data.packing import pack_rows  # numpy, which plans without packing do not wait for
+
+            units = rows * (len(pack_rows(lengths, batch.seq_len)) / len(lengths))
+        units = max(1.0, units)
+        usual = BatchShape.of_average(
+            rows=rows,
+            tokens=round(tokens),
+            squares=squares,
+            supervised_tokens=round(learned),
+            share=min(1.0, batch.micro_batch_size / units),
+        )
+        read = sum(len(one.lengths) for one in self.samples)
+        how = "" if all(one.is_whole for one in self.samples) else f"from the first {read:,} rows "
+        return Epoch(
+            rows=round(rows),
+            tokens=round(tokens),
+            longest_row=max(lengths),
+            units=round(units),
+            usual=usual,
+            guess=f"{how}at {self.counted}",
+            bad_rows=dict(sum((one.bad for one in self.samples), Counter[str]()).most_common()),
+        )
 
     def mean_row_tokens(self, seq_len: int) -> int:
         """Returns the tokens of an average row, of which none keeps more than ``seq_len``. Raises DataError."""
@@ -98,39 +125,6 @@ def require_files(data: DataPlan) -> None:
     """Raises DataError for a file or folder of the data that is not there; what lies elsewhere is not looked at."""
     for source in (*data.sources, *data.eval_sources):
         _files_of(source)
-
-
-def _epoch(weighted: Sequence[tuple[float, list[tuple[int, int]]]], batch: Batch, *, guess: str) -> Epoch:
-    """``weighted``: for each source, rows of an epoch that one of its sampled rows stands for, (tokens, learned)."""
-    rows = sum(times * len(lengths) for times, lengths in weighted)
-    tokens = sum(times * sum(n for n, _ in lengths) for times, lengths in weighted)
-    squares = sum(times * sum(n * n for n, _ in lengths) for times, lengths in weighted)
-    learned = sum(times * sum(s for _, s in lengths) for times, lengths in weighted)
-    if rows < 0.5 or not tokens:
-        raise DataError("no row is left to train on", hint="check val_fraction, on_long_row and the weights")
-    units = rows
-    if batch.packing:
-        from fitune.data.packing import pack_rows  # numpy, which plans without packing do not wait for
-
-        lengths = [n for _, lengths in weighted for n, _ in lengths]
-        units = rows * (len(pack_rows(lengths, batch.seq_len)) / len(lengths))
-    units = max(1.0, units)
-    usual = BatchShape.of_average(
-        rows=rows,
-        tokens=round(tokens),
-        squares=squares,
-        supervised_tokens=round(learned),
-        share=min(1.0, batch.micro_batch_size / units),
-    )
-    longest = max(n for _, lengths in weighted for n, _ in lengths)
-    return Epoch(
-        rows=round(rows),
-        tokens=round(tokens),
-        longest_row=longest,
-        units=round(units),
-        usual=usual,
-        guess=guess,
-    )
 
 
 def _read(source: DataSource, *, train_on_prompt: bool) -> _Sample | None:

@@ -5,7 +5,7 @@ import pickle
 import sys
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import cycle
 
 import numpy as np
@@ -40,12 +40,17 @@ class Fate:
 class TokenRows:
     """The rows of a batch of examples end to end, and the fate of each example."""
 
-    ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
-    supervised: np.ndarray = field(default_factory=lambda: np.empty(0, np.bool_))
-    lengths: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    fates: list[Fate] = field(default_factory=list)
-    error: DataError | None = None
-    """The first example that cannot be used, where that is an error; nothing stands for it and what follows it."""
+    ids: np.ndarray
+    """int32, of shape (tokens,)."""
+    supervised: np.ndarray
+    """bool, of shape (tokens,)."""
+    lengths: np.ndarray
+    """int64, of shape (rows,)."""
+    fates: list[Fate]
+
+
+_Part = tuple[np.ndarray, np.ndarray]
+"""Ids and marks of one row."""
 
 
 class RowTokeniser:
@@ -55,35 +60,50 @@ class RowTokeniser:
         self._data, self._template, self._seq_len = data, template, seq_len
 
     def __call__(self, examples: Sequence[Example]) -> TokenRows:
-        """The rows of ``examples`` in their order; never more text at once in the tokenizer than MOST_TEXT_AT_ONCE."""
-        rows = _Rows()
+        """The rows of ``examples`` in their order. Raises DataError for the first example that cannot be used, where
+        that is an error."""
+        fates: list[Fate] = []
+        ids, marks = [np.empty(0, np.int32)], [np.empty(0, np.bool_)]
+        for batch in self._laid_out(examples):
+            for fate, parts in self._encoded(batch):
+                fates.append(fate)
+                ids += [part for part, _ in parts]
+                marks += [part for _, part in parts]
+        return TokenRows(
+            ids=np.concatenate(ids),
+            supervised=np.concatenate(marks),
+            lengths=np.fromiter(map(len, ids[1:]), np.int64, len(ids) - 1),
+            fates=fates,
+        )
+
+    def _laid_out(self, examples: Sequence[Example]) -> Iterator[list[tuple[Example, list[Piece] | BadRow]]]:
+        """The examples as their template writes them, with about MOST_TEXT_AT_ONCE characters together."""
         waiting: list[tuple[Example, list[Piece] | BadRow]] = []
         text = 0
-        try:
-            for example, laid_out in zip(examples, self._template.lay_out_rows(examples), strict=True):
-                waiting.append((example, laid_out))
-                if not isinstance(laid_out, BadRow):
-                    text += sum(len(piece.text) for piece in laid_out)
-                if text > MOST_TEXT_AT_ONCE:
-                    self._encode(waiting, rows)
-                    waiting, text = [], 0
-                if isinstance(laid_out, BadRow) and self._data.on_bad_row == "error":
-                    break
-            self._encode(waiting, rows)
-        except DataError as error:
-            return TokenRows(error=error)
-        return rows.joined()
+        for example, laid_out in zip(examples, self._template.lay_out_rows(examples), strict=True):
+            waiting.append((example, laid_out))
+            if not isinstance(laid_out, BadRow):
+                text += sum(len(piece.text) for piece in laid_out)
+            elif self._data.on_bad_row == "error":
+                break
+            if text > MOST_TEXT_AT_ONCE:
+                yield waiting
+                waiting, text = [], 0
+        yield waiting
 
-    def _encode(self, waiting: Sequence[tuple[Example, list[Piece] | BadRow]], rows: "_Rows") -> None:
+    def _encoded(
+        self, batch: Sequence[tuple[Example, list[Piece] | BadRow]]
+    ) -> Iterator[tuple[Fate, list[_Part]]]:
+        """The fate of each example and its rows."""
         try:
             encoded = self._template.encode_rows(
-                [row for _, row in waiting if not isinstance(row, BadRow)],
+                [row for _, row in batch if not isinstance(row, BadRow)],
                 empty_thoughts=self._data.train_on_empty_thinking,
             )
         except TokenizerFailed as failed:
-            for example, row in waiting:  # finds the row
-                is_found = len(waiting) == 1 and not isinstance(row, BadRow)
-                self._encode([(example, failed.of_row(example.where) if is_found else row)], rows)
+            for example, row in batch:  # finds the row
+                is_found = len(batch) == 1 and not isinstance(row, BadRow)
+                yield from self._encoded([(example, failed.of_row(example.where) if is_found else row)])
             return
         if self._data.train_on_prompt:
             encoded.supervised[:] = True
@@ -92,35 +112,32 @@ class RowTokeniser:
         before = np.concatenate([[0], np.cumsum(encoded.supervised)])
         learned = before[ends] - before[np.minimum(begins + 1, ends)]  # counted for all rows at once
         uncut = zip(begins.tolist(), ends.tolist(), learned.tolist(), strict=True)
-        for example, row in waiting:
+        for example, row in batch:
             if not isinstance(row, BadRow):
-                self._cut(encoded, *next(uncut), example.where, rows)
+                yield self._cut(encoded, *next(uncut), example.where)
             elif self._data.on_bad_row == "error":
                 raise with_skip_hint(row)
             else:
-                rows.fates.append(Fate(reason=row.reason))
+                yield Fate(reason=row.reason), []
 
     def _cut(
-        self, encoded: EncodedRows, first: int, past: int, learned_uncut: int, where: str, rows: "_Rows"
-    ) -> None:
-        """Keep what of the row, from ``first`` to ``past``, fits and can be learned."""
+        self, encoded: EncodedRows, first: int, past: int, learned_uncut: int, where: str
+    ) -> tuple[Fate, list[_Part]]:
+        """What of the row, from ``first`` to ``past``, fits and can be learned."""
         length = past - first
         parts = [(first + begin, first + end) for begin, end in self._parts(length, where)]
         learned = [learned_uncut]
         if parts != [(first, past)]:
             # the first token of a part is not learned: nothing stands before it
             learned = [int(encoded.supervised[begin + 1 : end].sum()) for begin, end in parts]
-        kept = [part for part, count in zip(parts, learned, strict=True) if count]
-        rows.ids += [encoded.ids[begin:end] for begin, end in kept]
-        rows.supervised += [encoded.supervised[begin:end] for begin, end in kept]
+        kept = [slice(*part) for part, count in zip(parts, learned, strict=True) if count]
         too_long = TOO_LONG[1 if parts else 0]
         reason = too_long if length > self._seq_len else "nothing to learn"
-        rows.fates.append(
-            Fate(
-                tokens=length, rows=len(kept), kept=sum(end - begin for begin, end in kept), supervised=sum(learned),
-                reason="" if kept else reason,
-            )
+        fate = Fate(
+            tokens=length, rows=len(kept), kept=sum(part.stop - part.start for part in kept), supervised=sum(learned),
+            reason="" if kept else reason,
         )  # fmt: skip
+        return fate, [(encoded.ids[part], encoded.supervised[part]) for part in kept]
 
     def _parts(self, length: int, where: str) -> list[tuple[int, int]]:
         """The stretches of a row that become rows, as ``on_long_row`` says."""
@@ -135,26 +152,6 @@ class RowTokeniser:
                 hint=f"seq_len {length}, or on_long_row: truncate, split or drop",
             )
         return []
-
-
-class _Rows:
-    """Rows while they are cut."""
-
-    def __init__(self) -> None:
-        self.ids: list[np.ndarray] = []
-        self.supervised: list[np.ndarray] = []
-        self.fates: list[Fate] = []
-
-    def joined(self) -> TokenRows:
-        """All rows end to end: ids and marks of shape (tokens,), lengths of shape (rows,)."""
-        if not self.ids:
-            return TokenRows(fates=self.fates)
-        return TokenRows(
-            ids=np.concatenate(self.ids),
-            supervised=np.concatenate(self.supervised),
-            lengths=np.fromiter(map(len, self.ids), np.int64, len(self.ids)),
-            fates=self.fates,
-        )
 
 
 def text_size(example: Example) -> int:
@@ -217,14 +214,14 @@ def _by_processes(
                 unanswered = next(each for owner, each in waiting if owner is child)
                 raise _lost(unanswered, ended) from None
             if len(waiting) >= _AHEAD * count:
-                yield _answer(*waiting.popleft())
+                yield _received(*waiting.popleft())
             beat()
             try:
                 batch = next(rest, None)
             except DataError as error:
                 failed, batch = error, None
         while waiting:
-            yield _answer(*waiting.popleft())
+            yield _received(*waiting.popleft())
     finally:
         for child in started:
             child.close()
@@ -232,12 +229,14 @@ def _by_processes(
         raise failed
 
 
-def _answer(child: Child, batch: list[Example]) -> TokenRows:
+def _received(child: Child, batch: list[Example]) -> TokenRows:
     try:
-        rows: TokenRows = pickle.loads(child.receive())
-        return rows
+        rows: TokenRows | DataError = pickle.loads(child.receive())
     except ChildEnded as ended:
         raise _lost(batch, ended) from None
+    if isinstance(rows, DataError):
+        raise rows
+    return rows
 
 
 def _lost(batch: Sequence[Example], ended: ChildEnded) -> DataError:
@@ -253,7 +252,15 @@ def main() -> None:
     _, setup = next(messages)
     tokenise: RowTokeniser = pickle.loads(setup)
     for connection, message in messages:
-        connection.send_bytes(pickle.dumps(tokenise(pickle.loads(message))))
+        connection.send_bytes(answer_to(message, tokenise))
+
+
+def answer_to(message: bytes, tokenise: RowTokeniser) -> bytes:
+    """The rows of a batch, or the error in their place, both pickled."""
+    try:
+        return pickle.dumps(tokenise(pickle.loads(message)))
+    except DataError as error:
+        return pickle.dumps(error)
 
 
 if __name__ == "__main__":

@@ -193,13 +193,11 @@ def _shown(
     examples: Sequence[Example], tokenise: RowTokeniser, template: ChatTemplate, tokenizer: Any
 ) -> Iterator[ShownRow]:
     made = tokenise(examples)
-    if made.error is not None:
-        raise made.error
     ends = np.cumsum(made.lengths)
     place = 0
     for example, fate, laid_out in zip(examples, made.fates, template.lay_out_rows(examples), strict=True):
         if not fate.rows or isinstance(laid_out, BadRow):
-            yield replace(_left_out(example.where, example.text, fate.reason), tokens=fate.tokens)
+            yield _left_out(example.where, example.text, fate.reason, tokens=fate.tokens)
             continue
         begin = int(ends[place] - made.lengths[place])
         end = int(ends[place + fate.rows - 1])
@@ -222,10 +220,10 @@ def _shown(
         )
 
 
-def _left_out(where: str, text: str, why: str) -> ShownRow:
+def _left_out(where: str, text: str, why: str, *, tokens: int = 0) -> ShownRow:
     short = text if len(text) <= _SHOWN_TEXT else f"{text[:_SHOWN_TEXT]}…"
     part = Part(text=short, is_learned=False)
-    return ShownRow(where=where, parts=(part,), tokens=0, kept=0, learned=0, why_not=why)
+    return ShownRow(where=where, parts=(part,), tokens=tokens, kept=0, learned=0, why_not=why)
 
 
 def _histogram(dataset: TokenDataset) -> tuple[Bar, ...]:

@@ -129,30 +129,28 @@ class ChatTemplate:
         return _good(next(self.encode_prompts([conversation])))
 
     def encode_prompts(self, conversations: Sequence[Conversation]) -> Iterator[list[int] | BadRow]:
-        """``encode_prompt`` of many rows, in one call of template and tokenizer; an error stands in the place of a row
-        that the template refuses."""
+        """``encode_prompt`` of many rows, as ``encode_each``."""
         questions = [
             replace(c, messages=c.messages[:-1])
             if c.messages[-1:] and c.messages[-1].role == "assistant"
             else c
             for c in conversations
         ]
-        rows = list(self.lay_out_rows(questions, ask=True))
-        pieces = [piece for row in rows if not isinstance(row, BadRow) for piece in row]
-        try:
-            encoded = iter(self._encoder.encode(pieces))
-        except TokenizerFailed as failed:
-            for each in conversations:  # finds the row
-                yield from [failed.of_row(each.where)] if len(rows) == 1 else self.encode_prompts([each])
-            return
-        for row in rows:
-            yield row if isinstance(row, BadRow) else [token for _ in row for token in next(encoded)]
+        for row in self.encode_each(questions, ask=True):
+            yield row if isinstance(row, BadRow) else row.ids
 
-    def encode_each(self, examples: Sequence[Example]) -> Iterator[Encoded | BadRow]:
-        """``encode`` of many rows, in one call of template and tokenizer; an error stands in the place of a row that
-        the template refuses."""
-        laid_out = list(self.lay_out_rows(examples))
-        rows = self.encode_rows([row for row in laid_out if not isinstance(row, BadRow)])
+    def encode_each(self, examples: Sequence[Example], *, ask: bool = False) -> Iterator[Encoded | BadRow]:
+        """``encode`` of many rows, in one call of template and tokenizer, or with ``ask`` of the prompts that they are;
+        an error stands in the place of a row that one of the two refuses."""
+        laid_out = list(self.lay_out_rows(examples, ask=ask))
+        try:
+            rows = self.encode_rows([row for row in laid_out if not isinstance(row, BadRow)])
+        except TokenizerFailed as failed:
+            for each in examples:  # finds the row
+                yield from (
+                    [failed.of_row(each.where)] if len(examples) == 1 else self.encode_each([each], ask=ask)
+                )
+            return
         begin, ends = 0, iter(rows.ends.tolist())
         for row in laid_out:
             if isinstance(row, BadRow):
@@ -199,8 +197,9 @@ class ChatTemplate:
         encoded = self._encoder.encode(pieces)
         learned = [piece.supervised or (empty_thoughts and piece.empty_thought) for piece in pieces]
         past_P = np.cumsum([len(row) for row in rows], dtype=np.int64)
-        for place in [past - 1 for past, row in zip(past_P.tolist(), rows, strict=True) if len(row) == 1]:
-            encoded[place], learned[place] = self._as_text(encoded[place]), True
+        for past, row in zip(past_P.tolist(), rows, strict=True):
+            if len(row) == 1 and row[0].supervised:  # a plain text: before an answer stands a prompt
+                encoded[past - 1] = self._as_text(encoded[past - 1])
         lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
         ids = np.fromiter(chain.from_iterable(encoded), np.int32, int(lengths.sum()))
         ends = np.concatenate([[0], np.cumsum(lengths)])[past_P]
