@@ -178,7 +178,9 @@ def test_a_name_of_a_method_or_a_term_stays_text(steps, plan, prediction, run_re
     memory = dataclasses.replace(prediction.estimate.memory, phases=term)
     bars = run_plots.memory_bars(dataclasses.replace(prediction.estimate, memory=memory), {})
     curves = comparison_plots.loss_curves({HOSTILE: steps}, {HOSTILE: plan})
-    peaks = comparison_plots.peak_bars({HOSTILE: compare(prediction.estimate, run_report)[0]})
+    peaks = comparison_plots.method_bars(
+        {HOSTILE: compare(prediction.estimate, run_report)[0]}, name="peaks", label="Peaks"
+    )
     for svg in (bars, curves, peaks):
         assert not {"img", "script"} & {node.tag for node in ElementTree.fromstring(svg).iter()}
     tips = [node.get("data-tip") for node in ElementTree.fromstring(bars).iter() if node.get("data-tip")]

@@ -1,33 +1,15 @@
 """Pictures of several runs in one (losses, peaks, speeds), of several plans (the matrix), and of a fleet's offers."""
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fitune.report.compare import Row
-from fitune.report.plots import (
-    SERIES,
-    Axes,
-    Points,
-    axis_unit,
-    bars_to_the_right,
-    colour,
-    draw_bar,
-    draw_bar_label,
-    draw_line,
-    draw_svg,
-    legend_above,
-    logarithmic_if_wide,
-    svg_file,
-)
+from fitune.report.plots import DASHED, SERIES, Line, Points, loss_picture, paired_bars, svg_file
 from fitune.report.run_plots import running_mean
 from fitune.spec.plan import Plan, trains_every_weight
 from fitune.spec.reports import StepReport
-from fitune.units import format_bytes, format_rate
-
-_SOLID, _DASHED = "-", (0, (5, 1.6))
 
 
 def loss_curves(runs: Mapping[str, Sequence[StepReport]], plans: Mapping[str, Plan]) -> str:
@@ -45,62 +27,25 @@ def held_out_curves(runs: Mapping[str, Sequence[StepReport]], plans: Mapping[str
     return _curves(curves, plans, name="held-out", label="Loss on the held-out rows of every method")
 
 
-def peak_bars(peaks: Mapping[str, Row]) -> str:
-    """Predicted and measured peak of every method."""
-    unit, unit_name = axis_unit(int(_largest(peaks)))
-    return _bars(
-        peaks, unit=unit, axis=unit_name, text=lambda value: format_bytes(int(value)), name="peaks",
-        label="Peak of tensors of every method",
-    )  # fmt: skip
-
-
-def speed_bars(speeds: Mapping[str, Row]) -> str:
-    """Predicted and measured tokens a second of every method."""
-    return _bars(
-        speeds, unit=1, axis="tokens/s", text=format_rate, name="speeds", label="Speed of every method"
-    )
-
-
-def _bars(
-    rows: Mapping[str, Row], *, unit: int, axis: str, text: Callable[[float], str], name: str, label: str
-) -> str:
-    def draw(axes: Axes) -> None:
-        """Draws two bars for each method, predicted and measured; a value that is 0 or unknown has none."""
-        for place, (method, row) in enumerate(rows.items()):
-            sides = (("predicted", row.predicted, -0.19, "series-1"), ("measured", row.measured, 0.19, "ink"))
-            for side, value, offset, fill in sides:
-                if value:
-                    tip = f"{method}: {text(value)}, {side}"
-                    draw_bar(axes, place + offset, 0, value / unit, colour(fill), side, tip=tip)
-                    draw_bar_label(axes, place + offset, value / unit, text(value))
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-        bars_to_the_right(axes, list(rows), most=(_largest(rows) or 1) / unit * 1.3, axis=axis)
-
-    return draw_svg(draw, name=name, label=label, grid="x", height_in=0.9 + 0.5 * len(rows))
-
-
-def _largest(rows: Mapping[str, Row]) -> float:
-    return max(
-        (value for row in rows.values() for value in (row.predicted, row.measured) if value), default=1
-    )
-
-
 def _curves(curves: Mapping[str, Points], plans: Mapping[str, Plan], *, name: str, label: str) -> str:
-    """Solid where every weight is trained, dashed where adapters are."""
-    finite = {method: [p for p in points if math.isfinite(p[1])] for method, points in curves.items()}
+    """Solid where every weight is trained, dashed where adapters are; with their points where they are few."""
+    lines = [
+        Line(
+            name=method, points=points, series=f"series-{1 + place % SERIES}", marker="o" if len(points) < 30 else "",
+            style="-" if trains_every_weight(plans[method].tuning) else DASHED,
+        )
+        for place, (method, points) in enumerate(curves.items())
+    ]  # fmt: skip
+    return loss_picture(lines, name=name, label=label, height_in=3.4)
 
-    def draw(axes: Axes) -> None:
-        """Draws one curve for each method, with its points where there are fewer than 30."""
-        for place, (method, points) in enumerate(finite.items()):
-            style = _SOLID if trains_every_weight(plans[method].tuning) else _DASHED
-            marker = "o" if len(points) < 30 else ""
-            series = f"series-{1 + place % SERIES}"
-            draw_line(axes, points, series, method, width=1.6, marker=marker, style=style)
-        logarithmic_if_wide(axes, [loss for points in finite.values() for _, loss in points])
-        axes.set_ylabel("nats per token")
-        legend_above(axes)
 
-    return draw_svg(draw, name=name, label=label, height_in=3.4, curves=curves)
+def method_bars(rows: Mapping[str, Row], *, name: str, label: str) -> str:
+    """SVG of a quantity of every method, predicted and measured; a value that is 0 or unknown has no bar."""
+    bars = {
+        method: ({"predicted": row.predicted} if row.predicted else {}, row.measured or None)
+        for method, row in rows.items()
+    }
+    return paired_bars(bars, unit=next(iter(rows.values())).unit, name=name, label=label)
 
 
 _COLOURS = {

@@ -8,7 +8,7 @@ from statistics import quantiles
 
 from fitune.report import plan_words
 from fitune.report.compare import PEAK, Row, compare, row_texts
-from fitune.report.comparison_plots import held_out_curves, loss_curves, peak_bars, speed_bars
+from fitune.report.comparison_plots import held_out_curves, loss_curves, method_bars
 from fitune.report.page import pictures_or_advice, render, write_page
 from fitune.report.run_files import RunFiles
 from fitune.spec.plan import Dense, Lomo, base_of, trains_every_weight
@@ -106,7 +106,7 @@ _HEAD_MEASURED = ("peak predicted", "peak measured", "error", "tokens/s predicte
 
 
 def _cells(name: str, run: RunFiles, grades: Mapping[str, float], graders: Sequence[str]) -> tuple[str, ...]:
-    rows = {row.what: row for row in compare(run.estimate, run.run, run.steps)}
+    rows = _rows(run)
     speeds = (rows[SPEED].predicted, rows[SPEED].measured)
     report = run.run
     losses = best = ""
@@ -132,16 +132,22 @@ def _pictures(runs: Mapping[str, RunFiles]) -> list[tuple[str, str]]:
     drawn = [("Training loss, running mean", loss_curves(steps, plans))]
     if any(step.eval_loss is not None for one in steps.values() for step in one):
         drawn.append(("Loss on the held-out rows", held_out_curves(steps, plans)))
-    drawn.append(("Peak of tensors", peak_bars(_row_of(runs, PEAK))))
-    drawn.append(("Speed", speed_bars(_row_of(runs, SPEED))))
+    drawn.append(
+        (
+            "Peak of tensors",
+            method_bars(_row_of(runs, PEAK), name="peaks", label="Peak of tensors of every method"),
+        )
+    )
+    drawn.append(("Speed", method_bars(_row_of(runs, SPEED), name="speeds", label="Speed of every method")))
     return drawn
 
 
 def _row_of(runs: Mapping[str, RunFiles], what: str) -> dict[str, Row]:
-    return {
-        name: next(row for row in compare(run.estimate, run.run, run.steps) if row.what == what)
-        for name, run in runs.items()
-    }
+    return {name: _rows(run)[what] for name, run in runs.items()}
+
+
+def _rows(run: RunFiles) -> dict[str, Row]:
+    return {row.what: row for row in compare(run.estimate, run.run, run.steps)}
 
 
 Runs = Mapping[str, RunFiles]

@@ -11,10 +11,12 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fitune.errors import MissingExtra
+from fitune.report.compare import Unit, value_text
 from fitune.units import GIB, KIB, MIB, format_number
 
 SERIES = 8
@@ -40,18 +42,31 @@ def svg_file(
 ) -> Iterator[Any]:
     """An empty figure of ``size`` in inches that is written to ``path`` at the end. Raises MissingExtra, naming
     ``what`` is drawn, without matplotlib."""
+    with _empty_figure(name=name, what=what, size=size, font_size=font_size) as figure:
+        yield figure
+        drawn = io.StringIO()
+        figure.savefig(drawn, format="svg", metadata={"Date": None})
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(drawn.getvalue().replace("</style>", f"{_DARK}</style>", 1), encoding="utf-8")
+
+
+@contextmanager
+def _empty_figure(
+    *,
+    name: str,
+    what: str,
+    size: tuple[float, float],
+    font_size: float = 9,
+    layout: str | None = "constrained",
+) -> Iterator[Any]:
+    """Inside, matplotlib draws and saves it as this project's SVG: text as text, equal pictures as equal files."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
         raise MissingExtra(what, extra="plots") from None
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.size": font_size}):
-        figure = Figure(figsize=size, layout="constrained")
-        yield figure
-        drawn = io.StringIO()
-        figure.savefig(drawn, format="svg", metadata={"Date": None})
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(drawn.getvalue().replace("</style>", f"{_DARK}</style>", 1), encoding="utf-8")
+        yield Figure(figsize=size, layout=layout)
 
 
 _DARK = (
@@ -80,20 +95,11 @@ def draw_svg(
     ``curves``: those whose values a reader can point at, by name, written by ``text``.
     Raises MissingExtra without matplotlib.
     """
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
+    layout = None if left_in else "constrained"
+    size = (_WIDTH_IN, height_in)
+    with _empty_figure(name=name, what="pictures in the report", size=size, layout=layout) as figure:
         from matplotlib.ticker import MaxNLocator
-    except ImportError:
-        raise MissingExtra("pictures in the report", extra="plots") from None
-    settings = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": name,
-        "font.size": 9,
-        "axes.labelcolor": colour("muted"),
-    }
-    with matplotlib.rc_context(settings):
-        figure = Figure(figsize=(_WIDTH_IN, height_in), layout=None if left_in else "constrained")
+
         axes = figure.add_subplot()
         if left_in:
             edge, below = 0.1, 0.5
@@ -151,6 +157,8 @@ def _quiet(axes: Axes, grid: str) -> None:
     axes.grid(axis=grid, color=colour("line"), linewidth=0.7)
     axes.set_axisbelow(True)
     axes.tick_params(length=0, labelcolor=colour("muted"))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.label.set_color(colour("muted"))
 
 
 def _inline(svg: str, label: str, inside: str) -> str:
@@ -211,32 +219,49 @@ _TIP = "tip "
 """Begins the id of a bar, which is all that matplotlib lets through, where it has words."""
 
 
-def draw_bar(
-    axes: Axes, place: float, start: float, length: float, fill: str, label: str, *, tip: str
-) -> None:
-    """A horizontal bar in the colour ``fill``, on the line ``place``; who points at it reads ``tip``."""
-    axes.barh(
-        place, length, left=start, height=0.34, color=fill, label=label, edgecolor=colour("surface"), linewidth=0.6,
-        gid=f"{_TIP}{tip}",
-    )  # fmt: skip
+Bars = Mapping[str, tuple[Mapping[str, float], float | None]]
+"""Name of a row -> its predicted parts by name, and the measured value; None where there is none."""
 
 
-def draw_bar_label(axes: Axes, place: float, length: float, text: str) -> None:
-    """``text`` at the end of a bar of that length."""
-    axes.annotate(
-        text, (length, place), xytext=(4, 0), textcoords="offset points", va="center", color=colour("ink"),
-        fontsize=8.5,
-    )  # fmt: skip
+def paired_bars(rows: Bars, *, unit: Unit, name: str, label: str) -> str:
+    """SVG of two bars for each row: the predicted parts end to end, and below them the measured value in one piece.
+    Who points at a part reads its value."""
+    largest = max(
+        [value for parts, measured in rows.values() for value in (sum(parts.values()), measured or 0)],
+        default=0,
+    )
+    divisor, axis = axis_unit(int(largest)) if unit == "bytes" else (1, unit)
+    names = dict.fromkeys(part for parts, _ in rows.values() for part in parts)
+    colours = {part: colour(f"series-{number}") for number, part in enumerate(names, start=1)}
 
+    def draw(axes: Axes) -> None:
+        """Draws the bars from the top down, each with its value at its end."""
+        for place, (row, (parts, measured)) in enumerate(rows.items()):
+            own = {} if measured is None else {"measured": measured}
+            for side, offset, values in (("predicted", -0.19, parts), ("measured", 0.19, own)):
+                end = 0.0
+                for part, value in values.items():
+                    words = value_text(value, unit) if part == side else f"{part} {value_text(value, unit)}"
+                    axes.barh(
+                        place + offset, value / divisor, left=end, height=0.34, label=part, linewidth=0.6,
+                        color=colours.get(part, colour("ink")), edgecolor=colour("surface"),
+                        gid=f"{_TIP}{row}: {words}, {side}",
+                    )  # fmt: skip
+                    end += value / divisor
+                if values:
+                    axes.annotate(
+                        value_text(sum(values.values()), unit), (end, place + offset), xytext=(4, 0), va="center",
+                        textcoords="offset points", color=colour("ink"), fontsize=8.5,
+                    )  # fmt: skip
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+        axes.set_yticks(range(len(rows)), list(rows))
+        axes.set_xlim(0, (largest or 1) / divisor * 1.3)
+        axes.set_xlabel(axis)
+        axes.invert_yaxis()
+        axes.tick_params(axis="y", labelcolor=colour("ink"))
+        legend_above(axes)
 
-def bars_to_the_right(axes: Axes, names: Sequence[str], *, most: float, axis: str) -> None:
-    """Axes of horizontal bars: their names from the top down, and ``axis`` with room for the labels at their ends."""
-    axes.set_yticks(range(len(names)), list(names))
-    axes.set_xlim(0, most)
-    axes.set_xlabel(axis)
-    axes.invert_yaxis()
-    axes.tick_params(axis="y", labelcolor=colour("ink"))
-    legend_above(axes)
+    return draw_svg(draw, name=name, label=label, grid="x", height_in=0.9 + 0.6 * len(rows))
 
 
 def axis_unit(largest: int) -> tuple[int, str]:
@@ -246,50 +271,82 @@ def axis_unit(largest: int) -> tuple[int, str]:
     )
 
 
-def draw_line(
-    axes: Axes,
-    points: Points,
-    series: str,
-    label: str,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """Points over the steps, in the colour of ``series``."""
+
+    name: str
+    points: Points
+    series: str
+    width: float = 1.6
+    alpha: float = 1
+    marker: str = ""
+    style: object = "-"
+
+
+DASHED = (0, (5, 1.6))
+
+
+def line_picture(
+    lines: Sequence[Line],
     *,
-    width: float,
-    alpha: float = 1,
-    marker: str = "",
-    style: object = "-",
-) -> None:
-    """Draws ``points`` (step, value) in the colour of ``series``, thinned; a single one as a dot."""
-    finite = thin([point for point in points if math.isfinite(point[1])])
-    marker = marker or ("o" if len(finite) == 1 else "")
-    axes.plot(
-        [x for x, _ in finite], [y for _, y in finite], color=colour(series), label=label, linewidth=width,
-        alpha=alpha, marker=marker, markersize=3.5, linestyle=style,
-    )  # fmt: skip
+    name: str,
+    label: str,
+    finish: Callable[[Axes], object],
+    level: tuple[str, float, str] | None = None,
+    height_in: float = 2.7,
+    text: Callable[[float], str] = format_number,
+) -> str:
+    """SVG of lines, thinned, a single point as a dot; values that no axis can show are crosses at the upper edge.
+
+    ``level``: name, value and series of a dashed line that holds for every step. ``finish`` sets the axis; ``text``
+    writes a value.
+    """
+    broken = [step for line in lines for step, value in line.points if not math.isfinite(value)]
+
+    def draw(axes: Axes) -> None:
+        """Draws the lines in their order, then what is special."""
+        for line in lines:
+            finite = thin([point for point in line.points if math.isfinite(point[1])])
+            axes.plot(
+                [x for x, _ in finite], [y for _, y in finite], color=colour(line.series), label=line.name,
+                linewidth=line.width, alpha=line.alpha, linestyle=line.style, markersize=3.5,
+                marker=line.marker or ("o" if len(finite) == 1 else ""),
+            )  # fmt: skip
+        if broken:
+            axes.plot(
+                broken, [1.0] * len(broken), "x", color=colour("series-6"), transform=axes.get_xaxis_transform(),
+                clip_on=False, markersize=6, label="not finite",
+            )  # fmt: skip
+        if level is not None:
+            what, value, series = level
+            axes.axhline(value, color=colour(series), linewidth=1.4, linestyle=DASHED, label=what)
+        finish(axes)
+        legend_above(axes)
+
+    curves = {line.name: line.points for line in lines}
+    return draw_svg(draw, name=name, label=label, height_in=height_in, curves=curves, text=text)
 
 
-def mark_not_finite(axes: Axes, points: Points) -> None:
-    """A cross at the upper edge for every value that no axis can show."""
-    steps = [step for step, value in points if not math.isfinite(value)]
-    if steps:
-        axes.plot(
-            steps, [1.0] * len(steps), "x", color=colour("series-6"), transform=axes.get_xaxis_transform(),
-            clip_on=False, markersize=6, label="not finite",
-        )  # fmt: skip
+def loss_picture(lines: Sequence[Line], **how: Any) -> str:
+    """``line_picture`` of losses, on a logarithmic axis where the largest is over MANY_TIMES the smallest."""
+    losses = [value for line in lines for _, value in line.points if math.isfinite(value)]
+
+    def finish(axes: Axes) -> None:
+        """Names the unit, and divides the axis."""
+        axes.set_ylabel("nats per token")
+        if losses and 0 < MANY_TIMES * min(losses) < max(losses):
+            from matplotlib.ticker import LogLocator
+
+            axes.set_yscale("log", subs=[])
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=12))
+            axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+
+    return line_picture(lines, finish=finish, **how)
 
 
 MANY_TIMES = 3
 """Losses that differ by more than this are drawn on a logarithmic axis: else the end of every curve is one line."""
-
-
-def logarithmic_if_wide(axes: Axes, losses: Sequence[float]) -> None:
-    """Makes the axis logarithmic where the largest loss is over MANY_TIMES the smallest and all are positive."""
-    finite = [loss for loss in losses if math.isfinite(loss)]
-    if not finite or min(finite) <= 0 or max(finite) <= MANY_TIMES * min(finite):
-        return
-    from matplotlib.ticker import LogLocator
-
-    axes.set_yscale("log", subs=[])
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=12))
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
 
 
 def legend_above(axes: Axes) -> None:

@@ -21,8 +21,8 @@ from fitune.report.run_words import (
     restart_summary,
     sign_rows,
     state_line,
+    under_way_tiles,
 )
-from fitune.report.run_words import tiles as under_way_tiles
 from fitune.spec.plan import Plan
 from fitune.spec.reports import Restart
 from fitune.track.record import Tracked
@@ -111,7 +111,7 @@ def _head(
     tiles = list(_tiles(run, measured))
     state = "There is no report.json: the run is still going, or it was stopped before it could write one."
     if under_way is not None:
-        tiles += [Tile(*texts) for texts in under_way_tiles(under_way, restarts)]
+        tiles += under_way_tiles(under_way, restarts)
         line = state_line(under_way)
         state = f"{line[0].upper()}{line[1:]}."
     return {

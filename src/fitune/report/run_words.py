@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fitune.errors import Shortage
+from fitune.report.page import Tile
 from fitune.spec.rank_status import RankStatus
 from fitune.spec.reports import RankReport, Restart, Retry, RunReport, StepReport, settled_steps
 from fitune.spec.run_lock import Owner
@@ -90,22 +91,22 @@ def _doing(status: RankStatus) -> str:
     return f"{status.doing}; stands still" if status.stalled else status.doing
 
 
-def tiles(run: UnderWay, restarts: Sequence[Restart]) -> Iterator[tuple[str, str, str]]:
-    """Name, figure and what is written below it, of all that only a run under way has."""
+def under_way_tiles(run: UnderWay, restarts: Sequence[Restart]) -> Iterator[Tile]:
+    """The figures that only a run under way has."""
     if run.is_alive:
-        yield "Running for", format_seconds(run.at - run.since), f"since {clock(run.since, at=run.at)}"
+        yield Tile("Running for", format_seconds(run.at - run.since), f"since {clock(run.since, at=run.at)}")
         left = format_seconds(run.remaining_s) if run.remaining_s else "–"
-        yield "Time left", left, "as the last steps go" if run.remaining_s else "known after a step"
+        yield Tile("Time left", left, "as the last steps go" if run.remaining_s else "known after a step")
     if run.saved_step is None:
-        yield "Last checkpoint", "none", ""
+        yield Tile("Last checkpoint", "none", "")
     else:
         lost = max(run.step - run.saved_step, 0)
-        yield "Last checkpoint", f"step {run.saved_step:,}", f"{lost:,} steps after it"
-    yield "Last sign", _ago(run.last_sign_s), f"at {clock(run.at - run.last_sign_s, at=run.at)}"
+        yield Tile("Last checkpoint", f"step {run.saved_step:,}", f"{lost:,} steps after it")
+    yield Tile("Last sign", _ago(run.last_sign_s), f"at {clock(run.at - run.last_sign_s, at=run.at)}")
     if run.signs:
         hosts = len({sign.status.host for sign in run.signs})
         below = f"on {hosts} machine{'s' * (hosts != 1)}"
-        yield "Workers", f"{len(run.signs)}", below + (f", {_times(len(restarts))}" if restarts else "")
+        yield Tile("Workers", f"{len(run.signs)}", below + (f", {_times(len(restarts))}" if restarts else ""))
 
 
 def restart_summary(restarts: Sequence[Restart]) -> str:
