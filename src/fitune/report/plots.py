@@ -57,16 +57,19 @@ def _empty_figure(
     what: str,
     size: tuple[float, float],
     font_size: float = 9,
-    layout: str | None = "constrained",
+    fits: bool = True,
 ) -> Iterator[Any]:
-    """Inside, matplotlib draws and saves it as this project's SVG: text as text, equal pictures as equal files."""
+    """Inside, matplotlib draws and saves it as this project's SVG: text as text, equal pictures as equal files.
+
+    ``fits``: matplotlib finds the room for labels, by drawing twice.
+    """
     try:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
         raise MissingExtra(what, extra="plots") from None
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.size": font_size}):
-        yield Figure(figsize=size, layout=layout)
+        yield Figure(figsize=size, layout="constrained" if fits else None)
 
 
 _DARK = (
@@ -95,9 +98,8 @@ def draw_svg(
     ``curves``: those whose values a reader can point at, by name, written by ``text``.
     Raises MissingExtra without matplotlib.
     """
-    layout = None if left_in else "constrained"
     size = (_WIDTH_IN, height_in)
-    with _empty_figure(name=name, what="pictures in the report", size=size, layout=layout) as figure:
+    with _empty_figure(name=name, what="pictures in the report", size=size, fits=not left_in) as figure:
         from matplotlib.ticker import MaxNLocator
 
         axes = figure.add_subplot()
