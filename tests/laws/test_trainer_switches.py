@@ -9,6 +9,7 @@ from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fitune.estimate.buffers import block_weight_bytes, root_weight_bytes
+from fitune.estimate.memory import memory_of
 from fitune.estimate.predict import largest_batch, predict_memory
 from fitune.estimate.trainer import Trainer, describe_step_of
 from fitune.measure.memory import LiveTensors
@@ -54,12 +55,12 @@ def test_adamw_of_many_tensors_holds_one_more_set():
 def test_switches_by_hand():
     """small_llama: h 64, V 600; 4 rows of 64 tokens."""
     plan = plan_for(small_llama(), tuning="lora", precision="bf16", recompute=4)
-    loss = predict_memory(plan, trainer=Trainer(bytes_per_logit=14)).phases[Phase.LOSS]
+    loss = memory_by(Trainer(bytes_per_logit=14), plan).phases[Phase.LOSS]
     assert loss["loss"] == 14 * 256 * 600
     packed = replace(plan, tuning=replace(plan.tuning, base=Nf4()))
     assert isinstance(packed.loss, PlainLoss)
     narrow = predict_memory(packed).phases[Phase.LOSS]
-    wide = predict_memory(packed, trainer=Trainer(fp32_root=True, fp32_stream=True)).phases[Phase.LOSS]
+    wide = memory_by(Trainer(fp32_root=True, fp32_stream=True), packed).phases[Phase.LOSS]
     assert wide["weights"] - narrow["weights"] == 2 * (2 * 600 * 64 + 64)
     assert wide["recompute inputs"] == 2 * narrow["recompute inputs"]
 
@@ -70,7 +71,7 @@ def test_fsdp1_over_frozen_blocks_by_hand():
     plan = replace(plan, hardware=gpu("a100-80gb", gpus=2), sharding=Zero(stage=3, backend="fsdp"))
     shape = replace(largest_batch(plan), rows=1)
     trainer = Trainer(fsdp1=True, holds_inputs=True, bytes_per_logit=1)
-    backward = predict_memory(plan, shape, trainer=trainer).phases[Phase.BACKWARD]
+    backward = memory_by(trainer, plan, shape).phases[Phase.BACKWARD]
     assert backward["recompute inputs"] == (2 + 2 * 2) * 256 * 64 * 2
     assert backward["gathered weights"] == root_weight_bytes(plan) + block_weight_bytes(plan)
 
@@ -78,12 +79,16 @@ def test_fsdp1_over_frozen_blocks_by_hand():
 def test_deepspeeds_bucket_stands_however_little_is_trained():
     plan = plan_for(small_llama(), tuning="lora", precision="bf16")
     plan = replace(plan, hardware=gpu("a100-80gb", gpus=2), sharding=Zero(stage=2, backend="deepspeed"))
-    loss = predict_memory(plan, trainer=Trainer(default_buckets=True)).phases[Phase.LOSS]
+    loss = memory_by(Trainer(default_buckets=True), plan).phases[Phase.LOSS]
     assert loss["reduce buffers"] == 2 * 500_000_000
 
 
+def memory_by(trainer, plan, shape=None):
+    return memory_of(describe_step_of(trainer, plan, shape or largest_batch(plan)))
+
+
 def _update_bytes(plan, trainer):
-    return sum(predict_memory(plan, trainer=trainer).phases[Phase.UPDATE].values())
+    return sum(memory_by(trainer, plan).phases[Phase.UPDATE].values())
 
 
 def kept_by_a_block(*, fp32_adapters, autocast, fp32_model=False):
@@ -145,6 +150,6 @@ def test_fused_norms_beside_an_mlp_of_small_operations(monkeypatch, tuning):
     )  # fmt: skip
     trace, _ = trace_plan(plan, config, exact=True)
     traced = tensor_peak(trace)
-    predicted = predict_memory(plan, trainer=Trainer(eager_mlp=True)).tensor_peak_bytes
+    predicted = memory_by(Trainer(eager_mlp=True), plan).tensor_peak_bytes
     assert predicted == pytest.approx(traced, rel=0.02)
     assert predict_memory(plan).tensor_peak_bytes < 0.98 * traced

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 import fitune.estimate.memory as memory
-import fitune.estimate.predict as predict
+import fitune.records.score as score
 from fitune.cli.app import app
 from fitune.estimate.predict import predict_memory, predict_step_time
 from fitune.records.plans import plan_of
@@ -83,10 +83,10 @@ def test_the_score_is_that_of_the_estimate_and_of_nothing_else(monkeypatch):
         phases = {phase: tenth_more(terms) for phase, terms in found.phases.items()}
         return replace(found, phases=phases, outside=tenth_more(found.outside))
 
-    monkeypatch.setattr(predict, "memory_of", larger)
+    monkeypatch.setattr(score, "memory_of", larger)
     for one, other in zip(before, compare_rows(rows)[0], strict=True):
         assert other.predicted_bytes == pytest.approx(1.1 * one.predicted_bytes, rel=0.01)
-    monkeypatch.setattr(predict, "memory_of", real)
+    monkeypatch.setattr(score, "memory_of", real)
     monkeypatch.setattr(memory, "_loss_moments", lambda step, gradients: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         compare_rows(rows)

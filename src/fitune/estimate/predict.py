@@ -1,7 +1,5 @@
 """The estimate of one plan: its largest micro-batch, bytes on device, host and disk, seconds of a step."""
 
-from typing import TYPE_CHECKING
-
 from fitune.estimate.blocks.site import masks_window
 from fitune.estimate.division import num_ranks
 from fitune.estimate.memory import larger, memory_of
@@ -13,16 +11,13 @@ from fitune.estimate.overhead import (
     usable_host_bytes,
     uses_host,
 )
-from fitune.estimate.step import StepStages, Terms, before_states, describe_step
+from fitune.estimate.step import Terms, before_states, describe_step
 from fitune.estimate.time import step_time_of
 from fitune.estimate.transfers import communication_of
 from fitune.spec.model.block_profile import BatchShape
 from fitune.spec.model.traits import has_scores
 from fitune.spec.plan import Plan
 from fitune.spec.predictions import Estimate, MemoryBreakdown, StepTime
-
-if TYPE_CHECKING:  # plans are fitune's own
-    from fitune.estimate.trainer import Trainer
 
 
 def predict(
@@ -63,28 +58,14 @@ def _total(terms: Terms) -> int:
     return sum(terms.values())
 
 
-def predict_memory(
-    plan: Plan, shape: BatchShape | None = None, *, trainer: "Trainer | None" = None
-) -> MemoryBreakdown:
+def predict_memory(plan: Plan, shape: BatchShape | None = None) -> MemoryBreakdown:
     """Bytes by phase and term on one device, for a micro-batch of ``shape`` (the most the plan allows if None)."""
-    return memory_of(_described(plan, shape, trainer))
+    return memory_of(describe_step(plan, shape or largest_batch(plan)))
 
 
-def predict_step_time(
-    plan: Plan, shape: BatchShape | None = None, *, trainer: "Trainer | None" = None
-) -> StepTime:
+def predict_step_time(plan: Plan, shape: BatchShape | None = None) -> StepTime:
     """Seconds by phase of one optimizer step: ``accumulation`` micro-batches and one update."""
-    return step_time_of(_described(plan, shape, trainer))
-
-
-def _described(plan: Plan, shape: BatchShape | None, trainer: "Trainer | None") -> StepStages:
-    """The step as another trainer runs it; None: as fitune does."""
-    shape = shape or largest_batch(plan)
-    if trainer is None:
-        return describe_step(plan, shape)
-    from fitune.estimate.trainer import describe_step_of
-
-    return describe_step_of(trainer, plan, shape)
+    return step_time_of(describe_step(plan, shape or largest_batch(plan)))
 
 
 def largest_batch(plan: Plan) -> BatchShape:

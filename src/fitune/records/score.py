@@ -10,8 +10,10 @@ from typing import Any
 import yaml
 
 from fitune.errors import FituneError
-from fitune.estimate.predict import predict_memory, predict_step_time
-from fitune.estimate.trainer import FITUNE, Trainer
+from fitune.estimate.memory import memory_of
+from fitune.estimate.predict import largest_batch
+from fitune.estimate.time import step_time_of
+from fitune.estimate.trainer import FITUNE, Trainer, describe_step_of
 from fitune.records.plans import Unrepresented, device_bytes, device_is_named, plan_of, steps_fp32, trains_all
 from fitune.records.row import Row
 from fitune.spec.model.block_profile import BatchShape
@@ -181,9 +183,8 @@ def compare_row(row: Row, *, left_out: bool) -> Comparison:
     tokens = plan.batch.micro_batch_tokens
     # others run one rectangle through attention, and all its tokens through the head
     rectangle = BatchShape(tokens=tokens, supervised_tokens=tokens, rows=1, longest_row=plan.batch.seq_len)
-    shape = None if profile is OURS else rectangle
-    memory = predict_memory(plan, shape, trainer=trainer)
-    seconds = predict_step_time(plan, shape, trainer=trainer).step_seconds
+    step = describe_step_of(trainer, plan, largest_batch(plan) if profile is OURS else rectangle)
+    memory, seconds = memory_of(step), step_time_of(step).step_seconds
     named, measured = device_is_named(row), row.amount("peak_mem_gib")
     measured = None if row.says("mem_kind", "component") else measured  # parts of several moments are no peak
     return Comparison(

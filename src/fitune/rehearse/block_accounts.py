@@ -44,7 +44,7 @@ def _storages(sample: Sample) -> tuple[dict[Any, int], dict[Any, Any], dict[tupl
     place: Any = "around"
     going_in = {serial: (turn, block) for (turn, block), serial in sample.inputs.items()}
     born: dict[Any, Any] = {}
-    for event in sample.events:
+    for event in sample.trace.events:
         match event:
             case Entered(phase=entered):
                 if entered is Phase.LOSS:
@@ -83,7 +83,7 @@ def account_of(sample: Sample) -> Account:
     total = start = 0
     turn, phase, place = -1, Phase.IDLE, None
     number = 0
-    for index, event in enumerate(sample.events):
+    for index, event in enumerate(sample.trace.events):
         while number < len(sample.work) and sample.work[number].event <= index:
             if turn == 0 and isinstance(place, int) and phase in (Phase.FORWARD, Phase.BACKWARD):
                 account.work.setdefault((phase.value, place), []).append(sample.work[number])
@@ -120,8 +120,8 @@ def account_of(sample: Sample) -> Account:
 
 def _label(storage: Any, owners: Mapping[Any, Any], sample: Sample) -> Any:
     """The kind of a storage: a gradient, kept by a block of this micro-batch, or anything else."""
-    if storage in sample.gradients:
-        return "gradient", sample.gradients[storage][0]
+    if storage in sample.trace.gradients:
+        return "gradient", sample.trace.gradients[storage][0]
     return "kept", owners.get(storage)
 
 

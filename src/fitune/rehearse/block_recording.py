@@ -12,12 +12,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from fitune.measure.device_rates import computes
 from fitune.models.language_model import blocks_of, body_of, embeds_for_blocks
-from fitune.rehearse.deep_update import parameter_keys
 from fitune.rehearse.recorder import DEVICE, Recorder
 from fitune.rehearse.shapes import BLOCK_NUMBERS
-from fitune.rehearse.stand_ins import StandIns
-from fitune.rehearse.step import full_stream, rehearsed
-from fitune.rehearse.trace import ParameterKey
+from fitune.rehearse.step import recording, rehearsed
+from fitune.rehearse.trace import Trace
 from fitune.spec.plan import Plan
 from fitune.spec.predictions import Phase
 
@@ -64,15 +62,12 @@ class Work:
 
 @dataclass(slots=True)
 class Sample:
-    """The events of one step, and the storages that go into the blocks and come out of the body."""
+    """The events and the work of one step, and the storages that go into the blocks and come out of the body."""
 
-    events: list[Any]
-    gradients: dict[Any, ParameterKey]
+    trace: Trace
     inputs: dict[tuple[int, int], Any]
     outputs: dict[int, Any]
     work: list[Work]
-    tokens: int
-    rows: int
     blocks: int
     keeps: bool
     """False where every block is recomputed."""
@@ -152,37 +147,17 @@ def work_of(func: Any, args: Any, kwargs: Any, result: Any, *, event: int) -> Wo
     return Work(event, bytes=float(moved))
 
 
-def recorded(plan: Plan, config: PretrainedConfig, chosen: Sequence[int], rows: Sequence[int]) -> Sample:
+def recorded(plan: Plan, config: PretrainedConfig, chosen: Sequence[int], rows: tuple[int, ...]) -> Sample:
     """One step of a model with the ``chosen`` blocks."""
     own = copy.deepcopy(config)  # it will list the chosen blocks alone
-    with rehearsed(plan, own, change=lambda model: keep_blocks(model, chosen)) as prepared:
-        engine, model = prepared.engine, prepared.model
-        stream, supervised = full_stream(tuple(rows)), sum(rows) - len(rows)
-        resident = {
-            "weights": [*model.whole.parameters(), *model.whole.buffers()],
-            "optimizer": list(engine.state().tensors.values()),
-            "batch": list(stream.tensors()),
-        }
-        stand_ins = StandIns(gpu=plan.hardware.gpu, supervised_tokens=supervised)
-        recorder = _BlockRecorder(resident, stand_ins)
-        recorder.mark_blocks(model.blocks)
-        recorder.watch(model.blocks, model.body)
-        with recorder:
-            for last in (False, True):
-                engine.forward_backward(
-                    stream, supervised_tokens=supervised, enter_phase=recorder.enter, last=last
-                )
-            keys = parameter_keys(model)
-            recorder.name_gradients((keys[id(p)], p.grad) for p in model.trained.values())
-            trace = recorder.finished()
-    return Sample(
-        events=trace.events,
-        gradients=trace.gradients,
-        inputs=recorder.inputs,
-        outputs=recorder.outputs,
-        work=recorder.work,
-        tokens=sum(rows),
-        rows=len(rows),
-        blocks=len(chosen),
-        keeps=plan.recompute.blocks == 0,
-    )
+    labels = sum(rows) - len(rows)
+    with (
+        rehearsed(plan, own, change=lambda model: keep_blocks(model, chosen)) as prepared,
+        recording(plan, prepared, rows, labels, by=_BlockRecorder) as (recorder, run_passes),
+    ):
+        recorder.watch(prepared.model.blocks, prepared.model.body)
+        run_passes()
+        return Sample(
+            trace=recorder.finished(), inputs=recorder.inputs, outputs=recorder.outputs, work=recorder.work,
+            blocks=len(chosen), keeps=plan.recompute.blocks == 0,
+        )  # fmt: skip

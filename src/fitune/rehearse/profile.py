@@ -202,10 +202,10 @@ def _fit_of(plan: Plan, config: PretrainedConfig, chosen: Sequence[int], *, firs
     if chunk > 1:
         lengths += [first + chunk // 2, 2 * first + chunk // 2]
     shallow = replace(plan, model=replace(plan.model, num_layers=len(chosen)))
-    samples = [recorded(shallow, config, chosen, (n,) * rows) for n in lengths]
-    accounts = [account_of(sample) for sample in samples]
-    tokens = [s.tokens for s in samples]
-    return _Fit(accounts, tokens, 1 if whole else rows, chunk, copies=plan.model.has_delta_rule)
+    accounts = [account_of(recorded(shallow, config, chosen, (n,) * rows)) for n in lengths]
+    return _Fit(
+        accounts, [n * rows for n in lengths], 1 if whole else rows, chunk, copies=plan.model.has_delta_rule
+    )
 
 
 def _chunk(model: ModelSpec, first: int) -> int:

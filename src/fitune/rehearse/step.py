@@ -7,6 +7,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,7 +79,7 @@ def record_step(
     """
     with rehearsed(plan, config) as prepared:
         make_states(plan, prepared.engine, prepared.model.trained.values())
-        with _recording(plan, prepared, rows, labels) as (recorder, run_passes):
+        with recording(plan, prepared, rows, labels) as (recorder, run_passes):
             run_passes()
             prepared.engine.update(learning_rate=1.0, enter_phase=recorder.enter)
             return recorder.finished()
@@ -91,7 +92,7 @@ def record_few_blocks(plan: Plan, config: PretrainedConfig, depth: Depth) -> tup
     with rehearsed(shallow, with_layers(config, few.layers)) as prepared:
         if updates_in_backward(plan.tuning):  # its states are there when the second step goes back
             make_states(shallow, prepared.engine, prepared.model.trained.values())
-        with _recording(shallow, prepared, None, None) as (recorder, run_passes):
+        with recording(shallow, prepared) as (recorder, run_passes):
             run_passes()
             if updates_in_backward(plan.tuning):
                 prepared.engine.update(learning_rate=1.0, enter_phase=recorder.enter)
@@ -137,10 +138,15 @@ def shallow_plan(plan: Plan, *, layers: int, recomputed: int) -> Plan:
 
 
 @contextmanager
-def _recording(
-    plan: Plan, prepared: Prepared, rows: RowLengths | None, labels: int | None
-) -> Iterator[tuple[Recorder, Callable[[], None]]]:
-    """A recorder at work, and what runs all micro-batches under it and then names the gradients."""
+def recording(
+    plan: Plan,
+    prepared: Prepared,
+    rows: RowLengths | None = None,
+    labels: int | None = None,
+    *,
+    by: Callable[..., Recorder] = Recorder,
+) -> Iterator[tuple[Any, Callable[[], None]]]:
+    """A recorder of the kind ``by`` at work, and what runs all micro-batches under it and then names the gradients."""
     whole, engine = prepared.model.whole, prepared.engine
     supervised = labels or most_labels(plan.batch)
     stream = full_stream(rows or heaviest_rows(plan))
@@ -149,9 +155,8 @@ def _recording(
         "optimizer": list(map(local_part, engine.state().tensors.values())),
         "batch": list(stream.tensors()),
     }
-    recorder = Recorder(
-        resident, StandIns(gpu=plan.hardware.gpu, supervised_tokens=supervised), prepared.host
-    )
+    stand_ins = StandIns(gpu=plan.hardware.gpu, supervised_tokens=supervised)
+    recorder = by(resident, stand_ins, prepared.host)
     recorder.mark_blocks(prepared.model.blocks)
 
     def run_passes() -> None:

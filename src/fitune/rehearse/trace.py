@@ -123,149 +123,91 @@ def peaks_by_kind(trace: Trace, *, on_cuda: bool) -> dict[Phase, dict[str, int]]
     }
 
 
-# The caching allocator (c10/cuda/CUDACachingAllocator.cpp): requests round to 512 B; up to 1 MiB come from segments of
-# 2 MiB, up to 10 MiB from segments of 20 MiB, larger ones from segments of their own size rounded to 2 MiB. The
-# smallest free block that is large enough is taken and split; a freed block joins its free neighbours. Segments are
-# never given back. With expandable segments each pool is one range of addresses that grows in pages of 2 or 20 MiB.
+# The caching allocator (c10/cuda/CUDACachingAllocator.cpp) with expandable segments, as fitune sets it: requests round to
+# 512 B; those up to 1 MiB and larger ones are served from two ranges of addresses, which grow in pages of 2 and 20 MiB.
+# The smallest free block that is large enough is taken and split; a freed block joins its free neighbours. Pages are
+# never given back.
 _SMALL = MIB
-_SMALL_SEGMENT = 2 * MIB
-_MEDIUM = 10 * MIB
-_MEDIUM_SEGMENT = 20 * MIB
-_ROUND_LARGE = 2 * MIB
+_SMALL_PAGE, _LARGE_PAGE = 2 * MIB, 20 * MIB
 
 
-@dataclass(slots=True, eq=False)
-class _Block:
-    """A piece of a segment. ``before`` and ``after`` are its neighbours there."""
+class _Range:
+    """Addresses from 0 to ``end``, in pieces that are taken or free; no two free ones touch."""
 
-    address: int
-    size: int
-    free: bool = True
-    before: "_Block | None" = None
-    after: "_Block | None" = None
-
-
-class _Pool:
-    """Small or large requests, which never share a segment."""
-
-    def __init__(self, *, small: bool, expandable: bool) -> None:
-        self.small = small
-        self.expandable = expandable
-        self.reserved_bytes = 0
+    def __init__(self, page: int) -> None:
+        self.end = 0
+        self._page = page
         self._free: list[tuple[int, int]] = []
-        self._blocks: dict[int, _Block] = {}
-        self._next_address = 0
-        self._last: _Block | None = None
+        """Size and address of each free piece, in order."""
+        self._size_at: dict[int, int] = {}
+        self._free_before: dict[int, int] = {}
+        """Address behind a free piece -> its own."""
 
-    def take(self, size: int) -> _Block:
-        """A block of ``size`` bytes or more: the best free one, else of a new segment; a large rest is split off."""
+    def take(self, size: int) -> int:
+        """The address of ``size`` bytes: of the smallest free piece that holds them, else of new pages at the end."""
         index = bisect.bisect_left(self._free, (size, -1))
-        block = self._grow(size) if index == len(self._free) else self._blocks[self._free.pop(index)[1]]
-        block.free = False
-        rest = block.size - size
-        if rest >= BLOCK if self.small or self.expandable else rest > _SMALL:
-            self._split(block, size)
-        return block
+        if index == len(self._free):
+            free_at_end = self.end - self._free_before.get(self.end, self.end)
+            mapped = -(-(size - free_at_end) // self._page) * self._page
+            self.end += mapped
+            self.give_back(self.end - mapped, mapped)
+            index = bisect.bisect_left(self._free, (size, -1))
+        found, address = self._free[index]
+        self._forget(address)
+        if found > size:
+            self._remember(address + size, found - size)
+        return address
 
-    def give_back(self, block: _Block) -> None:
-        """Free ``block``, joined with free neighbours."""
-        block.free = True
-        if block.before is not None and block.before.free:
-            self._forget(block.before)
-            block = self._join(block.before, block)
-        if block.after is not None and block.after.free:
-            self._forget(block.after)
-            block = self._join(block, block.after)
-        self._remember(block)
+    def give_back(self, address: int, size: int) -> None:
+        """Frees a piece, joined with free neighbours."""
+        if (after := self._size_at.get(address + size)) is not None:
+            self._forget(address + size)
+            size += after
+        if (before := self._free_before.get(address)) is not None:
+            size += self._forget(before)
+            address = before
+        self._remember(address, size)
 
-    def _grow(self, size: int) -> _Block:
-        if self.expandable:
-            return self._extend(size)
-        segment = _MEDIUM_SEGMENT if size < _MEDIUM else -(-size // _ROUND_LARGE) * _ROUND_LARGE
-        if size <= _SMALL:
-            segment = _SMALL_SEGMENT
-        self.reserved_bytes += segment
-        block = _Block(self._next_address, segment)
-        self._blocks[block.address] = block
-        self._next_address += segment + 1  # segments do not touch
-        return block
+    def _remember(self, address: int, size: int) -> None:
+        self._size_at[address] = size
+        self._free_before[address + size] = address
+        bisect.insort(self._free, (size, address))
 
-    def _extend(self, size: int) -> _Block:
-        """Map as many pages behind the end as the free block there lacks."""
-        page = _SMALL_SEGMENT if self.small else _MEDIUM_SEGMENT
-        last = self._last if self._last is not None and self._last.free else None
-        lacking = size - (last.size if last is not None else 0)
-        mapped = -(-lacking // page) * page
-        self.reserved_bytes += mapped
-        block = _Block(self._next_address, mapped, before=self._last)
-        self._next_address += mapped
-        self._blocks[block.address] = block
-        if self._last is not None:
-            self._last.after = block
-        self._last = block
-        if last is not None:
-            self._forget(last)
-            block = self._join(last, block)
-        return block
-
-    def _split(self, block: _Block, size: int) -> None:
-        rest = _Block(block.address + size, block.size - size, before=block, after=block.after)
-        if block.after is not None:
-            block.after.before = rest
-        if self._last is block:
-            self._last = rest
-        block.after, block.size = rest, size
-        self._remember(rest)
-
-    def _join(self, first: _Block, second: _Block) -> _Block:
-        first.size += second.size
-        first.after = second.after
-        if second.after is not None:
-            second.after.before = first
-        if self._last is second:
-            self._last = first
-        del self._blocks[second.address]
-        return first
-
-    def _remember(self, block: _Block) -> None:
-        self._blocks[block.address] = block
-        bisect.insort(self._free, (block.size, block.address))
-
-    def _forget(self, block: _Block) -> None:
-        del self._free[bisect.bisect_left(self._free, (block.size, block.address))]
+    def _forget(self, address: int) -> int:
+        size = self._size_at.pop(address)
+        del self._free_before[address + size]
+        del self._free[bisect.bisect_left(self._free, (size, address))]
+        return size
 
 
 class CachingAllocator:
     """Serves requests as torch does, and counts what it had to reserve; what one stream frees serves no other."""
 
-    def __init__(self, *, expandable: bool) -> None:
-        self._expandable = expandable
-        self._pools: dict[tuple[int, bool], _Pool] = {}
-        self._taken: dict[Hashable, tuple[_Pool, _Block]] = {}
+    def __init__(self) -> None:
+        self._ranges: dict[tuple[int, int], _Range] = {}
+        self._taken: dict[Hashable, tuple[_Range, int, int]] = {}
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of all segments, in use or not."""
-        return sum(pool.reserved_bytes for pool in self._pools.values())
+        """Bytes of all pages, in use or not."""
+        return sum(each.end for each in self._ranges.values())
 
     def allocate(self, storage: Hashable, size: int, *, stream: int = 0) -> None:
         """Serve ``size`` bytes for ``storage``, of memory that ``stream`` alone reuses."""
         needed = max(BLOCK, rounded(size, on_cuda=True))
-        kind = stream, needed <= _SMALL
-        if kind not in self._pools:
-            self._pools[kind] = _Pool(small=needed <= _SMALL, expandable=self._expandable)
-        pool = self._pools[kind]
-        self._taken[storage] = (pool, pool.take(needed))
+        page = _SMALL_PAGE if needed <= _SMALL else _LARGE_PAGE
+        place = self._ranges.setdefault((stream, page), _Range(page))
+        self._taken[storage] = (place, place.take(needed), needed)
 
     def free(self, storage: Hashable) -> None:
         """Give back the memory of ``storage``; raises KeyError for an unknown one."""
-        pool, block = self._taken.pop(storage)
-        pool.give_back(block)
+        place, address, size = self._taken.pop(storage)
+        place.give_back(address, size)
 
 
 def reserved_peak(trace: Trace) -> int:
-    """Bytes reserved after the step, in expandable segments: they stay, so the end is the peak."""
-    allocator = CachingAllocator(expandable=True)
+    """Bytes reserved after the step: pages stay, so the end is the peak."""
+    allocator = CachingAllocator()
     for storage, (_, size) in trace.resident.items():
         allocator.allocate(storage, size)
     for event in trace.events:
