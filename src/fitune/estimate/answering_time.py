@@ -4,7 +4,6 @@ speed at which weights, keys and values are read.
 Every answer is taken to be as long as it may be: an upper bound.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from fitune.estimate.answering import (
@@ -147,16 +146,16 @@ def _weights_read(answering: Answering, *, rows: int) -> float:
 
 def _seconds(answering: Answering, rates: Rates, work: Work, tokens: int) -> tuple[float, str]:
     own, limit = roofline(rates, work)
-    sent = sum(_all_reduces(answering, tokens=tokens))
+    sent = _all_reduce_seconds(answering, tokens=tokens)
     planned = VLLM_STEP_SECONDS if answering.engine == "vllm" else 0.0
     return own + sent + planned, "communication" if sent > own else limit
 
 
-def _all_reduces(answering: Answering, *, tokens: int) -> Iterator[float]:
+def _all_reduce_seconds(answering: Answering, *, tokens: int) -> float:
     """Two in each block: 2·(N − 1)/N · tokens · h · e over the link to a neighbour, as a ring sends."""
     ranks, gpu = answering.devices, answering.hardware.gpu
     if ranks == 1:
-        return
+        return 0.0
     size = 2 * (ranks - 1) / ranks * tokens * answering.model.hidden_size * answering.precision.compute_bytes
     once = COLLECTIVE_SECONDS + HOP_SECONDS * (ranks - 1) + size / (gpu.link_bandwidth * LINK_EFFICIENCY)
-    yield 2 * answering.model.num_layers * once
+    return 2 * answering.model.num_layers * once

@@ -4,6 +4,8 @@ Under FSDP2 three more follow, in which the root's gradients (embedding, head, f
 stepped: it reduces them last.
 """
 
+from collections.abc import Iterator
+
 from fitune.estimate.blocks.site import FP32
 from fitune.estimate.division import num_shares, reduce_width
 from fitune.estimate.parameters import embedding_parameters, head_parameters, late_tables
@@ -26,9 +28,7 @@ def backward_moments(step: StepStages) -> list[Terms]:
         _final_norm_moment(step),
         *(_block_moment(step, index) for index in sorted(ends) if step.untouched <= index < layers),
         _embedding_moment(step),
-        _root_sum_moment(step),
-        _root_divided_moment(step),
-        _root_stepped_moment(step),
+        *_root_moments(step),
     ]
 
 
@@ -38,29 +38,24 @@ def _head_used_moment(step: StepStages) -> Terms:
         return {}
     return {
         "gradients": step.head_gradient,
-        "activations": step.kept_before(step.num_layers) + step.final_norm.kept,
-        "recompute inputs": step.inputs_before(step.num_layers),
+        **step.all_kept(),
         "hidden states": 0 if step.goes_back_twice else 2 * step.hidden,  # and their gradient, on its way
         "temporaries": stepping_bytes(step.plan, head_parameters(step.plan.model)),
     }
 
 
 def _final_norm_moment(step: StepStages) -> Terms:
+    """The head's gradient is the only new one: added to whole ones, waiting beside a share, or already settled."""
+    head = step.head_gradient
+    settled = step.gradients_before or step.settled(head)
+    waits = step.root_waits or leaves_after_the_loss(step.plan)
     return {
-        "gradients": _before_the_blocks(step, step.head_gradient),
+        "gradients": step.gradients_before + head if waits else settled,
         "gathered weights": step.buffers.final_norm,
         "reduce buffers": step.buffers.buckets,
-        "activations": step.kept_before(step.num_layers) + step.final_norm.kept,
-        "recompute inputs": step.inputs_before(step.num_layers),
+        **step.all_kept(),
         "temporaries": step.final_norm.backward - step.hidden,  # no residual gradient beside it yet
     }
-
-
-def _before_the_blocks(step: StepStages, head: int) -> int:
-    """Gradients when only the head's is new: added to whole ones, waiting beside a share, or already settled."""
-    if step.root_waits or leaves_after_the_loss(step.plan):
-        return step.gradients_before + head
-    return step.gradients_before or step.settled(head)
 
 
 def _block_moment(step: StepStages, index: int) -> Terms:
@@ -130,78 +125,40 @@ def _embedding_moment(step: StepStages) -> Terms:
         "gathered weights": step.buffers.root,
         "reduce buffers": step.buffers.buckets
         + max(step.buffers.reduce, step.buffers.last_sum)
-        + _summed_by_nodes(step),
+        + sum(step.buffers.summed_blocks),
     }
 
 
-def _root_sum_moment(step: StepStages) -> Terms:
-    """FSDP2 at the end: the root's whole gradients beside the buffer they are summed from.
+def _root_moments(step: StepStages) -> Iterator[Terms]:
+    """FSDP2 at the end: the root's whole gradients beside the buffer they are summed from; its shares, summed in the
+    reduce type and copied to their own, beside that buffer; and these stepped, where that is done in backward.
 
-    Its weights are let go by then, unless the loss runs on them again before a second backward.
+    The root's weights are let go by then, unless the loss runs on them again before a second backward. The head's whole
+    gradient stays: FSDP2 names the last of a group until its shares are there (foreach_reduce). The nodes' sums of all
+    blocks are still held.
     """
-    if not step.buffers.root_end:
-        return {}
-    table = embedding_parameters(step.plan.model) * step.element_bytes
-    return {
-        **_kept_for_a_second_pass(step),
-        "gradients": _blocks_and_waiting(step) + (0 if step.plan.model.tied_embeddings else table),
-        "gathered weights": step.buffers.root if step.goes_back_twice else 0,
-        "reduce buffers": step.buffers.root_end + _summed_by_nodes(step),
-    }
-
-
-def _root_divided_moment(step: StepStages) -> Terms:
-    """The root's shares, summed in the reduce type and copied to their own, beside the buffer they came from."""
-    if not step.buffers.root_end:
-        return {}
-    width = reduce_width(step.plan)
-    shares = sum(_root_shares(step))
-    return {
-        **_kept_for_a_second_pass(step),
-        "gradients": _blocks_at_rest(step) + shares * step.element_bytes + _last_of_root(step),
-        "gathered weights": step.buffers.root if step.goes_back_twice else 0,
-        "reduce buffers": step.buffers.root_end
-        + _summed_by_nodes(step)
-        + (shares * width if width > step.element_bytes else 0),
-    }
-
-
-def _root_stepped_moment(step: StepStages) -> Terms:
-    """The root's shares being stepped in backward, beside the buffer that they were summed from."""
-    if not step.buffers.root_end or not updates_in_backward(step.plan.tuning):
-        return {}
-    shares = _root_shares(step)
-    return {
-        "gradients": sum(shares) * step.element_bytes + _last_of_root(step),
-        "temporaries": stepping_bytes(step.plan, max(shares)),
-        "reduce buffers": step.buffers.root_end,
-    }
-
-
-def _root_shares(step: StepStages) -> list[int]:
-    """Elements of this rank's shares of what is trained outside the blocks."""
-    parts = num_shares(step.plan)
-    return [t.count * t.share(parts) for t in trained_tensors(step.plan) if not t.in_block]
-
-
-def _last_of_root(step: StepStages) -> int:
-    """The head's whole gradient: FSDP2 names the last of a group until its shares are there (foreach_reduce)."""
-    return 0 if step.plan.model.tied_embeddings else step.head_gradient
-
-
-def _summed_by_nodes(step: StepStages) -> int:
-    """Shares of all blocks that FSDP2 still holds when only the root is left."""
-    return sum(step.buffers.summed_blocks)
+    plan, e, buffer = step.plan, step.element_bytes, step.buffers.root_end
+    if not buffer:
+        return
+    parts, width, tied = num_shares(plan), reduce_width(plan), plan.model.tied_embeddings
+    shares = [t.count * t.share(parts) for t in trained_tensors(plan) if not t.in_block]
+    own = sum(shares) * e + (0 if tied else step.head_gradient)
+    kept, gathered = _kept_for_a_second_pass(step), step.buffers.root if step.goes_back_twice else 0
+    held = buffer + sum(step.buffers.summed_blocks)
+    table = 0 if tied else embedding_parameters(plan.model) * e
+    whole = _blocks_and_waiting(step) + table
+    yield {**kept, "gradients": whole, "gathered weights": gathered, "reduce buffers": held}
+    divided = _blocks_at_rest(step) + own
+    held += sum(shares) * width if width > e else 0
+    yield {**kept, "gradients": divided, "gathered weights": gathered, "reduce buffers": held}
+    if updates_in_backward(plan.tuning):
+        stepped = stepping_bytes(plan, max(shares))
+        yield {"gradients": own, "temporaries": stepped, "reduce buffers": buffer}
 
 
 def _kept_for_a_second_pass(step: StepStages) -> Terms:
     """All that the blocks keep, where backward runs twice and this moment is in the first one too."""
-    if not step.goes_back_twice:
-        return {}
-    return {
-        "activations": step.kept_before(step.num_layers) + step.final_norm.kept,
-        "recompute inputs": step.inputs_before(step.num_layers),
-    }
+    return step.all_kept() if step.goes_back_twice else {}
 
 
 def _blocks_and_waiting(step: StepStages) -> int:

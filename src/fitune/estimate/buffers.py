@@ -25,7 +25,6 @@ from fitune.spec.model.tensors import (
     trained_tensors,
 )
 from fitune.spec.plan import (
-    Backend,
     Lora,
     Plan,
     Zero,
@@ -85,19 +84,11 @@ class Buffers:
 
 def buffers_of(plan: Plan) -> Buffers:
     """Bytes on one rank for gathering, streaming and summing, whichever the plan does."""
-    streamed = plan.offload.parameters != "device"
     if isinstance(plan.sharding, Zero):
-        return _divided(plan, plan.sharding.backend)
+        return _fsdp(plan) if plan.sharding.backend == "fsdp" else _deepspeed(plan)
+    buffers = _streamed(plan) if plan.offload.parameters != "device" else Buffers()
     carried = max(block_gradients(plan)) if gradients_go_to_the_host(plan) else 0
-    return replace(_streamed(plan) if streamed else Buffers(), reduce=carried)
-
-
-def _divided(plan: Plan, backend: Backend) -> Buffers:
-    match backend:
-        case "fsdp":
-            return _fsdp(plan)
-        case "deepspeed":
-            return _deepspeed(plan)
+    return replace(buffers, reduce=carried)
 
 
 def block_weight_bytes(plan: Plan) -> int:

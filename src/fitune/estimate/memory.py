@@ -63,8 +63,7 @@ def _forward_terms(step: StepStages) -> Terms:
     """The largest of: the final norm with everything kept, the last block at work, before and after it, the start."""
     layers = step.num_layers
     at_the_end: Terms = {
-        "activations": step.kept_before(layers) + step.final_norm.kept,
-        "recompute inputs": step.inputs_before(layers),
+        **step.all_kept(),
         "hidden states": step.hidden,
         "temporaries": 0  # one kernel, from the input that is kept to the hidden states
         if step.plan.kernels == "liger"
@@ -137,8 +136,7 @@ def _embedded_tokens(step: StepStages) -> int:
 def _loss_terms(step: StepStages) -> Terms:
     """Everything kept, the hidden states, and one chunk of logits at its worst moment."""
     alive: Terms = {
-        "activations": step.kept_before(step.num_layers) + step.final_norm.kept,
-        "recompute inputs": step.inputs_before(step.num_layers),
+        **step.all_kept(),
         "hidden states": step.hidden,
         "16-bit copies": step.weight_copies,
         "gathered weights": step.buffers.loss,

@@ -4,6 +4,7 @@ traced profile in the same terms."""
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from fitune.estimate.blocks.block import (
     Block,
@@ -29,7 +30,7 @@ from fitune.spec.model.block_profile import (
 )
 from fitune.spec.model.model_spec import BlockKind
 from fitune.spec.model.tensors import kind_tensors
-from fitune.spec.model.traced_profile import Extent, Moment, Size, TracedBlock, TracedPass, TracedStep
+from fitune.spec.model.traced_profile import Extent, Moment, Size, TracedBlock, TracedPass
 from fitune.spec.plan import Lora, Plan, trains_embeddings, updates_in_backward
 from fitune.spec.remembered import remembered
 
@@ -65,14 +66,28 @@ def model_profile(plan: Plan, shape: BatchShape) -> ModelProfile:
 
 
 def _traced_profile(plan: Plan, shape: BatchShape, untouched: int) -> ModelProfile:
+    """Backward ends at block ``untouched``. The final norm's gradients are all those outside of blocks and tables."""
     from fitune.spec.model.tracing import profile_for
 
-    step = profile_for(plan, shape)
+    model, step = plan.model, profile_for(plan, shape)
     extent = step.extent(shape)
+    as_block = partial(_traced_block, plan, extent, step.squares_stream)
+    kinds = list(map(as_block, model.kinds, step.blocks))
+    blocks = [kinds[number] for number in model.kind_of]
+    if step.first is not None:
+        blocks[untouched] = as_block(model.kinds[model.kind_of[untouched]], step.first)
+    trained = 0 if isinstance(plan.tuning, Lora) else model.hidden_size * plan.precision.compute_bytes
     return ModelProfile(
-        blocks=traced_blocks(plan, step, shape, untouched),
+        blocks=tuple(blocks),
         untouched=untouched,
-        final_norm=traced_final_norm(plan, step, shape),
+        final_norm=Stage(
+            name="final norm",
+            kept=step.final_norm_kept.at(extent),
+            forward=step.final_norm_forward.at(extent),
+            backward=step.final_norm_backward.at(extent),
+            gradients=trained,
+            largest_gradient=trained,
+        ),
         around_traced=(
             step.around.at(extent),
             (step.around_recomputed or step.around).at(extent),
@@ -125,40 +140,9 @@ def memory_of_blocks(profile: ModelProfile, gradients_exist: bool) -> tuple[Bloc
     return tuple(blocks)
 
 
-def traced_blocks(
-    plan: Plan, step: TracedStep, shape: BatchShape, untouched: int
-) -> tuple[BlockProfile, ...]:
-    """The profile of every block; those of one kind are one object. Backward ends at block ``untouched``."""
-    kinds = [
-        _profile(plan, kind, traced, step, shape)
-        for kind, traced in zip(plan.model.kinds, step.blocks, strict=True)
-    ]
-    blocks = [kinds[number] for number in plan.model.kind_of]
-    if step.first is not None:
-        kind = plan.model.kinds[plan.model.kind_of[untouched]]
-        blocks[untouched] = _profile(plan, kind, step.first, step, shape)
-    return tuple(blocks)
-
-
-def traced_final_norm(plan: Plan, step: TracedStep, shape: BatchShape) -> Stage:
-    """The norm after the last block; its gradients are all those outside of blocks and tables."""
-    extent = step.extent(shape)
-    trained = 0 if isinstance(plan.tuning, Lora) else plan.model.hidden_size * plan.precision.compute_bytes
-    return Stage(
-        name="final norm",
-        kept=step.final_norm_kept.at(extent),
-        forward=step.final_norm_forward.at(extent),
-        backward=step.final_norm_backward.at(extent),
-        gradients=trained,
-        largest_gradient=trained,
-    )
-
-
-def _profile(
-    plan: Plan, kind: BlockKind, block: TracedBlock, step: TracedStep, shape: BatchShape
+def _traced_block(
+    plan: Plan, extent: Extent, squares_stream: bool, kind: BlockKind, block: TracedBlock
 ) -> BlockProfile:
-    extent = step.extent(shape)
-
     def most(sizes: Sequence[Size]) -> int:
         """The most bytes of ``sizes`` for this micro-batch."""
         return max(size.at(extent) for size in sizes)
@@ -184,8 +168,8 @@ def _profile(
             return peak
         largest = max(tensor.elements for tensor in kind_tensors(plan.model, plan.model.kinds.index(kind)))
         own = largest * plan.precision.compute_bytes + stepping_bytes(plan, largest)
-        step = BackwardPeak(kept=kept, gradients=0, temporaries=own)
-        return max(peak, step, key=lambda moment: moment.total)
+        stepped = BackwardPeak(kept=kept, gradients=0, temporaries=own)
+        return max(peak, stepped, key=lambda moment: moment.total)
 
     return BlockProfile(
         stages=(),
@@ -196,7 +180,7 @@ def _profile(
             head_size=block.head_size,
             flops_per_pair=block.flops_per_pair,
             sees=seen_by_kernel(plan, plan.model.attention_of(kind.example)),
-            over="written stream" if step.squares_stream else "rows",
+            over="written stream" if squares_stream else "rows",
         ),
         traced=TracedMemory(
             kept=kept,

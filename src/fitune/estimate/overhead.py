@@ -104,12 +104,6 @@ UNMEASURED = 0.03
 """Part of what could be filled that stays free on a card of a kind that was never measured."""
 
 
-def is_measured_kind(hardware: Hardware) -> bool:
-    """True if a record of ``fitune doctor --prove`` says what plans on this kind of device turned out to be, and for a
-    processor, whose memory is not the processes' own anyway."""
-    return hardware.gpu.is_cpu or hardware.measured is not None
-
-
 def usable_bytes(hardware: Hardware) -> int:
     """Total memory less a reserve for the driver, the display, other processes and what the estimate misses.
 
@@ -129,10 +123,11 @@ def reserve_bytes(gpu: Gpu) -> int:
 
 
 def unmeasured_bytes(hardware: Hardware) -> int:
-    """Bytes of a GPU that stay free because no card of its kind was measured; 0 once one was."""
-    if is_measured_kind(hardware):
-        return 0
+    """Bytes of a GPU that stay free until a record of ``fitune doctor --prove`` says what plans on its kind turned out
+    to be; 0 for a processor, whose memory is not the processes' own anyway."""
     gpu = hardware.gpu
+    if gpu.is_cpu or hardware.measured is not None:
+        return 0
     return int(UNMEASURED * (gpu.memory_bytes - reserve_bytes(gpu)))
 
 

@@ -61,13 +61,8 @@ def resting_gradient_bytes(plan: Plan) -> int:
 
 def update_gradient_bytes(plan: Plan) -> int:
     """Bytes of the gradients that the update reads: FSDP2's and DeepSpeed's are divided by then at every stage."""
-    if (
-        (uses_fsdp(plan) or uses_deepspeed(plan))
-        and not updates_in_backward(plan.tuning)
-        and not gradients_go_to_the_host(plan)
-    ):
-        return trained_share(plan) * plan.precision.compute_bytes
-    return resting_gradient_bytes(plan)
+    resting = resting_gradient_bytes(plan)
+    return trained_share(plan) * plan.precision.compute_bytes if resting and zero_stage(plan) else resting
 
 
 def root_gradients_wait(plan: Plan) -> bool:

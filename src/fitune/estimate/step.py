@@ -176,6 +176,13 @@ class StepStages:
         recomputes = self.untouched <= index < self.recomputed
         return self.hidden + self.block(index).leaves if recomputes else 0
 
+    def all_kept(self) -> Terms:
+        """What all blocks and the final norm keep when forward is through."""
+        return {
+            "activations": self.kept_before(self.num_layers) + self.final_norm.kept,
+            "recompute inputs": self.inputs_before(self.num_layers),
+        }
+
     def around(self, *, in_forward: bool = False) -> Terms:
         """The micro-batch itself, the rotary table that every block reads, and a mask over the stream.
 

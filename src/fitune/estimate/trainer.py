@@ -154,7 +154,8 @@ def _resident(step: StepStages, trainer: Trainer, wide: _Widened) -> Terms:
         terms["adapters"] += e * sum(t.elements for t in trained_tables(plan.model, plan.tuning))
     if trainer.fp32_root and _is_packed(plan) and e < _FP32:
         parts = num_shares(plan) if weights_are_divided(plan) else 1
-        terms["weights"] += (_FP32 - e) * _root_elements(plan) // parts
+        root = sum(t.elements * t.count for t in base_tensors(plan.model) if not t.in_block)
+        terms["weights"] += (_FP32 - e) * root // parts
     return terms
 
 
@@ -286,10 +287,6 @@ def _adapted(plan: Plan, part: str, *, inputs: bool) -> list[Linear]:
     linears = [m for m in plan.model.linears if m.part == part]
     chosen = linears[:-1] if inputs else linears[-1:]
     return [m for m in chosen if isinstance(plan.tuning, Lora) and m.is_target(plan.tuning.targets)]
-
-
-def _root_elements(plan: Plan) -> int:
-    return sum(t.elements * t.count for t in base_tensors(plan.model) if not t.in_block)
 
 
 def _is_packed(plan: Plan) -> bool:

@@ -83,19 +83,13 @@ def _lowest(bytes_of: BytesOf, counts: range) -> int:
 
 
 def host_fits(step: StepStages) -> bool:
-    """True if what waits on the host has room there; unknown host memory is taken to be enough, and said so."""
-    usable = usable_host_bytes(step.plan.hardware)
-    if not disk_fits(step):
+    """True if what waits on the host and on NVMe has room there; unknown sizes are taken to be enough, and said so."""
+    usable, disk = usable_host_bytes(step.plan.hardware), step.plan.hardware.nvme_bytes
+    if disk and nvme_bytes(step) > disk:
         return False
     if not usable or not uses_host(step.plan):
         return True
     return sum(host_terms(step).values()) <= usable
-
-
-def disk_fits(step: StepStages) -> bool:
-    """True if the offloaded state has room on NVMe, or its size is not known."""
-    usable = step.plan.hardware.nvme_bytes
-    return not usable or nvme_bytes(step) <= usable
 
 
 def fits(step: StepStages) -> bool:

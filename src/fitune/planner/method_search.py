@@ -7,9 +7,9 @@ fit is left as a whole, and the fewest recomputed blocks are found by bisection.
 """
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import count
 
 from fitune.estimate.memory import memory_of
@@ -141,15 +141,10 @@ class MethodSearch:
             return False
         return fits(self._least(step))
 
-    def draft(self, placement: Placement) -> Plan:
-        """One for each placement: what is estimated of equal plans is remembered by the objects that they hold."""
-        if placement not in self._drafts:
-            self._drafts[placement] = draft(self.request, self.method, placement)
-        return self._drafts[placement]
-
     @cached_property
-    def _drafts(self) -> dict[Placement, Plan]:
-        return {}
+    def draft(self) -> Callable[[Placement], Plan]:
+        """One for each placement: what is estimated of equal plans is remembered by the objects that they hold."""
+        return cache(partial(draft, self.request, self.method))
 
     @cached_property
     def batches(self) -> tuple[Batch, ...]:
@@ -161,18 +156,23 @@ class MethodSearch:
             if any(self._keeps_rules(placement, batch) for placement in every_placement(self.request))
         )
 
-    def describe(self, placement: Placement, batch: Batch) -> StepStages:
-        """The step of a placement with a batch, described once: its prices are remembered by the object."""
-        step = self._steps.get((placement, batch))
-        if step is None:
-            plan = replace(self.draft(placement), batch=batch)
-            step = describe_step(plan, largest_batch(plan), self._profile(batch, plan))
-            self._steps[placement, batch] = step
-        return step
-
     @cached_property
-    def _steps(self) -> dict[tuple[Placement, Batch], StepStages]:
-        return {}
+    def describe(self) -> Callable[[Placement, Batch], StepStages]:
+        """The step of a placement with a batch, described once: its prices are remembered by the object.
+
+        Profiles of the blocks depend on the rows of a micro-batch and on nothing else that is searched.
+        """
+        profiles: dict[int, ModelProfile] = {}
+
+        @cache
+        def described(placement: Placement, batch: Batch) -> StepStages:
+            """The step, with the profile of its rows."""
+            plan, rows = replace(self.draft(placement), batch=batch), batch.micro_batch_size
+            if rows not in profiles:
+                profiles[rows] = model_profile(plan, largest_batch(plan))
+            return describe_step(plan, largest_batch(plan), profiles[rows])
+
+        return described
 
     @cached_property
     def _usable(self) -> int:
@@ -185,17 +185,6 @@ class MethodSearch:
     @cached_property
     def _counts(self) -> range:
         return block_counts(self.request.recipe, layers=self.request.model.num_layers)
-
-    @cached_property
-    def _known_profiles(self) -> dict[int, ModelProfile]:
-        return {}
-
-    def _profile(self, batch: Batch, plan: Plan) -> ModelProfile:
-        """Profiles of the blocks, which depend on the rows of a micro-batch and on nothing else that is searched."""
-        rows = batch.micro_batch_size
-        if rows not in self._known_profiles:
-            self._known_profiles[rows] = model_profile(plan, largest_batch(plan))
-        return self._known_profiles[rows]
 
     def _keeps_room(self, placement: Placement) -> bool:
         """True if what stays between two steps fits: if not, nothing else has to be priced."""

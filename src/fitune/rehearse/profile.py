@@ -27,47 +27,6 @@ from fitune.spec.model.tracing import LENGTHS, Way
 from fitune.spec.plan import Plan, Recompute, trains_embeddings
 from fitune.spec.predictions import Phase
 
-
-def _fitted(
-    values: Sequence[float], tokens: Sequence[int], rows: int, chunk: int = 0, *, copies: bool = False
-) -> Size:
-    """The polynomial through three values, whose tokens are as 1 : 2 : 4; squares are of rows.
-
-    With chunks, two more are of rows that are no whole number of them; ``copies``: these are copied whole.
-    """
-    one, two, four, *cut = values
-    first = tokens[0]
-    square = ((four - two) - 2 * (two - one)) / (6 * first * first)
-    if abs(square) * (LENGTHS[-1] * first) ** 2 < _NO_SQUARE * max(1.0, abs(four)):
-        square = 0.0
-    token = (four - two) / (2 * first) - 6 * square * first
-    size = Size(
-        constant=one - token * first - square * first * first, per_token=token, per_square=square * rows
-    )
-    return _with_padding(size, cut, tokens[-len(cut) :], chunk, copies) if cut else size
-
-
-def _with_padding(size: Size, cut: Sequence[float], tokens: Sequence[int], chunk: int, copies: bool) -> Size:
-    """``size`` with what grows by whole chunks, from two rows that are no whole number of them."""
-    padding = [-(-n // chunk) * chunk - n for n in tokens]
-    squares = [(n + more) ** 2 - n * n for n, more in zip(tokens, padding, strict=True)]
-    beyond = [
-        value - (size.constant + size.per_token * n + size.per_square * n * n)
-        for value, n in zip(cut, tokens, strict=True)
-    ]
-    if max(map(abs, beyond)) < _NO_SQUARE * max(1.0, *map(abs, cut)):
-        return size
-    if copies:
-        token = (beyond[1] - beyond[0]) / (tokens[1] - tokens[0])  # their paddings are equal
-        left = (beyond[0] - token * tokens[0]) / padding[0]
-        return replace(size, per_padding=round(left, 6), per_padded_token=round(token, 6))
-    square = (beyond[1] - beyond[0]) / (squares[1] - squares[0])
-    if abs(square) * squares[1] < _NO_SQUARE * max(1.0, *map(abs, cut)):
-        square = 0.0
-    per_padding = (beyond[0] - square * squares[0]) / padding[0]
-    return replace(size, per_padding=round(per_padding, 6), per_padding_square=round(square, 9))
-
-
 _LONGEST = len(LENGTHS) - 1
 """Place of the longest row among those that are traced."""
 _NO_SQUARE = 1e-6
@@ -84,8 +43,10 @@ class _Fit:
     accounts: Sequence[Account]
     tokens: Sequence[int]
     rows: int
-    chunk: int = 0
-    copies: bool = False
+    chunk: int
+    """Tokens to whose multiples mixers lengthen rows; 0 where they do not."""
+    copies: bool
+    """Rows that are lengthened are copied whole."""
 
     def size(self, of: Callable[[Account], float]) -> Size:
         """Polynomial in the tokens of a row for one number of each account."""
@@ -93,23 +54,20 @@ class _Fit:
 
     def sizes(self, of: Callable[[Account], Sequence[int]]) -> tuple[Size, ...]:
         """The sizes of which the largest decides; one where the order of events depends on the length."""
-        found = [of(account) or [0] for account in self.accounts]
-        if len({len(values) for values in found}) > 1:
-            found = self._aligned(found, lambda value: value)
+        found = self._aligned([of(account) or [0] for account in self.accounts], lambda value: value)
         return _largest([self._fit(values) for values in zip(*found, strict=True)], lambda size: size)
 
     def moments(self, of: Callable[[Account], Sequence[Numbers]]) -> tuple[Moment, ...]:
         """Largest moments, each number of which is a polynomial in the tokens of a row."""
-        found = [of(account) or [(0, 0, 0)] for account in self.accounts]
-        if len({len(values) for values in found}) > 1:
-            found = self._aligned(found, sum)
+        found = self._aligned([of(account) or [(0, 0, 0)] for account in self.accounts], sum)
         return _largest([self._moment(values) for values in zip(*found, strict=True)], lambda m: m.total)
 
     def _aligned(self, found: list[Sequence[T]], size: Callable[[T], float]) -> list[Sequence[T]]:
-        """As many values for each length: the largest, and where mixers loop over tokens those before and behind too.
-
-        Those come in one order at every length, and gradients of weights outweigh a short row's loop.
-        """
+        """As many values for each length. Where they differ in number: the largest, and where mixers loop over tokens
+        those before and behind too, which come in one order at every length; gradients of weights outweigh a short
+        row's loop."""
+        if len(set(map(len, found))) == 1:
+            return found
         ends = min(map(len, found)) // 8 if self.chunk == 1 else 0
         return [[*v[:ends], max(v[ends : len(v) - ends], key=size), *v[len(v) - ends :]] for v in found]
 
@@ -135,7 +93,44 @@ class _Fit:
         return found[:: self.rows] if len(found) % self.rows == 0 else found
 
     def _fit(self, values: Sequence[float]) -> Size:
-        return _fitted(values, self.tokens, self.rows, self.chunk, copies=self.copies)
+        """The polynomial through three values, whose tokens are as 1 : 2 : 4; squares are of rows.
+
+        With chunks, two more values are of rows that are no whole number of them.
+        """
+        one, two, four, *cut = values
+        first = self.tokens[0]
+        square = ((four - two) - 2 * (two - one)) / (6 * first * first)
+        if abs(square) * (LENGTHS[-1] * first) ** 2 < _NO_SQUARE * max(1.0, abs(four)):
+            square = 0.0
+        token = (four - two) / (2 * first) - 6 * square * first
+        size = Size(
+            constant=one - token * first - square * first * first,
+            per_token=token,
+            per_square=square * self.rows,
+        )
+        return self._with_padding(size, cut) if cut else size
+
+    def _with_padding(self, size: Size, cut: Sequence[float]) -> Size:
+        """``size`` with what grows by whole chunks, from two rows that are no whole number of them."""
+        tokens = self.tokens[-len(cut) :]
+        padding = [-n % self.chunk for n in tokens]
+        squares = [(n + more) ** 2 - n * n for n, more in zip(tokens, padding, strict=True)]
+        beyond = [
+            value - (size.constant + size.per_token * n + size.per_square * n * n)
+            for value, n in zip(cut, tokens, strict=True)
+        ]
+        nothing = _NO_SQUARE * max(1.0, *map(abs, cut))
+        if max(map(abs, beyond)) < nothing:
+            return size
+        if self.copies:
+            token = (beyond[1] - beyond[0]) / (tokens[1] - tokens[0])  # their paddings are equal
+            left = (beyond[0] - token * tokens[0]) / padding[0]
+            return replace(size, per_padding=round(left, 6), per_padded_token=round(token, 6))
+        square = (beyond[1] - beyond[0]) / (squares[1] - squares[0])
+        if abs(square) * squares[1] < nothing:
+            square = 0.0
+        per_padding = (beyond[0] - square * squares[0]) / padding[0]
+        return replace(size, per_padding=round(per_padding, 6), per_padding_square=round(square, 9))
 
     def _moment(self, values: Sequence[Numbers]) -> Moment:
         """Gradients of weights do not grow with tokens; where moments are aligned, a short row's may be another's."""
@@ -197,14 +192,18 @@ def _one(sizes: Sequence[Size]) -> Size:
 
 
 def _fit_of(plan: Plan, config: PretrainedConfig, chosen: Sequence[int], *, first: int, rows: int) -> _Fit:
-    whole, chunk = plan.model.masks_whole_stream, _chunk(plan.model, first)
+    chunk = _chunk(plan.model, first)
     lengths = [first * times for times in LENGTHS]
     if chunk > 1:
         lengths += [first + chunk // 2, 2 * first + chunk // 2]
     shallow = replace(plan, model=replace(plan.model, num_layers=len(chosen)))
     accounts = [account_of(recorded(shallow, config, chosen, (n,) * rows)) for n in lengths]
     return _Fit(
-        accounts, [n * rows for n in lengths], 1 if whole else rows, chunk, copies=plan.model.has_delta_rule
+        accounts,
+        [n * rows for n in lengths],
+        1 if plan.model.masks_whole_stream else rows,
+        chunk,
+        copies=plan.model.has_delta_rule,
     )
 
 

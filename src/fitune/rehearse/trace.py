@@ -123,9 +123,9 @@ def peaks_by_kind(trace: Trace, *, on_cuda: bool) -> dict[Phase, dict[str, int]]
     }
 
 
-# The caching allocator (c10/cuda/CUDACachingAllocator.cpp) with expandable segments, as fitune sets it: requests round to
-# 512 B; those up to 1 MiB and larger ones are served from two ranges of addresses, which grow in pages of 2 and 20 MiB.
-# The smallest free block that is large enough is taken and split; a freed block joins its free neighbours. Pages are
+# The caching allocator (c10/cuda/CUDACachingAllocator.cpp) with expandable segments, as fitune sets it: requests round
+# to 512 B; those up to 1 MiB and larger ones come from two ranges of addresses, which grow in pages of 2 and 20 MiB.
+# The smallest free piece that is large enough is taken and split; a freed one joins its free neighbours. Pages are
 # never given back.
 _SMALL = MIB
 _SMALL_PAGE, _LARGE_PAGE = 2 * MIB, 20 * MIB
