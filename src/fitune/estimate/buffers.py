@@ -82,6 +82,13 @@ class Buffers:
     update: int = 0
 
 
+def gathered_throughout(size: int) -> Buffers:
+    """``size`` bytes of gathered weights at every moment of both passes."""
+    return Buffers(
+        start=size, gathering=size, forward=size, end=size, loss=size, final_norm=size, backward=size, root=size,
+    )  # fmt: skip
+
+
 def buffers_of(plan: Plan) -> Buffers:
     """Bytes on one rank for gathering, streaming and summing, whichever the plan does."""
     if isinstance(plan.sharding, Zero):
@@ -178,10 +185,7 @@ def _fsdp(plan: Plan) -> Buffers:
         # gathered once, by the first micro-batch, when there are no gradients yet
         above = resting_gradient_bytes(plan)
         gathering, forward = (whole + max(0, n * block - above) for n in (2, 1))
-        return Buffers(
-            start=whole, gathering=gathering, forward=forward, end=forward, loss=whole, final_norm=whole,
-            backward=whole, root=whole,
-        )  # fmt: skip
+        return replace(gathered_throughout(whole), gathering=gathering, forward=forward, end=forward)
     return Buffers(
         start=2 * root + 2 * block + passing,
         gathering=(root + min(3, layers + 1) * block if stage == 3 else whole + 2 * block) + passing,
@@ -231,14 +235,11 @@ def _deepspeed(plan: Plan) -> Buffers:
     small = _small_tensor_bytes(plan, zero["stage3_param_persistence_threshold"])
     summed = 0 if updates_in_backward(plan.tuning) else bucket + bucket // num_shares(plan)
     fills = zero["reduce_bucket_size"] < trained_parameters(plan)  # before backward ends
-    return Buffers(
+    return replace(
+        gathered_throughout(live),
         reduce=summed if fills else 0,
         last_sum=summed,
         resident=small + (0 if updates_in_backward(plan.tuning) else bucket),
-        start=live,
-        gathering=live,
-        forward=live,
-        end=live,
         loss=live + head,
         final_norm=live + held,
         backward=root + held,
@@ -280,18 +281,8 @@ def deepspeed_default_buffers(plan: Plan) -> Buffers:
         return Buffers(buckets=bucket, standing=bucket, update=update)
     live = min(MAX_LIVE * e, weights_bytes(plan))
     sums = 0 if updates_in_backward(plan.tuning) else 2 * bucket
-    return Buffers(
-        resident=_small_tensor_bytes(plan, PERSISTENCE_THRESHOLD),
-        start=live,
-        forward=live,
-        end=live,
-        loss=live,
-        final_norm=live,
-        backward=live,
-        root=live,
-        buckets=sums,
-        standing=sums,
-    )
+    small = _small_tensor_bytes(plan, PERSISTENCE_THRESHOLD)
+    return replace(gathered_throughout(live), resident=small, buckets=sums, standing=sums)
 
 
 def _small_tensor_bytes(plan: Plan, threshold: int) -> int:

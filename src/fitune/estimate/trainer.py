@@ -12,6 +12,7 @@ from fitune.estimate.buffers import (
     block_weight_bytes,
     block_weights,
     deepspeed_default_buffers,
+    gathered_throughout,
     root_weight_bytes,
 )
 from fitune.estimate.division import (
@@ -188,15 +189,11 @@ def _buffers(step: StepStages, trainer: Trainer) -> Buffers:
         return buffers
     root, block = root_weight_bytes(plan), block_weight_bytes(plan)
     if zero_stage(plan) < 3:
-        whole = root + sum(block_weights(plan))
-        return Buffers(
-            start=whole, forward=whole, gathering=whole, end=whole, loss=whole, final_norm=whole, backward=whole,
-            root=whole,
-        )  # fmt: skip
-    return Buffers(
-        start=root, gathering=root + block, forward=root + 2 * block, end=root, loss=root, final_norm=root,
-        backward=root + block * (2 if trainer.prefetches else 1), root=root,
-    )  # fmt: skip
+        return gathered_throughout(root + sum(block_weights(plan)))
+    backward = root + block * (2 if trainer.prefetches else 1)
+    return replace(
+        gathered_throughout(root), gathering=root + block, forward=root + 2 * block, backward=backward
+    )
 
 
 def _casts(step: StepStages, trainer: Trainer, wide: _Widened, *, fp32_stream: bool) -> tuple[float, float]:

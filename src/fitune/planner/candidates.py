@@ -185,14 +185,10 @@ def _splits(recipe: Recipe, ranks: int) -> Iterator[tuple[int, int]]:
     rows = rows_per_rank(recipe, ranks)
     if rows is None:
         return
-    if micro is not None:
-        yield from [(micro, rows // micro)] if rows % micro == 0 else []
-    elif steps is not None:
-        yield from [(rows // steps, steps)] if rows % steps == 0 else []
-    else:
-        for size in range(min(rows, MOST_MICRO_BATCH), 0, -1):
-            if rows % size == 0:
-                yield size, rows // size
+    sizes = range(min(rows, MOST_MICRO_BATCH), 0, -1) if steps is None else (rows // steps,)
+    for size in sizes if micro is None else (micro,):
+        if size and rows % size == 0 and steps in (None, rows // size):
+            yield size, rows // size
 
 
 def rows_per_rank(recipe: Recipe, ranks: int) -> int | None:

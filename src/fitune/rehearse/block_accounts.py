@@ -34,23 +34,23 @@ class Account:
     work: dict[tuple[str, int], list[Work]] = field(default_factory=dict)
 
 
-def _storages(sample: Sample) -> tuple[dict[Any, int], dict[Any, Any], dict[tuple[int, Any], int]]:
+def _storages(sample: Sample) -> tuple[dict[Any, int], dict[Any, Any], Counter[Any]]:
     """Size of each storage; what it belongs to: a block, the final norm, the hidden states, or what is around; and
-    bytes alive between forward and backward by micro-batch and owner."""
+    bytes alive between forward and backward of the first micro-batch by owner."""
     sizes: dict[Any, int] = {}
     owners: dict[Any, Any] = {}
-    kept: dict[tuple[int, Any], int] = {}
+    kept: Counter[Any] = Counter()
     turn, phase = -1, Phase.IDLE
     place: Any = "around"
-    going_in = {serial: (turn, block) for (turn, block), serial in sample.inputs.items()}
+    going_in = {serial: block for (_, block), serial in sample.inputs.items()}
     born: dict[Any, Any] = {}
     for event in sample.trace.events:
         match event:
             case Entered(phase=entered):
                 if entered is Phase.LOSS:
                     owners |= born
-                    for storage, owner in born.items():
-                        kept[turn, owner] = kept.get((turn, owner), 0) + sizes[storage]
+                    for storage, owner in born.items() if turn == 0 else ():
+                        kept[owner] += sizes[storage]
                 turn, phase, place = turn + (entered is Phase.FORWARD), entered, "around"
                 born = {}
             case Reached(direction="forward", block=block):
@@ -60,7 +60,7 @@ def _storages(sample: Sample) -> tuple[dict[Any, int], dict[Any, Any], dict[tupl
                 if phase is Phase.FORWARD:
                     of: Any = place
                     if storage in going_in:
-                        block = going_in[storage][1]
+                        block = going_in[storage]
                         of = block if block < sample.blocks else "final"
                     born[storage] = "hidden" if storage in sample.outputs.values() else of
             case Freed(storage=storage):
@@ -76,9 +76,8 @@ def account_of(sample: Sample) -> Account:
     account = Account(hidden=sizes[sample.outputs[0]], stream=max(streams))
     if len(streams) > 1 or account.stream % account.hidden:
         raise ModelError("the stream between the blocks takes other bytes than the hidden states behind them")
-    account.kept = [kept_by.get((0, block), 0) for block in range(sample.blocks)]
-    account.around = kept_by.get((0, "around"), 0)
-    account.final_kept = kept_by.get((0, "final"), 0)
+    account.kept = [kept_by[block] for block in range(sample.blocks)]
+    account.around, account.final_kept = kept_by["around"], kept_by["final"]
     alive: Counter[Any] = Counter()
     total = start = 0
     turn, phase, place = -1, Phase.IDLE, None
