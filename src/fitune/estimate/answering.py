@@ -27,7 +27,6 @@ from fitune.estimate.overhead import (
 )
 from fitune.spec.answering import CACHE_ROOM, Answering, Questions
 from fitune.spec.counts import count_parameters
-from fitune.spec.machines.hardware import Gpu
 from fitune.spec.model.architectures import caches_latent
 from fitune.spec.model.traits import ACTIVATIONS
 from fitune.units import GIB
@@ -278,7 +277,10 @@ def _of_vllm(answering: Answering, questions: Questions) -> AnsweringMemory:
     wide = max(3 * model.intermediate_size * max(1, model.experts_per_token), model.q_dim + 2 * model.kv_dim)
     activations = BATCHED_TOKENS * e * (4 * model.hidden_size + -(-wide // devices))
     logits = sequences * model.vocab_size * (e + 2 * FP32)
-    outside = {} if gpu.is_cpu else _outside_of_vllm(gpu, devices)
+    outside = {} if gpu.is_cpu else {
+        **({"NCCL": COLLECTIVES_BYTES} if devices > 1 else {}), "CUDA context": cuda_context_bytes(gpu),
+        "cuBLAS workspace": cublas_workspace_bytes(gpu), "CUDA graphs": GRAPHS_BYTES,
+    }  # fmt: skip
     taken = sum(weights.values()) + activations + logits + sum(outside.values())
     room = usable_bytes(answering.hardware) if gpu.is_cpu else round(VLLM_SHARE * gpu.memory_bytes)
     needed = pooled_bytes(answering, questions.longest_prompt + questions.new_tokens)
@@ -288,15 +290,6 @@ def _of_vllm(answering: Answering, questions: Questions) -> AnsweringMemory:
     return AnsweringMemory(
         reading=terms, writing=terms, outside=outside, entering=0, usable_bytes=max(room, 0)
     )
-
-
-def _outside_of_vllm(gpu: Gpu, devices: int) -> dict[str, int]:
-    return {
-        **({"NCCL": COLLECTIVES_BYTES} if devices > 1 else {}),
-        "CUDA context": cuda_context_bytes(gpu),
-        "cuBLAS workspace": cublas_workspace_bytes(gpu),
-        "CUDA graphs": GRAPHS_BYTES,
-    }
 
 
 def pooled_bytes(answering: Answering, tokens: int) -> int:

@@ -143,11 +143,6 @@ def block_gradients(plan: Plan, *, width: int = 0) -> tuple[int, ...]:
     return tuple(own * trains_in(plan, index) for index in range(plan.model.num_layers))
 
 
-def root_gradient_bytes(plan: Plan, *, width: int = 0) -> int:
-    """Bytes of what is trained outside the blocks, counted as for the blocks."""
-    return _padded_bytes(plan, (t for t in trained_tensors(plan) if not t.in_block), width)
-
-
 def _padded_bytes(plan: Plan, tensors: Iterable[ParameterTensor], width: int) -> int:
     parts = num_shares(plan)
     elements = sum(t.share(parts) * parts * t.count for t in tensors)
@@ -198,7 +193,7 @@ def _fsdp(plan: Plan) -> Buffers:
         root=root,
         reduce=max(summed),
         summed_blocks=_held_sums(plan, summed),
-        root_end=root_gradient_bytes(plan, width=width),
+        root_end=_padded_bytes(plan, (t for t in trained_tensors(plan) if not t.in_block), width),
     )
 
 

@@ -295,4 +295,4 @@ def _divided_step_bytes(plan: Plan) -> int:
         left = sum(t.share(parts) * t.count for t in last) // (1 if ends_with_root else blocks_trained(plan))
         return 4 * share - plan.precision.compute_bytes * (share - left)
     largest = max(t.share(parts) for t in trained_tensors(plan))
-    return max(min(MASTER_BUCKET_BYTES, 4 * trained_share(plan)), 4 * largest)
+    return max(min(MASTER_BUCKET_BYTES, 4 * share), 4 * largest)

@@ -101,14 +101,15 @@ def _other_methods(recipe: Recipe, taken: Priced, asked: Asked) -> Iterator[tupl
 
 def _where_it_fits(recipe: Recipe, settings: Settings, asked: Asked) -> tuple[Settings, Priced | None]:
     """The first larger machine that holds the method on its devices: more of the same card, then 80 GB cards."""
-    here = asked(settings).hardware
+    request = asked(settings)
+    here = request.hardware
     if here.gpu.is_cpu or here.nodes > 1:
         return settings, None
     for gpus in (2, 4, 8):
         larger = settings | {"gpus": gpus}
-        if gpus > here.gpus_per_node and recipe.gpu and fits_on_devices(request := asked(larger)):
-            return larger, first_choice(request)
-    found = on_large_cards(asked(settings))
+        if gpus > here.gpus_per_node and recipe.gpu and fits_on_devices(more := asked(larger)):
+            return larger, first_choice(more)
+    found = on_large_cards(request)
     return (settings, None) if found is None else (settings | machine_settings(found), first_choice(found))
 
 
