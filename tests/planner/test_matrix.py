@@ -9,9 +9,10 @@ import pytest
 
 from fitune.errors import HardwareError, RecipeError
 from fitune.planner.defaults import with_host_memory
-from fitune.planner.matrix import card, explain_matrix, matrix, matrix_data
+from fitune.planner.matrix import card, explain_matrix, matrix, matrix_data, taken_words
 from fitune.planner.search import find_plan
 from fitune.spec.recipe.recipe import parse_recipe
+from fitune.units import GIB
 from plans import gpu, known
 
 MODELS = ("llama-2-7b", "llama-2-13b", "llama-2-70b")
@@ -40,6 +41,21 @@ def cell(name, seq_len, of=None):
 def test_a_cell_is_what_plan_answers(name, seq_len):
     recipe = recipe_of(seq_len=seq_len).model_copy(update={"model": known(name).name})
     assert cell(name, seq_len).taken == find_plan(recipe, model=known(name), hardware=V100S).chosen
+
+
+@pytest.mark.parametrize(
+    ("sizes", "short"),
+    [
+        ({"nvme": 10 * GIB, "host": 500 * GIB}, "NVMe −"), ({"nvme": 900 * GIB, "host": 20 * GIB}, "host −"),
+    ],
+)  # fmt: skip
+def test_a_cell_says_what_is_short_of_what(sizes, short):
+    hardware = replace(gpu("a100-80gb", gpus=2), nvme_bytes=sizes["nvme"], host_memory_bytes=sizes["host"])
+    pins = {"tuning": "full", "zero": 3, "offload_optimizer": "nvme", "nvme_path": "/nvme"}
+    (one,) = matrix_of("llama-2-7b", 512, hardware=hardware, **pins).cells
+    *_, missing = taken_words(one)
+    assert missing.startswith(short)
+    assert not missing.removeprefix(short).startswith("-")
 
 
 def test_switching_something_on_never_takes_room_away():

@@ -1,6 +1,7 @@
 """The planner keeps every pin, decides the rest, and says what it decided and why nothing fits."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 
@@ -231,6 +232,16 @@ def test_a_host_that_is_too_small_is_said_with_its_sum():
         here = gpu("h100", host_memory_bytes=host * GIB)
         with nullcontext() if fits else pytest.raises(NothingFits):
             plan_of(LLAMA_8B, here, settings, offload_parameters="device")
+
+
+def test_a_disk_that_is_too_small_is_not_called_the_host():
+    settings = "tuning: full, zero: 3, offload_parameters: cpu, offload_optimizer: nvme, nvme_path: /nvme"
+    here = gpu("rtx-4090", gpus=2, host_memory_bytes=500 * GIB, nvme_bytes=10 * GIB)
+    text, _ = refused(LLAMA_8B, here, settings)
+    assert "it fits the devices but not NVMe: 119.66 GiB a node, 10.00 GiB usable" in text
+    assert "not the host" not in text
+    enough = int(text.rsplit("nvme_size: ", 1)[1].split("GiB")[0])
+    assert plan_of(LLAMA_8B, replace(here, nvme_bytes=enough * GIB), settings)
 
 
 def test_nothing_fits_offers_a_shorter_row_that_is_true():

@@ -219,18 +219,23 @@ def taken_words(cell: Cell) -> tuple[str, ...]:
     if cell.taken is None:
         return (f"rows of at most {cell.model.max_seq_len:,} tokens: the model was made for no longer",)
     plan, estimate = cell.taken.plan, cell.taken.estimate
-    device, host = (
-        estimate.peak_bytes - estimate.usable_bytes,
-        estimate.host_bytes - estimate.usable_host_bytes,
+    places = (
+        ("", estimate.peak_bytes, estimate.usable_bytes),
+        ("host ", estimate.host_bytes, estimate.usable_host_bytes),
+        ("NVMe ", estimate.nvme_bytes, estimate.usable_nvme_bytes),
     )
-    short = f"−{format_bytes(device)}" if device > 0 else f"host −{format_bytes(host)}"
+    short = (
+        f"{place}−{format_bytes(size - usable)}"
+        for place, size, usable in places
+        if size > usable and (usable or not place)
+    )
     return (
         method_words(method_name(plan.tuning)) if estimate.fits else "none",
         describe_sharding(plan.sharding).replace(" by ", " ") or "one device",
         f"{plan.recompute.blocks} of {plan.model.num_layers}",
         describe_offload(plan.offload).replace(" on the CPU", "").replace(" on NVMe", " (NVMe)") or "–",
         format_bytes(estimate.peak_bytes),
-        f"{estimate.tokens_per_second:,.0f}" if estimate.fits else short,
+        f"{estimate.tokens_per_second:,.0f}" if estimate.fits else next(short),
     )
 
 

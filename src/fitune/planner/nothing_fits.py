@@ -6,7 +6,7 @@ from functools import cached_property
 
 from fitune.errors import NothingFits
 from fitune.estimate.memory import memory_of
-from fitune.estimate.overhead import enough_host_bytes, host_terms, usable_bytes
+from fitune.estimate.overhead import enough_host_bytes, usable_bytes
 from fitune.estimate.predict import predict
 from fitune.estimate.step import StepStages
 from fitune.planner.candidates import Request
@@ -65,11 +65,14 @@ def nothing_fits(
     return NothingFits("\n".join(lines), hint=changes.advice(), facts=facts)
 
 
+OF_HOST = "of host memory a node"
+
+
 def _short(needed: Estimate) -> Iterator[dict[str, object]]:
     """Where it is short, with bytes."""
     for of, size, usable in (
         ("a device", needed.peak_bytes, needed.usable_bytes),
-        ("of host memory a node", needed.host_bytes, needed.usable_host_bytes),
+        (OF_HOST, needed.host_bytes, needed.usable_host_bytes),
         ("of NVMe a node", needed.nvme_bytes, needed.usable_nvme_bytes),
     ):
         if usable and size > usable:
@@ -192,14 +195,21 @@ class _Changes:
                     yield found, {**settings, **there}
 
     def about_the_host(self) -> Iterator[str]:
-        """Says how much host memory is missing where it fits the devices with offload."""
+        """Says how much of a node's memory or NVMe is missing where it fits the devices with offload."""
         for method in methods_for(self.request):
             step = MethodSearch(self.request, method).least_host()
             if step is not None:
-                offload, host = describe_offload(step.plan.offload), host_sum(predict(step.plan))
-                enough = -(-enough_host_bytes(sum(host_terms(step).values())) // GIB)
-                words = f"with {offload} it fits the devices but not the host: {host}"
-                yield wrapped(f"{words}; host_memory: {enough}GiB is enough", indent=0)
+                needed = predict(step.plan)
+                words = f"with {describe_offload(step.plan.offload)} it fits the devices but not"
+                for short in _short(needed):
+                    if short["of"] == OF_HOST:
+                        enough = -(-enough_host_bytes(needed.host_bytes) // GIB)
+                        said = f"the host: {host_sum(needed)}; host_memory: {enough}GiB is enough"
+                    else:
+                        enough, usable = -(-needed.nvme_bytes // GIB), format_bytes(needed.usable_nvme_bytes)
+                        size = f"{format_bytes(needed.nvme_bytes)} a node, {usable} usable"
+                        said = f"NVMe: {size}; nvme_size: {enough}GiB is enough"
+                    yield wrapped(f"{words} {said}", indent=0)
                 return
 
     def _settings(self) -> Iterator[tuple[str, dict[str, object]]]:
