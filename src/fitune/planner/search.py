@@ -231,14 +231,11 @@ def _devices(recipe: Recipe, hardware: Hardware) -> Iterator[Hardware]:
     yield hardware
     if recipe.objective != "cheapest":
         return
-    nodes = hardware.nodes // 2
-    while nodes:
+    nodes, gpus = hardware.nodes, hardware.gpus_per_node
+    while nodes := nodes // 2:
         yield replace(hardware, nodes=nodes, internode_bandwidth=hardware.internode_bandwidth * (nodes > 1))
-        nodes //= 2
-    gpus = hardware.gpus_per_node // 2
-    while gpus:
+    while gpus := gpus // 2:
         yield with_cards(replace(hardware, nodes=1, internode_bandwidth=0.0), gpus, recipe)
-        gpus //= 2
 
 
 def _rejections(answers: Sequence[Answer]) -> tuple[Rejection, ...]:
