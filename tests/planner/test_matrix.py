@@ -46,7 +46,7 @@ def test_a_cell_is_what_plan_answers(name, seq_len):
 @pytest.mark.parametrize(
     ("sizes", "short"),
     [
-        ({"nvme": 10 * GIB, "host": 500 * GIB}, "NVMe −"), ({"nvme": 900 * GIB, "host": 20 * GIB}, "host −"),
+        ({"nvme": 10 * GIB, "host": 500 * GIB}, "NVMe −"), ({"nvme": 900 * GIB, "host": 10 * GIB}, "host −"),
     ],
 )  # fmt: skip
 def test_a_cell_says_what_is_short_of_what(sizes, short):
