@@ -1,5 +1,6 @@
 """The process that starts ranks waits for them: what they compute with takes seconds and half a gigabyte to import."""
 
+import os
 import subprocess
 import sys
 
@@ -22,3 +23,26 @@ def test_neither_transformers_nor_peft_is_imported_where_ranks_are_started(model
     words = [str(model_folder), str(data_file), str(tmp_path / "run")]
     ran = subprocess.run([sys.executable, "-c", PROGRAM, *words], capture_output=True, text=True, timeout=300)
     assert ran.stdout.splitlines()[-1:] == ["[]"], ran.stderr
+
+
+WRONG_KEY = """
+import sys
+from fitune.cli import main
+
+sys.argv = ["fitune", "train", "--modle", "x"]
+try:
+    main()
+except SystemExit as ended:
+    print(ended.code, "torch" in sys.modules)
+"""
+
+
+def test_a_recipe_is_read_before_torch_also_by_a_rank_of_another_launcher():
+    torchrun = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    for launcher in ({}, torchrun):
+        ran = subprocess.run(
+            [sys.executable, "-c", WRONG_KEY], capture_output=True, text=True, timeout=300,
+            env={**os.environ, **launcher},
+        )  # fmt: skip
+        assert ran.stdout.split() == ["2", "False"], ran.stderr
+        assert "unknown key 'modle'" in ran.stderr

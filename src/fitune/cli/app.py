@@ -221,15 +221,15 @@ def train(
     json: Json = False,
 ) -> None:
     """Plan, train exactly that, and show measured figures next to predicted ones."""
-    from fitune.session.planning import see_planned_gpus
+    from fitune.session.planning import see_planned_gpus, speaks_to_people
 
     see_planned_gpus()
-    from fitune.session.clusters.on_ray import place_on_ray
-    from fitune.session.program import place_in, speaks_to_people, train_program
-
     if json and not speaks_to_people():  # the first rank prints the object, or the error
         os.dup2(2, 1)
     recipe = _recipe(words, settings, quiet=not speaks_to_people())
+    from fitune.session.clusters.on_ray import place_on_ray  # torch: after the recipe, whose errors need none
+    from fitune.session.program import place_in, train_program
+
     on_ray = place_on_ray(recipe, on, address=ray_address, workers=workers, restarts=ray_restarts)
     place = place_in(recipe, node=node_rank, rendezvous=rendezvous, timeout_s=rendezvous_timeout)
     with _telling(json) as terminal:

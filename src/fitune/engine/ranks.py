@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fitune.errors import FituneError, HardwareError, PeerGone, RankFailed, first_line
+from fitune.spec.launchers import launched_as
 
 T = TypeVar("T")
 
@@ -191,38 +192,10 @@ MEETING = timedelta(minutes=10)
 """Longest wait for all ranks to be there, as long as that of several nodes for each other (launch/place.py)."""
 
 
-_LAUNCHERS = (
-    ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
-    # Of the step, not of the job: a batch script that is no task of srun has the job's variables, too.
-    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
-    ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    ("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
-)
-"""Name of a launcher, and the variables by which it tells each process its rank, how many there are, and its rank on
-this machine."""
-
-
 def launched_ranks(environment: Mapping[str, str] = os.environ) -> Ranks:
     """This process as its launcher describes it; ALONE without one. Raises HardwareError for numbers that cannot be."""
-    for name, of_rank, of_world, of_local in _LAUNCHERS:
-        if environment.get(of_world, "1") == "1":
-            continue
-        rank, world = _number(of_rank, environment), _number(of_world, environment)
-        local = _number(of_local, environment) if of_local in environment else 0
-        if rank >= world:
-            raise HardwareError(
-                f"{of_rank} is {rank}, and {of_world} is {world}: ranks are counted from 0",
-                hint=f"start every process by {name}",
-            )
-        return Ranks(rank=rank, world=world, local=local)
-    return ALONE
-
-
-def _number(name: str, environment: Mapping[str, str]) -> int:
-    text = environment.get(name, "")
-    if not text.isdecimal():
-        raise HardwareError(f"{name} is {text!r}, not a number", hint="start by torchrun, srun or mpirun")
-    return int(text)
+    rank, world, local = launched_as(environment)
+    return Ranks(rank=rank, world=world, local=local)
 
 
 def meeting_point(environment: Mapping[str, str]) -> dict[str, str]:

@@ -10,6 +10,7 @@ from fitune.measure.hardware import resolve_hardware, see_one_kind
 from fitune.planner.defaults import data_of, with_host_memory
 from fitune.planner.search import find_plan
 from fitune.planner.whole_run import whole_run, with_timely_saves
+from fitune.spec.launchers import launched_as
 from fitune.spec.machines.gpus import GpuFigures
 from fitune.spec.machines.hardware import Hardware
 from fitune.spec.model.model_config import load_model_spec
@@ -33,6 +34,12 @@ FEW_ROWS = 50
 def see_planned_gpus() -> None:
     """Hide the GPUs of this machine that no plan takes. For commands that compute, before they import torch."""
     see_one_kind()
+
+
+def speaks_to_people() -> bool:
+    """True unless a launcher started this process as one of several and it is not the first."""
+    rank, _, _ = launched_as()
+    return rank == 0
 
 
 def plan_for(

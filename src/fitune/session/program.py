@@ -51,11 +51,6 @@ _ONE_REQUEST_SECONDS = 1.0
 """A rank may get a signal twice, from its launcher and from whoever sent it to all processes of the job."""
 
 
-def speaks_to_people() -> bool:
-    """True unless a launcher started this process as one of several and it is not the first."""
-    return launched_ranks().is_first
-
-
 def place_in(recipe: Recipe, *, node: int | None, rendezvous: str, timeout_s: float) -> Place | None:
     """This machine's place among the recipe's nodes; None where neither ``node`` nor ``rendezvous`` is said."""
     if node is None and not rendezvous:
