@@ -18,7 +18,7 @@ from fitune.data.ledger import describe_ledger
 from fitune.data.making import PreparedData
 from fitune.data.packing import pack_rows
 from fitune.data.preparing import prepare_data
-from fitune.data.reading.rows import BadRow, Row
+from fitune.data.reading.rows import BadRow
 from fitune.data.tokenising import RowTokeniser
 from fitune.errors import DataError, RecipeError
 from fitune.models.tokens import tokenizer_with
@@ -32,7 +32,6 @@ from fitune.units import counted
 
 LOOKED_AT = 2_000
 """Rows among which those that are cut or dropped are looked for."""
-_AT_ONCE = 64
 _BARS = 12
 """Bars of the histogram."""
 _SHOWN_TEXT = 300
@@ -176,48 +175,36 @@ def _looked_at(
     data: DataPlan, tokenise: RowTokeniser, template: ChatTemplate, tokenizer: Any
 ) -> Iterator[ShownRow]:
     """The rows of all sources in turn; those that a reader cannot take apart are only counted, in the account."""
-    rows = chain.from_iterable(map(examples_of, data.sources))
-    readable = ((row, example) for row, example, _ in rows if isinstance(row, Row))
-    while batch := list(islice(readable, _AT_ONCE)):
-        examples = [example for _, example in batch if not isinstance(example, BadRow)]
-        shown = _shown(examples, tokenise, template, tokenizer)
-        for row, example in batch:
-            if isinstance(example, BadRow):
-                why = example.message.removeprefix(f"{row.where}: ")
-                yield _left_out(row.where, str(row.fields), why)
-            else:
-                yield next(shown)
-
-
-def _shown(
-    examples: Sequence[Example], tokenise: RowTokeniser, template: ChatTemplate, tokenizer: Any
-) -> Iterator[ShownRow]:
-    made = tokenise(examples)
-    ends = np.cumsum(made.lengths)
-    place = 0
-    for example, fate, laid_out in zip(examples, made.fates, template.lay_out_rows(examples), strict=True):
-        if not fate.rows or isinstance(laid_out, BadRow):
-            yield _left_out(example.where, example.text, fate.reason, tokens=fate.tokens)
+    for row, example, _ in chain.from_iterable(map(examples_of, data.sources)):
+        if isinstance(row, BadRow):
             continue
-        begin = int(ends[place] - made.lengths[place])
-        end = int(ends[place + fate.rows - 1])
-        place += fate.rows
-        whole = "".join(piece.text for piece in laid_out)
-        messages = example.messages if isinstance(example, Conversation) else ()
-        tokens = zip(made.ids[begin:end].tolist(), made.supervised[begin:end].tolist(), strict=True)
-        parts = tuple(  # runs of tokens that are all learned or all not
-            Part(text=tokenizer.decode([token for token, _ in run]), is_learned=learned)
-            for learned, run in groupby(tokens, key=lambda pair: pair[1])
-        )
-        yield ShownRow(
-            where=example.where,
-            parts=parts,
-            tokens=fate.tokens,
-            kept=fate.kept,
-            learned=fate.supervised,
-            thoughts_left_out=sum(m.role == "assistant" and thought_of(m) not in whole for m in messages),
-            empty_thoughts=sum(piece.empty_thought for piece in laid_out),
-        )
+        if isinstance(example, BadRow):
+            yield _left_out(row.where, str(row.fields), example.message.removeprefix(f"{row.where}: "))
+        else:
+            yield _shown(example, tokenise, template, tokenizer)
+
+
+def _shown(example: Example, tokenise: RowTokeniser, template: ChatTemplate, tokenizer: Any) -> ShownRow:
+    made = tokenise([example])
+    (fate,), (laid_out,) = made.fates, template.lay_out_rows([example])
+    if not fate.rows or isinstance(laid_out, BadRow):
+        return _left_out(example.where, example.text, fate.reason, tokens=fate.tokens)
+    whole = "".join(piece.text for piece in laid_out)
+    messages = example.messages if isinstance(example, Conversation) else ()
+    tokens = zip(made.ids.tolist(), made.supervised.tolist(), strict=True)
+    parts = tuple(  # runs of tokens that are all learned or all not
+        Part(text=tokenizer.decode([token for token, _ in run]), is_learned=learned)
+        for learned, run in groupby(tokens, key=lambda pair: pair[1])
+    )
+    return ShownRow(
+        where=example.where,
+        parts=parts,
+        tokens=fate.tokens,
+        kept=fate.kept,
+        learned=fate.supervised,
+        thoughts_left_out=sum(m.role == "assistant" and thought_of(m) not in whole for m in messages),
+        empty_thoughts=sum(piece.empty_thought for piece in laid_out),
+    )
 
 
 def _left_out(where: str, text: str, why: str, *, tokens: int = 0) -> ShownRow:
