@@ -6,7 +6,6 @@ from fitune.errors import NothingFits, RecipeError
 from fitune.planner.first_screen import changed_recipe
 from fitune.planner.study import largest
 from fitune.session.alternatives import largest_for, plan_with
-from fitune.session.results import result_data, text_of
 from plans import gpu, known, recipe_of, report_of
 
 
@@ -34,8 +33,8 @@ def test_a_change_that_is_none_is_refused(change):
 
 def why(model, settings, change):
     """The answer to ``--why CHANGE`` as a text and as data."""
-    answer = plan_with(recipe_of(model, settings), change)
-    return text_of(answer), result_data(answer)["why"]
+    text, data = plan_with(recipe_of(model, settings), change)
+    return text, data["why"]
 
 
 def test_why_not_zero_3_is_answered_in_bytes_and_seconds():
@@ -95,7 +94,7 @@ def test_with_parameters_on_the_host_the_longest_row_is_found():
 
 def test_the_largest_model_is_named():
     recipe = recipe_of("llama-3.2-1b", "gpu: rtx-4090, tuning: qlora, seq_len: 1024")
-    answer = result_data(largest_for(recipe, "model"))
+    _, answer = largest_for(recipe, "model")
     assert answer["methods"][0]["value"] in ("01-ai/Yi-34B", "Qwen/Qwen2.5-32B")
 
 

@@ -128,7 +128,7 @@ def plan(
     if why or largest:
         from fitune.session.alternatives import largest_for, plan_with
 
-        _show(plan_with(recipe, why) if why else largest_for(recipe, largest), json=json)
+        _print(*(plan_with(recipe, why) if why else largest_for(recipe, largest)), json=json)
     elif details or json:
         _show(plan_on_data(recipe), json=json)
     else:
@@ -163,7 +163,7 @@ def why(
     """Compare another choice with the plan that is taken, in bytes and seconds."""
     from fitune.session.alternatives import plan_with
 
-    _show(plan_with(_recipe(words, settings), change), json=json)
+    _print(*plan_with(_recipe(words, settings), change), json=json)
 
 
 @app.command(**_RECIPE)
@@ -494,8 +494,7 @@ def doctor(
         raise typer.Exit(int(failed))
     if calibrate and not here.calibrate_device(log=log):
         return
-    examined = here.examine()
-    _print(here.describe_examined(examined), here.examined_data(examined), json=json)
+    _print(*here.examine(), json=json)
 
 
 @app.command()
@@ -522,10 +521,10 @@ def check(
     json: Json = False,
 ) -> None:
     """Predict every run of the files and print how far off memory, speed and verdicts are."""
-    from fitune.session.records import check_data, check_records, check_text
+    from fitune.session.records import check_records
 
-    found = check_records(files, confidence=confidence, leave_one_out=leave_one_out)
-    _print(check_text(found, rows=rows), check_data(found), json=json)
+    found = check_records(files, confidence=confidence, leave_one_out=leave_one_out, shows_rows=rows)
+    _print(*found, json=json)
 
 
 def _fleet(file: Path | None, *wishes: Any) -> "FleetRequest | None":

@@ -12,8 +12,6 @@ from fitune.planner.explain import plan_data, unit_for
 from fitune.planner.first_screen import changed_recipe
 from fitune.planner.matrix import LEGEND, Matrix, card, matrix, short_name
 from fitune.planner.study import (
-    Alternative,
-    Largest,
     alternative_data,
     compare,
     explain_alternative,
@@ -30,24 +28,9 @@ from fitune.spec.words import describe_plan, devices_with_memory
 from fitune.units import format_bytes, format_percent, wrapped
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WithChange:
-    """The plan of a recipe, and beside it the best plan with a change."""
-
-    report: PlanReport
-    alternative: Alternative
-
-    def text(self) -> str:
-        """Both plans, and what the change costs."""
-        return explain_alternative(self.alternative)
-
-    def data(self) -> dict[str, Any]:
-        """The plan as ``--json`` prints it, and an object ``why`` in it."""
-        return {**plan_data(self.report), "why": alternative_data(self.alternative)}
-
-
-def plan_with(recipe: Recipe, change: str) -> WithChange:
-    """The plan, and the best plan with the settings of ``zero: 3, backend: fsdp`` on top."""
+def plan_with(recipe: Recipe, change: str) -> tuple[str, dict[str, Any]]:
+    """The plan beside the best plan with the settings of ``zero: 3, backend: fsdp`` on top, and what they cost: as
+    text, and as the plan's data with an object ``why`` in it."""
     recipe = for_its_rows(recipe)
     changed = changed_recipe(recipe, change)
     report = plan_for(recipe)
@@ -55,32 +38,16 @@ def plan_with(recipe: Recipe, change: str) -> WithChange:
         changed, change, taken=report.chosen,
         model=load_model_spec(changed.model), hardware=wanted_hardware(changed),
     )  # fmt: skip
-    return WithChange(report=report, alternative=alternative)
+    return explain_alternative(alternative), {**plan_data(report), "why": alternative_data(alternative)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LargestThatFit:
-    """The largest row, micro-batch or model of each method that the recipe leaves open."""
-
-    recipe: Recipe
-    quantity: str
-    found: tuple[Largest, ...]
-
-    def text(self) -> str:
-        """A line for each method."""
-        return explain_largest(self.recipe, self.quantity, self.found)
-
-    def data(self) -> dict[str, Any]:
-        """The object that ``--json`` prints."""
-        return largest_data(self.quantity, self.found)
-
-
-def largest_for(recipe: Recipe, quantity: str) -> LargestThatFit:
-    """The largest ``seq_len``, ``micro_batch`` or ``model`` that fits. Raises RecipeError for another quantity."""
+def largest_for(recipe: Recipe, quantity: str) -> tuple[str, dict[str, Any]]:
+    """The largest ``seq_len``, ``micro_batch`` or ``model`` that fits, by each method that the recipe leaves open: as
+    text and as data. Raises RecipeError for another quantity."""
     recipe = for_its_rows(recipe)
     quantity = quantity.replace("-", "_").removesuffix("_size")
     found = largest(recipe, quantity, model=load_model_spec(recipe.model), hardware=wanted_hardware(recipe))
-    return LargestThatFit(recipe=recipe, quantity=quantity, found=found)
+    return explain_largest(recipe, quantity, found), largest_data(quantity, found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

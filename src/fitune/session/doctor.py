@@ -7,7 +7,7 @@ import platform
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from fitune.errors import FituneError, HardwareError
 from fitune.measure.calibrations import device_key, quick_key, store_calibration
 from fitune.measure.hardware import calibrated, describe_hardware, detect_hardware, of_one_kind, see_one_kind
 from fitune.measure.nvml import gpus_here
-from fitune.planner.study import largest
+from fitune.planner.study import largest as largest_of
 from fitune.session.events import Emit, Note
 from fitune.spec.machines.hardware import Calibration, Hardware
 from fitune.spec.model.model_config import known_model_spec
@@ -48,37 +48,43 @@ _EXTRAS = {
 """Module -> its extra, and what it adds."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Examined:
-    """Devices, memory and measured rates; versions of libraries; missing libraries with their extra and its use."""
+def examine() -> tuple[str, dict[str, Any]]:
+    """Devices, measured rates, versions of libraries, and what each missing library would add: as text and as data.
 
-    hardware: Hardware
-    versions: dict[str, str]
-    missing: tuple[tuple[str, str], ...]
-    """Extra and what it would add."""
-    largest: dict[str, str]
-    """Method -> the largest known model that it trains here, in rows of ROW tokens."""
-    problem: str = ""
-    """Why the installed torch cannot train on the GPU that is here, and what to do."""
-
-
-def examine() -> Examined:
-    """Look at this machine; torch is asked where there is a GPU."""
+    torch is asked where there is a GPU.
+    """
     versions = {"python": platform.python_version()}
     for name in ("fitune", *_NEEDED):
         with suppress(importlib.metadata.PackageNotFoundError):  # fitune alone plans
             versions[name] = importlib.metadata.version(name)
-    missing = tuple(extra for name, extra in _EXTRAS.items() if importlib.util.find_spec(name) is None)
+    missing = [extra for name, extra in _EXTRAS.items() if importlib.util.find_spec(name) is None]
     problem = ""
     gpus = of_one_kind(gpus_here(os.environ))
     if gpus and importlib.util.find_spec("torch") is not None:
         from fitune.measure.cuda_cards import torch_problem  # torch: seconds
 
-        problem = torch_problem(gpus[0])
+        problem = torch_problem(gpus[0])  # why the installed torch cannot train on it, and what to do
     hardware = calibrated(detect_hardware())
-    return Examined(
-        hardware=hardware, versions=versions, missing=missing, problem=problem, largest=largest_here(hardware)
-    )
+    largest = largest_here(hardware)
+    fits = " · ".join(f"{tuning} {model}" for tuning, model in largest.items())
+    lines = [
+        describe_hardware(hardware),
+        f"largest known models that fit, rows of {ROW:,} tokens: {fits or 'none'}",
+        describe_calibration(hardware.calibration),
+        *([f"problem: {problem}"] if problem else []),
+        "  ".join(f"{name} {version}" for name, version in versions.items()),
+        *(f"missing: {what}; pip install 'fitune[{extra}]'" for extra, what in missing),
+    ]
+    if hardware.gpu.is_cpu:
+        none = "no GPU found: this processor plans and trains; fitune plan --gpu rtx-4090 plans for a card"
+        lines = [none, *lines]
+    return "\n".join(lines), {
+        "hardware": to_data(hardware),
+        "versions": versions,
+        "problem": problem,
+        "largest": largest,
+        "missing_extras": sorted(extra for extra, _ in missing),
+    }
 
 
 def largest_here(hardware: Hardware) -> dict[str, str]:
@@ -87,7 +93,7 @@ def largest_here(hardware: Hardware) -> dict[str, str]:
     model, found = known_model_spec(recipe.model), dict[str, str]()
     assert model is not None
     try:
-        methods = largest(recipe, "model", model=model, hardware=hardware)
+        methods = largest_of(recipe, "model", model=model, hardware=hardware)
     except FituneError:  # doctor examines what is no machine to train on, too
         return found
     for one in methods:
@@ -95,35 +101,6 @@ def largest_here(hardware: Hardware) -> dict[str, str]:
         if tuning in ("full", "lora", "qlora") and one.value is not None:
             found.setdefault(tuning, str(one.value))
     return found
-
-
-def examined_data(examined: Examined) -> dict[str, Any]:
-    """The object that ``--json`` prints."""
-    return {
-        "hardware": to_data(examined.hardware),
-        "versions": examined.versions,
-        "problem": examined.problem,
-        "largest": examined.largest,
-        "missing_extras": sorted(extra for extra, _ in examined.missing),
-    }
-
-
-def describe_examined(examined: Examined) -> str:
-    """Devices, then rates, then versions, then what a missing part would add."""
-    is_cpu = examined.hardware.gpu.is_cpu
-    none = "no GPU found: this processor plans and trains; fitune plan --gpu rtx-4090 plans for a card"
-    fits = " · ".join(f"{tuning} {model}" for tuning, model in examined.largest.items())
-    return "\n".join(
-        [
-            *([none] if is_cpu else []),
-            describe_hardware(examined.hardware),
-            f"largest known models that fit, rows of {ROW:,} tokens: {fits or 'none'}",
-            describe_calibration(examined.hardware.calibration),
-            *([f"problem: {examined.problem}"] if examined.problem else []),
-            "  ".join(f"{name} {version}" for name, version in examined.versions.items()),
-            *(f"missing: {what}; pip install 'fitune[{extra}]'" for extra, what in examined.missing),
-        ]
-    )
 
 
 def calibrate_device(*, log: Callable[[str], None]) -> bool:

@@ -1,12 +1,12 @@
 """The estimate held against measured runs."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from fitune.errors import RecipeError, did_you_mean
-from fitune.records.row import Row, read_records
+from fitune.records.row import read_records
 from fitune.records.score import GROUPS, Comparison, Errors, Score, compare_rows, group_score, scores_of
 from fitune.units import format_bytes, format_percent, format_rate
 
@@ -21,20 +21,13 @@ _TITLES = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
-    """Measured rows against the estimate."""
+def check_records(
+    files: Sequence[Path], *, confidence: str, leave_one_out: bool, shows_rows: bool
+) -> tuple[str, dict[str, Any]]:
+    """Errors of the estimate by source and group: as text, with ``shows_rows`` those of every row, too, and as data.
 
-    rows: int
-    compared: tuple[Comparison, ...]
-    skipped: tuple[tuple[Row, str], ...]
-    scores: tuple[Score, ...]
-    confidence: tuple[str, ...]
-    leave_one_out: bool
-
-
-def check_records(files: Sequence[Path], *, confidence: str, leave_one_out: bool) -> Check:
-    """Raises DataError for a file that cannot be read and RecipeError for another confidence."""
+    Raises DataError for a file that cannot be read and RecipeError for another confidence.
+    """
     if confidence not in _CONFIDENCE:
         raise RecipeError(
             f"--confidence {confidence!r} is not a level",
@@ -42,49 +35,24 @@ def check_records(files: Sequence[Path], *, confidence: str, leave_one_out: bool
         )
     rows = [row for file in files for row in read_records(file)]
     compared, skipped = compare_rows(rows, leave_one_out=leave_one_out)
-    return Check(
-        rows=len(rows),
-        compared=tuple(compared),
-        skipped=tuple(skipped),
-        scores=tuple(scores_of(compared, confidence=_CONFIDENCE[confidence])),
-        confidence=_CONFIDENCE[confidence],
-        leave_one_out=leave_one_out,
-    )
-
-
-def check_data(check: Check) -> dict[str, Any]:
-    """Errors are fractions, null where there is nothing to compare."""
-    return {
-        "rows": check.rows,
-        "represented": len(check.compared),
-        "leave_one_out": check.leave_one_out,
-        **{
-            group: {
-                "all": asdict(group_score(check.scores, group)),
-                "sources": {score.source: asdict(score) for score in check.scores if score.group == group},
-            }
-            for group in GROUPS
-        },
-        "skipped": [{"id": row.id, "why": why} for row, why in check.skipped],
-    }
-
-
-def check_text(check: Check, *, rows: bool) -> str:
-    """The table of errors by source and group; with ``rows`` those of every row."""
-    levels = " or ".join(level or "unstated" for level in check.confidence)
+    scores = [*scores_of(compared, confidence=_CONFIDENCE[confidence])]
+    data: dict[str, Any] = {"rows": len(rows), "represented": len(compared), "leave_one_out": leave_one_out}
+    levels = " or ".join(level or "unstated" for level in _CONFIDENCE[confidence])
     lines = [
-        f"{len(check.compared)} of {check.rows} rows map to a plan; errors are of rows with {levels} confidence"
+        f"{len(compared)} of {len(rows)} rows map to a plan; errors are of rows with {levels} confidence"
     ]
-    if check.leave_one_out:
+    if leave_one_out:
         lines.append("each source is predicted without what was learnt from it")
-    lines += ["", *(_rows_table(check.compared) if rows else []), _HEADER]
+    lines += ["", *(_rows_table(compared) if shows_rows else []), _HEADER]
     for group in GROUPS:
-        own = [score for score in check.scores if score.group == group]
+        own, of_all = [score for score in scores if score.group == group], group_score(scores, group)
         lines += [_TITLES[group], *(_line(score) for score in own)] if own else []
-        lines += [_line(group_score(check.scores, group))] if len(own) > 1 else []
-    if check.skipped:
-        lines += ["", "no plan:", *(f"  {row.id}: {why}" for row, why in check.skipped)]
-    return "\n".join(lines)
+        lines += [_line(of_all)] if len(own) > 1 else []
+        sources = {score.source: asdict(score) for score in own}
+        data[group] = {"all": asdict(of_all), "sources": sources}  # errors are fractions, null without rows
+    if skipped:
+        lines += ["", "no plan:", *(f"  {row.id}: {why}" for row, why in skipped)]
+    return "\n".join(lines), data | {"skipped": [{"id": row.id, "why": why} for row, why in skipped]}
 
 
 _NAME = 40

@@ -1,4 +1,4 @@
-"""What torchrun, srun and mpirun tell each process of a job in its environment. No torch: a recipe is read before it."""
+"""The rank that torchrun, srun or mpirun gives this process, by its environment; without torch."""
 
 import os
 from collections.abc import Mapping
