@@ -37,7 +37,7 @@ def test_a_ray_whose_internals_have_moved_is_refused_with_the_version_that_is_te
 )
 def test_what_is_no_address_is_refused_before_ray_is_asked(monkeypatch, address):
     with pytest.raises(RecipeError, match=f"--ray-address '{address}' is no address of a Ray cluster"):
-        ray_place(address=address, workers="2")
+        ray_place("ray", address=address, workers="2", default="1")
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(RecipeError, match=f"RAY_ADDRESS '{address}'") as refused, connected(""):
         pass

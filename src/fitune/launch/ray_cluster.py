@@ -49,8 +49,16 @@ class RayPlace:
         return self.fewest != self.most
 
 
-def ray_place(*, address: str, workers: str, restarts: int = 3) -> RayPlace:
-    """The place that the command line says. Raises RecipeError for one that cannot be."""
+def ray_place(on: str, *, address: str, workers: str, default: str, restarts: int = 3) -> RayPlace | None:
+    """The place where the command line says --on ray, None where it says ``here``. Raises RecipeError for one that
+    cannot be."""
+    if on != "ray":
+        if address or workers:
+            raise RecipeError(
+                "--ray-address and --workers need --on ray", hint="add --on ray, or leave them out"
+            )
+        return None
+    workers = workers or default
     first, dots, last = workers.partition("..")
     if not first.isdecimal() or (dots and not last.isdecimal()):
         raise RecipeError(
@@ -81,15 +89,6 @@ def _require_address(address: str, setting: str) -> None:
             f"{setting} {address!r} is no address of a Ray cluster",
             hint="HOST:PORT of its head, e.g. 10.0.0.1:6379; auto on a machine of it",
         )
-
-
-def asked_place(on: str, *, address: str, workers: str, default: str, restarts: int = 3) -> RayPlace | None:
-    """The place where the command line says --on ray, None where it says ``here``. Raises RecipeError."""
-    if on == "ray":
-        return ray_place(address=address, workers=workers or default, restarts=restarts)
-    if address or workers:
-        raise RecipeError("--ray-address and --workers need --on ray", hint="add --on ray, or leave them out")
-    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,7 @@ from fitune.errors import PeerGone, RankFailed, TrainingFailed
 from fitune.files import remove
 from fitune.launch.nodes import OneNode
 from fitune.launch.place import TIMEOUT_SECONDS, interface_towards
+from fitune.launch.signals import EXIT_CODES, handled_by
 from fitune.spec.rank_status import LAUNCHER, RankStatus, read_statuses
 from fitune.spec.run_directory import LOGS, rank_log
 
@@ -32,10 +33,6 @@ _SEEING_SECONDS = 10.0
 """Ranks have so long to see that those of another node are gone, before they are stopped."""
 
 _LOOK_SECONDS = 0.5
-
-_SENT = {signal.SIGINT: signal.SIGTERM, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGHUP}
-"""Signal received -> signal sent to the ranks: a SIGINT while a rank still starts would end it with a traceback."""
-
 
 _STOPPED = {-signal.SIGTERM, -signal.SIGHUP, 128 + signal.SIGTERM, 128 + signal.SIGHUP}
 """Exit codes of a rank that ended because it was asked to."""
@@ -57,7 +54,7 @@ class Ended:
     @property
     def is_stop(self) -> bool:
         """True if a signal ended it: the step was finished and saved."""
-        return self.exit_code in (128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP)
+        return self.exit_code in EXIT_CODES.values()
 
     @property
     def is_well(self) -> bool:
@@ -228,15 +225,11 @@ def _passed_on() -> Iterator[list[int]]:
         with suppress(OSError):  # of a terminal that was closed
             os.write(2, b"\nstopping after this step; once more stops at once\n")
         for process in ranks:
-            _signal(process, _SENT[signal.Signals(number)])
+            # a SIGINT while a rank still starts would end it with a traceback
+            _signal(process, signal.SIGHUP if number == signal.SIGHUP else signal.SIGTERM)
 
-    wanted = [number for number in _SENT if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, handle) for number in wanted}
-    try:
+    with handled_by(handle):
         yield received
-    finally:
-        for number, former in before.items():
-            signal.signal(number, former)
 
 
 def _ranks() -> list[psutil.Process]:

@@ -6,14 +6,12 @@ Each node starts its own ranks, and node 0 decides.
 
 import json
 import os
-import platform
 import subprocess
 import sys
 import uuid
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 
 from fitune.checkpoint.commit import last_saved
@@ -25,6 +23,7 @@ from fitune.launch.place import Place, place_of
 from fitune.launch.ray_cluster import RayPlace
 from fitune.launch.torchrun import Ended, fresh_logs, run_ranks
 from fitune.session.clusters.on_ray import train_on_ray
+from fitune.session.clusters.ray_nodes import versions_here
 from fitune.session.events import Emit, Note, ignore_event
 from fitune.session.planning import wanted_hardware
 from fitune.session.signals import EXIT_CODES, INTERRUPTED, end_with_launcher, ended_by_signals, stop_requests
@@ -189,8 +188,7 @@ def _require_same_request(nodes: OneNode, recipe: Recipe, *, overwrite: bool) ->
     """Raises HardwareError, on every node, naming what differs between their recipes and versions."""
     given = recipe.model_dump(mode="json", exclude_defaults=True)
     facts = {f"{key} in the recipe": value for key, value in given.items()}
-    facts |= {"--overwrite": overwrite, "python": platform.python_version()}
-    facts |= {name: version(name) for name in ("fitune", "torch", "transformers")}
+    facts |= {"--overwrite": overwrite, **versions_here()}
     found = [json.loads(text) for text in nodes.gathered(json.dumps(facts))]
     for node, theirs in enumerate(found):
         for name in sorted(found[0].keys() | theirs.keys()):

@@ -8,24 +8,20 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from fitune.launch.signals import EXIT_CODES, handled_by
 from fitune.spec.rank_status import LAUNCHER
 
 if TYPE_CHECKING:  # every command has this file, and most have no use for those
     from fitune.spec.plan import Plan
     from fitune.spec.reports import RunReport, StepReport
 
-EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
-"""128 + the number of the signal, as shells have it."""
-
 INTERRUPTED = EXIT_CODES[signal.SIGTERM]
 """The exit code of a rank that stops because another one was asked to."""
-
-Handler = Callable[[int, FrameType | None], None]
 
 
 class StopRequest:
@@ -84,26 +80,26 @@ def stop_at_once(number: int, frame: FrameType | None) -> None:
 def stop_requests(*, together_seconds: float = 0.0) -> Iterator[StopRequest]:
     """Inside, signals are noted for a run that can finish its step. Those within ``together_seconds`` are one."""
     request = StopRequest(together_seconds=together_seconds)
-    with _handled_by(request.note):
+    with handled_by(request.note):
         yield request
 
 
 def exits_on_signals() -> AbstractContextManager[None]:
     """Inside, SIGTERM ends the program like SIGINT does: whatever has to be closed or written down still is."""
-    return _handled_by(stop_at_once)
+    return handled_by(stop_at_once)
 
 
 @contextmanager
 def quiet_stop() -> Iterator[threading.Event]:
     """Inside, a signal only sets the event that this gives: for what has nothing to finish and nothing to say."""
     stopped = threading.Event()
-    with _handled_by(lambda number, frame: stopped.set()):
+    with handled_by(lambda number, frame: stopped.set()):
         yield stopped
 
 
 def keyboard_interrupts() -> AbstractContextManager[None]:
     """Inside, SIGINT raises KeyboardInterrupt, for programs that go on after it."""
-    return _handled_by(signal.default_int_handler, [signal.SIGINT])
+    return handled_by(signal.default_int_handler, [signal.SIGINT])
 
 
 def typed_line(prompt: str) -> str:
@@ -129,30 +125,13 @@ def typed_line(prompt: str) -> str:
 
 
 @contextmanager
-def _handled_by(
-    handler: Handler | signal.Handlers, numbers: Iterable[signal.Signals] = EXIT_CODES
-) -> Iterator[None]:
-    """A signal that is ignored (nohup) stays so; outside the main thread Python handles none."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    wanted = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, handler) for number in wanted}
-    try:
-        yield
-    finally:
-        for number, former in before.items():
-            signal.signal(number, former)
-
-
-@contextmanager
 def ended_by_signals() -> Iterator[ExitStack]:
     """Until what it gives is closed, SIGTERM ends the process as the system does.
 
     A rank that waits in torch for others to join has nothing to save, and Python's handlers do not run there.
     """
     with ExitStack() as stack:
-        stack.enter_context(_handled_by(signal.SIG_DFL, [signal.SIGTERM]))
+        stack.enter_context(handled_by(signal.SIG_DFL, [signal.SIGTERM]))
         yield stack
 
 

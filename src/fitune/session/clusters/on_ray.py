@@ -19,10 +19,10 @@ from fitune.errors import FituneError, OutOfMemory, RecipeError, TrainingFailed
 from fitune.launch.ray_cluster import (
     RayCluster,
     RayPlace,
-    asked_place,
     cluster_now,
     connected,
     loaded_ray,
+    ray_place,
     spread,
     with_room,
 )
@@ -121,7 +121,7 @@ def place_on_ray(recipe: Recipe, on: str, *, address: str, workers: str, restart
     """The place that the command line says, None for this machine; as many workers as the recipe has GPUs unless
     ``workers`` says another number."""
     default = str((recipe.gpus or 1) * recipe.nodes)
-    return asked_place(on, address=address, workers=workers, default=default, restarts=restarts)
+    return ray_place(on, address=address, workers=workers, default=default, restarts=restarts)
 
 
 def train_on_ray(recipe: Recipe, place: RayPlace, *, overwrite: bool, emit: Emit) -> int:

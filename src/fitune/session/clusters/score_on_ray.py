@@ -11,8 +11,8 @@ from fitune.launch.ray_cluster import (
     RayCluster,
     RayPlace,
     ask_nodes,
-    asked_place,
     connected,
+    ray_place,
     spread,
     with_room,
 )
@@ -35,7 +35,7 @@ _AS_MANY_AS_HAVE_ROOM = "1..1000000"
 
 def place_of_scoring(on: str, *, address: str, workers: str) -> RayPlace | None:
     """The place that the command line says; None for this process. By default as many workers as have room."""
-    return asked_place(on, address=address, workers=workers, default=_AS_MANY_AS_HAVE_ROOM)
+    return ray_place(on, address=address, workers=workers, default=_AS_MANY_AS_HAVE_ROOM)
 
 
 @contextmanager
