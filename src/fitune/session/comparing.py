@@ -1,7 +1,6 @@
 """Trains one recipe by several methods, on the same data and seed, and sets the results side by side."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from fitune.spec.recipe.score_recipe import score_recipe
 from fitune.spec.rules import adds_gradients_up
 from fitune.spec.words import describe_plan
 from fitune.stores.opening import is_url
-from fitune.stores.writing import Store
+from fitune.stores.writing import opened_store
 from fitune.units import text_table
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -89,7 +88,7 @@ def compare_methods(
     text = f"\n{text_table(comparison_rows(methods, base))}\ncomparison: {page}"
     emit(Note(text, {"page": page, "sent": None, "base": base, "methods": [*_rows(methods, directory)]}))
     if recipe.upload_to:
-        with closing(Store(recipe.upload_to)) as store:
+        with opened_store(recipe.upload_to) as store:
             store.put_file(page, page.name)
             url = store.below(page.name)
             emit(Note(f"sent: {url}", {"sent": url}))

@@ -143,22 +143,18 @@ def measure_on_first_use(
     from fitune.measure.calibrate import calibrate, calibrate_together
     from fitune.measure.device_rates import HURRIED
 
-    start = time.perf_counter()
+    start, processes, missed = time.perf_counter(), hardware.gpus_per_node, "not measured"
+    key = quick_key(device_key(hardware.gpu, cores=hardware.threads_per_process, processes=processes))
     try:
-        if hardware.gpus_per_node > 1:
+        if processes > 1:
             found = calibrate_together(hardware, effort=HURRIED)
         else:
             with torch.random.fork_rng(devices=[]):  # the run draws what it would have drawn
                 found = calibrate(hardware, effort=HURRIED)
-    except HardwareError as error:
-        emit(Note(f"note: the rates of this processor were not measured: {error.message}"))
-        return False
-    processes = hardware.gpus_per_node
-    key = quick_key(device_key(hardware.gpu, cores=hardware.threads_per_process, processes=processes))
-    try:
+        missed = "measured and not kept"
         store_calibration(replace(found, device=key))
     except HardwareError as error:
-        emit(Note(f"note: the rates of this processor were measured and not kept: {error.message}"))
+        emit(Note(f"note: the rates of this processor were {missed}: {error.message}"))
         return False
     took = format_seconds(time.perf_counter() - start)
     who = f" by {processes} processes" if processes > 1 else ""

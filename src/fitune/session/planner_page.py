@@ -101,13 +101,6 @@ def read_question(question: Mapping[str, str]) -> Asked:
     return Asked(recipe=recipe, model=model, rows=int(rows) if rows else None)
 
 
-def plan_question(asked: Asked) -> PlanReport:
-    """The plan as the command line makes it, and its run on so many full rows."""
-    report = plan_for(asked.recipe, model=asked.model)
-    run = _run(asked, report.taken.plan, report.price_per_gpu_hour) if asked.rows else None
-    return replace(report, run=run)
-
-
 def _run(asked: Asked, plan: Plan, price: float) -> Any:
     from fitune.session.clusters.fleet import full_rows  # for those who say how many rows
 
@@ -120,15 +113,18 @@ def _without(question: Mapping[str, str], *keys: str) -> tuple[tuple[str, str], 
 
 @lru_cache(maxsize=64)
 def _planned(question: tuple[tuple[str, str], ...]) -> tuple[Asked, PlanReport] | NothingFits:
-    """The plan, or the error that nothing fits, which costs as much time and is asked for twice, too.
+    """The plan as the command line makes it, with its run on so many full rows; or the error that nothing fits, which
+    costs as much time and is asked for twice, too.
 
     Raises other errors each time anew: a file may be there by then, or the Hub.
     """
     asked = read_question(dict(question))
     try:
-        return asked, plan_question(asked)
+        report = plan_for(asked.recipe, model=asked.model)
     except NothingFits as error:
         return error.with_traceback(None)  # which holds the whole search
+    run = _run(asked, report.taken.plan, report.price_per_gpu_hour) if asked.rows else None
+    return asked, replace(report, run=run)
 
 
 def answer(question: Mapping[str, str]) -> str:

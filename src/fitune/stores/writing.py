@@ -5,9 +5,9 @@ import hashlib
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import closing, contextmanager
+from contextlib import closing
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Literal, TypeVar
@@ -73,18 +73,18 @@ class Store:
 
         return self._tried(folder, ask)
 
-    def read(self, name: str, *, limit: int = _SMALL_BYTES) -> bytes | None:
-        """The content of a small file; None where there is none. Raises StoreError for one larger than ``limit``."""
+    def read(self, name: str) -> bytes | None:
+        """The content of a small file; None where there is none. Raises StoreError for a large one."""
 
         def ask(filesystem: Any, inner: str) -> bytes | None:
-            """Reads the file anew; None where there is none. Raises StoreError for more than ``limit`` bytes."""
+            """Reads the file anew; None where there is none. Raises StoreError for a large one."""
             try:
                 size = filesystem.info(inner)["size"]
             except FileNotFoundError:
                 return None
-            if size is not None and size > limit:
+            if size is not None and size > _SMALL_BYTES:
                 raise StoreError(
-                    f"{self.below(name)}: {format_bytes(size)}, larger than {format_bytes(limit)}"
+                    f"{self.below(name)}: {format_bytes(size)}, larger than {format_bytes(_SMALL_BYTES)}"
                 )
             return bytes(filesystem.cat_file(inner))
 
@@ -145,8 +145,7 @@ class Store:
         holds = self._all(
             lambda each: self._holds(folder / each, _inside(name, each), there.get(each)), wanted
         )
-        fitting = dict(zip(wanted, holds, strict=True))
-        missing = [each for each in wanted if not fitting[each]]
+        missing = [each for each, is_there in zip(wanted, holds, strict=True) if not is_there]
         others = [] if keeps_others else sorted(there.keys() - set(wanted) - {last})
         if last and last in there and (missing or others):
             self._remove(_inside(name, last))
@@ -326,14 +325,9 @@ def _tries(action: Callable[[], T], waits: Iterable[float]) -> T:
     return action()
 
 
-@contextmanager
-def opened_store(url: str) -> Iterator[Store]:
-    """The store behind ``url``, which was typed here and is in nobody's recipe. Raises StoreError."""
-    store = Store(url)
-    try:
-        yield store
-    finally:
-        store.close()
+def opened_store(url: str) -> closing[Store]:
+    """The store behind ``url``, for ``with``. Raises StoreError."""
+    return closing(Store(url))
 
 
 def _inside(folder: str, name: str) -> str:

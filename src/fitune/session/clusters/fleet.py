@@ -135,22 +135,17 @@ def launch_text(
 def _on_rows(recipe: Recipe, rows: int | None) -> tuple[Recipe, EpochOf]:
     """The recipe with its average row, and an epoch for each plan: of the data that is here, else of ``rows``, else as
     max_steps says. Raises RecipeError where nothing says it."""
-    if rows is not None or not recipe.data:
-        if rows is None and recipe.max_steps is None:
-            raise RecipeError(
-                "the length of a run follows from its number of rows, and no data is named",
-                hint="data: in the recipe, --rows N where it is not on this machine, or max_steps",
-            )
-        return recipe, lambda plan: full_rows(plan, rows)
-    recipe, sample = sampled(recipe)
-    if sample is None:
-        if recipe.max_steps is None:
-            raise RecipeError(
-                "the data is not on this machine", hint="--rows N says how many rows an epoch has"
-            )
-        return recipe, lambda plan: full_rows(plan, rows)
-    epoch = cache(sample.epoch)  # once for plans that differ in accumulation alone
-    return recipe, lambda plan: epoch(replace(plan.batch, accumulation=1))
+    recipe, sample = sampled(recipe) if rows is None else (recipe, None)
+    if sample is not None:
+        epoch = cache(sample.epoch)  # once for plans that differ in accumulation alone
+        return recipe, lambda plan: epoch(replace(plan.batch, accumulation=1))
+    if rows is None and recipe.max_steps is None:
+        raise RecipeError(
+            "the length of a run follows from its number of rows, and "
+            + ("the data is not on this machine" if recipe.data else "no data is named"),
+            hint="data: in the recipe, --rows N where it is not on this machine, or max_steps",
+        )
+    return recipe, lambda plan: full_rows(plan, rows)
 
 
 def full_rows(plan: Plan, rows: int | None) -> Epoch:

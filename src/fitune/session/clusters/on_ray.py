@@ -8,7 +8,7 @@ import os
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -261,36 +261,36 @@ class _Job:
             threads=self.largest.plan.hardware.threads_per_process,
             mailbox=mailbox,
         )
-        sent: list[bool] = []
-        failed_at: list[float] = []
+        is_stopping, failed_at = False, 0.0
 
         def watch() -> bool:
             """Passes on events and requests to stop; True once a failed rank's run is not worth waiting for."""
+            nonlocal is_stopping, failed_at
             events, failed = ray.get(mailbox.take.remote(), timeout=WAIT.total_seconds())
             for event in events:
                 if isinstance(event, StepsBegin):
                     request.start(event.plan, event.run_name)
                     self.growth.begin(event.plan.hardware.num_gpus)
                 self.emit(event)
-            if not sent and (request.asked() or self._can_grow()):
-                sent.append(True)
+            if not is_stopping and (request.asked() or self._can_grow()):
+                is_stopping = True
                 mailbox.stop.remote()
             if failed and not failed_at:
-                failed_at.append(time.monotonic())
-                self.failed = from_json(Ended, failed)
+                failed_at, self.failed = time.monotonic(), from_json(Ended, failed)
             if not failed_at or shortage_of_ranks(self.directory) is not None:
                 return False
-            waited = time.monotonic() - failed_at[0]
+            waited = time.monotonic() - failed_at
             first = read_statuses(self.directory / LOGS).get(0)  # it ends with the report written
             return first is None or first.has_ended or waited > WORD_SECONDS
 
-        with ExitStack() as stack:
-            stack.callback(ray.kill, mailbox)
+        try:
             return run_workers(
                 train_as_rank, {"orders": orders}, place=self.place, each=self.growth.each,
                 directory=self.directory / _STORAGE, name=uuid.uuid4().hex, mailbox=mailbox, watch=watch,
                 lost=partial(take_down_losses, self.directory / LOGS), timeout_s=WAIT.total_seconds(),
             )  # fmt: skip
+        finally:
+            ray.kill(mailbox)
 
     def _can_grow(self) -> bool:
         """True once there is room for more workers, and plans for them: ``larger`` says for how many."""

@@ -89,7 +89,7 @@ def train_as_rank(config: dict[str, Any]) -> Ended:
         before = ranks.from_first(lambda: mine)  # a group that grew has ranks that never began
         attempt = from_json(Attempt, orders.attempts[ranks.world])
         emit: Emit = (lambda event: orders.mailbox.tell.remote(event)) if ranks.is_first else ignore_event
-        talker = Talker(orders.mailbox, is_first=ranks.is_first)
+        talker = Talker(orders.mailbox)
         try:
             if before and ranks.from_first(lambda: first_failure(read_statuses(attempt.directory / LOGS))):
                 return Ended(exit_code=1)  # the statuses say why: it would fail again
@@ -123,12 +123,9 @@ def going_on(attempt: Attempt, had: Commit | None, workers: int, *, change: Chan
     """The attempt from the last checkpoint that this job saved, else from where the job began; ``had`` is the one
     before the job. ``change``: why, where no rank was lost."""
     directory = attempt.directory
-    saved = last_saved(directory)
-    if saved == had:
-        saved = None
-    earlier = saved
-    if saved is None and attempt.resume and not attempt.overwrite:
-        earlier = last_saved(directory)
+    last = last_saved(directory)
+    saved = None if last == had else last
+    earlier = last if saved or (attempt.resume and not attempt.overwrite) else None
     after_step = 0 if earlier is None else earlier.step
     log, logs = directory / "metrics.jsonl", directory / LOGS
     lost = [step for step in readable_steps(log) if step.step > after_step]
@@ -175,8 +172,7 @@ class Talker:
 
     left_nodes: tuple[str, ...] = ()
 
-    def __init__(self, mailbox: Any, *, is_first: bool) -> None:
-        self._is_first = is_first
+    def __init__(self, mailbox: Any) -> None:
         self._stop, self._over, self._step = threading.Event(), threading.Event(), dict[str, float](step=0)
         self._lock, self._rounds = threading.Lock(), 0
         self._thread = threading.Thread(target=self._talk, name="ray", daemon=True)

@@ -168,32 +168,23 @@ def copies(gpu: Gpu, device: torch.device) -> ProofCheck:
     streams = [torch.cuda.Stream(device) for _ in range(2)]
     x_DD = torch.ones(4096, 4096, device=device, dtype=torch.bfloat16 if gpu.has_bf16 else torch.float16)
 
-    def to_host() -> None:
-        """Starts a copy of COPY_BYTES to the host on the first stream."""
-        with torch.cuda.stream(streams[0]):
-            host[0].copy_(there[0], non_blocking=True)
+    def seconds(*directions: int, products: int = 0) -> float:
+        """Seconds of a copy in each of the directions, 0 to the host and 1 to the device, beside so many products."""
 
-    def to_device() -> None:
-        """Starts a copy of COPY_BYTES to the device on the second stream."""
-        with torch.cuda.stream(streams[1]):
-            there[1].copy_(host[1], non_blocking=True)
+        def work() -> None:
+            """Starts all of them, each copy on a stream of its own."""
+            for number in directions:
+                target, source = ((host[0], there[0]), (there[1], host[1]))[number]
+                with torch.cuda.stream(streams[number]):
+                    target.copy_(source, non_blocking=True)
+            for _ in range(products):
+                x_DD @ x_DD
 
-    def both() -> None:
-        """Starts a copy in each direction."""
-        to_host()
-        to_device()
+        return fastest_seconds(work, device)
 
-    out, back, together = (fastest_seconds(work, device) for work in (to_host, to_device, both))
-    product = fastest_seconds(lambda: x_DD @ x_DD, device)
+    out, back, together, product = seconds(0), seconds(1), seconds(0, 1), seconds(products=1)
     products = max(1, round(back / product))  # as long as the copy takes
-
-    def beside() -> None:
-        """Starts a copy to the device, and products that take about as long."""
-        to_device()
-        for _ in range(products):
-            x_DD @ x_DD
-
-    hidden = (back + products * product - fastest_seconds(beside, device)) / min(back, products * product)
+    hidden = (back + products * product - seconds(1, products=products)) / min(back, products * product)
     figures = {
         "to_host": COPY_BYTES / out, "to_device": COPY_BYTES / back, "both_at_once": 2 * COPY_BYTES / together,
         "planned": gpu.host_bandwidth, "hidden": hidden,
