@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fitune.errors import FituneError, RecipeError, did_you_mean
+from fitune.launch.signals import EXIT_CODES
 from fitune.planner.defaults import default_learning_rate, optimizer_of, staging_of
 from fitune.planner.methods import lomo_of, lora_of, packed_base
 from fitune.report.compare import compare
@@ -16,7 +17,6 @@ from fitune.session.events import Emit, Event, Note, Planned, Result
 from fitune.session.program import train_program
 from fitune.session.reported import outcome_data, rows_data
 from fitune.session.score.scoring import model_and_adapter, score_dataset
-from fitune.session.signals import EXIT_CODES
 from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.plan import Full, Sgd, Tuning
 from fitune.spec.recipe.contradictions import ADAPTERS_ONLY

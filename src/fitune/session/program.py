@@ -21,12 +21,13 @@ from fitune.estimate.predict import predict
 from fitune.launch.nodes import ONE_NODE, OneNode, meeting
 from fitune.launch.place import Place, place_of
 from fitune.launch.ray_cluster import RayPlace
+from fitune.launch.signals import EXIT_CODES
 from fitune.launch.torchrun import Ended, fresh_logs, run_ranks
 from fitune.session.clusters.on_ray import train_on_ray
 from fitune.session.clusters.ray_nodes import versions_here
 from fitune.session.events import Emit, Note, ignore_event
 from fitune.session.planning import wanted_hardware
-from fitune.session.signals import EXIT_CODES, INTERRUPTED, end_with_launcher, ended_by_signals, stop_requests
+from fitune.session.signals import INTERRUPTED, end_with_launcher, ended_by_signals, stop_requests
 from fitune.session.train.attempts import (
     Attempt,
     failure,
