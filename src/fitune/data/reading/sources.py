@@ -32,6 +32,7 @@ def read_rows(source: DataSource) -> Iterator[Row]:
     """``rows_of`` the source. The first that cannot be read is raised as DataError ``file:line: cause``."""
 
     def readable(row: Row | BadRow) -> Row:
+        """The row. Raises DataError for one that cannot be read."""
         if isinstance(row, BadRow):
             raise with_skip_hint(row)
         return row
