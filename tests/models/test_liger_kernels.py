@@ -123,6 +123,20 @@ def test_ligers_own_kernels_in_tritons_interpreter(family):
         assert_same(hidden_and_gradients(family, operations), hidden_and_gradients(family, None))
 
 
+def test_the_kernel_of_the_loss_rounds_once():
+    """Losses are those of the same logits in fp64, gradients one rounding away, at a width that no block divides."""
+    for dtype, roundings in ((torch.float32, 1e-6), (torch.bfloat16, 4e-3), (torch.float16, 5e-4)):
+        logits_SV = (torch.randn((6, 20_001), generator=torch.Generator().manual_seed(5)) * 6).to(dtype)
+        labels_S = torch.arange(0, 20_001, 4_000)
+        leaf_SV = logits_SV.double().requires_grad_()
+        expected_S = F.cross_entropy(30 * torch.tanh(leaf_SV / 30), labels_S, reduction="none")
+        (gradient_SV,) = torch.autograd.grad(0.25 * expected_S.sum(), leaf_SV)
+        with interpreted_liger() as operations:
+            losses_S = operations.cross_entropy(logits_SV, labels_S, scale=0.25, softcap=30.0)
+        torch.testing.assert_close(losses_S.double(), expected_S.detach(), rtol=0, atol=1e-5)
+        assert (logits_SV.double() - gradient_SV).norm() <= roundings * gradient_SV.norm()
+
+
 def test_the_kernels_of_three_families_in_a_process_that_interprets_triton():
     """Triton decides when it is imported, and other libraries of this process import it. All kernels are in these
     three: norms and products of two kinds, halves, rotation, the loss with and without a soft cap. Eight seconds, most
@@ -133,11 +147,12 @@ def test_the_kernels_of_three_families_in_a_process_that_interprets_triton():
         f"{__file__}::test_ligers_own_kernels_in_tritons_interpreter[{family}]"
         for family in ("llama", "gemma2", "phi3")
     ]
+    chosen.append(f"{__file__}::test_the_kernel_of_the_loss_rounds_once")
     finished = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *chosen],
         env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=Path(__file__).parents[2], capture_output=True, text=True,
     )  # fmt: skip
-    assert "3 passed" in finished.stdout, finished.stdout[-4000:]
+    assert "4 passed" in finished.stdout, finished.stdout[-4000:]
 
 
 def test_other_models_of_the_family_stay_as_they_are():
