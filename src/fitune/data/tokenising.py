@@ -123,7 +123,7 @@ class RowTokeniser:
     def _cut(
         self, encoded: EncodedRows, first: int, past: int, learned_uncut: int, where: str
     ) -> tuple[Fate, list[_Part]]:
-        """What of the row, from ``first`` to ``past``, fits and can be learned."""
+        """The fate of the row whose tokens are ``first`` to ``past``: how many are kept, and how many learned."""
         length = past - first
         parts = [(first + begin, first + end) for begin, end in self._parts(length, where)]
         learned = [learned_uncut]

@@ -353,7 +353,7 @@ class FlatShares:
 
     @property
     def buffers(self) -> list[Tensor]:
-        """What else stays between two steps: nothing."""
+        """An empty list: nothing else stays between two steps."""
         return []
 
     def in_memory(self, group: int, *, is_changed: bool) -> AbstractContextManager[None]:

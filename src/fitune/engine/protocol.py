@@ -117,7 +117,7 @@ class Engine(ABC):
         """This rank's tensors that stay between two steps, beside the model's own: its part of all states."""
         return [local_part(tensor) for tensor in self.state().tensors.values()]
 
-    def rest(self) -> None:  # noqa: B027  (most gather no weight)
+    def rest(self) -> None:  # noqa: B027  (not abstract: FSDP2 alone gathers)
         """Let go of what a forward without backward gathered: between two steps only the states stay."""
 
     def trained(self) -> dict[str, Tensor]:

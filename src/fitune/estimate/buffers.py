@@ -91,11 +91,15 @@ def gathered_throughout(size: int) -> Buffers:
 
 def buffers_of(plan: Plan) -> Buffers:
     """Bytes on one rank for gathering, streaming and summing, whichever the plan does."""
-    if isinstance(plan.sharding, Zero):
-        return _fsdp(plan) if plan.sharding.backend == "fsdp" else _deepspeed(plan)
-    buffers = _streamed(plan) if plan.offload.parameters != "device" else Buffers()
-    carried = max(block_gradients(plan)) if gradients_go_to_the_host(plan) else 0
-    return replace(buffers, reduce=carried)
+    if not isinstance(plan.sharding, Zero):
+        buffers = _streamed(plan) if plan.offload.parameters != "device" else Buffers()
+        carried = max(block_gradients(plan)) if gradients_go_to_the_host(plan) else 0
+        return replace(buffers, reduce=carried)
+    match plan.sharding.backend:
+        case "fsdp":
+            return _fsdp(plan)
+        case "deepspeed":
+            return _deepspeed(plan)
 
 
 def block_weight_bytes(plan: Plan) -> int:

@@ -177,7 +177,7 @@ class StepStages:
         return self.hidden + self.block(index).leaves if recomputes else 0
 
     def all_kept(self) -> Terms:
-        """What all blocks and the final norm keep when forward is through."""
+        """Bytes that all blocks and the final norm keep when forward is through."""
         return {
             "activations": self.kept_before(self.num_layers) + self.final_norm.kept,
             "recompute inputs": self.inputs_before(self.num_layers),

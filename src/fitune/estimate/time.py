@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from fitune.estimate.blocks.activations import chunk_tokens, num_chunks
 from fitune.estimate.division import uses_deepspeed, zero_stage
-from fitune.estimate.rates import LOGIT_BYTES, NEW_PAGE_BYTES, Rates, rates_of
+from fitune.estimate.rates import FUSED_LOGIT_MOVES, LOGIT_BYTES, NEW_PAGE_BYTES, Rates, rates_of
 from fitune.estimate.states import has_masters, states_per_parameter
 from fitune.estimate.step import StepStages
 from fitune.estimate.transfers import Transfers, backward_passes, forward_passes, transfers_of
@@ -151,7 +151,7 @@ def loss_work(step: StepStages) -> Work:
     copies = (
         (e,) if e == 4 or fused else (e, 4, e)
     )  # logits; in 16 bit also the work in fp32 and the gradient
-    moved = 3 * e / LOGIT_BYTES[e] if fused else 1.0  # one kernel reads each twice and writes it once
+    moved = FUSED_LOGIT_MOVES * e / LOGIT_BYTES[e] if fused else 1.0
     return Work(
         product_flops=supervised * head_flops_per_token(plan.model, plan.tuning),
         products=chunks * (3 if trains_head(plan.tuning) else 2),

@@ -82,7 +82,11 @@ def communication_of(plan: Plan) -> Communication:
             size = trained_parameters(plan) * plan.precision.compute_bytes
             return Communication(backward=_ring(plan, 2 * size, calls=-(-size // DDP_BUCKET_BYTES)))
         case Zero() as zero:
-            return _fsdp(plan, zero) if zero.backend == "fsdp" else _deepspeed(plan, zero)
+            match zero.backend:
+                case "fsdp":
+                    return _fsdp(plan, zero)
+                case "deepspeed":
+                    return _deepspeed(plan, zero)
 
 
 def _fsdp(plan: Plan, zero: Zero) -> Communication:

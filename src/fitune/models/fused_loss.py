@@ -13,6 +13,12 @@ _BLOCK = 8192
 """Logits of a row that are looked at together."""
 
 
+# Triton types the parameters of a kernel itself, when it is launched, and reads annotations as its own words.
+@triton.jit
+def _tanh(x):  # type: ignore[no-untyped-def]
+    return 2 * tl.sigmoid(2 * x) - 1
+
+
 @triton.jit
 def cross_entropy_kernel(  # type: ignore[no-untyped-def]
     logits, labels, losses, row_stride, vocab_size, scale, softcap, CAPPED: tl.constexpr, BLOCK: tl.constexpr
@@ -27,15 +33,14 @@ def cross_entropy_kernel(  # type: ignore[no-untyped-def]
     # before anything is written: the reductions below keep all threads behind this load
     own = tl.load(logits + label).to(tl.float32)
     if CAPPED:
-        own = softcap * (2 * tl.sigmoid(2 * own / softcap) - 1)
+        own = softcap * _tanh(own / softcap)
     largest = float("-inf")
     total = 0.0
     for start in range(0, vocab_size, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         x = tl.load(logits + columns, mask=columns < vocab_size, other=float("-inf")).to(tl.float32)
         if CAPPED:
-            capped = softcap * (2 * tl.sigmoid(2 * x / softcap) - 1)
-            x = tl.where(columns < vocab_size, capped, float("-inf"))
+            x = tl.where(columns < vocab_size, softcap * _tanh(x / softcap), float("-inf"))
         before = largest
         largest = tl.maximum(largest, tl.max(x, axis=0))
         total = total * tl.exp(before - largest) + tl.sum(tl.exp(x - largest), axis=0)
@@ -45,7 +50,7 @@ def cross_entropy_kernel(  # type: ignore[no-untyped-def]
         x = tl.load(logits + columns, mask=columns < vocab_size, other=float("-inf")).to(tl.float32)
         slope = 1.0
         if CAPPED:
-            tangent = 2 * tl.sigmoid(2 * x / softcap) - 1
+            tangent = _tanh(x / softcap)
             x = softcap * tangent
             slope = 1.0 - tangent * tangent
         gradient = (tl.exp(x - largest) / total - tl.where(columns == label, 1.0, 0.0)) * slope * scale
@@ -61,7 +66,7 @@ def cross_entropy(logits_SV: Tensor, labels_S: Tensor, *, scale: float, softcap:
     losses_S = torch.empty(rows, dtype=torch.float32, device=logits_SV.device)
     block = min(_BLOCK, triton.next_power_of_2(vocab_size))
     cross_entropy_kernel[(rows,)](
-        logits_SV, labels_S, losses_S, logits_SV.stride(0), vocab_size, scale, softcap or 1.0,
+        logits_SV, labels_S, losses_S, logits_SV.stride(0), vocab_size, scale, float(softcap or 1.0),
         CAPPED=softcap is not None, BLOCK=block, num_warps=8,
     )  # fmt: skip
     return losses_S

@@ -150,7 +150,9 @@ def liger_refused_by_device(gpu: Gpu) -> str | None:
     if gpu.capability >= _TRITON:
         return None
     where = "a CPU" if gpu.is_cpu else f"{gpu.name} ({capability_words(gpu)})"
-    return f"they are Triton kernels, which run on GPUs of compute capability 7.0 and newer, not on {where}"
+    return (
+        f"Liger's are Triton kernels, which run on GPUs of compute capability 7.0 and newer, not on {where}"
+    )
 
 
 def liger_refused_by_model(model: ModelSpec) -> str | None:
