@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fitune.models.language_model import loss_and_gradient
+from fitune.models.loss_head import LossHead
 from fitune.spec.model.block_profile import IGNORED
 from fitune.units import format_bytes
 
@@ -53,8 +53,9 @@ def step_of(
         )
 
     def ours(size: int | None) -> tuple[float, Tensor]:
-        loss, gradient_TD = loss_and_gradient(hidden_TD, labels_T, head, scale=scale, chunk_tokens=size)
-        return loss.item(), gradient_TD
+        loss_head = LossHead(module=head, chunk_tokens=size)
+        losses_S, gradient_TD = loss_head.losses_and_gradient(hidden_TD, labels_T, scale=scale)
+        return losses_S.sum().item(), gradient_TD
 
     steps: dict[str, Step] = {
         "plain": lambda: by_autograd(plain),

@@ -44,7 +44,7 @@ def lomo(parts, *, adaptive=False, clip=UNCLIPPED, weight_decay=0.0, precision=P
 
 
 def used_twice(parts):
-    both = {id(p) for p in parts.head.parameters()} & {id(p) for p in parts.body.parameters()}
+    both = {id(p) for p in parts.head.module.parameters()} & {id(p) for p in parts.body.parameters()}
     return [name for name, p in parts.trained.items() if id(p) in both]
 
 

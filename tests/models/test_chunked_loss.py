@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fitune.models.language_model import loss_and_gradient, loss_sum
+from fitune.models.loss_head import LossHead
 from fitune.spec.model.block_profile import IGNORED
 
 T, D, V = 23, 16, 61
@@ -60,10 +60,9 @@ def some_labels():
 
 def ours(case, *, chunk_tokens, softcap=None):
     case.head.zero_grad()
-    loss, gradient_TD = loss_and_gradient(
-        case.hidden_TD, case.labels_T, case.head, scale=case.scale, chunk_tokens=chunk_tokens, softcap=softcap
-    )
-    return Found(loss, gradient_TD, _head_gradients(case.head))
+    loss_head = LossHead(module=case.head, chunk_tokens=chunk_tokens, softcap=softcap)
+    losses_S, gradient_TD = loss_head.losses_and_gradient(case.hidden_TD, case.labels_T, scale=case.scale)
+    return Found(losses_S.sum(), gradient_TD, _head_gradients(case.head))
 
 
 def plain(case, *, softcap=None):
@@ -118,7 +117,8 @@ def test_a_tied_head_adds_to_the_gradient_that_the_embedding_has():
     ids_T = all_labels()
     embedding(ids_T).sum().backward()
     from_embedding = case.head.weight.grad.clone()
-    loss_and_gradient(case.hidden_TD, case.labels_T, case.head, scale=case.scale, chunk_tokens=5)
+    loss_head = LossHead(module=case.head, chunk_tokens=5)
+    loss_head.losses_and_gradient(case.hidden_TD, case.labels_T, scale=case.scale)
     torch.testing.assert_close(embedding.weight.grad, from_embedding + alone, rtol=1e-6, atol=1e-6)
 
 
@@ -132,12 +132,8 @@ def test_without_a_label_there_is_no_loss_and_no_gradient(chunk_tokens):
     for gradient in found.head_gradients:  # zeros, not None: ranks that sum their gradients wait for it
         assert gradient is not None
         assert not gradient.any()
-    assert (
-        loss_sum(
-            case.hidden_TD, case.labels_T, case.head, chunk_tokens=chunk_tokens, softcap=None, logit_scale=1.0
-        ).item()
-        == 0.0
-    )
+    without_gradients = LossHead(module=case.head, chunk_tokens=chunk_tokens)
+    assert without_gradients.losses(case.hidden_TD, case.labels_T).sum().item() == 0.0
 
 
 def test_ignored_tokens_leave_their_hidden_states_without_gradient():
@@ -145,6 +141,21 @@ def test_ignored_tokens_leave_their_hidden_states_without_gradient():
     gradient_TD = ours(case, chunk_tokens=5).hidden_gradient_TD
     assert not gradient_TD[case.labels_T == IGNORED].any()
     assert gradient_TD[case.labels_T != IGNORED].any(dim=1).all()
+
+
+@pytest.mark.parametrize("chunk_tokens", CHUNKS)
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_each_token_with_a_label_has_its_loss(chunk_tokens, softcap):
+    case = Case(some_labels())
+    loss_head = LossHead(module=case.head, chunk_tokens=chunk_tokens, softcap=softcap)
+    logits_TV = case.head(case.hidden_TD).detach()
+    if softcap is not None:
+        logits_TV = softcap * torch.tanh(logits_TV / softcap)
+    expected_T = F.cross_entropy(logits_TV, case.labels_T, ignore_index=IGNORED, reduction="none")
+    expected_S = expected_T[case.labels_T != IGNORED]
+    trained_S, _ = loss_head.losses_and_gradient(case.hidden_TD, case.labels_T, scale=case.scale)
+    for found_S in (trained_S, loss_head.losses(case.hidden_TD, case.labels_T)):
+        torch.testing.assert_close(found_S, expected_S, rtol=1e-6, atol=1e-6)
 
 
 def test_labels_are_not_smoothed():

@@ -63,7 +63,7 @@ def test_a_run_whose_gradients_vanish_says_so_before_it_ends(make_plan, monkeypa
 
 def _without_gradient(model, hidden_TD, batch, *, scale):
     loss = model.loss(batch)
-    for parameter in model.head.parameters():
+    for parameter in model.head.module.parameters():
         parameter.grad = torch.zeros_like(parameter)
     return loss, torch.zeros_like(hidden_TD)
 

@@ -168,7 +168,7 @@ def test_weights_are_at_home_between_two_steps_and_after_an_evaluation():
     for run in (lambda: losses(ready, plan, steps=1), lambda: ready.model.loss(rows)):
         run()
         assert all(ready.host.owns(p) for block in ready.model.blocks for p in block.parameters())
-        assert not ready.host.owns(ready.model.head.weight)
+        assert not ready.host.owns(ready.model.head.module.weight)
 
 
 def test_a_forward_that_was_broken_off_leaves_nothing_behind():

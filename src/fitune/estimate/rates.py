@@ -44,7 +44,7 @@ NEW_PAGE_BYTES = 16 * 1024**2
 from 32 MiB on, nearly always from 16 (measured, torch 2.13)."""
 LOGIT_BYTES = {4: 8 * 4, 2: 8 * 4 + 12}
 """Moved for one logit by element size: largest, minus, exp, sum and scale in fp32, and 16 bit's copies there and back
-(models/language_model.py)."""
+(models/loss_head.py)."""
 FUSED_LOGIT_MOVES = 3
 """How often the one kernel of the loss moves a logit in its own type: read twice, written once (fused_loss.py)."""
 ADAM_BYTES = 28

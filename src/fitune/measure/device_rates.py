@@ -186,7 +186,7 @@ def logit_samples(dtype: torch.dtype) -> Samples:
     logits_SV = torch.randn(LOGITS_SV).to(dtype)
 
     def softmax() -> torch.Tensor:
-        """The steps of models/language_model.py, with the copies."""
+        """The steps of models/loss_head.py, with the copies."""
         work_SV = logits_SV.float()
         work_SV.sub_(work_SV.amax(dim=1, keepdim=True))
         total_S = work_SV.exp_().sum(dim=1)

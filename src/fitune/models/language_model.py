@@ -1,8 +1,6 @@
-"""The parts of a causal language model that training touches: body, blocks, head, and the loss in chunks of tokens.
+"""The parts of a causal language model that training touches: body, blocks and head.
 
-The gradient of cross-entropy with respect to the logits is softmax − one-hot, so it is written over the logits in
-place and multiplied with the head's weight and input, without autograd and its copies.
-Shapes: T tokens, D hidden size, V vocabulary.
+Shapes: T tokens, D hidden size.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,9 +15,9 @@ from transformers import PreTrainedModel
 
 from fitune.errors import ModelError
 from fitune.models.attention import attends_by_rows, row_mask, rows_of_lengths, takes_mask
-from fitune.models.liger import CrossEntropy, operations_on
+from fitune.models.liger import operations_on
+from fitune.models.loss_head import LossHead
 from fitune.models.row_attention import Rows, sent
-from fitune.spec.model.block_profile import IGNORED
 from fitune.spec.plan import ChunkedLoss, Kernels, Loss, Recompute
 
 
@@ -35,21 +33,15 @@ class Stream(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LanguageModel:
-    """``whole`` is what is saved; ``body`` turns ids into hidden states; ``head`` turns those into logits."""
+    """``whole`` is what is saved; ``body`` turns ids into hidden states; ``head`` turns those into losses."""
 
     whole: PreTrainedModel | PeftModel
     body: nn.Module
     blocks: nn.ModuleList
-    head: nn.Module
-    softcap: float | None
-    logit_scale: float
-    """Factor of the head's logits."""
-    chunk_tokens: int | None
+    head: LossHead
     by_rows: bool
     """True if attention keeps the rows apart by itself."""
     takes_mask: bool
-    cross_entropy: CrossEntropy | None
-    """The kernel that forms softmax and gradient; None: torch's own operations, one after another."""
     device: torch.device
     dtype: torch.dtype
 
@@ -77,20 +69,14 @@ class LanguageModel:
         return output.last_hidden_state.squeeze(0)  # backward of [0] fills zeros and copies
 
     def loss_and_gradient(self, hidden_TD: Tensor, batch: Stream, *, scale: float) -> tuple[Tensor, Tensor]:
-        """Summed loss and its scaled gradient for the hidden states (models/language_model.py)."""
-        return loss_and_gradient(
-            hidden_TD, batch.labels_T, self.head, scale=scale, chunk_tokens=self.chunk_tokens, softcap=self.softcap,
-            logit_scale=self.logit_scale, cross_entropy=self.cross_entropy,
-        )  # fmt: skip
+        """Summed loss (fp32 scalar), and ``scale`` times its gradient for the hidden states [T, D]."""
+        losses_S, gradient_TD = self.head.losses_and_gradient(hidden_TD, batch.labels_T, scale=scale)
+        return losses_S.sum(), gradient_TD
 
     @torch.no_grad()
     def loss(self, batch: Stream) -> Tensor:
         """Summed loss of one stream, for evaluation."""
-        hidden_TD = self.hidden_states(batch)
-        return loss_sum(
-            hidden_TD, batch.labels_T, self.head, chunk_tokens=self.chunk_tokens, softcap=self.softcap,
-            logit_scale=self.logit_scale,
-        )  # fmt: skip
+        return self.head.losses(self.hidden_states(batch), batch.labels_T).sum()
 
 
 def language_model(
@@ -113,15 +99,17 @@ def language_model(
         whole=whole,
         body=body,
         blocks=blocks_of(base),
-        head=head,
-        softcap=getattr(config, "final_logit_softcapping", None),
-        # transformers' factor of the head's logits: Cohere's scale, one over Granite's scaling
-        logit_scale=float(getattr(config, "logit_scale", None) or 1.0)
-        / float(getattr(config, "logits_scaling", None) or 1.0),
-        chunk_tokens=loss.chunk_tokens if isinstance(loss, ChunkedLoss) else None,
+        head=LossHead(
+            module=head,
+            softcap=getattr(config, "final_logit_softcapping", None),
+            # transformers' factor of the head's logits: Cohere's scale, one over Granite's scaling
+            logit_scale=float(getattr(config, "logit_scale", None) or 1.0)
+            / float(getattr(config, "logits_scaling", None) or 1.0),
+            chunk_tokens=loss.chunk_tokens if isinstance(loss, ChunkedLoss) else None,
+            cross_entropy=operations_on(device or base.device).cross_entropy if kernels == "liger" else None,
+        ),
         by_rows=attends_by_rows(base),
         takes_mask=takes_mask(base),
-        cross_entropy=operations_on(device or base.device).cross_entropy if kernels == "liger" else None,
         device=device or base.device,
         dtype=base.dtype,
     )
@@ -146,154 +134,6 @@ def carries_along(blocks: nn.ModuleList) -> bool:
     return any("SSM" in name or part in name.lower() for name in names for part in _RECURRENT) or any(
         isinstance(module, nn.Conv1d) for module in blocks.modules()
     )
-
-
-@torch.no_grad()
-def loss_and_gradient(
-    hidden_TD: Tensor,
-    labels_T: Tensor,
-    head: nn.Module,
-    *,
-    scale: float,
-    chunk_tokens: int | None,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    cross_entropy: CrossEntropy | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Summed negative log-likelihood (fp32 scalar, nats) and its gradient [T, D] for the hidden states.
-
-    ``labels_T`` are already shifted: labels_T[i] is the token that follows position i, or IGNORED.
-    ``scale`` multiplies the gradients alone (1 / supervised tokens, and the loss scale under fp16);
-    gradients of the head's trained parameters are accumulated as by ``backward()``.
-    Only supervised rows go through the head. ``chunk_tokens`` None: all of them at once. A stream without any still
-    leaves gradients of zeros: ranks that sum their gradients must have the same ones.
-    """
-    chosen, targets_S = _supervised(labels_T, hidden_TD.device)
-    everything = len(chosen) == len(labels_T)
-    inputs_SD = hidden_TD if everything else hidden_TD[chosen]
-    gradient_SD = torch.empty_like(inputs_SD)
-    total = torch.zeros((), dtype=torch.float32, device=hidden_TD.device)
-    size = max(1, chunk_tokens or len(chosen))
-    for start in range(0, max(1, len(chosen)), size):
-        part = slice(start, start + size)
-        total += _chunk(
-            inputs_SD[part],
-            targets_S[part],
-            gradient_SD[part],
-            head,
-            scale,
-            softcap,
-            logit_scale,
-            cross_entropy,
-        )
-    if everything:
-        return total, gradient_SD
-    return total, torch.zeros_like(hidden_TD).index_copy_(0, chosen, gradient_SD)
-
-
-@torch.no_grad()
-def loss_sum(
-    hidden_TD: Tensor,
-    labels_T: Tensor,
-    head: nn.Module,
-    *,
-    chunk_tokens: int | None,
-    softcap: float | None,
-    logit_scale: float,
-) -> Tensor:
-    """Summed negative log-likelihood without gradients, for evaluation."""
-    chosen, targets_S = _supervised(labels_T, hidden_TD.device)
-    total = torch.zeros((), dtype=torch.float32, device=hidden_TD.device)
-    size = max(1, chunk_tokens or len(chosen))
-    for part, targets in zip(chosen.split(size), targets_S.split(size), strict=True):
-        input_SD = _as_head_takes(hidden_TD[part], head, logit_scale)
-        total += _softmax_loss(_logits(input_SD, head, softcap)[0], targets)[0]
-    return total
-
-
-def _supervised(labels_T: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The S positions that have a label, and their labels, on ``device``. They are counted where the labels are."""
-    chosen = torch.nonzero(labels_T != IGNORED).squeeze(1)
-    targets_S = labels_T if len(chosen) == len(labels_T) else labels_T[chosen]
-    return sent(chosen, device), sent(targets_S, device)
-
-
-def _chunk(
-    hidden_SD: Tensor,
-    target_S: Tensor,
-    gradient_SD: Tensor,
-    head: nn.Module,
-    scale: float,
-    softcap: float | None,
-    logit_scale: float,
-    cross_entropy: CrossEntropy | None,
-) -> Tensor:
-    """One chunk: writes its input gradient into ``gradient_SD``, adds to the head's, and returns its summed loss.
-
-    Without autograd, which would keep the logits to the end and add a second gradient of the head to its first.
-    """
-    weight, bias = head.weight, head.bias
-    input_SD = _as_head_takes(hidden_SD, head, logit_scale)
-    if cross_entropy is not None:
-        logit_gradient_SV: Tensor = head(input_SD)
-        loss = cross_entropy(logit_gradient_SV, target_S, scale=scale, softcap=softcap).sum()
-    else:
-        loss, logit_gradient_SV = _loss_and_logit_gradient(input_SD, target_S, head, scale, softcap)
-    if weight.requires_grad and weight.grad is None:
-        weight.grad = logit_gradient_SV.t() @ input_SD
-    elif weight.requires_grad:
-        weight.grad.addmm_(logit_gradient_SV.t(), input_SD)
-    if bias is not None and bias.requires_grad:
-        gradient_V = logit_gradient_SV.sum(dim=0)
-        bias.grad = gradient_V if bias.grad is None else bias.grad.add_(gradient_V)
-    if gradient_SD.dtype == weight.dtype:
-        torch.mm(logit_gradient_SV, weight, out=gradient_SD)
-    else:
-        gradient_SD.copy_(logit_gradient_SV @ weight)
-    if logit_scale != 1:
-        gradient_SD.mul_(logit_scale)
-    return loss
-
-
-def _loss_and_logit_gradient(
-    input_SD: Tensor, target_S: Tensor, head: nn.Module, scale: float, softcap: float | None
-) -> tuple[Tensor, Tensor]:
-    """Summed loss, and its scaled gradient for the logits in their type: torch's operations, one after another."""
-    work_SV, tangent_SV = _logits(input_SD, head, softcap)
-    loss, rows, total_S = _softmax_loss(work_SV, target_S)
-    work_SV.mul_((scale / total_S).unsqueeze(1))
-    work_SV[rows, target_S] -= scale
-    logit_gradient_SV = work_SV.to(input_SD.dtype)
-    del work_SV
-    if tangent_SV is not None:
-        tanh_backward = torch.ops.aten.tanh_backward.grad_input
-        tanh_backward(logit_gradient_SV, tangent_SV, grad_input=logit_gradient_SV)
-    return loss, logit_gradient_SV
-
-
-def _as_head_takes(hidden_SD: Tensor, head: nn.Module, logit_scale: float) -> Tensor:
-    """In the head's type, where an fp32 stream ends as in transformers, and scaled: the head is linear, and the logits
-    are larger."""
-    hidden_SD = hidden_SD.to(head.weight.dtype)
-    return hidden_SD if logit_scale == 1 else hidden_SD * logit_scale
-
-
-def _logits(input_SD: Tensor, head: nn.Module, softcap: float | None) -> tuple[Tensor, Tensor | None]:
-    """Logits in fp32, to be overwritten, and the tangent of a soft cap in the head's type; None without one."""
-    logits_SV: Tensor = head(input_SD)
-    if softcap is None:
-        return logits_SV.float(), None
-    tangent_SV = logits_SV.div_(softcap).tanh_()
-    return (tangent_SV * softcap).float(), tangent_SV
-
-
-def _softmax_loss(work_SV: Tensor, target_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cross-entropy in fp32 of the logits ``work_SV``, which become exponentials; rows' numbers and sums come along."""
-    work_SV.sub_(work_SV.amax(dim=1, keepdim=True))
-    rows = torch.arange(len(target_S), device=target_S.device)
-    target_logit_S = work_SV[rows, target_S]
-    total_S = work_SV.exp_().sum(dim=1)
-    return (total_S.log() - target_logit_S).sum(), rows, total_S
 
 
 def base_of(model: PreTrainedModel | PeftModel) -> PreTrainedModel:

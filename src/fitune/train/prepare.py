@@ -151,7 +151,7 @@ def prepare_loaded(
         case Ddp():
             from fitune.engine.ddp import ReplicatedEngine, replicate
 
-            parts = replace(parts, body=(body := replicate(parts.body, parts.head)))
+            parts = replace(parts, body=(body := replicate(parts.body, parts.head.module)))
             engine = ReplicatedEngine(
                 parts, parts.trained, body=body, optimizer=plan.optimizer, precision=plan.precision,
                 max_grad_norm=plan.schedule.max_grad_norm,
@@ -250,9 +250,9 @@ def _deepspeed_engine(
         require_nvme(plan.offload.nvme_path)
     # srun and mpirun have other words for it
     os.environ.setdefault("LOCAL_RANK", str(parts.device.index or 0))
-    head = Head(parts.head)
+    head = Head(parts.head.module)
     trained = parts.trained
-    parts = replace(parts, head=head)
+    parts = replace(parts, head=replace(parts.head, module=head))
     engine = DeepSpeedEngine(
         parts,
         trained,
@@ -274,7 +274,7 @@ def engine_for(
     """The engine that turns losses of ``model`` into new ``trained`` weights; ``host`` holds an offloaded optimizer."""
     clip = clip_in_backward(plan.tuning)
     if clip is not None:
-        both = {id(p) for p in model.head.parameters()} & {id(p) for p in model.body.parameters()}
+        both = {id(p) for p in model.head.module.parameters()} & {id(p) for p in model.body.parameters()}
         return InBackwardEngine(
             model,
             trained,

@@ -107,13 +107,14 @@ def _likelihoods(parts: Any, before: Sequence[Tensor], texts: Sequence[Continuat
     """
     hidden_SD = torch.cat(list(before))
     ids_S = torch.tensor([token for one in texts for token in one.token_ids], device=hidden_SD.device)
+    head = parts.head
     logprobs: list[float] = []
     greedy: list[bool] = []
     for start in range(0, len(ids_S), HEAD_TOKENS):
         part = slice(start, start + HEAD_TOKENS)
-        logits_SV = parts.head(hidden_SD[part]).float() * parts.logit_scale
-        if parts.softcap:
-            logits_SV = (logits_SV / parts.softcap).tanh() * parts.softcap
+        logits_SV = head.module(hidden_SD[part]).float() * head.logit_scale
+        if head.softcap:
+            logits_SV = (logits_SV / head.softcap).tanh() * head.softcap
         wanted_S = ids_S[part].to(logits_SV.device)
         chosen_S = logits_SV.gather(1, wanted_S[:, None])[:, 0]
         logprobs += (chosen_S - logits_SV.logsumexp(-1)).tolist()

@@ -21,8 +21,8 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fitune.models.experts import Pair, is_experts, run_by
-from fitune.models.language_model import loss_and_gradient
 from fitune.models.liger import operations_on
+from fitune.models.loss_head import LossHead
 from fitune.models.low_bit.quantised import packed_linear
 from fitune.models.readers import config_from, empty_model
 from fitune.models.row_attention import Kernel, RowCall, Rows, rows_eager, rows_flash, rows_sdpa
@@ -168,16 +168,16 @@ def fused_loss(kernels: Kernels, numbers: Numbers, device: torch.device) -> Proo
     head = nn.Linear(64, 1000, bias=False, device=device, dtype=dtype)
     head.weight.data.copy_(weight_VD)
     count = int((labels_T >= 0).sum())
-    loss, gradient_TD = loss_and_gradient(
-        hidden_TD, labels_T, head, scale=1 / count, chunk_tokens=64,
-        cross_entropy=operations_on(device).cross_entropy if kernels == "liger" else None,
-    )  # fmt: skip
+    cross_entropy = operations_on(device).cross_entropy if kernels == "liger" else None
+    losses_S, gradient_TD = LossHead(
+        module=head, chunk_tokens=64, cross_entropy=cross_entropy
+    ).losses_and_gradient(hidden_TD, labels_T, scale=1 / count)
     assert head.weight.grad is not None
     leaf_TD, leaf_VD = (x.cpu().float().requires_grad_() for x in (hidden_TD, weight_VD))
     exact = F.cross_entropy(leaf_TD @ leaf_VD.T, labels_T.cpu(), ignore_index=-100)
     expected = [exact.detach(), *torch.autograd.grad(exact, (leaf_TD, leaf_VD))]
     return judged(
-        f"{_LOSSES[kernels]} {numbers}", [loss / count, gradient_TD, head.weight.grad], expected,
+        f"{_LOSSES[kernels]} {numbers}", [losses_S.mean(), gradient_TD, head.weight.grad], expected,
         tolerance=TOLERANCES[numbers],
     )  # fmt: skip
 
