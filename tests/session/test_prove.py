@@ -50,11 +50,16 @@ def test_every_kernel_that_runs_here_passes(numbers):
         kernel_checks(numbers, CPU)[f"attention efficient {numbers}"]()
 
 
+def _five_percent_off(right):
+    class Wrong(right):
+        def losses_and_gradient(self, *args, **named):
+            return tuple(x * 1.05 for x in super().losses_and_gradient(*args, **named))
+
+    return Wrong
+
+
 WRONG = {
-    "fused loss": (
-        "loss_and_gradient",
-        lambda right: lambda *a, **k: tuple(x * 1.05 for x in right(*a, **k)),
-    ),
+    "fused loss": ("LossHead", lambda right: _five_percent_off(right)),
     "row attention flash": ("rows_flash", lambda right: lambda call: right(call).roll(1, dims=1)),
     "attention flash": (
         "with_gradients",
