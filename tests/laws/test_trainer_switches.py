@@ -15,7 +15,7 @@ from fitune.estimate.trainer import Trainer, describe_step_of
 from fitune.measure.memory import LiveTensors
 from fitune.models import liger
 from fitune.rehearse.step import trace_plan
-from fitune.spec.plan import Nf4, PlainLoss, Zero
+from fitune.spec.plan import ChunkedLoss, Dense, Nf4, PlainLoss, Zero
 from fitune.spec.predictions import Phase
 from plans import gpu, plan_for, small_llama
 from rehearse.tiny_configs import tensor_peak, tiny
@@ -23,15 +23,51 @@ from rehearse.tiny_configs import tensor_peak, tiny
 TOKENS, SIZES = (2, 64), {"hidden_size": 256, "intermediate_size": 640}
 
 
-def test_transformers_loss_keeps_14_bytes_for_each_logit():
-    """transformers 4.45, ForCausalLMLoss: the caller holds 16-bit logits, the loss casts, shifts and normalises."""
-    logits_BTV = torch.randn(2, 129, 1000, dtype=torch.bfloat16, requires_grad=True)
+class GradientOverLogits(torch.autograd.Function):
+    """Stands for the kernels of fast cross-entropies, which write the gradient over the logits that they read."""
+
+    @staticmethod
+    def forward(ctx, logits_SV, labels_S):
+        ctx.save_for_backward(logits_SV)
+        return logits_SV.new_zeros(())
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.saved_tensors[0], None
+
+
+@pytest.mark.parametrize(
+    ("loss", "caller_holds", "each"),
+    [
+        (cross_entropy, True, 14),  # transformers 4.46 to 4.48, ForCausalLMLoss
+        (cross_entropy, False, 12),  # transformers 4.45, LlamaForCausalLM.forward
+        (GradientOverLogits.apply, True, 10),
+        (GradientOverLogits.apply, False, 8),
+    ],
+)
+def test_losses_of_transformers_hold_so_many_bytes_for_each_logit(loss, caller_holds, each):
+    """16-bit logits, held by the caller or not; their fp32 copy, its shifted copy, log-softmax or none."""
+    hidden_BTH = torch.randn(2, 129, 4, dtype=torch.bfloat16, requires_grad=True)
+    head_VH = torch.randn(1000, 4, dtype=torch.bfloat16)
     labels_T = torch.randint(0, 1000, (2 * 128,))
-    with LiveTensors([logits_BTV, labels_T]) as live:
-        wide_BTV = logits_BTV.float()
-        shifted_BTV = wide_BTV[:, :-1].contiguous()
-        cross_entropy(shifted_BTV.view(-1, 1000), labels_T)
-    assert max(live.peaks.values()) == pytest.approx(14 * 2 * 129 * 1000, rel=0.01)
+    with LiveTensors([hidden_BTH, head_VH, labels_T]) as live:
+        logits_BTV = hidden_BTH @ head_VH.T
+        held = logits_BTV if caller_holds else None
+        logits_BTV = logits_BTV.float()
+        shifted_BTV = logits_BTV[:, :-1].contiguous()
+        loss(shifted_BTV.view(-1, 1000), labels_T)
+    assert (held is None) != caller_holds
+    assert max(live.peaks.values()) == pytest.approx(each * 2 * 129 * 1000, rel=0.02)
+
+
+def test_a_chunk_of_logits_cast_to_fp32_and_back_by_hand():
+    """Liger's loss in fms-acceleration: 2 + 4 for each logit of 64 tokens; V 600; beside them 2 hidden states of 64
+    for each of the 252 tokens that have a next one."""
+    plan = plan_for(
+        small_llama(), tuning="lora", precision="bf16", kernels="liger", loss=ChunkedLoss(chunk_tokens=64)
+    )
+    loss = memory_by(Trainer(bytes_per_logit=6), plan).phases[Phase.LOSS]
+    assert loss["loss"] == 6 * 64 * 600 + 2 * 2 * 252 * 64
 
 
 def test_adamw_of_many_tensors_holds_one_more_set():
@@ -74,6 +110,24 @@ def test_fsdp1_over_frozen_blocks_by_hand():
     backward = memory_by(trainer, plan, shape).phases[Phase.BACKWARD]
     assert backward["recompute inputs"] == (2 + 2 * 2) * 256 * 64 * 2
     assert backward["gathered weights"] == root_weight_bytes(plan) + block_weight_bytes(plan)
+
+
+def test_reentrant_checkpoints_under_fsdp1_by_hand():
+    """At block 0, whose norm keeps its input, too: that, and input and gradient of each block behind.
+
+    The output made again stands in place of the gradient that reaches the block: it is that of the next one's input.
+    """
+    plan = plan_for(small_llama(), tuning="lora", precision="bf16", recompute=4)
+    plan = replace(plan, hardware=gpu("a100-80gb", gpus=2), sharding=Zero(stage=3, backend="fsdp"))
+    shape = replace(largest_batch(plan), rows=1)
+    once, again = (
+        memory_by(Trainer(fsdp1=True, holds_inputs=True, reentrant=reentrant), plan, shape).phases[
+            Phase.BACKWARD
+        ]
+        for reentrant in (False, True)
+    )
+    assert again["recompute inputs"] == (1 + 3 * 2) * 256 * 64 * 2
+    assert again["temporaries"] == once["temporaries"]
 
 
 def test_deepspeeds_bucket_stands_however_little_is_trained():
@@ -126,6 +180,80 @@ def test_fp32_adapters_keep_a_cast_input_for_every_linear(autocast):
     shape = replace(largest_batch(plan), rows=1)
     step = describe_step_of(Trainer(fp32_trained=True, autocast=autocast), plan, shape)
     assert step.blocks[-1].kept == pytest.approx(measured, rel=0.03)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_reentrant_checkpoint_holds_the_output_that_it_made_again(dropout):
+    """One hidden state more than one that is not, in the real thing as in the estimate."""
+    plan = plan_for(
+        small_llama(**SIZES), tuning="lora", precision="bf16", rank=4, rows=TOKENS[0], seq_len=TOKENS[1], recompute=4
+    )  # fmt: skip
+    plan = replace(plan, tuning=replace(plan.tuning, dropout=dropout))
+    shape = replace(largest_batch(plan), rows=1)
+    expected = [
+        memory_by(Trainer(fp32_trained=True, reentrant=reentrant), plan, shape).phases[Phase.BACKWARD]
+        for reentrant in (False, True)
+    ]
+    hidden = 2 * TOKENS[0] * TOKENS[1] * SIZES["hidden_size"]
+    assert sum(expected[1].values()) - sum(expected[0].values()) == hidden
+    once, again = (_backward_bytes(dropout, reentrant=reentrant) for reentrant in (False, True))
+    assert again - once == hidden
+
+
+def _backward_bytes(dropout, *, reentrant):
+    """Bytes of the worst moment of a real backward, all blocks recomputed."""
+    config = LlamaConfig(
+        **SIZES, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, vocab_size=100,
+        attn_implementation="sdpa",
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    lora = LoraConfig(r=4, lora_dropout=dropout, target_modules="all-linear")
+    model = get_peft_model(model, lora).get_base_model()
+    model.enable_input_require_grads()
+    model.train()
+    labels_T = torch.randint(0, 100, (TOKENS[0] * TOKENS[1],))
+    with LiveTensors(list(model.parameters())) as live:
+        logits_BTV = model(labels_T.view(TOKENS), use_cache=False).logits
+        loss = cross_entropy(logits_BTV.float().view(-1, 100), labels_T)
+        del logits_BTV
+        live.enter(Phase.BACKWARD)
+        loss.backward()
+    return live.peaks[Phase.BACKWARD]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "base", "each"),
+    [
+        (Trainer(fp32_trained=True), Dense(), 1 + 4),  # a mask of a byte, and the fp32 input
+        (Trainer(fp32_trained=True, autocast=True), Dense(), 1 + 2),
+        (Trainer(fp32_trained=True, autocast=True, eager_mlp=True), Nf4(), 2),  # fused: no mask
+    ],
+)
+def test_inputs_that_adapters_drop_out_by_hand(trainer, base, each):
+    """q and o of a block, h 64 each, on a GPU; fused adapters keep the norm's output beside them."""
+    plan = plan_for(
+        small_llama(), tuning="lora", precision="bf16", hardware=gpu("a100-80gb"), kernels="liger"
+    )
+    plan = replace(plan, tuning=replace(plan.tuning, base=base, dropout=0.1, targets=("q_proj", "o_proj")))
+    shape = replace(largest_batch(plan), rows=1)
+    told = describe_step_of(trainer, plan, shape).blocks[-1].kept
+    plain = replace(plan, tuning=replace(plan.tuning, base=Dense(), dropout=0.0, targets=("o_proj",)))
+    outputs = 2 * plan.tuning.rank  # of A, for q
+    without = describe_step_of(Trainer(eager_mlp=trainer.eager_mlp), plain, shape).blocks[-1].kept
+    assert told - without == 256 * (2 * 64 * each + outputs + 2 * 64 * (base != Dense()))
+
+
+def test_repeated_keys_and_values_by_hand():
+    """Mistral of 4 query heads and 2 of keys, 16 each: 32 more of both; Llama's are not repeated."""
+    for family, more in (("mistral", 2 * 32 * 2 * 128), ("llama", 0)):
+        plan = plan_for(tiny(family)[1], tuning="lora", precision="bf16", seq_len=128, rows=1)
+        shape = largest_batch(plan)
+        kept = [
+            describe_step_of(Trainer(bytes_per_logit=14, repeats_keys=repeats), plan, shape).blocks[-1].kept
+            for repeats in (False, True)
+        ]
+        assert kept[1] - kept[0] == more
 
 
 def test_fp32_weights_under_autocast_leave_16_bit_copies():

@@ -179,7 +179,7 @@ def test_what_no_plan_can_say_is_given_back(changed, why):
 
 def test_trainers_are_known_by_name_and_take_over_what_they_are_built_on():
     known = profiles()
-    assert known["trl"].switches["bytes_per_logit"] == known["transformers"].switches["bytes_per_logit"] == 14
+    assert known["trl"].switches["bytes_per_logit"] == known["transformers"].switches["bytes_per_logit"]
     assert profile_of(row("full-one-device", source="someone", must_assume="TRL SFTTrainer")).name == "trl"
     assert profile_of(row("full-one-device", source="someone", must_assume=None)).name == "defaults"
     assert profile_of(row("full-one-device", source="fms_accel", must_assume=None)).name == "fms-acceleration"
@@ -194,6 +194,24 @@ def test_what_a_row_says_wins_over_its_trainer():
 
     assert switches().fp32_trained
     assert not switches(optimizer_dtype="bf16").fp32_trained
-    assert switches(fused_ce="fast cross-entropy").bytes_per_logit == 8
     assert not switches(optimizer="AdamW (fused)").foreach
+    assert switches(notes="").reentrant
     assert not switches(notes="use_reentrant=False").holds_inputs
+    assert not switches(notes="use_reentrant=False").reentrant
+
+
+@pytest.mark.parametrize(
+    ("source", "plain", "fast", "linear"),
+    [
+        ("trl", 14, 10, 2),
+        ("fms-acceleration:scripts/benchmarks/refs/a100_80gb_liger.csv", 12, 8, 6),
+        ("fms-acceleration:scripts/benchmarks/refs/a100_80gb.csv", 14, 10, 6),
+        ("fsdp_qlora", 12, 12, 12),  # it has no other loss
+        ("unsloth", 2, 2, 2),
+    ],
+)
+def test_bytes_of_a_logit_by_trainer_and_loss(source, plain, fast, linear):
+    for words, each in ((False, plain), ("fast cross-entropy", fast), ("liger FusedLinearCE", linear)):
+        told = row("lora-logits-decide", source=source, must_assume=None, fused_ce=words)
+        assert trainer_of(told, profile_of(told)).bytes_per_logit == each
+    assert profile_of(told, left_out=True).name in ("trl", "transformers", "unsloth")

@@ -175,7 +175,7 @@ def _loss_moments(step: StepStages, gradients: int) -> list[Terms]:
 def _chunk_sizes(step: StepStages, tokens: int) -> tuple[int, int]:
     """Bytes of a chunk of the loss: while softmax and gradient are formed, and while it goes back through the head."""
     model, e = step.plan.model, step.element_bytes
-    softmax = activations.logits_bytes(
+    softmax = tokens * model.vocab_size * step.logit_bytes or activations.logits_bytes(
         tokens=tokens, vocab_size=model.vocab_size, element_bytes=e, softcapped=model.caps_logits,
         fused=step.plan.kernels == "liger",
     )  # fmt: skip

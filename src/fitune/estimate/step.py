@@ -107,7 +107,7 @@ class StepStages:
     activations_leave: bool
     """Activations that blocks keep wait on the host."""
     logit_bytes: int = 0
-    """Alive for each logit where another trainer makes all of them; 0: fitune's loss."""
+    """Alive for each logit of another trainer's loss, of all tokens or of a chunk; 0: fitune's loss."""
     fp32_stream: bool = False
     """The residual stream is fp32 whatever is computed in; ``hidden`` counts it so."""
     held_behind: int = 0

@@ -5,7 +5,7 @@ They change the description of the step; ``memory_of`` and ``step_time_of`` pric
 
 from dataclasses import dataclass, replace
 
-from fitune.estimate.blocks.block import block_stages
+from fitune.estimate.blocks.block import Block, block_stages
 from fitune.estimate.buffers import (
     REDUCE_BUCKET,
     Buffers,
@@ -57,7 +57,7 @@ class Trainer:
     """The switches. The defaults are fitune's own step."""
 
     bytes_per_logit: int = 0
-    """Alive for each logit at the loss's worst moment, of all tokens at once; 0: fitune's loss, as the plan has it."""
+    """Alive for each logit at the loss's worst moment, of all tokens at once or of a chunk; 0: fitune's loss."""
     fp32_trained: bool = False
     """Trained weights, their gradients and states are fp32: PEFT's adapters (``autocast_adapter_dtype``), accelerate's
     shards under FSDP, fp32 weights under autocast. DeepSpeed's engine makes them 16 bit again."""
@@ -73,6 +73,13 @@ class Trainer:
     """FullyShardedDataParallel: flat parameters; the root's are whole from forward to the end of backward."""
     prefetches: bool = False
     """Under FSDP1: the next block is gathered while one goes back (BackwardPrefetch.BACKWARD_PRE)."""
+    reentrant: bool = False
+    """Reentrant checkpoints: a block's output, made again, stays while the block goes back
+    (torch/utils/checkpoint.py, CheckpointFunction.backward), and the first block's input has a gradient, too, without
+    which nothing in it would have one (transformers, enable_input_require_grads)."""
+    repeats_keys: bool = False
+    """Keys and values are repeated for every query head before flash attention (transformers up to 4.47,
+    models/mistral and models/qwen2, …FlashAttention2.forward; Llama's are not)."""
     holds_inputs: bool = False
     """FSDP1 around reentrant checkpoints of frozen blocks: inputs and their gradients stay to the end of backward
     (torch/distributed/fsdp/_runtime_utils.py, _register_post_backward_reshard_only_hook) as
@@ -81,7 +88,8 @@ class Trainer:
     """DeepSpeed's reduce bucket at its default of 5e8 elements, however little is trained."""
     eager_mlp: bool = False
     """Fused norms and rotary positions beside transformers' own MLP (fms-acceleration, README of its plugin
-    fused-ops-and-kernels: the gated product is used inside fused adapters alone)."""
+    fused-ops-and-kernels: the gated product is used inside fused adapters alone). Adapters are fused on a packed base:
+    they keep the 16-bit input that they share, and with dropout each its own, without masks (its fast_lora.py)."""
 
 
 FITUNE = Trainer()
@@ -97,8 +105,13 @@ def describe_step_of(trainer: Trainer, plan: Plan, shape: BatchShape) -> StepSta
     fp32_stream = copies or (trainer.fp32_stream and _is_packed(plan))
     hidden = step.hidden * (2 if fp32_stream else 1)
     holds = trainer.fsdp1 and trainer.holds_inputs and uses_fsdp(plan) and step.recomputed > 0
+    held = 2 * hidden if holds and not step.full else 0
+    keeps_input = plan.kernels == "liger" and not fp32_stream
     return replace(
         step,
+        blocks=_with_output(step.blocks, hidden, counted=(held > 0) + keeps_input)
+        if trainer.reentrant
+        else step.blocks,
         resident=_resident(step, trainer, wide),
         gradients=step.gradients + wide.gradients,
         whole_gradients=step.whole_gradients + wide.fresh,
@@ -108,10 +121,20 @@ def describe_step_of(trainer: Trainer, plan: Plan, shape: BatchShape) -> StepSta
         hidden=hidden,
         fp32_stream=fp32_stream,
         logit_bytes=trainer.bytes_per_logit,
-        held_behind=2 * hidden if holds and not step.full else 0,
+        held_behind=held,
         weight_copies=_weight_copies(step) if copies else 0,
         casts=_casts(step, trainer, wide, fp32_stream=fp32_stream),
     )
+
+
+def _with_output(blocks: tuple[Block, ...], hidden: int, *, counted: int) -> tuple[Block, ...]:
+    """The blocks with the output that each made again, less ``counted`` hidden states that the step counts twice.
+
+    They are the gradient that reaches it, where inputs' gradients are held, and the input that Liger's norm keeps.
+    """
+    peaks = (block.recomputed_peak for block in blocks)
+    held = (replace(peak, temporaries=peak.temporaries + (1 - counted) * hidden) for peak in peaks)
+    return tuple(replace(block, recomputed_peak=peak) for block, peak in zip(blocks, held, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,6 +252,9 @@ def _weight_copies(step: StepStages) -> int:
 def _profile(trainer: Trainer, plan: Plan, shape: BatchShape) -> ModelProfile:
     """The blocks with this trainer's stages, those of one kind still one object."""
     profile = model_profile(plan, shape)
+    if trainer.reentrant and plan.recompute.blocks:
+        blocks = profile.blocks
+        profile = replace(profile, blocks=(blocks[min(1, len(blocks) - 1)], *blocks[1:]))
     changed: dict[int, BlockProfile] = {}
     for block in profile.blocks:
         if id(block) not in changed:
@@ -243,7 +269,9 @@ def _stage(trainer: Trainer, plan: Plan, shape: BatchShape, stage: Stage) -> Sta
         stage = eager[stage.name]
     if stage.name == "MLP activation" and trainer.fp32_stream and _is_packed(plan):
         stage = replace(stage, kept=2 * stage.kept, backward=2 * stage.backward)
-    e = plan.precision.compute_bytes
+    model, e = plan.model, plan.precision.compute_bytes
+    if stage.name == "queries, keys, values" and trainer.repeats_keys and model.model_type in _REPEATED:
+        stage = replace(stage, kept=stage.kept + shape.tokens * e * 2 * (model.q_dim - model.kv_dim))
     if not trainer.fp32_trained or uses_deepspeed(plan) or e == _FP32:
         return stage
     if not uses_fsdp(plan):
@@ -251,9 +279,11 @@ def _stage(trainer: Trainer, plan: Plan, shape: BatchShape, stage: Stage) -> Sta
         stage = replace(
             stage, gradients=width * stage.gradients, largest_gradient=width * stage.largest_gradient
         )
-    return _with_cast_inputs(stage, plan, shape, width=e if trainer.autocast else _FP32)
+    fused = trainer.eager_mlp and _is_packed(plan)
+    return _with_cast_inputs(stage, plan, shape, width=e if trainer.autocast else _FP32, fused=fused)
 
 
+_REPEATED = ("mistral", "qwen2")
 _READERS = {"attention norm": "attention", "MLP norm": "mlp"}
 _CASTS = {
     "queries, keys, values": ("attention", True), "attention output": ("attention", False),
@@ -261,17 +291,22 @@ _CASTS = {
 }  # fmt: skip
 
 
-def _with_cast_inputs(stage: Stage, plan: Plan, shape: BatchShape, *, width: int) -> Stage:
+def _with_cast_inputs(stage: Stage, plan: Plan, shape: BatchShape, *, width: int, fused: bool) -> Stage:
     """An fp32 adapter casts its input: a copy for every adapted linear instead of the shared 16-bit one.
 
-    ``width`` bytes of it are kept: 4, or autocast's 2 (peft/tuners/lora/layer.py, Linear.forward).
+    ``width`` bytes of it are kept: 4, or autocast's 2 (peft/tuners/lora/layer.py, Linear.forward). With dropout they
+    stand in place of a dropped input of e bytes; a CPU's mask is as wide as the fp32 input. ``fused``: no cast.
     """
     if not isinstance(plan.tuning, Lora):
         return stage
     e, extra = plan.precision.compute_bytes, 0
     shares = plan.tuning.dropout == 0
+    if fused:
+        width = 0 if shares else -1  # no mask, which is a byte
+    elif not shares and not plan.hardware.gpu.is_cpu:
+        width -= e
     if stage.name in _READERS and _adapted(plan, _READERS[stage.name], inputs=True):
-        extra = -e * plan.model.hidden_size if shares else 0
+        extra = e * plan.model.hidden_size * (fused - shares)
     elif stage.name in _CASTS:
         part, inputs = _CASTS[stage.name]
         less = e if shares and stage.name == "MLP output" else 0

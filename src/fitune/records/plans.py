@@ -316,11 +316,16 @@ def _sharding(row: Row) -> Sharding:
     return found
 
 
+def fuses_head(row: Row) -> bool:
+    """True if the loss makes its logits itself, chunk by chunk."""
+    return row.says("fused_ce", "liger", "linear", "cut")
+
+
 def _loss(row: Row, model: ModelSpec, tokens: int) -> Loss:
     """Liger's chunk: the next power of two of t / ⌈V/h⌉ (liger_kernel/ops/fused_linear_cross_entropy.py)."""
     if (chunk := row.size("loss_chunk_tokens")) is not None:
         return ChunkedLoss(chunk_tokens=chunk)
-    if not row.says("fused_ce", "liger", "linear", "cut"):
+    if not fuses_head(row):
         return PlainLoss()
     size = -(-tokens // -(-model.vocab_size // model.hidden_size))
     return ChunkedLoss(chunk_tokens=1 << (size - 1).bit_length())

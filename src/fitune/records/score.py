@@ -14,7 +14,15 @@ from fitune.estimate.memory import memory_of
 from fitune.estimate.predict import largest_batch
 from fitune.estimate.time import step_time_of
 from fitune.estimate.trainer import FITUNE, Trainer, describe_step_of
-from fitune.records.plans import Unrepresented, device_bytes, device_is_named, plan_of, steps_fp32, trains_all
+from fitune.records.plans import (
+    Unrepresented,
+    device_bytes,
+    device_is_named,
+    fuses_head,
+    plan_of,
+    steps_fp32,
+    trains_all,
+)
 from fitune.records.row import Row
 from fitune.spec.model.block_profile import BatchShape
 from fitune.spec.predictions import TORCHS_OWN, WORKSPACE, MemoryBreakdown
@@ -135,18 +143,22 @@ def profiles() -> dict[str, Profile]:
             names=tuple(facts["names"]),
             counter=facts.get("counter", parent.counter),
             dropout=facts.get("dropout", parent.dropout),
-            without_figures=parent.name if facts.get("figures_known") else "",
+            without_figures=(parent.without_figures or parent.name) if facts.get("figures_known") else "",
             switches={**parent.switches, **facts["switches"]},
         )
     return found
 
 
 def profile_of(row: Row, *, left_out: bool = False) -> Profile:
-    """The trainer that remarks or source name; ``left_out``: without what was written with its figures in view."""
+    """The trainer that remarks or source name, by the longest of the names that stand there.
+
+    ``left_out``: without what was written with its figures in view.
+    """
     for text in (row.remarks, row.words("source")):
-        for profile in profiles().values():
-            if any(name in text for name in profile.names):
-                return profiles().get(profile.without_figures, profile) if left_out else profile
+        named = [(len(name), p.name) for p in profiles().values() for name in p.names if name in text]
+        if named:
+            profile = profiles()[max(named)[1]]
+            return profiles().get(profile.without_figures, profile) if left_out else profile
     return UNKNOWN
 
 
@@ -165,12 +177,13 @@ def trainer_of(row: Row, profile: Profile) -> Trainer:
         wide = row.says("optimizer_dtype", "fp32") or (adapters and not narrow)
     if fsdp:  # a packed base that FSDP is to divide is not prepared (trl, is_sharded_qlora)
         switches["fp32_root"] = switches["fp32_stream"] = False
-    if row.flag("fused_ce"):
-        switches["bytes_per_logit"] = 8
+    loss = "chunked" if fuses_head(row) else "fused" if row.flag("fused_ce") else "plain"
+    each = switches["bytes_per_logit"]
+    switches["bytes_per_logit"] = each.get(loss, each["plain"])
     if row.says("optimizer", "fused"):
         switches["foreach"] = False
     if "non reentrant" in row.remarks or "use reentrant=false" in row.remarks:
-        switches["holds_inputs"] = False
+        switches["holds_inputs"] = switches["reentrant"] = False
     autocast = autocast or row.says("precision_mode", "mixed")
     return Trainer(fp32_trained=wide, autocast=autocast, eager_mlp="foak" in row.remarks, **switches)
 
