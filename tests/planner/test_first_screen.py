@@ -35,6 +35,8 @@ SITUATIONS = (
     "--model meta-llama/Llama-3.1-70B --gpu h100 --gpus 8 --tuning full --host-memory 2TiB",
     "--model demo --gpu 4090",
     "--model demo --gpu cpu",
+    "--model meta-llama/Llama-3.1-8B --gpu 3060 --tuning qlora --quantization nf4",
+    "--model openai-community/gpt2 --gpu rtx-4090 --tuning qlora --quantization-bits 8 --lora-layers 2-5",
     *(pytest.param(words, marks=pytest.mark.slow) for words in LARGER_GRID),
 )
 NOTHING = (

@@ -16,6 +16,7 @@ from fitune.spec.machines.hardware import Hardware
 from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.plan import Lomo
 from fitune.spec.predictions import PlanReport, Priced
+from fitune.spec.recipe.contradictions import require_consistent
 from fitune.spec.recipe.recipe import Recipe, canonical_keys, given_keys, parse_recipe
 from fitune.spec.recipe.strict_yaml import parse_value
 from fitune.spec.rules import broken_rules
@@ -82,7 +83,9 @@ def other_ways(recipe: Recipe, taken: Priced, *, model: ModelSpec, machine: Mach
 def _planned(asked: Asked, settings: Settings) -> Priced | None:
     """The plan with the settings, which may not fit; None where they contradict others."""
     with suppress(FituneError):
-        return first_choice(asked(settings))
+        request = asked(settings)
+        require_consistent(request.recipe, devices=request.hardware.num_gpus)
+        return first_choice(request)
     return None
 
 
@@ -92,6 +95,8 @@ def _other_methods(recipe: Recipe, taken: Priced, asked: Asked) -> Iterator[tupl
         if tuning == own or (tuning == "full" and isinstance(taken.plan.tuning, Lomo)):
             continue
         settings: Settings = {"tuning": tuning}
+        if recipe.quantization_is_asked_for:  # beside it tuning: lora is QLoRA, and tuning: full is refused
+            settings["quantization"] = "none"
         found = _planned(asked, settings)
         if found is not None and not found.estimate.fits:
             yield _where_it_fits(recipe, settings, asked)
@@ -109,7 +114,9 @@ def _where_it_fits(recipe: Recipe, settings: Settings, asked: Asked) -> tuple[Se
         larger = settings | {"gpus": gpus}
         if gpus > here.gpus_per_node and recipe.gpu and fits_on_devices(more := asked(larger)):
             return larger, first_choice(more)
-    found = on_large_cards(request)
+    found = (
+        None if "quantization" in settings else on_large_cards(request)
+    )  # 80 columns have no room for both
     return (settings, None) if found is None else (settings | machine_settings(found), first_choice(found))
 
 
