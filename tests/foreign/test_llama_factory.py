@@ -92,6 +92,52 @@ def test_dataset_info_says_where_rows_are_and_how_they_are_called(tmp_path):
         recipe(PLAIN, folder=tmp_path, dataset="pairs")
 
 
+@pytest.mark.parametrize(
+    ("entry", "format", "columns"),
+    [
+        ("columns: {prompt: instruction, query: input, response: output, system: system}", "alpaca", {}),
+        (
+            "columns: {prompt: instruction, response: output, system: sys}", "columns",
+            {"prompt": "instruction", "completion": "output", "system": "sys"},
+        ),
+        ("columns: {response: answer}", "columns", {"prompt": "instruction", "completion": "answer"}),
+        ("formatting: sharegpt, columns: {messages: messages, system: system}", "auto", {}),
+        (
+            "formatting: sharegpt, columns: {messages: conversations, system: sys, tools: api}", "columns",
+            {"messages": "conversations", "system": "sys", "tools": "api"},
+        ),
+        (
+            "formatting: sharegpt, columns: {tools: api}", "columns",
+            {"messages": "conversations", "tools": "api"},
+        ),
+    ],
+)  # fmt: skip
+def test_a_column_of_another_name_is_never_left_out(tmp_path, entry, format, columns):
+    """A system prompt, tools or a question in a column of its own name was once not read, without a word."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "dataset_info.json").write_text(
+        json.dumps(typed(f"a: {{file_name: a.json, {entry}}}"))
+    )
+    source = recipe(PLAIN, folder=tmp_path, dataset="a").data[0]
+    assert (source.format, source.columns) == (format, columns)
+
+
+@pytest.mark.parametrize(
+    ("columns", "named"),
+    [
+        ("{prompt: instruction, query: q, response: output}", "query: q, beside"),
+        ("{prompt: question, query: input, response: output}", "query: input, beside"),
+        ("{prompt: question, response: answer, history: history}", "history: history, beside"),
+    ],
+)
+def test_a_part_of_the_prompt_that_no_mapping_has_is_refused(tmp_path, columns, named):
+    (tmp_path / "data").mkdir()
+    info = typed(f"a: {{file_name: a.json, columns: {columns}}}")
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(info))
+    with pytest.raises(RecipeError, match=rf"dataset\[a\] would change the result: {named}"):
+        recipe(PLAIN, folder=tmp_path, dataset="a")
+
+
 def test_deepspeed_is_read_from_its_file_or_else_from_its_name(tmp_path):
     config = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     (tmp_path / "mine.json").write_text(json.dumps(config))

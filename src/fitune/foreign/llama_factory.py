@@ -242,7 +242,18 @@ _TAGS = {
     "observation_tag": words("observation tool"), "function_tag": words("function_call tool_call"),
 }  # fmt: skip
 """Tags of a dataset's messages -> their values that fitune reads."""
-_COLUMNS = {"prompt": "prompt", "response": "completion", "system": "system"}
+_ALPACA = {
+    "prompt": "prompt", "query": "query", "response": "completion", "history": "history", "system": "system",
+    "tools": "tools",
+}  # fmt: skip
+_SHAREGPT = {"messages": "messages", "system": "system", "tools": "tools"}
+"""Columns of a dataset by LLaMA-Factory's names -> their roles here."""
+_USUAL = {
+    "prompt": words("instruction"), "query": words("input"), "completion": words("output"), "history": words("history"),
+    "messages": words("conversations messages"), "system": words("system"), "tools": words("tools"),
+}  # fmt: skip
+"""Role -> columns that are read without a mapping."""
+_ALPACA_ROWS = "instruction, input, output and history, or a prompt and a response alone"
 
 
 def _source(r: Reading, name: str, registry: Mapping[str, Any], key: str) -> dict[str, Any] | None:
@@ -260,7 +271,6 @@ def _source(r: Reading, name: str, registry: Mapping[str, Any], key: str) -> dic
     source |= {
         ours: entry[key] for key, ours in (("split", "split"), ("num_samples", "sample")) if entry.get(key)
     }
-    named = {name: columns[name] for name in ("messages", "system", "tools") if columns.get(name)}
     own = [
         f"{tag}: {said}" for tag, said in (entry.get("tags") or {}).items() if said not in _TAGS.get(tag, ())
     ]
@@ -269,16 +279,21 @@ def _source(r: Reading, name: str, registry: Mapping[str, Any], key: str) -> dic
         known = "role and content of user and assistant, from and value of human and gpt"
         r.refuse(where, f"{own[0]}; fitune reads {known}")
         return None
-    if entry.get("formatting", "alpaca") == "alpaca":
-        mapped = {ours: columns[theirs] for theirs, ours in _COLUMNS.items() if columns.get(theirs)}
-        usual = columns.get("query") in (None, "input") and mapped.get("prompt") in (None, "instruction")
-        if usual and mapped.get("completion") in (None, "output"):
-            source["format"] = "alpaca"
-        elif not columns.get("query") and {"prompt", "completion"} <= set(mapped):
-            source |= {"format": "columns", "columns": mapped}
-    elif columns.get("messages") not in (None, "conversations", "messages"):
-        source |= {"format": "columns", "columns": named}
-    return source
+    is_alpaca = entry.get("formatting", "alpaca") == "alpaca"
+    named = {
+        ours: columns[theirs]
+        for theirs, ours in (_ALPACA if is_alpaca else _SHAREGPT).items()
+        if columns.get(theirs)
+    }
+    if all(column in _USUAL[ours] for ours, column in named.items()):
+        return source | {"format": "alpaca"} if is_alpaca else source
+    if unread := next((name for name in ("query", "history") if name in named), ""):
+        r.refuse(
+            where, f"{unread}: {named[unread]}, beside columns of other names; fitune reads {_ALPACA_ROWS}"
+        )
+        return None
+    usual = {"prompt": "instruction", "completion": "output"} if is_alpaca else {"messages": "conversations"}
+    return source | {"format": "columns", "columns": usual | named}
 
 
 def _defaults(r: Reading) -> None:
