@@ -92,6 +92,14 @@ def test_dataset_info_says_where_rows_are_and_how_they_are_called(tmp_path):
         recipe(PLAIN, folder=tmp_path, dataset="pairs")
 
 
+@pytest.mark.parametrize("above", ["data", "."])
+def test_a_dataset_info_beside_the_recipe_or_in_its_folder_of_data_is_found(tmp_path, above):
+    folder = tmp_path / above
+    folder.mkdir(exist_ok=True)
+    (folder / "dataset_info.json").write_text('{"a": {"file_name": "a.json"}}')
+    assert recipe(PLAIN, folder=tmp_path / "examples", dataset="a").data[0].path == str(folder / "a.json")
+
+
 @pytest.mark.parametrize(
     ("entry", "format", "columns"),
     [

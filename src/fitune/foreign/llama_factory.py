@@ -225,8 +225,10 @@ def _data(r: Reading) -> None:
 
 def _registry(r: Reading) -> dict[str, Any]:
     """LLaMA-Factory's dataset_info.json, where it is beside the recipe or above it; its files are beside it."""
-    folder = str(r.take("dataset_dir") or "data")
-    file = None if ":" in folder else find_file(r, f"{folder}/dataset_info.json")
+    named = r.take("dataset_dir")
+    folders = ("data", ".") if named is None else (str(named),)
+    found = (find_file(r, f"{folder}/dataset_info.json") for folder in folders if ":" not in folder)
+    file = next(filter(None, found), None)
     if file is None:
         return {}
     return {
