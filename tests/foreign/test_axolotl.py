@@ -125,6 +125,11 @@ def test_every_file_of_a_dataset_is_a_source(source, paths):
         ("lr_scheduler: cosine_with_min_lr", "lr_scheduler"),
         ("lora_target_parameters: [7.mlp.experts.down_proj]", "lora_target_parameters"),
         ("lora_target_parameters: {experts: 1}", "lora_target_parameters"),
+        ("dataset_shard_num: 4, dataset_shard_idx: 0", "dataset_shard_num"),
+        (
+            "adapter: qlora, load_in_4bit: true, bnb_config_kwargs: {bnb_4bit_quant_type: fp4}",
+            "bnb_config_kwargs",
+        ),
     ],
 )
 def test_what_would_change_the_result_is_refused_by_its_key(changes, key):
@@ -240,3 +245,15 @@ def test_evaluations_without_rows_held_out_are_passed_over():
     assert recipe(val_set_size=0, eval_steps=50).eval_steps == 0
     assert recipe(val_set_size=0.1, eval_steps=50).eval_steps == 50
     assert "no rows are held out" in {line.said for line in reading(val_set_size=0, eval_steps=50).lines}
+
+
+@pytest.mark.parametrize("double", [True, False])
+def test_the_recipe_says_whether_scales_are_quantised_again(double):
+    words = {"bnb_4bit_use_double_quant": double, "bnb_4bit_compute_dtype": "bfloat16"}
+    read = recipe(adapter="qlora", load_in_4bit=True, bnb_config_kwargs=words)
+    assert read.double_quantization is double
+
+
+def test_a_run_that_would_end_early_is_said_to_go_on():
+    line = next(line for line in reading(early_stopping_patience=3).lines if "early" in line.key)
+    assert line.said == "training goes on to its last step, whatever was evaluated before"

@@ -66,6 +66,10 @@ def test_a_key_becomes_the_setting_that_means_it(changes, setting, value):
         "use_galore: true",
         "image_max_pixels: 262144",
         "val_size: 50",
+        "default_system: Be brief.",
+        "disable_shuffling: true",
+        "split_special_tokens: true",
+        "model_revision: a1b2c3",
     ],
 )
 def test_what_would_change_the_result_is_refused(changes):

@@ -37,10 +37,10 @@ _BOOKKEEPING = (
     "base_model_config base_model_ignore_patterns tokenizer_type tokenizer_use_fast tokenizer_legacy "
     "tokenizer_save_jinja_files tokenizer_use_mistral_common type_of_model is_falcon_derived_model "
     "is_llama_derived_model is_mistral_derived_model is_qwen_derived_model hf_use_auth_token strict "
-    "dataset_prepared_path dataset_processes dataset_keep_in_memory dataset_shard_num dataset_shard_idx "
+    "dataset_prepared_path dataset_processes dataset_keep_in_memory "
     "num_dataset_shards_to_save shuffle_merged_datasets shuffle_before_merging_datasets "
     "eval_table_size eval_max_new_tokens eval_causal_lm_metrics do_causal_lm_eval do_bench_eval "
-    "eval_sample_packing eval_sequence_len save_first_step auto_resume_from_checkpoints early_stopping_patience "
+    "eval_sample_packing eval_sequence_len save_first_step auto_resume_from_checkpoints "
     "loss_watchdog_threshold loss_watchdog_patience gc_steps gc_collect_steps device device_map world_size "
     "gpu_memory_limit max_memory lora_on_cpu profiler_steps profiler_steps_start use_ray ray_num_workers "
     "ray_run_name resources_per_worker use_tensorboard use_mlflow use_comet use_swanlab swanlab_project "
@@ -49,7 +49,7 @@ _BOOKKEEPING = (
     "use_otel_metrics otel_metrics_host otel_metrics_port use_trackio comet_api_key comet_workspace "
     "comet_project_name total_num_tokens total_supervised_tokens sample_packing_eff_est "
     "sample_packing_seq_len_multiplier test_value torchdistx_path gptq_disable_exllama eval_batch_size "
-    "low_cpu_mem_usage bnb_config_kwargs lora_fan_in_fan_out resize_token_embeddings_to_32x "
+    "low_cpu_mem_usage lora_fan_in_fan_out resize_token_embeddings_to_32x "
     "experimental_skip_move_to_device pretrain_multipack_attn trust_remote_code"
 )
 
@@ -110,6 +110,7 @@ _REFUSED = {
     "chat_template_jinja": "a chat template inside the recipe; write it into a file and name it as chat_template",
     "curriculum_sampling": "rows in the order of the file; fitune shuffles them",
     "min_sample_len": "rows left out because they are short",
+    "dataset_shard_num": "a part of the rows; sample: N at a source says how many",
     "dataset_exact_deduplication": "rows left out because they are there twice",
     "default_system_message": "a system message added to every row",
     "noisy_embedding_alpha": "noise on the embeddings while training",
@@ -117,7 +118,7 @@ _REFUSED = {
 }
 
 _COMPANIONS = (
-    "eaft_alpha eaft_k lisa_step_interval lisa_layers_attribute relora_prune_ratio relora_prune_method "
+    "dataset_shard_idx eaft_alpha eaft_k lisa_step_interval lisa_layers_attribute relora_prune_ratio relora_prune_method "
     "relora_cpu_offload jagged_restart_warmup_steps jagged_restart_anneal_steps gptq_groupsize gptq_model_v1 vllm"
 )
 """Settings of what ``_REFUSED`` refuses; alone they do nothing."""
@@ -148,10 +149,10 @@ def read_axolotl(r: Reading) -> None:
     r.assume(
         seq_len=512, micro_batch_size=1, gradient_accumulation_steps=1, warmup_ratio=0.03, num_epochs=1.0,
     )  # fmt: skip
-    if r.settings.get("tuning") in ("lora", "qlora") and r.settings.get("quantization") == "nf4":
-        r.assume(double_quantization=True)
+    _bitsandbytes(r)
     r.settings.setdefault("optimizer", "adamw")
     r.settings.setdefault("lr_scheduler", "cosine")
+    r.passed("early_stopping_patience", "training goes on to its last step, whatever was evaluated before")
     r.pass_over(_BOOKKEEPING)
     r.pass_over(_COMPANIONS, "a setting of something that is off or refused")
     r.pass_over(_SPEED, SPEED_SAID)
@@ -198,6 +199,19 @@ def _method(r: Reading) -> None:
         r.same({"lora_target_modules": "lora_target_modules"})
         r.assume("PEFT's own choice for models like Llama", lora_target_modules=["q_proj", "v_proj"])
     read_expert_targets(r)
+
+
+def _bitsandbytes(r: Reading) -> None:
+    """How the base is packed in 4 bits; what the products are computed in is the recipe's precision."""
+    key = "bnb_config_kwargs"
+    words = r.raw.get(key) or {}
+    if r.settings.get("quantization") == "nf4":
+        if (kind := words.get("bnb_4bit_quant_type", "nf4")) != "nf4":
+            r.refuse(key, f"4 bits by {kind}; fitune packs them by NF4")
+        elif (twice := words.get("bnb_4bit_use_double_quant")) is not None:
+            r.put("double_quantization", is_on(twice), key=key)
+        r.assume(double_quantization=True)
+    r.passed(key)
 
 
 def _model(r: Reading) -> None:

@@ -6,7 +6,13 @@ from typing import Any
 
 from fitune.foreign.reading import Reading, is_on, words
 from fitune.foreign.sharding_files import find_file, put_fsdp, read_deepspeed, read_sharding
-from fitune.foreign.trainer_keys import RENDERED, SPEED_SAID, read_precision, read_trainer_keys
+from fitune.foreign.trainer_keys import (
+    RENDERED,
+    SPEED_SAID,
+    read_precision,
+    read_trainer_keys,
+    refuse_revision,
+)
 from fitune.spec.recipe.strict_yaml import load_json, load_yaml
 
 _SAME = {
@@ -27,13 +33,13 @@ _LORA = {
 }
 
 _BOOKKEEPING = (
-    "plot_loss dataset_dir tokenized_path media_dir use_fast_tokenizer split_special_tokens trust_remote_code "
+    "plot_loss dataset_dir tokenized_path media_dir use_fast_tokenizer trust_remote_code "
     "hf_hub_token ms_hub_token om_hub_token download_mode data_shared_file_system preprocessing_batch_size "
     "ray_num_workers ray_run_name ray_storage_path ray_storage_filesystem resources_per_worker placement_strategy "
-    "placement_group_strategy use_swanlab swanlab_project swanlab_run_name swanlab_mode model_revision export_dir "
+    "placement_group_strategy use_swanlab swanlab_project swanlab_run_name swanlab_mode export_dir "
     "export_size export_device export_legacy_format create_new_adapter compute_accuracy predict_with_generate "
     "infer_backend max_new_tokens temperature top_p do_sample generation_max_length eval_num_beams print_param_status "
-    "disable_shuffling infer_dtype enable_thinking default_system_prompt tool_format"
+    "infer_dtype enable_thinking tool_format"
 )
 _SPEED = (
     "flash_attn use_unsloth use_unsloth_gc use_v1_kernels upcast_layernorm upcast_lmhead_output "
@@ -66,6 +72,10 @@ _REFUSED = {
     "interleave_probs": "datasets mixed by probabilities; weight: says them for each source of data",
     "resize_vocab": "a vocabulary made larger; name the tokens as added_tokens",
     "new_special_tokens": "new tokens; name them as added_tokens",
+    "split_special_tokens": "special tokens in texts that are read letter by letter",
+    "default_system": "a system message added to every row",
+    "default_system_prompt": "a system message added to every row",
+    "disable_shuffling": "rows in the order of the file; fitune shuffles them",
     "use_hyper_parallel": "another engine; leave it out",
     "image_max_pixels": "images; fitune trains on text",
     "video_max_pixels": "videos; fitune trains on text",
@@ -105,6 +115,7 @@ def read_llama_factory(r: Reading) -> None:
         r.refuse("stage", "fitune does supervised fine-tuning: stage: sft")
     r.passed("stage")
     r.same(_SAME)
+    refuse_revision(r, "model_revision")
     r.inside("passed", {_KT: "how the host computes", "ms_hub_url om_hub_url file_name cloud_file_name": ""})
     r.inside(
         "refused",

@@ -237,6 +237,13 @@ def _hub(r: Reading) -> None:
     r.pass_over("push_to_hub hub_model_id hub_private_repo", "nothing is pushed without push_to_hub")
 
 
+def refuse_revision(r: Reading, key: str) -> None:
+    """Refuses every revision of the model but the newest."""
+    if (revision := r.take(key)) not in (None, "main"):
+        r.refuse(key, f"a revision of the model; download {revision} and name its folder as the model")
+    r.passed(key)
+
+
 def read_precision(r: Reading, *, whole: str, default: str) -> None:
     """``whole`` is what bf16 means where every weight is trained; adapters have fp32 masters over a bf16 base."""
     full = r.settings.get("tuning") == "full"

@@ -5,7 +5,13 @@ from typing import Any
 
 from fitune.foreign.reading import Reading, is_on, paths_of
 from fitune.foreign.sharding_files import read_accelerate, read_sharding
-from fitune.foreign.trainer_keys import SPEED_SAID, read_expert_targets, read_precision, read_trainer_keys
+from fitune.foreign.trainer_keys import (
+    SPEED_SAID,
+    read_expert_targets,
+    read_precision,
+    read_trainer_keys,
+    refuse_revision,
+)
 
 _SAME = {
     "model_name_or_path": "model",
@@ -56,9 +62,7 @@ _REFUSED = {
 def read_trl(r: Reading) -> None:
     """Reads a TRL config for supervised fine-tuning: every key is put as ours, passed over or refused."""
     r.same(_SAME)
-    if is_on(revision := r.take("model_revision")) and revision != "main":
-        r.refuse("model_revision", "a revision of the model; name the folder it was downloaded to")
-    r.passed("model_revision")
+    refuse_revision(r, "model_revision")
     _method(r)
     _data(r)
     _loss(r)
