@@ -42,6 +42,13 @@ def test_trls_defaults_hold():
         ("fsdp: full_shard offload", "offload_parameters", "cpu"),
         ("gradient_checkpointing: false", "gradient_checkpointing", False),
         ("use_peft: true, use_dora: true", "dora", True),
+        ("assistant_only_loss: false, completion_only_loss: true", "train_on_prompt", False),
+        ("assistant_only_loss: false, completion_only_loss: false", "train_on_prompt", True),
+        ("max_length: null", "on_long_row", "error"),
+        ("max_length: 512", "on_long_row", "truncate"),
+        ("dataset_text_field: body", "columns", {"text": "body"}),
+        ("dataset_text_field: text", "columns", {}),
+        ("use_peft: true, bias: none", "tuning", "lora"),
     ],
 )
 def test_a_key_becomes_the_setting_that_means_it(changes, setting, value):
@@ -50,7 +57,11 @@ def test_a_key_becomes_the_setting_that_means_it(changes, setting, value):
 
 @pytest.mark.parametrize(
     "changes",
-    ["loss_type: dft", "reward_funcs: [a]", "beta: 0.1", "neftune_noise_alpha: 5", "optim: lion_32bit"],
+    [
+        "loss_type: dft", "reward_funcs: [a]", "beta: 0.1", "neftune_noise_alpha: 5", "optim: lion_32bit",
+        "bias: all, use_peft: true", "loftq_config: {loftq_bits: 4}", "truncation_mode: keep_end",
+        "finetune_mlp_modules: false, use_peft: true",
+    ],
 )  # fmt: skip
 def test_what_would_change_the_result_is_refused(changes):
     with pytest.raises(RecipeError, match=f"{next(iter(typed(changes)))}: .* would change the result"):

@@ -37,10 +37,9 @@ _LORA = {
 }
 _BOOKKEEPING = (
     "trust_remote_code dataset_streaming streaming gradio env lora_task_type task_type bnb_4bit_quant_storage "
-    "dataset_text_field dataset_kwargs truncation_mode ignore_bias_buffers eval_packing pad_token "
+    "dataset_kwargs ignore_bias_buffers eval_packing pad_token "
     "bnb_4bit_compute_dtype max_memory device_map token fast_inference gpu_memory_utilization max_lora_rank "
-    "unsloth_force_compile bias loftq_config finetune_vision_layers finetune_language_layers "
-    "finetune_attention_modules finetune_mlp_modules mixed_precision main_process_port machine_rank main_process_ip "
+    "unsloth_force_compile finetune_vision_layers mixed_precision main_process_port machine_rank main_process_ip "
     "use_exact_model_name num_proc return_tensors tokenizer processing_class main_training_function chunk_size "
     "warmup_num_steps"
 )
@@ -56,7 +55,10 @@ _REFUSED = {
     "rank_pattern": "a rank for each module",
     "alpha_pattern": "a scale for each module",
     "embedding_learning_rate": "a learning rate of its own for embeddings",
+    "loftq_config": "adapters that start from LoftQ",
+    "bias": "biases that are trained, too; fitune trains none beside adapters",
 }
+_PARTS = "finetune_language_layers finetune_attention_modules finetune_mlp_modules"
 
 
 def read_trl(r: Reading) -> None:
@@ -77,6 +79,8 @@ def read_trl(r: Reading) -> None:
         seq_len=2048 if unsloth else 1024, micro_batch_size=8, gradient_accumulation_steps=1,
         learning_rate=5e-5 if unsloth else 2e-5, num_epochs=3.0, lr_scheduler="linear", warmup_ratio=0.0,
     )  # fmt: skip
+    if "max_length" in r.raw and r.raw["max_length"] is None and not unsloth:
+        r.put("on_long_row", "error", key="max_length", said="rows of any length there; seq_len bounds them")
     r.settings.setdefault("on_long_row", "truncate")
     r.passed("eos_token", "the tokenizer's own, or what its chat template ends a turn with")
     r.pass_over(_BOOKKEEPING)
@@ -112,6 +116,10 @@ def _method(r: Reading) -> None:
     else:
         r.assume(lora_r=16, lora_alpha=32, lora_dropout=0.05)
         r.assume("PEFT's own choice for models like Llama", lora_target_modules=["q_proj", "v_proj"])
+    for part in _PARTS.split():
+        if part in r.raw and not is_on(r.take(part)):
+            r.refuse(part, "adapters in some linears only; lora_target_modules names them")
+        r.passed(part)
     read_expert_targets(r)
 
 
@@ -135,6 +143,12 @@ def _data(r: Reading) -> None:
     if r.trainer == "Unsloth":
         r.pass_over(("train_dataset", "eval_dataset"), "a variable of the notebook; a file is named as data")
     r.same({"test_split_size": "val_fraction", "chat_template_path": "chat_template"})
+    if (column := r.take("dataset_text_field")) not in (None, "text"):
+        r.put("columns", {"text": str(column)}, key="dataset_text_field")
+    r.passed("dataset_text_field", "rows are read by what they hold")
+    if r.take("truncation_mode") == "keep_end":
+        r.refuse("truncation_mode", "long rows that lose their start; here they lose their end")
+    r.passed("truncation_mode")
     r.pass_over(("dataset_config", "dataset_train_split", "dataset_test_split"), "read with dataset_name")
 
 
@@ -151,10 +165,12 @@ def _loss(r: Reading) -> None:
     if kind is not None and str(kind) not in ("nll", "chunked_nll"):
         r.refuse("loss_type", "another loss; fitune learns by cross entropy")
     r.passed("loss_type")
-    for key in ("assistant_only_loss", "completion_only_loss", "train_on_responses_only"):
-        if (value := r.take(key)) is not None:
-            r.put("train_on_prompt", not is_on(value), key=key)
-            return
+    keys = ("assistant_only_loss", "completion_only_loss", "train_on_responses_only")
+    if named := [key for key in keys if r.take(key) is not None]:
+        # each is for another layout of rows: one that is on says that prompts are not learned
+        key = next((key for key in named if is_on(r.raw[key])), named[0])
+        r.put("train_on_prompt", not is_on(r.raw[key]), key=key)
+        return
     said = f"{r.trainer} learns prompts of conversations too; for rows of prompt and completion say false"
     r.put("train_on_prompt", True, said=said)
 
