@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import subprocess
 
 import pyarrow
 import pytest
@@ -22,6 +23,18 @@ PLAIN = {"jsonl": LINES, "json": json.dumps(ROWS).encode(), "csv": TABLE.encode(
 
 def read(path, **settings):
     return [row.fields for row in read_rows(DataSource(path=str(path), **settings))]
+
+
+@pytest.mark.parametrize("content", [LINES.decode().encode("utf-16"), gzip.compress(LINES)])
+def test_the_command_that_helps_can_be_pasted(tmp_path, content):
+    """Its file has a space in its path."""
+    folder = tmp_path / "my rows"
+    folder.mkdir()
+    (folder / "a b.jsonl").write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        read(folder / "a b.jsonl")
+    subprocess.run(["bash", "-c", caught.value.hint], check=True, cwd=folder)
+    assert any(len(read(path)) == len(ROWS) for path in folder.glob("*.jsonl*") if path.name != "a b.jsonl")
 
 
 @pytest.mark.parametrize("suffix", PACKED)

@@ -184,3 +184,9 @@ def test_the_ledger_reads_well(mixed, prepare):
     assert lines[1] == "3 dropped: 1 no answer left after truncation, 1 null field, 1 torn last line"
     assert any("rows longer than the context" in line for line in lines)
     assert any(line.endswith("%)") and "learned" in line for line in lines)
+
+
+def test_one_row_is_no_rows(rows, prepare):
+    lines = describe_ledger(prepare(rows(1, length=99)).train_ledger).splitlines()
+    assert lines[0] == "1 row read as prompt_completion, 1 kept"
+    assert any(line.startswith("1 row longer than the context: ") for line in lines)

@@ -13,14 +13,15 @@ from typing import Literal
 
 from fitune.data.reading.rows import NOT_UTF8, TO_UTF8
 from fitune.spec.reports import Ledger
-from fitune.units import format_count, format_percent
+from fitune.units import counted, format_count, format_percent
 
 
 def describe_ledger(ledger: Ledger) -> str:
     """A few lines for people: rows, what was dropped and why, tokens, what is learned."""
     dropped = ledger.rows_read - ledger.rows_kept
     lines = [
-        f"{ledger.rows_read:,} rows read as {', '.join(dict.fromkeys(ledger.formats))}, {ledger.rows_kept:,} kept"
+        f"{counted(ledger.rows_read, 'row')} read as {', '.join(dict.fromkeys(ledger.formats))}, "
+        f"{ledger.rows_kept:,} kept"
     ]
     if dropped:
         lines.append(f"{dropped:,} dropped: {describe_dropped(ledger.dropped)}")
@@ -28,12 +29,15 @@ def describe_ledger(ledger: Ledger) -> str:
         f"{_tokens(ledger.tokens_kept)} kept of {_tokens(ledger.tokens_read)}; longest row {ledger.longest_row:,}"
     )
     if ledger.rows_cut:
-        lines.append(f"{ledger.rows_cut:,} rows longer than the context: {_tokens(ledger.tokens_cut)} cut")
+        longer = f"{counted(ledger.rows_cut, 'row')} longer than the context"
+        lines.append(f"{longer}: {_tokens(ledger.tokens_cut)} cut")
     if ledger.tokens_kept:
         share = ledger.tokens_supervised / ledger.tokens_kept
         lines.append(f"{_tokens(ledger.tokens_supervised)} learned ({format_percent(share)})")
     if ledger.packs:
-        lines.append(f"{ledger.packs:,} packs of about {ledger.tokens_kept / ledger.packs:,.0f} tokens")
+        lines.append(
+            f"{counted(ledger.packs, 'pack')} of about {ledger.tokens_kept / ledger.packs:,.0f} tokens"
+        )
     return "\n".join(lines)
 
 

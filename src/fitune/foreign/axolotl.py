@@ -119,7 +119,8 @@ _REFUSED = {
 
 _COMPANIONS = (
     "dataset_shard_idx eaft_alpha eaft_k lisa_step_interval lisa_layers_attribute relora_prune_ratio "
-    "relora_prune_method relora_cpu_offload jagged_restart_warmup_steps jagged_restart_anneal_steps gptq_groupsize gptq_model_v1 vllm"
+    "relora_prune_method relora_cpu_offload jagged_restart_warmup_steps jagged_restart_anneal_steps gptq_groupsize "
+    "gptq_model_v1 vllm"
 )
 """Settings of what ``_REFUSED`` refuses; alone they do nothing."""
 

@@ -234,7 +234,7 @@ def explain_data(shown: ShownData, *, colours: bool | None = None) -> str:
     for row in shown.rows:
         lines += [_headline(row), *_body(row, colours), ""]
     if shown.cut_or_dropped:
-        lines += [f"Cut or dropped, of the first {shown.looked_at:,} rows", ""]
+        lines += [f"Cut or dropped, of the first {counted(shown.looked_at, 'row')}", ""]
         for row in shown.cut_or_dropped:
             lines += [_headline(row), *(_body(row, colours) if row.why_not else []), ""]
     lines += [line for note in shown.notes for line in (note, "")]
@@ -242,7 +242,7 @@ def explain_data(shown: ShownData, *, colours: bool | None = None) -> str:
     bars = (f"  {bar!s:>{wide}}  {'█' * -(-40 * bar.rows // most)} {bar.rows:,}" for bar in shown.lengths)
     lines += ["Tokens of a row", *bars, "", describe_ledger(shown.train)]
     if shown.packs:
-        lines.append(f"{shown.packs:,} packs of at most {shown.seq_len:,} tokens")
+        lines.append(f"{counted(shown.packs, 'pack')} of at most {shown.seq_len:,} tokens")
     if shown.held_out is not None:
         lines += ["", "held out", describe_ledger(shown.held_out)]
     return "\n".join(lines)

@@ -14,6 +14,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
+from shlex import quote
 from typing import Any, BinaryIO, cast
 
 from fitune.data.reading.files import (
@@ -101,7 +102,7 @@ def naming(path: str) -> Iterator[None]:
 def _require_codec(start: bytes, path: str, codec: str) -> None:
     """Say at once what a file is that would otherwise be thousands of bad rows."""
     if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        hint = f"iconv -f utf-16 -t utf-8 {path} > utf8-{path.rpartition('/')[2]}"
+        hint = f"iconv -f utf-16 -t utf-8 {quote(path)} > {quote('utf8-' + path.rpartition('/')[2])}"
         raise DataError(f"{path}: the text is UTF-16, expected UTF-8", hint=hint)
     found = next((name for name, magic in _MAGIC.items() if start.startswith(magic)), "")
     if found == codec or not start:
@@ -111,7 +112,9 @@ def _require_codec(start: bytes, path: str, codec: str) -> None:
     what = f"is compressed with {found}" if found else f"begins with {start!r}, which is not {codec}"
     if codec:
         raise DataError(f"{path}: the name says {codec}, but the file {what}", hint=f"rename it to {name}")
-    raise DataError(f"{path}: the file {what}, and its name does not say so", hint=f"mv {path} {name}")
+    raise DataError(
+        f"{path}: the file {what}, and its name does not say so", hint=f"mv {quote(path)} {quote(name)}"
+    )
 
 
 def _unpacked(file: Any, codec: str) -> Any:
