@@ -83,6 +83,14 @@ def test_the_file_says_what_was_asked_for_and_no_more(tmp_path):
         ask_and_write([str(path)], overwrite=False, ask=None, say=print)
 
 
+def test_commands_for_a_file_with_a_space_can_be_pasted(tmp_path):
+    path = tmp_path / "my recipe.yaml"
+    report = write_recipe(path, {"model": "openai-community/gpt2", "gpu": "rtx-4090", "tuning": "lora"})
+    for text in (explain_new_recipe(path, report), path.read_text()):
+        assert f"fitune plan '{path}'" in text
+        assert f"fitune train '{path}'" in text
+
+
 def test_a_line_that_is_switched_on_changes_nothing():
     lines = recipe_text(Path("r.yaml"), {"model": "a"}).splitlines()[3:]
     switched = [line.removeprefix("# ") for line in lines if ":" in line]

@@ -253,6 +253,15 @@ def test_unknown_models(name, words, tmp_path, monkeypatch):
     assert words in str(caught.value)
 
 
+def test_the_command_for_a_run_in_a_folder_with_a_space_can_be_pasted(tmp_path):
+    run = tmp_path / "my run"
+    run.mkdir()
+    (run / "plan.json").write_text("{}")
+    with pytest.raises(ModelError) as caught:
+        load_model_spec(str(run))
+    assert f"fitune export '{run}' --as merged" in caught.value.hint
+
+
 def test_folders_that_are_no_model(tmp_path):
     def refusal(path=tmp_path):
         with pytest.raises(ModelError) as caught:

@@ -21,6 +21,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -130,7 +131,7 @@ def _write_recipes(files: DemoFiles) -> None:
 
 def recipe_text(keys: Keys, purpose: str, path: Path) -> str:
     """YAML of one run. ``path`` is where the recipe itself will lie."""
-    again = f"# {purpose}\n# Run it again with: fitune train {path} --overwrite\n"
+    again = f"# {purpose}\n# Run it again with: fitune train {quote(str(path))} --overwrite\n"
     return again + yaml.safe_dump(keys, sort_keys=False, allow_unicode=True, width=10_000)
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 
 from fitune.errors import CheckpointError, ModelError, RunDirectoryError
 from fitune.files import path_fault
@@ -78,7 +79,7 @@ def _of_run(run: Path, title: str) -> NamedModel:
             )
     raise RunDirectoryError(
         f"{run} has exported nothing yet: there is no {', '.join(EXPORT_FOLDERS.values())} in it",
-        hint=f"wait for its end, or fitune export {run}",
+        hint=f"wait for its end, or fitune export {quote(str(run))}",
     )
 
 

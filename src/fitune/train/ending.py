@@ -6,6 +6,7 @@ import platform
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from shlex import quote
 
 from torch import Tensor
 
@@ -74,7 +75,7 @@ def explain_what_is_saved(current: Run, error: FituneError) -> None:
     saved = f"its {trained_kind(current.plan)} weights are saved in {kept}, but " if kept else ""
     error.message = f"trained; {saved}{current.where.doing} failed: {error.message}"
     again = (
-        f"`fitune export {directory}` tries it again without training"
+        f"`fitune export {quote(directory)}` tries it again without training"
         if kept
         else "nothing holds what was trained: mend the cause, then --overwrite"
     )

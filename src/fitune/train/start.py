@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shlex import quote
 from typing import Any, TypeVar
 
 from fitune.checkpoint.commit import COMMIT, FOLDER, OnNote, last_saved, read_commit, step_folders
@@ -126,7 +127,7 @@ def complete_run(
     if ended.lacks_export:
         raise RunDirectoryError(
             f"{directory} is trained; only its export failed: {ended.reason}",
-            hint=f"fitune export {directory}, or --overwrite to start anew",
+            hint=f"fitune export {quote(str(directory))}, or --overwrite to start anew",
         )
     if resume:
         raise RunDirectoryError(
@@ -154,7 +155,7 @@ def _refuse_trained(directory: Path, plan: Plan) -> None:
         return  # nothing of it is left
     raise RunDirectoryError(
         f"{directory} is trained; it was stopped during its export, and its weights are in {source.path.name}",
-        hint=f"fitune export {directory}, or --overwrite to start anew",
+        hint=f"fitune export {quote(str(directory))}, or --overwrite to start anew",
     )
 
 

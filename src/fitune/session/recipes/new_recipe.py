@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import yaml
@@ -150,9 +151,10 @@ OFTEN_SET = {
 def recipe_text(path: Path, keys: Mapping[str, Any]) -> str:
     """YAML with the keys that were given, and often set ones behind a #, each with what it is."""
     asked = {question.key for question in QUESTIONS}
+    typed = quote(str(path))
     lines = [
-        f"# See what it needs and how long it takes: fitune plan {path}",
-        f"# Train it: fitune train {path}",
+        f"# See what it needs and how long it takes: fitune plan {typed}",
+        f"# Train it: fitune train {typed}",
         "# A line behind a # is off: the plan chooses, or takes the value there. All keys: fitune train --help",
     ]
     for group in GROUPS:
@@ -180,6 +182,6 @@ def explain_new_recipe(path: Path, report: PlanReport) -> str:
         f"  {format_bytes(estimate.peak_bytes)} of {format_bytes(estimate.usable_bytes)}, "
         f"{format_rate(estimate.tokens_per_second)}"
         + (f", {run.steps:,} steps in {format_seconds(run.seconds)}" if run else ""),
-        f"next: fitune plan {path} (all of it), fitune train {path}",
+        f"next: fitune plan {quote(str(path))} (all of it), fitune train {quote(str(path))}",
     ]
     return "\n".join(lines)

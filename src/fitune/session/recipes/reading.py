@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from fitune.errors import RecipeError
@@ -153,7 +154,9 @@ def convert_recipe(path: Path) -> tuple[str, dict[str, Any]]:
 
     reading = read_foreign(load_yaml(path), where=str(path), folder=path.parent)
     if reading is None:
-        raise RecipeError(f"{path} is not recognised as another trainer's recipe", hint=f"fitune plan {path}")
+        raise RecipeError(
+            f"{path} is not recognised as another trainer's recipe", hint=f"fitune plan {quote(str(path))}"
+        )
     require_readable(reading)
     recipe = layered_recipe(reading.settings, where=reading.where)
     values = recipe.model_dump(include=set(reading.settings), exclude_none=True)

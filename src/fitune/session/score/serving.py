@@ -125,9 +125,10 @@ def _merged(named: NamedModel, why: str) -> str:
     if (run / "plan.json").is_file() and folder.is_dir():
         return str(folder)
     of_run = (run / "plan.json").is_file()
+    typed = shlex.quote(str(run)) if of_run else "RUN"
     raise CheckpointError(
         f"{named.adapter}: {why}",
-        hint=f"fitune export {run if of_run else 'RUN'} --as merged, and serve {folder if of_run else 'that folder'}",
+        hint=f"fitune export {typed} --as merged, and serve {folder if of_run else 'that folder'}",
     )
 
 

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from fitune.errors import ModelError
@@ -161,7 +162,7 @@ def _refuse_folder_without_config(path: Path, name: str) -> None:
     if (path / "plan.json").is_file():
         raise ModelError(
             f"model = {name!r} is the directory of a run, not a model",
-            hint=f"fitune export {name} --as merged, and name {path / 'merged'}; --resume makes the run longer",
+            hint=f"fitune export {quote(name)} --as merged, and name {path / 'merged'}; --resume makes the run longer",
         )
     if path.is_dir():
         raise ModelError(f"model = {name!r}: the folder has no config.json", hint="name a model's own folder")
