@@ -122,7 +122,7 @@ def test_the_defaults_leave_the_planner_its_choices():
         ("", "`key: value` lines … this file is empty"),
         ("model: [gpt2", "recipe.yaml:1"),
         ("model: gpt2\n\tseq_len: 5", "recipe.yaml:2:1: a tab, where YAML takes spaces alone"),
-        ("model: a\n---\nmodel: b", "recipe.yaml"),
+        ("model: a\n---\nmodel: b", "recipe.yaml:2:1: a second document begins here … a file for each"),
     ],
 )  # fmt: skip
 def test_what_is_refused_is_named(tmp_path, text, words):

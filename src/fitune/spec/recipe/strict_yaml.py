@@ -127,6 +127,8 @@ def parse_value(text: str, *, where: str) -> Any:
             cause = f"the character U+{error.character:04X} is not allowed"
         if "'\\t'" in cause:
             cause, hint = "a tab, where YAML takes spaces alone", "replace each tab by two spaces"
+        if cause == "but found another document":
+            cause, hint = "a second document begins here, and one is read", "a file for each, without the line ---"
         raise RecipeError(f"{where}{_place(error, text)}: {cause}", hint=hint) from None
 
 
