@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fitune.errors import FituneError
 from fitune.measure import device_rates
 from fitune.measure.calibrations import calibrations_folder, device_key, quick_key
 from fitune.measure.hardware import calibrated, detect_hardware
@@ -12,7 +13,9 @@ from fitune.score.engines.engine import Sampling
 from fitune.score.plan import ScorePlan
 from fitune.session.doctor import measure_on_first_use
 from fitune.session.score.score_plan import plan_scoring
+from fitune.session.train.beginning import first_attempt
 from fitune.spec.plan import DataSource
+from fitune.spec.recipe.recipe import parse_recipe
 
 
 @pytest.fixture
@@ -39,6 +42,26 @@ def test_the_first_training_measures_and_the_second_does_not():
     assert again.calibration.device == quick_key(device_key(here.gpu, cores=here.cpu_cores))
     assert not measure_on_first_use(again, emit=lambda event: said.append(str(event)), environment={})
     assert len(said) == 1
+
+
+@pytest.mark.usefixtures("little")
+@pytest.mark.parametrize(
+    "wrong",
+    [{"tuning": "full", "dora": True}, {"data": "nowhere.jsonl"}, {"global_batch_size": 7, "gpus": 2}],
+)
+def test_what_is_wrong_is_refused_before_the_processor_is_measured(
+    monkeypatch, model_folder, tmp_path, wrong
+):
+    monkeypatch.delenv("FITUNE_CALIBRATE")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "How many?", "completion": "Two."}\n')
+    given = {"model": str(model_folder), "data": str(rows), "output_dir": str(tmp_path / "run"), "gpu": "cpu"}
+    said = []
+    with pytest.raises(FituneError):
+        first_attempt(
+            parse_recipe(given | wrong), overwrite=False, emit=lambda event: said.append(str(event))
+        )
+    assert said == []
 
 
 @pytest.mark.usefixtures("little")

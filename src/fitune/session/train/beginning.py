@@ -55,11 +55,12 @@ def first_attempt(
     here = hardware
     if hardware is None:
         hardware = wanted_hardware(recipe)
-        if ranks.is_alone and measure_on_first_use(hardware, emit=emit):
-            hardware = wanted_hardware(recipe)
         if not ranks.is_alone:  # all have to make the same plan, and the ranks hold memory already
             hardware = replace(hardware, taken_bytes=0)
+    # before the processor is measured: what is wrong is refused here
     report = plan_to_train(recipe, hardware=hardware)
+    if here is None and ranks.is_alone and measure_on_first_use(hardware, emit=emit):
+        report = plan_to_train(recipe, hardware=wanted_hardware(recipe))
     plan = report.chosen.plan
     emit(Planned(report=report))
     if here is None:  # else the ranks are started where the devices are

@@ -128,7 +128,10 @@ def parse_value(text: str, *, where: str) -> Any:
         if "'\\t'" in cause:
             cause, hint = "a tab, where YAML takes spaces alone", "replace each tab by two spaces"
         if cause == "but found another document":
-            cause, hint = "a second document begins here, and one is read", "a file for each, without the line ---"
+            cause, hint = (
+                "a second document begins here, and one is read",
+                "a file for each, without the line ---",
+            )
         raise RecipeError(f"{where}{_place(error, text)}: {cause}", hint=hint) from None
 
 
