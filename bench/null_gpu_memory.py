@@ -48,7 +48,7 @@ from fitune.models.readers import empty_model
 from fitune.models.weights import compute_dtype
 from fitune.rehearse.step import trace_plan
 from fitune.rehearse.trace import peaks_by_kind, reserved_peak
-from fitune.spec.cuda_environment import has_growing_segments
+from fitune.spec.machines.environment import has_growing_segments
 from fitune.spec.machines.gpus import find_gpu, hardware_for
 from fitune.spec.machines.hardware import Gpu
 from fitune.spec.plan import Backend, Dense, Offload, Plan, Precision, Zero, base_of

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from warnings import filterwarnings
 
 from fitune.errors import FituneError, system_failures
-from fitune.spec.cuda_environment import set_cuda_environment
 from fitune.spec.hub import keep_out_hub_kernels
+from fitune.spec.machines.environment import set_cuda_environment
 
 if TYPE_CHECKING:
     from typing import Unpack

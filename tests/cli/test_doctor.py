@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 from fitune.cli.app import app
 from fitune.errors import HardwareError
 from fitune.measure import calibrate as measuring
-from fitune.measure.calibrations import device_key, store_calibration, stored_calibration
 from fitune.measure.hardware import detect_hardware
+from fitune.measure.measurements import device_key, store_calibration, stored_calibration
 from fitune.session import doctor as examination
 from fitune.session.doctor import _EXTRAS, calibrate_device
 from fitune.spec.machines.hardware import AttentionRate, Calibration, Rate, Traffic

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 
 from fitune.errors import HardwareError
-from fitune.measure.calibrations import (
+from fitune.measure.hardware import resolve_hardware
+from fitune.measure.measurements import (
     calibrations_folder,
     device_key,
     processor_threads,
     store_calibration,
     stored_calibration,
 )
-from fitune.measure.hardware import resolve_hardware
 from fitune.spec.machines.gpus import cpu_gpu, find_gpu
 from fitune.spec.machines.hardware import AttentionRate, Calibration, Collectives, Rate, Traffic
 

@@ -8,11 +8,10 @@ from typer.testing import CliRunner
 
 from fitune.cli.app import app
 from fitune.errors import HardwareError
-from fitune.measure import proofs
+from fitune.measure import measurements
 from fitune.measure.hardware import resolve_hardware
-from fitune.measure.proofs import measured_on, store_proof
+from fitune.measure.measurements import Proof, ProofCheck, ProvedPlan, measured_by, measured_on, store_proof
 from fitune.spec.machines.hardware import Measured
-from fitune.spec.machines.proof import Proof, ProofCheck, ProvedPlan, measured_by
 
 
 def row(name="lora", *, measured=1000, seconds=1.0):
@@ -48,7 +47,7 @@ def test_the_newest_proof_of_each_card_counts():
 
 
 def test_a_kind_was_measured_here_or_by_a_contributor(tmp_path, monkeypatch):
-    monkeypatch.setattr(proofs, "CONTRIBUTED", tmp_path)
+    monkeypatch.setattr(measurements, "CONTRIBUTED", tmp_path)
     assert measured_on("rtx-4090") is None
     store_proof(proof(row()))
     store_proof(proof(row(measured=1010), card="4567"), tmp_path / "proof-rtx-4090-from-somebody.json")

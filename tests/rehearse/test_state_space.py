@@ -14,9 +14,8 @@ from fitune.rehearse.block_recording import work_of
 from fitune.rehearse.step import trace_plan
 from fitune.rehearse.trace import peaks_by_kind
 from fitune.spec.model import tracing
-from fitune.spec.model.block_profile import BatchShape
+from fitune.spec.model.block_profile import BatchShape, Extent, Size
 from fitune.spec.model.model_config import load_model_spec
-from fitune.spec.model.traced_profile import Extent, Size
 from fitune.spec.plan import Batch, Nf4, PlainLoss, Precision
 from fitune.spec.predictions import Phase
 from models.streams import assert_same_step, loss_and_gradients, make_rows, reference, stream_of

@@ -14,9 +14,8 @@ from fitune.rehearse.profile import TransformersTracer
 from fitune.rehearse.step import trace_plan
 from fitune.spec.counts import count_parameters, lora_parameters, model_flops
 from fitune.spec.model import tracing
-from fitune.spec.model.block_profile import BatchShape
+from fitune.spec.model.block_profile import BatchShape, TracedStep
 from fitune.spec.model.model_config import load_model_spec
-from fitune.spec.model.traced_profile import TracedStep
 from fitune.spec.model.tracer import trace_with
 from fitune.spec.plan import ClipByValue, Full, Lomo, Lora, Sgd
 from fitune.spec.recipe.recipe import parse_recipe

@@ -7,8 +7,8 @@ import torch
 
 from fitune.errors import FituneError
 from fitune.measure import device_rates
-from fitune.measure.calibrations import calibrations_folder, device_key, quick_key
 from fitune.measure.hardware import calibrated, detect_hardware
+from fitune.measure.measurements import calibrations_folder, device_key, quick_key
 from fitune.score.engines.engine import Sampling
 from fitune.score.plan import ScorePlan
 from fitune.session.doctor import measure_on_first_use

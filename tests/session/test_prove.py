@@ -8,14 +8,13 @@ from typer.testing import CliRunner
 
 from fitune.cli.app import app
 from fitune.errors import HardwareError
-from fitune.measure.proofs import measured_on, proofs_folder
+from fitune.measure.measurements import Proof, measured_on, proofs_folder
 from fitune.records.row import read_records
 from fitune.records.score import compare_rows
 from fitune.session.proving import kernels, prove, steps
 from fitune.session.proving.cases import CASES
 from fitune.session.proving.kernels import CannotRun, kernel_checks
 from fitune.spec.machines.gpus import find_gpu, hardware_for
-from fitune.spec.machines.proof import Proof
 from fitune.spec.plan import Precision
 from fitune.spec.serial import from_json
 

@@ -15,7 +15,7 @@ from typer import Argument, Option
 
 from fitune.cli.keys import CheckedCommand, RecipeCommand, ScoreCommand, complete_value
 from fitune.errors import RecipeError
-from fitune.spec.cuda_environment import without_expandable_segments
+from fitune.spec.machines.environment import without_expandable_segments
 
 if TYPE_CHECKING:
     from fitune.cli.terminal import Terminal

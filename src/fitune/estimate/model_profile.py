@@ -23,14 +23,18 @@ from fitune.spec.model.block_profile import (
     BackwardPeak,
     BatchShape,
     BlockProfile,
+    Extent,
+    Moment,
     Pass,
+    Size,
     Stage,
+    TracedBlock,
     TracedMemory,
+    TracedPass,
     in_all,
 )
 from fitune.spec.model.model_spec import BlockKind
 from fitune.spec.model.tensors import kind_tensors
-from fitune.spec.model.traced_profile import Extent, Moment, Size, TracedBlock, TracedPass
 from fitune.spec.plan import Lora, Plan, trains_embeddings, updates_in_backward
 from fitune.spec.remembered import remembered
 

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from fitune.errors import HardwareError
-from fitune.measure.calibrations import device_key
 from fitune.measure.device_rates import (
     CPU,
     FLOPS_PER_PAIR,
@@ -37,6 +36,7 @@ from fitune.measure.device_rates import (
     traffic_samples,
 )
 from fitune.measure.hardware import detect_hardware, has_bf16_products
+from fitune.measure.measurements import device_key
 from fitune.spec.machines.hardware import (
     AttentionRate,
     Calibration,

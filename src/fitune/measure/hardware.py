@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fitune.errors import HardwareError
-from fitune.measure.calibrations import device_key, quick_key, stored_calibration
+from fitune.measure.measurements import device_key, measured_on, quick_key, stored_calibration
 from fitune.measure.nvml import FoundGpu, gpus_here
-from fitune.measure.proofs import measured_on
-from fitune.spec.cuda_environment import has_growing_segments
+from fitune.spec.machines.environment import has_growing_segments
 from fitune.spec.machines.gpus import (
     NODE_NETWORK,
     GpuFigures,

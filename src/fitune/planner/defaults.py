@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from fitune.errors import RecipeError
 from fitune.spec.machines.hardware import Gpu, Hardware
+from fitune.spec.model.model_config import Vocabulary, vocabulary_of
 from fitune.spec.model.model_spec import ModelSpec
-from fitune.spec.model.vocabulary import Vocabulary, vocabulary_of
 from fitune.spec.plan import (
     AdamW,
     AdamW8bit,

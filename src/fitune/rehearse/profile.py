@@ -21,8 +21,8 @@ from fitune.rehearse.block_accounts import Account, Numbers, account_of
 from fitune.rehearse.block_recording import Work, recorded
 from fitune.rehearse.shapes import read_shapes
 from fitune.spec.counts import untouched_blocks
+from fitune.spec.model.block_profile import Moment, Size, TracedBlock, TracedPass, TracedStep
 from fitune.spec.model.model_spec import ModelSpec
-from fitune.spec.model.traced_profile import Moment, Size, TracedBlock, TracedPass, TracedStep
 from fitune.spec.model.tracing import LENGTHS, Way
 from fitune.spec.plan import Plan, Recompute, trains_embeddings
 from fitune.spec.predictions import Phase

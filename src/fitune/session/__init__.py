@@ -7,8 +7,8 @@ from fitune.errors import ModelError
 from fitune.spec.model.tracer import Tracer, trace_with
 
 if TYPE_CHECKING:
+    from fitune.spec.model.block_profile import TracedStep
     from fitune.spec.model.model_spec import ModelSpec
-    from fitune.spec.model.traced_profile import TracedStep
     from fitune.spec.model.tracing import Way
 
 

@@ -21,8 +21,7 @@ from fitune.planner.study import (
 )
 from fitune.session.planning import for_its_rows, plan_for, wanted_hardware
 from fitune.spec.model.model_config import load_model_spec
-from fitune.spec.notebook import ShownInNotebooks
-from fitune.spec.predictions import PlanReport, Rehearsal
+from fitune.spec.predictions import PlanReport, Rehearsal, ShownInNotebooks
 from fitune.spec.recipe.recipe import Recipe
 from fitune.spec.words import describe_plan, devices_with_memory
 from fitune.units import format_bytes, format_percent, wrapped

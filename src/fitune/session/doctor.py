@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from fitune.errors import FituneError, HardwareError
-from fitune.measure.calibrations import device_key, quick_key, store_calibration
 from fitune.measure.hardware import calibrated, describe_hardware, detect_hardware, of_one_kind, see_one_kind
+from fitune.measure.measurements import device_key, quick_key, store_calibration
 from fitune.measure.nvml import gpus_here
 from fitune.planner.study import largest as largest_of
 from fitune.session.events import Emit, Note

@@ -10,9 +10,9 @@ from fitune.measure.hardware import resolve_hardware, see_one_kind
 from fitune.planner.defaults import data_of, with_host_memory
 from fitune.planner.search import find_plan
 from fitune.planner.whole_run import whole_run, with_timely_saves
+from fitune.spec.machines.environment import launched_as
 from fitune.spec.machines.gpus import GpuFigures
 from fitune.spec.machines.hardware import Hardware
-from fitune.spec.machines.launchers import launched_as
 from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.model.tracer import by_installed_libraries

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fitune.errors import RunDirectoryError
 from fitune.files import cache_folder, remove
-from fitune.spec.notebook import ShownInNotebooks
+from fitune.spec.predictions import ShownInNotebooks
 from fitune.spec.reports import RunReport, ScoreReport
 from fitune.spec.serial import to_data
 from fitune.spec.words import describe_grade

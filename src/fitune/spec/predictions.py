@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from fitune.spec.model.block_profile import BatchShape
-from fitune.spec.notebook import ShownInNotebooks
 from fitune.spec.plan import Plan
 
 
@@ -209,6 +208,17 @@ class WholeRun:
     def epochs(self) -> float:
         """Epochs of the whole run."""
         return self.steps / self.steps_per_epoch
+
+
+class ShownInNotebooks:
+    """A value that a notebook shows in words: the first screen of a plan, the outcome of a run, grades."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        import fitune  # words are made in rooms above this one, and only a notebook asks for them
+
+        return fitune._notebook_html(self)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

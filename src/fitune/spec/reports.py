@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fitune.errors import Shortage
-from fitune.spec.notebook import ShownInNotebooks
-from fitune.spec.predictions import Phase
+from fitune.spec.predictions import Phase, ShownInNotebooks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fitune.measure.measurements import ProofCheck
 from fitune.models.experts import Pair, is_experts, run_by
 from fitune.models.liger import operations_on
 from fitune.models.loss_head import LossHead
@@ -27,7 +28,6 @@ from fitune.models.low_bit.quantised import packed_linear
 from fitune.models.readers import config_from, empty_model
 from fitune.models.row_attention import Kernel, RowCall, Rows, rows_eager, rows_flash, rows_sdpa
 from fitune.spec.machines.hardware import Numbers
-from fitune.spec.machines.proof import ProofCheck
 from fitune.spec.plan import Hqq, Kernels, Nf4
 
 DTYPES: dict[Numbers, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -16,15 +16,21 @@ from pathlib import Path
 import torch
 
 from fitune.errors import FituneError, HardwareError, TrainingFailed
-from fitune.measure.calibrations import device_key
 from fitune.measure.device_rates import COPY_BYTES, fastest_seconds
 from fitune.measure.hardware import calibrated, detect_hardware
+from fitune.measure.measurements import (
+    MOST_MEMORY_ERROR,
+    Proof,
+    ProofCheck,
+    ProvedPlan,
+    device_key,
+    measured_by,
+    store_proof,
+)
 from fitune.measure.nvml import driver_version
-from fitune.measure.proofs import store_proof
 from fitune.session.proving.kernels import CannotRun, kernel_checks
 from fitune.session.proving.steps import PLANS, offloaded, proved_plan, same_losses
 from fitune.spec.machines.hardware import Gpu, Hardware, Numbers
-from fitune.spec.machines.proof import MOST_MEMORY_ERROR, Proof, ProofCheck, ProvedPlan, measured_by
 from fitune.units import format_bytes, format_percent, format_rate, format_seconds
 
 Result = ProofCheck | ProvedPlan

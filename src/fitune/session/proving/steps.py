@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fitune.errors import HardwareError
 from fitune.estimate.predict import predict
+from fitune.measure.measurements import ProofCheck, ProvedPlan
 from fitune.measure.memory import memory_meter
 from fitune.rehearse.trace import BLOCK
 from fitune.session.proving.cases import (
@@ -27,7 +28,6 @@ from fitune.session.proving.cases import (
 from fitune.session.proving.kernels import TOLERANCES, judged
 from fitune.spec.machines.gpus import cpu_gpu, hardware_for
 from fitune.spec.machines.hardware import Hardware, Numbers
-from fitune.spec.machines.proof import ProofCheck, ProvedPlan
 from fitune.spec.plan import Offload, Plan, Precision
 from fitune.spec.predictions import Estimate, Phase
 from fitune.spec.rules import require_rules

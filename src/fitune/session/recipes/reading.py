@@ -22,8 +22,7 @@ from fitune.spec.recipe.recipe import (
     layered_recipe,
     parse_recipe,
 )
-from fitune.spec.recipe.strict_yaml import load_yaml
-from fitune.spec.recipe.typed import kinds_of, typed_value
+from fitune.spec.recipe.strict_yaml import kinds_of, load_yaml, typed_value
 from fitune.spec.recipe.values import as_sources
 from fitune.units import wrapped
 

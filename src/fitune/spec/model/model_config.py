@@ -1,8 +1,9 @@
-"""ModelSpec from a Hugging Face config.json: a folder, the built-in table, the cache or the Hub."""
+"""ModelSpec from a Hugging Face config.json: a folder, the built-in table, the cache or the Hub. And the tokens of a
+model, from the tokenizer.json beside it."""
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -12,10 +13,14 @@ from fitune.spec.hub import HUB_TIMEOUT_S, answers, cached_file, is_hub_name, is
 from fitune.spec.model.config_fields import ConfigFields
 from fitune.spec.model.config_schema import check_config
 from fitune.spec.model.families import FAMILIES, stored_type
-from fitune.spec.model.known_models import accepted_model_names, find_known_model
-from fitune.spec.model.model_names import closest_name, names_packed_weights
+from fitune.spec.model.known_models import (
+    accepted_model_names,
+    closest_name,
+    find_known_model,
+    names_packed_weights,
+)
 from fitune.spec.model.model_spec import ModelSpec
-from fitune.spec.serial import read_object
+from fitune.spec.serial import TABLE_BYTES, read_object
 
 _ADOPTED_FROM_REMOTE_CODE = {
     "falcon": "modeling_falcon.FalconForCausalLM",
@@ -261,3 +266,39 @@ def _check_length(rotary: ConfigFields, name: str, config: ConfigFields, spec: M
     wanted, found = int(spec.head_dim * share) // 2, len(rotary.values[name])
     if found != wanted:
         rotary.refuse(name, f"has {found} factors, and half a head's turned part has {wanted}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    """Ids by token, and the length that a table of them needs."""
+
+    length: int
+    """One more than the largest id."""
+    tokens: dict[str, int]
+
+
+def vocabulary_of(name: str) -> Vocabulary | None:
+    """The vocabulary in a model's folder or the Hugging Face cache; None without a tokenizer.json."""
+    file = _tokenizer_file(name)
+    if file is None:
+        return None
+    try:
+        data = read_object(file, largest_bytes=TABLE_BYTES)
+        tokens = data["model"]["vocab"]
+        if not isinstance(tokens, dict):  # Unigram lists pairs of token and score in the order of the ids
+            tokens = {token: place for place, (token, _) in enumerate(tokens)}
+        tokens |= {token["content"]: token["id"] for token in data.get("added_tokens") or ()}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # whoever needs the tokenizer itself says what is wrong with it
+    return Vocabulary(length=max(tokens.values(), default=-1) + 1, tokens=tokens)
+
+
+def _tokenizer_file(name: str) -> Path | None:
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        file = folder / "tokenizer.json"
+        return file if file.is_file() else None
+    try:
+        return cached_file(name, "tokenizer.json")
+    except ModuleNotFoundError:
+        return None

@@ -6,8 +6,8 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:  # a model with formulas needs none of these
+    from fitune.spec.model.block_profile import TracedStep
     from fitune.spec.model.model_spec import ModelSpec
-    from fitune.spec.model.traced_profile import TracedStep
     from fitune.spec.model.tracing import Way
 
 

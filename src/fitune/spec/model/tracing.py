@@ -22,9 +22,8 @@ from typing import Any, TypeVar
 from fitune.errors import ModelError
 from fitune.files import cache_folder, read_bytes, write_atomically
 from fitune.spec.counts import untouched_blocks
-from fitune.spec.model.block_profile import BatchShape
+from fitune.spec.model.block_profile import BatchShape, TracedStep
 from fitune.spec.model.model_spec import ModelSpec
-from fitune.spec.model.traced_profile import TracedStep
 from fitune.spec.model.tracer import current_tracer, installed_alone
 from fitune.spec.plan import (
     AdamW,

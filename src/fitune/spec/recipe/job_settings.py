@@ -16,8 +16,7 @@ from pydantic import (
 
 from fitune.errors import RecipeError
 from fitune.spec.machines.job import GPU_RESOURCE, TESTED_RAY, System
-from fitune.spec.recipe.strict_yaml import load_yaml
-from fitune.spec.recipe.typed import type_inside, typed_value
+from fitune.spec.recipe.strict_yaml import load_yaml, type_inside, typed_value
 from fitune.spec.recipe.values import Names, PositiveInt, Size, Strict, described, whole_number
 from fitune.units import parse_seconds
 

@@ -8,7 +8,7 @@ from typing import Any
 from fitune.spec.quantisers import QUANTISERS
 from fitune.spec.recipe.aliases import ALIASES
 from fitune.spec.recipe.recipe import Recipe
-from fitune.spec.recipe.typed import kinds_of
+from fitune.spec.recipe.strict_yaml import kinds_of
 
 GROUPS: dict[str, dict[str, str]] = {
     "Model and method": {

@@ -27,7 +27,7 @@ from fitune.spec.recipe.aliases import (
 )
 from fitune.spec.recipe.deepspeed_file import with_deepspeed_file
 from fitune.spec.recipe.paths import with_absolute_paths
-from fitune.spec.recipe.typed import type_inside, typed_value
+from fitune.spec.recipe.strict_yaml import type_inside, typed_value
 from fitune.spec.recipe.values import (
     Bandwidth,
     CountFloat,

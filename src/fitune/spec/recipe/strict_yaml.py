@@ -1,10 +1,12 @@
-"""Strict YAML: a stranger may have written it. No tags, no aliases, no duplicate keys; errors name the line. And the
-JSON files that recipes name."""
+"""Strict YAML: a stranger may have written it. No tags, no aliases, no duplicate keys; errors name the line. And what
+is read beside it: the JSON files that recipes name, and words of a command line, by the types of their keys."""
 
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Annotated, Any, get_args, get_origin
 
 import yaml
+from pydantic import BaseModel
 
 from fitune.errors import RecipeError
 from fitune.files import read_text
@@ -142,3 +144,47 @@ def _place(error: yaml.YAMLError, text: str) -> str:
         return f":{before.count(chr(10)) + 1}:{len(before) - before.rfind(chr(10))}"
     mark = getattr(error, "problem_mark", None)
     return "" if mark is None else f":{mark.line + 1}:{mark.column + 1}"
+
+
+def typed_value(annotation: Any, text: str, *, where: str) -> Any:
+    """``text`` as it is for a key that takes a text: YAML would end ``run #3`` at the #, and read 007, dates and ``no``
+    as other things. Where a list, a mapping or a switch may stand as well, those are read. Other keys are YAML.
+
+    Raises RecipeError.
+    """
+    kinds = set(kinds_of(annotation))
+    if not any(isinstance(kind, type) and issubclass(kind, str | BaseModel) for kind in kinds):
+        return parse_value(text, where=where)
+    if NoneType in kinds and text in ("", "null"):
+        return None
+    if kinds <= {str, NoneType} or not (text.lstrip().startswith(("[", "{")) or bool in kinds):
+        return text
+    try:
+        value = parse_value(text, where=where)
+    except RecipeError:
+        return text
+    return value if isinstance(value, list | dict | bool) or text in ("0", "1") else text
+
+
+def kinds_of(annotation: Any) -> tuple[Any, ...]:
+    """``bool`` -> (bool,); ``bool | str`` -> (bool, str); ``list[str]`` -> (list, str)."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return kinds_of(parts[0])
+    containers = (origin,) if origin in (list, dict) else ()
+    inside = tuple(kind for part in parts for kind in kinds_of(part)) if parts else (annotation,)
+    return (*containers, *inside)
+
+
+def type_inside(annotation: Any, key: str) -> Any:
+    """Type of what is at ``key`` in a value: a field, an entry of a mapping, or an index of a list, which may be left
+    out where the list has one element."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return type_inside(parts[0], key)
+    if origin is dict:
+        return parts[1]
+    if origin is list:
+        return parts[0] if key.isdecimal() else type_inside(parts[0], key)
+    fields = getattr(annotation, "model_fields", {})
+    return fields[key].annotation if key in fields else Any

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from fitune.spec.cuda_environment import (
+from fitune.spec.machines.environment import (
     has_growing_segments,
     set_cuda_environment,
     without_expandable_segments,
