@@ -1,6 +1,6 @@
 """Bytes that dividing the states costs in return: weights gathered for a moment, and buffers that sums pass through."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from fitune.estimate.division import accumulates_whole, num_shares, reduce_width, zero_stage
@@ -19,9 +19,9 @@ from fitune.spec.deepspeed import deepspeed_config
 from fitune.spec.model.tensors import (
     ParameterTensor,
     adapter_tensors,
-    adapters_of,
     base_tensors,
     kind_tensors,
+    trained_of_kind,
     trained_tensors,
 )
 from fitune.spec.plan import (
@@ -140,7 +140,9 @@ def root_weight_bytes(plan: Plan) -> int:
 def block_gradients(plan: Plan, *, width: int = 0) -> tuple[int, ...]:
     """Bytes of every block's gradients, rows padded to the shares, ``width`` bytes each (0: their own type)."""
     if plan.model.is_traced:
-        kinds = [_padded_bytes(plan, tensors, width) for tensors in _trained_by_kind(plan)]
+        kinds = [
+            _padded_bytes(plan, trained_of_kind(plan, kind), width) for kind in range(len(plan.model.kinds))
+        ]
         return tuple(kinds[kind] for kind in plan.model.kind_of)
     every = _padded_bytes(plan, (t for t in trained_tensors(plan) if t.in_block), width)
     own = every // blocks_trained(plan)
@@ -151,15 +153,6 @@ def _padded_bytes(plan: Plan, tensors: Iterable[ParameterTensor], width: int) ->
     parts = num_shares(plan)
     elements = sum(t.share(parts) * parts * t.count for t in tensors)
     return elements * (width or plan.precision.compute_bytes)
-
-
-def _trained_by_kind(plan: Plan) -> Iterator[tuple[ParameterTensor, ...]]:
-    """Trained tensors of one block of each kind."""
-    for number, kind in enumerate(plan.model.kinds):
-        if isinstance(plan.tuning, Lora):
-            yield adapters_of(plan.model, replace(plan.tuning, layers=(kind.example,)))
-        else:
-            yield kind_tensors(plan.model, number)
 
 
 def _fsdp(plan: Plan) -> Buffers:

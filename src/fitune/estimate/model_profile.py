@@ -1,19 +1,12 @@
 """The blocks of the model for one micro-batch, however its states are divided or offloaded: by formulas, or from a
-traced profile in the same terms."""
+traced profile in the same terms; and the bytes of each in sum."""
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
-from fitune.estimate.blocks.block import (
-    Block,
-    block_of,
-    block_profile,
-    final_norm_stage,
-    traced_block,
-    untouched_block,
-)
+from fitune.estimate.blocks.block import block_profile, final_norm_stage
 from fitune.estimate.blocks.site import seen_by_kernel
 from fitune.estimate.parameters import trains_in
 from fitune.estimate.states import stepping_bytes
@@ -34,7 +27,7 @@ from fitune.spec.model.block_profile import (
     in_all,
 )
 from fitune.spec.model.model_spec import BlockKind
-from fitune.spec.model.tensors import kind_tensors
+from fitune.spec.model.tensors import kind_tensors, trained_of_kind
 from fitune.spec.plan import Lora, Plan, trains_embeddings, updates_in_backward
 from fitune.spec.remembered import remembered
 
@@ -100,6 +93,72 @@ def _traced_profile(plan: Plan, shape: BatchShape, untouched: int) -> ModelProfi
     )
 
 
+def _traced_block(
+    plan: Plan, extent: Extent, squares_stream: bool, kind: BlockKind, block: TracedBlock
+) -> BlockProfile:
+    def most(sizes: Sequence[Size]) -> int:
+        """The most bytes of ``sizes`` for this micro-batch."""
+        return max(size.at(extent) for size in sizes)
+
+    def worst(moments: Sequence[Moment]) -> BackwardPeak:
+        """Bytes of the moment at which the most are alive in this micro-batch."""
+        peaks = [
+            BackwardPeak(
+                kept=moment.kept.at(extent),
+                gradients=round(moment.gradients),
+                temporaries=moment.temporaries.at(extent),
+            )
+            for moment in moments
+        ]
+        return max(peaks, key=lambda peak: peak.total)
+
+    kept, number = block.kept.at(extent), plan.model.kinds.index(kind)
+
+    def adding(moments: Sequence[Moment]) -> BackwardPeak:
+        """A gradient at a time beside resting ones; or its weight is stepped while all other temporaries are gone."""
+        peak = worst(moments)
+        if not updates_in_backward(plan.tuning):
+            return peak
+        largest = max(tensor.elements for tensor in kind_tensors(plan.model, number))
+        own = largest * plan.precision.compute_bytes + stepping_bytes(plan, largest)
+        stepped = BackwardPeak(kept=kept, gradients=0, temporaries=own)
+        return max(peak, stepped, key=lambda moment: moment.total)
+
+    return BlockProfile(
+        stages=(),
+        forward=_pass(block.there, extent),
+        backward=_pass(block.back, extent),
+        attention=Attention(
+            heads=block.heads,
+            head_size=block.head_size,
+            flops_per_pair=block.flops_per_pair,
+            sees=seen_by_kernel(plan, plan.model.attention_of(kind.example)),
+            over="written stream" if squares_stream else "rows",
+        ),
+        traced=TracedMemory(
+            kept=kept,
+            gradients=plan.precision.compute_bytes
+            * sum(each.elements * each.count for each in trained_of_kind(plan, number)),
+            forward=most(block.forward),
+            building=most(block.building),
+            backward=worst(block.backward),
+            adding=adding(block.adding),
+            recomputed=worst(block.recomputed),
+            recomputed_adding=adding(block.recomputed_adding),
+            leaves=block.leaves.at(extent) if block.leaves else 0,
+        ),
+    )
+
+
+def _pass(traced: TracedPass, extent: Extent) -> Pass:
+    return Pass(
+        flops=traced.flops.at(extent) / extent.tokens,
+        bytes=traced.bytes.at(extent) / extent.tokens,
+        products=round(traced.products),
+        operations=round(traced.operations),
+    )
+
+
 @remembered
 def work_of(profile: ModelProfile) -> tuple[Pass, Pass]:
     """Work per token: forward of all blocks, backward of those that a gradient goes back through."""
@@ -125,97 +184,104 @@ def _kinds(blocks: tuple[BlockProfile, ...]) -> list[tuple[BlockProfile, int]]:
     return [(each, counts[key]) for key, each in kinds.items()]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """The stages of one block in sum: all that the timeline asks of it."""
+
+    kept: int
+    gradients: int
+    forward: int
+    """The worst moment of its forward when nothing is kept."""
+    building: int
+    """The worst moment of its forward while what autograd keeps piles up."""
+    peak: BackwardPeak
+    recomputed_peak: BackwardPeak
+    """The worst moment of its backward when its forward runs again first."""
+    leaves: int = 0
+    """Bytes that it leaves beyond an input of one hidden state when it is to run again (TracedBlock)."""
+
+
 @remembered
 def memory_of_blocks(profile: ModelProfile, gradients_exist: bool) -> tuple[Block, ...]:
     """Memory of every block, in order; those of one kind are one object here, too."""
     kinds: dict[tuple[int, bool], Block] = {}
     blocks = []
     for index, block in enumerate(profile.blocks):
-        kind = id(block), index >= profile.untouched
+        untouched = index < profile.untouched
+        kind = id(block), untouched
         if kind not in kinds:
-            if not kind[1]:
-                moments = [stage.forward for stage in block.stages]
-                kinds[kind] = untouched_block(block.traced.forward if block.traced else max(moments))
-            elif block.traced is not None:
-                kinds[kind] = traced_block(block.traced, gradients_exist=gradients_exist)
-            else:
-                kinds[kind] = block_of(block.stages, gradients_exist=gradients_exist)
+            kinds[kind] = _memory_of(block, untouched=untouched, gradients_exist=gradients_exist)
         blocks.append(kinds[kind])
     return tuple(blocks)
 
 
-def _traced_block(
-    plan: Plan, extent: Extent, squares_stream: bool, kind: BlockKind, block: TracedBlock
-) -> BlockProfile:
-    def most(sizes: Sequence[Size]) -> int:
-        """The most bytes of ``sizes`` for this micro-batch."""
-        return max(size.at(extent) for size in sizes)
-
-    def worst(moments: Sequence[Moment]) -> BackwardPeak:
-        """Bytes of the moment at which the most are alive in this micro-batch."""
-        peaks = [
-            BackwardPeak(
-                kept=moment.kept.at(extent),
-                gradients=round(moment.gradients),
-                temporaries=moment.temporaries.at(extent),
-            )
-            for moment in moments
-        ]
-        return max(peaks, key=lambda peak: peak.total)
-
-    kept = block.kept.at(extent)
-
-    def adding(moments: Sequence[Moment]) -> BackwardPeak:
-        """A gradient at a time beside resting ones; or its weight is stepped while all other temporaries are gone."""
-        peak = worst(moments)
-        if not updates_in_backward(plan.tuning):
-            return peak
-        largest = max(tensor.elements for tensor in kind_tensors(plan.model, plan.model.kinds.index(kind)))
-        own = largest * plan.precision.compute_bytes + stepping_bytes(plan, largest)
-        stepped = BackwardPeak(kept=kept, gradients=0, temporaries=own)
-        return max(peak, stepped, key=lambda moment: moment.total)
-
-    return BlockProfile(
-        stages=(),
-        forward=_pass(block.there, extent),
-        backward=_pass(block.back, extent),
-        attention=Attention(
-            heads=block.heads,
-            head_size=block.head_size,
-            flops_per_pair=block.flops_per_pair,
-            sees=seen_by_kernel(plan, plan.model.attention_of(kind.example)),
-            over="written stream" if squares_stream else "rows",
-        ),
-        traced=TracedMemory(
-            kept=kept,
-            gradients=_gradient_elements(plan, kind) * plan.precision.compute_bytes,
-            forward=most(block.forward),
-            building=most(block.building),
-            backward=worst(block.backward),
-            adding=adding(block.adding),
-            recomputed=worst(block.recomputed),
-            recomputed_adding=adding(block.recomputed_adding),
-            leaves=block.leaves.at(extent) if block.leaves else 0,
-        ),
+def _memory_of(block: BlockProfile, *, untouched: bool, gradients_exist: bool) -> Block:
+    """Bytes of one block by its stages or its trace. One that no gradient reaches keeps nothing and never goes back; a
+    traced one's backward holds more where gradients of earlier micro-batches exist."""
+    memory = block.traced
+    if untouched:
+        nothing = BackwardPeak(kept=0, gradients=0, temporaries=0)
+        forward = max(stage.forward for stage in block.stages) if memory is None else memory.forward
+        return Block(kept=0, gradients=0, forward=forward, building=0, peak=nothing, recomputed_peak=nothing)
+    if memory is None:
+        return _by_stages(block.stages, gradients_exist=gradients_exist)
+    return Block(
+        kept=memory.kept,
+        gradients=memory.gradients,
+        forward=memory.forward,
+        building=memory.building,
+        peak=memory.adding if gradients_exist else memory.backward,
+        recomputed_peak=memory.recomputed_adding if gradients_exist else memory.recomputed,
+        leaves=memory.leaves,
     )
 
 
-def _gradient_elements(plan: Plan, kind: BlockKind) -> int:
-    """Trained elements of one block."""
-    if not isinstance(plan.tuning, Lora):
-        return sum(m.parameters for m in kind.linears) + kind.other_parameters
-    lora = plan.tuning
-    return sum(
-        lora.rank * (m.in_features + m.out_features) * m.copies + m.out_features * lora.dora
-        for m in kind.linears
-        if m.is_target(lora.targets)
+def _by_stages(stages: Sequence[Stage], *, gradients_exist: bool) -> Block:
+    """Bytes of a block, kept or recomputed: the sums and the worst moments of its stages."""
+    peak, again = _backward_peak(stages, gradients_exist=gradients_exist), _running_again(stages)
+    kept = sum(stage.kept for stage in stages)
+    holding = BackwardPeak(
+        kept=kept, gradients=peak.gradients, temporaries=max(s.backward_holding for s in stages)
+    )
+    return Block(
+        kept=kept,
+        gradients=sum(stage.gradients for stage in stages),
+        forward=max(stage.forward for stage in stages),
+        peak=max(peak, holding, key=lambda moment: moment.total) if holding.temporaries else peak,
+        building=_running_again(
+            [replace(stage, again=max(stage.making, stage.again - stage.incoming)) for stage in stages]
+        ).total,
+        recomputed_peak=max(peak, again, key=lambda moment: moment.total),
     )
 
 
-def _pass(traced: TracedPass, extent: Extent) -> Pass:
-    return Pass(
-        flops=traced.flops.at(extent) / extent.tokens,
-        bytes=traced.bytes.at(extent) / extent.tokens,
-        products=round(traced.products),
-        operations=round(traced.operations),
-    )
+def _backward_peak(stages: Sequence[Stage], *, gradients_exist: bool) -> BackwardPeak:
+    """The worst moment of a block's backward, which goes from the last stage to the first.
+
+    At stage j it holds what stages 0…j keep, its own temporaries, and the gradients of stages j…last. When they
+    ``gradients_exist`` from an earlier micro-batch (the caller counts those), the fresh gradient of one
+    parameter is a temporary until it is added in place.
+    """
+    kept = sum(stage.kept for stage in stages)
+    gradients = 0
+    worst: BackwardPeak | None = None
+    for stage in reversed(stages):
+        fresh = stage.largest_gradient if gradients_exist else 0
+        gradients += 0 if gradients_exist else stage.gradients
+        moment = BackwardPeak(kept=kept, gradients=gradients, temporaries=stage.backward + fresh)
+        if worst is None or moment.total > worst.total:
+            worst = moment
+        kept -= stage.kept
+    assert worst is not None
+    return worst
+
+
+def _running_again(stages: Sequence[Stage]) -> BackwardPeak:
+    """The worst moment of the forward that a recomputed block repeats before it goes back."""
+    kept = 0
+    worst = BackwardPeak(kept=0, gradients=0, temporaries=0)
+    for stage in stages:
+        kept += stage.kept
+        if stage.again and kept + stage.again > worst.total:
+            worst = BackwardPeak(kept=kept, gradients=0, temporaries=stage.again)
+    return worst

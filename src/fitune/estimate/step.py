@@ -4,11 +4,11 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from fitune.estimate.blocks import activations
-from fitune.estimate.blocks.block import Block
 from fitune.estimate.blocks.site import FP32, INDEX, Site
 from fitune.estimate.buffers import Buffers, buffers_of
 from fitune.estimate.division import trained_share, uses_deepspeed, uses_fsdp
 from fitune.estimate.model_profile import (
+    Block,
     ModelProfile,
     attentions_of,
     memory_of_blocks,

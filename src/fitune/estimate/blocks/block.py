@@ -1,120 +1,27 @@
-"""A decoder block: its stages by the architectures of families.py, and their sum over forward and backward."""
+"""A decoder block by the architectures of families.py: its profile, and the stages in the order they run. Mixtures:
+experts.py."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 from fitune.estimate.blocks import activations, transient
 from fitune.estimate.blocks.eager import block_passes
 from fitune.estimate.blocks.experts import expert_stages
-from fitune.estimate.blocks.site import Site, seen_by_kernel
-from fitune.estimate.blocks.stages import attention_stages, mlp_stages
-from fitune.spec.counts import attention_flops_per_pair
-from fitune.spec.model.block_profile import (
-    Attention,
-    BackwardPeak,
-    BatchShape,
-    BlockProfile,
-    Stage,
-    TracedMemory,
+from fitune.estimate.blocks.site import (
+    FP32,
+    Site,
+    attends_in_one_call,
+    norms_keep_input,
+    seen_by_kernel,
+    whole_weight_bytes,
+    with_linears,
 )
+from fitune.spec.counts import attention_flops_per_pair
+from fitune.spec.model.block_profile import Attention, BatchShape, BlockProfile, Stage
 from fitune.spec.model.model_spec import BlockAttention, Linear
-from fitune.spec.model.traits import has_scores
+from fitune.spec.model.traits import falls_back_to_scores, has_scores, writes_scores
 from fitune.spec.plan import Plan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
-    """The stages of one block in sum: all that the timeline asks of it."""
-
-    kept: int
-    gradients: int
-    forward: int
-    """The worst moment of its forward when nothing is kept."""
-    building: int
-    """The worst moment of its forward while what autograd keeps piles up."""
-    peak: BackwardPeak
-    recomputed_peak: BackwardPeak
-    """The worst moment of its backward when its forward runs again first."""
-    leaves: int = 0
-    """Bytes that it leaves beyond an input of one hidden state when it is to run again (TracedBlock)."""
-
-
-def untouched_block(forward: int) -> Block:
-    """One that no gradient reaches: it keeps nothing and never goes back. ``forward``: bytes of its worst moment."""
-    nothing = BackwardPeak(kept=0, gradients=0, temporaries=0)
-    return Block(
-        kept=0,
-        gradients=0,
-        forward=forward,
-        building=0,
-        peak=nothing,
-        recomputed_peak=nothing,
-    )
-
-
-def traced_block(memory: TracedMemory, *, gradients_exist: bool) -> Block:
-    """Bytes of a block from its trace. Its backward holds more where gradients of earlier micro-batches exist."""
-    return Block(
-        kept=memory.kept,
-        gradients=memory.gradients,
-        forward=memory.forward,
-        building=memory.building,
-        peak=memory.adding if gradients_exist else memory.backward,
-        recomputed_peak=memory.recomputed_adding if gradients_exist else memory.recomputed,
-        leaves=memory.leaves,
-    )
-
-
-def block_of(stages: Sequence[Stage], *, gradients_exist: bool) -> Block:
-    """Bytes of a block, kept or recomputed: the sums and the worst moments of its stages."""
-    peak, again = backward_peak(stages, gradients_exist=gradients_exist), _running_again(stages)
-    kept = sum(stage.kept for stage in stages)
-    holding = BackwardPeak(
-        kept=kept, gradients=peak.gradients, temporaries=max(s.backward_holding for s in stages)
-    )
-    return Block(
-        kept=kept,
-        gradients=sum(stage.gradients for stage in stages),
-        forward=max(stage.forward for stage in stages),
-        peak=max(peak, holding, key=lambda moment: moment.total) if holding.temporaries else peak,
-        building=_running_again(
-            [replace(stage, again=max(stage.making, stage.again - stage.incoming)) for stage in stages]
-        ).total,
-        recomputed_peak=max(peak, again, key=lambda moment: moment.total),
-    )
-
-
-def backward_peak(stages: Sequence[Stage], *, gradients_exist: bool) -> BackwardPeak:
-    """The worst moment of a block's backward, which goes from the last stage to the first.
-
-    At stage j it holds what stages 0…j keep, its own temporaries, and the gradients of stages j…last. When they
-    ``gradients_exist`` from an earlier micro-batch (the caller counts those), the fresh gradient of one
-    parameter is a temporary until it is added in place.
-    """
-    kept = sum(stage.kept for stage in stages)
-    gradients = 0
-    worst: BackwardPeak | None = None
-    for stage in reversed(stages):
-        fresh = stage.largest_gradient if gradients_exist else 0
-        gradients += 0 if gradients_exist else stage.gradients
-        moment = BackwardPeak(kept=kept, gradients=gradients, temporaries=stage.backward + fresh)
-        if worst is None or moment.total > worst.total:
-            worst = moment
-        kept -= stage.kept
-    assert worst is not None
-    return worst
-
-
-def _running_again(stages: Sequence[Stage]) -> BackwardPeak:
-    """The worst moment of the forward that a recomputed block repeats before it goes back."""
-    kept = 0
-    worst = BackwardPeak(kept=0, gradients=0, temporaries=0)
-    for stage in stages:
-        kept += stage.kept
-        if stage.again and kept + stage.again > worst.total:
-            worst = BackwardPeak(kept=kept, gradients=0, temporaries=stage.again)
-    return worst
 
 
 def block_profile(
@@ -224,3 +131,169 @@ def _sandwich_norm(site: Site, name: str, *, passes: bool) -> Iterator[Stage]:
     """Gemma normalises what attention and MLP give back, before it is added."""
     if site.model.norms_per_block >= 4:
         yield _norm(site, name, passes=passes, read_by=())
+
+
+def attention_stages(
+    site: Site, projections: Sequence[Linear], output: Sequence[Linear], *, passes: bool
+) -> Iterator[Stage]:
+    """Stages of attention: queries, keys and values; scores; output. ``passes``: a gradient goes back through them."""
+    dropout = site.model.dropout.attention_output
+    inputs = Stage(
+        name="queries, keys, values",
+        kept=_queries_keys_values(site, projections) if passes else 0,
+        forward=transient.projections_forward(site),
+        backward=transient.projections_backward(site) if passes else 0,
+    )
+    yield with_linears(site, inputs, projections, input_has_gradient=site.gradient_enters)
+    scores = _scores(site, output_needed=site.reads_input(output))
+    yield scores if passes else Stage(name=scores.name, forward=scores.forward)
+    outputs_back = transient.output_projection_backward(site) + site.dropout_backward(dropout)
+    outputs = Stage(
+        name="attention output",
+        kept=site.dropout_kept(dropout, passes=passes or site.trains(output)),
+        backward=outputs_back + site.shared_dropout_gradient,
+    )
+    yield with_linears(site, outputs, output)
+
+
+def _queries_keys_values(site: Site, projections: Sequence[Linear]) -> int:
+    """Returns the bytes that queries, keys and values keep until backward, the norm of queries and keys included."""
+    model, one_linear = site.model, len(projections) == 1
+    if model.is_multi_query or falls_back_to_scores(site.plan):
+        # attention keeps fp32 copies of its own; in fp32 values are a view, of the whole projection of one linear
+        a_view = one_linear and site.e == FP32 and site.n == model.num_kv_heads
+        kept = site.t * site.e * (model.q_dim + model.kv_dim) if a_view else 0
+    elif writes_scores(site.plan):
+        kept = activations.written_queries_kept(site)
+    else:
+        kept = activations.queries_keys_values_kept(
+            site, one_linear=one_linear, read_as_projected=site.k == model.kv_dim
+        )
+    if model.qk_norm == "none":
+        return kept
+    # a gradient goes through them; at the first block of LoRA only where their own linear is adapted
+    q, k = (site.gradient_enters or site.trains([m]) for m in projections[:2])
+    size, groups = q * model.q_dim + k * model.kv_dim, q * model.num_heads + k * model.num_kv_heads
+    return kept + activations.norm_kept(site, size=size, groups=groups, passes=True)
+
+
+def _scores(site: Site, *, output_needed: bool) -> Stage:
+    """Attention itself: fused, written out by fitune, or by torch."""
+    if site.model.is_multi_query or falls_back_to_scores(site.plan):
+        return _fallback_scores(site, output_needed=output_needed)
+    rows = 1 if site.model.masks_whole_stream or attends_in_one_call(site.plan) else site.shape.rows
+    if writes_scores(site.plan):
+        return _written_scores(site, rows=rows, output_needed=output_needed)
+    return Stage(
+        name="attention",
+        kept=activations.fused_attention_kept(site, rows=rows, output_needed=output_needed),
+        forward=transient.window_mask_making(site),
+        backward=transient.fused_attention_backward(site, rows=rows),
+    )
+
+
+def _written_scores(site: Site, *, rows: int, output_needed: bool) -> Stage:
+    """Attention that fitune writes out, a row at a time: eager, and capped scores."""
+    backward = max(
+        transient.written_attention_backward(site, row_tokens=row, rows=rows)
+        - activations.written_scores_kept(site, pairs=gone)
+        for row, gone in site.shape.rows_going_back()
+    )
+    longest, twice = site.shape.row_tokens, site.plan.goes_back_twice
+    return Stage(
+        name="attention",
+        kept=activations.written_attention_kept(site, output_needed=output_needed),
+        forward=transient.written_attention_forward(site),
+        again=transient.written_attention_again(site),
+        backward=backward,
+        incoming=site.t * site.e * site.h,
+        backward_holding=transient.written_attention_backward(
+            site, row_tokens=longest, rows=rows, holding=True
+        )
+        if twice
+        else 0,
+    )
+
+
+def _fallback_scores(site: Site, *, output_needed: bool) -> Stage:
+    """Attention that torch writes out: Falcon-7B's over the whole stream, and row by row where a CPU drops out."""
+    shape, dropped = site.shape, site.model.dropout.attention > 0
+    row_tokens, rows, pairs = shape.row_tokens, shape.rows, shape.pairs()
+    if site.model.is_multi_query:
+        row_tokens, rows, pairs = shape.tokens, 1, shape.tokens**2
+    return Stage(
+        name="attention",
+        kept=activations.fallback_attention_kept(
+            site, pairs=pairs, output_needed=output_needed, dropped=dropped
+        ),
+        forward=transient.fallback_attention_forward(site, row_tokens=row_tokens, dropped=dropped),
+        backward=transient.fallback_attention_backward(
+            site, row_tokens=row_tokens, rows=rows, dropped=dropped
+        ),
+    )
+
+
+def mlp_stages(
+    site: Site, linears: Sequence[Linear], *, passes: bool, attention_passes: bool
+) -> Iterator[Stage]:
+    """``passes``: a gradient goes through its input; ``attention_passes``: through what attention adds beside it."""
+    model, activation = site.model, site.activation
+    inputs, down = linears[:-1], linears[-1:]
+    gated = model.mlp_type == "gated"
+    halves = gated and len(inputs) == 1  # one linear makes gate and up (Phi-3)
+    adapted_in, adapted_out = bool(site.adapted(inputs)), bool(site.adapted(down))
+    reaches = passes or site.trains(inputs)
+    goes_back = reaches or site.trains(down)
+    drops_sum = model.parallel_blocks and not model.dropout.attention_output and attention_passes
+    wide, stream = site.t * site.e * site.f, site.t * site.e * site.h
+    # the block's input, and what the MLP is added to
+    waiting = 0 if norms_keep_input(site.plan) else 2 * stream
+    unpacked = whole_weight_bytes(site, down)
+    keeps_product = reaches and not gated and activation.keeps_output
+    inputs_back = transient.mlp_inputs_backward(site, partial_gradients=2 if gated else 1)
+    yield with_linears(
+        site,
+        Stage(name="MLP inputs", backward=inputs_back + site.shared_dropout_gradient if reaches else 0),
+        inputs,
+        input_has_gradient=site.gradient_enters if model.parallel_blocks else passes,
+    )
+    in_halves = activations.gated_mlp_tensors_kept(activation, halves=halves)
+    if gated and site.fused:
+        # gate and up; the activated gate is computed again (liger_kernel.ops.swiglu, geglu 0.8.5)
+        tensors_kept, backward = 2, transient.fused_gate_backward(site, halves=halves)
+    elif gated:
+        tensors_kept, backward = in_halves, transient.gate_backward(site, width=site.f, halves=halves)
+    else:  # 1 for GELU in one kernel, 4 for gelu_new
+        tensors_kept = activation.kept + activation.keeps_output
+        backward = transient.activation_backward(site, adapted_output=adapted_out)
+    tensors = max((3 if gated else 2) + adapted_in, activation.forward)
+    again = 0
+    if halves:
+        tensors = max(6 if adapted_in else 4, activation.forward + 1)
+    if halves and adapted_in:
+        made_gradient = adapted_out and not model.dropout.mlp_output
+        again = transient.halves_again(site, kept=in_halves, adapted_output=made_gradient)
+    yield Stage(
+        name="MLP activation",
+        kept=tensors_kept * wide if reaches else 0,
+        forward=transient.mlp_forward(site, width=site.f, tensors=tensors),
+        backward=backward + site.shared_dropout_gradient if reaches else 0,
+        again=again,
+        # the second half's base, low-rank output and this one scaled, of which one is kept
+        making=waiting + 2 * wide if gated and not site.fused and site.adapted(inputs[1:]) else 0,
+    )
+    again = 0
+    if not (keeps_product or site.reads_input(down)):  # else going back takes more
+        kept_by_norm = site.e == FP32 or model.norm_type == "layer"
+        others = adapted_out + (not kept_by_norm) + (not site.reads_input(inputs))
+        again = transient.mlp_output_again(site, others=others)
+    output_back = transient.down_projection_backward(site) + site.dropout_backward(model.dropout.mlp_output)
+    product_kept = wide if site.reads_input(down) and not keeps_product else 0
+    outputs = Stage(
+        name="MLP output",
+        kept=product_kept + site.dropout_kept(model.dropout.mlp_output, passes=goes_back or drops_sum),
+        backward=output_back if goes_back else 0,
+        again=again,
+        making=waiting + stream + unpacked if goes_back and unpacked else 0,
+    )
+    yield with_linears(site, outputs, down)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fitune.estimate.blocks import activations, transient
-from fitune.estimate.blocks.site import FP32, INDEX, Site, linears_stage
+from fitune.estimate.blocks.site import FP32, INDEX, Site, with_linears
 from fitune.spec.model.block_profile import Stage
 from fitune.spec.model.model_spec import Linear
 from fitune.spec.plan import Lomo, Lora
@@ -69,27 +69,34 @@ def expert_stages(site: Site, linears: Sequence[Linear], *, passes: bool) -> Ite
     outputs_back = _outputs_backward(x)
     beside_residual = outputs_back - x.stream_bytes
     incoming = x.stream_bytes + x.S * x.w * x.h if x.held_in else 0
-    yield linears_stage(
-        site, "expert inputs", ways_in,
+    inputs = Stage(
+        name="expert inputs",
         kept=(passes or x.adapted_in) * _inputs_kept(x) + _adapter_pairs_kept(site, ways_in),
         forward=_inputs_forward(x),
         backward=_inputs_backward(x),
         again=_inputs_again(x),
         incoming=incoming,
-        gone_by_step=lomo * 2 * x.S * x.e * x.f,  # gradients of gate and up
-    )  # fmt: skip
+    )
+    gate_and_up = 2 * x.S * x.e * x.f  # their gradients
+    yield with_linears(site, inputs, ways_in, gone_by_step=lomo * gate_and_up)
     yield _gates(x, passes=passes)
-    yield linears_stage(
-        site, "expert outputs", ways_out,
-        kept=(passes or x.adapted_in or x.adapted_out) * _outputs_kept(x) + _adapter_pairs_kept(site, ways_out),
+    outputs_kept = (passes or x.adapted_in or x.adapted_out) * _outputs_kept(x)
+    outputs = Stage(
+        name="expert outputs",
+        kept=outputs_kept + _adapter_pairs_kept(site, ways_out),
         forward=_outputs_forward(x),
         backward=outputs_back,
         again=_outputs_again(x),
         incoming=incoming,
-        # the product follows the weighting, when outputs are gone; the step follows the product
+    )
+    # the product follows the weighting, when outputs are gone; the step follows the product
+    yield with_linears(
+        site,
+        outputs,
+        ways_out,
         gone_by_gradient=lomo * (beside_residual - x.S * x.e * x.f),
         gone_by_step=lomo * (beside_residual + x.S * x.e * x.h),
-    )  # fmt: skip
+    )
 
 
 def _experts(site: Site, ways_in: Sequence[Linear], ways_out: Sequence[Linear]) -> _Experts:

@@ -238,27 +238,22 @@ class Site:
         )
 
 
-def linears_stage(
+def with_linears(
     site: Site,
-    name: str,
+    stage: Stage,
     linears: Sequence[Linear],
     *,
-    kept: int = 0,
-    forward: int = 0,
-    backward: int = 0,
-    again: int = 0,
-    making: int = 0,
-    incoming: int = 0,
     input_has_gradient: bool = True,
     gone_by_gradient: int = 0,
     gone_by_step: int = 0,
 ) -> Stage:
-    """A stage whose parameters are those of ``linears``, or of their adapters.
+    """``stage`` with the parameters of ``linears``, or of their adapters: what they keep, make whole and leave as
+    gradients.
 
     Where no gradient goes through their input, dropout keeps no mask. ``gone_by_gradient``: bytes of the worst moment
     let go of when the largest gradient is made; ``gone_by_step`` when it is stepped.
     """
-    e, lora = site.e, site.plan.tuning
+    e, lora, kept, again = site.e, site.plan.tuning, stage.kept, stage.again
     sizes = [linear.parameters for linear in linears]
     if isinstance(lora, Lora):
         adapted = site.adapted(linears)
@@ -271,14 +266,12 @@ def linears_stage(
             for m in adapted
         ]
     largest = max(sizes, default=0)
-    return Stage(
-        name=name,
+    return replace(
+        stage,
         kept=kept,
-        forward=max(forward, _unpacked_bytes(site, linears)),
-        backward=backward + whole_weight_bytes(site, linears),
+        forward=max(stage.forward, _unpacked_bytes(site, linears)),
+        backward=stage.backward + whole_weight_bytes(site, linears),
         again=again,
-        making=making,
-        incoming=incoming,
         gradients=sum(sizes) * e,
         largest_gradient=max(
             0, largest * e - gone_by_gradient, largest * e + stepping_bytes(site.plan, largest) - gone_by_step

@@ -100,9 +100,9 @@ class Stage:
     """
 
     name: str
-    kept: int
-    forward: int
-    backward: int
+    kept: int = 0
+    forward: int = 0
+    backward: int = 0
     again: int = 0
     making: int = 0
     incoming: int = 0

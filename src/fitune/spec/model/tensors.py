@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fitune.spec.model.model_spec import Linear, ModelSpec
 from fitune.spec.plan import Lora, Plan
@@ -118,6 +118,13 @@ def _adapters(model: ModelSpec, lora: Lora, blocks: tuple[int, ...]) -> Iterator
 def kind_tensors(model: ModelSpec, kind: int) -> tuple[ParameterTensor, ...]:
     """All parameters of one block of that kind, of a traced model."""
     return tuple(_block_tensors(model, (model.kinds[kind].example,)))
+
+
+def trained_of_kind(plan: Plan, kind: int) -> tuple[ParameterTensor, ...]:
+    """All that trains in one block of that kind, of a traced model."""
+    if isinstance(plan.tuning, Lora):
+        return adapters_of(plan.model, replace(plan.tuning, layers=(plan.model.kinds[kind].example,)))
+    return kind_tensors(plan.model, kind)
 
 
 def _block_tensors(model: ModelSpec, blocks: tuple[int, ...] = ()) -> Iterator[ParameterTensor]:
