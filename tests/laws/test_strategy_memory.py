@@ -10,8 +10,8 @@ from fitune.estimate.buffers import (
     block_weight_bytes,
     buffers_of,
     deepspeed_default_buffers,
-    root_weight_bytes,
 )
+from fitune.estimate.parameters import root_weight_bytes
 from fitune.estimate.predict import predict_memory
 from fitune.estimate.transfers import communication_of
 from fitune.spec.counts import count_parameters

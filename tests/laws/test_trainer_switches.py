@@ -8,8 +8,9 @@ from peft import LoraConfig, get_peft_model
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fitune.estimate.buffers import block_weight_bytes, root_weight_bytes
+from fitune.estimate.buffers import block_weight_bytes
 from fitune.estimate.memory import memory_of
+from fitune.estimate.parameters import root_weight_bytes
 from fitune.estimate.predict import largest_batch, predict_memory
 from fitune.estimate.trainer import Trainer, describe_step_of
 from fitune.measure.memory import LiveTensors

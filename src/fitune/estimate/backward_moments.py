@@ -60,7 +60,7 @@ def _final_norm_moment(step: StepStages) -> Terms:
 
 def _block_moment(step: StepStages, index: int) -> Terms:
     """Block ``index`` going back: blocks before it still keep theirs, those behind it left their gradients."""
-    block = step.block(index)
+    block = step.blocks[index]
     peak = block.recomputed_peak if index < step.recomputed else block.peak
     later = step.num_layers - 1 - index
     root = step.head_gradient + step.final_norm.gradients
@@ -93,7 +93,7 @@ def _kept_around(step: StepStages, index: int) -> int:
     """Bytes that other blocks keep while ``index`` goes back: those before it, or all if backward runs twice."""
     if not step.goes_back_twice or step.activations_leave:
         return step.kept_before(index)
-    own = 0 if index < step.recomputed else step.block(index).peak.kept
+    own = 0 if index < step.recomputed else step.blocks[index].peak.kept
     return step.kept_before(step.num_layers) + step.final_norm.kept - own
 
 

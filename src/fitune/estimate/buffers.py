@@ -9,9 +9,11 @@ from fitune.estimate.parameters import (
     blocks_trained,
     gathered_bytes,
     head_parameters,
+    root_weight_bytes,
     trained_parameters,
     trains_in,
     weights_bytes,
+    weights_read_bytes,
 )
 from fitune.estimate.states import gradients_go_to_the_host, resting_gradient_bytes
 from fitune.spec.counts import lora_parameters
@@ -129,12 +131,6 @@ def _kind_weight_bytes(plan: Plan, kind: int) -> int:
         else 0
     )
     return gathered_bytes(kind_tensors(plan.model, kind), plan) + adapters
-
-
-@remembered_by("model", "tuning", "precision")
-def root_weight_bytes(plan: Plan) -> int:
-    """Embedding, final norm and head: FSDP2's root group."""
-    return base_bytes([t for t in base_tensors(plan.model) if not t.in_block], plan)
 
 
 def block_gradients(plan: Plan, *, width: int = 0) -> tuple[int, ...]:
@@ -291,7 +287,7 @@ def _streamed(plan: Plan) -> Buffers:
     block = (
         max(base_bytes(kind_tensors(plan.model, kind), plan) for kind in range(len(plan.model.kinds)))
         if plan.model.is_traced
-        else base_bytes([t for t in base_tensors(plan.model) if t.in_block], plan) // layers
+        else weights_read_bytes(plan) // layers
     )
     ahead = block if layers > 1 else 0
     return Buffers(

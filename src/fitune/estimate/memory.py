@@ -78,13 +78,13 @@ def _forward_terms(step: StepStages) -> Terms:
         "gathered weights": step.buffers.end,
     }
     last = layers - 1
-    leaving_beside = step.block(last).kept if step.activations_leave and last >= step.recomputed else 0
+    leaving_beside = step.blocks[last].kept if step.activations_leave and last >= step.recomputed else 0
     in_the_last_block: Terms = {
         "activations": step.kept_before(last) + leaving_beside,
         "recompute inputs": step.inputs_before(last) + step.own_input(last),
         "temporaries": 3 * step.hidden  # residual, output, their sum
         if leaving_beside
-        else max(step.block(last).forward, 0 if last < step.recomputed else step.block(last).building),
+        else max(step.blocks[last].forward, 0 if last < step.recomputed else step.blocks[last].building),
         "gathered weights": step.buffers.forward,
     }
     before_the_last_block: Terms = {
@@ -119,7 +119,7 @@ def _in_a_block_earlier(step: StepStages, index: int) -> Terms:
     return {
         "activations": step.kept_before(index),
         "recompute inputs": step.inputs_before(index) + step.own_input(index),
-        "temporaries": step.block(index).forward,
+        "temporaries": step.blocks[index].forward,
         "gathered weights": step.buffers.forward + step.buffers.forward_ahead,
     }
 

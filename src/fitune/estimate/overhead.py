@@ -218,7 +218,7 @@ def offloaded_activation_bytes(step: StepStages) -> int:
     """All that the blocks keep for backward, for one micro-batch on one rank."""
     if not step.activations_leave:
         return 0
-    first, split = step.untouched_before(step.recomputed), step.recomputed
+    first, split = min(step.recomputed, step.untouched), step.recomputed
     left = (split - first) * step.hidden + step.left_by_blocks[split] - step.left_by_blocks[first]
     return step.kept_by_blocks[-1] - step.kept_by_blocks[split] + left
 

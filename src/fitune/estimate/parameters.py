@@ -89,16 +89,11 @@ def _stored_as(tensor: ParameterTensor, base: Dense | Quantiser) -> Dense | Quan
     return base if tensor.linear is not None and is_packed(tensor.linear, base) else _DENSE
 
 
-def base_parameters(model: ModelSpec) -> int:
-    """Every parameter of the model without adapters; tied embeddings count once."""
-    return count_parameters(model).total
-
-
 @remembered_by("model", "tuning")
 def trained_parameters(plan: Plan) -> int:
     """Parameters that get a gradient: all of them, or adapters and what is trained whole beside them."""
     if not isinstance(plan.tuning, Lora):
-        return base_parameters(plan.model)
+        return count_parameters(plan.model).total
     tables = trained_tables(plan.model, plan.tuning)
     return lora_parameters(plan.model, plan.tuning) + sum(table.elements for table in tables)
 
@@ -122,7 +117,7 @@ def weights_bytes(plan: Plan) -> int:
     The linears of a quantised base are packed (quantised.py). Whole, however it is divided.
     """
     if isinstance(base_of(plan), Dense):
-        return base_parameters(plan.model) * plan.precision.compute_bytes
+        return count_parameters(plan.model).total * plan.precision.compute_bytes
     return base_bytes(base_tensors(plan.model), plan)
 
 
@@ -139,7 +134,7 @@ def weights_on_device_bytes(plan: Plan) -> int:
     if plan.offload.parameters == "device":
         return weights_share_bytes(plan)
     if isinstance(plan.sharding, Single):
-        return base_bytes([t for t in base_tensors(plan.model) if not t.in_block], plan)
+        return root_weight_bytes(plan)
     return table_bytes(plan)
 
 
@@ -174,7 +169,13 @@ def _adapter_share_bytes(plan: Plan) -> int:
 
 
 @remembered_by("model", "tuning", "precision")
-def block_weights_bytes(plan: Plan) -> int:
+def root_weight_bytes(plan: Plan) -> int:
+    """Embedding, final norm and head: FSDP2's root group."""
+    return base_bytes([t for t in base_tensors(plan.model) if not t.in_block], plan)
+
+
+@remembered_by("model", "tuning", "precision")
+def weights_read_bytes(plan: Plan) -> int:
     """All blocks as they are stored, without adapters: what a pass through them reads. The embedding is looked up, and
     the head is read in the loss."""
     return base_bytes([t for t in base_tensors(plan.model) if t.in_block], plan)

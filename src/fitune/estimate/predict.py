@@ -1,6 +1,6 @@
 """The estimate of one plan: its largest micro-batch, bytes on device, host and disk, seconds of a step."""
 
-from fitune.estimate.blocks.site import masks_window
+from fitune.estimate.blocks.site import masking_window
 from fitune.estimate.division import num_ranks
 from fitune.estimate.memory import larger, memory_of
 from fitune.estimate.overhead import (
@@ -76,7 +76,7 @@ def largest_batch(plan: Plan) -> BatchShape:
     """
     batch = plan.batch
     tokens = batch.micro_batch_tokens
-    one_row = has_scores(plan) or masks_window(plan)
+    one_row = has_scores(plan) or 0 < masking_window(plan) < batch.seq_len
     return BatchShape(
         tokens=tokens,
         supervised_tokens=tokens - batch.micro_batch_size,

@@ -17,11 +17,11 @@ from fitune.estimate.model_profile import (
 )
 from fitune.estimate.parameters import (
     adapters_bytes,
-    block_weights_bytes,
     gradients_bytes,
     head_parameters,
     unpacking_bytes,
     weights_on_device_bytes,
+    weights_read_bytes,
 )
 from fitune.estimate.states import (
     gradients_always_exist,
@@ -58,7 +58,7 @@ class StepStages:
     recomputed: int
     """Number of first blocks that run again in backward."""
     blocks: tuple[Block, ...]
-    """Memory of up to eight kinds of blocks (``model_profile``)."""
+    """Memory of every block, counted from 0 at the embedding; of up to eight kinds (``model_profile``)."""
     forward: Pass
     backward: Pass
     """Work per token: forward of all blocks, backward of those that a gradient goes back through."""
@@ -146,21 +146,13 @@ class StepStages:
         ahead = self.buffers.backward_ahead if index > 0 else 0
         return self.buffers.backward + ahead + sum(self.buffers.backward_blocks[: index + 1])
 
-    def block(self, index: int) -> Block:
-        """Bytes of block ``index``, counted from 0 at the embedding."""
-        return self.blocks[index]
-
-    def untouched_before(self, index: int) -> int:
-        """How many of the blocks 0…index−1 no gradient reaches."""
-        return min(index, self.untouched)
-
     def kept_before(self, index: int) -> int:
         """Bytes that the blocks 0…index−1 keep, those that recompute left out.
 
         When activations leave, only block index−1's is still or already on the device: engine/offload.py.
         """
         if self.activations_leave:
-            return self.block(index - 1).kept if index > self.recomputed else 0
+            return self.blocks[index - 1].kept if index > self.recomputed else 0
         return self.kept_by_blocks[index] - self.kept_by_blocks[min(index, self.recomputed)]
 
     def inputs_before(self, index: int) -> int:
@@ -168,13 +160,13 @@ class StepStages:
         if self.activations_leave:
             return self.own_input(index - 1) if index > 0 else 0
         end = min(index, self.recomputed)
-        start = self.untouched_before(end)
+        start = min(end, self.untouched)
         return (end - start) * self.hidden + self.left_by_blocks[end] - self.left_by_blocks[start]
 
     def own_input(self, index: int) -> int:
         """The input that block ``index`` keeps when it recomputes."""
         recomputes = self.untouched <= index < self.recomputed
-        return self.hidden + self.block(index).leaves if recomputes else 0
+        return self.hidden + self.blocks[index].leaves if recomputes else 0
 
     def all_kept(self) -> Terms:
         """Bytes that all blocks and the final norm keep when forward is through."""
@@ -247,8 +239,8 @@ def describe_step(plan: Plan, shape: BatchShape, profile: ModelProfile | None = 
         whole_gradients=gradients_bytes(plan),
         buffers=buffers_of(plan),
         update={"gradients": update_gradient_bytes(plan), "temporaries": update_temporaries_bytes(plan)},
-        weights_read=block_weights_bytes(plan),
-        copied_out=2 * block_weights_bytes(plan) if uses_fsdp(plan) else 0,  # read and written
+        weights_read=weights_read_bytes(plan),
+        copied_out=2 * weights_read_bytes(plan) if uses_fsdp(plan) else 0,  # read and written
         unpacked=unpacking_bytes(plan),
         stepped=trained_share(plan) if plan.offload.optimizer == "device" else 0,
         element_bytes=e,

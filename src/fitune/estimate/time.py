@@ -14,7 +14,7 @@ from fitune.estimate.division import uses_deepspeed, zero_stage
 from fitune.estimate.rates import FUSED_LOGIT_MOVES, LOGIT_BYTES, NEW_PAGE_BYTES, Rates, rates_of
 from fitune.estimate.states import has_masters, states_per_parameter
 from fitune.estimate.step import StepStages
-from fitune.estimate.transfers import Transfers, backward_passes, forward_passes, transfers_of
+from fitune.estimate.transfers import Transfers, backward_passes, transfers_of
 from fitune.spec.counts import head_flops_per_token
 from fitune.spec.model.block_profile import Attention, BatchShape
 from fitune.spec.model.tensors import trained_tensors
@@ -67,7 +67,7 @@ def step_time_of(step: StepStages) -> StepTime:
     rates = rates_of(plan.hardware, plan.precision)
     forward = forward_work(step, rates)
     backward, update = backward_work(step, forward, rates), update_work(step)
-    there, back = forward_passes(plan), backward_passes(plan)
+    there, back = plan.batch.accumulation, backward_passes(plan)
     works = {
         Phase.FORWARD: [(there, forward)],
         Phase.LOSS: [(back, loss_work(step))],  # the head's gradients are let go of with the others

@@ -13,7 +13,6 @@ from fitune.estimate.buffers import (
     block_weights,
     deepspeed_default_buffers,
     gathered_throughout,
-    root_weight_bytes,
 )
 from fitune.estimate.division import (
     gradients_are_divided,
@@ -26,7 +25,7 @@ from fitune.estimate.division import (
     zero_stage,
 )
 from fitune.estimate.model_profile import ModelProfile, model_profile
-from fitune.estimate.parameters import head_parameters
+from fitune.estimate.parameters import head_parameters, root_weight_bytes
 from fitune.estimate.states import (
     SUB_GROUP,
     deepspeed_step_bytes,

@@ -6,7 +6,7 @@ The rates are assumed where the device was not calibrated.
 
 from dataclasses import dataclass, field
 
-from fitune.estimate.buffers import block_weights, root_weight_bytes
+from fitune.estimate.buffers import block_weights
 from fitune.estimate.division import (
     num_ranks,
     num_shares,
@@ -17,7 +17,7 @@ from fitune.estimate.division import (
     zero_stage,
 )
 from fitune.estimate.overhead import host_optimizer_bytes, offloaded_activation_bytes, ranks_per_node
-from fitune.estimate.parameters import trained_parameters, weights_away_bytes
+from fitune.estimate.parameters import root_weight_bytes, trained_parameters, weights_away_bytes
 from fitune.estimate.states import gradients_go_to_the_host
 from fitune.estimate.step import StepStages
 from fitune.spec.choices import DDP_BUCKET_BYTES
@@ -59,13 +59,9 @@ class Communication:
         return round(self.forward.bytes + self.backward.bytes + self.between_nodes.bytes + self.update.bytes)
 
 
-def forward_passes(plan: Plan) -> int:
-    """One for each micro-batch: what backward reads is kept for a second one (engine/in_backward.py)."""
-    return plan.batch.accumulation
-
-
 def backward_passes(plan: Plan) -> int:
-    """Backward passes of a step: one a micro-batch, two where the first only measures gradients."""
+    """Backward passes of a step: one a micro-batch, two where the first only measures gradients. Forward is one for
+    both, whose tensors are kept for the second (engine/in_backward.py)."""
     return plan.batch.accumulation * (2 if plan.goes_back_twice else 1)
 
 
@@ -95,7 +91,7 @@ def _fsdp(plan: Plan, zero: Zero) -> Communication:
     Stage 1 gathers and sums once a step, the others in every pass. Frozen weights are gathered too.
     """
     groups = plan.model.num_layers + 1
-    there, back = (1, 1) if zero.stage == 1 else (forward_passes(plan), backward_passes(plan))
+    there, back = (1, 1) if zero.stage == 1 else (plan.batch.accumulation, backward_passes(plan))
     blocks = sum(block_weights(plan))
     summed = trained_parameters(plan) * reduce_width(plan)
     again = blocks if zero.stage == 3 else 0
@@ -115,7 +111,7 @@ def _deepspeed(plan: Plan, zero: Zero) -> Communication:
     processes (DeepSpeed 0.19.8) as 1.00 and 1.57 times the bytes of a step without recompute.
     """
     e, trained = plan.precision.compute_bytes, trained_parameters(plan)
-    there, back = (1, 1) if zero.stage == 1 else (forward_passes(plan), backward_passes(plan))
+    there, back = (1, 1) if zero.stage == 1 else (plan.batch.accumulation, backward_passes(plan))
     buckets = max(1, -(-trained // reduce_bucket_elements(plan)))
     between = _between_nodes(plan, zero, back * trained * e)
     if zero.stage < 3:
@@ -266,7 +262,7 @@ def _first(seconds: float, exchange: Exchange) -> float:
 def _host_links(step: StepStages, *, backward: bool) -> dict[str, float]:
     """Weights come in every pass; gradients leave in backward; activations leave in forward and come in backward."""
     plan = step.plan
-    passes = backward_passes(plan) if backward else forward_passes(plan)
+    passes = backward_passes(plan) if backward else plan.batch.accumulation
     offload = plan.offload
     weights = passes * weights_away_bytes(plan)
     gradients = 0

@@ -21,17 +21,19 @@ _MOST = 2048
 
 def remembered(function: Callable[P, T]) -> Callable[P, T]:
     """``function`` of frozen values, called once for the same objects."""
-    return _remembering(function, lambda values: values)
+    return _remembering(function, None)
 
 
 def remembered_by(*fields: str) -> Callable[[Callable[[Plan], T]], Callable[[Plan], T]]:
     """``function`` of a plan that depends on nothing but these ``fields`` of it: two or more."""
-    parts_of = attrgetter(*fields)
-    return lambda function: _remembering(function, lambda values: parts_of(values[0]))
+    return lambda function: _remembering(function, attrgetter(*fields))
 
 
-def _remembering(function: Callable[P, T], objects_of: Callable[[Any], tuple[Any, ...]]) -> Callable[P, T]:
-    """``function``, called once for the same objects of its arguments; what is given by name is not remembered."""
+def _remembering(
+    function: Callable[P, T], parts_of: Callable[[Any], tuple[Any, ...]] | None
+) -> Callable[P, T]:
+    """``function``, called once for the same arguments, or for the same ``parts_of`` the first; what is given by name
+    is not remembered."""
     known: dict[Hashable, tuple[Any, T]] = {}
 
     @wraps(function)
@@ -39,7 +41,7 @@ def _remembering(function: Callable[P, T], objects_of: Callable[[Any], tuple[Any
         """The result for these very objects, from an earlier call if there was one."""
         if named:
             return function(*values, **named)
-        objects = objects_of(values)
+        objects = values if parts_of is None else parts_of(values[0])
         key = tuple(map(id, objects))
         found = known.get(key)
         if found is None:

@@ -51,11 +51,6 @@ def masking_window(plan: Plan) -> int:
     return model.sliding_window if some else 0
 
 
-def masks_window(plan: Plan) -> bool:
-    """True if a full row takes a mask for its window, in some block."""
-    return 0 < masking_window(plan) < plan.batch.seq_len
-
-
 def attended_kv_dim(plan: Plan, *, masked: bool) -> int:
     """Width of the keys that attention reads: grouped heads as they are, or repeated to all heads.
 
