@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from fitune.estimate import buffers, division, parameters, transfers
-from fitune.spec import deepspeed
-from fitune.spec.model import tensors
+from fitune.spec import counts, deepspeed
 from fitune.spec.plan import (
     Batch,
     ClipByNorm,
@@ -23,12 +22,17 @@ from fitune.spec.plan import (
 from fitune.spec.remembered import remembered
 from plans import gpu, known, plan_for, small_llama
 
+OF_VALUES = {
+    "base_tensors", "adapters_of", "kind_tensors", "count_parameters", "lora_parameters", "adapted_blocks",
+    "_linear_flops_per_token",
+}  # fmt: skip
+"""They are asked about whole values, not about fields of a plan."""
 REMEMBERED = [
     function
-    for room in (tensors, deepspeed, division, parameters, buffers, transfers)
+    for room in (counts, deepspeed, division, parameters, buffers, transfers)
     for name, function in vars(room).items()
     if callable(function) and hasattr(function, "__wrapped__") and function.__module__ == room.__name__
-    if name not in ("base_tensors", "adapters_of", "kind_tensors")  # of whole values, not of fields
+    if name not in OF_VALUES
 ]
 
 

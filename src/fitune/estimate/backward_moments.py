@@ -11,7 +11,7 @@ from fitune.estimate.division import num_shares, reduce_width
 from fitune.estimate.parameters import embedding_parameters, head_parameters, late_tables
 from fitune.estimate.states import leaves_after_the_loss, stepping_bytes
 from fitune.estimate.step import StepStages, Terms
-from fitune.spec.model.tensors import trained_tensors
+from fitune.spec.counts import trained_tensors
 from fitune.spec.plan import trains_embeddings, updates_in_backward
 
 

@@ -16,16 +16,16 @@ from fitune.estimate.parameters import (
     weights_read_bytes,
 )
 from fitune.estimate.states import gradients_go_to_the_host, resting_gradient_bytes
-from fitune.spec.counts import lora_parameters
-from fitune.spec.deepspeed import deepspeed_config
-from fitune.spec.model.tensors import (
+from fitune.spec.counts import (
     ParameterTensor,
     adapter_tensors,
     base_tensors,
     kind_tensors,
+    lora_parameters,
     trained_of_kind,
     trained_tensors,
 )
+from fitune.spec.deepspeed import deepspeed_config
 from fitune.spec.plan import (
     Lora,
     Plan,

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from fitune.spec.model.tensors import ParameterTensor, trained_tensors
+from fitune.spec.counts import ParameterTensor, trained_tensors
 from fitune.spec.plan import Ddp, Plan, Single, Zero
 from fitune.spec.remembered import remembered_by
 

@@ -10,7 +10,7 @@ from fitune.estimate.blocks.block import block_profile, final_norm_stage
 from fitune.estimate.blocks.site import seen_by_kernel
 from fitune.estimate.parameters import trains_in
 from fitune.estimate.states import stepping_bytes
-from fitune.spec.counts import untouched_blocks
+from fitune.spec.counts import kind_tensors, trained_of_kind, untouched_blocks
 from fitune.spec.model.block_profile import (
     Attention,
     BackwardPeak,
@@ -27,7 +27,6 @@ from fitune.spec.model.block_profile import (
     in_all,
 )
 from fitune.spec.model.model_spec import BlockKind
-from fitune.spec.model.tensors import kind_tensors, trained_of_kind
 from fitune.spec.plan import Lora, Plan, trains_embeddings, updates_in_backward
 from fitune.spec.remembered import remembered
 

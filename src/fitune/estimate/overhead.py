@@ -23,9 +23,9 @@ from fitune.estimate.states import (
     sub_groups_of,
 )
 from fitune.estimate.step import StepStages, Terms
+from fitune.spec.counts import trained_tensors
 from fitune.spec.deepspeed import NVME_BUFFERS, largest_share_elements
 from fitune.spec.machines.hardware import Gpu, Hardware
-from fitune.spec.model.tensors import trained_tensors
 from fitune.spec.plan import AdamW8bit, Lomo, Lora, Offload, Plan, Single
 from fitune.spec.predictions import Phase
 from fitune.units import GIB, MIB, power_of_two

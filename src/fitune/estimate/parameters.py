@@ -4,9 +4,16 @@ import math
 from collections.abc import Iterable
 
 from fitune.estimate.division import num_shares, share_elements, uses_fsdp, weights_are_divided
-from fitune.spec.counts import adapted_blocks, count_parameters, lora_parameters
+from fitune.spec.counts import (
+    ParameterTensor,
+    adapted_blocks,
+    adapter_tensors,
+    base_tensors,
+    count_parameters,
+    lora_parameters,
+    trained_tables,
+)
 from fitune.spec.model.model_spec import Linear, ModelSpec
-from fitune.spec.model.tensors import ParameterTensor, adapter_tensors, base_tensors, trained_tables
 from fitune.spec.plan import Dense, Lora, Plan, Quantiser, Single, base_of
 from fitune.spec.quantisers import is_packed
 from fitune.spec.remembered import remembered_by

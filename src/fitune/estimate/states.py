@@ -22,15 +22,9 @@ from fitune.estimate.parameters import (
     trained_parameters,
 )
 from fitune.spec.choices import EIGHT_BIT_BLOCK, EIGHT_BIT_LEAST, MASTER_BUCKET_BYTES
+from fitune.spec.counts import ParameterTensor, adapters_of, base_tensors, trained_tables, trained_tensors
 from fitune.spec.deepspeed import deepspeed_config, sub_groups
 from fitune.spec.model.model_spec import ModelSpec
-from fitune.spec.model.tensors import (
-    ParameterTensor,
-    adapters_of,
-    base_tensors,
-    trained_tables,
-    trained_tensors,
-)
 from fitune.spec.plan import (
     AdamW,
     AdamW8bit,

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from fitune.estimate.blocks import activations
 from fitune.estimate.blocks.site import FP32, INDEX, Site
 from fitune.estimate.buffers import Buffers, buffers_of
 from fitune.estimate.division import trained_share, uses_deepspeed, uses_fsdp
@@ -98,8 +97,8 @@ class StepStages:
     element_bytes: int
     """e, of one element in the compute type."""
     hidden: int
-    """The last hidden state, t · e · h, with e of the residual stream; also the size of a block's input and of their
-    gradients."""
+    """The last hidden state, t · e · h, with e of the residual stream; also the size of a block's input, all that a
+    recomputed block keeps (Chen et al. 2016, arXiv 1604.06174), and of their gradients."""
     head_gradient: int
     """A whole gradient of the head; 0 where it is frozen."""
     goes_back_twice: bool
@@ -185,10 +184,8 @@ class StepStages:
             backward, recomputed, forward = self.around_traced
             after = recomputed if self.recomputed > self.untouched else backward
             return {"batch": 3 * INDEX * tokens + (forward if in_forward else after)}
-        table = activations.rotary_table_bytes(
-            tokens=tokens, head_dim=model.head_dim, element_bytes=self.element_bytes
-        )
-        mask = activations.stream_mask_bytes(tokens=tokens, element_bytes=self.element_bytes)
+        table = 2 * tokens * model.head_dim * self.element_bytes  # cosines and sines
+        mask = tokens**2 * self.element_bytes  # architectures with their own attention build it once
         site = Site(self.plan, self.shape, gradient_enters=True)
         trains = trains_embeddings(self.plan.tuning)
         keeps_mask = in_forward or self.recomputed > self.untouched or not model.is_multi_query
@@ -244,11 +241,7 @@ def describe_step(plan: Plan, shape: BatchShape, profile: ModelProfile | None = 
         unpacked=unpacking_bytes(plan),
         stepped=trained_share(plan) if plan.offload.optimizer == "device" else 0,
         element_bytes=e,
-        hidden=activations.block_input_kept(
-            tokens=shape.tokens,
-            hidden=plan.model.hidden_size,
-            element_bytes=FP32 if plan.model.fp32_stream else e,
-        ),
+        hidden=shape.tokens * plan.model.hidden_size * (FP32 if plan.model.fp32_stream else e),
         head_gradient=e * head_parameters(plan.model) if trains_head(plan.tuning) else 0,
         goes_back_twice=plan.goes_back_twice,
         activations_leave=plan.offload.activations != "device",

@@ -15,9 +15,8 @@ from fitune.estimate.rates import FUSED_LOGIT_MOVES, LOGIT_BYTES, NEW_PAGE_BYTES
 from fitune.estimate.states import has_masters, states_per_parameter
 from fitune.estimate.step import StepStages
 from fitune.estimate.transfers import Transfers, backward_passes, transfers_of
-from fitune.spec.counts import head_flops_per_token
+from fitune.spec.counts import head_flops_per_token, trained_tensors
 from fitune.spec.model.block_profile import Attention, BatchShape
-from fitune.spec.model.tensors import trained_tensors
 from fitune.spec.plan import AdamW8bit, Lomo, Plan, trains_head, updates_in_backward
 from fitune.spec.predictions import Phase, StepTime
 from fitune.spec.remembered import remembered

@@ -34,9 +34,9 @@ from fitune.estimate.states import (
     states_per_parameter,
 )
 from fitune.estimate.step import StepStages, Terms, describe_step
+from fitune.spec.counts import adapter_tensors, base_tensors, trained_tables
 from fitune.spec.model.block_profile import BatchShape, BlockProfile, Stage
 from fitune.spec.model.model_spec import Linear
-from fitune.spec.model.tensors import adapter_tensors, base_tensors, trained_tables
 from fitune.spec.plan import (
     AdamW,
     AdamW8bit,

@@ -21,10 +21,9 @@ from fitune.estimate.parameters import root_weight_bytes, trained_parameters, we
 from fitune.estimate.states import gradients_go_to_the_host
 from fitune.estimate.step import StepStages
 from fitune.spec.choices import DDP_BUCKET_BYTES
-from fitune.spec.counts import untouched_blocks
+from fitune.spec.counts import trained_tensors, untouched_blocks
 from fitune.spec.deepspeed import fetches_ahead, reduce_bucket_elements
 from fitune.spec.machines.hardware import Hardware
-from fitune.spec.model.tensors import trained_tensors
 from fitune.spec.plan import Ddp, Lomo, Lora, Offload, Plan, Single, Zero
 from fitune.spec.predictions import Phase
 from fitune.spec.remembered import remembered_by

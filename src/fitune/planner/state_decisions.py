@@ -10,9 +10,8 @@ from fitune.estimate.predict import predict_memory, predict_step_time
 from fitune.planner.candidates import Request
 from fitune.planner.defaults import HOST_PER_DEVICE_MEMORY
 from fitune.planner.fit import OFFLOADED, TIE
-from fitune.spec.counts import untouched_blocks
+from fitune.spec.counts import trained_tables, untouched_blocks
 from fitune.spec.model.model_spec import NO_DROPOUT
-from fitune.spec.model.tensors import trained_tables
 from fitune.spec.model.traits import falls_back_to_scores
 from fitune.spec.plan import Ddp, Dense, Lora, Plan, Zero
 from fitune.spec.predictions import Priced

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fitune.spec.choices import Place, Zero
-from fitune.spec.counts import count_parameters
-from fitune.spec.model.tensors import base_tensors, trained_in_order, trained_tensors
+from fitune.spec.counts import base_tensors, count_parameters, trained_in_order, trained_tensors
 from fitune.spec.plan import Plan, Precision
 from fitune.spec.remembered import remembered_by
 

@@ -105,21 +105,6 @@ def gated_mlp_tensors_kept(activation: Activation, *, halves: bool) -> int:
     return 2 + (activation.inner + activation.makes_output if halves else activation.kept)
 
 
-def stream_mask_bytes(*, tokens: int, element_bytes: int) -> int:
-    """e·t²: the mask over the whole stream that architectures with their own attention build once."""
-    return element_bytes * tokens**2
-
-
-def block_input_kept(*, tokens: int, hidden: int, element_bytes: int) -> int:
-    """e·h per token: all that a recomputed block keeps (Chen et al. 2016, arXiv 1604.06174)."""
-    return tokens * hidden * element_bytes
-
-
-def rotary_table_bytes(*, tokens: int, head_dim: int, element_bytes: int) -> int:
-    """2·e·d per token: cosines and sines, made once and read by every block."""
-    return 2 * tokens * head_dim * element_bytes
-
-
 def chunk_tokens(loss: Loss, shape: BatchShape) -> int:
     """Supervised tokens whose logits exist at once."""
     match loss:

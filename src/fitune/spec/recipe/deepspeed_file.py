@@ -66,9 +66,7 @@ def with_deepspeed_file(wanted: Mapping[str, Any], *, where: str) -> dict[str, A
 
     Raises RecipeError, with both values, where the file and the recipe differ, and for settings that have no effect.
     """
-    given = wanted.get("deepspeed")
-    if given is None:
-        return dict(wanted)
+    given = wanted["deepspeed"]
     name = str(given) if isinstance(given, str | Path) else f"{where}: deepspeed"
     content = load_json(Path(given), key="deepspeed") if isinstance(given, str | Path) else given
     if not isinstance(content, Mapping):

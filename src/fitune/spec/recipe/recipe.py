@@ -252,7 +252,8 @@ def _sets_a_part(setting: str) -> bool:
 def parse_recipe(wanted: Mapping[str, Any], *, where: str = "recipe") -> Recipe:
     """Validate keys that are already canonical; ``null`` leaves a setting as it is by itself."""
     wanted = {name: value for name, value in wanted.items() if value is not None}
-    wanted = with_deepspeed_file(wanted, where=where)
+    if "deepspeed" in wanted:
+        wanted = with_deepspeed_file(wanted, where=where)
     if "model" not in wanted:
         raise RecipeError(
             f"{where}: no model is named",
