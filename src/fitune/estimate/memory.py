@@ -4,14 +4,17 @@ Never a sum of maxima: every phase is one moment, and its terms add up to what i
 are those of a step after the first, when optimizer states exist, and of its last micro-batch.
 """
 
+from collections.abc import Iterator
+
 from fitune.estimate import overhead
-from fitune.estimate.backward_moments import backward_moments
 from fitune.estimate.blocks import activations, transient
 from fitune.estimate.blocks.site import FP32, norms_keep_input
-from fitune.estimate.division import num_ranks, uses_fsdp
-from fitune.estimate.states import gradients_always_exist
+from fitune.estimate.division import num_ranks, num_shares, reduce_width, uses_fsdp
+from fitune.estimate.parameters import embedding_parameters, head_parameters, late_tables
+from fitune.estimate.states import gradients_always_exist, leaves_after_the_loss, stepping_bytes
 from fitune.estimate.step import StepStages, Terms
-from fitune.spec.plan import PlainLoss, trains_embeddings
+from fitune.spec.counts import trained_tensors
+from fitune.spec.plan import PlainLoss, trains_embeddings, updates_in_backward
 from fitune.spec.predictions import MemoryBreakdown, Phase
 from fitune.spec.remembered import remembered
 
@@ -192,7 +195,151 @@ def _backward_terms(step: StepStages) -> Terms:
         "hidden states": 2 * step.hidden if step.goes_back_twice else 0,
         "16-bit copies": step.weight_copies * (step.num_layers - step.recomputed) // step.num_layers,
     }
-    return {**held, **_largest(backward_moments(step))}
+    return {**held, **_largest(_backward_moments(step))}
+
+
+def _backward_moments(step: StepStages) -> list[Terms]:
+    """Terms of every moment that may be the worst, in the order in which they come: the end of the loss, the blocks, the
+    embedding.
+
+    The ends of every run of equal blocks suffice: from one to the next everything changes by the same.
+    """
+    layers, split = step.num_layers, step.recomputed
+    summed_from = layers - 2 if step.buffers.reduce else 0  # the first block that has sums beside it
+    ends = {0, 1, split - 1, split, split + 1, split + 2, summed_from} | step.run_ends
+    return [
+        _head_used_moment(step),
+        _final_norm_moment(step),
+        *(_block_moment(step, index) for index in sorted(ends) if step.untouched <= index < layers),
+        _embedding_moment(step),
+        *_root_moments(step),
+    ]
+
+
+def _head_used_moment(step: StepStages) -> Terms:
+    """Bytes while the head is stepped: in backward, before the body goes back, where it is a matrix of its own."""
+    if not updates_in_backward(step.plan.tuning) or step.root_waits:
+        return {}
+    return {
+        "gradients": step.head_gradient,
+        **step.all_kept(),
+        "hidden states": 0 if step.goes_back_twice else 2 * step.hidden,  # and their gradient, on its way
+        "temporaries": stepping_bytes(step.plan, head_parameters(step.plan.model)),
+    }
+
+
+def _final_norm_moment(step: StepStages) -> Terms:
+    """The head's gradient is the only new one: added to whole ones, waiting beside a share, or already settled."""
+    head = step.head_gradient
+    settled = step.gradients_before or step.settled(head)
+    waits = step.root_waits or leaves_after_the_loss(step.plan)
+    return {
+        "gradients": step.gradients_before + head if waits else settled,
+        "gathered weights": step.buffers.final_norm,
+        "reduce buffers": step.buffers.buckets,
+        **step.all_kept(),
+        "temporaries": step.final_norm.backward - step.hidden,  # no residual gradient beside it yet
+    }
+
+
+def _block_moment(step: StepStages, index: int) -> Terms:
+    """Block ``index`` going back: blocks before it still keep theirs, those behind it left their gradients. All keep
+    theirs in the first of two passes.
+
+    An fp32 RMSNorm or a LayerNorm keeps the residual stream itself, so a block's input is not held twice.
+    """
+    plan, block, later = step.plan, step.blocks[index], step.num_layers - 1 - index
+    recomputes = index < step.recomputed
+    peak = block.recomputed_peak if recomputes else block.peak
+    root = step.head_gradient + step.final_norm.gradients
+    blocks = step.gradients_of_blocks[-1] - step.gradients_of_blocks[index + 1]
+    resting = step.gradients_before or step.settled(blocks if step.root_waits else root + blocks)
+    waiting = root if step.root_waits else 0
+    if step.goes_back_twice and not step.activations_leave:
+        others = step.kept_before(step.num_layers) + step.final_norm.kept
+        others -= 0 if recomputes else block.peak.kept
+        inputs = step.inputs_before(step.num_layers)
+    else:
+        others = step.kept_before(index)
+        inputs = step.inputs_before(index) + step.own_input(index) + later * step.held_behind
+    in_fp32 = step.element_bytes == FP32 or step.fp32_stream
+    # a traced block that recomputes was traced without its input
+    by_norm = not plan.model.is_traced and (in_fp32 or plan.model.norm_type == "layer")
+    own = peak.kept - step.hidden if recomputes and by_norm else peak.kept
+    return {
+        "gradients": resting + waiting + peak.gradients,
+        "activations": others + own,
+        "recompute inputs": inputs,
+        "temporaries": peak.temporaries,
+        "gathered weights": step.gathered_in_backward(index),
+        "reduce buffers": step.buffers.buckets
+        + (step.buffers.reduce if later else 0)
+        + sum(step.buffers.summed_blocks[index + 1 :]),
+    }
+
+
+def _embedding_moment(step: StepStages) -> Terms:
+    """All gradients, and the embedding's made last: beside the head's when tied, or the earlier micro-batches'.
+
+    Or that of a larger table (``late_tables``), just before it.
+    """
+    elements = embedding_parameters(step.plan.model) if trains_embeddings(step.plan.tuning) else 0
+    late = max(late_tables(step.plan.model), default=0) if step.full else 0
+    adds = step.gradients_exist or step.gradients != step.whole_gradients
+    tied = step.plan.model.tied_embeddings
+    table = step.element_bytes * max(
+        elements if adds or tied else 0, late if adds and not step.root_waits else 0
+    )
+    stepped = 0 if step.buffers.root_end else stepping_bytes(step.plan, max(elements, late))
+    return {
+        **(step.all_kept() if step.goes_back_twice else {}),
+        "gradients": _blocks_and_waiting(step),
+        "temporaries": step.hidden + table + stepped,
+        "gathered weights": step.buffers.root,
+        "reduce buffers": step.buffers.buckets
+        + max(step.buffers.reduce, step.buffers.last_sum)
+        + sum(step.buffers.summed_blocks),
+    }
+
+
+def _root_moments(step: StepStages) -> Iterator[Terms]:
+    """FSDP2 at the end: the root's whole gradients beside the buffer they are summed from; its shares, summed in the
+    reduce type and copied to their own, beside that buffer; and these stepped, where that is done in backward.
+
+    The root's weights are let go by then, unless the loss runs on them again before a second backward. The head's whole
+    gradient stays: FSDP2 names the last of a group until its shares are there (foreach_reduce). The nodes' sums of all
+    blocks are still held.
+    """
+    plan, e, buffer = step.plan, step.element_bytes, step.buffers.root_end
+    if not buffer:
+        return
+    parts, width, tied = num_shares(plan), reduce_width(plan), plan.model.tied_embeddings
+    shares = [t.count * t.share(parts) for t in trained_tensors(plan) if not t.in_block]
+    own = sum(shares) * e + (0 if tied else step.head_gradient)
+    kept, gathered = (step.all_kept(), step.buffers.root) if step.goes_back_twice else ({}, 0)
+    held = buffer + sum(step.buffers.summed_blocks)
+    table = 0 if tied else embedding_parameters(plan.model) * e
+    whole = _blocks_and_waiting(step) + table
+    yield {**kept, "gradients": whole, "gathered weights": gathered, "reduce buffers": held}
+    divided = _blocks_at_rest(step) + own
+    held += sum(shares) * width if width > e else 0
+    yield {**kept, "gradients": divided, "gathered weights": gathered, "reduce buffers": held}
+    if updates_in_backward(plan.tuning):
+        stepped = stepping_bytes(plan, max(shares))
+        yield {"gradients": own, "temporaries": stepped, "reduce buffers": buffer}
+
+
+def _blocks_and_waiting(step: StepStages) -> int:
+    """The blocks' gradients as they rest, and the root's whole ones where they wait, all but the embedding's."""
+    if not step.root_waits:
+        return step.gradients
+    late = sum(late_tables(step.plan.model)) * step.element_bytes if step.full else 0
+    return _blocks_at_rest(step) + step.head_gradient + step.final_norm.gradients + late
+
+
+def _blocks_at_rest(step: StepStages) -> int:
+    """The gradients that rest on the device when all blocks have gone back."""
+    return step.gradients_before or step.settled(step.gradients_of_blocks[-1])
 
 
 def _largest(moments: list[Terms]) -> Terms:
