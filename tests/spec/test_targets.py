@@ -3,7 +3,7 @@
 import pytest
 
 from fitune.errors import RecipeError
-from fitune.spec.recipe.targets import Adapted, resolve_adapted, resolve_layers
+from fitune.spec.recipe.targets import resolve_adapted, resolve_layers
 from plans import known, recipe_of, small_llama
 
 LLAMA = small_llama(num_hidden_layers=12)
@@ -24,15 +24,15 @@ LLAMA = small_llama(num_hidden_layers=12)
     ],
 )
 def test_names_and_patterns_find_their_linears(wanted, targets, layers):
-    assert resolve_adapted(LLAMA, targets=wanted) == Adapted(targets=targets, layers=layers)
+    assert resolve_adapted(LLAMA, targets=wanted) == (targets, layers)
 
 
 def test_a_last_part_that_names_two_linears_is_told_apart_by_the_whole_name():
     gpt2 = known("gpt2")
-    assert resolve_adapted(gpt2, targets=["c_proj"]).targets == ("c_proj",)
-    chosen = resolve_adapted(gpt2, targets=["attn.c_proj"])
-    assert chosen.targets == ("attn.c_proj",)
-    assert [m.name for m in gpt2.linears if m.is_target(chosen.targets)] == ["attn.c_proj"]
+    assert resolve_adapted(gpt2, targets=["c_proj"])[0] == ("c_proj",)
+    chosen, _ = resolve_adapted(gpt2, targets=["attn.c_proj"])
+    assert chosen == ("attn.c_proj",)
+    assert [m.name for m in gpt2.linears if m.is_target(chosen)] == ["attn.c_proj"]
 
 
 @pytest.mark.parametrize(
@@ -40,12 +40,12 @@ def test_a_last_part_that_names_two_linears_is_told_apart_by_the_whole_name():
     [([], ()), ([3], (3,)), ([2, 0, 1], (0, 1, 2)), (list(range(12)), ())],
 )
 def test_blocks_are_sorted_and_all_of_them_are_none_in_particular(wanted, layers):
-    assert resolve_adapted(LLAMA, targets=["q_proj"], layers=wanted).layers == layers
+    assert resolve_adapted(LLAMA, targets=["q_proj"], layers=wanted)[1] == layers
 
 
 def test_blocks_of_a_pattern_and_of_lora_layers_must_both_hold():
     pattern = [r"model\.layers\.[0-5]\..*"]
-    assert resolve_adapted(LLAMA, targets=pattern, layers=[4, 5, 6]).layers == (4, 5)
+    assert resolve_adapted(LLAMA, targets=pattern, layers=[4, 5, 6])[1] == (4, 5)
     with pytest.raises(RecipeError, match="no block in common: blocks 8–9 and blocks 0–5"):
         resolve_adapted(LLAMA, targets=pattern, layers=[8, 9])
 

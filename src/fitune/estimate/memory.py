@@ -199,8 +199,7 @@ def _backward_terms(step: StepStages) -> Terms:
 
 
 def _backward_moments(step: StepStages) -> list[Terms]:
-    """Terms of every moment that may be the worst, in the order in which they come: the end of the loss, the blocks, the
-    embedding.
+    """Terms of every moment that may be the worst, in the order in which they come: the loss, blocks, the embedding.
 
     The ends of every run of equal blocks suffice: from one to the next everything changes by the same.
     """

@@ -129,16 +129,16 @@ def lora_of(recipe: Recipe, model: ModelSpec, base: Dense | Quantiser) -> Lora:
     """The adapters that the recipe asks for, on ``base`` weights, with targets resolved to the model's linears."""
     # rows of new tokens have to be trained, in both tables
     whole = ["embed_tokens", "lm_head"] if recipe.added_tokens else recipe.lora_modules_to_save
-    adapted = resolve_adapted(model, targets=recipe.lora_target_modules, layers=recipe.lora_layers)
+    targets, layers = resolve_adapted(model, targets=recipe.lora_target_modules, layers=recipe.lora_layers)
     return Lora(
         rank=recipe.lora_r,
         alpha=recipe.lora_alpha or 2 * recipe.lora_r,
         dropout=recipe.lora_dropout,
-        targets=adapted.targets,
+        targets=targets,
         base=base,
         dora=recipe.dora,
         rslora=recipe.rslora,
-        layers=adapted.layers,
+        layers=layers,
         modules_to_save=resolve_modules_to_save(model, whole),
     )
 

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from fitune.errors import RecipeError, did_you_mean
@@ -23,16 +22,10 @@ _TABLES: dict[str, Table] = {
 """Names that models and people give the two tables -> Llama's names."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Adapted:
-    """``targets`` and ``layers`` as spec/choices.py's Lora has them."""
-
-    targets: tuple[str, ...]
-    layers: tuple[int, ...]
-
-
-def resolve_adapted(model: ModelSpec, *, targets: Sequence[str], layers: Sequence[int] = ()) -> Adapted:
-    """The linears and the blocks that are adapted; no ``layers``: all.
+def resolve_adapted(
+    model: ModelSpec, *, targets: Sequence[str], layers: Sequence[int] = ()
+) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """The linears and the blocks that are adapted, as ``targets`` and ``layers`` of a Lora; no ``layers``: all.
 
     ``all-linear`` (or ``all``) is every linear that LoRA can wrap, ``experts`` the stacked matrices of a mixture's
     experts, which can be named too (``experts.down_proj``). A name, and a regular expression as a whole, is the
@@ -48,20 +41,21 @@ def resolve_adapted(model: ModelSpec, *, targets: Sequence[str], layers: Sequenc
     for wanted in targets:
         for name, numbers in _matches(model, wanted):
             blocks.setdefault(name, set()).update(numbers)
-    both = _common_blocks(blocks) & set(resolve_layers(model, layers))
+    common = _common_blocks(blocks)
+    both = common & set(resolve_layers(model, layers))
     if not both:
         raise RecipeError(
             f"lora_layers and lora_target_modules have no block in common: {_listed(layers)} and "
-            f"{_listed(sorted(_common_blocks(blocks)))}",
+            f"{_listed(sorted(common))}",
             hint="leave lora_layers out",
         )
     chosen = tuple(sorted(both)) if len(both) < model.num_layers else ()
-    return Adapted(targets=_shortest(model, blocks), layers=chosen)
+    return _shortest(model, blocks), chosen
 
 
 def resolve_targets(model: ModelSpec, wanted: Sequence[str]) -> tuple[str, ...]:
     """The names alone, in block order."""
-    return resolve_adapted(model, targets=wanted).targets
+    return resolve_adapted(model, targets=wanted)[0]
 
 
 def resolve_layers(model: ModelSpec, wanted: Sequence[int]) -> tuple[int, ...]:
