@@ -50,5 +50,5 @@ def test_a_block_of_llama_keeps_by_hand():
     )
     by_hand = 2 * (2 * 4096 + 4) + 2 * 2 * 4096 + 2 * 6144 + 2 * 4096 + 4 * 32 + 3 * 2 * 14336
     step = describe_step(plan, largest_batch(plan))
-    assert step.block(1).kept == 4096 * by_hand
-    assert describe_step(replace(plan, kernels="torch"), largest_batch(plan)).block(1).kept > 4096 * by_hand
+    assert step.blocks[1].kept == 4096 * by_hand
+    assert describe_step(replace(plan, kernels="torch"), largest_batch(plan)).blocks[1].kept > 4096 * by_hand
