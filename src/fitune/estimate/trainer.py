@@ -5,7 +5,7 @@ They change the description of the step; ``memory_of`` and ``step_time_of`` pric
 
 from dataclasses import dataclass, replace
 
-from fitune.estimate.blocks.block import Block, block_stages
+from fitune.estimate.blocks.block import block_stages
 from fitune.estimate.buffers import (
     REDUCE_BUCKET,
     Buffers,
@@ -24,7 +24,7 @@ from fitune.estimate.division import (
     weights_are_divided,
     zero_stage,
 )
-from fitune.estimate.model_profile import ModelProfile, model_profile
+from fitune.estimate.model_profile import Block, ModelProfile, model_profile
 from fitune.estimate.parameters import head_parameters, root_weight_bytes
 from fitune.estimate.states import (
     SUB_GROUP,
