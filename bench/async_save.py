@@ -10,7 +10,6 @@ memory with the steps.
 """
 
 import argparse
-import dataclasses
 import json
 import os
 import shutil
@@ -24,8 +23,7 @@ from typing import Any
 
 import torch
 
-from fitune.demo.files import write_base_model
-from fitune.demo.text import pretraining_texts, training_exercises
+from fitune.demo.files import pretraining_texts, training_exercises, write_base_model
 from fitune.planner.search import find_plan
 from fitune.spec.machines.gpus import cpu_gpu, hardware_for
 from fitune.spec.model.model_config import load_model_spec
@@ -112,7 +110,7 @@ def main() -> None:
         work = Path(folder)
         os.environ["FITUNE_CACHE"] = str(work / "cache")
         write_base_model(work / "model", pretraining_texts(50, seed=0), shape=SHAPE, seed=0)
-        rows = (json.dumps(dataclasses.asdict(each)) for each in training_exercises(2_000, seed=0))
+        rows = (json.dumps(each) for each in training_exercises(2_000, seed=0))
         (work / "rows.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
         for number in range(wanted.rounds):
             order = list(SIDES) if number % 2 == 0 else list(SIDES)[::-1]

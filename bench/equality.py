@@ -9,7 +9,6 @@ loss of a step, of a gradient norm (as a share), of an exported weight.
 """
 
 import argparse
-import dataclasses
 import importlib.metadata
 import json
 import os
@@ -26,8 +25,7 @@ import torch
 import torch.multiprocessing as processes
 from safetensors.torch import load_file
 
-from fitune.demo.files import Shape, write_base_model
-from fitune.demo.text import pretraining_texts, training_exercises
+from fitune.demo.files import Shape, pretraining_texts, training_exercises, write_base_model
 from fitune.engine.ranks import ALONE, Ranks, joined_ranks
 from fitune.planner.search import find_plan
 from fitune.spec.machines.gpus import cpu_gpu, hardware_for
@@ -134,7 +132,7 @@ def plan_of(leg: Leg, work: Path) -> Plan:
 
 def write_inputs(work: Path) -> None:
     write_base_model(work / "model", pretraining_texts(600, seed=0), shape=SHAPE, seed=0)
-    rows = (json.dumps(dataclasses.asdict(each)) for each in training_exercises(120, seed=0))
+    rows = (json.dumps(each) for each in training_exercises(120, seed=0))
     (work / "rows.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
 
 

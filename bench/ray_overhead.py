@@ -29,8 +29,7 @@ from typing import Any
 
 import psutil
 
-from fitune.demo.files import Shape, write_base_model
-from fitune.demo.text import pretraining_texts, training_exercises
+from fitune.demo.files import Shape, pretraining_texts, training_exercises, write_base_model
 
 SHAPE = Shape(
     vocab_size=512, hidden_size=384, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=6,
@@ -159,7 +158,7 @@ def main() -> None:
         work = Path(place)
         os.environ["FITUNE_CACHE"] = str(work / "cache")
         write_base_model(work / "model", pretraining_texts(50, seed=0), shape=SHAPE, seed=0)
-        rows = (json.dumps(dataclasses.asdict(each)) for each in training_exercises(2_000, seed=0))
+        rows = (json.dumps(each) for each in training_exercises(2_000, seed=0))
         (work / "rows.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
         context = ray.init(
             address="local", num_cpus=2, include_dashboard=False, object_store_memory=80 * 2**20

@@ -27,8 +27,7 @@ from pathlib import Path
 import psutil
 from drawing import document, line, text
 
-from fitune.demo.files import Shape, write_base_model
-from fitune.demo.text import training_exercises
+from fitune.demo.files import Shape, training_exercises, write_base_model
 
 SHAPE = Shape(
     vocab_size=384, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1,
@@ -86,8 +85,8 @@ def main() -> None:
         work = Path(place)
         os.environ |= {"FITUNE_CACHE": str(work / "cache"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
         exercises = training_exercises(2_000, seed=0)
-        write_base_model(work / "model", [row.prompt for row in exercises[:200]], shape=SHAPE, seed=0)
-        words = sorted({word for row in exercises for word in f"{row.prompt} {row.completion}".split()})
+        write_base_model(work / "model", [row["prompt"] for row in exercises[:200]], shape=SHAPE, seed=0)
+        words = sorted({word for row in exercises for word in f"{row['prompt']} {row['completion']}".split()})
         runs: list[Run] = []
 
         def tell(run: Run) -> None:

@@ -17,8 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from fitune.demo.files import Shape, write_base_model
-from fitune.demo.text import pretraining_texts, training_exercises
+from fitune.demo.files import Shape, pretraining_texts, training_exercises, write_base_model
 from fitune.launch.ray_cluster import RayPlace, loaded_ray
 from fitune.session.events import Event, RowsAnswered
 from fitune.session.score.scoring import score_dataset
@@ -70,7 +69,7 @@ def main() -> None:
         os.environ["FITUNE_CACHE"] = str(work / "cache")
         write_base_model(work / "model", pretraining_texts(50, seed=0), shape=shape, seed=0)
         rows = [
-            {"id": number, "prompt": row.prompt, "completion": row.completion}
+            {"id": number, "prompt": row["prompt"], "completion": row["completion"]}
             for number, row in enumerate(training_exercises(asked.rows, seed=0))
         ]
         (work / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

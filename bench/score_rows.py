@@ -31,8 +31,7 @@ import psutil
 import torch
 
 from fitune.data.conversations.templates import load_template
-from fitune.demo.files import SHAPE, write_base_model
-from fitune.demo.text import pretraining_texts
+from fitune.demo.files import SHAPE, pretraining_texts, write_base_model
 from fitune.errors import MissingExtra
 from fitune.models.tokens import load_tokenizer
 from fitune.models.weights import load_model

@@ -23,8 +23,7 @@ from typing import Any
 
 import torch
 
-from fitune.demo.files import SHAPE, write_base_model
-from fitune.demo.text import pretraining_texts, training_exercises
+from fitune.demo.files import SHAPE, pretraining_texts, training_exercises, write_base_model
 from fitune.score import run as score_run
 from fitune.score.engines.continuous import unwatched
 from fitune.score.engines.engine import Completion, Request
@@ -88,7 +87,9 @@ def main() -> None:
             write_base_model(work / "model", list(pretraining_texts(500, seed=0)), shape=SHAPE, seed=0)
         model = asked.model or str(work / "model")
         rows = enumerate(training_exercises(asked.rows + 20, seed=0))
-        written = [{"id": f"row-{n}", "prompt": row.prompt, "completion": row.completion} for n, row in rows]
+        written = [
+            {"id": f"row-{n}", "prompt": row["prompt"], "completion": row["completion"]} for n, row in rows
+        ]
         for name, some in (("few", written[asked.rows :]), ("all", written[: asked.rows])):
             (work / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
         _scored(work, "few", model, asked, Clock())  # imports, and what is made at a first call

@@ -30,8 +30,7 @@ import torch
 from async_save import SHAPE
 from rows_from_s3 import ENVIRONMENT, s3_server
 
-from fitune.demo.files import write_base_model
-from fitune.demo.text import pretraining_texts, training_exercises
+from fitune.demo.files import pretraining_texts, training_exercises, write_base_model
 from fitune.planner.search import find_plan
 from fitune.spec.machines.gpus import cpu_gpu, hardware_for
 from fitune.spec.model.model_config import load_model_spec
@@ -181,7 +180,7 @@ def main() -> None:
             return
         work, shape = Path(folder), dataclasses.replace(SHAPE, num_hidden_layers=wanted.layers)
         write_base_model(work / "model", pretraining_texts(50, seed=0), shape=shape, seed=0)
-        rows = (json.dumps(dataclasses.asdict(each)) for each in training_exercises(2_000, seed=0))
+        rows = (json.dumps(each) for each in training_exercises(2_000, seed=0))
         (work / "rows.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
         for number in range(wanted.rounds):
             for side in list(found) if number % 2 == 0 else list(found)[::-1]:

@@ -1,6 +1,6 @@
 """The demo's task can only be done by reading: no held-out answer stands in anything that was trained on."""
 
-from fitune.demo.text import (
+from fitune.demo.files import (
     CITIES,
     COLOURS,
     GOODS,
@@ -30,20 +30,20 @@ def test_a_seed_gives_the_same_text_and_another_seed_another():
 
 def test_rows_have_ids_and_prompts_of_their_own():
     rows = TRAIN + TEST
-    assert len({row.id for row in rows}) == len({row.prompt for row in rows}) == len(rows)
+    assert len({row["id"] for row in rows}) == len({row["prompt"] for row in rows}) == len(rows)
 
 
 def test_no_held_out_row_shares_goods_or_city_with_a_training_row():
     for name in ("goods", "city"):
-        trained = {fields(row.completion)[name] for row in TRAIN}
-        asked = {fields(row.completion)[name] for row in TEST}
+        trained = {fields(row["completion"])[name] for row in TRAIN}
+        asked = {fields(row["completion"])[name] for row in TEST}
         assert trained.isdisjoint(asked)
         assert len(asked) == HELD_OUT
-        assert not any(value in row.prompt for row in TRAIN for value in asked)
+        assert not any(value in row["prompt"] for row in TRAIN for value in asked)
 
 
 def test_no_answer_of_a_training_row_is_right_for_a_held_out_row():
-    assert {row.completion for row in TRAIN}.isdisjoint(row.completion for row in TEST)
+    assert {row["completion"] for row in TRAIN}.isdisjoint(row["completion"] for row in TEST)
 
 
 def test_the_pretraining_text_knows_every_word_and_not_the_form():
@@ -57,7 +57,7 @@ def test_the_pretraining_text_knows_every_word_and_not_the_form():
 
 def test_every_answer_can_be_read_in_its_prompt():
     for row in TRAIN + TEST:
-        answer, prompt = fields(row.completion), row.prompt.lower()
+        answer, prompt = fields(row["completion"]), row["prompt"].lower()
         assert list(answer) == ["goods", "colour", "count", "city"]
         for name in ("goods", "colour", "city"):
             assert answer[name].lower() in prompt

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from fitune.demo.text import training_exercises
+from fitune.demo.files import training_exercises
 from fitune.launch.ray_cluster import RayPlace
 from fitune.session.clusters import score_on_ray
 from fitune.session.score.scoring import score_dataset
@@ -18,7 +18,7 @@ ROWS = 40
 
 
 def rows_in(path):
-    rows = [{"prompt": r.prompt, "completion": r.completion} for r in training_exercises(ROWS, seed=2)]
+    rows = [{"prompt": r["prompt"], "completion": r["completion"]} for r in training_exercises(ROWS, seed=2)]
     rows[3] = {"prompt": "1 + " * 400, "completion": "1"}  # longer than the context
     path.write_text(
         "".join(json.dumps({"id": f"row-{number}", **row}) + "\n" for number, row in enumerate(rows))

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from fitune.data.conversations.templates import ChatTemplate, load_template
-from fitune.demo.files import write_base_model
-from fitune.demo.text import training_exercises
+from fitune.demo.files import training_exercises, write_base_model
 from fitune.models.tokens import load_tokenizer
 from fitune.spec.plan import DataSource
 from models.tiny_models import load
@@ -36,7 +35,7 @@ class Tiny:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model") / "tiny"
-    write_base_model(folder, [row.prompt for row in training_exercises(200, seed=0)], shape=TINY, seed=0)
+    write_base_model(folder, [row["prompt"] for row in training_exercises(200, seed=0)], shape=TINY, seed=0)
     tokenizer = load_tokenizer(str(folder))
     model = load(folder)
     return Tiny(folder, model, tokenizer, load_template(tokenizer))

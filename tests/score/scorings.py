@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from fitune.demo.text import training_exercises
+from fitune.demo.files import training_exercises
 from fitune.score.engines.engine import Sampling
 from fitune.score.plan import ScorePlan
 from fitune.score.run import score
@@ -12,10 +12,7 @@ ROWS = 20
 
 
 def write_data(path, *, count=ROWS, changed=""):
-    rows = [
-        {"id": r.id, "prompt": r.prompt, "completion": r.completion}
-        for r in training_exercises(count, seed=2)
-    ]
+    rows = training_exercises(count, seed=2)
     if changed:
         rows[3]["prompt"] = changed
     return write_lines(path, rows)

@@ -7,7 +7,7 @@ import torch
 from transformers import GenerationConfig
 
 from fitune.data.conversations.messages import Conversation, Message
-from fitune.demo.text import training_exercises
+from fitune.demo.files import training_exercises
 from fitune.models.attention import use_attention
 from fitune.score.engines import engine_transformers
 from fitune.score.engines.continuous import can_join
@@ -25,7 +25,7 @@ WARM = Sampling(max_new_tokens=12, temperature=0.8, top_p=0.9, seed=3)
 def tasks(tiny):
     """17 prompts of very different length."""
     rows = training_exercises(17, seed=1)
-    texts = [row.prompt[: 3 + 5 * place] for place, row in enumerate(rows)]
+    texts = [row["prompt"][: 3 + 5 * place] for place, row in enumerate(rows)]
     conversations = [
         Conversation((Message("user", text), Message("assistant", "x")), "here") for text in texts
     ]

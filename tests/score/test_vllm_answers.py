@@ -13,8 +13,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from fitune.data.conversations.templates import load_template
-from fitune.demo.files import write_base_model
-from fitune.demo.text import training_exercises
+from fitune.demo.files import training_exercises, write_base_model
 from fitune.errors import CheckpointError
 from fitune.models.adapters import load_adapter
 from fitune.models.tokens import load_tokenizer
@@ -52,7 +51,7 @@ WARM = Sampling(max_new_tokens=12, temperature=0.8, top_p=0.9, seed=3)
 def small(tmp_path_factory):
     """A random model of which one of its frequent tokens ends an answer."""
     folder = tmp_path_factory.mktemp("vllm") / "model"
-    write_base_model(folder, [row.prompt for row in training_exercises(200, seed=0)], shape=SHAPE, seed=0)
+    write_base_model(folder, [row["prompt"] for row in training_exercises(200, seed=0)], shape=SHAPE, seed=0)
     tokenizer = load_tokenizer(str(folder))
     model = load(folder)
     found = Tiny(folder, model, tokenizer, load_template(tokenizer))
@@ -72,7 +71,7 @@ def plain(small):
 
 def asked(small, sampling):
     rows = training_exercises(200, seed=1)
-    prompts = [small.tokenizer(row.prompt)["input_ids"] for row in rows]
+    prompts = [small.tokenizer(row["prompt"])["input_ids"] for row in rows]
     return [
         Request(id=str(place), prompt_ids=tuple(prompt), sampling=sampling)
         for place, prompt in enumerate(prompts)
@@ -201,7 +200,9 @@ def test_what_vllm_says_of_an_adapter_it_refuses_is_shown(small, tmp_path):
 def test_an_adapter_that_has_to_be_merged_is_scored_as_by_transformers(small, tmp_path, monkeypatch):
     monkeypatch.setenv("FITUNE_CACHE", str(tmp_path / "cache"))
     adapter = save_adapter(small, tmp_path / "adapter", use_dora=True)
-    rows = [{"prompt": row.prompt, "completion": row.completion} for row in training_exercises(60, seed=1)]
+    rows = [
+        {"prompt": row["prompt"], "completion": row["completion"]} for row in training_exercises(60, seed=1)
+    ]
     data = write_lines(tmp_path / "rows.jsonl", rows)
     found = {}
     for engine in ("transformers", "vllm"):
