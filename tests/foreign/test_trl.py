@@ -93,6 +93,7 @@ def test_the_arguments_of_an_unsloth_notebook():
         ("comet_ml", ["comet"]),
         ("mlflow,swanlab", ["mlflow"]),
         ("all", ["all"]),
+        (["all", "wandb"], ["all"]),
         ("none", []),
         ("trackio", []),
     ],

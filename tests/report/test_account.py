@@ -12,10 +12,10 @@ def ledger(run_report):
     return run_report.train_data
 
 
-def totals(entries):
+def totals(lines):
     """What the lines above "Kept" add up to."""
-    kept = next(place for place, entry in enumerate(entries) if entry.what == "Kept")
-    return sum(e.rows or 0 for e in entries[:kept]), sum(e.tokens or 0 for e in entries[:kept])
+    kept = next(place for place, (what, _, _) in enumerate(lines) if what == "Kept")
+    return sum(rows or 0 for _, rows, _ in lines[:kept]), sum(tokens or 0 for _, _, tokens in lines[:kept])
 
 
 @pytest.mark.parametrize(
@@ -35,17 +35,16 @@ def test_what_was_read_less_what_was_taken_off_is_what_was_kept(ledger, change):
 
 
 def test_every_reason_has_its_line(ledger):
-    lines = {entry.what: entry for entry in account(ledger)}
-    assert lines["Dropped: empty answer"].rows == -9
-    assert lines["Dropped: no supervised token"].rows == -5
-    assert lines["Cut off the end of 21 long rows"].tokens == -2_114
-    assert lines["Tokens of dropped rows"].tokens == -558
-    assert lines["of these supervised"].tokens == 53_208
+    lines = account(ledger)
+    assert ("Dropped: empty answer", -9, None) in lines
+    assert ("Dropped: no supervised token", -5, None) in lines
+    assert ("Cut off the end of 21 long rows", None, -2_114) in lines
+    assert ("Tokens of dropped rows", None, -558) in lines
+    assert ("of these supervised", None, 53_208) in lines
 
 
 def test_rows_that_vanished_without_a_reason_are_called_that(ledger):
-    lines = {entry.what: entry for entry in account(dataclasses.replace(ledger, rows_kept=1980))}
-    assert lines["Rows lost without a reason"].rows == -6
+    assert ("Rows lost without a reason", -6, None) in account(dataclasses.replace(ledger, rows_kept=1980))
 
 
 def test_the_remarks_say_how_full_the_packs_are(ledger):

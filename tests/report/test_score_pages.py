@@ -11,7 +11,7 @@ import pytest
 from fitune.errors import RunDirectoryError
 from fitune.report.score_comparison import write_score_comparison
 from fitune.report.score_page import write_score_page
-from fitune.report.score_rows import read_scored_rows
+from fitune.report.score_rows import first_grader_error, read_scored_rows
 from fitune.score.grades.intervals import compare
 from fitune.spec.reports import ScoreReport
 from fitune.spec.serial import to_json
@@ -138,7 +138,20 @@ def test_without_matplotlib_the_page_says_how_to_get_the_pictures(tmp_path, monk
 def test_a_folder_that_is_no_scoring_is_refused(tmp_path):
     with pytest.raises(RunDirectoryError, match=r"report\.json: cannot be read"):
         write_score_page(tmp_path)
+
+
+@pytest.mark.parametrize("line", ["{}", "[]", "7", "", '{"id": "row 0", "grades": '])
+def test_a_line_of_grades_that_is_none_is_refused(tmp_path, line):
     folder = write_folder(tmp_path / "one", [1.0, 0.0])
-    (folder / "grades.jsonl").write_text("{}\n")
+    (folder / "grades.jsonl").write_text(f"{line}\n")
     with pytest.raises(RunDirectoryError, match="its rows cannot be read"):
-        read_scored_rows(folder, [0])
+        read_scored_rows(folder, [0], scales={})
+    if line != "{}":
+        with pytest.raises(RunDirectoryError, match="its rows cannot be read"):
+            first_grader_error(folder, GRADER)
+
+
+def test_the_page_is_made_without_settings_that_cannot_be_read(tmp_path):
+    folder = write_folder(tmp_path / "one", [1.0, 0.0])
+    (folder / "manifest.json").write_text("[]")
+    assert "Settings" not in text_of(write_score_page(folder))

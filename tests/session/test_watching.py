@@ -9,7 +9,7 @@ import pytest
 
 from fitune.errors import RunDirectoryError
 from fitune.report.run_page import page_of
-from fitune.report.run_words import Sign, UnderWay, restart_summary, state_line
+from fitune.report.run_words import UnderWay, restart_summary, state_line
 from fitune.session.reported import report_run, watched_run
 from fitune.session.results import text_of
 from fitune.session.watching import RunView, watch_run
@@ -201,8 +201,7 @@ def test_the_state_names_what_is_left():
     assert state_line(going).endswith(
         "(12 min 0 s): step 120 of 600, 48 min 0 s left; last checkpoint at step 100; last sign 3 s ago"
     )
-    sign = Sign(status=RankStatus(rank=0), seconds=1.0)
-    nobody = UnderWay(at=1720.0, owners=(), last_sign_s=9.0, signs=(sign,))
+    nobody = UnderWay(at=1720.0, owners=(), last_sign_s=9.0, signs=((RankStatus(rank=0), 1.0),))
     assert (
         state_line(nobody) == "nobody runs it, and it wrote no report: no step is done yet; no checkpoint yet"
     )

@@ -182,6 +182,8 @@ def test_an_unknown_tracker_is_refused_with_the_nearest_name():
     with pytest.raises(RecipeError, match="unknown tracker 'tensorbord'") as caught:
         wanted_trackers(["tensorbord"])
     assert caught.value.hint == "did you mean 'tensorboard'?"
+    with pytest.raises(RecipeError, match="unknown tracker 'tensorbord'"):
+        wanted_trackers(["all", "tensorbord"])
 
 
 def test_a_tracker_without_its_library_names_the_command(monkeypatch):
@@ -189,6 +191,8 @@ def test_a_tracker_without_its_library_names_the_command(monkeypatch):
     with pytest.raises(MissingExtra, match="fitune\\[away\\]"):
         wanted_trackers(["away"])
     assert "away" not in wanted_trackers(["all"])
+    with pytest.raises(MissingExtra, match="fitune\\[away\\]"):
+        wanted_trackers(["all", "away"])
 
 
 def test_the_table_names_extras_that_pyproject_has():

@@ -303,7 +303,9 @@ def _trackers(r: Reading) -> None:
     }
     trackers = list(dict.fromkeys([*ours, *reversed(called)]))
     if trackers:
-        r.put("report_to", trackers, key="report_to" if ours else called[trackers[0]])
+        # ``all`` are those that are installed; who is named beside it would have to be
+        wanted = ["all"] if "all" in trackers else trackers
+        r.put("report_to", wanted, key="report_to" if ours else called[trackers[0]])
     others = [name for name in named if name not in _HERE and name not in ("none", "")]
     r.passed(
         "report_to", f"fitune has no {', '.join(others)}; metrics.jsonl has every step" if others else ""

@@ -78,11 +78,11 @@ def write_page(path: Path, text: str) -> Path:
 
 def ledger_table(title: str, ledger: Ledger, seq_len: int) -> dict[str, Any]:
     """Title, rows, numbers of the rows that are sums, and remarks, as the template takes them."""
-    entries = account(ledger)
+    lines = account(ledger)
     return {
         "title": title,
-        "rows": [(entry.what, _amount(entry.rows), _amount(entry.tokens)) for entry in entries],
-        "sums": [place for place, entry in enumerate(entries) if entry.is_sum],
+        "rows": [(what, _amount(rows), _amount(tokens)) for what, rows, tokens in lines],
+        "sums": [place for place, (what, _, _) in enumerate(lines) if what in (_READ, _KEPT)],
         "remarks": remarks(ledger, seq_len=seq_len),
     }
 
@@ -91,37 +91,31 @@ def _amount(value: int | None) -> str:
     return "" if value is None else f"{value:,}".replace("-", "−")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """One line. Amounts that were taken off are negative; None leaves the cell empty."""
-
-    what: str
-    rows: int | None = None
-    tokens: int | None = None
-    is_sum: bool = False
+_READ, _KEPT = "Read", "Kept"
+"""Lines of the account that are sums."""
 
 
-def account(ledger: Ledger) -> list[Entry]:
-    """The account of the data, from rows read to tokens trained on. An unexplained difference has a line of its own."""
+def account(ledger: Ledger) -> list[tuple[str, int | None, int | None]]:
+    """The account of the data, from rows read to tokens trained on: what, rows and tokens of each line.
+
+    Amounts that were taken off are negative; None leaves the cell empty. An unexplained difference has a line of its
+    own.
+    """
     dropped = sum(ledger.dropped.values())
     other_rows = ledger.rows_kept - (ledger.rows_read - dropped)
     other_tokens = ledger.tokens_kept - (ledger.tokens_read - ledger.tokens_cut)
-    lines = [
-        Entry(what="Read", rows=ledger.rows_read, tokens=ledger.tokens_read, is_sum=True),
-        *(Entry(what=f"Dropped: {reason}", rows=-rows) for reason, rows in ledger.dropped.items()),
-    ]
+    lines: list[tuple[str, int | None, int | None]] = [(_READ, ledger.rows_read, ledger.tokens_read)]
+    lines += [(f"Dropped: {reason}", -rows, None) for reason, rows in ledger.dropped.items()]
     if other_tokens:
         what = "Tokens of dropped rows" if other_tokens < 0 and dropped else "Tokens gained or lost otherwise"
-        lines.append(Entry(what=what, tokens=other_tokens))
+        lines.append((what, None, other_tokens))
     if other_rows:
         what = "Rows gained without a reason" if other_rows > 0 else "Rows lost without a reason"
-        lines.append(Entry(what=what, rows=other_rows))
+        lines.append((what, other_rows, None))
     if ledger.rows_cut or ledger.tokens_cut:
-        lines.append(
-            Entry(what=f"Cut off the end of {ledger.rows_cut:,} long rows", tokens=-ledger.tokens_cut)
-        )
-    lines.append(Entry(what="Kept", rows=ledger.rows_kept, tokens=ledger.tokens_kept, is_sum=True))
-    lines.append(Entry(what="of these supervised", tokens=ledger.tokens_supervised))
+        lines.append((f"Cut off the end of {ledger.rows_cut:,} long rows", None, -ledger.tokens_cut))
+    lines.append((_KEPT, ledger.rows_kept, ledger.tokens_kept))
+    lines.append(("of these supervised", None, ledger.tokens_supervised))
     return lines
 
 

@@ -16,15 +16,6 @@ SIGN_HEADINGS = ("", "where", "was doing", "in step", "last sign")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sign:
-    """The last that is known of one rank."""
-
-    status: RankStatus
-    seconds: float
-    """Since its last sign: while it makes progress, a rank gives one every ten seconds."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class UnderWay:
     """A run as its directory shows it at one moment."""
 
@@ -39,8 +30,9 @@ class UnderWay:
     """Seconds that the steps left will take; 0 before the first."""
     saved_step: int | None = None
     """Step of the last checkpoint."""
-    signs: tuple[Sign, ...] = ()
-    """One for each of several ranks."""
+    signs: tuple[tuple[RankStatus, float], ...] = ()
+    """Of each of several ranks its status, and the seconds since its last sign: while it makes progress, a rank gives
+    one every ten seconds."""
 
     @property
     def is_alive(self) -> bool:
@@ -69,17 +61,17 @@ def state_line(run: UnderWay) -> str:
     return f"no sign for {format_seconds(run.last_sign_s)}; {gone} {verb} gone: {done}; {saved}{goes_on}"
 
 
-def sign_rows(signs: Sequence[Sign]) -> list[tuple[str, ...]]:
+def sign_rows(signs: Sequence[tuple[RankStatus, float]]) -> list[tuple[str, ...]]:
     """A row for each rank: its process, what it did last, in which step, and how long ago."""
     return [
         (
-            f"rank {sign.status.rank}",
-            f"process {sign.status.pid} on {sign.status.host}",
-            _doing(sign.status),
-            f"{sign.status.step:,}",
-            _ago(sign.seconds),
+            f"rank {status.rank}",
+            f"process {status.pid} on {status.host}",
+            _doing(status),
+            f"{status.step:,}",
+            _ago(seconds),
         )
-        for sign in signs
+        for status, seconds in signs
     ]
 
 
@@ -104,7 +96,7 @@ def under_way_tiles(run: UnderWay, restarts: Sequence[Restart]) -> Iterator[Tile
         yield Tile("Last checkpoint", f"step {run.saved_step:,}", f"{lost:,} steps after it")
     yield Tile("Last sign", _ago(run.last_sign_s), f"at {clock(run.at - run.last_sign_s, at=run.at)}")
     if run.signs:
-        hosts = len({sign.status.host for sign in run.signs})
+        hosts = len({status.host for status, _ in run.signs})
         below = f"on {hosts} machine{'s' * (hosts != 1)}"
         yield Tile("Workers", f"{len(run.signs)}", below + (f", {_times(len(restarts))}" if restarts else ""))
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from fitune.report.page import pictures_or_advice, render, write_page
 from fitune.report.plots import Axes, colour, draw_svg
-from fitune.report.score_page import shown
 from fitune.report.score_rows import ScoredRow, places_of, read_score, read_scored_rows
 from fitune.spec.reports import PairedScore, Scale, ScoreReport
 from fitune.spec.words import describe_grade
@@ -29,13 +28,11 @@ def write_score_comparison(
     first = next((found for found in paired if found.better + found.worse), paired[0])
     better, worse = _largest(changed, first.grader, sign=-1 if first.scale == "perplexity" else 1)
     wanted = {*better, *worse}
-    here, there = _rows(directory, wanted), _rows(other, wanted)
+    here, there = _rows(directory, wanted, mine), _rows(other, wanted, theirs)
 
-    def pairs(ids: Sequence[str]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """The rows with these ids as the page shows them, here and there; ids that one folder lacks are left out."""
-        return [
-            (shown(here[id_], mine), shown(there[id_], theirs)) for id_ in ids if id_ in here and id_ in there
-        ]
+    def pairs(ids: Sequence[str]) -> list[tuple[ScoredRow, ScoredRow]]:
+        """The rows with these ids, here and there; ids that one folder lacks are left out."""
+        return [(here[id_], there[id_]) for id_ in ids if id_ in here and id_ in there]
 
     pictures, advice = pictures_or_advice(lambda: _pictures(paired), without=[])
     page = render(
@@ -78,9 +75,9 @@ def _largest(changed: Iterable[dict[str, Any]], grader: str, *, sign: int) -> tu
     return [id_ for _, _, id_ in better], [id_ for _, _, id_ in worse]
 
 
-def _rows(directory: Path, wanted: set[str]) -> dict[str, ScoredRow]:
-    rows = read_scored_rows(directory, places_of(directory, wanted).values())
-    return {row.id: row for row in rows.values()}
+def _rows(directory: Path, wanted: set[str], report: ScoreReport) -> dict[str, ScoredRow]:
+    rows = read_scored_rows(directory, places_of(directory, wanted).values(), scales=report.scales)
+    return {row["id"]: row for row in rows.values()}
 
 
 def difference_text(value: float, scale: Scale) -> str:

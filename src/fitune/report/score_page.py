@@ -1,16 +1,15 @@
 """score.html: what was measured, how the grades are distributed, the worst rows, samples, and what it took."""
 
-import json
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fitune.files import read_text
 from fitune.report.page import Tile, pictures_or_advice, render, write_page
 from fitune.report.plots import Axes, colour, draw_svg
-from fitune.report.score_rows import ScoredRow, read_columns, read_score, read_scored_rows
+from fitune.report.score_rows import read_columns, read_score, read_scored_rows
 from fitune.spec.reports import ScoreReport
+from fitune.spec.serial import read_object
 from fitune.spec.words import describe_grade
 from fitune.units import counted, format_bytes, format_count, format_percent, format_seconds
 
@@ -27,13 +26,9 @@ def write_score_page(directory: Path) -> Path:
     failed, lengths, grades = _read(directory, graders)
     low_is_bad = {name: -1 if report.scales.get(name) == "perplexity" else 1 for name in graders}
     places = _places(failed, [low_is_bad[name] * grades[name] for name in graders[:1]])
-    rows = read_scored_rows(directory, {place for some in places.values() for place in some})
-
-    def listed(places: Iterable[int]) -> list[dict[str, Any]]:
-        """The rows at these places, as the template takes them."""
-        return [shown(rows[place], report) for place in places]
-
-    lists: dict[str, Any] = {name: listed(some) for name, some in places.items()}
+    wanted = {place for some in places.values() for place in some}
+    rows = read_scored_rows(directory, wanted, scales=report.scales)
+    lists: dict[str, Any] = {name: [rows[place] for place in some] for name, some in places.items()}
     pictures, advice = pictures_or_advice(lambda: _pictures(report, lengths, grades), without=[])
     page = render(
         "score.html",
@@ -83,20 +78,6 @@ def _places(failed: Any, first: Sequence[Any]) -> dict[str, list[int]]:
         if (at := draw.randrange(place + 1)) < _SHOWN:
             samples[at] = place
     return {**found, "samples": samples}
-
-
-def shown(row: ScoredRow, report: ScoreReport) -> dict[str, Any]:
-    """A row as the template takes it."""
-    grades = [
-        f"{name} {'not graded' if grade is None else describe_grade(grade, report.scales.get(name, 'share'))}"
-        for name, grade in row.grades.items()
-    ]
-    if row.is_cut_off:
-        grades.append("cut off at the token limit")
-    return {
-        "id": row.id, "prompt": row.prompt, "expected": row.expected, "answer": row.answer, "error": row.error,
-        "grades": ", ".join(grades), "notes": list(row.notes.items()),
-    }  # fmt: skip
 
 
 def interval_text(report: ScoreReport, name: str) -> str:
@@ -194,7 +175,7 @@ def histogram(values: Any, axis: str, *, name: str) -> str:
 def _settings(directory: Path) -> Iterator[tuple[str, str]]:
     """The manifest: what every answer depends on."""
     try:
-        found = json.loads(read_text(directory / "manifest.json", follow_links=False))
+        found = read_object(directory / "manifest.json", follow_links=False)
     except (OSError, ValueError):
         return  # the page is worth reading without
     for name, value in found.items():

@@ -1,35 +1,25 @@
-"""Rows of a scoring read back: answers.parquet and grades.jsonl side by side, a few rows at a time."""
+"""Rows of a scoring read back: answers.parquet and grades.jsonl side by side, only those that a page shows."""
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fitune.errors import RunDirectoryError
 from fitune.files import open_regular, read_text
-from fitune.spec.reports import ScoreReport
-from fitune.spec.serial import from_json
+from fitune.spec.reports import Scale, ScoreReport
+from fitune.spec.serial import from_json, parse_object
+from fitune.spec.words import describe_grade
 
 _TOGETHER = 4_096
 """Rows of a column in memory."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoredRow:
-    """One row; ``answer`` is the model's, or the likeliest of given ones, or None where only one text was weighed."""
-
-    id: str
-    prompt: str
-    expected: str | None
-    answer: str | None
-    error: str
-    completion_tokens: int
-    is_cut_off: bool
-    grades: dict[str, float | None]
-    notes: dict[str, str] = field(default_factory=dict)
-    """Grader -> its error, or the judge's words."""
+ScoredRow = dict[str, Any]
+"""One row as ``row_asked`` of ``templates/parts.html`` takes it: id, prompt, expected, answer, error, grades in words,
+and notes, which are pairs of a grader and its error or the judge's words. ``answer`` is the model's, or the likeliest
+of given ones, or None where only one text was weighed."""
 
 
 def read_score(directory: Path) -> ScoreReport:
@@ -54,8 +44,11 @@ def read_columns(directory: Path, columns: Sequence[str]) -> Iterator[Any]:
         yield from table.iter_batches(batch_size=_TOGETHER, columns=list(columns))
 
 
-def read_scored_rows(directory: Path, places: Collection[int]) -> dict[int, ScoredRow]:
-    """Place of a row in the data, from 0 -> the row, for each of ``places``. Raises RunDirectoryError."""
+def read_scored_rows(
+    directory: Path, places: Collection[int], *, scales: Mapping[str, Scale]
+) -> dict[int, ScoredRow]:
+    """Place of a row in the data, from 0 -> the row, for each of ``places``. ``scales`` of the graders are those of the
+    report. Raises RunDirectoryError."""
     import pyarrow.parquet as pq
 
     found: dict[int, ScoredRow] = {}
@@ -71,7 +64,7 @@ def read_scored_rows(directory: Path, places: Collection[int]) -> dict[int, Scor
             for place in here:
                 line = next((line for number, line in grades if number == place), b"")
                 (answered,) = rows.slice(place - first, 1).to_pylist()
-                found[place] = _row(answered, json.loads(line))
+                found[place] = _row(answered, parse_object(line), scales)
             first = after
     return found
 
@@ -98,7 +91,7 @@ def first_failed(directory: Path) -> tuple[str, str]:
 def first_grader_error(directory: Path, grader: str) -> tuple[str, str]:
     """Id and first line of the error of the first row for which ``grader`` failed. Raises RunDirectoryError."""
     with _readable(directory), open_regular(directory / "grades.jsonl", follow_links=False) as file:
-        for row in map(json.loads, file):
+        for row in map(parse_object, file):
             if error := row.get("errors", {}).get(grader):
                 return row["id"], error.partition("\n")[0]
     raise RunDirectoryError(f"{directory}: {grader} failed for no row", hint="score again")
@@ -120,7 +113,13 @@ def _readable(directory: Path) -> Iterator[None]:
         ) from None
 
 
-def _row(answered: dict[str, Any], graded: dict[str, Any]) -> ScoredRow:
+def _row(answered: dict[str, Any], graded: dict[str, Any], scales: Mapping[str, Scale]) -> ScoredRow:
+    grades = [
+        f"{name} {'not graded' if grade is None else describe_grade(grade, scales.get(name, 'share'))}"
+        for name, grade in graded["grades"].items()
+    ]
+    if answered["finish_reason"] == "length":
+        grades.append("cut off at the token limit")
     notes = {
         name: said if isinstance(said, str) else "\n\nin the other order:\n".join(said)
         for name, said in graded.get("said", {}).items()
@@ -129,14 +128,8 @@ def _row(answered: dict[str, Any], graded: dict[str, Any]) -> ScoredRow:
         name: f"{error}\n{notes[name]}" if notes.get(name) else error
         for name, error in graded.get("errors", {}).items()
     }
-    return ScoredRow(
-        id=answered["custom_id"],
-        prompt=answered["prompt"],
-        expected=answered["expected"],
-        answer=answered["answer"],
-        error=answered["error"] or "",
-        completion_tokens=answered["completion_tokens"] or 0,
-        is_cut_off=answered["finish_reason"] == "length",
-        grades=graded["grades"],
-        notes=notes,
-    )
+    return {
+        "id": answered["custom_id"], "prompt": answered["prompt"], "expected": answered["expected"],
+        "answer": answered["answer"], "error": answered["error"] or "", "grades": ", ".join(grades),
+        "notes": list(notes.items()),
+    }  # fmt: skip

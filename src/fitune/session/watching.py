@@ -15,7 +15,7 @@ from fitune.report.local_pages import curve_of, run_refused_html, runs_html, run
 from fitune.report.page import write_page
 from fitune.report.run_files import RunFiles, read_run
 from fitune.report.run_page import page_of
-from fitune.report.run_words import Sign, UnderWay, state_line
+from fitune.report.run_words import UnderWay, state_line
 from fitune.session.signals import quiet_stop
 from fitune.spec.rank_status import read_statuses, status_of
 from fitune.spec.run_directory import LOCK, LOGS
@@ -64,14 +64,14 @@ class RunView:
         saved = last_saved(self.directory)
         logs = self.directory / LOGS
         signs = tuple(
-            Sign(status=status, seconds=_age(logs / status_of(rank), now))
+            (status, _age(logs / status_of(rank), now))
             for rank, status in sorted(read_statuses(logs).items())
         )
         ages = [_age(self.directory / name, now) for name in _SIGNS]
         return UnderWay(
             at=now,
             owners=owners_of(self.directory),
-            last_sign_s=min([*ages, *(sign.seconds for sign in signs)]),
+            last_sign_s=min([*ages, *(seconds for _, seconds in signs)]),
             step=last.step if last else 0,
             total_steps=last.total_steps if last else 0,
             remaining_s=max(last.total_steps - last.step, 0) * sum(recent) / len(recent) if last else 0.0,

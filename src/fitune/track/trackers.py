@@ -63,8 +63,8 @@ def wanted_trackers(names: Sequence[str]) -> dict[str, Row]:
         if len(named) > 1:
             raise RecipeError(f"report_to: {', '.join(names)}: none goes with no other")
         return {}
-    if _ALL in named:
-        return {name: row for name, row in TRACKERS.items() if _is_installed(row.library)}
+    wants_all = _ALL in named
+    named = [name for name in named if name != _ALL]
     for name in named:
         if name not in TRACKERS:
             known = (*TRACKERS, NONE)
@@ -76,6 +76,8 @@ def wanted_trackers(names: Sequence[str]) -> dict[str, Row]:
             error = MissingExtra(f"report_to: {name}", extra=TRACKERS[name].extra)
             error.hint = f"{error.hint}, or report_to: none; metrics.jsonl has every step in any case"
             raise error
+    if wants_all:
+        return {name: row for name, row in TRACKERS.items() if _is_installed(row.library)}
     return {name: TRACKERS[name] for name in named}
 
 

@@ -187,7 +187,9 @@ def number(answer: str, expected: str) -> float:
 
 def rouge(answer: str, expected: str) -> float:
     """ROUGE-L F1 (Lin 2004) by Google's rouge-score, without stemming; words of other scripts than Latin count, too."""
-    return float(_rouge_scorer().score(expected, answer)["rougeL"].fmeasure)
+    library = _library("rouge_score.rouge_scorer", "rouge grader")
+    scorer = library.RougeScorer(["rougeL"], tokenizer=SimpleNamespace(tokenize=_rouge_words))
+    return float(scorer.score(expected, answer)["rougeL"].fmeasure)
 
 
 def f1(answer: str, expected: str) -> float:
@@ -313,12 +315,6 @@ def _library(name: str, needed_by: str) -> Any:
         return import_module(name)
     except ImportError:
         raise MissingExtra(f"the {needed_by}", extra="metrics") from None
-
-
-@cache
-def _rouge_scorer() -> Any:
-    rouge_scorer = _library("rouge_score.rouge_scorer", "rouge grader")
-    return rouge_scorer.RougeScorer(["rougeL"], tokenizer=SimpleNamespace(tokenize=_rouge_words))
 
 
 _UNSPACED = (
