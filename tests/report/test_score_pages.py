@@ -9,8 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from fitune.errors import RunDirectoryError
-from fitune.report.score_comparison import write_score_comparison
-from fitune.report.score_page import write_score_page
+from fitune.report.score_pages import write_score_comparison, write_score_page
 from fitune.report.score_rows import first_grader_error, read_scored_rows
 from fitune.score.grades.intervals import compare
 from fitune.spec.reports import ScoreReport

@@ -31,8 +31,7 @@ from fitune.models.readers import model_folder
 from fitune.models.tokens import load_tokenizer
 from fitune.models.weight_files import identity, stored_dtype
 from fitune.models.weights import load_model
-from fitune.report.score_comparison import write_score_comparison
-from fitune.report.score_page import write_score_page
+from fitune.report.score_pages import write_score_comparison, write_score_page
 from fitune.report.score_rows import first_failed, first_grader_error, read_changed
 from fitune.score.answers import CHANGED
 from fitune.score.engines.continuous import Moment
