@@ -68,7 +68,11 @@ def test_two_scorings_are_compared_on_the_rows_of_both(tmp_path):
         compare(mine, write_grades(tmp_path / "c", {"9": 1.0}))
     with pytest.raises(RunDirectoryError, match="has no grades that can be read"):
         compare(mine, tmp_path / "nowhere")
-    for damage in (b"[]\n", b'{"id": "1"}\n', b'{"id": 1, "grades": {}}\n', b"[" * 100_000):
+    for damage in (
+        b"[]\n", b'{"id": "1"}\n', b'{"id": 1, "grades": {}}\n', b"[" * 100_000, b'{"id": "2", "grades": []}\n',
+        b'{"id": "2", "grades": {"exact_match": "high"}}\n',
+        b'{"id": "2", "grades": {"exact_match": 1}, "weights": {"exact_match": null}}\n',
+    ):  # fmt: skip
         with (other / "grades.jsonl").open("ab") as file:
             file.write(damage)
         with pytest.raises(RunDirectoryError, match="has no grades that can be read"):

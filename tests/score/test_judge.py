@@ -122,14 +122,21 @@ def test_two_scorings_are_judged_in_both_orders(tiny, plan, tmp_path):
     assert len(bodies) == 2 * (ROWS - 1) + 1
 
 
-def test_a_damaged_scoring_to_compare_with_is_an_error_with_its_file_and_line(plan, tmp_path):
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (b'{"custom_id": 7}\n', "has no response"),
+        (b'{"custom_id": "7", "response": 7}\n', "is not as it was written"),
+    ],
+)
+def test_a_damaged_scoring_to_compare_with_is_an_error_with_its_file_and_line(plan, tmp_path, damage, why):
     quietly(plan)
     other = tmp_path / "other"
     other.mkdir()
-    (other / "answers.jsonl").write_bytes(answers(plan).read_bytes() + b'{"custom_id": 7}\n')
+    (other / "answers.jsonl").write_bytes(answers(plan).read_bytes() + damage)
     with serving(lambda body, before: said("Verdict: A")) as (url, _):
         name = judge_file(plan, url=url, verdict="prefer", against=other)
-        with pytest.raises(RunDirectoryError, match=f"{other}: .*answers.*: line {ROWS + 1} has no response"):
+        with pytest.raises(RunDirectoryError, match=f"{other}: .*answers.*: line {ROWS + 1} {why}"):
             quietly(replace(plan, graders=(name,)))
 
 

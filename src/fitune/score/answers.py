@@ -84,9 +84,9 @@ def answer_text(line: Line) -> str | None:
     return body["choices"][likeliest(body)]["text"] if len(body["choices"]) > 1 else None
 
 
-def written_rows(path: Path, *fields: str) -> Iterator[tuple[bytes, Line]]:
-    """Each row of a finished scoring's file as it is written, and read; it has these fields, and a text in the first.
-    Raises RunDirectoryError."""
+def written_rows(path: Path, *fields: str, check: Callable[[Line], object]) -> Iterator[tuple[bytes, Line]]:
+    """Each row of a finished scoring's file as it is written, and read; it has these fields, a text in the first, and
+    ``check`` raises nothing for it. Raises RunDirectoryError."""
     try:
         with open_regular(path, follow_links=False) as file:
             for number, line in enumerate(file, 1):
@@ -94,6 +94,10 @@ def written_rows(path: Path, *fields: str) -> Iterator[tuple[bytes, Line]]:
                 missing = [field for field in fields if not isinstance(row, dict) or field not in row]
                 if missing or not isinstance(row[fields[0]], str):
                     raise ValueError(f"line {number} has no {(*missing, fields[0])[0]}")
+                try:
+                    check(row)
+                except (LookupError, TypeError, AttributeError):
+                    raise ValueError(f"line {number} is not as it was written") from None
                 yield line, row
     except (OSError, ValueError, RecursionError) as error:
         raise RunDirectoryError(

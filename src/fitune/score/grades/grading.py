@@ -230,7 +230,8 @@ class Judging:
     @cached_property
     def _others(self) -> Index:
         others = self._closing.enter_context(open_index())
-        answers = written_rows(Path(self._judge.against) / "answers.jsonl", "custom_id", "response")
+        path = Path(self._judge.against) / "answers.jsonl"
+        answers = written_rows(path, "custom_id", "response", check=answer_text)
         others.add_texts((row["custom_id"], line) for line, row in answers)
         return others
 

@@ -249,4 +249,12 @@ def _scales(directory: Path) -> dict[str, Scale]:
 
 def grades_of(directory: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Each row of grades as it is written, and read. Raises RunDirectoryError."""
-    return written_rows(directory / "grades.jsonl", "id", "grades")
+    return written_rows(directory / "grades.jsonl", "id", "grades", check=_require_numbers)
+
+
+def _require_numbers(row: dict[str, Any]) -> None:
+    """Raises ValueError where a grade is neither a number nor None, or a weight is no number."""
+    for part, kinds in (("grades", int | float | None), ("weights", int | float)):
+        for name, value in row.get(part, {}).items():
+            if not isinstance(value, kinds):
+                raise ValueError(f"{part} of {row['id']!r:.60}: {name} is {value!r:.40}, no number")
