@@ -92,10 +92,9 @@ def test_rouge_of_latin_text_is_rouge_scores(answer, expected):
 
 
 def test_rouge_without_its_library_names_the_extra(monkeypatch):
-    from fitune.score.grades.graders import _library, _rouge_scorer
+    from fitune.score.grades.graders import _library
 
-    for cached in (_library, _rouge_scorer):
-        cached.cache_clear()
+    _library.cache_clear()
     monkeypatch.setitem(sys.modules, "rouge_score", None)
     monkeypatch.delitem(sys.modules, "rouge_score.rouge_scorer", raising=False)
     with pytest.raises(MissingExtra, match="rouge") as caught:

@@ -1,6 +1,7 @@
 """Models and adapters that would answer noise are refused, from Python as from the command line."""
 
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -46,6 +47,17 @@ def test_a_base_whose_weights_are_no_numbers_is_refused(tiny, data, tmp_path, va
     broken = changed(tiny.folder, tmp_path / "broken", "0.mlp.up_proj", value)
     with pytest.raises(ModelError, match=r"NaN or infinite: model.layers.0.mlp.up_proj.weight"):
         quietly(plan_for(broken, data, tmp_path / "out"))
+
+
+@pytest.mark.parametrize("engine", ["transformers", "server"])
+@pytest.mark.parametrize("listed", ['"</s>"', '{"id": 1}', "[1.5]"])
+def test_a_model_whose_end_tokens_are_no_ids_is_refused_by_every_engine(tiny, data, tmp_path, engine, listed):
+    model = shutil.copytree(tiny.folder, tmp_path / "model")
+    (model / "generation_config.json").write_text(f'{{"eos_token_id": {listed}}}')
+    url = "http://127.0.0.1:9/v1" if engine == "server" else ""
+    plan = replace(plan_for(model, data, tmp_path / "out"), engine=engine, url=url)
+    with pytest.raises(ModelError, match=r"generation_config.json: eos_token_id = .* must be a token's id"):
+        quietly(plan)
 
 
 @pytest.fixture

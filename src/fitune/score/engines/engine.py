@@ -11,14 +11,15 @@ No torch here: engines are imported when they are opened.
 """
 
 import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
 from fitune.errors import CheckpointError, RecipeError
-from fitune.files import read_text
+from fitune.spec.model.config_fields import ConfigFields
+from fitune.spec.model.config_schema import check_generation_config
+from fitune.spec.serial import read_object
 
 EngineName = Literal["transformers", "server", "vllm"]
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)
@@ -190,11 +191,15 @@ def no_effect(adapter: str) -> CheckpointError:
 
 
 def listed_stop_ids(folder: str) -> frozenset[int]:
-    """EOS ids that the model's makers listed in generation_config.json, else in config.json; empty for a Hub id."""
+    """EOS ids that the model's makers listed in generation_config.json, else in config.json; empty for a Hub id.
+
+    Raises ModelError for a list that is none.
+    """
     for name in ("generation_config.json", "config.json"):
         file = Path(folder) / name
         if file.is_file():
-            listed = json.loads(read_text(file)).get("eos_token_id")
+            listed = read_object(file).get("eos_token_id")
             if listed is not None:
+                check_generation_config(ConfigFields(values={"eos_token_id": listed}, where=str(file)))
                 return frozenset(listed if isinstance(listed, list) else [listed])
     return frozenset()
