@@ -229,3 +229,10 @@ def test_patterns_and_schemas_grade_the_answer_alone(tmp_path):
 def test_a_pattern_that_is_none_is_refused_before_any_row():
     with pytest.raises(RecipeError, match=r"'regex:\(': .*unterminated subpattern"):
         try_graders(open_graders(("regex:(",)))
+
+
+@pytest.mark.parametrize(("schema", "why"), [("7", "a schema is an object, true or false"), ("{", "line 1")])
+def test_a_schema_that_is_none_is_refused_before_any_row(tmp_path, schema, why):
+    (tmp_path / "bad.json").write_text(schema)
+    with pytest.raises(RecipeError, match=f"bad.json': .*{why}"):
+        try_graders(open_graders((f"json_schema:{tmp_path / 'bad.json'}",)))

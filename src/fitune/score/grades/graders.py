@@ -352,6 +352,8 @@ def _bare_words(text: str) -> list[str]:
 def _validator(schema: str) -> Any:
     jsonschema = _library("jsonschema", "json_schema grader")
     wanted = json.loads(schema)
+    if not isinstance(wanted, dict | bool):
+        raise ValueError("a schema is an object, true or false")
     kind = jsonschema.validators.validator_for(wanted)
     kind.check_schema(wanted)
     return kind(wanted)
