@@ -25,7 +25,7 @@ from fitune.measure.hardware import (
     resolve_hardware,
     see_one_kind,
 )
-from fitune.measure.nvml import FoundGpu, gpus_here, query_gpus, visible_gpus
+from fitune.measure.nvml import FoundGpu, driver_version, gpus_here, query_gpus, visible_gpus
 from fitune.spec.machines.gpus import GpuFigures, find_gpu, hardware_for
 from fitune.spec.words import devices_with_memory
 from fitune.units import GIB, MIB
@@ -147,6 +147,13 @@ def test_a_machine_without_a_driver_has_no_gpus(monkeypatch):
     monkeypatch.setattr(nvml, "count_of_driver", lambda: 0)
     monkeypatch.setitem(sys.modules, "torch", None)  # it is not asked
     assert gpus_here({}) == ()
+
+
+def test_without_nvml_no_version_of_the_driver_is_known(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(driver=False))
+    assert driver_version() == "none"
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert driver_version() == "none"
 
 
 def test_without_nvml_torch_describes_the_gpus(monkeypatch, torch_sees):

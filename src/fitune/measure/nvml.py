@@ -149,12 +149,14 @@ def visible_gpus(found: tuple[FoundGpu, ...], environment: Mapping[str, str]) ->
 
 
 def driver_version() -> str:
-    """Version of NVIDIA's driver; "none" where there is none."""
+    """Version of NVIDIA's driver; "none" where there is none, or nvidia-ml-py is not installed."""
     try:
         import pynvml
-
+    except ImportError:
+        return "none"
+    try:
         pynvml.nvmlInit()
-    except (ImportError, pynvml.NVMLError):
+    except pynvml.NVMLError:
         return "none"
     try:
         return str(pynvml.nvmlSystemGetDriverVersion())
