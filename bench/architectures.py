@@ -323,13 +323,13 @@ def _rows() -> list[Any]:
 def _stream(rows: list[Any]) -> Any:
     import torch
 
-    from fitune.rehearse.step import FullStream
+    from fitune.rehearse.step import RowStream
     from fitune.spec.model.block_profile import IGNORED
 
     labels = [torch.cat([ids[1:], torch.tensor([IGNORED])]) for ids in rows]
     positions = [torch.arange(len(ids)) for ids in rows]
     lengths = tuple(len(ids) for ids in rows)
-    return FullStream(torch.cat(rows), torch.cat(labels), torch.cat(positions), lengths)
+    return RowStream(torch.cat(rows), torch.cat(labels), torch.cat(positions), lengths)
 
 
 def _first_line(error: BaseException) -> str:

@@ -20,7 +20,7 @@ from fitune.engine.protocol import EnterPhase
 from fitune.estimate.predict import predict_memory
 from fitune.measure.memory import LiveTensors
 from fitune.models.weights import compute_dtype
-from fitune.session.proving.cases import Rows, random_rows
+from fitune.session.proving.steps import RowStream, random_rows
 from fitune.spec.machines.gpus import cpu_gpu, hardware_for
 from fitune.spec.model.block_profile import BatchShape
 from fitune.spec.model.model_config import spec_from_config
@@ -96,7 +96,7 @@ def plans(model: ModelSpec) -> Iterator[Plan]:
         yield plan_of(model, tuning=tuning, precision=precision, recompute=recompute, chunked=chunked)
 
 
-def measured_peaks(plan: Plan, rows: Rows, *, mesh: "DeviceMesh | None" = None) -> dict[Phase, int]:
+def measured_peaks(plan: Plan, rows: RowStream, *, mesh: "DeviceMesh | None" = None) -> dict[Phase, int]:
     """Live tensor bytes by phase of the third step of a freshly made model, on this rank of ``mesh``."""
     torch.manual_seed(0)
     config = LlamaConfig(**{key: value for key, value in CONFIG.items() if key != "model_type"})
@@ -119,7 +119,7 @@ def measured_peaks(plan: Plan, rows: Rows, *, mesh: "DeviceMesh | None" = None) 
     return tracker.peaks
 
 
-def predicted_peaks(plan: Plan, rows: Rows) -> dict[Phase, int]:
+def predicted_peaks(plan: Plan, rows: RowStream) -> dict[Phase, int]:
     shape = BatchShape(
         tokens=len(rows.input_ids_T),
         supervised_tokens=rows.supervised_tokens,
@@ -129,7 +129,7 @@ def predicted_peaks(plan: Plan, rows: Rows) -> dict[Phase, int]:
     return {phase: sum(terms.values()) for phase, terms in predict_memory(plan, shape).phases.items()}
 
 
-def peak_error(plan: Plan, rows: Rows) -> tuple[int, int, float]:
+def peak_error(plan: Plan, rows: RowStream) -> tuple[int, int, float]:
     """Predicted and measured peak of the whole step, and (predicted − measured) / measured."""
     predicted, measured = max(predicted_peaks(plan, rows).values()), max(measured_peaks(plan, rows).values())
     return predicted, measured, predicted / measured - 1

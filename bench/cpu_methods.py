@@ -22,7 +22,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cpu_memory import CONFIG, ROW_LENGTHS, Rows, measured_peaks, predicted_peaks, random_rows, small_model
+from cpu_memory import (
+    CONFIG,
+    ROW_LENGTHS,
+    RowStream,
+    measured_peaks,
+    predicted_peaks,
+    random_rows,
+    small_model,
+)
 from methods_grid import METHODS, Case, cases
 from methods_promises import gradients_of_lomo, streamed_models
 from transformers import LlamaConfig
@@ -55,7 +63,7 @@ class Found:
         return max(map(abs, self.errors))
 
 
-def look_at(case: Case, rows: Rows) -> Found:
+def look_at(case: Case, rows: RowStream) -> Found:
     return Found(
         method=case.method,
         setting=case.words,
@@ -65,7 +73,7 @@ def look_at(case: Case, rows: Rows) -> Found:
     )
 
 
-def rehearsed_peak(plan: Plan, rows: Rows) -> int:
+def rehearsed_peak(plan: Plan, rows: RowStream) -> int:
     config = LlamaConfig(**{key: value for key, value in CONFIG.items() if key != "model_type"})
     trace = record_step(plan, config, rows=rows.sequence_lengths, labels=rows.supervised_tokens)
     return max(sum(kinds.values()) for kinds in peaks_by_kind(trace, on_cuda=False).values())

@@ -51,7 +51,7 @@ def twin(family: str, *, recompute: int, adapted: bool) -> tuple[int, int]:
     return max(bench.predicted_peaks(plan, rows).values()), measured(config, plan, rows)
 
 
-def measured(config: object, plan: Plan, rows: bench.Rows) -> int:
+def measured(config: object, plan: Plan, rows: bench.RowStream) -> int:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).to(compute_dtype(plan.precision))
     engine = (prepared := prepare_loaded(model, plan)).engine

@@ -24,9 +24,15 @@ from transformers import LlamaConfig
 from fitune.engine.ranks import local_part
 from fitune.estimate.predict import predict
 from fitune.models.readers import model_config
-from fitune.rehearse.deep_update import make_states
 from fitune.rehearse.stand_ins import StandIns
-from fitune.rehearse.step import full_stream, heaviest_rows, most_labels, record_step, rehearsed
+from fitune.rehearse.step import (
+    full_stream,
+    heaviest_rows,
+    make_states,
+    most_labels,
+    record_step,
+    rehearsed,
+)
 from fitune.rehearse.trace import peaks_by_kind
 from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.plan import Plan, Zero

@@ -13,7 +13,7 @@ import torch
 
 from fitune.estimate.predict import predict
 from fitune.measure.hardware import detect_hardware
-from fitune.session.proving.cases import (
+from fitune.session.proving.steps import (
     CASES,
     SHAPES,
     Case,

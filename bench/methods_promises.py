@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from cpu_memory import CONFIG, ROW_LENGTHS, Rows, measured_peaks, plan_of, random_rows, small_model
+from cpu_memory import CONFIG, ROW_LENGTHS, RowStream, measured_peaks, plan_of, random_rows, small_model
 from methods_grid import AWAY, BF16_ALL, BY_NORM, BY_VALUE
 from torch.nn import Parameter
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -41,7 +41,7 @@ def _lomo(plan: Plan, lomo: Lomo) -> Plan:
     return replace(plan, tuning=lomo, optimizer=Sgd())
 
 
-def _gradients(plan: Plan, rows: Rows) -> dict[str, int]:
+def _gradients(plan: Plan, rows: RowStream) -> dict[str, int]:
     watched = _Gradients()
     prepared = _prepared(plan, watched)
     prepared.engine.forward_backward(
@@ -99,7 +99,7 @@ def streamed_models() -> list[dict[str, Any]]:
         return [{"method": name, **_streamed(plan, rows)} for name, plan in plans.items()]
 
 
-def _streamed(plan: Plan, rows: Rows) -> dict[str, Any]:
+def _streamed(plan: Plan, rows: RowStream) -> dict[str, Any]:
     weights, peak = weights_bytes(plan), max(measured_peaks(plan, rows).values())
     return {"weights_bytes": weights, "device_peak_bytes": peak, "times": weights / peak}
 

@@ -28,7 +28,7 @@ from fitune.estimate.predict import predict_step_time
 from fitune.measure.hardware import calibrated, detect_hardware
 from fitune.models.weights import compute_dtype
 from fitune.planner.search import find_plan
-from fitune.rehearse.step import FullStream, full_stream
+from fitune.rehearse.step import RowStream, full_stream
 from fitune.spec.machines.hardware import Hardware
 from fitune.spec.model.block_profile import BatchShape
 from fitune.spec.model.model_config import spec_from_config
@@ -164,7 +164,7 @@ def prepared_at_random(plan: Plan, config: PretrainedConfig) -> tuple[Prepared, 
     return prepare_loaded(model, plan), device
 
 
-def random_stream(case: Case, device: torch.device) -> FullStream:
+def random_stream(case: Case, device: torch.device) -> RowStream:
     """Full rows of any tokens; the first of each has nothing to be predicted from."""
     stream = full_stream((case.seq_len,) * case.rows)
     ids = torch.randint(0, case.model["vocab_size"], (case.rows, case.seq_len))
@@ -179,7 +179,7 @@ def random_stream(case: Case, device: torch.device) -> FullStream:
     )
 
 
-def one_step(engine: Engine, stream: FullStream, case: Case) -> None:
+def one_step(engine: Engine, stream: RowStream, case: Case) -> None:
     supervised = case.rows * (case.seq_len - 1)
     engine.forward_backward(stream, supervised_tokens=supervised, enter_phase=lambda phase: None)
     engine.update(learning_rate=1e-5, enter_phase=lambda phase: None)

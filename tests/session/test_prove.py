@@ -12,7 +12,6 @@ from fitune.measure.measurements import Proof, measured_on, proofs_folder
 from fitune.records.row import read_records
 from fitune.records.score import compare_rows
 from fitune.session.proving import kernels, prove, steps
-from fitune.session.proving.cases import CASES
 from fitune.session.proving.kernels import CannotRun, kernel_checks
 from fitune.spec.machines.gpus import find_gpu, hardware_for
 from fitune.spec.plan import Precision
@@ -165,7 +164,7 @@ def test_a_record_that_cannot_be_written_is_said_before_anything_runs(monkeypatc
 ])  # fmt: skip
 def test_plans_are_sized_to_the_card(card, model, layers):
     hardware = hardware_for(gpu=find_gpu(card), host_memory_bytes=2**37)
-    plan, shape, estimate = steps.sized_plan(CASES["full"], hardware)
+    plan, shape, estimate = steps.sized_plan(steps.CASES["full"], hardware)
     assert (shape.model, shape.layers) == (model, layers)
     assert estimate.peak_bytes <= 0.8 * estimate.usable_bytes
     assert plan.precision is (Precision.FP16 if card == "t4" else Precision.BF16)

@@ -1,10 +1,13 @@
 """A rehearsal: the Plan's own step with the model and engine that training would build, recorded on fake tensors.
 
-Its micro-batch is the one that takes the most memory the plan allows.
+Its micro-batch is the one that takes the most memory the plan allows. Of a deep model a few blocks are built, and the
+update of all is recorded with them: the optimizer sees parameters and no blocks, so those that stand for others are
+repeated, not built.
 """
 
 import gc
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,22 +15,24 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import Module, Parameter
 from transformers import PretrainedConfig, PreTrainedModel
 
+from fitune.engine.protocol import Engine
 from fitune.engine.ranks import local_part
+from fitune.models.language_model import LanguageModel
 from fitune.models.liger import computing_with
 from fitune.models.readers import empty_model, model_config, with_layers
 from fitune.models.row_attention import attending_as
 from fitune.models.weights import compute_dtype
-from fitune.rehearse.deep_update import make_states, parameter_keys, record_update
 from fitune.rehearse.layer_extrapolation import Depth, Irregular, extrapolated
 from fitune.rehearse.recorder import Recorder, fake_ranks, modules_may_move
 from fitune.rehearse.stand_ins import LIGER_STAND_INS, StandIns, cuda_functions
-from fitune.rehearse.trace import Trace, peaks_by_kind, reserved_peak
+from fitune.rehearse.trace import ParameterKey, Trace, peaks_by_kind, reserved_peak
 from fitune.spec.model.traits import has_scores
 from fitune.spec.plan import Batch, Lora, Offload, Plan, Recompute, Zero, updates_in_backward
 from fitune.spec.predictions import Rehearsal
-from fitune.train.prepare import Prepared, prepare_loaded
+from fitune.train.prepare import Prepared, engine_for, prepare_loaded
 
 
 def rehearse(plan: Plan, *, exact: bool = False, outside: dict[str, int] | None = None) -> Rehearsal:
@@ -183,24 +188,29 @@ def _micro_batches(plan: Plan) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class FullStream:
-    """A flat stream of T tokens, every row full. Which tokens they are does not matter."""
+class RowStream:
+    """A micro-batch that no data is read for: rows end to end in a flat stream of T tokens."""
 
     input_ids_T: Tensor
     labels_T: Tensor
     position_ids_T: Tensor
     sequence_lengths: tuple[int, ...]
 
+    @property
+    def supervised_tokens(self) -> int:
+        """Tokens with a label."""
+        return int((self.labels_T >= 0).sum())
+
     def tensors(self) -> tuple[Tensor, ...]:
         """Ids, labels and positions, [T] each."""
         return self.input_ids_T, self.labels_T, self.position_ids_T
 
 
-def full_stream(lengths: tuple[int, ...]) -> FullStream:
+def full_stream(lengths: tuple[int, ...]) -> RowStream:
     """Rows of these lengths; inside a fake mode they hold nothing."""
     tokens = sum(lengths)
     ids_T, labels_T, positions_T = (torch.empty(tokens, dtype=torch.int64) for _ in range(3))
-    return FullStream(ids_T, labels_T, positions_T, lengths)
+    return RowStream(ids_T, labels_T, positions_T, lengths)
 
 
 def heaviest_rows(plan: Plan) -> tuple[int, ...]:
@@ -219,3 +229,87 @@ def heaviest_rows(plan: Plan) -> tuple[int, ...]:
 def most_labels(batch: Batch) -> int:
     """Every token of a row but its first is predicted."""
     return batch.micro_batch_tokens - batch.micro_batch_size
+
+
+Keyed = tuple[ParameterKey, Tensor]
+
+
+def record_update(plan: Plan, shallow: LanguageModel, depth: Depth) -> Trace:
+    """The update of ``plan``'s model, of which ``shallow`` has a few blocks.
+
+    Its gradients, weights and states are among what is resident.
+    """
+    weights = dict(_deepened(_parameters(shallow), depth))
+    trained = {key: p for key, p in weights.items() if isinstance(p, Parameter) and p.requires_grad}
+    engine = engine_for(plan, shallow, {f"{block}.{name}": p for (block, name), p in trained.items()})
+    make_states(plan, engine, trained.values())
+    if not updates_in_backward(plan.tuning):
+        _share_gradients(trained, dict(_parameters(shallow)), depth)
+    buffers = _deepened(_by_block(shallow, lambda module: module.named_buffers()), depth)
+    resident: dict[str, Iterable[Tensor]] = {
+        "weights": [*weights.values(), *(buffer for _, buffer in buffers)],
+        "optimizer": map(local_part, engine.state().tensors.values()),
+        "gradients": (p.grad for p in trained.values() if p.grad is not None),  # a list would keep them alive
+    }
+    recorder = Recorder(resident, StandIns(gpu=plan.hardware.gpu, supervised_tokens=1))
+    recorder.name_gradients((key, p.grad) for key, p in trained.items())
+    with recorder:
+        engine.update(learning_rate=1.0, enter_phase=recorder.enter)
+        return recorder.finished()
+
+
+def make_states(plan: Plan, engine: Engine, trained: Iterable[Tensor]) -> None:
+    """An update on gradients of no content: the optimizer makes its states as in a first step."""
+    for parameter in trained:
+        parameter.grad = torch.empty_like(parameter)
+    with Recorder({}, StandIns(gpu=plan.hardware.gpu, supervised_tokens=1)):
+        engine.update(learning_rate=1.0, enter_phase=lambda phase: None)
+
+
+def parameter_keys(model: LanguageModel) -> dict[int, ParameterKey]:
+    """id of a parameter -> its block and its name there."""
+    return {id(parameter): key for key, parameter in _parameters(model)}
+
+
+def _share_gradients(
+    trained: Mapping[ParameterKey, Parameter], shallow: Mapping[ParameterKey, Tensor], depth: Depth
+) -> None:
+    """Gradients of no content; where the shallow model's share a storage, as FSDP2's of a block do, so do these."""
+    storages: dict[tuple[int | None, int], Tensor] = {}
+    for (block, name), parameter in trained.items():
+        example = shallow[depth.stood_for_by(block), name].grad
+        assert example is not None
+        local = local_part(example)
+        whole = local.untyped_storage()
+        place = (block, whole._cdata)
+        if place not in storages:
+            storages[place] = parameter.new_empty(whole.nbytes() // local.element_size(), dtype=local.dtype)
+        parameter.grad = storages[place].as_strided(local.shape, local.stride(), local.storage_offset())
+
+
+def _parameters(model: LanguageModel) -> Iterator[Keyed]:
+    """Trained parameters in the order in which training hands them to the optimizer."""
+    return _by_block(model, lambda module: module.named_parameters())
+
+
+def _by_block(
+    model: LanguageModel, members: Callable[[Module], Iterable[tuple[str, Tensor]]]
+) -> Iterator[Keyed]:
+    inside = {
+        id(tensor): (index, name)
+        for index, block in enumerate(model.blocks)
+        for name, tensor in members(block)
+    }
+    for name, tensor in members(model.whole):
+        yield inside.get(id(tensor), (None, name)), tensor
+
+
+def _deepened(shallow: Iterable[Keyed], depth: Depth) -> Iterator[Keyed]:
+    """New tensors of the same shapes, those of a block that stands for others once for each of them."""
+    for block, group in itertools.groupby(shallow, key=lambda item: item[0][0]):
+        members = [(name, tensor) for (_, name), tensor in group]
+        for copy in [None] if block is None else depth.copies(block):
+            for name, tensor in members:
+                empty = torch.empty_like(local_part(tensor), requires_grad=False)
+                is_parameter = isinstance(tensor, Parameter)
+                yield (copy, name), Parameter(empty, tensor.requires_grad) if is_parameter else empty
