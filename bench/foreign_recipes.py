@@ -95,9 +95,7 @@ def planned(reading: Reading) -> bool:
     """The model is known and something fits; only then the plan is a plan."""
     options = {"gpus": 8, "gpu": "h100"}
     try:
-        plan_for(
-            recipe_of_keys(reading.raw, where=reading.where, folder=reading.folder, options=options).recipe
-        )
+        plan_for(recipe_of_keys(reading.raw, where=reading.where, folder=reading.folder, options=options))
     except FituneError as error:
         print(f"{reading.where}: {str(error).splitlines()[0]}")
         return False

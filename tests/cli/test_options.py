@@ -18,7 +18,7 @@ from fitune.spec.recipe.score_recipe import ScoreRecipe, options_of
 def recipe(words, *settings):
     """What this line says, of a model that is of no account."""
     words = words.split() if isinstance(words, str) else words
-    return recipe_from(["--model=m", *words], settings).recipe
+    return recipe_from(["--model=m", *words], settings)
 
 
 TEXTS = ["run #3", "007", "no", "2026-11-24", "a: b", "[a", "1_0", "~"]
@@ -30,7 +30,7 @@ def test_a_key_that_takes_a_text_has_the_text_that_was_typed(key):
     model = [] if key == "model" else ["--model=m"]
     for text in TEXTS:
         for words, settings in (([f"--{key}", text], []), ([f"--{key}={text}"], []), ([], [f"{key}={text}"])):
-            assert getattr(recipe_from([*model, *words], settings).recipe, key) == text
+            assert getattr(recipe_from([*model, *words], settings), key) == text
 
 
 def test_texts_inside_lists_and_mappings_are_as_typed_too():
@@ -61,7 +61,7 @@ def test_a_key_without_its_value_is_named(key):
 def test_options_win_over_settings_and_settings_over_the_file(tmp_path):
     file = tmp_path / "recipe.yaml"
     file.write_text("model: a\nlora_r: 4\nseq_len: 128\nseed: 1\n")
-    recipe = recipe_from([str(file), "--seq-len", "512"], ["seq_len=256", "lora_r=8"]).recipe
+    recipe = recipe_from([str(file), "--seq-len", "512"], ["seq_len=256", "lora_r=8"])
     assert (recipe.model, recipe.lora_r, recipe.seq_len, recipe.seed) == ("a", 8, 512, 1)
 
 
@@ -144,7 +144,7 @@ def test_columns_of_other_names_are_an_option():
 def test_data_that_is_elsewhere_is_said_in_the_plan(monkeypatch):
     words = ["--model", "gpt2", "--gpu", "h100", "--tuning", "lora", "--data", "owner/rows"]
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    report = plan_on_data(recipe_from(words, []).recipe)
+    report = plan_on_data(recipe_from(words, []))
     assert report.run is None
     assert report.decisions[-1].startswith("note on data: owner/rows: not all of it is on this machine")
 

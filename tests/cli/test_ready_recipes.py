@@ -15,7 +15,7 @@ RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_ready_recipe_is_valid_and_fits_what_it_is_named_after(path, monkeypatch):
     monkeypatch.chdir(path.parent)  # models of the demo are not there before it has run
-    recipe = read_any_recipe(path).recipe
+    recipe = read_any_recipe(path)
     if recipe.gpu is not None:
         estimate = plan_for(recipe).chosen.estimate
         assert estimate.fits

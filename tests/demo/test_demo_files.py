@@ -115,13 +115,13 @@ def test_the_recipes_are_recipes(demo):
         (demo.lora_recipe, LORA),
         (demo.full_recipe, FULL),
     ):
-        recipe = read_any_recipe(path).recipe
+        recipe = read_any_recipe(path)
         assert recipe.tuning == training["tuning"]
         assert recipe.learning_rate == training["learning_rate"]
         assert (recipe.max_steps, recipe.micro_batch_size) == (training["max_steps"], 2)
         assert (recipe.seq_len, recipe.precision) == (256, "fp32")
     pretrain, lora, full = (
-        read_any_recipe(path).recipe for path in (demo.pretrain_recipe, demo.lora_recipe, demo.full_recipe)
+        read_any_recipe(path) for path in (demo.pretrain_recipe, demo.lora_recipe, demo.full_recipe)
     )
     assert pretrain.model == str(demo.start)
     assert lora.model == full.model == "base/model"  # from the recipe's folder, once the base is trained
@@ -134,7 +134,7 @@ def test_a_recipe_survives_any_folder_name(tmp_path):
     path = tmp_path / "recipe.yaml"
     odd = "it's: a #folder, [really]"
     path.write_text(recipe_text({**LORA, "model": odd, "data": odd, "output_dir": odd}, "p", path))
-    recipe = read_any_recipe(path).recipe
+    recipe = read_any_recipe(path)
     assert (recipe.model, recipe.data[0].path, recipe.output_dir) == (odd, odd, odd)
 
 

@@ -24,9 +24,9 @@ class Example:
     other_method: str
 
 
-def read_keys(keys, *, folder=Path("nowhere"), **options):
-    """What is read of another trainer's keys, with options of the command line on top."""
-    return recipe_of_keys(keys, where="theirs.yaml", folder=folder, options=options)
+def read_keys(keys, *, folder=Path("nowhere"), on_note=lambda line: None, **options):
+    """The recipe of another trainer's keys, with options of the command line on top."""
+    return recipe_of_keys(keys, where="theirs.yaml", folder=folder, options=options, on_note=on_note)
 
 
 def typed(line):

@@ -19,7 +19,7 @@ SECOND = typed(
 
 
 def recipe(keys, *, folder=Path("nowhere"), gpus=1, **changes):
-    return read_keys({**keys, **changes}, folder=folder, gpus=gpus).recipe
+    return read_keys({**keys, **changes}, folder=folder, gpus=gpus)
 
 
 def test_its_defaults_hold_where_they_differ():
@@ -30,9 +30,9 @@ def test_its_defaults_hold_where_they_differ():
 
 
 def test_names_of_a_registry_that_is_not_here_are_said_and_the_plan_goes_on():
-    found = read_keys(PLAIN)
-    assert found.recipe.data == []
-    said = " ".join(line.strip() for line in found.notes)
+    notes = []
+    assert read_keys(PLAIN, on_note=notes.append).data == []
+    said = " ".join(line.strip() for line in notes)
     assert "identity, alpaca_en: names in a dataset_info.json that is not here; name files as data" in said
     assert recipe(PLAIN, dataset="org/rows").data[0].path == "org/rows"
 

@@ -15,7 +15,7 @@ LEAST_SHARE = {"axolotl": 0.9, "LLaMA-Factory": 0.95, "torchtune": 0.95, "TRL": 
 
 def read(example):
     found = read_keys(example.keys, gpus=8)
-    require_consistent(found.recipe, devices=8)
+    require_consistent(found, devices=8)
     return found
 
 

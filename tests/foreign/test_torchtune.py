@@ -25,7 +25,7 @@ PLAIN = {
 
 def recipe(**changes):
     keys = {key: value for key, value in {**PLAIN, **changes}.items() if value != "absent"}
-    return read_keys(keys, gpus=2).recipe
+    return read_keys(keys, gpus=2)
 
 
 def test_components_become_settings():

@@ -19,7 +19,7 @@ UNSLOTH = typed(
 
 
 def recipe(keys, **changes):
-    return read_keys({**keys, **changes}, gpus=2).recipe
+    return read_keys({**keys, **changes}, gpus=2)
 
 
 def test_trls_defaults_hold():
@@ -73,7 +73,7 @@ def test_accelerates_file_says_stage_devices_and_what_lies_on_the_host(tmp_path)
         "{distributed_type: FSDP, num_machines: 2, num_processes: 16, mixed_precision: bf16, "
         "fsdp_config: {fsdp_sharding_strategy: HYBRID_SHARD, fsdp_offload_params: true}}"
     )
-    read = read_keys({**PLAIN, "accelerate_config": "mine.yaml"}, folder=tmp_path).recipe
+    read = read_keys({**PLAIN, "accelerate_config": "mine.yaml"}, folder=tmp_path)
     assert (read.zero, read.hybrid_sharding, read.gpus, read.nodes) == (3, True, 8, 2)
     assert read.offload_parameters == "cpu"
 
@@ -122,7 +122,9 @@ def test_a_converted_notebook_has_a_line_for_its_data(tmp_path):
 
 
 def notes(keys, **settings):
-    return " ".join(" ".join(read_keys(keys, **settings).notes).split())
+    found = []
+    read_keys(keys, on_note=found.append, **settings)
+    return " ".join(" ".join(found).split())
 
 
 def test_files_of_a_dataset_are_its_sources_and_its_columns_are_no_secret():

@@ -317,7 +317,7 @@ def test_a_wait_that_is_no_time_is_refused(tmp_path, monkeypatch, text):
 )
 def test_the_manifests_that_are_shown_are_those_that_are_written(recipe, example):
     """Their first line is the command. Predicted figures in words may change with the estimate."""
-    read = read_any_recipe(ROOT / f"recipes/{recipe}.yaml", options={"data": "train.jsonl"}).recipe
+    read = read_any_recipe(ROOT / f"recipes/{recipe}.yaml", options={"data": "train.jsonl"})
     _, written = launch_file(read, "kuberay", job_file=ROOT / "examples/job.yaml", settings=())
     read_back = []
     for text in (written, (ROOT / f"examples/{example}.yaml").read_text()):

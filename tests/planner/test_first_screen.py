@@ -50,7 +50,7 @@ NOTHING = (
 
 
 def recipe_typed(words):
-    return recipe_from(shlex.split(words), []).recipe
+    return recipe_from(shlex.split(words), [])
 
 
 @cache
@@ -67,7 +67,7 @@ def typed_in(words):
 
 
 def estimate_typed(options):
-    recipe = recipe_from([word for pair in options.items() for word in pair], []).recipe
+    recipe = recipe_from([word for pair in options.items() for word in pair], [])
     return plan_on_data(recipe).chosen.estimate
 
 

@@ -73,7 +73,7 @@ def test_the_file_says_what_was_asked_for_and_no_more(tmp_path):
     path = tmp_path / "new" / "recipe.yaml"
     keys = {**GIVEN, "data": str(rows), "lora_target_modules": ["q_proj", "v_proj"], "seq_len": 512}
     report = write_recipe(path, keys)
-    recipe = read_any_recipe(path).recipe
+    recipe = read_any_recipe(path)
     assert recipe.model_dump(exclude_unset=True).keys() == keys.keys()
     assert recipe.data[0].path == str(rows)
     assert report.chosen.plan.batch.seq_len == recipe.seq_len == 512
@@ -126,6 +126,6 @@ def test_a_new_recipe_holds_rows_out_unless_it_says_otherwise(tmp_path, words, h
     given = ["--model", GIVEN["model"], "--data", str(rows), "--gpu", "rtx-4090", "--tuning", "qlora"]
     more = [str(rows) if word == "ROWS" else word for word in words]
     ask_and_write([str(file), *given, *more], overwrite=False, ask=None, say=print)
-    recipe = read_any_recipe(file).recipe
+    recipe = read_any_recipe(file)
     assert recipe.val_fraction == (held_out or 0)
     assert bool(recipe.eval_data) == (held_out is None)

@@ -57,7 +57,7 @@ EVERY_NAME = [(name, spelled) for name, (_, _, others) in ALIASES.items() for sp
 def recipe_of(tmp_path, text, *settings):
     path = tmp_path / "recipe.yaml"
     path.write_text(text, encoding="utf-8")
-    return read_any_recipe(path, settings=settings).recipe
+    return read_any_recipe(path, settings=settings)
 
 
 def refusal(tmp_path, text, *settings):
@@ -71,13 +71,13 @@ def test_every_alias_is_the_canonical_setting(name, spelled):
     value, expected, _ = ALIASES[name]
     recipe = read_any_recipe(
         None, options={"model": "gpt2", spelled: value} if name != "model" else {spelled: value}
-    ).recipe
+    )
     assert getattr(recipe, name) == expected
     assert name in dump_recipe(recipe)
 
 
 def test_the_defaults_leave_the_planner_its_choices():
-    recipe = read_any_recipe(None, options={"model": "gpt2"}).recipe
+    recipe = read_any_recipe(None, options={"model": "gpt2"})
     left_open = {name for name in Recipe.model_fields if getattr(recipe, name) is None}
     assert {"tuning", "precision", "micro_batch_size", "gradient_checkpointing", "loss"} <= left_open
     assert recipe.lora_dropout == 0.0
@@ -336,4 +336,4 @@ def test_a_recipe_may_come_through_a_pipe_that_the_caller_opened():
     with open(end, "rb"), open(other, "w") as written:
         written.write("model: llama-2-7b\ntuning: lora\n")
         written.close()
-        assert read_any_recipe(Path(f"/dev/fd/{end}")).recipe.tuning == "lora"
+        assert read_any_recipe(Path(f"/dev/fd/{end}")).tuning == "lora"

@@ -36,16 +36,16 @@ def test_a_recipe_is_read_from_any_folder(files, monkeypatch):
     wanted = [str(files / "own" / name) for name in ("m/base", "rows.jsonl#5", "more/*.jsonl", "t.jinja")]
     monkeypatch.chdir(files / "shell")
     for path in (files / "own" / "r.yaml", Path("../own/r.yaml")):
-        for recipe in (read_any_recipe(path).recipe, recipe_from([str(path)], []).recipe):
+        for recipe in (read_any_recipe(path), recipe_from([str(path)], [])):
             assert [str(Path(each).resolve()) for each in paths(recipe)] == wanted
     monkeypatch.chdir(files / "own")
-    assert paths(read_any_recipe(Path("r.yaml")).recipe) == [
+    assert paths(read_any_recipe(Path("r.yaml"))) == [
         "m/base",
         "rows.jsonl#5",
         "more/*.jsonl",
         "t.jinja",
     ]
-    dumped = parse_recipe(yaml.safe_load(dump_recipe(read_any_recipe(Path("r.yaml")).recipe, anywhere=True)))
+    dumped = parse_recipe(yaml.safe_load(dump_recipe(read_any_recipe(Path("r.yaml")), anywhere=True)))
     assert paths(dumped) == wanted
 
 
@@ -53,20 +53,20 @@ def test_what_is_in_the_shells_folder_alone_is_found_there(files, monkeypatch):
     monkeypatch.chdir(files / "own")
     other = files / "shell" / "r.yaml"
     other.write_text("model: m/base\ndata: rows.jsonl\n")
-    assert [read_any_recipe(other).recipe.model, read_any_recipe(other).recipe.data[0].path] == [
+    assert [read_any_recipe(other).model, read_any_recipe(other).data[0].path] == [
         "m/base",
         "rows.jsonl",
     ]
     (files / "shell" / "rows.jsonl").write_text("{}")
-    assert read_any_recipe(other).recipe.data[0].path == str(files / "shell" / "rows.jsonl")
-    assert recipe_from([str(other), "--data", "rows.jsonl"], []).recipe.data[0].path == "rows.jsonl"
+    assert read_any_recipe(other).data[0].path == str(files / "shell" / "rows.jsonl")
+    assert recipe_from([str(other), "--data", "rows.jsonl"], []).data[0].path == "rows.jsonl"
 
 
 def test_a_name_on_the_hub_is_no_folder_without_a_model_in_it(files):
     (files / "own" / "gpt2").mkdir()
     file = files / "own" / "r.yaml"
     file.write_text("model: gpt2\ndata: owner/rows")
-    assert (read_any_recipe(file).recipe.model, read_any_recipe(file).recipe.data[0].path) == (
+    assert (read_any_recipe(file).model, read_any_recipe(file).data[0].path) == (
         "gpt2",
         "owner/rows",
     )

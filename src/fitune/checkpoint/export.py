@@ -12,7 +12,6 @@ their order; the model is then on "meta", and nobody holds all of it.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ from fitune.checkpoint.layout import (
     write_model,
 )
 from fitune.checkpoint.merge import changes_of, is_merged, merged, refuse_quantised_base, without_layers
-from fitune.checkpoint.parity import Model, reload_device, verify_export
+from fitune.checkpoint.parity import Model, Verified, reload_device, verify_export
 from fitune.errors import CheckpointError
 from fitune.models.adapter_file import PREFIX
 from fitune.models.adapters import (
@@ -64,19 +63,9 @@ _MERGE_SLACK = 2.0
 s · B A x each, the merged one W + s · B A once and its product."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exported:
-    """A verified folder. ``max_logit_difference`` is against the trained model, on fixed tokens; None when logits
-    could not be compared, and where a model was in memory a warning says why."""
-
-    path: Path
-    max_logit_difference: float | None
-    warnings: tuple[str, ...] = ()
-
-
 def export_adapter(
     model: PeftModel, into: ExportFolder, *, base: str, base_path: str = "", weights: Weights = None
-) -> Exported:
+) -> Verified:
     """Write the active adapter; ``base`` is recorded as its base, ``base_path`` is where that lies (default: base).
 
     Raises CheckpointError when the reloaded adapter differs, RunDirectoryError when the folder has content that is not
@@ -89,13 +78,12 @@ def export_adapter(
         digests = write_adapter(model, stage.folder, named, base, in_whole=in_whole)
         into.write_texts(stage)
         if weights is not None:
-            return Exported(path=into.target, max_logit_difference=None)
-        difference, warnings = verify_export(
+            return None, ()
+        return verify_export(
             model, digests, reload=partial(_reloaded_adapter, model, tensors, base_path or base, stage.folder),
             held=lambda again: {name_of(n): t for n, t in adapter_weights(again).items()}, slack=1.0,
             dtypes=[tensor.dtype for tensor in tensors.values()],
         )  # fmt: skip
-    return Exported(path=into.target, max_logit_difference=difference, warnings=warnings)
 
 
 def export_full(
@@ -105,7 +93,7 @@ def export_full(
     dtype: torch.dtype | None = None,
     weights: Weights = None,
     base_path: str = "",
-) -> Exported:
+) -> Verified:
     """Write all weights, rounded to ``dtype`` (default: in the type they have).
 
     With ``weights``, what else a folder of the model has is read in ``base_path``.
@@ -133,7 +121,7 @@ def export_merged(
     dtype: torch.dtype | None = None,
     weights: Weights = None,
     card_of: CardOf | None = None,
-) -> Exported:
+) -> Verified:
     """Write the base with the adapter folded in (merge.py), in ``dtype`` (default: as it is); ``model`` is untouched.
 
     A packed base, and one on "meta", is read from ``base_path``: the adapter is folded into the weights on disk, and
@@ -170,11 +158,11 @@ def export_merged(
                 )
             return result
 
-        done = _export_model(
+        difference, warnings = _export_model(
             inner, model_pieces(inner, own, made, kind), into, against=model if weights is None else None,
             slack=_MERGE_SLACK, card_of=card_of,
         )  # fmt: skip
-    return replace(done, warnings=(*done.warnings, *_rounded_away(*squares)))
+    return difference, (*warnings, *_rounded_away(*squares))
 
 
 def _rounded_away(learned: float, lost: float) -> tuple[str, ...]:
@@ -197,10 +185,8 @@ def _export_model(
     against: Model | None,
     slack: float = 1.0,
     card_of: CardOf | None = None,
-) -> Exported:
+) -> Verified:
     """Write a model and prove it; ``against``: whose answers a reloaded one must give, None where none is in memory."""
-    difference: float | None = None
-    warnings: tuple[str, ...] = ()
 
     def measured(reloaded: PreTrainedModel) -> None:
         """Writes the card of the model that was read back."""
@@ -212,16 +198,15 @@ def _export_model(
         digests = write_model(model, stage.folder, pieces)
         into.write_texts(stage)
         if against is not None:
-            difference, warnings = verify_export(
+            return verify_export(
                 against, digests, slack=slack,
                 reload=lambda attention: whole_model(stage.folder, attention=attention).to(reload_device(model)),
                 held=lambda again: revert_weight_conversion(again, again.state_dict()),
                 dtypes=[piece.like.dtype for piece in pieces.values()],
                 on_reloaded=measured,
             )  # fmt: skip
-        else:
-            require_complete(stage.folder, digests)
-    return Exported(path=into.target, max_logit_difference=difference, warnings=warnings)
+        require_complete(stage.folder, digests)
+    return None, ()
 
 
 @contextmanager

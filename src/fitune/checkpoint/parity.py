@@ -27,6 +27,9 @@ from fitune.models.attention import use_cached_attention
 from fitune.models.language_model import base_of
 
 Model = PreTrainedModel | PeftModel
+Verified = tuple[float | None, tuple[str, ...]]
+"""Largest difference of an export's logits from the trained model's, on fixed tokens, None where they could not be
+compared; and warnings, one of which then says why where a model was in memory."""
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest |difference| of logits relative to the largest |logit|.
@@ -47,9 +50,9 @@ def verify_export(
     dtypes: Sequence[torch.dtype],
     slack: float,
     on_reloaded: Callable[[Any], None] = lambda _: None,
-) -> tuple[float | None, tuple[str, ...]]:
+) -> Verified:
     """Load the export by ``reload`` (given the name of an attention) and compare what is ``held`` there with
-    ``digests``, and its logits with those of ``model``; returns their largest difference, and warnings.
+    ``digests``, and its logits with those of ``model``.
 
     ``dtypes`` are those of the files. ``slack`` widens what is allowed to logits, where weights were rounded.
     Raises CheckpointError naming the weights that are wrong, or when logits differ by more than rounding explains.

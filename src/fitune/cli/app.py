@@ -561,10 +561,11 @@ def _recipe(words: list[str] | None, settings: list[str] | None, *, quiet: bool 
     """The recipe that ``words`` name. Notes on another trainer's keys go to standard error."""
     from fitune.session.recipes.reading import recipe_from
 
-    read = recipe_from(words or [], settings or [])
-    if read.notes and not quiet:
-        print("\n".join(read.notes), end="\n\n", file=sys.stderr)
-    return read.recipe
+    notes: list[str] = []
+    recipe = recipe_from(words or [], settings or [], on_note=notes.append)
+    if notes and not quiet:
+        print("\n".join(notes), end="\n\n", file=sys.stderr)
+    return recipe
 
 
 def _show(result: "Result", *, json: bool) -> None:

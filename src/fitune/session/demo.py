@@ -69,7 +69,7 @@ def run_demo(directory: Path, *, gpus: int, emit: Emit) -> tuple[Outcome, ...]:
     if gpus > 1:
         say(f"\n   And once more by {gpus} processes that each hold a share of every tensor (ZeRO-3)\n")
         divided = files.divided_recipe.with_suffix("")
-        recipe = read_any_recipe(files.divided_recipe, settings=_SETTINGS).recipe
+        recipe = read_any_recipe(files.divided_recipe, settings=_SETTINGS)
         if code := train_program(recipe, overwrite=True, emit=emit):
             raise TrainingFailed(
                 f"the processes ended with exit code {code}", hint=f"what they said is in {divided / LOGS}"
@@ -131,7 +131,7 @@ def _outcome(files: DemoFiles, name: str, reported: Reported) -> Outcome:
 
 
 def _train(path: Path, emit: Emit, *, explain: bool) -> None:
-    recipe = read_any_recipe(path, settings=(*_SETTINGS, "gpus=1")).recipe
+    recipe = read_any_recipe(path, settings=(*_SETTINGS, "gpus=1"))
     report = plan_on_data(recipe)
     if explain:
         emit(Planned(report=report))

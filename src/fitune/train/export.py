@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fitune.checkpoint.export import Exported, export_adapter, export_full, export_merged
+from fitune.checkpoint.export import export_adapter, export_full, export_merged
 from fitune.checkpoint.layout import ExportFolder, stored_tensors_of
 from fitune.checkpoint.resume import load_checkpoint
 from fitune.data.conversations.messages import Conversation, Message
@@ -71,9 +71,11 @@ class Handover:
         model: Any = self.model.whole
         into = self._folder(kind, target, secure=secure)
         if kind == "adapter":
-            return self._said(export_adapter(model, into, base=base_reference(path), weights=self.weights))
-        done = export_full(model, into, dtype=self._dtype(), base_path=path, weights=self.weights)
-        return self._said(done)
+            _, warnings = export_adapter(model, into, base=base_reference(path), weights=self.weights)
+        else:
+            _, warnings = export_full(model, into, dtype=self._dtype(), base_path=path, weights=self.weights)
+        self._warn(warnings)
+        return into.target
 
     def merged(
         self, data: Callable[[], PreparedData], target: Path | None = None
@@ -97,11 +99,13 @@ class Handover:
             return model_card(plan, replace(self.report, merged_loss=loss), kind="merged")
 
         whole: Any = self.model.whole
-        done = export_merged(
-            whole, self._folder("merged", target), base_path=plan.model_path, dtype=self._dtype(),
+        into = self._folder("merged", target)
+        _, warnings = export_merged(
+            whole, into, base_path=plan.model_path, dtype=self._dtype(),
             weights=self.weights, card_of=measured,
         )  # fmt: skip
-        return self._said(done), None if loss is None or loss.merged != loss.merged else loss
+        self._warn(warnings)
+        return into.target, None if loss is None or loss.merged != loss.merged else loss
 
     def _folder(self, kind: Kind, target: Path | None, *, secure: bool = False) -> ExportFolder:
         template = load_template(
@@ -134,10 +138,9 @@ class Handover:
             self.on_note(f"exported in {_name(dtype)}, as the base is (trained in {_name(trained)})")
         return dtype
 
-    def _said(self, done: Exported) -> Path:
-        for warning in done.warnings:
+    def _warn(self, warnings: Sequence[str]) -> None:
+        for warning in warnings:
             self.on_note(f"warning: {warning}")
-        return done.path
 
 
 def handover_of(

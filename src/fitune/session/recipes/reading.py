@@ -5,8 +5,7 @@ Every key of a recipe is also an option: ``--seq-len 4096``, ``--learning_rate=1
 
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
@@ -37,18 +36,14 @@ _REPEATABLE = {"data", "eval_data", "columns"}
 _YES_AND_NO = ("true", "false", "yes", "no", "on", "off", "1", "0")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadRecipe:
-    """A recipe, and lines for people about how another trainer's keys were read."""
-
-    recipe: Recipe
-    notes: tuple[str, ...] = ()
+OnNote = Callable[[str], object]
+"""Told a line for people about how another trainer's keys were read."""
 
 
-def recipe_from(words: Sequence[str], settings: Sequence[str]) -> ReadRecipe:
+def recipe_from(words: Sequence[str], settings: Sequence[str], *, on_note: OnNote = lambda _: None) -> Recipe:
     """A recipe file, of fitune or another trainer, and ``--key value`` pairs, in any order."""
     path, options = split_words(words)
-    return read_any_recipe(path, settings=settings, options=options)
+    return read_any_recipe(path, settings=settings, options=options, on_note=on_note)
 
 
 def matrix_recipe(words: Sequence[str], settings: Sequence[str], *, model: str) -> Recipe:
@@ -60,23 +55,23 @@ def matrix_recipe(words: Sequence[str], settings: Sequence[str], *, model: str) 
                 f"{name} differs from cell to cell of a matrix, so it cannot be set for all",
                 hint=f"{instead} alone",
             )
-    return read_any_recipe(path, settings=settings, options={**options, "model": model}).recipe
+    return read_any_recipe(path, settings=settings, options={**options, "model": model})
 
 
 def read_any_recipe(
-    path: Path | None, *, settings: Iterable[str] = (), options: Mapping[str, Any] | None = None
-) -> ReadRecipe:
+    path: Path | None, *, settings: Iterable[str] = (), options: Mapping[str, Any] | None = None,
+    on_note: OnNote = lambda _: None,
+) -> Recipe:  # fmt: skip
     """A YAML file of fitune or of another trainer, then ``a.b=c`` settings, then options; the later wins.
 
     Raises RecipeError that lists every key that is unknown or would change the result.
     """
     options = {name: value for name, value in (options or {}).items() if value is not None}  # the file's stay
     if path is None:
-        recipe = layered_recipe({}, where="the command line", settings=settings, options=options)
-        return ReadRecipe(recipe=recipe)
+        return layered_recipe({}, where="the command line", settings=settings, options=options)
     return recipe_of_keys(
-        load_yaml(path), where=str(path), folder=path.parent, settings=settings, options=options
-    )
+        load_yaml(path), where=str(path), folder=path.parent, settings=settings, options=options, on_note=on_note
+    )  # fmt: skip
 
 
 def recipe_of(recipe: "RecipeLike | None", settings: Mapping[str, Any]) -> Recipe:
@@ -99,10 +94,7 @@ def recipe_of(recipe: "RecipeLike | None", settings: Mapping[str, Any]) -> Recip
         raise RecipeError(
             f"a recipe cannot be read from {recipe!r}", hint="a path, a mapping, keywords, or a Recipe"
         )
-    read = recipe_of_keys(raw, where=where, folder=folder, options=asked)
-    for line in read.notes:
-        logger.info(line)
-    return read.recipe
+    return recipe_of_keys(raw, where=where, folder=folder, options=asked, on_note=logger.info)
 
 
 def _plain(value: Any) -> Any:
@@ -116,8 +108,8 @@ def _plain(value: Any) -> Any:
 
 def recipe_of_keys(
     raw: Mapping[str, Any], *, where: str, folder: Path, settings: Iterable[str] = (),
-    options: Mapping[str, Any] | None = None,
-) -> ReadRecipe:  # fmt: skip
+    options: Mapping[str, Any] | None = None, on_note: OnNote = lambda _: None,
+) -> Recipe:  # fmt: skip
     """The recipe of the keys of a file in ``folder``, with settings and options on top."""
     from fitune.foreign import read_foreign  # a recipe of options alone is no other trainer's
 
@@ -131,7 +123,7 @@ def recipe_of_keys(
     if reading is None:
         recipe = layered(canonical_keys(raw, where=where))
         require_model(recipe.model, folder, where=where)
-        return ReadRecipe(recipe=recipe)
+        return recipe
     from fitune.foreign.reading import SHARDING, explain_reading, require_readable, without_data
 
     require_readable(reading)
@@ -142,7 +134,9 @@ def recipe_of_keys(
         notes.append(f"  left to the plan on one device: {', '.join(divided)} (gpus: N divides the model)")
     if not recipe.data and (said := without_data(reading)):
         notes.append(wrapped(said, hanging=2))
-    return ReadRecipe(recipe=recipe, notes=tuple(notes))
+    for line in notes:
+        on_note(line)
+    return recipe
 
 
 def convert_recipe(path: Path) -> tuple[str, dict[str, Any]]:

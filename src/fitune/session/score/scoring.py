@@ -186,7 +186,8 @@ def _merge(model: str, adapter: str, folder: Path, *, emit: Emit) -> tuple[str, 
         card=card,
         replace=True,
     )
-    return export_merged(adapted, into, base_path=model).warnings
+    _, warnings = export_merged(adapted, into, base_path=model)
+    return warnings
 
 
 class ScoreMemory:
