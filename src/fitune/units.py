@@ -80,13 +80,10 @@ def format_count(value: int | float) -> str:
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
         # 999.5 of the next smaller unit already prints as 1000 of them
         if abs(value) >= size * 0.9995:
-            return f"{value / size:,.{_decimals(value / size)}f} {letter}"
+            shown = value / size
+            decimals = 2 if round(abs(shown), 2) < 10 else 1 if round(abs(shown), 1) < 100 else 0
+            return f"{shown:,.{decimals}f} {letter}"
     return f"{value:.0f}"
-
-
-def _decimals(value: float) -> int:
-    """Decimal places that leave three digits, none above a hundred."""
-    return 2 if round(abs(value), 2) < 10 else 1 if round(abs(value), 1) < 100 else 0
 
 
 def counted(count: int, what: str) -> str:

@@ -66,8 +66,8 @@ def test_a_run_that_is_stopped_while_it_waits_for_room_asks_ray_no_more_and_wait
 
     with pytest.raises(SystemExit):
         run_workers(
-            print, {}, place=RayPlace(fewest=9, most=9), each={"CPU": 1.0}, directory=tmp_path, name="waits",
-            mailbox=mailbox, watch=watch, lost=print, timeout_s=60,
+            print, {}, place=RayPlace(fewest=9, most=9), each={"CPU": 1.0}, directory=tmp_path, mailbox=mailbox,
+            watch=watch, lost=print, timeout_s=60,
         )  # fmt: skip
     assert not [thread for thread in threading.enumerate() if thread.name == "fit"]
     wait_for(lambda: not is_waiting(), what="room was reserved for nobody", seconds=10)

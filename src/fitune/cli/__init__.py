@@ -118,7 +118,8 @@ def _bad_value(name: str, message: str, error: Any) -> RecipeError | None:
         )
     for pattern, ours in _SENTENCES:
         if re.fullmatch(pattern, message):
-            value = _typed(error)
+            refused = getattr(error.__cause__, "errors", None)  # pydantic's, which keep what was typed
+            value = None if refused is None else refused()[0].get("input")
             shown = "" if value is None else f" = {value!r}"
             said = re.sub(pattern, ours, message)
             return RecipeError(f"{name}{shown}: {said}", hint=f"{error.ctx.command_path} --help")
@@ -134,9 +135,3 @@ def _taken_by(error: Any, name: str, value: str) -> Iterator[str]:
         kind = get_type_hints(command.callback).get(name.lstrip("-").replace("-", "_"))
         if any(value in get_args(part) for part in (kind, *get_args(kind))):
             yield f"{parent.command_path} {command.name} … {name} {value}"
-
-
-def _typed(error: Any) -> Any:
-    """The value as it was typed, where pydantic refused it; else None."""
-    errors = getattr(error.__cause__, "errors", None)
-    return errors()[0].get("input") if errors is not None else None

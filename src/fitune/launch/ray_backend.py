@@ -3,7 +3,6 @@ itself uses, its word of lost workers, and of its controller, whose room is give
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from ray.core.generated.gcs_pb2 import PlacementGroupTableData
@@ -32,7 +31,6 @@ class OwnInterfaceBackend(TorchConfig().backend_cls):  # type: ignore[misc]  # r
         super().on_start(worker_group, backend_config)
 
 
-@dataclass
 class OwnInterface(TorchConfig):  # type: ignore[misc]  # ray does not type it
     """Settings of torch in Ray Train, with the choice of the interface added."""
 

@@ -4,6 +4,7 @@ Restarts of lost workers are Ray's (FailureConfig, Train V2); which checkpoint c
 """
 
 import threading
+import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -109,7 +110,6 @@ def run_workers(
     place: RayPlace,
     each: Mapping[str, float],
     directory: Path,
-    name: str,
     mailbox: Any,
     watch: Callable[[], bool],
     lost: Callable[[list[int]], None],
@@ -140,7 +140,7 @@ def run_workers(
             elastic_resize_monitor_interval_s=_NEVER_SECONDS,
         ),
         run_config=RunConfig(
-            name=name,
+            name=uuid.uuid4().hex,
             storage_path=str(directory),
             failure_config=FailureConfig(
                 max_failures=place.restarts,

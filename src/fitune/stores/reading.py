@@ -7,7 +7,6 @@ import os
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
@@ -33,16 +32,9 @@ _TIMES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """The files that a URL names, as URLs: one file, all of a folder, or those of a pattern."""
-
-    kind: Literal["file", "folder", "pattern"]
-    files: tuple[str, ...]
-
-
-def look_up(url: str, *, is_pattern: bool) -> Found:
-    """The files at ``url`` as the store lists them now. Raises DataError when nothing is there, or none may look."""
+def look_up(url: str, *, is_pattern: bool) -> tuple[Literal["file", "folder", "pattern"], tuple[str, ...]]:
+    """What ``url`` names, and its files as URLs, as the store lists them now: one file, all of a folder, or those of a
+    pattern. Raises DataError when nothing is there, or none may look."""
     patience = Patience(url, probe=partial(_probe, url, CLIENTS), error=DataError)
     asked = partial(patience.answer, url, so_far=lambda: "while its files were listed")
     with asking(url):
@@ -50,11 +42,11 @@ def look_up(url: str, *, is_pattern: bool) -> Found:
         filesystem.invalidate_cache()
         if is_pattern and not asked(partial(filesystem.exists, inner)):
             base = re.split(r"[*?\[]", url, maxsplit=1)[0].rpartition("/")[0]
-            return Found("pattern", _as_urls(base, filesystem, asked(partial(filesystem.glob, inner))))
+            return "pattern", _as_urls(base, filesystem, asked(partial(filesystem.glob, inner)))
         if asked(partial(filesystem.isdir, inner)):
-            return Found("folder", _as_urls(url, filesystem, asked(partial(filesystem.find, inner))))
+            return "folder", _as_urls(url, filesystem, asked(partial(filesystem.find, inner)))
         asked(partial(filesystem.info, inner))
-        return Found("file", (url,))
+        return "file", (url,)
 
 
 def identity(url: str) -> str | None:

@@ -283,8 +283,11 @@ class Store:
         with open_regular(file) as own:
             here = hashlib.file_digest(own, "sha256").digest()
         filesystem, inner = self._open(name)
-        with filesystem.open(inner, "rb", block_size=_BLOCK_BYTES) as there:
-            return _digest(there) == here
+        there = hashlib.sha256()
+        with filesystem.open(inner, "rb", block_size=_BLOCK_BYTES) as stream:
+            while block := stream.read(_BLOCK_BYTES):
+                there.update(block)
+        return there.digest() == here
 
     def _tried(
         self, name: str, action: Callable[[Any, str], T], *, doing: Literal["read", "write"] = "read",
@@ -332,10 +335,3 @@ def opened_store(url: str) -> closing[Store]:
 
 def _inside(folder: str, name: str) -> str:
     return f"{folder}/{name}" if folder else name
-
-
-def _digest(stream: Any) -> bytes:
-    digest = hashlib.sha256()
-    while block := stream.read(_BLOCK_BYTES):
-        digest.update(block)
-    return digest.digest()

@@ -93,10 +93,10 @@ def locate(source: DataSource) -> tuple[str, ...] | HubDataset:
         _fetched(path)
         return (path,)
     if scheme.lower() not in ("", "file"):
-        there = reading.look_up(path, is_pattern=bool(_PATTERN.search(path)))
-        if there.kind == "folder":
-            return _of_folder(path, there.files, source.split)
-        return _of_pattern(path, there.files) if there.kind == "pattern" else (_require_readable(path),)
+        kind, files = reading.look_up(path, is_pattern=bool(_PATTERN.search(path)))
+        if kind == "folder":
+            return _of_folder(path, files, source.split)
+        return _of_pattern(path, files) if kind == "pattern" else (_require_readable(path),)
     path = unquote(urlsplit(path).path) if scheme else path
     local = Path(path).expanduser()
     if local.is_dir():

@@ -6,7 +6,6 @@ one, and counts cores that others hold.
 
 import os
 import time
-import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -286,7 +285,7 @@ class _Job:
         try:
             return run_workers(
                 train_as_rank, {"orders": orders}, place=self.place, each=self.growth.each,
-                directory=self.directory / _STORAGE, name=uuid.uuid4().hex, mailbox=mailbox, watch=watch,
+                directory=self.directory / _STORAGE, mailbox=mailbox, watch=watch,
                 lost=partial(take_down_losses, self.directory / LOGS), timeout_s=WAIT.total_seconds(),
             )  # fmt: skip
         finally:
