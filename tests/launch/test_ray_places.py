@@ -45,6 +45,21 @@ def test_what_is_no_address_is_refused_before_ray_is_asked(monkeypatch, address)
 
 
 @pytest.mark.parametrize(
+    ("workers", "said"),
+    [
+        ("two", "'two' is no number of workers"),
+        ("3..2", "'3..2': the first number is at least 1"),
+        ("1000001", "1000001: at most 1,000,000"),
+        ("9" * 5000, "9{40}: at most 1,000,000"),
+        (f"{'9' * 320}..2", "9{40}: at most 1,000,000"),
+    ],
+)
+def test_what_is_no_number_of_workers_is_refused(workers, said):
+    with pytest.raises(RecipeError, match=f"--workers {said}"):
+        ray_place("ray", address="", workers=workers, default="1")
+
+
+@pytest.mark.parametrize(
     ("has", "said", "hint"),
     [
         ({}, "2 workers ask for 2 CPU, 2 GPU; .* 0 of 0 GPU",

@@ -193,6 +193,11 @@ def test_what_does_not_fit_says_so_and_names_changes(ask):
         ({"model": "llama-3.1-8b", "gpu": "rtx-4091"}, "rtx-4090"),
         ({"gpu": "h100"}, "no model is named"),
         ({"model": "llama-3.1-8b", "output_dir": "runs"}, "the page knows no 'output_dir'"),
+        ({"model": "llama-3.1-8b", "rows": "0"}, "rows = '0' is not a whole number from 1 to"),
+        (
+            {"model": "llama-3.1-8b", "rows": "9" * 5000},
+            f"rows = '{'9' * 40}' is not a whole number from 1 to",
+        ),
         ({"config": "{", "gpu": "h100"}, "the pasted config.json is no JSON"),
         ({"config": "[1]", "gpu": "h100"}, "no JSON object"),
         ({"config": "{}", "gpu": "h100"}, "model_type is missing"),

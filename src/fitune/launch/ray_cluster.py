@@ -18,6 +18,8 @@ _ASKING_SECONDS = 60.0
 """A node starts a process of its own to answer: seconds where the disk is cold."""
 _ROOM_SECONDS = 8.0
 _LOOK_SECONDS = 0.5
+_MOST_WORKERS = 1_000_000
+"""More than any cluster has; a larger number is a slip, and may be too large to count with."""
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _STORE_BYTES = 100 * 2**20
 """The object store of a cluster that is started here: only plans and events go through it."""
@@ -64,6 +66,8 @@ def ray_place(on: str, *, address: str, workers: str, default: str, restarts: in
         raise RecipeError(
             f"--workers {workers!r} is no number of workers", hint="--workers 2, or --workers 2..4"
         )
+    if max(len(first), len(last)) > len(str(_MOST_WORKERS)) or int(last or first) > _MOST_WORKERS:
+        raise RecipeError(f"--workers {workers[:40]}: at most {_MOST_WORKERS:,}", hint="--workers 2..4")
     fewest, most = int(first), int(last or first)
     if not 1 <= fewest <= most:
         raise RecipeError(

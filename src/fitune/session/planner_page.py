@@ -80,8 +80,13 @@ def read_question(question: Mapping[str, str]) -> Asked:
     unknown = sorted(given.keys() - set(KEYS))
     if unknown:
         raise RecipeError(f"the page knows no {unknown[0]!r}", hint=", ".join((*KEYS, "config", "rows")))
-    if rows is not None and not (rows.isdecimal() and int(rows) > 0):
-        raise RecipeError(f"rows = {rows!r} is not a whole number above 0", hint="rows=50000")
+    if rows is not None:
+        from fitune.session.clusters.fleet import MOST_ROWS  # for those who say how many rows
+
+        is_number = rows.isdecimal() and len(rows) <= len(str(MOST_ROWS))
+        if not (is_number and 0 < int(rows) <= MOST_ROWS):
+            no = f"rows = {rows[:40]!r} is not a whole number from 1 to {MOST_ROWS:,}"
+            raise RecipeError(no, hint="rows=50000")
     given = {**given, "model": PASTED} if config else given
     _, options = split_words([f"--{key}={value}" for key, value in given.items()])
     recipe = parse_recipe(canonical_keys(options, where="the page"), where="the page")

@@ -22,6 +22,9 @@ from fitune.spec.recipe.job_settings import read_job_settings
 from fitune.spec.recipe.recipe import Recipe
 from fitune.units import parse_seconds
 
+MOST_ROWS = 1_000_000_000_000
+"""Rows of an epoch that is not here: no data has more, and what follows from them can be counted with."""
+
 
 @dataclass(frozen=True, slots=True)
 class FleetRequest:
@@ -139,6 +142,8 @@ def _on_rows(recipe: Recipe, rows: int | None) -> tuple[Recipe, EpochOf]:
     if sample is not None:
         epoch = cache(sample.epoch)  # once for plans that differ in accumulation alone
         return recipe, lambda plan: epoch(replace(plan.batch, accumulation=1))
+    if rows is not None and rows > MOST_ROWS:
+        raise RecipeError(f"--rows {str(rows)[:40]}: at most {MOST_ROWS:,}", hint="the rows of one epoch")
     if rows is None and recipe.max_steps is None:
         raise RecipeError(
             "the length of a run follows from its number of rows, and "
