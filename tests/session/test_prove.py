@@ -135,6 +135,13 @@ def test_what_was_measured_is_kept_when_a_signal_comes(ends):
     assert [(check.passed, check.why) for check in kept.checks] == [(True, ""), *[(None, "interrupted")] * 2]
 
 
+def test_a_module_of_another_distribution_leaves_the_record_whole(monkeypatch):
+    """As triton of torch's wheels for ROCm, and of its nightly ones."""
+    monkeypatch.setattr(prove, "_LIBRARIES", ("torch", "json"))
+    found = prove.prove(tell=lambda line: None, parts=chosen("copies"))
+    assert found.versions.keys() == {"torch", "python", "cuda", "driver"}
+
+
 def test_no_check_begins_when_time_is_up_and_an_error_is_a_result(monkeypatch):
     def broken():
         raise RuntimeError("CUDA error: an illegal memory access\nmore")

@@ -8,9 +8,9 @@ import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -119,7 +119,10 @@ def _not_run(name: str, why: str) -> ProofCheck:
 def _record(hardware: Hardware, device: torch.device, results: Sequence[Result]) -> Proof:
     gpu, on_gpu = hardware.gpu, device.type == "cuda"
     number = str(torch.cuda.get_device_properties(device).uuid) if on_gpu else platform.node()
-    installed = {name: importlib.metadata.version(name) for name in _LIBRARIES if find_spec(name)}
+    installed: dict[str, str] = {}
+    for name in _LIBRARIES:
+        with suppress(importlib.metadata.PackageNotFoundError):  # not there, or a module of another package
+            installed[name] = importlib.metadata.version(name)
     return Proof(
         device=device_key(gpu, cores=hardware.cpu_cores),
         card=hashlib.sha256(number.encode()).hexdigest()[:12],
