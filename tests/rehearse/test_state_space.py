@@ -10,7 +10,7 @@ from fitune.estimate.predict import predict_memory
 from fitune.models.language_model import language_model
 from fitune.models.low_bit.packing import places_in
 from fitune.models.readers import model_config, with_layers
-from fitune.rehearse.block_recording import work_of
+from fitune.rehearse.block_accounts import work_of
 from fitune.rehearse.step import trace_plan
 from fitune.rehearse.trace import peaks_by_kind
 from fitune.spec.model import tracing

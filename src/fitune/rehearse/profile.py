@@ -17,8 +17,7 @@ from transformers import PretrainedConfig
 
 from fitune.errors import FituneError, ModelError, first_line
 from fitune.models.readers import model_config, text_config
-from fitune.rehearse.block_accounts import Account, Numbers, account_of
-from fitune.rehearse.block_recording import Work, recorded
+from fitune.rehearse.block_accounts import Account, Numbers, Work, account_of, recorded
 from fitune.rehearse.shapes import read_shapes
 from fitune.spec.counts import untouched_blocks
 from fitune.spec.model.block_profile import Moment, Size, TracedBlock, TracedPass, TracedStep
