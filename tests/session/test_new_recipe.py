@@ -91,6 +91,13 @@ def test_commands_for_a_file_with_a_space_can_be_pasted(tmp_path):
         assert f"fitune train '{path}'" in text
 
 
+@pytest.mark.parametrize("name", ["a\nmodel: x.yaml", "a\udcff.yaml", f"{'a' * 300}.yaml"])
+def test_a_name_that_no_comment_can_hold_is_refused_before_anything_is_asked(tmp_path, name):
+    with pytest.raises(RecipeError, match="contains a|has 305 bytes"):
+        ask_and_write([str(tmp_path / name)], overwrite=False, ask=None, say=print)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_line_that_is_switched_on_changes_nothing():
     lines = recipe_text(Path("r.yaml"), {"model": "a"}).splitlines()[3:]
     switched = [line.removeprefix("# ") for line in lines if ":" in line]

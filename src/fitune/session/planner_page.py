@@ -338,6 +338,7 @@ def query_of_link(link: str) -> str:
         if re.search("%(?![0-9A-Fa-f]{2})", coded):
             raise ValueError("% without two hex digits")
         question = dict(parse_qsl(coded, strict_parsing=True, errors="strict", max_num_fields=len(_ASKED)))
+        query = urlencode(question)
     except ValueError:  # no pairs of key=value, no UTF-8
         question = {}
     if not question or not question.keys() <= _ASKED:
@@ -347,7 +348,6 @@ def query_of_link(link: str) -> str:
             hint="'http://127.0.0.1:PORT/TOKEN/?model=Qwen/Qwen2.5-14B&gpu=rtx-4090', the part behind its ? alone, "
             "or fitune ui without a link",
         )
-    query = urlencode(question)
     if len(query) > LONGEST_QUERY:
         raise RecipeError(
             f"the link's question has {len(query):,} characters, {LONGEST_QUERY:,} at most",

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from fitune.errors import FituneError, RecipeError
-from fitune.files import write_atomically
+from fitune.files import path_fault, write_atomically
 from fitune.planner.defaults import data_of
 from fitune.planner.explain import plan_data
 from fitune.session.planning import plan_on_data
@@ -61,6 +61,8 @@ def ask_and_write(
     """
     path, given = split_words(words)
     path = path or Path("recipe.yaml")
+    if fault := path_fault(str(path)):  # the file names itself, in comments of one line
+        raise RecipeError(fault, hint="another name for the recipe")
     if path.exists() and not overwrite:
         raise RecipeError(f"{path} is there already", hint="--overwrite replaces it, or name another file")
     keys = asked_keys(given, ask=ask, say=say)
