@@ -85,8 +85,9 @@ def read_question(question: Mapping[str, str]) -> Asked:
 
         is_number = rows.isdecimal() and len(rows) <= len(str(MOST_ROWS))
         if not (is_number and 0 < int(rows) <= MOST_ROWS):
-            no = f"rows = {rows[:40]!r} is not a whole number from 1 to {MOST_ROWS:,}"
-            raise RecipeError(no, hint="rows=50000")
+            raise RecipeError(
+                f"rows = {rows[:40]!r} is not a whole number from 1 to {MOST_ROWS:,}", hint="rows=50000"
+            )
     given = {**given, "model": PASTED} if config else given
     _, options = split_words([f"--{key}={value}" for key, value in given.items()])
     recipe = parse_recipe(canonical_keys(options, where="the page"), where="the page")
