@@ -72,8 +72,7 @@ def job_text(job: JobSpec, recipe: str, on: System) -> str:
     else:
         train = ["fitune", "train", RECIPE, "--on", "ray", "--ray-address", "auto"]
         values["entrypoint"] = shlex.join([*train, "--workers", str(compute.num_gpus)])
-        drain = ["python", "-m", "fitune.launch.draining", str(limits.grace_seconds - _END_SECONDS)]
-        stop = {"preStop": {"exec": {"command": drain}}}
+        stop = {"preStop": {"exec": {"command": _before_it_stops(limits.grace_seconds)}}}
         values |= {"head": _pod(job, **_HEAD), "worker": _pod(job, **of_plan, lifecycle=stop)}
     config = {
         "apiVersion": "v1", "kind": "ConfigMap", "metadata": {**named, "labels": {"app.kubernetes.io/name": "fitune"}},
@@ -84,6 +83,10 @@ def job_text(job: JobSpec, recipe: str, on: System) -> str:
         yaml.dump(each, Dumper=_Readable, sort_keys=False, allow_unicode=True, width=120)
         for each in (config, body)
     )
+
+
+def _before_it_stops(grace_seconds: int) -> list[str]:
+    return ["python", "-m", "fitune.launch.draining", str(grace_seconds - _END_SECONDS)]
 
 
 @cache
