@@ -245,7 +245,7 @@ def _block_moment(step: StepStages, index: int) -> Terms:
     """Block ``index`` going back: blocks before it still keep theirs, those behind it left their gradients. All keep
     theirs in the first of two passes.
 
-    An fp32 RMSNorm or a LayerNorm keeps the residual stream itself, so a block's input is not held twice.
+    A norm that keeps its input keeps the residual stream itself, so a block's input is not held twice.
     """
     plan, block, later = step.plan, step.blocks[index], step.num_layers - 1 - index
     recomputes = index < step.recomputed
@@ -261,9 +261,8 @@ def _block_moment(step: StepStages, index: int) -> Terms:
     else:
         others = step.kept_before(index)
         inputs = step.inputs_before(index) + step.own_input(index) + later * step.held_behind
-    in_fp32 = step.element_bytes == FP32 or step.fp32_stream
     # a traced block that recomputes was traced without its input
-    by_norm = not plan.model.is_traced and (in_fp32 or plan.model.norm_type == "layer")
+    by_norm = not plan.model.is_traced and (norms_keep_input(plan) or step.fp32_stream)
     own = peak.kept - step.hidden if recomputes and by_norm else peak.kept
     return {
         "gradients": resting + waiting + peak.gradients,

@@ -260,7 +260,8 @@ def mlp_stages(
     in_halves = activations.gated_mlp_tensors_kept(activation, halves=halves)
     if gated and site.fused:
         # gate and up; the activated gate is computed again (liger_kernel.ops.swiglu, geglu 0.8.5)
-        tensors_kept, backward = 2, transient.fused_gate_backward(site, halves=halves)
+        tensors_kept = 2
+        backward = transient.fused_gate_backward(site, halves=halves, adapted_output=adapted_out)
     elif gated:
         tensors_kept, backward = in_halves, transient.gate_backward(site, width=site.f, halves=halves)
     else:  # 1 for GELU in one kernel, 4 for gelu_new

@@ -171,12 +171,13 @@ def gate_backward(site: Site, *, width: int, halves: bool) -> int:
     return site.t * site.e * max(site.h + 3 * width, through)
 
 
-def fused_gate_backward(site: Site, *, halves: bool) -> int:
+def fused_gate_backward(site: Site, *, halves: bool, adapted_output: bool) -> int:
     """t · e · (h + f): gradient of the product; those of gate and up are written over them.
 
-    Where one linear makes both (``halves``), theirs is another tensor of 2·f.
+    3·f where one linear makes both (``halves``): theirs is another tensor of 2·f. And where base and adapter each have
+    a gradient of the product and their sum is a new tensor.
     """
-    return site.t * site.e * (site.h + (3 if halves else 1) * site.f)
+    return site.t * site.e * (site.h + (3 if halves or adapted_output else 1) * site.f)
 
 
 def mlp_inputs_backward(site: Site, *, partial_gradients: int) -> int:
