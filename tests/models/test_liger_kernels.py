@@ -1,14 +1,11 @@
 """Liger's kernels are put where they belong, and say what transformers' own modules say.
 
 Triton compiles for GPUs. Written-out operations show that every family is wired rightly; Liger's own run in Triton's
-interpreter where triton and liger-kernel are installed: three families always, all with TRITON_INTERPRET=1.
+interpreter where triton and liger-kernel are installed: three families always, the others are slow.
 """
 
-import os
-import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -71,7 +68,7 @@ def written_out(calls):
     )  # fmt: skip
 
 
-def hidden_and_gradients(family, operations):
+def hidden_and_gradients(family, operations, rows=ROWS):
     """The last hidden states, and gradients of hidden states and of the head by the loss, of all weights by theirs."""
     model = tiny_model(family).train()
     with torch.no_grad():
@@ -83,7 +80,7 @@ def hidden_and_gradients(family, operations):
     with computing_with(operations):
         use_kernels(model, kernels)
         parts = language_model(model, PlainLoss(), kernels=kernels)
-    stream = stream_of(ROWS)
+    stream = stream_of(rows)
     hidden_TD = parts.hidden_states(stream)
     loss, gradient_TD = parts.loss_and_gradient(hidden_TD.detach(), stream, scale=0.5)
     hidden_TD.backward(torch.randn(hidden_TD.shape, generator=torch.Generator().manual_seed(4)))
@@ -117,13 +114,30 @@ def test_every_family_is_wired_rightly(family):
     assert calls["loss"] == 1
 
 
-@pytest.mark.parametrize("family", WITH_KERNELS)
-def test_ligers_own_kernels_in_tritons_interpreter(family):
+@pytest.fixture(scope="module")
+def operations():
     with interpreted_liger() as operations:
-        assert_same(hidden_and_gradients(family, operations), hidden_and_gradients(family, None))
+        yield operations
 
 
-def test_the_kernel_of_the_loss_rounds_once():
+ALL_KERNELS = ("llama", "gemma2", "phi3")
+"""Norms and products of two kinds, halves, rotation, the loss with and without a soft cap."""
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=() if family in ALL_KERNELS else pytest.mark.slow)
+        for family in WITH_KERNELS
+    ],
+)
+def test_ligers_own_kernels_in_tritons_interpreter(family, operations):
+    rows = make_rows((4, 2))
+    ours, transformers = (hidden_and_gradients(family, each, rows) for each in (operations, None))
+    assert_same(ours, transformers)
+
+
+def test_the_kernel_of_the_loss_rounds_once(operations):
     """Losses are those of the same logits in fp64, gradients one rounding away, at a width that no block divides."""
     for dtype, roundings in ((torch.float32, 1e-6), (torch.bfloat16, 4e-3), (torch.float16, 5e-4)):
         logits_SV = (torch.randn((6, 20_001), generator=torch.Generator().manual_seed(5)) * 6).to(dtype)
@@ -131,28 +145,9 @@ def test_the_kernel_of_the_loss_rounds_once():
         leaf_SV = logits_SV.double().requires_grad_()
         expected_S = F.cross_entropy(30 * torch.tanh(leaf_SV / 30), labels_S, reduction="none")
         (gradient_SV,) = torch.autograd.grad(0.25 * expected_S.sum(), leaf_SV)
-        with interpreted_liger() as operations:
-            losses_S = operations.cross_entropy(logits_SV, labels_S, scale=0.25, softcap=30.0)
+        losses_S = operations.cross_entropy(logits_SV, labels_S, scale=0.25, softcap=30.0)
         torch.testing.assert_close(losses_S.double(), expected_S.detach(), rtol=0, atol=1e-5)
         assert (logits_SV.double() - gradient_SV).norm() <= roundings * gradient_SV.norm()
-
-
-def test_the_kernels_of_three_families_in_a_process_that_interprets_triton():
-    """Triton decides when it is imported, and other libraries of this process import it. All kernels are in these
-    three: norms and products of two kinds, halves, rotation, the loss with and without a soft cap. Eight seconds, most
-    of them imports."""
-    pytest.importorskip("triton")
-    pytest.importorskip("liger_kernel")
-    chosen = [
-        f"{__file__}::test_ligers_own_kernels_in_tritons_interpreter[{family}]"
-        for family in ("llama", "gemma2", "phi3")
-    ]
-    chosen.append(f"{__file__}::test_the_kernel_of_the_loss_rounds_once")
-    finished = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *chosen],
-        env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=Path(__file__).parents[2], capture_output=True, text=True,
-    )  # fmt: skip
-    assert "4 passed" in finished.stdout, finished.stdout[-4000:]
 
 
 def test_other_models_of_the_family_stay_as_they_are():

@@ -4,6 +4,7 @@ Slow, and not the compiler's code, but the same arithmetic. Two things that Lige
 and functions are there on a GPU only and are lent here: numbers that can be cast, and CUDA's own rsqrt and tanh.
 """
 
+import sys
 from contextlib import contextmanager
 
 import numpy
@@ -12,13 +13,40 @@ import pytest
 from fitune.models.liger import operations_of_liger
 
 
+def kernel_modules():
+    """Imported modules of triton and Liger by name, without triton's C code, which a process loads once."""
+    return {
+        name: module for name, module in sys.modules.items()
+        if name.partition(".")[0] in ("triton", "liger_kernel") and not name.startswith("triton._C")
+    }  # fmt: skip
+
+
+@contextmanager
+def imported_anew():
+    """Inside, both are imported as copies whose kernels are interpreted: triton decides when it is imported."""
+    compiling = kernel_modules()
+    for name in compiling:
+        del sys.modules[name]
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TRITON_INTERPRET", "1")
+            yield
+    finally:
+        for name in kernel_modules():
+            del sys.modules[name]
+        sys.modules.update(compiling)
+
+
 @contextmanager
 def interpreted_liger():
-    """Skips without triton or liger-kernel, and unless TRITON_INTERPRET=1 was set before anything imports triton."""
-    triton = pytest.importorskip("triton", reason="Liger's kernels are written in triton")
+    """Liger's operations, which run only inside. Skips without triton or liger-kernel."""
+    pytest.importorskip("triton", reason="Liger's kernels are written in triton")
     pytest.importorskip("liger_kernel.ops", reason="pip install 'fitune[liger]'")
-    if isinstance(triton.language.standard.sum, triton.runtime.jit.JITFunction):
-        pytest.skip("triton compiles in this process: run TRITON_INTERPRET=1 pytest …")
+    with imported_anew():
+        yield from lent_what_gpus_have()
+
+
+def lent_what_gpus_have():
     from liger_kernel.ops import geglu, rms_norm
     from triton import language as tl
     from triton.runtime import interpreter
