@@ -16,7 +16,7 @@ import fitune
 from data.s3_server import make_bucket, running_server, use_server
 from fitune.cli import main
 from fitune.errors import MissingExtra
-from fitune.report import run_page
+from fitune.report import methods_page, run_page, score_comparison, score_page
 from fitune.spec.model import tracer
 from fitune.stores import opening
 from jsonl import write_lines
@@ -234,7 +234,13 @@ def status_and_error(call):
     return lambda *words: call(*words)[::2]
 
 
-def _no_pictures(run):
+DRAWN = (
+    (run_page, "draw_pictures"),
+    *((page, "_pictures") for page in (methods_page, score_comparison, score_page)),
+)
+
+
+def _no_pictures(*drawn):
     raise MissingExtra("pictures", extra="plots")
 
 
@@ -246,7 +252,8 @@ def own_cache(request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("FITUNE_CACHE", str(tmp_path_factory.getbasetemp() / f"cache-{next(_NUMBERS)}"))
         if not request.node.get_closest_marker("pictures"):
-            patched.setattr(run_page, "draw_pictures", _no_pictures)
+            for page, name in DRAWN:
+                patched.setattr(page, name, _no_pictures)
         yield
     tracer.trace_with(before)
 
@@ -261,6 +268,15 @@ def traces(own_cache, monkeypatch, tmp_path_factory):
     of_all = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
     monkeypatch.setenv("FITUNE_CACHE", str(of_all / "traces"))
     tracer.trace_with(TransformersTracer())
+
+
+@pytest.fixture
+def untraced(own_cache, monkeypatch):
+    """Blocks without formulas are planned with another model's profile, where a test is not about bytes and seconds."""
+    from fitune.rehearse.profile import TransformersTracer
+    from plans import borrowed_profile
+
+    monkeypatch.setattr(TransformersTracer, "profile", lambda tracer, way: borrowed_profile(way))
 
 
 @pytest.fixture(autouse=True, scope="session")

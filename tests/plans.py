@@ -4,7 +4,9 @@ from dataclasses import replace
 
 from fitune.planner.search import find_plan
 from fitune.spec.machines.gpus import cpu_gpu, find_gpu, hardware_for
+from fitune.spec.model.block_profile import BatchShape
 from fitune.spec.model.model_config import load_model_spec, spec_from_config
+from fitune.spec.model.tracing import shipped_profile, way_of
 from fitune.spec.plan import (
     AdamW,
     Batch,
@@ -110,3 +112,15 @@ def plan_for(
         run=RunPlan(output_dir="runs/test"),
     )
     return replace(plan, **different)
+
+
+def borrowed_profile(way):
+    """A shipped model's profile for all kinds of blocks of another: sizes that a plan can be made of, and untrue."""
+    model, rows = known("EleutherAI/pythia-70m"), 2
+    plan = plan_for(
+        model, hardware=gpu("rtx-4090"), tuning="lora", rank=16, precision="bf16-master", attention="flash",
+        rows=rows, accumulation=2, seq_len=2048,
+    )  # fmt: skip
+    shape = BatchShape(tokens=2048 * rows, supervised_tokens=2048 * rows, rows=rows)
+    step = shipped_profile(model.config_digest, way_of(plan, shape).digest)
+    return replace(step, blocks=step.blocks[:1] * len(way.plan.model.kinds))

@@ -29,6 +29,8 @@ from fitune.models.adapter_file import check_adapter
 from fitune.models.adapters import load_adapter
 from fitune.models.readers import text_config
 from fitune.models.weights import load_model
+from fitune.rehearse.profile import TransformersTracer
+from fitune.spec.model.tracer import trace_with
 from fitune.train.prepare import prepare
 from laws.test_memory_prediction import bench
 from runs import trained
@@ -87,8 +89,9 @@ def kind(request):
 
 
 @pytest.fixture
-def folder(kind, model_folder, tmp_path, traces):
+def folder(kind, model_folder, tmp_path):
     """A checkpoint with a vision tower and the tokenizer of the usual model."""
+    trace_with(TransformersTracer())
     target = tmp_path / "seeing"
     shutil.copytree(model_folder, target, ignore=shutil.ignore_patterns("*.safetensors*", "*config.json"))
     shutil.copy(model_folder / "tokenizer_config.json", target)
@@ -105,7 +108,7 @@ def answers(model):
     return model.eval()(input_ids=IDS).logits
 
 
-def test_the_text_part_alone_is_read_and_answers_like_the_whole(kind, folder):
+def test_the_text_part_alone_is_read_and_answers_like_the_whole(kind, folder, untraced):
     loaded = load_model(str(folder), **ON_CPU)
     assert type(loaded) is CLASSES[kind]
     torch.testing.assert_close(answers(loaded), answers(seeing(kind)), rtol=0, atol=1e-6)
@@ -123,7 +126,7 @@ def test_the_text_part_alone_is_read_and_answers_like_the_whole(kind, folder):
         pytest.param("mistral", "full", marks=pytest.mark.weekly),
     ],
 )
-def test_the_peak_is_the_predicted_one(kind, folder, data_file, tuning):
+def test_the_peak_is_the_predicted_one(kind, folder, data_file, tuning, traces):
     """A trace of blocks that are unlike takes half a minute."""
     plan = plan_on(folder, data_file, tuning=tuning)
     prepared = prepare(plan)
@@ -146,7 +149,7 @@ def test_the_peak_is_the_predicted_one(kind, folder, data_file, tuning):
     assert max(tracker.peaks.values()) == pytest.approx(predicted, rel=0.01)
 
 
-def test_an_adapter_fits_the_whole_that_users_load(kind, folder, data_file):
+def test_an_adapter_fits_the_whole_that_users_load(kind, folder, data_file, untraced):
     """Under the whole's names, and on its language model alone: towers have linears of the same names."""
     exported = Path(str(trained(plan_on(folder, data_file, learning_rate=5e-2)).exported))
     assert check_adapter(exported, base=folder) == ()
@@ -174,7 +177,7 @@ FULL, MERGED = {"tuning": "full"}, {"export": "merged"}
     ],
     ids=str,
 )
-def test_a_whole_export_is_the_language_model(kind, folder, data_file, words):
+def test_a_whole_export_is_the_language_model(kind, folder, data_file, words, untraced):
     exported = trained(plan_on(folder, data_file, **words)).exported
     found = AutoModelForCausalLM.from_pretrained(str(exported))
     assert type(found) is CLASSES[kind]

@@ -43,7 +43,7 @@ def nobody_traces(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "tuning", "rows"),
     [
-        ("EleutherAI/pythia-70m", "full", 1),
+        pytest.param("EleutherAI/pythia-70m", "full", 1, marks=pytest.mark.slow),
         pytest.param("HuggingFaceTB/SmolLM3-3B", "full", 2, marks=pytest.mark.slow),
         ("EleutherAI/pythia-70m", "lora", 2),
     ],

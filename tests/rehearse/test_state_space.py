@@ -111,9 +111,19 @@ def test_a_convolution_s_backward_takes_its_forward_for_each_gradient(groups, wa
     assert work_of(operation, args, {}, operation(*args), event=0).flops == expected
 
 
-@pytest.mark.parametrize(
-    ("tuning", "recompute"), [("lora", 0), pytest.param("full", 2, marks=pytest.mark.slow)]
-)
+def test_rows_of_one_chunk_are_another_way_of_training(folder):
+    spec = spec_of(folder, "mamba2")
+    firsts = [
+        tracing.way_of(
+            one_row(spec, tokens=tokens), BatchShape(tokens=tokens, supervised_tokens=tokens, rows=1)
+        ).first
+        for tokens in (CHUNK, CHUNK + 1)
+    ]
+    assert firsts[0] * tracing.LENGTHS[-1] <= CHUNK < firsts[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tuning", "recompute"), [("lora", 0), ("full", 2)])
 def test_rows_of_one_chunk_are_traced_by_themselves(folder, tuning, recompute):
     """Copies that several chunks need are not made for them."""
     spec = spec_of(folder, "mamba2")

@@ -1,6 +1,8 @@
 """Architectures without formulas: shapes read from modules, blocks traced, an estimate equal to the rehearsed step."""
 
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,13 +40,6 @@ DEEPSEEK = {
     "n_shared_experts": 1, "first_k_dense_replace": 2, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8, "v_head_dim": 16, "n_group": 1, "topk_group": 1, "bos_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
-
-
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("FITUNE_CACHE", str(tmp_path / "cache"))
-    trace_with(TransformersTracer())
-    return tmp_path / "cache" / "traced"
 
 
 def model_of(tmp_path, model_type, config):
@@ -148,7 +143,9 @@ def test_blocks_that_cannot_run_are_refused_in_one_line(tmp_path, traces, capfd)
     assert capfd.readouterr().err == ""
 
 
-def test_a_later_plan_traces_nothing(tmp_path, cache, monkeypatch):
+def test_a_later_plan_traces_nothing(tmp_path, untraced, monkeypatch):
+    cache = Path(os.environ["FITUNE_CACHE"]) / "traced"
+    trace_with(TransformersTracer())
     spec = model_of(tmp_path, "gpt_neox", NEOX)
     plan = replace(plan_for(spec, seq_len=64), model_path=spec.name)
     first = predict_memory(plan)

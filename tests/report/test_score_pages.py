@@ -72,6 +72,7 @@ def require_harmless(page):
     assert "default-src 'none'" in text
 
 
+@pytest.mark.pictures
 def test_the_page_says_what_was_measured_and_shows_the_worst_rows(tmp_path):
     page = write_score_page(write_folder(tmp_path / "one", [1.0, 0.0, None, 1.0, 0.0]))
     require_harmless(page)
@@ -94,6 +95,7 @@ def test_the_worst_perplexities_are_the_highest(tmp_path):
     assert worst.index("row 1:") < worst.index("row 2:") < worst.index("row 0:")
 
 
+@pytest.mark.pictures
 def test_two_scorings_are_shown_with_the_rows_that_changed_both_ways(tmp_path):
     mine = write_folder(tmp_path / "mine", [1.0, 1.0, 0.0, 1.0, 0.0, None, 0.0])
     other = write_folder(tmp_path / "other", [0.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0])
@@ -128,6 +130,7 @@ def test_the_rows_shown_are_those_of_a_grader_by_which_some_changed(tmp_path):
     assert "2 rows have the same grade by regex" in text
 
 
+@pytest.mark.pictures
 def test_without_matplotlib_the_page_says_how_to_get_the_pictures(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     text = text_of(write_score_page(write_folder(tmp_path / "one", [1.0, 0.0])))

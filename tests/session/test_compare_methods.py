@@ -18,6 +18,7 @@ def words_for(model, data, out):
     return [*words, "--seq-len", "64", "--max-steps", "2", "--samples", "0", "--val-fraction", "0.2"]
 
 
+@pytest.mark.pictures
 def test_full_and_lora_are_laid_side_by_side(model_folder, data_file, tmp_path, call):
     words = [*words_for(model_folder, data_file, tmp_path / "both"), "--tunings", "full,lora"]
     out = call("compare", *words).ends(0)

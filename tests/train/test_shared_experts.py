@@ -55,7 +55,7 @@ def mixture(model_type, words, *, tokenizer, folder):
 @pytest.mark.parametrize(("model_type", "words", "targets"), CASES)
 def test_adapters_on_attention_train_and_peft_reads_them(
     model_type, words, targets, fitune,
-    model_folder, data_file, tmp_path,
+    model_folder, data_file, tmp_path, untraced,
 ) :  # fmt: skip
     folder = mixture(model_type, words, tokenizer=model_folder, folder=tmp_path / "base")
     run = tmp_path / "run"
@@ -70,7 +70,7 @@ def test_adapters_on_attention_train_and_peft_reads_them(
 
 
 @pytest.mark.slow
-def test_every_weight_of_one_is_trained_and_read_again(fitune, model_folder, data_file, tmp_path):
+def test_every_weight_of_one_is_trained_and_read_again(fitune, model_folder, data_file, tmp_path, untraced):
     folder = mixture("hunyuan_v1_moe", HUNYUAN, tokenizer=model_folder, folder=tmp_path / "base")
     options = set_words(settings_of(folder, data_file, tmp_path / "run", tuning="full"))
     assert fitune("train", *options)[0] == 0

@@ -89,6 +89,7 @@ def test_adapters_on_all_linears_that_are_taken_are_read_by_peft_as_the_merged_m
     model_folder,
     data_file,
     tmp_path,
+    untraced,
 ):
     folder = small(model_type, tokenizer=model_folder, folder=tmp_path / "base")
     run = tmp_path / "run"

@@ -42,7 +42,7 @@ CASES = [
 @pytest.mark.parametrize(("name", "tuning", "targets"), CASES)
 def test_peft_reads_the_adapter_and_transformers_the_merged_model(
     name, tuning, targets, fitune,
-    model_folder, data_file, tmp_path,
+    model_folder, data_file, tmp_path, untraced,
 ) :  # fmt: skip
     model_type, words = MODELS[name]
     folder = mixture(model_type, {**WIDTHS, **words}, tokenizer=model_folder, folder=tmp_path / "base")
