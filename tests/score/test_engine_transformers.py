@@ -87,18 +87,23 @@ def renamed(task, id_):
     return replace(task, question=replace(task.question, id=id_))
 
 
+COLD = 0.15
+"""At 0.5 the likeliest of 384 tokens has 2 %, and a temperature that is ignored would not show."""
+
+
 def test_sampling_draws_from_the_softmax(tiny, tasks):
-    """First tokens of 3000 rows with one prompt: the likeliest as often as its probability says, within 5 sigma."""
-    draws = 3000
+    """First tokens of 800 rows with one prompt: the likeliest as often as its probability says, within 5 sigma."""
+    draws = 800
     one = [renamed(tasks[0], str(number)) for number in range(draws)]
-    answers = ask(tiny, one, Sampling(max_new_tokens=1, temperature=0.5), batch_size=draws)
+    answers = ask(tiny, one, Sampling(max_new_tokens=1, temperature=COLD), batch_size=draws)
     with torch.no_grad():
         logits = tiny.model(input_ids=torch.tensor([tasks[0].prompt_ids])).logits[0, -1]
-    chances = (logits / 0.5).softmax(-1).tolist()
+    chances = (logits / COLD).softmax(-1).tolist()
     texts = tiny.tokenizer.batch_decode([[token] for token in range(len(chances))], skip_special_tokens=True)
     text = texts[chances.index(max(chances))]
     chance = sum(c for c, other in zip(chances, texts, strict=True) if other == text)
     seen = sum(answer.text == text for answer in answers)
+    assert 0.1 < chance < 0.9  # it is flat at temperature 1
     assert abs(seen - chance * draws) < 5 * (draws * chance * (1 - chance)) ** 0.5
 
 
@@ -163,7 +168,7 @@ def test_a_prompt_without_room_for_an_answer_carries_the_arithmetic(tiny, tasks)
     assert third == ask(tiny, [tasks[1]], GREEDY)[0]
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2", "qwen3_moe", "phi3", "falcon"])
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt2", "qwen3_moe", "phi3", "falcon"])
 def test_rows_that_enter_and_leave_write_what_they_write_alone(tiny, family):
     """Sliding windows, learned positions, experts, fused and shared heads: 14 rows through 4 places, each with a limit
     of its own, one of them beyond two growths of the cache."""
