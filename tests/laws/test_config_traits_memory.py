@@ -91,7 +91,7 @@ def grid():
             yield pytest.param(family, different, choice, hardware, id=name, marks=marks)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize(("family", "different", "choice", "hardware"), list(grid()))
 def test_estimate_and_rehearsal_agree(family, different, choice, hardware):
     config, spec = tiny(family, **different)

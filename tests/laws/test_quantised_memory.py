@@ -30,6 +30,7 @@ def plan_on(base, model, *, precision, recompute, chunked, accumulation=1):
     return replace(plan, tuning=replace(plan.tuning, base=base))
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("base", BASES, ids=str)
 @pytest.mark.parametrize(
     ("precision", "recompute", "chunked"), [("bf16", 0, True), ("bf16-master", 3, False), ("fp32", ALL, True)]
@@ -61,7 +62,7 @@ STACKS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 @pytest.mark.parametrize(
     ("family", "precision", "recompute", "adapted"),
     [
-        ("qwen3_moe", "bf16", 2, ()),
+        pytest.param("qwen3_moe", "bf16", 2, (), marks=pytest.mark.slow),
         pytest.param("mixtral", "fp32", 0, (), marks=pytest.mark.slow),
         ("qwen3_moe", "bf16", 2, STACKS),
         pytest.param("mixtral", "bf16", 2, (), marks=pytest.mark.slow),

@@ -95,6 +95,7 @@ def measured_and_predicted(model, spec, *, batch, prompt, new, adapter=NO_ADAPTE
 OTHERS = [pytest.param(f, marks=pytest.mark.slow) for f in ("qwen3", "gemma3_text", "mixtral", "gpt2", "phi")]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("batch", "prompt", "new"), [(1, 30, 8), (8, 60, 6), (8, 8, 40)])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "falcon", "qwen3_moe", *OTHERS])
 def test_live_tensors_are_predicted(family, batch, prompt, new):
@@ -102,6 +103,7 @@ def test_live_tensors_are_predicted(family, batch, prompt, new):
     assert predicted == pytest.approx(measured, rel=0.05)
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("family", ["gemma2", "falcon"])
 @pytest.mark.parametrize(("batch", "prompt", "new"), [(16, 30, 60), (4, 300, 2), (8, 60, 6)])
 def test_scores_that_a_block_returns_count_beside_its_mlp_and_norms(family, batch, prompt, new):
