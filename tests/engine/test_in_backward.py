@@ -61,6 +61,7 @@ def after_backward(parts, optimizer, *, max_grad_norm=0.0, precision=Precision.F
     )
 
 
+@pytest.mark.thinned(2)
 @OPTIMIZERS
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
 @pytest.mark.parametrize(("recompute", "chunk"), [(0, 0), (2, 5)], ids=["plain", "recomputed, chunked"])

@@ -75,7 +75,7 @@ def test_the_losses_are_those_of_a_run_that_never_failed(train, tmp_path, order,
 
 def test_every_attempt_is_told(train, tmp_path):
     """In the log, in metrics.jsonl, in report.json and on the page: which one, why, from what plan to what plan."""
-    whole, _ = counted(lambda: train(output_dir=tmp_path / "never", **LARGE))
+    whole, _ = counted(lambda: train(output_dir=tmp_path / "never", **LARGE | {"max_steps": 1}))
     failed = tmp_path / "failed"
     device, (code, out, _) = counted(lambda: train(output_dir=failed, **LARGE), int(0.45 * whole.peak_bytes))
     assert code == 0
@@ -99,7 +99,7 @@ def test_every_attempt_is_told(train, tmp_path):
 
 
 def test_one_row_that_does_not_fit_is_an_error_with_both_figures_and_what_to_try(train, tmp_path):
-    one = {**LARGE, "micro_batch_size": 1, "gradient_accumulation_steps": 16, "max_steps": 1}
+    one = {**LARGE, "micro_batch_size": 1, "gradient_accumulation_steps": 2, "max_steps": 1}
     whole, _ = counted(lambda: train(output_dir=tmp_path / "never", **one))
     device, (code, _, err) = counted(
         lambda: train(output_dir=tmp_path / "failed", **one, tuning="full"), int(0.9 * whole.peak_bytes)

@@ -23,16 +23,16 @@ LARGER_GRID = (
     "--model Qwen/Qwen2.5-32B --gpu 4090",
     "--model Qwen/Qwen2.5-14B --tuning lora --gpu 4090 --gpus 2",
     "--model meta-llama/Llama-3.1-405B --gpu h100 --gpus 8 --nodes 2",
+    "--model meta-llama/Llama-3.1-8B --gpu 3060",
+    "--model Qwen/Qwen3-30B-A3B --gpu 4090",
+    "--model meta-llama/Llama-3.1-70B --gpu h100 --gpus 8 --tuning full --host-memory 2TiB",
 )
 SITUATIONS = (
     LLAMA,
-    "--model meta-llama/Llama-3.1-8B --gpu 3060",
     "--model meta-llama/Llama-2-70b-hf --gpu 3090 --gpus 2",
-    "--model Qwen/Qwen3-30B-A3B --gpu 4090",
     "--model openai/gpt-oss-20b --gpu 4090",
     GEMMA,
     "--model meta-llama/Llama-3.1-8B --gpu h100 --seq-len 131072",
-    "--model meta-llama/Llama-3.1-70B --gpu h100 --gpus 8 --tuning full --host-memory 2TiB",
     "--model demo --gpu 4090",
     "--model demo --gpu cpu",
     "--model meta-llama/Llama-3.1-8B --gpu 3060 --tuning qlora --quantization nf4",
@@ -41,8 +41,10 @@ SITUATIONS = (
 )
 NOTHING = (
     "--model meta-llama/Llama-3.1-8B --gpu rtx-3060 --tuning full",
-    "--model meta-llama/Llama-3.1-8B --gpu rtx-4090 --tuning full",
-    pytest.param("--model meta-llama/Llama-3.1-70B --gpu t4 --tuning full", marks=pytest.mark.slow),
+    *(
+        pytest.param(f"--model meta-llama/{name} --tuning full", marks=pytest.mark.slow)
+        for name in ("Llama-3.1-8B --gpu rtx-4090", "Llama-3.1-70B --gpu t4")
+    ),
     "--model meta-llama/Llama-3.1-405B --gpu rtx-3090 --tuning qlora",
     "--model meta-llama/Llama-3.1-8B --gpu rtx-4090 --tuning lora --seq-len 16384 --micro-batch-size 4 "
     "--gradient-checkpointing false",

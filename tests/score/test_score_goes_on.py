@@ -264,7 +264,7 @@ def test_two_scorings_do_not_write_into_one_directory(plan):
 
 
 @pytest.mark.parametrize("sizes", [(8, 3), (3, 8), (8, 2048)])
-def test_a_scoring_goes_on_with_shards_of_another_size(plan, sizes):
+def test_a_scoring_goes_on_with_shards_of_another_size(plan, finished_once, sizes):
     """Stopped after eleven rows, ended in other shards: the answers are those of one size, each row asked once more at
     most."""
     seen = []
@@ -273,11 +273,10 @@ def test_a_scoring_goes_on_with_shards_of_another_size(plan, sizes):
         if done == 11:
             raise Killed
 
-    quietly(whole := replace(plan, output_dir=f"{plan.output_dir} whole"))
     with pytest.raises(Killed):
         quietly(replace(plan, shard_rows=sizes[0]), progress=kill)
     written = sum(len(Shards(Path(plan.output_dir)).rows(n)) for n in Shards(Path(plan.output_dir)).numbers())
     quietly(replace(plan, shard_rows=sizes[1]), progress=lambda done, total: seen.append(done))
     assert seen[0] == written == 11 // sizes[0] * sizes[0]
     for name in ("answers.jsonl", "grades.jsonl", "answers.parquet"):
-        assert (Path(plan.output_dir) / name).read_bytes() == (Path(whole.output_dir) / name).read_bytes()
+        assert (Path(plan.output_dir) / name).read_bytes() == (finished_once / name).read_bytes()

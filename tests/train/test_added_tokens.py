@@ -87,8 +87,8 @@ def test_spare_rows_are_taken_first(make_plan, padded_folder):
     assert whole.get_input_embeddings().weight.shape[0] == whole.config.vocab_size == 405
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.thinned(3)
+@pytest.mark.parametrize(("padded", "packed"), [(False, True), (False, False), (True, True), (True, False)])
 def test_from_training_to_a_merged_model_that_transformers_loads_alone(
     make_plan, padded_folder, thoughts, tmp_path, padded, packed
 ):

@@ -23,7 +23,11 @@ def dora(plan, base=DENSE):
     return replace(plan, tuning=replace(plan.tuning, base=base, dora=True))
 
 
-@pytest.mark.parametrize(("base", "precision"), [(Dense(), "bf16-master"), (Nf4(), "fp32")], ids=str)
+@pytest.mark.parametrize(
+    ("base", "precision"),
+    [pytest.param(Dense(), "bf16-master", marks=pytest.mark.slow), (Nf4(), "fp32")],
+    ids=str,
+)
 def test_dora_learns_and_moves_its_magnitudes(make_plan, base, precision):
     plan = dora(make_plan(max_steps=25, precision=precision), base)
     report = trained(plan)
@@ -36,7 +40,7 @@ def test_merged_dora_is_what_peft_makes_of_it(make_plan):
     assert_merged(dora(make_plan(max_steps=6, learning_rate=5e-2)))
 
 
-@pytest.mark.parametrize("tuning", ["full", "lora"])
+@pytest.mark.parametrize("tuning", ["full", pytest.param("lora", marks=pytest.mark.slow)])
 def test_8_bit_adamw_learns_and_resumes_bit_for_bit(make_plan, tmp_path, tuning):
     plans = [
         replace(

@@ -149,8 +149,8 @@ def trains(plan):
 
 @NEEDS_BITSANDBYTES
 def test_a_sample_of_all_plans_trains():
-    """Every 97th: a step that divides none of the choices."""
-    for words, plan in PLANS[::97]:
+    """Every 193rd: a step that divides none of the choices."""
+    for words, plan in PLANS[::193]:
         try:
             trains(plan)
         except Exception as error:

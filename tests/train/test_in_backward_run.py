@@ -16,7 +16,7 @@ COMMON = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16-master"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16-master"])
 def test_it_is_the_plain_run(make_plan, tmp_path, precision):
     plain = make_plan(**COMMON, precision=precision, output_dir=str(tmp_path / "plain"))
     ours = make_plan(

@@ -34,7 +34,7 @@ def test_it_learns(make_plan, method, precision):
     assert (Path(report.exported) / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [pytest.param("lomo", marks=pytest.mark.slow), "adalomo"])
 def test_interrupted_and_resumed_it_ends_bit_for_bit_the_same(make_plan, tmp_path, method):
     folders = (str(tmp_path / name) for name in ("straight", "broken"))
     stopped_and_resumed(

@@ -59,6 +59,7 @@ def assert_same_training(one, other):
         assert torch.equal(parameter, theirs[name]), name
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("offload", "tuning", "precision", "recompute", "accumulation"),
     [

@@ -26,7 +26,7 @@ pytest.importorskip("hqq.core.quantize")
 LEARN = [
     (Nf4(), "bf16-master"),
     (Hqq(bits=4), "fp32"),
-    (Hqq(bits=2), "bf16-master"),
+    pytest.param(Hqq(bits=2), "bf16-master", marks=pytest.mark.slow),
     *(
         pytest.param(base, "fp32", marks=pytest.mark.slow)
         for base in (Nf4(double_quant=False), Hqq(bits=8), Hqq(bits=3))
@@ -63,7 +63,7 @@ def test_packed_bytes_are_no_numbers(make_plan, base):
         require_finite(whole, "the base")
 
 
-@pytest.mark.parametrize("base", [Nf4(), Hqq(bits=4)], ids=str)
+@pytest.mark.parametrize("base", [Nf4(), pytest.param(Hqq(bits=4), marks=pytest.mark.slow)], ids=str)
 def test_resumed_it_ends_bit_for_bit_the_same(make_plan, tmp_path, base):
     common = {"max_steps": 6, "save_steps": 2, "lora_dropout": 0.1}
     folders = (str(tmp_path / name) for name in ("straight", "broken"))

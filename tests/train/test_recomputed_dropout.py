@@ -25,7 +25,7 @@ TRAINED = [
     if isinstance(row.get("full"), dict) and row["full"].get("ok") and name != "diffllama"
 ]
 """DiffLlama's class refuses dropout."""
-QUICK = ("biogpt", "gpt2", "gpt_neo", "gpt_neox", "mixtral", "opt", "phi", "seed_oss", "starcoder2")
+QUICK = ("biogpt", "gpt2", "gpt_neo", "gpt_neox", "mixtral", "opt", "starcoder2")
 """Every name of a rate that any of them has, at least once."""
 
 

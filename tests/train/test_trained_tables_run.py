@@ -34,7 +34,7 @@ def test_it_learns_more_than_adapters_alone_and_moves_both_tables(make_plan, tmp
     assert (tmp_path / "tables/merged/model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16-master"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16-master"])
 def test_resumed_it_ends_bit_for_bit_the_same(make_plan, tmp_path, precision):
     common = {**BOTH, "max_steps": 6, "save_steps": 2, "precision": precision, "lora_layers": [1]}
     stopped_and_resumed(*(make_plan(**common, output_dir=str(tmp_path / name)) for name in ("one", "two")))

@@ -51,6 +51,7 @@ def text_of(html):
     return " ".join(unescape(re.sub(r"<[^>]+>", " ", html)).split())
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("question", QUESTIONS, ids=str)
 def test_the_page_says_what_the_plan_says(ask, question):
     report = plan_on_data(recipe_of(None, {key: int(v) if v.isdigit() else v for key, v in question.items()}))
