@@ -162,6 +162,7 @@ def test_every_method_of_a_comparison_is_said_at_one_step(opened):
     assert page.title() != "1"
 
 
+@pytest.mark.pictures
 def test_thousands_of_steps_name_a_step_that_was_run(opened, browser, tmp_path):
     run = read_run(write_run(tmp_path / "run"))
     steps = tuple(dataclasses.replace(STEPS[n % 120], step=n + 1, eval_loss=None) for n in range(12_000))
