@@ -16,7 +16,7 @@ import fitune
 from data.s3_server import make_bucket, running_server, use_server
 from fitune.cli import main
 from fitune.errors import MissingExtra
-from fitune.report import methods_page, run_page, score_comparison, score_page
+from fitune.report import methods_page, run_page, score_pages
 from fitune.spec.model import tracer
 from fitune.stores import opening
 from jsonl import write_lines
@@ -236,7 +236,9 @@ def status_and_error(call):
 
 DRAWN = (
     (run_page, "draw_pictures"),
-    *((page, "_pictures") for page in (methods_page, score_comparison, score_page)),
+    (methods_page, "_pictures"),
+    (score_pages, "_score_pictures"),
+    (score_pages, "_difference_pictures"),
 )
 
 

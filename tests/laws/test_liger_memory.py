@@ -14,6 +14,7 @@ CHOICES = [
     {"tuning": "full", "precision": "bf16-master", "recompute": 0},
     {"tuning": "lora", "precision": "bf16", "recompute": 2, "chunk": 64},
     {"tuning": "full", "precision": "fp32", "recompute": 4, "chunk": 64},
+    {"tuning": "lora", "precision": "fp32", "recompute": 4, "chunk": 64},
 ]
 AS_LLAMA = {"mistral", "qwen2"}
 
@@ -28,8 +29,8 @@ def test_estimate_and_rehearsal_agree(family, choice):
     plan = plan_for(
         spec, hardware=gpu("h100"), seq_len=128, rows=2, kernels="liger", attention="flash", **choice
     )
-    # a known miss of docs/memory-model.md: a quarter of a percent at real widths
-    found = check(plan, config, 0.03 if choice["tuning"] == "lora" else TOLERANCE)
+    # a known miss of docs/memory-model.md: forward of a mixture
+    found = check(plan, config, 0.03 if choice["tuning"] == "lora" and spec.num_experts else TOLERANCE)
     if choice["recompute"] == 0:
         assert found < rehearsed_peak(replace(plan, kernels="torch"), config)
 

@@ -105,12 +105,10 @@ def describe_step_of(trainer: Trainer, plan: Plan, shape: BatchShape) -> StepSta
     hidden = step.hidden * (2 if fp32_stream else 1)
     holds = trainer.fsdp1 and trainer.holds_inputs and uses_fsdp(plan) and step.recomputed > 0
     held = 2 * hidden if holds and not step.full else 0
-    keeps_input = plan.kernels == "liger" and not fp32_stream
     return replace(
         step,
-        blocks=_with_output(step.blocks, hidden, counted=(held > 0) + keeps_input)
-        if trainer.reentrant
-        else step.blocks,
+        # where inputs' gradients are held, the step counts the one that reaches the output already
+        blocks=_with_output(step.blocks, hidden) if trainer.reentrant and not held else step.blocks,
         resident=_resident(step, trainer, wide),
         gradients=step.gradients + wide.gradients,
         whole_gradients=step.whole_gradients + wide.fresh,
@@ -126,13 +124,10 @@ def describe_step_of(trainer: Trainer, plan: Plan, shape: BatchShape) -> StepSta
     )
 
 
-def _with_output(blocks: tuple[Block, ...], hidden: int, *, counted: int) -> tuple[Block, ...]:
-    """The blocks with the output that each made again, less ``counted`` hidden states that the step counts twice.
-
-    They are the gradient that reaches it, where inputs' gradients are held, and the input that Liger's norm keeps.
-    """
+def _with_output(blocks: tuple[Block, ...], hidden: int) -> tuple[Block, ...]:
+    """The blocks with the output that each made again while it goes back."""
     peaks = (block.recomputed_peak for block in blocks)
-    held = (replace(peak, temporaries=peak.temporaries + (1 - counted) * hidden) for peak in peaks)
+    held = (replace(peak, temporaries=peak.temporaries + hidden) for peak in peaks)
     return tuple(replace(block, recomputed_peak=peak) for block, peak in zip(blocks, held, strict=True))
 
 

@@ -268,25 +268,31 @@ def mlp_stages(
         tensors_kept = activation.kept + activation.keeps_output
         backward = transient.activation_backward(site, adapted_output=adapted_out)
     tensors = max((3 if gated else 2) + adapted_in, activation.forward)
-    again = 0
+    again = incoming = making = 0
+    if gated and not site.fused and site.adapted(inputs[1:]):
+        making = (
+            waiting + 2 * wide
+        )  # the second half's base, low-rank output and this one scaled, of which one is kept
     if halves:
         tensors = max(6 if adapted_in else 4, activation.forward + 1)
-    if halves and adapted_in:
-        made_gradient = adapted_out and not model.dropout.mlp_output
-        again = transient.halves_again(site, kept=in_halves, adapted_output=made_gradient)
+    if halves and adapted_in:  # base, low-rank output and this one scaled of both at once
+        making = waiting + (6 - tensors_kept) * wide
+        incoming = (1 + (adapted_out and not model.dropout.mlp_output)) * stream
+        again = (
+            making - waiting // 2 + incoming
+        )  # the block's input is counted with those that recompute keeps
     yield Stage(
         name="MLP activation",
         kept=tensors_kept * wide if reaches else 0,
         forward=transient.mlp_forward(site, width=site.f, tensors=tensors),
         backward=backward + site.shared_dropout_gradient if reaches else 0,
         again=again,
-        # the second half's base, low-rank output and this one scaled, of which one is kept
-        making=waiting + 2 * wide if gated and not site.fused and site.adapted(inputs[1:]) else 0,
+        making=making,
+        incoming=incoming,
     )
     again = 0
     if not (keeps_product or site.reads_input(down)):  # else going back takes more
-        kept_by_norm = site.e == FP32 or model.norm_type == "layer"
-        others = adapted_out + (not kept_by_norm) + (not site.reads_input(inputs))
+        others = adapted_out + (not norms_keep_input(site.plan)) + (not site.reads_input(inputs))
         again = transient.mlp_output_again(site, others=others)
     output_back = transient.down_projection_backward(site) + site.dropout_backward(model.dropout.mlp_output)
     product_kept = wide if site.reads_input(down) and not keeps_product else 0

@@ -194,15 +194,6 @@ def activation_backward(site: Site, *, adapted_output: bool) -> int:
     return site.t * site.e * (site.h + tensors * site.f)
 
 
-def halves_again(site: Site, *, kept: int, adapted_output: bool) -> int:
-    """t · e · (2h + (6 − kept)·f) beyond what is ``kept``: an adapter on both makes three tensors of 2·f at once.
-
-    2h are the residual and its gradient; an adapter on the output has made its scaled gradient, h, before the block
-    runs again.
-    """
-    return site.t * site.e * ((3 if adapted_output else 2) * site.h + (6 - kept) * site.f)
-
-
 def mlp_output_again(site: Site, *, others: int) -> int:
     """t · e · (f + 2h + others·h): a product whose input nobody keeps, without an adapter or with one that drops out.
 

@@ -106,7 +106,7 @@ class Stage:
     again: int = 0
     making: int = 0
     incoming: int = 0
-    """Bytes, among ``again``, of the gradient that waits, which a first forward does not have."""
+    """Bytes, among ``again``, of gradients that wait, which a first forward does not have."""
     gradients: int = 0
     largest_gradient: int = 0
     backward_holding: int = 0
