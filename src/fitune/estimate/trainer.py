@@ -35,6 +35,7 @@ from fitune.estimate.states import (
 )
 from fitune.estimate.step import StepStages, Terms, describe_step
 from fitune.spec.counts import adapter_tensors, base_tensors, trained_tables
+from fitune.spec.model.architectures import repeated_keys_once
 from fitune.spec.model.block_profile import BatchShape, BlockProfile, Stage
 from fitune.spec.model.model_spec import Linear
 from fitune.spec.plan import (
@@ -77,8 +78,7 @@ class Trainer:
     (torch/utils/checkpoint.py, CheckpointFunction.backward), and the first block's input has a gradient, too, without
     which nothing in it would have one (transformers, enable_input_require_grads)."""
     repeats_keys: bool = False
-    """Keys and values are repeated for every query head before flash attention (transformers up to 4.47,
-    models/mistral and models/qwen2, …FlashAttention2.forward; Llama's are not)."""
+    """Keys and values are repeated for every query head before flash attention (architectures.py)."""
     holds_inputs: bool = False
     """FSDP1 around reentrant checkpoints of frozen blocks: inputs and their gradients stay to the end of backward
     (torch/distributed/fsdp/_runtime_utils.py, _register_post_backward_reshard_only_hook) as
@@ -264,7 +264,7 @@ def _stage(trainer: Trainer, plan: Plan, shape: BatchShape, stage: Stage) -> Sta
     if stage.name == "MLP activation" and trainer.fp32_stream and _is_packed(plan):
         stage = replace(stage, kept=2 * stage.kept, backward=2 * stage.backward)
     model, e = plan.model, plan.precision.compute_bytes
-    if stage.name == "queries, keys, values" and trainer.repeats_keys and model.model_type in _REPEATED:
+    if stage.name == "queries, keys, values" and trainer.repeats_keys and repeated_keys_once(model):
         stage = replace(stage, kept=stage.kept + shape.tokens * e * 2 * (model.q_dim - model.kv_dim))
     if not trainer.fp32_trained or uses_deepspeed(plan) or e == _FP32:
         return stage
@@ -277,7 +277,6 @@ def _stage(trainer: Trainer, plan: Plan, shape: BatchShape, stage: Stage) -> Sta
     return _with_cast_inputs(stage, plan, shape, width=e if trainer.autocast else _FP32, fused=fused)
 
 
-_REPEATED = ("mistral", "qwen2")
 _READERS = {"attention norm": "attention", "MLP norm": "mlp"}
 _CASTS = {
     "queries, keys, values": ("attention", True), "attention output": ("attention", False),

@@ -129,3 +129,12 @@ def caches_latent(model: ModelSpec) -> bool:
     """True if vLLM caches the one vector that keys and values of all heads are made of (MLA)."""
     has_latent = any(linear.short_name == "kv_a_proj_with_mqa" for linear in model.linears)
     return has_latent and model.model_type not in _CACHES_EVERY_HEAD
+
+
+_REPEATED_KEYS = frozenset(("mistral", "qwen2"))
+
+
+def repeated_keys_once(model: ModelSpec) -> bool:
+    """True if transformers up to 4.47 repeated keys and values for every query head before flash attention
+    (models/mistral and models/qwen2, …FlashAttention2.forward; Llama's were not)."""
+    return model.model_type in _REPEATED_KEYS
