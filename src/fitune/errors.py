@@ -8,8 +8,9 @@ rank whose peer failed.
 
 import errno
 import importlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+import platform
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -113,6 +114,18 @@ def require_library(module: str, *, needed_by: str, extra: str) -> None:
         importlib.import_module(module)
     except ImportError as error:
         raise MissingExtra(needed_by, extra=extra) from error
+
+
+def installed_versions(libraries: Iterable[str]) -> dict[str, str]:
+    """The version of Python, and of each of ``libraries`` that is installed by that name: fitune may run from its
+    source, and a module may be another package's."""
+    from importlib.metadata import PackageNotFoundError, version  # takes a while, and few need it
+
+    found = {"python": platform.python_version()}
+    for name in libraries:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 TRAINING = ("torch", "transformers", "peft", "safetensors", "datasets", "numpy", "pyarrow", "tokenizers")

@@ -1,5 +1,6 @@
 """A whole run in one process: it learns, it stops and goes on as if it had not, it never lies about a bad end."""
 
+import importlib.metadata
 import sys
 import time
 from dataclasses import replace
@@ -149,6 +150,20 @@ def test_every_figure_of_the_report_comes_from_the_log(make_plan):
     assert report.supervised_tokens == sum(step.supervised_tokens for step in steps)
     assert report.final_loss == steps[-1].loss
     assert report_of(plan) == report
+
+
+def test_a_run_of_a_fitune_that_is_not_installed_ends_well(make_plan, monkeypatch):
+    known = importlib.metadata.version
+
+    def version(name):
+        if name == "fitune":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return known(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    report = trained(make_plan(max_steps=1))
+    assert report.status == "complete"
+    assert report.versions.keys() == {"python", "torch", "transformers", "peft"}
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_update_and_says_so(make_plan):

@@ -1,17 +1,14 @@
 """Examination of this machine: devices, memory, measured rates, libraries."""
 
-import importlib.metadata
 import importlib.util
 import os
-import platform
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fitune.errors import FituneError, HardwareError
+from fitune.errors import FituneError, HardwareError, installed_versions
 from fitune.measure.hardware import calibrated, describe_hardware, detect_hardware, of_one_kind, see_one_kind
 from fitune.measure.measurements import device_key, quick_key, store_calibration
 from fitune.measure.nvml import gpus_here
@@ -53,10 +50,7 @@ def examine() -> tuple[str, dict[str, Any]]:
 
     torch is asked where there is a GPU.
     """
-    versions = {"python": platform.python_version()}
-    for name in ("fitune", *_NEEDED):
-        with suppress(importlib.metadata.PackageNotFoundError):  # fitune alone plans
-            versions[name] = importlib.metadata.version(name)
+    versions = installed_versions(("fitune", *_NEEDED))
     missing = [extra for name, extra in _EXTRAS.items() if importlib.util.find_spec(name) is None]
     problem = ""
     gpus = of_one_kind(gpus_here(os.environ))

@@ -1,8 +1,6 @@
 """The end of a run, complete, interrupted or failed: report.json with all that metrics.jsonl says was measured."""
 
-import importlib.metadata
 import math
-import platform
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,7 +9,7 @@ from shlex import quote
 from torch import Tensor
 
 from fitune.data.making import PreparedData
-from fitune.errors import FituneError
+from fitune.errors import FituneError, installed_versions
 from fitune.files import write_atomically
 from fitune.measure.memory import has_expandable_segments, highest_peaks, process_bytes
 from fitune.models.language_model import LanguageModel
@@ -190,10 +188,5 @@ def summarise(
         restarts=tuple(restart for step in steps for restart in step.restarts),
         steps_of_other_plan=steps_of_other_plan,
         ranks=ranks,
-        versions={
-            "python": platform.python_version(),
-            **{
-                name: importlib.metadata.version(name) for name in ("fitune", "torch", "transformers", "peft")
-            },
-        },
+        versions=installed_versions(("fitune", "torch", "transformers", "peft")),
     )

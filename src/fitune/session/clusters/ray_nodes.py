@@ -1,16 +1,14 @@
 """The nodes of a Ray cluster beside this machine: versions, hardware, and files that all must have."""
 
 import os
-import platform
 import socket
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from fitune.errors import HardwareError, RunDirectoryError
+from fitune.errors import HardwareError, RunDirectoryError, installed_versions
 from fitune.launch.ray_cluster import ask_nodes
 from fitune.session.planning import wanted_hardware
 from fitune.spec.machines.hardware import Hardware
@@ -43,13 +41,7 @@ def facts_of_node(shapes: Mapping[int, Recipe]) -> NodeFacts:
 
 def versions_here() -> dict[str, str]:
     """Versions of Python and of the libraries that all nodes must share; ``none`` for one that is not installed."""
-    found = {"python": platform.python_version()}
-    for name in _LIBRARIES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "none"
-    return found
+    return dict.fromkeys(_LIBRARIES, "none") | installed_versions(_LIBRARIES)
 
 
 def hardware_of_workers(shapes: Mapping[int, Recipe]) -> dict[int, Hardware]:

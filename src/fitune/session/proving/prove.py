@@ -3,19 +3,17 @@
 import datetime
 import gc
 import hashlib
-import importlib.metadata
 import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from fitune.errors import FituneError, HardwareError, TrainingFailed
+from fitune.errors import FituneError, HardwareError, TrainingFailed, installed_versions
 from fitune.measure.device_rates import COPY_BYTES, fastest_seconds
 from fitune.measure.hardware import calibrated, detect_hardware
 from fitune.measure.measurements import (
@@ -119,10 +117,6 @@ def _not_run(name: str, why: str) -> ProofCheck:
 def _record(hardware: Hardware, device: torch.device, results: Sequence[Result]) -> Proof:
     gpu, on_gpu = hardware.gpu, device.type == "cuda"
     number = str(torch.cuda.get_device_properties(device).uuid) if on_gpu else platform.node()
-    installed: dict[str, str] = {}
-    for name in _LIBRARIES:
-        with suppress(importlib.metadata.PackageNotFoundError):  # not there, or a module of another package
-            installed[name] = importlib.metadata.version(name)
     return Proof(
         device=device_key(gpu, cores=hardware.cpu_cores),
         card=hashlib.sha256(number.encode()).hexdigest()[:12],
@@ -131,8 +125,7 @@ def _record(hardware: Hardware, device: torch.device, results: Sequence[Result])
         capability=gpu.capability,
         memory_bytes=gpu.memory_bytes,
         versions={
-            **installed,
-            "python": platform.python_version(),
+            **installed_versions(_LIBRARIES),
             "cuda": torch.version.cuda or "none",
             "driver": driver_version(),
         },
