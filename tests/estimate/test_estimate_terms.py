@@ -19,7 +19,7 @@ from fitune.spec.counts import count_parameters
 from fitune.spec.machines.hardware import Measured
 from fitune.spec.model.block_profile import BatchShape
 from fitune.spec.model.traits import ACTIVATIONS
-from fitune.spec.plan import AdamW, Sgd
+from fitune.spec.plan import AdamW, Nf4, Sgd
 from fitune.spec.predictions import Phase
 from fitune.units import MIB
 from plans import CPU, gpu, known, plan_for, small_llama
@@ -91,6 +91,35 @@ def test_the_first_block_keeps_no_norm_under_lora(precision):
     first = block_stages(plan, shape, gradient_enters=False)[0].kept
     other = block_stages(plan, shape)[0].kept
     assert other - first == 4 * 4096 + 4
+
+
+def test_a_packed_weight_is_made_whole_for_its_gradient():
+    """+ e·out·in of the largest packed weight of each product: queries, output, gate and down of Llama-3-8B."""
+    model, shape = known("llama-3-8b"), BatchShape(tokens=1024, supervised_tokens=1024, rows=1)
+    dense = plan_for(model, precision="bf16", tuning="lora")
+    packed = replace(dense, tuning=replace(dense.tuning, base=Nf4()))
+    more = {
+        stage.name: stage.backward - other.backward
+        for stage, other in zip(block_stages(packed, shape), block_stages(dense, shape), strict=True)
+    }
+    assert {name: size for name, size in more.items() if size} == {
+        "queries, keys, values": 2 * 4096 * 4096,
+        "attention output": 2 * 4096 * 4096,
+        "MLP inputs": 2 * 14336 * 4096,
+        "MLP output": 2 * 14336 * 4096,
+    }
+
+
+def test_adapted_experts_keep_their_matrices_in_the_products_order():
+    """e·r·(2f + h) for each of Mixtral's eight experts, however many tokens there are."""
+    stacks = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+    plan = plan_for(known("mixtral-8x7b"), precision="bf16", tuning="lora", rank=16, targets=stacks)
+
+    def kept(tokens):
+        shape = BatchShape(tokens=tokens, supervised_tokens=tokens, rows=1)
+        return sum(stage.kept for stage in block_stages(plan, shape))
+
+    assert 2 * kept(1024) - kept(2048) == 2 * 16 * (2 * 14336 + 4096) * 8
 
 
 def test_small_formulas():
