@@ -133,8 +133,8 @@ def fallback_attention_backward(site: Site, *, row_tokens: int, rows: int, dropp
 
 
 def output_projection_backward(site: Site) -> int:
-    """t · e · (h + q); an adapter adds its scaled gradient h."""
-    return site.t * site.e * (site.h + site.q + (0 if site.full else site.h))
+    """t · e · (h + q); an adapter adds its scaled gradient h, a norm behind it the gradient of its input."""
+    return site.t * site.e * (site.h * (1 + (not site.full) + (site.model.norms_per_block >= 4)) + site.q)
 
 
 def mlp_forward(site: Site, *, width: int, tensors: int, beside: int = 2) -> int:
@@ -150,9 +150,10 @@ def mlp_forward(site: Site, *, width: int, tensors: int, beside: int = 2) -> int
 def down_projection_backward(site: Site) -> int:
     """t · e · (h + f): the gradient of the product appears while the product is still kept.
 
-    An adapter adds its scaled gradient, h, or the second of two partial gradients after the product is gone.
+    An adapter adds its scaled gradient, h, or the second of two partial gradients after the product is gone; a norm
+    behind it (Gemma 2 and 3) the gradient of its input, which elsewhere is that of the residual.
     """
-    return site.t * site.e * (site.h + site.f + (0 if site.full else site.h))
+    return site.t * site.e * (site.h * (1 + (not site.full) + (site.model.norms_per_block >= 4)) + site.f)
 
 
 def gate_backward(site: Site, *, width: int, halves: bool) -> int:
