@@ -132,8 +132,11 @@ def test_without_a_label_there_is_no_loss_and_no_gradient(chunk_tokens):
     for gradient in found.head_gradients:  # zeros, not None: ranks that sum their gradients wait for it
         assert gradient is not None
         assert not gradient.any()
+    calls = []
+    case.head.register_forward_hook(lambda *_: calls.append(1))
     without_gradients = LossHead(module=case.head, chunk_tokens=chunk_tokens)
     assert without_gradients.losses(case.hidden_TD, case.labels_T).sum().item() == 0.0
+    assert calls  # ranks that gather its weights for a call wait for one another
 
 
 def test_ignored_tokens_leave_their_hidden_states_without_gradient():

@@ -61,9 +61,8 @@ class LossHead:
         chosen, targets_S = _supervised(labels_T, hidden_TD.device)
         losses_S = torch.empty(len(chosen), dtype=torch.float32, device=hidden_TD.device)
         size = max(1, self.chunk_tokens or len(chosen))
-        for start in range(
-            0, max(1, len(chosen)), size
-        ):  # also without a label: ranks gather the head together
+        # also without a label, as above: ranks gather the head together
+        for start in range(0, max(1, len(chosen)), size):
             part = slice(start, start + size)
             work_SV, _ = self._logits(self._as_input(hidden_TD[chosen[part]]))
             losses_S[part], _ = _softmax_loss(work_SV, targets_S[part])
