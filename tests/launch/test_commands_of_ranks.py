@@ -147,6 +147,13 @@ def test_an_error_of_all_ranks_is_said_once_and_of_nobody(tell, end, of_first):
     assert (found.exit_code, found.cause, found.is_said) == (1, "no progress", False)
 
 
+def test_a_rank_that_saw_no_progress_speaks_for_all(tell, end):
+    """The agent may stop the others before they have written that they saw it, too."""
+    tell(0)
+    tell(1, "TrainingFailed", 1.0, message="no progress: rank 1 is behind", stalled=True)
+    assert end({0: 143, 1: 1}).cause == "no progress: rank 1 is behind"
+
+
 def test_a_rank_that_the_agent_stops_while_it_fails_is_the_cause(tell, end):
     tell(0, "CheckpointError", at=1.5)
     tell(1, "RankFailed", at=1.6)

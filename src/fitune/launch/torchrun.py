@@ -112,7 +112,8 @@ def ended(exits: dict[int, Exit], directory: Path, *, received: list[int], ranks
         cause = f"rank {rank} failed: {lines[-1] if lines else 'it said nothing'}"
         return Ended(exit_code=code, cause=cause, hint=more, is_said=rank == 0)
     error = errors[rank]
-    is_of_all = 0 in errors and errors[0].message == error.message
+    # who saw no progress says whose it is, and may have said so before the others could
+    is_of_all = statuses[rank].stalled or (0 in errors and errors[0].message == error.message)
     return Ended(
         exit_code=code,
         cause=error.message if is_of_all else f"rank {rank} failed: {error.message}",
