@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fitune.session.reported import Reported
     from fitune.session.results import Result
     from fitune.session.score.lm_eval import TaskScores
-    from fitune.spec.predictions import PlanReport
+    from fitune.spec.predictions import PlanReport, ShownInNotebooks
     from fitune.spec.reports import RunReport, ScoreReport
     from fitune.train.again import Kind
 
@@ -188,8 +188,8 @@ def explain(result: "Result") -> str:
     return text_of(result)
 
 
-def _notebook_html(result: "Result | RunReport") -> str:
-    """What a notebook shows of a value."""
+def _notebook_html(result: "ShownInNotebooks") -> str:
+    """The text of a value as a notebook shows it, as HTML."""
     from html import escape
 
     from fitune.session.results import notebook_text

@@ -132,7 +132,7 @@ class ProvedPlan:
     reserved_predicted: int
     """Bytes of the device in all: tensors, the allocator's slack, libraries."""
     reserved: int
-    """What torch's allocator reserved, and the driver's context; 0 on a processor."""
+    """Bytes that torch's allocator reserved, with the driver's context; 0 on a processor."""
     predicted_s: float
     """Seconds of a step."""
     measured_s: float
@@ -205,7 +205,7 @@ def _read_proof(path: Path) -> Proof:
 
 
 def measured_by(proofs: Sequence[Proof]) -> Measured | None:
-    """What the newest proof of each card measured of its plans; None where no plan was measured.
+    """The errors of memory and speed that the newest proof of each card measured; None where no plan was measured.
 
     Memory is the largest |measured / predicted − 1| of all plans, speed the median of measured / predicted − 1.
     """

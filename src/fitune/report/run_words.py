@@ -31,8 +31,8 @@ class UnderWay:
     saved_step: int | None = None
     """Step of the last checkpoint."""
     signs: tuple[tuple[RankStatus, float], ...] = ()
-    """Of each of several ranks its status, and the seconds since its last sign: while it makes progress, a rank gives
-    one every ten seconds."""
+    """The status of each rank of a run of several, and the seconds since its last sign, which a rank that makes
+    progress gives every ten seconds."""
 
     @property
     def is_alive(self) -> bool:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 from fitune.errors import RecipeError
 from fitune.planner.explain import explain_plan, plan_data
-from fitune.spec.predictions import PlanReport
+from fitune.spec.predictions import PlanReport, ShownInNotebooks
 from fitune.spec.serial import to_data
 
 if TYPE_CHECKING:
     from fitune.planner.matrix import Matrix
-    from fitune.spec.reports import RunReport, ScoreReport
+    from fitune.spec.reports import ScoreReport
 
 
 @runtime_checkable
@@ -32,7 +32,7 @@ class Printed(Protocol):
 Result: TypeAlias = "PlanReport | Matrix | ScoreReport | Printed"
 
 
-def text_of(result: Result) -> str:
+def text_of(result: "Result | ShownInNotebooks") -> str:
     """The text that the command prints for ``result``, without a newline at the end."""
     text: str = _ways(result)[0](result)
     return text
@@ -44,7 +44,7 @@ def result_data(result: Result) -> dict[str, Any]:
     return data
 
 
-def notebook_text(result: "Result | RunReport") -> str:
+def notebook_text(result: ShownInNotebooks) -> str:
     """The text that a notebook shows: of a plan the verdict, of a run its outcome, else what the command prints."""
     from fitune.planner.first_screen import short_plan
     from fitune.session.reported import outcome_lines

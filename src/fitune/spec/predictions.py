@@ -218,7 +218,7 @@ class ShownInNotebooks:
     def _repr_html_(self) -> str:
         import fitune  # words are made in rooms above this one, and only a notebook asks for them
 
-        return fitune._notebook_html(self)  # type: ignore[arg-type]
+        return fitune._notebook_html(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,8 +33,10 @@ _TIMES = (
 
 
 def look_up(url: str, *, is_pattern: bool) -> tuple[Literal["file", "folder", "pattern"], tuple[str, ...]]:
-    """What ``url`` names, and its files as URLs, as the store lists them now: one file, all of a folder, or those of a
-    pattern. Raises DataError when nothing is there, or none may look."""
+    """The kind of thing that ``url`` names, and the URLs of its files: one, all of a folder, or those of a pattern.
+
+    Raises DataError when nothing is there, or none may look.
+    """
     patience = Patience(url, probe=partial(_probe, url, CLIENTS), error=DataError)
     asked = partial(patience.answer, url, so_far=lambda: "while its files were listed")
     with asking(url):

@@ -129,7 +129,7 @@ def _second_norm(site: Site, *, passes: bool, read_by: Sequence[Linear]) -> Iter
 
 def _sandwich_norm(site: Site, name: str, *, passes: bool) -> Iterator[Stage]:
     """Gemma normalises what attention and MLP give back, before it is added."""
-    if site.model.norms_per_block >= 4:
+    if site.norms_outputs:
         yield _norm(site, name, passes=passes, read_by=())
 
 

@@ -153,6 +153,17 @@ class Site:
         return self.plan.kernels == "liger"
 
     @property
+    def norms_outputs(self) -> bool:
+        """True if norms stand behind attention and MLP, too (Gemma 2 and 3)."""
+        return self.model.norms_per_block >= 4
+
+    @property
+    def output_gradients(self) -> int:
+        """Hidden states alive where the last linear of attention or MLP goes back: the residual's gradient, an
+        adapter's scaled one, and that of a norm's input, which without a norm behind it is the residual's."""
+        return 1 + (not self.full) + self.norms_outputs
+
+    @property
     def masking_window(self) -> int:
         """Rows of more tokens than this take a mask in this block; 0 where none does."""
         return masking_window(self.plan) if self.has_window else 0

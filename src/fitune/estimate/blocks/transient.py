@@ -133,8 +133,8 @@ def fallback_attention_backward(site: Site, *, row_tokens: int, rows: int, dropp
 
 
 def output_projection_backward(site: Site) -> int:
-    """t · e · (h + q); an adapter adds its scaled gradient h, a norm behind it the gradient of its input."""
-    return site.t * site.e * (site.h * (1 + (not site.full) + (site.model.norms_per_block >= 4)) + site.q)
+    """t · e · (q + h, more with an adapter or a norm behind it)."""
+    return site.t * site.e * (site.output_gradients * site.h + site.q)
 
 
 def mlp_forward(site: Site, *, width: int, tensors: int, beside: int = 2) -> int:
@@ -148,12 +148,12 @@ def mlp_forward(site: Site, *, width: int, tensors: int, beside: int = 2) -> int
 
 
 def down_projection_backward(site: Site) -> int:
-    """t · e · (h + f): the gradient of the product appears while the product is still kept.
+    """t · e · (f + h, more with an adapter or a norm behind it): the gradient of the product appears while the product
+    is still kept.
 
-    An adapter adds its scaled gradient, h, or the second of two partial gradients after the product is gone; a norm
-    behind it (Gemma 2 and 3) the gradient of its input, which elsewhere is that of the residual.
+    In place of its scaled gradient an adapter may hold the second of two partial ones, after the product is gone.
     """
-    return site.t * site.e * (site.h * (1 + (not site.full) + (site.model.norms_per_block >= 4)) + site.f)
+    return site.t * site.e * (site.output_gradients * site.h + site.f)
 
 
 def gate_backward(site: Site, *, width: int, halves: bool) -> int:

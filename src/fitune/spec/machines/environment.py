@@ -1,4 +1,4 @@
-"""What this process finds in its environment, and sets there: the rank that torchrun, srun or mpirun gives it, and the
+"""The environment variables that a process reads and sets: the rank that torchrun, srun or mpirun gives it, and the
 settings of CUDA and of torch's allocator, which are read when a process first uses a GPU. Without torch."""
 
 import os
