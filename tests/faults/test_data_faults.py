@@ -349,7 +349,7 @@ def test_a_path_to_nothing_is_an_error(tmp_path, monkeypatch, path):
         read(path)
 
 
-@pytest.mark.parametrize("count", ["0", "many"])
+@pytest.mark.parametrize("count", ["0", "many", "²", "9" * 5000], ids=lambda count: count[:9])
 def test_a_sample_of_no_number_is_refused(tmp_path, count):
     (tmp_path / "rows.jsonl").write_bytes(GOOD)
     with pytest.raises(DataError, match="is not a number of rows"):

@@ -200,6 +200,7 @@ def test_one_run_has_one_name():
         ("retries=-1", "retries = -1"),
         ("name=Ab_c", "job.name = 'Ab_c'"),
         ("ray_version=2.40.0", "authentication by token needs Ray 2.52"),
+        (f"ray_version={'9' * 5000}.0.0", "authentication by token needs Ray 2.52"),
         ("node_selector={a b: c}", "'a b' is no key of a label"),
         ("secrets=hf_abcdefghijklmnopqrstuvwxyz0123456789", "secrets|token"),
         ("image", "--set job.image is not of the form key=value"),

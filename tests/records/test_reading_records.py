@@ -39,6 +39,12 @@ def test_lines_that_are_no_records_are_named(tmp_path, rows, said):
         read_records(lines(tmp_path, *rows))
 
 
+def test_a_file_of_another_kind_is_told_what_a_record_is(tmp_path):
+    with pytest.raises(DataError) as caught:
+        read_records(lines(tmp_path, "model: gpt2"))
+    assert "one JSON object a line" in caught.value.hint
+
+
 def test_bytes_that_are_no_text_are_refused(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"id": "\xff"}\n')

@@ -33,6 +33,18 @@ def test_what_is_learned_is_marked(model_folder, data_file):
     assert "\033[32m2 plus 3" in explain_data(shown, colours=True)
 
 
+def test_a_long_row_is_shown_by_its_beginning_and_its_end(model_folder, tmp_path):
+    asked = " ".join(f"word{number}" for number in range(2_000))
+    write_lines(tmp_path / "rows.jsonl", [{"question": asked, "answer": "2 plus 3 is 5"}] * 2)
+    shown = view(model_folder, tmp_path / "rows.jsonl", seq_len=30_000, rows=1)
+    text = explain_data(shown, colours=False)
+    assert len(text) < 4_000
+    assert "word7 " in text and "word1999" in text and "»2 plus 3 is 5" in text
+    assert "word1000" not in text and "characters more; --html FILE or --json shows all" in text
+    whole = sum(len(part.text) for part in shown.rows[0].parts)
+    assert f"… {whole - 2_000:,} characters more" in text
+
+
 def test_cut_and_dropped_rows_are_shown_with_the_reason(model_folder, tmp_path):
     file = tmp_path / "rows.jsonl"
     rows = [

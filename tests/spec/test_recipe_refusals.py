@@ -30,6 +30,13 @@ def test_what_cannot_be_read_is_refused_with_its_line_and_column(value):
         parse_value(f"model: gpt2\nsystem: {value}", where="recipe.yaml")
 
 
+@pytest.mark.parametrize("value", ["010", "+0_7", "-00"])
+def test_a_leading_zero_is_refused_where_yaml_counts_in_eights(value):
+    with pytest.raises(RecipeError, match=r"^recipe.yaml:2:12: .* counts in eights.*leave the 0 out"):
+        parse_value(f"model: gpt2\nmax_steps: {value}", where="recipe.yaml")
+    assert parse_value("[0, -0, 10, 0x1F, 0.5, 08, '010']", where="") == [0, 0, 10, 31, 0.5, "08", "010"]
+
+
 def test_a_recipe_of_a_megabyte_is_not_read(tmp_path):
     (tmp_path / "recipe.yaml").write_text("# \n" * 100_000)
     with pytest.raises(RecipeError, match=r"larger than 256.0 KiB"):

@@ -121,7 +121,7 @@ def _require_pods(job: JobSpec, on: System) -> None:
             f"--on kubernetes starts one pod, and the plan is for {job.compute.nodes} nodes",
             hint="--on kuberay",
         )
-    numbers = re.match(r"(\d+)\.(\d+)\.", f"{job.ray_version}.")
+    numbers = re.match(r"(\d{1,9})\.(\d{1,9})\.", f"{job.ray_version}.")
     if on == "kuberay" and (numbers is None or (int(numbers[1]), int(numbers[2])) < (2, 52)):
         raise RecipeError(
             f"job.ray_version = {job.ray_version!r}: authentication by token needs Ray 2.52 or newer",

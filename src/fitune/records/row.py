@@ -28,6 +28,8 @@ _WORDS = (
     "precision_mode", "sharding", "attention", "mem_kind", "mlp_type", "must_assume", "notes", "setting",
 )  # fmt: skip
 
+_FORM = "one JSON object a line, each a measured run, or a file of results/: docs/records.md"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
@@ -81,7 +83,7 @@ def read_records(path: Path) -> list[Row]:
     """
     rows = [_row(facts, path, line) for line, facts in _objects(path)]
     if not rows:
-        raise DataError(f"{path}: has no rows", hint="one JSON object a line")
+        raise DataError(f"{path}: has no rows", hint=_FORM)
     seen: dict[str, int] = {}
     for row in rows:
         if seen.setdefault(row.id, row.line) != row.line:
@@ -109,7 +111,7 @@ def _objects(path: Path) -> Iterator[tuple[int, Any]]:
             try:
                 yield number, parse_json(line)
             except ValueError as error:
-                raise DataError(f"{path} line {number}: {error}") from None
+                raise DataError(f"{path} line {number}: {error}", hint=_FORM) from None
 
 
 def _row(facts: Any, path: Path, line: int) -> Row:

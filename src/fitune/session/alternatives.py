@@ -23,6 +23,7 @@ from fitune.session.planning import for_its_rows, plan_for, wanted_hardware
 from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.predictions import PlanReport, Rehearsal, ShownInNotebooks
 from fitune.spec.recipe.recipe import Recipe
+from fitune.spec.recipe.values import MOST
 from fitune.spec.words import describe_plan, devices_with_memory
 from fitune.units import format_bytes, format_percent, wrapped
 
@@ -139,10 +140,13 @@ def full_names(models: str) -> Iterator[str]:
 
 def row_lengths(context: str) -> tuple[int, ...]:
     """Whole numbers of tokens. Raises RecipeError for anything else."""
-    words = [word.strip() for word in context.split(",") if word.strip()]
-    if not words or not all(word.isdecimal() and int(word) > 0 for word in words):
+    words, most = [word.strip() for word in context.split(",") if word.strip()], MOST["seq_len"]
+    if not words or not all(
+        word.isdecimal() and len(word) <= len(str(most)) and 2 <= int(word) <= most for word in words
+    ):
         raise RecipeError(
-            f"--context {context!r} is not a list of token counts", hint="--context 512,1024,2048"
+            f"--context {context[:80]!r} is not a list of token counts from 2 to {most:,}",
+            hint="--context 512,1024,2048",
         )
     return tuple(int(word) for word in words)
 

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, groupby, islice
+from itertools import accumulate, chain, groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ _BARS = 12
 """Bars of the histogram."""
 _SHOWN_TEXT = 300
 """Characters of a row that is left out."""
+_HEAD, _TAIL = 1_600, 400
+"""Characters of the beginning and the end of a row on a terminal; a page and JSON have the whole row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,8 +260,26 @@ def _headline(row: ShownRow) -> str:
 
 def _body(row: ShownRow, colours: bool) -> list[str]:
     on, off = ("\033[32m", "\033[0m") if colours else ("»", "«")
-    text = "".join(f"{on}{harmless(p.text)}{off}" if p.is_learned else harmless(p.text) for p in row.parts)
+    parts = _shortened(row.parts)
+    text = "".join(f"{on}{harmless(p.text)}{off}" if p.is_learned else harmless(p.text) for p in parts)
     return [f"  {line}" for line in text.splitlines()]
+
+
+def _shortened(parts: Sequence[Part]) -> Iterator[Part]:
+    """The first _HEAD and the last _TAIL characters of a row, and how many are left out between them."""
+    begins = list(accumulate((len(part.text) for part in parts), initial=0))
+    tail = begins[-1] - _TAIL
+    if tail <= _HEAD:
+        yield from parts
+        return
+    for part, begin in zip(parts, begins, strict=False):
+        if begin < _HEAD:
+            yield replace(part, text=part.text[: _HEAD - begin])
+        if begin <= _HEAD < begin + len(part.text):
+            left_out = f"\n… {tail - _HEAD:,} characters more; --html FILE or --json shows all …\n"
+            yield Part(text=left_out, is_learned=False)
+        if begin + len(part.text) > tail:
+            yield replace(part, text=part.text[max(0, tail - begin) :])
 
 
 def harmless(text: str) -> str:

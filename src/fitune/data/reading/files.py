@@ -59,7 +59,7 @@ def sample_size(source: DataSource) -> tuple[str, int]:
     path, mark, count = source.path.rpartition("#")
     if not mark or os.path.exists(source.path):
         return source.path, source.sample
-    if not count.isdigit() or int(count) == 0:
+    if not re.fullmatch(r"0*[1-9][0-9]{0,11}", count):
         raise DataError(f"{source.path}: #{count} is not a number of rows", hint=f"{path}#500 takes 500 rows")
     if source.sample not in (0, int(count)):
         raise DataError(f"{source.path}: the path asks for {count} rows and sample for {source.sample}")

@@ -1,6 +1,7 @@
 """Strict YAML: a stranger may have written it. No tags, no aliases, no duplicate keys; errors name the line. And what
 is read beside it: the JSON files that recipes name, and words of a command line, by the types of their keys."""
 
+import re
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, get_args, get_origin
@@ -46,6 +47,14 @@ class StrictLoader(yaml.SafeLoader):
         except (ValueError, TypeError, KeyError, ArithmeticError) as error:
             raise _refused(f"{str(node.value)[:40]!r} cannot be read: {error}", node) from None
 
+    def construct_yaml_int(self, node: Any) -> Any:
+        """A whole number. Raises ValueError for ``010``, which YAML 1.1 takes for 8."""
+        text = str(self.construct_scalar(node))
+        value = super().construct_yaml_int(node)  # type: ignore[no-untyped-call]
+        if re.fullmatch("[-+]?0[0-7_]+", text):
+            raise ValueError(f"with a leading 0 YAML counts in eights and reads {value}; leave the 0 out")
+        return value
+
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         """A mapping. Raises an error with the line for a key that is no text or number, or stands twice."""
         seen: set[Any] = set()
@@ -57,6 +66,9 @@ class StrictLoader(yaml.SafeLoader):
                 raise _refused(f"duplicate key {key!r}", key_node)
             seen.add(key)
         return super().construct_mapping(node, deep)
+
+
+StrictLoader.add_constructor("tag:yaml.org,2002:int", StrictLoader.construct_yaml_int)  # type: ignore[no-untyped-call]
 
 
 def _refused(why: str, place: Any) -> yaml.constructor.ConstructorError:
