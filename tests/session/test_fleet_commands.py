@@ -83,6 +83,12 @@ def test_rows_come_from_the_data_or_are_said(tmp_path, data_file):
         plan_on_fleet(recipe_of(), request_of(tmp_path, rows=int("9" * 320)))
 
 
+def test_keys_of_the_recipe_about_another_machine_are_told(tmp_path):
+    text = plan_on_fleet(recipe_of(gpu="h100", host_memory="1GiB"), request_of(tmp_path)).text()
+    assert "not the recipe's gpu, host_memory: each cluster has its own" in text
+    assert "not the recipe's" not in plan_on_fleet(recipe_of(), request_of(tmp_path)).text()
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

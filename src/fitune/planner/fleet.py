@@ -66,6 +66,8 @@ class TrainingRanking(Ranking[TrainingOffer]):
     """Clusters for the training of a recipe."""
 
     way_heading: ClassVar[str] = "plan"
+    unused: tuple[str, ...] = ()
+    """Keys of the recipe about a machine, in whose place each cluster has its own."""
 
     @property
     def best_of_each(self) -> tuple[TrainingOffer, ...]:
@@ -138,6 +140,8 @@ class TrainingRanking(Ranking[TrainingOffer]):
             ],
         }
         yield from (f"{what}: {', '.join(named)}" for what, named in missing.items() if named)
+        if self.unused:
+            yield f"not the recipe's {', '.join(self.unused)}: each cluster has its own"
         yield f"tokenising {TOKENS_PER_SECOND:,.0f} tokens/s, once, by one core"
         if any(offer.run.epoch.guess for offer in self.all_offers):
             yield f"the tokens of an epoch: guessed {self.best.run.epoch.guess}"
@@ -349,7 +353,11 @@ def ranked(
     kept, refused = in_order(
         found, wanted, preference=lambda offer: order.get(method_name(offer.priced.plan.tuning), len(order))
     )
-    return TrainingRanking(wanted=wanted, offers=kept, refused=refused, without=without)
+    unused = tuple(key for key in _OF_MACHINES if key in recipe.model_fields_set)
+    return TrainingRanking(wanted=wanted, offers=kept, refused=refused, without=without, unused=unused)
+
+
+_OF_MACHINES = ("gpu", "gpus", "nodes", "host_memory", "interconnect", "node_network", "price_per_gpu_hour")
 
 
 def job_seconds(priced: Priced, run: WholeRun, cluster: Cluster) -> Mapping[str, float]:
