@@ -28,7 +28,7 @@ _WORDS = (
     "precision_mode", "sharding", "attention", "mem_kind", "mlp_type", "must_assume", "notes", "setting",
 )  # fmt: skip
 
-_FORM = "one JSON object a line, each a measured run, or a file of results/: docs/records.md"
+_FORM = 'one JSON object a line, each a measured run: {"id": "a", "model": …}; or a file of results/'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,7 +50,7 @@ class StrictLoader(yaml.SafeLoader):
     def construct_yaml_int(self, node: Any) -> Any:
         """A whole number. Raises ValueError for ``010``, which YAML 1.1 takes for 8."""
         text = str(self.construct_scalar(node))
-        value = super().construct_yaml_int(node)  # type: ignore[no-untyped-call]
+        value = super().construct_yaml_int(node)
         if re.fullmatch("[-+]?0[0-7_]+", text):
             raise ValueError(f"with a leading 0 YAML counts in eights and reads {value}; leave the 0 out")
         return value
@@ -68,7 +68,7 @@ class StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-StrictLoader.add_constructor("tag:yaml.org,2002:int", StrictLoader.construct_yaml_int)  # type: ignore[no-untyped-call]
+StrictLoader.add_constructor("tag:yaml.org,2002:int", StrictLoader.construct_yaml_int)
 
 
 def _refused(why: str, place: Any) -> yaml.constructor.ConstructorError:
