@@ -68,6 +68,8 @@ def test_a_key_becomes_the_setting_that_means_it(changes, setting, value):
         "val_size: 50",
         "default_system: Be brief.",
         "disable_shuffling: true",
+        "mix_strategy: interleave_over",
+        "resume_from_checkpoint: saves/checkpoint-100",
         "split_special_tokens: true",
         "model_revision: a1b2c3",
     ],
@@ -190,6 +192,27 @@ def test_version_1_says_the_same_in_groups(tmp_path):
     (tmp_path / "sets.yaml").write_text("a: {path: org/a, size: 50}")
     source = recipe(SECOND, folder=tmp_path, train_dataset="sets.yaml").data[0]
     assert (source.path, source.sample) == ("org/a", 50)
+
+
+def test_version_1_has_defaults_of_its_own():
+    """Its rate stays constant, torch's AdamW decays by 0.01, and its adapters are not those of version 0.9."""
+    read = recipe(SECOND, peft_config={"name": "lora"})
+    assert (read.lr_scheduler, read.warmup_ratio, read.weight_decay) == ("constant", 0.0, 0.01)
+    assert (read.lora_r, read.lora_alpha, read.lora_dropout) == (8, 16, 0.05)
+    assert recipe(SECOND, weight_decay=0.1).weight_decay == 0.1
+
+
+@pytest.mark.parametrize(
+    ("changes", "learned"),
+    [
+        ("template: qwen3", True),
+        ("template: qwen3, enable_thinking: false", False),
+        ("template: qwen3_nothink", False),
+        ("template: llama3", False),
+    ],
+)
+def test_its_reasoning_templates_learn_the_empty_thought(changes, learned):
+    assert recipe(PLAIN, **typed(changes)).train_on_empty_thinking is learned
 
 
 def test_every_key_of_a_group_is_read_or_named(tmp_path):

@@ -79,6 +79,8 @@ def test_a_key_becomes_the_setting_that_means_it(changes, setting, value):
         ({"dataset": {"_component_": "torchtune.datasets.stack_exchange_paired_dataset"}}, "dataset"),
         ({"model": {"_component_": "torchtune.models.llama3_2_vision.llama3_2_vision_11b"}}, "model"),
         ({"optimizer": {"_component_": "torch.optim.Adagrad"}}, "optimizer"),
+        ({"shuffle": False}, "shuffle"),
+        ({"resume_from_checkpoint": True}, "resume_from_checkpoint"),
     ],
 )  # fmt: skip
 def test_what_would_change_the_result_is_refused(changes, key):

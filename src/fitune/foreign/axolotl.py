@@ -64,8 +64,8 @@ _SPEED = (
     "activation_offloading sample_packing_sequentially sample_packing_group_size sample_packing_bin_size "
     "multipack_real_batches batch_flattening pad_to_sequence_len fsdp_version expert_parallel_size "
     "expert_parallel_backend expert_parallel_num_nvl_bytes expert_parallel_token_capacity "
-    "tensor_parallel_size context_parallel_size dp_shard_size dp_replicate_size heads_k_stride ring_attn_func "
-    "sequence_parallel_degree streaming streaming_multipack_buffer_size llama4_linearized_experts "
+    "dp_shard_size dp_replicate_size heads_k_stride ring_attn_func "
+    "streaming streaming_multipack_buffer_size llama4_linearized_experts "
     "accelerator_config torch_compile_options ddp qlora_sharded_model_loading"
 )
 
@@ -147,9 +147,8 @@ def read_axolotl(r: Reading) -> None:
     read_trainer_keys(r, optimizer="optimizer", scheduler="lr_scheduler", refused=_REFUSED)
     divided = bool(r.settings.get("zero"))
     read_precision(r, whole="bf16-master" if divided else "bf16", default="bf16-master")
-    r.assume(
-        seq_len=512, micro_batch_size=1, gradient_accumulation_steps=1, warmup_ratio=0.03, num_epochs=1.0,
-    )  # fmt: skip
+    r.assume(seq_len=512, micro_batch_size=1, gradient_accumulation_steps=1, num_epochs=1.0)
+    r.assume("axolotl's default, which ends after 100 steps there", warmup_ratio=0.03)
     _bitsandbytes(r)
     r.settings.setdefault("optimizer", "adamw")
     r.settings.setdefault("lr_scheduler", "cosine")
@@ -271,6 +270,7 @@ def _plugins(r: Reading) -> None:
 
 def _sharding(r: Reading) -> None:
     read_sharding(r)
+    r.pass_shared_rows("tensor_parallel_size context_parallel_size sequence_parallel_degree")
     r.passed("fp8", "products in bf16 instead of fp8: more exact and slower")
     r.pass_over(("fp8_enable_fsdp_float8_all_gather", "nvfp4_merge_aware"))
     whole, steps = r.take("batch_size"), r.take("gradient_accumulation_steps")
@@ -280,8 +280,6 @@ def _sharding(r: Reading) -> None:
               key="batch_size", said=said)  # fmt: skip
     else:
         r.passed("batch_size", "micro_batch_size and gradient_accumulation_steps say it")
-    if is_on(r.take("resume_from_checkpoint")):
-        r.refuse("resume_from_checkpoint", "a checkpoint of another trainer")
 
 
 _PASSED_OF_DATA = {

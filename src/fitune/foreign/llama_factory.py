@@ -39,7 +39,7 @@ _BOOKKEEPING = (
     "placement_group_strategy use_swanlab swanlab_project swanlab_run_name swanlab_mode export_dir "
     "export_size export_device export_legacy_format create_new_adapter compute_accuracy predict_with_generate "
     "infer_backend max_new_tokens temperature top_p do_sample generation_max_length eval_num_beams print_param_status "
-    "infer_dtype enable_thinking tool_format"
+    "infer_dtype tool_format"
 )
 _SPEED = (
     "flash_attn use_unsloth use_unsloth_gc use_v1_kernels upcast_layernorm upcast_lmhead_output "
@@ -98,7 +98,7 @@ _KT = (
     "kt_weight_lifecycle kt_model_max_length kt_weight_path kt_non_expert_weight_path kt_num_gpu_experts"
 )
 _MEGATRON = (
-    "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size context_parallel_size "
+    "expert_model_parallel_size "
     "sequence_parallel bias_activation_fusion apply_rope_fusion use_distributed_optimizer overlap_param_gather "
     "overlap_grad_reduce moe_grouped_gemm moe_token_dispatcher_type recompute_granularity recompute_method "
     "recompute_num_layers export_hf_on_finish virtual_pipeline_model_parallel_size"
@@ -143,6 +143,7 @@ def read_llama_factory(r: Reading) -> None:
     _defaults(r)
     r.pass_over(_BOOKKEEPING)
     r.pass_over(_OTHER_SUPPORT, "a setting of something that is off or refused")
+    r.pass_shared_rows("tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size")
     r.pass_over(_MEGATRON, "how Megatron divides the work: the plan divides it here")
     r.pass_over(_SPEED, SPEED_SAID)
 
@@ -221,6 +222,14 @@ def _data(r: Reading) -> None:
     elif share:
         r.put("val_fraction", share, key="val_size")
     r.passed("template", RENDERED)
+    thinks = is_on(r.raw.get("enable_thinking", True))
+    if thinks and str(r.take("template")) in _REASONING:
+        r.assume(
+            "LLaMA-Factory learns the empty thought of an answer without one", train_on_empty_thinking=True
+        )
+    r.passed(
+        "enable_thinking", "" if thinks else "reasoning in the rows is learned here; there it is left out"
+    )
     if is_on(r.take("neat_packing")):
         r.put("packing", True, key="neat_packing")
         r.passed("packing", "neat_packing says more")
@@ -228,10 +237,18 @@ def _data(r: Reading) -> None:
         apart = "rows in a pack do not see each other; there they do without neat_packing"
         packed = is_on(r.raw["packing"])
         r.put("packing", packed, key="packing", said=apart if packed else "")
-    r.pass_over(
-        ("streaming", "buffer_size", "mix_strategy", "eval_on_each_dataset", "ignore_pad_token_for_loss")
-    )
+    r.pass_over(("streaming", "buffer_size", "eval_on_each_dataset", "ignore_pad_token_for_loss"))
+    if r.take("mix_strategy") not in (None, "concat"):
+        r.refuse("mix_strategy", "datasets taken in turn; weight: says each one's share of the rows")
+    r.passed("mix_strategy")
     r.same({"add_tokens": "added_tokens"})
+
+
+_REASONING = words(
+    "aeva deepseekr1 ernie_vl gemma4 gemma4n glm4_5v glm4_7 glm4_moe glm4v glmz1 gpt_oss hy3 keye_vl kimi_vl mimo "
+    "mimo_v2 mimo_vl minimax2 qwen3 qwen3_5 qwen3_6 qwen3_omni qwen3_vl seed_oss youtu"
+)
+"""Templates that put an empty thought in front of an answer that has none."""
 
 
 def _registry(r: Reading) -> dict[str, Any]:
@@ -314,7 +331,10 @@ def _defaults(r: Reading) -> None:
         seq_len=2048, micro_batch_size=8, gradient_accumulation_steps=1, learning_rate=5e-5, lr_scheduler="linear",
         warmup_ratio=0.0, num_epochs=3.0,
     )  # fmt: skip
-    r.settings.setdefault("on_long_row", "truncate")
+    r.assume(
+        "a row is cut at its end; LLaMA-Factory cuts a long question, too, to keep its answer",
+        on_long_row="truncate",
+    )
     if r.settings.get("tuning") in ("lora", "qlora"):
         r.assume(lora_r=8)
         r.assume("LLaMA-Factory's default, twice the rank", lora_alpha=2 * int(r.settings["lora_r"]))
@@ -331,8 +351,8 @@ _SAME_IN_V1 = {
 }
 _PASSED_IN_V1 = (
     "model_class sample_backend max_new_tokens temperature top_p flash_attn kernel_config init_config batching_workers "
-    "batching_strategy dist_timeout save_ckpt_as_hf save_epochs full_determinism cp_size cp_mode dp_size "
-    "mp_replicate_size mp_shard_size trust_remote_code resume_from_checkpoint template"
+    "batching_strategy dist_timeout save_ckpt_as_hf save_epochs cp_mode dp_size "
+    "mp_replicate_size mp_shard_size trust_remote_code"
 )
 
 _PASSED_INSIDE = {
@@ -360,10 +380,13 @@ def _read_v1(r: Reading) -> None:
     )
     read_precision(r, whole="bf16-master", default="bf16-master")
     r.assume(
-        seq_len=2048, micro_batch_size=1, learning_rate=1e-4, num_epochs=3.0, lr_scheduler="linear", warmup_ratio=0.0,
+        seq_len=2048, micro_batch_size=1, learning_rate=1e-4, num_epochs=3.0, lr_scheduler="constant", warmup_ratio=0.0,
+        weight_decay=0.01,
     )  # fmt: skip
     if "global_batch_size" not in r.settings:
         r.assume(gradient_accumulation_steps=1)
+    r.pass_shared_rows("cp_size")
+    r.passed("template", RENDERED)
     r.pass_over(_PASSED_IN_V1, SPEED_SAID)
 
 
@@ -381,6 +404,7 @@ def _method_of_v1(r: Reading, adapter: Mapping[str, Any], quantised: Mapping[str
                          ("use_dora", "dora"), ("use_rslora", "rslora")):  # fmt: skip
         if adapter.get(theirs) is not None:
             r.put(ours, adapter[theirs], key="peft_config")
+    r.assume(lora_r=8, lora_alpha=16, lora_dropout=0.05)
     if not quantised:
         return
     bits, name = quantised.get("quantization_bit", 4), str(quantised.get("name", "bnb"))

@@ -78,6 +78,12 @@ def _mappings(value: Any, where: str) -> Iterator[tuple[str, Inside]]:
             yield from _mappings(each, f"{where}.{key}")
 
 
+_SHARED_ROWS = (
+    "{} devices share each row there; here each has rows of its own, so a step on as many devices has more rows: "
+    "global_batch_size says how many"
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
     """One key of theirs, the settings here that it became, and what a reader should know about it."""
@@ -179,6 +185,13 @@ class Reading:
                 self.refuse(key, why)
             else:
                 self.passed(key)
+
+    def pass_shared_rows(self, names: str) -> None:
+        """Say of numbers of devices that work on one row together that a step here has as many times more rows."""
+        for key in names.split():
+            value = self.take(key)
+            together = isinstance(value, int) and value > 1
+            self.passed(key, _SHARED_ROWS.format(value) if together else "")
 
     def finish(self) -> None:
         """Give each key that nothing took a line: off and empty ones are passed over, others are unknown."""

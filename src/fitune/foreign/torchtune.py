@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from fitune.foreign.reading import Reading, is_on, paths_of
-from fitune.foreign.trainer_keys import SPEED_SAID, WITHOUT_HEADINGS, read_metric_logger
+from fitune.foreign.trainer_keys import OTHER_CHECKPOINT, SPEED_SAID, WITHOUT_HEADINGS, read_metric_logger
 
 _SAME = {
     "output_dir": "output_dir",
@@ -18,17 +18,18 @@ _SAME = {
     "optimizer_in_bwd": "optimizer_in_backward",
 }
 _BOOKKEEPING = (
-    "tokenizer checkpointer shuffle device log_level log_peak_memory_stats profiler batch_size_val "
-    "run_val_every_n_steps save_adapter_weights_only resume_from_checkpoint enable_async_checkpointing "
+    "tokenizer checkpointer device log_level log_peak_memory_stats profiler batch_size_val "
+    "run_val_every_n_steps save_adapter_weights_only enable_async_checkpointing "
     "cudnn_deterministic_mode save_every_n_steps loss"
 )
 _SPEED = (
-    "compile low_cpu_ram custom_sharded_layers memory_efficient_fsdp_wrap ac_mode ac_option tensor_parallel_dim "
-    "tensor_parallel_plan data_parallel_shard_dim data_parallel_replicate_dim context_parallel_dim dataloader "
+    "compile low_cpu_ram custom_sharded_layers memory_efficient_fsdp_wrap ac_mode ac_option "
+    "tensor_parallel_plan data_parallel_shard_dim data_parallel_replicate_dim dataloader "
     "enable_activation_offloading activation_offloading_use_streams fsdp_sharding_strategy enable_fp8_training "
     "fp8_recipe_name use_loss_parallel_ctx_manager"
 )
 _REFUSED = {
+    "resume_from_checkpoint": OTHER_CHECKPOINT,
     "quantizer": "quantisation-aware training",
     "teacher_model": "distillation from a teacher",
     "kd_ratio": "distillation from a teacher",
@@ -101,6 +102,10 @@ def read_torchtune(r: Reading) -> None:
             r.put(name, place, key=key)
     r.pass_over(("fsdp", "fsdp_cpu_offload"))
     r.refuse_if_on(_REFUSED)
+    if r.raw.get("shuffle") is False:
+        r.refuse("shuffle", "rows in the order of the file; fitune shuffles them")
+    r.passed("shuffle")
+    r.pass_shared_rows("tensor_parallel_dim context_parallel_dim")
     r.passed("enable_activation_offloading", "the plan moves them to the host where that helps")
     r.pass_over(_BOOKKEEPING)
     r.pass_over(_SPEED, SPEED_SAID)

@@ -31,7 +31,10 @@ BOOKKEEPING = (
     "include_num_input_tokens_seen include_tokens_per_second prediction_loss_only eval_on_start skip_memory_metrics "
     "report_to_all_ranks torch_empty_cache_steps use_cpu debug project trackio_space_id trackio_project_name "
     "trackio_run_name wandb_project wandb_entity wandb_watch wandb_name wandb_log_model wandb_run_id wandb_mode "
-    "use_wandb mlflow_tracking_uri mlflow_experiment_name mlflow_run_name"
+    "use_wandb mlflow_tracking_uri mlflow_experiment_name mlflow_run_name "
+    "bf16_full_eval fp16_full_eval eval_accumulation_steps eval_delay batch_eval_metrics eval_use_gather_object "
+    "ddp_backend ddp_static_graph dataloader_multiprocessing_context full_determinism hub_always_push "
+    "log_level_replica label_names"
 )
 
 _BEST = "load_best_model_at_end metric_for_best_model greater_is_better"
@@ -51,7 +54,9 @@ RENDERED = (
 )
 WITHOUT_HEADINGS = "rendered by the chat template, without Alpaca's headings around question and answer"
 
+OTHER_CHECKPOINT = "a checkpoint of another trainer"
 REFUSED = {
+    "resume_from_checkpoint": OTHER_CHECKPOINT,
     "neftune_noise_alpha": "noise on the embeddings while training (NEFTune)",
     "label_smoothing_factor": "a smoothed loss",
     "optim_target_modules": "an optimizer for some modules only",
@@ -99,6 +104,8 @@ def read_trainer_keys(r: Reading, *, optimizer: str, scheduler: str, refused: di
     _hub(r)
     r.pass_over(BOOKKEEPING)
     r.pass_over(_BEST, _BEST_SAID)
+    r.passed("data_seed", "seed orders the rows")
+    r.passed("dataloader_drop_last", "the last step of an epoch trains on what is left, too")
     r.pass_over(SPEED, SPEED_SAID)
 
 
@@ -117,6 +124,8 @@ def _optimizer(r: Reading, key: str) -> None:
 def _scheduler(r: Reading, key: str) -> None:
     name = r.take(key)
     if name is None:
+        if r.take("lr_scheduler_kwargs") is not None:
+            r.refuse("lr_scheduler_kwargs", f"settings of a schedule that {key} does not name")
         return
     floor = _floor(r) if name == "cosine_with_min_lr" else None
     more = floor is None and (name == "cosine_with_min_lr" or r.take("lr_scheduler_kwargs") is not None)
