@@ -36,13 +36,16 @@ class Nf4Weight(PackedWeight):
 
     def dequantised(self) -> Tensor:
         """One kernel for the whole weight, also for stacked matrices."""
-        # Asked for as one row: for rows that end inside a block, the library's CPU kernel takes wrong scales.
+        # Asked for as rows of one block: the library's CPU kernel shares rows among threads, and takes wrong scales
+        # for rows that end inside a block.
+        elements = self.shape.numel()
+        row = Nf4.block if elements % Nf4.block == 0 else elements
         whole: Tensor = torch.ops.bitsandbytes.dequantize_4bit.default(
             self.weight.view(torch.uint8).view(-1, 1),
             self._scales(),
             Nf4.block,
             "nf4",
-            (1, self.shape.numel()),
+            (elements // row, row),
             self.dtype,
         )
         return whole.view(self.shape)
