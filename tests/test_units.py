@@ -36,6 +36,24 @@ def test_bytes_print_in_the_unit_a_person_would_take(value, text):
     assert units.format_bytes(value) == text
 
 
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("0", 0),
+        ("007", 7),
+        ("100", 100),
+        ("101", None),
+        ("9" * 5000, None),
+        ("", None),
+        ("-1", None),
+        ("²", None),
+    ],
+    ids=lambda value: str(value)[:9],
+)
+def test_whole_numbers_are_digits_up_to_a_limit(text, number):
+    assert units.whole_number(text, most=100) == number
+
+
 def test_printed_bytes_read_back_within_the_printed_digits():
     draw = random.Random(7)
     for _ in range(2000):

@@ -19,6 +19,14 @@ _BYTE_UNITS = {
 }  # fmt: skip
 
 
+def whole_number(text: str, *, most: int) -> int | None:
+    """The whole number of at most ``most`` that ``text`` says in digits alone; None where it says none."""
+    is_short = text.isdecimal() and len(text.lstrip("0")) <= len(
+        str(most)
+    )  # of endless digits int makes an error
+    return int(text) if is_short and int(text) <= most else None
+
+
 def power_of_two(size: int) -> int:
     """The smallest that is not less than ``size``; 0 for nothing."""
     return 1 << (size - 1).bit_length() if size else 0

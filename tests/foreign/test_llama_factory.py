@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from fitune.errors import RecipeError
+from fitune.foreign import read_foreign
 from foreign.examples import read_keys, typed
 
 PLAIN = typed(
@@ -200,6 +201,13 @@ def test_version_1_has_defaults_of_its_own():
     assert (read.lr_scheduler, read.warmup_ratio, read.weight_decay) == ("constant", 0.0, 0.01)
     assert (read.lora_r, read.lora_alpha, read.lora_dropout) == (8, 16, 0.05)
     assert recipe(SECOND, weight_decay=0.1).weight_decay == 0.1
+
+
+@pytest.mark.parametrize(("strategy", "told"), [("dynamic_batching", True), ("normal", False)])
+def test_version_1_filling_steps_by_tokens_is_told(strategy, told):
+    read = read_foreign({**SECOND, "batching_strategy": strategy}, where="", folder=Path("nowhere"))
+    [line] = [line for line in read.lines if line.key == "batching_strategy"]
+    assert ("by their tokens" in line.said) is told
 
 
 @pytest.mark.parametrize(

@@ -351,7 +351,7 @@ _SAME_IN_V1 = {
 }
 _PASSED_IN_V1 = (
     "model_class sample_backend max_new_tokens temperature top_p flash_attn kernel_config init_config batching_workers "
-    "batching_strategy dist_timeout save_ckpt_as_hf save_epochs cp_mode dp_size "
+    "dist_timeout save_ckpt_as_hf save_epochs cp_mode dp_size "
     "mp_replicate_size mp_shard_size trust_remote_code"
 )
 
@@ -386,6 +386,11 @@ def _read_v1(r: Reading) -> None:
     if "global_batch_size" not in r.settings:
         r.assume(gradient_accumulation_steps=1)
     r.pass_shared_rows("cp_size")
+    by_tokens = str(r.take("batching_strategy") or "").startswith("dynamic")
+    r.passed(
+        "batching_strategy",
+        "a step holds rows by their number here; there by their tokens" if by_tokens else "",
+    )
     r.passed("template", RENDERED)
     r.pass_over(_PASSED_IN_V1, SPEED_SAID)
 

@@ -25,7 +25,7 @@ from fitune.spec.predictions import PlanReport, Rehearsal, ShownInNotebooks
 from fitune.spec.recipe.recipe import Recipe
 from fitune.spec.recipe.values import MOST
 from fitune.spec.words import describe_plan, devices_with_memory
-from fitune.units import format_bytes, format_percent, wrapped
+from fitune.units import format_bytes, format_percent, whole_number, wrapped
 
 
 def plan_with(recipe: Recipe, change: str) -> tuple[str, dict[str, Any]]:
@@ -140,15 +140,14 @@ def full_names(models: str) -> Iterator[str]:
 
 def row_lengths(context: str) -> tuple[int, ...]:
     """Whole numbers of tokens. Raises RecipeError for anything else."""
-    words, most = [word.strip() for word in context.split(",") if word.strip()], MOST["seq_len"]
-    if not words or not all(
-        word.isdecimal() and len(word) <= len(str(most)) and 2 <= int(word) <= most for word in words
-    ):
+    most = int(MOST["seq_len"])
+    lengths = [whole_number(word.strip(), most=most) or 0 for word in context.split(",") if word.strip()]
+    if min(lengths, default=0) < 2:
         raise RecipeError(
             f"--context {context[:80]!r} is not a list of token counts from 2 to {most:,}",
             hint="--context 512,1024,2048",
         )
-    return tuple(int(word) for word in words)
+    return tuple(lengths)
 
 
 def plan_matrix(recipe: Recipe, *, models: Sequence[str], seq_lens: Sequence[int]) -> Matrix:

@@ -52,7 +52,7 @@ from fitune.spec.recipe.fleet import parse_fleet
 from fitune.spec.recipe.keys import values_of
 from fitune.spec.recipe.recipe import Recipe, canonical_keys, given_keys, parse_recipe
 from fitune.spec.words import describe_devices, describe_placement, method_name
-from fitune.units import format_bytes, format_dollars, format_rate, format_seconds
+from fitune.units import format_bytes, format_dollars, format_rate, format_seconds, whole_number
 
 KEYS = ("model", "gpu", "gpus", "nodes", "tuning", "seq_len", "mean_row_tokens")
 """Keys of a recipe that a question may have; beside them it has ``config``, ``rows`` and ``fleet``."""
@@ -83,8 +83,7 @@ def read_question(question: Mapping[str, str]) -> Asked:
     if rows is not None:
         from fitune.session.clusters.fleet import MOST_ROWS  # for those who say how many rows
 
-        is_number = rows.isdecimal() and len(rows) <= len(str(MOST_ROWS))
-        if not (is_number and 0 < int(rows) <= MOST_ROWS):
+        if not whole_number(rows, most=MOST_ROWS):
             raise RecipeError(
                 f"rows = {rows[:40]!r} is not a whole number from 1 to {MOST_ROWS:,}", hint="rows=50000"
             )

@@ -16,7 +16,9 @@ from fitune.credentials import CREDENTIALS_ELSEWHERE, credential_in
 from fitune.errors import DataError
 from fitune.files import PICKLE_SUFFIXES, cache_folder, open_regular, temporary_sibling
 from fitune.spec.plan import DataSource
+from fitune.spec.recipe.values import MOST
 from fitune.stores import opening, reading
+from fitune.units import whole_number
 
 _LAYOUTS = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "csv",
@@ -59,11 +61,15 @@ def sample_size(source: DataSource) -> tuple[str, int]:
     path, mark, count = source.path.rpartition("#")
     if not mark or os.path.exists(source.path):
         return source.path, source.sample
-    if not re.fullmatch(r"0*[1-9][0-9]{0,11}", count):
-        raise DataError(f"{source.path}: #{count} is not a number of rows", hint=f"{path}#500 takes 500 rows")
-    if source.sample not in (0, int(count)):
-        raise DataError(f"{source.path}: the path asks for {count} rows and sample for {source.sample}")
-    return path, int(count)
+    rows = whole_number(count, most=int(MOST["sample"]))
+    if not rows:
+        raise DataError(
+            f"{source.path[:200]}: #{count[:40]} is not a number of rows",
+            hint=f"{path[:200]}#500 takes 500 rows",
+        )
+    if source.sample not in (0, rows):
+        raise DataError(f"{source.path}: the path asks for {rows} rows and sample for {source.sample}")
+    return path, rows
 
 
 def locate(source: DataSource) -> tuple[str, ...] | HubDataset:
