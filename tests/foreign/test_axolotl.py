@@ -149,9 +149,15 @@ def test_all_unknown_keys_are_listed_with_what_they_may_mean():
 
 def test_devices_that_share_a_row_are_not_passed_over_as_speed():
     """Eight devices with context_parallel_size: 8 take one row at a time there, and eight here."""
-    said = {line.key: line.said for line in reading(context_parallel_size=8, tensor_parallel_size=1).lines}
+    said = {
+        line.key: line.said
+        for line in reading(
+            context_parallel_size=8, tensor_parallel_size=1, sequence_parallel_degree="4"
+        ).lines
+    }
     assert "more rows" in said["context_parallel_size"]
     assert said["tensor_parallel_size"] == ""
+    assert "4 devices share" in said["sequence_parallel_degree"]
 
 
 def test_off_empty_and_bookkeeping_keys_take_one_line():

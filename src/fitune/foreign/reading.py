@@ -20,7 +20,8 @@ import yaml
 from fitune.errors import RecipeError, did_you_mean
 from fitune.spec.recipe.aliases import canonical_value
 from fitune.spec.recipe.recipe import Recipe
-from fitune.units import wrapped
+from fitune.spec.recipe.values import MOST
+from fitune.units import whole_number, wrapped
 
 _WIDTH = 100
 
@@ -189,9 +190,8 @@ class Reading:
     def pass_shared_rows(self, names: str) -> None:
         """Say of numbers of devices that work on one row together that a step here has as many times more rows."""
         for key in names.split():
-            value = self.take(key)
-            together = isinstance(value, int) and value > 1
-            self.passed(key, _SHARED_ROWS.format(value) if together else "")
+            together = whole_number(str(self.take(key)), most=int(MOST["gpus"])) or 0
+            self.passed(key, _SHARED_ROWS.format(together) if together > 1 else "")
 
     def finish(self) -> None:
         """Give each key that nothing took a line: off and empty ones are passed over, others are unknown."""
