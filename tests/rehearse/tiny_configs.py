@@ -18,7 +18,13 @@ FAMILIES = {
     "gemma2": {"head_dim": 16, "sliding_window": 4096},
     "gemma3_text": {"head_dim": 16, "sliding_window": 512},
     "mixtral": {"num_experts_per_tok": 2, "num_local_experts": 4},
-    "qwen3_moe": {"num_experts_per_tok": 2, "head_dim": 16, "moe_intermediate_size": 64, "num_experts": 8},
+    "qwen3_moe": {
+        "num_experts_per_tok": 2,
+        "head_dim": 16,
+        "moe_intermediate_size": 64,
+        "num_experts": 8,
+        "norm_topk_prob": True,
+    },
 }
 OTHERS = {
     "phi": {"intermediate_size": 256, "num_key_value_heads": None},

@@ -238,6 +238,10 @@ def _memory_of(block: BlockProfile, *, untouched: bool, gradients_exist: bool) -
 def _by_stages(stages: Sequence[Stage], *, gradients_exist: bool) -> Block:
     """Bytes of a block, kept or recomputed: the sums and the worst moments of its stages."""
     peak, again = _backward_peak(stages, gradients_exist=gradients_exist), _running_again(stages)
+    ran_again = peak
+    if any(stage.gone_again for stage in stages):
+        let_go = [replace(stage, backward=stage.backward - stage.gone_again) for stage in stages]
+        ran_again = _backward_peak(let_go, gradients_exist=gradients_exist)
     kept = sum(stage.kept for stage in stages)
     holding = BackwardPeak(
         kept=kept, gradients=peak.gradients, temporaries=max(s.backward_holding for s in stages)
@@ -250,7 +254,7 @@ def _by_stages(stages: Sequence[Stage], *, gradients_exist: bool) -> Block:
         building=_running_again(
             [replace(stage, again=max(stage.making, stage.again - stage.incoming)) for stage in stages]
         ).total,
-        recomputed_peak=max(peak, again, key=lambda moment: moment.total),
+        recomputed_peak=max(ran_again, again, key=lambda moment: moment.total),
     )
 
 

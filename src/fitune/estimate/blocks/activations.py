@@ -26,8 +26,7 @@ def norm_kept(site: Site, *, size: int, groups: int, passes: bool) -> int:
         return site.t * (site.e * size + 2 * FP32 * groups)
     if site.fused:
         return site.t * (site.e * size + FP32 * groups)
-    scaled = (FP32 if site.model.scales_norms_in_fp32 else site.e) * size if site.full else 0
-    return site.t * (FP32 * size + FP32 * groups + scaled)
+    return site.t * (FP32 * size + FP32 * groups + site.scaled_bytes * size)
 
 
 def queries_keys_values_kept(site: Site, *, one_linear: bool, read_as_projected: bool) -> int:

@@ -158,6 +158,14 @@ class Site:
         return self.model.norms_per_block >= 4
 
     @property
+    def scaled_bytes(self) -> int:
+        """Of each element that the weight of transformers' RMSNorm multiplies, kept where it trains: 4 in Gemma's order
+        (weight, then cast), e in Llama's (cast, then weight)."""
+        if not self.full:
+            return 0
+        return FP32 if self.model.scales_norms_in_fp32 else self.e
+
+    @property
     def output_gradients(self) -> int:
         """Hidden states alive where the last linear of attention or MLP goes back: the residual's gradient, an
         adapter's scaled one, and that of a norm's input, which without a norm behind it is the residual's."""

@@ -16,17 +16,17 @@ def norm_forward(site: Site) -> int:
 
 
 def norm_backward(site: Site, *, output_kept: bool) -> int:
-    """t · h · (e + 20 − freed·e): five fp32 tensors of the input's size at once.
+    """t · h · (e + 20 − freed): five fp32 tensors of the input's size at once.
 
     They are the gradient through the scale, the spread-out gradient of the mean, and the three factors of the
-    square's derivative. ``freed`` counts the 16-bit tensors of this stage already let go of:
-    the norm's output and, when it trains, what the weight multiplied.
+    square's derivative. ``freed`` is what this stage kept and has let go of: the norm's output, e, and what a
+    trained weight multiplied.
     A LayerNorm, or Liger's kernel: t · e·h · (3 − freed), residual gradient, gradient of the output, gradient of the
     input.
     """
     if site.model.norm_type == "layer" or site.fused:
         return site.t * site.e * site.h * (3 - output_kept)
-    return site.t * site.h * (site.e + 5 * FP32 - (output_kept + site.full) * site.e)
+    return site.t * site.h * (site.e + 5 * FP32 - output_kept * site.e - site.scaled_bytes)
 
 
 def projections_forward(site: Site) -> int:
@@ -137,14 +137,14 @@ def output_projection_backward(site: Site) -> int:
     return site.t * site.e * (site.output_gradients * site.h + site.q)
 
 
-def mlp_forward(site: Site, *, width: int, tensors: int, beside: int = 2) -> int:
+def mlp_forward(site: Site, *, width: int, tensors: int) -> int:
     """t · e · (2h + tensors·f): residual, norm output, and ``tensors`` of the MLP's ``width`` at once.
 
     Gated: 3 (activated gate, up, product); an adapter on its inputs adds 1 (base and scaled low-rank output).
     Where one linear makes gate and up: 4 (both, activated gate, product), or 6 with an adapter (three of both).
-    More where the activation makes more on its way. ``beside``: h is there so often.
+    More where the activation makes more on its way.
     """
-    return site.t * site.e * (beside * site.h + tensors * width)
+    return site.t * site.e * (2 * site.h + tensors * width)
 
 
 def down_projection_backward(site: Site) -> int:

@@ -107,6 +107,8 @@ class Stage:
     making: int = 0
     incoming: int = 0
     """Bytes, among ``again``, of gradients that wait, which a first forward does not have."""
+    gone_again: int = 0
+    """Bytes of ``backward`` by which it is less in a block that ran again, which lets go of what it kept earlier."""
     gradients: int = 0
     largest_gradient: int = 0
     backward_holding: int = 0
