@@ -29,7 +29,6 @@ from fitune.rehearse.step import (
     full_stream,
     heaviest_rows,
     make_states,
-    most_labels,
     record_step,
     rehearsed,
 )
@@ -62,7 +61,7 @@ def tracked(plan: Plan) -> dict[str, int]:
     States of the optimizer are told to it as inputs.
     """
     with rehearsed(plan, model_config(plan.model_path)) as prepared:
-        engine, labels = prepared.engine, most_labels(plan.batch)
+        engine, labels = prepared.engine, plan.batch.most_labels
         make_states(plan, engine, prepared.model.trained.values())
         stream = full_stream(heaviest_rows(plan))
         tracker = Tracker(engine.trunk, StandIns(gpu=plan.hardware.gpu, supervised_tokens=labels))

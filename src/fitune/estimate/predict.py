@@ -79,8 +79,8 @@ def largest_batch(plan: Plan) -> BatchShape:
     one_row = has_scores(plan) or 0 < masking_window(plan) < batch.seq_len
     return BatchShape(
         tokens=tokens,
-        supervised_tokens=tokens - batch.micro_batch_size,
-        rows=batch.micro_batch_size * (2 if batch.packing and not one_row else 1),
+        supervised_tokens=batch.most_labels,
+        rows=len(batch.full_rows) * (2 if batch.packing and not one_row else 1),
         longest_row=batch.seq_len,
     )
 
@@ -91,6 +91,6 @@ def usual_batch(plan: Plan) -> BatchShape:
     mean = batch.usual_row_tokens
     if mean == batch.seq_len:
         return largest_batch(plan)
-    tokens = batch.micro_batch_tokens if batch.packing else batch.micro_batch_size * mean
+    tokens = batch.micro_batch_tokens if batch.packing else len(batch.full_rows) * mean
     rows = max(1, tokens // mean)
     return BatchShape(tokens=tokens, supervised_tokens=tokens - rows, rows=rows, longest_row=mean)

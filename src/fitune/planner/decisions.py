@@ -117,7 +117,7 @@ def _batch(recipe: Recipe, plan: Plan) -> Iterator[str]:
         whole = f"the nearest to fitune's default of {GLOBAL_BATCH_SIZE}"
     line = (
         f"batch: {batch.micro_batch_size} × {batch.accumulation} accumulated{f' × {ranks} devices' * (ranks > 1)} = "
-        f"{batch.global_batch_size * ranks} {'packs' if batch.packing else 'rows'} ({whole}) of at most "
+        f"{batch.global_batch_size * ranks} {batch.unit}s ({whole}) of at most "
         f"{batch.seq_len} tokens"
     )
     if recipe.micro_batch_size is None and recipe.gradient_accumulation_steps is None:

@@ -121,7 +121,7 @@ def _shorter(run: WholeRun, plan: Plan) -> Iterator[str]:
 
 
 def _duration(run: WholeRun, plan: Plan) -> str:
-    rows = counted(plan.batch.global_batch_size * num_ranks(plan), "pack" if plan.batch.packing else "row")
+    rows = counted(plan.batch.global_batch_size * num_ranks(plan), plan.batch.unit)
     epochs = "1 epoch"
     if run.steps != run.steps_per_epoch:
         number = f"{run.epochs:.2f}".rstrip("0").rstrip(".")

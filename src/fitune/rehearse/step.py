@@ -30,7 +30,7 @@ from fitune.rehearse.recorder import Recorder, fake_ranks, modules_may_move
 from fitune.rehearse.stand_ins import LIGER_STAND_INS, StandIns, cuda_functions
 from fitune.rehearse.trace import ParameterKey, Trace, peaks_by_kind, reserved_peak
 from fitune.spec.model.traits import has_scores
-from fitune.spec.plan import Batch, Lora, Offload, Plan, Recompute, Zero, updates_in_backward
+from fitune.spec.plan import Lora, Offload, Plan, Recompute, Zero, updates_in_backward
 from fitune.spec.predictions import Rehearsal
 from fitune.train.prepare import Prepared, engine_for, prepare_loaded
 
@@ -153,7 +153,7 @@ def recording(
 ) -> Iterator[tuple[Any, Callable[[], None]]]:
     """A recorder of the kind ``by`` at work, and what runs all micro-batches under it and then names the gradients."""
     whole, engine = prepared.model.whole, prepared.engine
-    supervised = labels or most_labels(plan.batch)
+    supervised = labels or plan.batch.most_labels
     stream = full_stream(rows or heaviest_rows(plan))
     resident = {
         "weights": map(local_part, (*whole.parameters(), *whole.buffers())),
@@ -221,14 +221,9 @@ def heaviest_rows(plan: Plan) -> tuple[int, ...]:
     batch, window = plan.batch, plan.model.sliding_window
     long_rows_cost = has_scores(plan) or 0 < window < batch.seq_len
     if not batch.packing or long_rows_cost or batch.seq_len < 2:
-        return (batch.seq_len,) * batch.micro_batch_size
+        return batch.full_rows
     half = batch.seq_len // 2
     return (batch.seq_len - half, half) * batch.micro_batch_size
-
-
-def most_labels(batch: Batch) -> int:
-    """Every token of a row but its first is predicted."""
-    return batch.micro_batch_tokens - batch.micro_batch_size
 
 
 Keyed = tuple[ParameterKey, Tensor]

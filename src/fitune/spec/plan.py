@@ -125,9 +125,24 @@ class Batch:
         return self.mean_row_tokens or self.seq_len
 
     @property
+    def unit(self) -> str:
+        """Word for what a batch counts."""
+        return "pack" if self.packing else "row"
+
+    @property
+    def full_rows(self) -> tuple[int, ...]:
+        """Lengths of the rows (or packs) of the largest micro-batch."""
+        return (self.seq_len,) * self.micro_batch_size
+
+    @property
     def micro_batch_tokens(self) -> int:
         """The most tokens one forward pass sees."""
         return self.micro_batch_size * self.seq_len
+
+    @property
+    def most_labels(self) -> int:
+        """Every token of them but the first of each row (or pack) is predicted."""
+        return self.micro_batch_tokens - self.micro_batch_size
 
     @property
     def global_batch_size(self) -> int:

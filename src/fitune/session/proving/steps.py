@@ -183,7 +183,7 @@ def random_rows(lengths: tuple[int, ...], *, vocab_size: int) -> RowStream:
 def full_rows(plan: Plan) -> RowStream:
     """Rows of the plan's length in one stream, every token but the first of each supervised: the most it allows."""
     torch.manual_seed(1)  # the same rows for every side, whatever drew numbers before
-    return random_rows((plan.batch.seq_len,) * plan.batch.micro_batch_size, vocab_size=plan.model.vocab_size)
+    return random_rows(plan.batch.full_rows, vocab_size=plan.model.vocab_size)
 
 
 def synchronise(device: torch.device) -> None:
