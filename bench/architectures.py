@@ -234,9 +234,7 @@ def _trained(spec: Any, folder: Path, way: str) -> dict[str, Any]:
     for step in range(2):
         own_loss, own_norm, wanted = _own(prepared, way)
         loss = sum(
-            prepared.engine.forward_backward(
-                stream, supervised_tokens=supervised, enter_phase=lambda phase: None
-            )
+            prepared.engine.forward_backward(stream, divisor=supervised, enter_phase=lambda phase: None)
             for stream in streams
         )
         gap = _gap(prepared.model.trained, wanted)
@@ -261,7 +259,7 @@ def _second_peak(prepared: Any, streams: Any, supervised: int) -> int:
     meter = LiveTensors([*prepared.resident_tensors(), *longest.tensors()])
     with meter:
         for _ in streams:  # gradients exist from the second one on
-            prepared.engine.forward_backward(longest, supervised_tokens=supervised, enter_phase=meter.enter)
+            prepared.engine.forward_backward(longest, divisor=supervised, enter_phase=meter.enter)
         prepared.engine.update(learning_rate=1e-2, enter_phase=meter.enter)
     return max(meter.peaks.values())
 

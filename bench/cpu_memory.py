@@ -107,7 +107,7 @@ def measured_peaks(plan: Plan, rows: RowStream, *, mesh: "DeviceMesh | None" = N
         for number in range(plan.batch.accumulation):
             last = number == plan.batch.accumulation - 1
             prepared.engine.forward_backward(
-                rows, supervised_tokens=rows.supervised_tokens, enter_phase=enter, last=last
+                rows, divisor=rows.supervised_tokens, enter_phase=enter, last=last
             )
         prepared.engine.update(learning_rate=1e-4, enter_phase=enter)
 

@@ -57,7 +57,7 @@ def measured(config: object, plan: Plan, rows: bench.RowStream) -> int:
     engine = (prepared := prepare_loaded(model, plan)).engine
 
     def step(enter) -> None:
-        engine.forward_backward(rows, supervised_tokens=rows.supervised_tokens, enter_phase=enter)
+        engine.forward_backward(rows, divisor=rows.supervised_tokens, enter_phase=enter)
         engine.update(learning_rate=1e-4, enter_phase=enter)
 
     step(lambda phase: None)

@@ -68,9 +68,7 @@ def tracked(plan: Plan) -> dict[str, int]:
         states = map(local_part, engine.state().tensors.values())  # its track_external does nothing
         tracker.track_inputs((*stream.tensors(), *states))
         with tracker:
-            engine.forward_backward(
-                stream, supervised_tokens=labels, enter_phase=lambda phase: None, last=True
-            )
+            engine.forward_backward(stream, divisor=labels, enter_phase=lambda phase: None, last=True)
             engine.update(learning_rate=1.0, enter_phase=lambda phase: None)
         [kinds] = tracker.get_tracker_snapshot("peak").values()
     return {str(kind).removeprefix("_FSDPRefType."): size for kind, size in kinds.items() if size}

@@ -123,9 +123,7 @@ def run_fitune(options: argparse.Namespace, name: str, plan: Plan) -> dict[str, 
     rows, meter = full_rows(plan), memory_meter(device)
 
     def step() -> float:
-        loss = prepared.engine.forward_backward(
-            rows, supervised_tokens=rows.supervised_tokens, enter_phase=meter.enter
-        )
+        loss = prepared.engine.forward_backward(rows, divisor=rows.supervised_tokens, enter_phase=meter.enter)
         prepared.engine.update(learning_rate=plan.schedule.learning_rate, enter_phase=meter.enter)
         return loss.item() / rows.supervised_tokens
 

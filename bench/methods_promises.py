@@ -45,7 +45,7 @@ def _gradients(plan: Plan, rows: RowStream) -> dict[str, int]:
     watched = _Gradients()
     prepared = _prepared(plan, watched)
     prepared.engine.forward_backward(
-        rows, supervised_tokens=rows.supervised_tokens, enter_phase=lambda phase: watched.look()
+        rows, divisor=rows.supervised_tokens, enter_phase=lambda phase: watched.look()
     )
     prepared.engine.update(learning_rate=1e-4, enter_phase=lambda phase: watched.look())
     return {

@@ -309,7 +309,7 @@ def run_many(plan: Plan, shape: Shape, lengths: str, micro_batches: int, room: i
             stream, tokens = random_rows(rows, vocab_size=plan.model.vocab_size), sum(rows) - len(rows)
             with supervised(tokens):
                 prepared.engine.forward_backward(
-                    stream, supervised_tokens=tokens, enter_phase=lambda phase: None, last=last
+                    stream, divisor=tokens, enter_phase=lambda phase: None, last=last
                 )
             if last:
                 # no kernel wrote the gradients, so they may be nan, which is said behind the update

@@ -57,7 +57,7 @@ def counted_steps(
         torch.cuda.set_sync_debug_mode("error" if strict and step >= 2 else "default")
         for number in range(micro_batches):
             prepared.engine.forward_backward(
-                rows, supervised_tokens=supervised, enter_phase=enter, last=number == micro_batches - 1
+                rows, divisor=supervised, enter_phase=enter, last=number == micro_batches - 1
             )
         torch.cuda.set_sync_debug_mode("default")
         passes, middle, updating = nullcuda.since(before), nullcuda.counts(), time.process_time()

@@ -125,7 +125,7 @@ def _look_at(strategy: str, ranks: Ranks) -> Found:
     supervised = rows.supervised_tokens * ranks.world
 
     def step() -> None:
-        engine.forward_backward(rows, supervised_tokens=supervised, enter_phase=lambda phase: None)
+        engine.forward_backward(rows, divisor=supervised, enter_phase=lambda phase: None)
         engine.update(learning_rate=1e-4, enter_phase=lambda phase: None)
 
     for _ in range(WARM):

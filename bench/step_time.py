@@ -181,7 +181,7 @@ def random_stream(case: Case, device: torch.device) -> RowStream:
 
 def one_step(engine: Engine, stream: RowStream, case: Case) -> None:
     supervised = case.rows * (case.seq_len - 1)
-    engine.forward_backward(stream, supervised_tokens=supervised, enter_phase=lambda phase: None)
+    engine.forward_backward(stream, divisor=supervised, enter_phase=lambda phase: None)
     engine.update(learning_rate=1e-5, enter_phase=lambda phase: None)
 
 

@@ -193,7 +193,7 @@ def test_state_restores_bit_for_bit(precision, optimizer):
 def test_phases_come_in_order():
     engine = engine_for(Regression(), Sgd())
     seen = []
-    engine.forward_backward(batches()[0], supervised_tokens=5, enter_phase=seen.append)
+    engine.forward_backward(batches()[0], divisor=5, enter_phase=seen.append)
     engine.update(learning_rate=0.1, enter_phase=seen.append)
     assert seen == [Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.UPDATE]
 

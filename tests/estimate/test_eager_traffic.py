@@ -80,7 +80,7 @@ def counted(family, layers, **choice):
     stream.labels_T.copy_(stream.input_ids_T)
     stream.position_ids_T.copy_(torch.arange(TOKENS))
     with Traffic() as traffic:
-        prepared.engine.forward_backward(stream, supervised_tokens=TOKENS, enter_phase=traffic.enter)
+        prepared.engine.forward_backward(stream, divisor=TOKENS, enter_phase=traffic.enter)
     return plan, traffic
 
 

@@ -27,7 +27,7 @@ def measured_peak(config, plan, rows):
     prepared = prepare_loaded(model, plan)
 
     def step(enter):
-        prepared.engine.forward_backward(rows, supervised_tokens=rows.supervised_tokens, enter_phase=enter)
+        prepared.engine.forward_backward(rows, divisor=rows.supervised_tokens, enter_phase=enter)
         prepared.engine.update(learning_rate=1e-4, enter_phase=enter)
 
     step(lambda phase: None)

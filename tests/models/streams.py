@@ -85,7 +85,7 @@ def assert_same_step(found, expected):
 def forward_backward(engine, batch, supervised_tokens=None):
     """The loss of a batch, where nobody measures; of its own labels unless their number is given."""
     tokens = batch.supervised_tokens if supervised_tokens is None else supervised_tokens
-    return engine.forward_backward(batch, supervised_tokens=tokens, enter_phase=lambda phase: None)
+    return engine.forward_backward(batch, divisor=tokens, enter_phase=lambda phase: None)
 
 
 def optimizer_step(engine, rate):

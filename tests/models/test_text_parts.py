@@ -136,9 +136,7 @@ def test_the_peak_is_the_predicted_one(kind, folder, data_file, tuning, traces):
 
     def step(enter):
         for _ in range(plan.batch.accumulation):
-            prepared.engine.forward_backward(
-                rows, supervised_tokens=rows.supervised_tokens, enter_phase=enter
-            )
+            prepared.engine.forward_backward(rows, divisor=rows.supervised_tokens, enter_phase=enter)
         prepared.engine.update(learning_rate=1e-4, enter_phase=enter)
 
     step(lambda phase: None)

@@ -180,9 +180,7 @@ def _losses(plan, device, *, steps: int = 3) -> list[float]:
     found = []
     for _ in range(steps):
         rows = gpu_cases.full_rows(plan)
-        loss = engine.forward_backward(
-            rows, supervised_tokens=rows.supervised_tokens, enter_phase=lambda phase: None
-        )
+        loss = engine.forward_backward(rows, divisor=rows.supervised_tokens, enter_phase=lambda phase: None)
         engine.update(learning_rate=1e-2, enter_phase=lambda phase: None)
         found.append(loss.item() / rows.supervised_tokens)
     return found

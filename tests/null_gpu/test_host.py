@@ -135,7 +135,7 @@ def trained(offload, tuning, precision):
     for _ in range(3):
         before = nullcuda.counts()
         for micro in rows:
-            loss = ready.engine.forward_backward(micro, supervised_tokens=60, enter_phase=lambda phase: None)
+            loss = ready.engine.forward_backward(micro, divisor=60, enter_phase=lambda phase: None)
             losses.append(loss.item())
         between = nullcuda.counts()
         ready.engine.update(learning_rate=1e-3, enter_phase=lambda phase: None)
@@ -190,7 +190,7 @@ spent = []
 for _ in range(2):
     for _ in range(3):
         before = nullcuda.counts()
-        ready.engine.forward_backward(rows, supervised_tokens=60, enter_phase=lambda phase: None)
+        ready.engine.forward_backward(rows, divisor=60, enter_phase=lambda phase: None)
         spent.append(nullcuda.since(before))
     ready.engine.optimizer.drop_gradients()
 left = [p for p in ready.model.whole.parameters() if p.grad is not None]
@@ -238,7 +238,7 @@ except NoPinnedMemory as error:
     raise SystemExit
 rows = random_rows((40, 24), vocab_size=plan.model.vocab_size)
 for last in (False, True):
-    ready.engine.forward_backward(rows, supervised_tokens=60, enter_phase=lambda phase: None, last=last)
+    ready.engine.forward_backward(rows, divisor=60, enter_phase=lambda phase: None, last=last)
 by_torch = torch.cuda.host_memory_stats()["allocated_bytes.current"]
 planned = {name: size // 2 for name, size in predict(plan).host.items()}
 print(json.dumps({"torch": by_torch, "own": nullcuda.counts()["host_bytes"] - by_torch, "planned": planned}))
@@ -286,7 +286,7 @@ except NoPinnedMemory as error:
     raise SystemExit
 rows = random_rows((40, 24), vocab_size=plan.model.vocab_size)
 for last in (False, True):
-    engine.forward_backward(rows, supervised_tokens=60, enter_phase=lambda phase: None, last=last)
+    engine.forward_backward(rows, divisor=60, enter_phase=lambda phase: None, last=last)
 host = {name: size // 2 for name, size in predict(plan).host.items()}
 masters = host.get("optimizer", 0) // 3 if stage == 2 else 0  # of stage 3 they are not pinned
 by_torch = torch.cuda.host_memory_stats()["allocated_bytes.current"]

@@ -42,6 +42,11 @@ class MicroBatch:
     row_ids: tuple[int, ...]
     """Rows of the dataset in the order of the stream."""
 
+    @property
+    def divisor(self) -> int:
+        """Its share of the global batch's."""
+        return int((self.labels_T != IGNORED).sum())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlobalBatch:
@@ -51,7 +56,12 @@ class GlobalBatch:
     tokens: int
     row_lengths: tuple[int, ...]
     supervised_tokens: int
-    """Labels that are not IGNORED: what the sum of the losses is divided by, whatever the micro-batches hold."""
+    """Labels that are not IGNORED."""
+
+    @property
+    def divisor(self) -> int:
+        """Count that the sum of the losses is divided by, whatever the micro-batches hold."""
+        return self.supervised_tokens
 
 
 _EPOCHS_LOOKED_AT = 1_000

@@ -75,13 +75,11 @@ class ReplicatedEngine(PlainEngine):
         """Those whose gradients DDP does not sum."""
 
     def forward_backward(
-        self, batch: Any, *, supervised_tokens: int, enter_phase: EnterPhase, last: bool = True
+        self, batch: Any, *, divisor: int, enter_phase: EnterPhase, last: bool = True
     ) -> Tensor:
         """Gradients are summed over ranks with the ``last`` micro-batch of a step; before, each rank keeps its own."""
         with nullcontext() if last else self.body.no_sync():
-            loss = super().forward_backward(
-                batch, supervised_tokens=supervised_tokens, enter_phase=enter_phase
-            )
+            loss = super().forward_backward(batch, divisor=divisor, enter_phase=enter_phase)
         if last:
             for parameter in self.outside:
                 if parameter.grad is None:  # the last rows of this rank teach nothing: it adds zeros

@@ -219,11 +219,11 @@ class DeepSpeedEngine(Engine):
         self.mesh = init_device_mesh("cpu", (self.world,))
 
     def forward_backward(
-        self, batch: Any, *, supervised_tokens: int, enter_phase: EnterPhase, last: bool = True
+        self, batch: Any, *, divisor: int, enter_phase: EnterPhase, last: bool = True
     ) -> Tensor:
         """DeepSpeed averages gradients over ranks, and they are to be summed: the loss is times their number."""
         self.runtime.set_gradient_accumulation_boundary(last)
-        scale = self.world * self.loss_scale.value / supervised_tokens
+        scale = self.world * self.loss_scale.value / divisor
         losses: list[Tensor] = []
         with ExitStack() as until_backward_ends:
 

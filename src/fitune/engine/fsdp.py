@@ -248,13 +248,13 @@ class ShardedEngine(OnShares, PlainEngine):
         )
 
     def forward_backward(
-        self, batch: Any, *, supervised_tokens: int, enter_phase: EnterPhase, last: bool = True
+        self, batch: Any, *, divisor: int, enter_phase: EnterPhase, last: bool = True
     ) -> Tensor:
         """Stage 1 adds up whole gradients on whole weights, and divides both with the last micro-batch of a step."""
         if self.stage == 1 and isinstance(self.trunk, FSDPModule):
             self.trunk.set_requires_gradient_sync(last)
             self.trunk.set_reshard_after_backward(last)
-        loss = super().forward_backward(batch, supervised_tokens=supervised_tokens, enter_phase=enter_phase)
+        loss = super().forward_backward(batch, divisor=divisor, enter_phase=enter_phase)
         if isinstance(self.optimizer, HostOptimizer):
             # a gradient that stays would make FSDP2 copy the next micro-batch's to the host one by one, and wait
             self._take_from_shards()

@@ -68,7 +68,7 @@ class InBackwardEngine(Engine):
             parameter.register_post_accumulate_grad_hook(partial(self._complete, name))
 
     def forward_backward(
-        self, batch: Any, *, supervised_tokens: int, enter_phase: EnterPhase, last: bool = True
+        self, batch: Any, *, divisor: int, enter_phase: EnterPhase, last: bool = True
     ) -> Tensor:
         """Forward and loss; backward waits for the learning rate."""
         if self._waiting is not None:
@@ -79,7 +79,7 @@ class InBackwardEngine(Engine):
         enter_phase(Phase.FORWARD)
         hidden_TD = self.model.hidden_states(batch)
         enter_phase(Phase.LOSS)
-        scale = self.loss_scale.value / supervised_tokens
+        scale = self.loss_scale.value / divisor
         loss, gradient_TD = self.model.loss_and_gradient(hidden_TD.detach(), batch, scale=scale)
         self._waiting = _Waiting(
             batch=batch,

@@ -61,14 +61,14 @@ class PlainEngine(Engine):
             self.optimizer = DirectOptimizer(self.parameters, optimizer)
 
     def forward_backward(
-        self, batch: Any, *, supervised_tokens: int, enter_phase: EnterPhase, last: bool = True
+        self, batch: Any, *, divisor: int, enter_phase: EnterPhase, last: bool = True
     ) -> Tensor:
         """The loss runs on detached hidden states, so its logits are gone before the blocks' backward begins."""
         enter_phase(Phase.FORWARD)
         hidden_TD = self.model.hidden_states(batch)
         enter_phase(Phase.LOSS)
         loss, gradient_TD = self.model.loss_and_gradient(
-            hidden_TD.detach(), batch, scale=self.loss_scale.value / supervised_tokens
+            hidden_TD.detach(), batch, scale=self.loss_scale.value / divisor
         )
         seed = Seed.apply([gradient_TD], hidden_TD)
         del hidden_TD, gradient_TD  # backward lets go of both before it reaches the blocks

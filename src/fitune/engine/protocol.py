@@ -91,11 +91,11 @@ class Engine(ABC):
 
     @abstractmethod
     def forward_backward(
-        self, batch: Any, *, supervised_tokens: int, enter_phase: EnterPhase, last: bool = True
+        self, batch: Any, *, divisor: int, enter_phase: EnterPhase, last: bool = True
     ) -> Tensor:
         """Add the gradients of one micro-batch; returns its summed loss (nats, fp32 scalar).
 
-        ``supervised_tokens`` is the count of the whole global batch, of all ranks: gradients are those of its mean
+        ``divisor`` is that of the whole global batch, of all ranks: gradients are those of its mean
         loss. ``last``: no other micro-batch of this step follows, so gradients can go to the other ranks.
         """
 

@@ -169,7 +169,7 @@ def recording(
         count = _micro_batches(plan)
         for number in range(count):
             engine.forward_backward(
-                stream, supervised_tokens=supervised, enter_phase=recorder.enter, last=number == count - 1
+                stream, divisor=supervised, enter_phase=recorder.enter, last=number == count - 1
             )
         keys = parameter_keys(prepared.model)
         recorder.name_gradients((keys[id(p)], p.grad) for p in prepared.model.trained.values())

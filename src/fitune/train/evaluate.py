@@ -33,16 +33,16 @@ def evaluate(
     Each rank takes every ``world``-th micro-batch, and all take equally many: weights are gathered together.
     """
     model.whole.eval()
-    total, tokens = 0.0, 0
+    total, divisor = 0.0, 0
     batches = eval_batches(dataset, batch, rows=rows)
     while together := list(itertools.islice(batches, ranks.world)):
         mine = together[ranks.rank] if ranks.rank < len(together) else without_labels(together[0])
         on_batch()
         total += model.loss(mine).item()
-        tokens += int((mine.labels_T >= 0).sum())
+        divisor += mine.divisor
     model.whole.train()
-    total, tokens_of_all = ranks.summed([total, tokens])
-    return total / tokens_of_all
+    total, of_all = ranks.summed([total, divisor])
+    return total / of_all
 
 
 _ROWS = {True: 256, False: 64}

@@ -284,7 +284,7 @@ def train_step(
 ) -> tuple[float, float]:
     """Loss of a token and the gradients' norm."""
     tokens = rows.supervised_tokens
-    loss = prepared.engine.forward_backward(rows, supervised_tokens=tokens, enter_phase=enter)
+    loss = prepared.engine.forward_backward(rows, divisor=tokens, enter_phase=enter)
     update = prepared.engine.update(learning_rate=learning_rate, enter_phase=enter)
     return loss.item() / tokens, update.grad_norm
 
