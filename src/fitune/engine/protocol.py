@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from fitune.engine.ranks import local_part
@@ -19,12 +19,21 @@ EnterPhase = Callable[[Phase], None]
 class LossModel(Protocol):
     """A model in two halves, so that the loss can run while the blocks wait."""
 
+    @property
+    def whole(self) -> nn.Module:
+        """All of it."""
+        ...
+
     def hidden_states(self, batch: Any) -> Tensor:
         """Last hidden states [T, D] of one micro-batch."""
         ...
 
     def loss_and_gradient(self, hidden_TD: Tensor, batch: Any, *, scale: float) -> tuple[Tensor, Tensor]:
         """Summed loss (fp32 scalar, nats), and ``scale`` times its gradient for the hidden states [T, D]."""
+        ...
+
+    def loss(self, batch: Any) -> Tensor:
+        """Summed loss without gradients, for evaluation."""
         ...
 
 
@@ -86,6 +95,8 @@ def shape_of(tensors: Mapping[str, Tensor], name: str) -> torch.Size:
 class Engine(ABC):
     """Turns losses into new weights. What saves and resumes is here for trained weights of which a rank has all."""
 
+    model: LossModel
+    """Its loss is trained, and evaluated."""
     parameters: dict[str, Parameter]
     """The trained weights by name."""
 

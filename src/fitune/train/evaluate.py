@@ -9,6 +9,7 @@ from fitune.data.conversations.messages import Conversation
 from fitune.data.dataset import TokenDataset
 from fitune.data.loader import eval_batches, without_labels
 from fitune.data.making import PreparedData
+from fitune.engine.protocol import LossModel
 from fitune.engine.ranks import ALONE, Ranks
 from fitune.errors import FituneError, first_line
 from fitune.files import write_atomically
@@ -20,7 +21,7 @@ from fitune.spec.serial import read_json
 
 
 def evaluate(
-    model: LanguageModel,
+    model: LossModel,
     dataset: TokenDataset,
     batch: Batch,
     *,
@@ -28,7 +29,7 @@ def evaluate(
     ranks: Ranks = ALONE,
     on_batch: Callable[[], None] = lambda: None,
 ) -> float:
-    """Mean negative log-likelihood per supervised token, in nats, over every row once, or the first ``rows``.
+    """Mean loss (per supervised token, in nats) over every row once, or the first ``rows``.
 
     Each rank takes every ``world``-th micro-batch, and all take equally many: weights are gathered together.
     """

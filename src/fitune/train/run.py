@@ -314,10 +314,11 @@ def _held_out_loss(current: Run) -> float | None:
     if current.data.eval is None:
         return None
     current.where.doing = "evaluating"
+    engine = current.loaded.engine
     loss = evaluate(
-        current.model, current.data.eval, current.plan.batch, ranks=current.ranks, on_batch=current.where.sign
+        engine.model, current.data.eval, current.plan.batch, ranks=current.ranks, on_batch=current.where.sign
     )
-    current.loaded.engine.rest()
+    engine.rest()
     return loss
 
 
