@@ -15,6 +15,8 @@ NULL := $(VENV)-null
 NULL_STAMP := $(NULL)/.installed
 SITE := $(VENV)-site
 SITE_STAMP := $(SITE)/.installed
+# Tests start hundreds of processes: what one has compiled, the next only reads.
+unexport PYTHONDONTWRITEBYTECODE
 # How long `make fuzz` looks: minute (the same examples every time) or hour (new ones every time).
 PROFILE ?= minute
 

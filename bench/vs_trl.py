@@ -148,8 +148,9 @@ def write_model(folder: Path, data: str) -> None:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe._tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
     )
+    # rows of whole blocks of 64: of others NF4's kernel on a CPU, which TRL runs, takes wrong scales
     config = LlamaConfig(
-        vocab_size=4096, hidden_size=320, intermediate_size=880, num_hidden_layers=6, num_attention_heads=5,
+        vocab_size=4096, hidden_size=320, intermediate_size=896, num_hidden_layers=6, num_attention_heads=5,
         num_key_value_heads=5, max_position_embeddings=1024, pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     torch.manual_seed(0)
