@@ -30,6 +30,8 @@ LARGER_GRID = (
 SITUATIONS = (
     LLAMA,
     "--model meta-llama/Llama-2-70b-hf --gpu 3090 --gpus 2",
+    # on two cards the fastest plan is only planned: activations of several processes do not leave their devices yet
+    "--model meta-llama/Llama-3.1-8B --gpu rtx-3090 --host-memory 64GiB",
     "--model openai/gpt-oss-20b --gpu 4090",
     GEMMA,
     "--model meta-llama/Llama-3.1-8B --gpu h100 --seq-len 131072",
@@ -70,7 +72,7 @@ def typed_in(words):
 
 def estimate_typed(options):
     recipe = recipe_from([word for pair in options.items() for word in pair], [])
-    return plan_on_data(recipe).chosen.estimate
+    return plan_on_data(recipe).taken.estimate
 
 
 def assert_one_screen(lines):

@@ -128,9 +128,8 @@ def search(request: Request, *, wanted: Callable[[Method], bool] = lambda method
 def first_choice(
     request: Request, *, wanted: Callable[[Method], bool] = lambda method: True
 ) -> Priced | None:
-    """The plan that ``find_plan`` takes, without the others; the smallest where none fits, None without any.
-
-    ``wanted`` leaves methods out.
+    """The plan that the report of ``find_plan`` takes, without the others; the smallest where none fits, None without
+    any. ``wanted`` leaves methods out.
     """
     smallest: list[StepStages] = []
 
@@ -143,20 +142,19 @@ def first_choice(
                 yield answer
 
     taken = _taken(request.recipe, fitting())
-    if taken is not None:
-        return _priced(saving_beside_steps(request.recipe, taken.found[0].plan))
-    return _priced(min(smallest, key=shortage).plan) if smallest else None
+    if taken is None:
+        return _priced(min(smallest, key=shortage).plan) if smallest else None
+    chosen = _priced(saving_beside_steps(request.recipe, taken.found[0].plan))
+    return _trained_instead(request, chosen.plan, wanted=wanted) or chosen
 
 
 def taken_on(recipe: Recipe, *, model: ModelSpec, hardware: Hardware) -> Priced | None:
-    """The plan that the report of ``find_plan`` takes there, without the others and without advice; None where none
-    fits. Raises RecipeError or HardwareError as it does."""
+    """The first choice there; None where nothing fits. Raises RecipeError or HardwareError for pins that cannot be
+    honoured, as ``find_plan`` does."""
     request = Request.of(recipe, model, hardware, ("plan",))
     refuse_contradictions(request)
     chosen = first_choice(request)
-    if chosen is None or not chosen.estimate.fits:
-        return None
-    return _trained_instead(request, chosen.plan) or chosen
+    return chosen if chosen is not None and chosen.estimate.fits else None
 
 
 FAST_ENOUGH = 0.5
@@ -178,11 +176,13 @@ def _taken(recipe: Recipe, fitting: Iterable[Answer]) -> Answer | None:
     return better
 
 
-def _trained_instead(request: Request, plan: Plan) -> Priced | None:
+def _trained_instead(
+    request: Request, plan: Plan, *, wanted: Callable[[Method], bool] = lambda method: True
+) -> Priced | None:
     """The plan that training takes where it cannot run ``plan``; None where it can, or finds none that fits."""
     if keeps_rules(plan, "train"):
         return None
-    found = first_choice(replace(request, purposes=(*request.purposes, "train")))
+    found = first_choice(replace(request, purposes=(*request.purposes, "train")), wanted=wanted)
     return found if found is not None and found.estimate.fits else None
 
 
