@@ -5,14 +5,13 @@ import datetime
 import pytest
 
 from fitune.errors import RecipeError
-from fitune.spec.recipe.keys import GROUPS, all_keys, keys_of
+from fitune.spec.recipe.keys import GROUPS, all_keys, keys_by_group
 from fitune.spec.recipe.recipe import Recipe, parse_recipe
 
 
 def test_every_key_of_a_recipe_is_listed_once():
-    listed = [key.name for key in all_keys()]
-    assert sorted(listed) == sorted(Recipe.model_fields)
-    assert len(set(listed)) == len(listed)
+    assert [key.name for key in all_keys()] == list(Recipe.model_fields)
+    assert [keys[0].name for keys in keys_by_group().values()] == list(GROUPS)
 
 
 def test_a_line_names_no_type_and_ends_without_a_full_stop():
@@ -23,7 +22,7 @@ def test_a_line_names_no_type_and_ends_without_a_full_stop():
 
 
 def test_values_and_defaults_are_those_of_the_recipe():
-    keys = {key.name: key for group in GROUPS for key in keys_of(group)}
+    keys = {key.name: key for key in all_keys()}
     assert keys["tuning"].values == ("full", "lora", "qlora", "lomo", "adalomo")
     assert keys["zero"].values == ("0", "1", "2", "3")
     defaults = {"seq_len": "2048", "packing": "false", "adam_epsilon": "1e-08", "tuning": "", "data": ""}

@@ -12,7 +12,7 @@ import pytest
 
 from fitune.errors import MissingExtra, RecipeError
 from fitune.files import process_lives
-from fitune.spec.recipe.keys import GROUPS
+from fitune.spec.recipe.keys import all_keys
 from fitune.track.feed import Trackers
 from fitune.track.record import log_of, read_tracked
 from fitune.track.trackers import (
@@ -203,7 +203,8 @@ def test_the_table_names_extras_that_pyproject_has():
 
 
 def test_the_help_of_report_to_names_every_tracker():
-    assert all(name in GROUPS["Trackers"]["report_to"] for name in TRACKERS)
+    [about] = [key.about for key in all_keys() if key.name == "report_to"]
+    assert all(name in about for name in TRACKERS)
 
 
 def test_keys_and_passwords_of_trackers_stay_on_this_machine():

@@ -152,13 +152,13 @@ def _print_keys() -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from fitune.spec.recipe.keys import GROUPS, SWITCH, keys_of
+    from fitune.spec.recipe.keys import SWITCH, keys_by_group
 
     console = Console(highlight=False, markup=False)
     console.print(" Keys of a recipe: --seq-len 4096, or seq_len: 4096 in RECIPE.yaml; [its default].\n")
-    for group in GROUPS:
+    for group, keys in keys_by_group().items():
         table = Table.grid(padding=(0, 1))
-        for key in keys_of(group):
+        for key in keys:
             values = "|".join(key.values) if key.values != SWITCH else ""
             shown = (key.about, values, f"[{key.default}]" if key.default else "")
             table.add_row(Text(key.option, style="cyan"), "  ".join(part for part in shown if part))

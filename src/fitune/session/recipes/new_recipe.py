@@ -18,7 +18,7 @@ from fitune.session.recipes.reading import split_words
 from fitune.spec.machines.gpus import find_gpu
 from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.predictions import PlanReport
-from fitune.spec.recipe.keys import GROUPS, keys_of
+from fitune.spec.recipe.keys import keys_by_group
 from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
 from fitune.spec.words import describe_plan
 from fitune.units import format_bytes, format_rate, format_seconds, wrapped
@@ -159,8 +159,8 @@ def recipe_text(path: Path, keys: Mapping[str, Any]) -> str:
         f"# Train it: fitune train {typed}",
         "# A line behind a # is off: the plan chooses, or takes the value there. All keys: fitune train --help",
     ]
-    for group in GROUPS:
-        shown = [key for key in keys_of(group) if key.name in asked | OFTEN_SET | keys.keys()]
+    for group, listed in keys_by_group().items():
+        shown = [key for key in listed if key.name in asked | OFTEN_SET | keys.keys()]
         lines += ["", f"# {group}"] if shown else []
         for key in shown:
             about = f"{key.about}: {', '.join(key.values)}" if len(key.values) > 2 else key.about

@@ -87,126 +87,217 @@ Sources = Annotated[
 class Recipe(Strict):
     """Everything a user may ask for. Only ``model`` has no default."""
 
-    # what
     model: NamedPath
+    """A folder, a name on the Hub, or a config.json"""
     tuning: Literal["full", "lora", "qlora", "lomo", "adalomo"] | None = None
+    """How to train; chosen: the best quality that fits"""
     precision: Literal["fp32", "bf16", "bf16-master", "fp16"] | None = None
+    """Type of weights and arithmetic; bf16-master: fp32 masters too"""
     lora_r: PositiveInt = 16
+    """Rank of the adapters"""
     lora_alpha: PositiveInt | None = None
+    """Adapters are scaled by alpha / r; chosen: 2 · r"""
     lora_dropout: Share = 0.0
+    """Share of an adapter's inputs that is dropped"""
     lora_target_modules: Targets = ["all-linear"]
+    """Linears that get adapters: names or patterns"""
     lora_layers: Layers = []
+    """Blocks that get adapters: 24-31; empty is all"""
     lora_modules_to_save: Names = []
+    """Tables trained whole beside adapters: embed_tokens, lm_head"""
     added_tokens: Names = []
+    """New tokens, each with a row in the embedding"""
     dora: bool = False
+    """DoRA: train a weight's magnitude apart from its direction"""
     rslora: bool = False
+    """Scale adapters by alpha / √r"""
     quantization: Annotated[str, PlainValidator(quantiser_word)] | None = None
+    """Pack the frozen base: {quantisers} or none"""
     quantization_bits: Annotated[Literal[2, 3, 4, 8], BeforeValidator(whole_number)] | None = None
+    """Bits of a packed weight; other than 4: hqq"""
     quantization_group_size: PositiveInt = 64
+    """Weights with one scale (hqq)"""
     double_quantization: bool = True
+    """Pack the scales, too (nf4)"""
 
-    # on what
     gpu: Annotated[str, BeforeValidator(as_name)] | None = None
+    """A GPU by name (rtx-4090), or cpu; chosen: what is here"""
     gpu_memory: Size | None = None
+    """Memory of a GPU that has no name here: 24GiB"""
     gpu_flops: PositiveFloat | None = None
+    """Its dense bf16 FLOP/s"""
     gpu_bandwidth: Bandwidth | None = None
+    """Its memory bandwidth: 1008GB/s"""
     interconnect: Bandwidth | None = None
+    """Bandwidth between the GPUs of a node, one direction: 64GB/s"""
     node_network: Bandwidth | None = None
+    """Bandwidth between nodes: 400Gbit/s"""
     gpus: PositiveInt | None = None
+    """GPUs of a node; without gpu all of one kind that are here"""
     nodes: PositiveInt = 1
+    """Machines"""
     host_memory: Size | None = None
+    """Memory of a node: 128GiB"""
     nvme_path: PathText = ""
+    """A folder on NVMe for what is offloaded there"""
     nvme_size: Size | None = None
+    """Room in nvme_path: 2TiB"""
     price_per_gpu_hour: PositiveFloat | None = None
+    """US dollars; chosen: a market price, assumed and shown"""
     objective: Literal["fastest", "cheapest", "least-memory"] = "fastest"
+    """What to optimise the plan for"""
 
-    # with which data
     data: Sources = []
+    """Files, folders, URLs, names on the Hub; FILE#500 takes 500"""
     data_weights: Annotated[list[PositiveFloat], BeforeValidator(as_numbers)] = []
+    """One for each source: 2 repeats its rows, 0.5 takes half"""
     columns: Columns = {}
+    """Of other names: prompt=question,completion=best_reply"""
     eval_data: Sources = []
+    """Rows to evaluate on"""
     val_fraction: Share = 0.0
+    """Share of the rows held out to evaluate on"""
     chat_template: PathText = ""
+    """A Jinja file; left out: the tokenizer's own"""
     chat_template_date: Annotated[str, BeforeValidator(as_date)] = ""
+    """Day that the template writes: 2026-01-31; else 2024-07-26"""
     train_on_prompt: bool = False
+    """Learn prompts, too, not only answers"""
     train_on_empty_thinking: bool = False
+    """Learn the empty <think> blocks that a template puts in"""
     packing: bool = False
+    """Put several rows into one of seq_len tokens"""
     on_bad_row: Literal["error", "skip"] = "error"
+    """When a row cannot be read"""
     on_long_row: Literal["truncate", "drop", "split", "error"] = "truncate"
+    """When a row is longer than seq_len"""
     cache_dir: PathText = ""
+    """Where tokenised rows are kept"""
     allow_https: bool = False
+    """Fetch data from https:// addresses"""
     allow_private_addresses: bool = False
+    """Also without encryption: http://"""
 
-    # in which batches
     seq_len: RowLength = 2048
+    """Longest row in tokens"""
     mean_row_tokens: PositiveInt | None = None
+    """Mean tokens of a row, for speeds; chosen: from the data"""
     micro_batch_size: PositiveInt | None = None
+    """Rows on a device at once"""
     gradient_accumulation_steps: PositiveInt | None = None
+    """Micro-batches in a step"""
     global_batch_size: PositiveInt | None = None
+    """Rows in a step on all devices; chosen: near 16"""
 
-    # how
     optimizer: Literal["adamw", "adamw-8bit", "sgd", "momentum"] = "adamw"
+    """Update rule"""
     optimizer_in_backward: bool = False
+    """Update each weight as soon as its gradient is there"""
     learning_rate: PositiveFloat | None = None
+    """Peak learning rate; chosen: by tuning and optimizer"""
     lr_scheduler: Literal["constant", "linear", "cosine"] = "cosine"
+    """How the learning rate falls"""
     min_lr_ratio: Share = 0.0
+    """Share of the learning rate that it falls to"""
     warmup_steps: CountInt | None = None
+    """Steps over which the learning rate rises"""
     warmup_ratio: Share = 0.03
+    """Steps of the rise as a share of all steps"""
     weight_decay: CountFloat = 0.0
+    """Share of a weight, times the rate, taken off each step"""
     adam_beta1: Share = 0.9
+    """Decay of AdamW's first moment"""
     adam_beta2: Share = 0.999
+    """Decay of AdamW's second moment"""
     adam_epsilon: PositiveFloat = 1e-8
+    """Added to AdamW's denominator"""
     momentum: Share = 0.9
+    """With optimizer: momentum"""
     max_grad_norm: CountFloat = 1.0
+    """Clip the gradient's norm to this; 0 is off"""
     max_grad_value: PositiveFloat | None = None
+    """Clip each entry of the gradient (LOMO, optimizer_in_backward)"""
     num_epochs: PositiveFloat = 1.0
+    """Passes over the data"""
     max_steps: PositiveInt | None = None
+    """Stop after so many steps, whatever num_epochs says"""
     seed: Seed = 42
+    """Seed of every random draw"""
 
-    # over which devices, and what leaves them
     zero: Annotated[Literal[0, 1, 2, 3], BeforeValidator(whole_number)] | None = None
+    """0 is DDP; 1 divides states, 2 also gradients, 3 also weights"""
     backend: Backend | None = None
+    """Library that divides: FSDP2 or DeepSpeed"""
     hybrid_sharding: bool | None = None
+    """Divide within each node, replicate across nodes"""
     deepspeed: dict[str, int | bool] = {}
+    """Path of a ds_config.json"""
     offload_parameters: Place | None = None
+    """Where weights wait"""
     offload_optimizer: Place | None = None
+    """Where optimizer states wait"""
     offload_activations: Place | None = None
+    """Where activations wait for the backward pass"""
 
-    # to save memory
     gradient_checkpointing: Annotated[bool | int, PlainValidator(switch_or_count)] | None = None
+    """Recompute activations: true, false, or of how many blocks"""
     loss: Literal["plain", "chunked"] | None = None
+    """Chunked never holds all logits at once"""
     loss_chunk_tokens: PositiveInt | None = None
+    """Tokens in a chunk of the loss"""
     attn_implementation: Attention | None = None
+    """Kernel of attention"""
 
-    # to save time, when asked for
     kernels: Kernels = "torch"
+    """liger: fused norms, MLPs, rotary positions and loss"""
     torch_compile: bool = False
+    """Compile the blocks"""
     tf32: bool = False
+    """With precision fp32: products of 10 bits, on Ampere and newer"""
 
-    # where to
     output_dir: PathText | None = None
+    """Folder of the run, or a URL; chosen: runs/MODEL-TUNING"""
     upload_to: PathText = ""
+    """A URL that gets checkpoints, export and report, too"""
     resume: bool | PathText = False
+    """Go on from the newest checkpoint, or from a path or URL"""
     log_steps: PositiveInt = 1
+    """Print a line every so many steps"""
     eval_steps: CountInt = 0
+    """Evaluate every so many steps; 0: never"""
     evals_per_epoch: CountInt = 0
+    """Evaluations per epoch"""
     save_steps: CountInt | None = None
+    """Save a checkpoint every so many steps; 0: never"""
     saves_per_epoch: CountInt | None = None
+    """Checkpoints per epoch"""
     keep_checkpoints: PositiveInt = 2
+    """Number of newest checkpoints that are kept"""
     async_save: bool | None = None
+    """Write checkpoints while training goes on"""
     export: Literal["adapter", "merged", "full"] | None = None
+    """What is written at the end"""
     push_to_hub: HubName = ""
+    """OWNER/NAME on the Hub that gets the export; private"""
     hub_public: bool = False
+    """Let everybody read what push_to_hub sends"""
     samples: CountInt = 4
+    """Answers before and after training shown in the report"""
 
-    # who else is told
     report_to: Names = []
+    """Also log to: wandb, mlflow, comet, tensorboard"""
     run_name: str = ""
+    """Name of the run there; chosen: that of output_dir"""
     track_project: str = ""
+    """Project (wandb, Comet) or experiment (MLflow); chosen: fitune"""
     track_team: str = ""
+    """Entity (wandb) or workspace (Comet)"""
     track_server: str = ""
+    """Tracking URI of MLflow"""
     track_id: str = ""
+    """A run there to go on with"""
     track_offline: bool = False
+    """Keep what wandb and Comet would get, to be sent later"""
 
     @property
     def quantization_is_asked_for(self) -> bool:
