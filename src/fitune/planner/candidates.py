@@ -9,8 +9,8 @@ from fitune.planner.defaults import (
     CHUNK_TOKENS,
     GLOBAL_BATCH_SIZE,
     MOST_MICRO_BATCH,
+    batch_of,
     data_of,
-    default_learning_rate,
     run_of,
     schedule_of,
     with_added_rows,
@@ -106,7 +106,6 @@ class Placement:
 def draft(request: Request, method: Method, placement: Placement) -> Plan:
     """The plan of a method with the smallest batch and nothing recomputed: what the search varies."""
     recipe, model, hardware = request.recipe, request.model, request.hardware
-    rate = recipe.learning_rate or default_learning_rate(method.tuning, method.optimizer)
     return Plan(
         model=model,
         model_path=model.name,
@@ -122,8 +121,8 @@ def draft(request: Request, method: Method, placement: Placement) -> Plan:
         compile_blocks=recipe.torch_compile,
         tf32=recipe.tf32 and has_tf32(hardware.gpu, method.precision),
         loss=losses(recipe)[-1],
-        batch=_batch(recipe, micro=1, steps=1),
-        schedule=schedule_of(recipe, learning_rate=rate),
+        batch=batch_of(recipe, micro=1, steps=1),
+        schedule=schedule_of(recipe, method.tuning, method.optimizer),
         data=data_of(recipe),
         run=run_of(recipe, model=model, tuning=method.tuning),
         added_tokens=tuple(recipe.added_tokens),
@@ -156,14 +155,7 @@ def batches(recipe: Recipe, method: Method, *, ranks: int) -> tuple[Batch, ...]:
     """
     whole = () if adds_gradients_up(method.tuning) else tuple(_whole_share(recipe, ranks))
     splits = whole or _splits(recipe, ranks)
-    return tuple(_batch(recipe, micro=micro, steps=steps) for micro, steps in splits)
-
-
-def _batch(recipe: Recipe, *, micro: int, steps: int) -> Batch:
-    return Batch(
-        micro_batch_size=micro, accumulation=steps, seq_len=recipe.seq_len, packing=recipe.packing,
-        mean_row_tokens=min(recipe.mean_row_tokens or 0, recipe.seq_len),
-    )  # fmt: skip
+    return tuple(batch_of(recipe, micro=micro, steps=steps) for micro, steps in splits)
 
 
 def _whole_share(recipe: Recipe, ranks: int) -> Iterator[tuple[int, int]]:

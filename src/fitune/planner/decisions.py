@@ -5,24 +5,18 @@ from collections.abc import Iterator, Sequence
 from fitune.estimate.division import num_ranks
 from fitune.estimate.overhead import checkpoint_bytes, unmeasured_bytes
 from fitune.planner.candidates import Request
-from fitune.planner.defaults import GLOBAL_BATCH_SIZE, default_learning_rate
+from fitune.planner.defaults import GLOBAL_BATCH_SIZE, idle_words, learning_rate_words
 from fitune.planner.methods import CHOICE, why_on_cpu
 from fitune.planner.state_decisions import adapter_decisions, devices_here, placement_decisions
 from fitune.spec.model.known_models import find_known_model
 from fitune.spec.model.traits import attends, flash_refused
 from fitune.spec.plan import (
-    AdamW,
-    AdamW8bit,
     ChunkedLoss,
-    Dense,
     Full,
     Lomo,
-    Lora,
     PlainLoss,
     Plan,
     Precision,
-    base_of,
-    updates_in_backward,
 )
 from fitune.spec.predictions import Phase, Priced
 from fitune.spec.recipe.recipe import Recipe
@@ -33,8 +27,6 @@ from fitune.spec.words import (
 )
 from fitune.units import counted, format_bytes, format_percent
 
-HIGH_RATE, LOW_RATE = 10.0, 0.01
-"""A learning rate beyond these multiples of the method's default is most often a slip."""
 MUCH_FASTER = 2
 """Times the speed from which a method that comes after the one taken is named."""
 
@@ -52,8 +44,9 @@ def decisions_of(
         *_batch(recipe, plan),
         *_recompute_and_loss(recipe, plan),
         *_kernels(recipe, plan),
-        *_rate_and_saves(recipe, plan),
-        *_idle(recipe, plan),
+        *learning_rate_words(recipe, plan),
+        *_saves(recipe, plan),
+        *idle_words(recipe, plan),
         *adapter_decisions(recipe, plan),
         *_output(recipe, plan),
         *_speed(recipe, chosen, runners_up),
@@ -177,18 +170,8 @@ def _kernels(recipe: Recipe, plan: Plan) -> Iterator[str]:
         yield f"note on tf32: it has no effect here: {why}"
 
 
-def _rate_and_saves(recipe: Recipe, plan: Plan) -> Iterator[str]:
-    """The learning rate, checkpoints, and settings that another one overrules."""
-    rate = recipe.learning_rate
-    if rate is None:
-        yield f"learning rate: {plan.schedule.learning_rate:g}, fitune's default for this tuning and optimizer"
-    else:
-        usual = default_learning_rate(plan.tuning, plan.optimizer)
-        times, note = rate / usual, f"note on learning_rate: {rate:g} is"
-        if times > HIGH_RATE:
-            yield f"{note} {times:,.0f} × the usual {usual:g}; the loss may diverge"
-        elif 0 < times < LOW_RATE:
-            yield f"{note} 1/{1 / times:,.0f} of the usual {usual:g}; the model may hardly change"
+def _saves(recipe: Recipe, plan: Plan) -> Iterator[str]:
+    """Checkpoints, and settings that another one overrules."""
     if recipe.async_save is None and plan.run.saves and not plan.hardware.gpu.is_cpu:
         size = format_bytes(checkpoint_bytes(plan))
         if plan.run.async_save:
@@ -198,26 +181,6 @@ def _rate_and_saves(recipe: Recipe, plan: Plan) -> Iterator[str]:
     for ruling, unused in (("max_steps", "num_epochs"), ("warmup_steps", "warmup_ratio")):
         if getattr(recipe, ruling) is not None and unused in recipe.model_fields_set:
             yield f"note on {unused}: {ruling} {getattr(recipe, ruling)} is set too, and it is the one that counts"
-
-
-def _idle(recipe: Recipe, plan: Plan) -> Iterator[str]:
-    """Settings that were given and that belong to a method or an optimizer that was not taken."""
-    base, is_lora = base_of(plan), isinstance(plan.tuning, Lora)
-    read = frozenset() if isinstance(base, Dense) else base.settings
-    owners = {
-        "lora_": ("tuning", is_lora),
-        "rslora": ("tuning", is_lora),
-        "adam_": ("optimizer", isinstance(plan.optimizer, AdamW | AdamW8bit)),
-        "momentum": ("optimizer", recipe.optimizer == "momentum"),
-        "quantization_group": ("tuning", "quantization_group_size" in read),
-        "double_quant": ("tuning", "double_quantization" in read),
-        "max_grad_value": ("tuning", updates_in_backward(plan.tuning)),
-        "optimizer_in_backward": ("tuning", isinstance(plan.tuning, Full)),
-    }
-    for name, field in type(recipe).model_fields.items():
-        idle = [what for start, (what, taken) in owners.items() if name.startswith(start) and not taken]
-        if idle and name in recipe.model_fields_set and getattr(recipe, name) != field.default:
-            yield f"note on {name}: it does nothing with the {idle[0]} of this plan"
 
 
 def _output(recipe: Recipe, plan: Plan) -> Iterator[str]:

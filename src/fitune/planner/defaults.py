@@ -1,7 +1,8 @@
-"""Defaults: the number that is taken where the recipe leaves it open, and why."""
+"""Defaults: the number that is taken where the recipe leaves it open, and why; and what a recipe sets in vain."""
 
 import hashlib
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 
 from fitune.errors import RecipeError
@@ -11,19 +12,25 @@ from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.plan import (
     AdamW,
     AdamW8bit,
+    Batch,
     DataPlan,
     DataSource,
+    Dense,
     Epochs,
     Fraction,
+    Full,
     Lomo,
     Lora,
     Optimizer,
+    Plan,
     RunPlan,
     Schedule,
     Sgd,
     Steps,
     Tracking,
     Tuning,
+    base_of,
+    updates_in_backward,
 )
 from fitune.spec.recipe.contradictions import source_weights
 from fitune.spec.recipe.recipe import Recipe, SourceRecipe
@@ -38,6 +45,8 @@ ROW_STEP = 64
 """Lengths of rows are proposed in multiples of it."""
 SGD_RATE_FACTOR = 100
 """SGD's steps are not normalised by the gradient's size, so its rates are about this much larger."""
+HIGH_RATE, LOW_RATE = 10.0, 0.01
+"""A learning rate beyond these multiples of the method's default is most often a slip."""
 
 
 HOST_PER_DEVICE_MEMORY = 2
@@ -109,6 +118,20 @@ def default_learning_rate(tuning: Tuning, optimizer: Optimizer) -> float:
     return rate if isinstance(optimizer, AdamW | AdamW8bit) else rate * SGD_RATE_FACTOR
 
 
+def learning_rate_words(recipe: Recipe, plan: Plan) -> Iterator[str]:
+    """The rate where the recipe left it open, or how far from it the recipe's is."""
+    rate = recipe.learning_rate
+    if rate is None:
+        yield f"learning rate: {plan.schedule.learning_rate:g}, fitune's default for this tuning and optimizer"
+    else:
+        usual = default_learning_rate(plan.tuning, plan.optimizer)
+        times, note = rate / usual, f"note on learning_rate: {rate:g} is"
+        if times > HIGH_RATE:
+            yield f"{note} {times:,.0f} × the usual {usual:g}; the loss may diverge"
+        elif 0 < times < LOW_RATE:
+            yield f"{note} 1/{1 / times:,.0f} of the usual {usual:g}; the model may hardly change"
+
+
 def optimizer_of(recipe: Recipe) -> Optimizer:
     """The optimizer that the recipe names, with its settings."""
     match recipe.optimizer:
@@ -130,10 +153,10 @@ def adamw_of(recipe: Recipe, kind: type[AdamW | AdamW8bit]) -> Optimizer:
     )
 
 
-def schedule_of(recipe: Recipe, *, learning_rate: float) -> Schedule:
+def schedule_of(recipe: Recipe, tuning: Tuning, optimizer: Optimizer) -> Schedule:
     """The schedule of the recipe: its rates, warm-up and length in steps or epochs."""
     return Schedule(
-        learning_rate=learning_rate,
+        learning_rate=recipe.learning_rate or default_learning_rate(tuning, optimizer),
         kind=recipe.lr_scheduler,
         warmup=Fraction(of=recipe.warmup_ratio)
         if recipe.warmup_steps is None
@@ -144,6 +167,14 @@ def schedule_of(recipe: Recipe, *, learning_rate: float) -> Schedule:
         max_grad_norm=recipe.max_grad_norm,
         min_ratio=recipe.min_lr_ratio,
     )
+
+
+def batch_of(recipe: Recipe, *, micro: int, steps: int) -> Batch:
+    """``steps`` micro-batches of ``micro`` rows or packs, as the recipe has them."""
+    return Batch(
+        micro_batch_size=micro, accumulation=steps, seq_len=recipe.seq_len, packing=recipe.packing,
+        mean_row_tokens=min(recipe.mean_row_tokens or 0, recipe.seq_len),
+    )  # fmt: skip
 
 
 def data_of(recipe: Recipe) -> DataPlan:
@@ -225,6 +256,26 @@ def staging_of(url: str) -> str:
     url = url.rstrip("/")
     mark = hashlib.sha256(url.encode(errors="surrogatepass")).hexdigest()[:6]
     return f"runs/{re.sub('[^A-Za-z0-9._-]+', '-', url.rsplit('/', 1)[-1])[:64].strip('.') or 'run'}-{mark}"
+
+
+def idle_words(recipe: Recipe, plan: Plan) -> Iterator[str]:
+    """Settings that were given and that belong to a method or an optimizer that was not taken."""
+    base, is_lora = base_of(plan), isinstance(plan.tuning, Lora)
+    read = frozenset() if isinstance(base, Dense) else base.settings
+    owners = {
+        "lora_": ("tuning", is_lora),
+        "rslora": ("tuning", is_lora),
+        "adam_": ("optimizer", isinstance(plan.optimizer, AdamW | AdamW8bit)),
+        "momentum": ("optimizer", recipe.optimizer == "momentum"),
+        "quantization_group": ("tuning", "quantization_group_size" in read),
+        "double_quant": ("tuning", "double_quantization" in read),
+        "max_grad_value": ("tuning", updates_in_backward(plan.tuning)),
+        "optimizer_in_backward": ("tuning", isinstance(plan.tuning, Full)),
+    }
+    for name, field in type(recipe).model_fields.items():
+        idle = [what for start, (what, taken) in owners.items() if name.startswith(start) and not taken]
+        if idle and name in recipe.model_fields_set and getattr(recipe, name) != field.default:
+            yield f"note on {name}: it does nothing with the {idle[0]} of this plan"
 
 
 PRICES = {
