@@ -1,4 +1,5 @@
-"""The rows of a source as examples: one reader for training, for a plan's first rows and for the view of the data."""
+"""The rows of a source as examples, and what of each is kept: one reader for training, for a plan's first rows and for
+the view of the data."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -7,7 +8,7 @@ from fitune.data.conversations.formats import detect_format, to_example
 from fitune.data.conversations.messages import Example
 from fitune.data.reading.rows import BadRow, Row
 from fitune.data.reading.sources import ignore, rows_of
-from fitune.spec.plan import DataFormat, DataSource
+from fitune.spec.plan import DataFormat, DataPlan, DataSource
 
 
 class SourceRow(NamedTuple):
@@ -38,3 +39,12 @@ def examples_of(source: DataSource, *, on_bytes: Callable[[int], None] = ignore)
             except BadRow as bad:
                 example = bad
         yield SourceRow(row, example, format)
+
+
+def kept_parts(length: int, data: DataPlan, *, seq_len: int) -> list[tuple[int, int]]:
+    """The stretches of a row of ``length`` tokens that become rows, as ``on_long_row`` says."""
+    if length > seq_len and data.on_long_row == "drop":
+        return []
+    if length > seq_len and data.on_long_row == "split":
+        return [(begin, min(begin + seq_len, length)) for begin in range(0, length, seq_len)]
+    return [(0, min(length, seq_len))]

@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 
 from fitune.data.conversations.messages import Example, Text
-from fitune.data.examples import examples_of
+from fitune.data.examples import examples_of, kept_parts
 from fitune.data.reading.files import HubDataset, locate, sample_size
 from fitune.data.reading.rows import BadRow
 from fitune.errors import DataError, is_failure
@@ -192,12 +192,8 @@ def _cut(
     for text, learned, marks in lengths:
         tokens = max(2, round(text / per_token) + marks)
         share = learned / text if text else 0.0
-        pieces = [tokens]
-        if tokens > seq_len and data.on_long_row == "drop":
-            pieces = []
-        elif tokens > seq_len and data.on_long_row == "split":
-            pieces = [seq_len] * (tokens // seq_len) + ([tokens % seq_len] if tokens % seq_len else [])
-        rows += [(min(n, seq_len), round(min(n, seq_len) * share)) for n in pieces]
+        kept = [end - begin for begin, end in kept_parts(tokens, data, seq_len=seq_len)]
+        rows += [(n, round(n * share)) for n in kept]
     return rows
 
 

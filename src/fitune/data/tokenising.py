@@ -14,6 +14,7 @@ from fitune.child import Beat, Child, ChildEnded, requests
 from fitune.data.conversations.messages import Example, Text
 from fitune.data.conversations.rendering import Piece
 from fitune.data.conversations.templates import ChatTemplate, EncodedRows, TokenizerFailed
+from fitune.data.examples import kept_parts
 from fitune.data.ledger import TOO_LONG
 from fitune.data.reading.rows import BadRow
 from fitune.data.reading.sources import with_skip_hint
@@ -124,34 +125,25 @@ class RowTokeniser:
         self, encoded: EncodedRows, first: int, past: int, learned_uncut: int, where: str
     ) -> tuple[Fate, list[_Part]]:
         """The fate of the row whose tokens are ``first`` to ``past``: how many are kept, and how many learned."""
-        length = past - first
-        parts = [(first + begin, first + end) for begin, end in self._parts(length, where)]
-        learned = [learned_uncut]
-        if parts != [(first, past)]:
-            # the first token of a part is not learned: nothing stands before it
-            learned = [int(encoded.supervised[begin + 1 : end].sum()) for begin, end in parts]
-        kept = [slice(*part) for part, count in zip(parts, learned, strict=True) if count]
-        too_long = TOO_LONG[1 if parts else 0]
-        reason = too_long if length > self._seq_len else "nothing to learn"
-        fate = Fate(
-            tokens=length, rows=len(kept), kept=sum(part.stop - part.start for part in kept), supervised=sum(learned),
-            reason="" if kept else reason,
-        )  # fmt: skip
-        return fate, [(encoded.ids[part], encoded.supervised[part]) for part in kept]
-
-    def _parts(self, length: int, where: str) -> list[tuple[int, int]]:
-        """The stretches of a row that become rows, as ``on_long_row`` says."""
-        policy, limit = self._data.on_long_row, self._seq_len
-        if length <= limit or policy == "truncate":
-            return [(0, min(length, limit))]
-        if policy == "split":
-            return [(begin, min(begin + limit, length)) for begin in range(0, length, limit)]
-        if policy == "error":
+        length, limit = past - first, self._seq_len
+        if length > limit and self._data.on_long_row == "error":
             raise DataError(
                 f"{where}: the row has {length:,} tokens, seq_len is {limit:,}: {length - limit:,} too many",
                 hint=f"seq_len {length}, or on_long_row: truncate, split or drop",
             )
-        return []
+        parts = [(first + begin, first + end) for begin, end in kept_parts(length, self._data, seq_len=limit)]
+        learned = [learned_uncut]
+        if parts != [(first, past)]:
+            # the first token of a part is not learned: nothing stands before it
+            learned = [int(encoded.supervised[begin + 1 : end].sum()) for begin, end in parts]
+        rows = [slice(*part) for part, count in zip(parts, learned, strict=True) if count]
+        too_long = TOO_LONG[1 if parts else 0]
+        reason = too_long if length > limit else "nothing to learn"
+        fate = Fate(
+            tokens=length, rows=len(rows), kept=sum(row.stop - row.start for row in rows), supervised=sum(learned),
+            reason="" if rows else reason,
+        )  # fmt: skip
+        return fate, [(encoded.ids[row], encoded.supervised[row]) for row in rows]
 
 
 def text_size(example: Example) -> int:
