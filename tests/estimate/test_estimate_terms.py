@@ -5,13 +5,12 @@ from dataclasses import replace
 import pytest
 
 from fitune.estimate.blocks.activations import (
-    bytes_per_logit,
     fused_attention_kept,
     gated_mlp_tensors_kept,
-    logits_bytes,
 )
 from fitune.estimate.blocks.block import block_stages
 from fitune.estimate.blocks.site import Site
+from fitune.estimate.loss import bytes_per_logit, logits_bytes
 from fitune.estimate.overhead import usable_bytes
 from fitune.estimate.predict import largest_batch, predict_memory
 from fitune.estimate.states import update_temporaries_bytes

@@ -8,8 +8,8 @@ from fitune.estimate.blocks.eager import block_passes
 from fitune.estimate.predict import largest_batch, predict, predict_step_time
 from fitune.estimate.rates import PRODUCT_EFFICIENCY, rates_of
 from fitune.estimate.step import describe_step
-from fitune.estimate.time import attention_seconds
 from fitune.estimate.transfers import Exchange, cpu_adam_seconds, exchange_seconds
+from fitune.estimate.work import attention_seconds
 from fitune.spec.counts import count_parameters, model_flops
 from fitune.spec.machines.hardware import (
     AttentionRate,

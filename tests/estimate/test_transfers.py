@@ -8,7 +8,7 @@ from fitune.estimate.overhead import PROCESS_BYTES, checkpoint_bytes
 from fitune.estimate.predict import largest_batch, predict, predict_step_time
 from fitune.estimate.rates import rates_of
 from fitune.estimate.step import describe_step
-from fitune.estimate.time import COLLECTIVE_SHARE, MODULE_HOOK_SECONDS, backward_work, forward_work
+from fitune.estimate.time import COLLECTIVE_SHARE
 from fitune.estimate.transfers import (
     COLLECTIVE_SECONDS,
     HOP_SECONDS,
@@ -21,6 +21,7 @@ from fitune.estimate.transfers import (
     exchange_seconds,
     transfers_of,
 )
+from fitune.estimate.work import MODULE_HOOK_SECONDS, backward_work, forward_work
 from fitune.spec.machines.gpus import find_gpu, hardware_for
 from fitune.spec.plan import (
     AdamW8bit,

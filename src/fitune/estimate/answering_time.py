@@ -16,8 +16,9 @@ from fitune.estimate.answering import (
 )
 from fitune.estimate.blocks.eager import elementwise_of
 from fitune.estimate.rates import Rates, rates_of
-from fitune.estimate.time import Work, count_in_large, roofline
+from fitune.estimate.time import roofline
 from fitune.estimate.transfers import COLLECTIVE_SECONDS, HOP_SECONDS, LINK_EFFICIENCY
+from fitune.estimate.work import Work, count_in_large
 from fitune.spec.answering import CACHE_ROOM, NARROW, Answering, Questions
 
 VLLM_START_SECONDS = 60.0

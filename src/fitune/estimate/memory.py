@@ -7,14 +7,15 @@ are those of a step after the first, when optimizer states exist, and of its las
 from collections.abc import Iterator
 
 from fitune.estimate import overhead
-from fitune.estimate.blocks import activations, transient
-from fitune.estimate.blocks.site import FP32, norms_keep_input
+from fitune.estimate.blocks import transient
+from fitune.estimate.blocks.site import norms_keep_input
 from fitune.estimate.division import num_ranks, num_shares, reduce_width, uses_fsdp
+from fitune.estimate.loss import loss_moments
 from fitune.estimate.parameters import embedding_parameters, head_parameters, late_tables
 from fitune.estimate.states import gradients_always_exist, leaves_after_the_loss, stepping_bytes
 from fitune.estimate.step import StepStages, Terms
 from fitune.spec.counts import trained_tensors
-from fitune.spec.plan import PlainLoss, trains_embeddings, updates_in_backward
+from fitune.spec.plan import trains_embeddings, updates_in_backward
 from fitune.spec.predictions import MemoryBreakdown, Phase
 from fitune.spec.remembered import remembered
 
@@ -145,48 +146,7 @@ def _loss_terms(step: StepStages) -> Terms:
         "gathered weights": step.buffers.loss,
         "reduce buffers": step.buffers.standing,
     }
-    return _largest([{**alive, **moment} for moment in _loss_moments(step, step.gradients_before)])
-
-
-def _loss_moments(step: StepStages, gradients: int) -> list[Terms]:
-    """Softmax of the first chunk, its way back through the head, scatter, and softmax of a later chunk."""
-    plan, e, model = step.plan, step.element_bytes, step.plan.model
-    if step.logit_bytes and isinstance(plan.loss, PlainLoss):
-        logits = step.shape.tokens * model.vocab_size * step.logit_bytes
-        return [{"gradients": gradients, "loss": logits}]
-    chunk = activations.chunk_tokens(plan.loss, step.shape)
-    softmax, backward = _chunk_sizes(step, chunk)
-    buffers = activations.loss_buffers_bytes(
-        supervised_tokens=step.shape.supervised_tokens,
-        hidden=model.hidden_size,
-        element_bytes=FP32 if model.fp32_stream else e,
-    )
-    after_first = gradients if step.adds_in_place else gradients + step.head_gradient
-    if step.goes_back_twice:
-        buffers += step.hidden  # the loss runs again while its first gradient waits
-    moments: list[Terms] = [
-        {"gradients": gradients, "loss": buffers + softmax},
-        {"gradients": after_first, "loss": buffers + backward},
-        {"gradients": after_first, "loss": buffers + step.hidden},
-    ]
-    if activations.num_chunks(plan.loss, step.shape) > 1:
-        softmax, _ = _chunk_sizes(step, min(chunk, step.shape.supervised_tokens - chunk))
-        moments.append({"gradients": after_first, "loss": buffers + softmax})
-    return moments
-
-
-def _chunk_sizes(step: StepStages, tokens: int) -> tuple[int, int]:
-    """Bytes of a chunk of the loss: while softmax and gradient are formed, and while it goes back through the head."""
-    model, e = step.plan.model, step.element_bytes
-    softmax = tokens * model.vocab_size * step.logit_bytes or activations.logits_bytes(
-        tokens=tokens, vocab_size=model.vocab_size, element_bytes=e, softcapped=model.caps_logits,
-        fused=step.plan.kernels == "liger",
-    )  # fmt: skip
-    backward = activations.head_backward_bytes(
-        tokens=tokens, hidden=model.hidden_size, vocab_size=model.vocab_size, element_bytes=e,
-        fp32_stream=model.fp32_stream,
-    )  # fmt: skip
-    return softmax, backward
+    return _largest([{**alive, **moment} for moment in loss_moments(step, step.gradients_before)])
 
 
 def _backward_terms(step: StepStages) -> Terms:

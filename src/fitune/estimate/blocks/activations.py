@@ -1,13 +1,11 @@
-"""Bytes that autograd keeps of a decoder block from forward to backward, and those of the loss.
+"""Bytes that autograd keeps of a decoder block from forward to backward.
 
 Symbols as in site.py. Each function counts storages once, as the allocator does; the modules are those of
 transformers 5, the counts were checked storage by storage with a dispatch mode on CPU (tests/estimate).
 """
 
 from fitune.estimate.blocks.site import FP32, Site, kept_keys
-from fitune.spec.model.block_profile import BatchShape
 from fitune.spec.model.traits import Activation
-from fitune.spec.plan import ChunkedLoss, Loss, PlainLoss
 
 
 def norm_kept(site: Site, *, size: int, groups: int, passes: bool) -> int:
@@ -102,50 +100,3 @@ def gated_mlp_tensors_kept(activation: Activation, *, halves: bool) -> int:
     (``halves``), both live as long as up does.
     """
     return 2 + (activation.inner + activation.makes_output if halves else activation.kept)
-
-
-def chunk_tokens(loss: Loss, shape: BatchShape) -> int:
-    """Supervised tokens whose logits exist at once."""
-    match loss:
-        case ChunkedLoss(chunk_tokens=size):
-            return min(size, shape.supervised_tokens)
-        case PlainLoss():
-            return shape.supervised_tokens
-
-
-def num_chunks(loss: Loss, shape: BatchShape) -> int:
-    """⌈supervised tokens / chunk⌉ passes over the head; 0 where no token is supervised."""
-    size = chunk_tokens(loss, shape)
-    return -(-shape.supervised_tokens // size) if size else 0
-
-
-def bytes_per_logit(*, element_bytes: int, fused: bool = False) -> int:
-    """4 in fp32: the softmax overwrites the logits. 6 in 16 bit: fp32 work 4, beside the logits or their gradient 2;
-    2 where one kernel does it all (models/fused_loss.py).
-
-    transformers' own loss needs 10 forward and 12 backward (docs/memory-model.md).
-    """
-    return element_bytes if fused or element_bytes == FP32 else element_bytes + FP32
-
-
-def logits_bytes(
-    *, tokens: int, vocab_size: int, element_bytes: int, softcapped: bool, fused: bool = False
-) -> int:
-    """c · V · bytes per logit, while softmax and gradient are formed.
-
-    A soft cap keeps its tangent, e more, unless ``fused``; the way back through it overwrites the gradient.
-    """
-    each = bytes_per_logit(element_bytes=element_bytes, fused=fused)
-    return tokens * vocab_size * (each + (softcapped and not fused) * element_bytes)
-
-
-def head_backward_bytes(
-    *, tokens: int, hidden: int, vocab_size: int, element_bytes: int, fp32_stream: bool
-) -> int:
-    """c · e · V: the logits' gradient; + 2h where the stream is fp32: input and gradient in the head's type."""
-    return tokens * element_bytes * (vocab_size + 2 * hidden * fp32_stream)
-
-
-def loss_buffers_bytes(*, supervised_tokens: int, hidden: int, element_bytes: int) -> int:
-    """2·e·h per supervised token: the gathered hidden states and the gradient written chunk by chunk."""
-    return 2 * supervised_tokens * hidden * element_bytes
