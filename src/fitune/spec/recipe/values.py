@@ -35,8 +35,6 @@ MOST: dict[str, int | float] = {
     "seq_len": 100_000_000, "mean_row_tokens": 100_000_000,
     "micro_batch_size": 1_000_000, "gradient_accumulation_steps": 1_000_000,
     "global_batch_size": _STEPS, "loss_chunk_tokens": _STEPS,
-    "learning_rate": _FP32_MAX, "weight_decay": _FP32_MAX, "adam_epsilon": _FP32_MAX,
-    "max_grad_norm": _FP32_MAX, "max_grad_value": _FP32_MAX,
     "num_epochs": 1_000_000.0, "max_steps": _STEPS, "warmup_steps": _STEPS,
     "log_steps": _STEPS, "eval_steps": _STEPS, "save_steps": _STEPS, "evals_per_epoch": _STEPS,
     "saves_per_epoch": _STEPS, "keep_checkpoints": 1_000_000,
@@ -44,15 +42,15 @@ MOST: dict[str, int | float] = {
     # inside a source
     "sample": 1_000_000_000_000, "weight": 1_000_000.0, "data_weights": 1_000_000.0,
 }  # fmt: skip
-"""The largest value of each number: far above what anybody trains with, far below what overflows. Lower bounds are in
-the types below."""
+"""The largest value of a number, where it is not _FP32_MAX: far above what anybody trains with, far below what
+overflows. Lower bounds are in the types below."""
 
 
 def require_in_range(name: str, value: object) -> None:
-    """Raises ValueError with the limit when the setting ``name`` has one and a number in ``value`` is above it."""
-    most = MOST.get(name)
+    """Raises ValueError with the limit when a number in ``value`` is above that of the setting ``name``."""
+    most = MOST.get(name, _FP32_MAX)
     for one in value if isinstance(value, list) else [value]:
-        if most is not None and isinstance(one, int | float) and one > most:
+        if isinstance(one, int | float) and one > most:
             raise ValueError(f"must be at most {most:,}")
 
 
