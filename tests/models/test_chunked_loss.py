@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fitune.measure.memory import LiveTensors
 from fitune.models.loss_head import LossHead
 from fitune.spec.model.block_profile import IGNORED
+from fitune.spec.predictions import Phase
 
 T, D, V = 23, 16, 61
 CHUNKS = (None, 1, 5, 7, 22, 23, 100)
@@ -202,3 +204,14 @@ def test_equals_the_chunked_loss_of_torch(labels, chunk_tokens, bias):
     (case.scale * loss).backward()
     assert leaf_TD.grad is not None
     assert_equal(found, Found(loss.detach(), leaf_TD.grad, _head_gradients(case.head)))
+
+
+def test_logits_of_one_chunk_are_gone_when_the_next_are_made():
+    """In evaluation, too: two chunks of logits were alive together."""
+    case, peaks = Case(all_labels()), []
+    for tokens in (10, 20):
+        part_TD, head = case.hidden_TD[:tokens], LossHead(module=case.head, chunk_tokens=10)
+        with LiveTensors([part_TD, case.labels_T, *case.head.parameters()]) as live:
+            head.losses(part_TD, case.labels_T[:tokens])
+        peaks.append(live.peaks[Phase.IDLE])
+    assert peaks[1] - peaks[0] < 10 * V * 4

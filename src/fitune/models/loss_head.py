@@ -64,8 +64,9 @@ class LossHead:
         # also without a label, as above: ranks gather the head together
         for start in range(0, max(1, len(chosen)), size):
             part = slice(start, start + size)
-            work_SV, _ = self._logits(self._as_input(hidden_TD[chosen[part]]))
-            losses_S[part], _ = _softmax_loss(work_SV, targets_S[part])
+            inputs_SD = self._as_input(hidden_TD[chosen[part]])
+            # no name for the logits: those of a chunk would be there still while the next are made
+            losses_S[part], _ = _softmax_loss(self._logits(inputs_SD)[0], targets_S[part])
         return losses_S
 
     def _chunk(self, hidden_SD: Tensor, target_S: Tensor, gradient_SD: Tensor, scale: float) -> Tensor:
