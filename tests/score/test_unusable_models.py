@@ -112,7 +112,8 @@ def test_fields_of_no_format_name_their_row(tiny, tmp_path):
         list(read_questions([DataSource(path=str(rows))], id_column="", weighed=False))
 
 
-def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows(model_folder, tmp_path, data):
+@pytest.mark.parametrize("graders", [(), ("perplexity",)])
+def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows(model_folder, tmp_path, data, graders):
     mixed = with_ids_moved_up(model_folder, tmp_path / "mixed", by=384)
     with pytest.raises(ModelError, match="the embedding has 384 rows"):
-        score(plan_for(mixed, data, tmp_path / "out"))
+        score(replace(plan_for(mixed, data, tmp_path / "out"), graders=graders))

@@ -174,7 +174,7 @@ class Asker:
 
     def _require_weights(self, asked: Sequence[Continuation]) -> None:
         """Two tokens are weighed before the first row: most servers tell no log-probabilities of a prompt."""
-        ids = next(((*one.prompt_ids, *one.token_ids)[:2] for one in asked), ())
+        ids = next((one.ids[:2] for one in asked), ())
         if self._has_weighed or not ids:
             return
         self._has_weighed = True

@@ -14,7 +14,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, TypeVar, get_args
 
 from fitune.errors import CheckpointError, RecipeError
 from fitune.spec.model.config_fields import ConfigFields
@@ -59,6 +59,11 @@ class Request:
     stop: tuple[str, ...] = ()
 
     @property
+    def ids(self) -> tuple[int, ...]:
+        """All that is read."""
+        return self.prompt_ids
+
+    @property
     def seed(self) -> int:
         """The row's own seed, 56 bits: the same in any batch and after any restart."""
         digest = hashlib.blake2b(f"{self.sampling.seed} {self.id}".encode(), digest_size=7)
@@ -92,6 +97,14 @@ class Continuation:
     id: str
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The prompt and the text behind it."""
+        return self.prompt_ids + self.token_ids
+
+
+Asked = TypeVar("Asked", Request, Continuation)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,45 +153,35 @@ def failed(asked: Request | Continuation, code: str, error: str) -> Any:
     return Likelihood(id=asked.id, code=code, error=error)
 
 
-def sorted_out(requests: Sequence[Request], *, context: int) -> tuple[list[Request], list[Completion], int]:
-    """The requests that fit into ``context`` positions, the failed answers to the others with the arithmetic, and the
-    largest token id of those that fit."""
-    fitting, refused = [], []
-    for request in requests:
-        prompt, new = len(request.prompt_ids), request.sampling.max_new_tokens
-        if not prompt:
-            refused.append(failed(request, "empty_prompt", "the prompt has no tokens"))
-        elif context and prompt + new > context:
-            why = f"prompt {prompt} + max_new_tokens {new} = {prompt + new} tokens, the model has room for {context}"
-            refused.append(failed(request, "prompt_too_long", why))
-        else:
-            fitting.append(request)
-    return fitting, refused, max((max(request.prompt_ids) for request in fitting), default=0)
-
-
 def tokens_beside(engine: EngineName) -> int:
     """Tokens more than prompt and continuation that an engine needs room for to weigh them: the embedded one does not
     read the last token; servers and vLLM read it and write one behind it."""
     return -1 if engine == "transformers" else 1
 
 
-def weighable(
-    continuations: Sequence[Continuation], *, context: int, engine: EngineName
-) -> tuple[list[Continuation], list[Likelihood]]:
-    """The continuations that ``context`` positions have room for (0: no limit is known), and the failed likelihoods of
-    the others, with the arithmetic."""
-    fitting, refused, beside = [], [], tokens_beside(engine)
-    for one in continuations:
-        prompt, given = len(one.prompt_ids), len(one.token_ids)
-        if not prompt:
-            refused.append(failed(one, "empty_prompt", "the prompt has no tokens"))
-        elif 0 < context < prompt + given + beside:
+def sorted_out(
+    asked: Sequence[Asked], *, context: int, engine: EngineName
+) -> tuple[list[Asked], list[Any], int]:
+    """Those of ``asked`` that ``context`` positions have room for (0: no limit is known), the failed results of the
+    others, with the arithmetic, and the largest token id of those that fit."""
+    fitting, refused = [], []
+    for one in asked:
+        prompt = f"prompt {len(one.prompt_ids)}"
+        if isinstance(one, Request):
+            new = one.sampling.max_new_tokens
+            tokens = len(one.ids) + new
+            why = f"{prompt} + max_new_tokens {new} = {tokens} tokens"
+        else:
+            tokens = len(one.ids) + (beside := tokens_beside(engine))
             more, read = ("- 1", " to be read") if beside < 0 else ("+ 1 written", "")
-            why = f"prompt {prompt} + continuation {given} {more} = {prompt + given + beside} tokens{read}, "
-            refused.append(failed(one, "prompt_too_long", f"{why}the model has room for {context}"))
+            why = f"{prompt} + continuation {len(one.token_ids)} {more} = {tokens} tokens{read}"
+        if not one.prompt_ids:
+            refused.append(failed(one, "empty_prompt", "the prompt has no tokens"))
+        elif 0 < context < tokens:
+            refused.append(failed(one, "prompt_too_long", f"{why}, the model has room for {context}"))
         else:
             fitting.append(one)
-    return fitting, refused
+    return fitting, refused, max((max(one.ids) for one in fitting), default=0)
 
 
 def no_effect(adapter: str) -> CheckpointError:

@@ -32,6 +32,7 @@ from fitune.models.tokens import require_rows
 from fitune.score.engines.choosing import OnToken, Row, choose, nobody, stopping
 from fitune.score.engines.continuous import Watch, answer_continuously, can_join, unwatched
 from fitune.score.engines.engine import (
+    Asked,
     Completion,
     Continuation,
     Likelihood,
@@ -39,7 +40,6 @@ from fitune.score.engines.engine import (
     Sampling,
     no_effect,
     sorted_out,
-    weighable,
 )
 from fitune.score.engines.given_texts import HEAD_TOKENS, batches_by_prompt, weigh_alone, weigh_behind
 from fitune.score.engines.opening import Room, unlimited
@@ -86,10 +86,8 @@ class TransformersEngine:
         ``ahead`` is not begun: a shard asked again after a kill is read in batches of the same shapes, to the last
         digit.
         """
-        fitting, refused, largest = sorted_out(requests, context=self.context_tokens)
+        fitting, refused = self._sorted_out(requests)
         yield from refused
-        rows = self.model.get_input_embeddings().weight.shape[0]
-        require_rows(self.tokenizer_folder, largest_id=largest, rows=rows)
         on_token = stopping(self.on_token, lambda ids: str(self.tokenizer.decode(ids)))
         size = self._rows_at_once(
             [len(request.prompt_ids) for request in fitting],
@@ -109,9 +107,9 @@ class TransformersEngine:
 
     def weigh(self, continuations: Sequence[Continuation]) -> Iterator[Likelihood]:
         """A prompt is read once for all its continuations where the model can join rows; else each is read alone."""
-        fitting, refused = weighable(continuations, context=self.context_tokens, engine="transformers")
+        fitting, refused = self._sorted_out(continuations)
         yield from refused
-        read = [len(one.prompt_ids) + len(one.token_ids) - 1 for one in fitting]  # the last is only compared
+        read = [len(one.ids) - 1 for one in fitting]  # the last is only compared
         size = self._rows_at_once(read, new_tokens=1)
         with _ready_to_answer(self):
             parts = language_model(self.model, ChunkedLoss(chunk_tokens=HEAD_TOKENS))
@@ -124,6 +122,14 @@ class TransformersEngine:
 
     def close(self) -> None:
         """Does nothing: the model belongs to the caller."""
+
+    def _sorted_out(self, asked: Sequence[Asked]) -> tuple[list[Asked], list[Any]]:
+        """Those that the model can read, and the failed results of the others. Raises ModelError for ids of another
+        model."""
+        fitting, refused, largest = sorted_out(asked, context=self.context_tokens, engine="transformers")
+        rows = self.model.get_input_embeddings().weight.shape[0]
+        require_rows(self.tokenizer_folder, largest_id=largest, rows=rows)
+        return fitting, refused
 
     def _rows_at_once(self, tokens: Sequence[int], *, new_tokens: int) -> int:
         """``tokens``: that are read of each row."""

@@ -24,6 +24,7 @@ from fitune.models.adapter_file import WEIGHTS
 from fitune.models.tokens import require_rows
 from fitune.score.engines import vllm_worker
 from fitune.score.engines.engine import (
+    Asked,
     Completion,
     Continuation,
     EngineDied,
@@ -31,7 +32,6 @@ from fitune.score.engines.engine import (
     Request,
     no_effect,
     sorted_out,
-    weighable,
 )
 from fitune.spec.machines.environment import without_expandable_segments
 
@@ -107,13 +107,12 @@ class VllmEngine:
         The requests ``ahead`` are sent at once too, so that vLLM always has work; a later call for them sends nothing.
         Raises CheckpointError for an adapter without effect.
         """
-        fitting, refused, largest = sorted_out(requests, context=self._context)
+        fitting, refused = self._sorted_out(requests)
         yield from refused
-        require_rows(self._tokenizer, largest_id=largest, rows=self._vocabulary)
         self._require_effect(fitting)
         self._begin(fitting)
         if self._is_checked:  # else the canary comes first
-            self._begin(sorted_out(ahead, context=self._context)[0])
+            self._begin(self._sorted_out(ahead)[0])
         left = set(fitting)
         for request in fitting:
             if (answered := self._found[request]) is not None:
@@ -127,6 +126,14 @@ class VllmEngine:
                 answered = self._found.pop(request)
                 assert answered is not None, "it was just kept"
                 yield answered
+
+    def _sorted_out(self, asked: Sequence[Asked]) -> tuple[list[Asked], list[Any]]:
+        """Those that vLLM can read, and the failed results of the others.
+
+        Raises ModelError for ids of another model's tokenizer."""
+        fitting, refused, largest = sorted_out(asked, context=self._context, engine="vllm")
+        require_rows(self._tokenizer, largest_id=largest, rows=self._vocabulary)
+        return fitting, refused
 
     def _begin(self, requests: Sequence[Request]) -> None:
         """Send the rows that were not sent yet; vLLM takes them in this order, as it has room."""
@@ -161,12 +168,9 @@ class VllmEngine:
 
     def weigh(self, continuations: Sequence[Continuation]) -> Iterator[Likelihood]:
         """vLLM writes a token behind each continuation, so the longest has one token less than the context."""
-        fitting, refused = weighable(continuations, context=self._context, engine="vllm")
+        fitting, refused = self._sorted_out(continuations)
         yield from refused
-        entries = [
-            {"id": one.id, "ids": (*one.prompt_ids, *one.token_ids), "prompt": len(one.prompt_ids)}
-            for one in fitting
-        ]
+        entries = [{"id": one.id, "ids": one.ids, "prompt": len(one.prompt_ids)} for one in fitting]
         for line in self._ask("weigh", entries):
             yield Likelihood(id=line["id"], logprobs=tuple(line["logprobs"]), is_greedy=line["is_greedy"])
 

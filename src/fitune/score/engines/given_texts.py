@@ -34,7 +34,7 @@ def batches_by_prompt(continuations: Sequence[Continuation], size: int) -> Itera
 
     def tokens(group: list[Continuation]) -> int:
         """Tokens of the prompt and of its longest text."""
-        return len(group[0].prompt_ids) + max(len(one.token_ids) for one in group)
+        return max(len(one.ids) for one in group)
 
     for group in sorted(groups.values(), key=tokens, reverse=True):
         if batch and texts + len(group) > size:
@@ -49,7 +49,7 @@ def batches_by_prompt(continuations: Sequence[Continuation], size: int) -> Itera
 @torch.inference_mode()
 def weigh_alone(parts: Any, one: Continuation) -> list[Likelihood]:
     """One pass of the body without a cache, for any model. ``parts`` are those of ``language_model``."""
-    ids = torch.tensor([[*one.prompt_ids, *one.token_ids][:-1]], device=parts.device)
+    ids = torch.tensor([one.ids[:-1]], device=parts.device)
     (hidden_TD,) = parts.body(input_ids=ids, use_cache=False, return_dict=True).last_hidden_state
     return _likelihoods(parts, [hidden_TD[len(one.prompt_ids) - 1 :]], [one])
 
