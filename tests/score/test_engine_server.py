@@ -1,5 +1,6 @@
 """A server is asked by token ids; what it spoils is tried again a bounded number of times, and no row hangs."""
 
+import json
 import threading
 import time
 
@@ -145,6 +146,27 @@ def test_a_server_that_never_answered_is_not_asked_for_every_row():
         ask(engine_at(url, tries=1, batch_size=2), *((number,) for number in range(1, 40)))
     assert "check that the server runs" in died.value.hint
     assert len(bodies) <= 4  # two that fail, and what each thread had begun meanwhile
+
+
+def test_a_server_that_refuses_every_row_is_not_asked_for_the_rest():
+    with (
+        serving(lambda body, before: (400, b"The model m does not exist", {})) as (url, bodies),
+        pytest.raises(EngineDied, match="The model m does not exist"),
+    ):
+        ask(engine_at(url, batch_size=2), *((number,) for number in range(1, 40)))
+    assert (
+        len(bodies) <= 8
+    )  # the two that end it, and what each thread had begun meanwhile, with vLLM's fields or not
+
+
+@pytest.mark.parametrize(
+    ("usage", "tokens"), [({"completion_tokens": 3}, 3), ({"completion_tokens": -1}, 0), ([], 0)]
+)
+def test_tokens_are_those_that_the_server_counted_where_it_tells_no_ids(usage, tokens):
+    answered = json.dumps({"choices": [{"text": "well", "finish_reason": "stop"}], "usage": usage})
+    with serving(lambda body, before: (200, answered.encode(), {})) as (url, _):
+        found = ask(engine_at(url), (5,))["0"]
+    assert (found.text, found.tokens) == ("well", tokens)
 
 
 def test_likelihoods_that_nobody_takes_any_more_are_not_asked_for():

@@ -142,23 +142,23 @@ class ServerEngine:
             self._has_answered = True
             return found
         except _Refused as refused:
-            code = "prompt_too_long" if "context" in str(refused).lower() else "server_refused"
-            return failed(request, code, str(refused))
+            code, why = "server_refused", str(refused)
+            if "context" in why.lower():
+                return failed(request, "prompt_too_long", why)
         except _Spoiled as spoiled:
-            why = f"{spoiled}, {self.tries} times"
-            self._failures += 1
-            if not self._has_answered and self._failures >= self.batch_size:
-                self._dead = self._dead or why
-            return failed(request, "server_failed", why)
+            code, why = "server_failed", f"{spoiled}, {self.tries} times"
+        self._failures += 1
+        if not self._has_answered and self._failures >= self.batch_size:
+            self._dead = self._dead or why
+        return failed(request, code, why)
 
     def _weigh(self, asked: Continuation) -> Likelihood:
         """The likelihood from the prompt's log-probabilities (``echo``), which vLLM gives and most providers do not."""
-        ids = (*asked.prompt_ids, *asked.token_ids)
-        text = slice(len(asked.prompt_ids), len(ids))
+        text = slice(len(asked.prompt_ids), len(asked.ids))
         body = {"max_tokens": 1, "temperature": 0.0, "logprobs": 1, "echo": True}
         tells_nothing = "the server does not tell log-probabilities of the prompt"
         try:
-            found = self._ask(ids, body, lambda choice: choice["logprobs"])
+            found = self._ask(asked.ids, body, lambda choice: choice["logprobs"])
             if not self.takes_ids:
                 raise _Refused(
                     "the server takes no token ids, so its tokens may be others than those asked about"
@@ -195,7 +195,7 @@ class ServerEngine:
                 choices = response.get("choices") if isinstance(response, dict) else None
                 if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
                     raise _Spoiled(f"the server answered {json.dumps(response)[:80]}, which has no choices")
-                return read(choices[0])
+                return read({"usage": response.get("usage")} | choices[0])
             except _Refused as refused:
                 # another request may have met the refusal while this one was under way
                 if not self._takes_less(str(refused)) and sent == (self.takes_extras, self.takes_ids):
@@ -281,10 +281,13 @@ class ServerEngine:
 
         ids = of_tokens(choice.get("token_ids"), lambda id_: type(id_) is int and 0 <= id_ < self.vocabulary)
         logprobs = of_tokens(beside.get("token_logprobs") if isinstance(beside, dict) else None, _is_logprob)
+        usage = choice["usage"] if isinstance(choice["usage"], dict) else {}
+        counted = usage.get("completion_tokens")
+        counted = counted if type(counted) is int and 0 <= counted <= most else 0
         finish: FinishReason = "stop" if reason == "stop" else "length"
         return Completion(
             id=request.id, token_ids=tuple(ids), logprobs=tuple(map(float, logprobs)), finish_reason=finish,
-            tokens=len(ids) or len(logprobs), text=None if ids else text,
+            tokens=len(ids) or len(logprobs) or counted, text=None if ids else text,
         )  # fmt: skip
 
 
