@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from fitune.errors import RecipeError, RunDirectoryError
+from fitune.report.score_pages import write_score_page
 from fitune.score.engines.engine import Sampling
 from fitune.score.grades.graders import open_graders
 from fitune.score.grades.intervals import compare
@@ -190,6 +191,8 @@ def test_a_model_in_this_process_judges_too(plan, tmp_path):
     name = judge_file(plan, max_new_tokens=4, template=template)
     report = quietly(replace(plan, graders=(name,)))
     assert report.ungraded == {name: ROWS}
+    assert f"{name} –: mean points" in text_of(report)
+    assert "graded no row" in write_score_page(Path(plan.output_dir)).read_text()
     assert "cut off at 4 tokens" in graded(plan)[0]["errors"][name]
 
 

@@ -12,7 +12,7 @@ from fitune.report.plots import Axes, colour, draw_svg
 from fitune.report.score_rows import ScoredRow, places_of, read_columns, read_score, read_scored_rows
 from fitune.spec.reports import PairedScore, Scale, ScoreReport
 from fitune.spec.serial import read_object
-from fitune.spec.words import describe_grade
+from fitune.spec.words import describe_grade, describe_interval, describe_mean
 from fitune.units import counted, format_bytes, format_count, format_percent, format_seconds
 
 _SHOWN = 8
@@ -86,24 +86,18 @@ def _places(failed: Any, first: Sequence[Any]) -> dict[str, list[int]]:
     return {**found, "samples": samples}
 
 
-def interval_text(report: ScoreReport, name: str) -> str:
-    """The 95 % interval of a grader's mean, as ``41.0 % to 49.0 %``; ``–`` where there is none."""
-    scale = report.scales.get(name, "share")
-    low, high = report.intervals.get(name, (0.0, 0.0))
-    return f"{describe_grade(low, scale)} to {describe_grade(high, scale)}" if high > low else "–"
-
-
 def _verdict(report: ScoreReport) -> str:
     """The page's one sentence: the first grader's mean."""
     if not report.grades:
         return "The rows have no references and no grader was named, so the answers are not graded."
-    name, mean = next(iter(report.grades.items()))
-    measures = report.measures.get(name, name)
+    name = next(iter(report.grades))
     graded = report.rows - report.ungraded.get(name, 0)
-    value = describe_grade(mean, report.scales.get(name, "share"))
-    low, high = report.intervals.get(name, (0.0, 0.0))
-    interval = f" (95 %: {interval_text(report, name)})" if high > low else ", all of them alike"
-    return f"{value}: {measures}, over {counted(graded, 'row')}{interval}."
+    if not graded:
+        return f"{name} graded no row."
+    ends = describe_interval(report, name)
+    interval = f" (95 %: {ends})" if ends else ", all of them alike"
+    measures = report.measures.get(name, name)
+    return f"{describe_mean(report, name)}: {measures}, over {counted(graded, 'row')}{interval}."
 
 
 def _tiles(report: ScoreReport) -> Iterator[Tile]:
@@ -130,10 +124,10 @@ def _tiles(report: ScoreReport) -> Iterator[Tile]:
 
 
 def _measured(report: ScoreReport) -> Iterator[Sequence[str]]:
-    for name, mean in report.grades.items():
+    for name in report.grades:
         yield (
-            name, report.measures.get(name, ""), describe_grade(mean, report.scales.get(name, "share")),
-            interval_text(report, name), f"{report.rows - report.ungraded.get(name, 0):,}",
+            name, report.measures.get(name, ""), describe_mean(report, name),
+            describe_interval(report, name) or "–", f"{report.rows - report.ungraded.get(name, 0):,}",
             f"{report.grader_errors.get(name, 0):,}",
         )  # fmt: skip
 

@@ -10,7 +10,7 @@ from fitune.files import cache_folder, remove
 from fitune.spec.predictions import ShownInNotebooks
 from fitune.spec.reports import RunReport, ScoreReport
 from fitune.spec.serial import to_data
-from fitune.spec.words import describe_grade
+from fitune.spec.words import describe_interval, describe_mean
 from fitune.stores.opening import is_url
 from fitune.units import (
     counted,
@@ -216,12 +216,12 @@ def explain_score(report: ScoreReport) -> str:
 
 def _explain_grade(report: ScoreReport, name: str) -> str:
     """``choice 45.0 % (38.1 % to 52.0 %): rows whose likeliest choice is the right one; 2 of 100 not graded``."""
-    scale = report.scales.get(name, "share")
-    low, high = report.intervals.get(name, (0.0, 0.0))
-    interval = f" ({describe_grade(low, scale)} to {describe_grade(high, scale)})" if high > low else ""
+    ends = describe_interval(report, name)
+    interval = f" ({ends})" if ends else ""
     measures = f": {report.measures[name]}" if name in report.measures else ""
     rows = counted(report.rows, "row")
-    left = f"; {report.ungraded[name]:,} of {rows} not graded" if name in report.ungraded else ""
+    ungraded = report.ungraded.get(name, 0)
+    left = f"; {ungraded:,} of {rows} not graded" if ungraded else ""
     failed = report.grader_errors.get(name, 0)
     errors = f"; the grader failed for {counted(failed, 'row')}" if failed else ""
-    return f"{name} {describe_grade(report.grades[name], scale)}{interval}{measures}{left}{errors}"
+    return f"{name} {describe_mean(report, name)}{interval}{measures}{left}{errors}"

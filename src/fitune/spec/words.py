@@ -32,7 +32,7 @@ from fitune.spec.plan import (
 from fitune.units import as_ranges, counted, format_bytes, format_number, format_percent
 
 if TYPE_CHECKING:  # those who only plan load no reports
-    from fitune.spec.reports import Scale
+    from fitune.spec.reports import Scale, ScoreReport
 
 
 def describe_plan(plan: Plan) -> str:
@@ -201,6 +201,19 @@ def describe_grade(grade: float, scale: "Scale") -> str:
     if scale == "nats":
         return f"{grade:,.2f} nats"
     return f"{grade:.2f}" if scale == "points" else format_number(grade)
+
+
+def describe_mean(report: "ScoreReport", grader: str) -> str:
+    """The grader's mean; ``–`` where it graded no row."""
+    graded = report.rows - report.ungraded.get(grader, 0)
+    return describe_grade(report.grades[grader], report.scales.get(grader, "share")) if graded else "–"
+
+
+def describe_interval(report: "ScoreReport", grader: str) -> str:
+    """The 95 % interval of the grader's mean, as ``41.0 % to 49.0 %``; empty where all its grades are alike."""
+    low, high = report.intervals.get(grader, (0.0, 0.0))
+    ends = (describe_grade(end, report.scales.get(grader, "share")) for end in (low, high))
+    return " to ".join(ends) if high > low else ""
 
 
 def describe_devices(hardware: Hardware) -> str:
