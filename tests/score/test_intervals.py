@@ -66,6 +66,9 @@ def test_two_scorings_are_compared_on_the_rows_of_both(tmp_path):
     assert [row["id"] for row in changed] == ["1", "2", "3"]
     with pytest.raises(RunDirectoryError, match="no row and grader in common"):
         compare(mine, write_grades(tmp_path / "c", {"9": 1.0}))
+    write_lines(tmp_path / "c" / "grades.jsonl", [{"id": "1", "grades": {"f1": 0.5}}])
+    with pytest.raises(RunDirectoryError, match="common: exact_match here, f1 there"):
+        compare(mine, tmp_path / "c")
     with pytest.raises(RunDirectoryError, match="has no grades that can be read"):
         compare(mine, tmp_path / "nowhere")
     for damage in (

@@ -95,6 +95,20 @@ def test_rows_that_cannot_be_asked_carry_an_error_and_the_others_an_answer(plan)
     assert "unpaired surrogate (U+D800" in written[2]
 
 
+def test_data_of_which_no_row_can_be_asked_is_refused_and_claims_no_directory(plan):
+    (source,) = plan.sources
+    missing = replace(
+        plan, sources=(replace(source, columns=(("prompt", "nope"), ("completion", "completion"))),)
+    )
+    with pytest.raises(DataError, match="none of 20 rows can be asked; the first: .*field 'nope' is missing"):
+        quietly(missing)
+    assert not Path(plan.output_dir).exists()
+    Path(source.path).write_text('{"prompt": "a", "completion": ')
+    with pytest.raises(DataError, match="ends in the middle of a row") as caught:
+        quietly(plan)
+    assert "on_bad_row" not in f"{caught.value}", "a scoring has no such key"
+
+
 def test_lines_of_openais_batch_input_are_answered_with_their_own_sampling(plan):
     def line(number, **body):
         messages = [{"role": "user", "content": "Where?"}]
@@ -275,3 +289,9 @@ def test_a_score_to_compare_with_is_looked_at_before_the_first_row(plan, tmp_pat
             against=str(tmp_path / "nope"),
         )
     assert not Path(plan.output_dir).exists()
+    with pytest.raises(RecipeError, match="is --out itself"):
+        score_dataset(
+            score_recipe(model=plan.model, data=plan.sources[0].path, out=tmp_path / "a"),
+            emit=lambda event: None,
+            against=f"{tmp_path}/b/../a",
+        )

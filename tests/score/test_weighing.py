@@ -11,7 +11,7 @@ from fitune.data.conversations.messages import Conversation, Message
 from fitune.data.reading.rows import BadRow, Row
 from fitune.errors import RecipeError
 from fitune.measure.memory import LiveTensors
-from fitune.score.engines.engine import Continuation, weighable
+from fitune.score.engines.engine import Continuation, sorted_out
 from fitune.score.engines.engine_transformers import TransformersEngine
 from fitune.score.grades.graders import GRADERS
 from fitune.score.grades.intervals import compare
@@ -168,9 +168,7 @@ def test_graders_follow_from_rows_with_choices_and_references_alone_have_a_perpl
 
 
 def test_what_does_not_go_together_is_refused_before_anything_is_weighed(plan, tmp_path):
-    with pytest.raises(
-        RecipeError, match="choice grade given answers by log-likelihood, number need answers"
-    ):
+    with pytest.raises(RecipeError, match="choice: log-likelihoods of given answers; number: answers that"):
         quietly(replace(plan, graders=("choice", "number")))
     data = write_rows(tmp_path / "plain.jsonl", [{"question": "q", "answer": "a"}])
     with pytest.raises(RecipeError, match="choice: 1 row of .* without choices"):
@@ -205,8 +203,8 @@ def test_logits_exist_for_some_tokens_at_a_time(tiny, rows, tokens, prompts):
 def test_the_embedded_engine_has_room_for_the_token_that_it_does_not_read(engine, longest):
     asked = [Continuation(id=str(n), prompt_ids=(1,) * 5, token_ids=(2,) * n) for n in range(1, 9)]
     asked.append(Continuation(id="none", prompt_ids=(), token_ids=(2,)))
-    fitting, refused = weighable(asked, context=10, engine=engine)
+    fitting, refused, _ = sorted_out(asked, context=10, engine=engine)
     assert [len(one.token_ids) for one in fitting] == list(range(1, longest + 1))
     assert [one.code for one in refused] == ["prompt_too_long"] * (8 - longest) + ["empty_prompt"]
     assert " = 11 tokens" in refused[0].error
-    assert weighable(asked[:8], context=0, engine=engine) == (asked[:8], [])
+    assert sorted_out(asked[:8], context=0, engine=engine) == (asked[:8], [], 2)

@@ -128,7 +128,7 @@ def claim(directory: Path, wanted: dict[str, Any], *, has_shards: bool) -> None:
                 f"{path}: cannot be read: {error}", hint="score into a new directory"
             ) from None
         differences = [
-            f"  {key}: {found.get(key)!r} there, {wanted.get(key)!r} now"
+            f"  {key}: {found.get(key)!r:.200} there, {wanted.get(key)!r:.200} now"
             for key in sorted(found.keys() | wanted.keys())
             if found.get(key) != wanted.get(key)
         ]

@@ -14,6 +14,7 @@ from fitune.files import cache_folder, remove, remove_stale_siblings, temporary_
 from fitune.score.grades.graders import References
 from fitune.score.questions import Question, id_column_of, read_questions
 from fitune.spec.plan import DataSource
+from fitune.units import counted
 
 _SHOWN = 5
 """Most faulty rows that an error lists."""
@@ -127,13 +128,16 @@ def index_input(
 ) -> References:
     """Put every row of the sources into ``index``; returns facts of the references.
 
-    Raises DataError when ids are missing or appear twice, listing the first ones, and what ``read_questions`` raises.
+    Raises DataError when ids are missing or appear twice, listing the first ones, when no row can be asked, and what
+    ``read_questions`` raises.
     """
-    references = References()
+    references, problem = References(), ""
 
     def rows() -> Iterator[tuple[int, str, str, str]]:
         """Number, id, content hash and place of each row, whose reference is counted on the way."""
+        nonlocal problem
         for number, question in enumerate(read_questions(sources, id_column=id_column, weighed=weighed), 1):
+            problem = problem or question.problem
             if not question.problem:
                 references.add(
                     question.expected, has_choices=bool(question.choices), has_calls=bool(question.calls)
@@ -163,6 +167,8 @@ def index_input(
                 f"{'; '.join(shown)}{more}",
                 hint=hint,
             )
+    if not references.rows:
+        raise DataError(f"none of {counted(index.count_rows(), 'row')} can be asked; the first: {problem}")
     index.db.execute("CREATE UNIQUE INDEX rows_of_id ON rows (id)")
     return references
 

@@ -34,7 +34,7 @@ def read_rows(source: DataSource) -> Iterator[Row]:
     def readable(row: Row | BadRow) -> Row:
         """The row. Raises DataError for one that cannot be read."""
         if isinstance(row, BadRow):
-            raise with_skip_hint(row)
+            raise row
         return row
 
     return map(readable, rows_of(source))

@@ -78,8 +78,8 @@ def require_one_way(graders: Sequence[Grader]) -> None:
     writing = [grader.name for grader in graders if not grader.row.weigh]
     if weighing and writing:
         raise RecipeError(
-            f"{', '.join(weighing)} grade given answers by log-likelihood, {', '.join(writing)} need answers that the "
-            "model writes",
+            f"{', '.join(weighing)}: log-likelihoods of given answers; {', '.join(writing)}: answers that the model "
+            "writes",
             hint="score twice, into two folders",
         )
 
@@ -157,7 +157,7 @@ class References:
             return ("number",), "every reference is a number or ends in #### and a number"
         if self.longest <= SHORT_ANSWER_WORDS:
             why = (
-                f"no reference is longer than {self.longest} words"
+                f"no reference is longer than {counted(self.longest, 'word')}"
                 if self.longest
                 else "references are calls"
             )

@@ -146,16 +146,19 @@ def compare(
     """
     scales = _scales(directory)
     found: dict[str, _Paired] = {}
-    with open_index() as theirs:
-        theirs.add_texts((row["id"], line) for line, row in grades_of(other))
+    ours, theirs = set[str](), set[str]()
+    with open_index() as others:
+        others.add_texts((row["id"], line) for line, row in grades_of(other))
         for _, row in grades_of(directory):
-            line = theirs.text(row["id"])
+            line = others.text(row["id"])
             if line is None:
                 continue
             before = json.loads(line)
-            weights, others = row.get("weights", {}), before.get("weights", {})
+            ours |= row["grades"].keys()
+            theirs |= before["grades"].keys()
+            weights, their_weights = row.get("weights", {}), before.get("weights", {})
             common: dict[str, Pair] = {
-                name: (mine, weights.get(name, 1.0), their, others.get(name, 1.0))
+                name: (mine, weights.get(name, 1.0), their, their_weights.get(name, 1.0))
                 for name, mine in row["grades"].items()
                 if mine is not None and (their := before["grades"].get(name)) is not None
             }
@@ -166,9 +169,14 @@ def compare(
             if any(mine != their for mine, _, their, _ in common.values()):
                 on_changed({"id": row["id"], "grades": row["grades"], "other": before["grades"]})
     if not found:
+        graded = (
+            f"{', '.join(sorted(ours))} here, {', '.join(sorted(theirs))} there"
+            if ours
+            else "no id is in both"
+        )
         raise RunDirectoryError(
-            f"{directory} and {other} have no row and grader in common",
-            hint="score the same data by the same grader",
+            f"{directory} and {other} have no row and grader in common: {graded}",
+            hint="score the same data by the same --grader: answers that are there are kept",
         )
     return [found[name].score(name) for name in sorted(found)]
 

@@ -20,7 +20,7 @@ import torch
 from fitune.checkpoint.export import export_merged
 from fitune.checkpoint.layout import ExportFolder
 from fitune.data.conversations.templates import load_template
-from fitune.errors import ScoringFailed
+from fitune.errors import RecipeError, ScoringFailed
 from fitune.estimate.answering import memory_of_answering
 from fitune.files import cache_folder, write_atomically, written_whole
 from fitune.launch.ray_cluster import RayPlace
@@ -60,6 +60,8 @@ def score_dataset(
     compared with, which must have grades before the first row is asked. Raises what ``plan_of`` and ``score`` raise.
     """
     if against:
+        if Path(against).resolve() == recipe.out.resolve():
+            raise RecipeError(f"--against {against} is --out itself", hint="name the --out of another score")
         next(grades_of(Path(against)), None)
     plan = plan_of(recipe)
     out = Path(plan.output_dir)
