@@ -22,6 +22,7 @@ from fitune.score.engines.engine import (
     listed_stop_ids,
 )
 from fitune.score.engines.opening import open_engine, open_texts
+from fitune.score.grades.graders import CHOICE_GRADERS
 from fitune.score.plan import ScorePlan
 from fitune.score.tasks import Answer, Task, to_answer
 
@@ -32,7 +33,6 @@ ENGINE_FAILED = "engine_failed"
 
 OpenEngine = Callable[[ScorePlan, Any, ChatTemplate], Engine]
 """Opens the engine of a plan, beside its tokenizer and template."""
-Asked = Sequence[Request] | Sequence[Continuation]
 Call = Callable[[Engine, Any], Iterator[Any]]
 """Asks an engine for the Completions or Likelihoods of some rows."""
 
@@ -45,7 +45,7 @@ class Restarted:
         self._engine: Engine | None = None
         self._restarts = 3
 
-    def each(self, asked: Asked, call: Call) -> Iterator[Any]:
+    def each(self, asked: Sequence[Any], call: Call) -> Iterator[Any]:
         """A Completion for each request, a Likelihood for each continuation; those that a dead engine left are asked of
         a new one.
 
@@ -95,15 +95,15 @@ class Restarted:
 
 
 class Asker:
-    """Asks the engine of ``plan``, which is opened with the first tasks, to write answers, or to weigh given ones where
-    the graders ``weighed_by`` want that."""
+    """Asks the engine of ``plan``, which is opened with the first tasks, to write answers, or to weigh those that the
+    tasks give."""
 
     def __init__(
-        self, plan: ScorePlan, tokenizer: Any, template: ChatTemplate, *, weighed_by: str = "",
+        self, plan: ScorePlan, tokenizer: Any, template: ChatTemplate, *,
         opens: OpenEngine = open_engine,
     ) -> None:  # fmt: skip
         self._engine = Restarted(lambda: opens(plan, tokenizer, template))
-        self._decode, self._sampling, self._weighed_by = template.decode, plan.sampling, weighed_by
+        self._decode, self._sampling, self._graders = template.decode, plan.sampling, plan.graders
         self._stop_ids = template.stop_ids | listed_stop_ids(plan.model)
         self._has_weighed = False
 
@@ -122,7 +122,7 @@ class Asker:
         for task in tasks:
             if task.problem:
                 on_answer()
-        if self._weighed_by:
+        if any(task.given for task in tasks):
             return self._weigh(tasks, on_answer)
         next_ones = self._requests(ahead)
         found: dict[str, Completion] = {}
@@ -181,8 +181,9 @@ class Asker:
         two = Continuation(id="0", prompt_ids=ids[:1], token_ids=ids[1:])
         (tried,) = self._engine.each([two], lambda engine, some: engine.weigh(some))
         if tried.error:
+            graders = ", ".join(self._graders or CHOICE_GRADERS)
             raise ScoringFailed(
-                f"the engine gives no likelihoods of given answers, which {self._weighed_by} needs: {tried.error}",
+                f"the engine gives no likelihoods of given answers, which {graders} needs: {tried.error}",
                 hint="--engine transformers and --engine vllm can, and the server of vLLM",
             )
 
@@ -190,14 +191,12 @@ class Asker:
 class ScoringWorker:
     """Opens the engine of ``plan`` with its first group, on ``threads`` threads."""
 
-    def __init__(
-        self, plan: ScorePlan, folder: str, environment: Mapping[str, str], threads: int, weighed_by: str
-    ) -> None:
+    def __init__(self, plan: ScorePlan, folder: str, environment: Mapping[str, str], threads: int) -> None:
         os.environ.update(environment)
         if os.path.isdir(folder):
             os.chdir(folder)  # paths of the plan begin there
         torch.set_num_threads(threads)
-        self._plan, self._weighed_by = plan, weighed_by
+        self._plan = plan
         self._asker: Asker | None = None
         self._done = 0
 
@@ -213,7 +212,7 @@ class ScoringWorker:
         is_first = self._asker is None
         try:
             if self._asker is None:
-                self._asker = Asker(self._plan, *open_texts(self._plan), weighed_by=self._weighed_by)
+                self._asker = Asker(self._plan, *open_texts(self._plan))
             answers = self._asker.ask(tasks, on_answer=self._count, ahead=ahead or ())
             if is_first:
                 gc.freeze()  # libraries and model stay: to look for garbage there takes 0.3 s each time

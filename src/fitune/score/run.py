@@ -36,9 +36,9 @@ from fitune.units import counted
 _ROW_GROUP = 1024
 """Rows that a group of the parquet file holds, and this process at a time."""
 
-Elsewhere = Callable[[str, Iterator[list[Task]], Callable[[int], None]], Iterator[list[Answer]]]
-"""Answers groups of tasks in other processes, in the order of the groups. It is told which graders weigh given answers,
-empty where answers are written, and may tell how many rows are done of those that it works at."""
+Elsewhere = Callable[[Iterator[list[Task]], Callable[[int], None]], Iterator[list[Answer]]]
+"""Answers groups of tasks in other processes, in the order of the groups; it may tell how many rows are done of those
+that it works at."""
 
 
 def score(
@@ -90,9 +90,7 @@ def score(
             total, pending = index.count_rows(), index.count_pending()
             progress(total - pending, total)
             if pending:
-                weighed_by = ", ".join(grader.name for grader in graders) if weighed else ""
-                asker = Asker(plan, tokenizer, template, weighed_by=weighed_by, opens=opens)
-                asked = partial(elsewhere, weighed_by) if elsewhere else partial(_asked_here, asker)
+                asked = elsewhere or partial(_asked_here, Asker(plan, tokenizer, template, opens=opens))
                 rows = read_numbered(plan.sources, index.pending(), id_column=plan.id_column, weighed=weighed)
                 tasks = map(tasks_of, groups(rows, plan.shard_rows or rows_of_a_shard(plan)))
                 _answer_pending(

@@ -146,11 +146,8 @@ class References:
         """Graders that suit the references, and why, in words to print.
 
         Every reference a number or ending in GSM8K's ``#### 18``: number. All of at most SHORT_ANSWER_WORDS words:
-        exact_match and contains. Otherwise rouge. Rows without a reference are not graded. Rows that all have choices:
-        choice and choice_norm.
+        exact_match and contains. Otherwise rouge. Rows without a reference are not graded.
         """
-        if self.rows and not self.without_choices:
-            return CHOICE_GRADERS, "every row has choices, of which the likeliest counts"
         if self.missing:
             return (), f"{counted(self.missing, 'row')} without a reference"
         if self._are_numbers:

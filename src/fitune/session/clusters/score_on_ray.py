@@ -66,12 +66,10 @@ def scoring_on_ray(plan: ScorePlan, place: RayPlace, *, emit: Emit) -> Iterator[
         # settings of fitune; keys and tokens are the nodes' own
         environment = {name: value for name, value in os.environ.items() if name.startswith("FITUNE_")}
 
-        def answers(
-            likelihood_by: str, groups: Iterator[list[Task]], look: Callable[[int], None]
-        ) -> Iterator[list[Answer]]:
+        def answers(groups: Iterator[list[Task]], look: Callable[[int], None]) -> Iterator[list[Answer]]:
             """Yields the answers of each group in order, from workers on Ray; ``look`` is told rows done."""
             pool: ActorPool[list[Task], list[Answer]] = ActorPool(
-                ScoringWorker, (plan, os.getcwd(), environment, threads, likelihood_by),
+                ScoringWorker, (plan, os.getcwd(), environment, threads),
                 workers=workers, each=each, restarts=place.restarts, told=emit_notes(emit),
             )  # fmt: skip
             with pool:
