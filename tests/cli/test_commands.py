@@ -113,6 +113,15 @@ def test_a_score_that_cannot_fit_is_refused_with_the_arithmetic(call, tmp_path, 
     )
 
 
+def test_rows_with_choices_are_planned_where_a_grader_has_their_answers_written(call, tmp_path):
+    data = write_lines(
+        tmp_path / "rows.jsonl", [{"question": "2 + 3?", "choices": ["4", "5"], "answer": "5"}]
+    )
+    words = ["score", "--data", data, "--plan", "--gpu", "rtx-4090", "--model", "llama-3.1-8b"]
+    call(*words).ends(2, "predict written answers, and rows with choices")
+    call(*words, "--grader", "number").ends(0, "1 row")
+
+
 def test_plan_json_is_one_object(call):
     content = json.loads(call(*f"plan {LLAMA_8B} --tuning lora --json".split()).ends(0))
     assert content["model"]["num_params"] == 8_030_261_248

@@ -74,10 +74,9 @@ def predict_scoring(
     Raises what ``plan_scoring`` raises, and RecipeError for a GPU beside a fleet.
     """
     plan = plan_of(recipe)
-    if graders := _likelihood_graders(plan):
+    if why := _why_likelihoods(plan):
         raise RecipeError(
-            f"--plan and --fleet predict written answers, and --grader {graders[0]} weighs references",
-            hint="leave --plan and --fleet out",
+            f"--plan and --fleet predict written answers, and {why}", hint="leave --plan and --fleet out"
         )
     if request is None:
         return plan_scoring(plan, engine=recipe.engine, gpu=gpu, gpus=gpus, emit=emit)
@@ -129,7 +128,7 @@ def with_fastest_engine(plan: ScorePlan, engine: str, *, emit: Emit) -> ScorePla
     if engine == "transformers" or (not engine and not has_vllm()):
         return plan
     hardware = resolve_hardware(gpus=detect_hardware().gpus_per_node)  # 1 for a processor
-    by_likelihood = bool(_likelihood_graders(plan)) if plan.graders else first_row_has_choices(plan.sources)
+    by_likelihood = bool(_why_likelihoods(plan))
     if (
         hardware.gpu.is_cpu
         or (engine == "vllm" and hardware.gpus_per_node == 1)
@@ -138,7 +137,7 @@ def with_fastest_engine(plan: ScorePlan, engine: str, *, emit: Emit) -> ScorePla
         return plan
     engines = engines_for(engine, elsewhere=False)
     try:
-        report = _plan_on(plan, hardware, engines, _lengths(plan, by_likelihood=by_likelihood))
+        report = _plan_on(plan, hardware, engines, read_lengths(plan, by_likelihood=by_likelihood))
     except ModelError:
         return plan
     chosen, seconds = report.chosen.answering, format_seconds(report.chosen.time.seconds)
@@ -146,13 +145,17 @@ def with_fastest_engine(plan: ScorePlan, engine: str, *, emit: Emit) -> ScorePla
     return replace(plan, engine=chosen.engine, devices=chosen.devices)
 
 
-def _likelihood_graders(plan: ScorePlan) -> list[str]:
-    """Graders that weigh given texts: nothing is written for them."""
+def _why_likelihoods(plan: ScorePlan) -> str:
+    """Why given texts are weighed and nothing is written; empty where answers are written."""
     if not plan.graders:
-        return []
+        is_choice = first_row_has_choices(plan.sources)
+        return (
+            f"rows with choices ({names_of(plan.sources)}) are graded by log-likelihoods" if is_choice else ""
+        )
     from fitune.score.grades.graders import open_graders  # its libraries are not for every plan
 
-    return [grader.name for grader in open_graders(plan.graders) if grader.row.weigh]
+    weighing = (grader.name for grader in open_graders(plan.graders) if grader.row.weigh)
+    return next((f"--grader {name} weighs references" for name in weighing), "")
 
 
 def engines_for(name: str, *, elsewhere: bool) -> tuple[PlannedEngine, ...]:
@@ -172,22 +175,12 @@ def has_vllm() -> bool:
     return bool(os.environ.get("FITUNE_VLLM_PYTHON")) or find_spec("vllm") is not None
 
 
-def read_lengths(plan: ScorePlan) -> Questions:
+def read_lengths(plan: ScorePlan, *, by_likelihood: bool = False) -> Questions:
     """Rows and tokens of the prompts: bytes of text by the bytes of a token, and the marks of a chat template.
 
-    Rows that cannot be asked, or have no room for an answer, are left out. Raises RecipeError for rows with choices.
+    Rows that cannot be asked, or have no room for an answer, are left out. ``by_likelihood``: prompts with the texts
+    behind them, and no new tokens.
     """
-    if first_row_has_choices(plan.sources):
-        raise RecipeError(
-            f"{names_of(plan.sources)}: --plan predicts written answers, and rows with choices are graded by "
-            "log-likelihoods",
-            hint="leave --plan out",
-        )
-    return _lengths(plan, by_likelihood=False)
-
-
-def _lengths(plan: ScorePlan, *, by_likelihood: bool) -> Questions:
-    """``by_likelihood``: prompts with the texts behind them, and no new tokens."""
     room, data = load_model_spec(plan.model).max_seq_len, names_of(plan.sources)
     sizes: list[tuple[int, int]] = []
     texts: list[str] = []
