@@ -202,6 +202,7 @@ def test_a_model_in_this_process_judges_too(plan, tmp_path):
         ({"verdict": "stars"}, "verdict = 'stars' is not known"),
         ({"verdit": "points"}, "unknown key 'verdit'"),
         ({"verdict": "prefer"}, "verdict prefer with against ''"),
+        ({"engine": "server"}, "judge.yaml': engine server needs --url"),
         ({"temperature": "hot"}, "temperature = 'hot': must be a number from"),
         ({"max_new_tokens": 0}, "max_new_tokens = 0: must be a whole number from 1"),
         ({"template": "/no/such"}, "template /no/such cannot be read"),
@@ -210,7 +211,7 @@ def test_a_model_in_this_process_judges_too(plan, tmp_path):
 )
 def test_a_judge_that_is_not_described_well_is_refused(plan, keys, named):
     with pytest.raises(RecipeError, match=named):
-        open_graders((judge_file(plan, **keys),))
+        quietly(replace(plan, graders=(judge_file(plan, **keys),)))
 
 
 def test_the_key_of_a_judge_follows_from_template_sampling_and_model(plan, tmp_path):

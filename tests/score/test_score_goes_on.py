@@ -15,6 +15,7 @@ from fitune.errors import RunDirectoryError, ScoringFailed
 from fitune.score.engines.engine import Sampling
 from fitune.score.engines.engine_transformers import TransformersEngine
 from fitune.score.shards import Shards
+from fitune.session.results import text_of
 from fitune.spec.plan import DataSource
 from jsonl import read_lines
 from score.scorings import ROWS, answers, everything, quietly, write_data
@@ -131,6 +132,8 @@ def test_a_finished_run_changes_nothing_when_started_again(plan):
     assert seen == [ROWS]
     assert answers(plan).read_bytes() == before
     assert (first.rows_asked, again.rows_asked) == (ROWS, 0)
+    assert f"{ROWS} of {ROWS} rows answered in " in text_of(first)
+    assert f"{ROWS} of {ROWS} rows answered (0 asked now, in " in text_of(again)
     assert replace(again, seconds=first.seconds, rows_asked=ROWS) == first
 
 

@@ -211,7 +211,10 @@ def explain_score(report: ScoreReport) -> str:
             f"\nfirst batch: {format_bytes(report.predicted_bytes)} of tensors predicted, "
             f"{format_bytes(report.measured_bytes)} measured ({error})"
         )
-    return f"{grades}{rows} in {format_seconds(report.seconds)}, {tokens}{cut}{memory}"
+    took = f"in {format_seconds(report.seconds)}"
+    if report.rows_asked < report.rows:  # the others have answers of earlier starts
+        took = f"({report.rows_asked:,} asked now, {took})"
+    return f"{grades}{rows} {took}, {tokens}{cut}{memory}"
 
 
 def _explain_grade(report: ScoreReport, name: str) -> str:

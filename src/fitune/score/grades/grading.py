@@ -44,7 +44,8 @@ def try_graders(graders: Sequence[Grader]) -> None:
                     judge.try_out()
             elif not (grader.row.grade or grader.row.weigh):
                 _loaded(grader)
-        except FituneError:
+        except FituneError as error:
+            error.message = f"grader {grader.name!r}: {error.message}"  # a model, a server of its own
             raise
         except Exception as error:  # a file of Python may raise anything
             raise RecipeError(f"grader {grader.name!r}: {type(error).__name__}: {error}") from None
