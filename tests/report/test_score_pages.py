@@ -12,6 +12,7 @@ from fitune.errors import RunDirectoryError
 from fitune.report.score_pages import write_score_comparison, write_score_page
 from fitune.report.score_rows import first_grader_error, read_scored_rows
 from fitune.score.grades.intervals import compare
+from fitune.session.score.scoring import compare_scores
 from fitune.spec.reports import ScoreReport
 from fitune.spec.serial import to_json
 
@@ -107,6 +108,9 @@ def test_two_scorings_are_shown_with_the_rows_that_changed_both_ways(tmp_path):
     assert "50.0 % here, 33.3 % there: +16.7 points (95 %:" in text
     assert "McNemar p = 1): may be chance." in text
     assert "in both only here only there in neither regex:&lt;b&gt;$x^2$ 1 2 1 2" in text
+    told = compare_scores(mine, other).splitlines()[0]
+    assert "50.0 % here, 33.3 % there: +16.7 points" in told
+    assert told.endswith("may be chance. 2 better, 1 worse, of 6 rows")
     better, _, rest = text.partition("Better here: 2 rows")[2].partition("Worse here: 1 row by")
     assert "answer 0 of mine" in better
     assert "answer 0 of other" in better

@@ -203,7 +203,7 @@ def write_score_comparison(
         "comparison.html",
         title=f"{directory.name} and {other.name}: fitune score",
         names=(directory.name, other.name),
-        verdicts=[_comparison_verdict(found) for found in paired],
+        verdicts=[comparison_verdict(found) for found in paired],
         table_rows=[_comparison_cells(found) for found in paired],
         counts=[_counts(found) for found in paired if found.p_value is not None],
         pictures=pictures,
@@ -257,7 +257,7 @@ def _difference_interval(found: PairedScore) -> str:
     return f"{low.split()[0]} to {high}"
 
 
-def _comparison_verdict(found: PairedScore) -> str:
+def comparison_verdict(found: PairedScore) -> str:
     """One sentence a grader: the difference, and if it may be chance."""
     if not found.better + found.worse:
         return f"{found.grader}: {describe_grade(found.mean, found.scale)} in both: no row changed."

@@ -31,7 +31,7 @@ from fitune.models.readers import model_folder
 from fitune.models.tokens import load_tokenizer
 from fitune.models.weight_files import identity, stored_dtype
 from fitune.models.weights import load_model
-from fitune.report.score_pages import write_score_comparison, write_score_page
+from fitune.report.score_pages import comparison_verdict, write_score_comparison, write_score_page
 from fitune.report.score_rows import first_failed, first_grader_error, read_changed
 from fitune.score.answers import CHANGED
 from fitune.score.engines.continuous import Moment
@@ -269,15 +269,10 @@ def compare_scores(directory: Path, other: Path) -> str:
             file.write(f"{json.dumps(row, ensure_ascii=False)}\n".encode())
 
         paired = compare(directory, other, on_changed=write)
-    shown = []
-    for found in paired:
-        lower = ", lower is better" if found.scale == "perplexity" else ""
-        chance = "" if found.p_value is None else f", McNemar p = {found.p_value:.3g}"
-        shown.append(
-            f"{found.grader}: {found.mean:.4f} here, {found.other:.4f} there, difference {found.difference:+.4f} "
-            f"(95 %: {found.low:+.4f} to {found.high:+.4f}) over {found.rows} rows{lower}; "
-            f"{found.better} better, {found.worse} worse{chance}"
-        )
+    shown = [
+        f"{comparison_verdict(found)} {found.better:,} better, {found.worse:,} worse, of {counted(found.rows, 'row')}"
+        for found in paired
+    ]
     page = write_score_comparison(directory, other, paired, read_changed(directory))
     return "\n".join([*shown, f"changed rows: {directory / CHANGED}", f"page: {page}"])
 
