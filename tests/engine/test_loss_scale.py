@@ -25,6 +25,15 @@ def test_overflows_at_the_smallest_scale_end_the_run():
     assert "bf16-master" in str(caught.value.hint)
 
 
+def test_the_overflows_before_a_resume_count():
+    before, after = LossScale(value=1.0, patience=3), LossScale(patience=3)
+    before.update(overflowed=True)
+    before.update(overflowed=True)
+    after.restore(before.facts())
+    with pytest.raises(TrainingFailed, match="3 steps in a row"):
+        after.update(overflowed=True)
+
+
 def test_one_good_step_gives_hope_again():
     scale = LossScale(value=1.0, patience=3)
     for _ in range(5):

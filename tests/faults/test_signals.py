@@ -43,6 +43,26 @@ def _end(started):
     return started.returncode, out + err
 
 
+_STOPPED_WHILE_IMPORTING = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background programs ignore it
+class Stops:
+    def find_spec(name, path, target=None):
+        if name == "typer":
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Stops)
+from fitune.__main__ import main
+main()
+"""
+
+
+def test_a_ctrl_c_before_the_commands_are_there_ends_without_a_traceback():
+    ended = subprocess.run(
+        [sys.executable, "-c", _STOPPED_WHILE_IMPORTING], capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (-INT, "")
+
+
 @pytest.mark.parametrize(
     ("signals", "code"),
     [((TERM,), 143), ((INT,), 130), ((TERM, TERM), 143), ((INT, TERM), 143), ((TERM, INT), 130)],

@@ -188,10 +188,12 @@ def test_a_page_that_cannot_be_written_keeps_the_old_one(run_directory, monkeypa
 
 
 def test_the_plan_in_words_has_its_numbers(plan):
-    text = " ".join(plan_words.sentences(plan))
+    text = " ".join(plan_words.sentences(plan, total=90))
     assert "4 × 512 × 2 = 4,096 tokens" in text
     assert "The first 4 of 8 blocks keep only their input" in text
-    assert "rises to 2.0e-03 in 5 % of the steps, then falls to zero (cosine)" in text
+    assert (
+        "(num_epochs: 3) the learning rate rises to 2.0e-03 over 5 steps and falls to 0 by a cosine." in text
+    )
     assert plan_words.headline(plan) == "LoRA r16 on 7 linears · fp32 · AdamW · 1 × cpu"
 
 
@@ -204,15 +206,16 @@ def test_the_other_choices_have_words_too(plan):
         batch=Batch(micro_batch_size=1, accumulation=4, seq_len=64, packing=False), schedule=schedule,
         hardware=dataclasses.replace(plan.hardware, gpus_per_node=8, nodes=2),
     )  # fmt: skip
-    text = " ".join(plan_words.sentences(other))
+    text = " ".join(plan_words.sentences(other, total=1500))
     assert "Every parameter is trained." in text
     assert "All 8 blocks keep" in text
     assert "SGD (momentum 0.9" in text
     assert "1 × 64 × 4 × 16 = 4,096 tokens" in text
-    assert (
-        "Over 1,500 steps the learning rate rises to 2.0e-03 in 7 steps, then stays there; no clipping."
-        in text
-    )
+    assert "Over 1,500 steps the learning rate rises to 2.0e-03 over 7 steps and stays there." in text
+    assert "Gradients are not clipped." in text
+    longer = " ".join(plan_words.sentences(other, total=1))
+    assert "Over 1 step the learning rate rises to 2.0e-03 over 1 step and stays there." in longer
+    assert "learning rate" not in " ".join(plan_words.sentences(other, total=None))
     assert plan_words.headline(other).endswith("2 nodes of 8 × cpu")
 
 

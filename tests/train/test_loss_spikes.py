@@ -5,6 +5,7 @@ import torch
 
 from conftest import QUESTIONS
 from fitune.models.language_model import LanguageModel
+from fitune.train import loop
 from fitune.train.loop import LossWatch, StepWatch, row_words
 from jsonl import write_lines
 from runs import (
@@ -93,6 +94,27 @@ def test_gradients_far_above_what_they_are_clipped_to_are_told_once(make_plan):
     trained(plan, on_note=notes.append)
     [told] = [note for note in notes if "max_grad_norm" in note]
     assert told.startswith("step 20: the gradient norm was more than 100 × max_grad_norm (1e-06)")
+
+
+def test_a_run_that_goes_on_remembers_the_steps_before(make_plan, monkeypatch, tmp_path):
+    """Every loss is a jump, once there are two to hold it against; every gradient is clipped far too much."""
+    monkeypatch.setattr(loop, "_LEAST_STEPS", 2)
+    monkeypatch.setattr(loop, "_LEAST_NATS", -9.0)
+    monkeypatch.setattr(loop, "_SPREADS", -9e9)
+    monkeypatch.setattr(loop, "_FAR_STEPS", 4)
+    words = {"tuning": "full", "max_grad_norm": 1e-6, "gradient_accumulation_steps": 1, "max_steps": 6}
+    straight, broken = (
+        make_plan(output_dir=str(tmp_path / name), **words) for name in ("straight", "broken")
+    )
+    trained(straight)
+    notes = []
+    trained(broken, stop_after=3, on_note=notes.append)
+    trained(broken, resume=True, on_note=notes.append)
+    told = [note.partition(":")[0] for note in notes if "max_grad_norm" in note or "jumped" in note]
+    assert told == ["step 3", "step 4", "step 4", "step 5", "step 6"]
+    assert [step.jumped_rows for step in steps_of(broken)] == [
+        step.jumped_rows for step in steps_of(straight)
+    ]
 
 
 def test_one_step_below_begins_the_count_anew():

@@ -62,7 +62,8 @@ def test_the_page_says_what_the_plan_says(ask, question):
     assert not re.search("[,·] [,·]", text)
     assert f"{format_bytes(estimate.peak_bytes)} of {format_bytes(estimate.usable_bytes)}" in text
     assert format_rate(estimate.tokens_per_second) in text
-    assert f"--model {question['model']}" in text
+    for key, value in question.items():
+        assert f"--{key.replace('_', '-')} {value}" in text
     ways = ask("ways", question)
     for one in (report.chosen, *report.runners_up):
         assert f'data-value="{one.estimate.peak_bytes}"' in ways

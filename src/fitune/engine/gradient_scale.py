@@ -109,10 +109,12 @@ class LossScale:
 
     def facts(self) -> dict[str, float]:
         """What a checkpoint keeps of it: nothing where it is always 1."""
-        return {"loss_scale": self.value, "clean_steps": self.clean_steps} if self.is_used else {}
+        counts = {"clean_steps": self.clean_steps, "futile_steps": self.futile_steps}
+        return {"loss_scale": self.value, **counts} if self.is_used else {}
 
     def restore(self, facts: dict[str, float]) -> None:
         """Go on from what ``facts`` says."""
         if self.is_used:
             self.value = facts["loss_scale"]
             self.clean_steps = int(facts["clean_steps"])
+            self.futile_steps = int(facts.get("futile_steps", 0))  # not in checkpoints of earlier versions

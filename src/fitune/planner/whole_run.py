@@ -12,12 +12,12 @@ from fitune.spec.plan import Plan
 from fitune.spec.predictions import Epoch, WholeRun
 from fitune.spec.recipe.recipe import Recipe
 from fitune.spec.schedule import total_steps, warmup_steps
+from fitune.spec.words import describe_schedule
 from fitune.units import (
     counted,
     format_bytes,
     format_count,
     format_dollars,
-    format_learning_rate,
     format_percent,
     format_seconds,
 )
@@ -88,7 +88,7 @@ def run_lines(run: WholeRun, plan: Plan) -> Iterator[str]:
         if plan.data.on_bad_row == "skip":
             then = "training leaves such rows out (on_bad_row: skip)"
         yield f"besides these, {counted(count, 'row')} read for this guess cannot be used ({reasons}): {then}"
-    yield _schedule(run, plan)
+    yield f"the learning rate {describe_schedule(plan.schedule, total=run.steps)}"
     yield _saved(run, plan)
 
 
@@ -135,23 +135,6 @@ def _duration(run: WholeRun, plan: Plan) -> str:
         line += f", {format_dollars(run.cost / run.epochs)}" if run.cost else ""
     a_step = format_seconds(run.seconds / run.steps)
     return f"{line} ({a_step} a step on average; training alone: no reading, evaluating or saving)"
-
-
-def _schedule(run: WholeRun, plan: Plan) -> str:
-    schedule = plan.schedule
-    rate = format_learning_rate(schedule.learning_rate)
-    warm = (
-        f"rises to {rate} over {counted(run.warmup_steps, 'step')}"
-        if run.warmup_steps
-        else f"starts at {rate}"
-    )
-    to = format_learning_rate(schedule.learning_rate * schedule.min_ratio) if schedule.min_ratio else "0"
-    then = {
-        "constant": "stays there",
-        "linear": f"falls to {to} in a line",
-        "cosine": f"falls to {to} by a cosine",
-    }
-    return f"the learning rate {warm} and {then[schedule.kind]}"
 
 
 def _saved(run: WholeRun, plan: Plan) -> str:

@@ -59,7 +59,10 @@ def write_methods_page(
         findings=list(findings(runs)),
         pictures=[(title, Markup(picture)) for title, picture in pictures],
         advice=advice,
-        plans=[(method, _headline(run), plan_words.sentences(run.plan)) for method, run in runs.items()],
+        plans=[
+            (method, _headline(run), plan_words.sentences(run.plan, total=run.total_steps))
+            for method, run in runs.items()
+        ],
         not_done=[sentence(f"{method.name}: {method.why_not}") for method in methods if method.why_not],
     )
     return write_page(directory / "compare.html", page)

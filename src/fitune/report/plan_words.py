@@ -17,7 +17,6 @@ from fitune.spec.plan import (
     Ddp,
     Dense,
     Epochs,
-    Fraction,
     Full,
     InBackward,
     Lomo,
@@ -35,8 +34,14 @@ from fitune.spec.plan import (
     Zero,
     updates_in_backward,
 )
-from fitune.spec.words import backend_name, describe_devices, describe_placement, method_parts
-from fitune.units import as_ranges, format_bytes, format_learning_rate
+from fitune.spec.words import (
+    backend_name,
+    describe_devices,
+    describe_placement,
+    describe_schedule,
+    method_parts,
+)
+from fitune.units import as_ranges, counted, format_bytes
 
 _PRECISIONS = {
     Precision.FP32: "32-bit floats",
@@ -69,8 +74,8 @@ def headline(plan: Plan) -> str:
     return " · ".join((*method_parts(plan), *([placed] if placed else []), describe_devices(plan.hardware)))
 
 
-def sentences(plan: Plan) -> list[str]:
-    """The plan as one would tell it."""
+def sentences(plan: Plan, *, total: int | None) -> list[str]:
+    """The plan as one would tell it; ``total`` is of its optimizer steps, None where the data is not known."""
     return [
         _tuning_sentence(plan.tuning),
         f"Numbers are {_PRECISIONS[plan.precision]}.",
@@ -82,7 +87,7 @@ def sentences(plan: Plan) -> list[str]:
         else f"The loss takes {plan.loss.chunk_tokens:,} tokens at a time, so the logits never exist whole.",
         *([] if isinstance(plan.tuning, Lomo) else [_optimizer_sentence(plan.optimizer)]),
         *_placement_sentences(plan),
-        _schedule_sentence(plan.schedule, clips=not updates_in_backward(plan.tuning)),
+        *_schedule_sentences(plan, total),
     ]
 
 
@@ -183,19 +188,16 @@ def _placement_sentences(plan: Plan) -> Iterator[str]:
         yield f"Kept off the device until needed: {', '.join(away)}."
 
 
-def _schedule_sentence(schedule: Schedule, *, clips: bool) -> str:
-    """``clips``: by the schedule's norm, and not as the tuning says."""
-    warmup, duration = schedule.warmup, schedule.duration
-    rise = f"{warmup.of * 100:g} % of the steps" if isinstance(warmup, Fraction) else f"{warmup.count} steps"
-    span = f"{duration.count:g} epochs" if isinstance(duration, Epochs) else f"{duration.count:,} steps"
-    least = f"{schedule.min_ratio * 100:g} % of it" if schedule.min_ratio else "zero"
-    shape = "stays there" if schedule.kind == "constant" else f"falls to {least} ({schedule.kind})"
-    peak = format_learning_rate(schedule.learning_rate)
-    line = f"Over {span} the learning rate rises to {peak} in {rise}, then {shape}"
-    if not clips:
-        return f"{line}."
-    norm = schedule.max_grad_norm
-    return f"{line}; {f'gradients are clipped at norm {norm:g}' if norm else 'no clipping'}."
+def _schedule_sentences(plan: Plan, total: int | None) -> Iterator[str]:
+    schedule = plan.schedule
+    if total is not None:
+        epochs = (
+            f" (num_epochs: {schedule.duration.count:g})" if isinstance(schedule.duration, Epochs) else ""
+        )
+        yield f"Over {counted(total, 'step')}{epochs} the learning rate {describe_schedule(schedule, total=total)}."
+    if not updates_in_backward(plan.tuning):
+        norm = schedule.max_grad_norm
+        yield f"Gradients are clipped at norm {norm:g}." if norm else "Gradients are not clipped."
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:

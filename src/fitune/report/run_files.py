@@ -71,6 +71,13 @@ class RunFiles:
         """The predicted estimate; None where the run has no prediction."""
         return None if self.prediction is None else self.prediction.estimate
 
+    @property
+    def total_steps(self) -> int | None:
+        """Optimizer steps from the first to the last; None before the data is known."""
+        if self.prediction and self.prediction.run:
+            return self.prediction.run.steps
+        return self.steps[-1].total_steps if self.steps else None
+
 
 def read_run(directory: Path, *, steps: Sequence[StepReport] | None = None) -> RunFiles:
     """Read a run directory; ``steps`` where its metrics.jsonl was read already. Raises RunDirectoryError naming the

@@ -71,7 +71,7 @@ def page_of(run: RunFiles, under_way: UnderWay | None = None, *, refresh_s: int 
         restarts=[describe_restart(one) for one in restarts],
         restart_summary=restart_summary(restarts) if restarts else "",
         samples=run.run.samples if run.run else (),
-        sentences=plan_words.sentences(run.plan),
+        sentences=plan_words.sentences(run.plan, total=run.total_steps),
         settings=plan_words.settings(run.plan),
         decisions=run.prediction.decisions if run.prediction else (),
         alternatives=list(_alternatives(run)),

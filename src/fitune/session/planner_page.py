@@ -49,7 +49,7 @@ from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.plan import Plan
 from fitune.spec.predictions import Estimate, PlanReport, Priced
 from fitune.spec.recipe.fleet import parse_fleet
-from fitune.spec.recipe.keys import values_of
+from fitune.spec.recipe.keys import option_of, values_of
 from fitune.spec.recipe.recipe import Recipe, canonical_keys, given_keys, parse_recipe
 from fitune.spec.words import describe_devices, describe_placement, method_name
 from fitune.units import format_bytes, format_dollars, format_rate, format_seconds, whole_number
@@ -192,7 +192,7 @@ def _by_length(plan: Plan) -> dict[str, dict[str, int]]:
 
 
 def _command(recipe: Recipe) -> str:
-    words = [word for key, value in given_keys(recipe).items() for word in (f"--{key}", str(value))]
+    words = [word for key, value in given_keys(recipe).items() for word in (option_of(key), str(value))]
     return shlex.join(["fitune", "train", *words, "--data", "YOUR.jsonl"])
 
 

@@ -23,13 +23,22 @@ from fitune.spec.plan import (
     Optimizer,
     Plan,
     Quantiser,
+    Schedule,
     Sgd,
     Sharding,
     Single,
     Tuning,
     Zero,
 )
-from fitune.units import as_ranges, counted, format_bytes, format_number, format_percent
+from fitune.spec.schedule import warmup_steps
+from fitune.units import (
+    as_ranges,
+    counted,
+    format_bytes,
+    format_learning_rate,
+    format_number,
+    format_percent,
+)
 
 if TYPE_CHECKING:  # those who only plan load no reports
     from fitune.spec.reports import Scale, ScoreReport
@@ -52,6 +61,20 @@ def describe_plan(plan: Plan) -> str:
             f"micro-batch {batch.micro_batch_size} × {batch.seq_len} tokens × {batch.accumulation} accumulated",
         )
     )
+
+
+def describe_schedule(schedule: Schedule, *, total: int) -> str:
+    """``rises to 2.0e-04 over 12 steps and falls to 0 by a cosine``: the learning rate of ``total`` steps."""
+    rate = format_learning_rate(schedule.learning_rate)
+    warmup = warmup_steps(schedule, total=total)
+    start = f"rises to {rate} over {counted(warmup, 'step')}" if warmup else f"starts at {rate}"
+    least = format_learning_rate(schedule.learning_rate * schedule.min_ratio) if schedule.min_ratio else "0"
+    then = {
+        "constant": "stays there",
+        "linear": f"falls to {least} in a line",
+        "cosine": f"falls to {least} by a cosine",
+    }
+    return f"{start} and {then[schedule.kind]}"
 
 
 def describe_dropout(dropout: Dropout) -> str:

@@ -177,6 +177,11 @@ def readable_steps(path: Path) -> list[StepReport]:
     return _readable(_content(path))[0]
 
 
+def steps_in(content: bytes, *, last: int) -> list[StepReport]:
+    """The ``last`` reports of what a checkpoint keeps of the log."""
+    return _readable(b"\n".join(content.splitlines()[-last:]))[0]
+
+
 def last_step(directory: Path) -> int:
     """The last step that metrics.jsonl in ``directory`` tells of, 0 without any."""
     return max((report.step for report in readable_steps(directory / "metrics.jsonl")), default=0)

@@ -7,7 +7,7 @@ import math
 import statistics
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import chain
 
@@ -38,10 +38,12 @@ def train(
     ranks: Ranks = ALONE,
     start_step: int = 0,
     start_at: LoaderState | None = None,
+    earlier: Sequence[StepReport] = (),
     where: Whereabouts | None = None,
     waits: Waits | None = None,
 ) -> Iterator[StepReport]:
-    """One StepReport per optimizer step, from ``start_step`` to the end of the schedule.
+    """One StepReport per optimizer step, from ``start_step`` to the end of the schedule; ``earlier`` ones are of the
+    steps before, as a checkpoint tells of them.
 
     When a report is yielded its step is wholly done: the weights are new and the gradients forgotten.
     ``waits`` are those of this rank in collectives. ``where`` is kept up to date, for the caller to name the moment
@@ -58,7 +60,7 @@ def train(
         where.sign()
         meter.enter(phase)
 
-    engine, watch = prepared.engine, LossWatch()
+    engine, watch = prepared.engine, LossWatch(earlier)
     measured_steps = steps_to_measure(loader, start_step=start_step, total=total)
     for step in range(start_step, total):
         where.step, where.doing = step + 1, "reading a batch"
@@ -137,8 +139,8 @@ def steps_to_measure(loader: Loader, *, start_step: int, total: int) -> set[int]
     return {second, later} | ({start_step} if opening.tokens > heaviest.tokens else set())
 
 
-_STEPS = 20
-"""Steps before, which a loss is held against."""
+WATCHED_STEPS = 20
+"""Steps before, which a loss is held against, and which the counts of ``StepWatch`` go back to."""
 
 _LEAST_STEPS = 8
 _SPREADS, _LEAST_NATS = 6.0, 0.5
@@ -146,10 +148,10 @@ _SPREADS, _LEAST_NATS = 6.0, 0.5
 
 
 class LossWatch:
-    """Remembers the losses of the last steps."""
+    """Remembers the losses of the last steps, at first those of ``earlier`` ones."""
 
-    def __init__(self) -> None:
-        self._losses: deque[float] = deque(maxlen=_STEPS)
+    def __init__(self, earlier: Iterable[StepReport] = ()) -> None:
+        self._losses = deque((step.loss for step in earlier), maxlen=WATCHED_STEPS)
 
     def jumps(self, loss: float) -> bool:
         """True if ``loss`` lies far above the last ones; it is one of them from now on."""
@@ -169,23 +171,28 @@ _ZERO_MEANS = {
     "gradient norm": "no weight changes; look at what is trained (lora_target_modules), and compare with a few steps "
     "on the CPU (--gpu cpu)",
 }
-_FAR_ABOVE, _FAR_STEPS = 100, 20
+_FAR_ABOVE, _FAR_STEPS = 100, WATCHED_STEPS
 
 
 class StepWatch:
     """Counts the steps in a row whose loss or gradients' norm is exactly 0, or whose norm is far above what it is
-    clipped to; 0 is no clipping."""
+    clipped to; 0 is no clipping. It begins behind ``earlier`` ones."""
 
-    def __init__(self, clipped_at: float) -> None:
+    def __init__(self, clipped_at: float, earlier: Iterable[StepReport] = ()) -> None:
         self._clipped_at = clipped_at
         self._counts: Counter[str] = Counter()
+        for step in earlier:
+            self._count(loss=step.loss, grad_norm=step.grad_norm)
 
-    def warnings(self, *, step: int, loss: float, grad_norm: float) -> Iterator[str]:
-        """Yields a warning with the third zero in a row, and with the twentieth norm that is clipped by so much."""
+    def _count(self, *, loss: float, grad_norm: float) -> None:
         signs = {"loss": loss == 0, "gradient norm": grad_norm == 0}
         signs["clipped"] = 0 < self._clipped_at * _FAR_ABOVE < grad_norm
         for name, is_there in signs.items():
             self._counts[name] = self._counts[name] + 1 if is_there else 0
+
+    def warnings(self, *, step: int, loss: float, grad_norm: float) -> Iterator[str]:
+        """Yields a warning with the third zero in a row, and with the twentieth norm that is clipped by so much."""
+        self._count(loss=loss, grad_norm=grad_norm)
         for name, meaning in _ZERO_MEANS.items():
             if self._counts[name] == _ZEROS:
                 yield f"step {step}: the {name} was exactly 0 in the last {_ZEROS} steps: {meaning}"

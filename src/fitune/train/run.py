@@ -33,13 +33,13 @@ from fitune.spec.run_directory import LOGS
 from fitune.spec.run_lock import lock_directory
 from fitune.spec.schedule import is_due
 from fitune.spec.serial import to_json
-from fitune.track.metrics import MetricsLog, Sink, read_metrics
+from fitune.track.metrics import MetricsLog, Sink, read_metrics, steps_in
 from fitune.train.current import Callbacks, Run
 from fitune.train.directory import remove_run, require_own_directory, require_removable
 from fitune.train.ending import complete, explain_what_is_saved, failed, interrupted
 from fitune.train.evaluate import answer_before, evaluate
 from fitune.train.failure import TRACEBACK, Whereabouts, explain_failure, require_finite_step, shortage_of
-from fitune.train.loop import StepWatch, row_words, train
+from fitune.train.loop import WATCHED_STEPS, StepWatch, row_words, train
 from fitune.train.peers import (
     gathered_weights,
     known_to_peers,
@@ -252,10 +252,11 @@ def _train(current: Run, start: Start) -> bool:
     before = _held_out_loss(current) if start.step == 0 else None
     for sink in current.sinks:
         sink.start(current.plan, current.plan.run.name)
-    watch = StepWatch(current.plan.schedule.max_grad_norm)
+    earlier = [] if start.state is None else steps_in(start.state.log, last=WATCHED_STEPS)
+    watch = StepWatch(current.plan.schedule.max_grad_norm, earlier)
     reports = train(
         current.plan, current.loaded, current.loader, meter=current.meter, ranks=current.ranks, start_step=start.step,
-        start_at=current.position, where=current.where, waits=current.waits,
+        start_at=current.position, earlier=earlier, where=current.where, waits=current.waits,
     )  # fmt: skip
     with saving(current) as saver:
         for report in reports:

@@ -18,7 +18,7 @@ from fitune.session.recipes.reading import split_words
 from fitune.spec.machines.gpus import find_gpu
 from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.predictions import PlanReport
-from fitune.spec.recipe.keys import keys_by_group
+from fitune.spec.recipe.keys import keys_by_group, option_of
 from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
 from fitune.spec.words import describe_plan
 from fitune.units import format_bytes, format_rate, format_seconds, wrapped
@@ -81,7 +81,7 @@ def asked_keys(
     """
     keys = canonical_keys(given, where="init")
     missing = [question for question in QUESTIONS if question.key not in keys]
-    flags = [f"--{each.key}" for each in missing if not each.usual]
+    flags = [option_of(each.key) for each in missing if not each.usual]
     if ask is None and flags:
         raise RecipeError(
             f"init: there is no terminal to ask at, so it needs {' and '.join(flags)}",

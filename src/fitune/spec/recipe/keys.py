@@ -35,8 +35,13 @@ class Key:
 
     @property
     def option(self) -> str:
-        """As the command line spells it: ``--seq-len`` for ``seq_len``."""
-        return f"--{self.name.replace('_', '-')}"
+        """As the command line spells it."""
+        return option_of(self.name)
+
+
+def option_of(key: str) -> str:
+    """``--seq-len`` for ``seq_len``."""
+    return f"--{key.replace('_', '-')}"
 
 
 @cache

@@ -15,6 +15,7 @@ from fitune.spec.serial import parse_object
 from fitune.units import KIB, MIB
 
 _MOST_NESTING = 32
+_MOST_DIGITS = 100
 _MOST_RECIPE_BYTES = 256 * KIB
 """Two seconds of reading. The longest recipes here have two KiB."""
 _MOST_JSON_BYTES = 4 * MIB
@@ -48,8 +49,11 @@ class StrictLoader(yaml.SafeLoader):
             raise _refused(f"{str(node.value)[:40]!r} cannot be read: {error}", node) from None
 
     def construct_yaml_int(self, node: Any) -> Any:
-        """A whole number. Raises ValueError for ``010``, which YAML 1.1 takes for 8."""
+        """A whole number. Raises ValueError for ``010``, which YAML 1.1 takes for 8, and for one that is too long to be
+        a float, or a text again."""
         text = str(self.construct_scalar(node))
+        if len(text) > _MOST_DIGITS:
+            raise ValueError(f"a number of {len(text):,} characters, {_MOST_DIGITS} at most")
         value = super().construct_yaml_int(node)
         if re.fullmatch("[-+]?0[0-7_]+", text):
             raise ValueError(f"with a leading 0 YAML counts in eights and reads {value}; leave the 0 out")
