@@ -229,6 +229,7 @@ def test_a_pipe_gets_plain_text(capsys):
         (f"{QUICK} --data few.jsonl", "data: 20 rows are few"),
         (f"{QUICK} --data few.jsonl --num-epochs 3", "your job about 20 rows × 3 epochs, "),
         (f"{QUICK} --data few.jsonl --max-steps 1", "your job about 20 rows × 0.5 epochs, "),
+        (f"{QUICK} --data few.jsonl#1", "your job about 1 row, "),
         ("--model openai-community/gpt2", "no GPU was found here: planned for the processor; --gpu rtx-4090"),
     ],
 )

@@ -271,7 +271,7 @@ def _job(report: PlanReport) -> Fact:
         cost = f", {format_dollars(run.cost)}" if run.cost else ""
         about = "about " if run.epoch.guess else ""
         epochs = "" if run.steps == run.steps_per_epoch else f" × {float(f'{run.epochs:.2g}'):g} epochs"
-        rows = f"{about}{run.epoch.rows:,} rows{epochs}, {format_count(run.epoch.tokens * run.epochs)} tokens"
+        rows = f"{about}{counted(run.epoch.rows, 'row')}{epochs}, {format_count(run.epoch.tokens * run.epochs)} tokens"
         return "your job", (f"{rows}: {format_seconds(run.seconds)}{cost}",)
     seconds = 1e6 / taken.estimate.tokens_per_second
     price = report.price_per_gpu_hour

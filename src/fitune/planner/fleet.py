@@ -44,7 +44,7 @@ from fitune.spec.words import (
     describe_sharding,
     method_name,
 )
-from fitune.units import format_bytes, format_count, format_dollars, format_rate, format_seconds
+from fitune.units import counted, format_bytes, format_count, format_dollars, format_rate, format_seconds
 
 EpochOf = Callable[[Plan], Epoch]
 TOKENS_PER_SECOND = 300_000.0
@@ -95,7 +95,7 @@ class TrainingRanking(Ranking[TrainingOffer]):
         epochs = f"{run.epochs:.3g}".rstrip(".") + f" epoch{'s' * (run.epochs != 1)}"
         words = [
             self.best.priced.plan.model.name,
-            f"{run.epoch.rows:,} rows, {format_count(run.epoch.tokens)} tokens × {epochs}",
+            f"{counted(run.epoch.rows, 'row')}, {format_count(run.epoch.tokens)} tokens × {epochs}",
             f"{wanted.objective} first",
         ]
         if wanted.deadline_seconds is not None:

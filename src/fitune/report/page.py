@@ -15,7 +15,7 @@ from typing import Any
 from fitune.errors import MissingExtra, RunDirectoryError
 from fitune.files import write_atomically
 from fitune.spec.reports import Ledger
-from fitune.units import format_percent
+from fitune.units import counted, format_percent
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +128,8 @@ def remarks(ledger: Ledger, *, seq_len: int) -> str:
         parts.append(f"{supervised} of the kept tokens are supervised")
     if ledger.packs:
         full = ledger.tokens_kept / (ledger.packs * seq_len)
-        parts.append(f"{ledger.packs:,} packs of up to {seq_len:,} tokens, {format_percent(full)} full")
+        parts.append(
+            f"{counted(ledger.packs, 'pack')} of up to {seq_len:,} tokens, {format_percent(full)} full"
+        )
     text = "; ".join(part for part in parts if part) + "."
     return text[0].upper() + text[1:]

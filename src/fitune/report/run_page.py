@@ -27,6 +27,7 @@ from fitune.spec.plan import Plan
 from fitune.spec.reports import Restart
 from fitune.track.record import Tracked
 from fitune.units import (
+    counted,
     format_bytes,
     format_count,
     format_number,
@@ -163,14 +164,16 @@ def _tiles(run: RunFiles, measured: Measured) -> Iterator[Tile]:
         yield Tile("Throughput", rate, unit + (f", MFU {format_percent(mfu)}" if mfu else ""))
     if run.run:
         report = run.run
-        done = f"{report.steps:,} of {report.total_steps:,} steps, {format_count(report.tokens)} tokens"
+        done = (
+            f"{report.steps:,} of {counted(report.total_steps, 'step')}, {format_count(report.tokens)} tokens"
+        )
         whole = report.total_parameters
         trained = f"{format_percent(report.trainable_parameters / whole)} of parameters" if whole else ""
         yield Tile("Time", format_seconds(report.seconds), done)
         yield Tile("Trained", format_count(report.trainable_parameters), trained)
     elif run.steps:
         last = run.steps[-1]
-        yield Tile("Progress", f"{last.step:,}", f"of {last.total_steps:,} steps")
+        yield Tile("Progress", f"{last.step:,}", f"of {counted(last.total_steps, 'step')}")
 
 
 def _arrow(losses: Sequence[float]) -> str:

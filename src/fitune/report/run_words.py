@@ -10,7 +10,7 @@ from fitune.report.page import Tile
 from fitune.spec.rank_status import RankStatus
 from fitune.spec.reports import RankReport, Restart, Retry, RunReport, StepReport, settled_steps
 from fitune.spec.run_lock import Owner
-from fitune.units import format_bytes, format_percent, format_rate, format_seconds
+from fitune.units import counted, format_bytes, format_percent, format_rate, format_seconds
 
 SIGN_HEADINGS = ("", "where", "was doing", "in step", "last sign")
 
@@ -93,7 +93,7 @@ def under_way_tiles(run: UnderWay, restarts: Sequence[Restart]) -> Iterator[Tile
         yield Tile("Last checkpoint", "none", "")
     else:
         lost = max(run.step - run.saved_step, 0)
-        yield Tile("Last checkpoint", f"step {run.saved_step:,}", f"{lost:,} steps after it")
+        yield Tile("Last checkpoint", f"step {run.saved_step:,}", f"{counted(lost, 'step')} after it")
     yield Tile("Last sign", _ago(run.last_sign_s), f"at {clock(run.at - run.last_sign_s, at=run.at)}")
     if run.signs:
         hosts = len({status.host for status, _ in run.signs})

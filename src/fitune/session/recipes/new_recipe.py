@@ -21,7 +21,7 @@ from fitune.spec.predictions import PlanReport
 from fitune.spec.recipe.keys import keys_by_group, option_of
 from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
 from fitune.spec.words import describe_plan
-from fitune.units import format_bytes, format_rate, format_seconds, wrapped
+from fitune.units import counted, format_bytes, format_rate, format_seconds, wrapped
 
 AUTO = "auto"
 """The answer that leaves a key to the plan."""
@@ -183,7 +183,7 @@ def explain_new_recipe(path: Path, report: PlanReport) -> str:
         wrapped(describe_plan(taken.plan)),
         f"  {format_bytes(estimate.peak_bytes)} of {format_bytes(estimate.usable_bytes)}, "
         f"{format_rate(estimate.tokens_per_second)}"
-        + (f", {run.steps:,} steps in {format_seconds(run.seconds)}" if run else ""),
+        + (f", {counted(run.steps, 'step')} in {format_seconds(run.seconds)}" if run else ""),
         f"next: fitune plan {quote(str(path))} (all of it), fitune train {quote(str(path))}",
     ]
     return "\n".join(lines)
