@@ -25,15 +25,10 @@ from fitune.engine.ranks import local_part
 from fitune.estimate.predict import predict
 from fitune.models.readers import model_config
 from fitune.rehearse.stand_ins import StandIns
-from fitune.rehearse.step import (
-    full_stream,
-    heaviest_rows,
-    make_states,
-    record_step,
-    rehearsed,
-)
+from fitune.rehearse.step import full_stream, make_states, record_step, rehearsed
 from fitune.rehearse.trace import peaks_by_kind
 from fitune.spec.model.model_config import load_model_spec
+from fitune.spec.model.traits import largest_rows
 from fitune.spec.plan import Plan, Zero
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -63,7 +58,7 @@ def tracked(plan: Plan) -> dict[str, int]:
     with rehearsed(plan, model_config(plan.model_path)) as prepared:
         engine, labels = prepared.engine, plan.batch.most_labels
         make_states(plan, engine, prepared.model.trained.values())
-        stream = full_stream(heaviest_rows(plan))
+        stream = full_stream(largest_rows(plan))
         tracker = Tracker(engine.trunk, StandIns(gpu=plan.hardware.gpu, supervised_tokens=labels))
         states = map(local_part, engine.state().tensors.values())  # its track_external does nothing
         tracker.track_inputs((*stream.tensors(), *states))

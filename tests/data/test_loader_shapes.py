@@ -31,12 +31,47 @@ def test_the_heaviest_is_found_among_all(packing, steps, rank, world_size):
         if step in steps:
             found += [(len(m.input_ids_T), step, m) for m in loader.batch_at(state).micro_batches]
         state = loader.after(state)
-    step, shape = loader.heaviest(steps)
+    heavy = loader.heaviest(steps, long_rows_cost=False)
+    step, shape = max(((h.step, h.shape) for h in heavy.values()), key=lambda each: each[1].tokens)
     assert shape.tokens == max(tokens for tokens, _, _ in found)
     micro = next(m for tokens, at, m in found if (tokens, at) == (shape.tokens, step))
     lengths = micro.sequence_lengths
     assert (shape.rows, shape.longest_row) == (len(lengths), max(lengths))
     assert shape.supervised_tokens == int((micro.labels_T >= 0).sum())
+
+
+WAYS = {
+    "tokens": lambda micro, lengths: len(micro.input_ids_T),
+    "labels": lambda micro, lengths: int((micro.labels_T >= 0).sum()),
+    "squares": lambda micro, lengths: sum(n * n for n in lengths),
+}
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("adds", [False, True])
+def test_the_heaviest_are_also_those_with_most_labels_or_longest_rows(packing, way, adds):
+    loader = Loader(dataset(LENGTHS), batch(packing=packing), seed=5)
+    steps = range(2 * loader.steps_per_epoch)
+    state, of = LoaderState(), WAYS[way]
+    micros = []
+    for _ in steps:
+        micros += loader.batch_at(state).micro_batches[1 if adds else 0 : None if adds else 1]
+        state = loader.after(state)
+    heavy = loader.heaviest(steps, long_rows_cost=True).values()
+    of_shape = {
+        "tokens": lambda shape: shape.tokens,
+        "labels": lambda shape: shape.supervised_tokens,
+        "squares": lambda shape: shape.pairs(),
+    }[way]
+    assert max(of_shape(h.shape) for h in heavy if h.adds == adds) == max(
+        of(micro, micro.sequence_lengths) for micro in micros
+    )
+
+
+def test_a_process_without_a_row_has_no_heaviest():
+    loader = Loader(dataset([7]), batch(), seed=0, rank=1, world_size=2)
+    assert loader.heaviest(range(0, 3), long_rows_cost=False) == {}
 
 
 def test_the_usual_one_is_the_average():
@@ -47,5 +82,5 @@ def test_the_usual_one_is_the_average():
 
 def test_a_dataset_smaller_than_a_micro_batch():
     loader = Loader(dataset([7]), batch(micro_batch_size=4), seed=0)
-    assert loader.heaviest(range(0, 3))[1].tokens == 7
+    assert {h.shape.tokens for h in loader.heaviest(range(0, 3), long_rows_cost=True).values()} == {7}
     assert loader.epoch().usual.tokens == 7

@@ -22,7 +22,7 @@ def test_every_row_is_in_one_pack_that_is_not_too_long_and_little_room_is_left_o
     sums = [lengths[list(pack)].sum() for pack in packs]
     assert max(sums) <= 512
     assert len(packs) <= 1.01 * math.ceil(sum(lengths) / 512) + 1
-    assert packs.tokens(lengths).tolist() == sums
+    assert packs.sums(lengths).tolist() == sums
     assert packs.rows_N.nbytes + packs.starts.nbytes <= 16 * 3001, "a few bytes for each row"
     assert list(pack_rows(lengths.tolist(), 512)) == list(packs), "the same rows give the same packs"
 

@@ -1,4 +1,6 @@
-"""Memory of a run whose heaviest micro-batch is in its first step, before the optimizer has states."""
+"""Memory of a run is that of its heaviest micro-batch, wherever that is and whatever makes it heavy."""
+
+import sys
 
 import numpy as np
 import pytest
@@ -67,9 +69,72 @@ def test_the_first_step_of_a_process_is_measured_where_it_is_the_heaviest(
     plan = make_plan(
         micro_batch_size=1, gradient_accumulation_steps=1, packing=False, seq_len=64, max_steps=5
     )
-    assert steps_to_measure(loader_of(plan, heaviest=heaviest), start_step=start, total=5) == measured
+    assert (
+        steps_to_measure(loader_of(plan, heaviest=heaviest), start_step=start, total=5, long_rows_cost=False)
+        == measured
+    )
 
 
 def test_a_run_that_has_no_steps_left_is_predicted_by_its_last(make_plan):
     plan = make_plan(micro_batch_size=1, gradient_accumulation_steps=1, packing=False, max_steps=5)
     assert predict_run(only(plan), loader_of(plan, heaviest=3), after=5).heaviest_step == 5
+
+
+def loader_of_rows(plan, rows):
+    """One row of (tokens, labels at its end) for each step, or micro-batch, in this order."""
+    placed = dict(
+        zip(np.random.default_rng([plan.run.seed, 0]).permutation(len(rows)).tolist(), rows, strict=True)
+    )
+    lengths = [placed[number][0] for number in range(len(rows))]
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    learned = [
+        np.arange(tokens) >= tokens - labels for tokens, labels in (placed[n] for n in range(len(rows)))
+    ]
+    ids = np.arange(offsets[-1], dtype=np.int32) % 300
+    return Loader(TokenDataset(ids, np.concatenate(learned), offsets), plan.batch, seed=plan.run.seed)
+
+
+def peaks_of(plan, loader, monkeypatch, *, all_steps):
+    """Measured bytes by phase, of all steps or of those that a run measures."""
+    with monkeypatch.context() as patch:
+        if all_steps:
+            patch.setattr(
+                sys.modules["fitune.train.loop"],
+                "steps_to_measure",
+                lambda *_, total, **__: set(range(total)),
+            )
+        torch.manual_seed(0)
+        measured = {}
+        for step in train(plan, prepare(plan), loader, meter=CpuMeter()):
+            for phase, size in step.memory_bytes.items():
+                measured[phase] = max(measured.get(phase, 0), size)
+    return measured
+
+
+CASES = {
+    "most labels": ({"loss": "plain"}, [(8, 7), (64, 1), (8, 7), (60, 59), (8, 7)]),
+    "many labels and many tokens": (
+        {"loss": "plain"}, [(8, 7), (64, 1), (8, 7), (61, 50), (40, 39), (8, 7)],
+    ),
+    "first of its step": (
+        {"tuning": "full", "gradient_accumulation_steps": 2},
+        [(8, 7), (8, 7), (64, 63), (8, 7), (8, 7), (24, 23), (8, 7), (8, 7)],
+    ),
+    "fewer rows than a step": ({"tuning": "full", "gradient_accumulation_steps": 3}, [(64, 63)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_predicted_and_measured_peak_are_the_highest_of_the_run(make_plan, monkeypatch, case, recompute):
+    settings, rows = CASES[case]
+    plan = make_plan(**{
+        "tuning": "lora", "micro_batch_size": 1, "gradient_accumulation_steps": 1, "packing": False,
+        "seq_len": 64, "max_steps": 5, "gradient_checkpointing": recompute, "learning_rate": 1e-3, **settings,
+    })  # fmt: skip
+    loader = loader_of_rows(plan, rows)
+    said = predict_run(only(plan), loader, after=0).estimate.memory
+    highest = peaks_of(plan, loader, monkeypatch, all_steps=True)
+    measured = peaks_of(plan, loader, monkeypatch, all_steps=False)
+    assert max(measured.values()) == max(highest.values())
+    assert said.tensor_peak_bytes == pytest.approx(max(highest.values()), rel=0.01)

@@ -5,8 +5,10 @@ of the dataset, U its units. A unit is what a batch counts: a row, or a pack of 
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -64,6 +66,28 @@ class GlobalBatch:
         return self.supervised_tokens
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeavyBatch:
+    """The micro-batch of a run that weighs most in one way of weighing."""
+
+    step: int
+    """From 0."""
+    shape: BatchShape
+    adds: bool
+    """It finds gradients of another of its step, to which its own are added."""
+    weight: float
+
+
+class Weighing(NamedTuple):
+    """Bytes of a label and of a row's squared length, where an average micro-batch's tokens and each of these would
+    take as much at 1; and whether micro-batches that find gradients are weighed, or those that do not."""
+
+    labels: float
+    squares: float
+    adds: bool
+
+
+_LABELS, _SQUARES = (0, 1 / 16, 1 / 4, 1, 4, 16), (1 / 4, 1, 4)
 _EPOCHS_LOOKED_AT = 1_000
 _UNITS_LOOKED_AT = 20_000_000
 """About two seconds of shuffling, whichever comes first."""
@@ -135,37 +159,55 @@ class Loader:
             else LoaderState(state.epoch, position)
         )
 
-    def heaviest_of_all(self, steps: range) -> tuple[int, BatchShape]:
-        """``heaviest`` of every process's micro-batches."""
-        found = [self.heaviest(steps, rank=rank) for rank in range(self._world_size)]
-        return max(found, key=lambda step_and_shape: step_and_shape[1].tokens)
+    def heaviest(
+        self, steps: range, *, long_rows_cost: bool, ranks: Iterable[int] | None = None
+    ) -> dict[Weighing, HeavyBatch]:
+        """The micro-batches of ``steps`` (0-based, from the start of the run) that may take the most memory on this
+        process, or on any of ``ranks``: by tokens first of all, by labels, which take bytes in the loss, and where
+        ``long_rows_cost`` by squares of rows; together in several proportions, since only an estimate knows the true.
 
-    def heaviest(self, steps: range, *, rank: int | None = None) -> tuple[int, BatchShape]:
-        """The one of ``steps`` (0-based, from the start of the run) with the most tokens in one micro-batch of this
-        process, or of ``rank``.
-
-        Known before the first step, because the order follows from the seed: memory can be predicted for it.
+        Known before the first step, because the order follows from the seed: memory can be predicted for them.
         Of a run of very many epochs the first ones are looked at, so that it begins within seconds.
         """
-        best_step, best_tokens, best_units = steps.start, -1, np.empty(0, dtype=np.int64)
+        found: dict[Weighing, tuple[float, int, np.ndarray]] = {}
+        micro, accumulation = self._batch.micro_batch_size, self._batch.accumulation
+        ways = itertools.product(
+            _LABELS,
+            (0, *_SQUARES) if long_rows_cost else (0,),
+            (True, False) if accumulation > 1 else (False,),
+        )
+        weighings = [Weighing(*way) for way in ways]
+        sizes_QU = self._sizes_per_unit
+        means_Q = np.maximum(1.0, sizes_QU.mean(axis=1))
         first, last = steps.start // self.steps_per_epoch, (steps.stop - 1) // self.steps_per_epoch
-        looked_at = max(1, min(_EPOCHS_LOOKED_AT, _UNITS_LOOKED_AT // len(self._tokens_per_unit)))
+        looked_at = max(1, min(_EPOCHS_LOOKED_AT, _UNITS_LOOKED_AT // self.num_units))
         for epoch in range(first, min(last + 1, first + looked_at)):
             of_rank_U = np.arange(self.num_units) % self.units_per_step % self._world_size
-            mine_U = self._order(epoch)[of_rank_U == (self._rank if rank is None else rank)]
-            starts_M = np.arange(0, len(mine_U), self._batch.micro_batch_size)
-            step_M = epoch * self.steps_per_epoch + np.arange(len(starts_M)) // self._batch.accumulation
-            tokens_M = np.add.reduceat(self._tokens_per_unit[mine_U], starts_M)
-            tokens_M[(step_M < steps.start) | (step_M >= steps.stop)] = -1
-            place = int(tokens_M.argmax())
-            if tokens_M[place] > best_tokens:
-                best_step, best_tokens = int(step_M[place]), int(tokens_M[place])
-                best_units = mine_U[starts_M[place] : starts_M[place] + self._batch.micro_batch_size]
-        rows = self._rows_of(best_units.tolist())
+            for rank in (self._rank,) if ranks is None else ranks:
+                mine_U = self._order(epoch)[of_rank_U == rank]
+                starts_M = np.arange(0, len(mine_U), micro)
+                numbers_M = np.arange(len(starts_M))
+                step_M = epoch * self.steps_per_epoch + numbers_M // accumulation
+                asked_M = (step_M >= steps.start) & (step_M < steps.stop)
+                if not asked_M.any():  # fewer units than processes
+                    continue
+                sizes_QM = np.add.reduceat(sizes_QU[:, mine_U], starts_M, axis=1)
+                for way in weighings:
+                    weight_M = np.array([1, way.labels, way.squares]) / means_Q @ sizes_QM
+                    weight_M[~(asked_M & ((numbers_M % accumulation > 0) == way.adds))] = -1
+                    at = int(weight_M.argmax())
+                    if weight_M[at] > found.get(way, (-1,))[0]:
+                        units_U = mine_U[starts_M[at] : starts_M[at] + micro]
+                        found[way] = float(weight_M[at]), int(step_M[at]), units_U
+        return {
+            way: HeavyBatch(step=step, shape=self._shape_of(units_U), adds=way.adds, weight=weight)
+            for way, (weight, step, units_U) in found.items()
+        }
+
+    def _shape_of(self, units_U: np.ndarray) -> BatchShape:
+        rows = self._rows_of(units_U.tolist())
         supervised = int(self._labels_per_row_N[rows].sum())
-        return best_step, BatchShape.of_rows(
-            self._dataset.lengths[rows].tolist(), supervised_tokens=supervised
-        )
+        return BatchShape.of_rows(self._dataset.lengths[rows].tolist(), supervised_tokens=supervised)
 
     def epoch(self) -> Epoch:
         """Counts of one pass over the rows, and its micro-batch of average size."""
@@ -183,11 +225,11 @@ class Loader:
         )
 
     @functools.cached_property
-    def _tokens_per_unit(self) -> np.ndarray:
+    def _sizes_per_unit(self) -> np.ndarray:
+        """Tokens, labels and squares of rows of every unit."""
         lengths_N = self._dataset.lengths
-        if self._packs is None:
-            return lengths_N
-        return self._packs.tokens(lengths_N)
+        sizes = (lengths_N, self._labels_per_row_N, lengths_N.astype(np.int64) ** 2)
+        return np.stack([each if self._packs is None else self._packs.sums(each) for each in sizes])
 
     def _order(self, epoch: int) -> np.ndarray:
         if self._cached_order is None or self._cached_order[0] != epoch:
@@ -203,7 +245,7 @@ class Loader:
         step holds stays as it is.
         """
         place_U, world = np.arange(len(order_U)), self._world_size
-        sorted_U = order_U[np.lexsort((-self._tokens_per_unit[order_U], place_U // self.units_per_step))]
+        sorted_U = order_U[np.lexsort((-self._sizes_per_unit[0, order_U], place_U // self.units_per_step))]
         inside_U = place_U % self.units_per_step
         start_U = place_U - inside_U % world
         steps_end_U = np.minimum(place_U - inside_U + self.units_per_step, len(order_U))

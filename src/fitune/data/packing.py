@@ -33,9 +33,9 @@ class Packs(Sequence[tuple[int, ...]]):
             raise IndexError(f"pack {pack} of {len(self)}")
         return tuple(self.rows_N[self.starts[pack] : self.starts[pack + 1]].tolist())
 
-    def tokens(self, lengths_N: np.ndarray) -> np.ndarray:
-        """Tokens of every pack, given those of every row."""
-        ends = np.concatenate([[0], np.cumsum(lengths_N[self.rows_N])])
+    def sums(self, sizes_N: np.ndarray) -> np.ndarray:
+        """The sum of a size in every pack, given that of every row."""
+        ends = np.concatenate([[0], np.cumsum(sizes_N[self.rows_N])])
         return ends[self.starts[1:]] - ends[self.starts[:-1]]
 
 

@@ -1,6 +1,8 @@
 """The estimate of one plan: its largest micro-batch, bytes on device, host and disk, seconds of a step."""
 
-from fitune.estimate.blocks.site import masking_window
+from collections.abc import Sequence
+from functools import reduce
+
 from fitune.estimate.division import num_ranks
 from fitune.estimate.memory import larger, memory_of
 from fitune.estimate.overhead import (
@@ -11,11 +13,11 @@ from fitune.estimate.overhead import (
     usable_host_bytes,
     uses_host,
 )
-from fitune.estimate.step import Terms, before_states, describe_step
+from fitune.estimate.step import StepStages, Terms, describe_step
 from fitune.estimate.time import step_time_of
 from fitune.estimate.transfers import communication_of
 from fitune.spec.model.block_profile import BatchShape
-from fitune.spec.model.traits import has_scores
+from fitune.spec.model.traits import largest_rows
 from fitune.spec.plan import Plan
 from fitune.spec.predictions import Estimate, MemoryBreakdown, StepTime
 
@@ -23,23 +25,19 @@ from fitune.spec.predictions import Estimate, MemoryBreakdown, StepTime
 def predict(
     plan: Plan,
     *,
-    largest: BatchShape | None = None,
+    heaviest: Sequence[StepStages] = (),
     usual: BatchShape | None = None,
-    first: BatchShape | None = None,
 ) -> Estimate:
-    """Memory of the ``largest`` micro-batch on one device, its host and its disks, and time of the ``usual`` one.
+    """Memory of the ``heaviest`` micro-batches on one device, its host and its disks, and time of the ``usual`` one.
 
     Without them, of the largest that the plan allows: what has to fit before the data is known; and of ``usual_batch``.
-    ``first``: the largest micro-batch of the first step, whose update makes the optimizer's states.
     """
-    worst = largest_batch(plan)
     usual = usual or usual_batch(plan)
-    step = describe_step(plan, largest or worst)
+    step = describe_step(plan, largest_batch(plan))
     time = step_time_of(step if step.shape == usual else describe_step(plan, usual))
-    memory, host = memory_of(step), host_terms(step)
-    if first is not None:
-        early = before_states(describe_step(plan, first))
-        memory, host = larger(memory, memory_of(early)), max(host, host_terms(early), key=_total)
+    steps = heaviest or (step,)
+    memory = reduce(larger, map(memory_of, steps))
+    host = max(map(host_terms, steps), key=_total)
     return Estimate(
         memory=memory,
         usable_bytes=room_bytes(plan),
@@ -47,7 +45,7 @@ def predict(
         tokens_per_second=usual.tokens * plan.batch.accumulation * num_ranks(plan) / time.step_seconds,
         host=host,
         usable_host_bytes=usable_host_bytes(plan.hardware) if uses_host(plan) else 0,
-        nvme_bytes=nvme_bytes(step),
+        nvme_bytes=max(map(nvme_bytes, steps)),
         usable_nvme_bytes=plan.hardware.nvme_bytes if "nvme" in plan.offload.places else 0,
         checkpoint_bytes=checkpoint_bytes(plan),
         communication_bytes=communication_of(plan).total_bytes,
@@ -71,16 +69,13 @@ def predict_step_time(plan: Plan, shape: BatchShape | None = None) -> StepTime:
 def largest_batch(plan: Plan) -> BatchShape:
     """The most the plan allows: every row full, every token but the first of each row predicted.
 
-    A pack is counted as two rows, whose attention outputs are joined into one more copy; where scores are written
-    out or a window needs a mask, as the one row that takes most.
+    A token sees as many as in a pack of one row, although a pack is counted as two (``largest_rows``).
     """
     batch = plan.batch
-    tokens = batch.micro_batch_tokens
-    one_row = has_scores(plan) or 0 < masking_window(plan) < batch.seq_len
     return BatchShape(
-        tokens=tokens,
+        tokens=batch.micro_batch_tokens,
         supervised_tokens=batch.most_labels,
-        rows=len(batch.full_rows) * (2 if batch.packing and not one_row else 1),
+        rows=len(largest_rows(plan)),
         longest_row=batch.seq_len,
     )
 

@@ -28,8 +28,7 @@ def whole_run(plan: Plan, epoch: Epoch, *, price_per_gpu_hour: float) -> WholeRu
     batch, ranks = plan.batch, num_ranks(plan)
     per_epoch = -(-epoch.units // (batch.global_batch_size * ranks))
     steps = total_steps(plan.schedule, steps_per_epoch=per_epoch)
-    micro_batches = min(batch.accumulation, -(-epoch.units // (batch.micro_batch_size * ranks)))
-    of_a_step = replace(plan, batch=replace(batch, accumulation=micro_batches))
+    of_a_step = replace(plan, batch=batch.of_units(-(-epoch.units // ranks)))
     seconds = predict_step_time(of_a_step, epoch.usual).step_seconds
     return WholeRun(
         epoch=epoch,

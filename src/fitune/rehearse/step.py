@@ -29,7 +29,7 @@ from fitune.rehearse.layer_extrapolation import Depth, Irregular, extrapolated
 from fitune.rehearse.recorder import Recorder, fake_ranks, modules_may_move
 from fitune.rehearse.stand_ins import LIGER_STAND_INS, StandIns, cuda_functions
 from fitune.rehearse.trace import ParameterKey, Trace, peaks_by_kind, reserved_peak
-from fitune.spec.model.traits import has_scores
+from fitune.spec.model.traits import largest_rows
 from fitune.spec.plan import Lora, Offload, Plan, Recompute, Zero, updates_in_backward
 from fitune.spec.predictions import Rehearsal
 from fitune.train.prepare import Prepared, engine_for, prepare_loaded
@@ -154,7 +154,7 @@ def recording(
     """A recorder of the kind ``by`` at work, and what runs all micro-batches under it and then names the gradients."""
     whole, engine = prepared.model.whole, prepared.engine
     supervised = labels or plan.batch.most_labels
-    stream = full_stream(rows or heaviest_rows(plan))
+    stream = full_stream(rows or largest_rows(plan))
     resident = {
         "weights": map(local_part, (*whole.parameters(), *whole.buffers())),
         "optimizer": list(map(local_part, engine.state().tensors.values())),
@@ -211,19 +211,6 @@ def full_stream(lengths: tuple[int, ...]) -> RowStream:
     tokens = sum(lengths)
     ids_T, labels_T, positions_T = (torch.empty(tokens, dtype=torch.int64) for _ in range(3))
     return RowStream(ids_T, labels_T, positions_T, lengths)
-
-
-def heaviest_rows(plan: Plan) -> tuple[int, ...]:
-    """Lengths of the rows: full ones, and a pack as two rows, whose attention outputs are joined into a copy.
-
-    Where scores are written out, or a window needs a mask, one row as long as the pack takes more.
-    """
-    batch, window = plan.batch, plan.model.sliding_window
-    long_rows_cost = has_scores(plan) or 0 < window < batch.seq_len
-    if not batch.packing or long_rows_cost or batch.seq_len < 2:
-        return batch.full_rows
-    half = batch.seq_len // 2
-    return (batch.seq_len - half, half) * batch.micro_batch_size
 
 
 Keyed = tuple[ParameterKey, Tensor]

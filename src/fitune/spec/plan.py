@@ -6,7 +6,7 @@ union of small types stands where other programs keep flags that contradict each
 (choices.py) and how its states are divided have a file of their own; this module is the door to all of them.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import PurePath
 from typing import Literal
@@ -148,6 +148,10 @@ class Batch:
     def global_batch_size(self) -> int:
         """Rows (or packs) per optimizer step on one process."""
         return self.micro_batch_size * self.accumulation
+
+    def of_units(self, units: int) -> "Batch":
+        """This batch with the micro-batches that a step really has where one process sees so many ``units`` in all."""
+        return replace(self, accumulation=min(self.accumulation, -(-units // self.micro_batch_size)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

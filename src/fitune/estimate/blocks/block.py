@@ -11,7 +11,6 @@ from fitune.estimate.blocks.experts import expert_stages
 from fitune.estimate.blocks.site import (
     FP32,
     Site,
-    attends_in_one_call,
     norms_keep_input,
     seen_by_kernel,
     whole_weight_bytes,
@@ -20,7 +19,12 @@ from fitune.estimate.blocks.site import (
 from fitune.spec.counts import attention_flops_per_pair
 from fitune.spec.model.block_profile import Attention, BatchShape, BlockProfile, Stage
 from fitune.spec.model.model_spec import BlockAttention, Linear
-from fitune.spec.model.traits import falls_back_to_scores, has_scores, writes_scores
+from fitune.spec.model.traits import (
+    attends_in_one_call,
+    falls_back_to_scores,
+    has_scores,
+    writes_scores,
+)
 from fitune.spec.plan import Plan
 
 

@@ -14,9 +14,9 @@ from fitune.spec.model.model_spec import BlockAttention, Linear, ModelSpec
 from fitune.spec.model.traits import (
     ACTIVATIONS,
     Activation,
+    attends_in_one_call,
     falls_back_to_scores,
-    flash_refused,
-    has_scores,
+    masking_window,
 )
 from fitune.spec.plan import Full, Lomo, Lora, Plan, Precision, base_of, trains_every_weight
 from fitune.spec.quantisers import is_packed
@@ -24,12 +24,6 @@ from fitune.spec.quantisers import is_packed
 FP32 = 4
 INDEX = 8
 """An int64 index."""
-
-
-def attends_in_one_call(plan: Plan) -> bool:
-    """True if FlashAttention takes the whole stream with its rows and windows (models/attention.py, ``one_call``)."""
-    refused = flash_refused(plan.model, plan.hardware.gpu, plan.precision)
-    return plan.attention == "flash" and refused is None
 
 
 def norms_keep_input(plan: Plan) -> bool:
@@ -41,14 +35,6 @@ def seen_by_kernel(plan: Plan, attention: BlockAttention) -> BlockAttention:
     """``attention`` without its window where that is a mask over a whole row, all of which is computed."""
     skips = attention.in_chunks or attends_in_one_call(plan)
     return attention if skips else replace(attention, window=0)
-
-
-def masking_window(plan: Plan) -> int:
-    """Rows of more tokens than this keep a mask of s × s each, in the blocks that have a window; 0 where none does."""
-    model = plan.model
-    by_rows = not (model.masks_whole_stream or has_scores(plan) or attends_in_one_call(plan))
-    some = by_rows and any(model.has_window(layer) for layer in range(model.num_layers))
-    return model.sliding_window if some else 0
 
 
 def attended_kv_dim(plan: Plan, *, masked: bool) -> int:

@@ -3,6 +3,8 @@
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,10 @@ from fitune.data.loader import Loader
 from fitune.data.making import PreparedData
 from fitune.engine.ranks import ALONE, Ranks
 from fitune.errors import CheckpointError, FituneError, OutOfMemory, StoreError, work_under_way
+from fitune.estimate.division import num_ranks
+from fitune.estimate.memory import memory_of
 from fitune.estimate.predict import predict
+from fitune.estimate.step import before_states, describe_step
 from fitune.files import write_atomically
 from fitune.models.language_model import LanguageModel
 from fitune.models.tokens import planned_tokenizer
@@ -40,7 +45,8 @@ from fitune.session.reported import NO_EXPORT, outcome_data, report_run
 from fitune.session.train.attempts import Attempt, leave_shortage, next_attempt
 from fitune.session.train.beginning import first_attempt
 from fitune.session.train.pushing import push, push_again
-from fitune.spec.plan import Plan
+from fitune.spec.model.traits import long_rows_cost
+from fitune.spec.plan import Plan, Single
 from fitune.spec.predictions import PlanReport
 from fitune.spec.recipe.recipe import Recipe, dump_recipe
 from fitune.spec.reports import RunReport
@@ -219,25 +225,29 @@ def run_once(
 def predict_run(report: PlanReport, loader: Loader, *, after: int) -> Prediction:
     """Prediction for the batches this run will really see, with the alternatives considered.
 
-    The plan was made for the largest batch its settings allow; the heaviest of this data is known before it runs.
+    The plan was made for the largest batch its settings allow; the heaviest of this data are known before it runs.
     ``after``: steps that were done under another plan.
     """
-    plan = report.chosen.plan
+    plan, epoch = report.chosen.plan, loader.epoch()
+    world = num_ranks(plan)
+    plan = replace(plan, batch=plan.batch.of_units(-(-epoch.units // world)))
     total = total_steps(plan.schedule, steps_per_epoch=loader.steps_per_epoch)
-    epoch = loader.epoch()
-    step, heaviest = loader.heaviest_of_all(range(min(after or 1, total - 1), total))
-    estimate = predict(plan, largest=heaviest, usual=epoch.usual)
-    if after == 0:  # the optimizer has no states yet, and another micro-batch may be the heaviest
-        _, opening = loader.heaviest_of_all(range(1))
-        usual_peak = estimate.memory.tensor_peak_bytes
-        estimate = predict(plan, largest=heaviest, usual=epoch.usual, first=opening)
-        if estimate.memory.tensor_peak_bytes > usual_peak:
-            step, heaviest = 0, opening
+    alone = isinstance(
+        plan.sharding, Single
+    )  # else the first micro-batch is taken as one that finds gradients
+    fresh = replace(plan, batch=replace(plan.batch, accumulation=1)) if alone else plan
+    find = partial(loader.heaviest, long_rows_cost=long_rows_cost(plan), ranks=range(world))
+    later = list(find(range(min(after or 1, total - 1), total)).values())
+    opening = list(find(range(1)).values()) if after == 0 else []  # the optimizer has no states yet
+    steps = [describe_step(plan if heavy.adds else fresh, heavy.shape) for heavy in (*later, *opening)]
+    steps = [*steps[: len(later)], *map(before_states, steps[len(later) :])]
+    peaks = [memory_of(step).tensor_peak_bytes for step in steps]
+    heaviest = (*later, *opening)[peaks.index(max(peaks))]
     return Prediction(
-        estimate=estimate,
-        run=whole_run(plan, epoch, price_per_gpu_hour=report.price_per_gpu_hour),
-        heaviest_step=step + 1,
-        heaviest_tokens=heaviest.tokens,
+        estimate=predict(plan, heaviest=steps, usual=epoch.usual),
+        run=whole_run(report.chosen.plan, epoch, price_per_gpu_hour=report.price_per_gpu_hour),
+        heaviest_step=heaviest.step + 1,
+        heaviest_tokens=heaviest.shape.tokens,
         allowed_bytes=report.chosen.estimate.memory.tensor_peak_bytes,
         runners_up=tuple(
             RunnerUp(

@@ -72,7 +72,7 @@ WITH_WEIGHTS = frozenset(("prelu", "xielu"))
 
 
 def has_scores(plan: Plan) -> bool:
-    """True if scores n·s² are written out, by fitune or by torch: long rows take the most then."""
+    """True if scores n·s² are written out, by fitune or by torch."""
     return writes_scores(plan) or falls_back_to_scores(plan)
 
 
@@ -85,6 +85,35 @@ def falls_back_to_scores(plan: Plan) -> bool:
     """True if torch writes them, in fp32: to drop attention out on a CPU, which no fused kernel does there."""
     drops_out = plan.model.dropout.attention > 0 and plan.hardware.gpu.is_cpu
     return drops_out and not writes_scores(plan)
+
+
+def attends_in_one_call(plan: Plan) -> bool:
+    """True if FlashAttention takes the whole stream with its rows and windows (models/attention.py, ``one_call``)."""
+    refused = flash_refused(plan.model, plan.hardware.gpu, plan.precision)
+    return plan.attention == "flash" and refused is None
+
+
+def masking_window(plan: Plan) -> int:
+    """Rows of more tokens than this keep a mask of s × s each, in the blocks that have a window; 0 where none does."""
+    model = plan.model
+    by_rows = not (model.masks_whole_stream or has_scores(plan) or attends_in_one_call(plan))
+    some = by_rows and any(model.has_window(layer) for layer in range(model.num_layers))
+    return model.sliding_window if some else 0
+
+
+def long_rows_cost(plan: Plan) -> bool:
+    """True if bytes grow with the squares of rows: scores are written out, or a window needs a mask."""
+    return has_scores(plan) or 0 < masking_window(plan) < plan.batch.seq_len
+
+
+def largest_rows(plan: Plan) -> tuple[int, ...]:
+    """Lengths of the rows of the largest micro-batch: full ones, and a pack as two rows, whose attention outputs are
+    joined into one more copy; where long rows cost, as the one row that takes most."""
+    batch = plan.batch
+    if not batch.packing or long_rows_cost(plan) or batch.seq_len < 2:
+        return batch.full_rows
+    half = batch.seq_len // 2
+    return (batch.seq_len - half, half) * batch.micro_batch_size
 
 
 _TRITON = (7, 0)
