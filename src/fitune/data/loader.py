@@ -89,8 +89,8 @@ class Weighing(NamedTuple):
 
 _LABELS, _SQUARES = (0, 1 / 16, 1 / 4, 1, 4, 16), (1 / 4, 1, 4)
 _EPOCHS_LOOKED_AT = 1_000
-_UNITS_LOOKED_AT = 20_000_000
-"""About two seconds of shuffling, whichever comes first."""
+_UNITS_LOOKED_AT = 10_000_000
+"""Shuffled and weighed in about two seconds, whichever comes first."""
 
 
 class Loader:
@@ -171,34 +171,34 @@ class Loader:
         """
         found: dict[Weighing, tuple[float, int, np.ndarray]] = {}
         micro, accumulation = self._batch.micro_batch_size, self._batch.accumulation
-        ways = itertools.product(
-            _LABELS,
-            (0, *_SQUARES) if long_rows_cost else (0,),
-            (True, False) if accumulation > 1 else (False,),
-        )
-        weighings = [Weighing(*way) for way in ways]
-        sizes_QU = self._sizes_per_unit
-        means_Q = np.maximum(1.0, sizes_QU.mean(axis=1))
+        ways = list(itertools.product(_LABELS, (0, *_SQUARES) if long_rows_cost else (0,)))
+        sizes_QU = self._sizes_per_unit[: 3 if long_rows_cost else 2]
+        sizes_QU = sizes_QU / np.maximum(1.0, sizes_QU.mean(axis=1, keepdims=True))
         first, last = steps.start // self.steps_per_epoch, (steps.stop - 1) // self.steps_per_epoch
         looked_at = max(1, min(_EPOCHS_LOOKED_AT, _UNITS_LOOKED_AT // self.num_units))
-        for epoch in range(first, min(last + 1, first + looked_at)):
-            of_rank_U = np.arange(self.num_units) % self.units_per_step % self._world_size
-            for rank in (self._rank,) if ranks is None else ranks:
-                mine_U = self._order(epoch)[of_rank_U == rank]
-                starts_M = np.arange(0, len(mine_U), micro)
-                numbers_M = np.arange(len(starts_M))
-                step_M = epoch * self.steps_per_epoch + numbers_M // accumulation
-                asked_M = (step_M >= steps.start) & (step_M < steps.stop)
-                if not asked_M.any():  # fewer units than processes
+        for epoch, rank in itertools.product(
+            range(first, min(last + 1, first + looked_at)), (self._rank,) if ranks is None else ranks
+        ):
+            mine_U = self._order(epoch)[
+                np.arange(self.num_units) % self.units_per_step % self._world_size == rank
+            ]
+            starts_M = np.arange(0, len(mine_U), micro)
+            numbers_M = np.arange(len(starts_M))
+            step_M = epoch * self.steps_per_epoch + numbers_M // accumulation
+            asked_M = (step_M >= steps.start) & (step_M < steps.stop)
+            sizes_QM = np.array([np.add.reduceat(sizes_U[mine_U], starts_M) for sizes_U in sizes_QU])
+            for adds in (True, False) if accumulation > 1 else (False,):
+                places = np.flatnonzero(asked_M & ((numbers_M % accumulation > 0) == adds))
+                if len(places) == 0:
                     continue
-                sizes_QM = np.add.reduceat(sizes_QU[:, mine_U], starts_M, axis=1)
-                for way in weighings:
-                    weight_M = np.array([1, way.labels, way.squares]) / means_Q @ sizes_QM
-                    weight_M[~(asked_M & ((numbers_M % accumulation > 0) == way.adds))] = -1
-                    at = int(weight_M.argmax())
-                    if weight_M[at] > found.get(way, (-1,))[0]:
-                        units_U = mine_U[starts_M[at] : starts_M[at] + micro]
-                        found[way] = float(weight_M[at]), int(step_M[at]), units_U
+                of_these_QM = sizes_QM[:, places]
+                for labels, squares in ways:
+                    weight_M = np.array([1, labels, squares][: len(sizes_QU)]) @ of_these_QM
+                    best, way = int(weight_M.argmax()), Weighing(labels, squares, adds)
+                    if weight_M[best] > found.get(way, (-1,))[0]:
+                        start = starts_M[places[best]]
+                        units_U = mine_U[start : start + micro]
+                        found[way] = float(weight_M[best]), int(step_M[places[best]]), units_U
         return {
             way: HeavyBatch(step=step, shape=self._shape_of(units_U), adds=way.adds, weight=weight)
             for way, (weight, step, units_U) in found.items()
