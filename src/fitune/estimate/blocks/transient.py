@@ -5,6 +5,7 @@ gradient of the residual stream, e·h per token, that lives through the whole bl
 """
 
 from fitune.estimate.blocks.site import FP32, Site
+from fitune.spec.model.traits import attends_in_one_call
 
 
 def norm_forward(site: Site) -> int:
@@ -50,17 +51,19 @@ def projections_backward(site: Site) -> int:
 
 
 def fused_attention_backward(site: Site, *, rows: int) -> int:
-    """t · (e·(h + q + q + 2k) [+ e·(q + 2k) joining rows] [+ 4·q + 4n, and 2·e·q when heads are grouped, on CUDA]).
+    """t · e·(h + 2q + 2k [+ q + 2k joining rows]) [+ t' · (4·q + 4n) and t · 2·e·q for grouped heads, on CUDA].
 
     Gradient of the output, gradients of q, k, v; with several rows theirs are made one by one and joined. The
     CUDA kernel accumulates dq in fp32, and makes the gradients of grouped keys and values for every query head before
-    it adds them up (flash_api.cpp mha_bwd: dq_accum, dk_expanded, dv_expanded; read there, not measured by us).
+    it adds them up (flash_api.cpp mha_bwd: dq_accum, dk_expanded, dv_expanded; read there, not measured by us). Where
+    one call takes all rows, t' is t and 128 for each row (mha_varlen_bwd), else t.
     """
     q, k = site.q, site.k
     joined = q + 2 * k if rows > 1 else 0
     expanded = 2 * site.e * q if k != q else 0
-    workspace = FP32 * (q + site.n) + expanded if site.on_cuda else 0
-    return site.t * (site.e * (site.h + 2 * q + 2 * k + joined) + workspace)
+    padded = site.t + 128 * site.shape.rows * attends_in_one_call(site.plan)
+    workspace = padded * FP32 * (q + site.n) + site.t * expanded if site.on_cuda else 0
+    return site.t * site.e * (site.h + 2 * q + 2 * k + joined) + workspace
 
 
 def window_mask_making(site: Site) -> int:
