@@ -249,10 +249,17 @@ def _embedding_moment(step: StepStages) -> Terms:
         elements if adds or tied else 0, late if adds and not step.root_waits else 0
     )
     stepped = 0 if step.buffers.root_end else stepping_bytes(step.plan, max(elements, late))
+    made: Terms = {
+        **(
+            step.all_kept() if step.goes_back_twice else {}
+        ),  # by the first of two passes, which steps nothing
+        "temporaries": step.hidden + table,
+    }
+    # a tied table's two gradients are one when it is stepped
+    used: Terms = {"temporaries": step.hidden + stepped + (0 if tied else table)}
     return {
-        **(step.all_kept() if step.goes_back_twice else {}),
+        **_largest([made, used]),
         "gradients": _blocks_and_waiting(step),
-        "temporaries": step.hidden + table + stepped,
         "gathered weights": step.buffers.root,
         "reduce buffers": step.buffers.buckets
         + max(step.buffers.reduce, step.buffers.last_sum)
