@@ -249,16 +249,10 @@ def _embedding_moment(step: StepStages) -> Terms:
         elements if adds or tied else 0, late if adds and not step.root_waits else 0
     )
     stepped = 0 if step.buffers.root_end else stepping_bytes(step.plan, max(elements, late))
-    made: Terms = {
-        **(
-            step.all_kept() if step.goes_back_twice else {}
-        ),  # by the first of two passes, which steps nothing
-        "temporaries": step.hidden + table,
-    }
-    # a tied table's two gradients are one when it is stepped
-    used: Terms = {"temporaries": step.hidden + stepped + (0 if tied else table)}
     return {
-        **_largest([made, used]),
+        **(step.all_kept() if step.goes_back_twice else {}),
+        # a tied table's two gradients are one when it is stepped
+        "temporaries": step.hidden + (max(table, stepped) if tied else table + stepped),
         "gradients": _blocks_and_waiting(step),
         "gathered weights": step.buffers.root,
         "reduce buffers": step.buffers.buckets
