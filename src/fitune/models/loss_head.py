@@ -82,12 +82,12 @@ class LossHead:
         else:
             losses_S, logit_gradient_SV = self._losses_and_logit_gradient(input_SD, target_S, scale)
         if weight.requires_grad and weight.grad is None:
-            weight.grad = logit_gradient_SV.t() @ input_SD
+            _leave_gradient(weight, logit_gradient_SV.t() @ input_SD)
         elif weight.requires_grad:
             weight.grad.addmm_(logit_gradient_SV.t(), input_SD)
         if bias is not None and bias.requires_grad:
             gradient_V = logit_gradient_SV.sum(dim=0)
-            bias.grad = gradient_V if bias.grad is None else bias.grad.add_(gradient_V)
+            _leave_gradient(bias, gradient_V if bias.grad is None else bias.grad.add_(gradient_V))
         if gradient_SD.dtype == weight.dtype:
             torch.mm(logit_gradient_SV, weight, out=gradient_SD)
         else:
@@ -131,6 +131,14 @@ def _supervised(labels_T: Tensor, device: torch.device) -> tuple[Tensor, Tensor]
     chosen = torch.nonzero(labels_T != IGNORED).squeeze(1)
     targets_S = labels_T if len(chosen) == len(labels_T) else labels_T[chosen]
     return sent(chosen, device), sent(targets_S, device)
+
+
+def _leave_gradient(parameter: Tensor, gradient: Tensor) -> None:
+    """Make ``gradient`` that of ``parameter`` in its own type, for FSDP2 to convert when it sums: before backward,
+    torch 2.15's refuses what is not in the type of the sums yet."""
+    if gradient.dtype != getattr(parameter, "grad_dtype", gradient.dtype):
+        parameter.grad_dtype = None
+    parameter.grad = gradient
 
 
 def _softmax_loss(work_SV: Tensor, target_S: Tensor) -> tuple[Tensor, Tensor]:
