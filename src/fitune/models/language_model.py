@@ -3,6 +3,7 @@
 Shapes: T tokens, D hidden size.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -148,6 +149,12 @@ def body_of(model: PreTrainedModel) -> nn.Module:
     """
     parts = [part for part in model.children() if isinstance(part, PreTrainedModel)]
     return parts[0] if model.base_model is model and len(parts) == 1 else model.base_model
+
+
+def cache_argument(model: nn.Module) -> str | None:
+    """Keyword by which ``model`` is given keys and values; None where it takes none. transformers 5.24 renamed it."""
+    taken = inspect.signature(model.forward).parameters
+    return next((name for name in ("cache", "past_key_values") if name in taken), None)
 
 
 def blocks_of(model: PreTrainedModel) -> nn.ModuleList:

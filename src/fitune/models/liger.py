@@ -6,6 +6,7 @@ turned where they are. The mixture of experts keeps transformers' grouped produc
 model change, nothing in transformers itself.
 """
 
+import inspect
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -144,7 +145,7 @@ def _gated_mlp(module: nn.Module, operations: Operations, activation: str) -> Ca
 
 def _with_rotation(module: nn.Module, rotate: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Any]:
     """The attention's own forward, in which one name, transformers' rotation, means another function."""
-    written = type(module).forward
+    written = inspect.unwrap(type(module).forward)  # without what takes keywords by their earlier names
     if "apply_rotary_pos_emb" not in written.__code__.co_names:
         raise ModelError(
             f"kernels: liger: {type(module).__name__} of this transformers does not call apply_rotary_pos_emb",

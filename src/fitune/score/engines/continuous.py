@@ -28,7 +28,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from fitune.models.attention import turns_by_length
-from fitune.models.language_model import base_of
+from fitune.models.language_model import base_of, cache_argument
 from fitune.score.engines.choosing import OnToken, Row, choose, nobody
 from fitune.score.engines.engine import Completion, Request
 from fitune.spec.answering import CACHE_ROOM
@@ -76,7 +76,8 @@ def can_join(model: Any) -> bool:
     taken = inspect.signature(base.forward).parameters
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     return (
-        {"position_ids", "past_key_values", "attention_mask", "logits_to_keep"} <= taken.keys()
+        {"position_ids", "attention_mask", "logits_to_keep"} <= taken.keys()
+        and cache_argument(base) is not None
         and kinds <= _PLAIN_ATTENTION
         and not getattr(base, "_is_stateful", False)
         and not turns_by_length(base.config)
@@ -119,6 +120,7 @@ class _Batch:
     def __init__(self, model: Any) -> None:
         self.rows: list[Row] = []
         self._model = model
+        self._cache_argument = str(cache_argument(base_of(model)))
         self._cache = RoomyCache()
         self._gaps: list[int] = []
 
@@ -183,10 +185,10 @@ class _Batch:
             input_ids=ids.to(device),
             position_ids=places.to(device),
             attention_mask=mask_BW.to(device),
-            past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
             return_dict=True,
+            **{self._cache_argument: cache},
         )
         choose(output.logits[:, -1], rows)
 

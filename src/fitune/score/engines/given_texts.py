@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from fitune.models.language_model import cache_argument
 from fitune.score.engines.engine import Continuation, Likelihood
 
 HEAD_TOKENS = 256
@@ -62,7 +63,7 @@ def weigh_behind(parts: Any, groups: Groups) -> list[Likelihood]:
         """Last hidden states [B, T, D] of ``ids`` [B, T] behind what the cache holds."""
         found: Tensor = parts.body(
             input_ids=ids.to(parts.device), position_ids=places.to(parts.device),
-            attention_mask=mask.to(parts.device), past_key_values=cache, use_cache=True, return_dict=True,
+            attention_mask=mask.to(parts.device), use_cache=True, return_dict=True, **{cache_keyword: cache},
         ).last_hidden_state  # fmt: skip
         return found
 
@@ -71,7 +72,7 @@ def weigh_behind(parts: Any, groups: Groups) -> list[Likelihood]:
     ids_GP = torch.tensor([[0] * (width - len(ids)) + list(ids) for ids in prompts])
     gaps_G1 = torch.tensor([[width - len(ids)] for ids in prompts])
     mask_GP = (torch.arange(width)[None] >= gaps_G1).long()
-    cache = DynamicCache()
+    cache, cache_keyword = DynamicCache(), str(cache_argument(parts.body))
     places_GP = (torch.arange(width)[None] - gaps_G1).clamp_min(0)
     last_GD = hidden(ids_GP, places_GP, mask_GP)[:, -1]
 
