@@ -73,7 +73,9 @@ def test_its_text_part_is_loaded_from_the_whole_checkpoint(tmp_path):
     loaded = load(tmp_path)
     assert isinstance(loaded, Llama4ForCausalLM)
     with torch.no_grad():
-        assert torch.equal(loaded(input_ids=ROW[None]).logits, whole(input_ids=ROW[None]).logits)
+        assert torch.equal(
+            loaded(input_ids=ROW[None]).logits, whole.language_model(input_ids=ROW[None]).logits
+        )
 
 
 def test_the_router_is_not_packed_and_linears_of_other_classes_are():
