@@ -66,3 +66,17 @@ def test_the_plan_to_rehearse_is_one_that_can_be():
         recipe, model=known("llama-2-70b"), hardware=gpu("v100-32gb", gpus=8), purposes=("plan", "rehearse")
     )
     assert report.chosen.plan.sharding == Zero(stage=3, backend="fsdp")
+
+
+def test_a_torch_without_fake_collectives_is_named():
+    """torch 2.9 has no allreduce for fake tensors; what another operation lacks is no matter of ranks."""
+    import torch
+    from torch._subclasses.fake_tensor import UnsupportedOperatorException
+
+    from fitune.rehearse.recorder import fake_ranks
+
+    plan = plan_on_ranks(Zero(stage=3, backend="fsdp"))
+    with pytest.raises(RecipeError, match="no c10d.allreduce_.default for fake tensors"), fake_ranks(plan):
+        raise UnsupportedOperatorException(torch.ops.c10d.allreduce_.default)
+    with pytest.raises(UnsupportedOperatorException), fake_ranks(plan):
+        raise UnsupportedOperatorException(torch.ops.aten.nonzero.default)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedOperatorException
 
 from fitune.engine.ranks import local_part
 from fitune.errors import RecipeError
@@ -148,7 +148,8 @@ if TYPE_CHECKING:
 def fake_ranks(plan: Plan) -> Iterator["DeviceMesh | None"]:
     """The mesh of a sharded plan, seen from its first rank, whose shares are the largest; None on one device.
 
-    Raises RecipeError for what does not run on fake tensors.
+    Raises RecipeError for what does not run on fake tensors, and where this torch has no fake collectives (2.9 has none
+    but for a few).
     """
     require_rules(plan, "rehearse")
     if not isinstance(plan.sharding, Zero):
@@ -166,5 +167,12 @@ def fake_ranks(plan: Plan) -> Iterator["DeviceMesh | None"]:
     dist.init_process_group("fake", rank=0, world_size=plan.hardware.num_gpus, store=FakeStore())
     try:
         yield mesh_of(plan.sharding, plan.hardware, device="cpu")  # it stands for the plan's
+    except UnsupportedOperatorException as error:
+        if error.func.namespace != "c10d":
+            raise
+        raise RecipeError(
+            f"torch {torch.__version__} cannot rehearse several ranks: it has no {error.func} for fake tensors",
+            hint="torch 2.11 has; fitune plan and fitune train work with this one",
+        ) from error
     finally:
         dist.destroy_process_group()
