@@ -38,13 +38,13 @@ def only(plan):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-master"])
 @pytest.mark.parametrize("tuning", ["full", "lora"])
-@pytest.mark.parametrize("heaviest", [0, 3])
+@pytest.mark.parametrize(("heaviest", "steps"), [(0, 5), (3, 5), (0, 1)])
 def test_the_heaviest_step_is_predicted_and_measured_also_when_it_is_the_first(
-    make_plan, tuning, precision, heaviest
+    make_plan, tuning, precision, heaviest, steps
 ):
     plan = make_plan(
         tuning=tuning, precision=precision, micro_batch_size=1, gradient_accumulation_steps=1, packing=False,
-        seq_len=64, max_steps=5, gradient_checkpointing=False, learning_rate=1e-3,
+        seq_len=64, max_steps=steps, gradient_checkpointing=False, learning_rate=1e-3,
     )  # fmt: skip
     loader = loader_of(plan, heaviest=heaviest)
     said = predict_run(only(plan), loader, after=0)
@@ -56,8 +56,10 @@ def test_the_heaviest_step_is_predicted_and_measured_also_when_it_is_the_first(
     for step in train(plan, prepare(plan), loader, meter=CpuMeter()):
         for phase, size in step.memory_bytes.items():
             measured[phase] = max(measured.get(phase, 0), size)
+    # the first update makes states one by one: not all of them are there beside its temporaries
+    share = 0.03 if steps > 1 else 0.04
     for phase, terms in said.estimate.memory.phases.items():
-        assert sum(terms.values()) == pytest.approx(measured[phase], rel=0.03), phase
+        assert sum(terms.values()) == pytest.approx(measured[phase], rel=share), phase
 
 
 @pytest.mark.parametrize(("heaviest", "start", "measured"), [

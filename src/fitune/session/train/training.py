@@ -237,7 +237,7 @@ def predict_run(report: PlanReport, loader: Loader, *, after: int) -> Prediction
     )  # else the first micro-batch is taken as one that finds gradients
     fresh = replace(plan, batch=replace(plan.batch, accumulation=1)) if alone else plan
     find = partial(loader.heaviest, long_rows_cost=long_rows_cost(plan), ranks=range(world))
-    later = list(find(range(min(after or 1, total - 1), total)).values())
+    later = list(find(range(min(after, total - 1) if after else 1, total)).values())
     opening = list(find(range(1)).values()) if after == 0 else []  # the optimizer has no states yet
     steps = [describe_step(plan if heavy.adds else fresh, heavy.shape) for heavy in (*later, *opening)]
     steps = [*steps[: len(later)], *map(before_states, steps[len(later) :])]
