@@ -99,7 +99,10 @@ def test_a_broken_line_is_named_or_counted(tmp_path, case):
     with pytest.raises(DataError) as caught:
         read(file)
     assert caught.value.message.startswith(f"{file}:3: {cause}")
-    assert "on_bad_row: skip" in caught.value.hint
+    with pytest.raises(DataError) as stopped:
+        prepare(tmp_path, GOOD + GOOD + line)
+    assert stopped.value.message == caught.value.message
+    assert "on_bad_row: skip" in stopped.value.hint
     rows, counted = read(file, on_bad_row="skip")
     assert counted == [reason]
     assert len(rows) == (GOOD + GOOD + line).count(GOOD)
