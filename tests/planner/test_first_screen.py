@@ -9,8 +9,10 @@ import pytest
 
 from fitune.cli.terminal import print_coloured
 from fitune.errors import HardwareError, NothingFits
+from fitune.planner.explain import priced_data
 from fitune.planner.first_screen import changed_recipe, first_screen, other_ways, screen_of_nothing
 from fitune.planner.study import compare
+from fitune.session.alternatives import plan_with
 from fitune.session.planning import first_screen_of, plan_on_data, wanted_hardware
 from fitune.session.recipes.reading import recipe_from
 from fitune.spec.model.model_config import load_model_spec
@@ -276,3 +278,12 @@ def test_a_machine_that_is_none_is_refused_with_what_to_type(words, said, hinted
 def test_one_node_that_was_said_is_one_node():
     recipe = recipe_typed("--model gpt2 --gpu rtx-3090 --gpus 10 --nodes 1")
     assert wanted_hardware(recipe).gpus_per_node == 10
+
+
+def test_why_compares_with_the_plan_that_is_trained():
+    """Two cards, activations on the host: the fastest plan there is only planned."""
+    recipe = recipe_typed("--model meta-llama/Llama-3.1-8B --gpu rtx-3090 --gpus 2 --host-memory 64GiB")
+    report = plan_on_data(recipe)
+    assert report.taken != report.chosen
+    _, data = plan_with(recipe, "micro_batch_size: 2")
+    assert data["why"]["taken"] == priced_data(report.taken)

@@ -35,7 +35,7 @@ def plan_with(recipe: Recipe, change: str) -> tuple[str, dict[str, Any]]:
     changed = changed_recipe(recipe, change)
     report = plan_for(recipe)
     alternative = compare(
-        changed, change, taken=report.chosen,
+        changed, change, taken=report.taken,
         model=load_model_spec(changed.model), hardware=wanted_hardware(changed),
     )  # fmt: skip
     return explain_alternative(alternative), {**plan_data(report), "why": alternative_data(alternative)}

@@ -145,8 +145,8 @@ class Site:
 
     @property
     def scaled_bytes(self) -> int:
-        """Of each element that the weight of transformers' RMSNorm multiplies, kept where it trains: 4 in Gemma's order
-        (weight, then cast), e in Llama's (cast, then weight)."""
+        """Bytes that are kept of each element that a trained weight of transformers' RMSNorm multiplies: 4 in Gemma's
+        order (weight, then cast), e in Llama's (cast, then weight); 0 where the weight is frozen."""
         if not self.full:
             return 0
         return FP32 if self.model.scales_norms_in_fp32 else self.e

@@ -162,8 +162,8 @@ def tokens_beside(engine: EngineName) -> int:
 def sorted_out(
     asked: Sequence[Asked], *, context: int, engine: EngineName
 ) -> tuple[list[Asked], list[Any], int]:
-    """Those of ``asked`` that ``context`` positions have room for (0: no limit is known), the failed results of the
-    others, with the arithmetic, and the largest token id of those that fit."""
+    """Returns what fits into ``context`` positions (0: no limit is known), the failed results of what does not, with
+    the arithmetic, and the largest token id of what fits."""
     fitting, refused = [], []
     for one in asked:
         prompt = f"prompt {len(one.prompt_ids)}"

@@ -124,8 +124,9 @@ class TransformersEngine:
         """Does nothing: the model belongs to the caller."""
 
     def _sorted_out(self, asked: Sequence[Asked]) -> tuple[list[Asked], list[Any]]:
-        """Those that the model can read, and the failed results of the others. Raises ModelError for ids of another
-        model."""
+        """Returns what the model can read, and the failed results of the rest.
+
+        Raises ModelError for ids of another model's tokenizer."""
         fitting, refused, largest = sorted_out(asked, context=self.context_tokens, engine="transformers")
         rows = self.model.get_input_embeddings().weight.shape[0]
         require_rows(self.tokenizer_folder, largest_id=largest, rows=rows)

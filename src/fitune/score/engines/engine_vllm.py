@@ -128,7 +128,7 @@ class VllmEngine:
                 yield answered
 
     def _sorted_out(self, asked: Sequence[Asked]) -> tuple[list[Asked], list[Any]]:
-        """Those that vLLM can read, and the failed results of the others.
+        """Returns what vLLM can read, and the failed results of the rest.
 
         Raises ModelError for ids of another model's tokenizer."""
         fitting, refused, largest = sorted_out(asked, context=self._context, engine="vllm")

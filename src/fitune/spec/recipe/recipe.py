@@ -145,14 +145,14 @@ class Recipe(Strict):
     price_per_gpu_hour: PositiveFloat | None = None
     """US dollars; chosen: a market price, assumed and shown"""
     objective: Literal["fastest", "cheapest", "least-memory"] = "fastest"
-    """What to optimise the plan for"""
+    """Aim of the search for a plan"""
 
     data: Sources = []
     """Files, folders, URLs, names on the Hub; FILE#500 takes 500"""
     data_weights: Annotated[list[PositiveFloat], BeforeValidator(as_numbers)] = []
     """One for each source: 2 repeats its rows, 0.5 takes half"""
     columns: Columns = {}
-    """Of other names: prompt=question,completion=best_reply"""
+    """Columns of other names: prompt=question,completion=best_reply"""
     eval_data: Sources = []
     """Rows to evaluate on"""
     val_fraction: Share = 0.0
@@ -276,7 +276,7 @@ class Recipe(Strict):
     async_save: bool | None = None
     """Write checkpoints while training goes on"""
     export: Literal["adapter", "merged", "full"] | None = None
-    """What is written at the end"""
+    """Form of the model that is written at the end"""
     push_to_hub: HubName = ""
     """OWNER/NAME on the Hub that gets the export; private"""
     hub_public: bool = False
