@@ -71,10 +71,7 @@ def test_the_first_step_of_a_process_is_measured_where_it_is_the_heaviest(
     plan = make_plan(
         micro_batch_size=1, gradient_accumulation_steps=1, packing=False, seq_len=64, max_steps=5
     )
-    assert (
-        steps_to_measure(loader_of(plan, heaviest=heaviest), start_step=start, total=5, long_rows_cost=False)
-        == measured
-    )
+    assert steps_to_measure(loader_of(plan, heaviest=heaviest), start_step=start, total=5) == measured
 
 
 def test_a_run_that_has_no_steps_left_is_predicted_by_its_last(make_plan):

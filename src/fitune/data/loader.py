@@ -8,7 +8,6 @@ import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -68,26 +67,15 @@ class GlobalBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeavyBatch:
-    """The micro-batch of a run that weighs most in one way of weighing."""
+    """A micro-batch that may be the heaviest of a run."""
 
     step: int
     """From 0."""
     shape: BatchShape
     adds: bool
     """It finds gradients of another of its step, to which its own are added."""
-    weight: float
 
 
-class Weighing(NamedTuple):
-    """Bytes of a label and of a row's squared length, where an average micro-batch's tokens and each of these would
-    take as much at 1; and whether micro-batches that find gradients are weighed, or those that do not."""
-
-    labels: float
-    squares: float
-    adds: bool
-
-
-_LABELS, _SQUARES = (0, 1 / 16, 1 / 4, 1, 4, 16), (1 / 4, 1, 4)
 _EPOCHS_LOOKED_AT = 1_000
 _UNITS_LOOKED_AT = 10_000_000
 """Shuffled and weighed in about two seconds, whichever comes first."""
@@ -159,21 +147,17 @@ class Loader:
             else LoaderState(state.epoch, position)
         )
 
-    def heaviest(
-        self, steps: range, *, long_rows_cost: bool, ranks: Iterable[int] | None = None
-    ) -> dict[Weighing, HeavyBatch]:
-        """The micro-batches of ``steps`` (0-based, from the start of the run) that may take the most memory on this
-        process, or on any of ``ranks``: by tokens first of all, by labels, which take bytes in the loss, and where
-        ``long_rows_cost`` by squares of rows; together in several proportions, since only an estimate knows the true.
+    def heaviest(self, steps: range, *, ranks: Iterable[int] | None = None) -> list[HeavyBatch]:
+        """The micro-batches of ``steps`` (0-based, from the start of the run) one of which takes the most memory on
+        this process, or on any of ``ranks``; an estimate knows which. Memory grows with tokens, labels and squares
+        of rows, beside gradients of the same step, and beside optimizer states, which the first of ``steps`` may lack:
+        no other micro-batch has at least as much of each.
 
         Known before the first step, because the order follows from the seed: memory can be predicted for them.
         Of a run of very many epochs the first ones are looked at, so that it begins within seconds.
         """
-        found: dict[Weighing, tuple[float, int, np.ndarray]] = {}
+        sizes, found = list[np.ndarray](), list[HeavyBatch]()
         micro, accumulation = self._batch.micro_batch_size, self._batch.accumulation
-        ways = list(itertools.product(_LABELS, (0, *_SQUARES) if long_rows_cost else (0,)))
-        sizes_QU = self._sizes_per_unit[: 3 if long_rows_cost else 2]
-        sizes_QU = sizes_QU / np.maximum(1.0, sizes_QU.mean(axis=1, keepdims=True))
         first, last = steps.start // self.steps_per_epoch, (steps.stop - 1) // self.steps_per_epoch
         looked_at = max(1, min(_EPOCHS_LOOKED_AT, _UNITS_LOOKED_AT // self.num_units))
         for epoch, rank in itertools.product(
@@ -183,26 +167,17 @@ class Loader:
                 np.arange(self.num_units) % self.units_per_step % self._world_size == rank
             ]
             starts_M = np.arange(0, len(mine_U), micro)
-            numbers_M = np.arange(len(starts_M))
-            step_M = epoch * self.steps_per_epoch + numbers_M // accumulation
-            asked_M = (step_M >= steps.start) & (step_M < steps.stop)
-            sizes_QM = np.array([np.add.reduceat(sizes_U[mine_U], starts_M) for sizes_U in sizes_QU])
-            for adds in (True, False) if accumulation > 1 else (False,):
-                places = np.flatnonzero(asked_M & ((numbers_M % accumulation > 0) == adds))
-                if len(places) == 0:
-                    continue
-                of_these_QM = sizes_QM[:, places]
-                for labels, squares in ways:
-                    weight_M = np.array([1, labels, squares][: len(sizes_QU)]) @ of_these_QM
-                    best, way = int(weight_M.argmax()), Weighing(labels, squares, adds)
-                    if weight_M[best] > found.get(way, (-1,))[0]:
-                        start = starts_M[places[best]]
-                        units_U = mine_U[start : start + micro]
-                        found[way] = float(weight_M[best]), int(step_M[places[best]]), units_U
-        return {
-            way: HeavyBatch(step=step, shape=self._shape_of(units_U), adds=way.adds, weight=weight)
-            for way, (weight, step, units_U) in found.items()
-        }
+            number_M = np.arange(len(starts_M))
+            step_M = epoch * self.steps_per_epoch + number_M // accumulation
+            adds_M = number_M % accumulation > 0
+            sums = [np.add.reduceat(size_U[mine_U], starts_M) for size_U in self._sizes_per_unit]
+            sizes_QM = np.stack([*sums, adds_M, step_M > steps.start])
+            asked = np.flatnonzero((step_M >= steps.start) & (step_M < steps.stop))
+            for place in asked[_unexceeded(sizes_QM[:, asked])]:
+                shape = self._shape_of(mine_U[starts_M[place] : starts_M[place] + micro])
+                sizes.append(sizes_QM[:, place])
+                found.append(HeavyBatch(step=int(step_M[place]), shape=shape, adds=bool(adds_M[place])))
+        return [found[place] for place in _unexceeded(np.stack(sizes, axis=1))] if found else []
 
     def _shape_of(self, units_U: np.ndarray) -> BatchShape:
         rows = self._rows_of(units_U.tolist())
@@ -254,6 +229,17 @@ class Loader:
 
     def _rows_of(self, units: Sequence[int]) -> list[int]:
         return list(units) if self._packs is None else [row for unit in units for row in self._packs[unit]]
+
+
+def _unexceeded(sizes_QM: np.ndarray) -> list[int]:
+    """Places in M than which no other has at least as much of every size; of equal ones the first."""
+    share_QM = sizes_QM / np.maximum(1, sizes_QM.max(axis=1, initial=0))[:, None]
+    left, found = np.arange(share_QM.shape[1]), list[int]()
+    while len(left):
+        most = int(left[share_QM[:, left].sum(axis=0).argmax()])
+        found.append(most)
+        left = left[(share_QM[:, left] > share_QM[:, [most]]).any(axis=0)]
+    return found
 
 
 def micro_batch_of(dataset: TokenDataset, rows: Sequence[int]) -> MicroBatch:

@@ -21,7 +21,6 @@ from fitune.measure.communication import Waits
 from fitune.measure.memory import MemoryMeter
 from fitune.models.weights import require_finite
 from fitune.spec.counts import achieved_mfu
-from fitune.spec.model.traits import long_rows_cost
 from fitune.spec.plan import Plan
 from fitune.spec.predictions import Phase
 from fitune.spec.reports import StepReport
@@ -62,9 +61,7 @@ def train(
         meter.enter(phase)
 
     engine, watch = prepared.engine, LossWatch(earlier)
-    measured_steps = steps_to_measure(
-        loader, start_step=start_step, total=total, long_rows_cost=long_rows_cost(plan)
-    )
+    measured_steps = steps_to_measure(loader, start_step=start_step, total=total)
     for step in range(start_step, total):
         where.step, where.doing = step + 1, "reading a batch"
         waiting_since = time.perf_counter()
@@ -128,23 +125,15 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def steps_to_measure(loader: Loader, *, start_step: int, total: int, long_rows_cost: bool) -> set[int]:
+def steps_to_measure(loader: Loader, *, start_step: int, total: int) -> set[int]:
     """The second step of this process, when optimizer states exist, and those with its heaviest micro-batches.
 
-    The peak of the run is among theirs; the second is for runs that end before. The first is measured too where one of
-    its own is heavier than all others.
+    The peak of the run is among theirs; the second is for runs that end before.
     """
     if start_step >= total:
         return set()
-    second = min(start_step + 1, total - 1)
-    later, opening = (
-        loader.heaviest(steps, long_rows_cost=long_rows_cost)
-        for steps in (range(second, total), range(start_step, start_step + 1))
-    )
-    steps = {second, *(heavy.step for heavy in later.values())}
-    if any(way not in later or heavy.weight > later[way].weight for way, heavy in opening.items()):
-        steps.add(start_step)
-    return steps
+    heaviest = loader.heaviest(range(start_step, total))
+    return {min(start_step + 1, total - 1), *(heavy.step for heavy in heaviest)}
 
 
 WATCHED_STEPS = 20

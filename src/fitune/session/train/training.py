@@ -4,7 +4,6 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,6 @@ from fitune.session.reported import NO_EXPORT, outcome_data, report_run
 from fitune.session.train.attempts import Attempt, leave_shortage, next_attempt
 from fitune.session.train.beginning import first_attempt
 from fitune.session.train.pushing import push, push_again
-from fitune.spec.model.traits import long_rows_cost
 from fitune.spec.plan import Plan, Single
 from fitune.spec.predictions import PlanReport
 from fitune.spec.recipe.recipe import Recipe, dump_recipe
@@ -236,18 +234,18 @@ def predict_run(report: PlanReport, loader: Loader, *, after: int) -> Prediction
         plan.sharding, Single
     )  # else the first micro-batch is taken as one that finds gradients
     fresh = replace(plan, batch=replace(plan.batch, accumulation=1)) if alone else plan
-    find = partial(loader.heaviest, long_rows_cost=long_rows_cost(plan), ranks=range(world))
-    later = list(find(range(min(after, total - 1) if after else 1, total)).values())
-    opening = list(find(range(1)).values()) if after == 0 else []  # the optimizer has no states yet
-    steps = [describe_step(plan if heavy.adds else fresh, heavy.shape) for heavy in (*later, *opening)]
-    steps = [*steps[: len(later)], *map(before_states, steps[len(later) :])]
+    heaviest = loader.heaviest(range(min(after, total - 1), total), ranks=range(world))
+    steps = [describe_step(plan if heavy.adds else fresh, heavy.shape) for heavy in heaviest]
+    steps = [
+        before_states(step) if heavy.step == 0 else step for step, heavy in zip(steps, heaviest, strict=True)
+    ]
     peaks = [memory_of(step).tensor_peak_bytes for step in steps]
-    heaviest = (*later, *opening)[peaks.index(max(peaks))]
+    at_peak = heaviest[peaks.index(max(peaks))]
     return Prediction(
         estimate=predict(plan, heaviest=steps, usual=epoch.usual),
         run=whole_run(report.chosen.plan, epoch, price_per_gpu_hour=report.price_per_gpu_hour),
-        heaviest_step=heaviest.step + 1,
-        heaviest_tokens=heaviest.shape.tokens,
+        heaviest_step=at_peak.step + 1,
+        heaviest_tokens=at_peak.shape.tokens,
         allowed_bytes=report.chosen.estimate.memory.tensor_peak_bytes,
         runners_up=tuple(
             RunnerUp(
