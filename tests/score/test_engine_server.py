@@ -10,7 +10,7 @@ from fitune.errors import RecipeError, ScoringFailed
 from fitune.score.engines.engine import Completion, Continuation, EngineDied, Request, Sampling
 from fitune.score.engines.engine_server import ServerEngine, require_url
 from fitune.score.plan import ScorePlan
-from fitune.score.questions import Question, read_questions
+from fitune.score.questions import Input, Question
 from fitune.score.tasks import Task, to_answer, to_tasks
 from fitune.spec.plan import DataSource
 from jsonl import write_lines
@@ -108,9 +108,9 @@ def test_what_stands_beside_a_text_and_is_of_another_shape_is_left_out(beside):
     """Too many ids or ids of no token, too: decoded, they would replace the text that the server answered."""
     with serving(lambda body, before: said("well", **beside)) as (url, _):
         found = ask(engine_at(url, vocabulary=100), (5,))["0"]
-        (weighed,) = engine_at(url).weigh([Continuation(id="a", prompt_ids=(5,), token_ids=(7,))])
+        (found,) = engine_at(url).loglikelihoods([Continuation(id="a", prompt_ids=(5,), token_ids=(7,))])
     assert (found.text, found.token_ids, found.logprobs) == ("well", (), ())
-    assert weighed.error == "the server does not tell log-probabilities of the prompt"
+    assert found.error == "the server does not tell log-probabilities of the prompt"
 
 
 def test_a_server_that_never_answers_is_not_waited_for():
@@ -178,7 +178,7 @@ def test_likelihoods_that_nobody_takes_any_more_are_not_asked_for():
         return said("", logprobs=logprobs)
 
     with serving(reply) as (url, bodies):
-        found = engine_at(url, batch_size=2).weigh(asked)
+        found = engine_at(url, batch_size=2).loglikelihoods(asked)
         assert not next(found).error
         found.close()
     assert len(bodies) < len(asked)
@@ -214,7 +214,7 @@ def test_likelihoods_are_those_the_server_tells_of_the_prompt():
         return said("", logprobs=told if body.get("echo") else None)
 
     with serving(reply) as (url, _):
-        (found,) = engine_at(url).weigh([Continuation(id="a", prompt_ids=(5, 6), token_ids=(7, 8))])
+        (found,) = engine_at(url).loglikelihoods([Continuation(id="a", prompt_ids=(5, 6), token_ids=(7, 8))])
     assert (found.logprobs, found.is_greedy, found.error) == ((-0.5, -0.75), True, "")
 
 
@@ -257,7 +257,7 @@ def test_a_key_that_the_server_sends_back_is_in_no_answer_and_no_error(status):
             shown = str(ask(engine, (5,)))
         except EngineDied as death:
             shown = str(death)
-        shown += str(list(engine.weigh([Continuation(id="a", prompt_ids=(5,), token_ids=(7,))])))
+        shown += str(list(engine.loglikelihoods([Continuation(id="a", prompt_ids=(5,), token_ids=(7,))])))
     assert key not in shown
     assert "[hidden]" in shown
 
@@ -291,7 +291,7 @@ def test_a_scoring_through_a_server_asks_again_for_the_rows_it_refused(tiny, tmp
     prompts = [
         list(task.prompt_ids)
         for task in to_tasks(
-            list(read_questions([data], id_column="", weighed=False)),
+            list(Input(sources=(data,)).questions()),
             template=tiny.template,
             sampling=Sampling(),
         )

@@ -237,7 +237,7 @@ def test_likelihoods_are_those_of_the_whole_softmax(tiny, family):
         for place, row in enumerate(rows)
     ]
     too_long = Continuation(id="long", prompt_ids=(5,) * 250, token_ids=(6,) * 8)
-    found = {likelihood.id: likelihood for likelihood in engine.weigh([*asked, too_long])}
+    found = {likelihood.id: likelihood for likelihood in engine.loglikelihoods([*asked, too_long])}
     assert found["long"].error == (
         "prompt 250 + continuation 8 - 1 = 257 tokens to be read, the model has room for 256"
     )
@@ -266,12 +266,12 @@ def test_texts_behind_one_prompt_share_it_and_weigh_what_they_weigh_alone(tiny, 
     handle = model.get_input_embeddings().register_forward_hook(
         lambda _, ids, __: widths.append(ids[0].numel())
     )
-    together = {found.id: found for found in engine.weigh(asked)}
+    together = {found.id: found for found in engine.loglikelihoods(asked)}
     handle.remove()
     assert len(together) == len(asked)
     assert sum(widths) < sum(len(one.prompt_ids) + len(one.token_ids) for one in asked)
     monkeypatch.setattr(engine_transformers, "can_join", lambda model: False)
     for one in asked:
-        (alone,) = engine.weigh([one])
+        (alone,) = engine.loglikelihoods([one])
         assert together[one.id].logprobs == pytest.approx(alone.logprobs, abs=1e-4)
         assert together[one.id].is_greedy == alone.is_greedy

@@ -55,7 +55,7 @@ def test_a_model_that_no_plan_knows_is_asked_by_32(tmp_path):
 
 
 def test_the_engine_takes_no_more_than_fit_together(tiny):
-    """It asks by rows and lengths: of prompts with the tokens of an answer, of texts to weigh without."""
+    """It asks by rows and lengths: of prompts with the tokens of an answer, of given texts without."""
     asked = []
     rows = []
 
@@ -79,7 +79,7 @@ def test_the_engine_takes_no_more_than_fit_together(tiny):
         for place in range(8)
     ]
     assert len(list(engine.answer(requests))) == 8
-    list(engine.weigh([Continuation(id="0", prompt_ids=(5, 6), token_ids=(7, 8, 9))]))
+    list(engine.loglikelihoods([Continuation(id="0", prompt_ids=(5, 6), token_ids=(7, 8, 9))]))
     assert max(rows) == 3
     assert asked == [
         Questions(rows=8, prompt_tokens=52, longest_prompt=10, new_tokens=4),

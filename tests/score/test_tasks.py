@@ -7,7 +7,7 @@ import pytest
 from fitune.data.conversations.messages import Conversation, Message
 from fitune.errors import DataError
 from fitune.score.index import index_input, open_index
-from fitune.score.questions import read_questions
+from fitune.score.questions import Input
 from fitune.score.tasks import to_task
 from fitune.spec.plan import DataSource
 from jsonl import write_lines
@@ -19,8 +19,8 @@ def write_rows(path, rows):
 
 def checked(*sources, id_column=""):
     with open_index(Path(sources[0].path).parent) as index:
-        index_input(sources, index, id_column=id_column)
-    return list(read_questions(sources, id_column=id_column, weighed=False))
+        index_input(Input(sources=tuple(sources), id_column=id_column), index)
+    return list(Input(sources=tuple(sources), id_column=id_column).questions())
 
 
 def row(number, **more):

@@ -1,4 +1,4 @@
-"""References that are calls of tools: weighed and compared as training renders them."""
+"""References that are calls of tools: scored and compared as training renders them."""
 
 import json
 
@@ -14,7 +14,7 @@ from fitune.data.reading.rows import Row
 from fitune.score.engines.engine import Sampling
 from fitune.score.grades.graders import References, open_graders
 from fitune.score.grades.grading import compared_calls, grade_line
-from fitune.score.questions import read_questions
+from fitune.score.questions import Input
 from fitune.score.tasks import to_given_tasks, to_tasks
 from fitune.spec.plan import DataSource
 
@@ -30,7 +30,7 @@ CALLING = {"messages": ROW["messages"][:2], "tools": ROW["tools"]}
 def asked(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(CALLING) + "\n" + json.dumps(ROW) + "\n")
-    return list(read_questions([DataSource(path=str(path))], id_column="", weighed=False))
+    return list(Input(sources=(DataSource(path=str(path)),)).questions())
 
 
 def trained(template, fields):
@@ -45,7 +45,7 @@ def graded(name, answer, task):
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_references_with_calls_are_weighed_with_trainings_own_ids(style, tmp_path):
+def test_references_with_calls_have_log_likelihoods_of_trainings_own_ids(style, tmp_path):
     template = load_template(byte_tokenizer(template=STYLES[style]))
     calling, said = to_given_tasks(asked(tmp_path), template=template)
     for task, fields in ((calling, CALLING), (said, ROW)):

@@ -12,7 +12,7 @@ from fitune.errors import CheckpointError, DataError, ModelError
 from fitune.score.engines.engine import Sampling
 from fitune.score.engines.opening import choose_dtype
 from fitune.score.plan import ScorePlan
-from fitune.score.questions import read_questions
+from fitune.score.questions import Input
 from fitune.score.run import score
 from fitune.spec.plan import DataSource
 from models.tiny_models import load, with_ids_moved_up
@@ -109,7 +109,7 @@ def test_fields_of_no_format_name_their_row(tiny, tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a", "completion": "b"}\n{"left": "a", "right": "b"}\n')
     with pytest.raises(DataError, match=r"rows.jsonl:2: format auto"):
-        list(read_questions([DataSource(path=str(rows))], id_column="", weighed=False))
+        list(Input(sources=(DataSource(path=str(rows)),)).questions())
 
 
 @pytest.mark.parametrize("graders", [(), ("perplexity",)])

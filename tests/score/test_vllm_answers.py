@@ -155,11 +155,11 @@ def test_likelihoods_are_those_of_transformers(small, plain):
     continuations += [
         Continuation(id=f"o{id}", prompt_ids=prompts[id], token_ids=(9, *ids)) for id, ids in greedy
     ]
-    expected = {found.id: found for found in ours(small).weigh(continuations)}
-    for found in plain.weigh(continuations):
+    expected = {found.id: found for found in ours(small).loglikelihoods(continuations)}
+    for found in plain.loglikelihoods(continuations):
         assert found.logprobs == pytest.approx(expected[found.id].logprobs, abs=1e-4)
         assert found.is_greedy == expected[found.id].is_greedy == found.id.startswith("g")
-    (long,) = plain.weigh([Continuation(id="long", prompt_ids=(5,) * 180, token_ids=(5,) * 12)])
+    (long,) = plain.loglikelihoods([Continuation(id="long", prompt_ids=(5,) * 180, token_ids=(5,) * 12)])
     assert long.error == "prompt 180 + continuation 12 + 1 written = 193 tokens, the model has room for 192"
 
 

@@ -19,7 +19,7 @@ _TOGETHER = 4_096
 ScoredRow = dict[str, Any]
 """One row as ``row_asked`` of ``templates/parts.html`` takes it: id, prompt, expected, answer, error, grades in words,
 and notes, which are pairs of a grader and its error or the judge's words. ``answer`` is the model's, or the likeliest
-of given ones, or None where only one text was weighed."""
+of given ones, or None where only one text was given."""
 
 
 def read_score(directory: Path) -> ScoreReport:

@@ -14,7 +14,7 @@ from fitune.spec.serial import read_object
 Line = dict[str, Any]
 
 LIKELIHOODS = "likelihoods"
-"""The object of a line whose given texts were weighed, in place of chat.completion."""
+"""The object of a line with the log-likelihoods of given texts, in place of chat.completion."""
 
 
 def answer_line(answer: Answer, *, model: str) -> Line:
@@ -29,7 +29,7 @@ def answer_line(answer: Answer, *, model: str) -> Line:
     usage = {"prompt_tokens": len(task.prompt_ids), "completion_tokens": answer.completion_tokens}
     if answer.likelihoods:
         body = {
-            "object": LIKELIHOODS, "model": model, "choices": _weighed_choices(answer),
+            "object": LIKELIHOODS, "model": model, "choices": _given_choices(answer),
             "right": task.question.right,
         }  # fmt: skip
         usage["weighed_tokens"] = sum(len(given.token_ids) for given in task.given)
@@ -45,7 +45,7 @@ def answer_line(answer: Answer, *, model: str) -> Line:
     return line | {"response": {"status_code": 200, "request_id": asked, "body": body}}
 
 
-def _weighed_choices(answer: Answer) -> list[Line]:
+def _given_choices(answer: Answer) -> list[Line]:
     """A choice for each given text: log-probabilities, in nats, of the text and of the tokens that end the answer."""
     choices = []
     for index, (given, found) in enumerate(zip(answer.task.given, answer.likelihoods, strict=True)):
@@ -74,7 +74,7 @@ def likeliest(body: Line, size: Callable[[Any], float] = lambda choice: 1.0) -> 
 
 def answer_text(line: Line) -> str | None:
     """The model's answer: of several given texts the likeliest. None where the row carries an error, and where one
-    text was weighed."""
+    text was given."""
     body = body_of(line)
     if not body:
         return None

@@ -95,8 +95,8 @@ class Restarted:
 
 
 class Asker:
-    """Asks the engine of ``plan``, which is opened with the first tasks, to write answers, or to weigh those that the
-    tasks give."""
+    """Asks the engine of ``plan``, which is opened with the first tasks, to write answers, or to tell
+    the log-likelihoods of those that the tasks give."""
 
     def __init__(
         self, plan: ScorePlan, tokenizer: Any, template: ChatTemplate, *,
@@ -105,7 +105,7 @@ class Asker:
         self._engine = Restarted(lambda: opens(plan, tokenizer, template))
         self._decode, self._sampling, self._graders = template.decode, plan.sampling, plan.graders
         self._stop_ids = template.stop_ids | listed_stop_ids(plan.model)
-        self._has_weighed = False
+        self._has_tried = False
 
     def ask(
         self,
@@ -117,13 +117,13 @@ class Asker:
         """An answer or an error for each task, in their order. ``on_answer`` is called after each.
 
         ``ahead``: tasks of the next call; an engine that writes may begin with them. Raises ScoringFailed when the
-        engine died too often, or cannot weigh.
+        engine died too often, or tells no log-likelihoods.
         """
         for task in tasks:
             if task.problem:
                 on_answer()
         if any(task.given for task in tasks):
-            return self._weigh(tasks, on_answer)
+            return self._loglikelihoods(tasks, on_answer)
         next_ones = self._requests(ahead)
         found: dict[str, Completion] = {}
         for completion in self._engine.each(
@@ -144,16 +144,16 @@ class Asker:
             if not task.problem
         ]
 
-    def _weigh(self, tasks: Sequence[Task], on_answer: Callable[[], None]) -> list[Answer]:
+    def _loglikelihoods(self, tasks: Sequence[Task], on_answer: Callable[[], None]) -> list[Answer]:
         asked = [
             Continuation(id=f"{number} {task.id}", prompt_ids=task.prompt_ids, token_ids=given.token_ids)
             for task in tasks
             for number, given in enumerate(task.given)
         ]
-        self._require_weights(asked)
+        self._require_loglikelihoods(asked)
         left = Counter(one.id.partition(" ")[2] for one in asked)
         found: dict[str, Likelihood] = {}
-        for likelihood in self._engine.each(asked, lambda engine, some: engine.weigh(some)):
+        for likelihood in self._engine.each(asked, lambda engine, some: engine.loglikelihoods(some)):
             found[likelihood.id] = likelihood
             task_id = likelihood.id.partition(" ")[2]
             left[task_id] -= 1
@@ -172,14 +172,14 @@ class Asker:
             )  # fmt: skip
         return answers
 
-    def _require_weights(self, asked: Sequence[Continuation]) -> None:
-        """Two tokens are weighed before the first row: most servers tell no log-probabilities of a prompt."""
+    def _require_loglikelihoods(self, asked: Sequence[Continuation]) -> None:
+        """Two tokens are asked about before the first row: most servers tell no log-probabilities of a prompt."""
         ids = next((one.ids[:2] for one in asked), ())
-        if self._has_weighed or not ids:
+        if self._has_tried or not ids:
             return
-        self._has_weighed = True
+        self._has_tried = True
         two = Continuation(id="0", prompt_ids=ids[:1], token_ids=ids[1:])
-        (tried,) = self._engine.each([two], lambda engine, some: engine.weigh(some))
+        (tried,) = self._engine.each([two], lambda engine, some: engine.loglikelihoods(some))
         if tried.error:
             graders = ", ".join(self._graders or CHOICE_GRADERS)
             raise ScoringFailed(

@@ -4,7 +4,7 @@ from a thousand rows to millions.
 
 import errno
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,7 @@ from typing import Any
 from fitune.errors import DataError
 from fitune.files import cache_folder, remove, remove_stale_siblings, temporary_sibling
 from fitune.score.grades.graders import References
-from fitune.score.questions import Question, id_column_of, read_questions
-from fitune.spec.plan import DataSource
+from fitune.score.questions import Input
 from fitune.units import counted
 
 _SHOWN = 5
@@ -123,20 +122,18 @@ class Index:
         return self._count(of) if found else 0, found
 
 
-def index_input(
-    sources: Sequence[DataSource], index: Index, *, id_column: str = "", weighed: bool = False
-) -> References:
-    """Put every row of the sources into ``index``; returns facts of the references.
+def index_input(data: Input, index: Index) -> References:
+    """Put every row of ``data`` into ``index``; returns facts of the references.
 
     Raises DataError when ids are missing or appear twice, listing the first ones, when no row can be asked, and what
-    ``read_questions`` raises.
+    ``Input.questions`` raises.
     """
     references, problem = References(), ""
 
     def rows() -> Iterator[tuple[int, str, str, str]]:
         """Number, id, content hash and place of each row, whose reference is counted on the way."""
         nonlocal problem
-        for number, question in enumerate(read_questions(sources, id_column=id_column, weighed=weighed), 1):
+        for number, question in enumerate(data.questions(), 1):
             problem = problem or question.problem
             if not question.problem:
                 references.add(
@@ -163,7 +160,7 @@ def index_input(
             ]
             more = f"; and {count - len(shown)} more" if count > len(shown) else ""
             raise DataError(
-                f"{count} of {index.count_rows()} rows {fault} column {id_column_of(sources, id_column)!r}: "
+                f"{count} of {index.count_rows()} rows {fault} column {data.column_of_ids()!r}: "
                 f"{'; '.join(shown)}{more}",
                 hint=hint,
             )
@@ -171,16 +168,3 @@ def index_input(
         raise DataError(f"none of {counted(index.count_rows(), 'row')} can be asked; the first: {problem}")
     index.db.execute("CREATE UNIQUE INDEX rows_of_id ON rows (id)")
     return references
-
-
-def read_numbered(
-    sources: Sequence[DataSource], numbers: Iterator[int], *, id_column: str = "", weighed: bool = False
-) -> Iterator[Question]:
-    """The rows of these numbers, which come in ascending order."""
-    wanted = next(numbers, 0)
-    for number, question in enumerate(read_questions(sources, id_column=id_column, weighed=weighed), 1):
-        if not wanted:
-            return
-        if number == wanted:
-            yield question
-            wanted = next(numbers, 0)

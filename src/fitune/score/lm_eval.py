@@ -37,7 +37,7 @@ _IDLE_WHEN_GREEDY = {"top_k", "min_p", "typical_p"}
 _CHANGES_NOTHING = {"num_beams": 1, "repetition_penalty": 1.0, "top_k": 0}
 
 Encoded = tuple[Instance, list[int], list[int]]
-"""A request, the ids of its context, and those of the text that is weighed behind it."""
+"""A request, the ids of its context, and those of the text behind it whose log-likelihood is asked."""
 
 
 class EngineLM(TemplateLM):
@@ -61,7 +61,7 @@ class EngineLM(TemplateLM):
         self.tokenizer = tokenizer
         self._engine = Restarted(open_engine)
         self._context = context
-        self._most_weighed = context - tokens_beside(engine)
+        self._longest_text = context - tokens_beside(engine)
         self._template = template
         self._seed = seed
         self._on_rows, self._on_tokens = on_rows, on_tokens
@@ -128,7 +128,7 @@ class EngineLM(TemplateLM):
         for place, one in enumerate(requests):
             found = get_rolling_token_windows(
                 token_list=self.tok_encode(one.args[0]), prefix_token=self.prefix_token_id,
-                max_seq_len=self._most_weighed - 1, context_len=1,
+                max_seq_len=self._longest_text - 1, context_len=1,
             )  # fmt: skip
             windows += [(one, *make_disjoint_window(window)) for window in found]
             owners += [place] * (len(windows) - len(owners))
@@ -172,16 +172,18 @@ class EngineLM(TemplateLM):
     def _loglikelihood_tokens(self, requests: Sequence[Encoded], **_: Any) -> list[tuple[float, bool]]:
         asked = {}
         for place, (one, before, ids) in enumerate(requests):
-            room = self._most_weighed - len(ids)
+            room = self._longest_text - len(ids)
             if room < 1:
                 raise ScoringFailed(
                     f"{_name(one)}: the text to be scored has {len(ids)} tokens, the model has room for "
-                    f"{self._most_weighed - 1}"
+                    f"{self._longest_text - 1}"
                 )
             asked[str(place)] = Continuation(
                 id=str(place), prompt_ids=tuple(before[-room:]), token_ids=tuple(ids)
             )
-        found = self._each(asked, [one for one, _, _ in requests], lambda engine, some: engine.weigh(some))
+        found = self._each(
+            asked, [one for one, _, _ in requests], lambda engine, some: engine.loglikelihoods(some)
+        )
         return [(sum(each.logprobs), each.is_greedy) for each in found]
 
     def _each(self, asked: Mapping[str, Any], owners: Sequence[Instance], call: Call) -> list[Any]:

@@ -92,29 +92,52 @@ class Question:
         return hashlib.blake2b(told.encode(), digest_size=12).hexdigest()
 
 
-def read_questions(sources: Sequence[DataSource], *, id_column: str, weighed: bool) -> Iterator[Question]:
-    """Every row of the sources, one source after another. ``weighed``: rows with choices, and plain texts, are
-    questions too.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Input:
+    """The data to be scored. ``by_loglikelihood``: of given texts; then rows with choices, and plain texts, are
+    questions too."""
 
-    The id is from ``id_column``, from the first of ID_COLUMNS that the first row has, or the row's number over all
-    sources; it is empty where that column holds neither a text nor a whole number.
+    sources: tuple[DataSource, ...]
+    id_column: str = ""
+    by_loglikelihood: bool = False
 
-    A row that is read but cannot be asked is a Question with a problem. Raises DataError when a line is no row, when a
-    source has none, and when the first rows of two sources have different layouts.
-    """
-    number, column, first = 0, "", None
-    for source in sources:
-        before = number
-        for row in read_rows(source):
+    def questions(self) -> Iterator[Question]:
+        """Every row of the sources, one source after another.
+
+        The id is from ``id_column``, from the first of ID_COLUMNS that the first row has, or the row's number over all
+        sources; it is empty where that column holds neither a text nor a whole number.
+
+        A row that is read but cannot be asked is a Question with a problem. Raises DataError when a line is no row,
+        when a source has none, and when the first rows of two sources have different layouts.
+        """
+        number, column, first = 0, "", None
+        for source in self.sources:
+            before = number
+            for row in read_rows(source):
+                if number == before:
+                    kind, column = _layout(row, source, self.id_column)
+                    first = first or (source.path, kind, column)
+                    _require_same(first, (source.path, kind, column))
+                number += 1
+                id_ = _id_text(row.fields.get(column)) if column else str(number)
+                yield _question(row, id_, source, self.by_loglikelihood)
             if number == before:
-                kind, column = _layout(row, source, id_column)
-                first = first or (source.path, kind, column)
-                _require_same(first, (source.path, kind, column))
-            number += 1
-            id_ = _id_text(row.fields.get(column)) if column else str(number)
-            yield _question(row, id_, source, weighed)
-        if number == before:
-            raise DataError(f"{source.path}: no rows to answer")
+                raise DataError(f"{source.path}: no rows to answer")
+
+    def numbered(self, numbers: Iterator[int]) -> Iterator[Question]:
+        """The rows of these numbers, counted from 1, which come in ascending order."""
+        wanted = next(numbers, 0)
+        for number, question in enumerate(self.questions(), 1):
+            if not wanted:
+                return
+            if number == wanted:
+                yield question
+                wanted = next(numbers, 0)
+
+    def column_of_ids(self) -> str:
+        """The column that the ids come from; empty where rows are numbered."""
+        first = next(iter(read_rows(self.sources[0])), None)
+        return _layout(first, self.sources[0], self.id_column)[1] if first else self.id_column
 
 
 def _layout(row: Row, source: DataSource, id_column: str) -> tuple[str, str]:
@@ -146,15 +169,9 @@ def _require_same(first: tuple[str, str, str], other: tuple[str, str, str]) -> N
         )
 
 
-def id_column_of(sources: Sequence[DataSource], id_column: str) -> str:
-    """The column that ``read_questions`` takes the ids from; empty where rows are numbered."""
-    first = next(iter(read_rows(sources[0])), None)
-    return _layout(first, sources[0], id_column)[1] if first else id_column
-
-
-def _question(row: Row, id_: str, source: DataSource, weighed: bool) -> Question:
+def _question(row: Row, id_: str, source: DataSource, by_loglikelihood: bool) -> Question:
     try:
-        if weighed and has_choices(row, source.columns):
+        if by_loglikelihood and has_choices(row, source.columns):
             question, system, choices, right = read_choices(row, source.columns)
             told = (Message("system", system),) if system else ()
             return Question(
@@ -167,7 +184,7 @@ def _question(row: Row, id_: str, source: DataSource, weighed: bool) -> Question
     except BadRow as bad:
         return Question(id=id_, where=row.where, problem=str(bad))
     if not isinstance(example, Conversation):
-        if weighed:
+        if by_loglikelihood:
             return Question(id=id_, where=row.where, reference=Message("assistant", example.text))
         raise DataError(
             f"{example.where}: plain text has no question to answer and no answer to compare with",
@@ -223,7 +240,8 @@ def has_choices(row: Row, columns: Columns) -> bool:
 
 
 def first_row_has_choices(sources: Sequence[DataSource]) -> bool:
-    """True where the first row of all sources has choices: then they are weighed, and nothing is written."""
+    """True where the first row of all sources has choices: then their log-likelihoods are computed, and no answers
+    written."""
     first = next(iter(read_rows(sources[0])), None)
     return first is not None and has_choices(first, sources[0].columns)
 

@@ -22,9 +22,9 @@ from fitune.score.engines.opening import check_all, dtype_of, open_engine, open_
 from fitune.score.grades.graders import CHOICE_GRADERS, Grader, References, open_graders, require_one_way
 from fitune.score.grades.grading import grade_shards, try_graders
 from fitune.score.grades.intervals import WeightedMean
-from fitune.score.index import Index, index_input, open_index, read_numbered
+from fitune.score.index import Index, index_input, open_index
 from fitune.score.plan import ScorePlan, names_of
-from fitune.score.questions import Question, first_row_has_choices
+from fitune.score.questions import Input, Question, first_row_has_choices
 from fitune.score.shards import FOLDER, Shards, groups
 from fitune.score.tasks import Answer, Task, to_given_tasks, to_tasks
 from fitune.spec.reports import ScoreReport
@@ -67,31 +67,34 @@ def score(
     graders = open_graders(names)
     require_one_way(graders)
     try_graders(graders)
-    weighed = any(grader.row.weigh for grader in graders)
+    data = Input(
+        sources=plan.sources, id_column=plan.id_column,
+        by_loglikelihood=any(grader.row.grade_likelihoods for grader in graders),
+    )  # fmt: skip
     check_all(plan, say=say)  # before the model is loaded: settings and configs say enough to refuse most
     started = time.perf_counter()
     tokenizer, template = open_texts(plan)
 
     def tasks_of(questions: Sequence[Question]) -> list[Task]:
-        """Tasks to be answered, or to be weighed."""
-        if weighed:
+        """Tasks to be answered, or with the texts whose log-likelihoods are asked."""
+        if data.by_loglikelihood:
             return to_given_tasks(questions, template=template)
         return to_tasks(questions, template=template, sampling=plan.sampling)
 
     with open_index() as index:
-        references = index_input(plan.sources, index, id_column=plan.id_column, weighed=weighed)
+        references = index_input(data, index)
         if not graders:
             names, why = references.graders()
             say(f"graders: {', '.join(names) or 'none'} ({why})")
             graders = open_graders(names)
         _require_references(graders, references, names_of(plan.sources))
         with lock_directory(directory := Path(plan.output_dir)):
-            shards = _shards_in(directory, plan, template, index, weighed=weighed)
+            shards = _shards_in(directory, plan, template, index, by_loglikelihood=data.by_loglikelihood)
             total, pending = index.count_rows(), index.count_pending()
             progress(total - pending, total)
             if pending:
                 asked = elsewhere or partial(_asked_here, Asker(plan, tokenizer, template, opens=opens))
-                rows = read_numbered(plan.sources, index.pending(), id_column=plan.id_column, weighed=weighed)
+                rows = data.numbered(index.pending())
                 tasks = map(tasks_of, groups(rows, plan.shard_rows or rows_of_a_shard(plan)))
                 _answer_pending(
                     plan, shards, partial(asked, tasks), done=total - pending,
@@ -123,7 +126,7 @@ def _require_references(graders: Sequence[Grader], references: References, path:
 
 
 def _shards_in(
-    directory: Path, plan: ScorePlan, template: ChatTemplate, index: Index, *, weighed: bool
+    directory: Path, plan: ScorePlan, template: ChatTemplate, index: Index, *, by_loglikelihood: bool
 ) -> Shards:
     """The shards that are there, checked and in the index, in a directory that belongs to these settings."""
     # All that an answer depends on but the rows, which are hashed one by one in the shards: so a dataset may grow, and
@@ -138,7 +141,7 @@ def _shards_in(
             for source in plan.sources
         ),
         "dtype": dtype_of(plan),
-        "sampling": "none: given answers are weighed" if weighed else asdict(plan.sampling),
+        "sampling": "none: given answers are weighed" if by_loglikelihood else asdict(plan.sampling),
     }
     require_real_files(directory, names=(*OURS, FOLDER))
     for folder in (directory, directory / FOLDER):
@@ -310,9 +313,9 @@ def _grade_line(line: Line, task: Line, grades: Mapping[str, Line]) -> bytes:
 
 
 def _record(line: Line, task: Line, grades: Mapping[str, Line]) -> dict[str, Any]:
-    """The row of the parquet file, and its weighed tokens."""
+    """The row of the parquet file, and the tokens of its given answers."""
     body = body_of(line)
-    choice = body["choices"][body.get("right", 0)] if body else {}  # the right one of those that were weighed
+    choice = body["choices"][body.get("right", 0)] if body else {}  # the right one of those that were given
     usage = body.get("usage", {})
     return {
         "custom_id": line["custom_id"],

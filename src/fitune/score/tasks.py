@@ -1,6 +1,7 @@
-"""Questions to tasks, and what an engine found to answers: a task is a prompt as token ids, or texts to be weighed.
+"""Questions to tasks, and what an engine found to answers: a task is a prompt as token ids, or given texts
+whose log-likelihoods are asked.
 
-A text that is weighed stands where the answer stands in training, with training's ids: prompt and answer are encoded
+A given text stands where the answer stands in training, with training's ids: prompt and answer are encoded
 apart, so no token lies across their border. The choices of a row are compared behind the ids that all of them begin
 with; where a template writes something else in front of one of them, it counts as the choice's.
 """
@@ -20,7 +21,8 @@ from fitune.score.questions import Question
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """A text that is weighed behind the prompt. The last ``end_tokens`` of ``token_ids`` end the answer."""
+    """A text behind the prompt whose log-likelihood is asked. The last ``end_tokens`` of ``token_ids`` end the
+    answer."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -29,7 +31,8 @@ class Given:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A question as token ids, to be answered, or with ``given`` texts to be weighed, one for each of its choices."""
+    """A question as token ids, to be answered, or with ``given`` texts whose log-likelihoods are asked, one for each
+    of its choices."""
 
     question: Question
     prompt_ids: tuple[int, ...] = ()
@@ -72,11 +75,11 @@ class Answer:
     code: str = ""
     error: str = ""
     likelihoods: tuple[Likelihood, ...] = ()
-    """Log-probabilities of the given texts, where they were weighed."""
+    """Log-probabilities of the given texts, where there were some."""
 
     @property
     def tokens(self) -> int:
-        """Tokens that were written or weighed."""
+        """Tokens that were written or given."""
         return self.completion_tokens + sum(len(each.logprobs) for each in self.likelihoods)
 
 
@@ -137,7 +140,7 @@ def to_answer(
 
 
 def to_given_tasks(questions: Sequence[Question], *, template: ChatTemplate) -> list[Task]:
-    """Tasks whose texts are weighed: the choices of a row, else its reference; a plain text behind its first token."""
+    """Tasks with given texts: the choices of a row, else its reference; a plain text behind its first token."""
     examples = [_examples(question) for question in questions]
     encoded = template.encode_each(list(chain.from_iterable(examples)))
     tasks = []

@@ -309,7 +309,7 @@ class ScoreReport(ShownInNotebooks):
     grader_errors: dict[str, int] = field(default_factory=dict)
     """Grader -> rows for which the grader itself failed."""
     weighed_tokens: int = 0
-    """Tokens of given answers, where they were weighed and none were written."""
+    """Tokens of given answers, where their log-likelihoods were computed and none were written."""
     prompt_tokens: int = 0
     rows_asked: int = 0
     """In ``seconds``: a scoring that was stopped asks in its last start only what was missing."""

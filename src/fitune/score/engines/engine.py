@@ -126,7 +126,7 @@ class Engine(Protocol):
         them while it is at the last ones."""
         ...
 
-    def weigh(self, continuations: Sequence[Continuation]) -> Iterator[Likelihood]:
+    def loglikelihoods(self, continuations: Sequence[Continuation]) -> Iterator[Likelihood]:
         """Log-probabilities of given tokens after given prompts."""
         ...
 
@@ -154,8 +154,8 @@ def failed(asked: Request | Continuation, code: str, error: str) -> Any:
 
 
 def tokens_beside(engine: EngineName) -> int:
-    """Tokens more than prompt and continuation that an engine needs room for to weigh them: the embedded one does not
-    read the last token; servers and vLLM read it and write one behind it."""
+    """Tokens more than prompt and continuation that an engine needs room for to tell log-likelihoods: the embedded one
+    does not read the last token; servers and vLLM read it and write one behind it."""
     return -1 if engine == "transformers" else 1
 
 

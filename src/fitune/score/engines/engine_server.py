@@ -119,9 +119,9 @@ class ServerEngine:
                 for waiting in begun:
                     waiting.cancel()
 
-    def weigh(self, continuations: Sequence[Continuation]) -> Iterator[Likelihood]:
+    def loglikelihoods(self, continuations: Sequence[Continuation]) -> Iterator[Likelihood]:
         """One request for each continuation, ``batch_size`` at a time."""
-        return self._each(self._weigh, continuations)
+        return self._each(self._loglikelihood, continuations)
 
     def close(self) -> None:
         """Does nothing: each request has its own connection."""
@@ -152,7 +152,7 @@ class ServerEngine:
             self._dead = self._dead or why
         return failed(request, code, why)
 
-    def _weigh(self, asked: Continuation) -> Likelihood:
+    def _loglikelihood(self, asked: Continuation) -> Likelihood:
         """The likelihood from the prompt's log-probabilities (``echo``), which vLLM gives and most providers do not."""
         text = slice(len(asked.prompt_ids), len(asked.ids))
         body = {"max_tokens": 1, "temperature": 0.0, "logprobs": 1, "echo": True}

@@ -41,7 +41,12 @@ from fitune.score.engines.engine import (
     no_effect,
     sorted_out,
 )
-from fitune.score.engines.given_texts import HEAD_TOKENS, batches_by_prompt, weigh_alone, weigh_behind
+from fitune.score.engines.given_texts import (
+    HEAD_TOKENS,
+    batches_by_prompt,
+    loglikelihoods_alone,
+    loglikelihoods_behind,
+)
 from fitune.score.engines.opening import Room, unlimited
 from fitune.score.tasks import Answer, Task, to_answer
 from fitune.spec.answering import NARROW, ROWS_AT_ONCE, Questions
@@ -105,7 +110,7 @@ class TransformersEngine:
                     batch_size=size, on_token=on_token,
                 )  # fmt: skip
 
-    def weigh(self, continuations: Sequence[Continuation]) -> Iterator[Likelihood]:
+    def loglikelihoods(self, continuations: Sequence[Continuation]) -> Iterator[Likelihood]:
         """A prompt is read once for all its continuations where the model can join rows; else each is read alone."""
         fitting, refused = self._sorted_out(continuations)
         yield from refused
@@ -115,10 +120,10 @@ class TransformersEngine:
             parts = language_model(self.model, ChunkedLoss(chunk_tokens=HEAD_TOKENS))
             if can_join(self.model):
                 for batch in batches_by_prompt(fitting, size):
-                    yield from weigh_behind(parts, batch)
+                    yield from loglikelihoods_behind(parts, batch)
             else:
                 for one in fitting:
-                    yield from weigh_alone(parts, one)
+                    yield from loglikelihoods_alone(parts, one)
 
     def close(self) -> None:
         """Does nothing: the model belongs to the caller."""

@@ -166,12 +166,12 @@ class VllmEngine:
         )
         return request
 
-    def weigh(self, continuations: Sequence[Continuation]) -> Iterator[Likelihood]:
+    def loglikelihoods(self, continuations: Sequence[Continuation]) -> Iterator[Likelihood]:
         """vLLM writes a token behind each continuation, so the longest has one token less than the context."""
         fitting, refused = self._sorted_out(continuations)
         yield from refused
         entries = [{"id": one.id, "ids": one.ids, "prompt": len(one.prompt_ids)} for one in fitting]
-        for line in self._ask("weigh", entries):
+        for line in self._ask("loglikelihoods", entries):
             yield Likelihood(id=line["id"], logprobs=tuple(line["logprobs"]), is_greedy=line["is_greedy"])
 
     def close(self) -> None:

@@ -48,7 +48,7 @@ def batches_by_prompt(continuations: Sequence[Continuation], size: int) -> Itera
 
 
 @torch.inference_mode()
-def weigh_alone(parts: Any, one: Continuation) -> list[Likelihood]:
+def loglikelihoods_alone(parts: Any, one: Continuation) -> list[Likelihood]:
     """One pass of the body without a cache, for any model. ``parts`` are those of ``language_model``."""
     ids = torch.tensor([one.ids[:-1]], device=parts.device)
     (hidden_TD,) = parts.body(input_ids=ids, use_cache=False, return_dict=True).last_hidden_state
@@ -56,8 +56,8 @@ def weigh_alone(parts: Any, one: Continuation) -> list[Likelihood]:
 
 
 @torch.inference_mode()
-def weigh_behind(parts: Any, groups: Groups) -> list[Likelihood]:
-    """Likelihoods of all texts of ``groups``; each group has one prompt."""
+def loglikelihoods_behind(parts: Any, groups: Groups) -> list[Likelihood]:
+    """Log-likelihoods of all texts of ``groups``; each group has one prompt."""
 
     def hidden(ids: Tensor, places: Tensor, mask: Tensor) -> Tensor:
         """Last hidden states [B, T, D] of ``ids`` [B, T] behind what the cache holds."""

@@ -14,7 +14,8 @@ from typing import Any, TextIO
 
 
 def main() -> None:
-    """Loads what the first line of input says, then answers, weighs and compares until the input ends."""
+    """Loads what the first line of input says, then answers, compares and tells log-likelihoods until the input
+    ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     sys.path.pop(0)  # this file's folder: vLLM's imports must not find the files beside it
@@ -70,8 +71,8 @@ class _Worker:
                 continue
             while self.engine.has_unfinished_requests():  # ``generate`` would take their answers
                 self._step()
-            if asked["what"] == "weigh":
-                self._weigh(asked["entries"])
+            if asked["what"] == "loglikelihoods":
+                self._tell_loglikelihoods(asked["entries"])
             else:
                 self._compare(asked["entries"])
             self._say({"done": True})
@@ -100,7 +101,7 @@ class _Worker:
                     "reason": written.finish_reason, "logprobs": _chosen(written.token_ids, written.logprobs),
                 })  # fmt: skip
 
-    def _weigh(self, entries: list[dict[str, Any]]) -> None:
+    def _tell_loglikelihoods(self, entries: list[dict[str, Any]]) -> None:
         """Log-probabilities of given tokens behind their prompts."""
         for entry, told in zip(entries, self._told(entries, self.lora, logprobs=1), strict=True):
             ids, told = entry["ids"][entry["prompt"] :], told[entry["prompt"] :]

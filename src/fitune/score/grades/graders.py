@@ -39,8 +39,8 @@ class Kind:
     """The mean over the rows, in words."""
     grade: Callable[[str, str], float] | None = None
     """The grade of an answer, beside its reference."""
-    weigh: Callable[[Line], Graded] | None = None
-    """The grade of a row whose given answers were weighed. Without both: what the argument names."""
+    grade_likelihoods: Callable[[Line], Graded] | None = None
+    """The grade of a row by the log-likelihoods of its given answers. Without both: what the argument names."""
     argument: str = ""
     of_calls: Callable[[Counter[str], Counter[str]], bool] | None = None
     """Right for the calls of tools in answer and reference, where there are such; else ``grade`` compares texts."""
@@ -73,12 +73,12 @@ class Grader:
 
 
 def require_one_way(graders: Sequence[Grader]) -> None:
-    """Raises RecipeError where some graders need written answers and others weigh given ones."""
-    weighing = [grader.name for grader in graders if grader.row.weigh]
-    writing = [grader.name for grader in graders if not grader.row.weigh]
-    if weighing and writing:
+    """Raises RecipeError where some graders need written answers and others log-likelihoods of given ones."""
+    given = [grader.name for grader in graders if grader.row.grade_likelihoods]
+    written = [grader.name for grader in graders if not grader.row.grade_likelihoods]
+    if given and written:
         raise RecipeError(
-            f"{', '.join(weighing)}: log-likelihoods of given answers; {', '.join(writing)}: answers that the model "
+            f"{', '.join(given)}: log-likelihoods of given answers; {', '.join(written)}: answers that the model "
             "writes",
             hint="score twice, into two folders",
         )
@@ -267,25 +267,26 @@ GRADERS: dict[str, Kind] = {
     ),
     "judge": Kind("", argument="FILE.yaml", needs_reference=False, judges=True),
     "choice": Kind(
-        "rows whose likeliest choice is the right one", weigh=choice, needs_choices=True
+        "rows whose likeliest choice is the right one", grade_likelihoods=choice, needs_choices=True
     ),
     "choice_norm": Kind(
         "rows whose likeliest choice per character is the right one", needs_choices=True,
-        weigh=lambda body: choice(body, lambda c: len(c["text"])),
+        grade_likelihoods=lambda body: choice(body, lambda c: len(c["text"])),
     ),
     "choice_norm_tokens": Kind(
         "rows whose likeliest choice per token is the right one", needs_choices=True,
-        weigh=lambda body: choice(body, lambda c: c["tokens"]),
+        grade_likelihoods=lambda body: choice(body, lambda c: c["tokens"]),
     ),
     "loglikelihood": Kind(
-        "mean log-probability of the reference", weigh=loglikelihood, scale="nats"
+        "mean log-probability of the reference", grade_likelihoods=loglikelihood, scale="nats"
     ),
     "perplexity": Kind(
-        "perplexity per token of the references, their ends included", weigh=perplexity,
+        "perplexity per token of the references, their ends included", grade_likelihoods=perplexity,
         scale="perplexity",
     ),
     "byte_perplexity": Kind(
-        "perplexity per byte of the references", weigh=partial(perplexity, per_byte=True), scale="perplexity"
+        "perplexity per byte of the references", grade_likelihoods=partial(perplexity, per_byte=True),
+        scale="perplexity",
     ),
 }  # fmt: skip
 CHOICE_GRADERS = ("choice", "choice_norm")

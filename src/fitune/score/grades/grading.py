@@ -42,7 +42,7 @@ def try_graders(graders: Sequence[Grader]) -> None:
             if grader.row.judges:
                 with closing(Judging(grader.argument)) as judge:
                     judge.try_out()
-            elif not (grader.row.grade or grader.row.weigh):
+            elif not (grader.row.grade or grader.row.grade_likelihoods):
                 _loaded(grader)
         except FituneError as error:
             error.message = f"grader {grader.name!r}: {error.message}"  # a model, a server of its own
@@ -79,11 +79,11 @@ def _read(shards: Shards, number: int) -> list[tuple[Line, Line]]:
 def grade_line(grader: Grader, line: Line, task: Line) -> Line:
     """The line of the grade of one answer, beside the task that was asked."""
     kind = grader.row
-    if kind.weigh:
-        # a row that could not be weighed has not chosen the right one; of its likelihood nothing is known
+    if kind.grade_likelihoods:
+        # a row without log-likelihoods has not chosen the right one; of its likelihood nothing is known
         if not line["response"]:
             return {"grade": 0.0 if kind.needs_choices else None}
-        return dict(kind.weigh(line["response"]["body"]))
+        return dict(kind.grade_likelihoods(line["response"]["body"]))
     text = answer_text(line)
     if text is None:
         return {"grade": 0.0}

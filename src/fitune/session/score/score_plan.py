@@ -17,7 +17,7 @@ from fitune.planner.defaults import price_of
 from fitune.planner.score_fleet import ScoreRanking, rank_scoring
 from fitune.score.engines.engine import engine_named
 from fitune.score.plan import ScorePlan, names_of, plan_from
-from fitune.score.questions import first_row_has_choices, read_questions
+from fitune.score.questions import Input, first_row_has_choices
 from fitune.session.clusters.fleet import FleetRequest, fleet_of, wanted_of
 from fitune.session.doctor import measure_on_first_use
 from fitune.session.events import Emit, Note
@@ -74,7 +74,7 @@ def predict_scoring(
     Raises what ``plan_scoring`` raises, and RecipeError for a GPU beside a fleet.
     """
     plan = plan_of(recipe)
-    if why := _why_likelihoods(plan):
+    if why := _why_loglikelihoods(plan):
         raise RecipeError(
             f"--plan and --fleet predict written answers, and {why}", hint="leave --plan and --fleet out"
         )
@@ -123,21 +123,21 @@ def with_fastest_engine(plan: ScorePlan, engine: str, *, emit: Emit) -> ScorePla
     """The plan with its engine and devices on this machine's GPUs, chosen as --plan does where ``engine`` is empty.
 
     As it is where nothing is to choose: without GPUs, for transformers alone, for a model that no plan knows, and where
-    likelihoods of texts are asked unless ``engine`` is vllm, which is given as many devices as hold the model.
+    log-likelihoods of texts are asked unless ``engine`` is vllm, which is given as many devices as hold the model.
     """
     if engine == "transformers" or (not engine and not has_vllm()):
         return plan
     hardware = resolve_hardware(gpus=detect_hardware().gpus_per_node)  # 1 for a processor
-    by_likelihood = bool(_why_likelihoods(plan))
+    by_loglikelihood = bool(_why_loglikelihoods(plan))
     if (
         hardware.gpu.is_cpu
         or (engine == "vllm" and hardware.gpus_per_node == 1)
-        or (by_likelihood and not engine)
+        or (by_loglikelihood and not engine)
     ):
         return plan
     engines = engines_for(engine, elsewhere=False)
     try:
-        report = _plan_on(plan, hardware, engines, read_lengths(plan, by_likelihood=by_likelihood))
+        report = _plan_on(plan, hardware, engines, read_lengths(plan, by_loglikelihood=by_loglikelihood))
     except ModelError:
         return plan
     chosen, seconds = report.chosen.answering, format_seconds(report.chosen.time.seconds)
@@ -145,8 +145,8 @@ def with_fastest_engine(plan: ScorePlan, engine: str, *, emit: Emit) -> ScorePla
     return replace(plan, engine=chosen.engine, devices=chosen.devices)
 
 
-def _why_likelihoods(plan: ScorePlan) -> str:
-    """Why given texts are weighed and nothing is written; empty where answers are written."""
+def _why_loglikelihoods(plan: ScorePlan) -> str:
+    """Why log-likelihoods of given texts are computed and nothing is written; empty where answers are written."""
     if not plan.graders:
         is_choice = first_row_has_choices(plan.sources)
         return (
@@ -154,8 +154,8 @@ def _why_likelihoods(plan: ScorePlan) -> str:
         )
     from fitune.score.grades.graders import open_graders  # its libraries are not for every plan
 
-    weighing = (grader.name for grader in open_graders(plan.graders) if grader.row.weigh)
-    return next((f"--grader {name} weighs references" for name in weighing), "")
+    computing = (grader.name for grader in open_graders(plan.graders) if grader.row.grade_likelihoods)
+    return next((f"--grader {name} weighs references" for name in computing), "")
 
 
 def engines_for(name: str, *, elsewhere: bool) -> tuple[PlannedEngine, ...]:
@@ -175,20 +175,21 @@ def has_vllm() -> bool:
     return bool(os.environ.get("FITUNE_VLLM_PYTHON")) or find_spec("vllm") is not None
 
 
-def read_lengths(plan: ScorePlan, *, by_likelihood: bool = False) -> Questions:
+def read_lengths(plan: ScorePlan, *, by_loglikelihood: bool = False) -> Questions:
     """Rows and tokens of the prompts: bytes of text by the bytes of a token, and the marks of a chat template.
 
-    Rows that cannot be asked, or have no room for an answer, are left out. ``by_likelihood``: prompts with the texts
+    Rows that cannot be asked, or have no room for an answer, are left out. ``by_loglikelihood``: prompts with the texts
     behind them, and no new tokens.
     """
-    room, data = load_model_spec(plan.model).max_seq_len, names_of(plan.sources)
+    room, named = load_model_spec(plan.model).max_seq_len, names_of(plan.sources)
     sizes: list[tuple[int, int]] = []
     texts: list[str] = []
-    shown, new = 0, 1 if by_likelihood else plan.sampling.max_new_tokens
-    for question in read_questions(plan.sources, id_column=plan.id_column, weighed=by_likelihood):
+    shown, new = 0, 1 if by_loglikelihood else plan.sampling.max_new_tokens
+    data = Input(sources=plan.sources, id_column=plan.id_column, by_loglikelihood=by_loglikelihood)
+    for question in data.questions():
         if question.problem:
             continue
-        given = (question.choices or (question.expected or "",)) if by_likelihood else ()
+        given = (question.choices or (question.expected or "",)) if by_loglikelihood else ()
         text = "\n".join([question.text, question.tools, *given])
         sizes.append((len(text.encode("utf-8", "replace")), len(question.messages)))
         new = max(new, int(dict(question.own).get("max_new_tokens", 0)))
@@ -199,11 +200,11 @@ def read_lengths(plan: ScorePlan, *, by_likelihood: bool = False) -> Questions:
     prompts = [max(1, round(size / per_token) + TOKENS_PER_MESSAGE * (turns + 1)) for size, turns in sizes]
     fitting = [tokens for tokens in prompts if not room or tokens + new <= room]
     if not prompts:
-        raise DataError(f"{data}: no row can be answered")
+        raise DataError(f"{named}: no row can be answered")
     if not fitting:
         longest = max(prompts)
         raise DataError(
-            f"{data}: no row can be answered: prompt {longest:,} + max_new_tokens {new:,} = {longest + new:,} tokens, "
+            f"{named}: no row can be answered: prompt {longest:,} + max_new_tokens {new:,} = {longest + new:,} tokens, "
             f"the model has room for {room:,}",
             hint="a smaller --max-new-tokens",
         )

@@ -1,4 +1,4 @@
-"""Given answers are weighed with training's ids, behind prompts that count nowhere."""
+"""Log-likelihoods of given answers are of training's ids, behind prompts that count nowhere."""
 
 import math
 from dataclasses import replace
@@ -110,20 +110,20 @@ def test_grades_follow_from_the_softmax_of_trainings_own_ids(tiny, plan):
     nats = tokens = size = 0.0
     for place, (line, graded) in enumerate(zip(lines(plan), grades, strict=True)):
         question, texts, right = QUESTIONS[place % 3], CHOICES[place % 3], RIGHT[place % 3]
-        weighed = [by_hand(tiny, question, text) for text in texts]
-        sums = [sum(logprobs[: len(logprobs) - end]) for logprobs, end in weighed]
-        counts = [len(logprobs) - end for logprobs, end in weighed]
+        texts_alone = [by_hand(tiny, question, text) for text in texts]
+        sums = [sum(logprobs[: len(logprobs) - end]) for logprobs, end in texts_alone]
+        counts = [len(logprobs) - end for logprobs, end in texts_alone]
         body = line["response"]["body"]
         assert [choice["logprob"] for choice in body["choices"]] == pytest.approx(sums, abs=1e-4)
         assert [choice["tokens"] for choice in body["choices"]] == counts
-        assert body["usage"]["weighed_tokens"] == sum(len(logprobs) for logprobs, _ in weighed)
+        assert body["usage"]["weighed_tokens"] == sum(len(logprobs) for logprobs, _ in texts_alone)
         per_character = [total / len(text) for total, text in zip(sums, texts, strict=True)]
         per_token = [total / count for total, count in zip(sums, counts, strict=True)]
         wanted = {"choice": sums, "choice_norm": per_character, "choice_norm_tokens": per_token}
         for name, scores in wanted.items():
             assert graded["grades"][name] == float(scores.index(max(scores)) == right)
-        nats -= sum(weighed[right][0])
-        tokens += len(weighed[right][0])
+        nats -= sum(texts_alone[right][0])
+        tokens += len(texts_alone[right][0])
         size += len(texts[right].encode())
     assert report.grades["perplexity"] == pytest.approx(math.exp(nats / tokens), rel=1e-4)
     assert report.grades["byte_perplexity"] == pytest.approx(math.exp(nats / size), rel=1e-4)
@@ -143,11 +143,11 @@ def test_the_normalised_choices_differ_where_lengths_do():
         {"text": "abcdefghijkl", "logprob": -6.0, "end_logprob": -1.0, "tokens": 2, "end_tokens": 1},
         {"text": "äöüß", "logprob": -5.0, "end_logprob": -1.0, "tokens": 4, "end_tokens": 1},
     ]
-    graders = [GRADERS[name].weigh for name in ("choice", "choice_norm", "choice_norm_tokens")]
+    graders = [GRADERS[name].grade_likelihoods for name in ("choice", "choice_norm", "choice_norm_tokens")]
     bodies = [{"choices": choices, "right": right} for right in range(3)]
     assert [grader(body)["grade"] for grader in graders for body in bodies] == [1, 0, 0, 0, 1, 0, 0, 0, 1]
-    assert GRADERS["perplexity"].weigh(bodies[2])["grade"] == pytest.approx(math.exp(6 / 5))
-    assert GRADERS["byte_perplexity"].weigh(bodies[2])["grade"] == pytest.approx(math.exp(6 / 8))
+    assert GRADERS["perplexity"].grade_likelihoods(bodies[2])["grade"] == pytest.approx(math.exp(6 / 5))
+    assert GRADERS["byte_perplexity"].grade_likelihoods(bodies[2])["grade"] == pytest.approx(math.exp(6 / 8))
 
 
 def test_graders_follow_from_rows_with_choices_and_references_alone_have_a_perplexity(plan, tmp_path):
@@ -167,7 +167,7 @@ def test_graders_follow_from_rows_with_choices_and_references_alone_have_a_perpl
     assert paired.mean == pytest.approx(report.grades["perplexity"])
 
 
-def test_what_does_not_go_together_is_refused_before_anything_is_weighed(plan, tmp_path):
+def test_what_does_not_go_together_is_refused_before_anything_is_computed(plan, tmp_path):
     with pytest.raises(RecipeError, match="choice: log-likelihoods of given answers; number: answers that"):
         quietly(replace(plan, graders=("choice", "number")))
     data = write_rows(tmp_path / "plain.jsonl", [{"question": "q", "answer": "a"}])
@@ -192,7 +192,7 @@ def test_logits_exist_for_some_tokens_at_a_time(tiny, rows, tokens, prompts):
     ]
     with LiveTensors(model.parameters()) as live:
         live.enter(Phase.FORWARD)
-        assert len(list(engine.weigh(asked))) == rows
+        assert len(list(engine.loglikelihoods(asked))) == rows
         peak = max(live.peaks.values())
     chunk = 256 * 30_000 * 4
     weights = sum(p.numel() * 4 for p in model.parameters())
