@@ -11,7 +11,7 @@ from fitune.errors import RecipeError
 from fitune.planner.defaults import data_of
 from fitune.session.planning import plan_on_data
 from fitune.session.recipes.reading import recipe_from, split_words
-from fitune.spec.recipe.job_settings import read_job_settings
+from fitune.spec.recipe.job import read_job_settings
 from fitune.spec.recipe.score_recipe import ScoreRecipe, options_of
 
 

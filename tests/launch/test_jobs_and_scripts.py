@@ -97,14 +97,14 @@ def test_a_script_starts_one_task_a_gpu_and_goes_on_after_its_time(tmp_path, mon
     options = dict(re.findall("^#SBATCH --(.*)=(.*)$", text, re.MULTILINE))
     wanted = {
         "nodes": "2", "ntasks-per-node": "4", "gpus-per-node": "4", "partition": "gpu", "qos": "high", "account": "me",
-        "time": "1:30", "signal": f"TERM@{job.limits.grace_seconds}",
+        "time": "1:30", "signal": f"TERM@{job.grace_seconds}",
     }  # fmt: skip
     assert {name: options[name] for name in wanted} == wanted
     show = 'echo "$MARK $*"; exit 143'
     ended = run_script(text, tmp_path, srun=show)
     recipe = folder / f"{job.name}.recipe.yaml"
     assert ended.stdout.splitlines() == [
-        f"set --kill-on-bad-exit=1 --cpus-per-task={job.compute.cpus // 4} fitune train {recipe}",
+        f"set --kill-on-bad-exit=1 --cpus-per-task={job.cpus // 4} fitune train {recipe}",
         "scontrol requeue 7",
     ]
     read = parse_recipe(canonical_keys(yaml.safe_load(recipe.read_text()), where="node"))

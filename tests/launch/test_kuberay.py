@@ -22,7 +22,7 @@ from fitune.session.planning import plan_for
 from fitune.session.recipes.reading import read_any_recipe
 from fitune.spec import run_lock
 from fitune.spec.machines.gpus import find_gpu
-from fitune.spec.machines.job import job_name
+from fitune.spec.recipe.job import job_name
 from fitune.spec.recipe.pins import pinned
 from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
 from fitune.spec.recipe.strict_yaml import parse_value

@@ -108,9 +108,9 @@ def test_what_stands_beside_a_text_and_is_of_another_shape_is_left_out(beside):
     """Too many ids or ids of no token, too: decoded, they would replace the text that the server answered."""
     with serving(lambda body, before: said("well", **beside)) as (url, _):
         found = ask(engine_at(url, vocabulary=100), (5,))["0"]
-        (found,) = engine_at(url).loglikelihoods([Continuation(id="a", prompt_ids=(5,), token_ids=(7,))])
+        (likelihood,) = engine_at(url).loglikelihoods([Continuation(id="a", prompt_ids=(5,), token_ids=(7,))])
     assert (found.text, found.token_ids, found.logprobs) == ("well", (), ())
-    assert found.error == "the server does not tell log-probabilities of the prompt"
+    assert likelihood.error == "the server does not tell log-probabilities of the prompt"
 
 
 def test_a_server_that_never_answers_is_not_waited_for():

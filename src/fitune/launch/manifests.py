@@ -16,8 +16,7 @@ from typing import Any
 import yaml
 
 from fitune.errors import HardwareError, RecipeError
-from fitune.spec.machines.job import GPU_RESOURCE, TESTED_RAY, Compute, JobSpec, System
-from fitune.spec.recipe.job_settings import JobSettings
+from fitune.spec.recipe.job import GPU_RESOURCE, TESTED_RAY, Job, JobSettings, System
 from fitune.spec.run_lock import WAIT_VARIABLE
 from fitune.units import GIB, MIB
 
@@ -51,28 +50,27 @@ _Readable.add_representer(
 )
 
 
-def job_text(job: JobSpec, recipe: str, on: System) -> str:
+def job_text(job: Job, recipe: str, on: System) -> str:
     """The file for ``kubectl apply -f`` or ``sbatch``, with the recipe in it. Raises RecipeError for a job that the
     cluster would refuse."""
     if on == "slurm":
         return _batch_script(job, recipe)
     _require_pods(job, on)
-    compute, limits = job.compute, job.limits
-    labels = _labels(job)
-    named = {"name": job.name, **({"namespace": job.namespace} if job.namespace else {})}
+    asked, labels = job.settings, _labels(job.settings)
+    named = {"name": job.name, **({"namespace": asked.namespace} if asked.namespace else {})}
     notes = {f"fitune/{name}": text for name, text in job.notes.items()}
     values: dict[str, Any] = {
-        "metadata": {**named, "labels": labels, "annotations": notes}, "keep": limits.keep_seconds,
-        "retries": limits.retries, "deadline": limits.deadline_seconds or None, "start": limits.start_seconds or None,
-        "ray": job.ray_version, "nodes": compute.nodes, "cpus": str(compute.cpus),
+        "metadata": {**named, "labels": labels, "annotations": notes}, "keep": asked.keep,
+        "retries": asked.retries, "deadline": asked.deadline, "start": asked.start_within,
+        "ray": asked.ray_version, "nodes": job.nodes, "cpus": str(job.cpus),
     }  # fmt: skip
-    of_plan: dict[str, Any] = {name: getattr(compute, name) for name in _HEAD}
+    of_plan: dict[str, Any] = {name: getattr(job, name) for name in _HEAD}
     if on == "kubernetes":
         values["pod"] = _pod(job, **of_plan, command=["fitune", "train", RECIPE])
     else:
         train = ["fitune", "train", RECIPE, "--on", "ray", "--ray-address", "auto"]
-        values["entrypoint"] = shlex.join([*train, "--workers", str(compute.num_gpus)])
-        stop = {"preStop": {"exec": {"command": _before_it_stops(limits.grace_seconds)}}}
+        values["entrypoint"] = shlex.join([*train, "--workers", str(job.gpus * job.nodes)])
+        stop = {"preStop": {"exec": {"command": _before_it_stops(job.grace_seconds)}}}
         values |= {"head": _pod(job, **_HEAD), "worker": _pod(job, **of_plan, lifecycle=stop)}
     config = {
         "apiVersion": "v1", "kind": "ConfigMap", "metadata": {**named, "labels": {"app.kubernetes.io/name": "fitune"}},
@@ -104,47 +102,47 @@ def _filled(part: Any, values: Mapping[str, Any]) -> Any:
     return values[part[1:]] if isinstance(part, str) and part.startswith("$") else part
 
 
-def _require_pods(job: JobSpec, on: System) -> None:
+def _require_pods(job: Job, on: System) -> None:
     """Raises RecipeError for a job that lacks what pods cannot do without, or that the controllers would refuse."""
-    if not job.image:
+    if not job.settings.image:
         raise RecipeError(
             "no image is named: pods need one that has fitune",
             hint="--set job.image=REGISTRY/fitune:0.1.0; the Dockerfile builds it",
         )
-    if not job.storage.claim:
+    if not job.settings.claim:
         raise RecipeError(
             "no volume claim is named: data, run and token cache need a folder that outlives the pods",
             hint="--set job.claim=NAME, a PersistentVolumeClaim; ReadWriteMany where there are several pods",
         )
-    if on == "kubernetes" and job.compute.nodes > 1:
+    if on == "kubernetes" and job.nodes > 1:
         raise RecipeError(
-            f"--on kubernetes starts one pod, and the plan is for {job.compute.nodes} nodes",
+            f"--on kubernetes starts one pod, and the plan is for {job.nodes} nodes",
             hint="--on kuberay",
         )
-    numbers = re.match(r"(\d{1,9})\.(\d{1,9})\.", f"{job.ray_version}.")
+    numbers = re.match(r"(\d{1,9})\.(\d{1,9})\.", f"{job.settings.ray_version}.")
     if on == "kuberay" and (numbers is None or (int(numbers[1]), int(numbers[2])) < (2, 52)):
         raise RecipeError(
-            f"job.ray_version = {job.ray_version!r}: authentication by token needs Ray 2.52 or newer",
+            f"job.ray_version = {job.settings.ray_version!r}: authentication by token needs Ray 2.52 or newer",
             hint=f"the version that the image has, e.g. job.ray_version={TESTED_RAY}",
         )
 
 
-def _labels(job: JobSpec) -> dict[str, str]:
+def _labels(settings: JobSettings) -> dict[str, str]:
     """The labels of the job, those by which Kueue takes it into a queue among them. Raises RecipeError for a priority
     alone."""
-    labels, queue = {"app.kubernetes.io/name": "fitune"}, job.queue
-    if queue.priority and not queue.name:
-        why = f"job.priority = {queue.priority!r} is Kueue's, and no queue is named"
+    labels = {"app.kubernetes.io/name": "fitune"}
+    if settings.priority and not settings.queue:
+        why = f"job.priority = {settings.priority!r} is Kueue's, and no queue is named"
         raise RecipeError(why, hint="job.queue=NAME")
-    if queue.name:
-        labels["kueue.x-k8s.io/queue-name"] = queue.name
-    if queue.priority:
-        labels["kueue.x-k8s.io/priority-class"] = queue.priority
+    if settings.queue:
+        labels["kueue.x-k8s.io/queue-name"] = settings.queue
+    if settings.priority:
+        labels["kueue.x-k8s.io/priority-class"] = settings.priority
     return labels
 
 
 def _pod(
-    job: JobSpec, *, memory_bytes: int, cpus: int, shm_bytes: int, disk_bytes: int, gpus: int,
+    job: Job, *, memory_bytes: int, cpus: int, shm_bytes: int, disk_bytes: int, gpus: int,
     command: list[str] | None = None, lifecycle: Mapping[str, Any] | None = None,
 ) -> Any:  # fmt: skip
     """A pod's template. Memory, disk and devices have limits, since more would take from others; cores are shared.
@@ -152,48 +150,48 @@ def _pod(
     The model's files are cached on the node, tokens where every pod finds them. An attempt that comes while the pods of
     the one before still save waits for them: they hold the lock of the run.
     """
-    compute = job.compute
+    asked = job.settings
     limits = {"memory": quantity(memory_bytes), "ephemeral-storage": quantity(disk_bytes)}
     if gpus:
-        limits |= {GPU_RESOURCE: str(gpus)} if compute.gpu != "cpu" else {}
-        limits |= {name: str(count) for name, count in compute.extra_resources.items()}
+        limits |= {GPU_RESOURCE: str(gpus)} if job.gpu != "cpu" else {}
+        limits |= {name: str(count) for name, count in asked.extra_resources.items()}
     environment = {
         "HF_HOME": "/cache/huggingface",
-        **_environment(job, threads=max(1, compute.cpus // compute.gpus)),
+        **_environment(job, threads=max(1, job.cpus // job.gpus)),
         "PYTHONUNBUFFERED": "1",
     }
-    selector = node_selector(compute) if gpus else {}
+    selector = node_selector(asked) if gpus else {}
     tolerations = [{"key": GPU_RESOURCE, "operator": "Exists", "effect": "NoSchedule"}]
     affinity: dict[str, Any] = {}
-    if gpus and compute.gpu != "cpu" and not selector:
-        wanted = {"key": PRODUCT_LABEL, "operator": "In", "values": list(products(compute.gpu))}
+    if gpus and job.gpu != "cpu" and not selector:
+        wanted = {"key": PRODUCT_LABEL, "operator": "In", "values": list(products(job.gpu))}
         terms = {"nodeSelectorTerms": [{"matchExpressions": [wanted]}]}
         affinity = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
     return _filled(
         _template("pod"),
         {
-            "image": job.image, "command": command, "lifecycle": lifecycle,
+            "image": asked.image, "command": command, "lifecycle": lifecycle,
             "env": [{"name": name, "value": value} for name, value in environment.items()],
-            "requests": {"cpu": str(cpus), **limits}, "limits": limits, "mount": job.storage.mount,
-            "secrets": [{"secretRef": {"name": name}} for name in job.secrets], "claim": job.storage.claim,
+            "requests": {"cpu": str(cpus), **limits}, "limits": limits, "mount": asked.mount,
+            "secrets": [{"secretRef": {"name": name}} for name in asked.secrets], "claim": asked.claim,
             "name": job.name, "disk": quantity(disk_bytes), "shm": quantity(shm_bytes),
-            "grace": job.limits.grace_seconds, "has_account": bool(job.service_account),
-            "account": job.service_account or None,
-            "pull_secrets": [{"name": name} for name in job.image_pull_secrets], "selector": selector,
-            "tolerations": tolerations if gpus and compute.gpu != "cpu" else None, "affinity": affinity,
+            "grace": job.grace_seconds, "has_account": bool(asked.service_account),
+            "account": asked.service_account or None,
+            "pull_secrets": [{"name": name} for name in asked.image_pull_secrets], "selector": selector,
+            "tolerations": tolerations if gpus and job.gpu != "cpu" else None, "affinity": affinity,
         },
     )  # fmt: skip
 
 
-def _environment(job: JobSpec, *, threads: int) -> dict[str, str]:
+def _environment(job: Job, *, threads: int) -> dict[str, str]:
     return {
-        "FITUNE_CACHE": f"{job.storage.mount}/.fitune-cache",
-        WAIT_VARIABLE: str(job.limits.grace_seconds + 120),
+        "FITUNE_CACHE": f"{job.settings.mount}/.fitune-cache",
+        WAIT_VARIABLE: str(job.grace_seconds + 120),
         "OMP_NUM_THREADS": str(threads),
     }
 
 
-def node_selector(settings: JobSettings | Compute) -> dict[str, str]:
+def node_selector(settings: JobSettings) -> dict[str, str]:
     """Labels of nodes that the job's settings name."""
     named = {"node.kubernetes.io/instance-type": settings.instance_type} if settings.instance_type else {}
     return {**settings.node_selector, **named}
@@ -215,14 +213,14 @@ def quantity(size: int) -> str:
     return f"{size // GIB}Gi" if size % GIB == 0 else f"{math.ceil(size / MIB)}Mi"
 
 
-def _batch_script(job: JobSpec, recipe: str) -> str:
+def _batch_script(job: Job, recipe: str) -> str:
     """The script, for ``sbatch FILE``. The recipe is in it; it is written beside the runs, where every node sees it.
 
     Before its time is over SLURM sends SIGTERM, the tasks finish the step and save, and the script queues itself again.
     """
-    path = PurePosixPath(job.storage.mount) / f"{job.name}.recipe.yaml"
+    path = PurePosixPath(job.settings.mount) / f"{job.name}.recipe.yaml"
     mark = f"RECIPE_{hashlib.sha256(recipe.encode(errors='surrogatepass')).hexdigest()[:12]}"
-    cpus = max(1, job.compute.cpus // job.compute.gpus)
+    cpus = max(1, job.cpus // job.gpus)
     environment = _environment(job, threads=cpus)
     lines = [
         "#!/bin/bash",
@@ -230,7 +228,7 @@ def _batch_script(job: JobSpec, recipe: str) -> str:
         "#SBATCH --requeue",
         *(f"# {name}: {text}" for name, text in job.notes.items()),
         "set -eo pipefail",  # no -u: scripts that sites have people source use variables that are not set
-        *job.setup,
+        *job.settings.setup,
         *(f"export {name}={shlex.quote(value)}" for name, value in environment.items()),
         f"recipe={shlex.quote(str(path))}",
         f"cat > \"$recipe\" <<'{mark}'",
@@ -239,7 +237,7 @@ def _batch_script(job: JobSpec, recipe: str) -> str:
         "code=0",
         # srun takes no --cpus-per-task from the script since SLURM 22.05
         f'srun --kill-on-bad-exit=1 --cpus-per-task={cpus} fitune train "$recipe" || code=$?',
-        f'if [ "$code" -eq {_STOPPED} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {job.limits.retries} ]; then',
+        f'if [ "$code" -eq {_STOPPED} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {job.settings.retries} ]; then',
         '  scontrol requeue "$SLURM_JOB_ID"  # it saved before its time was over, and goes on from there',
         "fi",
         'exit "$code"',
@@ -247,24 +245,24 @@ def _batch_script(job: JobSpec, recipe: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _requests(job: JobSpec, cpus: int) -> Iterator[tuple[str, str]]:
-    compute, limits, queue = job.compute, job.limits, job.queue
+def _requests(job: Job, cpus: int) -> Iterator[tuple[str, str]]:
+    asked = job.settings
     yield "job-name", job.name
     yield "output", "%x-%j.out"
     yield "open-mode", "append"
-    yield "nodes", str(compute.nodes)
-    yield "ntasks-per-node", str(compute.gpus)
+    yield "nodes", str(job.nodes)
+    yield "ntasks-per-node", str(job.gpus)
     yield "cpus-per-task", str(cpus)
-    yield "mem", f"{compute.memory_bytes // MIB}M"
-    if compute.gpu != "cpu":
-        yield "gpus-per-node", str(compute.gpus)
-    if limits.deadline_seconds:
-        minutes, seconds = divmod(limits.deadline_seconds, 60)
+    yield "mem", f"{job.memory_bytes // MIB}M"
+    if job.gpu != "cpu":
+        yield "gpus-per-node", str(job.gpus)
+    if asked.deadline:
+        minutes, seconds = divmod(asked.deadline, 60)
         yield "time", f"{minutes}:{seconds:02}"
-    yield "signal", f"TERM@{limits.grace_seconds}"
+    yield "signal", f"TERM@{job.grace_seconds}"
     for name, value in (
-        ("partition", queue.name), ("qos", queue.priority), ("account", queue.account),
-        ("constraint", compute.constraint),
+        ("partition", asked.queue), ("qos", asked.priority), ("account", asked.account),
+        ("constraint", asked.constraint),
     ):  # fmt: skip
         if value:
             yield name, value

@@ -5,10 +5,9 @@ from pathlib import PurePosixPath
 from fitune.errors import HardwareError, RecipeError
 from fitune.estimate.overhead import checkpoint_copy_bytes, enough_host_bytes
 from fitune.spec.counts import count_parameters
-from fitune.spec.machines.job import Compute, JobSpec, Limits, Queue, Storage, job_name
 from fitune.spec.plan import Plan
 from fitune.spec.predictions import Estimate, Priced
-from fitune.spec.recipe.job_settings import JobSettings
+from fitune.spec.recipe.job import Job, JobSettings, job_name
 from fitune.spec.words import describe_devices, describe_plan, describe_rates
 from fitune.units import GIB, MIB, format_bytes, format_rate, format_seconds
 
@@ -27,28 +26,15 @@ STORAGE_BANDWIDTH = 500e6
 LEAST_GRACE_SECONDS = 60
 
 
-def job_of(
-    priced: Priced,
-    settings: JobSettings,
-    *,
-    fetches_model: bool,
-    cluster: str,
-    storage_bandwidth: float,
-) -> JobSpec:
+def job_of(priced: Priced, settings: JobSettings, *, fetches_model: bool, storage_bandwidth: float) -> Job:
     """The job of a plan. Settings win over what the plan needs, but not below it: that raises HardwareError.
 
     ``fetches_model``: each node fetches the model from the Hub, instead of reading a folder that all share.
     """
     plan, estimate, hardware = priced.plan, priced.estimate, priced.plan.hardware
     shm = _at_least("shm", settings.shm, shm_bytes_of(hardware.gpus_per_node))
-    compute = Compute(
-        gpu=hardware.gpu.name, gpus=hardware.gpus_per_node, nodes=hardware.nodes,
-        cpus=settings.cpus or cpus(plan), shm_bytes=shm,
-        memory_bytes=_at_least("memory", settings.memory, memory_bytes(plan, estimate, shm_bytes=shm)),
-        disk_bytes=_at_least("disk", settings.disk, disk_bytes(plan, fetches_model=fetches_model)),
-        instance_type=settings.instance_type, node_selector=settings.node_selector,
-        constraint=settings.constraint, extra_resources=settings.extra_resources,
-    )  # fmt: skip
+    memory = _at_least("memory", settings.memory, memory_bytes(plan, estimate, shm_bytes=shm))
+    disk = _at_least("disk", settings.disk, disk_bytes(plan, fetches_model=fetches_model))
     grace = settings.grace or grace_seconds(estimate, storage_bandwidth or STORAGE_BANDWIDTH)
     if grace < (least := estimate.step_seconds + estimate.checkpoint_bytes / 5e9):
         raise RecipeError(
@@ -61,18 +47,10 @@ def job_of(
         f"{format_bytes(estimate.host_bytes)} of host memory a node, {format_rate(estimate.tokens_per_second)} on "
         f"{describe_devices(hardware)} ({describe_rates(plan)})"
     )
-    return JobSpec(
-        name=job_name(f"{settings.mount}/{plan.run.output_dir}", asked=settings.name),
-        compute=compute,
-        storage=Storage(mount=settings.mount, claim=settings.claim),
-        queue=Queue(name=settings.queue, priority=settings.priority, account=settings.account),
-        limits=Limits(
-            retries=settings.retries, grace_seconds=grace, deadline_seconds=settings.deadline or 0,
-            start_seconds=settings.start_within or 0, keep_seconds=settings.keep,
-        ),
-        cluster=cluster, context=settings.context, namespace=settings.namespace, image=settings.image,
-        image_pull_secrets=tuple(settings.image_pull_secrets), secrets=tuple(settings.secrets),
-        service_account=settings.service_account, ray_version=settings.ray_version, setup=tuple(settings.setup),
+    return Job(
+        settings=settings, name=job_name(f"{settings.mount}/{plan.run.output_dir}", asked=settings.name),
+        gpu=hardware.gpu.name, gpus=hardware.gpus_per_node, nodes=hardware.nodes, cpus=settings.cpus or cpus(plan),
+        memory_bytes=memory, shm_bytes=shm, disk_bytes=disk, grace_seconds=grace,
         notes={"plan": describe_plan(plan), "predicted": predicted},
     )  # fmt: skip
 

@@ -13,12 +13,11 @@ from fitune.planner.fleet import EpochOf, TrainingRanking, rank_fleet
 from fitune.planner.ranking import Wanted
 from fitune.session.clusters.launching import is_fetched, launch_file, render
 from fitune.session.planning import sampled
-from fitune.spec.machines.job import System
 from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.plan import Plan
 from fitune.spec.predictions import Epoch
 from fitune.spec.recipe.fleet import Fleet, Objective, read_fleet
-from fitune.spec.recipe.job_settings import read_job_settings
+from fitune.spec.recipe.job import System, read_job_settings
 from fitune.spec.recipe.recipe import Recipe
 from fitune.units import parse_seconds
 
@@ -128,7 +127,7 @@ def launch_text(
     )  # fmt: skip
     job, text = render(
         taken, free.priced, read_job_settings(job_file, settings=settings, defaults=said),
-        cluster.kind, cluster=cluster.name, storage_bandwidth=cluster.storage or 0.0,
+        cluster.kind, storage_bandwidth=cluster.storage or 0.0,
     )  # fmt: skip
     full = [offer.place for offer in ranking.offers[: ranking.offers.index(free)]]
     place = free.place + (f" ({', '.join(full)}: full now)" if full else "")

@@ -15,10 +15,9 @@ from fitune.launch.place import meeting_address
 from fitune.planner.job import inside, job_of
 from fitune.session.planning import for_its_rows, plan_for
 from fitune.spec.deepspeed import deepspeed_config
-from fitune.spec.machines.job import JobSpec, System
 from fitune.spec.plan import Plan, Zero
 from fitune.spec.predictions import Priced
-from fitune.spec.recipe.job_settings import JobSettings, read_job_settings, require_meaningful
+from fitune.spec.recipe.job import Job, JobSettings, System, read_job_settings, require_meaningful
 from fitune.spec.recipe.pins import pinned
 from fitune.spec.recipe.recipe import Recipe, dump_recipe
 from fitune.spec.words import describe_sharding
@@ -38,7 +37,7 @@ def split_settings(settings: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def launch_file(
     recipe: Recipe, on: System, *, job_file: Path | None = None, settings: Sequence[str]
-) -> tuple[JobSpec, str]:
+) -> tuple[Job, str]:
     """The job of the recipe's plan, and the file that starts it on ``on``: YAML for kubectl, a script for sbatch.
 
     Raises RecipeError where the plan would be for this machine, and the job is not.
@@ -59,20 +58,15 @@ def render(
     settings: JobSettings,
     on: System,
     *,
-    cluster: str = "",
     storage_bandwidth: float = 0.0,
-) -> tuple[JobSpec, str]:
+) -> tuple[Job, str]:
     """The job of ``priced`` and the text of its file. The recipe in it has the plan's choices and resumes."""
     require_meaningful(settings, on)
     if on == "slurm":
         settings = settings.model_copy(update={"mount": str(Path.cwd())})
     written = recipe_below(pinned(recipe, priced.plan), settings.mount, anywhere=on == "slurm")
     job = job_of(
-        priced,
-        settings,
-        fetches_model=is_fetched(recipe.model),
-        cluster=cluster,
-        storage_bandwidth=storage_bandwidth,
+        priced, settings, fetches_model=is_fetched(recipe.model), storage_bandwidth=storage_bandwidth
     )
     on_hub = [
         source.path for source in (*written.data, *(written.eval_data or ())) if _is_on_hub(source.path)

@@ -8,11 +8,11 @@ from pydantic import AfterValidator, BeforeValidator
 
 from fitune.errors import FituneError, RecipeError, did_you_mean
 from fitune.spec.machines.gpus import BY_FIGURES, find_gpu
-from fitune.spec.machines.job import System
-from fitune.spec.recipe.job_settings import (
+from fitune.spec.recipe.job import (
     Duration,
     JobSettings,
     LabelValue,
+    System,
     checked,
     checked_job,
     one_line,

@@ -1,10 +1,13 @@
-"""The ``job:`` settings as people write them: a file, a cluster of a fleet file, or ``--set job.image=…``."""
+"""A job: the ``job:`` settings as people write them (a file, a cluster of a fleet file, or ``--set job.image=…``), and
+what the processes of a plan ask of a cluster. The launchers write it down in their own words."""
 
+import hashlib
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -15,12 +18,18 @@ from pydantic import (
 )
 
 from fitune.errors import RecipeError
-from fitune.spec.machines.job import GPU_RESOURCE, TESTED_RAY, System
 from fitune.spec.recipe.strict_yaml import load_yaml, type_inside, typed_value
 from fitune.spec.recipe.values import Names, PositiveInt, Size, Strict, described, whole_number
 from fitune.units import parse_seconds
 
 T = TypeVar("T", bound=BaseModel)
+
+System = Literal["kuberay", "kubernetes", "slurm"]
+
+TESTED_RAY = "2.60.0"
+"""The version of Ray that runs on a cluster are tested with."""
+GPU_RESOURCE = "nvidia.com/gpu"
+"""Kubernetes' name for the GPUs of a node."""
 
 _SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 _LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?")
@@ -120,18 +129,25 @@ class JobSettings(Strict):
     name: str = ""
     image: Annotated[str, AfterValidator(_image)] = ""
     claim: ObjectName = ""
+    """A PersistentVolumeClaim, ReadWriteMany where there are several pods."""
     mount: Folder = "/mnt/fitune"
+    """The folder that every process of the job sees: data, caches of tokens, and the run."""
     namespace: LabelValue = ""
     context: Word = ""
+    """kubectl's."""
     queue: Word = ""
+    """Kueue's local queue, or SLURM's partition."""
     priority: Word = ""
+    """Kueue's priority class, or SLURM's quality of service."""
     account: Word = ""
     secrets: ObjectNames = []
+    """Names of Secrets whose keys become environment variables. Their values are not known here."""
     image_pull_secrets: ObjectNames = []
     service_account: ObjectName = ""
     instance_type: LabelValue = ""
     node_selector: Labels = {}
     extra_resources: Annotated[dict[str, PositiveInt], AfterValidator(_devices)] = {}
+    """Other devices of a node, as Kubernetes names them: ``rdma/hca``."""
     cpus: PositiveInt | None = None
     memory: Size | None = None
     shm: Size | None = None
@@ -139,11 +155,71 @@ class JobSettings(Strict):
     retries: Annotated[int, BeforeValidator(whole_number), Field(ge=0, le=100)] = 2
     grace: Duration | None = None
     deadline: Duration | None = None
+    """Seconds of the whole job, its retries included."""
     start_within: Duration | None = None
+    """Seconds to wait for its nodes."""
     keep: Duration = 3600
+    """A finished job stays listed so long."""
     ray_version: Word = TESTED_RAY
     setup: Lines = []
+    """Lines of shell before the command, of SLURM: modules, a virtual environment."""
     constraint: Word = ""
+    """SLURM's words for features of a node."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One plan on one cluster. Each of ``nodes`` gives these resources to it; one pod or task a node, one process a
+    GPU."""
+
+    settings: JobSettings
+    """What people ask for; its amounts that are left out stand below."""
+    name: str
+    gpu: str
+    """Canonical name; ``cpu`` for the processor."""
+    gpus: int
+    nodes: int
+    cpus: int
+    memory_bytes: int
+    """Host memory, ``shm_bytes`` included."""
+    shm_bytes: int
+    """/dev/shm."""
+    disk_bytes: int
+    """Disk of the node for caches; it is gone when the job is."""
+    grace_seconds: int
+    """From the request to stop to the kill: longer than a step and a save."""
+    notes: Mapping[str, str] = field(default_factory=dict)
+    """Words for people, by name: what was planned and predicted."""
+
+
+MOST_NAME = 47
+"""Characters of a RayJob's name: KubeRay makes names of pods and services from it."""
+
+_DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+
+
+def job_name(output_dir: str, *, asked: str = "") -> str:
+    """A DNS-1035 name of at most 47 characters, the same for the same run: a run that is there already cannot be
+    started a second time under another name.
+
+    Raises RecipeError where the name that was ``asked`` for is none.
+    """
+    if asked:
+        if len(asked) <= MOST_NAME and _DNS_1035.fullmatch(asked):
+            return asked
+        raise RecipeError(
+            f"job.name = {asked!r}: lower-case letters, digits and '-', a letter first, at most {MOST_NAME} characters",
+            hint=f"job.name={_slug(asked)[:MOST_NAME].rstrip('-') or 'run'}",
+        )
+    mark = hashlib.sha256(output_dir.encode(errors="surrogatepass")).hexdigest()[:6]
+    last = output_dir.rstrip("/").rsplit("/", 1)[-1]
+    return f"{_slug(last)[: MOST_NAME - 7].rstrip('-') or 'run'}-{mark}"
+
+
+def _slug(text: str) -> str:
+    """``text`` in the letters of DNS-1035; empty where it has none of them."""
+    slug = re.sub(r"-+", "-", re.sub(r"[^a-z0-9]", "-", text.lower())).strip("-")
+    return f"run-{slug}" if slug and not slug[0].isalpha() else slug
 
 
 _PODS = (
