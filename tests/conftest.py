@@ -269,7 +269,7 @@ def traces(own_cache, monkeypatch, tmp_path_factory):
     own = tmp_path_factory.getbasetemp()
     of_all = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
     monkeypatch.setenv("FITUNE_CACHE", str(of_all / "traces"))
-    tracer.trace_with(TransformersTracer())
+    tracer.trace_with(TransformersTracer)
 
 
 @pytest.fixture

@@ -18,12 +18,11 @@ from fitune.errors import FituneError, HardwareError, RecipeError, RunDirectoryE
 from fitune.launch.draining import drain, has_ranks
 from fitune.launch.manifests import _template
 from fitune.session.clusters.launching import launch_file, recipe_below, split_settings
-from fitune.session.planning import plan_for
+from fitune.session.planning import pinned, plan_for
 from fitune.session.recipes.reading import read_any_recipe
 from fitune.spec import run_lock
 from fitune.spec.machines.gpus import find_gpu
 from fitune.spec.recipe.job import job_name
-from fitune.spec.recipe.pins import pinned
 from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
 from fitune.spec.recipe.strict_yaml import parse_value
 from fitune.spec.run_directory import LOCK

@@ -306,7 +306,7 @@ def test_the_published_total():
 def test_the_published_total_of_a_traced_model(name, tmp_path, monkeypatch):
     """By transformers' modules, and by what is planned with: shipped shapes where there are any."""
     monkeypatch.setenv("FITUNE_CACHE", str(tmp_path))
-    trace_with(TransformersTracer())
+    trace_with(TransformersTracer)
     config = find_known_model(name).config
     read = TransformersTracer().shapes(config, name=name, digest="", dtype="bfloat16")
     assert count_parameters(read).total == PUBLISHED_TOTALS_OF_TRACED[name]

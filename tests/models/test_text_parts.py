@@ -91,7 +91,7 @@ def kind(request):
 @pytest.fixture
 def folder(kind, model_folder, tmp_path):
     """A checkpoint with a vision tower and the tokenizer of the usual model."""
-    trace_with(TransformersTracer())
+    trace_with(TransformersTracer)
     target = tmp_path / "seeing"
     shutil.copytree(model_folder, target, ignore=shutil.ignore_patterns("*.safetensors*", "*config.json"))
     shutil.copy(model_folder / "tokenizer_config.json", target)

@@ -145,7 +145,7 @@ def test_blocks_that_cannot_run_are_refused_in_one_line(tmp_path, traces, capfd)
 
 def test_a_later_plan_traces_nothing(tmp_path, untraced, monkeypatch):
     cache = Path(os.environ["FITUNE_CACHE"]) / "traced"
-    trace_with(TransformersTracer())
+    trace_with(TransformersTracer)
     spec = model_of(tmp_path, "gpt_neox", NEOX)
     plan = replace(plan_for(spec, seq_len=64), model_path=spec.name)
     first = predict_memory(plan)

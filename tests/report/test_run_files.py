@@ -6,7 +6,7 @@ import pytest
 
 from fitune.errors import RunDirectoryError
 from fitune.report.run_files import read_run
-from fitune.spec.places import moved
+from fitune.spec.run_directory import moved
 from fitune.spec.serial import to_json
 
 

@@ -9,9 +9,9 @@ from fitune.checkpoint.resume import compare_plans
 from fitune.errors import RecipeError
 from fitune.planner.defaults import data_of
 from fitune.session.recipes.reading import read_any_recipe, recipe_from
-from fitune.spec.places import moved, placed
 from fitune.spec.plan import RunPlan
 from fitune.spec.recipe.recipe import dump_recipe, parse_recipe
+from fitune.spec.run_directory import moved, placed
 from plans import known, plan_for
 
 KEYS = {"model": "m/base", "data": ["rows.jsonl#5", {"path": "more/*.jsonl"}], "chat_template": "t.jinja"}

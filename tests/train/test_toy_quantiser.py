@@ -9,10 +9,10 @@ import torch
 
 from fitune.errors import RecipeError
 from fitune.models.low_bit.quantised import QuantisedLinear, quantised_base
+from fitune.session.planning import pinned
 from fitune.spec import serial
 from fitune.spec.plan import Plan
 from fitune.spec.quantisers import QUANTISERS, Quantiser
-from fitune.spec.recipe.pins import pinned
 from fitune.spec.recipe.recipe import parse_recipe
 from fitune.spec.serial import from_json, to_json
 from fitune.train.prepare import prepare

@@ -75,7 +75,7 @@ def results(model_folder, data_file, tmp_path_factory):
         beside_tokenizer(model, model_folder, folder / model_type)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FITUNE_CACHE", str(folder / "cache"))
-        trace_with(TransformersTracer())
+        trace_with(TransformersTracer)
         jobs = []
         for name, (model_type, settings, stage) in CASES.items():
             plan = plan_of(folder / model_type, data_file, folder / "unused", max_steps=4, **settings)

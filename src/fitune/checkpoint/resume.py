@@ -29,8 +29,8 @@ from fitune.checkpoint.state import Json, TrainState
 from fitune.errors import CheckpointError
 from fitune.files import read_bytes
 from fitune.spec.model.model_spec import ModelSpec
-from fitune.spec.places import moved, placed
 from fitune.spec.plan import ClipByNorm, ClipByValue, Full, Plan, clip_in_backward
+from fitune.spec.run_directory import moved, placed
 from fitune.spec.serial import TABLE_BYTES, read_object, to_data
 
 

@@ -10,11 +10,10 @@ from typing import TypeVar
 
 from fitune.errors import RunDirectoryError
 from fitune.files import path_fault, read_text
-from fitune.spec.places import moved
 from fitune.spec.plan import Plan
 from fitune.spec.predictions import Estimate, Rejection, WholeRun
 from fitune.spec.reports import RunReport, StepReport
-from fitune.spec.run_directory import require_real_files
+from fitune.spec.run_directory import moved, require_real_files
 from fitune.spec.serial import from_json
 from fitune.track.metrics import read_metrics
 from fitune.track.record import Tracked, read_tracked

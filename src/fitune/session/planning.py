@@ -1,25 +1,29 @@
-"""A recipe becomes a plan on the hardware it names, and on the data that it names."""
+"""A recipe becomes a plan on the hardware and the data that it names, and a recipe that pins the plan's choices: what
+was planned here is what is planned where it runs."""
 
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fitune.errors import DataError, HardwareError, NothingFits
 from fitune.measure.hardware import resolve_hardware, see_one_kind
 from fitune.planner.defaults import data_of, with_host_memory
 from fitune.planner.search import find_plan
 from fitune.planner.whole_run import whole_run, with_timely_saves
+from fitune.spec.choices import Ddp
 from fitune.spec.machines.environment import launched_as
 from fitune.spec.machines.gpus import GpuFigures
 from fitune.spec.machines.hardware import Hardware
 from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.model.tracer import by_installed_libraries
+from fitune.spec.plan import Plan, Zero, base_of
 from fitune.spec.predictions import PlanReport
-from fitune.spec.recipe.pins import with_average_row
+from fitune.spec.quantisers import settings_of
 from fitune.spec.recipe.recipe import Recipe
 from fitune.spec.rules import Purpose
+from fitune.spec.words import method_name
 from fitune.units import counted
 
 if TYPE_CHECKING:  # not for those who name no data
@@ -183,3 +187,42 @@ def wanted_hardware(recipe: Recipe) -> Hardware:
     )  # fmt: skip
     found = with_host_memory(found)
     return found if recipe.nvme_size is None else replace(found, nvme_bytes=recipe.nvme_size)
+
+
+def pinned(recipe: Recipe, plan: Plan) -> Recipe:
+    """``recipe`` with the method, the precision, the placement and the global batch of ``plan``.
+
+    Micro-batch, recomputed blocks and the chunks of the loss stay open: where memory runs out in a step, the next
+    attempt may take less of them.
+    """
+    batch, hardware = plan.batch, plan.hardware
+    pins: dict[str, Any] = {
+        "tuning": method_name(plan.tuning), "precision": plan.precision.value, "gpus": hardware.gpus_per_node,
+        "nodes": hardware.nodes, "seq_len": batch.seq_len, "attn_implementation": plan.attention,
+        "global_batch_size": batch.global_batch_size * hardware.num_gpus,
+        "learning_rate": plan.schedule.learning_rate, "output_dir": plan.run.output_dir,
+        "export": plan.run.export,
+        "async_save": plan.run.async_save, "offload_parameters": plan.offload.parameters,
+        "offload_optimizer": plan.offload.optimizer, "offload_activations": plan.offload.activations,
+        **settings_of(base_of(plan)), **_sharding(plan),
+    }  # fmt: skip
+    if plan.run.upload_to:
+        pins["upload_to"] = plan.run.upload_to
+    if recipe.objective == "cheapest":  # it chose how many devices; now they are said
+        pins["objective"] = "fastest"
+    return with_average_row(recipe.model_copy(update=pins), plan)
+
+
+def with_average_row(recipe: Recipe, plan: Plan) -> Recipe:
+    """Returns ``recipe`` with the average row that ``plan`` was chosen for; as it is where that is not known."""
+    mean = plan.batch.mean_row_tokens
+    return recipe.model_copy(update={"mean_row_tokens": mean}) if mean else recipe
+
+
+def _sharding(plan: Plan) -> dict[str, Any]:
+    match plan.sharding:
+        case Zero(stage=stage, backend=backend, hybrid=hybrid):
+            return {"zero": stage, "backend": backend, "hybrid_sharding": hybrid}
+        case Ddp():
+            return {"zero": 0}
+    return {}

@@ -25,11 +25,10 @@ from fitune.files import remove_stale_siblings, write_atomically
 from fitune.measure.communication import waits_measured
 from fitune.measure.memory import memory_meter
 from fitune.models.tokens import planned_tokenizer, require_rows
-from fitune.spec.places import placed
 from fitune.spec.plan import Plan
 from fitune.spec.rank_status import forget_statuses
 from fitune.spec.reports import AFTER_TRAINING, Restart, Retry, RunReport, StepReport
-from fitune.spec.run_directory import LOGS
+from fitune.spec.run_directory import LOGS, placed
 from fitune.spec.run_lock import lock_directory
 from fitune.spec.schedule import is_due
 from fitune.spec.serial import to_json

@@ -30,8 +30,8 @@ from fitune.engine.protocol import EngineState, shape_of
 from fitune.engine.ranks import Ranks
 from fitune.errors import CheckpointError, FituneError, PeerGone
 from fitune.files import remove_stale_siblings
-from fitune.spec.places import placed
 from fitune.spec.reports import StepReport
+from fitune.spec.run_directory import placed
 from fitune.spec.serial import to_data
 from fitune.threads import give_way
 from fitune.track.metrics import read_metrics

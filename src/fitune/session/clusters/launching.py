@@ -13,12 +13,11 @@ from fitune.errors import RecipeError
 from fitune.launch.manifests import job_text
 from fitune.launch.place import meeting_address
 from fitune.planner.job import inside, job_of
-from fitune.session.planning import for_its_rows, plan_for
+from fitune.session.planning import for_its_rows, pinned, plan_for
 from fitune.spec.deepspeed import deepspeed_config
 from fitune.spec.plan import Plan, Zero
 from fitune.spec.predictions import Priced
 from fitune.spec.recipe.job import Job, JobSettings, System, read_job_settings, require_meaningful
-from fitune.spec.recipe.pins import pinned
 from fitune.spec.recipe.recipe import Recipe, dump_recipe
 from fitune.spec.words import describe_sharding
 

@@ -38,7 +38,7 @@ from fitune.session.clusters.ray_ranks import (
     train_as_rank,
 )
 from fitune.session.events import Emit, Note, StepsBegin
-from fitune.session.planning import plan_for
+from fitune.session.planning import plan_for, with_average_row
 from fitune.session.signals import INTERRUPTED, StopRequest, stop_requests
 from fitune.session.train.attempts import (
     LOST,
@@ -51,7 +51,6 @@ from fitune.session.train.attempts import (
 from fitune.session.train.beginning import first_attempt
 from fitune.spec.machines.hardware import Hardware
 from fitune.spec.rank_status import read_statuses
-from fitune.spec.recipe.pins import with_average_row
 from fitune.spec.recipe.recipe import Recipe, dump_recipe
 from fitune.spec.run_directory import LOGS
 from fitune.spec.serial import from_json, to_json

@@ -19,13 +19,12 @@ from fitune.measure.hardware import require_free
 from fitune.models.weight_files import stored_dtype
 from fitune.session.doctor import measure_on_first_use
 from fitune.session.events import Emit, Note, Planned
-from fitune.session.planning import plan_to_train, wanted_hardware
+from fitune.session.planning import pinned, plan_to_train, wanted_hardware
 from fitune.session.train.attempts import Attempt
 from fitune.session.train.pushing import ready_repository
 from fitune.spec.counts import count_parameters
 from fitune.spec.machines.hardware import Hardware
 from fitune.spec.plan import Plan, trains_embeddings
-from fitune.spec.recipe.pins import pinned
 from fitune.spec.recipe.recipe import Recipe, dump_recipe
 from fitune.spec.reports import RunReport
 from fitune.spec.run_directory import FOLDERS

@@ -1,6 +1,6 @@
-"""Whoever traces models without formulas, registered by those who may import torch, and which traces count."""
+"""Registry of the tracer, set by those who may import torch, and which traces count."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,17 +23,20 @@ class Tracer(Protocol):
         ...
 
 
-_tracer: ContextVar[Tracer | None] = ContextVar("_tracer", default=None)
+OpenTracer = Callable[[], Tracer]
+"""Imports torch and returns the tracer: called when something has to be traced, and not before. Raises ModelError where
+torch is not installed."""
+_open_tracer: ContextVar[OpenTracer | None] = ContextVar("_open_tracer", default=None)
 
 
-def trace_with(tracer: Tracer | None) -> None:
-    """Has ``tracer`` asked, from now on, for what no cache has; None: nobody."""
-    _tracer.set(tracer)
+def trace_with(open_tracer: OpenTracer | None) -> None:
+    """Has its tracer asked, from now on, for what no cache has; None: nobody."""
+    _open_tracer.set(open_tracer)
 
 
-def current_tracer() -> Tracer | None:
-    """The tracer to ask; None where nobody traces."""
-    return _tracer.get()
+def current_tracer() -> OpenTracer | None:
+    """The function that opens the tracer to ask; None where nobody traces."""
+    return _open_tracer.get()
 
 
 _installed_alone: ContextVar[bool] = ContextVar("_installed_alone", default=False)

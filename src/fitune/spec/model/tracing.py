@@ -180,14 +180,14 @@ def shapes_for(config: Mapping[str, Any], *, name: str, where: str, dtype: str) 
     file = _file(f"{digest}.shapes.{_SHAPES_FORMAT}")
     found = found or _stored(ModelSpec, file)
     if found is None:
-        tracer = current_tracer()
-        if tracer is None:
+        open_tracer = current_tracer()
+        if open_tracer is None:
             raise ModelError(
                 f"{where}: model_type = {config.get('model_type')!r}: its shapes are not known here yet",
                 hint="`fitune plan` finds them out once and keeps them",
             )
         try:
-            found = tracer.shapes(config, name=name, digest=digest, dtype=dtype)
+            found = open_tracer().shapes(config, name=name, digest=digest, dtype=dtype)
         except ModelError as error:
             raise ModelError(f"{where}: {error.message}", hint=error.hint) from None
         _store(found, file)
@@ -206,10 +206,10 @@ def profile_for(plan: Plan, shape: BatchShape) -> TracedStep:
             _of_other_versions.add(digest)
             return found
     if found is None:
-        tracer = current_tracer()
-        if tracer is None:
+        open_tracer = current_tracer()
+        if open_tracer is None:
             raise ModelError(f"{way.plan.model.name} has not been traced for this way of training yet")
-        found = tracer.profile(way)
+        found = open_tracer().profile(way)
         _store(found, file)
     _known[file] = found
     return found
