@@ -10,7 +10,7 @@ ids in a temporary database. Memory does not grow with the rows.
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -18,11 +18,9 @@ from typing import Any
 import numpy as np
 
 from fitune.errors import RunDirectoryError
-from fitune.files import read_text
 from fitune.score.answers import written_rows
 from fitune.score.index import open_index
-from fitune.spec.reports import PairedScore, Scale, ScoreReport
-from fitune.spec.serial import from_json
+from fitune.spec.reports import PairedScore, Scale
 
 _MOST_VALUES = 5_000
 """Distinct values up to which resamples are drawn; beyond them the mean is normal enough."""
@@ -137,14 +135,18 @@ Changed = dict[str, Any]
 
 
 def compare(
-    directory: Path, other: Path, *, on_changed: Callable[[Changed], object] = lambda row: None
+    directory: Path,
+    other: Path,
+    *,
+    scales: Mapping[str, Scale] = {},
+    on_changed: Callable[[Changed], object] = lambda row: None,
 ) -> list[PairedScore]:
-    """Both scorings by every grader that both have, on the rows that both have. ``on_changed`` is given the rows whose
-    grade changed, in the order of ``directory``.
+    """Both scorings by every grader that both have, on the rows that both have. ``scales`` of the graders are those of
+    the report, a share where it has none; ``on_changed`` is given the rows whose grade changed, in the order of
+    ``directory``.
 
     Raises RunDirectoryError when a folder has no grades or nothing is common to both.
     """
-    scales = _scales(directory)
     found: dict[str, _Paired] = {}
     ours, theirs = set[str](), set[str]()
     with open_index() as others:
@@ -242,17 +244,6 @@ def mcnemar(better: int, worse: int) -> float:
         each = each * (changed - few) // (few + 1)
         ways += each
     return min(1.0, 2 * ways / 2**changed)  # of whole numbers, of any size
-
-
-def _scales(directory: Path) -> dict[str, Scale]:
-    """The scale of each grader, by the report; empty where there is none."""
-    path = directory / "report.json"
-    try:
-        return from_json(ScoreReport, read_text(path, follow_links=False)).scales
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise RunDirectoryError(f"{path}: cannot be read: {error}", hint="score again") from None
 
 
 def grades_of(directory: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:

@@ -32,7 +32,7 @@ from fitune.models.tokens import load_tokenizer
 from fitune.models.weight_files import identity, stored_dtype
 from fitune.models.weights import load_model
 from fitune.report.score_pages import comparison_verdict, write_score_comparison, write_score_page
-from fitune.report.score_rows import first_failed, first_grader_error, read_changed
+from fitune.report.score_rows import first_failed, first_grader_error, read_changed, read_score
 from fitune.score.answers import CHANGED
 from fitune.score.engines.continuous import Moment
 from fitune.score.engines.opening import answering_of, open_engine, why_merged_first
@@ -262,13 +262,14 @@ def why_not_all(report: ScoreReport, out: Path) -> ScoringFailed | None:
 
 def compare_scores(directory: Path, other: Path) -> str:
     """Two scorings of the same rows side by side, in words; the rows whose grade changed go to changed.jsonl."""
+    scales = read_score(directory).scales
     with written_whole(directory / CHANGED) as file:
 
         def write(row: Changed) -> None:
             """Appends the row to changed.jsonl."""
             file.write(f"{json.dumps(row, ensure_ascii=False)}\n".encode())
 
-        paired = compare(directory, other, on_changed=write)
+        paired = compare(directory, other, scales=scales, on_changed=write)
     shown = [
         f"{comparison_verdict(found)} {found.better:,} better, {found.worse:,} worse, of {counted(found.rows, 'row')}"
         for found in paired
