@@ -14,8 +14,8 @@ from fitune.spec.model.config_fields import ConfigFields
 from fitune.spec.model.model_spec import Dropout
 from fitune.spec.model.traits import ACTIVATIONS, WITH_WEIGHTS
 
-Check = Callable[[ConfigFields, str, Any], None]
-"""Refuses the value of a field, or returns."""
+Check = Callable[[ConfigFields, str], object]
+"""Refuses the value of the field of that name; else what it returns is not used."""
 
 
 def check_config(fields: ConfigFields, *, traced: bool) -> None:
@@ -24,9 +24,9 @@ def check_config(fields: ConfigFields, *, traced: bool) -> None:
     A model whose blocks are ``traced`` may have any activation that transformers has.
     """
     _check(fields, CONFIG_FIELDS if not traced else _FIELDS_OF_TRACED)
-    for name, value in fields.values.items():
+    for name in fields.values:
         if "dropout" in name or name.endswith("_pdrop"):
-            _number(low=0, below=1)(fields, name, value)
+            _number(low=0, below=1)(fields, name)
     text = fields.values.get("text_config")
     if isinstance(text, Mapping):
         check_config(ConfigFields(values=text, where=f"{fields.where}: text_config"), traced=traced)
@@ -64,23 +64,20 @@ def check_generation_config(fields: ConfigFields) -> None:
 def check_tokenizer_config(fields: ConfigFields) -> None:
     """Raises ModelError naming the first field of a tokenizer_config.json whose value has no meaning."""
     _check(fields, TOKENIZER_FIELDS)
-    for name, value in fields.values.items():
+    for name in fields.values:
         if name.endswith("_token") and name not in TOKENIZER_FIELDS:
-            _token(fields, name, value)
+            _token(fields, name)
 
 
 def _check(fields: ConfigFields, table: Mapping[str, Check]) -> None:
     for name, value in fields.values.items():
         if value is not None and name in table:
-            table[name](fields, name, value)
+            table[name](fields, name)
 
 
-def _count(fields: ConfigFields, name: str, value: Any) -> None:
-    fields.count(name)
-
-
-def _counts(fields: ConfigFields, name: str, value: Any) -> None:
+def _counts(fields: ConfigFields, name: str) -> None:
     """One for all blocks, or one for each (Gemma 3n)."""
+    value = fields.values[name]
     for each in value if isinstance(value, list) else [value]:
         ConfigFields(values={name: each}, where=fields.where).count(name)
 
@@ -91,9 +88,9 @@ def _must(why: str) -> Callable[[Callable[[Any], bool]], Check]:
     def decorated(fits: Callable[[Any], bool]) -> Check:
         """The check by ``fits``."""
 
-        def check(fields: ConfigFields, name: str, value: Any) -> None:
+        def check(fields: ConfigFields, name: str) -> None:
             """Raises ModelError for a value that does not fit."""
-            if not fits(value):
+            if not fits(fields.values[name]):
                 fields.refuse(name, why)
 
         return check
@@ -128,20 +125,13 @@ def _number(*, low: float | None = None, above: float | None = None, below: floa
     return check
 
 
-def _flag(fields: ConfigFields, name: str, value: Any) -> None:
-    fields.flag(name)
-
-
 @_must("must be a name")
 def _word(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _words(fields: ConfigFields, name: str, value: Any) -> None:
-    fields.words(name)
-
-
-def _activation(fields: ConfigFields, name: str, value: Any) -> None:
+def _activation(fields: ConfigFields, name: str) -> None:
+    value = fields.values[name]
     if not isinstance(value, str) or value not in ACTIVATIONS:
         learns = isinstance(value, str) and value in WITH_WEIGHTS
         why = "has weights of its own, which fitune does not train" if learns else "is no known activation"
@@ -177,7 +167,8 @@ def _token(value: Any) -> bool:
     return value is None or isinstance(content, str | bool)  # some tools have switches of that name
 
 
-def _tokens(fields: ConfigFields, name: str, value: Any) -> None:
+def _tokens(fields: ConfigFields, name: str) -> None:
+    value = fields.values[name]
     if not isinstance(value, list | Mapping):
         fields.refuse(name, "must be a list of tokens, or tokens by name")
     for token in value if isinstance(value, list) else value.values():
@@ -192,13 +183,14 @@ def _side(value: Any) -> bool:
     return value in ("left", "right")
 
 
-def _no_other_weights(fields: ConfigFields, name: str, value: Any) -> None:
+def _no_other_weights(fields: ConfigFields, name: str) -> None:
     fields.refuse(name, "names weights elsewhere, which fitune does not read")
 
 
-def _readable(fields: ConfigFields, name: str, value: Any) -> None:
+def _readable(fields: ConfigFields, name: str) -> None:
     """Weights of few bits are read as 16-bit ones where they were stored as models/low_bit/files.py says."""
-    _object(fields, name, value)
+    _object(fields, name)
+    value = fields.values[name]
     method = value.get("quant_method")
     can_be_read = (
         method == "mxfp4"
@@ -221,14 +213,15 @@ def _are_blocks(value: Any) -> bool:
     )
 
 
-def _rope(fields: ConfigFields, name: str, value: Any) -> None:
+def _rope(fields: ConfigFields, name: str) -> None:
     """Rotary positions: numbers by name, or such an object for each type of layer."""
-    _object(fields, name, value)
+    _object(fields, name)
+    value = fields.values[name]
     inner = ConfigFields(values=value, where=f"{fields.where}: {name}")
     _check(inner, _ROPE)
     for key, part in value.items():
         if isinstance(part, Mapping):
-            _rope(inner, key, part)
+            _rope(inner, key)
 
 
 @_must("must be a list of positive numbers")
@@ -258,8 +251,8 @@ _ANY_NUMBER = _number()
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
 CONFIG_FIELDS: dict[str, Check] = {
-    **dict.fromkeys(_COUNTS, _count),
-    **dict.fromkeys(_FLAGS, _flag),
+    **dict.fromkeys(_COUNTS, ConfigFields.count),
+    **dict.fromkeys(_FLAGS, ConfigFields.flag),
     **dict.fromkeys(_TOKENS, _ids),
     **dict.fromkeys(
         ("initializer_range", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "router_aux_loss_coef",
@@ -271,7 +264,7 @@ CONFIG_FIELDS: dict[str, Check] = {
     ),
     **dict.fromkeys(("hidden_act", "hidden_activation", "activation_function", "activation"), _activation),
     **dict.fromkeys(("model_type", "summary_type", "transformers_version", "problem_type"), _word),
-    **dict.fromkeys(("architectures", "layer_types"), _words),
+    **dict.fromkeys(("architectures", "layer_types"), ConfigFields.words),
     **dict.fromkeys(("id2label", "label2id", "text_config"), _object),
     **dict.fromkeys(("rope_scaling", "rope_parameters"), _rope),
     "quantization_config": _readable,
@@ -292,7 +285,7 @@ _ROPE: dict[str, Check] = {
     **dict.fromkeys(("long_factor", "short_factor"), _factors),
     **dict.fromkeys(("type", "rope_type"), _word),
     "mscale_all_dim": _ZERO_AND_MORE,
-    "original_max_position_embeddings": _count,
+    "original_max_position_embeddings": ConfigFields.count,
 }  # fmt: skip
 
 _FIELDS_OF_TRACED = {
@@ -306,10 +299,10 @@ _FIELDS_OF_TRACED = {
 GENERATION_FIELDS: dict[str, Check] = {
     **dict.fromkeys((*_TOKENS, "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id",
                      "forced_eos_token_id"), _ids),
-    **dict.fromkeys(("max_length", "max_new_tokens", "num_beams", "num_return_sequences"), _count),
+    **dict.fromkeys(("max_length", "max_new_tokens", "num_beams", "num_return_sequences"), ConfigFields.count),
     **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size"), _whole(0, 1_000_000_000)),
     **dict.fromkeys(("do_sample", "use_cache", "renormalize_logits", "output_attentions", "output_scores",
-                     "return_dict_in_generate"), _flag),
+                     "return_dict_in_generate"), ConfigFields.flag),
     **dict.fromkeys(("temperature", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"), _ZERO_AND_MORE),
     **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty"), _POSITIVE),
     **dict.fromkeys(("length_penalty", "diversity_penalty", "guidance_scale", "max_time"), _ANY_NUMBER),
@@ -319,10 +312,10 @@ GENERATION_FIELDS: dict[str, Check] = {
 
 TOKENIZER_FIELDS: dict[str, Check] = {
     **dict.fromkeys(("add_bos_token", "add_eos_token", "add_prefix_space", "clean_up_tokenization_spaces",
-                     "split_special_tokens", "legacy", "use_fast"), _flag),
+                     "split_special_tokens", "legacy", "use_fast"), ConfigFields.flag),
     **dict.fromkeys(("padding_side", "truncation_side"), _side),
     **dict.fromkeys(("extra_special_tokens", "additional_special_tokens", "added_tokens_decoder"), _tokens),
     **dict.fromkeys(("sp_model_kwargs",), _object),
-    "model_input_names": _words,
+    "model_input_names": ConfigFields.words,
     "model_max_length": _POSITIVE,
 }  # fmt: skip
