@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from fitune.spec.choices import trains_embeddings
 from fitune.spec.machines.hardware import Gpu
-from fitune.spec.model.model_spec import BlockAttention, Linear, ModelSpec, ParameterCounts
+from fitune.spec.model.model_spec import BlockAttention, Linear, ModelSpec
 from fitune.spec.plan import Lora, Plan, Precision, Tuning, trains_head
 from fitune.spec.remembered import remembered, remembered_by
 
@@ -185,6 +185,27 @@ def _qk_norm_widths(model: ModelSpec) -> tuple[int, ...]:
             return (model.head_dim, model.head_dim)
         case "full":
             return (model.q_dim, model.kv_dim)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterCounts:
+    """Exact parameters by component; ``active`` is what one token goes through."""
+
+    attention: int
+    mlp: int
+    experts: int
+    router: int
+    norms: int
+    embeddings: int
+    head: int
+    active: int
+
+    @property
+    def total(self) -> int:
+        """All parameters, whether or not a token goes through them."""
+        return (
+            self.attention + self.mlp + self.experts + self.router + self.norms + self.embeddings + self.head
+        )
 
 
 @remembered

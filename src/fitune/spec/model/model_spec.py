@@ -4,7 +4,6 @@ Counts are exact, and they are sums over one list: the linears of a block. Whate
 shapes (parameter counts, adapters, activations, FLOPs) goes through that list.
 """
 
-import math
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -77,11 +76,6 @@ class BlockKind:
     example: int
     """Number of a block of this kind."""
 
-    @property
-    def other_parameters(self) -> int:
-        """Elements of one block that are in no linear."""
-        return sum(math.prod(shape) for shape in self.others)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockAttention:
@@ -101,27 +95,6 @@ class BlockAttention:
             whole, rest = divmod(row, max(1, seen))
             return whole * seen * (seen + 1) // 2 + rest * (rest + 1) // 2
         return seen * (seen + 1) // 2 + (row - seen) * seen
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterCounts:
-    """Exact parameters by component; ``active`` is what one token goes through."""
-
-    attention: int
-    mlp: int
-    experts: int
-    router: int
-    norms: int
-    embeddings: int
-    head: int
-    active: int
-
-    @property
-    def total(self) -> int:
-        """All parameters, whether or not a token goes through them."""
-        return (
-            self.attention + self.mlp + self.experts + self.router + self.norms + self.embeddings + self.head
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

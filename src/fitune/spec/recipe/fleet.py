@@ -14,7 +14,6 @@ from fitune.spec.recipe.job import (
     LabelValue,
     System,
     checked,
-    checked_job,
     one_line,
     require_meaningful,
 )
@@ -75,7 +74,7 @@ class Cluster(Strict):
         wanted = dict(self.job)
         if self.instance_type and self.kind != "slurm":
             wanted.setdefault("instance_type", self.instance_type)
-        return checked_job(wanted, where=f"job of cluster {self.name}")
+        return checked(JobSettings, wanted, where=f"job of cluster {self.name}")
 
 
 _EXAMPLES = {

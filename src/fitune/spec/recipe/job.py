@@ -270,12 +270,8 @@ def read_job_settings(
         value = typed_value(kind, text, where=f"--set job.{setting}")
         inside = wanted.get(head)
         wanted[head] = {**(inside if isinstance(inside, dict) else {}), inner: value} if inner else value
-    return checked_job({key: value for key, value in wanted.items() if value is not None}, where=where)
-
-
-def checked_job(wanted: Mapping[str, Any], *, where: str) -> JobSettings:
-    """The ``job:`` settings as a value. Raises RecipeError."""
-    return checked(JobSettings, wanted, where=where)
+    given = {key: value for key, value in wanted.items() if value is not None}
+    return checked(JobSettings, given, where=where)
 
 
 def checked(kind: type[T], wanted: Mapping[str, Any], *, where: str, examples: Mapping[str, str] = {}) -> T:
