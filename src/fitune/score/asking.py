@@ -19,9 +19,8 @@ from fitune.score.engines.engine import (
     Likelihood,
     Request,
     failed,
-    listed_stop_ids,
 )
-from fitune.score.engines.opening import open_engine, open_texts
+from fitune.score.engines.opening import open_engine, open_texts, stop_ids_of
 from fitune.score.grades.graders import CHOICE_GRADERS
 from fitune.score.plan import ScorePlan
 from fitune.score.tasks import Answer, Task, to_answer
@@ -104,7 +103,7 @@ class Asker:
     ) -> None:  # fmt: skip
         self._engine = Restarted(lambda: opens(plan, tokenizer, template))
         self._decode, self._sampling, self._graders = template.decode, plan.sampling, plan.graders
-        self._stop_ids = template.stop_ids | listed_stop_ids(plan.model)
+        self._stop_ids = stop_ids_of(plan, template)
         self._has_tried = False
 
     def ask(

@@ -135,6 +135,11 @@ def open_texts(plan: ScorePlan) -> tuple[Any, ChatTemplate]:
     return tokenizer, load_template(tokenizer, plan.chat_template)
 
 
+def stop_ids_of(plan: ScorePlan, template: ChatTemplate) -> frozenset[int]:
+    """Ids that end an answer: the template's, and those that the model's makers listed."""
+    return template.stop_ids | listed_stop_ids(plan.model)
+
+
 def open_engine(
     plan: ScorePlan,
     tokenizer: Any,
@@ -144,7 +149,7 @@ def open_engine(
     watch: Watch = unwatched,
 ) -> Engine:
     """The engine of ``plan``, ready to answer. Raises CheckpointError for an adapter without effect."""
-    stop_ids = template.stop_ids | listed_stop_ids(plan.model)
+    stop_ids = stop_ids_of(plan, template)
     match plan.engine:
         case "server":
             from fitune.score.engines.engine_server import ServerEngine
