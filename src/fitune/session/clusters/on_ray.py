@@ -28,7 +28,7 @@ from fitune.launch.ray_cluster import (
 from fitune.launch.ray_workers import open_mailbox, ray_parts, run_workers
 from fitune.launch.torchrun import Ended, ended, fresh_logs
 from fitune.report.run_page import write_report
-from fitune.session.clusters.ray_nodes import hardware_of_workers, require_shared
+from fitune.session.clusters.ray_nodes import hardware_of_workers, own_settings, require_shared
 from fitune.session.clusters.ray_ranks import (
     WORD_SECONDS,
     Change,
@@ -252,10 +252,7 @@ class _Job:
             had=self.had,
             change=self.change,
             folder=os.getcwd(),
-            environment={
-                **{name: value for name, value in os.environ.items() if name.startswith("FITUNE_")},
-                **dict(settings_of_environment()),
-            },
+            environment=own_settings() | dict(settings_of_environment()),
             threads=self.largest.plan.hardware.threads_per_process,
             mailbox=mailbox,
         )

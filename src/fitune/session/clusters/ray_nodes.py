@@ -1,4 +1,5 @@
-"""The nodes of a Ray cluster beside this machine: versions, hardware, and files that all must have."""
+"""The nodes of a Ray cluster beside this machine: versions, hardware, and files that all must have, and the settings
+that they are told."""
 
 import os
 import socket
@@ -37,6 +38,11 @@ def facts_of_node(shapes: Mapping[int, Recipe]) -> NodeFacts:
         except HardwareError as error:
             hardware[world] = error.message
     return NodeFacts(host=socket.gethostname(), versions=versions_here(), hardware=hardware)
+
+
+def own_settings() -> dict[str, str]:
+    """Variables of this environment that nodes are told: fitune's own. Keys and tokens are the nodes' own."""
+    return {name: value for name, value in os.environ.items() if name.startswith("FITUNE_")}
 
 
 def versions_here() -> dict[str, str]:

@@ -23,6 +23,7 @@ from fitune.score.run import Elsewhere
 from fitune.score.tasks import Answer, Task
 from fitune.session.clusters.ray_nodes import (
     facts_of_node,
+    own_settings,
     require_paths,
     require_same_versions,
     versions_here,
@@ -63,13 +64,10 @@ def scoring_on_ray(plan: ScorePlan, place: RayPlace, *, emit: Emit) -> Iterator[
         plan = replace(plan, dtype=kinds[0])
         emit(Note(f"{counted(workers, 'worker')} on Ray, {counted(threads, 'thread')} each"))
 
-        # settings of fitune; keys and tokens are the nodes' own
-        environment = {name: value for name, value in os.environ.items() if name.startswith("FITUNE_")}
-
         def answers(groups: Iterator[list[Task]], look: Callable[[int], None]) -> Iterator[list[Answer]]:
             """Yields the answers of each group in order, from workers on Ray; ``look`` is told rows done."""
             pool: ActorPool[list[Task], list[Answer]] = ActorPool(
-                ScoringWorker, (plan, os.getcwd(), environment, threads),
+                ScoringWorker, (plan, os.getcwd(), own_settings(), threads),
                 workers=workers, each=each, restarts=place.restarts, told=emit_notes(emit),
             )  # fmt: skip
             with pool:
