@@ -132,7 +132,7 @@ def _traced_block(
             head_size=block.head_size,
             flops_per_pair=block.flops_per_pair,
             sees=seen_by_kernel(plan, plan.model.attention_of(kind.example)),
-            over="written stream" if squares_stream else "rows",
+            over="stream" if squares_stream else "rows",
         ),
         traced=TracedMemory(
             kept=kept,

@@ -33,6 +33,7 @@ from fitune.estimate.states import (
     update_temporaries_bytes,
 )
 from fitune.spec.model.block_profile import Attention, BatchShape, Pass, Stage
+from fitune.spec.model.traits import writes_stream_scores
 from fitune.spec.plan import (
     Loss,
     Plan,
@@ -188,7 +189,7 @@ class StepStages:
         mask = tokens**2 * self.element_bytes  # architectures with their own attention build it once
         site = Site(self.plan, self.shape, gradient_enters=True)
         trains = trains_embeddings(self.plan.tuning)
-        keeps_mask = in_forward or self.recomputed > self.untouched or not model.is_multi_query
+        keeps_mask = in_forward or self.recomputed > self.untouched or not writes_stream_scores(self.plan)
         return {
             "batch": 3 * INDEX * tokens
             + (0 if model.learned_positions else table)

@@ -174,10 +174,10 @@ def attention_flops(attention: Attention, shape: BatchShape, rates: Rates) -> fl
     """FLOPs of one block's attention both ways: n · (n + row_tokens) / 2 pairs of each row of n, less what lies
     before a window.
 
-    All of row × row (or stream × stream) where scores are written out.
+    All of row × row where scores are written out, of stream × stream where a mask tells its rows apart.
     """
     pairs = {
-        "written stream": shape.tokens**2,
+        "stream": shape.tokens**2,
         "written rows": shape.pairs(),
         "rows": shape.seen_pairs(attention.sees) + shape.tokens * rates.attention_row_tokens / 2,
     }[attention.over]

@@ -33,11 +33,12 @@ def queries_keys_values_kept(site: Site, *, one_linear: bool, read_as_projected:
     ``keys`` are the elements of all keys as attention reads them, and as many of the values: t·k where it takes groups.
 
     Rotary positions write queries and keys anew and keep only their shared table; values stay as projected.
-    Where ``one_linear`` makes all three (Phi-3), the values are a view that keeps the whole projection alive.
+    Where ``one_linear`` makes all three (Phi-3), the values are a view that keeps the whole projection alive; Falcon
+    copies those of its one key head.
     """
     model = site.model
     keys = kept_keys(site.plan, site.shape, window=site.masking_window)
-    keeps_all = one_linear and read_as_projected and model.learned_positions == 0
+    keeps_all = one_linear and read_as_projected and not (model.learned_positions or model.is_multi_query)
     copies = model.q_dim + model.kv_dim if keeps_all else 0
     return site.e * (site.t * (model.q_dim + copies) + 2 * keys)
 

@@ -24,6 +24,7 @@ from fitune.spec.model.traits import (
     falls_back_to_scores,
     has_scores,
     writes_scores,
+    writes_stream_scores,
 )
 from fitune.spec.plan import Plan
 
@@ -58,7 +59,7 @@ def _attention(plan: Plan, *, has_window: bool) -> Attention:
         sees=seen_by_kernel(
             plan, BlockAttention(width=model.q_dim, window=has_window * model.sliding_window)
         ),
-        over="written stream" if model.is_multi_query else by_row,
+        over="stream" if model.masks_whole_stream else by_row,
     )
 
 
@@ -163,7 +164,7 @@ def attention_stages(
 def _queries_keys_values(site: Site, projections: Sequence[Linear]) -> int:
     """Returns the bytes that queries, keys and values keep until backward, the norm of queries and keys included."""
     model, one_linear = site.model, len(projections) == 1
-    if model.is_multi_query or falls_back_to_scores(site.plan):
+    if writes_stream_scores(site.plan) or falls_back_to_scores(site.plan):
         # attention keeps fp32 copies of its own; in fp32 values are a view, of the whole projection of one linear
         a_view = one_linear and site.e == FP32 and site.n == model.num_kv_heads
         kept = site.t * site.e * (model.q_dim + model.kv_dim) if a_view else 0
@@ -183,7 +184,7 @@ def _queries_keys_values(site: Site, projections: Sequence[Linear]) -> int:
 
 def _scores(site: Site, *, output_needed: bool) -> Stage:
     """Attention itself: fused, written out by fitune, or by torch."""
-    if site.model.is_multi_query or falls_back_to_scores(site.plan):
+    if writes_stream_scores(site.plan) or falls_back_to_scores(site.plan):
         return _fallback_scores(site, output_needed=output_needed)
     rows = 1 if site.model.masks_whole_stream or attends_in_one_call(site.plan) else site.shape.rows
     if writes_scores(site.plan):
@@ -223,7 +224,7 @@ def _fallback_scores(site: Site, *, output_needed: bool) -> Stage:
     """Attention that torch writes out: Falcon-7B's over the whole stream, and row by row where a CPU drops out."""
     shape, dropped = site.shape, site.model.dropout.attention > 0
     row_tokens, rows, pairs = shape.row_tokens, shape.rows, shape.pairs()
-    if site.model.is_multi_query:
+    if writes_stream_scores(site.plan):
         row_tokens, rows, pairs = shape.tokens, 1, shape.tokens**2
     return Stage(
         name="attention",

@@ -144,8 +144,8 @@ class Attention:
     """FLOPs of all heads, forward and backward, for each pair of a query and a key."""
     sees: BlockAttention
     """Without a window where the kernel goes through whole rows, under a mask."""
-    over: Literal["rows", "written rows", "written stream"]
-    """Fused kernels compute half of each row's square; written scores are the whole, of each row or of the stream."""
+    over: Literal["rows", "written rows", "stream"]
+    """Fused kernels compute half of each row's square; written scores are the whole, and under a mask all the stream's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -211,7 +211,7 @@ class ModelSpec:
 
     @property
     def is_multi_query(self) -> bool:
-        """True for Falcon-7B: one key head, and attention that torch writes out over the whole stream."""
+        """True for Falcon-7B: one key head that all queries share, without copies for each of them."""
         return self.masks_whole_stream and self.num_kv_heads == 1
 
     @property
