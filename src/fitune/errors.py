@@ -12,6 +12,7 @@ import platform
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 from fitune.credentials import without_credentials
@@ -126,6 +127,13 @@ def installed_versions(libraries: Iterable[str]) -> dict[str, str]:
         with suppress(PackageNotFoundError):
             found[name] = version(name)
     return found
+
+
+@cache
+def torch_release() -> tuple[int, ...]:
+    """(2, 13) of torch 2.13.0; where none is installed, as for a plan that runs elsewhere, later than any."""
+    torch = installed_versions(("torch",)).get("torch", "99.0")
+    return tuple(map(int, torch.split(".")[:2]))
 
 
 TRAINING = ("torch", "transformers", "peft", "safetensors", "datasets", "numpy", "pyarrow", "tokenizers")

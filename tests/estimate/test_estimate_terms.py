@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from fitune.errors import torch_release
 from fitune.estimate.blocks.activations import (
     fused_attention_kept,
     gated_mlp_tensors_kept,
@@ -27,6 +28,26 @@ from plans import CPU, gpu, known, plan_for, small_llama
 def kept_per_token(plan, *, rows=1):
     shape = BatchShape(tokens=1024, supervised_tokens=1024, rows=rows)
     return sum(stage.kept for stage in block_stages(plan, shape)) / 1024
+
+
+@pytest.mark.parametrize(
+    ("torch", "release"),
+    [({"torch": "2.15.0+cu132"}, (2, 15)), ({"torch": "2.16.0.dev20261101"}, (2, 16)), ({}, (99, 0))],
+)
+def test_the_release_of_torch_is_read_without_loading_it(monkeypatch, torch, release):
+    monkeypatch.setattr("fitune.errors.installed_versions", lambda libraries: torch)
+    assert torch_release.__wrapped__() == release
+
+
+def test_fused_kernels_take_one_key_head_from_torch_2_14(monkeypatch):
+    """Falcon-7B's: 71 fp32 scores for each pair of tokens of the stream before, output and fp32 log-sum-exp since."""
+    plan = plan_for(known("falcon-7b"), precision="bf16", hardware=gpu("h100"))
+    monkeypatch.setattr("fitune.spec.model.traits.torch_release", lambda: (2, 13))
+    written = kept_per_token(plan)
+    monkeypatch.setattr("fitune.spec.model.traits.torch_release", lambda: (2, 14))
+    q, k, n = 71 * 64, 64, 71
+    in_fp32, fused = 4 * (q + 2 * k), 2 * (q + 2 * k) + 2 * q + 4 * n
+    assert written - kept_per_token(plan) == 4 * n * 1024 + in_fp32 + 2 * q - fused
 
 
 def test_llama_block_in_bf16_keeps_the_published_sum():

@@ -57,6 +57,17 @@ def test_lora_takes_four_flops_per_frozen_weight_and_six_per_adapter():
     assert flops_per_token(plan) == pytest.approx(expected, rel=1e-9)
 
 
+def test_a_mask_over_the_stream_is_computed_whole():
+    """Falcon-40B's attention goes through all pairs of the stream, however many rows it holds."""
+
+    def seconds(rows):
+        plan = plan_for(known("falcon-40b"), hardware=gpu("h100"), rows=rows, seq_len=2048 // rows)
+        step = describe_step(plan, largest_batch(plan))
+        return attention_seconds(step.attentions[0][0], step.shape, rates_of(plan.hardware, plan.precision))
+
+    assert seconds(4) == seconds(1)
+
+
 @pytest.mark.parametrize("name", ["mistralai/Mistral-7B-v0.1", "google/gemma-3-12b-pt"])
 def test_flash_attention_takes_no_time_before_a_window(name):
     """Seconds of attention are those of the pairs in the window; a kernel with a mask goes through all of a row."""

@@ -10,6 +10,7 @@ import sys
 from dataclasses import asdict, replace
 from itertools import cycle, islice
 from pathlib import Path
+from unittest.mock import patch
 
 from fitune.errors import FituneError
 from fitune.estimate.model_profile import memory_of_blocks, model_profile
@@ -52,8 +53,11 @@ def recipes():
         yield {"model": model, **machine, **way, "data": ["rows.jsonl"]}
 
 
+@patch("fitune.estimate.memory.torch_release", lambda: (2, 13))
+@patch("fitune.spec.model.traits.torch_release", lambda: (2, 13))
 def account(recipe):
-    """What fitune says of one recipe; the kind of refusal where it refuses. Nothing is traced."""
+    """What fitune says of one recipe where torch 2.13 is installed; the kind of refusal where it refuses. Nothing is
+    traced."""
     trace_with(None)
     wanted = parse_recipe(recipe)
     try:

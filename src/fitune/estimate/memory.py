@@ -6,6 +6,7 @@ are those of a step after the first, when optimizer states exist, and of its las
 
 from collections.abc import Iterator
 
+from fitune.errors import torch_release
 from fitune.estimate import overhead
 from fitune.estimate.blocks import transient
 from fitune.estimate.blocks.site import norms_keep_input
@@ -266,15 +267,16 @@ def _root_moments(step: StepStages) -> Iterator[Terms]:
     reduce type and copied to their own, beside that buffer; and these stepped, where that is done in backward.
 
     The root's weights are let go by then, unless the loss runs on them again before a second backward. The head's whole
-    gradient stays: FSDP2 names the last of a group until its shares are there (foreach_reduce). The nodes' sums of all
-    blocks are still held.
+    gradient stays: before torch 2.15 FSDP2 names the last of a group until its shares are there (foreach_reduce). The
+    nodes' sums of all blocks are still held.
     """
     plan, e, buffer = step.plan, step.element_bytes, step.buffers.root_end
     if not buffer:
         return
     parts, width, tied = num_shares(plan), reduce_width(plan), plan.model.tied_embeddings
     shares = [t.count * t.share(parts) for t in trained_tensors(plan) if not t.in_block]
-    own = sum(shares) * e + (0 if tied else step.head_gradient)
+    head_stays = not tied and torch_release() < (2, 15)
+    own = sum(shares) * e + (step.head_gradient if head_stays else 0)
     kept, gathered = (step.all_kept(), step.buffers.root) if step.goes_back_twice else ({}, 0)
     held = buffer + sum(step.buffers.summed_blocks)
     table = 0 if tied else embedding_parameters(plan.model) * e

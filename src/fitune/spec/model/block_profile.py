@@ -145,7 +145,7 @@ class Attention:
     sees: BlockAttention
     """Without a window where the kernel goes through whole rows, under a mask."""
     over: Literal["rows", "written rows", "stream"]
-    """Fused kernels compute half of each row's square; written scores are the whole, and under a mask all the stream's."""
+    """Fused kernels compute half of each row's square; written scores are all of it, under a mask the stream's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,8 @@
 """Traits: memory of the activation function, attention scores, and the fused kernels that fit a model."""
 
 from dataclasses import dataclass
-from functools import cache
 
-from fitune.errors import installed_versions
+from fitune.errors import torch_release
 from fitune.spec.machines.hardware import Gpu
 from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.plan import Plan, Precision
@@ -90,18 +89,9 @@ def falls_back_to_scores(plan: Plan) -> bool:
 
 
 def writes_stream_scores(plan: Plan) -> bool:
-    """True if torch writes out the scores of the whole stream, in fp32: Falcon-7B's, on a torch before 2.14."""
-    return plan.model.is_multi_query and not kernels_take_one_key_head()
-
-
-@cache
-def kernels_take_one_key_head() -> bool:
-    """True from torch 2.14, whose fused kernels take one key head for all queries, on CPUs and GPUs.
-
-    Where no torch is installed, as for a plan that runs elsewhere, it is a new one.
-    """
-    torch = installed_versions(("torch",)).get("torch")
-    return torch is None or tuple(map(int, torch.split(".")[:2])) >= (2, 14)
+    """True if torch writes out the scores of the whole stream, in fp32: Falcon-7B's, whose one key head fused kernels
+    take for all queries from torch 2.14 on, on CPUs and GPUs."""
+    return plan.model.is_multi_query and torch_release() < (2, 14)
 
 
 def attends_in_one_call(plan: Plan) -> bool:
