@@ -74,6 +74,9 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("gemma4_text", "gemma4_unified_text", "gemma4", "gemma4_unified"), _WITH_SHARED_KEYS),
     **dict.fromkeys(("gemma3n", "gemma3n_text"), _SPARSE),
     "llama4_text": {"intermediate_size": 64, "intermediate_size_mlp": 128},
+    "lara_mini": {
+        "layer_types": ["linear_attention", "sliding_attention", "linear_attention", "full_attention"]
+    },
 }
 """Beside SMALL, where an architecture wants it."""
 

@@ -143,6 +143,27 @@ def test_blocks_that_cannot_run_are_refused_in_one_line(tmp_path, traces, capfd)
     assert capfd.readouterr().err == ""
 
 
+OTHERWISE = {
+    "loops over its blocks": (
+        "xlstm", {"num_hidden_layers": 2, "num_blocks": 2, "num_heads": 4}, "runs its blocks several times",
+    ),
+    "blocks that share weights": (
+        "zamba2",
+        {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "num_attention_heads": 4,
+         "mamba_ngroups": 1, "num_mem_blocks": 1, "mamba_d_state": 16, "n_mamba_heads": 8},
+        "blocks of Zamba2ForCausalLM share weights",
+    ),
+    "a head of other tokens": ("cpmant", {"dim_head": 16, "prompt_types": 2}, "one vocabulary for both"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_models_whose_parts_are_counted_otherwise_are_refused(tmp_path, traces, name):
+    model_type, values, words = OTHERWISE[name]
+    with pytest.raises(ModelError, match=words):
+        model_of(tmp_path, model_type, {"hidden_size": 64, "vocab_size": 400, **values})
+
+
 def test_a_later_plan_traces_nothing(tmp_path, untraced, monkeypatch):
     cache = Path(os.environ["FITUNE_CACHE"]) / "traced"
     trace_with(TransformersTracer)

@@ -1,7 +1,9 @@
 """Shapes of an architecture that fitune has no formula for: its model is built without memory, and its modules read."""
 
+import ast
 import inspect
 import sys
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from fitune.errors import ModelError
 from fitune.models.attention import takes_mask
-from fitune.models.language_model import blocks_of, carries_along
+from fitune.models.language_model import blocks_of, body_of, carries_along
 from fitune.models.low_bit.packing import places_in
 from fitune.models.low_bit.quantised import is_dense_linear, is_read_by_kernels, is_state_space
 from fitune.models.readers import empty_model
@@ -36,13 +38,27 @@ def read_shapes(config: PretrainedConfig, *, name: str, digest: str, dtype: str)
     text = model.config.get_text_config()
     blocks = blocks_of(model)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if head is None or not isinstance(head, nn.Linear):
+    blocks_name = next(n for n, module in model.named_modules() if module is blocks)
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         raise ModelError(f"{type(model).__name__} has no language-modelling head that is one linear")
+    if head.out_features != len(embedding.weight):
+        raise ModelError(
+            f"the head of {type(model).__name__} has {head.out_features:,} tokens and its embedding "
+            f"{len(embedding.weight):,}, and fitune takes one vocabulary for both"
+        )
+    if _loops(body_of(model), blocks_name.rpartition(".")[2]):
+        raise ModelError(
+            f"{type(model).__name__} runs its blocks several times in one forward pass, and fitune counts each once"
+        )
+    if sum(1 for block in blocks for _ in block.parameters()) > sum(1 for _ in blocks.parameters()):
+        raise ModelError(
+            f"blocks of {type(model).__name__} share weights, and fitune counts each block's own"
+        )
     kinds, kind_of = _kinds(blocks, text)
     attentions = tuple(_attention(blocks[kind.example], text, kind.example) for kind in kinds)
     first = kinds[kind_of[0]]
-    heads = _number(text, "num_attention_heads", "n_head", "num_heads", default=1)
     of_first = text.per_layer_config[0] if getattr(text, "is_heterogeneous", False) else text  # Gemma 4
+    heads = _number(of_first, "num_attention_heads", "n_head", "num_heads", default=1)
     hidden = int(head.in_features)
     return ModelSpec(
         name=name,
@@ -69,7 +85,7 @@ def read_shapes(config: PretrainedConfig, *, name: str, digest: str, dtype: str)
         head_bias=head.bias is not None,
         sliding_window=_window(text),
         caps_logits=getattr(text, "final_logit_softcapping", None) is not None,
-        blocks_name=next(n for n, module in model.named_modules() if module is blocks),
+        blocks_name=blocks_name,
         dropout=dropout_of(text.to_dict()),
         dtype=dtype,
         linears=tuple(dict.fromkeys(linear for kind in kinds for linear in kind.linears)),
@@ -87,6 +103,17 @@ def read_shapes(config: PretrainedConfig, *, name: str, digest: str, dtype: str)
         table_bytes=sum(b.numel() * b.element_size() for b in model.buffers() if b.dim() > 1),
         longest_stream=_longest_mask(blocks),
     )
+
+
+def _loops(body: nn.Module, blocks: str) -> bool:
+    """True if ``body`` goes through its list ``blocks`` inside of a loop: Dory and Inkling 2 Mini several times, xLSTM
+    for each part of a row."""
+    source = textwrap.dedent(inspect.getsource(inspect.unwrap(type(body).forward)))
+    loops = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.For | ast.While)]
+    inner = [
+        node for loop in loops for node in ast.walk(loop) if isinstance(node, ast.For) and node is not loop
+    ]
+    return any(getattr(name, "attr", None) == blocks for node in inner for name in ast.walk(node.iter))
 
 
 def _number(config: PretrainedConfig | nn.Module, *names: str, default: int) -> int:
@@ -249,7 +276,10 @@ def _fused_experts(name: str, parameter: torch.Tensor, *, chosen: int, stacked: 
 def _root_shapes(
     model: PreTrainedModel, blocks: nn.ModuleList, tables: tuple[nn.Module, ...]
 ) -> Iterator[tuple[int, ...]]:
-    known = {id(p) for module in (blocks, *tables) for p in module.parameters()}
+    known = {id(p) for p in blocks.parameters()}
+    known |= {
+        id(p) for table in tables for p in table.parameters(recurse=False)
+    }  # not a norm inside (Inkling 2)
     for parameter in model.parameters():
         if id(parameter) not in known:
             yield tuple(parameter.shape)

@@ -106,7 +106,7 @@ def _archive() -> zipfile.ZipFile:
 
 FORMAT = 3
 """Goes up when what is stored, or how it is counted, changes."""
-_SHAPES_FORMAT = 5
+_SHAPES_FORMAT = 6
 """Format of cached shapes; apart from FORMAT, so that shipped profiles stay valid when only shapes change."""
 _CACHED = 4
 """Goes up when some models' traces come out otherwise: caches are made again, shipped profiles have been."""
