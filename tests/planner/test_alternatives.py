@@ -58,6 +58,21 @@ def test_why_with_what_was_taken_anyway_is_the_same_plan():
     assert "the same plan" in why("llama-3.1-8b", "gpu: rtx-4090", "attn_implementation: flash")[0]
 
 
+@pytest.mark.parametrize(
+    ("change", "verdict"),
+    [
+        ("loss_chunk_tokens: 1024", "fits and is as fast within 3 %; of such plans the simplest is taken"),
+        ("kernels: liger", "fits and takes 0.75 × the time per token"),
+        ("precision: bf16", "fits and takes 1.00 × the time per token"),
+        ("global_batch_size: 64", "fits and takes 1.00 × the time per token"),
+    ],
+)
+def test_the_rule_of_choice_is_the_reason_only_where_the_search_had_the_choice(change, verdict):
+    """Liger's kernels, another precision and other batches are never chosen, so no gain of theirs is too small."""
+    text, _ = why("llama-3.2-1b", "gpu: rtx-4090, tuning: lora", change)
+    assert text.splitlines()[-1].strip() == verdict
+
+
 def test_a_side_that_cannot_be_trained_yet_is_marked():
     """What is taken is what training takes; a change that leaves it no plan is shown as it is planned."""
     change = "zero: 0, offload_activations: cpu"

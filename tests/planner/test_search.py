@@ -1,5 +1,6 @@
 """The planner keeps every pin, decides the rest, and says what it decided and why nothing fits."""
 
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -242,6 +243,15 @@ def test_a_disk_that_is_too_small_is_not_called_the_host():
     assert "not the host" not in text
     enough = int(text.rsplit("nvme_size: ", 1)[1].split("GiB")[0])
     assert plan_of(LLAMA_8B, replace(here, nvme_bytes=enough * GIB), settings)
+
+
+def test_a_host_and_a_disk_that_are_too_small_are_enough_only_together():
+    settings = "tuning: full, zero: 3, offload_parameters: cpu, offload_optimizer: nvme, nvme_path: /nvme"
+    small = gpu("rtx-4090", gpus=2, host_memory_bytes=16 * GIB, nvme_bytes=10 * GIB)
+    text, _ = refused(LLAMA_8B, small, settings)
+    host, disk = map(int, re.findall(r"host_memory: (\d+)GiB with nvme_size: (\d+)GiB is enough", text)[0])
+    enough = replace(small, host_memory_bytes=host * GIB, nvme_bytes=disk * GIB)
+    assert plan_of(LLAMA_8B, enough, settings)
 
 
 def test_nothing_fits_offers_a_shorter_row_that_is_true():

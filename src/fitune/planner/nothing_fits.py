@@ -200,16 +200,18 @@ class _Changes:
             step = MethodSearch(self.request, method).least_host()
             if step is not None:
                 needed = predict(step.plan)
-                words = f"with {describe_offload(step.plan.offload)} it fits the devices but not"
+                missing, enough = [], []
                 for short in _short(needed):
                     if short["of"] == OF_HOST:
-                        enough = -(-enough_host_bytes(needed.host_bytes) // GIB)
-                        said = f"the host: {host_sum(needed)}; host_memory: {enough}GiB is enough"
+                        missing.append(f"the host: {host_sum(needed)}")
+                        enough.append(f"host_memory: {-(-enough_host_bytes(needed.host_bytes) // GIB)}GiB")
                     else:
-                        enough, usable = -(-needed.nvme_bytes // GIB), format_bytes(needed.usable_nvme_bytes)
-                        size = f"{format_bytes(needed.nvme_bytes)} a node, {usable} usable"
-                        said = f"NVMe: {size}; nvme_size: {enough}GiB is enough"
-                    yield wrapped(f"{words} {said}", indent=0)
+                        usable = format_bytes(needed.usable_nvme_bytes)
+                        missing.append(f"NVMe: {format_bytes(needed.nvme_bytes)} a node, {usable} usable")
+                        enough.append(f"nvme_size: {-(-needed.nvme_bytes // GIB)}GiB")
+                words = f"with {describe_offload(step.plan.offload)} it fits the devices but not"
+                said = f"{words} {'; nor '.join(missing)}; {' with '.join(enough)} is enough"
+                yield wrapped(said, indent=0)
                 return
 
     def _settings(self) -> Iterator[tuple[str, dict[str, object]]]:

@@ -16,6 +16,7 @@ from fitune.planner.nothing_fits import largest_known_model
 from fitune.planner.search import first_choice, refuse_contradictions
 from fitune.spec.machines.hardware import Hardware
 from fitune.spec.model.model_spec import ModelSpec
+from fitune.spec.plan import Plan
 from fitune.spec.predictions import Priced
 from fitune.spec.recipe.recipe import Recipe
 from fitune.spec.rules import keeps_rules
@@ -34,6 +35,7 @@ class Alternative:
     change: str
     taken: Priced
     pinned: Priced
+    objective: str
 
 
 def compare(
@@ -56,7 +58,7 @@ def compare(
     pinned = first_choice(request, wanted=is_like)
     if pinned is None:
         raise RecipeError(f"{change}: no plan of this recipe can have this setting", hint="fewer pins")
-    return Alternative(change=change, taken=taken, pinned=pinned)
+    return Alternative(change=change, taken=taken, pinned=pinned, objective=changed.objective)
 
 
 def explain_alternative(alternative: Alternative) -> str:
@@ -70,21 +72,36 @@ def explain_alternative(alternative: Alternative) -> str:
     if pinned.plan == taken.plan:
         return "\n".join([*lines, wrapped("the same plan: that is what was taken")])
     lines += [wrapped(describe_plan(pinned.plan)), "", *_differences(taken, pinned), ""]
-    return "\n".join([*lines, wrapped(_verdict(pinned, taken))])
+    return "\n".join([*lines, wrapped(_verdict(alternative))])
 
 
-def _verdict(pinned: Priced, taken: Priced) -> str:
+def _verdict(alternative: Alternative) -> str:
+    taken, pinned = alternative.taken, alternative.pinned
     if not pinned.estimate.fits:
         return f"does not fit: {memory_sum(pinned.estimate)}"
     ratio = taken.estimate.tokens_per_second / pinned.estimate.tokens_per_second
-    same_tuning = pinned.plan.tuning == taken.plan.tuning
-    if same_tuning and TIE < ratio < 1 / TIE:
+    is_open = alternative.objective != "least-memory" and _is_choice_of_the_search(pinned.plan, taken.plan)
+    if is_open and TIE < ratio < 1 / TIE:
         return f"fits and is as fast within {format_percent(1 - TIE, digits=0)}; of such plans the simplest is taken"
-    same_place = (pinned.plan.hardware, pinned.plan.model) == (taken.plan.hardware, taken.plan.model)
-    if ratio < 1 and same_tuning and same_place:
+    if is_open and ratio < 1:
         enough = format_percent(1 / OFFLOADED - 1, digits=0)
         return f"fits and takes {ratio:.2f} × the time: offload is taken only where it gains {enough}"
     return f"fits and takes {ratio:.2f} × the time per token"
+
+
+def _is_choice_of_the_search(pinned: Plan, taken: Plan) -> bool:
+    """True if they differ only in what the search decides by speed: placement, loss, recomputed blocks, and the split
+    of the same batch."""
+    split = replace(
+        pinned.batch,
+        micro_batch_size=taken.batch.micro_batch_size,
+        accumulation=taken.batch.accumulation,
+    )
+    alike = replace(
+        pinned, sharding=taken.sharding, offload=taken.offload, recompute=taken.recompute, loss=taken.loss,
+        batch=split, run=replace(pinned.run, async_save=taken.run.async_save),
+    )  # fmt: skip
+    return alike == taken and pinned.batch.global_batch_size == taken.batch.global_batch_size
 
 
 def _differences(one: Priced, other: Priced) -> Iterator[str]:
