@@ -12,6 +12,11 @@ from fitune.spec.model.block_profile import BatchShape
 from fitune.spec.plan import ChunkedLoss, Loss, PlainLoss, trains_head
 
 
+def loss_bytes(step: StepStages) -> int:
+    """Bytes of the worst moment of the loss, beside the gradients that were there before."""
+    return max(sum(moment.values()) for moment in loss_moments(step, 0))
+
+
 def loss_moments(step: StepStages, gradients: int) -> list[Terms]:
     """Softmax of the first chunk, its way back through the head, scatter, and softmax of a later chunk."""
     plan, e, model = step.plan, step.element_bytes, step.plan.model

@@ -48,7 +48,7 @@ def peak_of(step: StepStages, *, blocks: int, loss: Loss) -> int:
 
 
 def fewest_blocks(bytes_of: BytesOf, counts: range, *, usable: int) -> int | None:
-    """The first count whose bytes are at most ``usable``; None when none is. Fewer blocks are always faster.
+    """The first count whose bytes are at most ``usable``; None when none is.
 
     From 1 on, bytes are a maximum of straight lines in the count, some falling (what is no longer kept), some
     rising (one more input held while the block itself is back): they fall, then rise. So the counts that fit
@@ -76,10 +76,12 @@ def cheapest_blocks(bytes_of: BytesOf, counts: range) -> int:
 def _lowest(bytes_of: BytesOf, counts: range) -> int:
     """The count at which the bytes stop falling, by bisection of the slope; the first is looked at elsewhere.
 
-    Offloaded activations hold the bytes level until the last block alone is left, then they fall: level ground goes on.
+    Offloaded activations hold the bytes nearly level until the last block alone is left, then they fall: level ground
+    goes on, and the end is looked at.
     """
     first = min(counts[0] + 1, counts[-1])
-    return last_true(lambda blocks: bytes_of(blocks) >= bytes_of(blocks + 1), first - 1, counts[-1]) + 1
+    slope = last_true(lambda blocks: bytes_of(blocks) >= bytes_of(blocks + 1), first - 1, counts[-1]) + 1
+    return min((slope, counts[-1]), key=bytes_of)
 
 
 def host_fits(step: StepStages) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import count
 
+from fitune.estimate.loss import loss_bytes
 from fitune.estimate.memory import memory_of
 from fitune.estimate.model_profile import ModelProfile, model_profile
 from fitune.estimate.overhead import host_terms, room_bytes, usable_bytes
@@ -42,6 +43,7 @@ from fitune.planner.fit import (
     tokens_per_second,
 )
 from fitune.spec.plan import Batch, Loss, Plan, Sharding
+from fitune.spec.predictions import SLACK
 from fitune.spec.rules import keeps_rules
 
 SHOWN = 0.8
@@ -87,16 +89,13 @@ class MethodSearch:
     def smallest(self) -> StepStages | None:
         """The plan that needs the least device memory, of those whose host part fits; None without any placement.
 
-        With every block recomputed a plan holds at most the blocks' inputs more than with its best number of blocks:
-        that bound spares the search of those that cannot win.
+        The floor of each way spares the search of those that cannot win.
         """
         least_of: list[tuple[bool, int, StepStages]] = []
         for placement in self.placements:
             for batch in {self.batches[0], self.batches[-1]}:
                 step = self._all_recomputed(self.describe(placement, batch))
-                least_of.append(
-                    (not host_fits(step), self._peak(step) - step.inputs_before(step.num_layers), step)
-                )
+                least_of.append((not host_fits(step), self._floor(step), step))
         best: tuple[bool, int, StepStages] | None = None
         for short, bound, step in sorted(least_of, key=lambda item: item[:2]):
             if best is not None and (short, bound) >= best[:2]:
@@ -137,7 +136,7 @@ class MethodSearch:
         step = self._all_recomputed(self.describe(placement, batch))
         if fits(step):
             return True
-        if self._peak(step) - step.inputs_before(step.num_layers) > self._usable:
+        if self._floor(step) > self._usable:
             return False
         return fits(self._least(step))
 
@@ -219,28 +218,46 @@ class MethodSearch:
                 yield -negative, placement, step
 
     def _bound(self, step: StepStages) -> float:
-        return tokens_per_second(step.varied(self._counts[0], self._losses[0]))
+        return tokens_per_second(self._fastest_from(self._counts[0], step, self._losses[0]))
 
     def _fastest_that_fits(self, step: StepStages, *, at_least: float) -> StepStages | None:
         """The fastest way with this placement and batch that fits; None when there is none as fast as ``at_least``.
 
-        The smallest logits leave most room for activations, to within a block: a bound for all of them.
+        The smallest loss leaves most room for activations, to within a block: a bound for all of them.
         """
         counts = counts_for_host(step, self._counts)
         if counts is None:
             return None
-        fastest, smallest = self._losses[0], self._losses[-1]
+        fastest, smallest = self._losses[0], self._smallest_loss(step)
         blocks = self._fewest_blocks(step, smallest, counts)
         if blocks is None:
             return None
-        if tokens_per_second(step.varied(blocks, fastest)) < at_least:
+        if tokens_per_second(self._fastest_from(blocks, step, fastest)) < at_least:
             return None
-        fitting = [step.varied(blocks, smallest)]
-        for loss in self._losses[:-1]:
-            more = self._fewest_blocks(step, loss, counts)
+        fitting = [self._fastest_from(blocks, step, smallest, has_to_fit=True)]
+        for loss in self._losses:
+            more = self._fewest_blocks(step, loss, counts) if loss != smallest else None
             if more is not None:
-                fitting.append(step.varied(more, loss))
+                fitting.append(self._fastest_from(more, step, loss, has_to_fit=True))
         return self._sparing_the_host(preferred(fitting, by=self._peak))
+
+    def _fastest_from(
+        self, blocks: int, step: StepStages, loss: Loss, *, has_to_fit: bool = False
+    ) -> StepStages:
+        """The fastest step with this loss and at least so many recomputed blocks.
+
+        Each block slows it down, unless activations leave: then it is faster to run a block again than to wait for what
+        it keeps, until the links to the host are no longer what the step waits for.
+        """
+        speed = cache(lambda count: tokens_per_second(step.varied(count, loss)))
+
+        def is_worth_it(count: int) -> bool:
+            """True if one recomputed block less is not faster, and the step has room where it has to."""
+            return speed(count) >= speed(count - 1) and not (has_to_fit and not fits(step.varied(count, loss)))
+
+        if not step.activations_leave:
+            return step.varied(blocks, loss)
+        return step.varied(last_true(is_worth_it, blocks, self._counts[-1] + 1), loss)
 
     def _sparing_the_host(self, step: StepStages) -> StepStages:
         """The step with the most recomputed blocks that cost no measurable speed: their activations need not leave."""
@@ -264,12 +281,27 @@ class MethodSearch:
         return fewest_blocks(peaks, counts, usable=room_bytes(step.plan))
 
     def _all_recomputed(self, step: StepStages) -> StepStages:
-        return step.varied(self._counts[-1], self._losses[-1])
+        return step.varied(self._counts[-1], self._smallest_loss(step))
+
+    def _smallest_loss(self, step: StepStages) -> Loss:
+        """The loss of the smallest chunks; but the whole gradient of a head waits beside all chunks after the first."""
+        if not step.head_gradient or step.adds_in_place:
+            return self._losses[-1]
+        return min(reversed(self._losses), key=lambda loss: loss_bytes(step.varied(0, loss)))
 
     def _least(self, step: StepStages) -> StepStages:
-        loss = self._losses[-1]
-        blocks = cheapest_blocks(lambda count: peak_of(step, blocks=count, loss=loss), self._counts)
+        """The number of blocks with the smallest peak, of those whose activations the host can hold, if any."""
+        loss = self._smallest_loss(step)
+        counts = counts_for_host(step, self._counts) or self._counts
+        blocks = cheapest_blocks(lambda count: peak_of(step, blocks=count, loss=loss), counts)
         return step.varied(blocks, loss)
+
+    @staticmethod
+    def _floor(step: StepStages) -> int:
+        """Bytes below which no number of blocks goes, from the step that recomputes all: that one holds at most the
+        blocks' inputs more, and the allocator's slack, which is smaller where nothing runs again."""
+        memory = memory_of(step)
+        return memory.peak_bytes - memory.outside.get(SLACK, 0) - step.inputs_before(step.num_layers)
 
     @staticmethod
     def _peak(step: StepStages) -> int:

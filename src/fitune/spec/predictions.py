@@ -58,7 +58,8 @@ class MemoryBreakdown:
 
 WORKSPACE = "cuBLAS workspace"
 """The term of ``outside`` that CUDA's count of allocated bytes has among the tensors."""
-TORCHS_OWN = (WORKSPACE, "allocator slack")
+SLACK = "allocator slack"
+TORCHS_OWN = (WORKSPACE, SLACK)
 """Terms of ``outside`` that torch's allocator holds; the driver's context and NCCL's buffers it does not see."""
 
 
