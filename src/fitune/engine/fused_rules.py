@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fitune.engine.optimizers import DirectOptimizer, MasterOptimizer, set_learning_rate, takes_decay
+from fitune.spec.choices import ADALOMO_ROWS
 from fitune.spec.plan import Lomo, Optimizer, Precision, Tuning
 
 _EPS_SQUARE = 1e-30
@@ -63,19 +64,15 @@ class Division:
         return self.summed(row.sum(dim=-1, keepdim=True)).div_(self.shape[-2])
 
 
-_ROWS = 512
-"""Rows that CUDA adds up without memory of its own: for 128,256 × 4,096 at once it takes 252 MiB (Reduce.cuh)."""
-
-
 def _norms(share: Tensor, dim: int) -> Tensor:
     """Norms along ``dim``; of columns as norms of those of every 512 rows, which take 2/512 of ``share`` at most."""
-    whole, rest = divmod(share.shape[-2], _ROWS)
+    whole, rest = divmod(share.shape[-2], ADALOMO_ROWS)
     if dim != -2 or whole + bool(rest) <= 1:
         return torch.linalg.vector_norm(share, dim=dim)
-    in_parts = share[..., : whole * _ROWS, :].unflatten(-2, (whole, _ROWS))
+    in_parts = share[..., : whole * ADALOMO_ROWS, :].unflatten(-2, (whole, ADALOMO_ROWS))
     norms = torch.linalg.vector_norm(in_parts, dim=-2)
     if rest:
-        last = torch.linalg.vector_norm(share[..., whole * _ROWS :, :], dim=-2, keepdim=True)
+        last = torch.linalg.vector_norm(share[..., whole * ADALOMO_ROWS :, :], dim=-2, keepdim=True)
         norms = torch.cat([norms, last], dim=-2)
     return torch.linalg.vector_norm(norms, dim=-2)
 

@@ -31,7 +31,7 @@ def loss_moments(step: StepStages, gradients: int) -> list[Terms]:
         element_bytes=FP32 if model.fp32_stream else e,
     )
     after_first = gradients if step.adds_in_place else gradients + step.head_gradient
-    if step.goes_back_twice:
+    if plan.goes_back_twice:
         buffers += step.hidden  # the loss runs again while its first gradient waits
     moments: list[Terms] = [
         {"gradients": gradients, "loss": buffers + softmax},

@@ -151,29 +151,34 @@ def _loss_terms(step: StepStages) -> Terms:
 
 
 def _backward_terms(step: StepStages) -> Terms:
-    held: Terms = {
-        # the engine lets go of them and of their gradient, unless the loss runs on them again
-        "hidden states": 2 * step.hidden if step.goes_back_twice else 0,
-        "16-bit copies": step.weight_copies * (step.num_layers - step.recomputed) // step.num_layers,
+    copies = step.weight_copies * (step.num_layers - step.recomputed) // step.num_layers
+    measuring = [True, False] if step.plan.goes_back_twice else [False]
+    return {
+        "16-bit copies": copies,
+        **_largest([moment for first in measuring for moment in _moments_of_a_pass(step, measuring=first)]),
     }
-    return {**held, **_largest(_backward_moments(step))}
 
 
-def _backward_moments(step: StepStages) -> list[Terms]:
+def _moments_of_a_pass(step: StepStages, *, measuring: bool) -> Iterator[Terms]:
     """Terms of every moment that may be the worst, in the order in which they come: the loss, blocks, the embedding.
 
-    The ends of every run of equal blocks suffice: from one to the next everything changes by the same.
+    The ends of every run of equal blocks suffice: from one to the next everything changes by the same. Where a first
+    backward is ``measuring``, all that was kept stays until it is through, and the hidden states and their gradient for
+    the loss that runs on them again; the engine lets go of these when the last one begins.
     """
     layers, split = step.num_layers, step.recomputed
     summed_from = layers - 2 if step.buffers.reduce else 0  # the first block that has sums beside it
     ends = {0, 1, split - 1, split, split + 1, split + 2, summed_from} | step.run_ends
-    return [
-        _head_used_moment(step),
-        _final_norm_moment(step),
-        *(_block_moment(step, index) for index in sorted(ends) if step.untouched <= index < layers),
-        _embedding_moment(step),
-        *_root_moments(step),
-    ]
+    held = {**step.all_kept(), "hidden states": 2 * step.hidden} if measuring else {}
+    if not measuring:
+        yield _head_used_moment(step)
+    yield {**held, **_final_norm_moment(step)}
+    for index in sorted(ends):
+        if step.untouched <= index < layers:
+            yield {**held, **_block_moment(step, index, measuring=measuring)}
+    ended = _root_moments(step, measuring=measuring) if step.buffers.root_end else ()
+    for moment in (*_embedding_moments(step, measuring=measuring), *ended):
+        yield {**held, **moment}
 
 
 def _head_used_moment(step: StepStages) -> Terms:
@@ -183,7 +188,7 @@ def _head_used_moment(step: StepStages) -> Terms:
     return {
         "gradients": step.head_gradient,
         **step.all_kept(),
-        "hidden states": 0 if step.goes_back_twice else 2 * step.hidden,  # and their gradient, on its way
+        "hidden states": 2 * step.hidden,  # and their gradient, on its way
         "temporaries": stepping_bytes(step.plan, head_parameters(step.plan.model)),
     }
 
@@ -202,23 +207,23 @@ def _final_norm_moment(step: StepStages) -> Terms:
     }
 
 
-def _block_moment(step: StepStages, index: int) -> Terms:
+def _block_moment(step: StepStages, index: int, *, measuring: bool) -> Terms:
     """Block ``index`` going back: blocks before it still keep theirs, those behind it left their gradients. All keep
-    theirs in the first of two passes.
+    theirs while ``measuring``.
 
     A norm that keeps its input keeps the residual stream itself, so a block's input is not held twice.
     """
-    plan, block, later = step.plan, step.blocks[index], step.num_layers - 1 - index
+    plan, later = step.plan, step.num_layers - 1 - index
+    block = (step.measured_blocks if measuring else step.blocks)[index]
     recomputes = index < step.recomputed
     peak = block.recomputed_peak if recomputes else block.peak
     root = step.head_gradient + step.final_norm.gradients
     blocks = step.gradients_of_blocks[-1] - step.gradients_of_blocks[index + 1]
     resting = step.gradients_before or step.settled(blocks if step.root_waits else root + blocks)
     waiting = root if step.root_waits else 0
-    if step.goes_back_twice and not step.activations_leave:
-        others = step.kept_before(step.num_layers) + step.final_norm.kept
-        others -= 0 if recomputes else block.peak.kept
-        inputs = step.inputs_before(step.num_layers)
+    if measuring:
+        others = step.all_kept()["activations"] - (0 if recomputes else peak.kept)
+        inputs = step.all_kept()["recompute inputs"]
     else:
         others = step.kept_before(index)
         inputs = step.inputs_before(index) + step.own_input(index) + later * step.held_behind
@@ -237,8 +242,9 @@ def _block_moment(step: StepStages, index: int) -> Terms:
     }
 
 
-def _embedding_moment(step: StepStages) -> Terms:
-    """All gradients, and the embedding's made last: beside the head's when tied, or the earlier micro-batches'.
+def _embedding_moments(step: StepStages, *, measuring: bool) -> Iterator[Terms]:
+    """All gradients, and the embedding's made last: beside the head's when tied, or the earlier micro-batches'; then,
+    where that is done in backward, it is stepped.
 
     Or that of a larger table (``late_tables``), just before it.
     """
@@ -249,20 +255,20 @@ def _embedding_moment(step: StepStages) -> Terms:
     table = step.element_bytes * max(
         elements if adds or tied else 0, late if adds and not step.root_waits else 0
     )
-    stepped = 0 if step.buffers.root_end else stepping_bytes(step.plan, max(elements, late))
-    return {
-        **(step.all_kept() if step.goes_back_twice else {}),
-        # a tied table's two gradients are one when it is stepped
-        "temporaries": step.hidden + (max(table, stepped) if tied else table + stepped),
+    beside: Terms = {
         "gradients": _blocks_and_waiting(step),
         "gathered weights": step.buffers.root,
         "reduce buffers": step.buffers.buckets
         + max(step.buffers.reduce, step.buffers.last_sum)
         + sum(step.buffers.summed_blocks),
     }
+    yield {**beside, "temporaries": step.hidden + table}
+    if updates_in_backward(step.plan.tuning) and not (measuring or step.buffers.root_end):
+        own = 0 if tied else table  # a tied table's two gradients are one by then
+        yield {**beside, "temporaries": own + stepping_bytes(step.plan, max(elements, late))}
 
 
-def _root_moments(step: StepStages) -> Iterator[Terms]:
+def _root_moments(step: StepStages, *, measuring: bool) -> Iterator[Terms]:
     """FSDP2 at the end: the root's whole gradients beside the buffer they are summed from; its shares, summed in the
     reduce type and copied to their own, beside that buffer; and these stepped, where that is done in backward.
 
@@ -271,21 +277,19 @@ def _root_moments(step: StepStages) -> Iterator[Terms]:
     nodes' sums of all blocks are still held.
     """
     plan, e, buffer = step.plan, step.element_bytes, step.buffers.root_end
-    if not buffer:
-        return
     parts, width, tied = num_shares(plan), reduce_width(plan), plan.model.tied_embeddings
     shares = [t.count * t.share(parts) for t in trained_tensors(plan) if not t.in_block]
     head_stays = not tied and torch_release() < (2, 15)
     own = sum(shares) * e + (step.head_gradient if head_stays else 0)
-    kept, gathered = (step.all_kept(), step.buffers.root) if step.goes_back_twice else ({}, 0)
+    gathered = step.buffers.root if measuring else 0
     held = buffer + sum(step.buffers.summed_blocks)
     table = 0 if tied else embedding_parameters(plan.model) * e
     whole = _blocks_and_waiting(step) + table
-    yield {**kept, "gradients": whole, "gathered weights": gathered, "reduce buffers": held}
+    yield {"gradients": whole, "gathered weights": gathered, "reduce buffers": held}
     divided = _blocks_at_rest(step) + own
     held += sum(shares) * width if width > e else 0
-    yield {**kept, "gradients": divided, "gathered weights": gathered, "reduce buffers": held}
-    if updates_in_backward(plan.tuning):
+    yield {"gradients": divided, "gathered weights": gathered, "reduce buffers": held}
+    if updates_in_backward(plan.tuning) and not measuring:
         stepped = stepping_bytes(plan, max(shares))
         yield {"gradients": own, "temporaries": stepped, "reduce buffers": buffer}
 

@@ -113,16 +113,7 @@ def _traced_block(
 
     kept, number = block.kept.at(extent), plan.model.kinds.index(kind)
 
-    def adding(moments: Sequence[Moment]) -> BackwardPeak:
-        """A gradient at a time beside resting ones; or its weight is stepped while all other temporaries are gone."""
-        peak = worst(moments)
-        if not updates_in_backward(plan.tuning):
-            return peak
-        largest = max(tensor.elements for tensor in kind_tensors(plan.model, number))
-        own = largest * plan.precision.compute_bytes + stepping_bytes(plan, largest)
-        stepped = BackwardPeak(kept=kept, gradients=0, temporaries=own)
-        return max(peak, stepped, key=lambda moment: moment.total)
-
+    largest = max(tensor.elements for tensor in kind_tensors(plan.model, number))
     return BlockProfile(
         stages=(),
         forward=_pass(block.there, extent),
@@ -141,10 +132,13 @@ def _traced_block(
             forward=most(block.forward),
             building=most(block.building),
             backward=worst(block.backward),
-            adding=adding(block.adding),
+            adding=worst(block.adding),
             recomputed=worst(block.recomputed),
-            recomputed_adding=adding(block.recomputed_adding),
+            recomputed_adding=worst(block.recomputed_adding),
             leaves=block.leaves.at(extent) if block.leaves else 0,
+            stepped=largest * plan.precision.compute_bytes + stepping_bytes(plan, largest)
+            if updates_in_backward(plan.tuning)
+            else 0,
         ),
     )
 
@@ -201,20 +195,26 @@ class Block:
 
 
 @remembered
-def memory_of_blocks(profile: ModelProfile, gradients_exist: bool) -> tuple[Block, ...]:
-    """Memory of every block, in order; those of one kind are one object here, too."""
+def memory_of_blocks(
+    profile: ModelProfile, gradients_exist: bool, *, measuring: bool = False
+) -> tuple[Block, ...]:
+    """Memory of every block, in order; those of one kind are one object here, too. In a ``measuring`` backward, the
+    first of two, nothing that blocks keep is let go of, and nothing is stepped.
+    """
     kinds: dict[tuple[int, bool], Block] = {}
     blocks = []
     for index, block in enumerate(profile.blocks):
         untouched = index < profile.untouched
         kind = id(block), untouched
         if kind not in kinds:
-            kinds[kind] = _memory_of(block, untouched=untouched, gradients_exist=gradients_exist)
+            kinds[kind] = _memory_of(
+                block, untouched=untouched, gradients_exist=gradients_exist, measuring=measuring
+            )
         blocks.append(kinds[kind])
     return tuple(blocks)
 
 
-def _memory_of(block: BlockProfile, *, untouched: bool, gradients_exist: bool) -> Block:
+def _memory_of(block: BlockProfile, *, untouched: bool, gradients_exist: bool, measuring: bool) -> Block:
     """Bytes of one block by its stages or its trace. One that no gradient reaches keeps nothing and never goes back; a
     traced one's backward holds more where gradients of earlier micro-batches exist."""
     memory = block.traced
@@ -223,60 +223,59 @@ def _memory_of(block: BlockProfile, *, untouched: bool, gradients_exist: bool) -
         forward = max(stage.forward for stage in block.stages) if memory is None else memory.forward
         return Block(kept=0, gradients=0, forward=forward, building=0, peak=nothing, recomputed_peak=nothing)
     if memory is None:
-        return _by_stages(block.stages, gradients_exist=gradients_exist)
+        return _by_stages(block.stages, gradients_exist=gradients_exist, measuring=measuring)
+    stepped = BackwardPeak(kept=memory.kept, gradients=0, temporaries=0 if measuring else memory.stepped)
     return Block(
         kept=memory.kept,
         gradients=memory.gradients,
         forward=memory.forward,
         building=memory.building,
-        peak=memory.adding if gradients_exist else memory.backward,
-        recomputed_peak=memory.recomputed_adding if gradients_exist else memory.recomputed,
+        peak=_larger(memory.adding, stepped) if gradients_exist else memory.backward,
+        recomputed_peak=_larger(memory.recomputed_adding, stepped) if gradients_exist else memory.recomputed,
         leaves=memory.leaves,
     )
 
 
-def _by_stages(stages: Sequence[Stage], *, gradients_exist: bool) -> Block:
+def _by_stages(stages: Sequence[Stage], *, gradients_exist: bool, measuring: bool) -> Block:
     """Bytes of a block, kept or recomputed: the sums and the worst moments of its stages."""
-    peak, again = _backward_peak(stages, gradients_exist=gradients_exist), _running_again(stages)
-    ran_again = peak
-    if any(stage.gone_again for stage in stages):
-        let_go = [replace(stage, backward=stage.backward - stage.gone_again) for stage in stages]
-        ran_again = _backward_peak(let_go, gradients_exist=gradients_exist)
-    kept = sum(stage.kept for stage in stages)
-    holding = BackwardPeak(
-        kept=kept, gradients=peak.gradients, temporaries=max(s.backward_holding for s in stages)
-    )
+    again = _running_again(stages)
+    let_go = [replace(stage, backward=stage.backward - stage.gone_again) for stage in stages]
+    steps = not measuring
     return Block(
-        kept=kept,
+        kept=sum(stage.kept for stage in stages),
         gradients=sum(stage.gradients for stage in stages),
         forward=max(stage.forward for stage in stages),
-        peak=max(peak, holding, key=lambda moment: moment.total) if holding.temporaries else peak,
+        peak=_backward_peak(stages, gradients_exist=gradients_exist, steps=steps, holds=measuring),
         building=_running_again(
             [replace(stage, again=max(stage.making, stage.again - stage.incoming)) for stage in stages]
         ).total,
-        recomputed_peak=max(ran_again, again, key=lambda moment: moment.total),
+        recomputed_peak=_larger(_backward_peak(let_go, gradients_exist=gradients_exist, steps=steps), again),
     )
 
 
-def _backward_peak(stages: Sequence[Stage], *, gradients_exist: bool) -> BackwardPeak:
+def _backward_peak(
+    stages: Sequence[Stage], *, gradients_exist: bool, steps: bool, holds: bool = False
+) -> BackwardPeak:
     """The worst moment of a block's backward, which goes from the last stage to the first.
 
-    At stage j it holds what stages 0…j keep, its own temporaries, and the gradients of stages j…last. When they
-    ``gradients_exist`` from an earlier micro-batch (the caller counts those), the fresh gradient of one
-    parameter is a temporary until it is added in place.
+    At stage j it holds what stages 0…j keep (``holds``: what all keep), its own temporaries, and the gradients of
+    stages j…last. When they ``gradients_exist`` from an earlier micro-batch (the caller counts those), the fresh
+    gradient of one parameter is a temporary until it is added in place or, where it ``steps``, used.
     """
     kept = sum(stage.kept for stage in stages)
     gradients = 0
-    worst: BackwardPeak | None = None
+    worst = BackwardPeak(kept=0, gradients=0, temporaries=0)
     for stage in reversed(stages):
-        fresh = stage.largest_gradient if gradients_exist else 0
+        fresh = max(stage.largest_gradient, stage.stepped if steps else 0) if gradients_exist else 0
         gradients += 0 if gradients_exist else stage.gradients
-        moment = BackwardPeak(kept=kept, gradients=gradients, temporaries=stage.backward + fresh)
-        if worst is None or moment.total > worst.total:
-            worst = moment
-        kept -= stage.kept
-    assert worst is not None
+        own = max(stage.backward, stage.backward_holding) if holds else stage.backward
+        worst = _larger(worst, BackwardPeak(kept=kept, gradients=gradients, temporaries=own + fresh))
+        kept -= 0 if holds else stage.kept
     return worst
+
+
+def _larger(one: BackwardPeak, other: BackwardPeak) -> BackwardPeak:
+    return other if other.total > one.total else one
 
 
 def _running_again(stages: Sequence[Stage]) -> BackwardPeak:

@@ -21,7 +21,7 @@ from fitune.estimate.parameters import (
     late_tables,
     trained_parameters,
 )
-from fitune.spec.choices import EIGHT_BIT_BLOCK, EIGHT_BIT_LEAST, MASTER_BUCKET_BYTES
+from fitune.spec.choices import ADALOMO_ROWS, EIGHT_BIT_BLOCK, EIGHT_BIT_LEAST, MASTER_BUCKET_BYTES
 from fitune.spec.counts import ParameterTensor, adapters_of, base_tensors, trained_tables, trained_tensors
 from fitune.spec.deepspeed import deepspeed_config, sub_groups
 from fitune.spec.model.model_spec import ModelSpec
@@ -73,12 +73,15 @@ def stepping_bytes(plan: Plan, elements: int) -> int:
     """4 per element of a 16-bit parameter that is stepped in backward, beside the gradient.
 
     AdaLomo's step in fp32, or the gradient of an fp32 master. An fp32 gradient becomes the step itself, and without
-    masters the other rules use it as it is (engine/fused_rules.py).
+    masters the other rules use it as it is (engine/fused_rules.py). AdaLomo: + 2 · 4 for every 512 elements, norms of a
+    matrix's columns in parts, as they are and put together.
     """
-    if not updates_in_backward(plan.tuning) or plan.precision.compute_bytes == 4:
+    if not updates_in_backward(plan.tuning):
         return 0
-    in_fp32 = plan.tuning.adaptive if isinstance(plan.tuning, Lomo) else plan.precision.has_master
-    return 4 * elements if in_fp32 else 0
+    in_fp32 = 4 * elements if plan.precision.compute_bytes < 4 else 0
+    if isinstance(plan.tuning, Lomo):
+        return in_fp32 + 2 * 4 * elements // ADALOMO_ROWS if plan.tuning.adaptive else 0
+    return in_fp32 if plan.precision.has_master else 0
 
 
 def gradients_always_exist(plan: Plan) -> bool:

@@ -64,6 +64,8 @@ class StepStages:
     """Work per token: forward of all blocks, backward of those that a gradient goes back through."""
     attentions: tuple[tuple[Attention, int, int], ...]
     """Each kind of attention, its blocks, and those of them that a gradient goes back through."""
+    measured_blocks: tuple[Block, ...]
+    """The same of a first backward that only measures; empty where none does (``Plan.goes_back_twice``)."""
     kept_by_blocks: tuple[int, ...]
     """Bytes that the blocks 0…index−1 keep when none recomputes."""
     left_by_blocks: tuple[int, ...]
@@ -102,8 +104,6 @@ class StepStages:
     recomputed block keeps (Chen et al. 2016, arXiv 1604.06174), and of their gradients."""
     head_gradient: int
     """A whole gradient of the head; 0 where it is frozen."""
-    goes_back_twice: bool
-    """A first backward only measures (``Plan.goes_back_twice``)."""
     activations_leave: bool
     """Activations that blocks keep wait on the host."""
     logit_bytes: int = 0
@@ -210,7 +210,8 @@ def describe_step(plan: Plan, shape: BatchShape, profile: ModelProfile | None = 
     A search over ways to divide the states hands in the ``profile`` that all of them share.
     """
     profile = profile or model_profile(plan, shape)
-    blocks = memory_of_blocks(profile, one_gradient_at_a_time(plan))
+    at_a_time = one_gradient_at_a_time(plan)
+    blocks = memory_of_blocks(profile, at_a_time)
     forward, backward = work_of(profile)
     e = plan.precision.compute_bytes
     return StepStages(
@@ -219,6 +220,7 @@ def describe_step(plan: Plan, shape: BatchShape, profile: ModelProfile | None = 
         num_layers=plan.model.num_layers,
         recomputed=min(plan.recompute.blocks, plan.model.num_layers),
         blocks=blocks,
+        measured_blocks=memory_of_blocks(profile, at_a_time, measuring=True) if plan.goes_back_twice else (),
         kept_by_blocks=(0, *accumulate(block.kept for block in blocks)),
         left_by_blocks=(0, *accumulate(block.leaves for block in blocks)),
         gradients_of_blocks=(0, *accumulate(block.gradients for block in blocks)),
@@ -244,7 +246,6 @@ def describe_step(plan: Plan, shape: BatchShape, profile: ModelProfile | None = 
         element_bytes=e,
         hidden=shape.tokens * plan.model.hidden_size * (FP32 if plan.model.fp32_stream else e),
         head_gradient=e * head_parameters(plan.model) if trains_head(plan.tuning) else 0,
-        goes_back_twice=plan.goes_back_twice,
         activations_leave=plan.offload.activations != "device",
     )
 

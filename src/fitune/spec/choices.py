@@ -146,6 +146,9 @@ EIGHT_BIT_LEAST = 4096
 """Tensors of fewer elements keep fp32 states (bitsandbytes' min_8bit_size)."""
 MASTER_BUCKET_BYTES = 64 * MIB
 """fp32 gradients exist for at most this many bytes of fp32 masters at a time."""
+ADALOMO_ROWS = 512
+"""Rows whose norms AdaLomo takes at a time. CUDA adds so many up without memory of its own: for 128,256 × 4,096 at once
+it takes 252 MiB (Reduce.cuh)."""
 DDP_BUCKET_BYTES = 25 * MIB
 """DDP sums gradients in buckets of this size; torch's own choice."""
 

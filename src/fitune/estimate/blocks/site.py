@@ -244,14 +244,13 @@ def with_linears(
     linears: Sequence[Linear],
     *,
     input_has_gradient: bool = True,
-    gone_by_gradient: int = 0,
     gone_by_step: int = 0,
 ) -> Stage:
     """``stage`` with the parameters of ``linears``, or of their adapters: what they keep, make whole and leave as
     gradients.
 
-    Where no gradient goes through their input, dropout keeps no mask. ``gone_by_gradient``: bytes of the worst moment
-    let go of when the largest gradient is made; ``gone_by_step`` when it is stepped.
+    Where no gradient goes through their input, dropout keeps no mask. ``gone_by_step``: bytes of the worst moment let
+    go of when the largest gradient is stepped.
     """
     e, lora, kept, again = site.e, site.plan.tuning, stage.kept, stage.again
     sizes = [linear.parameters for linear in linears]
@@ -273,9 +272,8 @@ def with_linears(
         backward=stage.backward + whole_weight_bytes(site, linears),
         again=again,
         gradients=sum(sizes) * e,
-        largest_gradient=max(
-            0, largest * e - gone_by_gradient, largest * e + stepping_bytes(site.plan, largest) - gone_by_step
-        ),
+        largest_gradient=largest * e,
+        stepped=largest * e + stepping_bytes(site.plan, largest) - gone_by_step,
     )
 
 

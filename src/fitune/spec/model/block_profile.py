@@ -96,7 +96,8 @@ class Stage:
     block's end holds more.
     ``backward``: alive at the worst moment of its backward, beyond what this and earlier stages keep and
     beyond the gradients of parameters; negative when more is let go than made.
-    ``gradients``: gradients of the parameters trained in this stage; ``largest_gradient`` of one of them.
+    ``gradients``: gradients of the parameters trained in this stage; ``largest_gradient`` of one of them; ``stepped``
+    where it is stepped in backward: the gradient and the step, less what is let go of by then.
     """
 
     name: str
@@ -111,6 +112,7 @@ class Stage:
     """Bytes of ``backward`` by which it is less in a block that ran again, which lets go of what it kept earlier."""
     gradients: int = 0
     largest_gradient: int = 0
+    stepped: int = 0
     backward_holding: int = 0
     """``backward`` of a plan that goes back twice, beyond all that its block keeps: the first lets go of nothing."""
 
@@ -164,7 +166,7 @@ class BackwardPeak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedMemory:
-    """Bytes of a block that was traced, for one BatchShape; fields as in TracedBlock."""
+    """Bytes of a block that was traced, for one BatchShape; fields as in TracedBlock, ``stepped`` as in Stage."""
 
     kept: int
     gradients: int
@@ -175,6 +177,7 @@ class TracedMemory:
     recomputed: BackwardPeak
     recomputed_adding: BackwardPeak
     leaves: int = 0
+    stepped: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
