@@ -141,6 +141,18 @@ def test_a_complete_run_is_left_alone_unless_other_settings_are_wanted(train, ea
     assert contents(run) == before
 
 
+def test_a_complete_run_says_which_data_changed_since(train, earlier):
+    rows = Path(earlier["data"])
+    content = rows.read_bytes()
+    rows.write_bytes(content + content)
+    changed = train(**earlier)
+    rows.unlink()
+    gone = train(**earlier)
+    rows.write_bytes(content)
+    changed.ends(0, f"already complete, but {rows} changed since; --overwrite starts anew")
+    gone.ends(0, "already complete;")
+
+
 def test_a_run_made_longer_still_compares_its_samples(train, tmp_path, monkeypatch):
     monkeypatch.setattr(training, "_SAMPLE_TOKENS", 2)
     settings = {"save_steps": 1, "val_fraction": 0.2}

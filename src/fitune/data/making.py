@@ -45,6 +45,8 @@ class PreparedData:
     """The first held-out conversations, at most FIRST_CONVERSATIONS: prompts for the samples of the report."""
     also_trained: tuple[str, ...] = ()
     """Paths of evaluation sources whose content is also trained on: their loss says nothing about new rows."""
+    contents: tuple[str, ...] = ()
+    """A hash of every source's content, those for evaluation last."""
 
 
 class _Part:

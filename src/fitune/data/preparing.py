@@ -106,7 +106,7 @@ def prepare_data(
         if shared is not None and sends:
             shared.send(entry)
     progress(doing="done")
-    return replace(prepared, also_trained=also_trained)
+    return replace(prepared, also_trained=also_trained, contents=contents.keys)
 
 
 def _settings(data: DataPlan, contents: Contents, *, seq_len: int, seed: int) -> dict[str, Any]:

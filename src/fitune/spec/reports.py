@@ -269,6 +269,8 @@ class RunReport(ShownInNotebooks):
     """On the held-out rows, in nats per supervised token; None without such rows."""
     eval_loss: float | None = None
     """The last one on the held-out rows."""
+    contents: tuple[str, ...] = ()
+    """A hash of every source of the data, those for evaluation last; empty in reports of before."""
 
     @property
     def lacks_export(self) -> bool:

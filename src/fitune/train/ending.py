@@ -189,4 +189,5 @@ def summarise(
         steps_of_other_plan=steps_of_other_plan,
         ranks=ranks,
         versions=installed_versions(("fitune", "torch", "transformers", "peft")),
+        contents=data.contents,
     )

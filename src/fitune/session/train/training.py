@@ -12,6 +12,7 @@ from fitune.data.conversations.messages import Conversation
 from fitune.data.conversations.templates import load_template
 from fitune.data.loader import Loader
 from fitune.data.making import PreparedData
+from fitune.data.preparing import contents_of
 from fitune.engine.ranks import ALONE, Ranks
 from fitune.errors import CheckpointError, FituneError, OutOfMemory, StoreError, work_under_way
 from fitune.estimate.division import num_ranks
@@ -124,7 +125,9 @@ def end_complete(plan: Plan, report: RunReport, *, is_fetched: bool, emit: Emit,
     data = outcome_data(report, directory) | NO_EXPORT
     for event in export_events(directory, plan, report):
         data |= event.data
-    emit(Note(f"{directory}: already complete; --overwrite starts anew", data))
+    changed = ", ".join(changed_data(plan, report)) if ranks.is_first else ""
+    since = f", but {changed} changed since" if changed else ""
+    emit(Note(f"{directory}: already complete{since}; --overwrite starts anew", data))
     if ranks.is_first and not is_fetched:
         send_end(plan, emit=emit)
         push_export(directory, plan, emit=emit)
@@ -132,6 +135,16 @@ def end_complete(plan: Plan, report: RunReport, *, is_fetched: bool, emit: Emit,
         command = push_again(plan.run.upload_to, name, public=plan.run.hub_public)
         emit(Note(f"the export is in {plan.run.upload_to}; to the Hub: {command}"))
     return report
+
+
+def changed_data(plan: Plan, report: RunReport) -> list[str]:
+    """Paths of the sources whose content is not what the run read; none where they cannot be read any more."""
+    with suppress(FituneError):
+        sources, now = (*plan.data.sources, *plan.data.eval_sources), contents_of(plan.data).keys
+        return [
+            one.path for one, key, read in zip(sources, now, report.contents, strict=False) if key != read
+        ]
+    return []
 
 
 def export_events(directory: Path, plan: Plan, ended: RunReport) -> Iterator[Exported | Note]:
