@@ -260,7 +260,8 @@ def _in_words(name: str, error: ErrorDetails) -> str:
     path = [name, *(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys)]
     kind, found = error["type"], error["input"]
     if kind in ("missing", "unexpected_keyword_argument"):
-        return f"{''.join(path[:-1])}: {'missing' if kind == 'missing' else 'unknown'} key {keys[-1]!r}"
+        fault = "missing" if kind == "missing" else "unknown"
+        return f"{''.join(path[:-1])}: {fault} key {keys[-1]!r} (edited, or of another version of fitune)"
     if kind == "kind":
         return f"{''.join(path)}: kind {_kind(found)!r:.200} {error['msg']}"
     expected = _EXPECTED.get(kind) or error["msg"].removeprefix("Input should be ")

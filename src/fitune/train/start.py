@@ -164,7 +164,7 @@ def _read_or_refuse(cls: type[T], file: Path, completed: Callable[[Any], Any] = 
         return from_data(cls, completed(parse_json(read_text(file, follow_links=False))))
     except (OSError, ValueError) as error:
         raise RunDirectoryError(
-            f"{file} cannot be read: {error}", hint="--overwrite, or another output_dir"
+            f"{file} cannot be read: {error}", hint="another output_dir, or --overwrite to start anew"
         ) from None
 
 
@@ -247,7 +247,7 @@ def _compatible(path: Path, plan: Plan, found: Found) -> Start:
     except ValueError as error:
         raise CheckpointError(
             f"the checkpoint of step {state.step} cannot be used: {error}",
-            hint="name an older one, or --overwrite to start anew",
+            hint="go on with the version of fitune that saved it, name an older one, or --overwrite to start anew",
         ) from None
     differences = require_resumable(facts.plan, plan)
     return Start(
