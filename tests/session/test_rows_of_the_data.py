@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from fitune.errors import RecipeError
 from fitune.estimate.predict import largest_batch, predict, usual_batch
 from fitune.planner.fit import tokens_per_second
 from fitune.planner.retry import described
@@ -73,6 +74,26 @@ def test_a_run_goes_on_by_the_rows_it_began_with(short_rows, tmp_path):
     assert as_begun(recipe).mean_row_tokens == MEAN
     (tmp_path / "plan.json").write_text(to_json(plan_for(recipe).chosen.plan))
     assert as_begun(recipe).mean_row_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("said", "batch"),
+    [({}, 18), ({"micro_batch_size": 3}, 18), ({"micro_batch_size": 3, "gradient_accumulation_steps": 1}, None)],
+    ids=str,
+)
+def test_a_run_goes_on_by_the_global_batch_it_began_with(tmp_path, said, batch):
+    """By default it is a multiple of the devices: 18 rows on six and 16 on one, which would be refused."""
+    six = {**CASES["lora on a card"], "output_dir": str(tmp_path), "gpus": 6, **said}
+    (tmp_path / "plan.json").write_text(to_json(plan_for(parse_recipe(six)).chosen.plan))
+    recipe = parse_recipe(six | {"gpus": 1, "resume": True})
+    assert as_begun(recipe).global_batch_size == batch
+
+
+def test_devices_that_do_not_divide_the_batch_of_a_run_are_refused_as_such():
+    settings = {**CASES["lora on a card"], "gpus": 4, "resume": True, "global_batch_size": 18}
+    with pytest.raises(RecipeError, match=r"18 cannot be divided evenly: 18 / \(4 devices\)") as refused:
+        plan_for(parse_recipe(settings))
+    assert "a run goes on with the global batch that it began with" in str(refused.value.hint)
 
 
 def test_a_cluster_plans_by_the_same_rows(short_rows):

@@ -84,8 +84,9 @@ def first_attempt(
 
 
 def as_begun(recipe: Recipe) -> Recipe:
-    """``recipe`` with the method, quantisation, precision and average row of the run in its output_dir, where it leaves
-    them open: of other devices or rows fitune might choose others. As it is where no plan of a run can be read there.
+    """``recipe`` with the method, quantisation, precision, global batch and average row of the run in its output_dir,
+    where it leaves them open: of other devices or rows fitune might choose others. As it is where no plan of a run can
+    be read there.
     """
     if not recipe.output_dir:
         return recipe
@@ -98,7 +99,8 @@ def as_begun(recipe: Recipe) -> Recipe:
     begun = pinned(recipe, saved)
     asks_for_another = recipe.tuning not in (None, begun.tuning)
     method = () if asks_for_another else ("tuning", "quantization", "quantization_bits")
-    keys = ("precision", "mean_row_tokens", *method)
+    says_batch = recipe.micro_batch_size is not None and recipe.gradient_accumulation_steps is not None
+    keys = ("precision", "mean_row_tokens", *method, *(() if says_batch else ("global_batch_size",)))
     return recipe.model_copy(
         update={key: getattr(begun, key) for key in keys if getattr(recipe, key) is None}
     )

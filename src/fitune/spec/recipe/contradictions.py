@@ -149,7 +149,10 @@ def _uneven_batches(recipe: Recipe, devices: int) -> Iterator[tuple[str, str]]:
             f"leave one of them open, or global_batch_size: {each}",
         )
     if whole % each:
+        even = f"global_batch_size: {-(-whole // each) * each}"
+        if recipe.resume:
+            even = "what divides it: a run goes on with the global batch that it began with"
         yield (
             f"global_batch_size {whole} cannot be divided evenly: {whole} / ({shown}) = {whole / each:.2f}",
-            f"global_batch_size: {-(-whole // each) * each}",
+            even,
         )
