@@ -78,7 +78,11 @@ def test_a_run_goes_on_by_the_rows_it_began_with(short_rows, tmp_path):
 
 @pytest.mark.parametrize(
     ("said", "batch"),
-    [({}, 18), ({"micro_batch_size": 3}, 18), ({"micro_batch_size": 3, "gradient_accumulation_steps": 1}, None)],
+    [
+        ({}, 18),
+        ({"micro_batch_size": 3}, 18),
+        ({"micro_batch_size": 3, "gradient_accumulation_steps": 1}, None),
+    ],
     ids=str,
 )
 def test_a_run_goes_on_by_the_global_batch_it_began_with(tmp_path, said, batch):

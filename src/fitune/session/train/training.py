@@ -12,7 +12,8 @@ from fitune.data.conversations.messages import Conversation
 from fitune.data.conversations.templates import load_template
 from fitune.data.loader import Loader
 from fitune.data.making import PreparedData
-from fitune.data.preparing import contents_of
+from fitune.data.reading.files import HubDataset, locate
+from fitune.data.reading.sources import content_key
 from fitune.engine.ranks import ALONE, Ranks
 from fitune.errors import CheckpointError, FituneError, OutOfMemory, StoreError, work_under_way
 from fitune.estimate.division import num_ranks
@@ -137,14 +138,14 @@ def end_complete(plan: Plan, report: RunReport, *, is_fetched: bool, emit: Emit,
     return report
 
 
-def changed_data(plan: Plan, report: RunReport) -> list[str]:
-    """Paths of the sources whose content is not what the run read; none where they cannot be read any more."""
-    with suppress(FituneError):
-        sources, now = (*plan.data.sources, *plan.data.eval_sources), contents_of(plan.data).keys
-        return [
-            one.path for one, key, read in zip(sources, now, report.contents, strict=False) if key != read
-        ]
-    return []
+def changed_data(plan: Plan, report: RunReport) -> Iterator[str]:
+    """Yields the paths of sources whose content is not what the run read, but of none that can no longer be read, or
+    that might be downloaded from the Hub for it."""
+    sources = (*plan.data.sources, *plan.data.eval_sources)
+    for source, was_read in zip(sources, report.contents, strict=False):
+        with suppress(FituneError):
+            if not isinstance(locate(source), HubDataset) and content_key(source) != was_read:
+                yield source.path
 
 
 def export_events(directory: Path, plan: Plan, ended: RunReport) -> Iterator[Exported | Note]:
