@@ -70,6 +70,8 @@ def test_a_qlora_recipe_says_the_same_here():
         ("tokens: [<think>]", "added_tokens", ["<think>"]),
         ("tokens: {pad_token: <pad>}", "added_tokens", []),
         ("gpu: '4090'", "gpu", "4090"),
+        ("logging_steps: 0.2", "log_steps", 1),
+        ("tokenizer_config: org/llama, eval_table_max_new_tokens: 128", "model", "org/llama"),
     ],
 )
 def test_a_key_becomes_the_setting_that_means_it(changes, setting, value):
@@ -90,6 +92,12 @@ def test_a_key_becomes_the_setting_that_means_it(changes, setting, value):
 def test_the_type_of_a_dataset_is_its_format(source, format, columns):
     read = recipe(datasets=[{"path": "d", "split": "train[:5%]", **typed(source)}]).data[0]
     assert (read.format, read.columns, read.split) == (format, columns, "train[:5%]")
+
+
+def test_the_older_key_of_a_split_names_it():
+    assert (
+        recipe(datasets=[{"path": "d", "type": "alpaca", "train_on_split": "part"}]).data[0].split == "part"
+    )
 
 
 @pytest.mark.parametrize(
@@ -125,6 +133,7 @@ def test_every_file_of_a_dataset_is_a_source(source, paths):
         ("lr_scheduler: cosine_with_min_lr", "lr_scheduler"),
         ("lora_target_parameters: [7.mlp.experts.down_proj]", "lora_target_parameters"),
         ("lora_target_parameters: {experts: 1}", "lora_target_parameters"),
+        ("tokenizer_config: org/other", "tokenizer_config"),
         ("dataset_shard_num: 4, dataset_shard_idx: 0", "dataset_shard_num"),
         (
             "adapter: qlora, load_in_4bit: true, bnb_config_kwargs: {bnb_4bit_quant_type: fp4}",
@@ -233,7 +242,8 @@ def test_a_tracker_that_is_off_there_is_off_here(changes):
         ("message_field_role: speaker", "messages of speaker and content"),
         ("roles: {assistant: [gpt, bot]}", "roles: .* for assistant; fitune knows assistant, gpt"),
         ("type: {field_instruction: q, field_output: a, format: 'Q: {instruction}'}",
-         "prompt format of its own"),
+         "prompt format of its own; name the rows as prompt and completion and a Jinja file"),
+        ("type: sharegpt, field_human: speaker", "field_human: speaker; fitune knows human, user"),
         ("type: {field_instruction: q, field_output: a, system_prompt: Be kind.}",
          r"datasets\[0\].type.system_prompt: Be kind. would change the result"),
     ],
@@ -246,6 +256,8 @@ def test_a_key_inside_a_dataset_is_never_left_out_in_silence(source, named):
 @pytest.mark.parametrize(
     "source",
     [
+        "type: sharegpt, field_human: user, field_model: assistant, conversation: chatml",
+        "type: sharegpt, roles: {input: [human], output: [gpt]}",
         "train_on_eos: turn, preprocess_shards: 4, trust_remote_code: false, shards: null",
         "message_property_mappings: {role: from, content: value}, field_messages: conversations",
         "roles: {assistant: [gpt], user: [human]}, ds_type: json",

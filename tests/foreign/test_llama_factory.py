@@ -30,6 +30,28 @@ def test_its_defaults_hold_where_they_differ():
     assert (read.warmup_ratio, read.micro_batch_size, read.precision) == (0.0, 8, "fp32")
 
 
+@pytest.mark.parametrize("key", ["do_predict", "do_eval"])
+def test_a_recipe_that_trains_nothing_is_not_trained(key):
+    with pytest.raises(
+        RecipeError, match=f"{key}: True would change the result: a recipe that trains nothing"
+    ) as caught:
+        recipe(PLAIN, **{key: True, "do_train": False})
+    assert caught.value.hint == "fitune score, chat or export with what was trained"
+    assert recipe(PLAIN, **{key: True}).tuning == "lora"
+
+
+def test_texts_without_questions_are_learned_whole(tmp_path):
+    """The stage pt packs unless told not to, and cuts what is longer than a block."""
+    (tmp_path / "data").mkdir()
+    info = typed("wiki: {file_name: wiki.json, columns: {prompt: body}}")
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(info))
+    read = recipe(PLAIN, folder=tmp_path, stage="pt", dataset="wiki")
+    assert (read.data[0].format, read.data[0].columns) == ("columns", {"text": "body"})
+    assert (read.packing, read.on_long_row) == (True, "split")
+    apart = recipe(PLAIN, stage="pt", dataset="org/texts", packing=False)
+    assert (apart.data[0].format, apart.packing, apart.on_long_row) == ("text", False, "truncate")
+
+
 def test_names_of_a_registry_that_is_not_here_are_said_and_the_plan_goes_on():
     notes = []
     assert read_keys(PLAIN, on_note=notes.append).data == []
@@ -50,6 +72,8 @@ def test_names_of_a_registry_that_is_not_here_are_said_and_the_plan_goes_on():
         ("neat_packing: true", "packing", True),
         ("max_steps: 10, val_size: 0.1, eval_strategy: steps, eval_steps: 5", "eval_steps", 5),
         ("eval_strategy: 'no'", "eval_steps", 0),
+        ("add_tokens: '<a>,<b>', resize_vocab: true", "added_tokens", ["<a>", "<b>"]),
+        ("quantization_method: bnb, double_quantization: true", "tuning", "lora"),
         ("disable_gradient_checkpointing: true", "gradient_checkpointing", False),
         ("use_kt: true, kt_config: {kt_expert_weight_format: bf16}", "tuning", "lora"),
     ],
@@ -73,6 +97,7 @@ def test_a_key_becomes_the_setting_that_means_it(changes, setting, value):
         "resume_from_checkpoint: saves/checkpoint-100",
         "split_special_tokens: true",
         "model_revision: a1b2c3",
+        "checkpoint_dir: saves/checkpoint-100",
     ],
 )
 def test_what_would_change_the_result_is_refused(changes):
@@ -116,6 +141,11 @@ def test_a_dataset_info_beside_the_recipe_or_in_its_folder_of_data_is_found(tmp_
             {"prompt": "instruction", "completion": "output", "system": "sys"},
         ),
         ("columns: {response: answer}", "columns", {"prompt": "instruction", "completion": "answer"}),
+        # without query a column called input is not read there
+        (
+            "columns: {prompt: instruction, response: output}", "columns",
+            {"prompt": "instruction", "completion": "output"},
+        ),
         ("formatting: sharegpt, columns: {messages: messages, system: system}", "auto", {}),
         (
             "formatting: sharegpt, columns: {messages: conversations, system: sys, tools: api}", "columns",

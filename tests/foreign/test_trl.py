@@ -49,6 +49,11 @@ def test_trls_defaults_hold():
         ("dataset_text_field: body", "columns", {"text": "body"}),
         ("dataset_text_field: text", "columns", {}),
         ("use_peft: true, bias: none", "tuning", "lora"),
+        (
+            "use_peft: true, load_in_4bit: false, bnb_4bit_quant_type: nf4, use_bnb_nested_quant: true",
+            "tuning",
+            "lora",
+        ),
     ],
 )
 def test_a_key_becomes_the_setting_that_means_it(changes, setting, value):
@@ -139,3 +144,80 @@ def test_files_of_a_dataset_are_its_sources_and_its_columns_are_no_secret():
         recipe(keys | typed("datasets: [{path: d, columns: [messages]}]"))
     with pytest.raises(RecipeError, match=r"unknown key 'datasets\[0\].data_dir'"):
         recipe(keys | typed("datasets: [{path: d, data_dir: sub}]"))
+
+
+MIXTURE = typed(
+    "model_name_or_path: org/m, dataset_mixture: {seed: 0, datasets: "
+    "[{id: org/a, config: en, split: train_sft, columns: [messages], weight: 0.5}, {id: org/b, config: default}]}"
+)
+
+
+def test_a_mixture_is_its_sources_with_their_shares():
+    read = recipe(MIXTURE)
+    assert [(each.path, each.split) for each in read.data] == [
+        ("org/a:en", "train_sft[:50%]"), ("org/b", "train"),
+    ]  # fmt: skip
+    mixture = MIXTURE["dataset_mixture"]
+    assert recipe(MIXTURE, dataset_mixture=mixture | {"test_split_size": 0.1}).val_fraction == 0.1
+    with pytest.raises(RecipeError, match="test_split_size.* 1000 rows to evaluate on; here it is a share"):
+        recipe(MIXTURE, dataset_mixture=mixture | {"test_split_size": 1000})
+    pairs = {"datasets": [{"id": "org/p", "columns": ["chosen", "rejected"]}]}
+    with pytest.raises(RecipeError, match="columns chosen, rejected; fitune learns from"):
+        recipe(MIXTURE, dataset_mixture=pairs)
+
+
+@pytest.mark.parametrize("strategy", ["eval_strategy", "evaluation_strategy"])
+def test_the_first_handbooks_mixer_names_splits_for_all_sources(strategy):
+    keys = typed(
+        "model_name_or_path: org/m, dataset_mixer: {org/a: 0.25, org/b: 1.0}, dataset_splits: [train_sft, test_sft]"
+    )
+    read = recipe(keys, **{strategy: "epoch"})
+    assert [(each.path, each.split) for each in read.data] == [
+        ("org/a", "train_sft[:25%]"), ("org/b", "train_sft"),
+    ]  # fmt: skip
+    assert [(each.path, each.split) for each in read.eval_data] == [
+        ("org/a", "test_sft"),
+        ("org/b", "test_sft"),
+    ]
+    assert (read.evals_per_epoch, recipe(keys).eval_data) == (1, [])
+
+
+def test_the_evaluated_split_comes_along_under_the_older_name_of_the_strategy():
+    read = recipe(PLAIN, evaluation_strategy="epoch")
+    assert [(each.path, each.split) for each in read.eval_data] == [("org/rows", "test")]
+    assert read.evals_per_epoch == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "hint"),
+    [
+        (
+            "beta: 0.1, max_prompt_length: 512, never_seen: 1",
+            "a recipe of supervised fine-tuning with data for it",
+        ),
+        ("reward_funcs: [a], use_vllm: true", "a recipe of supervised fine-tuning with data for it"),
+        ("chat_template: '{{ messages }}'", "leave it out to train without"),
+    ],
+)
+def test_a_refusal_says_the_next_step_and_no_settings_of_another_task(changes, hint):
+    with pytest.raises(RecipeError) as caught:
+        recipe(PLAIN, **typed(changes))
+    assert caught.value.hint == hint
+    assert "unknown key" not in caught.value.message
+
+
+def test_the_tokenizer_may_be_named_if_it_is_the_models():
+    assert recipe(PLAIN, tokenizer_name_or_path="org/m").model == "org/m"
+    with pytest.raises(RecipeError, match="tokenizer of another model; save it into the model's folder"):
+        recipe(PLAIN, tokenizer_name_or_path="org/other")
+
+
+def test_weights_in_what_the_checkpoint_has_are_told_of_their_masters():
+    assert "fp32 masters; there they stay in what the checkpoint is stored in" in notes(
+        PLAIN | {"dtype": "auto"}
+    )
+
+
+def test_lines_of_a_log_as_a_share_of_all_steps_are_one_for_each_step():
+    assert recipe(PLAIN, logging_steps=0.2).log_steps == 1
+    assert recipe(PLAIN, logging_steps=5).log_steps == 5

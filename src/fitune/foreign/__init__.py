@@ -34,8 +34,9 @@ _UNSLOTH = words(
     "max_seq_length r random_state use_gradient_checkpointing full_finetuning loftq_config fast_inference"
 )
 _TRL = words(
-    "dataset_name datasets dataset_config use_peft dataset_train_split dataset_text_field completion_only_loss "
-    "assistant_only_loss accelerate_config per_device_train_batch_size lr_scheduler_type report_to"
+    "dataset_name datasets dataset_mixture dataset_mixer dataset_config use_peft dataset_train_split "
+    "dataset_text_field completion_only_loss assistant_only_loss accelerate_config per_device_train_batch_size "
+    "lr_scheduler_type report_to"
 )
 
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from fitune.foreign.reading import Reading, is_on, paths_of, words
+from fitune.foreign.reading import SUPERVISED, Reading, is_on, paths_of, words
 from fitune.foreign.sharding_files import read_sharding
 from fitune.foreign.trainer_keys import (
     RENDERED,
@@ -13,6 +13,7 @@ from fitune.foreign.trainer_keys import (
     read_expert_targets,
     read_precision,
     read_trainer_keys,
+    refuse_other_tokenizer,
 )
 
 _SAME = {
@@ -39,7 +40,8 @@ _BOOKKEEPING = (
     "is_llama_derived_model is_mistral_derived_model is_qwen_derived_model hf_use_auth_token strict "
     "dataset_prepared_path dataset_processes dataset_keep_in_memory "
     "num_dataset_shards_to_save shuffle_merged_datasets shuffle_before_merging_datasets "
-    "eval_table_size eval_max_new_tokens eval_causal_lm_metrics do_causal_lm_eval do_bench_eval "
+    "eval_table_size eval_table_max_new_tokens eval_max_new_tokens eval_causal_lm_metrics do_causal_lm_eval "
+    "do_bench_eval "
     "eval_sample_packing eval_sequence_len save_first_step auto_resume_from_checkpoints "
     "loss_watchdog_threshold loss_watchdog_patience gc_steps gc_collect_steps device device_map world_size "
     "gpu_memory_limit max_memory lora_on_cpu profiler_steps profiler_steps_start use_ray ray_num_workers "
@@ -70,14 +72,14 @@ _SPEED = (
 )
 
 _REFUSED = {
-    "rl": "preference or reinforcement learning; fitune does supervised fine-tuning",
-    "reward_model": "a reward model; fitune trains language models",
-    "process_reward_model": "a reward model; fitune trains language models",
+    "rl": f"preference or reinforcement learning; {SUPERVISED}",
+    "reward_model": f"a reward model; {SUPERVISED}",
+    "process_reward_model": f"a reward model; {SUPERVISED}",
     "pretraining_dataset": "pretraining on a stream of text; name the texts as datasets with type: completion",
     "processor_type": "images or audio; fitune trains on text",
     "freeze_mm_modules": "images or audio; fitune trains on text",
     "num_labels": "a classifier; fitune trains language models",
-    "trl": "preference or reinforcement learning; fitune does supervised fine-tuning",
+    "trl": f"preference or reinforcement learning; {SUPERVISED}",
     "ebft": "another objective (EBFT)",
     "reinit_weights": "weights that begin anew",
     "qat": "quantisation-aware training",
@@ -105,7 +107,6 @@ _REFUSED = {
     "eta_min": "axolotl does not read it; a cosine that ends above 0 is cosine_min_lr_ratio",
     "overrides_of_model_config": "a changed model",
     "rope_scaling": "changed rotary positions",
-    "tokenizer_config": "the tokenizer of another model",
     "revision_of_model": "a revision of the model; download that revision and name its folder as base_model",
     "chat_template_jinja": "a chat template inside the recipe; write it into a file and name it as chat_template",
     "curriculum_sampling": "rows in the order of the file; fitune shuffles them",
@@ -223,6 +224,7 @@ def _model(r: Reading) -> None:
     if attention == "eager":
         r.put("attn_implementation", "eager", key="attn_implementation")
     r.passed("attn_implementation", SPEED_SAID.split(":")[0] + ": the plan takes the fastest the device has")
+    refuse_other_tokenizer(r, "tokenizer_config")
     r.pass_over(
         "model_config model_quantization_config model_quantization_config_kwargs cls_model_config",
         "read from config.json; weights stored in 4 bit become the precision of the recipe",
@@ -282,6 +284,7 @@ def _sharding(r: Reading) -> None:
         r.passed("batch_size", "micro_batch_size and gradient_accumulation_steps say it")
 
 
+_AS_TEMPLATE = "name the rows as prompt and completion and a Jinja file with the format as chat_template"
 _PASSED_OF_DATA = {
     "ds_type preprocess_shards trust_remote_code input_format": "",
     "chat_template conversation": RENDERED,
@@ -293,12 +296,13 @@ _REFUSED_OF_DATA = {
     "drop_system_message message_field_training message_field_training_detail step_separator input_transform":
         "rows changed while they are read",
     "system_prompt": "a system message added to every row",
-    "system_format": "a prompt format of its own; write prompt and completion into the rows",
+    "system_format": f"a prompt format of its own; {_AS_TEMPLATE}",
 }  # fmt: skip
 _ONLY = {"train_on_eos": "turn", "train_on_eot": "turn", "field_tools": "tools"}
 """Key of a dataset -> the one value that is what fitune does."""
 _ROLES = {
     "user": words("user human"), "assistant": words("assistant gpt"), "system": words("system"),
+    "input": words("system user human"), "output": words("assistant gpt"),
     "tool": words("tool observation function ipython tool_response"),
 }  # fmt: skip
 """Names of roles in rows, as fitune knows them."""
@@ -347,7 +351,11 @@ def _sources(r: Reading, source: Any, where: str) -> list[dict[str, Any]]:
     if why:
         r.refuse(where, why)
         return []
-    wanted = {"split": str(source.get("split") or ""), "format": format, "columns": columns}
+    wanted = {
+        "split": str(source.get("split") or source.get("train_on_split") or ""),
+        "format": format,
+        "columns": columns,
+    }
     given = {name: value for name, value in wanted.items() if value}
     return [{"path": path, **given} for path in paths_of(source)]
 
@@ -370,13 +378,16 @@ def _format(source: Mapping[str, Any]) -> tuple[str, dict[str, str], str]:
         if not _ROLES.get(name, frozenset()).issuperset(others if isinstance(others, list) else [others]):
             known = ", ".join(sorted(_ROLES.get(name, ())))
             return "", {}, f"roles: {others} for {name}; fitune knows {known}"
+    for key, name in (("field_human", "user"), ("field_model", "assistant")):
+        if source.get(key) not in (None, *_ROLES[name]):
+            return "", {}, f"{key}: {source[key]}; fitune knows {', '.join(sorted(_ROLES[name]))}"
     if source.get("roles_to_train") not in (None, ["assistant"], ["gpt"], ["gpt", "assistant"]):
         return "", {}, f"roles_to_train: {source['roles_to_train']}; fitune learns the assistant's turns"
     if isinstance(kind, Mapping):
         columns = {ours: str(kind[key]) for key, ours in _MAPPED.items() if kind.get(key)}
         own = any(kind.get(key) not in (None, "{instruction}") for key in ("format", "no_input_format"))
         if own or kind.get("field_input") or {"prompt", "completion"} - set(columns):
-            return "", {}, "a prompt format of its own; write prompt and completion into the rows"
+            return "", {}, f"a prompt format of its own; {_AS_TEMPLATE}"
         return "columns", columns, ""
     name = str(kind or "chat_template").split(":")[0].split(".")[0]
     field = str(source.get("field_messages") or "messages")
@@ -394,4 +405,4 @@ def _format(source: Mapping[str, Any]) -> tuple[str, dict[str, str], str]:
         case "jeopardy":
             return "question_answer", {}, ""
         case _:
-            return "", {}, f"type: {kind} is a prompt format of its own"
+            return "", {}, f"type: {kind} is a prompt format of its own; {_AS_TEMPLATE}"

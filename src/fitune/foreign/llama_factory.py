@@ -4,7 +4,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from fitune.foreign.reading import Reading, is_on, words
+from fitune.foreign.reading import SUPERVISED, TRAINS_NOTHING, Reading, is_on, words
 from fitune.foreign.sharding_files import find_file, put_fsdp, read_deepspeed, read_sharding
 from fitune.foreign.trainer_keys import (
     RENDERED,
@@ -62,15 +62,15 @@ _REFUSED = {
     "freeze_trainable_layers": "training of some blocks only; tuning: lora with lora_layers is the nearest",
     "freeze_trainable_modules": "training of some modules only",
     "adapter_name_or_path": "an adapter to go on from",
+    "checkpoint_dir": "an adapter to go on from",
     "ref_model": "a reference model",
-    "reward_model": "a reward model",
-    "pref_loss": "a preference loss",
+    "reward_model": f"a reward model; {SUPERVISED}",
+    "pref_loss": f"a preference loss; {SUPERVISED}",
     "rope_scaling": "changed rotary positions",
     "shift_attn": "shifted sparse attention (LongLoRA)",
     "mask_history": "learning the last turn only",
     "efficient_eos": "templates whose answers do not end",
     "interleave_probs": "datasets mixed by probabilities; weight: says them for each source of data",
-    "resize_vocab": "a vocabulary made larger; name the tokens as added_tokens",
     "new_special_tokens": "new tokens; name them as added_tokens",
     "split_special_tokens": "special tokens in texts that are read letter by letter",
     "default_system": "a system message added to every row",
@@ -105,15 +105,22 @@ _MEGATRON = (
 )
 
 
+_TEXTS = "pt"
+"""The stage that learns texts without questions."""
+
+
 def read_llama_factory(r: Reading) -> None:
     """Reads a LLaMA-Factory config: every key is put as ours, passed over or refused."""
     if not {"stage", "finetuning_type"} & r.raw.keys():
         _read_v1(r)
         return
     stage = str(r.take("stage") or "sft")
-    if stage != "sft":
-        r.refuse("stage", "fitune does supervised fine-tuning: stage: sft")
-    r.passed("stage")
+    if stage not in ("sft", _TEXTS):
+        r.refuse("stage", f"{SUPERVISED}: stage: sft")
+    r.passed("stage", "texts are learned whole" if stage == _TEXTS else "")
+    predicts = next((key for key in ("do_predict", "do_eval") if is_on(r.take(key))), "")
+    if predicts and not is_on(r.take("do_train")):
+        r.refuse(predicts, f"{TRAINS_NOTHING} without do_train")
     r.same(_SAME)
     refuse_revision(r, "model_revision")
     r.inside("passed", {_KT: "how the host computes", "ms_hub_url om_hub_url file_name cloud_file_name": ""})
@@ -162,6 +169,8 @@ def _method(r: Reading) -> None:
     r.put("tuning", "qlora" if bits else "lora", key="finetuning_type" if "finetuning_type" in r.raw else "")
     if bits:
         _quantised(r, int(bits), str(r.take("quantization_method") or "bnb"))
+    else:
+        r.pass_over("quantization_method quantization_type double_quantization", "the base is not quantised")
     r.same(_LORA)
 
 
@@ -230,7 +239,11 @@ def _data(r: Reading) -> None:
     r.passed(
         "enable_thinking", "" if thinks else "reasoning in the rows is learned here; there it is left out"
     )
-    if is_on(r.take("neat_packing")):
+    if r.raw.get("stage") == _TEXTS and is_on(r.raw.get("packing", True)):
+        apart = "texts in a pack do not see each other, and a long one goes on in the next; there all are one text"
+        r.put("packing", True, key="packing", said=apart)
+        r.put("on_long_row", "split", said=apart)
+    elif is_on(r.take("neat_packing")):
         r.put("packing", True, key="neat_packing")
         r.passed("packing", "neat_packing says more")
     elif r.take("packing") is not None:
@@ -242,6 +255,7 @@ def _data(r: Reading) -> None:
         r.refuse("mix_strategy", "datasets taken in turn; weight: says each one's share of the rows")
     r.passed("mix_strategy")
     r.same({"add_tokens": "added_tokens"})
+    r.passed("resize_vocab", "added_tokens get rows of their own")
 
 
 _REASONING = words(
@@ -287,8 +301,9 @@ _ALPACA_ROWS = "instruction, input, output and history, or a prompt and a respon
 
 
 def _source(r: Reading, name: str, registry: Mapping[str, Any], key: str) -> dict[str, Any] | None:
+    texts = r.raw.get("stage") == _TEXTS
     if name not in registry:
-        return {"path": str(find_file(r, name) or name)}
+        return {"path": str(find_file(r, name) or name)} | ({"format": "text"} if texts else {})
     where = f"{key}[{name}]"
     entry = r.watch(where, registry[name])
     columns = entry.get("columns") or {}
@@ -301,6 +316,8 @@ def _source(r: Reading, name: str, registry: Mapping[str, Any], key: str) -> dic
     source |= {
         ours: entry[key] for key, ours in (("split", "split"), ("num_samples", "sample")) if entry.get(key)
     }
+    if texts:
+        return source | {"format": "columns", "columns": {"text": columns.get("prompt") or "instruction"}}
     own = [
         f"{tag}: {said}" for tag, said in (entry.get("tags") or {}).items() if said not in _TAGS.get(tag, ())
     ]
@@ -315,6 +332,12 @@ def _source(r: Reading, name: str, registry: Mapping[str, Any], key: str) -> dic
         for theirs, ours in (_ALPACA if is_alpaca else _SHAREGPT).items()
         if columns.get(theirs)
     }
+    if is_alpaca and "columns" in entry and not {"query", "history"} & named.keys():
+        columns = {
+            "prompt": "instruction",
+            "completion": "output",
+        } | named  # without query no input is read there
+        return source | {"format": "columns", "columns": columns}
     if all(column in _USUAL[ours] for ours, column in named.items()):
         return source | {"format": "alpaca"} if is_alpaca else source
     if unread := next((name for name in ("query", "history") if name in named), ""):

@@ -27,6 +27,14 @@ _WIDTH = 100
 
 Fate = Literal["translated", "assumed", "passed", "refused", "unknown"]
 
+SUPERVISED = "fitune does supervised fine-tuning"
+TRAINS_NOTHING = "a recipe that trains nothing"
+_OTHER_TASKS = {
+    SUPERVISED: "a recipe of supervised fine-tuning with data for it",
+    TRAINS_NOTHING: "fitune score, chat or export with what was trained",
+}
+"""Words in a refusal that tell of another task -> what to try: leaving the key out would train something else."""
+
 SHARDING = ("zero", "hybrid_sharding", "offload_parameters", "offload_optimizer", "nvme_path")
 """Settings that divide states over devices or move them away: on one device the plan decides them."""
 
@@ -236,10 +244,15 @@ def paths_of(source: Mapping[str, Any]) -> list[str]:
 
 
 def require_readable(reading: Reading) -> None:
-    """Raises RecipeError that lists every key that is refused or unknown, each with its reason."""
+    """Raises RecipeError that lists every key that is refused or unknown, each with its reason.
+
+    A recipe of another task has keys of its own, which are not listed.
+    """
     refused, unknown = reading.of("refused"), reading.of("unknown")
     if not refused and not unknown:
         return
+    other = next((hint for said, hint in _OTHER_TASKS.items() for line in refused if said in line.said), None)
+    unknown = [] if other else unknown
     lines = [f"{reading.where}: read as a recipe of {reading.trainer}"]
     for line in refused:
         text = "" if line.value is None else f": {line.value}"
@@ -247,12 +260,8 @@ def require_readable(reading: Reading) -> None:
         lines.append(f"  {line.key}{text} would change the result: {line.said}")
     lines += [f"  unknown key {line.key!r}" + (f" ({line.said})" if line.said else "") for line in unknown]
     several = len(refused) + len(unknown) > 1
-    is_other_task = any(line.key in ("rl", "stage") for line in refused)
     raise RecipeError(
-        "\n".join(lines),
-        hint="a recipe of supervised fine-tuning with data for it"
-        if is_other_task
-        else f"leave {'them' if several else 'it'} out to train without",
+        "\n".join(lines), hint=other or f"leave {'them' if several else 'it'} out to train without"
     )
 
 

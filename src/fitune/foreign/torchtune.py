@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fitune.foreign.reading import Reading, is_on, paths_of
+from fitune.foreign.reading import SUPERVISED, TRAINS_NOTHING, Reading, is_on, paths_of
 from fitune.foreign.trainer_keys import OTHER_CHECKPOINT, SPEED_SAID, WITHOUT_HEADINGS, read_metric_logger
 
 _SAME = {
@@ -31,13 +31,16 @@ _SPEED = (
 _REFUSED = {
     "resume_from_checkpoint": OTHER_CHECKPOINT,
     "quantizer": "quantisation-aware training",
-    "teacher_model": "distillation from a teacher",
-    "kd_ratio": "distillation from a teacher",
-    "reward_and_value_model": "PPO",
-    "policy_model": "reinforcement learning",
+    "teacher_model": f"distillation from a teacher; {SUPERVISED}",
+    "kd_ratio": f"distillation from a teacher; {SUPERVISED}",
+    "reward_and_value_model": f"PPO; {SUPERVISED}",
+    "policy_model": f"reinforcement learning; {SUPERVISED}",
     "early_exit_loss": "another loss (early exit)",
     "layer_dropout": "blocks left out at random",
 }
+
+_NO_TRAINING = {"tasks": "fitune score --lm-eval TASKS", "prompt": "fitune chat"}
+"""Keys of torchtune's evaluations and generations, and what does it here."""
 
 _PASSED_INSIDE = {
     "_component_ checkpoint_files recipe_checkpoint output_dir model_type should_load_recipe_state path vocab_path "
@@ -102,6 +105,8 @@ def read_torchtune(r: Reading) -> None:
             r.put(name, place, key=key)
     r.pass_over(("fsdp", "fsdp_cpu_offload"))
     r.refuse_if_on(_REFUSED)
+    if r.take("optimizer") is None:
+        r.refuse_if_on({key: f"{TRAINS_NOTHING}: {command}" for key, command in _NO_TRAINING.items()})
     if r.raw.get("shuffle") is False:
         r.refuse("shuffle", "rows in the order of the file; fitune shuffles them")
     r.passed("shuffle")
@@ -125,7 +130,7 @@ def _model(r: Reading) -> None:
         return
     loss = _component(r.take("loss"))
     if any(word in loss.lower() for word in ("dpo", "ppo", "grpo", "kl", "rlhf")):
-        r.refuse("loss", "preferences, rewards or distillation; fitune does supervised fine-tuning")
+        r.refuse("loss", f"preferences, rewards or distillation; {SUPERVISED}")
     folder = (r.take("checkpointer") or {}).get("checkpoint_dir")
     if folder is None:
         r.refuse("checkpointer", "no checkpoint_dir to start from")

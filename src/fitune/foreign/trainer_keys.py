@@ -16,7 +16,6 @@ SAME = {
     "adam_epsilon": "adam_epsilon",
     "max_grad_norm": "max_grad_norm",
     "seed": "seed",
-    "logging_steps": "log_steps",
     "save_total_limit": "keep_checkpoints",
 }
 
@@ -32,6 +31,7 @@ BOOKKEEPING = (
     "report_to_all_ranks torch_empty_cache_steps use_cpu debug project trackio_space_id trackio_project_name "
     "trackio_run_name wandb_project wandb_entity wandb_watch wandb_name wandb_log_model wandb_run_id wandb_mode "
     "use_wandb mlflow_tracking_uri mlflow_experiment_name mlflow_run_name "
+    "wandb_tags wandb_run_group "
     "bf16_full_eval fp16_full_eval eval_accumulation_steps eval_delay batch_eval_metrics eval_use_gather_object "
     "ddp_backend ddp_static_graph dataloader_multiprocessing_context full_determinism hub_always_push "
     "log_level_replica label_names"
@@ -98,6 +98,9 @@ def read_trainer_keys(r: Reading, *, optimizer: str, scheduler: str, refused: di
         r.same({"max_steps": "max_steps"})
     r.passed("max_steps")
     _checkpointing(r)
+    if float(r.take("logging_steps") or 0) >= 1:
+        r.same({"logging_steps": "log_steps"})
+    r.passed("logging_steps", "a share of all steps; here every step has a line")
     _how_often(r)
     _trackers(r)
     r.refuse_if_on({**REFUSED, **refused})
@@ -105,6 +108,7 @@ def read_trainer_keys(r: Reading, *, optimizer: str, scheduler: str, refused: di
     r.pass_over(BOOKKEEPING)
     r.pass_over(_BEST, _BEST_SAID)
     r.passed("data_seed", "seed orders the rows")
+    r.passed("average_tokens_across_devices", "every token of a step weighs the same on all devices")
     r.passed("dataloader_drop_last", "the last step of an epoch trains on what is left, too")
     r.pass_over(SPEED, SPEED_SAID)
 
@@ -244,6 +248,13 @@ def _hub(r: Reading) -> None:
             r.put("hub_public", True, key="hub_private_repo")
         r.pass_over("push_to_hub hub_private_repo", f"{key} says it")
     r.pass_over("push_to_hub hub_model_id hub_private_repo", "nothing is pushed without push_to_hub")
+
+
+def refuse_other_tokenizer(r: Reading, key: str) -> None:
+    """Refuses the tokenizer of another model than the one that is trained."""
+    if r.take(key) not in (None, r.settings.get("model")):
+        r.refuse(key, "the tokenizer of another model; save it into the model's folder")
+    r.passed(key, "the model's own")
 
 
 def refuse_revision(r: Reading, key: str) -> None:

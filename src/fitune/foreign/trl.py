@@ -3,13 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
-from fitune.foreign.reading import Reading, is_on, paths_of
+from fitune.foreign.reading import SUPERVISED, Reading, is_on, paths_of
 from fitune.foreign.sharding_files import read_accelerate, read_sharding
 from fitune.foreign.trainer_keys import (
     SPEED_SAID,
     read_expert_targets,
     read_precision,
     read_trainer_keys,
+    refuse_other_tokenizer,
     refuse_revision,
 )
 
@@ -41,17 +42,21 @@ _BOOKKEEPING = (
     "bnb_4bit_compute_dtype max_memory device_map token fast_inference gpu_memory_utilization max_lora_rank "
     "unsloth_force_compile finetune_vision_layers mixed_precision main_process_port machine_rank main_process_ip "
     "use_exact_model_name num_proc return_tensors tokenizer processing_class main_training_function chunk_size "
-    "warmup_num_steps"
+    "warmup_num_steps model_init_kwargs batch_size hub_model_revision overwrite_hub_revision push_to_hub_revision "
+    "benchmarks callbacks"
 )
-_SPEED = "attn_implementation packing_strategy shuffle_dataset use_kernels dispatch_batches"
+_SPEED = "attn_implementation packing_strategy shuffle_dataset use_kernels use_liger dispatch_batches"
 _REFUSED = {
-    "dataset_mixture": "a mixture with columns of its own; name the sources as data",
-    "beta": "a preference loss; fitune does supervised fine-tuning",
-    "ref_model": "a reference model; fitune does supervised fine-tuning",
-    "reward_model_name_or_path": "a reward model; fitune does supervised fine-tuning",
-    "reward_funcs": "reinforcement learning; fitune does supervised fine-tuning",
-    "num_generations": "reinforcement learning; fitune does supervised fine-tuning",
-    "teacher_model_name_or_path": "distillation from a teacher",
+    "beta": f"a preference loss; {SUPERVISED}",
+    "ref_model": f"a reference model; {SUPERVISED}",
+    "reward_model_name_or_path": f"a reward model; {SUPERVISED}",
+    "reward_funcs": f"reinforcement learning; {SUPERVISED}",
+    "num_generations": f"reinforcement learning; {SUPERVISED}",
+    "max_prompt_length": f"preferences or reinforcement learning; {SUPERVISED}",
+    "max_completion_length": f"preferences or reinforcement learning; {SUPERVISED}",
+    "system_prompt": "a system message added to every row",
+    "chat_template": "a chat template inside the recipe; write it into a file and name it as chat_template_path",
+    "teacher_model_name_or_path": f"distillation from a teacher; {SUPERVISED}",
     "rank_pattern": "a rank for each module",
     "alpha_pattern": "a scale for each module",
     "embedding_learning_rate": "a learning rate of its own for embeddings",
@@ -65,6 +70,7 @@ def read_trl(r: Reading) -> None:
     """Reads a TRL config for supervised fine-tuning: every key is put as ours, passed over or refused."""
     r.same(_SAME)
     refuse_revision(r, "model_revision")
+    refuse_other_tokenizer(r, "tokenizer_name_or_path")
     _method(r)
     _data(r)
     _loss(r)
@@ -94,6 +100,8 @@ def _method(r: Reading) -> None:
     eight = is_on(r.take("load_in_8bit"))
     r.take("load_in_4bit")
     key = "full_finetuning" if unsloth else "use_peft"
+    if full or not four:
+        r.pass_over("bnb_4bit_quant_type use_bnb_nested_quant", "the base is not in 4 bits")
     if full:
         r.put("tuning", "full", key=key, said="" if key in r.raw else f"{r.trainer} without {key}")
         r.pass_over(
@@ -127,7 +135,12 @@ def _data(r: Reading) -> None:
     sources = r.take("datasets")
     named = r.take("dataset_name")
     config = r.take("dataset_config")
-    if isinstance(sources, list):
+    evaluates = is_on(r.take("eval_strategy") or r.take("evaluation_strategy"))
+    if isinstance(mixture := r.take("dataset_mixture"), Mapping):
+        _mixture(r, mixture)
+    elif isinstance(mixer := r.take("dataset_mixer"), Mapping):
+        _mixer(r, mixer, evaluates=evaluates)
+    elif isinstance(sources, list):
         r.inside("refused", {"columns": "some columns alone; map them by columns of a source of data"})
         r.put("data", [source for each in sources for source in _sources(each)], key="datasets")
     elif named is not None:
@@ -135,9 +148,13 @@ def _data(r: Reading) -> None:
         if (split := r.take("dataset_train_split")) is not None:
             source["split"] = str(split)
         r.put("data", [source], key="dataset_name")
-        if is_on(r.take("eval_strategy")):
+        if evaluates:
             held_out = {**source, "split": str(r.take("dataset_test_split") or "test")}
-            r.put("eval_data", [held_out], key="eval_strategy")
+            r.put(
+                "eval_data",
+                [held_out],
+                key="eval_strategy" if "eval_strategy" in r.raw else "evaluation_strategy",
+            )
     elif "/" in str(rows := r.take("train_dataset")) or "." in str(rows):
         r.put("data", [{"path": str(rows)}], key="train_dataset")
     if r.trainer == "Unsloth":
@@ -150,6 +167,53 @@ def _data(r: Reading) -> None:
         r.refuse("truncation_mode", "long rows that lose their start; here they lose their end")
     r.passed("truncation_mode")
     r.pass_over(("dataset_config", "dataset_train_split", "dataset_test_split"), "read with dataset_name")
+
+
+def _part(split: str, share: Any) -> str:
+    """``split``, or its first rows where ``share`` is a part of them."""
+    return split if share is None or float(share) >= 1 else f"{split}[:{100 * float(share):g}%]"
+
+
+def _mixture(r: Reading, mixture: Mapping[str, Any]) -> None:
+    """The sources of open-r1 and of today's alignment handbook, with their shares."""
+    key, sources = "dataset_mixture", []
+    for each in mixture["datasets"]:
+        path = f"{each['id']}:{each['config']}" if each.get("config") not in (None, "default") else each["id"]
+        columns = each.get("columns")
+        if columns is not None and not _LEARNED.intersection(columns):
+            r.refuse(key, f"columns {', '.join(columns)}; fitune learns from {', '.join(sorted(_LEARNED))}")
+            return
+        sources.append({"path": path, "split": _part(str(each.get("split") or "train"), each.get("weight"))})
+    part = any("[" in source["split"] for source in sources)
+    r.put("data", sources, key=key, said="the first rows of a share; there they are drawn" if part else "")
+    held_out = mixture.get("test_split_size")
+    if held_out is not None and float(held_out) >= 1:
+        r.refuse(f"{key}.test_split_size", f"{held_out} rows to evaluate on; here it is a share: 0.05")
+    elif held_out:
+        r.put("val_fraction", held_out, key=key)
+    r.inside("passed", {"seed": "seed orders the rows"})
+
+
+_LEARNED = frozenset({"messages", "conversations", "completion", "text", "output"})
+"""Columns that hold what is learned."""
+
+
+def _mixer(r: Reading, mixer: Mapping[str, Any], *, evaluates: bool) -> None:
+    """The sources of the first alignment handbook: its test splits are evaluated, whole."""
+    splits = [str(split) for split in r.take("dataset_splits") or ["train", "test"]]
+    configs = r.take("dataset_configs") or [None] * len(mixer)
+    paths = [f"{name}:{config}" if config else name for name, config in zip(mixer, configs, strict=True)]
+    parts = list(zip(paths, mixer.values(), strict=True))
+    data = [
+        {"path": path, "split": _part(split, share)}
+        for split in splits
+        if "train" in split
+        for path, share in parts
+    ]
+    r.put("data", data, key="dataset_mixer")
+    if evaluates and (tests := [split for split in splits if "test" in split]):
+        held_out = [{"path": path, "split": split} for split in tests for path in paths]
+        r.put("eval_data", held_out, key="dataset_splits")
 
 
 def _sources(entry: Any) -> list[dict[str, Any]]:
@@ -183,7 +247,9 @@ def _precision(r: Reading) -> None:
         r.pass_over(("bf16", "fp16"))
     else:
         read_precision(r, whole="bf16-master", default="bf16-master")
-        r.pass_over(("dtype", "torch_dtype"), "the base of adapters; masters are fp32")
+        whole = r.settings.get("tuning") == "full" and dtype == "auto"
+        stored = "weights have fp32 masters; there they stay in what the checkpoint is stored in"
+        r.pass_over(("dtype", "torch_dtype"), stored if whole else "the base of adapters; masters are fp32")
 
 
 def _checkpointing(r: Reading) -> None:

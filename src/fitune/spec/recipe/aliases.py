@@ -110,6 +110,7 @@ FOREIGN_FILES = {
     "eval_strategy": "eval_steps or evals_per_epoch (1: once an epoch)",
     "evaluation_strategy": "eval_steps or evals_per_epoch (1: once an epoch)",
     "test_size": "val_fraction",
+    "export_dir": "fitune export folds an adapter that was trained into its base",
     "no_packing": "packing: false",
     "load_in_8bit": "tuning: qlora, quantization: hqq, quantization_bits: 8",
     "fsdp_config": "zero: 3, backend: fsdp, offload_parameters: cpu; what is left open is planned",

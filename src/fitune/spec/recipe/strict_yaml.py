@@ -121,7 +121,7 @@ def load_json(path: Path, *, key: str) -> dict[str, Any]:
         return parse_object(read_text(path, limit=_MOST_JSON_BYTES, encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         cause = getattr(error, "strerror", None) or error
-        raise RecipeError(f"{key}: {path}: cannot be read: {cause}", hint="a JSON file") from None
+        raise RecipeError(f"{key}: {path}: cannot be read: {cause}", hint="mend that file") from None
 
 
 def parse_mapping(text: str, *, where: str, kind: str) -> dict[str, Any]:
