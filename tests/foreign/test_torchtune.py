@@ -63,6 +63,14 @@ def test_its_defaults_are_not_fitunes():
         ({"fsdp_cpu_offload": True}, "offload_parameters", "cpu"),
         ({"optimizer_in_bwd": True}, "optimizer_in_backward", True),
         ({"tokenizer": {"_component_": "t", "max_seq_len": 512}}, "seq_len", 512),
+        ({"dataset": {**PLAIN["dataset"], "max_seq_len": 256}}, "seq_len", 256),
+        ({"dataset": {**PLAIN["dataset"], "max_seq_len": 256}}, "on_long_row", "truncate"),
+        ({"metric_logger": {"_component_": "a.WandBLogger", "mode": "offline", "job_type": "j"}}, "track_offline",
+         True),
+        ({"metric_logger": {"_component_": "a.WandBLogger", "mode": "disabled"}}, "report_to", []),
+        ({"metric_logger": {"_component_": "a.WandBLogger", "name": "first"}}, "run_name", "first"),
+        ({"optimizer": {"_component_": "torchao.prototype.low_bit_optim.AdamW8bit", "lr": 1}}, "optimizer",
+         "adamw-8bit"),
         ({"dataset": {**PLAIN["dataset"], "train_on_input": False}}, "train_on_prompt", False),
         ({"optimizer": {"_component_": "bitsandbytes.optim.PagedAdamW8bit", "lr": 1e-5}}, "optimizer", "adamw-8bit"),
     ],
@@ -80,6 +88,8 @@ def test_a_key_becomes_the_setting_that_means_it(changes, setting, value):
         ({"model": {"_component_": "torchtune.models.llama3_2_vision.llama3_2_vision_11b"}}, "model"),
         ({"optimizer": {"_component_": "torch.optim.Adagrad"}}, "optimizer"),
         ({"shuffle": False}, "shuffle"),
+        ({"optimizer": None, "tasks": ["hellaswag"]}, "tasks"),
+        ({"optimizer": None, "prompt": {"user": "Tell a joke."}, "max_new_tokens": 9}, "prompt"),
         ({"resume_from_checkpoint": True}, "resume_from_checkpoint"),
     ],
 )  # fmt: skip
@@ -110,6 +120,65 @@ def test_a_component_has_no_argument_that_is_left_out_in_silence(key, more, name
     with pytest.raises(RecipeError, match=named):
         recipe(**{key: PLAIN[key] | more})
     assert recipe(**{key: PLAIN[key] | dict.fromkeys(more, False)})
+
+
+CHAT = {"_component_": "torchtune.datasets.chat_dataset", "source": "org/d"}
+PAIR = {"_component_": "torchtune.datasets.instruct_dataset", "source": "org/d"}
+
+
+@pytest.mark.parametrize(
+    ("dataset", "columns"),
+    [
+        (
+            CHAT | {"conversation_style": "openai", "conversation_column": "conversations"},
+            {"messages": "conversations"},
+        ),
+        (
+            CHAT | {"conversation_style": "sharegpt", "conversation_column": "dialogue"},
+            {"messages": "dialogue"},
+        ),
+        (CHAT | {"conversation_style": "openai", "conversation_column": "messages"}, {}),
+        (PAIR, {"prompt": "input", "completion": "output"}),
+        (
+            PAIR | {"column_map": {"input": "theorem", "output": "proof"}},
+            {"prompt": "theorem", "completion": "proof"},
+        ),
+    ],
+)
+def test_columns_of_a_dataset_are_those_it_names(dataset, columns):
+    assert recipe(dataset=dataset).data[0].columns == columns
+
+
+def test_a_place_in_braces_is_its_value():
+    """OmegaConf reads these files; keys of one's own are for that alone."""
+    read = recipe(
+        exp_name="first", root="/x", output_dir="/out/${exp_name}", longest=512,
+        checkpointer={**PLAIN["checkpointer"], "checkpoint_dir": "${root}/Llama-3-8B", "output_dir": "${output_dir}"},
+        tokenizer={**PLAIN["tokenizer"], "max_seq_len": "${longest}"},
+        metric_logger={"_component_": "a.WandBLogger", "group": "${exp_name}", "project": "${metric_logger.group}"},
+    )  # fmt: skip
+    assert (read.output_dir, read.model, read.seq_len) == ("/out/first", "meta-llama/Llama-3-8B", 512)
+    assert read.track_project == "first"
+    with pytest.raises(RecipeError, match="unknown key 'exp_name'"):
+        recipe(exp_name="first")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"output_dir": "${output_dir}/a"},
+        {"output_dir": "${oc.env:HOME}/a"},
+        {"output_dir": "${root}/a"},
+        {
+            "output_dir": "${a0}",
+            **{f"a{number}": f"${{a{number + 1}}}" * 2 for number in range(40)},
+            "a40": "x",
+        },
+    ],
+)
+def test_a_place_that_is_not_here_is_refused(changes):
+    with pytest.raises(RecipeError, match=r"output_dir: .* names no value of this file; write the value"):
+        recipe(**changes)
 
 
 def test_datasets_that_differ_in_what_is_learned_are_refused():

@@ -1,5 +1,6 @@
 """Recipes of torchtune, known by ``_component_``: models, datasets, optimizers and rates are named by Python paths."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ _SAME = {
 _BOOKKEEPING = (
     "tokenizer checkpointer device log_level log_peak_memory_stats profiler batch_size_val "
     "run_val_every_n_steps save_adapter_weights_only enable_async_checkpointing "
-    "cudnn_deterministic_mode save_every_n_steps loss"
+    "cudnn_deterministic_mode save_every_n_steps loss safe_serialization"
 )
 _SPEED = (
     "compile low_cpu_ram custom_sharded_layers memory_efficient_fsdp_wrap ac_mode ac_option "
@@ -44,7 +45,8 @@ _NO_TRAINING = {"tasks": "fitune score --lm-eval TASKS", "prompt": "fitune chat"
 
 _PASSED_INSIDE = {
     "_component_ checkpoint_files recipe_checkpoint output_dir model_type should_load_recipe_state path vocab_path "
-    "merges_file special_tokens_path keep_last_n_checkpoints safe_serialization log_dir filename group": "",
+    "merges_file special_tokens_path keep_last_n_checkpoints safe_serialization log_dir filename group "
+    "job_type dir tags notes": "",
     "fused foreach num_output_chunks packing_strategy split_across_pack": SPEED_SAID,
     "prompt_template": "rows are rendered by the model's chat template",
     "truncation_type": "rows are cut at their end",
@@ -84,6 +86,7 @@ _ADAMW_DECAY = 0.01
 
 def read_torchtune(r: Reading) -> None:
     """Reads a torchtune config: every key is put as ours, passed over or refused."""
+    named = _resolve(r)
     r.same(_SAME)
     r.inside("passed", _PASSED_INSIDE)
     r.inside("refused", _REFUSED_INSIDE)
@@ -114,6 +117,51 @@ def read_torchtune(r: Reading) -> None:
     r.passed("enable_activation_offloading", "the plan moves them to the host where that helps")
     r.pass_over(_BOOKKEEPING)
     r.pass_over(_SPEED, SPEED_SAID)
+    r.pass_over(sorted(named), "other keys name it")
+
+
+_REFERENCE = re.compile(r"\$\{([^${}]+)\}")
+_MOST_REFERENCES = 200
+"""Those that name others multiply."""
+
+
+def _resolve(r: Reading) -> set[str]:
+    """Replaces each ``${a.b}`` by the value there, as OmegaConf does for torchtune; returns the keys named so."""
+    raw, named, count = r.raw, set[str](), 0
+
+    def value_at(place: str, above: tuple[str, ...]) -> Any:
+        """The value at ``place`` with all that it names. Raises LookupError where there is none."""
+        nonlocal count
+        count += 1
+        value: Any = raw
+        for key in place.split("."):
+            if not isinstance(value, Mapping) or key not in value:
+                raise LookupError(place)
+            value = value[key]
+        if place in above or count > _MOST_REFERENCES:
+            raise LookupError(place)
+        named.add(place.split(".")[0])
+        return with_values(value, (*above, place))
+
+    def with_values(value: Any, above: tuple[str, ...] = ()) -> Any:
+        if isinstance(value, Mapping):
+            return {key: with_values(each, above) for key, each in value.items()}
+        if isinstance(value, list):
+            return [with_values(each, above) for each in value]
+        if not isinstance(value, str):
+            return value
+        if whole := _REFERENCE.fullmatch(value):
+            return value_at(whole.group(1), above)
+        return _REFERENCE.sub(lambda each: str(value_at(each.group(1), above)), value)
+
+    found = dict(raw)
+    for key, value in raw.items():
+        try:
+            found[key] = with_values(value)
+        except LookupError as error:
+            r.refuse(key, f"${{{error.args[0]}}} names no value of this file; write the value")
+    r.raw = found
+    return named
 
 
 def _component(value: Any) -> str:
@@ -196,9 +244,11 @@ def _data(r: Reading, key: str, name: str) -> None:
     said = "prompts are learnt too, as there" if learnt else ""
     r.put("train_on_prompt", is_on(learnt), key=key, said=said)
     r.put("packing", is_on(first.get("packed")), key=key)
-    longest = (r.take("tokenizer") or {}).get("max_seq_len")
+    longest, where = (r.take("tokenizer") or {}).get("max_seq_len"), "tokenizer"
+    if longest is None:  # the first versions named it at each dataset
+        longest, where = first.get("max_seq_len"), key
     if longest is not None:
-        r.put("seq_len", longest, key="tokenizer")
+        r.put("seq_len", longest, key=where)
         r.settings.setdefault("on_long_row", "truncate")
     else:
         said = "torchtune takes rows of any length without max_seq_len; seq_len bounds them"
@@ -219,19 +269,26 @@ def _source(r: Reading, value: Any, key: str) -> dict[str, Any] | None:
         return None
     source = {"path": path, **how, **({"split": str(value["split"])} if value.get("split") else {})}
     columns = value.get("column_map")
-    if builder == "instruct_dataset" and isinstance(columns, Mapping) and {"input", "output"} <= set(columns):
-        mapped = {"prompt": columns["input"], "completion": columns["output"]}
+    if builder == "instruct_dataset":
+        columns = columns if isinstance(columns, Mapping) else {}
+        mapped = {
+            ours: columns.get(name) or name for name, ours in (("input", "prompt"), ("output", "completion"))
+        }
         source |= {"format": "columns", "columns": mapped}
     elif builder == "text_completion_dataset" and value.get("column", "text") != "text":
         source |= {"format": "columns", "columns": {"text": value["column"]}}
     elif builder == "chat_dataset":
         style = {"sharegpt": "sharegpt", "openai": "messages"}.get(str(value.get("conversation_style")))
         usual_column = {"sharegpt": "conversations", "messages": "messages"}.get(style or "")
-        if style is None or value.get("conversation_column", usual_column) != usual_column:
-            own = "conversations in a column or style of their own"
-            r.refuse(key, f"{own}; fitune reads messages and conversations")
+        if style is None:
+            r.refuse(
+                key,
+                f"conversation_style: {value.get('conversation_style')}; fitune reads sharegpt and openai",
+            )
             return None
-        source["format"] = style
+        column = value.get("conversation_column") or usual_column
+        own = {"format": "columns", "columns": {"messages": str(column)}}
+        source |= {"format": style} if column == usual_column else own
     elif columns:
         r.refuse(key, "a column_map; name them as columns of a source of data")
         return None
@@ -242,7 +299,7 @@ def _optimizer(r: Reading) -> None:
     value = r.take("optimizer")
     if value is None:
         return
-    name = _component(value)
+    name = _component(value).replace("torchao.prototype.low_bit_optim.", "torchao.optim.")
     if name not in _OPTIMIZERS:
         r.refuse("optimizer", f"{name}; fitune steps by adamw, adamw-8bit, sgd or momentum")
         return

@@ -357,6 +357,7 @@ _LOGGERS = {
 _LOGGER_SETTINGS = {
     "project": "track_project", "experiment_name": "track_project", "entity": "track_team",
     "workspace": "track_team", "tracking_uri": "track_server", "experiment_key": "track_id", "run_name": "run_name",
+    "name": "run_name",
 }  # fmt: skip
 
 
@@ -367,7 +368,12 @@ def read_metric_logger(r: Reading) -> None:
     if tracker is None:
         r.passed("metric_logger")
         return
+    if (mode := str(logger.get("mode", "")).lower()) == "disabled":
+        r.passed("metric_logger")
+        return
     r.put("report_to", [tracker], key="metric_logger")
+    if mode == "offline":
+        r.put("track_offline", True, key="metric_logger[mode]")
     for key, name in _LOGGER_SETTINGS.items():
         if logger.get(key) is not None:
             r.put(name, str(logger[key]), key=f"metric_logger[{key}]")
