@@ -63,39 +63,39 @@ def main() -> None:
     for name, keys, is_other, folder in files_below(wanted.folder) if wanted.folder else known_facts():
         reading = read_foreign(keys, where=name, folder=folder)
         if reading is not None:
-            count(tables.setdefault(reading.trainer, Table()), reading, is_other, plan=wanted.models)
+            count(tables.setdefault(reading.trainer, Table()), reading, keys, is_other, plan=wanted.models)
     show(tables, with_models=wanted.models)
 
 
-def count(table: Table, reading: Reading, is_other: bool, *, plan: bool) -> None:
+def count(table: Table, reading: Reading, keys: dict[str, Any], is_other: bool, *, plan: bool) -> None:
     table.keys.update(line.fate for line in reading.lines)
-    found = accepted(reading)
+    found = accepted(reading, keys)
     if is_other:
         table.other_methods += 1
         table.other_refused += not found
     else:
         table.usual += 1
         table.read += found
-        table.planned += plan and found and planned(reading)
+        table.planned += plan and found and planned(reading, keys)
     refused = [f"{line.key.split('[')[0]}: {line.said}" for line in reading.of("refused")]
     unknown = [f"unknown key {line.key}" for line in reading.of("unknown")]
     table.reasons.update(dict.fromkeys(refused + unknown, 1))
 
 
-def accepted(reading: Reading) -> bool:
+def accepted(reading: Reading, keys: dict[str, Any]) -> bool:
     try:
         require_readable(reading)
-        recipe_of_keys(reading.raw, where=reading.where, folder=reading.folder, options={"gpus": 8})
+        recipe_of_keys(keys, where=reading.where, folder=reading.folder, options={"gpus": 8})
     except RecipeError:
         return False
     return True
 
 
-def planned(reading: Reading) -> bool:
+def planned(reading: Reading, keys: dict[str, Any]) -> bool:
     """The model is known and something fits; only then the plan is a plan."""
     options = {"gpus": 8, "gpu": "h100"}
     try:
-        plan_for(recipe_of_keys(reading.raw, where=reading.where, folder=reading.folder, options=options))
+        plan_for(recipe_of_keys(keys, where=reading.where, folder=reading.folder, options=options))
     except FituneError as error:
         print(f"{reading.where}: {str(error).splitlines()[0]}")
         return False

@@ -258,8 +258,15 @@ def path_fault(path: str) -> str | None:
     return None
 
 
+def is_template(text: str) -> bool:
+    """True for the text of a Jinja template, which may stand where the path of one does."""
+    return "{%" in text or "{{" in text
+
+
 def is_there(path: str) -> bool:
     """True for a file or a folder, for the file of ``FILE#500``, and for a pattern that names files."""
+    if is_template(path):
+        return False
     if os.path.exists(path) or os.path.exists(path.rpartition("#")[0]):
         return True
     return bool(re.search(r"[*?\[]", path)) and any(glob.iglob(path, recursive=True))

@@ -144,6 +144,7 @@ def test_the_template_comes_from_the_file_then_the_tokenizer_then_fitune(tmp_pat
     file.write_text(MARKED_STYLE, encoding="utf-8")
     tokenizer = byte_tokenizer(template=HEADER_STYLE)
     assert load_template(tokenizer, str(file)).source == MARKED_STYLE
+    assert load_template(tokenizer, MARKED_STYLE).source == MARKED_STYLE
     assert load_template(tokenizer).source == HEADER_STYLE
     assert load_template(byte_tokenizer()).source == PLAIN_TEMPLATE
 

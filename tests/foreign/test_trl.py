@@ -48,6 +48,7 @@ def test_trls_defaults_hold():
         ("max_length: 512", "on_long_row", "truncate"),
         ("dataset_text_field: body", "columns", {"text": "body"}),
         ("dataset_text_field: text", "columns", {}),
+        ("chat_template: '{{ messages }}'", "chat_template", "{{ messages }}"),
         ("use_peft: true, bias: none", "tuning", "lora"),
         (
             "use_peft: true, load_in_4bit: false, bnb_4bit_quant_type: nf4, use_bnb_nested_quant: true",
@@ -196,7 +197,7 @@ def test_the_evaluated_split_comes_along_under_the_older_name_of_the_strategy():
             "a recipe of supervised fine-tuning with data for it",
         ),
         ("reward_funcs: [a], use_vllm: true", "a recipe of supervised fine-tuning with data for it"),
-        ("chat_template: '{{ messages }}'", "leave it out to train without"),
+        ("neftune_noise_alpha: 5", "leave it out to train without"),
     ],
 )
 def test_a_refusal_says_the_next_step_and_no_settings_of_another_task(changes, hint):

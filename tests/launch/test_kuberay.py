@@ -224,8 +224,9 @@ def test_what_pods_cannot_see_is_refused():
         with pytest.raises(RecipeError, match=f"{setting} = .* is not on the shared folder"):
             documents(asked(**{setting: path}))
     paths = ["s3://b/x.jsonl", "org/set:main#50", "/mnt/fitune/y.jsonl"]
-    below = recipe_below(asked(data=paths, resume="runs/a/checkpoints/step-4"), "/mnt/fitune", anywhere=False)
-    assert [source.path for source in below.data] == paths
+    own = asked(data=paths, resume="runs/a/checkpoints/step-4", chat_template="{{ messages }}")
+    below = recipe_below(own, "/mnt/fitune", anywhere=False)
+    assert ([source.path for source in below.data], below.chat_template) == (paths, "{{ messages }}")
     assert below.resume == "/mnt/fitune/runs/a/checkpoints/step-4"
 
 

@@ -62,6 +62,15 @@ def test_what_is_in_the_shells_folder_alone_is_found_there(files, monkeypatch):
     assert recipe_from([str(other), "--data", "rows.jsonl"], []).data[0].path == "rows.jsonl"
 
 
+def test_a_template_inside_the_recipe_is_no_path(files, monkeypatch):
+    monkeypatch.chdir(files / "shell")
+    text = "{% for m in messages %}\n/**/{{ m.content[0] }}" + "x" * 5_000 + "{% endfor %}"
+    (files / "own" / "r.yaml").write_text(yaml.safe_dump(KEYS | {"chat_template": text}))
+    read = read_any_recipe(files / "own" / "r.yaml")
+    assert read.chat_template == text
+    assert parse_recipe(yaml.safe_load(dump_recipe(read, anywhere=True))).chat_template == text
+
+
 def test_a_name_on_the_hub_is_no_folder_without_a_model_in_it(files):
     (files / "own" / "gpt2").mkdir()
     file = files / "own" / "r.yaml"

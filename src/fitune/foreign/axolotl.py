@@ -108,7 +108,6 @@ _REFUSED = {
     "overrides_of_model_config": "a changed model",
     "rope_scaling": "changed rotary positions",
     "revision_of_model": "a revision of the model; download that revision and name its folder as base_model",
-    "chat_template_jinja": "a chat template inside the recipe; write it into a file and name it as chat_template",
     "curriculum_sampling": "rows in the order of the file; fitune shuffles them",
     "min_sample_len": "rows left out because they are short",
     "dataset_shard_num": "a part of the rows; sample: N at a source says how many",
@@ -328,7 +327,10 @@ def _datasets(r: Reading) -> None:
         r.refuse("val_set_size", "a number of rows to evaluate on; here it is a share: 0.05")
     elif share and "eval_data" not in r.settings:
         r.put("val_fraction", share, key="val_set_size")
-    if (template := r.take("chat_template")) is not None:
+    r.same({"chat_template_jinja": "chat_template"})
+    if "chat_template" in r.settings:
+        r.passed("chat_template", "chat_template_jinja says it")
+    elif (template := r.take("chat_template")) is not None:
         r.passed("chat_template", RENDERED)
         r.passed("chat_template_kwargs", f"of {template}")
     r.passed("eot_tokens", "an answer is learnt with the token that ends it in the template")

@@ -55,7 +55,6 @@ _REFUSED = {
     "max_prompt_length": f"preferences or reinforcement learning; {SUPERVISED}",
     "max_completion_length": f"preferences or reinforcement learning; {SUPERVISED}",
     "system_prompt": "a system message added to every row",
-    "chat_template": "a chat template inside the recipe; write it into a file and name it as chat_template_path",
     "teacher_model_name_or_path": f"distillation from a teacher; {SUPERVISED}",
     "rank_pattern": "a rank for each module",
     "alpha_pattern": "a scale for each module",
@@ -159,7 +158,13 @@ def _data(r: Reading) -> None:
         r.put("data", [{"path": str(rows)}], key="train_dataset")
     if r.trainer == "Unsloth":
         r.pass_over(("train_dataset", "eval_dataset"), "a variable of the notebook; a file is named as data")
-    r.same({"test_split_size": "val_fraction", "chat_template_path": "chat_template"})
+    r.same(
+        {
+            "test_split_size": "val_fraction",
+            "chat_template_path": "chat_template",
+            "chat_template": "chat_template",
+        }
+    )
     if (column := r.take("dataset_text_field")) not in (None, "text"):
         r.put("columns", {"text": str(column)}, key="dataset_text_field")
     r.passed("dataset_text_field", "rows are read by what they hold")

@@ -25,7 +25,7 @@ from fitune.data.conversations.sandbox import SafeTemplate
 from fitune.data.conversations.tool_calls import PROBE_TOOLS
 from fitune.data.reading.rows import BadRow, in_row
 from fitune.errors import DataError, is_failure
-from fitune.files import read_text
+from fitune.files import is_template, read_text
 
 PLAIN_TEMPLATE = """\
 {{- bos_token if bos_token else '' -}}
@@ -68,15 +68,17 @@ class EncodedRows:
 
 
 def load_template(tokenizer: Any, path: str = "", *, date: str = "") -> "ChatTemplate":
-    """The Jinja file at ``path``, else the tokenizer's own template, else ``PLAIN_TEMPLATE``; ``date`` is the day that
-    it writes, as 2026-01-31, else that of sandbox.py.
+    """The Jinja file at ``path``, or the template that stands there itself, else the tokenizer's own, else
+    ``PLAIN_TEMPLATE``; ``date`` is the day that it writes, as 2026-01-31, else that of sandbox.py.
 
     The template is tried on a small conversation at once: raises DataError when it is missing, is no Jinja, fails,
     or does not show the answer.
     """
     if tokenizer.eos_token_id is None:
         raise DataError("the tokenizer has no EOS token: a model trained with it could never stop")
-    if path:
+    if is_template(path):
+        source, name = path, "the recipe's chat_template"
+    elif path:
         source, name = _read_template(path), path
     elif tokenizer.chat_template:
         source, name = _own_template(tokenizer), "the tokenizer's chat template"

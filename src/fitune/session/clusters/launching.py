@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from fitune.errors import RecipeError
+from fitune.files import is_template
 from fitune.launch.manifests import job_text
 from fitune.launch.place import meeting_address
 from fitune.planner.job import inside, job_of
@@ -92,7 +93,7 @@ def recipe_below(recipe: Recipe, mount: str, *, anywhere: bool) -> Recipe:
     changes: dict[str, object] = {
         name: place(getattr(recipe, name), name)
         for name in ("output_dir", "chat_template", "cache_dir", "nvme_path")
-        if getattr(recipe, name)
+        if getattr(recipe, name) and not is_template(getattr(recipe, name))
     }
     for name in ("data", "eval_data"):
         sources = getattr(recipe, name)

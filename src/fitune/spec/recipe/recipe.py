@@ -45,6 +45,7 @@ from fitune.spec.recipe.values import (
     Size,
     Strict,
     Targets,
+    TemplateText,
     as_columns,
     as_date,
     as_name,
@@ -157,8 +158,8 @@ class Recipe(Strict):
     """Rows to evaluate on"""
     val_fraction: Share = 0.0
     """Share of the rows held out to evaluate on"""
-    chat_template: PathText = ""
-    """A Jinja file; left out: the tokenizer's own"""
+    chat_template: TemplateText = ""
+    """A Jinja file or its text; left out: the tokenizer's own"""
     chat_template_date: Annotated[str, BeforeValidator(as_date)] = ""
     """Day that the template writes: 2026-01-31; else 2024-07-26"""
     train_on_prompt: bool = False

@@ -18,7 +18,7 @@ from pydantic import (
 
 from fitune.credentials import CREDENTIALS_ELSEWHERE, credential_in
 from fitune.errors import did_you_mean
-from fitune.files import path_fault
+from fitune.files import is_template, path_fault
 from fitune.spec.hub import is_hub_name
 from fitune.spec.quantisers import QUANTISERS
 from fitune.units import MIB, TIB, parse_bandwidth, parse_bytes
@@ -261,6 +261,8 @@ Size = Annotated[int, BeforeValidator(as_size), Field(gt=0)]
 Text = Annotated[str, Field(min_length=1)]
 PathText = Annotated[str, AfterValidator(as_path)]
 """A path, or what stands in its place: a Hub id, an address."""
+TemplateText = Annotated[str, AfterValidator(lambda text: text if is_template(text) else as_path(text))]
+"""The path of a Jinja file, or what would stand in it."""
 NamedPath = Annotated[str, Field(min_length=1), AfterValidator(as_path)]
 HubName = Annotated[str, BeforeValidator(as_hub_name)]
 Names = Annotated[list[Text], BeforeValidator(as_names)]
