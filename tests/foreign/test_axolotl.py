@@ -41,6 +41,11 @@ def test_a_qlora_recipe_says_the_same_here():
         ("adapter: null, load_in_4bit: false, bf16: false", "precision", "fp32"),
         ("adapter: lora, load_in_4bit: false, load_in_8bit: true", "quantization_bits", 8),
         ("lora_target_linear: true", "lora_target_modules", ["all-linear"]),
+        (
+            "lora_target_linear: true, lora_target_modules: [q_proj, lm_head]",
+            "lora_target_modules",
+            ["all-linear", "lm_head"],
+        ),
         ("", "lora_target_modules", ["q_proj", "v_proj"]),
         (
             "lora_target_linear: true, lora_target_parameters: [_checkpoint_wrapped_module.mlp.experts.down_proj]",

@@ -55,7 +55,9 @@ def test_texts_without_questions_are_learned_whole(tmp_path):
 def test_names_of_a_registry_that_is_not_here_are_said_and_the_plan_goes_on():
     notes = []
     assert read_keys(PLAIN, on_note=notes.append).data == []
+    read_keys(PLAIN | {"max_samples": 50}, on_note=notes.append)
     said = " ".join(line.strip() for line in notes)
+    assert "so many rows of a file are data: FILE#50" in said
     assert "identity, alpaca_en: names in a dataset_info.json that is not here; name files as data" in said
     assert recipe(PLAIN, dataset="org/rows").data[0].path == "org/rows"
 

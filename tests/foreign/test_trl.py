@@ -209,7 +209,7 @@ def test_a_refusal_says_the_next_step_and_no_settings_of_another_task(changes, h
 
 def test_the_tokenizer_may_be_named_if_it_is_the_models():
     assert recipe(PLAIN, tokenizer_name_or_path="org/m").model == "org/m"
-    with pytest.raises(RecipeError, match="tokenizer of another model; save it into the model's folder"):
+    with pytest.raises(RecipeError, match="tokenizer of another model; save it beside the weights"):
         recipe(PLAIN, tokenizer_name_or_path="org/other")
 
 

@@ -203,7 +203,6 @@ def _experts_on_host(r: Reading) -> None:
 
 def _data(r: Reading) -> None:
     registry = _registry(r)
-    r.passed("max_samples", "rows drawn from all of a source; LLaMA-Factory takes its first rows")
     for key, name in (("dataset", "data"), ("eval_dataset", "eval_data")):
         named = r.take(key)
         listed = named if isinstance(named, list) else str(named or "").split(",")
@@ -221,10 +220,12 @@ def _data(r: Reading) -> None:
                 f"{', '.join(missing)}: names in a dataset_info.json that is not here; name files as {name}"
             )
             r.passed(key, said)
+            r.passed("max_samples", f"so many rows of a file are {name}: FILE#{r.take('max_samples')}")
             continue
         rows = r.take("max_samples")
         limit = {} if rows is None else {"sample": rows}
         r.put(name, [source | limit for source in found], key=key)
+    r.passed("max_samples", "rows drawn from all of a source; LLaMA-Factory takes its first rows")
     share = r.take("val_size")
     if share is not None and float(share) >= 1:
         r.refuse("val_size", "a number of rows to evaluate on; here it is a share: 0.05")

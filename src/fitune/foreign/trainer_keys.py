@@ -253,7 +253,9 @@ def _hub(r: Reading) -> None:
 def refuse_other_tokenizer(r: Reading, key: str) -> None:
     """Refuses the tokenizer of another model than the one that is trained."""
     if r.take(key) not in (None, r.settings.get("model")):
-        r.refuse(key, "the tokenizer of another model; save it into the model's folder")
+        r.refuse(
+            key, "the tokenizer of another model; save it beside the weights, or name its chat_template alone"
+        )
     r.passed(key, "the model's own")
 
 
