@@ -12,9 +12,7 @@ from plans import CPU, gpu, plan_for
 from rehearse.tiny_configs import FAMILIES, tiny
 
 BY_VALUE, BY_NORM = ClipByValue(value=1.0), ClipByNorm(max_norm=1.0)
-METHODS = [
-    Lomo(adaptive=adaptive, clip=clip) for adaptive in (False, True) for clip in (BY_VALUE, BY_NORM)
-]
+METHODS = [Lomo(adaptive=adaptive, clip=clip) for adaptive in (False, True) for clip in (BY_VALUE, BY_NORM)]
 EXPERTS = {"moe_intermediate_size": 768, "num_experts": 32, "num_experts_per_tok": 8, "head_dim": 128}
 NAMES = ["lomo", "lomo by norm", "adalomo", "adalomo by norm"]
 

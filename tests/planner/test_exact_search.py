@@ -76,9 +76,7 @@ def test_where_fewer_blocks_or_smaller_chunks_are_not_better(card, memory, host,
 def test_activations_leave_only_as_fast_as_the_link_takes_them():
     """Here 20 of 48 blocks run again; with all of them a step takes 1.21 times as long."""
     settings = "gpu: v100-32gb, tuning: qlora, host_memory: 512GiB, offload_activations: cpu"
-    request, method = first_method(
-        known("qwen2.5-14b"), settings, "v100-32gb", host_memory_bytes=512 * GIB
-    )
+    request, method = first_method(known("qwen2.5-14b"), settings, "v100-32gb", host_memory_bytes=512 * GIB)
     taken = MethodSearch(request, method).fastest()[0]
     counts = block_counts(request.recipe, layers=request.model.num_layers)
     others = (taken.step.varied(blocks, taken.plan.loss) for blocks in counts)

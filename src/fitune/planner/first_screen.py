@@ -251,7 +251,11 @@ def _memory(taken: Priced) -> tuple[str, str, str]:
     )
     when = moment(estimate.memory.peak_phase)
     kept_free = f"{format_bytes(kept)} kept{NO_BREAK}free"
-    return f"{format_bytes(used)} of {format_bytes(usable)}", left, f"peak {when}: {terms} {name}; {kept_free}"
+    return (
+        f"{format_bytes(used)} of {format_bytes(usable)}",
+        left,
+        f"peak {when}: {terms} {name}; {kept_free}",
+    )
 
 
 def grouped_terms(terms: Mapping[str, int]) -> dict[str, int]:

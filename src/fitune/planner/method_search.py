@@ -253,7 +253,9 @@ class MethodSearch:
 
         def is_worth_it(count: int) -> bool:
             """True if one recomputed block less is not faster, and the step has room where it has to."""
-            return speed(count) >= speed(count - 1) and not (has_to_fit and not fits(step.varied(count, loss)))
+            return speed(count) >= speed(count - 1) and not (
+                has_to_fit and not fits(step.varied(count, loss))
+            )
 
         if not step.activations_leave:
             return step.varied(blocks, loss)
