@@ -81,7 +81,7 @@ def planned(model: str, targets: list[str]) -> str:
 
 
 def main() -> None:
-    trace_with(TransformersTracer())
+    trace_with(TransformersTracer)
     print("twin       recomputed  adapters on         predicted  measured")
     for family in TWINS:
         for recompute in (0, 4):

@@ -163,7 +163,7 @@ def main() -> None:
     if asked.table or asked.names:
         print(table() if asked.table else names())
         return
-    trace_with(None if asked.kept else TransformersTracer())
+    trace_with(None if asked.kept else TransformersTracer)
     gc.freeze()  # a quarter of the time would go into looking through what the libraries imported
     with by_installed_libraries():
         entries = packed(asked.parts)

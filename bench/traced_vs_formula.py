@@ -90,7 +90,7 @@ def _plan(spec: ModelSpec, way: str) -> Plan:
 
 
 def main() -> None:
-    trace_with(TransformersTracer())
+    trace_with(TransformersTracer)
     found = []
     for name in MODELS:
         with tempfile.TemporaryDirectory() as folder:
