@@ -10,7 +10,7 @@ from fitune.errors import RecipeError
 from fitune.foreign import trainer_of
 from fitune.foreign.reading import Reading, recipe_with_comments
 from fitune.session.recipes.reading import convert_recipe, read_any_recipe
-from foreign.examples import published_examples
+from foreign.examples import published_examples, read_keys, typed
 
 
 def test_a_converted_recipe_is_the_same_recipe(tmp_path):
@@ -70,6 +70,23 @@ def test_another_task_is_not_told_to_leave_a_key_out(tmp_path):
         convert_recipe(path)
     assert "datasets[0] would change the result: type: chatml.intel" in caught.value.message
     assert caught.value.hint == "a recipe of supervised fine-tuning with data for it"
+
+
+def test_rows_that_are_refused_may_be_replaced_by_others():
+    rows = [
+        {"path": "d", "type": {"field_instruction": "q", "field_output": "a", "format": "Q: {instruction}"}}
+    ]
+    keys = typed(f"{AXOLOTL}learning_rate: 1.0e-4") | {"datasets": rows}
+    with pytest.raises(RecipeError, match=r"datasets\[0\] would change the result") as caught:
+        read_keys(keys)
+    assert (
+        caught.value.hint
+        == "other rows in their place: --data FILE --columns prompt=question,completion=answer"
+    )
+    read = read_keys(keys, data="org/other", columns={"prompt": "q", "completion": "a"})
+    assert [each.path for each in read.data] == ["org/other"]
+    with pytest.raises(RecipeError, match="rl: dpo"):
+        read_keys(keys | {"rl": "dpo"}, data="org/other")
 
 
 TRL = "model_name_or_path: gpt2, dataset_name: org/d, use_peft: true, "

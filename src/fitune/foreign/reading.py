@@ -9,6 +9,7 @@ refused    | it would change the result, and nothing here does the same
 unknown    | no table knows it
 """
 
+import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -243,12 +244,20 @@ def paths_of(source: Mapping[str, Any]) -> list[str]:
     return names if path in ("json", "csv", "parquet", "text") else [f"{path}/{name}" for name in names]
 
 
-def require_readable(reading: Reading) -> None:
+_ABOUT_DATA = words("datasets dataset dataset_name dataset_mixture train_dataset")
+"""Keys that name the rows to train on."""
+
+
+def require_readable(reading: Reading, *, own_data: bool = False) -> None:
     """Raises RecipeError that lists every key that is refused or unknown, each with its reason.
 
-    A recipe of another task has keys of its own, which are not listed.
+    A recipe of another task has keys of its own, which are not listed. With ``own_data`` other rows are named than
+    the recipe's.
     """
-    refused, unknown = reading.of("refused"), reading.of("unknown")
+    about_data = [line for line in reading.lines if re.split(r"[.\[]", line.key)[0] in _ABOUT_DATA]
+    passed = about_data if own_data else []
+    refused = [line for line in reading.of("refused") if line not in passed]
+    unknown = [line for line in reading.of("unknown") if line not in passed]
     if not refused and not unknown:
         return
     other = next((hint for said, hint in _OTHER_TASKS.items() for line in refused if said in line.said), None)
@@ -259,6 +268,8 @@ def require_readable(reading: Reading) -> None:
         text = text if len(text) <= 62 else f"{text[:59]}..."
         lines.append(f"  {line.key}{text} would change the result: {line.said}")
     lines += [f"  unknown key {line.key!r}" + (f" ({line.said})" if line.said else "") for line in unknown]
+    if not other and all(line in about_data for line in [*refused, *unknown]):
+        other = "other rows in their place: --data FILE --columns prompt=question,completion=answer"
     several = len(refused) + len(unknown) > 1
     raise RecipeError(
         "\n".join(lines), hint=other or f"leave {'them' if several else 'it'} out to train without"

@@ -126,7 +126,7 @@ def recipe_of_keys(
         return recipe
     from fitune.foreign.reading import SHARDING, explain_reading, require_readable, without_data
 
-    require_readable(reading)
+    require_readable(reading, own_data="data" in canonical_keys(options or {}, where="the options"))
     recipe, notes = layered(reading.settings), explain_reading(reading)
     divided = [name for name in SHARDING if name in reading.settings]
     if (recipe.gpus or 1) * recipe.nodes == 1 and divided:
