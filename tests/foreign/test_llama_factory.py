@@ -30,6 +30,17 @@ def test_its_defaults_hold_where_they_differ():
     assert (read.warmup_ratio, read.micro_batch_size, read.precision) == (0.0, 8, "fp32")
 
 
+def test_stage_and_method_have_defaults():
+    read = recipe({key: value for key, value in PLAIN.items() if key not in ("stage", "finetuning_type")})
+    assert (read.model, read.tuning, read.lora_r) == ("org/llama", "lora", 8)
+
+
+def test_rows_with_images_are_not_trained_without_them():
+    with pytest.raises(RecipeError) as caught:
+        recipe(PLAIN, image_max_pixels=262144, never_seen=1)
+    assert caught.value.hint == "rows of text alone, without the settings of images and sounds"
+
+
 @pytest.mark.parametrize("key", ["do_predict", "do_eval"])
 def test_a_recipe_that_trains_nothing_is_not_trained(key):
     with pytest.raises(

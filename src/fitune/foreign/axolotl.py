@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from fitune.foreign.reading import SUPERVISED, Reading, is_on, paths_of, words
+from fitune.foreign.reading import ON_TEXT, SUPERVISED, Reading, is_on, paths_of, words
 from fitune.foreign.sharding_files import read_sharding
 from fitune.foreign.trainer_keys import (
     RENDERED,
@@ -76,8 +76,8 @@ _REFUSED = {
     "reward_model": f"a reward model; {SUPERVISED}",
     "process_reward_model": f"a reward model; {SUPERVISED}",
     "pretraining_dataset": "pretraining on a stream of text; name the texts as datasets with type: completion",
-    "processor_type": "images or audio; fitune trains on text",
-    "freeze_mm_modules": "images or audio; fitune trains on text",
+    "processor_type": f"images or audio; {ON_TEXT}",
+    "freeze_mm_modules": f"images or audio; {ON_TEXT}",
     "num_labels": "a classifier; fitune trains language models",
     "trl": f"preference or reinforcement learning; {SUPERVISED}",
     "ebft": "another objective (EBFT)",

@@ -4,7 +4,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from fitune.foreign.reading import SUPERVISED, TRAINS_NOTHING, Reading, is_on, words
+from fitune.foreign.reading import ON_TEXT, SUPERVISED, TRAINS_NOTHING, Reading, is_on, words
 from fitune.foreign.sharding_files import find_file, put_fsdp, read_deepspeed, read_sharding
 from fitune.foreign.trainer_keys import (
     RENDERED,
@@ -77,8 +77,8 @@ _REFUSED = {
     "default_system_prompt": "a system message added to every row",
     "disable_shuffling": "rows in the order of the file; fitune shuffles them",
     "use_hyper_parallel": "another engine; leave it out",
-    "image_max_pixels": "images; fitune trains on text",
-    "video_max_pixels": "videos; fitune trains on text",
+    "image_max_pixels": f"images; {ON_TEXT}",
+    "video_max_pixels": f"videos; {ON_TEXT}",
     "oft_rank": "orthogonal adapters (OFT)",
     "oft_block_size": "orthogonal adapters (OFT)",
 }
@@ -111,7 +111,7 @@ _TEXTS = "pt"
 
 def read_llama_factory(r: Reading) -> None:
     """Reads a LLaMA-Factory config: every key is put as ours, passed over or refused."""
-    if not {"stage", "finetuning_type"} & r.raw.keys():
+    if not {"stage", "finetuning_type", "model_name_or_path"} & r.raw.keys():
         _read_v1(r)
         return
     stage = str(r.take("stage") or "sft")
@@ -127,7 +127,7 @@ def read_llama_factory(r: Reading) -> None:
     r.inside(
         "refused",
         {
-            "images videos audios": "images or sounds; fitune trains on text",
+            "images videos audios": f"images or sounds; {ON_TEXT}",
             "script_url": "code of a dataset",
         },
     )

@@ -30,9 +30,11 @@ Fate = Literal["translated", "assumed", "passed", "refused", "unknown"]
 
 SUPERVISED = "fitune does supervised fine-tuning"
 TRAINS_NOTHING = "a recipe that trains nothing"
+ON_TEXT = "fitune trains on text"
 _OTHER_TASKS = {
     SUPERVISED: "a recipe of supervised fine-tuning with data for it",
     TRAINS_NOTHING: "fitune score, chat or export with what was trained",
+    ON_TEXT: "rows of text alone, without the settings of images and sounds",
 }
 """Words in a refusal that tell of another task -> what to try: leaving the key out would train something else."""
 
@@ -268,7 +270,7 @@ def require_readable(reading: Reading, *, own_data: bool = False) -> None:
         text = text if len(text) <= 62 else f"{text[:59]}..."
         lines.append(f"  {line.key}{text} would change the result: {line.said}")
     lines += [f"  unknown key {line.key!r}" + (f" ({line.said})" if line.said else "") for line in unknown]
-    if not other and all(line in about_data for line in [*refused, *unknown]):
+    if not other and not unknown and all(line in about_data for line in refused):
         other = "other rows in their place: --data FILE --columns prompt=question,completion=answer"
     several = len(refused) + len(unknown) > 1
     raise RecipeError(
