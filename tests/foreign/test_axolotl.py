@@ -77,6 +77,7 @@ def test_a_qlora_recipe_says_the_same_here():
         ("gpu: '4090'", "gpu", "4090"),
         ("chat_template: jinja, chat_template_jinja: '{{ messages }}'", "chat_template", "{{ messages }}"),
         ("logging_steps: 0.2", "log_steps", 1),
+        ("freeze_mm_modules: true", "tuning", "qlora"),
         ("tokenizer_config: org/llama, eval_table_max_new_tokens: 128", "model", "org/llama"),
     ],
 )

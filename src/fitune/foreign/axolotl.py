@@ -77,7 +77,6 @@ _REFUSED = {
     "process_reward_model": f"a reward model; {SUPERVISED}",
     "pretraining_dataset": "pretraining on a stream of text; name the texts as datasets with type: completion",
     "processor_type": f"images or audio; {ON_TEXT}",
-    "freeze_mm_modules": f"images or audio; {ON_TEXT}",
     "num_labels": "a classifier; fitune trains language models",
     "trl": f"preference or reinforcement learning; {SUPERVISED}",
     "ebft": "another objective (EBFT)",
@@ -232,6 +231,7 @@ def _model(r: Reading) -> None:
         "model_config model_quantization_config model_quantization_config_kwargs cls_model_config",
         "read from config.json; weights stored in 4 bit become the precision of the recipe",
     )
+    r.passed("freeze_mm_modules", "fitune trains the text model alone")
     r.passed("quantize_moe_experts", "experts are quantised with the base wherever fitune can pack them")
 
 
