@@ -219,6 +219,12 @@ def test_weights_in_what_the_checkpoint_has_are_told_of_their_masters():
     )
 
 
+def test_a_template_is_shown_by_its_first_words():
+    said = notes(PLAIN | {"chat_template": "{{ messages }}" + "x" * 500})
+    assert "chat_template {{ messages }}xxx" in said
+    assert "x" * 60 not in said
+
+
 def test_lines_of_a_log_as_a_share_of_all_steps_are_one_for_each_step():
     assert recipe(PLAIN, logging_steps=0.2).log_steps == 1
     assert recipe(PLAIN, logging_steps=5).log_steps == 5

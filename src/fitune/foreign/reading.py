@@ -25,6 +25,7 @@ from fitune.spec.recipe.values import MOST
 from fitune.units import whole_number, wrapped
 
 _WIDTH = 100
+_LONGEST_VALUE = 60
 
 Fate = Literal["translated", "assumed", "passed", "refused", "unknown"]
 
@@ -266,8 +267,7 @@ def require_readable(reading: Reading, *, own_data: bool = False) -> None:
     unknown = [] if other else unknown
     lines = [f"{reading.where}: read as a recipe of {reading.trainer}"]
     for line in refused:
-        text = "" if line.value is None else f": {line.value}"
-        text = text if len(text) <= 62 else f"{text[:59]}..."
+        text = "" if line.value is None else f": {_short(str(line.value))}"
         lines.append(f"  {line.key}{text} would change the result: {line.said}")
     lines += [f"  unknown key {line.key!r}" + (f" ({line.said})" if line.said else "") for line in unknown]
     if not other and not unknown and all(line in about_data for line in refused):
@@ -366,7 +366,12 @@ def _setting(name: str, reading: Reading) -> str:
         return f"{name} {', '.join(_source(each) for each in value)}"
     if isinstance(value, list):
         return f"{name} {', '.join(map(str, value))}"
-    return f"{name} {str(value).lower() if isinstance(value, bool) else value}"
+    return f"{name} {_short(str(value).lower() if isinstance(value, bool) else str(value))}"
+
+
+def _short(text: str) -> str:
+    """The first words of a long value, such as a template."""
+    return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
 
 
 def _source(source: Any) -> str:
