@@ -63,6 +63,16 @@ def test_texts_without_questions_are_learned_whole(tmp_path):
     assert (apart.data[0].format, apart.packing, apart.on_long_row) == ("text", False, "truncate")
 
 
+def test_a_registry_that_cannot_be_read_leaves_room_for_other_rows(tmp_path):
+    (tmp_path / "dataset_info.json").write_text('{"a": {}, "a": {}}')
+    with pytest.raises(
+        RecipeError, match="dataset_info.json: cannot be read: the key 'a' is there twice"
+    ) as caught:
+        read_keys(PLAIN, folder=tmp_path)
+    assert "--data FILE" in caught.value.hint
+    assert read_keys(PLAIN, folder=tmp_path, data="org/rows").data[0].path == "org/rows"
+
+
 def test_names_of_a_registry_that_is_not_here_are_said_and_the_plan_goes_on():
     notes = []
     assert read_keys(PLAIN, on_note=notes.append).data == []

@@ -37,6 +37,7 @@ def test_trls_defaults_hold():
     [
         ("assistant_only_loss: true", "train_on_prompt", False),
         ("dtype: bfloat16", "precision", "bf16"),
+        ("model_init_kwargs: {dtype: bfloat16, device_map: auto}", "precision", "bf16"),
         ("accelerate_config: zero2", "zero", 2),
         ("accelerate_config: fsdp2", "zero", 3),
         ("fsdp: full_shard offload", "offload_parameters", "cpu"),
@@ -223,6 +224,11 @@ def test_a_template_is_shown_by_its_first_words():
     said = notes(PLAIN | {"chat_template": "{{ messages }}" + "x" * 500})
     assert "chat_template {{ messages }}xxx" in said
     assert "x" * 60 not in said
+
+
+def test_what_a_model_is_loaded_with_is_not_left_out_in_silence():
+    with pytest.raises(RecipeError, match="unknown key 'model_init_kwargs.revision'"):
+        recipe(PLAIN, model_init_kwargs={"revision": "v1"})
 
 
 def test_lines_of_a_log_as_a_share_of_all_steps_are_one_for_each_step():

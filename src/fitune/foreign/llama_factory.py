@@ -4,6 +4,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from fitune.errors import RecipeError
 from fitune.foreign.reading import ON_TEXT, SUPERVISED, TRAINS_NOTHING, Reading, is_on, words
 from fitune.foreign.sharding_files import find_file, put_fsdp, read_deepspeed, read_sharding
 from fitune.foreign.trainer_keys import (
@@ -274,9 +275,14 @@ def _registry(r: Reading) -> dict[str, Any]:
     file = next(filter(None, found), None)
     if file is None:
         return {}
+    try:
+        entries = load_json(file, key="dataset")
+    except RecipeError as error:
+        r.refuse("dataset", error.message.removeprefix("dataset: "))
+        return {}
     return {
         name: {**each, "file_name": str(file.parent / str(each.get("file_name", name)))}
-        for name, each in load_json(file, key="dataset").items()
+        for name, each in entries.items()
         if isinstance(each, dict)
     }
 

@@ -42,7 +42,7 @@ _BOOKKEEPING = (
     "bnb_4bit_compute_dtype max_memory device_map token fast_inference gpu_memory_utilization max_lora_rank "
     "unsloth_force_compile finetune_vision_layers mixed_precision main_process_port machine_rank main_process_ip "
     "use_exact_model_name num_proc return_tensors tokenizer processing_class main_training_function chunk_size "
-    "warmup_num_steps model_init_kwargs batch_size hub_model_revision overwrite_hub_revision push_to_hub_revision "
+    "warmup_num_steps hub_model_revision overwrite_hub_revision push_to_hub_revision "
     "benchmarks callbacks"
 )
 _SPEED = "attn_implementation packing_strategy shuffle_dataset use_kernels use_liger dispatch_batches"
@@ -245,9 +245,16 @@ def _loss(r: Reading) -> None:
 
 
 def _precision(r: Reading) -> None:
-    dtype = str(r.take("dtype") or r.take("torch_dtype") or "auto")
+    names = ("dtype", "torch_dtype")
+    loading = r.take("model_init_kwargs")
+    inside = loading if isinstance(loading, Mapping) else {}
+    r.inside("passed", {"device_map attn_implementation use_cache trust_remote_code low_cpu_mem_usage": ""})
+    said = {key: r.take(key) for key in names} | {
+        "model_init_kwargs": inside.get(names[0]) or inside.get(names[1])
+    }
+    dtype = str(next(filter(None, said.values()), "auto"))
     if r.settings.get("tuning") == "full" and dtype in ("bfloat16", "bf16", "torch.bfloat16"):
-        key = "dtype" if "dtype" in r.raw else "torch_dtype"
+        key = next(key for key, value in said.items() if value)
         r.put("precision", "bf16", key=key, said="weights are loaded and updated in bf16")
         r.pass_over(("bf16", "fp16"))
     else:
