@@ -238,7 +238,8 @@ class TransformersTracer:
 
     def shapes(self, config: Mapping[str, Any], *, name: str, digest: str, dtype: str) -> ModelSpec:
         """Raises ModelError for an architecture that transformers does not have, or that has no decoder blocks."""
-        return read_shapes(text_config(config), name=name, digest=digest, dtype=dtype)
+        with reading_blocks(name):
+            return read_shapes(text_config(config), name=name, digest=digest, dtype=dtype)
 
     def profile(self, way: Way) -> TracedStep:
         """Trace it. Raises ModelError for blocks that do not run on fake tensors."""
@@ -249,7 +250,7 @@ class TransformersTracer:
 
 @contextmanager
 def reading_blocks(name: str) -> Iterator[None]:
-    """Turns errors of transformers while blocks run on fake tensors into a ModelError, and into nothing else."""
+    """Turns errors of transformers while blocks are read or run on fake tensors into a ModelError, and into nothing else."""
     talk = logging.getLogger("torch._subclasses.fake_tensor")  # it logs a traceback of what is raised as well
     was_off, talk.disabled = talk.disabled, True
     try:

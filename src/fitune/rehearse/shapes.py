@@ -57,7 +57,8 @@ def read_shapes(config: PretrainedConfig, *, name: str, digest: str, dtype: str)
     kinds, kind_of = _kinds(blocks, text)
     attentions = tuple(_attention(blocks[kind.example], text, kind.example) for kind in kinds)
     first = kinds[kind_of[0]]
-    of_first = text.per_layer_config[0] if getattr(text, "is_heterogeneous", False) else text  # Gemma 4
+    of_blocks = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text]  # Gemma 4
+    of_first = of_blocks[0]
     heads = _number(of_first, "num_attention_heads", "n_head", "num_heads", default=1)
     hidden = int(head.in_features)
     return ModelSpec(
@@ -95,7 +96,7 @@ def read_shapes(config: PretrainedConfig, *, name: str, digest: str, dtype: str)
         has_sinks=any("sink" in name.rpartition(".")[2] for name, _ in blocks.named_parameters()),
         roots=tuple(_root_shapes(model, blocks, (head, embedding))),
         config_digest=digest,
-        uneven_heads=_has_uneven_heads(text),
+        uneven_heads=any(map(_has_uneven_heads, of_blocks)),
         masks_whole_stream=takes_mask(model),
         chunk=_chunk(blocks),
         fp32_stream=bool(getattr(text, "residual_in_fp32", False)),
