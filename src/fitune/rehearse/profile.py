@@ -250,7 +250,7 @@ class TransformersTracer:
 
 @contextmanager
 def reading_blocks(name: str) -> Iterator[None]:
-    """Turns errors of transformers while blocks are read or run on fake tensors into a ModelError, and into nothing else."""
+    """Turns errors of transformers while blocks are read, or run on fake tensors, into a ModelError, nothing else."""
     talk = logging.getLogger("torch._subclasses.fake_tensor")  # it logs a traceback of what is raised as well
     was_off, talk.disabled = talk.disabled, True
     try:
