@@ -7,6 +7,7 @@ from fitune.spec.model.model_spec import ModelSpec
 EQUAL_TO_TRANSFORMERS = frozenset(
     (
         "apertus",
+        "apertus1p5_text",
         "arcee",
         "aria_text",
         "axk1",
@@ -19,6 +20,7 @@ EQUAL_TO_TRANSFORMERS = frozenset(
         "cwm",
         "diffllama",
         "ernie4_5",
+        "exaone",
         "exaone4",
         "falcon_h1",
         "falcon_mamba",
@@ -101,7 +103,10 @@ ADAPTED_IN_ATTENTION = frozenset(
         "glm4_moe_lite",
         "hunyuan_v1_moe",
         "laguna",
+        "lara_mini",
         "qwen3_next",
+        "sarvam_mla",
+        "sarvam_moe",
         "solar_open",
     )
 )
