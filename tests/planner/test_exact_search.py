@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import product
+from random import Random
 
 import pytest
 
@@ -71,6 +72,28 @@ def require_best(request, method):
 def test_where_fewer_blocks_or_smaller_chunks_are_not_better(card, memory, host, settings):
     sizes = {"memory_bytes": int(memory * GIB), "host_memory_bytes": int(host * GIB)}
     require_best(*first_method(TWO_BLOCKS, settings, card, **sizes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+def test_of_random_plans_on_random_machines_none_is_better(seed):
+    random = Random(seed)
+    often = {
+        "seq_len": (256, 1024, 2048), "packing": (True,), "mean_row_tokens": (50, 200), "kernels": ("liger",),
+        "loss": ("plain", "chunked"), "micro_batch_size": (1,), "gradient_checkpointing": (True, 1),
+    }  # fmt: skip
+    settings = {key: random.choice(values) for key, values in often.items() if random.random() < 0.4}
+    settings |= {
+        "tuning": random.choice(("full", "lora", "qlora")),
+        "global_batch_size": random.choice((2, 4)),
+    }
+    words = ", ".join(f"{key}: {str(value).lower()}" for key, value in settings.items())
+    card, model = random.choice(("t4", "rtx-3080")), random.choice((TWO_BLOCKS, SHALLOW))
+    request, method = first_method(model, words, card, host_memory_bytes=64 * GIB)
+    estimates = [predict(plan) for plan in every_plan(request, method)]
+    one, other = random.choice(estimates), random.choice(estimates)
+    sizes = {"memory_bytes": int(1.15 * one.peak_bytes), "host_memory_bytes": 10 * other.host_bytes // 9 + 1}
+    require_best(*first_method(model, words, card, **sizes))
 
 
 def test_activations_leave_only_as_fast_as_the_link_takes_them():

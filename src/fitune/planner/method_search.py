@@ -40,6 +40,7 @@ from fitune.planner.fit import (
     last_true,
     peak_of,
     preferred,
+    quickest_blocks,
     tokens_per_second,
 )
 from fitune.spec.plan import Batch, Loss, Plan, Sharding
@@ -218,7 +219,14 @@ class MethodSearch:
                 yield -negative, placement, step
 
     def _bound(self, step: StepStages) -> float:
-        return tokens_per_second(self._fastest_from(self._counts[0], step, self._losses[0]))
+        return tokens_per_second(step.varied(self._quickest(step), self._losses[0]))
+
+    def _quickest(self, step: StepStages) -> int:
+        """As with the largest batch, or nearly: what runs again and what is sent both grow with the rows."""
+        placement = Placement(sharding=step.plan.sharding, offload=step.plan.offload)
+        largest, loss = self.describe(placement, self.batches[0]), self._losses[-1]
+        guess = quickest_blocks(largest, self._counts, loss, self._counts[0])
+        return guess if step is largest else quickest_blocks(step, self._counts, loss, guess)
 
     def _fastest_that_fits(self, step: StepStages, *, at_least: float) -> StepStages | None:
         """The fastest way with this placement and batch that fits; None when there is none as fast as ``at_least``.
@@ -232,34 +240,24 @@ class MethodSearch:
         blocks = self._fewest_blocks(step, smallest, counts)
         if blocks is None:
             return None
-        if tokens_per_second(self._fastest_from(blocks, step, fastest)) < at_least:
+        quickest = self._quickest(step)
+        if tokens_per_second(step.varied(max(blocks, quickest), fastest)) < at_least:
             return None
-        fitting = [self._fastest_from(blocks, step, smallest, has_to_fit=True)]
+        fitting = [self._towards(quickest, step.varied(blocks, smallest))]
         for loss in self._losses:
-            more = self._fewest_blocks(step, loss, counts) if loss != smallest else None
+            more = None if loss == smallest else self._fewest_blocks(step, loss, counts)
             if more is not None:
-                fitting.append(self._fastest_from(more, step, loss, has_to_fit=True))
+                fitting.append(self._towards(quickest, step.varied(more, loss)))
         return self._sparing_the_host(preferred(fitting, by=self._peak))
 
-    def _fastest_from(
-        self, blocks: int, step: StepStages, loss: Loss, *, has_to_fit: bool = False
-    ) -> StepStages:
-        """The fastest step with this loss and at least so many recomputed blocks.
-
-        Each block slows it down, unless activations leave: then it is faster to run a block again than to wait for what
-        it keeps, until the links to the host are no longer what the step waits for.
-        """
-        speed = cache(lambda count: tokens_per_second(step.varied(count, loss)))
-
-        def is_worth_it(count: int) -> bool:
-            """True if one recomputed block less is not faster, and the step has room where it has to."""
-            return speed(count) >= speed(count - 1) and not (
-                has_to_fit and not fits(step.varied(count, loss))
-            )
-
-        if not step.activations_leave:
-            return step.varied(blocks, loss)
-        return step.varied(last_true(is_worth_it, blocks, self._counts[-1] + 1), loss)
+    @staticmethod
+    def _towards(blocks: int, step: StepStages) -> StepStages:
+        """The step with so many blocks recomputed, or as many of them as fit."""
+        fewest, loss = step.plan.recompute.blocks, step.plan.loss
+        if blocks <= fewest:
+            return step
+        most = last_true(lambda count: fits(step.varied(count, loss)), fewest, blocks + 1, guess=blocks)
+        return step.varied(most, loss)
 
     def _sparing_the_host(self, step: StepStages) -> StepStages:
         """The step with the most recomputed blocks that cost no measurable speed: their activations need not leave."""
