@@ -243,11 +243,11 @@ class MethodSearch:
         quickest = self._quickest(step)
         if tokens_per_second(step.varied(max(blocks, quickest), fastest)) < at_least:
             return None
-        fitting = [self._towards(quickest, step.varied(blocks, smallest))]
-        for loss in self._losses:
-            more = None if loss == smallest else self._fewest_blocks(step, loss, counts)
-            if more is not None:
-                fitting.append(self._towards(quickest, step.varied(more, loss)))
+        fitting = []
+        for loss in (self._losses[-1], *self._losses[:-1]):
+            fewest = blocks if loss == smallest else self._fewest_blocks(step, loss, counts)
+            if fewest is not None:
+                fitting.append(self._towards(quickest, step.varied(fewest, loss)))
         return self._sparing_the_host(preferred(fitting, by=self._peak))
 
     @staticmethod
