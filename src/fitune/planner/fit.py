@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from fitune.estimate.memory import memory_of
 from fitune.estimate.overhead import host_terms, nvme_bytes, room_bytes, usable_host_bytes, uses_host
@@ -66,6 +67,18 @@ def fewest_blocks(bytes_of: BytesOf, counts: range, *, usable: int) -> int | Non
     most, least = bytes_of(counts[0]), bytes_of(enough)
     on_a_line = counts[0] + (enough - counts[0]) * (most - usable) // (most - least)
     return last_true(lambda blocks: bytes_of(blocks) > usable, counts[0], enough, guess=on_a_line) + 1
+
+
+@remembered
+def quickest_blocks(step: StepStages, counts: range, loss: Loss, guess: int) -> int:
+    """The number of blocks with which the step is fastest, whatever fits: the fewest, unless activations leave. Then it
+    is faster to run a block again than to wait for what it keeps, as long as the step waits for the links to the host.
+    """
+    if not step.activations_leave:
+        return counts[0]
+    speed = cache(lambda blocks: tokens_per_second(step.varied(blocks, loss)))
+    guess = max(guess, counts[0] + 1)
+    return last_true(lambda count: speed(count) >= speed(count - 1), counts[0], counts[-1] + 1, guess=guess)
 
 
 def cheapest_blocks(bytes_of: BytesOf, counts: range) -> int:

@@ -40,6 +40,7 @@ from fitune.planner.fit import (
     last_true,
     peak_of,
     preferred,
+    quickest_blocks,
     tokens_per_second,
 )
 from fitune.spec.plan import Batch, Loss, Plan, Sharding
@@ -218,7 +219,14 @@ class MethodSearch:
                 yield -negative, placement, step
 
     def _bound(self, step: StepStages) -> float:
-        return tokens_per_second(step.varied(self._counts[0], self._losses[0]))
+        return tokens_per_second(step.varied(self._quickest(step), self._losses[0]))
+
+    def _quickest(self, step: StepStages) -> int:
+        """As with the largest batch, or nearly: what runs again and what is sent both grow with the rows."""
+        placement = Placement(sharding=step.plan.sharding, offload=step.plan.offload)
+        largest, loss = self.describe(placement, self.batches[0]), self._losses[-1]
+        guess = quickest_blocks(largest, self._counts, loss, self._counts[0])
+        return guess if step is largest else quickest_blocks(step, self._counts, loss, guess)
 
     def _fastest_that_fits(self, step: StepStages, *, at_least: float) -> StepStages | None:
         """The fastest way with this placement and batch that fits; None when there is none as fast as ``at_least``.
@@ -232,14 +240,24 @@ class MethodSearch:
         blocks = self._fewest_blocks(step, smallest, counts)
         if blocks is None:
             return None
-        if tokens_per_second(step.varied(blocks, fastest)) < at_least:
+        quickest = self._quickest(step)
+        if tokens_per_second(step.varied(max(blocks, quickest), fastest)) < at_least:
             return None
         fitting = []
         for loss in (self._losses[-1], *self._losses[:-1]):
             fewest = blocks if loss == smallest else self._fewest_blocks(step, loss, counts)
             if fewest is not None:
-                fitting.append(step.varied(fewest, loss))
+                fitting.append(self._towards(quickest, step.varied(fewest, loss)))
         return self._sparing_the_host(preferred(fitting, by=self._peak))
+
+    @staticmethod
+    def _towards(blocks: int, step: StepStages) -> StepStages:
+        """The step with so many blocks recomputed, or as many of them as fit."""
+        fewest, loss = step.plan.recompute.blocks, step.plan.loss
+        if blocks <= fewest:
+            return step
+        most = last_true(lambda count: fits(step.varied(count, loss)), fewest, blocks + 1, guess=blocks)
+        return step.varied(most, loss)
 
     def _sparing_the_host(self, step: StepStages) -> StepStages:
         """The step with the most recomputed blocks that cost no measurable speed: their activations need not leave."""
