@@ -8,6 +8,7 @@ one at work and the one being copied. Those of the last block stay, because back
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -144,14 +145,15 @@ class OffloadedActivations:
         self._blocks = blocks
         self._host = host
         self._stays: set[int] = set()
-        self._at_work: dict[tuple[int, object], _Storage] = {}
+        self._at_work: WeakValueDictionary[tuple[int, object], _Storage] = WeakValueDictionary()
+        """What of the block at work is kept; not what autograd has let go of already."""
         self._kept: dict[int, list[weakref.ref[_Storage]]] = {}
 
     def begins(self, block: int, *, shared: set[int]) -> None:
         """Weights, and what other blocks read too, are never copied."""
         of_block = (*self._blocks[block].parameters(), *self._blocks[block].buffers())
         self._stays = shared | {tensor.untyped_storage()._cdata for tensor in of_block}
-        self._at_work = {}
+        self._at_work = WeakValueDictionary()
 
     def keep(self, tensor: Tensor) -> Kept | None:
         """Makes a view of ``tensor`` on a storage that leaves the device; None for one that stays. Views of one
@@ -172,7 +174,7 @@ class OffloadedActivations:
         for storage in self._alive(block - 1):
             storage.free()
         self._kept[block] = [weakref.ref(storage) for storage in self._at_work.values()]
-        self._at_work = {}
+        self._at_work = WeakValueDictionary()
         if block < len(self._blocks) - 1:
             leaving = self._alive(block)
             rooms, arrival = self._host.take([each.flat for each in leaving if each.flat is not None])

@@ -83,13 +83,15 @@ def _forward_terms(step: StepStages) -> Terms:
         "gathered weights": step.buffers.end,
     }
     last = layers - 1
-    leaving_beside = step.blocks[last].kept if step.activations_leave and last >= step.recomputed else 0
+    keeps = last >= step.recomputed
+    # as it ends beside the one before, which leaves only then: its residual, its output and their sum
+    leaving_beside = step.blocks[last].kept + 3 * step.hidden if step.activations_leave and keeps else 0
     in_the_last_block: Terms = {
-        "activations": step.kept_before(last) + leaving_beside,
+        "activations": step.kept_before(last),
         "recompute inputs": step.inputs_before(last) + step.own_input(last),
-        "temporaries": 3 * step.hidden  # residual, output, their sum
-        if leaving_beside
-        else max(step.blocks[last].forward, 0 if last < step.recomputed else step.blocks[last].building),
+        "temporaries": max(
+            step.blocks[last].forward, step.blocks[last].building if keeps else 0, leaving_beside
+        ),
         "gathered weights": step.buffers.forward,
     }
     before_the_last_block: Terms = {

@@ -162,6 +162,10 @@ class Hqq(Quantiser):
         groups = -(-weights // self.group_size)
         return -(-groups // per_word) * self.group_size * word
 
+    def unpacking_bytes(self, weights: int) -> int:
+        """Two tensors as large as the words: their bits of one weight, masked and then shifted; none of whole bytes."""
+        return 0 if self.words[self.bits][0] == 1 else 2 * self.packed_bytes(weights)
+
     def scale_bytes(self, weights: int, *, element_bytes: int) -> int:
         """A scale and a zero point per group in the compute type: 2·e/group for a weight."""
         return 2 * element_bytes * -(-weights // self.group_size)

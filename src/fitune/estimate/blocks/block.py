@@ -253,7 +253,7 @@ def mlp_stages(
     wide, stream = site.t * site.e * site.f, site.t * site.e * site.h
     # the block's input, and what the MLP is added to
     waiting = 0 if norms_keep_input(site.plan) else 2 * stream
-    unpacked = whole_weight_bytes(site, down)
+    unpacked = whole_weight_bytes(site, down, again=True)
     keeps_product = reaches and not gated and activation.keeps_output
     inputs_back = transient.mlp_inputs_backward(site, partial_gradients=2 if gated else 1)
     yield with_linears(
@@ -299,13 +299,23 @@ def mlp_stages(
     if not (keeps_product or site.reads_input(down)):  # else going back takes more
         others = adapted_out + (not norms_keep_input(site.plan)) + (not site.reads_input(inputs))
         again = transient.mlp_output_again(site, others=others)
+    incoming = (
+        1 + (adapted_out and not site.norms_outputs)
+    ) * stream  # the residual's, and an adapter's scaled one
+    if unpacked and adapted_out and site.reads_input(down):
+        again = waiting // 2 + incoming + stream + unpacked
     output_back = transient.down_projection_backward(site) + site.dropout_backward(model.dropout.mlp_output)
+    if (
+        unpacked and adapted_out
+    ):  # which goes back first: its scaled gradient is gone when the base's weight is whole
+        output_back -= min(stream, whole_weight_bytes(site, down))
     product_kept = wide if site.reads_input(down) and not keeps_product else 0
     outputs = Stage(
         name="MLP output",
         kept=product_kept + site.dropout_kept(model.dropout.mlp_output, passes=goes_back or drops_sum),
         backward=output_back if goes_back else 0,
         again=again,
+        incoming=incoming if again else 0,
         making=waiting + stream + unpacked if goes_back and unpacked else 0,
     )
     yield with_linears(site, outputs, down)

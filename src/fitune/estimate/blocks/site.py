@@ -19,7 +19,7 @@ from fitune.spec.model.traits import (
     masking_window,
 )
 from fitune.spec.plan import Full, Lomo, Lora, Plan, Precision, base_of, trains_every_weight
-from fitune.spec.quantisers import is_packed
+from fitune.spec.quantisers import Hqq, is_packed
 
 FP32 = 4
 INDEX = 8
@@ -297,10 +297,24 @@ def _dora_kept(site: Site, linear: Linear, *, packed: bool) -> int:
     return site.e * (2 * site.t * linear.out_features + whole)
 
 
-def whole_weight_bytes(site: Site, linears: Sequence[Linear]) -> int:
-    """The largest packed weight of the stage, dequantised for the product with the gradient."""
-    packed = site.quantised(linears)
-    return max((dequantisation_workspace_bytes(m, element_bytes=site.e) for m in packed), default=0)
+def whole_weight_bytes(site: Site, linears: Sequence[Linear], *, again: bool = False) -> int:
+    """The most that a packed weight of the stage takes, dequantised for the product with the gradient, or in a forward
+    that runs ``again``: itself beside that product's result, which the stage counts, or beside what it is made of.
+    """
+    return max(
+        (
+            dequantisation_workspace_bytes(m, element_bytes=site.e)
+            + max(0, _made_of(site, m) - site.t * site.e * (m.out_features if again else m.in_features))
+            for m in site.quantised(linears)
+        ),
+        default=0,
+    )
+
+
+def _made_of(site: Site, linear: Linear) -> int:
+    """Bytes beside a packed weight while it is made whole."""
+    base = base_of(site.plan)
+    return base.unpacking_bytes(linear.weights) if isinstance(base, Hqq) else 0
 
 
 def _unpacked_bytes(site: Site, linears: Sequence[Linear], *, input_kept: bool = False) -> int:
@@ -319,6 +333,8 @@ def _unpacked_bytes(site: Site, linears: Sequence[Linear], *, input_kept: bool =
         if not (dora or m in packed):
             continue
         whole = ((m in packed) + 3 * dora) * m.in_features * m.out_features + dora * m.in_features**2
-        beside = site.h + m.out_features + (0 if input_kept else m.in_features)
-        worst = max(worst, site.e * (whole + site.t * beside))
+        beside = site.h + (0 if input_kept else m.in_features)
+        output = site.t * site.e * m.out_features
+        made_of = 0 if dora else _made_of(site, m)
+        worst = max(worst, site.e * (whole + site.t * beside) + max(output, made_of))
     return worst
