@@ -302,12 +302,13 @@ def mlp_stages(
     incoming = (
         1 + (adapted_out and not site.norms_outputs)
     ) * stream  # the residual's, and an adapter's scaled one
-    if unpacked and adapted_out and site.reads_input(down):
+    beside_packed = unpacked and adapted_out and not site.has_dora  # DoRA's norms take more: with_linears
+    if beside_packed and site.reads_input(down):
         again = waiting // 2 + incoming + stream + unpacked
     output_back = transient.down_projection_backward(site) + site.dropout_backward(model.dropout.mlp_output)
     if (
-        unpacked and adapted_out
-    ):  # which goes back first: its scaled gradient is gone when the base's weight is whole
+        beside_packed
+    ):  # the adapter goes back first: its scaled gradient is gone when the base's weight is whole
         output_back -= min(stream, whole_weight_bytes(site, down))
     product_kept = wide if site.reads_input(down) and not keeps_product else 0
     outputs = Stage(

@@ -206,6 +206,11 @@ class Site:
         """The adapters'; the model's own is in ``model.dropout``."""
         return self.plan.tuning.dropout if isinstance(self.plan.tuning, Lora) else 0.0
 
+    @property
+    def has_dora(self) -> bool:
+        """True if adapters train the norms of rows, too."""
+        return isinstance(self.plan.tuning, Lora) and self.plan.tuning.dora
+
     def adapted(self, linears: Sequence[Linear]) -> tuple[Linear, ...]:
         """Returns the ``linears`` that have an adapter in this block."""
         match self.plan.tuning:
@@ -329,7 +334,7 @@ def _unpacked_bytes(site: Site, linears: Sequence[Linear], *, input_kept: bool =
     packed, adapted = site.quantised(linears), site.adapted(linears)
     worst = 0
     for m in linears:
-        dora = isinstance(site.plan.tuning, Lora) and site.plan.tuning.dora and m in adapted
+        dora = site.has_dora and m in adapted
         if not (dora or m in packed):
             continue
         whole = ((m in packed) + 3 * dora) * m.in_features * m.out_features + dora * m.in_features**2
