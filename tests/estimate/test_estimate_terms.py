@@ -114,7 +114,7 @@ def test_the_first_block_keeps_no_norm_under_lora(precision):
 
 
 def test_a_packed_weight_is_made_whole_for_its_gradient():
-    """+ e·out·in of the largest packed weight of each product: queries, output, gate and down of Llama-3-8B; of the last
+    """+ e·out·in of the largest packed weight of each product: queries, output, gate and down of Llama-3-8B; of down
     an adapter's scaled gradient, t·e·h, is gone by then."""
     model, shape = known("llama-3-8b"), BatchShape(tokens=1024, supervised_tokens=1024, rows=1)
     dense = plan_for(model, precision="bf16", tuning="lora")
