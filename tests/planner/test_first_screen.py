@@ -204,7 +204,7 @@ def test_the_peak_adds_up_in_the_line_below_the_bar(words, unit, size, demo_conf
     recipe = recipe_typed(words.replace("demo", demo_config))
     report = plan_on_data(recipe)
     screen = " ".join(first_screen_of(recipe, report, train="t").split())
-    terms = screen.split(" to spare ")[1].split(f" {unit} in ")[0]
+    terms = screen.split(" to spare peak ")[1].split(": ", 1)[1].split(f" {unit};")[0]
     sizes = [float(part.rsplit(" ", 1)[1]) for part in terms.split(" · ")]
     assert sum(sizes) == pytest.approx(report.chosen.estimate.peak_bytes / size, abs=0.05 * len(sizes))
 

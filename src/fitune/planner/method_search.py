@@ -77,14 +77,19 @@ class MethodSearch:
     def fastest(self) -> tuple[Found, ...]:
         """The plan to take, then the best of every other placement and batch looked at; empty when none fits."""
         found: list[Found] = []
-        best = 0.0
-        for bound, _, step in self._by_bound():
+        best = plain = 0.0
+        for bound, placement, step in self._by_bound():
             if bound < SHOWN * best:
                 break
-            plan = self._fastest_that_fits(step, at_least=SHOWN * best)
+            # what offloads is neither taken nor named where it is no faster than what does not
+            at_least = SHOWN * best if placement.is_plain else max(SHOWN * best, plain)
+            if bound < at_least:
+                continue
+            plan = self._fastest_that_fits(step, at_least=at_least)
             if plan is not None:
                 found.append(Found(plan, tokens_per_second(plan)))
                 best = max(best, found[-1].tokens_per_second)
+                plain = max(plain, found[-1].tokens_per_second if placement.is_plain else 0)
         return tuple(in_order(found, packed=self.request.recipe.packing))
 
     def smallest(self) -> StepStages | None:
@@ -274,7 +279,8 @@ class MethodSearch:
             other = with_blocks(blocks)
             return tokens_per_second(other) >= enough and fits(other)
 
-        return with_blocks(last_true(is_as_fast, step.plan.recompute.blocks, self._counts[-1] + 1))
+        fewest = step.plan.recompute.blocks
+        return with_blocks(last_true(is_as_fast, fewest, self._counts[-1] + 1, guess=fewest + 1))
 
     def _fewest_blocks(self, step: StepStages, loss: Loss, counts: range) -> int | None:
         peaks = cache(lambda blocks: peak_of(step, blocks=blocks, loss=loss))
