@@ -73,6 +73,20 @@ def test_the_losses_are_those_of_a_run_that_never_failed(train, tmp_path, order,
     assert "attempt 1: out of memory" in out
 
 
+def test_a_resumed_run_does_not_run_out_again(train, tmp_path):
+    """The micro-batch that had no room is not tried once more, whoever chose it."""
+    settings = LARGE | {"lr_scheduler_type": "constant", "save_steps": 1}
+    whole, _ = counted(lambda: train(output_dir=tmp_path / "never", **settings))
+    budget = int(0.97 * whole.peak_bytes)
+    counted(lambda: train(output_dir=tmp_path / "run", **settings), budget)
+    longer = settings | {"max_steps": 3, "resume": True}
+    device, (code, _, err) = counted(lambda: train(output_dir=tmp_path / "run", **longer), budget)
+    assert (code, err, device.refusals) == (0, "", 0)
+    assert written_plan(tmp_path / "run").batch.micro_batch_size == 8
+    steps = steps_of(tmp_path / "run")
+    assert [len(step.retries) for step in steps] == [1, 0, 0]
+
+
 def test_every_attempt_is_told(train, tmp_path):
     """In the log, in metrics.jsonl, in report.json and on the page: which one, why, from what plan to what plan."""
     whole, _ = counted(lambda: train(output_dir=tmp_path / "never", **LARGE | {"max_steps": 1}))

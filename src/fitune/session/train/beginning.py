@@ -10,13 +10,15 @@ from pathlib import Path
 from fitune.checkpoint.commit import FOLDER as CHECKPOINTS
 from fitune.checkpoint.commit import require_space, step_folders
 from fitune.engine.ranks import ALONE, Ranks
-from fitune.errors import RecipeError
+from fitune.errors import RecipeError, RunDirectoryError
 from fitune.estimate.overhead import checkpoint_bytes
 from fitune.estimate.parameters import embedding_parameters, trained_parameters
+from fitune.estimate.predict import predict
 from fitune.files import read_text
 from fitune.measure.cuda_cards import other_card
 from fitune.measure.hardware import require_free
 from fitune.models.weight_files import stored_dtype
+from fitune.planner.retry import describe_size
 from fitune.session.doctor import measure_on_first_use
 from fitune.session.events import Emit, Note, Planned
 from fitune.session.planning import pinned, plan_to_train, wanted_hardware
@@ -25,10 +27,12 @@ from fitune.session.train.pushing import ready_repository
 from fitune.spec.counts import count_parameters
 from fitune.spec.machines.hardware import Hardware
 from fitune.spec.plan import Plan, trains_embeddings
+from fitune.spec.predictions import PlanReport, Priced
 from fitune.spec.recipe.recipe import Recipe, dump_recipe
 from fitune.spec.reports import RunReport
 from fitune.spec.run_directory import FOLDERS
 from fitune.spec.serial import from_data, parse_json
+from fitune.track.metrics import read_metrics
 from fitune.track.trackers import wanted_trackers
 from fitune.train.directory import require_own_directory
 from fitune.train.start import complete_run
@@ -60,6 +64,8 @@ def first_attempt(
     report = plan_to_train(recipe, hardware=hardware)
     if here is None and ranks.is_alone and measure_on_first_use(hardware, emit=emit):
         report = plan_to_train(recipe, hardware=wanted_hardware(recipe))
+    if recipe.resume and not overwrite:
+        report = without_what_ran_out(report)
     plan = report.chosen.plan
     emit(Planned(report=report))
     if here is None:  # else the ranks are started where the devices are
@@ -88,13 +94,8 @@ def as_begun(recipe: Recipe) -> Recipe:
     where it leaves them open: of other devices or rows fitune might choose others. As it is where no plan of a run can
     be read there.
     """
-    if not recipe.output_dir:
-        return recipe
-    try:
-        saved = from_data(
-            Plan, parse_json(read_text(Path(recipe.output_dir) / "plan.json", follow_links=False))
-        )
-    except (OSError, ValueError):
+    saved = _plan_of_run(recipe.output_dir)
+    if saved is None:
         return recipe
     begun = pinned(recipe, saved)
     asks_for_another = recipe.tuning not in (None, begun.tuning)
@@ -104,6 +105,41 @@ def as_begun(recipe: Recipe) -> Recipe:
     return recipe.model_copy(
         update={key: getattr(begun, key) for key in keys if getattr(recipe, key) is None}
     )
+
+
+def without_what_ran_out(report: PlanReport) -> PlanReport:
+    """``report`` with the smaller micro-batch, recomputed blocks and loss that the run in its output_dir came to, where
+    it ran out of memory on the same devices with those of its plan."""
+    plan = report.chosen.plan
+    saved, directory = _plan_of_run(plan.run.output_dir), Path(plan.run.output_dir)
+    try:
+        retries = [retry for step in read_metrics(directory / "metrics.jsonl") for retry in step.retries]
+    except RunDirectoryError:  # said where the log is needed
+        return report
+    ran_out = describe_size(plan) in {retry.before for retry in retries}
+    if saved is None or not ran_out or _devices(saved) != _devices(plan):
+        return report
+    smaller = replace(plan, batch=saved.batch, recompute=saved.recompute, loss=saved.loss)
+    words = (
+        f"{describe_size(smaller)} instead of {describe_size(plan)}, with which this run ran out of memory"
+    )
+    return replace(
+        report,
+        chosen=Priced(plan=smaller, estimate=predict(smaller)),
+        decisions=(*report.decisions, words),
+    )
+
+
+def _devices(plan: Plan) -> tuple[int, int]:
+    return plan.hardware.num_gpus, plan.hardware.gpu.memory_bytes
+
+
+def _plan_of_run(directory: str) -> Plan | None:
+    """plan.json of the run there; None where it cannot be read."""
+    try:
+        return from_data(Plan, parse_json(read_text(Path(directory) / "plan.json", follow_links=False)))
+    except (OSError, ValueError):
+        return None
 
 
 def ready_to_push(plan: Plan, ranks: Ranks) -> None:
