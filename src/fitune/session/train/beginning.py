@@ -94,7 +94,7 @@ def as_begun(recipe: Recipe) -> Recipe:
     where it leaves them open: of other devices or rows fitune might choose others. As it is where no plan of a run can
     be read there.
     """
-    saved = _plan_of_run(recipe.output_dir)
+    saved = _plan_of_run(recipe.output_dir or "")
     if saved is None:
         return recipe
     begun = pinned(recipe, saved)
@@ -135,7 +135,9 @@ def _devices(plan: Plan) -> tuple[int, int]:
 
 
 def _plan_of_run(directory: str) -> Plan | None:
-    """plan.json of the run there; None where it cannot be read."""
+    """plan.json of the run there; None where no directory is named or it cannot be read."""
+    if not directory:
+        return None
     try:
         return from_data(Plan, parse_json(read_text(Path(directory) / "plan.json", follow_links=False)))
     except (OSError, ValueError):
