@@ -119,7 +119,9 @@ def without_what_ran_out(report: PlanReport) -> PlanReport:
     ran_out = describe_size(plan) in {retry.before for retry in retries}
     if saved is None or not ran_out or _devices(saved) != _devices(plan):
         return report
-    smaller = replace(plan, batch=saved.batch, recompute=saved.recompute, loss=saved.loss)
+    rows, times = saved.batch.micro_batch_size, saved.batch.accumulation
+    batch = replace(plan.batch, micro_batch_size=rows, accumulation=times)
+    smaller = replace(plan, batch=batch, recompute=saved.recompute, loss=saved.loss)
     words = (
         f"{describe_size(smaller)} instead of {describe_size(plan)}, with which this run ran out of memory"
     )
