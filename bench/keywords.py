@@ -16,10 +16,12 @@ from pydantic import BaseModel
 
 from fitune.spec.recipe.recipe import Recipe, SourceRecipe
 from fitune.spec.recipe.score_recipe import ScoreRecipe
-from fitune.spec.recipe.values import as_bandwidth, as_path, as_size
+from fitune.spec.recipe.values import as_bandwidth, as_path, as_size, as_template
 
 FILE = Path(__file__).parents[1] / "src" / "fitune" / "session" / "recipes" / "keywords.pyi"
-_LOOSE = {as_path: "PathLike", str: "PathLike", as_size: "int | str", as_bandwidth: "float | str"}
+_LOOSE = {
+    as_path: "PathLike", as_template: "PathLike", str: "PathLike", as_size: "int | str", as_bandwidth: "float | str",
+}  # fmt: skip
 """What turns a value into a setting -> the types that it takes."""
 _HEAD = '''"""The keys of a recipe as keyword arguments, for editors and type checkers. Written by bench/keywords.py."""
 

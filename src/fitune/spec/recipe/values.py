@@ -119,6 +119,11 @@ def as_path(value: str) -> str:
     return value
 
 
+def as_template(value: str) -> str:
+    """The text of a Jinja template as it is, else ``as_path`` of it."""
+    return value if is_template(value) else as_path(value)
+
+
 _SLASH_MISSING = re.compile(r"([A-Za-z][\w+.-]*):/(?!/)|(s3a?|gc?s|abfs|hdfs|ftp|https?)//")
 
 
@@ -261,7 +266,7 @@ Size = Annotated[int, BeforeValidator(as_size), Field(gt=0)]
 Text = Annotated[str, Field(min_length=1)]
 PathText = Annotated[str, AfterValidator(as_path)]
 """A path, or what stands in its place: a Hub id, an address."""
-TemplateText = Annotated[str, AfterValidator(lambda text: text if is_template(text) else as_path(text))]
+TemplateText = Annotated[str, AfterValidator(as_template)]
 """The path of a Jinja file, or what would stand in it."""
 NamedPath = Annotated[str, Field(min_length=1), AfterValidator(as_path)]
 HubName = Annotated[str, BeforeValidator(as_hub_name)]
