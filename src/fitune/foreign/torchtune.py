@@ -144,6 +144,7 @@ def _resolve(r: Reading) -> set[str]:
         return with_values(value, (*above, place))
 
     def with_values(value: Any, above: tuple[str, ...] = ()) -> Any:
+        """``value`` with every place in it replaced; ``above``: places that it is a value of."""
         if isinstance(value, Mapping):
             return {key: with_values(each, above) for key, each in value.items()}
         if isinstance(value, list):
