@@ -146,7 +146,7 @@ class OffloadedActivations:
         self._host = host
         self._stays: set[int] = set()
         self._at_work: WeakValueDictionary[tuple[int, object], _Storage] = WeakValueDictionary()
-        """What of the block at work is kept; not what autograd has let go of already."""
+        """Storages that autograd keeps of the block at work; one that it lets go of leaves by itself."""
         self._kept: dict[int, list[weakref.ref[_Storage]]] = {}
 
     def begins(self, block: int, *, shared: set[int]) -> None:

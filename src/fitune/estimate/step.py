@@ -65,7 +65,8 @@ class StepStages:
     attentions: tuple[tuple[Attention, int, int], ...]
     """Each kind of attention, its blocks, and those of them that a gradient goes back through."""
     measured_blocks: tuple[Block, ...]
-    """The same of a first backward that only measures; empty where none does (``Plan.goes_back_twice``)."""
+    """Memory of every block in a first backward that only measures the gradients' norm; empty where a step goes back
+    once (``Plan.goes_back_twice``)."""
     kept_by_blocks: tuple[int, ...]
     """Bytes that the blocks 0…index−1 keep when none recomputes."""
     left_by_blocks: tuple[int, ...]

@@ -192,9 +192,8 @@ def _method(r: Reading) -> None:
         r.put("quantization_bits", 8, key="load_in_8bit")
     r.same(_LORA)
     if is_on(r.take("lora_target_linear")):
-        named = (
-            r.take("lora_target_modules") or []
-        )  # tables are no linears of a block: they go on beside them
+        # tables are no linears of a block: they go on beside them
+        named = r.take("lora_target_modules") or []
         tables = [name for name in named if name in ("embed_tokens", "lm_head")]
         r.put("lora_target_modules", ["all-linear", *tables], key="lora_target_linear")
         r.passed("lora_target_modules", "lora_target_linear names all of them")

@@ -340,10 +340,8 @@ def _source(r: Reading, name: str, registry: Mapping[str, Any], key: str) -> dic
         if columns.get(theirs)
     }
     if is_alpaca and "columns" in entry and not {"query", "history"} & named.keys():
-        columns = {
-            "prompt": "instruction",
-            "completion": "output",
-        } | named  # without query no input is read there
+        # without query no input is read there
+        columns = {"prompt": "instruction", "completion": "output"} | named
         return source | {"format": "columns", "columns": columns}
     if all(column in _USUAL[ours] for ours, column in named.items()):
         return source | {"format": "alpaca"} if is_alpaca else source

@@ -122,7 +122,7 @@ def read_torchtune(r: Reading) -> None:
 
 _REFERENCE = re.compile(r"\$\{([^${}]+)\}")
 _MOST_REFERENCES = 200
-"""Those that name others multiply."""
+"""The most ``${…}`` that are replaced in one recipe: a value that names others several times multiplies them."""
 
 
 def _resolve(r: Reading) -> set[str]:

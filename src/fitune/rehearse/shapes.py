@@ -278,9 +278,8 @@ def _root_shapes(
     model: PreTrainedModel, blocks: nn.ModuleList, tables: tuple[nn.Module, ...]
 ) -> Iterator[tuple[int, ...]]:
     known = {id(p) for p in blocks.parameters()}
-    known |= {
-        id(p) for table in tables for p in table.parameters(recurse=False)
-    }  # not a norm inside (Inkling 2)
+    # of a table its own alone: Inkling 2 has a norm inside
+    known |= {id(p) for table in tables for p in table.parameters(recurse=False)}
     for parameter in model.parameters():
         if id(parameter) not in known:
             yield tuple(parameter.shape)

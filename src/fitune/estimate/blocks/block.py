@@ -299,16 +299,14 @@ def mlp_stages(
     if not (keeps_product or site.reads_input(down)):  # else going back takes more
         others = adapted_out + (not norms_keep_input(site.plan)) + (not site.reads_input(inputs))
         again = transient.mlp_output_again(site, others=others)
-    incoming = (
-        1 + (adapted_out and not site.norms_outputs)
-    ) * stream  # the residual's, and an adapter's scaled one
+    # the residual's gradient, and an adapter's scaled one
+    incoming = (1 + (adapted_out and not site.norms_outputs)) * stream
     beside_packed = unpacked and adapted_out and not site.has_dora  # DoRA's norms take more: with_linears
     if beside_packed and site.reads_input(down):
         again = waiting // 2 + incoming + stream + unpacked
     output_back = transient.down_projection_backward(site) + site.dropout_backward(model.dropout.mlp_output)
-    if (
-        beside_packed
-    ):  # the adapter goes back first: its scaled gradient is gone when the base's weight is whole
+    # the adapter goes back first: its scaled gradient is gone when the base's weight is whole
+    if beside_packed:
         output_back -= min(stream, whole_weight_bytes(site, down))
     product_kept = wide if site.reads_input(down) and not keeps_product else 0
     outputs = Stage(

@@ -173,7 +173,7 @@ class Job:
     GPU."""
 
     settings: JobSettings
-    """What people ask for; its amounts that are left out stand below."""
+    """The settings as people wrote them. Amounts that they left to the plan are the fields below."""
     name: str
     gpu: str
     """Canonical name; ``cpu`` for the processor."""
