@@ -85,7 +85,7 @@ def small_config(model_type: str) -> Any:
     """A config of four small blocks with every setting that the class has a small value for."""
     from transformers import CONFIG_MAPPING
 
-    from fitune.spec.model.config_schema import is_random_rate
+    from fitune.values.model.config_schema import is_random_rate
 
     kind = CONFIG_MAPPING[model_type]
     with_defaults = kind()
@@ -147,8 +147,8 @@ def _randomise(model: Any) -> None:
 def _planned_and_trained(folder: Path, model: Any) -> dict[str, Any]:
     from fitune.errors import FituneError
     from fitune.estimate.predict import predict_memory
-    from fitune.spec.counts import count_parameters
-    from fitune.spec.model.model_config import load_model_spec
+    from fitune.values.counts import count_parameters
+    from fitune.values.model.model_config import load_model_spec
 
     found: dict[str, Any] = {}
     try:
@@ -171,8 +171,10 @@ def _planned_and_trained(folder: Path, model: Any) -> dict[str, Any]:
 
 
 def _plan(spec: Any, folder: Path, way: str) -> Any:
-    from fitune.spec.machines.gpus import cpu_gpu, hardware_for
-    from fitune.spec.plan import (
+    from fitune.recipe.targets import resolve_targets
+    from fitune.units import GIB
+    from fitune.values.machines.gpus import cpu_gpu, hardware_for
+    from fitune.values.plan import (
         AdamW,
         Dense,
         Full,
@@ -187,8 +189,6 @@ def _plan(spec: Any, folder: Path, way: str) -> Any:
         Single,
         Steps,
     )  # fmt: skip
-    from fitune.spec.recipe.targets import resolve_targets
-    from fitune.units import GIB
 
     base = Nf4(double_quant=False) if way == "qlora" else Dense()
     tuning: Any = Full()
@@ -209,7 +209,7 @@ def _plan(spec: Any, folder: Path, way: str) -> Any:
 
 def _batch(spec: Any) -> Any:
     """One stream of all rows, or one row at a time where rows of a stream would see each other."""
-    from fitune.spec.plan import Batch
+    from fitune.values.plan import Batch
 
     if spec.separates_rows:
         return Batch(micro_batch_size=1, accumulation=1, seq_len=sum(ROWS), packing=True)
@@ -222,8 +222,8 @@ def _trained(spec: Any, folder: Path, way: str) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     from fitune.estimate.predict import predict_memory
-    from fitune.spec.model.block_profile import BatchShape
     from fitune.train.prepare import prepare_loaded
+    from fitune.values.model.block_profile import BatchShape
 
     plan = _plan(spec, folder, way)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -325,7 +325,7 @@ def _stream(rows: list[Any]) -> Any:
     import torch
 
     from fitune.rehearse.step import RowStream
-    from fitune.spec.model.block_profile import IGNORED
+    from fitune.values.model.block_profile import IGNORED
 
     labels = [torch.cat([ids[1:], torch.tensor([IGNORED])]) for ids in rows]
     positions = [torch.arange(len(ids)) for ids in rows]

@@ -25,14 +25,14 @@ import torch
 
 from fitune.demo.files import pretraining_texts, training_exercises, write_base_model
 from fitune.planner.search import find_plan
-from fitune.spec.machines.gpus import cpu_gpu, hardware_for
-from fitune.spec.model.model_config import load_model_spec
-from fitune.spec.plan import Plan
-from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
-from fitune.spec.reports import StepReport
+from fitune.recipe.recipe import canonical_keys, parse_recipe
 from fitune.train.current import Callbacks
 from fitune.train.run import run
 from fitune.units import GIB
+from fitune.values.machines.gpus import cpu_gpu, hardware_for
+from fitune.values.model.model_config import load_model_spec
+from fitune.values.plan import Plan
+from fitune.values.reports import StepReport
 
 SHAPE = dict(
     vocab_size=512, hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12,

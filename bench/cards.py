@@ -5,7 +5,7 @@ python bench/cards.py
 
 from itertools import groupby
 
-from fitune.spec.machines.cards import Card, devices_elsewhere, known_cards
+from fitune.values.machines.cards import Card, devices_elsewhere, known_cards
 
 KINDS = {"rocm": "AMD (ROCm)", "gaudi": "Intel Gaudi", "metal": "Apple (Metal)", "pascal": "NVIDIA Pascal"}
 

@@ -21,11 +21,13 @@ from fitune.estimate.predict import predict_memory
 from fitune.measure.memory import LiveTensors
 from fitune.models.weights import compute_dtype
 from fitune.session.proving.steps import RowStream, random_rows
-from fitune.spec.machines.gpus import cpu_gpu, hardware_for
-from fitune.spec.model.block_profile import BatchShape
-from fitune.spec.model.model_config import spec_from_config
-from fitune.spec.model.model_spec import ModelSpec
-from fitune.spec.plan import (
+from fitune.train.prepare import prepare_loaded
+from fitune.units import GIB, format_bytes
+from fitune.values.machines.gpus import cpu_gpu, hardware_for
+from fitune.values.model.block_profile import BatchShape
+from fitune.values.model.model_config import spec_from_config
+from fitune.values.model.model_spec import ModelSpec
+from fitune.values.plan import (
     AdamW,
     Batch,
     ChunkedLoss,
@@ -40,9 +42,7 @@ from fitune.spec.plan import (
     Single,
     Steps,
 )
-from fitune.spec.predictions import Phase
-from fitune.train.prepare import prepare_loaded
-from fitune.units import GIB, format_bytes
+from fitune.values.predictions import Phase
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

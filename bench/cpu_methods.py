@@ -37,8 +37,8 @@ from transformers import LlamaConfig
 
 from fitune.rehearse.step import record_step
 from fitune.rehearse.trace import peaks_by_kind
-from fitune.spec.plan import Plan
 from fitune.units import format_bytes
+from fitune.values.plan import Plan
 
 LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "hqq")
 

@@ -28,15 +28,15 @@ from safetensors.torch import load_file
 from fitune.demo.files import Shape, pretraining_texts, training_exercises, write_base_model
 from fitune.engine.ranks import ALONE, Ranks, joined_ranks
 from fitune.planner.search import find_plan
-from fitune.spec.machines.gpus import cpu_gpu, hardware_for
-from fitune.spec.model.model_config import load_model_spec
-from fitune.spec.plan import Ddp, Plan, Sharding, Single, Zero
-from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
-from fitune.spec.reports import StepReport
+from fitune.recipe.recipe import canonical_keys, parse_recipe
 from fitune.track.metrics import read_metrics
 from fitune.train.current import Callbacks
 from fitune.train.run import run
 from fitune.units import GIB
+from fitune.values.machines.gpus import cpu_gpu, hardware_for
+from fitune.values.model.model_config import load_model_spec
+from fitune.values.plan import Ddp, Plan, Sharding, Single, Zero
+from fitune.values.reports import StepReport
 
 LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes")
 SHAPE = Shape(

@@ -27,12 +27,14 @@ import torch
 import transformers
 
 from fitune.estimate.predict import predict_memory
+from fitune.recipe.targets import resolve_targets
 from fitune.rehearse.step import rehearse
-from fitune.spec.machines.gpus import cpu_gpu, find_gpu, hardware_for
-from fitune.spec.machines.hardware import Hardware
-from fitune.spec.model.model_config import load_model_spec
-from fitune.spec.model.traits import flash_refused
-from fitune.spec.plan import (
+from fitune.units import GIB, format_bytes
+from fitune.values.machines.gpus import cpu_gpu, find_gpu, hardware_for
+from fitune.values.machines.hardware import Hardware
+from fitune.values.model.model_config import load_model_spec
+from fitune.values.model.traits import flash_refused
+from fitune.values.plan import (
     AdamW,
     Batch,
     ChunkedLoss,
@@ -49,9 +51,7 @@ from fitune.spec.plan import (
     Steps,
     Zero,
 )
-from fitune.spec.recipe.targets import resolve_targets
-from fitune.spec.words import describe_plan
-from fitune.units import GIB, format_bytes
+from fitune.values.words import describe_plan
 
 MODELS = (
     "llama-3.1-8b", "llama-3.2-1b", "llama-2-7b", "mistral-7b", "qwen2.5-7b", "qwen3-0.6b", "qwen3-4b",

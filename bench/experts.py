@@ -20,14 +20,14 @@ from fitune.estimate.predict import predict_memory
 from fitune.measure.memory import LiveTensors
 from fitune.models.weights import compute_dtype
 from fitune.planner.search import find_plan
+from fitune.recipe.recipe import canonical_keys, parse_recipe
 from fitune.rehearse.profile import TransformersTracer
-from fitune.spec.machines.gpus import find_gpu, hardware_for
-from fitune.spec.model.model_config import load_model_spec, spec_from_config
-from fitune.spec.model.tracer import trace_with
-from fitune.spec.plan import Nf4, Plan
-from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
 from fitune.train.prepare import prepare_loaded
 from fitune.units import format_bytes
+from fitune.values.machines.gpus import find_gpu, hardware_for
+from fitune.values.model.model_config import load_model_spec, spec_from_config
+from fitune.values.model.tracer import trace_with
+from fitune.values.plan import Nf4, Plan
 
 _SHARED = {
     "vocab_size": 500, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,

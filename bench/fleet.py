@@ -8,9 +8,9 @@ import tempfile
 import time
 from pathlib import Path
 
+from fitune.recipe.recipe import parse_recipe
 from fitune.session.clusters.fleet import FleetRequest, plan_on_fleet
 from fitune.session.results import text_of
-from fitune.spec.recipe.recipe import parse_recipe
 
 CLUSTERS = [
     ("v100-32gb", 8, 1), ("v100-16gb", 8, 1), ("a100-40gb", 8, 1), ("a100-80gb", 8, 1), ("a100-80gb", 8, 2),

@@ -1,6 +1,6 @@
 """Which published recipes of other trainers are read, translated and refused, and why.
 
-python bench/foreign_recipes.py            the keys in tests/foreign/examples.json
+python bench/foreign_recipes.py            the keys in tests/recipe/foreign/examples.json
 python bench/foreign_recipes.py FOLDER     every YAML below FOLDER, such as axolotl/examples
 ... --models                               also: which of those models can be planned on 8 × H100
 """
@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from fitune.errors import FituneError, RecipeError
-from fitune.foreign import read_foreign
-from fitune.foreign.reading import Reading, require_readable
+from fitune.recipe.foreign import read_foreign
+from fitune.recipe.foreign.reading import Reading, require_readable
+from fitune.recipe.strict_yaml import load_yaml
 from fitune.session.planning import plan_for
 from fitune.session.recipes.reading import recipe_of_keys
-from fitune.spec.recipe.strict_yaml import load_yaml
 
 FACTS = Path(__file__).parent.parent / "tests" / "foreign" / "examples.json"
 MOST_REASONS = 40

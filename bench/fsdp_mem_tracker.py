@@ -27,9 +27,9 @@ from fitune.models.readers import model_config
 from fitune.rehearse.stand_ins import StandIns
 from fitune.rehearse.step import full_stream, make_states, record_step, rehearsed
 from fitune.rehearse.trace import peaks_by_kind
-from fitune.spec.model.model_config import load_model_spec
-from fitune.spec.model.traits import largest_rows
-from fitune.spec.plan import Plan, Zero
+from fitune.values.model.model_config import load_model_spec
+from fitune.values.model.traits import largest_rows
+from fitune.values.plan import Plan, Zero
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from plans import CPU, plan_for

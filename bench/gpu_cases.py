@@ -24,10 +24,10 @@ from fitune.session.proving.steps import (
     random_model,
     synchronise,
 )
-from fitune.spec.machines.gpus import cpu_gpu, hardware_for
-from fitune.spec.machines.hardware import Hardware
-from fitune.spec.plan import Plan, Recompute
 from fitune.units import GIB
+from fitune.values.machines.gpus import cpu_gpu, hardware_for
+from fitune.values.machines.hardware import Hardware
+from fitune.values.plan import Plan, Recompute
 
 __all__ = [
     "CASES", "SHAPES", "Case", "Shape", "config_of", "fewest_recomputed", "full_rows", "hardware_here", "plan_of",

@@ -40,11 +40,11 @@ from fitune.estimate.predict import predict_memory
 from fitune.rehearse.step import trace_plan
 from fitune.rehearse.trace import peaks_by_kind
 from fitune.session.proving.steps import WARM_UP, measured_step, train_step
-from fitune.spec.machines.hardware import Hardware
-from fitune.spec.plan import Plan
-from fitune.spec.predictions import Phase
 from fitune.train.prepare import Prepared, prepare_loaded, training_device
 from fitune.units import format_bytes
+from fitune.values.machines.hardware import Hardware
+from fitune.values.plan import Plan
+from fitune.values.predictions import Phase
 
 Phases = dict[Phase, int]
 

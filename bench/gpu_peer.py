@@ -16,7 +16,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fitune.spec.plan import AdamW8bit, Lora, Nf4, Plan
+from fitune.values.plan import AdamW8bit, Lora, Nf4, Plan
 
 NONE = "no peer: LOMO is no part of transformers, PEFT or bitsandbytes"
 

@@ -8,7 +8,7 @@
 Weights are random and drawn on the device. Both sides have the same shapes, rows, trained weights and number of tokens;
 each runs in a process of its own, one after the other, case by case: two warm-up steps, one for the peak by phase, then
 whole steps for --seconds. fitune recomputes as few blocks as its estimate says, with --spare-gib to spare; the
-peer none, or all when memory runs out. MFU is spec/counts.py's for both: recompute is not counted as work.
+peer none, or all when memory runs out. MFU is values/counts.py's for both: recompute is not counted as work.
 
 A process that takes longer than --limit is ended, and its row says so; after --total no other begins. Needs what
 gpu_cases.py says. Figures of a CPU are no figures of a GPU (its peak of bf16 is assumed, so its MFU says nothing): the
@@ -42,11 +42,11 @@ from gpu_cases import (
 
 from fitune.estimate.predict import predict
 from fitune.measure.memory import memory_meter
-from fitune.spec.counts import achieved_mfu
-from fitune.spec.plan import Plan
-from fitune.spec.words import describe_plan
 from fitune.train.prepare import prepare_loaded, training_device
 from fitune.units import GIB, format_bytes
+from fitune.values.counts import achieved_mfu
+from fitune.values.plan import Plan
+from fitune.values.words import describe_plan
 
 DEFAULT_CASES = ("lora", "qlora", "lomo", "full-8bit-in-backward")
 WARM_UP = 2

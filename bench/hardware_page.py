@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fitune.errors import NothingFits
+from fitune.recipe.recipe import parse_recipe
 from fitune.session.planning import plan_for
-from fitune.spec.predictions import Priced
-from fitune.spec.recipe.recipe import parse_recipe
 from fitune.units import format_dollars
+from fitune.values.predictions import Priced
 
 MODELS = (
     "Qwen/Qwen2.5-1.5B",

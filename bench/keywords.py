@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
-from fitune.spec.recipe.recipe import Recipe, SourceRecipe
-from fitune.spec.recipe.score_recipe import ScoreRecipe
-from fitune.spec.recipe.values import as_bandwidth, as_path, as_size, as_template
+from fitune.recipe.recipe import Recipe, SourceRecipe
+from fitune.recipe.score_recipe import ScoreRecipe
+from fitune.recipe.types import as_bandwidth, as_path, as_size, as_template
 
 FILE = Path(__file__).parents[1] / "src" / "fitune" / "session" / "recipes" / "keywords.pyi"
 _LOOSE = {
@@ -29,7 +29,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypedDict
 
-from fitune.spec.recipe.recipe import Recipe
+from fitune.recipe.recipe import Recipe
 
 PathLike: TypeAlias = str | os.PathLike[str]
 RecipeLike: TypeAlias = PathLike | Recipe | Mapping[str, Any]

@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fitune.models.loss_head import LossHead
-from fitune.spec.model.block_profile import IGNORED
 from fitune.units import format_bytes
+from fitune.values.model.block_profile import IGNORED
 
 SIDES = ("plain", "torch, chunked", "fitune", "fitune, chunked")
 Step = Callable[[], tuple[float, Tensor]]

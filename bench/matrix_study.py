@@ -18,13 +18,13 @@ from fitune.planner.candidates import Request
 from fitune.planner.defaults import with_host_memory
 from fitune.planner.matrix import Cell, Matrix, compared, matrix, method_words, short_name
 from fitune.planner.method_search import MethodSearch
-from fitune.spec.counts import count_parameters
-from fitune.spec.machines.gpus import find_gpu, hardware_for
-from fitune.spec.model.model_config import load_model_spec
-from fitune.spec.model.model_spec import ModelSpec
-from fitune.spec.recipe.recipe import Recipe, parse_recipe
-from fitune.spec.words import method_name
+from fitune.recipe.recipe import Recipe, parse_recipe
 from fitune.units import format_percent, wrapped
+from fitune.values.counts import count_parameters
+from fitune.values.machines.gpus import find_gpu, hardware_for
+from fitune.values.model.model_config import load_model_spec
+from fitune.values.model.model_spec import ModelSpec
+from fitune.values.words import method_name
 
 MODELS = ("llama-2-7b", "llama-2-13b", "llama-2-70b")
 LENGTHS = (256, 512, 1024, 2048, 4096)

@@ -12,13 +12,13 @@ from pathlib import Path
 from drawing import document, line, polygon, rectangle, text
 
 from fitune.models.readers import model_config
+from fitune.recipe.recipe import parse_recipe
 from fitune.rehearse.step import trace_plan
 from fitune.rehearse.trace import Allocated, Entered, Freed, Trace, kinds_of, rounded
 from fitune.report.run_plots import fold_small_terms
 from fitune.session.planning import plan_for
-from fitune.spec.predictions import Estimate, Phase
-from fitune.spec.recipe.recipe import parse_recipe
 from fitune.units import GIB
+from fitune.values.predictions import Estimate, Phase
 
 DOCS = Path(__file__).parents[1] / "docs"
 RECIPE = {"model": "meta-llama/Llama-3.1-8B", "gpu": "rtx-4090", "tuning": "lora"}

@@ -6,8 +6,8 @@ from typing import Any
 
 from cpu_memory import LAYERS, plan_of
 
-from fitune.spec.model.model_spec import ModelSpec
-from fitune.spec.plan import (
+from fitune.values.model.model_spec import ModelSpec
+from fitune.values.plan import (
     AdamW8bit,
     ClipByNorm,
     ClipByValue,

@@ -17,8 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fitune.estimate.parameters import weights_bytes
 from fitune.models.weights import compute_dtype
-from fitune.spec.plan import Lomo, Lora, Nf4, Plan, Sgd
 from fitune.train.prepare import Prepared, prepare_loaded
+from fitune.values.plan import Lomo, Lora, Nf4, Plan, Sgd
 
 MANY_BLOCKS = {"num_hidden_layers": 32, "vocab_size": 200}
 

@@ -48,14 +48,14 @@ from fitune.models.readers import empty_model
 from fitune.models.weights import compute_dtype
 from fitune.rehearse.step import trace_plan
 from fitune.rehearse.trace import peaks_by_kind, reserved_peak
-from fitune.spec.machines.environment import has_growing_segments
-from fitune.spec.machines.gpus import find_gpu, hardware_for
-from fitune.spec.machines.hardware import Gpu
-from fitune.spec.plan import Backend, Dense, Offload, Plan, Precision, Zero, base_of
-from fitune.spec.predictions import Phase
-from fitune.spec.rules import adds_gradients_up
 from fitune.train.prepare import Prepared, prepare_loaded
 from fitune.units import GIB, MIB
+from fitune.values.machines.environment import has_growing_segments
+from fitune.values.machines.gpus import find_gpu, hardware_for
+from fitune.values.machines.hardware import Gpu
+from fitune.values.plan import Backend, Dense, Offload, Plan, Precision, Zero, base_of
+from fitune.values.predictions import Phase
+from fitune.values.rules import adds_gradients_up
 
 CARDS = {"75": "t4", "80": "a100-80gb", "89": "rtx-4090", "90": "h100", "120": "rtx-5090"}
 """Compute capability -> a card that has it."""

@@ -245,10 +245,10 @@ def run_fitune(setting: Setting, options: argparse.Namespace, watch: Watch) -> N
     from fitune.data.dataset import TokenDataset
     from fitune.data.loader import Loader
     from fitune.measure.memory import memory_meter
-    from fitune.spec.machines.gpus import find_gpu, hardware_for
-    from fitune.spec.plan import ChunkedLoss, Precision, Steps
     from fitune.train.loop import train
     from fitune.train.prepare import prepare_loaded
+    from fitune.values.machines.gpus import find_gpu, hardware_for
+    from fitune.values.plan import ChunkedLoss, Precision, Steps
 
     shape = replace(SHAPES["8b"], layers=options.layers, seq_len=options.seq)
     plan = plan_of(

@@ -22,10 +22,10 @@ import torch
 from fitune.measure.memory import memory_meter
 from fitune.models.readers import empty_model
 from fitune.models.weights import compute_dtype
-from fitune.spec.machines.gpus import find_gpu, hardware_for
-from fitune.spec.plan import Plan
 from fitune.train.prepare import Prepared, prepare_loaded
 from fitune.units import GIB
+from fitune.values.machines.gpus import find_gpu, hardware_for
+from fitune.values.plan import Plan
 
 COUNTED = 4
 """Steps after the second one, from which on nothing new is allocated."""

@@ -29,9 +29,9 @@ from cpu_methods import rehearsed_peak
 
 from fitune.engine.fsdp import mesh_of
 from fitune.engine.ranks import Ranks
-from fitune.spec.plan import Ddp, Lora, Nf4, Plan, Sharding, Zero
-from fitune.spec.rules import keeps_rules
 from fitune.units import format_bytes
+from fitune.values.plan import Ddp, Lora, Nf4, Plan, Sharding, Zero
+from fitune.values.rules import keeps_rules
 
 LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes")
 STRATEGIES: dict[str, Sharding] = {

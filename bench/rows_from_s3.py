@@ -74,7 +74,7 @@ def prepare(url: str, work: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     from fitune.data.preparing import prepare_data
-    from fitune.spec.plan import DataPlan, DataSource
+    from fitune.values.plan import DataPlan, DataSource
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "tokenizer")
     data = DataPlan(sources=(DataSource(path=url),), cache_dir=str(work / "cache"))

@@ -38,10 +38,10 @@ from fitune.engine.fsdp import mesh_of
 from fitune.engine.ranks import Ranks
 from fitune.estimate.transfers import communication_of
 from fitune.measure.communication import waits_measured
-from fitune.spec.model.model_config import spec_from_config
-from fitune.spec.plan import Ddp, Plan, Zero
 from fitune.train.prepare import prepare_loaded
 from fitune.units import MIB
+from fitune.values.model.model_config import spec_from_config
+from fitune.values.plan import Ddp, Plan, Zero
 
 STEPS, WARM = 12, 3
 CONFIG = {**LARGER, "vocab_size": 256}  # most of it are blocks, as in large models

@@ -19,9 +19,9 @@ import psutil
 
 from fitune.demo.files import Shape, pretraining_texts, training_exercises, write_base_model
 from fitune.launch.ray_cluster import RayPlace, loaded_ray
+from fitune.recipe.score_recipe import score_recipe
 from fitune.session.events import Event, RowsAnswered
 from fitune.session.score.scoring import score_dataset
-from fitune.spec.recipe.score_recipe import score_recipe
 
 
 class Clock:

@@ -37,7 +37,7 @@ from fitune.models.tokens import load_tokenizer
 from fitune.models.weights import load_model
 from fitune.score.engines.engine import Engine, Request, Sampling
 from fitune.score.engines.engine_transformers import TransformersEngine
-from fitune.spec.answering import ROWS_AT_ONCE
+from fitune.values.answering import ROWS_AT_ONCE
 
 ROUNDS = 3
 Answers = dict[str, list[int]]

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from fitune.demo.files import SHAPE, pretraining_texts, training_exercises, write_base_model
+from fitune.recipe.score_recipe import score_recipe
 from fitune.score import run as score_run
 from fitune.score.engines.continuous import unwatched
 from fitune.score.engines.engine import Completion, Request
@@ -32,8 +33,7 @@ from fitune.score.shards import Shards
 from fitune.session.events import ignore_event
 from fitune.session.score import scoring
 from fitune.session.score.scoring import ScoreMemory
-from fitune.spec.answering import ROWS_AT_ONCE
-from fitune.spec.recipe.score_recipe import score_recipe
+from fitune.values.answering import ROWS_AT_ONCE
 
 PARTS = (
     ("reading and ids", score_run, "index_input"),

@@ -1,6 +1,6 @@
 """Trace the names of models.json that have no formula, and pack what plans of them need into the package.
 
-    python bench/ship_profiles.py                 all of them; writes src/fitune/spec/model/traced_profiles.zip
+    python bench/ship_profiles.py                 all of them; writes src/fitune/values/model/traced_profiles.zip
     python bench/ship_profiles.py pythia olmo2    traces those with such a part in their name, and writes nothing
     python bench/ship_profiles.py --kept          packs what the cache has, and traces nothing
     python bench/ship_profiles.py --table         prints how many names of models.json are planned in which way
@@ -22,20 +22,21 @@ from typing import Any
 from fitune.errors import FituneError
 from fitune.planner.candidates import Placement, Request, draft
 from fitune.planner.methods import methods
+from fitune.recipe.recipe import parse_recipe
 from fitune.rehearse.profile import TransformersTracer
-from fitune.spec.machines.gpus import find_gpu, hardware_for
-from fitune.spec.model.architectures import ADAPTED_IN_ATTENTION, EQUAL_TO_TRANSFORMERS
-from fitune.spec.model.block_profile import BatchShape
-from fitune.spec.model.known_models import (
+from fitune.values.machines.gpus import find_gpu, hardware_for
+from fitune.values.model.architectures import ADAPTED_IN_ATTENTION, EQUAL_TO_TRANSFORMERS
+from fitune.values.model.block_profile import BatchShape
+from fitune.values.model.known_models import (
     configs_to_trace,
     find_known_model,
     known_model_names,
     names_with_formulas,
 )
-from fitune.spec.model.model_config import load_model_spec
-from fitune.spec.model.model_spec import ModelSpec
-from fitune.spec.model.tracer import by_installed_libraries, trace_with
-from fitune.spec.model.tracing import (
+from fitune.values.model.model_config import load_model_spec
+from fitune.values.model.model_spec import ModelSpec
+from fitune.values.model.tracer import by_installed_libraries, trace_with
+from fitune.values.model.tracing import (
     LIBRARIES,
     NOT_SHIPPED,
     SHAPES,
@@ -46,9 +47,8 @@ from fitune.spec.model.tracing import (
     profile_for,
     way_of,
 )
-from fitune.spec.plan import Offload, Plan, Single, updates_in_backward
-from fitune.spec.recipe.recipe import parse_recipe
-from fitune.spec.serial import to_data
+from fitune.values.plan import Offload, Plan, Single, updates_in_backward
+from fitune.values.serial import to_data
 
 CARDS = ("rtx-4090",)
 TUNINGS = ("full", "lora", "qlora")

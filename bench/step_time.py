@@ -28,13 +28,13 @@ from fitune.estimate.predict import predict_step_time
 from fitune.measure.hardware import calibrated, detect_hardware
 from fitune.models.weights import compute_dtype
 from fitune.planner.search import find_plan
+from fitune.recipe.recipe import parse_recipe
 from fitune.rehearse.step import RowStream, full_stream
-from fitune.spec.machines.hardware import Hardware
-from fitune.spec.model.block_profile import BatchShape
-from fitune.spec.model.model_config import spec_from_config
-from fitune.spec.plan import Plan
-from fitune.spec.recipe.recipe import parse_recipe
 from fitune.train.prepare import Prepared, prepare_loaded
+from fitune.values.machines.hardware import Hardware
+from fitune.values.model.block_profile import BatchShape
+from fitune.values.model.model_config import spec_from_config
+from fitune.values.plan import Plan
 
 LLAMA_10M = {
     "model_type": "llama", "hidden_size": 320, "intermediate_size": 880, "num_hidden_layers": 6, "head_dim": 64,

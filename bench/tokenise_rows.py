@@ -70,7 +70,7 @@ def write_tokenizer(folder: Path, rows: Path) -> None:
 def by_fitune(work: Path, tokenizer: Any) -> dict[str, int]:
     from fitune.cli.terminal import reading_bar
     from fitune.data.preparing import prepare_data
-    from fitune.spec.plan import DataPlan, DataSource
+    from fitune.values.plan import DataPlan, DataSource
 
     data = DataPlan(sources=(DataSource(path=str(work / "rows.jsonl")),), cache_dir=str(work / "fitune"))
     with reading_bar() as watch:

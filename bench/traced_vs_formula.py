@@ -13,15 +13,17 @@ from typing import Any
 
 from fitune.estimate.predict import predict_memory
 from fitune.models.readers import model_config
+from fitune.recipe.targets import resolve_targets
 from fitune.rehearse.profile import TransformersTracer
 from fitune.rehearse.shapes import read_shapes
-from fitune.spec.counts import count_parameters
-from fitune.spec.machines.gpus import cpu_gpu, find_gpu, hardware_for
-from fitune.spec.model.known_models import find_known_model
-from fitune.spec.model.model_config import spec_from_config
-from fitune.spec.model.model_spec import ModelSpec
-from fitune.spec.model.tracer import trace_with
-from fitune.spec.plan import (
+from fitune.units import GIB
+from fitune.values.counts import count_parameters
+from fitune.values.machines.gpus import cpu_gpu, find_gpu, hardware_for
+from fitune.values.model.known_models import find_known_model
+from fitune.values.model.model_config import spec_from_config
+from fitune.values.model.model_spec import ModelSpec
+from fitune.values.model.tracer import trace_with
+from fitune.values.plan import (
     AdamW,
     Batch,
     ChunkedLoss,
@@ -35,8 +37,6 @@ from fitune.spec.plan import (
     Single,
     Steps,
 )
-from fitune.spec.recipe.targets import resolve_targets
-from fitune.units import GIB
 
 MODELS = (
     "llama-3.2-1b", "mistral-7b", "mixtral-8x7b", "qwen2.5-0.5b", "qwen3-0.6b", "qwen3-30b-a3b", "gemma-2-2b",

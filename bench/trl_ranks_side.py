@@ -13,7 +13,7 @@ from torch import Tensor
 from trl_side import InOrder, Watch, build_model, settings_of
 
 from fitune.measure.memory import LiveTensors
-from fitune.spec.plan import Plan
+from fitune.values.plan import Plan
 
 FSDP2 = {
     "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedMod
 from trl import SFTConfig, SFTTrainer
 
 from fitune.measure.memory import LiveTensors
-from fitune.spec.plan import Dense, Lora, Nf4, Plan
+from fitune.values.plan import Dense, Lora, Nf4, Plan
 
 
 class InOrder(SFTTrainer):

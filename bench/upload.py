@@ -32,16 +32,16 @@ from rows_from_s3 import ENVIRONMENT, s3_server
 
 from fitune.demo.files import pretraining_texts, training_exercises, write_base_model
 from fitune.planner.search import find_plan
-from fitune.spec.machines.gpus import cpu_gpu, hardware_for
-from fitune.spec.model.model_config import load_model_spec
-from fitune.spec.plan import Plan
-from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
-from fitune.spec.reports import StepReport
+from fitune.recipe.recipe import canonical_keys, parse_recipe
 from fitune.stores import opening
 from fitune.stores.writing import Store
 from fitune.train.current import Callbacks
 from fitune.train.run import run
 from fitune.units import GIB
+from fitune.values.machines.gpus import cpu_gpu, hardware_for
+from fitune.values.model.model_config import load_model_spec
+from fitune.values.plan import Plan
+from fitune.values.reports import StepReport
 
 BUCKET = "bench"
 

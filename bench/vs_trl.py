@@ -160,8 +160,8 @@ def write_model(folder: Path, data: str) -> None:
 
 def plan_of(folder: Path, data: str, method: str, steps: int) -> Any:
     """The planner's own choice for everything but what the comparison holds equal."""
+    from fitune.recipe.recipe import parse_recipe
     from fitune.session.planning import plan_for
-    from fitune.spec.recipe.recipe import parse_recipe
 
     recipe = parse_recipe(
         {

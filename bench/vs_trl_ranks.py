@@ -136,10 +136,10 @@ def both_ranks(
 def plan_of(folder: Path, data: str, method: str, backend: str, steps: int) -> Any:
     """The planner's own choice for everything but what the comparison holds equal."""
     from fitune.planner.search import find_plan
-    from fitune.spec.machines.gpus import cpu_gpu, hardware_for
-    from fitune.spec.model.model_config import load_model_spec
-    from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
+    from fitune.recipe.recipe import canonical_keys, parse_recipe
     from fitune.units import GIB
+    from fitune.values.machines.gpus import cpu_gpu, hardware_for
+    from fitune.values.model.model_config import load_model_spec
 
     settings = {
         "model": str(folder / "model"), "tuning": method, "precision": "fp32", "data": [data],

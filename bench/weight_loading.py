@@ -25,8 +25,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fitune.models.weights import load_model
-from fitune.spec.plan import Dense, Nf4
 from fitune.units import text_table
+from fitune.values.plan import Dense, Nf4
 
 CASES = {
     "dense, as stored": (torch.bfloat16, Dense()),

@@ -17,8 +17,8 @@ from data.s3_server import make_bucket, running_server, use_server
 from fitune.cli import main
 from fitune.errors import MissingExtra
 from fitune.report import methods_page, run_page, score_pages
-from fitune.spec.model import tracer
 from fitune.stores import opening
+from fitune.values.model import tracer
 from jsonl import write_lines
 
 _NUMBERS = count()
@@ -147,10 +147,10 @@ def make_plan(model_folder, data_file, tmp_path):
 
 def plan_of(model_folder, data_file, folder, **settings):
     from fitune.planner.search import find_plan
-    from fitune.spec.machines.gpus import cpu_gpu, hardware_for
-    from fitune.spec.model.model_config import load_model_spec
-    from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
+    from fitune.recipe.recipe import canonical_keys, parse_recipe
     from fitune.units import GIB
+    from fitune.values.machines.gpus import cpu_gpu, hardware_for
+    from fitune.values.model.model_config import load_model_spec
 
     wanted = settings_of(model_folder, data_file, folder, **{"max_steps": 6, **settings})
     recipe = parse_recipe(canonical_keys(wanted, where="test"))

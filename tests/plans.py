@@ -3,11 +3,15 @@
 from dataclasses import replace
 
 from fitune.planner.search import find_plan
-from fitune.spec.machines.gpus import cpu_gpu, find_gpu, hardware_for
-from fitune.spec.model.block_profile import BatchShape
-from fitune.spec.model.model_config import load_model_spec, spec_from_config
-from fitune.spec.model.tracing import shipped_profile, way_of
-from fitune.spec.plan import (
+from fitune.recipe.recipe import canonical_keys, parse_recipe
+from fitune.recipe.strict_yaml import parse_value
+from fitune.recipe.targets import resolve_targets
+from fitune.units import GIB
+from fitune.values.machines.gpus import cpu_gpu, find_gpu, hardware_for
+from fitune.values.model.block_profile import BatchShape
+from fitune.values.model.model_config import load_model_spec, spec_from_config
+from fitune.values.model.tracing import shipped_profile, way_of
+from fitune.values.plan import (
     AdamW,
     Batch,
     ChunkedLoss,
@@ -22,10 +26,6 @@ from fitune.spec.plan import (
     Single,
     Steps,
 )
-from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
-from fitune.spec.recipe.strict_yaml import parse_value
-from fitune.spec.recipe.targets import resolve_targets
-from fitune.units import GIB
 
 CPU = hardware_for(gpu=cpu_gpu(memory_bytes=16 * GIB, cores=2))
 

@@ -14,10 +14,10 @@ from fitune.score.asking import ScoringWorker
 from fitune.session.clusters.ray_ranks import train_as_rank
 from fitune.session.events import Event
 from fitune.session.train.training import train_recipe
-from fitune.spec.rank_status import read_statuses
-from fitune.spec.reports import RunReport, StepReport
-from fitune.spec.run_directory import LOGS
-from fitune.spec.serial import from_data
+from fitune.values.rank_status import read_statuses
+from fitune.values.reports import RunReport, StepReport
+from fitune.values.run_directory import LOGS
+from fitune.values.serial import from_data
 
 CORES = 2
 """Workers that have room on the head; a core of Ray is a number and no core."""

@@ -9,12 +9,12 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from fitune.spec.plan import Plan
-from fitune.spec.reports import RunReport
-from fitune.spec.serial import from_json
 from fitune.track.metrics import read_metrics
 from fitune.train.current import Callbacks
 from fitune.train.run import run
+from fitune.values.plan import Plan
+from fitune.values.reports import RunReport
+from fitune.values.serial import from_json
 
 
 def callbacks(*, stop_after=None, **others):

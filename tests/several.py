@@ -15,8 +15,8 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
-from fitune.spec.plan import Plan, Precision
-from fitune.spec.serial import from_json, to_json
+from fitune.values.plan import Plan, Precision
+from fitune.values.serial import from_json, to_json
 
 TIMEOUT_SECONDS = 900
 """For all the plans of a group, on a machine that has other work."""

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from warnings import filterwarnings
 
 from fitune.errors import FituneError, system_failures
-from fitune.spec.hub import keep_out_hub_kernels
-from fitune.spec.machines.environment import set_cuda_environment
+from fitune.values.hub import keep_out_hub_kernels
+from fitune.values.machines.environment import set_cuda_environment
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from fitune.session.reported import Reported
     from fitune.session.results import Result
     from fitune.session.score.lm_eval import TaskScores
-    from fitune.spec.predictions import PlanReport, ShownInNotebooks
-    from fitune.spec.reports import RunReport, ScoreReport
     from fitune.train.again import Kind
+    from fitune.values.predictions import PlanReport, ShownInNotebooks
+    from fitune.values.reports import RunReport, ScoreReport
 
 __version__ = "0.1.0"
 __all__ = ["FituneError", "explain", "export", "plan", "rehearse", "report", "score", "score_tasks", "train"]
@@ -121,8 +121,8 @@ def score(
     from fitune.session.planning import see_planned_gpus
 
     see_planned_gpus()
+    from fitune.recipe.score_recipe import score_recipe
     from fitune.session.score.scoring import score_dataset
-    from fitune.spec.recipe.score_recipe import score_recipe
 
     return score_dataset(score_recipe(model=model, data=data, out=out, **settings), emit=_told(progress))
 
@@ -143,8 +143,8 @@ def score_tasks(
     task says. ``limit``: the first rows of each task.
     ``chat_template``: empty: prompts are plain texts; "own": chats, by the tokenizer's template; else a Jinja file.
     """
+    from fitune.recipe.score_recipe import score_recipe
     from fitune.session.score.lm_eval import score_tasks as run
-    from fitune.spec.recipe.score_recipe import score_recipe
 
     recipe = score_recipe(model=model, lm_eval=tasks, out=out, lm_eval_tasks=tasks_folder, **settings)
     return run(recipe, emit=_told(progress))

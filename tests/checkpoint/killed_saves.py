@@ -9,8 +9,8 @@ from fitune.checkpoint.save import begin_save, commit_save, write_share
 from fitune.checkpoint.slices import Divided, file_of, share_of
 from fitune.checkpoint.state import NAMES, TrainState
 from fitune.engine.ranks import ALONE
-from fitune.spec.counts import rows_of_share
 from fitune.train.saving import save_together
+from fitune.values.counts import rows_of_share
 
 
 def save(run, state, *, keep, eval_loss):

@@ -24,9 +24,9 @@ from fitune.checkpoint.remote import (
 )
 from fitune.checkpoint.resume import begin_line, newest_checkpoint
 from fitune.errors import CheckpointError, StoreError
-from fitune.spec.serial import to_json
 from fitune.stores import opening
 from fitune.stores.writing import Store
+from fitune.values.serial import to_json
 from runs import contents
 
 pytest.importorskip("fsspec")

@@ -7,9 +7,9 @@ import pytest
 
 from fitune.checkpoint.resume import compare_plans, require_resumable, with_unsaid_fields
 from fitune.errors import CheckpointError
-from fitune.spec.machines.hardware import Hardware
-from fitune.spec.model.model_spec import Dropout
-from fitune.spec.plan import (
+from fitune.values.machines.hardware import Hardware
+from fitune.values.model.model_spec import Dropout
+from fitune.values.plan import (
     AdamW,
     Batch,
     ChunkedLoss,
@@ -28,7 +28,7 @@ from fitune.spec.plan import (
     Schedule,
     Steps,
 )
-from fitune.spec.serial import from_data, from_json, to_data, to_json
+from fitune.values.serial import from_data, from_json, to_data, to_json
 from plans import plan_for, small_llama
 
 MODEL = small_llama()

@@ -12,7 +12,7 @@ from fitune.checkpoint.resume import load_checkpoint
 from fitune.checkpoint.slices import SavedTensors, joined, read_index
 from fitune.checkpoint.state import TrainState
 from fitune.errors import CheckpointError
-from fitune.spec.counts import rows_of_share
+from fitune.values.counts import rows_of_share
 
 WEIGHTS = {
     "even": torch.randn(8, 3),

@@ -23,7 +23,7 @@ def test_planning_imports_no_torch_and_writes_nothing(tmp_path):
     ]
     program = (
         "import sys, fitune\n"
-        "assert 'fitune.spec.plan' not in sys.modules, 'fitune is imported quickly'\n"
+        "assert 'fitune.values.plan' not in sys.modules, 'fitune is imported quickly'\n"
         "from fitune.cli import main\n"
         f"for words in {commands!r}:\n"
         "    sys.argv = ['fitune', *words.split()]\n"
@@ -260,7 +260,7 @@ def test_another_trainers_recipe_is_planned_and_converted(call, tmp_path):
 
 
 def test_help_lists_every_key_of_a_recipe_by_group(call):
-    from fitune.spec.recipe.keys import GROUPS, all_keys
+    from fitune.recipe.keys import GROUPS, all_keys
 
     out = call("train", "--help").ends(0)
     assert all(group in out for group in GROUPS.values())

@@ -14,7 +14,7 @@ from fitune.measure.hardware import detect_hardware
 from fitune.measure.measurements import device_key, store_calibration, stored_calibration
 from fitune.session import doctor as examination
 from fitune.session.doctor import _EXTRAS, calibrate_device
-from fitune.spec.machines.hardware import AttentionRate, Calibration, Rate, Traffic
+from fitune.values.machines.hardware import AttentionRate, Calibration, Rate, Traffic
 
 
 def calibration():

@@ -9,10 +9,10 @@ from typer.main import get_command
 from fitune.cli.app import app
 from fitune.errors import RecipeError
 from fitune.planner.defaults import data_of
+from fitune.recipe.job import read_job_settings
+from fitune.recipe.score_recipe import ScoreRecipe, options_of
 from fitune.session.planning import plan_on_data
 from fitune.session.recipes.reading import recipe_from, split_words
-from fitune.spec.recipe.job import read_job_settings
-from fitune.spec.recipe.score_recipe import ScoreRecipe, options_of
 
 
 def recipe(words, *settings):

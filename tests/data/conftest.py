@@ -4,7 +4,7 @@ import pytest
 
 from data.tiny_tokenizers import byte_tokenizer
 from fitune.data.preparing import prepare_data
-from fitune.spec.plan import DataPlan, DataSource
+from fitune.values.plan import DataPlan, DataSource
 
 _OF_THE_CALL = {"seq_len", "seed", "contents", "watch", "on_note", "sends"}
 """What prepare_data takes beside the data's own settings."""

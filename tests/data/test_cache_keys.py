@@ -13,7 +13,7 @@ from fitune.data import preparing
 from fitune.data.preparing import contents_of
 from fitune.engine.ranks import Ranks
 from fitune.errors import DataError, RankFailed
-from fitune.spec.plan import DataPlan, DataSource
+from fitune.values.plan import DataPlan, DataSource
 from jsonl import write_lines
 
 ROWS = [{"text": f"what is {i}?", "other": f"the answer is {i}"} for i in range(24)]

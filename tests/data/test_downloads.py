@@ -9,8 +9,8 @@ from fitune.data.reading import files
 from fitune.data.reading.sources import content_key, read_rows
 from fitune.errors import DataError
 from fitune.files import cache_folder
-from fitune.spec.plan import DataSource
 from fitune.stores import opening
+from fitune.values.plan import DataSource
 
 LINES = b"".join(b'{"text": "row %d"}\n' % number for number in range(20_000))
 

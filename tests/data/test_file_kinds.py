@@ -10,7 +10,7 @@ import pytest
 from fitune.data.reading.sources import content_key, read_rows, rows_of
 from fitune.errors import DataError, RecipeError
 from fitune.planner.defaults import data_of
-from fitune.spec.plan import DataSource
+from fitune.values.plan import DataSource
 from plans import recipe_of
 
 ROWS = [{"prompt": f"question {i} é", "completion": f"answer {i}, and more"} for i in range(200)]

@@ -6,7 +6,7 @@ import torch
 
 from fitune.data.dataset import TokenDataset
 from fitune.data.loader import IGNORED, Loader, LoaderState, eval_batches, micro_batch_of
-from fitune.spec.plan import Batch
+from fitune.values.plan import Batch
 
 
 def make_dataset(rows=23, seed=0):

@@ -5,8 +5,8 @@ import pytest
 
 from fitune.data.dataset import TokenDataset
 from fitune.data.loader import Loader, LoaderState
-from fitune.spec.model.block_profile import BatchShape
-from fitune.spec.plan import Batch
+from fitune.values.model.block_profile import BatchShape
+from fitune.values.plan import Batch
 
 
 def dataset(lengths):

@@ -15,7 +15,7 @@ from fitune.data.loader import Loader, LoaderState
 from fitune.data.reading.rows import BadRow
 from fitune.data.tokenising import RowTokeniser
 from fitune.errors import DataError
-from fitune.spec.plan import Batch, DataSource
+from fitune.values.plan import Batch, DataSource
 from jsonl import write_lines
 
 

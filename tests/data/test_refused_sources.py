@@ -10,7 +10,7 @@ from fitune.data.reading import sources
 from fitune.data.reading.rows import Row
 from fitune.data.reading.sources import read_rows, rows_of
 from fitune.errors import DataError
-from fitune.spec.plan import DataFormat, DataSource
+from fitune.values.plan import DataFormat, DataSource
 from jsonl import write_lines
 
 TWICE = [

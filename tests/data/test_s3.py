@@ -12,8 +12,8 @@ from data.s3_server import SECRET, client, use_server
 from fitune.data.reading.sources import content_key, read_rows
 from fitune.data.tokenising import RowTokeniser
 from fitune.errors import DataError
-from fitune.spec.plan import DataSource
 from fitune.stores import opening, reading
+from fitune.values.plan import DataSource
 from optional_libraries import NEEDS_S3
 
 pytestmark = NEEDS_S3

@@ -8,7 +8,7 @@ import fitune.data.sampling as sampling
 from data.tiny_tokenizers import byte_tokenizer
 from fitune.data.sampling import BYTES_PER_TOKEN, TOKENS_PER_MESSAGE, bytes_per_token, sample_rows
 from fitune.errors import DataError
-from fitune.spec.plan import Batch, DataPlan, DataSource
+from fitune.values.plan import Batch, DataPlan, DataSource
 from jsonl import write_lines
 
 NOWHERE = Path("no-model")

@@ -12,7 +12,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from fitune.data.reading.sources import content_key, read_rows
 from fitune.errors import DataError
-from fitune.spec.plan import DataSource
+from fitune.values.plan import DataSource
 from jsonl import write_lines
 
 ROWS = [{"prompt": f"question {i} é", "completion": f"answer {i}"} for i in range(20)]

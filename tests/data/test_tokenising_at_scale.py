@@ -18,7 +18,7 @@ from fitune.data import making, tokenising
 from fitune.data.conversations.messages import Conversation, Message
 from fitune.data.conversations.templates import load_template
 from fitune.errors import DataError
-from fitune.spec.plan import DataSource
+from fitune.values.plan import DataSource
 
 
 def row(i):

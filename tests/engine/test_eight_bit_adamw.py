@@ -8,7 +8,7 @@ from torch.nn import Parameter
 
 from fitune.engine.optimizers import DirectOptimizer, EightBitAdamW, MasterOptimizer
 from fitune.errors import MissingExtra
-from fitune.spec.plan import AdamW, AdamW8bit
+from fitune.values.plan import AdamW, AdamW8bit
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 

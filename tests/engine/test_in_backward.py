@@ -18,7 +18,7 @@ from fitune.engine.fused_rules import rule_for
 from fitune.engine.in_backward import InBackwardEngine
 from fitune.engine.plain import PlainEngine
 from fitune.errors import TrainingFailed
-from fitune.spec.plan import (
+from fitune.values.plan import (
     AdamW,
     AdamW8bit,
     ClipByNorm,

@@ -15,10 +15,10 @@ from faults.budgets import Budget
 from fitune.engine.host import HostMemory
 from fitune.engine.kept_rows import divided
 from fitune.engine.ranks import local_part
-from fitune.spec.model.model_config import load_model_spec
-from fitune.spec.plan import Dense, Hqq, Lora, Nf4, Offload, Zero
-from fitune.spec.recipe.targets import resolve_targets
+from fitune.recipe.targets import resolve_targets
 from fitune.train.prepare import prepare
+from fitune.values.model.model_config import load_model_spec
+from fitune.values.plan import Dense, Hqq, Lora, Nf4, Offload, Zero
 from models.tiny_models import tiny_model
 from plans import CPU, plan_for
 

@@ -10,7 +10,7 @@ from fitune.engine.in_backward import InBackwardEngine
 from fitune.engine.plain import PlainEngine
 from fitune.errors import TrainingFailed
 from fitune.models.language_model import language_model, recompute_blocks
-from fitune.spec.plan import (
+from fitune.values.plan import (
     ChunkedLoss,
     ClipByNorm,
     ClipByValue,

@@ -3,7 +3,7 @@
 import pytest
 
 from engine.test_lomo import UNCLIPPED, lomo, small, steps, weights
-from fitune.spec.plan import ClipByNorm, ClipByValue
+from fitune.values.plan import ClipByNorm, ClipByValue
 from models.streams import make_rows, stream_of
 
 lomo_optim = pytest.importorskip(

@@ -15,8 +15,8 @@ from fitune.engine.gradient_scale import clip_factor, clip_on_device, global_nor
 from fitune.engine.optimizers import DirectOptimizer, MasterOptimizer, set_learning_rate, takes_decay
 from fitune.engine.plain import PlainEngine
 from fitune.errors import TrainingFailed
-from fitune.spec.plan import AdamW, ClipByValue, Full, Lomo, Precision, Sgd
-from fitune.spec.predictions import Phase
+from fitune.values.plan import AdamW, ClipByValue, Full, Lomo, Precision, Sgd
+from fitune.values.predictions import Phase
 from models.streams import forward_backward, optimizer_step
 from train.test_traced_walks import bench
 

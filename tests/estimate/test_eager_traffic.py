@@ -13,9 +13,9 @@ from fitune.estimate.blocks.eager import block_passes
 from fitune.measure.device_rates import computes
 from fitune.models.weights import compute_dtype
 from fitune.rehearse.step import full_stream
-from fitune.spec.model.model_config import spec_from_config
-from fitune.spec.predictions import Phase
 from fitune.train.prepare import prepare_loaded
+from fitune.values.model.model_config import spec_from_config
+from fitune.values.predictions import Phase
 from plans import known, plan_for
 
 TOKENS = 64

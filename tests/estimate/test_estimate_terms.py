@@ -15,13 +15,13 @@ from fitune.estimate.loss import bytes_per_logit, logits_bytes
 from fitune.estimate.overhead import usable_bytes
 from fitune.estimate.predict import largest_batch, predict_memory
 from fitune.estimate.states import update_temporaries_bytes
-from fitune.spec.counts import count_parameters
-from fitune.spec.machines.hardware import Measured
-from fitune.spec.model.block_profile import BatchShape
-from fitune.spec.model.traits import ACTIVATIONS
-from fitune.spec.plan import AdamW, Nf4, Sgd
-from fitune.spec.predictions import Phase
 from fitune.units import MIB
+from fitune.values.counts import count_parameters
+from fitune.values.machines.hardware import Measured
+from fitune.values.model.block_profile import BatchShape
+from fitune.values.model.traits import ACTIVATIONS
+from fitune.values.plan import AdamW, Nf4, Sgd
+from fitune.values.predictions import Phase
 from plans import CPU, gpu, known, plan_for, small_llama
 
 
@@ -42,9 +42,9 @@ def test_the_release_of_torch_is_read_without_loading_it(monkeypatch, torch, rel
 def test_fused_kernels_take_one_key_head_from_torch_2_14(monkeypatch):
     """Falcon-7B's: 71 fp32 scores for each pair of tokens of the stream before, output and fp32 log-sum-exp since."""
     plan = plan_for(known("falcon-7b"), precision="bf16", hardware=gpu("h100"))
-    monkeypatch.setattr("fitune.spec.model.traits.torch_release", lambda: (2, 13))
+    monkeypatch.setattr("fitune.values.model.traits.torch_release", lambda: (2, 13))
     written = kept_per_token(plan)
-    monkeypatch.setattr("fitune.spec.model.traits.torch_release", lambda: (2, 14))
+    monkeypatch.setattr("fitune.values.model.traits.torch_release", lambda: (2, 14))
     q, k, n = 71 * 64, 64, 71
     in_fp32, fused = 4 * (q + 2 * k), 2 * (q + 2 * k) + 2 * q + 4 * n
     assert written - kept_per_token(plan) == 4 * n * 1024 + in_fp32 + 2 * q - fused

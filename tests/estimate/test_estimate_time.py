@@ -10,8 +10,8 @@ from fitune.estimate.rates import PRODUCT_EFFICIENCY, rates_of
 from fitune.estimate.step import describe_step
 from fitune.estimate.transfers import Exchange, cpu_adam_seconds, exchange_seconds
 from fitune.estimate.work import attention_seconds
-from fitune.spec.counts import count_parameters, model_flops
-from fitune.spec.machines.hardware import (
+from fitune.values.counts import count_parameters, model_flops
+from fitune.values.machines.hardware import (
     AttentionRate,
     Calibration,
     Collectives,
@@ -20,8 +20,8 @@ from fitune.spec.machines.hardware import (
     Rate,
     Traffic,
 )
-from fitune.spec.plan import Offload, Precision, Zero
-from fitune.spec.predictions import Phase
+from fitune.values.plan import Offload, Precision, Zero
+from fitune.values.predictions import Phase
 from plans import CPU, gpu, known, plan_for, small_llama
 
 

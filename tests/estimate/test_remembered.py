@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from fitune.estimate import buffers, division, parameters, transfers
-from fitune.spec import counts, deepspeed
-from fitune.spec.plan import (
+from fitune.values import counts, deepspeed
+from fitune.values.plan import (
     Batch,
     ClipByNorm,
     Ddp,
@@ -19,7 +19,7 @@ from fitune.spec.plan import (
     Single,
     Zero,
 )
-from fitune.spec.remembered import remembered
+from fitune.values.remembered import remembered
 from plans import gpu, known, plan_for, small_llama
 
 OF_VALUES = {

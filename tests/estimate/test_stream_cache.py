@@ -5,8 +5,8 @@ from dataclasses import replace
 from fitune.estimate.overhead import allocator_slack_bytes, stream_cache_bytes
 from fitune.estimate.predict import predict, predict_memory
 from fitune.planner.explain import memory_sum
-from fitune.spec.plan import Nf4, Zero
-from fitune.spec.predictions import Phase
+from fitune.values.plan import Nf4, Zero
+from fitune.values.predictions import Phase
 from plans import gpu, known, plan_for
 
 

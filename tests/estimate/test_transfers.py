@@ -22,8 +22,9 @@ from fitune.estimate.transfers import (
     transfers_of,
 )
 from fitune.estimate.work import MODULE_HOOK_SECONDS, backward_work, forward_work
-from fitune.spec.machines.gpus import find_gpu, hardware_for
-from fitune.spec.plan import (
+from fitune.units import MIB
+from fitune.values.machines.gpus import find_gpu, hardware_for
+from fitune.values.plan import (
     AdamW8bit,
     ClipByNorm,
     ClipByValue,
@@ -37,9 +38,8 @@ from fitune.spec.plan import (
     Single,
     Zero,
 )
-from fitune.spec.predictions import Estimate, Phase
-from fitune.spec.serial import from_data, to_data
-from fitune.units import MIB
+from fitune.values.predictions import Estimate, Phase
+from fitune.values.serial import from_data, to_data
 from plans import gpu, known, plan_for
 
 P = 8_030_261_248

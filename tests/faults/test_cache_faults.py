@@ -10,7 +10,7 @@ import pytest
 from data.tiny_tokenizers import byte_tokenizer
 from fitune.data import cache
 from fitune.data.preparing import prepare_data
-from fitune.spec.plan import DataPlan, DataSource
+from fitune.values.plan import DataPlan, DataSource
 from jsonl import write_lines
 
 FILES = [f"{part}/{name}" for part in ("train", "eval") for name in ("ids", "supervised", "offsets")]

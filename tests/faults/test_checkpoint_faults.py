@@ -15,7 +15,7 @@ from checkpoint.saves import names
 from fitune.checkpoint.commit import read_commit, sealed, verify
 from fitune.checkpoint.resume import load_checkpoint, newest_checkpoint
 from fitune.errors import CheckpointError
-from fitune.spec.serial import to_json
+from fitune.values.serial import to_json
 
 
 @pytest.fixture

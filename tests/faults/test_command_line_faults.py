@@ -12,8 +12,8 @@ from fitune.data.dataset import TokenDataset
 from fitune.data.loader import Loader
 from fitune.errors import SystemFailed
 from fitune.session.train import training
-from fitune.spec import hub
-from fitune.spec.plan import Batch
+from fitune.values import hub
+from fitune.values.plan import Batch
 from runs import contents, report_of
 
 

@@ -7,10 +7,10 @@ import pytest
 from fitune.credentials import credential_in, without_credentials
 from fitune.data.reading.sources import read_rows
 from fitune.errors import DataError, FituneError, RecipeError
+from fitune.recipe.recipe import parse_recipe
 from fitune.session.recipes.reading import read_any_recipe
-from fitune.spec.plan import DataSource
-from fitune.spec.recipe.recipe import parse_recipe
 from fitune.train.failure import traceback_text
+from fitune.values.plan import DataSource
 
 SECRET = "Xy7" * 12
 WITH_SECRET = [

@@ -8,8 +8,8 @@ import pytest
 
 from fitune.checkpoint.state import TrainState
 from fitune.errors import CheckpointError
-from fitune.spec.serial import from_json, to_data
 from fitune.train.start import where_to_start
+from fitune.values.serial import from_json, to_data
 
 SHAPES = {
     "a list": "[1, 2]",

@@ -14,7 +14,7 @@ from fitune.data.preparing import prepare_data
 from fitune.data.reading.rows import BadRow, Row
 from fitune.data.reading.sources import read_rows, rows_of
 from fitune.errors import DataError
-from fitune.spec.plan import DataPlan, DataSource
+from fitune.values.plan import DataPlan, DataSource
 
 GOOD = b'{"prompt": "hi", "completion": "yo"}\n'
 

@@ -15,8 +15,8 @@ import fitune
 from conftest import settings_of
 from fitune.checkpoint import export
 from fitune.errors import CheckpointError
-from fitune.spec.machines.gpus import find_gpu, hardware_for
-from fitune.spec.serial import to_json
+from fitune.values.machines.gpus import find_gpu, hardware_for
+from fitune.values.serial import to_json
 from runs import report_of, same_weights, written_plan
 
 MERGED = {"export": "merged"}

@@ -7,11 +7,11 @@ import pytest
 
 from faults import one_failure
 from fitune.errors import RunDirectoryError
+from fitune.recipe.recipe import canonical_keys, dump_recipe, parse_recipe
 from fitune.session.planning import plan_for
 from fitune.session.train.attempts import Attempt, hand_over, take_over
-from fitune.spec.recipe.recipe import canonical_keys, dump_recipe, parse_recipe
-from fitune.spec.reports import Restart
-from fitune.spec.run_directory import RETRY
+from fitune.values.reports import Restart
+from fitune.values.run_directory import RETRY
 from runs import report_of, set_words
 
 RESTART = Restart(

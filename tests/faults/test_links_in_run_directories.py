@@ -12,10 +12,10 @@ from fitune.checkpoint.state import TrainState
 from fitune.errors import FituneError, RunDirectoryError
 from fitune.files import open_for_append, remove_stale_siblings, temporary_sibling, write_atomically
 from fitune.report.run_files import read_run
-from fitune.spec.run_directory import FILES, FOLDERS, require_real_files
-from fitune.spec.run_lock import lock_directory
 from fitune.track.metrics import MetricsLog
 from fitune.train.directory import remove_run, require_own_directory
+from fitune.values.run_directory import FILES, FOLDERS, require_real_files
+from fitune.values.run_lock import lock_directory
 
 STATE = TrainState(step=1, tensors={}, facts={})
 

@@ -15,9 +15,9 @@ import pytest
 
 from fitune.checkpoint.commit import Commit, Stored, sealed, verify
 from fitune.errors import CheckpointError, RunDirectoryError
-from fitune.spec import run_lock
-from fitune.spec.run_lock import lock_directory
-from fitune.spec.serial import to_json
+from fitune.values import run_lock
+from fitune.values.run_lock import lock_directory
+from fitune.values.serial import to_json
 
 EMPTY = hashlib.sha256().hexdigest()
 
@@ -209,7 +209,7 @@ def test_without_file_locks_the_text_of_the_lock_decides(tmp_path, monkeypatch, 
             pass
 
 
-_IMPORT = "from pathlib import Path\nfrom fitune.spec.run_lock import lock_directory"
+_IMPORT = "from pathlib import Path\nfrom fitune.values.run_lock import lock_directory"
 
 
 def try_elsewhere(folder):

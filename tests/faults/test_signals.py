@@ -12,7 +12,7 @@ from faults import stopped_programs
 from faults.faulty_ranks import until_ready
 from fitune.models.language_model import LanguageModel
 from fitune.session.signals import EXIT_CODES, StopRequest
-from fitune.spec.rank_status import LAUNCHER
+from fitune.values.rank_status import LAUNCHER
 from runs import report_of, set_words
 
 TERM, INT = signal.SIGTERM, signal.SIGINT

@@ -5,7 +5,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fitune.spec.recipe.recipe import ALIASES, Recipe
+from fitune.recipe.recipe import ALIASES, Recipe
 from fuzz.hostile import TEXTS, VALUES, damaged
 
 pytestmark = pytest.mark.fuzz

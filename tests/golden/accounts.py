@@ -15,11 +15,11 @@ from unittest.mock import patch
 from fitune.errors import FituneError
 from fitune.estimate.model_profile import memory_of_blocks, model_profile
 from fitune.estimate.predict import largest_batch
+from fitune.recipe.recipe import parse_recipe
 from fitune.session.planning import plan_for, wanted_hardware
-from fitune.spec.machines.gpus import cpu_gpu
-from fitune.spec.model.tracer import trace_with
-from fitune.spec.recipe.recipe import parse_recipe
-from fitune.spec.serial import to_data
+from fitune.values.machines.gpus import cpu_gpu
+from fitune.values.model.tracer import trace_with
+from fitune.values.serial import to_data
 
 FILE = Path(__file__).with_suffix(".jsonl")
 COUNT = 200
@@ -54,7 +54,7 @@ def recipes():
 
 
 @patch("fitune.estimate.memory.torch_release", lambda: (2, 13))
-@patch("fitune.spec.model.traits.torch_release", lambda: (2, 13))
+@patch("fitune.values.model.traits.torch_release", lambda: (2, 13))
 def account(recipe):
     """What fitune says of one recipe where torch 2.13 is installed; the kind of refusal where it refuses. Nothing is
     traced."""

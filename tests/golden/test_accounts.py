@@ -6,9 +6,9 @@ import pytest
 
 from fitune.errors import NothingFits
 from fitune.planner import nothing_fits
+from fitune.recipe.recipe import parse_recipe
 from fitune.session.planning import plan_for
-from fitune.spec.model.tracer import trace_with
-from fitune.spec.recipe.recipe import parse_recipe
+from fitune.values.model.tracer import trace_with
 from golden.accounts import FILE, account, recipes
 
 GOLDEN = [json.loads(line) for line in FILE.read_text().splitlines()]

@@ -13,12 +13,12 @@ from fitune.errors import HardwareError, PeerGone, RecipeError
 from fitune.launch.torchrun import Ended, Exit, ended
 from fitune.session.clusters.launching import machine_commands
 from fitune.session.clusters.ray_ranks import cause_of_loss, write_losses
-from fitune.spec.rank_status import RankError, RankStatus, read_statuses, write_status
-from fitune.spec.run_directory import LOGS, rank_log
 from fitune.track.metrics import to_line
 from fitune.train import peers
 from fitune.train.failure import Whereabouts
 from fitune.train.peers import name_the_cause, stall_seconds, stalled_error
+from fitune.values.rank_status import RankError, RankStatus, read_statuses, write_status
+from fitune.values.run_directory import LOGS, rank_log
 from plans import CPU, plan_for, small_llama
 from report.conftest import make_steps
 from several import kept_port

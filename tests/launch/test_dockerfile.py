@@ -13,7 +13,7 @@ import pytest
 
 import fitune
 from fitune.launch.manifests import _before_it_stops
-from fitune.spec.recipe.job import JobSettings
+from fitune.recipe.job import JobSettings
 
 ROOT = Path(fitune.__file__).parents[2]
 NOT_HERE = ("apt-get", "useradd")

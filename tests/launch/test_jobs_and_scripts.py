@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from fitune.errors import FituneError, OutOfMemory, RecipeError
+from fitune.recipe.recipe import canonical_keys, parse_recipe
 from fitune.session.clusters.launching import launch_file
-from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
 from launch.manifests import wrong_with_pod
 from plans import recipe_of
 

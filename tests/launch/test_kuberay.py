@@ -17,17 +17,17 @@ import yaml
 from fitune.errors import FituneError, HardwareError, RecipeError, RunDirectoryError
 from fitune.launch.draining import drain, has_ranks
 from fitune.launch.manifests import _template
+from fitune.recipe.job import job_name
+from fitune.recipe.recipe import canonical_keys, parse_recipe
+from fitune.recipe.strict_yaml import parse_value
 from fitune.session.clusters.launching import launch_file, recipe_below, split_settings
 from fitune.session.planning import pinned, plan_for
 from fitune.session.recipes.reading import read_any_recipe
-from fitune.spec import run_lock
-from fitune.spec.machines.gpus import find_gpu
-from fitune.spec.recipe.job import job_name
-from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
-from fitune.spec.recipe.strict_yaml import parse_value
-from fitune.spec.run_directory import LOCK
-from fitune.spec.run_lock import WAIT_VARIABLE, lock_directory
 from fitune.units import GIB
+from fitune.values import run_lock
+from fitune.values.machines.gpus import find_gpu
+from fitune.values.run_directory import LOCK
+from fitune.values.run_lock import WAIT_VARIABLE, lock_directory
 from launch.manifests import wrong_with
 from plans import recipe_of
 

@@ -8,7 +8,7 @@ PROGRAM = """
 import sys
 from fitune.session import program
 from fitune.session.events import ignore_event
-from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
+from fitune.recipe.recipe import canonical_keys, parse_recipe
 
 model, data, output = sys.argv[1:]
 words = {"model": model, "data": [data], "output_dir": output, "tuning": "lora", "gpu": "cpu", "gpus": 2, "zero": 2}

@@ -9,8 +9,8 @@ from fitune.launch.nodes import OneNode
 from fitune.launch.place import Place
 from fitune.session import program
 from fitune.session.program import require_one_machine
-from fitune.spec.serial import to_json
 from fitune.units import GIB
+from fitune.values.serial import to_json
 from plans import gpu, plan_for, recipe_of, small_llama
 
 TWO_NODES = plan_for(small_llama(), hardware=gpu("h100", gpus=4, nodes=2))

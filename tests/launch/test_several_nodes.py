@@ -11,7 +11,7 @@ import pytest
 
 from faults import faulty_ranks
 from faults.faulty_ranks import until_heard, until_ready
-from fitune.spec.rank_status import read_statuses
+from fitune.values.rank_status import read_statuses
 from launch.namespaces import two_machines
 from runs import assert_close, report_of, set_words
 

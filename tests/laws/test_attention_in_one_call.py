@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from fitune.spec.predictions import Phase
+from fitune.values.predictions import Phase
 from laws.test_rehearsal_estimate import check, hidden_states_off, rehearsed_peak
 from plans import gpu, plan_for
 from rehearse.tiny_configs import tiny

@@ -8,11 +8,11 @@ import pytest
 from fitune.estimate.parameters import stored_bytes, weights_bytes
 from fitune.estimate.states import resting_gradient_bytes
 from fitune.estimate.step import resident_terms
-from fitune.spec.counts import base_tensors, count_parameters
-from fitune.spec.machines.gpus import find_gpu, hardware_for
-from fitune.spec.model.known_models import names_with_formulas
-from fitune.spec.plan import AdamW8bit, Hqq, Lora, Nf4, Offload, Single, Zero
-from fitune.spec.plan import Full as FullTuning
+from fitune.values.counts import base_tensors, count_parameters
+from fitune.values.machines.gpus import find_gpu, hardware_for
+from fitune.values.model.known_models import names_with_formulas
+from fitune.values.plan import AdamW8bit, Hqq, Lora, Nf4, Offload, Single, Zero
+from fitune.values.plan import Full as FullTuning
 from laws.classic_accounts import (
     classic_layer_activation_bytes,
     communicated_elements,

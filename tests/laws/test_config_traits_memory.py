@@ -6,7 +6,7 @@ import pytest
 
 from fitune.estimate.predict import predict_memory
 from fitune.rehearse.step import record_step
-from fitune.spec.model.block_profile import BatchShape
+from fitune.values.model.block_profile import BatchShape
 from laws.test_memory_prediction import bench
 from laws.test_memory_prediction_families import measured_peak
 from plans import CPU, gpu, plan_for

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from fitune.spec.plan import AdamW8bit, Dense, Nf4
+from fitune.values.plan import AdamW8bit, Dense, Nf4
 from laws.test_memory_prediction import bench
 from laws.test_rehearsal_real_step import check_all
 

@@ -6,7 +6,7 @@ import pytest
 
 from fitune.estimate.predict import predict_memory
 from fitune.rehearse.step import trace_plan
-from fitune.spec.plan import Dense, Nf4
+from fitune.values.plan import Dense, Nf4
 from laws.test_memory_prediction import bench
 from laws.test_rehearsal_real_step import check_all
 from plans import gpu, plan_for

@@ -6,8 +6,8 @@ from itertools import pairwise
 import pytest
 
 from fitune.estimate.predict import predict, predict_memory
-from fitune.spec.plan import AdamW, Sgd
-from fitune.spec.predictions import Phase
+from fitune.values.plan import AdamW, Sgd
+from fitune.values.predictions import Phase
 from plans import gpu, known, plan_for, small_llama
 
 MODELS = ("llama-3.1-8b", "qwen3-4b", "gemma-3-4b", "phi-3-mini", "mixtral-8x7b", "falcon-7b", "gpt2")

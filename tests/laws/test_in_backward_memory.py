@@ -6,8 +6,8 @@ import pytest
 
 from fitune.estimate.parameters import gradients_bytes
 from fitune.estimate.predict import predict_memory
-from fitune.spec.plan import AdamW, AdamW8bit, ClipByNorm, Full, InBackward
-from fitune.spec.predictions import Phase
+from fitune.values.plan import AdamW, AdamW8bit, ClipByNorm, Full, InBackward
+from fitune.values.predictions import Phase
 from laws.test_memory_prediction import bench
 from laws.test_rehearsal_depth import check_repeated
 from laws.test_rehearsal_estimate import TOLERANCE, check

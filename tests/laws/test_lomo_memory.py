@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from fitune.spec.plan import AdamW, ClipByNorm, ClipByValue, Full, InBackward, Lomo, Sgd
+from fitune.values.plan import AdamW, ClipByNorm, ClipByValue, Full, InBackward, Lomo, Sgd
 from laws import test_memory_prediction, test_rehearsal_real_step
 from laws.test_memory_prediction import bench
 from laws.test_rehearsal_estimate import check, hidden_states_off

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from fitune.spec.plan import Sgd
-from fitune.spec.predictions import Phase
+from fitune.values.plan import Sgd
+from fitune.values.predictions import Phase
 
 _FILE = Path(__file__).parents[2] / "bench" / "cpu_memory.py"
 _SPEC = spec_from_file_location("cpu_memory", _FILE)

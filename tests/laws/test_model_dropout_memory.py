@@ -6,7 +6,7 @@ import pytest
 
 from fitune.estimate.predict import predict_memory, predict_step_time
 from fitune.rehearse.step import trace_plan
-from fitune.spec.model.model_spec import NO_DROPOUT
+from fitune.values.model.model_spec import NO_DROPOUT
 from laws.test_config_traits_memory import ROWS, TOLERANCE, by_rows, check, check_real
 from laws.test_rehearsal_estimate import check as check_packed
 from plans import CPU, gpu, plan_for

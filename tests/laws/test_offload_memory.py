@@ -7,8 +7,8 @@ import torch
 
 from fitune.estimate.parameters import weights_bytes
 from fitune.measure.memory import LiveTensors
-from fitune.spec.plan import Nf4, Offload
-from fitune.spec.predictions import Phase
+from fitune.values.plan import Nf4, Offload
+from fitune.values.predictions import Phase
 from laws import test_rehearsal_real_step
 from laws.test_memory_prediction import ROWS, bench, measured_peaks
 from laws.test_rehearsal_estimate import check, hidden_states_off

@@ -5,13 +5,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from fitune.recipe.targets import resolve_targets
 from fitune.rehearse.profile import TransformersTracer
-from fitune.spec.counts import adapters_of, count_parameters, lora_parameters
-from fitune.spec.model.known_models import find_known_model, names_with_formulas
-from fitune.spec.model.model_config import load_model_spec, spec_from_config
-from fitune.spec.model.tracer import trace_with
-from fitune.spec.plan import Lora
-from fitune.spec.recipe.targets import resolve_targets
+from fitune.values.counts import adapters_of, count_parameters, lora_parameters
+from fitune.values.model.known_models import find_known_model, names_with_formulas
+from fitune.values.model.model_config import load_model_spec, spec_from_config
+from fitune.values.model.tracer import trace_with
+from fitune.values.plan import Lora
 
 HAND_COUNTS = {
     # blocks · (q + k + v + o + gate, up, down + norms) + embeddings + final norm + head

@@ -12,12 +12,12 @@ from fitune.estimate.model_profile import model_profile
 from fitune.estimate.predict import predict_memory
 from fitune.models.readers import model_config
 from fitune.rehearse.step import trace_plan
-from fitune.spec.counts import adapted_blocks, untouched_blocks
-from fitune.spec.model.block_profile import BatchShape
-from fitune.spec.model.known_models import configs_to_trace
-from fitune.spec.model.model_config import load_model_spec
-from fitune.spec.model.tracing import NOT_SHIPPED
-from fitune.spec.plan import Batch
+from fitune.values.counts import adapted_blocks, untouched_blocks
+from fitune.values.model.block_profile import BatchShape
+from fitune.values.model.known_models import configs_to_trace
+from fitune.values.model.model_config import load_model_spec
+from fitune.values.model.tracing import NOT_SHIPPED
+from fitune.values.plan import Batch
 from plans import gpu, plan_for
 from rehearse.tiny_configs import tensor_peak
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from fitune.rehearse.step import record_step
-from fitune.spec.plan import Hqq, Nf4
+from fitune.values.plan import Hqq, Nf4
 from laws import test_memory_prediction, test_rehearsal_real_step
 from laws.test_memory_prediction import bench
 from laws.test_memory_prediction_families import ROWS, measured_peak

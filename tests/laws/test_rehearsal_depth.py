@@ -5,7 +5,7 @@ import pytest
 from fitune.rehearse.layer_extrapolation import ROW, Depth
 from fitune.rehearse.step import trace_plan
 from fitune.rehearse.trace import Reached, peaks_by_kind, reserved_peak
-from fitune.spec.predictions import Phase
+from fitune.values.predictions import Phase
 from plans import CPU, gpu, plan_for
 from rehearse.tiny_configs import tiny
 

@@ -13,8 +13,8 @@ from fitune.estimate.predict import predict_memory
 from fitune.rehearse.stand_ins import StandIns, cuda_functions
 from fitune.rehearse.step import trace_plan
 from fitune.rehearse.trace import peaks_by_kind
-from fitune.spec.plan import Hqq, Nf4
-from fitune.spec.predictions import Phase
+from fitune.values.plan import Hqq, Nf4
+from fitune.values.predictions import Phase
 from plans import CPU, gpu, plan_for
 from rehearse.tiny_configs import FAMILIES, tensor_peak, tiny
 

@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 
 from fitune.rehearse.step import record_step
 from fitune.rehearse.trace import peaks_by_kind
-from fitune.spec.predictions import Phase
+from fitune.values.predictions import Phase
 from laws import test_memory_prediction
 from laws.test_memory_prediction import ROWS, bench, measured_peaks
 

@@ -8,9 +8,10 @@ import pytest
 from fitune.errors import RecipeError
 from fitune.estimate.parameters import weights_share_bytes
 from fitune.estimate.predict import predict_memory
+from fitune.recipe.targets import resolve_targets
 from fitune.rehearse.step import trace_plan
 from fitune.rehearse.trace import Allocated, peaks_by_kind, reserved_peak
-from fitune.spec.plan import (
+from fitune.values.plan import (
     AdamW,
     ClipByNorm,
     ClipByValue,
@@ -24,8 +25,7 @@ from fitune.spec.plan import (
     Sgd,
     Zero,
 )
-from fitune.spec.predictions import Phase
-from fitune.spec.recipe.targets import resolve_targets
+from fitune.values.predictions import Phase
 from plans import CPU, plan_for
 from rehearse.tiny_configs import tensor_peak, tiny
 

@@ -14,10 +14,10 @@ from fitune.estimate.buffers import (
 from fitune.estimate.parameters import root_weight_bytes
 from fitune.estimate.predict import predict_memory
 from fitune.estimate.transfers import communication_of
-from fitune.spec.counts import count_parameters
-from fitune.spec.deepspeed import BUCKET_ELEMENTS
-from fitune.spec.machines.gpus import find_gpu, hardware_for
-from fitune.spec.plan import (
+from fitune.values.counts import count_parameters
+from fitune.values.deepspeed import BUCKET_ELEMENTS
+from fitune.values.machines.gpus import find_gpu, hardware_for
+from fitune.values.plan import (
     AdamW8bit,
     ClipByNorm,
     ClipByValue,
@@ -31,7 +31,7 @@ from fitune.spec.plan import (
     Single,
     Zero,
 )
-from fitune.spec.predictions import Phase
+from fitune.values.predictions import Phase
 from plans import gpu, known, plan_for
 
 MODELS = ("llama-3.1-8b", "qwen3-4b", "llama-3.2-1b", "mixtral-8x7b", "gpt2")
@@ -229,7 +229,7 @@ def quantised(base, **choice):
 def test_the_largest_linear_is_whole_while_it_is_multiplied():
     """2·out·in = 117 MB of Llama's MLP, where one block's tokens are few."""
     from fitune.estimate.blocks.block import block_stages
-    from fitune.spec.model.block_profile import BatchShape
+    from fitune.values.model.block_profile import BatchShape
 
     shape = BatchShape(tokens=1, supervised_tokens=1, rows=1)
     plans = (

@@ -16,8 +16,8 @@ from fitune.estimate.trainer import Trainer, describe_step_of
 from fitune.measure.memory import LiveTensors
 from fitune.models import liger
 from fitune.rehearse.step import trace_plan
-from fitune.spec.plan import ChunkedLoss, Dense, Nf4, PlainLoss, Zero
-from fitune.spec.predictions import Phase
+from fitune.values.plan import ChunkedLoss, Dense, Nf4, PlainLoss, Zero
+from fitune.values.predictions import Phase
 from plans import gpu, plan_for, small_llama
 from rehearse.tiny_configs import tensor_peak, tiny
 

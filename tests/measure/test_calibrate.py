@@ -10,7 +10,7 @@ from fitune.measure import device_rates
 from fitune.measure.calibrate import attention_rate, calibrate, launches, product_rate
 from fitune.measure.device_rates import CountedOperations
 from fitune.measure.hardware import detect_hardware
-from fitune.spec.serial import from_json, to_json
+from fitune.values.serial import from_json, to_json
 
 
 def test_a_line_through_times_gives_back_start_and_rate():

@@ -6,8 +6,8 @@ import pytest
 
 from fitune.errors import HardwareError
 from fitune.measure.cuda_cards import missing_kernels, other_card, require_planned_card, torch_problem
-from fitune.spec.machines.gpus import GpuFigures, find_gpu, gpu_of_figures
 from fitune.units import GIB
+from fitune.values.machines.gpus import GpuFigures, find_gpu, gpu_of_figures
 from measure.conftest import CU130
 from measure.test_hardware_detection import gpu
 

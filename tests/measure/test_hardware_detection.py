@@ -26,9 +26,9 @@ from fitune.measure.hardware import (
     see_one_kind,
 )
 from fitune.measure.nvml import FoundGpu, driver_version, gpus_here, query_gpus, visible_gpus
-from fitune.spec.machines.gpus import GpuFigures, find_gpu, hardware_for
-from fitune.spec.words import devices_with_memory
 from fitune.units import GIB, MIB
+from fitune.values.machines.gpus import GpuFigures, find_gpu, hardware_for
+from fitune.values.words import devices_with_memory
 
 
 class FakeNvml(ModuleType):

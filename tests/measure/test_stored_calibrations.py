@@ -15,8 +15,8 @@ from fitune.measure.measurements import (
     store_calibration,
     stored_calibration,
 )
-from fitune.spec.machines.gpus import cpu_gpu, find_gpu
-from fitune.spec.machines.hardware import AttentionRate, Calibration, Collectives, Rate, Traffic
+from fitune.values.machines.gpus import cpu_gpu, find_gpu
+from fitune.values.machines.hardware import AttentionRate, Calibration, Collectives, Rate, Traffic
 
 
 def calibration(**different):

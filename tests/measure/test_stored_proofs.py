@@ -11,7 +11,7 @@ from fitune.errors import HardwareError
 from fitune.measure import measurements
 from fitune.measure.hardware import resolve_hardware
 from fitune.measure.measurements import Proof, ProofCheck, ProvedPlan, measured_by, measured_on, store_proof
-from fitune.spec.machines.hardware import Measured
+from fitune.values.machines.hardware import Measured
 
 
 def row(name="lora", *, measured=1000, seconds=1.0):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fitune.models.attention import use_attention
 from fitune.models.language_model import language_model, recompute_blocks
-from fitune.spec.plan import PlainLoss, Recompute
+from fitune.values.plan import PlainLoss, Recompute
 
 
 @dataclass(frozen=True)

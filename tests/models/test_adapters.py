@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fitune.models.adapters import add_adapters
-from fitune.spec.plan import Lora
+from fitune.values.plan import Lora
 from models.tiny_models import tiny_model
 
 TARGETS = {"llama": ("q_proj", "down_proj"), "gpt2": ("c_attn", "c_fc")}

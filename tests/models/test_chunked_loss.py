@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from fitune.measure.memory import LiveTensors
 from fitune.models.loss_head import LossHead
-from fitune.spec.model.block_profile import IGNORED
-from fitune.spec.predictions import Phase
+from fitune.values.model.block_profile import IGNORED
+from fitune.values.predictions import Phase
 
 T, D, V = 23, 16, 61
 CHUNKS = (None, 1, 5, 7, 22, 23, 100)

@@ -8,7 +8,7 @@ from fitune.models.adapters import add_adapters
 from fitune.models.attention import use_attention
 from fitune.models.language_model import blocks_of, compile_blocks, language_model, recompute_blocks
 from fitune.models.low_bit.packing import quantise_blocks
-from fitune.spec.plan import Dense, Hqq, Lora, Nf4, PlainLoss, Recompute
+from fitune.values.plan import Dense, Hqq, Lora, Nf4, PlainLoss, Recompute
 from models.streams import make_rows, stream_of
 from models.tiny_models import tiny_model
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from fitune.errors import ModelError, OutOfMemory, is_out_of_memory
 from fitune.models.weight_files import stored_tensors
 from fitune.models.weights import load_model
-from fitune.spec.plan import Dense, Hqq, Nf4
+from fitune.values.plan import Dense, Hqq, Nf4
 from models.tiny_models import load, tiny_model
 
 NAME = "model.layers.1.mlp.up_proj.weight"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fitune.errors import MissingExtra, ModelError
-from fitune.spec.plan import Hqq
+from fitune.values.plan import Hqq
 from models.test_nf4 import assert_fake_is, assert_same_bytes, dense_linear, forward_and_gradient, packed
 
 hqq = pytest.importorskip("hqq.core.quantize")

@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import ApertusConfig, ApertusForCausalLM
 
-from fitune.spec.counts import count_parameters
-from fitune.spec.model.architectures import trains_like_transformers
-from fitune.spec.model.model_config import load_model_spec
 from fitune.train.prepare import prepare_loaded
+from fitune.values.counts import count_parameters
+from fitune.values.model.architectures import trains_like_transformers
+from fitune.values.model.model_config import load_model_spec
 from models.streams import forward_backward, make_rows, optimizer_step, stream_of
 from models.tiny_models import load
 from plans import plan_for

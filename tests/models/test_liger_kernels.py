@@ -15,7 +15,7 @@ from fitune.errors import HardwareError, MissingExtra, ModelError
 from fitune.models.attention import use_attention
 from fitune.models.language_model import language_model
 from fitune.models.liger import Operations, computing_with, operations_of_liger, use_kernels
-from fitune.spec.plan import PlainLoss
+from fitune.values.plan import PlainLoss
 from models.streams import make_rows, stream_of
 from models.tiny_models import FAMILIES, tiny_model
 from models.triton_interpreter import interpreted_liger

@@ -9,8 +9,8 @@ from transformers import Llama4Config, Llama4ForCausalLM, Llama4ForConditionalGe
 from fitune.errors import FituneError
 from fitune.models.low_bit.quantised import is_dense_linear
 from fitune.models.row_attention import Rows
-from fitune.spec.model.model_config import load_model_spec
-from fitune.spec.rules import require_rules
+from fitune.values.model.model_config import load_model_spec
+from fitune.values.rules import require_rules
 from models.streams import assert_same_step, loss_and_gradients, make_rows, reference
 from models.tiny_models import load
 from plans import plan_for

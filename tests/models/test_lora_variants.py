@@ -13,7 +13,7 @@ from fitune.checkpoint.export import export_adapter, export_merged
 from fitune.errors import CheckpointError
 from fitune.models.adapter_file import check_adapter
 from fitune.models.adapters import add_adapters
-from fitune.spec.plan import Lora
+from fitune.values.plan import Lora
 from models.tiny_models import tiny_model
 
 IDS = torch.arange(3, 27).reshape(2, 12)

@@ -13,7 +13,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from fitune.errors import ModelError
 from fitune.models.weight_files import stored_dtype, stored_tensors
-from fitune.spec.model.model_config import load_model_spec
+from fitune.values.model.model_config import load_model_spec
 from models.tiny_models import load
 
 Tensors = dict[str, Tensor]

@@ -13,7 +13,7 @@ from fitune.errors import MissingExtra
 from fitune.measure.memory import LiveTensors
 from fitune.models.low_bit.packing import quantise_blocks
 from fitune.models.low_bit.quantised import QuantisedLinear, quantised_base
-from fitune.spec.plan import Dense, Nf4
+from fitune.values.plan import Dense, Nf4
 from models.tiny_models import tiny_model
 
 bitsandbytes = pytest.importorskip("bitsandbytes")

@@ -17,7 +17,7 @@ from fitune.models import experts as ours
 from fitune.models.experts import STACKS, is_experts
 from fitune.models.low_bit.packing import quantise_blocks
 from fitune.models.low_bit.quantised import PackedWeight, packed_linear, packed_stack
-from fitune.spec.plan import Hqq, Nf4
+from fitune.values.plan import Hqq, Nf4
 
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("hqq.core.quantize")

@@ -5,7 +5,7 @@ import torch
 
 from fitune.models.attention import turn_by_rows, turns_by_length, use_attention
 from fitune.models.language_model import language_model
-from fitune.spec.plan import PlainLoss
+from fitune.values.plan import PlainLoss
 from models.streams import make_rows, stream_of
 from models.tiny_models import tiny_model
 

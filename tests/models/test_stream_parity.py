@@ -4,7 +4,7 @@ import pytest
 
 from fitune.models.attention import use_attention
 from fitune.models.language_model import language_model
-from fitune.spec.plan import ChunkedLoss, PlainLoss
+from fitune.values.plan import ChunkedLoss, PlainLoss
 from models.streams import assert_same_step, loss_and_gradients, make_rows, reference, stream_of
 from models.tiny_models import FAMILIES, tiny_model
 

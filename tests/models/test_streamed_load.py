@@ -13,7 +13,7 @@ from fitune.errors import MissingExtra, ModelError
 from fitune.models.language_model import blocks_of
 from fitune.models.low_bit.packing import PackOnArrival, quantise_blocks
 from fitune.models.weights import load_model
-from fitune.spec.plan import Dense, Hqq, Nf4
+from fitune.values.plan import Dense, Hqq, Nf4
 from models.tiny_models import load, tiny_model
 
 pytest.importorskip("bitsandbytes")

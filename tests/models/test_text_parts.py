@@ -30,8 +30,8 @@ from fitune.models.adapters import load_adapter
 from fitune.models.readers import text_config
 from fitune.models.weights import load_model
 from fitune.rehearse.profile import TransformersTracer
-from fitune.spec.model.tracer import trace_with
 from fitune.train.prepare import prepare
+from fitune.values.model.tracer import trace_with
 from laws.test_memory_prediction import bench
 from runs import trained
 

@@ -16,7 +16,7 @@ from fitune.models.adapter_file import check_adapter
 from fitune.models.adapters import add_adapters, load_adapter
 from fitune.models.language_model import blocks_of
 from fitune.models.low_bit.packing import quantise_blocks
-from fitune.spec.plan import Lora, Nf4
+from fitune.values.plan import Lora, Nf4
 from models.tiny_models import tiny_model
 
 IDS = torch.arange(3, 27).reshape(2, 12)

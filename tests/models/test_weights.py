@@ -11,7 +11,7 @@ from faults.adapters import Payload
 from fitune.errors import ModelError
 from fitune.models.low_bit.quantised import count_weights, elements
 from fitune.models.tokens import load_tokenizer
-from fitune.spec.plan import Dense, Nf4
+from fitune.values.plan import Dense, Nf4
 from models.tiny_models import load, tiny_model
 
 

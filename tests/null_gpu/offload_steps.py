@@ -137,9 +137,9 @@ def stepped(
     import gpu_cases
     import torch
 
-    from fitune.spec.machines.gpus import cpu_gpu, find_gpu, hardware_for
-    from fitune.spec.plan import Lora, Offload, Precision
     from fitune.units import GIB
+    from fitune.values.machines.gpus import cpu_gpu, find_gpu, hardware_for
+    from fitune.values.plan import Lora, Offload, Precision
 
     on_cpu = hardware_for(gpu=cpu_gpu(memory_bytes=4 * GIB, cores=2), gpus=1)
     on_card = hardware_for(gpu=find_gpu("h100"), gpus=1, host_memory_bytes=16 * GIB)

@@ -104,11 +104,11 @@ def flash(heads, dropout):
     except RuntimeError:
         return False
 from fitune.measure.nvml import gpu_of_torch
-from fitune.spec.model.traits import flash_refused
+from fitune.values.model.traits import flash_refused
 from fitune.measure.hardware import describe_found
-from fitune.spec.model.model_config import load_model_spec
-from fitune.spec.model.model_spec import Dropout
-from fitune.spec.plan import Precision
+from fitune.values.model.model_config import load_model_spec
+from fitune.values.model.model_spec import Dropout
+from fitune.values.plan import Precision
 from dataclasses import replace
 model = load_model_spec("llama-3.2-1b", offline=True)
 cases = [(heads, dropout) for heads in (64, 128, 192, 200, 224, 256, 264) for dropout in (0.0, 0.1)]

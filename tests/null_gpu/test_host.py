@@ -92,7 +92,7 @@ def test_each_direction_has_a_stream_and_the_hosts_sums_a_thread(on_null_gpu):
 METER = """
 import json, torch
 from fitune.measure.memory import CudaMeter
-from fitune.spec.predictions import Phase
+from fitune.values.predictions import Phase
 torch.cuda.init()
 meter = CudaMeter(torch.device("cuda", 0))
 try:
@@ -117,7 +117,7 @@ import nullcuda, torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from cpu_memory import CONFIG, plan_of, random_rows, small_model
 from fitune.models.weights import compute_dtype
-from fitune.spec.plan import Offload, PlainLoss
+from fitune.values.plan import Offload, PlainLoss
 from fitune.train.prepare import prepare_loaded
 
 def trained(offload, tuning, precision):
@@ -171,8 +171,8 @@ import nullcuda, torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, LlamaForCausalLM
 from cpu_memory import CONFIG, plan_of, random_rows, small_model
-from fitune.spec.machines.gpus import find_gpu, hardware_for
-from fitune.spec.plan import Offload, Zero
+from fitune.values.machines.gpus import find_gpu, hardware_for
+from fitune.values.plan import Offload, Zero
 from fitune.engine.fsdp import mesh_of
 from fitune.train.prepare import prepare_loaded
 
@@ -218,8 +218,8 @@ from cpu_memory import CONFIG, plan_of, random_rows, small_model
 from fitune.engine.fsdp import mesh_of
 from fitune.errors import NoPinnedMemory, is_out_of_memory
 from fitune.estimate.predict import predict
-from fitune.spec.machines.gpus import find_gpu, hardware_for
-from fitune.spec.plan import Offload, Zero
+from fitune.values.machines.gpus import find_gpu, hardware_for
+from fitune.values.plan import Offload, Zero
 from fitune.train.prepare import prepare_loaded
 
 CONFIG.update(hidden_size=320, intermediate_size=864, vocab_size=20000)
@@ -267,8 +267,8 @@ import fitune.engine.host
 from cpu_memory import CONFIG, plan_of, random_rows, small_model
 from fitune.errors import NoPinnedMemory
 from fitune.estimate.predict import predict
-from fitune.spec.machines.gpus import find_gpu, hardware_for
-from fitune.spec.plan import Offload, Zero
+from fitune.values.machines.gpus import find_gpu, hardware_for
+from fitune.values.plan import Offload, Zero
 from fitune.train.prepare import prepare_loaded
 
 CONFIG.update(hidden_size=320, intermediate_size=864, vocab_size=20000)

@@ -8,7 +8,7 @@ pytestmark = pytest.mark.null_gpu
 SCRIPT = """
 import json
 from fitune.session.proving.prove import parts_of, prove, this_device
-from fitune.spec.serial import to_data
+from fitune.values.serial import to_data
 parts = parts_of(*this_device())
 left_out = [name for name in parts if name == "copies" or name.startswith("liger")]
 print(json.dumps(to_data(prove(tell=print, parts={k: v for k, v in parts.items() if k not in left_out}))))

@@ -9,11 +9,11 @@ import pytest
 import yaml
 
 from conftest import QUESTIONS, plan_of
-from fitune.spec.machines.gpus import find_gpu, hardware_for
-from fitune.spec.plan import Ddp, Offload, Plan, Single, Zero
 from fitune.track.metrics import read_metrics
 from fitune.train.run import run
 from fitune.units import GIB
+from fitune.values.machines.gpus import find_gpu, hardware_for
+from fitune.values.plan import Ddp, Offload, Plan, Single, Zero
 from null_gpu.conftest import HERE, has, surroundings
 from several import Job, train_on
 from train.test_run import callbacks

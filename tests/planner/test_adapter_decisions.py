@@ -6,10 +6,10 @@ from dataclasses import replace
 from fitune.estimate.parameters import trained_parameters
 from fitune.estimate.predict import predict_step_time
 from fitune.planner.search import find_plan
-from fitune.spec.counts import lora_parameters, model_flops
-from fitune.spec.model.model_spec import Dropout
-from fitune.spec.plan import Lora
-from fitune.spec.predictions import Phase
+from fitune.values.counts import lora_parameters, model_flops
+from fitune.values.model.model_spec import Dropout
+from fitune.values.plan import Lora
+from fitune.values.predictions import Phase
 from plans import gpu, known, recipe_of, report_of
 
 LLAMA = "llama-3.2-1b"

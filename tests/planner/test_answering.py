@@ -8,8 +8,8 @@ from fitune.errors import NothingFits
 from fitune.estimate.answering import kv_bytes, memory_of_answering, pooled_bytes
 from fitune.estimate.blocks.key_values import elements_per_token, windowed_tokens
 from fitune.planner.answering import plan_answering
-from fitune.spec.answering import NO_ADAPTER, Adapter, Answering, Questions
-from fitune.spec.plan import Precision
+from fitune.values.answering import NO_ADAPTER, Adapter, Answering, Questions
+from fitune.values.plan import Precision
 from plans import CPU, gpu, known, small_llama
 
 QUESTIONS = Questions(rows=1_000, prompt_tokens=200_000, longest_prompt=600, new_tokens=256)

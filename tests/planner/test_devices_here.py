@@ -9,11 +9,11 @@ from fitune.planner.explain import explain_plan
 from fitune.planner.first_screen import first_screen
 from fitune.planner.search import find_plan
 from fitune.session.planning import wanted_hardware
-from fitune.spec.machines.gpus import find_gpu
-from fitune.spec.model.model_spec import Dropout
-from fitune.spec.model.traits import flash_refused
-from fitune.spec.plan import Precision
 from fitune.units import GIB, MIB
+from fitune.values.machines.gpus import find_gpu
+from fitune.values.model.model_spec import Dropout
+from fitune.values.model.traits import flash_refused
+from fitune.values.plan import Precision
 from plans import known, lines_of, recipe_of
 
 LLAMA = "llama-3.2-1b"

@@ -7,10 +7,10 @@ import pytest
 
 from fitune.errors import FituneError
 from fitune.planner.search import find_plan
-from fitune.spec.model.known_models import known_model_names, names_with_formulas
-from fitune.spec.model.model_config import load_model_spec
-from fitune.spec.model.tracer import trace_with
-from fitune.spec.recipe.recipe import parse_recipe
+from fitune.recipe.recipe import parse_recipe
+from fitune.values.model.known_models import known_model_names, names_with_formulas
+from fitune.values.model.model_config import load_model_spec
+from fitune.values.model.tracer import trace_with
 from plans import gpu
 
 CLUSTER = gpu("h100", gpus=8)

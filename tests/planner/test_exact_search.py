@@ -11,8 +11,8 @@ from fitune.planner.candidates import Request, block_counts, draft, losses
 from fitune.planner.fit import INDISTINGUISHABLE, OFFLOADED, TIE, fits, tokens_per_second
 from fitune.planner.method_search import MethodSearch
 from fitune.planner.methods import methods
-from fitune.spec.plan import Offload, Recompute, Zero
 from fitune.units import GIB
+from fitune.values.plan import Offload, Recompute, Zero
 from plans import gpu, known, recipe_of, report_of
 
 SHALLOW = replace(known("qwen3-0.6b"), num_layers=5)

@@ -7,13 +7,13 @@ import pytest
 from fitune.planner.defaults import PRICES, price_of, with_host_memory
 from fitune.planner.explain import explain_plan, explain_priced, plan_data, verdict
 from fitune.planner.search import find_plan, taken_on
-from fitune.spec.machines.gpus import find_gpu
-from fitune.spec.model.known_models import find_known_model
-from fitune.spec.plan import Plan
-from fitune.spec.rules import keeps_rules
-from fitune.spec.serial import from_data
-from fitune.spec.words import describe_plan
 from fitune.units import GIB, format_percent
+from fitune.values.machines.gpus import find_gpu
+from fitune.values.model.known_models import find_known_model
+from fitune.values.plan import Plan
+from fitune.values.rules import keeps_rules
+from fitune.values.serial import from_data
+from fitune.values.words import describe_plan
 from plans import CPU, gpu, known, lines_of, plan_of, recipe_of, report_of
 
 

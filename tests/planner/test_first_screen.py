@@ -15,7 +15,7 @@ from fitune.planner.study import compare
 from fitune.session.alternatives import plan_with
 from fitune.session.planning import first_screen_of, plan_on_data, wanted_hardware
 from fitune.session.recipes.reading import recipe_from
-from fitune.spec.model.model_config import load_model_spec
+from fitune.values.model.model_config import load_model_spec
 
 LLAMA = "--model meta-llama/Llama-3.1-8B --gpu rtx-4090"
 QUICK = "--model openai-community/gpt2 --gpu rtx-4090 --tuning lora"

@@ -19,11 +19,11 @@ from fitune.planner.fleet import (
 )
 from fitune.planner.fleet import ranked as rank_offers
 from fitune.planner.ranking import Wanted
-from fitune.spec.counts import count_parameters
-from fitune.spec.plan import Ddp
-from fitune.spec.predictions import Epoch
-from fitune.spec.recipe.fleet import Cluster, read_fleet
+from fitune.recipe.fleet import Cluster, read_fleet
 from fitune.units import GIB
+from fitune.values.counts import count_parameters
+from fitune.values.plan import Ddp
+from fitune.values.predictions import Epoch
 from plans import known, recipe_of
 
 CLUSTERS = """

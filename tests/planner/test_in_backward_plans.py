@@ -8,9 +8,9 @@ from fitune.errors import NothingFits
 from fitune.estimate.predict import predict
 from fitune.planner.candidates import Request
 from fitune.planner.methods import methods
-from fitune.spec.plan import AdamW8bit, ClipByNorm, ClipByValue, Full, InBackward, Plan
-from fitune.spec.predictions import Phase
-from fitune.spec.serial import from_data, from_json, to_data, to_json
+from fitune.values.plan import AdamW8bit, ClipByNorm, ClipByValue, Full, InBackward, Plan
+from fitune.values.predictions import Phase
+from fitune.values.serial import from_data, from_json, to_data, to_json
 from plans import gpu, known, lines_of, plan_of, recipe_of, report_of
 
 LLAMA = "llama-3.1-8b"

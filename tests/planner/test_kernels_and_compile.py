@@ -3,12 +3,12 @@
 import pytest
 
 from fitune.errors import NothingFits, RecipeError
+from fitune.recipe.recipe import canonical_keys
 from fitune.report.plan_words import sentences
-from fitune.spec.choices import Offload
-from fitune.spec.plan import Plan, updates_in_backward
-from fitune.spec.recipe.recipe import canonical_keys
-from fitune.spec.serial import from_data, from_json, to_data, to_json
-from fitune.spec.words import describe_plan
+from fitune.values.choices import Offload
+from fitune.values.plan import Plan, updates_in_backward
+from fitune.values.serial import from_data, from_json, to_data, to_json
+from fitune.values.words import describe_plan
 from plans import lines_of, plan_of, report_of
 
 SMALL, LARGE = "llama-3.2-1b", "llama-3.1-8b"

@@ -11,7 +11,7 @@ from fitune.errors import HardwareError, RecipeError
 from fitune.planner.defaults import with_host_memory
 from fitune.planner.matrix import card, explain_matrix, matrix, matrix_data, taken_words
 from fitune.planner.search import find_plan
-from fitune.spec.recipe.recipe import parse_recipe
+from fitune.recipe.recipe import parse_recipe
 from fitune.units import GIB
 from plans import gpu, known
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from fitune.planner.search import find_plan
-from fitune.spec.machines.gpus import cpu_gpu, hardware_for
-from fitune.spec.machines.hardware import AttentionRate, Calibration, Rate, Traffic
-from fitune.spec.plan import Lomo, Precision
 from fitune.units import GIB
+from fitune.values.machines.gpus import cpu_gpu, hardware_for
+from fitune.values.machines.hardware import AttentionRate, Calibration, Rate, Traffic
+from fitune.values.plan import Lomo, Precision
 from plans import lines_of, recipe_of, report_of, small_llama
 
 WITHOUT_BF16, WITH_BF16 = (

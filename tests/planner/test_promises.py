@@ -8,7 +8,7 @@ from fitune.errors import FituneError, NothingFits
 from fitune.planner.first_screen import other_ways
 from fitune.session.planning import plan_for, wanted_hardware
 from fitune.session.recipes.reading import recipe_from
-from fitune.spec.model.model_config import load_model_spec
+from fitune.values.model.model_config import load_model_spec
 
 MODELS = ("meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.1-8B", "Qwen/Qwen2.5-14B", "google/gemma-2-9b")
 CARDS = ("t4", "rtx-3060-12gb", "rtx-4090", "v100-32gb", "a100-80gb")

@@ -1,6 +1,6 @@
 """Settings that contradict each other, the model or the device: refused with the arithmetic and a way out.
 
-Rules are asked for every plan (spec/rules.py): tests/spec/test_rules.py walks over all of their settings.
+Rules are asked for every plan (values/rules.py): tests/values/test_rules.py walks over all of their settings.
 """
 
 import pytest

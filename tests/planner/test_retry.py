@@ -8,9 +8,9 @@ from fitune.errors import Shortage
 from fitune.estimate.predict import predict
 from fitune.planner.retry import next_to_try, smaller_batches, smaller_plan, why_no_smaller
 from fitune.planner.search import find_plan
-from fitune.spec.plan import ChunkedLoss, Recompute
-from fitune.spec.predictions import Phase
 from fitune.units import GIB
+from fitune.values.plan import ChunkedLoss, Recompute
+from fitune.values.predictions import Phase
 from plans import gpu, known, recipe_of
 
 

@@ -7,10 +7,10 @@ from itertools import cycle, islice
 import pytest
 
 from fitune.errors import FituneError
+from fitune.recipe.recipe import parse_recipe
 from fitune.session.planning import plan_for
-from fitune.spec.model import tracer
-from fitune.spec.recipe.recipe import parse_recipe
-from fitune.spec.words import method_name
+from fitune.values.model import tracer
+from fitune.values.words import method_name
 from golden.accounts import MACHINES, MODELS, WAYS
 
 COUNT = 300

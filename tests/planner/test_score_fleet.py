@@ -8,8 +8,8 @@ from fitune.errors import NothingFits
 from fitune.planner.answering import plan_answering
 from fitune.planner.ranking import Wanted
 from fitune.planner.score_fleet import rank_scoring
-from fitune.spec.answering import NO_ADAPTER, Questions
-from fitune.spec.recipe.fleet import Cluster, Fleet
+from fitune.recipe.fleet import Cluster, Fleet
+from fitune.values.answering import NO_ADAPTER, Questions
 from plans import known
 
 HOPPER = Cluster(name="hopper", gpu="h100", gpus=8, nodes=2, price=3.0)

@@ -10,9 +10,9 @@ from fitune.errors import NothingFits, RecipeError
 from fitune.planner.defaults import with_host_memory
 from fitune.planner.explain import memory_sum
 from fitune.planner.search import find_plan
-from fitune.spec.plan import AdamW, ChunkedLoss, Full, Lora, PlainLoss, Precision, Sgd, Steps
-from fitune.spec.serial import from_json, to_json
 from fitune.units import GIB
+from fitune.values.plan import AdamW, ChunkedLoss, Full, Lora, PlainLoss, Precision, Sgd, Steps
+from fitune.values.serial import from_json, to_json
 from plans import gpu, known, lines_of, plan_of, recipe_of, report_of
 
 LLAMA_1B = "llama-3.2-1b"

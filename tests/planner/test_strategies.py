@@ -7,7 +7,8 @@ from fitune.planner.candidates import Request
 from fitune.planner.defaults import with_host_memory
 from fitune.planner.method_search import MethodSearch
 from fitune.planner.methods import methods
-from fitune.spec.plan import (
+from fitune.units import GIB
+from fitune.values.plan import (
     AdamW8bit,
     ClipByNorm,
     ClipByValue,
@@ -21,8 +22,7 @@ from fitune.spec.plan import (
     Single,
     Zero,
 )
-from fitune.spec.predictions import Phase
-from fitune.units import GIB
+from fitune.values.predictions import Phase
 from plans import CPU, gpu, known, lines_of, plan_of, recipe_of, report_of
 
 LLAMA_1B = "llama-3.2-1b"

@@ -7,10 +7,10 @@ import pytest
 from fitune.estimate.overhead import checkpoint_bytes
 from fitune.estimate.predict import predict_step_time
 from fitune.planner.whole_run import run_lines, whole_run, with_timely_saves
-from fitune.spec.model.block_profile import BatchShape
-from fitune.spec.plan import Batch, Ddp, Epochs, Fraction, Recompute, Schedule, Single
-from fitune.spec.predictions import Epoch
 from fitune.units import format_bytes
+from fitune.values.model.block_profile import BatchShape
+from fitune.values.plan import Batch, Ddp, Epochs, Fraction, Recompute, Schedule, Single
+from fitune.values.predictions import Epoch
 from plans import gpu, known, plan_for, recipe_of, report_of
 
 USUAL = BatchShape(tokens=400, supervised_tokens=200, rows=4, longest_row=110)

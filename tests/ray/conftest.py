@@ -3,7 +3,7 @@
 import pytest
 
 import ray_runs
-from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
+from fitune.recipe.recipe import canonical_keys, parse_recipe
 from ray_runs import CORES, node_args, wait_until_idle
 
 

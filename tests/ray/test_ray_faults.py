@@ -13,10 +13,10 @@ from fitune.errors import HardwareError, RecipeError, TrainingFailed
 from fitune.files import process_lives
 from fitune.launch.ray_cluster import RayPlace, ask_nodes, connected, ray_place
 from fitune.launch.ray_workers import open_mailbox, run_workers
+from fitune.recipe.recipe import dump_recipe
 from fitune.session.clusters import on_ray
 from fitune.session.clusters.on_ray import train_on_ray
 from fitune.session.clusters.ray_nodes import facts_of_node, require_same_versions, versions_here
-from fitune.spec.recipe.recipe import dump_recipe
 from ray_runs import (
     Faulty,
     Heard,

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fitune.spec.recipe.recipe import dump_recipe
+from fitune.recipe.recipe import dump_recipe
 from launch.namespaces import two_machines
 from ray_runs import by_one_process, losses, rank_of, report_of
 

@@ -9,12 +9,12 @@ import pytest
 
 from fitune.errors import RecipeError
 from fitune.launch.ray_cluster import RayPlace, cluster_now
+from fitune.recipe.fleet import Cluster
 from fitune.session.clusters import on_ray
 from fitune.session.clusters.live_fleet import free_by_ray
 from fitune.session.clusters.on_ray import train_on_ray
-from fitune.spec.rank_status import read_statuses
-from fitune.spec.recipe.fleet import Cluster
-from fitune.spec.run_directory import LOGS
+from fitune.values.rank_status import read_statuses
+from fitune.values.run_directory import LOGS
 from ray_runs import (
     Faulty,
     Heard,

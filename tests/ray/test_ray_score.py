@@ -7,9 +7,9 @@ import torch
 
 from fitune.demo.files import training_exercises
 from fitune.launch.ray_cluster import RayPlace
+from fitune.recipe.score_recipe import score_recipe
 from fitune.session.clusters import score_on_ray
 from fitune.session.score.scoring import score_dataset
-from fitune.spec.recipe.score_recipe import score_recipe
 from ray_runs import Heard, KilledOnce
 
 pytestmark = pytest.mark.ray

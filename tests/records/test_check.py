@@ -15,7 +15,7 @@ from fitune.estimate.predict import predict_memory, predict_step_time
 from fitune.records.plans import plan_of
 from fitune.records.row import Row, read_records
 from fitune.records.score import compare_row, compare_rows, errors_of, group_score, scores_of
-from fitune.spec.plan import ChunkedLoss, Recompute
+from fitune.values.plan import ChunkedLoss, Recompute
 
 RUNS = Path(__file__).with_name("runs.jsonl")
 RESULTS = Path(__file__).parents[2] / "results"

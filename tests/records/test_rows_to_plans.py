@@ -9,7 +9,7 @@ from fitune.errors import FituneError
 from fitune.records.plans import Unrepresented, plan_of
 from fitune.records.row import Row
 from fitune.records.score import profile_of, profiles, trainer_of
-from fitune.spec.plan import (
+from fitune.values.plan import (
     AdamW8bit,
     ChunkedLoss,
     Ddp,

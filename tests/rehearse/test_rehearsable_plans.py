@@ -6,7 +6,8 @@ import pytest
 
 from fitune.errors import RecipeError
 from fitune.planner.search import find_plan
-from fitune.spec.plan import (
+from fitune.recipe.recipe import parse_recipe
+from fitune.values.plan import (
     AdamW,
     ClipByNorm,
     ClipByValue,
@@ -18,8 +19,7 @@ from fitune.spec.plan import (
     Sgd,
     Zero,
 )
-from fitune.spec.recipe.recipe import parse_recipe
-from fitune.spec.rules import keeps_rules, require_rules
+from fitune.values.rules import keeps_rules, require_rules
 from plans import gpu, known
 
 

@@ -11,8 +11,8 @@ from fitune.models.readers import model_config
 from fitune.rehearse import step
 from fitune.rehearse.step import record_step, rehearse
 from fitune.rehearse.trace import peaks_by_kind
-from fitune.spec.plan import Sgd
-from fitune.spec.predictions import Phase, Rehearsal
+from fitune.values.plan import Sgd
+from fitune.values.predictions import Phase, Rehearsal
 from plans import gpu, known, plan_for
 from rehearse.tiny_configs import tiny
 

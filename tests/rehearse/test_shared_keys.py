@@ -9,8 +9,8 @@ from fitune.errors import ModelError
 from fitune.estimate.predict import predict_memory
 from fitune.models.readers import model_config
 from fitune.rehearse.step import trace_plan
-from fitune.spec.model.model_config import load_model_spec
-from fitune.spec.plan import Zero
+from fitune.values.model.model_config import load_model_spec
+from fitune.values.plan import Zero
 from plans import CPU, gpu, plan_for
 from rehearse.tiny_configs import tensor_peak
 

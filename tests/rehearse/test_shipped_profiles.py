@@ -10,13 +10,14 @@ import pytest
 from fitune.errors import FituneError, NothingFits
 from fitune.estimate.predict import predict_memory
 from fitune.planner.search import find_plan
+from fitune.recipe.recipe import parse_recipe
 from fitune.rehearse.profile import TransformersTracer
-from fitune.spec.model import tracing
-from fitune.spec.model.block_profile import BatchShape
-from fitune.spec.model.known_models import configs_to_trace, find_known_model, known_model_names
-from fitune.spec.model.model_config import load_model_spec
-from fitune.spec.model.tracer import by_installed_libraries, trace_with
-from fitune.spec.model.tracing import (
+from fitune.values.model import tracing
+from fitune.values.model.block_profile import BatchShape
+from fitune.values.model.known_models import configs_to_trace, find_known_model, known_model_names
+from fitune.values.model.model_config import load_model_spec
+from fitune.values.model.tracer import by_installed_libraries, trace_with
+from fitune.values.model.tracing import (
     NOT_SHIPPED,
     SHIPPED,
     Libraries,
@@ -24,7 +25,6 @@ from fitune.spec.model.tracing import (
     shipped_libraries,
     shipped_profile,
 )
-from fitune.spec.recipe.recipe import parse_recipe
 from plans import gpu, plan_for
 
 EVERY_SIXTEENTH = 16

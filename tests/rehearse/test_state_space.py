@@ -13,11 +13,11 @@ from fitune.models.readers import model_config, with_layers
 from fitune.rehearse.block_accounts import work_of
 from fitune.rehearse.step import trace_plan
 from fitune.rehearse.trace import peaks_by_kind
-from fitune.spec.model import tracing
-from fitune.spec.model.block_profile import BatchShape, Extent, Size
-from fitune.spec.model.model_config import load_model_spec
-from fitune.spec.plan import Batch, Nf4, PlainLoss, Precision
-from fitune.spec.predictions import Phase
+from fitune.values.model import tracing
+from fitune.values.model.block_profile import BatchShape, Extent, Size
+from fitune.values.model.model_config import load_model_spec
+from fitune.values.plan import Batch, Nf4, PlainLoss, Precision
+from fitune.values.predictions import Phase
 from models.streams import assert_same_step, loss_and_gradients, make_rows, reference, stream_of
 from plans import plan_for
 from rehearse.tiny_configs import tensor_peak

@@ -12,16 +12,16 @@ from fitune.errors import FituneError, ModelError
 from fitune.estimate.predict import predict, predict_memory
 from fitune.models.readers import model_config
 from fitune.planner.search import find_plan
+from fitune.recipe.recipe import parse_recipe
 from fitune.rehearse.profile import TransformersTracer
 from fitune.rehearse.step import trace_plan
-from fitune.spec.counts import count_parameters, lora_parameters, model_flops
-from fitune.spec.model import tracing
-from fitune.spec.model.block_profile import BatchShape, TracedStep
-from fitune.spec.model.model_config import load_model_spec
-from fitune.spec.model.tracer import trace_with
-from fitune.spec.plan import ClipByValue, Full, Lomo, Lora, Sgd
-from fitune.spec.recipe.recipe import parse_recipe
-from fitune.spec.serial import from_json, to_json
+from fitune.values.counts import count_parameters, lora_parameters, model_flops
+from fitune.values.model import tracing
+from fitune.values.model.block_profile import BatchShape, TracedStep
+from fitune.values.model.model_config import load_model_spec
+from fitune.values.model.tracer import trace_with
+from fitune.values.plan import ClipByValue, Full, Lomo, Lora, Sgd
+from fitune.values.serial import from_json, to_json
 from plans import CPU, gpu, plan_for
 from rehearse.tiny_configs import tensor_peak
 

@@ -3,7 +3,7 @@
 from transformers import AutoConfig
 
 from fitune.rehearse.trace import peaks_by_kind
-from fitune.spec.model.model_config import spec_from_config
+from fitune.values.model.model_config import spec_from_config
 
 _GATED = {
     "vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,

@@ -7,12 +7,12 @@ import math
 import pytest
 
 from fitune.report.run_files import Prediction, RunnerUp
-from fitune.spec.machines.hardware import Gpu, Hardware
-from fitune.spec.model.model_spec import Linear, ModelSpec
-from fitune.spec.plan import DataPlan, DataSource, Epochs, Fraction, RunPlan, Schedule
-from fitune.spec.predictions import Estimate, MemoryBreakdown, Phase, Rejection, StepTime
-from fitune.spec.reports import Ledger, MeasuredMemory, RunReport, Sample, StepReport
-from fitune.spec.serial import to_data, to_json
+from fitune.values.machines.hardware import Gpu, Hardware
+from fitune.values.model.model_spec import Linear, ModelSpec
+from fitune.values.plan import DataPlan, DataSource, Epochs, Fraction, RunPlan, Schedule
+from fitune.values.predictions import Estimate, MemoryBreakdown, Phase, Rejection, StepTime
+from fitune.values.reports import Ledger, MeasuredMemory, RunReport, Sample, StepReport
+from fitune.values.serial import to_data, to_json
 from plans import plan_for
 
 MIB = 1024**2

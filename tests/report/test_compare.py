@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from fitune.report.compare import Row, compare, comparison_table
-from fitune.spec.predictions import MemoryBreakdown, Phase
-from fitune.spec.reports import MeasuredMemory
+from fitune.values.predictions import MemoryBreakdown, Phase
+from fitune.values.reports import MeasuredMemory
 
 MIB = 1024**2
 

@@ -14,9 +14,9 @@ from markupsafe import escape
 
 from fitune.report import plan_words
 from fitune.report.run_page import write_report
-from fitune.spec.plan import Batch, Epochs, Full, PlainLoss, Recompute, Sgd, Steps
-from fitune.spec.reports import Sample
-from fitune.spec.serial import to_json
+from fitune.values.plan import Batch, Epochs, Full, PlainLoss, Recompute, Sgd, Steps
+from fitune.values.reports import Sample
+from fitune.values.serial import to_json
 
 pytestmark = pytest.mark.pictures
 

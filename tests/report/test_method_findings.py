@@ -6,7 +6,7 @@ import pytest
 
 from fitune.report.methods_page import best_of, final_loss, findings
 from fitune.report.run_files import read_run
-from fitune.spec.plan import ClipByNorm, Full, Lomo, Lora, Nf4
+from fitune.values.plan import ClipByNorm, Full, Lomo, Lora, Nf4
 
 
 @pytest.fixture

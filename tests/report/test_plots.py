@@ -16,8 +16,8 @@ from fitune.errors import MissingExtra
 from fitune.report import comparison_plots, plots, run_plots
 from fitune.report.compare import compare
 from fitune.report.plots import SERIES
-from fitune.spec.predictions import Phase
 from fitune.units import format_bytes, format_number
+from fitune.values.predictions import Phase
 from report.conftest import make_steps
 
 MIB = 1024**2

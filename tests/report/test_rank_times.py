@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from fitune.report.run_words import long_steps, rank_rows
-from fitune.spec.reports import RankReport
+from fitune.values.reports import RankReport
 
 
 def rank(number, waiting, **more):

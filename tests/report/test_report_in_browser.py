@@ -8,8 +8,8 @@ import pytest
 from fitune.report.methods_page import MethodRun, write_methods_page
 from fitune.report.run_files import read_run
 from fitune.report.run_page import write_report
-from fitune.spec.predictions import Phase
 from fitune.units import format_bytes, format_number
+from fitune.values.predictions import Phase
 from report.conftest import make_steps, measured_phases, write_run
 
 pytest.importorskip("matplotlib")

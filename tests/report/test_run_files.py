@@ -6,8 +6,8 @@ import pytest
 
 from fitune.errors import RunDirectoryError
 from fitune.report.run_files import read_run
-from fitune.spec.run_directory import moved
-from fitune.spec.serial import to_json
+from fitune.values.run_directory import moved
+from fitune.values.serial import to_json
 
 
 def test_everything_is_read_back(run_directory, plan, prediction, steps, run_report):

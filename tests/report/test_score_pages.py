@@ -13,8 +13,8 @@ from fitune.report.score_pages import write_score_comparison, write_score_page
 from fitune.report.score_rows import first_grader_error, read_scored_rows
 from fitune.score.grades.intervals import compare
 from fitune.session.score.scoring import compare_scores
-from fitune.spec.reports import ScoreReport
-from fitune.spec.serial import to_json
+from fitune.values.reports import ScoreReport
+from fitune.values.serial import to_json
 
 HOSTILE = "</p></style><script>alert(1)</script>"
 GRADER = "regex:<b>$x^2$"

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from fitune.report.plan_words import headline, sentences, settings
-from fitune.spec.plan import (
+from fitune.values.plan import (
     AdamW8bit,
     ClipByNorm,
     ClipByValue,
@@ -19,7 +19,7 @@ from fitune.spec.plan import (
     Offload,
     Zero,
 )
-from fitune.spec.words import describe_plan, method_parts
+from fitune.values.words import describe_plan, method_parts
 from plans import gpu, plan_for, small_llama
 
 _LORA = {"rank": 8, "alpha": 8, "dropout": 0.0, "targets": ("q_proj", "v_proj")}

@@ -10,7 +10,7 @@ import pytest
 from fitune.data.conversations.templates import ChatTemplate, load_template
 from fitune.demo.files import training_exercises, write_base_model
 from fitune.models.tokens import load_tokenizer
-from fitune.spec.plan import DataSource
+from fitune.values.plan import DataSource
 from models.tiny_models import load
 from score.scorings import plan_for, quietly, write_data
 

@@ -11,6 +11,7 @@ from fitune.estimate.answering import memory_of_answering
 from fitune.measure.memory import LiveTensors
 from fitune.models.attention import use_cached_attention
 from fitune.models.headers import adapter_size
+from fitune.recipe.score_recipe import score_recipe
 from fitune.report.score_rows import read_score
 from fitune.score.engines.continuous import Moment, answer_continuously
 from fitune.score.engines.engine import Request, Sampling
@@ -18,10 +19,9 @@ from fitune.score.plan import ScorePlan
 from fitune.session.results import text_of
 from fitune.session.score import scoring
 from fitune.session.score.scoring import ScoreMemory, score_dataset
-from fitune.spec.answering import NO_ADAPTER, Answering, Questions
-from fitune.spec.model.model_config import spec_from_config
-from fitune.spec.plan import Precision
-from fitune.spec.recipe.score_recipe import score_recipe
+from fitune.values.answering import NO_ADAPTER, Answering, Questions
+from fitune.values.model.model_config import spec_from_config
+from fitune.values.plan import Precision
 from jsonl import write_lines
 from models.tiny_models import tiny_model
 from plans import CPU

@@ -12,7 +12,7 @@ from fitune.score.engines.engine_server import ServerEngine, require_url
 from fitune.score.plan import ScorePlan
 from fitune.score.questions import Input, Question
 from fitune.score.tasks import Task, to_answer, to_tasks
-from fitune.spec.plan import DataSource
+from fitune.values.plan import DataSource
 from jsonl import write_lines
 from score.scorings import quietly
 from servers import said, serving

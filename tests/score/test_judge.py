@@ -14,7 +14,7 @@ from fitune.score.grades.judge_settings import fill, read_verdict
 from fitune.score.plan import ScorePlan
 from fitune.score.shards import Shards
 from fitune.session.results import text_of
-from fitune.spec.plan import DataSource
+from fitune.values.plan import DataSource
 from jsonl import read_lines, write_lines
 from score.scorings import answers, quietly
 from servers import said, serving

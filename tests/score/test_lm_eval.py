@@ -12,8 +12,8 @@ import yaml
 from transformers import AutoTokenizer
 
 from fitune.errors import DataError, MissingExtra, RecipeError, RunDirectoryError, ScoringFailed
+from fitune.recipe.score_recipe import score_recipe
 from fitune.session.score.lm_eval import RESULTS, score_tasks
-from fitune.spec.recipe.score_recipe import score_recipe
 from jsonl import read_lines, write_lines
 from optional_libraries import NEEDS_LM_EVAL
 
@@ -240,7 +240,7 @@ def test_what_cannot_be_evaluated_is_refused(
     index = ours.TaskManager(include_path=str(folder), include_defaults=False)
     # lm-eval's own 14,000 files, where an unknown name is looked for, take ten seconds to read
     monkeypatch.setattr(ours, "TaskManager", lambda **_: index)
-    monkeypatch.setattr("fitune.spec.hub.answers", lambda url: False)
+    monkeypatch.setattr("fitune.values.hub.answers", lambda url: False)
     with pytest.raises(error) as refused:
         run(tmp_path / "out", *tasks, **settings)
     assert words in str(refused.value)

@@ -19,8 +19,8 @@ from fitune.score.plan import ScorePlan
 from fitune.score.questions import has_choices, read_choices
 from fitune.score.run import score
 from fitune.session.results import text_of
-from fitune.spec.plan import DataSource
-from fitune.spec.predictions import Phase
+from fitune.values.plan import DataSource
+from fitune.values.predictions import Phase
 from jsonl import read_lines, write_lines
 from score.scorings import quietly
 

@@ -7,8 +7,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fitune.estimate.blocks.key_values import elements_of_blocks
 from fitune.score.engines.opening import room_for
 from fitune.score.plan import ScorePlan
-from fitune.spec.answering import Questions
-from fitune.spec.model.model_config import load_model_spec
+from fitune.values.answering import Questions
+from fitune.values.model.model_config import load_model_spec
 from jsonl import read_lines, write_lines
 from models.tiny_models import beside_tokenizer
 

@@ -10,8 +10,8 @@ from fitune.score.engines.engine import Continuation, Request, Sampling
 from fitune.score.engines.engine_transformers import TransformersEngine
 from fitune.score.engines.opening import room_for
 from fitune.score.plan import ScorePlan
-from fitune.spec.answering import Answering, Questions, answering_precision
-from fitune.spec.model.model_config import load_model_spec
+from fitune.values.answering import Answering, Questions, answering_precision
+from fitune.values.model.model_config import load_model_spec
 from plans import gpu
 
 LONG = Questions(rows=1_000, prompt_tokens=3_000_000, longest_prompt=3_000, new_tokens=256)

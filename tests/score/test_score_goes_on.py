@@ -16,7 +16,7 @@ from fitune.score.engines.engine import Sampling
 from fitune.score.engines.engine_transformers import TransformersEngine
 from fitune.score.shards import Shards
 from fitune.session.results import text_of
-from fitune.spec.plan import DataSource
+from fitune.values.plan import DataSource
 from jsonl import read_lines
 from score.scorings import ROWS, answers, everything, quietly, write_data
 

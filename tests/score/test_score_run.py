@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 
 from fitune.errors import DataError, FituneError, RecipeError, RunDirectoryError
+from fitune.recipe.score_recipe import score_recipe
 from fitune.score.engines.engine_transformers import TransformersEngine
 from fitune.score.engines.opening import rows_of_a_shard
 from fitune.score.run import score
 from fitune.score.shards import Shards
 from fitune.session.results import text_of
 from fitune.session.score.scoring import score_dataset, why_not_all
-from fitune.spec.plan import DataSource
-from fitune.spec.recipe.score_recipe import score_recipe
-from fitune.spec.reports import ScoreReport
-from fitune.spec.serial import from_json
 from fitune.units import counted
+from fitune.values.plan import DataSource
+from fitune.values.reports import ScoreReport
+from fitune.values.serial import from_json
 from jsonl import read_lines, write_lines
 from score.scorings import ROWS, answers, quietly, write_data
 

@@ -4,8 +4,8 @@ import pytest
 
 import fitune
 from fitune.errors import DataError, RunDirectoryError
+from fitune.recipe.score_recipe import score_recipe
 from fitune.session.score.score_plan import plan_of, read_lengths
-from fitune.spec.recipe.score_recipe import score_recipe
 from jsonl import read_lines, write_lines
 
 CHOICE = {"question": "Which?", "choices": ["a", "b"], "answer": 0}

@@ -9,7 +9,7 @@ from fitune.errors import DataError
 from fitune.score.index import index_input, open_index
 from fitune.score.questions import Input
 from fitune.score.tasks import to_task
-from fitune.spec.plan import DataSource
+from fitune.values.plan import DataSource
 from jsonl import write_lines
 
 

@@ -16,7 +16,7 @@ from fitune.score.grades.graders import References, open_graders
 from fitune.score.grades.grading import compared_calls, grade_line
 from fitune.score.questions import Input
 from fitune.score.tasks import to_given_tasks, to_tasks
-from fitune.spec.plan import DataSource
+from fitune.values.plan import DataSource
 
 AS_TEXT = OTHER_STYLES["object"].replace(
     "({'name': call.function.name, 'arguments': call.function.arguments} | tojson)",

@@ -14,7 +14,7 @@ from fitune.score.engines.opening import choose_dtype
 from fitune.score.plan import ScorePlan
 from fitune.score.questions import Input
 from fitune.score.run import score
-from fitune.spec.plan import DataSource
+from fitune.values.plan import DataSource
 from models.tiny_models import load, with_ids_moved_up
 from score.scorings import quietly
 

@@ -17,12 +17,12 @@ from fitune.demo.files import training_exercises, write_base_model
 from fitune.errors import CheckpointError
 from fitune.models.adapters import load_adapter
 from fitune.models.tokens import load_tokenizer
+from fitune.recipe.score_recipe import score_recipe
 from fitune.score.engines.engine import Continuation, Request, Sampling, listed_stop_ids
 from fitune.score.engines.engine_transformers import TransformersEngine
 from fitune.score.engines.engine_vllm import VllmEngine
 from fitune.session.events import ignore_event
 from fitune.session.score.scoring import score_dataset
-from fitune.spec.recipe.score_recipe import score_recipe
 from jsonl import read_lines, write_lines
 from models.tiny_models import load
 from score.conftest import Tiny

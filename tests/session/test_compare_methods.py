@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from fitune.errors import RecipeError, TrainingFailed
+from fitune.recipe.recipe import parse_recipe
+from fitune.recipe.score_recipe import score_recipe
 from fitune.session import comparing
 from fitune.session.comparing import METHODS, compare_methods, method_recipe
 from fitune.session.program import train_program
-from fitune.spec.recipe.recipe import parse_recipe
-from fitune.spec.recipe.score_recipe import score_recipe
 
 
 def words_for(model, data, out):

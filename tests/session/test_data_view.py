@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from data.tiny_tokenizers import THINKING_STYLE
+from fitune.recipe.recipe import parse_recipe
 from fitune.session.data_view import explain_data, view_data, write_data_page
 from fitune.session.events import Note
-from fitune.spec.recipe.recipe import parse_recipe
 from jsonl import write_lines
 
 

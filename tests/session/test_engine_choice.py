@@ -11,8 +11,8 @@ from fitune.measure.nvml import FoundGpu
 from fitune.score.plan import ScorePlan
 from fitune.session.events import ignore_event
 from fitune.session.score.score_plan import plan_scoring, with_fastest_engine
-from fitune.spec.plan import DataSource
 from fitune.units import GIB
+from fitune.values.plan import DataSource
 
 ANSWERED = {"prompt": "What is 2 plus 3?", "completion": "5"}
 CHOICES = {"question": "What is 2 plus 3?", "choices": ["5", "6"], "answer": 0}

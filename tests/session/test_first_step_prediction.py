@@ -11,9 +11,9 @@ from fitune.data.loader import Loader
 from fitune.estimate.predict import predict
 from fitune.measure.memory import CpuMeter
 from fitune.session.train.training import predict_run
-from fitune.spec.predictions import PlanReport, Priced
 from fitune.train.loop import steps_to_measure, train
 from fitune.train.prepare import prepare
+from fitune.values.predictions import PlanReport, Priced
 
 ROWS = 12
 

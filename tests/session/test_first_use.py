@@ -9,13 +9,13 @@ from fitune.errors import FituneError
 from fitune.measure import device_rates
 from fitune.measure.hardware import calibrated, detect_hardware
 from fitune.measure.measurements import calibrations_folder, device_key, quick_key
+from fitune.recipe.recipe import parse_recipe
 from fitune.score.engines.engine import Sampling
 from fitune.score.plan import ScorePlan
 from fitune.session.doctor import measure_on_first_use
 from fitune.session.score.score_plan import plan_scoring
 from fitune.session.train.beginning import first_attempt
-from fitune.spec.plan import DataSource
-from fitune.spec.recipe.recipe import parse_recipe
+from fitune.values.plan import DataSource
 
 
 @pytest.fixture

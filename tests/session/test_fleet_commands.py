@@ -7,11 +7,11 @@ import pytest
 import yaml
 
 from fitune.errors import HardwareError, RecipeError
+from fitune.recipe.fleet import Cluster, read_fleet
+from fitune.recipe.recipe import canonical_keys, parse_recipe
 from fitune.session.clusters import live_fleet
 from fitune.session.clusters.fleet import FleetRequest, draw_ranking, launch_text, plan_on_fleet
 from fitune.session.clusters.live_fleet import free_nodes
-from fitune.spec.recipe.fleet import Cluster, read_fleet
-from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
 from launch.manifests import wrong_with
 
 JOB = "{image: 'i:1', claim: c, queue: q, context: east, namespace: team}"

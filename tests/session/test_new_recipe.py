@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from fitune.errors import DataError, RecipeError
+from fitune.recipe.recipe import canonical_keys, parse_recipe
+from fitune.recipe.strict_yaml import parse_value
 from fitune.session.planning import plan_for
 from fitune.session.recipes.new_recipe import (
     QUESTIONS,
@@ -15,9 +17,7 @@ from fitune.session.recipes.new_recipe import (
     write_recipe,
 )
 from fitune.session.recipes.reading import read_any_recipe
-from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
-from fitune.spec.recipe.strict_yaml import parse_value
-from fitune.spec.words import describe_plan
+from fitune.values.words import describe_plan
 
 GIVEN = {"model": "meta-llama/Llama-3.1-8B", "data": "rows.jsonl", "tuning": "lora", "gpu": "rtx-4090"}
 

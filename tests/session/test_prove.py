@@ -13,9 +13,9 @@ from fitune.records.row import read_records
 from fitune.records.score import compare_rows
 from fitune.session.proving import kernels, prove, steps
 from fitune.session.proving.kernels import CannotRun, kernel_checks
-from fitune.spec.machines.gpus import find_gpu, hardware_for
-from fitune.spec.plan import Precision
-from fitune.spec.serial import from_json
+from fitune.values.machines.gpus import find_gpu, hardware_for
+from fitune.values.plan import Precision
+from fitune.values.serial import from_json
 
 CPU = torch.device("cpu")
 

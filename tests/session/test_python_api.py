@@ -12,8 +12,8 @@ from fitune.errors import DataError, NothingFits, RecipeError, SystemFailed
 from fitune.models.language_model import LanguageModel
 from fitune.session.events import Compared, DataRead, Exported, Planned, Predicted, RanOutOfMemory
 from fitune.session.recipes.reading import recipe_of
-from fitune.spec.predictions import PlanReport
-from fitune.spec.reports import StepReport
+from fitune.values.predictions import PlanReport
+from fitune.values.reports import StepReport
 from runs import same_weights, set_words
 
 FUNCTIONS = ("plan", "rehearse", "train", "score", "score_tasks", "export", "report")

@@ -8,13 +8,13 @@ from fitune.errors import RecipeError
 from fitune.estimate.predict import largest_batch, predict, usual_batch
 from fitune.planner.fit import tokens_per_second
 from fitune.planner.retry import described
+from fitune.recipe.recipe import parse_recipe
 from fitune.session.clusters.fleet import full_rows
 from fitune.session.clusters.launching import launch_file
 from fitune.session.planning import pinned, plan_for, plan_on_data, plan_to_train, wanted_hardware
 from fitune.session.train.beginning import as_begun
-from fitune.spec.plan import Steps
-from fitune.spec.recipe.recipe import parse_recipe
-from fitune.spec.serial import to_json
+from fitune.values.plan import Steps
+from fitune.values.serial import to_json
 from jsonl import write_lines
 
 CASES = {

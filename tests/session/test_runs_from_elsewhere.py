@@ -4,7 +4,7 @@ import shutil
 
 import fitune
 from fitune.session.named_models import find_model
-from fitune.spec.plan import Full
+from fitune.values.plan import Full
 from runs import written_plan
 
 KEYS = """\

@@ -13,16 +13,16 @@ from fitune.report.run_words import UnderWay, restart_summary, state_line
 from fitune.session.reported import report_run, watched_run
 from fitune.session.results import text_of
 from fitune.session.watching import RunView, watch_run
-from fitune.spec.rank_status import RankError, RankStatus, write_status
-from fitune.spec.reports import Restart
-from fitune.spec.run_directory import LOGS
-from fitune.spec.run_lock import Owner, lock_directory, owners_of
+from fitune.values.rank_status import RankError, RankStatus, write_status
+from fitune.values.reports import Restart
+from fitune.values.run_directory import LOGS
+from fitune.values.run_lock import Owner, lock_directory, owners_of
 from report.conftest import write_run
 
 _HOLD = """
 import sys
 from pathlib import Path
-from fitune.spec.run_lock import lock_directory
+from fitune.values.run_lock import lock_directory
 
 with lock_directory(Path(sys.argv[1])):
     print("held", flush=True)

@@ -1,7 +1,7 @@
 import pytest
 
-from fitune.spec.predictions import Phase
-from fitune.spec.reports import StepReport
+from fitune.values.predictions import Phase
+from fitune.values.reports import StepReport
 from plans import plan_for, small_llama
 
 

@@ -10,9 +10,9 @@ from unittest.mock import Mock
 import pytest
 
 from fitune.errors import RunDirectoryError
-from fitune.spec.reports import Restart
 from fitune.track.metrics import MetricsLog, read_metrics, to_line
 from fitune.train.run import not_yet_logged
+from fitune.values.reports import Restart
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from fitune.spec.plan import Tracking
 from fitune.track.feed import Trackers
 from fitune.track.record import read_tracked
 from fitune.track.trackers import End, wanted_trackers
+from fitune.values.plan import Tracking
 from report.conftest import make_run_report
 
 pytestmark = pytest.mark.slow

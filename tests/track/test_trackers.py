@@ -12,7 +12,7 @@ import pytest
 
 from fitune.errors import MissingExtra, RecipeError
 from fitune.files import process_lives
-from fitune.spec.recipe.keys import all_keys
+from fitune.recipe.keys import all_keys
 from fitune.track.feed import Trackers
 from fitune.track.record import log_of, read_tracked
 from fitune.track.trackers import (
@@ -231,9 +231,9 @@ def test_a_table_in_markdown():
 
 def test_the_command_of_tensorboard_can_be_pasted(tmp_path):
     pytest.importorskip("tensorboard")
-    from fitune.spec.plan import Tracking
     from fitune.track.tensorboard import TensorBoard
     from fitune.track.trackers import KILLED, Beginning
+    from fitune.values.plan import Tracking
 
     directory = tmp_path / "my first run"
     directory.mkdir()

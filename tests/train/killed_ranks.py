@@ -22,8 +22,8 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
-from fitune.spec.rank_status import read_statuses
 from fitune.track.metrics import read_metrics
+from fitune.values.rank_status import read_statuses
 
 WHO = ("rank 0", "rank 1", "launcher", "all")
 TIMEOUT_SECONDS = 300

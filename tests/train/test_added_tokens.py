@@ -17,8 +17,8 @@ from fitune.score.engines.engine import Sampling
 from fitune.score.plan import ScorePlan
 from fitune.score.run import score
 from fitune.session.exporting import export_run
-from fitune.spec.plan import DataSource, Nf4
 from fitune.train.prepare import prepare
+from fitune.values.plan import DataSource, Nf4
 from jsonl import write_lines
 from models.tiny_models import beside_tokenizer, load
 from runs import (

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from fitune.spec.plan import AdamW8bit, Dense, Nf4
+from fitune.values.plan import AdamW8bit, Dense, Nf4
 from runs import (
     assert_merged,
     stopped_and_resumed,

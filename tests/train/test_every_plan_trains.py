@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from fitune.models.weights import compute_dtype
-from fitune.spec.model.model_config import spec_from_config
-from fitune.spec.plan import (
+from fitune.train.prepare import prepare_loaded
+from fitune.values.model.model_config import spec_from_config
+from fitune.values.plan import (
     AdamW,
     AdamW8bit,
     ChunkedLoss,
@@ -33,8 +34,7 @@ from fitune.spec.plan import (
     Sgd,
     Tuning,
 )
-from fitune.spec.rules import keeps_rules
-from fitune.train.prepare import prepare_loaded
+from fitune.values.rules import keeps_rules
 from models.streams import forward_backward, make_rows, optimizer_step, stream_of
 from models.tiny_models import tiny_model
 from optional_libraries import NEEDS_BITSANDBYTES

@@ -13,7 +13,7 @@ from fitune.errors import RecipeError
 from fitune.models.adapters import add_adapters
 from fitune.models.low_bit.packing import quantise_blocks
 from fitune.models.low_bit.quantised import PackedWeight
-from fitune.spec.plan import Dense, Nf4
+from fitune.values.plan import Dense, Nf4
 from models.tiny_models import beside_tokenizer, tiny_model
 from runs import (
     assert_merged,

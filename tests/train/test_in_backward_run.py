@@ -2,7 +2,7 @@
 
 import pytest
 
-from fitune.spec.plan import Full, InBackward
+from fitune.values.plan import Full, InBackward
 from runs import (
     losses,
     same_weights,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fitune.spec.plan import ClipByNorm, ClipByValue, Lomo, Sgd
+from fitune.values.plan import ClipByNorm, ClipByValue, Lomo, Sgd
 from runs import (
     stopped_and_resumed,
     trained,

@@ -17,7 +17,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from conftest import plan_of
-from fitune.spec.choices import Offload
+from fitune.values.choices import Offload
 from models.tiny_models import beside_tokenizer
 from optional_libraries import NEEDS_DEEPSPEED
 from runs import (

@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fitune.engine.host import HostMemory
 from fitune.engine.streamed_weights import StreamedWeights
 from fitune.models.weights import compute_dtype
-from fitune.spec.plan import AdamW, Nf4, Offload, PlainLoss, Precision, Sgd
 from fitune.train.prepare import prepare_loaded
+from fitune.values.plan import AdamW, Nf4, Offload, PlainLoss, Precision, Sgd
 from laws.test_memory_prediction import ROWS, bench
 from models.streams import forward_backward, optimizer_step
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from fitune.spec.plan import Offload
+from fitune.values.plan import Offload
 from runs import (
     losses,
     same_weights,

@@ -12,8 +12,8 @@ from fitune.checkpoint.merge import refuse_quantised_base
 from fitune.errors import CheckpointError, ModelError
 from fitune.models.low_bit.quantised import PackedWeight
 from fitune.models.weights import require_finite
-from fitune.spec.plan import Hqq, Nf4
 from fitune.train.prepare import prepare
+from fitune.values.plan import Hqq, Nf4
 from runs import (
     assert_merged,
     stopped_and_resumed,

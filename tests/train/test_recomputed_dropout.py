@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from fitune.spec.model.config_schema import is_random_rate
-from fitune.spec.model.model_config import load_model_spec
-from fitune.spec.plan import Recompute
 from fitune.train.prepare import prepare_loaded
+from fitune.values.model.config_schema import is_random_rate
+from fitune.values.model.model_config import load_model_spec
+from fitune.values.plan import Recompute
 from models.streams import forward_backward
 from train.test_traced_walks import bench
 

@@ -8,8 +8,8 @@ import pytest
 
 from fitune.checkpoint.commit import read_commit
 from fitune.errors import CheckpointError
-from fitune.spec.plan import Steps
 from fitune.train.run import run
+from fitune.values.plan import Steps
 from runs import (
     callbacks,
     losses,

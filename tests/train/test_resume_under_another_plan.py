@@ -7,9 +7,9 @@ import pytest
 
 from fitune.errors import CheckpointError
 from fitune.report.compare import measure
-from fitune.spec.plan import Steps
-from fitune.spec.predictions import Phase
 from fitune.train.run import run
+from fitune.values.plan import Steps
+from fitune.values.predictions import Phase
 from runs import (
     callbacks,
     steps_of,

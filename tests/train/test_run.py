@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from fitune.errors import RunDirectoryError, StoreError, TrainingFailed
-from fitune.spec.plan import Epochs
-from fitune.spec.predictions import Phase
 from fitune.train.loop import wait_for
 from fitune.train.prepare import prepare
 from fitune.train.run import run
+from fitune.values.plan import Epochs
+from fitune.values.predictions import Phase
 from runs import callbacks, losses, report_of, steps_of, stopped_and_resumed, trained, written_plan
 
 

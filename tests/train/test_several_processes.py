@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from conftest import QUESTIONS, plan_of
 from fitune.estimate.predict import predict_memory
 from fitune.session.exporting import export_run
-from fitune.spec.plan import Ddp, Offload, Precision, Single, Zero
+from fitune.values.plan import Ddp, Offload, Precision, Single, Zero
 from jsonl import write_lines
 from models.tiny_models import beside_tokenizer
 from optional_libraries import NEEDS_DEEPSPEED

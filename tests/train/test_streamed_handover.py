@@ -6,9 +6,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from conftest import plan_of
-from fitune.spec.plan import Zero
 from fitune.train.again import Source
 from fitune.train.export import handover_of, stored_weights
+from fitune.values.plan import Zero
 from runs import (
     same_weights,
     trained,

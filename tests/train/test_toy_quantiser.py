@@ -9,13 +9,13 @@ import torch
 
 from fitune.errors import RecipeError
 from fitune.models.low_bit.quantised import QuantisedLinear, quantised_base
+from fitune.recipe.recipe import parse_recipe
 from fitune.session.planning import pinned
-from fitune.spec import serial
-from fitune.spec.plan import Plan
-from fitune.spec.quantisers import QUANTISERS, Quantiser
-from fitune.spec.recipe.recipe import parse_recipe
-from fitune.spec.serial import from_json, to_json
 from fitune.train.prepare import prepare
+from fitune.values import serial
+from fitune.values.plan import Plan
+from fitune.values.quantisers import QUANTISERS, Quantiser
+from fitune.values.serial import from_json, to_json
 from laws import test_memory_prediction, test_rehearsal_real_step
 from laws.test_memory_prediction import bench
 from runs import (

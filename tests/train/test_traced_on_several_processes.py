@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from conftest import plan_of
 from fitune.estimate.predict import predict_memory
 from fitune.rehearse.profile import TransformersTracer
-from fitune.spec.model.tracer import trace_with
+from fitune.values.model.tracer import trace_with
 from models.tiny_models import beside_tokenizer
 from runs import (
     assert_close,

@@ -9,9 +9,9 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from conftest import settings_of
-from fitune.spec.model.architectures import SHARED_LINEARS, takes_adapters_on
-from fitune.spec.model.model_config import load_model_spec
-from fitune.spec.recipe.targets import resolve_targets
+from fitune.recipe.targets import resolve_targets
+from fitune.values.model.architectures import SHARED_LINEARS, takes_adapters_on
+from fitune.values.model.model_config import load_model_spec
 from models.tiny_models import beside_tokenizer
 from runs import set_words
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from fitune.session.exporting import export_run
-from fitune.spec.plan import Nf4, Offload
+from fitune.values.plan import Nf4, Offload
 from runs import (
     stopped_and_resumed,
     trained,

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from fitune.errors import RecipeError
-from fitune.spec.plan import (
+from fitune.train.prepare import prepare
+from fitune.values.plan import (
     AdamW8bit,
     ClipByNorm,
     ClipByValue,
@@ -18,8 +19,7 @@ from fitune.spec.plan import (
     Sgd,
     Zero,
 )
-from fitune.spec.rules import require_rules
-from fitune.train.prepare import prepare
+from fitune.values.rules import require_rules
 from plans import plan_for, small_llama
 
 

@@ -18,8 +18,8 @@ from fitune.session import planner_page
 from fitune.session.clusters.fleet import FleetRequest, plan_on_fleet
 from fitune.session.planning import plan_on_data
 from fitune.session.recipes.reading import recipe_of
-from fitune.spec.model.known_models import find_known_model
 from fitune.units import format_bytes, format_rate
+from fitune.values.model.known_models import find_known_model
 
 QUESTIONS = (
     {"model": "meta-llama/Llama-3.1-8B", "gpu": "rtx-4090"},

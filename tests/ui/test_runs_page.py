@@ -12,8 +12,8 @@ import pytest
 from fitune.cli import main
 from fitune.report.local_pages import curve_of, local_app
 from fitune.session.watching import RunsFolder
-from fitune.spec.run_lock import lock_directory
 from fitune.units import format_bytes, format_rate
+from fitune.values.run_lock import lock_directory
 from report.conftest import write_run
 from ui.test_planner_page import text_of
 

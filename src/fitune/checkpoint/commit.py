@@ -28,8 +28,8 @@ from fitune.files import (
     write_atomically,
     write_synced,
 )
-from fitune.spec.serial import from_data, parse_object, to_json
 from fitune.units import format_bytes
+from fitune.values.serial import from_data, parse_object, to_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,7 +51,7 @@ from fitune.models.readers import model_folder, whole_model, with_adapter
 from fitune.models.tokens import resized
 from fitune.models.weight_files import nobody, stored_tensors, unread_tensors
 from fitune.models.weights import load_model
-from fitune.spec.plan import Dense
+from fitune.values.plan import Dense
 
 Weights = Mapping[str, Tensor] | None
 """Trained tensors by the names of the model's parameters; None where the model in memory holds them itself."""

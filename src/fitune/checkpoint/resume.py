@@ -28,10 +28,10 @@ from fitune.checkpoint.slices import INDEX, Groups, SavedTensors, groups_in, rea
 from fitune.checkpoint.state import Json, TrainState
 from fitune.errors import CheckpointError
 from fitune.files import read_bytes
-from fitune.spec.model.model_spec import ModelSpec
-from fitune.spec.plan import ClipByNorm, ClipByValue, Full, Plan, clip_in_backward
-from fitune.spec.run_directory import moved, placed
-from fitune.spec.serial import TABLE_BYTES, read_object, to_data
+from fitune.values.model.model_spec import ModelSpec
+from fitune.values.plan import ClipByNorm, ClipByValue, Full, Plan, clip_in_backward
+from fitune.values.run_directory import moved, placed
+from fitune.values.serial import TABLE_BYTES, read_object, to_data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

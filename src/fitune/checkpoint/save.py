@@ -44,9 +44,9 @@ from fitune.checkpoint.slices import INDEX, Groups, Share, joined
 from fitune.checkpoint.state import tensor_chunks
 from fitune.errors import CheckpointError
 from fitune.files import remove, remove_stale_siblings, temporary_sibling
-from fitune.spec.run_directory import require_real_files
-from fitune.spec.serial import to_data
 from fitune.units import MIB, format_bytes
+from fitune.values.run_directory import require_real_files
+from fitune.values.serial import to_data
 
 _MARGIN_BYTES = MIB
 """Folders, COMMIT, links and the file system's rounding to blocks."""

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fitune.checkpoint.state import NAMES, Json, TrainState, require_not_empty, tensors_bytes
 from fitune.errors import CheckpointError
-from fitune.spec.counts import rows_of_share
-from fitune.spec.serial import from_data, parse_object
+from fitune.values.counts import rows_of_share
+from fitune.values.serial import from_data, parse_object
 
 INDEX = "slices.json"
 

@@ -15,13 +15,13 @@ from typer import Argument, Option
 
 from fitune.cli.keys import CheckedCommand, RecipeCommand, ScoreCommand, complete_value
 from fitune.errors import RecipeError
-from fitune.spec.machines.environment import without_expandable_segments
+from fitune.values.machines.environment import without_expandable_segments
 
 if TYPE_CHECKING:
     from fitune.cli.terminal import Terminal
+    from fitune.recipe.recipe import Recipe
     from fitune.session.clusters.fleet import FleetRequest
     from fitune.session.results import Result
-    from fitune.spec.recipe.recipe import Recipe
 
 app = typer.Typer(name="fitune", no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -342,7 +342,7 @@ def score(
     json: Json = False,
 ) -> None:
     """Answer a dataset with a model and grade the answers."""
-    from fitune.spec.recipe.score_recipe import score_recipe
+    from fitune.recipe.score_recipe import score_recipe
 
     recipe, request = score_recipe(**context.obj), _fleet(fleet, objective, deadline, budget, None, live)
     with _terminal(lines=sys.stderr, quiet=json) as terminal:  # standard output is the report's alone
@@ -595,7 +595,7 @@ def _print_screen(recipe: "Recipe", words: list[str], html: Path | None) -> None
 
 def _print(text: str, data: Any, *, json: bool) -> None:
     if json:
-        from fitune.spec.serial import to_data
+        from fitune.values.serial import to_data
 
         text = json_text.dumps(to_data(data), indent=2, ensure_ascii=False, default=str)
     print(text, flush=True)

@@ -91,7 +91,7 @@ class ScoreCommand(CheckedCommand):
 @cache
 def _score_options() -> list[Any]:
     """Made when they are asked for: reading a ScoreRecipe takes 0.1 s, which no other command should wait for."""
-    from fitune.spec.recipe.score_recipe import ScoreRecipe, facts_of, options_of
+    from fitune.recipe.score_recipe import ScoreRecipe, facts_of, options_of
 
     def keys() -> None:
         """A function whose signature lists the options for typer; nobody calls it."""
@@ -127,7 +127,7 @@ class RecipeCommand(CheckedCommand):
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
         """Names of options, and behind them those of the keys."""
-        from fitune.spec.recipe.keys import all_keys
+        from fitune.recipe.keys import all_keys
 
         # typer brings its own click since 0.26 and does not export this
         item: Any = import_module(f"{_click}.shell_completion").CompletionItem
@@ -140,7 +140,7 @@ _click = TyperCommand.__mro__[1].__module__.rpartition(".")[0]
 
 def complete_value(ctx: typer.Context, incomplete: str) -> list[str]:
     """Values of the key before the cursor: known models, cards, or the few that a key takes; else none."""
-    from fitune.spec.recipe.keys import values_of
+    from fitune.recipe.keys import values_of
 
     words = ctx.params.get("words") or [""]
     return [value for value in values_of(words[-1]) if value.startswith(incomplete)]
@@ -152,7 +152,7 @@ def _print_keys() -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from fitune.spec.recipe.keys import SWITCH, keys_by_group
+    from fitune.recipe.keys import SWITCH, keys_by_group
 
     console = Console(highlight=False, markup=False)
     console.print(" Keys of a recipe: --seq-len 4096, or seq_len: 4096 in RECIPE.yaml; [its default].\n")

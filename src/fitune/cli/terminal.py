@@ -11,8 +11,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, TextIO
 
 from fitune.session.events import Event, Reading, Result, RowsAnswered, StepsBegin, StepsEnd, WeightsRead
-from fitune.spec.reports import StepReport
 from fitune.units import format_bytes, format_count, format_learning_rate, format_number, format_seconds
+from fitune.values.reports import StepReport
 
 
 class Terminal:

@@ -8,7 +8,7 @@ from fitune.data.conversations.formats import detect_format, to_example
 from fitune.data.conversations.messages import Example
 from fitune.data.reading.rows import BadRow, Row
 from fitune.data.reading.sources import ignore, rows_of
-from fitune.spec.plan import DataFormat, DataPlan, DataSource
+from fitune.values.plan import DataFormat, DataPlan, DataSource
 
 
 class SourceRow(NamedTuple):

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from fitune.data.reading.rows import NOT_UTF8, TO_UTF8
-from fitune.spec.reports import Ledger
 from fitune.units import counted, format_count, format_percent
+from fitune.values.reports import Ledger
 
 
 def describe_ledger(ledger: Ledger) -> str:

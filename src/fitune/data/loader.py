@@ -14,9 +14,9 @@ import torch
 
 from fitune.data.dataset import TokenDataset
 from fitune.data.packing import pack_rows
-from fitune.spec.model.block_profile import IGNORED, BatchShape
-from fitune.spec.plan import Batch
-from fitune.spec.predictions import Epoch
+from fitune.values.model.block_profile import IGNORED, BatchShape
+from fitune.values.plan import Batch
+from fitune.values.predictions import Epoch
 
 
 @dataclass(frozen=True, slots=True)

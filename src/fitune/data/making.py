@@ -22,8 +22,8 @@ from fitune.data.reading.rows import BadRow
 from fitune.data.reading.sources import with_skip_hint
 from fitune.data.tokenising import MOST_TEXT_AT_ONCE, RowTokeniser, TokenRows, text_size, tokenised
 from fitune.errors import DataError
-from fitune.spec.plan import DataPlan, DataSource
-from fitune.spec.reports import Ledger
+from fitune.values.plan import DataPlan, DataSource
+from fitune.values.reports import Ledger
 
 FIRST_CONVERSATIONS = 64
 """Conversations that are kept as text too."""

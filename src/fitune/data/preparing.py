@@ -24,12 +24,12 @@ from fitune.data.reading.files import sample_size
 from fitune.data.reading.sources import content_key
 from fitune.data.tokenising import RowTokeniser
 from fitune.errors import DataError, FituneError, StoreError
-from fitune.spec.plan import DataPlan, DataSource
-from fitune.spec.reports import Ledger
-from fitune.spec.serial import from_data, to_data
 from fitune.stores.opening import is_url
 from fitune.stores.writing import Store
 from fitune.units import format_bytes
+from fitune.values.plan import DataPlan, DataSource
+from fitune.values.reports import Ledger
+from fitune.values.serial import from_data, to_data
 
 
 class Contents(NamedTuple):

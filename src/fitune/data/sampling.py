@@ -11,9 +11,9 @@ from fitune.data.examples import examples_of, kept_parts
 from fitune.data.reading.files import HubDataset, locate, sample_size
 from fitune.data.reading.rows import BadRow
 from fitune.errors import DataError, is_failure
-from fitune.spec.model.block_profile import BatchShape
-from fitune.spec.plan import Batch, DataPlan, DataSource
-from fitune.spec.predictions import Epoch
+from fitune.values.model.block_profile import BatchShape
+from fitune.values.plan import Batch, DataPlan, DataSource
+from fitune.values.predictions import Epoch
 
 MOST_ROWS = 4_000
 """Rows of a source that are read."""

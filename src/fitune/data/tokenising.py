@@ -19,7 +19,7 @@ from fitune.data.ledger import TOO_LONG
 from fitune.data.reading.rows import BadRow
 from fitune.data.reading.sources import with_skip_hint
 from fitune.errors import DataError
-from fitune.spec.plan import DataPlan
+from fitune.values.plan import DataPlan
 
 MOST_TEXT_AT_ONCE = 2**19
 """Characters per call of the tokenizer, which needs some hundred bytes for each. A longer row goes alone."""

@@ -36,7 +36,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from fitune.spec.deepspeed import tell_deepspeed_where
+from fitune.values.deepspeed import tell_deepspeed_where
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fitune.engine.plain import PlainEngine
 from fitune.engine.protocol import EnterPhase, LossModel, Update
-from fitune.spec.choices import DDP_BUCKET_BYTES
-from fitune.spec.plan import Optimizer, Precision
 from fitune.units import MIB
+from fitune.values.choices import DDP_BUCKET_BYTES
+from fitune.values.plan import Optimizer, Precision
 
 
 def replicate(body: nn.Module, head: nn.Module) -> DistributedDataParallel:

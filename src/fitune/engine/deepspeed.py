@@ -29,9 +29,9 @@ from fitune.engine.optimizers import build_torch_optimizer, set_learning_rate
 from fitune.engine.plain import Seed
 from fitune.engine.protocol import Engine, EngineState, EnterPhase, LossModel, Update
 from fitune.errors import HardwareError, first_line, require_library
-from fitune.spec.deepspeed import tell_deepspeed_where
-from fitune.spec.plan import Optimizer, Precision
-from fitune.spec.predictions import Phase
+from fitune.values.deepspeed import tell_deepspeed_where
+from fitune.values.plan import Optimizer, Precision
+from fitune.values.predictions import Phase
 
 
 @cache

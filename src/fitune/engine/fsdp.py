@@ -41,9 +41,9 @@ from fitune.engine.protocol import (
     Update,
     shape_of,
 )
-from fitune.spec.counts import rows_of_share
-from fitune.spec.machines.hardware import Hardware
-from fitune.spec.plan import ClipByNorm, ClipByValue, Optimizer, Precision, Tuning, Zero
+from fitune.values.counts import rows_of_share
+from fitune.values.machines.hardware import Hardware
+from fitune.values.plan import ClipByNorm, ClipByValue, Optimizer, Precision, Tuning, Zero
 
 
 class Trunk(nn.Module):

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fitune.engine.optimizers import DirectOptimizer, MasterOptimizer, set_learning_rate, takes_decay
-from fitune.spec.choices import ADALOMO_ROWS
-from fitune.spec.plan import Lomo, Optimizer, Precision, Tuning
+from fitune.values.choices import ADALOMO_ROWS
+from fitune.values.plan import Lomo, Optimizer, Precision, Tuning
 
 _EPS_SQUARE = 1e-30
 """Added to the mean squares, so that a weight without gradient divides by something (Adafactor's ε₁)."""

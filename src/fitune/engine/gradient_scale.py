@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fitune.engine.protocol import Update
 from fitune.errors import TrainingFailed
-from fitune.spec.plan import Precision
+from fitune.values.plan import Precision
 
 
 def global_norm(gradients: Iterable[Tensor]) -> Tensor:

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from fitune.engine.host import Arrival, HostMemory
 from fitune.engine.optimizers import WeightOptimizer, set_learning_rate
-from fitune.spec.plan import Optimizer
+from fitune.values.plan import Optimizer
 
 
 class HostOptimizer(WeightOptimizer):

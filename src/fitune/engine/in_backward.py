@@ -22,8 +22,8 @@ from fitune.engine.gradient_scale import LossScale, clip_factor
 from fitune.engine.plain import Seed
 from fitune.engine.protocol import Engine, EngineState, EnterPhase, LossModel, Update
 from fitune.errors import TrainingFailed
-from fitune.spec.plan import ClipByNorm, ClipByValue, Precision
-from fitune.spec.predictions import Phase
+from fitune.values.plan import ClipByNorm, ClipByValue, Precision
+from fitune.values.predictions import Phase
 
 _Visit = Callable[[str, Tensor], None]
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from fitune.engine.host import Arrival, HostMemory
 from fitune.engine.streamed_weights import StreamedWeights
-from fitune.spec.plan import Offload
+from fitune.values.plan import Offload
 
 Kept = Callable[[], Tensor]
 """A stand-in in autograd's graph for a tensor that may be on the host: brings it back."""

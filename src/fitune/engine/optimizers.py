@@ -19,8 +19,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import Parameter
 
 from fitune.errors import require_library
-from fitune.spec.choices import EIGHT_BIT_BLOCK, EIGHT_BIT_LEAST, MASTER_BUCKET_BYTES
-from fitune.spec.plan import AdamW, AdamW8bit, Optimizer, Sgd
+from fitune.values.choices import EIGHT_BIT_BLOCK, EIGHT_BIT_LEAST, MASTER_BUCKET_BYTES
+from fitune.values.plan import AdamW, AdamW8bit, Optimizer, Sgd
 
 
 class WeightOptimizer(ABC):

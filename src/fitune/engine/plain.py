@@ -13,8 +13,8 @@ from fitune.engine.host import HostMemory
 from fitune.engine.host_optimizer import HostOptimizer
 from fitune.engine.optimizers import DirectOptimizer, MasterOptimizer, WeightOptimizer
 from fitune.engine.protocol import Engine, EngineState, EnterPhase, LossModel, Update
-from fitune.spec.plan import Optimizer, Precision
-from fitune.spec.predictions import Phase
+from fitune.values.plan import Optimizer, Precision
+from fitune.values.predictions import Phase
 
 
 class Seed(torch.autograd.Function):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from fitune.engine.ranks import local_part
-from fitune.spec.predictions import Phase
+from fitune.values.predictions import Phase
 
 EnterPhase = Callable[[Phase], None]
 """Told whenever the step passes into another phase, so that memory can be measured by phase."""

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fitune.errors import FituneError, HardwareError, PeerGone, RankFailed, first_line
-from fitune.spec.machines.environment import launched_as
+from fitune.values.machines.environment import launched_as
 
 T = TypeVar("T")
 

@@ -25,11 +25,11 @@ from fitune.estimate.overhead import (
     outside_terms,
     usable_bytes,
 )
-from fitune.spec.answering import CACHE_ROOM, Answering, Questions
-from fitune.spec.counts import count_parameters
-from fitune.spec.model.architectures import caches_latent
-from fitune.spec.model.traits import ACTIVATIONS
 from fitune.units import GIB
+from fitune.values.answering import CACHE_ROOM, Answering, Questions
+from fitune.values.counts import count_parameters
+from fitune.values.model.architectures import caches_latent
+from fitune.values.model.traits import ACTIVATIONS
 
 FP32, ID = 4, 8
 """Bytes of a number in fp32, and of a token's id, position or mask."""

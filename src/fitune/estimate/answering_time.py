@@ -19,7 +19,7 @@ from fitune.estimate.rates import Rates, rates_of
 from fitune.estimate.time import roofline
 from fitune.estimate.transfers import COLLECTIVE_SECONDS, HOP_SECONDS, LINK_EFFICIENCY
 from fitune.estimate.work import Work, count_in_large
-from fitune.spec.answering import CACHE_ROOM, NARROW, Answering, Questions
+from fitune.values.answering import CACHE_ROOM, NARROW, Answering, Questions
 
 VLLM_START_SECONDS = 60.0
 """From its start to the first row beside reading weights: compiling and capturing graphs. Not measured by us."""

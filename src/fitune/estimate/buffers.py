@@ -16,7 +16,7 @@ from fitune.estimate.parameters import (
     weights_read_bytes,
 )
 from fitune.estimate.states import gradients_go_to_the_host, resting_gradient_bytes
-from fitune.spec.counts import (
+from fitune.values.counts import (
     ParameterTensor,
     adapter_tensors,
     base_tensors,
@@ -25,8 +25,8 @@ from fitune.spec.counts import (
     trained_of_kind,
     trained_tensors,
 )
-from fitune.spec.deepspeed import deepspeed_config
-from fitune.spec.plan import (
+from fitune.values.deepspeed import deepspeed_config
+from fitune.values.plan import (
     Lora,
     Plan,
     Zero,
@@ -34,7 +34,7 @@ from fitune.spec.plan import (
     trains_head,
     updates_in_backward,
 )
-from fitune.spec.remembered import remembered_by
+from fitune.values.remembered import remembered_by
 
 REDUCE_BUCKET = 500_000_000
 GATHER_BUCKET = 500_000_000
@@ -201,7 +201,7 @@ def _held_sums(plan: Plan, summed: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _deepspeed(plan: Plan) -> Buffers:
-    """Buffers of the sizes that fitune's own configuration names (spec/deepspeed.py), counted in real steps.
+    """Buffers of the sizes that fitune's own configuration names (values/deepspeed.py), counted in real steps.
 
     Below stage 3 the reduce bucket is made when backward begins; stage 1 keeps it from the first micro-batch to the
     last. Stage 3 has one that always stands, and gathers until ``stage3_max_live_parameters`` are there (what it takes

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable
 
-from fitune.spec.counts import ParameterTensor, trained_tensors
-from fitune.spec.plan import Ddp, Plan, Single, Zero
-from fitune.spec.remembered import remembered_by
+from fitune.values.counts import ParameterTensor, trained_tensors
+from fitune.values.plan import Ddp, Plan, Single, Zero
+from fitune.values.remembered import remembered_by
 
 
 def num_ranks(plan: Plan) -> int:

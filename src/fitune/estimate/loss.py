@@ -7,9 +7,9 @@ from fitune.estimate.blocks.site import FP32
 from fitune.estimate.rates import FUSED_LOGIT_MOVES, LOGIT_BYTES
 from fitune.estimate.step import StepStages, Terms
 from fitune.estimate.work import Work, count_in_large
-from fitune.spec.counts import head_flops_per_token
-from fitune.spec.model.block_profile import BatchShape
-from fitune.spec.plan import ChunkedLoss, Loss, PlainLoss, trains_head
+from fitune.values.counts import head_flops_per_token
+from fitune.values.model.block_profile import BatchShape
+from fitune.values.plan import ChunkedLoss, Loss, PlainLoss, trains_head
 
 
 def loss_bytes(step: StepStages) -> int:

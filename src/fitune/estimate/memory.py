@@ -15,10 +15,10 @@ from fitune.estimate.loss import loss_moments
 from fitune.estimate.parameters import embedding_parameters, head_parameters, late_tables
 from fitune.estimate.states import gradients_always_exist, leaves_after_the_loss, stepping_bytes
 from fitune.estimate.step import StepStages, Terms
-from fitune.spec.counts import trained_tensors
-from fitune.spec.plan import trains_embeddings, updates_in_backward
-from fitune.spec.predictions import MemoryBreakdown, Phase
-from fitune.spec.remembered import remembered
+from fitune.values.counts import trained_tensors
+from fitune.values.plan import trains_embeddings, updates_in_backward
+from fitune.values.predictions import MemoryBreakdown, Phase
+from fitune.values.remembered import remembered
 
 
 @remembered

@@ -10,8 +10,8 @@ from fitune.estimate.blocks.block import block_profile, final_norm_stage
 from fitune.estimate.blocks.site import seen_by_kernel
 from fitune.estimate.parameters import trains_in
 from fitune.estimate.states import stepping_bytes
-from fitune.spec.counts import kind_tensors, trained_of_kind, untouched_blocks
-from fitune.spec.model.block_profile import (
+from fitune.values.counts import kind_tensors, trained_of_kind, untouched_blocks
+from fitune.values.model.block_profile import (
     Attention,
     BackwardPeak,
     BatchShape,
@@ -26,9 +26,9 @@ from fitune.spec.model.block_profile import (
     TracedPass,
     in_all,
 )
-from fitune.spec.model.model_spec import BlockKind
-from fitune.spec.plan import Lora, Plan, trains_embeddings, updates_in_backward
-from fitune.spec.remembered import remembered
+from fitune.values.model.model_spec import BlockKind
+from fitune.values.plan import Lora, Plan, trains_embeddings, updates_in_backward
+from fitune.values.remembered import remembered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ def model_profile(plan: Plan, shape: BatchShape) -> ModelProfile:
 
 def _traced_profile(plan: Plan, shape: BatchShape, untouched: int) -> ModelProfile:
     """Backward ends at block ``untouched``. The final norm's gradients are all those outside of blocks and tables."""
-    from fitune.spec.model.tracing import profile_for
+    from fitune.values.model.tracing import profile_for
 
     model, step = plan.model, profile_for(plan, shape)
     extent = step.extent(shape)

@@ -23,12 +23,12 @@ from fitune.estimate.states import (
     sub_groups_of,
 )
 from fitune.estimate.step import StepStages, Terms
-from fitune.spec.counts import trained_tensors
-from fitune.spec.deepspeed import NVME_BUFFERS, largest_share_elements
-from fitune.spec.machines.hardware import Gpu, Hardware
-from fitune.spec.plan import AdamW8bit, Lomo, Lora, Offload, Plan, Single
-from fitune.spec.predictions import Phase
 from fitune.units import GIB, MIB, power_of_two
+from fitune.values.counts import trained_tensors
+from fitune.values.deepspeed import NVME_BUFFERS, largest_share_elements
+from fitune.values.machines.hardware import Gpu, Hardware
+from fitune.values.plan import AdamW8bit, Lomo, Lora, Offload, Plan, Single
+from fitune.values.predictions import Phase
 
 COLLECTIVES_BYTES = 300 * MIB
 """Channels and buffers that NCCL keeps outside torch for a communicator of one node: 4 MiB (NCCL_BUFFSIZE) for each of

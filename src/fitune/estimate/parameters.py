@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 
 from fitune.estimate.division import num_shares, share_elements, uses_fsdp, weights_are_divided
-from fitune.spec.counts import (
+from fitune.values.counts import (
     ParameterTensor,
     adapted_blocks,
     adapter_tensors,
@@ -13,10 +13,10 @@ from fitune.spec.counts import (
     lora_parameters,
     trained_tables,
 )
-from fitune.spec.model.model_spec import Linear, ModelSpec
-from fitune.spec.plan import Dense, Lora, Plan, Quantiser, Single, base_of
-from fitune.spec.quantisers import is_packed
-from fitune.spec.remembered import remembered_by
+from fitune.values.model.model_spec import Linear, ModelSpec
+from fitune.values.plan import Dense, Lora, Plan, Quantiser, Single, base_of
+from fitune.values.quantisers import is_packed
+from fitune.values.remembered import remembered_by
 
 
 def stored_bytes(weights: int, base: Dense | Quantiser, *, element_bytes: int, copies: int) -> int:

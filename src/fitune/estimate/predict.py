@@ -16,10 +16,10 @@ from fitune.estimate.overhead import (
 from fitune.estimate.step import StepStages, Terms, describe_step
 from fitune.estimate.time import step_time_of
 from fitune.estimate.transfers import communication_of
-from fitune.spec.model.block_profile import BatchShape
-from fitune.spec.model.traits import largest_rows
-from fitune.spec.plan import Plan
-from fitune.spec.predictions import Estimate, MemoryBreakdown, StepTime
+from fitune.values.model.block_profile import BatchShape
+from fitune.values.model.traits import largest_rows
+from fitune.values.plan import Plan
+from fitune.values.predictions import Estimate, MemoryBreakdown, StepTime
 
 
 def predict(

@@ -4,10 +4,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fitune.spec.counts import peak_flops
-from fitune.spec.machines.hardware import Gpu, Hardware
-from fitune.spec.plan import Precision
-from fitune.spec.remembered import remembered
+from fitune.values.counts import peak_flops
+from fitune.values.machines.hardware import Gpu, Hardware
+from fitune.values.plan import Precision
+from fitune.values.remembered import remembered
 
 PRODUCT_EFFICIENCY = {
     (7, 0): 0.72, (7, 5): 0.45, (8, 0): 0.78, (8, 6): 0.80, (8, 9): 0.60, (9, 0): 0.60, (10, 0): 0.60, (12, 0): 0.80,
@@ -59,7 +59,7 @@ class Rates:
     product_start_seconds: float
     attention_flops: float
     attention_row_tokens: float
-    """spec/machines/hardware.py, AttentionRate."""
+    """values/machines/hardware.py, AttentionRate."""
     head_seconds: Callable[[int, float], tuple[float, float] | None]
     """(head size, tokens of a row) -> seconds of one head, forward and backward; None: the rate above counts."""
     logit_seconds: float

@@ -21,11 +21,11 @@ from fitune.estimate.parameters import (
     late_tables,
     trained_parameters,
 )
-from fitune.spec.choices import ADALOMO_ROWS, EIGHT_BIT_BLOCK, EIGHT_BIT_LEAST, MASTER_BUCKET_BYTES
-from fitune.spec.counts import ParameterTensor, adapters_of, base_tensors, trained_tables, trained_tensors
-from fitune.spec.deepspeed import deepspeed_config, sub_groups
-from fitune.spec.model.model_spec import ModelSpec
-from fitune.spec.plan import (
+from fitune.values.choices import ADALOMO_ROWS, EIGHT_BIT_BLOCK, EIGHT_BIT_LEAST, MASTER_BUCKET_BYTES
+from fitune.values.counts import ParameterTensor, adapters_of, base_tensors, trained_tables, trained_tensors
+from fitune.values.deepspeed import deepspeed_config, sub_groups
+from fitune.values.model.model_spec import ModelSpec
+from fitune.values.plan import (
     AdamW,
     AdamW8bit,
     Ddp,
@@ -39,7 +39,7 @@ from fitune.spec.plan import (
     trains_head,
     updates_in_backward,
 )
-from fitune.spec.remembered import remembered
+from fitune.values.remembered import remembered
 
 
 def resting_gradient_bytes(plan: Plan) -> int:

@@ -32,9 +32,9 @@ from fitune.estimate.states import (
     update_gradient_bytes,
     update_temporaries_bytes,
 )
-from fitune.spec.model.block_profile import Attention, BatchShape, Pass, Stage
-from fitune.spec.model.traits import writes_stream_scores
-from fitune.spec.plan import (
+from fitune.values.model.block_profile import Attention, BatchShape, Pass, Stage
+from fitune.values.model.traits import writes_stream_scores
+from fitune.values.plan import (
     Loss,
     Plan,
     Recompute,
@@ -43,7 +43,7 @@ from fitune.spec.plan import (
     trains_head,
     updates_in_backward,
 )
-from fitune.spec.remembered import remembered
+from fitune.values.remembered import remembered
 
 Terms = dict[str, int]
 

@@ -11,9 +11,9 @@ from fitune.estimate.rates import Rates, rates_of
 from fitune.estimate.step import StepStages
 from fitune.estimate.transfers import Transfers, backward_passes, transfers_of
 from fitune.estimate.work import Work, backward_work, forward_work, update_work
-from fitune.spec.plan import updates_in_backward
-from fitune.spec.predictions import Phase, StepTime
-from fitune.spec.remembered import remembered
+from fitune.values.plan import updates_in_backward
+from fitune.values.predictions import Phase, StepTime
+from fitune.values.remembered import remembered
 
 COLLECTIVE_SHARE = 0.15
 """Share of the device that a running collective keeps from other work: NCCL's kernels sit on about 16 of 108 to 132

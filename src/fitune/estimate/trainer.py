@@ -34,11 +34,11 @@ from fitune.estimate.states import (
     states_per_parameter,
 )
 from fitune.estimate.step import StepStages, Terms, describe_step
-from fitune.spec.counts import adapter_tensors, base_tensors, trained_tables
-from fitune.spec.model.architectures import repeated_keys_once
-from fitune.spec.model.block_profile import BatchShape, BlockProfile, Stage
-from fitune.spec.model.model_spec import Linear
-from fitune.spec.plan import (
+from fitune.values.counts import adapter_tensors, base_tensors, trained_tables
+from fitune.values.model.architectures import repeated_keys_once
+from fitune.values.model.block_profile import BatchShape, BlockProfile, Stage
+from fitune.values.model.model_spec import Linear
+from fitune.values.plan import (
     AdamW,
     AdamW8bit,
     Dense,

@@ -20,13 +20,13 @@ from fitune.estimate.overhead import host_optimizer_bytes, offloaded_activation_
 from fitune.estimate.parameters import root_weight_bytes, trained_parameters, weights_away_bytes
 from fitune.estimate.states import gradients_go_to_the_host
 from fitune.estimate.step import StepStages
-from fitune.spec.choices import DDP_BUCKET_BYTES
-from fitune.spec.counts import trained_tensors, untouched_blocks
-from fitune.spec.deepspeed import fetches_ahead, reduce_bucket_elements
-from fitune.spec.machines.hardware import Hardware
-from fitune.spec.plan import Ddp, Lomo, Lora, Offload, Plan, Single, Zero
-from fitune.spec.predictions import Phase
-from fitune.spec.remembered import remembered_by
+from fitune.values.choices import DDP_BUCKET_BYTES
+from fitune.values.counts import trained_tensors, untouched_blocks
+from fitune.values.deepspeed import fetches_ahead, reduce_bucket_elements
+from fitune.values.machines.hardware import Hardware
+from fitune.values.plan import Ddp, Lomo, Lora, Offload, Plan, Single, Zero
+from fitune.values.predictions import Phase
+from fitune.values.remembered import remembered_by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,10 +10,10 @@ from fitune.estimate.division import uses_deepspeed, zero_stage
 from fitune.estimate.rates import NEW_PAGE_BYTES, Rates
 from fitune.estimate.states import has_masters, states_per_parameter
 from fitune.estimate.step import StepStages
-from fitune.spec.counts import trained_tensors
-from fitune.spec.model.block_profile import Attention, BatchShape
-from fitune.spec.plan import AdamW8bit, Lomo, Plan, updates_in_backward
-from fitune.spec.remembered import remembered
+from fitune.values.counts import trained_tensors
+from fitune.values.model.block_profile import Attention, BatchShape
+from fitune.values.plan import AdamW8bit, Lomo, Plan, updates_in_backward
+from fitune.values.remembered import remembered
 
 MODULE_HOOK_SECONDS = 4e-4
 """DeepSpeed's ZeRO-3 fetches, awaits and releases the weights of every module in Python, once a pass: Qwen's profile of

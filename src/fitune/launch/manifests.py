@@ -16,9 +16,9 @@ from typing import Any
 import yaml
 
 from fitune.errors import HardwareError, RecipeError
-from fitune.spec.recipe.job import GPU_RESOURCE, TESTED_RAY, Job, JobSettings, System
-from fitune.spec.run_lock import WAIT_VARIABLE
+from fitune.recipe.job import GPU_RESOURCE, TESTED_RAY, Job, JobSettings, System
 from fitune.units import GIB, MIB
+from fitune.values.run_lock import WAIT_VARIABLE
 
 RECIPE = "/etc/fitune/recipe.yaml"
 PRODUCT_LABEL = "nvidia.com/gpu.product"

@@ -12,7 +12,7 @@ from typing import Any
 
 from fitune.errors import HardwareError
 from fitune.launch.ray_cluster import RayPlace, last_words, loaded_ray
-from fitune.spec.recipe.job import TESTED_RAY
+from fitune.recipe.job import TESTED_RAY
 
 _LOOK_SECONDS = 0.2
 _LEAVE_SECONDS = 15.0

@@ -23,8 +23,8 @@ from fitune.files import remove
 from fitune.launch.nodes import OneNode
 from fitune.launch.place import TIMEOUT_SECONDS, interface_towards
 from fitune.launch.signals import EXIT_CODES, handled_by
-from fitune.spec.rank_status import LAUNCHER, RankStatus, read_statuses
-from fitune.spec.run_directory import LOGS, rank_log
+from fitune.values.rank_status import LAUNCHER, RankStatus, read_statuses
+from fitune.values.run_directory import LOGS, rank_log
 
 _STOPPING_SECONDS = "10"
 """After a second signal, ranks have so long to end by themselves before they are killed."""

@@ -37,7 +37,8 @@ from fitune.measure.device_rates import (
 )
 from fitune.measure.hardware import detect_hardware, has_bf16_products
 from fitune.measure.measurements import device_key
-from fitune.spec.machines.hardware import (
+from fitune.units import MIB
+from fitune.values.machines.hardware import (
     AttentionRate,
     Calibration,
     Collectives,
@@ -48,8 +49,7 @@ from fitune.spec.machines.hardware import (
     Rate,
     Traffic,
 )
-from fitune.spec.serial import from_json, to_json
-from fitune.units import MIB
+from fitune.values.serial import from_json, to_json
 
 DTYPES: dict[Numbers, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -5,8 +5,8 @@ import torch
 from fitune.errors import HardwareError
 from fitune.measure.hardware import describe_found
 from fitune.measure.nvml import FoundGpu, gpu_of_torch
-from fitune.spec.machines.hardware import Gpu
 from fitune.units import format_bytes
+from fitune.values.machines.hardware import Gpu
 
 _LESS_MEMORY = 0.95
 """Share of the planned memory from which on a card is taken for the planned one: torch sees 97.5 to 99 % of what NVML

@@ -11,8 +11,9 @@ from pathlib import Path
 from fitune.errors import HardwareError
 from fitune.measure.measurements import device_key, measured_on, quick_key, stored_calibration
 from fitune.measure.nvml import FoundGpu, gpus_here
-from fitune.spec.machines.environment import has_growing_segments
-from fitune.spec.machines.gpus import (
+from fitune.units import MIB, format_bytes
+from fitune.values.machines.environment import has_growing_segments
+from fitune.values.machines.gpus import (
     NODE_NETWORK,
     GpuFigures,
     cpu_gpu,
@@ -23,8 +24,7 @@ from fitune.spec.machines.gpus import (
     similar_gpu,
     with_figures,
 )
-from fitune.spec.machines.hardware import Gpu, Hardware
-from fitune.units import MIB, format_bytes
+from fitune.values.machines.hardware import Gpu, Hardware
 
 NO_FIGURES = GpuFigures()
 

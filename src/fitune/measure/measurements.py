@@ -12,8 +12,8 @@ from statistics import median
 
 from fitune.errors import HardwareError
 from fitune.files import cache_folder, read_text, write_atomically
-from fitune.spec.machines.hardware import Calibration, Gpu, Measured
-from fitune.spec.serial import from_json, to_json
+from fitune.values.machines.hardware import Calibration, Gpu, Measured
+from fitune.values.serial import from_json, to_json
 
 
 def calibrations_folder(environment: Mapping[str, str] = os.environ) -> Path:

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fitune.spec.predictions import Phase
-from fitune.spec.reports import MeterKind
+from fitune.values.predictions import Phase
+from fitune.values.reports import MeterKind
 
 
 class OtherMemory(Protocol):

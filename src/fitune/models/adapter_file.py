@@ -29,7 +29,7 @@ from fitune.models.expert_adapters import names_as_given, stacks_among
 from fitune.models.headers import FLOATS, name_in_whole, own_name
 from fitune.models.readers import empty_model, model_config
 from fitune.models.remote_code import refuse_pickle, refuse_remote_code
-from fitune.spec.serial import read_object
+from fitune.values.serial import read_object
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 

@@ -25,7 +25,7 @@ from fitune.models.expert_adapters import names_as_given, run_with_adapters, sta
 from fitune.models.headers import name_in_whole, own_name, read_header
 from fitune.models.readers import read_config, reading, with_adapter
 from fitune.models.tokens import resized
-from fitune.spec.plan import Lora
+from fitune.values.plan import Lora
 
 
 def add_adapters(model: PreTrainedModel, lora: Lora, *, dtype: torch.dtype, seed: int) -> PeftModel:
@@ -106,7 +106,7 @@ def is_named_in_whole(folder: Path) -> bool:
 
 
 def train_tables(base: PreTrainedModel, modules_to_save: Sequence[str]) -> None:
-    """Let gradients into the tables that spec/choices.py's Lora names."""
+    """Let gradients into the tables that values/choices.py's Lora names."""
     for role, module in _tables(base).items():
         if role in modules_to_save:
             module.requires_grad_(True)

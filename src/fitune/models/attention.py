@@ -24,7 +24,7 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fitune.models.row_attention import Kernel, attend_by, rows_eager, rows_flash, rows_sdpa
-from fitune.spec.plan import Attention
+from fitune.values.plan import Attention
 
 # transformers reads meaning into names that contain "sdpa" or "flash"; these contain neither.
 _KERNELS: dict[Attention, tuple[str, Kernel]] = {

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from fitune.errors import CheckpointError, ModelError, require_library
-from fitune.spec.answering import NO_ADAPTER, Adapter
+from fitune.values.answering import NO_ADAPTER, Adapter
 
 _ITEM_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,

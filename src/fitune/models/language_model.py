@@ -19,7 +19,7 @@ from fitune.models.attention import attends_by_rows, row_mask, rows_of_lengths, 
 from fitune.models.liger import operations_on
 from fitune.models.loss_head import LossHead
 from fitune.models.row_attention import Rows, sent
-from fitune.spec.plan import ChunkedLoss, Kernels, Loss, Recompute
+from fitune.values.plan import ChunkedLoss, Kernels, Loss, Recompute
 
 
 class Stream(Protocol):

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fitune.errors import HardwareError, ModelError, require_library
-from fitune.spec.model.model_config import spec_from_config
-from fitune.spec.model.traits import liger_refused_by_model
-from fitune.spec.plan import Kernels
+from fitune.values.model.model_config import spec_from_config
+from fitune.values.model.traits import liger_refused_by_model
+from fitune.values.plan import Kernels
 
 CrossEntropy = Callable[..., Tensor]
 """(logits [S, V], labels [S], ``scale``, ``softcap``) -> each row's loss in fp32 [S]; the logits become their gradient,

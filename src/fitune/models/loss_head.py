@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fitune.models.liger import CrossEntropy
 from fitune.models.row_attention import sent
-from fitune.spec.model.block_profile import IGNORED
+from fitune.values.model.block_profile import IGNORED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,12 +28,12 @@ from transformers import (
 from fitune.errors import CheckpointError, FituneError, ModelError, is_failure
 from fitune.models.expert_adapters import names_as_given, run_with_adapters, stacks_shown
 from fitune.models.remote_code import CONFIG, GENERATION, JSON_FILES, TOKENIZER, refuse_remote_code
-from fitune.spec.hub import no_waiting_for_the_hub
-from fitune.spec.model.config_fields import ConfigFields
-from fitune.spec.model.config_schema import check_config, check_generation_config, check_tokenizer_config
-from fitune.spec.model.families import FAMILIES
-from fitune.spec.model.known_models import find_known_model, text_model_like
-from fitune.spec.serial import read_object
+from fitune.values.hub import no_waiting_for_the_hub
+from fitune.values.model.config_fields import ConfigFields
+from fitune.values.model.config_schema import check_config, check_generation_config, check_tokenizer_config
+from fitune.values.model.families import FAMILIES
+from fitune.values.model.known_models import find_known_model, text_model_like
+from fitune.values.serial import read_object
 
 FETCH_AGAIN = "the files may be cut short or of another model: fetch them again"
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from fitune.errors import CheckpointError, FituneError
 from fitune.files import PICKLE_SUFFIXES
-from fitune.spec.hub import AUTO_MAP, code_asked_for
-from fitune.spec.serial import read_object
+from fitune.values.hub import AUTO_MAP, code_asked_for
+from fitune.values.serial import read_object
 
 CONFIG, TOKENIZER, GENERATION = "config.json", "tokenizer_config.json", "generation_config.json"
 JSON_FILES = (CONFIG, TOKENIZER, GENERATION, "adapter_config.json")

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fitune.errors import ModelError
 from fitune.models.readers import read_tokenizer, reading
-from fitune.spec.plan import Plan
+from fitune.values.plan import Plan
 
 NOISE = 0.01
 """Spread of new rows around the mean of all, as a share of the rows' own: new tokens begin alike, not equal

@@ -21,7 +21,7 @@ from fitune.files import cache_folder, open_regular, read_text, write_atomically
 from fitune.models.headers import AGAIN, StoredTensor, read_header
 from fitune.models.low_bit.files import LowBitTensor, as_read
 from fitune.models.remote_code import CONFIG, refuse_pickle
-from fitune.spec.serial import TABLE_BYTES, read_object
+from fitune.values.serial import TABLE_BYTES, read_object
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -47,7 +47,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
                 f"{file}: {name} is not in it, and {INDEX} says that it is",
                 hint="index and files must be of the same model: fetch them again",
             )
-    try:  # rows and columns of FP8 that share a scale; spec/model/config_schema.py has checked them
+    try:  # rows and columns of FP8 that share a scale; values/model/config_schema.py has checked them
         rows, columns = read_object(folder / CONFIG)["quantization_config"]["weight_block_size"]
     except (OSError, ValueError, KeyError, TypeError):
         rows = columns = 128

@@ -24,8 +24,8 @@ from fitune.models.readers import (
     reading,
 )
 from fitune.models.weight_files import OnBytes, Unread, nobody, stored_tensors, unread_tensors
-from fitune.spec.plan import Dense, Precision, Quantiser
 from fitune.units import format_bytes
+from fitune.values.plan import Dense, Precision, Quantiser
 
 _DENSE = Dense()
 

@@ -8,18 +8,6 @@ from fitune.errors import NothingFits
 from fitune.estimate.answering import AnsweringMemory, memory_of_answering, rows_that_fit
 from fitune.estimate.answering_time import AnsweringTime, time_of_answering
 from fitune.planner.explain import unit_for, verdict
-from fitune.spec.answering import (
-    ROWS_AT_ONCE,
-    Adapter,
-    Answering,
-    PlannedEngine,
-    Questions,
-    answering_precision,
-)
-from fitune.spec.counts import count_parameters
-from fitune.spec.machines.hardware import Hardware
-from fitune.spec.model.model_spec import ModelSpec
-from fitune.spec.words import devices_with_memory
 from fitune.units import (
     format_bytes,
     format_count,
@@ -28,6 +16,18 @@ from fitune.units import (
     format_seconds,
     wrapped,
 )
+from fitune.values.answering import (
+    ROWS_AT_ONCE,
+    Adapter,
+    Answering,
+    PlannedEngine,
+    Questions,
+    answering_precision,
+)
+from fitune.values.counts import count_parameters
+from fitune.values.machines.hardware import Hardware
+from fitune.values.model.model_spec import ModelSpec
+from fitune.values.words import devices_with_memory
 
 _MOST_ROWS = 65_536
 """The largest --batch-size."""

@@ -16,11 +16,12 @@ from fitune.planner.defaults import (
     with_added_rows,
     with_usual_row,
 )
-from fitune.spec.counts import has_tf32
-from fitune.spec.machines.hardware import Gpu, Hardware
-from fitune.spec.model.model_spec import ModelSpec
-from fitune.spec.model.traits import flash_refused
-from fitune.spec.plan import (
+from fitune.recipe.recipe import Recipe
+from fitune.values.counts import has_tf32
+from fitune.values.machines.hardware import Gpu, Hardware
+from fitune.values.model.model_spec import ModelSpec
+from fitune.values.model.traits import flash_refused
+from fitune.values.plan import (
     Attention,
     Backend,
     Batch,
@@ -39,8 +40,7 @@ from fitune.spec.plan import (
     Tuning,
     Zero,
 )
-from fitune.spec.recipe.recipe import Recipe
-from fitune.spec.rules import Purpose, adds_gradients_up
+from fitune.values.rules import Purpose, adds_gradients_up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,9 +8,11 @@ from fitune.planner.candidates import Request
 from fitune.planner.defaults import GLOBAL_BATCH_SIZE, idle_words, learning_rate_words
 from fitune.planner.methods import CHOICE, why_on_cpu
 from fitune.planner.state_decisions import adapter_decisions, devices_here, placement_decisions
-from fitune.spec.model.known_models import find_known_model
-from fitune.spec.model.traits import attends, flash_refused
-from fitune.spec.plan import (
+from fitune.recipe.recipe import Recipe
+from fitune.units import counted, format_bytes, format_percent
+from fitune.values.model.known_models import find_known_model
+from fitune.values.model.traits import attends, flash_refused
+from fitune.values.plan import (
     ChunkedLoss,
     Full,
     Lomo,
@@ -18,14 +20,12 @@ from fitune.spec.plan import (
     Plan,
     Precision,
 )
-from fitune.spec.predictions import Phase, Priced
-from fitune.spec.recipe.recipe import Recipe
-from fitune.spec.words import (
+from fitune.values.predictions import Phase, Priced
+from fitune.values.words import (
     describe_base_of,
     describe_loss,
     method_name,
 )
-from fitune.units import counted, format_bytes, format_percent
 
 MUCH_FASTER = 2
 """Times the speed from which a method that comes after the one taken is named."""
@@ -241,7 +241,7 @@ def _model(plan: Plan) -> Iterator[str]:
     """Who traced the model, and what is special about its parts, its files and its kernels."""
     model = plan.model
     if model.is_traced:
-        from fitune.spec.model.tracing import versions_note  # no model with formulas needs it
+        from fitune.values.model.tracing import versions_note  # no model with formulas needs it
 
         if (note := versions_note(model)) is not None:
             yield note

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from fitune.errors import RecipeError
-from fitune.spec.machines.hardware import Gpu, Hardware
-from fitune.spec.model.model_config import Vocabulary, vocabulary_of
-from fitune.spec.model.model_spec import ModelSpec
-from fitune.spec.plan import (
+from fitune.recipe.contradictions import source_weights
+from fitune.recipe.recipe import Recipe, SourceRecipe
+from fitune.values.machines.hardware import Gpu, Hardware
+from fitune.values.model.model_config import Vocabulary, vocabulary_of
+from fitune.values.model.model_spec import ModelSpec
+from fitune.values.plan import (
     AdamW,
     AdamW8bit,
     Batch,
@@ -32,9 +34,7 @@ from fitune.spec.plan import (
     base_of,
     updates_in_backward,
 )
-from fitune.spec.recipe.contradictions import source_weights
-from fitune.spec.recipe.recipe import Recipe, SourceRecipe
-from fitune.spec.words import method_name
+from fitune.values.words import method_name
 
 GLOBAL_BATCH_SIZE = 16
 """Rows (packs) per optimizer step: small enough that a few thousand rows make hundreds of steps."""

@@ -7,20 +7,6 @@ from fitune.estimate.parameters import trained_parameters
 from fitune.estimate.predict import predict
 from fitune.planner.defaults import price_of
 from fitune.planner.whole_run import run_lines
-from fitune.spec.counts import count_parameters
-from fitune.spec.machines.gpus import find_gpu
-from fitune.spec.plan import Lora, Plan
-from fitune.spec.predictions import Estimate, MemoryBreakdown, Phase, PlanReport, Priced, WholeRun
-from fitune.spec.rules import broken_rules
-from fitune.spec.serial import to_data
-from fitune.spec.words import (
-    describe_devices,
-    describe_placement,
-    describe_plan,
-    describe_rates,
-    devices_with_memory,
-    method_name,
-)
 from fitune.units import (
     GIB,
     MIB,
@@ -31,6 +17,20 @@ from fitune.units import (
     format_rate,
     format_seconds,
     wrapped,
+)
+from fitune.values.counts import count_parameters
+from fitune.values.machines.gpus import find_gpu
+from fitune.values.plan import Lora, Plan
+from fitune.values.predictions import Estimate, MemoryBreakdown, Phase, PlanReport, Priced, WholeRun
+from fitune.values.rules import broken_rules
+from fitune.values.serial import to_data
+from fitune.values.words import (
+    describe_devices,
+    describe_placement,
+    describe_plan,
+    describe_rates,
+    devices_with_memory,
+    method_name,
 )
 
 

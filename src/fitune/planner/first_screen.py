@@ -12,15 +12,9 @@ from fitune.planner.candidates import Request
 from fitune.planner.explain import describe_how, moment, verdict_of
 from fitune.planner.nothing_fits import fits_on_devices, machine_settings, on_large_cards, setting_words
 from fitune.planner.search import first_choice
-from fitune.spec.machines.hardware import Hardware
-from fitune.spec.model.model_spec import ModelSpec
-from fitune.spec.plan import Lomo
-from fitune.spec.predictions import PlanReport, Priced
-from fitune.spec.recipe.contradictions import require_consistent
-from fitune.spec.recipe.recipe import Recipe, canonical_keys, given_keys, parse_recipe
-from fitune.spec.recipe.strict_yaml import parse_value
-from fitune.spec.rules import broken_rules
-from fitune.spec.words import describe_rates, method_name
+from fitune.recipe.contradictions import require_consistent
+from fitune.recipe.recipe import Recipe, canonical_keys, given_keys, parse_recipe
+from fitune.recipe.strict_yaml import parse_value
 from fitune.units import (
     GIB,
     MIB,
@@ -33,6 +27,12 @@ from fitune.units import (
     format_seconds,
     wrapped,
 )
+from fitune.values.machines.hardware import Hardware
+from fitune.values.model.model_spec import ModelSpec
+from fitune.values.plan import Lomo
+from fitune.values.predictions import PlanReport, Priced
+from fitune.values.rules import broken_rules
+from fitune.values.words import describe_rates, method_name
 
 LINES, COLUMNS = 20, 80
 BAR = 18

@@ -10,8 +10,8 @@ from fitune.estimate.predict import predict, usual_batch
 from fitune.estimate.step import StepStages, describe_step
 from fitune.estimate.time import step_time_of
 from fitune.planner.candidates import Placement
-from fitune.spec.plan import Loss, Plan
-from fitune.spec.remembered import remembered
+from fitune.values.plan import Loss, Plan
+from fitune.values.remembered import remembered
 
 BytesOf = Callable[[int], int]
 """Peak bytes with so many blocks recomputed."""

@@ -28,15 +28,16 @@ from fitune.planner.ranking import (
 )
 from fitune.planner.search import first_choice, refuse_contradictions
 from fitune.planner.whole_run import whole_run
-from fitune.spec.counts import count_parameters
-from fitune.spec.machines.gpus import NODE_NETWORK, find_gpu, hardware_for, shared_host_bytes
-from fitune.spec.machines.hardware import Hardware
-from fitune.spec.model.model_spec import ModelSpec
-from fitune.spec.plan import Plan
-from fitune.spec.predictions import Epoch, Priced, WholeRun
-from fitune.spec.recipe.fleet import Cluster, Fleet
-from fitune.spec.recipe.recipe import Recipe
-from fitune.spec.words import (
+from fitune.recipe.fleet import Cluster, Fleet
+from fitune.recipe.recipe import Recipe
+from fitune.units import counted, format_bytes, format_count, format_dollars, format_rate, format_seconds
+from fitune.values.counts import count_parameters
+from fitune.values.machines.gpus import NODE_NETWORK, find_gpu, hardware_for, shared_host_bytes
+from fitune.values.machines.hardware import Hardware
+from fitune.values.model.model_spec import ModelSpec
+from fitune.values.plan import Plan
+from fitune.values.predictions import Epoch, Priced, WholeRun
+from fitune.values.words import (
     describe_devices,
     describe_offload,
     describe_plan,
@@ -44,7 +45,6 @@ from fitune.spec.words import (
     describe_sharding,
     method_name,
 )
-from fitune.units import counted, format_bytes, format_count, format_dollars, format_rate, format_seconds
 
 EpochOf = Callable[[Plan], Epoch]
 TOKENS_PER_SECOND = 300_000.0

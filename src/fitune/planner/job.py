@@ -4,12 +4,12 @@ from pathlib import PurePosixPath
 
 from fitune.errors import HardwareError, RecipeError
 from fitune.estimate.overhead import checkpoint_copy_bytes, enough_host_bytes
-from fitune.spec.counts import count_parameters
-from fitune.spec.plan import Plan
-from fitune.spec.predictions import Estimate, Priced
-from fitune.spec.recipe.job import Job, JobSettings, job_name
-from fitune.spec.words import describe_devices, describe_plan, describe_rates
+from fitune.recipe.job import Job, JobSettings, job_name
 from fitune.units import GIB, MIB, format_bytes, format_rate, format_seconds
+from fitune.values.counts import count_parameters
+from fitune.values.plan import Plan
+from fitune.values.predictions import Estimate, Priced
+from fitune.values.words import describe_devices, describe_plan, describe_rates
 
 CPUS_PER_RANK = 4
 """Cores of a process: the step, the reading of rows, NCCL's threads, the writing of a checkpoint. Our assumption."""

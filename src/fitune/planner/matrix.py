@@ -15,19 +15,19 @@ from fitune.planner.explain import priced_data
 from fitune.planner.method_search import MethodSearch
 from fitune.planner.methods import methods_for
 from fitune.planner.search import first_choice, refuse_contradictions
-from fitune.spec.counts import count_parameters
-from fitune.spec.machines.hardware import Hardware
-from fitune.spec.model.model_spec import ModelSpec
-from fitune.spec.plan import Sharding, Single, Zero
-from fitune.spec.predictions import Priced
-from fitune.spec.recipe.recipe import Recipe
-from fitune.spec.words import (
+from fitune.recipe.recipe import Recipe
+from fitune.units import format_bytes, format_count, format_rate, wrapped
+from fitune.values.counts import count_parameters
+from fitune.values.machines.hardware import Hardware
+from fitune.values.model.model_spec import ModelSpec
+from fitune.values.plan import Sharding, Single, Zero
+from fitune.values.predictions import Priced
+from fitune.values.words import (
     describe_offload,
     describe_sharding,
     devices_with_memory,
     method_name,
 )
-from fitune.units import format_bytes, format_count, format_rate, wrapped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

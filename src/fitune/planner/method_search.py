@@ -43,9 +43,9 @@ from fitune.planner.fit import (
     quickest_blocks,
     tokens_per_second,
 )
-from fitune.spec.plan import Batch, Loss, Plan, Sharding
-from fitune.spec.predictions import SLACK
-from fitune.spec.rules import keeps_rules
+from fitune.values.plan import Batch, Loss, Plan, Sharding
+from fitune.values.predictions import SLACK
+from fitune.values.rules import keeps_rules
 
 SHOWN = 0.8
 """Share of the best speed down to which other placements and batches are looked for: they are shown beside it."""

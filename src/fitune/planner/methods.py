@@ -6,10 +6,13 @@ from typing import Literal
 from fitune.estimate.predict import predict_step_time
 from fitune.planner.candidates import Method, Placement, Request, batches, draft
 from fitune.planner.defaults import optimizer_of
-from fitune.spec.counts import peak_flops
-from fitune.spec.machines.hardware import Gpu
-from fitune.spec.model.model_spec import ModelSpec
-from fitune.spec.plan import (
+from fitune.recipe.recipe import Recipe
+from fitune.recipe.targets import resolve_adapted, resolve_modules_to_save
+from fitune.units import format_seconds
+from fitune.values.counts import peak_flops
+from fitune.values.machines.hardware import Gpu
+from fitune.values.model.model_spec import ModelSpec
+from fitune.values.plan import (
     ClipByNorm,
     ClipByValue,
     Dense,
@@ -26,10 +29,7 @@ from fitune.spec.plan import (
     Single,
     Tuning,
 )
-from fitune.spec.quantisers import quantiser_for
-from fitune.spec.recipe.recipe import Recipe
-from fitune.spec.recipe.targets import resolve_adapted, resolve_modules_to_save
-from fitune.units import format_seconds
+from fitune.values.quantisers import quantiser_for
 
 CHOICE = (
     "the first of full, LoRA and QLoRA that fits and has half the speed of the next; where none fits, full in pure "

@@ -16,16 +16,16 @@ from fitune.planner.fit import fits, host_fits, last_true, shortage
 from fitune.planner.method_search import MethodSearch
 from fitune.planner.methods import methods_for, to_adapters
 from fitune.planner.search import first_choice
-from fitune.spec.counts import count_parameters
-from fitune.spec.machines.cards import known_cards
-from fitune.spec.machines.gpus import find_gpu, hardware_for
-from fitune.spec.model.known_models import names_with_formulas
-from fitune.spec.model.model_config import load_model_spec
-from fitune.spec.plan import Plan, Precision
-from fitune.spec.predictions import Estimate, Rejection
-from fitune.spec.rules import adds_gradients_up, keeps_rules
-from fitune.spec.words import describe_offload, describe_plan
 from fitune.units import GIB, format_bytes, wrapped
+from fitune.values.counts import count_parameters
+from fitune.values.machines.cards import known_cards
+from fitune.values.machines.gpus import find_gpu, hardware_for
+from fitune.values.model.known_models import names_with_formulas
+from fitune.values.model.model_config import load_model_spec
+from fitune.values.plan import Plan, Precision
+from fitune.values.predictions import Estimate, Rejection
+from fitune.values.rules import adds_gradients_up, keeps_rules
+from fitune.values.words import describe_offload, describe_plan
 
 LARGE_CARD = "a100-80gb"
 """Whose machines are named where nothing fits here."""

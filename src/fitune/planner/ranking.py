@@ -7,7 +7,7 @@ from math import inf
 from typing import Any, ClassVar, Generic, TypeVar
 
 from fitune.errors import NothingFits, RecipeError
-from fitune.spec.recipe.fleet import Cluster, Fleet, Objective
+from fitune.recipe.fleet import Cluster, Fleet, Objective
 from fitune.units import format_dollars, format_seconds, text_table, wrapped
 
 START_SECONDS = {"kuberay": 180, "kubernetes": 90, "slurm": 60}

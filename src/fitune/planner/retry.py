@@ -15,7 +15,8 @@ from fitune.planner.candidates import block_counts, losses
 from fitune.planner.defaults import CHUNK_TOKENS, optimizer_of
 from fitune.planner.fit import cheapest_blocks, fewest_blocks, preferred
 from fitune.planner.methods import lora_of, packed_base, to_adapters
-from fitune.spec.plan import (
+from fitune.recipe.recipe import Recipe
+from fitune.values.plan import (
     Batch,
     ChunkedLoss,
     ClipByNorm,
@@ -29,10 +30,9 @@ from fitune.spec.plan import (
     Single,
     trains_every_weight,
 )
-from fitune.spec.predictions import WORKSPACE, MemoryBreakdown, Phase
-from fitune.spec.recipe.recipe import Recipe
-from fitune.spec.rules import adds_gradients_up, keeps_rules
-from fitune.spec.words import describe_loss
+from fitune.values.predictions import WORKSPACE, MemoryBreakdown, Phase
+from fitune.values.rules import adds_gradients_up, keeps_rules
+from fitune.values.words import describe_loss
 
 
 def smaller_plan(failed: Plan, recipe: Recipe, shortage: Shortage) -> Plan | None:

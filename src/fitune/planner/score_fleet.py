@@ -18,12 +18,12 @@ from fitune.planner.ranking import (
     nowhere,
     require_prices,
 )
-from fitune.spec.answering import Questions
-from fitune.spec.counts import count_parameters
-from fitune.spec.machines.hardware import Hardware
-from fitune.spec.recipe.fleet import Cluster, Fleet
-from fitune.spec.words import describe_devices
+from fitune.recipe.fleet import Cluster, Fleet
 from fitune.units import format_bytes, format_rate, format_seconds
+from fitune.values.answering import Questions
+from fitune.values.counts import count_parameters
+from fitune.values.machines.hardware import Hardware
+from fitune.values.words import describe_devices
 
 PlanOn = Callable[[Hardware, Questions], AnsweringReport]
 """The fastest way to answer those questions on one node. Raises NothingFits."""

@@ -13,15 +13,15 @@ from fitune.planner.explain import memory_sum
 from fitune.planner.fit import OFFLOADED, Found, fits, host_fits, shortage, tokens_per_second
 from fitune.planner.method_search import MethodSearch
 from fitune.planner.methods import lomo_of, methods, methods_for
-from fitune.spec.machines.hardware import Hardware
-from fitune.spec.model.model_spec import ModelSpec
-from fitune.spec.plan import AdamW8bit, Full, Lora, Plan, Precision, Sgd
-from fitune.spec.predictions import PlanReport, Priced, Rejection
-from fitune.spec.recipe.contradictions import require_consistent
-from fitune.spec.recipe.recipe import Recipe
-from fitune.spec.rules import Purpose, Rule, broken_rules, keeps_rules
-from fitune.spec.words import describe_method, describe_placement
+from fitune.recipe.contradictions import require_consistent
+from fitune.recipe.recipe import Recipe
 from fitune.units import format_dollars, format_rate
+from fitune.values.machines.hardware import Hardware
+from fitune.values.model.model_spec import ModelSpec
+from fitune.values.plan import AdamW8bit, Full, Lora, Plan, Precision, Sgd
+from fitune.values.predictions import PlanReport, Priced, Rejection
+from fitune.values.rules import Purpose, Rule, broken_rules, keeps_rules
+from fitune.values.words import describe_method, describe_placement
 
 RUNNERS_UP = 3
 

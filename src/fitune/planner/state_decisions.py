@@ -10,16 +10,16 @@ from fitune.estimate.predict import predict_memory, predict_step_time
 from fitune.planner.candidates import Request
 from fitune.planner.defaults import HOST_PER_DEVICE_MEMORY
 from fitune.planner.fit import OFFLOADED, TIE
-from fitune.spec.counts import trained_tables, untouched_blocks
-from fitune.spec.model.model_spec import NO_DROPOUT
-from fitune.spec.model.traits import falls_back_to_scores
-from fitune.spec.plan import Ddp, Dense, Lora, Plan, Zero
-from fitune.spec.predictions import Priced
-from fitune.spec.quantisers import is_packed
-from fitune.spec.recipe.recipe import Recipe
-from fitune.spec.rules import keeps_rules
-from fitune.spec.words import describe_dropout, describe_offload, describe_sharding, method_name
+from fitune.recipe.recipe import Recipe
 from fitune.units import GIB, as_ranges, format_bytes, format_count, format_percent
+from fitune.values.counts import trained_tables, untouched_blocks
+from fitune.values.model.model_spec import NO_DROPOUT
+from fitune.values.model.traits import falls_back_to_scores
+from fitune.values.plan import Ddp, Dense, Lora, Plan, Zero
+from fitune.values.predictions import Priced
+from fitune.values.quantisers import is_packed
+from fitune.values.rules import keeps_rules
+from fitune.values.words import describe_dropout, describe_offload, describe_sharding, method_name
 
 
 def devices_here(asked: Recipe, request: Request, plan: Plan) -> Iterator[str]:

@@ -14,18 +14,18 @@ from fitune.planner.method_search import MethodSearch
 from fitune.planner.methods import methods_for
 from fitune.planner.nothing_fits import largest_known_model
 from fitune.planner.search import first_choice, refuse_contradictions
-from fitune.spec.machines.hardware import Hardware
-from fitune.spec.model.model_spec import ModelSpec
-from fitune.spec.plan import Plan
-from fitune.spec.predictions import Priced
-from fitune.spec.recipe.recipe import Recipe
-from fitune.spec.rules import keeps_rules
-from fitune.spec.words import (
+from fitune.recipe.recipe import Recipe
+from fitune.units import format_bytes, format_percent, format_rate, format_seconds, wrapped
+from fitune.values.machines.hardware import Hardware
+from fitune.values.model.model_spec import ModelSpec
+from fitune.values.plan import Plan
+from fitune.values.predictions import Priced
+from fitune.values.rules import keeps_rules
+from fitune.values.words import (
     describe_base_of,
     describe_plan,
     method_name,
 )
-from fitune.units import format_bytes, format_percent, format_rate, format_seconds, wrapped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,11 +8,7 @@ from fitune.estimate.division import num_ranks
 from fitune.estimate.overhead import checkpoint_bytes
 from fitune.estimate.predict import largest_batch, predict_step_time
 from fitune.planner.defaults import ROW_STEP
-from fitune.spec.plan import Plan
-from fitune.spec.predictions import Epoch, WholeRun
-from fitune.spec.recipe.recipe import Recipe
-from fitune.spec.schedule import total_steps, warmup_steps
-from fitune.spec.words import describe_schedule
+from fitune.recipe.recipe import Recipe
 from fitune.units import (
     counted,
     format_bytes,
@@ -21,6 +17,10 @@ from fitune.units import (
     format_percent,
     format_seconds,
 )
+from fitune.values.plan import Plan
+from fitune.values.predictions import Epoch, WholeRun
+from fitune.values.schedule import total_steps, warmup_steps
+from fitune.values.words import describe_schedule
 
 
 def whole_run(plan: Plan, epoch: Epoch, *, price_per_gpu_hour: float) -> WholeRun:

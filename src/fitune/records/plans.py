@@ -6,14 +6,16 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from fitune.errors import HardwareError
+from fitune.recipe.targets import resolve_targets
 from fitune.records.row import Row
-from fitune.spec.counts import count_parameters
-from fitune.spec.machines.gpus import find_gpu, gpus_called, hardware_for
-from fitune.spec.machines.hardware import Gpu, Hardware
-from fitune.spec.model.known_models import find_known_model
-from fitune.spec.model.model_config import spec_from_config
-from fitune.spec.model.model_spec import Linear, ModelSpec
-from fitune.spec.plan import (
+from fitune.units import GIB
+from fitune.values.counts import count_parameters
+from fitune.values.machines.gpus import find_gpu, gpus_called, hardware_for
+from fitune.values.machines.hardware import Gpu, Hardware
+from fitune.values.model.known_models import find_known_model
+from fitune.values.model.model_config import spec_from_config
+from fitune.values.model.model_spec import Linear, ModelSpec
+from fitune.values.plan import (
     AdamW,
     AdamW8bit,
     Batch,
@@ -44,8 +46,6 @@ from fitune.spec.plan import (
     Tuning,
     Zero,
 )
-from fitune.spec.recipe.targets import resolve_targets
-from fitune.units import GIB
 
 PEFT_RANK = 8
 """PEFT's default, where a row does not say."""

@@ -7,8 +7,8 @@ from typing import Any
 
 from fitune.errors import DataError
 from fitune.files import read_text
-from fitune.spec.serial import parse_json
 from fitune.units import MIB
+from fitune.values.serial import parse_json
 
 _MOST_BYTES = 64 * MIB
 _MOST, _MOST_ROWS = 1e12, 1e6

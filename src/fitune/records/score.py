@@ -24,9 +24,9 @@ from fitune.records.plans import (
     trains_all,
 )
 from fitune.records.row import Row
-from fitune.spec.model.block_profile import BatchShape
-from fitune.spec.predictions import TORCHS_OWN, WORKSPACE, MemoryBreakdown
 from fitune.units import GIB
+from fitune.values.model.block_profile import BatchShape
+from fitune.values.predictions import TORCHS_OWN, WORKSPACE, MemoryBreakdown
 
 GROUPS = ("fitune", "others", "defaults")
 """Runs of ours; of trainers whose switches are known; of trainers that are not, priced as though they were ours."""

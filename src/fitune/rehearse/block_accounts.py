@@ -19,8 +19,8 @@ from fitune.rehearse.recorder import DEVICE, Recorder
 from fitune.rehearse.shapes import BLOCK_NUMBERS
 from fitune.rehearse.step import recording, rehearsed
 from fitune.rehearse.trace import Allocated, Entered, Freed, Reached, Trace
-from fitune.spec.plan import Plan
-from fitune.spec.predictions import Phase
+from fitune.values.plan import Plan
+from fitune.values.predictions import Phase
 
 
 def keep_blocks(model: PreTrainedModel, chosen: Sequence[int]) -> None:

@@ -17,7 +17,7 @@ from fitune.rehearse.trace import (
     Reached,
     Trace,
 )
-from fitune.spec.predictions import Phase
+from fitune.values.predictions import Phase
 
 ROW = 5
 """Blocks that stand for a longer row: two at each end, and the one in the middle that is repeated."""

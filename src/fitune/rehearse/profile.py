@@ -19,12 +19,12 @@ from fitune.errors import FituneError, ModelError, first_line
 from fitune.models.readers import model_config, text_config
 from fitune.rehearse.block_accounts import Account, Numbers, Work, account_of, recorded
 from fitune.rehearse.shapes import read_shapes
-from fitune.spec.counts import untouched_blocks
-from fitune.spec.model.block_profile import Moment, Size, TracedBlock, TracedPass, TracedStep
-from fitune.spec.model.model_spec import ModelSpec
-from fitune.spec.model.tracing import LENGTHS, Way
-from fitune.spec.plan import Plan, Recompute, trains_embeddings
-from fitune.spec.predictions import Phase
+from fitune.values.counts import untouched_blocks
+from fitune.values.model.block_profile import Moment, Size, TracedBlock, TracedPass, TracedStep
+from fitune.values.model.model_spec import ModelSpec
+from fitune.values.model.tracing import LENGTHS, Way
+from fitune.values.plan import Plan, Recompute, trains_embeddings
+from fitune.values.predictions import Phase
 
 _LONGEST = len(LENGTHS) - 1
 """Place of the longest row among those that are traced."""
@@ -234,7 +234,7 @@ def _block(keeping: _Fit, again: _Fit, block: int) -> TracedBlock:
 
 
 class TransformersTracer:
-    """Builds models of transformers without memory: spec/model/tracer.py's Tracer."""
+    """Builds models of transformers without memory: values/model/tracer.py's Tracer."""
 
     def shapes(self, config: Mapping[str, Any], *, name: str, digest: str, dtype: str) -> ModelSpec:
         """Raises ModelError for an architecture that transformers does not have, or that has no decoder blocks."""

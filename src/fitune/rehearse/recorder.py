@@ -18,9 +18,9 @@ from fitune.errors import RecipeError
 from fitune.measure.memory import LiveTensors, OtherMemory, is_of_all_ranks
 from fitune.rehearse.stand_ins import StandIns
 from fitune.rehearse.trace import Allocated, Entered, Freed, ParameterKey, Reached, Trace
-from fitune.spec.plan import Plan, Zero
-from fitune.spec.predictions import Phase
-from fitune.spec.rules import require_rules
+from fitune.values.plan import Plan, Zero
+from fitune.values.predictions import Phase
+from fitune.values.rules import require_rules
 
 DEVICE = torch.ops.prim.device.default
 """Fake tensors are asked for their device by an operation, more often than they compute."""

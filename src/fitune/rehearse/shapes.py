@@ -18,9 +18,9 @@ from fitune.models.language_model import blocks_of, body_of, carries_along
 from fitune.models.low_bit.packing import places_in
 from fitune.models.low_bit.quantised import is_dense_linear, is_read_by_kernels, is_state_space
 from fitune.models.readers import empty_model
-from fitune.spec.model.config_schema import dropout_of
-from fitune.spec.model.model_spec import BlockAttention, BlockKind, Linear, ModelSpec
-from fitune.spec.plan import Nf4
+from fitune.values.model.config_schema import dropout_of
+from fitune.values.model.model_spec import BlockAttention, BlockKind, Linear, ModelSpec
+from fitune.values.plan import Nf4
 
 MOST_KINDS = 8
 """Kinds of blocks in one model: more than any in transformers has."""

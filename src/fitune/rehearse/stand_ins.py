@@ -19,7 +19,7 @@ from torch.autograd import Function
 
 from fitune.errors import ModelError
 from fitune.models.liger import Operations
-from fitune.spec.machines.hardware import Gpu
+from fitune.values.machines.hardware import Gpu
 
 _aten = torch.ops.aten
 

@@ -29,10 +29,10 @@ from fitune.rehearse.layer_extrapolation import Depth, Irregular, extrapolated
 from fitune.rehearse.recorder import Recorder, fake_ranks, modules_may_move
 from fitune.rehearse.stand_ins import LIGER_STAND_INS, StandIns, cuda_functions
 from fitune.rehearse.trace import ParameterKey, Trace, peaks_by_kind, reserved_peak
-from fitune.spec.model.traits import largest_rows
-from fitune.spec.plan import Lora, Offload, Plan, Recompute, Zero, updates_in_backward
-from fitune.spec.predictions import Rehearsal
 from fitune.train.prepare import Prepared, engine_for, prepare_loaded
+from fitune.values.model.traits import largest_rows
+from fitune.values.plan import Lora, Offload, Plan, Recompute, Zero, updates_in_backward
+from fitune.values.predictions import Rehearsal
 
 
 def rehearse(plan: Plan, *, exact: bool = False, outside: dict[str, int] | None = None) -> Rehearsal:

@@ -6,8 +6,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fitune.spec.predictions import Phase
 from fitune.units import MIB
+from fitune.values.predictions import Phase
 
 
 class Allocated(NamedTuple):

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fitune.spec.predictions import WORKSPACE, Estimate, Phase
-from fitune.spec.reports import RunReport, StepReport, settled_steps
 from fitune.units import format_bytes, format_percent, format_rate, format_seconds, text_table
+from fitune.values.predictions import WORKSPACE, Estimate, Phase
+from fitune.values.reports import RunReport, StepReport, settled_steps
 
 Unit = Literal["bytes", "seconds", "tokens/s"]
 

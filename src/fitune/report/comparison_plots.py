@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from fitune.report.compare import Row
 from fitune.report.plots import DASHED, SERIES, Line, Points, loss_picture, paired_bars, svg_file
 from fitune.report.run_plots import running_mean
-from fitune.spec.plan import Plan, trains_every_weight
-from fitune.spec.reports import StepReport
+from fitune.values.plan import Plan, trains_every_weight
+from fitune.values.reports import StepReport
 
 
 def loss_curves(runs: Mapping[str, Sequence[StepReport]], plans: Mapping[str, Plan]) -> str:

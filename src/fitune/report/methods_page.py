@@ -11,9 +11,9 @@ from fitune.report.compare import PEAK, Row, compare, row_texts
 from fitune.report.comparison_plots import held_out_curves, loss_curves, method_bars
 from fitune.report.page import pictures_or_advice, render, write_page
 from fitune.report.run_files import RunFiles
-from fitune.spec.plan import Dense, Lomo, base_of, trains_every_weight
-from fitune.spec.reports import settled_steps
 from fitune.units import format_bytes, format_number, format_percent, format_rate
+from fitune.values.plan import Dense, Lomo, base_of, trains_every_weight
+from fitune.values.reports import settled_steps
 
 SPEED = "Throughput"
 

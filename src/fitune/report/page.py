@@ -14,8 +14,8 @@ from typing import Any
 
 from fitune.errors import MissingExtra, RunDirectoryError
 from fitune.files import write_atomically
-from fitune.spec.reports import Ledger
 from fitune.units import counted, format_percent
+from fitune.values.reports import Ledger
 
 
 @dataclass(frozen=True, slots=True)

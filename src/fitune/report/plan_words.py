@@ -4,9 +4,10 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from fitune.spec.machines.hardware import Gpu, Hardware
-from fitune.spec.model.model_spec import ModelSpec
-from fitune.spec.plan import (
+from fitune.units import as_ranges, counted, format_bytes
+from fitune.values.machines.hardware import Gpu, Hardware
+from fitune.values.model.model_spec import ModelSpec
+from fitune.values.plan import (
     AdamW,
     AdamW8bit,
     Batch,
@@ -34,14 +35,13 @@ from fitune.spec.plan import (
     Zero,
     updates_in_backward,
 )
-from fitune.spec.words import (
+from fitune.values.words import (
     backend_name,
     describe_devices,
     describe_placement,
     describe_schedule,
     method_parts,
 )
-from fitune.units import as_ranges, counted, format_bytes
 
 _PRECISIONS = {
     Precision.FP32: "32-bit floats",

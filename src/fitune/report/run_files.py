@@ -10,13 +10,13 @@ from typing import TypeVar
 
 from fitune.errors import RunDirectoryError
 from fitune.files import path_fault, read_text
-from fitune.spec.plan import Plan
-from fitune.spec.predictions import Estimate, Rejection, WholeRun
-from fitune.spec.reports import RunReport, StepReport
-from fitune.spec.run_directory import moved, require_real_files
-from fitune.spec.serial import from_json
 from fitune.track.metrics import read_metrics
 from fitune.track.record import Tracked, read_tracked
+from fitune.values.plan import Plan
+from fitune.values.predictions import Estimate, Rejection, WholeRun
+from fitune.values.reports import RunReport, StepReport
+from fitune.values.run_directory import moved, require_real_files
+from fitune.values.serial import from_json
 
 T = TypeVar("T")
 

@@ -23,8 +23,6 @@ from fitune.report.run_words import (
     state_line,
     under_way_tiles,
 )
-from fitune.spec.plan import Plan
-from fitune.spec.reports import Restart
 from fitune.track.record import Tracked
 from fitune.units import (
     counted,
@@ -35,6 +33,8 @@ from fitune.units import (
     format_rate,
     format_seconds,
 )
+from fitune.values.plan import Plan
+from fitune.values.reports import Restart
 
 
 def write_report(directory: Path) -> Path:

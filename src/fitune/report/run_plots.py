@@ -6,9 +6,9 @@ from itertools import accumulate
 
 from fitune.report.compare import PHASE_NAMES
 from fitune.report.plots import SERIES, Axes, Line, line_picture, loss_picture, paired_bars
-from fitune.spec.predictions import Estimate, Phase
-from fitune.spec.reports import StepReport
 from fitune.units import format_learning_rate, format_rate
+from fitune.values.predictions import Estimate, Phase
+from fitune.values.reports import StepReport
 
 
 def memory_bars(estimate: Estimate | None, measured: dict[Phase, int]) -> str:

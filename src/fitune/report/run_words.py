@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from fitune.errors import Shortage
 from fitune.report.page import Tile
-from fitune.spec.rank_status import RankStatus
-from fitune.spec.reports import RankReport, Restart, Retry, RunReport, StepReport, settled_steps
-from fitune.spec.run_lock import Owner
 from fitune.units import counted, format_bytes, format_percent, format_rate, format_seconds
+from fitune.values.rank_status import RankStatus
+from fitune.values.reports import RankReport, Restart, Retry, RunReport, StepReport, settled_steps
+from fitune.values.run_lock import Owner
 
 SIGN_HEADINGS = ("", "where", "was doing", "in step", "last sign")
 

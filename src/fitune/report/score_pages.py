@@ -10,10 +10,10 @@ from typing import Any
 from fitune.report.page import Tile, pictures_or_advice, render, write_page
 from fitune.report.plots import Axes, colour, draw_svg
 from fitune.report.score_rows import ScoredRow, places_of, read_columns, read_score, read_scored_rows
-from fitune.spec.reports import PairedScore, Scale, ScoreReport
-from fitune.spec.serial import read_object
-from fitune.spec.words import describe_grade, describe_interval, describe_mean
 from fitune.units import counted, format_bytes, format_count, format_percent, format_seconds
+from fitune.values.reports import PairedScore, Scale, ScoreReport
+from fitune.values.serial import read_object
+from fitune.values.words import describe_grade, describe_interval, describe_mean
 
 _SHOWN = 8
 """Rows of each list."""

@@ -8,9 +8,9 @@ from typing import Any
 
 from fitune.errors import RunDirectoryError
 from fitune.files import open_regular, read_text
-from fitune.spec.reports import Scale, ScoreReport
-from fitune.spec.serial import from_json, parse_object
-from fitune.spec.words import describe_grade
+from fitune.values.reports import Scale, ScoreReport
+from fitune.values.serial import from_json, parse_object
+from fitune.values.words import describe_grade
 
 _TOGETHER = 4_096
 """Rows of a column in memory."""

@@ -8,8 +8,8 @@ from typing import Any
 from fitune.errors import RunDirectoryError
 from fitune.files import open_regular, write_atomically
 from fitune.score.tasks import Answer
-from fitune.spec.run_directory import LOCK
-from fitune.spec.serial import read_object
+from fitune.values.run_directory import LOCK
+from fitune.values.serial import read_object
 
 Line = dict[str, Any]
 

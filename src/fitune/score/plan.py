@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from fitune.recipe.score_recipe import ScoreRecipe
 from fitune.score.engines.engine import EngineName, Sampling, engine_named
-from fitune.spec.answering import ROWS_AT_ONCE
-from fitune.spec.plan import DataSource
-from fitune.spec.recipe.score_recipe import ScoreRecipe
+from fitune.values.answering import ROWS_AT_ONCE
+from fitune.values.plan import DataSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

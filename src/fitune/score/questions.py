@@ -28,8 +28,8 @@ from fitune.data.conversations.messages import Conversation, Message, ToolCall
 from fitune.data.reading.rows import BadRow, Row, in_row, require_characters
 from fitune.data.reading.sources import read_rows
 from fitune.errors import DataError, RecipeError
-from fitune.spec.plan import DataSource
-from fitune.spec.recipe.score_recipe import checked_recipe
+from fitune.recipe.score_recipe import checked_recipe
+from fitune.values.plan import DataSource
 
 ID_COLUMNS = ("custom_id", "id")
 """Taken as the id when the first row has it; otherwise rows are numbered from 1."""

@@ -27,11 +27,11 @@ from fitune.score.plan import ScorePlan, names_of
 from fitune.score.questions import Input, Question, first_row_has_choices
 from fitune.score.shards import FOLDER, Shards, groups
 from fitune.score.tasks import Answer, Task, to_given_tasks, to_tasks
-from fitune.spec.reports import ScoreReport
-from fitune.spec.run_directory import require_real_files
-from fitune.spec.run_lock import lock_directory
-from fitune.spec.serial import to_json
 from fitune.units import counted
+from fitune.values.reports import ScoreReport
+from fitune.values.run_directory import require_real_files
+from fitune.values.run_lock import lock_directory
+from fitune.values.serial import to_json
 
 _ROW_GROUP = 1024
 """Rows that a group of the parquet file holds, and this process at a time."""

@@ -1,7 +1,7 @@
 """One use of the program from start to end: plan, checks, training, out of memory, report. It prints nothing."""
 
 from fitune.errors import ModelError
-from fitune.spec.model.tracer import Tracer, trace_with
+from fitune.values.model.tracer import Tracer, trace_with
 
 
 def _open_tracer() -> Tracer:

@@ -19,13 +19,13 @@ from fitune.planner.study import (
     largest,
     largest_data,
 )
+from fitune.recipe.recipe import Recipe
+from fitune.recipe.types import MOST
 from fitune.session.planning import for_its_rows, plan_for, wanted_hardware
-from fitune.spec.model.model_config import load_model_spec
-from fitune.spec.predictions import PlanReport, Rehearsal, ShownInNotebooks
-from fitune.spec.recipe.recipe import Recipe
-from fitune.spec.recipe.values import MOST
-from fitune.spec.words import describe_plan, devices_with_memory
 from fitune.units import format_bytes, format_percent, whole_number, wrapped
+from fitune.values.model.model_config import load_model_spec
+from fitune.values.predictions import PlanReport, Rehearsal, ShownInNotebooks
+from fitune.values.words import describe_plan, devices_with_memory
 
 
 def plan_with(recipe: Recipe, change: str) -> tuple[str, dict[str, Any]]:

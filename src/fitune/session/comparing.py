@@ -9,6 +9,9 @@ from fitune.errors import FituneError, RecipeError, did_you_mean
 from fitune.launch.signals import EXIT_CODES
 from fitune.planner.defaults import default_learning_rate, optimizer_of, staging_of
 from fitune.planner.methods import lomo_of, lora_of, packed_base
+from fitune.recipe.contradictions import ADAPTERS_ONLY
+from fitune.recipe.recipe import Recipe, given_keys, parse_recipe
+from fitune.recipe.score_recipe import score_recipe
 from fitune.report.compare import compare
 from fitune.report.methods_page import MethodRun, best_of, comparison_rows, write_methods_page
 from fitune.report.run_files import read_run
@@ -17,16 +20,13 @@ from fitune.session.events import Emit, Event, Note, Planned, Result
 from fitune.session.program import train_program
 from fitune.session.reported import outcome_data, rows_data
 from fitune.session.score.scoring import model_and_adapter, score_dataset
-from fitune.spec.model.model_config import load_model_spec
-from fitune.spec.plan import Full, Sgd, Tuning
-from fitune.spec.recipe.contradictions import ADAPTERS_ONLY
-from fitune.spec.recipe.recipe import Recipe, given_keys, parse_recipe
-from fitune.spec.recipe.score_recipe import score_recipe
-from fitune.spec.rules import adds_gradients_up
-from fitune.spec.words import describe_plan
 from fitune.stores.opening import is_url
 from fitune.stores.writing import opened_store
 from fitune.units import text_table
+from fitune.values.model.model_config import load_model_spec
+from fitune.values.plan import Full, Sgd, Tuning
+from fitune.values.rules import adds_gradients_up
+from fitune.values.words import describe_plan
 
 METHODS: dict[str, dict[str, Any]] = {
     "full": {"tuning": "full"},

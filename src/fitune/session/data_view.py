@@ -23,12 +23,12 @@ from fitune.data.tokenising import RowTokeniser
 from fitune.errors import DataError, RecipeError
 from fitune.models.tokens import tokenizer_with
 from fitune.planner.defaults import data_of, with_added_rows, with_usual_row
+from fitune.recipe.recipe import Recipe
 from fitune.session.events import Emit, Note, emit_notes
-from fitune.spec.model.model_config import load_model_spec
-from fitune.spec.plan import DataPlan
-from fitune.spec.recipe.recipe import Recipe
-from fitune.spec.reports import Ledger
 from fitune.units import counted
+from fitune.values.model.model_config import load_model_spec
+from fitune.values.plan import DataPlan
+from fitune.values.reports import Ledger
 
 LOOKED_AT = 2_000
 """Rows among which those that are cut or dropped are looked for."""

@@ -7,6 +7,8 @@ from typing import Any
 
 from fitune.demo.files import HELD_OUT_ROWS, MAX_NEW_TOKENS, DemoFiles, write_demo
 from fitune.errors import RunDirectoryError, TrainingFailed
+from fitune.recipe.recipe import dump_recipe
+from fitune.recipe.score_recipe import score_recipe
 from fitune.score.shards import remove_scores
 from fitune.session.events import Emit, Note, Planned, ignore_event
 from fitune.session.planning import plan_on_data
@@ -16,12 +18,10 @@ from fitune.session.reported import Reported, report_run
 from fitune.session.score.scoring import model_and_adapter, score_dataset
 from fitune.session.train.attempts import Attempt
 from fitune.session.train.training import run_once
-from fitune.spec.recipe.recipe import dump_recipe
-from fitune.spec.recipe.score_recipe import score_recipe
-from fitune.spec.reports import RunReport
-from fitune.spec.run_directory import LOGS
 from fitune.track.metrics import read_metrics
 from fitune.units import format_bytes, format_percent, format_rate, format_seconds, text_table
+from fitune.values.reports import RunReport
+from fitune.values.run_directory import LOGS
 
 _SEED = 0
 _GRADER = "exact_match"

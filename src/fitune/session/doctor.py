@@ -13,12 +13,12 @@ from fitune.measure.hardware import calibrated, describe_hardware, detect_hardwa
 from fitune.measure.measurements import device_key, quick_key, store_calibration
 from fitune.measure.nvml import gpus_here
 from fitune.planner.study import largest as largest_of
+from fitune.recipe.recipe import parse_recipe
 from fitune.session.events import Emit, Note
-from fitune.spec.machines.hardware import Calibration, Hardware
-from fitune.spec.model.model_config import known_model_spec
-from fitune.spec.recipe.recipe import parse_recipe
-from fitune.spec.serial import to_data
 from fitune.units import format_seconds
+from fitune.values.machines.hardware import Calibration, Hardware
+from fitune.values.model.model_config import known_model_spec
+from fitune.values.serial import to_data
 
 _NEEDED = ("torch", "transformers", "peft", "safetensors", "datasets")
 ROW = 2048

@@ -15,10 +15,10 @@ from fitune.planner.whole_run import run_lines
 from fitune.report.run_files import Prediction
 from fitune.report.run_words import describe_retry
 from fitune.session.reported import NO_EXPORT, Reported, comparison_text, outcome_data, outcome_lines
-from fitune.spec.plan import Plan
-from fitune.spec.predictions import PlanReport
-from fitune.spec.reports import Ledger, MergedLoss, Retry, RunReport, StepReport
 from fitune.units import format_bytes, format_seconds
+from fitune.values.plan import Plan
+from fitune.values.predictions import PlanReport
+from fitune.values.reports import Ledger, MergedLoss, Retry, RunReport, StepReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,10 +24,6 @@ from fitune.score.engines.engine_vllm import rounded_rank
 from fitune.score.engines.opening import why_merged_first
 from fitune.session.events import Emit, Exported, Note, emit_notes, emit_weights, ignore_event
 from fitune.session.train.pushing import push, push_again, ready_repository
-from fitune.spec.plan import Lora, Plan
-from fitune.spec.reports import RunReport
-from fitune.spec.run_lock import lock_directory
-from fitune.spec.serial import to_json
 from fitune.stores.opening import is_url
 from fitune.stores.writing import opened_store
 from fitune.train.again import (
@@ -42,6 +38,10 @@ from fitune.train.again import (
 from fitune.train.ending import summarise
 from fitune.train.export import handover_of, stored_weights
 from fitune.train.uploading import CONFIGS, fetch_run, send_export
+from fitune.values.plan import Lora, Plan
+from fitune.values.reports import RunReport
+from fitune.values.run_lock import lock_directory
+from fitune.values.serial import to_json
 
 
 def export_anywhere(

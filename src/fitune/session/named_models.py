@@ -9,8 +9,8 @@ from fitune.files import path_fault
 from fitune.models.adapter_file import CONFIG, read_adapter_config
 from fitune.models.weight_files import base_reference
 from fitune.report.run_files import read_run
-from fitune.spec.plan import Plan
 from fitune.train.again import EXPORT_FOLDERS
+from fitune.values.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

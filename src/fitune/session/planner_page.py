@@ -30,6 +30,9 @@ from fitune.planner.first_screen import (
 )
 from fitune.planner.search import taken_on
 from fitune.planner.whole_run import whole_run
+from fitune.recipe.fleet import parse_fleet
+from fitune.recipe.keys import option_of, values_of
+from fitune.recipe.recipe import Recipe, canonical_keys, given_keys, parse_recipe
 from fitune.report.local_pages import (
     HOSTS,
     LONGEST_QUERY,
@@ -44,15 +47,17 @@ from fitune.report.local_pages import (
 from fitune.report.page import write_page
 from fitune.session.planning import plan_for, wanted_hardware
 from fitune.session.recipes.reading import split_words
-from fitune.spec.model.model_config import known_model_spec, load_model_spec, spec_from_config, unknown_model
-from fitune.spec.model.model_spec import ModelSpec
-from fitune.spec.plan import Plan
-from fitune.spec.predictions import Estimate, PlanReport, Priced
-from fitune.spec.recipe.fleet import parse_fleet
-from fitune.spec.recipe.keys import option_of, values_of
-from fitune.spec.recipe.recipe import Recipe, canonical_keys, given_keys, parse_recipe
-from fitune.spec.words import describe_devices, describe_placement, method_name
 from fitune.units import format_bytes, format_dollars, format_rate, format_seconds, whole_number
+from fitune.values.model.model_config import (
+    known_model_spec,
+    load_model_spec,
+    spec_from_config,
+    unknown_model,
+)
+from fitune.values.model.model_spec import ModelSpec
+from fitune.values.plan import Plan
+from fitune.values.predictions import Estimate, PlanReport, Priced
+from fitune.values.words import describe_devices, describe_placement, method_name
 
 KEYS = ("model", "gpu", "gpus", "nodes", "tuning", "seq_len", "mean_row_tokens")
 """Keys of a recipe that a question may have; beside them it has ``config``, ``rows`` and ``fleet``."""

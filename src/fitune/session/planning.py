@@ -11,20 +11,20 @@ from fitune.measure.hardware import resolve_hardware, see_one_kind
 from fitune.planner.defaults import data_of, with_host_memory
 from fitune.planner.search import find_plan
 from fitune.planner.whole_run import whole_run, with_timely_saves
-from fitune.spec.choices import Ddp
-from fitune.spec.machines.environment import launched_as
-from fitune.spec.machines.gpus import GpuFigures
-from fitune.spec.machines.hardware import Hardware
-from fitune.spec.model.model_config import load_model_spec
-from fitune.spec.model.model_spec import ModelSpec
-from fitune.spec.model.tracer import by_installed_libraries
-from fitune.spec.plan import Plan, Zero, base_of
-from fitune.spec.predictions import PlanReport
-from fitune.spec.quantisers import settings_of
-from fitune.spec.recipe.recipe import Recipe
-from fitune.spec.rules import Purpose
-from fitune.spec.words import method_name
+from fitune.recipe.recipe import Recipe
 from fitune.units import counted
+from fitune.values.choices import Ddp
+from fitune.values.machines.environment import launched_as
+from fitune.values.machines.gpus import GpuFigures
+from fitune.values.machines.hardware import Hardware
+from fitune.values.model.model_config import load_model_spec
+from fitune.values.model.model_spec import ModelSpec
+from fitune.values.model.tracer import by_installed_libraries
+from fitune.values.plan import Plan, Zero, base_of
+from fitune.values.predictions import PlanReport
+from fitune.values.quantisers import settings_of
+from fitune.values.rules import Purpose
+from fitune.values.words import method_name
 
 if TYPE_CHECKING:  # not for those who name no data
     from fitune.data.sampling import RowSample

@@ -23,6 +23,7 @@ from fitune.launch.place import Place, place_of
 from fitune.launch.ray_cluster import RayPlace
 from fitune.launch.signals import EXIT_CODES
 from fitune.launch.torchrun import Ended, fresh_logs, run_ranks
+from fitune.recipe.recipe import Recipe
 from fitune.session.clusters.on_ray import train_on_ray
 from fitune.session.clusters.ray_nodes import versions_here
 from fitune.session.events import Emit, Note, ignore_event
@@ -39,13 +40,12 @@ from fitune.session.train.attempts import (
     take_over,
 )
 from fitune.session.train.beginning import first_attempt
-from fitune.spec.plan import Plan
-from fitune.spec.rank_status import is_left_to_launcher
-from fitune.spec.recipe.recipe import Recipe
-from fitune.spec.run_directory import LOGS
-from fitune.spec.serial import from_json, to_json
-from fitune.spec.words import describe_plan
 from fitune.units import format_bytes
+from fitune.values.plan import Plan
+from fitune.values.rank_status import is_left_to_launcher
+from fitune.values.run_directory import LOGS
+from fitune.values.serial import from_json, to_json
+from fitune.values.words import describe_plan
 
 _ONE_REQUEST_SECONDS = 1.0
 """A rank may get a signal twice, from its launcher and from whoever sent it to all processes of the job."""

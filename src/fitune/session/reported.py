@@ -7,10 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from fitune.errors import RunDirectoryError
 from fitune.files import cache_folder, remove
-from fitune.spec.predictions import ShownInNotebooks
-from fitune.spec.reports import RunReport, ScoreReport
-from fitune.spec.serial import to_data
-from fitune.spec.words import describe_interval, describe_mean
 from fitune.stores.opening import is_url
 from fitune.units import (
     counted,
@@ -21,6 +17,10 @@ from fitune.units import (
     format_seconds,
     text_table,
 )
+from fitune.values.predictions import ShownInNotebooks
+from fitune.values.reports import RunReport, ScoreReport
+from fitune.values.serial import to_data
+from fitune.values.words import describe_interval, describe_mean
 
 if TYPE_CHECKING:
     from fitune.report.compare import Row

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 from fitune.errors import RecipeError
 from fitune.planner.explain import explain_plan, plan_data
-from fitune.spec.predictions import PlanReport, ShownInNotebooks
-from fitune.spec.serial import to_data
+from fitune.values.predictions import PlanReport, ShownInNotebooks
+from fitune.values.serial import to_data
 
 if TYPE_CHECKING:
     from fitune.planner.matrix import Matrix
-    from fitune.spec.reports import ScoreReport
+    from fitune.values.reports import ScoreReport
 
 
 @runtime_checkable
@@ -48,7 +48,7 @@ def notebook_text(result: ShownInNotebooks) -> str:
     """The text that a notebook shows: of a plan the verdict, of a run its outcome, else what the command prints."""
     from fitune.planner.first_screen import short_plan
     from fitune.session.reported import outcome_lines
-    from fitune.spec.reports import RunReport
+    from fitune.values.reports import RunReport
 
     if isinstance(result, PlanReport):
         return short_plan(result)
@@ -67,7 +67,7 @@ def _ways(result: Any) -> tuple[Callable[[Any], str], Callable[[Any], Any]]:
         return type(result).text, type(result).data
     from fitune.planner.matrix import Matrix, explain_matrix, matrix_data
     from fitune.session.reported import explain_score
-    from fitune.spec.reports import ScoreReport
+    from fitune.values.reports import ScoreReport
 
     if isinstance(result, Matrix):
         return explain_matrix, matrix_data

@@ -14,11 +14,11 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from fitune.launch.signals import EXIT_CODES, handled_by
-from fitune.spec.rank_status import LAUNCHER
+from fitune.values.rank_status import LAUNCHER
 
 if TYPE_CHECKING:  # every command has this file, and most have no use for those
-    from fitune.spec.plan import Plan
-    from fitune.spec.reports import RunReport, StepReport
+    from fitune.values.plan import Plan
+    from fitune.values.reports import RunReport, StepReport
 
 INTERRUPTED = EXIT_CODES[signal.SIGTERM]
 """The exit code of a rank that stops because another one was asked to."""

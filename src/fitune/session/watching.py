@@ -17,12 +17,12 @@ from fitune.report.run_files import RunFiles, read_run
 from fitune.report.run_page import page_of
 from fitune.report.run_words import UnderWay, state_line
 from fitune.session.signals import quiet_stop
-from fitune.spec.rank_status import read_statuses, status_of
-from fitune.spec.run_directory import LOCK, LOGS
-from fitune.spec.run_lock import owners_of
-from fitune.spec.words import method_name
 from fitune.track.metrics import GrowingSteps
 from fitune.units import format_bytes, format_number, format_rate, format_seconds
+from fitune.values.rank_status import read_statuses, status_of
+from fitune.values.run_directory import LOCK, LOGS
+from fitune.values.run_lock import owners_of
+from fitune.values.words import method_name
 
 Log = Callable[[str], None]
 

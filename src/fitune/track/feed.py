@@ -18,12 +18,12 @@ from typing import Any
 
 from fitune.child import Child, ChildEnded
 from fitune.credentials import without_credentials
-from fitune.spec.plan import Plan
-from fitune.spec.reports import RunReport, StepReport
-from fitune.spec.serial import from_data, parse_object, to_data, to_json
 from fitune.track.metrics import to_line
 from fitune.track.record import Tracked, log_of, read_tracked, write_tracked
 from fitune.track.trackers import Beginning, End, Row, Where
+from fitune.values.plan import Plan
+from fitune.values.reports import RunReport, StepReport
+from fitune.values.serial import from_data, parse_object, to_data, to_json
 
 MOST_WAITING = 10_000
 """Steps in the queue of one tracker: some 6 MB."""

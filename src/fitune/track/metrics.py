@@ -10,10 +10,10 @@ from typing import Protocol
 
 from fitune.errors import RunDirectoryError
 from fitune.files import open_for_append, open_regular, write_atomically
-from fitune.spec.plan import Plan
-from fitune.spec.reports import RunReport, StepReport
-from fitune.spec.serial import from_data, parse_json, to_data
 from fitune.units import as_ranges
+from fitune.values.plan import Plan
+from fitune.values.reports import RunReport, StepReport
+from fitune.values.serial import from_data, parse_json, to_data
 
 
 class MetricsLog:

@@ -9,8 +9,8 @@ from time import time
 from typing import Any
 
 from fitune.credentials import without_credentials
-from fitune.spec.reports import StepReport
 from fitune.track.trackers import Beginning, End, Where, markdown, scalars
+from fitune.values.reports import StepReport
 
 _EXPERIMENT = "fitune"
 _STATUS = {"complete": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}

@@ -17,9 +17,9 @@ from typing import Any
 
 from fitune.child import requests
 from fitune.credentials import without_credentials
-from fitune.spec.reports import StepReport
-from fitune.spec.serial import from_data, parse_object, to_data
 from fitune.track.trackers import KILLED, Beginning, End, Tracker
+from fitune.values.reports import StepReport
+from fitune.values.serial import from_data, parse_object, to_data
 
 _LONELY_SECONDS = 60.0
 """Longest time a tracker may take for the end of a run that is gone."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fitune.files import read_text, write_atomically
-from fitune.spec.serial import from_json, to_json
+from fitune.values.serial import from_json, to_json
 
 FOLDER = "trackers"
 """In the run directory: this record, and what the trackers' libraries say, a file each."""

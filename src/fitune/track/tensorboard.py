@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fitune.spec.reports import StepReport
 from fitune.track.trackers import Beginning, End, Where, markdown, scalars
+from fitune.values.reports import StepReport
 
 
 class TensorBoard:

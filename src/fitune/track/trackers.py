@@ -8,9 +8,9 @@ from typing import Protocol
 
 from fitune.credentials import credential_in
 from fitune.errors import MissingExtra, RecipeError, did_you_mean
-from fitune.spec.plan import Tracking
-from fitune.spec.reports import Status, StepReport
-from fitune.spec.serial import parse_object
+from fitune.values.plan import Tracking
+from fitune.values.reports import Status, StepReport
+from fitune.values.serial import parse_object
 
 NONE = "none"
 

@@ -16,9 +16,9 @@ from fitune.models.language_model import LanguageModel, language_model
 from fitune.models.tokens import add_rows
 from fitune.models.weight_files import OnBytes, nobody
 from fitune.models.weights import compute_dtype, load_model
-from fitune.spec.plan import Lora, Plan, base_of
-from fitune.spec.reports import RunReport, StepReport
 from fitune.train.prepare import training_device, tuned
+from fitune.values.plan import Lora, Plan, base_of
+from fitune.values.reports import RunReport, StepReport
 
 Kind = Literal["adapter", "merged", "full"]
 EXPORT_FOLDERS: dict[Kind, str] = {"adapter": "adapter", "merged": "merged", "full": "model"}

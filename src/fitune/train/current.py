@@ -17,13 +17,13 @@ from fitune.measure.communication import Waits
 from fitune.measure.memory import CpuMeter, MemoryMeter
 from fitune.models.language_model import LanguageModel
 from fitune.models.weight_files import OnBytes, nobody
-from fitune.spec.plan import Plan
-from fitune.spec.reports import RankReport, Restart, Retry, StepReport
 from fitune.track.metrics import MetricsLog, Sink
 from fitune.train.evaluate import Answer
 from fitune.train.failure import Whereabouts
 from fitune.train.prepare import Prepared
 from fitune.train.uploading import Uploads
+from fitune.values.plan import Plan
+from fitune.values.reports import RankReport, Restart, Retry, StepReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

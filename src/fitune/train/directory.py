@@ -5,8 +5,8 @@ from pathlib import Path, PurePath, PurePosixPath
 
 from fitune.errors import RunDirectoryError
 from fitune.files import path_fault, remove
-from fitune.spec.plan import Plan
-from fitune.spec.run_directory import FILES, FOLDERS, LAUNCH_LOCK, LOCK, LOGS, RETRY, require_real_files
+from fitune.values.plan import Plan
+from fitune.values.run_directory import FILES, FOLDERS, LAUNCH_LOCK, LOCK, LOGS, RETRY, require_real_files
 
 
 def require_own_directory(plan: Plan) -> None:

@@ -14,7 +14,14 @@ from fitune.files import write_atomically
 from fitune.measure.memory import has_expandable_segments, highest_peaks, process_bytes
 from fitune.models.language_model import LanguageModel
 from fitune.models.low_bit.quantised import count_weights, elements
-from fitune.spec.reports import (
+from fitune.track.metrics import read_metrics
+from fitune.train.again import trained_kind
+from fitune.train.current import Run
+from fitune.train.evaluate import compare_samples
+from fitune.train.export import handover_of
+from fitune.train.failure import traceback_text
+from fitune.units import as_ranges
+from fitune.values.reports import (
     MeasuredMemory,
     MeterKind,
     RankReport,
@@ -25,15 +32,8 @@ from fitune.spec.reports import (
     StepReport,
     settled_steps,
 )
-from fitune.spec.run_directory import traceback_of
-from fitune.spec.serial import to_json
-from fitune.track.metrics import read_metrics
-from fitune.train.again import trained_kind
-from fitune.train.current import Run
-from fitune.train.evaluate import compare_samples
-from fitune.train.export import handover_of
-from fitune.train.failure import traceback_text
-from fitune.units import as_ranges
+from fitune.values.run_directory import traceback_of
+from fitune.values.serial import to_json
 
 
 def complete(current: Run, weights: Mapping[str, Tensor] | None) -> RunReport:

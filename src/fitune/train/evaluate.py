@@ -15,9 +15,9 @@ from fitune.errors import FituneError, first_line
 from fitune.files import write_atomically
 from fitune.models.language_model import LanguageModel
 from fitune.models.low_bit.quantised import quantised_base
-from fitune.spec.plan import Batch, Dense, Plan
-from fitune.spec.reports import MergedLoss, Sample
-from fitune.spec.serial import read_json
+from fitune.values.plan import Batch, Dense, Plan
+from fitune.values.reports import MergedLoss, Sample
+from fitune.values.serial import read_json
 
 
 def evaluate(

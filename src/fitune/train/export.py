@@ -39,14 +39,14 @@ from fitune.models.readers import (
 )
 from fitune.models.weight_files import base_reference, stored_dtype, stored_tensors
 from fitune.models.weights import compute_dtype
-from fitune.spec.counts import count_parameters
-from fitune.spec.plan import ChunkedLoss, Dense, Full, InBackward, Lora, Plan, Zero
-from fitune.spec.reports import MergedLoss, RunReport
-from fitune.spec.words import describe_base
 from fitune.train.again import EXPORT_FOLDERS, Kind, Source, trained_kind, with_weights
 from fitune.train.evaluate import measured_or_none, measured_trained, sample_loss
 from fitune.train.prepare import tuned
 from fitune.units import format_bytes, format_count, format_seconds
+from fitune.values.counts import count_parameters
+from fitune.values.plan import ChunkedLoss, Dense, Full, InBackward, Lora, Plan, Zero
+from fitune.values.reports import MergedLoss, RunReport
+from fitune.values.words import describe_base
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,10 +28,10 @@ from fitune.errors import (
 )
 from fitune.measure.memory import CudaMeter, MemoryMeter, process_bytes
 from fitune.models.weights import first_of, not_finite
-from fitune.spec.plan import ChunkedLoss, Dense, Lora, PlainLoss, Plan, trains_every_weight
-from fitune.spec.reports import Failure
-from fitune.spec.run_directory import traceback_of
 from fitune.units import GIB, KIB, MIB
+from fitune.values.plan import ChunkedLoss, Dense, Lora, PlainLoss, Plan, trains_every_weight
+from fitune.values.reports import Failure
+from fitune.values.run_directory import traceback_of
 
 TRACEBACK = "traceback.txt"
 

@@ -20,13 +20,13 @@ from fitune.errors import TrainingFailed
 from fitune.measure.communication import Waits
 from fitune.measure.memory import MemoryMeter
 from fitune.models.weights import require_finite
-from fitune.spec.counts import achieved_mfu
-from fitune.spec.plan import Plan
-from fitune.spec.predictions import Phase
-from fitune.spec.reports import StepReport
-from fitune.spec.schedule import learning_rate, total_steps
 from fitune.train.failure import Whereabouts
 from fitune.train.prepare import Prepared
+from fitune.values.counts import achieved_mfu
+from fitune.values.plan import Plan
+from fitune.values.predictions import Phase
+from fitune.values.reports import StepReport
+from fitune.values.schedule import learning_rate, total_steps
 
 
 def train(

@@ -37,9 +37,12 @@ from fitune.errors import (
 )
 from fitune.measure.memory import highest_peaks
 from fitune.models.weight_files import weights_identity
-from fitune.spec.plan import Plan
-from fitune.spec.predictions import Phase
-from fitune.spec.rank_status import (
+from fitune.track.metrics import last_step
+from fitune.train.current import Run
+from fitune.train.failure import Whereabouts
+from fitune.values.plan import Plan
+from fitune.values.predictions import Phase
+from fitune.values.rank_status import (
     RankStatus,
     error_of,
     first_failure,
@@ -47,13 +50,10 @@ from fitune.spec.rank_status import (
     read_statuses,
     write_status,
 )
-from fitune.spec.reports import RankReport, StepReport
-from fitune.spec.run_directory import LOGS, rank_log, rank_stacks
-from fitune.spec.run_lock import owners_of
-from fitune.spec.serial import to_json
-from fitune.track.metrics import last_step
-from fitune.train.current import Run
-from fitune.train.failure import Whereabouts
+from fitune.values.reports import RankReport, StepReport
+from fitune.values.run_directory import LOGS, rank_log, rank_stacks
+from fitune.values.run_lock import owners_of
+from fitune.values.serial import to_json
 
 STALL = "FITUNE_STALL_SECONDS"
 _STALL_SECONDS = 1800.0

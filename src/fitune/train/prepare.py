@@ -37,9 +37,9 @@ from fitune.models.low_bit.packing import quantise_blocks
 from fitune.models.tokens import add_rows
 from fitune.models.weight_files import OnBytes, nobody
 from fitune.models.weights import compute_dtype, load_model
-from fitune.spec.deepspeed import deepspeed_config, nvme_folder
-from fitune.spec.model.config_schema import is_random_rate
-from fitune.spec.plan import (
+from fitune.values.deepspeed import deepspeed_config, nvme_folder
+from fitune.values.model.config_schema import is_random_rate
+from fitune.values.plan import (
     Ddp,
     Full,
     Lomo,
@@ -52,7 +52,7 @@ from fitune.spec.plan import (
     clip_in_backward,
     trains_every_weight,
 )
-from fitune.spec.rules import require_rules
+from fitune.values.rules import require_rules
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

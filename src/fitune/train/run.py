@@ -25,13 +25,6 @@ from fitune.files import remove_stale_siblings, write_atomically
 from fitune.measure.communication import waits_measured
 from fitune.measure.memory import memory_meter
 from fitune.models.tokens import planned_tokenizer, require_rows
-from fitune.spec.plan import Plan
-from fitune.spec.rank_status import forget_statuses
-from fitune.spec.reports import AFTER_TRAINING, Restart, Retry, RunReport, StepReport
-from fitune.spec.run_directory import LOGS, placed
-from fitune.spec.run_lock import lock_directory
-from fitune.spec.schedule import is_due
-from fitune.spec.serial import to_json
 from fitune.track.metrics import MetricsLog, Sink, read_metrics, steps_in
 from fitune.train.current import Callbacks, Run
 from fitune.train.directory import remove_run, require_own_directory, require_removable
@@ -58,6 +51,13 @@ from fitune.train.start import (
     where_to_start,
 )
 from fitune.train.uploading import Uploads, begin_in_store
+from fitune.values.plan import Plan
+from fitune.values.rank_status import forget_statuses
+from fitune.values.reports import AFTER_TRAINING, Restart, Retry, RunReport, StepReport
+from fitune.values.run_directory import LOGS, placed
+from fitune.values.run_lock import lock_directory
+from fitune.values.schedule import is_due
+from fitune.values.serial import to_json
 
 
 def run(

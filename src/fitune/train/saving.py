@@ -30,9 +30,6 @@ from fitune.engine.protocol import EngineState, shape_of
 from fitune.engine.ranks import Ranks
 from fitune.errors import CheckpointError, FituneError, PeerGone
 from fitune.files import remove_stale_siblings
-from fitune.spec.reports import StepReport
-from fitune.spec.run_directory import placed
-from fitune.spec.serial import to_data
 from fitune.threads import give_way
 from fitune.track.metrics import read_metrics
 from fitune.train.again import find_source
@@ -40,6 +37,9 @@ from fitune.train.current import Run
 from fitune.train.ending import keep_log
 from fitune.train.failure import require_finite_step
 from fitune.train.start import Facts
+from fitune.values.reports import StepReport
+from fitune.values.run_directory import placed
+from fitune.values.serial import to_data
 
 
 class Saver:

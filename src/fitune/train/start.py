@@ -34,13 +34,13 @@ from fitune.engine.ranks import Ranks
 from fitune.errors import CheckpointError, RunDirectoryError
 from fitune.files import read_text
 from fitune.models.weight_files import weights_identity
-from fitune.spec.plan import Lora, Plan
-from fitune.spec.reports import RunReport
-from fitune.spec.serial import from_data, parse_json
 from fitune.stores.opening import is_url
 from fitune.stores.writing import Store, opened_store
 from fitune.track.metrics import readable_steps
 from fitune.train.uploading import examined_store
+from fitune.values.plan import Lora, Plan
+from fitune.values.reports import RunReport
+from fitune.values.serial import from_data, parse_json
 
 T = TypeVar("T")
 

@@ -22,12 +22,12 @@ from fitune.checkpoint.remote import (
 )
 from fitune.errors import CheckpointError, FituneError, RunDirectoryError, StoreError
 from fitune.files import write_atomically
-from fitune.spec.plan import RunPlan
-from fitune.spec.run_directory import FILES, FOLDERS
-from fitune.spec.serial import parse_object
 from fitune.stores.writing import Store, nobody_stops, opened_store
 from fitune.threads import give_way
 from fitune.units import format_bytes
+from fitune.values.plan import RunPlan
+from fitune.values.run_directory import FILES, FOLDERS
+from fitune.values.serial import parse_object
 
 _FIRST_PAPERS = ("plan.json", "recipe.yaml", "estimate.json", "samples_before.json")
 """Written before the steps. metrics.jsonl grows with each of them: a checkpoint holds it as it was."""

@@ -35,7 +35,7 @@ from fitune.data.reading.rows import (
     require_characters,
 )
 from fitune.errors import DataError, did_you_mean
-from fitune.spec.plan import DataFormat
+from fitune.values.plan import DataFormat
 
 Columns = tuple[tuple[str, str], ...]
 

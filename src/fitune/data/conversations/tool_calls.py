@@ -18,7 +18,7 @@ from typing import Any
 
 from fitune.data.conversations.messages import Message, ToolCall
 from fitune.data.reading.rows import BadRow, require_characters
-from fitune.spec.serial import require_shallow
+from fitune.values.serial import require_shallow
 
 CALLING = ("function_call", "tool_call")
 """Roles whose text is a call."""

@@ -15,10 +15,10 @@ from urllib.parse import unquote, urlsplit
 from fitune.credentials import CREDENTIALS_ELSEWHERE, credential_in
 from fitune.errors import DataError
 from fitune.files import PICKLE_SUFFIXES, cache_folder, open_regular, temporary_sibling
-from fitune.spec.plan import DataSource
-from fitune.spec.recipe.values import MOST
+from fitune.recipe.types import MOST
 from fitune.stores import opening, reading
 from fitune.units import whole_number
+from fitune.values.plan import DataSource
 
 _LAYOUTS = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "csv",

@@ -24,8 +24,8 @@ from fitune.data.reading.files import (
 )
 from fitune.data.reading.rows import NOT_UTF8, TO_UTF8, BadRow, Row, first_doubled
 from fitune.errors import DataError
-from fitune.spec.serial import require_shallow
 from fitune.units import MIB
+from fitune.values.serial import require_shallow
 
 _BOM = b"\xef\xbb\xbf"
 _MAGIC = {"gzip": b"\x1f\x8b", "zstd": b"\x28\xb5\x2f\xfd"}

@@ -16,9 +16,9 @@ from fitune.data.reading.files import (
 from fitune.data.reading.layouts import Rows, naming, read_file
 from fitune.data.reading.rows import BadRow, Row
 from fitune.errors import DataError, first_line
-from fitune.spec.hub import no_waiting_for_the_hub
-from fitune.spec.plan import DataSource
 from fitune.units import MIB
+from fitune.values.hub import no_waiting_for_the_hub
+from fitune.values.plan import DataSource
 
 _SAMPLE_SEED = 500
 """A sample is a property of the source, not of the run: two runs with other seeds train on the same rows."""

@@ -5,7 +5,7 @@ transformers 5, the counts were checked storage by storage with a dispatch mode 
 """
 
 from fitune.estimate.blocks.site import FP32, Site, kept_keys
-from fitune.spec.model.traits import Activation
+from fitune.values.model.traits import Activation
 
 
 def norm_kept(site: Site, *, size: int, groups: int, passes: bool) -> int:

@@ -16,17 +16,17 @@ from fitune.estimate.blocks.site import (
     whole_weight_bytes,
     with_linears,
 )
-from fitune.spec.counts import attention_flops_per_pair
-from fitune.spec.model.block_profile import Attention, BatchShape, BlockProfile, Stage
-from fitune.spec.model.model_spec import BlockAttention, Linear
-from fitune.spec.model.traits import (
+from fitune.values.counts import attention_flops_per_pair
+from fitune.values.model.block_profile import Attention, BatchShape, BlockProfile, Stage
+from fitune.values.model.model_spec import BlockAttention, Linear
+from fitune.values.model.traits import (
     attends_in_one_call,
     falls_back_to_scores,
     has_scores,
     writes_scores,
     writes_stream_scores,
 )
-from fitune.spec.plan import Plan
+from fitune.values.plan import Plan
 
 
 def block_profile(

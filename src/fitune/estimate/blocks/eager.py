@@ -7,10 +7,10 @@ bytes of an element of the compute type, and a product's own operands are not in
 
 from dataclasses import dataclass
 
-from fitune.spec.model.block_profile import Pass
-from fitune.spec.model.model_spec import Linear, ModelSpec
-from fitune.spec.model.traits import ACTIVATIONS, has_scores
-from fitune.spec.plan import Lora, Plan
+from fitune.values.model.block_profile import Pass
+from fitune.values.model.model_spec import Linear, ModelSpec
+from fitune.values.model.traits import ACTIVATIONS, has_scores
+from fitune.values.plan import Lora, Plan
 
 THINNESS = 32
 """A product of rank r takes as long as one of r + 32 at full rate: vector units and tensor cores work in tiles. Ranks

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from fitune.estimate.blocks import activations, transient
 from fitune.estimate.blocks.site import FP32, INDEX, Site, norms_keep_input, with_linears
-from fitune.spec.model.block_profile import Stage
-from fitune.spec.model.model_spec import Linear
-from fitune.spec.plan import Lora
+from fitune.values.model.block_profile import Stage
+from fitune.values.model.model_spec import Linear
+from fitune.values.plan import Lora
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

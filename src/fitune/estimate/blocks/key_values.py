@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from fitune.errors import ModelError
-from fitune.spec.model.model_spec import BlockKind, Linear, ModelSpec
+from fitune.values.model.model_spec import BlockKind, Linear, ModelSpec
 
 
 def elements_of_blocks(model: ModelSpec, *, latent: bool = False) -> list[int]:

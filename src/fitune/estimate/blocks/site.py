@@ -9,17 +9,17 @@ from dataclasses import dataclass, replace
 
 from fitune.estimate.parameters import dequantisation_workspace_bytes
 from fitune.estimate.states import stepping_bytes
-from fitune.spec.model.block_profile import BatchShape, Stage
-from fitune.spec.model.model_spec import BlockAttention, Linear, ModelSpec
-from fitune.spec.model.traits import (
+from fitune.values.model.block_profile import BatchShape, Stage
+from fitune.values.model.model_spec import BlockAttention, Linear, ModelSpec
+from fitune.values.model.traits import (
     ACTIVATIONS,
     Activation,
     attends_in_one_call,
     falls_back_to_scores,
     masking_window,
 )
-from fitune.spec.plan import Full, Lomo, Lora, Plan, Precision, base_of, trains_every_weight
-from fitune.spec.quantisers import Hqq, is_packed
+from fitune.values.plan import Full, Lomo, Lora, Plan, Precision, base_of, trains_every_weight
+from fitune.values.quantisers import Hqq, is_packed
 
 FP32 = 4
 INDEX = 8

@@ -5,7 +5,7 @@ gradient of the residual stream, e·h per token, that lives through the whole bl
 """
 
 from fitune.estimate.blocks.site import FP32, Site
-from fitune.spec.model.traits import attends_in_one_call
+from fitune.values.model.traits import attends_in_one_call
 
 
 def norm_forward(site: Site) -> int:

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from fitune.errors import ModelError
 from fitune.models.headers import AGAIN, StoredTensor
-from fitune.spec.serial import parse_object
 from fitune.units import KIB
+from fitune.values.serial import parse_object
 
 Decode = Callable[[Mapping[str, Tensor]], Tensor]
 """Parts by their role -> the weight, bf16."""

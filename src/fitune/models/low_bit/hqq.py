@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fitune.models.low_bit.quantised import PackedWeight, QuantisedLinear
-from fitune.spec.plan import Hqq
+from fitune.values.plan import Hqq
 
 _PACKING = {8: "8bit_u8", 4: "4bit_u8", 3: "3bit_32", 2: "2bit_u8"}
 _WORDS = {1: torch.uint8, 4: torch.int32}

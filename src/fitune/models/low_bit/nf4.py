@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from fitune.models.low_bit.quantised import PackedWeight, QuantisedLinear
-from fitune.spec.plan import Nf4
+from fitune.values.plan import Nf4
 
 
 class Nf4Weight(PackedWeight):

@@ -25,7 +25,7 @@ from fitune.models.low_bit.quantised import (
     packed_linear,
     packed_stack,
 )
-from fitune.spec.plan import Dense, Quantiser
+from fitune.values.plan import Dense, Quantiser
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from fitune.errors import ModelError, require_library
-from fitune.spec.plan import Dense, Quantiser
+from fitune.values.plan import Dense, Quantiser
 
 
 class PackedWeight(nn.Module, ABC):
     """Matrices [out, in], or a stack of them [experts, out, in], in few bits: ``weight`` and, beside it, its scales.
 
     A quantiser's own class has two methods, ``pack`` and ``dequantised``, and is named by its row in
-    spec/quantisers.py. Each matrix of a stack is packed as if it were alone. What is a parameter is divided over
+    values/quantisers.py. Each matrix of a stack is packed as if it were alone. What is a parameter is divided over
     ranks; a small table that all scales share is a buffer.
     """
 
@@ -126,7 +126,7 @@ class _FrozenProduct(torch.autograd.Function):
 
 
 def _class_at(place: str) -> type[Any]:
-    """The class that spec/quantisers.py names by ``module:class``."""
+    """The class that values/quantisers.py names by ``module:class``."""
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(module), name)
 

@@ -31,7 +31,7 @@ from fitune.models.attention import turns_by_length
 from fitune.models.language_model import base_of, cache_argument
 from fitune.score.engines.choosing import OnToken, Row, choose, nobody
 from fitune.score.engines.engine import Completion, Request
-from fitune.spec.answering import CACHE_ROOM
+from fitune.values.answering import CACHE_ROOM
 
 _PLAIN_ATTENTION = {"full_attention", "sliding_attention"}
 _ENTER_TOGETHER = 4

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, get_args
 
 from fitune.errors import CheckpointError, RecipeError
-from fitune.spec.model.config_fields import ConfigFields
-from fitune.spec.model.config_schema import check_generation_config
-from fitune.spec.serial import read_object
+from fitune.values.model.config_fields import ConfigFields
+from fitune.values.model.config_schema import check_generation_config
+from fitune.values.serial import read_object
 
 EngineName = Literal["transformers", "server", "vllm"]
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)

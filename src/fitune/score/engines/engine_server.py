@@ -30,7 +30,7 @@ from fitune.score.engines.engine import (
     Request,
     failed,
 )
-from fitune.spec.answering import ROWS_AT_ONCE
+from fitune.values.answering import ROWS_AT_ONCE
 
 T = TypeVar("T")
 

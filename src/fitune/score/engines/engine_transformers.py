@@ -49,8 +49,8 @@ from fitune.score.engines.given_texts import (
 )
 from fitune.score.engines.opening import Room, unlimited
 from fitune.score.tasks import Answer, Task, to_answer
-from fitune.spec.answering import NARROW, ROWS_AT_ONCE, Questions
-from fitune.spec.plan import ChunkedLoss
+from fitune.values.answering import NARROW, ROWS_AT_ONCE, Questions
+from fitune.values.plan import ChunkedLoss
 
 _PROBE = Conversation((Message("user", "What changes?"), Message("assistant", "-")), "the canary")
 _PROBE_TOKENS = 64

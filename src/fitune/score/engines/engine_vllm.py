@@ -33,7 +33,7 @@ from fitune.score.engines.engine import (
     no_effect,
     sorted_out,
 )
-from fitune.spec.machines.environment import without_expandable_segments
+from fitune.values.machines.environment import without_expandable_segments
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks for which vLLM sets buffers aside (MaxLoRARanks in its vllm/config/lora.py)."""

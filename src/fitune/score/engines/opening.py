@@ -23,8 +23,8 @@ from fitune.models.weights import load_model, require_finite
 from fitune.score.engines.continuous import Watch, unwatched
 from fitune.score.engines.engine import Engine, listed_stop_ids
 from fitune.score.plan import ScorePlan
-from fitune.spec.answering import ROWS_AT_ONCE, Answering, Questions, answering_precision
-from fitune.spec.model.model_config import load_model_spec
+from fitune.values.answering import ROWS_AT_ONCE, Answering, Questions, answering_precision
+from fitune.values.model.model_config import load_model_spec
 
 
 def choose_device() -> torch.device:

@@ -20,8 +20,8 @@ from fitune.errors import MissingExtra, RecipeError, did_you_mean
 from fitune.files import read_text
 from fitune.score.answers import Line, likeliest
 from fitune.score.grades.judge_settings import judge_content, read_judge
-from fitune.spec.reports import Scale
 from fitune.units import counted
+from fitune.values.reports import Scale
 
 Graded = dict[str, float]
 """``grade``, and beside it ``weight``, how much the row counts in the mean: its tokens or bytes; without it, one."""

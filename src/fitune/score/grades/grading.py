@@ -28,8 +28,8 @@ from fitune.score.index import Index, open_index
 from fitune.score.questions import Question
 from fitune.score.shards import OF_THE_ROW, Shards
 from fitune.score.tasks import Answer, to_tasks
-from fitune.spec.model.model_config import load_model_spec
-from fitune.spec.serial import require_shallow
+from fitune.values.model.model_config import load_model_spec
+from fitune.values.serial import require_shallow
 
 _DECODER = json.JSONDecoder()
 _canonical = partial(json.dumps, sort_keys=True)

@@ -20,7 +20,7 @@ import numpy as np
 from fitune.errors import RunDirectoryError
 from fitune.score.answers import written_rows
 from fitune.score.index import open_index
-from fitune.spec.reports import PairedScore, Scale
+from fitune.values.reports import PairedScore, Scale
 
 _MOST_VALUES = 5_000
 """Distinct values up to which resamples are drawn; beyond them the mean is normal enough."""

@@ -16,12 +16,12 @@ from typing import Literal, get_args
 
 from fitune.errors import RecipeError, did_you_mean
 from fitune.files import open_regular, read_text
+from fitune.recipe.score_recipe import checked_recipe
+from fitune.recipe.strict_yaml import load_yaml
 from fitune.score.engines.engine import ENGINES
 from fitune.score.plan import ScorePlan, plan_from
-from fitune.spec.answering import ROWS_AT_ONCE
-from fitune.spec.recipe.score_recipe import checked_recipe
-from fitune.spec.recipe.strict_yaml import load_yaml
-from fitune.spec.reports import Scale
+from fitune.values.answering import ROWS_AT_ONCE
+from fitune.values.reports import Scale
 
 Verdict = Literal["points", "yes_no", "prefer"]
 

@@ -11,15 +11,15 @@ from fitune.errors import HardwareError, RecipeError
 from fitune.estimate.predict import usual_batch
 from fitune.planner.fleet import EpochOf, TrainingRanking, rank_fleet
 from fitune.planner.ranking import Wanted
+from fitune.recipe.fleet import Fleet, Objective, read_fleet
+from fitune.recipe.job import System, read_job_settings
+from fitune.recipe.recipe import Recipe
 from fitune.session.clusters.launching import is_fetched, launch_file, render
 from fitune.session.planning import sampled
-from fitune.spec.model.model_config import load_model_spec
-from fitune.spec.plan import Plan
-from fitune.spec.predictions import Epoch
-from fitune.spec.recipe.fleet import Fleet, Objective, read_fleet
-from fitune.spec.recipe.job import System, read_job_settings
-from fitune.spec.recipe.recipe import Recipe
 from fitune.units import parse_seconds
+from fitune.values.model.model_config import load_model_spec
+from fitune.values.plan import Plan
+from fitune.values.predictions import Epoch
 
 MOST_ROWS = 1_000_000_000_000
 """Rows of an epoch that is not here: no data has more, and what follows from them can be counted with."""

@@ -14,13 +14,13 @@ from fitune.files import is_template
 from fitune.launch.manifests import job_text
 from fitune.launch.place import meeting_address
 from fitune.planner.job import inside, job_of
+from fitune.recipe.job import Job, JobSettings, System, read_job_settings, require_meaningful
+from fitune.recipe.recipe import Recipe, dump_recipe
 from fitune.session.planning import for_its_rows, pinned, plan_for
-from fitune.spec.deepspeed import deepspeed_config
-from fitune.spec.plan import Plan, Zero
-from fitune.spec.predictions import Priced
-from fitune.spec.recipe.job import Job, JobSettings, System, read_job_settings, require_meaningful
-from fitune.spec.recipe.recipe import Recipe, dump_recipe
-from fitune.spec.words import describe_sharding
+from fitune.values.deepspeed import deepspeed_config
+from fitune.values.plan import Plan, Zero
+from fitune.values.predictions import Priced
+from fitune.values.words import describe_sharding
 
 JOB = "job."
 """``--set job.KEY=VALUE`` is a setting of the job; every other ``--set`` is one of the recipe."""

@@ -15,10 +15,10 @@ from typing import Any
 from fitune.errors import HardwareError, RecipeError, first_line
 from fitune.launch.manifests import PRODUCT_LABEL, node_selector, products
 from fitune.launch.ray_cluster import loaded_ray
-from fitune.spec.machines.cards import known_cards
-from fitune.spec.machines.gpus import find_gpu
-from fitune.spec.recipe.fleet import Cluster, Fleet
-from fitune.spec.recipe.job import GPU_RESOURCE
+from fitune.recipe.fleet import Cluster, Fleet
+from fitune.recipe.job import GPU_RESOURCE
+from fitune.values.machines.cards import known_cards
+from fitune.values.machines.gpus import find_gpu
 
 _SECONDS = 20.0
 """A cluster that does not answer in this time is an error, not a wait."""

@@ -27,6 +27,7 @@ from fitune.launch.ray_cluster import (
 )
 from fitune.launch.ray_workers import open_mailbox, ray_parts, run_workers
 from fitune.launch.torchrun import Ended, ended, fresh_logs
+from fitune.recipe.recipe import Recipe, dump_recipe
 from fitune.report.run_page import write_report
 from fitune.session.clusters.ray_nodes import hardware_of_workers, own_settings, require_shared
 from fitune.session.clusters.ray_ranks import (
@@ -49,12 +50,11 @@ from fitune.session.train.attempts import (
     shortage_of_ranks,
 )
 from fitune.session.train.beginning import first_attempt
-from fitune.spec.machines.hardware import Hardware
-from fitune.spec.rank_status import read_statuses
-from fitune.spec.recipe.recipe import Recipe, dump_recipe
-from fitune.spec.run_directory import LOGS
-from fitune.spec.serial import from_json, to_json
 from fitune.track.trackers import settings_of_environment
+from fitune.values.machines.hardware import Hardware
+from fitune.values.rank_status import read_statuses
+from fitune.values.run_directory import LOGS
+from fitune.values.serial import from_json, to_json
 
 LASTS_SECONDS = 25.0
 """Room is taken once it was there for so long: Ray looks every 20 s which nodes there are, and would start a group on

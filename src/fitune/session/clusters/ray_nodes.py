@@ -11,9 +11,9 @@ from typing import Any
 
 from fitune.errors import HardwareError, RunDirectoryError, installed_versions
 from fitune.launch.ray_cluster import ask_nodes
+from fitune.recipe.recipe import Recipe
 from fitune.session.planning import wanted_hardware
-from fitune.spec.machines.hardware import Hardware
-from fitune.spec.recipe.recipe import Recipe
+from fitune.values.machines.hardware import Hardware
 
 _LIBRARIES = ("fitune", "torch", "transformers")
 

@@ -21,8 +21,9 @@ from fitune.session.events import Emit, Note, ignore_event
 from fitune.session.signals import INTERRUPTED
 from fitune.session.train.attempts import Attempt, resumed_from
 from fitune.session.train.beginning import ready_to_push
-from fitune.spec.plan import Plan
-from fitune.spec.rank_status import (
+from fitune.track.metrics import last_step, readable_steps
+from fitune.values.plan import Plan
+from fitune.values.rank_status import (
     LAUNCHER,
     RankStatus,
     error_of,
@@ -30,11 +31,10 @@ from fitune.spec.rank_status import (
     read_statuses,
     write_status,
 )
-from fitune.spec.reports import Restart, RunReport, StepReport
-from fitune.spec.run_directory import LOGS
-from fitune.spec.run_lock import lock_directory
-from fitune.spec.serial import from_json, to_data, to_json
-from fitune.track.metrics import last_step, readable_steps
+from fitune.values.reports import Restart, RunReport, StepReport
+from fitune.values.run_directory import LOGS
+from fitune.values.run_lock import lock_directory
+from fitune.values.serial import from_json, to_data, to_json
 
 WORD_SECONDS = 15.0
 """Ranks have so long to say why they end, once one of them is gone: rank 0 writes the report in that time."""

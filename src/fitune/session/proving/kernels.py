@@ -27,8 +27,8 @@ from fitune.models.loss_head import LossHead
 from fitune.models.low_bit.quantised import packed_linear
 from fitune.models.readers import config_from, empty_model
 from fitune.models.row_attention import Kernel, RowCall, Rows, rows_eager, rows_flash, rows_sdpa
-from fitune.spec.machines.hardware import Numbers
-from fitune.spec.plan import Hqq, Kernels, Nf4
+from fitune.values.machines.hardware import Numbers
+from fitune.values.plan import Hqq, Kernels, Nf4
 
 DTYPES: dict[Numbers, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOLERANCES: dict[Numbers, float] = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 4e-3}

@@ -28,8 +28,8 @@ from fitune.measure.measurements import (
 from fitune.measure.nvml import driver_version
 from fitune.session.proving.kernels import CannotRun, kernel_checks
 from fitune.session.proving.steps import PLANS, offloaded, proved_plan, same_losses
-from fitune.spec.machines.hardware import Gpu, Hardware, Numbers
 from fitune.units import format_bytes, format_percent, format_rate, format_seconds
+from fitune.values.machines.hardware import Gpu, Hardware, Numbers
 
 Result = ProofCheck | ProvedPlan
 Parts = Mapping[str, Callable[[], Result]]

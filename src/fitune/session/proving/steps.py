@@ -24,11 +24,13 @@ from fitune.models.weights import compute_dtype
 from fitune.rehearse.step import RowStream
 from fitune.rehearse.trace import BLOCK
 from fitune.session.proving.kernels import TOLERANCES, judged
-from fitune.spec.machines.gpus import cpu_gpu, hardware_for
-from fitune.spec.machines.hardware import Hardware, Numbers
-from fitune.spec.model.model_config import spec_from_config
-from fitune.spec.model.traits import flash_refused
-from fitune.spec.plan import (
+from fitune.train.prepare import Prepared, prepare_loaded, training_device
+from fitune.units import GIB
+from fitune.values.machines.gpus import cpu_gpu, hardware_for
+from fitune.values.machines.hardware import Hardware, Numbers
+from fitune.values.model.model_config import spec_from_config
+from fitune.values.model.traits import flash_refused
+from fitune.values.plan import (
     AdamW,
     AdamW8bit,
     Batch,
@@ -52,10 +54,8 @@ from fitune.spec.plan import (
     Steps,
     Tuning,
 )
-from fitune.spec.predictions import Estimate, Phase
-from fitune.spec.rules import require_rules
-from fitune.train.prepare import Prepared, prepare_loaded, training_device
-from fitune.units import GIB
+from fitune.values.predictions import Estimate, Phase
+from fitune.values.rules import require_rules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

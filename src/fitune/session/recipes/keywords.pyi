@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypedDict
 
-from fitune.spec.recipe.recipe import Recipe
+from fitune.recipe.recipe import Recipe
 
 PathLike: TypeAlias = str | os.PathLike[str]
 RecipeLike: TypeAlias = PathLike | Recipe | Mapping[str, Any]

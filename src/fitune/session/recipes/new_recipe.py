@@ -13,15 +13,15 @@ from fitune.errors import FituneError, RecipeError
 from fitune.files import path_fault, write_atomically
 from fitune.planner.defaults import data_of
 from fitune.planner.explain import plan_data
+from fitune.recipe.keys import keys_by_group, option_of
+from fitune.recipe.recipe import canonical_keys, parse_recipe
 from fitune.session.planning import plan_on_data
 from fitune.session.recipes.reading import split_words
-from fitune.spec.machines.gpus import find_gpu
-from fitune.spec.model.model_config import load_model_spec
-from fitune.spec.predictions import PlanReport
-from fitune.spec.recipe.keys import keys_by_group, option_of
-from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
-from fitune.spec.words import describe_plan
 from fitune.units import counted, format_bytes, format_rate, format_seconds, wrapped
+from fitune.values.machines.gpus import find_gpu
+from fitune.values.model.model_config import load_model_spec
+from fitune.values.predictions import PlanReport
+from fitune.values.words import describe_plan
 
 AUTO = "auto"
 """The answer that leaves a key to the plan."""

@@ -11,9 +11,9 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from fitune.errors import RecipeError
-from fitune.spec.recipe.aliases import ALIASES, SWITCHES, VALUE_ALIASES
-from fitune.spec.recipe.paths import require_model, with_own_paths
-from fitune.spec.recipe.recipe import (
+from fitune.recipe.aliases import ALIASES, SWITCHES, VALUE_ALIASES
+from fitune.recipe.paths import require_model, with_own_paths
+from fitune.recipe.recipe import (
     Recipe,
     SourceRecipe,
     canonical_keys,
@@ -21,8 +21,8 @@ from fitune.spec.recipe.recipe import (
     layered_recipe,
     parse_recipe,
 )
-from fitune.spec.recipe.strict_yaml import kinds_of, load_yaml, typed_value
-from fitune.spec.recipe.values import as_sources
+from fitune.recipe.strict_yaml import kinds_of, load_yaml, typed_value
+from fitune.recipe.types import as_sources
 from fitune.units import wrapped
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def recipe_of_keys(
     options: Mapping[str, Any] | None = None, on_note: OnNote = lambda _: None,
 ) -> Recipe:  # fmt: skip
     """The recipe of the keys of a file in ``folder``, with settings and options on top."""
-    from fitune.foreign import read_foreign  # a recipe of options alone is no other trainer's
+    from fitune.recipe.foreign import read_foreign  # a recipe of options alone is no other trainer's
 
     settings, reading = tuple(settings), read_foreign(raw, where=where, folder=folder)
 
@@ -124,7 +124,7 @@ def recipe_of_keys(
         recipe = layered(canonical_keys(raw, where=where))
         require_model(recipe.model, folder, where=where)
         return recipe
-    from fitune.foreign.reading import SHARDING, explain_reading, require_readable, without_data
+    from fitune.recipe.foreign.reading import SHARDING, explain_reading, require_readable, without_data
 
     require_readable(reading, own_data="data" in canonical_keys(options or {}, where="the options"))
     recipe, notes = layered(reading.settings), explain_reading(reading)
@@ -142,8 +142,8 @@ def recipe_of_keys(
 def convert_recipe(path: Path) -> tuple[str, dict[str, Any]]:
     """Another trainer's recipe as one of fitune's: with a comment on each line, and as data with what was not taken
     over. Raises RecipeError for one of ours."""
-    from fitune.foreign import read_foreign
-    from fitune.foreign.reading import NO_NEWS, recipe_with_comments, require_readable
+    from fitune.recipe.foreign import read_foreign
+    from fitune.recipe.foreign.reading import NO_NEWS, recipe_with_comments, require_readable
 
     reading = read_foreign(load_yaml(path), where=str(path), folder=path.parent)
     if reading is None:

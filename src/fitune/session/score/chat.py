@@ -21,13 +21,13 @@ from fitune.errors import DataError, RecipeError
 from fitune.models.adapter_file import check_adapter, read_adapter_config
 from fitune.models.adapters import saved_rows
 from fitune.models.tokens import load_tokenizer
+from fitune.recipe.score_recipe import checked_recipe
 from fitune.score.engines.choosing import Row
 from fitune.score.engines.engine import Request, Sampling
 from fitune.score.engines.engine_transformers import TransformersEngine, require_effect
 from fitune.score.engines.opening import changes_the_base, load_adapted
 from fitune.session.events import Emit, emit_weights, ignore_event
 from fitune.session.named_models import find_model
-from fitune.spec.recipe.score_recipe import checked_recipe
 
 _COMMAND = re.compile(r"/[a-z]+")
 _HALF = "\N{REPLACEMENT CHARACTER}"

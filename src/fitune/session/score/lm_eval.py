@@ -13,6 +13,7 @@ from fitune.errors import RunDirectoryError, require_library
 from fitune.files import write_atomically
 from fitune.models.readers import read_config
 from fitune.models.weight_files import identity
+from fitune.recipe.score_recipe import ScoreRecipe
 from fitune.score.answers import claim
 from fitune.score.engines.opening import (
     check_all,
@@ -24,10 +25,9 @@ from fitune.score.shards import FOLDER
 from fitune.session.events import Emit, emit_notes, emit_weights
 from fitune.session.score.score_plan import plan_of
 from fitune.session.score.scoring import Pace
-from fitune.spec.recipe.score_recipe import ScoreRecipe
-from fitune.spec.run_lock import lock_directory
-from fitune.spec.serial import to_data
 from fitune.units import format_seconds, text_table
+from fitune.values.run_lock import lock_directory
+from fitune.values.serial import to_data
 
 RESULTS = "lm_eval.json"
 """lm-eval's results as it gives them; the samples of each task are in files beside it."""

@@ -15,17 +15,17 @@ from fitune.models.headers import adapter_size
 from fitune.planner.answering import AnsweringReport, name_of, plan_answering
 from fitune.planner.defaults import price_of
 from fitune.planner.score_fleet import ScoreRanking, rank_scoring
+from fitune.recipe.score_recipe import ScoreRecipe
 from fitune.score.engines.engine import engine_named
 from fitune.score.plan import ScorePlan, names_of, plan_from
 from fitune.score.questions import Input, first_row_has_choices
 from fitune.session.clusters.fleet import FleetRequest, fleet_of, wanted_of
 from fitune.session.doctor import measure_on_first_use
 from fitune.session.events import Emit, Note
-from fitune.spec.answering import PlannedEngine, Questions
-from fitune.spec.machines.hardware import Hardware
-from fitune.spec.model.model_config import load_model_spec
-from fitune.spec.recipe.score_recipe import ScoreRecipe
 from fitune.units import format_seconds
+from fitune.values.answering import PlannedEngine, Questions
+from fitune.values.machines.hardware import Hardware
+from fitune.values.model.model_config import load_model_spec
 
 _READ_AT_ONCE = 2**22
 """Bytes of text of which the tokenizer is shown a part."""

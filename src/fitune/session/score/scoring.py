@@ -31,6 +31,7 @@ from fitune.models.readers import model_folder
 from fitune.models.tokens import load_tokenizer
 from fitune.models.weight_files import identity, stored_dtype
 from fitune.models.weights import load_model
+from fitune.recipe.score_recipe import ScoreRecipe
 from fitune.report.score_pages import comparison_verdict, write_score_comparison, write_score_page
 from fitune.report.score_rows import first_failed, first_grader_error, read_changed, read_score
 from fitune.score.answers import CHANGED
@@ -42,11 +43,10 @@ from fitune.score.run import score
 from fitune.session.events import Emit, Note, RowsAnswered, emit_notes, emit_weights
 from fitune.session.named_models import NamedModel
 from fitune.session.score.score_plan import plan_of, with_fastest_engine
-from fitune.spec.answering import Questions
-from fitune.spec.recipe.score_recipe import ScoreRecipe
-from fitune.spec.reports import ScoreReport
-from fitune.spec.serial import to_json
 from fitune.units import counted, format_bytes
+from fitune.values.answering import Questions
+from fitune.values.reports import ScoreReport
+from fitune.values.serial import to_json
 
 _LINE_SECONDS = 30.0
 

@@ -18,17 +18,17 @@ from fitune.estimate.predict import predict
 from fitune.files import write_atomically
 from fitune.launch.torchrun import Ended
 from fitune.planner.retry import describe_size, next_to_try, smaller_plan, why_no_smaller
+from fitune.recipe.recipe import Recipe, canonical_keys, parse_recipe
+from fitune.recipe.strict_yaml import parse_value
 from fitune.report.run_words import shortage_words
 from fitune.session.events import Emit, RanOutOfMemory
-from fitune.spec.plan import Plan
-from fitune.spec.predictions import Phase, PlanReport, Priced
-from fitune.spec.recipe.recipe import Recipe, canonical_keys, parse_recipe
-from fitune.spec.recipe.strict_yaml import parse_value
-from fitune.spec.reports import Restart, Retry
-from fitune.spec.run_directory import LAUNCH_LOCK, RETRY, SHORTAGE, require_real_files
-from fitune.spec.run_lock import lock_directory
-from fitune.spec.serial import from_data, read_json, to_data, to_json
 from fitune.units import format_bytes
+from fitune.values.plan import Plan
+from fitune.values.predictions import Phase, PlanReport, Priced
+from fitune.values.reports import Restart, Retry
+from fitune.values.run_directory import LAUNCH_LOCK, RETRY, SHORTAGE, require_real_files
+from fitune.values.run_lock import lock_directory
+from fitune.values.serial import from_data, read_json, to_data, to_json
 
 IN_A_STEP = (*(phase.value for phase in Phase), "evaluating")
 """Phases in which the micro-batch decides about memory; loading, answering and exporting know none."""

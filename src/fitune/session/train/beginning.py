@@ -19,24 +19,24 @@ from fitune.measure.cuda_cards import other_card
 from fitune.measure.hardware import require_free
 from fitune.models.weight_files import stored_dtype
 from fitune.planner.retry import describe_size
+from fitune.recipe.recipe import Recipe, dump_recipe
 from fitune.session.doctor import measure_on_first_use
 from fitune.session.events import Emit, Note, Planned
 from fitune.session.planning import pinned, plan_to_train, wanted_hardware
 from fitune.session.train.attempts import Attempt
 from fitune.session.train.pushing import ready_repository
-from fitune.spec.counts import count_parameters
-from fitune.spec.machines.hardware import Hardware
-from fitune.spec.plan import Plan, trains_embeddings
-from fitune.spec.predictions import PlanReport, Priced
-from fitune.spec.recipe.recipe import Recipe, dump_recipe
-from fitune.spec.reports import RunReport
-from fitune.spec.run_directory import FOLDERS
-from fitune.spec.serial import from_data, parse_json
 from fitune.track.metrics import read_metrics
 from fitune.track.trackers import wanted_trackers
 from fitune.train.directory import require_own_directory
 from fitune.train.start import complete_run
 from fitune.units import MIB
+from fitune.values.counts import count_parameters
+from fitune.values.machines.hardware import Hardware
+from fitune.values.plan import Plan, trains_embeddings
+from fitune.values.predictions import PlanReport, Priced
+from fitune.values.reports import RunReport
+from fitune.values.run_directory import FOLDERS
+from fitune.values.serial import from_data, parse_json
 
 _SMALL_FILES_BYTES = 48 * MIB
 """Logs, report, tokenizer; the exporter alone keeps 32 MiB for its texts."""

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fitune.errors import FituneError, RecipeError, StoreError, is_failure, work_under_way
+from fitune.recipe.types import as_hub_name
 from fitune.session.events import Emit, Note
-from fitune.spec.hub import answers, is_offline
-from fitune.spec.recipe.values import as_hub_name
-from fitune.spec.serial import read_object
+from fitune.values.hub import answers, is_offline
+from fitune.values.serial import read_object
 
 _TOKENS = "https://huggingface.co/settings/tokens"
 

@@ -24,6 +24,7 @@ from fitune.files import write_atomically
 from fitune.models.language_model import LanguageModel
 from fitune.models.tokens import planned_tokenizer
 from fitune.planner.whole_run import whole_run
+from fitune.recipe.recipe import Recipe, dump_recipe
 from fitune.report.compare import compare, row_texts
 from fitune.report.run_files import Prediction, RunnerUp, read_run
 from fitune.report.run_page import commands_of_run, write_report
@@ -46,13 +47,6 @@ from fitune.session.reported import NO_EXPORT, outcome_data, report_run
 from fitune.session.train.attempts import Attempt, leave_shortage, next_attempt
 from fitune.session.train.beginning import first_attempt
 from fitune.session.train.pushing import push, push_again
-from fitune.spec.plan import Plan, Single
-from fitune.spec.predictions import PlanReport
-from fitune.spec.recipe.recipe import Recipe, dump_recipe
-from fitune.spec.reports import RunReport
-from fitune.spec.schedule import total_steps
-from fitune.spec.serial import to_json
-from fitune.spec.words import describe_plan
 from fitune.track.feed import Trackers
 from fitune.track.metrics import Sink
 from fitune.track.trackers import End, wanted_trackers
@@ -61,6 +55,12 @@ from fitune.train.current import Callbacks
 from fitune.train.failure import release
 from fitune.train.run import put_metrics_back, run
 from fitune.train.uploading import send_run
+from fitune.values.plan import Plan, Single
+from fitune.values.predictions import PlanReport
+from fitune.values.reports import RunReport
+from fitune.values.schedule import total_steps
+from fitune.values.serial import to_json
+from fitune.values.words import describe_plan
 
 _SAMPLE_TOKENS = 128
 

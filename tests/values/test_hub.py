@@ -1,0 +1,59 @@
+"""No library that fitune imports fetches compiled code from a hub, or prints anything when it is imported."""
+
+import io
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+
+from fitune.values.hub import keep_out_hub_kernels
+
+_FETCHING = "def get_kernel(*_, **__):\n    open({mark!r}, 'w').close()\n    raise RuntimeError('fetched')\n"
+
+
+@pytest.mark.slow
+def test_nothing_is_fetched_and_nothing_printed(tmp_path):
+    """Even where ``kernels`` is installed; bitsandbytes asks it on every CPU with AVX-512 BF16."""
+    pytest.importorskip("bitsandbytes")
+    (tmp_path / "kernels.py").write_text(_FETCHING.format(mark=str(tmp_path / "fetched")))
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    finished = subprocess.run(
+        [sys.executable, "-c", "import fitune.checkpoint.export, bitsandbytes"],
+        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert not (tmp_path / "fetched").exists()
+    assert finished.stdout + finished.stderr == ""
+
+
+def test_kernels_cannot_be_imported(tmp_path):
+    (tmp_path / "kernels.py").write_text("raise SystemExit('imported')")
+    program = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import fitune\n"
+        "try:\n    import kernels\nexcept ImportError:\n    sys.exit(0)\nsys.exit('imported')"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_a_library_that_the_user_imported_stays():
+    program = (
+        "import sys, types; mine = types.ModuleType('kernels'); sys.modules['kernels'] = mine;"
+        "import fitune, kernels; sys.exit(kernels is not mine)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("name", ["transformers.integrations.hub_kernels", "transformers.activations"])
+def test_a_missing_kernel_is_no_line_on_start_and_other_warnings_are(name):
+    keep_out_hub_kernels()
+    lines = io.StringIO()
+    handler = logging.StreamHandler(lines)
+    logger = logging.getLogger(name)
+    logger.addHandler(handler)
+    try:
+        logger.error("`mamba_inner_fn` is falling back to its reference PyTorch implementation")
+        logger.error("anything else")
+    finally:
+        logger.removeHandler(handler)
+    assert lines.getvalue() == "anything else\n"
