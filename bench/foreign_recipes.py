@@ -20,7 +20,7 @@ from fitune.recipe.strict_yaml import load_yaml
 from fitune.session.planning import plan_for
 from fitune.session.recipes.reading import recipe_of_keys
 
-FACTS = Path(__file__).parent.parent / "tests" / "foreign" / "examples.json"
+FACTS = Path(__file__).parent.parent / "tests" / "recipe" / "foreign" / "examples.json"
 MOST_REASONS = 40
 
 

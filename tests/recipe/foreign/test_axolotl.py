@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from foreign.examples import read_keys, typed
 
 from fitune.errors import RecipeError
 from fitune.recipe.foreign import read_foreign
+from recipe.foreign.examples import read_keys, typed
 
 PLAIN = typed(
     "base_model: org/llama, datasets: [{path: org/chat, type: chat_template}], sequence_len: 1024, "

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from foreign.examples import published_examples, read_keys, typed
 
 import fitune
 from fitune.errors import RecipeError
 from fitune.recipe.foreign import trainer_of
 from fitune.recipe.foreign.reading import Reading, recipe_with_comments
 from fitune.session.recipes.reading import convert_recipe, read_any_recipe
+from recipe.foreign.examples import published_examples, read_keys, typed
 
 
 def test_a_converted_recipe_is_the_same_recipe(tmp_path):
@@ -34,7 +34,7 @@ def test_a_converted_recipe_is_the_same_recipe(tmp_path):
 
 
 def test_fitunes_own_recipes_are_not_taken_for_others(tmp_path):
-    own = Path(__file__).parents[2] / "recipes"
+    own = Path(__file__).parents[3] / "recipes"
     assert len(list(own.glob("*.yaml"))) > 5
     for path in own.glob("*.yaml"):
         assert trainer_of(yaml.safe_load(path.read_text(encoding="utf-8"))) is None, path

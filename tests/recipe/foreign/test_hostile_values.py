@@ -3,9 +3,9 @@
 from contextlib import suppress
 
 import pytest
-from foreign.examples import published_examples, read_keys
 
 from fitune.errors import FituneError
+from recipe.foreign.examples import published_examples, read_keys
 
 HOSTILE = ["x", -1, 0, 1e308, float("nan"), True, [[]], [{}], [None], {"a": 1}, {"_component_": 3}, "\ud800"]
 

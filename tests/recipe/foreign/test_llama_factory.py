@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from foreign.examples import read_keys, typed
 
 from fitune.errors import RecipeError
 from fitune.recipe.foreign import read_foreign
+from recipe.foreign.examples import read_keys, typed
 
 PLAIN = typed(
     "model_name_or_path: org/llama, stage: sft, do_train: true, finetuning_type: lora, lora_target: all, "

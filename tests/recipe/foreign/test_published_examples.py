@@ -4,10 +4,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from foreign.examples import published_examples, read_keys
 
 from fitune.errors import RecipeError
 from fitune.recipe.contradictions import require_consistent
+from recipe.foreign.examples import published_examples, read_keys
 
 EXAMPLES = list(published_examples())
 LEAST_SHARE = {"axolotl": 0.9, "LLaMA-Factory": 0.95, "torchtune": 0.95, "TRL": 1.0}

@@ -1,9 +1,9 @@
 """Laws of torchtune's recipes: components become settings, and its defaults hold."""
 
 import pytest
-from foreign.examples import read_keys
 
 from fitune.errors import RecipeError
+from recipe.foreign.examples import read_keys
 
 PLAIN = {
     "output_dir": "out",

@@ -2,11 +2,11 @@
 
 import pytest
 import yaml
-from foreign.examples import read_keys, typed
 
 from fitune.errors import RecipeError
 from fitune.recipe.foreign import trainer_of
 from fitune.session.recipes.reading import convert_recipe
+from recipe.foreign.examples import read_keys, typed
 
 PLAIN = {"model_name_or_path": "org/m", "dataset_name": "org/rows"}
 UNSLOTH = typed(
