@@ -55,7 +55,8 @@ try:
     host.room(500 << 20)
 except NoPinnedMemory as error:
     refused = [str(error), isinstance(error, OutOfMemory), is_out_of_memory(error), error.exit_code]
-print(json.dumps({"taken": taken, "there": there, "again": again, "refused": refused}))
+after = int(torch.ones(4, device="cuda").sum())
+print(json.dumps({"taken": taken, "there": there, "again": again, "refused": refused, "after": after}))
 """
 
 
@@ -69,6 +70,7 @@ def test_what_is_pinned_is_what_is_held(on_null_gpu):
     assert "would not pin 500.0 MiB" in words
     assert "has pinned 120.0 MiB" in words  # an idle room went to make room
     assert (is_retried, is_memory, status) == (False, False, 3)
+    assert found["after"] == 4  # no later kernel is blamed for what was refused
 
 
 DIRECTIONS = """

@@ -6,7 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -111,6 +111,8 @@ class PinnedMemory:
         except OSError as error:
             raise NoPinnedMemory(length, pinned_bytes=self.bytes) from error
         if int(torch.cuda.cudart().cudaHostRegister(_address(memory), length, 0)):
+            with suppress(RuntimeError):  # CUDA remembers the error, and torch would blame its next kernel for it
+                torch.ones((), device="cuda")
             raise NoPinnedMemory(length, pinned_bytes=self.bytes)
         return memory
 

@@ -186,4 +186,5 @@ def release(error: BaseException) -> None:
             one.__traceback__ = one.__cause__ = one.__context__ = None
     gc.collect()
     if torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # a copy may still write into what is given back: only its own stream is waited for
         torch.cuda.empty_cache()
