@@ -49,6 +49,18 @@ def test_it_is_the_librarys_bit_for_bit(dtype):
             assert torch.equal(ours[name], theirs[name]), (step, name)
 
 
+def test_more_elements_than_the_kernel_counts_are_stepped_part_by_part(monkeypatch):
+    ours, whole = parameters(), parameters()
+    optimizers = [DirectOptimizer(weights, CHOICE) for weights in (whole, ours)]
+    for step in range(2):
+        for weights, optimizer, most in zip((whole, ours), optimizers, (2**30, 1024), strict=True):
+            monkeypatch.setattr("fitune.engine.optimizers._MOST_COUNTED", most)
+            set_gradients(weights, step)
+            optimizer.step(learning_rate=0.01, gradient_factor=1.0)
+    for name, weight in ours.items():
+        assert torch.equal(weight, whole[name]), name
+
+
 def test_it_goes_where_adamw_goes():
     """Quantised states lose a little: the way after ten steps is the same within some percent."""
     eight, full, start = parameters(), parameters(), parameters()

@@ -43,6 +43,19 @@ def test_each_matrix_is_packed_as_if_it_were_alone(base, dtype, shape):
     assert held == stored_bytes(stack.numel(), base, element_bytes=dtype.itemsize, copies=3)
 
 
+@pytest.mark.parametrize("double", [True, False], ids=["double", "single"])
+def test_a_stack_of_more_weights_than_the_kernel_counts_is_the_same(double, monkeypatch):
+    stack, base = torch.randn(3, 96, 320, dtype=torch.bfloat16), Nf4(double_quant=double)
+    whole = packed_stack(stack, base)
+    monkeypatch.setattr("fitune.models.low_bit.nf4.MOST_COUNTED", 96 * 320)
+    one_by_one = packed_stack(stack, base)
+    for name, tensor in whole.state_dict().items():
+        assert one_by_one.state_dict()[name].view(torch.uint8).equal(tensor.view(torch.uint8)), name
+    found = one_by_one.dequantised()
+    monkeypatch.undo()
+    assert torch.equal(found, whole.dequantised())
+
+
 def of_family(family):
     words = {"hidden_size": HIDDEN, "num_experts_per_tok": CHOSEN, "moe_intermediate_size": WIDTH}
     kind, words = {

@@ -111,7 +111,8 @@ class PinnedMemory:
         except OSError as error:
             raise NoPinnedMemory(length, pinned_bytes=self.bytes) from error
         if int(torch.cuda.cudart().cudaHostRegister(_address(memory), length, 0)):
-            with suppress(RuntimeError):  # CUDA remembers the error, and torch would blame its next kernel for it
+            # CUDA remembers the error, and torch would blame its next kernel for it
+            with suppress(RuntimeError):
                 torch.ones((), device="cuda")
             raise NoPinnedMemory(length, pinned_bytes=self.bytes)
         return memory

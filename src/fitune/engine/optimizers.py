@@ -209,6 +209,11 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
         group["lr"] = learning_rate
 
 
+_MOST_COUNTED = 2**30
+"""Elements, in whole blocks, that one call of the library's GPU kernel is given: it counts in 32 bits, and more wrap
+around without a word. The stacked experts of the largest mixtures have more."""
+
+
 class EightBitAdamW(torch.optim.Optimizer):
     """8-bit AdamW as torch's optimizers are used here: groups with weight decay and rate, states that are tensors."""
 
@@ -244,10 +249,13 @@ class EightBitAdamW(torch.optim.Optimizer):
             )
             return
         signed, unsigned = self._tables_on(parameter.device)
-        torch.ops.bitsandbytes.optimizer_update_8bit_blockwise.default(
-            "adam", *tensors, **settings,
-            qmap1=signed, qmap2=unsigned, absmax1=state["scale"], absmax2=state["scale_sq"],
-        )  # fmt: skip
+        for start in range(0, parameter.numel(), _MOST_COUNTED):
+            end = start + _MOST_COUNTED
+            blocks = slice(start // EIGHT_BIT_BLOCK, end // EIGHT_BIT_BLOCK)
+            torch.ops.bitsandbytes.optimizer_update_8bit_blockwise.default(
+                "adam", *(tensor.view(-1)[start:end] for tensor in tensors), **settings,
+                qmap1=signed, qmap2=unsigned, absmax1=state["scale"][blocks], absmax2=state["scale_sq"][blocks],
+            )  # fmt: skip
 
     def _first_state(self, parameter: Parameter) -> dict[str, Tensor]:
         state = self.state[parameter]

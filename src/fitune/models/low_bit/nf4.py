@@ -10,6 +10,10 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from fitune.models.low_bit.quantised import PackedWeight, QuantisedLinear
 from fitune.values.plan import Nf4
 
+MOST_COUNTED = 2**31 - 1
+"""Weights that one call of the library's GPU kernels takes: they count in 32 bits, and more wrap around without a word.
+The stacks of the largest mixtures (256 experts of 4096 × 7168) have more."""
+
 
 class Nf4Weight(PackedWeight):
     """Two weights a byte, a scale per 64 of them; with double quantisation the scales are 8-bit themselves."""
@@ -18,9 +22,7 @@ class Nf4Weight(PackedWeight):
 
     def pack(self, weight: Tensor) -> None:
         """Holds ``weight`` as NF4 codes with a scale for each block, the scales in 8 bits where quantised twice."""
-        packed, scales = torch.ops.bitsandbytes.quantize_4bit.default(
-            weight.contiguous(), Nf4.block, "nf4", torch.uint8
-        )
+        packed, scales = _packed(weight)
         if not self.base.double_quant:
             self.hold(packed, scales=scales)
             return
@@ -35,20 +37,15 @@ class Nf4Weight(PackedWeight):
         self.register_buffer("code", code, persistent=False)
 
     def dequantised(self) -> Tensor:
-        """One kernel for the whole weight, also for stacked matrices."""
-        # Asked for as rows of one block: the library's CPU kernel shares rows among threads, and takes wrong scales
-        # for rows that end inside a block.
-        elements = self.shape.numel()
-        row = Nf4.block if elements % Nf4.block == 0 else elements
-        whole: Tensor = torch.ops.bitsandbytes.dequantize_4bit.default(
-            self.weight.view(torch.uint8).view(-1, 1),
-            self._scales(),
-            Nf4.block,
-            "nf4",
-            (elements // row, row),
-            self.dtype,
-        )
-        return whole.view(self.shape)
+        """One kernel for the whole weight, also for stacked matrices, as far as it can count them."""
+        packed, scales = self.weight.view(torch.uint8).view(-1, 1), self._scales()
+        if self.shape.numel() <= MOST_COUNTED:
+            return _unpacked(packed, scales, self.shape, self.dtype)
+        whole = self.weight.new_empty(self.shape, dtype=self.dtype)
+        each = (packed.chunk(self.copies), scales.chunk(self.copies))
+        for matrix_OI, *parts in zip(whole.flatten(0, -3), *each, strict=True):
+            matrix_OI.copy_(_unpacked(*parts, matrix_OI.shape, self.dtype))
+        return whole
 
     def _scales(self) -> Tensor:
         if not self.base.double_quant:
@@ -72,6 +69,29 @@ class Nf4Weight(PackedWeight):
 
 class Nf4Linear(Nf4Weight, QuantisedLinear):
     """A linear of such a weight."""
+
+
+def _packed(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes, two a byte, and the scale of each block; of more weights than the kernel counts, matrix by matrix."""
+    if weight.numel() > MOST_COUNTED:
+        each = [_packed(matrix_OI) for matrix_OI in weight.flatten(0, -3)]
+        packed, scales = (torch.cat(parts) for parts in zip(*each, strict=True))
+        return packed, scales
+    found: tuple[Tensor, Tensor] = torch.ops.bitsandbytes.quantize_4bit.default(
+        weight.contiguous(), Nf4.block, "nf4", torch.uint8
+    )
+    return found
+
+
+def _unpacked(packed: Tensor, scales: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    # Asked for as rows of one block: the library's CPU kernel shares rows among threads, and takes wrong scales
+    # for rows that end inside a block.
+    elements = shape.numel()
+    row = Nf4.block if elements % Nf4.block == 0 else elements
+    whole: Tensor = torch.ops.bitsandbytes.dequantize_4bit.default(
+        packed, scales, Nf4.block, "nf4", (elements // row, row), dtype
+    )
+    return whole.view(shape)
 
 
 @cache
