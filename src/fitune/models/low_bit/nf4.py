@@ -42,9 +42,11 @@ class Nf4Weight(PackedWeight):
         if self.shape.numel() <= MOST_COUNTED:
             return _unpacked(packed, scales, self.shape, self.dtype)
         whole = self.weight.new_empty(self.shape, dtype=self.dtype)
-        each = (packed.chunk(self.copies), scales.chunk(self.copies))
-        for matrix_OI, *parts in zip(whole.flatten(0, -3), *each, strict=True):
-            matrix_OI.copy_(_unpacked(*parts, matrix_OI.shape, self.dtype))
+        matrices = zip(
+            whole.flatten(0, -3), packed.chunk(self.copies), scales.chunk(self.copies), strict=True
+        )
+        for matrix_OI, own_packed, own_scales in matrices:
+            matrix_OI.copy_(_unpacked(own_packed, own_scales, matrix_OI.shape, self.dtype))
         return whole
 
     def _scales(self) -> Tensor:
