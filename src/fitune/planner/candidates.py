@@ -84,6 +84,11 @@ class Placement:
     sharding: Sharding
     offload: Offload
 
+    @classmethod
+    def of(cls, plan: Plan) -> "Placement":
+        """The placement of a plan."""
+        return cls(sharding=plan.sharding, offload=plan.offload)
+
     @property
     def is_plain(self) -> bool:
         """True if nothing is offloaded."""

@@ -1,7 +1,6 @@
 """Plans that fit: room on device and host, the fewest recomputed blocks, the order of what fits."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 
 from fitune.estimate.memory import memory_of
@@ -10,7 +9,7 @@ from fitune.estimate.predict import predict, usual_batch
 from fitune.estimate.step import StepStages, describe_step
 from fitune.estimate.time import step_time_of
 from fitune.planner.candidates import Placement
-from fitune.values.plan import Loss, Plan
+from fitune.values.plan import Loss
 from fitune.values.remembered import remembered
 
 BytesOf = Callable[[int], int]
@@ -142,24 +141,6 @@ OFFLOADED = 0.8
 it hangs on a host and links that others use too, and that no datasheet describes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A plan that fits, the fastest of its placement and batch."""
-
-    step: StepStages
-    tokens_per_second: float
-
-    @property
-    def plan(self) -> Plan:
-        """The plan whose step was priced."""
-        return self.step.plan
-
-    @property
-    def placement(self) -> Placement:
-        """Sharding and offload of the plan."""
-        return Placement(sharding=self.plan.sharding, offload=self.plan.offload)
-
-
 def tokens_per_second(step: StepStages) -> float:
     """Returns tokens per second of all devices, with average rows: ``step`` has full ones, which have to fit."""
     usual = _of_average_rows(step)
@@ -173,7 +154,7 @@ def _of_average_rows(step: StepStages) -> StepStages:
     return step if shape == step.shape else describe_step(step.plan, shape)
 
 
-def in_order(found: Sequence[Found], *, packed: bool) -> list[Found]:
+def in_order(found: Sequence[StepStages], *, packed: bool) -> list[StepStages]:
     """First the one to take: of those within 3 % of the fastest, which offloads only where that gains a quarter, the
     simplest placement, in it one that recomputes nothing, and of these the one with least memory when rows are packed,
     else with most rows at once. Then the others, the fastest first.
@@ -183,24 +164,29 @@ def in_order(found: Sequence[Found], *, packed: bool) -> list[Found]:
     if not found:
         return []
 
-    def rank(item: Found) -> tuple[tuple[int, int, int], bool, int]:
+    def rank(step: StepStages) -> tuple[tuple[int, int, int], bool, int]:
         """Sort key, the best first: simplest placement, nothing recomputed, least peak bytes or else most rows."""
-        size = memory_of(item.step).peak_bytes if packed else -item.plan.batch.micro_batch_size
-        return item.placement.complexity, item.plan.recompute.blocks > 0, size
+        size = memory_of(step).peak_bytes if packed else -step.plan.batch.micro_batch_size
+        return Placement.of(step.plan).complexity, step.plan.recompute.blocks > 0, size
 
-    best = max(item.tokens_per_second for item in found)
+    speeds = [tokens_per_second(step) for step in found]
+    enough = OFFLOADED * max(speeds)
     staying = [
-        each for each in found if each.placement.is_plain and each.tokens_per_second >= OFFLOADED * best
+        step
+        for step, speed in zip(found, speeds, strict=True)
+        if speed >= enough and Placement.of(step.plan).is_plain
     ]
-    candidates = staying or found
-    enough = TIE * max(item.tokens_per_second for item in candidates)
-    chosen = min((item for item in candidates if item.tokens_per_second >= enough), key=rank)
-    others = [item for item in found if item is not chosen]
-    return [chosen, *sorted(others, key=lambda item: item.tokens_per_second, reverse=True)]
+    chosen = min(_fast_enough(staying or found, TIE), key=rank)
+    others = [step for step in found if step is not chosen]
+    return [chosen, *sorted(others, key=tokens_per_second, reverse=True)]
 
 
 def preferred(fitting: Sequence[StepStages], *, by: Callable[[StepStages], int]) -> StepStages:
     """The fastest; among those within 1 % of it the one with the least ``by``."""
-    speeds = [tokens_per_second(step) for step in fitting]
-    fast_enough = INDISTINGUISHABLE * max(speeds)
-    return min((step for step, speed in zip(fitting, speeds, strict=True) if speed >= fast_enough), key=by)
+    return min(_fast_enough(fitting, INDISTINGUISHABLE), key=by)
+
+
+def _fast_enough(steps: Sequence[StepStages], share: float) -> list[StepStages]:
+    """Those with at least this share of the best speed."""
+    enough = share * max(map(tokens_per_second, steps))
+    return [step for step in steps if tokens_per_second(step) >= enough]

@@ -30,7 +30,6 @@ from fitune.planner.candidates import (
 )
 from fitune.planner.fit import (
     INDISTINGUISHABLE,
-    Found,
     cheapest_blocks,
     counts_for_host,
     fewest_blocks,
@@ -74,9 +73,9 @@ class MethodSearch:
     def _keeps_rules(self, placement: Placement, batch: Batch) -> bool:
         return keeps_rules(replace(self.draft(placement), batch=batch), *self.request.purposes)
 
-    def fastest(self) -> tuple[Found, ...]:
+    def fastest(self) -> tuple[StepStages, ...]:
         """The plan to take, then the best of every other placement and batch looked at; empty when none fits."""
-        found: list[Found] = []
+        found: list[StepStages] = []
         best = plain = 0.0
         for bound, placement, step in self._by_bound():
             if bound < SHOWN * best:
@@ -85,11 +84,11 @@ class MethodSearch:
             at_least = SHOWN * best if placement.is_plain else max(SHOWN * best, plain)
             if bound < at_least:
                 continue
-            plan = self._fastest_that_fits(step, at_least=at_least)
-            if plan is not None:
-                found.append(Found(plan, tokens_per_second(plan)))
-                best = max(best, found[-1].tokens_per_second)
-                plain = max(plain, found[-1].tokens_per_second if placement.is_plain else 0)
+            fitting = self._fastest_that_fits(step, at_least=at_least)
+            if fitting is not None:
+                found.append(fitting)
+                speed = tokens_per_second(fitting)
+                best, plain = max(best, speed), max(plain, speed if placement.is_plain else 0)
         return tuple(in_order(found, packed=self.request.recipe.packing))
 
     def smallest(self) -> StepStages | None:
@@ -228,8 +227,7 @@ class MethodSearch:
 
     def _quickest(self, step: StepStages) -> int:
         """As with the largest batch, or nearly: what runs again and what is sent both grow with the rows."""
-        placement = Placement(sharding=step.plan.sharding, offload=step.plan.offload)
-        largest, loss = self.describe(placement, self.batches[0]), self._losses[-1]
+        largest, loss = self.describe(Placement.of(step.plan), self.batches[0]), self._losses[-1]
         guess = quickest_blocks(largest, self._counts, loss, self._counts[0])
         return guess if step is largest else quickest_blocks(step, self._counts, loss, guess)
 

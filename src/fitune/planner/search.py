@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from fitune.errors import FituneError, RecipeError
 from fitune.estimate.predict import largest_batch, predict
 from fitune.estimate.step import StepStages, describe_step
-from fitune.planner.candidates import Method, Request, batches, draft, every_placement
+from fitune.planner.candidates import Method, Placement, Request, batches, draft, every_placement
 from fitune.planner.decisions import decisions_of
 from fitune.planner.defaults import adamw_of, price_of, with_cards
 from fitune.planner.explain import memory_sum
-from fitune.planner.fit import OFFLOADED, Found, fits, host_fits, shortage, tokens_per_second
+from fitune.planner.fit import OFFLOADED, fits, host_fits, shortage, tokens_per_second
 from fitune.planner.method_search import MethodSearch
 from fitune.planner.methods import lomo_of, methods, methods_for
 from fitune.recipe.contradictions import require_consistent
@@ -103,7 +103,7 @@ class Answer:
     """One method: its plans that fit, the preferred first; or the smallest plan, which does not."""
 
     method: Method
-    found: tuple[Found, ...]
+    found: tuple[StepStages, ...]
     smallest: StepStages | None
 
 
@@ -199,9 +199,8 @@ def _kind(method: Method) -> tuple[str, str]:
 
 def _answer(recipe: Recipe, method: Method, searches: Sequence[MethodSearch]) -> Answer:
     if recipe.objective == "least-memory":
-        smallest = [step for one in searches if (step := one.smallest()) is not None and fits(step)]
-        found = [Found(step, tokens_per_second(step)) for step in smallest]
-        ranked = sorted(found, key=lambda one: predict(one.plan).peak_bytes)
+        found = [step for one in searches if (step := one.smallest()) is not None and fits(step)]
+        ranked = sorted(found, key=lambda step: predict(step.plan).peak_bytes)
     else:
         ranked = _best_first([one.fastest() for one in searches])
     if ranked:
@@ -210,20 +209,20 @@ def _answer(recipe: Recipe, method: Method, searches: Sequence[MethodSearch]) ->
     return Answer(method=method, found=(), smallest=min(smallest, key=shortage))
 
 
-def _best_first(found: Sequence[tuple[Found, ...]]) -> list[Found]:
+def _best_first(found: Sequence[tuple[StepStages, ...]]) -> list[StepStages]:
     """The plan taken on each number of devices, the cheapest first, where offload has to gain a quarter here, too; then
     all others."""
     taken = sorted(
-        (plans[0] for plans in found if plans),
-        key=lambda plan: _cost(plan) / (1 if plan.placement.is_plain else OFFLOADED),
+        (steps[0] for steps in found if steps),
+        key=lambda step: _cost(step) / (1 if Placement.of(step.plan).is_plain else OFFLOADED),
     )
-    others = sorted((plan for plans in found for plan in plans[1:]), key=_cost)
+    others = sorted((step for steps in found for step in steps[1:]), key=_cost)
     return [*taken, *others]
 
 
-def _cost(found: Found) -> float:
+def _cost(step: StepStages) -> float:
     """GPU-seconds per token: what is paid is proportional to it."""
-    return found.plan.hardware.num_gpus / found.tokens_per_second
+    return step.plan.hardware.num_gpus / tokens_per_second(step)
 
 
 def _devices(recipe: Recipe, hardware: Hardware) -> Iterator[Hardware]:
@@ -248,15 +247,16 @@ def _rejections(answers: Sequence[Answer]) -> tuple[Rejection, ...]:
     return tuple(told.values())
 
 
-def _runners_up(taken: Answer, fitting: Sequence[Answer]) -> list[Found]:
+def _runners_up(taken: Answer, fitting: Sequence[Answer]) -> list[StepStages]:
     """The best of every other method, then the chosen method in other placements, then with other batches."""
     chosen, *rest = taken.found
-    placements = {chosen.placement}
-    otherwise: list[Found] = []
-    batches: list[Found] = []
-    for found in rest:
-        (batches if found.placement in placements else otherwise).append(found)
-        placements.add(found.placement)
+    placements = {Placement.of(chosen.plan)}
+    otherwise: list[StepStages] = []
+    batches: list[StepStages] = []
+    for step in rest:
+        placement = Placement.of(step.plan)
+        (batches if placement in placements else otherwise).append(step)
+        placements.add(placement)
     others = [answer.found[0] for answer in fitting if answer is not taken]
     return [*others, *otherwise, *batches][:RUNNERS_UP]
 
@@ -296,10 +296,10 @@ def notes_on_quality(
     best = MUCH_FASTER * chosen.estimate.tokens_per_second
     for words, loses, other in _lesser(request, method) if is_open else ():
         found = MethodSearch(request, other, on_device=True).fastest()
-        if found and found[0].tokens_per_second >= best:
-            best = FURTHER_GAIN * found[0].tokens_per_second
-            ratio = found[0].tokens_per_second / chosen.estimate.tokens_per_second
-            cost = _cost_words(found[0], chosen, price_per_gpu_hour)
+        speed = tokens_per_second(found[0]) if found else 0.0
+        if speed >= best:
+            best, ratio = FURTHER_GAIN * speed, speed / chosen.estimate.tokens_per_second
+            cost = _cost_words(speed, chosen, price_per_gpu_hour)
             yield f"note on speed: {words} is {ratio:.1f} × as fast{cost} on the devices alone, and {loses}"
 
 
@@ -320,11 +320,11 @@ def _lesser(request: Request, method: Method) -> Iterator[tuple[str, str, Method
     yield "tuning: adalomo", f"{rounded} and keeps no momentum", adalomo
 
 
-def _cost_words(found: Found, chosen: Priced, price: float) -> str:
+def _cost_words(speed: float, chosen: Priced, price: float) -> str:
     if not price:
         return ""
     dollars = price * chosen.plan.hardware.num_gpus / 3600 * 1e6
-    there, here = dollars / found.tokens_per_second, dollars / chosen.estimate.tokens_per_second
+    there, here = dollars / speed, dollars / chosen.estimate.tokens_per_second
     return f" ({format_dollars(there)} instead of {format_dollars(here)} a million tokens)"
 
 
@@ -335,10 +335,10 @@ def notes_on_nodes(request: Request, method: Method, chosen: Priced) -> Iterator
         return
     alone = replace(request, hardware=replace(request.hardware, nodes=1, internode_bandwidth=0.0))
     found = MethodSearch(alone, method).fastest()
-    speed = chosen.estimate.tokens_per_second
-    if found and found[0].tokens_per_second > speed:
+    speed = tokens_per_second(found[0]) if found else 0.0
+    if speed > chosen.estimate.tokens_per_second:
         yield (
-            f"note on nodes: one node alone is {found[0].tokens_per_second / speed:.1f} × as fast, "
-            f"{format_rate(found[0].tokens_per_second)}, because {hardware.internode_bandwidth * 8 / 1e9:g} Gbit/s "
+            f"note on nodes: one node alone is {speed / chosen.estimate.tokens_per_second:.1f} × as fast, "
+            f"{format_rate(speed)}, because {hardware.internode_bandwidth * 8 / 1e9:g} Gbit/s "
             "between nodes is the limit; nodes: 1, or a larger global_batch_size, which sends as much for more rows"
         )
