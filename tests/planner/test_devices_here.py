@@ -52,7 +52,7 @@ def told(settings=""):
 
 def test_the_first_screen_begins_with_them(here):
     here(RTX_3060, RTX_4090, RTX_4090, taken_mib=1_500)
-    first = " ".join(first_screen(report_here(), (), train="").partition("how")[0].split())
+    first = " ".join(first_screen(report_here(), {}, train="").partition("how")[0].split())
     assert first.endswith("2 × rtx-4090 (24 GiB, 1.5 taken by others); not used: 1 × NVIDIA GeForce RTX 3060")
 
 

@@ -54,8 +54,8 @@ def shown(settings, found):
         return
     recipe = recipe_with(settings)
     ways = other_ways(recipe, found.taken, model=load_model_spec(recipe.model), machine=wanted_hardware)
-    for way in ways:
-        words, estimate = way.change.replace("--", "").split(), way.priced.estimate
+    for change, priced in ways.items():
+        words, estimate = change.replace("--", "").split(), priced.estimate
         speed = estimate.tokens_per_second if estimate.fits else 0
         yield dict(zip(words[::2], words[1::2], strict=True)), estimate.peak_bytes, speed
 

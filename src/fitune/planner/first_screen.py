@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from shlex import quote, split
 
@@ -50,14 +49,8 @@ _GROUPS = {
 """Terms of the memory table that a person weighs together; what is trained is named by ``grouped_terms``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
-    """Another way to train the same model: what to type for it, and its plan, which may not fit."""
-
-    change: str
-    priced: Priced
-
-
+Ways = Mapping[str, Priced]
+"""Other ways to train the same model: what to type for one -> its plan, which may not fit."""
 Settings = dict[str, object]
 Machine = Callable[[Recipe], Hardware]
 """The hardware that a recipe names."""
@@ -65,7 +58,7 @@ Asked = Callable[[Settings], Request]
 """The request with settings on top."""
 
 
-def other_ways(recipe: Recipe, taken: Priced, *, model: ModelSpec, machine: Machine) -> tuple[Way, ...]:
+def other_ways(recipe: Recipe, taken: Priced, *, model: ModelSpec, machine: Machine) -> Ways:
     """Other methods, and fewer or more cards where that is cheaper or much faster: each is what typing it would give.
 
     A method that does not fit stands with the first larger machine that holds it, where there is one.
@@ -77,7 +70,7 @@ def other_ways(recipe: Recipe, taken: Priced, *, model: ModelSpec, machine: Mach
         return Request.of(changed, model, machine(changed))
 
     ways = (*_other_methods(recipe, taken, asked), *_other_counts(recipe, taken, asked))
-    return tuple(Way(change=setting_words(one, as_options=True), priced=plan) for one, plan in ways if plan)
+    return {setting_words(one, as_options=True): plan for one, plan in ways if plan}
 
 
 def _planned(asked: Asked, settings: Settings) -> Priced | None:
@@ -159,7 +152,7 @@ def changed_recipe(recipe: Recipe, change: str) -> Recipe:
     return parse_recipe({**given_keys(recipe), **canonical_keys(wanted, where="--why")}, where="--why")
 
 
-def first_screen(report: PlanReport, ways: tuple[Way, ...], *, train: str) -> str:
+def first_screen(report: PlanReport, ways: Ways, *, train: str) -> str:
     """At most 20 lines of 80 columns: the verdict, memory, speed, the job, other ways, what to type next.
 
     ``train``: the command that trains it.
@@ -283,13 +276,13 @@ def _job(report: PlanReport) -> Fact:
     return "a job", (f"a million tokens take {format_seconds(seconds)}{cost}",)
 
 
-def _ways(taken: Priced, ways: tuple[Way, ...]) -> Iterator[str]:
+def _ways(taken: Priced, ways: Ways) -> Iterator[str]:
     rows = []
-    for way in ways:
-        estimate = way.priced.estimate
+    for change, priced in ways.items():
+        estimate = priced.estimate
         ratio = estimate.tokens_per_second / taken.estimate.tokens_per_second
         speed = "as fast" if abs(ratio - 1) < 0.005 else f"{ratio:.{1 if ratio >= 2 else 2}f} × as fast"
-        rows.append((way.change, estimate.peak_bytes, speed))
+        rows.append((change, estimate.peak_bytes, speed))
     if rows:
         yield from change_table("Other ways", rows)
 

@@ -1,14 +1,14 @@
 """Beside the plan of a recipe: the plan with a change on top, and the largest that fits with each method."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 from fitune.errors import RecipeError
 from fitune.estimate.division import num_ranks
 from fitune.planner.candidates import Method, Request
 from fitune.planner.defaults import ROW_STEP
-from fitune.planner.explain import memory_sum, priced_data
+from fitune.planner.explain import memory_sum
 from fitune.planner.fit import OFFLOADED, TIE, last_true
 from fitune.planner.method_search import MethodSearch
 from fitune.planner.methods import methods_for
@@ -28,22 +28,11 @@ from fitune.values.words import (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Alternative:
-    """``taken`` is the plan of the recipe, ``pinned`` the best with the change; it may not fit."""
-
-    change: str
-    taken: Priced
-    pinned: Priced
-    objective: str
-
-
-def compare(
+def plan_with_change(
     changed: Recipe, change: str, *, taken: Priced, model: ModelSpec, hardware: Hardware
-) -> Alternative:
-    """The plan with the change and the same tuning; when nothing fits, the smallest plan stands for it.
-
-    Raises RecipeError where no plan can have the change.
+) -> Priced:
+    """The best plan of the ``changed`` recipe with the tuning of ``taken``, unless the change is about that; when
+    nothing fits, the smallest plan stands for it. Raises RecipeError where no plan can have the change.
     """
     request = Request.of(changed, model, hardware)
     refuse_contradictions(request)
@@ -58,29 +47,27 @@ def compare(
     pinned = first_choice(request, wanted=is_like)
     if pinned is None:
         raise RecipeError(f"{change}: no plan of this recipe can have this setting", hint="fewer pins")
-    return Alternative(change=change, taken=taken, pinned=pinned, objective=changed.objective)
+    return pinned
 
 
-def explain_alternative(alternative: Alternative) -> str:
-    """Both plans, then what changes, in bytes and seconds."""
-    taken, pinned = alternative.taken, alternative.pinned
+def explain_change(change: str, *, taken: Priced, pinned: Priced, objective: str) -> str:
+    """The plan of the recipe, the best one with the change, then what that changes, in bytes and seconds."""
     marks = [
         "" if keeps_rules(each.plan, "train") else " (only planned: fitune plan says what is trained instead)"
         for each in (taken, pinned)
     ]
-    lines = [f"taken{marks[0]}", wrapped(describe_plan(taken.plan)), f"with {alternative.change}{marks[1]}"]
+    lines = [f"taken{marks[0]}", wrapped(describe_plan(taken.plan)), f"with {change}{marks[1]}"]
     if pinned.plan == taken.plan:
         return "\n".join([*lines, wrapped("the same plan: that is what was taken")])
     lines += [wrapped(describe_plan(pinned.plan)), "", *_differences(taken, pinned), ""]
-    return "\n".join([*lines, wrapped(_verdict(alternative))])
+    return "\n".join([*lines, wrapped(_verdict(taken, pinned, objective))])
 
 
-def _verdict(alternative: Alternative) -> str:
-    taken, pinned = alternative.taken, alternative.pinned
+def _verdict(taken: Priced, pinned: Priced, objective: str) -> str:
     if not pinned.estimate.fits:
         return f"does not fit: {memory_sum(pinned.estimate)}"
     ratio = taken.estimate.tokens_per_second / pinned.estimate.tokens_per_second
-    is_open = alternative.objective != "least-memory" and _is_choice_of_the_search(pinned.plan, taken.plan)
+    is_open = objective != "least-memory" and _is_choice_of_the_search(pinned.plan, taken.plan)
     if is_open and TIE < ratio < 1 / TIE:
         return f"fits and is as fast within {format_percent(1 - TIE, digits=0)}; of such plans the simplest is taken"
     if is_open and ratio < 1:
@@ -133,36 +120,18 @@ def _differences(one: Priced, other: Priced) -> Iterator[str]:
         yield f"  {name:<22}{taken:>18}{pinned:>18}{change:>18}"
 
 
-def alternative_data(alternative: Alternative) -> dict[str, Any]:
-    """The object ``why`` of ``--json``."""
-    taken, pinned = alternative.taken, alternative.pinned
-    return {
-        "change": alternative.change,
-        "fits": pinned.estimate.fits,
-        "taken": priced_data(taken),
-        "pinned": priced_data(pinned),
-    }
-
-
 Quantity = Literal["seq_len", "micro_batch", "model"]
 QUANTITIES: tuple[Quantity, ...] = ("seq_len", "micro_batch", "model")
 MOST_ROWS = 4096
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Largest:
-    """``value``: tokens, rows or a model's name; None when nothing fits."""
-
-    method: Method
-    value: int | str | None
-
-    @property
-    def label(self) -> tuple[str, str, str]:
-        """Method, base and precision in words."""
-        return _label(self.method)
+Label = tuple[str, str, str]
+"""Tuning, base and precision of a method, in words."""
+Largest = dict[Label, int | str | None]
+"""The largest of a quantity by method: tokens, rows or a model's name; None when nothing fits."""
 
 
-def largest(recipe: Recipe, quantity: str, *, model: ModelSpec, hardware: Hardware) -> tuple[Largest, ...]:
+def largest(recipe: Recipe, quantity: str, *, model: ModelSpec, hardware: Hardware) -> Largest:
     """The largest ``quantity`` that fits, by method that the recipe leaves open, by bisection: bytes only grow with it.
 
     Rows are tried in steps of 64 up to the model's longest, micro-batches without accumulation, models from the
@@ -175,12 +144,12 @@ def largest(recipe: Recipe, quantity: str, *, model: ModelSpec, hardware: Hardwa
     request = replace(request, recipe=_small(request.recipe))
     refuse_contradictions(request)
     offloads = {"cpu", "nvme"} & {recipe.offload_parameters, recipe.offload_optimizer}
-    found: dict[tuple[str, str, str], Largest] = {}
+    found: Largest = {}
     for method in methods_for(request):
         one = MethodSearch(request, method, on_device=not offloads)
         if _label(method) not in found and one.placements:
-            found[_label(method)] = Largest(method=method, value=_value(quantity, one))
-    return tuple(found.values())
+            found[_label(method)] = _value(quantity, one)
+    return found
 
 
 def _small(recipe: Recipe) -> Recipe:
@@ -193,7 +162,7 @@ def _small(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update=pins)
 
 
-def _label(method: Method) -> tuple[str, str, str]:
+def _label(method: Method) -> Label:
     return method_name(method.tuning), describe_base_of(method.tuning), method.precision.value
 
 
@@ -222,7 +191,7 @@ def _value(quantity: str, one: MethodSearch) -> int | str | None:
             return largest_known_model(request, model_fits)
 
 
-def explain_largest(recipe: Recipe, quantity: str, found: tuple[Largest, ...]) -> str:
+def explain_largest(recipe: Recipe, quantity: str, found: Largest) -> str:
     """One line for each method."""
     small = _small(recipe)
     steps = small.gradient_accumulation_steps
@@ -235,15 +204,14 @@ def explain_largest(recipe: Recipe, quantity: str, found: tuple[Largest, ...]) -
         "model": f"largest known model, rows of {recipe.seq_len} tokens, batch {batch} a device",
     }[quantity]
     lines = [what]
-    for item in found:
-        name, base, precision = item.label
-        value = f"{item.value:,}" if isinstance(item.value, int) else item.value or "none fits"
-        lines.append(f"  {', '.join(filter(None, (name, precision, base))):<60}{value:>34}")
+    for (name, base, precision), value in found.items():
+        shown = f"{value:,}" if isinstance(value, int) else value or "none fits"
+        lines.append(f"  {', '.join(filter(None, (name, precision, base))):<60}{shown:>34}")
     return "\n".join(lines)
 
 
-def largest_data(quantity: str, found: tuple[Largest, ...]) -> dict[str, Any]:
+def largest_data(quantity: str, found: Largest) -> dict[str, Any]:
     """The object that ``--json`` prints."""
     keys = ("tuning", "base", "precision", "value")
-    rows = [dict(zip(keys, (*item.label, item.value), strict=True)) for item in found]
+    rows = [dict(zip(keys, (*label, value), strict=True)) for label, value in found.items()]
     return {"largest": quantity, "methods": rows}

@@ -8,17 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from fitune.errors import RecipeError
-from fitune.planner.explain import plan_data, unit_for
+from fitune.planner.explain import plan_data, priced_data, unit_for
 from fitune.planner.first_screen import changed_recipe
 from fitune.planner.matrix import LEGEND, Matrix, card, matrix, short_name
-from fitune.planner.study import (
-    alternative_data,
-    compare,
-    explain_alternative,
-    explain_largest,
-    largest,
-    largest_data,
-)
+from fitune.planner.study import explain_change, explain_largest, largest, largest_data, plan_with_change
 from fitune.recipe.recipe import Recipe
 from fitune.recipe.types import MOST
 from fitune.session.planning import for_its_rows, plan_for, wanted_hardware
@@ -34,11 +27,16 @@ def plan_with(recipe: Recipe, change: str) -> tuple[str, dict[str, Any]]:
     recipe = for_its_rows(recipe)
     changed = changed_recipe(recipe, change)
     report = plan_for(recipe)
-    alternative = compare(
-        changed, change, taken=report.taken,
-        model=load_model_spec(changed.model), hardware=wanted_hardware(changed),
-    )  # fmt: skip
-    return explain_alternative(alternative), {**plan_data(report), "why": alternative_data(alternative)}
+    taken = report.taken
+    pinned = plan_with_change(
+        changed, change, taken=taken, model=load_model_spec(changed.model), hardware=wanted_hardware(changed)
+    )
+    text = explain_change(change, taken=taken, pinned=pinned, objective=changed.objective)
+    why = {
+        "change": change, "fits": pinned.estimate.fits,
+        "taken": priced_data(taken), "pinned": priced_data(pinned),
+    }  # fmt: skip
+    return text, {**plan_data(report), "why": why}
 
 
 def largest_for(recipe: Recipe, quantity: str) -> tuple[str, dict[str, Any]]:

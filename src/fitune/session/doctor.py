@@ -90,10 +90,9 @@ def largest_here(hardware: Hardware) -> dict[str, str]:
         methods = largest_of(recipe, "model", model=model, hardware=hardware)
     except FituneError:  # doctor examines what is no machine to train on, too
         return found
-    for one in methods:
-        tuning, _, _ = one.label
-        if tuning in ("full", "lora", "qlora") and one.value is not None:
-            found.setdefault(tuning, str(one.value))
+    for (tuning, _, _), name in methods.items():
+        if tuning in ("full", "lora", "qlora") and name is not None:
+            found.setdefault(tuning, str(name))
     return found
 
 

@@ -22,7 +22,7 @@ from fitune.estimate.predict import predict
 from fitune.planner.defaults import PRICES, price_of
 from fitune.planner.explain import verdict_of
 from fitune.planner.first_screen import (
-    Way,
+    Ways,
     facts_of,
     first_screen,
     grouped_terms,
@@ -219,7 +219,7 @@ def _ways_of(question: tuple[tuple[str, str], ...]) -> str:
     return _table(asked, report, others, _command(asked.recipe))
 
 
-def _table(asked: Asked, report: PlanReport, others: tuple[Way, ...], train: str) -> str:
+def _table(asked: Asked, report: PlanReport, others: Ways, train: str) -> str:
     own = method_name(report.taken.plan.tuning)
     rows = [_way(asked, "this plan", report.taken)]
     rows += [
@@ -227,7 +227,7 @@ def _table(asked: Asked, report: PlanReport, others: tuple[Way, ...], train: str
         for one in report.runners_up
         if method_name(one.plan.tuning) == own
     ]
-    rows += [_way(asked, one.change, one.priced) for one in others if one.priced.estimate.fits]
+    rows += [_way(asked, change, one) for change, one in others.items() if one.estimate.fits]
     of = f"{asked.rows:,} rows" if asked.rows else "a million tokens"
     screen = first_screen(report, others, train=train)
     return ways_html(rows=rows, of=of, screen=screen)
