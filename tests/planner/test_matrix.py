@@ -9,7 +9,7 @@ import pytest
 
 from fitune.errors import HardwareError, RecipeError
 from fitune.planner.defaults import with_host_memory
-from fitune.planner.matrix import card, explain_matrix, matrix, matrix_data, taken_words
+from fitune.planner.matrix import card, matrix, taken_words
 from fitune.planner.search import find_plan
 from fitune.recipe.recipe import parse_recipe
 from fitune.units import GIB
@@ -93,8 +93,8 @@ def test_a_row_longer_than_the_model_takes_is_a_cell_without_a_plan():
     falcon = matrix_of("falcon-180b", 4096, 256)
     assert falcon.seq_lens == (256, 4096)
     assert cell("falcon-180b", 4096, falcon).taken is None
-    assert "rows of at most 2,048 tokens" in explain_matrix(falcon)
-    assert "2048 positions" in matrix_data(falcon)["cells"][1]["why"]
+    assert "rows of at most 2,048 tokens" in falcon.text()
+    assert "2048 positions" in falcon.data()["cells"][1]["why"]
 
 
 def test_what_does_not_fit_says_how_much_is_missing():
@@ -103,8 +103,8 @@ def test_what_does_not_fit_says_how_much_is_missing():
     taken = cell("llama-2-70b", 256, tight).taken
     assert not taken.estimate.fits
     missing = taken.estimate.peak_bytes - taken.estimate.usable_bytes
-    assert f"−{missing / 2**30:,.2f} GiB" in explain_matrix(tight)
-    assert "none" in explain_matrix(tight)
+    assert f"−{missing / 2**30:,.2f} GiB" in tight.text()
+    assert "none" in tight.text()
 
 
 def test_pins_hold_in_every_cell():
@@ -134,7 +134,7 @@ def test_contradictions_are_refused_as_everywhere():
 
 
 def test_the_data_holds_every_setting_and_survives_json():
-    data = json.loads(json.dumps(matrix_data(study())))
+    data = json.loads(json.dumps(study().data()))
     assert data["context"] == list(LENGTHS)
     assert len(data["cells"]) == len(MODELS) * len(LENGTHS)
     settings = data["cells"][0]["settings"]
@@ -144,7 +144,7 @@ def test_the_data_holds_every_setting_and_survives_json():
 
 
 def test_the_table_has_a_line_and_marks_for_every_cell():
-    text = explain_matrix(study())
+    text = study().text()
     lines = [line for line in text.splitlines() if "GiB" in line and "usable" not in line]
     assert len(lines) == len(MODELS) * len(LENGTHS)
     assert lines[-1].split()[-3:] == ["····", "···b", "···r"]

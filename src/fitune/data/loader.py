@@ -57,12 +57,7 @@ class GlobalBatch:
     tokens: int
     row_lengths: tuple[int, ...]
     supervised_tokens: int
-    """Labels that are not IGNORED."""
-
-    @property
-    def divisor(self) -> int:
-        """Count that the sum of the losses is divided by, whatever the micro-batches hold."""
-        return self.supervised_tokens
+    """Labels that are not IGNORED: the sum of the losses is divided by them, whatever the micro-batches hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

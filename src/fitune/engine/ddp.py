@@ -19,7 +19,7 @@ from fitune.engine.plain import PlainEngine
 from fitune.engine.protocol import EnterPhase, LossModel, Update
 from fitune.units import MIB
 from fitune.values.choices import DDP_BUCKET_BYTES
-from fitune.values.plan import Optimizer, Precision
+from fitune.values.plan import Plan
 
 
 def replicate(body: nn.Module, head: nn.Module) -> DistributedDataParallel:
@@ -61,12 +61,14 @@ class ReplicatedEngine(PlainEngine):
         parameters: Mapping[str, Parameter],
         *,
         body: DistributedDataParallel,
-        optimizer: Optimizer,
-        precision: Precision,
-        max_grad_norm: float,
+        plan: Plan,
     ) -> None:
         super().__init__(
-            model, parameters, optimizer=optimizer, precision=precision, max_grad_norm=max_grad_norm
+            model,
+            parameters,
+            optimizer=plan.optimizer,
+            precision=plan.precision,
+            max_grad_norm=plan.schedule.max_grad_norm,
         )
         self.body = body
         ignored = body.parameters_to_ignore

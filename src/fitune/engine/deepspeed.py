@@ -29,8 +29,8 @@ from fitune.engine.optimizers import build_torch_optimizer, set_learning_rate
 from fitune.engine.plain import Seed
 from fitune.engine.protocol import Engine, EngineState, EnterPhase, LossModel, Update
 from fitune.errors import HardwareError, first_line, require_library
-from fitune.values.deepspeed import tell_deepspeed_where
-from fitune.values.plan import Optimizer, Precision
+from fitune.values.deepspeed import deepspeed_config, tell_deepspeed_where
+from fitune.values.plan import Plan
 from fitune.values.predictions import Phase
 
 
@@ -185,9 +185,7 @@ class DeepSpeedEngine(Engine):
         *,
         whole: nn.Module,
         head: Head,
-        optimizer: Optimizer,
-        precision: Precision,
-        config: Mapping[str, Any],
+        plan: Plan,
         host: HostMemory | None,
     ) -> None:
         """``model`` is made of ``whole``, with ``head`` in the place of its head; ``host`` pins what is offloaded.
@@ -197,7 +195,8 @@ class DeepSpeedEngine(Engine):
         self.model = model
         self.head = head
         self.world = dist.get_world_size()
-        self.loss_scale = LossScale(precision)
+        self.loss_scale = LossScale(plan.precision)
+        config = deepspeed_config(plan)
         stage = config["zero_optimization"]["stage"]
         if stage == 3:
             _keep_no_weights(whole)
@@ -205,8 +204,8 @@ class DeepSpeedEngine(Engine):
             _pin_in(host)
         self.runtime, *_ = import_deepspeed().initialize(
             model=Trunk(whole),
-            optimizer=build_torch_optimizer(trained, optimizer),
-            config=dict(config),
+            optimizer=build_torch_optimizer(trained, plan.optimizer),
+            config=config,
             dist_init_required=False,
         )
         if host is not None:  # trained weights had rooms of their own before they were in one

@@ -43,7 +43,7 @@ from fitune.engine.protocol import (
 )
 from fitune.values.counts import rows_of_share
 from fitune.values.machines.hardware import Hardware
-from fitune.values.plan import ClipByNorm, ClipByValue, Optimizer, Precision, Tuning, Zero
+from fitune.values.plan import ClipByNorm, ClipByValue, Plan, Precision, Zero
 
 
 class Trunk(nn.Module):
@@ -229,21 +229,19 @@ class ShardedEngine(OnShares, PlainEngine):
         *,
         trunk: Trunk,
         mesh: DeviceMesh,
-        sharding: Zero,
-        optimizer: Optimizer,
-        precision: Precision,
-        max_grad_norm: float,
+        plan: Plan,
         host: HostMemory | None = None,
     ) -> None:
         """With ``host`` the shares are there already, and the optimizer too."""
         self._divide(trunk, sharded, mesh)
-        self.stage = sharding.stage
+        self.accumulates_whole = isinstance(plan.sharding, Zero) and plan.sharding.stage == 1
+        """Gradients are added up on whole weights, and divided at the end of a step."""
         super().__init__(
             model,
             self.local,
-            optimizer=optimizer,
-            precision=precision,
-            max_grad_norm=max_grad_norm,
+            optimizer=plan.optimizer,
+            precision=plan.precision,
+            max_grad_norm=plan.schedule.max_grad_norm,
             host=host,
         )
 
@@ -251,7 +249,7 @@ class ShardedEngine(OnShares, PlainEngine):
         self, batch: Any, *, divisor: int, enter_phase: EnterPhase, last: bool = True
     ) -> Tensor:
         """Stage 1 adds up whole gradients on whole weights, and divides both with the last micro-batch of a step."""
-        if self.stage == 1 and isinstance(self.trunk, FSDPModule):
+        if self.accumulates_whole and isinstance(self.trunk, FSDPModule):
             self.trunk.set_requires_gradient_sync(last)
             self.trunk.set_reshard_after_backward(last)
         loss = super().forward_backward(batch, divisor=divisor, enter_phase=enter_phase)
@@ -295,20 +293,18 @@ class ShardedInBackwardEngine(OnShares, InBackwardEngine):
         *,
         trunk: Trunk,
         mesh: DeviceMesh,
-        tuning: Tuning,
+        plan: Plan,
         clip: ClipByValue | ClipByNorm,
-        optimizer: Optimizer,
-        precision: Precision,
     ) -> None:
         self._divide(trunk, sharded, mesh)
         rule = rule_for(
             self.local,
-            tuning=tuning,
-            optimizer=optimizer,
-            precision=precision,
+            tuning=plan.tuning,
+            optimizer=plan.optimizer,
+            precision=plan.precision,
             divisions=self.divisions(),
         )
-        super().__init__(model, sharded, rule=rule, clip=clip, precision=precision)
+        super().__init__(model, sharded, rule=rule, clip=clip, precision=plan.precision)
 
     def update(self, *, learning_rate: float, enter_phase: EnterPhase) -> Update:
         """After a skipped step the weights that are still gathered are released."""

@@ -114,6 +114,60 @@ class Matrix:
         """Names of the placements that were tried, in alphabetical order."""
         return tuple(sorted({setting.sharding for cell in self.cells for setting in cell.settings}))
 
+    def text(self) -> str:
+        """A block for each model: the plan taken for each length, and the marks of the settings."""
+        usable = [cell.taken.estimate.usable_bytes for cell in self.cells if cell.taken is not None]
+        have = f", {format_bytes(usable[0])} usable" if usable else ""
+        lines = [f"{devices_with_memory(self.hardware)}{have} · {self.hardware.rates}"]
+        width = max(len(self.shardings), 5)
+
+        def line(words: tuple[str, ...], marks: Sequence[str]) -> str:
+            """Numbers flush right: the first column and the last two; a cell without a plan has words alone."""
+            if len(words) == 2:
+                return f"{words[0]:>8}  {words[1]}"
+            tokens, method, sharding, blocks, host, peak, speed = words
+            last = " ".join(method_words(mark).rjust(width) for mark in marks)
+            return (
+                f"{tokens:>8}  {method:<9}{sharding:<19}{blocks:<12}{host:<24}{peak:>11}{speed:>10}  {last}"
+            )
+
+        names = ("tokens", "method", "sharding", "recomputed", "on the host", "peak", "tokens/s")
+        for model in self.models:
+            count = format_count(count_parameters(model).total)
+            lines += ["", f"{model.name} · {count} parameters", line(names, self.methods)]
+            lines += [
+                line(
+                    (f"{cell.seq_len:,}", *taken_words(cell)),
+                    [marks(cell, each, self) for each in self.methods],
+                )
+                for cell in self.row(model)
+            ]
+        if self.methods:
+            columns = ", ".join(self.shardings)
+            lines += ["", wrapped(f"marks: {columns} for each method: {LEGEND}", indent=0, hanging=2)]
+        return "\n".join(lines)
+
+    def data(self) -> dict[str, Any]:
+        """The object that ``--json`` prints; a cell without a plan has rows longer than its model takes."""
+        hardware = self.hardware
+        cells = [
+            {
+                "model": cell.model.name, "context": cell.seq_len, "fits": cell.fits,
+                "settings": [asdict(setting) for setting in cell.settings],
+                **(
+                    priced_data(cell.taken) if cell.taken is not None
+                    else {"why": f"the model was made for {cell.model.max_seq_len} positions"}
+                ),
+            }
+            for cell in self.cells
+        ]  # fmt: skip
+        return {
+            "hardware": {"gpu": hardware.gpu.name, "gpus": hardware.gpus_per_node, "nodes": hardware.nodes},
+            "models": [model.name for model in self.models],
+            "context": list(self.seq_lens),
+            "cells": cells,
+        }
+
 
 def matrix(
     recipe: Recipe, *, models: Sequence[ModelSpec], seq_lens: Sequence[int], hardware: Hardware
@@ -182,38 +236,6 @@ def _stage_name(sharding: Sharding) -> str:
     return "one device" if isinstance(sharding, Single) else "DDP"
 
 
-def explain_matrix(matrix: Matrix) -> str:
-    """A block for each model: the plan taken for each length, and the marks of the settings."""
-    usable = [cell.taken.estimate.usable_bytes for cell in matrix.cells if cell.taken is not None]
-    have = f", {format_bytes(usable[0])} usable" if usable else ""
-    lines = [f"{devices_with_memory(matrix.hardware)}{have} · {matrix.hardware.rates}"]
-    width = max(len(matrix.shardings), 5)
-
-    def line(words: tuple[str, ...], marks: Sequence[str]) -> str:
-        """Numbers flush right: the first column and the last two; a cell without a plan has words alone."""
-        if len(words) == 2:
-            return f"{words[0]:>8}  {words[1]}"
-        tokens, method, sharding, blocks, host, peak, speed = words
-        last = " ".join(method_words(mark).rjust(width) for mark in marks)
-        return f"{tokens:>8}  {method:<9}{sharding:<19}{blocks:<12}{host:<24}{peak:>11}{speed:>10}  {last}"
-
-    names = ("tokens", "method", "sharding", "recomputed", "on the host", "peak", "tokens/s")
-    for model in matrix.models:
-        count = format_count(count_parameters(model).total)
-        lines += ["", f"{model.name} · {count} parameters", line(names, matrix.methods)]
-        lines += [
-            line(
-                (f"{cell.seq_len:,}", *taken_words(cell)),
-                [marks(cell, each, matrix) for each in matrix.methods],
-            )
-            for cell in matrix.row(model)
-        ]
-    if matrix.methods:
-        columns = ", ".join(matrix.shardings)
-        lines += ["", wrapped(f"marks: {columns} for each method: {LEGEND}", indent=0, hanging=2)]
-    return "\n".join(lines)
-
-
 def taken_words(cell: Cell) -> tuple[str, ...]:
     """Method, sharding, recomputed blocks, what waits on the host, peak, tokens/s or what is short; or why no plan."""
     if cell.taken is None:
@@ -270,25 +292,3 @@ def card(cell: Cell, matrix: Matrix) -> tuple[str, tuple[str, ...], str, float]:
     title, name = f"{method} · {sharding}", method_name(cell.taken.plan.tuning)
     filled = estimate.peak_bytes / estimate.usable_bytes
     return (title, lines, name, filled) if estimate.fits else ("nothing fits", lines, "", filled)
-
-
-def matrix_data(matrix: Matrix) -> dict[str, Any]:
-    """The object that ``--json`` prints; a cell without a plan has rows longer than its model takes."""
-    hardware = matrix.hardware
-    cells = [
-        {
-            "model": cell.model.name, "context": cell.seq_len, "fits": cell.fits,
-            "settings": [asdict(setting) for setting in cell.settings],
-            **(
-                priced_data(cell.taken) if cell.taken is not None
-                else {"why": f"the model was made for {cell.model.max_seq_len} positions"}
-            ),
-        }
-        for cell in matrix.cells
-    ]  # fmt: skip
-    return {
-        "hardware": {"gpu": hardware.gpu.name, "gpus": hardware.gpus_per_node, "nodes": hardware.nodes},
-        "models": [model.name for model in matrix.models],
-        "context": list(matrix.seq_lens),
-        "cells": cells,
-    }

@@ -12,7 +12,6 @@ from fitune.values.predictions import PlanReport, ShownInNotebooks
 from fitune.values.serial import to_data
 
 if TYPE_CHECKING:
-    from fitune.planner.matrix import Matrix
     from fitune.values.reports import ScoreReport
 
 
@@ -29,7 +28,7 @@ class Printed(Protocol):
         ...
 
 
-Result: TypeAlias = "PlanReport | Matrix | ScoreReport | Printed"
+Result: TypeAlias = "PlanReport | ScoreReport | Printed"
 
 
 def text_of(result: "Result | ShownInNotebooks") -> str:
@@ -65,12 +64,9 @@ def _ways(result: Any) -> tuple[Callable[[Any], str], Callable[[Any], Any]]:
         return explain_plan, plan_data
     if isinstance(result, Printed):
         return type(result).text, type(result).data
-    from fitune.planner.matrix import Matrix, explain_matrix, matrix_data
     from fitune.session.reported import explain_score
     from fitune.values.reports import ScoreReport
 
-    if isinstance(result, Matrix):
-        return explain_matrix, matrix_data
     if isinstance(result, ScoreReport):
         return explain_score, to_data
     raise RecipeError(

@@ -77,12 +77,12 @@ def train(
             for number, micro in enumerate(batch.micro_batches, start=1):
                 losses.append(
                     engine.forward_backward(
-                        micro, divisor=batch.divisor, enter_phase=enter_phase,
+                        micro, divisor=batch.supervised_tokens, enter_phase=enter_phase,
                         last=number == len(batch.micro_batches),
                     )
                 )  # fmt: skip
             [summed] = ranks.summed([sum(part.item() for part in losses)])
-            loss = summed / batch.divisor
+            loss = summed / batch.supervised_tokens
             if not math.isfinite(loss):
                 if step == 0:
                     require_finite(prepared.model.whole, plan.model_path)

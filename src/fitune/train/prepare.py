@@ -5,7 +5,7 @@ import shutil
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ from fitune.models.low_bit.packing import quantise_blocks
 from fitune.models.tokens import add_rows
 from fitune.models.weight_files import OnBytes, nobody
 from fitune.models.weights import compute_dtype, load_model
-from fitune.values.deepspeed import deepspeed_config, nvme_folder
+from fitune.values.deepspeed import nvme_folder
 from fitune.values.model.config_schema import is_random_rate
 from fitune.values.plan import (
     Ddp,
@@ -152,10 +152,7 @@ def prepare_loaded(
             from fitune.engine.ddp import ReplicatedEngine, replicate
 
             parts = replace(parts, body=(body := replicate(parts.body, parts.head.module)))
-            engine = ReplicatedEngine(
-                parts, parts.trained, body=body, optimizer=plan.optimizer, precision=plan.precision,
-                max_grad_norm=plan.schedule.max_grad_norm,
-            )  # fmt: skip
+            engine = ReplicatedEngine(parts, parts.trained, body=body, plan=plan)
             host = None
         case Single():
             engine = engine_for(plan, parts, parts.trained, host=host)
@@ -228,16 +225,11 @@ def _sharded_engine(
             parts.blocks, Offload(activations=plan.offload.activations), host, trains_weights=False
         )
     parts = replace(parts, body=trunk)
-    common: dict[str, Any] = {
-        "trunk": trunk, "mesh": mesh, "optimizer": plan.optimizer, "precision": plan.precision,
-    }  # fmt: skip
-    clip = clip_in_backward(plan.tuning)
+    clip, trained = clip_in_backward(plan.tuning), parts.trained
     if clip is not None:
-        return parts, ShardedInBackwardEngine(parts, parts.trained, tuning=plan.tuning, clip=clip, **common)
-    return parts, ShardedEngine(
-        parts, parts.trained, sharding=sharding, max_grad_norm=plan.schedule.max_grad_norm,
-        host=host if plan.offload.optimizer == "cpu" else None, **common,
-    )  # fmt: skip
+        return parts, ShardedInBackwardEngine(parts, trained, trunk=trunk, mesh=mesh, plan=plan, clip=clip)
+    host = host if plan.offload.optimizer == "cpu" else None
+    return parts, ShardedEngine(parts, trained, trunk=trunk, mesh=mesh, plan=plan, host=host)
 
 
 def _deepspeed_engine(
@@ -258,9 +250,7 @@ def _deepspeed_engine(
         trained,
         whole=parts.whole,
         head=head,
-        optimizer=plan.optimizer,
-        precision=plan.precision,
-        config=deepspeed_config(plan),
+        plan=plan,
         host=host if parts.device.type == "cuda" else None,
     )
     if "nvme" in plan.offload.places:  # checkpoints have all of it
