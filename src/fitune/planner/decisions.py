@@ -1,24 +1,29 @@
 """One line for each thing the user left open: what was taken, why, and the arithmetic."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from fitune.estimate.division import num_ranks
 from fitune.estimate.overhead import checkpoint_bytes, unmeasured_bytes
-from fitune.planner.candidates import Request
-from fitune.planner.defaults import GLOBAL_BATCH_SIZE, idle_words, learning_rate_words
-from fitune.planner.methods import CHOICE, why_on_cpu
+from fitune.planner.candidates import Method, Request
+from fitune.planner.defaults import GLOBAL_BATCH_SIZE, adamw_of, idle_words, learning_rate_words
+from fitune.planner.fit import tokens_per_second
+from fitune.planner.method_search import MethodSearch
+from fitune.planner.methods import CHOICE, lomo_of, why_on_cpu
 from fitune.planner.state_decisions import adapter_decisions, devices_here, placement_decisions
 from fitune.recipe.recipe import Recipe
-from fitune.units import counted, format_bytes, format_percent
+from fitune.units import counted, format_bytes, format_dollars, format_percent, format_rate
 from fitune.values.model.known_models import find_known_model
 from fitune.values.model.traits import attends, flash_refused
 from fitune.values.plan import (
+    AdamW8bit,
     ChunkedLoss,
     Full,
     Lomo,
     PlainLoss,
     Plan,
     Precision,
+    Sgd,
 )
 from fitune.values.predictions import Phase, Priced
 from fitune.values.words import (
@@ -29,12 +34,17 @@ from fitune.values.words import (
 
 MUCH_FASTER = 2
 """Times the speed from which a method that comes after the one taken is named."""
+AT_A_COST = 1.4
+"""Times the speed from which settings that change the quality are named."""
+FURTHER_GAIN = 1.25
+"""Times the speed of settings with better quality from which worse ones are named beside them."""
 
 
 def decisions_of(
-    asked: Recipe, request: Request, chosen: Priced, runners_up: Sequence[Priced]
-) -> tuple[str, ...]:
-    """Lines about the chosen plan; ``asked`` is the recipe as the user wrote it."""
+    asked: Recipe, request: Request, method: Method, chosen: Priced, runners_up: Sequence[Priced], *,
+    price_per_gpu_hour: float,
+) -> tuple[str, ...]:  # fmt: skip
+    """Lines about the chosen plan, which trains by ``method``; ``asked`` is the recipe as the user wrote it."""
     recipe, plan = request.recipe, chosen.plan
     return (
         *devices_here(asked, request, plan),
@@ -52,6 +62,8 @@ def decisions_of(
         *_speed(recipe, chosen, runners_up),
         *_memory(plan),
         *_model(plan),
+        *_faster_at_a_cost(request, method, chosen, price_per_gpu_hour=price_per_gpu_hour),
+        *_fewer_nodes(request, method, chosen),
     )
 
 
@@ -264,4 +276,68 @@ def _model(plan: Plan) -> Iterator[str]:
             f"note on mixers: time and memory are those of transformers' own code for {model.model_type}, which "
             f"goes {how}; kernels of {kernels} and causal_conv1d run in its place on a GPU where they are installed, "
             "and were not measured"
+        )
+
+
+def _faster_at_a_cost(
+    request: Request, method: Method, chosen: Priced, *, price_per_gpu_hour: float
+) -> Iterator[str]:
+    """Ways to train every weight on the devices alone that are much faster than with states on the host, and what each
+    does to the result."""
+    plan, recipe = chosen.plan, request.recipe
+    is_open = recipe.precision is None and "optimizer" not in recipe.model_fields_set
+    if (
+        plan.tuning != Full()
+        or plan.precision is not Precision.BF16_MASTER
+        or plan.offload.optimizer == "device"
+    ):
+        return
+    best = AT_A_COST * chosen.estimate.tokens_per_second
+    for words, loses, other in _lesser(request, method) if is_open else ():
+        found = MethodSearch(request, other, on_device=True).fastest()
+        speed = tokens_per_second(found[0]) if found else 0.0
+        if speed >= best:
+            best, ratio = FURTHER_GAIN * speed, speed / chosen.estimate.tokens_per_second
+            cost = _cost_words(speed, chosen, price_per_gpu_hour)
+            yield f"note on speed: {words} is {ratio:.1f} × as fast{cost} on the devices alone, and {loses}"
+
+
+def _lesser(request: Request, method: Method) -> Iterator[tuple[str, str, Method]]:
+    """Settings, what they do to the result, and the method, the better first."""
+    rounded = "rounds away updates under 1/256 of a weight"
+    recipe = request.recipe
+    bf16 = replace(method, precision=Precision.BF16)
+    yield "precision: bf16", rounded, bf16
+    yield (
+        "precision: bf16 with optimizer: adamw-8bit",
+        f"{rounded} and keeps moments in 8 bits",
+        replace(bf16, optimizer=adamw_of(recipe, AdamW8bit)),
+    )
+    adalomo = replace(
+        bf16, tuning=lomo_of(recipe, adaptive=True), optimizer=Sgd(weight_decay=recipe.weight_decay)
+    )
+    yield "tuning: adalomo", f"{rounded} and keeps no momentum", adalomo
+
+
+def _cost_words(speed: float, chosen: Priced, price: float) -> str:
+    if not price:
+        return ""
+    dollars = price * chosen.plan.hardware.num_gpus / 3600 * 1e6
+    there, here = dollars / speed, dollars / chosen.estimate.tokens_per_second
+    return f" ({format_dollars(there)} instead of {format_dollars(here)} a million tokens)"
+
+
+def _fewer_nodes(request: Request, method: Method, chosen: Priced) -> Iterator[str]:
+    """Says so where one node alone trains faster than all of them."""
+    hardware = chosen.plan.hardware
+    if hardware.nodes == 1:
+        return
+    alone = replace(request, hardware=replace(request.hardware, nodes=1, internode_bandwidth=0.0))
+    found = MethodSearch(alone, method).fastest()
+    speed = tokens_per_second(found[0]) if found else 0.0
+    if speed > chosen.estimate.tokens_per_second:
+        yield (
+            f"note on nodes: one node alone is {speed / chosen.estimate.tokens_per_second:.1f} × as fast, "
+            f"{format_rate(speed)}, because {hardware.internode_bandwidth * 8 / 1e9:g} Gbit/s "
+            "between nodes is the limit; nodes: 1, or a larger global_batch_size, which sends as much for more rows"
         )

@@ -8,17 +8,16 @@ from fitune.estimate.predict import largest_batch, predict
 from fitune.estimate.step import StepStages, describe_step
 from fitune.planner.candidates import Method, Placement, Request, batches, draft, every_placement
 from fitune.planner.decisions import decisions_of
-from fitune.planner.defaults import adamw_of, price_of, with_cards
+from fitune.planner.defaults import price_of, with_cards
 from fitune.planner.explain import memory_sum
 from fitune.planner.fit import OFFLOADED, fits, host_fits, shortage, tokens_per_second
 from fitune.planner.method_search import MethodSearch
-from fitune.planner.methods import lomo_of, methods, methods_for
+from fitune.planner.methods import methods, methods_for
 from fitune.recipe.contradictions import require_consistent
 from fitune.recipe.recipe import Recipe
-from fitune.units import format_dollars, format_rate
 from fitune.values.machines.hardware import Hardware
 from fitune.values.model.model_spec import ModelSpec
-from fitune.values.plan import AdamW8bit, Full, Lora, Plan, Precision, Sgd
+from fitune.values.plan import Lora, Plan
 from fitune.values.predictions import PlanReport, Priced, Rejection
 from fitune.values.rules import Purpose, Rule, broken_rules, keeps_rules
 from fitune.values.words import describe_method, describe_placement
@@ -48,16 +47,12 @@ def find_plan(
         raise nothing_fits(request, smallest, rejected)
     chosen = _priced(saving_beside_steps(recipe, taken.found[0].plan))
     runners_up = tuple(_priced(found.plan) for found in _runners_up(taken, fitting))
-    price, method = recipe.price_per_gpu_hour or price_of(hardware.gpu), taken.method
+    price = recipe.price_per_gpu_hour or price_of(hardware.gpu)
     return PlanReport(
         chosen=chosen,
         runners_up=runners_up,
         rejected=rejected,
-        decisions=(
-            *decisions_of(recipe, request, chosen, runners_up),
-            *notes_on_quality(request, method, chosen, price_per_gpu_hour=price),
-            *notes_on_nodes(request, method, chosen),
-        ),
+        decisions=decisions_of(recipe, request, taken.method, chosen, runners_up, price_per_gpu_hour=price),
         price_per_gpu_hour=price,
         trained=_trained_instead(request, chosen.plan),
     )
@@ -272,73 +267,3 @@ def saving_beside_steps(recipe: Recipe, plan: Plan) -> Plan:
 
 def _priced(plan: Plan) -> Priced:
     return Priced(plan=plan, estimate=predict(plan))
-
-
-MUCH_FASTER = 1.4
-"""Times the speed from which a way that changes the quality is named."""
-FURTHER_GAIN = 1.25
-"""Times the speed of a way with better quality from which a worse one is named beside it."""
-
-
-def notes_on_quality(
-    request: Request, method: Method, chosen: Priced, *, price_per_gpu_hour: float
-) -> Iterator[str]:
-    """Ways to train every weight on the devices alone that are much faster than with states on the host, and what each
-    does to the result."""
-    plan, recipe = chosen.plan, request.recipe
-    is_open = recipe.precision is None and "optimizer" not in recipe.model_fields_set
-    if (
-        plan.tuning != Full()
-        or plan.precision is not Precision.BF16_MASTER
-        or plan.offload.optimizer == "device"
-    ):
-        return
-    best = MUCH_FASTER * chosen.estimate.tokens_per_second
-    for words, loses, other in _lesser(request, method) if is_open else ():
-        found = MethodSearch(request, other, on_device=True).fastest()
-        speed = tokens_per_second(found[0]) if found else 0.0
-        if speed >= best:
-            best, ratio = FURTHER_GAIN * speed, speed / chosen.estimate.tokens_per_second
-            cost = _cost_words(speed, chosen, price_per_gpu_hour)
-            yield f"note on speed: {words} is {ratio:.1f} × as fast{cost} on the devices alone, and {loses}"
-
-
-def _lesser(request: Request, method: Method) -> Iterator[tuple[str, str, Method]]:
-    """Settings, what they do to the result, and the method, the better first."""
-    rounded = "rounds away updates under 1/256 of a weight"
-    recipe = request.recipe
-    bf16 = replace(method, precision=Precision.BF16)
-    yield "precision: bf16", rounded, bf16
-    yield (
-        "precision: bf16 with optimizer: adamw-8bit",
-        f"{rounded} and keeps moments in 8 bits",
-        replace(bf16, optimizer=adamw_of(recipe, AdamW8bit)),
-    )
-    adalomo = replace(
-        bf16, tuning=lomo_of(recipe, adaptive=True), optimizer=Sgd(weight_decay=recipe.weight_decay)
-    )
-    yield "tuning: adalomo", f"{rounded} and keeps no momentum", adalomo
-
-
-def _cost_words(speed: float, chosen: Priced, price: float) -> str:
-    if not price:
-        return ""
-    dollars = price * chosen.plan.hardware.num_gpus / 3600 * 1e6
-    there, here = dollars / speed, dollars / chosen.estimate.tokens_per_second
-    return f" ({format_dollars(there)} instead of {format_dollars(here)} a million tokens)"
-
-
-def notes_on_nodes(request: Request, method: Method, chosen: Priced) -> Iterator[str]:
-    """Says so where one node alone trains faster than all of them."""
-    hardware = chosen.plan.hardware
-    if hardware.nodes == 1:
-        return
-    alone = replace(request, hardware=replace(request.hardware, nodes=1, internode_bandwidth=0.0))
-    found = MethodSearch(alone, method).fastest()
-    speed = tokens_per_second(found[0]) if found else 0.0
-    if speed > chosen.estimate.tokens_per_second:
-        yield (
-            f"note on nodes: one node alone is {speed / chosen.estimate.tokens_per_second:.1f} × as fast, "
-            f"{format_rate(speed)}, because {hardware.internode_bandwidth * 8 / 1e9:g} Gbit/s "
-            "between nodes is the limit; nodes: 1, or a larger global_batch_size, which sends as much for more rows"
-        )
