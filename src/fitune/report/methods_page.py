@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import quantiles
 
 from fitune.report import plan_words
-from fitune.report.compare import PEAK, Row, compare, row_texts
+from fitune.report.compare import PEAK, Row, row_texts
 from fitune.report.comparison_plots import held_out_curves, loss_curves, method_bars
 from fitune.report.page import pictures_or_advice, render, write_page
 from fitune.report.run_files import RunFiles
@@ -150,7 +150,7 @@ def _row_of(runs: Mapping[str, RunFiles], what: str) -> dict[str, Row]:
 
 
 def _rows(run: RunFiles) -> dict[str, Row]:
-    return {row.what: row for row in compare(run.estimate, run.run, run.steps)}
+    return {row.what: row for row in run.comparison}
 
 
 Runs = Mapping[str, RunFiles]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fitune.report import plan_words, run_plots
-from fitune.report.compare import PEAK, PHASE_NAMES, Measured, compare, measure, row_texts
+from fitune.report.compare import PEAK, PHASE_NAMES, Measured, row_texts
 from fitune.report.page import Tile, ledger_table, pictures_or_advice, render, write_page
 from fitune.report.run_files import RunFiles, read_run
 from fitune.report.run_words import (
@@ -58,7 +58,7 @@ def page_of(run: RunFiles, under_way: UnderWay | None = None, *, refresh_s: int 
         refresh_s=refresh_s,
         plan=run.plan,
         directory=run.directory.name,
-        **_head(run, measure(run.run, run.steps), under_way, restarts),
+        **_head(run, under_way, restarts),
         sign_headings=SIGN_HEADINGS,
         signs=sign_rows(under_way.signs) if under_way else [],
         **_prediction(run),
@@ -91,7 +91,7 @@ def draw_pictures(run: RunFiles) -> dict[str, Any]:
     """SVG elements by name; empty where there is nothing to show. Raises MissingExtra without matplotlib."""
     from markupsafe import Markup
 
-    phases = measure(run.run, run.steps).phases
+    phases = run.measured.phases
     drawn = {"memory": run_plots.memory_bars(run.estimate, phases) if run.estimate or phases else ""}
     if run.steps:
         predicted = run.estimate.tokens_per_second if run.estimate else None
@@ -104,11 +104,9 @@ def draw_pictures(run: RunFiles) -> dict[str, Any]:
     return {name: Markup(picture) for name, picture in drawn.items()}
 
 
-def _head(
-    run: RunFiles, measured: Measured, under_way: UnderWay | None, restarts: Sequence[Restart]
-) -> dict[str, Any]:
+def _head(run: RunFiles, under_way: UnderWay | None, restarts: Sequence[Restart]) -> dict[str, Any]:
     """Status, plan in one line, verdict, and the figures that people ask for first."""
-    is_running = under_way is not None and under_way.is_alive
+    is_running, measured = under_way is not None and under_way.is_alive, run.measured
     tiles = list(_tiles(run, measured))
     state = "There is no report.json: the run is still going, or it was stopped before it could write one."
     if under_way is not None:
@@ -199,7 +197,7 @@ def _loss_sentence(run: RunFiles) -> str:
 
 def _prediction(run: RunFiles) -> dict[str, Any]:
     """Predicted next to measured. The peak decides whether a plan fits: its row stands out. Phases are not timed."""
-    rows = compare(run.estimate, run.run, run.steps)
+    rows = run.comparison
     parts = ["The error says how far the prediction lies above the measurement."]
     if run.run and run.run.memory:
         what = {"live tensors": "the bytes of live tensors", "cuda allocated": "the bytes CUDA had allocated"}

@@ -12,7 +12,6 @@ from fitune.planner.methods import lomo_of, lora_of, packed_base
 from fitune.recipe.contradictions import ADAPTERS_ONLY
 from fitune.recipe.recipe import Recipe, given_keys, parse_recipe
 from fitune.recipe.score_recipe import score_recipe
-from fitune.report.compare import compare
 from fitune.report.methods_page import MethodRun, best_of, comparison_rows, write_methods_page
 from fitune.report.run_files import read_run
 from fitune.score.shards import remove_scores
@@ -103,7 +102,7 @@ def _rows(methods: Sequence[MethodRun], directory: Path) -> Iterator[dict[str, A
         if (files := method.run) is not None and files.run is not None:
             row |= outcome_data(files.run, directory / method.name)
             row["learning_rate"] = files.plan.schedule.learning_rate
-            row["comparison"] = rows_data(compare(files.estimate, files.run, files.steps))
+            row["comparison"] = rows_data(files.comparison)
         yield row | {"best": best.get(method.name, [])}
 
 

@@ -92,7 +92,6 @@ def report_anywhere(run: str) -> Reported:
 
 def report_run(directory: Path) -> Reported:
     """Compare predicted and measured, and write report.html. Raises RunDirectoryError."""
-    from fitune.report.compare import compare
     from fitune.report.page import write_page
     from fitune.report.run_page import page_of
     from fitune.report.run_words import long_steps, state_line
@@ -100,7 +99,7 @@ def report_run(directory: Path) -> Reported:
 
     files, under_way = RunView(directory).look()
     page = write_page(directory / "report.html", page_of(files, under_way))
-    rows = tuple(compare(files.estimate, files.run, files.steps))
+    rows = tuple(files.comparison)
     remarks = tuple(long_steps(files.steps, files.run))
     state = "" if under_way is None else state_line(under_way)
     return Reported(

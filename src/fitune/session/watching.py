@@ -10,7 +10,6 @@ from typing import Any
 
 from fitune.checkpoint.commit import last_saved
 from fitune.errors import FituneError, RunDirectoryError
-from fitune.report.compare import measure
 from fitune.report.local_pages import curve_of, run_refused_html, runs_html, runs_table_html
 from fitune.report.page import write_page
 from fitune.report.run_files import RunFiles, read_run
@@ -210,7 +209,7 @@ def _row(name: str, view: RunView) -> dict[str, Any]:
 
 
 def _figures(files: RunFiles) -> dict[str, Any]:
-    steps, measured = files.steps, measure(files.run, files.steps)
+    steps, measured = files.steps, files.measured
     held_out = [step.eval_loss for step in steps if step.eval_loss is not None]
     return {
         "model": files.plan.model.name,

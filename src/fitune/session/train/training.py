@@ -25,7 +25,7 @@ from fitune.models.language_model import LanguageModel
 from fitune.models.tokens import planned_tokenizer
 from fitune.planner.whole_run import whole_run
 from fitune.recipe.recipe import Recipe, dump_recipe
-from fitune.report.compare import compare, row_texts
+from fitune.report.compare import row_texts
 from fitune.report.run_files import Prediction, RunnerUp, read_run
 from fitune.report.run_page import commands_of_run, write_report
 from fitune.score.engines.engine import Sampling
@@ -317,7 +317,7 @@ def end_of(directory: Path) -> End:
         files = read_run(directory)
     except FituneError:
         return End(status="failed", figures={})
-    rows = compare(files.estimate, files.run, files.steps)
+    rows = files.comparison
     figures: dict[str, float] = {}
     for row in rows:
         name = re.sub(r"\W+", "_", row.what.strip().lower()).strip("_")
