@@ -6,8 +6,8 @@ import pytest
 
 from fitune.errors import RecipeError
 from fitune.estimate.predict import largest_batch, predict, usual_batch
+from fitune.estimate.step import describe_step
 from fitune.planner.fit import tokens_per_second
-from fitune.planner.retry import described
 from fitune.recipe.recipe import parse_recipe
 from fitune.session.clusters.fleet import full_rows
 from fitune.session.clusters.launching import launch_file
@@ -42,9 +42,10 @@ def test_short_rows_are_planned_for(short_rows, settings):
     by_full_rows, taken = plan_for(recipe).chosen.plan, plan_on_data(recipe).chosen
     assert taken.plan.batch.mean_row_tokens == MEAN
     assert taken.estimate.tokens_per_second > 1.05 * predict(on_rows(by_full_rows, MEAN)).tokens_per_second
-    assert tokens_per_second(described(taken.plan)) == taken.estimate.tokens_per_second, (
-        "searched, retried, printed"
-    )
+    assert (
+        tokens_per_second(describe_step(taken.plan, largest_batch(taken.plan)))
+        == taken.estimate.tokens_per_second
+    ), "searched, retried, printed"
     assert taken.estimate.memory == predict(on_rows(taken.plan, 0)).memory
 
 

@@ -9,7 +9,7 @@ from functools import partial
 
 from fitune.errors import Shortage
 from fitune.estimate.memory import memory_of
-from fitune.estimate.predict import largest_batch
+from fitune.estimate.predict import largest_batch, predict_memory
 from fitune.estimate.step import StepStages, describe_step
 from fitune.planner.candidates import block_counts, losses
 from fitune.planner.defaults import CHUNK_TOKENS, optimizer_of
@@ -44,7 +44,8 @@ def smaller_plan(failed: Plan, recipe: Recipe, shortage: Shortage) -> Plan | Non
     known = Known.of(failed, shortage)
     smallest: StepStages | None = None
     for batch in smaller_batches(failed):
-        step = described(replace(failed, batch=batch))
+        plan = replace(failed, batch=batch)
+        step = describe_step(plan, largest_batch(plan))
         fitting = _fastest(step, recipe, failed, room=known.room)
         if fitting is not None and known.is_less(memory_of(fitting)):
             return fitting.plan
@@ -104,7 +105,7 @@ class Known:
 
         Where it is not known what the device had, the plan that failed is all there is to go by.
         """
-        memory = memory_of(described(failed))
+        memory = predict_memory(failed)
         phase = next((phase for phase in Phase if phase.value == shortage.doing), None)
         room = memory.tensor_peak_bytes - 1
         if shortage.kind in MEASURED and shortage.capacity_bytes:
@@ -121,11 +122,6 @@ class Known:
             return False
         phase = self.phase
         return phase is None or sum(memory.phases[phase].values()) < sum(self.failed.phases[phase].values())
-
-
-def described(plan: Plan) -> StepStages:
-    """The step of the largest batch that the plan allows."""
-    return describe_step(plan, largest_batch(plan))
 
 
 def _fastest(step: StepStages, recipe: Recipe, failed: Plan, *, room: int) -> StepStages | None:
@@ -159,29 +155,17 @@ def _losses(recipe: Recipe, failed: Plan) -> tuple[Loss, ...]:
     return (failed.loss, *smaller)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
-    """Settings to change, in words, and the step with them."""
-
-    words: str
-    step: StepStages
-
-    @property
-    def peak_bytes(self) -> int:
-        """Predicted peak of tensors."""
-        return memory_of(self.step).tensor_peak_bytes
-
-
-def next_to_try(failed: Plan, recipe: Recipe, shortage: Shortage) -> tuple[Change, ...]:
-    """Changes, after memory ran out, that take less at the peak and where it ran out, and can be trained: first those
-    that cost time, then those that cost quality."""
+def next_to_try(failed: Plan, recipe: Recipe, shortage: Shortage) -> dict[str, int]:
+    """Settings to change, in words, and the predicted peak bytes of tensors: those, after memory ran out, that take
+    less at the peak and where it ran out, and can be trained. First those that cost time, then those that cost
+    quality."""
     known = Known.of(failed, shortage)
-    changes = (
-        Change(words=words, step=described(plan))
+    allowed = {
+        words: predict_memory(plan)
         for words, plan in _changes(failed, recipe)
         if keeps_rules(plan, "plan", "train")
-    )
-    return tuple(change for change in changes if known.is_less(memory_of(change.step)))
+    }
+    return {words: memory.tensor_peak_bytes for words, memory in allowed.items() if known.is_less(memory)}
 
 
 def _changes(failed: Plan, recipe: Recipe) -> Iterator[tuple[str, Plan]]:

@@ -105,7 +105,7 @@ def next_attempt(failed: Attempt, error: OutOfMemory, *, had: Commit | None, emi
     predicted = predict(failed.plan).memory.tensor_peak_bytes
     if plan is None:
         changes = next_to_try(failed.plan, recipe, shortage)
-        hints = [f"{change.words} ({format_bytes(change.peak_bytes)} predicted)" for change in changes]
+        hints = [f"{words} ({format_bytes(peak)} predicted)" for words, peak in changes.items()]
         lines = [
             error.message,
             f"  {shortage_words(shortage, predicted_bytes=predicted)}",
