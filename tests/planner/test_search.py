@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 
 from fitune.errors import NothingFits, RecipeError
+from fitune.estimate.overhead import usable_bytes
 from fitune.planner.defaults import with_host_memory
 from fitune.planner.explain import memory_sum
 from fitune.planner.search import find_plan
-from fitune.units import GIB
+from fitune.units import GIB, format_bytes
+from fitune.values.machines.gpus import cpu_gpu, hardware_for
 from fitune.values.plan import AdamW, ChunkedLoss, Full, Lora, PlainLoss, Precision, Sgd, Steps
 from fitune.values.serial import from_json, to_json
 from plans import gpu, known, lines_of, plan_of, recipe_of, report_of
@@ -131,6 +133,18 @@ def test_a_host_without_room_for_the_copy_has_the_steps_wait():
     assert any("no room for a copy of" in line for line in report.decisions)
     with pytest.raises(NothingFits, match="checkpoint copy"):
         plan_of(QWEN, hardware, settings, async_save=True)
+
+
+def test_the_copy_of_a_checkpoint_is_not_usable_memory_of_a_processor():
+    """The smallest plan has room beside no copy; what is short counts with it."""
+    hardware = hardware_for(gpu=cpu_gpu(memory_bytes=16 * GIB, cores=8))
+    settings = "tuning: full, objective: least-memory, seq_len: 512, global_batch_size: 1"
+    with pytest.raises(NothingFits) as caught:
+        plan_of(QWEN, hardware, settings, async_save=True)
+    facts = caught.value.facts
+    (short,) = facts["short"]
+    assert short["usable_bytes"] == facts["usable_bytes"] < facts["needed_bytes"] < usable_bytes(hardware)
+    assert f"{format_bytes(facts['needed_bytes'] - facts['usable_bytes'])} short)" in caught.value.message
 
 
 @pytest.mark.parametrize(("setting", "blocks"), [("true", 16), ("false", 0)])

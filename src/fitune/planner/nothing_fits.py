@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fitune.errors import NothingFits
-from fitune.estimate.memory import memory_of
-from fitune.estimate.overhead import enough_host_bytes, usable_bytes
+from fitune.estimate.overhead import enough_host_bytes
 from fitune.estimate.predict import predict
 from fitune.estimate.step import StepStages
 from fitune.planner.candidates import Request
@@ -42,23 +41,22 @@ def nothing_fits(
     """The error to raise; ``smallest`` is the smallest plan of every method that was searched."""
     model, hardware = request.model, request.hardware
     best = min(smallest, key=shortage)
-    usable, needed = usable_bytes(hardware), predict(best.plan)
+    needed = predict(best.plan)
     devices = f"{hardware.num_gpus} ×" if hardware.num_gpus > 1 else "one"
     changes = _Changes(request=request, best=best)
-    fits_devices = memory_of(best).peak_bytes <= usable_bytes(best.plan.hardware)
-    host_alone_is_short = fits_devices and not host_fits(best)
+    host_alone_is_short = needed.peak_bytes <= needed.usable_bytes and not host_fits(best)
     lines = [
         f"nothing fits: {model.name} on {devices} {hardware.gpu.name} of {format_bytes(hardware.gpu.memory_bytes)}, "
-        f"{format_bytes(usable)} usable",
+        f"{format_bytes(needed.usable_bytes)} usable",
         *(f"{wrapped(item.what)}\n{wrapped(item.why, indent=4)}" for item in rejected),
-        *(() if host_alone_is_short else _missing_on_devices(best.plan, usable)),
+        *(() if host_alone_is_short else _missing_on_devices(best.plan)),
         *changes.about_the_host(),
     ]
     facts = {
         "what": verdict_of(replace(best.plan, hardware=hardware)),
         "how": describe_how(best.plan),
         "needed_bytes": needed.peak_bytes,
-        "usable_bytes": usable,
+        "usable_bytes": needed.usable_bytes,
         "short": list(_short(needed)),
         "changes": list(changes.planned()),
     }
@@ -90,18 +88,18 @@ def setting_words(settings: Mapping[str, object], *, as_options: bool) -> str:
     return (" " if as_options else ", ").join(parts)
 
 
-def _missing_on_devices(plan: Plan, usable: int) -> Iterator[str]:
+def _missing_on_devices(plan: Plan) -> Iterator[str]:
     """The smallest plan, how much of a device it is short of, and the known GPU with the least memory that holds it."""
-    peak = predict(plan).peak_bytes
-    short = f"({format_bytes(peak - usable)} short)"
-    yield f"smallest memory that is enough: {format_bytes(peak)} a device {short}, with"
+    needed = predict(plan)
+    peak, short = needed.peak_bytes, needed.peak_bytes - needed.usable_bytes
+    yield f"smallest memory that is enough: {format_bytes(peak)} a device ({format_bytes(short)} short), with"
     yield wrapped(describe_plan(plan))
     needs_bf16 = plan.precision in (Precision.BF16, Precision.BF16_MASTER)
     with_own_memory = (card.gpu for card in known_cards() if not card.host_bytes)
     cards = sorted(with_own_memory, key=lambda gpu: gpu.memory_bytes)
     for gpu in cards:
-        other = replace(plan, hardware=replace(plan.hardware, gpu=gpu))
-        if (gpu.has_bf16 or not needs_bf16) and predict(other).peak_bytes <= usable_bytes(other.hardware):
+        there = predict(replace(plan, hardware=replace(plan.hardware, gpu=gpu)))
+        if (gpu.has_bf16 or not needs_bf16) and there.peak_bytes <= there.usable_bytes:
             yield f"the smallest known GPU that holds it: {gpu.name}"
             return
     largest = max(cards, key=lambda gpu: gpu.memory_bytes)
