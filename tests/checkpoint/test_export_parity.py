@@ -219,7 +219,7 @@ def test_an_adapter_on_the_wrong_base_is_found(tmp_path):
 
 def test_empty_tensors_are_found(tmp_path):
     model = tiny_base(tmp_path / "base")
-    pieces = {name: layout.Piece(t, lambda t=t: t) for name, t in {"hollow": torch.zeros(0, 4)}.items()}
+    pieces = {name: layout.FileTensor(t, lambda t=t: t) for name, t in {"hollow": torch.zeros(0, 4)}.items()}
     with pytest.raises(CheckpointError, match="hollow"):
         layout.write_model(model, tmp_path, pieces)
 

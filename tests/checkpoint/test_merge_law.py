@@ -11,7 +11,7 @@ from checkpoint.tiny_export import into, with_random_b
 from fitune.checkpoint import export, parity
 from fitune.checkpoint.export import export_merged
 from fitune.checkpoint.layout import unverified
-from fitune.checkpoint.merge import Change, changes_of, is_merged, merged, without_layers
+from fitune.checkpoint.merge import WeightChange, changes_of, is_merged, merged, without_layers
 from fitune.errors import CheckpointError
 from fitune.measure.memory import LiveTensors
 from models.tiny_models import tiny_model
@@ -87,7 +87,7 @@ def test_the_law_holds_a_few_rows_at_a_time():
     """Whole matrices in fp64 took twelve times as long as the merge, and other ranks wait for it."""
     torch.manual_seed(0)
     weight = torch.randn(1024, 512).bfloat16()
-    change = Change(
+    change = WeightChange(
         a=torch.randn(4, 512),
         b=torch.randn(1024, 4),
         scaling=2.0,

@@ -12,7 +12,7 @@ from torch import Tensor
 from checkpoint.tiny_export import into, tiny_base, with_adapter
 from fitune.checkpoint import export, layout
 from fitune.checkpoint.export import export_adapter, export_full, export_merged
-from fitune.checkpoint.layout import Piece, write_model
+from fitune.checkpoint.layout import FileTensor, write_model
 from fitune.errors import CheckpointError
 from fitune.models.readers import empty_model, read_config
 from runs import same_weights
@@ -81,7 +81,7 @@ def test_one_tensor_is_held_at_a_time_whatever_the_model_takes(tmp_path):
 def test_a_large_model_is_written_as_shards_with_an_index(tmp_path):
     model = tiny_base(tmp_path / "base")
     weights = {name: p.detach() for name, p in model.named_parameters()}
-    pieces = {n: Piece(torch.empty_like(w, device="meta"), lambda w=w: w) for n, w in weights.items()}
+    pieces = {n: FileTensor(torch.empty_like(w, device="meta"), lambda w=w: w) for n, w in weights.items()}
     (tmp_path / "out").mkdir()
     write_model(on_meta(tmp_path / "base"), tmp_path / "out", pieces, shard_bytes=20_000)
     model.save_pretrained(tmp_path / "whole", max_shard_size=20_000)

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from fitune.report.compare import Row, compare, comparison_table
+from fitune.report.compare import Figure, compare, comparison_table
 from fitune.values.predictions import MemoryBreakdown, Phase
 from fitune.values.reports import MeasuredMemory
 
@@ -27,7 +27,7 @@ def test_an_error_is_positive_when_too_much_was_predicted():
     for predicted, measured, error in (
         (110, 100, pytest.approx(0.1)), (90, 100, pytest.approx(-0.1)), (None, 100, None), (1, None, None), (1, 0, None)
     ):  # fmt: skip
-        assert Row(what="x", predicted=predicted, measured=measured, unit="bytes").error == error
+        assert Figure(what="x", predicted=predicted, measured=measured, unit="bytes").error == error
 
 
 def test_the_process_is_predicted_only_when_what_lies_outside_the_tensors_is(prediction, run_report):

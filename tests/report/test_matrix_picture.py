@@ -5,11 +5,13 @@ import xml.etree.ElementTree as xml
 import pytest
 
 from fitune.errors import MissingExtra
-from fitune.report.comparison_plots import Card, draw_matrix
+from fitune.report.comparison_plots import MatrixCard, draw_matrix
 
-CARD = Card(title="LoRA · ZeRO-3", lines=("20 of 30 GiB", "1,550 tokens/s"), method="lora", filled=20 / 30)
-SHORT = Card(title="nothing fits", lines=("40 of 30 GiB",), method="", filled=4 / 3)
-LONGER = Card(title="no such rows", lines=("the model was made for",), method="", filled=0)
+CARD = MatrixCard(
+    title="LoRA · ZeRO-3", lines=("20 of 30 GiB", "1,550 tokens/s"), method="lora", filled=20 / 30
+)
+SHORT = MatrixCard(title="nothing fits", lines=("40 of 30 GiB",), method="", filled=4 / 3)
+LONGER = MatrixCard(title="no such rows", lines=("the model was made for",), method="", filled=0)
 
 
 def draw(path, *cards):

@@ -13,7 +13,7 @@ from fitune.models.attention import use_cached_attention
 from fitune.models.headers import adapter_size
 from fitune.recipe.score_recipe import score_recipe
 from fitune.report.score_rows import read_score
-from fitune.score.engines.continuous import Moment, answer_continuously
+from fitune.score.engines.continuous import BatchPass, answer_continuously
 from fitune.score.engines.engine import Request, Sampling
 from fitune.score.plan import ScorePlan
 from fitune.session.results import text_of
@@ -52,8 +52,8 @@ def test_a_pass_is_measured_only_where_it_may_be_the_largest(monkeypatch):
     opened = []
     memory = ScoreMemory(ScorePlan(model="m", output_dir="out"))
     passes = [
-        Moment(8, 30, 30), Moment(8, 30, 31), Moment(8, 30, 30), Moment(4, 20, 30), Moment(8, 31, 31),
-        Moment(8, 30, 40),
+        BatchPass(8, 30, 30), BatchPass(8, 30, 31), BatchPass(8, 30, 30), BatchPass(4, 20, 30), BatchPass(8, 31, 31),
+        BatchPass(8, 30, 40),
     ]  # fmt: skip
     for moment in passes:
         monkeypatch.setattr(

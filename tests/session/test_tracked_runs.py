@@ -14,7 +14,7 @@ from fitune.errors import MissingExtra, RecipeError
 from fitune.session.events import Note
 from fitune.session.train.training import tracked
 from fitune.track.record import read_tracked
-from fitune.track.trackers import TRACKERS, Row
+from fitune.track.trackers import TRACKERS, TrackerRow
 from fitune.train.directory import remove_run
 from jsonl import read_lines
 from runs import steps_of
@@ -27,7 +27,9 @@ def settings(settings, monkeypatch):
     monkeypatch.setenv(
         "PYTHONPATH", os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
     )
-    monkeypatch.setitem(TRACKERS, "toy", Row(tracker="track.toy_trackers:Toy", library="json", extra="toy"))
+    monkeypatch.setitem(
+        TRACKERS, "toy", TrackerRow(tracker="track.toy_trackers:Toy", library="json", extra="toy")
+    )
     one = {"micro_batch_size": 16, "gradient_accumulation_steps": 1, "loss": "plain", "save_steps": 1}
     return settings | one | {"report_to": "toy", "run_name": "first"}
 
@@ -80,6 +82,6 @@ def test_only_the_first_rank_tracks(settings):
 
 @pytest.mark.parametrize(("name", "error"), [("tensorbord", RecipeError), ("away", MissingExtra)])
 def test_a_tracker_that_cannot_be_is_refused_before_the_data_is_read(name, error, settings, monkeypatch):
-    monkeypatch.setitem(TRACKERS, "away", Row(tracker="a:B", library="no_such_library", extra="away"))
+    monkeypatch.setitem(TRACKERS, "away", TrackerRow(tracker="a:B", library="no_such_library", extra="away"))
     with pytest.raises(error):
         fitune.train(**settings | {"report_to": name, "data": "nowhere.jsonl"})

@@ -18,7 +18,7 @@ from fitune.track.record import log_of, read_tracked
 from fitune.track.trackers import (
     TRACKERS,
     End,
-    Row,
+    TrackerRow,
     markdown,
     scalars,
     settings_of_environment,
@@ -32,7 +32,7 @@ COMPLETE = End(status="complete", figures={"predicted/peak": 3.0})
 
 
 def row(name):
-    return Row(tracker=f"track.toy_trackers:{name}", library="json", extra="toy")
+    return TrackerRow(tracker=f"track.toy_trackers:{name}", library="json", extra="toy")
 
 
 @pytest.fixture(autouse=True)
@@ -187,7 +187,7 @@ def test_an_unknown_tracker_is_refused_with_the_nearest_name():
 
 
 def test_a_tracker_without_its_library_names_the_command(monkeypatch):
-    monkeypatch.setitem(TRACKERS, "away", Row(tracker="a:B", library="no_such_library", extra="away"))
+    monkeypatch.setitem(TRACKERS, "away", TrackerRow(tracker="a:B", library="no_such_library", extra="away"))
     with pytest.raises(MissingExtra, match="fitune\\[away\\]"):
         wanted_trackers(["away"])
     assert "away" not in wanted_trackers(["all"])

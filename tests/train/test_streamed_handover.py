@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from conftest import plan_of
-from fitune.train.again import Source
+from fitune.train.again import TrainedSource
 from fitune.train.export import handover_of, stored_weights
 from fitune.values.plan import Zero
 from runs import (
@@ -38,14 +38,14 @@ def test_it_is_what_the_run_itself_exported(model_folder, data_file, tmp_path, s
     words = {"max_steps": 2, "save_steps": 2, "learning_rate": 1e-2, **settings}
     plan = plan_of(model_folder, data_file, tmp_path / "run", **words)
     report = trained(plan)
-    checkpoint = Source(path=tmp_path / "run/checkpoints/step-2", kind="checkpoint")
+    checkpoint = TrainedSource(path=tmp_path / "run/checkpoints/step-2", kind="checkpoint")
     handover = small_handover(plan, checkpoint, report)
     out = handover.trained(tmp_path / "out", secure=False)
     if settings["tuning"] == "full":
         assert same_weights(out / "model.safetensors", tmp_path / "run/model/model.safetensors")
         return
     assert same_weights(out / "adapter_model.safetensors", tmp_path / "run/adapter/adapter_model.safetensors")
-    for source in (checkpoint, Source(path=tmp_path / "run/adapter", kind="adapter")):
+    for source in (checkpoint, TrainedSource(path=tmp_path / "run/adapter", kind="adapter")):
         merged, loss = small_handover(plan, source, report).merged(None, tmp_path / f"merged {source.kind}")
         assert loss is None
         assert same_weights(merged / "model.safetensors", tmp_path / "run/merged/model.safetensors")
@@ -53,7 +53,7 @@ def test_it_is_what_the_run_itself_exported(model_folder, data_file, tmp_path, s
 
 def test_a_model_that_a_device_holds_twice_is_loaded_whole(model_folder, data_file, tmp_path):
     plan = plan_of(model_folder, data_file, tmp_path)
-    source = Source(path=tmp_path, kind="checkpoint")
+    source = TrainedSource(path=tmp_path, kind="checkpoint")
     assert stored_weights(plan, source) is None
     divided = replace(plan, sharding=Zero(stage=3, backend="fsdp"))
     assert stored_weights(divided, source) is None

@@ -24,7 +24,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from fitune.checkpoint.layout import (
     ExportFolder,
-    Piece,
+    FileTensor,
     model_pieces,
     require_complete,
     staged,
@@ -179,7 +179,7 @@ def _rounded_away(learned: float, lost: float) -> tuple[str, ...]:
 
 def _export_model(
     model: PreTrainedModel,
-    pieces: Mapping[str, Piece],
+    pieces: Mapping[str, FileTensor],
     into: ExportFolder,
     *,
     against: Model | None,

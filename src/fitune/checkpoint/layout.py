@@ -60,7 +60,7 @@ class ExportFolder:
     secure: bool = False
     """True where nothing else holds what was trained: it is kept in ``<target>-unverified`` until it is verified."""
 
-    def write_texts(self, stage: "Stage") -> None:
+    def write_texts(self, stage: "BuiltFolder") -> None:
         """Write all but the weights, which are there already, and secure the folder where that is wanted."""
         folder = stage.folder
         self.tokenizer.save_pretrained(folder)
@@ -74,7 +74,7 @@ class ExportFolder:
 
 
 @dataclass(slots=True)
-class Stage:
+class BuiltFolder:
     """A folder that is being built for ``target``."""
 
     target: Path
@@ -94,7 +94,7 @@ def unverified(target: Path) -> Path:
 
 
 @contextmanager
-def staged(target: Path, size_bytes: int, *, replace: bool) -> Iterator[Stage]:
+def staged(target: Path, size_bytes: int, *, replace: bool) -> Iterator[BuiltFolder]:
     """A temporary folder that becomes ``target`` when the block ends well and vanishes, unless it was secured, when it
     does not.
 
@@ -109,7 +109,7 @@ def staged(target: Path, size_bytes: int, *, replace: bool) -> Iterator[Stage]:
         )
     if target.exists() and not (target.is_dir() and (replace or not any(target.iterdir()))):
         raise RunDirectoryError(f"{target} already exists and is not empty", hint="choose another folder")
-    stage = Stage(target, temporary := temporary_sibling(target))
+    stage = BuiltFolder(target, temporary := temporary_sibling(target))
     transformers_logging.disable_progress_bar()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -130,7 +130,7 @@ def staged(target: Path, size_bytes: int, *, replace: bool) -> Iterator[Stage]:
         remove(temporary)
 
 
-def _kept(stage: Stage) -> str:
+def _kept(stage: BuiltFolder) -> str:
     secured = stage.folder == unverified(stage.target)
     return f"; what was trained is kept in {stage.folder}" if secured else ""
 
@@ -166,21 +166,21 @@ def write_adapter(
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FileTensor:
     """One tensor of a file: another of its shape and type, and what makes it when it is written."""
 
     like: Tensor
     make: Callable[[], Tensor]
 
 
-def made_piece(tensor: Tensor) -> Piece:
+def made_piece(tensor: Tensor) -> FileTensor:
     """A tensor that is there."""
-    return Piece(tensor, lambda: tensor)
+    return FileTensor(tensor, lambda: tensor)
 
 
 def model_pieces(
     model: PreTrainedModel, tensors: Mapping[str, Tensor], make: Callable[[str], Tensor], dtype: torch.dtype
-) -> dict[str, Piece]:
+) -> dict[str, FileTensor]:
     """Name on the Hub -> piece, of a model with ``tensors``, floating ones in ``dtype``; ``make`` makes each by name.
 
     Where files hold them otherwise than the model does (experts one by one), all are made now and converted together.
@@ -197,20 +197,20 @@ def model_pieces(
     like = {name: torch.empty(t.shape, dtype=kind_of(t), device="meta") for name, t in tensors.items()}
     on_disk = revert_weight_conversion(model, like)
     if all(on_disk.get(name) is tensor for name, tensor in like.items()):
-        return {name: Piece(tensor, partial(made, name)) for name, tensor in like.items()}
+        return {name: FileTensor(tensor, partial(made, name)) for name, tensor in like.items()}
     converted = revert_weight_conversion(model, {name: made(name) for name in tensors})
     return {name: made_piece(tensor) for name, tensor in converted.items()}
 
 
 def write_model(
-    model: PreTrainedModel, folder: Path, pieces: Mapping[str, Piece], *, shard_bytes: int | None = None
+    model: PreTrainedModel, folder: Path, pieces: Mapping[str, FileTensor], *, shard_bytes: int | None = None
 ) -> Digests:
     """config.json, generation_config.json, safetensors of at most ``shard_bytes``, an index when there are several.
 
     Raises OSError, and CheckpointError naming a tensor that is empty, not finite, or comes back otherwise.
     """
     likes = {name: piece.like for name, piece in pieces.items()}
-    shards: list[dict[str, Piece]] = [{}]
+    shards: list[dict[str, FileTensor]] = [{}]
     room = limit = shard_bytes or SHARD_BYTES
     for name in aligned_order(likes):
         if shards[-1] and likes[name].nbytes > room:
@@ -242,7 +242,7 @@ def write_model(
     return digests
 
 
-def _written(file: Path, pieces: Mapping[str, Piece]) -> Digests:
+def _written(file: Path, pieces: Mapping[str, FileTensor]) -> Digests:
     """Write one file, read it back, and return what is in it."""
     digests: Digests = {}
     likes = {name: piece.like for name, piece in pieces.items()}

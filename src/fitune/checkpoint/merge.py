@@ -23,7 +23,7 @@ from fitune.models.low_bit.quantised import PackedWeight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class WeightChange:
     """The change of one weight by an adapter: W + scaling · B A, with DoRA's lengths of the rows.
 
     Of a stack of experts ``a`` and ``b`` are stacks too.
@@ -38,7 +38,7 @@ class Change:
     """True where the weight is stored as [in, out]: GPT-2's linears and gpt-oss's experts."""
 
 
-def changes_of(model: PeftModel, weights: Mapping[str, Tensor] | None = None) -> dict[str, Change]:
+def changes_of(model: PeftModel, weights: Mapping[str, Tensor] | None = None) -> dict[str, WeightChange]:
     """Name of a weight in the base -> what the adapter does to it; ``weights``: in place of the model's own.
 
     Raises CheckpointError for adapters that are neither LoRA nor DoRA.
@@ -67,7 +67,7 @@ def changes_of(model: PeftModel, weights: Mapping[str, Tensor] | None = None) ->
             target = f"{without_layers(name + '.')}{parameter}"
             a, b = pairs_of_experts(a, b, layer.num_experts) if is_stack else (a, b)
         magnitude = held.get(f"{PREFIX}{name}.lora_magnitude_vector.{adapter}.weight")
-        found[target] = Change(
+        found[target] = WeightChange(
             a=a, b=b, scaling=layer.scaling[adapter], magnitude=magnitude, transposed=transposed
         )
     return found
@@ -98,7 +98,7 @@ def refuse_quantised_base(model: PeftModel) -> None:
 
 
 @torch.no_grad()
-def merged(weight: Tensor, change: Change, dtype: torch.dtype) -> tuple[Tensor, float, float]:
+def merged(weight: Tensor, change: WeightChange, dtype: torch.dtype) -> tuple[Tensor, float, float]:
     """``weight`` changed, summed in fp32 on its device and rounded once to ``dtype``, on the host; with the squares of
     what was learned and of what the rounding took. DoRA: Liu et al. 2024, arXiv 2402.09353, eq. 5.
     """
@@ -123,7 +123,7 @@ _ROWS = 32
 
 
 @torch.no_grad()
-def is_merged(before: Tensor, change: Change, stored: Tensor) -> bool:
+def is_merged(before: Tensor, change: WeightChange, stored: Tensor) -> bool:
     """True if ``stored`` is ``before`` changed: M = W + s · B A (DoRA: m · M / ‖M‖ by rows) within one rounding.
 
     The bound for each element is  ε/2 · |M| + t/2 + (r + 8) · 2⁻²⁴ · (|W| + s · ‖Bᵢ‖ ‖Aⱼ‖) · g:

@@ -77,7 +77,7 @@ def _norms(share: Tensor, dim: int) -> Tensor:
     return torch.linalg.vector_norm(norms, dim=-2)
 
 
-class Rule(ABC):
+class UpdateRule(ABC):
     """Update of one weight by its gradient; without states where a class does not say otherwise."""
 
     def begin(self) -> None:  # noqa: B027  (most count no steps)
@@ -106,7 +106,7 @@ def rule_for(
     optimizer: Optimizer,
     precision: Precision,
     divisions: Mapping[str, Division] | None = None,
-) -> Rule:
+) -> UpdateRule:
     """LOMO's, AdaLomo's, or the optimizer's, on fp32 masters where the precision has them.
 
     ``divisions``: of the weights that ``parameters`` are only this rank's shares of.
@@ -119,7 +119,7 @@ def rule_for(
     return OptimizerRule(parameters, optimizer, masters=precision.has_master)
 
 
-class SgdRule(Rule):
+class SgdRule(UpdateRule):
     """θ ← θ − α (g + λ θ), the very operations of torch.optim.SGD (Lv et al. 2023, arXiv 2306.09782, algorithm 1)."""
 
     def __init__(self, parameters: Mapping[str, Parameter], *, weight_decay: float) -> None:
@@ -138,7 +138,7 @@ class SgdRule(Rule):
         weight.add_(gradient, alpha=-learning_rate * factor)
 
 
-class OptimizerRule(Rule):
+class OptimizerRule(UpdateRule):
     """One weight's share of a step of any optimizer (optimizers.py), with the same states under the same names."""
 
     def __init__(self, parameters: Mapping[str, Parameter], optimizer: Optimizer, *, masters: bool) -> None:
@@ -172,7 +172,7 @@ class OptimizerRule(Rule):
         self.optimizer.restore(tensors)
 
 
-class AdaLomoRule(Rule):
+class AdaLomoRule(UpdateRule):
     """Adafactor's step, parameter by parameter (Lv et al. 2023, arXiv 2310.10195, algorithm 1).
 
     A matrix keeps the means r of its squared gradients over rows, and c over columns; v = r cᵀ / mean(r), a vector

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fitune.engine.fused_rules import Rule
+from fitune.engine.fused_rules import UpdateRule
 from fitune.engine.gradient_scale import LossScale, clip_factor
 from fitune.engine.plain import Seed
 from fitune.engine.protocol import Engine, EngineState, EnterPhase, LossModel, Update
@@ -50,7 +50,7 @@ class InBackwardEngine(Engine):
         model: LossModel,
         parameters: Mapping[str, Parameter],
         *,
-        rule: Rule,
+        rule: UpdateRule,
         clip: ClipByValue | ClipByNorm,
         precision: Precision,
         used_twice: Collection[str] = (),

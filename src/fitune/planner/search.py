@@ -94,7 +94,7 @@ def _refusal(recipe: Recipe, plan: Plan, broken: tuple[Rule, ...]) -> FituneErro
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class Searched:
     """One method: its plans that fit, the preferred first; or the smallest plan, which does not."""
 
     method: Method
@@ -102,7 +102,7 @@ class Answer:
     smallest: StepStages | None
 
 
-def search(request: Request, *, wanted: Callable[[Method], bool] = lambda method: True) -> Iterator[Answer]:
+def search(request: Request, *, wanted: Callable[[Method], bool] = lambda method: True) -> Iterator[Searched]:
     """Methods in the order of preference, until one fits; then only those that train something else.
 
     ``wanted`` leaves methods out.
@@ -128,7 +128,7 @@ def first_choice(
     """
     smallest: list[StepStages] = []
 
-    def fitting() -> Iterator[Answer]:
+    def fitting() -> Iterator[Searched]:
         """Answers with plans that fit; ``smallest`` gets the smallest plan of each other method."""
         for answer in search(request, wanted=wanted):
             if answer.smallest is not None:
@@ -156,12 +156,12 @@ FAST_ENOUGH = 0.5
 """A method that the recipe leaves open is taken if it has this share of the speed of the next one that fits."""
 
 
-def _taken(recipe: Recipe, fitting: Iterable[Answer]) -> Answer | None:
+def _taken(recipe: Recipe, fitting: Iterable[Searched]) -> Searched | None:
     """Returns the method to take of those that fit, the better first; asks for no more of them than it needs.
 
     Where memory counts alone it is the first, however slow.
     """
-    better: Answer | None = None
+    better: Searched | None = None
     for following in fitting:
         if better is not None:
             is_slow = _cost(better.found[0]) * FAST_ENOUGH > _cost(following.found[0])
@@ -192,16 +192,16 @@ def _kind(method: Method) -> tuple[str, str]:
     return type(method.tuning).__name__, base
 
 
-def _answer(recipe: Recipe, method: Method, searches: Sequence[MethodSearch]) -> Answer:
+def _answer(recipe: Recipe, method: Method, searches: Sequence[MethodSearch]) -> Searched:
     if recipe.objective == "least-memory":
         found = [step for one in searches if (step := one.smallest()) is not None and fits(step)]
         ranked = sorted(found, key=lambda step: predict(step.plan).peak_bytes)
     else:
         ranked = _best_first([one.fastest() for one in searches])
     if ranked:
-        return Answer(method=method, found=tuple(ranked), smallest=None)
+        return Searched(method=method, found=tuple(ranked), smallest=None)
     smallest = [step for one in searches if (step := one.smallest()) is not None]
-    return Answer(method=method, found=(), smallest=min(smallest, key=shortage))
+    return Searched(method=method, found=(), smallest=min(smallest, key=shortage))
 
 
 def _best_first(found: Sequence[tuple[StepStages, ...]]) -> list[StepStages]:
@@ -232,7 +232,7 @@ def _devices(recipe: Recipe, hardware: Hardware) -> Iterator[Hardware]:
         yield with_cards(replace(hardware, nodes=1, internode_bandwidth=0.0), gpus, recipe)
 
 
-def _rejections(answers: Sequence[Answer]) -> tuple[Rejection, ...]:
+def _rejections(answers: Sequence[Searched]) -> tuple[Rejection, ...]:
     """One a method; the same arithmetic is not told twice."""
     told: dict[str, Rejection] = {}
     for plan in (answer.smallest.plan for answer in answers if answer.smallest is not None):
@@ -242,7 +242,7 @@ def _rejections(answers: Sequence[Answer]) -> tuple[Rejection, ...]:
     return tuple(told.values())
 
 
-def _runners_up(taken: Answer, fitting: Sequence[Answer]) -> list[StepStages]:
+def _runners_up(taken: Searched, fitting: Sequence[Searched]) -> list[StepStages]:
     """The best of every other method, then the chosen method in other placements, then with other batches."""
     chosen, *rest = taken.found
     placements = {Placement.of(chosen.plan)}

@@ -23,7 +23,7 @@ PEAK = "Peak of tensors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Figure:
     """One quantity. None: not predicted, or not measured."""
 
     what: str
@@ -40,7 +40,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class MeasuredRun:
     """Measured figures of a run, from its report or its steps."""
 
     phases: dict[Phase, int]
@@ -58,7 +58,7 @@ class Measured:
 
 def compare(
     estimate: Estimate | None, run_report: RunReport | None, steps: Sequence[StepReport] = ()
-) -> list[Row]:
+) -> list[Figure]:
     """Rows for each phase of memory, the peak, the whole process, step time and throughput.
 
     ``steps`` stand in for what a run without a report has not said, and give the step time.
@@ -76,26 +76,30 @@ def compare(
         whole = estimate.reserved_bytes if any(estimate.memory.outside.values()) else None
         seconds, rate = estimate.step_seconds, estimate.tokens_per_second
     rows = [
-        Row(what=name, predicted=phases.get(phase), measured=measured.phases.get(phase), unit="bytes")
+        Figure(what=name, predicted=phases.get(phase), measured=measured.phases.get(phase), unit="bytes")
         for phase, name in PHASE_NAMES.items()
         if phase in phases or phase in measured.phases
     ]
-    rows.append(Row(what=PEAK, predicted=peak, measured=measured.peak_bytes, unit="bytes"))
+    rows.append(Figure(what=PEAK, predicted=peak, measured=measured.peak_bytes, unit="bytes"))
     # each of several processes is held against the one prediction for the largest
     rows += [
-        Row(what=f"  rank {rank.rank}", predicted=peak, measured=rank.peak_bytes, unit="bytes")
+        Figure(what=f"  rank {rank.rank}", predicted=peak, measured=rank.peak_bytes, unit="bytes")
         for rank in (() if run_report is None else run_report.ranks)
         if rank.memory
     ]
     if measured.process_bytes:
         what = f"Process ({measured.process_kind})"
-        rows.append(Row(what=what, predicted=whole, measured=measured.process_bytes, unit="bytes"))
-    rows.append(Row(what="Time of a step", predicted=seconds, measured=measured.step_seconds, unit="seconds"))
-    rows.append(Row(what="Throughput", predicted=rate, measured=measured.tokens_per_second, unit="tokens/s"))
+        rows.append(Figure(what=what, predicted=whole, measured=measured.process_bytes, unit="bytes"))
+    rows.append(
+        Figure(what="Time of a step", predicted=seconds, measured=measured.step_seconds, unit="seconds")
+    )
+    rows.append(
+        Figure(what="Throughput", predicted=rate, measured=measured.tokens_per_second, unit="tokens/s")
+    )
     return rows
 
 
-def measure(run_report: RunReport | None, steps: Sequence[StepReport]) -> Measured:
+def measure(run_report: RunReport | None, steps: Sequence[StepReport]) -> MeasuredRun:
     """Measured figures: from the report where there is one, else from the steps."""
     memory = None if run_report is None else run_report.memory
     skipped = 0 if run_report is None else run_report.steps_of_other_plan
@@ -116,7 +120,7 @@ def measure(run_report: RunReport | None, steps: Sequence[StepReport]) -> Measur
     if memory is not None and on_cuda:
         without = ", without expandable segments" * (memory.expandable_segments is False)
         process_kind = f"reserved on the device{without}"
-    return Measured(
+    return MeasuredRun(
         phases=phases,
         on_cuda=on_cuda,
         process_bytes=0 if memory is None else memory.process_bytes,
@@ -126,12 +130,12 @@ def measure(run_report: RunReport | None, steps: Sequence[StepReport]) -> Measur
     )
 
 
-def comparison_table(rows: Sequence[Row]) -> str:
+def comparison_table(rows: Sequence[Figure]) -> str:
     """Plain text for the terminal, numbers to the right."""
     return text_table([("", "predicted", "measured", "error"), *(row_texts(row) for row in rows)])
 
 
-def row_texts(row: Row) -> tuple[str, str, str, str]:
+def row_texts(row: Figure) -> tuple[str, str, str, str]:
     """Name, predicted, measured and error as text; a dash where one is not known."""
     error = "–" if row.error is None else format_percent(row.error, signed=True)
     return row.what, value_text(row.predicted, row.unit), value_text(row.measured, row.unit), error

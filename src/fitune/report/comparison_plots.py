@@ -5,8 +5,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fitune.report.compare import Row
-from fitune.report.plots import DASHED, SERIES, Line, Points, loss_picture, paired_bars, svg_file
+from fitune.report.compare import Figure
+from fitune.report.plots import DASHED, SERIES, Curve, Points, loss_picture, paired_bars, svg_file
 from fitune.report.run_plots import running_mean
 from fitune.values.plan import Plan, trains_every_weight
 from fitune.values.reports import StepReport
@@ -30,7 +30,7 @@ def held_out_curves(runs: Mapping[str, Sequence[StepReport]], plans: Mapping[str
 def _curves(curves: Mapping[str, Points], plans: Mapping[str, Plan], *, name: str, label: str) -> str:
     """Solid where every weight is trained, dashed where adapters are; with their points where they are few."""
     lines = [
-        Line(
+        Curve(
             name=method, points=points, series=f"series-{1 + place % SERIES}", marker="o" if len(points) < 30 else "",
             style="-" if trains_every_weight(plans[method].tuning) else DASHED,
         )
@@ -39,7 +39,7 @@ def _curves(curves: Mapping[str, Points], plans: Mapping[str, Plan], *, name: st
     return loss_picture(lines, name=name, label=label, height_in=3.4)
 
 
-def method_bars(rows: Mapping[str, Row], *, name: str, label: str) -> str:
+def method_bars(rows: Mapping[str, Figure], *, name: str, label: str) -> str:
     """SVG of a quantity of every method, predicted and measured; a value that is 0 or unknown has no bar."""
     bars = {
         method: ({"predicted": row.predicted} if row.predicted else {}, row.measured or None)
@@ -55,7 +55,7 @@ _COLOURS = {
 _BAD, _PANEL, _BAR = "#b23c00", "#f3f5f7", "#cfd5da"
 
 
-class Card(NamedTuple):
+class MatrixCard(NamedTuple):
     """One cell: words about the plan that is taken, and how full it fills a device."""
 
     title: str
@@ -68,7 +68,7 @@ class Card(NamedTuple):
 
 def draw_matrix(
     path: Path,
-    cards: Sequence[Sequence[Card]],
+    cards: Sequence[Sequence[MatrixCard]],
     *,
     title: str,
     rows: Sequence[str],
@@ -91,7 +91,7 @@ def draw_matrix(
         axes.text(0, len(rows) + 0.15, legend, wrap=True)
 
 
-def _draw_card(axes: Any, card: Card, *, x: float, y: float, line: float) -> None:
+def _draw_card(axes: Any, card: MatrixCard, *, x: float, y: float, line: float) -> None:
     """A panel with an edge in the method's colour, a bar for the memory, and the words."""
     from matplotlib.patches import Rectangle
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import quantiles
 
 from fitune.report import plan_words
-from fitune.report.compare import PEAK, Row, row_texts
+from fitune.report.compare import PEAK, Figure, row_texts
 from fitune.report.comparison_plots import held_out_curves, loss_curves, method_bars
 from fitune.report.page import pictures_or_advice, render, write_page
 from fitune.report.run_files import RunFiles
@@ -145,11 +145,11 @@ def _pictures(runs: Mapping[str, RunFiles]) -> list[tuple[str, str]]:
     return drawn
 
 
-def _row_of(runs: Mapping[str, RunFiles], what: str) -> dict[str, Row]:
+def _row_of(runs: Mapping[str, RunFiles], what: str) -> dict[str, Figure]:
     return {name: _rows(run)[what] for name, run in runs.items()}
 
 
-def _rows(run: RunFiles) -> dict[str, Row]:
+def _rows(run: RunFiles) -> dict[str, Figure]:
     return {row.what: row for row in run.comparison}
 
 

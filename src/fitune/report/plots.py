@@ -274,7 +274,7 @@ def axis_unit(largest: int) -> tuple[int, str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class Curve:
     """Points over the steps, in the colour of ``series``."""
 
     name: str
@@ -290,7 +290,7 @@ DASHED = (0, (5, 1.6))
 
 
 def line_picture(
-    lines: Sequence[Line],
+    lines: Sequence[Curve],
     *,
     name: str,
     label: str,
@@ -330,7 +330,7 @@ def line_picture(
     return draw_svg(draw, name=name, label=label, height_in=height_in, curves=curves, text=text)
 
 
-def loss_picture(lines: Sequence[Line], **how: Any) -> str:
+def loss_picture(lines: Sequence[Curve], **how: Any) -> str:
     """``line_picture`` of losses, on a logarithmic axis where the largest is over MANY_TIMES the smallest."""
     losses = [value for line in lines for _, value in line.points if math.isfinite(value)]
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from fitune.errors import RunDirectoryError
 from fitune.files import path_fault, read_text
-from fitune.report.compare import Measured, Row, compare, measure
+from fitune.report.compare import Figure, MeasuredRun, compare, measure
 from fitune.track.metrics import read_metrics
 from fitune.track.record import Tracked, read_tracked
 from fitune.values.plan import Plan
@@ -72,12 +72,12 @@ class RunFiles:
         return None if self.prediction is None else self.prediction.estimate
 
     @property
-    def measured(self) -> Measured:
+    def measured(self) -> MeasuredRun:
         """Measured figures, as far as the run has said them."""
         return measure(self.run, self.steps)
 
     @property
-    def comparison(self) -> list[Row]:
+    def comparison(self) -> list[Figure]:
         """Predicted beside measured figures."""
         return compare(self.estimate, self.run, self.steps)
 

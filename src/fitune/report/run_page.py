@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fitune.report import plan_words, run_plots
-from fitune.report.compare import PEAK, PHASE_NAMES, Measured, row_texts
+from fitune.report.compare import PEAK, PHASE_NAMES, MeasuredRun, row_texts
 from fitune.report.page import Tile, ledger_table, pictures_or_advice, render, write_page
 from fitune.report.run_files import RunFiles, read_run
 from fitune.report.run_words import (
@@ -123,7 +123,7 @@ def _head(run: RunFiles, under_way: UnderWay | None, restarts: Sequence[Restart]
     }
 
 
-def _verdict(run: RunFiles, measured: Measured) -> str:
+def _verdict(run: RunFiles, measured: MeasuredRun) -> str:
     """The one sentence the page is about."""
     peak = measured.peak_bytes
     if run.estimate is None:
@@ -144,7 +144,7 @@ def _verdict(run: RunFiles, measured: Measured) -> str:
     )
 
 
-def _tiles(run: RunFiles, measured: Measured) -> Iterator[Tile]:
+def _tiles(run: RunFiles, measured: MeasuredRun) -> Iterator[Tile]:
     if measured.peak_bytes:
         peak = run.estimate and format_bytes(run.estimate.memory.tensor_peak_bytes)
         yield Tile(

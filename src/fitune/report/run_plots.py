@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from fitune.report.compare import PHASE_NAMES
-from fitune.report.plots import SERIES, Axes, Line, line_picture, loss_picture, paired_bars
+from fitune.report.plots import SERIES, Axes, Curve, line_picture, loss_picture, paired_bars
 from fitune.units import format_learning_rate, format_rate
 from fitune.values.predictions import Estimate, Phase
 from fitune.values.reports import StepReport
@@ -29,14 +29,14 @@ def loss_curve(steps: Sequence[StepReport]) -> str:
     """SVG of the training loss, from 30 steps on with its running mean, and of the loss on the held-out rows."""
     train = [(step.step, step.loss) for step in steps]
     held_out = [(step.step, step.eval_loss) for step in steps if step.eval_loss is not None]
-    lines = [Line(name="training", points=train, series="series-1")]
+    lines = [Curve(name="training", points=train, series="series-1")]
     if len(train) >= 30:
         lines = [
-            Line(name="each step", points=train, series="series-1", width=0.7, alpha=0.4),
-            Line(name="running mean", points=running_mean(train), series="series-1", width=1.8),
+            Curve(name="each step", points=train, series="series-1", width=0.7, alpha=0.4),
+            Curve(name="running mean", points=running_mean(train), series="series-1", width=1.8),
         ]
     if held_out:
-        lines.append(Line(name="held out", points=held_out, series="series-6", width=1.4, marker="o"))
+        lines.append(Curve(name="held out", points=held_out, series="series-6", width=1.4, marker="o"))
     return loss_picture(lines, name="loss", label="Loss over the steps")
 
 
@@ -50,7 +50,7 @@ def learning_rate_curve(steps: Sequence[StepReport]) -> str:
 
     points = [(step.step, step.learning_rate) for step in steps]
     return line_picture(
-        [Line(name="learning rate", points=points, series="series-3")], finish=finish, name="learning-rate",
+        [Curve(name="learning rate", points=points, series="series-3")], finish=finish, name="learning-rate",
         label="Learning rate over the steps", text=format_learning_rate,
     )  # fmt: skip
 
@@ -66,7 +66,7 @@ def throughput_curve(steps: Sequence[StepReport], *, predicted: float | None) ->
 
     points = [(step.step, step.tokens_per_second) for step in steps]
     return line_picture(
-        [Line(name="measured", points=points, series="series-1", width=1.2)], finish=finish, name="throughput",
+        [Curve(name="measured", points=points, series="series-1", width=1.2)], finish=finish, name="throughput",
         label="Throughput over the steps", text=format_rate,
         level=None if predicted is None else ("predicted", predicted, "series-2"),
     )  # fmt: skip
@@ -77,7 +77,7 @@ def grad_norm_curve(steps: Sequence[StepReport], *, clipped_at: float) -> str:
     clipped; 0 for ``clipped_at`` means no clipping."""
     points = [(step.step, step.grad_norm) for step in steps]
     return line_picture(
-        [Line(name="before clipping", points=points, series="series-4", width=1.2)],
+        [Curve(name="before clipping", points=points, series="series-4", width=1.2)],
         finish=lambda axes: axes.set_ylim(bottom=0), name="grad-norm", label="Gradient norm over the steps",
         level=("clipped at", clipped_at, "muted") if clipped_at else None,
     )  # fmt: skip

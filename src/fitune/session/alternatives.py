@@ -158,11 +158,11 @@ def draw_picture(found: Matrix, path: Path) -> None:
     """Write the matrix as SVG. Raises RecipeError for another ending, MissingExtra without matplotlib."""
     if path.suffix.lower() != ".svg":
         raise RecipeError(f"--picture {path} must end in .svg", hint="--picture matrix.svg")
-    from fitune.report.comparison_plots import Card, draw_matrix  # not for those who only plan
+    from fitune.report.comparison_plots import MatrixCard, draw_matrix  # not for those who only plan
 
     draw_matrix(
         path,
-        [[Card(*card(cell, found)) for cell in found.row(model)] for model in found.models],
+        [[MatrixCard(*card(cell, found)) for cell in found.row(model)] for model in found.models],
         title=f"What fits on {devices_with_memory(found.hardware)}",
         rows=[short_name(model) for model in found.models],
         columns=[f"{length:,} tokens" for length in found.seq_lens],

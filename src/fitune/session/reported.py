@@ -23,7 +23,7 @@ from fitune.values.serial import to_data
 from fitune.values.words import describe_interval, describe_mean
 
 if TYPE_CHECKING:
-    from fitune.report.compare import Row
+    from fitune.report.compare import Figure
     from fitune.track.record import Tracked
 
 
@@ -32,7 +32,7 @@ class Reported(ShownInNotebooks):
     """Predicted and measured figures of a run, and its page."""
 
     directory: Path
-    rows: "tuple[Row, ...]"
+    rows: "tuple[Figure, ...]"
     run: RunReport | None
     """None while the run is going, and when it was killed."""
     page: Path
@@ -181,7 +181,7 @@ def outcome_data(run: RunReport, directory: Path) -> dict[str, Any]:
     }
 
 
-def rows_data(rows: "Iterable[Row]") -> list[dict[str, Any]]:
+def rows_data(rows: "Iterable[Figure]") -> list[dict[str, Any]]:
     """Predicted beside measured figures, with the relative error."""
     names = ("what", "predicted", "measured", "error")
     return [{name: getattr(row, name) for name in names} for row in rows]

@@ -20,7 +20,7 @@ from fitune.child import Child, ChildEnded
 from fitune.credentials import without_credentials
 from fitune.track.metrics import to_line
 from fitune.track.record import Tracked, log_of, read_tracked, write_tracked
-from fitune.track.trackers import Beginning, End, Row, Where
+from fitune.track.trackers import Beginning, End, TrackerRow, Where
 from fitune.values.plan import Plan
 from fitune.values.reports import RunReport, StepReport
 from fitune.values.serial import from_data, parse_object, to_data, to_json
@@ -45,7 +45,7 @@ class Trackers:
 
     def __init__(
         self,
-        rows: Mapping[str, Row],
+        rows: Mapping[str, TrackerRow],
         directory: Path,
         *,
         say: Callable[[str], None],
@@ -142,7 +142,7 @@ class Feed:
 
     def __init__(
         self,
-        row: Row,
+        row: TrackerRow,
         beginning: Beginning,
         before: Tracked,
         *,

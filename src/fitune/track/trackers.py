@@ -16,7 +16,7 @@ NONE = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class TrackerRow:
     """One tracker."""
 
     tracker: str
@@ -30,20 +30,20 @@ class Row:
     """For its process, unless the user has said otherwise: nothing is sent but the run."""
 
 
-TRACKERS: dict[str, Row] = {
-    "wandb": Row(
+TRACKERS: dict[str, TrackerRow] = {
+    "wandb": TrackerRow(
         tracker="fitune.track.wandb:Wandb", library="wandb", extra="wandb", prefix="WANDB_",
         environment={"WANDB_ERROR_REPORTING": "false"},
     ),
-    "mlflow": Row(
+    "mlflow": TrackerRow(
         tracker="fitune.track.mlflow:MLflow", library="mlflow", extra="mlflow", prefix="MLFLOW_",
         environment={"MLFLOW_DISABLE_TELEMETRY": "true"},
     ),
-    "comet": Row(
+    "comet": TrackerRow(
         tracker="fitune.track.comet:Comet", library="comet_ml", extra="comet", prefix="COMET_",
         environment={"COMET_ERROR_TRACKING_ENABLE": "false", "COMET_DISABLE_AUTO_LOGGING": "1"},
     ),
-    "tensorboard": Row(
+    "tensorboard": TrackerRow(
         tracker="fitune.track.tensorboard:TensorBoard", library="tensorboard", extra="tensorboard"
     ),
 }  # fmt: skip
@@ -53,7 +53,7 @@ _ALIASES = {"comet_ml": "comet"}
 _ALL = "all"
 
 
-def wanted_trackers(names: Sequence[str]) -> dict[str, Row]:
+def wanted_trackers(names: Sequence[str]) -> dict[str, TrackerRow]:
     """The trackers that ``report_to`` names. ``all`` is every one that is installed, ``none`` is none.
 
     Raises RecipeError for an unknown name, MissingExtra for a library that is not installed.

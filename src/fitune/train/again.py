@@ -33,7 +33,7 @@ def trained_kind(plan: Plan) -> Literal["adapter", "full"]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class TrainedSource:
     """A folder that holds all that a run trained."""
 
     path: Path
@@ -50,7 +50,7 @@ def require_trained(directory: Path, steps: Sequence[StepReport]) -> None:
         )
 
 
-def find_source(directory: Path, plan: Plan, report: RunReport | None, *, step: int) -> Source:
+def find_source(directory: Path, plan: Plan, report: RunReport | None, *, step: int) -> TrainedSource:
     """The place of the weights after ``step``, the last one.
 
     An export that the report does not speak for counts only when it is younger than the last step: it may be of an
@@ -61,10 +61,10 @@ def find_source(directory: Path, plan: Plan, report: RunReport | None, *, step: 
     told = report is not None and (report.status == "complete" or report.exported)
     for path, counts in ((folder, told), (unverified(folder), False)):
         if path.is_dir() and (counts or is_of_last_step(path, directory)):
-            return Source(path=path, kind=kind)
+            return TrainedSource(path=path, kind=kind)
     saved = newest_checkpoint(directory)
     if saved.path is not None and saved.path.name == f"step-{step}":
-        return Source(path=saved.path, kind="checkpoint")
+        return TrainedSource(path=saved.path, kind="checkpoint")
     found = (
         f"the newest checkpoint is {saved.path.name}" if saved.path is not None else "there is no checkpoint"
     )
@@ -80,7 +80,7 @@ def is_of_last_step(folder: Path, directory: Path) -> bool:
     return bool(written) and min(written) >= (directory / "metrics.jsonl").stat().st_mtime_ns
 
 
-def load_trained(plan: Plan, source: Source, *, on_bytes: OnBytes) -> LanguageModel:
+def load_trained(plan: Plan, source: TrainedSource, *, on_bytes: OnBytes) -> LanguageModel:
     """The model as it was when training ended, on the plan's device, or on the host where there is none."""
     words: dict[str, Any] = {
         "dtype": compute_dtype(plan.precision),

@@ -39,7 +39,7 @@ from fitune.models.readers import (
 )
 from fitune.models.weight_files import base_reference, stored_dtype, stored_tensors
 from fitune.models.weights import compute_dtype
-from fitune.train.again import EXPORT_FOLDERS, Kind, Source, trained_kind, with_weights
+from fitune.train.again import EXPORT_FOLDERS, Kind, TrainedSource, trained_kind, with_weights
 from fitune.train.evaluate import measured_or_none, measured_trained, sample_loss
 from fitune.train.prepare import tuned
 from fitune.units import format_bytes, format_count, format_seconds
@@ -171,7 +171,7 @@ def handover_of(
     return Handover(plan=plan, model=with_weights(plan, dict(weights), dtype=dtype, device=cpu), **words)
 
 
-def stored_weights(plan: Plan, source: Source) -> Mapping[str, Tensor] | None:
+def stored_weights(plan: Plan, source: TrainedSource) -> Mapping[str, Tensor] | None:
     """The weights that a run trained, read from ``source`` tensor by tensor, where its devices could not hold the model
     and a second copy of it; None where they could: then the export is verified by its answers, too."""
     twice = 2 * count_parameters(plan.model).total * plan.precision.compute_bytes

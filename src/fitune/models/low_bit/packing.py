@@ -29,7 +29,7 @@ from fitune.values.plan import Dense, Quantiser
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WeightPlace:
     """A dense weight in a model, and the packed one that takes its place."""
 
     parent: nn.Module
@@ -59,7 +59,7 @@ class Place:
             hold_packed(self.parent, self.name, packed)
 
 
-def places_in(block: nn.Module, base: Dense | Quantiser) -> Iterator[tuple[str, Place]]:
+def places_in(block: nn.Module, base: Dense | Quantiser) -> Iterator[tuple[str, WeightPlace]]:
     """Name in ``block`` and place of each weight that ``base`` packs."""
     if isinstance(base, Dense):
         return
@@ -67,11 +67,11 @@ def places_in(block: nn.Module, base: Dense | Quantiser) -> Iterator[tuple[str, 
         before = f"{name}." if name else ""
         for child_name, child in module.named_children():
             if is_dense_linear(child) and not is_read_by_kernels(module, child_name):
-                yield f"{before}{child_name}.weight", Place(module, child_name)
+                yield f"{before}{child_name}.weight", WeightPlace(module, child_name)
         if base.stack is not None and is_experts(module):
             for stack in STACKS:
                 if module._parameters.get(stack) is not None:
-                    yield f"{before}{stack}", Place(module, stack)
+                    yield f"{before}{stack}", WeightPlace(module, stack)
 
 
 def quantise_blocks(blocks: nn.Module, base: Dense | Quantiser) -> None:
@@ -112,7 +112,7 @@ class _Packer(HfQuantizer, ConversionOps):
     def __init__(self, quantization_config: PackOnArrival, **_: Any) -> None:
         self.quantization_config: Any = quantization_config
         self.pre_quantized = False
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, WeightPlace] = {}
         """Name of a dense weight -> where it is."""
         self.packed: dict[str, PackedWeight] = {}
         self.kept: dict[str, torch.Size] = {}

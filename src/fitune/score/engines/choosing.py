@@ -12,7 +12,7 @@ from transformers import TemperatureLogitsWarper, TopPLogitsWarper
 from fitune.score.engines.engine import Completion, FinishReason, Request
 
 
-class Row:
+class AnswerRow:
     """A request and what is written for it so far; ``on_token`` is called with it after each token."""
 
     def __init__(self, request: Request, on_token: "OnToken") -> None:
@@ -52,18 +52,18 @@ class Row:
         )
 
 
-OnToken = Callable[[Row], None]
+OnToken = Callable[[AnswerRow], None]
 """Called when a token was written for a row."""
 
 
-def nobody(_row: Row) -> None:
+def nobody(_row: AnswerRow) -> None:
     """An OnToken for callers that wait for whole answers."""
 
 
 def stopping(on_token: OnToken, decode: Callable[[list[int]], str]) -> OnToken:
     """``on_token``, and then a look at the row's last tokens for the texts at which its request stops."""
 
-    def look(row: Row) -> None:
+    def look(row: AnswerRow) -> None:
         """Stops the row where one of its texts is written."""
         on_token(row)
         if row.request.stop and not row.is_stopped:
@@ -75,7 +75,7 @@ def stopping(on_token: OnToken, decode: Callable[[list[int]], str]) -> OnToken:
     return look
 
 
-def choose(logits_BV: Tensor, rows: Sequence[Row]) -> Tensor:
+def choose(logits_BV: Tensor, rows: Sequence[AnswerRow]) -> Tensor:
     """The next token of each row [B], also added to the rows with its log-probability."""
     logits_BV = logits_BV.float()
     chosen_B = logits_BV.argmax(-1)
@@ -88,7 +88,7 @@ def choose(logits_BV: Tensor, rows: Sequence[Row]) -> Tensor:
     return chosen_B
 
 
-def _draw(logits_V: Tensor, row: Row) -> Tensor:
+def _draw(logits_V: Tensor, row: AnswerRow) -> Tensor:
     """A draw from the softmax: the largest of the logits plus Gumbel noise (Maddison et al., arXiv 1411.0030).
 
     The noise is −log of exponential noise, from the row's own generator on the CPU: the same row draws the same

@@ -29,7 +29,7 @@ from transformers.cache_utils import DynamicLayer
 
 from fitune.models.attention import turns_by_length
 from fitune.models.language_model import base_of, cache_argument
-from fitune.score.engines.choosing import OnToken, Row, choose, nobody
+from fitune.score.engines.choosing import AnswerRow, OnToken, choose, nobody
 from fitune.score.engines.engine import Completion, Request
 from fitune.values.answering import CACHE_ROOM
 
@@ -42,7 +42,7 @@ _WATCHED_STEPS = CACHE_ROOM
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class BatchPass:
     """A pass of the first batch: prompts of at most ``prompt_tokens`` are read, or a token is written and the cache
     has ``width`` columns then."""
 
@@ -56,11 +56,11 @@ class Moment:
         return self.width == self.prompt_tokens
 
 
-Watch = Callable[[Moment, Callable[[], Iterable[Tensor]]], AbstractContextManager[None]]
+Watch = Callable[[BatchPass, Callable[[], Iterable[Tensor]]], AbstractContextManager[None]]
 """Opened around some passes of the first batch; told which, and the tensors that exist before."""
 
 
-def unwatched(_moment: Moment, _alive: Callable[[], Iterable[Tensor]]) -> AbstractContextManager[None]:
+def unwatched(_moment: BatchPass, _alive: Callable[[], Iterable[Tensor]]) -> AbstractContextManager[None]:
     """The watch of a run that nobody measures: it does nothing."""
     return nullcontext()
 
@@ -98,10 +98,10 @@ def answer_continuously(
     batch = _Batch(model)
     steps = 0
     while waiting or batch.rows:
-        entering: list[Row] = []
+        entering: list[AnswerRow] = []
         free = batch_size - len(batch.rows)
         if waiting and (not batch.rows or free >= max(1, batch_size // _ENTER_TOGETHER)):
-            entering = [Row(waiting.popleft(), on_token) for _ in range(min(free, len(waiting)))]
+            entering = [AnswerRow(waiting.popleft(), on_token) for _ in range(min(free, len(waiting)))]
         is_watched = watch is not unwatched and (not steps or steps % _WATCHED_STEPS == 1)
         with watch(batch.moment(entering), batch.tensors) if is_watched else nullcontext():
             if entering:
@@ -118,7 +118,7 @@ class _Batch:
     """Rows that are being written, and their cache: ``gaps[row]`` columns of it are padding."""
 
     def __init__(self, model: Any) -> None:
-        self.rows: list[Row] = []
+        self.rows: list[AnswerRow] = []
         self._model = model
         self._cache_argument = str(cache_argument(base_of(model)))
         self._cache = RoomyCache()
@@ -129,16 +129,16 @@ class _Batch:
         cached = ((layer.keys, layer.values) for layer in self._cache.filled)
         return chain(self._model.parameters(), self._model.buffers(), chain.from_iterable(cached))
 
-    def moment(self, entering: Sequence[Row]) -> Moment:
+    def moment(self, entering: Sequence[AnswerRow]) -> BatchPass:
         """The pass that follows: over the prompts of ``entering``, without any over one token of each row."""
         rows = entering or self.rows
         longest = max(len(row.request.prompt_ids) for row in rows)
         full = self._width() >= self._cache.columns
         grown = self._width() + self._room() if full else self._cache.columns
-        return Moment(len(rows), longest, longest if entering else grown)
+        return BatchPass(len(rows), longest, longest if entering else grown)
 
     @torch.inference_mode()
-    def enter(self, rows: list[Row]) -> None:
+    def enter(self, rows: list[AnswerRow]) -> None:
         """Read the prompts of ``rows``, write the first token of each, and join them to the batch."""
         width = max(row.length for row in rows)
         gaps = [width - row.length for row in rows]
@@ -178,7 +178,7 @@ class _Batch:
         return done
 
     def _forward(
-        self, ids: Tensor, places: Tensor, mask_BW: Tensor, cache: "RoomyCache", rows: Sequence[Row]
+        self, ids: Tensor, places: Tensor, mask_BW: Tensor, cache: "RoomyCache", rows: Sequence[AnswerRow]
     ) -> None:
         device = self._model.device
         output = self._model(

@@ -29,7 +29,7 @@ from fitune.models.adapters import saved_rows
 from fitune.models.attention import longrope_boundary, use_cached_attention
 from fitune.models.language_model import base_of, language_model
 from fitune.models.tokens import require_rows
-from fitune.score.engines.choosing import OnToken, Row, choose, nobody, stopping
+from fitune.score.engines.choosing import AnswerRow, OnToken, choose, nobody, stopping
 from fitune.score.engines.continuous import Watch, answer_continuously, can_join, unwatched
 from fitune.score.engines.engine import (
     Asked,
@@ -231,7 +231,7 @@ def answer_together(
     """Completions, batch after batch. ``requests`` fit into the model's context."""
     by_length = sorted(requests, key=lambda request: len(request.prompt_ids))
     for batch in _batches(by_length, batch_size, longrope_boundary(model.config)):
-        rows = [Row(request, on_token) for request in batch]
+        rows = [AnswerRow(request, on_token) for request in batch]
         longest = max(row.length for row in rows)
         gaps = [longest - row.length for row in rows]
         ids = [[pad_id] * gap + list(one.prompt_ids) for gap, one in zip(gaps, batch, strict=True)]
@@ -267,7 +267,7 @@ class _Chosen(LogitsProcessor):
     """Scores whose largest is the token that ``choose`` takes: ``generate`` itself only follows. A row that has ended
     is fed ends until the last row of the batch is done."""
 
-    def __init__(self, rows: Sequence[Row], stop_ids: frozenset[int]) -> None:
+    def __init__(self, rows: Sequence[AnswerRow], stop_ids: frozenset[int]) -> None:
         self._rows, self._stop_ids = rows, stop_ids
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:

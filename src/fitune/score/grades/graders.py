@@ -32,7 +32,7 @@ SHORT_ANSWER_WORDS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class GraderKind:
     """One row of GRADERS. ``argument``: what stands after the colon of ``name:argument``; empty, nothing may."""
 
     measures: str
@@ -67,7 +67,7 @@ class Grader:
     """Its mean in words."""
 
     @property
-    def row(self) -> Kind:
+    def row(self) -> GraderKind:
         """The row of GRADERS."""
         return GRADERS[self.kind]
 
@@ -250,41 +250,41 @@ def perplexity(body: Line, *, per_byte: bool = False) -> Graded:
     return {"grade": math.exp(min(nats, _LARGEST_LOG)), "weight": float(pieces)}
 
 
-GRADERS: dict[str, Kind] = {
-    "exact_match": Kind("answers that are the reference, white space aside", exact_match, of_calls=operator.eq),
-    "contains": Kind("answers that hold the reference", contains, of_calls=operator.ge),
-    "number": Kind("answers whose number is that of the reference", number, rules="2"),
-    "f1": Kind("mean F1 of the words", f1, rules="2"),
-    "rouge": Kind("mean ROUGE-L F-measure", rouge, rules="2"),
-    "bleu": Kind("mean BLEU of single answers", bleu),
-    "chrf": Kind("mean chrF2 of single answers", chrf),
-    "regex": Kind("answers in which the pattern is found", argument="PATTERN", needs_reference=False),
-    "json_schema": Kind(
+GRADERS: dict[str, GraderKind] = {
+    "exact_match": GraderKind("answers that are the reference, white space aside", exact_match, of_calls=operator.eq),
+    "contains": GraderKind("answers that hold the reference", contains, of_calls=operator.ge),
+    "number": GraderKind("answers whose number is that of the reference", number, rules="2"),
+    "f1": GraderKind("mean F1 of the words", f1, rules="2"),
+    "rouge": GraderKind("mean ROUGE-L F-measure", rouge, rules="2"),
+    "bleu": GraderKind("mean BLEU of single answers", bleu),
+    "chrf": GraderKind("mean chrF2 of single answers", chrf),
+    "regex": GraderKind("answers in which the pattern is found", argument="PATTERN", needs_reference=False),
+    "json_schema": GraderKind(
         "answers that are JSON of the schema", argument="FILE.json", needs_reference=False
     ),
-    "python": Kind(
+    "python": GraderKind(
         "mean of what the function returns", argument="FILE.py:FUNCTION", needs_reference=False, scale="value"
     ),
-    "judge": Kind("", argument="FILE.yaml", needs_reference=False, judges=True),
-    "choice": Kind(
+    "judge": GraderKind("", argument="FILE.yaml", needs_reference=False, judges=True),
+    "choice": GraderKind(
         "rows whose likeliest choice is the right one", grade_likelihoods=choice, needs_choices=True
     ),
-    "choice_norm": Kind(
+    "choice_norm": GraderKind(
         "rows whose likeliest choice per character is the right one", needs_choices=True,
         grade_likelihoods=lambda body: choice(body, lambda c: len(c["text"])),
     ),
-    "choice_norm_tokens": Kind(
+    "choice_norm_tokens": GraderKind(
         "rows whose likeliest choice per token is the right one", needs_choices=True,
         grade_likelihoods=lambda body: choice(body, lambda c: c["tokens"]),
     ),
-    "loglikelihood": Kind(
+    "loglikelihood": GraderKind(
         "mean log-probability of the reference", grade_likelihoods=loglikelihood, scale="nats"
     ),
-    "perplexity": Kind(
+    "perplexity": GraderKind(
         "perplexity per token of the references, their ends included", grade_likelihoods=perplexity,
         scale="perplexity",
     ),
-    "byte_perplexity": Kind(
+    "byte_perplexity": GraderKind(
         "perplexity per byte of the references", grade_likelihoods=partial(perplexity, per_byte=True),
         scale="perplexity",
     ),

@@ -22,7 +22,7 @@ from fitune.models.adapter_file import check_adapter, read_adapter_config
 from fitune.models.adapters import saved_rows
 from fitune.models.tokens import load_tokenizer
 from fitune.recipe.score_recipe import checked_recipe
-from fitune.score.engines.choosing import Row
+from fitune.score.engines.choosing import AnswerRow
 from fitune.score.engines.engine import Request, Sampling
 from fitune.score.engines.engine_transformers import TransformersEngine, require_effect
 from fitune.score.engines.opening import changes_the_base, load_adapted
@@ -129,7 +129,7 @@ class Chat:
         began, tokenizer, stop_ids = time.perf_counter(), side.engine.tokenizer, side.engine.stop_ids
         text, shown, tokens = "", 0, 0
 
-        def show(row: Row) -> None:
+        def show(row: AnswerRow) -> None:
             """Decodes the tokens so far; shows the new text once its last character is whole."""
             nonlocal text, tokens, shown
             ids, tokens = row.token_ids, len(row.token_ids)

@@ -35,7 +35,7 @@ from fitune.recipe.score_recipe import ScoreRecipe
 from fitune.report.score_pages import comparison_verdict, write_score_comparison, write_score_page
 from fitune.report.score_rows import first_failed, first_grader_error, read_changed, read_score
 from fitune.score.answers import CHANGED
-from fitune.score.engines.continuous import Moment
+from fitune.score.engines.continuous import BatchPass
 from fitune.score.engines.opening import answering_of, open_engine, why_merged_first
 from fitune.score.grades.intervals import Changed, compare, grades_of
 from fitune.score.plan import ScorePlan
@@ -198,10 +198,10 @@ class ScoreMemory:
     def __init__(self, plan: ScorePlan) -> None:
         self._plan = plan
         self._measured = 0
-        self._moments: list[Moment] = []
+        self._moments: list[BatchPass] = []
 
     @contextmanager
-    def watch(self, moment: Moment, alive: Callable[[], Iterable[torch.Tensor]]) -> Iterator[None]:
+    def watch(self, moment: BatchPass, alive: Callable[[], Iterable[torch.Tensor]]) -> Iterator[None]:
         """Measure one pass, if it may need more than those before it: the counter makes it several times as long."""
         if any(
             moment.is_reading == before.is_reading
