@@ -11,7 +11,7 @@ import pytest
 from fitune.errors import RunDirectoryError
 from fitune.report.score_pages import write_score_comparison, write_score_page
 from fitune.report.score_rows import first_grader_error, read_scored_rows
-from fitune.score.grades.intervals import compare
+from fitune.score.grades.intervals import paired_scores
 from fitune.session.score.scoring import compare_scores
 from fitune.values.reports import ScoreReport
 from fitune.values.serial import to_json
@@ -101,7 +101,7 @@ def test_two_scorings_are_shown_with_the_rows_that_changed_both_ways(tmp_path):
     mine = write_folder(tmp_path / "mine", [1.0, 1.0, 0.0, 1.0, 0.0, None, 0.0])
     other = write_folder(tmp_path / "other", [0.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0])
     changed = []
-    paired = compare(mine, other, on_changed=changed.append)
+    paired = paired_scores(mine, other, on_changed=changed.append)
     page = write_score_comparison(mine, other, paired, changed)
     require_harmless(page)
     text = text_of(page)
@@ -125,7 +125,7 @@ def test_the_rows_shown_are_those_of_a_grader_by_which_some_changed(tmp_path):
     mine = write_folder(tmp_path / "mine", [1.0, 1.0, 0.0])
     other = write_folder(tmp_path / "other", [0.0, 1.0, 0.0])
     changed = []
-    (by_pattern,) = compare(mine, other, on_changed=changed.append)
+    (by_pattern,) = paired_scores(mine, other, on_changed=changed.append)
     alike = replace(by_pattern, grader="alike", other=by_pattern.mean, difference=0.0, better=0, worse=0)
     text = text_of(write_score_comparison(mine, other, [alike, by_pattern], changed))
     assert "alike: 66.7 % in both: no row changed." in text

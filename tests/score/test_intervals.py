@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fitune.errors import RunDirectoryError
-from fitune.score.grades.intervals import WeightedMean, compare, mcnemar
+from fitune.score.grades.intervals import WeightedMean, mcnemar, paired_scores
 from jsonl import write_lines
 
 
@@ -59,18 +59,18 @@ def test_two_scorings_are_compared_on_the_rows_of_both(tmp_path):
     mine = write_grades(tmp_path / "a", {"1": 1.0, "2": 1.0, "3": 0.0, "4": 1.0, "new": 1.0})
     other = write_grades(tmp_path / "b", {"4": 1.0, "3": 1.0, "2": 0.0, "1": 0.0, "old": 0.0})
     changed = []
-    (found,) = compare(mine, other, on_changed=changed.append)
+    (found,) = paired_scores(mine, other, on_changed=changed.append)
     assert (found.rows, found.mean, found.other, found.difference) == (4, 0.75, 0.5, 0.25)
     assert (found.better, found.worse, found.p_value) == (2, 1, 1.0)
     assert found.low < 0.25 < found.high
     assert [row["id"] for row in changed] == ["1", "2", "3"]
     with pytest.raises(RunDirectoryError, match="no row and grader in common"):
-        compare(mine, write_grades(tmp_path / "c", {"9": 1.0}))
+        paired_scores(mine, write_grades(tmp_path / "c", {"9": 1.0}))
     write_lines(tmp_path / "c" / "grades.jsonl", [{"id": "1", "grades": {"f1": 0.5}}])
     with pytest.raises(RunDirectoryError, match="common: exact_match here, f1 there"):
-        compare(mine, tmp_path / "c")
+        paired_scores(mine, tmp_path / "c")
     with pytest.raises(RunDirectoryError, match="has no grades that can be read"):
-        compare(mine, tmp_path / "nowhere")
+        paired_scores(mine, tmp_path / "nowhere")
     for damage in (
         b"[]\n", b'{"id": "1"}\n', b'{"id": 1, "grades": {}}\n', b"[" * 100_000, b'{"id": "2", "grades": []}\n',
         b'{"id": "2", "grades": {"exact_match": "high"}}\n',
@@ -79,5 +79,5 @@ def test_two_scorings_are_compared_on_the_rows_of_both(tmp_path):
         with (other / "grades.jsonl").open("ab") as file:
             file.write(damage)
         with pytest.raises(RunDirectoryError, match="has no grades that can be read"):
-            compare(mine, other)
+            paired_scores(mine, other)
         write_lines(other / "grades.jsonl", [{"id": "1", "grades": {"exact_match": 1.0}}])

@@ -9,7 +9,7 @@ from fitune.errors import RecipeError, RunDirectoryError
 from fitune.report.score_pages import write_score_page
 from fitune.score.engines.engine import Sampling
 from fitune.score.grades.graders import open_graders
-from fitune.score.grades.intervals import compare
+from fitune.score.grades.intervals import paired_scores
 from fitune.score.grades.judge_settings import fill, read_verdict
 from fitune.score.plan import ScorePlan
 from fitune.score.shards import Shards
@@ -181,7 +181,7 @@ def test_killed_between_shards_and_asked_again_where_it_failed_each_answer_is_ju
         assert quietly(again).grades == {plan.graders[0]: pytest.approx(1 / ROWS)}
     assert (Path(again.output_dir) / "grades.jsonl").read_bytes() == before
     changed = []
-    (paired,) = compare(Path(plan.output_dir), Path(again.output_dir), on_changed=changed.append)
+    (paired,) = paired_scores(Path(plan.output_dir), Path(again.output_dir), on_changed=changed.append)
     assert (paired.difference, changed) == (0.0, [])
 
 

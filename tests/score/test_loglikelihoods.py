@@ -14,7 +14,7 @@ from fitune.measure.memory import LiveTensors
 from fitune.score.engines.engine import Continuation, sorted_out
 from fitune.score.engines.engine_transformers import TransformersEngine
 from fitune.score.grades.graders import GRADERS
-from fitune.score.grades.intervals import compare
+from fitune.score.grades.intervals import paired_scores
 from fitune.score.plan import ScorePlan
 from fitune.score.questions import has_choices, read_choices
 from fitune.score.run import score
@@ -161,7 +161,7 @@ def test_graders_follow_from_rows_with_choices_and_references_alone_have_a_perpl
         replace(plan, sources=(texts,), graders=("perplexity",), output_dir=str(tmp_path / "texts"))
     )
     assert (report.answered, report.failed, report.ungraded) == (2, 1, {"perplexity": 1})
-    (paired,) = compare(tmp_path / "texts", tmp_path / "texts", scales=report.scales)
+    (paired,) = paired_scores(tmp_path / "texts", tmp_path / "texts", scales=report.scales)
     assert (paired.rows, paired.difference, paired.scale) == (2, 0.0, "perplexity")
     assert (paired.better, paired.worse) == (0, 0)
     assert paired.mean == pytest.approx(report.grades["perplexity"])

@@ -18,7 +18,7 @@ from torch import Tensor
 from fitune.errors import CheckpointError
 from fitune.models.adapter_file import PREFIX
 from fitune.models.expert_adapters import pairs_of_experts
-from fitune.models.experts import shape_of
+from fitune.models.experts import stack_shape
 from fitune.models.low_bit.quantised import PackedWeight
 
 
@@ -62,7 +62,9 @@ def changes_of(model: PeftModel, weights: Mapping[str, Tensor] | None = None) ->
         transposed, target = bool(getattr(layer, "fan_in_fan_out", False)), f"{name}.weight"
         if isinstance(layer, ParamWrapper):  # PEFT puts the layers of one module's stacks around it
             module, parameter = layer.get_base_layer(), layer.parameter_name
-            is_stack = len(shape_of(module, parameter) or ()) == 3  # else a single matrix, such as a router's
+            is_stack = (
+                len(stack_shape(module, parameter) or ()) == 3
+            )  # else a single matrix, such as a router's
             transposed = is_stack and bool(getattr(module, "is_transposed", False))
             target = f"{without_layers(name + '.')}{parameter}"
             a, b = pairs_of_experts(a, b, layer.num_experts) if is_stack else (a, b)

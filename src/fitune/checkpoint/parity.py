@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from fitune.checkpoint.layout import Digests, digest, require_same
 from fitune.errors import CheckpointError, first_line, is_out_of_memory
 from fitune.models.attention import use_cached_attention
-from fitune.models.language_model import base_of
+from fitune.models.language_model import without_adapters
 
 Model = PreTrainedModel | PeftModel
 Verified = tuple[float | None, tuple[str, ...]]
@@ -96,7 +96,7 @@ def verify_export(
 @contextmanager
 def plain_attention(model: Model) -> Iterator[str]:
     """Transformers' own attention for a while; yields its name, for the reloaded model to use."""
-    base = base_of(model)
+    base = without_adapters(model)
     before = base.config._attn_implementation
     use_cached_attention(base)
     try:
@@ -127,7 +127,7 @@ Routes = Mapping[str, tuple[Tensor, ...]]
 def logits(model: Model, routes: Routes | None = None) -> tuple[Tensor, Routes]:
     """fp32 logits [B, T, V] of 2 × 16 tokens, the same for every model of one vocabulary size, on the host, without
     dropout; and what its routers answered. With ``routes`` they answer as recorded. The model is left as it was."""
-    base, recorded = base_of(model), dict[str, tuple[Tensor, ...]]()
+    base, recorded = without_adapters(model), dict[str, tuple[Tensor, ...]]()
     spread_BT = torch.arange(2 * 16).reshape(2, 16) * 7919 + 13
     ids_BT = (spread_BT % base.config.get_text_config().vocab_size).to(base.device)
 
@@ -162,7 +162,7 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 def has_routers(model: Model) -> bool:
     """True if the config of ``model`` says that tokens choose among experts."""
-    config = base_of(model).config.get_text_config()
+    config = without_adapters(model).config.get_text_config()
     return any((getattr(config, name, 0) or 0) > 1 for name in _EXPERTS)
 
 

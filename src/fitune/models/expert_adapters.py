@@ -13,7 +13,7 @@ import torch
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 
-from fitune.models.experts import STACKS, Pair, is_experts, packed_stack_of, run_by, shape_of
+from fitune.models.experts import STACKS, Pair, is_experts, packed_stack_of, run_by, stack_shape
 
 
 def stacks_among(model: nn.Module, targets: Sequence[str]) -> list[str]:
@@ -23,7 +23,7 @@ def stacks_among(model: nn.Module, targets: Sequence[str]) -> list[str]:
         for name, module in model.named_modules()
         if is_experts(module)
         for stack in STACKS
-        if shape_of(module, stack) is not None
+        if stack_shape(module, stack) is not None
     }
     named = [target for target in targets if "." in target]
     return [target for target in named if any(name.endswith(f".{target}") for name in found)]

@@ -26,11 +26,11 @@ def is_experts(module: nn.Module) -> bool:
     return (
         hasattr(module, "is_transposed")
         and hasattr(module, "_apply_gate")
-        and any(len(shape_of(module, name) or ()) == 3 for name in STACKS)
+        and any(len(stack_shape(module, name) or ()) == 3 for name in STACKS)
     )
 
 
-def shape_of(experts: nn.Module, name: str) -> torch.Size | None:
+def stack_shape(experts: nn.Module, name: str) -> torch.Size | None:
     """Shape of a stack, packed or not; None where there is none of that name."""
     held: PackedWeight | Tensor | None = packed_stack_of(experts, name)
     if held is None:

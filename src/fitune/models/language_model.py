@@ -91,7 +91,7 @@ def language_model(
 
     ``device``: where it is trained, when that is not where it is.
     """
-    base = base_of(whole)
+    base = without_adapters(whole)
     body, head = body_of(base), base.get_output_embeddings()
     if head is None or body is base:
         raise ModelError(f"{type(base).__name__} has no language-modelling head")
@@ -137,7 +137,7 @@ def carries_along(blocks: nn.ModuleList) -> bool:
     )
 
 
-def base_of(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
+def without_adapters(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
     """``model`` without the adapters that PEFT has put into it."""
     return model.get_base_model() if isinstance(model, PeftModel) else model
 

@@ -154,7 +154,7 @@ def _of_average_rows(step: StepStages) -> StepStages:
     return step if shape == step.shape else describe_step(step.plan, shape)
 
 
-def in_order(found: Sequence[StepStages], *, packed: bool) -> list[StepStages]:
+def taken_first(found: Sequence[StepStages], *, packed: bool) -> list[StepStages]:
     """First the one to take: of those within 3 % of the fastest, which offloads only where that gains a quarter, the
     simplest placement, in it one that recomputes nothing, and of these the one with least memory when rows are packed,
     else with most rows at once. Then the others, the fastest first.

@@ -35,11 +35,11 @@ from fitune.planner.fit import (
     fewest_blocks,
     fits,
     host_fits,
-    in_order,
     last_true,
     peak_of,
     preferred,
     quickest_blocks,
+    taken_first,
     tokens_per_second,
 )
 from fitune.values.plan import Batch, Loss, Plan, Sharding
@@ -89,7 +89,7 @@ class MethodSearch:
                 found.append(fitting)
                 speed = tokens_per_second(fitting)
                 best, plain = max(best, speed), max(plain, speed if placement.is_plain else 0)
-        return tuple(in_order(found, packed=self.request.recipe.packing))
+        return tuple(taken_first(found, packed=self.request.recipe.packing))
 
     def smallest(self) -> StepStages | None:
         """The plan that needs the least device memory, of those whose host part fits; None without any placement.

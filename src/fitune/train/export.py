@@ -29,7 +29,7 @@ from fitune.files import read_text
 from fitune.models.adapter_file import WEIGHTS
 from fitune.models.attention import use_attention
 from fitune.models.headers import own_name
-from fitune.models.language_model import LanguageModel, base_of, language_model
+from fitune.models.language_model import LanguageModel, language_model, without_adapters
 from fitune.models.readers import (
     empty_model,
     file_of_model,
@@ -126,7 +126,7 @@ class Handover:
         Ollama's Modelfile."""
         file = file_of_model(self.plan.model_path, "tokenizer.model")
         found = {} if file is None else {file.name: file.read_bytes()}
-        architecture = type(base_of(self.model.whole)).__name__
+        architecture = type(without_adapters(self.model.whole)).__name__
         text = modelfile(architecture, self.tokenizer, template, has_vocabulary_file=bool(found))
         return {**found, **({"Modelfile": text.encode()} if text else {})}
 

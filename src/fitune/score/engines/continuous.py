@@ -28,7 +28,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from fitune.models.attention import turns_by_length
-from fitune.models.language_model import base_of, cache_argument
+from fitune.models.language_model import cache_argument, without_adapters
 from fitune.score.engines.choosing import AnswerRow, OnToken, choose, nobody
 from fitune.score.engines.engine import Completion, Request
 from fitune.values.answering import CACHE_ROOM
@@ -71,7 +71,7 @@ def can_join(model: Any) -> bool:
     Not so: recurrent states (Mamba), positions that follow from the mask's length (Bloom), rotary factors that
     depend on the longest row of a call (longrope, dynamic). Such models answer in batches that start and end together.
     """
-    base = base_of(model)
+    base = without_adapters(model)
     config = base.config.get_text_config()
     taken = inspect.signature(base.forward).parameters
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
@@ -120,7 +120,7 @@ class _Batch:
     def __init__(self, model: Any) -> None:
         self.rows: list[AnswerRow] = []
         self._model = model
-        self._cache_argument = str(cache_argument(base_of(model)))
+        self._cache_argument = str(cache_argument(without_adapters(model)))
         self._cache = RoomyCache()
         self._gaps: list[int] = []
 

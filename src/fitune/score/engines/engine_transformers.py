@@ -27,7 +27,7 @@ from fitune.data.conversations.messages import Conversation, Message
 from fitune.data.conversations.templates import ChatTemplate
 from fitune.models.adapters import saved_rows
 from fitune.models.attention import longrope_boundary, use_cached_attention
-from fitune.models.language_model import base_of, language_model
+from fitune.models.language_model import language_model, without_adapters
 from fitune.models.tokens import require_rows
 from fitune.score.engines.choosing import AnswerRow, OnToken, choose, nobody, stopping
 from fitune.score.engines.continuous import Watch, answer_continuously, can_join, unwatched
@@ -81,7 +81,7 @@ class TransformersEngine:
     @property
     def stop_ids(self) -> frozenset[int]:
         """Ids that end an answer: those of the template, and the EOS ids that the model's makers listed."""
-        listed = base_of(self.model).generation_config.eos_token_id
+        listed = without_adapters(self.model).generation_config.eos_token_id
         listed = [] if listed is None else listed
         return self.template.stop_ids | frozenset(listed if isinstance(listed, list) else [listed])
 
@@ -190,7 +190,7 @@ def _ready_to_answer(engine: TransformersEngine) -> Iterator[frozenset[int]]:
     threads on two idle cores, 146 s on busy ones, and 4 s there with one.
     """
     model, tokenizer = engine.model, engine.tokenizer
-    base: Any = base_of(model)
+    base: Any = without_adapters(model)
     training, attention, settings = model.training, base.config._attn_implementation, base.generation_config
     stop_ids, threads = engine.stop_ids, torch.get_num_threads()
     try:

@@ -134,7 +134,7 @@ Changed = dict[str, Any]
 """Id, grades here and grades there of a row that some grader gave another grade."""
 
 
-def compare(
+def paired_scores(
     directory: Path,
     other: Path,
     *,

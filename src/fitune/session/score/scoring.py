@@ -37,7 +37,7 @@ from fitune.report.score_rows import first_failed, first_grader_error, read_chan
 from fitune.score.answers import CHANGED
 from fitune.score.engines.continuous import BatchPass
 from fitune.score.engines.opening import answering_of, open_engine, why_merged_first
-from fitune.score.grades.intervals import Changed, compare, grades_of
+from fitune.score.grades.intervals import Changed, grades_of, paired_scores
 from fitune.score.plan import ScorePlan
 from fitune.score.run import score
 from fitune.session.events import Emit, Note, RowsAnswered, emit_notes, emit_weights
@@ -269,7 +269,7 @@ def compare_scores(directory: Path, other: Path) -> str:
             """Appends the row to changed.jsonl."""
             file.write(f"{json.dumps(row, ensure_ascii=False)}\n".encode())
 
-        paired = compare(directory, other, scales=scales, on_changed=write)
+        paired = paired_scores(directory, other, scales=scales, on_changed=write)
     shown = [
         f"{comparison_verdict(found)} {found.better:,} better, {found.worse:,} worse, of {counted(found.rows, 'row')}"
         for found in paired
