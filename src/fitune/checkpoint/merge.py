@@ -62,9 +62,8 @@ def changes_of(model: PeftModel, weights: Mapping[str, Tensor] | None = None) ->
         transposed, target = bool(getattr(layer, "fan_in_fan_out", False)), f"{name}.weight"
         if isinstance(layer, ParamWrapper):  # PEFT puts the layers of one module's stacks around it
             module, parameter = layer.get_base_layer(), layer.parameter_name
-            is_stack = (
-                len(stack_shape(module, parameter) or ()) == 3
-            )  # else a single matrix, such as a router's
+            # else a single matrix, such as a router's
+            is_stack = len(stack_shape(module, parameter) or ()) == 3
             transposed = is_stack and bool(getattr(module, "is_transposed", False))
             target = f"{without_layers(name + '.')}{parameter}"
             a, b = pairs_of_experts(a, b, layer.num_experts) if is_stack else (a, b)
