@@ -48,3 +48,14 @@ def test_machines_that_slow_each_other_down_are_said_with_the_speed_of_one():
     assert "10 Gbit/s" in note
     fast = replace(two, internode_bandwidth=400e9)
     assert not lines_of(full_on(fast, "global_batch_size: 256"), "note on nodes:")
+
+
+def test_what_is_faster_is_so_on_the_devices_of_the_plan():
+    """A million tokens cost least on one of the eight cards: more of them are no reason for another precision."""
+    settings = "tuning: full, price_per_gpu_hour: 1"
+    cheapest = report_of(
+        "qwen2.5-14b", gpu("a100-40gb", gpus=8, host_memory_bytes=2000 * GIB), settings, objective="cheapest"
+    )
+    assert cheapest.chosen.plan.hardware.num_gpus == 1
+    alone = report_of("qwen2.5-14b", cheapest.chosen.plan.hardware, settings)
+    assert lines_of(cheapest, "note on speed:") == lines_of(alone, "note on speed:")

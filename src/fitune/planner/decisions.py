@@ -293,8 +293,9 @@ def _faster_at_a_cost(
     ):
         return
     best = AT_A_COST * chosen.estimate.tokens_per_second
+    same = replace(request, hardware=plan.hardware)  # where money counts, these may be fewer than there are
     for words, loses, other in _lesser(request, method) if is_open else ():
-        found = MethodSearch(request, other, on_device=True).fastest()
+        found = MethodSearch(same, other, on_device=True).fastest()
         speed = tokens_per_second(found[0]) if found else 0.0
         if speed >= best:
             best, ratio = FURTHER_GAIN * speed, speed / chosen.estimate.tokens_per_second
