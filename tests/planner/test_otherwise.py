@@ -59,3 +59,13 @@ def test_what_is_faster_is_so_on_the_devices_of_the_plan():
     assert cheapest.chosen.plan.hardware.num_gpus == 1
     alone = report_of("qwen2.5-14b", cheapest.chosen.plan.hardware, settings)
     assert lines_of(cheapest, "note on speed:") == lines_of(alone, "note on speed:")
+
+
+def test_an_offload_is_compared_on_the_devices_of_the_plan():
+    """Two cards with an offload are twice as fast as one without, and no reason to offload."""
+    settings = "tuning: lora, price_per_gpu_hour: 1"
+    two = gpu("v100-32gb", gpus=2, host_memory_bytes=2000 * GIB)
+    cheapest = report_of("llama-3.1-8b", two, settings, objective="cheapest")
+    assert cheapest.chosen.plan.hardware.num_gpus == 1
+    alone = report_of("llama-3.1-8b", cheapest.chosen.plan.hardware, settings)
+    assert {*lines_of(cheapest, "offload: none")} <= {*lines_of(alone, "offload: none")}

@@ -84,11 +84,13 @@ def placement_decisions(recipe: Recipe, chosen: Priced, others: Sequence[Priced]
 
 
 def _offload_not_taken(chosen: Priced, others: Sequence[Priced]) -> Iterator[str]:
-    """An offload that would be faster and is not taken: by how much, and the settings that take it."""
+    """An offload that would be faster on the same devices and is not taken: by how much, and the settings that take
+    it."""
     offloading = (
         other
         for other in others
         if describe_offload(other.plan.offload)
+        and other.plan.hardware.num_gpus == chosen.plan.hardware.num_gpus
         and method_name(other.plan.tuning) == method_name(chosen.plan.tuning)
         and keeps_rules(other.plan, "train")
     )
