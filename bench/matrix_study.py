@@ -16,6 +16,7 @@ from pathlib import Path
 from fitune.estimate.memory import memory_of
 from fitune.planner.candidates import Request
 from fitune.planner.defaults import with_host_memory
+from fitune.planner.fit import tokens_per_second
 from fitune.planner.matrix import Cell, Matrix, compared, matrix, method_words, short_name
 from fitune.planner.method_search import MethodSearch
 from fitune.recipe.recipe import Recipe, parse_recipe
@@ -239,8 +240,8 @@ def share_of_fastest(recipe: Recipe, cell: Cell, matrix: Matrix) -> float | None
 
 def _best_speed(recipe: Recipe, cell: Cell, matrix: Matrix, **pins: object) -> float:
     """Tokens per second; 0 when nothing fits."""
-    found = [plan for one in _lora(recipe, cell, matrix, **pins) for plan in one.fastest()]
-    return max((plan.tokens_per_second for plan in found), default=0.0)
+    found = (step for one in _lora(recipe, cell, matrix, **pins) for step in one.fastest())
+    return max(map(tokens_per_second, found), default=0.0)
 
 
 def least_bytes(recipe: Recipe, cell: Cell, matrix: Matrix, **pins: object) -> int | None:
