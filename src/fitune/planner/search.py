@@ -36,14 +36,14 @@ def find_plan(
     """
     request = Request.of(recipe, model, hardware, purposes)
     refuse_contradictions(request)
-    answers = list(search(request))
-    fitting = [answer for answer in answers if answer.found]
-    rejected = _rejections(answers)
+    searched = list(search(request))
+    fitting = [one for one in searched if one.found]
+    rejected = _rejections(searched)
     taken = _taken(recipe, fitting)
     if taken is None:
         from fitune.planner.nothing_fits import nothing_fits  # advice: not for those whose plan fits
 
-        smallest = [answer.smallest for answer in answers if answer.smallest is not None]
+        smallest = [one.smallest for one in searched if one.smallest is not None]
         raise nothing_fits(request, smallest, rejected)
     chosen = _priced(saving_beside_steps(recipe, taken.found[0].plan))
     runners_up = tuple(_priced(found.plan) for found in _runners_up(taken, fitting))
@@ -115,9 +115,9 @@ def search(request: Request, *, wanted: Callable[[Method], bool] = lambda method
         searches = [MethodSearch(replace(request, hardware=some), method) for some in devices]
         searches = [one for one in searches if one.placements]
         if searches:
-            answer = _answer(request.recipe, method, searches)
-            fitting += [method] if answer.found else []
-            yield answer
+            searched = _searched(request.recipe, method, searches)
+            fitting += [method] if searched.found else []
+            yield searched
 
 
 def first_choice(
@@ -129,12 +129,12 @@ def first_choice(
     smallest: list[StepStages] = []
 
     def fitting() -> Iterator[Searched]:
-        """Answers with plans that fit; ``smallest`` gets the smallest plan of each other method."""
-        for answer in search(request, wanted=wanted):
-            if answer.smallest is not None:
-                smallest.append(answer.smallest)
+        """Methods with plans that fit; ``smallest`` gets the smallest plan of each other method."""
+        for one in search(request, wanted=wanted):
+            if one.smallest is not None:
+                smallest.append(one.smallest)
             else:
-                yield answer
+                yield one
 
     taken = _taken(request.recipe, fitting())
     if taken is None:
@@ -192,7 +192,7 @@ def _kind(method: Method) -> tuple[str, str]:
     return type(method.tuning).__name__, base
 
 
-def _answer(recipe: Recipe, method: Method, searches: Sequence[MethodSearch]) -> Searched:
+def _searched(recipe: Recipe, method: Method, searches: Sequence[MethodSearch]) -> Searched:
     if recipe.objective == "least-memory":
         found = [step for one in searches if (step := one.smallest()) is not None and fits(step)]
         ranked = sorted(found, key=lambda step: predict(step.plan).peak_bytes)
@@ -232,10 +232,10 @@ def _devices(recipe: Recipe, hardware: Hardware) -> Iterator[Hardware]:
         yield with_cards(replace(hardware, nodes=1, internode_bandwidth=0.0), gpus, recipe)
 
 
-def _rejections(answers: Sequence[Searched]) -> tuple[Rejection, ...]:
+def _rejections(searched: Sequence[Searched]) -> tuple[Rejection, ...]:
     """One a method; the same arithmetic is not told twice."""
     told: dict[str, Rejection] = {}
-    for plan in (answer.smallest.plan for answer in answers if answer.smallest is not None):
+    for plan in (one.smallest.plan for one in searched if one.smallest is not None):
         what = ", ".join(filter(None, (describe_method(plan), describe_placement(plan))))
         why = memory_sum(predict(plan))
         told.setdefault(why, Rejection(what=what, why=why))
@@ -252,7 +252,7 @@ def _runners_up(taken: Searched, fitting: Sequence[Searched]) -> list[StepStages
         placement = Placement.of(step.plan)
         (batches if placement in placements else otherwise).append(step)
         placements.add(placement)
-    others = [answer.found[0] for answer in fitting if answer is not taken]
+    others = [one.found[0] for one in fitting if one is not taken]
     return [*others, *otherwise, *batches][:RUNNERS_UP]
 
 
