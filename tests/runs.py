@@ -18,7 +18,8 @@ from fitune.values.serial import from_json
 
 
 def callbacks(*, stop_after=None, **others):
-    """Nobody who listens; after ``stop_after`` steps the run is asked to stop."""
+    """Nobody who listens; when it asks for the ``stop_after``-th time, after each step and before each
+    batch of an evaluation that follows one, the run is asked to stop."""
     asked = [0]
 
     def stop_asked():

@@ -24,7 +24,7 @@ TIMEOUT_SECONDS = 900
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A run of ``plan``; ``stop_after`` steps it is asked to stop."""
+    """A run of ``plan``; when it asks for the ``stop_after``-th time, its last rank alone is asked to stop."""
 
     plan: Plan
     resume: bool | str = False
@@ -119,7 +119,7 @@ def as_rank(folder, jobs):
 
             def stop_asked(asked=asked, after=job["stop_after"]):
                 asked[0] += 1
-                return after > 0 and asked[0] >= after
+                return 0 < after <= asked[0] and ranks.rank == ranks.world - 1
 
             callbacks = Callbacks(
                 on_data=lambda data, loader, done: None,

@@ -86,9 +86,9 @@ def train(
     """Plan, train exactly that, compare, and return what was measured.
 
     A run that is complete already is not trained again: its report is returned. ``should_stop`` is asked after every
-    step; True saves a checkpoint and ends the run as interrupted. When memory runs out in a step, the run goes on in
-    smaller micro-batches, in this process. Without ``gpus`` one GPU is used. Raises FituneError; what was done until
-    then is in output_dir.
+    step and before each batch of an evaluation; True saves a checkpoint and ends the run as interrupted. When memory
+    runs out in a step, the run goes on in smaller micro-batches, in this process. Without ``gpus`` one GPU is used.
+    Raises FituneError; what was done until then is in output_dir.
     """
     from fitune.session.planning import see_planned_gpus
 

@@ -3,7 +3,8 @@
 Run as a program: ``killed_runs.py FOLDER MODEL DATA --kills N --seed S``. Each attempt is a forked child that
 runs ``fitune train --resume`` and dies before a random call of the operating system, or after a random time. Between
 two attempts a file of the checkpoints or the log may be flipped, truncated, deleted or exchanged with another. Prints
-one JSON object of what was seen; anything that contradicts the two promises ends it with an AssertionError:
+one JSON object of what was seen, which FOLDER/seen.json has after every attempt, too, and a line an attempt on standard
+error; anything that contradicts the two promises ends it with an AssertionError:
 
 - a run that ends has the weights, losses and steps of the undisturbed one, bit for bit;
 - an attempt goes on from the newest checkpoint without damage, and names each newer one that it passes over.
@@ -19,6 +20,8 @@ import signal
 import sys
 import time
 from collections import Counter
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -45,6 +48,7 @@ class Killer:
         self.metrics_damaged = False
         """Since a run last went on; one that is complete needs its last checkpoint to put them right."""
         self.seen = Counter()
+        self.began = time.monotonic()
 
     def undisturbed(self):
         """The run that all others must end like, with its number of calls and its seconds."""
@@ -53,6 +57,12 @@ class Killer:
             began = time.monotonic()
             code, calls = self._child(self.folder / name, count_only=True)
             assert code == 0, self._said()
+            if (
+                name == "warm"
+            ):  # else each child would import them again, for many times the seconds of its run
+                for module in (self.folder / "modules").read_text().split():
+                    with suppress(Exception):
+                        import_module(module)
         self.calls, self.seconds = calls, time.monotonic() - began
         self.weights = load_file(straight / "adapter" / "adapter_model.safetensors")
         self.losses = [(step.step, step.loss) for step in read_metrics(straight / "metrics.jsonl")]
@@ -89,6 +99,16 @@ class Killer:
             assert lost or "is not in checkpoints/" in self._said() or "LINE: " in self._said(), self._said()
             self._anew("refused: no checkpoint left, each named")
 
+    def tell(self):
+        """What was seen so far."""
+        seen = json.dumps({"calls": self.calls, "killed": self.killed, **self.seen}, indent=1)
+        (self.folder / "seen.json").write_text(seen)
+        since = time.monotonic() - self.began
+        print(
+            f"{self.killed} of {self.kills} killed, {self.seen.total()} seen, {since:.0f} s", file=sys.stderr
+        )
+        return seen
+
     @property
     def killed(self):
         return self.seen["killed before a call"] + self.seen["killed after a time"]
@@ -124,6 +144,7 @@ class Killer:
         sys.stdout.flush()
         if count_only:
             os.write(report, str(counted[0]).encode())
+            (self.folder / "modules").write_text("\n".join(sorted(sys.modules)))
         return code
 
     def _said(self):
@@ -291,8 +312,9 @@ def main():
     gc.disable()
     while killer.killed < wanted.kills:
         killer.attempt()
+        killer.tell()
     killer.attempt(to_its_end=True)
-    print(json.dumps({"calls": killer.calls, "killed": killer.killed, **killer.seen}, indent=1))
+    print(killer.tell())
 
 
 def without_pictures(run):

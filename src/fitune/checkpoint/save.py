@@ -12,11 +12,12 @@ import json
 import math
 import os
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fitune.checkpoint.commit import (
     ABANDONED,
+    COMMIT,
     DAMAGED,
     FOLDER,
     LOG,
@@ -43,13 +44,14 @@ from fitune.checkpoint.commit import (
 from fitune.checkpoint.slices import INDEX, Groups, Share, joined
 from fitune.checkpoint.state import tensor_chunks
 from fitune.errors import CheckpointError
-from fitune.files import remove, remove_stale_siblings, temporary_sibling
+from fitune.files import remove, remove_stale_siblings, temporary_sibling, write_atomically
 from fitune.units import MIB, format_bytes
 from fitune.values.run_directory import require_real_files
-from fitune.values.serial import to_data
+from fitune.values.serial import to_data, to_json
 
 _MARGIN_BYTES = MIB
 """Folders, COMMIT, links and the file system's rounding to blocks."""
+_FULL = "free some space or choose another output_dir, then resume"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,13 +156,30 @@ def commit_save(
         ) from error
 
 
+def add_evaluation(path: Path, eval_loss: float, *, descent: Descent, keep: int, on_note: OnNote) -> None:
+    """Let the COMMIT of ``path``, which the run goes on from, have a loss that was measured later: it may be the best.
+
+    Raises CheckpointError when the disk fails.
+    """
+    try:
+        commit: Commit = sealed(replace(read_commit(path), eval_loss=eval_loss))
+        write_atomically(path / COMMIT, to_json(commit))
+        descent.parent = Parent(step=commit.step, digest=commit.digest)
+        note_as_known(path, commit.files)
+        prune(path.parent, descent.line, keep=keep, on_note=on_note)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path / COMMIT} could not be written: {error.strerror}", hint=_FULL
+        ) from error
+
+
 def save_failed(root: Path, cause: str, *, needed_bytes: int) -> CheckpointError:
     """The error of a save that failed for ``cause``: what it needs, and which checkpoint there is."""
     saved = step_folders(root / FOLDER)
     last = f"The last saved one is {saved[-1].name}." if saved else "None was saved before."
     return CheckpointError(
         f"{cause}; it needs {format_bytes(needed_bytes)}. {last}",
-        hint="free some space or choose another output_dir, then resume",
+        hint=_FULL,
     )
 
 

@@ -36,7 +36,8 @@ class Callbacks:
     on_note: Callable[[str], None]
     """A line for people: what is being done, a checkpoint that was passed over."""
     stop_asked: Callable[[], bool]
-    """Asked after every step; True saves and ends the run as interrupted."""
+    """Asked after every step and before each batch of an evaluation that follows one; True saves and ends the run as
+    interrupted. The evaluation is made by the run that goes on."""
     answer: Answer
     """Answers held-out prompts with the model as it is, for the samples before and after."""
     on_bytes: OnBytes = nobody

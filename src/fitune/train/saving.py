@@ -7,6 +7,7 @@ from collections import ChainMap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from fitune.checkpoint.commit import FOLDER, Descent
 from fitune.checkpoint.save import (
     Written,
+    add_evaluation,
     begin_save,
     commit_save,
     save_failed,
@@ -74,6 +76,18 @@ class Saver:
             target=self._write_beside, args=(*self.copies.take(share), report.eval_loss), name="saving", daemon=True
         )  # fmt: skip
         self._thread.start()
+
+    def add_evaluation(self, folder: Path, eval_loss: float) -> None:
+        """Let the checkpoint in ``folder`` have its loss, which was measured later. Raises CheckpointError."""
+        self.wait()
+        current = self.current
+        add = partial(
+            add_evaluation, folder, eval_loss, descent=current.descent, keep=current.plan.run.keep_checkpoints,
+            on_note=current.callbacks.on_note,
+        )  # fmt: skip
+        current.ranks.from_first(add)
+        if current.uploads is not None:
+            current.uploads.saved()
 
     def wait(self) -> None:
         """Wait until all is written. Raises why it was not."""

@@ -67,7 +67,7 @@ _SAMPLE_TOKENS = 128
 
 def train_recipe(recipe: Recipe, *, overwrite: bool, emit: Emit, stop_asked: Callable[[], bool]) -> RunReport:
     """Plan and train in this process, attempt after attempt: on one GPU, where the recipe says no number of them.
-    ``stop_asked`` is asked after every step."""
+    ``stop_asked`` is that of the run's Callbacks."""
     if recipe.gpu is None and recipe.gpus is None:
         recipe = recipe.model_copy(update={"gpus": 1})
     return run_to_end(first_attempt(recipe, overwrite=overwrite, emit=emit), emit=emit, stop_asked=stop_asked)
