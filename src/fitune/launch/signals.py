@@ -8,6 +8,8 @@ from types import FrameType
 
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 """128 + the number of the signal, as shells have it."""
+STOPPING = "stopping after this step, or after the export where the last one is done; once more stops at once"
+"""Said when the first signal comes."""
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from fitune.errors import PeerGone, RankFailed, TrainingFailed
 from fitune.files import remove
 from fitune.launch.nodes import OneNode
 from fitune.launch.place import TIMEOUT_SECONDS, interface_towards
-from fitune.launch.signals import EXIT_CODES, handled_by
+from fitune.launch.signals import EXIT_CODES, STOPPING, handled_by
 from fitune.values.rank_status import LAUNCHER, RankStatus, read_statuses
 from fitune.values.run_directory import LOGS, rank_log
 
@@ -224,7 +224,7 @@ def _passed_on() -> Iterator[list[int]]:
         if len(received) > 1 or not ranks:
             raise SystemExit(128 + number)
         with suppress(OSError):  # of a terminal that was closed
-            os.write(2, b"\nstopping after this step; once more stops at once\n")
+            os.write(2, f"\n{STOPPING}\n".encode())
         for process in ranks:
             # a SIGINT while a rank still starts would end it with a traceback
             _signal(process, signal.SIGHUP if number == signal.SIGHUP else signal.SIGTERM)

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from fitune.launch.signals import EXIT_CODES, handled_by
+from fitune.launch.signals import EXIT_CODES, STOPPING, handled_by
 from fitune.values.rank_status import LAUNCHER
 
 if TYPE_CHECKING:  # every command has this file, and most have no use for those
@@ -51,7 +51,7 @@ class StopRequest:
         self._first_at = time.monotonic()
         if number == signal.SIGHUP:
             leave_terminal()
-        _say("stopping after this step; once more stops at once")
+        _say(STOPPING)
 
     def start(self, plan: "Plan", run_name: str) -> None:
         """From here on the first signal lets a step be finished."""
