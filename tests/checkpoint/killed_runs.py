@@ -65,7 +65,7 @@ class Killer:
                         import_module(module)
         self.calls, self.seconds = calls, time.monotonic() - began
         self.weights = load_file(straight / "adapter" / "adapter_model.safetensors")
-        self.losses = [(step.step, step.loss) for step in read_metrics(straight / "metrics.jsonl")]
+        self.losses = losses_in(straight)
         assert len(self.losses) == self.steps
 
     def attempt(self, *, to_its_end=False):
@@ -100,7 +100,7 @@ class Killer:
             self._anew("refused: no checkpoint left, each named")
 
     def tell(self):
-        """What was seen so far."""
+        """JSON of what was seen so far, which is written down, too."""
         seen = json.dumps({"calls": self.calls, "killed": self.killed, **self.seen}, indent=1)
         (self.folder / "seen.json").write_text(seen)
         since = time.monotonic() - self.began
@@ -183,8 +183,7 @@ class Killer:
         assert found.keys() == self.weights.keys()
         assert all(torch.equal(found[name], weight) for name, weight in self.weights.items())
         if not self.metrics_damaged or self._has_last_checkpoint():
-            steps = read_metrics(self.run / "metrics.jsonl")
-            assert [(step.step, step.loss) for step in steps] == self.losses
+            assert losses_in(self.run) == self.losses
         report = json.loads((self.run / "report.json").read_text())
         assert (report["status"], report["reason"]) == ("complete", "")
         assert (self.run / "report.html").is_file()
@@ -220,6 +219,10 @@ class Killer:
         # The file system gives the number of a removed folder to the next one.
         self.damaged &= {path.lstat().st_ino for path in (self.run / "checkpoints").iterdir()}
         self.seen[f"damage: {kind.__name__}"] += 1
+
+
+def losses_in(run):
+    return [(step.step, step.loss, step.eval_loss) for step in read_metrics(run / "metrics.jsonl")]
 
 
 def flip(file, chance):

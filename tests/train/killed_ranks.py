@@ -3,8 +3,8 @@
 Run as a program: ``killed_ranks.py FOLDER MODEL DATA --kills N --seed S``. A full fine-tune in fp32 is divided by
 FSDP2 (ZeRO-3) over two processes and saves every step. Each attempt is ``fitune train --resume``, killed a random
 time after a random number of its steps. Prints one JSON object of what was seen, which FOLDER/seen.json has after every
-attempt, too, and a line an attempt on standard error; a run that does not end with
-the weights and losses of the undisturbed one, bit for bit, or leaves a process behind, ends it with an AssertionError.
+attempt, too, and a line an attempt on standard error; a run that does not end with the weights and losses of the
+undisturbed one, bit for bit, or leaves a process behind, ends it with an AssertionError.
 """
 
 import argparse
@@ -79,7 +79,7 @@ class Killer:
         return sum(count for name, count in self.seen.items() if name.startswith("killed"))
 
     def tell(self):
-        """What was seen so far."""
+        """JSON of what was seen so far, which is written down, too."""
         seen = {"steps": self.settings["max_steps"], "kills": self.kills, **self.seen}
         text = json.dumps({**seen, "steps_done_at_kills": self.steps_at_kills}, indent=1)
         (self.folder / "seen.json").write_text(text)
