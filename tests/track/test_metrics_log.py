@@ -1,5 +1,6 @@
 """metrics.jsonl is the truth: nothing is hidden in it, nothing is lost by a kill, nothing is left half-written."""
 
+import errno
 import json
 import math
 import os
@@ -192,6 +193,17 @@ def test_a_log_that_is_damaged_while_it_is_written_is_put_back(log_of_five, make
         assert "put back" in log.put_back()
         log.append(make_step(7))
     assert steps_of(log_of_five) == list(range(1, 8))
+
+
+def test_a_disk_that_is_full_for_a_while_leaves_a_log_that_goes_on(log_of_five, make_step, monkeypatch):
+    with MetricsLog(log_of_five) as log:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "replace", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+            with pytest.raises(RunDirectoryError, match="No space left on device"):
+                log.replace_last(make_step(5, eval_loss=1.25))
+        assert "put back" in log.put_back()
+        log.append(make_step(6))
+    assert [step.eval_loss for step in read_metrics(log_of_five)[4:]] == [1.25, None]
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path):

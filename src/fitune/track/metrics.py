@@ -80,9 +80,9 @@ class MetricsLog:
         return f"{self.path} was removed or changed while the run wrote it: all its lines are put back"
 
     def _replace(self) -> None:
-        self.close()
         with _usable(self.path):
             write_atomically(self.path, self.content)
+            self.close()
             self._file = open_for_append(self.path)
 
     def sync(self) -> None:
