@@ -14,6 +14,9 @@ import pytest
 
 from faults import faulty_ranks
 from faults.faulty_ranks import until_heard, until_ready
+from fitune.launch.nodes import ONE_NODE
+from fitune.launch.torchrun import Ended
+from fitune.session import program as session_program
 from runs import losses, report_of, set_words, steps_of
 
 slow, weekly = pytest.mark.slow, pytest.mark.weekly
@@ -161,6 +164,21 @@ def test_one_signal_lets_all_ranks_finish_the_step(program, tmp_path, number, co
     assert report_of(run).steps == 4
     assert (run / "checkpoints/step-4/COMMIT").is_file()
     require_all_gone(run)
+
+
+@pytest.mark.parametrize(("status", "code"), [("interrupted", 143), ("complete", 0)])
+def test_a_rank_that_alone_was_asked_to_stop_makes_no_complete_run(
+    tmp_path, monkeypatch, make_plan, status, code
+):
+    """All ranks save and end with 0, which tells their launcher nothing; it once said that the run was complete."""
+
+    def run_ranks(*words, directory, **named):
+        (directory / "report.json").write_text(json.dumps({"status": status}))
+        return Ended(exit_code=0)
+
+    monkeypatch.setattr(session_program, "run_ranks", run_ranks)
+    (tmp_path / "run").mkdir()
+    assert session_program._run(make_plan(), ONE_NODE).exit_code == code
 
 
 @weekly

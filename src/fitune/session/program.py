@@ -44,7 +44,7 @@ from fitune.units import format_bytes
 from fitune.values.plan import Plan
 from fitune.values.rank_status import is_left_to_launcher
 from fitune.values.run_directory import LOGS
-from fitune.values.serial import from_json, to_json
+from fitune.values.serial import TABLE_BYTES, from_json, read_object, to_json
 from fitune.values.words import describe_plan
 
 _ONE_REQUEST_SECONDS = 1.0
@@ -167,10 +167,20 @@ def _run(plan: Plan, nodes: OneNode) -> Ended:
         program_again(directory), processes=hardware.gpus_per_node, threads=hardware.threads_per_process,
         directory=directory, nodes=nodes, run_id=run_id,
     )  # fmt: skip
+    if not ended.exit_code and nodes.number == 0 and _is_interrupted(directory):
+        ended = replace(ended, exit_code=INTERRUPTED)  # a rank was asked to stop, and its launcher was not
     if not ended.is_well:
         nodes.call_off(ended.cause or "its ranks ended")
     everyone = [from_json(Ended, text) for text in nodes.gathered(to_json(ended))]
     return job_end(everyone, nodes)
+
+
+def _is_interrupted(directory: Path) -> bool:
+    with suppress(OSError, ValueError):
+        return (
+            read_object(directory / "report.json", largest_bytes=TABLE_BYTES).get("status") == "interrupted"
+        )
+    return False
 
 
 def job_end(everyone: Sequence[Ended], nodes: OneNode) -> Ended:
