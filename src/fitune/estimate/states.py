@@ -16,15 +16,12 @@ from fitune.estimate.division import (
 )
 from fitune.estimate.parameters import (
     blocks_trained,
-    embedding_parameters,
     gradients_bytes,
-    late_tables,
     trained_parameters,
 )
 from fitune.values.choices import ADALOMO_ROWS, EIGHT_BIT_BLOCK, EIGHT_BIT_LEAST, MASTER_BUCKET_BYTES
-from fitune.values.counts import ParameterTensor, adapters_of, base_tensors, trained_tables, trained_tensors
+from fitune.values.counts import ParameterTensor, base_tensors, trained_in_order, trained_tensors
 from fitune.values.deepspeed import deepspeed_config, sub_groups
-from fitune.values.model.model_spec import ModelSpec
 from fitune.values.plan import (
     AdamW,
     AdamW8bit,
@@ -35,11 +32,10 @@ from fitune.values.plan import (
     Plan,
     Sgd,
     Single,
-    trains_every_weight,
     trains_head,
     updates_in_backward,
 )
-from fitune.values.remembered import remembered
+from fitune.values.remembered import remembered_by
 
 
 def resting_gradient_bytes(plan: Plan) -> int:
@@ -224,11 +220,8 @@ def update_temporaries_bytes(plan: Plan) -> int:
     """Bytes that the update adds to gradients and states at its worst moment.
 
     torch's fused kernels need nothing, and clipping is in place. With masters, fp32 gradients are made for a
-    bucket of at most 64 MiB (at least one parameter), and each 16-bit gradient is dropped once converted: a
-    full bucket adds 4 and gives back 2 bytes per parameter. The first parameter of a full fine-tune is the
-    embedding: 4·V·h before its gradient is dropped, alone in its bucket when it is large; the last one, of the
-    same size in a small model's only bucket, is still to be dropped when all others are: + 2·V·h. A larger table
-    (``late_tables``) is converted behind all else.
+    bucket of at most 64 MiB (at least one parameter), and each 16-bit gradient is dropped once converted: adapters,
+    which are small, take half of the first bucket.
     """
     if updates_in_backward(plan.tuning) or plan.offload.optimizer != "device":
         return 0
@@ -238,28 +231,20 @@ def update_temporaries_bytes(plan: Plan) -> int:
         return 0
     if num_shares(plan) > 1 or isinstance(plan.sharding, Ddp):
         return _divided_step_bytes(plan)
-    bucket = min(MASTER_BUCKET_BYTES, 4 * trained_parameters(plan))
-    half_converted = bucket // 2
-    if trains_every_weight(plan.tuning):
-        table = embedding_parameters(plan.model)
-        last = 2 * table if bucket < MASTER_BUCKET_BYTES and not plan.model.tied_embeddings else 0
-        tables = late_tables(plan.model)
-        before = trained_parameters(plan) - sum(tables)
-        return max(half_converted + last, 4 * table, 4 * max(tables, default=0) - 2 * before)
-    assert isinstance(plan.tuning, Lora)
-    return _converted_bytes(plan.model, plan.tuning) if plan.tuning.modules_to_save else half_converted
+    if isinstance(plan.tuning, Lora) and not plan.tuning.modules_to_save:
+        return min(MASTER_BUCKET_BYTES, 4 * trained_parameters(plan)) // 2
+    return _converted_bytes(plan)
 
 
-@remembered
-def _converted_bytes(model: ModelSpec, lora: Lora) -> int:
-    """The most that fp32 copies of gradients are more than the 16-bit ones gone by then, bucket by bucket.
+@remembered_by("model", "tuning")
+def _converted_bytes(plan: Plan) -> int:
+    """The most that fp32 copies of gradients are more than the 16-bit ones gone by then, bucket by bucket, in the order
+    in which the model holds its parameters (engine/optimizers.py).
 
-    In the order in which the model holds its parameters: embedding, adapters, head (engine/optimizers.py).
+    4·n of a tensor of n − 2 for each weight before it: of the embedding, or of the first block's stack of experts.
     """
-    tables = trained_tables(model, lora)
-    first = tables[:1] if "embed_tokens" in lora.modules_to_save else ()
     most = dropped = copies = 0
-    for tensor in (*first, *adapters_of(model, lora), *tables[len(first) :]):
+    for tensor in trained_in_order(plan):
         for _ in range(tensor.count):
             if copies and copies + 4 * tensor.elements > MASTER_BUCKET_BYTES:
                 copies = 0

@@ -175,7 +175,8 @@ def _all_rows_at_once(call: RowCall) -> Tensor:
     stream = (call.query_BnTd, call.key_BkTd, call.value_BkTd)
     q_Tnd, k_Tkd, v_Tkd = (x.squeeze(0).transpose(0, 1) for x in stream)  # x[0] would be copied going back
     # The output is laid out as the queries are: from Phi-3's heads-first layout it would be copied back.
-    q_Tnd = q_Tnd.contiguous()
+    if q_Tnd.stride(0) < q_Tnd.stride(1):
+        q_Tnd = q_Tnd.contiguous()
     bounds, longest = call.rows.bounds(q_Tnd.device), call.rows.longest
     left = -1 if call.window is None else call.window - 1
     output_Tnd, *_kept = torch.ops.aten._flash_attention_forward(

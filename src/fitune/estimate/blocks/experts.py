@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fitune.estimate.blocks import activations, transient
-from fitune.estimate.blocks.site import FP32, INDEX, Site, norms_keep_input, with_linears
+from fitune.estimate.blocks.site import FP32, INDEX, Site, norms_keep_input, whole_weight_bytes, with_linears
 from fitune.values.model.block_profile import Stage
 from fitune.values.model.model_spec import Linear
 from fitune.values.plan import Lora
@@ -21,9 +21,6 @@ class _Experts(Site):
 
     adapted_in: bool
     adapted_out: bool
-    whole_in: int
-    """Bytes of the packed matrices when they are made whole."""
-    whole_out: int
     held_in: int
     held_out: int
 
@@ -99,8 +96,9 @@ def expert_stages(site: Site, linears: Sequence[Linear], *, passes: bool) -> Ite
         name="expert inputs",
         kept=_inputs_kept(x, passes=passes) + pairs_in,
         forward=_inputs_forward(x) + pairs_in,
-        backward=x.stream_bytes + before_gates + x.whole_in,
+        backward=x.stream_bytes + before_gates,
         again=incoming + _inputs_again(x),
+        making=waiting + _inputs_again(x),
         incoming=incoming,
     )
     yield with_linears(site, inputs, ways_in, gone_by_step=before_gates)
@@ -110,7 +108,7 @@ def expert_stages(site: Site, linears: Sequence[Linear], *, passes: bool) -> Ite
         name="expert outputs",
         kept=(x.S * x.e * x.f if x.trained_out else 0) + pairs_out,
         forward=_outputs_forward(x) + pairs_out,
-        backward=x.stream_bytes + before_product + x.whole_out,
+        backward=x.stream_bytes + before_product,
         again=incoming + _outputs_again(x),
         making=waiting + _outputs_again(x),
         incoming=incoming,
@@ -121,11 +119,11 @@ def expert_stages(site: Site, linears: Sequence[Linear], *, passes: bool) -> Ite
 
 def _experts(site: Site, ways_in: Sequence[Linear], ways_out: Sequence[Linear]) -> _Experts:
     output_bytes = site.t * site.model.experts_per_token * site.e
-    whole_in, whole_out = site.whole_stack_bytes(ways_in), site.whole_stack_bytes(ways_out)
+    whole_in, whole_out = (whole_weight_bytes(site, ways, again=True) for ways in (ways_in, ways_out))
     adapted_in, adapted_out = bool(site.adapted(ways_in)), bool(site.adapted(ways_out))
     return _Experts(
         site.plan, site.shape, site.gradient_enters, site.has_adapters, site.has_window,
-        adapted_in=adapted_in, adapted_out=adapted_out, whole_in=whole_in, whole_out=whole_out,
+        adapted_in=adapted_in, adapted_out=adapted_out,
         held_in=max(whole_in, adapted_in * output_bytes * 2 * site.f),
         held_out=max(whole_out, adapted_out * output_bytes * site.h),
     )  # fmt: skip

@@ -231,16 +231,8 @@ class Site:
         return self.full or (bool(self.adapted(linears)) and self.dropout == 0)
 
     def quantised(self, linears: Sequence[Linear]) -> tuple[Linear, ...]:
-        """The packed ones of ``linears``, stacks of experts left out."""
-        return tuple(m for m in linears if not m.stacked and is_packed(m, base_of(self.plan)))
-
-    def whole_stack_bytes(self, linears: Sequence[Linear]) -> int:
-        """The packed stack of experts among ``linears`` in the compute type, for its product; 0 where none is."""
-        return sum(
-            dequantisation_workspace_bytes(m, element_bytes=self.e)
-            for m in linears
-            if m.stacked and is_packed(m, base_of(self.plan))
-        )
+        """The packed ones of ``linears``, stacks of experts among them."""
+        return tuple(m for m in linears if is_packed(m, base_of(self.plan)))
 
 
 def with_linears(
@@ -309,17 +301,23 @@ def whole_weight_bytes(site: Site, linears: Sequence[Linear], *, again: bool = F
     return max(
         (
             dequantisation_workspace_bytes(m, element_bytes=site.e)
-            + max(0, _made_of(site, m) - site.t * site.e * (m.out_features if again else m.in_features))
+            + max(0, _made_of(site, m) - _product_bytes(site, m.out_features if again else m.in_features, m))
             for m in site.quantised(linears)
         ),
         default=0,
     )
 
 
+def _product_bytes(site: Site, width: int, linear: Linear) -> int:
+    return site.t * site.e * linear.active_copies * width
+
+
 def _made_of(site: Site, linear: Linear) -> int:
-    """Bytes beside a packed weight while it is made whole."""
-    base = base_of(site.plan)
-    return base.unpacking_bytes(linear.weights) if isinstance(base, Hqq) else 0
+    """Bytes beside a packed weight while it is made whole: HQQ's words; for a stack those of one matrix, and that."""
+    base, weights = base_of(site.plan), linear.weights // linear.copies
+    if not isinstance(base, Hqq):
+        return 0
+    return base.unpacking_bytes(weights) + (site.e * weights if linear.stacked else 0)
 
 
 def _unpacked_bytes(site: Site, linears: Sequence[Linear], *, input_kept: bool = False) -> int:
@@ -335,7 +333,7 @@ def _unpacked_bytes(site: Site, linears: Sequence[Linear], *, input_kept: bool =
     worst = 0
     for m in linears:
         dora = site.has_dora and m in adapted
-        if not (dora or m in packed):
+        if m.stacked or not (dora or m in packed):
             continue
         whole = ((m in packed) + 3 * dora) * m.in_features * m.out_features + dora * m.in_features**2
         beside = site.h + (0 if input_kept else m.in_features)
