@@ -243,6 +243,16 @@ def test_queries_of_one_projection_are_read_where_they_are(tuning):
     assert all(abs(off[phase]) < 0.05 for phase in (Phase.LOSS, Phase.BACKWARD)), off
 
 
+@pytest.mark.parametrize("hardware", [gpu("h100"), pytest.param(CPU, marks=pytest.mark.slow)], ids=["h100", "cpu"])
+def test_the_output_of_one_row_is_not_copied_back(hardware):
+    """Phi-3 lays its queries out heads first, and attention its output as the queries are: one copy for every block."""
+    config, spec = tiny("phi3", hidden_size=512, num_attention_heads=8, num_hidden_layers=3)
+    plan = plan_for(spec, hardware=hardware, precision="bf16", tuning="lora", seq_len=512, rows=1, chunk=128)
+    plan = replace(plan, batch=replace(plan.batch, packing=False))
+    off = hidden_states_off(plan, config)
+    assert all(abs(off[phase]) < 0.05 for phase in (Phase.LOSS, Phase.BACKWARD)), off
+
+
 def test_the_update_makes_a_stacks_gradient_fp32_while_few_are_gone():
     """The first block's stack of experts is larger than all before it. The embedding alone was thought the worst."""
     config, spec = tiny(

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -127,6 +127,8 @@ def rows_sdpa(call: RowCall) -> Tensor:
     """
     if call.softcap is not None or call.sinks_n is not None:
         return rows_eager(call)
+    if len(call.rows.lengths) == 1:  # several are joined into one more copy, however they are laid out
+        call = replace(call, query_BnTd=_tokens_first(call.query_BnTd))
     outputs = []
     for q, k, v in call.each_row():
         # a mask only where the window really cuts; rows shorter than it are plainly causal
@@ -172,11 +174,8 @@ def _all_rows_at_once(call: RowCall) -> Tensor:
     Keys may have fewer heads than queries. The kernel calls a window of w: w − 1 to the left. The operation is torch's
     own (2.9 to 2.13 alike); its Python door varlen_attn changed in between.
     """
-    stream = (call.query_BnTd, call.key_BkTd, call.value_BkTd)
+    stream = (_tokens_first(call.query_BnTd), call.key_BkTd, call.value_BkTd)
     q_Tnd, k_Tkd, v_Tkd = (x.squeeze(0).transpose(0, 1) for x in stream)  # x[0] would be copied going back
-    # The output is laid out as the queries are: from Phi-3's heads-first layout it would be copied back.
-    if q_Tnd.stride(0) < q_Tnd.stride(1):
-        q_Tnd = q_Tnd.contiguous()
     bounds, longest = call.rows.bounds(q_Tnd.device), call.rows.longest
     left = -1 if call.window is None else call.window - 1
     output_Tnd, *_kept = torch.ops.aten._flash_attention_forward(
@@ -184,6 +183,13 @@ def _all_rows_at_once(call: RowCall) -> Tensor:
         window_size_left=left, window_size_right=0,
     )  # fmt: skip
     return output_Tnd[None]
+
+
+def _tokens_first(query_BnTd: Tensor) -> Tensor:
+    """The queries with each token's heads together. FlashAttention's output is laid out as they are: from the heads-first
+    layout of Phi-3 it would be copied back, and both copies kept."""
+    heads_first = query_BnTd.stride(2) < query_BnTd.stride(1)
+    return query_BnTd.transpose(1, 2).contiguous().transpose(1, 2) if heads_first else query_BnTd
 
 
 def rows_eager(call: RowCall) -> Tensor:
