@@ -243,7 +243,9 @@ def test_queries_of_one_projection_are_read_where_they_are(tuning):
     assert all(abs(off[phase]) < 0.05 for phase in (Phase.LOSS, Phase.BACKWARD)), off
 
 
-@pytest.mark.parametrize("hardware", [gpu("h100"), pytest.param(CPU, marks=pytest.mark.slow)], ids=["h100", "cpu"])
+@pytest.mark.parametrize(
+    "hardware", [gpu("h100"), pytest.param(CPU, marks=pytest.mark.slow)], ids=["h100", "cpu"]
+)
 def test_the_output_of_one_row_is_not_copied_back(hardware):
     """Phi-3 lays its queries out heads first, and attention its output as the queries are: one copy for every block."""
     config, spec = tiny("phi3", hidden_size=512, num_attention_heads=8, num_hidden_layers=3)

@@ -35,19 +35,25 @@ def memory_of(step: StepStages) -> MemoryBreakdown:
         Phase.UPDATE: {**resident, **step.update, "reduce buffers": step.buffers.update},
     }
     kept = {phase: {name: size for name, size in terms.items() if size} for phase, terms in phases.items()}
-    peak = _largest(list(kept.values()))
     hardware = step.plan.hardware
+    sums = {phase: sum(terms.values()) for phase, terms in kept.items()}
     cache = 0
     if uses_fsdp(step.plan) and not hardware.gpu.is_cpu:
         gathered = max(step.buffers.start, step.buffers.gathering)
         cache = overhead.stream_cache_bytes(kept, gradients=step.gradients, gathered=gathered)
     # where all is trained torch gives back enough: such a step was seen to run
     needed = 0 if step.full else cache
-    slack = overhead.allocator_slack_bytes(
-        hardware,
-        moving_bytes=sum(peak.values()) - sum(resident.values()),
-        recomputes="recompute inputs" in peak,
+    # a phase of fewer tensors may need more in all, where its blocks run again
+    in_all = max(
+        size
+        + overhead.allocator_slack_bytes(
+            hardware,
+            moving_bytes=size - sum(resident.values()),
+            recomputes="recompute inputs" in kept[phase],
+        )
+        for phase, size in sums.items()
     )
+    slack = in_all - max(sums.values())
     return MemoryBreakdown(
         phases=kept,
         outside=overhead.outside_terms(hardware, slack_bytes=slack + needed, ranks=num_ranks(step.plan)),

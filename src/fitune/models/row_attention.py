@@ -186,8 +186,8 @@ def _all_rows_at_once(call: RowCall) -> Tensor:
 
 
 def _tokens_first(query_BnTd: Tensor) -> Tensor:
-    """The queries with each token's heads together. FlashAttention's output is laid out as they are: from the heads-first
-    layout of Phi-3 it would be copied back, and both copies kept."""
+    """The queries with each token's heads together. FlashAttention's output is laid out as they are: from Phi-3's
+    heads-first layout it would be copied back, and both copies kept."""
     heads_first = query_BnTd.stride(2) < query_BnTd.stride(1)
     return query_BnTd.transpose(1, 2).contiguous().transpose(1, 2) if heads_first else query_BnTd
 
