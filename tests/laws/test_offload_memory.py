@@ -148,3 +148,23 @@ def test_a_block_at_work_is_counted_beside_the_activations_that_leave():
     )  # fmt: skip
     plan = replace(plan, tuning=replace(plan.tuning, base=Nf4(), dora=True))
     assert 0 <= hidden_states_off(plan, config)[Phase.FORWARD] < 1
+
+
+FOUR_TIMES = {"phi": {"intermediate_size": 2048, "num_key_value_heads": 8}}
+
+
+@pytest.mark.thinned(2)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "phi"])
+@pytest.mark.parametrize(("tuning", "recompute"), [("lora", 0), ("full", 3)])
+def test_forward_is_the_rehearsed_one_where_activations_leave(family, tuning, recompute):
+    """A block ends beside the one before: its input, which the body holds too, and what parallel blocks and GPT-2 still
+    hold of attention; Gemma-2's last norm scales an fp32 copy twice. Forward was up to four hidden states too low."""
+    config, spec = tiny(
+        family, hidden_size=512, num_attention_heads=8, vocab_size=600, **FOUR_TIMES.get(family, {})
+    )
+    plan = plan_for(
+        spec, hardware=gpu("h100"), precision="bf16", seq_len=256, rows=2, chunk=64, tuning=tuning, attention="flash",
+        recompute=0 if family == "gemma2" else recompute, offload=ACTIVATIONS,
+    )  # fmt: skip
+    off = hidden_states_off(plan, config)
+    assert abs(off[Phase.FORWARD]) < 0.1, off

@@ -255,6 +255,35 @@ def test_the_output_of_one_row_is_not_copied_back(hardware):
     assert all(abs(off[phase]) < 0.05 for phase in (Phase.LOSS, Phase.BACKWARD)), off
 
 
+@pytest.mark.thinned(2)
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("recompute", [0, 3])
+def test_the_output_of_written_attention_is_gone_when_its_scores_go_back(rows, recompute):
+    """With several rows its gradient waits in its place. In forward a row's scores are let go before the next row's."""
+    config, spec = tiny("llama", hidden_size=512, num_attention_heads=8, num_hidden_layers=3)
+    plan = plan_for(
+        spec, hardware=gpu("h100"), precision="bf16", tuning="lora", attention="eager", seq_len=256, rows=rows,
+        chunk=64, recompute=recompute,
+    )  # fmt: skip
+    off = hidden_states_off(replace(plan, batch=replace(plan.batch, packing=False)), config)
+    assert abs(off[Phase.BACKWARD]) < 0.05, off
+    assert off[Phase.FORWARD] > -0.05, off
+
+
+@pytest.mark.parametrize(("family", "attention"), [("phi", "flash"), ("falcon", "eager")])
+def test_the_gradient_of_a_parallel_mlp_waits_while_attention_goes_back(family, attention):
+    """The MLP goes back first; small as it is here, attention is the worst moment. Falcon keeps its own attention,
+    whatever is asked for: with eager three times its bytes were planned."""
+    width = {"phi": "intermediate_size", "falcon": "ffn_hidden_size"}[family]
+    config, spec = tiny(family, hidden_size=512, num_attention_heads=8, num_hidden_layers=3, **{width: 256})
+    plan = plan_for(
+        spec, hardware=gpu("h100"), precision="bf16", tuning="lora", attention=attention, seq_len=256, rows=2,
+        chunk=64,
+    )  # fmt: skip
+    off = hidden_states_off(plan, config)
+    assert abs(off[Phase.BACKWARD]) < 0.05, off
+
+
 def test_the_update_makes_a_stacks_gradient_fp32_while_few_are_gone():
     """The first block's stack of experts is larger than all before it. The embedding alone was thought the worst."""
     config, spec = tiny(

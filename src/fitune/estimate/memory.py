@@ -72,12 +72,12 @@ def larger(one: MemoryBreakdown, other: MemoryBreakdown) -> MemoryBreakdown:
 
 def _forward_terms(step: StepStages) -> Terms:
     """The largest of: the final norm with everything kept, the last block at work, before and after it, the start."""
-    layers = step.num_layers
+    layers, model = step.num_layers, step.plan.model
     at_the_end: Terms = {
         **step.all_kept(),
         "hidden states": step.hidden,
         "temporaries": 0  # one kernel, from the input that is kept to the hidden states
-        if step.plan.kernels == "liger"
+        if step.plan.kernels == "liger" or step.plan.model.norm_type == "layer"
         else step.final_norm.forward
         if step.plan.model.is_traced
         else transient.final_norm_forward(
@@ -90,8 +90,14 @@ def _forward_terms(step: StepStages) -> Terms:
     }
     last = layers - 1
     keeps = last >= step.recomputed
-    # as it ends beside the one before, which leaves only then: its residual, its output and their sum
-    leaving_beside = step.blocks[last].kept + 3 * step.hidden if step.activations_leave and keeps else 0
+    # its output, the MLP's, the inputs of its halves where norms keep copies of them, and what attention gave where
+    # that is not let go of: in parallel blocks the sum of both, too
+    ending = step.hidden * (
+        (2 if norms_keep_input(step.plan) or not keeps else 4)
+        + (2 * model.parallel_blocks or model.learned_positions > 0)
+    )
+    # beside the one before, which leaves only then
+    leaving_beside = step.blocks[last].kept + ending if step.activations_leave and keeps else 0
     in_the_last_block: Terms = {
         "activations": step.kept_before(last),
         "recompute inputs": step.inputs_before(last) + step.own_input(last),
@@ -109,8 +115,7 @@ def _forward_terms(step: StepStages) -> Terms:
     behind_the_last_block: Terms = {
         "activations": step.kept_before(layers),
         "recompute inputs": step.inputs_before(layers),
-        # its output, the MLP's, and the inputs of its halves where norms keep copies of them
-        "temporaries": (2 if last < step.recomputed or norms_keep_input(step.plan) else 4) * step.hidden,
+        "temporaries": ending,
         "gathered weights": step.buffers.forward,
     }
     embedded = _embedded_tokens(step)
@@ -141,9 +146,11 @@ def _embedded_tokens(step: StepStages) -> int:
     """Bytes of the first block's input, which the body holds to the end of forward; elsewhere that block keeps it."""
     if step.plan.model.is_traced:
         return 0  # among what is around
+    if step.plan.model.learned_positions:
+        return 2 * step.hidden  # the tokens' and the positions', whose sum no name holds
     by_norm = trains_embeddings(step.plan.tuning) and norms_keep_input(step.plan)
     kept_by_block = by_norm or (step.recomputed > 0 and not step.untouched)
-    return 0 if kept_by_block else step.hidden
+    return 0 if kept_by_block and not step.activations_leave else step.hidden
 
 
 def _loss_terms(step: StepStages) -> Terms:

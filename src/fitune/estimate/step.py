@@ -186,7 +186,9 @@ class StepStages:
             backward, recomputed, forward = self.around_traced
             after = recomputed if self.recomputed > self.untouched else backward
             return {"batch": 3 * INDEX * tokens + (forward if in_forward else after)}
-        table = 2 * tokens * model.head_dim * self.element_bytes  # cosines and sines
+        table = (
+            2 * tokens * round(model.head_dim * model.rotary_share) * self.element_bytes
+        )  # cosines and sines
         mask = tokens**2 * self.element_bytes  # architectures with their own attention build it once
         site = Site(self.plan, self.shape, gradient_enters=True)
         trains = trains_embeddings(self.plan.tuning)

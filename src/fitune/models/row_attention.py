@@ -212,6 +212,7 @@ def rows_eager(call: RowCall) -> Tensor:
             weights = weights[..., :-1]
         weights = F.dropout(weights, p=call.dropout)
         outputs.append((weights @ v).transpose(1, 2))
+        del scores, weights  # not held while the next row's are made
     return _joined(outputs)
 
 

@@ -87,7 +87,9 @@ def block_stages(
     return tuple(
         [
             _norm(site, "attention norm", passes=enters, read_by=projections),
-            *attention_stages(site, projections, output, passes=inside),
+            *attention_stages(
+                site, projections, output, passes=inside, beside_mlp=enters or site.trains(mlp[:-1])
+            ),
             *_sandwich_norm(site, "attention output norm", passes=after),
             # experts keep what they gather of the norm's output; its router alone reads it as it is
             *_second_norm(site, passes=reaches_mlp, read_by=mlp[:1] if plan.model.num_experts else mlp[:-1]),
@@ -135,28 +137,37 @@ def _second_norm(site: Site, *, passes: bool, read_by: Sequence[Linear]) -> Iter
 def _sandwich_norm(site: Site, name: str, *, passes: bool) -> Iterator[Stage]:
     """Gemma normalises what attention and MLP give back, before it is added."""
     if site.norms_outputs:
-        yield _norm(site, name, passes=passes, read_by=())
+        norm = _norm(site, name, passes=passes, read_by=())
+        yield replace(norm, making=transient.output_norm_making(site)) if norm.kept else norm
 
 
 def attention_stages(
-    site: Site, projections: Sequence[Linear], output: Sequence[Linear], *, passes: bool
+    site: Site, projections: Sequence[Linear], output: Sequence[Linear], *, passes: bool, beside_mlp: bool
 ) -> Iterator[Stage]:
-    """Stages of attention: queries, keys and values; scores; output. ``passes``: a gradient goes back through them."""
+    """Stages of attention: queries, keys and values; scores; output. ``passes``: a gradient goes back through them.
+
+    ``beside_mlp``: so it does through the MLP's input, whose gradient waits in parallel blocks: they go back MLP first.
+    """
     dropout = site.model.dropout.attention_output
+    waiting = site.t * site.e * site.h if site.model.parallel_blocks and beside_mlp else 0
     inputs = Stage(
         name="queries, keys, values",
         kept=_queries_keys_values(site, projections) if passes else 0,
         forward=transient.projections_forward(site),
-        backward=transient.projections_backward(site) if passes else 0,
+        backward=transient.projections_backward(site) + waiting if passes else 0,
     )
     yield with_linears(site, inputs, projections, input_has_gradient=site.gradient_enters)
     scores = _scores(site, output_needed=site.reads_input(output))
-    yield scores if passes else Stage(name=scores.name, forward=scores.forward)
+    yield (
+        replace(scores, backward=scores.backward + waiting)
+        if passes
+        else Stage(name=scores.name, forward=scores.forward)
+    )
     outputs_back = transient.output_projection_backward(site) + site.dropout_backward(dropout)
     outputs = Stage(
         name="attention output",
         kept=site.dropout_kept(dropout, passes=passes or site.trains(output)),
-        backward=outputs_back + site.shared_dropout_gradient,
+        backward=outputs_back + max(site.shared_dropout_gradient, waiting),
     )
     yield with_linears(site, outputs, output)
 
@@ -200,7 +211,7 @@ def _scores(site: Site, *, output_needed: bool) -> Stage:
 def _written_scores(site: Site, *, rows: int, output_needed: bool) -> Stage:
     """Attention that fitune writes out, a row at a time: eager, and capped scores."""
     backward = max(
-        transient.written_attention_backward(site, row_tokens=row, rows=rows)
+        transient.written_attention_backward(site, row_tokens=row, rows=rows, output_kept=output_needed)
         - activations.written_scores_kept(site, pairs=gone)
         for row, gone in site.shape.rows_going_back()
     )
@@ -213,7 +224,7 @@ def _written_scores(site: Site, *, rows: int, output_needed: bool) -> Stage:
         backward=backward,
         incoming=site.t * site.e * site.h,
         backward_holding=transient.written_attention_backward(
-            site, row_tokens=longest, rows=rows, holding=True
+            site, row_tokens=longest, rows=rows, output_kept=output_needed, holding=True
         )
         if twice
         else 0,
@@ -233,7 +244,7 @@ def _fallback_scores(site: Site, *, output_needed: bool) -> Stage:
         ),
         forward=transient.fallback_attention_forward(site, row_tokens=row_tokens, dropped=dropped),
         backward=transient.fallback_attention_backward(
-            site, row_tokens=row_tokens, rows=rows, dropped=dropped
+            site, row_tokens=row_tokens, rows=rows, dropped=dropped, output_kept=output_needed
         ),
     )
 
@@ -253,6 +264,8 @@ def mlp_stages(
     wide, stream = site.t * site.e * site.f, site.t * site.e * site.h
     # the block's input, and what the MLP is added to
     waiting = 0 if norms_keep_input(site.plan) else 2 * stream
+    # what attention gave, where that is not let go of
+    beside_attention = stream if model.parallel_blocks or model.learned_positions else 0
     unpacked = whole_weight_bytes(site, down, again=True)
     keeps_product = reaches and not gated and activation.keeps_output
     inputs_back = transient.mlp_inputs_backward(site, partial_gradients=2 if gated else 1)
@@ -289,7 +302,9 @@ def mlp_stages(
     yield Stage(
         name="MLP activation",
         kept=tensors_kept * wide if reaches else 0,
-        forward=transient.mlp_forward(site, width=site.f, tensors=tensors),
+        # in parallel blocks in place of the residual, which is the block's input
+        forward=transient.mlp_forward(site, width=site.f, tensors=tensors)
+        + (0 if model.parallel_blocks else beside_attention),
         backward=backward + site.shared_dropout_gradient if reaches else 0,
         again=again,
         making=making,
@@ -315,6 +330,8 @@ def mlp_stages(
         backward=output_back if goes_back else 0,
         again=again,
         incoming=incoming if again else 0,
-        making=waiting + stream + unpacked if goes_back and unpacked else 0,
+        making=waiting + max(beside_attention + 3 * stream * adapted_out, stream + unpacked)
+        if goes_back
+        else 0,
     )
     yield with_linears(site, outputs, down)

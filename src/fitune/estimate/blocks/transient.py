@@ -30,6 +30,15 @@ def norm_backward(site: Site, *, output_kept: bool) -> int:
     return site.t * site.h * (site.e + 5 * FP32 - output_kept * site.e - site.scaled_bytes)
 
 
+def output_norm_making(site: Site) -> int:
+    """t · h · (3e + 8, 3e + 4 + e where its weight trains): block's input, residual and the norm's input; the fp32 copy
+    scaled twice, of which the first is kept where the weight trains, and then the second is cast. 0 for one kernel.
+    """
+    if site.fused or site.e == FP32:
+        return 0
+    return site.t * site.h * (3 * site.e + FP32 + (site.e if site.full else FP32))
+
+
 def projections_forward(site: Site) -> int:
     """t · e · (2h + 4q + 3k): residual, norm output, projections, and rotary's products for the queries.
 
@@ -95,8 +104,11 @@ def written_attention_again(site: Site) -> int:
     return scores + site.t * site.e * (2 * site.h + 2 * site.model.kv_dim)
 
 
-def written_attention_backward(site: Site, *, row_tokens: int, rows: int, holding: bool = False) -> int:
-    """n·s² · (8 − e) [fp32: 8] for one row, + 4 on CUDA; + t·e·h, + t·e·q with several rows.
+def written_attention_backward(
+    site: Site, *, row_tokens: int, rows: int, output_kept: bool, holding: bool = False
+) -> int:
+    """n·s² · (8 − e) [fp32: 8] for one row, + 4 on CUDA; + t·e·h, + t·e·q with several rows; − t·e·q, the output, where
+    that is kept.
 
     With dropout n·s² · max(e, 8 [12] − e − mask): the dropped probabilities and their mask are let go before.
 
@@ -109,8 +121,8 @@ def written_attention_backward(site: Site, *, row_tokens: int, rows: int, holdin
     freed = (site.e if mask_bytes or site.e < FP32 else 0) + mask_bytes
     gradients = FP32 + (FP32 if site.casts_scores else site.e) + (FP32 if site.on_cuda else 0)
     per_score = max(site.e, gradients - (0 if holding else freed))
-    waiting = site.q if rows > 1 else 0
-    return site.n * row_tokens**2 * per_score + site.t * site.e * (site.h + waiting)
+    waiting = (rows > 1) - (output_kept and not holding)
+    return site.n * row_tokens**2 * per_score + site.t * site.e * (site.h + waiting * site.q)
 
 
 def fallback_attention_forward(site: Site, *, row_tokens: int, dropped: bool) -> int:
@@ -124,15 +136,17 @@ def fallback_attention_forward(site: Site, *, row_tokens: int, dropped: bool) ->
     return (3 if dropped else 2) * FP32 * site.n * row_tokens**2 + site.t * copies
 
 
-def fallback_attention_backward(site: Site, *, row_tokens: int, rows: int, dropped: bool) -> int:
-    """n·s²·8, 12 on CUDA, + t·e·h, + t·e·q with several rows: gradients of the probabilities and of the scores, in
-    fp32, and CUDA's product of gradient and output.
+def fallback_attention_backward(
+    site: Site, *, row_tokens: int, rows: int, dropped: bool, output_kept: bool
+) -> int:
+    """n·s²·8, 12 on CUDA, + t·e·h, + t·e·q with several rows, − t·e·q where the output is kept: gradients of the
+    probabilities and of the scores, in fp32, and CUDA's product of gradient and output.
 
     With dropout n·s²·4: gradients are made while the dropped probabilities and then the noise are let go.
     """
-    waiting = site.q if rows > 1 else 0
+    waiting = (rows > 1) - output_kept
     scores = (1 if dropped else 2 + site.on_cuda) * FP32 * site.n * row_tokens**2
-    return scores + site.t * site.e * (site.h + waiting)
+    return scores + site.t * site.e * (site.h + waiting * site.q)
 
 
 def output_projection_backward(site: Site) -> int:
