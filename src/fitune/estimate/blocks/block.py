@@ -264,6 +264,7 @@ def mlp_stages(
     wide, stream = site.t * site.e * site.f, site.t * site.e * site.h
     # the block's input, and what the MLP is added to
     waiting = 0 if norms_keep_input(site.plan) else 2 * stream
+    input_held = 0 if site.reads_input(inputs) else stream  # by the MLP's caller alone
     # what attention gave, where that is not let go of
     beside_attention = stream if model.parallel_blocks or model.learned_positions else 0
     unpacked = whole_weight_bytes(site, down, again=True)
@@ -288,17 +289,15 @@ def mlp_stages(
     tensors = max((3 if gated else 2) + adapted_in, activation.forward)
     again = incoming = making = 0
     if gated and not site.fused and site.adapted(inputs[1:]):
-        making = (
-            waiting + 2 * wide
-        )  # the second half's base, low-rank output and this one scaled, of which one is kept
+        # the second half's base, low-rank output and this one scaled, of which one is kept
+        making = waiting + input_held + 2 * wide
     if halves:
         tensors = max(6 if adapted_in else 4, activation.forward + 1)
     if halves and adapted_in:  # base, low-rank output and this one scaled of both at once
-        making = waiting + (6 - tensors_kept) * wide
+        making = waiting + input_held + (6 - tensors_kept) * wide
         incoming = (1 + (adapted_out and not model.dropout.mlp_output)) * stream
-        again = (
-            making - waiting // 2 + incoming
-        )  # the block's input is counted with those that recompute keeps
+        # the block's input is counted with those that recompute keeps
+        again = making - waiting // 2 + incoming
     yield Stage(
         name="MLP activation",
         kept=tensors_kept * wide if reaches else 0,
@@ -313,7 +312,7 @@ def mlp_stages(
     again = 0
     if not (keeps_product or site.reads_input(down)):  # else going back takes more
         others = adapted_out + (not norms_keep_input(site.plan)) + (not site.reads_input(inputs))
-        again = transient.mlp_output_again(site, others=others)
+        again = transient.mlp_output_again(site, others=others) + beside_attention
     # the residual's gradient, and an adapter's scaled one
     incoming = (1 + (adapted_out and not site.norms_outputs)) * stream
     beside_packed = unpacked and adapted_out and not site.has_dora  # DoRA's norms take more: with_linears
@@ -324,14 +323,16 @@ def mlp_stages(
     if beside_packed:
         output_back -= min(stream, whole_weight_bytes(site, down))
     product_kept = wide if site.reads_input(down) and not keeps_product else 0
+    # the product, where nobody keeps it, and the output: of an adapter base, low rank and scaled
+    product_held = 0 if keeps_product or product_kept else wide
+    making = waiting + beside_attention + input_held + product_held
+    making += stream + max(2 * stream * adapted_out, unpacked)
     outputs = Stage(
         name="MLP output",
         kept=product_kept + site.dropout_kept(model.dropout.mlp_output, passes=goes_back or drops_sum),
         backward=output_back if goes_back else 0,
         again=again,
         incoming=incoming if again else 0,
-        making=waiting + max(beside_attention + 3 * stream * adapted_out, stream + unpacked)
-        if goes_back
-        else 0,
+        making=making if goes_back else 0,
     )
     yield with_linears(site, outputs, down)
