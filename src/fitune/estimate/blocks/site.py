@@ -250,11 +250,13 @@ def with_linears(
     go of when the largest gradient is stepped.
     """
     e, lora, kept, again = site.e, site.plan.tuning, stage.kept, stage.again
+    backward = stage.backward + whole_weight_bytes(site, linears)
     sizes = [linear.parameters for linear in linears]
     if isinstance(lora, Lora):
         adapted = site.adapted(linears)
         if lora.dora:
             again = max(again, _unpacked_bytes(site, linears, input_kept=lora.dropout == 0))
+            backward = max(backward, _dora_backward(site, linears))
             kept += sum(_dora_kept(site, m, packed=m in site.quantised(linears)) for m in adapted)
         kept += sum(_adapter_kept(site, lora, m, input_has_gradient=input_has_gradient) for m in adapted)
         sizes = [
@@ -266,7 +268,7 @@ def with_linears(
         stage,
         kept=kept,
         forward=max(stage.forward, _unpacked_bytes(site, linears)),
-        backward=stage.backward + whole_weight_bytes(site, linears),
+        backward=backward,
         again=again,
         gradients=sum(sizes) * e,
         largest_gradient=largest * e,
@@ -292,6 +294,14 @@ def _dora_kept(site: Site, linear: Linear, *, packed: bool) -> int:
     """
     whole = linear.in_features * linear.out_features if packed and site.dropout > 0 else 0
     return site.e * (2 * site.t * linear.out_features + whole)
+
+
+def _dora_backward(site: Site, linears: Sequence[Linear]) -> int:
+    """t · e · (h + Σ out + 3·out): residual's gradient and those of all outputs; the first that goes back multiplies its
+    own with the magnitudes, and with what they multiplied. 0 where none is adapted."""
+    outputs = [m.out_features for m in site.adapted(linears)]
+    waiting = site.h + sum(m.out_features for m in linears)
+    return site.t * site.e * (waiting + 3 * max(outputs)) if outputs else 0
 
 
 def whole_weight_bytes(site: Site, linears: Sequence[Linear], *, again: bool = False) -> int:
@@ -340,4 +350,7 @@ def _unpacked_bytes(site: Site, linears: Sequence[Linear], *, input_kept: bool =
         output = site.t * site.e * m.out_features
         made_of = 0 if dora else _made_of(site, m)
         worst = max(worst, site.e * (whole + site.t * beside) + max(output, made_of))
+        if dora:
+            held = ((m in packed) + 1) * m.in_features * m.out_features + m.in_features**2
+            worst = max(worst, site.e * (held + site.t * beside) + (3 if input_kept else 5) * output)
     return worst
