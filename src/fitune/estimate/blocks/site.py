@@ -297,8 +297,8 @@ def _dora_kept(site: Site, linear: Linear, *, packed: bool) -> int:
 
 
 def _dora_backward(site: Site, linears: Sequence[Linear]) -> int:
-    """t · e · (h + Σ out + 3·out): residual's gradient and those of all outputs; the first that goes back multiplies its
-    own with the magnitudes, and with what they multiplied. 0 where none is adapted."""
+    """t · e · (h + Σ out + 3·out): gradients of the residual and of all outputs; the first that goes back multiplies
+    its own with the magnitudes and with what they multiplied. 0 where none is adapted. DoraLinearLayer.forward."""
     outputs = [m.out_features for m in site.adapted(linears)]
     waiting = site.h + sum(m.out_features for m in linears)
     return site.t * site.e * (waiting + 3 * max(outputs)) if outputs else 0
@@ -336,7 +336,9 @@ def _unpacked_bytes(site: Site, linears: Sequence[Linear], *, input_kept: bool =
     e · (out·in·matrices [+ in²]) + t · e · (h + in + out): a frozen weight whole, beside residual, input, output.
     ``matrices`` is 1 while a packed weight is multiplied, and 3 (4 when packed) with DoRA, which forms B·A, its
     scaled copy and their sum with the weight to take the norms of the rows; B·A it makes by sending an identity
-    matrix, in × in, through both (peft.tuners.lora.dora, get_lora_weight and get_weight_norm).
+    matrix, in × in, through both (peft.tuners.lora.dora, get_lora_weight and get_weight_norm). Or, when B·A, the whole
+    weight and the identity are still held: base and adapter's output, which a forward that runs again keeps, scaled
+    and added up.
     ``input_kept``: the input is counted with what the stage before keeps.
     """
     packed, adapted = site.quantised(linears), site.adapted(linears)
