@@ -104,7 +104,7 @@ def test_the_defaults_leave_the_planner_its_choices():
         ("model: gpt2\nseq_len: .nan", "seq_len = nan … finite"),
         ("model: gpt2\nlora_r: 1.5", "lora_r = 1.5 … whole number"),
         ("model: gpt2\nseq_len: auto", "seq_len = 'auto' … expected a number"),
-        ("model: gpt2\nval_fraction: 100", "val_fraction = 100 … less than 1"),
+        ("model: gpt2\nval_fraction: 1.5", "val_fraction = 1.5 … a share below 1 or, from 2 on"),
         ("model: gpt2\nhost_memory: lots", "host_memory = 'lots' … is not a size"),
         ("model: gpt2\nhost_memory: 64", "host_memory = 64 … less than 1 MiB … 64GiB"),
         ("model: gpt2\ntuning: lroa", "tuning = 'lroa' … 'full', 'lora', 'qlora', 'lomo' or 'adalomo'"),

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from heapq import nsmallest
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -138,10 +139,13 @@ class Making:
         with cache.writing(folder.parent):
             self._train, self._held_out = _Part(folder / "train"), _Part(folder / "eval")
         self._formats: list[str] = []
+        self._held_out_below = 0.0
+        """Hashes below this are those of held-out rows."""
 
     def run(self, seed: int) -> PreparedData:
         """Raises DataError when no row is left."""
         data, train, held_out = self._data, self._train, self._held_out
+        self._held_out_below = self._bound(seed) if data.val_fraction else 0.0
         with train.writer, held_out.writer:
             self._write_all(seed)
         if data.val_fraction and not train.counts["rows_read"] and held_out.counts["rows_read"]:
@@ -161,6 +165,17 @@ class Making:
             eval_formats or formats, "evaluate", data.eval_sources, data.val_fraction
         )
         return replace(prepared, eval=dataset, eval_ledger=ledger, eval_examples=held_out.first_conversations)
+
+    def _bound(self, seed: int) -> float:
+        """A share of all hashes; for a number of rows, which are read once more for it, the next hash above theirs."""
+        wanted = self._data.val_fraction
+        if wanted < 1:
+            return wanted * 2**64
+        rows = chain.from_iterable(
+            examples_of(source, on_bytes=lambda _: self._progress()) for source in self._data.sources
+        )
+        hashes = (_hash_of(row.example, seed) for row in rows if not isinstance(row.example, BadRow))
+        return max(nsmallest(int(wanted), hashes), default=0) + 1
 
     def _write_all(self, seed: int) -> None:
         """Tokenise batch after batch; those on their way to other processes are few, so memory does not grow."""
@@ -199,7 +214,9 @@ class Making:
                     raise with_skip_hint(example)
                 part.drop(example.reason)
                 continue
-            if part is self._held_out or _is_held_out(example, data.val_fraction, seed):
+            if part is self._held_out or (
+                self._held_out_below and _hash_of(example, seed) < self._held_out_below
+            ):
                 yield example, self._held_out, 1
                 continue
             places = (position + 1) * weight // per - position * weight // per
@@ -243,12 +260,11 @@ def _chosen(rows: TokenRows, mine: np.ndarray) -> TokenRows:
     )
 
 
-def _is_held_out(example: Example, fraction: float, seed: int) -> bool:
-    if not fraction:
-        return False
+def _hash_of(example: Example, seed: int) -> int:
+    """64 bits of the content and ``seed``."""
     content: Any = example.text
     if isinstance(example, Conversation):
         content = [[m.role, m.text] for m in example.messages]
         content += [["tools", example.tools]] if example.tools else []
     digest = hashlib.blake2b(json.dumps([seed, content]).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") < fraction * 2**64
+    return int.from_bytes(digest, "big")

@@ -60,8 +60,9 @@ def prepare_data(
 ) -> PreparedData:
     """Read, check, split, tokenise and cut the data, or take it from the cache when nothing changed.
 
-    ``val_fraction`` holds rows out by a hash of their content and ``seed``: a row stays on its side when others are
-    added, and equal rows are on the same side. A source's ``weight`` w gives its n-th row ⌊(n+1)·w⌋ − ⌊n·w⌋ places
+    ``val_fraction`` holds rows out by a hash of their content and ``seed``: of a share a row stays on its side when
+    others are added, and equal rows are on the same side: a number of rows is exceeded by those that equal the last of
+    them. A source's ``weight`` w gives its n-th row ⌊(n+1)·w⌋ − ⌊n·w⌋ places
     in the training set: 2 repeats every row, 0.5 takes every other one. Held-out rows have one place each.
 
     ``contents``: as ``contents_of`` found them, for callers that know them already.

@@ -56,11 +56,10 @@ class RowSample:
         """Returns an epoch as these rows let it look. Raises DataError when no row is left."""
         lengths: list[int] = []
         rows = tokens = squares = learned = 0.0
+        held_out = self._held_out_share
         for one in self.samples:
             cut = _cut(one.lengths, self.bytes_per_token, self.data, seq_len=batch.seq_len)
-            times = (
-                one.places * (1 - self.data.val_fraction) / len(one.lengths)
-            )  # what each of them stands for
+            times = one.places * (1 - held_out) / len(one.lengths)  # what each of them stands for
             rows += times * len(cut)
             tokens += times * sum(n for n, _ in cut)
             squares += times * sum(n * n for n, _ in cut)
@@ -94,6 +93,15 @@ class RowSample:
             guess=f"{how}at {self.counted}",
             bad_rows=dict(sum((one.bad for one in self.samples), Counter[str]()).most_common()),
         )
+
+    @property
+    def _held_out_share(self) -> float:
+        wanted = self.data.val_fraction
+        if wanted < 1:
+            return wanted
+        weights = (source.weight for source in self.data.sources)
+        rows = sum(one.places / weight for one, weight in zip(self.samples, weights, strict=True))
+        return min(1.0, wanted / rows)
 
     def mean_row_tokens(self, seq_len: int) -> int:
         """Returns the tokens of an average row, of which none keeps more than ``seq_len``. Raises DataError."""

@@ -31,6 +31,7 @@ from fitune.recipe.types import (
     Bandwidth,
     CountFloat,
     CountInt,
+    HeldOut,
     HubName,
     Layers,
     NamedPath,
@@ -156,8 +157,8 @@ class Recipe(Strict):
     """Columns of other names: prompt=question,completion=best_reply"""
     eval_data: Sources = []
     """Rows to evaluate on"""
-    val_fraction: Share = 0.0
-    """Share of the rows held out to evaluate on"""
+    val_fraction: HeldOut = 0.0
+    """Rows held out to evaluate on: 0.05 is a share, 200 a number"""
     chat_template: TemplateText = ""
     """A Jinja file or its text; left out: the tokenizer's own"""
     chat_template_date: Annotated[str, BeforeValidator(as_date)] = ""

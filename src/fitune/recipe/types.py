@@ -38,7 +38,7 @@ MOST: dict[str, int | float] = {
     "num_epochs": 1_000_000.0, "max_steps": _STEPS, "warmup_steps": _STEPS,
     "log_steps": _STEPS, "eval_steps": _STEPS, "save_steps": _STEPS, "evals_per_epoch": _STEPS,
     "saves_per_epoch": _STEPS, "keep_checkpoints": 1_000_000,
-    "samples": 100_000, "gradient_checkpointing": 9_999,
+    "samples": 100_000, "val_fraction": 1_000_000, "gradient_checkpointing": 9_999,
     # inside a source
     "sample": 1_000_000_000_000, "weight": 1_000_000.0, "data_weights": 1_000_000.0,
 }  # fmt: skip
@@ -81,6 +81,14 @@ def whole_number(value: Any) -> Any:
         if not value.is_integer():
             raise ValueError(f"expected a whole number, found {value}")
         return int(value)
+    return value
+
+
+def share_or_count(value: Any) -> Any:
+    """A share below 1, or a whole number from 2 on. Raises ValueError for what is neither."""
+    value = number(value)
+    if isinstance(value, int | float) and value >= 1 and (value == 1 or value % 1):
+        raise ValueError("must be a share below 1 or, from 2 on, a whole number of rows")
     return value
 
 
@@ -261,6 +269,7 @@ Seed = Annotated[int, BeforeValidator(whole_number), Field(ge=0, lt=2**63)]
 PositiveFloat = Annotated[float, BeforeValidator(number), Field(gt=0)]
 CountFloat = Annotated[float, BeforeValidator(number), Field(ge=0)]
 Share = Annotated[float, BeforeValidator(number), Field(ge=0, lt=1)]
+HeldOut = Annotated[float, BeforeValidator(share_or_count), Field(ge=0)]
 Bandwidth = Annotated[float, BeforeValidator(as_bandwidth), Field(gt=0)]
 Size = Annotated[int, BeforeValidator(as_size), Field(gt=0)]
 Text = Annotated[str, Field(min_length=1)]

@@ -224,6 +224,7 @@ class DataPlan:
     sources: tuple[DataSource, ...] = ()
     eval_sources: tuple[DataSource, ...] = ()
     val_fraction: float = 0.0
+    """Share of the rows that are held out; from 2 on the number of them."""
     chat_template: str = ""
     """Path of a Jinja file; empty: the tokenizer's own, or fitune's plain one when it has none."""
     chat_template_date: str = ""

@@ -161,8 +161,7 @@ def test_a_mixture_is_its_sources_with_their_shares():
     ]  # fmt: skip
     mixture = MIXTURE["dataset_mixture"]
     assert recipe(MIXTURE, dataset_mixture=mixture | {"test_split_size": 0.1}).val_fraction == 0.1
-    with pytest.raises(RecipeError, match="test_split_size.* 1000 rows to evaluate on; here it is a share"):
-        recipe(MIXTURE, dataset_mixture=mixture | {"test_split_size": 1000})
+    assert recipe(MIXTURE, dataset_mixture=mixture | {"test_split_size": 1000}).val_fraction == 1000
     pairs = {"datasets": [{"id": "org/p", "columns": ["chosen", "rejected"]}]}
     with pytest.raises(RecipeError, match="columns chosen, rejected; fitune learns from"):
         recipe(MIXTURE, dataset_mixture=pairs)

@@ -325,11 +325,8 @@ def _datasets(r: Reading) -> None:
             str(source.get("type")).startswith("alpaca") for source in sources if isinstance(source, dict)
         )
         r.put(name, read, key=key, said=WITHOUT_HEADINGS if prompts else "")
-    share = r.take("val_set_size")
-    if share is not None and float(share) >= 1:
-        r.refuse("val_set_size", "a number of rows to evaluate on; here it is a share: 0.05")
-    elif share and "eval_data" not in r.settings:
-        r.put("val_fraction", share, key="val_set_size")
+    if r.take("val_set_size") and "eval_data" not in r.settings:
+        r.same({"val_set_size": "val_fraction"})
     r.same({"chat_template_jinja": "chat_template"})
     if "chat_template" in r.settings:
         r.passed("chat_template", "chat_template_jinja says it")

@@ -227,11 +227,8 @@ def _data(r: Reading) -> None:
         limit = {} if rows is None else {"sample": rows}
         r.put(name, [source | limit for source in found], key=key)
     r.passed("max_samples", "rows drawn from all of a source; LLaMA-Factory takes its first rows")
-    share = r.take("val_size")
-    if share is not None and float(share) >= 1:
-        r.refuse("val_size", "a number of rows to evaluate on; here it is a share: 0.05")
-    elif share:
-        r.put("val_fraction", share, key="val_size")
+    if r.take("val_size"):
+        r.same({"val_size": "val_fraction"})
     r.passed("template", RENDERED)
     thinks = is_on(r.raw.get("enable_thinking", True))
     if thinks and str(r.take("template")) in _REASONING:

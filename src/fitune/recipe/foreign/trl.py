@@ -191,10 +191,7 @@ def _mixture(r: Reading, mixture: Mapping[str, Any]) -> None:
         sources.append({"path": path, "split": _part(str(each.get("split") or "train"), each.get("weight"))})
     part = any("[" in source["split"] for source in sources)
     r.put("data", sources, key=key, said="the first rows of a share; there they are drawn" if part else "")
-    held_out = mixture.get("test_split_size")
-    if held_out is not None and float(held_out) >= 1:
-        r.refuse(f"{key}.test_split_size", f"{held_out} rows to evaluate on; here it is a share: 0.05")
-    elif held_out:
+    if held_out := mixture.get("test_split_size"):
         r.put("val_fraction", held_out, key=key)
     r.inside("passed", {"seed": "seed orders the rows"})
 
