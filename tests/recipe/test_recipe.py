@@ -87,7 +87,7 @@ def test_the_defaults_leave_the_planner_its_choices():
     ("text", "words"),
     [
         ("model: gpt2\nlerning_rate: 1", "unknown key 'lerning_rate' … did you mean 'learning_rate'?"),
-        ("model: gpt2\nmodel: gpt3", "recipe.yaml:2 … duplicate key 'model'"),
+        ("model: gpt2\nmodel: gpt3", "recipe.yaml:2 … duplicate key 'model', first in line 1: keep one"),
         ("model: gpt2\ndata: [{path: a, wieght: 2}]", "data.0.wieght … did you mean 'weight'?"),
         ("model: gpt2\ndata: {path: a, path: b}", "recipe.yaml:2 … duplicate key 'path'"),
         ("model: !!python/object/apply:os.system [ls]", "recipe.yaml:1:8 … tags ( … python/object/apply"),

@@ -61,14 +61,17 @@ class StrictLoader(yaml.SafeLoader):
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         """A mapping. Raises an error with the line for a key that is no text or number, or stands twice."""
-        seen: set[Any] = set()
+        first: dict[Any, int] = {}
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, str | int | float):
                 raise _refused(f"{key!r} is no key", key_node)
-            if key in seen:
-                raise _refused(f"duplicate key {key!r}", key_node)
-            seen.add(key)
+            line = key_node.start_mark.line + 1
+            if key in first:
+                raise _refused(
+                    f"duplicate key {key!r}, first in line {first[key]}: keep one of them", key_node
+                )
+            first[key] = line
         return super().construct_mapping(node, deep)
 
 
