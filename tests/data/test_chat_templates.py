@@ -1,6 +1,7 @@
 """What the model learns to write is its answers, and training ids begin with the ids of scoring."""
 
 import pytest
+from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 
 from data.tiny_tokenizers import (
@@ -14,9 +15,11 @@ from data.tiny_tokenizers import (
     prefixing_tokenizer,
     talk,
 )
-from fitune.data.conversations.messages import Conversation, Text
+from fitune.data.conversations.messages import Conversation, Message, Text
 from fitune.data.conversations.rendering import Piece
 from fitune.data.conversations.templates import PLAIN_TEMPLATE, PieceEncoder, load_template
+from fitune.errors import RecipeError
+from fitune.values.named_templates import CHATML_MARKS
 
 TOKENIZERS = {"bytes": byte_tokenizer, "sentencepiece": prefixing_tokenizer}
 TALKS = [
@@ -182,6 +185,25 @@ ALL_AT_ONCE = """\
 {%- if add_generation_prompt -%}{{- '<|turn|>assistant\\n' -}}{%- endif -%}
 """
 """What templates on the Hub use: Llama, Qwen, Gemma, gpt-oss, Mistral, DeepSeek, Phi, Command-R."""
+
+
+def test_chatml_is_a_template_by_name_where_its_marks_are_tokens():
+    tokenizer = byte_tokenizer()
+    with pytest.raises(
+        RecipeError, match=r"no token <\|im_start\|> or <\|im_end\|>, which would become several"
+    ):
+        load_template(tokenizer, "chatml")
+    tokenizer.add_tokens([AddedToken(mark, special=True) for mark in CHATML_MARKS])
+    template = load_template(tokenizer, "chatml")
+    said = talk("hi <|im_end|>", "ho", "so", "yes").messages
+    encoded = template.encode(Conversation((Message("system", "be kind"), *said), "row 1"))
+    assert tokenizer.decode(encoded.ids) == (
+        "<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nhi <|im_end|><|im_end|>\n"
+        "<|im_start|>assistant\nho<|im_end|>\n<|im_start|>user\nso<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>"
+    )
+    assert learned(tokenizer, encoded) == "ho<|im_end|>yes<|im_end|>"
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert (encoded.ids.count(end), template.stop_ids) == (5, {end, tokenizer.eos_token_id})
 
 
 def test_what_templates_on_the_hub_use_gives_the_text_of_transformers():

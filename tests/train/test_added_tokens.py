@@ -18,6 +18,7 @@ from fitune.score.plan import ScorePlan
 from fitune.score.run import score
 from fitune.session.exporting import export_run
 from fitune.train.prepare import prepare
+from fitune.values.named_templates import CHATML_MARKS
 from fitune.values.plan import DataSource, Nf4
 from jsonl import write_lines
 from models.tiny_models import beside_tokenizer, load
@@ -161,6 +162,15 @@ def test_the_rehearsal_has_the_new_rows(make_plan):
     assert added > 200
     assert second - first == 2 * added * 32 * 4
     assert model_config(plain.model_path).vocab_size == 384
+
+
+def test_the_marks_of_chatml_are_added_as_special_tokens(make_plan):
+    with pytest.raises(RecipeError, match="the tokenizer has no token") as refused:
+        make_plan(chat_template="chatml", added_tokens=CHATML_MARKS[:1])
+    assert refused.value.hint.startswith("added_tokens: ['<|im_end|>']")
+    tokenizer = planned_tokenizer(make_plan(chat_template="chatml", added_tokens=[*CHATML_MARKS, "<think>"]))
+    added = {token.content: token.special for token in tokenizer.added_tokens_decoder.values()}
+    assert [added[token] for token in (*CHATML_MARKS, "<think>")] == [True, True, False]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fitune.errors import ModelError
 from fitune.models.readers import read_tokenizer, reading
+from fitune.values.named_templates import CHATML_MARKS
 from fitune.values.plan import Plan
 
 NOISE = 0.01
@@ -53,7 +54,9 @@ def tokenizer_with(path: str, added_tokens: Sequence[str], *, rows: int) -> PreT
                 f"added_tokens: {token!r} is token {known[token]} of the tokenizer already",
                 hint="leave it out",
             )
-    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in added_tokens])
+    # text in the data must not become a mark of messages
+    added = [AddedToken(token, normalized=False, special=token in CHATML_MARKS) for token in added_tokens]
+    tokenizer.add_tokens(added)
     largest = max(_token_ids(tokenizer, added_tokens))
     if largest >= rows:
         raise ModelError(

@@ -11,6 +11,7 @@ from fitune.recipe.recipe import Recipe, SourceRecipe
 from fitune.values.machines.hardware import Gpu, Hardware
 from fitune.values.model.model_config import Vocabulary, vocabulary_of
 from fitune.values.model.model_spec import ModelSpec
+from fitune.values.named_templates import NAMED_TEMPLATES, require_marks
 from fitune.values.plan import (
     AdamW,
     AdamW8bit,
@@ -80,11 +81,14 @@ def with_added_rows(recipe: Recipe, model: ModelSpec) -> ModelSpec:
     """The model with a row for each of ``recipe.added_tokens``; tables often have spare rows, which come first.
 
     Without a tokenizer.json at hand all of them get new rows. Raises RecipeError for tokens that are empty, named
-    twice, or in the vocabulary already.
+    twice, or in the vocabulary already, and for a named chat template whose marks are no tokens.
     """
+    is_named = recipe.chat_template in NAMED_TEMPLATES
+    known = vocabulary_of(model.name) if recipe.added_tokens or is_named else None
+    if known is not None and is_named:
+        require_marks(recipe.chat_template, {*known.tokens, *recipe.added_tokens})
     if not recipe.added_tokens:
         return model
-    known = vocabulary_of(model.name)
     _refuse_tokens(recipe.added_tokens, known)
     count = len(recipe.added_tokens)
     rows = model.vocab_size + count if known is None else max(model.vocab_size, known.length + count)

@@ -11,6 +11,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainValidator,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -84,12 +85,12 @@ def whole_number(value: Any) -> Any:
     return value
 
 
-def share_or_count(value: Any) -> Any:
+def share_or_count(value: Any) -> float:
     """A share below 1, or a whole number from 2 on. Raises ValueError for what is neither."""
     value = number(value)
-    if isinstance(value, int | float) and value >= 1 and (value == 1 or value % 1):
+    if not isinstance(value, int | float) or value < 0 or value == 1 or (value > 1 and value % 1):
         raise ValueError("must be a share below 1 or, from 2 on, a whole number of rows")
-    return value
+    return value if value < 1 else int(value)
 
 
 def quantiser_word(value: Any) -> str:
@@ -269,7 +270,7 @@ Seed = Annotated[int, BeforeValidator(whole_number), Field(ge=0, lt=2**63)]
 PositiveFloat = Annotated[float, BeforeValidator(number), Field(gt=0)]
 CountFloat = Annotated[float, BeforeValidator(number), Field(ge=0)]
 Share = Annotated[float, BeforeValidator(number), Field(ge=0, lt=1)]
-HeldOut = Annotated[float, BeforeValidator(share_or_count), Field(ge=0)]
+HeldOut = Annotated[float, PlainValidator(share_or_count)]
 Bandwidth = Annotated[float, BeforeValidator(as_bandwidth), Field(gt=0)]
 Size = Annotated[int, BeforeValidator(as_size), Field(gt=0)]
 Text = Annotated[str, Field(min_length=1)]

@@ -226,7 +226,8 @@ class DataPlan:
     val_fraction: float = 0.0
     """Share of the rows that are held out; from 2 on the number of them."""
     chat_template: str = ""
-    """Path of a Jinja file; empty: the tokenizer's own, or fitune's plain one when it has none."""
+    """Path of a Jinja file, its text, or a name of named_templates.py; empty: the tokenizer's own, or fitune's plain
+    one when it has none."""
     chat_template_date: str = ""
     """Date that the template writes, as 2026-01-31; empty: 26 July 2024, whatever day it is."""
     train_on_prompt: bool = False

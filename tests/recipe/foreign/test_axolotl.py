@@ -4,8 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from data.tiny_tokenizers import byte_tokenizer
+from fitune.data.conversations.formats import to_example
+from fitune.data.conversations.templates import load_template
+from fitune.data.reading.rows import Row
 from fitune.errors import RecipeError
 from fitune.recipe.foreign import read_foreign
+from fitune.values.named_templates import CHATML_MARKS
 from recipe.foreign.examples import read_keys, typed
 
 PLAIN = typed(
@@ -75,6 +80,12 @@ def test_a_qlora_recipe_says_the_same_here():
         ("tokens: [<think>]", "added_tokens", ["<think>"]),
         ("tokens: {pad_token: <pad>}", "added_tokens", []),
         ("gpu: '4090'", "gpu", "4090"),
+        ("chat_template: chatml", "chat_template", "chatml"),
+        ("chat_template: llama3", "chat_template", ""),
+        ("chat_template: chatml, datasets: [{path: d, type: alpaca}]", "chat_template", "chatml"),
+        ("chat_template: chatml, datasets: [{path: d, type: completion}]", "chat_template", ""),
+        ("datasets: [{path: d, type: completion}]", "on_long_row", "split"),
+        ("special_tokens: {eos_token: <|im_end|>}, tokens: [<|im_start|>]", "added_tokens", [*CHATML_MARKS]),
         ("chat_template: jinja, chat_template_jinja: '{{ messages }}'", "chat_template", "{{ messages }}"),
         ("logging_steps: 0.2", "log_steps", 1),
         ("val_set_size: 32", "val_fraction", 32),
@@ -92,14 +103,72 @@ def test_a_key_becomes_the_setting_that_means_it(changes, setting, value):
         ("type: alpaca", "alpaca", {}),
         ("type: chat_template, field_messages: conversations", "sharegpt", {}),
         ("type: chat_template, field_messages: turns", "columns", {"messages": "turns"}),
+        ("type: alpaca:chat", "alpaca", {}),
+        ("type: alpaca_chat.load_qa", "columns", {"prompt": "question", "completion": "answer"}),
         ("type: completion", "text", {}),
         ("type: completion, field: body", "columns", {"text": "body"}),
-        ("type: {field_instruction: q, field_output: a}", "columns", {"prompt": "q", "completion": "a"}),
+        (
+            "type: {field_instruction: q, field_output: a}",
+            "columns",
+            {"prompt": "q", "completion": "a", "system": "input"},
+        ),
     ],
 )
 def test_the_type_of_a_dataset_is_its_format(source, format, columns):
     read = recipe(datasets=[{"path": "d", "split": "train[:5%]", **typed(source)}]).data[0]
     assert (read.format, read.columns, read.split) == (format, columns, "train[:5%]")
+
+
+QUESTION = {"q": "what {is} it?", "input": 'a "fish"\n', "system": "Be kind.", "a": "it swims"}
+
+
+@pytest.mark.parametrize("row", [QUESTION, QUESTION | {"input": ""}, {"q": "so", "a": "no"}])
+@pytest.mark.parametrize(
+    ("format", "without", "system_prompt", "system_format"),
+    [
+        ("[INST] {input}\n{instruction} [/INST]", None, "", None),
+        (
+            "{{C}}: {input}\tQ: '{instruction}'\\n",
+            "PROMPT {instruction} %}}",
+            "USUAL PROMPT",
+            "<<{system}>>\n",
+        ),
+        (None, None, "Be brief.", None),
+        ("Q: {instruction} A:", "Q: {instruction} A:", "", None),
+        ("Q: {instruction}", "Q: {instruction}", "Be brief: é", "S: {system}\n"),
+    ],
+)
+def test_a_prompt_format_of_its_own_gives_the_same_tokens(row, format, without, system_prompt, system_format):
+    """As axolotl's user_defined prompts are made: system, then the format with the input if there is one."""
+    theirs = {"format": format, "no_input_format": without, "system_format": system_format}
+    kind = {name: value for name, value in theirs.items() if value is not None}
+    kind |= {"system_prompt": system_prompt, "field_instruction": "q", "field_output": "a"}
+    read = recipe(datasets=[{"path": "d", "type": kind}])
+    format, without = format or "{instruction} {input} ", without or "{instruction} "
+    with_input = "{input}" in format
+    system = system_prompt if with_input else row.get("system", system_prompt)
+    more = (row.get("input") or "") if with_input else ""
+    prompt = (system_format or "{system}").format(system=system) if system else ""
+    prompt += (format if more else without).format(instruction=row["q"], input=more)
+    tokenizer = byte_tokenizer()
+    row = {name: value for name, value in row.items() if name != "system" or not with_input}
+    example = to_example(Row("row 1", row), format="columns", columns=tuple(read.data[0].columns.items()))
+    encoded = load_template(tokenizer, read.chat_template).encode(example)
+    asked, answer = ([*tokenizer(text)["input_ids"]] for text in (f"<s>{prompt}", f"{row['a']}</s>"))
+    assert encoded.ids == asked + answer
+    assert encoded.supervised == [False] * len(asked) + [True] * len(answer)
+
+
+def test_what_is_left_out_of_a_row_is_said():
+    lines = reading(datasets=[{"path": "d", "type": "jeopardy"}]).lines
+    (said,) = (line.said for line in lines if line.settings == ("data",))
+    assert said.endswith("without the category and the words what is")
+
+
+def test_prompts_of_two_formats_have_no_one_template():
+    rows = [{"path": "a", "type": "alpaca"}, {"path": "b", "type": {"field_output": "a"}}]
+    with pytest.raises(RecipeError, match="prompts of several formats; one chat_template renders all"):
+        recipe(datasets=rows)
 
 
 def test_the_older_key_of_a_split_names_it():
@@ -249,10 +318,11 @@ def test_a_tracker_that_is_off_there_is_off_here(changes):
         ("message_field_role: speaker", "messages of speaker and content"),
         ("roles: {assistant: [gpt, bot]}", "roles: .* for assistant; fitune knows assistant, gpt"),
         ("type: {field_instruction: q, field_output: a, format: 'Q: {instruction}'}",
-         "prompt format of its own; name the rows as prompt and completion and a Jinja file"),
+         r"rows without an input are '{instruction} ' there, whatever format says; name it as no_input_format"),
+        ("type: {format: 'Q: {instruction} {output}'}", r"its format cannot be filled in: {output} stands in"),
+        ("type: {field_system: s, format: '{instruction} {input}'}", "prompts of a system prompt and an input"),
+        ("type: gpteacher", "type: gpteacher is a prompt format of its own; write it out, as type: {field_instr"),
         ("type: sharegpt, field_human: speaker", "field_human: speaker; fitune knows human, user"),
-        ("type: {field_instruction: q, field_output: a, system_prompt: Be kind.}",
-         r"datasets\[0\].type.system_prompt: Be kind. would change the result"),
     ],
 )  # fmt: skip
 def test_a_key_inside_a_dataset_is_never_left_out_in_silence(source, named):
@@ -268,7 +338,9 @@ def test_a_key_inside_a_dataset_is_never_left_out_in_silence(source, named):
         "train_on_eos: turn, preprocess_shards: 4, trust_remote_code: false, shards: null",
         "message_property_mappings: {role: from, content: value}, field_messages: conversations",
         "roles: {assistant: [gpt], user: [human]}, ds_type: json",
-        "type: {field_instruction: q, field_output: a, format: '{instruction}'}",
+        "type: {field_instruction: q, field_output: a, format: '{instruction}', no_input_format: '{instruction}'}",
+        "type: alpaca_chat.load_qa",
+        "type: oasst",
     ],
 )
 def test_keys_of_a_dataset_that_say_what_fitune_does_are_read(source):

@@ -72,6 +72,18 @@ def test_another_task_is_not_told_to_leave_a_key_out(tmp_path):
     assert caught.value.hint == "a recipe of supervised fine-tuning with data for it"
 
 
+def test_a_template_in_a_converted_recipe_is_a_text_of_several_lines(tmp_path):
+    path = tmp_path / "theirs.yaml"
+    kind = "{format: 'Q: {instruction}', no_input_format: 'Q: {instruction}'}"
+    path.write_text(
+        f"base_model: gpt2\nsequence_len: 512\nmicro_batch_size: 1\ndatasets: [{{path: org/d, type: {kind}}}]\n"
+    )
+    text, _ = convert_recipe(path)
+    assert "\nchat_template: |\n  {{- bos_token" in text
+    (tmp_path / "ours.yaml").write_text(text)
+    assert read_any_recipe(tmp_path / "ours.yaml") == read_any_recipe(path)
+
+
 def test_rows_that_are_refused_may_be_replaced_by_others():
     rows = [
         {"path": "d", "type": {"field_instruction": "q", "field_output": "a", "format": "Q: {instruction}"}}

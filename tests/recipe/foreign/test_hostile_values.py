@@ -29,3 +29,5 @@ def test_the_error_names_the_key_and_its_value():
     keys = {"base_model": "m", "sequence_len": 8, "micro_batch_size": 1, "warmup_steps": "many"}
     with pytest.raises(FituneError, match="warmup_steps = 'many' is not what axolotl takes there"):
         read_keys(keys)
+    with pytest.raises(FituneError, match="fsdp_config = '\\$X' is not what axolotl takes there\n"):
+        read_keys(keys | {"warmup_steps": 3, "fsdp_config": "$X"})

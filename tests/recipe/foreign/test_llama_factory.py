@@ -95,6 +95,8 @@ def test_names_of_a_registry_that_is_not_here_are_said_and_the_plan_goes_on():
         ("neat_packing: true", "packing", True),
         ("max_steps: 10, val_size: 0.1, eval_strategy: steps, eval_steps: 5", "eval_steps", 5),
         ("eval_strategy: 'no'", "eval_steps", 0),
+        ("template: chatml", "chat_template", "chatml"),
+        ("template: chatml, stage: pt", "chat_template", ""),
         ("val_size: 50", "val_fraction", 50),
         ("add_tokens: '<a>,<b>', resize_vocab: true", "added_tokens", ["<a>", "<b>"]),
         ("quantization_method: bnb, double_quantization: true", "tuning", "lora"),

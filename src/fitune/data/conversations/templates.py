@@ -26,6 +26,7 @@ from fitune.data.conversations.tool_calls import PROBE_TOOLS
 from fitune.data.reading.rows import BadRow, in_row
 from fitune.errors import DataError, is_failure
 from fitune.files import is_template, read_text
+from fitune.values.named_templates import NAMED_TEMPLATES, require_marks
 
 PLAIN_TEMPLATE = """\
 {{- bos_token if bos_token else '' -}}
@@ -68,15 +69,18 @@ class EncodedRows:
 
 
 def load_template(tokenizer: Any, path: str = "", *, date: str = "") -> "ChatTemplate":
-    """The Jinja file at ``path``, or the template that stands there itself, else the tokenizer's own, else
+    """The template that ``path`` names or is, or that of the Jinja file there; else the tokenizer's own, else
     ``PLAIN_TEMPLATE``; ``date`` is the day that it writes, as 2026-01-31, else that of sandbox.py.
 
     The template is tried on a small conversation at once: raises DataError when it is missing, is no Jinja, fails,
-    or does not show the answer.
+    or does not show the answer; RecipeError for a named one whose marks the tokenizer has no tokens for.
     """
     if tokenizer.eos_token_id is None:
         raise DataError("the tokenizer has no EOS token: a model trained with it could never stop")
-    if is_template(path):
+    if path in NAMED_TEMPLATES:
+        require_marks(path, tokenizer.get_vocab())
+        source, name = NAMED_TEMPLATES[path], path
+    elif is_template(path):
         source, name = path, "the recipe's chat_template"
     elif path:
         source, name = _read_template(path), path

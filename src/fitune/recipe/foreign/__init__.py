@@ -79,8 +79,11 @@ def read_foreign(raw: Mapping[str, Any], *, where: str, folder: Path) -> Reading
     except (TypeError, ValueError, AttributeError, KeyError, IndexError, OverflowError) as error:
         # the readers take values as the trainers' own recipes have them: a text where a mapping belongs fails there
         key = reading.latest
+        why = (
+            f": {str(error)[:100]}" if isinstance(error, ValueError) else ""
+        )  # others tell of the reader's code
         raise RecipeError(
-            f"{where}: {key} = {str(raw.get(key))[:60]!r} is not what {trainer} takes there: {str(error)[:100]}",
+            f"{where}: {key} = {str(raw.get(key))[:60]!r} is not what {trainer} takes there{why}",
             hint=f"mend {key}, or leave it out",
         ) from None
     reading.finish()

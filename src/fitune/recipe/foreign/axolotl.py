@@ -1,20 +1,18 @@
 """Recipes of axolotl. Its defaults and the meaning of its keys are those of its configuration schema (0.12–0.16)."""
 
 import re
-from collections.abc import Mapping
-from typing import Any
 
-from fitune.recipe.foreign.reading import ON_TEXT, SUPERVISED, Reading, is_on, paths_of, words
+from fitune.recipe.foreign.axolotl_data import read_datasets
+from fitune.recipe.foreign.reading import ON_TEXT, SUPERVISED, Reading, is_on
 from fitune.recipe.foreign.sharding_files import read_sharding
 from fitune.recipe.foreign.trainer_keys import (
-    RENDERED,
     SPEED_SAID,
-    WITHOUT_HEADINGS,
     read_expert_targets,
     read_precision,
     read_trainer_keys,
     refuse_other_tokenizer,
 )
+from fitune.values.named_templates import CHATML_MARKS
 
 _SAME = {
     "base_model": "model",
@@ -139,7 +137,7 @@ def read_axolotl(r: Reading) -> None:
     _method(r)
     _model(r)
     _trained_weights(r)
-    _datasets(r)
+    read_datasets(r)
     _tokens(r)
     _plugins(r)
     _sharding(r)
@@ -256,6 +254,9 @@ def _tokens(r: Reading) -> None:
     listed = [r.take(key) for key in ("tokens", "added_tokens")]
     # ``tokens`` was a mapping of special tokens once; those are in the tokenizer
     added = [str(token) for value in listed if isinstance(value, list) for token in value]
+    begin, end = CHATML_MARKS
+    if begin in added and end not in added and (r.take("special_tokens") or {}).get("eos_token") == end:
+        added.append(end)  # a tokenizer without the one lacks the other, which is added there, too
     if added:
         r.put("added_tokens", added, key="tokens" if r.take("tokens") else "added_tokens")
     r.passed("tokens", said)
@@ -284,127 +285,3 @@ def _sharding(r: Reading) -> None:
               key="batch_size", said=said)  # fmt: skip
     else:
         r.passed("batch_size", "micro_batch_size and gradient_accumulation_steps say it")
-
-
-_AS_TEMPLATE = "name the rows as prompt and completion and a Jinja file with the format as chat_template"
-_PASSED_OF_DATA = {
-    "ds_type preprocess_shards trust_remote_code input_format": "",
-    "chat_template conversation": RENDERED,
-    "field_thinking template_thinking_key": "reasoning is read from reasoning_content, reasoning or thinking",
-}
-_REFUSED_OF_DATA = {
-    "shards shards_idx": "a part of the rows; sample: N says how many",
-    "revision": "a revision of the dataset; download that revision and name its folder as path",
-    "drop_system_message message_field_training message_field_training_detail step_separator input_transform":
-        "rows changed while they are read",
-    "system_prompt": "a system message added to every row",
-    "system_format": f"a prompt format of its own; {_AS_TEMPLATE}",
-}  # fmt: skip
-_ONLY = {"train_on_eos": "turn", "train_on_eot": "turn", "field_tools": "tools"}
-"""Key of a dataset -> the one value that is what fitune does."""
-_ROLES = {
-    "user": words("user human"), "assistant": words("assistant gpt"), "system": words("system"),
-    "input": words("system user human"), "output": words("assistant gpt"),
-    "tool": words("tool observation function ipython tool_response"),
-}  # fmt: skip
-"""Names of roles in rows, as fitune knows them."""
-
-
-def _datasets(r: Reading) -> None:
-    """Puts the datasets, the evaluation sets and the held-out share of an Axolotl config."""
-    r.inside("passed", _PASSED_OF_DATA)
-    r.inside("refused", _REFUSED_OF_DATA)
-    for key, name in (("datasets", "data"), ("test_datasets", "eval_data")):
-        sources = r.take(key)
-        if not isinstance(sources, list):
-            continue
-        read = [
-            each for number, source in enumerate(sources) for each in _sources(r, source, f"{key}[{number}]")
-        ]
-        prompts = any(
-            str(source.get("type")).startswith("alpaca") for source in sources if isinstance(source, dict)
-        )
-        r.put(name, read, key=key, said=WITHOUT_HEADINGS if prompts else "")
-    if r.take("val_set_size") and "eval_data" not in r.settings:
-        r.same({"val_set_size": "val_fraction"})
-    r.same({"chat_template_jinja": "chat_template"})
-    if "chat_template" in r.settings:
-        r.passed("chat_template", "chat_template_jinja says it")
-    elif (template := r.take("chat_template")) is not None:
-        r.passed("chat_template", RENDERED)
-        r.passed("chat_template_kwargs", f"of {template}")
-    r.passed("eot_tokens", "an answer is learnt with the token that ends it in the template")
-    longer = str(r.take("excess_length_strategy") or "drop")
-    on_long = {"drop": "drop", "truncate": "truncate", "raise": "error"}.get(longer, "drop")
-    if "excess_length_strategy" in r.raw:
-        r.put("on_long_row", on_long, key="excess_length_strategy")
-    else:
-        r.assume("axolotl leaves out rows longer than sequence_len", on_long_row=on_long)
-
-
-def _sources(r: Reading, source: Any, where: str) -> list[dict[str, Any]]:
-    """One dataset in fitune's words, a source for each of its files; none where it is refused."""
-    if isinstance(source, str):
-        return [{"path": source}]
-    if not isinstance(source, Mapping) or not source.get("path"):
-        r.refuse(where, "no path is named")
-        return []
-    format, columns, why = _format(source)
-    if why:
-        r.refuse(where, why)
-        return []
-    wanted = {
-        "split": str(source.get("split") or source.get("train_on_split") or ""),
-        "format": format,
-        "columns": columns,
-    }
-    given = {name: value for name, value in wanted.items() if value}
-    return [{"path": path, **given} for path in paths_of(source)]
-
-
-_MAPPED = {"field_system": "system", "field_instruction": "prompt", "field_output": "completion"}
-
-
-def _format(source: Mapping[str, Any]) -> tuple[str, dict[str, str], str]:
-    """(format, columns, why it is refused) of a dataset's type and fields."""
-    kind = source.get("type")
-    for key, only in _ONLY.items():
-        if source.get(key) not in (None, only):
-            return "", {}, f"{key}: {source[key]}; here it is {only}"
-    mapped = source.get("message_property_mappings") or {}
-    role = mapped.get("role") or source.get("message_field_role") or "role"
-    content = mapped.get("content") or source.get("message_field_content") or "content"
-    if (role, content) not in (("role", "content"), ("from", "value")):
-        return "", {}, f"messages of {role} and {content}; fitune reads role and content, or from and value"
-    for name, others in (source.get("roles") or {}).items():
-        if not _ROLES.get(name, frozenset()).issuperset(others if isinstance(others, list) else [others]):
-            known = ", ".join(sorted(_ROLES.get(name, ())))
-            return "", {}, f"roles: {others} for {name}; fitune knows {known}"
-    for key, name in (("field_human", "user"), ("field_model", "assistant")):
-        if source.get(key) not in (None, *_ROLES[name]):
-            return "", {}, f"{key}: {source[key]}; fitune knows {', '.join(sorted(_ROLES[name]))}"
-    if source.get("roles_to_train") not in (None, ["assistant"], ["gpt"], ["gpt", "assistant"]):
-        return "", {}, f"roles_to_train: {source['roles_to_train']}; fitune learns the assistant's turns"
-    if isinstance(kind, Mapping):
-        columns = {ours: str(kind[key]) for key, ours in _MAPPED.items() if kind.get(key)}
-        own = any(kind.get(key) not in (None, "{instruction}") for key in ("format", "no_input_format"))
-        if own or kind.get("field_input") or {"prompt", "completion"} - set(columns):
-            return "", {}, f"a prompt format of its own; {_AS_TEMPLATE}"
-        return "columns", columns, ""
-    name = str(kind or "chat_template").split(":")[0].split(".")[0]
-    field = str(source.get("field_messages") or "messages")
-    match name:
-        case "chat_template" | "sharegpt":
-            layouts = {"messages": "messages", "conversations": "sharegpt"}
-            if source.get("field_messages") and field not in layouts:
-                return "columns", {"messages": field}, ""
-            return ("auto" if kind is None else "sharegpt" if name == "sharegpt" else layouts[field]), {}, ""
-        case "alpaca":
-            return "alpaca", {}, ""
-        case "completion":
-            text = str(source.get("field") or "text")
-            return ("text", {}, "") if text == "text" else ("columns", {"text": text}, "")
-        case "jeopardy":
-            return "question_answer", {}, ""
-        case _:
-            return "", {}, f"type: {kind} is a prompt format of its own; {_AS_TEMPLATE}"

@@ -15,6 +15,7 @@ from fitune.recipe.foreign.trainer_keys import (
     refuse_revision,
 )
 from fitune.recipe.strict_yaml import load_json, load_yaml
+from fitune.values.named_templates import NAMED_TEMPLATES
 
 _SAME = {
     "model_name_or_path": "model",
@@ -229,6 +230,8 @@ def _data(r: Reading) -> None:
     r.passed("max_samples", "rows drawn from all of a source; LLaMA-Factory takes its first rows")
     if r.take("val_size"):
         r.same({"val_size": "val_fraction"})
+    if r.take("template") in NAMED_TEMPLATES and r.raw.get("stage") != _TEXTS:
+        r.same({"template": "chat_template"})
     r.passed("template", RENDERED)
     thinks = is_on(r.raw.get("enable_thinking", True))
     if thinks and str(r.take("template")) in _REASONING:

@@ -317,14 +317,25 @@ NO_NEWS = "empty, off or bookkeeping"
 """Why a key was passed over, where nothing else is said."""
 
 
+class _Dumper(yaml.SafeDumper):
+    """Writes texts of several lines, such as templates, as blocks, which people can read and change."""
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _text)
+
+
 def recipe_with_comments(reading: Reading, values: dict[str, Any]) -> str:
     """YAML of ``values``, fitune's settings, each with a comment that says where it comes from."""
     lines = [f"# {' '.join(reading.where.split())}, a recipe of {reading.trainer}, in fitune's words", ""]
     if without_data(reading):
         lines.append(f"# data: train.jsonl  # {_IN_PYTHON.get(reading.trainer, 'none is named')}")
     for name, value in values.items():
-        written = yaml.safe_dump(
-            {name: value}, sort_keys=False, allow_unicode=True, width=10_000
+        written = yaml.dump(
+            {name: value}, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10_000
         ).splitlines()
         origins = [_origin(line, name, reading) for line in reading.lines if name in line.settings]
         comment = " ".join("; ".join(dict.fromkeys(origins)).split())

@@ -50,7 +50,7 @@ SPEED_SAID = (
 )
 
 RENDERED = (
-    "the tokenizer's own, or fitune's plain headings where it has none; a file is named as chat_template"
+    "the tokenizer's own, or fitune's plain headings where it has none; chat_template names a file, or chatml"
 )
 WITHOUT_HEADINGS = "rendered by the chat template, without Alpaca's headings around question and answer"
 

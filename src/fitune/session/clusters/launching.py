@@ -18,6 +18,7 @@ from fitune.recipe.job import Job, JobSettings, System, read_job_settings, requi
 from fitune.recipe.recipe import Recipe, dump_recipe
 from fitune.session.planning import for_its_rows, pinned, plan_for
 from fitune.values.deepspeed import deepspeed_config
+from fitune.values.named_templates import NAMED_TEMPLATES
 from fitune.values.plan import Plan, Zero
 from fitune.values.predictions import Priced
 from fitune.values.words import describe_sharding
@@ -93,7 +94,7 @@ def recipe_below(recipe: Recipe, mount: str, *, anywhere: bool) -> Recipe:
     changes: dict[str, object] = {
         name: place(getattr(recipe, name), name)
         for name in ("output_dir", "chat_template", "cache_dir", "nvme_path")
-        if getattr(recipe, name) and not is_template(getattr(recipe, name))
+        if (value := getattr(recipe, name)) and not is_template(value) and value not in NAMED_TEMPLATES
     }
     for name in ("data", "eval_data"):
         sources = getattr(recipe, name)
