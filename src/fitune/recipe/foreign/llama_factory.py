@@ -4,9 +4,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from fitune.errors import RecipeError
-from fitune.recipe.foreign.reading import ON_TEXT, SUPERVISED, TRAINS_NOTHING, Reading, is_on, words
-from fitune.recipe.foreign.sharding_files import find_file, put_fsdp, read_deepspeed, read_sharding
+from fitune.recipe.foreign.llama_factory_data import TEXTS, read_rows, read_rows_of_v1
+from fitune.recipe.foreign.reading import ON_TEXT, SUPERVISED, TRAINS_NOTHING, Reading, is_on
+from fitune.recipe.foreign.sharding_files import put_fsdp, read_deepspeed, read_sharding
 from fitune.recipe.foreign.trainer_keys import (
     RENDERED,
     SPEED_SAID,
@@ -14,8 +14,6 @@ from fitune.recipe.foreign.trainer_keys import (
     read_trainer_keys,
     refuse_revision,
 )
-from fitune.recipe.strict_yaml import load_json, load_yaml
-from fitune.values.named_templates import NAMED_TEMPLATES
 
 _SAME = {
     "model_name_or_path": "model",
@@ -107,19 +105,15 @@ _MEGATRON = (
 )
 
 
-_TEXTS = "pt"
-"""The stage that learns texts without questions."""
-
-
 def read_llama_factory(r: Reading) -> None:
     """Reads a LLaMA-Factory config: every key is put as ours, passed over or refused."""
     if not {"stage", "finetuning_type", "model_name_or_path"} & r.raw.keys():
         _read_v1(r)
         return
     stage = str(r.take("stage") or "sft")
-    if stage not in ("sft", _TEXTS):
+    if stage not in ("sft", TEXTS):
         r.refuse("stage", f"{SUPERVISED}: stage: sft")
-    r.passed("stage", "texts are learned whole" if stage == _TEXTS else "")
+    r.passed("stage", "texts are learned whole" if stage == TEXTS else "")
     predicts = next((key for key in ("do_predict", "do_eval") if is_on(r.take(key))), "")
     if predicts and not is_on(r.take("do_train")):
         r.refuse(predicts, f"{TRAINS_NOTHING} without do_train")
@@ -134,7 +128,7 @@ def read_llama_factory(r: Reading) -> None:
         },
     )
     _method(r)
-    _data(r)
+    read_rows(r)
     read_sharding(r)
     read_trainer_keys(r, optimizer="optim", scheduler="lr_scheduler_type", refused=_REFUSED)
     if is_on(r.take("pure_bf16")):
@@ -203,157 +197,6 @@ def _experts_on_host(r: Reading) -> None:
         )
 
 
-def _data(r: Reading) -> None:
-    registry = _registry(r)
-    for key, name in (("dataset", "data"), ("eval_dataset", "eval_data")):
-        named = r.take(key)
-        listed = named if isinstance(named, list) else str(named or "").split(",")
-        names = [str(part).strip() for part in listed if str(part).strip()]
-        sources = [_source(r, each, registry, key) for each in names]
-        found = [source for source in sources if source is not None]
-        if not found:
-            continue
-        # ``owner/name`` is on the Hub; a file lies beside the recipe or above it
-        missing = [
-            each for each in names if each not in registry and "/" not in each and not find_file(r, each)
-        ]
-        if missing:
-            said = (
-                f"{', '.join(missing)}: names in a dataset_info.json that is not here; name files as {name}"
-            )
-            r.passed(key, said)
-            r.passed("max_samples", f"so many rows of a file are {name}: FILE#{r.take('max_samples')}")
-            continue
-        rows = r.take("max_samples")
-        limit = {} if rows is None else {"sample": rows}
-        r.put(name, [source | limit for source in found], key=key)
-    r.passed("max_samples", "rows drawn from all of a source; LLaMA-Factory takes its first rows")
-    if r.take("val_size"):
-        r.same({"val_size": "val_fraction"})
-    if r.take("template") in NAMED_TEMPLATES and r.raw.get("stage") != _TEXTS:
-        r.same({"template": "chat_template"})
-    r.passed("template", RENDERED)
-    thinks = is_on(r.raw.get("enable_thinking", True))
-    if thinks and str(r.take("template")) in _REASONING:
-        r.assume(
-            "LLaMA-Factory learns the empty thought of an answer without one", train_on_empty_thinking=True
-        )
-    r.passed(
-        "enable_thinking", "" if thinks else "reasoning in the rows is learned here; there it is left out"
-    )
-    if r.raw.get("stage") == _TEXTS and is_on(r.raw.get("packing", True)):
-        apart = "texts in a pack do not see each other, and a long one goes on in the next; there all are one text"
-        r.put("packing", True, key="packing", said=apart)
-        r.put("on_long_row", "split", said=apart)
-    elif is_on(r.take("neat_packing")):
-        r.put("packing", True, key="neat_packing")
-        r.passed("packing", "neat_packing says more")
-    elif r.take("packing") is not None:
-        apart = "rows in a pack do not see each other; there they do without neat_packing"
-        packed = is_on(r.raw["packing"])
-        r.put("packing", packed, key="packing", said=apart if packed else "")
-    r.pass_over(("streaming", "buffer_size", "eval_on_each_dataset", "ignore_pad_token_for_loss"))
-    if r.take("mix_strategy") not in (None, "concat"):
-        r.refuse("mix_strategy", "datasets taken in turn; weight: says each one's share of the rows")
-    r.passed("mix_strategy")
-    r.same({"add_tokens": "added_tokens"})
-    r.passed("resize_vocab", "added_tokens get rows of their own")
-
-
-_REASONING = words(
-    "aeva deepseekr1 ernie_vl gemma4 gemma4n glm4_5v glm4_7 glm4_moe glm4v glmz1 gpt_oss hy3 keye_vl kimi_vl mimo "
-    "mimo_v2 mimo_vl minimax2 qwen3 qwen3_5 qwen3_6 qwen3_omni qwen3_vl seed_oss youtu"
-)
-"""Templates that put an empty thought in front of an answer that has none."""
-
-
-def _registry(r: Reading) -> dict[str, Any]:
-    """LLaMA-Factory's dataset_info.json, where it is beside the recipe or above it; its files are beside it."""
-    named = r.take("dataset_dir")
-    folders = ("data", ".") if named is None else (str(named),)
-    found = (find_file(r, f"{folder}/dataset_info.json") for folder in folders if ":" not in folder)
-    file = next(filter(None, found), None)
-    if file is None:
-        return {}
-    try:
-        entries = load_json(file, key="dataset")
-    except RecipeError as error:
-        r.refuse("dataset", error.message.removeprefix("dataset: "))
-        return {}
-    return {
-        name: {**each, "file_name": str(file.parent / str(each.get("file_name", name)))}
-        for name, each in entries.items()
-        if isinstance(each, dict)
-    }
-
-
-_TAGS = {
-    "role_tag": words("role from"), "content_tag": words("content value"), "user_tag": words("user human"),
-    "assistant_tag": words("assistant gpt"), "system_tag": words("system"),
-    "observation_tag": words("observation tool"), "function_tag": words("function_call tool_call"),
-}  # fmt: skip
-"""Tags of a dataset's messages -> their values that fitune reads."""
-_ALPACA = {
-    "prompt": "prompt", "query": "query", "response": "completion", "history": "history", "system": "system",
-    "tools": "tools",
-}  # fmt: skip
-_SHAREGPT = {"messages": "messages", "system": "system", "tools": "tools"}
-"""Columns of a dataset by LLaMA-Factory's names -> their roles here."""
-_USUAL = {
-    "prompt": words("instruction"), "query": words("input"), "completion": words("output"), "history": words("history"),
-    "messages": words("conversations messages"), "system": words("system"), "tools": words("tools"),
-}  # fmt: skip
-"""Role -> columns that are read without a mapping."""
-_ALPACA_ROWS = "instruction, input, output and history, or a prompt and a response alone"
-
-
-def _source(r: Reading, name: str, registry: Mapping[str, Any], key: str) -> dict[str, Any] | None:
-    texts = r.raw.get("stage") == _TEXTS
-    if name not in registry:
-        return {"path": str(find_file(r, name) or name)} | ({"format": "text"} if texts else {})
-    where = f"{key}[{name}]"
-    entry = r.watch(where, registry[name])
-    columns = entry.get("columns") or {}
-    if entry.get("ranking") or columns.get("kto_tag"):
-        r.refuse(where, "rows of good and bad answers; fitune learns from answers alone")
-        return None
-    hub = entry.get("hf_hub_url") or entry.get("ms_hub_url")
-    path = str(hub) if hub else entry["file_name"]
-    source: dict[str, Any] = {"path": f"{path}:{entry['subset']}" if hub and entry.get("subset") else path}
-    source |= {
-        ours: entry[key] for key, ours in (("split", "split"), ("num_samples", "sample")) if entry.get(key)
-    }
-    if texts:
-        return source | {"format": "columns", "columns": {"text": columns.get("prompt") or "instruction"}}
-    own = [
-        f"{tag}: {said}" for tag, said in (entry.get("tags") or {}).items() if said not in _TAGS.get(tag, ())
-    ]
-    own += [] if columns.get("history") in (None, "history") else [f"history: {columns['history']}"]
-    if own:
-        known = "role and content of user and assistant, from and value of human and gpt"
-        r.refuse(where, f"{own[0]}; fitune reads {known}")
-        return None
-    is_alpaca = entry.get("formatting", "alpaca") == "alpaca"
-    named = {
-        ours: columns[theirs]
-        for theirs, ours in (_ALPACA if is_alpaca else _SHAREGPT).items()
-        if columns.get(theirs)
-    }
-    if is_alpaca and "columns" in entry and not {"query", "history"} & named.keys():
-        # without query no input is read there
-        columns = {"prompt": "instruction", "completion": "output"} | named
-        return source | {"format": "columns", "columns": columns}
-    if all(column in _USUAL[ours] for ours, column in named.items()):
-        return source | {"format": "alpaca"} if is_alpaca else source
-    if unread := next((name for name in ("query", "history") if name in named), ""):
-        r.refuse(
-            where, f"{unread}: {named[unread]}, beside columns of other names; fitune reads {_ALPACA_ROWS}"
-        )
-        return None
-    usual = {"prompt": "instruction", "completion": "output"} if is_alpaca else {"messages": "conversations"}
-    return source | {"format": "columns", "columns": usual | named}
-
-
 def _defaults(r: Reading) -> None:
     r.assume(
         seq_len=2048, micro_batch_size=8, gradient_accumulation_steps=1, learning_rate=5e-5, lr_scheduler="linear",
@@ -396,7 +239,7 @@ def _read_v1(r: Reading) -> None:
     r.same(_SAME_IN_V1)
     r.inside("passed", _PASSED_INSIDE)
     _method_of_v1(r, r.take("peft_config") or {}, r.take("quant_config") or {})
-    _data_of_v1(r)
+    read_rows_of_v1(r)
     optimizer = r.take("optim_config") or {}
     if str(optimizer.get("name", "adamw")).lower() not in ("adamw", "adamw_torch"):
         r.refuse("optim_config", f"the optimizer {optimizer.get('name')}")
@@ -447,34 +290,6 @@ def _method_of_v1(r: Reading, adapter: Mapping[str, Any], quantised: Mapping[str
     r.put("quantization", str(quantised.get("quantization_type") or "nf4"), key="quant_config")
     if (twice := quantised.get("double_quantization")) is not None:
         r.put("double_quantization", is_on(twice), key="quant_config")
-
-
-def _data_of_v1(r: Reading) -> None:
-    """A dataset is a file of data, a Hub id, or a YAML that names several."""
-    for key, name in (("train_dataset", "data"), ("eval_dataset", "eval_data")):
-        value = r.take(key)
-        if value is None:
-            continue
-        if not str(value).endswith((".yaml", ".yml")):
-            r.put(name, [_source_of_v1(r, {"path": value})], key=key)
-            continue
-        file = find_file(r, str(value))
-        if file is None:
-            r.passed(key, f"{value} is not here; name files as {name}")
-            continue
-        entries = {each: r.watch(f"{key}[{each}]", entry) for each, entry in load_yaml(file).items()}
-        named = [each for each in entries.values() if isinstance(each, Mapping) and "path" in each]
-        r.put(name, [_source_of_v1(r, each) for each in named], key=key)
-
-
-def _source_of_v1(r: Reading, entry: Mapping[str, Any]) -> dict[str, Any]:
-    found = {
-        "sample": entry.get("size") or None,
-        "split": entry.get("split") or None,
-        "weight": entry.get("weight"),
-    }
-    path = str(find_file(r, str(entry["path"])) or entry["path"])
-    return {"path": path, **{name: value for name, value in found.items() if value is not None}}
 
 
 def _sharding_of_v1(r: Reading, how: Mapping[str, Any]) -> None:
