@@ -102,6 +102,8 @@ def test_a_key_becomes_the_setting_that_means_it(changes, setting, value):
     [
         ("type: alpaca", "alpaca", {}),
         ("type: chat_template, field_messages: conversations", "sharegpt", {}),
+        ("type: sharegpt", "sharegpt", {}),
+        ("type: sharegpt, field_messages: messages", "messages", {}),
         ("type: chat_template, field_messages: turns", "columns", {"messages": "turns"}),
         ("type: alpaca:chat", "alpaca", {}),
         ("type: alpaca_chat.load_qa", "columns", {"prompt": "question", "completion": "answer"}),
@@ -184,6 +186,10 @@ def test_the_older_key_of_a_split_names_it():
         ("path: folder, data_files: part-*.jsonl", ["folder/part-*.jsonl"]),
         ("path: rows.jsonl.gz, ds_type: json", ["rows.jsonl.gz"]),
         ("path: owner/name, name: en", ["owner/name:en"]),
+        ("path: json, name: mine, data_files: a.jsonl", ["a.jsonl"]),
+        ("path: owner/name, name: en, data_files: a.jsonl", ["owner/name/a.jsonl"]),
+        ("path: rows.jsonl, name: mine", ["rows.jsonl"]),
+        ("path: /data/rows.jsonl, data_files: [/data/rows.jsonl]", ["/data/rows.jsonl"]),
     ],
 )
 def test_every_file_of_a_dataset_is_a_source(source, paths):

@@ -30,6 +30,8 @@ _ROLES = {
 }  # fmt: skip
 """Names of roles in rows, as fitune knows them."""
 
+_LAYOUTS = {"messages": "messages", "conversations": "sharegpt"}
+"""Column of messages -> the format with it."""
 _HEADED: dict[str, dict[str, str]] = {
     "alpaca_w_system.load_open_orca": {
         "system": "system_prompt", "prompt": "question", "completion": "response",
@@ -157,16 +159,15 @@ def _name(source: Mapping[str, Any]) -> str:
 
 def _format(source: Mapping[str, Any], kind: str) -> tuple[str, dict[str, str], str]:
     """(format, columns, why it is refused) of a dataset whose type is a name."""
-    field = str(source.get("field_messages") or "messages")
     name = _name(source)
     if name in _HEADED or name in _ALPACA:
         return ("columns", _HEADED[name], "") if name in _HEADED else ("alpaca", {}, "")
     match name.split(".")[0]:
         case "chat_template" | "sharegpt" as layout:
-            layouts = {"messages": "messages", "conversations": "sharegpt"}
-            if source.get("field_messages") and field not in layouts:
-                return "columns", {"messages": field}, ""
-            return "sharegpt" if layout == "sharegpt" else layouts[field] if kind else "auto", {}, ""
+            field = source.get("field_messages") or ("conversations" if layout == "sharegpt" else "messages")
+            if field not in _LAYOUTS:
+                return "columns", {"messages": str(field)}, ""
+            return _LAYOUTS[field] if kind else "auto", {}, ""
         case "completion":
             text = str(source.get("field") or "text")
             return ("text", {}, "") if text == "text" else ("columns", {"text": text}, "")

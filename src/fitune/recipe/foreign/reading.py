@@ -235,16 +235,19 @@ class Reading:
 
 
 def paths_of(source: Mapping[str, Any]) -> list[str]:
-    """``data_files`` are files by themselves beside a layout (``path: json``), and inside the path else."""
-    path, files = str(source["path"]), source.get("data_files")
-    if source.get("name"):
-        return [f"{path}:{source['name']}"]
+    """``data_files`` are files by themselves beside a layout (``path: json``) or with a whole path, and inside the path
+    else. ``name`` is a configuration of a dataset on the Hub, and a word for people beside files."""
+    path, files, name = str(source["path"]), source.get("data_files"), source.get("name")
     if isinstance(files, Mapping):
         files = files.get(str(source.get("split") or "train"))
     if not files:
-        return [path]
+        return [f"{path}:{name}" if name and not _ROWS_IN_FILE.search(path) else path]
     names = [str(file) for file in files] if isinstance(files, list) else [str(files)]
-    return names if path in ("json", "csv", "parquet", "text") else [f"{path}/{name}" for name in names]
+    own = path in ("json", "csv", "parquet", "text")
+    return [each if own or each.startswith("/") or "://" in each else f"{path}/{each}" for each in names]
+
+
+_ROWS_IN_FILE = re.compile(r"\.(jsonl?|ndjson|csv|tsv|parquet|arrow|txt)(\.\w+)?$")
 
 
 _ABOUT_DATA = words("datasets dataset dataset_name dataset_mixture train_dataset")
