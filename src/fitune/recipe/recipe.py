@@ -160,7 +160,7 @@ class Recipe(Strict):
     val_fraction: HeldOut = 0.0
     """Rows held out to evaluate on: 0.05 is a share, 200 a number"""
     chat_template: TemplateText = ""
-    """A Jinja file, its text, or chatml; left out: the tokenizer's own"""
+    """A Jinja file, its text or chatml; else the tokenizer's own"""
     chat_template_date: Annotated[str, BeforeValidator(as_date)] = ""
     """Day that the template writes: 2026-01-31; else 2024-07-26"""
     train_on_prompt: bool = False

@@ -46,7 +46,7 @@ class RecipeKeys(TypedDict, total=False):
     data_weights: str | float | Sequence[float]
     columns: PathLike | Mapping[Literal["completion", "messages", "prompt", "system", "text", "tools"], Any]
     eval_data: PathLike | Mapping[str, Any] | Sequence[PathLike | Mapping[str, Any]]
-    val_fraction: float
+    val_fraction: int | float
     chat_template: PathLike
     chat_template_date: str
     train_on_prompt: bool
