@@ -327,6 +327,7 @@ def test_a_tracker_that_is_off_there_is_off_here(changes):
          r"rows without an input are '{instruction} ' there, whatever format says; name it as no_input_format"),
         ("type: {format: 'Q: {instruction} {output}'}", r"its format cannot be filled in: {output} stands in"),
         ("type: {field_system: s, format: '{instruction} {input}'}", "prompts of a system prompt and an input"),
+        ("type: input_output", "type: input_output: segments that each say whether they are learned"),
         ("type: gpteacher", "type: gpteacher is a prompt format of its own; write it out, as type: {field_instr"),
         ("type: sharegpt, field_human: speaker", "field_human: speaker; fitune knows human, user"),
     ],

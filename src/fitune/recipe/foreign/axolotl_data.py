@@ -113,7 +113,8 @@ def _sources(r: Reading, source: Any, where: str) -> tuple[list[dict[str, Any]],
     if not isinstance(source, Mapping) or not source.get("path"):
         r.refuse(where, "no path is named")
         return [], ""
-    format, columns, template, why = "columns", {}, "", _strange_messages(source)
+    columns: dict[str, str] = {}
+    format, template, why = "columns", "", _strange_messages(source)
     if isinstance(kind := source.get("type"), Mapping) and not why:
         columns, template, why = _own_prompts(kind)
     elif not why:
@@ -171,6 +172,8 @@ def _format(source: Mapping[str, Any], kind: str) -> tuple[str, dict[str, str], 
         case "completion":
             text = str(source.get("field") or "text")
             return ("text", {}, "") if text == "text" else ("columns", {"text": text}, "")
+        case "input_output":
+            return "", {}, f"type: {kind}: segments that each say whether they are learned; here answers are"
         case _:
             why = (
                 f"type: {kind} is a prompt format of its own; write it out, as type: "
