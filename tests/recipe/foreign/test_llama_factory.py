@@ -171,7 +171,11 @@ def test_a_dataset_info_beside_the_recipe_or_in_its_folder_of_data_is_found(tmp_
             "columns: {prompt: instruction, response: output}", "columns",
             {"prompt": "instruction", "completion": "output"},
         ),
-        ("formatting: sharegpt, columns: {messages: messages, system: system}", "auto", {}),
+        (
+            "formatting: sharegpt, columns: {messages: messages, system: system}", "columns",
+            {"messages": "messages", "system": "system"},
+        ),
+        ("formatting: sharegpt, columns: {messages: conversations, system: system}", "auto", {}),
         (
             "formatting: sharegpt, columns: {messages: conversations, system: sys, tools: api}", "columns",
             {"messages": "conversations", "system": "sys", "tools": "api"},

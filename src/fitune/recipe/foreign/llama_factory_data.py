@@ -155,7 +155,9 @@ def _source(r: Reading, name: str, registry: Mapping[str, Any], key: str) -> dic
         # without query no input is read there
         columns = {"prompt": "instruction", "completion": "output"} | named
         return source | {"format": "columns", "columns": columns}
-    if all(column in _USUAL[ours] for ours, column in named.items()):
+    # beside messages of role and content a column of system prompts is read by its name alone
+    by_name = named.get("messages") == "messages" and "system" in named
+    if all(column in _USUAL[ours] for ours, column in named.items()) and not by_name:
         return source | {"format": "alpaca"} if is_alpaca else source
     if unread := next((name for name in ("query", "history") if name in named), ""):
         r.refuse(
