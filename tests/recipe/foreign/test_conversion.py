@@ -96,6 +96,10 @@ def test_rows_that_are_refused_may_be_replaced_by_others():
         == "other rows in their place: --data FILE --columns prompt=question,completion=answer"
     )
     with pytest.raises(RecipeError, match="unknown key") as caught:
+        read_keys(keys | {"never_seen": 1})
+    assert caught.value.hint.startswith("other rows in their place: --data FILE")
+    assert caught.value.hint.endswith("; leave the others out to train without")
+    with pytest.raises(RecipeError, match="unknown key") as caught:
         read_keys(keys | {"datasets": [{"path": "d", "type": "alpaca", "never_seen": 1}]})
     assert caught.value.hint == "leave it out to train without"
     read = read_keys(keys, data="org/other", columns={"prompt": "q", "completion": "a"})

@@ -273,12 +273,14 @@ def require_readable(reading: Reading, *, own_data: bool = False) -> None:
         text = "" if line.value is None else f": {_short(str(line.value))}"
         lines.append(f"  {line.key}{text} would change the result: {line.said}")
     lines += [f"  unknown key {line.key!r}" + (f" ({line.said})" if line.said else "") for line in unknown]
-    if not other and not unknown and all(line in about_data for line in refused):
-        other = "other rows in their place: --data FILE --columns prompt=question,completion=answer"
-    several = len(refused) + len(unknown) > 1
-    raise RecipeError(
-        "\n".join(lines), hint=other or f"leave {'them' if several else 'it'} out to train without"
-    )
+    others = len(unknown) + sum(line not in about_data for line in refused)
+    hints = []
+    if others < len(refused) + len(unknown):
+        hints = ["other rows in their place: --data FILE --columns prompt=question,completion=answer"]
+    if others:
+        which = "the others" if hints else "them" if others > 1 else "it"
+        hints.append(f"leave {which} out to train without")
+    raise RecipeError("\n".join(lines), hint=other or "; ".join(hints))
 
 
 def _is_empty(value: Any) -> bool:
