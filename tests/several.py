@@ -143,8 +143,12 @@ def as_rank(folder, jobs):
 
 def fork_ranks(folder, jobs):
     """All ranks of the group, each of which says its lines in a file of ``folder``."""
-    importlib.import_module("fitune.train.run")
-    if any('"deepspeed"' in (folder / f"job{number}.json").read_text() for number in range(jobs)):
+    for name in ("fitune.train.run", "fitune.demo.files"):
+        importlib.import_module(name)
+    assert (
+        "deepspeed" not in sys.modules
+    )  # it looks for devices when it is imported, and has to be told first
+    if any("deepspeed" in (folder / f"job{number}.json").read_text() for number in range(jobs)):
         importlib.import_module("fitune.engine.deepspeed").import_deepspeed()
     fork = multiprocessing.get_context("fork")
     ranks = [

@@ -128,7 +128,7 @@ def test_a_stop_while_it_is_fetched_leaves_nothing_half_made(wire, on, tmp_path)
         if reading.doing == "tokenising":
             raise KeyboardInterrupt
 
-    wire.slow_s = 0.3
+    wire.slow_s = 0.03
     with pytest.raises(KeyboardInterrupt):
         on("other", tokenises=False, watch=watch)
     assert list((tmp_path / "other/tokens").iterdir()) == []

@@ -1,7 +1,6 @@
 """The demo's folder: a model every tool can load, rows fitune can read, recipes fitune can run."""
 
-import subprocess
-import sys
+import builtins
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from transformers.utils import logging as transformers_logging
 
 from fitune.data.conversations.messages import Conversation, Message, Text
 from fitune.data.conversations.templates import load_template
+from fitune.demo import files
 from fitune.demo.files import (
     FULL,
     HELD_OUT_ROWS,
@@ -36,22 +36,20 @@ def tokenizer(demo):
     return AutoTokenizer.from_pretrained(demo.start)
 
 
-TOLD_FIRST = """
-import pathlib, sys
-from fitune.demo import files
+def test_deepspeed_is_told_where_it_runs_before_it_is_imported(tmp_path, monkeypatch):
+    """It looks, and warns of what it finds, when it is imported first: by transformers, which saves the model.
+    That nothing imports it earlier is seen in tests/several.py, in a new process."""
+    happened, real = [], builtins.__import__
 
-def told(*, has_gpu):
-    sys.exit("deepspeed" in sys.modules)
+    def noticed(name, *others, **words):
+        if name == "deepspeed":
+            happened.append("imported")
+        return real(name, *others, **words)
 
-files.tell_deepspeed_where = told
-files.write_demo(pathlib.Path(sys.argv[1]), seed=1)
-"""
-
-
-def test_deepspeed_is_told_where_it_runs_before_it_is_imported(tmp_path):
-    """It looks, and warns of what it finds, when it is imported first: here in a process of its own."""
-    ended = subprocess.run([sys.executable, "-c", TOLD_FIRST, str(tmp_path)], capture_output=True, text=True)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+    monkeypatch.setattr(files, "tell_deepspeed_where", lambda *, has_gpu: happened.append("told"))
+    monkeypatch.setattr(builtins, "__import__", noticed)
+    files.write_base_model(tmp_path, ["One text."], shape=files.SHAPE, seed=1)
+    assert happened[0] == "told"
 
 
 def test_the_same_seed_writes_the_same_bytes_and_no_library_prints(demo, tmp_path, capfd):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, Trainer
+from transformers import AutoModelForCausalLM
 
 from fitune.engine.fused_rules import rule_for
 from fitune.engine.gradient_scale import clip_factor, clip_on_device, global_norm
@@ -233,6 +233,10 @@ def test_biases_of_two_axes_take_no_weight_decay(tuning):
 
 @pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3_next", "jamba"])
 def test_of_matrices_those_decay_that_decay_in_trainer(model_type):
+    from transformers import (
+        Trainer,  # with the clients of all trackers: a second, in one worker instead of each
+    )
+
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(bench().small_config(model_type))
     theirs = Trainer.get_decay_parameter_names(None, model)

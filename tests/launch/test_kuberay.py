@@ -124,6 +124,7 @@ def test_a_pod_that_is_stopped_gives_notice_and_waits_for_its_ranks(tmp_path, mo
     (tmp_path / "ray").write_text(f'#!/bin/bash\necho "$*" > {tmp_path}/said\n')
     (tmp_path / "ray").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr("fitune.launch.draining._LOOK_SECONDS", 0.01)
     drain(5, trains=lambda: False)
     assert not (tmp_path / "said").exists()  # after the run no rank is here, and nothing is waited for
     with subprocess.Popen(["ray::RayTrainWorker", "600"], executable="/bin/sleep") as rank:

@@ -20,6 +20,13 @@ def port():
         yield port
 
 
+@pytest.fixture(autouse=True)
+def asked_often(monkeypatch):
+    """A node that comes before the first one asks again soon, as do all for what others say."""
+    monkeypatch.setattr("fitune.launch.nodes._ASKING_SECONDS", 0.05)
+    monkeypatch.setattr("fitune.launch.nodes._LOOK_SECONDS", 0.01)
+
+
 @pytest.fixture
 def together(port):
     """What each part returns or raises, one for each node."""

@@ -19,7 +19,7 @@ def running_ftp_server(folder):
     authorizer.override_perm(USER, str(folder / "read-only"), "elr", recursive=True)
 
     class Handler(FTPHandler):
-        pass
+        auth_failed_timeout = 0
 
     Handler.authorizer = authorizer
     server = ThreadedFTPServer(("127.0.0.1", 0), Handler)

@@ -71,8 +71,9 @@ OFFLOADS = tuple(
 LOSSES = (PlainLoss(), ChunkedLoss(chunk_tokens=8))
 
 
+@cache
 def every_plan():
-    """Of the tiny model, with the words that tell it apart."""
+    """All of the tiny model, with the words that tell each apart."""
     config = tiny_model("llama", **SIZES).config.to_dict()
     whole = plan_for(spec_from_config(config, name="tiny"), rows=2, seq_len=16)
     found = []
@@ -91,9 +92,6 @@ def every_plan():
     return found
 
 
-PLANS = every_plan()
-
-
 def core(plan):
     return plan.tuning, plan.precision, plan.optimizer, plan.offload
 
@@ -102,18 +100,16 @@ def smaller_choices(plan):
     return plan.loss, plan.recompute, plan.batch.accumulation
 
 
+@cache
 def sampled():
     """Two plans of each core, by turns: where one has chunked losses, the other has plain ones, and so has it other
     recompute and accumulation."""
     found = []
-    for turn, (_, group) in enumerate(groupby(PLANS, key=lambda named: core(named[1]))):
+    for turn, (_, group) in enumerate(groupby(every_plan(), key=lambda named: core(named[1]))):
         alike = list(group)
         place = (turn + turn // len(OFFLOADS)) % len(alike)
         found += [alike[place], alike[-1 - place]]
     return found
-
-
-SAMPLE = sampled()
 
 
 def first_losses(plan):
@@ -134,7 +130,7 @@ def first_losses(plan):
 @cache
 def untrained_loss(base, precision):
     tuning = Full() if isinstance(base, Dense) else adapters(base)
-    plain = replace(PLANS[0][1], tuning=tuning, precision=precision, optimizer=AdamW())
+    plain = replace(every_plan()[0][1], tuning=tuning, precision=precision, optimizer=AdamW())
     return first_losses(plain)[0]
 
 
@@ -150,7 +146,7 @@ def trains(plan):
 @NEEDS_BITSANDBYTES
 def test_a_sample_of_all_plans_trains():
     """Every 193rd: a step that divides none of the choices."""
-    for words, plan in PLANS[::193]:
+    for words, plan in every_plan()[::193]:
         try:
             trains(plan)
         except Exception as error:
@@ -159,13 +155,13 @@ def test_a_sample_of_all_plans_trains():
 
 def test_every_core_is_sampled_with_each_of_the_smaller_choices():
     """And every method, precision, optimizer and offload with all of them together."""
-    assert len(PLANS) > 3 * len(SAMPLE) > 3000
+    assert len(every_plan()) > 3 * len(sampled()) > 3000
 
     def pairs(plans):
         single = {(core(plan), choice) for _, plan in plans for choice in smaller_choices(plan)}
         return single | {(part, smaller_choices(plan)) for _, plan in plans for part in core(plan)}
 
-    assert pairs(SAMPLE) == pairs(PLANS)
+    assert pairs(sampled()) == pairs(every_plan())
 
 
 @NEEDS_BITSANDBYTES
@@ -174,7 +170,7 @@ def test_every_core_is_sampled_with_each_of_the_smaller_choices():
 )
 def test_every_core_trains(part):
     failures = []
-    for words, plan in SAMPLE[part::2]:
+    for words, plan in sampled()[part::2]:
         try:
             trains(plan)
         except Exception as error:

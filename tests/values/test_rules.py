@@ -1,6 +1,6 @@
 """One table says what goes together: whatever is asked for, no plan that breaks a rule is proposed."""
 
-from itertools import product
+from itertools import islice, product
 
 import pytest
 
@@ -40,9 +40,6 @@ def recipes():
         yield {"model": "qwen3-0.6b", "seq_len": 256, "micro_batch_size": 1, **asked, **away}
 
 
-EVERY = list(recipes())
-
-
 def walk(settings_of_all, name):
     """Plans proposed, and recipes refused with what to do instead."""
     planned = refused = 0
@@ -64,7 +61,7 @@ def walk(settings_of_all, name):
 @pytest.mark.parametrize("name", HARDWARE)
 def test_no_plan_breaks_a_rule(name):
     """Every 1999th of 92,160: a step that divides none of the choices."""
-    planned, refused = walk(EVERY[::1999], name)
+    planned, refused = walk(islice(recipes(), 0, None, 1999), name)
     assert planned
     assert refused
 
@@ -72,7 +69,7 @@ def test_no_plan_breaks_a_rule(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HARDWARE)
 def test_no_plan_breaks_a_rule_in_more_of_them(name):
-    planned, refused = walk(EVERY[::101], name)
+    planned, refused = walk(islice(recipes(), 0, None, 101), name)
     assert planned > 5
     assert refused > 200
 
