@@ -57,13 +57,17 @@ def schedule(**changes):
     return replace(PLAN, schedule=replace(PLAN.schedule, **changes))
 
 
+def run(**changes):
+    return replace(PLAN, run=replace(PLAN.run, **changes))
+
+
 ALLOWED = {
-    "run.output_dir": replace(PLAN, run=replace(PLAN.run, output_dir="runs/b")),
-    "run.log_every": replace(PLAN, run=replace(PLAN.run, log_every=5)),
-    "run.eval_every": replace(PLAN, run=replace(PLAN.run, eval_every=5)),
-    "run.save_every": replace(PLAN, run=replace(PLAN.run, save_every=5)),
-    "run.keep_checkpoints": replace(PLAN, run=replace(PLAN.run, keep_checkpoints=9)),
-    "run.report_to[0]": replace(PLAN, run=replace(PLAN.run, report_to=("tensorboard",))),
+    "run.output_dir": run(output_dir="runs/b"),
+    "run.log_every": run(log_every=5),
+    "run.eval_every": run(eval_every=5),
+    "run.save_every": run(save_every=5),
+    "run.keep_checkpoints": run(keep_checkpoints=9),
+    "run.report_to[0]": run(report_to=("tensorboard",)),
     "schedule.duration.count": schedule(duration=Epochs(count=3.0)),
     "batch.micro_batch_size": batch(micro_batch_size=4, accumulation=2),
     "batch.accumulation": batch(micro_batch_size=1, accumulation=8),
@@ -87,7 +91,7 @@ REFUSED = {
     "model.linears": replace(PLAN, model=replace(MODEL, linears=(*MODEL.linears, *MODEL.linears))),
     "data.sources[0].path": replace(PLAN, data=DataPlan(sources=(DataSource(path="b.jsonl"),))),
     "data.val_fraction": replace(PLAN, data=replace(PLAN.data, val_fraction=0.1)),
-    "run.seed": replace(PLAN, run=replace(PLAN.run, seed=1)),
+    "run.seed": run(seed=1),
     "offload.optimizer": replace(PLAN, offload=Offload(optimizer="cpu")),
     "precision": replace(PLAN, precision=Precision.BF16),
     "optimizer.beta2": replace(PLAN, optimizer=AdamW(beta2=0.95)),

@@ -1,6 +1,7 @@
 """Two real processes measure what they can send one another."""
 
 import math
+import subprocess
 import sys
 
 import pytest
@@ -8,13 +9,15 @@ import torch
 
 from fitune.engine.ranks import joined_ranks
 from fitune.measure.calibrate import collective_rates
-from several import start
+from several import kept_port, surroundings
 
 MEASURE = """
-import torch
+import os, sys, torch
 from fitune.engine.ranks import joined_ranks
 from fitune.measure import calibrate as measured
 measured._SUMMED_BYTES["cpu"] = 2**20
+child = os.fork()  # the ranks share what is imported
+os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(int(child == 0))
 torch.distributed.init_process_group("cpu:gloo")  # by its device, as ranks with GPUs name it
 with joined_ranks() as ranks:
     found = measured.collective_rates(torch.device("cpu"))
@@ -23,13 +26,18 @@ with joined_ranks() as ranks:
     print(ranks.rank, found.ranks, found.start_seconds, found.bandwidth, held_up.bandwidth)
     torch.distributed.barrier()
 torch.distributed.destroy_process_group()  # a group that is left at exit may abort
+if child:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
 def test_two_ranks_agree_on_what_they_measured():
-    ended = start(2, [sys.executable, "-c", MEASURE])
-    assert [process.returncode for process in ended] == [0, 0]
-    lines = [process.stdout.split() for process in ended]
+    with kept_port() as port:
+        ended = subprocess.run(
+            [sys.executable, "-c", MEASURE], env=surroundings(2, port), capture_output=True, text=True
+        )
+    assert ended.returncode == 0, ended.stderr
+    lines = sorted(line.split() for line in ended.stdout.splitlines())
     assert [line[:2] for line in lines] == [["0", "2"], ["1", "2"]]
     assert lines[0][2:] == lines[1][2:]
     start_seconds, bandwidth, held_up = map(float, lines[0][2:])

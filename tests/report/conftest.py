@@ -7,57 +7,27 @@ import math
 import pytest
 
 from fitune.report.run_files import Prediction, RunnerUp
-from fitune.values.machines.hardware import Gpu, Hardware
-from fitune.values.model.model_spec import Linear, ModelSpec
 from fitune.values.plan import DataPlan, DataSource, Epochs, Fraction, RunPlan, Schedule
 from fitune.values.predictions import Estimate, MemoryBreakdown, Phase, Rejection, StepTime
 from fitune.values.reports import Ledger, MeasuredMemory, RunReport, Sample, StepReport
 from fitune.values.serial import to_data, to_json
-from plans import plan_for
+from plans import plan_for, small_llama
 
 MIB = 1024**2
 STEPS = 120
 
 
 def make_plan():
-    names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    model = ModelSpec(
-        name="demo-llama-11m",
-        model_type="llama",
-        num_layers=8,
-        hidden_size=256,
-        intermediate_size=768,
-        num_heads=8,
-        num_kv_heads=4,
-        head_dim=32,
-        vocab_size=4096,
-        max_seq_len=1024,
-        tied_embeddings=True,
-        mlp_type="gated",
-        norm_type="rms",
-        norms_per_block=2,
-        linears=tuple(Linear(name=f"layer.{name}", in_features=256, out_features=256) for name in names),
-    )
-    cpu = Gpu(
-        name="cpu",
-        memory_bytes=16 * 1024 * MIB,
-        bf16_flops=0,
-        fp16_flops=0,
-        fp32_flops=1.1e11,
-        bandwidth=2.4e10,
-        capability=(0, 0),
-        link_bandwidth=0,
-        host_bandwidth=0,
-        source="measured here",
-    )
+    model = small_llama(
+        num_hidden_layers=8, hidden_size=256, intermediate_size=768, num_attention_heads=8, num_key_value_heads=4,
+        vocab_size=4096, max_position_embeddings=1024, tie_word_embeddings=True,
+    )  # fmt: skip
     return plan_for(
-        model,
+        dataclasses.replace(model, name="demo-llama-11m"),
         model_path="runs/demo/base",
-        hardware=Hardware(gpu=cpu, cpu_cores=2, host_memory_bytes=16 * 1024 * MIB),
         tuning="lora",
         rank=16,
         alpha=32,
-        targets=names,
         recompute=4,
         chunk=512,
         accumulation=2,

@@ -284,6 +284,17 @@ def test_what_is_no_address_of_a_server_is_refused(url):
         require_url(url)
 
 
+def plan_through(url, tiny, data, folder, **words):
+    return ScorePlan(
+        model=str(tiny.folder),
+        sources=(data,),
+        output_dir=str(folder / "out"),
+        engine="server",
+        url=url,
+        **words,
+    )
+
+
 def test_a_scoring_through_a_server_asks_again_for_the_rows_it_refused(tiny, tmp_path):
     """Prompts are training's ids; the second run asks for the failed row alone."""
     rows = [{"id": f"r{n}", "prompt": f"question {n}", "completion": f"{n}"} for n in range(4)]
@@ -304,10 +315,7 @@ def test_a_scoring_through_a_server_asks_again_for_the_rows_it_refused(tiny, tmp
         return said(str(prompts.index(body["prompt"])))
 
     with serving(reply) as (url, bodies):
-        plan = ScorePlan(
-            model=str(tiny.folder), sources=(data,), output_dir=str(tmp_path / "out"), engine="server", url=url,
-            served_model="m",
-        )  # fmt: skip
+        plan = plan_through(url, tiny, data, tmp_path, served_model="m")
         first = quietly(plan)
         asked, is_healthy = len(bodies), True
         second = quietly(plan)
@@ -320,10 +328,7 @@ def test_a_wrong_key_ends_the_scoring_at_once_with_what_to_check(tiny, tmp_path)
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"question": "q", "answer": "5"}\n' * 9)
     with serving(lambda body, before: (401, b"no such key", {})) as (url, bodies):
-        plan = ScorePlan(
-            model=str(tiny.folder), sources=(DataSource(path=str(rows)),), output_dir=str(tmp_path / "out"),
-            engine="server", url=url, batch_size=1,
-        )  # fmt: skip
+        plan = plan_through(url, tiny, DataSource(path=str(rows)), tmp_path, batch_size=1)
         with pytest.raises(ScoringFailed, match="answered 401 Unauthorized: no such key") as failed:
             quietly(plan)
     assert "OPENAI_API_KEY" in str(failed.value.hint)
@@ -334,10 +339,8 @@ def test_a_server_that_tells_nothing_of_a_prompt_is_refused_before_the_first_row
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"question": "q", "choices": ["x", "y"], "answer": 1}\n' * 3)
     with serving(lambda body, before: said("x")) as (url, bodies):
-        plan = ScorePlan(
-            model=str(tiny.folder), sources=(DataSource(path=str(rows)),), output_dir=str(tmp_path / "out"),
-            engine="server", url=url, graders=("choice", "perplexity"),
-        )  # fmt: skip
+        graders = ("choice", "perplexity")
+        plan = plan_through(url, tiny, DataSource(path=str(rows)), tmp_path, graders=graders)
         with pytest.raises(
             ScoringFailed, match="gives no likelihoods of given answers, which choice, perplexity needs"
         ):

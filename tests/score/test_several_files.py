@@ -65,19 +65,19 @@ def test_rows_without_ids_are_numbered_over_all_files(tiny, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "words"),
+    ("second", "words"),
     [
-        (asked("one"), asked("two", "one"), r"1 of 3 rows repeat an id of column 'id': 'one' at .*a\.jsonl:2, already"),
-        (asked("one"), [CHOICE | {"id": "two"}], r"b\.jsonl has rows with references, .*a\.jsonl rows with choices"),
-        (asked("one"), [BATCH_LINE], r"b\.jsonl has rows with references, .*a\.jsonl lines of OpenAI's batch input"),
-        (asked("one"), [{"custom_id": "two", "prompt": "p", "completion": "c"}],
+        (asked("two", "one"), r"1 of 3 rows repeat an id of column 'id': 'one' at .*a\.jsonl:2, already"),
+        ([CHOICE | {"id": "two"}], r"b\.jsonl has rows with references, .*a\.jsonl rows with choices"),
+        ([BATCH_LINE], r"b\.jsonl has rows with references, .*a\.jsonl lines of OpenAI's batch input"),
+        ([{"custom_id": "two", "prompt": "p", "completion": "c"}],
          r"b\.jsonl are named by column 'id', those of .*a\.jsonl named by column 'custom_id'"),
-        (asked("one"), [{"prompt": "p", "completion": "c"}], r"those of .*a\.jsonl without ids"),
-        (asked("one"), [], r"a\.jsonl"),
+        ([{"prompt": "p", "completion": "c"}], r"those of .*a\.jsonl without ids"),
+        ([], r"a\.jsonl"),
     ],
 )  # fmt: skip
-def test_files_that_are_no_one_list_of_rows_are_refused_by_name(tiny, tmp_path, first, second, words):
-    files = [write_lines(tmp_path / "b.jsonl", first), write_lines(tmp_path / "a.jsonl", second)]
+def test_files_that_are_no_one_list_of_rows_are_refused_by_name(tiny, tmp_path, second, words):
+    files = [write_lines(tmp_path / "b.jsonl", asked("one")), write_lines(tmp_path / "a.jsonl", second)]
     with pytest.raises(DataError, match=words):
         scored(tiny, files, tmp_path / "out")
     assert not (tmp_path / "out").exists()
