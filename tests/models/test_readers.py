@@ -8,7 +8,7 @@ import pytest
 
 from fitune.errors import ModelError
 from fitune.models import readers
-from sources import ROOT
+from sources import ROOT, trees
 
 FILE = Path(readers.__file__)
 
@@ -18,18 +18,11 @@ READERS = {
 }  # fmt: skip
 
 
-WORDS = (*READERS, "Auto", "push_to_hub", "trust_remote_code")
-
-
 @cache
 def modules():
     """The nodes of every module whose text has a word that any of these tests looks for."""
-    texts = {path: path.read_text(encoding="utf-8") for path in sorted(ROOT.rglob("*.py"))}
-    return {
-        path: list(ast.walk(ast.parse(text)))
-        for path, text in texts.items()
-        if any(word in text for word in WORDS)
-    }
+    words = "|".join((*READERS, "Auto", "push_to_hub", "trust_remote_code"))
+    return {path: list(ast.walk(tree)) for path, tree in trees(words).items()}
 
 
 def named(nodes):
