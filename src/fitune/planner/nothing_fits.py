@@ -96,10 +96,11 @@ def _missing_on_devices(plan: Plan) -> Iterator[str]:
     yield wrapped(describe_plan(plan))
     needs_bf16 = plan.precision in (Precision.BF16, Precision.BF16_MASTER)
     with_own_memory = (card.gpu for card in known_cards() if not card.host_bytes)
-    cards = sorted(with_own_memory, key=lambda gpu: gpu.memory_bytes)
+    can_run_it = (gpu for gpu in with_own_memory if gpu.has_bf16 or not needs_bf16)
+    cards = sorted(can_run_it, key=lambda gpu: gpu.memory_bytes)
     for gpu in cards:
         there = predict(replace(plan, hardware=replace(plan.hardware, gpu=gpu)))
-        if (gpu.has_bf16 or not needs_bf16) and there.peak_bytes <= there.usable_bytes:
+        if there.peak_bytes <= there.usable_bytes:
             yield f"the smallest known GPU that holds it: {gpu.name}"
             return
     largest = max(cards, key=lambda gpu: gpu.memory_bytes)
