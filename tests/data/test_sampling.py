@@ -80,6 +80,15 @@ def test_weights_held_out_rows_and_packs_change_the_count(rows):
     assert guessed(file, packing=True, seq_len=100).units == -(-100 // (100 // tokens_of(40)))
 
 
+def test_a_template_that_is_not_there_is_refused_before_training(rows):
+    file = rows(40)
+    with pytest.raises(DataError, match=r"chat_template 'llama-3.1': no such file"):
+        guessed(file, chat_template="llama-3.1")
+    assert (
+        guessed(file, chat_template="chatml").rows == guessed(file, chat_template="{{ messages }}").rows == 1
+    )
+
+
 def test_the_average_row_keeps_no_more_than_seq_len(rows):
     sample = sampled(rows(40, 80, 400))
     assert sample.mean_row_tokens(4096) == round((31 + 51 + 211) / 3)

@@ -11,7 +11,9 @@ from fitune.data.examples import examples_of, kept_parts
 from fitune.data.reading.files import HubDataset, locate, sample_size
 from fitune.data.reading.rows import BadRow
 from fitune.errors import DataError, is_failure
+from fitune.files import is_template
 from fitune.values.model.block_profile import BatchShape
+from fitune.values.named_templates import NAMED_TEMPLATES
 from fitune.values.plan import Batch, DataPlan, DataSource
 from fitune.values.predictions import Epoch
 
@@ -115,6 +117,7 @@ def sample_rows(data: DataPlan, *, tokenizer_folder: Path) -> RowSample | None:
     The tokens of a row are bytes of text by the bytes of a token, which the model's tokenizer says where
     ``tokenizer_folder`` has one. Raises DataError when a file is missing, or has no row that can be read.
     """
+    require_files(data)
     if not data.sources:
         return None
     samples = []
@@ -123,14 +126,21 @@ def sample_rows(data: DataPlan, *, tokenizer_folder: Path) -> RowSample | None:
         if sample is None:
             return None
         samples.append(sample)
-    require_files(data)
     return RowSample(
         data, samples, *bytes_per_token([text for one in samples for text in one.texts], tokenizer_folder)
     )
 
 
 def require_files(data: DataPlan) -> None:
-    """Raises DataError for a file or folder of the data that is not there; what lies elsewhere is not looked at."""
+    """Raises DataError for a file or folder of the data, or a chat template, that is not there; what lies elsewhere is
+    not looked at."""
+    template = data.chat_template
+    is_file = template and template not in NAMED_TEMPLATES and not is_template(template)
+    if is_file and not Path(template).expanduser().exists():
+        raise DataError(
+            f"chat_template {template!r}: no such file",
+            hint=f"a Jinja file, its text or {', '.join(NAMED_TEMPLATES)}; without it the tokenizer's own is taken",
+        )
     for source in (*data.sources, *data.eval_sources):
         _files_of(source)
 
