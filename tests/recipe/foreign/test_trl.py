@@ -50,6 +50,7 @@ def test_trls_defaults_hold():
         ("dataset_text_field: body", "columns", {"text": "body"}),
         ("dataset_text_field: text", "columns", {}),
         ("chat_template: '{{ messages }}'", "chat_template", "{{ messages }}"),
+        ("chat_template_path: ours.jinja", "chat_template", "ours.jinja"),
         ("use_peft: true, bias: none", "tuning", "lora"),
         (
             "use_peft: true, load_in_4bit: false, bnb_4bit_quant_type: nf4, use_bnb_nested_quant: true",
@@ -67,7 +68,7 @@ def test_a_key_becomes_the_setting_that_means_it(changes, setting, value):
     [
         "loss_type: dft", "reward_funcs: [a]", "beta: 0.1", "neftune_noise_alpha: 5", "optim: lion_32bit",
         "bias: all, use_peft: true", "loftq_config: {loftq_bits: 4}", "truncation_mode: keep_end",
-        "finetune_mlp_modules: false, use_peft: true",
+        "finetune_mlp_modules: false, use_peft: true", "chat_template_path: org/other-instruct",
     ],
 )  # fmt: skip
 def test_what_would_change_the_result_is_refused(changes):
@@ -91,6 +92,8 @@ def test_the_arguments_of_an_unsloth_notebook():
     assert (read.model, read.tuning, read.lora_r, read.quantization) == ("unsloth/m", "qlora", 16, "nf4")
     assert (read.seed, read.optimizer, read.max_steps, read.warmup_steps) == (3407, "adamw-8bit", 60, 5)
     assert (read.gradient_checkpointing, read.lora_target_modules) == (True, ["q_proj", "k_proj"])
+    named = [recipe(UNSLOTH, chat_template=name).chat_template for name in ("llama-3.1", "chatml")]
+    assert named == ["", "chatml"]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ All of them divide without changing the result, so what is read here is the stag
 prefetching and wrapping are for the engine. The backend is left to the plan.
 """
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,7 +29,8 @@ def find_file(r: Reading, name: str) -> Path | None:
     """``name`` beside the recipe, in a folder above it, or in the current one: recipes name files from a root."""
     path = Path(name).expanduser()
     roots = [r.folder, *list(r.folder.resolve().parents)[:6], Path(".")]
-    return next((root / path for root in roots if (root / path).is_file()), None)
+    # os.path.isfile is false, too, for what no file can be called
+    return next((root / path for root in roots if os.path.isfile(root / path)), None)
 
 
 def read_sharding(r: Reading) -> None:

@@ -3,9 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
+from fitune.files import is_template
 from fitune.recipe.foreign.reading import SUPERVISED, Reading, is_on, paths_of
-from fitune.recipe.foreign.sharding_files import read_accelerate, read_sharding
+from fitune.recipe.foreign.sharding_files import find_file, read_accelerate, read_sharding
 from fitune.recipe.foreign.trainer_keys import (
+    RENDERED,
     SPEED_SAID,
     read_expert_targets,
     read_precision,
@@ -13,6 +15,7 @@ from fitune.recipe.foreign.trainer_keys import (
     refuse_other_tokenizer,
     refuse_revision,
 )
+from fitune.values.named_templates import NAMED_TEMPLATES
 
 _SAME = {
     "model_name_or_path": "model",
@@ -158,13 +161,10 @@ def _data(r: Reading) -> None:
         r.put("data", [{"path": str(rows)}], key="train_dataset")
     if r.trainer == "Unsloth":
         r.pass_over(("train_dataset", "eval_dataset"), "a variable of the notebook; a file is named as data")
-    r.same(
-        {
-            "test_split_size": "val_fraction",
-            "chat_template_path": "chat_template",
-            "chat_template": "chat_template",
-        }
-    )
+    r.same({"test_split_size": "val_fraction"})
+    for key in ("chat_template_path", "chat_template"):
+        if template := str(r.take(key) or ""):
+            _template(r, key, template)
     if (column := r.take("dataset_text_field")) not in (None, "text"):
         r.put("columns", {"text": str(column)}, key="dataset_text_field")
     r.passed("dataset_text_field", "rows are read by what they hold")
@@ -172,6 +172,17 @@ def _data(r: Reading) -> None:
         r.refuse("truncation_mode", "long rows that lose their start; here they lose their end")
     r.passed("truncation_mode")
     r.pass_over(("dataset_config", "dataset_train_split", "dataset_test_split"), "read with dataset_name")
+
+
+def _template(r: Reading, key: str, template: str) -> None:
+    """A text or a file; Unsloth has names of its own for templates, and TRL takes that of another tokenizer."""
+    known = template in NAMED_TEMPLATES or is_template(template)
+    if known or template.endswith((".jinja", ".j2", ".txt")) or find_file(r, template):
+        r.put("chat_template", template, key=key)
+    elif r.trainer == "Unsloth":
+        r.passed(key, RENDERED)
+    else:
+        r.refuse(key, "the template of another tokenizer; name a file with it: chat_template.jinja")
 
 
 def _part(split: str, share: Any) -> str:
