@@ -218,12 +218,13 @@ def test_the_key_of_a_judge_follows_from_template_sampling_and_model(plan, tmp_p
     template = tmp_path / "ask.txt"
     template.write_text("Is {answer} right?")
     keys = {}
-    for change in ({}, {"temperature": 0.5}, {"template": template}, {"verdict": "yes_no"}):
+    changes = {"temperature": 0.5}, {"template": template}, {"verdict": "yes_no"}, {"chat_template": "chatml"}
+    for change in ({}, *changes):
         (grader,) = open_graders((judge_file(plan, **change),))
         keys[grader.key] = change
     template.write_text("Is {answer} good?")
     (grader,) = open_graders((judge_file(plan, template=template),))
-    assert len({*keys, grader.key}) == 5
+    assert len({*keys, grader.key}) == 6
     template.write_text("Is {anser} good?")
     with pytest.raises(RecipeError, match="{anser} is not known"):
         open_graders((judge_file(plan, template=template),))

@@ -8,6 +8,7 @@
 """
 
 import hashlib
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from fitune.errors import RecipeError, did_you_mean
-from fitune.files import open_regular, read_text
+from fitune.files import is_there, open_regular, read_text
 from fitune.recipe.score_recipe import checked_recipe
 from fitune.recipe.strict_yaml import load_yaml
 from fitune.score.engines.engine import ENGINES
@@ -175,7 +176,8 @@ def judge_content(judge: Judge) -> str:
     plan = judge.plan
     parts = [question_of(judge), identity(plan.model), identity(plan.adapter)]
     if plan.chat_template:
-        parts.append(read_text(plan.chat_template))
+        template = os.path.expanduser(plan.chat_template)
+        parts.append(read_text(template) if is_there(template) else template)
     if judge.against:
         path = Path(judge.against) / "answers.jsonl"
         try:
