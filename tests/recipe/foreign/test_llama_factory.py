@@ -149,6 +149,18 @@ def test_dataset_info_says_where_rows_are_and_how_they_are_called(tmp_path):
         recipe(PLAIN, folder=tmp_path, dataset="pairs")
 
 
+@pytest.mark.parametrize(
+    ("columns", "is_said"),
+    [("prompt: instruction, query: input", True), ("query: input, system: system, history: history", False)],
+)
+def test_columns_that_are_read_here_alone_are_said(tmp_path, columns, is_said):
+    info = typed(f"a: {{file_name: a.json, columns: {{{columns}}}}}")
+    (tmp_path / "dataset_info.json").write_text(json.dumps(info))
+    lines = read_foreign(PLAIN | {"dataset": "a"}, where="theirs.yaml", folder=tmp_path).lines
+    (said,) = (line.said for line in lines if line.settings == ("data",))
+    assert ("called system and history" in said) == is_said
+
+
 @pytest.mark.parametrize("above", ["data", "."])
 def test_a_dataset_info_beside_the_recipe_or_in_its_folder_of_data_is_found(tmp_path, above):
     folder = tmp_path / above

@@ -38,7 +38,14 @@ def read_rows(r: Reading) -> None:
             continue
         rows = r.take("max_samples")
         limit = {} if rows is None else {"sample": rows}
-        r.put(name, [source | limit for source in found], key=key)
+        # only alpaca's rows of a registry have that format
+        extra = any(
+            source
+            and source.get("format") == "alpaca"
+            and not (registry[each].get("columns") or {}).keys() >= _EXTRA
+            for each, source in zip(names, sources, strict=True)
+        )
+        r.put(name, [source | limit for source in found], key=key, said=_EXTRA_READ if extra else "")
     r.passed("max_samples", "rows drawn from all of a source; LLaMA-Factory takes its first rows")
     if r.take("val_size"):
         r.same({"val_size": "val_fraction"})
@@ -116,6 +123,10 @@ _USUAL = {
     "messages": words("conversations messages"), "system": words("system"), "tools": words("tools"),
 }  # fmt: skip
 """Role -> columns that are read without a mapping."""
+_EXTRA = {"system", "history"}
+_EXTRA_READ = (
+    "system prompts and earlier turns are learned, too, where rows have columns called system and history"
+)
 _ALPACA_ROWS = "instruction, input, output and history, or a prompt and a response alone"
 
 
