@@ -79,6 +79,17 @@ def test_where_fewer_blocks_or_smaller_chunks_are_not_better(card, memory, host,
     require_best(*first_method(TWO_BLOCKS, settings, card, **sizes))
 
 
+def test_what_takes_less_where_it_accumulates_is_found():
+    """FSDP2 at stage 1 holds no buffers of sums while it adds adapters' gradients up: what alone fits here."""
+    settings = (
+        "tuning: qlora, global_batch_size: 6, seq_len: 256, micro_batch_size: 1, backend: fsdp, zero: 1"
+    )
+    sizes = {"memory_bytes": int(2.2 * GIB), "host_memory_bytes": 4 * GIB}
+    request, method = first_method(TWO_BLOCKS, settings, "a100-40gb", gpus=3, **sizes)
+    assert MethodSearch(request, method).fits()
+    require_best(request, method)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_of_random_plans_on_random_machines_none_is_better(seed):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import count
 
+from fitune.estimate.division import accumulates_whole
 from fitune.estimate.loss import loss_bytes
 from fitune.estimate.memory import memory_of
 from fitune.estimate.model_profile import ModelProfile, model_profile
@@ -131,10 +132,13 @@ class MethodSearch:
         )
 
     def fits_at_all(self, placement: Placement) -> bool:
-        """True if the placement's smallest batch, with nothing accumulated, has room: if not, none has."""
-        return self._keeps_room(placement) and self._has_room_for(
-            placement, replace(self.batches[-1], accumulation=1)
-        )
+        """True if the placement's smallest batch has room with nothing accumulated: if not, none has. But FSDP2 at
+        stage 1 may take less where it accumulates: then it holds no buffers of sums in backward."""
+        smallest = self.batches[-1]
+        batches = [replace(smallest, accumulation=1)]
+        if accumulates_whole(replace(self.draft(placement), batch=smallest)):
+            batches.append(smallest)
+        return self._keeps_room(placement) and any(self._has_room_for(placement, each) for each in batches)
 
     def _has_room_for(self, placement: Placement, batch: Batch) -> bool:
         """True if it fits with any loss and number of blocks; the ends that decide most cases are looked at first."""
