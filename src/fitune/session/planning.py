@@ -190,18 +190,18 @@ def wanted_hardware(recipe: Recipe) -> Hardware:
 
 
 def pinned(recipe: Recipe, plan: Plan) -> Recipe:
-    """``recipe`` with the method, the precision, the placement and the global batch of ``plan``.
+    """``recipe`` with the method, the precision, the placement and the batch of ``plan``: it plans the same again.
 
-    Micro-batch, recomputed blocks and the chunks of the loss stay open: where memory runs out in a step, the next
-    attempt may take less of them.
+    Recomputed blocks and the chunks of the loss follow from these and stay open: where memory runs out in a step, the
+    next attempt may take less of them, and of the micro-batch in any case.
     """
     batch, hardware = plan.batch, plan.hardware
     pins: dict[str, Any] = {
         "tuning": method_name(plan.tuning), "precision": plan.precision.value, "gpus": hardware.gpus_per_node,
         "nodes": hardware.nodes, "seq_len": batch.seq_len, "attn_implementation": plan.attention,
         "global_batch_size": batch.global_batch_size * hardware.num_gpus,
-        "learning_rate": plan.schedule.learning_rate, "output_dir": plan.run.output_dir,
-        "export": plan.run.export,
+        "micro_batch_size": batch.micro_batch_size,
+        "learning_rate": plan.schedule.learning_rate, "output_dir": plan.run.output_dir, "export": plan.run.export,
         "async_save": plan.run.async_save, "offload_parameters": plan.offload.parameters,
         "offload_optimizer": plan.offload.optimizer, "offload_activations": plan.offload.activations,
         **settings_of(base_of(plan)), **_sharding(plan),
