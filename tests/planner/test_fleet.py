@@ -18,6 +18,7 @@ from fitune.planner.fleet import (
     rank_fleet,
 )
 from fitune.planner.fleet import ranked as rank_offers
+from fitune.planner.job import shm_bytes_of
 from fitune.planner.ranking import Wanted
 from fitune.recipe.fleet import Cluster, read_fleet
 from fitune.units import GIB
@@ -177,6 +178,21 @@ def test_a_host_that_dev_shm_takes_up_is_small_and_not_unknown():
     assert known < GIB < unknown
 
 
+def test_the_memory_that_a_job_asks_for_is_there(tmp_path):
+    """Jobs ask for whole GiB, /dev/shm among them: 60.5 GiB are 60 to a plan. Eight processes are more than 8 GiB."""
+    node = Cluster(name="a", gpu="t4", gpus=2, host_memory=60 * GIB + GIB // 2)
+    assert hardware_of(node, 1).host_memory_bytes + shm_bytes_of(2) == 60 * GIB
+    text = "clusters: [{name: a, gpu: t4, gpus: 8, host_memory: 8GiB}, {name: b, gpu: t4, gpus: 8}]"
+    ranking = ranking_of(tmp_path, text, recipe_of("gpt2", "tuning: lora"))
+    assert names(ranking.offers) == [("b", 1)]
+    assert "GiB of host memory, and a node has 8.00 GiB" in dict(ranking.without)["a"]
+
+
+def test_a_job_of_kubernetes_has_one_node(tmp_path):
+    text = "clusters: [{name: a, gpu: t4, nodes: 4, kind: kubernetes}]"
+    assert names(ranking_of(tmp_path, text, recipe_of("gpt2", "tuning: lora")).offers) == [("a", 1)]
+
+
 @pytest.mark.parametrize(("nodes", "counts"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])
 def test_numbers_of_nodes_that_are_planned(nodes, counts):
     assert node_counts(nodes) == counts
@@ -235,6 +251,13 @@ def test_a_card_that_a_fleet_file_cannot_name_is_not_to_be_given_by_options(tmp_
     assert refused.value.hint == "did you mean 'h100'? gpu: 24GB lists the cards of that size"
 
 
+def test_nodes_that_nobody_says_when_are_free_are_not_waited_for(tmp_path):
+    text = "clusters: [{name: a, gpu: t4, free: 0}]"
+    with pytest.raises(NothingFits, match="does not say when") as caught:
+        ranking_of(tmp_path, text, recipe_of("gpt2", "tuning: lora"), objective="soonest")
+    assert caught.value.hint == "wait: in the fleet file, or --objective fastest"
+
+
 def test_prices_are_asked_for_only_where_costs_are_compared(tmp_path):
     text, recipe = (
         "clusters: [{name: a, gpu: l4, price: 1}, {name: b, gpu: l4}]",
@@ -264,6 +287,14 @@ def test_checkpoints_cost_time_where_they_are_not_written_beside_the_steps(ranke
     assert saves == -(-offer.run.steps // 10)
     assert between == pytest.approx(saves * offer.priced.estimate.checkpoint_bytes / offer.cluster.storage)
     assert checkpoint_seconds(offer, save_every=10)[1] < between
+
+
+def test_a_long_run_saves_as_often_as_training_does(ranked):
+    """No more than half an hour between two checkpoints, where the recipe leaves it open."""
+    offers = ranked().offers
+    saves = [number_of_saves(offer.priced.plan, offer.run) for offer in offers]
+    assert saves == [1, 1, 2, 6]
+    assert all(offer.run.seconds / count <= 1800 for offer, count in zip(offers, saves, strict=True))
 
 
 def test_with_ddp_the_first_rank_copies_all_that_is_saved(ranked):

@@ -15,7 +15,7 @@ from fitune.estimate.parameters import trained_parameters
 from fitune.planner.candidates import Request
 from fitune.planner.defaults import with_host_memory
 from fitune.planner.explain import memory_sum
-from fitune.planner.job import STORAGE_BANDWIDTH, disk_bytes, shm_bytes_of
+from fitune.planner.job import STORAGE_BANDWIDTH, disk_bytes, memory_bytes, shm_bytes_of
 from fitune.planner.methods import methods_for
 from fitune.planner.ranking import (
     START_SECONDS,
@@ -27,12 +27,27 @@ from fitune.planner.ranking import (
     require_prices,
 )
 from fitune.planner.search import first_choice, refuse_contradictions
-from fitune.planner.whole_run import whole_run
+from fitune.planner.whole_run import whole_run, with_timely_saves
 from fitune.recipe.fleet import Cluster, Fleet
 from fitune.recipe.recipe import Recipe
-from fitune.units import counted, format_bytes, format_count, format_dollars, format_rate, format_seconds
+from fitune.units import (
+    GIB,
+    counted,
+    format_bytes,
+    format_count,
+    format_dollars,
+    format_rate,
+    format_seconds,
+)
 from fitune.values.counts import count_parameters
-from fitune.values.machines.gpus import NODE_NETWORK, find_gpu, hardware_for, shared_host_bytes
+from fitune.values.machines.gpus import (
+    NODE_NETWORK,
+    GpuFigures,
+    find_gpu,
+    hardware_for,
+    shared_host_bytes,
+    with_figures,
+)
 from fitune.values.machines.hardware import Hardware
 from fitune.values.model.model_spec import ModelSpec
 from fitune.values.plan import Plan
@@ -136,7 +151,7 @@ class TrainingRanking(Ranking[TrainingOffer]):
                 one.name for one in clusters if one.host_memory is None
             ],
             "node_network 100 Gbit/s": [
-                one.name for one in clusters if one.node_network is None and one.nodes > 1
+                one.name for one in clusters if one.node_network is None and one.most_nodes > 1
             ],
         }
         yield from (f"{what}: {', '.join(named)}" for what, named in missing.items() if named)
@@ -232,12 +247,10 @@ def offers_on(
     ``fetches_model``: each node fetches the model from the Hub and needs disk for it.
     """
     recipe = recipe.model_copy(update={"objective": "fastest"})
-    places = [(cluster, nodes) for cluster in fleet.clusters for nodes in node_counts(cluster.nodes)]
+    places = [(cluster, nodes) for cluster in fleet.clusters for nodes in node_counts(cluster.most_nodes)]
     hardware = list(dict.fromkeys(hardware_of(cluster, nodes) for cluster, nodes in places))
     answers = dict(zip(hardware, _plans(recipe, model, hardware), strict=True))
-    offers: dict[
-        tuple[str, int], TrainingOffer
-    ] = {}  # a plan of one device is the same for every number of nodes
+    offers: list[TrainingOffer] = []
     without: dict[str, str] = {}
     for cluster, nodes in places:
         answer = answers[hardware_of(cluster, nodes)]
@@ -245,21 +258,23 @@ def offers_on(
         if why or isinstance(answer, str):
             without[cluster.name] = why
             continue
-        offer = _offer(answer, cluster, epoch_of)
-        offers.setdefault((cluster.name, offer.nodes), offer)
-    names = {name for name, _ in offers}
+        offers.append(_offer(recipe, answer, cluster, epoch_of))
+    names = {offer.cluster.name for offer in offers}
     lost = tuple((name, why) for name, why in without.items() if name not in names)
     if not offers:
         raise nowhere(
             lost, hint="tuning: qlora, a shorter seq_len, or offload_parameters: cpu where the host has room"
         )
-    return list(offers.values()), lost
+    return offers, lost
 
 
-def _offer(priced: Priced, cluster: Cluster, epoch_of: EpochOf) -> TrainingOffer:
-    """The offer, with its plan in a cell (``lora fp16, ZeRO-3 by FSDP2, parameters on the CPU``) and in lines."""
-    plan, estimate = priced.plan, priced.estimate
-    run = whole_run(plan, epoch_of(plan), price_per_gpu_hour=0.0)
+def _offer(recipe: Recipe, found: Priced, cluster: Cluster, epoch_of: EpochOf) -> TrainingOffer:
+    """The offer of the plan that was ``found``, which saves as often as training does; in a cell (``lora fp16, ZeRO-3
+    by FSDP2, parameters on the CPU``) and in lines."""
+    estimate = found.estimate
+    run = whole_run(found.plan, epoch_of(found.plan), price_per_gpu_hour=0.0)
+    plan = with_timely_saves(recipe, found.plan, run, step_seconds=estimate.step_seconds)
+    priced = replace(found, plan=plan)
     method = f"{method_name(plan.tuning)} {plan.precision.value}"
     memory = f"{format_bytes(estimate.peak_bytes)} of {format_bytes(estimate.usable_bytes)} a device"
     return TrainingOffer(
@@ -279,14 +294,13 @@ def node_counts(nodes: int) -> list[int]:
 
 
 def hardware_of(cluster: Cluster, nodes: int) -> Hardware:
-    """``nodes`` of the cluster. Of a host whose memory is known, /dev/shm is not the plan's. 0 would be unknown."""
-    gpu = find_gpu(cluster.gpu)
-    if cluster.interconnect is not None:
-        gpu = replace(gpu, link_bandwidth=cluster.interconnect)
+    """``nodes`` of the cluster. Of a host whose memory is known the plan has whole GiB, as jobs ask for it, less
+    /dev/shm. 0 would be unknown."""
+    gpu = with_figures(find_gpu(cluster.gpu), GpuFigures(link_bandwidth=cluster.interconnect))
     host = cluster.host_memory or shared_host_bytes(cluster.gpu)
     known = hardware_for(
         gpu=gpu, gpus=cluster.gpus, nodes=nodes,
-        host_memory_bytes=max(1, host - shm_bytes_of(cluster.gpus)) if host else 0,
+        host_memory_bytes=max(1, host // GIB * GIB - shm_bytes_of(cluster.gpus)) if host else 0,
         internode_bandwidth=cluster.node_network or NODE_NETWORK,
     )  # fmt: skip
     return with_host_memory(known)
@@ -332,6 +346,11 @@ def _why_not(priced: Priced, cluster: Cluster, *, fetches_model: bool) -> str:
     needed = disk_bytes(priced.plan, fetches_model=fetches_model)
     if cluster.disk is not None and needed > cluster.disk:
         return f"needs {format_bytes(needed)} of disk on each node for caches, which have {format_bytes(cluster.disk)}"
+    memory = memory_bytes(priced.plan, priced.estimate, shm_bytes=shm_bytes_of(cluster.gpus))
+    if cluster.host_memory is not None and memory > cluster.host_memory:
+        return (
+            f"needs {format_bytes(memory)} of host memory, and a node has {format_bytes(cluster.host_memory)}"
+        )
     return ""
 
 

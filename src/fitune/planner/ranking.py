@@ -183,9 +183,10 @@ def in_order(
         )
     ways = ["a later --deadline"] if wanted.deadline_seconds else []
     ways += ["a larger --budget"] if wanted.budget else []
-    raise NothingFits(
-        "\n  ".join(["no cluster keeps what is wanted:", *lines]), hint=", ".join([*ways, "or fewer epochs"])
+    hint = (
+        ", ".join([*ways, "or fewer epochs"]) if ways else "wait: in the fleet file, or --objective fastest"
     )
+    raise NothingFits("\n  ".join(["no cluster keeps what is wanted:", *lines]), hint=hint)
 
 
 def _by_cost(offer: Offer) -> tuple[float, float]:

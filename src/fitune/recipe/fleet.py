@@ -69,6 +69,11 @@ class Cluster(Strict):
         return self.nodes if self.free is None else min(self.free, self.nodes)
 
     @property
+    def most_nodes(self) -> int:
+        """Nodes that one job can have: a Job of Kubernetes is one pod."""
+        return 1 if self.kind == "kubernetes" else self.nodes
+
+    @property
     def settings(self) -> JobSettings:
         """The ``job:`` settings, with the instance type of the cluster where a pod can ask for one."""
         wanted = dict(self.job)
