@@ -134,7 +134,7 @@ def test_a_processor_answers_in_fp32_and_every_number_is_in_the_data():
         small_llama(), QUESTIONS, CPU, engines=("transformers",), batch_size=4, adapter=NO_ADAPTER, price=0.0
     )
     data = report.data()
-    assert data["chosen"]["precision"] == "fp32"
+    assert (data["chosen"]["precision"], data["chosen"]["batch_size"]) == ("fp32", 4)
     assert data["chosen"]["peak_bytes"] == report.chosen.memory.peak_bytes
     assert data["cost"] is None
     text = report.text()

@@ -142,7 +142,9 @@ def test_the_text_says_what_is_taken_and_why_not_the_others(ranked):
         assert words in text
     data = ranked().data()
     assert [offer["cluster"] for offer in data["offers"]] == ["hopper", "hopper", "volta", "desk"]
-    assert data["offers"][0]["parts"]["start"] == 180
+    first = data["offers"][0]
+    assert (first["parts"]["start"], first["run"]["rows"]) == (180, ROWS)
+    assert first["peak_bytes"] < first["usable_bytes"]
 
 
 def test_a_better_method_is_not_given_up_for_speed(tmp_path):

@@ -46,7 +46,8 @@ class PricedAnswering:
         answering, memory, time = self.answering, self.memory, self.time
         return {
             "engine": answering.engine, "devices": answering.devices, "precision": answering.precision.value,
-            "rows_at_once": time.rows_at_once, "peak_bytes": memory.peak_bytes, "usable_bytes": memory.usable_bytes,
+            "batch_size": answering.batch_size, "rows_at_once": time.rows_at_once,
+            "peak_bytes": memory.peak_bytes, "usable_bytes": memory.usable_bytes,
             "reading": memory.reading, "writing": memory.writing, "outside": memory.outside,
             "entering_bytes": memory.entering, "seconds": time.seconds,
             "reading_tokens_per_second": time.reading_rate, "writing_tokens_per_second": time.writing_rate,

@@ -14,7 +14,7 @@ from fitune.estimate.overhead import checkpoint_copy_bytes
 from fitune.estimate.parameters import trained_parameters
 from fitune.planner.candidates import Request
 from fitune.planner.defaults import with_host_memory
-from fitune.planner.explain import memory_sum
+from fitune.planner.explain import memory_sum, run_data
 from fitune.planner.job import STORAGE_BANDWIDTH, disk_bytes, memory_bytes, shm_bytes_of
 from fitune.planner.methods import methods_for
 from fitune.planner.ranking import (
@@ -162,13 +162,15 @@ class TrainingRanking(Ranking[TrainingOffer]):
             yield f"the tokens of an epoch: guessed {self.best.run.epoch.guess}"
 
     def offer_data(self, offer: TrainingOffer) -> dict[str, Any]:
-        """An offer with its plan, and whether it is on the frontier."""
+        """An offer with its plan and run, and whether it is on the frontier."""
         estimate = offer.priced.estimate
         return {
             **offer.data(),
             "is_on_frontier": offer in self.frontier,
             "tokens_per_second": estimate.tokens_per_second,
             "peak_bytes": estimate.peak_bytes,
+            "usable_bytes": estimate.usable_bytes,
+            "run": run_data(offer.run),
             "plan": describe_plan(offer.priced.plan),
         }
 
@@ -272,7 +274,7 @@ def _offer(recipe: Recipe, found: Priced, cluster: Cluster, epoch_of: EpochOf) -
     """The offer of the plan that was ``found``, which saves as often as training does; in a cell (``lora fp16, ZeRO-3
     by FSDP2, parameters on the CPU``) and in lines."""
     estimate = found.estimate
-    run = whole_run(found.plan, epoch_of(found.plan), price_per_gpu_hour=0.0)
+    run = whole_run(found.plan, epoch_of(found.plan), price_per_gpu_hour=cluster.price or 0.0)
     plan = with_timely_saves(recipe, found.plan, run, step_seconds=estimate.step_seconds)
     priced = replace(found, plan=plan)
     method = f"{method_name(plan.tuning)} {plan.precision.value}"
