@@ -12,6 +12,8 @@ from fitune.recipe.recipe import canonical_keys, parse_recipe
 from fitune.session.clusters import live_fleet
 from fitune.session.clusters.fleet import FleetRequest, draw_ranking, launch_text, plan_on_fleet
 from fitune.session.clusters.live_fleet import free_nodes
+from fitune.session.planning import plan_for
+from fitune.values.machines.hardware import Measured
 from launch.manifests import wrong_with
 
 JOB = "{image: 'i:1', claim: c, queue: q, context: east, namespace: team}"
@@ -81,6 +83,17 @@ def test_rows_come_from_the_data_or_are_said(tmp_path, data_file):
         plan_on_fleet(recipe_of(data=[]), request_of(tmp_path, rows=None))
     with pytest.raises(RecipeError, match="--rows 9{40}: at most 1,000,000,000,000"):
         plan_on_fleet(recipe_of(), request_of(tmp_path, rows=int("9" * 320)))
+
+
+def test_what_was_measured_of_a_card_counts_as_where_it_is_named(tmp_path, monkeypatch):
+    """A proof of its kind gives back the 3 % that a card never measured keeps free."""
+    proved = Measured(cards=1, memory_error=0.01, speed_error=0.0)
+    monkeypatch.setattr("fitune.measure.hardware.measured_on", lambda key: proved if key == "l4" else None)
+    offers = {offer.cluster.gpu: offer for offer in plan_on_fleet(recipe_of(), request_of(tmp_path)).offers}
+    for gpu in ("l4", "l40s"):
+        named = plan_for(recipe_of(gpu=gpu)).taken.estimate
+        assert offers[gpu].priced.estimate.usable_bytes == named.usable_bytes
+    assert offers["l4"].priced.plan.hardware.measured == proved
 
 
 def test_keys_of_the_recipe_about_another_machine_are_told(tmp_path):

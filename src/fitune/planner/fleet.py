@@ -62,6 +62,7 @@ from fitune.values.words import (
 )
 
 EpochOf = Callable[[Plan], Epoch]
+Known = Callable[[Hardware], Hardware]
 TOKENS_PER_SECOND = 300_000.0
 """Tokenised by one core: 2,000,000 rows of 54 tokens in 343 s of a core (``bench/tokenise_rows.py``)."""
 _SIMILAR = 0.05
@@ -228,19 +229,29 @@ def rank_fleet(
     model: ModelSpec,
     epoch_of: EpochOf,
     fetches_model: bool = True,
+    known: Known = lambda hardware: hardware,
 ) -> TrainingRanking:
-    """Plans on each cluster over each number of nodes, and ranks them.
+    """Plans on each cluster over each number of nodes, and ranks them. ``known`` adds what was measured of a kind of
+    hardware.
 
     Raises RecipeError where prices are missing that the objective asks for, NothingFits when no offer keeps what is
     wanted.
     """
     require_prices(fleet, wanted)
-    found, without = offers_on(fleet, recipe, model=model, epoch_of=epoch_of, fetches_model=fetches_model)
+    found, without = offers_on(
+        fleet, recipe, model=model, epoch_of=epoch_of, fetches_model=fetches_model, known=known
+    )
     return ranked(recipe, model, found, without, wanted)
 
 
 def offers_on(
-    fleet: Fleet, recipe: Recipe, *, model: ModelSpec, epoch_of: EpochOf, fetches_model: bool
+    fleet: Fleet,
+    recipe: Recipe,
+    *,
+    model: ModelSpec,
+    epoch_of: EpochOf,
+    fetches_model: bool,
+    known: Known = lambda hardware: hardware,
 ) -> tuple[list[TrainingOffer], tuple[tuple[str, str], ...]]:
     """An offer for each number of nodes of each cluster, and why clusters have none.
 
@@ -249,13 +260,17 @@ def offers_on(
     ``fetches_model``: each node fetches the model from the Hub and needs disk for it.
     """
     recipe = recipe.model_copy(update={"objective": "fastest"})
-    places = [(cluster, nodes) for cluster in fleet.clusters for nodes in node_counts(cluster.most_nodes)]
-    hardware = list(dict.fromkeys(hardware_of(cluster, nodes) for cluster, nodes in places))
+    places = [
+        (cluster, known(hardware_of(cluster, nodes)))
+        for cluster in fleet.clusters
+        for nodes in node_counts(cluster.most_nodes)
+    ]
+    hardware = list(dict.fromkeys(machines for _, machines in places))
     answers = dict(zip(hardware, _plans(recipe, model, hardware), strict=True))
     offers: list[TrainingOffer] = []
     without: dict[str, str] = {}
-    for cluster, nodes in places:
-        answer = answers[hardware_of(cluster, nodes)]
+    for cluster, machines in places:
+        answer = answers[machines]
         why = answer if isinstance(answer, str) else _why_not(answer, cluster, fetches_model=fetches_model)
         if why or isinstance(answer, str):
             without[cluster.name] = why

@@ -9,6 +9,7 @@ from typing import cast
 
 from fitune.errors import HardwareError, RecipeError
 from fitune.estimate.predict import usual_batch
+from fitune.measure.hardware import calibrated
 from fitune.planner.fleet import EpochOf, TrainingRanking, rank_fleet
 from fitune.planner.ranking import Wanted
 from fitune.recipe.fleet import Fleet, Objective, read_fleet
@@ -50,7 +51,7 @@ def plan_on_fleet(recipe: Recipe, request: FleetRequest) -> TrainingRanking:
     recipe, epoch_of = _on_rows(recipe, request.rows)
     return rank_fleet(
         recipe, fleet, wanted, model=load_model_spec(recipe.model), epoch_of=epoch_of,
-        fetches_model=is_fetched(recipe.model),
+        fetches_model=is_fetched(recipe.model), known=calibrated,
     )  # fmt: skip
 
 

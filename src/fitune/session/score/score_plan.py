@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fitune.data.sampling import TOKENS_PER_MESSAGE, bytes_per_token
 from fitune.errors import DataError, ModelError, RecipeError
-from fitune.measure.hardware import detect_hardware, resolve_hardware
+from fitune.measure.hardware import calibrated, detect_hardware, resolve_hardware
 from fitune.models.headers import adapter_size
 from fitune.planner.answering import AnsweringReport, name_of, plan_answering
 from fitune.planner.defaults import price_of
@@ -87,7 +87,7 @@ def predict_scoring(
     engines = engines_for(recipe.engine, elsewhere=True)
     return rank_scoring(
         fleet_of(request), wanted_of(request), read_lengths(plan),
-        lambda node, questions: _plan_on(plan, node, engines, questions),
+        lambda node, questions: _plan_on(plan, calibrated(node), engines, questions),
     )  # fmt: skip
 
 
