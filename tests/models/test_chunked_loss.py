@@ -3,6 +3,7 @@
 Shapes: T tokens, D hidden size, V vocabulary.
 """
 
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import pytest
@@ -139,6 +140,24 @@ def test_without_a_label_there_is_no_loss_and_no_gradient(chunk_tokens):
     without_gradients = LossHead(module=case.head, chunk_tokens=chunk_tokens)
     assert without_gradients.losses(case.hidden_TD, case.labels_T).sum().item() == 0.0
     assert calls  # ranks that gather its weights for a call wait for one another
+
+
+@pytest.mark.parametrize("labels", ["some", "none"])
+def test_ranks_gather_the_head_once_however_many_chunks_their_held_out_rows_are(labels):
+    """DeepSpeed gathered it for every chunk, and a rank with fewer of them met the next weights of another there."""
+    case = Case(some_labels() if labels == "some" else torch.full((T,), IGNORED))
+    said = []
+
+    @contextmanager
+    def gathered():
+        said.append("gathered")
+        yield
+        said.append("let go")
+
+    case.head.register_forward_hook(lambda *_: said.append("chunk"))
+    LossHead(module=case.head, chunk_tokens=2, gathered=gathered).losses(case.hidden_TD, case.labels_T)
+    assert said == ["gathered", *["chunk"] * (len(said) - 2), "let go"]
+    assert len(said) == 3 if labels == "none" else len(said) > 3
 
 
 def test_ignored_tokens_leave_their_hidden_states_without_gradient():

@@ -5,6 +5,8 @@ place and multiplied with the head's weight and input, without autograd and its 
 Shapes: T tokens, S those of them that have a label, D hidden size, V vocabulary.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +33,8 @@ class LossHead:
     """Tokens that go through the head together; None: all of them."""
     cross_entropy: CrossEntropy | None = None
     """The kernel that forms softmax and gradient; None: torch's own operations, one after another."""
+    gathered: Callable[[], AbstractContextManager[object]] = nullcontext
+    """Inside, the weights stay whole where ranks gather them: each has as many chunks as its own labels make."""
 
     @torch.no_grad()
     def losses_and_gradient(
@@ -61,12 +65,13 @@ class LossHead:
         chosen, targets_S = _supervised(labels_T, hidden_TD.device)
         losses_S = torch.empty(len(chosen), dtype=torch.float32, device=hidden_TD.device)
         size = max(1, self.chunk_tokens or len(chosen))
-        # also without a label, as above: ranks gather the head together
-        for start in range(0, max(1, len(chosen)), size):
-            part = slice(start, start + size)
-            inputs_SD = self._as_input(hidden_TD[chosen[part]])
-            # no name for the logits: those of a chunk would be there still while the next are made
-            losses_S[part], _ = _softmax_loss(self._logits(inputs_SD)[0], targets_S[part])
+        with self.gathered():
+            # also without a label, as above: ranks gather the head together
+            for start in range(0, max(1, len(chosen)), size):
+                part = slice(start, start + size)
+                inputs_SD = self._as_input(hidden_TD[chosen[part]])
+                # no name for the logits: those of a chunk would be there still while the next are made
+                losses_S[part], _ = _softmax_loss(self._logits(inputs_SD)[0], targets_S[part])
         return losses_S
 
     def _chunk(self, hidden_SD: Tensor, target_S: Tensor, gradient_SD: Tensor, scale: float) -> Tensor:

@@ -244,7 +244,7 @@ def _deepspeed_engine(
     os.environ.setdefault("LOCAL_RANK", str(parts.device.index or 0))
     head = Head(parts.head.module)
     trained = parts.trained
-    parts = replace(parts, head=replace(parts.head, module=head))
+    parts = replace(parts, head=replace(parts.head, module=head, gathered=head.held))
     engine = DeepSpeedEngine(
         parts,
         trained,
