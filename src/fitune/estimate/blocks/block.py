@@ -269,10 +269,18 @@ def mlp_stages(
     beside_attention = stream if model.parallel_blocks or model.learned_positions else 0
     unpacked = whole_weight_bytes(site, down, again=True)
     keeps_product = reaches and not gated and activation.keeps_output
+    # a packed product without adapter keeps nothing: a block runs again only when the gated product's gradient is there
+    gate_first = gated and site.fused and unpacked and not adapted_out
     inputs_back = transient.mlp_inputs_backward(site, partial_gradients=2 if gated else 1)
     yield with_linears(
         site,
-        Stage(name="MLP inputs", backward=inputs_back + site.shared_dropout_gradient if reaches else 0),
+        Stage(
+            name="MLP inputs",
+            backward=inputs_back + site.shared_dropout_gradient if reaches else 0,
+            again=gate_first
+            * (stream + input_held + 3 * wide + whole_weight_bytes(site, inputs, again=True)),
+            incoming=gate_first * (stream + wide),
+        ),
         inputs,
         input_has_gradient=site.gradient_enters if model.parallel_blocks else passes,
     )
@@ -298,6 +306,9 @@ def mlp_stages(
         incoming = (1 + (adapted_out and not model.dropout.mlp_output)) * stream
         # the block's input is counted with those that recompute keeps
         again = making - waiting // 2 + incoming
+    if gate_first:
+        incoming = stream + wide
+        again = max(again, input_held + wide + incoming)
     yield Stage(
         name="MLP activation",
         kept=tensors_kept * wide if reaches else 0,
