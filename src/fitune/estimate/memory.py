@@ -119,7 +119,10 @@ def _forward_terms(step: StepStages) -> Terms:
         "gathered weights": step.buffers.forward,
     }
     embedded = _embedded_tokens(step)
-    at_the_start: Terms = {"temporaries": step.hidden - embedded, "gathered weights": step.buffers.start}
+    at_the_start: Terms = {
+        "temporaries": max(0, step.hidden - embedded),
+        "gathered weights": step.buffers.start,
+    }
     gradients = {"gradients": step.gradients_before}
     moments = [at_the_end, in_the_last_block, before_the_last_block, behind_the_last_block, at_the_start]
     if step.buffers.forward_ahead:  # while the last one's weights come from the host
