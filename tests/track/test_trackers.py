@@ -156,8 +156,8 @@ def test_a_tracker_that_keeps_failing_is_left_out_and_says_why(name, cause, open
 def test_the_tracker_of_a_killed_run_is_ended(tmp_path):
     program = (
         "import sys, time; from pathlib import Path; from plans import plan_for, small_llama;"
-        "from fitune.track.feed import Trackers; from fitune.track.trackers import Row;"
-        "row = Row(tracker='track.toy_trackers:Toy', library='json', extra='toy');"
+        "from fitune.track.feed import Trackers; from fitune.track.trackers import TrackerRow;"
+        "row = TrackerRow(tracker='track.toy_trackers:Toy', library='json', extra='toy');"
         "Trackers({'toy': row}, Path(sys.argv[1]), say=print).start(plan_for(small_llama()), 'run'); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)]) as run:
