@@ -187,6 +187,6 @@ def preferred(fitting: Sequence[StepStages], *, by: Callable[[StepStages], int])
 
 
 def _fast_enough(steps: Sequence[StepStages], share: float) -> list[StepStages]:
-    """Those with at least this share of the best speed."""
+    """Returns the ``steps`` with at least ``share`` of the best speed."""
     enough = share * max(map(tokens_per_second, steps))
     return [step for step in steps if tokens_per_second(step) >= enough]

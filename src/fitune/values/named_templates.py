@@ -5,7 +5,7 @@ from collections.abc import Container
 from fitune.errors import RecipeError
 
 CHATML_MARKS = ("<|im_start|>", "<|im_end|>")
-"""They begin and end each message of ChatML."""
+"""The marks that begin and end each message of ChatML."""
 
 NAMED_TEMPLATES = {
     "chatml": """\

@@ -46,8 +46,7 @@ _ALPACA = words(
     "alpaca alpaca_instruct alpaca_chat alpaca_chat.load_concise alpaca_w_system alpaca_w_system.load_instruct "
     "alpaca_w_system.load_chat"
 )
-"""Those whose rows have Alpaca's columns."""
-
+"""Types whose rows have Alpaca's columns."""
 
 _JEOPARDY = f"{WITHOUT_HEADINGS}; of jeopardy without the category and the words what is"
 _OWN_SAID = (
@@ -61,7 +60,7 @@ def read_datasets(r: Reading) -> None:
     r.inside("passed", _PASSED_OF_DATA)
     r.inside("refused", _REFUSED_OF_DATA)
     templates: dict[str, None] = {}
-    """Of all rows that are no texts; empty: the tokenizer's."""
+    """The templates of datasets whose rows are no texts; an empty one is the tokenizer's."""
     has_texts = False
     for key, name in (("datasets", "data"), ("test_datasets", "eval_data")):
         sources = r.take(key)
