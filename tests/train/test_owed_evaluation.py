@@ -8,7 +8,7 @@ import pytest
 
 from fitune.checkpoint.commit import read_commit, step_folders
 from fitune.models.language_model import LanguageModel
-from fitune.values.reports import StepReport
+from fitune.values.reports import Restart, StepReport
 from runs import contents, report_of, steps_of, trained
 
 SETTINGS = {
@@ -113,3 +113,15 @@ def test_a_step_that_owes_nothing_is_not_evaluated_under_settings_that_come_late
     trained(plan, stop_after=2)
     trained(make_plan(**settings, eval_steps=2), resume=True)
     assert [step.step for step in steps_of(plan) if step.eval_loss is not None] == [4, 6]
+
+
+def test_ranks_that_only_make_an_evaluation_are_told_of_in_the_report(pair):
+    broken = pair[1]
+    trained(broken, stop_after=6)  # before the evaluation of the last step
+    lost = Restart(
+        cause="a worker was lost", workers_before=2, workers=1, after_step=4, lost_steps=0, lost_at=1.0,
+        repeated_seconds=0.0,
+    )  # fmt: skip
+    (told,) = trained(broken, resume=True, restarts=(lost,)).restarts
+    assert told.cause == lost.cause
+    assert told.lost_seconds > 0

@@ -24,6 +24,7 @@ from fitune.train.prepare import Prepared
 from fitune.train.uploading import Uploads
 from fitune.values.plan import Plan
 from fitune.values.reports import RankReport, Restart, Retry, StepReport
+from fitune.values.schedule import is_due
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,3 +115,8 @@ class Run:
         """The held-out conversations that are answered before and after training; none by several processes, where a
         word would be gathered from all of them at a time."""
         return self.data.eval_examples[: self.plan.run.samples] if self.ranks.is_alone else ()
+
+    def is_due(self, report: StepReport, *, every: int, per_epoch: int) -> bool:
+        """True if what happens ``every`` steps, or so often an epoch, is due after the step of ``report``."""
+        steps = self.loader.steps_per_epoch
+        return is_due(report.step, every=every, per_epoch=per_epoch, steps_per_epoch=steps)

@@ -25,6 +25,7 @@ from fitune.values.reports import (
     MeasuredMemory,
     MeterKind,
     RankReport,
+    Restart,
     Retry,
     RunReport,
     Sample,
@@ -118,7 +119,8 @@ def _summary(current: Run, status: Status, reason: str) -> RunReport:
         seconds=time.perf_counter() - current.began,
         steps_of_other_plan=current.steps_of_other_plan,
         best_eval_loss=None if math.isinf(current.best_eval_loss) else current.best_eval_loss,
-        unlogged=current.retries,
+        unlogged_retries=current.retries,
+        unlogged_restarts=current.restarts,
         ranks=current.rows,
     )
 
@@ -140,12 +142,13 @@ def summarise(
     seconds: float,
     best_eval_loss: float | None,
     steps_of_other_plan: int = 0,
-    unlogged: Sequence[Retry] = (),
+    unlogged_retries: Sequence[Retry] = (),
+    unlogged_restarts: Sequence[Restart] = (),
     ranks: tuple[RankReport, ...] = (),
 ) -> RunReport:
     """``model`` None: the run ended before it was loaded. ``best_eval_loss`` is that of earlier attempts too.
 
-    Memory and speed are of the steps after ``steps_of_other_plan``. ``unlogged``: retries that no step tells of.
+    Memory and speed are of the steps after ``steps_of_other_plan``. ``unlogged_…``: those that no step tells of.
     """
     lost = set(range(1, steps[-1].step + 1 if steps else 1)) - {step.step for step in steps}
     gap = f"metrics.jsonl lacks steps {as_ranges(lost)}: every figure is without them" if lost else ""
@@ -184,8 +187,8 @@ def summarise(
         eval_data=data.eval_ledger,
         trainable_parameters=sum(elements(p) for p in parameters if p.requires_grad),
         total_parameters=0 if model is None else count_weights(model.whole),
-        retries=(*(retry for step in steps for retry in step.retries), *unlogged),
-        restarts=tuple(restart for step in steps for restart in step.restarts),
+        retries=(*(retry for step in steps for retry in step.retries), *unlogged_retries),
+        restarts=(*(restart for step in steps for restart in step.restarts), *unlogged_restarts),
         steps_of_other_plan=steps_of_other_plan,
         ranks=ranks,
         versions=installed_versions(("fitune", "torch", "transformers", "peft")),

@@ -6,7 +6,7 @@ the export and report.json.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,8 +29,15 @@ from fitune.track.metrics import MetricsLog, Sink, read_metrics, steps_in
 from fitune.train.current import Callbacks, Run
 from fitune.train.directory import remove_run, require_own_directory, require_removable
 from fitune.train.ending import complete, explain_what_is_saved, failed, interrupted
-from fitune.train.evaluate import answer_before, evaluate
+from fitune.train.evaluate import answer_before
 from fitune.train.failure import TRACEBACK, Whereabouts, explain_failure, require_finite_step, shortage_of
+from fitune.train.held_out import (
+    evaluated,
+    held_out_loss,
+    is_evaluated_after,
+    make_owed_evaluation,
+    owed_evaluation,
+)
 from fitune.train.loop import WATCHED_STEPS, StepWatch, row_words, train
 from fitune.train.peers import (
     gathered_weights,
@@ -41,7 +48,7 @@ from fitune.train.peers import (
     rows_of_ranks,
 )
 from fitune.train.prepare import prepare
-from fitune.train.saving import Saver, keep_trained, restore, saving
+from fitune.train.saving import keep_trained, restore, saving
 from fitune.train.start import (
     Start,
     base_identity,
@@ -51,12 +58,11 @@ from fitune.train.start import (
     where_to_start,
 )
 from fitune.train.uploading import Uploads, begin_in_store
-from fitune.values.plan import Plan, RunPlan
+from fitune.values.plan import Plan
 from fitune.values.rank_status import forget_statuses
-from fitune.values.reports import AFTER_TRAINING, Restart, Retry, RunReport, StepReport
+from fitune.values.reports import AFTER_TRAINING, Restart, Retry, RunReport
 from fitune.values.run_directory import LOGS, placed
 from fitune.values.run_lock import lock_directory
-from fitune.values.schedule import is_due
 from fitune.values.serial import to_json
 
 
@@ -248,7 +254,7 @@ def _train(current: Run, start: Start) -> bool:
     if start.step == 0 and current.samples:
         current.where.doing = "answering samples"
         answer_before(current.directory, current.model, current.samples, current.callbacks.answer)
-    before = _held_out_loss(current, may_stop=False) if start.step == 0 else None
+    before = held_out_loss(current, may_stop=False) if start.step == 0 else None
     for sink in current.sinks:
         sink.start(current.plan, current.plan.run.name)
     earlier = [] if start.state is None else steps_in(start.state.log, last=WATCHED_STEPS)
@@ -258,8 +264,8 @@ def _train(current: Run, start: Start) -> bool:
         start_at=current.position, earlier=earlier, where=current.where, waits=current.waits,
     )  # fmt: skip
     with saving(current) as saver:
-        owed = _owed_evaluation(current, start)
-        if owed is not None and not _evaluated_at_last(current, owed, saver):
+        owed = owed_evaluation(current, start)
+        if owed is not None and not make_owed_evaluation(current, owed, saver):
             return True
         for report in reports:
             current.position = current.loader.after(current.position)
@@ -268,8 +274,8 @@ def _train(current: Run, start: Start) -> bool:
             began_at = time.time() - report.step_seconds
             restarts = tuple(replace(one, again_at=one.again_at or began_at) for one in current.restarts)
             report = replace(report, eval_loss_before=before, retries=current.retries, restarts=restarts)
-            is_evaluated = _is_evaluated(current, report, current.plan.run)
-            report, is_best = _evaluated(current, report) if is_evaluated else (report, False)
+            is_evaluated = is_evaluated_after(current, report, current.plan.run)
+            report, is_best = evaluated(current, report) if is_evaluated else (report, False)
             before = None
             if current.log is not None:
                 current.log.append(report)
@@ -292,7 +298,7 @@ def _train(current: Run, start: Start) -> bool:
             is_owed = is_evaluated and report.eval_loss is None
             stopping = is_owed or (asked > 0 and not is_last)
             run = current.plan.run
-            is_due = _is_due(current, report, every=run.save_every, per_epoch=run.saves_per_epoch)
+            is_due = current.is_due(report, every=run.save_every, per_epoch=run.saves_per_epoch)
             # at the end too, so that the run may be made longer, and at the best evaluation
             if stopping or (run.saves and (is_due or is_last or is_best)):
                 saver.save(report)
@@ -300,80 +306,6 @@ def _train(current: Run, start: Start) -> bool:
                 return True
     require_finite_step(current.where.step, current.loaded.engine.trained(), ranks=current.ranks)
     return False
-
-
-def _is_evaluated(current: Run, report: StepReport, run: RunPlan) -> bool:
-    """True if an evaluation is due after the step, by ``run``: at the end always."""
-    is_last = report.step == report.total_steps
-    due = is_last or _is_due(current, report, every=run.eval_every, per_epoch=run.evals_per_epoch)
-    return due and current.data.eval is not None
-
-
-def _owed_evaluation(current: Run, start: Start) -> StepReport | None:
-    """The step that a stop saved before its evaluation was done; None where the checkpoint lacks none."""
-    if start.state is None or start.facts is None:
-        return None
-    for report in steps_in(start.state.log, last=1):
-        if report.eval_loss is None and _is_evaluated(current, report, start.facts.plan.run):
-            return report
-    return None
-
-
-def _evaluated_at_last(current: Run, owed: StepReport, saver: Saver) -> bool:
-    """Make the evaluation of a step that is done and saved, and write it down; False when asked to stop again."""
-    current.where.step = owed.step
-    folder = current.directory / CHECKPOINTS / f"step-{owed.step}"
-    if not current.ranks.from_first(folder.is_dir):
-        saver.save(owed)  # it was saved in another directory
-    report, _ = _evaluated(current, owed)
-    if report.eval_loss is None:
-        return False
-    if current.log is not None:
-        current.log.replace_last(report)
-    for sink in current.sinks:
-        sink.step(report)
-    saver.add_evaluation(folder, report.eval_loss)
-    return True
-
-
-def _evaluated(current: Run, report: StepReport) -> tuple[StepReport, bool]:
-    """The report with the held-out loss, and True if it is the best so far; unchanged when asked to stop meanwhile."""
-    loss = _held_out_loss(current)
-    if loss is None:
-        return report, False
-    is_best = loss < current.best_eval_loss
-    current.best_eval_loss = min(current.best_eval_loss, loss)
-    return replace(report, eval_loss=loss), is_best
-
-
-class _StopAsked(Exception):
-    """Ends an evaluation on every rank."""
-
-
-def _held_out_loss(current: Run, *, may_stop: bool = True) -> float | None:
-    """Nats per supervised token of the held-out rows; None where there are none, or when asked to stop meanwhile."""
-    if current.data.eval is None:
-        return None
-    current.where.doing = "evaluating"
-    engine, loss = current.loaded.engine, None
-
-    def on_batch() -> None:
-        """A sign of life. Raises _StopAsked when a rank is asked to stop: what was trained is saved before anything."""
-        current.where.sign()
-        if may_stop and any(current.ranks.summed([current.callbacks.stop_asked()])):
-            raise _StopAsked
-
-    with suppress(_StopAsked):
-        loss = evaluate(
-            engine.model, current.data.eval, current.plan.batch, ranks=current.ranks, on_batch=on_batch
-        )
-    engine.rest()
-    return loss
-
-
-def _is_due(current: Run, report: StepReport, *, every: int, per_epoch: int) -> bool:
-    steps = current.loader.steps_per_epoch
-    return is_due(report.step, every=every, per_epoch=per_epoch, steps_per_epoch=steps)
 
 
 def put_metrics_back(directory: Path, plan: Plan, *, steps: int, on_note: Callable[[str], None]) -> None:
