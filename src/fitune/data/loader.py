@@ -1,7 +1,7 @@
 """From a dataset to optimizer steps, without state: which rows a step holds follows from (seed, epoch, position).
 
 Rows are packed to bounded length, with little room left over. Shapes: T is the tokens of one micro-batch, N the rows
-of the dataset, U its units. A unit is what a batch counts: a row, or a pack of rows.
+of the dataset, U its units. A unit is what a batch counts: a row, a pack of rows, or the rows of one example.
 """
 
 import functools
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from fitune.data.dataset import TokenDataset
-from fitune.data.packing import pack_rows
+from fitune.data.packing import Packs, examples_of_rows, pack_rows
 from fitune.values.model.block_profile import IGNORED, BatchShape
 from fitune.values.plan import Batch
 from fitune.values.predictions import Epoch
@@ -44,8 +44,8 @@ class MicroBatch:
     """Rows of the dataset in the order of the stream."""
 
     @property
-    def divisor(self) -> int:
-        """Its share of the global batch's."""
+    def supervised_tokens(self) -> int:
+        """Labels that are not IGNORED."""
         return int((self.labels_T != IGNORED).sum())
 
 
@@ -57,7 +57,7 @@ class GlobalBatch:
     tokens: int
     row_lengths: tuple[int, ...]
     supervised_tokens: int
-    """Labels that are not IGNORED: the sum of the losses is divided by them, whatever the micro-batches hold."""
+    """Labels that are not IGNORED, whatever the micro-batches hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,19 +84,23 @@ class Loader:
     ) -> None:
         self._dataset, self._batch, self._seed = dataset, batch, seed
         self._rank, self._world_size = rank, world_size
-        self._packs = pack_rows(dataset.lengths, batch.seq_len) if batch.packing else None
+        self._packs: Packs | None = None
+        if batch.packing:
+            self._packs = pack_rows(dataset.lengths, batch.seq_len)
+        elif batch.example_rows > 1:
+            self._packs = examples_of_rows(len(dataset), batch.example_rows)
         self._labels_per_row_N = dataset.labels_per_row
         self._cached_order: tuple[int, np.ndarray] | None = None
 
     @property
     def num_units(self) -> int:
-        """Units of an epoch: rows, or packs of rows."""
+        """Units of an epoch: rows, packs of rows, or examples of several."""
         return len(self._dataset) if self._packs is None else len(self._packs)
 
     @property
     def num_packs(self) -> int:
         """0 without packing, as the ledger counts."""
-        return 0 if self._packs is None else len(self._packs)
+        return self.num_units if self._batch.packing else 0
 
     @property
     def units_per_step(self) -> int:
@@ -270,7 +274,7 @@ def eval_batches(dataset: TokenDataset, batch: Batch, *, rows: int | None) -> It
         full = (
             tokens + length > batch.micro_batch_tokens
             if batch.packing
-            else len(chosen) == batch.micro_batch_size
+            else len(chosen) == len(batch.full_rows)
         )
         if chosen and full:
             yield micro_batch_of(dataset, chosen)

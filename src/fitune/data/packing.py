@@ -63,6 +63,11 @@ def pack_rows(lengths: Sequence[int] | np.ndarray, capacity: int) -> Packs:
     return Packs(order_N[by_pack_N], starts.astype(np.int64))
 
 
+def examples_of_rows(rows: int, each: int) -> Packs:
+    """The rows of each example, which stand one behind the other: ``each`` of them."""
+    return Packs(np.arange(rows), np.arange(0, rows + 1, each))
+
+
 class _Rooms:
     """Packs by the room they have left: of equal room the one that got it last is taken first."""
 

@@ -61,7 +61,8 @@ class RowSample:
         held_out = self._held_out_share
         for one in self.samples:
             cut = _cut(one.lengths, self.bytes_per_token, self.data, seq_len=batch.seq_len)
-            times = one.places * (1 - held_out) / len(one.lengths)  # what each of them stands for
+            # what each of them stands for: the rows of an example are about equally long
+            times = one.places * batch.example_rows * (1 - held_out) / len(one.lengths)
             rows += times * len(cut)
             tokens += times * sum(n for n, _ in cut)
             squares += times * sum(n * n for n, _ in cut)
@@ -71,7 +72,7 @@ class RowSample:
             raise DataError(
                 "no row is left to train on", hint="check val_fraction, on_long_row and the weights"
             )
-        units = rows
+        units = rows / batch.example_rows
         if batch.packing:
             from fitune.data.packing import pack_rows  # numpy, which plans without packing do not wait for
 

@@ -28,6 +28,10 @@ class LossModel(Protocol):
         """Last hidden states [T, D] of one micro-batch."""
         ...
 
+    def divisor(self, *, rows: int, supervised_tokens: int) -> int:
+        """What the summed loss of so many rows, with labels for so many tokens, is divided by."""
+        ...
+
     def loss_and_gradient(self, hidden_TD: Tensor, batch: Any, *, scale: float) -> tuple[Tensor, Tensor]:
         """Summed loss (fp32 scalar, nats), and ``scale`` times its gradient for the hidden states [T, D]."""
         ...

@@ -69,6 +69,10 @@ class LanguageModel:
             )
         return output.last_hidden_state.squeeze(0)  # backward of [0] fills zeros and copies
 
+    def divisor(self, *, rows: int, supervised_tokens: int) -> int:
+        """What the summed loss of so many rows is divided by: a mean over tokens."""
+        return supervised_tokens
+
     def loss_and_gradient(self, hidden_TD: Tensor, batch: Stream, *, scale: float) -> tuple[Tensor, Tensor]:
         """Summed loss (fp32 scalar), and ``scale`` times its gradient for the hidden states [T, D]."""
         losses_S, gradient_TD = self.head.losses_and_gradient(hidden_TD, batch.labels_T, scale=scale)

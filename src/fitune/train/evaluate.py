@@ -40,7 +40,7 @@ def evaluate(
         mine = together[ranks.rank] if ranks.rank < len(together) else without_labels(together[0])
         on_batch()
         total += model.loss(mine).item()
-        divisor += mine.divisor
+        divisor += model.divisor(rows=len(mine.row_ids), supervised_tokens=mine.supervised_tokens)
     model.whole.train()
     total, of_all = ranks.summed([total, divisor])
     return total / of_all

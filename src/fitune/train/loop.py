@@ -66,6 +66,7 @@ def train(
         where.step, where.doing = step + 1, "reading a batch"
         waiting_since = time.perf_counter()
         batch = loader.batch_at(state)
+        divisor = engine.model.divisor(rows=len(batch.row_lengths), supervised_tokens=batch.supervised_tokens)
         row_ids = [row for micro in batch.micro_batches for row in micro.row_ids]
         if waits is not None:
             waits.take()  # what was waited for between two steps
@@ -77,12 +78,12 @@ def train(
             for number, micro in enumerate(batch.micro_batches, start=1):
                 losses.append(
                     engine.forward_backward(
-                        micro, divisor=batch.supervised_tokens, enter_phase=enter_phase,
+                        micro, divisor=divisor, enter_phase=enter_phase,
                         last=number == len(batch.micro_batches),
                     )
                 )  # fmt: skip
             [summed] = ranks.summed([sum(part.item() for part in losses)])
-            loss = summed / batch.supervised_tokens
+            loss = summed / divisor
             if not math.isfinite(loss):
                 if step == 0:
                     require_finite(prepared.model.whole, plan.model_path)

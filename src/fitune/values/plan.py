@@ -116,6 +116,8 @@ class Batch:
     accumulation: int
     seq_len: int
     packing: bool
+    example_rows: int = 1
+    """Rows that one example of the data becomes and that one micro-batch holds: what a batch counts without packing."""
     mean_row_tokens: int = 0
     """Tokens of an average row, for which speeds are predicted; 0: not known, and every row counts as full."""
 
@@ -132,17 +134,17 @@ class Batch:
     @property
     def full_rows(self) -> tuple[int, ...]:
         """Lengths of the rows (or packs) of the largest micro-batch."""
-        return (self.seq_len,) * self.micro_batch_size
+        return (self.seq_len,) * (self.micro_batch_size * self.example_rows)
 
     @property
     def micro_batch_tokens(self) -> int:
         """The most tokens one forward pass sees."""
-        return self.micro_batch_size * self.seq_len
+        return self.micro_batch_size * self.example_rows * self.seq_len
 
     @property
     def most_labels(self) -> int:
         """Every token of them but the first of each row (or pack) is predicted."""
-        return self.micro_batch_tokens - self.micro_batch_size
+        return self.micro_batch_tokens - len(self.full_rows)
 
     @property
     def global_batch_size(self) -> int:
