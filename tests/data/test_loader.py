@@ -1,5 +1,7 @@
 """Steps follow from a small value, hold every row once, and do not depend on how they are cut."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -121,6 +123,19 @@ def test_evaluation_goes_through_the_rows_in_order(packing):
     assert [row for stream in streams for row in stream.row_ids] == list(range(23))
     assert all(len(stream.input_ids_T) <= batch.micro_batch_tokens for stream in streams)
     assert len(streams) == 8 if not packing else len(streams) < 8
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_the_rows_of_an_example_stay_together(world):
+    dataset, batch = make_dataset(24), replace(make_batch(), example_rows=2)
+    loaders = [Loader(dataset, batch, seed=5, rank=rank, world_size=world) for rank in range(world)]
+    streams = [micro for loader in loaders for step in epoch_of(loader) for micro in step.micro_batches]
+    streams = [micro for micro in streams if micro.row_ids]
+    assert sorted(row for micro in streams for row in micro.row_ids) == list(range(24))
+    for micro in (*streams, *eval_batches(dataset, batch, rows=None)):
+        assert [row ^ 1 for row in micro.row_ids[::2]] == list(micro.row_ids[1::2])
+        assert len(micro.row_ids) <= len(batch.full_rows) == 4
+    assert (loaders[0].num_units, loaders[0].num_packs) == (12, 0)
 
 
 def waited_tokens(steps_of_ranks, world):
