@@ -79,3 +79,9 @@ def test_every_rule_says_what_to_do_and_names_settings_that_there_are():
         assert rule.instead
         assert rule.binds
         assert set(rule.settings) <= set(Recipe.model_fields)
+
+
+def test_an_attention_that_a_models_own_blocks_would_ignore_is_refused():
+    recipe = parse_recipe({"model": "falcon-7b", "attn_implementation": "eager", "tuning": "lora"})
+    with pytest.raises(FituneError, match="falcon bring an attention of their own"):
+        find_plan(recipe, model=known("falcon-7b"), hardware=HARDWARE["2 × h100"])

@@ -559,6 +559,14 @@ NOT_BUILT = (
         settings=("model", "micro_batch_size", "seq_len"),
     ),
     Rule(
+        broken=lambda plan: plan.attention == "eager" and plan.model.masks_whole_stream,
+        reason=lambda plan: (
+            f"blocks of {plan.model.model_type} bring an attention of their own, which is kept"
+        ),
+        instead="leave attn_implementation out",
+        settings=("model", "attn_implementation"),
+    ),
+    Rule(
         broken=lambda plan: (
             plan.model.is_traced and isinstance(plan.tuning, Lora) and bool(plan.tuning.layers)
         ),

@@ -78,11 +78,8 @@ def has_scores(plan: Plan) -> bool:
 
 
 def writes_scores(plan: Plan) -> bool:
-    """True if fitune's own code writes them: eager attention, and models that no fused kernel computes.
-
-    Models with an attention of their own (Falcon) keep that, whatever is asked for.
-    """
-    return (plan.attention == "eager" and not plan.model.masks_whole_stream) or plan.model.writes_scores
+    """True if fitune's own code writes them: eager attention, and models that no fused kernel computes."""
+    return plan.attention == "eager" or plan.model.writes_scores
 
 
 def falls_back_to_scores(plan: Plan) -> bool:
