@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import product
 
@@ -16,7 +17,7 @@ from fitune.values.model import tracing
 from fitune.values.model.block_profile import BatchShape
 from fitune.values.model.known_models import configs_to_trace, find_known_model, known_model_names
 from fitune.values.model.model_config import load_model_spec
-from fitune.values.model.tracer import by_installed_libraries, trace_with
+from fitune.values.model.tracer import by_installed_libraries, current_tracer, trace_with
 from fitune.values.model.tracing import (
     NOT_SHIPPED,
     SHIPPED,
@@ -158,3 +159,10 @@ def test_profiles_of_other_versions_plan_and_are_named(monkeypatch):
         load_model_spec(name)
     with by_installed_libraries(), pytest.raises(FituneError, match="has not been traced"):
         find_plan(recipe, model=plan.chosen.plan.model, hardware=gpu("rtx-4090"))
+
+
+def test_every_thread_of_a_program_asks_its_tracer():
+    """A pool's threads begin with no context variable set: their plans said that no shapes were known."""
+    trace_with(TransformersTracer)
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        assert pool.submit(current_tracer).result() is TransformersTracer

@@ -26,17 +26,18 @@ class Tracer(Protocol):
 OpenTracer = Callable[[], Tracer]
 """Imports torch and returns the tracer: called when something has to be traced, and not before. Raises ModelError where
 torch is not installed."""
-_open_tracer: ContextVar[OpenTracer | None] = ContextVar("_open_tracer", default=None)
+_open_tracer: OpenTracer | None = None
 
 
 def trace_with(open_tracer: OpenTracer | None) -> None:
-    """Has its tracer asked, from now on, for what no cache has; None: nobody."""
-    _open_tracer.set(open_tracer)
+    """Has its tracer asked, from now on and in all threads, for what no cache has; None: nobody."""
+    global _open_tracer
+    _open_tracer = open_tracer
 
 
 def current_tracer() -> OpenTracer | None:
     """The function that opens the tracer to ask; None where nobody traces."""
-    return _open_tracer.get()
+    return _open_tracer
 
 
 _installed_alone: ContextVar[bool] = ContextVar("_installed_alone", default=False)
