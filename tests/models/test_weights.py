@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import shutil
 
 import pytest
 import torch
@@ -72,6 +73,14 @@ DAMAGED_TOKENIZERS = [
 def test_a_damaged_tokenizer(folder, content):
     (folder / "tokenizer.json").write_text(content)
     with pytest.raises(ModelError, match="the tokenizer cannot be loaded"):
+        load_tokenizer(str(folder))
+
+
+def test_a_largest_length_that_is_no_number_is_named(model_folder, tmp_path):
+    """transformers takes it and ends in a TypeError at the first text."""
+    folder = shutil.copytree(model_folder, tmp_path / "copy")
+    (folder / "tokenizer_config.json").write_text('{"model_max_length": ""}')
+    with pytest.raises(ModelError, match=r"tokenizer_config\.json: model_max_length = '' must be a number"):
         load_tokenizer(str(folder))
 
 

@@ -316,7 +316,6 @@ def test_a_config_that_is_none(tmp_path, text, words):
         (FALCON_7B, "auto_map: {AutoModelForCausalLM: modeling_mine.Mine}", "brings its own model code"),
         (FALCON_7B, "alibi: true", "alibi = True is not supported"),
         (FALCON_7B, "num_ln_in_parallel_attn: 2", "num_ln_in_parallel_attn = 2 must be 1 or 2"),
-        (config_of("gemma-2-2b"), "attn_logit_softcapping: '50'", "attn_logit_softcapping"),
         (MOE, "num_experts: null", "num_local_experts is missing"),
         (MOE, "num_experts_per_tok: 129", "num_experts_per_tok = 129 is more than the 128 experts"),
         (MOE, "mlp_only_layers: [0]", "mixes dense and sparse blocks"),

@@ -30,7 +30,7 @@ from fitune.models.expert_adapters import names_as_given, run_with_adapters, sta
 from fitune.models.remote_code import CONFIG, GENERATION, JSON_FILES, TOKENIZER, refuse_remote_code
 from fitune.values.hub import no_waiting_for_the_hub
 from fitune.values.model.config_fields import ConfigFields
-from fitune.values.model.config_schema import check_config, check_generation_config, check_tokenizer_config
+from fitune.values.model.config_schema import check_config, stop_ids
 from fitune.values.model.families import FAMILIES
 from fitune.values.model.known_models import find_known_model, text_model_like
 from fitune.values.serial import read_object
@@ -212,7 +212,7 @@ def read_generation_config(folder: Path) -> GenerationConfig | None:
     """The generation settings of the model's makers; None where they give none."""
     if not (folder / GENERATION).is_file():
         return None
-    check_generation_config(_fields(folder / GENERATION))
+    stop_ids(_fields(folder / GENERATION))
     with _named(f"{folder / GENERATION}: cannot be read"):
         return GenerationConfig.from_pretrained(folder)
 
@@ -223,11 +223,13 @@ def read_tokenizer(path: str) -> PreTrainedTokenizerBase:
     refuse_remote_code(texts, error=ModelError)
     # else it would read that one, and name no file
     config = read_config(path) if (texts / CONFIG).is_file() else None
-    if (texts / TOKENIZER).is_file():
-        check_tokenizer_config(_fields(texts / TOKENIZER))
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
         path, config=config, trust_remote_code=False
     )
+    if not isinstance(
+        longest := tokenizer.model_max_length, int | float
+    ):  # which transformers does not check
+        raise ModelError(f"{texts / TOKENIZER}: model_max_length = {longest!r} must be a number")
     tokenizer.init_kwargs.pop("auto_map", None)
     return tokenizer
 

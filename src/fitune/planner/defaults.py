@@ -9,7 +9,7 @@ from fitune.errors import RecipeError
 from fitune.recipe.contradictions import source_weights
 from fitune.recipe.recipe import Recipe, SourceRecipe
 from fitune.values.machines.hardware import Gpu, Hardware
-from fitune.values.model.model_config import Vocabulary, vocabulary_of
+from fitune.values.model.model_config import vocabulary_of
 from fitune.values.model.model_spec import ModelSpec
 from fitune.values.named_templates import NAMED_TEMPLATES, require_marks
 from fitune.values.plan import (
@@ -86,16 +86,15 @@ def with_added_rows(recipe: Recipe, model: ModelSpec) -> ModelSpec:
     is_named = recipe.chat_template in NAMED_TEMPLATES
     known = vocabulary_of(model.name) if recipe.added_tokens or is_named else None
     if known is not None and is_named:
-        require_marks(recipe.chat_template, {*known.tokens, *recipe.added_tokens})
+        require_marks(recipe.chat_template, {*known, *recipe.added_tokens})
     if not recipe.added_tokens:
         return model
     _refuse_tokens(recipe.added_tokens, known)
-    count = len(recipe.added_tokens)
-    rows = model.vocab_size + count if known is None else max(model.vocab_size, known.length + count)
-    return replace(model, vocab_size=rows)
+    used = model.vocab_size if known is None else max(known.values(), default=-1) + 1
+    return replace(model, vocab_size=max(model.vocab_size, used + len(recipe.added_tokens)))
 
 
-def _refuse_tokens(tokens: list[str], known: Vocabulary | None) -> None:
+def _refuse_tokens(tokens: list[str], known: dict[str, int] | None) -> None:
     for token in tokens:
         if not token.strip():
             raise RecipeError(
@@ -103,9 +102,9 @@ def _refuse_tokens(tokens: list[str], known: Vocabulary | None) -> None:
             )
         if tokens.count(token) > 1:
             raise RecipeError(f"added_tokens names {token!r} twice", hint="name it once")
-        if known is not None and token in known.tokens:
+        if known is not None and token in known:
             raise RecipeError(
-                f"added_tokens: {token!r} is token {known.tokens[token]} of the tokenizer already",
+                f"added_tokens: {token!r} is token {known[token]} of the tokenizer already",
                 hint="leave it out; lora_modules_to_save: [embed_tokens, lm_head] trains its row with adapters",
             )
 

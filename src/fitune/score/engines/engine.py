@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol, TypeVar, get_args
 
 from fitune.errors import CheckpointError, RecipeError
 from fitune.values.model.config_fields import ConfigFields
-from fitune.values.model.config_schema import check_generation_config
+from fitune.values.model.config_schema import stop_ids
 from fitune.values.serial import read_object
 
 EngineName = Literal["transformers", "server", "vllm"]
@@ -201,8 +201,7 @@ def listed_stop_ids(folder: str) -> frozenset[int]:
     for name in ("generation_config.json", "config.json"):
         file = Path(folder) / name
         if file.is_file():
-            listed = read_object(file).get("eos_token_id")
-            if listed is not None:
-                check_generation_config(ConfigFields(values={"eos_token_id": listed}, where=str(file)))
-                return frozenset(listed if isinstance(listed, list) else [listed])
+            fields = ConfigFields(values=read_object(file), where=str(file))
+            if fields.values.get("eos_token_id") is not None:
+                return stop_ids(fields)
     return frozenset()

@@ -23,14 +23,14 @@ class ConfigFields:
     values: Mapping[str, Any]
     where: str
 
-    def count(self, *names: str, default: int | None = None) -> int:
-        """A whole number of at least 1 under the first of ``names`` that is set."""
+    def count(self, *names: str, default: int | None = None, least: int = 1) -> int:
+        """A whole number of at least ``least`` under the first of ``names`` that is set."""
         for name in names:
             value = self.values.get(name)
             if value is None:
                 continue
-            if type(value) is not int or value < 1:
-                self.refuse(name, "must be a whole number of at least 1")
+            if type(value) is not int or value < least:
+                self.refuse(name, f"must be a whole number of at least {least}")
             most = MOST_LAYERS if "layer" in name else MOST_COUNT
             if value > most:
                 self.refuse(name, f"is more than any model has ({most:,})")
@@ -42,9 +42,13 @@ class ConfigFields:
         return default
 
     def share(self, name: str, *, default: float = 0.0) -> float:
-        """A part of 1, whose range the schema has checked; the ``default`` when the field is absent."""
+        """A part of 1, less than all; the ``default`` when the field is absent. Raises ModelError for other values."""
         value = self.values.get(name)
-        return default if value is None else float(value)
+        if value is None:
+            return default
+        if type(value) not in (int, float) or not 0 <= value < 1:
+            self.refuse(name, "must be a number at least 0 and less than 1")
+        return float(value)
 
     def is_capped(self, name: str, *, default: bool) -> bool:
         """True if a soft cap is set: ``null`` switches it off, an absent one is the ``default`` of the class."""
@@ -60,7 +64,7 @@ class ConfigFields:
         return value
 
     def word(self, name: str, *, default: str) -> str:
-        """A name, which the schema has checked; the ``default`` when the field is absent."""
+        """A name, which check_config has checked; the ``default`` when the field is absent."""
         value = self.values.get(name)
         return default if value is None else str(value)
 

@@ -333,8 +333,7 @@ def _qwen_windows(fields: ConfigFields) -> dict[str, Any]:
     window = _qwen_window(fields)
     if not window:
         return {"sliding_window": 0}
-    said = fields.values.get("max_window_layers")
-    first = 28 if said is None else said
+    first = fields.count("max_window_layers", default=28, least=0)
     whole = tuple(range(min(first, fields.count("num_hidden_layers"))))
     return {"sliding_window": window, "full_attention_layers": _full_attention_layers(fields, whole)}
 

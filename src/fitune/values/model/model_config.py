@@ -1,9 +1,8 @@
 """ModelSpec from a Hugging Face config.json: a folder, the built-in table, the cache or the Hub. And the tokens of a
 model, from the tokenizer.json beside it."""
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -29,8 +28,6 @@ _ADOPTED_FROM_REMOTE_CODE = {
 }
 """Their Hub folders still point at the code they came with; transformers has its own class of that name, and
 only that one is ever used."""
-_PACKED_FOR_GOOD = re.compile(r"(?<=[-_.])(gguf|awq|gptq|mlx|exl[23]|hqq)(?![a-z])", re.I)
-"""Words of names for weights in few bits that config.json would have refused (config_schema.py)."""
 
 
 def load_model_spec(name: str, *, offline: bool | None = None) -> ModelSpec:
@@ -48,10 +45,8 @@ def load_model_spec(name: str, *, offline: bool | None = None) -> ModelSpec:
     if (known := known_model_spec(name)) is not None:
         return known
     _refuse_folder_without_config(path, name)
-    packed = _PACKED_FOR_GOOD.search(name.rpartition("/")[2])
-    if not ("/" in name and is_hub_name(name)) or packed:
-        why = f"{packed[0].upper()} packs weights in a way that is not read back" if packed else ""
-        raise unknown_model(name, why=why)
+    if "/" not in name or not is_hub_name(name):
+        raise unknown_model(name)
     try:
         found = cached_file(name, "config.json")
     except ModuleNotFoundError:
@@ -233,7 +228,7 @@ def check_positions(fields: ConfigFields, spec: ModelSpec) -> None:
     for name in ("rope_scaling", "rope_parameters"):
         value = fields.values.get(name)
         if isinstance(value, Mapping):
-            _check_rotary(ConfigFields(values=value, where=f"{fields.where}: {name}"), fields, spec)
+            _check_rotary(ConfigFields(values=value, where=f"{fields.where}: {name}"), spec)
     kinds = fields.words("layer_types")
     if kinds and (len(kinds) != spec.num_layers or not set(kinds) <= set(_KINDS)):
         fields.refuse("layer_types", f"must name {' or '.join(_KINDS)} for each of {spec.num_layers} layers")
@@ -241,44 +236,28 @@ def check_positions(fields: ConfigFields, spec: ModelSpec) -> None:
         fields.refuse("layer_types", "makes it another architecture (ministral), which is not supported")
 
 
-def _check_rotary(rotary: ConfigFields, config: ConfigFields, spec: ModelSpec) -> None:
+def _check_rotary(rotary: ConfigFields, spec: ModelSpec) -> None:
     """One description, or one for each kind of layer."""
     parts = [(key, part) for key, part in rotary.values.items() if isinstance(part, Mapping)]
     for key, part in parts:
-        _check_rotary(ConfigFields(values=part, where=f"{rotary.where}: {key}"), config, spec)
+        _check_rotary(ConfigFields(values=part, where=f"{rotary.where}: {key}"), spec)
     key = "rope_type" if rotary.values.get("rope_type") is not None else "type"
     kind = rotary.values.get(key) or "default"
     if spec.model_type == "phi3" and kind in ("su", "yarn"):
         kind = "longrope"  # its name before transformers 4.45
-    if kind not in _NEEDS:
+    if kind not in tuple(_NEEDS):  # it may be of any type, lists too
         rotary.refuse(key, f"is not known: transformers has {', '.join(_NEEDS)}")
     for name in _NEEDS[kind]:
         if rotary.values.get(name) is None:
             rotary.refuse(name, f"is missing, and {kind} positions need it")
     for name in ("long_factor", "short_factor") if kind == "longrope" else ():
-        _check_length(rotary, name, config, spec)
+        factors, wanted = rotary.values[name], int(spec.head_dim * spec.rotary_share) // 2
+        if not isinstance(factors, list) or len(factors) != wanted:
+            rotary.refuse(name, f"must be {wanted} factors: half of a head's turned elements")
 
 
-def _check_length(rotary: ConfigFields, name: str, config: ConfigFields, spec: ModelSpec) -> None:
-    share: Any = (
-        rotary.values.get("partial_rotary_factor") or config.values.get("partial_rotary_factor") or 1.0
-    )
-    wanted, found = int(spec.head_dim * share) // 2, len(rotary.values[name])
-    if found != wanted:
-        rotary.refuse(name, f"has {found} factors, and half a head's turned part has {wanted}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Vocabulary:
-    """Ids by token, and the length that a table of them needs."""
-
-    length: int
-    """One more than the largest id."""
-    tokens: dict[str, int]
-
-
-def vocabulary_of(name: str) -> Vocabulary | None:
-    """The vocabulary in a model's folder or the Hugging Face cache; None without a tokenizer.json."""
+def vocabulary_of(name: str) -> dict[str, int] | None:
+    """Ids by token, from a model's folder or the Hugging Face cache; None without a tokenizer.json."""
     file = _tokenizer_file(name)
     if file is None:
         return None
@@ -287,10 +266,9 @@ def vocabulary_of(name: str) -> Vocabulary | None:
         tokens = data["model"]["vocab"]
         if not isinstance(tokens, dict):  # Unigram lists pairs of token and score in the order of the ids
             tokens = {token: place for place, (token, _) in enumerate(tokens)}
-        tokens |= {token["content"]: token["id"] for token in data.get("added_tokens") or ()}
+        return {**tokens, **{token["content"]: token["id"] for token in data.get("added_tokens") or ()}}
     except (OSError, ValueError, KeyError, TypeError):
         return None  # whoever needs the tokenizer itself says what is wrong with it
-    return Vocabulary(length=max(tokens.values(), default=-1) + 1, tokens=tokens)
 
 
 def _tokenizer_file(name: str) -> Path | None:
