@@ -34,15 +34,11 @@ class Card:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elsewhere:
-    """A device that fitune does not train on. 0 stands for what its maker does not publish."""
+    """A device that fitune does not train on."""
 
     name: str
     key: str
-    advertised_gb: int
-    flops: float
-    bandwidth: float
     kind: Literal["rocm", "gaudi", "metal", "pascal"]
-    source: str
 
 
 @cache
@@ -55,14 +51,7 @@ def known_cards() -> tuple[Card, ...]:
 @cache
 def devices_elsewhere() -> tuple[Elsewhere, ...]:
     """Devices on which fitune does not train."""
-    table = _table()
-    return tuple(
-        Elsewhere(
-            name=row["name"], key=row["key"], advertised_gb=row["gb"], flops=row["tflops"] * 1e12,
-            bandwidth=row["gb_s"] * 1e9, kind=row["kind"], source=table["sources"][row["source"]],
-        )
-        for row in table["elsewhere"]
-    )  # fmt: skip
+    return tuple(Elsewhere(**row) for row in _table()["elsewhere"])
 
 
 @cache

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from fitune.errors import HardwareError, did_you_mean, joined_hints
 from fitune.units import GIB
-from fitune.values.machines.cards import Card, Elsewhere, devices_elsewhere, known_cards
+from fitune.values.machines.cards import Card, devices_elsewhere, known_cards
 from fitune.values.machines.hardware import Gpu, Hardware
 
 _WATTS = re.compile(r"(?<!\d)(\d{2,4}) ?w(?:atts?)?(?![a-z])")
@@ -66,7 +66,7 @@ def _card_of(name: str) -> Card:
             hint="--gpu with one of: "
             + ", ".join(f"{card.gpu.name} ({card.advertised_gb} GB)" for card in cards),
         )
-    _refuse_elsewhere(name, key, gb)
+    _refuse_elsewhere(name, key)
     _refuse_slips(name)
     raise HardwareError(
         f"gpu = {name!r} is not cpu and none of the {len(known_cards())} known cards",
@@ -84,37 +84,23 @@ _WHY_ELSEWHERE = {
 }
 
 
-def _refuse_elsewhere(name: str, key: str, gb: int | None) -> None:
-    """Raises HardwareError for a device without CUDA 7.0, with the figures of a CUDA GPU of its size."""
+def _refuse_elsewhere(name: str, key: str) -> None:
+    """Raises HardwareError for a device without CUDA 7.0."""
     found = next((device for device in devices_elsewhere() if device.key == key), None)
     if found is None and not _APPLE.fullmatch(key):
         return
-    known = "" if found is None else ", ".join(_figures(found, gb))
-    hint = _ON_A_MAC
-    if found is not None and found.kind != "metal":
-        hint = (
-            f"a CUDA GPU of its size: --gpu-memory {found.advertised_gb}GiB --gpu-flops {found.flops:.4g} "
-            f"--gpu-bandwidth {found.bandwidth / 1e9:g}GB/s"
-        )
+    kind = "metal" if found is None else found.kind
     raise HardwareError(
-        f"gpu = {name!r}: fitune does not train on {name if found is None else found.name}"
-        f"{f' ({known})' if known else ''}: {_WHY_ELSEWHERE['metal' if found is None else found.kind]}",
-        hint=hint,
+        f"gpu = {name!r}: fitune does not train on {name if found is None else found.name}: {_WHY_ELSEWHERE[kind]}",
+        hint=_ON_A_MAC if kind == "metal" else BY_FIGURES,
     )
 
 
 def _refuse_slips(name: str) -> None:
     """Raises HardwareError for several cards, a laptop's card, a device without CUDA, and ``cuda`` itself."""
     text = name.lower()
-    _refuse_list(name, text)
+    _refuse_several(name, text)
     _refuse_size(name, text)
-    for pattern in _COUNTED:
-        found = pattern.fullmatch(text)
-        if found and _cards_of(_split_name(found["card"])[0]):
-            card = found["card"].replace(" ", "-")
-            raise HardwareError(
-                f"gpu = {name!r} is a number of cards", hint=f"--gpu {card} --gpus {found['number']}"
-            )
     if re.fullmatch(r"(cuda|gpu)(:\d+)?", text):
         raise HardwareError(f"gpu = {name!r} is no card", hint="leave gpu out for the GPUs of this machine")
     if _LAPTOP.search(text):
@@ -130,15 +116,17 @@ def _refuse_slips(name: str) -> None:
         )
 
 
-def _refuse_list(name: str, text: str) -> None:
-    """Raises HardwareError for ``3090,3090``: cards one by one, alike or not."""
+def _refuse_several(name: str, text: str) -> None:
+    """Raises HardwareError for ``2x3090`` and ``3090,3090``: cards by their number or one by one, alike or not."""
+    counted = next(filter(None, (pattern.fullmatch(text) for pattern in _COUNTED)), None)
     listed = [part.strip() for part in re.split(r"[,;+&]", text)]
+    if counted:
+        listed = [counted["card"]] * int(counted["number"])
     found = [_cards_of(_split_name(part)[0]) for part in listed]
-    if len(listed) == 1 or not all(found):
+    if listed == [text] or not all([found, *found]):
         return
-    if len({_split_name(part) for part in listed}) == 1:
-        fault, card = "is a list of cards", listed[0]
-    else:
+    fault, card = "names several cards", listed[0]
+    if len({_split_name(part) for part in listed}) > 1:
         fault = "names different cards: all GPUs of a plan are of one kind"
         card = min((cards[0].gpu for cards in found), key=lambda gpu: gpu.memory_bytes).name
     raise HardwareError(
@@ -168,16 +156,7 @@ _NO_CUDA = re.compile(
 )
 _ON_A_MAC = "on that Mac, --gpu cpu plans for its own processor and memory"
 _APPLE = re.compile(r"m\d(pro|max|ultra)?|mps|metal|(apple|mac).*")
-"""Keys of Apple's chips and machines; of those that come with several bandwidths the table has no line."""
-
-
-def _figures(device: Elsewhere, gb: int | None) -> list[str]:
-    memory = device.advertised_gb or gb
-    return [
-        *([f"{memory} GB"] if memory else []),
-        *([f"{device.flops / 1e12:,.4g} TFLOP/s"] if device.flops else []),
-        *([f"{device.bandwidth / 1e9:,.0f} GB/s"] if device.bandwidth else []),
-    ]
+"""Keys of Apple's chips and machines; not all of them stand in the table."""
 
 
 def _board(name: str, gpu: Gpu) -> Gpu:
