@@ -9,8 +9,6 @@ from fitune.recipe.score_recipe import checked_recipe, score_recipe
 
 ASKED = {"model": "m", "data": "rows.jsonl"}
 TASKS = {"model": "m", "lm_eval": "gsm8k"}
-TOKENS = "must be a whole number from 1 to 1,000,000"
-SEED = "must be a whole number from 0 to 9,223,372,036,854,775,807"
 
 
 def test_paths_and_lists_are_read_as_people_write_them():
@@ -28,13 +26,13 @@ def test_paths_and_lists_are_read_as_people_write_them():
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"max_new_tokens": 0}, f"max_new_tokens = 0: {TOKENS}"),
-        ({"max_new_tokens": 1.5}, f"max_new_tokens = 1.5: {TOKENS}"),
-        ({"batch_size": True}, "batch_size = True: must be a whole number from 1 to 65,536"),
-        ({"temperature": float("nan")}, "temperature = nan: must be a number from 0.0 to 1,000.0"),
-        ({"top_p": 1.5}, "top_p = 1.5: must be a number from 0.0 to 1.0"),
-        ({"seed": -1}, f"seed = -1: {SEED}"),
-        ({"seed": 2**63}, f"seed = 9223372036854775808: {SEED}"),
+        ({"max_new_tokens": 0}, "max_new_tokens = 0: must be at least 1"),
+        ({"max_new_tokens": 1.5}, "max_new_tokens = 1.5: must be a whole number"),
+        ({"batch_size": True}, "batch_size = True: must be a whole number"),
+        ({"temperature": float("nan")}, "temperature = nan: must be at most 1000"),
+        ({"top_p": 1.5}, "top_p = 1.5: must be at most 1"),
+        ({"seed": -1}, "seed = -1: must be at least 0"),
+        ({"seed": 2**63}, "seed = 9223372036854775808: must be at most 9223372036854775807"),
         ({"columns": ["prompt=a", "prompt=b"]}, "--columns 'prompt=b' is not role=column, each role once"),
         ({"columns": {"question": "prompt"}}, "columns: 'question' is not a role\n  try: roles are system, prompt,"),
         ({"columns": {"prompt": ""}}, "columns: prompt names no column"),
@@ -56,8 +54,8 @@ def test_what_a_scoring_cannot_take_is_said(wrong, said):
     ("wrong", "said"),
     [
         ({"lm_eval": ","}, "--lm-eval ',' names no task\n  try: --lm-eval gsm8k,arc_easy"),
-        ({"shots": -1}, "--shots -1: must be 0 or more"),
-        ({"limit": 0}, "--limit 0: must be 1 or more\n  try: leave it out for all rows of each task"),
+        ({"shots": -1}, "shots = -1: must be at least 0"),
+        ({"limit": 0}, "limit = 0: must be at least 1"),
         ({"data": "x"}, "--data has no effect with --lm-eval"),
         ({"graders": "f1"}, "--grader has no effect with --lm-eval\n  try: leave --grader out"),
     ],
@@ -70,5 +68,5 @@ def test_what_tasks_cannot_take_is_said(wrong, said):
 
 def test_numbers_of_a_row_or_a_chat_are_checked_by_the_same_keys():
     assert checked_recipe(top_p=0.5, seed=7).seed == 7
-    with pytest.raises(RecipeError, match="top_p = 2: must be a number from"):
+    with pytest.raises(RecipeError, match="top_p = 2: must be at most 1"):
         checked_recipe(top_p=2)

@@ -118,10 +118,10 @@ def test_lines_of_openais_batch_input_are_answered_with_their_own_sampling(plan)
         }  # fmt: skip
 
     faults = (
-        ({"max_tokens": 10**9}, "max_new_tokens = 1000000000: must be a whole number from 1 to 1,000,000"),
+        ({"max_tokens": 10**9}, "max_new_tokens = 1000000000: must be at most 1000000"),
         ({"logit_bias": {"1": 2}}, "body.logit_bias is not supported"),
-        ({"max_tokens": 2.5}, "must be a whole number from"),
-        ({"seed": 0.5, "temperature": 1}, "must be a whole number from"),
+        ({"max_tokens": 2.5}, "must be a whole number"),
+        ({"seed": 0.5, "temperature": 1}, "must be a whole number"),
     )
     rows = [
         line(1),

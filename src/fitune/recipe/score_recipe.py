@@ -24,10 +24,9 @@ _ROLES = ("system", "prompt", "completion", "choices")
 
 def key(default: Any, about: str, least: float | None = None, most: float | None = None, **facts: Any) -> Any:
     """A key: its default, its line of --help, least and most of a number, and what not every key has: ``options`` that
-    are not its name, a ``metavar``, and as ``hint`` what else to do than to give another number."""
-    extra = facts | {"least": least, "most": most}
+    are not its name, and a ``metavar``."""
     return Field(
-        default, description=about, ge=least, le=most, strict=least is not None, json_schema_extra=extra
+        default, description=about, ge=least, le=most, strict=least is not None, json_schema_extra=facts
     )
 
 
@@ -85,12 +84,7 @@ class ScoreRecipe(BaseModel):
     )
     lm_eval_tasks: Path | None = key(None, "Such tasks of your own.", metavar="FOLDER")
     shots: int | None = key(None, "With --lm-eval: solved examples in a prompt.", 0)
-    limit: int | None = key(
-        None,
-        "With --lm-eval: the first rows of each task.",
-        1,
-        hint="leave it out for all rows of each task",
-    )
+    limit: int | None = key(None, "With --lm-eval: the first rows of each task.", 1)
     out: Path = key(
         Path("scores"), "Folder for answers, grades and report.json.", options=("--out", "--output-dir")
     )
@@ -125,9 +119,8 @@ FOR_TASKS = {
 
 
 def facts_of(name: str) -> dict[str, Any]:
-    """The facts that ``key`` was given beside default and help; empty for a name that is no key."""
-    field = ScoreRecipe.model_fields.get(name)
-    facts = None if field is None else field.json_schema_extra
+    """The facts that ``key`` was given beside default, help and limits."""
+    facts = ScoreRecipe.model_fields[name].json_schema_extra
     return facts if isinstance(facts, dict) else {}
 
 
@@ -157,14 +150,4 @@ def checked_recipe(**given: Any) -> ScoreRecipe:
     try:
         return ScoreRecipe.model_validate({"model": "", **given})
     except ValidationError as error:
-        fault = error.errors()[0]
-        name, value = str(fault["loc"][0]), fault["input"]
-        facts = facts_of(name)
-        least, most = facts.get("least"), facts.get("most")
-        if least is None:
-            raise RecipeError(described(error, where="the keywords", known=ScoreRecipe)) from None
-        if most is None:
-            said = f"{options_of(name)[0]} {value!r}: must be {least} or more"
-            raise RecipeError(said, hint=facts.get("hint")) from None
-        kind = "whole number" if isinstance(least, int) else "number"
-        raise RecipeError(f"{name} = {value!r:.60}: must be a {kind} from {least:,} to {most:,}") from None
+        raise RecipeError(described(error, known=ScoreRecipe)) from None

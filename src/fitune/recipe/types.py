@@ -300,20 +300,21 @@ class Strict(BaseModel):
         return value
 
 
-def described(error: ValidationError, *, where: str, known: type[BaseModel]) -> str:
+def described(error: ValidationError, *, where: str = "", known: type[BaseModel]) -> str:
     """A line for each fault: where, the key, its value, and what may stand there; for an unknown key a close one of
     ``known``."""
-    return "\n".join(dict.fromkeys(_describe_one(item, where, known) for item in error.errors()))
+    place = f"{where}: " if where else ""
+    return "\n".join(dict.fromkeys(f"{place}{_describe_one(item, known)}" for item in error.errors()))
 
 
-def _describe_one(item: Any, where: str, known: type[BaseModel]) -> str:
+def _describe_one(item: Any, known: type[BaseModel]) -> str:
     path = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
         close = did_you_mean(str(item["loc"][-1]), [*known.model_fields])
-        return f"{where}: unknown key {path!r}" + (f"; {close}" if close else "")
+        return f"unknown key {path!r}" + (f"; {close}" if close else "")
     if item["type"] == "missing":
-        return f"{where}: {path} is missing"
-    return f"{where}: {path} = {item['input']!r}: {_in_words(item)}"
+        return f"{path} is missing"
+    return f"{path} = {item['input']!r}: {_in_words(item)}"
 
 
 def _in_words(item: Any) -> str:
@@ -326,11 +327,17 @@ def _in_words(item: Any) -> str:
             return f"must be greater than {context['gt']}"
         case "greater_than_equal":
             return f"must be at least {context['ge']}"
+        case "less_than_equal":
+            return f"must be at most {context['le']}"
         case "less_than":
             return f"must be less than {context['lt']}"
         case "literal_error":
             near = did_you_mean(str(item["input"]), re.findall(r"'([^']*)'", context["expected"]))
             return f"must be {context['expected']}" + (f"; {near}" if near else "")
+        case "int_type" | "int_from_float":
+            return "must be a whole number"
+        case "float_type":
+            return "must be a number"
         case "string_type":
             return "must be a text: write it in quotes"
         case "bool_parsing" | "bool_type":
