@@ -139,7 +139,6 @@ def test_what_is_refused_is_named(tmp_path, text, words):
         ("PAGED_ADAMW", "adamw-8bit"),
         ("adam", "adamw"),
         ("adalomo", "tuning: adalomo"),
-        ("adafactor", "sgd or momentum"),
         ("adamw_anyprecision", "precision: bf16"),
     ],
 )

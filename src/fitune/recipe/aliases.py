@@ -134,9 +134,6 @@ _PAGED = (
     "paged states are not in this version: optimizer: adamw-8bit keeps them small on the device, optimizer: adamw with "
     "offload_optimizer: cpu keeps them on the host"
 )
-_ELSEWHERE = (
-    "optimizer: adamw, adamw-8bit, sgd or momentum; tuning: lora, lomo or adalomo take less memory still"
-)
 FOREIGN_VALUES: dict[str, dict[str, str]] = {
     "optimizer": {
         **dict.fromkeys(
@@ -151,14 +148,6 @@ FOREIGN_VALUES: dict[str, dict[str, str]] = {
         "adamw_torch_8bit": "optimizer: adamw-8bit, by bitsandbytes",
         "adamw_torch_4bit": "optimizer: adamw-8bit, by bitsandbytes",
         "adamw_anyprecision": "optimizer: adamw with precision: bf16, whose states are bf16",
-        **dict.fromkeys(
-            (
-                "adafactor", "adamw_apex_fused", "adagrad", "rmsprop", "rmsprop_bnb", "lion", "lion_8bit", "lion_32bit",
-                "ademamix", "ademamix_8bit", "galore_adamw", "galore_adamw_8bit", "galore_adafactor", "apollo_adamw",
-                "grokadamw", "schedule_free_adamw", "schedule_free_sgd", "muon",
-            ),
-            _ELSEWHERE,
-        ),
     },
     "lr_scheduler": dict.fromkeys(
         ("cosine_with_min_lr", "cosine_warmup_with_min_lr"),

@@ -150,9 +150,9 @@ def read_axolotl(r: Reading) -> None:
     r.settings.setdefault("optimizer", "adamw")
     r.settings.setdefault("lr_scheduler", "cosine")
     r.passed("early_stopping_patience", "training goes on to its last step, whatever was evaluated before")
-    r.pass_over(_BOOKKEEPING)
-    r.pass_over(_COMPANIONS, "a setting of something that is off or refused")
-    r.pass_over(_SPEED, SPEED_SAID)
+    r.passed(_BOOKKEEPING)
+    r.passed(_COMPANIONS, "a setting of something that is off or refused")
+    r.passed(_SPEED, SPEED_SAID)
     r.same({"saves_per_epoch": "saves_per_epoch"})
     if r.settings.get("val_fraction") or r.settings.get("eval_data"):
         r.same({"evals_per_epoch": "evals_per_epoch"})
@@ -176,7 +176,7 @@ def _method(r: Reading) -> None:
         else:
             r.assume("axolotl trains every weight where no adapter is named", tuning="full")
         targets = ("lora_target_linear", "lora_target_modules", "lora_target_parameters")
-        r.pass_over((*_LORA, *targets, "load_in_4bit", "load_in_8bit"), "no adapter is named")
+        r.passed((*_LORA, *targets, "load_in_4bit", "load_in_8bit"), "no adapter is named")
         return
     if adapter not in ("lora", "qlora"):
         r.refuse("adapter", "fitune trains adapters by lora and qlora")
@@ -224,7 +224,7 @@ def _model(r: Reading) -> None:
         r.put("attn_implementation", "eager", key="attn_implementation")
     r.passed("attn_implementation", SPEED_SAID.split(":")[0] + ": the plan takes the fastest the device has")
     refuse_other_tokenizer(r, "tokenizer_config")
-    r.pass_over(
+    r.passed(
         "model_config model_quantization_config model_quantization_config_kwargs cls_model_config",
         "read from config.json; weights stored in 4 bit become the precision of the recipe",
     )
@@ -277,7 +277,7 @@ def _sharding(r: Reading) -> None:
     read_sharding(r)
     r.pass_shared_rows("tensor_parallel_size context_parallel_size sequence_parallel_degree")
     r.passed("fp8", "products in bf16 instead of fp8: more exact and slower")
-    r.pass_over(("fp8_enable_fsdp_float8_all_gather", "nvfp4_merge_aware"))
+    r.passed(("fp8_enable_fsdp_float8_all_gather", "nvfp4_merge_aware"))
     whole, steps = r.take("batch_size"), r.take("gradient_accumulation_steps")
     if whole is not None and steps is None:
         said = "batch_size / micro_batch_size, on each device"

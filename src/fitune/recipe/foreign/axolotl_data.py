@@ -100,7 +100,7 @@ def _template(r: Reading, *, renders: bool) -> None:
     if renders and (text or template in NAMED_TEMPLATES):
         r.put("chat_template", text or template, key="chat_template_jinja" if text else "chat_template")
     said = "another key says the template" if "chat_template" in r.settings else RENDERED
-    r.pass_over("chat_template chat_template_jinja chat_template_kwargs", said)
+    r.passed("chat_template chat_template_jinja chat_template_kwargs", said)
     r.passed("eot_tokens", "an answer is learnt with the token that ends it in the template")
 
 

@@ -144,11 +144,11 @@ def read_llama_factory(r: Reading) -> None:
         r.settings["precision"] = "bf16-master"
     r.passed("fp8", "products in bf16 instead of fp8: more exact and slower")
     _defaults(r)
-    r.pass_over(_BOOKKEEPING)
-    r.pass_over(_OTHER_SUPPORT, "a setting of something that is off or refused")
+    r.passed(_BOOKKEEPING)
+    r.passed(_OTHER_SUPPORT, "a setting of something that is off or refused")
     r.pass_shared_rows("tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size")
-    r.pass_over(_MEGATRON, "how Megatron divides the work: the plan divides it here")
-    r.pass_over(_SPEED, SPEED_SAID)
+    r.passed(_MEGATRON, "how Megatron divides the work: the plan divides it here")
+    r.passed(_SPEED, SPEED_SAID)
 
 
 def _method(r: Reading) -> None:
@@ -156,17 +156,17 @@ def _method(r: Reading) -> None:
     bits = r.take("quantization_bit")
     if kind == "full":
         r.put("tuning", "full", key="finetuning_type")
-        r.pass_over((*_LORA, "quantization_bit", "quantization_method"), "every weight is trained")
+        r.passed((*_LORA, "quantization_bit", "quantization_method"), "every weight is trained")
         return
     if kind != "lora":
         r.refuse("finetuning_type", "fitune trains by full or lora, on a quantised base or not")
-        r.pass_over(("quantization_bit", "quantization_method", "double_quantization"))
+        r.passed(("quantization_bit", "quantization_method", "double_quantization"))
         return
     r.put("tuning", "qlora" if bits else "lora", key="finetuning_type" if "finetuning_type" in r.raw else "")
     if bits:
         _quantised(r, int(bits), str(r.take("quantization_method") or "bnb"))
     else:
-        r.pass_over("quantization_method quantization_type double_quantization", "the base is not quantised")
+        r.passed("quantization_method quantization_type double_quantization", "the base is not quantised")
     r.same(_LORA)
 
 
@@ -181,7 +181,7 @@ def _quantised(r: Reading, bits: int, method: str) -> None:
         said = "" if method == "hqq" else "8-bit weights by HQQ instead of LLM.int8"
         r.put("quantization", "hqq", key="quantization_bit", said=said)
         r.put("quantization_bits", bits, key="quantization_bit")
-    r.pass_over(("quantization_method", "quantization_type"))
+    r.passed(("quantization_method", "quantization_type"))
 
 
 def _experts_on_host(r: Reading) -> None:
@@ -263,7 +263,7 @@ def _read_v1(r: Reading) -> None:
         "a step holds rows by their number here; there by their tokens" if by_tokens else "",
     )
     r.passed("template", RENDERED)
-    r.pass_over(_PASSED_IN_V1, SPEED_SAID)
+    r.passed(_PASSED_IN_V1, SPEED_SAID)
 
 
 def _method_of_v1(r: Reading, adapter: Mapping[str, Any], quantised: Mapping[str, Any]) -> None:

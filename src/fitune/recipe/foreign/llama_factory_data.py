@@ -71,7 +71,7 @@ def read_rows(r: Reading) -> None:
         apart = "rows in a pack do not see each other; there they do without neat_packing"
         packed = is_on(r.raw["packing"])
         r.put("packing", packed, key="packing", said=apart if packed else "")
-    r.pass_over(("streaming", "buffer_size", "eval_on_each_dataset", "ignore_pad_token_for_loss"))
+    r.passed(("streaming", "buffer_size", "eval_on_each_dataset", "ignore_pad_token_for_loss"))
     if r.take("mix_strategy") not in (None, "concat"):
         r.refuse("mix_strategy", "datasets taken in turn; weight: says each one's share of the rows")
     r.passed("mix_strategy")

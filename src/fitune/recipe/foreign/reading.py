@@ -174,17 +174,14 @@ class Reading:
             if (value := self.take(key)) is not None:
                 self.put(name, value, key=key)
 
-    def passed(self, key: str, said: str = "") -> None:
-        """Say why ``key`` changes nothing here, unless it has a line already."""
-        self.known.add(key)
-        if key in self.raw and not any(line.key == key for line in self.lines):
-            is_off = _is_empty(self.raw[key]) or self.raw[key] is False
-            self._add(key, "passed", "" if is_off else said)
-
-    def pass_over(self, names: str | Iterable[str], said: str = "") -> None:
-        """Pass several keys; ``names`` may be a text with blanks between them."""
+    def passed(self, names: str | Iterable[str], said: str = "") -> None:
+        """Say why these keys, one or a text of several with blanks between them, change nothing here, unless they have
+        a line already."""
         for key in names.split() if isinstance(names, str) else names:
-            self.passed(key, said)
+            self.known.add(key)
+            if key in self.raw and not any(line.key == key for line in self.lines):
+                is_off = _is_empty(self.raw[key]) or self.raw[key] is False
+                self._add(key, "passed", "" if is_off else said)
 
     def refuse(self, key: str, why: str) -> None:
         """Say why ``key`` would change the result."""

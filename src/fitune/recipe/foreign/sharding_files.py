@@ -39,7 +39,7 @@ def read_sharding(r: Reading) -> None:
         read_deepspeed(r, r.take("deepspeed"), key="deepspeed")
     if "zero" not in r.settings:
         _read_fsdp(r)
-    r.pass_over("fsdp fsdp_config")
+    r.passed("fsdp fsdp_config")
 
 
 def read_deepspeed(r: Reading, value: Any, *, key: str) -> None:

@@ -111,7 +111,7 @@ def read_torchtune(r: Reading) -> None:
         key = "fsdp_cpu_offload" if "fsdp_cpu_offload" in r.raw else "fsdp"
         for name, place in (("zero", 3), ("offload_parameters", "cpu"), ("offload_optimizer", "cpu")):
             r.put(name, place, key=key)
-    r.pass_over(("fsdp", "fsdp_cpu_offload"))
+    r.passed(("fsdp", "fsdp_cpu_offload"))
     r.refuse_if_on(_REFUSED)
     if r.take("optimizer") is None:
         r.refuse_if_on({key: f"{TRAINS_NOTHING}: {command}" for key, command in _NO_TRAINING.items()})
@@ -120,45 +120,39 @@ def read_torchtune(r: Reading) -> None:
     r.passed("shuffle")
     r.pass_shared_rows("tensor_parallel_dim context_parallel_dim")
     r.passed("enable_activation_offloading", "the plan moves them to the host where that helps")
-    r.pass_over(_BOOKKEEPING)
-    r.pass_over(_SPEED, SPEED_SAID)
-    r.pass_over(sorted(named), "other keys name it")
+    r.passed(_BOOKKEEPING)
+    r.passed(_SPEED, SPEED_SAID)
+    r.passed(sorted(named), "other keys name it")
 
 
 _REFERENCE = re.compile(r"\$\{([^${}]+)\}")
-_MOST_REFERENCES = 200
-"""The most ``${…}`` that are replaced in one recipe: a value that names others several times multiplies them."""
 
 
 def _resolve(r: Reading) -> set[str]:
     """Replaces each ``${a.b}`` by the value there, as OmegaConf does for torchtune; returns the keys named so."""
-    raw, named, count = r.raw, set[str](), 0
+    raw, named = r.raw, set[str]()
 
-    def value_at(place: str, above: tuple[str, ...]) -> Any:
+    def value_at(place: str) -> Any:
         """The value at ``place`` with all that it names. Raises LookupError where there is none."""
-        nonlocal count
-        count += 1
         value: Any = raw
         for key in place.split("."):
             if not isinstance(value, Mapping) or key not in value:
                 raise LookupError(place)
             value = value[key]
-        if place in above or count > _MOST_REFERENCES:
-            raise LookupError(place)
         named.add(place.split(".")[0])
-        return with_values(value, (*above, place))
+        return with_values(value)
 
-    def with_values(value: Any, above: tuple[str, ...] = ()) -> Any:
-        """``value`` with every place in it replaced; ``above``: places that it is a value of."""
+    def with_values(value: Any) -> Any:
+        """``value`` with every place in it replaced."""
         if isinstance(value, Mapping):
-            return {key: with_values(each, above) for key, each in value.items()}
+            return {key: with_values(each) for key, each in value.items()}
         if isinstance(value, list):
-            return [with_values(each, above) for each in value]
+            return [with_values(each) for each in value]
         if not isinstance(value, str):
             return value
         if whole := _REFERENCE.fullmatch(value):
-            return value_at(whole.group(1), above)
-        return _REFERENCE.sub(lambda each: str(value_at(each.group(1), above)), value)
+            return value_at(whole.group(1))
+        return _REFERENCE.sub(lambda each: str(value_at(each.group(1))), value)
 
     found = dict(raw)
     for key, value in raw.items():
@@ -166,6 +160,8 @@ def _resolve(r: Reading) -> set[str]:
             found[key] = with_values(value)
         except LookupError as error:
             r.refuse(key, f"${{{error.args[0]}}} names no value of this file; write the value")
+        except RecursionError:
+            r.refuse(key, "it names itself; write the value")
     r.raw = found
     return named
 

@@ -4,6 +4,7 @@ bookkeeping."""
 import json
 from pathlib import PurePath
 
+from fitune.recipe.aliases import canonical_value
 from fitune.recipe.foreign.reading import Reading, is_on
 
 SAME = {
@@ -66,24 +67,18 @@ REFUSED = {
 _LESS_EXACT = "bitsandbytes' 8-bit states instead of torchao's, of the same size"
 _PAGED = "the same update; paged states are not in this version, so they stay on the device unless a plan moves them"
 OPTIMIZERS: dict[str, tuple[str, str]] = {
-    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw"), ("adamw", "")),
-    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit"), ("adamw-8bit", "")),
+    "adamw_apex_fused": ("adamw", ""),
     "adamw_torch_8bit": ("adamw-8bit", _LESS_EXACT),
     "adamw_torch_4bit": ("adamw-8bit", "8-bit states instead of torchao's 4-bit ones: more exact, twice their size"),
     "paged_adamw_8bit": ("adamw-8bit", _PAGED),
     **dict.fromkeys(("paged_adamw", "paged_adamw_32bit"), ("adamw", _PAGED)),
-    "sgd": ("sgd", ""),
 }  # fmt: skip
-"""Trainer's name -> (ours, the difference)."""
+"""Trainer's name -> (ours, the difference); a recipe of fitune's own takes the others as they are."""
 
 SCHEDULERS: dict[str, tuple[str, str]] = {
-    "linear": ("linear", ""),
     "cosine_with_min_lr": ("cosine", ""),
-    "cosine": ("cosine", ""),
     "cosine_with_restarts": ("cosine", "one cycle, as it does without lr_scheduler_kwargs"),
     "polynomial": ("linear", "to 0; power 1 to 1e-7 without lr_scheduler_kwargs"),
-    "constant_with_warmup": ("constant", ""),
-    "constant": ("constant", ""),
 }
 
 
@@ -105,20 +100,20 @@ def read_trainer_keys(r: Reading, *, optimizer: str, scheduler: str, refused: di
     _trackers(r)
     r.refuse_if_on({**REFUSED, **refused})
     _hub(r)
-    r.pass_over(BOOKKEEPING)
-    r.pass_over(_BEST, _BEST_SAID)
+    r.passed(BOOKKEEPING)
+    r.passed(_BEST, _BEST_SAID)
     r.passed("data_seed", "seed orders the rows")
     r.passed("average_tokens_across_devices", "every token of a step weighs the same on all devices")
     r.passed("dataloader_drop_last", "the last step of an epoch trains on what is left, too")
-    r.pass_over(SPEED, SPEED_SAID)
+    r.passed(SPEED, SPEED_SAID)
 
 
 def _optimizer(r: Reading, key: str) -> None:
-    name = str(r.take(key) or "adamw_torch").lower()
-    if name not in OPTIMIZERS:
+    name = str(r.take(key) or "adamw").lower()
+    ours, said = OPTIMIZERS.get(name) or (canonical_value("optimizer", name), "")
+    if ours not in ("adamw", "adamw-8bit", "sgd"):
         r.refuse(key, "fitune steps by adamw, adamw-8bit, sgd or momentum, or by tuning: lomo, adalomo")
         return
-    ours, said = OPTIMIZERS[name]
     if r.take(key) is not None:
         r.put("optimizer", ours, key=key, said=said)
     if r.take("optim_args") is not None:
@@ -133,13 +128,13 @@ def _scheduler(r: Reading, key: str) -> None:
         return
     floor = _floor(r) if name == "cosine_with_min_lr" else None
     more = floor is None and (name == "cosine_with_min_lr" or r.take("lr_scheduler_kwargs") is not None)
-    if str(name) not in SCHEDULERS or more:
+    ours, said = SCHEDULERS.get(str(name)) or (canonical_value("lr_scheduler", name), "")
+    if ours not in ("constant", "linear", "cosine") or more:
         r.refuse(key, "a learning rate that follows another curve; here: constant, linear, cosine")
         r.passed("lr_scheduler_kwargs")
         return
     if floor is not None:
         r.put("min_lr_ratio", floor, key="lr_scheduler_kwargs")
-    ours, said = SCHEDULERS[str(name)]
     r.put("lr_scheduler", ours, key=key, said=said)
     if name == "constant" and (r.take("warmup_ratio") or r.take("warmup_steps")):
         for warmup in ("warmup_ratio", "warmup_steps"):
@@ -222,7 +217,7 @@ def _how_often(r: Reading) -> None:
         r.put("save_steps", 0, key="save_strategy")
     elif float(r.take("save_steps") or 0) >= 1:
         r.same({"save_steps": "save_steps"})
-    r.pass_over(("save_strategy", "save_steps"), "a checkpoint is saved once an epoch")
+    r.passed(("save_strategy", "save_steps"), "a checkpoint is saved once an epoch")
     holds_out = bool(r.settings.get("val_fraction") or r.settings.get("eval_data"))
     key = "eval_strategy" if r.take("eval_strategy") else "evaluation_strategy"
     strategy, steps = r.take(key), r.take("eval_steps")
@@ -234,7 +229,7 @@ def _how_often(r: Reading) -> None:
         "evaluated at the end, and every N steps with eval_steps: N" if holds_out else "no rows are held out"
     )
     others = ("eval_steps", "eval_strategy", "evaluation_strategy")
-    r.pass_over(others, "" if "eval_steps" in r.settings else said)
+    r.passed(others, "" if "eval_steps" in r.settings else said)
 
 
 def _hub(r: Reading) -> None:
@@ -246,8 +241,8 @@ def _hub(r: Reading) -> None:
         r.put("push_to_hub", name, key=key, said="the export, when the run has ended; private")
         if (private := r.take("hub_private_repo")) is not None and not is_on(private):
             r.put("hub_public", True, key="hub_private_repo")
-        r.pass_over("push_to_hub hub_private_repo", f"{key} says it")
-    r.pass_over("push_to_hub hub_model_id hub_private_repo", "nothing is pushed without push_to_hub")
+        r.passed("push_to_hub hub_private_repo", f"{key} says it")
+    r.passed("push_to_hub hub_model_id hub_private_repo", "nothing is pushed without push_to_hub")
 
 
 def refuse_other_tokenizer(r: Reading, key: str) -> None:
@@ -281,15 +276,6 @@ def read_precision(r: Reading, *, whole: str, default: str) -> None:
         r.put("precision", "fp32" if off else default, said=f"{r.trainer} without bf16 and fp16")
 
 
-_HERE = {
-    "wandb": "wandb",
-    "mlflow": "mlflow",
-    "comet": "comet",
-    "comet_ml": "comet",
-    "tensorboard": "tensorboard",
-    "all": "all",
-}
-"""Their name -> ours."""
 _SWITCHES = {
     "use_wandb": "wandb", "wandb_project": "wandb", "use_mlflow": "mlflow", "use_comet": "comet",
     "use_tensorboard": "tensorboard",
@@ -310,14 +296,15 @@ _SETTINGS = {
     "tensorboard": {},
     "all": {},
 }  # fmt: skip
+"""Tracker -> its settings there, and their names here."""
 
 
 def _trackers(r: Reading) -> None:
     """``report_to``, and the settings of the trackers that it names or that axolotl's own keys call for."""
     value = r.take("report_to")
     listed = value if isinstance(value, list) else str(value or "").split(",")
-    named = [str(name).strip().lower() for name in listed]
-    ours = [_HERE[name] for name in named if name in _HERE]
+    named = [str(name).strip().lower().removesuffix("_ml") for name in listed]  # transformers has comet_ml
+    ours = [name for name in named if name in _SETTINGS]
     called = {
         name: key
         for key, name in reversed(_SWITCHES.items())
@@ -328,7 +315,7 @@ def _trackers(r: Reading) -> None:
         # ``all`` are those that are installed; who is named beside it would have to be
         wanted = ["all"] if "all" in trackers else trackers
         r.put("report_to", wanted, key="report_to" if ours else called[trackers[0]])
-    others = [name for name in named if name not in _HERE and name not in ("none", "")]
+    others = [name for name in named if name not in _SETTINGS and name not in ("none", "")]
     r.passed(
         "report_to", f"fitune has no {', '.join(others)}; metrics.jsonl has every step" if others else ""
     )

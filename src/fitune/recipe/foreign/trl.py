@@ -91,8 +91,8 @@ def read_trl(r: Reading) -> None:
         r.put("on_long_row", "error", key="max_length", said="rows of any length there; seq_len bounds them")
     r.settings.setdefault("on_long_row", "truncate")
     r.passed("eos_token", "the tokenizer's own, or what its chat template ends a turn with")
-    r.pass_over(_BOOKKEEPING)
-    r.pass_over(_SPEED, SPEED_SAID)
+    r.passed(_BOOKKEEPING)
+    r.passed(_SPEED, SPEED_SAID)
 
 
 def _method(r: Reading) -> None:
@@ -103,10 +103,10 @@ def _method(r: Reading) -> None:
     r.take("load_in_4bit")
     key = "full_finetuning" if unsloth else "use_peft"
     if full or not four:
-        r.pass_over("bnb_4bit_quant_type use_bnb_nested_quant", "the base is not in 4 bits")
+        r.passed("bnb_4bit_quant_type use_bnb_nested_quant", "the base is not in 4 bits")
     if full:
         r.put("tuning", "full", key=key, said="" if key in r.raw else f"{r.trainer} without {key}")
-        r.pass_over(
+        r.passed(
             (*_LORA, "lora_target_parameters", "load_in_4bit", "load_in_8bit"), "every weight is trained"
         )
         return
@@ -160,7 +160,7 @@ def _data(r: Reading) -> None:
     elif "/" in str(rows := r.take("train_dataset")) or "." in str(rows):
         r.put("data", [{"path": str(rows)}], key="train_dataset")
     if r.trainer == "Unsloth":
-        r.pass_over(("train_dataset", "eval_dataset"), "a variable of the notebook; a file is named as data")
+        r.passed(("train_dataset", "eval_dataset"), "a variable of the notebook; a file is named as data")
     r.same({"test_split_size": "val_fraction"})
     for key in ("chat_template_path", "chat_template"):
         if template := str(r.take(key) or ""):
@@ -171,7 +171,7 @@ def _data(r: Reading) -> None:
     if r.take("truncation_mode") == "keep_end":
         r.refuse("truncation_mode", "long rows that lose their start; here they lose their end")
     r.passed("truncation_mode")
-    r.pass_over(("dataset_config", "dataset_train_split", "dataset_test_split"), "read with dataset_name")
+    r.passed(("dataset_config", "dataset_train_split", "dataset_test_split"), "read with dataset_name")
 
 
 def _template(r: Reading, key: str, template: str) -> None:
@@ -264,12 +264,12 @@ def _precision(r: Reading) -> None:
     if r.settings.get("tuning") == "full" and dtype in ("bfloat16", "bf16", "torch.bfloat16"):
         key = next(key for key, value in said.items() if value)
         r.put("precision", "bf16", key=key, said="weights are loaded and updated in bf16")
-        r.pass_over(("bf16", "fp16"))
+        r.passed(("bf16", "fp16"))
     else:
         read_precision(r, whole="bf16-master", default="bf16-master")
         whole = r.settings.get("tuning") == "full" and dtype == "auto"
         stored = "weights have fp32 masters; there they stay in what the checkpoint is stored in"
-        r.pass_over(("dtype", "torch_dtype"), stored if whole else "the base of adapters; masters are fp32")
+        r.passed(("dtype", "torch_dtype"), stored if whole else "the base of adapters; masters are fp32")
 
 
 def _checkpointing(r: Reading) -> None:
