@@ -24,15 +24,6 @@ from fitune.units import MIB, format_bytes
 MOST_TEXT_BYTES = 16 * MIB
 """Largest file that is read whole, written by hand or by this program: a recipe, a plan, a report, a template."""
 
-_KINDS = {
-    stat.S_IFIFO: "a named pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFDIR: "a folder",
-    stat.S_IFLNK: "a symbolic link",
-}
-
 
 def open_regular(path: str | Path, *, follow_links: bool = True) -> BufferedReader:
     """Open a regular file for reading bytes; a named pipe, a socket, a device or a folder is refused, never waited for.
@@ -74,29 +65,20 @@ def _open_checked(path: str | Path, flags: int) -> int:
     try:
         handle = os.open(path, flags, 0o644)
     except OSError as error:
-        raise _said(error, path, flags) from None
+        if error.errno in (
+            errno.ELOOP,
+            errno.ENXIO,
+        ):  # the system's words for a link that is not followed, a socket
+            raise OSError(errno.EINVAL, "a link or a socket, not a regular file", str(path)) from None
+        raise
     except ValueError:
         raise OSError(errno.EINVAL, "no file can have this name", ascii(str(path))) from None
     mode = os.fstat(handle).st_mode
     if not stat.S_ISREG(mode):
         os.close(handle)
-        raise _not_regular(path, mode)
+        kind = "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
+        raise OSError(errno.EINVAL, f"{kind}, not a regular file", str(path))
     return handle
-
-
-def _said(error: OSError, path: str | Path, flags: int) -> OSError:
-    """The error in plain words where the system's name another thing: a socket is "no such device or address"."""
-    if error.errno == errno.ENXIO or (error.errno == errno.ELOOP and flags & os.O_NOFOLLOW):
-        try:
-            return _not_regular(path, os.lstat(path).st_mode)
-        except OSError:
-            return error
-    return error
-
-
-def _not_regular(path: str | Path, mode: int) -> OSError:
-    kind = _KINDS.get(stat.S_IFMT(mode), "something else")
-    return OSError(errno.EINVAL, f"{kind}, not a regular file", str(path))
 
 
 def open_for_append(path: Path) -> BinaryIO:

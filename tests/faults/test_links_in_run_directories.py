@@ -179,5 +179,5 @@ def test_pipes_in_place_of_inputs_are_errors(call, tmp_path, model_folder, data_
     ]
     sets += [f"chat_template={template}"] if template else []
     call("train", *words, *[part for one in sets for part in ("--set", one)]).ends(
-        2, "a named pipe, not a regular file"
+        2, "a pipe or a device, not a regular file"
     )

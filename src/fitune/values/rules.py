@@ -50,8 +50,9 @@ EVERYWHERE: tuple[Purpose, ...] = ("plan", "train", "rehearse")
 class Rule:
     """``broken`` is true for a plan that cannot be; ``reason`` says why, ``instead`` what to do."""
 
-    broken: Callable[[Plan], bool]
-    reason: str | Callable[[Plan], str]
+    broken: Callable[[Plan], object]
+    reason: str | Callable[[Plan], str] | None = None
+    """None where ``broken`` returns it."""
     instead: str
     settings: tuple[str, ...]
     """Keys of a recipe that ask for what is forbidden."""
@@ -60,7 +61,7 @@ class Rule:
 
     def why(self, plan: Plan) -> str:
         """The reason, with the plan's values."""
-        return self.reason if isinstance(self.reason, str) else self.reason(plan)
+        return self.reason if isinstance(self.reason, str) else str((self.reason or self.broken)(plan))
 
 
 def broken_rules(plan: Plan, *purposes: Purpose) -> tuple[Rule, ...]:
@@ -222,8 +223,7 @@ MODEL = (
         binds=("plan",),
     ),
     Rule(
-        broken=lambda plan: _uneven_group(plan) is not None,
-        reason=lambda plan: f"quantization_group_size: {_uneven_group(plan)}",
+        broken=lambda plan: _uneven_group(plan),
         instead="quantization_group_size: 64, or a power of two that divides every matrix",
         settings=("quantization_group_size", "quantization_bits"),
     ),
@@ -237,7 +237,7 @@ def _uneven_group(plan: Plan) -> str | None:
         if isinstance(base, Quantiser) and is_packed(linear, base):
             misfit = base.misfit(linear.out_features, linear.in_features, copies=linear.copies)
             if misfit is not None:
-                return f"{linear.name} has {misfit}"
+                return f"quantization_group_size: {linear.name} has {misfit}"
     return None
 
 
@@ -274,10 +274,7 @@ HARDWARE = (
         error=HardwareError,
     ),
     Rule(
-        broken=lambda plan: (
-            plan.attention == "flash" and flash_refused_by_device(plan.hardware.gpu) is not None
-        ),
-        reason=lambda plan: str(flash_refused_by_device(plan.hardware.gpu)),
+        broken=lambda plan: plan.attention == "flash" and flash_refused_by_device(plan.hardware.gpu),
         instead="attn_implementation: sdpa",
         settings=("attn_implementation",),
         binds=("plan",),
@@ -286,18 +283,14 @@ HARDWARE = (
     Rule(
         broken=lambda plan: (
             plan.attention == "flash"
-            and flash_refused_by_model(plan.model, plan.hardware.gpu, plan.precision) is not None
+            and flash_refused_by_model(plan.model, plan.hardware.gpu, plan.precision)
         ),
-        reason=lambda plan: str(flash_refused_by_model(plan.model, plan.hardware.gpu, plan.precision)),
         instead="attn_implementation: sdpa",
         settings=("attn_implementation",),
         binds=("plan",),
     ),
     Rule(
-        broken=lambda plan: (
-            plan.kernels == "liger" and liger_refused_by_device(plan.hardware.gpu) is not None
-        ),
-        reason=lambda plan: str(liger_refused_by_device(plan.hardware.gpu)),
+        broken=lambda plan: plan.kernels == "liger" and liger_refused_by_device(plan.hardware.gpu),
         instead="kernels: torch",
         settings=("kernels",),
         binds=("plan",),
@@ -314,8 +307,7 @@ HARDWARE = (
 
 KERNELS = (
     Rule(
-        broken=lambda plan: plan.kernels == "liger" and liger_refused_by_model(plan.model) is not None,
-        reason=lambda plan: str(liger_refused_by_model(plan.model)),
+        broken=lambda plan: plan.kernels == "liger" and liger_refused_by_model(plan.model),
         instead="kernels: torch",
         settings=("kernels",),
     ),

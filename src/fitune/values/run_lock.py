@@ -7,7 +7,6 @@ its versions before 4 empty the file in which the name stands.
 
 import fcntl
 import json
-import math
 import os
 import socket
 import stat
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from fitune.errors import RunDirectoryError
 from fitune.files import path_fault, process_lives
+from fitune.units import whole_number
 from fitune.values.run_directory import LAUNCH_LOCK, LOCK
 from fitune.values.serial import parse_json
 
@@ -91,11 +91,8 @@ def _acquired_in_time(file: Path) -> int:
     """The locked file, open. Raises RunDirectoryError when the lock has an owner, and still has it when the time to
     wait is over."""
     text = os.environ.get(WAIT_VARIABLE, "0")
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds < math.inf:
+    seconds = whole_number(text, most=10**9)
+    if seconds is None:
         raise RunDirectoryError(
             f"{WAIT_VARIABLE} is {text!r}, not a number of seconds", hint="e.g. 600, or 0"
         )

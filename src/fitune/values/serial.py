@@ -116,9 +116,6 @@ _NOT_FINITE = ("nan", "inf", "-inf")
 _FLOAT_BITS = 1023
 """A whole number of more may be above the largest float."""
 
-_MOST_ERRORS = 1000
-"""Most wrong values that are spelled out: each takes a kilobyte of memory."""
-
 
 def to_data(value: Any) -> Any:
     """Plain dicts, lists, strings and numbers that ``json.dumps`` accepts."""
@@ -142,10 +139,6 @@ def from_data(cls: type[T], data: Any) -> T:
     try:
         return typing.cast(T, validator.validate_python(data))
     except ValidationError as error:
-        if error.error_count() > _MOST_ERRORS:
-            raise ValueError(
-                f"{cls.__name__}: {error.error_count():,} values are not what they should be"
-            ) from None
         raise ValueError(_in_words(cls.__name__, error.errors(include_url=False)[0])) from None
 
 

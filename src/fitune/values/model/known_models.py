@@ -139,8 +139,6 @@ _MEANINGS = {"it": "instruct", "chat": "instruct", "pt": "base"}
 _KINDS = {"mamba", "h", "rwkv", "vl", "vision", "omni", "audio", "multimodal", "distill"}
 """Words of names that make another model of a family's name: Falcon Mamba is no Falcon."""
 _SIZE_WORDS = {"nano", "micro", "tiny", "mini", "small", "medium", "large", "xl"}
-_EXPERTS = re.compile(r"\d+e|a\d+(?:\.\d+)?b")
-"""Words for a mixture: how many experts, or the parameters of those that a token meets."""
 _NEAR = 1.3
 """Sizes within this factor may be meant for one another."""
 
@@ -223,17 +221,11 @@ def _of_size(wanted: list[str], names: list[str], words: dict[str, list[str]]) -
         ]
     if not size:
         return names
-    away = {each: _times(size, words[each]) for each in names if _are_alike(wanted, words[each], size)}
+    away = {each: _times(size, words[each]) for each in names}
     nearest = min(away.values(), default=_NEAR)
     if nearest > _NEAR:
         return [each for each in names if set(words[each]) < set(wanted)]
     return [each for each in names if away.get(each) == nearest]
-
-
-def _are_alike(wanted: list[str], its: list[str], size: float) -> bool:
-    """False for a dense model and a mixture, for mixtures of other experts; a mixture's whole size names it, too."""
-    mine, theirs = ({word for word in name if _EXPERTS.fullmatch(word)} for name in (wanted, its))
-    return mine == theirs or (not mine and _times(size, its) == 1)
 
 
 def _times(size: float, words: list[str]) -> float:
