@@ -5,13 +5,7 @@ from dataclasses import replace
 import pytest
 
 from fitune.errors import torch_release
-from fitune.estimate.blocks.activations import (
-    fused_attention_kept,
-    gated_mlp_tensors_kept,
-)
 from fitune.estimate.blocks.block import block_stages
-from fitune.estimate.blocks.site import Site
-from fitune.estimate.loss import bytes_per_logit, logits_bytes
 from fitune.estimate.overhead import usable_bytes
 from fitune.estimate.predict import largest_batch, predict_memory
 from fitune.estimate.states import update_temporaries_bytes
@@ -19,7 +13,6 @@ from fitune.units import MIB
 from fitune.values.counts import count_parameters
 from fitune.values.machines.hardware import Measured
 from fitune.values.model.block_profile import BatchShape
-from fitune.values.model.traits import ACTIVATIONS
 from fitune.values.plan import AdamW, Nf4, Sgd
 from fitune.values.predictions import Phase
 from plans import CPU, gpu, known, plan_for, small_llama
@@ -143,16 +136,16 @@ def test_adapted_experts_keep_their_matrices_in_the_products_order():
     assert 2 * kept(1024) - kept(2048) == 2 * 16 * (2 * 14336 + 4096) * 8
 
 
-def test_small_formulas():
-    assert gated_mlp_tensors_kept(ACTIVATIONS["silu"], halves=False) == 3
-    plan = plan_for(known("llama-3-8b"), precision="bf16")
-    site = Site(plan, BatchShape(tokens=3, supervised_tokens=3, rows=1), gradient_enters=True)
-    alone, joined = (fused_attention_kept(site, rows=rows, output_needed=True) for rows in (1, 2))
-    assert (alone, joined - alone) == (3 * (2 * 4096 + 4 * 32), 3 * 2 * 4096)
-    assert bytes_per_logit(element_bytes=2) == 6
-    assert bytes_per_logit(element_bytes=2, fused=True) == 2
-    assert logits_bytes(tokens=5, vocab_size=11, element_bytes=4, softcapped=False) == 5 * 11 * 4
-    assert logits_bytes(tokens=5, vocab_size=11, element_bytes=2, softcapped=True, fused=True) == 5 * 11 * 2
+@pytest.mark.parametrize(
+    ("precision", "kernels", "each"), [("fp32", "torch", 4), ("bf16", "torch", 6), ("bf16", "liger", 2)]
+)
+def test_bytes_of_a_logit(precision, kernels, each):
+    """Of each supervised token, beside the hidden states gathered for it and their gradient."""
+    model, width = known("llama-3-8b"), 4 if precision == "fp32" else 2
+    plan = plan_for(model, precision=precision, tuning="lora", rows=1, seq_len=512, kernels=kernels)
+    loss = predict_memory(plan).phases[Phase.LOSS]["loss"]
+    tokens = largest_batch(plan).supervised_tokens
+    assert loss == tokens * (model.vocab_size * each + 2 * model.hidden_size * width)
 
 
 @pytest.mark.parametrize(

@@ -25,11 +25,8 @@ def loss_moments(step: StepStages, gradients: int) -> list[Terms]:
         return [{"gradients": gradients, "loss": logits}]
     chunk = chunk_tokens(plan.loss, step.shape)
     softmax, backward = _chunk_sizes(step, chunk)
-    buffers = loss_buffers_bytes(
-        supervised_tokens=step.shape.supervised_tokens,
-        hidden=model.hidden_size,
-        element_bytes=FP32 if model.fp32_stream else e,
-    )
+    # the gathered hidden states and the gradient written chunk by chunk
+    buffers = 2 * step.shape.supervised_tokens * model.hidden_size * (FP32 if model.fp32_stream else e)
     after_first = gradients if step.adds_in_place else gradients + step.head_gradient
     if plan.goes_back_twice:
         buffers += step.hidden  # the loss runs again while its first gradient waits
@@ -45,17 +42,17 @@ def loss_moments(step: StepStages, gradients: int) -> list[Terms]:
 
 
 def _chunk_sizes(step: StepStages, tokens: int) -> tuple[int, int]:
-    """Bytes of a chunk of the loss: while softmax and gradient are formed, and while it goes back through the head."""
+    """Bytes of a chunk of the loss: while softmax and gradient are formed, and while it goes back through the head.
+
+    For a logit first 4 in fp32: the softmax overwrites the logits; 6 in 16 bit: fp32 work 4, beside the logits or their
+    gradient 2 (transformers' own loss needs 10 forward and 12 backward, docs/memory-model.md). A soft cap keeps its
+    tangent, e more; the way back through it overwrites the gradient. One kernel that does it all (models/fused_loss.py)
+    takes e. Then the logits' gradient, and where the stream is fp32 input and gradient in the head's type.
+    """
     model, e = step.plan.model, step.element_bytes
-    softmax = tokens * model.vocab_size * step.logit_bytes or logits_bytes(
-        tokens=tokens, vocab_size=model.vocab_size, element_bytes=e, softcapped=model.caps_logits,
-        fused=step.plan.kernels == "liger",
-    )  # fmt: skip
-    backward = head_backward_bytes(
-        tokens=tokens, hidden=model.hidden_size, vocab_size=model.vocab_size, element_bytes=e,
-        fp32_stream=model.fp32_stream,
-    )  # fmt: skip
-    return softmax, backward
+    own = e if step.plan.kernels == "liger" else (e if e == FP32 else e + FP32) + model.caps_logits * e
+    softmax = tokens * model.vocab_size * (step.logit_bytes or own)
+    return softmax, tokens * e * (model.vocab_size + 2 * model.hidden_size * model.fp32_stream)
 
 
 def loss_work(step: StepStages) -> Work:
@@ -97,35 +94,3 @@ def num_chunks(loss: Loss, shape: BatchShape) -> int:
     """⌈supervised tokens / chunk⌉ passes over the head; 0 where no token is supervised."""
     size = chunk_tokens(loss, shape)
     return -(-shape.supervised_tokens // size) if size else 0
-
-
-def bytes_per_logit(*, element_bytes: int, fused: bool = False) -> int:
-    """4 in fp32: the softmax overwrites the logits. 6 in 16 bit: fp32 work 4, beside the logits or their gradient 2;
-    2 where one kernel does it all (models/fused_loss.py).
-
-    transformers' own loss needs 10 forward and 12 backward (docs/memory-model.md).
-    """
-    return element_bytes if fused or element_bytes == FP32 else element_bytes + FP32
-
-
-def logits_bytes(
-    *, tokens: int, vocab_size: int, element_bytes: int, softcapped: bool, fused: bool = False
-) -> int:
-    """c · V · bytes per logit, while softmax and gradient are formed.
-
-    A soft cap keeps its tangent, e more, unless ``fused``; the way back through it overwrites the gradient.
-    """
-    each = bytes_per_logit(element_bytes=element_bytes, fused=fused)
-    return tokens * vocab_size * (each + (softcapped and not fused) * element_bytes)
-
-
-def head_backward_bytes(
-    *, tokens: int, hidden: int, vocab_size: int, element_bytes: int, fp32_stream: bool
-) -> int:
-    """c · e · V: the logits' gradient; + 2h where the stream is fp32: input and gradient in the head's type."""
-    return tokens * element_bytes * (vocab_size + 2 * hidden * fp32_stream)
-
-
-def loss_buffers_bytes(*, supervised_tokens: int, hidden: int, element_bytes: int) -> int:
-    """2·e·h per supervised token: the gathered hidden states and the gradient written chunk by chunk."""
-    return 2 * supervised_tokens * hidden * element_bytes

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 
 from fitune.errors import torch_release
 from fitune.estimate import overhead
-from fitune.estimate.blocks import transient
-from fitune.estimate.blocks.site import norms_keep_input
+from fitune.estimate.blocks.site import FP32, norms_keep_input
 from fitune.estimate.division import num_ranks, num_shares, reduce_width, uses_fsdp
 from fitune.estimate.loss import loss_moments
 from fitune.estimate.parameters import embedding_parameters, head_parameters, late_tables
@@ -72,20 +71,18 @@ def larger(one: MemoryBreakdown, other: MemoryBreakdown) -> MemoryBreakdown:
 
 def _forward_terms(step: StepStages) -> Terms:
     """The largest of: the final norm with everything kept, the last block at work, before and after it, the start."""
-    layers, model = step.num_layers, step.plan.model
+    layers, model, e = step.num_layers, step.plan.model, step.element_bytes
+    # for each element the scaled fp32 copy, the norm's input, the cast copy unless it is kept; in fp32 the casts are no
+    # copies: the scaled one alone, and nothing extra when it is kept
+    final_norm = (0 if step.full else FP32) if e == FP32 else FP32 + e + (0 if step.full else e)
     at_the_end: Terms = {
         **step.all_kept(),
         "hidden states": step.hidden,
         "temporaries": 0  # one kernel, from the input that is kept to the hidden states
-        if step.plan.kernels == "liger" or step.plan.model.norm_type == "layer"
+        if step.plan.kernels == "liger" or model.norm_type == "layer"
         else step.final_norm.forward
-        if step.plan.model.is_traced
-        else transient.final_norm_forward(
-            tokens=step.shape.tokens,
-            hidden=step.plan.model.hidden_size,
-            element_bytes=step.element_bytes,
-            trained=step.full,
-        ),
+        if model.is_traced
+        else step.shape.tokens * model.hidden_size * final_norm,
         "gathered weights": step.buffers.end,
     }
     last = layers - 1

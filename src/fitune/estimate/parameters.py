@@ -13,7 +13,7 @@ from fitune.values.counts import (
     lora_parameters,
     trained_tables,
 )
-from fitune.values.model.model_spec import Linear, ModelSpec
+from fitune.values.model.model_spec import ModelSpec
 from fitune.values.plan import Dense, Lora, Plan, Quantiser, Single, base_of
 from fitune.values.quantisers import is_packed
 from fitune.values.remembered import remembered_by
@@ -33,15 +33,6 @@ def packed_bytes(weights: int, base: Dense | Quantiser, *, element_bytes: int, c
     return (
         weights * element_bytes if isinstance(base, Dense) else copies * base.packed_bytes(weights // copies)
     )
-
-
-def dequantisation_workspace_bytes(linear: Linear, *, element_bytes: int) -> int:
-    """e·out·in·copies: the weight in the compute type while it is multiplied, forward and backward alike.
-
-    Nothing of it is kept; the largest decides (bitsandbytes MatMul4Bit; hqq dequantises the same way). A stack of
-    experts is made whole at once, for one grouped product (models/experts.py).
-    """
-    return linear.weights * element_bytes
 
 
 def base_bytes(tensors: Iterable[ParameterTensor], plan: Plan) -> int:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from fitune.estimate.blocks.site import FP32, INDEX, Site
+from fitune.estimate.blocks.site import FP32, INDEX
 from fitune.estimate.buffers import Buffers, buffers_of
 from fitune.estimate.division import trained_share, uses_deepspeed, uses_fsdp
 from fitune.estimate.model_profile import (
@@ -190,14 +190,16 @@ class StepStages:
             2 * tokens * round(model.head_dim * model.rotary_share) * self.element_bytes
         )  # cosines and sines
         mask = tokens**2 * self.element_bytes  # architectures with their own attention build it once
-        site = Site(self.plan, self.shape, gradient_enters=True)
-        trains = trains_embeddings(self.plan.tuning)
+        dropped = model.dropout.embedding and trains_embeddings(self.plan.tuning)
+        dropout_mask = (
+            tokens * model.hidden_size * (self.element_bytes if self.plan.hardware.gpu.is_cpu else 1)
+        )
         keeps_mask = in_forward or self.recomputed > self.untouched or not writes_stream_scores(self.plan)
         return {
             "batch": 3 * INDEX * tokens
             + (0 if model.learned_positions else table)
             + (mask if model.masks_whole_stream and keeps_mask else 0),
-            "embedding dropout": site.dropout_kept(model.dropout.embedding, passes=trains),
+            "embedding dropout": dropout_mask if dropped else 0,
         }
 
     @remembered

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from fitune.estimate.overhead import reserve_bytes, unmeasured_bytes, usable_bytes
-from fitune.estimate.parameters import dequantisation_workspace_bytes, trained_parameters
+from fitune.estimate.parameters import trained_parameters
 from fitune.estimate.predict import predict_memory, predict_step_time
 from fitune.planner.candidates import Request
 from fitune.planner.defaults import HOST_PER_DEVICE_MEMORY
@@ -210,6 +210,6 @@ def _experts(lora: Lora, plan: Plan) -> Iterator[str]:
         packed = "" if isinstance(lora.base, Dense) else "not quantised, "
         yield f"note on experts: {packed}{words}; {format_bytes(dense * width)} of weights stay in {8 * width} bit"
     else:
-        largest = max(dequantisation_workspace_bytes(m, element_bytes=width) for m, _ in experts)
+        largest = width * max(m.weights for m, _ in experts)
         yield f"note on experts: quantised, {words}"
         yield f"experts: those of a block are made whole for their product, {format_bytes(largest)} at most"

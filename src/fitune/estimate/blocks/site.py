@@ -5,15 +5,13 @@ heads · head size, n heads, f MLP width, e bytes of one element of the compute 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from fitune.estimate.parameters import dequantisation_workspace_bytes
 from fitune.estimate.states import stepping_bytes
 from fitune.values.model.block_profile import BatchShape, Stage
-from fitune.values.model.model_spec import BlockAttention, Linear, ModelSpec
+from fitune.values.model.model_spec import BlockAttention, Linear
 from fitune.values.model.traits import (
     ACTIVATIONS,
-    Activation,
     attends_in_one_call,
     falls_back_to_scores,
     masking_window,
@@ -53,124 +51,53 @@ def attended_kv_dim(plan: Plan, *, masked: bool) -> int:
     return model.kv_dim if gpu.is_cpu or flash else model.q_dim
 
 
-def kept_keys(plan: Plan, shape: BatchShape, *, window: int) -> int:
-    """Elements of all keys that attention keeps in a block whose rows over ``window`` tokens take a mask (0: none).
-
-    Rows whose keys are repeated have a copy of their own; one row that reads them as they are keeps all.
-    """
-    masked = shape.tokens_in_rows_over(window) if window else 0
-    wide, narrow = (attended_kv_dim(plan, masked=masked) for masked in (True, False))
-    if wide == narrow:
-        return shape.tokens * narrow
-    return masked * wide + (shape.tokens * narrow if masked < shape.tokens else 0)
-
-
-@dataclass(frozen=True, slots=True)
 class Site:
     """Facts that the formulas of one block share."""
 
-    plan: Plan
-    shape: BatchShape
-    gradient_enters: bool
-    """True if gradients go further back than this block: not where nothing trains before it."""
-    has_adapters: bool = True
-    """True if this block is among those that LoRA adapts."""
-    has_window: bool = False
-    """True if the attention of this block has a sliding window."""
-
-    @property
-    def model(self) -> ModelSpec:
-        """Shapes of the model that is planned for."""
-        return self.plan.model
-
-    @property
-    def full(self) -> bool:
-        """True if every weight trains (full, LOMO)."""
-        return trains_every_weight(self.plan.tuning)
-
-    @property
-    def t(self) -> int:
-        """Tokens of the micro-batch."""
-        return self.shape.tokens
-
-    @property
-    def e(self) -> int:
-        """Bytes of one element of the compute type."""
-        return self.plan.precision.compute_bytes
-
-    @property
-    def h(self) -> int:
-        """The hidden size."""
-        return self.model.hidden_size
-
-    @property
-    def q(self) -> int:
-        """Width of the queries."""
-        return self.model.q_dim
-
-    @property
-    def k(self) -> int:
-        """Width of keys and values as attention reads them in rows that take a mask, if there are any: the most."""
-        return attended_kv_dim(self.plan, masked=self.masks_rows)
-
-    @property
-    def n(self) -> int:
-        """The heads of the queries."""
-        return self.model.num_heads
-
-    @property
-    def f(self) -> int:
-        """Width of the MLP, or of one expert."""
-        return self.model.intermediate_size
-
-    @property
-    def activation(self) -> Activation:
-        """The MLP's activation function: how many tensors it keeps and makes on its way."""
-        return ACTIVATIONS[self.model.activation]
-
-    @property
-    def on_cuda(self) -> bool:
-        """True if CUDA's kernels run, whose masks and workspaces are others."""
-        return not self.plan.hardware.gpu.is_cpu
-
-    @property
-    def fused(self) -> bool:
-        """True if Liger's kernels stand where transformers has small operations."""
-        return self.plan.kernels == "liger"
-
-    @property
-    def norms_outputs(self) -> bool:
-        """True if norms stand behind attention and MLP, too (Gemma 2 and 3)."""
-        return self.model.norms_per_block >= 4
-
-    @property
-    def scaled_bytes(self) -> int:
-        """Bytes that are kept of each element that a trained weight of transformers' RMSNorm multiplies: 4 in Gemma's
-        order (weight, then cast), e in Llama's (cast, then weight); 0 where the weight is frozen."""
-        if not self.full:
-            return 0
-        return FP32 if self.model.scales_norms_in_fp32 else self.e
-
-    @property
-    def output_gradients(self) -> int:
-        """Hidden states alive where the last linear of attention or MLP goes back: the residual's gradient, an
-        adapter's scaled one, and that of a norm's input, which without a norm behind it is the residual's."""
-        return 1 + (not self.full) + self.norms_outputs
-
-    @property
-    def masking_window(self) -> int:
-        """Rows of more tokens than this take a mask in this block; 0 where none does."""
-        return masking_window(self.plan) if self.has_window else 0
-
-    @property
-    def masks_rows(self) -> bool:
-        """True if rows are longer than the window, so that attention takes a mask."""
-        return 0 < self.masking_window < self.shape.row_tokens
-
-    @property
-    def dropout_mask_bytes(self) -> int:
-        """Bytes of one element of a dropout mask: 1 on CUDA, the compute type's on a CPU."""
-        return 1 if self.on_cuda else self.e
+    def __init__(
+        self,
+        plan: Plan,
+        shape: BatchShape,
+        *,
+        gradient_enters: bool = True,
+        has_adapters: bool = True,
+        has_window: bool = False,
+    ) -> None:
+        """``gradient_enters``: a gradient goes further back than this block, because something before it trains;
+        ``has_adapters``: LoRA adapts this block; ``has_window``: its attention has a sliding window."""
+        model, lora = plan.model, plan.tuning if isinstance(plan.tuning, Lora) else None
+        self.plan, self.shape, self.model, self.activation = plan, shape, model, ACTIVATIONS[model.activation]
+        self.gradient_enters, self.has_adapters = gradient_enters, has_adapters
+        self.t, self.e, self.h, self.q = (
+            shape.tokens, plan.precision.compute_bytes, model.hidden_size, model.q_dim,
+        )  # fmt: skip
+        self.n, self.f = model.num_heads, model.intermediate_size
+        self.stream = self.t * self.e * self.h  # bytes of one hidden state
+        self.full = trains_every_weight(plan.tuning)
+        self.on_cuda = not plan.hardware.gpu.is_cpu
+        self.fused = plan.kernels == "liger"
+        self.norms_outputs = model.norms_per_block >= 4  # behind attention and MLP, too (Gemma 2 and 3)
+        # kept of each element that a trained weight of transformers' RMSNorm multiplies: 4 bytes in Gemma's order
+        # (weight, then cast), e in Llama's (cast, then weight)
+        self.scaled_bytes = self.full * (FP32 if model.scales_norms_in_fp32 else self.e)
+        # hidden states alive where the last linear of attention or MLP goes back: the residual's gradient, an adapter's
+        # scaled one, and that of a norm's input, which without a norm behind it is the residual's
+        self.output_gradients = 1 + (not self.full) + self.norms_outputs
+        # rows of more tokens take a mask in this block; 0 where none does
+        self.masking_window = masking_window(plan) if has_window else 0
+        self.masks_rows = 0 < self.masking_window < shape.row_tokens
+        # width of keys and values as attention reads them in rows that take a mask, if there are any: the most
+        self.k = attended_kv_dim(plan, masked=self.masks_rows)
+        # scores are copied to fp32 before the softmax: of 16 bit, but fp16 on CUDA, whose kernel reads it
+        self.casts_scores = self.e < FP32 and not (self.on_cuda and plan.precision is Precision.FP16)
+        self.dropout_mask_bytes = 1 if self.on_cuda else self.e  # of one element
+        # of one attention probability that is dropped out
+        self.score_mask_bytes = self.dropout_mask_bytes if model.dropout.attention else 0
+        # while both halves of a parallel block go back: one dropout over their sum has made their gradient
+        one_dropout = model.dropout.mlp_output and not model.dropout.attention_output
+        self.shared_dropout_gradient = self.stream if model.parallel_blocks and one_dropout else 0
+        self.dropout = lora.dropout if lora else 0.0  # the adapters'; the model's own is in model.dropout
+        self.has_dora = lora is not None and lora.dora
 
     def dropout_kept(self, rate: float, *, passes: bool) -> int:
         """mask·t·h: the mask of a dropout over the hidden size, where a gradient ``passes`` through it."""
@@ -180,36 +107,6 @@ class Site:
         """t·h·(e − mask) at the worst moment of the linear before such a dropout: the gradient before it, beside the
         residual's; the mask is let go."""
         return self.t * self.h * (self.e - self.dropout_mask_bytes) if rate else 0
-
-    @property
-    def shared_dropout_gradient(self) -> int:
-        """t·e·h while both halves of a parallel block go back: one dropout over their sum has made their gradient."""
-        one = (
-            self.model.parallel_blocks
-            and self.model.dropout.mlp_output
-            and not self.model.dropout.attention_output
-        )
-        return self.t * self.e * self.h if one else 0
-
-    @property
-    def score_mask_bytes(self) -> int:
-        """Bytes kept for one attention probability that is dropped out by its own mask; 0 without dropout."""
-        return self.dropout_mask_bytes if self.model.dropout.attention > 0 else 0
-
-    @property
-    def casts_scores(self) -> bool:
-        """True if scores are copied to fp32 before the softmax: of 16 bit, but fp16 on CUDA, whose kernel reads it."""
-        return self.e < FP32 and not (self.on_cuda and self.plan.precision is Precision.FP16)
-
-    @property
-    def dropout(self) -> float:
-        """The adapters'; the model's own is in ``model.dropout``."""
-        return self.plan.tuning.dropout if isinstance(self.plan.tuning, Lora) else 0.0
-
-    @property
-    def has_dora(self) -> bool:
-        """True if adapters train the norms of rows, too."""
-        return isinstance(self.plan.tuning, Lora) and self.plan.tuning.dora
 
     def adapted(self, linears: Sequence[Linear]) -> tuple[Linear, ...]:
         """Returns the ``linears`` that have an adapter in this block."""
@@ -235,6 +132,25 @@ class Site:
         return tuple(m for m in linears if is_packed(m, base_of(self.plan)))
 
 
+def norm_kept(site: Site, *, size: int, groups: int, passes: bool) -> int:
+    """Kept by a norm of t · ``size`` elements; 0 where no gradient ``passes`` (the first block under LoRA).
+
+    LayerNorm: t · (e·size + 8·groups), the input and fp32 mean and reciprocal deviation (aten::native_layer_norm).
+    Liger's RMSNorm: t · (e·size + 4·groups), the input and the fp32 reciprocal root (liger_kernel.ops.rms_norm 0.8.5).
+    transformers': t · (4·size + 4·groups), + e·size (4·size) when the weight trains. The input is squared and scaled in
+    fp32: a copy under 16 bit, the residual stream itself under fp32, so 4·size either way. The weight's gradient needs
+    what it multiplies: e·size in Llama's order (cast, then weight), 4·size in Gemma's (weight, then cast).
+    ``groups`` is 1, or the heads of a q/k norm. LlamaRMSNorm, GemmaRMSNorm.
+    """
+    if not (passes or site.full):
+        return 0
+    if site.model.norm_type == "layer":
+        return site.t * (site.e * size + 2 * FP32 * groups)
+    if site.fused:
+        return site.t * (site.e * size + FP32 * groups)
+    return site.t * (FP32 * size + FP32 * groups + site.scaled_bytes * size)
+
+
 def with_linears(
     site: Site,
     stage: Stage,
@@ -247,22 +163,34 @@ def with_linears(
     gradients.
 
     Where no gradient goes through their input, dropout keeps no mask. ``gone_by_step``: bytes of the worst moment let
-    go of when the largest gradient is stepped.
+    go of when the largest gradient is stepped. peft.tuners.lora.Linear, peft.tuners.lora.dora.
     """
-    e, lora, kept, again = site.e, site.plan.tuning, stage.kept, stage.again
+    t, e, lora, kept, again = site.t, site.e, site.plan.tuning, stage.kept, stage.again
     backward = stage.backward + whole_weight_bytes(site, linears)
     sizes = [linear.parameters for linear in linears]
     if isinstance(lora, Lora):
         adapted = site.adapted(linears)
-        if lora.dora:
-            again = max(again, _unpacked_bytes(site, linears, input_kept=lora.dropout == 0))
-            backward = max(backward, _dora_backward(site, linears))
-            kept += sum(_dora_kept(site, m, packed=m in site.quantised(linears)) for m in adapted)
-        kept += sum(_adapter_kept(site, lora, m, input_has_gradient=input_has_gradient) for m in adapted)
         sizes = [
             lora.rank * (m.in_features + m.out_features) * m.copies + m.out_features * lora.dora
             for m in adapted
         ]
+        # A's output; with dropout also the dropped input and its mask
+        dropped = (e + input_has_gradient * site.dropout_mask_bytes) * (lora.dropout > 0)
+        kept += t * sum(m.active_copies * (e * lora.rank + dropped * m.in_features) for m in adapted)
+        if lora.dora and adapted:
+            # the base's and the adapter's output, which the gradient of the magnitude multiplies; and a packed weight
+            # made whole: with dropout PEFT multiplies the dropped input with it a second time, in a product of torch's
+            # own that keeps it
+            outputs = [m.out_features for m in adapted]
+            kept += 2 * t * e * sum(outputs)
+            if lora.dropout > 0:
+                kept += e * sum(m.in_features * m.out_features for m in site.quantised(adapted))
+            # gradients of the residual and of all outputs; the first that goes back multiplies its own with the
+            # magnitudes and with what they multiplied
+            all_outputs = sum(m.out_features for m in linears)
+            backward = max(backward, t * e * (site.h + all_outputs + 3 * max(outputs)))
+        if lora.dora:
+            again = max(again, _unpacked_bytes(site, linears, input_kept=lora.dropout == 0))
     largest = max(sizes, default=0)
     return replace(
         stage,
@@ -276,50 +204,18 @@ def with_linears(
     )
 
 
-def _adapter_kept(site: Site, lora: Lora, linear: Linear, *, input_has_gradient: bool) -> int:
-    """e·r per token for A's output; with dropout also the dropped input and its mask, (e + mask)·in.
-
-    CUDA's masks take 1 byte, the CPU's have the compute type. peft.tuners.lora.Linear.
-    """
-    mask_bytes = site.dropout_mask_bytes if input_has_gradient else 0
-    dropped = (site.e + mask_bytes) * linear.in_features if lora.dropout > 0 else 0
-    return site.t * linear.active_copies * (site.e * lora.rank + dropped)
-
-
-def _dora_kept(site: Site, linear: Linear, *, packed: bool) -> int:
-    """2·e·out per token: the base's and the adapter's output, which the gradient of the magnitude multiplies.
-
-    + e·out·in, a packed weight made whole: with dropout PEFT multiplies the dropped input with it a second time, in a
-    product of torch's own that keeps it. peft.tuners.lora.dora.DoraLinearLayer.forward.
-    """
-    whole = linear.in_features * linear.out_features if packed and site.dropout > 0 else 0
-    return site.e * (2 * site.t * linear.out_features + whole)
-
-
-def _dora_backward(site: Site, linears: Sequence[Linear]) -> int:
-    """t · e · (h + Σ out + 3·out): gradients of the residual and of all outputs; the first that goes back multiplies
-    its own with the magnitudes and with what they multiplied. 0 where none is adapted. DoraLinearLayer.forward."""
-    outputs = [m.out_features for m in site.adapted(linears)]
-    waiting = site.h + sum(m.out_features for m in linears)
-    return site.t * site.e * (waiting + 3 * max(outputs)) if outputs else 0
-
-
 def whole_weight_bytes(site: Site, linears: Sequence[Linear], *, again: bool = False) -> int:
     """The most that a packed weight of the stage takes, dequantised for the product with the gradient, or in a forward
     that runs ``again``: itself beside that product's result, which the stage counts, or beside what it is made of.
+
+    Nothing of it is kept (bitsandbytes MatMul4Bit; hqq dequantises the same way). A stack of experts is made whole at
+    once, for one grouped product (models/experts.py).
     """
-    return max(
-        (
-            dequantisation_workspace_bytes(m, element_bytes=site.e)
-            + max(0, _made_of(site, m) - _product_bytes(site, m.out_features if again else m.in_features, m))
-            for m in site.quantised(linears)
-        ),
-        default=0,
-    )
-
-
-def _product_bytes(site: Site, width: int, linear: Linear) -> int:
-    return site.t * site.e * linear.active_copies * width
+    worst = 0
+    for m in site.quantised(linears):
+        product = site.t * site.e * m.active_copies * (m.out_features if again else m.in_features)
+        worst = max(worst, site.e * m.weights + max(0, _made_of(site, m) - product))
+    return worst
 
 
 def _made_of(site: Site, linear: Linear) -> int:
