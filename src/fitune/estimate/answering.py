@@ -18,10 +18,7 @@ from fitune.estimate.blocks.key_values import (
     windowed_tokens,
 )
 from fitune.estimate.overhead import (
-    COLLECTIVES_BYTES,
     allocator_slack_bytes,
-    cublas_workspace_bytes,
-    cuda_context_bytes,
     outside_terms,
     usable_bytes,
 )
@@ -277,15 +274,14 @@ def _of_vllm(answering: Answering, questions: Questions) -> AnsweringMemory:
     wide = max(3 * model.intermediate_size * max(1, model.experts_per_token), model.q_dim + 2 * model.kv_dim)
     activations = BATCHED_TOKENS * e * (4 * model.hidden_size + -(-wide // devices))
     logits = sequences * model.vocab_size * (e + 2 * FP32)
-    outside = {} if gpu.is_cpu else {
-        **({"NCCL": COLLECTIVES_BYTES} if devices > 1 else {}), "CUDA context": cuda_context_bytes(gpu),
-        "cuBLAS workspace": cublas_workspace_bytes(gpu), "CUDA graphs": GRAPHS_BYTES,
-    }  # fmt: skip
+    outside = outside_terms(answering.hardware, slack_bytes=0, ranks=devices)
+    outside |= {} if gpu.is_cpu else {"CUDA graphs": GRAPHS_BYTES}
     taken = sum(weights.values()) + activations + logits + sum(outside.values())
     room = usable_bytes(answering.hardware) if gpu.is_cpu else round(VLLM_SHARE * gpu.memory_bytes)
     needed = pooled_bytes(answering, questions.longest_prompt + questions.new_tokens)
     pool = max(needed, min(CPU_POOL_BYTES, room - taken) if gpu.is_cpu else room - taken)
     terms = {name: size for name, size in weights.items() if size}
+    outside = {name: size for name, size in outside.items() if size}
     terms |= {"keys and values": pool, "activations": activations, "logits": logits}
     return AnsweringMemory(
         reading=terms, writing=terms, outside=outside, entering=0, usable_bytes=max(room, 0)

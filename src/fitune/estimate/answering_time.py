@@ -14,7 +14,7 @@ from fitune.estimate.answering import (
     rows_at_once,
     weights_bytes,
 )
-from fitune.estimate.blocks.eager import elementwise_of
+from fitune.estimate.blocks.eager import elementwise_passes
 from fitune.estimate.rates import Rates, rates_of
 from fitune.estimate.time import roofline
 from fitune.estimate.transfers import COLLECTIVE_SECONDS, HOP_SECONDS, LINK_EFFICIENCY
@@ -90,7 +90,7 @@ def _pass(answering: Answering, rates: Rates, *, rows: int, tokens: int, width: 
     """One forward over ``tokens`` of each row behind which ``width`` columns are seen, on one of ``devices``."""
     model, e, parts = answering.model, answering.precision.compute_bytes, answering.devices
     t = rows * tokens
-    between = elementwise_of(model, element_bytes=e, fused=answering.engine == "vllm")
+    between, _ = elementwise_passes(model, element_bytes=e, fused=answering.engine == "vllm")
     flops = sum(
         2.0 * m.in_features * m.out_features * m.active_copies * n for m, n in model.counted_linears()
     )

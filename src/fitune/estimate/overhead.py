@@ -28,7 +28,7 @@ from fitune.values.counts import trained_tensors
 from fitune.values.deepspeed import NVME_BUFFERS, largest_share_elements
 from fitune.values.machines.hardware import Gpu, Hardware
 from fitune.values.plan import AdamW8bit, Lomo, Lora, Offload, Plan, Single
-from fitune.values.predictions import Phase
+from fitune.values.predictions import SLACK, WORKSPACE, Phase
 
 COLLECTIVES_BYTES = 300 * MIB
 """Channels and buffers that NCCL keeps outside torch for a communicator of one node: 4 MiB (NCCL_BUFFSIZE) for each of
@@ -36,13 +36,20 @@ up to 32 channels and both directions. Not measured by us."""
 
 
 def outside_terms(hardware: Hardware, *, slack_bytes: int, ranks: int = 1) -> dict[str, int]:
-    """Bytes beside the tensors: nothing on a CPU, where live tensors are what is compared."""
+    """Bytes beside the tensors: nothing on a CPU, where live tensors are what is compared.
+
+    Driver state and loaded kernels: 500 MiB from Ampere on, 300 MiB before. Others report 400–550 MiB on A100 and H100
+    and 141 MiB on a T4 without torch's libraries. cuBLAS has 32 MiB for each handle and stream on compute capability 9
+    and newer, 8.125 MiB before: workspace defaults of aten/src/ATen/cuda/CUDABlas, read in the source. Not measured by
+    us.
+    """
+    capability = hardware.gpu.capability
     if hardware.gpu.is_cpu:
         return {}
     return {
-        "CUDA context": cuda_context_bytes(hardware.gpu),
-        "cuBLAS workspace": cublas_workspace_bytes(hardware.gpu),
-        "allocator slack": slack_bytes,
+        "CUDA context": (500 if capability >= (8, 0) else 300) * MIB,
+        WORKSPACE: 32 * MIB if capability >= (9, 0) else 8 * MIB + 128 * 1024,
+        SLACK: slack_bytes,
         **({"NCCL": COLLECTIVES_BYTES} if ranks > 1 else {}),
     }
 
@@ -70,22 +77,6 @@ def stream_cache_bytes(phases: Mapping[Phase, Mapping[str, int]], *, gradients: 
     )
     peak = max(sum(terms.values()) for terms in phases.values())
     return max(0, compute + gradients + sum(streams.values()) - peak)
-
-
-def cuda_context_bytes(gpu: Gpu) -> int:
-    """Driver state and loaded kernels: 500 MiB from Ampere on, 300 MiB before.
-
-    Others report 400–550 MiB on A100 and H100 and 141 MiB on a T4 without torch's libraries. Not measured by us.
-    """
-    return 500 * MIB if gpu.capability >= (8, 0) else 300 * MIB
-
-
-def cublas_workspace_bytes(gpu: Gpu) -> int:
-    """32 MiB per handle and stream on compute capability 9 and newer, 8.125 MiB before.
-
-    aten/src/ATen/cuda/CUDABlas workspace defaults, read in the source. Not measured by us.
-    """
-    return 32 * MIB if gpu.capability >= (9, 0) else 8 * MIB + 128 * 1024
 
 
 def allocator_slack_bytes(hardware: Hardware, *, moving_bytes: int, recomputes: bool = False) -> int:
@@ -207,13 +198,6 @@ def host_optimizer_bytes(plan: Plan) -> int:
     return 4 * (1 + states_per_parameter(plan.optimizer)) * trained_share(plan)
 
 
-def host_gradient_bytes(plan: Plan) -> int:
-    """4 · P_trained / N: gradients arrive in 16 bit and wait in fp32 (DeepSpeed's fp32_groups_flat_partition.grad)."""
-    if isinstance(plan.tuning, Lomo) or plan.offload.optimizer == "device":
-        return 0
-    return 4 * trained_share(plan)
-
-
 def offloaded_activation_bytes(step: StepStages) -> int:
     """All that the blocks keep for backward, for one micro-batch on one rank."""
     if not step.activations_leave:
@@ -224,32 +208,37 @@ def offloaded_activation_bytes(step: StepStages) -> int:
 
 
 def _offloaded(step: StepStages) -> list[tuple[str, str, int, int]]:
-    """Name, place, bytes of one rank, and those of the host that they pass through when the place is NVMe."""
-    plan = step.plan
-    offload = plan.offload
-    sub_group = max(sub_groups_of(plan))
-    optimizer, gradients = host_optimizer_bytes(plan), host_gradient_bytes(plan)
-    activations = offloaded_activation_bytes(step)
+    """Name, place, bytes of one rank, and those of the host that they pass through when the place is NVMe.
+
+    Gradients arrive in 16 bit and wait in fp32 (DeepSpeed's fp32_groups_flat_partition.grad); FSDP2 has copies of a
+    backward's beside their sums, which torch's own allocator pins by powers of two
+    (aten/src/ATen/core/CachingHostAllocator.h). Everything else is pinned in rooms of fitune's own, which are as large
+    as what is in them (engine/host.py). Weights on NVMe are read through buffers, and written after their step through
+    the whole weights of a sub-group, where shares would do (runtime/zero/stage3.py, reserve_partitioned_swap_space):
+    they stand for the whole run.
+    """
+    plan, offload, e = step.plan, step.plan.offload, step.element_bytes
+    shares, sub_group = num_shares(plan), max(sub_groups_of(plan))
+    optimizer = host_optimizer_bytes(plan)
+    gradients = 4 * trained_share(plan) if optimizer else 0
+    whole = min(trained_parameters(plan), shares * sub_group)
+    weight_buffers = e * (NVME_BUFFERS * largest_share_elements(plan) + whole)
+    copies = 0
+    if uses_fsdp(plan) and offload.optimizer != "device":
+        copies = sum(t.count * power_of_two(e * t.share(shares)) for t in trained_tensors(plan))
     return [
-        ("weights", offload.parameters, weights_away_bytes(plan), weight_buffers_bytes(plan)),
+        ("weights", offload.parameters, weights_away_bytes(plan), weight_buffers),
         ("optimizer", offload.optimizer, optimizer, min(optimizer, OPTIMIZER_BUFFERS * 4 * sub_group)),
         ("gradients", offload.optimizer, gradients, min(gradients, OPTIMIZER_BUFFERS * sub_group)),
-        ("gradient copies", offload.optimizer, gradient_copies_bytes(plan), 0),
+        ("gradient copies", offload.optimizer, copies, 0),
         ("second copies", "cpu", second_copies_bytes(plan), 0),
-        ("activations", offload.activations, activations, 2 * max(block.kept for block in step.blocks)),
+        (
+            "activations",
+            offload.activations,
+            offloaded_activation_bytes(step),
+            2 * max(block.kept for block in step.blocks),
+        ),
     ]
-
-
-def gradient_copies_bytes(plan: Plan) -> int:
-    """Σ 2^⌈log₂(e · share)⌉ over what is trained: FSDP2's copies of a backward's gradients, beside their sums.
-
-    torch's own allocator pins them, by powers of two (aten/src/ATen/core/CachingHostAllocator.h). Everything else is
-    pinned in rooms of fitune's own, which are as large as what is in them (engine/host.py).
-    """
-    if not uses_fsdp(plan) or plan.offload.optimizer == "device":
-        return 0
-    e, parts = plan.precision.compute_bytes, num_shares(plan)
-    return sum(t.count * power_of_two(e * t.share(parts)) for t in trained_tensors(plan))
 
 
 def second_copies_bytes(plan: Plan) -> int:
@@ -273,17 +262,6 @@ def second_copies_bytes(plan: Plan) -> int:
     if plan.offload.parameters == "cpu" and isinstance(plan.tuning, Lora):
         copies += 2 * e * share
     return copies
-
-
-def weight_buffers_bytes(plan: Plan) -> int:
-    """e · (buffers · the largest weight's share + the whole weights of a sub-group): they stand for the whole run.
-
-    Through the first weights are read, through the second written after their step. For that DeepSpeed takes whole
-    sizes where shares would do (runtime/zero/stage3.py, reserve_partitioned_swap_space).
-    """
-    buffers = NVME_BUFFERS * largest_share_elements(plan)
-    whole = num_shares(plan) * max(sub_groups_of(plan))
-    return plan.precision.compute_bytes * (buffers + min(trained_parameters(plan), whole))
 
 
 def checkpoint_bytes(plan: Plan) -> int:

@@ -24,15 +24,7 @@ def stored_bytes(weights: int, base: Dense | Quantiser, *, element_bytes: int, c
     if isinstance(base, Dense):
         return weights * element_bytes
     divided = base.scale_bytes(weights // copies, element_bytes=element_bytes) - base.table_bytes()
-    words = packed_bytes(weights, base, element_bytes=element_bytes, copies=copies)
-    return words + copies * divided + base.table_bytes(copies=copies)
-
-
-def packed_bytes(weights: int, base: Dense | Quantiser, *, element_bytes: int, copies: int = 1) -> int:
-    """Bytes of ``weights`` as ``base`` packs them, ``copies`` of a matrix, without scales."""
-    return (
-        weights * element_bytes if isinstance(base, Dense) else copies * base.packed_bytes(weights // copies)
-    )
+    return copies * (base.packed_bytes(weights // copies) + divided) + base.table_bytes(copies=copies)
 
 
 def base_bytes(tensors: Iterable[ParameterTensor], plan: Plan) -> int:
@@ -53,20 +45,20 @@ def gathered_bytes(tensors: Iterable[ParameterTensor], plan: Plan) -> int:
 @remembered_by("model", "tuning", "precision", "sharding", "hardware")
 def base_share_bytes(plan: Plan) -> int:
     """The base's weights on the rank that holds most: words and scales are divided like long rows, tables are whole."""
-    base, e, parts = base_of(plan), plan.precision.compute_bytes, num_shares(plan)
-    tensors = base_tensors(plan.model)
-    packed = [t for t in tensors if _stored_as(t, base) is not _DENSE]
-    dense = [t for t in tensors if t not in packed]
-    divided = 0
-    for t in packed:
-        words = packed_bytes(t.elements, base, element_bytes=e, copies=t.copies)
-        stored = stored_bytes(t.elements, base, element_bytes=e, copies=t.copies)
-        scales = stored - words - _table_bytes([t], base) // t.count
+    base, e, parts, divided = base_of(plan), plan.precision.compute_bytes, num_shares(plan), 0
+    dense = []
+    for t in base_tensors(plan.model):
+        stored_as = _stored_as(t, base)
+        if isinstance(stored_as, Dense):
+            dense.append(t)
+            continue
+        words = t.copies * stored_as.packed_bytes(t.elements // t.copies)
+        stored = stored_bytes(t.elements, stored_as, element_bytes=e, copies=t.copies)
+        scales = stored - words - stored_as.table_bytes(copies=t.copies)
         divided += t.count * (-(-words // parts) + -(-scales // parts))
     return divided + table_bytes(plan) + share_elements(dense, plan) * e
 
 
-@remembered_by("model", "tuning")
 def table_bytes(plan: Plan) -> int:
     """Tables beside packed matrices, which every rank holds whole."""
     return _table_bytes(base_tensors(plan.model), base_of(plan))
@@ -108,7 +100,6 @@ def trains_in(plan: Plan, block: int) -> bool:
     return plan.tuning.adapts(block) if isinstance(plan.tuning, Lora) else True
 
 
-@remembered_by("model", "tuning", "precision")
 def weights_bytes(plan: Plan) -> int:
     """P · e: the model in the compute type; e = 4 for fp32, 2 for bf16 and fp16. Rotary tables are not in it.
 
@@ -126,7 +117,6 @@ def weights_share_bytes(plan: Plan) -> int:
     return weights_bytes(plan)
 
 
-@remembered_by("model", "tuning", "precision", "sharding", "offload", "hardware")
 def weights_on_device_bytes(plan: Plan) -> int:
     """Between two steps. Of offloaded ones embedding, final norm and head stay on one device, tables on several."""
     if plan.offload.parameters == "device":
@@ -145,7 +135,6 @@ def weights_away_bytes(plan: Plan) -> int:
     return weights_share_bytes(plan) - weights_on_device_bytes(plan) + adapters
 
 
-@remembered_by("model", "tuning", "precision", "sharding", "offload", "hardware")
 def adapters_bytes(plan: Plan) -> int:
     """Adapters in the compute type, P_lora · e (models/adapters.py keeps PEFT from casting them to fp32).
 
@@ -179,7 +168,6 @@ def weights_read_bytes(plan: Plan) -> int:
     return base_bytes([t for t in base_tensors(plan.model) if t.in_block], plan)
 
 
-@remembered_by("model", "tuning", "precision")
 def unpacking_bytes(plan: Plan) -> int:
     """2·e per packed weight: it is written in the compute type and read back by the product, in every pass."""
     base, e = base_of(plan), plan.precision.compute_bytes

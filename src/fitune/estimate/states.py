@@ -35,7 +35,6 @@ from fitune.values.plan import (
     trains_head,
     updates_in_backward,
 )
-from fitune.values.remembered import remembered_by
 
 
 def resting_gradient_bytes(plan: Plan) -> int:
@@ -236,7 +235,6 @@ def update_temporaries_bytes(plan: Plan) -> int:
     return _converted_bytes(plan)
 
 
-@remembered_by("model", "tuning")
 def _converted_bytes(plan: Plan) -> int:
     """The most that fp32 copies of gradients are more than the 16-bit ones gone by then, bucket by bucket, in the order
     in which the model holds its parameters (engine/optimizers.py).

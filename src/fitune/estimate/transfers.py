@@ -26,7 +26,6 @@ from fitune.values.deepspeed import fetches_ahead, reduce_bucket_elements
 from fitune.values.machines.hardware import Hardware
 from fitune.values.plan import Ddp, Lomo, Lora, Offload, Plan, Single, Zero
 from fitune.values.predictions import Phase
-from fitune.values.remembered import remembered_by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +63,6 @@ def backward_passes(plan: Plan) -> int:
     return plan.batch.accumulation * (2 if plan.goes_back_twice else 1)
 
 
-@remembered_by("model", "tuning", "precision", "sharding", "recompute", "hardware", "batch")
 def communication_of(plan: Plan) -> Communication:
     """A ring sends (n−1)/n of a buffer to gather or reduce-scatter it, twice that to all-reduce it.
 

@@ -5,8 +5,6 @@ and were taken operation by operation with a dispatch mode on CPU (tests/estimat
 bytes of an element of the compute type, and a product's own operands are not in them.
 """
 
-from dataclasses import dataclass
-
 from fitune.values.model.block_profile import Pass
 from fitune.values.model.model_spec import Linear, ModelSpec
 from fitune.values.model.traits import ACTIVATIONS, has_scores
@@ -20,16 +18,6 @@ of 8, 16 and 64 took as long as 48, 33 and 76 on an AVX2 core (2,048 tokens, for
 EXPERT_TILE = 128
 """Rows of a tile of a grouped product on a GPU (CUTLASS's usual threadblock). Routing is taken to be even; where it is
 not, products of experts are smaller still. Not measured by us."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Norm:
-    """Bytes per element and operations of one norm, forward and backward."""
-
-    forward: float
-    backward: float
-    forward_operations: int
-    backward_operations: int
 
 
 def block_passes(plan: Plan, *, has_adapters: bool = True) -> tuple[Pass, Pass]:
@@ -54,44 +42,21 @@ def block_passes(plan: Plan, *, has_adapters: bool = True) -> tuple[Pass, Pass]:
             if lora.dropout > 0:
                 forward_moved += 3 * linear.in_features
                 backward_moved += 3 * linear.in_features
-    count = len(model.linears)
-    fused = plan.kernels == "liger"
-    norm = _Norm(2 * e, 4 * e, 1, 2) if fused else norm_traffic(model, e)
-    between = _between(model, norm, e, fused=fused)
-    gradients = 2 if lora is None else 1
-    norms, others = (
-        model.norms_per_block + (2 if model.qk_norm != "none" else 0),
-        _operations(model, fused=fused),
-    )
+    there, back = elementwise_passes(model, element_bytes=e, fused=plan.kernels == "liger")
+    count, gradients, scores = len(model.linears), 2 if lora is None else 1, _scores(plan)
     forward = Pass(
         flops=2.0 * (base + adapters),
-        bytes=between[0] + e * forward_moved + _scores(plan),
+        bytes=there.bytes + e * forward_moved + scores,
         products=count + 2 * adapted,
-        operations=others[0] + norms * norm.forward_operations + 2 * adapted,
+        operations=there.operations + 2 * adapted,
     )
     backward = Pass(
         flops=2.0 * (gradients * base + 2 * adapters),
-        bytes=between[1] + e * backward_moved + _scores(plan),
+        bytes=back.bytes + e * backward_moved + scores,
         products=gradients * count + 4 * adapted,
-        operations=others[1] + norms * norm.backward_operations + 2 * adapted,
+        operations=back.operations + 2 * adapted,
     )
     return forward, backward
-
-
-@dataclass(frozen=True, slots=True)
-class Elementwise:
-    """Bytes of one token and operations between the products of one block's forward."""
-
-    bytes: float
-    operations: int
-
-
-def elementwise_of(model: ModelSpec, *, element_bytes: int, fused: bool) -> Elementwise:
-    """Forward alone, without adapters."""
-    norm = _Norm(2 * element_bytes, 0, 1, 0) if fused else norm_traffic(model, element_bytes)
-    norms = model.norms_per_block + (2 if model.qk_norm != "none" else 0)
-    operations = _operations(model, fused=fused)[0] + norms * norm.forward_operations
-    return Elementwise(_between(model, norm, element_bytes, fused=fused)[0], operations)
 
 
 def _idle_rows(plan: Plan, linear: Linear) -> float:
@@ -105,39 +70,47 @@ def _idle_rows(plan: Plan, linear: Linear) -> float:
     return 1 + EXPERT_TILE / 2 / rows
 
 
-def norm_traffic(model: ModelSpec, element_bytes: int) -> _Norm:
-    """LayerNorm is one kernel: 2e and 3e. RMSNorm is written out: 7 and 23 moves of fp32 under fp32; in 16 bit 36 and
-    94 bytes, 40 and 107 where the weight multiplies in fp32 (Gemma)."""
-    if model.norm_type == "layer":
-        return _Norm(2 * element_bytes, 3 * element_bytes, 1, 2)
-    if element_bytes == 4:
-        return _Norm(28, 92, 6, 14)
-    if model.scales_norms_in_fp32:
-        return _Norm(40, 107, 9, 17)
-    return _Norm(36, 94, 8, 16)
+def _norm(model: ModelSpec, e: int, *, fused: bool) -> tuple[float, float, int, int]:
+    """Bytes per element of a norm, forward and backward, and its operations. LayerNorm is one kernel: 2e and 3e; so is
+    Liger's. RMSNorm is written out: 7 and 23 moves of fp32 under fp32; in 16 bit 36 and 94 bytes, 40 and 107 where the
+    weight multiplies in fp32 (Gemma)."""
+    if fused or model.norm_type == "layer":
+        return 2 * e, (4 if fused else 3) * e, 1, 2
+    if e == 4:
+        return 28, 92, 6, 14
+    return (40, 107, 9, 17) if model.scales_norms_in_fp32 else (36, 94, 8, 16)
 
 
-def _between(model: ModelSpec, norm: _Norm, e: int, *, fused: bool) -> tuple[float, float]:
-    """Norms; 3e·h for each of two sums with the residual stream, and in backward for each gradient that joins it
+def elementwise_passes(model: ModelSpec, *, element_bytes: int, fused: bool) -> tuple[Pass, Pass]:
+    """What lies between a block's products without adapters: bytes and operations, forward and backward.
+
+    Norms; 3e·h for each of two sums with the residual stream, and in backward for each gradient that joins it
     (6 in all: both sums, q, k and v, gate and up); as much there and back for a dropout before each sum; 10e and 17e
     for queries and keys turned to their positions; the MLP's activation. Liger's kernels turn them in place, 2e each
     way, and read gate and up once: 3e·f and 5e·f.
     """
-    h, q, k = model.hidden_size, model.q_dim, model.kv_dim
-    turned = 0 if model.learned_positions else q + k
-    normed = q + k if model.qk_norm != "none" else 0
-    activation = _activation(model)
+    e, h, width = element_bytes, model.hidden_size, model.q_dim + model.kv_dim
+    there, back, operations_there, operations_back = _norm(model, e, fused=fused)
+    has_qk_norm = model.qk_norm != "none"
+    norms = model.norms_per_block + 2 * has_qk_norm
+    normed = model.norms_per_block * h + width * has_qk_norm
+    turned = 0 if model.learned_positions else width
     turning = (2, 2) if fused else (10, 17)
+    activation = _activation(model)
     if fused and not model.num_experts:
         activation = 3.0 * model.intermediate_size, 5.0 * model.intermediate_size
     dropped = 3 * h * _residual_dropouts(model)
-    forward = norm.forward * (model.norms_per_block * h + normed) + e * (
-        dropped + 6 * h + turning[0] * turned + activation[0]
+    others = _operations(model, fused=fused)
+    return (
+        Pass(
+            bytes=there * normed + e * (dropped + 6 * h + turning[0] * turned + activation[0]),
+            operations=others[0] + norms * operations_there,
+        ),
+        Pass(
+            bytes=back * normed + e * (dropped + 18 * h + turning[1] * turned + activation[1]),
+            operations=others[1] + norms * operations_back,
+        ),
     )
-    backward = norm.backward * (model.norms_per_block * h + normed) + e * (
-        dropped + 18 * h + turning[1] * turned + activation[1]
-    )
-    return forward, backward
 
 
 def _operations(model: ModelSpec, *, fused: bool) -> tuple[int, int]:
