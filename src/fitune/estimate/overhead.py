@@ -218,7 +218,8 @@ def _offloaded(step: StepStages) -> list[tuple[str, str, int, int]]:
     they stand for the whole run.
     """
     plan, offload, e = step.plan, step.plan.offload, step.element_bytes
-    shares, sub_group = num_shares(plan), max(sub_groups_of(plan))
+    shares = num_shares(plan)
+    sub_group = max(sub_groups_of(plan)) if "nvme" in offload.places else 0
     optimizer = host_optimizer_bytes(plan)
     gradients = 4 * trained_share(plan) if optimizer else 0
     whole = min(trained_parameters(plan), shares * sub_group)
