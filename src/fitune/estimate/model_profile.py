@@ -15,6 +15,7 @@ from fitune.values.model.block_profile import (
     Attention,
     BackwardPeak,
     BatchShape,
+    Block,
     BlockProfile,
     Extent,
     Moment,
@@ -22,7 +23,6 @@ from fitune.values.model.block_profile import (
     Size,
     Stage,
     TracedBlock,
-    TracedMemory,
     TracedPass,
     in_all,
 )
@@ -112,8 +112,29 @@ def _traced_block(
         return max(peaks, key=lambda peak: peak.total)
 
     kept, number = block.kept.at(extent), plan.model.kinds.index(kind)
+    e, trained = plan.precision.compute_bytes, trained_of_kind(plan, number)
+
+    def memory(
+        backward: Sequence[Moment], recomputed: Sequence[Moment], *, stepped: int | None = None
+    ) -> Block:
+        """Bytes at the worst moments; ``stepped``: of the largest gradient's step, among them where gradients exist."""
+        peaks = [worst(backward), worst(recomputed)]
+        if stepped is not None:
+            step = BackwardPeak(kept=kept, gradients=0, temporaries=stepped)
+            peaks = [_larger(peak, step) for peak in peaks]
+        return Block(
+            kept=kept,
+            gradients=e * sum(each.elements * each.count for each in trained),
+            forward=most(block.forward),
+            building=most(block.building),
+            peak=peaks[0],
+            recomputed_peak=peaks[1],
+            leaves=block.leaves.at(extent) if block.leaves else 0,
+        )
 
     largest = max(tensor.elements for tensor in kind_tensors(plan.model, number))
+    step = largest * e + stepping_bytes(plan, largest) if updates_in_backward(plan.tuning) else 0
+    adding = block.adding, block.recomputed_adding
     return BlockProfile(
         stages=(),
         forward=_pass(block.there, extent),
@@ -125,20 +146,10 @@ def _traced_block(
             sees=seen_by_kernel(plan, plan.model.attention_of(kind.example)),
             over="stream" if squares_stream else "rows",
         ),
-        traced=TracedMemory(
-            kept=kept,
-            gradients=plan.precision.compute_bytes
-            * sum(each.elements * each.count for each in trained_of_kind(plan, number)),
-            forward=most(block.forward),
-            building=most(block.building),
-            backward=worst(block.backward),
-            adding=worst(block.adding),
-            recomputed=worst(block.recomputed),
-            recomputed_adding=worst(block.recomputed_adding),
-            leaves=block.leaves.at(extent) if block.leaves else 0,
-            stepped=largest * plan.precision.compute_bytes + stepping_bytes(plan, largest)
-            if updates_in_backward(plan.tuning)
-            else 0,
+        traced=(
+            memory(block.backward, block.recomputed),
+            memory(*adding, stepped=step),
+            memory(*adding, stepped=0),
         ),
     )
 
@@ -177,23 +188,6 @@ def _kinds(blocks: tuple[BlockProfile, ...]) -> list[tuple[BlockProfile, int]]:
     return [(each, counts[key]) for key, each in kinds.items()]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
-    """The stages of one block in sum: all that the timeline asks of it."""
-
-    kept: int
-    gradients: int
-    forward: int
-    """The worst moment of its forward when nothing is kept."""
-    building: int
-    """The worst moment of its forward while what autograd keeps piles up."""
-    peak: BackwardPeak
-    recomputed_peak: BackwardPeak
-    """The worst moment of its backward when its forward runs again first."""
-    leaves: int = 0
-    """Bytes that it leaves beyond an input of one hidden state when it is to run again (TracedBlock)."""
-
-
 @remembered
 def memory_of_blocks(
     profile: ModelProfile, gradients_exist: bool, *, measuring: bool = False
@@ -217,23 +211,14 @@ def memory_of_blocks(
 def _memory_of(block: BlockProfile, *, untouched: bool, gradients_exist: bool, measuring: bool) -> Block:
     """Bytes of one block by its stages or its trace. One that no gradient reaches keeps nothing and never goes back; a
     traced one's backward holds more where gradients of earlier micro-batches exist."""
-    memory = block.traced
     if untouched:
         nothing = BackwardPeak(kept=0, gradients=0, temporaries=0)
-        forward = max(stage.forward for stage in block.stages) if memory is None else memory.forward
+        forward = max(part.forward for part in block.traced or block.stages)
         return Block(kept=0, gradients=0, forward=forward, building=0, peak=nothing, recomputed_peak=nothing)
-    if memory is None:
+    if not block.traced:
         return _by_stages(block.stages, gradients_exist=gradients_exist, measuring=measuring)
-    stepped = BackwardPeak(kept=memory.kept, gradients=0, temporaries=0 if measuring else memory.stepped)
-    return Block(
-        kept=memory.kept,
-        gradients=memory.gradients,
-        forward=memory.forward,
-        building=memory.building,
-        peak=_larger(memory.adding, stepped) if gradients_exist else memory.backward,
-        recomputed_peak=_larger(memory.recomputed_adding, stepped) if gradients_exist else memory.recomputed,
-        leaves=memory.leaves,
-    )
+    making, adding, measured = block.traced
+    return making if not gradients_exist else measured if measuring else adding
 
 
 def _by_stages(stages: Sequence[Stage], *, gradients_exist: bool, measuring: bool) -> Block:

@@ -7,7 +7,6 @@ from fitune.estimate.blocks.site import FP32, INDEX
 from fitune.estimate.buffers import Buffers, buffers_of
 from fitune.estimate.division import trained_share, uses_deepspeed, uses_fsdp
 from fitune.estimate.model_profile import (
-    Block,
     ModelProfile,
     attentions_of,
     memory_of_blocks,
@@ -32,7 +31,7 @@ from fitune.estimate.states import (
     update_gradient_bytes,
     update_temporaries_bytes,
 )
-from fitune.values.model.block_profile import Attention, BatchShape, Pass, Stage
+from fitune.values.model.block_profile import Attention, BatchShape, Block, Pass, Stage
 from fitune.values.model.traits import writes_stream_scores
 from fitune.values.plan import (
     Loss,

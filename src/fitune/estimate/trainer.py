@@ -24,7 +24,7 @@ from fitune.estimate.division import (
     weights_are_divided,
     zero_stage,
 )
-from fitune.estimate.model_profile import Block, ModelProfile, model_profile
+from fitune.estimate.model_profile import ModelProfile, model_profile
 from fitune.estimate.parameters import head_parameters, root_weight_bytes
 from fitune.estimate.states import (
     SUB_GROUP,
@@ -36,7 +36,7 @@ from fitune.estimate.states import (
 from fitune.estimate.step import StepStages, Terms, describe_step
 from fitune.values.counts import adapter_tensors, base_tensors, trained_tables
 from fitune.values.model.architectures import repeated_keys_once
-from fitune.values.model.block_profile import BatchShape, BlockProfile, Stage
+from fitune.values.model.block_profile import BatchShape, Block, BlockProfile, Stage
 from fitune.values.model.model_spec import Linear
 from fitune.values.plan import (
     AdamW,

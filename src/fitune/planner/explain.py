@@ -1,6 +1,6 @@
 """Plans and estimates as text for people and as data for programs."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from fitune.estimate.parameters import trained_parameters
@@ -223,11 +223,9 @@ def plan_data(report: PlanReport) -> dict[str, Any]:
             "hidden_size": plan.model.hidden_size,
             "model_type": plan.model.model_type,
         },
-        "plan": to_data(plan),
-        "summary": describe_plan(plan),
-        "estimate": estimate_data(report.chosen.estimate),
+        **priced_data(report.chosen),
         "runners_up": [priced_data(priced) for priced in report.runners_up],
-        "rejected": [{"what": item.what, "why": item.why} for item in report.rejected],
+        "rejected": [asdict(item) for item in report.rejected],
         "decisions": list(report.decisions),
         "price_per_gpu_hour": report.price_per_gpu_hour,
         "run": None if report.run is None else run_data(report.run),

@@ -8,15 +8,13 @@ from shlex import quote, split
 
 from fitune.errors import FituneError, NothingFits, RecipeError
 from fitune.planner.candidates import Request
-from fitune.planner.explain import describe_how, moment, verdict_of
+from fitune.planner.explain import describe_how, moment, unit_for, verdict_of
 from fitune.planner.nothing_fits import fits_on_devices, machine_settings, on_large_cards, setting_words
 from fitune.planner.search import first_choice
 from fitune.recipe.contradictions import require_consistent
 from fitune.recipe.recipe import Recipe, canonical_keys, given_keys, parse_recipe
 from fitune.recipe.strict_yaml import parse_value
 from fitune.units import (
-    GIB,
-    MIB,
     NO_BREAK,
     counted,
     format_bytes,
@@ -221,9 +219,9 @@ def facts_of(report: PlanReport) -> Iterator[Fact]:
     yield "how", (describe_how(plan),)
     yield "memory", _memory(taken)
     if set(estimate.host) - {"processes", "checkpoint copy"}:  # something of the training waits there
-        of = f" of {format_bytes(estimate.usable_host_bytes)}" if estimate.usable_host_bytes else ""
-        assumed = " (assumed; --host-memory)" if plan.hardware.host_memory_bytes is None or not of else ""
-        yield "RAM", (f"{format_bytes(estimate.host_bytes)}{of} a node{assumed}",)
+        usable = estimate.usable_host_bytes
+        of = f" of {format_bytes(usable)} a node" if usable else " a node (assumed; --host-memory)"
+        yield "RAM", (f"{format_bytes(estimate.host_bytes)}{of}",)
     yield "speed", (f"{format_rate(estimate.tokens_per_second)} · {describe_rates(plan)}",)
     yield _job(report)
 
@@ -237,7 +235,7 @@ def _memory(taken: Priced) -> tuple[str, str, str]:
     if 0 <= spare < TIGHT * usable:
         left = f"tight: {format_bytes(spare)} spare"
     kept = taken.plan.hardware.gpu.memory_bytes - estimate.usable_bytes
-    unit, name = (GIB, "GiB") if estimate.peak_bytes >= GIB else (MIB, "MiB")
+    unit, name = unit_for(used)
     sizes = grouped_terms({**estimate.memory.phases[estimate.memory.peak_phase], **estimate.memory.outside})
     terms = " · ".join(
         f"{term}{NO_BREAK}{size / unit:.1f}" for term, size in sizes.items() if size >= unit / 20

@@ -59,21 +59,14 @@ class Cell:
         """True if the plan that is taken fits."""
         return self.taken is not None and self.taken.estimate.fits
 
-    def some_fits(self, **wanted: str | bool) -> bool:
-        """True if a setting with these values fits: ``some_fits(method="lora", sharding="DDP", offload=False)``."""
-        return any(
-            setting.fits and all(getattr(setting, name) == value for name, value in wanted.items())
-            for setting in self.settings
-        )
-
     def needs(self, method: str, sharding: str) -> tuple[str, ...] | None:
         """The fewest of ``recompute`` and ``offload`` with which it fits, recompute first; None when it does not."""
-        for needed in MARKS:
-            if needed is not None and self.some_fits(
-                method=method, sharding=sharding, recompute="recompute" in needed, offload="offload" in needed
-            ):
-                return needed
-        return None
+        fitting = {
+            ("recompute",) * setting.recompute + ("offload",) * setting.offload
+            for setting in self.settings
+            if setting.fits and (setting.method, setting.sharding) == (method, sharding)
+        }
+        return next((needed for needed in MARKS if needed in fitting), None)
 
 
 MARKS: dict[tuple[str, ...] | None, str] = {

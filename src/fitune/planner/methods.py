@@ -9,7 +9,6 @@ from fitune.planner.defaults import optimizer_of
 from fitune.recipe.recipe import Recipe
 from fitune.recipe.targets import resolve_adapted, resolve_modules_to_save
 from fitune.units import format_seconds
-from fitune.values.counts import peak_flops
 from fitune.values.machines.hardware import Gpu
 from fitune.values.model.model_spec import ModelSpec
 from fitune.values.plan import (
@@ -190,26 +189,18 @@ def bf16_speedup(plan: Plan) -> float:
 
 def why_on_cpu(plan: Plan) -> str:
     """The reason for the precision that was taken on a processor, with its arithmetic."""
-    speedup, rates = bf16_speedup(plan), plan.hardware.rates
+    gpu, speedup = plan.hardware.gpu, bf16_speedup(plan)
     fp32, bf16 = (format_seconds(_seconds(plan, each)) for each in (Precision.FP32, Precision.BF16_MASTER))
-    if plan.precision is Precision.BF16_MASTER:
-        return (
-            f"bf16-master, bf16 compute with fp32 masters, because a step takes {bf16} here and {fp32} in fp32 "
-            f"({rates}): {speedup:.1f} × as fast, and {BF16_IS_WORTH:g} × is worth it; precision: fp32 rounds less"
-        )
-    gpu = plan.hardware.gpu
-    if speedup < 1 and plan.hardware.calibration is None and gpu.bf16_flops < gpu.fp32_flops:
-        here, there = (peak_flops(gpu, each) / 1e9 for each in (Precision.BF16_MASTER, Precision.FP32))
-        return (
-            f"fp32, because {gpu.name} names no bf16 instructions: {here:,.0f} GFLOP/s in bf16, {there:,.0f} in fp32 "
-            f"({rates}); fitune doctor --calibrate measures both"
-        )
-    if speedup < BF16_IS_WORTH:
-        return (
-            f"fp32, because a step takes {fp32} here and {bf16} with bf16-master ({rates}): bf16 would have to be "
-            f"{BF16_IS_WORTH:g} × as fast, it is {speedup:.1f} ×"
-        )
-    return f"fp32; bf16-master would be {speedup:.1f} × as fast ({rates}), but no plan with it fits"
+    why = (
+        f"{plan.precision.value}, because a step takes {fp32} here in fp32 and {bf16} in bf16-master, bf16 compute "
+        f"with fp32 masters ({plan.hardware.rates}): {speedup:.1f} × as fast, and it is worth its rounding from "
+        f"{BF16_IS_WORTH:g} × on"
+    )
+    if plan.precision is Precision.FP32 and speedup >= BF16_IS_WORTH:
+        return f"{why}; no plan with it fits"
+    if plan.hardware.calibration is None and gpu.bf16_flops < gpu.fp32_flops:
+        return f"{why}; {gpu.name} names no bf16 instructions"
+    return why
 
 
 def _seconds(plan: Plan, precision: Precision) -> float:

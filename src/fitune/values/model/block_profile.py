@@ -165,19 +165,20 @@ class BackwardPeak:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TracedMemory:
-    """Bytes of a block that was traced, for one BatchShape; fields as in TracedBlock, ``stepped`` as in Stage."""
+class Block:
+    """Bytes of one block for one micro-batch, its stages in sum: all that the timeline asks of it."""
 
     kept: int
     gradients: int
     forward: int
+    """The worst moment of its forward when nothing is kept."""
     building: int
-    backward: BackwardPeak
-    adding: BackwardPeak
-    recomputed: BackwardPeak
-    recomputed_adding: BackwardPeak
+    """The worst moment of its forward while what autograd keeps piles up."""
+    peak: BackwardPeak
+    recomputed_peak: BackwardPeak
+    """The worst moment of its backward when its forward runs again first."""
     leaves: int = 0
-    stepped: int = 0
+    """Bytes that it leaves beyond an input of one hidden state when it is to run again (TracedBlock)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +190,9 @@ class BlockProfile:
     forward: Pass
     backward: Pass
     attention: Attention
-    traced: TracedMemory | None = None
+    traced: tuple[Block, ...] = ()
+    """Of a traced block its bytes where backward leaves gradients, where it adds them to those that exist (or steps
+    them), and where it only measures these."""
 
 
 def in_all(passes: Iterable[tuple[Pass, int]]) -> Pass:
