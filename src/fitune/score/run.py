@@ -2,6 +2,7 @@
 
 import hashlib
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -21,7 +22,7 @@ from fitune.score.asking import ENGINE_FAILED, Asker, OpenEngine
 from fitune.score.engines.opening import check_all, dtype_of, open_engine, open_texts, rows_of_a_shard
 from fitune.score.grades.graders import CHOICE_GRADERS, Grader, References, open_graders, require_one_way
 from fitune.score.grades.grading import grade_shards, try_graders
-from fitune.score.grades.intervals import WeightedMean
+from fitune.score.grades.intervals import mean_interval
 from fitune.score.index import Index, index_input, open_index
 from fitune.score.plan import ScorePlan, names_of
 from fitune.score.questions import Input, Question, first_row_has_choices
@@ -220,7 +221,7 @@ class _Tally:
     def __init__(self, graders: Sequence[Grader]) -> None:
         self._graders = graders
         self._counts: Counter[str] = Counter()
-        self._means = {grader.name: WeightedMean(grader.scale) for grader in graders}
+        self._graded = {grader.name: array("d") for grader in graders}  # each grade and its weight
         self._ungraded: Counter[str] = Counter()
         self._errors: Counter[str] = Counter()
 
@@ -236,11 +237,12 @@ class _Tally:
             if found["grade"] is None:
                 self._ungraded[name] += 1
             else:
-                self._means[name].add(float(found["grade"]), found.get("weight", 1.0))
+                self._graded[name].extend((found["grade"], found.get("weight", 1.0)))
 
     def report(self, plan: ScorePlan, *, seconds: float, rows_asked: int) -> ScoreReport:
         """The report of all rows; ``seconds`` and ``rows_asked`` are of this run alone."""
-        counts, means = self._counts, {name: mean.interval() for name, mean in self._means.items()}
+        counts, scales = self._counts, {grader.name: grader.scale for grader in self._graders}
+        means = {name: mean_interval(graded, scales[name]) for name, graded in self._graded.items()}
         return ScoreReport(
             model=plan.model,
             adapter=plan.adapter,
@@ -253,7 +255,7 @@ class _Tally:
             seconds=seconds,
             generated_tokens=counts["completion_tokens"],
             cut_off=counts["cut_off"],
-            scales={grader.name: grader.scale for grader in self._graders},
+            scales=scales,
             measures={grader.name: grader.measures for grader in self._graders},
             ungraded=dict(+self._ungraded),
             grader_errors=dict(+self._errors),
