@@ -2,7 +2,6 @@
 comparison.html of two scorings of the same rows: the difference with its interval, the rows that changed both ways."""
 
 import random
-from bisect import insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,17 +56,11 @@ def _read(directory: Path, graders: Sequence[str]) -> tuple[Any, Any, dict[str, 
     """Arrays over the rows: which failed; tokens of the answers; by grader the grades, NaN where there is none."""
     import numpy as np
 
-    columns = ["error", "completion_tokens", *(f"grade_{name}" for name in graders)]
-    parts: list[list[Any]] = [[np.empty(0, dtype=bool)], *([np.empty(0)] for _ in columns[1:])]
-    for batch in read_columns(directory, columns):
-        failed = batch.column("error").is_valid().to_numpy(zero_copy_only=False)
-        lengths = batch.column("completion_tokens").fill_null(0).to_numpy(zero_copy_only=False)
-        graded = (batch.column(name).to_numpy(zero_copy_only=False).astype(float) for name in columns[2:])
-        every = (failed, lengths[lengths > 0], *(np.where(failed, np.nan, values) for values in graded))
-        for part, values in zip(parts, every, strict=True):
-            part.append(values)
-    failed, lengths, *grades = map(np.concatenate, parts)
-    return failed, lengths, dict(zip(graders, grades, strict=True))
+    table = read_columns(directory, ["error", "completion_tokens", *(f"grade_{name}" for name in graders)])
+    failed, lengths = table["error"].is_valid().to_numpy(), table["completion_tokens"].fill_null(0).to_numpy()
+    grades = (table[f"grade_{name}"].to_numpy().astype(float) for name in graders)
+    graded = {name: np.where(failed, np.nan, values) for name, values in zip(graders, grades, strict=True)}
+    return failed, lengths[lengths > 0], graded
 
 
 def _places(failed: Any, first: Sequence[Any]) -> dict[str, list[int]]:
@@ -79,10 +72,7 @@ def _places(failed: Any, first: Sequence[Any]) -> dict[str, list[int]]:
             place for place in values.argsort(kind="stable")[:_SHOWN].tolist() if not missing[place]
         ]
         found["ungraded"] = (missing & ~failed).nonzero()[0][:_SHOWN].tolist()
-    draw, samples = random.Random(0), list(range(min(_SHOWN, len(failed))))
-    for place in range(_SHOWN, len(failed)):
-        if (at := draw.randrange(place + 1)) < _SHOWN:
-            samples[at] = place
+    samples = random.Random(0).sample(range(len(failed)), min(_SHOWN, len(failed)))
     return {**found, "samples": samples}
 
 
@@ -225,22 +215,19 @@ def write_score_comparison(
 
 def _largest(changed: Iterable[dict[str, Any]], grader: str, *, sign: int) -> tuple[list[str], list[str]]:
     """Ids of the rows that got better most, and of those that got worse most."""
-    better: list[tuple[float, int, str]] = []
-    worse: list[tuple[float, int, str]] = []
-    for place, row in enumerate(changed):
+    gains = []
+    for row in changed:
         here, there = row["grades"].get(grader), row["other"].get(grader)
-        if here is None or there is None or here == there:
-            continue
-        gain = sign * (here - there)
-        kept = better if gain > 0 else worse
-        if len(kept) < _SHOWN or -abs(gain) < kept[-1][0]:
-            insort(kept, (-abs(gain), place, row["id"]))
-            del kept[_SHOWN:]
-    return [id_ for _, _, id_ in better], [id_ for _, _, id_ in worse]
+        if here is not None and there is not None:
+            gains.append((sign * (here - there), row["id"]))
+    gains.sort(key=lambda gain: -abs(gain[0]))
+    better = [id_ for gain, id_ in gains if gain > 0]
+    worse = [id_ for gain, id_ in gains if gain < 0]
+    return better[:_SHOWN], worse[:_SHOWN]
 
 
 def _changed_rows(directory: Path, wanted: set[str], report: ScoreReport) -> dict[str, ScoredRow]:
-    rows = read_scored_rows(directory, places_of(directory, wanted).values(), scales=report.scales)
+    rows = read_scored_rows(directory, places_of(directory, wanted), scales=report.scales)
     return {row["id"]: row for row in rows.values()}
 
 

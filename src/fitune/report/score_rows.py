@@ -12,10 +12,6 @@ from fitune.values.reports import Scale, ScoreReport
 from fitune.values.serial import from_json, parse_object
 from fitune.values.words import describe_grade
 
-_TOGETHER = 4_096
-"""Rows of a column in memory."""
-
-
 ScoredRow = dict[str, Any]
 """One row as ``row_asked`` of ``templates/parts.html`` takes it: id, prompt, expected, answer, error, grades in words,
 and notes, which are pairs of a grader and its error or the judge's words. ``answer`` is the model's, or the likeliest
@@ -33,15 +29,12 @@ def read_score(directory: Path) -> ScoreReport:
         ) from None
 
 
-def read_columns(directory: Path, columns: Sequence[str]) -> Iterator[Any]:
-    """These columns of answers.parquet, as record batches in the order of the data. Raises RunDirectoryError."""
+def read_columns(directory: Path, columns: Sequence[str]) -> Any:
+    """These columns of answers.parquet as a table of Arrow, in the order of the data. Raises RunDirectoryError."""
     import pyarrow.parquet as pq
 
     with _readable(directory), open_regular(directory / "answers.parquet", follow_links=False) as answers:
-        table = pq.ParquetFile(answers)
-        if missing := [name for name in columns if name not in table.schema_arrow.names]:
-            raise ValueError(f"answers.parquet has no column {missing[0]!r}")
-        yield from table.iter_batches(batch_size=_TOGETHER, columns=list(columns))
+        return pq.read_table(answers, columns=list(columns))
 
 
 def read_scored_rows(
@@ -69,22 +62,17 @@ def read_scored_rows(
     return found
 
 
-def places_of(directory: Path, ids: Collection[str]) -> dict[str, int]:
-    """Id -> place of its row in the data, from 0. Raises RunDirectoryError."""
-    found: dict[str, int] = {}
-    first = 0
-    for batch in read_columns(directory, ["custom_id"]):
-        found |= {id_: place for place, id_ in enumerate(batch[0].to_pylist(), first) if id_ in ids}
-        first += batch.num_rows
-    return found
+def places_of(directory: Path, ids: Collection[str]) -> list[int]:
+    """Places in the data, from 0, of the rows with these ids. Raises RunDirectoryError."""
+    found = read_columns(directory, ["custom_id"])["custom_id"]
+    return [place for place, id_ in enumerate(found.to_pylist()) if id_ in ids]
 
 
 def first_failed(directory: Path) -> tuple[str, str]:
     """Id and first line of the error of the first row without an answer. Raises RunDirectoryError."""
-    for batch in read_columns(directory, ["custom_id", "error"]):
-        for id_, error in zip(*(column.to_pylist() for column in batch.columns), strict=True):
-            if error:
-                return id_, error.partition("\n")[0]
+    failed = read_columns(directory, ["custom_id", "error"]).drop_null()
+    for row in failed.slice(0, 1).to_pylist():
+        return row["custom_id"], row["error"].partition("\n")[0]
     raise RunDirectoryError(f"{directory}: every row has an answer", hint="score again")
 
 
