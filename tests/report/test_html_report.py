@@ -207,9 +207,9 @@ def test_the_other_choices_have_words_too(plan):
         hardware=dataclasses.replace(plan.hardware, gpus_per_node=8, nodes=2),
     )  # fmt: skip
     text = " ".join(plan_words.sentences(other, total=1500))
-    assert "Every parameter is trained." in text
+    assert "Tuning: full." in text
     assert "All 8 blocks keep" in text
-    assert "SGD (momentum 0.9" in text
+    assert "Optimizer: momentum SGD; weight decay" in text
     assert "1 × 64 × 4 × 16 = 4,096 tokens" in text
     assert "Over 1,500 steps the learning rate rises to 2.0e-03 over 7 steps and stays there." in text
     assert "Gradients are not clipped." in text
@@ -221,12 +221,13 @@ def test_the_other_choices_have_words_too(plan):
 
 def test_every_setting_of_the_plan_is_listed(plan):
     settings = dict(plan_words.settings(plan))
-    assert settings["tuning"] == "Lora"
+    assert settings["tuning.kind"] == "Lora"
     assert settings["tuning.rank"] == "16"
     assert settings["schedule.kind"] == "cosine"
-    assert settings["schedule.duration"] == Epochs.__name__
+    assert settings["schedule.duration.kind"] == Epochs.__name__
     assert settings["hardware.gpu.memory_bytes"] == "16.00 GiB"
-    assert settings["data.sources.1.path"] == "runs/demo/train.jsonl"
+    assert settings["data.sources.0.path"] == "runs/demo/train.jsonl"
     assert settings["batch.packing"] == "yes"
     names = {field.name for field in dataclasses.fields(plan.run)}
-    assert {f"run.{name}" for name in names} <= set(settings)
+    assert {f"run.{name}" for name in names} - set(settings) == {"run.tracking"}
+    assert "run.tracking.project" in settings

@@ -115,8 +115,8 @@ class Beginning:
 
     @property
     def settings(self) -> dict[str, str | int | float | bool]:
-        """The plan's settings by dotted name, but for the matrices of the model: they follow from its shapes."""
-        return {name: value for name, value in _leaves("", parse_object(self.plan)) if "linears" not in name}
+        """The plan's settings by dotted name."""
+        return dict(plan_settings(parse_object(self.plan)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,12 +165,14 @@ class Tracker(Protocol):
         ...
 
 
-def _leaves(name: str, value: object) -> Iterator[tuple[str, str | int | float | bool]]:
+def plan_settings(value: object, name: str = "") -> Iterator[tuple[str, str | int | float | bool]]:
+    """The settings of a plan's data by dotted name, but for the matrices of the model: they follow from its shapes."""
     if isinstance(value, list) and any(isinstance(part, dict) for part in value):
         value = dict(enumerate(value))
     if isinstance(value, Mapping):
         for key, part in value.items():
-            yield from _leaves(f"{name}.{key}" if name else str(key), part)
+            if key != "linears":
+                yield from plan_settings(part, f"{name}.{key}" if name else str(key))
     elif isinstance(value, list):
         yield name, ", ".join(map(str, value))
     elif isinstance(value, str | int | float | bool):
