@@ -1,7 +1,6 @@
 """Pictures of several runs in one (losses, peaks, speeds), of several plans (the matrix), and of a fleet's offers."""
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -176,7 +175,7 @@ def _draw_offers(axes: Any, points: Sequence[OfferPoint]) -> None:
             point.seconds, point.cost, marker="o", markersize=8 if point.is_taken else 6, color=colour, lw=0
         )
     axes.figure.legend(loc="outside lower right", frameon=False, labelcolor=_MUTED)
-    _label(axes, points, best)
+    _label(axes, points)
 
 
 _PLACES = [(7, -3), (7, 6), (7, -12), (-7, -3), (-7, 6), (-7, -12), (7, 15), (7, -21), (-7, 15), (-7, -21), (7, 24),
@@ -184,16 +183,13 @@ _PLACES = [(7, -3), (7, 6), (7, -12), (-7, -3), (-7, 6), (-7, -12), (7, 15), (7,
 """Offsets of a label that begins, or ends to the left of its point, in points of type; the first free one is taken."""
 
 
-def _label(axes: Any, points: Sequence[OfferPoint], best: Sequence[OfferPoint]) -> None:
-    """Names beside the points, those of the frontier first: over no other name, point, or line of the frontier."""
+def _label(axes: Any, points: Sequence[OfferPoint]) -> None:
+    """Names beside the points, those of the frontier first: over no other name or point."""
     from matplotlib.transforms import Bbox
 
     axes.figure.draw_without_rendering()
-    places = {point: axes.transData.transform((point.seconds, point.cost)) for point in points}
-    taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in places.values()]
-    for one, other in pairwise(best):
-        (x, y), (to_x, to_y) = places[one], places[other]
-        taken += [Bbox.from_extents(x, y - 1, to_x, y + 1), Bbox.from_extents(to_x - 1, to_y, to_x + 1, y)]
+    places = axes.transData.transform([(point.seconds, point.cost) for point in points])
+    taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in places]
     for point in sorted(points, key=lambda each: (not each.is_taken, not each.is_on_frontier)):
         text = axes.annotate(
             f"{point.name}{' (taken)' if point.is_taken else ''}", (point.seconds, point.cost), xytext=(0, 0),

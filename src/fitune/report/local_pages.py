@@ -47,46 +47,20 @@ clusters_html = partial(render, "planner_clusters.html", error=None)
 """The table of one's own clusters, or the error of the fleet file that was pasted."""
 runs_table_html = partial(render, "runs_table.html")
 """A row for each run."""
-
-
-def planner_html(
-    question: Mapping[str, str],
-    choices: Mapping[str, Sequence[str]],
-    *,
-    answer: str,
-    ways: str,
-    live: bool,
-    cards: Sequence[str] = (),
-    runs: bool = False,
-) -> str:
-    """The whole page. ``answer`` and ``ways`` are HTML; a page that is not ``live`` is a file without a form.
-
-    ``cards``: names of those that can be rented; ``runs``: whether there is a page of runs beside this one.
-    """
-    from markupsafe import Markup
-
-    return render(
-        "planner.html", title="fitune: what fits", question=question, choices=choices, answer=Markup(answer),
-        ways=Markup(ways), live=live, cards=cards, runs=runs, scripts=("hover.js", "planner.js"),
-    )  # fmt: skip
-
-
-def runs_html(folder: str, *, table: str) -> str:
-    """The page of a folder's runs, which asks for ``table`` again while it is seen."""
-    from markupsafe import Markup
-
-    return render(
-        "runs.html",
-        title=f"fitune: runs in {folder}",
-        folder=folder,
-        table=Markup(table),
-        scripts=("runs.js",),
-    )
-
-
-def run_refused_html(why: str) -> str:
-    """The page in place of a run's report."""
-    return render("run_refused.html", title="fitune: no report", why=why)
+planner_html = partial(
+    render,
+    "planner.html",
+    title="fitune: what fits",
+    scripts=("hover.js", "planner.js"),
+    cards=(),
+    runs=False,
+)
+"""The whole page. ``answer`` and ``ways`` are HTML; a page that is not ``live`` is a file without a form.
+``cards``: names of those that can be rented; ``runs``: True where there is a page of runs beside this one."""
+runs_html = partial(render, "runs.html", scripts=("runs.js",))
+"""The page of a folder's runs, which asks for ``table`` again while it is seen."""
+run_refused_html = partial(render, "run_refused.html", title="fitune: no report")
+"""The page in place of a run's report, which says ``why``."""
 
 
 def curve_of(points: Sequence[tuple[int, float]]) -> str:

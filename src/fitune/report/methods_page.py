@@ -57,7 +57,7 @@ def write_methods_page(
             for row in rows
         ],
         findings=list(findings(runs)),
-        pictures=[(title, Markup(picture)) for title, picture in pictures],
+        pictures=pictures,
         advice=advice,
         plans=[
             (method, _headline(run), plan_words.sentences(run.plan, total=run.total_steps))

@@ -36,8 +36,7 @@ def render(template: str, *, scripts: Sequence[str] = (), **values: Any) -> str:
         script = "\n".join((folder / name).read_text(encoding="utf-8") for name in scripts)
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         values |= {"script": Markup(script), "script_hash": digest}
-    text: str = _environment().get_template(template).render(**values)
-    return text
+    return Markup(_environment().get_template(template).render(**values))
 
 
 @cache

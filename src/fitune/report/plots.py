@@ -166,7 +166,7 @@ def _quiet(axes: Axes, grid: str) -> None:
 def _inline(svg: str, label: str, inside: str) -> str:
     """Only the element, as wide as its place, with variables for colours and without ids nobody refers to; the
     keyboard reaches what can be pointed at."""
-    from markupsafe import escape
+    from markupsafe import Markup, escape
 
     svg = svg[svg.index("<svg") :].strip()
     svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", svg, flags=re.DOTALL)
@@ -182,7 +182,7 @@ def _inline(svg: str, label: str, inside: str) -> str:
     svg = re.sub(r'\sid="([^"]*)"', lambda match: match.group(0) if match.group(1) in used else "", svg)
     for name, stand_in in _STAND_INS.items():
         svg = svg.replace(stand_in, f"var(--{name})")
-    return svg
+    return Markup(svg)
 
 
 _POINTS = 600

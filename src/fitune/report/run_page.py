@@ -56,8 +56,7 @@ def page_of(run: RunFiles, under_way: UnderWay | None = None, *, refresh_s: int 
         scripts=() if advice else ("hover.js",),
         title=f"{run.directory.name}: fitune report",
         refresh_s=refresh_s,
-        plan=run.plan,
-        directory=run.directory.name,
+        run=run,
         **_head(run, under_way, restarts),
         sign_headings=SIGN_HEADINGS,
         signs=sign_rows(under_way.signs) if under_way else [],
@@ -65,16 +64,12 @@ def page_of(run: RunFiles, under_way: UnderWay | None = None, *, refresh_s: int 
         pictures=pictures,
         advice=advice,
         loss=_loss_sentence(run),
-        steps=len(run.steps),
         curve_ends=_curve_ends(run),
-        skipped=sum(step.skipped for step in run.steps),
         retries=[line for retry in told for line in describe_retry(retry).splitlines()],
         restarts=[describe_restart(one) for one in restarts],
         restart_summary=restart_summary(restarts) if restarts else "",
-        samples=run.run.samples if run.run else (),
         sentences=plan_words.sentences(run.plan, total=run.total_steps),
         settings=plan_words.settings(run.plan),
-        decisions=run.prediction.decisions if run.prediction else (),
         alternatives=list(_alternatives(run)),
         rejected=[(item.what, item.why) for item in run.prediction.rejected] if run.prediction else [],
         ledgers=[
@@ -83,14 +78,12 @@ def page_of(run: RunFiles, under_way: UnderWay | None = None, *, refresh_s: int 
             if ledger is not None
         ],
         trackers=[_tracker_row(one) for one in run.trackers],
-        **_reproduction(run),
+        next_commands=commands_of_run(run.plan.run.output_dir, run.plan),
     )
 
 
 def draw_pictures(run: RunFiles) -> dict[str, Any]:
     """SVG elements by name; empty where there is nothing to show. Raises MissingExtra without matplotlib."""
-    from markupsafe import Markup
-
     phases = run.measured.phases
     drawn = {"memory": run_plots.memory_bars(run.estimate, phases) if run.estimate or phases else ""}
     if run.steps:
@@ -101,7 +94,7 @@ def draw_pictures(run: RunFiles) -> dict[str, Any]:
             "throughput": run_plots.throughput_curve(run.steps, predicted=predicted),
             "grad_norm": run_plots.grad_norm_curve(run.steps, clipped_at=run.plan.schedule.max_grad_norm),
         }
-    return {name: Markup(picture) for name, picture in drawn.items()}
+    return drawn
 
 
 def _head(run: RunFiles, under_way: UnderWay | None, restarts: Sequence[Restart]) -> dict[str, Any]:
@@ -265,17 +258,3 @@ def commands_of_run(directory: str, plan: Plan) -> list[str]:
     if plan.run.export == "adapter":
         commands.append(f"fitune export {name}   (adapter and base as one model)")
     return commands
-
-
-def _reproduction(run: RunFiles) -> dict[str, Any]:
-    versions = run.run.versions if run.run else {}
-    version = versions.get("fitune", "")
-    merged_loss = run.run.merged_loss if run.run else None
-    return {
-        "commands": f"pip install fitune{f'=={version}' if version else ''}\nfitune train recipe.yaml",
-        "exported": run.run.exported if run.run else "",
-        "next_commands": commands_of_run(run.plan.run.output_dir, run.plan),
-        "merged_loss": () if merged_loss is None else merged_loss.lines(),
-        "recipe": run.recipe,
-        "versions": list(versions.items()),
-    }

@@ -97,28 +97,24 @@ def under_way_tiles(run: UnderWay, restarts: Sequence[Restart]) -> Iterator[Tile
     yield Tile("Last sign", _ago(run.last_sign_s), f"at {clock(run.at - run.last_sign_s, at=run.at)}")
     if run.signs:
         hosts = len({status.host for status, _ in run.signs})
-        below = f"on {hosts} machine{'s' * (hosts != 1)}"
-        yield Tile("Workers", f"{len(run.signs)}", below + (f", {_times(len(restarts))}" if restarts else ""))
+        again = f", {counted(len(restarts), 'restart')}" if restarts else ""
+        yield Tile("Workers", f"{len(run.signs)}", f"on {counted(hosts, 'machine')}{again}")
 
 
 def restart_summary(restarts: Sequence[Restart]) -> str:
     """``2 restarts, 41 s lost and 7 steps done again; workers: 4 → 3 → 4``."""
     lost = sum(one.lost_seconds for one in restarts if one.again_at)
     steps = sum(one.lost_steps for one in restarts)
-    again = f" and {steps:,} step{'s' * (steps != 1)} done again" if steps else ""
+    again = f" and {counted(steps, 'step')} done again" if steps else ""
     workers = [restarts[0].workers_before, *(one.workers for one in restarts)]
     changed = f"; workers: {' → '.join(map(str, workers))}" if len(set(workers)) > 1 else ""
-    return f"{_times(len(restarts))}, {format_seconds(lost)} lost{again}{changed}"
+    return f"{counted(len(restarts), 'restart')}, {format_seconds(lost)} lost{again}{changed}"
 
 
 def clock(moment: float, *, at: float) -> str:
     """The local time of ``moment``, with the day where that is another one than ``at``'s."""
     then, now = time.localtime(moment), time.localtime(at)
     return time.strftime("%H:%M:%S" if then[:3] == now[:3] else "%Y-%m-%d %H:%M:%S", then)
-
-
-def _times(restarts: int) -> str:
-    return f"{restarts} restart{'s' * (restarts != 1)}"
 
 
 def _ago(seconds: float) -> str:
@@ -162,9 +158,7 @@ def describe_restart(restart: Restart) -> str:
         workers += f" instead of {restart.workers_before}"
     where = f"from step {restart.after_step:,}" if restart.after_step else "from the beginning"
     lost = f"; {restart.lost_seconds:,.0f} s lost" if restart.again_at else ""
-    again = f", {restart.lost_steps:,} step{'s' * (restart.lost_steps != 1)} done again" * bool(
-        restart.lost_steps
-    )
+    again = f", {counted(restart.lost_steps, 'step')} done again" if restart.lost_steps else ""
     return f"{restart.cause}; {workers} went on {where}{again}{lost}"
 
 

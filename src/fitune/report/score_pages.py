@@ -124,17 +124,15 @@ def _measured(report: ScoreReport) -> Iterator[Sequence[str]]:
 
 def _score_pictures(report: ScoreReport, lengths: Any, grades: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Titles and SVG elements. Raises MissingExtra without matplotlib."""
-    from markupsafe import Markup
-
     drawn: list[tuple[str, Any]] = []
     for number, (name, values) in enumerate(grades.items()):
         graded = values[values == values]
         if len(graded):
             scale = report.scales.get(name, "share")
             axis = "grade" if scale in ("share", "value") else scale
-            drawn.append((f"Grades by {name}", Markup(histogram(graded, axis, name=f"grades-{number}"))))
+            drawn.append((f"Grades by {name}", histogram(graded, axis, name=f"grades-{number}")))
     if len(lengths):
-        drawn.append(("Tokens of an answer", Markup(histogram(lengths, "tokens", name="tokens"))))
+        drawn.append(("Tokens of an answer", histogram(lengths, "tokens", name="tokens")))
     return drawn
 
 
@@ -293,12 +291,10 @@ def _facts(report: ScoreReport) -> dict[str, str]:
 def _difference_pictures(paired: Sequence[PairedScore]) -> list[tuple[str, Any]]:
     """A picture for each scale that occurs: the differences with their intervals. Raises MissingExtra without
     matplotlib."""
-    from markupsafe import Markup
-
     drawn = []
     for scale in dict.fromkeys(found.scale for found in paired):
         some = [found for found in paired if found.scale == scale]
-        drawn.append(("Difference with its interval of 95 %", Markup(_intervals(some, scale))))
+        drawn.append(("Difference with its interval of 95 %", _intervals(some, scale)))
     return drawn
 
 

@@ -313,7 +313,9 @@ def clusters(question: Mapping[str, str]) -> str:
 def page(question: Mapping[str, str], *, runs: bool = False) -> str:
     """The whole page, whose script asks for the answer to the address's query."""
     choices = {key: values_of(f"--{key}") for key in ("model", "gpu", "tuning")}
-    return planner_html(question, choices, answer="", ways="", live=True, cards=tuple(PRICES), runs=runs)
+    return planner_html(
+        question=question, choices=choices, answer="", ways="", live=True, cards=tuple(PRICES), runs=runs
+    )
 
 
 def write_plan_page(recipe: Recipe, found: PlanReport | NothingFits, path: Path, *, train: str) -> Path:
@@ -325,7 +327,7 @@ def write_plan_page(recipe: Recipe, found: PlanReport | NothingFits, path: Path,
         asked = Asked(recipe=recipe, model=load_model_spec(recipe.model))
         others = other_ways(recipe, found.taken, model=asked.model, machine=wanted_hardware)
         shown, table = _shown(asked, found, train), _table(asked, found, others, train)
-    return write_page(path, planner_html({}, {}, answer=shown, ways=table, live=False))
+    return write_page(path, planner_html(question={}, choices={}, answer=shown, ways=table, live=False))
 
 
 def query_of_link(link: str) -> str:

@@ -151,7 +151,9 @@ class RunsFolder:
 
     def page(self, question: Mapping[str, str]) -> str:
         """HTML of the whole page; what is asked does not matter."""
-        return runs_html(str(self.folder), table=self.table(question))
+        return runs_html(
+            title=f"fitune: runs in {self.folder}", folder=str(self.folder), table=self.table(question)
+        )
 
     def table(self, question: Mapping[str, str]) -> str:
         """HTML of the table as the files are now."""
@@ -164,11 +166,11 @@ class RunsFolder:
         name = question.get("name", "")
         view = self._found().get(name)
         if view is None:
-            return run_refused_html(f"{self.folder} has no run {name!r}")
+            return run_refused_html(why=f"{self.folder} has no run {name!r}")
         try:
             files, under_way = view.look()
         except FituneError as error:
-            return run_refused_html(str(error))
+            return run_refused_html(why=str(error))
         return page_of(files, under_way, refresh_s=REFRESH_SECONDS if under_way and under_way.is_alive else 0)
 
     def _found(self) -> dict[str, RunView]:
