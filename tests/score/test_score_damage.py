@@ -1,6 +1,5 @@
 """Shards that were damaged are errors for people, with the file that is at fault."""
 
-import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -37,13 +36,12 @@ def test_grades_that_were_damaged_are_an_error_with_their_file_and_without_it_th
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"ids": ["train-0001"]}, "differ in number"),
+        ({"ids": ["train-0001"]}, "its ids, contents and states are not"),
         ({"states": ["x"] * 8}, "states.0: "),
         ({"contents": [1] * 8}, "contents.0: "),
         ({"states": [[]] * 8}, "states.0: "),
         ({"ids": 8}, "ids: "),
         ({"sha256": "abc"}, "sha256: "),
-        ({"sha256": {}}, "sha256 says nothing of its answers"),
     ],
 )
 def test_a_manifest_that_does_not_hold_together_is_an_error_with_its_file(finished, change, why):
@@ -67,21 +65,6 @@ def test_a_manifest_that_does_not_hold_together_is_an_error_with_its_file(finish
 def test_a_manifest_that_is_none_is_an_error_with_its_file(finished, content, why):
     shard_manifest(finished).write_bytes(content)
     with pytest.raises(RunDirectoryError, match=f"00000.json: the shard is damaged: {why}"):
-        quietly(finished)
-
-
-@pytest.mark.parametrize("kind", ["answers", "tasks"])
-@pytest.mark.parametrize("lines", [5, 9])
-def test_a_manifest_of_fewer_or_more_lines_than_its_files_is_an_error(finished, kind, lines):
-    """Also where the hash was forged to be right."""
-    path = shard_manifest(finished)
-    file = path.with_suffix(f".{kind}.jsonl")
-    written = (file.read_bytes().splitlines(keepends=True) * 2)[:lines]
-    file.write_bytes(b"".join(written))
-    found = json.loads(path.read_text())
-    found["sha256"][kind] = hashlib.sha256(file.read_bytes()).hexdigest()
-    path.write_text(json.dumps(found))
-    with pytest.raises(RunDirectoryError, match=f"{kind}.jsonl: .* it has {lines} lines, its manifest 8"):
         quietly(finished)
 
 
@@ -109,32 +92,6 @@ def test_a_manifest_of_an_earlier_version_has_no_hash_of_its_rows(finished):
     del found["sha256"]["rows"]
     path.write_text(json.dumps(found))
     assert quietly(finished).rows_asked == 0
-
-
-def test_a_manifest_that_names_other_rows_than_its_answers_is_an_error(finished):
-    path = shard_manifest(finished)
-    found = json.loads(path.read_text())
-    for name in ("ids", "contents"):
-        found[name] = found[name][::-1]
-    del found["sha256"]["rows"]
-    path.write_text(json.dumps(found))
-    with pytest.raises(
-        RunDirectoryError,
-        match="00000.answers.jsonl: .* line 8 answers 'train-0008', its manifest says 'train-0001'",
-    ):
-        quietly(finished)
-
-
-@pytest.mark.parametrize("line", [b"{}", b"[]", b'{"custom_id": "train-0001"}', b"\xff", b'{"custom_id": 7'])
-def test_an_answer_that_is_none_is_an_error_with_its_file(finished, line):
-    path = shard_manifest(finished)
-    file = path.with_suffix(".answers.jsonl")
-    file.write_bytes(b"\n".join([line, *file.read_bytes().splitlines()[1:]]) + b"\n")
-    found = json.loads(path.read_text())
-    found["sha256"]["answers"] = hashlib.sha256(file.read_bytes()).hexdigest()
-    path.write_text(json.dumps(found))
-    with pytest.raises(RunDirectoryError, match="00000.answers.jsonl: the shard is damaged"):
-        quietly(finished)
 
 
 def test_a_shard_of_another_run_is_an_error_with_its_file(finished, finished_once):

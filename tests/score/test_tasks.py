@@ -1,7 +1,5 @@
 """Tasks: every row is asked with the ids it would be trained with, under an id of its own."""
 
-from pathlib import Path
-
 import pytest
 
 from fitune.data.conversations.messages import Conversation, Message
@@ -18,7 +16,7 @@ def write_rows(path, rows):
 
 
 def checked(*sources, id_column=""):
-    with open_index(Path(sources[0].path).parent) as index:
+    with open_index() as index:
         index_input(Input(sources=tuple(sources), id_column=id_column), index)
     return list(Input(sources=tuple(sources), id_column=id_column).questions())
 

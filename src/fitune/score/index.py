@@ -6,7 +6,6 @@ import errno
 import sqlite3
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
-from pathlib import Path
 from typing import Any
 
 from fitune.errors import DataError
@@ -42,10 +41,9 @@ _PENDING = f"rows LEFT JOIN best USING (id) WHERE coalesce(state, {RETRY}) = {RE
 
 
 @contextmanager
-def open_index(directory: Path | None = None) -> Iterator["Index"]:
-    """An empty index, in a file of ``directory``, else of the cache, that is gone afterwards. Raises OSError when the
-    disk is full."""
-    directory = directory or cache_folder() / "scoring"
+def open_index() -> Iterator["Index"]:
+    """An empty index, in a file of the cache that is gone afterwards. Raises OSError when the disk is full."""
+    directory = cache_folder() / "scoring"
     directory.mkdir(parents=True, exist_ok=True)
     remove_stale_siblings(directory)
     path = temporary_sibling(directory / "index.sqlite")
@@ -99,9 +97,9 @@ class Index:
         """Numbers of the rows to be asked: without a line, or with an error that another try may mend."""
         return (number for (number,) in self.db.execute(f"SELECT number FROM {_PENDING} ORDER BY number"))
 
-    def places(self) -> Iterator[tuple[str, int, int]]:
-        """Id, shard, and place in it, of the line that counts: one for each row, in the order of the input."""
-        return iter(self.db.execute("SELECT id, shard, place FROM rows JOIN best USING (id) ORDER BY number"))
+    def places(self) -> Iterator[tuple[int, int]]:
+        """Shard, and place in it, of the line that counts: one for each row, in the order of the input."""
+        return iter(self.db.execute("SELECT shard, place FROM rows JOIN best USING (id) ORDER BY number"))
 
     def add_texts(self, lines: Iterable[tuple[str, bytes]]) -> None:
         """Keep each line of another scoring under its id; a later line of an id replaces the earlier one."""

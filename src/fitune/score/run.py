@@ -292,10 +292,10 @@ def _write_outputs(
         writer = stack.enter_context(pq.ParquetWriter(table, schema))
         for group in groups(index.places(), _ROW_GROUP):
             records = []
-            for id_, number, place in group:
-                line, task = shards.answer(number, place, id_), shards.row(number, place, "tasks")
+            for number, place in group:
+                line, task = shards.row(number, place), shards.row(number, place, "tasks")
                 grades = {grader.name: shards.grade(number, grader.key, place) for grader in graders}
-                answers.write(shards.lines(number)[place])
+                answers.write(shards.lines(number, "answers")[place])
                 graded.write(_grade_line(line, task, grades))
                 records.append(_record(line, task, grades))
                 on_row(records[-1], grades)

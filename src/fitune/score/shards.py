@@ -9,9 +9,9 @@ Grades stand beside them, one file for each shard and grader.
 
 import hashlib
 import re
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from itertools import count
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -24,7 +24,6 @@ from fitune.files import open_regular, write_atomically
 from fitune.score.answers import MANIFEST, OURS, Line, answer_line
 from fitune.score.index import ANSWERED, REFUSED, RETRY, Index
 from fitune.score.tasks import Answer
-from fitune.units import MIB
 
 T = TypeVar("T")
 
@@ -34,8 +33,6 @@ _OPEN = 8
 """Shards whose lines are kept in memory; rows that were retried stand in other shards than their neighbours."""
 _MANIFEST = re.compile(r"(\d{5,})\.json")
 _OURS = re.compile(r"\d{5,}(\.json|\.(answers|tasks|grades-[0-9a-f]+)\.jsonl)")
-
-_OF_A_LINE = {"custom_id", "response", "error"}
 
 OF_THE_ROW = ("prompt_too_long", "empty_prompt", "bad_row")
 """Codes of errors that another try cannot mend."""
@@ -59,9 +56,9 @@ class Shards:
 
     def __init__(self, directory: Path) -> None:
         self._folder = directory / FOLDER
-        self._lines: OrderedDict[tuple[int, str], list[bytes]] = OrderedDict()
+        self.lines = lru_cache(_OPEN * (len(_KINDS) + 1))(self._read_lines)
         self._told: set[int] = set()
-        self._names: dict[tuple[int, str], str] = {}
+        self._grades = cache(self._name_of_grades)
 
     def free_numbers(self) -> Iterator[int]:
         """Numbers of the shards to be written: those of shards that were removed come first."""
@@ -96,10 +93,6 @@ class Shards:
         try:
             with open_regular(path, follow_links=False) as file:
                 shard = _SHARD.validate_json(file.read())
-            if not len(shard.ids) == len(shard.contents) == len(shard.states):
-                raise ValueError("ids, contents and states differ in number")
-            if missing := [kind for kind in _KINDS if kind not in shard.sha256]:
-                raise ValueError(f"sha256 says nothing of its {missing[0]}")
             written = _hash_of_rows(shard.ids, shard.contents, shard.states)
             if shard.sha256.get("rows", written) != written:  # earlier versions wrote none
                 raise ValueError("its ids, contents and states are not those that were written")
@@ -137,16 +130,10 @@ class Shards:
         }  # fmt: skip
         write_atomically(self._path(number, ".json"), to_json(manifest) + b"\n")
 
-    def lines(self, number: int, kind: str = "answers") -> list[bytes]:
-        """All lines of a shard; those of the shards read last are kept."""
-        key = (number, kind)
-        if key not in self._lines:
-            with open_regular(self._path(number, f".{kind}.jsonl"), follow_links=False) as file:
-                self._lines[key] = file.readlines()
-            while len(self._lines) > _OPEN * (len(_KINDS) + 1):
-                self._lines.popitem(last=False)
-        self._lines.move_to_end(key)
-        return self._lines[key]
+    def _read_lines(self, number: int, kind: str) -> list[bytes]:
+        """All lines of a shard."""
+        with open_regular(self._path(number, f".{kind}.jsonl"), follow_links=False) as file:
+            return file.readlines()
 
     def rows(self, number: int, kind: str = "answers") -> list[Line]:
         """All lines of a shard as objects. Raises RunDirectoryError."""
@@ -156,16 +143,6 @@ class Shards:
         """One line of a shard as an object. Raises RunDirectoryError."""
         lines = self.lines(number, kind)
         return self._parsed(number, kind, lines[place] if place < len(lines) else b"")
-
-    def answer(self, number: int, place: int, id_: str) -> Line:
-        """The line that answers row ``id_``, as an object. Raises RunDirectoryError."""
-        found = self.row(number, place)
-        if found["custom_id"] != id_:
-            raise _damaged(
-                self._path(number, ".answers.jsonl"),
-                f"line {place + 1} answers {found['custom_id']!r}, its manifest says {id_!r}",
-            )
-        return found
 
     def has_grades(self, number: int, key: str) -> bool:
         """True if the shard was graded under ``key``, for these very answers."""
@@ -179,7 +156,7 @@ class Shards:
         """One line for each line of the shard."""
         name = self._grades(number, key)
         write_atomically(self._path(number, f".{name}.jsonl"), _text(grades))
-        self._lines.pop((number, name), None)
+        self.lines.cache_clear()
 
     def grade(self, number: int, key: str, place: int) -> Line:
         """Raises RunDirectoryError."""
@@ -189,12 +166,10 @@ class Shards:
             raise _damaged(self._path(number, f".{name}.jsonl"), f"line {place + 1} holds no grade")
         return found
 
-    def _grades(self, number: int, key: str) -> str:
+    def _name_of_grades(self, number: int, key: str) -> str:
         """The name of the file, tied to the answers by their hash."""
-        if (number, key) not in self._names:
-            tied = hashlib.sha256(f"{key} {sorted(self.read(number).sha256.items())}".encode())
-            self._names[number, key] = f"grades-{tied.hexdigest()[:12]}"
-        return self._names[number, key]
+        tied = hashlib.sha256(f"{key} {sorted(self.read(number).sha256.items())}".encode())
+        return f"grades-{tied.hexdigest()[:12]}"
 
     def _parsed(self, number: int, kind: str, line: bytes) -> Line:
         """Without the checks of ``parse_json``: the bytes were written here, and each row is read several times."""
@@ -202,27 +177,20 @@ class Shards:
             found: Line = from_json(line)
             if not isinstance(found, dict):
                 raise ValueError("a line is no object")
-            if kind == "answers" and not found.keys() >= _OF_A_LINE:
-                raise ValueError(f"a line has no {min(_OF_A_LINE - found.keys())}")
         except ValueError as error:
             raise _damaged(self._path(number, f".{kind}.jsonl"), str(error)) from None
         return found
 
     def _check(self, number: int, shard: Shard, kind: str) -> None:
-        """The file's bytes are those that were written, and its lines those of the manifest."""
+        """Raises RunDirectoryError where the file's bytes are not those that were written."""
         path = self._path(number, f".{kind}.jsonl")
-        sha256, lines = hashlib.sha256(), 0
         try:
             with open_regular(path, follow_links=False) as file:
-                while part := file.read(MIB):
-                    sha256.update(part)
-                    lines += part.count(b"\n")
+                found = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
             raise _damaged(path, error.strerror or str(error)) from None
-        if sha256.hexdigest() != shard.sha256[kind]:
+        if found != shard.sha256.get(kind):
             raise _damaged(path, "its bytes are not those that were written")
-        if lines != len(shard.ids):
-            raise _damaged(path, f"it has {lines:,} lines, its manifest {len(shard.ids):,}")
 
     def _path(self, number: int, ending: str) -> Path:
         return self._folder / f"{number:05d}{ending}"
