@@ -60,7 +60,7 @@ def test_a_log_of_another_shape_is_put_back(train, run, killed):
     before = (run / "metrics.jsonl").read_text()
     (run / "metrics.jsonl").write_text("[1, 2]\n{}\n")
     train("--resume", output_dir=run, save_steps=1, max_steps=3).ends(
-        0, "lines that cannot be read: 2; the lines up to step 2 are put back"
+        0, "was changed or cut; the lines up to step 2 are put back"
     )
     assert (run / "metrics.jsonl").read_text().startswith(before)
 

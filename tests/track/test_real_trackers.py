@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from fitune.track import feed
 from fitune.track.feed import Trackers
 from fitune.track.record import read_tracked
 from fitune.track.trackers import End, wanted_trackers
@@ -58,7 +59,9 @@ def _attempts(directory, store, make_step):
     tracking = Tracking(run_name="a name", project="a-project", server=f"sqlite:///{store}", offline=True)
     for steps, lr in (((1, 2, 3), 1e-3), ((3, 4, 5), 2e-3)):
         changed = replace(plan, run=replace(plan.run, tracking=tracking, seed=int(lr * 1e3)))
-        trackers = Trackers(wanted_trackers(["all"]), directory, say=lambda line: None, end_s=600.0)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(feed, "END_S", 600.0)
+            trackers = Trackers(wanted_trackers(["all"]), directory, say=lambda line: None)
         trackers.start(changed, "a name")
         for step in steps:
             trackers.step(make_step(step, loss=LOSSES[step], eval_loss=1.5 if step == 5 else None))

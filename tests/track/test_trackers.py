@@ -13,6 +13,7 @@ import pytest
 from fitune.errors import MissingExtra, RecipeError
 from fitune.files import process_lives
 from fitune.recipe.keys import all_keys
+from fitune.track import feed
 from fitune.track.feed import Trackers
 from fitune.track.record import log_of, read_tracked
 from fitune.track.trackers import (
@@ -43,12 +44,14 @@ def toys_are_found(monkeypatch):
 
 
 @pytest.fixture
-def open_toy(tmp_path, plan):
+def open_toy(tmp_path, plan, monkeypatch):
     """A started toy tracker by its class, and the lines it says to people."""
 
-    def opened(name, **settings):
+    def opened(name, **limits):
         said = []
-        trackers = Trackers({"toy": row(name)}, tmp_path, say=said.append, **{"end_s": 60.0, **settings})
+        for limit, value in {"END_S": 60.0, **limits}.items():
+            monkeypatch.setattr(feed, limit, value)
+        trackers = Trackers({"toy": row(name)}, tmp_path, say=said.append)
         trackers.start(plan, "a run")
         return trackers, said
 
@@ -103,7 +106,7 @@ def test_every_step_arrives_in_order_and_a_resumed_run_has_the_same_id(open_toy,
 
 
 def test_a_tracker_that_hangs_holds_nothing_up_and_is_ended(open_toy, tmp_path, make_step):
-    trackers, said = open_toy("Hangs", end_s=0.5, most_waiting=10)
+    trackers, said = open_toy("Hangs", END_S=0.5, MOST_WAITING=10)
     until((tmp_path / "toy.jsonl").is_file)
     for step in range(1, 101):
         trackers.step(make_step(step))
@@ -116,7 +119,7 @@ def test_a_tracker_that_hangs_holds_nothing_up_and_is_ended(open_toy, tmp_path, 
 
 
 def test_a_tracker_that_hangs_at_the_end_has_the_steps(open_toy, tmp_path, make_step):
-    trackers, _ = open_toy("HangsAtTheEnd", end_s=0.5)
+    trackers, _ = open_toy("HangsAtTheEnd", END_S=0.5)
     trackers.step(make_step(1))
     until(lambda: trackers.tracked[0].sent == 1)
     assert finish(trackers)
@@ -126,7 +129,7 @@ def test_a_tracker_that_hangs_at_the_end_has_the_steps(open_toy, tmp_path, make_
 
 
 def test_a_tracker_that_fails_begins_again_and_misses_nothing(open_toy, tmp_path, make_step):
-    trackers, said = open_toy("FailsOnce", pauses_s=(0.0,))
+    trackers, said = open_toy("FailsOnce", PAUSES_S=(0.0,))
     for step in range(1, 6):
         trackers.step(make_step(step))
     until(lambda: trackers.tracked[0].sent == 5)
@@ -142,7 +145,7 @@ def test_a_tracker_that_fails_begins_again_and_misses_nothing(open_toy, tmp_path
     [("Refuses", "PermissionError: no such project"), ("Dies", "its process ended (signal SIGKILL)")],
 )
 def test_a_tracker_that_keeps_failing_is_left_out_and_says_why(name, cause, open_toy, tmp_path, make_step):
-    trackers, said = open_toy(name, pauses_s=(0.0,))
+    trackers, said = open_toy(name, PAUSES_S=(0.0,))
     trackers.step(make_step(1))
     until(lambda: trackers.tracked[0].lost == 1)
     trackers.step(make_step(2))

@@ -73,7 +73,7 @@ def test_a_log_that_is_lost_comes_back_with_the_checkpoint(make_plan):
     (Path(plan.run.output_dir) / "metrics.jsonl").unlink()
     report = trained(plan, on_note=said.append, resume=True)
     assert any(
-        "metrics.jsonl: steps missing: 1–4; the lines up to step 4 are put back" in line for line in said
+        "metrics.jsonl: was changed or cut; the lines up to step 4 are put back" in line for line in said
     )
     assert steps_of(plan)[:4] == before
     assert (report.status, report.reason, report.steps) == ("complete", "", 6)

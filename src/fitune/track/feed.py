@@ -9,7 +9,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
@@ -44,17 +44,9 @@ class Trackers:
     """All trackers of a run, as one of its sinks. ``say`` is told lines for people, in the thread of the run."""
 
     def __init__(
-        self,
-        rows: Mapping[str, TrackerRow],
-        directory: Path,
-        *,
-        say: Callable[[str], None],
-        end_s: float = END_S,
-        pauses_s: Sequence[float] = PAUSES_S,
-        most_waiting: int = MOST_WAITING,
+        self, rows: Mapping[str, TrackerRow], directory: Path, *, say: Callable[[str], None]
     ) -> None:
-        self._rows, self._directory, self._say = rows, directory, say
-        self._end_s, self._pauses_s, self._most_waiting = end_s, pauses_s, most_waiting
+        self._rows, self._directory, self._say, self._end_s = rows, directory, say, END_S
         self._feeds: list[Feed] = []
         self._lock = threading.Lock()
         self._until = 0.0
@@ -83,12 +75,7 @@ class Trackers:
                 directory=str(self._directory.absolute()),
                 plan=without_credentials(to_json(plan)),
             )
-            self._feeds.append(
-                Feed(
-                    row, beginning, replace(before, failure=""), on_change=self._write,
-                    pauses_s=self._pauses_s, most_waiting=self._most_waiting,
-                )
-            )  # fmt: skip
+            self._feeds.append(Feed(row, beginning, replace(before, failure=""), on_change=self._write))
         self._write()
         for feed in self._feeds:
             feed.begin()
@@ -141,17 +128,10 @@ class Feed:
     """One tracker: its queue, its thread, and what has become of it."""
 
     def __init__(
-        self,
-        row: TrackerRow,
-        beginning: Beginning,
-        before: Tracked,
-        *,
-        on_change: Callable[[], None],
-        pauses_s: Sequence[float],
-        most_waiting: int,
+        self, row: TrackerRow, beginning: Beginning, before: Tracked, *, on_change: Callable[[], None]
     ) -> None:
         self._row, self._beginning, self._before = row, beginning, before
-        self._on_change, self._pauses_s, self._most_waiting = on_change, list(pauses_s), most_waiting
+        self._on_change, self._pauses_s = on_change, list(PAUSES_S)
         self._changed = threading.Condition()
         self._waiting: deque[bytes] = deque()
         self._end: End | None = None
@@ -178,7 +158,7 @@ class Feed:
         """Queues a line of metrics.jsonl; counts it as lost where the queue is full or the tracker has ended."""
         with self._changed:
             self._told += 1
-            if not self._is_over and len(self._waiting) < self._most_waiting:
+            if not self._is_over and len(self._waiting) < MOST_WAITING:
                 self._waiting.append(line)
                 self._changed.notify_all()
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -11,7 +10,6 @@ from typing import Protocol
 
 from fitune.errors import RunDirectoryError
 from fitune.files import open_for_append, open_regular, write_atomically
-from fitune.units import as_ranges
 from fitune.values.plan import Plan
 from fitune.values.reports import RunReport, StepReport
 from fitune.values.serial import from_data, parse_json, to_data
@@ -58,16 +56,16 @@ class MetricsLog:
         self._lines[self._lines.rfind(b"\n", 0, -1) + 1 :] = to_line(report)
         self._replace()
 
-    def restart(self, saved: bytes, *, step: int) -> str:
+    def restart(self, saved: bytes, *, step: int) -> bool:
         """Let the file be ``saved``, its lines when ``step`` was saved: a run resumed there writes later ones again.
 
-        Returns how the lines up to ``step`` differed, empty when they did not. The file is replaced whole: a reader,
-        or a kill at any moment, sees the old lines or the new ones.
+        True if the lines up to ``step`` differed. The file is replaced whole: a reader, or a kill at any moment, sees
+        the old lines or the new ones.
         """
         found = self.content
         self._lines = bytearray(saved)
         self._replace()
-        return _difference(found, saved, step)
+        return _until(step, found) != _until(step, saved)
 
     def put_back(self) -> str:
         """Write the file again if it was removed, replaced or cut while it was open; returns a line that says so."""
@@ -159,37 +157,20 @@ def to_line(report: StepReport) -> bytes:
     return json.dumps(data, allow_nan=False).encode() + b"\n"
 
 
-def _difference(found: bytes, saved: bytes, step: int) -> str:
-    """Difference, in words, between the lines of ``found`` up to ``step`` and those that were saved."""
-    steps, unreadable = _readable(found)
-    expected, _ = _readable(saved)
-    earlier = Counter(report.step for report in steps if report.step <= step)
-    lost = {report.step for report in expected} - set(earlier)
-    doubled = [number for number, count in earlier.items() if count > 1]
-    causes = []
-    if lost:
-        causes.append(f"steps missing: {as_ranges(lost)}")
-    if doubled:
-        causes.append(f"steps there more than once: {as_ranges(doubled)}")
-    if unreadable:
-        causes.append(f"lines that cannot be read: {unreadable}")
-    # the last step may have been evaluated since
-    was, now = (
-        [replace(r, eval_loss=None) if r.step == step else r for r in each] for each in (expected, steps)
-    )
-    if not causes and not found.startswith(saved) and was != now[: len(was)]:
-        causes.append("lines were changed")
-    return "; ".join(causes)
+def _until(step: int, content: bytes) -> list[bytes]:
+    """The lines up to ``step``, without that step's evaluation, which may have come later."""
+    steps = (report for report in _readable(content) if report.step <= step)
+    return [to_line(replace(report, eval_loss=None) if report.step == step else report) for report in steps]
 
 
 def readable_steps(path: Path) -> list[StepReport]:
     """The reports of a file that is to be put back from a checkpoint: lines that cannot be read are passed over."""
-    return _readable(_content(path))[0]
+    return _readable(_content(path))
 
 
 def steps_in(content: bytes, *, last: int) -> list[StepReport]:
     """The ``last`` reports of what a checkpoint keeps of the log."""
-    return _readable(b"\n".join(content.splitlines()[-last:]))[0]
+    return _readable(b"\n".join(content.splitlines()[-last:]))
 
 
 def last_step(directory: Path) -> int:
@@ -197,15 +178,13 @@ def last_step(directory: Path) -> int:
     return max((report.step for report in readable_steps(directory / "metrics.jsonl")), default=0)
 
 
-def _readable(content: bytes) -> tuple[list[StepReport], int]:
-    """The reports of all lines that can be read, and the number of lines that cannot."""
-    steps, unreadable = [], 0
+def _readable(content: bytes) -> list[StepReport]:
+    """The reports of all lines that can be read."""
+    steps = []
     for raw in content.splitlines():
-        try:
+        with suppress(ValueError):
             steps.append(from_data(StepReport, parse_json(raw)))
-        except ValueError:
-            unreadable += 1
-    return steps, unreadable
+    return steps
 
 
 def _whole_lines(content: bytes) -> list[bytes]:

@@ -318,10 +318,9 @@ def put_metrics_back(directory: Path, plan: Plan, *, steps: int, on_note: Callab
 
 def _restart_log(log: MetricsLog, start: Start, on_note: Callable[[str], None]) -> None:
     saved = b"" if start.state is None else start.state.log
-    difference = log.restart(saved, step=start.step)
-    if difference:
+    if log.restart(saved, step=start.step):
         on_note(
-            f"{log.path}: {difference}; the lines up to step {start.step} are put back from its checkpoint"
+            f"{log.path}: was changed or cut; the lines up to step {start.step} are put back from its checkpoint"
         )
 
 
