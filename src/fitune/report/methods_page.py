@@ -12,7 +12,7 @@ from fitune.report.comparison_plots import held_out_curves, loss_curves, method_
 from fitune.report.page import pictures_or_advice, render, write_page
 from fitune.report.run_files import RunFiles
 from fitune.units import format_bytes, format_number, format_percent, format_rate
-from fitune.values.plan import Dense, Lomo, base_of, trains_every_weight
+from fitune.values.plan import Dense, base_of
 from fitune.values.reports import settled_steps
 
 SPEED = "Throughput"
@@ -169,7 +169,6 @@ def findings(runs: Runs) -> Iterator[str]:
     final = {name: final_loss(run) for name, run in runs.items() if run.steps}
     yield from _order("Training loss at the end", final)
     yield from _order("Best loss on the held-out rows", _held_out(runs))
-    yield from _surprises(runs, final)
     yield from _rounded_bases(runs)
     peaks = _measured(runs, PEAK)
     if len(peaks) > 1:
@@ -198,22 +197,6 @@ def _order(what: str, losses: Mapping[str, float]) -> Iterator[str]:
     for (_, before), (name, loss) in pairwise(ranked):
         words.append(f"{'≈' if loss <= before * (1 + _SAME) else '<'} {name} {format_number(loss, digits=3)}")
     yield f"{what}: {' '.join(words)}."
-
-
-def _surprises(runs: Runs, final: Mapping[str, float]) -> Iterator[str]:
-    """More trained weights can follow the data more closely; where they did not, why that may be."""
-    adapters = [final[name] for name in final if not trains_every_weight(runs[name].plan.tuning)]
-    if not adapters:
-        return
-    for name in final:
-        plan = runs[name].plan
-        if trains_every_weight(plan.tuning) and final[name] > min(adapters) * (1 + _SAME):
-            why = "all weights take smaller steps than adapters"
-            if isinstance(plan.tuning, Lomo):
-                sgd = "it is SGD without momentum, one rate for all weights"
-                why = "AdaLomo has no first moment" if plan.tuning.adaptive else sgd
-            rate = f"its rate of {plan.schedule.learning_rate:g} is the first thing to try higher"
-            yield f"{name} ends above the adapters at equal steps: {why}; {rate}."
 
 
 def _rounded_bases(runs: Runs) -> Iterator[str]:

@@ -57,19 +57,15 @@ def _empty_figure(
     what: str,
     size: tuple[float, float],
     font_size: float = 9,
-    fits: bool = True,
 ) -> Iterator[Any]:
-    """Inside, matplotlib draws and saves it as this project's SVG: text as text, equal pictures as equal files.
-
-    ``fits``: matplotlib finds the room for labels, by drawing twice.
-    """
+    """Inside, matplotlib draws and saves it as this project's SVG: text as text, equal pictures as equal files."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
         raise MissingExtra(what, extra="plots") from None
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.size": font_size}):
-        yield Figure(figsize=size, layout="constrained" if fits else None)
+        yield Figure(figsize=size, layout="constrained")
 
 
 _DARK = (
@@ -90,24 +86,18 @@ methods stay, the blue one lighter."""
 
 def draw_svg(
     draw: Callable[[Axes], None], *, name: str, label: str, grid: str = "y", height_in: float = 2.7,
-    left_in: float = 0.0, curves: Mapping[str, Points] | None = None, text: Callable[[float], str] = format_number,
+    curves: Mapping[str, Points] | None = None, text: Callable[[float], str] = format_number,
 ) -> str:  # fmt: skip
     """Call ``draw`` with empty axes; ``grid`` is the axis of the values: ``y`` over steps, ``x`` for bars.
 
-    ``left_in``: room for one line of labels on the left, where it is known: matplotlib finds it by drawing twice.
     ``curves``: those whose values a reader can point at, by name, written by ``text``.
     Raises MissingExtra without matplotlib.
     """
     size = (_WIDTH_IN, height_in)
-    with _empty_figure(name=name, what="pictures in the report", size=size, fits=not left_in) as figure:
+    with _empty_figure(name=name, what="pictures in the report", size=size) as figure:
         from matplotlib.ticker import MaxNLocator
 
         axes = figure.add_subplot()
-        if left_in:
-            edge, below = 0.1, 0.5
-            figure.subplots_adjust(
-                left=left_in / _WIDTH_IN, right=1 - edge / _WIDTH_IN, bottom=below / height_in, top=1 - edge / height_in
-            )  # fmt: skip
         _quiet(axes, grid)
         if grid == "y":
             axes.set_xlabel("step")

@@ -156,8 +156,7 @@ def histogram(values: Any, axis: str, *, name: str) -> str:
         axes.set_ylabel("rows")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
 
-    digits = len(f"{int(counts.max()):,}")
-    return draw_svg(draw, name=name, label=f"Rows by {axis}", left_in=0.4 + 0.07 * digits)
+    return draw_svg(draw, name=name, label=f"Rows by {axis}")
 
 
 def _settings(directory: Path) -> Iterator[tuple[str, str]]:
