@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fitune.errors import RecipeError
-from fitune.recipe.score_recipe import checked_recipe, score_recipe
+from fitune.recipe.score_recipe import ScoreRecipe, checked_recipe, score_recipe
 
 ASKED = {"model": "m", "data": "rows.jsonl"}
 TASKS = {"model": "m", "lm_eval": "gsm8k"}
@@ -67,6 +67,6 @@ def test_what_tasks_cannot_take_is_said(wrong, said):
 
 
 def test_numbers_of_a_row_or_a_chat_are_checked_by_the_same_keys():
-    assert checked_recipe(top_p=0.5, seed=7).seed == 7
+    assert checked_recipe(ScoreRecipe, top_p=0.5, seed=7).seed == 7
     with pytest.raises(RecipeError, match="top_p = 2: must be at most 1"):
-        checked_recipe(top_p=2)
+        checked_recipe(ScoreRecipe, top_p=2)

@@ -199,10 +199,11 @@ def test_a_model_in_this_process_judges_too(plan, tmp_path):
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
-        ({"verdict": "stars"}, "verdict = 'stars' is not known"),
+        ({"verdict": "stars"}, "verdict = 'stars': must be 'points', 'yes_no' or 'prefer'"),
         ({"verdit": "points"}, "unknown key 'verdit'"),
         ({"verdict": "prefer"}, "verdict prefer with against ''"),
         ({"engine": "server"}, "judge.yaml': engine server needs --url"),
+        ({"engine": "vlm"}, "engine = 'vlm': must be .*did you mean 'vllm'"),
         ({"temperature": "hot"}, "temperature = 'hot': must be a number"),
         ({"max_new_tokens": 0}, "max_new_tokens = 0: must be at least 1"),
         ({"template": "/no/such"}, "template /no/such cannot be read"),

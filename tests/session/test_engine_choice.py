@@ -45,7 +45,7 @@ def plan_for(folder, row, *, rows, model, graders=()):
     )
 
 
-def choice(plan, engine=""):
+def choice(plan, engine=None):
     """Engine and devices; None where nothing is chosen, and nothing is said."""
     said = []
     found = with_fastest_engine(plan, engine, emit=said.append)
@@ -56,19 +56,19 @@ def choice(plan, engine=""):
 @pytest.mark.parametrize(
     ("gpus", "vllm", "engine", "model", "rows", "chosen"),
     [
-        (0, True, "", "llama-3.1-8b", 9, None),  # a processor
+        (0, True, None, "llama-3.1-8b", 9, None),  # a processor
         (0, True, "vllm", "llama-3.1-8b", 9, None),
-        (1, False, "", "llama-3.1-8b", 9, None),
-        (4, False, "", "llama-3.1-8b", 9, None),
+        (1, False, None, "llama-3.1-8b", 9, None),
+        (4, False, None, "llama-3.1-8b", 9, None),
         (4, True, "transformers", "llama-3.1-70b", 9, None),  # named: it runs, or says itself why not
         (1, True, "vllm", "llama-3.1-8b", 9, None),  # one device is the default
-        (1, True, "", "llama-3.1-8b", 2, ("transformers", 1)),  # vLLM's start alone takes longer
-        (1, True, "", "llama-3.1-8b", 5_000, ("vllm", 1)),
-        (8, True, "", "llama-3.1-8b", 2, ("transformers", 1)),
-        (8, True, "", "llama-3.1-8b", 5_000, ("vllm", 8)),
+        (1, True, None, "llama-3.1-8b", 2, ("transformers", 1)),  # vLLM's start alone takes longer
+        (1, True, None, "llama-3.1-8b", 5_000, ("vllm", 1)),
+        (8, True, None, "llama-3.1-8b", 2, ("transformers", 1)),
+        (8, True, None, "llama-3.1-8b", 5_000, ("vllm", 8)),
         (2, True, "vllm", "llama-3.1-70b", 9, ("vllm", 2)),  # 131 GiB of weights on devices of 80
         (3, True, "vllm", "llama-3.1-70b", 9, ("vllm", 2)),  # three do not divide 64 heads
-        (2, True, "", "llama-3.1-70b", 9, ("vllm", 2)),
+        (2, True, None, "llama-3.1-70b", 9, ("vllm", 2)),
     ],
 )  # fmt: skip
 def test_the_fastest_engine_that_fits_here_is_chosen(here, tmp_path, gpus, vllm, engine, model, rows, chosen):

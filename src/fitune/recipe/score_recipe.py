@@ -6,7 +6,7 @@ Each key stands here once. The options of ``fitune score`` and their help are ma
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -18,6 +18,7 @@ from pydantic import (
 
 from fitune.errors import RecipeError
 from fitune.recipe.types import as_columns, described
+from fitune.values.answering import EngineName
 
 _ROLES = ("system", "prompt", "completion", "choices")
 
@@ -26,7 +27,12 @@ def key(default: Any, about: str, least: float | None = None, most: float | None
     """A key: its default, its line of --help, least and most of a number, and what not every key has: ``options`` that
     are not its name, and a ``metavar``."""
     return Field(
-        default, description=about, ge=least, le=most, strict=least is not None, json_schema_extra=facts
+        default,
+        description=about,
+        ge=least,
+        le=most,
+        strict=least is not None or None,
+        json_schema_extra=facts,
     )
 
 
@@ -104,12 +110,14 @@ class ScoreRecipe(BaseModel):
     seed: int = key(0, "Seed of the draws; no effect at temperature 0.", 0, 2**63 - 1)
     chat_template: Name = key("", "Jinja file; default: the tokenizer's own.")
     id_column: str = key("", "Column of the rows' names; default: custom_id or id.")
-    engine: str = key("", "transformers, server (at --url), vllm; default: the fastest.")
+    engine: EngineName | None = key(None, "transformers, server (at --url), vllm; default: the fastest.")
     url: str = key("", "OpenAI-compatible server: http://localhost:8000/v1.")
     served_model: str = key("", "The model's name there; default: --model.")
     allow_https: bool = key(False, "Fetch --data from https://.")
     allow_private_addresses: bool = key(False, "Also from http:// addresses.")
 
+
+R = TypeVar("R", bound=ScoreRecipe)
 
 FOR_TASKS = {
     "model", "out", "adapter", "lm_eval", "lm_eval_tasks", "shots", "limit", "batch_size", "seed", "chat_template",
@@ -142,12 +150,12 @@ def score_recipe(**wanted: Any) -> ScoreRecipe:
             f"{option} has no effect {'with' if of_tasks else 'without'} --lm-eval",
             hint=f"{'' if of_tasks else 'add --lm-eval, or '}leave {option} out",
         )
-    return checked_recipe(**given if of_tasks else {"data": ()} | given)
+    return checked_recipe(ScoreRecipe, **given if of_tasks else {"data": ()} | given)
 
 
-def checked_recipe(**given: Any) -> ScoreRecipe:
+def checked_recipe(kind: type[R], **given: Any) -> R:
     """The recipe of keys, of which some may be missing. Raises RecipeError for a value that a key does not take."""
     try:
-        return ScoreRecipe.model_validate({"model": "", **given})
+        return kind.model_validate({"model": "", **given})
     except ValidationError as error:
-        raise RecipeError(described(error, known=ScoreRecipe)) from None
+        raise RecipeError(described(error, known=kind)) from None

@@ -20,11 +20,11 @@ from fitune.score.asking import Call, Restarted
 from fitune.score.engines.engine import (
     Continuation,
     Engine,
-    EngineName,
     Request,
     Sampling,
     tokens_beside,
 )
+from fitune.values.answering import EngineName
 
 logger = logging.getLogger("lm_eval")
 """Whose warnings are told."""

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from fitune.recipe.score_recipe import ScoreRecipe
-from fitune.score.engines.engine import EngineName, Sampling, engine_named
-from fitune.values.answering import ROWS_AT_ONCE
+from fitune.score.engines.engine import Sampling
+from fitune.values.answering import ROWS_AT_ONCE, EngineName
 from fitune.values.plan import DataSource
 
 
@@ -46,11 +46,11 @@ class ScorePlan:
 
 def plan_from(recipe: ScoreRecipe, **decided: Any) -> ScorePlan:
     """The plan of a recipe: keys of the same name, and what is ``decided`` instead; its engine is transformers where
-    none is named. Raises RecipeError for an engine that is unknown."""
+    none is named."""
     asked = dict(recipe) | {"columns": tuple(recipe.columns.items()), "batch_size": recipe.batch_size or 0}
     asked |= {
         "output_dir": str(recipe.out),
-        "engine": engine_named(recipe.engine or "transformers"),
+        "engine": recipe.engine or "transformers",
     } | decided
 
     def part(kind: type[Any]) -> dict[str, Any]:

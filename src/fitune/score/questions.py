@@ -28,7 +28,7 @@ from fitune.data.conversations.messages import Conversation, Message, ToolCall
 from fitune.data.reading.rows import BadRow, Row, in_row, require_characters
 from fitune.data.reading.sources import read_rows
 from fitune.errors import DataError, RecipeError
-from fitune.recipe.score_recipe import checked_recipe
+from fitune.recipe.score_recipe import ScoreRecipe, checked_recipe
 from fitune.values.plan import DataSource
 
 ID_COLUMNS = ("custom_id", "id")
@@ -214,7 +214,7 @@ def _of_batch_line(row: Row, id_: str) -> Question:
     messages = example.messages[:-1] if isinstance(example, Conversation) else ()
     own = {_OF_BODIES[name]: body[name] for name in _OF_BODIES if body.get(name) is not None}
     try:
-        checked_recipe(**own)
+        checked_recipe(ScoreRecipe, **own)
     except RecipeError as fault:
         raise BadRow(f"{row.where}: {fault.message}", reason="sampling") from None
     return Question(id=id_, where=row.where, messages=messages, own=tuple(sorted(own.items())))

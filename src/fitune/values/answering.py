@@ -7,6 +7,7 @@ from fitune.values.machines.hardware import Hardware
 from fitune.values.model.model_spec import ModelSpec
 from fitune.values.plan import Precision
 
+EngineName = Literal["transformers", "server", "vllm"]
 PlannedEngine = Literal["transformers", "vllm"]
 """Engines whose memory and speed are known before they run; a server has its own."""
 

@@ -14,24 +14,12 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar, get_args
+from typing import Any, Literal, Protocol, TypeVar
 
-from fitune.errors import CheckpointError, RecipeError
+from fitune.values.answering import EngineName
 from fitune.values.model.config_fields import ConfigFields
 from fitune.values.model.config_schema import stop_ids
 from fitune.values.serial import read_object
-
-EngineName = Literal["transformers", "server", "vllm"]
-ENGINES: tuple[EngineName, ...] = get_args(EngineName)
-
-
-def engine_named(name: str) -> EngineName:
-    """The engine of that name. Raises RecipeError where there is none."""
-    for engine in ENGINES:
-        if engine == name:
-            return engine
-    raise RecipeError(f"unknown engine {name!r}", hint=f"engines: {', '.join(ENGINES)}")
-
 
 FinishReason = Literal["stop", "length", "error"]
 
@@ -182,15 +170,6 @@ def sorted_out(
         else:
             fitting.append(one)
     return fitting, refused, max((max(one.ids) for one in fitting), default=0)
-
-
-def no_effect(adapter: str) -> CheckpointError:
-    """The error for an adapter that leaves the model's answers as they were."""
-    return CheckpointError(
-        f"{adapter}: the adapter changes nothing, although its B matrices are not zero: the engine does not adapt its "
-        "modules, or its weights are below the rounding of the model's",
-        hint="merge it: fitune export RUN --as merged, and score that folder",
-    )
 
 
 def listed_stop_ids(folder: str) -> frozenset[int]:

@@ -16,16 +16,13 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from fitune.data.conversations.messages import Conversation, Message
 from fitune.data.conversations.templates import ChatTemplate
-from fitune.models.adapters import saved_rows
 from fitune.models.attention import longrope_boundary, use_cached_attention
 from fitune.models.language_model import language_model, without_adapters
 from fitune.models.tokens import require_rows
@@ -38,7 +35,6 @@ from fitune.score.engines.engine import (
     Likelihood,
     Request,
     Sampling,
-    no_effect,
     sorted_out,
 )
 from fitune.score.engines.given_texts import (
@@ -51,9 +47,6 @@ from fitune.score.engines.opening import Room, unlimited
 from fitune.score.tasks import Answer, Task, to_answer
 from fitune.values.answering import NARROW, ROWS_AT_ONCE, Questions
 from fitune.values.plan import ChunkedLoss
-
-_PROBE = Conversation((Message("user", "What changes?"), Message("assistant", "-")), "the canary")
-_PROBE_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,24 +136,6 @@ class TransformersEngine:
             rows=len(tokens), prompt_tokens=sum(tokens), longest_prompt=max(tokens, default=1), new_tokens=new_tokens
         )  # fmt: skip
         return min(self.batch_size, self.room(questions))
-
-
-def require_effect(engine: TransformersEngine, adapter: str) -> None:
-    """The canary: raises CheckpointError for an adapter whose B is not zero and that changes no hidden state."""
-    model = engine.model
-    if saved_rows(Path(adapter)) or not any(
-        p.any() for name, p in model.named_parameters() if "lora_B" in name
-    ):
-        return
-    probe = engine.template.encode_prompt(_PROBE)[-_PROBE_TOKENS:]
-    with _ready_to_answer(engine), torch.inference_mode():
-        body = language_model(model, ChunkedLoss(chunk_tokens=HEAD_TOKENS)).body
-        ids = torch.tensor([probe], device=model.device)
-        adapted = body(input_ids=ids, use_cache=False, return_dict=True).last_hidden_state
-        with model.disable_adapter():
-            plain = body(input_ids=ids, use_cache=False, return_dict=True).last_hidden_state
-    if torch.equal(adapted, plain):
-        raise no_effect(adapter)
 
 
 def answer_all(

@@ -30,7 +30,6 @@ from fitune.score.engines.engine import (
     EngineDied,
     Likelihood,
     Request,
-    no_effect,
     sorted_out,
 )
 from fitune.values.machines.environment import without_expandable_segments
@@ -208,7 +207,11 @@ class VllmEngine:
         self._is_checked = True
         (found,) = self._ask("canary", [{"ids": sample.prompt_ids[:_CANARY_TOKENS]}])
         if not found["differs"]:
-            raise no_effect(self._adapter)
+            raise CheckpointError(
+                f"{self._adapter}: the adapter changes nothing, although its B matrices are not zero: vLLM does not "
+                "adapt its modules, or its weights are below the rounding of the model's",
+                hint="merge it: fitune export RUN --as merged, and score that folder",
+            )
 
     def _ask(self, what: str, entries: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         if entries:

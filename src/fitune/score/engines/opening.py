@@ -148,7 +148,7 @@ def open_engine(
     on_bytes: OnBytes = nobody,
     watch: Watch = unwatched,
 ) -> Engine:
-    """The engine of ``plan``, ready to answer. Raises CheckpointError for an adapter without effect."""
+    """The engine of ``plan``, ready to answer."""
     stop_ids = stop_ids_of(plan, template)
     match plan.engine:
         case "server":
@@ -162,17 +162,14 @@ def open_engine(
         case "vllm":
             return _open_vllm(plan, stop_ids)
         case "transformers":
-            from fitune.score.engines.engine_transformers import TransformersEngine, require_effect
+            from fitune.score.engines.engine_transformers import TransformersEngine
 
             room = room_for(plan)  # before the model: then what is taken of a GPU is taken by others
-            engine = TransformersEngine(
+            return TransformersEngine(
                 model=load_adapted(plan.model, plan.adapter, on_bytes=on_bytes), tokenizer=tokenizer,
                 template=template, tokenizer_folder=tokenizer_folder(plan), batch_size=plan.rows_at_once,
                 room=room, watch=watch,
             )  # fmt: skip
-            if plan.adapter:
-                require_effect(engine, plan.adapter)
-            return engine
 
 
 def _open_vllm(plan: ScorePlan, stop_ids: frozenset[int]) -> Engine:

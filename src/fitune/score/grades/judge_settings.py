@@ -13,13 +13,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from fitune.errors import RecipeError, did_you_mean
 from fitune.files import is_there, open_regular, read_text
-from fitune.recipe.score_recipe import checked_recipe
+from fitune.recipe.score_recipe import ScoreRecipe, checked_recipe
 from fitune.recipe.strict_yaml import load_yaml
-from fitune.score.engines.engine import ENGINES
 from fitune.score.plan import ScorePlan, plan_from
 from fitune.values.answering import ROWS_AT_ONCE
 from fitune.values.reports import Scale
@@ -75,10 +74,18 @@ _WORDS: dict[Verdict, dict[str, float]] = {
 }
 
 
-_NUMBERS = ("max_new_tokens", "temperature", "top_p", "seed", "batch_size")
-_OWN = {"verdict": "points", "template": "", "against": ""}
-_KEYS = ("model", "adapter", "engine", "url", "served_model", "chat_template", *_OWN, *_NUMBERS)
-"""Keys of the file: those of a scoring and a judge's own, with the values of these where it has none."""
+class JudgeRecipe(ScoreRecipe):
+    """The keys of a judge's file: those of _KEYS."""
+
+    verdict: Verdict = "points"
+    template: str = ""
+    against: str = ""
+
+
+_KEYS = (
+    "model", "adapter", "engine", "url", "served_model", "chat_template", "verdict", "template", "against",
+    "max_new_tokens", "temperature", "top_p", "seed", "batch_size",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,15 +118,12 @@ class Judge:
 def read_judge(path: str) -> Judge:
     """The judge of a file. Raises RecipeError naming the key."""
     found = load_yaml(Path(path), kind="judge")
-    for name, value in found.items():
+    for name in found:
         if name not in _KEYS:
             hint = did_you_mean(name, _KEYS) or f"keys: {', '.join(_KEYS)}"
             raise RecipeError(f"{path}: unknown key {name!r}", hint=hint)
-        if name not in _NUMBERS and not isinstance(value, str):
-            raise RecipeError(f"{path}: {name} = {value!r:.60}: must be a text")
-    own = {name: found.pop(name, usual) for name, usual in _OWN.items()}
     try:
-        recipe = checked_recipe(**{"max_new_tokens": 512, "batch_size": ROWS_AT_ONCE} | found)
+        recipe = checked_recipe(JudgeRecipe, **{"max_new_tokens": 512, "batch_size": ROWS_AT_ONCE} | found)
     except RecipeError as error:
         raise RecipeError(f"{path}: {error.message}") from None
     if not recipe.model:
@@ -128,11 +132,8 @@ def read_judge(path: str) -> Judge:
             hint="model: FOLDER; a judge behind a url needs its folder too, for tokenizer and chat template",
         )
     engine = recipe.engine or ("server" if recipe.url else "transformers")
-    for name, value, allowed in (("verdict", own["verdict"], get_args(Verdict)), ("engine", engine, ENGINES)):
-        if value not in allowed:
-            hint = did_you_mean(value, allowed) or f"known: {', '.join(allowed)}"
-            raise RecipeError(f"{path}: {name} = {value!r} is not known", hint=hint)
-    judge = Judge(plan=plan_from(recipe, engine=engine, output_dir=""), **own)
+    plan = plan_from(recipe, engine=engine, output_dir="")
+    judge = Judge(plan=plan, verdict=recipe.verdict, template=recipe.template, against=recipe.against)
     if (judge.verdict == "prefer") != bool(judge.against):
         raise RecipeError(
             f"{path}: verdict {judge.verdict} with against {judge.against!r}",

@@ -130,7 +130,7 @@ class ScoreKeys(TypedDict, total=False):
     seed: int
     chat_template: PathLike
     id_column: str
-    engine: str
+    engine: Literal["server", "transformers", "vllm"] | None
     url: str
     served_model: str
     allow_https: bool

@@ -21,10 +21,10 @@ from fitune.errors import DataError, RecipeError
 from fitune.models.adapter_file import check_adapter, read_adapter_config
 from fitune.models.adapters import saved_rows
 from fitune.models.tokens import load_tokenizer
-from fitune.recipe.score_recipe import checked_recipe
+from fitune.recipe.score_recipe import ScoreRecipe, checked_recipe
 from fitune.score.engines.choosing import AnswerRow
 from fitune.score.engines.engine import Request, Sampling
-from fitune.score.engines.engine_transformers import TransformersEngine, require_effect
+from fitune.score.engines.engine_transformers import TransformersEngine
 from fitune.score.engines.opening import changes_the_base, load_adapted
 from fitune.session.events import Emit, emit_weights, ignore_event
 from fitune.session.named_models import find_model
@@ -197,7 +197,7 @@ def open_chat(
     ``system``."""
     if not 1 <= len(names) <= 2:
         raise RecipeError(f"{len(names)} models are named", hint="fitune chat MODEL_OR_RUN [SECOND]")
-    checked_recipe(**sampling)
+    checked_recipe(ScoreRecipe, **sampling)
     found = [find_model(name) for name in names]
     notes = [named.warning for named in found if named.warning]
     for named in found:
@@ -234,9 +234,7 @@ def open_chat(
             model=model, tokenizer=tokenizer, template=template, tokenizer_folder=named.texts, batch_size=1
         )
         side = Side(title=title, engine=engine)
-        if named.adapter:
-            require_effect(engine, named.adapter)
-        elif shared:
+        if shared and not named.adapter:
             side.switch = model.disable_adapter
         try:  # the template may have no place for a system prompt
             side.prompt_ids([*([Message("system", system)] if system else []), Message("user", "ping")])

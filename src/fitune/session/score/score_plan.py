@@ -16,14 +16,13 @@ from fitune.planner.answering import AnsweringReport, name_of, plan_answering
 from fitune.planner.defaults import price_of
 from fitune.planner.score_fleet import ScoreRanking, rank_scoring
 from fitune.recipe.score_recipe import ScoreRecipe
-from fitune.score.engines.engine import engine_named
 from fitune.score.plan import ScorePlan, names_of, plan_from
 from fitune.score.questions import Input, first_row_has_choices
 from fitune.session.clusters.fleet import FleetRequest, fleet_of, wanted_of
 from fitune.session.doctor import measure_on_first_use
 from fitune.session.events import Emit, Note
 from fitune.units import format_seconds
-from fitune.values.answering import PlannedEngine, Questions
+from fitune.values.answering import EngineName, PlannedEngine, Questions
 from fitune.values.machines.hardware import Hardware
 from fitune.values.model.model_config import load_model_spec
 
@@ -32,8 +31,8 @@ _READ_AT_ONCE = 2**22
 
 
 def plan_of(recipe: ScoreRecipe) -> ScorePlan:
-    """The plan of a scoring, whose model and adapter are folders or Hub ids. Raises RecipeError for two adapters, a run
-    that trained none, and an engine that is unknown."""
+    """The plan of a scoring, whose model and adapter are folders or Hub ids. Raises RecipeError for two adapters, and a
+    run that trained none."""
     model, adapter = weights_and_adapter(recipe.model, recipe.adapter)
     return plan_from(recipe, model=model, adapter=adapter)
 
@@ -92,10 +91,10 @@ def predict_scoring(
 
 
 def plan_scoring(
-    plan: ScorePlan, *, engine: str = "", gpu: str = "", gpus: int = 0, emit: Emit
+    plan: ScorePlan, *, engine: EngineName | None = None, gpu: str = "", gpus: int = 0, emit: Emit
 ) -> AnsweringReport:
     """The fastest way to answer on ``gpus`` of the GPU that is named, else on this machine, whose processor is measured
-    first if it never was. ``engine`` empty: the fastest of all.
+    first if it never was. Without an ``engine``: the fastest of all.
 
     Raises NothingFits with the arithmetic, RecipeError for what no plan knows, DataError for data without a row.
     """
@@ -119,8 +118,8 @@ def _plan_on(
     )  # fmt: skip
 
 
-def with_fastest_engine(plan: ScorePlan, engine: str, *, emit: Emit) -> ScorePlan:
-    """The plan with its engine and devices on this machine's GPUs, chosen as --plan does where ``engine`` is empty.
+def with_fastest_engine(plan: ScorePlan, engine: EngineName | None, *, emit: Emit) -> ScorePlan:
+    """The plan with its engine and devices on this machine's GPUs, chosen as --plan does without an ``engine``.
 
     As it is where nothing is to choose: without GPUs, for transformers alone, for a model that no plan knows, and where
     log-likelihoods of texts are asked unless ``engine`` is vllm, which is given as many devices as hold the model.
@@ -158,16 +157,14 @@ def _why_loglikelihoods(plan: ScorePlan) -> str:
     return next((f"--grader {name} weighs references" for name in computing), "")
 
 
-def engines_for(name: str, *, elsewhere: bool) -> tuple[PlannedEngine, ...]:
+def engines_for(name: EngineName | None, *, elsewhere: bool) -> tuple[PlannedEngine, ...]:
     """The engine of that name, else those that are here; on hardware ``elsewhere`` all. Raises RecipeError."""
     match name:
-        case "":
+        case None:
             return ("transformers", "vllm") if elsewhere or has_vllm() else ("transformers",)
         case "transformers" | "vllm":
             return (name,)
-    raise RecipeError(
-        f"--engine {engine_named(name)}: its memory and speed cannot be predicted", hint="leave --plan out"
-    )
+    raise RecipeError(f"--engine {name}: its memory and speed cannot be predicted", hint="leave --plan out")
 
 
 def has_vllm() -> bool:
