@@ -12,7 +12,6 @@ from fitune.recipe.score_recipe import score_recipe
 from fitune.score.engines.engine_transformers import TransformersEngine
 from fitune.score.engines.opening import rows_of_a_shard
 from fitune.score.run import score
-from fitune.score.shards import Shards
 from fitune.session.results import text_of
 from fitune.session.score.scoring import score_dataset, why_not_all
 from fitune.units import counted
@@ -227,19 +226,6 @@ def test_libraries_are_not_searched_for_garbage_while_rows_are_answered(plan, mo
         assert gc.get_freeze_count() == 0
     finally:
         gc.freeze()  # as the tests' own start leaves it
-
-
-def test_a_line_is_read_once_for_all_graders_that_compare_texts(finished, monkeypatch):
-    read = []
-    rows = Shards.rows
-
-    def counted(shards, number, kind="answers"):
-        read.append(f"{number} {kind}")
-        return rows(shards, number, kind)
-
-    monkeypatch.setattr(Shards, "rows", counted)
-    quietly(replace(finished, graders=("f1", "number", "exact_match")))
-    assert sorted(read) == sorted(f"{number} {kind}" for number in range(3) for kind in ("answers", "tasks"))
 
 
 def test_an_engine_is_told_the_rows_of_the_next_shard_before_this_one_is_answered(plan, monkeypatch):

@@ -21,7 +21,6 @@ from fitune.score.engines.engine import (
     failed,
 )
 from fitune.score.engines.opening import open_engine, open_texts, stop_ids_of
-from fitune.score.grades.graders import CHOICE_GRADERS
 from fitune.score.plan import ScorePlan
 from fitune.score.tasks import Answer, Task, to_answer
 
@@ -102,9 +101,8 @@ class Asker:
         opens: OpenEngine = open_engine,
     ) -> None:  # fmt: skip
         self._engine = Restarted(lambda: opens(plan, tokenizer, template))
-        self._decode, self._sampling, self._graders = template.decode, plan.sampling, plan.graders
+        self._decode, self._sampling = template.decode, plan.sampling
         self._stop_ids = stop_ids_of(plan, template)
-        self._has_tried = False
 
     def ask(
         self,
@@ -116,7 +114,7 @@ class Asker:
         """An answer or an error for each task, in their order. ``on_answer`` is called after each.
 
         ``ahead``: tasks of the next call; an engine that writes may begin with them. Raises ScoringFailed when the
-        engine died too often, or tells no log-likelihoods.
+        engine died too often.
         """
         for task in tasks:
             if task.problem:
@@ -149,7 +147,6 @@ class Asker:
             for task in tasks
             for number, given in enumerate(task.given)
         ]
-        self._require_loglikelihoods(asked)
         left = Counter(one.id.partition(" ")[2] for one in asked)
         found: dict[str, Likelihood] = {}
         for likelihood in self._engine.each(asked, lambda engine, some: engine.loglikelihoods(some)):
@@ -170,21 +167,6 @@ class Asker:
                 )
             )  # fmt: skip
         return answers
-
-    def _require_loglikelihoods(self, asked: Sequence[Continuation]) -> None:
-        """Two tokens are asked about before the first row: most servers tell no log-probabilities of a prompt."""
-        ids = next((one.ids[:2] for one in asked), ())
-        if self._has_tried or not ids:
-            return
-        self._has_tried = True
-        two = Continuation(id="0", prompt_ids=ids[:1], token_ids=ids[1:])
-        (tried,) = self._engine.each([two], lambda engine, some: engine.loglikelihoods(some))
-        if tried.error:
-            graders = ", ".join(self._graders or CHOICE_GRADERS)
-            raise ScoringFailed(
-                f"the engine gives no likelihoods of given answers, which {graders} needs: {tried.error}",
-                hint="--engine transformers and --engine vllm can, and the server of vLLM",
-            )
 
 
 class ScoringWorker:

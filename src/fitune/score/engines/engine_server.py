@@ -13,9 +13,8 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -100,35 +99,32 @@ class ServerEngine:
 
     def answer(self, requests: Sequence[Request], ahead: Sequence[Request] = ()) -> Iterator[Completion]:
         """As they come back, ``batch_size`` requests at a time. Raises EngineDied once the server is gone."""
-        with closing(self._each(self._answer, requests)) as each:
-            for found in each:
-                if found:
-                    yield found
-                if self._dead:
-                    raise EngineDied(self._dead, hint=_WHAT_TO_CHECK)
+        return self._each(self._answer, requests)
 
-    def _each(self, ask: Callable[[Any], T], asked: Sequence[Any]) -> Generator[T, None, None]:
+    def loglikelihoods(self, continuations: Sequence[Continuation]) -> Iterator[Likelihood]:
+        """One request for each continuation, ``batch_size`` at a time. Raises EngineDied once the server is gone."""
+        return self._each(self._loglikelihood, continuations)
+
+    def _each(self, ask: Callable[[Any], T | None], asked: Sequence[Any]) -> Iterator[T]:
         """Call ``ask`` for every item, ``batch_size`` at a time; yields its results as they come back. Closing it sends
         nothing more."""
         with ThreadPoolExecutor(self.batch_size) as pool:
             begun = [pool.submit(ask, one) for one in asked]
             try:
                 for done in as_completed(begun):
-                    yield done.result()
+                    if found := done.result():
+                        yield found
+                    if self._dead:
+                        raise EngineDied(self._dead, hint=_WHAT_TO_CHECK)
             finally:
                 for waiting in begun:
                     waiting.cancel()
-
-    def loglikelihoods(self, continuations: Sequence[Continuation]) -> Iterator[Likelihood]:
-        """One request for each continuation, ``batch_size`` at a time."""
-        return self._each(self._loglikelihood, continuations)
 
     def close(self) -> None:
         """Does nothing: each request has its own connection."""
 
     def _answer(self, request: Request) -> Completion | None:
-        """The answer; None once the server is given up. One that fails for as many rows as are under way, and never
-        answered one, is not asked for the rest, however slowly its answers are taken."""
+        """The answer; None once the server is given up."""
         if self._dead:
             return None
         sampling = request.sampling
@@ -142,21 +138,30 @@ class ServerEngine:
             self._has_answered = True
             return found
         except _Refused as refused:
-            code, why = "server_refused", str(refused)
-            if "context" in why.lower():
-                return failed(request, "prompt_too_long", why)
+            if "context" in str(refused).lower():
+                return failed(request, "prompt_too_long", str(refused))
+            return self._failed(request, "server_refused", str(refused))
         except _Spoiled as spoiled:
-            code, why = "server_failed", f"{spoiled}, {self.tries} times"
+            return self._failed(request, "server_failed", f"{spoiled}, {self.tries} times")
+
+    def _failed(self, asked: Request | Continuation, code: str, why: str) -> Any:
+        """The failed result of a row. A server that fails for as many rows as are under way, and never answered one, is
+        given up: it is not asked for the rest, however slowly its answers are taken."""
         self._failures += 1
         if not self._has_answered and self._failures >= self.batch_size:
             self._dead = self._dead or why
-        return failed(request, code, why)
+        return failed(asked, code, why)
 
-    def _loglikelihood(self, asked: Continuation) -> Likelihood:
-        """The likelihood from the prompt's log-probabilities (``echo``), which vLLM gives and most providers do not."""
+    def _loglikelihood(self, asked: Continuation) -> Likelihood | None:
+        """The likelihood from the prompt's log-probabilities (``echo``), which vLLM gives and most providers do not;
+        None once the server is given up."""
+        if self._dead:
+            return None
         text = slice(len(asked.prompt_ids), len(asked.ids))
         body = {"max_tokens": 1, "temperature": 0.0, "logprobs": 1, "echo": True}
-        tells_nothing = "the server does not tell log-probabilities of the prompt"
+        tells_nothing = (
+            "the server does not tell log-probabilities of the prompt; vLLM's does, and both other engines"
+        )
         try:
             found = self._ask(asked.ids, body, lambda choice: choice["logprobs"])
             if not self.takes_ids:
@@ -170,10 +175,11 @@ class ServerEngine:
                 max(top.values()) <= logprob for top, logprob in zip(best, logprobs, strict=False) if top
             ]
         except _Spoiled as spoiled:
-            return Likelihood(id=asked.id, code="server_failed", error=str(spoiled))
+            return self._failed(asked, "server_failed", f"{spoiled}, {self.tries} times")
         except (_Refused, KeyError, TypeError, AttributeError) as error:
             why = str(error) if isinstance(error, _Refused) else tells_nothing
-            return Likelihood(id=asked.id, code="server_refused", error=why)
+            return self._failed(asked, "server_refused", why)
+        self._has_answered = True
         is_greedy = len(greedy) == len(logprobs) and all(greedy)
         return Likelihood(id=asked.id, logprobs=tuple(logprobs), is_greedy=is_greedy)
 
