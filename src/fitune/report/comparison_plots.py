@@ -133,26 +133,16 @@ class OfferPoint(NamedTuple):
 def draw_frontier(path: Path, points: Sequence[OfferPoint], *, title: str) -> None:
     """Write time against cost of each offer as SVG. Raises MissingExtra without matplotlib."""
     with svg_file(path, name="fleet", what="the picture of a fleet", size=(7.4, 4.4), font_size=9) as figure:
-        from matplotlib.ticker import (
-            FixedFormatter,
-            FixedLocator,
-            FuncFormatter,
-            LogLocator,
-            NullFormatter,
-            NullLocator,
-        )
+        from matplotlib.ticker import LogLocator
 
         axes = figure.add_subplot(xscale="log", yscale="log")
         axes.set_title(title, loc="left", fontweight="bold", fontsize=11)
         axes.set_xlabel("the whole job, from free nodes to the end", color=_MUTED)
         axes.set_ylabel("cost, US dollars", color=_MUTED)
-        axes.xaxis.set_major_locator(FixedLocator([*_TICKS]))
+        axes.set_xticks([*_TICKS], [*_TICKS.values()])
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=12))
-        axes.xaxis.set_major_formatter(FixedFormatter([*_TICKS.values()]))
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"${value:,g}"))
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_minor_formatter(NullFormatter())
+        axes.yaxis.set_major_formatter(lambda value, _: f"${value:,g}")
+        axes.minorticks_off()
         seconds, costs = [point.seconds for point in points], [point.cost for point in points]
         axes.set_xlim(min(seconds) / _ROOM, max(seconds) * _ROOM * 1.5)
         axes.set_ylim(min(costs) / _ROOM, max(costs) * _ROOM)
@@ -195,14 +185,14 @@ def _label(axes: Any, points: Sequence[OfferPoint]) -> None:
             f"{point.name}{' (taken)' if point.is_taken else ''}", (point.seconds, point.cost), xytext=(0, 0),
             textcoords="offset points", color=_INK, fontweight="bold" if point.is_taken else "normal", fontsize=8.5,
         )  # fmt: skip
-        hits = []
-        for number, offset in enumerate(_PLACES):
-            text.set_ha("left" if offset[0] > 0 else "right")
-            text.set_position(offset)
+
+        def faults(place: tuple[int, int], text: Any = text) -> tuple[bool, int]:
+            """Puts the name at ``place``: True where it leaves the picture, and how much it lies on."""
+            text.set_ha("left" if place[0] > 0 else "right")
+            text.set_position(place)
             box = text.get_window_extent()
-            outside = not (axes.bbox.x0 <= box.x0 and box.x1 <= axes.bbox.x1 + 20 and axes.bbox.y0 <= box.y0)
-            hits.append((outside, box.count_overlaps(taken), number))
-        offset = _PLACES[min(hits)[2]]
-        text.set_ha("left" if offset[0] > 0 else "right")
-        text.set_position(offset)
+            inside = axes.bbox.x0 <= box.x0 and box.x1 <= axes.bbox.x1 + 20 and axes.bbox.y0 <= box.y0
+            return not inside, box.count_overlaps(taken)
+
+        faults(min(_PLACES, key=faults))
         taken.append(text.get_window_extent())
