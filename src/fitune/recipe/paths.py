@@ -1,7 +1,7 @@
 """Relative paths of a recipe: those of its own folder where something is there, else of the folder the shell is in."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ def with_own_paths(keys: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         is_relative = "://" not in path and not path.startswith(("/", "~"))
         return str(folder / path) if is_relative and _is_at(name, folder / path) else path
 
-    return dict(keys) if folder.resolve() == Path.cwd() else _with_paths(keys, own)
+    return dict(keys) if folder.resolve() == Path.cwd() else with_paths(keys, own)
 
 
 def require_model(model: str, folder: Path, *, where: str) -> None:
@@ -46,7 +46,7 @@ def with_absolute_paths(keys: Mapping[str, Any]) -> dict[str, Any]:
         is_here = "://" not in path and not path.startswith("~") and _is_at(name, Path(path))
         return os.path.abspath(path) if is_here else path
 
-    return _with_paths(keys, absolute)
+    return with_paths(keys, absolute)
 
 
 def _is_at(name: str, path: Path) -> bool:
@@ -54,7 +54,9 @@ def _is_at(name: str, path: Path) -> bool:
     return is_there(str(path)) and (name != "model" or path.is_file() or (path / "config.json").is_file())
 
 
-def _with_paths(keys: Mapping[str, Any], change: Change) -> dict[str, Any]:
+def with_paths(keys: Mapping[str, Any], change: Change, *, also: Sequence[str] = ()) -> dict[str, Any]:
+    """``keys`` with each path changed: of model, data and templates, and of the keys that are named beside them."""
+
     def source(name: str, value: Any) -> Any:
         """The value with its path changed: a text, or a mapping with ``path``; any other value as it is."""
         if isinstance(value, str):
@@ -64,7 +66,7 @@ def _with_paths(keys: Mapping[str, Any], change: Change) -> dict[str, Any]:
         return value
 
     changed = dict(keys)
-    for name in ("model", "data", "eval_data", "chat_template", "deepspeed", "resume"):
+    for name in ("model", "data", "eval_data", "chat_template", "deepspeed", "resume", *also):
         if value := keys.get(name):
             several = isinstance(value, list)
             changed[name] = [source(name, one) for one in value] if several else source(name, value)

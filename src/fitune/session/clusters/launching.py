@@ -15,7 +15,8 @@ from fitune.launch.manifests import job_text
 from fitune.launch.place import meeting_address
 from fitune.planner.job import inside, job_of
 from fitune.recipe.job import Job, JobSettings, System, read_job_settings, require_meaningful
-from fitune.recipe.recipe import Recipe, dump_recipe
+from fitune.recipe.paths import with_paths
+from fitune.recipe.recipe import Recipe, dump_recipe, given_keys, parse_recipe
 from fitune.session.planning import for_its_rows, pinned, plan_for
 from fitune.values.deepspeed import deepspeed_config
 from fitune.values.named_templates import NAMED_TEMPLATES
@@ -85,30 +86,19 @@ def recipe_below(recipe: Recipe, mount: str, *, anywhere: bool) -> Recipe:
     Raises RecipeError for a path elsewhere, which pods cannot see; ``anywhere`` True: nodes see the same disk as here.
     """
 
-    def place(path: str, setting: str) -> str:
-        """The path as pods or nodes see it. Raises RecipeError naming ``setting`` where pods cannot."""
-        if anywhere:
-            return path if "://" in path else str(Path(path).expanduser().absolute())
-        return inside(path, mount, setting=setting)
+    def place(name: str, path: str) -> str:
+        """The path as pods or nodes see it. Raises RecipeError naming the key where pods cannot."""
+        is_fetched_there = (
+            _is_on_hub(path) if name in ("data", "eval_data") else name == "model" and is_fetched(path)
+        )
+        if is_fetched_there or (name == "chat_template" and (is_template(path) or path in NAMED_TEMPLATES)):
+            return path
+        if not anywhere:
+            return inside(path, mount, setting=name)
+        return path if "://" in path else str(Path(path).expanduser().absolute())
 
-    changes: dict[str, object] = {
-        name: place(getattr(recipe, name), name)
-        for name in ("output_dir", "chat_template", "cache_dir", "nvme_path")
-        if (value := getattr(recipe, name)) and not is_template(value) and value not in NAMED_TEMPLATES
-    }
-    for name in ("data", "eval_data"):
-        sources = getattr(recipe, name)
-        if sources:
-            paths = [
-                source.path if _is_on_hub(source.path) else place(source.path, name) for source in sources
-            ]
-            changes[name] = [
-                source.model_copy(update={"path": path}) for source, path in zip(sources, paths, strict=True)
-            ]
-    if not is_fetched(recipe.model):
-        changes["model"] = place(recipe.model, "model")
-    resume = place(recipe.resume, "resume") if isinstance(recipe.resume, str) else True
-    return recipe.model_copy(update={**changes, "resume": resume})
+    keys = with_paths(given_keys(recipe), place, also=("output_dir", "cache_dir", "nvme_path"))
+    return parse_recipe({**keys, "resume": keys.get("resume") or True}, where="the recipe of the job")
 
 
 def _is_on_hub(path: str) -> bool:
