@@ -5,7 +5,6 @@ A model is a name of the built-in table or a config.json that was pasted: no pat
 """
 
 import json
-import re
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -22,7 +21,6 @@ from fitune.estimate.predict import predict
 from fitune.planner.defaults import PRICES, price_of
 from fitune.planner.explain import verdict_of
 from fitune.planner.first_screen import (
-    Ways,
     facts_of,
     first_screen,
     grouped_terms,
@@ -34,7 +32,6 @@ from fitune.recipe.fleet import parse_fleet
 from fitune.recipe.keys import option_of, values_of
 from fitune.recipe.recipe import Recipe, canonical_keys, given_keys, parse_recipe
 from fitune.report.local_pages import (
-    HOSTS,
     LONGEST_QUERY,
     answer_html,
     bars_of,
@@ -121,18 +118,11 @@ def _without(question: Mapping[str, str], *keys: str) -> tuple[tuple[str, str], 
     return tuple(sorted((key, value) for key, value in question.items() if key not in keys))
 
 
-@lru_cache(maxsize=64)
-def _planned(question: tuple[tuple[str, str], ...]) -> tuple[Asked, PlanReport] | NothingFits:
-    """The plan as the command line makes it, with its run on so many full rows; or the error that nothing fits, which
-    costs as much time and is asked for twice, too.
-
-    Raises other errors each time anew: a file may be there by then, or the Hub.
-    """
+@lru_cache(maxsize=64)  # the verdict and the ways ask for the same
+def _planned(question: tuple[tuple[str, str], ...]) -> tuple[Asked, PlanReport]:
+    """The plan as the command line makes it, with its run on so many full rows. Raises FituneError."""
     asked = read_question(dict(question))
-    try:
-        report = plan_for(asked.recipe, model=asked.model)
-    except NothingFits as error:
-        return error.with_traceback(None)  # which holds the whole search
+    report = plan_for(asked.recipe, model=asked.model)
     run = _run(asked, report.taken.plan, report.price_per_gpu_hour) if asked.rows else None
     return asked, replace(report, run=run)
 
@@ -140,12 +130,9 @@ def _planned(question: tuple[tuple[str, str], ...]) -> tuple[Asked, PlanReport] 
 def answer(question: Mapping[str, str]) -> str:
     """HTML of the verdict, or of the error that the command line prints. Raises nothing."""
     try:
-        planned = _planned(_without(question, "fleet"))
+        asked, report = _planned(_without(question, "fleet"))
     except FituneError as error:
         return _refused(error)
-    if isinstance(planned, NothingFits):
-        return _refused(planned)
-    asked, report = planned
     return _shown(asked, report, _command(asked.recipe))
 
 
@@ -204,22 +191,14 @@ def _command(recipe: Recipe) -> str:
 def ways(question: Mapping[str, str]) -> str:
     """HTML of the ways that fit, and of the first screen; empty where the answer is an error. Raises nothing."""
     try:
-        return _ways_of(_without(question, "fleet"))
+        asked, report = _planned(_without(question, "fleet"))
     except FituneError:
         return ""
+    return _table(asked, report, _command(asked.recipe))
 
 
-@lru_cache(maxsize=64)
-def _ways_of(question: tuple[tuple[str, str], ...]) -> str:
-    planned = _planned(question)
-    if isinstance(planned, NothingFits):
-        return ""
-    asked, report = planned
+def _table(asked: Asked, report: PlanReport, train: str) -> str:
     others = other_ways(asked.recipe, report.taken, model=asked.model, machine=wanted_hardware)
-    return _table(asked, report, others, _command(asked.recipe))
-
-
-def _table(asked: Asked, report: PlanReport, others: Ways, train: str) -> str:
     own = method_name(report.taken.plan.tuning)
     rows = [_way(asked, "this plan", report.taken)]
     rows += [
@@ -325,9 +304,8 @@ def write_plan_page(recipe: Recipe, found: PlanReport | NothingFits, path: Path,
         shown, table = _refused(found), ""
     else:
         asked = Asked(recipe=recipe, model=load_model_spec(recipe.model))
-        others = other_ways(recipe, found.taken, model=asked.model, machine=wanted_hardware)
-        shown, table = _shown(asked, found, train), _table(asked, found, others, train)
-    return write_page(path, planner_html(question={}, choices={}, answer=shown, ways=table, live=False))
+        shown, table = _shown(asked, found, train), _table(asked, found, train)
+    return write_page(path, planner_html({}, {}, answer=shown, ways=table, live=False))
 
 
 def query_of_link(link: str) -> str:
@@ -335,30 +313,17 @@ def query_of_link(link: str) -> str:
 
     An address lives as long as its process: nothing of its host, port and token is taken. Raises RecipeError.
     """
-    given = link.strip()
     try:
-        if given.startswith(("http://", "https://")):
-            parts = urlsplit(given)
-            coded = parts.query if parts.hostname in HOSTS else ""
-        else:
-            coded = given.removeprefix("?")
-        if re.search("%(?![0-9A-Fa-f]{2})", coded):
-            raise ValueError("% without two hex digits")
-        question = dict(parse_qsl(coded, strict_parsing=True, errors="strict", max_num_fields=len(_ASKED)))
+        parts = urlsplit(link.strip())
+        question = dict(parse_qsl(parts.query or parts.path, strict_parsing=True, errors="strict"))
         query = urlencode(question)
-    except ValueError:  # no pairs of key=value, no UTF-8
-        question = {}
-    if not question or not question.keys() <= _ASKED:
-        shown = repr(given if len(given) <= 80 else f"{given[:80]}…")
+    except ValueError:  # no address, no pairs of key=value, no UTF-8
+        question, query = {}, ""
+    if not question or not question.keys() <= _ASKED or len(query) > LONGEST_QUERY:
         raise RecipeError(
-            f"{shown} is no link of a planner's page with a question in it",
+            f"{link[:80]!r} is no link of a planner's page with a question of at most {LONGEST_QUERY:,} characters",
             hint="'http://127.0.0.1:PORT/TOKEN/?model=Qwen/Qwen2.5-14B&gpu=rtx-4090', the part behind its ? alone, "
             "or fitune ui without a link",
-        )
-    if len(query) > LONGEST_QUERY:
-        raise RecipeError(
-            f"the link's question has {len(query):,} characters, {LONGEST_QUERY:,} at most",
-            hint="fitune ui without a link, and paste a shorter config.json or fleet file there",
         )
     return f"?{query}"
 
