@@ -6,7 +6,7 @@ import pytest
 @pytest.mark.parametrize(
     ("words", "said", "hint"),
     [
-        (["train", "r.yaml", "--on", "slurm"], "--on = 'slurm': must be 'here' or 'ray'", "fitune launch … --on slurm"),
+        (["train", "r.yaml", "--on", "slurm"], "--on = 'slurm': must be 'here' or 'ray'", ""),
         (
             ["launch", "r.yaml", "--on", "slrm"], "--on = 'slrm': must be 'kuberay', 'kubernetes' or 'slurm'",
             "did you mean 'slurm'?",

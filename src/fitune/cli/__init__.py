@@ -8,8 +8,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import typer
 
@@ -112,10 +111,7 @@ def _bad_value(name: str, message: str, error: Any) -> RecipeError | None:
         value, words = choice[1], re.findall(r"'([^']*)'", choice[2])
         *first, last = map(repr, words)
         allowed = f"{', '.join(first)} or {last}" if first else last
-        elsewhere = next(_taken_by(error, name, value), None)
-        return RecipeError(
-            f"{name} = {value!r}: must be {allowed}", hint=elsewhere or did_you_mean(value, words)
-        )
+        return RecipeError(f"{name} = {value!r}: must be {allowed}", hint=did_you_mean(value, words))
     for pattern, ours in _SENTENCES:
         if re.fullmatch(pattern, message):
             refused = getattr(error.__cause__, "errors", None)  # pydantic's, which keep what was typed
@@ -124,14 +120,3 @@ def _bad_value(name: str, message: str, error: Any) -> RecipeError | None:
             said = re.sub(pattern, ours, message)
             return RecipeError(f"{name}{shown}: {said}", hint=f"{error.ctx.command_path} --help")
     return None
-
-
-def _taken_by(error: Any, name: str, value: str) -> Iterator[str]:
-    """Other commands whose option of that name takes the value."""
-    parent = error.ctx.parent
-    for command in parent.command.commands.values() if parent is not None else ():
-        if command.callback is None or all(name not in param.opts for param in command.params):
-            continue
-        kind = get_type_hints(command.callback).get(name.lstrip("-").replace("-", "_"))
-        if any(value in get_args(part) for part in (kind, *get_args(kind))):
-            yield f"{parent.command_path} {command.name} … {name} {value}"
