@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain, groupby, islice
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ _BARS = 12
 _SHOWN_TEXT = 300
 """Characters of a row that is left out."""
 _HEAD, _TAIL = 1_600, 400
-"""Characters of the beginning and the end of a row on a terminal; a page and JSON have the whole row."""
+"""Characters of the beginning and the end of each stretch of a row on a terminal; a page and JSON have all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,26 +260,18 @@ def _headline(row: ShownRow) -> str:
 
 def _body(row: ShownRow, colours: bool) -> list[str]:
     on, off = ("\033[32m", "\033[0m") if colours else ("»", "«")
-    parts = _shortened(row.parts)
-    text = "".join(f"{on}{harmless(p.text)}{off}" if p.is_learned else harmless(p.text) for p in parts)
+    texts = ((harmless(_shortened(part.text)), part.is_learned) for part in row.parts)
+    text = "".join(f"{on}{text}{off}" if is_learned else text for text, is_learned in texts)
     return [f"  {line}" for line in text.splitlines()]
 
 
-def _shortened(parts: Sequence[Part]) -> Iterator[Part]:
-    """The first _HEAD and the last _TAIL characters of a row, and how many are left out between them."""
-    begins = list(accumulate((len(part.text) for part in parts), initial=0))
-    tail = begins[-1] - _TAIL
-    if tail <= _HEAD:
-        yield from parts
-        return
-    for part, begin in zip(parts, begins, strict=False):
-        if begin < _HEAD:
-            yield replace(part, text=part.text[: _HEAD - begin])
-        if begin <= _HEAD < begin + len(part.text):
-            left_out = f"\n… {tail - _HEAD:,} characters more; --html FILE or --json shows all …\n"
-            yield Part(text=left_out, is_learned=False)
-        if begin + len(part.text) > tail:
-            yield replace(part, text=part.text[max(0, tail - begin) :])
+def _shortened(text: str) -> str:
+    """The first _HEAD and the last _TAIL characters, and how many are left out between them."""
+    left_out = len(text) - _HEAD - _TAIL
+    if left_out <= 0:
+        return text
+    more = f"\n… {left_out:,} characters more; --html FILE or --json shows all …\n"
+    return f"{text[:_HEAD]}{more}{text[-_TAIL:]}"
 
 
 def harmless(text: str) -> str:
