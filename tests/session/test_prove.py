@@ -156,10 +156,10 @@ def test_no_check_begins_when_time_is_up_and_an_error_is_a_result(monkeypatch):
     ]
 
 
-@pytest.mark.parametrize("place", ["a file/proof.json", "new/proof.json"])
-def test_a_record_that_cannot_be_written_is_said_before_anything_runs(monkeypatch, tmp_path, place):
+@pytest.mark.parametrize("place", ["a file/proof.json", "folder"])
+def test_a_record_that_cannot_be_written_is_said_before_anything_runs(tmp_path, place):
     (tmp_path / "a file").touch()
-    monkeypatch.setattr("os.access", lambda path, mode: False)
+    (tmp_path / "folder").mkdir()
     told = []
     with pytest.raises(HardwareError, match="--out "):
         prove.prove(tell=told.append, out=tmp_path / place, parts=chosen("copies"))

@@ -52,7 +52,10 @@ Picture = Annotated[Path | None, Option(metavar="FILE.svg", help="Draw a ranking
 Html = Annotated[Path | None, Option(metavar="FILE", help="Write a page, too.")]
 _NAMED = "A folder or Hub id of a model, an adapter, or the directory of a run."
 Run = Annotated[Path, Argument(help="Directory of a run.")]
-OnRay = Annotated[Literal["here", "ray"], Option("--on", help="Where it runs; ray: on a Ray cluster.")]
+OnRay = Annotated[
+    Literal["here", "ray"],
+    Option("--on", help="Where it runs; ray: on a Ray cluster. Others: fitune launch."),
+]
 RayAddress = Annotated[str, Option(help="HOST:PORT. Default: RAY_ADDRESS or this machine.")]
 Rendezvous = Annotated[str, Option(metavar="HOST:PORT", help="With --nodes N: node 0's address and port.")]
 Workers = Annotated[str, Option(metavar="N|N..M", help="With --on ray: workers, or fewest..most.")]
@@ -489,9 +492,12 @@ def doctor(
 
     log = partial(print, file=sys.stderr if json else None)
     if prove or out:
-        text, data, failed = here.prove_device(out, log=log)
-        _print(text, data, json=json)
-        raise typer.Exit(int(failed))
+        from fitune.session.proving.prove import describe_proof
+        from fitune.session.proving.prove import prove as prove_device
+
+        proof = prove_device(tell=log, out=out)
+        _print(describe_proof(proof), proof, json=json)
+        raise typer.Exit(int(bool(proof.failed)))
     if calibrate and not here.calibrate_device(log=log):
         return
     _print(*here.examine(), json=json)

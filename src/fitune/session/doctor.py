@@ -5,7 +5,6 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from fitune.errors import FituneError, HardwareError, installed_versions
@@ -158,14 +157,6 @@ def measure_on_first_use(
         )
     )
     return True
-
-
-def prove_device(out: Path | None, *, log: Callable[[str], None]) -> tuple[str, dict[str, Any], bool]:
-    """Run every check of ``--prove``: the summary, the record that was written, and whether a check failed."""
-    from fitune.session.proving.prove import describe_proof, prove
-
-    proof = prove(tell=log, out=out)
-    return describe_proof(proof), to_data(proof), bool(proof.failed)
 
 
 def describe_calibration(calibration: Calibration | None) -> str:

@@ -3,7 +3,6 @@
 import datetime
 import gc
 import hashlib
-import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -65,13 +64,13 @@ def prove(*, tell: Callable[[str], None], out: Path | None = None, parts: Parts 
     What was measured is written also when a signal ends it. Raises HardwareError when the record cannot be written.
     """
     if out is not None:  # a record that has no place is refused before ten minutes are spent on it
-        hint = "a file in a folder of yours"
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
+            out.touch()
         except OSError as error:
-            raise HardwareError(f"--out {out}: {error.strerror}", hint=hint) from None
-        if not os.access(out.parent, os.W_OK):
-            raise HardwareError(f"--out {out}: its folder cannot be written to", hint=hint)
+            raise HardwareError(
+                f"--out {out}: {error.strerror}", hint="a file in a folder of yours"
+            ) from None
     hardware, device = this_device()
     parts = parts_of(hardware, device) if parts is None else parts
     began, found = time.perf_counter(), dict[str, Result]()
