@@ -1,34 +1,71 @@
-"""Reading weights is shown to a person at a terminal, in bytes, and to nobody else."""
+"""Reading is shown as a bar to a person at a terminal, and as a line now and then in a log."""
 
 import io
-from contextlib import suppress
+import sys
 
-from cli.test_progress_lines import Terminal
-from fitune.cli.terminal import loading_bar
+import pytest
 
+from cli.test_progress_lines import Terminal as Tty
+from fitune.cli import terminal
+from fitune.cli.terminal import Terminal
+from fitune.data.ledger import Reading
+from fitune.session.events import WeightsRead
 
-def shown(stream, *, quiet=False):
-    with loading_bar(quiet=quiet, stream=stream) as on_bytes:
-        for done in range(0, 4097, 1024):
-            on_bytes(done * 1024, 4096 * 1024)
-    return stream.getvalue()
-
-
-def test_a_terminal_sees_bytes():
-    text = shown(Terminal())
-    assert "reading weights" in text
-    assert "MiB" in text
+MIB = 2**20
 
 
-def test_a_log_sees_nothing():
-    assert shown(io.StringIO()) == ""
-    assert shown(Terminal(), quiet=True) == ""
+@pytest.fixture
+def shown(monkeypatch):
+    """What is on standard error, a terminal or none, after events that are told ten seconds apart."""
+
+    def show(stream, *events):
+        monkeypatch.setattr(sys, "stderr", stream)
+        now = [0.0]
+        monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
+        with Terminal() as told:
+            for event in events:
+                told(event)
+                now[0] += 10.0
+        return stream.getvalue()
+
+    return show
 
 
-def test_the_terminal_is_given_back_when_loading_fails():
-    stream = Terminal()
+WEIGHTS = [WeightsRead(done_bytes=done * MIB, total_bytes=8 * MIB) for done in range(9)]
+ROWS = [
+    Reading(
+        doing="tokenising", bytes_read=done * MIB, bytes_in_all=8 * MIB, rows=done * 10, tokens=done * 1_000
+    )
+    for done in range(9)
+]
 
-    with suppress(OSError), loading_bar(stream=stream, quiet=False) as on_bytes:
-        on_bytes(1, 2)
-        raise OSError
-    assert stream.getvalue().count("\x1b[?25l") == stream.getvalue().count("\x1b[?25h")
+
+@pytest.mark.parametrize(
+    ("events", "words"),
+    [(WEIGHTS, ("reading weights", "8.0 MiB of 8.0 MiB")), (ROWS, ("tokenising", "80 rows, 8.00 K tokens"))],
+)
+def test_a_terminal_sees_a_bar_which_goes(shown, events, words):
+    text = shown(Tty(), *events)
+    assert all(word in text for word in words)
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1
+
+
+def test_a_log_has_a_line_every_half_minute_and_one_at_the_end(shown):
+    done = Reading(doing="done", bytes_read=8 * MIB, bytes_in_all=8 * MIB, rows=90, tokens=9_000)
+    lines = shown(io.StringIO(), *ROWS, done).splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["tokenising", "tokenising", "tokenised"]
+    assert lines[0].endswith("30 rows, 3.00 K tokens, 1 rows/s, 50.0 s left")
+
+
+def test_what_is_small_is_not_shown(shown):
+    assert shown(io.StringIO(), *WEIGHTS[:1], *WEIGHTS[-1:]) == ""
+
+
+def test_data_and_then_weights_have_a_bar_each(shown):
+    done = Reading(doing="done", bytes_read=8 * MIB, bytes_in_all=8 * MIB, rows=90, tokens=9_000)
+    text = shown(Tty(), *ROWS, done, *WEIGHTS)
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 2
+
+
+def test_the_terminal_is_given_back_when_reading_fails(shown):
+    assert shown(Tty(), *WEIGHTS[:3]).count("\x1b[?25h") == 1

@@ -6,8 +6,7 @@ Live bars for a person at a terminal, a plain line now and then in a log.
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any, TextIO
 
 from fitune.session.events import Event, Reading, Result, RowsAnswered, StepsBegin, StepsEnd, WeightsRead
@@ -18,30 +17,26 @@ from fitune.values.reports import StepReport
 class Terminal:
     """A ``Emit``. As a context manager it gives the terminal back when a bar is cut short by an error.
 
-    Lines go to ``lines`` (standard output), bars of what is read to standard error; ``quiet`` draws no bar of weights.
+    Lines go to ``lines`` (standard output), bars of what is read to standard error.
     ``redrawn``: a step is written over the one before, as notebooks show it.
     """
 
-    def __init__(self, *, lines: TextIO | None = None, quiet: bool = False, redrawn: bool = False) -> None:
+    def __init__(self, *, lines: TextIO | None = None, redrawn: bool = False) -> None:
         self._redrawn = redrawn
         self._lines = sys.stdout if lines is None else lines
-        self._quiet = quiet
         self._bars = ExitStack()
-        self._show_reading: Callable[[Reading], None] | None = None
-        self._show_weights: Callable[[int, int], None] | None = None
+        self._reading: ReadingBar | None = None
         self._progress: Progress | None = None
         self.result: dict[str, Any] = {}  # what ``--json`` prints
 
     def __call__(self, event: Event) -> None:
         match event:
-            case Reading():
-                if self._show_reading is None:
-                    self._show_reading = self._bars.enter_context(reading_bar())
-                self._show_reading(event)
-            case WeightsRead():
-                if self._show_weights is None:
-                    self._show_weights = self._bars.enter_context(loading_bar(quiet=self._quiet))
-                self._show_weights(event.done_bytes, event.total_bytes)
+            case Reading() | WeightsRead():
+                if self._reading is None:
+                    self._reading = ReadingBar()
+                    self._bars.callback(self._reading.close)
+                if self._reading.show(event):
+                    self._reading = None
             case StepsBegin():
                 self._progress = Progress(
                     log_every=event.plan.run.log_every, name=event.run_name, redrawn=self._redrawn
@@ -70,7 +65,7 @@ class Terminal:
 
     def __exit__(self, *_error: object) -> None:
         self._bars.close()
-        self._show_reading = self._show_weights = self._progress = None
+        self._reading = self._progress = None
 
 
 class Progress:
@@ -178,82 +173,63 @@ def print_coloured(screen: str) -> None:
     Console(highlight=False, soft_wrap=True).print(text)
 
 
-@contextmanager
-def loading_bar(*, quiet: bool, stream: TextIO | None = None) -> Iterator[Callable[[int, int], None]]:
-    """A bar with bytes on standard error while weights are read. Yields what is told bytes that were read, and all."""
-    stream = sys.stderr if stream is None else stream
-    if quiet or not stream.isatty():
-        yield lambda done, total: None
-        return
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
+class ReadingBar:
+    """How much of data or weights is read, on standard error: a bar on a terminal, a line of a log every half minute.
 
-    doing, size = TextColumn("reading weights"), DownloadColumn(binary_units=True)
-    with _transient_bar(stream, doing, BarColumn(30), size, TransferSpeedColumn()) as (bar, task):
-
-        def show(done: int, total: int) -> None:
-            """Draws ``done`` of ``total`` bytes; the bar stops when all are read."""
-            bar.start()
-            bar.update(task, completed=done, total=total)
-            if done >= total:
-                bar.stop()
-
-        yield show
-
-
-@contextmanager
-def reading_bar() -> Iterator[Callable[[Reading], None]]:
-    """Yields what is told how far it is. The bar is on standard error, and gone when the data is read.
-
-    Small data is read before there is anything to see: a bar comes after a second, a line of a log after half a minute.
+    What is small is read before there is anything to see: a bar comes after a second.
     """
-    stream, began = sys.stderr, time.monotonic()
-    is_live = stream.isatty()
-    every_s = 0.2 if is_live else 30.0
-    due, is_shown = began + max(every_s, 1.0), False
 
-    def told(reading: Reading) -> None:
-        """Shows progress at most every ``every_s`` seconds: a bar on a terminal, else a line."""
-        nonlocal due, is_shown
-        now, is_done = time.monotonic(), reading.doing == "done"
-        if now < due and not (is_done and is_shown):
-            return
-        due, is_shown = now + every_s, True
-        # the share of all bytes that was read, whose rows may wait to be tokenised
-        share = min(1.0, reading.bytes_read / reading.bytes_in_all) if reading.bytes_in_all else 0.0
-        words = format_bytes(reading.bytes_read)
-        if reading.rows:
-            passed = max(now - began, 1e-9)
-            left = f", {format_seconds(passed / share - passed)} left" if 0 < share < 1 else ""
-            count = f"{reading.rows:,} rows, {format_count(reading.tokens)} tokens"
-            words = f"{count}, {reading.rows / passed:,.0f} rows/s{left}"
-        if not is_live:
-            print(f"{'tokenised' if is_done else reading.doing}: {words}", file=stream, flush=True)
-        elif is_done:
-            bar.stop()
+    def __init__(self) -> None:
+        self._is_live = sys.stderr.isatty()
+        self._every_s = 0.2 if self._is_live else 30.0
+        self._began = time.monotonic()
+        self._due, self._is_shown = self._began + max(self._every_s, 1.0), False
+        self._bar: Any = None
+
+    def show(self, event: Reading | WeightsRead) -> bool:
+        """Show how far it is, where that is due; True when all is read, and the bar is gone."""
+        now = time.monotonic()
+        passed = max(now - self._began, 1e-9)
+        if isinstance(event, WeightsRead):
+            done, total, doing = event.done_bytes, event.total_bytes, "reading weights"
+            is_done, words = done >= total, f"{format_bytes(done)} of {format_bytes(total)}"
         else:
-            bar.start()
-            bar.update(
-                task, description=reading.doing, completed=share, total=1.0 if share else None, note=words
+            done, total, is_done = event.bytes_read, event.bytes_in_all, event.doing == "done"
+            doing, words = "tokenised" if is_done else event.doing, format_bytes(done)
+        share = min(1.0, done / total) if total else 0.0  # of data, whose rows may wait to be tokenised
+        left = f", {format_seconds(passed / share - passed)} left" if 0 < share < 1 else ""
+        if isinstance(event, Reading) and event.rows:
+            words = (
+                f"{event.rows:,} rows, {format_count(event.tokens)} tokens, {event.rows / passed:,.0f} rows/s"
             )
+        if now >= self._due or (is_done and self._is_shown):
+            self._due, self._is_shown = now + self._every_s, True
+            self._draw(doing, share, words + left)
+        if is_done:
+            self.close()
+        return is_done
 
-    if not is_live:
-        yield told
-        return
-    from rich.progress import BarColumn, TextColumn
+    def _draw(self, doing: str, share: float, words: str) -> None:
+        if not self._is_live:
+            print(f"{doing}: {words}", file=sys.stderr, flush=True)
+            return
+        if self._bar is None:
+            from rich.console import Console
+            from rich.progress import BarColumn, TextColumn
+            from rich.progress import Progress as Bar
 
-    doing, note = (TextColumn(text, markup=False) for text in ("{task.description}", "{task.fields[note]}"))
-    with _transient_bar(stream, doing, BarColumn(10), note) as (bar, task):
-        yield told
+            columns = (
+                TextColumn(text, markup=False) for text in ("{task.description}", "{task.fields[note]}")
+            )
+            self._bar = Bar(
+                next(columns), BarColumn(10), *columns, console=Console(stderr=True), transient=True
+            )
+            self._task = self._bar.add_task(doing, total=None, note="")
+            self._bar.start()
+        total = 1.0 if share else None
+        self._bar.update(self._task, description=doing, completed=share, total=total, note=words)
 
-
-@contextmanager
-def _transient_bar(stream: TextIO, *columns: Any) -> Iterator[tuple[Any, Any]]:
-    """A bar that leaves nothing on the screen, and its one task. The terminal is given back after an error, too."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    bar = Progress(*columns, console=Console(file=stream), transient=True)
-    try:
-        yield bar, bar.add_task("", total=None, note="")
-    finally:
-        bar.stop()
+    def close(self) -> None:
+        """Give the terminal back."""
+        if self._bar is not None:
+            self._bar.stop()
