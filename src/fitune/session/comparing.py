@@ -18,7 +18,7 @@ from fitune.score.shards import remove_scores
 from fitune.session.events import Emit, Event, Note, Planned, Result
 from fitune.session.program import train_program
 from fitune.session.reported import outcome_data, rows_data
-from fitune.session.score.scoring import model_and_adapter, score_dataset
+from fitune.session.score.scoring import score_dataset
 from fitune.stores.opening import is_url
 from fitune.stores.writing import opened_store
 from fitune.units import text_table
@@ -60,7 +60,7 @@ def compare_methods(
         update={"output_dir": str(directory), "upload_to": out if is_url(out) else recipe.upload_to}
     )
     base = (
-        _score(recipe.model, "", score_data, directory / "base", overwrite=overwrite, emit=emit)
+        _score(recipe.model, score_data, directory / "base", overwrite=overwrite, emit=emit)
         if score_data
         else {}
     )
@@ -70,9 +70,9 @@ def compare_methods(
         method, code = _train(recipe, name, directory, overwrite=overwrite, emit=emit)
         failed = failed or code == 1
         if score_data and method.run is not None and method.run.run is not None and method.run.run.exported:
-            model, adapter = model_and_adapter(Path(method.run.run.exported), base=recipe.model)
+            run = directory / name
             try:
-                grades = _score(model, adapter, score_data, directory / name, overwrite=overwrite, emit=emit)
+                grades = _score(str(run), score_data, run, overwrite=overwrite, emit=emit)
                 method = replace(method, grades=grades)
             except FituneError as error:  # the run is worth showing without
                 emit(Note(f"{name} is not scored: {error}"))
@@ -177,10 +177,8 @@ def _train(
     return MethodRun(name=name, run=read_run(directory / name)), 0
 
 
-def _score(
-    model: str, adapter: str, data: str, directory: Path, *, overwrite: bool, emit: Emit
-) -> Mapping[str, float]:
+def _score(model: str, data: str, directory: Path, *, overwrite: bool, emit: Emit) -> Mapping[str, float]:
     if overwrite:
         remove_scores(directory / "scores")  # answers of the model that was there before
-    recipe = score_recipe(model=model, adapter=adapter, data=data, out=directory / "scores")
+    recipe = score_recipe(model=model, data=data, out=directory / "scores")
     return score_dataset(recipe, emit=emit).grades

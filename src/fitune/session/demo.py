@@ -15,7 +15,7 @@ from fitune.session.planning import plan_on_data
 from fitune.session.program import train_program
 from fitune.session.recipes.reading import read_any_recipe
 from fitune.session.reported import Reported, report_run
-from fitune.session.score.scoring import model_and_adapter, score_dataset
+from fitune.session.score.scoring import score_dataset
 from fitune.session.train.attempts import Attempt
 from fitune.session.train.training import run_once
 from fitune.track.metrics import read_metrics
@@ -60,7 +60,7 @@ def run_demo(directory: Path, *, gpus: int, emit: Emit) -> tuple[Outcome, ...]:
     say("2. The base model: pretrained for a moment on the text, by fitune itself\n")
     _train(files.pretrain_recipe, emit, explain=False)
     base = Outcome(
-        name="base", accuracy=_accuracy(files, files.base), run=None, predicted_bytes=None, report=None
+        name="base", accuracy=_accuracy(files, files.base.parent), run=None, predicted_bytes=None, report=None
     )
     say("\n3. The task by LoRA: the plan first\n")
     lora = _tuned(files, files.lora_recipe, "LoRA", emit)
@@ -123,7 +123,7 @@ def _outcome(files: DemoFiles, name: str, reported: Reported) -> Outcome:
     peak = next(row for row in reported.rows if row.what == "Peak of tensors")
     return Outcome(
         name=name,
-        accuracy=_accuracy(files, Path(reported.run.exported)),
+        accuracy=_accuracy(files, reported.directory),
         run=reported.run,
         predicted_bytes=peak.predicted,
         report=reported.page,
@@ -139,11 +139,10 @@ def _train(path: Path, emit: Emit, *, explain: bool) -> None:
     run_once(attempt, emit=emit, stop_asked=lambda: False)
 
 
-def _accuracy(files: DemoFiles, exported: Path) -> float:
-    """Share of held-out rows that a model, or an adapter on the base, answers exactly."""
-    model, adapter = model_and_adapter(exported, base=str(files.base))
+def _accuracy(files: DemoFiles, run: Path) -> float:
+    """Share of held-out rows that what a run exported answers exactly."""
     recipe = score_recipe(
-        model=model, adapter=adapter, data=files.test, out=exported.parent / "scores", graders=_GRADER,
+        model=run, data=files.test, out=run / "scores", graders=_GRADER,
         max_new_tokens=MAX_NEW_TOKENS, batch_size=25,
     )  # fmt: skip
     return score_dataset(recipe, emit=ignore_event).grades[_GRADER]

@@ -25,7 +25,7 @@ from fitune.estimate.answering import memory_of_answering
 from fitune.files import cache_folder, write_atomically, written_whole
 from fitune.launch.ray_cluster import RayPlace
 from fitune.measure.memory import memory_meter
-from fitune.models.adapter_file import CONFIG, read_adapter_config
+from fitune.models.adapter_file import read_adapter_config
 from fitune.models.adapters import load_adapter, train_tables
 from fitune.models.readers import model_folder
 from fitune.models.tokens import load_tokenizer
@@ -276,8 +276,3 @@ def compare_scores(directory: Path, other: Path) -> str:
     ]
     page = write_score_comparison(directory, other, paired, read_changed(directory))
     return "\n".join([*shown, f"changed rows: {directory / CHANGED}", f"page: {page}"])
-
-
-def model_and_adapter(exported: Path, *, base: str) -> tuple[str, str]:
-    """Model and adapter of an export for ``score_dataset``: a model and "", or ``base`` and an adapter on it."""
-    return (base, str(exported)) if (exported / CONFIG).is_file() else (str(exported), "")
