@@ -24,6 +24,9 @@ SCORE = "score --model m --data d"
         (f"{SCORE} --shots 5", "--shots has no effect without --lm-eval"),
         (f"{SCORE} --gpus 2", "--gpus has no effect without --plan"),
         ("train --ray-restarts 5", "--ray-restarts has no effect without --on"),
+        ("train --ray-address h:1", "--ray-address has no effect without --on"),
+        (f"{SCORE} --workers 2", "--workers has no effect without --on"),
+        ("train --on ray --node-rank 0", "--node-rank has no effect with --on"),
         (f"{SCORE} --objective cheapest", "--objective has no effect without --fleet"),
     ],
 )

@@ -37,7 +37,7 @@ def test_a_ray_whose_internals_have_moved_is_refused_with_the_version_that_is_te
 )
 def test_what_is_no_address_is_refused_before_ray_is_asked(monkeypatch, address):
     with pytest.raises(RecipeError, match=f"--ray-address '{address}' is no address of a Ray cluster"):
-        ray_place("ray", address=address, workers="2", default="1")
+        ray_place(address=address, workers="2")
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(RecipeError, match=f"RAY_ADDRESS '{address}'") as refused, connected(""):
         pass
@@ -56,7 +56,7 @@ def test_what_is_no_address_is_refused_before_ray_is_asked(monkeypatch, address)
 )
 def test_what_is_no_number_of_workers_is_refused(workers, said):
     with pytest.raises(RecipeError, match=f"--workers {said}"):
-        ray_place("ray", address="", workers=workers, default="1")
+        ray_place(address="", workers=workers)
 
 
 @pytest.mark.parametrize(

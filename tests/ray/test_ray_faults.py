@@ -161,4 +161,4 @@ def test_other_versions_on_a_node_are_named(cluster):
 @pytest.mark.parametrize("workers", ["two", "3..2", "0", "2..", "-1"])
 def test_numbers_of_workers_that_cannot_be_are_refused(workers):
     with pytest.raises(RecipeError, match="--workers"):
-        ray_place("ray", address="", workers=workers, default="1")
+        ray_place(address="", workers=workers)

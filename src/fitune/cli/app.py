@@ -233,7 +233,9 @@ def train(
     from fitune.session.clusters.on_ray import place_on_ray  # torch: after the recipe, whose errors need none
     from fitune.session.program import place_in, train_program
 
-    on_ray = place_on_ray(recipe, on, address=ray_address, workers=workers, restarts=ray_restarts)
+    on_ray = None
+    if on == "ray":
+        on_ray = place_on_ray(recipe, address=ray_address, workers=workers, restarts=ray_restarts)
     place = place_in(recipe, node=node_rank, rendezvous=rendezvous, timeout_s=rendezvous_timeout)
     with _telling(json) as terminal:
         code = train_program(recipe, overwrite=overwrite, emit=terminal, place=place, on_ray=on_ray)
@@ -251,7 +253,7 @@ def data(
     """Show the data as the model sees it: rows in the template, what is learned, cut or dropped, and lengths."""
     from fitune.session.data_view import explain_data, view_data, write_data_page
 
-    with _terminal(lines=sys.stderr, quiet=json) as terminal:
+    with _terminal(lines=sys.stderr) as terminal:
         shown = view_data(_recipe(words, settings), rows=rows, emit=terminal)
     _print(explain_data(shown), shown, json=json)
     if html is not None:
@@ -348,7 +350,7 @@ def score(
     from fitune.recipe.score_recipe import score_recipe
 
     recipe, request = score_recipe(**context.obj), _fleet(fleet, objective, deadline, budget, None, live)
-    with _terminal(lines=sys.stderr, quiet=json) as terminal:  # standard output is the report's alone
+    with _terminal(lines=sys.stderr) as terminal:  # standard output is the report's alone
         if recipe.lm_eval:
             from fitune.session.score.lm_eval import score_tasks
 
@@ -363,7 +365,7 @@ def score(
         from fitune.session.clusters.score_on_ray import place_of_scoring
         from fitune.session.score.scoring import compare_scores, score_dataset, why_not_all
 
-        place = place_of_scoring(on, address=ray_address, workers=workers)
+        place = place_of_scoring(address=ray_address, workers=workers) if on == "ray" else None
         report = score_dataset(recipe, emit=terminal, place=place, against=against)
     _show(report, json=json)
     if not json:

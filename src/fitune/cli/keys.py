@@ -21,6 +21,7 @@ BESIDE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "configuration": ("fleet", "on"), "show": ("fleet", "on", "configuration"),
         "rendezvous": ("fleet", "on", "configuration"),
     },
+    "train": dict.fromkeys(("node_rank", "rendezvous"), ("on",)),  # Ray places the workers
     "score": {
         **dict.fromkeys(("url", "served_model"), _PREDICTING), **dict.fromkeys(_PREDICTING, ("lm_eval",)),
         **dict.fromkeys(("against", "on", "ray_address", "workers"), (*_PREDICTING, "lm_eval")),
@@ -30,11 +31,15 @@ BESIDE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 WITHOUT: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "plan": dict.fromkeys(("deadline", "budget", "rows", "live", "picture"), ("fleet",)),
     "launch": {"job": ("on", "fleet"), **dict.fromkeys(("deadline", "budget", "rows", "live"), ("fleet",))},
-    "train": {"ray_restarts": ("on",), "rendezvous_timeout": ("node_rank", "rendezvous")},
+    "train": {
+        **dict.fromkeys(("ray_address", "workers", "ray_restarts"), ("on",)),
+        "rendezvous_timeout": ("node_rank", "rendezvous"),
+    },
     "export": {"hub_public": ("push_to_hub",)},
     "score": {
         "gpu": ("plan", "fleet"), "gpus": ("plan",),
         **dict.fromkeys(("objective", "deadline", "budget", "live"), ("fleet",)), "served_model": ("url",),
+        **dict.fromkeys(("ray_address", "workers"), ("on",)),
     },
 }  # fmt: skip
 """Command -> option -> options of which it needs one to have an effect."""

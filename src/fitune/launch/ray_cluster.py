@@ -51,16 +51,8 @@ class RayPlace:
         return self.fewest != self.most
 
 
-def ray_place(on: str, *, address: str, workers: str, default: str, restarts: int = 3) -> RayPlace | None:
-    """The place where the command line says --on ray, None where it says ``here``. Raises RecipeError for one that
-    cannot be."""
-    if on != "ray":
-        if address or workers:
-            raise RecipeError(
-                "--ray-address and --workers need --on ray", hint="add --on ray, or leave them out"
-            )
-        return None
-    workers = workers or default
+def ray_place(*, address: str, workers: str, restarts: int = 3) -> RayPlace:
+    """The place that the command line says. Raises RecipeError for one that cannot be."""
     first, dots, last = workers.partition("..")
     if not first.isdecimal() or (dots and not last.isdecimal()):
         raise RecipeError(

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from fitune.checkpoint.commit import last_saved
 from fitune.engine.ranks import ALONE, Ranks, joined_ranks, launched_ranks
-from fitune.errors import FituneError, HardwareError, RecipeError, exit_code_of
+from fitune.errors import FituneError, HardwareError, exit_code_of
 from fitune.estimate.predict import predict
 from fitune.launch.nodes import ONE_NODE, OneNode, meeting
 from fitune.launch.place import Place, place_of
@@ -75,10 +75,6 @@ def train_program(
                 f"another launcher started this process as rank {ranks.rank} of {ranks.world}, and --node-rank or "
                 "--on ray would start ranks once more",
                 hint="leave --node-rank, --rendezvous and --on out, or start fitune without the other launcher",
-            )
-        if place is not None and on_ray is not None:
-            raise RecipeError(
-                "--on ray has no --node-rank: Ray places the workers", hint="leave one of them out"
             )
         if on_ray is not None:
             return train_on_ray(recipe, on_ray, overwrite=overwrite, emit=emit)

@@ -115,11 +115,11 @@ _STORAGE = f"{LOGS}/ray"
 """Folder in the run directory for what Ray Train writes; nothing is read from it."""
 
 
-def place_on_ray(recipe: Recipe, on: str, *, address: str, workers: str, restarts: int) -> RayPlace | None:
-    """The place that the command line says, None for this machine; as many workers as the recipe has GPUs unless
-    ``workers`` says another number."""
-    default = str((recipe.gpus or 1) * recipe.nodes)
-    return ray_place(on, address=address, workers=workers, default=default, restarts=restarts)
+def place_on_ray(recipe: Recipe, *, address: str, workers: str, restarts: int) -> RayPlace:
+    """The place that the command line says; as many workers as the recipe has GPUs unless ``workers`` says another
+    number."""
+    workers = workers or str((recipe.gpus or 1) * recipe.nodes)
+    return ray_place(address=address, workers=workers, restarts=restarts)
 
 
 def train_on_ray(recipe: Recipe, place: RayPlace, *, overwrite: bool, emit: Emit) -> int:

@@ -31,12 +31,10 @@ from fitune.session.clusters.ray_nodes import (
 from fitune.session.events import Emit, Note, emit_notes
 from fitune.units import counted
 
-_AS_MANY_AS_HAVE_ROOM = "1..1000000"
 
-
-def place_of_scoring(on: str, *, address: str, workers: str) -> RayPlace | None:
-    """The place that the command line says; None for this process. By default as many workers as have room."""
-    return ray_place(on, address=address, workers=workers, default=_AS_MANY_AS_HAVE_ROOM)
+def place_of_scoring(*, address: str, workers: str) -> RayPlace:
+    """The place that the command line says. By default as many workers as have room."""
+    return ray_place(address=address, workers=workers or "1..1000000")
 
 
 @contextmanager
