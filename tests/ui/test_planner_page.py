@@ -360,7 +360,7 @@ def test_a_file_says_too_that_nothing_fits(tmp_path, capsys):
         ([*PLAN, "--html", "."], "is a folder"),
         ([*PLAN, "--html", "none/x.html"], "cannot be written"),
         (["ui", "--port", "99999"], "99999"),
-        (["ui", "https://evil.example/?model=a"], "is no link of a planner's page"),
+        (["ui", "https://evil.example/?word=a"], "is no link of a planner's page"),
     ],
 )
 def test_a_wrong_place_is_one_plain_error(tmp_path, monkeypatch, capsys, words, said):
