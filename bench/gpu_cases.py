@@ -13,9 +13,10 @@ import torch
 
 from fitune.estimate.predict import predict
 from fitune.measure.hardware import detect_hardware
+from fitune.session.proving import steps
 from fitune.session.proving.steps import (
-    CASES,
-    SHAPES,
+    CLIP,
+    TINY,
     Case,
     Shape,
     config_of,
@@ -27,12 +28,25 @@ from fitune.session.proving.steps import (
 from fitune.units import GIB
 from fitune.values.machines.gpus import cpu_gpu, hardware_for
 from fitune.values.machines.hardware import Hardware
-from fitune.values.plan import Plan, Recompute
+from fitune.values.plan import AdamW8bit, Full, Lomo, Plan, Recompute, Sgd
 
 __all__ = [
     "CASES", "SHAPES", "Case", "Shape", "config_of", "fewest_recomputed", "full_rows", "hardware_here", "plan_of",
     "random_model", "synchronise", "where_and_when",
 ]  # fmt: skip
+SHAPES = {
+    "tiny": TINY,
+    "8b-4": Shape(model="llama-3.1-8b", layers=4, seq_len=2048, chunk_tokens=1024),
+    "1b": Shape(model="llama-3.2-1b", layers=16, seq_len=2048, chunk_tokens=1024),
+    "8b": Shape(model="llama-3.1-8b", layers=32, seq_len=4096, chunk_tokens=1024),
+    "moe": Shape(model="qwen3-30b-a3b", layers=48, seq_len=2048, chunk_tokens=1024),
+    "gemma": Shape(model="gemma-2-9b", layers=42, seq_len=2048, chunk_tokens=512),
+}
+CASES = {
+    **steps.CASES,
+    "full-8bit": Case(tuning=Full(), optimizer=AdamW8bit()),
+    "adalomo": Case(tuning=Lomo(adaptive=True, clip=CLIP), optimizer=Sgd()),
+}
 LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "hqq", "trl")
 
 

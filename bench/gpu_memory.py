@@ -36,6 +36,7 @@ from gpu_cases import (
     where_and_when,
 )
 
+from fitune.errors import MissingExtra
 from fitune.estimate.predict import predict_memory
 from fitune.rehearse.step import trace_plan
 from fitune.rehearse.trace import peaks_by_kind
@@ -83,11 +84,11 @@ def run_cases(options: argparse.Namespace, hardware: Hardware) -> list[dict[str,
 
 def look_at(words: dict[str, Any], rows: int, hardware: Hardware) -> dict[str, Any]:
     case, shape = CASES[words["case"]], SHAPES[words["shape"]]
-    if case.missing:
-        return {"not_run": f"{case.needs} is not installed"}
     plan = plan_of(case, shape, hardware=hardware, rows=rows, recompute=words["recompute"])
     try:
         return compared(plan, shape, case)
+    except MissingExtra as error:
+        return {"not_run": error.message}
     except torch.OutOfMemoryError as error:
         return {"error": str(error).splitlines()[0]}
     finally:

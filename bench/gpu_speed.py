@@ -40,12 +40,13 @@ from gpu_cases import (
     where_and_when,
 )
 
+from fitune.errors import MissingExtra
 from fitune.estimate.predict import predict
 from fitune.measure.memory import memory_meter
 from fitune.train.prepare import prepare_loaded, training_device
 from fitune.units import GIB, format_bytes
 from fitune.values.counts import achieved_mfu
-from fitune.values.plan import Plan
+from fitune.values.plan import Lomo, Plan
 from fitune.values.words import describe_plan
 
 DEFAULT_CASES = ("lora", "qlora", "lomo", "full-8bit-in-backward")
@@ -108,12 +109,13 @@ def in_a_process(options: argparse.Namespace, case: str, side: str) -> dict[str,
 
 def work(options: argparse.Namespace, name: str, side: str) -> dict[str, Any]:
     case, shape = CASES[name], SHAPES[options.shape]
-    if case.missing:
-        return {"not_run": f"{case.needs} is not installed"}
     plan = plan_of(case, shape, hardware=hardware_here(), rows=options.rows)
     plan = replace(plan, kernels=options.kernels, compile_blocks=options.compile)
     plan = fewest_recomputed(plan, spare_bytes=int(options.spare_gib * GIB))
-    return {"fitune": run_fitune, "peer": run_peer}[side](options, name, plan)
+    try:
+        return {"fitune": run_fitune, "peer": run_peer}[side](options, name, plan)
+    except (MissingExtra, ImportError) as error:
+        return {"not_run": str(error)}
 
 
 def run_fitune(options: argparse.Namespace, name: str, plan: Plan) -> dict[str, Any]:
@@ -146,7 +148,7 @@ def run_fitune(options: argparse.Namespace, name: str, plan: Plan) -> dict[str, 
 def run_peer(options: argparse.Namespace, name: str, plan: Plan) -> dict[str, Any]:
     from gpu_peer import NONE
 
-    if CASES[name].tuning in ("lomo", "adalomo"):
+    if isinstance(plan.tuning, Lomo):
         return {"not_run": NONE}
     try:
         return _peer(options, name, plan, recompute=False)

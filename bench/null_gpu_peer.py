@@ -280,7 +280,6 @@ def run_trl(setting: Setting, options: argparse.Namespace, watch: Watch) -> None
     from contextlib import ExitStack
 
     from datasets import Dataset, disable_progress_bars
-    from gpu_cases import CASES
     from peft import LoraConfig
     from transformers import TrainerCallback
     from trl import SFTConfig, SFTTrainer
@@ -289,11 +288,10 @@ def run_trl(setting: Setting, options: argparse.Namespace, watch: Watch) -> None
     model = empty_llama(options.layers)
     model.config._attn_implementation = "sdpa"
     method = setting.method.removesuffix("-master")
-    base = CASES[method].base
-    if base is None:
-        model = model.to_empty(device="cuda")
-    else:
+    if method == "qlora":
         quantise(model)
+    else:
+        model = model.to_empty(device="cuda")
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
     class Steps(TrainerCallback):

@@ -26,7 +26,7 @@ from fitune.measure.measurements import (
 )
 from fitune.measure.nvml import driver_version
 from fitune.session.proving.kernels import CannotRun, kernel_checks
-from fitune.session.proving.steps import PLANS, offloaded, proved_plan, same_losses
+from fitune.session.proving.steps import CASES, offloaded, proved_plan, same_losses
 from fitune.units import format_bytes, format_percent, format_rate, format_seconds
 from fitune.values.machines.hardware import Gpu, Hardware, Numbers
 
@@ -49,7 +49,7 @@ def parts_of(hardware: Hardware, device: torch.device) -> dict[str, Callable[[],
         for name in ("lora-activations-away", "lora-weights-away", "full-optimizer-away"):
             parts[f"{name} {numbers}"] = partial(offloaded, name, numbers, hardware)
     parts["copies"] = partial(copies, hardware.gpu, device)
-    return parts | {name: partial(proved_plan, name, hardware) for name in PLANS}
+    return parts | {name: partial(proved_plan, name, hardware) for name in CASES}
 
 
 def this_device() -> tuple[Hardware, torch.device]:
@@ -66,7 +66,7 @@ def prove(*, tell: Callable[[str], None], out: Path | None = None, parts: Parts 
     if out is not None:  # a record that has no place is refused before ten minutes are spent on it
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
-            out.touch()
+            out.open("a").close()
         except OSError as error:
             raise HardwareError(
                 f"--out {out}: {error.strerror}", hint="a file in a folder of yours"

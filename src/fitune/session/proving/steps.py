@@ -4,7 +4,6 @@ and their steps: peaks by phase and seconds, and losses on one device beside ano
 Plans are written down here and models are random, drawn where they are trained: no data and no files are needed.
 """
 
-import importlib.util
 import itertools
 import time
 from collections.abc import Callable
@@ -69,14 +68,7 @@ class Shape:
     chunk_tokens: int
 
 
-SHAPES = {
-    "tiny": Shape(model="", layers=4, seq_len=128, chunk_tokens=64),
-    "8b-4": Shape(model="llama-3.1-8b", layers=4, seq_len=2048, chunk_tokens=1024),
-    "1b": Shape(model="llama-3.2-1b", layers=16, seq_len=2048, chunk_tokens=1024),
-    "8b": Shape(model="llama-3.1-8b", layers=32, seq_len=4096, chunk_tokens=1024),
-    "moe": Shape(model="qwen3-30b-a3b", layers=48, seq_len=2048, chunk_tokens=1024),
-    "gemma": Shape(model="gemma-2-9b", layers=42, seq_len=2048, chunk_tokens=512),
-}
+TINY = Shape(model="", layers=4, seq_len=128, chunk_tokens=64)
 _TINY = {
     "hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 8, "num_key_value_heads": 2,
     "vocab_size": 2000, "max_position_embeddings": 512, "tie_word_embeddings": False,
@@ -85,36 +77,29 @@ _TINY = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One way to train; ``needs`` is the library that it cannot do without."""
+    """One way to train; adapters are on all linears of the model's blocks."""
 
-    tuning: str
+    tuning: Tuning
     precision: Precision = Precision.BF16
     optimizer: Optimizer = field(default_factory=AdamW)
     offload: Offload = field(default_factory=Offload)
-    base: Nf4 | Hqq | None = None
-    dora: bool = False
-    needs: str = ""
-
-    @property
-    def missing(self) -> bool:
-        """True if its library is not installed."""
-        return bool(self.needs) and importlib.util.find_spec(self.needs) is None
 
 
+ADAPTER = Lora(rank=16, alpha=32, dropout=0.0, targets=())
+CLIP = ClipByValue(value=1.0)
 CASES = {
-    "lora": Case(tuning="lora", precision=Precision.BF16_MASTER),
-    "qlora": Case(tuning="lora", precision=Precision.BF16_MASTER, base=Nf4(), needs="bitsandbytes"),
-    "hqq": Case(tuning="lora", precision=Precision.BF16_MASTER, base=Hqq(bits=4), needs="hqq"),
-    "dora": Case(tuning="lora", precision=Precision.BF16_MASTER, dora=True),
-    "full": Case(tuning="full"),
-    "full-8bit": Case(tuning="full", optimizer=AdamW8bit(), needs="bitsandbytes"),
-    "full-8bit-in-backward": Case(tuning="in backward", optimizer=AdamW8bit(), needs="bitsandbytes"),
-    "lomo": Case(tuning="lomo", optimizer=Sgd()),
-    "adalomo": Case(tuning="adalomo", optimizer=Sgd()),
-    "full-optimizer-away": Case(tuning="full", offload=Offload(optimizer="cpu")),
-    "lora-activations-away": Case(tuning="lora", offload=Offload(activations="cpu")),
-    "lora-weights-away": Case(tuning="lora", offload=Offload(parameters="cpu")),
+    "lora": Case(tuning=ADAPTER, precision=Precision.BF16_MASTER),
+    "qlora": Case(tuning=replace(ADAPTER, base=Nf4()), precision=Precision.BF16_MASTER),
+    "hqq": Case(tuning=replace(ADAPTER, base=Hqq(bits=4)), precision=Precision.BF16_MASTER),
+    "dora": Case(tuning=replace(ADAPTER, dora=True), precision=Precision.BF16_MASTER),
+    "full": Case(tuning=Full()),
+    "full-8bit-in-backward": Case(tuning=Full(update=InBackward(clip=CLIP)), optimizer=AdamW8bit()),
+    "lomo": Case(tuning=Lomo(adaptive=False, clip=CLIP), optimizer=Sgd()),
+    "full-optimizer-away": Case(tuning=Full(), offload=Offload(optimizer="cpu")),
+    "lora-activations-away": Case(tuning=ADAPTER, offload=Offload(activations="cpu")),
+    "lora-weights-away": Case(tuning=ADAPTER, offload=Offload(parameters="cpu")),
 }
+"""The ten that a proof measures."""
 
 
 def config_of(shape: Shape) -> PretrainedConfig:
@@ -124,16 +109,19 @@ def config_of(shape: Shape) -> PretrainedConfig:
     return config_from({"model_type": "llama", "num_hidden_layers": shape.layers, **_TINY})
 
 
-def plan_of(
-    case: Case, shape: Shape, *, hardware: Hardware, rows: int, recompute: int = 0, max_grad_norm: float = 1.0
-) -> Plan:
+def plan_of(case: Case, shape: Shape, *, hardware: Hardware, rows: int, recompute: int = 0) -> Plan:
     """A plan for one device: micro-batches of ``rows`` rows of the shape's tokens, ``recompute`` blocks recomputed."""
-    model = spec_from_config(config_of(shape).to_dict(), name=shape.model or "bench/tiny")
+    model, tuning = (
+        spec_from_config(config_of(shape).to_dict(), name=shape.model or "bench/tiny"),
+        case.tuning,
+    )
+    if isinstance(tuning, Lora):
+        tuning = replace(tuning, targets=model.adaptable_names)
     return Plan(
         model=model,
         model_path=model.name,
         hardware=hardware,
-        tuning=_tuning(case, model.adaptable_names),
+        tuning=tuning,
         precision=case.precision,
         optimizer=case.optimizer,
         sharding=Single(),
@@ -144,22 +132,10 @@ def plan_of(
         batch=Batch(micro_batch_size=rows, accumulation=1, seq_len=shape.seq_len, packing=False),
         schedule=Schedule(
             learning_rate=1e-5, kind="constant", warmup=Steps(count=0), duration=Steps(count=1000),
-            max_grad_norm=max_grad_norm,
+            max_grad_norm=1.0,
         ),
         run=RunPlan(output_dir="runs/bench"),
     )  # fmt: skip
-
-
-def _tuning(case: Case, targets: tuple[str, ...]) -> Tuning:
-    match case.tuning:
-        case "full":
-            return Full()
-        case "in backward":
-            return Full(update=InBackward(clip=ClipByValue(value=1.0)))
-        case "lomo" | "adalomo":
-            return Lomo(adaptive=case.tuning == "adalomo", clip=ClipByValue(value=1.0))
-    lora = Lora(rank=16, alpha=32, dropout=0.0, targets=targets, dora=case.dora)
-    return lora if case.base is None else replace(lora, base=case.base)
 
 
 def random_model(plan: Plan, config: PretrainedConfig, device: torch.device) -> PreTrainedModel:
@@ -192,15 +168,13 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-PLANS = tuple(name for name in CASES if name not in ("full-8bit", "adalomo"))
-"""The ten that a proof measures."""
 _OF_CARDS = (
     *(
         Shape(model="llama-3.1-8b", layers=layers, seq_len=4096, chunk_tokens=1024)
         for layers in (16, 8, 4, 2)
     ),
     *(Shape(model="llama-3.2-1b", layers=layers, seq_len=2048, chunk_tokens=1024) for layers in (16, 4)),
-    SHAPES["tiny"],
+    TINY,
 )
 """The largest first: sixteen blocks of an 8B model are drawn in seconds, and more are alike."""
 _FILLED, _LONGEST_S = 0.8, 20.0
@@ -227,7 +201,7 @@ def sized_plan(case: Case, hardware: Hardware) -> tuple[Plan, Shape, Estimate]:
 
 
 def proved_plan(name: str, hardware: Hardware) -> ProvedPlan:
-    """One of PLANS, predicted and run: steps to warm up, timed steps, one measured by phase."""
+    """One of CASES, predicted and run: steps to warm up, timed steps, one measured by phase."""
     plan, shape, estimate = sized_plan(CASES[name], hardware)
     device = training_device(plan)
     if device.type == "cuda":
@@ -289,14 +263,13 @@ def train_step(
     return loss.item() / tokens, update.grad_norm
 
 
-_SMALL = SHAPES["tiny"]
 _STEPS, _LEARNING_RATE = 20, 1e-3
 
 
 def offloaded(name: str, numbers: Numbers, hardware: Hardware) -> ProofCheck:
     """Three steps of one of CASES that offloads, beside the same steps with everything on the device."""
     case = replace(CASES[name], precision=Precision(numbers))
-    plan = plan_of(case, _SMALL, hardware=hardware, rows=1)
+    plan = plan_of(case, TINY, hardware=hardware, rows=1)
     require_rules(plan, "train")
     away, here = (losses(one, steps=3) for one in (plan, replace(plan, offload=Offload())))
     return judged(f"{name} {numbers}", [away], [here], tolerance=TOLERANCES[numbers])
@@ -304,11 +277,11 @@ def offloaded(name: str, numbers: Numbers, hardware: Hardware) -> ProofCheck:
 
 def same_losses(tuning: str, numbers: Numbers, hardware: Hardware) -> ProofCheck:
     """Losses of twenty steps on this device beside those of eager attention in fp32 on the processor."""
-    case = Case(tuning=tuning, precision=Precision(numbers))
+    case = replace(CASES[tuning], precision=Precision(numbers))
     processor = hardware_for(gpu=cpu_gpu(memory_bytes=8 * GIB, cores=1))
-    here = plan_of(case, _SMALL, hardware=hardware, rows=2)
+    here = plan_of(case, TINY, hardware=hardware, rows=2)
     require_rules(here, "train")
-    there = plan_of(replace(case, precision=Precision.FP32), _SMALL, hardware=processor, rows=2)
+    there = plan_of(replace(case, precision=Precision.FP32), TINY, hardware=processor, rows=2)
     found, expected = losses(here, steps=_STEPS), losses(replace(there, attention="eager"), steps=_STEPS)
     return judged(
         f"20 steps {tuning} {numbers}", [found[:, 0]], [expected[:, 0]], tolerance=TOLERANCES[numbers],
@@ -320,13 +293,13 @@ def losses(plan: Plan, *, steps: int) -> Tensor:
     """Loss of a token and the gradients' norm, [steps, 2]: the same weights and rows on every device."""
     device = training_device(plan)
     torch.manual_seed(0)
-    model = random_model(plan, config_of(_SMALL), torch.device("cpu"))
+    model = random_model(plan, config_of(TINY), torch.device("cpu"))
     prepared = prepare_loaded(
         model if plan.offload.parameters == "cpu" else model.to(device), plan, device=device
     )
     found = []
     for step in range(steps):
         torch.manual_seed(step % 2)  # the same two batches, so that losses fall and an error would grow
-        rows = random_rows((96, _SMALL.seq_len), vocab_size=plan.model.vocab_size)
+        rows = random_rows((96, TINY.seq_len), vocab_size=plan.model.vocab_size)
         found.append(train_step(prepared, rows, learning_rate=_LEARNING_RATE))
     return torch.tensor(found)
