@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from fitune.launch.ray_workers import open_mailbox, run_workers
 from fitune.recipe.recipe import dump_recipe
 from fitune.session.clusters import on_ray
 from fitune.session.clusters.on_ray import train_on_ray
-from fitune.session.clusters.ray_nodes import facts_of_node, require_same_versions, versions_here
+from fitune.session.clusters.ray_nodes import facts_of_node, require_same_versions
 from ray_runs import (
     Faulty,
     Heard,
@@ -152,10 +153,10 @@ def test_an_address_where_nobody_answers_is_an_error_before_ray_is_asked(cluster
 
 def test_other_versions_on_a_node_are_named(cluster):
     answers = ask_nodes(facts_of_node, {}).values()
-    require_same_versions(versions_here(), answers)
-    here = {**versions_here(), "transformers": "4.57.0"}
-    with pytest.raises(HardwareError, match=r"transformers differs: 4\.57\.0 on .* on node "):
-        require_same_versions(here, answers)
+    require_same_versions(answers)
+    others = [replace(each, versions=each.versions | {"transformers": "4.57.0"}) for each in answers]
+    with pytest.raises(HardwareError, match=r"transformers differs: .* on .* '4\.57\.0' on node "):
+        require_same_versions(others)
 
 
 @pytest.mark.parametrize("workers", ["two", "3..2", "0", "2..", "-1"])

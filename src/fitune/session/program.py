@@ -25,7 +25,7 @@ from fitune.launch.signals import EXIT_CODES
 from fitune.launch.torchrun import Ended, fresh_logs, run_ranks
 from fitune.recipe.recipe import Recipe
 from fitune.session.clusters.on_ray import train_on_ray
-from fitune.session.clusters.ray_nodes import versions_here
+from fitune.session.clusters.ray_nodes import require_same, versions_here
 from fitune.session.events import Emit, Note, ignore_event
 from fitune.session.planning import wanted_hardware
 from fitune.session.signals import INTERRUPTED, end_with_launcher, ended_by_signals, stop_requests
@@ -196,15 +196,10 @@ def _require_same_request(nodes: OneNode, recipe: Recipe, *, overwrite: bool) ->
     given = recipe.model_dump(mode="json", exclude_defaults=True)
     facts = {f"{key} in the recipe": value for key, value in given.items()}
     facts |= {"--overwrite": overwrite, **versions_here()}
-    found = [json.loads(text) for text in nodes.gathered(json.dumps(facts))]
-    for node, theirs in enumerate(found):
-        for name in sorted(found[0].keys() | theirs.keys()):
-            first, here = found[0].get(name), theirs.get(name)
-            if first != here:
-                raise HardwareError(
-                    f"{name} differs: {first!r} on {nodes.name(0)}, {here!r} on {nodes.name(node)}",
-                    hint="the same recipe, options and versions on every node",
-                )
+    found = [
+        (nodes.name(node), json.loads(text)) for node, text in enumerate(nodes.gathered(json.dumps(facts)))
+    ]
+    require_same(found, hint="the same recipe, options and versions on every node")
 
 
 def _require_room_here(plan: Plan, recipe: Recipe) -> None:

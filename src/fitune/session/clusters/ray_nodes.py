@@ -4,7 +4,7 @@ that they are told."""
 import os
 import socket
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ def versions_here() -> dict[str, str]:
 def hardware_of_workers(shapes: Mapping[int, Recipe]) -> dict[int, Hardware]:
     """The hardware of the workers, for each number of them. Raises HardwareError where versions differ."""
     answers: dict[str, NodeFacts] = ask_nodes(facts_of_node, dict(shapes))
-    require_same_versions(versions_here(), answers.values())
+    require_same_versions(answers.values())
     found: dict[int, Hardware] = {}
     for world in shapes:
         there = [facts.hardware[world] for facts in answers.values()]
@@ -66,17 +66,24 @@ def hardware_of_workers(shapes: Mapping[int, Recipe]) -> dict[int, Hardware]:
     return found
 
 
-def require_same_versions(here: Mapping[str, str], nodes: Any) -> None:
-    """Raises HardwareError at the first version of ``here`` that one of ``nodes``, each a NodeFacts, does not have."""
-    for facts in nodes:
-        for name, own in here.items():
-            theirs = facts.versions.get(name, "none")
-            if theirs != own:
-                raise HardwareError(
-                    f"{name} differs: {own} on {socket.gethostname()}, where fitune was started, {theirs} on node "
-                    f"{facts.host}",
-                    hint="the same versions on every node",
-                )
+def require_same(facts: Sequence[tuple[str, Mapping[str, Any]]], *, hint: str) -> None:
+    """Raises HardwareError at the first fact that one of the nodes does not share with the first of them; ``facts`` has
+    what each is called and says."""
+    (first, own), *others = facts
+    for name, node, theirs in ((name, *other) for other in others for name in sorted({*own, *other[1]})):
+        if own.get(name) != theirs.get(name):
+            raise HardwareError(
+                f"{name} differs: {own.get(name)!r} on {first}, {theirs.get(name)!r} on {node}", hint=hint
+            )
+
+
+def require_same_versions(nodes: Iterable[NodeFacts]) -> None:
+    """Raises HardwareError at the first version of this machine that one of the nodes does not have."""
+    here = (f"{socket.gethostname()}, where fitune was started", versions_here())
+    require_same(
+        [here, *((f"node {each.host}", each.versions) for each in nodes)],
+        hint="the same versions on every node",
+    )
 
 
 def require_shared(directory: Path, paths: Iterable[str]) -> None:

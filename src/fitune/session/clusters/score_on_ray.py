@@ -26,7 +26,6 @@ from fitune.session.clusters.ray_nodes import (
     own_settings,
     require_paths,
     require_same_versions,
-    versions_here,
 )
 from fitune.session.events import Emit, Note, emit_notes
 from fitune.units import counted
@@ -48,7 +47,7 @@ def scoring_on_ray(plan: ScorePlan, place: RayPlace, *, emit: Emit) -> Iterator[
     with connected(place.address) as cluster:
         each = {"CPU": 1.0, "GPU": 1.0} if cluster.has_gpus else {"CPU": 1.0}
         cluster = with_room(cluster, place, each)
-        require_same_versions(versions_here(), ask_nodes(facts_of_node, {}).values())
+        require_same_versions(ask_nodes(facts_of_node, {}).values())
         require_paths([plan.model, plan.adapter, plan.chat_template])
         workers = min(place.most, cluster.free_slots(each))
         threads = threads_of(cluster, workers, each)
