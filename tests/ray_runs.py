@@ -154,7 +154,7 @@ class Faulty:
         talkers = []
         vars(ray_ranks)["Talker"] = Known
         if self.fault == "spoil":
-            vars(ray_ranks)["_REPORT_SECONDS"] = 1e6
+            vars(ray_ranks)["_ASKING_SECONDS"] = 1e6
         training.explain_failure = slowly
 
         def failing(*words, **named):

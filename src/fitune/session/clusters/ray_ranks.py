@@ -34,12 +34,11 @@ from fitune.values.rank_status import (
 from fitune.values.reports import Restart, RunReport, StepReport
 from fitune.values.run_directory import LOGS
 from fitune.values.run_lock import lock_directory
-from fitune.values.serial import from_json, to_data, to_json
+from fitune.values.serial import from_json, to_json
 
 WORD_SECONDS = 15.0
 """Ranks have so long to say why they end, once one of them is gone: rank 0 writes the report in that time."""
-_REPORT_SECONDS = 2.0
-"""Ray takes one report at each look at its workers."""
+_ASKING_SECONDS = 2.0
 _OWNER_SECONDS = 30.0
 """Ranks that were lost may live so long after their connections closed."""
 
@@ -166,14 +165,13 @@ def _await_owner_gone(directory: Path) -> None:
 class Talker:
     """Talks with Ray for this rank, in a thread beside the steps. It is one of the run's sinks.
 
-    A report to Ray is a barrier of all ranks, and Ray takes one at each of its looks: every two seconds all report
-    their last step. The same thread asks for a notice that a node will be taken away.
+    Every two seconds it asks Ray whether a node will be taken away, which is a barrier of all ranks.
     """
 
     left_nodes: tuple[str, ...] = ()
 
     def __init__(self, mailbox: Any) -> None:
-        self._stop, self._over, self._step = threading.Event(), threading.Event(), dict[str, float](step=0)
+        self._stop, self._over = threading.Event(), threading.Event()
         self._lock, self._rounds = threading.Lock(), 0
         self._thread = threading.Thread(target=self._talk, name="ray", daemon=True)
         self._listener = threading.Thread(target=self._listen, args=(mailbox,), name="mailbox", daemon=True)
@@ -184,21 +182,20 @@ class Talker:
         return self._stop.is_set()
 
     def start(self, plan: Plan, run_name: str) -> None:
-        """Begins the reports to Ray; a later call changes nothing."""
+        """Begins to ask Ray; a later call changes nothing."""
         if not self._thread.is_alive():
             self._thread.start()
 
     def step(self, report: StepReport) -> None:
-        """Keep the numbers of the step's line in metrics.jsonl for Ray."""
-        data = to_data(report)
-        self._step = {name: value for name, value in data.items() if isinstance(value, int | float)}
+        """Does nothing."""
+        return
 
     def finish(self, report: RunReport | None) -> None:
-        """Does nothing: ``close`` and ``abandon`` end the reports."""
+        """Does nothing: ``close`` and ``abandon`` end the asking."""
         return
 
     def close(self, gathered: Callable[[int], Sequence[int]]) -> None:
-        """Report the last step. Every rank has to report as often as the others."""
+        """Ask a last time. Every rank has to ask as often as the others."""
         with self._lock:
             self._over.set()
         last = max(gathered(self._rounds)) + 1
@@ -209,7 +206,7 @@ class Talker:
             self._round()
 
     def abandon(self) -> None:
-        """Ends the reports without waiting for the other ranks."""
+        """Ends the asking without waiting for the other ranks."""
         self._over.set()
 
     def _listen(self, mailbox: Any) -> None:
@@ -221,7 +218,7 @@ class Talker:
     def _talk(self) -> None:
         ray = loaded_ray()
         with suppress(ray.exceptions.RayError):  # another worker is lost: the run sees it by itself
-            while not self._over.wait(_REPORT_SECONDS):
+            while not self._over.wait(_ASKING_SECONDS):
                 with self._lock:
                     if self._over.is_set():
                         return
@@ -230,7 +227,6 @@ class Talker:
 
     def _round(self) -> None:
         ray = loaded_ray()
-        ray.train.report(self._step)
         if (notice := ray.train.get_preemption_info()) is not None:
             self.left_nodes = tuple(notice.preempted_node_ids)
             self._stop.set()
