@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fitune.checkpoint.commit import Commit, last_saved
-from fitune.errors import FituneError, PeerGone, RankFailed, RunDirectoryError, exit_code_of
+from fitune.errors import FituneError, PeerGone, RankFailed, exit_code_of
 from fitune.launch.ray_cluster import loaded_ray
 from fitune.launch.torchrun import Ended
 from fitune.session.events import Emit, Note, ignore_event
@@ -33,14 +33,14 @@ from fitune.values.rank_status import (
 )
 from fitune.values.reports import Restart, RunReport, StepReport
 from fitune.values.run_directory import LOGS
-from fitune.values.run_lock import lock_directory
+from fitune.values.run_lock import WAIT_VARIABLE
 from fitune.values.serial import from_json, to_json
 
 WORD_SECONDS = 15.0
 """Ranks have so long to say why they end, once one of them is gone: rank 0 writes the report in that time."""
 _ASKING_SECONDS = 2.0
-_OWNER_SECONDS = 30.0
-"""Ranks that were lost may live so long after their connections closed."""
+_OWNER_SECONDS = "30"
+"""A former first rank may live, and own the run's directory, so long after its connections closed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class Orders:
 def train_as_rank(config: dict[str, Any]) -> Ended:
     """Train as the rank that Ray made this process; every worker calls this."""
     orders: Orders = config["orders"]
-    os.environ.update({**orders.environment, LAUNCHER: str(os.getppid())})
+    os.environ.update({WAIT_VARIABLE: _OWNER_SECONDS, **orders.environment, LAUNCHER: str(os.getppid())})
     with suppress(OSError):
         os.chdir(orders.folder)
     import torch
@@ -95,8 +95,6 @@ def train_as_rank(config: dict[str, Any]) -> Ended:
             change = None if before else orders.change
             if before or change:
                 attempt = ranks.from_first(lambda: going_on(attempt, orders.had, ranks.world, change=change))
-                if ranks.is_first:
-                    _await_owner_gone(attempt.directory)
                 if ranks.is_first and not change:
                     emit(Note("; ".join(one.cause for one in attempt.restarts[-1:]) + ": starting again"))
             ready_to_push(attempt.plan, ranks)  # the driver's token is not here
@@ -147,19 +145,6 @@ def going_on(attempt: Attempt, had: Commit | None, workers: int, *, change: Chan
             present,
         ),  # lost steps alone tell of earlier ones
     )
-
-
-def _await_owner_gone(directory: Path) -> None:
-    """Wait until the former first rank, whose connections are closed, is gone. Raises RunDirectoryError."""
-    until = time.monotonic() + _OWNER_SECONDS
-    while True:
-        try:
-            with lock_directory(directory):
-                return
-        except RunDirectoryError:
-            if time.monotonic() > until:
-                raise
-            time.sleep(0.5)
 
 
 class Talker:
