@@ -14,6 +14,7 @@ import pytest
         (["export", "run", "--as", "mergd"], "--as = 'mergd': must be 'merged', 'adapter' or 'full'", "'merged'?"),
         (["demo", "--gpus", "5"], "--gpus = '5': must be at most 2", ""),
         (["plan", "--rows", "many"], "--rows = 'many': must be a whole number", ""),
+        (["plan", "--rows", "9" * 320], "must be at most 1000000000000", ""),
         (["export", "run", "--merge"], "--merge is not an option of fitune export", "--as merged"),
         (["doctor", "--calibrat"], "--calibrat is not an option of fitune doctor", "did you mean '--calibrate'?"),
         (["plan", "--fleet"], "--fleet has no value", "--help"),

@@ -45,7 +45,7 @@ FleetFile = Annotated[Path | None, Option(metavar="FILE.yaml", help="Clusters to
 Objective = Annotated[str, Option(help="fastest, cheapest, least-memory; of clusters also soonest.")]
 Deadline = Annotated[str, Option(metavar="12h", help="With --fleet: finished by then.")]
 Budget = Annotated[float | None, Option(help="With --fleet: US dollars at most.")]
-Rows = Annotated[int | None, Option(min=1, help="With --fleet: rows of data that is elsewhere.")]
+Rows = Annotated[int | None, Option(min=1, max=10**12, help="With --fleet: rows of data that is elsewhere.")]
 Live = Annotated[bool, Option("--live", help="With --fleet: ask the clusters what is free.")]
 Json = Annotated[bool, Option("--json", help="Print one JSON object instead of text.")]
 Picture = Annotated[Path | None, Option(metavar="FILE.svg", help="Draw a ranking or a matrix, too.")]

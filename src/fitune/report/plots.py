@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fitune.errors import MissingExtra
+from fitune.errors import MissingExtra, RecipeError
 from fitune.report.compare import Unit, value_text
 from fitune.units import GIB, KIB, MIB, format_number
 
@@ -40,8 +40,10 @@ def colour(name: str) -> str:
 def svg_file(
     path: Path, *, name: str, what: str, size: tuple[float, float], font_size: float
 ) -> Iterator[Any]:
-    """An empty figure of ``size`` in inches that is written to ``path`` at the end. Raises MissingExtra, naming
-    ``what`` is drawn, without matplotlib."""
+    """An empty figure of ``size`` in inches that is written to ``path`` at the end. Raises RecipeError for a path of
+    another ending than .svg, MissingExtra, naming ``what`` is drawn, without matplotlib."""
+    if path.suffix.lower() != ".svg":
+        raise RecipeError(f"--picture {path} must end in .svg", hint=f"--picture {name}.svg")
     with _empty_figure(name=name, what=what, size=size, font_size=font_size) as figure:
         yield figure
         drawn = io.StringIO()

@@ -61,6 +61,7 @@ KEYS = ("model", "gpu", "gpus", "nodes", "tuning", "seq_len", "mean_row_tokens")
 PASTED = "YOUR_MODEL_FOLDER"
 """Name of a model whose config.json was pasted."""
 
+MOST_ROWS = 10**12
 MILLION = 1_000_000
 """Tokens that time and cost are of, where no number of rows is named."""
 
@@ -82,13 +83,10 @@ def read_question(question: Mapping[str, str]) -> Asked:
     unknown = sorted(given.keys() - set(KEYS))
     if unknown:
         raise RecipeError(f"the page knows no {unknown[0]!r}", hint=", ".join((*KEYS, "config", "rows")))
-    if rows is not None:
-        from fitune.session.clusters.fleet import MOST_ROWS  # for those who say how many rows
-
-        if not whole_number(rows, most=MOST_ROWS):
-            raise RecipeError(
-                f"rows = {rows[:40]!r} is not a whole number from 1 to {MOST_ROWS:,}", hint="rows=50000"
-            )
+    if rows is not None and not whole_number(rows, most=MOST_ROWS):
+        raise RecipeError(
+            f"rows = {rows[:40]!r} is not a whole number from 1 to {MOST_ROWS:,}", hint="rows=50000"
+        )
     given = {**given, "model": PASTED} if config else given
     _, options = split_words([f"--{key}={value}" for key, value in given.items()])
     recipe = parse_recipe(canonical_keys(options, where="the page"), where="the page")

@@ -3,13 +3,11 @@
 A result has both itself, but for those of rooms that know no words.
 """
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 from fitune.errors import RecipeError
 from fitune.planner.explain import explain_plan, plan_data
 from fitune.values.predictions import PlanReport, ShownInNotebooks
-from fitune.values.serial import to_data
 
 if TYPE_CHECKING:
     from fitune.values.reports import ScoreReport
@@ -32,15 +30,27 @@ Result: TypeAlias = "PlanReport | ScoreReport | Printed"
 
 
 def text_of(result: "Result | ShownInNotebooks") -> str:
-    """The text that the command prints for ``result``, without a newline at the end."""
-    text: str = _ways(result)[0](result)
-    return text
+    """The text that the command prints for ``result``, without a newline at the end. Raises RecipeError for what no
+    command answers."""
+    from fitune.session.reported import explain_score
+    from fitune.values.reports import ScoreReport
+
+    if isinstance(result, PlanReport):
+        return explain_plan(result)
+    if isinstance(result, ScoreReport):
+        return explain_score(result)
+    if isinstance(result, Printed):
+        return result.text()
+    raise RecipeError(
+        f"{type(result).__name__} has no text", hint="explain what plan, rehearse, score or report returned"
+    )
 
 
-def result_data(result: Result) -> dict[str, Any]:
+def result_data(result: Result) -> Any:
     """The object that the command prints with ``--json``."""
-    data: dict[str, Any] = _ways(result)[1](result)
-    return data
+    if isinstance(result, PlanReport):
+        return plan_data(result)
+    return result.data() if isinstance(result, Printed) else result
 
 
 def notebook_text(result: ShownInNotebooks) -> str:
@@ -56,19 +66,3 @@ def notebook_text(result: ShownInNotebooks) -> str:
     ended = f"{result.status}: {result.reason}" if result.reason else result.status
     exported = [f"export:  {result.exported}"] if result.exported else []
     return "\n".join([ended, *outcome_lines(result), *exported])
-
-
-def _ways(result: Any) -> tuple[Callable[[Any], str], Callable[[Any], Any]]:
-    """Text and data of a result. Raises RecipeError for what no command answers."""
-    if isinstance(result, PlanReport):
-        return explain_plan, plan_data
-    if isinstance(result, Printed):
-        return type(result).text, type(result).data
-    from fitune.session.reported import explain_score
-    from fitune.values.reports import ScoreReport
-
-    if isinstance(result, ScoreReport):
-        return explain_score, to_data
-    raise RecipeError(
-        f"{type(result).__name__} has no text", hint="explain what plan, rehearse, score or report returned"
-    )

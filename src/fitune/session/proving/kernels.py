@@ -257,10 +257,11 @@ def expert_adapters(numbers: Numbers, device: torch.device) -> ProofCheck:
     model = empty_model(config, DTYPES[numbers]).to(device)
     experts: Any = next(module for module in model.modules() if is_experts(module)).requires_grad_(False)
     up_EFD, down_EDF = (getattr(experts, name) for name in ("gate_up_proj", "down_proj"))
-    for stack, seed in ((up_EFD, 2), (down_EDF, 3)):
-        stack.copy_(torch.randn(stack.shape, generator=torch.Generator().manual_seed(seed)) / 8)
-    chosen_TK = torch.stack([torch.arange(48) % 4, (torch.arange(48) + 1 + torch.arange(48) // 4 % 3) % 4], 1)
-    chosen_TK = chosen_TK.to(device)
+    for stack, weights in zip(
+        (up_EFD, down_EDF), drawn(up_EFD.shape, down_EDF.shape, device=device), strict=True
+    ):
+        stack.copy_(weights / 8)
+    chosen_TK = torch.rand(48, 4, generator=torch.Generator().manual_seed(0)).topk(2).indices.to(device)
 
     def grouped(x: Tensor, weights_TK: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
         """Outputs [T, D] of the experts; (a, b) adapts gate_up_proj, (c, d) down_proj."""
