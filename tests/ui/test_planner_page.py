@@ -354,6 +354,17 @@ def test_a_file_says_too_that_nothing_fits(tmp_path, capsys):
     assert "Every way that fits" not in html
 
 
+def test_a_file_of_a_plan_on_data_has_the_other_ways_of_the_terminal(tmp_path, capsys):
+    """They are for the average row of the data: of full rows two cards were faster, and full tuning on eight."""
+    path, rows = tmp_path / "plan.html", tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "What is 2 plus 3?", "completion": "5"}\n' * 200)
+    words = ["plan", "--model", "qwen3-8b", "--gpu", "rtx-4090", "--data", str(rows), "--html", str(path)]
+    app(words, standalone_mode=False)
+    screen = capsys.readouterr().out.partition("\npage: ")[0]
+    assert "Other ways" in screen
+    assert text_of(screen) in text_of(path.read_text(encoding="utf-8"))
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

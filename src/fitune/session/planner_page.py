@@ -42,7 +42,7 @@ from fitune.report.local_pages import (
     ways_html,
 )
 from fitune.report.page import write_page
-from fitune.session.planning import plan_for, wanted_hardware
+from fitune.session.planning import plan_for, wanted_hardware, with_average_row
 from fitune.session.recipes.reading import split_words
 from fitune.units import format_bytes, format_dollars, format_rate, format_seconds, whole_number
 from fitune.values.model.model_config import (
@@ -302,7 +302,8 @@ def write_plan_page(recipe: Recipe, found: PlanReport | NothingFits, path: Path,
         shown, table = _refused(found), ""
     else:
         asked = Asked(recipe=recipe, model=load_model_spec(recipe.model))
-        shown, table = _shown(asked, found, train), _table(asked, found, train)
+        on_data = replace(asked, recipe=with_average_row(recipe, found.taken.plan))  # as the terminal's ways
+        shown, table = _shown(asked, found, train), _table(on_data, found, train)
     return write_page(path, planner_html({}, {}, answer=shown, ways=table, live=False))
 
 
