@@ -19,6 +19,7 @@ from fitune.session.clusters.fleet import FleetRequest, plan_on_fleet
 from fitune.session.planning import plan_on_data
 from fitune.session.recipes.reading import recipe_of
 from fitune.units import format_bytes, format_rate
+from fitune.values.machines.hardware import Measured
 from fitune.values.model.known_models import find_known_model
 
 QUESTIONS = (
@@ -114,7 +115,10 @@ FLEET = """clusters:
 
 
 def test_own_clusters_are_ranked_as_plan_fleet_ranks_them(ask, tmp_path, monkeypatch):
+    """With what was measured of a kind of card, too."""
     (tmp_path / "fleet.yaml").write_text(FLEET)
+    proved = Measured(cards=1, memory_error=0.01, speed_error=0.0)
+    monkeypatch.setattr("fitune.measure.hardware.measured_on", lambda key: proved if key == "h100" else None)
     recipe = recipe_of(None, {"model": "meta-llama/Llama-3.1-8B", "tuning": "lora"})
     ranking = plan_on_fleet(recipe, FleetRequest(file=tmp_path / "fleet.yaml", rows=50_000))
     monkeypatch.setattr(subprocess, "Popen", None)  # nobody is asked

@@ -18,6 +18,7 @@ import yaml
 from fitune.credentials import without_credentials
 from fitune.errors import FituneError, ModelError, NothingFits, RecipeError, joined_hints
 from fitune.estimate.predict import predict
+from fitune.measure.hardware import calibrated
 from fitune.planner.defaults import PRICES, price_of
 from fitune.planner.explain import verdict_of
 from fitune.planner.first_screen import (
@@ -276,7 +277,7 @@ def clusters(question: Mapping[str, str]) -> str:
             epoch_of=lambda plan: full_rows(
                 plan, asked.rows or -(-MILLION // plan.batch.usual_row_tokens)
             ),
-            fetches_model=asked.recipe.model != PASTED,
+            fetches_model=asked.recipe.model != PASTED, known=calibrated,
         )  # fmt: skip
     except FituneError as error:
         return clusters_html(error=error)
