@@ -23,6 +23,7 @@ SCORE = "score --model m --data d"
         (f"{SCORE} --plan --against o", "--against has no effect with --plan"),
         (f"{SCORE} --shots 5", "--shots has no effect without --lm-eval"),
         (f"{SCORE} --gpus 2", "--gpus has no effect without --plan"),
+        (f"{SCORE} --plan --fleet f.yaml --gpu h100", "--gpu has no effect with --fleet"),
         ("train --ray-restarts 5", "--ray-restarts has no effect without --on"),
         ("train --ray-address h:1", "--ray-address has no effect without --on"),
         (f"{SCORE} --workers 2", "--workers has no effect without --on"),

@@ -23,7 +23,8 @@ BESIDE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "train": dict.fromkeys(("node_rank", "rendezvous"), ("on",)),  # Ray places the workers
     "score": {
-        **dict.fromkeys(("url", "served_model"), _PREDICTING), **dict.fromkeys(_PREDICTING, ("lm_eval",)),
+        **dict.fromkeys(("gpu", "gpus"), ("fleet",)), **dict.fromkeys(("url", "served_model"), _PREDICTING),
+        **dict.fromkeys(_PREDICTING, ("lm_eval",)),
         **dict.fromkeys(("against", "on", "ray_address", "workers"), (*_PREDICTING, "lm_eval")),
     },
 }  # fmt: skip
@@ -37,7 +38,7 @@ WITHOUT: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "export": {"hub_public": ("push_to_hub",)},
     "score": {
-        "gpu": ("plan", "fleet"), "gpus": ("plan",),
+        **dict.fromkeys(("gpu", "gpus"), ("plan",)),
         **dict.fromkeys(("objective", "deadline", "budget", "live"), ("fleet",)), "served_model": ("url",),
         **dict.fromkeys(("ray_address", "workers"), ("on",)),
     },

@@ -70,7 +70,7 @@ def predict_scoring(
 ) -> AnsweringReport | ScoreRanking:
     """The plan for a machine, or with a ``request`` the ranking of a fleet's clusters in the order of what is wanted.
 
-    Raises what ``plan_scoring`` raises, and RecipeError for a GPU beside a fleet.
+    Raises what ``plan_scoring`` raises.
     """
     plan = plan_of(recipe)
     if why := _why_loglikelihoods(plan):
@@ -79,10 +79,6 @@ def predict_scoring(
         )
     if request is None:
         return plan_scoring(plan, engine=recipe.engine, gpu=gpu, gpus=gpus, emit=emit)
-    if gpu:
-        raise RecipeError(
-            f"--gpu {gpu} plans for one machine, and {request.file} lists clusters", hint="leave --gpu out"
-        )
     engines = engines_for(recipe.engine, elsewhere=True)
     return rank_scoring(
         fleet_of(request), wanted_of(request), read_lengths(plan),
