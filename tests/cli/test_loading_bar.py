@@ -9,7 +9,7 @@ from cli.test_progress_lines import Terminal as Tty
 from fitune.cli import terminal
 from fitune.cli.terminal import Terminal
 from fitune.data.ledger import Reading
-from fitune.session.events import WeightsRead
+from fitune.session.events import RowsAnswered, WeightsRead
 
 MIB = 2**20
 
@@ -55,6 +55,13 @@ def test_a_log_has_a_line_every_half_minute_and_one_at_the_end(shown):
     lines = shown(io.StringIO(), *ROWS, done).splitlines()
     assert [line.partition(":")[0] for line in lines] == ["tokenising", "tokenising", "tokenised"]
     assert lines[0].endswith("30 rows, 3.00 K tokens, 1 rows/s, 50.0 s left")
+
+
+def test_a_log_is_told_of_rows_that_are_answered_in_a_while(shown):
+    rows = [RowsAnswered(done=done, total=8, new=done, seconds=done * 10.0) for done in range(9)]
+    lines = shown(io.StringIO(), *rows).splitlines()
+    assert lines[0] == "answered: 3/8 rows, 0.1 rows/s, 50.0 s left"
+    assert [line[:13] for line in lines] == ["answered: 3/8", "answered: 6/8", "answered: 8/8"]
 
 
 def test_what_is_small_is_not_shown(shown):

@@ -31,7 +31,7 @@ class Terminal:
 
     def __call__(self, event: Event) -> None:
         match event:
-            case Reading() | WeightsRead():
+            case Reading() | WeightsRead() | RowsAnswered():
                 if self._reading is None:
                     self._reading = ReadingBar()
                     self._bars.callback(self._reading.close)
@@ -47,12 +47,6 @@ class Terminal:
                     self._progress.step(event)
             case StepsEnd():
                 self.__exit__()
-            case RowsAnswered():
-                if sys.stderr.isatty():
-                    end = "\n" if event.done == event.total else ""
-                    print(f"\r{event!s:<72}", end=end, file=sys.stderr, flush=True)
-                elif event.is_due:
-                    print(event, file=sys.stderr, flush=True)
             case _:
                 if self._progress is not None:
                     self._progress.end_line()
@@ -174,7 +168,8 @@ def print_coloured(screen: str) -> None:
 
 
 class ReadingBar:
-    """How much of data or weights is read, on standard error: a bar on a terminal, a line of a log every half minute.
+    """How much of data or weights is read, and how many rows are answered, on standard error: a bar on a terminal, a
+    line of a log every half minute.
 
     What is small is read before there is anything to see: a bar comes after a second.
     """
@@ -186,25 +181,31 @@ class ReadingBar:
         self._due, self._is_shown = self._began + max(self._every_s, 1.0), False
         self._bar: Any = None
 
-    def show(self, event: Reading | WeightsRead) -> bool:
+    def show(self, event: Reading | WeightsRead | RowsAnswered) -> bool:
         """Show how far it is, where that is due; True when all is read, and the bar is gone."""
         now = time.monotonic()
         passed = max(now - self._began, 1e-9)
-        if isinstance(event, WeightsRead):
-            done, total, doing = event.done_bytes, event.total_bytes, "reading weights"
-            is_done, words = done >= total, f"{format_bytes(done)} of {format_bytes(total)}"
-        else:
-            done, total, is_done = event.bytes_read, event.bytes_in_all, event.doing == "done"
-            doing, words = "tokenised" if is_done else event.doing, format_bytes(done)
+        match event:
+            case WeightsRead(done_bytes=done, total_bytes=total):
+                doing, words, is_done = (
+                    "reading weights",
+                    f"{format_bytes(done)} of {format_bytes(total)}",
+                    done >= total,
+                )
+            case RowsAnswered(done=done, total=total):
+                doing, words, is_done = "answered", str(event), done >= total
+            case Reading(bytes_read=done, bytes_in_all=total):
+                doing, words, is_done = event.doing, format_bytes(done), event.doing == "done"
         share = min(1.0, done / total) if total else 0.0  # of data, whose rows may wait to be tokenised
-        left = f", {format_seconds(passed / share - passed)} left" if 0 < share < 1 else ""
         if isinstance(event, Reading) and event.rows:
             words = (
                 f"{event.rows:,} rows, {format_count(event.tokens)} tokens, {event.rows / passed:,.0f} rows/s"
             )
+        if not isinstance(event, RowsAnswered) and 0 < share < 1:  # which says it, of the rows of this start
+            words += f", {format_seconds(passed / share - passed)} left"
         if now >= self._due or (is_done and self._is_shown):
             self._due, self._is_shown = now + self._every_s, True
-            self._draw(doing, share, words + left)
+            self._draw("tokenised" if doing == "done" else doing, share, words)
         if is_done:
             self.close()
         return is_done

@@ -97,8 +97,6 @@ class RowsAnswered:
     new: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    is_due: bool = False
-    """A log takes a line now and then."""
 
     def __str__(self) -> str:
         told = f"{self.done:,}/{self.total:,} rows"

@@ -48,8 +48,6 @@ from fitune.values.answering import Questions
 from fitune.values.reports import ScoreReport
 from fitune.values.serial import to_json
 
-_LINE_SECONDS = 30.0
-
 
 def score_dataset(
     recipe: ScoreRecipe, *, emit: Emit, place: RayPlace | None = None, against: str = ""
@@ -125,23 +123,20 @@ class Pace:
 
     def __init__(self, emit: Emit) -> None:
         self._emit, self._tokens, self._before = emit, 0, 0
-        self._began = self._told = 0.0
+        self._began = 0.0
 
     def add(self, tokens: int) -> None:
         """Counts tokens of an answer; they are told with the next rows."""
         self._tokens += tokens
 
     def rows(self, done: int, total: int) -> None:
-        """Tells RowsAnswered, due for a line every 30 s; fewer ``done`` than before begin another count."""
+        """Tells RowsAnswered; fewer ``done`` than before begin another count."""
         now = time.monotonic()
         if not self._began or done < self._before:  # another count begins
-            self._before, self._began, self._told = done, now, now
-        is_due = now - self._told >= _LINE_SECONDS
-        self._told = now if is_due else self._told
+            self._before, self._began = done, now
         self._emit(
             RowsAnswered(
-                done=done, total=total, new=done - self._before, tokens=self._tokens, seconds=now - self._began,
-                is_due=is_due,
+                done=done, total=total, new=done - self._before, tokens=self._tokens, seconds=now - self._began
             )
         )  # fmt: skip
 
