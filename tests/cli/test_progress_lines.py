@@ -2,7 +2,7 @@
 
 import io
 import math
-from contextlib import closing, suppress
+from contextlib import closing, redirect_stdout, suppress
 
 from fitune.cli.terminal import Progress, step_line
 
@@ -14,7 +14,8 @@ class Terminal(io.StringIO):
 
 def lines_of(reports, *, log_every=1):
     stream = io.StringIO()
-    progress = Progress(log_every=log_every, stream=stream)
+    with redirect_stdout(stream):
+        progress = Progress(log_every=log_every)
     for report in reports:
         progress.step(report)
     progress.close()
@@ -68,7 +69,7 @@ def test_the_last_line_has_no_time_left(make_step):
 
 def test_a_terminal_gets_a_bar_and_is_given_back_when_training_fails(make_step):
     stream = Terminal()
-    with suppress(RuntimeError), closing(Progress(stream=stream)) as progress:
+    with redirect_stdout(stream), suppress(RuntimeError), closing(Progress()) as progress:
         for report in (make_step(1), make_step(2, eval_loss=2.25)):
             progress.step(report)
         raise RuntimeError
@@ -79,7 +80,8 @@ def test_a_terminal_gets_a_bar_and_is_given_back_when_training_fails(make_step):
 
 def test_where_steps_are_written_over_each_other_a_note_has_a_line_of_its_own(make_step):
     stream = io.StringIO()
-    progress = Progress(stream=stream, redrawn=True)
+    with redirect_stdout(stream):
+        progress = Progress(redrawn=True)
     for step in (1, 2, 3):
         progress.step(make_step(step))
     assert stream.getvalue().count("\n") == 1, "the first step stays"

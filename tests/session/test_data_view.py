@@ -1,10 +1,12 @@
 """`fitune data` shows rows as training reads them: the same tokens, the same account."""
 
 import json
+import sys
 from dataclasses import replace
 
 import pytest
 
+from cli.test_progress_lines import Terminal as Tty
 from data.tiny_tokenizers import THINKING_STYLE
 from fitune.recipe.recipe import parse_recipe
 from fitune.session.data_view import explain_data, view_data, write_data_page
@@ -17,7 +19,7 @@ def view(model, data, *, told=None, rows=2, **settings):
     return view_data(recipe, rows=rows, emit=(told if told is not None else []).append)
 
 
-def test_what_is_learned_is_marked(model_folder, data_file):
+def test_what_is_learned_is_marked(model_folder, data_file, monkeypatch):
     shown = view(model_folder, data_file)
     first = shown.rows[0]
     assert [part.is_learned for part in first.parts] == [False, True]
@@ -27,17 +29,18 @@ def test_what_is_learned_is_marked(model_folder, data_file):
     assert sum(bar.rows for bar in shown.lengths) == 56
     assert str(replace(shown.lengths[0], shortest=47, longest=47)) == "47"
     assert str(replace(shown.lengths[0], shortest=940, longest=1047)) == "940–1,047"
-    text = explain_data(shown, colours=False)
+    text = explain_data(shown)
     assert "»2 plus 3 is 5" in text
     assert f"{first.tokens:,} tokens, {first.learned:,} learned" in text
-    assert "\033[32m2 plus 3" in explain_data(shown, colours=True)
+    monkeypatch.setattr(sys, "stdout", Tty())
+    assert "\033[32m2 plus 3" in explain_data(shown)
 
 
 def test_a_long_row_is_shown_by_its_beginning_and_its_end(model_folder, tmp_path):
     asked = " ".join(f"word{number}" for number in range(2_000))
     write_lines(tmp_path / "rows.jsonl", [{"question": asked, "answer": "2 plus 3 is 5"}] * 2)
     shown = view(model_folder, tmp_path / "rows.jsonl", seq_len=30_000, rows=1)
-    text = explain_data(shown, colours=False)
+    text = explain_data(shown)
     assert len(text) < 4_000
     assert all(shown in text for shown in ("word7 ", "word1999", "»2 plus 3 is 5", "--html FILE or --json"))
     assert "word1000" not in text
@@ -63,7 +66,7 @@ def test_cut_and_dropped_rows_are_shown_with_the_reason(model_folder, tmp_path):
     assert cut.kept == 64 < cut.tokens
     assert no_answer.why_not == "no answer left after truncation"
     assert empty.where.endswith("rows.jsonl:3")
-    assert "dropped" in explain_data(shown, colours=False)
+    assert "dropped" in explain_data(shown)
 
 
 @pytest.mark.parametrize("learn", [False, True])
@@ -86,7 +89,7 @@ def test_reasoning_that_the_template_leaves_out_and_empty_blocks_are_told(model_
     assert empty.startswith("1 answer of the first 2 rows: the template puts an empty thinking block there")
     assert ("it is learned" in empty) == learn
     assert ("<think>" in "".join(part.text for part in shown.rows[0].parts if part.is_learned)) == learn
-    assert left_out in explain_data(shown, colours=False)
+    assert left_out in explain_data(shown)
     assert left_out in write_data_page(shown, tmp_path / "data.html").read_text()
 
 
@@ -97,7 +100,7 @@ def test_the_page_escapes_what_rows_say(model_folder, tmp_path):
     page = write_data_page(shown, tmp_path / "data.html").read_text()
     assert "<script>" not in page
     assert "&lt;script&gt;" in page
-    assert "\x1b" not in explain_data(shown, colours=False)
+    assert "\x1b" not in explain_data(shown)
 
 
 @pytest.mark.parametrize("packing", [False, True])

@@ -63,17 +63,15 @@ class Terminal:
 
 
 class Progress:
-    """Shows steps on ``stream`` (standard output): live in a terminal, else every ``log_every`` steps.
+    """Shows steps on standard output: live in a terminal, else every ``log_every`` steps.
 
     The first, the last, a skipped and an evaluated step always have a line. ``close`` gives the terminal back.
     ``redrawn``: each other step is written over the one before.
     """
 
-    def __init__(
-        self, *, log_every: int = 1, name: str = "train", stream: TextIO | None = None, redrawn: bool = False
-    ) -> None:
+    def __init__(self, *, log_every: int = 1, name: str = "train", redrawn: bool = False) -> None:
         self._redrawn, self._is_open = redrawn, False
-        self._stream = sys.stdout if stream is None else stream
+        self._stream = sys.stdout
         self._log_every = max(log_every, 1)
         self._seconds: deque[float] = deque(maxlen=50)
         self._steps = self._memory_bytes = 0

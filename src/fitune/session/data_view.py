@@ -228,9 +228,9 @@ def _histogram(dataset: TokenDataset) -> tuple[Bar, ...]:
     )
 
 
-def explain_data(shown: ShownData, *, colours: bool | None = None) -> str:
-    """Text for a terminal: learned text is green, or stands between » and « where there are no ``colours``."""
-    colours = sys.stdout.isatty() if colours is None else colours
+def explain_data(shown: ShownData) -> str:
+    """Text for a terminal: learned text is green, or stands between » and « where standard output is none."""
+    colours = sys.stdout.isatty()
     learned = "green" if colours else "between » and «"
     lines = [f"{', '.join(shown.sources)} in {shown.template}; what is learned is {learned}", ""]
     for row in shown.rows:

@@ -83,8 +83,6 @@ def recipe_of(recipe: "RecipeLike | None", settings: Mapping[str, Any]) -> Recip
     if isinstance(recipe, Recipe):
         return parse_recipe({**given_keys(recipe), **asked}, where="the recipe")
     if recipe is None:
-        if not asked.get("model"):
-            raise RecipeError("the keywords: no model is named", hint='model="meta-llama/Llama-3.1-8B"')
         return parse_recipe(asked, where="the keywords")
     if isinstance(recipe, Mapping):
         raw, where, folder = _plain(recipe), "the recipe", Path(".")
