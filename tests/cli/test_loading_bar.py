@@ -9,7 +9,7 @@ from cli.test_progress_lines import Terminal as Tty
 from fitune.cli import terminal
 from fitune.cli.terminal import Terminal
 from fitune.data.ledger import Reading
-from fitune.session.events import RowsAnswered, WeightsRead
+from fitune.session.events import Note, RowsAnswered, WeightsRead
 
 MIB = 2**20
 
@@ -22,7 +22,7 @@ def shown(monkeypatch):
         monkeypatch.setattr(sys, "stderr", stream)
         now = [0.0]
         monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
-        with Terminal() as told:
+        with Terminal(lines=stream) as told:
             for event in events:
                 told(event)
                 now[0] += 10.0
@@ -72,6 +72,11 @@ def test_data_and_then_weights_have_a_bar_each(shown):
     done = Reading(doing="done", bytes_read=8 * MIB, bytes_in_all=8 * MIB, rows=90, tokens=9_000)
     text = shown(Tty(), *ROWS, done, *WEIGHTS)
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 2
+
+
+def test_a_line_between_has_a_place_of_its_own(shown):
+    text = shown(Tty(), *WEIGHTS[:5], Note("a word"), *WEIGHTS[5:])
+    assert text.index("\x1b[?25h") < text.index("a word") < text.rindex("\x1b[?25l")
 
 
 def test_the_terminal_is_given_back_when_reading_fails(shown):

@@ -50,6 +50,8 @@ class Terminal:
             case _:
                 if self._progress is not None:
                     self._progress.end_line()
+                if self._reading is not None:
+                    self._reading.close()  # what follows opens it again below the line
                 print(event, file=self._lines)
                 if isinstance(event, Result):
                     self.result |= event.data
@@ -232,3 +234,4 @@ class ReadingBar:
         """Give the terminal back."""
         if self._bar is not None:
             self._bar.stop()
+            self._bar = None
