@@ -12,7 +12,7 @@ from fitune.measure.measurements import Proof, measured_on, proofs_folder
 from fitune.records.row import read_records
 from fitune.records.score import compare_rows
 from fitune.session.proving import kernels, prove, steps
-from fitune.session.proving.kernels import CannotRun, kernel_checks
+from fitune.session.proving.kernels import kernel_checks
 from fitune.values.machines.gpus import find_gpu, hardware_for
 from fitune.values.plan import Precision
 from fitune.values.serial import from_json
@@ -44,7 +44,7 @@ def test_every_kernel_that_runs_here_passes(numbers):
             verdicts[name] = check().passed
     assert len(verdicts) == 8
     assert all(verdicts.values()), verdicts
-    with pytest.raises(CannotRun, match="CUDA"):
+    with pytest.raises(HardwareError, match="CUDA"):
         kernel_checks(numbers, CPU)[f"attention efficient {numbers}"]()
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fitune.errors import HardwareError
 from fitune.measure.measurements import ProofCheck
 from fitune.models.experts import Pair, is_experts, run_by
 from fitune.models.liger import operations_on
@@ -35,10 +36,6 @@ TOLERANCES: dict[Numbers, float] = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 4e-3}
 _LOSSES: dict[Kernels, str] = {"torch": "fused loss", "liger": "liger loss"}
 _PACKED_AWAY = 0.15
 """Largest distance of a weight in 4 bits from the weight: of normal numbers about 0.09."""
-
-
-class CannotRun(Exception):
-    """The reason why a check has nothing to compare here."""
 
 
 def judged(
@@ -113,7 +110,7 @@ _BACKENDS = {
 def attention(backend: str, numbers: Numbers, device: torch.device) -> ProofCheck:
     """torch's attention by one of its kernels, causal."""
     if backend == "efficient" and device.type == "cpu":
-        raise CannotRun("the memory-efficient kernel is CUDA's")
+        raise HardwareError("the memory-efficient kernel is CUDA's")
 
     def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention [1, n, T, d] by the backend alone. Raises RuntimeError where torch has no such kernel."""
@@ -131,7 +128,7 @@ def attention(backend: str, numbers: Numbers, device: torch.device) -> ProofChec
     except RuntimeError as error:
         if "No available kernel" not in str(error):
             raise
-        raise CannotRun(f"torch has no such kernel for {numbers} on this device") from None
+        raise HardwareError(f"torch has no such kernel for {numbers} on this device") from None
 
 
 def row_attention(path: str, numbers: Numbers, device: torch.device) -> ProofCheck:

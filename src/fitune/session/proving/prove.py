@@ -25,7 +25,7 @@ from fitune.measure.measurements import (
     store_proof,
 )
 from fitune.measure.nvml import driver_version
-from fitune.session.proving.kernels import CannotRun, kernel_checks
+from fitune.session.proving.kernels import kernel_checks
 from fitune.session.proving.steps import CASES, offloaded, proved_plan, same_losses
 from fitune.units import format_bytes, format_percent, format_rate, format_seconds
 from fitune.values.machines.hardware import Gpu, Hardware, Numbers
@@ -92,8 +92,6 @@ def _result(name: str, run: Callable[[], Result], device: torch.device) -> Resul
     """Runs a part and returns its result, a failed one for an error; then empties the device for the next part."""
     try:
         return run()
-    except CannotRun as reason:
-        return _not_run(name, str(reason))
     except TrainingFailed as error:
         return ProofCheck(name=name, passed=False, why=error.message)
     except FituneError as reason:
@@ -163,7 +161,7 @@ def copies(gpu: Gpu, device: torch.device) -> ProofCheck:
     """Bytes/s of pinned copies, and the share of a copy that products hide. Told and not judged: plans have no figure
     for the rate of both directions at once."""
     if device.type == "cpu":
-        raise CannotRun("a processor has no second memory")
+        raise HardwareError("a processor has no second memory")
     host = [torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     there = [torch.empty(COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
     streams = [torch.cuda.Stream(device) for _ in range(2)]
