@@ -13,15 +13,14 @@ from fitune.errors import FituneError, RecipeError
 from fitune.files import path_fault, write_atomically
 from fitune.planner.defaults import data_of
 from fitune.planner.explain import plan_data
+from fitune.planner.first_screen import short_plan
 from fitune.recipe.keys import keys_by_group, option_of
 from fitune.recipe.recipe import canonical_keys, parse_recipe
 from fitune.session.planning import plan_on_data
 from fitune.session.recipes.reading import split_words
-from fitune.units import counted, format_bytes, format_rate, format_seconds, wrapped
 from fitune.values.machines.gpus import find_gpu
 from fitune.values.model.model_config import load_model_spec
 from fitune.values.predictions import PlanReport
-from fitune.values.words import describe_plan
 
 AUTO = "auto"
 """The answer that leaves a key to the plan."""
@@ -175,15 +174,7 @@ def recipe_text(path: Path, keys: Mapping[str, Any]) -> str:
 
 
 def explain_new_recipe(path: Path, report: PlanReport) -> str:
-    """The plan that training takes in a few lines, and what to do next."""
-    taken, run = report.taken, report.run
-    estimate = taken.estimate
-    lines = [
-        f"{path} is written; the plan of it:",
-        wrapped(describe_plan(taken.plan)),
-        f"  {format_bytes(estimate.peak_bytes)} of {format_bytes(estimate.usable_bytes)}, "
-        f"{format_rate(estimate.tokens_per_second)}"
-        + (f", {counted(run.steps, 'step')} in {format_seconds(run.seconds)}" if run else ""),
-        f"next: fitune plan {quote(str(path))} (all of it), fitune train {quote(str(path))}",
-    ]
-    return "\n".join(lines)
+    """The plan that training takes, in short, and what to do next."""
+    typed = quote(str(path))
+    said = f"{path} is written; the plan of it:\n{short_plan(report)}"
+    return f"{said}\nnext: fitune plan {typed} (other ways, too), fitune train {typed}"
