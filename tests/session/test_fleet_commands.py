@@ -106,10 +106,6 @@ def test_keys_of_the_recipe_about_another_machine_are_told(tmp_path):
         ({"objective": "least-memory"}, "--objective least-memory is not for clusters"),
         ({"deadline": "soon"}, "--deadline: 'soon' is not a duration"),
         ({"deadline": "0h"}, "--deadline 0h is over already"),
-        ({"budget": 0.0}, "--budget 0 is no amount to spend"),
-        ({"budget": -5.0}, "--budget -5 is no amount to spend"),
-        ({"budget": float("nan")}, "--budget nan is no amount to spend"),
-        ({"budget": float("inf")}, "--budget inf is no amount to spend"),
     ],
 )
 def test_wishes_that_cannot_be_kept_are_refused(tmp_path, options, words):

@@ -44,7 +44,7 @@ Settings = Annotated[
 FleetFile = Annotated[Path | None, Option(metavar="FILE.yaml", help="Clusters to choose from.")]
 Objective = Annotated[str, Option(help="fastest, cheapest, least-memory; of clusters also soonest.")]
 Deadline = Annotated[str, Option(metavar="12h", help="With --fleet: finished by then.")]
-Budget = Annotated[float | None, Option(help="With --fleet: US dollars at most.")]
+Budget = Annotated[float | None, Option(min=0.01, max=1e12, help="With --fleet: US dollars at most.")]
 Rows = Annotated[int | None, Option(min=1, max=10**12, help="With --fleet: rows of data that is elsewhere.")]
 Live = Annotated[bool, Option("--live", help="With --fleet: ask the clusters what is free.")]
 Json = Annotated[bool, Option("--json", help="Print one JSON object instead of text.")]

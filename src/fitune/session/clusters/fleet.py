@@ -1,6 +1,5 @@
 """A recipe is planned on every cluster of a fleet; the best of them that is free gets the job."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -64,11 +63,6 @@ def fleet_of(request: FleetRequest) -> Fleet:
 
 def wanted_of(request: FleetRequest, objective: str = "fastest") -> Wanted:
     """Deadline, budget and objective of the request; ``objective`` where none is typed. Raises RecipeError."""
-    if request.budget is not None and not 0 < request.budget < math.inf:
-        raise RecipeError(
-            f"--budget {request.budget:g} is no amount to spend",
-            hint="--budget 50: US dollars for the whole job",
-        )
     asked = request.objective or objective
     if asked not in ("fastest", "cheapest", "soonest"):
         raise RecipeError(f"--objective {asked} is not for clusters", hint="fastest, cheapest or soonest")
