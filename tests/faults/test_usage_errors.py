@@ -16,6 +16,8 @@ import pytest
         (["plan", "--budget", "0"], "--budget = '0': must be at least 0.01", ""),
         (["plan", "--budget", "nan"], "--budget = 'nan': must be at most", ""),
         (["plan", "--budget", "inf"], "--budget = 'inf': must be at most", ""),
+        (["serve", "m", "--port", "0"], "--port = '0': must be at least 1", ""),
+        (["train", "--ray-restarts", "-1"], "--ray-restarts = '-1': must be at least 0", ""),
         (["plan", "--rows", "many"], "--rows = 'many': must be a whole number", ""),
         (["plan", "--rows", "9" * 320], "must be at most 1000000000000", ""),
         (["export", "run", "--merge"], "--merge is not an option of fitune export", "--as merged"),

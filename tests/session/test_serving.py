@@ -110,5 +110,3 @@ def test_without_a_server_both_ways_to_one_are_named(model_folder, monkeypatch):
     with pytest.raises(RecipeError, match="transformers' own needs no_such_library"):
         command(model_folder, only_print=False)
     assert "serve" in command(model_folder).argv
-    with pytest.raises(RecipeError, match="--port 0 is no port"):
-        command(model_folder, port=0)

@@ -220,7 +220,7 @@ def train(
     on: OnRay = "here",
     ray_address: RayAddress = "",
     workers: Workers = "",
-    ray_restarts: Annotated[int, Option(help="How often lost workers are replaced.")] = 3,
+    ray_restarts: Annotated[int, Option(min=0, help="How often lost workers are replaced.")] = 3,
     json: Json = False,
 ) -> None:
     """Plan, train exactly that, and show measured figures next to predicted ones."""
@@ -404,7 +404,7 @@ def serve(
     model: Annotated[str, Argument(metavar="MODEL|RUN", help=_NAMED)],
     server: Annotated[Literal["vllm", "transformers"] | None, Option(help="Default: vLLM if here.")] = None,
     host: Annotated[str, Option(help="Address to listen at.")] = "localhost",
-    port: Annotated[int, Option(help="Port to listen at.")] = 8000,
+    port: Annotated[int, Option(min=1, max=65535, help="Port to listen at.")] = 8000,
     context: Annotated[int, Option(help="Tokens of prompt and answer, for vLLM; 0: the model's.")] = 0,
     show: Annotated[bool, Option("--print", help="Print the command, start nothing.")] = False,
     json: Json = False,

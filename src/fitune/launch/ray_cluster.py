@@ -66,8 +66,6 @@ def ray_place(*, address: str, workers: str, restarts: int = 3) -> RayPlace:
             f"--workers {workers!r}: the first number is at least 1, the second not below it",
             hint="--workers 2..4",
         )
-    if restarts < 0:
-        raise RecipeError(f"--ray-restarts is {restarts}", hint="0 or more")
     _require_address(address, "--ray-address")
     return RayPlace(address=address, fewest=fewest, most=most, restarts=restarts)
 

@@ -46,8 +46,6 @@ def serve_command(
 
     Raises CheckpointError for an adapter that the server cannot take, MissingExtra for a server that is not installed.
     """
-    if not 1 <= port <= 65_535:
-        raise RecipeError(f"--port {port} is no port", hint="1 to 65535")
     named = find_model(word)
     try:
         python = python_of_vllm()
