@@ -348,6 +348,16 @@ def test_a_file_needs_no_network_and_no_server(tmp_path, capsys):
     assert len(html) < LARGEST
 
 
+def test_a_file_has_no_secret_of_the_environment(tmp_path, capsys, monkeypatch):
+    """Neither in the command nor in the first screen, which names it again."""
+    monkeypatch.setenv("WANDB_API_KEY", "abcdefghijklmnop12")
+    path = tmp_path / "plan.html"
+    app([*PLAN, "--run-name", "abcdefghijklmnop12", "--html", str(path)], standalone_mode=False)
+    html = path.read_text(encoding="utf-8")
+    assert "abcdefghijklmnop12" not in html
+    assert html.count("--run-name [hidden]") + html.count("--run-name &#39;[hidden]&#39;") == 2
+
+
 def test_a_file_says_too_that_nothing_fits(tmp_path, capsys):
     path = tmp_path / "plan.html"
     words = ["plan", "--model", "llama-3.1-70b", "--gpu", "rtx-4090", "--tuning", "full", "--html", str(path)]

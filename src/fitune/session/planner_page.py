@@ -165,7 +165,7 @@ def _shown(asked: Asked, report: PlanReport, train: str) -> str:
         lengths=bars_of(_by_length(taken.plan), limit=usable),
         report=report,
         recipe=without_credentials(yaml.safe_dump(keys, sort_keys=False, allow_unicode=True)),
-        command=without_credentials(train),
+        command=train,
     )
 
 
@@ -184,7 +184,7 @@ def _by_length(plan: Plan) -> dict[str, dict[str, int]]:
 
 def _command(recipe: Recipe) -> str:
     words = [word for key, value in given_keys(recipe).items() for word in (option_of(key), str(value))]
-    return shlex.join(["fitune", "train", *words, "--data", "YOUR.jsonl"])
+    return without_credentials(shlex.join(["fitune", "train", *words, "--data", "YOUR.jsonl"]))
 
 
 def ways(question: Mapping[str, str]) -> str:
@@ -304,6 +304,7 @@ def write_plan_page(recipe: Recipe, found: PlanReport | NothingFits, path: Path,
     else:
         asked = Asked(recipe=recipe, model=load_model_spec(recipe.model))
         on_data = replace(asked, recipe=with_average_row(recipe, found.taken.plan))  # as the terminal's ways
+        train = without_credentials(train)  # the file may be sent to others
         shown, table = _shown(asked, found, train), _table(on_data, found, train)
     return write_page(path, planner_html({}, {}, answer=shown, ways=table, live=False))
 
