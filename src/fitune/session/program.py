@@ -199,7 +199,7 @@ def _require_same_request(nodes: OneNode, recipe: Recipe, *, overwrite: bool) ->
     found = [
         (nodes.name(node), json.loads(text)) for node, text in enumerate(nodes.gathered(json.dumps(facts)))
     ]
-    require_same(found, hint="the same recipe, options and versions on every node")
+    require_same(found)
 
 
 def _require_room_here(plan: Plan, recipe: Recipe) -> None:

@@ -66,24 +66,23 @@ def hardware_of_workers(shapes: Mapping[int, Recipe]) -> dict[int, Hardware]:
     return found
 
 
-def require_same(facts: Sequence[tuple[str, Mapping[str, Any]]], *, hint: str) -> None:
+def require_same(facts: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
     """Raises HardwareError at the first fact that one of the nodes does not share with the first of them; ``facts`` has
     what each is called and says."""
-    (first, own), *others = facts
-    for name, node, theirs in ((name, *other) for other in others for name in sorted({*own, *other[1]})):
-        if own.get(name) != theirs.get(name):
-            raise HardwareError(
-                f"{name} differs: {own.get(name)!r} on {first}, {theirs.get(name)!r} on {node}", hint=hint
-            )
+    first, own = facts[0]
+    for node, theirs in facts:
+        for name in sorted(own.keys() | theirs.keys()):
+            if own.get(name) != theirs.get(name):
+                raise HardwareError(
+                    f"{name} differs: {own.get(name)!r} on {first}, {theirs.get(name)!r} on {node}",
+                    hint="the same versions, recipe and options on every node",
+                )
 
 
 def require_same_versions(nodes: Iterable[NodeFacts]) -> None:
     """Raises HardwareError at the first version of this machine that one of the nodes does not have."""
     here = (f"{socket.gethostname()}, where fitune was started", versions_here())
-    require_same(
-        [here, *((f"node {each.host}", each.versions) for each in nodes)],
-        hint="the same versions on every node",
-    )
+    require_same([here, *((f"node {each.host}", each.versions) for each in nodes)])
 
 
 def require_shared(directory: Path, paths: Iterable[str]) -> None:
