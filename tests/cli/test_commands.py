@@ -296,7 +296,7 @@ def test_init_writes_a_recipe_that_trains(call, model_folder, data_file, tmp_pat
         "--model",
     ]
     init = ("init", path, *words, model_folder, "--data", data_file, "--output-dir", run_folder)
-    call(*init).ends(0, "1 step in")
+    call(*init).ends(0, "✔ FITS", "your job", "next: fitune plan")
     call("train", path).ends(0)
     assert (run_folder / "adapter").is_dir()
     assert "is there already" in call(*init).err
