@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from checkpoint.tiny_export import into, tiny_base, with_adapter
+from checkpoint.tiny_export import tiny_base, with_adapter
 from faults.adapters import Payload, edit_config, edit_weights
-from fitune.checkpoint.export import adapter_weights, export_merged
+from fitune.checkpoint.export import adapter_weights
 from fitune.checkpoint.layout import write_adapter
 from fitune.errors import CheckpointError
 from fitune.models.adapter_file import check_adapter
@@ -140,24 +140,6 @@ def test_weights_that_are_no_safetensors(adapter, content, base):
     (adapter / "adapter_model.safetensors").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors: damaged"):
         check_adapter(adapter, base=base)
-
-
-# Row 22
-
-
-@pytest.mark.parametrize("mark", ["config", "weights"])
-def test_a_quantised_base_is_not_merged_into(tmp_path, mark):
-    model = with_adapter(tiny_base(tmp_path / "base"))
-    base = model.get_base_model()
-    if mark == "config":
-        base.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    else:
-        layer = base.model.layers[0].self_attn.q_proj.base_layer
-        layer.weight = torch.nn.Parameter(torch.zeros(512, 1, dtype=torch.uint8), requires_grad=False)
-    with pytest.raises(CheckpointError, match="into a quantised base") as refusal:
-        export_merged(model, into(tmp_path / "out"))
-    assert "16-bit base" in refusal.value.hint
-    assert not (tmp_path / "out").exists()
 
 
 # Row 23

@@ -8,8 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from fitune.checkpoint import export
-from fitune.checkpoint.merge import refuse_quantised_base
-from fitune.errors import CheckpointError, ModelError
+from fitune.errors import ModelError
 from fitune.models.low_bit.quantised import PackedWeight
 from fitune.models.weights import require_finite
 from fitune.train.prepare import prepare
@@ -73,12 +72,6 @@ def test_resumed_it_ends_bit_for_bit_the_same(make_plan, tmp_path, base):
 def test_merged_it_is_the_16_bit_base_and_the_adapter(make_plan):
     """Without any packing."""
     assert_merged(on(Nf4(), make_plan(max_steps=5, learning_rate=5e-2)))
-
-
-def test_a_packed_base_takes_no_merge(make_plan):
-    prepared = prepare(on(Nf4(), make_plan()))
-    with pytest.raises(CheckpointError, match="quantised base"):
-        refuse_quantised_base(prepared.model.whole)
 
 
 def test_the_dense_base_of_a_merge_is_weighed_by_its_own_size(make_plan, monkeypatch):

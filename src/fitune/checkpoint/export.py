@@ -32,7 +32,7 @@ from fitune.checkpoint.layout import (
     write_adapter,
     write_model,
 )
-from fitune.checkpoint.merge import changes_of, is_merged, merged, refuse_quantised_base, without_layers
+from fitune.checkpoint.merge import changes_of, is_merged, merged, without_layers
 from fitune.checkpoint.parity import Model, Verified, reload_device, verify_export
 from fitune.errors import CheckpointError
 from fitune.models.adapter_file import PREFIX
@@ -129,9 +129,8 @@ def export_merged(
     by rounding (twice ``parity.TOLERANCE``), with the experts of each token fixed. A warning says when rounding takes
     much of what was learned. ``card_of`` writes the card anew once the merged model is verified.
     """
-    if base_path and weights is None and quantised_base(model) != Dense():
+    if weights is None and quantised_base(model) != Dense():
         model = on_dense_base(model, base_path)
-    refuse_quantised_base(model)
     inner = model.get_base_model()
     changes, tables = changes_of(model, weights), _tables(model, weights)
     kind, squares = dtype or inner.dtype, [0.0, 0.0]

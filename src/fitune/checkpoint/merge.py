@@ -19,7 +19,6 @@ from fitune.errors import CheckpointError
 from fitune.models.adapter_file import PREFIX
 from fitune.models.expert_adapters import pairs_of_experts
 from fitune.models.experts import stack_shape
-from fitune.models.low_bit.quantised import PackedWeight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,25 +76,6 @@ def changes_of(model: PeftModel, weights: Mapping[str, Tensor] | None = None) ->
 def without_layers(name: str) -> str:
     """``name`` of a tensor as it is in the base, without the layers around its module."""
     return re.sub(r"(\.base_layer)+\.", ".", name)
-
-
-def refuse_quantised_base(model: PeftModel) -> None:
-    """Raises CheckpointError when adapters sit on quantised linears: rounding again would lose what they learned."""
-    base = model.get_base_model()
-    config = getattr(base.config, "quantization_config", None)
-    found = (
-        config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", config)
-    )
-    for name, layer in base.named_modules():
-        inner = layer.get_base_layer() if isinstance(layer, LoraLayer) else None
-        kinds = [p.dtype for p in inner.parameters(recurse=False)] if inner is not None else []
-        if isinstance(inner, PackedWeight) or any(not k.is_floating_point or k.itemsize < 2 for k in kinds):
-            found = found or f"{name} holds no 16-bit or wider floats"
-    if found:
-        raise CheckpointError(
-            f"export: merged would fold the adapter into a quantised base ({found}) and round it away",
-            hint="export: adapter, then merge that adapter into the 16-bit base",
-        )
 
 
 @torch.no_grad()
