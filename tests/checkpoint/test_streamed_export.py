@@ -78,12 +78,13 @@ def test_one_tensor_is_held_at_a_time_whatever_the_model_takes(tmp_path):
     assert weights.most_bytes < sum(sizes) / 2
 
 
-def test_a_large_model_is_written_as_shards_with_an_index(tmp_path):
+def test_a_large_model_is_written_as_shards_with_an_index(tmp_path, monkeypatch):
     model = tiny_base(tmp_path / "base")
     weights = {name: p.detach() for name, p in model.named_parameters()}
     pieces = {n: FileTensor(torch.empty_like(w, device="meta"), lambda w=w: w) for n, w in weights.items()}
     (tmp_path / "out").mkdir()
-    write_model(on_meta(tmp_path / "base"), tmp_path / "out", pieces, shard_bytes=20_000)
+    monkeypatch.setattr(layout, "SHARD_BYTES", 20_000)
+    write_model(on_meta(tmp_path / "base"), tmp_path / "out", pieces)
     model.save_pretrained(tmp_path / "whole", max_shard_size=20_000)
     assert same_weights(tmp_path / "out", tmp_path / "whole")
     ours, theirs = (json.loads((tmp_path / each / layout.INDEX).read_text()) for each in ("out", "whole"))

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from peft import PeftModel
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -31,7 +32,7 @@ from fitune.models.adapter_file import WEIGHTS
 from fitune.models.adapters import trained_table_modules
 from fitune.models.headers import name_in_whole
 from fitune.models.readers import empty_model, read_config
-from fitune.models.weight_files import INDEX, SINGLE
+from fitune.models.weight_files import INDEX
 from fitune.units import MIB
 
 _MARGIN_BYTES = 32 * MIB
@@ -202,36 +203,20 @@ def model_pieces(
     return {name: made_piece(tensor) for name, tensor in converted.items()}
 
 
-def write_model(
-    model: PreTrainedModel, folder: Path, pieces: Mapping[str, FileTensor], *, shard_bytes: int | None = None
-) -> Digests:
-    """config.json, generation_config.json, safetensors of at most ``shard_bytes``, an index when there are several.
+def write_model(model: PreTrainedModel, folder: Path, pieces: Mapping[str, FileTensor]) -> Digests:
+    """config.json, generation_config.json, safetensors of at most SHARD_BYTES, an index when there are several.
 
     Raises OSError, and CheckpointError naming a tensor that is empty, not finite, or comes back otherwise.
     """
-    likes = {name: piece.like for name, piece in pieces.items()}
-    shards: list[dict[str, FileTensor]] = [{}]
-    room = limit = shard_bytes or SHARD_BYTES
-    for name in aligned_order(likes):
-        if shards[-1] and likes[name].nbytes > room:
-            shards.append({})
-            room = limit
-        shards[-1][name] = pieces[name]
-        room -= likes[name].nbytes
-    count = len(shards)
-    names = (
-        [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)] if count > 1 else [SINGLE]
-    )
+    by_name = {name: piece.like for name, piece in pieces.items()}
+    likes = {name: by_name[name] for name in aligned_order(by_name)}
+    split = split_torch_state_dict_into_shards(likes, max_shard_size=SHARD_BYTES)
     digests: Digests = {}
-    for file, shard in zip(names, shards, strict=True):
-        digests |= _written(folder / file, shard)
-    if count > 1:
-        totals = {
-            "total_parameters": sum(x.numel() for x in likes.values()),
-            "total_size": sum(x.nbytes for x in likes.values()),
-        }
-        places = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
-        content = {"metadata": totals, "weight_map": dict(sorted(places.items()))}
+    for file, names in split.filename_to_tensors.items():
+        digests |= _written(folder / file, {name: pieces[name] for name in names})
+    if split.is_sharded:
+        totals = {"total_parameters": sum(x.numel() for x in likes.values()), **split.metadata}
+        content = {"metadata": totals, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
         (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]

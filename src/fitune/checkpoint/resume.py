@@ -28,6 +28,7 @@ from fitune.checkpoint.slices import INDEX, Groups, SavedTensors, groups_in, rea
 from fitune.checkpoint.state import Json, TrainState
 from fitune.errors import CheckpointError
 from fitune.files import read_bytes
+from fitune.units import text_table
 from fitune.values.model.model_spec import ModelSpec
 from fitune.values.plan import ClipByNorm, ClipByValue, Full, Plan, clip_in_backward
 from fitune.values.run_directory import moved, placed
@@ -213,12 +214,7 @@ def difference_table(differences: list[Difference]) -> str:
     rows = [("setting", "checkpoint", "now", "")]
     for d in differences:
         rows.append((d.setting, d.saved, d.wanted, f"{'allowed' if d.allowed else 'refused'}: {d.reason}"))
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = (
-        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]])
-        for row in rows
-    )
-    return "\n".join(f"  {line.rstrip()}" for line in lines)
+    return text_table(rows, indent=2, left=range(4))
 
 
 _OF_THE_MOMENT = (
