@@ -88,7 +88,7 @@ def compare_methods(
     emit(Note(text, {"page": page, "sent": None, "base": base, "methods": [*_rows(methods, directory)]}))
     if recipe.upload_to:
         with opened_store(recipe.upload_to) as store:
-            store.put_file(page, page.name)
+            store.put_folder(page.parent, "", [page.name], keeps_others=True)
             url = store.below(page.name)
             emit(Note(f"sent: {url}", {"sent": url}))
     return int(failed)

@@ -166,74 +166,42 @@ T = TypeVar("T")
 
 ANSWER_S = 30.0
 """Seconds that a store has for its first answer, whatever its client tries."""
-SILENT_S = 90.0
-"""Seconds without a part or an answer after which a store that answered before is asked a short question. Without an
-answer to it within ANSWER_S, two minutes after the last sign of life, the store is given up."""
-STUCK_S = 600.0
-"""Seconds without a part or an answer after which a store is given up that still answers the short question."""
+SILENT_S = 300.0
+"""Seconds without a part or an answer after which a store that answered before is given up: on a slow link a part of
+16 MiB alone takes minutes."""
 
 
 class Patience:
     """Patience with one store. Several threads may ask it for answers: a sign of life to one of them counts for all."""
 
-    def __init__(self, url: str, *, probe: Callable[[], object], error: type[FituneError]) -> None:
-        """``probe`` asks the store a short question, in a thread of its own. ``error`` is raised for silence."""
-        self._url, self._probe, self._error = url, probe, error
-        self._moved = self._heard = time.monotonic()
+    def __init__(self, error: type[FituneError]) -> None:
+        """``error`` is raised for silence."""
+        self._error, self._heard = error, 0.0
         self.has_answered = False
         """False before the first answer, and after the store fell silent."""
 
     def heard(self) -> None:
         """The store took or gave a part, or answered."""
-        self._moved = self._heard = time.monotonic()
+        self._heard = time.monotonic()
 
     def answer(self, url: str, ask: Callable[[], T], *, so_far: Callable[[], str]) -> T:
-        """The result of ``ask``; the thread that asks a silent store is left alone. ``so_far`` says in words what was
-        done until the store fell silent."""
+        """The result of ``ask``: its client alone would try for a quarter of an hour, and for ever where the other end
+        takes no bytes. The thread that asks a silent store is left alone. ``so_far`` says in words what was done until
+        the store fell silent."""
+        self.heard()
         is_first = not self.has_answered
-        result = in_time(url, ask, error=self._error) if is_first else self._while_heard(url, ask, so_far)
+        limit = ANSWER_S if is_first else SILENT_S
+        answer = _asked_beside(ask)
+        while not wait([answer], timeout=limit / 20).done:
+            if time.monotonic() - self._heard > limit:
+                self.has_answered = False
+                said = f"nothing was heard of the store for {limit:g} s, {so_far()}"
+                first = f"the store did not answer within {limit:g} s"
+                raise self._error(f"{url}: {first if is_first else said}", hint=look_at(url))
+        result = answer.result()
         self.has_answered = True
         self.heard()
         return result
-
-    def _while_heard(self, url: str, ask: Callable[[], T], so_far: Callable[[], str]) -> T:
-        """The result of ``ask``: its client alone would try for a quarter of an hour, and for ever where the other end
-        takes no bytes."""
-        self.heard()
-        answer = _asked_beside(ask)
-        while not wait([answer], timeout=SILENT_S / 20).done:
-            now = time.monotonic()
-            if now - self._heard < SILENT_S:
-                continue
-            if now - self._moved > STUCK_S or not self._is_alive():
-                self.has_answered = False
-                raise self._error(
-                    f"{url}: nothing was heard of the store for {time.monotonic() - self._moved:.0f} s, {so_far()}",
-                    hint=look_at(url),
-                )
-            self._heard = time.monotonic()
-        return answer.result()
-
-    def _is_alive(self) -> bool:
-        """True if the store answers a short question now: on a slow link a part alone may take minutes."""
-        try:
-            in_time(self._url, self._probe, error=self._error)
-        except (FileNotFoundError, PermissionError, ftplib.error_perm):
-            pass
-        except Exception:  # clients have no error in common; any but those above is no answer
-            return False
-        return True
-
-
-def in_time(url: str, ask: Callable[[], T], *, error: type[FituneError]) -> T:
-    """The result of a first, short question to a store. Raises ``error`` when no answer comes within ANSWER_S.
-
-    The thread that asks is left alone then.
-    """
-    answer = _asked_beside(ask)
-    if not wait([answer], timeout=ANSWER_S).done:
-        raise error(f"{url}: the store did not answer within {ANSWER_S:g} s", hint=look_at(url))
-    return answer.result()
 
 
 def _asked_beside(ask: Callable[[], T]) -> Future[T]:

@@ -7,14 +7,14 @@ import os
 import re
 import time
 from collections.abc import Mapping
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
 from fitune.errors import DataError, FituneError
 from fitune.files import open_regular
 from fitune.stores import opening
-from fitune.stores.opening import CLIENTS, Patience, asking, cause_of, in_time, open_store
+from fitune.stores.opening import CLIENTS, Patience, asking, cause_of, open_store
 from fitune.units import MIB, format_bytes
 
 _BLOCK_BYTES = 8 * MIB
@@ -37,7 +37,7 @@ def look_up(url: str, *, is_pattern: bool) -> tuple[Literal["file", "folder", "p
 
     Raises DataError when nothing is there, or none may look.
     """
-    patience = Patience(url, probe=partial(_probe, url, CLIENTS), error=DataError)
+    patience = Patience(DataError)
     asked = partial(patience.answer, url, so_far=lambda: "while its files were listed")
     with asking(url):
         filesystem, inner = open_store(url)
@@ -55,7 +55,7 @@ def identity(url: str) -> str | None:
     """The identity that the store gives a file's content: hash and size, or else size and time of change; or None."""
     with asking(url):
         filesystem, inner = open_store(url)
-        return identity_of(in_time(url, partial(filesystem.info, inner), error=DataError))
+        return identity_of(Patience(DataError).answer(url, partial(filesystem.info, inner), so_far=str))
 
 
 def open_stream(
@@ -64,13 +64,6 @@ def open_stream(
     """Open a file for reading. A cut connection is taken up again where it was; a file that changed is an error, and so
     is a store that falls silent. ``patience``: with that store, where others ask it at the same time."""
     return cast(BinaryIO, _Stream(url, clients, patience))
-
-
-def _probe(url: str, clients: Mapping[str, str]) -> None:
-    """Ask the store about a file there, not out of a cache."""
-    filesystem, inner = open_store(url, clients)
-    filesystem.invalidate_cache()
-    filesystem.info(inner)
 
 
 def _as_urls(base: str, filesystem: Any, names: list[str]) -> tuple[str, ...]:
@@ -95,7 +88,7 @@ class _Stream(io.RawIOBase):
     def __init__(self, url: str, clients: Mapping[str, str], patience: Patience | None) -> None:
         self._url, self._clients, self._at = url, clients, 0
         self._size: int | None = None
-        self._patience = patience or Patience(url, probe=partial(_probe, url, clients), error=DataError)
+        self._patience = patience or Patience(DataError)
         self._file: Any = None
         with asking(url):
             info = self._patience.answer(url, self._open, so_far=self._so_far)
@@ -187,26 +180,18 @@ def etag(file: Path) -> str:
 
     Raises OSError.
     """
-    found = os.stat(file)
-    known_by = found.st_dev, found.st_ino, found.st_mtime_ns
-    return _etag(file, found.st_size, part_bytes(found.st_size), known_by)
-
-
-@cache
-def _etag(file: Path, size: int, part: int, _known_by: tuple[int, int, int]) -> str:
-    parts: list[bytes] = []
-    whole = size if size < 2 * part else part
+    size = os.stat(file).st_size
+    part = part_bytes(size)
+    whole, parts = size if size < 2 * part else part, list[bytes]()
     with open_regular(file) as source:
-        while True:
+        for _ in range(-(-size // whole) if size else 1):
             digest, left = hashlib.md5(usedforsecurity=False), whole
             while left and (block := source.read(min(left, _READ_BYTES))):
                 digest.update(block)
                 left -= len(block)
-            if parts and left == whole:
-                break
             parts.append(digest.digest())
-            if size < 2 * part:
-                return digest.hexdigest()
+    if whole == size:
+        return parts[0].hex()
     return f"{hashlib.md5(b''.join(parts), usedforsecurity=False).hexdigest()}-{len(parts)}"
 
 

@@ -53,7 +53,7 @@ class Store:
         if "?" in url:  # s3fs takes what follows for a version, and writes to the name before it
             raise StoreError(f"{url}: '?' may not stand in a folder's URL", hint=url.partition("?")[0])
         self.url = url.rstrip("/")
-        self._patience = Patience(url, probe=self._probe, error=StoreError)
+        self._patience = Patience(StoreError)
         self._sent_bytes = 0
         self._shared: tuple[Any, str] | None = None
         self._making = threading.Lock()
@@ -122,7 +122,7 @@ class Store:
             finally:
                 filesystem.rm_file(inner)
 
-        self._tried("", probe, doing="write", waits=())
+        self._tried("", probe, doing="write")
 
     def put_folder(
         self,
@@ -162,12 +162,6 @@ class Store:
         if last and not self._holds(folder / last, _inside(name, last), there.get(last)):
             sent += self._put(folder / last, _inside(name, last))
         return sent
-
-    def put_file(self, file: Path, name: str) -> int:
-        """Let ``name`` in the store hold ``file``; returns the bytes that were sent."""
-        parent, _, base = name.rpartition("/")
-        said = self.infos(parent).get(base) if file.stat().st_size > MIB else None
-        return 0 if said is not None and self._holds(file, name, said) else self._put(file, name)
 
     def get_folder(self, name: str, folder: Path, *, stop: Callable[[], bool] = nobody_stops) -> int:
         """Bring every file below ``name`` into ``folder``; returns how many. Raises StoreError, DataError and OSError.
@@ -290,9 +284,8 @@ class Store:
         return there.digest() == here
 
     def _tried(
-        self, name: str, action: Callable[[Any, str], T], *, doing: Literal["read", "write"] = "read",
-        waits: Iterable[float] | None = None,
-    ) -> T:  # fmt: skip
+        self, name: str, action: Callable[[Any, str], T], *, doing: Literal["read", "write"] = "read"
+    ) -> T:
         """Run ``action`` with the file system and ``name`` there, again after each of the waits; returns its result.
         Raises at once what no wait changes."""
 
@@ -302,21 +295,15 @@ class Store:
             filesystem.invalidate_cache()
             return action(filesystem, inner)
 
-        tries = partial(_tries, once, opening.WAITS_S if waits is None else waits)
         with asking(url := self.below(name), error=StoreError, doing=doing):
-            return self._patience.answer(url, tries, so_far=self._so_far)
-
-    def _probe(self) -> None:
-        filesystem, inner = self._open(f"fitune-probe-{uuid.uuid4().hex[:12]}")
-        filesystem.invalidate_cache()
-        filesystem.info(inner)
+            return self._patience.answer(url, partial(_tries, once), so_far=self._so_far)
 
     def _so_far(self) -> str:
         return f"after {format_bytes(self._sent_bytes)} in whole files were sent"
 
 
-def _tries(action: Callable[[], T], waits: Iterable[float]) -> T:
-    for wait_s in waits:
+def _tries(action: Callable[[], T]) -> T:
+    for wait_s in opening.WAITS_S:
         try:
             return action()
         except (FituneError, MemoryError, PermissionError, FileNotFoundError, ImportError):

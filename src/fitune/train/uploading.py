@@ -6,7 +6,7 @@ what is here stays here.
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -130,11 +130,10 @@ def send_one(store: Store, path: Path, line: Line, *, stop: Callable[[], bool] =
         return 0
 
 
-def send_papers(store: Store, root: Path, names: tuple[str, ...]) -> None:
-    """Sends those of ``names`` that are files in ``root``. Raises StoreError."""
-    for name in names:
-        if (root / name).is_file():
-            store.put_file(root / name, name)
+def send_papers(store: Store, root: Path, names: Sequence[str]) -> None:
+    """Sends those of ``names`` that are files in ``root``, the last of them last. Raises StoreError."""
+    there = [name for name in names if (root / name).is_file()]
+    store.put_folder(root, "", there, last=names[-1] if names[-1] in there else "", keeps_others=True)
 
 
 def send_run(run: RunPlan, on_note: OnNote) -> None:
