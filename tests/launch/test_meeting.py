@@ -112,7 +112,7 @@ def test_a_port_that_is_taken_is_named_with_another(port):
         other.bind(("127.0.0.1", port))
         other.listen()
         place = Place(node=0, nodes=2, host="127.0.0.1", port=port)
-        said = f"port {port} of --rendezvous .* is taken"
+        said = f"node 0 cannot serve port {port} of --rendezvous .*EADDRINUSE"
         with pytest.raises(HardwareError, match=said) as caught, meeting(place):
             pass
     assert f"--rendezvous 127.0.0.1:{port + 1}" in caught.value.hint

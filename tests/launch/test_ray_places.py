@@ -44,18 +44,9 @@ def test_what_is_no_address_is_refused_before_ray_is_asked(monkeypatch, address)
     assert "HOST:PORT" in str(refused.value.hint)
 
 
-@pytest.mark.parametrize(
-    ("workers", "said"),
-    [
-        ("two", "'two' is no number of workers"),
-        ("3..2", "'3..2': the first number is at least 1"),
-        ("1000001", "1000001: at most 1,000,000"),
-        ("9" * 5000, "9{40}: at most 1,000,000"),
-        (f"{'9' * 320}..2", "9{40}: at most 1,000,000"),
-    ],
-)
-def test_what_is_no_number_of_workers_is_refused(workers, said):
-    with pytest.raises(RecipeError, match=f"--workers {said}"):
+@pytest.mark.parametrize("workers", ["two", "3..2", "0", "2..", "-1", "9" * 5000, f"{'9' * 320}..2"])
+def test_what_is_no_number_of_workers_is_refused(workers):
+    with pytest.raises(RecipeError, match=f"--workers '{workers[:40]}' is no number of workers"):
         ray_place(address="", workers=workers)
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from fitune.errors import HardwareError, RecipeError, TrainingFailed
+from fitune.errors import HardwareError, TrainingFailed
 from fitune.files import process_lives
-from fitune.launch.ray_cluster import RayPlace, ask_nodes, connected, ray_place
+from fitune.launch.ray_cluster import RayPlace, ask_nodes, connected
 from fitune.launch.ray_workers import open_mailbox, run_workers
 from fitune.recipe.recipe import dump_recipe
 from fitune.session.clusters import on_ray
@@ -157,9 +157,3 @@ def test_other_versions_on_a_node_are_named(cluster):
     others = [replace(each, versions=each.versions | {"transformers": "4.57.0"}) for each in answers]
     with pytest.raises(HardwareError, match=r"transformers differs: .* on .* '4\.57\.0' on node "):
         require_same_versions(others)
-
-
-@pytest.mark.parametrize("workers", ["two", "3..2", "0", "2..", "-1"])
-def test_numbers_of_workers_that_cannot_be_are_refused(workers):
-    with pytest.raises(RecipeError, match="--workers"):
-        ray_place(address="", workers=workers)

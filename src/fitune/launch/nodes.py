@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 from fitune.errors import FituneError, HardwareError, NodeFailed, first_line
-from fitune.launch.place import Place, is_own_address
+from fitune.launch.place import Place
 
 SILENCE_SECONDS = 60.0
 """A launcher that gives no sign for so long is lost: its machine is off, or the network between them is."""
@@ -274,13 +274,8 @@ def _served_store(place: Place) -> Any:
             timeout=timedelta(seconds=60),
         )  # fmt: skip
     except (DistNetworkError, OSError) as error:
-        if "EADDRINUSE" not in str(error) and "in use" not in str(error):
-            raise HardwareError(
-                f"node 0 cannot serve port {port}: {first_line(error)}",
-                hint="another port in --rendezvous",
-            ) from error
         raise HardwareError(
-            f"port {port} of --rendezvous {host}:{port} is taken on this machine, node 0",
+            f"node 0 cannot serve port {port} of --rendezvous {host}:{port}: {first_line(error)}",
             hint=f"another port on every node, e.g. --rendezvous {host}:{port + 1}; or end what has it",
         ) from error
 
@@ -317,12 +312,9 @@ def _reached_store(place: Place) -> Any:
 
 def _never_came(place: Place, missing: list[int]) -> HardwareError:
     names = ", ".join(map(str, missing))
-    there = (
-        "" if place.node or is_own_address(place.host) else f" ({place.host} is no address of this machine)"
-    )
     return HardwareError(
-        f"waited {place.timeout_s:g} s at {place.address}{there} for {place.nodes} nodes: "
+        f"waited {place.timeout_s:g} s at {place.address} for {place.nodes} nodes: "
         f"node{'s' * (len(missing) > 1)} {names} did not come",
-        hint=f"fitune train … --node-rank {missing[0]} --rendezvous {place.address} there; longer: "
-        f"--rendezvous-timeout {2 * place.timeout_s:g}",
+        hint=f"fitune train … --node-rank {missing[0]} --rendezvous {place.address} there, an address of node 0; "
+        f"longer: --rendezvous-timeout {2 * place.timeout_s:g}",
     )

@@ -81,12 +81,3 @@ def interfaces_at(address: str) -> Iterator[str]:
     for name, all_of in psutil.net_if_addrs().items():
         if address in (each.address for each in all_of):
             yield name
-
-
-def is_own_address(host: str) -> bool:
-    """True if ``host`` names this machine."""
-    try:
-        found = {str(each[4][0]) for each in socket.getaddrinfo(host, None)}
-    except OSError:
-        return False
-    return any(address.startswith("127.") or any(interfaces_at(address)) for address in found)

@@ -18,8 +18,6 @@ _ASKING_SECONDS = 60.0
 """A node starts a process of its own to answer: seconds where the disk is cold."""
 _ROOM_SECONDS = 8.0
 _LOOK_SECONDS = 0.5
-_MOST_WORKERS = 1_000_000
-"""More than any cluster has; a larger number is a slip, and may be too large to count with."""
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _STORE_BYTES = 100 * 2**20
 """The object store of a cluster that is started here: only plans and events go through it."""
@@ -53,18 +51,12 @@ class RayPlace:
 
 def ray_place(*, address: str, workers: str, restarts: int = 3) -> RayPlace:
     """The place that the command line says. Raises RecipeError for one that cannot be."""
-    first, dots, last = workers.partition("..")
-    if not first.isdecimal() or (dots and not last.isdecimal()):
-        raise RecipeError(
-            f"--workers {workers!r} is no number of workers", hint="--workers 2, or --workers 2..4"
-        )
-    if max(len(first), len(last)) > len(str(_MOST_WORKERS)) or int(last or first) > _MOST_WORKERS:
-        raise RecipeError(f"--workers {workers[:40]}: at most {_MOST_WORKERS:,}", hint="--workers 2..4")
-    fewest, most = int(first), int(last or first)
+    found = re.fullmatch(r"(\d{1,7})(?:\.\.(\d{1,7}))?", workers, re.ASCII)
+    fewest, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= fewest <= most:
         raise RecipeError(
-            f"--workers {workers!r}: the first number is at least 1, the second not below it",
-            hint="--workers 2..4",
+            f"--workers {workers[:40]!r} is no number of workers: one from 1 on, or two that rise",
+            hint="--workers 2, or --workers 2..4",
         )
     _require_address(address, "--ray-address")
     return RayPlace(address=address, fewest=fewest, most=most, restarts=restarts)
