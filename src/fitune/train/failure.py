@@ -29,9 +29,10 @@ from fitune.errors import (
 from fitune.measure.memory import CudaMeter, MemoryMeter, process_bytes
 from fitune.models.weights import first_of, not_finite
 from fitune.units import GIB, KIB, MIB
-from fitune.values.plan import ChunkedLoss, Dense, Lora, PlainLoss, Plan, trains_every_weight
+from fitune.values.plan import Plan
 from fitune.values.reports import Failure
 from fitune.values.run_directory import traceback_of
+from fitune.values.words import describe_plan
 
 TRACEBACK = "traceback.txt"
 
@@ -70,9 +71,11 @@ def explain_failure(error: Exception, plan: Plan, where: Whereabouts, *, rank: i
         return error
     if is_peer_gone(error):
         return PeerGone(f"another rank is gone ({where})")
+    told = f"({where}): {first_line(error)}\n  the plan: {describe_plan(plan)}, on {plan.hardware.gpu.name}"
     if is_out_of_memory(error):
         return OutOfMemory(
-            f"out of memory ({where}): {first_line(error)}\n  {memory_settings(plan)}", hint=_smaller(plan)
+            f"out of memory {told}",
+            hint=f"a smaller micro_batch_size or seq_len; `fitune plan --details` has more{_going_on(plan)}",
         )
     if isinstance(error, OSError):
         file = f"{error.filename}: " if error.filename is not None else ""
@@ -81,7 +84,7 @@ def explain_failure(error: Exception, plan: Plan, where: Whereabouts, *, rank: i
             hint=f"check the path, its rights and the free disk space{_going_on(plan)}",
         )
     return TrainingFailed(
-        f"{type(error).__name__} ({where}): {first_line(error)}\n  {memory_settings(plan)}",
+        f"{type(error).__name__} {told}",
         hint=f"the cause is in {Path(plan.run.output_dir) / traceback_of(rank)}{_going_on(plan)}",
     )
 
@@ -99,40 +102,9 @@ def require_finite_step(step: int, tensors: Mapping[str, Tensor], *, ranks: Rank
         )
 
 
-def memory_settings(plan: Plan) -> str:
-    """The settings that decide about memory, in one line."""
-    loss = f"chunks of {plan.loss.chunk_tokens}" if isinstance(plan.loss, ChunkedLoss) else "plain"
-    return (
-        f"the plan: micro_batch_size {plan.batch.micro_batch_size} × seq_len {plan.batch.seq_len}, "
-        f"{plan.recompute.blocks} of {plan.model.num_layers} blocks recomputed, loss {loss}, {plan.precision}, "
-        f"on {plan.hardware.gpu.name}"
-    )
-
-
 def traceback_text(error: BaseException) -> str:
     """The whole traceback with its causes; secrets are hidden."""
     return without_credentials("".join(traceback.format_exception(error)))
-
-
-def _smaller(plan: Plan) -> str:
-    """Settings that take less memory, the cheapest in time first."""
-    batch, wanted = plan.batch, []
-    if batch.micro_batch_size > 1:
-        micro = next(m for m in range(batch.micro_batch_size // 2, 0, -1) if batch.micro_batch_size % m == 0)
-        steps = batch.accumulation * batch.micro_batch_size // micro
-        wanted.append(
-            f"micro_batch_size: {micro} with gradient_accumulation_steps: {steps} (the same global batch)"
-        )
-    if isinstance(plan.loss, PlainLoss):
-        wanted.append("loss: chunked")
-    if plan.recompute.blocks < plan.model.num_layers:
-        wanted.append("gradient_checkpointing: true")
-    wanted.append(f"seq_len: {max(1, batch.seq_len // 2)}")
-    if trains_every_weight(plan.tuning):
-        wanted.append("tuning: lora")
-    elif isinstance(plan.tuning, Lora) and isinstance(plan.tuning.base, Dense):
-        wanted.append("tuning: qlora")
-    return "; ".join(wanted) + _going_on(plan)
 
 
 def _going_on(plan: Plan) -> str:
