@@ -9,10 +9,8 @@ from conftest import plan_of
 from fitune.train.again import TrainedSource
 from fitune.train.export import handover_of, stored_weights
 from fitune.values.plan import Zero
-from runs import (
-    same_weights,
-    trained,
-)
+from runs import same_weights, trained
+from train.test_several_processes import tied_like
 
 TINY_BYTES = 1000
 
@@ -57,3 +55,18 @@ def test_a_model_that_a_device_holds_twice_is_loaded_whole(model_folder, data_fi
     assert stored_weights(plan, source) is None
     divided = replace(plan, sharding=Zero(stage=3, backend="fsdp"))
     assert stored_weights(divided, source) is None
+
+
+def test_a_tied_table_that_trained_is_read_from_the_adapter_that_names_it_twice(
+    model_folder, data_file, tmp_path
+):
+    folder = tied_like(model_folder, tmp_path / "tied")
+    words = {"lora_modules_to_save": ["embed_tokens"], "max_steps": 2, "learning_rate": 1e-2}
+    plan = plan_of(folder, data_file, tmp_path / "run", tuning="lora", **words)
+    report = trained(plan)
+    source = TrainedSource(path=tmp_path / "run/adapter", kind="adapter")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    weights = stored_weights(small := on_small_devices(plan), source)
+    handover = handover_of(None, weights, plan=small, on_note=print, tokenizer=tokenizer, report=report)
+    out = handover.trained(tmp_path / "out", secure=False)
+    assert same_weights(*(one / "adapter_model.safetensors" for one in (out, source.path)))

@@ -1,17 +1,20 @@
 """The trained model of a run whose last step is done, loaded from what the run left on disk."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors.torch import load_file
 
 from fitune.checkpoint.layout import unverified
 from fitune.checkpoint.resume import load_checkpoint, newest_checkpoint
 from fitune.errors import CheckpointError, RunDirectoryError
-from fitune.models.adapters import load_adapter, train_tables
+from fitune.models.adapter_file import WEIGHTS, check_adapter
 from fitune.models.attention import use_attention
+from fitune.models.headers import own_name
 from fitune.models.language_model import LanguageModel, language_model
 from fitune.models.tokens import add_rows
 from fitune.models.weight_files import OnBytes, nobody
@@ -82,24 +85,29 @@ def is_of_last_step(folder: Path, directory: Path) -> bool:
 
 def load_trained(plan: Plan, source: TrainedSource, *, on_bytes: OnBytes) -> LanguageModel:
     """The model as it was when training ended, on the plan's device, or on the host where there is none."""
-    words: dict[str, Any] = {
-        "dtype": compute_dtype(plan.precision),
-        "device": training_device(plan) if torch.cuda.is_available() else torch.device("cpu"),
-        "on_bytes": on_bytes,
-    }
-    if source.kind == "full":
-        whole: Any = load_model(str(source.path), **words)
-        use_attention(whole, plan.attention)
-        return language_model(whole, plan.loss)
-    if source.kind == "checkpoint":
-        return with_weights(plan, load_checkpoint(source.path, verified=True).tensors["model"], **words)
-    model = load_model(plan.model_path, base=base_of(plan), **words)
-    use_attention(model, plan.attention)
-    whole = load_adapter(model, source.path)
-    whole.peft_config[whole.active_adapter].modules_to_save = None  # in place: models/adapters.py
-    if isinstance(plan.tuning, Lora):
-        train_tables(model, plan.tuning.modules_to_save)
+    dtype = compute_dtype(plan.precision)
+    device = training_device(plan) if torch.cuda.is_available() else torch.device("cpu")
+    if source.kind != "full":
+        return with_weights(
+            plan, trained_weights(plan, source), dtype=dtype, device=device, on_bytes=on_bytes
+        )
+    whole: Any = load_model(str(source.path), dtype=dtype, device=device, on_bytes=on_bytes)
+    use_attention(whole, plan.attention)
     return language_model(whole, plan.loss)
+
+
+def trained_weights(plan: Plan, source: TrainedSource) -> Mapping[str, torch.Tensor]:
+    """What was trained by the names that it has in the model, of a checkpoint or an adapter's folder.
+
+    Raises CheckpointError where the adapter is damaged or does not fit.
+    """
+    if source.kind == "checkpoint":
+        return load_checkpoint(source.path, verified=True).tensors["model"]
+    check_adapter(source.path, base=plan.model_path)
+    # PEFT's files leave out the name of the adapter, and DoRA's that of a parameter
+    part = re.compile(r"\.(lora_[AB])\.weight$|\.(lora_magnitude_vector)$")
+    file = load_file(source.path / WEIGHTS)
+    return {part.sub(r".\1\2.default.weight", own_name(name)): tensor for name, tensor in file.items()}
 
 
 def with_weights(
@@ -116,8 +124,9 @@ def with_weights(
     add_rows(model, plan)
     whole = tuned(model, plan)
     own = {name: p for name, p in whole.named_parameters() if p.requires_grad}
-    if own.keys() != trained.keys():
-        odd = sorted(own.keys() ^ trained.keys())
+    # files name a tied table twice
+    both = {name for name, _ in whole.named_parameters(remove_duplicate=False)}
+    if odd := sorted(own.keys() - trained.keys()) or sorted(trained.keys() - both):
         raise CheckpointError(f"the checkpoint trains other parameters than the plan, e.g. {odd[:3]}")
     with torch.no_grad():
         for name, parameter in own.items():

@@ -5,7 +5,6 @@ file that transformers 5 no longer fills. So the chat template is put into its l
 conversations are cut at their messages, and the pieces have to give every conversation again, character by character.
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -14,21 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fitune.checkpoint.export import export_adapter, export_full, export_merged
 from fitune.checkpoint.layout import ExportFolder, stored_tensors_of
-from fitune.checkpoint.resume import load_checkpoint
 from fitune.data.conversations.messages import Conversation, Message
 from fitune.data.conversations.templates import ChatTemplate, load_template
 from fitune.data.making import PreparedData
 from fitune.data.reading.rows import BadRow
 from fitune.files import read_text
-from fitune.models.adapter_file import WEIGHTS
 from fitune.models.attention import use_attention
-from fitune.models.headers import own_name
 from fitune.models.language_model import LanguageModel, language_model, without_adapters
 from fitune.models.readers import (
     empty_model,
@@ -39,7 +34,14 @@ from fitune.models.readers import (
 )
 from fitune.models.weight_files import base_reference, stored_dtype, stored_tensors
 from fitune.models.weights import compute_dtype
-from fitune.train.again import EXPORT_FOLDERS, Kind, TrainedSource, trained_kind, with_weights
+from fitune.train.again import (
+    EXPORT_FOLDERS,
+    Kind,
+    TrainedSource,
+    trained_kind,
+    trained_weights,
+    with_weights,
+)
 from fitune.train.evaluate import measured_or_none, measured_trained, sample_loss
 from fitune.train.prepare import tuned
 from fitune.units import format_bytes, format_count, format_seconds
@@ -178,12 +180,7 @@ def stored_weights(plan: Plan, source: TrainedSource) -> Mapping[str, Tensor] | 
     fits = twice <= plan.hardware.gpu.memory_bytes
     if not isinstance(plan.sharding, Zero) or source.kind == "full" or fits:
         return None
-    if source.kind == "checkpoint":
-        return load_checkpoint(source.path, verified=True).tensors["model"]
-    # PEFT's files leave out the name of the adapter, and DoRA's that of a parameter
-    part = re.compile(r"\.(lora_[AB])\.weight$|\.(lora_magnitude_vector)$")
-    file = load_file(source.path / WEIGHTS)
-    return {part.sub(r".\1\2.default.weight", own_name(name)): tensor for name, tensor in file.items()}
+    return trained_weights(plan, source)
 
 
 def _name(dtype: torch.dtype) -> str:
