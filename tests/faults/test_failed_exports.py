@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -77,12 +76,20 @@ def test_a_merge_that_fails_leaves_the_adapter_and_can_be_done_again(
     assert "already complete" in train(**MERGED)[1]
 
 
-def test_killed_while_merging_it_is_exported_without_training_again(train, call, whole, tmp_path):
-    """As a kill -9 leaves it: no report, the adapter of the last step."""
-    run = shutil.copytree(whole, tmp_path / "killed")
-    shutil.rmtree(run / "merged")
-    (run / "report.json").unlink()
-    train("--resume", output_dir=run, **MERGED).ends(2, f"fitune export {run}")
+class Killed(BaseException):
+    """As a kill -9, nothing is done after it."""
+
+
+def test_killed_while_merging_it_is_exported_without_training_again(
+    train, call, whole, tmp_path, monkeypatch
+):
+    run = tmp_path / "run"
+    with monkeypatch.context() as broken:
+        broken.setattr(export, "merged", raising(Killed))
+        with pytest.raises(Killed):
+            train(**MERGED)
+    assert report_of(run).reason == "it was stopped during its export"
+    train("--resume", **MERGED).ends(2, "is trained; only its export failed", f"fitune export {run}")
     call("export", run).ends(0, f"read from {run / 'adapter'}")
     assert same_weights(run / "merged", whole / "merged")
     report = report_of(run)

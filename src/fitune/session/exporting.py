@@ -35,7 +35,6 @@ from fitune.train.again import (
     load_trained,
     require_trained,
 )
-from fitune.train.ending import summarise
 from fitune.train.export import handover_of, stored_weights
 from fitune.train.uploading import CONFIGS, fetch_run, send_export
 from fitune.values.plan import Lora, Plan
@@ -98,7 +97,9 @@ def export_run(
     """
     files = read_run(run)
     require_trained(run, files.steps)
-    missing = files.run is None or files.run.status != "complete"
+    if files.run is None:
+        raise RunDirectoryError(f"{run}: no report.json there", hint="fitune train … --resume")
+    missing = files.run.status != "complete"
     wanted = kind or (files.plan.run.export if missing or ready else "merged")
     folder = run / EXPORT_FOLDERS[wanted]
     is_its_own = wanted == files.plan.run.export and folder.is_dir()
@@ -109,7 +110,7 @@ def export_run(
     if ready:
         ready()
     with lock_directory(run) if out is None else nullcontext():
-        exported, report = _exported(run, files, wanted, out, emit=emit)
+        exported, report = _exported(files, files.run, wanted, out, emit=emit)
         emit(exported)
         if out is None and missing and wanted == files.plan.run.export:
             write_atomically(run / "report.json", to_json(report))
@@ -138,11 +139,11 @@ def _refuse(run: Path, plan: Plan, wanted: Kind, *, is_there: bool) -> None:
 
 
 def _exported(
-    run: Path, files: RunFiles, wanted: Kind, out: Path | None, *, emit: Emit
+    files: RunFiles, report: RunReport, wanted: Kind, out: Path | None, *, emit: Emit
 ) -> tuple[Exported, RunReport]:
     """Write it; returns where it is, and the report of a run that is complete with it."""
     plan, last = files.plan, files.steps[-1]
-    source = find_source(run, plan, files.run, step=last.step)
+    source = find_source(files.directory, plan, report, step=last.step)
     emit(Note(f"the trained weights are read from {source.path}"))
     weights = stored_weights(plan, source)
     model = load_trained(plan, source, on_bytes=emit_weights(emit)) if weights is None else None
@@ -156,10 +157,6 @@ def _exported(
             seed=plan.run.seed, sends=False,
         )  # fmt: skip
 
-    report = files.run or summarise(
-        files.steps, data(), model=model, status="complete", reason="", meter_kind="live tensors",
-        seconds=sum(step.step_seconds + step.data_seconds for step in files.steps), best_eval_loss=None,
-    )  # fmt: skip
     report = replace(report, status="complete", reason="", failure=None)
     handover = handover_of(
         model, weights, plan=plan, tokenizer=tokenizer, report=report, on_note=emit_notes(emit)

@@ -2,17 +2,15 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from shlex import quote
 
 from torch import Tensor
 
-from fitune.data.making import PreparedData
-from fitune.errors import FituneError, installed_versions
+from fitune.errors import FituneError, TrainingFailed, installed_versions
 from fitune.files import write_atomically
 from fitune.measure.memory import has_expandable_segments, highest_peaks, process_bytes
-from fitune.models.language_model import LanguageModel
 from fitune.models.low_bit.quantised import count_weights, elements
 from fitune.track.metrics import read_metrics
 from fitune.train.again import trained_kind
@@ -23,14 +21,9 @@ from fitune.train.failure import traceback_text
 from fitune.units import as_ranges
 from fitune.values.reports import (
     MeasuredMemory,
-    MeterKind,
-    RankReport,
-    Restart,
-    Retry,
     RunReport,
     Sample,
     Status,
-    StepReport,
     settled_steps,
 )
 from fitune.values.run_directory import traceback_of
@@ -46,6 +39,9 @@ def complete(current: Run, weights: Mapping[str, Tensor] | None) -> RunReport:
     current.where.step = report.steps  # also of a run that was resumed after its last step
     current.is_trained = True
     current.where.doing = "exporting"
+    killed = TrainingFailed("it was stopped during its export")  # until it ends otherwise
+    failure = current.where.failure(killed)
+    _write(current, replace(report, status="failed", reason=killed.message, failure=failure))
     handover = handover_of(
         current.model, weights, plan=current.plan, tokenizer=current.tokenizer, report=report,
         on_note=current.callbacks.on_note,
@@ -108,62 +104,28 @@ def keep_log(current: Run) -> None:
 
 
 def _summary(current: Run, status: Status, reason: str) -> RunReport:
-    keep_log(current)
-    return summarise(
-        read_metrics(current.directory / "metrics.jsonl"),
-        current.data,
-        model=None if current.prepared is None else current.model,
-        status=status,
-        reason=reason,
-        meter_kind=current.meter.kind,
-        seconds=time.perf_counter() - current.began,
-        steps_of_other_plan=current.steps_of_other_plan,
-        best_eval_loss=None if math.isinf(current.best_eval_loss) else current.best_eval_loss,
-        unlogged_retries=current.retries,
-        unlogged_restarts=current.restarts,
-        ranks=current.rows,
-    )
+    """The report of a run that ends so, also before its model is loaded, of all that metrics.jsonl says.
 
-
-def _write(current: Run, report: RunReport) -> RunReport:
-    if current.ranks.is_first:
-        write_atomically(current.directory / "report.json", to_json(report))
-    return report
-
-
-def summarise(
-    steps: Sequence[StepReport],
-    data: PreparedData,
-    *,
-    model: LanguageModel | None,
-    status: Status,
-    reason: str,
-    meter_kind: MeterKind,
-    seconds: float,
-    best_eval_loss: float | None,
-    steps_of_other_plan: int = 0,
-    unlogged_retries: Sequence[Retry] = (),
-    unlogged_restarts: Sequence[Restart] = (),
-    ranks: tuple[RankReport, ...] = (),
-) -> RunReport:
-    """``model`` None: the run ended before it was loaded. ``best_eval_loss`` is that of earlier attempts too.
-
-    Memory and speed are of the steps after ``steps_of_other_plan``. ``unlogged_…``: those that no step tells of.
+    Memory and speed are of the steps of this plan.
     """
+    keep_log(current)
+    steps = read_metrics(current.directory / "metrics.jsonl")
+    data, kind, ranks = current.data, current.meter.kind, current.rows
+    model = None if current.prepared is None else current.model
     lost = set(range(1, steps[-1].step + 1 if steps else 1)) - {step.step for step in steps}
     gap = f"metrics.jsonl lacks steps {as_ranges(lost)}: every figure is without them" if lost else ""
-    of_this_plan = [step for step in steps if step.step > steps_of_other_plan]
-    steady = settled_steps(of_this_plan, kind=meter_kind)
+    of_this_plan = [step for step in steps if step.step > current.steps_of_other_plan]
+    steady = settled_steps(of_this_plan, kind=kind)
     busy, waited = sum(s.step_seconds for s in steady), sum(s.data_seconds for s in steady)
     tokens = sum(s.tokens for s in steady)
     evaluated = [s.eval_loss for s in steps if s.eval_loss is not None]
-    if best_eval_loss is not None:
-        evaluated.append(best_eval_loss)
+    if not math.isinf(current.best_eval_loss):
+        evaluated.append(current.best_eval_loss)
     parameters = [] if model is None else list(model.whole.parameters())
     peaks = highest_peaks((*(step.memory_bytes for step in of_this_plan), *(rank.memory for rank in ranks)))
     device = None if model is None else model.device
     memory = MeasuredMemory(
-        kind=meter_kind, phases=peaks, process_bytes=0 if device is None else process_bytes(device),
+        kind=kind, phases=peaks, process_bytes=0 if device is None else process_bytes(device),
         expandable_segments=None if device is None else has_expandable_segments(device),
     )  # fmt: skip
     return RunReport(
@@ -176,7 +138,7 @@ def summarise(
         best_eval_loss=min(evaluated, default=None),
         eval_loss_before=steps[0].eval_loss_before if steps else None,
         eval_loss=next((s.eval_loss for s in reversed(steps) if s.eval_loss is not None), None),
-        seconds=seconds,
+        seconds=time.perf_counter() - current.began,
         tokens=sum(s.tokens for s in steps),
         supervised_tokens=sum(s.supervised_tokens for s in steps),
         tokens_per_second=tokens / busy if busy else 0.0,
@@ -187,10 +149,16 @@ def summarise(
         eval_data=data.eval_ledger,
         trainable_parameters=sum(elements(p) for p in parameters if p.requires_grad),
         total_parameters=0 if model is None else count_weights(model.whole),
-        retries=(*(retry for step in steps for retry in step.retries), *unlogged_retries),
-        restarts=(*(restart for step in steps for restart in step.restarts), *unlogged_restarts),
-        steps_of_other_plan=steps_of_other_plan,
+        retries=(*(retry for step in steps for retry in step.retries), *current.retries),
+        restarts=(*(restart for step in steps for restart in step.restarts), *current.restarts),
+        steps_of_other_plan=current.steps_of_other_plan,
         ranks=ranks,
         versions=installed_versions(("fitune", "torch", "transformers", "peft")),
         contents=data.contents,
     )
+
+
+def _write(current: Run, report: RunReport) -> RunReport:
+    if current.ranks.is_first:
+        write_atomically(current.directory / "report.json", to_json(report))
+    return report

@@ -36,7 +36,6 @@ from fitune.files import read_text
 from fitune.models.weight_files import weights_identity
 from fitune.stores.opening import is_url
 from fitune.stores.writing import Store, opened_store
-from fitune.track.metrics import readable_steps
 from fitune.train.uploading import examined_store
 from fitune.values.plan import Lora, Plan
 from fitune.values.reports import RunReport
@@ -111,8 +110,6 @@ def complete_run(
         return None, is_fetched
     file = directory / "report.json"
     ended = _read_or_refuse(RunReport, file) if file.is_file() else None
-    if ended is None and resume is True:
-        _refuse_trained(directory, plan)
     if isinstance(resume, str) or ended is None or not (ended.status == "complete" or ended.lacks_export):
         return None, is_fetched
     saved = _read_or_refuse(Plan, directory / "plan.json", lambda data: with_unsaid_fields(data, plan))
@@ -139,23 +136,6 @@ def complete_run(
     raise RunDirectoryError(
         f"{directory} holds a complete run with other settings\n{difference_table(differences)}",
         hint=f"{longer} --overwrite to start anew, or another output_dir".strip(),
-    )
-
-
-def _refuse_trained(directory: Path, plan: Plan) -> None:
-    """Raises RunDirectoryError for a run that was killed in its export and kept no checkpoint: it would train again."""
-    steps = readable_steps(directory / "metrics.jsonl")
-    if not steps or steps[-1].step < steps[-1].total_steps or last_saved(directory) is not None:
-        return
-    from fitune.train.again import find_source
-
-    try:
-        source = find_source(directory, plan, None, step=steps[-1].step)
-    except CheckpointError:
-        return  # nothing of it is left
-    raise RunDirectoryError(
-        f"{directory} is trained; it was stopped during its export, and its weights are in {source.path.name}",
-        hint=f"fitune export {quote(str(directory))}, or --overwrite to start anew",
     )
 
 
