@@ -15,6 +15,7 @@ from conftest import settings_of
 from fitune.checkpoint import export
 from fitune.errors import CheckpointError
 from fitune.values.machines.gpus import find_gpu, hardware_for
+from fitune.values.reports import STOPPED_IN_EXPORT
 from fitune.values.serial import to_json
 from runs import report_of, same_weights, written_plan
 
@@ -88,7 +89,7 @@ def test_killed_while_merging_it_is_exported_without_training_again(
         broken.setattr(export, "merged", raising(Killed))
         with pytest.raises(Killed):
             train(**MERGED)
-    assert report_of(run).reason == "it was stopped during its export"
+    assert report_of(run).reason == STOPPED_IN_EXPORT
     train("--resume", **MERGED).ends(2, "is trained; only its export failed", f"fitune export {run}")
     call("export", run).ends(0, f"read from {run / 'adapter'}")
     assert same_weights(run / "merged", whole / "merged")

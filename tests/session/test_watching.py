@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -14,9 +15,10 @@ from fitune.session.reported import report_run, watched_run
 from fitune.session.results import text_of
 from fitune.session.watching import RunView, watch_run
 from fitune.values.rank_status import RankError, RankStatus, write_status
-from fitune.values.reports import Restart
+from fitune.values.reports import STOPPED_IN_EXPORT, Restart, RunReport
 from fitune.values.run_directory import LOGS
 from fitune.values.run_lock import Owner, lock_directory, owners_of
+from fitune.values.serial import from_json, to_json
 from report.conftest import write_run
 
 _HOLD = """
@@ -93,6 +95,14 @@ def test_a_killed_run_is_said_to_be_gone(run, trainer):
     pid = trainer.process.pid
     assert f"process {pid} on {os.uname().nodename} is gone: step 120 of 120" in text_of(report_run(run))
     assert f"process {pid}" in _page(run)
+
+
+def test_a_run_that_exports_goes_on_until_its_process_is_gone(run, trainer):
+    report = from_json(RunReport, (run.parent / "report.json").read_text())
+    (run / "report.json").write_text(to_json(replace(report, status="failed", reason=STOPPED_IN_EXPORT)))
+    assert "running since" in report_run(run).text()
+    trainer.kill()
+    assert f"the run is failed: {STOPPED_IN_EXPORT}" in report_run(run).text()
 
 
 def test_a_signal_ends_the_watch_quietly(run, trainer, capfd):

@@ -19,6 +19,7 @@ from fitune.session.signals import quiet_stop
 from fitune.track.metrics import GrowingSteps
 from fitune.units import format_bytes, format_number, format_rate, format_seconds
 from fitune.values.rank_status import read_statuses, status_of
+from fitune.values.reports import STOPPED_IN_EXPORT
 from fitune.values.run_directory import LOCK, LOGS
 from fitune.values.run_lock import owners_of
 from fitune.values.words import method_name
@@ -52,7 +53,8 @@ class RunView:
         """All that the files say now; the second is None for a run with a report. Raises RunDirectoryError."""
         files = read_run(self.directory, steps=())  # that no link stands there is known from here on
         self._steps.look()
-        files = replace(files, steps=tuple(self._steps.steps))
+        is_exporting = files.run is not None and files.run.reason == STOPPED_IN_EXPORT and self.is_alive
+        files = replace(files, steps=tuple(self._steps.steps), run=None if is_exporting else files.run)
         return files, None if files.run is not None else self._under_way(files)
 
     def _under_way(self, files: RunFiles) -> UnderWay:

@@ -20,6 +20,7 @@ from fitune.train.export import handover_of
 from fitune.train.failure import traceback_text
 from fitune.units import as_ranges
 from fitune.values.reports import (
+    STOPPED_IN_EXPORT,
     MeasuredMemory,
     RunReport,
     Sample,
@@ -39,9 +40,8 @@ def complete(current: Run, weights: Mapping[str, Tensor] | None) -> RunReport:
     current.where.step = report.steps  # also of a run that was resumed after its last step
     current.is_trained = True
     current.where.doing = "exporting"
-    killed = TrainingFailed("it was stopped during its export")  # until it ends otherwise
-    failure = current.where.failure(killed)
-    _write(current, replace(report, status="failed", reason=killed.message, failure=failure))
+    failure = current.where.failure(TrainingFailed(STOPPED_IN_EXPORT))
+    _write(current, replace(report, status="failed", reason=STOPPED_IN_EXPORT, failure=failure))
     handover = handover_of(
         current.model, weights, plan=current.plan, tokenizer=current.tokenizer, report=report,
         on_note=current.callbacks.on_note,

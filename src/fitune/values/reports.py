@@ -225,6 +225,8 @@ class MergedLoss:
 
 AFTER_TRAINING = ("exporting", "answering samples")
 """Stages of a run after its last step."""
+STOPPED_IN_EXPORT = "it was stopped during its export"
+"""Reason of the report that is written before the export, true once the run's process is gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
