@@ -47,65 +47,52 @@ def clip_factor(norm: float, *, max_norm: float) -> float:
     return 1.0 if max_norm <= 0 or norm <= max_norm else max_norm / norm
 
 
-_LEAST_SCALE = 1.0
+_FIRST_SCALE, _LEAST_SCALE = 2.0**16, 1.0
+_CLEAN_STEPS = 1000
+"""In a row: then the scale doubles."""
+_FUTILE_STEPS = 20
+"""In a row at the smallest scale: then the run ends."""
 
 
 class LossScale:
-    """Halves when gradients overflow, doubles after ``growth_interval`` clean steps; always 1 but in fp16.
+    """Halves when gradients overflow, doubles after enough clean steps; always 1 but in fp16."""
 
-    At the smallest nothing is left to halve: ``patience`` overflows in a row there raise TrainingFailed, since each
-    of them is a step that changed nothing.
-    """
-
-    def __init__(
-        self,
-        precision: Precision = Precision.FP16,
-        *,
-        value: float = 2.0**16,
-        growth_interval: int = 1000,
-        patience: int = 20,
-    ) -> None:
+    def __init__(self, precision: Precision) -> None:
         self.is_used = precision is Precision.FP16
-        self.value = value if self.is_used else 1.0
-        self.growth_interval = growth_interval
-        self.patience = patience
+        self.value = _FIRST_SCALE if self.is_used else 1.0
         self.clean_steps = 0
         self.futile_steps = 0
         """Overflows in a row at the smallest scale."""
 
     def after_step(self, norm: float, *, skipped: bool) -> Update:
-        """The result of a step whose gradients had ``norm`` without the scale.
+        """The result of a step whose gradients had ``norm`` without the scale, which is adapted to it.
 
-        Raises TrainingFailed where it was skipped and no smaller scale could help.
+        Raises TrainingFailed where a skipped step leaves nothing to halve: without a scale at once, at the smallest
+        one after too many of them.
         """
         used = self.value
-        if self.is_used:
-            self.update(overflowed=skipped)
-        elif skipped:
+        if skipped and not self.is_used:
             raise TrainingFailed(
                 f"the gradients are not finite (norm {norm}); nothing was updated",
                 hint="lower learning_rate, set max_grad_norm, or look at those rows",
             )
-        return Update(grad_norm=norm, loss_scale=used, skipped=skipped)
-
-    def update(self, *, overflowed: bool) -> None:
-        """Halve the scale, or count a clean step. Raises TrainingFailed after too many overflows at the smallest."""
-        if overflowed:
+        if skipped:
+            self.clean_steps = 0
             self.futile_steps = self.futile_steps + 1 if self.value <= _LEAST_SCALE else 0
-            if self.futile_steps >= self.patience:
+            if self.futile_steps >= _FUTILE_STEPS:
                 raise TrainingFailed(
                     f"fp16 gradients overflowed in {self.futile_steps} steps in a row at the smallest loss scale "
                     f"({_LEAST_SCALE:g}); none of them changed a weight",
                     hint="precision: bf16-master or fp32, a lower learning_rate, or a model that was made for fp16",
                 )
             self.value = max(_LEAST_SCALE, self.value / 2)
-            self.clean_steps = 0
-            return
-        self.futile_steps = 0
-        self.clean_steps += 1
-        if self.clean_steps >= self.growth_interval:
-            self.value *= 2
-            self.clean_steps = 0
+        elif self.is_used:
+            self.futile_steps = 0
+            self.clean_steps += 1
+            if self.clean_steps >= _CLEAN_STEPS:
+                self.value *= 2
+                self.clean_steps = 0
+        return Update(grad_norm=norm, loss_scale=used, skipped=skipped)
 
     def facts(self) -> dict[str, float]:
         """What a checkpoint keeps of it: nothing where it is always 1."""
@@ -116,5 +103,4 @@ class LossScale:
         """Go on from what ``facts`` says."""
         if self.is_used:
             self.value = facts["loss_scale"]
-            self.clean_steps = int(facts["clean_steps"])
-            self.futile_steps = int(facts.get("futile_steps", 0))  # not in checkpoints of earlier versions
+            self.clean_steps, self.futile_steps = int(facts["clean_steps"]), int(facts["futile_steps"])

@@ -224,7 +224,6 @@ class EightBitAdamW(torch.optim.Optimizer):
         super().__init__([dict(group) for group in groups], {"lr": 0.0, "weight_decay": 0.0})
         self.betas = betas
         self.eps = eps
-        self._steps: dict[Parameter, int] = {}
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     @torch.no_grad()
@@ -237,10 +236,11 @@ class EightBitAdamW(torch.optim.Optimizer):
 
     def _step(self, parameter: Parameter, rate: float, weight_decay: float) -> None:
         state = self.state[parameter] or self._first_state(parameter)
-        step = self._count(parameter, state["step"])
+        # from a checkpoint it comes on the parameter's device, where each look at it would wait for all kernels
+        count = state["step"] = state["step"].cpu().add_(1)
         settings = {
             "beta1": self.betas[0], "beta2": self.betas[1], "beta3": 0.0, "alpha": 0.0, "eps": self.eps,
-            "weight_decay": weight_decay, "step": step, "lr": rate, "gnorm_scale": 1.0,
+            "weight_decay": weight_decay, "step": int(count), "lr": rate, "gnorm_scale": 1.0,
         }  # fmt: skip
         tensors = (parameter.grad, parameter, state["exp_avg"], state["exp_avg_sq"])
         if "scale" not in state:
@@ -277,13 +277,6 @@ class EightBitAdamW(torch.optim.Optimizer):
             )
             self._tables[device] = (signed, unsigned)
         return self._tables[device]
-
-    def _count(self, parameter: Parameter, saved: Tensor) -> int:
-        """The number of this step; the tensor is read once, when a run begins or goes on, and written every time."""
-        before = self._steps[parameter] if parameter in self._steps else int(saved.item())
-        self._steps[parameter] = before + 1
-        saved.fill_(before + 1)
-        return before + 1
 
 
 @cache
