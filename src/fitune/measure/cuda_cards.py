@@ -12,6 +12,11 @@ _LESS_MEMORY = 0.95
 """Share of the planned memory from which on a card is taken for the planned one: torch sees 97.5 to 99 % of what NVML
 reports (L4: 22,560 of 23,034 MiB), and two kinds of cards differ by more."""
 
+_WHEELS = (
+    "install the wheel of torch that has them: for CUDA 12.6 (cu126) up to Volta, for 12.8 or newer (cu128, cu130) "
+    "from Blackwell on; pytorch.org/get-started"
+)
+
 
 def require_planned_card(gpu: Gpu, index: int) -> None:
     """Raises HardwareError where torch's GPU ``index`` has less memory or a lower compute capability than the plan's
@@ -30,7 +35,7 @@ def require_planned_card(gpu: Gpu, index: int) -> None:
             "nvidia-smi does while CUDA_DEVICE_ORDER is PCI_BUS_ID, as fitune sets it)",
         )
     if why := missing_kernels(found):
-        raise HardwareError(why, hint=_wheel(found.capability))
+        raise HardwareError(why, hint=_WHEELS)
 
 
 def other_card(gpu: Gpu, index: int) -> str:
@@ -65,7 +70,7 @@ def torch_problem(found: FoundGpu) -> str:
             "processors, or the driver is too old for it"
         )
     why = missing_kernels(found)
-    return f"{why}; {_wheel(found.capability)}" if why else ""
+    return f"{why}; {_WHEELS}" if why else ""
 
 
 def _runs(architecture: str, capability: tuple[int, int]) -> bool:
@@ -79,18 +84,6 @@ def _runs(architecture: str, capability: tuple[int, int]) -> bool:
     if number.endswith("a"):
         return compiled == capability
     return compiled <= capability and (kind == "compute" or compiled[0] == capability[0])
-
-
-def _wheel(capability: tuple[int, int]) -> str:
-    """Which wheel of torch has kernels for the capability: CUDA 13 has none below 7.5, and 12.8 is the first with 10.0.
-
-    That of 12.8 has left out Volta since torch 2.8.
-    """
-    if capability < (7, 5):
-        return "install torch's wheel for CUDA 12.6 (cu126 at pytorch.org/get-started), which has kernels for Volta"
-    if capability >= (10, 0):
-        return "install torch's wheel for CUDA 12.8 or newer (cu128, cu130 at pytorch.org/get-started)"
-    return "install another of torch's wheels (pytorch.org/get-started)"
 
 
 def _card_words(name: str, capability: tuple[int, int], memory_bytes: int) -> str:

@@ -89,21 +89,21 @@ def calibrated(hardware: Hardware) -> Hardware:
     return dataclasses.replace(hardware, calibration=found, measured=measured, growing_segments=grows)
 
 
-def detect_hardware(*, path: Path = Path("."), use_gpus: bool = True, most: int | None = None) -> Hardware:
-    """GPUs that CUDA_VISIBLE_DEVICES leaves, else the processor; host memory, cores and free disk at ``path``.
+def detect_hardware(*, use_gpus: bool = True, most: int | None = None) -> Hardware:
+    """GPUs that CUDA_VISIBLE_DEVICES leaves, else the processor; host memory, cores and free disk here.
 
     A plan is for devices that are all alike: of several kinds, those with most memory, at most ``most`` of them.
     """
     memory, cores = host_memory_bytes(), cpu_cores()
     processor = cpu_gpu(memory_bytes=memory, cores=cores, has_bf16_products=has_bf16_products())
-    found = gpus_here(os.environ) if use_gpus else ()
+    found = gpus_here() if use_gpus else ()
     taken = of_one_kind(found)[:most]
     wanted = hardware_for(
         gpu=describe_found(taken[0]) if taken else processor,
         gpus=max(1, len(taken)),
         host_memory_bytes=memory,
         cpu_cores=cores,
-        nvme_bytes=free_disk_bytes(path),
+        nvme_bytes=free_disk_bytes(Path(".")),
     )
     fullest = max((gpu.taken_bytes for gpu in taken), default=0)
     left_out = Counter(gpu.name for gpu in (*HIDDEN, *found) if gpu not in taken)
@@ -137,7 +137,7 @@ def see_one_kind() -> None:
     To be called before torch is imported: bitsandbytes starts CUDA when it is, and from then on CUDA_VISIBLE_DEVICES
     changes nothing. Where all GPUs are of one kind nothing changes.
     """
-    found = gpus_here(os.environ)
+    found = gpus_here()
     taken = of_one_kind(found)
     if len(taken) < len(found):
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in taken)
@@ -150,7 +150,7 @@ HIDDEN: list[FoundGpu] = []
 
 def require_free(hardware: Hardware, needed_bytes: int) -> None:
     """Raises HardwareError where other programs leave less than ``needed_bytes`` of a GPU that is planned with."""
-    found = () if hardware.gpu.is_cpu else of_one_kind(gpus_here(os.environ))
+    found = () if hardware.gpu.is_cpu else of_one_kind(gpus_here())
     for gpu in found[: hardware.gpus_per_node]:
         free = gpu.memory_bytes - gpu.taken_bytes
         if needed_bytes > free:

@@ -5,7 +5,7 @@ import hashlib
 import os
 import platform
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -16,20 +16,20 @@ from fitune.values.machines.hardware import Calibration, Gpu, Measured
 from fitune.values.serial import from_json, to_json
 
 
-def calibrations_folder(environment: Mapping[str, str] = os.environ) -> Path:
+def calibrations_folder() -> Path:
     """Where calibrations are kept, in the user's cache; need not exist yet."""
-    return cache_folder(environment) / "calibration"
+    return cache_folder() / "calibration"
 
 
-def device_key(
-    gpu: Gpu, *, cores: int, processes: int = 1, environment: Mapping[str, str] = os.environ
-) -> str:
-    """The name that a calibration is stored under: a processor is another device with another number of threads, and
-    for several ``processes`` that share it."""
+def device_key(gpu: Gpu, *, cores: int, processes: int = 1) -> str:
+    """The name that a calibration is stored under: a processor is another device with another number of threads
+    (OMP_NUM_THREADS as torch reads it, else one for each core), and for several ``processes`` that share it."""
     if not gpu.is_cpu:
         return gpu.name
+    wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    threads = int(wanted) if wanted.isdecimal() and int(wanted) > 0 else max(1, cores)
     beside = f"-{processes}-processes" if processes > 1 else ""
-    return f"cpu-{processor_threads(cores, environment)}-threads{beside}"
+    return f"cpu-{threads}-threads{beside}"
 
 
 def quick_key(device: str, *, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
@@ -42,12 +42,6 @@ def quick_key(device: str, *, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     named = next((line for line in lines if line.lower().startswith(("model name", "cpu part"))), "")
     kind = f"{platform.machine()} {platform.processor()} {named.partition(':')[2].strip()}"
     return f"{device}-{hashlib.sha256(kind.encode()).hexdigest()[:8]}-quick"
-
-
-def processor_threads(cores: int, environment: Mapping[str, str]) -> int:
-    """OMP_NUM_THREADS as torch reads it, else one for each core."""
-    wanted = environment.get("OMP_NUM_THREADS", "").split(",")[0]
-    return int(wanted) if wanted.isdecimal() and int(wanted) > 0 else max(1, cores)
 
 
 def stored_calibration(device: str) -> Calibration | None:
@@ -85,14 +79,6 @@ def _require_sense(calibration: Calibration) -> None:
         raise ValueError("products, attention and traffic may not be empty")
     if any(not value > 0 for value in (*positive, *(each.tensor_bytes for each in calibration.traffic))):
         raise ValueError("rates must be above 0")
-    for numbers in {each.numbers for each in calibration.traffic}:
-        sizes = [each.tensor_bytes for each in calibration.traffic if each.numbers == numbers]
-        if sizes != sorted(set(sizes)):
-            raise ValueError("traffic must go from small tensors to large ones")
-    for kind in {(each.numbers, each.head_size) for each in calibration.heads}:
-        lengths = [each.tokens for each in calibration.heads if (each.numbers, each.head_size) == kind]
-        if lengths != sorted(set(lengths)):
-            raise ValueError("heads must go from short rows to long ones")
 
 
 def store_calibration(calibration: Calibration) -> Path:
@@ -174,9 +160,9 @@ CONTRIBUTED = Path(__file__).parents[3] / "results"
 """The repository's folder of results, where this is a checkout of it."""
 
 
-def proofs_folder(environment: Mapping[str, str] = os.environ) -> Path:
+def proofs_folder() -> Path:
     """Where proofs are kept, in the user's cache; need not exist yet."""
-    return cache_folder(environment) / "proofs"
+    return cache_folder() / "proofs"
 
 
 def measured_on(device: str) -> Measured | None:

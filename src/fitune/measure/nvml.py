@@ -1,9 +1,9 @@
 """The GPUs of this machine, as NVML or else torch describes them and CUDA_VISIBLE_DEVICES shows them."""
 
 import ctypes
-import shutil
+import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -24,16 +24,24 @@ class FoundGpu:
     """Held by other programs; 0 where that is not known."""
 
 
-def gpus_here(environment: Mapping[str, str]) -> tuple[FoundGpu, ...]:
-    """GPUs that this process may use, those of ``environment``'s CUDA_VISIBLE_DEVICES; nothing without a driver.
+def gpus_here() -> tuple[FoundGpu, ...]:
+    """GPUs that this process may use, those that CUDA_VISIBLE_DEVICES leaves; nothing without a driver.
 
-    Where NVML is missing (a container without the driver's "utility" part), torch is asked. Raises HardwareError for
-    GPUs that neither can describe: a machine with GPUs is never taken for a processor.
+    Where NVML is missing (a container without the driver's "utility" part), torch is asked. Raises HardwareError for a
+    GPU that the driver cannot describe, and for those that neither can list: a machine with GPUs is never taken for a
+    processor.
     """
-    found, why = query_gpus()
-    if found is not None:
-        return visible_gpus(found, environment)
-    return _gpus_of_torch(why) if count_of_driver() else ()
+    import pynvml  # about 10 ms: not for those who name a GPU
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return _gpus_of_torch(f"NVML cannot be used ({error})") if count_of_driver() else ()
+    try:
+        found = tuple(_found_gpus(pynvml))
+    finally:
+        pynvml.nvmlShutdown()
+    return visible_gpus(found, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def count_of_driver() -> int:
@@ -73,30 +81,6 @@ def gpu_of_torch(index: int) -> FoundGpu:
     )  # fmt: skip
 
 
-def query_gpus() -> tuple[tuple[FoundGpu, ...] | None, str]:
-    """Every GPU that NVML lists; None, and why, where it cannot be asked.
-
-    Raises HardwareError for a GPU that the driver cannot describe.
-    """
-    try:
-        import pynvml  # about 10 ms: not for those who name a GPU
-    except ImportError:
-        if shutil.which("nvidia-smi") is None:
-            return None, "nvidia-ml-py is not installed"
-        raise HardwareError(
-            "the GPUs of this machine cannot be listed: nvidia-ml-py is not installed",
-            hint="pip install nvidia-ml-py",
-        ) from None
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        return None, f"NVML cannot be used ({error})"
-    try:
-        return tuple(_found_gpus(pynvml)), ""
-    finally:
-        pynvml.nvmlShutdown()
-
-
 def _found_gpus(nvml: ModuleType) -> Iterator[FoundGpu]:
     for index in range(nvml.nvmlDeviceGetCount()):
         try:
@@ -130,9 +114,8 @@ def _memory(nvml: ModuleType, handle: Any) -> Any:
         return nvml.nvmlDeviceGetMemoryInfo(handle)
 
 
-def visible_gpus(found: tuple[FoundGpu, ...], environment: Mapping[str, str]) -> tuple[FoundGpu, ...]:
+def visible_gpus(found: tuple[FoundGpu, ...], wanted: str | None) -> tuple[FoundGpu, ...]:
     """GPUs that CUDA_VISIBLE_DEVICES leaves: indices or beginnings of UUIDs, up to the first invalid one, as CUDA."""
-    wanted = environment.get("CUDA_VISIBLE_DEVICES")
     if wanted is None or not found:
         return found
     chosen: list[FoundGpu] = []
@@ -149,18 +132,11 @@ def visible_gpus(found: tuple[FoundGpu, ...], environment: Mapping[str, str]) ->
 
 
 def driver_version() -> str:
-    """Version of NVIDIA's driver; "none" where there is none, or nvidia-ml-py is not installed."""
-    try:
-        import pynvml
-    except ImportError:
-        return "none"
+    """Version of NVIDIA's driver; "none" where it cannot be asked."""
+    import pynvml
+
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return "none"
-    try:
         return str(pynvml.nvmlSystemGetDriverVersion())
     except pynvml.NVMLError:
-        return "unknown"
-    finally:
-        pynvml.nvmlShutdown()
+        return "none"

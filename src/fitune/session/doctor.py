@@ -52,7 +52,7 @@ def examine() -> tuple[str, dict[str, Any]]:
     versions = installed_versions(("fitune", *_NEEDED))
     missing = [extra for name, extra in _EXTRAS.items() if importlib.util.find_spec(name) is None]
     problem = ""
-    gpus = of_one_kind(gpus_here(os.environ))
+    gpus = of_one_kind(gpus_here())
     if gpus and importlib.util.find_spec("torch") is not None:
         from fitune.measure.cuda_cards import torch_problem  # torch: seconds
 
