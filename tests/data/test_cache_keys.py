@@ -149,10 +149,15 @@ class ThreadRanks(Ranks):
     def gathered(self, value):
         self.values[self.rank] = value
         self.barrier.wait(30)
-        return list(self.values)
+        everyones = list(self.values)
+        self.barrier.wait(30)  # before the next values come
+        return everyones
+
+    def from_first(self, make):
+        return self.gathered(make() if self.is_first else None)[0]
 
 
-def on_two_machines(monkeypatch, make):
+def on_two_machines(monkeypatch, make, *, how=Ranks.once_a_node):
     """What ``make`` of a rank gives, or its error, on ranks 0 and 2 of one machine and 1 and 3 of another."""
     values, barrier, found = [None] * 4, threading.Barrier(4), [None] * 4
     monkeypatch.setattr("socket.gethostname", lambda: f"host{threading.current_thread().name}")
@@ -160,7 +165,7 @@ def on_two_machines(monkeypatch, make):
     def run(rank):
         ranks = ThreadRanks(rank=rank, world=4, local=rank // 2, values=values, barrier=barrier)
         try:
-            found[rank] = ranks.once_a_node(lambda: make(rank))
+            found[rank] = how(ranks, lambda: make(rank))
         except (DataError, RankFailed) as error:
             found[rank] = error
 
@@ -178,13 +183,14 @@ def test_one_rank_of_a_node_reads_the_sources(monkeypatch):
     assert sorted(read) == [0, 1]
 
 
-def test_an_error_on_one_machine_ends_every_rank(monkeypatch):
+@pytest.mark.parametrize("how", [Ranks.once_a_node, Ranks.in_turn])
+def test_an_error_on_one_machine_ends_every_rank(monkeypatch, how):
     def make(rank):
         if rank == 1:
             raise DataError("no such file")
         return rank
 
-    found = on_two_machines(monkeypatch, make)
+    found = on_two_machines(monkeypatch, make, how=how)
     assert [type(each) for each in found] == [RankFailed, DataError, RankFailed, RankFailed]
     assert found[3].message == "rank 1 stopped: no such file"
 

@@ -100,9 +100,7 @@ class Ranks:
             return make()
         made: list[T] = []
         self.from_first(lambda: made.append(make()))
-        if not made and self.local == 0:
-            made.append(make())
-        self.gathered(None)
+        self.once_a_node(lambda: None if made else made.append(make()))
         return made[0] if made else make()
 
     def once_a_node(self, make: Callable[[], T]) -> T:
