@@ -101,5 +101,5 @@ def test_an_adapter_of_some_blocks_is_checked_block_by_block(tmp_path):
     file = tmp_path / "out/adapter_config.json"
     config = json.loads(file.read_text())
     file.write_text(json.dumps({**config, "layers_to_transform": [0, 1]}))
-    with pytest.raises(CheckpointError, match=r"(?s)layers\.2.*would be ignored.*layers\.1.*missing"):
+    with pytest.raises(CheckpointError, match=r"(?s)layers\.2.*does not promise it.*layers\.1.*missing"):
         check_adapter(tmp_path / "out", base=tmp_path / "base")

@@ -6,7 +6,6 @@ of its keys must be in the file. What it has besides is named. adapter_config.js
 checked before PEFT sees any of it.
 """
 
-import math
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -37,12 +36,6 @@ _AGAIN = "fetch it again, or export it again with the tool that made it"
 _MERGE = "merge it with the tool that made it and use the merged model"
 
 
-def _finite(value: float) -> float:
-    if not math.isfinite(value):
-        raise ValueError("must be a finite number")
-    return value
-
-
 def _drawn(value: bool | str) -> bool | str:
     """Initialisations that the saved weights replace, or that PEFT can repeat from the base alone."""
     steps = re.fullmatch(r"pissa_niter_(\d{1,2})", value) if isinstance(value, str) else None
@@ -53,18 +46,17 @@ def _drawn(value: bool | str) -> bool | str:
     )
 
 
-Name = Annotated[str, Field(min_length=1, max_length=4_000)]
-PlainName = Annotated[str, Field(pattern=r"^[\w\-.]+$", max_length=1_000)]
+Name = Annotated[str, Field(min_length=1)]
+PlainName = Annotated[str, Field(pattern=r"^[\w\-.]+$")]
 Rank = Annotated[int, Field(ge=1, le=65_536)]
-Alpha = Annotated[int | float, AfterValidator(_finite)]
-_NOT_ENDLESS = Field(max_length=50_000)
-Layer = Annotated[int, Field(ge=0, le=1_000_000)]
+Alpha = Annotated[int | float, Field(allow_inf_nan=False)]
+Layer = Annotated[int, Field(ge=0)]
 
 
 class AdapterConfig(BaseModel):
     """Fields of PEFT's LoraConfig that fitune honours; what it would have to ignore is refused by name."""
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="allow", allow_inf_nan=True)
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow")
 
     peft_type: Literal["LORA"]
     task_type: Literal["CAUSAL_LM"] | None = None
@@ -77,8 +69,8 @@ class AdapterConfig(BaseModel):
     exclude_modules: str | list[Name] | None = None
     layers_to_transform: Layer | list[Layer] | None = None
     layers_pattern: str | list[Name] | None = None
-    rank_pattern: Annotated[dict[Name, Rank], _NOT_ENDLESS] | None = None
-    alpha_pattern: Annotated[dict[Name, Alpha], _NOT_ENDLESS] | None = None
+    rank_pattern: dict[Name, Rank] | None = None
+    alpha_pattern: dict[Name, Alpha] | None = None
     modules_to_save: list[PlainName] | None = None
     fan_in_fan_out: bool = False
     use_rslora: bool = False
@@ -129,12 +121,8 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
     except ValidationError as error:
         raise _wrong(file, content, error) from None
     if not config.target_modules and not config.target_parameters:
-        found = (
-            f"= {_short(content['target_modules'])} adapts nothing"
-            if "target_modules" in content
-            else "is missing"
-        )
-        raise CheckpointError(f"{file}: target_modules {found}", hint=_AGAIN)
+        found = _short(content.get("target_modules"))
+        raise CheckpointError(f"{file}: target_modules = {found} adapts nothing", hint=_AGAIN)
     if config.layers_to_transform is not None and isinstance(config.target_modules, str):
         raise CheckpointError(
             f"{file}: layers_to_transform = {_short(config.layers_to_transform)} needs target_modules to be a list "
@@ -149,11 +137,11 @@ def _wrong(file: Path, content: dict[str, Any], error: ValidationError) -> Check
     name = str(first["loc"][0]) if first["loc"] else "it"
     if first["type"] == "missing":
         return CheckpointError(f"{file}: {name} is missing", hint=_AGAIN)
-    found = _short(content.get(name))
-    if name == "peft_type":
-        return CheckpointError(f"{file}: peft_type = {found}; fitune takes LORA adapters", hint=_MERGE)
     said = str(first["msg"]).removeprefix("Value error, ")
-    return CheckpointError(f"{file}: {name} = {found}: {said[:1].lower()}{said[1:]}", hint=_AGAIN)
+    return CheckpointError(
+        f"{file}: {name} = {_short(content.get(name))}: {said[:1].lower()}{said[1:]}",
+        hint=_MERGE if name == "peft_type" else _AGAIN,
+    )
 
 
 def _short(value: object) -> str:
@@ -207,7 +195,6 @@ def check_adapter(path: Path, *, base: str | Path | PreTrainedModel) -> tuple[st
     with _opened(path / WEIGHTS) as file:
         found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118  (not a dict)
         linears, promised = _promised(path, config, base, in_whole=any(key != own_name(key) for key in found))
-        adapted = {name.partition(".lora_")[0] for name in promised}
         if not any(".lora_A." in key for key in found):
             problems.append("no lora_A and lora_B at all")
         for key, shape in found.items():
@@ -219,7 +206,14 @@ def check_adapter(path: Path, *, base: str | Path | PreTrainedModel) -> tuple[st
             # a table with more rows: tokens were added
             is_grown = expected and len(shape) == 2 and shape[1:] == expected[1:] and shape[0] > expected[0]
             if expected is None:
-                problems.append(f"{key}: {_why_unknown(name, linears, adapted)}")
+                module, is_pair, _ = name.partition(".lora_")
+                is_elsewhere = is_pair and module.removeprefix(PREFIX) not in linears
+                why = (
+                    "the base has no such linear"
+                    if is_elsewhere
+                    else "adapter_config.json does not promise it"
+                )
+                problems.append(f"{key}: {why}")
             elif shape != expected and (".lora_" in key or not is_grown):
                 problems.append(f"{key}: {shape}, expected {expected}")
             elif kind not in FLOATS:
@@ -240,7 +234,7 @@ def check_adapter(path: Path, *, base: str | Path | PreTrainedModel) -> tuple[st
         raise CheckpointError(
             f"{path}: the adapter (r {config.r}) does not fit {known}, {len(problems)} "
             f"key{'s' * (len(problems) != 1)}:\n" + "\n".join(shown),
-            hint=f"take it with the base it names, {config.base_model_name_or_path!r}, or export it again",
+            hint=f"take it with the base it {f'names, {named!r},' if named else 'was trained on,'} or export it again",
         )
     said = ["the adapter changes nothing: every B matrix is zero"] if is_zero else []
     unknown = sorted(key for key, value in (config.model_extra or {}).items() if key not in _IDLE and value)
@@ -281,17 +275,6 @@ def _promised(
         except (ValueError, re.error, RecursionError, OverflowError) as error:
             raise CheckpointError(f"{path}: {error}", hint="name the linears in target_modules") from None
     return linears, {name: tuple(tensor.shape) for name, tensor in state.items()}
-
-
-def _why_unknown(name: str, linears: list[str], adapted: set[str]) -> str:
-    module, is_pair, _ = name.partition(".lora_")
-    if is_pair and module in linears:
-        return f"PEFT would ignore it: it does not begin with {PREFIX}"
-    if is_pair and module.removeprefix(PREFIX) not in linears:
-        return "the base has no such linear"
-    if is_pair and module not in adapted:
-        return "not among target_modules, so it would be ignored"
-    return "unknown key: adapter_config.json does not promise it"
 
 
 @contextmanager
