@@ -7,13 +7,15 @@ tensor of the size of W, and beside a packed W as well.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import MethodType
 
 import torch
 from peft.tuners.lora.layer import ParamWrapper
+from peft.utils import transformers_weight_conversion as conversion
 from torch import Tensor, nn
 
-from fitune.models.experts import STACKS, Pair, is_experts, packed_stack_of, run_by, stack_shape
+from fitune.models.experts import STACKS, is_experts, packed_stack_of, run_by, stack_shape
 
 
 def stacks_among(model: nn.Module, targets: Sequence[str]) -> list[str]:
@@ -33,15 +35,10 @@ def stacks_among(model: nn.Module, targets: Sequence[str]) -> list[str]:
 def names_as_given() -> Iterator[None]:
     """While PEFT looks for linears: it takes each name for the linears that have it.
 
-    PEFT (0.19 to 0.21 at least, huggingface/peft issue 3711) takes gate_proj, up_proj and down_proj of many mixtures
+    PEFT (up to 0.21 at least, huggingface/peft issue 3711) takes gate_proj, up_proj and down_proj of many mixtures
     for the experts' linears of transformers 4. It would adapt the stacks of experts instead, at twice the rank, and
     neither shared experts nor dense blocks.
     """
-    try:
-        from peft.utils import transformers_weight_conversion as conversion
-    except ImportError:  # an older PEFT, which takes names as they are
-        yield
-        return
     before = conversion.convert_peft_config_for_transformers
     conversion.convert_peft_config_for_transformers = lambda *_, **__: None
     try:
@@ -73,7 +70,7 @@ def run_with_adapters(adapted: nn.Module) -> None:
     for wrapper in [m for m in adapted.modules() if isinstance(m, ParamWrapper)]:
         if not is_experts(wrapper.get_base_layer()):  # a router's matrix, which PEFT wraps for all-linear
             continue
-        run_by(wrapper.get_base_layer(), wrapper.parameter_name, _PairOf(wrapper))
+        run_by(wrapper.get_base_layer(), wrapper.parameter_name, partial(_factors, wrapper))
         wrapper.__dict__["forward"] = MethodType(_through, wrapper)
 
 
@@ -82,20 +79,13 @@ def _through(wrapper: ParamWrapper, x: Tensor, *args: object, **words: object) -
     return wrapper.base_layer(x, *args, **words)
 
 
-class _PairOf(Pair):
+def _factors(wrapper: ParamWrapper) -> tuple[Tensor, Tensor, float] | None:
     """A and B of a wrapper, as they are when experts run: shared out by FSDP2 they are whole only then."""
-
-    def __init__(self, wrapper: ParamWrapper) -> None:
-        self.wrapper = wrapper
-
-    def factors(self) -> tuple[Tensor, Tensor, float] | None:
-        """A [E, r, in], B [E, out, r] and their scaling; None where the adapter is off or merged."""
-        wrapper = self.wrapper
-        if wrapper.disable_adapters or wrapper.merged:
-            return None
-        (name,) = wrapper.active_adapters
-        a, b = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
-        return *pairs_of_experts(a, b, wrapper.num_experts), wrapper.scaling[name]
+    if wrapper.disable_adapters or wrapper.merged:
+        return None
+    (name,) = wrapper.active_adapters
+    a, b = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
+    return *pairs_of_experts(a, b, wrapper.num_experts), wrapper.scaling[name]
 
 
 def pairs_of_experts(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:

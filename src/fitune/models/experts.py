@@ -7,7 +7,7 @@ alone, forward and backward, and that adapters add their own two thin products.
 Shapes: T tokens, K experts for each, S = T · K pairs of token and expert in the order of experts, E experts.
 """
 
-from abc import ABC, abstractmethod
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -54,12 +54,8 @@ def packed_stack_of(experts: nn.Module, name: str) -> PackedWeight | None:
     return found if isinstance(found, PackedWeight) else None
 
 
-class Pair(ABC):
-    """The adapter of a stack."""
-
-    @abstractmethod
-    def factors(self) -> tuple[Tensor, Tensor, float] | None:
-        """A [E, r, in], B [E, out, r] and what their product is scaled by; None while they are switched off."""
+Pair = Callable[[], tuple[Tensor, Tensor, float] | None]
+"""The adapter of a stack: A [E, r, in], B [E, out, r] and what their product is scaled by; None while it is off."""
 
 
 def run_by(experts: nn.Module, name: str, pair: Pair) -> None:
@@ -100,8 +96,7 @@ def _product(experts: nn.Module, name: str, x_SI: Tensor, ends_E: Tensor, number
     else:
         out_SO = _FrozenGroupedProduct.apply(x_SI, ends_E, stack, experts.is_transposed)
     pair = experts.__dict__.get("adapters", {}).get(name)
-    factors = None if pair is None else pair.factors()
-    if factors is not None:
+    if pair is not None and (factors := pair()) is not None:
         a_ERI, b_EOR, scaling = factors
         low_SR = grouped_product(x_SI, a_ERI.mT, ends_E) * scaling
         out_SO = out_SO.add_(grouped_product(low_SR, b_EOR.mT.contiguous(), ends_E))

@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fitune.errors import HardwareError
 from fitune.measure.measurements import ProofCheck
-from fitune.models.experts import Pair, is_experts, run_by
+from fitune.models.experts import is_experts, run_by
 from fitune.models.liger import operations_on
 from fitune.models.loss_head import LossHead
 from fitune.models.low_bit.quantised import packed_linear
@@ -232,17 +232,6 @@ def quantised(base: Nf4 | Hqq, numbers: Numbers, device: torch.device) -> ProofC
     return ProofCheck(name=name, passed=False, figures=check.figures, why="the weight is not what was packed")
 
 
-class _Adapter(Pair):
-    """A and B that are given."""
-
-    def __init__(self, a_ERI: Tensor, b_EOR: Tensor) -> None:
-        self.both = a_ERI, b_EOR
-
-    def factors(self) -> tuple[Tensor, Tensor, float]:
-        """Both as they were given, never switched off; their product is scaled by 2."""
-        return *self.both, 2.0
-
-
 def expert_adapters(numbers: Numbers, device: torch.device) -> ProofCheck:
     """Experts with adapters in grouped products, beside one expert after the other with its matrices merged."""
     config = config_from({
@@ -262,8 +251,8 @@ def expert_adapters(numbers: Numbers, device: torch.device) -> ProofCheck:
 
     def grouped(x: Tensor, weights_TK: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
         """Outputs [T, D] of the experts; (a, b) adapts gate_up_proj, (c, d) down_proj."""
-        for name, pair in (("gate_up_proj", _Adapter(a, b)), ("down_proj", _Adapter(c, d))):
-            run_by(experts, name, pair)
+        run_by(experts, "gate_up_proj", lambda: (a, b, 2.0))
+        run_by(experts, "down_proj", lambda: (c, d, 2.0))
         out_TD: Tensor = experts(x, chosen_TK, weights_TK)
         return out_TD
 
