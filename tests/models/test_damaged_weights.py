@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 
 from fitune.errors import ModelError, OutOfMemory, is_out_of_memory
 from fitune.models.weight_files import stored_tensors
-from fitune.models.weights import load_model
 from fitune.values.plan import Dense, Hqq, Nf4
 from models.tiny_models import load, tiny_model
 
@@ -150,21 +149,6 @@ def test_no_memory_while_packing_is_not_taken_for_damaged_files(folder, monkeypa
         load(folder, base=base)
     assert is_out_of_memory(caught.value)
     assert not isinstance(caught.value, OutOfMemory | ModelError)
-
-
-def test_a_gpu_too_small_for_the_warm_up_is_no_broken_model(folder, monkeypatch):
-    """transformers asks for what the device has less 1.2 GiB at once: on one with less, for a negative number."""
-
-    def warmed_up(*_, **__):
-        torch.empty(-5)
-
-    monkeypatch.setattr("fitune.models.weights.filled_model", warmed_up)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**29, 2**30))
-    with pytest.raises(
-        OutOfMemory, match=r"cuda:0 has 1\.00 GiB, 512\.0 MiB of it free.* 1\.20 GiB"
-    ) as caught:
-        load_model(str(folder), dtype=torch.float32, device=torch.device("cuda", 0))
-    assert "nvidia-smi" in (caught.value.hint or "")
 
 
 def test_a_file_without_a_tensor_is_named(tmp_path):

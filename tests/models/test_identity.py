@@ -87,7 +87,7 @@ def test_a_file_that_was_written_this_moment_is_not_remembered(folder, monkeypat
     assert weights_identity(str(folder)) == before
 
 
-@pytest.mark.parametrize("entry", ["", "[]", "{", '{"file": 5}', '{"sha256": "0", "file": {}}'])
+@pytest.mark.parametrize("entry", ["", "abc", "\0"])
 def test_a_remembered_hash_that_cannot_be_read_is_taken_again(folder, hashed, entry):
     before = weights_identity(str(folder))
     for file in (Path(os.environ["FITUNE_CACHE"]) / "hashes").iterdir():

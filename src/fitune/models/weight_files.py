@@ -1,7 +1,6 @@
 """The files of a model folder: which tensor is where, checked and then read when used; and a hash of every byte."""
 
 import hashlib
-import json
 import os
 import time
 from collections import Counter
@@ -210,19 +209,17 @@ def _hash_of(files: Sequence[Path]) -> str:
 
 def _file_hash(file: Path) -> str:
     """sha256 of every byte: processors have instructions for it, so it is faster here than younger hashes."""
-    facts, state = _facts(file), file.stat()
-    entry = cache_folder() / "hashes" / f"{hashlib.sha256(os.fsencode(file.resolve())).hexdigest()[:32]}.json"
-    with suppress(OSError, ValueError, KeyError, TypeError):  # never hashed, or an entry that cannot be read
-        known = json.loads(read_text(entry, follow_links=False))
-        if known["file"] == facts:  # still the same one by all that the system says of it
-            return str(known["sha256"])
+    entry, state = _entry_of(file), file.stat()
+    with suppress(OSError, ValueError):  # never hashed, or an entry that cannot be read
+        if len(known := read_text(entry, follow_links=False)) == 64:
+            return known
     with open_regular(file) as stream:
         found = hashlib.file_digest(stream, "sha256").hexdigest()
     is_settled = time.time() - max(state.st_mtime, state.st_ctime) > _SETTLED_S
     with suppress(OSError):  # a cache that cannot be written costs time only
-        if is_settled and facts == _facts(file):
+        if is_settled and entry == _entry_of(file):
             entry.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(entry, json.dumps({"file": facts, "sha256": found}))
+            write_atomically(entry, found)
     return found
 
 
@@ -230,14 +227,10 @@ _SETTLED_S = 2.0
 """A file younger than this may change again within one tick of the file system's clock and look the same."""
 
 
-def _facts(file: Path) -> dict[str, str | int]:
-    """The time of change is beside that of modification: whoever sets the second back cannot set the first."""
+def _entry_of(file: Path) -> Path:
+    """Where the hash of ``file`` is remembered, by all that the system says of it. The time of change is beside that
+    of modification: whoever sets the second back cannot set the first."""
     state = file.stat()
-    return {
-        "path": str(file.resolve()),
-        "bytes": state.st_size,
-        "modified_ns": state.st_mtime_ns,
-        "changed_ns": state.st_ctime_ns,
-        "device": state.st_dev,
-        "inode": state.st_ino,
-    }
+    facts = (state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_dev, state.st_ino)
+    name = hashlib.sha256(f"{facts}".encode() + os.fsencode(file.resolve())).hexdigest()
+    return cache_folder() / "hashes" / name

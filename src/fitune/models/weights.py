@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from fitune.errors import ModelError, OutOfMemory
+from fitune.errors import ModelError
 from fitune.models.headers import FLOATS, StoredTensor, text_part
 from fitune.models.low_bit.packing import Keep, PackOnArrival
 from fitune.models.low_bit.quantised import PackedWeight, require_quantiser
@@ -24,7 +24,6 @@ from fitune.models.readers import (
     reading,
 )
 from fitune.models.weight_files import OnBytes, Unread, nobody, stored_tensors, unread_tensors
-from fitune.units import format_bytes
 from fitune.values.plan import Dense, Precision, Quantiser
 
 _DENSE = Dense()
@@ -126,14 +125,6 @@ def _filled(
     except RuntimeError as error:  # transformers collects what packing raises and raises something of its own
         if packing is not None and packing.failure is not None:
             raise packing.failure from error
-        if device.type == "cuda" and "negative dimension" in str(error):
-            # transformers first asks for one tensor of the device's memory less 1.2 GiB (caching_allocator_warmup)
-            free, total = torch.cuda.mem_get_info(device)
-            raise OutOfMemory(
-                f"out of memory (loading the model): {device} has {format_bytes(total)}, {format_bytes(free)} of it "
-                "free, and transformers loads a model only where there are more than 1.20 GiB",
-                hint="end other programs on the GPU (nvidia-smi lists them), or gpu: cpu",
-            ) from error
         raise
     if packing is not None:
         found = {(name, *shapes) for name, shapes in packing.misshapen.items()}
