@@ -308,10 +308,15 @@ class CountedOperations(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if computes(func):
             self.count += 1
-            read = {id(x): x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-            written = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
-            self.bytes += sum(x.numel() * x.element_size() for x in [*read.values(), *written])
+            self.bytes += moved_bytes(args, kwargs, out)
         return out
+
+
+def moved_bytes(args: Any, kwargs: Any, out: Any) -> int:
+    """Bytes of the tensors that an operation reads, each of them once, and of those that it returns."""
+    read = {id(x): x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+    written = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+    return sum(x.numel() * x.element_size() for x in [*read.values(), *written])
 
 
 def computes(func: Any) -> bool:

@@ -3,7 +3,7 @@ the account of it: for each block what it keeps, needs and moves, storage by sto
 
 import copy
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.utils.flop_counter import flop_registry
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fitune.errors import ModelError
-from fitune.measure.device_rates import computes
+from fitune.measure.device_rates import computes, moved_bytes
 from fitune.models.language_model import blocks_of, body_of, embeds_for_blocks
 from fitune.rehearse.recorder import DEVICE, Recorder
 from fitune.rehearse.shapes import BLOCK_NUMBERS
@@ -63,19 +63,6 @@ class Work:
     """Number and size of the heads of fused attention."""
 
 
-@dataclass(slots=True)
-class Sample:
-    """The events and the work of one step, and the storages that go into the blocks and come out of the body."""
-
-    trace: Trace
-    inputs: dict[tuple[int, int], Any]
-    outputs: dict[int, Any]
-    work: list[Work]
-    blocks: int
-    keeps: bool
-    """False where every block is recomputed."""
-
-
 class _BlockRecorder(Recorder):
     """A recorder that also counts work and remembers what goes into blocks."""
 
@@ -93,31 +80,33 @@ class _BlockRecorder(Recorder):
 
     def watch(self, blocks: Sequence[nn.Module], body: nn.Module) -> None:
         """Remember the storages of the residual stream before each block, behind the last, and of hidden states."""
-        for index, block in enumerate(blocks):
-            block.register_forward_pre_hook(self._note_input(index), with_kwargs=True)
-        blocks[-1].register_forward_hook(self._note_last(len(blocks)))
-        body.register_forward_hook(self._note_output)
 
-    def _note_last(self, index: int) -> Any:
-        def note(module: nn.Module, args: Any, output: Any) -> None:
-            """Notes the storage of the last block's output [B, T, D] as the input of block ``index``."""
+        def begins(index: int) -> Any:
+            def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+                """Notes the block's input [B, T, D]; block 0 also marks when backward reaches it."""
+                hidden = args[0] if args else kwargs["hidden_states"]
+                self.inputs[self.turn, index] = self._serial_of(hidden)
+                if index == 0 and hidden.requires_grad:
+                    hidden.register_hook(self._mark("backward", EMBEDDING))
+
+            return note
+
+        def ends(module: nn.Module, args: Any, output: Any) -> None:
+            """Notes the last block's output [B, T, D] as the input of a block behind it."""
             hidden = output if isinstance(output, Tensor) else output[0]
-            self.inputs[self.turn, index] = self._serials[hidden.untyped_storage()._cdata]
+            self.inputs[self.turn, len(blocks)] = self._serial_of(hidden)
 
-        return note
+        def leaves(module: nn.Module, args: Any, output: Any) -> None:
+            """Notes the body's output."""
+            self.outputs[self.turn] = self._serial_of(output.last_hidden_state)
 
-    def _note_input(self, index: int) -> Any:
-        def note(module: nn.Module, args: Any, kwargs: Any) -> None:
-            """Notes the storage of the block's input [B, T, D]; block 0 also marks when backward reaches it."""
-            hidden = args[0] if args else kwargs["hidden_states"]
-            self.inputs[self.turn, index] = self._serials[hidden.untyped_storage()._cdata]
-            if index == 0 and hidden.requires_grad:
-                hidden.register_hook(self._mark("backward", EMBEDDING))
+        for index, block in enumerate(blocks):
+            block.register_forward_pre_hook(begins(index), with_kwargs=True)
+        blocks[-1].register_forward_hook(ends)
+        body.register_forward_hook(leaves)
 
-        return note
-
-    def _note_output(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.outputs[self.turn] = self._serials[output.last_hidden_state.untyped_storage()._cdata]
+    def _serial_of(self, tensor: Tensor) -> int:
+        return self._serials[tensor.untyped_storage()._cdata]
 
     def operate(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Runs one operation as the Recorder does, and counts its FLOPs or bytes."""
@@ -144,26 +133,7 @@ def work_of(func: Any, args: Any, kwargs: Any, result: Any, *, event: int) -> Wo
     counted = flop_registry.get(func._overloadpacket)
     if counted is not None:
         return Work(event, flops=float(counted(*args, **kwargs, out_val=result)), is_product=True)
-    written = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
-    read = {id(x): x for x in tensors}
-    moved = sum(x.numel() * x.element_size() for x in [*read.values(), *written])
-    return Work(event, bytes=float(moved))
-
-
-def recorded(plan: Plan, config: PretrainedConfig, chosen: Sequence[int], rows: tuple[int, ...]) -> Sample:
-    """One step of a model with the ``chosen`` blocks."""
-    own = copy.deepcopy(config)  # it will list the chosen blocks alone
-    labels = sum(rows) - len(rows)
-    with (
-        rehearsed(plan, own, change=lambda model: keep_blocks(model, chosen)) as prepared,
-        recording(plan, prepared, rows, labels, by=_BlockRecorder) as (recorder, run_passes),
-    ):
-        recorder.watch(prepared.model.blocks, prepared.model.body)
-        run_passes()
-        return Sample(
-            trace=recorder.finished(), inputs=recorder.inputs, outputs=recorder.outputs, work=recorder.work,
-            blocks=len(chosen), keeps=plan.recompute.blocks == 0,
-        )  # fmt: skip
+    return Work(event, bytes=float(moved_bytes(args, kwargs, result)))
 
 
 Numbers = tuple[float, float, float]
@@ -190,7 +160,9 @@ class Account:
     work: dict[tuple[str, int], list[Work]] = field(default_factory=dict)
 
 
-def _storages(sample: Sample) -> tuple[dict[Any, int], dict[Any, Any], Counter[Any]]:
+def _storages(
+    trace: Trace, seen: _BlockRecorder, blocks: int
+) -> tuple[dict[Any, int], dict[Any, Any], Counter[Any]]:
     """Size of each storage; what it belongs to: a block, the final norm, the hidden states, or what is around; and
     bytes alive between forward and backward of the first micro-batch by owner."""
     sizes: dict[Any, int] = {}
@@ -198,9 +170,9 @@ def _storages(sample: Sample) -> tuple[dict[Any, int], dict[Any, Any], Counter[A
     kept: Counter[Any] = Counter()
     turn, phase = -1, Phase.IDLE
     place: Any = "around"
-    going_in = {serial: block for (_, block), serial in sample.inputs.items()}
+    going_in = {serial: block for (_, block), serial in seen.inputs.items()}
     born: dict[Any, Any] = {}
-    for event in sample.trace.events:
+    for event in trace.events:
         match event:
             case Entered(phase=entered):
                 if entered is Phase.LOSS:
@@ -217,31 +189,50 @@ def _storages(sample: Sample) -> tuple[dict[Any, int], dict[Any, Any], Counter[A
                     of: Any = place
                     if storage in going_in:
                         block = going_in[storage]
-                        of = block if block < sample.blocks else "final"
-                    born[storage] = "hidden" if storage in sample.outputs.values() else of
+                        of = block if block < blocks else "final"
+                    born[storage] = "hidden" if storage in seen.outputs.values() else of
             case Freed(storage=storage):
                 born.pop(storage, None)
     return sizes, owners, kept
 
 
-def account_of(sample: Sample) -> Account:
-    """Bytes of each block of the ``sample``: kept, needed for a moment, left as gradients. Raises ModelError
-    where the residual stream takes other bytes from block to block."""
-    sizes, owners, kept_by = _storages(sample)
-    streams = {sizes[storage] for (_, block), storage in sample.inputs.items() if block}
-    account = Account(hidden=sizes[sample.outputs[0]], stream=max(streams))
+def account_of(plan: Plan, config: PretrainedConfig, chosen: Sequence[int], rows: tuple[int, ...]) -> Account:
+    """Bytes of each of the ``chosen`` blocks in one step of a model that has them alone: kept, needed for a moment,
+    left as gradients. Raises ModelError where the residual stream takes other bytes from block to block."""
+    own = copy.deepcopy(config)  # it will list the chosen blocks alone
+    labels = sum(rows) - len(rows)
+    with (
+        rehearsed(plan, own, change=lambda model: keep_blocks(model, chosen)) as prepared,
+        recording(plan, prepared, rows, labels, by=_BlockRecorder) as (recorder, run_passes),
+    ):
+        recorder.watch(prepared.model.blocks, prepared.model.body)
+        run_passes()
+        return _account(recorder.finished(), recorder, blocks=len(chosen), keeps=plan.recompute.blocks == 0)
+
+
+def _account(trace: Trace, seen: _BlockRecorder, *, blocks: int, keeps: bool) -> Account:
+    """``keeps``: False where every block is recomputed."""
+    sizes, owners, kept_by = _storages(trace, seen, blocks)
+    streams = {sizes[storage] for (_, block), storage in seen.inputs.items() if block}
+    account = Account(hidden=sizes[seen.outputs[0]], stream=max(streams))
     if len(streams) > 1 or account.stream % account.hidden:
         raise ModelError("the stream between the blocks takes other bytes than the hidden states behind them")
-    account.kept = [kept_by[block] for block in range(sample.blocks)]
+    account.kept = [kept_by[block] for block in range(blocks)]
     account.around, account.final_kept = kept_by["around"], kept_by["final"]
+
+    def label(storage: Any) -> Any:
+        """The kind of a storage: a gradient, kept by a block of this micro-batch, or anything else."""
+        of = trace.gradients.get(storage)
+        return ("kept", owners.get(storage)) if of is None else ("gradient", of[0])
+
     alive: Counter[Any] = Counter()
     total = start = 0
     turn, phase, place = -1, Phase.IDLE, None
     number = 0
-    for index, event in enumerate(sample.trace.events):
-        while number < len(sample.work) and sample.work[number].event <= index:
+    for index, event in enumerate(trace.events):
+        while number < len(seen.work) and seen.work[number].event <= index:
             if turn == 0 and isinstance(place, int) and phase in (Phase.FORWARD, Phase.BACKWARD):
-                account.work.setdefault((phase.value, place), []).append(sample.work[number])
+                account.work.setdefault((phase.value, place), []).append(seen.work[number])
             number += 1
         match event:
             case Entered(phase=phase):
@@ -249,7 +240,7 @@ def account_of(sample: Sample) -> Account:
                 continue
             case Reached(direction="forward", block=block):
                 place, start = ("final" if block is None else block), total
-                if block == sample.blocks - 1 and turn == 0:
+                if block == blocks - 1 and turn == 0:
                     account.around_forward = total - sum(account.kept[:block]) - account.stream
                 continue
             case Reached(block=block):
@@ -257,11 +248,11 @@ def account_of(sample: Sample) -> Account:
                 continue
             case Allocated(storage=storage, size=size):
                 total += size
-                alive[_label(storage, owners, sample)] += size
+                alive[label(storage)] += size
             case Freed(storage=storage):
                 if storage in sizes:
                     total -= sizes[storage]
-                    alive[_label(storage, owners, sample)] -= sizes[storage]
+                    alive[label(storage)] -= sizes[storage]
                 continue
         if phase is Phase.FORWARD and turn == 0 and isinstance(place, int):
             account.forward.setdefault(place, []).append(total - start)
@@ -269,19 +260,12 @@ def account_of(sample: Sample) -> Account:
             held = account.around_forward + sum(account.kept) + account.final_kept + account.hidden
             account.final_forward.append(total - held)
         elif phase is Phase.BACKWARD:
-            _note_backward(account, sample, alive, total, turn, place)
+            _note_backward(account, alive, total, turn, place, keeps=keeps)
     return account
 
 
-def _label(storage: Any, owners: Mapping[Any, Any], sample: Sample) -> Any:
-    """The kind of a storage: a gradient, kept by a block of this micro-batch, or anything else."""
-    if storage in sample.trace.gradients:
-        return "gradient", sample.trace.gradients[storage][0]
-    return "kept", owners.get(storage)
-
-
 def _note_backward(
-    account: Account, sample: Sample, alive: Counter[Any], total: int, turn: int, place: Any
+    account: Account, alive: Counter[Any], total: int, turn: int, place: Any, *, keeps: bool
 ) -> None:
     gradients = sum(size for (kind, _), size in alive.items() if kind == "gradient")
     others = total - gradients - account.around
@@ -292,7 +276,7 @@ def _note_backward(
             account.final_backward.append(others - sum(account.kept) - account.final_kept + account.hidden)
         return
     others -= sum(account.kept[:place])
-    if sample.keeps:
+    if keeps:
         own = alive["kept", place]
         others -= own
     else:

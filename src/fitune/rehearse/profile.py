@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 from transformers import PretrainedConfig
 
-from fitune.errors import FituneError, ModelError, first_line
+from fitune.errors import FituneError, ModelError, first_line, is_failure
 from fitune.models.readers import model_config, text_config
-from fitune.rehearse.block_accounts import Account, Numbers, Work, account_of, recorded
+from fitune.rehearse.block_accounts import Account, Numbers, Work, account_of
 from fitune.rehearse.shapes import read_shapes
 from fitune.values.counts import untouched_blocks
 from fitune.values.model.block_profile import Moment, Size, TracedBlock, TracedPass, TracedStep
@@ -196,7 +196,7 @@ def _fit_of(plan: Plan, config: PretrainedConfig, chosen: Sequence[int], *, firs
     if chunk > 1:
         lengths += [first + chunk // 2, 2 * first + chunk // 2]
     shallow = replace(plan, model=replace(plan.model, num_layers=len(chosen)))
-    accounts = [account_of(recorded(shallow, config, chosen, (n,) * rows)) for n in lengths]
+    accounts = [account_of(shallow, config, chosen, (n,) * rows) for n in lengths]
     return _Fit(
         accounts,
         [n * rows for n in lengths],
@@ -250,22 +250,14 @@ class TransformersTracer:
 
 @contextmanager
 def reading_blocks(name: str) -> Iterator[None]:
-    """Turns errors of transformers while blocks are read, or run on fake tensors, into a ModelError, nothing else."""
+    """Turns errors of transformers while blocks are read, or run on fake tensors, into a ModelError."""
     talk = logging.getLogger("torch._subclasses.fake_tensor")  # it logs a traceback of what is raised as well
     was_off, talk.disabled = talk.disabled, True
     try:
         yield
-    except FituneError:
-        raise
-    except (
-        RuntimeError,
-        TypeError,
-        ValueError,
-        KeyError,
-        AttributeError,
-        NotImplementedError,
-        IndexError,
-    ) as error:
+    except Exception as error:
+        if isinstance(error, FituneError) or not is_failure(error):
+            raise
         raise ModelError(
             f"{name}: its blocks cannot be traced: {first_line(error)}",
             hint="a model of another architecture",

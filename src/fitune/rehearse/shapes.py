@@ -5,7 +5,6 @@ import inspect
 import sys
 import textwrap
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -61,6 +60,11 @@ def read_shapes(config: PretrainedConfig, *, name: str, digest: str, dtype: str)
     of_first = of_blocks[0]
     heads = _number(of_first, "num_attention_heads", "n_head", "num_heads", default=1)
     hidden = int(head.in_features)
+    masks = [buffer.shape for buffer in blocks.buffers() if buffer.dtype is torch.bool and buffer.dim() >= 2]
+    # queries are scaled by their position in the whole stream (Llama 4's blocks without rotary positions)
+    counts_along = getattr(text, "attn_temperature_tuning", False) and not all(
+        getattr(text, "no_rope_layers", None) or (1,)
+    )
     return ModelSpec(
         name=name,
         model_type=text.model_type,
@@ -100,9 +104,10 @@ def read_shapes(config: PretrainedConfig, *, name: str, digest: str, dtype: str)
         masks_whole_stream=takes_mask(model),
         chunk=_chunk(blocks),
         fp32_stream=bool(getattr(text, "residual_in_fp32", False)),
-        separates_rows=not carries_along(blocks) and not _counts_along(text),
+        separates_rows=not carries_along(blocks) and not counts_along,
         table_bytes=sum(b.numel() * b.element_size() for b in model.buffers() if b.dim() > 1),
-        longest_stream=_longest_mask(blocks),
+        # tokens of the shortest mask that blocks keep as a table of pairs of positions
+        longest_stream=min((int(shape[-1]) for shape in masks if shape[-1] == shape[-2]), default=0),
     )
 
 
@@ -175,18 +180,6 @@ def _chunk(blocks: nn.ModuleList) -> int:
     return max(sizes)
 
 
-def _counts_along(config: PretrainedConfig) -> bool:
-    """True if queries are scaled by their position in the whole stream (Llama 4's blocks without rotary positions)."""
-    unturned = not all(getattr(config, "no_rope_layers", None) or (1,))
-    return bool(getattr(config, "attn_temperature_tuning", False)) and unturned
-
-
-def _longest_mask(blocks: nn.ModuleList) -> int:
-    """Tokens of the shortest mask that blocks keep as a table of pairs of positions; 0 without one."""
-    tables = [buffer.shape for buffer in blocks.buffers() if buffer.dtype is torch.bool and buffer.dim() >= 2]
-    return min((int(shape[-1]) for shape in tables if shape[-1] == shape[-2]), default=0)
-
-
 def _kinds(blocks: nn.ModuleList, config: PretrainedConfig) -> tuple[tuple[BlockKind, ...], tuple[int, ...]]:
     """The kinds of blocks in the order they first come, and the kind of each block."""
     numbers: dict[object, int] = {}
@@ -204,20 +197,14 @@ def _kinds(blocks: nn.ModuleList, config: PretrainedConfig) -> tuple[tuple[Block
 
 def _mark(block: nn.Module) -> object:
     """Equal for blocks that compute the same: modules, plain settings of each, and shapes of parameters."""
-    modules = tuple(
-        (name, type(module).__name__, _settings(module)) for name, module in block.named_modules()
-    )
-    return modules, tuple((name, tuple(p.shape)) for name, p in block.named_parameters())
-
-
-def _settings(module: nn.Module) -> tuple[tuple[str, Any], ...]:
-    return tuple(
-        sorted(
-            (key, value)
-            for key, value in vars(module).items()
-            if key not in BLOCK_NUMBERS and isinstance(value, bool | int | float | str)
-        )
-    )
+    modules = []
+    for name, module in block.named_modules():
+        plain = {
+            key: value for key, value in vars(module).items() if isinstance(value, bool | int | float | str)
+        }
+        settings = tuple(sorted((key, value) for key, value in plain.items() if key not in BLOCK_NUMBERS))
+        modules.append((name, type(module).__name__, settings))
+    return tuple(modules), tuple((name, tuple(p.shape)) for name, p in block.named_parameters())
 
 
 def _kind(block: nn.Module, config: PretrainedConfig, *, example: int) -> BlockKind:

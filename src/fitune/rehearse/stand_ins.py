@@ -66,11 +66,13 @@ class StandIns:
             tokens, heads, _ = query_Tnd.shape
             padded = tokens + 128 * (len(bounds) - 1)
             return _flash_workspace(query_Tnd, padded=padded, grouped=key_Tkd.shape[1] != heads, heads=heads)
-        if not self.gpu.is_cpu and func is _SOFTMAX_BACKWARD:
+        if self.gpu.is_cpu:
+            return 0
+        if func is _SOFTMAX_BACKWARD:
             return int(args[0].numel() * args[0].element_size())
-        if not self.gpu.is_cpu and func is _TABLE_BACKWARD:
+        if func is _TABLE_BACKWARD:
             return _table_workspace(args[0].shape[-1], tokens=args[1].numel(), rows=args[2])
-        if self.gpu.is_cpu or func is not _FLASH_BACKWARD:
+        if func is not _FLASH_BACKWARD:
             return 0
         query_BnTd, key_BkTd = args[1], args[2]
         B, n, T, _ = query_BnTd.shape

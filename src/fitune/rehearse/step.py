@@ -93,7 +93,8 @@ def record_step(
 def record_few_blocks(plan: Plan, config: PretrainedConfig, depth: Depth) -> tuple[Trace, Trace]:
     """Forward and backward of a shallow model, and the update of the whole one."""
     few = depth.shallow()
-    shallow = shallow_plan(plan, layers=few.layers, recomputed=few.recomputed)
+    model = replace(plan.model, num_layers=few.layers)
+    shallow = replace(plan, model=model, recompute=Recompute(blocks=few.recomputed))
     with rehearsed(shallow, with_layers(config, few.layers)) as prepared:
         if updates_in_backward(plan.tuning):  # its states are there when the second step goes back
             make_states(shallow, prepared.engine, prepared.model.trained.values())
@@ -136,12 +137,6 @@ def rehearsed(
             gc.enable()
 
 
-def shallow_plan(plan: Plan, *, layers: int, recomputed: int) -> Plan:
-    """``plan`` for a model of ``layers`` blocks."""
-    model = replace(plan.model, num_layers=layers)
-    return replace(plan, model=model, recompute=Recompute(blocks=recomputed))
-
-
 @contextmanager
 def recording(
     plan: Plan,
@@ -165,26 +160,22 @@ def recording(
     recorder.mark_blocks(prepared.model.blocks)
 
     def run_passes() -> None:
-        """Runs forward and backward of every micro-batch, then names the storages of the gradients."""
-        count = _micro_batches(plan)
+        """Runs forward and backward of micro-batches, then names the storages of the gradients.
+
+        From the second on gradients exist, and every further one is like the second. At stage 1 the last one differs
+        again.
+        """
+        stage_1 = isinstance(plan.sharding, Zero) and plan.sharding.stage == 1
+        count = min(plan.batch.accumulation, 3 if stage_1 else 2)
         for number in range(count):
             engine.forward_backward(
                 stream, divisor=supervised, enter_phase=recorder.enter, last=number == count - 1
             )
-        keys = parameter_keys(prepared.model)
+        keys = {id(parameter): key for key, parameter in _parameters(prepared.model)}
         recorder.name_gradients((keys[id(p)], p.grad) for p in prepared.model.trained.values())
 
     with recorder:
         yield recorder, run_passes
-
-
-def _micro_batches(plan: Plan) -> int:
-    """Micro-batches to rehearse: from the second on gradients exist, and every further one is like the second.
-
-    At stage 1 the last one differs again.
-    """
-    stage_1 = isinstance(plan.sharding, Zero) and plan.sharding.stage == 1
-    return min(plan.batch.accumulation, 3 if stage_1 else 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,11 +237,6 @@ def make_states(plan: Plan, engine: Engine, trained: Iterable[Tensor]) -> None:
         parameter.grad = torch.empty_like(parameter)
     with Recorder({}, StandIns(gpu=plan.hardware.gpu, supervised_tokens=1)):
         engine.update(learning_rate=1.0, enter_phase=lambda phase: None)
-
-
-def parameter_keys(model: LanguageModel) -> dict[int, ParameterKey]:
-    """id of a parameter -> its block and its name there."""
-    return {id(parameter): key for key, parameter in _parameters(model)}
 
 
 def _share_gradients(
