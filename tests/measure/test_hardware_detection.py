@@ -42,7 +42,7 @@ class FakeNvml(ModuleType):
 
     def __init__(self, *gpus, driver=True):
         super().__init__("pynvml")
-        self.gpus, self.driver, self.running, self.versions = gpus, driver, False, 2
+        self.gpus, self.driver, self.running = gpus, driver, False
 
     def nvmlInit(self):
         if not self.driver:
@@ -72,8 +72,6 @@ class FakeNvml(ModuleType):
         return handle.capability
 
     def nvmlDeviceGetMemoryInfo(self, handle, version=1):
-        if version > self.versions:
-            raise self.NVMLError("Function Not Found")
         if handle.name == "NVIDIA GB10":  # its memory is the host's
             raise self.NVMLError("Not Supported")
         if handle.name == "sliced":
@@ -114,8 +112,6 @@ def test_the_driver_lists_what_there_is(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert gpus_here() == MIXED
     assert not fake.running
-    fake.versions = 1  # a driver older than 510
-    assert [gpu.taken_bytes for gpu in gpus_here()] == [300 * MIB] * 2
 
 
 def test_a_gpu_of_another_container_is_passed_over(monkeypatch):

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
 
 from fitune.errors import HardwareError
 
@@ -89,7 +88,8 @@ def _found_gpus(nvml: ModuleType) -> Iterator[FoundGpu]:
             except nvml.NVMLError_NoPermission:  # counted, but given to another container
                 continue
             major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
-            memory = _memory(nvml, handle)
+            # as nvidia-smi counts: what the driver keeps for itself is not used by others
+            memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
             yield FoundGpu(
                 index=index,
                 uuid=nvml.nvmlDeviceGetUUID(handle),
@@ -103,15 +103,6 @@ def _found_gpus(nvml: ModuleType) -> Iterator[FoundGpu]:
                 f"the driver lists GPU {index}, but cannot describe it: {error}",
                 hint="name a known one: gpu: rtx-4090",
             ) from None
-
-
-def _memory(nvml: ModuleType, handle: Any) -> Any:
-    """Total and used bytes. The second version counts what the driver keeps for itself apart, as nvidia-smi does;
-    drivers before 510 have only the first, where it counts as used."""
-    try:
-        return nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
-    except nvml.NVMLError:
-        return nvml.nvmlDeviceGetMemoryInfo(handle)
 
 
 def visible_gpus(found: tuple[FoundGpu, ...], wanted: str | None) -> tuple[FoundGpu, ...]:
