@@ -1,12 +1,11 @@
 """HQQ linears: bit-equal to hqq's own module for every number of bits, without what that module keeps."""
 
 import copy
-import sys
 
 import pytest
 import torch
 
-from fitune.errors import MissingExtra, ModelError
+from fitune.errors import ModelError
 from fitune.values.plan import Hqq
 from models.test_nf4 import assert_fake_is, assert_same_bytes, dense_linear, forward_and_gradient, packed
 
@@ -62,10 +61,3 @@ def test_packing_on_fake_tensors_gives_the_same_shapes(bits):
 def test_a_matrix_that_leaves_a_rest_is_refused():
     with pytest.raises(ModelError, match=r"63 × 96 weights, which leaves a rest"):
         packed(dense_linear(torch.float32, sizes=(96, 63)), Hqq(bits=4))
-
-
-def test_without_the_library_the_extra_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "hqq", None)
-    monkeypatch.setitem(sys.modules, "hqq.core.quantize", None)
-    with pytest.raises(MissingExtra, match=r"fitune\[quant\]"):
-        packed(dense_linear(torch.float32), Hqq(bits=4))

@@ -1,7 +1,6 @@
 """NF4 linears: bit-equal to bitsandbytes' own module, nothing saved for backward, bytes that survive every journey."""
 
 import copy
-import sys
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fitune.errors import MissingExtra
 from fitune.measure.memory import LiveTensors
 from fitune.models.low_bit.packing import quantise_blocks
 from fitune.models.low_bit.quantised import QuantisedLinear, quantised_base
@@ -163,9 +161,3 @@ def test_other_shapes_of_linears(family):
 
 def test_packing_on_fake_tensors_gives_the_same_shapes():
     assert_fake_is(Nf4())
-
-
-def test_without_the_library_the_extra_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(MissingExtra, match=r"fitune\[quant\]"):
-        packed(dense_linear(torch.float32), Nf4())

@@ -49,13 +49,3 @@ def test_a_config_that_asks_for_tuples_changes_nothing():
         use_attention(parts.whole, "sdpa")
         losses.append(parts.loss(stream_of(ROWS)).item())
     assert losses[0] == losses[1]
-
-
-def test_a_stream_without_labels_has_no_loss_and_no_gradient():
-    parts = language_model(tiny_model(), PlainLoss())
-    use_attention(parts.whole, "sdpa")
-    stream = stream_of(ROWS, unsupervised_prefix=100)
-    loss, gradient = parts.loss_and_gradient(parts.hidden_states(stream).detach(), stream, scale=1.0)
-    assert loss.item() == 0.0
-    assert not gradient.any()
-    assert parts.loss(stream).item() == 0.0
