@@ -306,7 +306,7 @@ def write_plan_page(recipe: Recipe, found: PlanReport | NothingFits, path: Path,
         on_data = replace(asked, recipe=with_average_row(recipe, found.taken.plan))  # as the terminal's ways
         train = without_credentials(train)  # the file may be sent to others
         shown, table = _shown(asked, found, train), _table(on_data, found, train)
-    return write_page(path, planner_html({}, {}, answer=shown, ways=table, live=False))
+    return write_page(path, planner_html(question={}, choices={}, answer=shown, ways=table, live=False))
 
 
 def query_of_link(link: str) -> str:
