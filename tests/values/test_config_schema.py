@@ -33,6 +33,7 @@ NONSENSE = {
     "num_hidden_layers": [10**9, -1, 2.0, "2", True],
     "vocab_size": [10**12, 0],
     "max_position_embeddings": [10**30],
+    "num_labels": [10**9],
     "tie_word_embeddings": [0],
     "layer_types": ["full_attention", [1]],
     "rope_scaling": [{"type": 5}, {"type": ["yarn"]}],
@@ -54,6 +55,11 @@ def test_nonsense_is_named_before_anything_is_planned(field, value):
     assert f"{field} = " in caught.value.message
     assert "config.json of mine" in caught.value.message
     assert len(caught.value.message) < 700
+
+
+def test_blocks_without_end_are_refused_before_they_are_traced():
+    with pytest.raises(ModelError, match=r"num_hidden_layers = 1000000000 is more than any model has"):
+        spec_from_config({**LLAMA, "model_type": "olmo", "num_hidden_layers": 10**9}, name="mine")
 
 
 def config_file(folder, **change):

@@ -8,7 +8,8 @@ from fitune.errors import ModelError
 
 MOST_COUNT = 1_000_000_000
 """Largest count in a config: positions reach ten millions, and arithmetic with what lies beyond never ends."""
-MOST_LAYERS = 10_000
+MOST_MADE = 10_000
+"""Largest number of layers, or of names of classes."""
 _SHOWN = 200
 """Characters of a value in an error message."""
 
@@ -31,7 +32,7 @@ class ConfigFields:
                 continue
             if type(value) is not int or value < least:
                 self.refuse(name, f"must be a whole number of at least {least}")
-            most = MOST_LAYERS if "layer" in name else MOST_COUNT
+            most = MOST_MADE if "layer" in name or name == "num_labels" else MOST_COUNT
             if value > most:
                 self.refuse(name, f"is more than any model has ({most:,})")
             return value

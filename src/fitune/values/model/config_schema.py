@@ -14,6 +14,8 @@ from fitune.values.model.model_spec import Dropout
 from fitune.values.model.traits import ACTIVATIONS, WITH_WEIGHTS
 
 _ACTIVATION_FIELDS = ("hidden_act", "hidden_activation", "activation_function", "activation")
+_LEAST = {"num_hidden_layers": 1, "n_layer": 1, "num_labels": 0}
+"""Counts of what transformers makes one by one, blocks and names of classes: a slip of many zeros would never end."""
 
 
 def check_config(fields: ConfigFields, *, traced: bool) -> None:
@@ -27,6 +29,8 @@ def check_config(fields: ConfigFields, *, traced: bool) -> None:
             fields.share(name)
         elif name in _ACTIVATION_FIELDS and not traced:
             _require_activation(fields, name)
+        elif name in _LEAST:
+            fields.count(name, least=_LEAST[name])
     if given.get("use_bidirectional_attention", False) not in (False, "vision"):  # a picture's tokens alone
         why = "lets tokens see those behind them: this is no causal language model"
         fields.refuse("use_bidirectional_attention", why)
