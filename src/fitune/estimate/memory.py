@@ -12,10 +12,10 @@ from fitune.estimate.blocks.site import FP32, norms_keep_input
 from fitune.estimate.division import num_ranks, num_shares, reduce_width, uses_fsdp
 from fitune.estimate.loss import loss_moments
 from fitune.estimate.parameters import embedding_parameters, head_parameters, late_tables
-from fitune.estimate.states import gradients_always_exist, leaves_after_the_loss, stepping_bytes
+from fitune.estimate.states import gradients_always_exist, gradients_go_to_the_host, stepping_bytes
 from fitune.estimate.step import StepStages, Terms
 from fitune.values.counts import trained_tensors
-from fitune.values.plan import trains_embeddings, updates_in_backward
+from fitune.values.plan import Single, trains_embeddings, updates_in_backward
 from fitune.values.predictions import MemoryBreakdown, Phase
 from fitune.values.remembered import remembered
 
@@ -26,20 +26,30 @@ def memory_of(step: StepStages) -> MemoryBreakdown:
     resident = {**step.resident, "undivided tensors": step.buffers.resident}
     around = step.around()
     always = step.gradients if gradients_always_exist(step.plan) else 0
+    kept = {
+        **step.all_kept(), "hidden states": step.hidden, "16-bit copies": step.weight_copies,
+        "gathered weights": step.buffers.loss, "reduce buffers": step.buffers.standing,
+    }  # fmt: skip
+    in_loss = [{**kept, **moment} for moment in loss_moments(step, step.gradients_before)]
+    measuring = [True, False] if step.plan.goes_back_twice else [False]
+    in_backward = [moment for first in measuring for moment in _moments_of_a_pass(step, measuring=first)]
+    copies = step.weight_copies * (step.num_layers - step.recomputed) // step.num_layers
     phases = {
         Phase.IDLE: {**resident, "gradients": always},
         Phase.FORWARD: {**resident, **_forward_terms(step)},
-        Phase.LOSS: {**resident, **around, **_loss_terms(step)},
-        Phase.BACKWARD: {**resident, **around, **_backward_terms(step)},
+        Phase.LOSS: {**resident, **around, **_largest(in_loss)},
+        Phase.BACKWARD: {**resident, **around, "16-bit copies": copies, **_largest(in_backward)},
         Phase.UPDATE: {**resident, **step.update, "reduce buffers": step.buffers.update},
     }
-    kept = {phase: {name: size for name, size in terms.items() if size} for phase, terms in phases.items()}
+    terms_of = {
+        phase: {name: size for name, size in terms.items() if size} for phase, terms in phases.items()
+    }
     hardware = step.plan.hardware
-    sums = {phase: sum(terms.values()) for phase, terms in kept.items()}
+    sums = {phase: sum(terms.values()) for phase, terms in terms_of.items()}
     cache = 0
     if uses_fsdp(step.plan) and not hardware.gpu.is_cpu:
         gathered = max(step.buffers.start, step.buffers.gathering)
-        cache = overhead.stream_cache_bytes(kept, gradients=step.gradients, gathered=gathered)
+        cache = overhead.stream_cache_bytes(terms_of, gradients=step.gradients, gathered=gathered)
     # where all is trained torch gives back enough: such a step was seen to run
     needed = 0 if step.full else cache
     # a phase of fewer tensors may need more in all, where its blocks run again
@@ -48,13 +58,13 @@ def memory_of(step: StepStages) -> MemoryBreakdown:
         + overhead.allocator_slack_bytes(
             hardware,
             moving_bytes=size - sum(resident.values()),
-            recomputes="recompute inputs" in kept[phase],
+            recomputes="recompute inputs" in terms_of[phase],
         )
         for phase, size in sums.items()
     )
     slack = in_all - max(sums.values())
     return MemoryBreakdown(
-        phases=kept,
+        phases=terms_of,
         outside=overhead.outside_terms(hardware, slack_bytes=slack + needed, ranks=num_ranks(step.plan)),
         reclaimable=cache - needed,
     )
@@ -153,27 +163,6 @@ def _embedded_tokens(step: StepStages) -> int:
     return 0 if kept_by_block and not step.activations_leave else step.hidden
 
 
-def _loss_terms(step: StepStages) -> Terms:
-    """Everything kept, the hidden states, and one chunk of logits at its worst moment."""
-    alive: Terms = {
-        **step.all_kept(),
-        "hidden states": step.hidden,
-        "16-bit copies": step.weight_copies,
-        "gathered weights": step.buffers.loss,
-        "reduce buffers": step.buffers.standing,
-    }
-    return _largest([{**alive, **moment} for moment in loss_moments(step, step.gradients_before)])
-
-
-def _backward_terms(step: StepStages) -> Terms:
-    copies = step.weight_copies * (step.num_layers - step.recomputed) // step.num_layers
-    measuring = [True, False] if step.plan.goes_back_twice else [False]
-    return {
-        "16-bit copies": copies,
-        **_largest([moment for first in measuring for moment in _moments_of_a_pass(step, measuring=first)]),
-    }
-
-
 def _moments_of_a_pass(step: StepStages, *, measuring: bool) -> Iterator[Terms]:
     """Terms of every moment that may be the worst, in the order in which they come: the loss, blocks, the embedding.
 
@@ -212,7 +201,10 @@ def _final_norm_moment(step: StepStages) -> Terms:
     """The head's gradient is the only new one: added to whole ones, waiting beside a share, or already settled."""
     head = step.head_gradient
     settled = step.gradients_before or step.settled(head)
-    waits = step.root_waits or leaves_after_the_loss(step.plan)
+    # on one device the head's is on its way to the host meanwhile
+    waits = step.root_waits or (
+        isinstance(step.plan.sharding, Single) and gradients_go_to_the_host(step.plan)
+    )
     return {
         "gradients": step.gradients_before + head if waits else settled,
         "gathered weights": step.buffers.final_norm,

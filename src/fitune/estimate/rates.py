@@ -113,7 +113,12 @@ def _assumed(gpu: Gpu, precision: Precision) -> Rates:
     bandwidth = gpu.bandwidth * BANDWIDTH_EFFICIENCY
     casts = gpu.is_cpu and precision is not Precision.FP32
     elementwise = bandwidth * CPU_16_BIT_TRAFFIC if casts else bandwidth
-    products, attention = _efficiencies(gpu)
+    products, attention = 1.0, CPU_ATTENTION_EFFICIENCY  # a processor's peak is already measured by products
+    if not gpu.is_cpu:
+        known = max((each for each in PRODUCT_EFFICIENCY if each <= gpu.capability), default=(7, 0))
+        products, attention = PRODUCT_EFFICIENCY[known], ATTENTION_EFFICIENCY[known]
+    if gpu.is_geforce:
+        products = GEFORCE_EFFICIENCY
     return Rates(
         flops=peak * products,
         product_start_seconds=PRODUCT_START_SECONDS,
@@ -129,12 +134,3 @@ def _assumed(gpu: Gpu, precision: Precision) -> Rates:
         forward_start_seconds=0.0,
         waits_for_launches=gpu.is_cpu,
     )
-
-
-def _efficiencies(gpu: Gpu) -> tuple[float, float]:
-    """Shares of the peak that products and attention reach. A processor's peak is already measured by products."""
-    if gpu.is_cpu:
-        return 1.0, CPU_ATTENTION_EFFICIENCY
-    known = max((each for each in PRODUCT_EFFICIENCY if each <= gpu.capability), default=(7, 0))
-    products = GEFORCE_EFFICIENCY if gpu.is_geforce else PRODUCT_EFFICIENCY[known]
-    return products, ATTENTION_EFFICIENCY[known]

@@ -119,11 +119,6 @@ def gradients_go_to_the_host(plan: Plan) -> bool:
     return plan.offload.optimizer != "device" and (alone or gradients_are_divided(plan))
 
 
-def leaves_after_the_loss(plan: Plan) -> bool:
-    """True if the head's gradient is on its way to the host while the final norm goes back."""
-    return isinstance(plan.sharding, Single) and gradients_go_to_the_host(plan)
-
-
 SUB_GROUP = 1_000_000_000
 """DeepSpeed's default sub_group_size: elements that stage 3 steps at a time."""
 
@@ -188,14 +183,12 @@ def eight_bit_state_bytes(plan: Plan) -> int:
 
     Tensors under 4096 elements keep 2 · 4 bytes. Dettmers et al. 2022, arXiv 2110.02861; sizes after division.
     """
-    parts = num_shares(plan)
-    return sum(t.count * _eight_bit_bytes(t.share(parts)) for t in trained_tensors(plan))
-
-
-def _eight_bit_bytes(elements: int) -> int:
-    if elements < EIGHT_BIT_LEAST:
-        return 2 * 4 * elements
-    return 2 * (elements + 4 * -(-elements // EIGHT_BIT_BLOCK))
+    parts, total = num_shares(plan), 0
+    for t in trained_tensors(plan):
+        elements = t.share(parts)
+        scales = 4 * -(-elements // EIGHT_BIT_BLOCK)
+        total += t.count * 2 * (4 * elements if elements < EIGHT_BIT_LEAST else elements + scales)
+    return total
 
 
 def adalomo_state_bytes(plan: Plan) -> int:

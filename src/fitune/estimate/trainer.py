@@ -36,7 +36,7 @@ from fitune.estimate.states import (
 from fitune.estimate.step import StepStages, Terms, describe_step
 from fitune.values.counts import adapter_tensors, base_tensors, trained_tables
 from fitune.values.model.architectures import repeated_keys_once
-from fitune.values.model.block_profile import BatchShape, Block, BlockProfile, Stage
+from fitune.values.model.block_profile import BatchShape, BlockProfile, Stage
 from fitune.values.model.model_spec import Linear
 from fitune.values.plan import (
     AdamW,
@@ -105,10 +105,19 @@ def describe_step_of(trainer: Trainer, plan: Plan, shape: BatchShape) -> StepSta
     hidden = step.hidden * (2 if fp32_stream else 1)
     holds = trainer.fsdp1 and trainer.holds_inputs and uses_fsdp(plan) and step.recomputed > 0
     held = 2 * hidden if holds and not step.full else 0
+    # of a block, made again: where inputs' gradients are held, the step counts the one that reaches it already
+    output = hidden if trainer.reentrant and not held else 0
     return replace(
         step,
-        # where inputs' gradients are held, the step counts the one that reaches the output already
-        blocks=_with_output(step.blocks, hidden) if trainer.reentrant and not held else step.blocks,
+        blocks=tuple(
+            replace(
+                block,
+                recomputed_peak=replace(
+                    block.recomputed_peak, temporaries=block.recomputed_peak.temporaries + output
+                ),
+            )
+            for block in step.blocks
+        ),
         resident=_resident(step, trainer, wide),
         gradients=step.gradients + wide.gradients,
         whole_gradients=step.whole_gradients + wide.fresh,
@@ -122,13 +131,6 @@ def describe_step_of(trainer: Trainer, plan: Plan, shape: BatchShape) -> StepSta
         weight_copies=_weight_copies(step) if copies else 0,
         casts=_casts(step, trainer, wide, fp32_stream=fp32_stream),
     )
-
-
-def _with_output(blocks: tuple[Block, ...], hidden: int) -> tuple[Block, ...]:
-    """The blocks with the output that each made again while it goes back."""
-    peaks = (block.recomputed_peak for block in blocks)
-    held = (replace(peak, temporaries=peak.temporaries + hidden) for peak in peaks)
-    return tuple(replace(block, recomputed_peak=peak) for block, peak in zip(blocks, held, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
