@@ -210,6 +210,15 @@ def test_the_peak_adds_up_in_the_line_below_the_bar(words, unit, size, demo_conf
     assert sum(sizes) == pytest.approx(report.chosen.estimate.peak_bytes / size, abs=0.05 * len(sizes))
 
 
+@pytest.mark.parametrize(("words", "assumed"), [("", True), ("--host-memory 200GiB", False)])
+def test_host_memory_that_nobody_said_is_called_assumed(words, assumed):
+    """The note on it is left out of the screen for the line that says so."""
+    offloaded = f"--model llama-3.2-1b --gpu rtx-4090 --tuning full --offload-optimizer cpu {words}"
+    screen = first_screen(plan_on_data(recipe_typed(offloaded)), {}, train="fitune train")
+    (line,) = (line for line in screen.splitlines() if line.startswith("  RAM "))
+    assert line.endswith("a node (assumed; --host-memory)") is assumed
+
+
 def test_less_than_a_thousandth_to_spare_is_called_tight():
     report, ways = planned(LLAMA)
     peak = report.chosen.estimate.peak_bytes

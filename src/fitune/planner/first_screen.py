@@ -35,7 +35,7 @@ LINES, COLUMNS = 20, 80
 BAR = 18
 TIGHT = 0.001
 """Share of the usable memory below which what is spare is called tight; what is kept free comes on top."""
-NO_GPU = "note on gpu: no GPU"
+NO_GPU, HOST_ASSUMED = "note on gpu: no GPU", "note on the host"
 _lines = partial(wrapped, columns=COLUMNS)
 _GROUPS = {
     "weights": ("weights",),
@@ -220,8 +220,10 @@ def facts_of(report: PlanReport) -> Iterator[Fact]:
     yield "memory", _memory(taken)
     if set(estimate.host) - {"processes", "checkpoint copy"}:  # something of the training waits there
         usable = estimate.usable_host_bytes
-        of = f" of {format_bytes(usable)} a node" if usable else " a node (assumed; --host-memory)"
-        yield "RAM", (f"{format_bytes(estimate.host_bytes)}{of}",)
+        of = f" of {format_bytes(usable)}" if usable else ""
+        assumed = any(line.startswith(HOST_ASSUMED) for line in report.decisions)
+        said = " (assumed; --host-memory)" if assumed else ""
+        yield "RAM", (f"{format_bytes(estimate.host_bytes)}{of} a node{said}",)
     yield "speed", (f"{format_rate(estimate.tokens_per_second)} · {describe_rates(plan)}",)
     yield _job(report)
 
@@ -322,7 +324,7 @@ def _notes(report: PlanReport) -> list[str]:
     notes = [
         line
         for line in report.decisions
-        if line.startswith("note on ") and not line.startswith(("note on the host", "note on times", NO_GPU))
+        if line.startswith("note on ") and not line.startswith((HOST_ASSUMED, "note on times", NO_GPU))
     ]
     notes.sort(key=lambda line: not line.startswith("note on speed"))
     return [_lines(line, hanging=2) for line in notes]
