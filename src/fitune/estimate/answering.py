@@ -149,9 +149,7 @@ def _moving(answering: Answering, *, rows: int, tokens: int, width: int) -> dict
     at_head = max(made + t * e * h, chosen)
     if block >= at_head:
         return {"activations": block + along, "logits": 0}
-    return {"activations": at_head - max(made, chosen) + along, "logits": max(made, chosen)} if made >= chosen else {
-        "activations": along, "logits": chosen,
-    }  # fmt: skip
+    return {"activations": at_head - max(made, chosen) + along, "logits": max(made, chosen)}
 
 
 def _in_block(answering: Answering, *, rows: int, tokens: int, width: int) -> int:

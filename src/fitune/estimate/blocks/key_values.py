@@ -16,7 +16,8 @@ def elements_of_blocks(model: ModelSpec, *, latent: bool = False) -> list[int]:
     if not model.is_traced:
         return [2 * model.kv_dim] * model.num_layers
     by_kind = [
-        0 if _is_recurrent(kind) else _of_linears(kind.linears, model, latent=latent) for kind in model.kinds
+        0 if _recurrent_elements(kind) else _of_linears(kind.linears, model, latent=latent)
+        for kind in model.kinds
     ]
     return [by_kind[kind] for kind in model.kind_of]
 
@@ -30,14 +31,12 @@ def states_of_row(model: ModelSpec) -> int:
     return sum(_recurrent_elements(model.kinds[kind]) for kind in model.kind_of)
 
 
-def _is_recurrent(kind: BlockKind) -> bool:
-    return any(".linear_attn." in f".{linear.name}" for linear in kind.linears)
-
-
 def _recurrent_elements(kind: BlockKind) -> int:
-    if not _is_recurrent(kind):
+    """0 for a block without a recurrent state."""
+    mixers = [linear for linear in kind.linears if ".linear_attn." in f".{linear.name}"]
+    if not mixers:
         return 0
-    values = next(m.in_features for m in kind.linears if m.name.endswith("linear_attn.out_proj"))
+    values = next(m.in_features for m in mixers if m.name.endswith("linear_attn.out_proj"))
     convolution = next(shape for shape in kind.others if len(shape) == 3)
     heads = min(shape[0] for shape in kind.others if len(shape) == 1)
     return values * (values // heads) + convolution[0] * convolution[2]
