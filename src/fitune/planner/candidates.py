@@ -1,6 +1,6 @@
 """Candidates of the search: methods, placements of the states, splits of the batch, losses, recomputed blocks."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import get_args
@@ -51,6 +51,8 @@ class Request:
     model: ModelSpec
     hardware: Hardware
     purposes: tuple[Purpose, ...] = ("plan",)
+    wanted: "Callable[[Method], bool]" = lambda method: True
+    """Leaves methods out of the search."""
 
     @classmethod
     def of(

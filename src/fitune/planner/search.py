@@ -1,6 +1,6 @@
 """Keep every choice of the user, decide the rest: the best method that fits, and in it the best plan."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fitune.errors import FituneError, RecipeError
@@ -102,13 +102,10 @@ class Searched:
     smallest: StepStages | None
 
 
-def search(request: Request, *, wanted: Callable[[Method], bool] = lambda method: True) -> Iterator[Searched]:
-    """Methods in the order of preference, until one fits; then only those that train something else.
-
-    ``wanted`` leaves methods out.
-    """
+def search(request: Request) -> Iterator[Searched]:
+    """Methods in the order of preference, until one fits; then only those that train something else."""
     fitting: list[Method] = []
-    for method in filter(wanted, methods_for(request)):
+    for method in filter(request.wanted, methods_for(request)):
         if _is_settled(method, fitting):
             continue
         devices = _devices(request.recipe, request.hardware)
@@ -120,17 +117,14 @@ def search(request: Request, *, wanted: Callable[[Method], bool] = lambda method
             yield searched
 
 
-def first_choice(
-    request: Request, *, wanted: Callable[[Method], bool] = lambda method: True
-) -> Priced | None:
+def first_choice(request: Request) -> Priced | None:
     """The plan that the report of ``find_plan`` takes, without the others; the smallest where none fits, None without
-    any. ``wanted`` leaves methods out.
-    """
+    any."""
     smallest: list[StepStages] = []
 
     def fitting() -> Iterator[Searched]:
         """Methods with plans that fit; ``smallest`` gets the smallest plan of each other method."""
-        for one in search(request, wanted=wanted):
+        for one in search(request):
             if one.smallest is not None:
                 smallest.append(one.smallest)
             else:
@@ -140,7 +134,7 @@ def first_choice(
     if taken is None:
         return _priced(min(smallest, key=shortage).plan) if smallest else None
     chosen = _priced(saving_beside_steps(request.recipe, taken.found[0].plan))
-    return _trained_instead(request, chosen.plan, wanted=wanted) or chosen
+    return _trained_instead(request, chosen.plan) or chosen
 
 
 def taken_on(recipe: Recipe, *, model: ModelSpec, hardware: Hardware) -> Priced | None:
@@ -171,13 +165,11 @@ def _taken(recipe: Recipe, fitting: Iterable[Searched]) -> Searched | None:
     return better
 
 
-def _trained_instead(
-    request: Request, plan: Plan, *, wanted: Callable[[Method], bool] = lambda method: True
-) -> Priced | None:
+def _trained_instead(request: Request, plan: Plan) -> Priced | None:
     """The plan that training takes where it cannot run ``plan``; None where it can, or finds none that fits."""
     if keeps_rules(plan, "train"):
         return None
-    found = first_choice(replace(request, purposes=(*request.purposes, "train")), wanted=wanted)
+    found = first_choice(replace(request, purposes=(*request.purposes, "train")))
     return found if found is not None and found.estimate.fits else None
 
 

@@ -44,7 +44,7 @@ def plan_with_change(
         same = method_name(method.tuning) == own and changed.precision in (None, method.precision.value)
         return is_about_tuning or same
 
-    pinned = first_choice(request, wanted=is_like)
+    pinned = first_choice(replace(request, wanted=is_like))
     if pinned is None:
         raise RecipeError(f"{change}: no plan of this recipe can have this setting", hint="fewer pins")
     return pinned
