@@ -16,12 +16,30 @@ BytesOf = Callable[[int], int]
 """Peak bytes with so many blocks recomputed."""
 
 
-def last_true(holds: Callable[[int], bool], low: int, high: int) -> int:
-    """The last number for which ``holds``, by bisection; it is taken to hold at ``low`` and not at ``high``."""
+def last_true(holds: Callable[[int], bool], low: int, high: int, *, guess: int = 0) -> int:
+    """The last number for which ``holds``, by bisection; it is taken to hold at ``low`` and not at ``high``.
+
+    A ``guess`` between them is looked at first, then the numbers next to it in growing steps.
+    """
+    low, high = _bracket(holds, low, high, guess) if low < guess < high else (low, high)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if holds(middle) else (low, middle)
     return low
+
+
+def _bracket(holds: Callable[[int], bool], low: int, high: int, guess: int) -> tuple[int, int]:
+    """Bounds that are near ``guess`` if it is near the last number that holds."""
+    upwards = holds(guess)
+    low, high = (guess, high) if upwards else (low, guess)
+    step = 1
+    while high - low > step:
+        number = low + step if upwards else high - step
+        if holds(number) != upwards:
+            return (low, number) if upwards else (number, high)
+        low, high = (number, high) if upwards else (low, number)
+        step *= 2
+    return low, high
 
 
 def peak_of(step: StepStages, *, blocks: int, loss: Loss) -> int:
@@ -45,18 +63,21 @@ def fewest_blocks(bytes_of: BytesOf, counts: range, *, usable: int) -> int | Non
     )
     if bytes_of(enough) > usable:
         return None
-    return last_true(lambda blocks: bytes_of(blocks) > usable, counts[0], enough) + 1
+    most, least = bytes_of(counts[0]), bytes_of(enough)
+    on_a_line = counts[0] + (enough - counts[0]) * (most - usable) // (most - least)
+    return last_true(lambda blocks: bytes_of(blocks) > usable, counts[0], enough, guess=on_a_line) + 1
 
 
 @remembered
-def quickest_blocks(step: StepStages, counts: range, loss: Loss) -> int:
+def quickest_blocks(step: StepStages, counts: range, loss: Loss, guess: int) -> int:
     """The number of blocks with which the step is fastest, whatever fits: the fewest, unless activations leave. Then it
     is faster to run a block again than to wait for what it keeps, as long as the step waits for the links to the host.
     """
     if not step.activations_leave:
         return counts[0]
     speed = cache(lambda blocks: tokens_per_second(step.varied(blocks, loss)))
-    return last_true(lambda count: speed(count) >= speed(count - 1), counts[0], counts[-1] + 1)
+    guess = max(guess, counts[0] + 1)
+    return last_true(lambda count: speed(count) >= speed(count - 1), counts[0], counts[-1] + 1, guess=guess)
 
 
 def cheapest_blocks(bytes_of: BytesOf, counts: range) -> int:

@@ -230,7 +230,10 @@ class MethodSearch:
         return tokens_per_second(step.varied(self._quickest(step), self._losses[0]))
 
     def _quickest(self, step: StepStages) -> int:
-        return quickest_blocks(step, self._counts, self._losses[-1])
+        """As with the largest batch, or nearly: what runs again and what is sent both grow with the rows."""
+        largest, loss = self.describe(Placement.of(step.plan), self.batches[0]), self._losses[-1]
+        guess = quickest_blocks(largest, self._counts, loss, self._counts[0])
+        return guess if step is largest else quickest_blocks(step, self._counts, loss, guess)
 
     def _fastest_that_fits(self, step: StepStages, *, at_least: float) -> StepStages | None:
         """The fastest way with this placement and batch that fits; None when there is none as fast as ``at_least``.
@@ -260,7 +263,7 @@ class MethodSearch:
         fewest, loss = step.plan.recompute.blocks, step.plan.loss
         if blocks <= fewest:
             return step
-        most = last_true(lambda count: fits(step.varied(count, loss)), fewest, blocks + 1)
+        most = last_true(lambda count: fits(step.varied(count, loss)), fewest, blocks + 1, guess=blocks)
         return step.varied(most, loss)
 
     def _sparing_the_host(self, step: StepStages) -> StepStages:
@@ -279,7 +282,7 @@ class MethodSearch:
             return tokens_per_second(other) >= enough and fits(other)
 
         fewest = step.plan.recompute.blocks
-        return with_blocks(last_true(is_as_fast, fewest, self._counts[-1] + 1))
+        return with_blocks(last_true(is_as_fast, fewest, self._counts[-1] + 1, guess=fewest + 1))
 
     def _fewest_blocks(self, step: StepStages, loss: Loss, counts: range) -> int | None:
         peaks = cache(lambda blocks: peak_of(step, blocks=blocks, loss=loss))
