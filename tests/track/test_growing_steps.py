@@ -45,5 +45,5 @@ def test_a_damaged_line_is_named_and_a_link_is_not_followed(tmp_path):
     assert growing.steps == []
     link = tmp_path / "link.jsonl"
     link.symlink_to(path)
-    with pytest.raises(RunDirectoryError, match="symbolic link"):
+    with pytest.raises(RunDirectoryError, match="a link or a socket"):
         GrowingSteps(link).look()
