@@ -82,6 +82,8 @@ class _BlockRecorder(Recorder):
         """Remember the storages of the residual stream before each block, behind the last, and of hidden states."""
 
         def begins(index: int) -> Any:
+            """A hook before block ``index``."""
+
             def note(module: nn.Module, args: Any, kwargs: Any) -> None:
                 """Notes the block's input [B, T, D]; block 0 also marks when backward reaches it."""
                 hidden = args[0] if args else kwargs["hidden_states"]

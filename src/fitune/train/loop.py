@@ -85,12 +85,7 @@ def train(
             [summed] = ranks.summed([sum(part.item() for part in losses)])
             loss = summed / divisor
             if not math.isfinite(loss):
-                if step == 0:
-                    require_finite(prepared.model.whole, plan.model_path)
-                raise TrainingFailed(
-                    f"the loss is {loss}; nothing was updated. {row_words(row_ids)}",
-                    hint="look at those rows, lower learning_rate, or train in bf16 instead of fp16",
-                )
+                raise _not_finite(plan, prepared, loss, row_ids, step=step)
             try:
                 update = engine.update(learning_rate=rate, enter_phase=enter_phase)
             except TrainingFailed as error:  # an engine sees gradients and no rows
@@ -118,6 +113,18 @@ def train(
             jumped_rows=tuple(chain.from_iterable(ranks.gathered(row_ids))) if watch.jumps(loss) else (),
             memory_bytes=meter.take_peaks(),
         )
+
+
+def _not_finite(
+    plan: Plan, prepared: Prepared, loss: float, rows: Sequence[int], *, step: int
+) -> TrainingFailed:
+    """The error of a loss that is no number. Raises ModelError where the weights were none to begin with."""
+    if step == 0:
+        require_finite(prepared.model.whole, plan.model_path)
+    return TrainingFailed(
+        f"the loss is {loss}; nothing was updated. {row_words(rows)}",
+        hint="look at those rows, lower learning_rate, or train in bf16 instead of fp16",
+    )
 
 
 def wait_for(device: torch.device) -> None:

@@ -170,30 +170,11 @@ def _begun(
     uploads: Uploads | None = None  # the first rank's alone
 
     def begin() -> Descent:
-        """Make the directory this attempt's; what an earlier one said about its end holds no longer."""
+        """The line of checkpoints that this attempt goes on."""
         nonlocal uploads
-        if overwrite:  # only now: what was there is untouched until the data is known
-            remove_run(directory)
-        was_there = any((directory / name).exists() for name in ("plan.json", "recipe.yaml"))
-        for name in ("report.json", "report.html", TRACEBACK):
-            (directory / name).unlink(missing_ok=True)
-        for name, text in {"plan.json": to_json(placed(plan)), **files}.items():
-            write_atomically(directory / name, text)
-        if plan.run.upload_to:
-            (directory / CHECKPOINTS).mkdir(exist_ok=True)  # the line is written there, also before a save
-        descent = begin_line(
-            directory,
-            attempt=attempt,
-            base=start.path,
-            damaged=start.damaged,
-            on_note=callbacks.on_note,
+        descent, uploads = _make_directory(
+            plan, start, attempt=attempt, files=files, overwrite=overwrite, on_note=callbacks.on_note
         )
-        try:
-            uploads = begin_in_store(plan.run, descent.line, callbacks.on_note, overwrite=overwrite)
-        except FituneError:
-            if not was_there:  # nothing was trained: a run that never began leaves nothing
-                remove_run(directory)
-            raise
         return descent
 
     descent = ranks.from_first(begin)
@@ -213,6 +194,29 @@ def _begun(
         earlier = read_metrics(current.log.path)
         current.began -= sum(step.step_seconds + step.data_seconds for step in earlier)
     return current, start
+
+
+def _make_directory(
+    plan: Plan, start: Start, *, attempt: str, files: Mapping[str, str], overwrite: bool, on_note: Callable[[str], None]
+) -> tuple[Descent, Uploads | None]:  # fmt: skip
+    """Make the directory this attempt's; what an earlier one said about its end holds no longer."""
+    directory = Path(plan.run.output_dir)
+    if overwrite:  # only now: what was there is untouched until the data is known
+        remove_run(directory)
+    was_there = any((directory / name).exists() for name in ("plan.json", "recipe.yaml"))
+    for name in ("report.json", "report.html", TRACEBACK):
+        (directory / name).unlink(missing_ok=True)
+    for name, text in {"plan.json": to_json(placed(plan)), **files}.items():
+        write_atomically(directory / name, text)
+    if plan.run.upload_to:
+        (directory / CHECKPOINTS).mkdir(exist_ok=True)  # the line is written there, also before a save
+    descent = begin_line(directory, attempt=attempt, base=start.path, damaged=start.damaged, on_note=on_note)
+    try:
+        return descent, begin_in_store(plan.run, descent.line, on_note, overwrite=overwrite)
+    except FituneError:
+        if not was_there:  # nothing was trained: a run that never began leaves nothing
+            remove_run(directory)
+        raise
 
 
 def _read_data(

@@ -18,8 +18,7 @@ def mlp_stages(
     model, activation = site.model, site.activation
     inputs, down = linears[:-1], linears[-1:]
     gated = model.mlp_type == "gated"
-    halves = gated and len(inputs) == 1  # one linear makes gate and up (Phi-3)
-    adapted_in, adapted_out = bool(site.adapted(inputs)), bool(site.adapted(down))
+    adapted_out = bool(site.adapted(down))
     reaches = passes or site.trains(inputs)
     goes_back = reaches or site.trains(down)
     drops_sum = model.parallel_blocks and not model.dropout.attention_output and attention_passes
@@ -47,47 +46,10 @@ def mlp_stages(
         inputs,
         input_has_gradient=site.gradient_enters if model.parallel_blocks else passes,
     )
-    if gated and site.fused:
-        # gate and up; the activated gate is computed again (liger_kernel.ops.swiglu, geglu 0.8.5)
-        tensors_kept = 2
-        # the gradient of the product, over which those of gate and up are written; where one linear makes both theirs
-        # is another tensor of 2·f, and where base and adapter each have a gradient of the product, so is their sum
-        backward = stream + (3 if halves or adapted_out else 1) * wide
-    elif gated:
-        tensors_kept = gated_mlp_tensors_kept(activation, halves=halves)
-        backward = gate_backward(site, width=site.f, halves=halves)
-    else:  # 1 for GELU in one kernel, 4 for gelu_new
-        tensors_kept = activation.kept + activation.keeps_output
-        # of the activation's output and input, and what lies between; of base, adapter and their sum at least
-        backward = stream + max(activation.backward, 3 if adapted_out else 0) * wide
-    # of the MLP's width at once: activated gate, up and product; an adapter on its inputs adds one, base and scaled
-    # low-rank output. Where one linear makes gate and up both, or three of both with an adapter. More where the
-    # activation makes more on its way
-    tensors = max((3 if gated else 2) + adapted_in, activation.forward)
-    again = incoming = making = 0
-    if gated and not site.fused and site.adapted(inputs[1:]):
-        # the second half's base, low-rank output and this one scaled, of which one is kept
-        making = waiting + input_held + 2 * wide
-    if halves:
-        tensors = max(6 if adapted_in else 4, activation.forward + 1)
-    if halves and adapted_in:  # base, low-rank output and this one scaled of both at once
-        making = waiting + input_held + (6 - tensors_kept) * wide
-        incoming = (1 + (adapted_out and not model.dropout.mlp_output)) * stream
-        # the block's input is counted with those that recompute keeps
-        again = making - waiting // 2 + incoming
-    if gate_first:
-        incoming = stream + wide
-        again = max(again, input_held + wide + incoming)
-    yield Stage(
-        name="MLP activation",
-        kept=tensors_kept * wide if reaches else 0,
-        # in parallel blocks in place of the residual, which is the block's input
-        forward=2 * stream + tensors * wide + (0 if model.parallel_blocks else beside_attention),
-        backward=backward + site.shared_dropout_gradient if reaches else 0,
-        again=again,
-        making=making,
-        incoming=incoming,
-    )
+    yield _activation_stage(
+        site, inputs, reaches=reaches, adapted_out=adapted_out, gate_first=bool(gate_first), waiting=waiting,
+        input_held=input_held, beside_attention=beside_attention,
+    )  # fmt: skip
     again = 0
     if not (keeps_product or site.reads_input(down)):  # else going back takes more
         # the product, the output and the residual's gradient; residual and input, where nobody keeps them, and the
@@ -119,6 +81,59 @@ def mlp_stages(
         making=making if goes_back else 0,
     )
     yield with_linears(site, outputs, down)
+
+
+def _activation_stage(
+    site: Site, inputs: Sequence[Linear], *, reaches: bool, adapted_out: bool, gate_first: bool, waiting: int,
+    input_held: int, beside_attention: int,
+) -> Stage:  # fmt: skip
+    """``waiting``: bytes that the block holds for its end; ``input_held``: the input, where the caller alone has it."""
+    model, activation = site.model, site.activation
+    gated = model.mlp_type == "gated"
+    halves = gated and len(inputs) == 1  # one linear makes gate and up (Phi-3)
+    adapted_in = bool(site.adapted(inputs))
+    wide, stream = site.t * site.e * site.f, site.stream
+    if gated and site.fused:
+        # gate and up; the activated gate is computed again (liger_kernel.ops.swiglu, geglu 0.8.5)
+        tensors_kept = 2
+        # the gradient of the product, over which those of gate and up are written; where one linear makes both theirs
+        # is another tensor of 2·f, and where base and adapter each have a gradient of the product, so is their sum
+        backward = stream + (3 if halves or adapted_out else 1) * wide
+    elif gated:
+        tensors_kept = gated_mlp_tensors_kept(activation, halves=halves)
+        backward = gate_backward(site, width=site.f, halves=halves)
+    else:  # 1 for GELU in one kernel, 4 for gelu_new
+        tensors_kept = activation.kept + activation.keeps_output
+        # of the activation's output and input, and what lies between; of base, adapter and their sum at least
+        backward = stream + max(activation.backward, 3 if adapted_out else 0) * wide
+    # of the MLP's width at once: activated gate, up and product; an adapter on its inputs adds one, base and scaled
+    # low-rank output. Where one linear makes gate and up both, or three of both with an adapter. More where the
+    # activation makes more on its way
+    tensors = max((3 if gated else 2) + adapted_in, activation.forward)
+    again = incoming = making = 0
+    if gated and not site.fused and site.adapted(inputs[1:]):
+        # the second half's base, low-rank output and this one scaled, of which one is kept
+        making = waiting + input_held + 2 * wide
+    if halves:
+        tensors = max(6 if adapted_in else 4, activation.forward + 1)
+    if halves and adapted_in:  # base, low-rank output and this one scaled of both at once
+        making = waiting + input_held + (6 - tensors_kept) * wide
+        incoming = (1 + (adapted_out and not model.dropout.mlp_output)) * stream
+        # the block's input is counted with those that recompute keeps
+        again = making - waiting // 2 + incoming
+    if gate_first:
+        incoming = stream + wide
+        again = max(again, input_held + wide + incoming)
+    return Stage(
+        name="MLP activation",
+        kept=tensors_kept * wide if reaches else 0,
+        # in parallel blocks in place of the residual, which is the block's input
+        forward=2 * stream + tensors * wide + (0 if model.parallel_blocks else beside_attention),
+        backward=backward + site.shared_dropout_gradient if reaches else 0,
+        again=again,
+        making=making,
+        incoming=incoming,
+    )
 
 
 def gated_mlp_tensors_kept(activation: Activation, *, halves: bool) -> int:
