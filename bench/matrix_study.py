@@ -166,7 +166,13 @@ def _what_recompute_opens(matrix: Matrix) -> Finding | None:
 
 def _longest(matrix: Matrix, model: ModelSpec, **wanted: str | bool) -> int:
     """0 when no length fits."""
-    return max((cell.seq_len for cell in matrix.row(model) if cell.some_fits(**wanted)), default=0)
+    return max((cell.seq_len for cell in matrix.row(model) if _some_fits(cell, **wanted)), default=0)
+
+
+def _some_fits(cell: Cell, **wanted: str | bool) -> bool:
+    """True if a setting of the cell with these facts fits."""
+    fitting = (setting for setting in cell.settings if setting.fits)
+    return any(all(getattr(one, name) == value for name, value in wanted.items()) for one in fitting)
 
 
 def _balanced_default(recipe: Recipe, matrix: Matrix) -> Finding | None:
@@ -174,7 +180,7 @@ def _balanced_default(recipe: Recipe, matrix: Matrix) -> Finding | None:
     if "lora" not in matrix.methods or "ZeRO-2" not in matrix.shardings:
         return None
     fitting = [
-        cell for cell in matrix.cells if cell.some_fits(method="lora", sharding="ZeRO-2", offload=False)
+        cell for cell in matrix.cells if _some_fits(cell, method="lora", sharding="ZeRO-2", offload=False)
     ]
     shares = [share for cell in fitting if (share := share_of_fastest(recipe, cell, matrix))]
     ours = f"ZeRO-2 + LoRA fits in {len(fitting)} of {len(matrix.cells)} cells with nothing offloaded"

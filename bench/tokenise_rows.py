@@ -68,15 +68,18 @@ def write_tokenizer(folder: Path, rows: Path) -> None:
 
 
 def by_fitune(work: Path, tokenizer: Any) -> dict[str, int]:
-    from fitune.cli.terminal import reading_bar
+    from fitune.cli.terminal import ReadingBar
     from fitune.data.preparing import prepare_data
     from fitune.values.plan import DataPlan, DataSource
 
     data = DataPlan(sources=(DataSource(path=str(work / "rows.jsonl")),), cache_dir=str(work / "fitune"))
-    with reading_bar() as watch:
+    bar = ReadingBar()
+    try:
         prepared = prepare_data(
-            data, tokenizer=tokenizer, tokenizer_path="bench", seq_len=SEQ_LEN, seed=0, watch=watch
+            data, tokenizer=tokenizer, tokenizer_path="bench", seq_len=SEQ_LEN, seed=0, watch=bar.show
         )
+    finally:
+        bar.close()
     ledger = prepared.train_ledger
     ids, marks = prepared.train.row(len(prepared.train) - 1)
     return {

@@ -311,6 +311,7 @@ _NO_MEMORY = (
     "unable to mmap",  # torch and safetensors, where the address space is full
     "cublas_status_alloc_failed",
     "cudnn_status_alloc_failed",
+    "negative dimension",  # transformers makes a tensor of the device's free memory less 1.2 GiB before it loads
 )
 
 

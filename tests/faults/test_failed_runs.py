@@ -48,7 +48,7 @@ CUDA = torch.OutOfMemoryError(
         (LOSS, RuntimeError("shapes cannot be multiplied"), "TrainingFailed", "loss"),
         (LOSS, KeyError("lost"), "TrainingFailed", "loss"),
         (
-            "fitune.train.run.evaluate",
+            "fitune.train.held_out.evaluate",
             OSError(5, "Input/output error", "/data"),
             "TrainingFailed",
             "evaluating",

@@ -33,7 +33,7 @@ def here(monkeypatch):
             )
             for i, (name, mib, capability) in enumerate(cards)
         )  # fmt: skip
-        monkeypatch.setattr("fitune.measure.hardware.gpus_here", lambda environment: found)
+        monkeypatch.setattr("fitune.measure.hardware.gpus_here", lambda: found)
 
     return put
 

@@ -57,7 +57,7 @@ def test_fast_bf16_is_taken_and_explained_by_seconds():
 def test_fp32_stays_where_bf16_is_not_clearly_faster(bf16):
     _, precision, reason = planned(measured(fp32=93e9, bf16=bf16))
     assert precision is Precision.FP32
-    assert "fp32, because a step takes" in reason
+    assert "fp32: a step takes" in reason
     assert "calibrated on 2026-11-21" in reason
 
 

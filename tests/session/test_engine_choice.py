@@ -31,7 +31,7 @@ def here(monkeypatch):
         monkeypatch.setattr("fitune.measure.hardware.HIDDEN", [])
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # what a scoring sets goes with it
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-        monkeypatch.setattr("fitune.measure.hardware.gpus_here", lambda environment: found)
+        monkeypatch.setattr("fitune.measure.hardware.gpus_here", lambda: found)
         monkeypatch.setattr("fitune.session.score.score_plan.has_vllm", lambda: vllm)
 
     return has

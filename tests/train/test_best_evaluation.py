@@ -14,7 +14,7 @@ def evaluating(monkeypatch, *losses):
     """``losses`` in their order, after that of the untrained model."""
     said = iter((9.0, *losses))
     monkeypatch.setattr(
-        import_module("fitune.train.run"), "evaluate", lambda model, dataset, batch, **others: next(said)
+        import_module("fitune.train.held_out"), "evaluate", lambda model, dataset, batch, **others: next(said)
     )
 
 

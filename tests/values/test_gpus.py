@@ -110,7 +110,7 @@ def test_what_is_not_one_device_is_refused(name, words):
         ("2 x RTX 3090", "--gpu rtx-3090 --gpus 2"),
         ("T4 x2", "--gpu t4 --gpus 2"),
         ("2xA100", "--gpu a100 --gpus 2"),
-        ("3090,3090", "names several cards\n  try: --gpu 3090 --gpus 2"),
+        ("3090,3090", "lists several cards\n  try: --gpu 3090 --gpus 2"),
         ("V100-32GB + V100-32GB", "--gpu v100-32gb --gpus 2"),
         (
             "RTX 4090, RTX 3090, RTX 3060",

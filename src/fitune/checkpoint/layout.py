@@ -209,7 +209,8 @@ def write_model(model: PreTrainedModel, folder: Path, pieces: Mapping[str, FileT
     Raises OSError, and CheckpointError naming a tensor that is empty, not finite, or comes back otherwise.
     """
     by_name = {name: piece.like for name, piece in pieces.items()}
-    likes = {name: by_name[name] for name in aligned_order(by_name)}
+    # on no device: the library keeps what shares a storage together, as experts do that were one stack
+    likes = {name: torch.empty_like(by_name[name], device="meta") for name in aligned_order(by_name)}
     split = split_torch_state_dict_into_shards(likes, max_shard_size=SHARD_BYTES)
     digests: Digests = {}
     for file, names in split.filename_to_tensors.items():

@@ -47,8 +47,9 @@ WITHOUT: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 
 
 def typed_options(context: Any) -> set[str]:
-    """Names of the parameters that stand on the command line; ``context`` is typer's."""
-    return {name for name in context.params if context.get_parameter_source(name).name == "COMMANDLINE"}
+    """Names of the parameters that stand on the command line, ``--on here`` left out; ``context`` is typer's."""
+    typed = {name for name in context.params if context.get_parameter_source(name).name == "COMMANDLINE"}
+    return typed - {"on"} if context.params.get("on") == "here" else typed
 
 
 def refuse_idle_options(context: Any) -> None:

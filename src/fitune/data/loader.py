@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from fitune.data.dataset import TokenDataset
-from fitune.data.packing import Packs, examples_of_rows, pack_rows
+from fitune.data.packing import Packs, pack_rows, packs_of_examples
 from fitune.values.model.block_profile import IGNORED, BatchShape
 from fitune.values.plan import Batch
 from fitune.values.predictions import Epoch
@@ -88,7 +88,7 @@ class Loader:
         if batch.packing:
             self._packs = pack_rows(dataset.lengths, batch.seq_len)
         elif batch.example_rows > 1:
-            self._packs = examples_of_rows(len(dataset), batch.example_rows)
+            self._packs = packs_of_examples(len(dataset), batch.example_rows)
         self._labels_per_row_N = dataset.labels_per_row
         self._cached_order: tuple[int, np.ndarray] | None = None
 

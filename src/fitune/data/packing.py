@@ -63,9 +63,9 @@ def pack_rows(lengths: Sequence[int] | np.ndarray, capacity: int) -> Packs:
     return Packs(order_N[by_pack_N], starts.astype(np.int64))
 
 
-def examples_of_rows(rows: int, each: int) -> Packs:
-    """The rows of each example, which stand one behind the other: ``each`` of them."""
-    return Packs(np.arange(rows), np.arange(0, rows + 1, each))
+def packs_of_examples(rows: int, example_rows: int) -> Packs:
+    """The rows of each example, which stand one behind the other, as a pack."""
+    return Packs(np.arange(rows), np.arange(0, rows + 1, example_rows))
 
 
 class _Rooms:

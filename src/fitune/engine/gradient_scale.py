@@ -49,9 +49,9 @@ def clip_factor(norm: float, *, max_norm: float) -> float:
 
 _FIRST_SCALE, _LEAST_SCALE = 2.0**16, 1.0
 _CLEAN_STEPS = 1000
-"""In a row: then the scale doubles."""
+"""Steps in a row without overflow, after which the scale doubles."""
 _FUTILE_STEPS = 20
-"""In a row at the smallest scale: then the run ends."""
+"""Overflows in a row at the smallest scale, after which the run ends."""
 
 
 class LossScale:
@@ -103,4 +103,4 @@ class LossScale:
         """Go on from what ``facts`` says."""
         if self.is_used:
             self.value = facts["loss_scale"]
-            self.clean_steps, self.futile_steps = int(facts["clean_steps"]), int(facts["futile_steps"])
+            self.clean_steps, self.futile_steps = int(facts["clean_steps"]), int(facts.get("futile_steps", 0))

@@ -29,7 +29,7 @@ class LossModel(Protocol):
         ...
 
     def divisor(self, *, rows: int, supervised_tokens: int) -> int:
-        """What the summed loss of so many rows, with labels for so many tokens, is divided by."""
+        """Number that the summed loss of so many rows, with labels for so many tokens, is divided by."""
         ...
 
     def loss_and_gradient(self, hidden_TD: Tensor, batch: Any, *, scale: float) -> tuple[Tensor, Tensor]:

@@ -44,15 +44,24 @@ def loss_moments(step: StepStages, gradients: int) -> list[Terms]:
 def _chunk_sizes(step: StepStages, tokens: int) -> tuple[int, int]:
     """Bytes of a chunk of the loss: while softmax and gradient are formed, and while it goes back through the head.
 
-    For a logit first 4 in fp32: the softmax overwrites the logits; 6 in 16 bit: fp32 work 4, beside the logits or their
-    gradient 2 (transformers' own loss needs 10 forward and 12 backward, docs/memory-model.md). A soft cap keeps its
-    tangent, e more; the way back through it overwrites the gradient. One kernel that does it all (models/fused_loss.py)
-    takes e. Then the logits' gradient, and where the stream is fp32 input and gradient in the head's type.
+    Then there is the logits' gradient, and where the stream is fp32 input and gradient in the head's type.
     """
     model, e = step.plan.model, step.element_bytes
-    own = e if step.plan.kernels == "liger" else (e if e == FP32 else e + FP32) + model.caps_logits * e
-    softmax = tokens * model.vocab_size * (step.logit_bytes or own)
+    softmax = tokens * model.vocab_size * (step.logit_bytes or bytes_per_logit(step))
     return softmax, tokens * e * (model.vocab_size + 2 * model.hidden_size * model.fp32_stream)
+
+
+def bytes_per_logit(step: StepStages) -> int:
+    """4 in fp32: the softmax overwrites the logits. 6 in 16 bit: fp32 work 4, beside the logits or their gradient 2.
+    A soft cap keeps its tangent, e more; the way back through it overwrites the gradient. e where one kernel does it
+    all (models/fused_loss.py).
+
+    transformers' own loss needs 10 forward and 12 backward (docs/memory-model.md).
+    """
+    e = step.element_bytes
+    if step.plan.kernels == "liger":
+        return e
+    return (e if e == FP32 else e + FP32) + step.plan.model.caps_logits * e
 
 
 def loss_work(step: StepStages) -> Work:

@@ -215,7 +215,7 @@ def _offloaded(step: StepStages) -> list[tuple[str, str, int, int]]:
     (aten/src/ATen/core/CachingHostAllocator.h). Everything else is pinned in rooms of fitune's own, which are as large
     as what is in them (engine/host.py). Weights on NVMe are read through buffers, and written after their step through
     the whole weights of a sub-group, where shares would do (runtime/zero/stage3.py, reserve_partitioned_swap_space):
-    they stand for the whole run.
+    both stay for the whole run.
     """
     plan, offload, e = step.plan, step.plan.offload, step.element_bytes
     shares = num_shares(plan)

@@ -315,6 +315,6 @@ def _never_came(place: Place, missing: list[int]) -> HardwareError:
     return HardwareError(
         f"waited {place.timeout_s:g} s at {place.address} for {place.nodes} nodes: "
         f"node{'s' * (len(missing) > 1)} {names} did not come",
-        hint=f"fitune train … --node-rank {missing[0]} --rendezvous {place.address} there, an address of node 0; "
-        f"longer: --rendezvous-timeout {2 * place.timeout_s:g}",
+        hint=f"start fitune train … --node-rank {missing[0]} --rendezvous {place.address} there, an address of node 0; "
+        f"or wait longer: --rendezvous-timeout {2 * place.timeout_s:g}",
     )

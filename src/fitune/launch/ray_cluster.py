@@ -55,7 +55,7 @@ def ray_place(*, address: str, workers: str, restarts: int = 3) -> RayPlace:
     fewest, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= fewest <= most:
         raise RecipeError(
-            f"--workers {workers[:40]!r} is no number of workers: one from 1 on, or two that rise",
+            f"--workers {workers[:40]!r} is no number of workers: a whole number from 1 on, or FEWEST..MOST",
             hint="--workers 2, or --workers 2..4",
         )
     _require_address(address, "--ray-address")

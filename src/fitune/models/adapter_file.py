@@ -207,12 +207,11 @@ def check_adapter(path: Path, *, base: str | Path | PreTrainedModel) -> tuple[st
             is_grown = expected and len(shape) == 2 and shape[1:] == expected[1:] and shape[0] > expected[0]
             if expected is None:
                 module, is_pair, _ = name.partition(".lora_")
-                is_elsewhere = is_pair and module.removeprefix(PREFIX) not in linears
-                why = (
-                    "the base has no such linear"
-                    if is_elsewhere
-                    else "adapter_config.json does not promise it"
-                )
+                why = "adapter_config.json does not promise it"
+                if is_pair and module.removeprefix(PREFIX) not in linears:
+                    why = "the base has no such linear"
+                elif not name.startswith(PREFIX):
+                    why = f"does not begin with {PREFIX}"
                 problems.append(f"{key}: {why}")
             elif shape != expected and (".lora_" in key or not is_grown):
                 problems.append(f"{key}: {shape}, expected {expected}")

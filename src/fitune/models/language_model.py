@@ -70,7 +70,7 @@ class LanguageModel:
         return output.last_hidden_state.squeeze(0)  # backward of [0] fills zeros and copies
 
     def divisor(self, *, rows: int, supervised_tokens: int) -> int:
-        """What the summed loss of so many rows is divided by: a mean over tokens."""
+        """Number that the summed loss of these rows is divided by: a mean over tokens."""
         return supervised_tokens
 
     def loss_and_gradient(self, hidden_TD: Tensor, batch: Stream, *, scale: float) -> tuple[Tensor, Tensor]:

@@ -212,7 +212,7 @@ def read_generation_config(folder: Path) -> GenerationConfig | None:
     """The generation settings of the model's makers; None where they give none."""
     if not (folder / GENERATION).is_file():
         return None
-    stop_ids(_fields(folder / GENERATION))
+    stop_ids(_fields(folder / GENERATION))  # raises ModelError for a wrong eos_token_id
     with _named(f"{folder / GENERATION}: cannot be read"):
         return GenerationConfig.from_pretrained(folder)
 

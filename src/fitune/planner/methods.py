@@ -192,14 +192,14 @@ def why_on_cpu(plan: Plan) -> str:
     gpu, speedup = plan.hardware.gpu, bf16_speedup(plan)
     fp32, bf16 = (format_seconds(_seconds(plan, each)) for each in (Precision.FP32, Precision.BF16_MASTER))
     why = (
-        f"{plan.precision.value}, because a step takes {fp32} here in fp32 and {bf16} in bf16-master, bf16 compute "
-        f"with fp32 masters ({plan.hardware.rates}): {speedup:.1f} × as fast, and it is worth its rounding from "
+        f"{plan.precision.value}: a step takes {fp32} in fp32 and {bf16} in bf16-master, bf16 compute with fp32 "
+        f"masters ({plan.hardware.rates}), {speedup:.1f} × as fast; bf16-master rounds more, and is taken from "
         f"{BF16_IS_WORTH:g} × on"
     )
     if plan.precision is Precision.FP32 and speedup >= BF16_IS_WORTH:
-        return f"{why}; no plan with it fits"
+        return f"{why}, but no plan with it fits"
     if plan.hardware.calibration is None and gpu.bf16_flops < gpu.fp32_flops:
-        return f"{why}; {gpu.name} names no bf16 instructions"
+        return f"{why}; {gpu.name} names no bf16 instructions: fitune doctor --calibrate measures both"
     return why
 
 

@@ -55,7 +55,7 @@ def _is_at(name: str, path: Path) -> bool:
 
 
 def with_paths(keys: Mapping[str, Any], change: Change, *, also: Sequence[str] = ()) -> dict[str, Any]:
-    """``keys`` with each path changed: of model, data and templates, and of the keys that are named beside them."""
+    """``keys`` with each path changed: of model, data and templates, and of the keys in ``also``."""
 
     def source(name: str, value: Any) -> Any:
         """The value with its path changed: a text, or a mapping with ``path``; any other value as it is."""

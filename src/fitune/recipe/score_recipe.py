@@ -72,7 +72,7 @@ def _columns(value: Any) -> Any:
     return columns
 
 
-Name = Annotated[str, BeforeValidator(str)]
+Name = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, Path) else value)]
 """A path, or a Hub id."""
 
 

@@ -186,13 +186,13 @@ def _label(axes: Any, points: Sequence[OfferPoint]) -> None:
             textcoords="offset points", color=_INK, fontweight="bold" if point.is_taken else "normal", fontsize=8.5,
         )  # fmt: skip
 
-        def faults(place: tuple[int, int], text: Any = text) -> tuple[bool, int]:
-            """Puts the name at ``place``: True where it leaves the picture, and how much it lies on."""
+        def put(place: tuple[int, int], text: Any = text) -> tuple[bool, int]:
+            """Puts the name at ``place``. True where it leaves the picture, and the number of things that it covers."""
             text.set_ha("left" if place[0] > 0 else "right")
             text.set_position(place)
             box = text.get_window_extent()
             inside = axes.bbox.x0 <= box.x0 and box.x1 <= axes.bbox.x1 + 20 and axes.bbox.y0 <= box.y0
             return not inside, box.count_overlaps(taken)
 
-        faults(min(_PLACES, key=faults))
+        put(min(_PLACES, key=put))
         taken.append(text.get_window_extent())

@@ -93,6 +93,8 @@ class Shards:
         try:
             with open_regular(path, follow_links=False) as file:
                 shard = _SHARD.validate_json(file.read())
+            if not len(shard.ids) == len(shard.contents) == len(shard.states):
+                raise ValueError("its ids, contents and states are not equally many")
             written = _hash_of_rows(shard.ids, shard.contents, shard.states)
             if shard.sha256.get("rows", written) != written:  # earlier versions wrote none
                 raise ValueError("its ids, contents and states are not those that were written")

@@ -229,7 +229,7 @@ def _histogram(dataset: TokenDataset) -> tuple[Bar, ...]:
 
 
 def explain_data(shown: ShownData) -> str:
-    """Text for a terminal: learned text is green, or stands between » and « where standard output is none."""
+    """Text for a terminal: learned text is green, or stands between » and « where standard output is no terminal."""
     colours = sys.stdout.isatty()
     learned = "green" if colours else "between » and «"
     lines = [f"{', '.join(shown.sources)} in {shown.template}; what is learned is {learned}", ""]

@@ -140,7 +140,7 @@ def _train(path: Path, emit: Emit, *, explain: bool) -> None:
 
 
 def _accuracy(files: DemoFiles, run: Path) -> float:
-    """Share of held-out rows that what a run exported answers exactly."""
+    """Share of held-out rows that the export of ``run`` answers exactly."""
     recipe = score_recipe(
         model=run, data=files.test, out=run / "scores", graders=_GRADER,
         max_new_tokens=MAX_NEW_TOKENS, batch_size=25,

@@ -191,9 +191,9 @@ def ways(question: Mapping[str, str]) -> str:
     """HTML of the ways that fit, and of the first screen; empty where the answer is an error. Raises nothing."""
     try:
         asked, report = _planned(_without(question, "fleet"))
+        return _table(asked, report, _command(asked.recipe))
     except FituneError:
         return ""
-    return _table(asked, report, _command(asked.recipe))
 
 
 def _table(asked: Asked, report: PlanReport, train: str) -> str:
@@ -260,7 +260,8 @@ _PLACE = ("gpu", "gpus", "nodes", "fleet")
 
 def clusters(question: Mapping[str, str]) -> str:
     """HTML of the clusters of the pasted fleet file, ranked as by ``plan --fleet``, or of its error; empty without one
-    or where the rest of the question is an error. Nobody is asked what is free, and no file is read. Raises nothing."""
+    or where the rest of the question is an error. Nobody is asked what is free, no model's file is read.
+    Raises nothing."""
     from fitune.planner.fleet import rank_fleet  # for those who paste one
     from fitune.planner.ranking import Wanted
     from fitune.session.clusters.fleet import full_rows

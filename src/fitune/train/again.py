@@ -97,7 +97,7 @@ def load_trained(plan: Plan, source: TrainedSource, *, on_bytes: OnBytes) -> Lan
 
 
 def trained_weights(plan: Plan, source: TrainedSource) -> Mapping[str, torch.Tensor]:
-    """What was trained by the names that it has in the model, of a checkpoint or an adapter's folder.
+    """Trained tensors by their names in the model, read from a checkpoint or an adapter's folder.
 
     Raises CheckpointError where the adapter is damaged or does not fit.
     """
@@ -124,10 +124,12 @@ def with_weights(
     add_rows(model, plan)
     whole = tuned(model, plan)
     own = {name: p for name, p in whole.named_parameters() if p.requires_grad}
-    # files name a tied table twice
-    both = {name for name, _ in whole.named_parameters(remove_duplicate=False)}
-    if odd := sorted(own.keys() - trained.keys()) or sorted(trained.keys() - both):
-        raise CheckpointError(f"the checkpoint trains other parameters than the plan, e.g. {odd[:3]}")
+    # a file may hold a tied table under both of its names
+    with_tied = {name for name, _ in whole.named_parameters(remove_duplicate=False)}
+    if odd := sorted(own.keys() - trained.keys()) or sorted(trained.keys() - with_tied):
+        raise CheckpointError(
+            f"the saved weights are of other parameters than the plan trains, e.g. {odd[:3]}"
+        )
     with torch.no_grad():
         for name, parameter in own.items():
             parameter.copy_(trained[name])

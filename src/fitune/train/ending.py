@@ -32,7 +32,7 @@ from fitune.values.serial import to_json
 
 
 def complete(current: Run, weights: Mapping[str, Tensor] | None) -> RunReport:
-    """Save what was trained before anything else can fail, answer the samples again, merge, write report.json.
+    """Write report.json, save what was trained, answer the samples again, merge, write report.json anew.
 
     ``weights``: what was trained, where it is divided over ranks; asked for once each and in their order.
     """

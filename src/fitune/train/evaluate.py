@@ -29,7 +29,7 @@ def evaluate(
     ranks: Ranks = ALONE,
     on_batch: Callable[[], None] = lambda: None,
 ) -> float:
-    """Mean loss (per supervised token, in nats) over every row once, or the first ``rows``.
+    """Mean loss (in nats, by the model's divisor: per supervised token) over every row once, or the first ``rows``.
 
     Each rank takes every ``world``-th micro-batch, and all take equally many: weights are gathered together.
     """

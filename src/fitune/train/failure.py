@@ -73,10 +73,13 @@ def explain_failure(error: Exception, plan: Plan, where: Whereabouts, *, rank: i
         return PeerGone(f"another rank is gone ({where})")
     told = f"({where}): {first_line(error)}\n  the plan: {describe_plan(plan)}, on {plan.hardware.gpu.name}"
     if is_out_of_memory(error):
-        return OutOfMemory(
-            f"out of memory {told}",
-            hint=f"a smaller micro_batch_size or seq_len; `fitune plan --details` has more{_going_on(plan)}",
-        )
+        batch, wanted = plan.batch, ["`fitune plan --details` shows what takes it"]
+        if batch.micro_batch_size > 1:
+            wanted.append(f"micro_batch_size: {batch.micro_batch_size // 2}")
+        if plan.recompute.blocks < plan.model.num_layers:
+            wanted.append("gradient_checkpointing: true")
+        wanted.append(f"seq_len: {max(1, batch.seq_len // 2)}")
+        return OutOfMemory(f"out of memory {told}", hint="; ".join(wanted) + _going_on(plan))
     if isinstance(error, OSError):
         file = f"{error.filename}: " if error.filename is not None else ""
         return TrainingFailed(

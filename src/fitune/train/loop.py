@@ -118,7 +118,7 @@ def train(
 def _not_finite(
     plan: Plan, prepared: Prepared, loss: float, rows: Sequence[int], *, step: int
 ) -> TrainingFailed:
-    """The error of a loss that is no number. Raises ModelError where the weights were none to begin with."""
+    """The error of a loss that is no number. Raises ModelError where the model's own weights are not finite."""
     if step == 0:
         require_finite(prepared.model.whole, plan.model_path)
     return TrainingFailed(

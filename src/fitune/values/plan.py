@@ -129,7 +129,7 @@ class Batch:
     @property
     def unit(self) -> str:
         """Word for what a batch counts."""
-        return "pack" if self.packing else "row"
+        return "pack" if self.packing else "row" if self.example_rows == 1 else "example"
 
     @property
     def full_rows(self) -> tuple[int, ...]:
@@ -148,7 +148,7 @@ class Batch:
 
     @property
     def global_batch_size(self) -> int:
-        """Rows (or packs) per optimizer step on one process."""
+        """Units per optimizer step on one process."""
         return self.micro_batch_size * self.accumulation
 
     def of_units(self, units: int) -> "Batch":

@@ -94,7 +94,7 @@ def _acquired_in_time(file: Path) -> int:
     seconds = whole_number(text, most=10**9)
     if seconds is None:
         raise RunDirectoryError(
-            f"{WAIT_VARIABLE} is {text!r}, not a number of seconds", hint="e.g. 600, or 0"
+            f"{WAIT_VARIABLE} is {text!r}, not a whole number of seconds", hint="e.g. 600, or 0"
         )
     until = time.monotonic() + max(seconds, _LOOK_SECONDS)
     while True:

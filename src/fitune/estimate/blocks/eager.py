@@ -42,19 +42,19 @@ def block_passes(plan: Plan, *, has_adapters: bool = True) -> tuple[Pass, Pass]:
             if lora.dropout > 0:
                 forward_moved += 3 * linear.in_features
                 backward_moved += 3 * linear.in_features
-    there, back = elementwise_passes(model, element_bytes=e, fused=plan.kernels == "liger")
+    between, between_back = elementwise_passes(model, element_bytes=e, fused=plan.kernels == "liger")
     count, gradients, scores = len(model.linears), 2 if lora is None else 1, _scores(plan)
     forward = Pass(
         flops=2.0 * (base + adapters),
-        bytes=there.bytes + e * forward_moved + scores,
+        bytes=between.bytes + e * forward_moved + scores,
         products=count + 2 * adapted,
-        operations=there.operations + 2 * adapted,
+        operations=between.operations + 2 * adapted,
     )
     backward = Pass(
         flops=2.0 * (gradients * base + 2 * adapters),
-        bytes=back.bytes + e * backward_moved + scores,
+        bytes=between_back.bytes + e * backward_moved + scores,
         products=gradients * count + 4 * adapted,
-        operations=back.operations + 2 * adapted,
+        operations=between_back.operations + 2 * adapted,
     )
     return forward, backward
 
@@ -72,8 +72,8 @@ def _idle_rows(plan: Plan, linear: Linear) -> float:
 
 def _norm(model: ModelSpec, e: int, *, fused: bool) -> tuple[float, float, int, int]:
     """Bytes per element of a norm, forward and backward, and its operations. LayerNorm is one kernel: 2e and 3e; so is
-    Liger's. RMSNorm is written out: 7 and 23 moves of fp32 under fp32; in 16 bit 36 and 94 bytes, 40 and 107 where the
-    weight multiplies in fp32 (Gemma)."""
+    Liger's: 2e and 4e. RMSNorm is written out: 7 and 23 moves of fp32 under fp32; in 16 bit 36 and 94 bytes, 40 and 107
+    where the weight multiplies in fp32 (Gemma)."""
     if fused or model.norm_type == "layer":
         return 2 * e, (4 if fused else 3) * e, 1, 2
     if e == 4:
@@ -82,15 +82,15 @@ def _norm(model: ModelSpec, e: int, *, fused: bool) -> tuple[float, float, int, 
 
 
 def elementwise_passes(model: ModelSpec, *, element_bytes: int, fused: bool) -> tuple[Pass, Pass]:
-    """What lies between a block's products without adapters: bytes and operations, forward and backward.
+    """Bytes and operations between a block's products, without adapters, forward and backward.
 
     Norms; 3e·h for each of two sums with the residual stream, and in backward for each gradient that joins it
-    (6 in all: both sums, q, k and v, gate and up); as much there and back for a dropout before each sum; 10e and 17e
+    (6 in all: both sums, q, k and v, gate and up); as much each way for a dropout before each sum; 10e and 17e
     for queries and keys turned to their positions; the MLP's activation. Liger's kernels turn them in place, 2e each
     way, and read gate and up once: 3e·f and 5e·f.
     """
     e, h, width = element_bytes, model.hidden_size, model.q_dim + model.kv_dim
-    there, back, operations_there, operations_back = _norm(model, e, fused=fused)
+    forward, backward, operations, operations_back = _norm(model, e, fused=fused)
     has_qk_norm = model.qk_norm != "none"
     norms = model.norms_per_block + 2 * has_qk_norm
     normed = model.norms_per_block * h + width * has_qk_norm
@@ -103,11 +103,11 @@ def elementwise_passes(model: ModelSpec, *, element_bytes: int, fused: bool) -> 
     others = _operations(model, fused=fused)
     return (
         Pass(
-            bytes=there * normed + e * (dropped + 6 * h + turning[0] * turned + activation[0]),
-            operations=others[0] + norms * operations_there,
+            bytes=forward * normed + e * (dropped + 6 * h + turning[0] * turned + activation[0]),
+            operations=others[0] + norms * operations,
         ),
         Pass(
-            bytes=back * normed + e * (dropped + 18 * h + turning[1] * turned + activation[1]),
+            bytes=backward * normed + e * (dropped + 18 * h + turning[1] * turned + activation[1]),
             operations=others[1] + norms * operations_back,
         ),
     )
@@ -116,9 +116,8 @@ def elementwise_passes(model: ModelSpec, *, element_bytes: int, fused: bool) -> 
 def _operations(model: ModelSpec, *, fused: bool) -> tuple[int, int]:
     """Besides norms: 10 and 14 turn queries and keys; sums, attention and a gated activation of one kernel take 5
     and 12, 1 and 2 of these the gated product, 18 more each for a mixture of experts; then what the activation takes
-    beyond one. Liger's kernels are one each: for
-    the positions, and for a gated product that takes 2 and 3 operations otherwise. Dropout of what joins the residual
-    stream is one each."""
+    beyond one. Liger's kernels are one each: for the positions, and for a gated product that takes 2 and 3 operations
+    otherwise. Dropout of what joins the residual stream is one each."""
     forward, backward = 5, 12
     if fused:
         forward, backward = (6, 13) if model.num_experts else (5, 11)
@@ -127,10 +126,10 @@ def _operations(model: ModelSpec, *, fused: bool) -> tuple[int, int]:
     forward, backward = forward + _residual_dropouts(model), backward + _residual_dropouts(model)
     if model.num_experts:
         return forward + 18, backward + 18
-    there, back = ACTIVATIONS[model.activation].operations
+    own, own_back = ACTIVATIONS[model.activation].operations
     if model.mlp_type == "plain":
         forward, backward = forward - 1, backward - 2
-    return forward + there - 1, backward + back - 1
+    return forward + own - 1, backward + own_back - 1
 
 
 def _residual_dropouts(model: ModelSpec) -> int:
@@ -143,14 +142,14 @@ def _activation(model: ModelSpec) -> tuple[float, float]:
     A mixture of experts also gathers and weighs a copy of the token for each expert it visits: 6·h and 4·f + 15·h
     more for each.
     """
-    there, back = ACTIVATIONS[model.activation].reads_and_writes
+    forward, backward = ACTIVATIONS[model.activation].reads_and_writes
     f = model.intermediate_size
     if model.num_experts:
         h, copies = model.hidden_size, model.experts_per_token
-        return copies * ((there + 3.0) * f + 6 * h), copies * ((back + 10.0) * f + 15 * h)
+        return copies * ((forward + 3.0) * f + 6 * h), copies * ((backward + 10.0) * f + 15 * h)
     if model.mlp_type == "gated":
-        there, back = there + 3, back + 6
-    return float(there * f), float(back * f)
+        forward, backward = forward + 3, backward + 6
+    return float(forward * f), float(backward * f)
 
 
 def _scores(plan: Plan) -> float:

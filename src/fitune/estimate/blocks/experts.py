@@ -18,12 +18,11 @@ class _Experts(Site):
     """A block with a mixture: what trains of the matrices into its experts and out of them, and bytes that recur."""
 
     def __init__(self, site: Site, ways_in: Sequence[Linear], ways_out: Sequence[Linear]) -> None:
-        vars(self).update(vars(site))
+        vars(self).update(vars(site))  # worked out once
         model, chosen = site.model, site.t * site.model.experts_per_token
         self.S = chosen  # pairs: each token with each of the experts it goes to
-        self.w = (
-            FP32 if model.weighs_experts_in_fp32 else site.e
-        )  # bytes of an output's element times its routing weight
+        # bytes of an output's element times its routing weight
+        self.w = FP32 if model.weighs_experts_in_fp32 else site.e
         self.adapted_in, self.adapted_out = bool(site.adapted(ways_in)), bool(site.adapted(ways_out))
         self.trained_in, self.trained_out = site.full or self.adapted_in, site.full or self.adapted_out
         self.held_in = max(
@@ -35,18 +34,20 @@ class _Experts(Site):
         # fitune's own forward lets go of what transformers' holds to its end
         self.is_own = self.held_in + self.held_out > 0
         # sorted numbers of experts, routing weights, numbers to be counted, scores of the router
-        self.routes = (
+        self.routes_bytes = (
             self.S * (INDEX + self.w + (0 if self.is_own else FP32)) + site.t * site.e * model.num_experts
         )
         # beside products in a forward that keeps nothing: residual and norm output; the chosen experts, the pairs'
         # order and their routing weights, which others keep
-        self.forward = 2 * site.stream + self.routes + self.S * (2 * INDEX + self.w)
+        self.forward_bytes = 2 * site.stream + self.routes_bytes + self.S * (2 * INDEX + self.w)
         # in one that keeps: the residual and the norm's output, where nobody keeps them
-        self.beside = (
-            (not norms_keep_input(site.plan)) * site.stream + (not site.full) * site.stream + self.routes
+        self.beside_bytes = (
+            (not norms_keep_input(site.plan)) * site.stream
+            + (not site.full) * site.stream
+            + self.routes_bytes
         )
         # the pairs' inputs, where nobody keeps them and transformers' forward holds them to its end
-        self.frozen_inputs = 0 if self.is_own or self.trained_in else self.S * site.e * site.h
+        self.frozen_inputs_bytes = 0 if self.is_own or self.trained_in else self.S * site.e * site.h
 
 
 def expert_stages(site: Site, linears: Sequence[Linear], *, passes: bool) -> Iterator[Stage]:
@@ -69,11 +70,11 @@ def expert_stages(site: Site, linears: Sequence[Linear], *, passes: bool) -> Ite
         kept += S * (w + FP32 + 4 * INDEX) + x.t * FP32 * (x.model.num_experts + 1)
     elif x.adapted_in or x.adapted_out:
         kept += S * (w + INDEX)  # no gradient comes as far as the router: weights and the tokens' order
-    again = x.beside + S * e * ((0 if x.trained_in else h) + 2 * f) + x.held_in
+    again = x.beside_bytes + S * e * ((0 if x.trained_in else h) + 2 * f) + x.held_in
     inputs = Stage(
         name="expert inputs",
         kept=kept + pairs_in,
-        forward=x.forward + S * e * (h + 2 * f) + x.held_in + pairs_in,
+        forward=x.forward_bytes + S * e * (h + 2 * f) + x.held_in + pairs_in,
         backward=x.stream + before_gates,
         again=incoming + again,
         making=waiting + again,
@@ -85,16 +86,16 @@ def expert_stages(site: Site, linears: Sequence[Linear], *, passes: bool) -> Ite
     yield Stage(
         name="expert gates",
         kept=gates_kept if passes or x.adapted_in else 0,
-        forward=x.forward + S * e * (h + max(4, x.activation.forward + 1) * f),
+        forward=x.forward_bytes + S * e * (h + max(4, x.activation.forward + 1) * f),
         backward=gate_backward(x, width=f * x.model.experts_per_token, halves=True),
     )
     before_product = S * e * (h + f)  # gradients of output and input
-    again = x.beside + x.frozen_inputs + S * e * ((0 if x.trained_out else f) + h) + x.held_out
+    again = x.beside_bytes + x.frozen_inputs_bytes + S * e * ((0 if x.trained_out else f) + h) + x.held_out
     outputs = Stage(
         name="expert outputs",
         kept=(S * e * f if x.trained_out else 0) + pairs_out,
         # transformers' holds the inputs, too
-        forward=x.forward + S * e * (f + h) + (x.held_out if x.is_own else S * e * h) + pairs_out,
+        forward=x.forward_bytes + S * e * (f + h) + (x.held_out if x.is_own else S * e * h) + pairs_out,
         backward=x.stream + before_product,
         again=incoming + again,
         making=waiting + again,
@@ -124,11 +125,11 @@ def _weighted_sum(x: _Experts, *, passes: bool, incoming: int, waiting: int) -> 
     pairs = x.S * x.h
     held = 0 if x.is_own else 2 * x.e * pairs
     cast = x.e * pairs if x.w > x.e else 0
-    beside = x.beside + x.frozen_inputs
+    beside = x.beside_bytes + x.frozen_inputs_bytes
     return Stage(
         name="expert sum",
         kept=passes * x.e * pairs,
-        forward=x.forward + held + 2 * x.w * pairs,
+        forward=x.forward_bytes + held + 2 * x.w * pairs,
         backward=x.stream + 3 * x.w * pairs + cast,
         gone_again=cast,
         again=incoming + beside + x.w * pairs + INDEX * x.S,

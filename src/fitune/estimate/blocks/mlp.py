@@ -106,15 +106,16 @@ def _activation_stage(
         tensors_kept = activation.kept + activation.keeps_output
         # of the activation's output and input, and what lies between; of base, adapter and their sum at least
         backward = stream + max(activation.backward, 3 if adapted_out else 0) * wide
-    # of the MLP's width at once: activated gate, up and product; an adapter on its inputs adds one, base and scaled
-    # low-rank output. Where one linear makes gate and up both, or three of both with an adapter. More where the
-    # activation makes more on its way
+    # of the MLP's width at once: 3 gated (activated gate, up, product), else 2; an adapter on the inputs adds one (base
+    # and scaled low-rank output); more where the activation makes more on its way
     tensors = max((3 if gated else 2) + adapted_in, activation.forward)
     again = incoming = making = 0
     if gated and not site.fused and site.adapted(inputs[1:]):
         # the second half's base, low-rank output and this one scaled, of which one is kept
         making = waiting + input_held + 2 * wide
-    if halves:
+    if (
+        halves
+    ):  # gate and up are made together: both, activated gate and product, or three of both with an adapter
         tensors = max(6 if adapted_in else 4, activation.forward + 1)
     if halves and adapted_in:  # base, low-rank output and this one scaled of both at once
         making = waiting + input_held + (6 - tensors_kept) * wide

@@ -1,7 +1,7 @@
 """The site of a formula: where in the model it is applied, what trains there, which attention a plan really runs.
 
 Symbols, everywhere in these files: t tokens in the micro-batch, h hidden size, q = heads · head size, k = key/value
-heads · head size, n heads, f MLP width, e bytes of one element of the compute type, s tokens of a row, p = Σ s².
+heads · head size, n heads, f MLP width, e bytes of one element of the compute type.
 """
 
 from collections.abc import Sequence

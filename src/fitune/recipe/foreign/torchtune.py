@@ -161,7 +161,7 @@ def _resolve(r: Reading) -> set[str]:
         except LookupError as error:
             r.refuse(key, f"${{{error.args[0]}}} names no value of this file; write the value")
         except RecursionError:
-            r.refuse(key, "it names itself; write the value")
+            r.refuse(key, "its ${…} lead back to itself; write the value")
     r.raw = found
     return named
 

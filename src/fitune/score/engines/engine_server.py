@@ -138,11 +138,15 @@ class ServerEngine:
             self._has_answered = True
             return found
         except _Refused as refused:
-            if "context" in str(refused).lower():
-                return failed(request, "prompt_too_long", str(refused))
-            return self._failed(request, "server_refused", str(refused))
+            return self._refused(request, str(refused))
         except _Spoiled as spoiled:
             return self._failed(request, "server_failed", f"{spoiled}, {self.tries} times")
+
+    def _refused(self, asked: Request | Continuation, why: str) -> Any:
+        """The failed result of a row that the server does not take; one that is too long says nothing of the others."""
+        if "context" in why.lower():
+            return failed(asked, "prompt_too_long", why)
+        return self._failed(asked, "server_refused", why)
 
     def _failed(self, asked: Request | Continuation, code: str, why: str) -> Any:
         """The failed result of a row. A server that fails for as many rows as are under way, and never answered one, is
@@ -160,7 +164,8 @@ class ServerEngine:
         text = slice(len(asked.prompt_ids), len(asked.ids))
         body = {"max_tokens": 1, "temperature": 0.0, "logprobs": 1, "echo": True}
         tells_nothing = (
-            "the server does not tell log-probabilities of the prompt; vLLM's does, and both other engines"
+            "the server does not tell log-probabilities of the prompt; vLLM's does, and so do --engine transformers "
+            "and vllm"
         )
         try:
             found = self._ask(asked.ids, body, lambda choice: choice["logprobs"])
@@ -178,7 +183,7 @@ class ServerEngine:
             return self._failed(asked, "server_failed", f"{spoiled}, {self.tries} times")
         except (_Refused, KeyError, TypeError, AttributeError) as error:
             why = str(error) if isinstance(error, _Refused) else tells_nothing
-            return self._failed(asked, "server_refused", why)
+            return self._refused(asked, why)
         self._has_answered = True
         is_greedy = len(greedy) == len(logprobs) and all(greedy)
         return Likelihood(id=asked.id, logprobs=tuple(logprobs), is_greedy=is_greedy)

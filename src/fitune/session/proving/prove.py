@@ -66,7 +66,10 @@ def prove(*, tell: Callable[[str], None], out: Path | None = None, parts: Parts 
     if out is not None:  # a record that has no place is refused before ten minutes are spent on it
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
+            is_new = not out.exists()
             out.open("a").close()
+            if is_new:
+                out.unlink()
         except OSError as error:
             raise HardwareError(
                 f"--out {out}: {error.strerror}", hint="a file in a folder of yours"

@@ -123,9 +123,9 @@ def _refuse_several(name: str, text: str) -> None:
     if counted:
         listed = [counted["card"]] * int(counted["number"])
     found = [_cards_of(_split_name(part)[0]) for part in listed]
-    if listed == [text] or not all([found, *found]):
+    if (len(listed) == 1 and not counted) or not found or not all(found):
         return
-    fault, card = "names several cards", listed[0]
+    fault, card = "gives a number of cards" if counted else "lists several cards", listed[0]
     if len({_split_name(part) for part in listed}) > 1:
         fault = "names different cards: all GPUs of a plan are of one kind"
         card = min((cards[0].gpu for cards in found), key=lambda gpu: gpu.memory_bytes).name

@@ -266,7 +266,8 @@ def vocabulary_of(name: str) -> dict[str, int] | None:
         tokens = data["model"]["vocab"]
         if not isinstance(tokens, dict):  # Unigram lists pairs of token and score in the order of the ids
             tokens = {token: place for place, (token, _) in enumerate(tokens)}
-        return {**tokens, **{token["content"]: token["id"] for token in data.get("added_tokens") or ()}}
+        tokens = {**tokens, **{token["content"]: token["id"] for token in data.get("added_tokens") or ()}}
+        return tokens if all(type(each) is int for each in tokens.values()) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None  # whoever needs the tokenizer itself says what is wrong with it
 
