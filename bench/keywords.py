@@ -15,12 +15,13 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 
 from fitune.recipe.recipe import Recipe, SourceRecipe
-from fitune.recipe.score_recipe import ScoreRecipe
+from fitune.recipe.score_recipe import ScoreRecipe, as_name
 from fitune.recipe.types import as_bandwidth, as_path, as_size, as_template
 
 FILE = Path(__file__).parents[1] / "src" / "fitune" / "session" / "recipes" / "keywords.pyi"
 _LOOSE = {
-    as_path: "PathLike", as_template: "PathLike", str: "PathLike", as_size: "int | str", as_bandwidth: "float | str",
+    as_path: "PathLike", as_template: "PathLike", as_name: "PathLike", as_size: "int | str",
+    as_bandwidth: "float | str",
 }  # fmt: skip
 """What turns a value into a setting -> the types that it takes."""
 _HEAD = '''"""The keys of a recipe as keyword arguments, for editors and type checkers. Written by bench/keywords.py."""

@@ -72,7 +72,12 @@ def _columns(value: Any) -> Any:
     return columns
 
 
-Name = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, Path) else value)]
+def as_name(value: Any) -> Any:
+    """A path as text; any other value as it is."""
+    return str(value) if isinstance(value, os.PathLike) else value
+
+
+Name = Annotated[str, BeforeValidator(as_name)]
 """A path, or a Hub id."""
 
 
