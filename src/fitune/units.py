@@ -19,6 +19,10 @@ _BYTE_UNITS = {
 }  # fmt: skip
 
 
+MOST_EPOCH_ROWS = 10**12
+"""Largest number of rows that somebody may say an epoch has."""
+
+
 def whole_number(text: str, *, most: int) -> int | None:
     """The whole number of at most ``most`` that ``text`` says in digits alone; None where it says none."""
     is_short = text.isdecimal() and len(text.lstrip("0")) <= len(

@@ -97,6 +97,17 @@ def test_killed_while_merging_it_is_exported_without_training_again(
     assert (report.status, report.steps, Path(report.exported).name) == ("complete", 2, "merged")
 
 
+def test_killed_before_any_weights_are_written_it_trains_again(train, whole, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    with monkeypatch.context() as broken:
+        broken.setattr("fitune.checkpoint.layout.ExportFolder.write_texts", raising(Killed))
+        with pytest.raises(Killed):
+            train(save_steps=0)
+    assert report_of(run).reason == STOPPED_IN_EXPORT
+    train("--resume", save_steps=0).ends(0)
+    assert same_weights(*(it / "adapter" / "adapter_model.safetensors" for it in (run, whole)))
+
+
 @pytest.mark.parametrize(
     ("tuning", "kind", "how"),
     [

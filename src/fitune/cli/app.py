@@ -15,6 +15,7 @@ from typer import Argument, Option
 
 from fitune.cli.keys import CheckedCommand, RecipeCommand, ScoreCommand, complete_value
 from fitune.errors import RecipeError
+from fitune.units import MOST_EPOCH_ROWS
 from fitune.values.machines.environment import without_expandable_segments
 
 if TYPE_CHECKING:
@@ -45,7 +46,9 @@ FleetFile = Annotated[Path | None, Option(metavar="FILE.yaml", help="Clusters to
 Objective = Annotated[str, Option(help="fastest, cheapest, least-memory; of clusters also soonest.")]
 Deadline = Annotated[str, Option(metavar="12h", help="With --fleet: finished by then.")]
 Budget = Annotated[float | None, Option(min=0.01, max=1e12, help="With --fleet: US dollars at most.")]
-Rows = Annotated[int | None, Option(min=1, max=10**12, help="With --fleet: rows of data that is elsewhere.")]
+Rows = Annotated[
+    int | None, Option(min=1, max=MOST_EPOCH_ROWS, help="With --fleet: rows of data that is elsewhere.")
+]
 Live = Annotated[bool, Option("--live", help="With --fleet: ask the clusters what is free.")]
 Json = Annotated[bool, Option("--json", help="Print one JSON object instead of text.")]
 Picture = Annotated[Path | None, Option(metavar="FILE.svg", help="Draw a ranking or a matrix, too.")]

@@ -56,6 +56,8 @@ def refuse_idle_options(context: Any) -> None:
     """Raises RecipeError for the first option that was typed and would do nothing."""
     typed, command = typed_options(context), context.command
     shown = {param.name: max(param.opts, key=len) for param in command.get_params(context)}
+    if context.params.get("on") in ("here", "ray"):
+        shown["on"] = "--on ray"
     for option, others in BESIDE.get(command.name, {}).items():
         if option in typed and (present := [other for other in others if other in typed]):
             raise RecipeError(

@@ -22,6 +22,7 @@ from fitune.values.model.block_profile import (
     Pass,
     Size,
     Stage,
+    TracedBackward,
     TracedBlock,
     TracedPass,
     in_all,
@@ -117,7 +118,8 @@ def _traced_block(
     def memory(
         backward: Sequence[Moment], recomputed: Sequence[Moment], *, stepped: int | None = None
     ) -> Block:
-        """Bytes at the worst moments; ``stepped``: of the largest gradient's step, among them where gradients exist."""
+        """Bytes at the worst moments. ``stepped``: bytes while the largest gradient is stepped, one moment more; None:
+        no gradient exists yet."""
         peaks = [worst(backward), worst(recomputed)]
         if stepped is not None:
             step = BackwardPeak(kept=kept, gradients=0, temporaries=stepped)
@@ -133,7 +135,7 @@ def _traced_block(
         )
 
     largest = max(tensor.elements for tensor in kind_tensors(plan.model, number))
-    step = largest * e + stepping_bytes(plan, largest) if updates_in_backward(plan.tuning) else 0
+    stepped_bytes = largest * e + stepping_bytes(plan, largest) if updates_in_backward(plan.tuning) else 0
     adding = block.adding, block.recomputed_adding
     return BlockProfile(
         stages=(),
@@ -146,10 +148,10 @@ def _traced_block(
             sees=seen_by_kernel(plan, plan.model.attention_of(kind.example)),
             over="stream" if squares_stream else "rows",
         ),
-        traced=(
-            memory(block.backward, block.recomputed),
-            memory(*adding, stepped=step),
-            memory(*adding, stepped=0),
+        traced=TracedBackward(
+            making=memory(block.backward, block.recomputed),
+            adding=memory(*adding, stepped=stepped_bytes),
+            measuring=memory(*adding, stepped=0),
         ),
     )
 
@@ -215,10 +217,11 @@ def _memory_of(block: BlockProfile, *, untouched: bool, gradients_exist: bool, m
         nothing = BackwardPeak(kept=0, gradients=0, temporaries=0)
         forward = max(part.forward for part in block.traced or block.stages)
         return Block(kept=0, gradients=0, forward=forward, building=0, peak=nothing, recomputed_peak=nothing)
-    if not block.traced:
+    if block.traced is None:
         return _by_stages(block.stages, gradients_exist=gradients_exist, measuring=measuring)
-    making, adding, measured = block.traced
-    return making if not gradients_exist else measured if measuring else adding
+    if not gradients_exist:
+        return block.traced.making
+    return block.traced.measuring if measuring else block.traced.adding
 
 
 def _by_stages(stages: Sequence[Stage], *, gradients_exist: bool, measuring: bool) -> Block:

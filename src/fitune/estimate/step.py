@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from fitune.estimate.blocks.site import FP32, INDEX
+from fitune.estimate.blocks.site import FP32, INDEX, dropout_mask_bytes
 from fitune.estimate.buffers import Buffers, buffers_of
 from fitune.estimate.division import trained_share, uses_deepspeed, uses_fsdp
 from fitune.estimate.model_profile import (
@@ -190,9 +190,7 @@ class StepStages:
         )  # cosines and sines
         mask = tokens**2 * self.element_bytes  # architectures with their own attention build it once
         dropped = model.dropout.embedding and trains_embeddings(self.plan.tuning)
-        dropout_mask = (
-            tokens * model.hidden_size * (self.element_bytes if self.plan.hardware.gpu.is_cpu else 1)
-        )
+        dropout_mask = tokens * model.hidden_size * dropout_mask_bytes(self.plan)
         keeps_mask = in_forward or self.recomputed > self.untouched or not writes_stream_scores(self.plan)
         return {
             "batch": 3 * INDEX * tokens

@@ -11,6 +11,7 @@ from fitune.planner.candidates import Request
 from fitune.planner.explain import describe_how, moment, unit_for, verdict_of
 from fitune.planner.nothing_fits import fits_on_devices, machine_settings, on_large_cards, setting_words
 from fitune.planner.search import first_choice
+from fitune.planner.state_decisions import HOST_ASSUMED, NO_GPU
 from fitune.recipe.contradictions import require_consistent
 from fitune.recipe.recipe import Recipe, canonical_keys, given_keys, parse_recipe
 from fitune.recipe.strict_yaml import parse_value
@@ -35,7 +36,6 @@ LINES, COLUMNS = 20, 80
 BAR = 18
 TIGHT = 0.001
 """Share of the usable memory below which what is spare is called tight; what is kept free comes on top."""
-NO_GPU, HOST_ASSUMED = "note on gpu: no GPU", "note on the host"
 _lines = partial(wrapped, columns=COLUMNS)
 _GROUPS = {
     "weights": ("weights",),

@@ -21,6 +21,9 @@ from fitune.values.quantisers import is_packed
 from fitune.values.rules import keeps_rules
 from fitune.values.words import describe_dropout, describe_offload, describe_sharding, method_name
 
+NO_GPU, HOST_ASSUMED = "note on gpu: no GPU", "note on the host"
+"""What notes begin with that the first screen says in its own place."""
+
 
 def devices_here(asked: Recipe, request: Request, plan: Plan) -> Iterator[str]:
     """Lines about devices that are not used; and, where the recipe names none, about those of this machine: how many,
@@ -32,7 +35,7 @@ def devices_here(asked: Recipe, request: Request, plan: Plan) -> Iterator[str]:
     if asked.gpu is not None:
         return
     if hardware.gpu.is_cpu:
-        yield "note on gpu: no GPU was found here: planned for the processor; --gpu rtx-4090 plans for a card"
+        yield f"{NO_GPU} was found here: planned for the processor; --gpu rtx-4090 plans for a card"
         return
     if asked.gpus is None and plan.hardware.gpus_per_node == hardware.gpus_per_node > 1:
         yield f"gpus: {hardware.gpus_per_node}, all that are here and of this kind; gpus: 1 keeps one"
@@ -73,7 +76,7 @@ def placement_decisions(recipe: Recipe, chosen: Priced, others: Sequence[Priced]
     if is_checked and recipe.host_memory is None and recipe.gpu is not None and not hardware.gpu.is_cpu:
         host = hardware.host_memory_bytes
         yield (
-            f"note on the host: a node's memory is not known and taken to be {format_bytes(host)}, "
+            f"{HOST_ASSUMED}: a node's memory is not known and taken to be {format_bytes(host)}, "
             f"{HOST_PER_DEVICE_MEMORY} × its devices'; if it has another, say so: host_memory: {round(host / GIB)}GiB"
         )
     if is_open and not is_least and not offloaded:

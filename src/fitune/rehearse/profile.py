@@ -255,7 +255,7 @@ def reading_blocks(name: str) -> Iterator[None]:
     was_off, talk.disabled = talk.disabled, True
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # code of any architecture runs here, on tensors that it was not written for
         if isinstance(error, FituneError) or not is_failure(error):
             raise
         raise ModelError(

@@ -45,7 +45,14 @@ from fitune.report.local_pages import (
 from fitune.report.page import write_page
 from fitune.session.planning import plan_for, wanted_hardware, with_average_row
 from fitune.session.recipes.reading import split_words
-from fitune.units import format_bytes, format_dollars, format_rate, format_seconds, whole_number
+from fitune.units import (
+    MOST_EPOCH_ROWS,
+    format_bytes,
+    format_dollars,
+    format_rate,
+    format_seconds,
+    whole_number,
+)
 from fitune.values.model.model_config import (
     known_model_spec,
     load_model_spec,
@@ -62,7 +69,6 @@ KEYS = ("model", "gpu", "gpus", "nodes", "tuning", "seq_len", "mean_row_tokens")
 PASTED = "YOUR_MODEL_FOLDER"
 """Name of a model whose config.json was pasted."""
 
-MOST_ROWS = 10**12
 MILLION = 1_000_000
 """Tokens that time and cost are of, where no number of rows is named."""
 
@@ -84,9 +90,9 @@ def read_question(question: Mapping[str, str]) -> Asked:
     unknown = sorted(given.keys() - set(KEYS))
     if unknown:
         raise RecipeError(f"the page knows no {unknown[0]!r}", hint=", ".join((*KEYS, "config", "rows")))
-    if rows is not None and not whole_number(rows, most=MOST_ROWS):
+    if rows is not None and not whole_number(rows, most=MOST_EPOCH_ROWS):
         raise RecipeError(
-            f"rows = {rows[:40]!r} is not a whole number from 1 to {MOST_ROWS:,}", hint="rows=50000"
+            f"rows = {rows[:40]!r} is not a whole number from 1 to {MOST_EPOCH_ROWS:,}", hint="rows=50000"
         )
     given = {**given, "model": PASTED} if config else given
     _, options = split_words([f"--{key}={value}" for key, value in given.items()])

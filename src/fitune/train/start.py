@@ -112,13 +112,15 @@ def complete_run(
     ended = _read_or_refuse(RunReport, file) if file.is_file() else None
     if isinstance(resume, str) or ended is None or not (ended.status == "complete" or ended.lacks_export):
         return None, is_fetched
+    has_checkpoint = is_fetched or last_saved(directory) is not None
+    if ended.lacks_export and not (has_checkpoint or any(directory.glob("*/*.safetensors"))):
+        return None, is_fetched  # stopped before it wrote any weights: it has to train again
     saved = _read_or_refuse(Plan, directory / "plan.json", lambda data: with_unsaid_fields(data, plan))
     differences = [
         d for d in compare_plans(saved, plan) if not d.allowed or d.setting.startswith("schedule.duration")
     ]
     if not differences and ended.status == "complete":
         return ended, is_fetched
-    has_checkpoint = is_fetched or last_saved(directory) is not None
     if resume and has_checkpoint:
         return None, is_fetched
     if ended.lacks_export:

@@ -29,6 +29,11 @@ def norms_keep_input(plan: Plan) -> bool:
     return plan.precision.compute_bytes == FP32 or plan.model.norm_type == "layer" or plan.kernels == "liger"
 
 
+def dropout_mask_bytes(plan: Plan) -> int:
+    """Bytes of one element of a dropout's mask: a bool on a GPU, a number of the compute type on a processor."""
+    return plan.precision.compute_bytes if plan.hardware.gpu.is_cpu else 1
+
+
 def seen_by_kernel(plan: Plan, attention: BlockAttention) -> BlockAttention:
     """``attention`` without its window where that is a mask over a whole row, all of which is computed."""
     skips = attention.in_chunks or attends_in_one_call(plan)
@@ -90,7 +95,7 @@ class Site:
         self.k = attended_kv_dim(plan, masked=self.masks_rows)
         # scores are copied to fp32 before the softmax: of 16 bit, but fp16 on CUDA, whose kernel reads it
         self.casts_scores = self.e < FP32 and not (self.on_cuda and plan.precision is Precision.FP16)
-        self.dropout_mask_bytes = 1 if self.on_cuda else self.e  # of one element
+        self.dropout_mask_bytes = dropout_mask_bytes(plan)
         # of one attention probability that is dropped out
         self.score_mask_bytes = self.dropout_mask_bytes if model.dropout.attention else 0
         # while both halves of a parallel block go back: one dropout over their sum has made their gradient

@@ -75,7 +75,7 @@ _WORDS: dict[Verdict, dict[str, float]] = {
 
 
 class JudgeRecipe(ScoreRecipe):
-    """The keys of a judge's file: those of _KEYS."""
+    """A judge's file: some keys of a scoring (_KEYS), and the judge's own."""
 
     verdict: Verdict = "points"
     template: str = ""
@@ -83,8 +83,8 @@ class JudgeRecipe(ScoreRecipe):
 
 
 _KEYS = (
-    "model", "adapter", "engine", "url", "served_model", "chat_template", "verdict", "template", "against",
-    "max_new_tokens", "temperature", "top_p", "seed", "batch_size",
+    "model", "adapter", "engine", "url", "served_model", "chat_template", "max_new_tokens", "temperature", "top_p",
+    "seed", "batch_size", *JudgeRecipe.__annotations__,
 )  # fmt: skip
 
 

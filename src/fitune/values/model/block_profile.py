@@ -7,7 +7,7 @@ that one trace stands for all lengths of rows.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from fitune.values.model.model_spec import BlockAttention
 
@@ -181,6 +181,17 @@ class Block:
     """Bytes that it leaves beyond an input of one hidden state when it is to run again (TracedBlock)."""
 
 
+class TracedBackward(NamedTuple):
+    """Bytes of a traced block, by what its backward does with gradients."""
+
+    making: Block
+    """There are none yet."""
+    adding: Block
+    """They are added to those of earlier micro-batches, or stepped."""
+    measuring: Block
+    """They are measured and let go of."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockProfile:
     """Bytes and work of a block for one micro-batch: every architecture and way of training is one such value."""
@@ -190,9 +201,8 @@ class BlockProfile:
     forward: Pass
     backward: Pass
     attention: Attention
-    traced: tuple[Block, ...] = ()
-    """Of a traced block its bytes where backward leaves gradients, where it adds them to those that exist (or steps
-    them), and where it only measures these."""
+    traced: TracedBackward | None = None
+    """A traced block's bytes, which has no stages; None for a block of formulas."""
 
 
 def in_all(passes: Iterable[tuple[Pass, int]]) -> Pass:

@@ -1,4 +1,4 @@
-"""What a model's config.json cannot say, checked before anybody uses it.
+"""Refuses a config.json that fitune cannot plan or read, before anybody uses it.
 
 A field that is absent or null is its class's default. Fields that shapes are made of are checked where they are read
 (config_fields.py), the types of all others by transformers' configuration classes, which read them first. Every
