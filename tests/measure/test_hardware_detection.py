@@ -339,12 +339,14 @@ def test_limits_of_a_container(tmp_path):
 
 
 def test_cores_of_a_container(tmp_path):
-    unlimited = cpu_cores(cgroup=tmp_path)
+    """Of the process's own group and of every group above it."""
+    (tmp_path / "pod" / "job").mkdir(parents=True)
+    unlimited = cpu_cores(cgroup=tmp_path, membership="0::/pod/job\n")
     assert unlimited >= 1
-    (tmp_path / "cpu.max").write_text("50000 100000\n")
-    assert cpu_cores(cgroup=tmp_path) == 1
-    (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert cpu_cores(cgroup=tmp_path) == unlimited
+    (tmp_path / "pod" / "cpu.max").write_text("50000 100000\n")
+    (tmp_path / "pod" / "job" / "cpu.max").write_text("max 100000\n")
+    assert cpu_cores(cgroup=tmp_path, membership="0::/pod/job\n") == 1
+    assert cpu_cores(cgroup=tmp_path, membership="0::/\n") == unlimited
 
 
 @pytest.mark.parametrize(

@@ -210,38 +210,40 @@ def host_memory_bytes(*, cgroup: Path = _CGROUP, membership: str | None = None) 
     """Memory of the machine, or of the container when that is less."""
     import psutil
 
-    limits = memory_limits(cgroup, _text_of(Path("/proc/self/cgroup")) if membership is None else membership)
-    return min([int(psutil.virtual_memory().total), *limits])
+    return min([int(psutil.virtual_memory().total), *memory_limits(cgroup, membership)])
 
 
-def memory_limits(cgroup: Path, membership: str) -> list[int]:
-    """Limits on the way from the process's own cgroup up to the root; ``membership`` is /proc/self/cgroup.
-
-    Its lines are ``0::/path`` (version 2, file memory.max) or ``4:memory:/path`` (version 1).
-    """
-    limits = []
-    for line in membership.splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers not in ("", "memory"):
-            continue
-        root, file = (
-            (cgroup, "memory.max") if not controllers else (cgroup / "memory", "memory.limit_in_bytes")
-        )
-        own = root / path.strip("/")
-        limits += [
-            _text_of(place / file).strip() for place in (own, *own.parents) if place.is_relative_to(root)
-        ]
-    return [int(text) for text in limits if text.isdecimal() and int(text) > 0]
+def memory_limits(cgroup: Path, membership: str | None = None) -> list[int]:
+    """Limits of the process's own cgroup and of those above it."""
+    texts = _limits(cgroup, membership, file="memory.max")
+    texts += _limits(cgroup, membership, file="memory.limit_in_bytes", controller="memory")
+    return [int(text) for text in texts if text.isdecimal() and int(text) > 0]
 
 
-def cpu_cores(*, cgroup: Path = _CGROUP) -> int:
+def cpu_cores(*, cgroup: Path = _CGROUP, membership: str | None = None) -> int:
     """Cores this process may use: its affinity, or the container's share when that is less."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     # "quota period" in microseconds, or "max period" without a limit
-    words = _text_of(cgroup / "cpu.max").split()
-    if len(words) == 2 and words[0].isdecimal():
-        cores = min(cores, math.ceil(int(words[0]) / int(words[1])))
+    for words in map(str.split, _limits(cgroup, membership, file="cpu.max")):
+        if len(words) == 2 and words[0].isdecimal():
+            cores = min(cores, math.ceil(int(words[0]) / int(words[1])))
     return max(1, cores)
+
+
+def _limits(cgroup: Path, membership: str | None, *, file: str, controller: str = "") -> list[str]:
+    """What ``file`` says on the way from the process's own cgroup up to the root; ``membership`` is /proc/self/cgroup.
+
+    Its lines are ``0::/path`` (version 2, no controller) or ``4:memory:/path`` (version 1).
+    """
+    root, limits = cgroup / controller, []
+    for line in (_text_of(Path("/proc/self/cgroup")) if membership is None else membership).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == controller:
+            own = root / path.strip("/")
+            limits += [
+                _text_of(place / file).strip() for place in (own, *own.parents) if place.is_relative_to(root)
+            ]
+    return limits
 
 
 def has_bf16_products(*, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
