@@ -57,23 +57,16 @@ def test_longer_rows_never_take_less_room_from_the_streams():
     assert slacks == sorted(slacks)
 
 
-def test_only_sharding_by_fsdp_on_gpus_has_other_streams():
+def test_a_plan_that_only_the_cache_of_other_streams_would_not_fit_says_so():
+    """Only sharding by FSDP has other streams."""
     plan = plan_for(
         known("llama-3.1-8b"), hardware=gpu("a100-80gb", gpus=8), precision="bf16-master", recompute=32
     )
-    sharded = replace(plan, sharding=Zero(stage=3, backend="fsdp"))
     assert predict_memory(replace(plan, hardware=gpu("a100-80gb"))).reclaimable == 0
-    memory = predict_memory(sharded)
-    assert memory.reclaimable > 0
-    assert memory.reserved_bytes == memory.peak_bytes + memory.reclaimable
-
-
-def test_a_plan_that_only_its_cache_would_not_fit_says_so():
-    plan = plan_for(
-        known("llama-3.1-8b"), hardware=gpu("a100-80gb", gpus=8), precision="bf16-master", recompute=32
-    )
     estimate = predict(replace(plan, sharding=Zero(stage=3, backend="fsdp")))
-    tight = replace(estimate, usable_bytes=estimate.peak_bytes + estimate.memory.reclaimable // 2)
+    memory = estimate.memory
+    assert memory.reserved_bytes == memory.peak_bytes + memory.reclaimable > memory.peak_bytes
+    tight = replace(estimate, usable_bytes=memory.peak_bytes + memory.reclaimable // 2)
     assert tight.fits
     assert "fits, with allocator retries" in memory_sum(tight)
-    assert "retries" not in memory_sum(replace(estimate, usable_bytes=estimate.memory.reserved_bytes))
+    assert "retries" not in memory_sum(replace(estimate, usable_bytes=memory.reserved_bytes))

@@ -38,8 +38,7 @@ from fitune.values.plan import (
     Single,
     Zero,
 )
-from fitune.values.predictions import Estimate, Phase
-from fitune.values.serial import from_data, to_data
+from fitune.values.predictions import Phase
 from plans import gpu, known, plan_for
 
 P = 8_030_261_248
@@ -159,7 +158,6 @@ def test_nccl_has_buffers_beside_torch_wherever_ranks_talk():
     alone, two = (eight_b(hardware=gpu("h100")), eight_b(sharding=Ddp()))
     assert "NCCL" not in predict(alone).memory.outside
     assert predict(two).memory.outside["NCCL"] == 300 * MIB
-    assert predict(plan_for(known("gpt2"), sharding=Ddp())).memory.outside == {}
 
 
 def test_hybrid_sharding_sends_shares_between_the_nodes():
@@ -167,15 +165,6 @@ def test_hybrid_sharding_sends_shares_between_the_nodes():
     found = communication_of(plan)
     assert (found.forward.between_nodes, found.between_nodes.between_nodes) == (0, 8)
     assert found.between_nodes.bytes == 2 * (2 * P / 8) * 3 / 4
-
-
-def test_all_ranks_of_a_node_share_its_network():
-    """8B in full on 2 × 8 A100, 16 bit: each rank sends 2 · (P / 8) · 1/2 elements, eight of them at once."""
-    a100 = hardware_for(gpu=find_gpu("a100-80gb"), gpus=8, nodes=2, internode_bandwidth=25e9)
-    plan = eight_b(hardware=a100, sharding=Zero(stage=3, backend="fsdp", hybrid=True))
-    between = communication_of(plan).between_nodes
-    latency = between.calls * (COLLECTIVE_SECONDS + HOP_SECONDS)
-    assert exchange_seconds(a100, between) == pytest.approx(2 * P / (25e9 * LINK_EFFICIENCY) + latency)
 
 
 def test_a_ring_is_as_fast_as_its_slowest_link():
@@ -307,12 +296,6 @@ def test_the_host_holds_a_copy_of_what_its_ranks_write_beside_the_steps(sharding
     assert estimate.usable_host_bytes == 1024 * GB - 1024 * GB // 10
 
 
-def test_the_copy_on_a_cpu_takes_room_from_the_step():
-    plan = plan_for(known("gpt2"))
-    beside = replace(plan, run=replace(plan.run, save_every=10, async_save=True))
-    assert predict(plan).usable_bytes - predict(beside).usable_bytes == checkpoint_bytes(plan)
-
-
 def test_nvme_takes_what_the_host_would_have_held_but_for_staging_and_pinned_copies():
     choice = {"sharding": Zero(stage=3, backend="deepspeed"), "hardware": cluster()}
     cpu, nvme = (
@@ -383,7 +366,10 @@ def test_nothing_is_on_the_host_of_a_cpu_and_little_on_that_of_a_gpu():
     ],
 )
 def test_a_checkpoint_holds_trained_weights_masters_and_states(choice, per_parameter):
+    """Of adapters, theirs alone."""
     assert checkpoint_bytes(eight_b(**choice)) == pytest.approx(per_parameter * P, rel=1e-5)
+    adapters = eight_b(**choice, tuning="lora", rank=16)
+    assert checkpoint_bytes(adapters) == pytest.approx(per_parameter * 41_943_040, rel=1e-4)
 
 
 @pytest.mark.parametrize("sharding", [Ddp(), Zero(stage=3, backend="fsdp")], ids=str)
@@ -396,10 +382,6 @@ def test_a_checkpoint_is_as_large_however_it_is_divided(sharding, choice):
     alone = replace(eight_b(hardware=gpu("h100")), **choice)
     divided = replace(alone, hardware=cluster(), sharding=sharding)
     assert checkpoint_bytes(divided) == checkpoint_bytes(alone)
-
-
-def test_a_checkpoint_of_adapters_is_small():
-    assert checkpoint_bytes(eight_b(tuning="lora", rank=16, precision="bf16-master")) == 14 * 41_943_040
 
 
 def test_measuring_the_norm_first_goes_back_twice_and_forth_once():
@@ -427,11 +409,3 @@ def test_eight_devices_see_eight_times_the_tokens():
     one = predict(eight_b(hardware=gpu("h100"), tuning="lora"))
     eight = predict(eight_b(tuning="lora", sharding=Ddp()))
     assert 7 < eight.tokens_per_second / one.tokens_per_second <= 8
-
-
-def test_an_estimate_written_before_there_was_a_host_still_reads():
-    estimate = predict(eight_b(hardware=gpu("h100")))
-    data = to_data(estimate)
-    for new in ("host", "usable_host_bytes", "nvme_bytes", "checkpoint_bytes", "communication_bytes"):
-        del data[new]
-    assert from_data(Estimate, data).memory == estimate.memory

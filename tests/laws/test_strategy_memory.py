@@ -1,7 +1,6 @@
-"""Sharding, offload, quantisation and LOMO on the timeline: orders that always hold, and counts by hand."""
+"""Sharding, offload, quantisation and LOMO on the timeline: counts by hand."""
 
 from dataclasses import replace
-from itertools import pairwise, product
 
 import pytest
 
@@ -22,27 +21,17 @@ from fitune.values.plan import (
     ClipByNorm,
     ClipByValue,
     Ddp,
-    Hqq,
+    Full,
+    InBackward,
     Lomo,
     Lora,
     Nf4,
-    Offload,
     Sgd,
-    Single,
     Zero,
 )
 from fitune.values.predictions import Phase
 from plans import gpu, known, plan_for
 
-MODELS = ("llama-3.1-8b", "qwen3-4b", "llama-3.2-1b", "mixtral-8x7b", "gpt2")
-SHARDINGS = (
-    Ddp(),
-    *(Zero(stage=stage, backend=backend) for stage in (1, 2, 3) for backend in ("fsdp", "deepspeed")),
-    Zero(stage=3, backend="fsdp", hybrid=True),
-)
-PLACES = [
-    Offload(parameters=p, optimizer=o, activations=a) for p, o, a in product(("device", "cpu"), repeat=3)
-]
 BLOCK_LINEARS = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
 """Of Llama-3.1-8B."""
 
@@ -58,47 +47,6 @@ def eight_b(**choice):
 
 def peak(plan):
     return predict_memory(plan).tensor_peak_bytes
-
-
-def total(plan, phase):
-    return sum(predict_memory(plan).phases[phase].values())
-
-
-@pytest.mark.thinned(3)
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("sharding", SHARDINGS, ids=str)
-@pytest.mark.parametrize("tuning", ["full", "lora"])
-def test_every_term_of_every_strategy_is_positive(name, sharding, tuning):
-    for offload, accumulation, recompute in product(PLACES, (1, 4), (0, 3)):
-        plan = plan_for(
-            known(name), hardware=cluster(), tuning=tuning, precision="bf16-master", sharding=sharding,
-            offload=offload, accumulation=accumulation, recompute=recompute,
-        )  # fmt: skip
-        for phase, terms in predict_memory(plan).phases.items():
-            assert all(size > 0 for size in terms.values()), (phase, terms)
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("sharding", [Single(), *SHARDINGS], ids=str)
-@pytest.mark.parametrize("tuning", ["full", "lora"])
-def test_offload_never_takes_more_of_the_device(name, sharding, tuning):
-    plan = plan_for(
-        known(name), hardware=cluster(), tuning=tuning, precision="bf16-master", sharding=sharding,
-        recompute=2, seq_len=512,
-    )  # fmt: skip
-    kept = peak(plan)
-    for offload in PLACES:
-        assert peak(replace(plan, offload=offload)) <= kept, offload
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("sharding", SHARDINGS, ids=str)
-def test_more_nodes_never_take_more_of_a_device(name, sharding):
-    plans = [
-        plan_for(known(name), hardware=cluster(n), precision="bf16-master", sharding=sharding)
-        for n in (1, 2, 4)
-    ]
-    assert all(a >= b * 0.999 for a, b in pairwise(map(peak, plans)))  # row padding may add a little
 
 
 def test_fsdp_gathers_three_blocks_in_forward_and_two_in_backward():
@@ -179,15 +127,6 @@ def test_other_trainers_have_deepspeeds_defaults_capped_by_the_model():
     assert deepspeed_default_buffers(without_optimizer).buckets == 0
 
 
-def test_zero_3_of_deepspeed_can_take_more_than_zero_2_on_a_small_model():
-    model = known("gpt2")
-    two, three = (
-        peak(plan_for(model, hardware=cluster(), precision="bf16-master", sharding=Zero(stage=s, backend="deepspeed")))
-        for s in (2, 3)
-    )  # fmt: skip
-    assert three > two
-
-
 def test_ddp_keeps_its_gradients_between_steps():
     plan = eight_b(sharding=Ddp())
     gradients = 2 * count_parameters(plan.model).total
@@ -212,61 +151,27 @@ def test_lomo_holds_one_gradient(adaptive):
     assert peak(replace(plan, tuning=lomo)) < peak(plan)
 
 
-def test_lomo_takes_less_than_lora_with_masters_takes_more_than_nothing():
-    lomo = eight_b(hardware=gpu("h100"), precision="bf16", optimizer=Sgd(), recompute=32)
-    lomo = replace(lomo, tuning=Lomo(adaptive=False, clip=ClipByNorm(max_norm=1.0)))
-    full = eight_b(hardware=gpu("h100"), recompute=32)
-    assert 2 * count_parameters(full.model).total < peak(lomo) < peak(full) / 5
-
-
-def quantised(base, **choice):
-    lora = Lora(
-        rank=16, alpha=16, dropout=choice.pop("dropout", 0.0), targets=("q_proj", "v_proj"), base=base
-    )
-    return replace(eight_b(hardware=gpu("rtx-4090"), precision="bf16", tuning="lora", **choice), tuning=lora)
-
-
-def test_the_largest_linear_is_whole_while_it_is_multiplied():
-    """2·out·in = 117 MB of Llama's MLP, where one block's tokens are few."""
-    from fitune.estimate.blocks.block import block_stages
-    from fitune.values.model.block_profile import BatchShape
-
-    shape = BatchShape(tokens=1, supervised_tokens=1, rows=1)
-    plans = (
-        quantised(Nf4()),
-        eight_b(tuning="lora", precision="bf16", targets=("q_proj", "v_proj"), rank=16),
-    )
-    packed, dense = (block_stages(plan, shape) for plan in plans)
-    more = [a.backward - b.backward for a, b in zip(packed, dense, strict=True)]
-    assert max(more) == 2 * 4096 * 14336
-    assert max(stage.forward for stage in packed) == 2 * (4096 * 14336 + 4096 + 4096 + 14336)
-
-
-def test_hqq_keeps_no_more_than_nf4():
-    """hqq's own module keeps the inputs of its linears; ours drops them all (models/low_bit/quantised.py)."""
-    memory = [predict_memory(quantised(base)).phases[Phase.LOSS] for base in (Hqq(bits=4), Nf4())]
-    assert memory[0]["activations"] == memory[1]["activations"]
+def test_what_adamw_in_backward_leaves_of_an_8b_model_is_the_loss():
+    """Gradients are 15.0 GiB of its backward, then 1.0; the loss, which holds the head's alone, is the peak."""
+    plan = eight_b(hardware=gpu("h100"), precision="bf16", seq_len=2048, recompute=32, chunk=1024)
+    plan = replace(plan, optimizer=AdamW8bit())
+    in_backward = replace(plan, tuning=Full(update=InBackward(clip=ClipByNorm(max_norm=0))))
+    before, now = predict_memory(plan), predict_memory(in_backward)
+    assert before.phases[Phase.BACKWARD]["gradients"] == 2 * count_parameters(plan.model).total
+    assert now.phases[Phase.BACKWARD].get("gradients", 0) <= 2 * 128_256 * 4096
+    assert now.phases[Phase.LOSS] == before.phases[Phase.LOSS]
+    assert (before.peak_phase, now.peak_phase) == (Phase.BACKWARD, Phase.LOSS)
 
 
 def test_dora_keeps_two_outputs_for_each_adapted_linear():
-    plan = quantised(Nf4())
+    plan = eight_b(
+        hardware=gpu("rtx-4090"), precision="bf16", tuning="lora", rank=16, targets=("q_proj", "v_proj")
+    )
     dora = replace(plan, tuning=replace(plan.tuning, dora=True))
     kept = [predict_memory(p).phases[Phase.LOSS]["activations"] for p in (dora, plan)]
     assert kept[0] - kept[1] == 32 * 1024 * 2 * 2 * (4096 + 1024)
     adapters = [predict_memory(p).phases[Phase.IDLE]["adapters"] for p in (dora, plan)]
     assert adapters[0] - adapters[1] == 2 * 32 * (4096 + 1024)
-
-
-def test_offloaded_activations_leave_two_blocks_on_the_device():
-    plan = eight_b(hardware=gpu("h100"), tuning="lora", offload=Offload(activations="cpu"))
-    kept = predict_memory(plan).phases[Phase.LOSS]["activations"]
-    whole = predict_memory(replace(plan, offload=Offload())).phases[Phase.LOSS]["activations"]
-    assert kept < whole / 14
-
-
-def test_eight_bit_states_take_less_than_sixteen():
-    plan = eight_b(hardware=gpu("h100"), precision="bf16")
-    assert peak(replace(plan, optimizer=AdamW8bit())) < peak(plan)
 
 
 def test_qlora_of_70_b_fits_two_cards_of_24_gib():

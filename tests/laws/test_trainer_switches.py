@@ -183,7 +183,7 @@ def test_fp32_adapters_keep_a_cast_input_for_every_linear(autocast):
     assert step.blocks[-1].kept == pytest.approx(measured, rel=0.03)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
 def test_a_reentrant_checkpoint_holds_the_output_that_it_made_again(dropout):
     """One hidden state more than one that is not; a wide MLP, so that a block's middle is the worst moment."""
     sizes = {"hidden_size": 256, "intermediate_size": 896, "vocab_size": 100}

@@ -5,10 +5,8 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -35,21 +33,21 @@ class Ran:
     err: str
 
     @property
-    def value(self) -> Any:
+    def value(self):
         """What a script printed as its last line, in JSON."""
         return json.loads(self.out.splitlines()[-1])
 
 
-def environment_folder() -> Path:
+def environment_folder():
     return Path(os.environ.get("NULL_VENV", ROOT / ".venv-null"))
 
 
-def has(package: str) -> bool:
+def has(package):
     """Whether the environment of the null GPU has ``package``."""
     return next(environment_folder().glob(f"lib/python3*/site-packages/{package}"), None) is not None
 
 
-def missing() -> str | None:
+def missing():
     """Why nothing can run on the null GPU here, or None."""
     venv = environment_folder()
     if not (venv / "bin/python").exists():
@@ -59,7 +57,7 @@ def missing() -> str | None:
     return None if shutil.which("g++") else "no g++ to build the libraries"
 
 
-def surroundings(*, cards: Sequence[str], compute: str | int | None) -> dict[str, str]:
+def surroundings(*, cards, compute):
     """Environment variables of a process on ``cards``. The test is skipped where there is no null GPU."""
     reason = missing()
     if reason is not None:
@@ -79,14 +77,14 @@ def surroundings(*, cards: Sequence[str], compute: str | int | None) -> dict[str
 
 
 def run(
-    command: Sequence[object],
+    command,
     *,
-    cards: Sequence[str] = ("h100",),
-    compute: str | int | None = None,
-    environment: Mapping[str, object] | None = None,
-    timeout_s: float = 300,
-    check: bool = True,
-) -> Ran:
+    cards=("h100",),
+    compute=None,
+    environment=None,
+    timeout_s=300,
+    check=True,
+):
     """Run ``command`` (``fitune …`` or ``python …`` of the null GPU's environment); its exit status and output.
 
     ``cards``: names of CARDS, or descriptions like theirs. ``compute``: bytes of an operation's tensors up to which
@@ -118,10 +116,10 @@ def run(
 
 
 @pytest.fixture
-def on_null_gpu(tmp_path: Path) -> Callable[..., Ran]:
+def on_null_gpu(tmp_path):
     """``run`` for a list of words, or for the text of a script; what it prints as its last line is ``.value``."""
 
-    def on(command: str | Sequence[object], **settings: Any) -> Ran:
+    def on(command, **settings):
         if isinstance(command, str):
             script = tmp_path / f"script{len(list(tmp_path.glob('script*.py')))}.py"
             script.write_text(command)

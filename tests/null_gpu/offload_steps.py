@@ -11,7 +11,6 @@ import argparse
 import importlib
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -75,7 +74,7 @@ MUTANTS = {
 }
 
 
-def put_in(mutant: Mutant) -> None:
+def put_in(mutant):
     assert mutant.module not in sys.modules, "others may hold what it defines"
     module = importlib.import_module(mutant.module)
     source = Path(module.__file__).read_text()
@@ -86,7 +85,7 @@ def put_in(mutant: Mutant) -> None:
     exec(compile(source.replace(mutant.old, mutant.new), module.__file__, "exec"), module.__dict__)
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--mutants", action="store_true")
     parser.add_argument("--sanitizer", action="store_true")
@@ -99,7 +98,7 @@ def main() -> None:
     print(json.dumps({name: _forked(name, asked.sanitizer) for name in names}))
 
 
-def _forked(name: str, watched: bool) -> dict:
+def _forked(name, watched):
     """What ``_run`` gives, in a process forked from this thread: operations are computed for its likes only."""
     fork = get_context("fork")
     here, there = fork.Pipe(duplex=False)
@@ -114,7 +113,7 @@ def _forked(name: str, watched: bool) -> dict:
         process.join()
 
 
-def _run(name: str, watched: bool) -> dict:
+def _run(name, watched):
     import nullcuda
     import torch
 
@@ -130,9 +129,7 @@ def _run(name: str, watched: bool) -> dict:
         return {"complaint": f"{type(error).__name__}: {error}"[:300]}
 
 
-def stepped(
-    case: str, *, away: str, precision: str = "fp32", layers: tuple[int, ...] = (), watched: bool
-) -> dict:
+def stepped(case, *, away, precision="fp32", layers=(), watched):
     """Losses of three steps on the CPU without offload and on the card with it; complaints of the sanitizer."""
     import gpu_cases
     import torch
@@ -166,7 +163,7 @@ def shape_of_all():
     return replace(gpu_cases.SHAPES["tiny"], seq_len=32, chunk_tokens=32)
 
 
-def _losses(plan, device, *, steps: int = 3) -> list[float]:
+def _losses(plan, device, *, steps=3):
     import gpu_cases
     import torch
 
@@ -186,7 +183,7 @@ def _losses(plan, device, *, steps: int = 3) -> list[float]:
     return found
 
 
-def _watched(run: Callable[[], object]) -> dict:
+def _watched(run):
     from torch.cuda._sanitizer import CUDASanitizer
 
     watch = CUDASanitizer()
@@ -196,7 +193,7 @@ def _watched(run: Callable[[], object]) -> dict:
     return {"complaint": None}
 
 
-def with_a_late_thread(watched: bool) -> dict:
+def with_a_late_thread(watched):
     """The host's own thread begins what it is given only when somebody waits for it, so no copy is made by it."""
     from fitune.engine.host import HostMemory
 
@@ -204,7 +201,7 @@ def with_a_late_thread(watched: bool) -> dict:
     return stepped("full", away="optimizer", watched=watched)
 
 
-def fetched_in_vain(watched: bool) -> dict:
+def fetched_in_vain(watched):
     """What takes the memory of weights that came and were not asked for, when other weights came after them."""
     import torch
     from torch import nn
@@ -212,7 +209,7 @@ def fetched_in_vain(watched: bool) -> dict:
     from fitune.engine.host import HostMemory
     from fitune.engine.streamed_weights import StreamedWeights
 
-    def found() -> list[float]:
+    def found():
         blocks = nn.ModuleList(nn.Linear(64, size, bias=False) for size in (64, 256))
         weights = StreamedWeights(blocks, HostMemory(torch.device("cuda", 0)), trained=True)
         with torch.no_grad():
@@ -225,7 +222,7 @@ def fetched_in_vain(watched: bool) -> dict:
     return _watched(found) if watched else {"cpu": [7.0], "cuda": found()}
 
 
-def checkpoint_copied(watched: bool) -> dict:
+def checkpoint_copied(watched):
     """A tensor that is copied for a checkpoint, as it is written, after the next step changed it."""
     import torch
 

@@ -1,7 +1,6 @@
 """What fitune finds, plans, trains on and refuses, by cards that NVML, CUDA and torch tell of."""
 
 import json
-from typing import Any
 
 import pytest
 
@@ -25,7 +24,7 @@ main()
 def hardware(on_null_gpu, *words, cards, **environment):
     """The hardware that ``fitune plan`` plans for."""
     ran = on_null_gpu([*PLAN, *words], cards=cards, environment=environment)
-    found: dict[str, Any] = json.loads(ran.out)["plan"]["hardware"]
+    found = json.loads(ran.out)["plan"]["hardware"]
     return found
 
 

@@ -3,20 +3,17 @@
 import json
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import yaml
 
 from conftest import QUESTIONS, plan_of
-from fitune.track.metrics import read_metrics
-from fitune.train.run import run
 from fitune.units import GIB
 from fitune.values.machines.gpus import find_gpu, hardware_for
-from fitune.values.plan import Ddp, Offload, Plan, Single, Zero
+from fitune.values.plan import Ddp, Offload, Single, Zero
 from null_gpu.conftest import HERE, has, surroundings
+from runs import losses, trained
 from several import Job, train_on
-from train.test_run import callbacks
 
 pytestmark = pytest.mark.null_gpu
 
@@ -46,21 +43,17 @@ TOGETHER = {
 BY_DEEPSPEED = {"stage 2": Offload(), "stage 2, optimizer on the host": Offload(optimizer="cpu")}
 
 
-def losses(folder):
-    return [step.loss for step in read_metrics(Path(folder) / "metrics.jsonl")]
-
-
 @pytest.fixture(scope="module")
 def on_cpu(model_folder, data_file, tmp_path_factory):
     """A plan of settings for the CPU and its losses there, run once."""
-    known: dict[str, tuple[Plan, list[float]]] = {}
+    known = {}
 
     def of(settings):
         key = json.dumps(settings)
         if key not in known:
             plan = plan_of(model_folder, data_file, tmp_path_factory.mktemp("cpu") / "run", **settings)
-            run(plan, callbacks=callbacks())
-            known[key] = plan, losses(plan.run.output_dir)
+            trained(plan)
+            known[key] = plan, losses(plan)
         return known[key]
 
     return of
@@ -80,7 +73,7 @@ def on_cards(plan, sharding, offload, folder, *, cards):
     )
 
 
-def trained(world, jobs, folder, monkeypatch):
+def trained_on_cards(world, jobs, folder, monkeypatch):
     for name, value in surroundings(cards=["h100"] * world, compute="all").items():
         monkeypatch.setenv(name, value)
     for said in train_on(world, jobs, folder, python=(str(HERE / "run.sh"), "python")):
@@ -96,7 +89,7 @@ def test_a_run_on_a_card_has_the_losses_of_the_cpu_and_resumes_exactly(on_cpu, t
     broken = replace(plans["lora"], run=replace(plans["lora"].run, output_dir=str(tmp_path / "broken")))
     jobs = [Job(plan=plan) for plan in plans.values()]
     jobs += [Job(plan=broken, stop_after=3), Job(plan=broken, resume=True)]
-    trained(1, jobs, tmp_path / "jobs", monkeypatch)
+    trained_on_cards(1, jobs, tmp_path / "jobs", monkeypatch)
     for name, (_, cpu) in expected.items():
         assert losses(tmp_path / name) == pytest.approx(cpu, rel=LOSS), name
     assert losses(tmp_path / "broken") == losses(tmp_path / "lora")
@@ -111,7 +104,7 @@ def test_several_cards_have_the_losses_of_one_process(on_cpu, tmp_path, monkeypa
         Job(plan=on_cards(expected[name][0], sharding, offload, tmp_path / name, cards=world))
         for name, (_, sharding, offload) in TOGETHER.items()
     ]
-    trained(world, jobs, tmp_path / "jobs", monkeypatch)
+    trained_on_cards(world, jobs, tmp_path / "jobs", monkeypatch)
     for name, (_, cpu) in expected.items():
         assert losses(tmp_path / name) == pytest.approx(cpu, rel=LOSS), name
 
@@ -125,7 +118,7 @@ def test_two_cards_have_the_losses_of_one_process_by_deepspeed(on_cpu, tmp_path,
         Job(plan=on_cards(plan, zero, offload, tmp_path / name, cards=2))
         for name, offload in BY_DEEPSPEED.items()
     ]
-    trained(2, jobs, tmp_path / "jobs", monkeypatch)
+    trained_on_cards(2, jobs, tmp_path / "jobs", monkeypatch)
     for name in BY_DEEPSPEED:
         assert losses(tmp_path / name) == pytest.approx(cpu, rel=LOSS), name
 

@@ -82,13 +82,6 @@ def test_the_range_grows_by_what_its_free_end_lacks(allocator):
     assert allocator.reserved_bytes == 60 * MIB
 
 
-def test_a_growing_sequence_takes_no_more_than_its_largest(allocator):
-    for size in range(20, 200, 10):
-        allocator.allocate(size, size * MIB)
-        allocator.free(size)
-    assert allocator.reserved_bytes == 200 * MIB
-
-
 def test_everything_freed_leaves_one_free_block(allocator):
     sizes = [3, 70, 11, 2, 45, 9]
     for index, size in enumerate(sizes):

@@ -1,37 +1,30 @@
-"""``fitune rehearse`` as a user types it, and what a rehearsal answers."""
+"""``fitune rehearse`` as a user types it, what a rehearsal answers, and which plan is one that can be rehearsed."""
 
 import json
-import sys
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import UnsupportedOperatorException
 
-from fitune.cli import main
-from fitune.errors import ModelError
+from fitune.errors import ModelError, RecipeError
 from fitune.models.readers import model_config
-from fitune.rehearse import step
+from fitune.planner.search import find_plan
+from fitune.rehearse.recorder import fake_ranks
 from fitune.rehearse.step import record_step, rehearse
 from fitune.rehearse.trace import peaks_by_kind
-from fitune.values.plan import Sgd
-from fitune.values.predictions import Phase, Rehearsal
-from plans import gpu, known, plan_for
+from fitune.values.plan import Sgd, Zero
+from fitune.values.predictions import Phase
+from plans import gpu, known, plan_for, recipe_of
 from rehearse.tiny_configs import tiny
 
-QWEN = ["--model", "Qwen/Qwen3-0.6B", "--gpu", "rtx-4090", "--seq-len", "512", "--tuning"]
+QWEN = ("--model", "Qwen/Qwen3-0.6B", "--gpu", "rtx-4090", "--seq-len", "512", "--tuning", "lora")
 
 
-def fitune(capsys, monkeypatch, *words):
-    monkeypatch.setattr(sys, "argv", ["fitune", *words])
-    with pytest.raises(SystemExit) as exit_:
-        main()
-    printed = capsys.readouterr()
-    return exit_.value.code or 0, printed.out, printed.err
-
-
-def test_json_is_the_plan_with_a_rehearsal(capsys, monkeypatch):
-    code, out, err = fitune(capsys, monkeypatch, "rehearse", *QWEN, "lora", "--json")
-    content = json.loads(out)
+def test_json_is_the_plan_with_a_rehearsal_and_text_its_table(call):
+    ended = call("rehearse", *QWEN, "--json")
+    content = json.loads(ended.ends(0))
     rehearsal = content["rehearsal"]
-    assert (code, err) == (0, "")
+    assert ended.err == ""
     assert content["model"]["num_layers"] == 28
     assert set(rehearsal["phases"]) == {phase.value for phase in Phase}
     peak = max(sum(kinds.values()) for kinds in rehearsal["phases"].values())
@@ -39,26 +32,8 @@ def test_json_is_the_plan_with_a_rehearsal(capsys, monkeypatch):
     assert rehearsal["peak_bytes"] == pytest.approx(content["estimate"]["peak_bytes"], rel=0.02)
     assert rehearsal["reserved_bytes"] >= rehearsal["tensor_peak_bytes"]
     assert rehearsal["layers_traced"] < 28
-
-
-def test_text_is_a_table_of_phases(capsys, monkeypatch):
-    found = Rehearsal(
-        phases={phase: {"weights": 2**30} for phase in Phase}, outside={"context": 1}, reserved_bytes=2**31,
-        layers_traced=4,
-    )  # fmt: skip
-    monkeypatch.setattr(step, "rehearse", lambda plan, **_: found)
-    code, out, err = fitune(capsys, monkeypatch, "rehearse", *QWEN, "full")
-    assert (code, err) == (0, "")
-    for words in (
-        "estimated",
-        "rehearsed",
-        "peak of tensors",
-        "4 of 28 blocks traced",
-        "would reserve 2.00 GiB",
-    ):
-        assert words in out
-    for phase in Phase:
-        assert phase.value in out
+    traced = f"{rehearsal['layers_traced']} of 28 blocks traced"
+    call("rehearse", *QWEN).ends(0, "estimated", "rehearsed", traced, *(phase.value for phase in Phase))
 
 
 def test_weights_and_states_are_counted_to_the_byte():
@@ -83,3 +58,23 @@ def test_a_gpu_before_ampere_repeats_the_key_heads():
 def test_an_unknown_model_is_refused(tmp_path):
     with pytest.raises(ModelError, match="config cannot be read"):
         model_config(str(tmp_path))
+
+
+def test_the_plan_to_rehearse_is_one_that_can_be():
+    """Not DeepSpeed's, which is faster there. What is refused: laws/test_rehearsal_sharded.py."""
+    report = find_plan(
+        recipe_of("llama-2-70b", seq_len=1024), model=known("llama-2-70b"), hardware=gpu("v100-32gb", gpus=8),
+        purposes=("plan", "rehearse"),
+    )  # fmt: skip
+    assert report.chosen.plan.sharding == Zero(stage=3, backend="fsdp")
+
+
+def test_a_torch_without_fake_collectives_is_named():
+    """torch 2.9 has no allreduce for fake tensors; what another operation lacks is no matter of ranks."""
+    plan = plan_for(
+        known("qwen3-0.6b"), hardware=gpu("a100-40gb", gpus=4), sharding=Zero(stage=3, backend="fsdp")
+    )
+    with pytest.raises(RecipeError, match="no c10d.allreduce_.default for fake tensors"), fake_ranks(plan):
+        raise UnsupportedOperatorException(torch.ops.c10d.allreduce_.default)
+    with pytest.raises(UnsupportedOperatorException), fake_ranks(plan):
+        raise UnsupportedOperatorException(torch.ops.aten.nonzero.default)

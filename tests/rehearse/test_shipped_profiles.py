@@ -103,10 +103,9 @@ def shipped_ways(name):
         yield [way for way in ways if shipped_profile(model.config_digest, way.digest)]
 
 
-@pytest.mark.parametrize("name", SHIPPED_CONFIGS)
-def test_every_shipped_profile_is_found_by_its_way_of_training(name):
+def test_every_shipped_profile_is_found_by_its_way_of_training():
     """A digest that changed would leave profiles in the file that no plan asks for."""
-    assert all(shipped_ways(name))
+    assert [name for name in SHIPPED_CONFIGS if not all(shipped_ways(name))] == []
 
 
 @pytest.mark.parametrize(

@@ -57,10 +57,10 @@ COUNTED_FIRST = {
 COPIES = {"copy_", "_to_copy", "_foreach_copy_"}
 LATE = os.environ.get("NULLCUDA_LATE_COPIES", "0") != "0"
 _lib = ctypes.CDLL(os.environ["NULLCUDA_LIB"])
-left_out: collections.Counter[str] = collections.Counter()
+left_out = collections.Counter()
 
 
-def cpu_view(x: Tensor) -> Tensor:
+def cpu_view(x):
     """The bytes of a tensor on the card, as a CPU tensor."""
     storage = x.untyped_storage()
     size = storage.nbytes()
@@ -71,14 +71,14 @@ def cpu_view(x: Tensor) -> Tensor:
     return raw.view(x.dtype).as_strided(x.shape, x.stride(), x.storage_offset())
 
 
-def _own_work() -> tuple[int, int]:
+def _own_work():
     """Launches and copies of this thread so far."""
     launches, copies = ctypes.c_long(), ctypes.c_long()
     _lib.nullcuda_own(ctypes.byref(launches), ctypes.byref(copies))
     return launches.value, copies.value
 
 
-def _was_copied(before: tuple[int, int]) -> bool:
+def _was_copied(before):
     """The runtime copied, perhaps later, what a kernel need not change."""
     launches, copies = _own_work()
     return launches == before[0] and copies > before[1]
@@ -94,12 +94,12 @@ def _on_cpu(value):
     return value
 
 
-def _bytes(values) -> int:
+def _bytes(values):
     return sum(v.numel() * v.element_size() for v in values)
 
 
 class Computed(TorchDispatchMode):
-    def __init__(self, limit: float) -> None:
+    def __init__(self, limit):
         super().__init__()
         self.limit = limit
 
@@ -168,7 +168,7 @@ class Computed(TorchDispatchMode):
         return found
 
 
-def _moved(r: Tensor, device: torch.device) -> Tensor:
+def _moved(r, device):
     to = torch.empty(r.shape, dtype=r.dtype, device=device)
     if r.numel():
         cpu_view(to).copy_(r)
@@ -320,7 +320,7 @@ SPECIAL = {
 }
 
 
-def begin() -> None:
+def begin():
     words = os.environ["NULLCUDA_COMPUTE"]
     Computed(math.inf if words == "all" else float(words)).__enter__()
     if os.environ.get("NULLCUDA_TRACE"):
