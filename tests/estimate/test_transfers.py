@@ -23,15 +23,13 @@ from fitune.estimate.transfers import (
 )
 from fitune.estimate.work import MODULE_HOOK_SECONDS, backward_work, forward_work
 from fitune.units import MIB
-from fitune.values.machines.gpus import find_gpu, hardware_for
+from fitune.values.machines.gpus import find_gpu
 from fitune.values.plan import (
     AdamW8bit,
     ClipByNorm,
     ClipByValue,
     Ddp,
     Lomo,
-    Lora,
-    Nf4,
     Offload,
     Precision,
     Sgd,
@@ -39,15 +37,12 @@ from fitune.values.plan import (
     Zero,
 )
 from fitune.values.predictions import Phase
+from laws.test_estimate_monotone import cluster
 from plans import gpu, known, plan_for
 
 P = 8_030_261_248
 EMBEDDING = 128256 * 4096
 GB = 10**9
-
-
-def cluster(nodes=1, gpus=8, **different):
-    return replace(hardware_for(gpu=find_gpu("h100"), gpus=gpus, nodes=nodes), **different)
 
 
 def eight_b(**choice):
@@ -396,13 +391,6 @@ def test_measuring_the_norm_first_goes_back_twice_and_forth_once():
     assert twice.phases[Phase.LOSS] == pytest.approx(2 * once.phases[Phase.LOSS])
     assert 1.7 < twice.phases[Phase.BACKWARD] / once.phases[Phase.BACKWARD] < 2  # it updates once
     assert once.phases[Phase.UPDATE] == twice.phases[Phase.UPDATE] == 0
-
-
-def test_packed_weights_take_longer_than_dense_ones():
-    dense = eight_b(hardware=gpu("rtx-4090"), tuning="lora", rank=16)
-    lora = Lora(rank=16, alpha=16, dropout=0.0, targets=dense.tuning.targets, base=Nf4())
-    seconds = [predict(plan).step_seconds for plan in (dense, replace(dense, tuning=lora))]
-    assert seconds[0] < seconds[1] < 1.5 * seconds[0]
 
 
 def test_eight_devices_see_eight_times_the_tokens():

@@ -4,15 +4,10 @@ import pytest
 
 from fitune.estimate.parameters import stored_bytes
 from fitune.values.counts import base_tensors, count_parameters
-from fitune.values.machines.gpus import find_gpu, hardware_for
 from fitune.values.model.known_models import names_with_formulas
 from fitune.values.plan import Hqq, Nf4, Zero
-from laws.test_estimate_monotone import state_bytes
+from laws.test_estimate_monotone import cluster, state_bytes
 from plans import known, plan_for
-
-
-def cluster(nodes, gpus, card="a100-80gb"):
-    return hardware_for(gpu=find_gpu(card), gpus=gpus, nodes=nodes)
 
 
 def mixed_precision_state_bytes(*, parameters, ranks, stage):
@@ -38,7 +33,7 @@ def test_a_plan_on_nodes_of_eight_agrees_with_the_account(name, nodes, stage, ba
     """FSDP2 divides weights and, of one micro-batch, gradients at every stage; else the same to 0.2 % padding."""
     model, ranks = known(name), 8 * nodes
     sharding = Zero(stage=stage, backend=backend)
-    plan = plan_for(model, hardware=cluster(nodes, 8), precision="bf16-master", sharding=sharding)
+    plan = plan_for(model, hardware=cluster(nodes), precision="bf16-master", sharding=sharding)
     parameters = count_parameters(model).total
     divided = max(2, stage) if backend == "fsdp" else stage
     expected = mixed_precision_state_bytes(parameters=parameters, ranks=ranks, stage=divided)
@@ -52,7 +47,7 @@ def test_hybrid_sharding_divides_by_the_devices_of_a_node():
     model = known("llama-2-7b")
     hybrid = Zero(stage=3, backend="fsdp", hybrid=True)
     sizes = [
-        state_bytes(plan_for(model, hardware=cluster(n, 8), precision="bf16-master", sharding=hybrid))
+        state_bytes(plan_for(model, hardware=cluster(n), precision="bf16-master", sharding=hybrid))
         for n in (1, 4)
     ]
     assert sizes[0] == sizes[1]
@@ -68,7 +63,7 @@ def test_llama_2_70b_with_zero_3_and_lora_on_8_devices():
     model = known("llama-2-70b")
     plan = plan_for(
         model,
-        hardware=cluster(1, 8, "v100-32gb"),
+        hardware=cluster(card="v100-32gb"),
         tuning="lora",
         rank=64,
         targets=("q_proj", "v_proj"),

@@ -25,8 +25,8 @@ PLACES = [
 ]
 
 
-def cluster(nodes=1, gpus=8):
-    return hardware_for(gpu=find_gpu("h100"), gpus=gpus, nodes=nodes)
+def cluster(nodes=1, *, gpus=8, card="h100", **different):
+    return replace(hardware_for(gpu=find_gpu(card), gpus=gpus, nodes=nodes), **different)
 
 
 def peak(plan):

@@ -30,23 +30,16 @@ from fitune.values.plan import (
     Zero,
 )
 from fitune.values.predictions import Phase
+from laws.test_estimate_monotone import cluster, peak
 from plans import gpu, known, plan_for
 
 BLOCK_LINEARS = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
 """Of Llama-3.1-8B."""
 
 
-def cluster(nodes=1, gpus=8):
-    return hardware_for(gpu=find_gpu("h100"), gpus=gpus, nodes=nodes)
-
-
 def eight_b(**choice):
     base = {"hardware": cluster(), "precision": "bf16-master", "rows": 1, "seq_len": 1024, "chunk": 256}
     return plan_for(known("llama-3.1-8b"), **{**base, **choice})
-
-
-def peak(plan):
-    return predict_memory(plan).tensor_peak_bytes
 
 
 def test_fsdp_gathers_three_blocks_in_forward_and_two_in_backward():

@@ -29,45 +29,38 @@ def looked_at(on_null_gpu, tmp_path):
     return look
 
 
+# The embedding's gradient is the last of backward: its kernel adds up in rows of fp32, 70 MiB for 4,096 tokens. Of
+# Gemma-2's scores softmax's input is cast in bf16, and its gradient multiplied first; in fp16 the kernel casts.
+EVERY_WEIGHT = ("8b", "--layers", "4", "--cases", "full", "full-8bit", "lomo")
+WRITTEN_OUT = ("gemma", "--layers", "4", "--cases", "lora")
+
+
 @pytest.mark.parametrize(
-    ("card", "capability"), [pytest.param("4090", "89", marks=pytest.mark.slow), ("h100", "90")]
+    ("card", "capability", "shape", "is_predicted"),
+    [
+        ("h100", "90", ("8b", "--cases", "qlora", "lomo"), True),
+        pytest.param("4090", "89", ("8b", "--cases", "qlora", "lomo"), True, marks=pytest.mark.slow),
+        ("t4", "75", EVERY_WEIGHT, False),
+        pytest.param("h100", "90", EVERY_WEIGHT, False, marks=pytest.mark.slow),
+        ("t4", "75", WRITTEN_OUT, True),
+        ("h100", "90", WRITTEN_OUT, True),
+    ],
 )
-def test_peaks_of_8b_are_those_of_the_rehearsal_and_of_the_estimate(looked_at, card, capability):
+def test_peaks_are_those_of_the_rehearsal_and_of_the_estimate(
+    looked_at, card, capability, shape, is_predicted
+):
     """Less cuBLAS' workspace, which is the one that is planned."""
-    cases = looked_at("--cards", capability, "--shapes", "8b", "--cases", "qlora", "lomo", card=card)
-    assert len(cases) == 4
+    cases = looked_at("--cards", capability, "--shapes", *shape, card=card)
+    assert cases
     for case in cases:
         for phase, sizes in case["phases"].items():
-            assert sizes["rehearsed"] == pytest.approx(sizes["allocated"], rel=1e-4), (case["case"], phase)
-            assert sizes["predicted"] == pytest.approx(sizes["allocated"], rel=1e-2), (case["case"], phase)
-        assert case["workspace"]["allocated"] == pytest.approx(case["workspace"]["predicted"], rel=0.02)
-
-
-@pytest.mark.parametrize(
-    ("card", "capability"), [("t4", "75"), pytest.param("h100", "90", marks=pytest.mark.slow)]
-)
-def test_peaks_of_every_weight_are_rehearsed_to_the_indices_of_the_table(looked_at, card, capability):
-    """The embedding's gradient is the last of backward: its kernel adds up in rows of fp32, 70 MiB for 4,096 tokens."""
-    words = ("--cards", capability, "--shapes", "8b", "--layers", "4", "--cases", "full", "full-8bit", "lomo")
-    for case in looked_at(*words, card=card):
-        for phase, sizes in case["phases"].items():
-            assert sizes["rehearsed"] == pytest.approx(sizes["allocated"], rel=1e-4), (case["case"], phase)
-
-
-@pytest.mark.parametrize(("card", "capability"), [("t4", "75"), ("h100", "90")])
-def test_peaks_of_scores_that_are_written_out(looked_at, card, capability):
-    """Gemma-2: in bf16 softmax's input is cast and its gradient multiplied first; in fp16 the kernel casts."""
-    words = ("--cards", capability, "--shapes", "gemma", "--layers", "4", "--cases", "lora")
-    for case in looked_at(*words, card=card):
-        for phase, sizes in case["phases"].items():
-            assert sizes["rehearsed"] == pytest.approx(sizes["allocated"], rel=1e-4), (
-                case["recompute"],
-                phase,
+            where = case["case"], case["recompute"], phase
+            assert sizes["rehearsed"] == pytest.approx(sizes["allocated"], rel=1e-4), where
+            assert not is_predicted or sizes["predicted"] == pytest.approx(sizes["allocated"], rel=1e-2), (
+                where
             )
-            assert sizes["predicted"] == pytest.approx(sizes["allocated"], rel=1e-2), (
-                case["recompute"],
-                phase,
-            )
+        if shape[0] == "8b" and is_predicted:
+            assert case["workspace"]["allocated"] == pytest.approx(case["workspace"]["predicted"], rel=0.02)
 
 
 @pytest.mark.parametrize("lengths", ["lognormal", pytest.param("equal", marks=pytest.mark.slow)])
