@@ -108,7 +108,7 @@ def test_the_first_block_keeps_no_norm_under_lora(precision):
     assert other - first == 4 * 4096 + 4
 
 
-def test_a_packed_weight_is_made_whole_for_its_gradient():
+def test_a_packed_weight_is_made_whole_for_its_product_and_its_gradient():
     """+ e·out·in of the largest packed weight of each product: queries, output, gate and down of Llama-3-8B; of down
     an adapter's scaled gradient, t·e·h, is gone by then."""
     model, shape = known("llama-3-8b"), BatchShape(tokens=1024, supervised_tokens=1024, rows=1)
@@ -124,6 +124,8 @@ def test_a_packed_weight_is_made_whole_for_its_gradient():
         "MLP inputs": 2 * 14336 * 4096,
         "MLP output": 2 * 14336 * 4096 - 2 * 1024 * 4096,
     }
+    forward = max(stage.forward for stage in block_stages(packed, shape))
+    assert forward == 2 * (14336 * 4096 + 1024 * (2 * 4096 + 14336))  # beside residual, input and output
 
 
 def test_adapted_experts_keep_their_matrices_in_the_products_order():
