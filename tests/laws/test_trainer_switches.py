@@ -66,30 +66,22 @@ def test_switches_by_hand():
 
 
 def test_fsdp1_over_frozen_blocks_by_hand():
-    """At block 1: two inputs, and input and gradient of each block behind it; root and one block gathered."""
-    plan = plan_for(small_llama(), tuning="lora", precision="bf16", recompute=4)
-    plan = replace(plan, hardware=gpu("a100-80gb", gpus=2), sharding=Zero(stage=3, backend="fsdp"))
-    shape = replace(largest_batch(plan), rows=1)
-    trainer = Trainer(fsdp1=True, holds_inputs=True, bytes_per_logit=1)
-    backward = memory_by(trainer, plan, shape).phases[Phase.BACKWARD]
-    assert backward["recompute inputs"] == (2 + 2 * 2) * 256 * 64 * 2
-    assert backward["gathered weights"] == root_weight_bytes(plan) + block_weight_bytes(plan)
+    """At block 1: two inputs, and input and gradient of each block behind it; root and one block gathered.
 
-
-def test_reentrant_checkpoints_under_fsdp1_by_hand():
-    """At block 0, whose norm keeps its input, too: that, and input and gradient of each block behind.
-
-    The output made again stands in place of the gradient that reaches the block: it is that of the next one's input.
+    With reentrant checkpoints at block 0, whose norm keeps its input, too. The output made again stands in place of the
+    gradient that reaches the block: it is that of the next one's input.
     """
     plan = plan_for(small_llama(), tuning="lora", precision="bf16", recompute=4)
     plan = replace(plan, hardware=gpu("a100-80gb", gpus=2), sharding=Zero(stage=3, backend="fsdp"))
     shape = replace(largest_batch(plan), rows=1)
     once, again = (
-        memory_by(Trainer(fsdp1=True, holds_inputs=True, reentrant=reentrant), plan, shape).phases[
-            Phase.BACKWARD
-        ]
+        memory_by(
+            Trainer(fsdp1=True, holds_inputs=True, bytes_per_logit=1, reentrant=reentrant), plan, shape
+        ).phases[Phase.BACKWARD]
         for reentrant in (False, True)
     )
+    assert once["recompute inputs"] == (2 + 2 * 2) * 256 * 64 * 2
+    assert once["gathered weights"] == root_weight_bytes(plan) + block_weight_bytes(plan)
     assert again["recompute inputs"] == (1 + 3 * 2) * 256 * 64 * 2
     assert again["temporaries"] == once["temporaries"]
 

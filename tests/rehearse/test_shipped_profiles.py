@@ -28,7 +28,6 @@ from fitune.values.model.tracing import (
 )
 from plans import gpu, plan_for
 
-EVERY_SIXTEENTH = 16
 SHIPPED_CONFIGS = [name for name in configs_to_trace() if name not in NOT_SHIPPED]
 
 
@@ -70,13 +69,8 @@ def test_a_shipped_profile_is_what_is_traced_here(name, tuning, rows, monkeypatc
     assert peaks[1] == pytest.approx(peaks[0], rel=0.005)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if place % EVERY_SIXTEENTH == 0 else pytest.mark.slow)
-        for place, name in enumerate(SHIPPED_CONFIGS)
-    ],
-)
+@pytest.mark.thinned(16)
+@pytest.mark.parametrize("name", SHIPPED_CONFIGS)
 def test_every_public_name_is_planned_without_a_trace(name):
     """The open search on eight H200, and QLoRA on one 4090, where what does not fit is refused by its bytes."""
     model = load_model_spec(name, offline=True)

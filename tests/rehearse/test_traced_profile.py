@@ -22,6 +22,7 @@ from fitune.values.model.model_config import load_model_spec
 from fitune.values.model.tracer import trace_with
 from fitune.values.plan import ClipByValue, Full, Lomo, Lora, Sgd
 from fitune.values.serial import from_json, to_json
+from laws.test_rehearsal_estimate import check
 from plans import CPU, gpu, plan_for
 from rehearse.tiny_configs import tensor_peak
 
@@ -54,12 +55,8 @@ def test_shapes_are_counted_by_hand(tmp_path, traces):
     assert count_parameters(spec).total == 4 * block + 2 * 400 * h + 2 * h
     lora = Lora(rank=8, alpha=8, dropout=0.0, targets=("query_key_value", "dense_4h_to_h"))
     assert lora_parameters(spec, lora) == 4 * 8 * (h + 3 * h + f + h)
-    assert [m.short_name for m in spec.linears] == [
-        "query_key_value",
-        "dense",
-        "dense_h_to_4h",
-        "dense_4h_to_h",
-    ]
+    names = [m.short_name for m in spec.linears]
+    assert names == ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]
 
 
 def test_blocks_that_differ_are_counted_apart(tmp_path, traces):
@@ -91,9 +88,7 @@ def test_the_estimate_is_the_rehearsed_step(tmp_path, traces, hardware, choice):
     spec = model_of(tmp_path, "gpt_neox", NEOX)
     device = CPU if hardware == "cpu" else gpu(hardware)
     plan = replace(plan_for(spec, hardware=device, seq_len=320, chunk=64, **choice), model_path=spec.name)
-    trace, _ = trace_plan(plan, model_config(spec.name), exact=True)
-    rehearsed = tensor_peak(trace)
-    assert predict_memory(plan).tensor_peak_bytes == pytest.approx(rehearsed, rel=0.005)
+    check(plan, model_config(spec.name), 0.005)
     assert predict(plan).tokens_per_second > 0
 
 
@@ -121,9 +116,7 @@ def test_no_row_is_traced_beyond_a_mask_that_blocks_keep(tmp_path, traces, capfd
         plan = replace(plan_for(spec, rows=rows, seq_len=200 // rows), model_path=spec.name)
         way = tracing.way_of(plan, BatchShape(tokens=200, supervised_tokens=200, rows=rows))
         assert way.rows * way.first * tracing.LENGTHS[-1] == 256
-    trace, _ = trace_plan(plan, model_config(spec.name), exact=True)
-    rehearsed = tensor_peak(trace)
-    assert predict_memory(plan).tensor_peak_bytes == pytest.approx(rehearsed, rel=0.005)
+    check(plan, model_config(spec.name), 0.005)
     assert capfd.readouterr().err == ""
 
 
