@@ -12,6 +12,7 @@ from fitune.values.model.known_models import find_known_model, names_with_formul
 from fitune.values.model.model_config import load_model_spec, spec_from_config
 from fitune.values.model.tracer import trace_with
 from fitune.values.plan import Lora
+from rehearse.tiny_configs import FAMILIES, OTHERS, tiny
 
 HAND_COUNTS = {
     # blocks · (q + k + v + o + gate, up, down + norms) + embeddings + final norm + head
@@ -119,54 +120,21 @@ PUBLISHED_TOTALS = {
     "microsoft/phi-1_5": 1_418_270_720,
 }
 
+WIDE_HEADS = {"head_dim": 32}
+GROUPED = {"new_decoder_architecture": True, "num_kv_heads": 2}
 SMALL = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 160,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-}
-SMALL_OF_FAMILY = {
-    "llama": {**SMALL, "attention_bias": True, "mlp_bias": True},
-    "mistral": SMALL,
-    "mixtral": {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen2": SMALL,
-    "qwen3": {**SMALL, "head_dim": 32},
-    "qwen3_moe": {**SMALL, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
-    "gemma2": {**SMALL, "head_dim": 32},
-    "gemma3_text": {**SMALL, "head_dim": 32},
-    "phi": {**SMALL, "num_key_value_heads": 4, "qk_layernorm": True},
-    "phi3": SMALL,
-    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_inner": 96, "vocab_size": 160},
-    "falcon": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 160},
-}
-FALCONS = {
-    "one key-value head": {},
-    "grouped heads": {"new_decoder_architecture": True, "num_kv_heads": 2},
-    "grouped heads, one norm": {
-        "new_decoder_architecture": True,
-        "num_kv_heads": 2,
-        "num_ln_in_parallel_attn": 1,
-    },
-    "sequential, with biases": {
-        "multi_query": False,
-        "parallel_attn": False,
-        "bias": True,
-        "ffn_hidden_size": 96,
-    },
-}
-SMALL_CONFIGS = [
-    pytest.param({"model_type": family, **config}, id=family)
-    for family, config in SMALL_OF_FAMILY.items()
-    if family != "falcon"
-] + [
-    pytest.param({"model_type": "falcon", **SMALL_OF_FAMILY["falcon"], **kind}, id=f"falcon, {name}")
-    for name, kind in FALCONS.items()
-]
+    **{family: (family, {}) for family in (*FAMILIES, *OTHERS)},
+    "llama, with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "qwen3": ("qwen3", WIDE_HEADS),
+    "gemma2": ("gemma2", WIDE_HEADS),
+    "gemma3_text": ("gemma3_text", WIDE_HEADS),
+    "phi": ("phi", {"qk_layernorm": True}),
+    "falcon, grouped heads": ("falcon", GROUPED),
+    "falcon, grouped heads, one norm": ("falcon", {**GROUPED, "num_ln_in_parallel_attn": 1}),
+    "falcon, sequential, with biases": (
+        "falcon", {"multi_query": False, "parallel_attn": False, "bias": True, "ffn_hidden_size": 96}
+    ),
+}  # fmt: skip
 
 PUBLISHED_TOTALS_OF_TRACED = {
     "EleutherAI/pythia-70m": 70_426_624,
@@ -273,7 +241,7 @@ PUBLISHED_BILLIONS = {
 
 def build(config, *, device="meta"):
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(CONFIG_MAPPING[config["model_type"]](**config))
+        return AutoModelForCausalLM.from_config(config)
 
 
 def number_of_parameters(model):
@@ -343,7 +311,7 @@ def test_table_entry_is_the_transformers_model(name):
     known = find_known_model(name)
     layers = "n_layer" if "n_layer" in known.config else "num_hidden_layers"
     shallow = {**known.config, layers: 2}
-    model = build(shallow)
+    model = build(CONFIG_MAPPING[shallow["model_type"]](**shallow))
     two_blocks = number_of_parameters(model)
     block = sum(parameter.numel() for parameter in blocks(model)[0].parameters())
     counts = count_parameters(load_model_spec(name))
@@ -351,9 +319,10 @@ def test_table_entry_is_the_transformers_model(name):
     assert counts.total == two_blocks + (known.config[layers] - 2) * block
 
 
-@pytest.mark.parametrize("config", SMALL_CONFIGS)
-def test_the_linears_are_those_of_the_first_block(config):
-    spec, model = spec_from_config(config, name="small"), build(config)
+@pytest.mark.parametrize(("family", "different"), SMALL.values(), ids=SMALL)
+def test_the_linears_are_those_of_the_first_block(family, different):
+    config, spec = tiny(family, **different)
+    model = build(config)
     assert count_parameters(spec).total == number_of_parameters(model)
     block = blocks(model)[0]
     for linear in spec.linears:
@@ -365,15 +334,15 @@ def test_the_linears_are_those_of_the_first_block(config):
     )
 
 
-@pytest.mark.parametrize("config", SMALL_CONFIGS)
-def test_lora_trains_exactly_what_is_counted(config):
-    spec = spec_from_config(config, name="small")
+@pytest.mark.parametrize(("family", "different"), SMALL.values(), ids=SMALL)
+def test_lora_trains_exactly_what_is_counted(family, different):
+    config, spec = tiny(family, **different)
     for targets in (
         resolve_targets(spec, ["all-linear"]),
         spec.adaptable_names[:1],
         spec.adaptable_names[-1:],
     ):
-        theirs = LoraConfig(r=4, target_modules=list(targets), fan_in_fan_out=config["model_type"] == "gpt2")
+        theirs = LoraConfig(r=4, target_modules=list(targets), fan_in_fan_out=family == "gpt2")
         adapted = get_peft_model(build(config, device="cpu"), theirs)
         trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
         ours = Lora(rank=4, alpha=4, dropout=0.0, targets=targets)
