@@ -102,7 +102,6 @@ ALWAYS = {
     "AdaLomo by norm": (ADALOMO_BY_NORM, "bf16", HALF, {**SGD, "chunked": False}),
     "LoRA": ("lora", "fp32", 0, {}),
     "LoRA with masters": ("lora", "bf16-master", HALF, {"accumulation": 2}),
-    "LoRA, all run again": ("lora", "bf16", ALL, {"chunked": False}),
     "dropout": ("lora", "fp32", ALL, {"dropout": 0.1}),
     "dropout on NF4": ("lora", "bf16", 0, {"dropout": 0.1, "base": Nf4(), "targets": QV}),
     "DoRA": ("lora", "fp32", 0, {"dora": True}),
@@ -118,7 +117,6 @@ ALWAYS = {
     "activations away": ("full", "bf16", HALF, {**ACTIVATIONS, "accumulation": 2}),
     "optimizer away": ("lora", "fp32", ALL, OPTIMIZER),
     "all away": ("full", "bf16", ALL, ALL_THREE),
-    "weights away": ("lora", "bf16-master", 0, {**WEIGHTS, "accumulation": 2}),
     "NF4 away": ("lora", "bf16", ALL, PACKED_AWAY),
     "all away, few adapters": ("lora", "bf16", 3, {**ALL_THREE, "layers": (1, 2)}),
 }  # fmt: skip
@@ -141,6 +139,7 @@ SOMETIMES = [
     ("full", "bf16-master", HALF, {**OPTIMIZER, "accumulation": 2}),
     ("full", "bf16", HALF, {**STATES, "accumulation": 2}),
     ("lora", "bf16", 0, PACKED_AWAY),
+    ("lora", "bf16-master", 0, {**WEIGHTS, "accumulation": 2}),
 ]
 
 

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from fitune.errors import ModelError, RecipeError
 from fitune.models.readers import model_config
 from fitune.planner.search import find_plan
+from fitune.rehearse import step
 from fitune.rehearse.recorder import fake_ranks
 from fitune.rehearse.step import record_step, rehearse
 from fitune.rehearse.trace import peaks_by_kind
@@ -20,7 +21,14 @@ from rehearse.tiny_configs import tiny
 QWEN = ("--model", "Qwen/Qwen3-0.6B", "--gpu", "rtx-4090", "--seq-len", "512", "--tuning", "lora")
 
 
-def test_json_is_the_plan_with_a_rehearsal_and_text_its_table(call):
+def test_json_is_the_plan_with_a_rehearsal_and_text_its_table(call, monkeypatch):
+    found = []
+
+    def once(plan, **words):
+        found.append(found[0] if found else rehearse(plan, **words))
+        return found[0]
+
+    monkeypatch.setattr(step, "rehearse", once)
     ended = call("rehearse", *QWEN, "--json")
     content = json.loads(ended.ends(0))
     rehearsal = content["rehearsal"]
