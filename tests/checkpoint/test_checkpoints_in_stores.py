@@ -64,6 +64,20 @@ def test_a_checkpoint_comes_back_as_it_was_sent(store, tmp_path):
     assert len(said) == 1, "it was there already"
 
 
+def test_one_that_is_damaged_here_is_fetched_from_the_store_and_set_aside(store, tmp_path):
+    """Its COMMIT is whole, and the same as the store's: it was once taken for the store's, unread."""
+    for step in (1, 2):
+        send_checkpoint(store, save(tmp_path, step))
+    file = tmp_path / "checkpoints/step-2/model.safetensors"
+    saved = file.read_bytes()
+    file.write_bytes(saved[:-1] + bytes([saved[-1] ^ 1]))
+    assert newest_checkpoint(tmp_path).path == tmp_path / "checkpoints/step-1"
+    found = newest_in_store(store, tmp_path, FIRST, after=1, on_note=print)
+    assert found == file.parent
+    assert file.read_bytes() == saved
+    assert (tmp_path / "checkpoints/damaged-step-2").is_dir()
+
+
 def test_half_a_checkpoint_does_not_count_and_goes_with_the_next(store, tmp_path):
     old, new = save(tmp_path, 1), save(tmp_path, 2)
     send_checkpoint(store, old)

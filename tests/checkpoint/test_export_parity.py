@@ -21,7 +21,7 @@ from checkpoint.tiny_export import (
     with_adapter,
     with_random_b,
 )
-from fitune.checkpoint import export, layout, parity
+from fitune.checkpoint import export, parity
 from fitune.checkpoint.export import export_adapter, export_full, export_merged
 from fitune.errors import CheckpointError, RunDirectoryError
 from fitune.models.adapter_file import linear_names
@@ -68,17 +68,6 @@ def test_a_full_model_has_the_files_the_hub_expects(tmp_path):
         byte_tokenizer()("hi!").input_ids,
     )
     assert (tmp_path / "out/README.md").read_text() == CARD
-
-
-def test_shards_have_an_index_with_every_tensor_and_the_exact_count(tmp_path, monkeypatch):
-    monkeypatch.setattr("fitune.checkpoint.layout.SHARD_BYTES", 40_000)
-    model = tiny_base(tmp_path / "base")
-    export_full(model, into(tmp_path / "out"))
-    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
-    shards = sorted((tmp_path / "out").glob("model-*-of-*.safetensors"))
-    assert len(shards) > 1
-    assert {name: shard.name for shard in shards for name in load_file(shard)} == index["weight_map"]
-    assert index["metadata"]["total_parameters"] == sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -215,13 +204,6 @@ def test_an_adapter_on_the_wrong_base_is_found(tmp_path):
     with pytest.raises(CheckpointError, match="does not answer like the trained one: logits differ by"):
         export_adapter(model, into(tmp_path / "out"), base=str(tmp_path / "other"))
     assert not (tmp_path / "out").exists()
-
-
-def test_empty_tensors_are_found(tmp_path):
-    model = tiny_base(tmp_path / "base")
-    pieces = {name: layout.FileTensor(t, lambda t=t: t) for name, t in {"hollow": torch.zeros(0, 4)}.items()}
-    with pytest.raises(CheckpointError, match="hollow"):
-        layout.write_model(model, tmp_path, pieces)
 
 
 def test_a_tensor_that_transformers_does_not_load_is_found(tmp_path, monkeypatch):

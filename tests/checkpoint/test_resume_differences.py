@@ -10,7 +10,6 @@ from fitune.errors import CheckpointError
 from fitune.values.machines.hardware import Hardware
 from fitune.values.model.model_spec import Dropout
 from fitune.values.plan import (
-    AdamW,
     Batch,
     ChunkedLoss,
     ClipByNorm,
@@ -63,14 +62,10 @@ def run(**changes):
 
 ALLOWED = {
     "run.output_dir": run(output_dir="runs/b"),
-    "run.log_every": run(log_every=5),
     "run.eval_every": run(eval_every=5),
-    "run.save_every": run(save_every=5),
-    "run.keep_checkpoints": run(keep_checkpoints=9),
     "run.report_to[0]": run(report_to=("tensorboard",)),
     "schedule.duration.count": schedule(duration=Epochs(count=3.0)),
     "batch.micro_batch_size": batch(micro_batch_size=4, accumulation=2),
-    "batch.accumulation": batch(micro_batch_size=1, accumulation=8),
     "hardware.gpus_per_node": replace(
         batch(accumulation=2), hardware=Hardware(gpu=PLAN.hardware.gpu, gpus_per_node=2)
     ),
@@ -90,17 +85,13 @@ REFUSED = {
     "model_path": replace(PLAN, model_path="/models/other"),
     "model.linears": replace(PLAN, model=replace(MODEL, linears=(*MODEL.linears, *MODEL.linears))),
     "data.sources[0].path": replace(PLAN, data=DataPlan(sources=(DataSource(path="b.jsonl"),))),
-    "data.val_fraction": replace(PLAN, data=replace(PLAN.data, val_fraction=0.1)),
     "run.seed": run(seed=1),
     "offload.optimizer": replace(PLAN, offload=Offload(optimizer="cpu")),
     "precision": replace(PLAN, precision=Precision.BF16),
-    "optimizer.beta2": replace(PLAN, optimizer=AdamW(beta2=0.95)),
     "schedule.learning_rate": schedule(learning_rate=1e-4),
     "schedule.duration.count": schedule(duration=Epochs(count=1.0)),
     "schedule.duration.kind": schedule(duration=Steps(count=100)),
     "batch.seq_len": batch(seq_len=32),
-    "batch.packing": batch(packing=False),
-    "batch.micro_batch_size": batch(micro_batch_size=4),
     "batch.accumulation": batch(accumulation=8),
     "hardware.gpus_per_node": replace(PLAN, hardware=Hardware(gpu=PLAN.hardware.gpu, gpus_per_node=2)),
 }

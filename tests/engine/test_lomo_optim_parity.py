@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.test_lomo import UNCLIPPED, lomo, small, steps, weights
+from engine.test_in_backward import UNCLIPPED, lomo, small, steps, weights
 from fitune.values.plan import ClipByNorm, ClipByValue
 from models.streams import make_rows, stream_of
 

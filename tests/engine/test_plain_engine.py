@@ -163,16 +163,6 @@ def test_fp16_unscales_before_clipping():
     torch.testing.assert_close(model.linear.weight.float(), reference.linear.weight, rtol=2e-3, atol=1e-3)
 
 
-def test_non_finite_gradients_stop_before_the_update():
-    model = Regression()
-    engine = engine_for(model, AdamW())
-    before = copy.deepcopy(model.state_dict())
-    forward_backward(engine, torch.full((5, 6), float("inf")), 5)
-    with pytest.raises(TrainingFailed, match="not finite"):
-        optimizer_step(engine, 0.1)
-    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
-
-
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16_MASTER, Precision.FP16])
 @pytest.mark.parametrize("optimizer", [AdamW(weight_decay=0.1), Sgd(momentum=0.9), Sgd()])
 def test_state_restores_bit_for_bit(precision, optimizer):
@@ -199,7 +189,7 @@ def test_phases_come_in_order():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("optimizer", [Sgd(), Sgd(momentum=0.9), Sgd(weight_decay=0.1), AdamW()], ids=str)
+@pytest.mark.parametrize("optimizer", [Sgd(), Sgd(momentum=0.9)], ids=str)
 def test_every_weight_moves_in_16_bit(optimizer, dtype):
     """torch's fused SGD passes over whole vectors of them on a CPU."""
     weight = nn.Parameter(torch.ones(100, 3, dtype=dtype))
@@ -295,14 +285,15 @@ def test_masters_stepped_together_are_bit_for_bit_those_stepped_one_by_one(limit
         assert parameter.grad is None
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing_though_nobody_has_read_it():
-    model = Regression(torch.bfloat16)
-    engine = engine_for(model, AdamW(), precision=Precision.BF16_MASTER)
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16_MASTER], ids=str)
+def test_a_gradient_that_is_not_finite_changes_nothing_though_nobody_has_read_it(precision):
+    model = Regression(torch.bfloat16 if precision.has_master else torch.float32)
+    engine = engine_for(model, AdamW(), precision=precision)
     run(engine, batches())
     before = {name: tensor.clone() for name, tensor in engine.optimizer.tensors().items()}
     weights = copy.deepcopy(model.state_dict())
     forward_backward(engine, batches()[0] * math.inf, 5)
-    with pytest.raises(TrainingFailed, match="nothing was updated"):
+    with pytest.raises(TrainingFailed, match="not finite.*nothing was updated"):
         optimizer_step(engine, 0.1)
     assert all(torch.equal(tensor, before[name]) for name, tensor in engine.optimizer.tensors().items())
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())

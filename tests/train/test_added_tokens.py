@@ -22,10 +22,7 @@ from fitune.values.named_templates import CHATML_MARKS
 from fitune.values.plan import DataSource, Nf4
 from jsonl import write_lines
 from models.tiny_models import beside_tokenizer, load
-from runs import (
-    stopped_and_resumed,
-    trained,
-)
+from runs import trained
 
 TOKENS = ["<think>", "</think>"]
 IDS = torch.arange(3, 40)[None]
@@ -88,8 +85,7 @@ def test_spare_rows_are_taken_first(make_plan, padded_folder):
     assert whole.get_input_embeddings().weight.shape[0] == whole.config.vocab_size == 405
 
 
-@pytest.mark.thinned(3)
-@pytest.mark.parametrize(("padded", "packed"), [(False, True), (False, False), (True, True), (True, False)])
+@pytest.mark.parametrize(("padded", "packed"), [(False, True), (True, False)])
 def test_from_training_to_a_merged_model_that_transformers_loads_alone(
     make_plan, padded_folder, thoughts, tmp_path, padded, packed
 ):
@@ -125,20 +121,15 @@ def test_in_the_data_they_are_one_token_each(make_plan, thoughts):
 
 
 def test_full_fine_tuning_takes_new_tokens_too(make_plan, thoughts):
-    plan = make_plan(tuning="full", data=[str(thoughts)], added_tokens=TOKENS, max_steps=4)
+    plan = make_plan(tuning="full", data=[str(thoughts)], added_tokens=TOKENS, max_steps=1)
     report = trained(plan)
     model = AutoModelForCausalLM.from_pretrained(report.exported)
     assert model.get_input_embeddings().weight.shape[0] == plan.model.vocab_size
     assert AutoTokenizer.from_pretrained(report.exported).convert_tokens_to_ids("<think>") == tokens_in(plan)
 
 
-def test_resumed_it_ends_bit_for_bit_the_same(make_plan, thoughts, tmp_path):
-    common = {"added_tokens": TOKENS, "data": [str(thoughts)], "save_steps": 2}
-    stopped_and_resumed(*(make_plan(**common, output_dir=str(tmp_path / name)) for name in ("one", "two")))
-
-
 def test_an_adapter_with_new_tokens_is_scored(make_plan, thoughts, tmp_path):
-    plan = make_plan(data=[str(thoughts)], added_tokens=TOKENS, max_steps=2)
+    plan = make_plan(data=[str(thoughts)], added_tokens=TOKENS, max_steps=1)
     adapter = trained(plan).exported
     report = score(
         ScorePlan(

@@ -28,13 +28,6 @@ def test_the_best_checkpoint_is_of_the_best_evaluation_even_between_two_saves(ma
     assert report.best_eval_loss == 1.0
 
 
-def test_with_save_steps_0_nothing_is_saved(make_plan, monkeypatch):
-    evaluating(monkeypatch, 3.0, 1.0)
-    plan = make_plan(max_steps=4, eval_steps=2, val_fraction=0.2)
-    trained(plan)
-    assert not (Path(plan.run.output_dir) / "checkpoints").exists()
-
-
 def test_a_recipe_that_says_nothing_saves_every_epoch(make_plan):
     plan = make_plan(max_steps=15, save_steps=None, keep_checkpoints=5)
     assert (plan.run.save_every, plan.run.saves_per_epoch) == (0, 1)

@@ -145,15 +145,12 @@ def test_what_ollama_does_not_import_has_no_modelfile():
     assert modelfile("LlamaForCausalLM", words, template, has_vocabulary_file=True)
 
 
-@pytest.mark.parametrize("tuning", ["full", "lora"])
-def test_a_whole_model_has_its_modelfile_and_vocabulary_and_an_adapter_none(settings, tmp_path, tuning):
+def test_a_whole_model_has_its_modelfile_and_vocabulary_and_an_adapter_none(settings, tmp_path):
     base = shutil.copytree(settings["model"], tmp_path / "base")
     (base / "tokenizer.model").write_bytes(b"sentences")
-    fitune.train(**settings | {"model": str(base), "tuning": tuning, "max_steps": 1})
-    folder = tmp_path / "run" / ("model" if tuning == "full" else "adapter")
-    if tuning == "lora":
-        assert not (folder / "Modelfile").exists()
-        folder = fitune.export(tmp_path / "run").path
+    fitune.train(**settings | {"model": str(base), "max_steps": 1})
+    assert not (tmp_path / "run/adapter/Modelfile").exists()
+    folder = fitune.export(tmp_path / "run").path
     assert (folder / "tokenizer.model").read_bytes() == b"sentences"
     lines = (folder / "Modelfile").read_text().splitlines()
     assert lines[:2] == ["FROM .", 'PARAMETER stop "</s>"']

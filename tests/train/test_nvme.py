@@ -87,27 +87,35 @@ class Seen:
         self._thread.join()
 
 
-def test_states_on_nvme_train_and_resume_the_same_model_as_states_on_the_host(plan, tmp_path):
-    alone, on_host, straight, stopped = (tmp_path / name for name in ("alone", "host", "straight", "stopped"))
-    trained(divided(plan, 1, 3, alone))
-    nvme = tmp_path / "nvme"
-    host = replace(divided(plan, 2, 3, on_host, by="deepspeed"), offload=Offload(optimizer="cpu"))
+def most_files(plan, folder, *, weights="device", files="*.swp", resumes=True):
+    """The most swap files at once of runs that are, bit for bit, the one on the host: one goes straight to its end, and
+    one is stopped and goes on."""
+    on_host, straight, stopped, nvme = (folder / name for name in ("host", "straight", "stopped", "nvme"))
+    host = Offload(parameters="device" if weights == "device" else "cpu", optimizer="cpu")
     jobs = [
-        Job(plan=host),
-        Job(plan=on_nvme(plan, straight, nvme)),
-        Job(plan=on_nvme(plan, stopped, nvme), stop_after=3),
-        Job(plan=on_nvme(plan, stopped, nvme), resume=True),
+        Job(plan=replace(divided(plan, 2, 3, on_host, by="deepspeed"), offload=host)),
+        Job(plan=on_nvme(plan, straight, nvme, weights=weights)),
     ]
-    with Seen(nvme) as seen:
-        first, second = train_on(2, jobs, tmp_path / "jobs")
+    if resumes:
+        away = on_nvme(plan, stopped, nvme, weights=weights)
+        jobs += [Job(plan=away, stop_after=3), Job(plan=away, resume=True)]
+    with Seen(nvme, files) as seen:
+        first, second = train_on(2, jobs, folder / "jobs")
     assert first == second
-    assert [each["status"] for each in first] == ["complete", "complete", "interrupted", "complete"]
-    assert seen.most >= 2 * 3  # of each rank the masters and both moments
-    assert_close(on_host, alone, within=LOSS)
-    for folder in (straight, stopped):
-        assert losses(folder) == losses(on_host)
-        assert largest_difference(folder, on_host) == 0.0
+    ends = ["complete", "complete", "interrupted", "complete"]
+    assert [each["status"] for each in first] == ends[: len(jobs)]
+    for run in (straight, stopped) if resumes else (straight,):
+        assert losses(run) == losses(on_host)
+        assert evaluations(run) == evaluations(on_host)
+        assert largest_difference(run, on_host) == 0.0
     assert not list(nvme.iterdir())  # checkpoints have it
+    return seen.most
+
+
+def test_states_on_nvme_train_and_resume_the_same_model_as_states_on_the_host(plan, tmp_path):
+    trained(divided(plan, 1, 3, tmp_path / "alone"))
+    assert most_files(plan, tmp_path) >= 2 * 3  # of each rank the masters and both moments
+    assert_close(tmp_path / "host", tmp_path / "alone", within=LOSS)
 
 
 @pytest.fixture
@@ -122,52 +130,21 @@ def wide(model_folder, data_file, tmp_path):
     return plan_of(folder, data_file, tmp_path / "unused", **words, **FULL)
 
 
+def files_of_weights(plan):
+    """Of each rank both tables, and three weights of every MLP."""
+    return 2 * (2 + 3 * plan.model.num_layers)
+
+
 def test_weights_on_nvme_train_and_resume_the_same_model_as_weights_on_the_host(wide, tmp_path):
-    on_host, straight, stopped = (tmp_path / name for name in ("host", "straight", "stopped"))
-    nvme = tmp_path / "nvme"
-    host = replace(
-        divided(wide, 2, 3, on_host, by="deepspeed"), offload=Offload(parameters="cpu", optimizer="cpu")
-    )
-    jobs = [
-        Job(plan=host),
-        Job(plan=on_nvme(wide, straight, nvme, weights="nvme")),
-        Job(plan=on_nvme(wide, stopped, nvme, weights="nvme"), stop_after=3),
-        Job(plan=on_nvme(wide, stopped, nvme, weights="nvme"), resume=True),
-    ]
-    with Seen(nvme, "*_param.tensor.swp") as seen:
-        first, second = train_on(2, jobs, tmp_path / "jobs")
-    assert first == second
-    assert [each["status"] for each in first] == ["complete", "complete", "interrupted", "complete"]
-    assert seen.most == 2 * (2 + 3 * wide.model.num_layers)  # both tables, and three weights of every MLP
-    for folder in (straight, stopped):
-        assert losses(folder) == losses(on_host)
-        assert evaluations(folder) == evaluations(on_host)
-        assert largest_difference(folder, on_host) == 0.0
-    assert not list(nvme.iterdir())  # checkpoints have it
+    found = most_files(wide, tmp_path, weights="nvme", files="*_param.tensor.swp")
+    assert found == files_of_weights(wide)
 
 
 def test_frozen_weights_on_nvme_train_the_same_adapters(wide, data_file, tmp_path):
-    lora = plan_of(
-        Path(wide.model_path),
-        data_file,
-        tmp_path / "unused",
-        tuning="lora",
-        max_steps=3,
-        precision="bf16-master",
-    )
-    on_host, away, nvme = (tmp_path / name for name in ("host", "away", "nvme"))
-    host = replace(
-        divided(lora, 2, 3, on_host, by="deepspeed"), offload=Offload(parameters="cpu", optimizer="cpu")
-    )
-    jobs = [Job(plan=host), Job(plan=on_nvme(lora, away, nvme, weights="nvme"))]
-    with Seen(nvme, "*_param.tensor.swp") as seen:
-        first, second = train_on(2, jobs, tmp_path / "jobs")
-    assert first == second
-    assert [each["status"] for each in first] == ["complete", "complete"]
-    assert seen.most == 2 * (2 + 3 * wide.model.num_layers)
-    assert losses(away) == losses(on_host)
-    assert largest_difference(away, on_host) == 0.0
-    assert not list(nvme.iterdir())
+    words = {"tuning": "lora", "max_steps": 3, "precision": "bf16-master"}
+    lora = plan_of(Path(wide.model_path), data_file, tmp_path / "unused", **words)
+    found = most_files(lora, tmp_path, weights="nvme", files="*_param.tensor.swp", resumes=False)
+    assert found == files_of_weights(wide)
 
 
 def test_a_folder_that_cannot_be_written_is_refused_by_name(plan, tmp_path):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from conftest import plan_of
 from fitune.checkpoint.commit import read_commit, step_folders
 from fitune.models.language_model import LanguageModel
 from fitune.values.reports import Restart, StepReport
@@ -44,9 +45,17 @@ def require_same(straight, broken):
         assert getattr(one, name) == getattr(other, name), name
 
 
+@pytest.fixture(scope="module")
+def straight(model_folder, data_file, tmp_path_factory):
+    """The run that is never stopped."""
+    plan = plan_of(model_folder, data_file, tmp_path_factory.mktemp("straight") / "run", **SETTINGS)
+    trained(plan)
+    return plan
+
+
 @pytest.fixture
-def pair(make_plan, tmp_path):
-    return [make_plan(**SETTINGS, output_dir=str(tmp_path / name)) for name in ("straight", "broken")]
+def broken(make_plan, tmp_path):
+    return make_plan(**SETTINGS, output_dir=str(tmp_path / "broken"))
 
 
 @pytest.mark.parametrize(
@@ -54,9 +63,9 @@ def pair(make_plan, tmp_path):
     [(2, 2), (3, 2), (6, 4), (7, 4)],
     ids=["before one", "in one", "before the last", "in the last"],
 )
-def test_a_run_that_is_stopped_at_an_evaluation_saves_first_and_makes_it_when_it_goes_on(pair, ask, step):
-    straight, broken = pair
-    trained(straight)
+def test_a_run_that_is_stopped_at_an_evaluation_saves_first_and_makes_it_when_it_goes_on(
+    straight, broken, ask, step
+):
     report = trained(broken, stop_after=ask)
     assert (report.status, report.steps) == ("interrupted", step)
     assert steps_of(broken)[-1].eval_loss is None
@@ -65,9 +74,7 @@ def test_a_run_that_is_stopped_at_an_evaluation_saves_first_and_makes_it_when_it
     require_same(straight, broken)
 
 
-def test_an_evaluation_that_is_stopped_again_stays_owed(pair):
-    straight, broken = pair
-    trained(straight)
+def test_an_evaluation_that_is_stopped_again_stays_owed(straight, broken):
     for _ in range(2):
         report = trained(broken, stop_after=2, resume=True)
         assert (report.status, report.steps, report.eval_loss) == ("interrupted", 2, None)
@@ -75,9 +82,7 @@ def test_an_evaluation_that_is_stopped_again_stays_owed(pair):
     require_same(straight, broken)
 
 
-def test_it_is_made_where_the_run_goes_on_in_another_directory(pair, make_plan, tmp_path):
-    straight, broken = pair
-    trained(straight)
+def test_it_is_made_where_the_run_goes_on_in_another_directory(straight, broken, make_plan, tmp_path):
     first = make_plan(**SETTINGS, output_dir=str(tmp_path / "first"))
     trained(first, stop_after=2)
     saved = Path(first.run.output_dir) / "checkpoints/step-2"
@@ -88,10 +93,8 @@ def test_it_is_made_where_the_run_goes_on_in_another_directory(pair, make_plan, 
     require_same(straight, broken)
 
 
-def test_a_kill_after_an_owed_evaluation_leaves_no_word_of_changed_lines(pair, monkeypatch):
+def test_a_kill_after_an_owed_evaluation_leaves_no_word_of_changed_lines(straight, broken, monkeypatch):
     """The log has the loss, and the checkpoint's copy of it has not."""
-    straight, broken = pair
-    trained(straight)
     trained(broken, stop_after=3)
     with monkeypatch.context() as patched:
         patched.setattr(LanguageModel, "loss_and_gradient", killed)
@@ -115,8 +118,7 @@ def test_a_step_that_owes_nothing_is_not_evaluated_under_settings_that_come_late
     assert [step.step for step in steps_of(plan) if step.eval_loss is not None] == [4, 6]
 
 
-def test_ranks_that_only_make_an_evaluation_are_told_of_in_the_report(pair):
-    broken = pair[1]
+def test_ranks_that_only_make_an_evaluation_are_told_of_in_the_report(broken):
     trained(broken, stop_after=6)  # before the evaluation of the last step
     lost = Restart(
         cause="a worker was lost", workers_before=2, workers=1, after_step=4, lost_steps=0, lost_at=1.0,

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from fitune.checkpoint.commit import read_commit
-from fitune.errors import CheckpointError
 from fitune.train.run import run
 from fitune.values.plan import Steps
 from runs import (
@@ -64,27 +63,3 @@ def test_the_seconds_of_a_resumed_run_are_those_of_all_its_steps(make_plan, monk
     report = run(plan, callbacks=callbacks(), resume=True)
     assert (report.status, report.steps) == ("complete", 6)
     assert 4000 < report.seconds < 5000
-
-
-def test_a_log_that_is_lost_comes_back_with_the_checkpoint(make_plan):
-    plan = make_plan(**COMMON, max_steps=6)
-    trained(plan, stop_after=4)
-    before, said = steps_of(plan), list[str]()
-    (Path(plan.run.output_dir) / "metrics.jsonl").unlink()
-    report = trained(plan, on_note=said.append, resume=True)
-    assert any(
-        "metrics.jsonl: was changed or cut; the lines up to step 4 are put back" in line for line in said
-    )
-    assert steps_of(plan)[:4] == before
-    assert (report.status, report.reason, report.steps) == ("complete", "", 6)
-
-
-def test_a_checkpoint_that_is_of_no_run_is_refused_in_words(make_plan, tmp_path):
-    from checkpoint.killed_saves import save, state_of
-
-    plan = make_plan(max_steps=2)
-    path = save(tmp_path / "other", state_of(1), keep=1, eval_loss=None)
-    said = "checkpoint of step 1 cannot be used: Facts: missing key .*another version of fitune"
-    with pytest.raises(CheckpointError, match=said) as refused:
-        trained(plan, resume=str(path))
-    assert str(refused.value.hint).startswith("go on with the version of fitune that saved it")

@@ -32,36 +32,23 @@ SIZES = {
 MODELS: dict[str, dict[str, Any]] = {
     "gpt_neox": {},
     "gemma3n_text": {
-        "num_hidden_layers": 6,
-        "layer_types": ["sliding_attention", "full_attention"] * 3,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "num_kv_shared_layers": 2,
-        "hidden_size_per_layer_input": 16,
-        "laurel_rank": 8,
-        "vocab_size_per_layer_input": 384,
-        "activation_sparsity_pattern": [0.9] + [0.0] * 5,
-        "sliding_window": 64,
+        "num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3, "num_key_value_heads": 2,
+        "head_dim": 16, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 16, "laurel_rank": 8,
+        "vocab_size_per_layer_input": 384, "activation_sparsity_pattern": [0.9] + [0.0] * 5, "sliding_window": 64,
     },
     "olmoe": {"num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2},
-}
-CASES: dict[str, tuple[str, dict[str, object], int]] = {
-    "full, stage 3": ("gpt_neox", {"tuning": "full", "learning_rate": 1e-3}, 3),
-    "full with recompute, stage 2": (
-        "gpt_neox",
-        {"tuning": "full", "learning_rate": 1e-3, "gradient_checkpointing": True},
-        2,
-    ),
-    "lora, DDP": ("gpt_neox", {"tuning": "lora"}, 0),
+}  # fmt: skip
+FULL = {"tuning": "full", "learning_rate": 1e-3}
+CASES: dict[str, tuple[str, dict[str, Any], int]] = {
+    "full, stage 3": ("gpt_neox", FULL, 3),
     "shared keys, full with recompute, stage 3": (
         "gemma3n_text",
-        {"tuning": "full", "learning_rate": 1e-3, "gradient_checkpointing": True},
+        {**FULL, "gradient_checkpointing": True},
         3,
     ),
     "shared keys, qlora, stage 2": ("gemma3n_text", {"tuning": "qlora"}, 2),
-    "shared keys, lora, DDP": ("gemma3n_text", {"tuning": "lora"}, 0),
     "experts, qlora, stage 3": ("olmoe", {"tuning": "qlora"}, 3),
-    "experts, full, DDP": ("olmoe", {"tuning": "full", "learning_rate": 1e-3}, 0),
+    "experts, full, DDP": ("olmoe", FULL, 0),
 }
 
 

@@ -69,7 +69,3 @@ def test_all_reasons_are_named_at_once(any_plan):
     plan = replace(any_plan, sharding=Ddp(), offload=Offload(optimizer="cpu"))
     with pytest.raises(RecipeError, match="there is 1; DDP .* keeps weights"):
         require_rules(plan, "train")
-
-
-def test_a_plan_that_keeps_them_passes(any_plan):
-    require_rules(any_plan, "train")

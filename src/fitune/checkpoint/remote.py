@@ -29,6 +29,7 @@ from fitune.checkpoint.commit import (
     read_commit,
     read_line,
     require_space,
+    verify,
     write_hashed,
     write_line,
 )
@@ -129,7 +130,7 @@ def require_line(store: Store, line: Line) -> None:
 def fetch_checkpoint(remote: Remote, root: Path, on_note: OnNote) -> Path:
     """Bring a checkpoint into ``root/checkpoints``, every file hashed on the way, and return its folder.
 
-    One that is there already is taken as it is; another one of its step is set aside.
+    One that is there already, whole, is taken as it is; another one of its step, or a damaged one, is set aside.
     Raises CheckpointError when a file is not what was saved, and when the disk has no room or fails.
     """
     commit, folder = remote.commit, root / FOLDER
@@ -137,7 +138,7 @@ def fetch_checkpoint(remote: Remote, root: Path, on_note: OnNote) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with suppress(CheckpointError):  # none, or one that is damaged
-            if read_commit(target).digest == commit.digest:
+            if verify(target, unless_known=True).digest == commit.digest:
                 return target
         remove_stale_siblings(folder, target.name)
         size = sum(stored.bytes for stored in commit.files.values())
