@@ -77,14 +77,14 @@ def test_a_row_of_noise_is_named_and_stays(make_plan, tmp_path):
     rows = [*QUESTIONS]
     rows[ODD] = {"question": "?", "answer": "".join(chr(0x4E00 + 37 * place) for place in range(18))}
     data = write_lines(tmp_path / "odd.jsonl", rows)
-    plan = make_plan(tuning="full", data=[str(data)], gradient_accumulation_steps=1, max_steps=42)
+    plan = make_plan(tuning="full", data=[str(data)], gradient_accumulation_steps=1, max_steps=56)
     notes = []
     report = trained(plan, on_note=notes.append)
     found = [step for step in steps_of(plan) if step.jumped_rows]
     assert found, [round(step.loss, 2) for step in steps_of(plan)]
     assert all(ODD in step.jumped_rows for step in found)
     assert [note for note in notes if note.startswith(f"step {found[0].step}: the loss jumped to ")]
-    assert (report.status, report.steps) == ("complete", 42)
+    assert (report.status, report.steps) == ("complete", 56)
 
 
 def test_gradients_far_above_what_they_are_clipped_to_are_told_once(make_plan):

@@ -97,24 +97,30 @@ def test_activations_and_weights_on_the_host_change_nothing(
     assert_same_training(replace(plan, offload=Offload()), plan)
 
 
-@pytest.mark.parametrize(("tuning", "recompute", "accumulation"), [("full", 0, 2), ("lora", ALL // 2, 2)])
-def test_an_optimizer_on_the_host_is_the_one_on_the_device_in_fp32(tuning, recompute, accumulation):
+@pytest.mark.parametrize(
+    ("tuning", "optimizer", "recompute"),
+    [("full", AdamW(weight_decay=0.1), 0), ("lora", Sgd(momentum=0.9), ALL // 2)],
+)
+def test_an_optimizer_on_the_host_is_the_one_on_the_device_in_fp32(tuning, optimizer, recompute):
     """With the loss in one chunk: over several micro-batches a head's chunks are added up in another order."""
-    plan = plan_of(OPTIMIZER, tuning=tuning, precision="fp32", recompute=recompute, accumulation=accumulation)
-    plan = replace(plan, loss=PlainLoss())
+    plan = plan_of(OPTIMIZER, tuning=tuning, precision="fp32", recompute=recompute, accumulation=2)
+    plan = replace(plan, loss=PlainLoss(), optimizer=optimizer)
     assert_same_training(replace(plan, offload=Offload()), plan)
 
 
-@pytest.mark.parametrize(
-    ("tuning", "optimizer"), [("full", AdamW(weight_decay=0.1)), ("lora", Sgd(momentum=0.9))]
-)
-def test_in_bf16_it_is_the_one_with_masters(tuning, optimizer):
+def test_in_bf16_it_is_the_one_with_masters():
     """Clipping is off: the norm is summed over gradients in fp32 here and in 16 bit there."""
-    plan = plan_of(OPTIMIZER, tuning=tuning, precision="bf16")
-    plan = replace(plan, optimizer=optimizer, schedule=replace(plan.schedule, max_grad_norm=0.0))
+    plan = plan_of(OPTIMIZER, tuning="full", precision="bf16", recompute=0)
+    plan = replace(plan, optimizer=AdamW(weight_decay=0.1))
+    plan = replace(plan, schedule=replace(plan.schedule, max_grad_norm=0.0))
     with_masters = replace(plan, precision=Precision.BF16_MASTER)
-    assert_same_training(replace(with_masters, offload=Offload()), plan)
-    assert_same_training(with_masters, plan)
+    away, away_with_masters, here = (
+        (ready := prepared(each), losses(ready, each))
+        for each in (plan, with_masters, replace(with_masters, offload=Offload()))
+    )
+    for ready, found in (away_with_masters, here):
+        assert found == away[1]
+        assert_equal(ready, away[0])
 
 
 def test_an_overflow_in_fp16_changes_nothing_on_the_host():
@@ -139,7 +145,7 @@ def gone_on(ready, plan):
 
 
 def test_states_on_the_host_are_restored_bit_for_bit():
-    plan = plan_of(OPTIMIZER, tuning="full", precision="bf16-master")
+    plan = plan_of(OPTIMIZER, tuning="lora", precision="bf16-master", recompute=0)
     straight = prepared(plan)
     losses(straight, plan)
     resumed = gone_on(straight, plan)
@@ -161,10 +167,10 @@ def test_a_run_may_move_its_optimizer_to_the_host_and_back():
 def test_packed_weights_are_the_same_bytes_after_many_round_trips():
     """They are copied as bytes and never back, never packed anew."""
     pytest.importorskip("bitsandbytes")
-    plan = plan_of(FROZEN, tuning="lora", precision="bf16", recompute=2)
+    plan = plan_of(FROZEN, tuning="lora", precision="fp32", recompute=2)
     plan = replace(plan, tuning=replace(plan.tuning, base=Nf4()))
     here, away = prepared(replace(plan, offload=Offload())), prepared(plan)
-    assert losses(here, plan, steps=4) == losses(away, plan, steps=4)
+    assert losses(here, plan, steps=3) == losses(away, plan, steps=3)
     assert_equal(here, away)
 
 
