@@ -62,7 +62,10 @@ def run(**changes):
 
 ALLOWED = {
     "run.output_dir": run(output_dir="runs/b"),
+    "run.log_every": run(log_every=5),
     "run.eval_every": run(eval_every=5),
+    "run.save_every": run(save_every=5),
+    "run.keep_checkpoints": run(keep_checkpoints=9),
     "run.report_to[0]": run(report_to=("tensorboard",)),
     "schedule.duration.count": schedule(duration=Epochs(count=3.0)),
     "batch.micro_batch_size": batch(micro_batch_size=4, accumulation=2),

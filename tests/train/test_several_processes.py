@@ -306,24 +306,6 @@ def test_a_run_of_two_goes_on_with_one_process(make, results, tmp_path, name):
     assert largest_difference(broken, straight) < WEIGHT
 
 
-@pytest.mark.weekly
-def test_a_run_of_two_goes_on_with_four_processes(make, tmp_path):
-    begun, following, names = [], [], possible(GOES_ON)
-    for name, (settings, _) in names.items():
-        plan = make(**settings)
-        trained(divided(plan, 1, 3, tmp_path / f"{name} alone"))
-        two = divided(make(**settings, async_save=True), 2, 3, tmp_path / name, by=backend_of(name))
-        begun.append(Job(plan=two, stop_after=2))
-        following.append(Job(plan=divided(plan, 4, 2 if name == "full" else 3, tmp_path / name), resume=True))
-    stopped, ended = train_on(2, begun, tmp_path / "two"), train_on(4, following, tmp_path / "four")
-    assert [each["status"] for each in stopped[0]] == ["interrupted"] * len(names)
-    assert [each["status"] for each in ended[0]] == ["complete"] * len(names)
-    for name in names:
-        straight = tmp_path / f"{name} alone"
-        assert_close(tmp_path / name, straight, within=LOSS)
-        assert largest_difference(tmp_path / name, straight) < WEIGHT, name
-
-
 @pytest.mark.parametrize("name", marked(MOVED))
 def test_a_run_goes_on_under_another_strategy(results, name):
     straight = results / "full, stage 3"
