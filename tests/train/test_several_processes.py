@@ -178,9 +178,13 @@ def steep_like(folder, steep):
     return beside_tokenizer(model, folder, steep)
 
 
+SAME_LOSSES = ("gradient_checkpointing", "loss_chunk_tokens")
+
+
 def alone_in(folder, settings):
-    """Where the run of one process with these settings is: it is that of all cases that have them."""
-    return folder / "alone" / " ".join(f"{name}={value}" for name, value in settings.items())
+    """Where the run of one process is: it is that of all cases whose settings give the same losses."""
+    telling = (f"{name}={value}" for name, value in settings.items() if name not in SAME_LOSSES)
+    return folder / "alone" / " ".join(telling)
 
 
 @pytest.fixture(scope="module")
