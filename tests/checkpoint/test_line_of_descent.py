@@ -93,6 +93,7 @@ def test_damaged_ones_push_no_good_one_out(tmp_path, name):
     damage(run, 10, 12, name=name)
     found = run.resume("second")
     assert found.path == run.folder / "step-8"
+    assert load_checkpoint(found.path).log == b"lines\n"
     assert [warning.split()[0] for warning in found.warnings] == ["step-12", "step-10"]
     run.save(9, keep=2)
     assert run.names() == ["damaged-step-10", "damaged-step-12", "step-8", "step-9"]

@@ -29,7 +29,10 @@ def state():
 
 
 def saved_model(folder, world):
-    path = save_as_ranks(folder, shares_of(state(), world), keep=1, eval_loss=None)
+    """Of one process it is whole."""
+    shares = shares_of(state(), world)
+    words = {"keep": 1, "eval_loss": None}
+    path = save(folder, state(), **words) if world == 1 else save_as_ranks(folder, shares, **words)
     return load_checkpoint(path).tensors["model"]
 
 
