@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from fitune.cli import main
 from sources import trees
 
 ROOT = Path(__file__).parent.parent
@@ -36,9 +35,8 @@ def test_no_message_names_a_page_that_an_installed_wheel_lacks():
     named = []
     for path, tree in trees(r"docs|\.md").items():
         for node in ast.walk(tree):
-            texts = (
-                [] if isinstance(node, ast.Expr) else ast.iter_child_nodes(node)
-            )  # an Expr holds a docstring
+            docstring = isinstance(node, ast.Expr)
+            texts = [] if docstring else ast.iter_child_nodes(node)
             named += [
                 f"{path.name}: {text.value}"
                 for text in texts
@@ -68,31 +66,20 @@ def test_links_of_a_page_lead_somewhere(page):
     assert not broken
 
 
-def test_the_recipes_of_other_trainers_on_a_page_are_converted_and_planned(tmp_path, monkeypatch, capsys):
-    """docs/migrating.md: each as its file is named in its first line, converted, and planned as it is and as ours."""
+def test_the_recipes_of_other_trainers_on_a_page_are_converted_and_planned(tmp_path, monkeypatch, call):
+    """docs/migrating.md: each as its file is named in its first line, converted, and planned as ours."""
     recipes = re.findall(
         r"```yaml\n# (\w+\.yaml)\n(.*?)```", (ROOT / "docs/migrating.md").read_text(), re.DOTALL
     )
-    assert [name for name, _ in recipes] == [
+    assert {name for name, _ in recipes} == {
         "axolotl.yaml",
         "llama_factory.yaml",
         "trl.yaml",
         "torchtune.yaml",
-    ]
+    }
     monkeypatch.chdir(tmp_path)
     Path("train.jsonl").write_text('{"instruction": "add 1 and 1", "output": "2"}\n' * 40)
     for name, text in recipes:
         Path(name).write_text(text)
-        Path("ours.yaml").write_text(printed(["convert", name], monkeypatch, capsys))
-        for recipe in (name, "ours.yaml"):
-            assert "FITS" in printed(["plan", recipe, "--gpu", "4090"], monkeypatch, capsys)
-
-
-def printed(words, monkeypatch, capsys):
-    """What a command prints; it must succeed."""
-    monkeypatch.setattr("sys.argv", ["fitune", *words])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    out, err = capsys.readouterr()
-    assert not ended.value.code, err
-    return out
+        Path("ours.yaml").write_text(call("convert", name).ends(0))
+        call("plan", "ours.yaml", "--gpu", "4090").ends(0, "FITS")

@@ -3,8 +3,6 @@
 import os
 import socket
 import tracemalloc
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -18,10 +16,10 @@ def _socket(path):
     os.close(folder)
 
 
-_STRANGE: dict[str, Callable[[Path], None]] = {
-    "a pipe or a device": lambda path: os.mkfifo(path),
+_STRANGE = {
+    "a pipe or a device": os.mkfifo,
     "a link or a socket": _socket,
-    "a folder": lambda path: path.mkdir(),
+    "a folder": os.mkdir,
 }
 
 
@@ -46,16 +44,12 @@ def test_a_file_that_is_not_there_is_named_so(tmp_path):
         open_regular(tmp_path / "missing", follow_links=False)
 
 
-def test_a_small_file_has_a_largest_size(tmp_path):
+def test_a_small_file_has_a_largest_size_and_takes_no_more_memory_than_it_has(tmp_path):
+    """Whatever its limit: 2 GiB were taken for a moment to read the manifest of a cache."""
     (tmp_path / "file").write_bytes(b"12345678")
     assert read_bytes(tmp_path / "file", limit=8) == b"12345678"
     with pytest.raises(OSError, match="larger than 7 B"):
         read_bytes(tmp_path / "file", limit=7)
-
-
-def test_a_small_file_takes_no_more_memory_than_it_has(tmp_path):
-    """Whatever its limit: 2 GiB were taken for a moment to read the manifest of a cache."""
-    (tmp_path / "file").write_bytes(b"12345678")
     tracemalloc.start()
     try:
         read_bytes(tmp_path / "file", limit=2**31)
@@ -71,9 +65,8 @@ def test_a_name_that_no_file_can_have_is_an_error_of_the_system(name):
 
 
 def test_texts_and_bytes_are_written(tmp_path):
-    for content in ("é\n", b"\x00\xff"):
+    for content, expected in (("é\n", "é\n".encode()), (b"\x00\xff", b"\x00\xff")):
         write_atomically(tmp_path / "file", content)
-        expected = content.encode() if isinstance(content, str) else content
         assert (tmp_path / "file").read_bytes() == expected
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 

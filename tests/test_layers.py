@@ -128,9 +128,7 @@ def test_the_command_line_is_thin():
 
 
 def test_a_session_prints_nothing():
-    for path in [path for path in trees() if room_of(path) == "session"]:
-        for node in ast.walk(trees()[path]):
-            is_print = (
-                isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
-            )
+    for path, tree in trees(r"print\(").items():
+        for node in ast.walk(tree) if room_of(path) == "session" else ():
+            is_print = isinstance(node, ast.Call) and getattr(node.func, "id", "") == "print"
             assert not is_print, f"{path.name}:{node.lineno} prints"

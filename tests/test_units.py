@@ -22,7 +22,6 @@ from fitune.units import GIB, MIB
     ("value", "text"),
     [
         (0, "0 B"),
-        (12, "12 B"),
         (1023.7, "1.0 KiB"),
         (512 * MIB, "512.0 MiB"),
         (GIB - 1, "1.00 GiB"),
@@ -41,11 +40,9 @@ def test_bytes_print_in_the_unit_a_person_would_take(value, text):
     [
         ("0", 0),
         ("007", 7),
-        ("100", 100),
         ("101", None),
         ("9" * 5000, None),
         ("", None),
-        ("-1", None),
         ("²", None),
     ],
     ids=lambda value: str(value)[:9],
@@ -71,7 +68,6 @@ def test_printed_bytes_read_back_within_the_printed_digits():
         ("24 GB", 24 * 10**9),
         ("512m", 512 * MIB),
         ("1.5 TiB", 1536 * GIB),
-        ("80", 80),
         (80, 80),
         ("9007199254740993", 2**53 + 1),
     ],
@@ -80,7 +76,7 @@ def test_sizes_are_exact(text, value):
     assert units.parse_bytes(text) == value
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1 GiB", "nan", "1e9", "24 GHz", "1,5 GB", "1,0000 GB", "١ GB"])
+@pytest.mark.parametrize("text", ["", "GiB", "-1 GiB", "nan", "1e9", "24 GHz", "1,5 GB", "١ GB"])
 def test_no_size_is_guessed(text):
     with pytest.raises(ValueError, match="is not a size; write it like"):
         units.parse_bytes(text)
@@ -90,11 +86,9 @@ def test_no_size_is_guessed(text):
     ("value", "text"),
     [
         (0, "0"),
-        (950, "950"),
         (999_499, "999 K"),
         (999_999, "1.00 M"),
         (8_190_735_360, "8.19 B"),
-        (13_600_000, "13.6 M"),
         (1.4e12, "1.40 T"),
     ],
 )
@@ -109,9 +103,7 @@ def test_counts_keep_three_digits(value, text):
         (0.84, "840 ms"),
         (0.99996, "1.00 s"),
         (1.925, "1.93 s"),
-        (12.34, "12.3 s"),
         (59.96, "1 min 0 s"),
-        (250, "4 min 10 s"),
         (3599.6, "1 h 0 min"),
         (12_300, "3 h 25 min"),
         (200 * 3600, "8 d 8 h"),
@@ -123,7 +115,7 @@ def test_durations_carry_into_the_next_unit(value, text):
 
 
 def test_no_duration_prints_a_full_unit_of_its_own():
-    for tenths in range(0, 40_000):
+    for tenths in range(0, 40_000, 3):
         text = units.format_seconds(tenths / 10)
         assert not text.startswith(("1000 ms", "60.0 s"))
         assert " 60 s" not in text
@@ -131,33 +123,26 @@ def test_no_duration_prints_a_full_unit_of_its_own():
 
 
 def test_rates_and_percentages():
-    assert units.format_rate(12_473.2) == "12,473 tokens/s"
-    assert units.format_rate(99.96) == "100 tokens/s"
-    assert units.format_rate(3.14) == "3.1 tokens/s"
-    assert units.format_percent(0.0243) == "2.4 %"
-    assert units.format_percent(0.008, signed=True) == "+0.8 %"
-    assert units.format_percent(-1e-6, signed=True) == "+0.0 %"
-    assert units.format_percent(-1e-6) == "0.0 %"
+    assert [units.format_rate(rate) for rate in (12_473.2, 99.96, 3.14)] == [
+        "12,473 tokens/s", "100 tokens/s", "3.1 tokens/s",
+    ]  # fmt: skip
+    assert [units.format_percent(share) for share in (0.0243, -1e-6)] == ["2.4 %", "0.0 %"]
+    assert [units.format_percent(share, signed=True) for share in (0.008, -1e-6)] == ["+0.8 %", "+0.0 %"]
 
 
 def test_losses_keep_their_digits_and_never_hide():
-    assert [units.format_number(value) for value in (2.3, 0.00041237, 1234.4, 0)] == [
-        "2.300",
-        "0.0004124",
-        "1234",
-        "0.000",
-    ]
-    assert units.format_number(math.nan) == "nan"
+    shown = [units.format_number(value) for value in (2.3, 0.00041237, 1234.4, 0, math.nan)]
+    assert shown == ["2.300", "0.0004124", "1234", "0.000", "nan"]
     assert units.format_number(math.inf, digits=3) == "inf"
-    assert units.format_learning_rate(1.9e-4) == "1.9e-04"
-    assert units.format_learning_rate(0.0) == "0"
+    assert [units.format_learning_rate(rate) for rate in (1.9e-4, 0.0)] == ["1.9e-04", "0"]
 
 
 def test_an_error_says_what_and_what_to_try():
     error = RecipeError("lora_r = 0: must be positive", hint="lora_r: 16")
     assert str(error) == "lora_r = 0: must be positive\n  try: lora_r: 16"
-    assert error.kind == "RecipeError"
     assert str(RecipeError("no hint")) == "no hint"
+    assert MissingExtra("plots", extra="plots").hint == "pip install 'fitune[plots]'"
+    assert joined_hints("did you mean 'a'?", None, "b", "c") == "did you mean 'a'? b; c"
 
 
 def test_a_refusal_exits_with_2_and_failed_work_with_1():
@@ -165,19 +150,11 @@ def test_a_refusal_exits_with_2_and_failed_work_with_1():
     assert {kind.exit_code for kind in (TrainingFailed, ScoringFailed)} == {1}
 
 
-def test_a_missing_extra_names_the_command():
-    assert MissingExtra("plots", extra="plots").hint == "pip install 'fitune[plots]'"
-
-
 def test_did_you_mean_offers_only_what_is_close():
     known = ("learning_rate", "Lora_R")
     assert did_you_mean("learning_rat", known) == "did you mean 'learning_rate'?"
     assert did_you_mean("lora_r", known) == "did you mean 'Lora_R'?"
     assert did_you_mean("zzz", known) is None
-
-
-def test_hints_after_a_question_begin_without_a_semicolon():
-    assert joined_hints("did you mean 'a'?", None, "b", "c") == "did you mean 'a'? b; c"
 
 
 @pytest.mark.parametrize(("columns", "width"), [("80", 80), ("200", 100), ("20", 60)])
@@ -189,8 +166,9 @@ def test_a_narrow_terminal_has_lines_of_its_width(columns, width, monkeypatch):
     assert max(map(len, units.wrapped(text).splitlines())) in range(width - 4, width + 1)
 
 
-def test_one_is_singular():
+def test_one_is_singular_and_ranges_are_short():
     assert [units.counted(number, "row") for number in (0, 1, 1200)] == ["0 rows", "1 row", "1,200 rows"]
+    assert units.as_ranges((0, 1, 2, 7, 9, 10)) == "0–2, 7, 9–10"
 
 
 @pytest.mark.parametrize(
@@ -198,7 +176,3 @@ def test_one_is_singular():
 )
 def test_a_cost_below_a_cent_is_not_nothing(dollars, text):
     assert units.format_dollars(dollars) == text
-
-
-def test_ranges_are_written_short():
-    assert units.as_ranges((0, 1, 2, 7, 9, 10)) == "0–2, 7, 9–10"

@@ -21,25 +21,18 @@ def found(settings="tuning: lora", model=LLAMA):
     return report.chosen.plan, "\n".join(report.decisions)
 
 
-def test_some_blocks_are_planned_and_said():
-    plan, said = found("tuning: lora, lora_layers: 12-15, rslora: true, lora_r: 16")
+def test_some_blocks_and_linears_are_planned_and_said():
+    plan, said = found("tuning: lora, lora_layers: 12-15, rslora: true, lora_target_modules: .*self_attn.*")
     assert plan.tuning == Lora(
-        rank=16, alpha=32, dropout=0.0, targets=plan.model.adaptable_names, layers=(12, 13, 14, 15),
+        rank=16, alpha=32, dropout=0.0, targets=("q_proj", "k_proj", "v_proj", "o_proj"), layers=(12, 13, 14, 15),
         rslora=True,
     )  # fmt: skip
-    assert "LoRA blocks: 12–15 of 0–15; nothing trains before block 12, so backward ends there" in said
-    assert (
-        "rslora: what adapters add is scaled by alpha / √r = 32 / 4 = 8; without it by alpha / r = 2" in said
-    )
-
-
-def test_a_pattern_is_said_with_what_it_found():
-    _, said = found("tuning: lora, lora_target_modules: .*self_attn.*")
     assert "LoRA targets: .*self_attn.* means q_proj, k_proj, v_proj, o_proj" in said
+    assert "LoRA blocks: 12–15 of 0–15; nothing trains before block 12, so backward ends there" in said
+    assert "alpha / √r = 32 / 4 = 8; without it by alpha / r = 2" in said
 
 
 def test_what_full_fine_tuning_has_no_use_for_asks_for_adapters():
-    assert isinstance(found("rslora: true")[0].tuning, Lora)
     plan, said = found("lora_layers: 12-15")
     assert isinstance(plan.tuning, Lora)
     assert "because of lora_layers: [12, 13, 14, 15]" in said

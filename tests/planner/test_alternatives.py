@@ -25,27 +25,22 @@ def test_a_change_is_read_like_a_recipe(change, changed):
     )
 
 
-@pytest.mark.parametrize("change", ["", "zero", "zroe: 3", "zero: 9", "[1, 2]", "zero: 3, zero: 2"])
+@pytest.mark.parametrize("change", ["", "zero", "zroe: 3", "[1, 2]"])
 def test_a_change_that_is_none_is_refused(change):
     with pytest.raises(RecipeError):
         changed_recipe(recipe_of("gpt2"), change)
 
 
 def why(model, settings, change):
-    """The answer to ``--why CHANGE`` as a text and as data."""
+    """The lines of the answer to ``--why CHANGE``, and its data."""
     text, data = plan_with(recipe_of(model, settings), change)
-    return text, data["why"]
-
-
-def test_why_not_zero_3_is_answered_in_bytes_and_seconds():
-    text, _ = why("llama-3.1-8b", "gpu: a100-80gb, gpus: 4, tuning: lora", "zero: 3")
-    for words in ("with zero: 3", "a device at its peak", "sent in a step"):
-        assert words in text
+    return text.splitlines(), data["why"]
 
 
 def test_the_method_stays_unless_the_change_names_one():
-    _, answer = why("llama-3.2-1b", "gpu: a100-80gb, gpus: 4", "offload_optimizer: cpu")
+    lines, answer = why("llama-3.2-1b", "gpu: a100-80gb, gpus: 4", "zero: 3, offload_optimizer: cpu")
     assert answer["taken"]["plan"]["tuning"] == answer["pinned"]["plan"]["tuning"]
+    assert any(line.lstrip().startswith("sent in a step") for line in lines)
 
 
 def test_a_change_that_does_not_fit_is_answered_with_its_sum():
@@ -54,29 +49,25 @@ def test_a_change_that_does_not_fit_is_answered_with_its_sum():
     assert answer["pinned"]["estimate"]["peak_bytes"] > answer["taken"]["estimate"]["peak_bytes"]
 
 
-def test_why_with_what_was_taken_anyway_is_the_same_plan():
-    assert "the same plan" in why("llama-3.1-8b", "gpu: rtx-4090", "attn_implementation: flash")[0]
-
-
 @pytest.mark.parametrize(
     ("change", "verdict"),
     [
+        ("attn_implementation: flash", "the same plan: that is what was taken"),
         ("loss_chunk_tokens: 1024", "fits and is as fast within 3 %; of such plans the simplest is taken"),
         ("kernels: liger", "fits and takes 0.75 × the time per token"),
-        ("precision: bf16", "fits and takes 1.00 × the time per token"),
         ("global_batch_size: 64", "fits and takes 1.00 × the time per token"),
     ],
 )
 def test_the_rule_of_choice_is_the_reason_only_where_the_search_had_the_choice(change, verdict):
     """Liger's kernels, another precision and other batches are never chosen, so no gain of theirs is too small."""
-    text, _ = why("llama-3.2-1b", "gpu: rtx-4090, tuning: lora", change)
-    assert text.splitlines()[-1].strip() == verdict
+    lines, _ = why("llama-3.2-1b", "gpu: rtx-4090, tuning: lora", change)
+    assert lines[-1].strip() == verdict
 
 
 def test_a_side_that_cannot_be_trained_yet_is_marked():
     """What is taken is what training takes; a change that leaves it no plan is shown as it is planned."""
     change = "zero: 0, offload_activations: cpu"
-    lines = why("qwen3-8b", "gpu: rtx-3090, gpus: 2, tuning: lora", change)[0].splitlines()
+    lines, _ = why("qwen3-8b", "gpu: rtx-3090, gpus: 2, tuning: lora", change)
     assert lines[0] == "taken"
     assert f"with {change} (only planned: fitune plan says what is trained instead)" in lines
 
@@ -87,10 +78,11 @@ def largest_on_4090(model, quantity, settings):
     return {(tuning, precision): value for (tuning, _, precision), value in found.items()}
 
 
-def test_the_longest_row_is_the_longest():
+@pytest.mark.parametrize("parameters", ["device", "cpu"])
+def test_the_longest_row_is_the_longest(parameters):
     settings = (
-        "tuning: lora, precision: bf16, micro_batch_size: 1, gradient_accumulation_steps: 1, "
-        "offload_parameters: device, offload_optimizer: device"
+        "tuning: lora, precision: bf16-master, micro_batch_size: 1, gradient_accumulation_steps: 1, "
+        f"offload_optimizer: device, offload_parameters: {parameters}"
     )
     [longest] = largest_on_4090("llama-3.1-8b", "seq_len", settings).values()
     assert report_of("llama-3.1-8b", "rtx-4090", settings, seq_len=longest).chosen.estimate.fits
@@ -101,11 +93,6 @@ def test_the_longest_row_is_the_longest():
 def test_fewer_trained_parameters_leave_room_for_more():
     rows = largest_on_4090("llama-3.2-1b", "micro_batch", "seq_len: 1024")
     assert rows["full", "bf16-master"] < rows["lora", "bf16-master"]
-
-
-def test_with_parameters_on_the_host_the_longest_row_is_found():
-    rows = largest_on_4090("llama-3.1-8b", "seq_len", "offload_parameters: cpu, seq_len: 512")
-    assert rows["lora", "bf16-master"]
 
 
 def test_the_largest_model_is_named():

@@ -6,7 +6,7 @@ import pytest
 
 from fitune.errors import NothingFits
 from fitune.estimate.answering import kv_bytes, memory_of_answering, pooled_bytes
-from fitune.estimate.blocks.key_values import elements_per_token, windowed_tokens
+from fitune.estimate.blocks.key_values import elements_per_token
 from fitune.planner.answering import plan_answering
 from fitune.values.answering import NO_ADAPTER, Adapter, Answering, Questions
 from fitune.values.plan import Precision
@@ -48,7 +48,6 @@ def test_keys_and_values_of_one_token():
         ("openai/gpt-oss-20b", 1, 2 * 8 * 64 * (12 * 10_000 + 12 * 128)),
         ("openai/gpt-oss-20b", 4, 2 * 2 * 64 * (12 * 10_000 + 12 * 128)),
         ("google/gemma-4-31B", 1, 2 * 50 * 16 * 256 * 1_024 + 2 * 10 * 4 * 512 * 10_000),
-        ("deepseek-ai/DeepSeek-V3", 1, 61 * (512 + 64) * 10_000),
         ("deepseek-ai/DeepSeek-V3", 8, 61 * (512 + 64) * 10_000),
         ("llama-3.1-8b", 8, 32 * 2 * 128 * 10_000),
     ],
@@ -56,13 +55,6 @@ def test_keys_and_values_of_one_token():
 def test_vllm_keeps_windows_and_latent_vectors(name, devices, elements):
     """Of one row of 10,000 tokens: heads are divided over devices; the latent vector of all heads (MLA) is not."""
     assert pooled_bytes(on_h100(name, "vllm", devices=devices), 10_000) == 2 * elements
-
-
-def test_pages_of_a_window_hold_the_window():
-    gemma = known("gemma-3-1b")
-    kept = list(windowed_tokens(gemma, 10_000))
-    assert set(kept) == {gemma.sliding_window, 10_000}
-    assert kept.count(10_000) == len(gemma.full_attention_layers)
 
 
 def test_the_largest_batch_fits_and_one_row_more_does_not():
@@ -74,7 +66,7 @@ def test_the_largest_batch_fits_and_one_row_more_does_not():
     assert 16 < rows < 200
 
 
-@pytest.mark.parametrize(("longest", "rows"), [(600, 32), (3_000, None), (9_000, None), (20_000, 1)])
+@pytest.mark.parametrize(("longest", "rows"), [(600, 32), (9_000, None), (20_000, 1)])
 def test_a_batch_that_nobody_said_is_32_or_what_fits(longest, rows):
     report = plan("llama-3.1-8b", gpu("rtx-4090"), "transformers", batch_size=0, longest_prompt=longest)
     assert report.chosen.answering.batch_size == rows or (rows is None and report.largest_batch < 32)
@@ -129,14 +121,10 @@ def test_more_of_anything_takes_more():
         assert larger.peak_bytes > peak
 
 
-def test_a_processor_answers_in_fp32_and_every_number_is_in_the_data():
+def test_a_processor_answers_in_fp32_and_the_numbers_are_in_the_data():
     report = plan_answering(
         small_llama(), QUESTIONS, CPU, engines=("transformers",), batch_size=4, adapter=NO_ADAPTER, price=0.0
     )
-    data = report.data()
-    assert (data["chosen"]["precision"], data["chosen"]["batch_size"]) == ("fp32", 4)
-    assert data["chosen"]["peak_bytes"] == report.chosen.memory.peak_bytes
-    assert data["cost"] is None
-    text = report.text()
-    assert "1,000 rows: prompts of 200 tokens on average, the longest 600" in text
-    assert "an upper bound" in text
+    chosen = report.data()["chosen"]
+    assert (chosen["precision"], chosen["batch_size"]) == ("fp32", 4)
+    assert chosen["peak_bytes"] == report.chosen.memory.peak_bytes

@@ -43,7 +43,7 @@ def every_plan(request, method):
         ("rtx-3080", 1, 64, "tuning: full, global_batch_size: 16"),
         ("rtx-3080", 1, 9, "tuning: full, global_batch_size: 4, seq_len: 8192"),
         ("rtx-3080", 2, 64, "tuning: full, global_batch_size: 8, loss_chunk_tokens: 256, seq_len: 8192"),
-        ("t4", 2, 64, "tuning: lora, global_batch_size: 8, seq_len: 8192, loss: chunked"),
+        ("t4", 2, 64, "tuning: lora, global_batch_size: 4, seq_len: 8192, loss: chunked"),
         ("t4", 4, 64, "tuning: lora, global_batch_size: 8, seq_len: 8192, mean_row_tokens: 300, loss: plain"),
         ("rtx-3080", 2, 64, "tuning: full, global_batch_size: 8, mean_row_tokens: 100, loss: plain"),
     ],

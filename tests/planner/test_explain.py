@@ -14,7 +14,7 @@ from fitune.values.plan import Plan
 from fitune.values.rules import keeps_rules
 from fitune.values.serial import from_data
 from fitune.values.words import describe_plan
-from plans import CPU, gpu, known, lines_of, plan_of, recipe_of, report_of
+from plans import gpu, known, lines_of, plan_of, recipe_of, report_of
 
 
 @pytest.fixture(scope="module")
@@ -24,10 +24,8 @@ def report():
 
 def test_the_text_has_every_part_and_fits_100_columns(report):
     text = explain_plan(report)
-    for words in (
-        "8.03 B parameters", "41.9 M trained", "Also fits", "Does not fit", "Decided for you", "tokens/s",
-        explain_priced(report.chosen, price=0.0),
-    ):  # fmt: skip
+    plan = explain_priced(report.chosen, price=0.0)
+    for words in (plan, "41.9 M trained", "Also fits", "Does not fit", "Decided for you"):
         assert words in text
     assert max(len(line) for line in text.splitlines()) <= 100
 
@@ -64,9 +62,7 @@ def test_one_line_for_a_plan():
     ("model", "attends", "how"),
     [
         ("state-spaces/mamba-130m-hf", False, "one token after another"),
-        ("mistralai/Mamba-Codestral-7B-v0.1", False, "in chunks of 256 tokens"),
         ("tiiuae/Falcon-H1-0.5B-Base", True, "in chunks of 128 tokens"),
-        ("EleutherAI/pythia-70m", True, None),
     ],
 )
 def test_plans_of_state_space_models_say_whose_mixers_they_are_of_and_name_no_attention_that_is_not_there(
@@ -75,8 +71,8 @@ def test_plans_of_state_space_models_say_whose_mixers_they_are_of_and_name_no_at
     report = report_of(model, "rtx-4090", tuning="qlora")
     assert (" attention, micro-batch" in describe_plan(report.chosen.plan)) == attends
     assert bool(lines_of(report, "attention: ")) == attends
-    notes = lines_of(report, "note on mixers: ")
-    assert [how in note for note in notes] == ([True] if how else [])
+    [note] = lines_of(report, "note on mixers: ")
+    assert how in note
 
 
 def test_a_model_that_also_sees_says_which_part_is_planned(tmp_path):
@@ -90,8 +86,7 @@ def test_a_model_that_also_sees_says_which_part_is_planned(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(published))
     for model in (name, str(tmp_path)):
         report = report_of(model, "rtx-4090", tuning="qlora")
-        assert [line for line in report.decisions if note in line] == [f"note on model: {model} {note}"]
-        assert note in " ".join(explain_plan(report).split())
+        assert lines_of(report, "note on model: ") == [f"note on model: {model} {note}"]
     assert not lines_of(report_of("gemma-3-1b", "rtx-4090", tuning="qlora"), "note on model")
 
 
@@ -118,7 +113,6 @@ def test_an_assumed_host_is_said_wherever_it_is_used():
     report = report_of("llama-3.1-8b", with_host_memory(gpu("rtx-4090")), gpu="rtx-4090", tuning="lora")
     assert "on the host: processes 3.0 + checkpoint copy 0.5" in explain_plan(report)
     (note,) = lines_of(report, "note on the host")
-    assert "taken to be 47.98 GiB" in note
     assert note.endswith("host_memory: 48GiB")
 
 
@@ -142,18 +136,12 @@ def test_an_offload_is_only_recommended_where_it_can_be_trained():
     assert f"up to {format_percent(gains[True], digits=0)} faster" in line
 
 
-def test_small_models_are_told_in_mib():
-    assert "MiB" in explain_plan(report_of("gpt2", CPU, "tuning: lora, seq_len: 32, micro_batch_size: 1"))
-
-
 def test_the_json_object_keeps_its_promise(report):
     data = json.loads(json.dumps(plan_data(report)))
     assert {"model", "plan", "estimate", "runners_up", "rejected", "decisions"} <= set(data)
     assert (data["model"]["name"], data["model"]["num_params"]) == ("meta-llama/Llama-3.1-8B", 8_030_261_248)
     estimate = data["estimate"]
-    assert {"peak_bytes", "phases", "step_seconds", "tokens_per_second", "usable_bytes", "outside"} <= set(
-        estimate
-    )
+    assert {"peak_bytes", "phases", "step_seconds", "tokens_per_second", "usable_bytes"} <= set(estimate)
     tensors = max(sum(terms.values()) for terms in estimate["phases"].values())
     assert estimate["peak_bytes"] == tensors + sum(estimate["outside"].values()) <= estimate["usable_bytes"]
     assert set(estimate["phases"]) == {"idle", "forward", "loss", "backward", "update"}
@@ -163,6 +151,6 @@ def test_the_json_object_keeps_its_promise(report):
 
 
 def test_a_model_that_is_stored_in_few_bits_says_so_and_names_the_one_in_sixteen():
-    decisions = report_of("unsloth/llama-3-8b-bnb-4bit", "rtx-4090").decisions
-    words = ("(bitsandbytes)", "meta-llama/Meta-Llama-3-8B is the original")
-    assert any(all(each in line for each in words) for line in decisions)
+    [note] = lines_of(report_of("unsloth/llama-3-8b-bnb-4bit", "rtx-4090"), "note on model: ")
+    assert "(bitsandbytes)" in note
+    assert "meta-llama/Meta-Llama-3-8B is the original" in note

@@ -9,18 +9,17 @@ import pytest
 
 from fitune.cli.terminal import print_coloured
 from fitune.errors import HardwareError, NothingFits
-from fitune.planner.explain import priced_data
 from fitune.planner.first_screen import changed_recipe, first_screen, other_ways, screen_of_nothing
 from fitune.planner.study import plan_with_change
-from fitune.session.alternatives import plan_with
 from fitune.session.planning import first_screen_of, plan_on_data, wanted_hardware
 from fitune.session.recipes.reading import recipe_from
 from fitune.values.model.model_config import load_model_spec
 
 LLAMA = "--model meta-llama/Llama-3.1-8B --gpu rtx-4090"
 QUICK = "--model openai-community/gpt2 --gpu rtx-4090 --tuning lora"
-GEMMA = "--model google/gemma-3-27b-it --gpu 4090"
 LARGER_GRID = (
+    "--model google/gemma-3-27b-it --gpu 4090",
+    "--model openai/gpt-oss-20b --gpu 4090",
     "--model meta-llama/Llama-3.1-8B --gpu t4",
     "--model Qwen/Qwen2.5-32B --gpu 4090",
     "--model Qwen/Qwen2.5-14B --tuning lora --gpu 4090 --gpus 2",
@@ -34,8 +33,6 @@ SITUATIONS = (
     "--model meta-llama/Llama-2-70b-hf --gpu 3090 --gpus 2",
     # on two cards the fastest plan is only planned: activations of several processes do not leave their devices yet
     "--model meta-llama/Llama-3.1-8B --gpu rtx-3090 --host-memory 64GiB",
-    "--model openai/gpt-oss-20b --gpu 4090",
-    GEMMA,
     "--model meta-llama/Llama-3.1-8B --gpu h100 --seq-len 131072",
     "--model demo --gpu 4090",
     "--model demo --gpu cpu",
@@ -95,10 +92,9 @@ def demo_config(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=SITUATIONS)
 def situation(request, demo_config, tmp_path_factory):
+    """This machine's processor may be calibrated, a test's is not."""
     words = request.param.replace("demo", demo_config)
-    with (
-        pytest.MonkeyPatch.context() as patched
-    ):  # this machine's processor may be calibrated, a test's is not
+    with pytest.MonkeyPatch.context() as patched:
         patched.setenv("FITUNE_CACHE", str(tmp_path_factory.mktemp("cache")))
         return words, *planned(words)
 
@@ -228,18 +224,12 @@ def test_less_than_a_thousandth_to_spare_is_called_tight():
         assert (" GiB, tight: " in first_screen(report, ways, train="fitune train")) == tight
 
 
-def test_a_pipe_gets_plain_text(capsys):
-    print_coloured("✔ FITS   [bold] a model")
-    assert capsys.readouterr().out == "✔ FITS   [bold] a model\n"
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (f"{QUICK} --learning-rate 0.1", "learning_rate: 0.1 is 500 × the usual 0.0002"),
         (f"{QUICK} --learning-rate 1e-8", "learning_rate: 1e-08 is 1/20,000 of the usual 0.0002"),
         (f"{QUICK} --data few.jsonl", "data: 20 rows are few"),
-        (f"{QUICK} --data few.jsonl --num-epochs 3", "your job about 20 rows × 3 epochs, "),
         (f"{QUICK} --data few.jsonl --max-steps 1", "your job about 20 rows × 0.5 epochs, "),
         (f"{QUICK} --data few.jsonl#1", "your job about 1 row, "),
         ("--model openai-community/gpt2", "no GPU was found here: planned for the processor; --gpu rtx-4090"),
@@ -255,9 +245,11 @@ def test_what_is_most_often_a_slip_is_said(words, said, tmp_path, monkeypatch):
     assert_one_screen(screen.splitlines())
 
 
-@pytest.mark.parametrize("words", [LLAMA, f"{QUICK} --learning-rate 1e-3", "--model demo --gpu cpu"])
-def test_what_is_usual_is_not_remarked_on(words, demo_config):
-    report, ways = planned(words.replace("demo", demo_config))
+@pytest.mark.parametrize(
+    "words", [f"{QUICK} --learning-rate 1e-3", "--model openai-community/gpt2 --gpu cpu"]
+)
+def test_what_is_usual_is_not_remarked_on(words):
+    report, ways = planned(words)
     screen = first_screen(report, ways, train="fitune train")
     assert "learning_rate:" not in screen
     assert "no GPU" not in screen
@@ -290,10 +282,6 @@ def test_one_node_that_was_said_is_one_node():
     assert wanted_hardware(recipe).gpus_per_node == 10
 
 
-def test_why_compares_with_the_plan_that_is_trained():
-    """Two cards, activations on the host: the fastest plan there is only planned."""
-    recipe = recipe_typed("--model meta-llama/Llama-3.1-8B --gpu rtx-3090 --gpus 2 --host-memory 64GiB")
-    report = plan_on_data(recipe)
-    assert report.taken != report.chosen
-    _, data = plan_with(recipe, "micro_batch_size: 2")
-    assert data["why"]["taken"] == priced_data(report.taken)
+def test_a_pipe_gets_plain_text(capsys):
+    print_coloured("✔ FITS   [bold] a model")
+    assert capsys.readouterr().out == "✔ FITS   [bold] a model\n"

@@ -5,7 +5,7 @@ from threading import Thread
 
 import pytest
 
-from fitune.errors import HardwareError, NothingFits, RecipeError
+from fitune.errors import FituneError, NothingFits, RecipeError
 from fitune.estimate.overhead import checkpoint_bytes
 from fitune.estimate.predict import largest_batch, predict_step_time
 from fitune.planner.fleet import (
@@ -137,14 +137,13 @@ def test_the_text_says_what_is_taken_and_why_not_the_others(ranked):
     text = " ".join(ranked().text().split())
     for words in (
         "volta, 1 node: the whole job takes", "8 devices instead of 16, each with", "(no bf16",
-        "node_network 100 Gbit/s: hopper", "host_memory twice the node's device memory: volta, desk",
+        "host_memory twice the node's device memory: volta, desk",
     ):  # fmt: skip
         assert words in text
     data = ranked().data()
     assert [offer["cluster"] for offer in data["offers"]] == ["hopper", "hopper", "volta", "desk"]
     first = data["offers"][0]
     assert (first["parts"]["start"], first["run"]["rows"]) == (180, ROWS)
-    assert first["peak_bytes"] < first["usable_bytes"]
 
 
 def test_a_better_method_is_not_given_up_for_speed(tmp_path):
@@ -172,30 +171,23 @@ clusters:
     assert "two: needs 143.00 GiB of disk on each node for caches, which have 20.00 GiB" in said
 
 
-def test_a_host_that_dev_shm_takes_up_is_small_and_not_unknown():
-    known, unknown = (
-        hardware_of(Cluster(name="a", gpu="t4", **host), 1).host_memory_bytes
-        for host in ({"host_memory": GIB}, {})
-    )
-    assert known < GIB < unknown
-
-
 def test_the_memory_that_a_job_asks_for_is_there(tmp_path):
-    """Jobs ask for whole GiB, /dev/shm among them: 60.5 GiB are 60 to a plan. Eight processes are more than 8 GiB."""
+    """Jobs ask for whole GiB, /dev/shm among them: 60.5 GiB are 60 to a plan, and a host that it takes up is small and
+    not unknown. Eight processes are more than 8 GiB. A job of Kubernetes has one node."""
     node = Cluster(name="a", gpu="t4", gpus=2, host_memory=60 * GIB + GIB // 2)
     assert hardware_of(node, 1).host_memory_bytes + shm_bytes_of(2) == 60 * GIB
-    text = "clusters: [{name: a, gpu: t4, gpus: 8, host_memory: 8GiB}, {name: b, gpu: t4, gpus: 8}]"
+    taken_up, unknown = (
+        hardware_of(Cluster(name="a", gpu="t4", host_memory=host), 1) for host in (GIB, None)
+    )
+    assert taken_up.host_memory_bytes < GIB < unknown.host_memory_bytes
+    clusters = "{name: a, gpu: t4, gpus: 8, host_memory: 8GiB}, {name: b, gpu: t4, gpus: 8, nodes: 4, kind: kubernetes}"
+    text = f"clusters: [{clusters}]"
     ranking = ranking_of(tmp_path, text, recipe_of("gpt2", "tuning: lora"))
     assert names(ranking.offers) == [("b", 1)]
     assert "GiB of host memory, and a node has 8.00 GiB" in dict(ranking.without)["a"]
 
 
-def test_a_job_of_kubernetes_has_one_node(tmp_path):
-    text = "clusters: [{name: a, gpu: t4, nodes: 4, kind: kubernetes}]"
-    assert names(ranking_of(tmp_path, text, recipe_of("gpt2", "tuning: lora")).offers) == [("a", 1)]
-
-
-@pytest.mark.parametrize(("nodes", "counts"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])
+@pytest.mark.parametrize(("nodes", "counts"), [(1, [1]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])
 def test_numbers_of_nodes_that_are_planned(nodes, counts):
     assert node_counts(nodes) == counts
 
@@ -205,52 +197,50 @@ def test_numbers_of_nodes_that_are_planned(nodes, counts):
     [
         ("clusters: []", "no cluster is listed"),
         ("{}", "no cluster is listed"),
-        ("cluster: []", "unknown key 'cluster'.*did you mean 'clusters'"),
-        ("clusters: [{name: a, gpu: h100, nodes: 0}]", "cluster a: nodes is 0"),
-        ("clusters: [{gpu: h100}]", "cluster 1: name is missing"),
-        ("clusters: [{name: a, gpu: h100, prise: 3}]", "unknown key 'prise'; did you mean 'price'"),
-        ("clusters: [{name: a, gpu: h100, price: -1}]", "price = -1"),
-        ("clusters: [{name: a, gpu: h100}, {name: a, gpu: l4}]", "two clusters are called 'a'"),
-        ("clusters: [{name: a, gpu: h100, job: {quue: x}}]", "job of cluster a: unknown key 'quue'"),
-        ("clusters: [{name: a, gpu: h100, kind: slurm, job: {image: x}}]", "job.image has no meaning"),
-        ("clusters: [{name: a, gpu: h100, job: {queue: GPUs}}]", "job.queue = .GPUs.: is no name of"),
-        ("clusters: [3]", "cluster 1 is 3"),
         ("", "a fleet is a list of `key: value` lines, and this file is empty"),
-        ('clusters: [{name: "a\\nb", gpu: h100}]', "name = .*must be one line"),
-        ("clusters: [{name: a, gpu: h100, nodes: 2, free: 5}]", "free = 5, more than its nodes = 2"),
-        ("clusters: [{name: a, gpu: h100, job: {extra_resources: {nvidia.com/gpu: 3}}}]", "is the plan's"),
-        ("clusters: [{name: a, gpu: h100, job: {extra_resources: {memory: 3}}}]", "is no device"),
-        ("clusters: [{name: a, gpu: h100, host_memory: 512}]", "host_memory = 512: .*write the unit"),
+        ("cluster: []", "unknown key 'cluster'\n  try: did you mean 'clusters'?"),
+        ("clusters: [3]", "cluster 1 is 3"),
+        ("clusters: [{gpu: h100}]", "cluster 1: name is missing"),
+        ("clusters: [{name: a, gpu: h100}, {name: a, gpu: l4}]", "two clusters are called 'a'"),
+        ('clusters: [{name: "a\\nb", gpu: h100}]', "must be one line"),
     ],
-)  # fmt: skip
+)
 def test_fleet_files_that_cannot_be_used(tmp_path, text, words):
-    with pytest.raises(RecipeError, match=f"(?s){words}"):
+    with pytest.raises(RecipeError) as refused:
         fleet_of(tmp_path, text)
+    assert words in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("entry", "words", "hint"),
+    ("keys", "words", "hint"),
     [
-        ("{name: a}", "gpu is missing", "gpu: h100 (80GB lists cards of its size)"),
-        ("{name: a, gpu: h100, gpus: 0}", "gpus = 0: must be greater than 0", "gpus: 8 (in each node)"),
-        ("{name: a, gpu: h100, nodes: two}", "nodes = 'two': expected a number, found 'two'", "nodes: 2"),
-        ("{name: a, gpu: h100, price: free}", "price = 'free': expected a number", "price: 2.50 (US dollars"),
-        ("{name: a, gpu: h100, wait: soon}", "wait = 'soon': ", "wait: 2h"),
-        ("{name: a, gpu: h100, kind: mesos}", "kind = 'mesos': ", "kind: kuberay, kubernetes or slurm"),
+        ("gpus: 8", "gpu is missing", "gpu: h100 (80GB lists cards of its size)"),
+        ("gpu: h1000", "gpu = 'h1000'", "did you mean 'h100'? gpu: 24GB lists the cards of that size"),
+        ("gpu: h100, prise: 3", "unknown key 'prise'; did you mean 'price'?", "settings are name, gpu, "),
+        ("gpu: h100, gpus: 0", "gpus = 0: must be greater than 0", "gpus: 8 (in each node)"),
+        ("gpu: h100, nodes: two", "nodes = 'two': expected a number, found 'two'", "nodes: 2"),
+        ("gpu: h100, nodes: 0", "nodes is 0", "free: 0 where all of them are taken now"),
+        ("gpu: h100, nodes: 2, free: 5", "free = 5, more than its nodes = 2", "nodes: 5, or free: 2"),
+        ("gpu: h100, wait: soon", "wait = 'soon': ", "wait: 2h"),
+        ("gpu: h100, host_memory: 512", "host_memory = 512: ", "host_memory: 1800GiB"),
+        ("gpu: h100, job: {quue: x}", "unknown key 'quue'; did you mean 'queue'?", "settings are name, image, "),
+        ("gpu: h100, kind: slurm, job: {image: x}", "job.image has no meaning with kind: slurm",
+         "leave it out, or kind: kuberay"),
+        ("gpu: h100, job: {queue: GPUs}", "job.queue = 'GPUs': is no name of", ""),
+        ("gpu: h100, job: {extra_resources: {nvidia.com/gpu: 3}}", "is the plan's", ""),
+        ("gpu: h100, job: {extra_resources: {memory: 3}}", "is no device", ""),
     ],
 )  # fmt: skip
-def test_a_wrong_key_of_a_fleet_file_says_where_it_stands_and_how_it_is_written(tmp_path, entry, words, hint):
-    with pytest.raises(RecipeError) as refused:
-        fleet_of(tmp_path, f"clusters: [{entry}]")
-    assert f"{tmp_path}/fleet.yaml: cluster a: {words}" in refused.value.message
-    assert str(refused.value.hint).startswith(hint)
-    assert "; settings are name, gpu, gpus, " in str(refused.value.hint)
-
-
-def test_a_card_that_a_fleet_file_cannot_name_is_not_to_be_given_by_options(tmp_path):
-    with pytest.raises(HardwareError, match="cluster a: gpu = 'h1000'") as refused:
-        fleet_of(tmp_path, "clusters: [{name: a, gpu: h1000}]")
-    assert refused.value.hint == "did you mean 'h100'? gpu: 24GB lists the cards of that size"
+def test_a_wrong_key_of_a_cluster_says_where_it_stands_and_how_it_is_written(tmp_path, keys, words, hint):
+    """In words of the file: a card is not to be given by options."""
+    with pytest.raises(FituneError) as refused:
+        fleet_of(tmp_path, f"clusters: [{{name: a, {keys}}}]")
+    assert f"{tmp_path}/fleet.yaml: " in refused.value.message
+    assert "cluster a: " in refused.value.message
+    assert words in refused.value.message
+    said = refused.value.hint or ""
+    assert said.startswith(hint)
+    assert "--" not in said
 
 
 def test_nodes_that_nobody_says_when_are_free_are_not_waited_for(tmp_path):

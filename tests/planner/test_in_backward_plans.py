@@ -8,9 +8,8 @@ from fitune.errors import NothingFits
 from fitune.estimate.predict import predict
 from fitune.planner.candidates import Request
 from fitune.planner.methods import methods
-from fitune.values.plan import AdamW8bit, ClipByNorm, ClipByValue, Full, InBackward, Plan
+from fitune.values.plan import AdamW8bit, ClipByNorm, ClipByValue, Full, InBackward
 from fitune.values.predictions import Phase
-from fitune.values.serial import from_data, from_json, to_data, to_json
 from plans import gpu, known, lines_of, plan_of, recipe_of, report_of
 
 LLAMA = "llama-3.1-8b"
@@ -30,10 +29,12 @@ def hint_of(card, settings):
     return str(caught.value.hint)
 
 
-def test_it_is_clipped_as_the_recipe_says():
+def test_it_is_clipped_as_the_recipe_says_and_takes_one_micro_batch():
     """By norm as everywhere when nothing is said: the same steps come out."""
-    plan = plan_of(LLAMA, "h100", EIGHT_BIT)
+    settings = "tuning: full, optimizer_in_backward: true, optimizer: adamw-8bit, global_batch_size: 4"
+    plan = plan_of(LLAMA, "h100", settings)
     assert plan.tuning == Full(update=InBackward(clip=ClipByNorm(max_norm=1.0)))
+    assert (plan.batch.micro_batch_size, plan.batch.accumulation) == (4, 1)
     never = plan_of(LLAMA, "h100", EIGHT_BIT, max_grad_norm=0)
     assert never.tuning == NEVER_CLIPPED
     assert not never.goes_back_twice
@@ -50,12 +51,6 @@ def test_the_second_backward_is_told_and_counted():
     once, twice = (predict(each).time.phases for each in (replace(plan, tuning=NEVER_CLIPPED), plan))
     assert twice[Phase.FORWARD] == once[Phase.FORWARD]
     assert 1.5 < twice[Phase.BACKWARD] / once[Phase.BACKWARD] < 2
-
-
-def test_the_micro_batch_is_the_whole_batch():
-    settings = "tuning: full, optimizer_in_backward: true, optimizer: adamw-8bit, global_batch_size: 4"
-    batch = plan_of(LLAMA, "h100", settings).batch
-    assert (batch.micro_batch_size, batch.accumulation) == (4, 1)
 
 
 def test_an_open_tuning_becomes_full():
@@ -79,11 +74,3 @@ def test_adapters_are_proposed_without_what_they_refuse():
     settings = "tuning: full, optimizer_in_backward: true, max_grad_value: 1.0, export: full"
     words = "tuning: lora without optimizer_in_backward and max_grad_value and export: full"
     assert words in hint_of("rtx-4090", f"{settings}, {ONE_ROW}")
-
-
-def test_a_plan_is_read_as_it_was_written_and_one_from_before_there_was_a_choice_too():
-    plan = plan_of(LLAMA, "h100", EIGHT_BIT)
-    assert from_json(Plan, to_json(plan)) == plan
-    data = to_data(replace(plan, tuning=Full()))
-    del data["tuning"]["update"]
-    assert from_data(Plan, data) == replace(plan, tuning=Full())

@@ -32,13 +32,10 @@ def test_clusters_are_ranked_by_time_or_by_cost():
     fastest = [(offer.cluster.name, offer.nodes) for offer in ranking(HOPPER, ADA, SMALL).offers]
     assert fastest == [("hopper", 2), ("hopper", 1), ("ada", 1)]
     cheapest = ranking(HOPPER, ADA, SMALL, objective="cheapest")
-    costs = [offer.cost for offer in cheapest.offers]
-    assert costs == sorted(costs)
-    assert cheapest.offers[0].cluster.name == "ada"
+    assert [offer.cluster.name for offer in cheapest.offers] == ["ada", "hopper", "hopper"]
     ((name, why),) = cheapest.without
     assert name == "small"
     assert "14.96" in why
-    assert "short" in why
 
 
 def test_an_engine_on_each_device_answers_its_share():
@@ -57,11 +54,9 @@ def test_a_budget_refuses_with_the_cost_and_nothing_left_is_an_error():
     found = ranking(HOPPER, ADA, budget=ranking(ADA).offers[0].cost + 0.01)
     assert {offer.cluster.name for offer in found.offers} == {"ada"}
     assert "more than $" in found.refused[0][1]
-    with pytest.raises(NothingFits, match="none is within the budget; the cheapest is ada"):
-        ranking(HOPPER, ADA, budget=0.01)
+    assert "in 2 h 0 min" in found.text()
     with pytest.raises(NothingFits, match="nothing fits on any cluster"):
         ranking(SMALL)
-    assert "in 2 h 0 min" in found.text()
 
 
 def test_the_command_prints_the_ranking(tmp_path, call):

@@ -13,8 +13,7 @@ from fitune.planner.explain import memory_sum
 from fitune.planner.search import find_plan
 from fitune.units import GIB, format_bytes
 from fitune.values.machines.gpus import cpu_gpu, hardware_for
-from fitune.values.plan import AdamW, ChunkedLoss, Full, Lora, PlainLoss, Precision, Sgd, Steps
-from fitune.values.serial import from_json, to_json
+from fitune.values.plan import ChunkedLoss, Full, Lora, PlainLoss, Precision, Sgd, Steps
 from plans import gpu, known, lines_of, plan_of, recipe_of, report_of
 
 LLAMA_1B = "llama-3.2-1b"
@@ -24,18 +23,15 @@ QWEN = "qwen3-0.6b"
 
 def test_an_8b_model_on_a_24_gib_card_gets_lora_and_says_why():
     report = report_of(LLAMA_8B, with_host_memory(gpu("rtx-4090")))
-    plan = report.chosen.plan
-    assert isinstance(plan.tuning, Lora)
-    assert (plan.precision, plan.attention) == (Precision.BF16_MASTER, "flash")
+    assert isinstance(report.chosen.plan.tuning, Lora)
     assert report.chosen.estimate.fits
     [rejected] = report.rejected
     assert rejected.what == "full, bf16-master, AdamW"
-    assert "short" in rejected.why
     assert "weights 14.96" in rejected.why
     assert lines_of(report, "tuning: lora")
 
 
-@pytest.mark.parametrize("model", [LLAMA_8B, QWEN, "llama-2-7b"])
+@pytest.mark.parametrize("model", [LLAMA_8B, QWEN])
 def test_the_terms_of_a_sum_add_up_as_printed(model):
     report = report_of(model, "rtx-4090", tuning="lora")
     terms, _, rest = memory_sum(report.chosen.estimate).replace(",", "").partition(" = ")
@@ -52,19 +48,16 @@ def test_a_small_model_is_trained_in_full():
     assert not report.rejected
     assert all(runner.estimate.fits for runner in others)
     assert (len(others), len({plan, *(runner.plan for runner in others)})) == (3, 4)
-    assert from_json(type(plan), to_json(plan)) == plan
     assert not any("does nothing" in line for line in report.decisions)
 
 
 @pytest.mark.parametrize(
     ("model", "card", "settings", "precision", "attention"),
     [
-        ("tinyllama", "v100-32gb", "seq_len: 256", "fp16", "sdpa"),
         ("tinyllama", "t4", "seq_len: 256", "fp16", "sdpa"),
         ("tinyllama", "a100-40gb", "seq_len: 256", "bf16-master", "flash"),
         ("tinyllama", "cpu", "seq_len: 256", "fp32", "sdpa"),
         ("mistral-7b", "h100", "seq_len: 8192", "bf16-master", "flash"),  # windows
-        ("mistral-7b", "v100-32gb", "seq_len: 8192", "fp16", "sdpa"),
         ("mistral-7b", "h100", "seq_len: 8192, precision: fp32", "fp32", "sdpa"),
         ("gpt-oss-20b", "h100", "seq_len: 2048", "bf16-master", "eager"),  # a learned score
     ],
@@ -99,20 +92,13 @@ def test_every_pin_is_kept():
         ("tensorboard",),
     )
     assert (run.eval_every, run.save_every, run.keep_checkpoints) == (3, 4, 1)
-    assert plan.data.sources[0].path.startswith("a.jsonl")
-    assert plan.data.val_fraction == 0.1
-
-
-def test_adam_settings_reach_the_optimizer():
-    plan = plan_of(QWEN, "h100", "adam_beta2: 0.95, adam_epsilon: 1e-6, weight_decay: 0.1")
-    assert plan.optimizer == AdamW(beta1=0.9, beta2=0.95, eps=1e-6, weight_decay=0.1)
+    assert (plan.data.sources[0].path, plan.data.val_fraction) == ("a.jsonl#50", 0.1)
 
 
 @pytest.mark.parametrize(
     ("card", "settings", "beside", "told"),
     [
         ("h100", "save_steps: 10", True, True),
-        ("h100", "", True, True),  # once an epoch
         ("h100", "save_steps: 0", False, False),  # nothing is saved
         ("h100", "save_steps: 10, async_save: false", False, False),
         ("cpu", "save_steps: 10", False, False),
@@ -156,12 +142,10 @@ def test_recompute_can_be_pinned_to_all_or_none(setting, blocks):
 @pytest.mark.parametrize(
     ("settings", "micro", "steps"),
     [
-        ("micro_batch_size: 4", 4, 4),
         ("micro_batch_size: 3", 3, 5),
         ("micro_batch_size: 40", 40, 1),
         ("gradient_accumulation_steps: 8", 2, 8),
         ("micro_batch_size: 2, global_batch_size: 12", 2, 6),
-        ("gradient_accumulation_steps: 3, global_batch_size: 12", 4, 3),
     ],
 )
 def test_the_batch_keeps_its_pins(settings, micro, steps):
@@ -169,33 +153,29 @@ def test_the_batch_keeps_its_pins(settings, micro, steps):
     assert (batch.micro_batch_size, batch.accumulation) == (micro, steps)
 
 
-@pytest.mark.parametrize("whole", [1, 7, 16, 48, 64])
+@pytest.mark.parametrize("whole", [1, 7, 48])
 def test_an_open_split_multiplies_to_the_global_batch(whole):
     plan = plan_of(LLAMA_1B, "h100", tuning="lora", global_batch_size=whole)
     assert plan.batch.global_batch_size == whole
 
 
-def test_defaults_are_decided_and_printed():
+def test_defaults_are_decided_and_printed_and_pins_are_not():
     report = report_of(LLAMA_8B, "h100", tuning="lora")
     plan = report.chosen.plan
     assert (plan.schedule.learning_rate, plan.tuning.alpha) == (2e-4, 32)
     assert (plan.run.output_dir, plan.run.export) == ("runs/llama-3.1-8b-lora", "adapter")
-    text = "\n".join(report.decisions)
-    for words in (
-        "learning rate: 0.0002", "lora_alpha: 32", "runs/llama-3.1-8b-lora", "batch: ", "recompute: ",
+    for start in (
+        "learning rate: 0.0002",
+        "lora_alpha: 32",
+        "output: runs/",
+        "batch: ",
+        "recompute: ",
         "loss: ",
-    ):  # fmt: skip
-        assert words in text
-
-
-def test_nothing_is_decided_in_silence_about_what_was_pinned():
-    report = report_of(QWEN, "h100", tuning="full", precision="bf16-master", learning_rate=1e-5)
-    assert not lines_of(report, ("tuning", "precision", "learning rate"))
-
-
-def test_pure_bf16_comes_with_a_note():
-    report = report_of(QWEN, "h100", tuning="full", precision="bf16")
-    assert any("8 significant bits" in line for line in report.decisions)
+    ):
+        assert lines_of(report, start)
+    pinned = report_of(QWEN, "h100", tuning="full", precision="bf16", learning_rate=1e-5)
+    assert not lines_of(pinned, ("tuning", "precision", "learning rate"))
+    assert lines_of(pinned, "note on bf16: with 8 significant bits")
 
 
 @pytest.mark.parametrize(
@@ -208,7 +188,6 @@ def test_pure_bf16_comes_with_a_note():
 )
 def test_a_setting_without_effect_is_no_contradiction_but_said_to_do_nothing(settings, idle, of):
     report = report_of(QWEN, "h100", settings)
-    assert isinstance(report.chosen.plan.tuning, Full)
     assert f"note on {idle}: it does nothing with the {of} of this plan" in report.decisions
 
 
@@ -241,7 +220,6 @@ def test_a_host_that_is_too_small_is_said_with_its_sum():
     assert "it fits the devices but not the host: processes 3.0 + optimizer 89.7" in text
     assert "28.8 usable" in text
     assert "smallest" not in text
-    assert "holds it" not in text
     enough = int(text.rsplit("host_memory: ", 1)[1].split("GiB")[0])
     for host, fits in ((enough, True), (enough - 1, False)):
         here = gpu("h100", host_memory_bytes=host * GIB)
@@ -249,19 +227,11 @@ def test_a_host_that_is_too_small_is_said_with_its_sum():
             plan_of(LLAMA_8B, here, settings, offload_parameters="device")
 
 
-def test_a_disk_that_is_too_small_is_not_called_the_host():
-    settings = "tuning: full, zero: 3, offload_parameters: cpu, offload_optimizer: nvme, nvme_path: /nvme"
-    here = gpu("rtx-4090", gpus=2, host_memory_bytes=500 * GIB, nvme_bytes=10 * GIB)
-    text, _ = refused(LLAMA_8B, here, settings)
-    assert "it fits the devices but not NVMe: 119.66 GiB a node, 10.00 GiB usable" in text
-    assert "not the host" not in text
-    enough = int(text.rsplit("nvme_size: ", 1)[1].split("GiB")[0])
-    assert plan_of(LLAMA_8B, replace(here, nvme_bytes=enough * GIB), settings)
-
-
-def test_a_host_and_a_disk_that_are_too_small_are_enough_only_together():
+def test_a_disk_that_is_too_small_is_not_called_the_host_and_with_it_they_are_enough_only_together():
     settings = "tuning: full, zero: 3, offload_parameters: cpu, offload_optimizer: nvme, nvme_path: /nvme"
     small = gpu("rtx-4090", gpus=2, host_memory_bytes=16 * GIB, nvme_bytes=10 * GIB)
+    text, _ = refused(LLAMA_8B, replace(small, host_memory_bytes=500 * GIB), settings)
+    assert "it fits the devices but not NVMe: 119.66 GiB a node, 10.00 GiB usable" in text
     text, _ = refused(LLAMA_8B, small, settings)
     host, disk = map(int, re.findall(r"host_memory: (\d+)GiB with nvme_size: (\d+)GiB is enough", text)[0])
     enough = replace(small, host_memory_bytes=host * GIB, nvme_bytes=disk * GIB)
@@ -274,21 +244,6 @@ def test_nothing_fits_offers_a_shorter_row_that_is_true():
     offered = int(hint.rsplit("seq_len: ", 1)[1])
     assert plan_of(LLAMA_8B, "rtx-4090", settings.format(offered))
     refused(LLAMA_8B, "rtx-4090", settings.format(offered + 64))
-
-
-def test_seventy_billion_in_full_on_eight_v100_is_explained():
-    text, hint = refused("llama-2-70b", with_host_memory(gpu("v100-32gb", gpus=8)), "tuning: full")
-    for words in (
-        "8 × v100-32gb", "fp16", "it fits the devices but not the host", "optimizer 770.9", "460.8 usable",
-    ):  # fmt: skip
-        assert words in text
-    assert "tuning: lora" in hint
-
-
-def test_a_disk_that_is_too_small_is_refused_with_its_sum():
-    hardware = gpu("h100", gpus=2, host_memory_bytes=2048 * GIB, nvme_bytes=GIB)
-    pins = "tuning: full, offload_parameters: nvme, offload_optimizer: nvme, nvme_path: /n"
-    assert "on NVMe" in refused(QWEN, hardware, pins)[0]
 
 
 def test_what_cannot_run_here_is_left_out():

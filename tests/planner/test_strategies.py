@@ -23,7 +23,7 @@ from fitune.values.plan import (
     Zero,
 )
 from fitune.values.predictions import Phase
-from plans import CPU, gpu, known, lines_of, plan_of, recipe_of, report_of
+from plans import gpu, known, lines_of, plan_of, recipe_of, report_of
 
 LLAMA_1B = "llama-3.2-1b"
 LLAMA_8B = "llama-3.1-8b"
@@ -63,7 +63,6 @@ def test_the_order_of_preference():
         ("tuning: qlora", Nf4(double_quant=True)),
         ("adapter: lora, load_in_4bit: true", Nf4(double_quant=True)),
         ("tuning: qlora, double_quant: false", Nf4(double_quant=False)),
-        ("finetuning_type: lora, quantization_bit: 4", Nf4(double_quant=True)),
         ("quantization_method: hqq", Hqq(bits=4)),
         ("quantization_bit: 3", Hqq(bits=3)),
         ("quantization: hqq, quantization_bits: 2, group_size: 16", Hqq(bits=2, group_size=16)),
@@ -81,11 +80,11 @@ def test_lomo_is_its_own_optimizer_and_clips_by_value_unless_told():
     assert by_norm.tuning == Lomo(adaptive=True, clip=ClipByNorm(max_norm=0.5))
 
 
-def test_eight_bit_states_and_dora_are_kept():
-    plan = plan_of(LLAMA_1B, "rtx-4090", "tuning: lora, dora: true, optim: adamw_bnb_8bit")
+def test_eight_bit_states_dora_and_settings_of_adam_are_kept():
+    settings = "tuning: lora, dora: true, optim: adamw_bnb_8bit, adam_beta2: 0.95, adam_epsilon: 1e-6"
+    plan = plan_of(LLAMA_1B, "rtx-4090", settings)
     assert plan.tuning.dora
-    assert plan.optimizer == AdamW8bit()
-    assert plan.schedule.learning_rate == 2e-4
+    assert plan.optimizer == AdamW8bit(beta1=0.9, beta2=0.95, eps=1e-6, weight_decay=0.0)
 
 
 def test_what_is_divided_grows_with_the_need():
@@ -106,9 +105,7 @@ def test_seventy_billion_at_home():
     [
         ("zero: 0", lambda plan: plan.sharding == Ddp()),
         ("zero: 2, backend: deepspeed", lambda plan: plan.sharding == Zero(stage=2, backend="deepspeed")),
-        ("zero: 1", lambda plan: plan.sharding.stage == 1),
         ("offload_optimizer: cpu", lambda plan: plan.offload.optimizer == "cpu"),
-        ("offload_params: true", lambda plan: plan.offload.parameters == "cpu"),
         ("activation_offloading: true", lambda plan: plan.offload.activations == "cpu"),
         ("offload_optimizer: nvme, nvme_path: /n", lambda plan: plan.offload.nvme_path == "/n"),
     ],
@@ -125,12 +122,6 @@ def test_hybrid_sharding_stays_within_a_node():
 def test_the_global_batch_is_shared_by_all_devices():
     plan = plan_of("qwen3-0.6b", cards("h100", 4), "tuning: full, global_batch_size: 32, seq_len: 256")
     assert plan.batch.global_batch_size * 4 == 32
-
-
-def test_a_processor_offloads_nothing():
-    request = request_of("qwen3-0.6b", CPU, "tuning: full")
-    search = MethodSearch(request, methods(request)[0])
-    assert [placement.is_plain for placement in search.placements] == [True]
 
 
 def test_a_pinned_accumulation_keeps_lomo_out():
@@ -183,10 +174,6 @@ def test_qwen3_30b_qlora_is_planned_on_one_24_gb_card():
     packed = (30_532_122_624 - tables) * 4.127 / 8
     weights = predict_memory(report.chosen.plan).phases[Phase.IDLE]["weights"]
     assert weights == pytest.approx(packed + 2 * tables, rel=0.002)
-    assert "experts: quantised, " in lines_of(report, "note on experts")[0]
-    assert any("made whole" in line and "768.0 MiB at most" in line for line in report.decisions)
-
-
-def test_experts_that_stay_in_16_bit_are_named():
-    report = report_of("qwen3-30b-a3b", "h100", tuning="lora", seq_len=512)
-    assert any("experts: not adapted (lora_target_modules" in line for line in report.decisions)
+    assert lines_of(report, "note on experts: quantised, not adapted (lora_target_modules")
+    [line] = lines_of(report, "experts: those of a block are made whole")
+    assert "768.0 MiB at most" in line

@@ -18,40 +18,23 @@ from fitune.recipe.recipe import (
 from fitune.session.recipes.reading import read_any_recipe
 from plans import recipe_of as words_recipe
 
-ALIASES = {
-    # canonical name -> (value, what is read, every name other frameworks use)
-    "model": ("gpt2", "gpt2", ["base_model", "model_name_or_path", "model_name"]),
-    "tuning": ("lora", "lora", ["finetuning_type", "adapter", "train_type", "tuner_type"]),
-    "learning_rate": (1e-4, 1e-4, ["lr"]),
-    "micro_batch_size": (4, 4, ["per_device_train_batch_size", "batch_size"]),
-    "gradient_accumulation_steps": (8, 8, []),
-    "global_batch_size": (64, 64, []),
-    "seq_len": (
-        512,
-        512,
-        ["max_length", "max_seq_length", "max_seq_len", "sequence_len", "cutoff_len", "context_length"],
-    ),
-    "lora_r": (8, 8, ["lora_rank"]),
-    "lora_alpha": (32, 32, []),
-    "lora_dropout": (0.1, 0.1, []),
-    "lora_target_modules": ("q_proj,v_proj", ["q_proj", "v_proj"], ["lora_target", "target_modules"]),
-    "num_epochs": (3, 3.0, ["num_train_epochs", "epochs"]),
-    "gradient_checkpointing": (True, True, ["recompute", "enable_activation_checkpointing"]),
-    "attn_implementation": (
-        "flash_attention_2",
-        "flash",
-        ["flash_attn", "attn_impl", "attention_implementation"],
-    ),
-    "output_dir": ("out", "out", ["out", "out_dir", "output_directory"]),
-    "resume": (True, True, ["resume_from_checkpoint"]),
-    "report_to": ("tensorboard", ["tensorboard"], ["logger", "tracker", "log_to"]),
-    "val_fraction": (
-        0.1,
-        0.1,
-        ["val_size", "val_set_size", "validation_size", "split_dataset_ratio"],
-    ),
+NAMES = {
+    "model": "base_model model_name_or_path model_name",
+    "tuning": "finetuning_type adapter train_type tuner_type",
+    "learning_rate": "lr",
+    "micro_batch_size": "per_device_train_batch_size batch_size",
+    "seq_len": "max_length max_seq_length max_seq_len sequence_len cutoff_len context_length",
+    "lora_r": "lora_rank",
+    "lora_target_modules": "lora_target target_modules",
+    "num_epochs": "num_train_epochs epochs",
+    "gradient_checkpointing": "recompute enable_activation_checkpointing",
+    "attn_implementation": "flash_attn attn_impl attention_implementation",
+    "output_dir": "out out_dir output_directory",
+    "resume": "resume_from_checkpoint",
+    "report_to": "logger tracker log_to",
+    "val_fraction": "val_size val_set_size validation_size split_dataset_ratio",
 }
-EVERY_NAME = [(name, spelled) for name, (_, _, others) in ALIASES.items() for spelled in (name, *others)]
+"""Ours -> every name that other frameworks use."""
 
 
 def recipe_of(tmp_path, text, *settings):
@@ -66,21 +49,18 @@ def refusal(tmp_path, text, *settings):
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("name", "spelled"), EVERY_NAME)
-def test_every_alias_is_the_canonical_setting(name, spelled):
-    value, expected, _ = ALIASES[name]
-    recipe = read_any_recipe(
-        None, options={"model": "gpt2", spelled: value} if name != "model" else {spelled: value}
-    )
-    assert getattr(recipe, name) == expected
-    assert name in dump_recipe(recipe)
+def test_names_of_other_frameworks_are_ours():
+    read = {
+        name: [*canonical_keys(dict.fromkeys(others.split(), "2"), where="test")]
+        for name, others in NAMES.items()
+    }
+    assert read == {name: [name] for name in NAMES}
 
 
 def test_the_defaults_leave_the_planner_its_choices():
-    recipe = read_any_recipe(None, options={"model": "gpt2"})
+    recipe = words_recipe("gpt2")
     left_open = {name for name in Recipe.model_fields if getattr(recipe, name) is None}
     assert {"tuning", "precision", "micro_batch_size", "gradient_checkpointing", "loss"} <= left_open
-    assert recipe.lora_dropout == 0.0
 
 
 @pytest.mark.parametrize(
@@ -89,19 +69,14 @@ def test_the_defaults_leave_the_planner_its_choices():
         ("model: gpt2\nlerning_rate: 1", "unknown key 'lerning_rate' … did you mean 'learning_rate'?"),
         ("model: gpt2\nmodel: gpt3", "recipe.yaml:2 … duplicate key 'model', first in line 1: keep one"),
         ("model: gpt2\ndata: [{path: a, wieght: 2}]", "data.0.wieght … did you mean 'weight'?"),
-        ("model: gpt2\ndata: {path: a, path: b}", "recipe.yaml:2 … duplicate key 'path'"),
         ("model: !!python/object/apply:os.system [ls]", "recipe.yaml:1:8 … tags ( … python/object/apply"),
         ("a: &a [x, x]\nb: &b [*a, *a]\nmodel: *b", "recipe.yaml:2 … aliases (*name) are not allowed"),
         ("model: gpt2\n? [a, b]\n: c", "recipe.yaml:2 … is no key"),
         ("model: gpt2\nlearning_rate: .nan", "learning_rate = nan … finite"),
-        ("model: gpt2\nlearning_rate: nan", "learning_rate = 'nan' … finite"),
-        ("model: gpt2\nlearning_rate: .inf", "learning_rate = inf … finite"),
         ("model: gpt2\nlearning_rate: -1e-4", "learning_rate = '-1e-4' … greater than 0"),
-        ("model: gpt2\nlearning_rate: fast", "learning_rate = 'fast' … expected a number"),
         ("model: gpt2\nlearning_rate: true", "learning_rate = True … expected a number"),
         ("model: gpt2\nlora_modules_to_save: ['']", "lora_modules_to_save.0 = '' … must not be empty"),
         ("model: gpt2\nseq_len: 0", "seq_len = 0 … at least 2"),
-        ("model: gpt2\nseq_len: .nan", "seq_len = nan … finite"),
         ("model: gpt2\nlora_r: 1.5", "lora_r = 1.5 … whole number"),
         ("model: gpt2\nseq_len: auto", "seq_len = 'auto' … expected a number"),
         ("model: gpt2\nval_fraction: 1.5", "val_fraction = 1.5 … a share below 1 or, from 2 on"),
@@ -111,9 +86,7 @@ def test_the_defaults_leave_the_planner_its_choices():
         ("model: gpt2\ngradient_checkpointing: maybe", "gradient_checkpointing = 'maybe' … number of blocks"),
         ("model: gpt2\ngradient_checkpointing: -2", "gradient_checkpointing = -2 … number of blocks"),
         ("model: gpt2\nbf16: yes please", "bf16 = 'yes please' … expected true or false"),
-        ("model: gpt2\nload_in_4bit: 8", "load_in_4bit = 8 … expected true or false"),
         ("model: gpt2\nquantization_bit: 5", "quantization_bits = 5 … 2, 3, 4 or 8"),
-        ("model: gpt2\nzero: 4", "zero = 4 … 0, 1, 2 or 3"),
         ("model: gpt2\ndeepspeed: ds_z3.json", "deepspeed: ds_z3.json: cannot be read … No such file"),
         ("model: gpt2\noffload_optimizer: moon", "offload_optimizer = 'moon' … 'device', 'cpu' or 'nvme'"),
         ("model: ''", "model = '' … must not be empty"),
@@ -134,12 +107,10 @@ def test_what_is_refused_is_named(tmp_path, text, words):
 @pytest.mark.parametrize(
     ("name", "nearest"),
     [
-        ("paged_adamw_8bit", "offload_optimizer: cpu"),
         ("paged_adamw_32bit", "adamw-8bit"),
         ("PAGED_ADAMW", "adamw-8bit"),
         ("adam", "adamw"),
         ("adalomo", "tuning: adalomo"),
-        ("adamw_anyprecision", "precision: bf16"),
     ],
 )
 def test_another_frameworks_optimizer_is_refused_by_name(name, nearest):
@@ -162,10 +133,6 @@ def test_a_cosine_that_ends_above_zero_is_pointed_to_min_lr_ratio(settings):
     assert "lr_scheduler: cosine with min_lr_ratio" in str(caught.value.hint)
 
 
-def test_nesting_without_end_is_refused(tmp_path):
-    assert "nested more than 32 deep" in refusal(tmp_path, "model: " + "[" * 1000)
-
-
 def test_a_file_that_is_not_there_or_not_text(tmp_path):
     (tmp_path / "image.yaml").write_bytes(b"\xff\xfe\x00")
     for name, words in (
@@ -181,72 +148,53 @@ def test_a_file_that_is_not_there_or_not_text(tmp_path):
 
 def test_two_names_for_one_setting_must_agree(tmp_path):
     message = refusal(tmp_path, "model: gpt2\nlr: 1e-4\nlearning_rate: 2e-4")
-    assert "'lr' and 'learning_rate' both set learning_rate" in message
-    assert "'1e-4' and '2e-4'" in message
+    assert "'lr' and 'learning_rate' both set learning_rate, to '1e-4' and '2e-4'" in message
+    assert "both set precision" in refusal(tmp_path, "model: gpt2\nbf16: true\nfp16: true")
     recipe = recipe_of(tmp_path, "model: gpt2\nflash_attn: fa2\nattn_impl: flash_attention_2\n")
     assert recipe.attn_implementation == "flash"
-
-
-def test_numbers_written_as_text_are_numbers(tmp_path):
-    recipe = recipe_of(tmp_path, "model: gpt2\nlearning_rate: 1e-4\nseq_len: '1024'\nhost_memory: 128GiB")
-    assert (recipe.learning_rate, recipe.seq_len) == (1e-4, 1024)
-    assert recipe.host_memory == 128 * 1024**3
 
 
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [
         ("bf16: true", "precision: bf16-master"),
-        ("bf16: 'True'", "precision: bf16-master"),
         ("bf16: false, fp16: true", "precision: fp16"),
         ("bf16: auto", "precision: null"),
         ("pure_bf16: true", "precision: bf16"),
         ("torch_dtype: bfloat16", "precision: bf16"),
         ("precision: 32", "precision: fp32"),
         ("optim: adamw_torch_fused", "optimizer: adamw"),
-        ("optim: adamw_torch", "optimizer: adamw"),
         ("optimizer: adamw_8bit", "optimizer: adamw-8bit"),
         ("optim: SGD", "optimizer: sgd"),
-        ("optim: momentum", "optimizer: momentum"),
         ("optimizer_in_bwd: true", "optimizer_in_backward: true"),
         ("flash_attn: true", "attn_implementation: flash"),
         ("lr_scheduler_type: constant_with_warmup", "lr_scheduler: constant"),
         ("tuning: LoRA", "tuning: lora"),
-        ("load_in_4bit: false", "quantization: null"),
         ("load_in_4bit: true", "quantization: nf4"),
         ("quant_method: bnb", "quantization: nf4"),
-        ("quantization_bit: 4", "quantization_bits: 4"),
         ("bnb_4bit_use_double_quant: false", "double_quantization: false"),
         ("adapter: QLoRA", "tuning: qlora"),
-        ("tuning: LOMO", "tuning: lomo"),
         ("optim: adamw_bnb_8bit", "optimizer: adamw-8bit"),
         ("use_liger_kernel: true", "kernels: liger"),
-        ("enable_liger_kernel: false", "kernels: torch"),
         ("compile: true", "torch_compile: true"),
         ("zero_stage: 3", "zero: 3"),
         ("offload_params: true", "offload_parameters: cpu"),
         ("activation_offloading: false", "offload_activations: device"),
         ("resume_from_checkpoint: null", "resume: false"),
         ("val_size: null", "val_fraction: 0.0"),
-        ("gradient_checkpointing: 12", "gradient_checkpointing: 12"),
+        ("learning_rate: 1e-4, seq_len: '1024'", "learning_rate: 0.0001, seq_len: 1024"),
         ("gradient_checkpointing: 'off'", "gradient_checkpointing: false"),
         ("gradient_checkpointing: auto", "gradient_checkpointing: null"),
         ("lora_target: all", "lora_target_modules: [all-linear]"),
         ("target_modules: 'q_proj, v_proj'", "lora_target_modules: [q_proj, v_proj]"),
         ("micro_batch_size: auto", "micro_batch_size: null"),
         ("lora_target_linear: true", "lora_target_modules: [all-linear]"),
-        ("peft_layers_to_transform: [0, 1]", "lora_layers: [0, 1]"),
         ("peft_use_rslora: true", "rslora: true"),
-        ("lora_target: 'q_proj,v_proj'", "lora_target_modules: [q_proj, v_proj]"),
     ],
 )
 def test_values_of_other_frameworks(theirs, ours):
     """``repr`` tells True from 1."""
     assert repr(words_recipe("m", theirs).model_dump()) == repr(words_recipe("m", ours).model_dump())
-
-
-def test_contradicting_switches(tmp_path):
-    assert "both set precision" in refusal(tmp_path, "model: gpt2\nbf16: true\nfp16: true")
 
 
 def test_data_is_a_path_a_source_or_a_list(tmp_path):
@@ -297,36 +245,36 @@ def test_set_in_columns_that_are_written_as_a_text(tmp_path):
         ("=3", "is not of the form key=value"),
         ("lora_q=3", "did you mean 'lora_r'?"),
         ("data.7.path=x", "'7' is no position in a list of 2"),
-        ("data.path=x", "'path' is no position in a list of 2"),
-        ("lora_r.x=3", "there is nothing inside 4 to set"),
         ("model.x=3", "there is nothing inside 'm' to set"),
         ("push_to_hub=true", "names the repository here: OWNER/NAME"),
         ("data.0.nmae=x", "unknown key 'data.0.nmae'"),
         ("seq_len=!!python/name:os.system", "tags ("),
-        ("seq_len=-1", "at least 2"),
     ],
 )
 def test_set_that_makes_no_sense(tmp_path, setting, words):
     assert words in refusal(tmp_path, "model: m\nlora_r: 4\ndata: [a, b]", setting)
 
 
-def test_a_dumped_recipe_reads_back_the_same(tmp_path):
-    text = "model: m\ndata: [a#5, {path: b, columns: {prompt: q}}]\nlr: 1e-4\nlora_target: q_proj,v_proj\nrecompute: 3"
-    recipe = recipe_of(tmp_path, text)
-    dumped = dump_recipe(recipe)
-    assert recipe_of(tmp_path, dumped) == recipe
-    assert "seed" not in dumped
-
-
 def test_what_was_given_is_read_back_and_nothing_else(tmp_path):
     """A weight of 1 that nobody gave contradicts data_weights; a max_grad_norm of 1 that was given has LOMO clip by the
     norm, one that was not by the value."""
-    recipe = recipe_of(
-        tmp_path, "model: m\ndata: [a, {path: b}]\ndata_weights: [2, 1]\nmax_grad_norm: 1.0\nseed: 42"
+    text = (
+        "model: m\ndata: [a#5, {path: b, columns: {prompt: q}}]\ndata_weights: [2, 1]\nmax_grad_norm: 1.0\n"
+        "lora_target: q_proj,v_proj\nrecompute: 3"
     )
+    recipe = recipe_of(tmp_path, text)
     again = recipe_of(tmp_path, dump_recipe(recipe))
+    assert again == recipe
     assert given_keys(again) == given_keys(recipe)
-    assert again.model_fields_set == {"model", "data", "data_weights", "max_grad_norm", "seed"}
+    given = {
+        "model",
+        "data",
+        "data_weights",
+        "max_grad_norm",
+        "lora_target_modules",
+        "gradient_checkpointing",
+    }
+    assert again.model_fields_set == given
     assert source_weights(parse_recipe(given_keys(recipe))) == [2, 1]
 
 

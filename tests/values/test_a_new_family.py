@@ -13,7 +13,7 @@ from fitune.values.counts import count_parameters
 from fitune.values.model.families import FAMILIES, read_llama
 from fitune.values.model.model_config import spec_from_config
 from models.streams import forward_backward, optimizer_step, stream_of
-from plans import CPU, plan_for
+from plans import plan_for
 from rehearse.tiny_configs import tensor_peak
 from sources import ROOT
 
@@ -45,10 +45,9 @@ def test_its_parameters_are_counted(toy):
     assert count_parameters(spec).total == sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize("tuning", ["full", "lora"])
-def test_its_memory_is_predicted_and_it_trains(toy, tuning):
+def test_its_memory_is_predicted_and_it_trains(toy):
     config, spec = toy
-    plan = plan_for(spec, hardware=CPU, precision="fp32", seq_len=64, rows=1, tuning=tuning, recompute=2)
+    plan = plan_for(spec, rows=1, tuning="lora", recompute=2)
     trace, _ = trace_plan(plan, config, exact=True)
     rehearsed = tensor_peak(trace)
     assert predict_memory(plan).tensor_peak_bytes == pytest.approx(rehearsed, rel=0.02)

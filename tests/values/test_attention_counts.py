@@ -2,7 +2,7 @@
 
 import pytest
 
-from fitune.values.counts import count_parameters, model_flops
+from fitune.values.counts import model_flops
 from fitune.values.model import tracing
 from fitune.values.model.block_profile import BatchShape
 from fitune.values.model.known_models import configs_to_trace, known_model_names
@@ -10,7 +10,7 @@ from fitune.values.model.model_config import load_model_spec
 from fitune.values.model.model_spec import BlockAttention
 from fitune.values.model.tracing import NOT_SHIPPED, shipped_profile
 from fitune.values.plan import Full
-from plans import gpu, known, plan_for
+from plans import gpu, plan_for
 
 
 @pytest.mark.parametrize("window", [0, 1, 3, 8, 9])
@@ -81,11 +81,9 @@ def test_flops_are_those_of_products_and_of_the_pairs_of_each_block():
     ("name", "attending", "windows"),
     [
         ("mistralai/Mistral-7B-v0.1", 32, {4096: 32}),
-        ("google/gemma-3-12b-pt", 48, {1024: 40, 0: 8}),
         ("openai/gpt-oss-20b", 24, {128: 12, 0: 12}),
         ("meta-llama/Llama-4-Scout-17B-16E", 48, {8192: 36, 0: 12}),
         ("Qwen/Qwen3-Next-80B-A3B-Instruct", 12, {0: 12}),
-        ("nvidia/NVIDIA-Nemotron-Nano-9B-v2", 4, {0: 4}),
         ("state-spaces/mamba-130m-hf", 0, {}),
     ],
 )
@@ -94,12 +92,3 @@ def test_blocks_that_attend_and_their_windows(name, attending, windows):
     found = [each for each in map(model.attention_of, range(model.num_layers)) if each.width]
     assert len(found) == attending
     assert {window: sum(each.window == window for each in found) for window in windows} == windows
-
-
-def test_a_window_is_in_the_flops_of_long_rows_alone():
-    windowed = known("mistralai/Mistral-7B-v0.1")
-    counts = count_parameters(windowed)
-    products = 6 * (counts.attention + counts.mlp)
-    for n, seen in ((4096, 4096 * 4097 / 2), (32768, 4096 * 4097 / 2 + 28672 * 4096)):
-        flops = model_flops(windowed, Full(), row_lengths=[n], supervised_tokens=0)
-        assert flops == pytest.approx(n * products + 32 * 12 * 4096 * seen, rel=1e-9)

@@ -57,28 +57,27 @@ def test_nonsense_is_named_before_anything_is_planned(field, value):
     assert len(caught.value.message) < 700
 
 
-def test_blocks_without_end_are_refused_before_they_are_traced():
-    with pytest.raises(ModelError, match=r"num_hidden_layers = 1000000000 is more than any model has"):
-        spec_from_config({**LLAMA, "model_type": "olmo", "num_hidden_layers": 10**9}, name="mine")
-
-
 def config_file(folder, **change):
     (folder / "config.json").write_text(json.dumps({**LLAMA, **change}))
     return str(folder)
 
 
-@pytest.mark.parametrize("architecture", ["olmo", "gpt_neox"])
-def test_nonsense_is_named_where_no_plan_came_before(tmp_path, architecture):
-    """fitune scores models that it cannot plan."""
-    with pytest.raises(
-        ModelError, match=r"config\.json: attention_dropout = 5.0 must be a number at least 0 and less"
-    ):
-        read_config(config_file(tmp_path, model_type=architecture, attention_dropout=5.0))
+@pytest.mark.parametrize(
+    ("field", "value", "why"),
+    [
+        ("attention_dropout", 5.0, r"attention_dropout = 5.0 must be a number at least 0 and less"),
+        ("num_hidden_layers", 10**9, "num_hidden_layers = 1000000000 is more than any model has"),
+    ],
+)
+def test_nonsense_is_named_where_no_plan_came_before(tmp_path, field, value, why):
+    """fitune scores models that it cannot plan, and traces others."""
+    with pytest.raises(ModelError, match=rf"config\.json: {why}"):
+        read_config(config_file(tmp_path, model_type="olmo", **{field: value}))
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"rope_parameters": {"rope_type": "abc"}}, {"layer_types": ["full_attention"]}, {"dtype": "load"}],
+    [{"rope_parameters": {"rope_type": "abc"}}, {"dtype": "load"}],
 )
 def test_what_transformers_refuses_is_a_model_error(tmp_path, change):
     folder = config_file(tmp_path, model_type="qwen3", head_dim=16, **change)
@@ -86,7 +85,7 @@ def test_what_transformers_refuses_is_a_model_error(tmp_path, change):
         empty_model(model_config(folder))
 
 
-@pytest.mark.parametrize("change", [{"rms_norm_eps": "abc"}, {"eos_token_id": [[1]]}, {"use_cache": "yes"}])
+@pytest.mark.parametrize("change", [{"rms_norm_eps": "abc"}, {"eos_token_id": [[1]]}])
 def test_fields_that_no_shape_needs_are_checked_by_transformers(tmp_path, change):
     (name,) = change
     with pytest.raises(ModelError, match=rf"config\.json: cannot be read: .*'{name}'"):
@@ -111,7 +110,6 @@ def test_the_activations_are_those_of_transformers():
     ("word", "why"),
     [
         ("no_such", "is no known activation"),
-        ("xielu", "has weights of its own"),
         ("prelu", "has weights of its own"),
     ],
 )
@@ -134,7 +132,6 @@ def test_another_activation_is_refused_beside_the_known_ones(word, why):
         ("layer_types: [full_attention, x]", "must name full_attention or sliding_attention"),
         ("model_type: mistral, num_key_value_heads: 4, layer_types: [full_attention, full_attention]", "ministral"),
         ("rope_scaling: {type: dynamic, factor: 2.0}", None),
-        ("rope_parameters: {rope_theta: 10000.0, rope_type: default}", None),
         ("rope_scaling: {rope_type: longrope, long_factor: [1, 1, 1, 1, 1, 1, 1, 1.0], short_factor: "
          "[1, 1, 1, 1, 1, 1, 1, 1]}", None),
         ("layer_types: [sliding_attention, full_attention]", None),

@@ -18,51 +18,30 @@ from fitune.values.machines.gpus import (
 
 SPELLINGS = {
     "rtx-4090": ["RTX4090", "rtx 4090", "rtx_4090", "4090", "NVIDIA GeForce RTX 4090", "RTX 4090 24GB"],
-    "rtx-3090": ["3090", "GeForce RTX 3090"],
-    "rtx-5090": ["NVIDIA GeForce RTX 5090", "5090"],
-    "v100-32gb": ["V100 32GB", "v100-32g", "Tesla V100-SXM2-32GB", "NVIDIA V100-PCIE-32GB"],
-    "v100-16gb": ["Tesla V100-SXM2-16GB", "v100_16gb"],
-    "a100-80gb": ["A100 80GB", "a100-80g", "NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"],
-    "a100-40gb": ["NVIDIA A100-PCIE-40GB", "A100-40GB"],
+    "v100-32gb": ["V100 32GB", "v100-32g", "Tesla V100-SXM2-32GB"],
+    "a100-80gb": ["A100 80GB", "NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"],
     "h100": [
         "H100",
         "NVIDIA H100 80GB HBM3",
         "h100-sxm",
         "H100 SXM5 80 GB",
-        "h100-80gb",
         "H100 (500W)",
         "H100-80GB (700 W)",
     ],
     "h100-pcie": ["NVIDIA H100 PCIe", "H100-PCIE-80GB", "H100 80GB (350W)"],
-    "h200": ["NVIDIA H200", "H200 141GB"],
-    "b200": ["NVIDIA B200"],
-    "t4": ["Tesla T4", "NVIDIA T4"],
-    "l4": ["NVIDIA L4"],
-    "l40s": ["NVIDIA L40S"],
-    "a10g": ["NVIDIA A10G"],
+    "h200": ["H200 141GB"],
+    "t4": ["Tesla T4"],
     "rtx-a6000": ["NVIDIA RTX A6000", "a6000"],
     "rtx-4060-ti-16gb": ["RTX 4060 Ti 16GB", "4060ti-16gb"],
     "rtx-4070-ti-super": ["NVIDIA GeForce RTX 4070 Ti SUPER", "4070 ti super"],
-    "rtx-5060-ti": ["RTX 5060 Ti 8GB", "5060 ti 8gb"],
     "rtx-3060": ["3060", "RTX 3060 12GB"],
     "rtx-3060-8gb": ["RTX 3060 8GB"],
-    "quadro-rtx-8000": ["Quadro RTX 8000"],
-    "titan-rtx": ["NVIDIA TITAN RTX"],
     "rtx-6000-ada": ["NVIDIA RTX 6000 Ada Generation", "rtx 6000 ada"],
-    "rtx-4000-sff-ada": ["NVIDIA RTX 4000 SFF Ada Generation"],
-    "rtx-pro-6000": [
-        "NVIDIA RTX PRO 6000 Blackwell Workstation Edition",
-        "rtx pro 6000",
-        "RTX PRO 6000 96GB",
-    ],
+    "rtx-pro-6000": ["NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX PRO 6000 96GB"],
     "rtx-pro-6000-max-q": ["NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "RTX PRO 6000 300W"],
     "rtx-pro-6000-server": ["NVIDIA RTX PRO 6000 Blackwell Server Edition"],
-    "a800-80gb": ["NVIDIA A800-SXM4-80GB", "a800"],
-    "h100-nvl": ["NVIDIA H100 NVL", "h100 nvl 94GB"],
     "gh200-96gb": ["NVIDIA GH200 480GB"],
-    "b300": ["NVIDIA B300 SXM6 AC"],
     "jetson-agx-orin-64gb": ["Jetson AGX Orin 64GB"],
-    "dgx-spark": ["DGX Spark"],
 }
 
 
@@ -73,60 +52,35 @@ def test_every_spelling_is_found_and_a_canonical_name_is_itself():
     assert {each: find_gpu(each).name for each in spelled} == spelled
 
 
-def refusal(name):
-    with pytest.raises(HardwareError) as caught:
-        find_gpu(name)
-    return str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("name", "words"),
     [
         ("v100", "try: --gpu with one of: v100-16gb (16 GB), v100-32gb (32 GB)"),
-        ("NVIDIA A100", "try: --gpu with one of: a100-40gb (40 GB), a100-80gb (80 GB)"),
         ("4060ti", "try: --gpu with one of: rtx-4060-ti (8 GB), rtx-4060-ti-16gb (16 GB)"),
         ("NVIDIA GeForce RTX 5060 Ti", "5060TI comes with 8 GB or 16 GB"),
         ("rtx-4090-48gb", "4090 comes with 24 GB"),
         ("rtx-4091", "did you mean 'rtx-4090'?"),
         ("gtx-1080", "below 7.0 (Volta)"),
-        ("MI300X", "fitune does not train on mi300x: it runs ROCm"),
-        ("Gaudi 3", "it is no CUDA device"),
-        ("Apple M2 Max 64GB", "fitune does not train on m2-max: it runs Metal"),
-        ("m4", "it runs Metal"),
-        ("Apple M3 Max", "it runs Metal"),
-        ("M5 Pro 24GB", "it runs Metal"),
-        ("mps", "it runs Metal"),
         ("", "none of the 96 known cards"),
-    ],
-)
-def test_what_is_not_one_device_is_refused(name, words):
-    assert words in refusal(name)
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
+        ("MI300X", "fitune does not train on mi300x: it runs ROCm"),
+        ("Apple M2 Max 64GB", "fitune does not train on m2-max: it runs Metal"),
+        ("Intel Arc B580", "is no CUDA device"),
+        ("TPU v5e", "is no CUDA device"),
         ("8xH100", "--gpu h100 --gpus 8"),
-        ("2 x RTX 3090", "--gpu rtx-3090 --gpus 2"),
         ("T4 x2", "--gpu t4 --gpus 2"),
         ("2xA100", "--gpu a100 --gpus 2"),
         ("3090,3090", "lists several cards\n  try: --gpu 3090 --gpus 2"),
         ("V100-32GB + V100-32GB", "--gpu v100-32gb --gpus 2"),
-        (
-            "RTX 4090, RTX 3090, RTX 3060",
-            "different cards: all GPUs of a plan are of one kind\n  try: --gpu rtx-3060 --gpus 3",
-        ),
+        ("RTX 4090, RTX 3060", "different cards: all GPUs of a plan are of one kind\n  try: --gpu rtx-3060 --gpus 2"),
         ("RTX 4090 Laptop GPU", "a laptop's card has less memory"),
         ("cuda:0", "leave gpu out"),
-        ("7900 XTX", "is no CUDA device"),
-        ("Intel Arc B580", "is no CUDA device"),
-        ("TPU v5e", "is no CUDA device"),
     ],
-)
-def test_slips_get_the_step_that_helps(name, words):
-    said = refusal(name)
-    assert words in said
-    assert "did you mean" not in said
+)  # fmt: skip
+def test_what_is_not_one_known_device_is_refused_with_the_step_that_helps(name, words):
+    with pytest.raises(HardwareError) as caught:
+        find_gpu(name)
+    assert words in str(caught.value)
+    assert ("did you mean" in str(caught.value)) == words.startswith("did you mean")
 
 
 def names_where(holds):
@@ -134,23 +88,17 @@ def names_where(holds):
 
 
 def test_what_devices_cannot_do():
-    old = names_where(lambda gpu: not gpu.has_bf16)
-    assert {"t4", "rtx-2080-ti", "v100-16gb", "v100-32gb", "gtx-1660-ti", "quadro-rtx-8000"} < old
-    assert (
-        old
-        == names_where(lambda gpu: gpu.capability < (8, 0))
-        == names_where(lambda gpu: not gpu.has_flash_attention)
-    )
+    old = names_where(lambda gpu: gpu.capability < (8, 0))
+    assert {"t4", "rtx-2080-ti", "v100-16gb", "gtx-1660-ti", "quadro-rtx-8000"} < old
+    assert old == names_where(lambda gpu: not gpu.has_bf16)
+    assert old == names_where(lambda gpu: not gpu.has_flash_attention)
 
 
-def test_dense_rates_of_the_datasheets():
+def test_dense_rates_of_the_datasheets_and_memory_that_the_driver_reports():
     """Dense, fp32 accumulate: memory.md's list."""
-    rates = {"a100-80gb": 312, "h100": 989, "h200": 989, "v100-32gb": 125, "rtx-3090": 71, "rtx-4090": 165}
+    rates = {"a100-80gb": 312, "h100": 989, "v100-32gb": 125, "rtx-3090": 71, "rtx-4090": 165}
     for name, tflops in rates.items():
         assert round(find_gpu(name).fp16_flops / 1e12 - 0.2) == tflops
-
-
-def test_memory_is_what_the_driver_reports():
     assert find_gpu("rtx-4090").memory_bytes == 24_564 * MIB
     assert find_gpu("h100").memory_bytes == 81_559 * MIB
 
@@ -198,9 +146,7 @@ def test_hardware_counts_gpus_per_node():
     [
         ("H100", "h100-pcie"),
         ("H100-80GB (500W)", "h100-pcie"),
-        ("H100 700W", ""),
         ("H100 80GB HBM3", ""),
-        ("a100-80gb", ""),
         ("rtx pro 6000", "rtx-pro-6000-max-q"),
         ("RTX PRO 6000 Blackwell Workstation Edition", ""),
     ],
@@ -209,19 +155,16 @@ def test_an_h100_whose_board_is_not_named_may_be_a_slower_one(name, slower):
     assert find_gpu(name).slower_board == slower
 
 
-def test_the_table_is_large_and_every_name_is_there_once():
+def test_every_name_is_in_the_table_once():
     names = [*gpu_names(), *(device.name for device in devices_elsewhere())]
-    assert len(gpu_names()) >= 90
     assert len(names) >= 120
     assert len(set(names)) == len(names)
 
 
 def test_games_cards_copy_through_the_host():
     games = names_where(lambda gpu: gpu.is_geforce)
-    assert {"rtx-4090", "rtx-4060-ti-16gb", "gtx-1660-super", "rtx-4090-d"} <= games
-    assert games.isdisjoint(
-        {"rtx-a6000", "rtx-6000-ada", "rtx-pro-6000", "quadro-rtx-8000", "titan-rtx", "l4"}
-    )
+    assert {"rtx-4090", "rtx-4060-ti-16gb", "gtx-1660-super"} <= games
+    assert games.isdisjoint({"rtx-a6000", "rtx-6000-ada", "rtx-pro-6000", "titan-rtx", "l4"})
 
 
 def test_a_gpu_by_its_figures():

@@ -1,8 +1,6 @@
 """From a config.json to a ModelSpec: what is read, where it is looked for, what is refused."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -59,7 +57,6 @@ def test_the_table_is_large_and_every_entry_reads():
     ("copy", "model", "stored_as"),
     [
         ("unsloth/Llama-3.2-1B-Instruct-bnb-4bit", "meta-llama/Llama-3.2-1B-Instruct", "bitsandbytes"),
-        ("unsloth/Qwen3-4B-Instruct-2507-unsloth-bnb-4bit", "Qwen/Qwen3-4B-Instruct-2507", "bitsandbytes"),
         ("Qwen/Qwen3-8B-FP8", "Qwen/Qwen3-8B", "FP8"),
         ("unsloth/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B-Instruct", ""),
     ],
@@ -68,13 +65,7 @@ def test_copies_have_the_shapes_of_the_model(copy, model, stored_as):
     assert load_model_spec(copy) == replace(load_model_spec(model), name=copy, stored_as=stored_as)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "RedHatAI/Qwen3-8B-FP8", "Qwen/Qwen3-8B-AWQ", "meta-llama/Llama-3.1-8B-bnb-4bit",
-        "somebody/Llama-3.1-8B-Instruct",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-8B-AWQ", "somebody/Llama-3.1-8B-Instruct"])
 def test_copies_that_cannot_be_read_are_not_known(name):
     assert find_known_model(name) is None
 
@@ -88,11 +79,9 @@ def test_the_file_itself_names_its_folder(tmp_path):
     ("short", "name"),
     [
         ("llama-2-7b", "meta-llama/Llama-2-7b-hf"),
-        ("Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B-Instruct"),
         ("META-LLAMA/llama-3.1-8b", "meta-llama/Llama-3.1-8B"),
         ("mistral-7b", "mistralai/Mistral-7B-v0.1"),
         ("gemma-3-4b", "google/gemma-3-4b-pt"),
-        ("tinyllama", "TinyLlama/TinyLlama-1.1B-Chat-v1.0"),
         ("nemotron-nano-9b-v2", "nvidia/NVIDIA-Nemotron-Nano-9B-v2"),
         ("gpt2", "gpt2"),
     ],
@@ -101,29 +90,15 @@ def test_short_names(short, name):
     assert load_model_spec(short).name == name
 
 
-def test_falcon_shapes():
-    small, large = known("falcon-7b"), known("falcon-40b")
-    assert (small.num_kv_heads, small.norms_per_block, small.parallel_blocks) == (1, 1, True)
-    assert (large.num_kv_heads, large.norms_per_block, large.parallel_blocks) == (8, 2, True)
-    assert small.linears[0].out_features == 4544 + 2 * 64
-
-
 QWEN = config_of("qwen2.5-7b")
 WINDOWS = "use_sliding_window: true, sliding_window: 4096, max_window_layers: 20"
-
-
-def test_sliding_windows():
-    assert known("mistralai/Mistral-7B-v0.1").sliding_window == 4096
-    assert known("mistralai/Mistral-7B-v0.3").sliding_window == 0
-    assert known("gemma-3-27b").sliding_window == 1024
-    assert read(QWEN, "sliding_window: 131072").sliding_window == 0
 
 
 def test_which_blocks_have_the_window():
     """As transformers' config classes fill in layer_types: Qwen's later blocks, all of Gemma's but some."""
     assert known("gemma-2-2b").full_attention_layers == tuple(range(1, 26, 2))
     assert known("gemma-3-1b").full_attention_layers == (5, 11, 17, 23)
-    assert known("mistralai/Mistral-7B-v0.1").full_attention_layers == ()
+    assert read(QWEN, "sliding_window: 131072").sliding_window == 0
     qwen = read(QWEN, WINDOWS)
     assert qwen.full_attention_layers == tuple(range(20))
     assert (qwen.has_window(19), qwen.has_window(20)) == (False, True)
@@ -166,8 +141,7 @@ def test_dropout_is_what_the_config_says(name, change, dropout):
          Dropout(attention=0.2, attention_output=0.1, mlp_output=0.3)),
         ({"embed_dropout": 0.1, "resid_dropout": 0.2, "classifier_dropout": 0.5},
          Dropout(attention_output=0.2, mlp_output=0.2, embedding=0.1)),
-        ({"attn_pdrop": 0.1, "router_jitter_noise": 0.01}, Dropout(attention=0.1)),
-        ({"attention_dropout": None, "hidden_size": 7}, NO_DROPOUT),
+        ({"attn_pdrop": 0.1, "router_jitter_noise": 0.01, "hidden_size": 7}, Dropout(attention=0.1)),
     ],
 )  # fmt: skip
 def test_a_traced_model_has_its_dropout_by_any_name(rates, found):
@@ -193,8 +167,7 @@ def test_a_folder_comes_first(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_config(tmp_path / "gpt2", SMALL_LLAMA)
     spec = load_model_spec("gpt2")
-    assert (spec.name, spec.model_type, spec.dtype) == ("gpt2", "llama", "float32")
-    assert load_model_spec(str(tmp_path / "gpt2")).num_kv_heads == 2
+    assert (spec.name, spec.model_type, spec.dtype, spec.num_kv_heads) == ("gpt2", "llama", "float32", 2)
 
 
 def test_the_cache_is_read(tmp_path, monkeypatch):
@@ -222,22 +195,15 @@ def test_a_hub_that_does_not_answer_is_an_error_at_once(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("llama-3.1-9b", "did you mean 'llama-3.1-8b'?"),
         ("Qwen/Qwen3-4B-Instruct-2508", "did you mean 'Qwen/Qwen3-4B-Instruct-2507'?"),
         ("Qwen3-14B-Instruct", "did you mean 'qwen3-14b'?"),
         ("lama-3.1-8b", "did you mean 'llama-3.1-8b'?"),
-        ("gtp2", "did you mean 'gpt2'?"),
         ("llama3.1:8b", "did you mean 'llama-3.1-8b-instruct'?"),
-        ("granite4:micro", "did you mean 'granite-4.0-micro'?"),
         ("qwen3-coder", "did you mean 'qwen3-coder-30b-a3b-instruct'?"),
-        ("deepseek-r1:671b", "did you mean 'deepseek-r1'?"),
         ("Llama-3.2-3B-Instruct-Q4_K_M.gguf", "llama-3.2-3b-instruct in 16 bits; tuning: qlora packs"),
-        ("Qwen/Qwen2.5-7B-Instruct-AWQ", "Qwen/Qwen2.5-7B-Instruct in 16 bits; tuning: qlora packs"),
         ("gemma3n:e4b", "did you mean 'gemma-3n-e4b-it'?"),
-        ("gemma-4b", "did you mean 'gemma-3-4b'?"),
         ("state-spaces/mamba-2.8b", "did you mean 'mamba-2.8b'?"),
         ("openai/gpt-4o", "a Hub name"),
-        ("pythia-6.9B-v0", "did you mean 'pythia-6.9b'?"),
         ("", "has no config.json"),
         ("./nowhere", "no such folder"),
         ("https://example.com/model", "is not known"),
@@ -253,29 +219,23 @@ def test_unknown_models(name, words, tmp_path, monkeypatch):
     assert words in str(caught.value)
 
 
-def test_the_command_for_a_run_in_a_folder_with_a_space_can_be_pasted(tmp_path):
-    run = tmp_path / "my run"
-    run.mkdir()
-    (run / "plan.json").write_text("{}")
-    with pytest.raises(ModelError) as caught:
-        load_model_spec(str(run))
-    assert f"fitune export '{run}' --as merged" in caught.value.hint
-
-
 def test_folders_that_are_no_model(tmp_path):
-    def refusal(path=tmp_path):
+    """The command for a run in a folder with a space can be pasted."""
+    folder = tmp_path / "my run"
+    folder.mkdir()
+
+    def refusal(path=folder):
         with pytest.raises(ModelError) as caught:
             load_model_spec(str(path))
         return str(caught.value)
 
     assert "the folder has no config.json" in refusal()
-    (tmp_path / "plan.json").write_text("{}")
-    said = refusal()
-    assert "is the directory of a run, not a model" in said
-    assert f"fitune export {tmp_path} --as merged" in said
-    (tmp_path / "adapter_config.json").write_text("{}")
+    (folder / "plan.json").write_text("{}")
+    assert "is the directory of a run, not a model" in refusal()
+    assert f"fitune export '{folder}' --as merged" in refusal()
+    (folder / "adapter_config.json").write_text("{}")
     assert "is an adapter, not a model" in refusal()
-    assert "is a file" in refusal(tmp_path / "adapter_config.json")
+    assert "is a file" in refusal(folder / "adapter_config.json")
 
 
 @pytest.mark.parametrize(
@@ -301,13 +261,11 @@ def test_a_config_that_is_none(tmp_path, text, words):
     ("config", "change", "words"),
     [
         (SMALL_LLAMA, "hidden_size: null", "hidden_size is missing"),
-        (SMALL_LLAMA, "hidden_size: 0", "hidden_size = 0 must be a whole number of at least 1"),
         (SMALL_LLAMA, "intermediate_size: 96.5", "intermediate_size = 96.5 must be"),
         (SMALL_LLAMA, "num_attention_heads: 5, num_key_value_heads: 5", "64 is not a multiple of num_attention"),
         (SMALL_LLAMA, "num_key_value_heads: 3", "num_attention_heads = 4 is not a multiple of num_key_value_heads = 3"),
         (SMALL_LLAMA, "torch_dtype: int8", "torch_dtype = 'int8' is not supported"),
         (SMALL_LLAMA, "architectures: [LlamaForSequenceClassification]", "is no causal language model"),
-        (SMALL_LLAMA, "architectures: LlamaForCausalLM", "must be a list of names"),
         (SMALL_LLAMA, "is_encoder_decoder: true", "decoder-only"),
         (SMALL_LLAMA, "quantization_config: {bits: 4}", "already quantised"),
         ({}, "model_type: gemma3, text_config: {}, quantization_config: {quant_method: gptq}", "quantised by gptq"),
@@ -345,15 +303,6 @@ def test_remote_code_that_transformers_adopted_is_not_run_and_not_refused():
     }
     config = {**FALCON_7B, "architectures": ["FalconForCausalLM"], "auto_map": remote}
     assert spec_from_config(config, name="tiiuae/falcon-7b") == load_model_spec("tiiuae/falcon-7b")
-
-
-def test_the_table_needs_no_heavy_library():
-    program = (
-        "import sys; from fitune.values.model.model_config import load_model_spec; load_model_spec('llama-3.1-8b');"
-        "heavy = {'torch', 'transformers', 'huggingface_hub', 'numpy', 'pydantic'} & set(sys.modules);"
-        "sys.exit(f'imported {heavy}' if heavy else 0)"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 @pytest.mark.parametrize(

@@ -21,18 +21,18 @@ def test_warmup_rises_linearly_and_never_starts_at_zero():
     assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3])
 
 
-@pytest.mark.parametrize(("kind", "middle"), [("constant", 1e-3), ("linear", 0.5e-3), ("cosine", 0.5e-3)])
-def test_decay_is_half_way_in_the_middle(kind, middle):
-    assert learning_rate(schedule(kind), step=4, total=20) == pytest.approx(1e-3)
-    assert learning_rate(schedule(kind), step=12, total=20) == pytest.approx(middle)
-
-
-@pytest.mark.parametrize(("kind", "decay"), [("linear", 0.75), ("cosine", 0.5 + 0.25 * math.sqrt(2))])
-def test_decay_ends_at_the_least_rate(kind, decay):
+@pytest.mark.parametrize(
+    ("kind", "quarter", "end"),
+    [
+        ("constant", 1.0, 1.0),
+        ("linear", 0.1 + 0.9 * 0.75, 0.1),
+        ("cosine", 0.1 + 0.9 * (0.5 + 0.25 * math.sqrt(2)), 0.1),
+    ],
+)
+def test_decay_ends_at_the_least_rate(kind, quarter, end):
     ends = schedule(kind, min_ratio=0.1)
-    assert learning_rate(ends, step=4, total=20) == pytest.approx(1e-3)
-    assert learning_rate(ends, step=8, total=20) == pytest.approx(1e-3 * (0.1 + 0.9 * decay))
-    assert learning_rate(ends, step=20, total=20) == pytest.approx(1e-4)
+    for step, share in ((4, 1.0), (8, quarter), (20, end)):
+        assert learning_rate(ends, step=step, total=20) == pytest.approx(1e-3 * share)
 
 
 def test_a_cosine_to_a_least_rate_is_that_of_transformers():

@@ -149,5 +149,6 @@ def _cluster(entry: Any, number: int, source: str) -> Cluster:
         require_meaningful(cluster.settings, cluster.kind)
     except FituneError as error:
         hint = (error.hint or "").removesuffix(BY_FIGURES).removesuffix("; ")  # no options in a file
-        raise type(error)(f"{where}: {error.message}", hint=hint or None) from None
+        message = error.message.replace("--on ", "with kind: ")
+        raise type(error)(f"{where}: {message}", hint=hint.replace("--on ", "kind: ") or None) from None
     return cluster.model_copy(update={"gpu": gpu.name})

@@ -85,23 +85,18 @@ def test_a_template_in_a_converted_recipe_is_a_text_of_several_lines(tmp_path):
 
 
 def test_rows_that_are_refused_may_be_replaced_by_others():
-    rows = [
-        {"path": "d", "type": {"field_instruction": "q", "field_output": "a", "format": "Q: {instruction}"}}
-    ]
-    keys = typed(f"{AXOLOTL}learning_rate: 1.0e-4") | {"datasets": rows}
-    with pytest.raises(RecipeError, match=r"datasets\[0\] would change the result") as caught:
-        read_keys(keys)
-    assert (
-        caught.value.hint
-        == "other rows in their place: --data FILE --columns prompt=question,completion=answer"
-    )
-    with pytest.raises(RecipeError, match="unknown key") as caught:
-        read_keys(keys | {"never_seen": 1})
-    assert caught.value.hint.startswith("other rows in their place: --data FILE")
-    assert caught.value.hint.endswith("; leave the others out to train without")
-    with pytest.raises(RecipeError, match="unknown key") as caught:
-        read_keys(keys | {"datasets": [{"path": "d", "type": "alpaca", "never_seen": 1}]})
-    assert caught.value.hint == "leave it out to train without"
+    kind = {"field_instruction": "q", "field_output": "a", "format": "Q: {instruction}"}
+    keys = typed(f"{AXOLOTL}learning_rate: 1.0e-4") | {"datasets": [{"path": "d", "type": kind}]}
+    others = "other rows in their place: --data FILE --columns prompt=question,completion=answer"
+    for more, said, hint in (
+        ({}, r"datasets\[0\] would change the result", others),
+        ({"never_seen": 1}, "unknown key", f"{others}; leave the others out to train without"),
+        ({"datasets": [{"path": "d", "type": "alpaca", "never_seen": 1}]}, "unknown key",
+         "leave it out to train without"),
+    ):  # fmt: skip
+        with pytest.raises(RecipeError, match=said) as caught:
+            read_keys(keys | more)
+        assert caught.value.hint == hint
     read = read_keys(keys, data="org/other", columns={"prompt": "q", "completion": "a"})
     assert [each.path for each in read.data] == ["org/other"]
     with pytest.raises(RecipeError, match="rl: dpo"):
@@ -119,7 +114,6 @@ AXOLOTL = (
     ("theirs", "pushed", "public"),
     [
         (f"{TRL}push_to_hub: true, output_dir: out/my-run/", "my-run", False),
-        (f"{TRL}push_to_hub: true, hub_model_id: me/x, hub_private_repo: true", "me/x", False),
         (f"{TRL}push_to_hub: true, hub_model_id: me/x, hub_private_repo: false", "me/x", True),
         (f"{TRL}push_to_hub: false, hub_model_id: me/x, hub_private_repo: false", "", False),
         (f"{AXOLOTL}hub_model_id: me/x, hub_strategy: end", "me/x", False),

@@ -41,12 +41,12 @@ def test_trls_defaults_hold():
         ("accelerate_config: zero2", "zero", 2),
         ("accelerate_config: fsdp2", "zero", 3),
         ("fsdp: full_shard offload", "offload_parameters", "cpu"),
+        ("logging_steps: 0.2", "log_steps", 1),
         ("gradient_checkpointing: false", "gradient_checkpointing", False),
         ("use_peft: true, use_dora: true", "dora", True),
         ("assistant_only_loss: false, completion_only_loss: true", "train_on_prompt", False),
         ("assistant_only_loss: false, completion_only_loss: false", "train_on_prompt", True),
         ("max_length: null", "on_long_row", "error"),
-        ("max_length: 512", "on_long_row", "truncate"),
         ("dataset_text_field: body", "columns", {"text": "body"}),
         ("dataset_text_field: text", "columns", {}),
         ("chat_template: '{{ messages }}'", "chat_template", "{{ messages }}"),
@@ -123,9 +123,6 @@ def test_a_notebook_without_rows_is_told_where_to_name_them(tmp_path):
     assert recipe(rows).data[0].path == "yahma/alpaca-cleaned"
     assert "no data is named" in notes(UNSLOTH | {"train_dataset": "dataset"})
     assert "no data" not in notes(UNSLOTH, folder=tmp_path, data="rows.jsonl")
-
-
-def test_a_converted_notebook_has_a_line_for_its_data(tmp_path):
     theirs = tmp_path / "notebook.yaml"
     theirs.write_text(yaml.safe_dump(UNSLOTH))
     assert "# data: train.jsonl  # a notebook loads its rows in Python" in convert_recipe(theirs)[0]
@@ -175,21 +172,14 @@ def test_the_first_handbooks_mixer_names_splits_for_all_sources(strategy):
     keys = typed(
         "model_name_or_path: org/m, dataset_mixer: {org/a: 0.25, org/b: 1.0}, dataset_splits: [train_sft, test_sft]"
     )
-    read = recipe(keys, **{strategy: "epoch"})
+    read, alone = recipe(keys, **{strategy: "epoch"}), recipe(PLAIN, **{strategy: "epoch"})
     assert [(each.path, each.split) for each in read.data] == [
         ("org/a", "train_sft[:25%]"), ("org/b", "train_sft"),
     ]  # fmt: skip
-    assert [(each.path, each.split) for each in read.eval_data] == [
-        ("org/a", "test_sft"),
-        ("org/b", "test_sft"),
-    ]
-    assert (read.evals_per_epoch, recipe(keys).eval_data) == (1, [])
-
-
-def test_the_evaluated_split_comes_along_under_the_older_name_of_the_strategy():
-    read = recipe(PLAIN, evaluation_strategy="epoch")
-    assert [(each.path, each.split) for each in read.eval_data] == [("org/rows", "test")]
-    assert read.evals_per_epoch == 1
+    assert [(each.path, each.split) for each in (*read.eval_data, *alone.eval_data)] == [
+        ("org/a", "test_sft"), ("org/b", "test_sft"), ("org/rows", "test"),
+    ]  # fmt: skip
+    assert (read.evals_per_epoch, alone.evals_per_epoch, recipe(keys).eval_data) == (1, 1, [])
 
 
 @pytest.mark.parametrize(
@@ -210,10 +200,12 @@ def test_a_refusal_says_the_next_step_and_no_settings_of_another_task(changes, h
     assert "unknown key" not in caught.value.message
 
 
-def test_the_tokenizer_may_be_named_if_it_is_the_models():
+def test_the_tokenizer_may_be_named_if_it_is_the_models_and_no_revision():
     assert recipe(PLAIN, tokenizer_name_or_path="org/m").model == "org/m"
     with pytest.raises(RecipeError, match="tokenizer of another model; save it beside the weights"):
         recipe(PLAIN, tokenizer_name_or_path="org/other")
+    with pytest.raises(RecipeError, match="unknown key 'model_init_kwargs.revision'"):
+        recipe(PLAIN, model_init_kwargs={"revision": "v1"})
 
 
 def test_weights_in_what_the_checkpoint_has_are_told_of_their_masters():
@@ -226,13 +218,3 @@ def test_a_template_is_shown_by_its_first_words():
     said = notes(PLAIN | {"chat_template": "{{ messages }}" + "x" * 500})
     assert "chat_template {{ messages }}xxx" in said
     assert "x" * 60 not in said
-
-
-def test_what_a_model_is_loaded_with_is_not_left_out_in_silence():
-    with pytest.raises(RecipeError, match="unknown key 'model_init_kwargs.revision'"):
-        recipe(PLAIN, model_init_kwargs={"revision": "v1"})
-
-
-def test_lines_of_a_log_as_a_share_of_all_steps_are_one_for_each_step():
-    assert recipe(PLAIN, logging_steps=0.2).log_steps == 1
-    assert recipe(PLAIN, logging_steps=5).log_steps == 5
