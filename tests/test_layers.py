@@ -44,10 +44,8 @@ FORBIDDEN_NAMES = {"utils", "common", "core", "helpers", "base"}
 @cache
 def imported_names(path, *, only_at_import):
     """Dotted names a module imports; optionally only those that run when it is imported."""
-    tree = trees()[path]
     names = set()
-    nodes = _module_level(tree) if only_at_import else ast.walk(tree)
-    for node in nodes:
+    for node in _statements(trees()[path], in_functions=not only_at_import):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -57,14 +55,14 @@ def imported_names(path, *, only_at_import):
     return names
 
 
-def _module_level(tree):
-    found = []
+def _statements(tree, *, in_functions):
+    """All statements of a module; expressions, which hold most of its nodes, import nothing."""
     for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not in_functions:
             continue
-        found.append(node)
-        found.extend(_module_level(node))
-    return found
+        if isinstance(node, ast.stmt | ast.excepthandler | ast.match_case):
+            yield node
+            yield from _statements(node, in_functions=in_functions)
 
 
 def room_of(path):

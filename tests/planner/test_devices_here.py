@@ -50,10 +50,12 @@ def told(settings=""):
     return title.partition(" · on ")[2], lines_of(report, ("gpus", "note on memory"))
 
 
-def test_the_first_screen_begins_with_them(here):
+def test_the_first_screen_begins_with_them_and_what_others_hold_is_not_called_free(here):
     here(RTX_3060, RTX_4090, RTX_4090, taken_mib=1_500)
-    first = " ".join(first_screen(report_here(), {}, train="").partition("how")[0].split())
+    first, _, rest = " ".join(first_screen(report_here(), {}, train="").split()).partition(" how ")
     assert first.endswith("2 × rtx-4090 (24 GiB, 1.5 taken by others); not used: 1 × NVIDIA GeForce RTX 3060")
+    assert " of 20.31 GiB, " in rest
+    assert "; 2.17 GiB kept free" in rest
 
 
 def test_all_cards_of_the_kind_with_most_memory_are_planned_with_and_the_others_named(here):

@@ -106,17 +106,19 @@ def test_what_does_not_fit_says_how_much_is_missing():
 
 
 def test_pins_hold_in_every_cell():
-    pinned = matrix_of("llama-2-7b", 512, tuning="lora", zero=3, gradient_checkpointing=True)
+    """Llama-2 has 32,000 rows and no tokenizer is at hand to say that some are spare."""
+    pins = {
+        "tuning": "lora",
+        "zero": 3,
+        "gradient_checkpointing": True,
+        "added_tokens": ["<think>", "</think>"],
+    }
+    pinned = matrix_of("llama-2-7b", 512, **pins)
     assert (pinned.methods, pinned.shardings) == (("lora",), ("ZeRO-3",))
     assert {setting.recompute for setting in pinned.cells[0].settings} == {True}
-    assert pinned.cells[0].taken.plan.recompute.blocks == 32
-
-
-def test_added_tokens_have_their_rows_in_every_cell():
-    """Llama-2 has 32,000 rows and no tokenizer is at hand to say that some are spare."""
-    one = matrix_of("llama-2-7b", 512, tuning="lora", added_tokens=["<think>", "</think>"])
-    assert one.cells[0].taken.plan.model.vocab_size == one.models[0].vocab_size == 32_002
-    assert one.row(one.models[0]) == one.cells
+    plan = pinned.cells[0].taken.plan
+    assert (plan.recompute.blocks, plan.model.vocab_size, pinned.models[0].vocab_size) == (32, 32_002, 32_002)
+    assert pinned.row(pinned.models[0]) == pinned.cells
 
 
 def test_contradictions_are_refused_as_everywhere():

@@ -236,7 +236,8 @@ def _memory(taken: Priced) -> tuple[str, str, str]:
     left = f"{format_bytes(abs(spare))} {'to spare' if spare >= 0 else 'short'}"
     if 0 <= spare < TIGHT * usable:
         left = f"tight: {format_bytes(spare)} spare"
-    kept = taken.plan.hardware.gpu.memory_bytes - estimate.usable_bytes
+    hardware = taken.plan.hardware
+    kept = hardware.gpu.memory_bytes - hardware.taken_bytes - estimate.usable_bytes
     unit, name = unit_for(used)
     sizes = grouped_terms({**estimate.memory.phases[estimate.memory.peak_phase], **estimate.memory.outside})
     terms = " · ".join(

@@ -3,7 +3,7 @@
 import pytest
 
 from fitune.errors import RecipeError
-from recipe.foreign.examples import read_keys
+from recipe.foreign.examples import read_keys, typed
 
 PLAIN = {
     "output_dir": "out",
@@ -23,9 +23,12 @@ PLAIN = {
 }  # fmt: skip
 
 
-def recipe(**changes):
-    keys = {key: value for key, value in {**PLAIN, **changes}.items() if value != "absent"}
-    return read_keys(keys, gpus=2)
+def recipe(changes="", **whole):
+    """PLAIN with keys of some of its components changed, as they are written, or with other components."""
+    keys = {**PLAIN, **whole}
+    for key, value in typed(changes).items():
+        keys[key] = {**keys.get(key, {}), **value} if isinstance(value, dict) else value
+    return read_keys({key: value for key, value in keys.items() if value != "absent"}, gpus=2)
 
 
 def test_components_become_settings():
@@ -52,46 +55,47 @@ def test_its_defaults_are_not_fitunes():
 @pytest.mark.parametrize(
     ("changes", "setting", "value"),
     [
-        ({"model": {"_component_": "torchtune.models.llama3.llama3_8b"}}, "tuning", "full"),
-        ({"model": {**PLAIN["model"], "_component_": "a.qlora_llama3_8b"}}, "quantization", "nf4"),
-        ({"model": {**PLAIN["model"], "use_dora": True}}, "dora", True),
-        ({"clip_grad_norm": 1.0}, "max_grad_norm", 1.0),
-        ({"metric_logger": {"_component_": "a.metric_logging.WandBLogger", "project": "p"}}, "report_to", ["wandb"]),
-        ({"metric_logger": {"_component_": "a.metric_logging.DiskLogger"}}, "report_to", []),
-        ({"max_steps_per_epoch": 50, "epochs": 2}, "max_steps", 100),
-        ({"fsdp_cpu_offload": True}, "offload_parameters", "cpu"),
-        ({"optimizer_in_bwd": True}, "optimizer_in_backward", True),
-        ({"dataset": {**PLAIN["dataset"], "max_seq_len": 256}}, "seq_len", 256),
-        ({"dataset": {**PLAIN["dataset"], "max_seq_len": 256}}, "on_long_row", "truncate"),
-        ({"metric_logger": {"_component_": "a.WandBLogger", "mode": "offline", "job_type": "j"}}, "track_offline",
-         True),
-        ({"metric_logger": {"_component_": "a.WandBLogger", "name": "first"}}, "run_name", "first"),
-        ({"optimizer": {"_component_": "torchao.prototype.low_bit_optim.AdamW8bit", "lr": 1}}, "optimizer",
-         "adamw-8bit"),
-        ({"dataset": {**PLAIN["dataset"], "train_on_input": False}}, "train_on_prompt", False),
-        ({"optimizer": {"_component_": "bitsandbytes.optim.PagedAdamW8bit", "lr": 1e-5}}, "optimizer", "adamw-8bit"),
+        ("model: {_component_: a.qlora_llama3_8b}", "quantization", "nf4"),
+        ("model: {use_dora: true}", "dora", True),
+        ("clip_grad_norm: 1.0", "max_grad_norm", 1.0),
+        ("metric_logger: {_component_: a.metric_logging.WandBLogger, project: p}", "report_to", ["wandb"]),
+        ("metric_logger: {_component_: a.metric_logging.DiskLogger}", "report_to", []),
+        ("metric_logger: {_component_: a.WandBLogger, mode: offline, job_type: j}", "track_offline", True),
+        ("metric_logger: {_component_: a.WandBLogger, name: first}", "run_name", "first"),
+        ("max_steps_per_epoch: 50, epochs: 2", "max_steps", 100),
+        ("fsdp_cpu_offload: true", "offload_parameters", "cpu"),
+        ("optimizer_in_bwd: true", "optimizer_in_backward", True),
+        ("dataset: {max_seq_len: 256}", "seq_len", 256),
+        ("dataset: {max_seq_len: 256}", "on_long_row", "truncate"),
+        ("dataset: {train_on_input: false}", "train_on_prompt", False),
+        ("optimizer: {_component_: torchao.prototype.low_bit_optim.AdamW8bit}", "optimizer", "adamw-8bit"),
+        ("optimizer: {_component_: bitsandbytes.optim.PagedAdamW8bit}", "optimizer", "adamw-8bit"),
     ],
-)  # fmt: skip
+)
 def test_a_key_becomes_the_setting_that_means_it(changes, setting, value):
-    assert getattr(recipe(**changes), setting) == value
+    assert getattr(recipe(changes), setting) == value
+
+
+def test_a_model_without_lora_in_its_name_is_trained_in_full():
+    assert recipe(model={"_component_": "torchtune.models.llama3.llama3_8b"}).tuning == "full"
 
 
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({"quantizer": {"_component_": "training.quantization.Int8DynActInt4WeightQATQuantizer"}}, "quantizer"),
-        ({"loss": {"_component_": "torchtune.rlhf.loss.DPOLoss"}}, "loss"),
-        ({"dataset": {"_component_": "torchtune.datasets.stack_exchange_paired_dataset"}}, "dataset"),
-        ({"model": {"_component_": "torchtune.models.llama3_2_vision.llama3_2_vision_11b"}}, "model"),
-        ({"shuffle": False}, "shuffle"),
-        ({"optimizer": None, "tasks": ["hellaswag"]}, "tasks"),
-        ({"optimizer": None, "prompt": {"user": "Tell a joke."}, "max_new_tokens": 9}, "prompt"),
-        ({"resume_from_checkpoint": True}, "resume_from_checkpoint"),
+        ("quantizer: {_component_: training.quantization.Int8DynActInt4WeightQATQuantizer}", "quantizer"),
+        ("loss: {_component_: torchtune.rlhf.loss.DPOLoss}", "loss"),
+        ("dataset: {_component_: torchtune.datasets.stack_exchange_paired_dataset}", "dataset"),
+        ("model: {_component_: torchtune.models.llama3_2_vision.llama3_2_vision_11b}", "model"),
+        ("shuffle: false", "shuffle"),
+        ("optimizer: null, tasks: [hellaswag]", "tasks"),
+        ("optimizer: null, prompt: {user: Tell a joke.}, max_new_tokens: 9", "prompt"),
+        ("resume_from_checkpoint: true", "resume_from_checkpoint"),
     ],
-)  # fmt: skip
+)
 def test_what_would_change_the_result_is_refused(changes, key):
     with pytest.raises(RecipeError, match=f"{key}: .* would change the result"):
-        recipe(**changes)
+        recipe(changes)
 
 
 @pytest.mark.parametrize(
@@ -99,50 +103,34 @@ def test_what_would_change_the_result_is_refused(changes, key):
     [
         (
             "dataset",
-            {"new_system_prompt": "Be kind."},
+            "new_system_prompt: Be kind.",
             "dataset.new_system_prompt: Be kind. would change the result",
         ),
-        ("optimizer", {"amsgrad": True}, r"optimizer.amsgrad: True would change the result: another update"),
-        (
-            "optimizer",
-            {"weight_decy": 0.1},
-            r"unknown key 'optimizer.weight_decy' \(did you mean 'weight_decay'\?\)",
-        ),
-        ("checkpointer", {"adapter_checkpoint": "a.pt"}, "an adapter to go on from"),
-        ("model", {"attn_dropout": 0.1}, "unknown key 'model.attn_dropout'"),
+        ("optimizer", "amsgrad: true", r"optimizer.amsgrad: True would change the result: another update"),
+        ("optimizer", "weight_decy: 0.1", r"'optimizer.weight_decy' \(did you mean 'weight_decay'\?\)"),
+        ("checkpointer", "adapter_checkpoint: a.pt", "an adapter to go on from"),
+        ("model", "attn_dropout: 0.1", "unknown key 'model.attn_dropout'"),
     ],
 )
 def test_a_component_has_no_argument_that_is_left_out_in_silence(key, more, named):
     with pytest.raises(RecipeError, match=named):
-        recipe(**{key: PLAIN[key] | more})
-    assert recipe(**{key: PLAIN[key] | dict.fromkeys(more, False)})
-
-
-CHAT = {"_component_": "torchtune.datasets.chat_dataset", "source": "org/d"}
-PAIR = {"_component_": "torchtune.datasets.instruct_dataset", "source": "org/d"}
+        recipe(f"{key}: {{{more}}}")
+    assert recipe(f"{key}: {{{more.split(':')[0]}: false}}")
 
 
 @pytest.mark.parametrize(
     ("dataset", "columns"),
     [
-        (
-            CHAT | {"conversation_style": "openai", "conversation_column": "conversations"},
-            {"messages": "conversations"},
-        ),
-        (
-            CHAT | {"conversation_style": "sharegpt", "conversation_column": "dialogue"},
-            {"messages": "dialogue"},
-        ),
-        (CHAT | {"conversation_style": "openai", "conversation_column": "messages"}, {}),
-        (PAIR, {"prompt": "input", "completion": "output"}),
-        (
-            PAIR | {"column_map": {"input": "theorem", "output": "proof"}},
-            {"prompt": "theorem", "completion": "proof"},
-        ),
+        ("chat_dataset, conversation_style: openai, conversation_column: dialogue", {"messages": "dialogue"}),
+        ("chat_dataset, conversation_style: sharegpt, conversation_column: talk", {"messages": "talk"}),
+        ("chat_dataset, conversation_style: openai, conversation_column: messages", {}),
+        ("instruct_dataset", {"prompt": "input", "completion": "output"}),
+        ("instruct_dataset, column_map: {input: theorem, output: proof}", {"prompt": "theorem", "completion": "proof"}),
     ],
-)
+)  # fmt: skip
 def test_columns_of_a_dataset_are_those_it_names(dataset, columns):
-    assert recipe(dataset=dataset).data[0].columns == columns
+    named = typed(f"source: org/d, _component_: torchtune.datasets.{dataset}")
+    assert recipe(dataset=named).data[0].columns == columns
 
 
 def test_a_place_in_braces_is_its_value():
