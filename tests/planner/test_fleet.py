@@ -174,10 +174,9 @@ def test_the_memory_that_a_job_asks_for_is_there(tmp_path):
     not unknown. Eight processes are more than 8 GiB. A job of Kubernetes has one node."""
     node = Cluster(name="a", gpu="t4", gpus=2, host_memory=60 * GIB + GIB // 2)
     assert hardware_of(node, 1).host_memory_bytes + shm_bytes_of(2) == 60 * GIB
-    taken_up, unknown = (
-        hardware_of(Cluster(name="a", gpu="t4", host_memory=host), 1) for host in (GIB, None)
-    )
-    assert taken_up.host_memory_bytes < GIB < unknown.host_memory_bytes
+    for host in (shm_bytes_of(2), None):
+        there = hardware_of(node.model_copy(update={"host_memory": host}), 1)
+        assert (there.host_memory_bytes < GIB) == (host is not None)
     clusters = "{name: a, gpu: t4, gpus: 8, host_memory: 8GiB}, {name: b, gpu: t4, gpus: 8, nodes: 4, kind: kubernetes}"
     text = f"clusters: [{clusters}]"
     ranking = ranking_of(tmp_path, text, recipe_of("gpt2", "tuning: lora"))

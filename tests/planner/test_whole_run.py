@@ -80,12 +80,14 @@ def test_the_lines_say_how_long_and_what_shapes_the_result():
 
 
 def test_packing_is_not_advised_for_full_rows_or_one_step():
-    full = replace(USUAL, tokens=512, supervised_tokens=20, rows=1, longest_row=512)
-    _, lines = run_of(plan_of(rows=1, accumulation=8), 800, row_tokens=512, usual=full)
-    assert not any("packing" in line for line in lines)
-    _, lines = run_of(plan_of(epochs=1), 8)
+    for tokens, rows, epochs, advised in ((40, 800, 3, True), (512, 800, 3, False), (40, 8, 1, False)):
+        usual = replace(USUAL, tokens=tokens, supervised_tokens=20, rows=1, longest_row=min(512, tokens + 4))
+        _, lines = run_of(
+            plan_of(rows=1, accumulation=8, epochs=epochs), rows, row_tokens=tokens, usual=usual
+        )
+        assert ("rows fill 8 % of seq_len 512" in lines[1]) == advised
+        assert any("packing" in line for line in lines) == advised
     assert lines[0].startswith("1 step of 8 rows, 1 epoch")
-    assert not any("packing" in line for line in lines)
 
 
 RECIPE = recipe_of("m")

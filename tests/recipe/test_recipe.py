@@ -161,6 +161,7 @@ def test_two_names_for_one_setting_must_agree(tmp_path):
         ("bf16: false, fp16: true", "precision: fp16"),
         ("bf16: auto", "precision: null"),
         ("pure_bf16: true", "precision: bf16"),
+        ("gpu: 4090", "gpu: '4090'"),
         ("torch_dtype: bfloat16", "precision: bf16"),
         ("precision: 32", "precision: fp32"),
         ("optim: adamw_torch_fused", "optimizer: adamw"),
