@@ -14,7 +14,7 @@ from fitune.values.words import method_name
 from golden.accounts import MACHINES, MODELS, WAYS
 
 COUNT = 300
-ALWAYS = 17  # shares no factor with the numbers of models, machines and ways: each of them has its turn
+ALWAYS = 31  # shares no factor with the numbers of models, machines and ways: each of them has its turn
 METHODS = ("full", "lora", "qlora")
 
 

@@ -170,3 +170,12 @@ def test_datasets_that_differ_in_what_is_learned_are_refused():
     with pytest.raises(RecipeError, match="several data_files"):
         recipe(dataset={"_component_": "torchtune.datasets.text_completion_dataset", "source": "json",
                         "data_files": ["a", "b"]})  # fmt: skip
+
+
+def test_an_epoch_with_fewer_steps_than_it_may_have_is_told_of():
+    notes = []
+    read_keys({**PLAIN, "max_steps_per_epoch": 50, "epochs": 2}, on_note=notes.append)
+    said = " ".join(" ".join(notes).split())
+    assert (
+        "in each of 2 epochs; torchtune ends an epoch that has fewer steps; here its rows come again" in said
+    )

@@ -103,7 +103,8 @@ def read_torchtune(r: Reading) -> None:
     _precision(r)
     if (steps := r.take("max_steps_per_epoch")) is not None:
         epochs = float(r.settings.get("num_epochs", 1))
-        said = f"in each of {epochs:g} epochs" if epochs > 1 else ""
+        said = "torchtune ends an epoch that has fewer steps; here its rows come again until all are done"
+        said = f"in each of {epochs:g} epochs; {said}" if epochs > 1 else said
         r.put("max_steps", round(int(steps) * epochs), key="max_steps_per_epoch", said=said)
     read_metric_logger(r)
     fsdp = r.take("fsdp")
