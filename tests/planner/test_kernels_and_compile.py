@@ -2,8 +2,7 @@
 
 import pytest
 
-from fitune.errors import NothingFits, RecipeError
-from fitune.recipe.recipe import canonical_keys
+from fitune.errors import NothingFits
 from fitune.report.plan_words import sentences
 from fitune.values.choices import Offload
 from fitune.values.plan import updates_in_backward
@@ -62,12 +61,6 @@ def test_compiled_blocks_that_fit_only_from_the_host_do_not_fit():
     assert plan_of(LARGE, "rtx-4090", "tuning: full").offload != Offload()
     with pytest.raises(NothingFits):
         report_of(LARGE, "rtx-4090", "tuning: full, torch_compile: true")
-
-
-@pytest.mark.parametrize("key", ["liger_rms_norm", "liger_glu_activation", "plugins"])
-def test_switches_for_single_kernels_are_refused_with_ours(key):
-    with pytest.raises(RecipeError, match="kernels: liger"):
-        canonical_keys({key: True}, where="test")
 
 
 def hint_of(settings):

@@ -14,13 +14,6 @@ def test_every_key_of_a_recipe_is_listed_once():
     assert [keys[0].name for keys in keys_by_group().values()] == list(GROUPS)
 
 
-def test_a_line_names_no_type_and_ends_without_a_full_stop():
-    for key in all_keys():
-        assert key.about[0].isupper() or key.about.startswith(("liger", "0 is")), key.name
-        assert not key.about.endswith("."), key.name
-        assert len(key.about) <= 62, key.name
-
-
 def test_values_and_defaults_are_those_of_the_recipe():
     keys = {key.name: key for key in all_keys()}
     assert keys["tuning"].values == ("full", "lora", "qlora", "lomo", "adalomo")

@@ -7,9 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fitune.values.plan import (
-    AdamW,
     AdamW8bit,
-    ChunkedLoss,
     ClipByNorm,
     ClipByValue,
     DataPlan,
@@ -38,21 +36,17 @@ from plans import gpu, known, plan_for
 
 
 def plan(**different):
-    values = {
-        "hardware": gpu("h100", gpus=8, nodes=2, internode_bandwidth=1e9, host_memory_bytes=2**40),
-        "tuning": Lora(rank=16, alpha=32, dropout=0.0, targets=("q_proj", "v_proj")),
-        "precision": Precision.BF16_MASTER,
-        "optimizer": AdamW(weight_decay=0.01),
-        "attention": "flash",
-        "loss": ChunkedLoss(chunk_tokens=1024),
-        "schedule": Schedule(
-            learning_rate=1e-4, kind="cosine", warmup=Fraction(of=0.03), duration=Epochs(count=1.5),
-            max_grad_norm=1.0,
+    """A plan on many machines, with a value of every kind in it."""
+    whole = plan_for(
+        known("mixtral-8x7b"), hardware=gpu("h100", gpus=8, nodes=2, internode_bandwidth=1e9), tuning="lora",
+        targets=("q_proj", "v_proj"), precision="bf16-master", chunk=1024, recompute=7, attention="flash",
+        schedule=Schedule(
+            learning_rate=1e-4, kind="cosine", warmup=Fraction(of=0.03), duration=Epochs(count=1.5), max_grad_norm=1.0,
         ),
-        "data": DataPlan(sources=(DataSource(path="a.jsonl", columns=(("prompt", "question"),)),)),
-        "run": RunPlan(output_dir="runs/ä", report_to=("tensorboard",)),
-    }  # fmt: skip
-    return replace(plan_for(known("mixtral-8x7b"), recompute=7), **{**values, **different})
+        data=DataPlan(sources=(DataSource(path="a.jsonl", columns=(("prompt", "question"),)),)),
+        run=RunPlan(output_dir="runs/ä", report_to=("tensorboard",)),
+    )  # fmt: skip
+    return replace(whole, **different)
 
 
 _LORA = {"rank": 8, "alpha": 8, "dropout": 0.1, "targets": ("q_proj",)}
