@@ -70,23 +70,19 @@ def test_the_same_losses_and_gradients_and_nothing_compiled_for_later_streams():
 
 
 @pytest.mark.parametrize(
-    "family",
+    ("family", "base"),
     [
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "mixtral")),
-        *(pytest.param(name, marks=pytest.mark.weekly) for name in ("qwen3", "gpt2")),
+        *(pytest.param(name, None, marks=pytest.mark.slow) for name in ("gemma2", "mixtral")),
+        *(pytest.param(name, None, marks=pytest.mark.weekly) for name in ("qwen3", "gpt2")),
+        *(pytest.param("llama", base, marks=pytest.mark.slow) for base in (Dense(), Nf4(), Hqq(bits=4))),
     ],
+    ids=str,
 )
-def test_other_families(family):
-    assert_same(losses_and_gradients(family, backend="aot_eager"), losses_and_gradients(family))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("base", [Dense(), Nf4(), Hqq(bits=4)], ids=["dense", "nf4", "hqq"])
-def test_adapters_on_every_base(base):
+def test_other_families_and_adapters_on_every_base(family, base):
     pytest.importorskip("bitsandbytes")
     pytest.importorskip("hqq.core.quantize")
-    expected = losses_and_gradients("llama", base=base)
-    assert_same(losses_and_gradients("llama", base=base, backend="aot_eager"), expected)
+    expected = losses_and_gradients(family, base=base)
+    assert_same(losses_and_gradients(family, base=base, backend="aot_eager"), expected)
 
 
 @pytest.mark.slow

@@ -2,8 +2,6 @@
 
 import json
 import struct
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +13,6 @@ from fitune.values.plan import Dense, Hqq, Nf4
 from models.tiny_models import load, tiny_model
 
 NAME = "model.layers.1.mlp.up_proj.weight"
-Damage = Callable[[Path], None]
 
 
 @pytest.fixture
@@ -72,7 +69,7 @@ def with_header(content, change):
 
 
 DAMAGED = r"model-0000\d.*cut short or no safetensors file: "
-CASES: dict[str, tuple[Damage, str]] = {
+CASES = {
     "header cut short": (cut(lambda c: c[:100]), DAMAGED),
     "eight bytes": (cut(lambda c: c[:5]), DAMAGED),
     "data cut short": (cut(lambda c: c[:-10]), DAMAGED),
@@ -115,7 +112,7 @@ def test_damage_is_named(folder, damage, message, base):
     damage(folder)
     with pytest.raises(ModelError, match=message) as caught:
         load(folder, base=base)
-    assert caught.value.hint
+    assert len(str(caught.value).splitlines()) == 2, "what is wrong, and what to do"
 
 
 @pytest.mark.parametrize("base", [Dense(), Nf4()], ids=["dense", "packed"])
@@ -128,13 +125,6 @@ def test_two_tables_that_differ_are_not_one(folder, base):
     ) as caught:
         load(folder, base=base)
     assert "tie_word_embeddings: false" in str(caught.value.hint)
-
-
-def test_the_command_line_says_it_in_one_line(folder):
-    cut(lambda c: c[:-10])(folder)
-    with pytest.raises(ModelError) as caught:
-        stored_tensors(folder)
-    assert len(str(caught.value).splitlines()) == 2
 
 
 @pytest.mark.parametrize("base", [Nf4(), Hqq(bits=4)], ids=["nf4", "hqq"])

@@ -1,13 +1,12 @@
 """Checkpoints in 4 or 8 bits are read as the 16-bit weights that they stand for."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -16,7 +15,6 @@ from fitune.models.weight_files import stored_dtype, stored_tensors
 from fitune.values.model.model_config import load_model_spec
 from models.tiny_models import load
 
-Tensors = dict[str, Tensor]
 DRAW = torch.Generator().manual_seed(0)
 BLOCK = 48
 """Side of a block of FP8: the last blocks of 128 are cut."""
@@ -36,30 +34,24 @@ def as_mxfp4(tensors):
     return packed, plain
 
 
-def as_fp8(tensors):
-    """Linears in e4m3 with a scale for each block, and block by block times its scale."""
+def as_fp8(tensors, *, block=BLOCK):
+    """Linears in e4m3 with a scale for each block, and block by block times its scale; no ``block``: one for all, and
+    one for what goes in, which is for products in FP8."""
     packed, plain = dict(tensors), dict(tensors)
     for name in [name for name in tensors if name.endswith("_proj.weight")]:
         weight = tensors[name].to(torch.float8_e4m3fn)
-        rows, columns = (-(-length // BLOCK) for length in weight.shape)
+        side = block or max(weight.shape)
+        rows, columns = (-(-length // side) for length in weight.shape)
         scale = 0.5 + torch.rand((rows, columns), generator=DRAW)
         values = weight.to(torch.float32)
         for row in range(rows):
             for column in range(columns):
-                at = (slice(BLOCK * row, BLOCK * row + BLOCK), slice(BLOCK * column, BLOCK * column + BLOCK))
+                at = (slice(side * row, side * row + side), slice(side * column, side * column + side))
                 values[at] *= scale[row, column]
-        packed |= {name: weight, f"{name}_scale_inv": scale}
+        packed |= {name: weight, f"{name}_scale_inv": scale if block else scale.squeeze()}
+        if not block:
+            packed[f"{name.removesuffix('weight')}activation_scale"] = torch.tensor(3.0)
         plain[name] = values.to(torch.bfloat16)
-    return packed, plain
-
-
-def as_fp8_of_one_scale(tensors):
-    packed, plain = dict(tensors), dict(tensors)
-    for name in [name for name in tensors if name.endswith("_proj.weight")]:
-        weight = tensors[name].to(torch.float8_e4m3fn)
-        plain[name] = (weight.to(torch.float32) * 0.75).to(torch.bfloat16)
-        packed |= {name: weight, f"{name}_scale_inv": torch.tensor(0.75)}
-        packed[f"{name.removesuffix('weight')}activation_scale"] = torch.tensor(3.0)
     return packed, plain
 
 
@@ -79,15 +71,19 @@ def as_bitsandbytes(tensors, *, nested, kind):
     return packed, plain
 
 
-WAYS: dict[str, tuple[str, dict[str, object], Callable[[Tensors], tuple[Tensors, Tensors]]]] = {
+WAYS = {
     "mxfp4": ("gpt_oss", {"quant_method": "mxfp4"}, as_mxfp4),
     "fp8": ("llama", {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}, as_fp8),
-    "fp8, one scale": ("llama", {"quant_method": "fp8", "weight_block_size": None}, as_fp8_of_one_scale),
+    "fp8, one scale": (
+        "llama",
+        {"quant_method": "fp8", "weight_block_size": None},
+        partial(as_fp8, block=None),
+    ),
     **{
         f"{kind}{', nested' * nested}": (
             "llama",
             {"quant_method": "bitsandbytes", "load_in_4bit": True},
-            lambda tensors, nested=nested, kind=kind: as_bitsandbytes(tensors, nested=nested, kind=kind),
+            partial(as_bitsandbytes, nested=nested, kind=kind),
         )
         for kind in ("nf4", "fp4")
         for nested in (False, True)
@@ -96,7 +92,7 @@ WAYS: dict[str, tuple[str, dict[str, object], Callable[[Tensors], tuple[Tensors,
 
 
 _SIZES = {"vocab_size": 97, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32}
-_SHAPES: dict[str, dict[str, int]] = {
+_SHAPES = {
     # rows of whole blocks of 64: bitsandbytes unpacks no others right on a CPU
     "llama": {**_SIZES, "hidden_size": 128, "intermediate_size": 192},
     "gpt_oss": {**_SIZES, "hidden_size": 64, "intermediate_size": 96, "num_local_experts": 4},
@@ -143,47 +139,44 @@ def test_a_plan_of_them_is_that_of_the_16_bit_model(tmp_path):
     assert replace(packed, name=plain.name, stored_as="") == plain
 
 
-@pytest.mark.parametrize(
-    ("way", "damage", "message"),
-    [
-        ("mxfp4", lambda t: t.without("gate_up_proj_scales"), "gate_up_proj_scales is missing"),
-        ("mxfp4", lambda t: t.cut("gate_up_proj_scales"), "are not of one weight"),
-        ("fp8", lambda t: t.without("q_proj.weight_scale_inv"), "weight_scale_inv is missing"),
-        ("fp8", lambda t: t.cut("q_proj.weight_scale_inv"), "are not of one weight"),
-        ("nf4", lambda t: t.without("q_proj.weight.absmax"), "absmax is missing"),
-        ("nf4", lambda t: t.cut("q_proj.weight.absmax"), "are not of one weight"),
-        ("nf4", lambda t: t.cut("q_proj.weight.quant_state.bitsandbytes__nf4"), "no state of a weight"),
-        ("nf4", lambda t: t.swollen("q_proj.weight.quant_state.bitsandbytes__nf4"), "no state of a weight"),
-        ("nf4", lambda t: t.doubled("q_proj.weight.quant_state.bitsandbytes__nf4"), "belongs to two weights"),
-    ],
-)
-def test_parts_that_do_not_belong_together_are_named(tmp_path, way, damage, message):
+def removed(tensors, name):
+    del tensors[name]
+
+
+def cut(tensors, name):
+    tensors[name] = tensors[name][:-1].clone()
+
+
+def swollen(tensors, name):
+    tensors[name] = torch.cat([tensors[name], torch.full((1 << 20,), ord(" "), dtype=torch.uint8)])
+
+
+def doubled(tensors, name):
+    tensors[f"{name.removesuffix('nf4')}fp4"] = tensors[name].clone()
+
+
+STATE = "q_proj.weight.quant_state.bitsandbytes__nf4"
+DAMAGED = [
+    ("mxfp4", removed, "gate_up_proj_scales", "gate_up_proj_scales is missing"),
+    ("mxfp4", cut, "gate_up_proj_scales", "are not of one weight"),
+    ("fp8", removed, "q_proj.weight_scale_inv", "weight_scale_inv is missing"),
+    ("fp8", cut, "q_proj.weight_scale_inv", "are not of one weight"),
+    ("nf4", removed, "q_proj.weight.absmax", "absmax is missing"),
+    ("nf4", cut, "q_proj.weight.absmax", "are not of one weight"),
+    ("nf4", cut, STATE, "no state of a weight"),
+    ("nf4", swollen, STATE, "no state of a weight"),
+    ("nf4", doubled, STATE, "belongs to two weights"),
+]
+
+
+@pytest.mark.parametrize(("way", "damage", "part", "message"), DAMAGED)
+def test_parts_that_do_not_belong_together_are_named(tmp_path, way, damage, part, message):
     packed, _ = folders(tmp_path, way)
-    tensors = Damaged(load_file(packed / "model.safetensors"))
-    damage(tensors)
-    save_file(dict(tensors), packed / "model.safetensors", metadata={"format": "pt"})
+    tensors = load_file(packed / "model.safetensors")
+    damage(tensors, next(name for name in tensors if name.endswith(part)))
+    save_file(tensors, packed / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=message):
         loaded(packed)
-
-
-class Damaged(Tensors):
-    def _first(self, suffix):
-        return next(name for name in self if name.endswith(suffix))
-
-    def without(self, suffix):
-        del self[self._first(suffix)]
-
-    def swollen(self, suffix):
-        name = self._first(suffix)
-        self[name] = torch.cat([self[name], torch.full((1 << 20,), ord(" "), dtype=torch.uint8)])
-
-    def doubled(self, suffix):
-        name = self._first(suffix)
-        self[f"{name.removesuffix('nf4')}fp4"] = self[name].clone()
-
-    def cut(self, suffix):
-        name = self._first(suffix)
-        self[name] = self[name][:-1].clone()
 
 
 @pytest.mark.parametrize(

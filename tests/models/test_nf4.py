@@ -75,8 +75,8 @@ def test_forward_and_gradient_are_the_librarys_bit_for_bit(dtype, bias, double):
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("sizes", [(32, 32), (96, 64), (160, 64), (128, 64)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sizes", [(32, 32), (160, 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_block_is_64_weights_in_a_row_wherever_rows_end(dtype, sizes):
     """Each block alone gives the same. On a CPU bitsandbytes' own module fails where a row ends inside a block."""
     linear = dense_linear(dtype, bias=False, sizes=sizes)
@@ -116,23 +116,14 @@ def test_parameters_are_no_whole_numbers():
     assert all(parameter.is_floating_point() for parameter in linear.parameters())
 
 
-@pytest.mark.parametrize("journey", ["copy", "casts", "meta view", "safetensors"])
-def test_packed_bytes_come_back_bit_identical(journey, tmp_path):
+def test_packed_bytes_come_back_bit_identical(tmp_path):
     """What leaves the device and comes back is never quantised again, and no cast touches it."""
-    linear = packed(dense_linear(torch.bfloat16), Nf4())
-    first = copy.deepcopy(linear)
-    match journey:
-        case "copy":
-            linear = copy.deepcopy(linear).to("cpu")
-        case "casts":
-            linear = linear.half().float().to(torch.bfloat16)
-        case "meta view":
-            linear._apply(lambda tensor: tensor.clone())
-        case "safetensors":
-            save_file(linear.state_dict(), tmp_path / "packed.safetensors")
-            linear = packed(nn.Linear(128, 64, dtype=torch.bfloat16), Nf4())
-            linear.load_state_dict(load_file(tmp_path / "packed.safetensors"))
-    assert_same_bytes(linear, first)
+    first = packed(dense_linear(torch.bfloat16), Nf4())
+    assert_same_bytes(copy.deepcopy(first).half().float().to("cpu", torch.bfloat16), first)
+    save_file(first.state_dict(), tmp_path / "packed.safetensors")
+    other = packed(nn.Linear(128, 64, dtype=torch.bfloat16), Nf4())
+    other.load_state_dict(load_file(tmp_path / "packed.safetensors"))
+    assert_same_bytes(other, first)
 
 
 def test_only_the_blocks_linears_are_packed():

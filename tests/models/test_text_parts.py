@@ -45,8 +45,8 @@ VISION = {
     "patch_size": 14,
 }  # fmt: skip
 FOR_BLOCKS = {
-    **TEXT, "tie_word_embeddings": True, "num_kv_shared_layers": 1, "sliding_window": 64,
-    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    **TEXT, "tie_word_embeddings": True, "num_kv_shared_layers": 1, "num_hidden_layers": 2,
+    "layer_types": ["full_attention", "full_attention"],
     "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 384,
 }  # fmt: skip
 """Embeddings for every block, and keys and values of the last block that an earlier one made."""
@@ -100,7 +100,7 @@ def folder(kind, model_folder, tmp_path):
 
 
 def plan_on(folder, data_file, **settings):
-    return plan_of(folder, data_file, folder.parent / "run", max_steps=3, **settings)
+    return plan_of(folder, data_file, folder.parent / "run", max_steps=1, **settings)
 
 
 @torch.no_grad()
@@ -170,8 +170,7 @@ FULL, MERGED = {"tuning": "full"}, {"export": "merged"}
     [
         ("gemma3", FULL),
         ("gemma4", MERGED),
-        ("ministral3", MERGED),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("gemma4", FULL), ("ministral3", FULL))),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("gemma4", FULL), ("ministral3", MERGED))),
     ],
     ids=str,
 )
@@ -188,22 +187,15 @@ WIDTHS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"model_type": "qwen2_5_vl", **WIDTHS, "vision_config": {}},
-        {
-            "model_type": "mllama",
-            "text_config": {"model_type": "mllama_text_model", **WIDTHS},
-            "vision_config": {},
-        },
-    ],
-    ids=lambda config: config["model_type"],
-)
-def test_a_vision_model_whose_text_part_is_none_by_itself_is_said_to_be_one(config):
+def test_a_vision_model_whose_text_part_is_none_by_itself_is_said_to_be_one():
     """Not that its files are cut short."""
-    with pytest.raises(
-        ModelError, match="is a vision model, and its text part cannot be trained alone"
-    ) as caught:
-        text_config(config)
-    assert caught.value.hint == "a text model of its size: Qwen/Qwen2.5-7B"
+    text = {"model_type": "mllama_text_model", **WIDTHS}
+    for config in (
+        {"model_type": "qwen2_5_vl", **WIDTHS, "vision_config": {}},
+        {"model_type": "mllama", "text_config": text, "vision_config": {}},
+    ):
+        with pytest.raises(
+            ModelError, match="is a vision model, and its text part cannot be .* alone"
+        ) as caught:
+            text_config(config)
+        assert caught.value.hint == "a text model of its size: Qwen/Qwen2.5-7B"
