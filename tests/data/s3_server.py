@@ -34,17 +34,15 @@ class Wire:
         self._server = (host, port)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
-        self.cut_after = None
-        self.cut_sent_after = None
-        self.slow_s = 0.0
-        self.refused = 0
-        self.refusal = UNAVAILABLE
-        self.stays_down = False
-        self.is_down = False
-        self.is_silent = False
-        self.requests = []
-        self.headers = []
+        self.mend()
         threading.Thread(target=self._accept, daemon=True).start()
+
+    def mend(self):
+        """The wire is whole, and nobody was heard on it."""
+        self.cut_after = self.cut_sent_after = None
+        self.is_down = self.stays_down = self.is_silent = False
+        self.refused, self.slow_s, self.refusal = 0, 0.0, UNAVAILABLE
+        self.requests, self.headers = [], []
 
     def close(self):
         self._listener.close()
@@ -197,10 +195,7 @@ def use_server(wire, monkeypatch):
     monkeypatch.setattr("botocore.session.create_loader", _descriptions)
     s3fs.S3FileSystem.clear_instance_cache()
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
-    wire.cut_after = wire.cut_sent_after = None
-    wire.is_down = wire.stays_down = wire.is_silent = False
-    wire.refused, wire.slow_s, wire.refusal = 0, 0.0, UNAVAILABLE
-    wire.requests, wire.headers = [], []
+    wire.mend()
 
 
 def client():

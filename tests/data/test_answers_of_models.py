@@ -108,11 +108,6 @@ def test_a_row_is_its_prompt_and_what_the_model_writes_until_it_stops(kind, talk
         assert [place for place, token in enumerate(written, 1) if token in stop_ids] == [len(written)]
 
 
-def test_cohere_learns_both_tokens_that_end_an_answer():
-    template, tokenizer, _ = model("Cohere2")
-    assert template.encode(conversation(TALKS["one turn"])).ids[-1] == tokenizer.eos_token_id
-
-
 def test_a_block_that_the_data_itself_has_empty_is_learned():
     text = "<think>\n\n</think>\n\nworld"
     assert learned("Qwen3", [asked("hello"), said(text)]) == [f"{text}<|im_end|>"]

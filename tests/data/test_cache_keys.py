@@ -62,7 +62,6 @@ OTHER = {
     "rows in another order": lambda folder: rewritten(folder, ROWS[::-1]),
     "a name that is read as text": lambda folder: renamed(folder, "rows.jsonl", "rows.txt"),
     "a file more": lambda folder: rewritten(folder, ROWS, "z.jsonl"),
-    "a template": lambda folder: template(folder, HEADER_STYLE),
     "evaluation": lambda folder: {"eval_sources": (DataSource(path=str(folder)),)},
 }
 OTHER_SETTINGS = {
@@ -195,10 +194,18 @@ def test_an_error_on_one_machine_ends_every_rank(monkeypatch, how):
     assert found[3].message == "rank 1 stopped: no such file"
 
 
-def test_contents_that_are_known_are_not_read_again(tmp_path, prepare, entries, monkeypatch):
-    source = DataSource(path=str(tmp_path / "data"))
-    contents = contents_of(DataPlan(sources=(source,)))
-    assert contents.size == (tmp_path / "data" / "rows.jsonl").stat().st_size
-    monkeypatch.setattr(preparing, "content_key", lambda *_, **__: pytest.fail("read again"))
-    prepare(source, contents=contents)
-    assert len(list((tmp_path / "cache" / "tokens").iterdir())) == 1
+def test_files_are_hashed_once_and_held_out_ones_that_are_trained_on_too_are_named(
+    tmp_path, prepare, entries, monkeypatch
+):
+    """A corpus of many GiB is read from end to end each time."""
+    hashed, real = [], preparing.content_key
+    monkeypatch.setattr(
+        preparing, "content_key", lambda source, **told: hashed.append(source.path) or real(source, **told)
+    )
+    write(tmp_path / "copy.jsonl")
+    source, copy = (DataSource(path=str(tmp_path / name)) for name in ("data", "copy.jsonl"))
+    contents = contents_of(DataPlan(sources=(source,), eval_sources=(copy,)))
+    assert contents.size == 2 * (tmp_path / "copy.jsonl").stat().st_size
+    for known, times in ((contents, 1), (None, 2), (None, 3)):
+        assert prepare(source, eval_sources=(copy,), contents=known).also_trained == (copy.path,)
+        assert hashed == [source.path, copy.path] * times

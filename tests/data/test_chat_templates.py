@@ -30,39 +30,30 @@ TALKS = [
 ]
 
 
+ENDS = {"plain": "</s>", "bracket": "</s>"}
+"""Others end every answer with <|end|>; in "no end" EOS is put behind the last one alone."""
+BOS = {"plain": 1, "header": 1, "no system": 1, "bracket": 3}
+"""In a conversation of three turns: "bracket" writes one in each of them."""
+
+
 @pytest.mark.parametrize("make", TOKENIZERS)
 @pytest.mark.parametrize("style", STYLES)
-def test_training_ids_begin_with_scoring_ids_and_every_answer_is_learned(make, style):
+def test_ids_begin_with_those_of_scoring_and_every_answer_and_its_end_is_learned_and_nothing_else(
+    make, style
+):
     tokenizer = TOKENIZERS[make](template=STYLES[style])
     template = load_template(tokenizer)
     for asked in TALKS:
         encoded, prompt = template.encode(asked), template.encode_prompt(asked)
         assert encoded.ids[: len(prompt)] == prompt
         assert encoded.ids[-1] in template.stop_ids
-        assert encoded.supervised[-1]
-        assert not encoded.supervised[0]
-        text = "".join(learned(tokenizer, encoded).split())
-        answers = (message.content for message in asked.messages if message.role == "assistant")
-        assert all("".join(answer.split()) in text for answer in answers)
-
-
-LEARNED = {
-    "plain": "four</s>", "header": "four<|end|>", "marked": "four<|end|>", "thinking": "four<|end|>",
-    "bracket": " four </s>", "no end": "four</s>",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("style", LEARNED)
-def test_the_answer_and_its_end_are_learned_and_nothing_else(style):
-    tokenizer = byte_tokenizer(template=STYLES[style])
-    encoded = load_template(tokenizer).encode(talk("what is two and two?", "four"))
-    assert learned(tokenizer, encoded) == LEARNED[style]
-    if style in ("plain", "header", "bracket"):
-        assert encoded.ids[0] == tokenizer.bos_token_id
-        assert encoded.ids.count(tokenizer.bos_token_id) == 1
-    if style == "header":
-        encoded = load_template(tokenizer).encode(talk("a", "one", "b", "two", system="be kind"))
-        assert learned(tokenizer, encoded) == "one<|end|>two<|end|>"
+        answers = ["".join(m.content.split()) for m in asked.messages if m.role == "assistant"]
+        end = ENDS.get(style, "<|end|>")
+        wanted = (
+            "".join(answers) + "</s>" if style == "no end" else "".join(answer + end for answer in answers)
+        )
+        assert "".join(learned(tokenizer, encoded).split()) == wanted
+    assert encoded.ids.count(tokenizer.bos_token_id) == BOS.get(style, 0)
 
 
 @pytest.mark.parametrize("make", TOKENIZERS)

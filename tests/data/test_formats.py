@@ -1,11 +1,14 @@
 """Every accepted format becomes the conversation it means."""
 
+from typing import get_args
+
 import pytest
 
 from fitune.data.conversations.formats import detect_format, to_example
 from fitune.data.conversations.messages import Conversation, Message, Text
 from fitune.data.reading.rows import Row
 from fitune.errors import DataError
+from fitune.values.plan import DataFormat
 
 USER, ANSWER = Message("user", "hi"), Message("assistant", "yo")
 SYSTEM = Message("system", "be kind")
@@ -49,6 +52,13 @@ RECOGNISED = [
 def test_a_format_is_recognised_and_becomes_a_conversation(name, fields, messages):
     assert detect_format(Row("f:1", fields)) == name
     assert example(fields) == Conversation(messages, "f:1")
+
+
+def test_every_format_can_be_named():
+    for name, fields, messages in RECOGNISED:
+        row = Row("f:1", fields | {"text": "not this"})
+        assert to_example(row, format=name) == Conversation(messages, "f:1")
+    assert {*get_args(DataFormat)} == {*(name for name, *_ in RECOGNISED), "text", "auto", "columns"}
 
 
 def test_plain_text_stays_text():
@@ -119,20 +129,3 @@ def test_a_row_with_other_columns_is_refused_with_the_option_that_names_them(hin
         detect_format(Row("f:1", fields))
     assert hint in caught.value.hint
     assert "{instruction, output" in caught.value.hint
-
-
-WRONG = [
-    {"prompt": "", "completion": "x"},
-    {"messages": [turn("nobody", "x")]},
-    {"messages": [ASKED], "images": ["a"]},
-    {"prompt": "a\ud800", "completion": "x"},
-    {"messages": [ASKED], "tools": "{"},
-]
-
-
-@pytest.mark.parametrize("fields", WRONG)
-def test_an_error_begins_with_the_place_of_its_row_and_says_it_once(fields):
-    with pytest.raises(DataError) as bad:
-        to_example(Row("rows.jsonl:7", fields), format="auto")
-    assert bad.value.message.startswith("rows.jsonl:7: field '")
-    assert bad.value.message.count("rows.jsonl:7") == 1

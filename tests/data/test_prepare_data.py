@@ -47,7 +47,8 @@ def mixed(rows, tmp_path):
 
 
 def texts(dataset):
-    return [byte_tokenizer().decode(dataset.row(i)[0]) for i in range(len(dataset))]
+    tokenizer = byte_tokenizer()
+    return [tokenizer.decode(dataset.row(i)[0]) for i in range(len(dataset))]
 
 
 def test_a_row_is_stored_as_the_template_encodes_it(rows, prepare):
@@ -156,9 +157,11 @@ def test_evaluation_rows_may_come_from_another_file(rows, prepare):
     assert (len(prepared.train), len(prepared.eval), len(prepared.eval_examples)) == (5, 70, 64)
     assert prepared.eval_examples[0].messages[0].content == "what is 500?"
     assert prepared.eval_ledger.rows_kept == 70
+    with pytest.raises(DataError, match=r"eval_data .*test.jsonl: weight 2 is not used"):
+        prepare(rows(5), eval_sources=(rows(7, name="test", weight=2.0),))
 
 
-@pytest.mark.parametrize(("weight", "places"), [(1.0, 10), (2.0, 20), (0.5, 5), (1.5, 15), (0.1, 1)])
+@pytest.mark.parametrize(("weight", "places"), [(2.0, 20), (1.5, 15), (0.1, 1)])
 def test_a_weight_gives_a_source_its_share(rows, prepare, weight, places):
     prepared = prepare(rows(10, weight=weight), rows(3, name="other", start=50))
     assert len(prepared.train) == places + 3
@@ -193,15 +196,12 @@ def test_the_cache_is_where_the_environment_says(tmp_path, monkeypatch):
         assert cache.folder_of(given) == folder / "tokens"
 
 
-def test_the_ledger_reads_well(mixed, prepare):
+def test_the_ledger_reads_well(mixed, rows, prepare):
     lines = describe_ledger(prepare(*mixed, on_bad_row="skip").train_ledger).splitlines()
     assert lines[0] == "39 rows read as prompt_completion, 36 kept"
     assert lines[1] == "3 dropped: 1 no answer left after truncation, 1 null field, 1 torn last line"
     assert any("rows longer than the context" in line for line in lines)
     assert any(line.endswith("%)") and "learned" in line for line in lines)
-
-
-def test_one_row_is_no_rows(rows, prepare):
     lines = describe_ledger(prepare(rows(1, length=99)).train_ledger).splitlines()
     assert lines[0] == "1 row read as prompt_completion, 1 kept"
     assert any(line.startswith("1 row longer than the context: ") for line in lines)

@@ -108,17 +108,6 @@ def test_a_bucket_that_is_missing_or_read_only_is_an_error_before_anything_is_to
     assert "is fetched" in on("other", tokenises=False)[1][0], "it is only read there"
 
 
-def test_a_store_that_may_not_be_read_is_an_error_that_names_the_setting(bucket, on, monkeypatch):
-    import s3fs
-
-    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    s3fs.S3FileSystem.clear_instance_cache()
-    with pytest.raises(StoreError, match=r"^cache_dir: s3://.*no credentials for s3://") as refused:
-        on("one")
-    assert "AWS_ACCESS_KEY_ID" in str(refused.value.hint)
-
-
 def test_a_stop_while_it_is_fetched_leaves_nothing_half_made(wire, on, tmp_path):
     on("one")
     told = []

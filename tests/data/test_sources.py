@@ -1,4 +1,5 @@
-"""The same rows come out of every kind of file; samples and folders are read the same way every time."""
+"""The same rows come out of every kind of file; samples and folders are read the same way every time; a key that is
+there twice is refused."""
 
 import json
 import sys
@@ -10,7 +11,8 @@ import pyarrow.parquet
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from fitune.data.reading.sources import content_key, read_rows
+from fitune.data.reading.rows import Row
+from fitune.data.reading.sources import content_key, read_rows, rows_of
 from fitune.errors import DataError
 from fitune.values.plan import DataSource
 from jsonl import write_lines
@@ -180,3 +182,33 @@ def test_the_content_key_follows_the_content(tmp_path):
         return content_key(DataSource(path=str(write_lines(tmp_path / "rows.jsonl", rows))))
 
     assert key(*ROWS) == key(*ROWS) != key(*ROWS[:-1], ROWS[-1] | {"completion": "answer 20"})
+
+
+TWICE = [
+    ('{"prompt": "a", "completion": "right", "completion": "wrong"}', "completion"),
+    (
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "user", "role": "assistant", "content": "b"}]}',
+        "role",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "key"), TWICE)
+@pytest.mark.parametrize("kind", ["jsonl", "json"])
+def test_a_key_that_stands_twice_is_refused_with_its_row(tmp_path, text, key, kind):
+    """json keeps the last one silently: a row would be trained that nobody wrote."""
+    good = '{"prompt": "a", "completion": "b"}'
+    file = tmp_path / f"rows.{kind}"
+    file.write_text(f"[{good},\n{text}]" if kind == "json" else f"{good}\n{text}\n")
+    where = "row 2" if kind == "json" else "rows.jsonl:2"
+    with pytest.raises(DataError, match=rf"{where}: the key '{key}' is there twice"):
+        list(read_rows(DataSource(path=str(file))))
+    good, bad = rows_of(DataSource(path=str(file)))
+    assert isinstance(good, Row)
+    assert bad.reason == "key twice"
+
+
+def test_the_same_key_in_two_objects_is_no_key_twice(tmp_path):
+    file = tmp_path / "rows.json"
+    file.write_text('[{"a": {"x": 1}, "b": [{"x": 1}, {"x": 2}]}, {"a": 1, "b": 2}]')
+    assert len(list(read_rows(DataSource(path=str(file))))) == 2

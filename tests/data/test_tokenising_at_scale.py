@@ -114,7 +114,7 @@ def test_any_number_of_processes_gives_the_same_rows_of_every_kind(write, prepar
         for number, kind in enumerate(KINDS_OF_ROWS)
     ]
     found = []
-    for count, process in ((0, None), (1, Here), (3, Here), (2, tokenising.Child)):
+    for count, process in ((0, None), (1, Here), (3, Here), (1, tokenising.Child)):
         in_processes(count, process)
         made = prepare(
             *kinds, write(*usual), cache=f"{count}", template=WITH_THOUGHTS, val_fraction=0.2,
@@ -154,25 +154,14 @@ def test_a_row_on_which_the_tokenizer_panics_is_named_with_the_cause(write, prep
     assert (ledger.rows_kept, ledger.dropped) == (3, {"the tokenizer fails": 1})
 
 
-def test_a_prompt_on_which_the_tokenizer_panics_is_its_own_error():
-    template = load_template(panicking_tokenizer())
-    good, bad, last = template.encode_prompts(
-        [Conversation((Message("user", text),), f"rows.jsonl:{text[0]}") for text in ("1", TOO_HARD, "1")]
-    )
-    assert good == last
-    assert bad.message.startswith("rows.jsonl:q: the tokenizer fails: ")
-
-
-def test_a_given_answer_on_which_the_tokenizer_panics_is_its_own_error():
+def test_a_prompt_or_a_given_answer_on_which_the_tokenizer_panics_is_its_own_error():
     """It ended a whole scoring of given answers, without a word on which row it was."""
-    template = load_template(panicking_tokenizer())
-    texts = ("1", TOO_HARD, "1")
-    rows = [
-        Conversation((Message("user", "a"), Message("assistant", text)), f"rows:{text[0]}") for text in texts
-    ]
-    good, bad, last = template.encode_each(rows)
-    assert good == last
-    assert bad.message.startswith("rows:q: the tokenizer fails: ")
+    template, texts = load_template(panicking_tokenizer()), ("1", TOO_HARD, "1")
+    asked = [Conversation((Message("user", text),), f"rows:{text[0]}") for text in texts]
+    given = [Conversation((Message("user", "a"), Message("assistant", t)), f"rows:{t[0]}") for t in texts]
+    for good, bad, last in (template.encode_prompts(asked), template.encode_each(given)):
+        assert good == last
+        assert bad.message.startswith("rows:q: the tokenizer fails: ")
 
 
 @pytest.mark.parametrize("count", [0, 1])
