@@ -74,7 +74,6 @@ THOUGHT = {"role": "assistant", "content": "<think>\nhm, é\n</think>\n\nsunny"}
 CALL = json.dumps(FUNCTION)
 KINDS_OF_ROWS = [
     {"messages": [ASKED, CALLED, FOUND, SAID], "tools": TOOLS},
-    {"messages": [ASKED, CALLED], "tools": TOOLS},
     {"messages": [ASKED, CALLED, FOUND, CALLED, FOUND, SAID], "tools": json.dumps(TOOLS)},
     {"messages": [ASKED, {"role": "assistant", "content": "", "function_call": FUNCTION}], "functions": TOOLS},
     {
@@ -88,8 +87,6 @@ KINDS_OF_ROWS = [
     {"messages": [ASKED, THOUGHT, ASKED, THOUGHT]},
     {"messages": [ASKED, {**SAID, "thinking": "hm, é"}]},
     {"messages": [{"role": "user", "content": "<|end|></s>"}, SAID]},
-    {"instruction": "Add.", "input": "1 2", "output": "3"},
-    {"question": "Where?", "answer": "Here."},
     {"text": "some text, é and 中"},
     {"prompt": "Where?", "chosen": "Here.", "rejected": "There."},
     {"messages": [ASKED, CALLED, FOUND, SAID], "tools": [{"name": "<|end|>"}]},

@@ -61,18 +61,18 @@ def some_labels():
     return labels_T
 
 
-def ours(case, *, chunk_tokens, softcap=None):
+def ours(case, **settings):
     case.head.zero_grad()
-    loss_head = LossHead(module=case.head, chunk_tokens=chunk_tokens, softcap=softcap)
+    loss_head = LossHead(module=case.head, **settings)
     losses_S, gradient_TD = loss_head.losses_and_gradient(case.hidden_TD, case.labels_T, scale=case.scale)
     return Found(losses_S, gradient_TD, _head_gradients(case.head))
 
 
-def plain(case, *, softcap=None):
+def plain(case, *, softcap=None, logit_scale=1.0):
     """The loss as it is written in a textbook; autograd does the rest."""
     case.head.zero_grad()
     leaf_TD = case.hidden_TD.clone().requires_grad_()
-    logits_TV = case.head(leaf_TD)
+    logits_TV = case.head(leaf_TD) * logit_scale
     if softcap is not None:
         logits_TV = softcap * torch.tanh(logits_TV / softcap)
     losses_T = F.cross_entropy(logits_TV, case.labels_T, ignore_index=IGNORED, reduction="none")
@@ -97,12 +97,12 @@ def assert_equal(found, expected):
 
 @pytest.mark.parametrize("chunk_tokens", CHUNKS)
 @pytest.mark.parametrize("labels", [all_labels, some_labels])
-@pytest.mark.parametrize("softcap", [None, 3.0])
-def test_equals_the_plain_loss_of_each_token_with_a_label(labels, chunk_tokens, softcap):
-    case = Case(labels())
-    expected = plain(case, softcap=softcap)
-    assert_equal(ours(case, chunk_tokens=chunk_tokens, softcap=softcap), expected)
-    evaluated = LossHead(module=case.head, chunk_tokens=chunk_tokens, softcap=softcap)
+@pytest.mark.parametrize("logits", [{}, {"softcap": 3.0}, {"logit_scale": 0.25}], ids=str)
+def test_equals_the_plain_loss_of_each_token_with_a_label(labels, chunk_tokens, logits):
+    case = Case(labels(), head=_head(bias="logit_scale" not in logits))  # no model has both
+    expected = plain(case, **logits)
+    assert_equal(ours(case, chunk_tokens=chunk_tokens, **logits), expected)
+    evaluated = LossHead(module=case.head, chunk_tokens=chunk_tokens, **logits)
     losses_S = evaluated.losses(case.hidden_TD, case.labels_T)
     torch.testing.assert_close(losses_S, expected.losses_S, rtol=1e-6, atol=1e-6)
 

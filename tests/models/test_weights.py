@@ -63,13 +63,7 @@ def test_no_tokenizer(folder):
         load_tokenizer(str(folder))
 
 
-DAMAGED_TOKENIZERS = [
-    "{ not json", "[]", '{"added_tokens": [3]}',
-    '{"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": [1], "merges": []}}',
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("content", DAMAGED_TOKENIZERS)
+@pytest.mark.parametrize("content", ["{ not json", '{"added_tokens": [3]}'])
 def test_a_damaged_tokenizer(folder, content):
     (folder / "tokenizer.json").write_text(content)
     with pytest.raises(ModelError, match="the tokenizer cannot be loaded"):
